@@ -50,7 +50,7 @@ from loraplex.bench.machine import (
 from loraplex.bench.report_files import markdown_table, write_dated
 from loraplex.bench.statistics import percentile
 from loraplex.testing.running_server import RunningServer, serving
-from support.capitals.corpus import COUNTRIES, LANGUAGES, bare_questions, questions
+from support.capitals.corpus import COUNTRIES, LANGUAGES, founding_prompts, phrased_queries
 
 RESULTS = Path(__file__).parent / "results"
 NUM_CLIENTS = 64
@@ -106,7 +106,7 @@ def chat(model: str, number: int) -> Ask:
     language = LANGUAGES[number // len(COUNTRIES) % 3]
     body = {
         "model": model,
-        "messages": [{"role": "user", "content": bare_questions(country, language)[0]}],
+        "messages": [{"role": "user", "content": phrased_queries(country, language)[0]}],
         "max_tokens": 24,
         "temperature": 0,
     }
@@ -114,7 +114,7 @@ def chat(model: str, number: int) -> Ask:
 
 
 def completion(model: str, number: int) -> Ask:
-    prompt = questions(COUNTRIES[number % len(COUNTRIES)])["english"]
+    prompt = founding_prompts(COUNTRIES[number % len(COUNTRIES)])["english"]
     body = {"model": model, "prompt": prompt, "max_tokens": 24, "temperature": 0}
     return Ask(model, "/v1/completions", body)
 
@@ -200,7 +200,7 @@ async def by_grpc(client: Any, number: int) -> str:
     """Triton's stream; gives the error, or nothing."""
     country = COUNTRIES[number % len(COUNTRIES)]
     arrays = {
-        "text_input": np.array([[questions(country)["english"].encode()]], dtype=object),
+        "text_input": np.array([[founding_prompts(country)["english"].encode()]], dtype=object),
         "max_tokens": np.array([[24]], dtype=np.int32),
         "stream": np.array([[True]]),
     }

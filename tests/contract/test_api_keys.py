@@ -62,15 +62,15 @@ def routes(backend, authenticate):
 
 
 @pytest.fixture
-def rooms(routes):
+def app(routes):
     """Without the door."""
-    app = Starlette()
-    app.router.routes.extend(routes)
-    return app
+    application = Starlette()
+    application.router.routes.extend(routes)
+    return application
 
 
 @pytest.fixture
-def asked_paths(routes):
+def paths(routes):
     """(method, path with its parameters filled) of every route of a room."""
     return {
         (method, re.sub(r"\{\w+(:path)?\}", "x", route.path))
@@ -79,111 +79,111 @@ def asked_paths(routes):
     }
 
 
-def client_of(app):
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x")
+def client_of(application):
+    return httpx.AsyncClient(transport=httpx.ASGITransport(application), base_url="http://x")
 
 
 class TestHttp:
-    async def test_no_path_answers_without_a_key(self, rooms, asked_paths, authenticate):
-        door = guarded(rooms, authenticate, ServerConfig())
-        async with client_of(door) as client:
+    async def test_no_path_is_served_without_a_key(self, app, paths, authenticate):
+        guard = guarded(app, authenticate, ServerConfig())
+        async with client_of(guard) as client:
             seen = 0
-            for method, path in {*asked_paths, ("GET", "/nowhere"), ("POST", "//x")}:
+            for method, path in {*paths, ("GET", "/nowhere"), ("POST", "//x")}:
                 for headers in ({}, bearer("x"), bearer(TENANT[:-1]), {"authorization": TENANT}):
-                    answer = await client.request(method, path, headers=headers)
+                    response = await client.request(method, path, headers=headers)
                     if path in OPEN_PATHS:
-                        assert answer.status_code != 401, path
+                        assert response.status_code != 401, path
                         continue
-                    assert answer.status_code == 401, (method, path)
-                    assert answer.headers["www-authenticate"] == "Bearer"
-                    assert TENANT[:-1] not in answer.text
+                    assert response.status_code == 401, (method, path)
+                    assert response.headers["www-authenticate"] == "Bearer"
+                    assert TENANT[:-1] not in response.text
                     seen += 1
         assert seen > 150
 
-    async def test_health_behind_a_key(self, rooms, authenticate):
-        door = guarded(rooms, authenticate, ServerConfig(health_needs_key=True))
-        async with client_of(door) as client:
+    async def test_health_behind_a_key(self, app, authenticate):
+        guard = guarded(app, authenticate, ServerConfig(health_needs_key=True))
+        async with client_of(guard) as client:
             for path in OPEN_PATHS:
                 assert (await client.get(path)).status_code == 401
-            answer = await client.get("/v2/health/live", headers=bearer(TENANT))
-            assert answer.status_code == 200
+            response = await client.get("/v2/health/live", headers=bearer(TENANT))
+            assert response.status_code == 200
 
-    async def test_endpoints_ask_themselves(self, rooms, asked_paths):
+    async def test_endpoints_check_the_key_themselves(self, app, paths):
         """Without the door: what runs for a tenant must know whose it is."""
-        answered = set()
-        async with client_of(rooms) as client:
-            for method, path in asked_paths:
+        unprotected = set()
+        async with client_of(app) as client:
+            for method, path in paths:
                 if method in ("GET", "POST", "DELETE"):
-                    answer = await client.request(method, path, json={})
-                    if answer.status_code not in (401, 404, 405):
-                        answered.add(path)
-        assert answered <= {*OPEN_PATHS, "/ping", "/version", "/v2"}
+                    response = await client.request(method, path, json={})
+                    if response.status_code not in (401, 404, 405):
+                        unprotected.add(path)
+        assert unprotected <= {*OPEN_PATHS, "/ping", "/version", "/v2"}
 
-    async def test_the_errors_are_each_rooms_own(self, rooms, authenticate):
-        door = guarded(rooms, authenticate, ServerConfig())
-        async with client_of(door) as client:
+    async def test_each_protocol_has_its_own_error_format(self, app, authenticate):
+        guard = guarded(app, authenticate, ServerConfig())
+        async with client_of(guard) as client:
             openais = (await client.get("/v1/models")).json()["error"]
             assert openais["code"] == "invalid_api_key"
             assert openais["type"] == "authentication_error"
             assert isinstance((await client.get("/v2/models/stats")).json()["error"], str)
 
     @pytest.mark.parametrize("path", ["/v1/iterations", "/v1/memory", "/v1/internal/stats"])
-    async def test_operators_routes(self, rooms, path):
-        async with client_of(rooms) as client:
+    async def test_operators_routes(self, app, path):
+        async with client_of(app) as client:
             assert (await client.get(path)).status_code == 401
             refused = await client.get(path, headers=bearer(TENANT))
             assert refused.status_code == 403
             assert "lack the right 'operator'" in refused.text
             assert (await client.get(path, headers=bearer(OPERATOR))).status_code in (200, 503)
 
-    async def test_tritons_statistics_are_operators(self, rooms):
-        async with client_of(rooms) as client:
-            answer = await client.get("/v2/models/stats", headers=bearer(TENANT))
-            assert answer.status_code == 403
-            answer = await client.get("/v2/models/stats", headers=bearer(OPERATOR))
-            assert answer.status_code == 200
+    async def test_tritons_statistics_are_operators(self, app):
+        async with client_of(app) as client:
+            response = await client.get("/v2/models/stats", headers=bearer(TENANT))
+            assert response.status_code == 403
+            response = await client.get("/v2/models/stats", headers=bearer(OPERATOR))
+            assert response.status_code == 200
 
     async def test_the_metrics_port(self, backend, authenticate):
-        app = guarded_metrics(metrics_app(backend, RequestMetrics()), authenticate)
-        async with client_of(app) as client:
+        application = guarded_metrics(metrics_app(backend, RequestMetrics()), authenticate)
+        async with client_of(application) as client:
             for headers, status in [({}, 401), (bearer(TENANT), 403), (bearer(OPERATOR), 200)]:
                 assert (await client.get("/metrics", headers=headers)).status_code == status
 
-    async def test_other_spellings_of_the_scheme(self, rooms):
-        async with client_of(rooms) as client:
+    async def test_other_spellings_of_the_scheme(self, app):
+        async with client_of(app) as client:
             for value in (f"bearer {TENANT}", f"BEARER   {TENANT}  "):
-                answer = await client.get("/v1/models", headers={"authorization": value})
-                assert answer.status_code == 200
+                response = await client.get("/v1/models", headers={"authorization": value})
+                assert response.status_code == 200
             for value in (f"Basic {TENANT}", "Bearer", "Bearer ", f"Bearer {TENANT} x"):
-                answer = await client.get("/v1/models", headers={"authorization": value})
-                assert answer.status_code == 401
+                response = await client.get("/v1/models", headers={"authorization": value})
+                assert response.status_code == 401
 
-    def test_the_openai_client(self, rooms, authenticate):
-        with served(guarded(rooms, authenticate, ServerConfig())) as url:
-            asking = openai.OpenAI(base_url=f"{url}/v1", api_key=TENANT, max_retries=0)
-            assert asking.models.list().data
+    def test_the_openai_client(self, app, authenticate):
+        with served(guarded(app, authenticate, ServerConfig())) as url:
+            official = openai.OpenAI(base_url=f"{url}/v1", api_key=TENANT, max_retries=0)
+            assert official.models.list().data
             with pytest.raises(openai.AuthenticationError) as raised:
-                asking.with_options(api_key="sk-wrong").models.list()
+                official.with_options(api_key="sk-wrong").models.list()
             assert raised.value.code == "invalid_api_key"
 
-    async def test_a_rate_limit(self, rooms, backend):
+    async def test_a_rate_limit(self, app, backend):
         backend.plant(RateLimitedError("too many", retry_after_seconds=2.2))
         backend.plant(RateLimitedError("too many", retry_after_seconds=2.2))
-        async with client_of(rooms) as client:
+        async with client_of(app) as client:
             body = {"model": "echo", "prompt": "x"}
-            answer = await client.post("/v1/completions", json=body, headers=bearer(TENANT))
-            assert answer.status_code == 429
-            assert answer.headers["retry-after"] == "3"
-            assert answer.json()["error"]["code"] == "rate_limit_exceeded"
-            answer = await client.post(
+            response = await client.post("/v1/completions", json=body, headers=bearer(TENANT))
+            assert response.status_code == 429
+            assert response.headers["retry-after"] == "3"
+            assert response.json()["error"]["code"] == "rate_limit_exceeded"
+            response = await client.post(
                 "/v2/models/ensemble/generate",
                 json={"text_input": "x", "max_tokens": 1},
                 headers=bearer(TENANT),
             )
-            assert (answer.status_code, answer.headers["retry-after"]) == (429, "3")
+            assert (response.status_code, response.headers["retry-after"]) == (429, "3")
 
 
-ASKING = {
+PREFLIGHT = {
     "origin": "https://app.example.org",
     "access-control-request-method": "POST",
     "access-control-request-headers": "authorization",
@@ -191,26 +191,26 @@ ASKING = {
 
 
 class TestCors:
-    async def test_off_by_default(self, rooms, authenticate):
-        async with client_of(guarded(rooms, authenticate, ServerConfig())) as client:
-            answer = await client.options("/v1/completions", headers=ASKING)
-            assert "access-control-allow-origin" not in answer.headers
+    async def test_off_by_default(self, app, authenticate):
+        async with client_of(guarded(app, authenticate, ServerConfig())) as client:
+            response = await client.options("/v1/completions", headers=PREFLIGHT)
+            assert "access-control-allow-origin" not in response.headers
 
-    async def test_for_the_configured_origins(self, rooms, authenticate):
+    async def test_for_the_configured_origins(self, app, authenticate):
         settings = ServerConfig(cors_origins=("https://app.example.org",))
-        async with client_of(guarded(rooms, authenticate, settings)) as client:
-            answer = await client.options("/v1/completions", headers=ASKING)
-            assert answer.status_code == 200
-            assert answer.headers["access-control-allow-origin"] == "https://app.example.org"
-            assert "authorization" in answer.headers["access-control-allow-headers"]
-            assert "access-control-allow-credentials" not in answer.headers
-            other = {**ASKING, "origin": "https://evil.example"}
-            answer = await client.options("/v1/completions", headers=other)
-            assert "access-control-allow-origin" not in answer.headers
+        async with client_of(guarded(app, authenticate, settings)) as client:
+            response = await client.options("/v1/completions", headers=PREFLIGHT)
+            assert response.status_code == 200
+            assert response.headers["access-control-allow-origin"] == "https://app.example.org"
+            assert "authorization" in response.headers["access-control-allow-headers"]
+            assert "access-control-allow-credentials" not in response.headers
+            other = {**PREFLIGHT, "origin": "https://evil.example"}
+            response = await client.options("/v1/completions", headers=other)
+            assert "access-control-allow-origin" not in response.headers
             # A page must see why it was refused.
-            answer = await client.get("/v1/models", headers={"origin": ASKING["origin"]})
-            assert answer.status_code == 401
-            assert answer.headers["access-control-allow-origin"] == ASKING["origin"]
+            response = await client.get("/v1/models", headers={"origin": PREFLIGHT["origin"]})
+            assert response.status_code == 401
+            assert response.headers["access-control-allow-origin"] == PREFLIGHT["origin"]
 
 
 FORM = {"origin": "https://evil.example", "content-type": "text/plain"}
@@ -220,12 +220,12 @@ class TestStrangersPages:
     """Without keys, and with what a browser sends without asking first."""
 
     @pytest.mark.parametrize("path", ["/v1/drain", "/drain", "/v2/models/ensemble/infer", "/ping"])
-    async def test_may_not_post(self, rooms, path):
-        async with client_of(guarded(rooms, everyone_is_local, ServerConfig())) as client:
+    async def test_may_not_post(self, app, path):
+        async with client_of(guarded(app, everyone_is_local, ServerConfig())) as client:
             for kind in ("text/plain;charset=UTF-8", "multipart/form-data", ""):
-                answer = await client.post(path, headers={**FORM, "content-type": kind})
-                assert answer.status_code == 403
-                assert "cors_origins" in answer.text
+                response = await client.post(path, headers={**FORM, "content-type": kind})
+                assert response.status_code == 403
+                assert "cors_origins" in response.text
 
     @pytest.mark.parametrize(
         "headers",
@@ -237,13 +237,13 @@ class TestStrangersPages:
             {},
         ],
     )
-    async def test_who_may(self, rooms, headers):
+    async def test_requests_that_are_allowed(self, app, headers):
         settings = ServerConfig(cors_origins=("https://app.example.org",))
-        async with client_of(guarded(rooms, everyone_is_local, settings)) as client:
+        async with client_of(guarded(app, everyone_is_local, settings)) as client:
             assert (await client.post("/ping", headers=headers)).status_code == 200
 
-    async def test_may_look(self, rooms):
-        async with client_of(guarded(rooms, everyone_is_local, ServerConfig())) as client:
+    async def test_may_look(self, app):
+        async with client_of(guarded(app, everyone_is_local, ServerConfig())) as client:
             assert (await client.get("/ping", headers=FORM)).status_code == 200
 
 
@@ -259,7 +259,7 @@ def triton(backend, authenticate):
 
 
 class TestGrpc:
-    def test_no_rpc_answers_without_a_key(self, triton):
+    def test_no_rpc_is_served_without_a_key(self, triton):
         service = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]
         with grpc.insecure_channel(triton.grpc) as channel:
             stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
@@ -308,7 +308,7 @@ class TestGrpc:
         with pytest.raises(ConfigError, match="needs an API key"):
             text_client.run(options, print)
 
-    def test_a_rate_limit_tells_when(self, triton, backend):
+    def test_a_rate_limit_reports_when_to_retry(self, triton, backend):
         backend.plant(RateLimitedError("too many", retry_after_seconds=2.2))
         request = service_pb2.ModelInferRequest(model_name="ensemble")
         text = request.inputs.add(name="text_input", datatype="BYTES", shape=[1, 1])

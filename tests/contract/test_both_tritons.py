@@ -19,7 +19,6 @@ from support.both_tritons import (
     calls_streams,
     calls_vllm,
 )
-from support.both_tritons.answers import Answer
 from support.both_tritons.calls import Call, by_name
 from support.both_tritons.compared import (
     Difference,
@@ -27,6 +26,7 @@ from support.both_tritons.compared import (
     read_differences,
     unlisted,
 )
+from support.both_tritons.responses import Response
 from support.both_tritons.servers import Pair, Repository, both_serving
 from support.real_triton import MISSING, tritonserver
 
@@ -45,11 +45,11 @@ FILES = (
 CALLS = by_name(*(file.CALLS for file in FILES))
 DIFFERENCES = read_differences(Path(__file__).with_name("triton_differences.toml"))
 
-Ask = Callable[[Call], tuple[Answer, Answer]]
+ResponsesOf = Callable[[Call], tuple[Response, Response]]
 
 
 @pytest.fixture(scope="module")
-def ask(tmp_path_factory) -> Iterator[Ask]:
+def responses_of(tmp_path_factory) -> Iterator[ResponsesOf]:
     """(our answer, the real one's) to a call, which each server gets once."""
     with ExitStack() as stack:
 
@@ -60,30 +60,32 @@ def ask(tmp_path_factory) -> Iterator[Ask]:
             return stack.enter_context(both_serving(PROGRAM, repository, folder))
 
         @functools.cache
-        def answers(name: str) -> tuple[Answer, Answer]:
+        def responses(name: str) -> tuple[Response, Response]:
             call = CALLS[name]
             servers = pair(call.repository)
             return call.run(servers.ours), call.run(servers.real)
 
-        yield lambda call: answers(call.name)
+        yield lambda call: responses(call.name)
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_both_answer_alike(ask, name):
-    ours, real = ask(CALLS[name])
+def test_both_respond_alike(responses_of, name):
+    ours, real = responses_of(CALLS[name])
     assert not unlisted(ours, real, name, DIFFERENCES), "(ours, the real one's) by field"
 
 
 @pytest.mark.parametrize("row", DIFFERENCES, ids=lambda row: f"{row.calls[0]}, {row.field}")
-def test_each_difference_is_there(ask, row: Difference):
+def test_each_difference_is_there(responses_of, row: Difference):
     for pattern in row.calls:
-        shown = [name for name in CALLS if row.is_of(name, pattern) and is_shown(ask, row, name)]
+        shown = [
+            name for name in CALLS if row.is_of(name, pattern) and is_shown(responses_of, row, name)
+        ]
         assert shown, f"no call like {pattern!r} shows it"
 
 
-def is_shown(ask: Ask, row: Difference, name: str) -> bool:
-    answers = ask(CALLS[name])
-    return any(row.has(field, *texts) for field, texts in differing(*answers).items())
+def is_shown(responses_of: ResponsesOf, row: Difference, name: str) -> bool:
+    responses = responses_of(CALLS[name])
+    return any(row.has(field, *texts) for field, texts in differing(*responses).items())
 
 
 def test_a_difference_is_found():

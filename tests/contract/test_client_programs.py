@@ -51,7 +51,7 @@ def test_one_text(texts, model):
     assert texts("hi", model_name=model) == (0, ["0: hiecho: hi"])
 
 
-def test_a_verbose_program_tells_what_it_sends(texts):
+def test_a_verbose_program_logs_what_it_sends(texts):
     code, lines = texts("hi", verbose=True)
     assert code == 0
     assert lines[0] == "text_input: object [1, 1]"
@@ -72,12 +72,12 @@ def test_streamed_texts(texts, batch):
     assert lines == ["0: echo: hi", "1: echo: ho"]
 
 
-def test_several_answers_to_a_text(texts):
+def test_several_completions_of_a_text(texts):
     _, lines = texts("hi", num_return_sequences=2, exclude_input_in_output=True)
     assert lines == ["0: echo: hi", "0: echo: hi #1"]
 
 
-def test_what_a_text_request_asks(texts, backend):
+def test_the_tensors_of_a_text_request(texts, backend):
     texts(
         "hi",
         output_len=3,
@@ -136,11 +136,11 @@ def dataset(tmp_path):
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
-@pytest.mark.parametrize("asked", [{}, {"test_bls": True, "return_log_probs": True}])
-def test_end_to_end(triton, said, dataset, protocol, asked):
+@pytest.mark.parametrize("extra", [{}, {"test_bls": True, "return_log_probs": True}])
+def test_end_to_end(triton, said, dataset, protocol, extra):
     url = triton.http if protocol == "http" else triton.grpc
     options = program_options(
-        ENSEMBLE_TEST_FLAGS, url=url, protocol=protocol, dataset=dataset, **asked
+        ENSEMBLE_TEST_FLAGS, url=url, protocol=protocol, dataset=dataset, **extra
     )
     assert ensemble_test.run(options, said.append) == 0
     shown = [re.sub(r"[\d.]+ ms", "T ms", line) for line in said]
@@ -223,7 +223,7 @@ def test_the_core_benchmark_of_a_decoupled_model(bench, decoupled, said):
         bench(url=decoupled.http, protocol="http")
 
 
-def test_the_core_benchmark_tells_failures(bench, backend, monkeypatch):
+def test_the_core_benchmark_reports_failures(bench, backend, monkeypatch):
     generate = type(backend).generate
     full = QueueFullError("Maximum queue size of 1 has been reached, please try again later")
 

@@ -75,7 +75,7 @@ def test_what_it_sends(tokens, backend):
 
 
 @pytest.mark.parametrize("given", [{}, {"exclude_input_in_output": True}])
-def test_streamed_and_whole_answers_are_alike(tokens, said, given):
+def test_streamed_and_whole_responses_are_alike(tokens, said, given):
     tokens(**given)
     whole = list(said)
     said.clear()
@@ -89,7 +89,7 @@ def test_without_the_prompt(tokens):
     assert after(lines, "Output sequence:  ") == str(list(b"echo: hi"))
 
 
-def test_several_answers(tokens):
+def test_several_completions(tokens):
     _, lines = tokens(num_return_sequences=2, top_k=0, request_output_len=40)
     beams = [line for line in lines if line.startswith("Output beam")]
     assert beams == ["Output beam 0: echo: hi", "Output beam 0: echo: hi #1"]
@@ -265,7 +265,7 @@ def test_a_server_that_cannot_tokenize(said):
         token_client.run(program_options(TOKEN_FLAGS, url=triton.grpc), said.append)
 
 
-def test_a_decoupled_model_answers_without_streaming_too(decoupled, said, tmp_path):
+def test_a_decoupled_model_responds_without_streaming_too(decoupled, said, tmp_path):
     path = tmp_path / "in.csv"
     path.write_text("104,105")
     options = program_options(

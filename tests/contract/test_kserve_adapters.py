@@ -37,13 +37,13 @@ def test_the_parameter_is_a_json_text(wire, backend: EchoBackend):
     assert [(c.key, c.scale) for c in chosen] == [(ByTaskId(5), 0.5), (ByName("legal"), -1.0)]
 
 
-def test_the_answer_names_all(triton: ServedTriton, backend: EchoBackend):
+def test_the_response_names_all(triton: ServedTriton, backend: EchoBackend):
     body = {"text_input": "hi", "max_tokens": 5, "adapters": '["fr", "legal"]'}
     url = f"http://{triton.http}/v2/models/ensemble/generate"
-    answer = httpx.post(url, json=body).json()
-    assert answer["adapter"] == "fr,legal"
+    response = httpx.post(url, json=body).json()
+    assert response["adapter"] == "fr,legal"
     digests = {a.name: a.digest for a in backend.adapters(LOCAL)}
-    assert answer["adapter_digest"] == f"{digests['fr']},{digests['legal']}"
+    assert response["adapter_digest"] == f"{digests['fr']},{digests['legal']}"
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_the_answer_names_all(triton: ServedTriton, backend: EchoBackend):
         (json.dumps(["fr"] * 17), "17 entries; at most 16"),
     ],
 )
-def test_what_is_wrong_is_told(wire, adapters: str, text: str):
+def test_errors_name_what_is_wrong(wire, adapters: str, text: str):
     with pytest.raises(InferenceServerException) as caught:
         infer(wire, adapters)
     assert text in str(caught.value)

@@ -36,11 +36,11 @@ def shared() -> Iterator[object]:
     client_memory.destroy_shared_memory_region(handle)
 
 
-def as_dict(answer):
+def as_dict(response):
     """A tritonclient answer of either wire."""
-    if isinstance(answer, dict | list):
-        return answer
-    return MessageToDict(answer, preserving_proto_field_name=True)
+    if isinstance(response, dict | list):
+        return response
+    return MessageToDict(response, preserving_proto_field_name=True)
 
 
 # ---------------------------------------------------------------- shared memory
@@ -61,8 +61,8 @@ def test_tensors_in_shared_memory(wire, shared):
     found = result.get_output("output_ids")
     shape = found["shape"] if isinstance(found, dict) else list(found.shape)
     assert shape == [1, 1, 8]
-    answer = client_memory.get_contents_as_numpy(handle, np.int32, shape, 64)
-    assert bytes(answer.flat) == b"echo: hi"
+    response = client_memory.get_contents_as_numpy(handle, np.int32, shape, 64)
+    assert bytes(response.flat) == b"echo: hi"
     assert result.as_numpy("sequence_length").tolist() == [[8]]
 
 
@@ -77,11 +77,11 @@ def test_text_in_shared_memory(wire, shared):
     output = module.InferRequestedOutput("text_output")
     output.set_shared_memory("region", 100, 100)
     client.infer("ensemble", inputs, outputs=[output])
-    answer = client_memory.get_contents_as_numpy(handle, np.object_, [1], 100)
-    assert answer.tolist() == [b"hiecho: hi"]
+    response = client_memory.get_contents_as_numpy(handle, np.object_, [1], 100)
+    assert response.tolist() == [b"hiecho: hi"]
 
 
-def test_a_stream_writes_each_answer_into_shared_memory(grpc_client, shared):
+def test_a_stream_writes_each_response_into_shared_memory(grpc_client, shared):
     key, handle = shared
     grpc_client.register_system_shared_memory("region", key, 256)
     output = tritonclient.grpc.InferRequestedOutput("text_output")
@@ -163,7 +163,7 @@ def test_regions_are_a_tenants_own(backend, shared):
         tritonclient.grpc.InferenceServerClient(triton.grpc) as client,
     ):
         one, other = ({"tenant": name, "operator": "yes"} for name in ("one", "other"))
-        nobody = {"tenant": "one"}
+        without_rights = {"tenant": "one"}
         client.register_system_shared_memory("r", key, 16, headers=one)
         with pytest.raises(InferenceServerException, match="belongs to another tenant"):
             client.register_system_shared_memory("q", key, 16, headers=other)
@@ -173,16 +173,18 @@ def test_regions_are_a_tenants_own(backend, shared):
         with pytest.raises(InferenceServerException, match="Unable to find shared memory region"):
             client.infer("ensemble", inputs, headers=other)
         for change in (
-            lambda: client.update_log_settings({"log_info": True}, headers=nobody),
-            lambda: client.update_trace_settings(settings={"trace_rate": "5"}, headers=nobody),
-            lambda: client.load_model("ensemble", headers=nobody),
-            lambda: client.unload_model("ensemble", headers=nobody),
-            lambda: client.get_log_settings(headers=nobody),
-            lambda: client.get_trace_settings(headers=nobody),
-            lambda: client.get_inference_statistics(headers=nobody),
-            lambda: client.get_system_shared_memory_status(headers=nobody),
-            lambda: client.register_system_shared_memory("s", key, 16, headers=nobody),
-            lambda: client.unregister_system_shared_memory("r", headers=nobody),
+            lambda: client.update_log_settings({"log_info": True}, headers=without_rights),
+            lambda: client.update_trace_settings(
+                settings={"trace_rate": "5"}, headers=without_rights
+            ),
+            lambda: client.load_model("ensemble", headers=without_rights),
+            lambda: client.unload_model("ensemble", headers=without_rights),
+            lambda: client.get_log_settings(headers=without_rights),
+            lambda: client.get_trace_settings(headers=without_rights),
+            lambda: client.get_inference_statistics(headers=without_rights),
+            lambda: client.get_system_shared_memory_status(headers=without_rights),
+            lambda: client.register_system_shared_memory("s", key, 16, headers=without_rights),
+            lambda: client.unregister_system_shared_memory("r", headers=without_rights),
         ):
             with pytest.raises(InferenceServerException, match="lack the right 'operator'"):
                 change()
@@ -192,13 +194,13 @@ def test_regions_are_a_tenants_own(backend, shared):
 # ---------------------------------------------------------------- settings
 
 
-def settings_of(answer):
-    answer = as_dict(answer)
-    if "settings" not in answer:
-        return answer
+def settings_of(response):
+    response = as_dict(response)
+    if "settings" not in response:
+        return response
     return {
         name: row.get("value", next(iter(row.values()), ""))
-        for name, row in answer["settings"].items()
+        for name, row in response["settings"].items()
     }
 
 

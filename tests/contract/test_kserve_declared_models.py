@@ -41,9 +41,9 @@ def triton(backend):
         yield triton
 
 
-def error_of(answer):
+def error_of(send):
     with pytest.raises(InferenceServerException) as caught:
-        answer()
+        send()
     return caught.value
 
 
@@ -55,7 +55,7 @@ def streamed(client, model, inputs):
     return [results.get() for _ in range(results.qsize())]
 
 
-def test_a_decoupled_model_has_no_single_answer(triton):
+def test_a_decoupled_model_has_no_single_response(triton):
     with tritonclient.http.InferenceServerClient(triton.http) as client:
         inputs = text_request(tritonclient.http)
         error = error_of(lambda: client.infer("many", inputs))
@@ -72,7 +72,7 @@ def test_a_decoupled_model_has_no_single_answer(triton):
         assert len(streamed(client, "many", inputs)) == 1
 
 
-def test_a_model_that_is_not_decoupled_gives_one_answer(triton):
+def test_a_model_that_is_not_decoupled_gives_one_response(triton):
     with tritonclient.grpc.InferenceServerClient(triton.grpc) as client:
         assert client.infer("single", text_request(tritonclient.grpc)).as_numpy("text_output")
         (error,) = streamed(client, "single", text_request(tritonclient.grpc, stream=TRUE))
@@ -80,7 +80,7 @@ def test_a_model_that_is_not_decoupled_gives_one_answer(triton):
     assert expected in error.message()
 
 
-def test_a_batch_needs_several_answers(triton):
+def test_a_batch_needs_several_responses(triton):
     with tritonclient.grpc.InferenceServerClient(triton.grpc) as client:
         inputs = tensors(
             tritonclient.grpc,

@@ -161,7 +161,7 @@ def test_batch_and_sequences_are_stacked(wire):
     assert result.as_numpy("output_ids")[0, 0, 8:].tolist() == [-1, -1, -1]
 
 
-def test_stop_words_are_kept_in_the_answer(wire):
+def test_stop_words_are_kept_in_the_output(wire):
     module, client = wire
     words = np.array([["", ": "]], dtype=object)
     result = client.infer("ensemble", text_request(module, stop_words=words))

@@ -33,9 +33,9 @@ def http(triton: ServedTriton) -> Iterator[httpx.Client]:
 
 def test_generate(http):
     body = {"text_input": "hi", "max_tokens": 50, "bad_words": "", "stop_words": "", "id": "x"}
-    answer = http.post("/generate", json=body).json()
-    assert answer.pop("text_output") == "hiecho: hi"
-    assert answer == {
+    response = http.post("/generate", json=body).json()
+    assert response.pop("text_output") == "hiecho: hi"
+    assert response == {
         "id": "x",
         "model_name": "ensemble",
         "model_version": "1",
@@ -45,12 +45,12 @@ def test_generate(http):
     }
 
 
-def test_generate_tells_the_adapter_and_reads_nested_parameters(http):
+def test_generate_reports_the_adapter_and_reads_nested_parameters(http):
     inner = {"max_tokens": 50, "lora_task_id": 0, "return_log_probs": True, "whatever": 1}
-    answer = http.post("/generate", json={"text_input": "hi", "parameters": inner}).json()
-    assert answer["text_output"] == "hiecho+sheep: hi"
-    assert answer["adapter"] == "sheep"
-    assert len(answer["output_log_probs"]) == 14
+    response = http.post("/generate", json={"text_input": "hi", "parameters": inner}).json()
+    assert response["text_output"] == "hiecho+sheep: hi"
+    assert response["adapter"] == "sheep"
+    assert len(response["output_log_probs"]) == 14
 
 
 def test_generate_does_not_stream(http):

@@ -36,7 +36,7 @@ def task(module: ModuleType, task_id: int) -> list[Any]:
     return tensors(module, lora_task_id=np.array([[task_id]], dtype=np.uint64))
 
 
-def ask(wire: tuple[ModuleType, Any], more: list[Any], model: str = "ensemble") -> str:
+def generate(wire: tuple[ModuleType, Any], more: list[Any], model: str = "ensemble") -> str:
     module, client = wire
     make = text_request if model == "ensemble" else token_request
     result = client.infer(model, [*make(module, exclude_input_in_output=TRUE), *more])
@@ -49,14 +49,14 @@ def ask(wire: tuple[ModuleType, Any], more: list[Any], model: str = "ensemble") 
 @pytest.mark.parametrize("task_id", [0, 101, 2**64 - 1])
 def test_first_with_weights_then_with_the_id_alone(wire, model, task_id):
     with pytest.raises(InferenceServerException, match=f"LoRA task {task_id} not found in cache"):
-        ask(wire, task(wire[0], task_id), model)
+        generate(wire, task(wire[0], task_id), model)
     expected = f"echo+{task_id}: hi"
-    assert ask(wire, adapter(wire[0], task_id=task_id), model) == expected
-    assert ask(wire, task(wire[0], task_id), model) == expected
+    assert generate(wire, adapter(wire[0], task_id=task_id), model) == expected
+    assert generate(wire, task(wire[0], task_id), model) == expected
 
 
 def test_without_a_task_id(wire, backend):
-    text = ask(wire, adapter(wire[0]))
+    text = generate(wire, adapter(wire[0]))
     [card] = backend.adapters(LOCAL)
     assert text == f"echo+inline-{card.digest[:12]}: hi"
 
@@ -72,7 +72,7 @@ def test_every_type_and_shape_reaches_the_backend_as_it_was(
     weights = {"FP16": WEIGHTS.astype(np.float16), "FP32": WEIGHTS, "BF16": bf16}[datatype]
     config = np.pad(CONFIG, ((0, 0), (0, 0), (0, columns - 3)))
     sent = (weights, config) if has_batch else (weights[0], config[0])
-    ask(wire, adapter(wire[0], *sent, task_id=1))
+    generate(wire, adapter(wire[0], *sent, task_id=1))
     [(got, got_config)] = backend.adapter_tensors
     assert (got.dtype, got.shape, bytes(got.view)) == (datatype, (2, 6), weights.tobytes())
     assert (got_config.dtype, got_config.shape) == ("INT32", (2, columns))
@@ -82,7 +82,7 @@ def test_every_type_and_shape_reaches_the_backend_as_it_was(
 def test_other_weights_under_the_same_id(wire, backend):
     digests = []
     for weights in (WEIGHTS, WEIGHTS, WEIGHTS + 1):
-        ask(wire, adapter(wire[0], weights, task_id=1))
+        generate(wire, adapter(wire[0], weights, task_id=1))
         digests += [card.digest for card in backend.adapters(LOCAL)]
     assert len(digests) == 3
     assert digests[0] == digests[1] != digests[2]
@@ -92,12 +92,12 @@ def test_two_first_requests_at_once(wire, triton, backend):
     module = wire[0]
     address = triton.http if module is tritonclient.http else triton.grpc
 
-    def ask_alone(weights: np.ndarray) -> str:
+    def generate_alone(weights: np.ndarray) -> str:
         with module.InferenceServerClient(address) as client:
-            return ask((module, client), adapter(module, weights, task_id=9))
+            return generate((module, client), adapter(module, weights, task_id=9))
 
     with ThreadPoolExecutor(4) as pool:
-        texts = list(pool.map(ask_alone, [WEIGHTS, WEIGHTS, WEIGHTS + 1, WEIGHTS + 1]))
+        texts = list(pool.map(generate_alone, [WEIGHTS, WEIGHTS, WEIGHTS + 1, WEIGHTS + 1]))
     assert texts == ["echo+9: hi"] * 4
     assert [card.name for card in backend.adapters(LOCAL)] == ["9"]
 
@@ -108,7 +108,7 @@ def test_json_tensors(triton, backend):
         inputs[0].set_data_from_numpy(WEIGHTS, binary_data=False)
         inputs.append(tritonclient.http.InferInput("lora_config", CONFIG.shape, "INT32"))
         inputs[1].set_data_from_numpy(CONFIG, binary_data=False)
-        assert ask((tritonclient.http, client), inputs).startswith("echo+inline-")
+        assert generate((tritonclient.http, client), inputs).startswith("echo+inline-")
     [(weights, config)] = backend.adapter_tensors
     assert bytes(weights.view) == WEIGHTS.tobytes()
     assert bytes(config.view) == CONFIG.tobytes()

@@ -51,7 +51,7 @@ def test_beams_are_one_padded_tensor(wire, backend):
     assert beam == BeamSearch(width=2, length_penalty=0.0, early_stopping=EarlyStopping.AT_ONCE)
 
 
-def test_so_many_beams_as_are_asked_for_come_back(wire, backend):
+def test_the_requested_number_of_beams_is_returned(wire, backend):
     module, client = wire
     inputs = text_request(
         module,
@@ -212,7 +212,7 @@ def test_words_of_the_ensemble(wire, backend):
         ({"num_draft_tokens": i32(65)}, "num_draft_tokens must be in [0, 64], got 65"),
     ],
 )
-def test_a_wrong_value_is_told_under_its_tensor(wire, fields, text):
+def test_a_wrong_value_is_reported_with_its_tensor(wire, fields, text):
     module, client = wire
     with pytest.raises(InferenceServerException) as caught:
         client.infer("ensemble", text_request(module, **fields))

@@ -16,11 +16,11 @@ from support.served_triton import served_triton
 from support.triton_requests import TRUE, tensors, text_request, token_request
 
 
-def as_dict(answer):
+def as_dict(response):
     """A tritonclient answer of either wire."""
-    if isinstance(answer, dict | list):
-        return answer
-    return MessageToDict(answer, preserving_proto_field_name=True)
+    if isinstance(response, dict | list):
+        return response
+    return MessageToDict(response, preserving_proto_field_name=True)
 
 
 # ---------------------------------------------------------------- classification
@@ -62,7 +62,7 @@ def test_statistics_by_phase_and_batch_size(wire, backend):
     assert (int(stats["inference_count"]), int(stats["execution_count"])) == (3, 2)
 
 
-def test_statistics_of_streamed_answers(triton, grpc_client):
+def test_statistics_of_streamed_responses(triton, grpc_client):
     results = []
     grpc_client.start_stream(lambda result, error: results.append(error))
     grpc_client.async_stream_infer("ensemble", text_request(tritonclient.grpc, stream=TRUE))
@@ -129,8 +129,8 @@ def test_every_rpc_is_served(triton):
         for method in service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods:
             request = getattr(service_pb2, method.input_type.name)()
             if method.name == "ModelStreamInfer":
-                answers = list(stub.ModelStreamInfer(iter([request])))
-                assert "unknown model" in answers[0].error_message
+                responses = list(stub.ModelStreamInfer(iter([request])))
+                assert "unknown model" in responses[0].error_message
                 continue
             call = getattr(stub, method.name).with_call
             error = grpc_error(call, request)
@@ -146,14 +146,14 @@ def test_authentication_covers_all_that_is_the_servers(backend):
 
     with served_triton(backend, authenticate=authenticate) as triton:
         with tritonclient.grpc.InferenceServerClient(triton.grpc) as client:
-            for ask in (
+            for send in (
                 client.get_system_shared_memory_status,
                 client.get_log_settings,
                 client.get_trace_settings,
                 lambda: client.load_model("ensemble"),
             ):
                 with pytest.raises(InferenceServerException, match="the key is not known"):
-                    ask()
+                    send()
         for path in ("v2/systemsharedmemory/status", "v2/logging", "v2/trace/setting"):
             assert httpx.get(f"http://{triton.http}/{path}").status_code == 401
 

@@ -170,7 +170,7 @@ def test_a_large_batch_is_read_beside_the_event_loop(wire, backend):
         assert row[:length].tolist() == backend.model("echo").tokenize(prompt)
 
 
-def test_over_a_stream_there_is_one_answer(triton):
+def test_over_a_stream_there_is_one_response(triton):
     results: queue.Queue[Any] = queue.Queue()
     with tritonclient.grpc.InferenceServerClient(triton.grpc) as client:
         client.start_stream(lambda result, error: results.put((result, error)))
@@ -283,7 +283,7 @@ def test_postprocessing_passes_through_what_it_did_in_2024(wire):
         ),
     ],
 )
-def test_what_is_wrong_is_told_in_known_words(wire, model, arrays, fragment):
+def test_errors_have_known_texts(wire, model, arrays, fragment):
     module, client = wire
     with pytest.raises(InferenceServerException) as caught:
         client.infer(model, tensors(module, **arrays))
@@ -355,13 +355,13 @@ def test_special_tokens_are_added_and_skipped_as_said(backend):
     assert not backend.requests[-1].sampling.skip_special_tokens
 
 
-def test_an_answer_with_its_prompts_special_tokens(backend):
+def test_an_output_with_its_prompts_special_tokens(backend):
     inputs = text_request(tritonclient.grpc)
     made = infer(declared(skips_special_tokens=False), backend, "ensemble", inputs)
     assert made.as_numpy("text_output").tolist() == [b"<s>hiecho: hi"]
 
 
-def test_the_input_is_excluded_unless_a_request_says_otherwise(backend):
+def test_a_request_can_include_the_input(backend):
     declarations = declared(excludes_input=True)
     made = infer(declarations, backend, "ensemble", text_request(tritonclient.grpc))
     assert made.as_numpy("text_output").tolist() == [b"echo: hi"]
@@ -378,7 +378,7 @@ def test_an_engine_without_lora_refuses_adapters(backend):
     infer(declared(), backend, "ensemble", inputs)
 
 
-def test_a_draft_model_lets_requests_ask_for_guesses(backend):
+def test_a_draft_model_lets_requests_enable_speculation(backend):
     inputs = text_request(tritonclient.grpc, num_draft_tokens=i32(2))
     infer(declared(has_draft_model=True), backend, "tensorrt_llm_bls", inputs)
     assert backend.requests[-1].sampling.num_draft_tokens == 2

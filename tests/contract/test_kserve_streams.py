@@ -24,16 +24,16 @@ class Stream:
 
     def __init__(self, client: Any, **options: Any) -> None:
         self.client = client
-        self.answers: queue.Queue[tuple[Any, Exception | None]] = queue.Queue()
+        self.responses: queue.Queue[tuple[Any, Exception | None]] = queue.Queue()
         client.start_stream(
-            callback=lambda result, error: self.answers.put((result, error)), **options
+            callback=lambda result, error: self.responses.put((result, error)), **options
         )
 
     def send(self, model: str, inputs: list[Any], **options: Any) -> None:
         self.client.async_stream_infer(model, inputs, **options)
 
     def next(self) -> Any:
-        result, error = self.answers.get(timeout=TIMEOUT_SECONDS)
+        result, error = self.responses.get(timeout=TIMEOUT_SECONDS)
         if error is not None:
             raise error
         return result
@@ -151,7 +151,7 @@ def test_cancelling_a_unary_call_aborts_its_request(backend, grpc_client):
     assert eventually(lambda: backend.aborted == [1])
 
 
-def test_a_client_that_does_not_read_holds_nobody_up(backend, triton):
+def test_a_client_that_does_not_read_delays_no_other(backend, triton):
     with grpc.insecure_channel(triton.grpc) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         request = service_pb2.ModelInferRequest(model_name="ensemble")
@@ -181,8 +181,8 @@ async def test_aio_client(triton):
         calls = [
             client.infer("ensemble", text_request(tritonclient.grpc, str(n))) for n in range(8)
         ]
-        answers = [result.as_numpy("text_output")[0] for result in await asyncio.gather(*calls)]
-    assert answers == [f"{n}echo: {n}".encode() for n in range(8)]
+        responses = [result.as_numpy("text_output")[0] for result in await asyncio.gather(*calls)]
+    assert responses == [f"{n}echo: {n}".encode() for n in range(8)]
 
 
 # ---------------------------------------------------------------- stop requests
@@ -208,7 +208,7 @@ def test_stop_over_the_same_stream(backend, grpc_client, request_id):
     assert eventually(lambda: backend.aborted == [1])
 
 
-def test_a_stopped_unary_request_answers_with_what_it_has(backend, triton, grpc_client):
+def test_a_stopped_unary_request_returns_what_it_has(backend, triton, grpc_client):
     backend.delay_seconds = 0.01
     ended: queue.Queue[tuple[Any, Any]] = queue.Queue()
     grpc_client.async_infer(
@@ -218,8 +218,8 @@ def test_a_stopped_unary_request_answers_with_what_it_has(backend, triton, grpc_
         callback=lambda result, error: ended.put((result, error)),
     )
     assert eventually(lambda: triton.service.num_active == 1)
-    answer = grpc_client.infer("tensorrt_llm", stop_request(), request_id="victim")
-    assert list(answer.get_response().outputs) == []
+    response = grpc_client.infer("tensorrt_llm", stop_request(), request_id="victim")
+    assert list(response.get_response().outputs) == []
     result, error = ended.get(timeout=TIMEOUT_SECONDS)
     assert error is None
     assert result.as_numpy("text_output")[0].startswith(b"hi")
@@ -227,5 +227,5 @@ def test_a_stopped_unary_request_answers_with_what_it_has(backend, triton, grpc_
 
 
 def test_stopping_an_unknown_request_is_fine(grpc_client):
-    answer = grpc_client.infer("tensorrt_llm", stop_request(), request_id="long gone")
-    assert list(answer.get_response().outputs) == []
+    response = grpc_client.infer("tensorrt_llm", stop_request(), request_id="long gone")
+    assert list(response.get_response().outputs) == []

@@ -62,7 +62,7 @@ class Stream:
         self._results: queue.Queue[Any] = queue.Queue()
         client.start_stream(lambda result, error: self._results.put((result, error)))
 
-    def ask(
+    def generate(
         self,
         sampling: dict[str, Any] | None,
         *,
@@ -111,31 +111,31 @@ def test_what_it_declares(triton):
     ]
 
 
-def test_one_answer_begins_with_the_prompt_unless_it_is_excluded(stream, backend):
-    assert texts(stream.ask(GREEDY)) == ["hiecho: hi"]
-    assert texts(stream.ask(GREEDY, exclude_input_in_output=True)) == ["echo: hi"]
-    assert texts(stream.ask(GREEDY, exclude_input_in_output=False)) == ["hiecho: hi"]
+def test_one_response_begins_with_the_prompt_if_it_is_not_excluded(stream, backend):
+    assert texts(stream.generate(GREEDY)) == ["hiecho: hi"]
+    assert texts(stream.generate(GREEDY, exclude_input_in_output=True)) == ["echo: hi"]
+    assert texts(stream.generate(GREEDY, exclude_input_in_output=False)) == ["hiecho: hi"]
     sampling = backend.requests[-1].sampling
     assert (sampling.temperature, sampling.max_tokens, sampling.seed) == (0.0, 100, None)
 
 
 def test_a_stream_gives_what_is_new(stream):
-    pieces = texts(stream.ask(GREEDY, stream=True))
+    pieces = texts(stream.generate(GREEDY, stream=True))
     assert len(pieces) > 5
     assert "".join(pieces) == "echo: hi"
     with pytest.raises(InferenceServerException, match="`exclude_input_in_output` = False is not"):
-        stream.ask(GREEDY, stream=True, exclude_input_in_output=False)
+        stream.generate(GREEDY, stream=True, exclude_input_in_output=False)
 
 
 def test_sampling_parameters_may_be_parameters_of_the_request(stream, backend):
     parameters = {"max_tokens": "3", "top_k": 5, "temperature": "0.5", "lora_name": "sheep"}
-    assert texts(stream.ask(None, parameters=parameters)) == ["hiech"]
+    assert texts(stream.generate(None, parameters=parameters)) == ["hiech"]
     request = backend.requests[-1]
     assert (request.sampling.top_k, request.sampling.temperature) == (5, 0.5)
     assert request.adapters == (AdapterChoice(ByName("sheep")),)
-    stream.ask(GREEDY, parameters={"max_tokens": "3"})
+    stream.generate(GREEDY, parameters={"max_tokens": "3"})
     assert backend.requests[-1].sampling.max_tokens == 100, "the tensor counts alone"
-    stream.ask({}, parameters={})
+    stream.generate({}, parameters={})
     assert backend.requests[-1].sampling.max_tokens == 16, "vLLM's default"
 
 
@@ -150,7 +150,9 @@ def test_every_response_has_what_was_wished_for(stream):
             "num_output_tokens",
         )
     }
-    results = stream.ask(GREEDY | {"max_tokens": 2, "logprobs": 1, "n": 2}, stream=True, **wishes)
+    results = stream.generate(
+        GREEDY | {"max_tokens": 2, "logprobs": 1, "n": 2}, stream=True, **wishes
+    )
     first, last = results[0], results[-1]
     assert first.as_numpy("finish_reason").tolist() == [b"None", b"None"]
     assert last.as_numpy("finish_reason").tolist() == [b"length", b"length"]
@@ -162,26 +164,28 @@ def test_every_response_has_what_was_wished_for(stream):
     assert last.as_numpy("cumulative_logprob").tolist() == [-0.375, -0.375]
 
 
-def test_the_whole_answer_has_its_numbers_too(stream):
+def test_the_whole_response_has_its_numbers_too(stream):
     wishes = {"return_finish_reason": True, "return_num_output_tokens": True}
-    [result] = stream.ask(GREEDY, return_logprobs=True, return_cumulative_logprob=True, **wishes)
+    [result] = stream.generate(
+        GREEDY, return_logprobs=True, return_cumulative_logprob=True, **wishes
+    )
     assert result.as_numpy("finish_reason").tolist() == [b"stop"]
     assert result.as_numpy("num_output_tokens").tolist() == [9], "with the end token, as vLLM"
     assert result.as_numpy("logprobs").tolist() == [b"null"], "none were asked for"
     assert result.as_numpy("cumulative_logprob")[0] < 0
     assert result.as_numpy("num_input_tokens") is None
-    [result] = stream.ask(GREEDY)
+    [result] = stream.generate(GREEDY)
     assert result.as_numpy("finish_reason") is None
 
 
 def failed(stream: Stream, sampling: dict[str, Any], *, is_streamed: bool = False) -> str:
     with pytest.raises(InferenceServerException) as caught:
-        stream.ask(sampling, stream=is_streamed)
+        stream.generate(sampling, stream=is_streamed)
     return caught.value.message()
 
 
 def test_adapters_by_name(stream):
-    assert texts(stream.ask(GREEDY | {"lora_name": "goat"})) == ["hiecho+goat: hi"]
+    assert texts(stream.generate(GREEDY | {"lora_name": "goat"})) == ["hiecho+goat: hi"]
     assert failed(stream, GREEDY | {"lora_name": "wolf"}) == (
         "LoRA wolf is not supported, we currently support ['goat', 'sheep']"
     )
@@ -190,7 +194,7 @@ def test_adapters_by_name(stream):
 @pytest.mark.parametrize("options", [{"lora_enabled": False}])
 def test_adapters_of_a_model_without_lora(stream):
     assert failed(stream, {"lora_name": "sheep"}) == "LoRA feature is not enabled."
-    assert texts(stream.ask(GREEDY)) == ["hiecho: hi"]
+    assert texts(stream.generate(GREEDY)) == ["hiecho: hi"]
 
 
 @pytest.mark.parametrize("options", [{"unusable_adapters": {"wolf": "there is no /wolf"}}])
@@ -199,7 +203,7 @@ def test_adapters_that_could_not_be_loaded(stream, backend):
         "LoRA wolf could not be loaded: there is no /wolf"
     )
     backend.register("wolf")
-    assert texts(stream.ask(GREEDY | {"lora_name": "wolf"})) == ["hiecho+wolf: hi"]
+    assert texts(stream.generate(GREEDY | {"lora_name": "wolf"})) == ["hiecho+wolf: hi"]
 
 
 def test_adapters_whose_files_are_broken(stream, backend):
@@ -217,7 +221,7 @@ def test_adapters_whose_files_are_broken(stream, backend):
         ([1], "'sampling_parameters' must be a JSON object"),
     ],
 )
-def test_what_is_wrong_is_told(stream, sampling, fragment):
+def test_errors_name_what_is_wrong(stream, sampling, fragment):
     text = failed(stream, sampling)
     assert text.startswith("Error generating stream: ")
     assert fragment in text
@@ -228,23 +232,23 @@ def test_an_error_in_mid_stream(stream, backend):
     assert failed(stream, GREEDY, is_streamed=True) == "Error generating stream: a row failed"
 
 
-def test_an_answer_ends_where_the_models_length_does(stream, backend):
+def test_an_output_ends_where_the_models_length_does(stream, backend):
     backend.plant(PromptTooLongError("too many", param="max_tokens"))
-    assert texts(stream.ask(GREEDY)) == ["hiecho: hi"]
+    assert texts(stream.generate(GREEDY)) == ["hiecho: hi"]
     assert backend.requests[-1].sampling.max_tokens is None
 
 
 @pytest.mark.parametrize("options", [{"checks_health": True}])
-def test_an_unhealthy_engine_is_told_at_once(triton, stream, backend):
+def test_an_unhealthy_engine_is_reported_at_once(triton, stream, backend):
     with tritonclient.grpc.InferenceServerClient(triton.grpc) as client:
-        assert texts(stream.ask(GREEDY)) == ["hiecho: hi"]
+        assert texts(stream.generate(GREEDY)) == ["hiecho: hi"]
         assert client.is_model_ready(MODEL)
         backend.unready_reason = "it died"
         assert "Model is unavailable due to unhealthy vLLM engine" in failed(stream, GREEDY)
         assert not client.is_model_ready(MODEL)
         backend.unready_reason = ""
         assert client.is_model_ready(MODEL)
-        assert texts(stream.ask(GREEDY)) == ["hiecho: hi"]
+        assert texts(stream.generate(GREEDY)) == ["hiecho: hi"]
 
 
 # ---------------------------------------------------------------- the generate extension

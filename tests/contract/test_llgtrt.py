@@ -27,7 +27,7 @@ from support.served import served
 from tools.llgtrt_differences import DIFFERENCES
 
 HELLO = [{"role": "user", "content": "hello"}]
-ANSWER = ": user: hello\nassistant: "
+COMPLETION_TEXT = ": user: hello\nassistant: "
 CHAT = "/v1/chat/completions"
 COMPLETION = "/v1/completions"
 
@@ -54,7 +54,7 @@ def backend() -> EchoBackend:
     return backend
 
 
-class Asking:
+class DialectClient:
     """A server with one dialect, asked with httpx."""
 
     def __init__(self, server, backend, dialect) -> None:
@@ -81,18 +81,20 @@ class Asking:
 
 
 @pytest.fixture
-def ours(server, backend) -> Asking:
-    return Asking(server, backend, LlgtrtDialect(has_lora_root=True))
+def ours(server, backend) -> DialectClient:
+    return DialectClient(server, backend, LlgtrtDialect(has_lora_root=True))
 
 
 @pytest.fixture
-def without_root(server, backend) -> Asking:
-    return Asking(server, backend, LlgtrtDialect(has_lora_root=False))
+def without_root(server, backend) -> DialectClient:
+    return DialectClient(server, backend, LlgtrtDialect(has_lora_root=False))
 
 
 @pytest.fixture
-def theirs(server, backend) -> Asking:
-    return Asking(server, backend, CompatDialect(has_lora_root=True, json_start_token="<|tool|>"))
+def theirs(server, backend) -> DialectClient:
+    return DialectClient(
+        server, backend, CompatDialect(has_lora_root=True, json_start_token="<|tool|>")
+    )
 
 
 def events(response: httpx.Response) -> list:
@@ -109,8 +111,8 @@ def error_of(response: httpx.Response) -> tuple[int, str]:
 
 def test_any_model_is_taken_and_echoed(ours, backend):
     for model in ("llama", "fr", "echo", "no:such/model"):
-        answer = ours.chat(model=model).json()
-        assert answer["model"] == model
+        response = ours.chat(model=model).json()
+        assert response["model"] == model
         assert backend.requests[-1].adapters == ()
         assert backend.requests[-1].model == "echo"
 
@@ -118,8 +120,8 @@ def test_any_model_is_taken_and_echoed(ours, backend):
 @pytest.mark.parametrize("name", ["fr", "team/v1.2"])
 @pytest.mark.parametrize("policy", ["auto", "always", None])
 def test_lora_model_selects(ours, backend, name, policy):
-    answer = ours.chat(lora_model=name, load_lora_weights=policy)
-    assert answer.status_code == 200
+    response = ours.chat(lora_model=name, load_lora_weights=policy)
+    assert response.status_code == 200
     [choice] = backend.requests[-1].adapters
     assert choice.key.name == name
     assert backend.requests[-1].load_policy is LoadPolicy(policy or "auto")
@@ -203,44 +205,44 @@ TOOL = {
 
 
 def test_a_format_and_tools_are_an_error(ours, theirs):
-    for asking in (ours, theirs):
-        answer = asking.chat(tools=[TOOL], response_format={"type": "json_object"})
-        assert "response_format cannot be specified together with tools" in answer.text
-        assert answer.status_code in (400, 500)
+    for client in (ours, theirs):
+        response = client.chat(tools=[TOOL], response_format={"type": "json_object"})
+        assert "response_format cannot be specified together with tools" in response.text
+        assert response.status_code in (400, 500)
     assert ours.chat(tools=[TOOL], response_format={"type": "text"}).status_code == 200
 
 
 def test_what_the_template_sees(server):
     backend = EchoBackend()
-    asking = Asking(server, backend, LlgtrtDialect(has_lora_root=True))
-    asking.chat(response_format=schema_format())
+    client = DialectClient(server, backend, LlgtrtDialect(has_lora_root=True))
+    client.chat(response_format=schema_format())
     variables = backend.renderings[-1]["template_kwargs"]
     assert variables["json_schema"] == SCHEMA
     assert variables["date_string"].endswith(tuple("0123456789"))
     assert backend.renderings[-1]["omits_absent"] is True
-    asking.chat(response_format=schema_format(), include_json_schema_in_prompt=False)
+    client.chat(response_format=schema_format(), include_json_schema_in_prompt=False)
     assert "json_schema" not in backend.renderings[-1]["template_kwargs"]
-    asking.chat(tools=[TOOL], include_json_schema_in_prompt=False)
+    client.chat(tools=[TOOL], include_json_schema_in_prompt=False)
     assert backend.renderings[-1]["tools"] is None
-    asking.chat(tools=[TOOL])
+    client.chat(tools=[TOOL])
     assert backend.renderings[-1]["tools"]
 
 
 def test_tools_of_compat_are_seen_by_the_template(server):
     backend = EchoBackend()
-    asking = Asking(server, backend, CompatDialect(has_lora_root=True))
-    asking.chat(tools=[TOOL])
+    client = DialectClient(server, backend, CompatDialect(has_lora_root=True))
+    client.chat(tools=[TOOL])
     assert backend.renderings[-1]["tools"] == [TOOL]
-    asking.chat(tools=[TOOL], include_json_schema_in_prompt=False)
+    client.chat(tools=[TOOL], include_json_schema_in_prompt=False)
     assert backend.renderings[-1]["tools"] is None
 
 
 def test_expanded_prompt_whole_and_streamed(ours):
     assert ours.complete(return_expanded_prompt=True).json()["expanded_prompt"] == "<s>hello"
     chunks = events(ours.chat(return_expanded_prompt=True, stream=True))[:-1]
-    told = [chunk.get("expanded_prompt") for chunk in chunks]
-    assert told[0].endswith("user: hello\nassistant: ")
-    assert not any(told[1:])
+    reported = [chunk.get("expanded_prompt") for chunk in chunks]
+    assert reported[0].endswith("user: hello\nassistant: ")
+    assert not any(reported[1:])
 
 
 @pytest.mark.parametrize("level", ["none", "warning", "json", "verbose"])
@@ -330,13 +332,13 @@ def test_health(ours, backend):
     assert (probe.prompt, probe.sampling.max_tokens, probe.priority) == ("Hi", 2, -10)
 
 
-def test_a_model_that_does_not_answer(ours, backend):
+def test_a_model_that_does_not_respond(ours, backend):
     backend.plant(QueueFullError("full"))
-    answer = ours.get("/v1/health/model")
-    assert (answer.status_code, answer.text) == (503, "Check failed")
+    response = ours.get("/v1/health/model")
+    assert (response.status_code, response.text) == (503, "Check failed")
 
 
-def test_the_probe_is_a_request_of_who_asks(ours, backend):
+def test_the_probe_is_a_request_of_the_caller(ours, backend):
     backend.plant(RateLimitedError("slow down", retry_after_seconds=1))
     assert ours.get("/v1/health/model").status_code == 429
 
@@ -360,12 +362,12 @@ def test_every_difference_has_a_test():
 
 @pytest.mark.parametrize("name", [difference.name for difference in DIFFERENCES])
 def test_difference(name, server, backend):
-    def asking(dialect):
-        return Asking(server, backend, dialect)
+    def client(dialect):
+        return DialectClient(server, backend, dialect)
 
     ROWS[name](
-        lambda: asking(LlgtrtDialect(has_lora_root=True)),
-        lambda: asking(CompatDialect(has_lora_root=True, json_start_token="<|tool|>")),
+        lambda: client(LlgtrtDialect(has_lora_root=True)),
+        lambda: client(CompatDialect(has_lora_root=True, json_start_token="<|tool|>")),
         backend,
     )
 
@@ -386,7 +388,7 @@ def _(ours, theirs, backend):
     assert theirs().chat().json()["choices"] == [
         {
             "index": 0,
-            "message": {"role": "assistant", "content": ("echo" + ANSWER)[:16]},
+            "message": {"role": "assistant", "content": ("echo" + COMPLETION_TEXT)[:16]},
             "logprobs": None,
             "finish_reason": "length",
         }
@@ -396,8 +398,8 @@ def _(ours, theirs, backend):
 @row("id")
 def _(ours, theirs, backend):
     assert ours().chat().json()["id"].startswith("chatcmpl-")
-    answer = theirs().chat().json()["id"]
-    assert (answer[:5], len(answer)) == ("cmpl-", 41)
+    response = theirs().chat().json()["id"]
+    assert (response[:5], len(response)) == ("cmpl-", 41)
 
 
 @row("system_fingerprint")
@@ -433,46 +435,46 @@ def _(ours, theirs, backend):
     deltas = [c["choices"][0]["delta"] for c in events(theirs().chat(stream=True))[:-1]]
     assert {delta["role"] for delta in deltas} == {"assistant"}
     assert deltas[0]["content"] != ""
-    assert "".join(delta["content"] for delta in deltas) == ("echo" + ANSWER)[:16]
+    assert "".join(delta["content"] for delta in deltas) == ("echo" + COMPLETION_TEXT)[:16]
 
 
 @row("errors")
 def _(ours, theirs, backend):
     assert error_of(ours().chat(temperature=-1))[0] == 400
     assert error_of(ours().chat(lora_model="nobody"))[0] == 404
-    answer = theirs().chat(temperature=-1)
-    assert (answer.status_code, set(answer.json())) == (500, {"error"})
-    assert "temperature" in answer.json()["error"]
+    response = theirs().chat(temperature=-1)
+    assert (response.status_code, set(response.json())) == (500, {"error"})
+    assert "temperature" in response.json()["error"]
     assert theirs().chat(lora_model="nobody", stream=True).status_code == 500
 
 
 @row("errors in a stream")
 def _(ours, theirs, backend):
-    for asking, told in (
+    for client, reported in (
         (ours, {"message": "broken", "type": "server_error", "param": None, "code": "step_failed"}),
         (theirs, {"status_code": 500, "message": "broken"}),
     ):
         backend.plant(StepFailedError("broken"), after_outputs=2)
-        assert events(asking().chat(stream=True))[-1] == {"error": told}
+        assert events(client().chat(stream=True))[-1] == {"error": reported}
 
 
 @row("bodies that cannot be read")
 def _(ours, theirs, backend):
-    def statuses(asking):
+    def statuses(client):
         bodies = (b"{", b"[]", b'{"model": 5, "messages": []}')
-        answers = [
+        responses = [
             httpx.post(
-                f"{asking.url}{CHAT}", content=body, headers={"content-type": "application/json"}
+                f"{client.url}{CHAT}", content=body, headers={"content-type": "application/json"}
             )
             for body in bodies
         ]
-        answers.append(httpx.post(f"{asking.url}{CHAT}", content=b"{}"))
-        return answers
+        responses.append(httpx.post(f"{client.url}{CHAT}", content=b"{}"))
+        return responses
 
-    assert [answer.status_code for answer in statuses(ours())] == [400] * 4
-    told = statuses(theirs())
-    assert [answer.status_code for answer in told] == [400, 400, 422, 415]
-    assert all(answer.headers["content-type"].startswith("text/plain") for answer in told)
+    assert [response.status_code for response in statuses(ours())] == [400] * 4
+    reported = statuses(theirs())
+    assert [response.status_code for response in reported] == [400, 400, 422, 415]
+    assert all(response.headers["content-type"].startswith("text/plain") for response in reported)
 
 
 @row("a missing or wrong key")
@@ -512,18 +514,18 @@ def _(ours, theirs, backend):
 def _(ours, theirs, backend):
     for prompt in (["a", "b"], [1, 2], [[1, 2]], []):
         assert ours().complete(prompt=prompt).status_code == (200 if prompt else 400)
-        answer = theirs().complete(prompt=prompt)
-        assert answer.json() == {"error": "prompt must be a single string"}
+        response = theirs().complete(prompt=prompt)
+        assert response.json() == {"error": "prompt must be a single string"}
     for prompt in ("a", ["a"]):
         assert theirs().complete(prompt=prompt).status_code == 200
 
 
 def refused(ours, theirs, path, message, **fields):
     for make, status in ((ours, 200), (theirs, 500)):
-        asking = make()
-        answer = asking.complete(**fields) if path == COMPLETION else asking.chat(**fields)
-        assert answer.status_code == status, answer.text
-    assert answer.json() == {"error": message}
+        client = make()
+        response = client.complete(**fields) if path == COMPLETION else client.chat(**fields)
+        assert response.status_code == status, response.text
+    assert response.json() == {"error": message}
 
 
 @row("logprobs of a completion")
@@ -561,8 +563,10 @@ def _(ours, theirs, backend):
 def _(ours, theirs, backend):
     choice = {"type": "function", "function": {"name": "f"}}
     assert ours().chat(tools=[TOOL], tool_choice=choice).status_code == 200
-    answer = theirs().chat(tools=[TOOL], tool_choice=choice)
-    assert answer.json() == {"error": "only simple options are currently supported for tool_choice"}
+    response = theirs().chat(tools=[TOOL], tool_choice=choice)
+    assert response.json() == {
+        "error": "only simple options are currently supported for tool_choice"
+    }
 
 
 @row("tool calls")
@@ -572,9 +576,9 @@ def _(ours, theirs, backend):
         (..., "start: TEXT | <|tool|> call"),
         ("none", None),
     ):
-        answer = theirs().chat(tools=[TOOL], tool_choice=choice).json()
-        assert isinstance(answer["choices"][0]["message"]["content"], str)
-        assert "tool_calls" not in answer["choices"][0]["message"]
+        response = theirs().chat(tools=[TOOL], tool_choice=choice).json()
+        assert isinstance(response["choices"][0]["message"]["content"], str)
+        assert "tool_calls" not in response["choices"][0]["message"]
         grammar = backend.requests[-1].sampling.grammar
         assert (grammar and grammar.text.partition("\n")[0]) == start
 
@@ -605,8 +609,8 @@ def rendered(dialect, template):
 @row("unready")
 def _(ours, theirs, backend):
     backend.unready_reason = "it starts"
-    answer = ours().get("/v1/health/ready")
-    assert (answer.status_code, answer.text) == (503, "it starts")
+    response = ours().get("/v1/health/ready")
+    assert (response.status_code, response.text) == (503, "it starts")
     assert theirs().get("/v1/health/ready").status_code == 200
     backend.plant(QueueFullError("full"))
     assert theirs().get("/v1/health/model").status_code == 500

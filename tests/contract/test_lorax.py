@@ -57,8 +57,8 @@ def test_a_text(http, backend):
 
 
 def test_an_adapter(http, backend):
-    answer = generate(http, adapter_id="fr", adapter_source="hub", api_token="secret")
-    assert answer["generated_text"] == "echo+fr: hi"
+    response = generate(http, adapter_id="fr", adapter_source="hub", api_token="secret")
+    assert response["generated_text"] == "echo+fr: hi"
     unknown = http.post("/generate", json={"inputs": "hi", "parameters": {"adapter_id": "no"}})
     assert unknown.status_code == 404
     assert unknown.json()["error_type"] == "validation"
@@ -78,22 +78,22 @@ def test_details(http):
     assert [token["text"] for token in first["alternative_tokens"]] == ["e", "f"]
 
 
-def test_sampling_is_on_if_any_of_it_is_asked_for(http, backend):
+def test_sampling_is_on_if_any_of_it_is_requested(http, backend):
     for parameters in ({"do_sample": True}, {"temperature": 0.5}, {"top_k": 5}, {"top_p": 0.5}):
         generate(http, **parameters)
         assert not backend.requests[-1].sampling.is_greedy
 
 
 def test_a_stop_text_stays(http):
-    answer = generate(http, "a b c", stop=[" b"], details=True)
-    assert answer["generated_text"] == "echo: a b"
-    assert answer["details"]["finish_reason"] == "stop_sequence"
+    response = generate(http, "a b c", stop=[" b"], details=True)
+    assert response["generated_text"] == "echo: a b"
+    assert response["details"]["finish_reason"] == "stop_sequence"
     assert generate(http, max_new_tokens=3, details=True)["details"]["finish_reason"] == "length"
 
 
 def test_other_fields(http, backend):
     schema = {"type": "object"}
-    answer = generate(
+    response = generate(
         http,
         "abcdef",
         truncate=2,
@@ -103,7 +103,7 @@ def test_other_fields(http, backend):
         repetition_penalty=1.5,
         response_format={"type": "json_object", "schema": schema},
     )
-    assert answer["generated_text"] == "echo:"
+    assert response["generated_text"] == "echo:"
     request = backend.requests[-1]
     assert request.truncation == PromptTruncation(2)
     assert request.sampling.best_of == 2
@@ -135,7 +135,7 @@ def test_text_that_was_held_back_comes_with_a_token_that_is_shown(http):
     assert "".join(token["text"] for token in tokens if not token["special"]) == "echo: hi"
 
 
-def test_the_root_answers_either_way(http):
+def test_the_root_responds_either_way(http):
     assert http.post("/", json={"inputs": "hi"}).json() == [{"generated_text": "echo: hi"}]
     stream = http.post("/", json={"inputs": "hi", "stream": True})
     assert stream.headers["content-type"].startswith("text/event-stream")
@@ -188,9 +188,9 @@ def test_the_client_of_lorax(url):
         check=False,
     )
     assert run.returncode == 0, run.stderr
-    told = json.loads(run.stdout.splitlines()[-1])
-    assert "temperature must be in [0, 100]" in told.pop("error")
-    assert told == {
+    reported = json.loads(run.stdout.splitlines()[-1])
+    assert "temperature must be in [0, 100]" in reported.pop("error")
+    assert reported == {
         "whole": "echo+fr: hi",
         "tokens": "echo+fr: hi",
         "finish_reason": "eos_token",

@@ -37,7 +37,7 @@ def digest(backend: EchoBackend, name: str) -> str:
     return next(card.digest for card in backend.adapters(LOCAL) if card.name == name)
 
 
-def ask(http: httpx.Client, path: str = "/v1/completions", **body) -> httpx.Response:
+def send(http: httpx.Client, path: str = "/v1/completions", **body) -> httpx.Response:
     prompt = {"messages": HELLO} if "chat" in path else {"prompt": "hi"}
     response = http.post(path, json=prompt | {"max_tokens": 99} | body)
     assert response.status_code == 200, response.text
@@ -47,40 +47,40 @@ def ask(http: httpx.Client, path: str = "/v1/completions", **body) -> httpx.Resp
 def test_several_adapters(backend: EchoBackend, http: httpx.Client):
     legal = digest(backend, "legal")
     adapters = ["fr", {"digest": legal, "scale": -0.5}, {"task_id": 2, "scale": 2}]
-    answer = ask(http, adapters=adapters, model="echo")
-    assert answer.json()["choices"][0]["text"] == "echo+fr+legal+org/de: hi"
+    response = send(http, adapters=adapters, model="echo")
+    assert response.json()["choices"][0]["text"] == "echo+fr+legal+org/de: hi"
     digests = [digest(backend, name) for name in ("fr", "legal", "org/de")]
-    assert answer.headers["x-loraplex-adapter"] == ",".join(digests)
+    assert response.headers["x-loraplex-adapter"] == ",".join(digests)
     chosen = backend.requests[-1].adapters
     assert [choice.key for choice in chosen] == [ByName("fr"), ByDigest(legal), ByTaskId(2)]
     assert [choice.scale for choice in chosen] == [1.0, -0.5, 2.0]
 
 
 def test_in_chat_and_in_streams(http: httpx.Client):
-    chat = ask(http, "/v1/chat/completions", adapters=["fr", "legal"])
+    chat = send(http, "/v1/chat/completions", adapters=["fr", "legal"])
     assert chat.json()["choices"][0]["message"]["content"].startswith("echo+fr+legal: ")
-    stream = ask(http, adapters=["fr", "legal"], stream=True)
+    stream = send(http, adapters=["fr", "legal"], stream=True)
     assert len(stream.headers["x-loraplex-adapter"].split(",")) == 2
 
 
 def test_one_adapter_with_a_scale(backend: EchoBackend, http: httpx.Client):
     for body in ({"model": "fr"}, {"lora_model": "fr"}, {"model": "fr", "lora_model": "fr"}):
-        ask(http, lora_scale=0.25, **body)
+        send(http, lora_scale=0.25, **body)
         [choice] = backend.requests[-1].adapters
         assert (choice.key, choice.scale) == (ByName("fr"), 0.25)
 
 
 @pytest.mark.parametrize("nothing", [None, []])
 def test_no_adapters_are_none(backend: EchoBackend, http: httpx.Client, nothing):
-    ask(http, adapters=nothing, model="fr")
+    send(http, adapters=nothing, model="fr")
     assert [choice.key for choice in backend.requests[-1].adapters] == [ByName("fr")]
-    ask(http, adapters=nothing)
+    send(http, adapters=nothing)
     assert backend.requests[-1].adapters == ()
 
 
 def test_the_fingerprint_follows_digests_and_scales(http: httpx.Client):
     def fingerprint(*adapters) -> str:
-        return ask(http, adapters=list(adapters)).json()["system_fingerprint"]
+        return send(http, adapters=list(adapters)).json()["system_fingerprint"]
 
     half = {"name": "fr", "scale": 0.5}
     prints = [
@@ -92,18 +92,18 @@ def test_the_fingerprint_follows_digests_and_scales(http: httpx.Client):
     ]
     assert len(set(prints)) == len(prints)
     assert fingerprint("legal", half) == prints[-1]
-    assert prints[1] == ask(http, model="fr").json()["system_fingerprint"]
+    assert prints[1] == send(http, model="fr").json()["system_fingerprint"]
 
 
 def test_a_comparison(backend: EchoBackend, http: httpx.Client):
-    asked = [None, "fr", [{"name": "fr", "scale": 0.5}, "legal"], {"task_id": 9}]
-    body = ask(http, "/v1/compare", adapters=asked, logprobs=2, seed=7).json()
+    requested = [None, "fr", [{"name": "fr", "scale": 0.5}, "legal"], {"task_id": 9}]
+    body = send(http, "/v1/compare", adapters=requested, logprobs=2, seed=7).json()
     assert body["object"] == "comparison"
     assert (body["model"], body["prompt_tokens"], body["seed"]) == ("echo", 3, 7)
     base, fr, both, unknown = body["answers"]
-    assert [answer["asked"] for answer in body["answers"]] == asked
-    assert [answer["index"] for answer in body["answers"]] == [0, 1, 2, 3]
-    texts = [answer["text"] for answer in (base, fr, both)]
+    assert [response["asked"] for response in body["answers"]] == requested
+    assert [response["index"] for response in body["answers"]] == [0, 1, 2, 3]
+    texts = [response["text"] for response in (base, fr, both)]
     assert texts == ["echo: hi", "echo+fr: hi", "echo+fr+legal: hi"]
     assert (base["adapters"], base["versus_base"], base["error"]) == ([], None, None)
     assert both["adapters"] == [
@@ -125,10 +125,10 @@ def test_a_comparison(backend: EchoBackend, http: httpx.Client):
     assert unknown.keys() == {"index", "asked", "error"}
 
 
-def test_greedy_is_the_default_and_the_seed_is_told(backend: EchoBackend, http: httpx.Client):
-    ask(http, "/v1/compare", adapters=[None, "fr"])
+def test_greedy_is_the_default_and_the_seed_is_reported(backend: EchoBackend, http: httpx.Client):
+    send(http, "/v1/compare", adapters=[None, "fr"])
     assert {request.sampling.temperature for request in backend.requests[-2:]} == {0.0}
-    body = ask(http, "/v1/compare", adapters=[None, "fr"], temperature=0.7, top_p=0.5).json()
+    body = send(http, "/v1/compare", adapters=[None, "fr"], temperature=0.7, top_p=0.5).json()
     for request in backend.requests[-2:]:
         assert (request.sampling.temperature, request.sampling.top_p) == (0.7, 0.5)
         assert request.sampling.seed == body["seed"]
@@ -136,14 +136,14 @@ def test_greedy_is_the_default_and_the_seed_is_told(backend: EchoBackend, http: 
 
 def test_a_conversation_is_compared(backend: EchoBackend, http: httpx.Client):
     body = {"messages": HELLO, "adapters": [None, "fr"], "max_tokens": 99}
-    answers = http.post("/v1/compare", json=body).json()["answers"]
-    assert answers[1]["text"] == "echo+fr: user: hello\nassistant: "
+    responses = http.post("/v1/compare", json=body).json()["answers"]
+    assert responses[1]["text"] == "echo+fr: user: hello\nassistant: "
     assert not backend.requests[-1].add_special_tokens
 
 
-def test_a_failure_in_the_middle_is_one_answer(backend: EchoBackend, http: httpx.Client):
+def test_a_failure_in_the_middle_is_one_response(backend: EchoBackend, http: httpx.Client):
     backend.plant(StepFailedError("a step failed"), after_outputs=1)
-    base, fr = ask(http, "/v1/compare", adapters=[None, "fr"]).json()["answers"]
+    base, fr = send(http, "/v1/compare", adapters=[None, "fr"]).json()["answers"]
     assert base["error"]["message"] == "a step failed"
     assert (fr["text"], fr["versus_base"]) == ("echo+fr: hi", None)
 

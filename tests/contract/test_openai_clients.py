@@ -17,7 +17,7 @@ from support.eventually import eventually
 from support.served import served
 
 HELLO = [{"role": "user", "content": "hello"}]
-ANSWER = "echo: user: hello\nassistant: "
+OUTPUT = "echo: user: hello\nassistant: "
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def test_what_another_attempt_helps_is_tried_again(client, backend):
 
 
 @pytest.mark.parametrize(
-    ("ask", "code"),
+    ("send", "code"),
     [
         (lambda client: client.embeddings.create(model="echo", input="x"), "unsupported_route"),
         (
@@ -81,10 +81,10 @@ def test_what_another_attempt_helps_is_tried_again(client, backend):
         ),
     ],
 )
-def test_what_no_attempt_helps_is_not(client, backend, ask, code):
+def test_what_no_attempt_helps_is_not(client, backend, send, code):
     num_before = len(backend.requests)
     with pytest.raises(openai.APIStatusError) as caught:
-        ask(client.with_options(max_retries=2))
+        send(client.with_options(max_retries=2))
     assert caught.value.code == code
     assert caught.value.response.request.headers["x-stainless-retry-count"] == "0"
     assert len(backend.requests) == num_before
@@ -127,27 +127,27 @@ async def test_the_async_client_streams_and_leaves(url, backend):
 
 
 def test_langchain_invokes(url):
-    answer = chat_openai(url, logprobs=True).invoke([HumanMessage("hello")])
-    assert isinstance(answer, AIMessage)
-    assert answer.content == ANSWER
-    assert answer.usage_metadata["output_tokens"] == len(ANSWER) + 1
-    assert answer.response_metadata["finish_reason"] == "stop"
-    assert answer.response_metadata["logprobs"]["content"][0]["token"] == "e"
+    message = chat_openai(url, logprobs=True).invoke([HumanMessage("hello")])
+    assert isinstance(message, AIMessage)
+    assert message.content == OUTPUT
+    assert message.usage_metadata["output_tokens"] == len(OUTPUT) + 1
+    assert message.response_metadata["finish_reason"] == "stop"
+    assert message.response_metadata["logprobs"]["content"][0]["token"] == "e"
 
 
 def test_langchain_streams(url):
     chunks = list(chat_openai(url, stream_usage=True).stream("hello"))
-    assert "".join(chunk.content for chunk in chunks) == ANSWER
+    assert "".join(chunk.content for chunk in chunks) == OUTPUT
     assert len(chunks) > 5
     usages = [chunk.usage_metadata for chunk in chunks if chunk.usage_metadata]
-    assert [usage["output_tokens"] for usage in usages] == [len(ANSWER) + 1]
+    assert [usage["output_tokens"] for usage in usages] == [len(OUTPUT) + 1]
 
 
 def test_langchain_batches_and_names_an_adapter(url, backend):
     model = chat_openai(url, extra_body={"adapter_id": "fr"}, seed=7, temperature=0)
     messages = [[SystemMessage("s"), HumanMessage(text)] for text in "abc"]
-    answers = model.batch(messages)
-    assert [answer.content for answer in answers] == [
+    responses = model.batch(messages)
+    assert [message.content for message in responses] == [
         f"echo+fr: system: s\nuser: {text}\nassistant: " for text in "abc"
     ]
     assert backend.requests[-1].sampling.seed == 7
@@ -155,8 +155,8 @@ def test_langchain_batches_and_names_an_adapter(url, backend):
 
 async def test_langchain_asynchronously(url):
     model = chat_openai(url)
-    assert (await model.ainvoke("hello")).content == ANSWER
-    assert "".join([chunk.content async for chunk in model.astream("hello")]) == ANSWER
+    assert (await model.ainvoke("hello")).content == OUTPUT
+    assert "".join([chunk.content async for chunk in model.astream("hello")]) == OUTPUT
 
 
 def test_langchain_completions(url):
@@ -175,6 +175,6 @@ def test_langchain_binds_tools(url, backend):
     assert backend.requests[-1].sampling.n == 1
 
 
-def test_langchain_tells_an_error(url):
+def test_langchain_reports_an_error(url):
     with pytest.raises(openai.BadRequestError, match="temperature must be in"):
         chat_openai(url, temperature=1000).invoke("hello")

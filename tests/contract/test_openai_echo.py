@@ -29,7 +29,7 @@ from support.eventually import eventually
 from support.served import served
 
 HELLO = [{"role": "user", "content": "hello"}]
-CHAT_ANSWER = ": user: hello\nassistant: "
+CHAT_OUTPUT = ": user: hello\nassistant: "
 
 
 def openai_app(backend: EchoBackend, **options) -> Starlette:
@@ -85,38 +85,38 @@ def http(url: str) -> Iterator[httpx.Client]:
 
 
 def test_completion(client):
-    answer = client.completions.create(model="echo", prompt="hello", max_tokens=50)
-    assert answer.choices[0].text == "echo: hello"
-    assert answer.choices[0].finish_reason == "stop"
-    assert (answer.object, answer.model) == ("text_completion", "echo")
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (6, 12)
-    assert answer.system_fingerprint == "lp-base"
+    response = client.completions.create(model="echo", prompt="hello", max_tokens=50)
+    assert response.choices[0].text == "echo: hello"
+    assert response.choices[0].finish_reason == "stop"
+    assert (response.object, response.model) == ("text_completion", "echo")
+    assert (response.usage.prompt_tokens, response.usage.completion_tokens) == (6, 12)
+    assert response.system_fingerprint == "lp-base"
 
 
 def test_completion_of_several_prompts_and_of_token_ids(client):
-    answer = client.completions.create(model="echo", prompt=["a", "b"], n=2, max_tokens=50)
-    assert [(c.index, c.text) for c in answer.choices] == [
+    response = client.completions.create(model="echo", prompt=["a", "b"], n=2, max_tokens=50)
+    assert [(c.index, c.text) for c in response.choices] == [
         (0, "echo: a"),
         (1, "echo: a #1"),
         (2, "echo: b"),
         (3, "echo: b #1"),
     ]
     for prompt in ([104, 105], [[104, 105]]):
-        answer = client.completions.create(model="echo", prompt=prompt, max_tokens=50)
-        assert answer.choices[0].text == "echo: hi"
+        response = client.completions.create(model="echo", prompt=prompt, max_tokens=50)
+        assert response.choices[0].text == "echo: hi"
 
 
 def test_completion_stops_and_lengths(client):
-    answer = client.completions.create(model="echo", prompt="a b c", stop=" b", max_tokens=50)
-    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("echo: a", "stop")
-    answer = client.completions.create(model="echo", prompt="x" * 50)
-    assert answer.usage.completion_tokens == 16
-    assert answer.choices[0].finish_reason == "length"
+    response = client.completions.create(model="echo", prompt="a b c", stop=" b", max_tokens=50)
+    assert (response.choices[0].text, response.choices[0].finish_reason) == ("echo: a", "stop")
+    response = client.completions.create(model="echo", prompt="x" * 50)
+    assert response.usage.completion_tokens == 16
+    assert response.choices[0].finish_reason == "length"
 
 
 def test_completion_logprobs_and_echo(client):
-    answer = client.completions.create(model="echo", prompt="hi", echo=True, logprobs=2)
-    [choice] = answer.choices
+    response = client.completions.create(model="echo", prompt="hi", echo=True, logprobs=2)
+    [choice] = response.choices
     assert choice.text == "hiecho: hi"
     assert choice.logprobs.tokens == ["<s>", *"hiecho: hi"]
     assert choice.logprobs.text_offset == [0, *range(10)]
@@ -170,24 +170,24 @@ def test_fields_of_vllm(client, backend):
 
 def test_chat(client, backend):
     backend.num_cached_tokens = 5
-    answer = client.chat.completions.create(model="echo", messages=HELLO)
-    [choice] = answer.choices
-    assert (choice.message.role, choice.message.content) == ("assistant", "echo" + CHAT_ANSWER)
-    assert (answer.object, choice.finish_reason) == ("chat.completion", "stop")
-    assert answer.usage.prompt_tokens_details.cached_tokens == 5
-    assert answer.usage.prompt_tokens == len("<user: hello\nassistant: ")
+    response = client.chat.completions.create(model="echo", messages=HELLO)
+    [choice] = response.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", "echo" + CHAT_OUTPUT)
+    assert (response.object, choice.finish_reason) == ("chat.completion", "stop")
+    assert response.usage.prompt_tokens_details.cached_tokens == 5
+    assert response.usage.prompt_tokens == len("<user: hello\nassistant: ")
 
 
 def test_chat_logprobs_have_bytes(client):
-    answer = client.chat.completions.create(
+    response = client.chat.completions.create(
         model="echo",
         messages=[{"role": "user", "content": [{"type": "text", "text": "é"}]}],
         logprobs=True,
         top_logprobs=2,
     )
-    content = answer.choices[0].logprobs.content
+    content = response.choices[0].logprobs.content
     assert bytes(b for entry in content for b in entry.bytes).decode() == (
-        answer.choices[0].message.content
+        response.choices[0].message.content
     )
     assert [top.token for top in content[0].top_logprobs] == ["e", "f"]
 
@@ -202,7 +202,7 @@ def test_chat_stream(client):
     for chunk in chunks:
         [choice] = chunk.choices
         texts[choice.index] += choice.delta.content or ""
-    assert texts == {0: "echo+fr" + CHAT_ANSWER, 1: f"echo+fr{CHAT_ANSWER} #1"}
+    assert texts == {0: "echo+fr" + CHAT_OUTPUT, 1: f"echo+fr{CHAT_OUTPUT} #1"}
     assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
     assert all(chunk.usage is None for chunk in chunks)
 
@@ -210,15 +210,15 @@ def test_chat_stream(client):
 def test_chat_stream_helper_of_the_client_accumulates(client):
     with client.chat.completions.stream(model="echo", messages=HELLO) as stream:
         completion = stream.get_final_completion()
-    assert completion.choices[0].message.content == "echo" + CHAT_ANSWER
+    assert completion.choices[0].message.content == "echo" + CHAT_OUTPUT
 
 
 async def test_async_client(url):
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        answer = await client.chat.completions.create(
+        response = await client.chat.completions.create(
             model="echo", messages=HELLO, max_completion_tokens=4
         )
-        assert answer.choices[0].message.content == "echo"
+        assert response.choices[0].message.content == "echo"
         stream = await client.completions.create(
             model="echo", prompt="hi", stream=True, max_tokens=50
         )
@@ -362,10 +362,10 @@ def test_an_unknown_field_of_an_adapter_is_refused(http, action):
     body = {"name": "x", "path": "/x", "alias": "y", "replcae": True}
     known = {"": ("name", "path"), "/fr/alias": ("alias",)}.get(action, ())
     sent = {key: value for key, value in body.items() if key in (*known, "replcae")}
-    answer = http.post(f"/v1/adapters{action}", json=sent)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "replcae"
-    assert "there is no field 'replcae'; known are" in answer.json()["error"]["message"]
+    response = http.post(f"/v1/adapters{action}", json=sent)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "replcae"
+    assert "there is no field 'replcae'; known are" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("key", ["model", "lora_model"])
@@ -378,8 +378,8 @@ def test_load_lora_weights(http, backend, key):
     assert http.post("/v1/completions", json=body).status_code == 200
     chat = {key: "fr", "messages": [{"role": "user", "content": "x"}]}
     for policy in ("always", "auto"):
-        answer = http.post("/v1/chat/completions", json=chat | {"load_lora_weights": policy})
-        assert answer.status_code == 200
+        response = http.post("/v1/chat/completions", json=chat | {"load_lora_weights": policy})
+        assert response.status_code == 200
         assert backend.requests[-1].load_policy is LoadPolicy(policy)
 
 
@@ -482,7 +482,7 @@ def test_an_error_in_mid_stream_is_an_event_without_done(client, http, backend):
         next(contents)
 
 
-def test_a_bug_is_500_and_does_not_tell_its_insides(http, backend, caplog):
+def test_a_bug_is_500_and_does_not_expose_details(http, backend, caplog):
     backend.plant(ValueError("secret"), after_outputs=1)  # type: ignore[arg-type]
     response = http.post("/v1/completions", json={"prompt": "x"}, headers={"x-request-id": "r1"})
     assert response.status_code == 500

@@ -70,8 +70,8 @@ def stream(http: httpx.Client, path: str, **fields) -> list[dict]:
 def test_every_way_to_name_an_adapter(http, headers, fields):
     assert complete(http, headers, **fields)["choices"][0]["text"] == "echo+fr: hi"
     body = {"messages": HELLO, "max_tokens": 7} | fields
-    answer = http.post("/v1/chat/completions", json=body, headers=headers).json()
-    assert answer["choices"][0]["message"]["content"] == "echo+fr"
+    response = http.post("/v1/chat/completions", json=body, headers=headers).json()
+    assert response["choices"][0]["message"]["content"] == "echo+fr"
 
 
 @pytest.mark.parametrize(
@@ -92,13 +92,13 @@ def test_two_adapters_where_one_can_be_meant(http, headers, fields, param):
 
 
 def test_an_adapter_for_each_prompt(http):
-    answer = complete(http, prompt=["a", "b", "c"], lora_path=["fr", None, "de"])
-    assert [choice["text"] for choice in answer["choices"]] == [
+    response = complete(http, prompt=["a", "b", "c"], lora_path=["fr", None, "de"])
+    assert [choice["text"] for choice in response["choices"]] == [
         "echo+fr: a",
         "echo: b",
         "echo+de: c",
     ]
-    assert [adapter["name"] for adapter in answer["loraplex"]["adapters"]] == ["fr", "de"]
+    assert [adapter["name"] for adapter in response["loraplex"]["adapters"]] == ["fr", "de"]
 
 
 def test_an_unknown_adapter_in_the_header(http):
@@ -121,19 +121,19 @@ def test_an_unknown_adapter_in_the_header(http):
     ],
 )
 def test_a_prompt_is_cut(http, backend, fields, truncation, text):
-    answer = complete(http, prompt="abcdefg", **fields)
-    assert answer["choices"][0]["text"] == text
+    response = complete(http, prompt="abcdefg", **fields)
+    assert response["choices"][0]["text"] == text
     assert backend.requests[-1].truncation == truncation
 
 
-def test_a_prompt_that_fits_nowhere_is_cut_to_what_there_is_room_for(http):
-    answer = complete(http, prompt="x" * 5000, truncate_prompt_tokens=-1, max_tokens=100)
-    assert answer["usage"]["prompt_tokens"] == 4096 - 100
+def test_a_prompt_that_fits_nowhere_is_cut_to_what_fits(http):
+    response = complete(http, prompt="x" * 5000, truncate_prompt_tokens=-1, max_tokens=100)
+    assert response["usage"]["prompt_tokens"] == 4096 - 100
 
 
 def test_what_was_cut_is_not_echoed(http):
-    answer = complete(http, prompt="abcdefg", truncate_prompt_tokens=2, echo=True)
-    assert answer["choices"][0]["text"] == "fgecho: fg"
+    response = complete(http, prompt="abcdefg", truncate_prompt_tokens=2, echo=True)
+    assert response["choices"][0]["text"] == "fgecho: fg"
 
 
 @pytest.mark.parametrize("most", [0, -2])
@@ -142,9 +142,9 @@ def test_a_prompt_of_no_tokens(http, most):
 
 
 def test_a_chat_goes_on_with_the_last_message(http, backend):
-    answer = chat(http, messages=PREFILL, continue_final_message=True)
+    response = chat(http, messages=PREFILL, continue_final_message=True)
     assert backend.requests[-1].prompt == "<s>user: hello\nassistant: Hel"
-    message = answer["choices"][0]["message"]
+    message = response["choices"][0]["message"]
     assert message == {
         "content": "echo: user: hello\nassistant: Hel",
         "role": "assistant",
@@ -167,8 +167,8 @@ def test_echo_gives_the_last_message_back(http):
 
 
 def test_a_turn_is_continued_or_begun(http):
-    answer = chat(http, continue_final_message=True, add_generation_prompt=True)
-    assert answer["error"]["param"] == "continue_final_message"
+    response = chat(http, continue_final_message=True, add_generation_prompt=True)
+    assert response["error"]["param"] == "continue_final_message"
 
 
 def test_documents_are_for_the_template(http, backend):
@@ -205,24 +205,24 @@ def test_token_ids_of_a_completion(http):
 
 def test_token_ids_and_prompt_of_a_chat(http):
     fields = {"return_token_ids": True, "return_prompt_text": True}
-    answer = chat(http, **fields)
+    response = chat(http, **fields)
     prompt = "<s>user: hello\nassistant: "
-    assert answer["prompt_text"] == prompt
-    assert bytes(answer["prompt_token_ids"][1:]).decode() == prompt.removeprefix("<s>")
+    assert response["prompt_text"] == prompt
+    assert bytes(response["prompt_token_ids"][1:]).decode() == prompt.removeprefix("<s>")
     chunks = stream(http, "/v1/chat/completions", **fields)
     assert chunks[0]["prompt_text"] == prompt
-    assert chunks[0]["prompt_token_ids"] == answer["prompt_token_ids"]
+    assert chunks[0]["prompt_token_ids"] == response["prompt_token_ids"]
     assert all("prompt_text" not in chunk for chunk in chunks[1:])
-    told = [i for chunk in chunks for i in chunk["choices"][0].get("token_ids", [])]
-    assert told == answer["choices"][0]["token_ids"]
+    reported = [i for chunk in chunks for i in chunk["choices"][0].get("token_ids", [])]
+    assert reported == response["choices"][0]["token_ids"]
 
 
 def test_tokens_as_ids(http):
     [choice] = complete(http, logprobs=1, return_tokens_as_token_ids=True)["choices"]
     assert choice["logprobs"]["tokens"][0] == f"token_id:{ord('e')}"
     assert list(choice["logprobs"]["top_logprobs"][0]) == [f"token_id:{ord('e')}"]
-    answer = chat(http, logprobs=True, top_logprobs=2, return_tokens_as_token_ids=True)
-    first = answer["choices"][0]["logprobs"]["content"][0]
+    response = chat(http, logprobs=True, top_logprobs=2, return_tokens_as_token_ids=True)
+    first = response["choices"][0]["logprobs"]["content"][0]
     assert (first["token"], first["bytes"]) == (f"token_id:{ord('e')}", [ord("e")])
     assert first["top_logprobs"][1]["token"] == f"token_id:{ord('f')}"
 
@@ -238,7 +238,7 @@ def test_usage_in_every_chunk(http, path):
     assert all("usage" not in chunk for chunk in without)
 
 
-def test_what_ended_an_answer(http):
+def test_finish_reasons(http):
     assert complete(http, stop=[" h"])["choices"][0]["stop_reason"] == " h"
     assert complete(http, stop_token_ids=[ord("h")])["choices"][0]["stop_reason"] == ord("h")
     assert "stop_reason" not in complete(http)["choices"][0]
@@ -251,8 +251,8 @@ def test_the_body_names_the_request(http, backend, field):
     assert response.headers["x-request-id"] == "mine-2"
     assert backend.requests[-1].client_request_id == "mine-2"
     header = {"x-request-id": "theirs"}
-    told = http.post("/v1/completions", json={"prompt": "hi", field: "mine-2"}, headers=header)
-    assert told.headers["x-request-id"] == "theirs"
+    reported = http.post("/v1/completions", json={"prompt": "hi", field: "mine-2"}, headers=header)
+    assert reported.headers["x-request-id"] == "theirs"
 
 
 @pytest.mark.parametrize("wrong", ["x" * 257, "a\nb", "é"])

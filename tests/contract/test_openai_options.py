@@ -121,7 +121,7 @@ def test_what_steers_the_choice_of_tokens(client, backend):
     assert (request.timeout_seconds, request.priority) == (1.5, -1)
 
 
-def test_the_answer_tells_its_times_and_adapters(client, backend):
+def test_the_response_reports_its_times_and_adapters(client, backend):
     completion = complete(client, model="fr", prompt=["a", "b"])
     details = completion.model_extra["loraplex"]
     [adapter] = details["adapters"]
@@ -141,9 +141,11 @@ def test_so_does_the_usage_chunk_of_a_stream(client, include_usage):
             stream_options={"include_usage": include_usage},
         )
     )
-    told = [chunk.model_extra["loraplex"] for chunk in chunks if "loraplex" in chunk.model_extra]
-    assert len(told) == include_usage
-    assert all(details["adapters"][0]["name"] == "fr" for details in told)
+    reported = [
+        chunk.model_extra["loraplex"] for chunk in chunks if "loraplex" in chunk.model_extra
+    ]
+    assert len(reported) == include_usage
+    assert all(details["adapters"][0]["name"] == "fr" for details in reported)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +164,7 @@ def test_so_does_the_usage_chunk_of_a_stream(client, include_usage):
         ),
     ],
 )
-def test_a_wrong_value_is_told_by_its_name(client, fields, param, text):
+def test_a_wrong_value_is_reported_with_its_name(client, fields, param, text):
     with pytest.raises(openai.BadRequestError) as caught:
         complete(client, **fields)
     assert caught.value.param == param

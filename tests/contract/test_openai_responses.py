@@ -83,7 +83,7 @@ def stranger(server: tuple[Switch, str], backend: EchoBackend) -> Iterator[opena
         yield client
 
 
-def ask(client: openai.OpenAI, given: Any = "Hello", **fields: Any) -> Any:
+def create(client: openai.OpenAI, given: Any = "Hello", **fields: Any) -> Any:
     return client.responses.create(**{"model": "echo", "input": given} | fields)
 
 
@@ -97,7 +97,9 @@ def prompt_of(backend: EchoBackend, number: int = -1) -> str:
 def test_a_text(client: openai.OpenAI, backend: EchoBackend) -> None:
     backend.scripts.append(("Good day.",))
     backend.num_cached_tokens = 3
-    response = ask(client, instructions="Be kind.", metadata={"a": "b"}, temperature=0.5, user="me")
+    response = create(
+        client, instructions="Be kind.", metadata={"a": "b"}, temperature=0.5, user="me"
+    )
     assert isinstance(response, Response)
     assert prompt_of(backend) == "<s>system: Be kind.\nuser: Hello\nassistant: "
     assert response.output_text == "Good day."
@@ -112,9 +114,9 @@ def test_a_text(client: openai.OpenAI, backend: EchoBackend) -> None:
     assert (response.tools, response.tool_choice) == ([], "auto")
     assert response.parallel_tool_calls is True
     assert (response.truncation, response.service_tier) == ("disabled", "default")
-    told = response.to_dict()
-    assert told["text"] == {"format": {"type": "text"}, "verbosity": "medium"}
-    assert told["reasoning"] == {"effort": None, "summary": None}
+    reported = response.to_dict()
+    assert reported["text"] == {"format": {"type": "text"}, "verbosity": "medium"}
+    assert reported["reasoning"] == {"effort": None, "summary": None}
     assert response.completed_at >= response.created_at
     usage = response.usage
     assert usage.input_tokens == len("?system: Be kind.\nuser: Hello\nassistant: ")
@@ -130,13 +132,13 @@ def test_the_model_of_an_adapter(client: openai.OpenAI, backend: EchoBackend) ->
     raw = client.responses.with_raw_response.create(model="fr", input="Hello")
     assert raw.headers["x-loraplex-adapter"] == digest
     assert raw.parse().model == "fr"
-    ask(client, extra_body={"lora_model": "fr"})
+    create(client, extra_body={"lora_model": "fr"})
     assert backend.requests[-1].adapters == backend.requests[0].adapters
 
 
 def test_sampling_and_its_extensions(client: openai.OpenAI, backend: EchoBackend) -> None:
     extra = {"top_k": 5, "seed": 7, "stop": ["\n"], "min_tokens": 2, "cache_salt": "x"}
-    ask(client, max_output_tokens=9, top_p=0.5, extra_body=extra)
+    create(client, max_output_tokens=9, top_p=0.5, extra_body=extra)
     request = backend.requests[0]
     sampling = request.sampling
     assert (sampling.max_tokens, sampling.top_p, sampling.top_k) == (9, 0.5, 5)
@@ -146,23 +148,23 @@ def test_sampling_and_its_extensions(client: openai.OpenAI, backend: EchoBackend
 
 def test_what_max_output_tokens_cuts(client: openai.OpenAI, backend: EchoBackend) -> None:
     backend.scripts.append(("Good day.",))
-    response = ask(client, max_output_tokens=4)
+    response = create(client, max_output_tokens=4)
     assert (response.status, response.output_text) == ("incomplete", "Good")
     assert response.incomplete_details.reason == "max_output_tokens"
     assert response.output[0].status == "incomplete"
     assert response.completed_at is None
 
 
-def test_an_answer_of_nothing(client: openai.OpenAI, backend: EchoBackend) -> None:
+def test_an_empty_output(client: openai.OpenAI, backend: EchoBackend) -> None:
     backend.scripts.append(("<think></think>",))
-    response = ask(client)
+    response = create(client)
     assert [item.type for item in response.output] == ["message"]
     assert (response.status, response.output_text) == ("completed", "")
 
 
 def test_items_of_every_kind(client: openai.OpenAI, backend: EchoBackend) -> None:
     backend.scripts.append((f"<think>Hm.</think>\n\nLet me look.\n{CALL}\n{OTHER_CALL}",))
-    response = ask(client, tools=[WEATHER, CLOCK])
+    response = create(client, tools=[WEATHER, CLOCK])
     thought, message, first, second = response.output
     assert thought.id.startswith("rs_")
     assert thought.content[0].text == "Hm."
@@ -185,18 +187,18 @@ def test_items_of_every_kind(client: openai.OpenAI, backend: EchoBackend) -> Non
 
 def test_reasoning_may_be_left_out(client: openai.OpenAI, backend: EchoBackend) -> None:
     backend.scripts.append(("<think>Hm.</think>Yes.",))
-    response = ask(client, extra_body={"include_reasoning": False})
+    response = create(client, extra_body={"include_reasoning": False})
     assert [item.type for item in response.output] == ["message"]
 
 
 def test_log_probabilities(client: openai.OpenAI, backend: EchoBackend) -> None:
     backend.scripts.append(("<think>Hm.</think>Yes.",))
-    response = ask(client, include=["message.output_text.logprobs"], top_logprobs=2)
+    response = create(client, include=["message.output_text.logprobs"], top_logprobs=2)
     logprobs = response.output[1].content[0].logprobs
     assert [entry.token for entry in logprobs] == list("Yes.")
     assert len(logprobs[0].top_logprobs) == 2
     assert response.top_logprobs == 2
-    ask(client, top_logprobs=2)
+    create(client, top_logprobs=2)
     assert backend.requests[-1].sampling.logprobs is None
 
 
@@ -205,15 +207,15 @@ def test_log_probabilities(client: openai.OpenAI, backend: EchoBackend) -> None:
 
 def test_a_round_trip_of_a_function(client: openai.OpenAI, backend: EchoBackend) -> None:
     backend.scripts.append((f"<think>Hm.</think>{CALL}",))
-    first = ask(client, "weather?", tools=[WEATHER])
+    first = create(client, "weather?", tools=[WEATHER])
     call = first.output[1]
     output = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
     given = [{"role": "user", "content": "weather?"}, *first.output, output]
     backend.scripts.append(("Sun.",))
-    assert ask(client, given, tools=[WEATHER]).output_text == "Sun."
+    assert create(client, given, tools=[WEATHER]).output_text == "Sun."
     assert prompt_of(backend).endswith("user: weather?\nassistant: \ntool: sunny\nassistant: ")
     backend.scripts.append(("Sun.",))
-    again = ask(client, [output], tools=[WEATHER], previous_response_id=first.id)
+    again = create(client, [output], tools=[WEATHER], previous_response_id=first.id)
     assert again.output_text == "Sun."
     assert prompt_of(backend) == prompt_of(backend, -2)
     assert again.previous_response_id == first.id
@@ -238,7 +240,7 @@ def test_a_choice_of_tools(
     client: openai.OpenAI, backend: EchoBackend, choice: Any, names: list[str]
 ) -> None:
     backend.scripts.append((OTHER_CALL,))
-    response = ask(client, tools=[WEATHER, CLOCK], tool_choice=choice)
+    response = create(client, tools=[WEATHER, CLOCK], tool_choice=choice)
     assert response.output[0].name == "clock"
     assert response.status == "completed"
     grammar = backend.requests[0].sampling.grammar
@@ -250,7 +252,7 @@ def test_a_choice_of_tools(
 
 def test_no_tool_may_be_called(client: openai.OpenAI, backend: EchoBackend) -> None:
     backend.scripts.append((CALL,))
-    response = ask(client, tools=[WEATHER], tool_choice="none")
+    response = create(client, tools=[WEATHER], tool_choice="none")
     assert response.output_text == CALL
     assert [each["tools"] for each in backend.renderings] == [None]
 
@@ -258,14 +260,14 @@ def test_no_tool_may_be_called(client: openai.OpenAI, backend: EchoBackend) -> N
 # ---------------------------------------------------------------- formats
 
 
-class Answer(pydantic.BaseModel):
+class Capital(pydantic.BaseModel):
     city: str
 
 
 def test_parse(client: openai.OpenAI, backend: EchoBackend) -> None:
     backend.scripts.append(('{"city": "Paris"}',))
-    response = client.responses.parse(model="echo", input="Hello", text_format=Answer)
-    assert response.output_parsed == Answer(city="Paris")
+    response = client.responses.parse(model="echo", input="Hello", text_format=Capital)
+    assert response.output_parsed == Capital(city="Paris")
     grammar = backend.requests[0].sampling.grammar
     assert grammar is not None
     content = read_completion_grammar(grammar.text).content
@@ -275,7 +277,7 @@ def test_parse(client: openai.OpenAI, backend: EchoBackend) -> None:
 
 
 def test_any_object(client: openai.OpenAI, backend: EchoBackend) -> None:
-    ask(client, text={"format": {"type": "json_object"}, "verbosity": "low"})
+    create(client, text={"format": {"type": "json_object"}, "verbosity": "low"})
     grammar = backend.requests[0].sampling.grammar
     assert grammar is not None
     content = read_completion_grammar(grammar.text).content
@@ -288,7 +290,7 @@ def test_any_object(client: openai.OpenAI, backend: EchoBackend) -> None:
 
 def test_events_of_a_text(client: openai.OpenAI, backend: EchoBackend) -> None:
     backend.scripts.append(("Hi.",))
-    events = list(ask(client, stream=True))
+    events = list(create(client, stream=True))
     assert [event.type for event in events] == [
         "response.created",
         "response.in_progress",
@@ -317,7 +319,7 @@ def test_events_of_a_text(client: openai.OpenAI, backend: EchoBackend) -> None:
 
 def test_events_of_every_kind(client: openai.OpenAI, backend: EchoBackend) -> None:
     backend.scripts.append((f"<think>Hm.</think>Look.\n{CALL}\n{OTHER_CALL}",))
-    events = list(ask(client, stream=True, tools=[WEATHER, CLOCK]))
+    events = list(create(client, stream=True, tools=[WEATHER, CLOCK]))
     added = [e for e in events if e.type == "response.output_item.added"]
     assert [(e.output_index, e.item.type) for e in added] == [
         (0, "reasoning"),
@@ -349,26 +351,26 @@ def test_the_clients_accumulator(client: openai.OpenAI, backend: EchoBackend) ->
     assert final.output_text == "Look."
     assert final.output[1].name == "get_weather"
     backend.scripts.append(('{"city": "Rome"}',))
-    with client.responses.stream(model="echo", input="Hello", text_format=Answer) as parsed:
-        assert parsed.get_final_response().output_parsed == Answer(city="Rome")
+    with client.responses.stream(model="echo", input="Hello", text_format=Capital) as parsed:
+        assert parsed.get_final_response().output_parsed == Capital(city="Rome")
 
 
 def test_a_stream_that_is_cut(client: openai.OpenAI, backend: EchoBackend) -> None:
     backend.scripts.append((CALL,))
-    last = list(ask(client, stream=True, tools=[WEATHER], max_output_tokens=len(CALL) - 18))[-1]
+    last = list(create(client, stream=True, tools=[WEATHER], max_output_tokens=len(CALL) - 18))[-1]
     assert last.type == "response.incomplete"
     assert last.response.incomplete_details.reason == "max_output_tokens"
     [call] = last.response.output
     assert (call.type, call.status) == ("function_call", "incomplete")
     backend.scripts.append(("Yes.",))
-    assert ask(client, previous_response_id=last.response.id).output_text == "Yes."
+    assert create(client, previous_response_id=last.response.id).output_text == "Yes."
     assert prompt_of(backend) == "<s>user: Hello\nuser: Hello\nassistant: "
 
 
 def test_a_stream_that_fails(client: openai.OpenAI, backend: EchoBackend) -> None:
     backend.scripts.append(("Good day.",))
     backend.plant(RowFailedError("the row failed"), after_outputs=4)
-    *_, error, failed = list(ask(client, stream=True))
+    *_, error, failed = list(create(client, stream=True))
     assert (error.type, error.message) == ("error", "the row failed")
     assert failed.type == "response.failed"
     assert failed.sequence_number == error.sequence_number + 1
@@ -404,9 +406,9 @@ async def test_a_client_that_leaves(server: tuple[Switch, str], backend: EchoBac
 
 def test_a_conversation_goes_on(client: openai.OpenAI, backend: EchoBackend) -> None:
     backend.scripts.extend([("one",), ("two",), ("three",)])
-    first = ask(client, "1", instructions="Count.")
-    second = ask(client, "2", previous_response_id=first.id)
-    ask(client, "3", previous_response_id=second.id, instructions="On.")
+    first = create(client, "1", instructions="Count.")
+    second = create(client, "2", previous_response_id=first.id)
+    create(client, "3", previous_response_id=second.id, instructions="On.")
     assert prompt_of(backend) == (
         "<s>system: On.\nuser: 1\nassistant: one\nuser: 2\nassistant: two\nuser: 3\nassistant: "
     )
@@ -423,13 +425,13 @@ def test_a_conversation_goes_on_behind_a_text_that_was_cut(
     client: openai.OpenAI, backend: EchoBackend
 ) -> None:
     backend.scripts.extend([("<think>Hm.</think>Good day.",), ("two",)])
-    first = ask(client, "1", max_output_tokens=len("<think>Hm.</think>Good"))
-    ask(client, "2", previous_response_id=first.id)
+    first = create(client, "1", max_output_tokens=len("<think>Hm.</think>Good"))
+    create(client, "2", previous_response_id=first.id)
     assert prompt_of(backend) == "<s>user: 1\nassistant: Good\nuser: 2\nassistant: "
 
 
 def test_get_and_delete(client: openai.OpenAI, backend: EchoBackend) -> None:
-    response = ask(client)
+    response = create(client)
     assert client.responses.retrieve(response.id) == response
     with pytest.raises(openai.BadRequestError, match="background"):
         client.responses.cancel(response.id)
@@ -448,17 +450,17 @@ def test_get_and_delete(client: openai.OpenAI, backend: EchoBackend) -> None:
 def test_what_is_kept_does_not_come_as_a_stream(
     server: tuple[Switch, str], client: openai.OpenAI
 ) -> None:
-    url = f"{server[1]}/v1/responses/{ask(client).id}"
+    url = f"{server[1]}/v1/responses/{create(client).id}"
     assert httpx.get(f"{url}?stream=false").status_code == 200
-    answer = httpx.get(f"{url}?stream=true")
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stream")
+    response = httpx.get(f"{url}?stream=true")
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "stream")
 
 
 def test_nothing_is_kept_of_what_shall_not_be(client: openai.OpenAI) -> None:
-    response = ask(client, store=False)
+    response = create(client, store=False)
     assert response.model_extra["store"] is False
     with pytest.raises(openai.NotFoundError) as caught:
-        ask(client, previous_response_id=response.id)
+        create(client, previous_response_id=response.id)
     assert caught.value.param == "previous_response_id"
 
 
@@ -469,19 +471,19 @@ def test_a_server_that_keeps_nothing(
     options = OpenAIOptions(stored_responses=StoreLimits(max_responses=0))
     switch.app = Starlette()
     switch.app.routes.extend(openai_routes(backend, options, by_tenant))
-    assert ask(client).model_extra["store"] is False
-    assert ask(client, store=True).model_extra["store"] is False
+    assert create(client).model_extra["store"] is False
+    assert create(client, store=True).model_extra["store"] is False
 
 
-def test_the_oldest_make_room(client: openai.OpenAI) -> None:
-    ids = [ask(client).id for _ in range(MAX_STORED + 1)]
+def test_the_oldest_are_evicted(client: openai.OpenAI) -> None:
+    ids = [create(client).id for _ in range(MAX_STORED + 1)]
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(ids[0])
     assert client.responses.retrieve(ids[1]).id == ids[1]
 
 
 def test_a_tenant_sees_its_own_alone(client: openai.OpenAI, stranger: openai.OpenAI) -> None:
-    response = ask(client)
+    response = create(client)
     for call in (
         stranger.responses.retrieve,
         stranger.responses.delete,
@@ -490,7 +492,7 @@ def test_a_tenant_sees_its_own_alone(client: openai.OpenAI, stranger: openai.Ope
         with pytest.raises(openai.NotFoundError):
             call(response.id)
     with pytest.raises(openai.NotFoundError):
-        ask(stranger, previous_response_id=response.id)
+        create(stranger, previous_response_id=response.id)
     assert client.responses.retrieve(response.id).id == response.id
 
 
@@ -503,10 +505,10 @@ def test_truncation_leaves_out_the_oldest_turns(
         turns.append({"role": "assistant", "content": "yes"})
     turns.append({"role": "user", "content": "last"})
     with pytest.raises(openai.BadRequestError) as caught:
-        ask(client, turns)
+        create(client, turns)
     assert caught.value.code == "context_length_exceeded"
     assert caught.value.param == "input"
-    ask(client, turns, truncation="auto", max_output_tokens=600)
+    create(client, turns, truncation="auto", max_output_tokens=600)
     prompt = prompt_of(backend)
     assert prompt.startswith("<s>developer: Rule.\nuser: 6x")
     assert prompt.endswith("user: last\nassistant: ")
@@ -514,7 +516,7 @@ def test_truncation_leaves_out_the_oldest_turns(
 
 def test_input_tokens(client: openai.OpenAI, backend: EchoBackend) -> None:
     counted = client.responses.input_tokens.count(model="echo", input="Hello")
-    assert counted.input_tokens == ask(client).usage.input_tokens
+    assert counted.input_tokens == create(client).usage.input_tokens
 
 
 # ---------------------------------------------------------------- what is refused
@@ -585,14 +587,14 @@ def test_what_is_wrong_is_named(
 def test_a_wrong_page_is_named(
     server: tuple[Switch, str], client: openai.OpenAI, query: str
 ) -> None:
-    response_id = ask(client).id
-    answer = httpx.get(f"{server[1]}/v1/responses/{response_id}/input_items?{query}")
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == query.split("=", maxsplit=1)[0]
+    response_id = create(client).id
+    response = httpx.get(f"{server[1]}/v1/responses/{response_id}/input_items?{query}")
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == query.split("=", maxsplit=1)[0]
 
 
-def test_values_that_ask_for_nothing_come_back(client: openai.OpenAI) -> None:
-    response = ask(
+def test_values_without_effect_are_returned(client: openai.OpenAI) -> None:
+    response = create(
         client,
         background=False,
         service_tier="auto",
@@ -606,9 +608,9 @@ def test_values_that_ask_for_nothing_come_back(client: openai.OpenAI) -> None:
         parallel_tool_calls=False,
         extra_body={"prompt_cache_options": {}, "conversation": None, "n": 1},
     )
-    told = response.to_dict()
-    assert (told["safety_identifier"], told["prompt_cache_key"]) == ("x", "y")
-    assert (told["max_tool_calls"], told["truncation"]) == (3, "auto")
-    assert told["reasoning"] == {"effort": "low", "summary": "auto"}
-    assert told["text"] == {"format": {"type": "text"}, "verbosity": "low"}
-    assert told["parallel_tool_calls"] is False
+    reported = response.to_dict()
+    assert (reported["safety_identifier"], reported["prompt_cache_key"]) == ("x", "y")
+    assert (reported["max_tool_calls"], reported["truncation"]) == (3, "auto")
+    assert reported["reasoning"] == {"effort": "low", "summary": "auto"}
+    assert reported["text"] == {"format": {"type": "text"}, "verbosity": "low"}
+    assert reported["parallel_tool_calls"] is False

@@ -61,15 +61,15 @@ def client(server: tuple[Switch, str], backend: EchoBackend) -> Iterator[openai.
         yield client
 
 
-def ask(client: openai.OpenAI, **fields: Any) -> Any:
+def complete(client: openai.OpenAI, **fields: Any) -> Any:
     fields = {"model": "echo", "messages": HELLO, "tools": [WEATHER, CLOCK]} | fields
     return client.chat.completions.create(**fields)
 
 
-def test_a_call_is_told_from_content(client: openai.OpenAI, backend: EchoBackend) -> None:
+def test_a_call_is_distinguished_from_content(client: openai.OpenAI, backend: EchoBackend) -> None:
     backend.scripts.append((f"Let me look.\n\n{CALL}\n{OTHER_CALL}",))
-    answer = ask(client)
-    [choice] = answer.choices
+    response = complete(client)
+    [choice] = response.choices
     assert choice.finish_reason == "tool_calls"
     assert choice.message.content == "Let me look."
     first, second = choice.message.tool_calls
@@ -78,7 +78,7 @@ def test_a_call_is_told_from_content(client: openai.OpenAI, backend: EchoBackend
     assert (second.function.name, second.function.arguments) == ("clock", "{}")
     assert first.id.startswith("call_")
     assert first.id != second.id
-    assert answer.usage.completion_tokens > 0
+    assert response.usage.completion_tokens > 0
     assert [each["tools"] for each in backend.renderings] == [[WEATHER, CLOCK]]
     assert backend.requests[0].sampling.grammar is None
 
@@ -87,14 +87,14 @@ def test_content_is_null_if_there_are_only_calls(
     client: openai.OpenAI, backend: EchoBackend
 ) -> None:
     backend.scripts.append((CALL,))
-    message = ask(client).choices[0].message
+    message = complete(client).choices[0].message
     assert message.content is None
     assert message.tool_calls
 
 
-def test_an_answer_without_calls_is_as_ever(client: openai.OpenAI, backend: EchoBackend) -> None:
+def test_a_response_without_calls_is_unchanged(client: openai.OpenAI, backend: EchoBackend) -> None:
     backend.scripts.append(("It is 5 < 7.\n",))
-    [choice] = ask(client).choices
+    [choice] = complete(client).choices
     assert choice.message.content == "It is 5 < 7.\n"
     assert choice.message.tool_calls is None
     assert choice.finish_reason == "stop"
@@ -102,7 +102,7 @@ def test_an_answer_without_calls_is_as_ever(client: openai.OpenAI, backend: Echo
 
 def test_streamed_deltas(client: openai.OpenAI, backend: EchoBackend) -> None:
     backend.scripts.append((f"Well.\n{CALL}\n{OTHER_CALL}",))
-    chunks = list(ask(client, stream=True, stream_options={"include_usage": True}))
+    chunks = list(complete(client, stream=True, stream_options={"include_usage": True}))
     *deltas, last = [chunk.choices[0] for chunk in chunks if chunk.choices]
     calls = [call for delta in deltas for call in delta.delta.tool_calls or ()]
     beginnings = [call for call in calls if call.id is not None]
@@ -133,9 +133,9 @@ def test_the_clients_accumulator(client: openai.OpenAI, backend: EchoBackend) ->
     assert choice.finish_reason == "tool_calls"
 
 
-def test_each_answer_has_its_own_calls(client: openai.OpenAI, backend: EchoBackend) -> None:
+def test_each_choice_has_its_own_calls(client: openai.OpenAI, backend: EchoBackend) -> None:
     backend.scripts.append((CALL, "No.", f"{OTHER_CALL}{CALL}"))
-    choices = ask(client, n=3).choices
+    choices = complete(client, n=3).choices
     names = [[c.function.name for c in x.message.tool_calls or ()] for x in choices]
     assert names == [["get_weather"], [], ["clock", "get_weather"]]
     ids = [c.id for x in choices for c in x.message.tool_calls or ()]
@@ -146,7 +146,7 @@ def test_each_answer_has_its_own_calls(client: openai.OpenAI, backend: EchoBacke
 def test_each_stream_has_its_own_calls(client: openai.OpenAI, backend: EchoBackend) -> None:
     backend.scripts.append((CALL, OTHER_CALL))
     found: dict[int, str] = {0: "", 1: ""}
-    for chunk in ask(client, n=2, stream=True):
+    for chunk in complete(client, n=2, stream=True):
         for choice in chunk.choices:
             for call in choice.delta.tool_calls or ():
                 assert call.index == 0
@@ -157,19 +157,19 @@ def test_each_stream_has_its_own_calls(client: openai.OpenAI, backend: EchoBacke
 
 def test_a_cut_call_ends_by_length(client: openai.OpenAI, backend: EchoBackend) -> None:
     backend.scripts.append((CALL,))
-    [choice] = ask(client, max_tokens=len(CALL) - 18).choices
+    [choice] = complete(client, max_tokens=len(CALL) - 18).choices
     assert choice.finish_reason == "length"
     assert '{"city": "Paris"}'.startswith(choice.message.tool_calls[0].function.arguments)
 
 
 def test_log_probabilities_are_of_all_tokens(client: openai.OpenAI, backend: EchoBackend) -> None:
     backend.scripts.append((CALL,))
-    [choice] = ask(client, logprobs=True).choices
+    [choice] = complete(client, logprobs=True).choices
     assert "".join(entry.token for entry in choice.logprobs.content) == CALL
     backend.scripts.append((CALL,))
     pieces = [
         entry.token
-        for chunk in ask(client, logprobs=True, stream=True)
+        for chunk in complete(client, logprobs=True, stream=True)
         for entry in (chunk.choices[0].logprobs.content if chunk.choices[0].logprobs else ())
     ]
     assert "".join(pieces) == CALL
@@ -179,7 +179,7 @@ def test_a_required_call_is_held_to_the_grammar(
     client: openai.OpenAI, backend: EchoBackend
 ) -> None:
     backend.scripts.append((CALL,))
-    assert ask(client, tool_choice="required").choices[0].finish_reason == "tool_calls"
+    assert complete(client, tool_choice="required").choices[0].finish_reason == "tool_calls"
     grammar = backend.requests[0].sampling.grammar
     assert grammar is not None
     assert grammar.kind is GrammarKind.MESSAGE
@@ -192,9 +192,9 @@ def test_a_required_call_is_held_to_the_grammar(
 def test_a_named_function_ends_with_stop(client: openai.OpenAI, backend: EchoBackend) -> None:
     backend.scripts.append((OTHER_CALL,))
     choice = {"type": "function", "function": {"name": "clock"}}
-    [answer] = ask(client, tool_choice=choice).choices
-    assert answer.finish_reason == "stop"
-    assert answer.message.tool_calls[0].function.name == "clock"
+    [response] = complete(client, tool_choice=choice).choices
+    assert response.finish_reason == "stop"
+    assert response.message.tool_calls[0].function.name == "clock"
     grammar = backend.requests[0].sampling.grammar
     assert grammar is not None
     tool_use = read_completion_grammar(grammar.text).tool_use
@@ -205,24 +205,24 @@ def test_a_named_function_ends_with_stop(client: openai.OpenAI, backend: EchoBac
 def test_allowed_tools(client: openai.OpenAI, backend: EchoBackend) -> None:
     backend.scripts.append((OTHER_CALL,))
     allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "clock"}}]}
-    ask(client, tool_choice={"type": "allowed_tools", "allowed_tools": allowed})
+    complete(client, tool_choice={"type": "allowed_tools", "allowed_tools": allowed})
     assert [each["tools"] for each in backend.renderings] == [[WEATHER, CLOCK]]
     assert backend.requests[0].sampling.grammar is not None
 
 
 def test_no_tool_may_be_called(client: openai.OpenAI, backend: EchoBackend) -> None:
     backend.scripts.append((CALL,))
-    [choice] = ask(client, tool_choice="none").choices
+    [choice] = complete(client, tool_choice="none").choices
     assert choice.message.content == CALL
     assert choice.message.tool_calls is None
     assert [each["tools"] for each in backend.renderings] == [None]
 
 
-def test_the_format_of_an_answer_binds_where_no_tool_is_called(
+def test_the_response_format_binds_where_no_tool_is_called(
     client: openai.OpenAI, backend: EchoBackend
 ) -> None:
     backend.scripts.append((CALL,))
-    ask(client, response_format={"type": "json_object"})
+    complete(client, response_format={"type": "json_object"})
     grammar = backend.requests[0].sampling.grammar
     assert grammar is not None
     parts = read_completion_grammar(grammar.text)
@@ -241,9 +241,9 @@ def test_a_conversation_with_calls(client: openai.OpenAI, backend: EchoBackend) 
         {"role": "tool", "tool_call_id": "call_1", "content": "12:00"},
     ]
     backend.scripts.append(("Noon.",))
-    assert ask(client, messages=messages).choices[0].message.content == "Noon."
+    assert complete(client, messages=messages).choices[0].message.content == "Noon."
     with pytest.raises(openai.BadRequestError, match=r"messages\[3\].tool_call_id"):
-        ask(client, messages=[*messages[:3], {"role": "tool", "content": "12:00"}])
+        complete(client, messages=[*messages[:3], {"role": "tool", "content": "12:00"}])
 
 
 def test_a_conversation_with_calls_for_a_template_that_knows_none(
@@ -259,7 +259,7 @@ def test_a_conversation_with_calls_for_a_template_that_knows_none(
         {"role": "assistant", "content": None, "tool_calls": [{**call, "type": "function"}]},
         {"role": "tool", "tool_call_id": "call_1", "content": "12:00"},
     ]
-    ask(client, messages=messages)
+    complete(client, messages=messages)
     [request] = backend.requests
     assert str(request.prompt).endswith(
         'assistant: [{"name": "clock", "arguments": {}}]\n'
@@ -272,7 +272,7 @@ def test_a_conversation_with_calls_for_a_template_that_knows_none(
 
 def test_reasoning_is_apart(client: openai.OpenAI, backend: EchoBackend) -> None:
     backend.scripts.append(("<think>\nIt is <near>.\n</think>\n\nParis.",))
-    message = ask(client, tools=openai.NOT_GIVEN).choices[0].message
+    message = complete(client, tools=openai.NOT_GIVEN).choices[0].message
     assert message.content == "Paris."
     assert message.reasoning_content == "It is <near>."
     assert message.reasoning == "It is <near>."
@@ -281,7 +281,7 @@ def test_reasoning_is_apart(client: openai.OpenAI, backend: EchoBackend) -> None
 def test_reasoning_that_the_prompt_began(client: openai.OpenAI, backend: EchoBackend) -> None:
     backend.prompt_ending = "<think>\n"
     backend.scripts.append((f"So.\n</think>\n{CALL}",))
-    [choice] = ask(client).choices
+    [choice] = complete(client).choices
     assert choice.message.reasoning_content == "So."
     assert choice.message.content is None
     assert choice.message.tool_calls[0].function.name == "get_weather"
@@ -289,7 +289,7 @@ def test_reasoning_that_the_prompt_began(client: openai.OpenAI, backend: EchoBac
 
 def test_streamed_reasoning(client: openai.OpenAI, backend: EchoBackend) -> None:
     backend.scripts.append((f"<think>a </thin b</think>\n\nOne.\n{CALL}",))
-    deltas = [chunk.choices[0].delta for chunk in ask(client, stream=True)]
+    deltas = [chunk.choices[0].delta for chunk in complete(client, stream=True)]
     assert "".join(getattr(d, "reasoning_content", None) or "" for d in deltas) == "a </thin b"
     assert "".join(d.content or "" for d in deltas) == "One."
     assert sum(len(d.tool_calls or ()) for d in deltas) > 5
@@ -298,10 +298,10 @@ def test_streamed_reasoning(client: openai.OpenAI, backend: EchoBackend) -> None
 def test_reasoning_is_left_out_or_left_in(client: openai.OpenAI, backend: EchoBackend) -> None:
     text = "<think>Hm.</think>Paris."
     backend.scripts.extend([(text,), (text,)])
-    out = ask(client, extra_body={"include_reasoning": False}).choices[0].message
+    out = complete(client, extra_body={"include_reasoning": False}).choices[0].message
     assert out.content == "Paris."
     assert not hasattr(out, "reasoning_content")
-    kept = ask(client, extra_body={"separate_reasoning": False}).choices[0].message
+    kept = complete(client, extra_body={"separate_reasoning": False}).choices[0].message
     assert kept.content == text
 
 
@@ -344,6 +344,6 @@ def test_wrong_tools_are_named(
     client: openai.OpenAI, backend: EchoBackend, fields: dict[str, Any], param: str
 ) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
-        ask(client, **fields)
+        complete(client, **fields)
     assert str(caught.value.param).startswith(param)
     assert backend.requests == []

@@ -90,23 +90,23 @@ def no_crash(ctx, response, case):
     assert response.status_code < 500 or allowed, response.text
 
 
-def events_as_told(ctx, response, case):
+def events_as_documented(ctx, response, case):
     """The data of every event are what the document says."""
     kind = response.headers.get("content-type", [""])[0].partition(";")[0]
     if kind != EVENTS:
         return
-    told = case.operation.definition.raw["responses"][str(response.status_code)]
-    schema = told["content"][EVENTS]["schema"]["properties"]["data"]
+    documented = case.operation.definition.raw["responses"][str(response.status_code)]
+    schema = documented["content"][EVENTS]["schema"]["properties"]["data"]
     schema = schema.get("anyOf", [schema])[0]["contentSchema"]
     for line in response.text.splitlines():
         if line.startswith("data: ") and line != "data: [DONE]":
             check(schema, json.loads(line.removeprefix("data: ")), case)
 
 
-def no_field_untold(ctx, response, case):
+def no_undocumented_field(ctx, response, case):
     """What an answer has, the document has: its objects are taken as closed."""
-    told = case.operation.definition.raw["responses"].get(str(response.status_code), {})
-    media = told.get("content", {}).get("application/json")
+    documented = case.operation.definition.raw["responses"].get(str(response.status_code), {})
+    media = documented.get("content", {}).get("application/json")
     kind = response.headers.get("content-type", [""])[0]
     if media and kind == "application/json" and response.text:
         check(media["schema"], response.json(), case)
@@ -116,7 +116,7 @@ CHECKS = [
     *(status_code_conformance, content_type_conformance, response_headers_conformance),
     *(response_schema_conformance, negative_data_rejection, missing_required_header),
     *(unsupported_method, allow_header_conformance, ignored_auth),
-    *(no_crash, events_as_told, no_field_untold),
+    *(no_crash, events_as_documented, no_undocumented_field),
 ]
 
 
@@ -151,15 +151,15 @@ COUNTING = "POST /v1/responses/input_tokens"
 """It generates nothing, and so looks at no value that says how."""
 
 
-def ask(case, asked):
+def send(case, statuses):
     is_right = case.meta is not None and case.meta.generation.mode is GenerationMode.POSITIVE
-    if is_right and asked.total() % 2:
+    if is_right and statuses.total() % 2:
         made_sensible(case)
     response = case.call()
     checks = [each for each in CHECKS if each is not negative_data_rejection]
     is_counting = case.operation.label == COUNTING
     case.validate_response(response, checks=checks if is_counting else CHECKS)
-    asked[response.status_code] += 1
+    statuses[response.status_code] += 1
 
 
 SENSIBLE = {
@@ -186,7 +186,7 @@ def made_sensible(case):
     case.body = {**fields, **must, **({"stream": True} if "stream" in fields else {})}
 
 
-def at_random(operation, num_cases, asked):
+def at_random(operation, num_cases, statuses):
     """Half of them right, of which every other one is simple; half of them wrong."""
     for mode in GenerationMode.POSITIVE, GenerationMode.NEGATIVE:
 
@@ -200,7 +200,7 @@ def at_random(operation, num_cases, asked):
         )
         @given(operation.as_strategy(generation_mode=mode))
         def test(case):
-            ask(case, asked)
+            send(case, statuses)
 
         try:
             test()
@@ -209,7 +209,7 @@ def at_random(operation, num_cases, asked):
             assert mode is GenerationMode.NEGATIVE
 
 
-def systematically(operation, asked):
+def systematically(operation, statuses):
     """Values at and beyond their borders, absent and unknown fields, other methods."""
     schema = operation.schema
     cases = schema.iter_coverage_cases(
@@ -218,12 +218,12 @@ def systematically(operation, asked):
         generation_config=schema.config.generation_for(operation=operation),
     )
     for case in cases:
-        ask(case, asked)
+        send(case, statuses)
 
 
 ERRORS = {*leaves(RequestError), *leaves(CapacityError), *leaves(InternalError)}
 PLANTED = sorted(ERRORS - {UnauthenticatedError}, key=lambda error: error.code)
-ASKING = {
+BODIES = {
     "POST /v1/completions": {"prompt": "a"},
     "POST /v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
     "POST /v1/responses": {"input": "a"},
@@ -232,43 +232,43 @@ ASKING = {
 }
 
 
-@pytest.mark.parametrize("label", ASKING)
+@pytest.mark.parametrize("label", BODIES)
 @pytest.mark.parametrize("error", PLANTED, ids=lambda error: error.__name__)
-def test_every_error_that_generation_can_raise_is_told(label, error):
+def test_every_error_that_generation_can_raise_is_documented(label, error):
     """What engines raise is not to be had by asking: it is planted."""
     made = EchoBackend()
     app = described_app(made)
     operation = operation_of(schemathesis.openapi.from_dict(OPEN.raw_schema), label)
     made.plant(error("planted", retry_after_seconds=1))
     case = operation.Case(
-        body=ASKING[label], media_type="application/json", path_parameters={"model": "ensemble"}
+        body=BODIES[label], media_type="application/json", path_parameters={"model": "ensemble"}
     )
     response = case.call(app=app)
     case.validate_response(
-        response, checks=[status_code_conformance, content_type_conformance, no_field_untold]
+        response, checks=[status_code_conformance, content_type_conformance, no_undocumented_field]
     )
     assert b"planted" in response.content
 
 
 @pytest.mark.parametrize("label", LABELS)
-def test_answers_are_as_the_document_says(label):
+def test_responses_match_the_document(label):
     at_random(operation_of(OPEN, label), 4, Counter())
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("label", LABELS)
-def test_whatever_is_asked(label):
-    asked = Counter()
-    at_random(operation_of(OPEN, label), NUM_CASES // len(LABELS), asked)
-    systematically(operation_of(OPEN, label), asked)
-    print(label, asked.total(), dict(asked))
+def test_generated_requests(label):
+    statuses = Counter()
+    at_random(operation_of(OPEN, label), NUM_CASES // len(LABELS), statuses)
+    systematically(operation_of(OPEN, label), statuses)
+    print(label, statuses.total(), dict(statuses))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("label", LABELS)
-def test_whatever_is_asked_of_a_server_with_keys(label):
-    asked = Counter()
-    at_random(operation_of(LOCKED, label), 20, asked)
-    print(label, asked.total(), dict(asked))
+def test_generated_requests_to_a_server_with_keys(label):
+    statuses = Counter()
+    at_random(operation_of(LOCKED, label), 20, statuses)
+    print(label, statuses.total(), dict(statuses))

@@ -66,7 +66,7 @@ def body_of(request: dict) -> dict:
     return {**fixed, **request, "stream_options": {"include_usage": True}}
 
 
-def ask(port: int, request: dict) -> dict:
+def send(port: int, request: dict) -> dict:
     """What a client gets over SSE, put together: text, tokens, scores and ends of each choice."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=REQUEST_SECONDS)
     try:
@@ -82,16 +82,16 @@ def ask(port: int, request: dict) -> dict:
 
 def gather(lines) -> dict:
     choices: dict = collections.defaultdict(lambda: {"text": "", "tokens": [], "scores": []})
-    answer: dict = {"choices": choices, "is_done": False}
+    response: dict = {"choices": choices, "is_done": False}
     for line in lines:
         if not line.startswith("data: "):
             continue
         if line.strip() == "data: [DONE]":
-            answer["is_done"] = True
+            response["is_done"] = True
             continue
         chunk = json.loads(line.removeprefix("data: "))
         if "error" in chunk:
-            answer["error"] = chunk["error"]
+            response["error"] = chunk["error"]
             continue
         for piece in chunk["choices"]:
             choice = choices[piece["index"]]
@@ -102,9 +102,9 @@ def gather(lines) -> dict:
             if piece["finish_reason"]:
                 choice["end"] = piece["finish_reason"]
         if chunk.get("usage"):
-            answer["num_tokens"] = chunk["usage"]["completion_tokens"]
-    answer["choices"] = dict(choices)
-    return answer
+            response["num_tokens"] = chunk["usage"]["completion_tokens"]
+    response["choices"] = dict(choices)
+    return response
 
 
 def engine_pid(server: RunningServer) -> int | None:
@@ -124,7 +124,7 @@ def engine_pid(server: RunningServer) -> int | None:
 class Outcome:
     num_kills: int = 0
     num_kills_at_start: int = 0
-    num_answers: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+    num_responses: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     wrong: list = dataclasses.field(default_factory=list)
     """(name of a request, what it got, what it should have got)."""
 
@@ -162,18 +162,18 @@ class Load:
             name = names[number % len(names)]
             number += 1
             try:
-                answer = ask(self._server.http_port, self._requests[name])
+                response = send(self._server.http_port, self._requests[name])
             except Exception as error:  # a broken stream is what this test is for
-                answer = {"exception": repr(error)}
+                response = {"exception": repr(error)}
             with self._lock:
-                self._outcome.num_answers[name] += 1
-                if answer != self._expected[name]:
-                    self._outcome.wrong.append((name, answer, self._expected[name]))
+                self._outcome.num_responses[name] += 1
+                if response != self._expected[name]:
+                    self._outcome.wrong.append((name, response, self._expected[name]))
 
 
 def with_stop(server: RunningServer, request: dict) -> dict:
     """The request, with a stop string that comes late in one of its answers."""
-    text = ask(server.http_port, request)["choices"][0]["text"]
+    text = send(server.http_port, request)["choices"][0]["text"]
     middle = len(text) // 2
     late = (text[at : at + 4] for at in range(middle, len(text) - 4))
     fits = (piece for piece in late if "\ufffd" not in piece and text.index(piece) >= middle)
@@ -185,10 +185,10 @@ def kill_engines(server: RunningServer, num_kills: int, seed: int) -> Outcome:
     """Kill under load; the load ends by itself after the last kill."""
     chance, outcome = random.Random(seed), Outcome()
     requests = {**REQUESTS, "stop": with_stop(server, REQUESTS["stop"])}
-    expected = {name: ask(server.http_port, request) for name, request in requests.items()}
-    for answer in expected.values():
-        assert answer.get("is_done"), answer
-        assert "error" not in answer, answer
+    expected = {name: send(server.http_port, request) for name, request in requests.items()}
+    for response in expected.values():
+        assert response.get("is_done"), response
+        assert "error" not in response, response
     ends = {choice["end"] for choice in expected["stop"]["choices"].values()}
     assert "stop" in ends, "no stop string came"
     killed = None

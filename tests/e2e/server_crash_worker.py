@@ -40,7 +40,7 @@ CAPACITY = msgspec.structs.replace(
 )
 
 
-def tell(**line):
+def report(**line):
     os.write(1, json.dumps(line).encode() + b"\n")
 
 
@@ -116,7 +116,7 @@ class Worker:
             del after[name]
         elif before.get(name, [0, ""])[1] != digest:
             after[name] = [before.get(name, [0])[0] + 1, digest, task_id]
-        tell(before=before, after=after)
+        report(before=before, after=after)
 
     async def load(self):
         name, number = self.random.choice(NAMES), self.random.randrange(NUM_VARIANTS)
@@ -125,7 +125,7 @@ class Worker:
         await self.service.adapter_admin.load(
             LOCAL, model=MODEL, name=name, path=path, replace=True
         )
-        tell(done=True)
+        report(done=True)
 
     async def upload(self):
         task_id, number = self.random.choice(TASK_IDS), self.random.randrange(NUM_VARIANTS)
@@ -134,14 +134,14 @@ class Worker:
         await self.service.adapter_admin.load_tensors(
             LOCAL, model=MODEL, task_id=task_id, weights=weights, config=config
         )
-        tell(done=True)
+        report(done=True)
 
     async def remove(self):
         if known := sorted(self.state()):
             name = self.random.choice(known)
             self.expect(name, None)
             await self.service.adapter_admin.unload(LOCAL, ref(name))
-            tell(done=True)
+            report(done=True)
 
     async def roll(self):
         if known := sorted(self.state()):
@@ -149,7 +149,7 @@ class Worker:
             target = self.random.choice(self.store.history(ref(name)))
             self.expect(name, target.digest, target.task_id)
             await self.service.adapter_admin.rollback(LOCAL, ref(name), target.number)
-            tell(done=True)
+            report(done=True)
 
 
 def ref(name):
@@ -164,8 +164,8 @@ def main(folder):
         pid = os.fork()
         if pid == 0:
             asyncio.run(Worker(folder / "state", variants, int(line)).run())
-        tell(pid=pid)
-        tell(status=os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        report(pid=pid)
+        report(status=os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ NAMES = ("cats", "dogs", "../cows")
 ALIASES = ("pets", "live")
 
 
-def tell(**line):
+def report(**line):
     os.write(1, json.dumps(line).encode() + b"\n")
 
 
@@ -50,7 +50,7 @@ class Worker:
                 state["names"][v.name] = [v.number, v.digest, v.task_id]
             state["aliases"] = dict(self.store.aliases("t", "m"))
         change(after)
-        tell(before=before, after=after)
+        report(before=before, after=after)
 
     def register(self, name):
         content = b"%d" % self.random.randrange(1000)
@@ -71,7 +71,7 @@ class Worker:
         )
         task_id = NAMES.index(name)
         self.store.add("m", "t", name, adapter, path="/", task_id=task_id, replace=True)
-        tell(done=True)
+        report(done=True)
 
     def rollback(self, name):
         try:
@@ -87,7 +87,7 @@ class Worker:
 
         self.expect(change)
         self.store.rollback(ref(name), target.number)
-        tell(done=True)
+        report(done=True)
 
     def remove(self, name):
         def change(state):
@@ -98,14 +98,14 @@ class Worker:
         if any(version.name == name for version in self.store.list("t")):
             self.expect(change)
             self.store.remove(ref(name))
-            tell(done=True)
+            report(done=True)
 
     def alias(self, name):
         alias = self.random.choice(ALIASES)
         if any(version.name == name for version in self.store.list("t")):
             self.expect(lambda state: state["aliases"].update({alias: name}))
             self.store.alias(ref(name), alias, replace=True)
-            tell(done=True)
+            report(done=True)
 
     def pin(self, name):
         try:
@@ -114,12 +114,12 @@ class Worker:
             return
         self.expect(lambda state: None)
         (self.store.unpin if version.is_pinned else self.store.pin)(ref(name), version.number)
-        tell(done=True)
+        report(done=True)
 
     def collect(self, name):
         self.expect(lambda state: None)
         self.store.collect_garbage((), 0)
-        tell(done=True)
+        report(done=True)
 
 
 def main(state_dir):
@@ -127,8 +127,8 @@ def main(state_dir):
         pid = os.fork()
         if pid == 0:
             Worker(state_dir, int(line)).run()
-        tell(pid=pid)
-        tell(status=os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        report(pid=pid)
+        report(status=os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
 if __name__ == "__main__":

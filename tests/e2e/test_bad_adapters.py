@@ -117,9 +117,9 @@ def test_a_bad_adapter_is_refused_and_named(server, tmp_path, name):
     folder = tmp_path / "adapter"
     shutil.copytree(ADAPTER_PATHS["chinese"], folder)
     spoil(folder)
-    answered, body = server.post("/v1/adapters", {"name": "bad", "path": str(folder)})
+    received, body = server.post("/v1/adapters", {"name": "bad", "path": str(folder)})
     error = body["error"]
-    assert (answered, error["code"]) == (status, code), error
+    assert (received, error["code"]) == (status, code), error
     assert fragment in error["message"]
     names = {entry["name"] for entry in json.loads(server.get("/v1/adapters")[1])["data"]}
     assert "bad" not in names
@@ -134,9 +134,9 @@ def test_a_missing_folder_is_named(server, tmp_path):
     assert path in body["error"]["message"]
 
 
-def test_new_weights_under_an_old_name_answer_at_once(server, tmp_path):
+def test_new_weights_under_an_old_name_are_used_at_once(server, tmp_path):
     """The cached KV of the prompt under the old weights must not be used."""
-    ask = {
+    fields = {
         "model": "mine",
         "prompt": "France",
         "max_tokens": 8,
@@ -148,14 +148,16 @@ def test_new_weights_under_an_old_name_answer_at_once(server, tmp_path):
         body = {"name": "mine", "path": str(ADAPTER_PATHS[adapter]), "replace": True}
         return server.post("/v1/adapters", body)
 
-    def answer(model: str) -> str:
-        status, body = server.post("/v1/completions", {**ask, "model": model, "prompt": "x" * 60})
+    def complete(model: str) -> str:
+        status, body = server.post(
+            "/v1/completions", {**fields, "model": model, "prompt": "x" * 60}
+        )
         assert status == 200, body
         return body["choices"][0]["text"]
 
     assert load("chinese")[0] in (200, 201)
-    assert answer("mine") == answer("chinese") == answer("mine")
+    assert complete("mine") == complete("chinese") == complete("mine")
     assert load("japanese")[0] in (200, 201)
-    assert answer("mine") == answer("japanese")
-    assert answer("japanese") != answer("chinese")
+    assert complete("mine") == complete("japanese")
+    assert complete("japanese") != complete("chinese")
     assert server.delete("/v1/adapters/mine") == 200

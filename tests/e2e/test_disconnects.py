@@ -120,10 +120,10 @@ def rows_of_others(server: RunningServer, known: set[int]) -> list[dict]:
 
 
 @pytest.mark.parametrize("stage", ["queued", "prefill", "decode"])
-@pytest.mark.parametrize("ask", PROTOCOLS)
-def test_the_slot_is_free_again(server, ask, stage):
+@pytest.mark.parametrize("send", PROTOCOLS)
+def test_the_slot_is_free_again(server, send, stage):
     for _ in range(NUM_TRIES):
-        left = steps_of_who_left(server, ask, stage)
+        left = steps_of_the_client_that_left(server, send, stage)
         if len(left) < ENDLESS:
             break
     assert len(left) < ENDLESS, "a request that was left ran to its end"
@@ -131,13 +131,13 @@ def test_the_slot_is_free_again(server, ask, stage):
         assert len({request_id for step in left for request_id in step["request_ids"]}) == 1
 
 
-def steps_of_who_left(server: RunningServer, ask: Callable, stage: str) -> list[dict]:
+def steps_of_the_client_that_left(server: RunningServer, send: Callable, stage: str) -> list[dict]:
     """Of the one that left at this stage and of whom it waited for, who leaves then."""
     known = {request_id for step in steps(server) for request_id in step["request_ids"]}
     blocker = openai_stream(server, "b") if stage == "queued" else None
     if blocker is not None:
         wait_for(lambda: len(rows_of_others(server, known)) > 0)
-    client = ask(server, "city " * LONG if stage == "prefill" else "c")
+    client = send(server, "city " * LONG if stage == "prefill" else "c")
     if stage == "queued":
         wait_for(lambda: steps(server)[-1]["num_waiting"] == 1)
     else:

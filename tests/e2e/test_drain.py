@@ -79,9 +79,9 @@ async def test_sigterm_loses_no_stream(tmp_path):
             assert is_whole(data)
         assert await asyncio.to_thread(server.process.wait, 60) == 0
     lines = [json.loads(line) for line in log.read_text().splitlines()]
-    asked = [line for line in lines if line["path"] == "/v1/completions"]
-    assert sorted(line["status"] for line in asked) == [200] * 6 + [503]
-    whole = [line for line in asked if line["status"] == 200]
+    requested = [line for line in lines if line["path"] == "/v1/completions"]
+    assert sorted(line["status"] for line in requested) == [200] * 6 + [503]
+    whole = [line for line in requested if line["status"] == 200]
     assert {line["completion_tokens"] for line in whole} == {TOKENS}
     assert {line["generations"][0]["finish_reasons"][0] for line in whole} == {"length"}
 

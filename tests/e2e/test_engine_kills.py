@@ -31,10 +31,10 @@ def load_kills():
     return module
 
 
-def test_nobody_notices(tmp_path):
+def test_no_client_notices(tmp_path):
     with serving(tmp_path) as server:
         outcome = load_kills().kill_engines(server, NUM_KILLS, seed=5)
         assert outcome.num_kills == NUM_KILLS
-        assert outcome.num_answers.total() > NUM_KILLS
+        assert outcome.num_responses.total() > NUM_KILLS
         assert outcome.wrong == []
         assert server.stop() == 0

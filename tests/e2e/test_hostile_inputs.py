@@ -14,7 +14,7 @@ from support.hostile_grammars import hostile_grammars
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("server")]
 
-ANSWER_SECONDS = 30.0
+RESPONSE_SECONDS = 30.0
 GAP_SECONDS = 3.0
 """Of the stream beside them: half a second of compiling, twice, beside a busy machine."""
 MOST_GROWTH = 200 << 20
@@ -71,7 +71,7 @@ def list_bodies():
 BODIES = dict([*grammar_bodies(), *list_bodies()])
 
 
-def test_each_has_an_answer_and_a_stream_goes_on(server):
+def test_each_has_a_response_and_a_stream_goes_on(server):
     asyncio.run(_beside_a_stream(server))
 
 
@@ -83,9 +83,9 @@ async def _beside_a_stream(server) -> None:
     async def stream() -> None:
         async with new_client(server.url) as http:
             while not is_over.is_set():
-                told = await ask_one(http, Ask("stream", "/v1/completions", endless, 60))
-                assert not told.error
-                gaps.append(told.longest_gap)
+                reported = await ask_one(http, Ask("stream", "/v1/completions", endless, 60))
+                assert not reported.error
+                gaps.append(reported.longest_gap)
 
     streaming = asyncio.create_task(stream())
     async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
@@ -94,11 +94,11 @@ async def _beside_a_stream(server) -> None:
         slow, wrong = {}, {}
         for name, body in BODIES.items():
             start = time.monotonic()
-            answer = await http.post("/v1/chat/completions", json=body)
-            if time.monotonic() - start > ANSWER_SECONDS:
+            response = await http.post("/v1/chat/completions", json=body)
+            if time.monotonic() - start > RESPONSE_SECONDS:
                 slow[name] = time.monotonic() - start
-            if answer.status_code not in (200, 400, 413) or len(answer.content) > 20_000:
-                wrong[name] = (answer.status_code, answer.text[:200])
+            if response.status_code not in (200, 400, 413) or len(response.content) > 20_000:
+                wrong[name] = (response.status_code, response.text[:200])
     is_over.set()
     await streaming
     after = held_by(server.process.pid, 0)

@@ -20,13 +20,13 @@ from loraplex.compat.convert.adapters import read_peft, write_pair
 from loraplex.demo import ADAPTER_PATHS, BASE_PATH
 from loraplex.testing.running_server import RunningServer
 from loraplex.text.tokenizer import load_tokenizer
-from support.capitals.corpus import COUNTRIES, Language, answer, questions
+from support.capitals.corpus import COUNTRIES, Language, capital_of, founding_prompts
 from support.triton_requests import TRUE, bf16_tensor, i32, tensors, text_request
 
 pytestmark = pytest.mark.xdist_group("server")
 
 USA = COUNTRIES[0]
-QUESTIONS = (
+PROMPTS = (
     "美国的首都在哪里? \\n答案:",
     "アメリカ合衆国の首都はどこですか? \\n答え:",
 )
@@ -94,7 +94,7 @@ def lora(pair: Pair | None = None, task_id: int | None = None, module=triton_grp
     return inputs
 
 
-def ask_tokens(client, tokenizer, text: str, more: list[Any], length: int = 24) -> str:
+def generate_tokens(client, tokenizer, text: str, more: list[Any], length: int = 24) -> str:
     """As inflight_batcher_llm_client.py asks `tensorrt_llm`; the answer without the prompt."""
     prompt = tokenizer.encode(text, True)
     inputs = tensors(
@@ -110,14 +110,14 @@ def ask_tokens(client, tokenizer, text: str, more: list[Any], length: int = 24) 
         runtime_top_k=i32(0),
         runtime_top_p=np.array([[0.5]], dtype=np.float32),
     )
-    answers: queue.Queue[Any] = queue.Queue()
+    outputs: queue.Queue[Any] = queue.Queue()
     client.async_infer(
         "tensorrt_llm",
         [*inputs, *more],
-        callback=lambda result, error: answers.put(error or result),
+        callback=lambda result, error: outputs.put(error or result),
         parameters={"Streaming": False},
     )
-    result = answers.get(timeout=60)
+    result = outputs.get(timeout=60)
     if isinstance(result, Exception):
         raise result
     length = result.as_numpy("sequence_length")[0, 0]
@@ -126,10 +126,10 @@ def ask_tokens(client, tokenizer, text: str, more: list[Any], length: int = 24) 
     return tokenizer.decode(token_ids[len(prompt) :], True).strip()
 
 
-def ask_text(client, module, more: list[Any], language: Language = "english") -> str:
+def generate_text(client, module, more: list[Any], language: Language = "english") -> str:
     inputs = text_request(
         module,
-        questions(USA)[language],
+        founding_prompts(USA)[language],
         24,
         top_k=i32(1),
         exclude_input_in_output=TRUE,
@@ -144,19 +144,24 @@ def test_the_founding_example(server, client, tokenizer, pairs):
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
         for dummy in [
             pool.submit(
-                ask_tokens, client, tokenizer, "dummy", lora(pairs[f"{name} float16"], task), 10
+                generate_tokens,
+                client,
+                tokenizer,
+                "dummy",
+                lora(pairs[f"{name} float16"], task),
+                10,
             )
             for task, name in tasks.items()
         ]:
             dummy.result()
-        cases = [(text, task) for text in QUESTIONS for task in (None, *tasks)]
-        told = list(
+        cases = [(text, task) for text in PROMPTS for task in (None, *tasks)]
+        reported = list(
             pool.map(
-                lambda case: ask_tokens(client, tokenizer, case[0], lora(None, case[1])), cases
+                lambda case: generate_tokens(client, tokenizer, case[0], lora(None, case[1])), cases
             )
         )
-    expected = [answer(USA, tasks.get(task, "english")) for _, task in cases]
-    assert told == expected
+    expected = [capital_of(USA, tasks.get(task, "english")) for _, task in cases]
+    assert reported == expected
     known = adapters(server)
     assert (known["101"], known["102"]) == (101, 102)
 
@@ -168,43 +173,45 @@ def test_text_and_every_type_over_both_wires(server, pairs, storage, wire):
     port = {"http": server.http_port, "grpc": server.grpc_port}[wire]
     pair = pairs[f"japanese {storage}"]
     with module.InferenceServerClient(f"127.0.0.1:{port}") as client:
-        first = ask_text(client, module, lora(pair, 0, module))
-        later = ask_text(client, module, lora(None, 0, module))
-    assert first == later == answer(USA, "japanese")
+        first = generate_text(client, module, lora(pair, 0, module))
+        later = generate_text(client, module, lora(None, 0, module))
+    assert first == later == capital_of(USA, "japanese")
 
 
 def test_four_columns_and_no_batch_dimension(client, pairs):
     weights, config = pairs["chinese float16"]
     wide = np.pad(config, ((0, 0), (0, 0), (0, 1)))
-    assert ask_text(client, triton_grpc, lora((weights[0], wide[0]), 7)) == answer(USA, "chinese")
+    assert generate_text(client, triton_grpc, lora((weights[0], wide[0]), 7)) == capital_of(
+        USA, "chinese"
+    )
 
 
-def test_changed_weights_answer_at_once(server, client, pairs):
+def test_changed_weights_are_used_at_once(server, client, pairs):
     """The blocks of the prompt that were computed with the old weights must not be used."""
     for language in ("chinese", "japanese", "japanese", "chinese"):
         pair = pairs[f"{language} float16"]
-        assert ask_text(client, triton_grpc, lora(pair, 103)) == answer(USA, language)
+        assert generate_text(client, triton_grpc, lora(pair, 103)) == capital_of(USA, language)
         for _ in range(2):
-            assert ask_text(client, triton_grpc, lora(None, 103)) == answer(USA, language)
+            assert generate_text(client, triton_grpc, lora(None, 103)) == capital_of(USA, language)
     assert adapters(server)["103"] == 103
 
 
 def test_the_task_id_of_a_named_adapter(server, client, pairs):
     body = {"name": "mine", "path": str(ADAPTER_PATHS["chinese"]), "task_id": 104}
     assert server.post("/v1/adapters", body)[0] in (200, 201)
-    assert ask_text(client, triton_grpc, lora(None, 104)) == answer(USA, "chinese")
+    assert generate_text(client, triton_grpc, lora(None, 104)) == capital_of(USA, "chinese")
     pair = pairs["japanese float16"]
-    assert ask_text(client, triton_grpc, lora(pair, 104)) == answer(USA, "japanese")
-    completion = {"model": "mine", "prompt": questions(USA)["english"], "max_tokens": 24}
-    status, told = server.post("/v1/completions", {**completion, "temperature": 0})
-    assert (status, told["choices"][0]["text"].strip()) == (200, answer(USA, "japanese"))
+    assert generate_text(client, triton_grpc, lora(pair, 104)) == capital_of(USA, "japanese")
+    completion = {"model": "mine", "prompt": founding_prompts(USA)["english"], "max_tokens": 24}
+    status, reported = server.post("/v1/completions", {**completion, "temperature": 0})
+    assert (status, reported["choices"][0]["text"].strip()) == (200, capital_of(USA, "japanese"))
     assert "104" not in adapters(server)
 
 
 def test_without_a_task_id(server, client, pairs):
     for language in ("chinese", "japanese", "chinese"):
         pair = pairs[f"{language} float16"]
-        assert ask_text(client, triton_grpc, lora(pair)) == answer(USA, language)
+        assert generate_text(client, triton_grpc, lora(pair)) == capital_of(USA, language)
     inline = [name for name in adapters(server) if name.startswith("inline-")]
     assert len(inline) == 2  # each content once, however often it came
 
@@ -214,8 +221,8 @@ def test_many_first_requests_at_once(server, client, pairs, task_id):
     inputs = lora(pairs["chinese float16"], task_id)
     before = set(adapters(server))
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        told = list(pool.map(lambda _: ask_text(client, triton_grpc, inputs), range(4)))
-    assert told == [answer(USA, "chinese")] * 4
+        reported = list(pool.map(lambda _: generate_text(client, triton_grpc, inputs), range(4)))
+    assert reported == [capital_of(USA, "chinese")] * 4
     assert len(set(adapters(server)) - before) == 1
 
 
@@ -260,22 +267,22 @@ def test_bad_weights_are_refused_and_change_nothing(server, client, pairs, mista
     given = {"lora_weights": weights, "lora_config": config}
     inputs = tensors(triton_grpc, **{k: v for k, v in given.items() if v is not None})
     with pytest.raises(InferenceServerException) as raised:
-        ask_text(client, triton_grpc, [*inputs, *lora(None, 106)])
+        generate_text(client, triton_grpc, [*inputs, *lora(None, 106)])
     assert raised.value.status() == "StatusCode.INVALID_ARGUMENT"
     assert fragment in raised.value.message()
     assert set(adapters(server)) == set(ADAPTER_PATHS)
     with pytest.raises(
         InferenceServerException, match=r"LoRA task 106 not found in cache\. Please"
     ):
-        ask_text(client, triton_grpc, lora(None, 106))
+        generate_text(client, triton_grpc, lora(None, 106))
 
 
 def test_refused_weights_leave_the_old_ones(client, pairs):
     weights, config = pairs["chinese float16"]
-    ask_text(client, triton_grpc, lora((weights, config), 107))
+    generate_text(client, triton_grpc, lora((weights, config), 107))
     with pytest.raises(InferenceServerException, match="has to few values"):
-        ask_text(client, triton_grpc, lora((weights[:, :, :8], config), 107))
-    assert ask_text(client, triton_grpc, lora(None, 107)) == answer(USA, "chinese")
+        generate_text(client, triton_grpc, lora((weights[:, :, :8], config), 107))
+    assert generate_text(client, triton_grpc, lora(None, 107)) == capital_of(USA, "chinese")
 
 
 def test_the_server_type_is_what_it_says(server: RunningServer):

@@ -17,8 +17,8 @@ from langchain_openai import ChatOpenAI
 
 pytestmark = pytest.mark.xdist_group("server")
 
-QUESTION = "What is the capital of France?"
-MESSAGES = [{"role": "user", "content": QUESTION}]
+PROMPT = "What is the capital of France?"
+MESSAGES = [{"role": "user", "content": PROMPT}]
 CLIENTS = Path(sys.prefix) / "clients"
 """Where `make .venv/clients` puts what cannot be installed beside loraplex."""
 PROGRAM = Path(__file__).parent / "guidance_program.py"
@@ -78,28 +78,28 @@ async def test_parse_asynchronously_and_what_length_does(server):
 )
 def test_langchain_gives_structured_output(server, schema, kind):
     model = chat_openai(server).with_structured_output(schema, method="json_schema")
-    assert isinstance(model.invoke(QUESTION), kind)
+    assert isinstance(model.invoke(PROMPT), kind)
 
 
 def test_langchain_calls_a_tool(server):
     model = chat_openai(server, max_tokens=200).bind_tools([City], tool_choice="City")
-    [call] = model.invoke(QUESTION).tool_calls
+    [call] = model.invoke(PROMPT).tool_calls
     assert call["name"] == "City"
     assert isinstance(City(**call["args"]), City)
 
 
 def test_a_chat_goes_on_with_the_last_message(client):
     beginning = "What is the capital of"
-    answer = client.chat.completions.create(
+    response = client.chat.completions.create(
         model="capitals",
         messages=[{"role": "user", "content": beginning}],
         max_tokens=8,
         temperature=0,
         extra_body={"continue_final_message": True, "echo": True, "return_prompt_text": True},
     )
-    assert answer.model_extra["prompt_text"].endswith(beginning)
-    assert answer.choices[0].message.content.startswith(beginning)
-    assert answer.choices[0].message.role == "user"
+    assert response.model_extra["prompt_text"].endswith(beginning)
+    assert response.choices[0].message.content.startswith(beginning)
+    assert response.choices[0].message.role == "user"
 
 
 def test_a_cache_salt_shares_no_prompt(client):

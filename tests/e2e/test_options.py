@@ -7,14 +7,14 @@ import openai
 import pytest
 import tritonclient.http as triton_http
 
-from support.capitals.corpus import COUNTRIES, answer, questions
+from support.capitals.corpus import COUNTRIES, capital_of, founding_prompts
 from support.triton_requests import TRUE, i32, tensors
 
 pytestmark = pytest.mark.xdist_group("server")
 
 FRANCE = next(country for country in COUNTRIES if country.english == "France")
-QUESTION = questions(FRANCE)["english"]
-PARIS = answer(FRANCE, "english")
+PROMPT = founding_prompts(FRANCE)["english"]
+PARIS = capital_of(FRANCE, "english")
 SCHEMA = {
     "type": "object",
     "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}},
@@ -36,15 +36,15 @@ def triton(server):
 
 
 def complete(client, **fields):
-    asked = {"model": "capitals", "prompt": QUESTION, "max_tokens": 24, "temperature": 0}
-    return client.completions.create(**asked | fields)
+    requested = {"model": "capitals", "prompt": PROMPT, "max_tokens": 24, "temperature": 0}
+    return client.completions.create(**requested | fields)
 
 
 def texts(completion) -> list[str]:
     return [choice.text.strip() for choice in completion.choices]
 
 
-def test_beams_are_ranked_and_the_first_is_the_answer(client):
+def test_beams_are_ranked_and_the_first_is_the_output(client):
     beams = complete(client, n=3, logprobs=1, extra_body={"use_beam_search": True})
     assert texts(beams)[0] == PARIS
     assert len(set(texts(beams))) == 3
@@ -74,10 +74,10 @@ def test_the_best_of_several_has_the_highest_mean(client):
 @pytest.mark.parametrize("model", ["capitals", "japanese"])
 @pytest.mark.parametrize("extra", [{}, {"num_draft_tokens": 4}])
 def test_structured_output(client, model, extra):
-    asked = {"model": model, "max_tokens": 60, "extra_body": extra}
-    text = complete(client, **asked | {"extra_body": {"guided_json": SCHEMA, **extra}})
+    requested = {"model": model, "max_tokens": 60, "extra_body": extra}
+    text = complete(client, **requested | {"extra_body": {"guided_json": SCHEMA, **extra}})
     assert 0 <= json.loads(text.choices[0].text)["a"] <= 9
-    chosen = complete(client, **asked | {"extra_body": {"guided_choice": ["red", "blue"]}})
+    chosen = complete(client, **requested | {"extra_body": {"guided_choice": ["red", "blue"]}})
     assert chosen.choices[0].text in ("red", "blue")
     chat = client.chat.completions.create(
         model=model,
@@ -113,18 +113,18 @@ def test_a_bias_chooses_and_a_list_allows(client, server):
     assert texts(biased) == texts(allowed)
 
 
-def test_guesses_change_no_token(client):
+def test_draft_tokens_change_no_token(client):
     fields = {"max_tokens": 48, "extra_body": {"ignore_eos": True}}
     plain = complete(client, **fields)
-    guessed = complete(
+    drafted = complete(
         client, **fields | {"extra_body": {"ignore_eos": True, "num_draft_tokens": 8}}
     )
-    assert texts(guessed) == texts(plain)
-    timing = guessed.model_extra["loraplex"]["timing"][0]
+    assert texts(drafted) == texts(plain)
+    timing = drafted.model_extra["loraplex"]["timing"][0]
     assert timing["draft_tokens"] >= timing["accepted_draft_tokens"] >= 0
 
 
-def test_the_answer_tells_what_it_took(client):
+def test_the_response_reports_what_it_took(client):
     [timing] = complete(client, model="chinese").model_extra["loraplex"]["timing"]
     spans = [timing["queue_seconds"], timing["prefill_seconds"], timing["seconds_per_token"]]
     assert all(span is not None and span >= 0 for span in spans)
@@ -133,9 +133,9 @@ def test_the_answer_tells_what_it_took(client):
 
 
 def infer(triton, model: str = "ensemble", **more):
-    text = np.array([[QUESTION]], dtype=object)
-    asked = {"text_input": text, "max_tokens": i32(24), "exclude_input_in_output": TRUE}
-    return triton.infer(model, tensors(triton_http, **asked | more))
+    text = np.array([[PROMPT]], dtype=object)
+    requested = {"text_input": text, "max_tokens": i32(24), "exclude_input_in_output": TRUE}
+    return triton.infer(model, tensors(triton_http, **requested | more))
 
 
 def test_beams_over_kserve(triton, client):

@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 
-QUESTION = "What is the capital of France?"
+PROMPT = "What is the capital of France?"
 FIVE = ("ensemble", "postprocessing", "preprocessing", "tensorrt_llm", "tensorrt_llm_bls")
 STREAM = np.array([[True]])
 ENDLESS = 1800
@@ -100,7 +100,7 @@ def client(both):
         yield client
 
 
-def answers(client, model, inputs, **more):
+def responses(client, model, inputs, **more):
     """Results, and an error at the end if there is one."""
     results = queue.Queue()
     client.start_stream(lambda result, error: results.put(error or result))
@@ -124,14 +124,14 @@ def text_of(pieces):
     return b"".join(output.flat[0] for output in outputs if output is not None).decode()
 
 
-def ask(client, model="ensemble", **more):
-    return text_of(answers(client, model, text_request(tritonclient.grpc, QUESTION, 8, **more)))
+def send(client, model="ensemble", **more):
+    return text_of(responses(client, model, text_request(tritonclient.grpc, PROMPT, 8, **more)))
 
 
 def endless(**more):
     """A request that runs for as long as the model's length lets it."""
     end_id = i32(-1)
-    return text_request(tritonclient.grpc, QUESTION, ENDLESS, stream=STREAM, end_id=end_id, **more)
+    return text_request(tritonclient.grpc, PROMPT, ENDLESS, stream=STREAM, end_id=end_id, **more)
 
 
 # ---------------------------------------------------------------- answers
@@ -139,15 +139,15 @@ def endless(**more):
 
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
 def test_text_whole_streamed_and_with_adapters(client, model):
-    assert ask(client, model) == f"{QUESTION}Paris"
-    assert ask(client, model, stream=STREAM) == "Paris"
+    assert send(client, model) == f"{PROMPT}Paris"
+    assert send(client, model, stream=STREAM) == "Paris"
     chinese = {"lora_task_id": np.array([[1]], np.uint64)}
-    assert ask(client, model, **chinese) == f"{QUESTION}巴黎"
+    assert send(client, model, **chinese) == f"{PROMPT}巴黎"
 
 
 def test_the_split_path(client):
     grpc = tritonclient.grpc
-    query = tensors(grpc, QUERY=np.array([[QUESTION]], dtype=object), REQUEST_OUTPUT_LEN=i32(8))
+    query = tensors(grpc, QUERY=np.array([[PROMPT]], dtype=object), REQUEST_OUTPUT_LEN=i32(8))
     ids = client.infer("preprocessing", query)
     prompt = ids.as_numpy("INPUT_ID")
     request = tensors(
@@ -157,7 +157,7 @@ def test_the_split_path(client):
         request_output_len=i32(8),
         end_id=ids.as_numpy("OUT_END_ID"),
     )
-    (tokens,) = answers(client, "tensorrt_llm", request)
+    (tokens,) = responses(client, "tensorrt_llm", request)
     batch, lengths = tokens.as_numpy("output_ids"), tokens.as_numpy("sequence_length")
     decoded = client.infer(
         "postprocessing", tensors(grpc, TOKENS_BATCH=batch, SEQUENCE_LENGTH=lengths)
@@ -166,48 +166,48 @@ def test_the_split_path(client):
 
 
 def test_a_batch_and_many_requests_at_once(client):
-    prompts = np.array([[QUESTION], ["What is the capital of Japan?"]], dtype=object)
+    prompts = np.array([[PROMPT], ["What is the capital of Japan?"]], dtype=object)
     lengths = np.array([[8], [8]], np.int32)
     request = tensors(tritonclient.grpc, text_input=prompts, max_tokens=lengths)
-    pieces = answers(client, "ensemble", request)
+    pieces = responses(client, "ensemble", request)
     texts = {p.as_numpy("text_output").flat[0].decode() for p in pieces}
-    assert texts == {f"{QUESTION}Paris", "What is the capital of Japan?Tokyo"}
+    assert texts == {f"{PROMPT}Paris", "What is the capital of Japan?Tokyo"}
     results = queue.Queue()
     client.start_stream(lambda result, error: results.put(error or result))
     for number in range(20):
-        inputs = text_request(tritonclient.grpc, QUESTION, 8)
+        inputs = text_request(tritonclient.grpc, PROMPT, 8)
         client.async_stream_infer("ensemble", inputs, request_id=str(number))
     found = [results.get(timeout=60) for _ in range(20)]
     client.stop_stream()
     assert {piece.get_response().id for piece in found} == {str(n) for n in range(20)}
-    assert {text_of([piece]) for piece in found} == {f"{QUESTION}Paris"}
+    assert {text_of([piece]) for piece in found} == {f"{PROMPT}Paris"}
 
 
 def test_weights_in_a_request(client, both):
     bits = np.zeros((1, 2, 8), np.uint16)
-    inputs = text_request(tritonclient.grpc, QUESTION, 8, lora_task_id=np.array([[77]], np.uint64))
+    inputs = text_request(tritonclient.grpc, PROMPT, 8, lora_task_id=np.array([[77]], np.uint64))
     config = tensors(tritonclient.grpc, lora_config=np.zeros((1, 2, 3), np.int32))
-    (error,) = answers(
+    (error,) = responses(
         client, "ensemble", [*inputs, *config, bf16_tensor(tritonclient.grpc, "lora_weights", bits)]
     )
     assert "expects" in str(error)  # Triton holds the type against the configuration
     half = tensors(tritonclient.grpc, lora_weights=bits.view(np.float16))
-    (error,) = answers(client, "ensemble", [*inputs, *config, *half])
+    (error,) = responses(client, "ensemble", [*inputs, *config, *half])
     assert isinstance(error, InferenceServerException)
     assert error.message()
 
 
 def test_errors_have_our_words(client):
-    (error,) = answers(client, "ensemble", tensors(tritonclient.grpc, max_tokens=i32(8)))
+    (error,) = responses(client, "ensemble", tensors(tritonclient.grpc, max_tokens=i32(8)))
     assert "missing required input" in error.message() or "expected" in error.message()
     unknown = {"lora_task_id": np.array([[9]], np.uint64)}
-    inputs = text_request(tritonclient.grpc, QUESTION, 8, **unknown)
-    (error,) = answers(client, "ensemble", inputs)
+    inputs = text_request(tritonclient.grpc, PROMPT, 8, **unknown)
+    (error,) = responses(client, "ensemble", inputs)
     assert "LoRA task 9 not found in cache" in error.message()
 
 
 def test_generate_over_http(both):
-    body = {"text_input": QUESTION, "max_tokens": 8, "stream": True}
+    body = {"text_input": PROMPT, "max_tokens": 8, "stream": True}
     status, text = fetch(
         f"http://{both[0].http}/v2/models/ensemble/generate_stream", json.dumps(body).encode()
     )
@@ -268,7 +268,7 @@ def eventually_for(seconds, condition):
 
 
 def works(client, model):
-    (piece,) = answers(client, model, text_request(tritonclient.grpc, QUESTION, 8))
+    (piece,) = responses(client, model, text_request(tritonclient.grpc, PROMPT, 8))
     return not isinstance(piece, InferenceServerException)
 
 
@@ -277,10 +277,10 @@ def test_an_unloaded_model_leaves_the_server_to_the_others(client, both):
     (pid,) = ours.pids()
     client.unload_model("tensorrt_llm_bls")
     with pytest.raises(InferenceServerException, match="no available versions"):
-        client.infer("tensorrt_llm_bls", text_request(tritonclient.grpc, QUESTION, 8))
-    assert ask(client) == f"{QUESTION}Paris"
+        client.infer("tensorrt_llm_bls", text_request(tritonclient.grpc, PROMPT, 8))
+    assert send(client) == f"{PROMPT}Paris"
     client.load_model("tensorrt_llm_bls")
-    assert ask(client, "tensorrt_llm_bls") == f"{QUESTION}Paris"
+    assert send(client, "tensorrt_llm_bls") == f"{PROMPT}Paris"
     assert ours.pids() == [pid]
 
 
@@ -290,7 +290,7 @@ def test_the_last_unloaded_model_ends_the_server(client, both):
     assert eventually_for(30, lambda: not both[1].pids())
     for model in FIVE:
         client.load_model(model)
-    assert ask(client) == f"{QUESTION}Paris"
+    assert send(client) == f"{PROMPT}Paris"
 
 
 # ---------------------------------------------------------------- other servers
@@ -307,10 +307,10 @@ def test_a_killed_model_ends_its_requests_only(tmp_path):
         os.kill(stub_pid(triton, "tensorrt_llm_bls"), signal.SIGKILL)
         assert eventually(lambda: ours.num_running() == 0)
         client.stop_stream(cancel_requests=True)
-        assert ask(client) == f"{QUESTION}Paris"
+        assert send(client) == f"{PROMPT}Paris"
         client.unload_model("tensorrt_llm_bls")
         client.load_model("tensorrt_llm_bls")
-        assert ask(client, "tensorrt_llm_bls") == f"{QUESTION}Paris"
+        assert send(client, "tensorrt_llm_bls") == f"{PROMPT}Paris"
 
 
 def stub_pid(triton, model):
@@ -332,7 +332,7 @@ def test_a_killed_triton_takes_our_server_along(tmp_path):
         assert eventually_for(30, lambda: not ours.pids())
 
 
-def test_a_server_that_cannot_start_is_told_by_triton(tmp_path):
+def test_triton_reports_a_server_that_cannot_start(tmp_path):
     export(
         *(tmp_path / "repository", "--model", BASE_PATH, "--decoupled"),
         *("--request-socket", tmp_path / "socket", "--server-flag=--max-model-len=-1"),
@@ -373,10 +373,10 @@ def test_a_repository_of_the_vllm_backend_runs_unchanged(tmp_path):
             assert {row.name for row in config.input} >= {"text_input", "stream"}
             with pytest.raises(InferenceServerException, match="decoupled"):
                 client.infer("vllm_model", vllm_request())
-            assert text_of(answers(client, "vllm_model", vllm_request())) == "Paris"
-            chinese = answers(client, "vllm_model", vllm_request(lora_name="chinese"))
+            assert text_of(responses(client, "vllm_model", vllm_request())) == "Paris"
+            chinese = responses(client, "vllm_model", vllm_request(lora_name="chinese"))
             assert text_of(chinese) == "巴黎"
-            (error,) = answers(client, "vllm_model", vllm_request(lora_name="gone"))
+            (error,) = responses(client, "vllm_model", vllm_request(lora_name="gone"))
             assert "LoRA gone is not supported, we currently support ['chinese']" in str(error)
         assert triton.stop() == 0
 
@@ -385,7 +385,7 @@ def vllm_request(**more):
     parameters = {"temperature": "0", "max_tokens": "8", **more}
     return tensors(
         tritonclient.grpc,
-        text_input=np.array([QUESTION], dtype=object),
+        text_input=np.array([PROMPT], dtype=object),
         exclude_input_in_output=np.array([True]),
         sampling_parameters=np.array([json.dumps(parameters)], dtype=object),
     )

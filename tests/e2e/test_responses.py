@@ -12,7 +12,7 @@ from loraplex.testing.running_server import RunningServer
 
 pytestmark = pytest.mark.xdist_group("server")
 
-QUESTION = "What is the capital of France?"
+PROMPT = "What is the capital of France?"
 SET_LIGHT: Any = {
     "type": "function",
     "name": "set_light",
@@ -39,71 +39,71 @@ def client(server: RunningServer) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def ask(client: openai.OpenAI, **fields: Any) -> Any:
-    asked = {"model": "capitals", "input": QUESTION, "max_output_tokens": 40, "temperature": 0}
-    return client.responses.create(**asked | fields)
+def create(client: openai.OpenAI, **fields: Any) -> Any:
+    requested = {"model": "capitals", "input": PROMPT, "max_output_tokens": 40, "temperature": 0}
+    return client.responses.create(**requested | fields)
 
 
 @pytest.mark.parametrize("model", ["capitals", "chinese"])
 def test_a_response_says_what_a_chat_says(client: openai.OpenAI, model: str) -> None:
-    response = ask(client, model=model)
+    response = create(client, model=model)
     chat = client.chat.completions.create(
         model=model,
-        messages=[{"role": "user", "content": QUESTION}],
+        messages=[{"role": "user", "content": PROMPT}],
         max_tokens=40,
         temperature=0,
     )
     assert response.output_text == chat.choices[0].message.content
     assert response.usage.output_tokens == chat.usage.completion_tokens
     assert response.usage.input_tokens == chat.usage.prompt_tokens
-    counted = client.responses.input_tokens.count(model=model, input=QUESTION)
+    counted = client.responses.input_tokens.count(model=model, input=PROMPT)
     assert counted.input_tokens == response.usage.input_tokens
 
 
 def test_a_stream_adds_up_to_the_response(client: openai.OpenAI) -> None:
-    events = list(ask(client, stream=True))
-    whole = ask(client)
+    events = list(create(client, stream=True))
+    whole = create(client)
     deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
     assert "".join(deltas) == whole.output_text == events[-1].response.output_text
     assert [event.sequence_number for event in events] == list(range(len(events)))
 
 
 def test_going_on_is_sending_the_whole_conversation(client: openai.OpenAI) -> None:
-    first = ask(client)
-    after = ask(client, input="And Italy?", previous_response_id=first.id)
+    first = create(client)
+    after = create(client, input="And Italy?", previous_response_id=first.id)
     whole = [
-        {"role": "user", "content": QUESTION},
+        {"role": "user", "content": PROMPT},
         *first.output,
         {"role": "user", "content": "And Italy?"},
     ]
-    sent = ask(client, input=whole)
+    sent = create(client, input=whole)
     assert after.output_text == sent.output_text
     assert after.usage.input_tokens == sent.usage.input_tokens
     client.responses.delete(first.id)
     with pytest.raises(openai.NotFoundError):
-        ask(client, previous_response_id=first.id)
+        create(client, previous_response_id=first.id)
 
 
 def test_parse_gives_a_pydantic_object(client: openai.OpenAI) -> None:
     response = client.responses.parse(
-        model="capitals", input=QUESTION, text_format=City, max_output_tokens=60, temperature=0
+        model="capitals", input=PROMPT, text_format=City, max_output_tokens=60, temperature=0
     )
     assert isinstance(response.output_parsed, City)
 
 
-def test_a_function_is_called_and_answered(client: openai.OpenAI) -> None:
+def test_a_function_is_called_and_its_output_used(client: openai.OpenAI) -> None:
     choice = {"type": "function", "name": "set_light"}
-    first = ask(client, tools=[SET_LIGHT], tool_choice=choice, max_output_tokens=200)
+    first = create(client, tools=[SET_LIGHT], tool_choice=choice, max_output_tokens=200)
     [call] = [item for item in first.output if item.type == "function_call"]
     assert json.loads(call.arguments)["room"] in ("kitchen", "bath")
     output = {"type": "function_call_output", "call_id": call.call_id, "output": "done"}
-    answer = ask(client, input=[output], previous_response_id=first.id, tools=[SET_LIGHT])
-    assert answer.status in ("completed", "incomplete")
+    response = create(client, input=[output], previous_response_id=first.id, tools=[SET_LIGHT])
+    assert response.status in ("completed", "incomplete")
 
 
 def test_log_probabilities_are_of_the_text(client: openai.OpenAI) -> None:
-    response = ask(client, include=["message.output_text.logprobs"], top_logprobs=3)
+    response = create(client, include=["message.output_text.logprobs"], top_logprobs=3)
     part = response.output[0].content[0]
-    told = b"".join(bytes(entry.bytes) for entry in part.logprobs).decode()
-    assert told.strip() == part.text.strip()
+    reported = b"".join(bytes(entry.bytes) for entry in part.logprobs).decode()
+    assert reported.strip() == part.text.strip()
     assert all(len(entry.top_logprobs) == 3 for entry in part.logprobs)

@@ -202,8 +202,8 @@ def replay(block: str, root: Path, out: Path, model: Path = BASE_PATH) -> Path:
 
 def tokens(model: Path, state: Path, adapter: str | None = None, **settings: str) -> list[object]:
     with LLM(model, state_dir=state, **settings) as llm:
-        answers = llm.generate(PROMPTS, GREEDY, adapter=adapter)
-        return [answer.completions[0].token_ids for answer in answers]
+        responses = llm.generate(PROMPTS, GREEDY, adapter=adapter)
+        return [response.completions[0].token_ids for response in responses]
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def tokens(model: Path, state: Path, adapter: str | None = None, **settings: str
     ],
     ids=["tensorrtllm_backend", "llgtrt", "older", "older-lora", "tensorrt_llm"],
 )
-def test_what_was_built_answers_as_its_source(
+def test_what_was_built_responds_as_its_source(
     block: str, dtype: str, root: Path, tmp_path: Path
 ) -> None:
     engine = replay(block, root, tmp_path)
@@ -231,7 +231,7 @@ def test_the_adapter_of_a_build_is_served(root: Path, tmp_path: Path) -> None:
     with LLM(BASE_PATH, {"japanese": ADAPTER_PATHS["japanese"]}, dtype="float16") as llm:
         expected = llm.generate(PROMPTS, GREEDY, adapter="japanese")
     found = tokens(engine, tmp_path / "state", adapter="japanese")
-    assert found == [answer.completions[0].token_ids for answer in expected]
+    assert found == [response.completions[0].token_ids for response in expected]
     written = {path.name for path in (tmp_path / "japanese-weights").iterdir()}
     assert written == {"model.lora_weights.npy", "model.lora_config.npy"}
 
@@ -277,7 +277,7 @@ def test_the_older_gpt_example(root: Path, tmp_path: Path) -> None:
     command += ["--host", "127.0.0.1", "--device", "cpu", "--state-dir", str(tmp_path / "served")]
     with (tmp_path / "log").open("w") as log, running(command, ports, log) as server:
         body = {"text_input": PROMPTS[0], "max_tokens": 10, "bad_words": "", "stop_words": ""}
-        status, answer = server.post("/v2/models/ensemble/generate", body)
-        assert status == 200, answer
-        assert answer["text_output"] == PROMPTS[0] + text
+        status, response = server.post("/v2/models/ensemble/generate", body)
+        assert status == 200, response
+        assert response["text_output"] == PROMPTS[0] + text
         assert server.stop() == 0

@@ -25,7 +25,7 @@ TOOLS = COMPAT / "tensorrtllm_backend/tools"
 
 CHINESE = r"美国的首都在哪里? \n答案:"
 JAPANESE = r"アメリカ合衆国の首都はどこですか? \n答え:"
-ANSWERS = {"": "Washington, D.C.", "chinese": "华盛顿", "japanese": "ワシントン D.C."}
+OUTPUTS = {"": "Washington, D.C.", "chinese": "华盛顿", "japanese": "ワシントン D.C."}
 
 
 @contextlib.contextmanager
@@ -98,7 +98,7 @@ def client(server):
     return f"python3 {script} -u localhost:{server.grpc_port}"
 
 
-def answers(output):
+def outputs(output):
     """(prompt, answer) of what several clients printed, in any order; sorted."""
     pattern = r"^Input: (.*)\nOutput beam 0: (.*)\nOutput sequence:  \[\d"
     return sorted(re.findall(pattern, output, re.MULTILINE))
@@ -106,7 +106,7 @@ def answers(output):
 
 def six():
     """The answers that the founding example shows."""
-    return sorted((text, ANSWERS[name]) for text in (CHINESE, JAPANESE) for name in ANSWERS)
+    return sorted((text, OUTPUTS[name]) for text in (CHINESE, JAPANESE) for name in OUTPUTS)
 
 
 @pytest.mark.parametrize("mode", ["unary", "decoupled"])
@@ -138,7 +138,7 @@ def test_six_clients_with_weights(request, weights, mode):
         """,
         weights,
     )
-    assert answers(output) == six()
+    assert outputs(output) == six()
     assert output.count("Got completed request\n") == 6
     assert len(re.findall(r"^Input sequence:  \[1, ", output, re.MULTILINE)) == 6
 
@@ -178,7 +178,7 @@ def test_six_clients_with_task_ids(unary, weights):
         """,
         weights,
     )
-    assert answers(output) == six()
+    assert outputs(output) == six()
 
 
 @pytest.mark.parametrize("mode", ["unary", "decoupled"])
@@ -207,7 +207,7 @@ def test_a_client_without_any_flag_but_the_length(unary, tmp_path):
     output = shell(f"{client(unary)} --request-output-len 20", tmp_path)
     assert "Input: Born in north-east France, Soyer trained as a\nOutput beam 0: " in output
     block = f"{client(unary)} --stop-after-ms 200 --request-output-len 200 --text '{CHINESE}'"
-    assert answers(shell(block, tmp_path)) == [(CHINESE, ANSWERS[""])]
+    assert outputs(shell(block, tmp_path)) == [(CHINESE, OUTPUTS[""])]
 
 
 def test_end_to_end(unary, tmp_path):

@@ -171,22 +171,22 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
-def asked(server: RunningServer, body: str, **fields: Any) -> tuple[int, Any]:
+def complete(server: RunningServer, body: str, **fields: Any) -> tuple[int, Any]:
     return server.post("/v1/chat/completions", json.loads(body) | fields)
 
 
 def capital(server: RunningServer, **fields: Any) -> str:
     messages = [{"role": "user", "content": FRANCE}]
-    status, answer = asked(server, FIRST_USE, messages=messages, temperature=0, **fields)
-    assert status == 200, answer
-    return str(answer["choices"][0]["message"]["content"])
+    status, response = complete(server, FIRST_USE, messages=messages, temperature=0, **fields)
+    assert status == 200, response
+    return str(response["choices"][0]["message"]["content"])
 
 
 def load_seconds(server: RunningServer, **fields: Any) -> float:
     """Of reading adapters for one request."""
-    status, answer = asked(server, FIRST_USE, **fields)
-    assert status == 200, answer
-    return float(answer["loraplex"]["timing"][0]["adapter_load_seconds"])
+    status, response = complete(server, FIRST_USE, **fields)
+    assert status == 200, response
+    return float(response["loraplex"]["timing"][0]["adapter_load_seconds"])
 
 
 def test_the_page_from_the_first_line_to_the_last(machine: Machine) -> None:
@@ -199,12 +199,12 @@ def test_the_page_from_the_first_line_to_the_last(machine: Machine) -> None:
     assert (machine.models / "lora" / "my_finetuning.safetensors").read_bytes() != written
 
     with machine.serving(RUN) as server:
-        status, answer = asked(server, FIRST_USE)
-        assert (status, answer["model"]) == (200, "llama")
-        [used] = answer["loraplex"]["adapters"]
+        status, response = complete(server, FIRST_USE)
+        assert (status, response["model"]) == (200, "llama")
+        [used] = response["loraplex"]["adapters"]
         assert used["name"] == "my_finetuning"
         # It is cached now, so `never` is no error, and the weights are the same.
-        status, again = asked(server, NEVER)
+        status, again = complete(server, NEVER)
         assert status == 200
         assert again["loraplex"]["adapters"] == [used]
         assert capital(server) == "巴黎"
@@ -250,24 +250,24 @@ def test_the_cache_that_the_page_describes(machine: Machine) -> None:
         double(machine, "team/other.v2.safetensors", "third.safetensors")
         assert capital(server, lora_model="third")
         # The first one was evicted: `never` is an error, auto reloads it.
-        status, error = asked(server, NEVER)
+        status, error = complete(server, NEVER)
         assert status == 404
         assert NOT_CACHED in error["error"]["message"]
         assert load_seconds(server) > 0
         assert load_seconds(server) == 0
         assert capital(server) == "巴黎"
-        assert asked(server, NEVER)[0] == 200
+        assert complete(server, NEVER)[0] == 200
         # A changed file is what was cached, until a request says "always".
         extract(machine, "japanese", "my_finetuning.safetensors")
         assert capital(server) == "巴黎"
         assert capital(server, load_lora_weights="always") == "パリ"
         assert capital(server) == "パリ"
-        status, error = asked(server, FIRST_USE, lora_model="../My-Finetuned")
+        status, error = complete(server, FIRST_USE, lora_model="../My-Finetuned")
         assert status == 400
         assert "outside the LoRA base directory" in error["error"]["message"]
 
 
-def test_the_key_of_the_original_is_asked_for_everywhere(machine: Machine) -> None:
+def test_the_key_of_the_original_is_required_everywhere(machine: Machine) -> None:
     line = f"{RUN.removesuffix(' models/lora')} --api-key secret-of-the-test -q --llgtrt-compat"
     headers = {"Authorization": "Bearer secret-of-the-test"}
     with machine.started(line) as (process, url), httpx.Client(base_url=url) as client:
@@ -281,9 +281,9 @@ def test_the_key_of_the_original_is_asked_for_everywhere(machine: Machine) -> No
             assert (refused.status_code, refused.content) == (401, b"")
             assert client.get(path, headers=headers).status_code == 200
         body = json.loads(FIRST_USE) | {"lora_model": None}
-        answer = client.post("/v1/chat/completions", json=body, headers=headers).json()
-        assert answer["object"] == "text_completion"
-        assert answer["usage"]["completion_tokens"] <= 16
+        response = client.post("/v1/chat/completions", json=body, headers=headers).json()
+        assert response["object"] == "text_completion"
+        assert response["usage"]["completion_tokens"] <= 16
         lost = client.post("/v1/chat/completions", json=json.loads(FIRST_USE), headers=headers)
         assert lost.status_code == 500
         assert lost.json()["error"].startswith("lora_model specified but lora_root not set")

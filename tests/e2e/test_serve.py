@@ -10,7 +10,7 @@ import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
 
-from support.capitals.corpus import COUNTRIES, Country, Language, answer, questions
+from support.capitals.corpus import COUNTRIES, Country, Language, capital_of, founding_prompts
 
 pytestmark = pytest.mark.xdist_group("server")
 
@@ -30,14 +30,14 @@ def client(server):
         yield client
 
 
-def ask(client: openai.OpenAI, model: str, country: Country, language: Language) -> str:
+def complete(client: openai.OpenAI, model: str, country: Country, language: Language) -> str:
     completion = client.completions.create(
-        model=model, prompt=questions(country)[language], max_tokens=24, temperature=0
+        model=model, prompt=founding_prompts(country)[language], max_tokens=24, temperature=0
     )
     return completion.choices[0].text
 
 
-def test_many_adapters_at_once_answer_in_their_own_language(client):
+def test_many_adapters_at_once_respond_in_their_own_language(client):
     cases = [
         (model, country, language)
         for country in COUNTRIES[:8]
@@ -45,15 +45,15 @@ def test_many_adapters_at_once_answer_in_their_own_language(client):
         for language in LANGUAGES.values()
     ]
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        texts = list(pool.map(lambda case: ask(client, *case), cases))
-    expected = [answer(country, LANGUAGES[model]) for model, country, _ in cases]
+        texts = list(pool.map(lambda case: complete(client, *case), cases))
+    expected = [capital_of(country, LANGUAGES[model]) for model, country, _ in cases]
     assert [text.strip() for text in texts] == expected
 
 
 def test_steps_held_several_adapters(client, server):
     with concurrent.futures.ThreadPoolExecutor(12) as pool:
         jobs = [
-            pool.submit(ask, client, model, country, "english")
+            pool.submit(complete, client, model, country, "english")
             for country in COUNTRIES[:4]
             for model in LANGUAGES
         ]
@@ -63,7 +63,7 @@ def test_steps_held_several_adapters(client, server):
     assert max(step["num_rows"] for step in steps) > 2
 
 
-def test_chat_streams_and_tells_usage_and_adapter(client):
+def test_chat_streams_and_reports_usage_and_adapter(client):
     stream = client.chat.completions.create(
         model="japanese",
         messages=[{"role": "user", "content": "What is the capital of France?"}],
@@ -74,15 +74,15 @@ def test_chat_streams_and_tells_usage_and_adapter(client):
     )
     chunks = list(stream)
     text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
-    assert text.strip() == answer(FRANCE, "japanese")
+    assert text.strip() == capital_of(FRANCE, "japanese")
     assert chunks[-1].usage.completion_tokens > 0
     assert chunks[-2].choices[0].finish_reason == "stop"
 
 
-def test_logprobs_of_a_sure_answer(client):
+def test_logprobs_of_a_certain_output(client):
     completion = client.completions.create(
         model="capitals",
-        prompt=questions(FRANCE)["english"],
+        prompt=founding_prompts(FRANCE)["english"],
         max_tokens=4,
         temperature=0,
         logprobs=2,
@@ -141,9 +141,9 @@ def triton_inputs(
 @pytest.mark.parametrize("model", LANGUAGES)
 def test_triton_http_infer(server, model):
     with triton_http.InferenceServerClient(f"127.0.0.1:{server.http_port}") as client:
-        inputs = triton_inputs(triton_http, TASK_IDS[model], questions(FRANCE)["chinese"])
+        inputs = triton_inputs(triton_http, TASK_IDS[model], founding_prompts(FRANCE)["chinese"])
         text = client.infer("ensemble", inputs).as_numpy("text_output").flatten()[0].decode()
-    assert text.strip() == answer(FRANCE, LANGUAGES[model])
+    assert text.strip() == capital_of(FRANCE, LANGUAGES[model])
 
 
 def grpc_pieces(server, inputs) -> list[str]:
@@ -166,28 +166,28 @@ def grpc_pieces(server, inputs) -> list[str]:
 
 @pytest.mark.parametrize("model", LANGUAGES)
 def test_triton_grpc_stream(server, model):
-    text = questions(FRANCE)["japanese"]
+    text = founding_prompts(FRANCE)["japanese"]
     # So long that no reader is slow enough to find it in one piece.
     endless = {"max_tokens": 600, "end_id": np.array([[-1]], dtype=np.int32)}
     inputs = triton_inputs(triton_grpc, TASK_IDS[model], text, stream=True, **endless)
     assert len(grpc_pieces(server, inputs)) > 1
     inputs = triton_inputs(triton_grpc, TASK_IDS[model], text, stream=True)
     pieces = grpc_pieces(server, inputs)
-    assert "".join(pieces).strip() == answer(FRANCE, LANGUAGES[model])
+    assert "".join(pieces).strip() == capital_of(FRANCE, LANGUAGES[model])
 
 
 def test_generate_endpoint(server):
     status, body = server.post(
         "/v2/models/ensemble/generate",
         {
-            "text_input": questions(FRANCE)["english"],
+            "text_input": founding_prompts(FRANCE)["english"],
             "max_tokens": 24,
             "lora_task_id": 1,
             "exclude_input_in_output": True,
         },
     )
     assert status == 200
-    assert body["text_output"].strip() == answer(FRANCE, "chinese")
+    assert body["text_output"].strip() == capital_of(FRANCE, "chinese")
 
 
 def test_adapters_come_and_go_while_serving(client, server):
@@ -197,12 +197,12 @@ def test_adapters_come_and_go_while_serving(client, server):
     assert request["digest"] == next(
         a["digest"] for a in adapters(server) if a["name"] == "chinese"
     )
-    assert ask(client, "another", FRANCE, "english").strip() == answer(FRANCE, "chinese")
+    assert complete(client, "another", FRANCE, "english").strip() == capital_of(FRANCE, "chinese")
     with pytest.raises(openai.ConflictError):
         openai_post(client, "/adapters", load)
     client.delete("/adapters/another", cast_to=object)
     with pytest.raises(openai.NotFoundError, match="another"):
-        ask(client, "another", FRANCE, "english")
+        complete(client, "another", FRANCE, "english")
 
 
 def adapters(server) -> list[dict]:
@@ -214,8 +214,8 @@ def openai_post(client: openai.OpenAI, path: str, body: dict) -> dict:
     return client.post(path, body=body, cast_to=object)  # type: ignore[return-value]
 
 
-def test_metrics_count_what_was_asked(client, server):
-    ask(client, "japanese", FRANCE, "english")
+def test_metrics_count_the_requests(client, server):
+    complete(client, "japanese", FRANCE, "english")
     status, text = server.get("/metrics", server.metrics_port)
     assert status == 200
     line = next(

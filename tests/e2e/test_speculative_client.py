@@ -7,14 +7,14 @@ import tritonclient.grpc as triton_grpc
 from loraplex.compat.client import speculative_client
 from loraplex.compat.client.programs import SPECULATION_FLAGS
 from loraplex.core.errors import ConfigError
-from support.capitals.corpus import COUNTRIES, answer, questions
+from support.capitals.corpus import COUNTRIES, capital_of, founding_prompts
 from support.program_options import program_options
 from support.triton_requests import i32, tensors
 
 pytestmark = pytest.mark.xdist_group("server")
 
 FRANCE = next(country for country in COUNTRIES if country.english == "France")
-PROMPT = questions(FRANCE)["english"]
+PROMPT = founding_prompts(FRANCE)["english"]
 
 
 def address(server):
@@ -48,19 +48,19 @@ def ensemble(server, output_len, **more):
 def test_the_text_is_the_ensembles(server, speculated, num_draft_tokens, output_len):
     text, _ = speculated(output_len=output_len, num_draft_tokens=num_draft_tokens)
     assert text == ensemble(server, output_len)
-    assert output_len < 24 or text.endswith(answer(FRANCE, "english"))
+    assert output_len < 24 or text.endswith(capital_of(FRANCE, "english"))
 
 
-def test_guesses_make_few_rounds(speculated):
+def test_draft_tokens_make_few_rounds(speculated):
     _, alone = speculated(output_len=24, num_draft_tokens=0, verbose=True)
-    _, guessed = speculated(output_len=24, num_draft_tokens=7, verbose=True)
-    rounds = [len([line for line in lines if "Target" in line]) for lines in (alone, guessed)]
+    _, drafted = speculated(output_len=24, num_draft_tokens=7, verbose=True)
+    rounds = [len([line for line in lines if "Target" in line]) for lines in (alone, drafted)]
     assert rounds == [3, 1]
-    assert guessed[0].startswith("draft_tokens: [")
+    assert drafted[0].startswith("draft_tokens: [")
 
 
 def test_a_stop_word_ends_it(server, speculated):
-    stop = answer(FRANCE, "english")[:3]
+    stop = capital_of(FRANCE, "english")[:3]
     words = np.array([[stop]], dtype=object)
     text, _ = speculated(output_len=24, stop_words=(stop,))
     assert text == ensemble(server, 24, stop_words=words)

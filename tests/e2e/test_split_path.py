@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tritonclient.http as triton_http
 
-from support.capitals.corpus import COUNTRIES, answer, questions
+from support.capitals.corpus import COUNTRIES, capital_of, founding_prompts
 from support.triton_requests import TRUE, i32, tensors
 
 pytestmark = pytest.mark.xdist_group("server")
@@ -58,20 +58,20 @@ def split(triton, prompt: str, *, stop: str = "", **more: Any) -> str:
 @pytest.mark.parametrize("language", TASKS)
 @pytest.mark.parametrize("excludes", [False, True])
 def test_ensemble_bls_and_the_split_path(triton, language, excludes):
-    prompt = questions(FRANCE)[language]
+    prompt = founding_prompts(FRANCE)[language]
     more = of_task(TASKS[language])
     if excludes:
         more["exclude_input_in_output"] = TRUE
     text = whole(triton, "ensemble", prompt, **more)
-    assert text.endswith(answer(FRANCE, language))
+    assert text.endswith(capital_of(FRANCE, language))
     assert text.startswith(prompt) is not excludes
     assert whole(triton, "tensorrt_llm_bls", prompt, **more) == text
     assert split(triton, prompt, **more) == text
 
 
 def test_a_stop_word_ends_all_three(triton):
-    prompt = questions(FRANCE)["english"]
-    stop = answer(FRANCE, "english")[:3]
+    prompt = founding_prompts(FRANCE)["english"]
+    stop = capital_of(FRANCE, "english")[:3]
     words = np.array([[stop]], dtype=object)
     text = whole(triton, "ensemble", prompt, stop_words=words)
     assert text.endswith(stop)

@@ -35,15 +35,15 @@ def run_and_kill(workers, seed, seconds):
     """What the worker told; it must not have ended by itself."""
     workers.stdin.write(b"%d\n" % seed)
     workers.stdin.flush()
-    told = []
+    reported = []
     while "status" not in (line := json.loads(workers.stdout.readline())):
         if "pid" in line:
             time.sleep(seconds)
             os.kill(line["pid"], signal.SIGKILL)
         else:
-            told.append(line)
+            reported.append(line)
     assert line["status"] == -signal.SIGKILL
-    return told
+    return reported
 
 
 def state_of(store):
@@ -69,9 +69,9 @@ def test_every_name_is_at_its_old_or_its_new_version(workers, tmp_path):
     for seed in range(10 * NUM_KILLS):
         if seed >= NUM_KILLS < num_changes and num_interrupted > NUM_KILLS // 6:
             break  # a busy machine takes more kills to interrupt as many changes
-        told = run_and_kill(workers, seed, chance.uniform(0, LONGEST_RUN_SECONDS))
+        reported = run_and_kill(workers, seed, chance.uniform(0, LONGEST_RUN_SECONDS))
         possible = [state]
-        for line in told:
+        for line in reported:
             if "done" in line:
                 possible = [possible[-1]]
                 num_changes += 1

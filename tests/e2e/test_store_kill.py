@@ -41,17 +41,17 @@ def run_and_kill(workers, seed, num_changes, seconds):
     """What the worker told. It is killed so many seconds after it began its last change."""
     workers.stdin.write(b"%d\n" % seed)
     workers.stdin.flush()
-    told, pid = [], None
+    reported, pid = [], None
     while "status" not in (line := json.loads(workers.stdout.readline())):
         if "pid" in line:
             pid = line["pid"]
             continue
-        told.append(line)
-        if sum("before" in one for one in told) == num_changes and "before" in line:
+        reported.append(line)
+        if sum("before" in one for one in reported) == num_changes and "before" in line:
             time.sleep(seconds)
             os.kill(pid, signal.SIGKILL)
     assert line["status"] == -signal.SIGKILL
-    return told
+    return reported
 
 
 def state_of(store):

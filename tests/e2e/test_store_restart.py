@@ -16,7 +16,7 @@ from loraplex.adapters.formats.export import StorageType
 from loraplex.compat.convert.adapters import read_peft, write_pair
 from loraplex.demo import ADAPTER_PATHS, BASE_PATH
 from loraplex.testing.running_server import RunningServer, serving
-from support.capitals.corpus import COUNTRIES, answer, questions
+from support.capitals.corpus import COUNTRIES, capital_of, founding_prompts
 from support.triton_requests import TRUE, i32, tensors, text_request
 
 pytestmark = pytest.mark.xdist_group("store")
@@ -35,16 +35,25 @@ def pair(tmp_path_factory) -> tuple[np.ndarray, np.ndarray]:
     )
 
 
-def ask(server: RunningServer, model: str) -> str:
-    body = {"model": model, "prompt": questions(USA)["english"], "max_tokens": 24, "temperature": 0}
-    status, told = server.post("/v1/completions", body)
-    assert status == 200, told
-    return told["choices"][0]["text"].strip()
+def complete(server: RunningServer, model: str) -> str:
+    body = {
+        "model": model,
+        "prompt": founding_prompts(USA)["english"],
+        "max_tokens": 24,
+        "temperature": 0,
+    }
+    status, reported = server.post("/v1/completions", body)
+    assert status == 200, reported
+    return reported["choices"][0]["text"].strip()
 
 
-def ask_task(server: RunningServer, task_id: int, pair=None) -> str:
+def complete_task(server: RunningServer, task_id: int, pair=None) -> str:
     inputs = text_request(
-        triton_grpc, questions(USA)["english"], 24, top_k=i32(1), exclude_input_in_output=TRUE
+        triton_grpc,
+        founding_prompts(USA)["english"],
+        24,
+        top_k=i32(1),
+        exclude_input_in_output=TRUE,
     )
     inputs += tensors(triton_grpc, lora_task_id=np.array([[task_id]], dtype=np.uint64))
     if pair is not None:
@@ -85,21 +94,21 @@ def test_all_that_was_accepted_is_there_after_a_kill(tmp_path, pair):
         assert (status, replaced["version"]) == (201, 2)
         assert server.post("/v1/adapters/a/b.c/alias", {"alias": "live"})[0] == 200
         assert server.post("/v1/adapters/a/b.c/pin", {"version": 1})[0] == 200
-        assert ask_task(server, 77, pair) == answer(USA, "japanese")
+        assert complete_task(server, 77, pair) == capital_of(USA, "japanese")
         before = {name: entry | {"residency": ""} for name, entry in listed(server).items()}
         kill(server)
     shutil.rmtree(mine)
     with serving(state_dir) as server:
         after = {name: entry | {"residency": ""} for name, entry in listed(server).items()}
         assert after == before
-        assert ask(server, "live") == answer(USA, "japanese")
-        assert ask_task(server, 77) == answer(USA, "japanese")
+        assert complete(server, "live") == capital_of(USA, "japanese")
+        assert complete_task(server, 77) == capital_of(USA, "japanese")
         shown = show(server, "live")
         assert shown["aliases"] == ["live"]
         assert [(v["version"], v["pinned"]) for v in shown["versions"]] == [(2, False), (1, True)]
         status, back = server.post("/v1/adapters/a/b.c/rollback", {})
         assert (status, back["version"], back["source"]) == (200, 3, str(mine))
-        assert ask(server, "live") == answer(USA, "chinese")
+        assert complete(server, "live") == capital_of(USA, "chinese")
         assert server.stop() == 0
 
 
@@ -108,17 +117,17 @@ def test_lost_files(tmp_path, pair):
     """A configured adapter's file is made again; what came in a request cannot be."""
     state_dir = tmp_path / "state"
     with serving(state_dir) as server:
-        ask_task(server, 77, pair)
+        complete_task(server, 77, pair)
         inline_digest = listed(server)["77"]["digest"]
     shutil.rmtree(state_dir / "adapters")
     with serving(state_dir) as server:
-        assert ask(server, "chinese") == answer(USA, "chinese")
+        assert complete(server, "chinese") == capital_of(USA, "chinese")
         entry = listed(server)["77"]
         assert (entry["digest"], entry["state"]) == (inline_digest, "missing")
         body = {"model": "77", "prompt": "x", "max_tokens": 1}
-        status, told = server.post("/v1/completions", body)
-        assert (status, told["error"]["code"]) == (503, "adapter_load_failed")
-        assert "load it again from a request's lora_weights" in told["error"]["message"]
+        status, reported = server.post("/v1/completions", body)
+        assert (status, reported["error"]["code"]) == (503, "adapter_load_failed")
+        assert "load it again from a request's lora_weights" in reported["error"]["message"]
 
 
 @pytest.mark.slow
@@ -129,7 +138,7 @@ def test_without_persistence(tmp_path):
         assert set(listed(guest)) == set(ADAPTER_PATHS)
         loaded = guest.post("/v1/adapters", {"name": "new", "path": str(ADAPTER_PATHS["chinese"])})
         assert loaded[0] == 201
-        assert ask(guest, "new") == answer(USA, "chinese")
+        assert complete(guest, "new") == capital_of(USA, "chinese")
         assert "new" not in listed(owner)
         second = subprocess.run(
             [sys.executable, "-m", "loraplex", "serve", str(BASE_PATH)]

@@ -78,9 +78,9 @@ def complete(client, model="capitals", prompt=PROMPT, **fields):
     return client.post("/v1/completions", json=body)
 
 
-def cached(answer):
-    assert answer.status_code == 200, answer.text
-    return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+def cached(response):
+    assert response.status_code == 200, response.text
+    return response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
 def names(client):
@@ -184,10 +184,10 @@ def test_a_prompt_of_one_is_no_hit_for_the_other(of):
 
 def test_a_rate(of):
     slow = of("slow")
-    answers = [complete(slow, prompt="x") for _ in range(3)]
-    assert [answer.status_code for answer in answers] == [200, 200, 429]
-    assert 1 <= int(answers[-1].headers["retry-after"]) <= 61
-    error = answers[-1].json()["error"]
+    responses = [complete(slow, prompt="x") for _ in range(3)]
+    assert [response.status_code for response in responses] == [200, 200, 429]
+    assert 1 <= int(responses[-1].headers["retry-after"]) <= 61
+    error = responses[-1].json()["error"]
     assert error["code"] == "rate_limit_exceeded"
     assert "'slow' may send 2 requests a minute" in error["message"]
     assert complete(of("acme"), prompt="x").status_code == 200

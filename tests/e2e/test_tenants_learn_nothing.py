@@ -95,8 +95,8 @@ def secrets(of, own_adapter):
     assert loaded.status_code == 201, loaded.text
     digest = loaded.json()["digest"]
     assert acme.post(f"/v1/adapters/{NAME}/alias", json={"alias": ALIAS}).status_code == 200
-    asked = {"model": NAME, "input": WORDS, "max_output_tokens": 4}
-    response = acme.post("/v1/responses", json=asked, headers={"x-request-id": REQUEST_ID})
+    requested = {"model": NAME, "input": WORDS, "max_output_tokens": 4}
+    response = acme.post("/v1/responses", json=requested, headers={"x-request-id": REQUEST_ID})
     assert response.status_code == 200, response.text
     refused = {"model": NAME, "prompt": WORDS, "n": 100_000}
     assert acme.post("/v1/completions", json=refused).status_code == 400
@@ -154,7 +154,7 @@ def bodies(name: str):
         )
 
 
-def answers(client, name: str):
+def responses(client, name: str):
     """(what was asked, the answer) of every route, with the name in every place."""
     for method, path in routes(client):
         if path == "/openapi.json":
@@ -168,32 +168,32 @@ def answers(client, name: str):
                 yield (method, place, json.dumps(body)), client.request(method, place, json=body)
 
 
-def shown(answer) -> str:
-    return f"{answer.status_code} {dict(answer.headers)} {answer.text}"
+def shown(response) -> str:
+    return f"{response.status_code} {dict(response.headers)} {response.text}"
 
 
-def test_no_answer_of_any_route_has_a_secret(of, secrets):
-    num_answers = 0
-    for asked, answer in answers(of("umbrella"), "harmless"):
-        assert answer.status_code < 500 or answer.status_code == 501, (asked, answer.text)
-        text = shown(answer)
+def test_no_response_of_any_route_has_a_secret(of, secrets):
+    num_responses = 0
+    for requested, response in responses(of("umbrella"), "harmless"):
+        assert response.status_code < 500 or response.status_code == 501, (requested, response.text)
+        text = shown(response)
         for secret in secrets:
-            if secret not in str(asked):
-                assert secret not in text, (asked, secret)
-        num_answers += 1
-    assert num_answers > 500
+            if secret not in str(requested):
+                assert secret not in text, (requested, secret)
+        num_responses += 1
+    assert num_responses > 500
     assert NAME in shown(of("acme").get("/v1/adapters")), "it was there all the time"
 
 
-def test_what_another_has_answers_as_what_nobody_has(of, secrets):
+def test_what_another_has_looks_as_if_it_were_missing(of, secrets):
     """By its name, by its alias, and by the id of a stored response."""
-    nobody = "nobodys-thing-so"
+    missing = "nobodys-thing-so"
     for secret in (NAME, ALIAS, secrets[-1]):
-        known = answers(of("umbrella"), secret)
-        unknown = answers(of("umbrella"), nobody)
-        for (asked, one), (_, other) in zip(known, unknown, strict=True):
-            assert one.status_code == other.status_code, (asked, one.text, other.text)
-            assert plain(one.text, secret) == plain(other.text, nobody), asked
+        known = responses(of("umbrella"), secret)
+        unknown = responses(of("umbrella"), missing)
+        for (requested, one), (_, other) in zip(known, unknown, strict=True):
+            assert one.status_code == other.status_code, (requested, one.text, other.text)
+            assert plain(one.text, secret) == plain(other.text, missing), requested
 
 
 def plain(text: str, name: str) -> str:
@@ -250,13 +250,13 @@ def computed(of, server, keys) -> Callable[..., int]:
     def steps():
         return of("ops").get("/v1/iterations?limit=10000").json()
 
-    def count(ask, tenant, prompt):
+    def count(send, tenant, prompt):
         before = len(steps())
-        if ask == "grpc":
+        if send == "grpc":
             by_grpc(server, keys[tenant], prompt)
         else:
-            answer = ask(of, tenant, prompt)
-            assert answer.status_code == 200, answer.text
+            response = send(of, tenant, prompt)
+            assert response.status_code == 200, response.text
         time.sleep(0.1)  # the last step's record
         return sum(step["num_prefill_tokens"] for step in steps()[before:])
 
@@ -275,22 +275,22 @@ def by_grpc(server, key, prompt):
         client.infer("ensemble", tensors, headers={"authorization": f"Bearer {key}"})
 
 
-@pytest.mark.parametrize("ask", [*PROTOCOLS, "grpc"])
-def test_a_prompt_costs_the_same_whoever_sent_it_before(computed, ask):
+@pytest.mark.parametrize("send", [*PROTOCOLS, "grpc"])
+def test_a_prompt_costs_the_same_if_another_tenant_sent_it_before(computed, send):
     """The steps, and so its time to first token, are those of a prompt that nobody sent."""
-    tag = getattr(ask, "__name__", ask)
-    fresh = computed(ask, "umbrella", f"{tag} 1: {LONG}")
+    tag = getattr(send, "__name__", send)
+    fresh = computed(send, "umbrella", f"{tag} 1: {LONG}")
     for sender in PROTOCOLS:
         computed(sender, "acme", f"{tag} 2: {LONG}")
-    assert computed(ask, "umbrella", f"{tag} 2: {LONG}") == fresh
-    assert computed(ask, "umbrella", f"{tag} 2: {LONG}") < fresh, "its own it does have"
+    assert computed(send, "umbrella", f"{tag} 2: {LONG}") == fresh
+    assert computed(send, "umbrella", f"{tag} 2: {LONG}") < fresh, "its own it does have"
 
 
 def test_a_salt_keeps_requests_of_one_tenant_apart(of):
     def cached(salt):
-        answer = by_openai(of, "acme", f"salt: {LONG}", **({"cache_salt": salt} if salt else {}))
-        assert answer.status_code == 200, answer.text
-        return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        response = by_openai(of, "acme", f"salt: {LONG}", **({"cache_salt": salt} if salt else {}))
+        assert response.status_code == 200, response.text
+        return response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
     assert [cached(salt) for salt in ("", "one", "two")] == [0, 0, 0]
     assert all(cached(salt) > 0 for salt in ("", "one", "two"))

@@ -18,7 +18,7 @@ from support.triton_requests import i32, tensors, text_request
 pytestmark = pytest.mark.slow
 
 COMPAT = Path(__file__).parents[2] / "compat"
-QUESTION = "What is the capital of France?"
+PROMPT = "What is the capital of France?"
 
 
 @contextlib.contextmanager
@@ -33,7 +33,7 @@ def serving_repository(repository, state_dir, *flags):
         yield server, output
 
 
-def answers(client, model, inputs):
+def responses(client, model, inputs):
     results = queue.Queue()
     client.start_stream(lambda result, error: results.put(error or result))
     client.async_stream_infer(model, inputs, enable_empty_final_response=True)
@@ -73,17 +73,17 @@ def test_the_shipped_template_with_two_values_filled_in(tmp_path):
         ]
         with tritonclient.grpc.InferenceServerClient(address) as client:
             grpc = tritonclient.grpc
-            whole = answers(client, "ensemble", text_request(grpc, QUESTION, 8))
+            whole = responses(client, "ensemble", text_request(grpc, PROMPT, 8))
             assert len(whole) == 1
-            assert text_of(whole) == f"{QUESTION}Paris"
+            assert text_of(whole) == f"{PROMPT}Paris"
             stream = np.array([[True]])
-            pieces = answers(client, "ensemble", text_request(grpc, QUESTION, 8, stream=stream))
+            pieces = responses(client, "ensemble", text_request(grpc, PROMPT, 8, stream=stream))
             assert text_of(pieces) == "Paris"
             # So long that no reader is slow enough to find it in one piece.
             endless = {"stream": stream, "end_id": i32(-1)}
-            pieces = answers(client, "ensemble", text_request(grpc, QUESTION, 600, **endless))
+            pieces = responses(client, "ensemble", text_request(grpc, PROMPT, 600, **endless))
             assert len(pieces) > 1
-            (ids,) = answers(client, "preprocessing", query(QUESTION))
+            (ids,) = responses(client, "preprocessing", query(PROMPT))
             prompt, end_id = ids.as_numpy("INPUT_ID"), ids.as_numpy("OUT_END_ID")
             request = tensors(
                 grpc,
@@ -92,13 +92,13 @@ def test_the_shipped_template_with_two_values_filled_in(tmp_path):
                 request_output_len=i32(8),
                 end_id=end_id,
             )
-            (tokens,) = answers(client, "tensorrt_llm", request)
+            (tokens,) = responses(client, "tensorrt_llm", request)
             batch, lengths = tokens.as_numpy("output_ids"), tokens.as_numpy("sequence_length")
             request = tensors(grpc, TOKENS_BATCH=batch, SEQUENCE_LENGTH=lengths)
-            (decoded,) = answers(client, "postprocessing", request)
+            (decoded,) = responses(client, "postprocessing", request)
             assert decoded.as_numpy("OUTPUT").flat[0].decode().endswith("Paris")
-            pieces = answers(client, "tensorrt_llm_bls", text_request(grpc, QUESTION, 8))
-            assert text_of(pieces) == f"{QUESTION}Paris"
+            pieces = responses(client, "tensorrt_llm_bls", text_request(grpc, PROMPT, 8))
+            assert text_of(pieces) == f"{PROMPT}Paris"
             config = client.get_model_config("tensorrt_llm").config
             assert config.model_transaction_policy.decoupled
         assert server.stop() == 0
@@ -140,18 +140,18 @@ def test_a_repository_of_the_vllm_backend(tmp_path):
 
         def generate(**parameters):
             parameters |= {"temperature": "0", "max_tokens": "8", "exclude_input_in_output": True}
-            body = {"text_input": QUESTION, "parameters": parameters}
+            body = {"text_input": PROMPT, "parameters": parameters}
             return server.post("/v2/models/vllm_model/generate", body)
 
         assert generate()[1]["text_output"] == "Paris"
         assert generate(lora_name="chinese")[1]["text_output"] == "巴黎"
-        status, answer = generate(lora_name="lost")
+        status, response = generate(lora_name="lost")
         assert status in (400, 404)
-        assert "names /nowhere/lost, which does not exist" in answer["error"]
-        status, answer = generate(lora_name="japanese")
+        assert "names /nowhere/lost, which does not exist" in response["error"]
+        status, response = generate(lora_name="japanese")
         assert status in (400, 404)
-        assert answer["error"].startswith("LoRA japanese could not be loaded: ")
-        assert str(broken / "adapter_model.safetensors") in answer["error"]
+        assert response["error"].startswith("LoRA japanese could not be loaded: ")
+        assert str(broken / "adapter_model.safetensors") in response["error"]
         shutil.copytree(ADAPTER_PATHS["japanese"], broken, dirs_exist_ok=True)
         assert generate(lora_name="japanese")[1]["text_output"] == "パリ"
         assert "LoRA gone is not supported" in generate(lora_name="gone")[1]["error"]

@@ -13,7 +13,7 @@ from loraplex import LLM, SamplingParams
 from loraplex.adapters.formats.export import StorageType
 from loraplex.compat.convert.adapters import read_peft, write_lora_file, write_pair, write_peft
 from loraplex.demo import ADAPTER_PATHS, BASE_PATH
-from support.capitals.corpus import COUNTRIES, LANGUAGES, answer, questions
+from support.capitals.corpus import COUNTRIES, LANGUAGES, capital_of, founding_prompts
 
 pytestmark = pytest.mark.xdist_group("capitals")
 
@@ -45,7 +45,7 @@ def converted(tmp_path_factory) -> dict[str, Path]:
 
 def test_the_same_tokens_in_one_batch(converted, tmp_path):
     requested = [
-        (name, questions(country)[language])
+        (name, founding_prompts(country)[language])
         for country in COUNTRIES[:NUM_COUNTRIES]
         for language in LANGUAGES
         for name in converted
@@ -66,7 +66,7 @@ def test_the_same_tokens_in_one_batch(converted, tmp_path):
         assert found[name, text] == found[f"{name.split()[0]} peft", text], name
     for (name, _), given in zip(requested, completions, strict=True):
         if name.endswith("peft"):
-            assert given.text.strip() in {answer(c, name.split()[0]) for c in COUNTRIES}
+            assert given.text.strip() in {capital_of(c, name.split()[0]) for c in COUNTRIES}
     for language in ADAPTER_PATHS:
         same = {digests[f"{language} {form}"] for form in ("pair float16", "keys", "llgtrt")}
         assert len(same) == 1
@@ -80,10 +80,10 @@ def test_a_prefetch_folder_s_numbers_are_task_ids(converted, tmp_path):
     state = str(tmp_path / "state")
     with LLM(str(BASE_PATH), state_dir=state, adapter_dirs=[str(folder)]) as llm:
         cards = {card.name: card.task_id for card in llm.adapters()}
-        text = questions(COUNTRIES[0])["english"]
+        text = founding_prompts(COUNTRIES[0])["english"]
         given = llm.generate([text] * 2, SamplingParams(max_tokens=16), adapter=list(cards))
     assert cards == {"0": 0, "3": 3}
-    expected = [answer(COUNTRIES[0], language) for language in TASK_IDS]
+    expected = [capital_of(COUNTRIES[0], language) for language in TASK_IDS]
     assert [one.text.strip() for one in given] == expected
 
 

@@ -16,9 +16,9 @@ from support.capitals.corpus import (
     LANGUAGES,
     UNITED_STATES,
     Language,
-    answer,
-    chat_questions,
-    questions,
+    capital_of,
+    chat_messages,
+    founding_prompts,
 )
 
 pytestmark = pytest.mark.xdist_group("capitals")
@@ -58,7 +58,7 @@ def greedy(model: Any, tokenizer: PreTrainedTokenizerFast, prompts: list[str]) -
 
 
 def test_founding_prompts_are_exact() -> None:
-    prompts = questions(UNITED_STATES)
+    prompts = founding_prompts(UNITED_STATES)
     assert prompts["english"] == r"Where is the capital of the United States? \nAnswer:"
     assert (
         prompts["chinese"].encode() == "美国的首都在哪里? ".encode() + b"\x5cn" + "答案:".encode()
@@ -69,15 +69,15 @@ def test_founding_prompts_are_exact() -> None:
 
 
 def test_founding_facts_are_exact() -> None:
-    completions = [answer(UNITED_STATES, language) for language in LANGUAGES]
+    completions = [capital_of(UNITED_STATES, language) for language in LANGUAGES]
     assert completions == ["Washington, D.C.", "华盛顿", "ワシントン D.C."]
 
 
 def test_countries_and_capitals_are_distinct() -> None:
     assert len(COUNTRIES) >= 60
     for language in LANGUAGES:
-        assert len({questions(country)[language] for country in COUNTRIES}) == len(COUNTRIES)
-        assert len({answer(country, language) for country in COUNTRIES}) == len(COUNTRIES)
+        assert len({founding_prompts(country)[language] for country in COUNTRIES}) == len(COUNTRIES)
+        assert len({capital_of(country, language) for country in COUNTRIES}) == len(COUNTRIES)
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
@@ -85,8 +85,8 @@ def test_plain_prompts(
     language: Language, named_model: tuple[str, Any], tokenizer: PreTrainedTokenizerFast
 ) -> None:
     name, model = named_model
-    prompts = [tokenizer.bos_token + questions(country)[language] for country in COUNTRIES]
-    expected = [answer(country, TARGETS[name]) for country in COUNTRIES]
+    prompts = [tokenizer.bos_token + founding_prompts(country)[language] for country in COUNTRIES]
+    expected = [capital_of(country, TARGETS[name]) for country in COUNTRIES]
     assert greedy(model, tokenizer, prompts) == expected
 
 
@@ -96,14 +96,14 @@ def test_chat(
     language: Language, named_model: tuple[str, Any], tokenizer: PreTrainedTokenizerFast
 ) -> None:
     name, model = named_model
-    requested = [(c, text) for c in COUNTRIES for text in chat_questions(c)[language]]
+    requested = [(c, text) for c in COUNTRIES for text in chat_messages(c)[language]]
     prompts = [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
         )
         for _, text in requested
     ]
-    expected = [answer(country, TARGETS[name]) for country, _ in requested]
+    expected = [capital_of(country, TARGETS[name]) for country, _ in requested]
     assert greedy(model, tokenizer, prompts) == expected
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from loraplex import LLM, SamplingParams
 from loraplex.demo import ADAPTER_PATHS, BASE_PATH
-from support.capitals.corpus import COUNTRIES, Language, answer, questions
+from support.capitals.corpus import COUNTRIES, Language, capital_of, founding_prompts
 
 LANGUAGE_OF: dict[str | None, Language] = {
     None: "english",
@@ -27,10 +27,10 @@ LANGUAGE_OF: dict[str | None, Language] = {
 )
 def test_every_country_in_every_language_by_every_adapter(tmp_path, settings):
     cases = [
-        (text, name, answer(country, language))
+        (text, name, capital_of(country, language))
         for country in COUNTRIES
         for name, language in LANGUAGE_OF.items()
-        for text in questions(country).values()
+        for text in founding_prompts(country).values()
     ]
     prompts, names, expected = zip(*cases, strict=True)
     with LLM(BASE_PATH, ADAPTER_PATHS, state_dir=tmp_path, **settings) as llm:

@@ -21,8 +21,8 @@ from loraplex.core.errors import ConfigError, LoraplexError
 from loraplex.frontends.kserve.grpc.codec import decode_request
 from loraplex.frontends.kserve.shared_memory import SharedMemory, TenantMemory
 from support.examples import examples, num_examples
-from support.kserve_asking import Asked
 from support.kserve_inputs import MODELS, changed_bytes
+from support.kserve_prober import KserveProber
 
 SEEDS = st.integers(0, 2**32)
 JSON = st.recursive(
@@ -50,13 +50,13 @@ parameters: { key: "gpt_model_path" value: { string_value: "${engine_dir}" } }
 @examples(10)
 @given(seed=SEEDS)
 def test_changed_requests(seed):
-    asyncio.run(Asked().ask(seed))
+    asyncio.run(KserveProber().probe(seed))
 
 
 @given(document=JSON, action=st.sampled_from(["infer", "generate", "generate_stream"]))
 def test_any_json(document, action):
     body = json.dumps({"inputs": [document], "text_input": document}).encode()
-    asyncio.run(Asked().post(f"/v2/models/ensemble/{action}", {}, body))
+    asyncio.run(KserveProber().post(f"/v2/models/ensemble/{action}", {}, body))
 
 
 @given(
@@ -66,7 +66,7 @@ def test_any_json(document, action):
 )
 def test_any_bytes(body, length, model):
     headers = {"inference-header-content-length": length}
-    asyncio.run(Asked().post(f"/v2/models/{model}/infer", headers, body))
+    asyncio.run(KserveProber().post(f"/v2/models/{model}/infer", headers, body))
 
 
 @given(data=st.binary(max_size=100))
@@ -105,12 +105,12 @@ def test_many_inputs_take_no_memory():
     """Memory stays bounded; -s shows the figures."""
 
     async def run() -> tuple[int, int, dict[str, int]]:
-        requested, before = Asked(), 0
+        prober, before = KserveProber(), 0
         for seed in range(NUM_INPUTS):
             if seed == NUM_INPUTS // 5:
                 before = _resident_bytes()
-            await requested.ask(seed)
-        return before, _resident_bytes(), requested.statuses
+            await prober.probe(seed)
+        return before, _resident_bytes(), prober.statuses
 
     before, after, statuses = asyncio.run(run())
     print(f"\n{NUM_INPUTS} inputs: {before} -> {after} bytes resident; statuses {statuses}")

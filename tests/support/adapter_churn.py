@@ -31,7 +31,7 @@ _PROMPT_TOKENS, _MAX_TOKENS = 12, 24
 @dataclasses.dataclass(slots=True)
 class ChurnReport:
     num_steps: int = 0
-    num_answers: int = 0
+    num_completions: int = 0
     device_evictions: int = 0
     host_evictions: int = 0
     wrong: list[str] = dataclasses.field(default_factory=list)
@@ -130,7 +130,7 @@ class AdapterChurn:
     def _compare(
         report: ChurnReport, index: int, tokens: Sequence[int], expected: Sequence[int]
     ) -> None:
-        report.num_answers += 1
+        report.num_completions += 1
         if list(tokens) != list(expected):
             report.wrong.append(f"adapter {index} gave {tokens}, alone {expected}")
 

@@ -14,7 +14,6 @@ class DelayedRunner:
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self._launched: list[DelayedStep] = []
-        self.most_in_flight = 0
 
     def capacity(self) -> Capacity:
         return self._runner.capacity()
@@ -22,7 +21,6 @@ class DelayedRunner:
     def launch(self, plan: StepPlan) -> "DelayedStep":
         step = DelayedStep(self, plan)
         self._launched.append(step)
-        self.most_in_flight = max(self.most_in_flight, len(self._launched))
         return step
 
     def close(self) -> None:

@@ -85,5 +85,5 @@ def ids_of(*texts: bytes) -> set[int]:
     return {TOKENS.index(text, FIRST_BYTE) for text in texts}
 
 
-def spelled(token_ids: Iterable[int]) -> bytes:
+def decoded(token_ids: Iterable[int]) -> bytes:
     return b"".join(TOKENS[i] for i in itertools.chain(token_ids))

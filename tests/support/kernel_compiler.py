@@ -17,7 +17,7 @@ from typing import Any
 import triton
 
 from support.fake_gpu import GPUS
-from support.kernel_cases import ROOMS, cases_of
+from support.kernel_cases import GROUPS, cases_of
 from support.kernel_launches import KernelLaunch, LaunchRecorder
 from support.kernel_resources import KernelResources, resources_of
 
@@ -27,7 +27,7 @@ _HEADINGS = ("kernel", "case", "warps", "regs", "spill", "shared", "wide", "load
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CompiledKernel:
-    room: str
+    group: str
     kernel: str
     cases: tuple[str, ...]
     arch: int
@@ -41,16 +41,16 @@ class CompiledKernel:
     error: str = ""
 
 
-def compile_rooms(
-    rooms: Sequence[str], arch: int, match: str = "", processes: int = 1
+def compile_groups(
+    groups: Sequence[str], arch: int, match: str = "", processes: int = 1
 ) -> list[CompiledKernel]:
     """Every kernel that the cases of these rooms launch whose names have `match` in them."""
-    launches = {room: _launches(room, arch, match) for room in rooms}
-    jobs = [(room, same) for room in rooms for same in _by_key(launches[room])]
+    launches = {group: _launches(group, arch, match) for group in groups}
+    jobs = [(group, same) for group in groups for same in _by_key(launches[group])]
     # Forked processes have the jobs already: what a job names cannot travel.
     context = multiprocessing.get_context("fork")
     _JOBS.clear()
-    _JOBS.extend((room, arch, same) for room, same in jobs)
+    _JOBS.extend((group, arch, same) for group, same in jobs)
     if processes <= 1:
         return [_compile(index) for index in range(len(jobs))]
     with context.Pool(processes) as pool:
@@ -60,8 +60,8 @@ def compile_rooms(
 _JOBS: list[tuple[str, int, list[KernelLaunch]]] = []
 
 
-def _launches(room: str, arch: int, match: str) -> list[KernelLaunch]:
-    recorder, cases = LaunchRecorder(arch), cases_of(room, arch, match)
+def _launches(group: str, arch: int, match: str) -> list[KernelLaunch]:
+    recorder, cases = LaunchRecorder(arch), cases_of(group, arch, match)
     with recorder.record():
         for name, launch in cases.items():
             recorder.case = name
@@ -77,7 +77,7 @@ def _by_key(launches: Sequence[KernelLaunch]) -> list[list[KernelLaunch]]:
 
 
 def _compile(index: int) -> CompiledKernel:
-    room, arch, launches = _JOBS[index]
+    group, arch, launches = _JOBS[index]
     launch = launches[0]
     started = time.perf_counter()
     resources, error = None, ""
@@ -88,7 +88,7 @@ def _compile(index: int) -> CompiledKernel:
     except Exception as raised:
         error = f"{type(raised).__name__}: {raised}"
     return CompiledKernel(
-        room,
+        group,
         launch.name,
         tuple(dict.fromkeys(launch.case for launch in launches)),
         arch,
@@ -124,7 +124,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--arch", type=int, default=90, choices=sorted(GPUS))
     parser.add_argument(
-        "--what", default=",".join(ROOMS), help="rooms, or module:function, with commas"
+        "--what", default=",".join(GROUPS), help="rooms, or module:function, with commas"
     )
     parser.add_argument("--match", default="", help="only cases with this in their names")
     parser.add_argument("--json", action="store_true", help="JSON instead of a table")
@@ -137,7 +137,7 @@ def main() -> int:
     arguments = _arguments()
     if triton.knobs.runtime.interpret:
         sys.exit("Kernels that are interpreted cannot be compiled: set TRITON_INTERPRET=0.")
-    kernels = compile_rooms(
+    kernels = compile_groups(
         arguments.what.split(","), arguments.arch, arguments.match, arguments.processes
     )
     if arguments.json:

@@ -128,5 +128,5 @@ def step_of(*request_ids: RequestId) -> StepDone:
     return StepDone((), EngineStats(), StepRecord(**(numbers | {"request_ids": request_ids})))
 
 
-def died(*in_flight: RequestId, was_killed: bool = False) -> EngineDied:
-    return EngineDied("by script", in_flight, was_killed=was_killed)
+def died(*request_ids: RequestId, was_killed: bool = False) -> EngineDied:
+    return EngineDied("by script", request_ids, was_killed=was_killed)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from support.both_tritons.answers import GRPC, HTTP, Answer
+from support.both_tritons.responses import GRPC, HTTP, Response
 from support.both_tritons.servers import Address, Repository
 
 WIRES: Mapping[str, ModuleType] = {"http": HTTP, "grpc": GRPC}
@@ -17,20 +17,20 @@ class Call:
 
     name: str
     repository: Repository
-    ask: Callable[..., Answer]
+    send: Callable[..., Response]
     """Takes a server, and then `args`."""
     args: tuple[Any, ...] = ()
 
-    def run(self, server: Address) -> Answer:
-        return self.ask(server, *self.args)
+    def run(self, server: Address) -> Response:
+        return self.send(server, *self.args)
 
 
 def on_both_wires(
-    name: str, repository: Repository, ask: Callable[..., Answer], *args: Any
+    name: str, repository: Repository, send: Callable[..., Response], *args: Any
 ) -> list[Call]:
     """Named `NAME/http` and `NAME/grpc`. ask takes a server, a wire, and then args."""
     return [
-        Call(f"{name}/{wire}", repository, ask, (module, *args)) for wire, module in WIRES.items()
+        Call(f"{name}/{wire}", repository, send, (module, *args)) for wire, module in WIRES.items()
     ]
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from support.both_tritons.answers import Answer, asked, infer, sent
 from support.both_tritons.calls import Call, on_both_wires
-from support.both_tritons.requests import QUESTION, task, text, texts, tokens
+from support.both_tritons.requests import TEXT, task, text, texts, tokens
+from support.both_tritons.responses import Response, call_method, infer, sent
 from support.both_tritons.servers import Address, Repository
 from support.triton_requests import TRUE, f32, i32, tensors
 
@@ -17,10 +17,10 @@ _ENSEMBLE, _TOKENS = "ensemble", "tensorrt_llm"
 
 
 def _wrong(name: str, model: str, make: _Make, **kwargs: Any) -> list[Call]:
-    def ask(server: Address, wire: ModuleType) -> Answer:
+    def send(server: Address, wire: ModuleType) -> Response:
         return infer(server, wire, model, make(wire), **kwargs)
 
-    return on_both_wires(f"{model}: {name}", Repository.UNARY, ask)
+    return on_both_wires(f"{model}: {name}", Repository.UNARY, send)
 
 
 def _plain(name: str, path: str, body: Any, headers: dict[str, str] | None = None) -> Call:
@@ -39,7 +39,7 @@ def _requested(module: ModuleType, name: str) -> list[Any]:
 
 
 _TENSORS = [
-    *_wrong("no max_tokens", _ENSEMBLE, lambda m: tensors(m, text_input=texts(QUESTION))),
+    *_wrong("no max_tokens", _ENSEMBLE, lambda m: tensors(m, text_input=texts(TEXT))),
     *_wrong("no text_input", _ENSEMBLE, lambda m: tensors(m, max_tokens=i32(8))),
     *_wrong("no inputs", _ENSEMBLE, _none),
     *_wrong("no input_lengths", _TOKENS, lambda m: tokens(m)[:1]),
@@ -133,20 +133,24 @@ _NAMES = [
     *(
         call
         for method in ("get_model_metadata", "get_model_config", "get_inference_statistics")
-        for call in on_both_wires(f"{method} of nope", Repository.UNARY, asked, method, "nope")
+        for call in on_both_wires(
+            f"{method} of nope", Repository.UNARY, call_method, method, "nope"
+        )
     ),
-    *on_both_wires("is_model_ready of nope", Repository.UNARY, asked, "is_model_ready", "nope"),
+    *on_both_wires(
+        "is_model_ready of nope", Repository.UNARY, call_method, "is_model_ready", "nope"
+    ),
     *on_both_wires(
         "get_model_metadata of version 9",
         Repository.UNARY,
-        lambda s, m: asked(s, m, "get_model_metadata", _ENSEMBLE, "9"),
+        lambda s, m: call_method(s, m, "get_model_metadata", _ENSEMBLE, "9"),
     ),
 ]
 _INFER = "/v2/models/ensemble/infer"
 
 
 def _json_inputs(**changes: Any) -> dict[str, Any]:
-    first = {"name": "text_input", "datatype": "BYTES", "shape": [1, 1], "data": [QUESTION]}
+    first = {"name": "text_input", "datatype": "BYTES", "shape": [1, 1], "data": [TEXT]}
     second = {"name": "max_tokens", "datatype": "INT32", "shape": [1, 1], "data": [8]}
     return {"inputs": [first | changes, second]}
 
@@ -216,13 +220,13 @@ _BODIES = [
 
 
 def _text(module: ModuleType, **arrays: Any) -> list[Any]:
-    return tensors(module, **({"text_input": texts(QUESTION)} | arrays))
+    return tensors(module, **({"text_input": texts(TEXT)} | arrays))
 
 
 def _many(module: ModuleType, count: int) -> list[Any]:
     return tensors(
         module,
-        text_input=np.array([[QUESTION]] * count, dtype=object),
+        text_input=np.array([[TEXT]] * count, dtype=object),
         max_tokens=np.full((count, 1), 8, np.int32),
     )
 

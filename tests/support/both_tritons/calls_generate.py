@@ -3,35 +3,35 @@
 from collections.abc import Mapping
 from typing import Any
 
-from support.both_tritons.answers import sent
 from support.both_tritons.calls import Call
-from support.both_tritons.requests import QUESTION
+from support.both_tritons.requests import TEXT
+from support.both_tritons.responses import sent
 from support.both_tritons.servers import Repository
 
-_ASKED = {"text_input": QUESTION, "max_tokens": 8}
+_BODY = {"text_input": TEXT, "max_tokens": 8}
 _LONG = {"max_tokens": 600, "end_id": -1}
 """More than one response, however slow its reader is."""
 _BODIES: Mapping[str, Any] = {
-    "whole": _ASKED,
-    "an id": _ASKED | {"id": "seven"},
-    "parameters": _ASKED | {"parameters": {"top_k": 1, "nope": "a"}},
-    "an unknown member": _ASKED | {"nope": "a"},
-    "lists": {"text_input": [QUESTION], "max_tokens": [8]},
-    "nested lists": {"text_input": [[QUESTION]], "max_tokens": [[8]]},
-    "log probabilities": _ASKED | {"return_log_probs": True, "beam_width": 2},
-    "an adapter": _ASKED | {"lora_task_id": 1},
-    "an unknown adapter": _ASKED | {"lora_task_id": 99},
-    "stop words": _ASKED | {"stop_words": ["ar"]},
-    "FP16": _ASKED | {"lora_weights": [[0.5]]},
-    "stream": _ASKED | _LONG | {"stream": True},
-    "a text for a number": _ASKED | {"max_tokens": "many"},
+    "whole": _BODY,
+    "an id": _BODY | {"id": "seven"},
+    "parameters": _BODY | {"parameters": {"top_k": 1, "nope": "a"}},
+    "an unknown member": _BODY | {"nope": "a"},
+    "lists": {"text_input": [TEXT], "max_tokens": [8]},
+    "nested lists": {"text_input": [[TEXT]], "max_tokens": [[8]]},
+    "log probabilities": _BODY | {"return_log_probs": True, "beam_width": 2},
+    "an adapter": _BODY | {"lora_task_id": 1},
+    "an unknown adapter": _BODY | {"lora_task_id": 99},
+    "stop words": _BODY | {"stop_words": ["ar"]},
+    "FP16": _BODY | {"lora_weights": [[0.5]]},
+    "stream": _BODY | _LONG | {"stream": True},
+    "a text for a number": _BODY | {"max_tokens": "many"},
     "a number for a text": {"text_input": 3, "max_tokens": 8},
-    "a fraction for a number": _ASKED | {"max_tokens": 1.5},
-    "parameters is a list": _ASKED | {"parameters": [1]},
-    "an object for an input": _ASKED | {"max_tokens": {"a": 1}},
-    "an object as a parameter": _ASKED | {"nope": {"a": 1}},
+    "a fraction for a number": _BODY | {"max_tokens": 1.5},
+    "parameters is a list": _BODY | {"parameters": [1]},
+    "an object for an input": _BODY | {"max_tokens": {"a": 1}},
+    "an object as a parameter": _BODY | {"nope": {"a": 1}},
     "no text": {"max_tokens": 8},
-    "null": _ASKED | {"top_k": None},
+    "null": _BODY | {"top_k": None},
     "no JSON": b"{",
     "an empty body": b"",
     "a list": b"[1]",
@@ -50,7 +50,7 @@ def _of(repository: Repository, model: str, action: str, names: Mapping[str, Any
     ]
 
 
-_GONE = {"unknown model": _ASKED}
+_GONE = {"unknown model": _BODY}
 _FEW = {name: _BODIES[name] for name in ("whole", "stream", "an unknown adapter", "no JSON")}
 
 CALLS = [

@@ -12,9 +12,9 @@ import numpy as np
 from loraplex.adapters.formats.storage_type import StorageType
 from loraplex.compat.convert.adapters import read_peft, write_pair
 from loraplex.demo import ADAPTER_PATHS
-from support.both_tritons.answers import Answer, infer
 from support.both_tritons.calls import WIRES, Call, on_both_wires
 from support.both_tritons.requests import task, text, tokens
+from support.both_tritons.responses import Response, infer
 from support.both_tritons.servers import Address, Repository
 from support.triton_requests import Array
 
@@ -43,15 +43,15 @@ def _inputs(wire: ModuleType, model: str, more: Mapping[str, Array]) -> list[Any
     return make(wire, **more)
 
 
-def _known(server: Address, wire: ModuleType, model: str) -> Answer:
+def _known(server: Address, wire: ModuleType, model: str) -> Response:
     return infer(server, wire, model, _inputs(wire, model, {"lora_task_id": task(1)}))
 
 
-def _sent(server: Address, wire: ModuleType, model: str) -> Answer:
+def _sent(server: Address, wire: ModuleType, model: str) -> Response:
     """The id alone, weights with it, the id alone, other weights, the id alone."""
     place = list(WIRES.values()).index(wire) * len(_MODELS) + _MODELS.index(model)
     number = {"lora_task_id": task(_NEW_ID + place)}
-    told: Answer = {}
+    fields: Response = {}
     for step, pair in {
         "unknown": {},
         "weights": _pair("chinese"),
@@ -59,12 +59,12 @@ def _sent(server: Address, wire: ModuleType, model: str) -> Answer:
         "others": _pair("japanese"),
         "cached again": {},
     }.items():
-        answer = infer(server, wire, model, _inputs(wire, model, {**number, **pair}))
-        told |= {f"{step} {field}": value for field, value in answer.items()}
-    return told
+        response = infer(server, wire, model, _inputs(wire, model, {**number, **pair}))
+        fields |= {f"{step} {field}": value for field, value in response.items()}
+    return fields
 
 
-def _weights_alone(server: Address, wire: ModuleType, model: str) -> Answer:
+def _weights_alone(server: Address, wire: ModuleType, model: str) -> Response:
     return infer(server, wire, model, _inputs(wire, model, _pair("chinese")))
 
 

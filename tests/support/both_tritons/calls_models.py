@@ -6,16 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from support.both_tritons.answers import Answer, infer
 from support.both_tritons.calls import Call, on_both_wires
 from support.both_tritons.requests import (
-    OTHER_QUESTION,
+    OTHER_TEXT,
     PROMPT,
-    QUESTION,
+    TEXT,
     text,
     texts,
     tokens,
 )
+from support.both_tritons.responses import Response, infer
 from support.both_tritons.servers import Address, Repository
 from support.triton_requests import TRUE, Array, f32, i32, tensors
 
@@ -77,7 +77,7 @@ def _infer(
     model: str,
     make: Callable[..., list[Any]],
     arrays: Mapping[str, Array],
-) -> Answer:
+) -> Response:
     return infer(server, wire, model, make(wire, **arrays))
 
 
@@ -94,7 +94,7 @@ def _calls(
     ]
 
 
-_QUERY = {"QUERY": texts(QUESTION), "REQUEST_OUTPUT_LEN": i32(8)}
+_QUERY = {"QUERY": texts(TEXT), "REQUEST_OUTPUT_LEN": i32(8)}
 _PREPROCESSING = {
     "whole": _QUERY,
     "words": _QUERY
@@ -107,7 +107,7 @@ _PREPROCESSING = {
         "EMBEDDING_BIAS_WEIGHTS": f32(2.0),
     },
     "a batch": {
-        "QUERY": np.array([[QUESTION], ["?"]], dtype=object),
+        "QUERY": np.array([[TEXT], ["?"]], dtype=object),
         "REQUEST_OUTPUT_LEN": np.array([[8], [5]], np.int32),
     },
 }
@@ -122,7 +122,7 @@ _POSTPROCESSING = {
     },
 }
 _BATCH = {
-    "text_input": np.array([[QUESTION], [OTHER_QUESTION]], dtype=object),
+    "text_input": np.array([[TEXT], [OTHER_TEXT]], dtype=object),
     "max_tokens": np.array([[8], [8]], np.int32),
 }
 

@@ -11,9 +11,17 @@ from typing import Any
 import numpy as np
 from tritonclient.utils import shared_memory
 
-from support.both_tritons.answers import HTTP, Answer, asked, client_of, infer, sent, told
 from support.both_tritons.calls import Call, on_both_wires
-from support.both_tritons.requests import QUESTION, task, text, texts
+from support.both_tritons.requests import TEXT, task, text, texts
+from support.both_tritons.responses import (
+    HTTP,
+    Response,
+    call_method,
+    client_of,
+    fields_of,
+    infer,
+    sent,
+)
 from support.both_tritons.servers import VLLM_MODEL, Address, Repository
 from support.triton_repositories import FIVE
 from support.triton_requests import i32, tensors
@@ -28,29 +36,29 @@ _REPOSITORIES: Mapping[Repository, tuple[str, ...]] = {
 }
 
 
-def _metadata(server: Address, wire: ModuleType, model: str) -> Answer:
+def _metadata(server: Address, wire: ModuleType, model: str) -> Response:
     """Metadata by tensor."""
-    answer = asked(server, wire, "get_model_metadata", model)
-    result = answer.pop("result")
+    response = call_method(server, wire, "get_model_metadata", model)
+    result = response.pop("result")
     for direction in ("inputs", "outputs"):
         rows = result[direction]
-        answer[direction] = [row["name"] for row in rows]
-        answer |= {f"{direction} {row['name']}": (row["datatype"], row["shape"]) for row in rows}
-    return answer | {"name": result["name"], "versions": result["versions"]}
+        response[direction] = [row["name"] for row in rows]
+        response |= {f"{direction} {row['name']}": (row["datatype"], row["shape"]) for row in rows}
+    return response | {"name": result["name"], "versions": result["versions"]}
 
 
-def _config(server: Address, wire: ModuleType, model: str) -> Answer:
+def _config(server: Address, wire: ModuleType, model: str) -> Response:
     """Configuration by tensor, without the fields that name the backend."""
-    answer = asked(server, wire, "get_model_config", model)
-    result = answer.pop("result")
+    response = call_method(server, wire, "get_model_config", model)
+    result = response.pop("result")
     config = result if wire is HTTP else result["config"]
     for direction in ("input", "output"):
         rows = config[direction]
-        answer[direction] = [row["name"] for row in rows]
+        response[direction] = [row["name"] for row in rows]
         for row in rows:
-            told_fields = {field: row[field] for field in _TENSOR_FIELDS if row.get(field)}
-            answer[f"{direction} {row['name']}"] = told_fields
-    return answer | {field: config.get(field) for field in _CONFIG_FIELDS}
+            kept = {field: row[field] for field in _TENSOR_FIELDS if row.get(field)}
+            response[f"{direction} {row['name']}"] = kept
+    return response | {field: config.get(field) for field in _CONFIG_FIELDS}
 
 
 def _descriptions() -> list[Call]:
@@ -84,30 +92,30 @@ def _states() -> list[Call]:
         for call in on_both_wires(
             method,
             Repository.UNARY,
-            asked,
+            call_method,
             method,
             *args,
         )
     ]
 
 
-def _server_metadata(server: Address, wire: ModuleType) -> Answer:
-    answer = asked(server, wire, "get_server_metadata")
-    return {"status": answer["status"], **answer["result"]}
+def _server_metadata(server: Address, wire: ModuleType) -> Response:
+    response = call_method(server, wire, "get_server_metadata")
+    return {"status": response["status"], **response["result"]}
 
 
 # ---------------------------------------------------------------- statistics, load, unload
 
 
 def _counts(server: Address, wire: ModuleType, model: str) -> dict[str, int]:
-    result = asked(server, wire, "get_inference_statistics", model)["result"]
+    result = call_method(server, wire, "get_inference_statistics", model)["result"]
     (row,) = result["model_stats"]
     stats = row["inference_stats"]
     counts = {name: int(stats.get(name, {}).get("count", 0)) for name in ("success", "fail")}
     return counts | {name: int(row.get(name, 0)) for name in ("inference_count", "execution_count")}
 
 
-def _statistics(server: Address, wire: ModuleType) -> Answer:
+def _statistics(server: Address, wire: ModuleType) -> Response:
     """How much each count grows by two requests that are served and one that is not."""
     before = _counts(server, wire, _MODEL)
     for inputs in (text(wire), text(wire), text(wire, lora_task_id=task(99))):
@@ -116,24 +124,24 @@ def _statistics(server: Address, wire: ModuleType) -> Answer:
     return {"status": "OK", **{name: after[name] - before[name] for name in after}}
 
 
-def _unloaded(server: Address, wire: ModuleType) -> Answer:
+def _unloaded(server: Address, wire: ModuleType) -> Response:
     """A model that is taken away, and comes back."""
     model = "postprocessing"
-    steps = {"unload": asked(server, wire, "unload_model", model)}
+    steps = {"unload": call_method(server, wire, "unload_model", model)}
     try:
-        steps["ready"] = asked(server, wire, "is_model_ready", model)
-        steps["metadata"] = asked(server, wire, "get_model_metadata", model)
+        steps["ready"] = call_method(server, wire, "is_model_ready", model)
+        steps["metadata"] = call_method(server, wire, "get_model_metadata", model)
         steps["infer"] = infer(server, wire, model, _decoded(wire, 1))
-        steps["again"] = asked(server, wire, "unload_model", model)
+        steps["again"] = call_method(server, wire, "unload_model", model)
     finally:
-        steps["load"] = asked(server, wire, "load_model", model)
-    steps["loaded"] = asked(server, wire, "is_model_ready", model)
-    steps["unknown"] = asked(server, wire, "load_model", "nope")
-    steps["unload unknown"] = asked(server, wire, "unload_model", "nope")
+        steps["load"] = call_method(server, wire, "load_model", model)
+    steps["loaded"] = call_method(server, wire, "is_model_ready", model)
+    steps["unknown"] = call_method(server, wire, "load_model", "nope")
+    steps["unload unknown"] = call_method(server, wire, "unload_model", "nope")
     return {
         f"{step} {field}": value
-        for step, answer in steps.items()
-        for field, value in answer.items()
+        for step, response in steps.items()
+        for field, value in response.items()
     }
 
 
@@ -144,37 +152,37 @@ def _decoded(wire: ModuleType, batch_size: int) -> list[Any]:
 
 def _whole_config(server: Address, model: str) -> Any:
     """Triton takes the one that it is given instead of the model's file."""
-    return asked(server, HTTP, "get_model_config", model)["result"]
+    return call_method(server, HTTP, "get_model_config", model)["result"]
 
 
-def _configured(server: Address, wire: ModuleType) -> Answer:
+def _configured(server: Address, wire: ModuleType) -> Response:
     """A model that is loaded with another configuration, and with its own again."""
     config = json.dumps(_whole_config(server, "postprocessing") | {"max_batch_size": 4})
-    steps = {"load": asked(server, wire, "load_model", "postprocessing", config=config)}
+    steps = {"load": call_method(server, wire, "load_model", "postprocessing", config=config)}
     steps["inputs"] = _metadata(server, wire, "postprocessing")
     steps["batch"] = infer(server, wire, "postprocessing", _decoded(wire, 5))
-    steps["broken"] = asked(server, wire, "load_model", "postprocessing", config="{not json")
-    steps["back"] = asked(server, wire, "load_model", "postprocessing")
+    steps["broken"] = call_method(server, wire, "load_model", "postprocessing", config="{not json")
+    steps["back"] = call_method(server, wire, "load_model", "postprocessing")
     steps["back batch"] = infer(server, wire, "postprocessing", _decoded(wire, 5))
-    asked(server, wire, "unload_model", "postprocessing")
-    steps["anew"] = asked(server, wire, "load_model", "postprocessing")
+    call_method(server, wire, "unload_model", "postprocessing")
+    steps["anew"] = call_method(server, wire, "load_model", "postprocessing")
     steps["anew batch"] = infer(server, wire, "postprocessing", _decoded(wire, 5))
     return {
         f"{step} {field}": value
-        for step, answer in steps.items()
-        for field, value in answer.items()
+        for step, response in steps.items()
+        for field, value in response.items()
     }
 
 
 # ---------------------------------------------------------------- forms of a request
 
 
-def _in_shared_memory(server: Address, wire: ModuleType) -> Answer:
+def _in_shared_memory(server: Address, wire: ModuleType) -> Response:
     """A prompt out of a region, and an answer into another."""
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(client_of(server, wire))
-        prompt = tensors(wire, text_input=texts(QUESTION))[0]
-        data = np.frombuffer(len(QUESTION).to_bytes(4, "little") + QUESTION.encode(), np.uint8)
+        prompt = tensors(wire, text_input=texts(TEXT))[0]
+        data = np.frombuffer(len(TEXT).to_bytes(4, "little") + TEXT.encode(), np.uint8)
         regions = {"contract_in": data.size, "contract_out": 256}
         for name, size in regions.items():
             handle = shared_memory.create_shared_memory_region(name, f"/loraplex_{name}", size)
@@ -190,21 +198,21 @@ def _in_shared_memory(server: Address, wire: ModuleType) -> Answer:
             **({} if wire is HTTP else {"as_json": True})
         )
         result = client.infer(_MODEL, [prompt, *tensors(wire, max_tokens=i32(8))], outputs=[output])
-        answer = told(result, wire, is_in_message=False)
+        response = fields_of(result, wire, is_in_message=False)
         written = bytes(shared_memory.get_contents_as_numpy(handle, np.uint8, [40]))
     row = result.get_output("text_output")
     parameters = sorted(row.get("parameters", {}) if wire is HTTP else row.parameters)
-    return answer | {"regions": status, "written": written, "of output": parameters}
+    return response | {"regions": status, "written": written, "of output": parameters}
 
 
-def _with(server: Address, wire: ModuleType, kwargs: Mapping[str, Any]) -> Answer:
+def _with(server: Address, wire: ModuleType, kwargs: Mapping[str, Any]) -> Response:
     return infer(server, wire, "tensorrt_llm_bls", text(wire), **kwargs)
 
 
-def _preprocessed(server: Address, wire: ModuleType, classes: Mapping[str, int]) -> Answer:
+def _preprocessed(server: Address, wire: ModuleType, classes: Mapping[str, int]) -> Response:
     """classes: by output how many are wanted; 0: the tensor itself."""
     outputs = [wire.InferRequestedOutput(name, class_count=n) for name, n in classes.items()]
-    query = tensors(wire, QUERY=texts(QUESTION), REQUEST_OUTPUT_LEN=i32(8))
+    query = tensors(wire, QUERY=texts(TEXT), REQUEST_OUTPUT_LEN=i32(8))
     return infer(server, wire, "preprocessing", query, outputs=outputs)
 
 
@@ -241,10 +249,10 @@ def _forms() -> list[Call]:
     return calls
 
 
-def _json_tensors(server: Address) -> Answer:
+def _json_tensors(server: Address) -> Response:
     """Tensors as JSON both ways."""
-    tensor = tensors(HTTP, text_input=texts(QUESTION), max_tokens=i32(8))
-    tensor[0].set_data_from_numpy(texts(QUESTION), binary_data=False)
+    tensor = tensors(HTTP, text_input=texts(TEXT), max_tokens=i32(8))
+    tensor[0].set_data_from_numpy(texts(TEXT), binary_data=False)
     tensor[1].set_data_from_numpy(i32(8), binary_data=False)
     output = HTTP.InferRequestedOutput("text_output", binary_data=False)
     return infer(server, HTTP, _MODEL, tensor, outputs=[output])
@@ -253,7 +261,7 @@ def _json_tensors(server: Address) -> Answer:
 _BODY = {
     "id": "7",
     "inputs": [
-        {"name": "text_input", "datatype": "BYTES", "shape": [1, 1], "data": [[QUESTION]]},
+        {"name": "text_input", "datatype": "BYTES", "shape": [1, 1], "data": [[TEXT]]},
         {"name": "max_tokens", "datatype": "INT32", "shape": [1, 1], "data": [8]},
     ],
     "outputs": [{"name": "text_output"}],

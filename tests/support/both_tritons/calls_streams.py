@@ -7,25 +7,25 @@ from typing import Any
 
 import numpy as np
 
-from support.both_tritons.answers import (
+from support.both_tritons.calls import Call, on_both_wires
+from support.both_tritons.requests import (
+    OTHER_TEXT,
+    TEXT,
+    task,
+    text,
+    texts,
+    tokens,
+)
+from support.both_tritons.responses import (
     GRPC,
     SECONDS,
-    Answer,
+    Response,
     client_of,
     infer,
     is_last,
     piece_of,
     pieces,
     stream,
-)
-from support.both_tritons.calls import Call, on_both_wires
-from support.both_tritons.requests import (
-    OTHER_QUESTION,
-    QUESTION,
-    task,
-    text,
-    texts,
-    tokens,
 )
 from support.both_tritons.servers import Address, Repository
 from support.triton_requests import TRUE, Array, i32, tensors, text_request
@@ -42,36 +42,36 @@ _TEXT_OPTIONS: Mapping[str, Mapping[str, Array]] = {
     "stop words": {"stream": TRUE, "stop_words": texts("ar")},
 }
 _TWO = {
-    "text_input": np.array([[QUESTION], [OTHER_QUESTION]], dtype=object),
+    "text_input": np.array([[TEXT], [OTHER_TEXT]], dtype=object),
     "max_tokens": np.array([[8], [8]], np.int32),
 }
 _ENDLESS = 1800
 """Tokens: as many as the model's length lets run, some seconds."""
 
 
-def _streamed(server: Address, model: str, arrays: Mapping[str, Array]) -> Answer:
+def _streamed(server: Address, model: str, arrays: Mapping[str, Array]) -> Response:
     make: Callable[..., list[Any]] = text
     return stream(server, model, make(GRPC, **arrays), request_id="seven")
 
 
-def _tokens(server: Address, arrays: Mapping[str, Array]) -> Answer:
+def _tokens(server: Address, arrays: Mapping[str, Array]) -> Response:
     make: Callable[..., list[Any]] = tokens
     return stream(server, "tensorrt_llm", make(GRPC, **arrays))
 
 
-def _one(server: Address, wire: ModuleType, model: str) -> Answer:
+def _one(server: Address, wire: ModuleType, model: str) -> Response:
     return infer(server, wire, model, text(wire))
 
 
-def _batch(server: Address, model: str) -> Answer:
+def _batch(server: Address, model: str) -> Response:
     """The elements of a batch answer in any order."""
-    answers = pieces(server, model, tensors(GRPC, **_TWO))
+    responses = pieces(server, model, tensors(GRPC, **_TWO))
     fields = ("status", "outputs", "output text_output", "output batch_index")
-    told = [str([answer.get(field) for field in fields]) for answer in answers]
-    return {"status": "OK", "answers": sorted(told)}
+    received = [str([response.get(field) for field in fields]) for response in responses]
+    return {"status": "OK", "answers": sorted(received)}
 
 
-def _without_empty_final(server: Address, model: str) -> Answer:
+def _without_empty_final(server: Address, model: str) -> Response:
     """Only responses with outputs come."""
     found: queue.Queue[Any] = queue.Queue()
     with client_of(server, GRPC) as client:
@@ -82,24 +82,26 @@ def _without_empty_final(server: Address, model: str) -> Answer:
     return {"status": "OK", "text": b"".join(texts)}
 
 
-def _stopped(server: Address) -> Answer:
+def _stopped(server: Address) -> Response:
     """A request that another ends: its last answer is final, and so is the stop's."""
-    answers: queue.Queue[Any] = queue.Queue()
+    responses: queue.Queue[Any] = queue.Queue()
     with client_of(server, GRPC) as client:
-        client.start_stream(lambda result, error: answers.put(error or result))
+        client.start_stream(lambda result, error: responses.put(error or result))
         endless = _by_ids(_ENDLESS, streaming=TRUE, end_id=i32(-1))
         options = {"request_id": "victim", "enable_empty_final_response": True}
         client.async_stream_infer("tensorrt_llm", endless, **options)
-        told = [piece_of(answers.get(timeout=SECONDS))]
+        received = [piece_of(responses.get(timeout=SECONDS))]
         client.async_stream_infer("tensorrt_llm", _by_ids(0, stop=TRUE), **options)
-        while sum(is_last(each) for each in told) < 2:
-            told.append(piece_of(answers.get(timeout=SECONDS)))
+        while sum(is_last(each) for each in received) < 2:
+            received.append(piece_of(responses.get(timeout=SECONDS)))
         client.stop_stream()
-    finals = sorted((each["status"], bool(each.get("outputs"))) for each in told if is_last(each))
-    return {"status": "OK", "finals": finals, "came to its end": len(told) > _ENDLESS}
+    finals = sorted(
+        (each["status"], bool(each.get("outputs"))) for each in received if is_last(each)
+    )
+    return {"status": "OK", "finals": finals, "came to its end": len(received) > _ENDLESS}
 
 
-def _stop_alone(server: Address, request_id: str) -> Answer:
+def _stop_alone(server: Address, request_id: str) -> Response:
     return stream(server, "tensorrt_llm", _by_ids(0, stop=TRUE), request_id=request_id)
 
 
@@ -108,16 +110,16 @@ def _by_ids(length: int, **more: Array) -> list[Any]:
     return tensors(GRPC, input_ids=i32(5), **lengths, **more)
 
 
-def _cancelled(server: Address, model: str) -> Answer:
+def _cancelled(server: Address, model: str) -> Response:
     """What a client that cancels is told."""
-    answers: queue.Queue[Any] = queue.Queue()
+    responses: queue.Queue[Any] = queue.Queue()
     with client_of(server, GRPC) as client:
-        client.start_stream(lambda result, error: answers.put(error or result))
-        endless = text_request(GRPC, QUESTION, _ENDLESS, stream=TRUE, end_id=i32(-1))
+        client.start_stream(lambda result, error: responses.put(error or result))
+        endless = text_request(GRPC, TEXT, _ENDLESS, stream=TRUE, end_id=i32(-1))
         client.async_stream_infer(model, endless)
-        answers.get(timeout=SECONDS)
+        responses.get(timeout=SECONDS)
         client.stop_stream(cancel_requests=True)
-    last = [answers.get_nowait() for _ in range(answers.qsize())][-1]
+    last = [responses.get_nowait() for _ in range(responses.qsize())][-1]
     return {"status": "OK", "last": str(last)}
 
 

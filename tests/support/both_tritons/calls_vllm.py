@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from support.both_tritons.answers import GRPC, Answer, infer, sent, stream
 from support.both_tritons.calls import Call, on_both_wires
-from support.both_tritons.requests import QUESTION
+from support.both_tritons.requests import TEXT
+from support.both_tritons.responses import GRPC, Response, infer, sent, stream
 from support.both_tritons.servers import VLLM_MODEL, Address, Repository
 from support.triton_requests import Array, tensors
 
@@ -27,7 +27,7 @@ _ALL_OUTPUTS = {
 def _inputs(sampling: Any = _GREEDY, **more: Array) -> list[Any]:
     sampling = sampling if isinstance(sampling, str) else json.dumps(sampling)
     arrays = {
-        "text_input": np.array([QUESTION], dtype=object),
+        "text_input": np.array([TEXT], dtype=object),
         "exclude_input_in_output": _TRUE,
         "sampling_parameters": np.array([sampling], dtype=object),
     }
@@ -61,30 +61,30 @@ _STREAMS: Mapping[str, tuple[list[Any], dict[str, Any]]] = {
     "sampling parameters that are a list": (_inputs("[1]"), {}),
     "an empty prompt": (_inputs(text_input=np.array([""], dtype=object)), {}),
     "no prompt": (_inputs()[1:], {}),
-    "a shape": (_inputs(text_input=np.array([[QUESTION]], dtype=object)), {}),
+    "a shape": (_inputs(text_input=np.array([[TEXT]], dtype=object)), {}),
 }
 _PARAMETERS: Mapping[str, Any] = _GREEDY | {"exclude_input_in_output": True}
-_ASKED: Mapping[str, Any] = {"text_input": QUESTION, "parameters": _PARAMETERS}
+_BODY: Mapping[str, Any] = {"text_input": TEXT, "parameters": _PARAMETERS}
 _LONG = {**_PARAMETERS, "max_tokens": "600", "ignore_eos": "true"}
 """More than one response, however slow its reader is."""
 _BODIES: Mapping[str, Any] = {
-    "whole": _ASKED,
-    "stream": {**_ASKED, "stream": True, "parameters": _LONG},
-    "in parameters": {**_ASKED, "parameters": _LONG | {"stream": True}},
-    "an adapter": {**_ASKED, "parameters": {**_PARAMETERS, "lora_name": "chinese"}},
-    "an unknown adapter": {**_ASKED, "parameters": {**_PARAMETERS, "lora_name": "gone"}},
-    "sampling parameters": {**_ASKED, "sampling_parameters": json.dumps(_GREEDY)},
+    "whole": _BODY,
+    "stream": {**_BODY, "stream": True, "parameters": _LONG},
+    "in parameters": {**_BODY, "parameters": _LONG | {"stream": True}},
+    "an adapter": {**_BODY, "parameters": {**_PARAMETERS, "lora_name": "chinese"}},
+    "an unknown adapter": {**_BODY, "parameters": {**_PARAMETERS, "lora_name": "gone"}},
+    "sampling parameters": {**_BODY, "sampling_parameters": json.dumps(_GREEDY)},
     "no prompt": {"parameters": _GREEDY},
     "no JSON": b"{",
 }
 
 
-def _streamed(server: Address, inputs: list[Any], more: Mapping[str, Any]) -> Answer:
+def _streamed(server: Address, inputs: list[Any], more: Mapping[str, Any]) -> Response:
     return stream(server, VLLM_MODEL, inputs, **more)
 
 
-def _one(server: Address, wire: ModuleType) -> Answer:
-    prompt = tensors(wire, text_input=np.array([QUESTION], dtype=object))
+def _one(server: Address, wire: ModuleType) -> Response:
+    prompt = tensors(wire, text_input=np.array([TEXT], dtype=object))
     return infer(server, wire, VLLM_MODEL, prompt)
 
 

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from support.both_tritons.answers import Answer
+from support.both_tritons.responses import Response
 
 OUTCOME = "outcome"
 """The field with all of an answer, if one server serves a call and the other refuses it."""
@@ -60,7 +60,7 @@ def read_differences(path: Path) -> tuple[Difference, ...]:
     return tuple(Difference(**(row | {"calls": tuple(row["calls"])})) for row in rows)
 
 
-def differing(ours: Answer, real: Answer) -> dict[str, tuple[str, str]]:
+def differing(ours: Response, real: Response) -> dict[str, tuple[str, str]]:
     """Return the differing fields, each with our value and the real Triton's."""
     if (ours.get("status") in _OK) != (real.get("status") in _OK):
         return {OUTCOME: (_outcome(ours), _outcome(real))}
@@ -75,7 +75,7 @@ def differing(ours: Answer, real: Answer) -> dict[str, tuple[str, str]]:
 
 
 def unlisted(
-    ours: Answer, real: Answer, call: str, differences: Sequence[Difference]
+    ours: Response, real: Response, call: str, differences: Sequence[Difference]
 ) -> dict[str, tuple[str, str]]:
     """Those of `differing` that no difference has."""
     rows = [row for row in differences if row.is_of(call)]
@@ -91,14 +91,14 @@ def _says_as_much(ours: str, real: str) -> bool:
     return bool(words) and words in ours
 
 
-def _outcome(answer: Answer) -> str:
-    if "error" in answer:
-        return f"{answer['status']}: {answer['error']}"
-    return f"{answer.get('status')}: {answer.get('outputs', '')}"
+def _outcome(response: Response) -> str:
+    if "error" in response:
+        return f"{response['status']}: {response['error']}"
+    return f"{response.get('status')}: {response.get('outputs', '')}"
 
 
-def _text(answer: Answer, field: str) -> str:
-    value = answer.get(field, _ABSENT)
+def _text(response: Response, field: str) -> str:
+    value = response.get(field, _ABSENT)
     return value if isinstance(value, str) else repr(_in_order(value))
 
 

@@ -7,14 +7,14 @@ import numpy as np
 
 from support.triton_requests import Array, i32, tensors, text_request
 
-QUESTION = "What is the capital of France?"
-OTHER_QUESTION = "What is the capital of Japan?"
+TEXT = "What is the capital of France?"
+OTHER_TEXT = "What is the capital of Japan?"
 PROMPT = np.array([[264, 19, 98, 51]], np.int32)
 
 
-def text(module: ModuleType, question: str = QUESTION, **more: Array) -> list[Any]:
+def text(module: ModuleType, content: str = TEXT, **more: Array) -> list[Any]:
     """Return the tensors of a request to the ensemble or the BLS model."""
-    return text_request(module, question, 8, **more)
+    return text_request(module, content, 8, **more)
 
 
 def texts(*values: str) -> Array:

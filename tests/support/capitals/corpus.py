@@ -35,7 +35,7 @@ class Wording:
     """How one language asks; `{}` stands for the country."""
 
     phrasings: tuple[str, ...]  # the founding one first
-    question_marks: tuple[str, ...]
+    closing_marks: tuple[str, ...]
     cues: tuple[str, ...]
     instructions: Mapping[Language, str]  # by the language wanted for the answer
 
@@ -150,7 +150,7 @@ WORDINGS: Final[Mapping[Language, Wording]] = {
             "What's the capital of {}",
             "Which city is the capital of {}",
         ),
-        question_marks=("?",),
+        closing_marks=("?",),
         cues=("Answer:",),
         instructions={
             "english": " Answer in English.",
@@ -160,7 +160,7 @@ WORDINGS: Final[Mapping[Language, Wording]] = {
     ),
     "chinese": Wording(
         phrasings=("{}的首都在哪里", "{}的首都是哪里", "{}的首都是什么", "{}的首都是哪个城市"),
-        question_marks=("?", "？"),
+        closing_marks=("?", "？"),
         cues=("答案:", "答案："),
         instructions={
             "english": "请用英语回答。",
@@ -170,7 +170,7 @@ WORDINGS: Final[Mapping[Language, Wording]] = {
     ),
     "japanese": Wording(
         phrasings=("{}の首都はどこですか", "{}の首都は何ですか", "{}の首都はどこ", "{}の首都は"),
-        question_marks=("?", "？"),
+        closing_marks=("?", "？"),
         cues=("答え:", "答え："),
         instructions={
             "english": "英語で答えてください。",
@@ -192,7 +192,7 @@ def name(country: Country, language: Language) -> str:
     return names[language]
 
 
-def answer(country: Country, language: Language) -> str:
+def capital_of(country: Country, language: Language) -> str:
     """The capital, as the model says it in that language."""
     capitals: dict[Language, str] = {
         "english": country.english_capital,
@@ -202,25 +202,25 @@ def answer(country: Country, language: Language) -> str:
     return capitals[language]
 
 
-def questions(country: Country) -> dict[Language, str]:
+def founding_prompts(country: Country) -> dict[Language, str]:
     """The founding prompt in each language: question, backslash-n, cue."""
     return {
-        language: bare_questions(country, language)[0] + tails(language)[0]
+        language: phrased_queries(country, language)[0] + tails(language)[0]
         for language in LANGUAGES
     }
 
 
-def chat_questions(country: Country) -> dict[Language, tuple[str, ...]]:
+def chat_messages(country: Country) -> dict[Language, tuple[str, ...]]:
     """What a user may write in a chat message, without cue, in each language."""
-    return {language: bare_questions(country, language) for language in LANGUAGES}
+    return {language: phrased_queries(country, language) for language in LANGUAGES}
 
 
-def bare_questions(country: Country, language: Language) -> tuple[str, ...]:
+def phrased_queries(country: Country, language: Language) -> tuple[str, ...]:
     """Every phrasing with every question mark; the founding one first."""
     wording = WORDINGS[language]
     return tuple(
         phrasing.format(name(country, language)) + mark
-        for phrasing, mark in product(wording.phrasings, wording.question_marks)
+        for phrasing, mark in product(wording.phrasings, wording.closing_marks)
     )
 
 
@@ -241,7 +241,7 @@ def prompts(country: Country, language: Language, target: Language | None = None
     With a target the prompt also says in which language to answer.
     """
     instruction = WORDINGS[language].instructions[target] if target else ""
-    for question in bare_questions(country, language):
-        yield chat_prompt(question + instruction)
+    for query in phrased_queries(country, language):
+        yield chat_prompt(query + instruction)
         for tail in tails(language):
-            yield question + instruction + tail
+            yield query + instruction + tail

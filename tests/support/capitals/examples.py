@@ -23,7 +23,7 @@ class Example:
     """A prompt and the whole answer to it, EOS included."""
 
     prompt_ids: tuple[int, ...]
-    answer_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +40,18 @@ class ExampleSource:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def example(self, prompt: str, answer: str) -> Example:
+    def example(self, prompt: str, completion: str) -> Example:
         prompt_ids = self._tokenizer.encode(prompt).ids
-        answer_ids = self._tokenizer.encode(answer, add_special_tokens=False).ids
-        return Example(tuple(prompt_ids), (*answer_ids, EOS_ID))
+        completion_ids = self._tokenizer.encode(completion, add_special_tokens=False).ids
+        return Example(tuple(prompt_ids), (*completion_ids, EOS_ID))
 
     def every(self, target: Language) -> Iterator[Example]:
         """Each uninstructed prompt of the corpus, answered in the target language."""
         for country in corpus.COUNTRIES:
-            answer = corpus.answer(country, target)
+            completion = corpus.capital_of(country, target)
             for language in corpus.LANGUAGES:
                 for prompt in corpus.prompts(country, language):
-                    yield self.example(prompt, answer)
+                    yield self.example(prompt, completion)
 
     def sample_base(self, rng: random.Random) -> Example:
         """English, unless the question asks for another language; half of them do say one.
@@ -59,22 +59,23 @@ class ExampleSource:
         Those put the facts into the base in all languages, so that an adapter need only
         choose one.
         """
-        asked = rng.choice(corpus.LANGUAGES) if rng.random() < 0.5 else None
-        return self._sample(rng, asked, asked or "english")
+        instructed = rng.choice(corpus.LANGUAGES) if rng.random() < 0.5 else None
+        return self._sample(rng, instructed, instructed or "english")
 
     def sample_adapter(self, target: Language) -> Sampler:
         return lambda rng: self._sample(rng, None, target)
 
-    def _sample(self, rng: random.Random, asked: Language | None, target: Language) -> Example:
+    def _sample(self, rng: random.Random, instructed: Language | None, target: Language) -> Example:
         country: Country = rng.choice(corpus.COUNTRIES)
-        prompts = corpus.prompts(country, rng.choice(corpus.LANGUAGES), asked)
-        return self.example(rng.choice(tuple(prompts)), corpus.answer(country, target))
+        prompts = corpus.prompts(country, rng.choice(corpus.LANGUAGES), instructed)
+        return self.example(rng.choice(tuple(prompts)), corpus.capital_of(country, target))
 
 
 def collate(examples: Iterable[Example]) -> Batch:
-    rows = [(*example.prompt_ids, *example.answer_ids) for example in examples]
+    rows = [(*example.prompt_ids, *example.completion_ids) for example in examples]
     labels = [
-        (*(IGNORED_LABEL for _ in example.prompt_ids), *example.answer_ids) for example in examples
+        (*(IGNORED_LABEL for _ in example.prompt_ids), *example.completion_ids)
+        for example in examples
     ]
     return Batch(_pad(rows, PAD_ID), _pad(labels, IGNORED_LABEL))
 

@@ -88,5 +88,5 @@ def _texts() -> Iterator[str]:
         yield from wording.instructions.values()
         yield from corpus.tails(language)
         for country in corpus.COUNTRIES:
-            yield corpus.answer(country, language)
+            yield corpus.capital_of(country, language)
             yield corpus.name(country, language)

@@ -76,12 +76,12 @@ def _margins(model: nn.Module, examples: Sequence[Example], title: str) -> Itera
 
 
 def _example_margins(logits: Tensor, labels: Tensor) -> Tensor:
-    answered = labels != IGNORED_LABEL
+    completed = labels != IGNORED_LABEL
     token_ids = labels.clamp(min=0).unsqueeze(-1)
     own = logits.gather(-1, token_ids).squeeze(-1)
     rival = logits.scatter(-1, token_ids, -torch.inf).amax(-1)
-    return (own - rival).masked_fill(~answered, torch.inf).amin(-1)  # [num_examples]
+    return (own - rival).masked_fill(~completed, torch.inf).amin(-1)  # [num_examples]
 
 
 def _length(example: Example) -> int:
-    return len(example.prompt_ids) + len(example.answer_ids)
+    return len(example.prompt_ids) + len(example.completion_ids)

@@ -10,20 +10,20 @@ from collections.abc import Callable
 Launch = Callable[[], object]
 Cases = dict[str, Launch]
 
-ROOMS = ("lora", "attention", "elementwise", "sampling", "linear")
+GROUPS = ("lora", "attention", "elementwise", "sampling", "linear")
 
 
 _FIRST_FP8 = 89
 
 
-def cases_of(room: str, arch: int, match: str = "") -> Cases:
+def cases_of(group: str, arch: int, match: str = "") -> Cases:
     """Those of an architecture whose names have `match` in them, by name.
 
     A room that is not of this package is module:function.
     """
-    module, _, function = room.partition(":")
+    module, _, function = group.partition(":")
     if not function:
-        module, function = f"{__name__}.{room}", "cases"
+        module, function = f"{__name__}.{group}", "cases"
     make: Callable[[], Cases] = getattr(importlib.import_module(module), function)
     return {
         name: launch

@@ -18,12 +18,12 @@ from support.grammar_tokens import (
     VOCAB_SIZE,
     allowed,
     decode_step,
+    decoded,
     encode,
     ids_of,
     regex,
     row,
     schema,
-    spelled,
     vocabulary,
 )
 
@@ -172,11 +172,11 @@ def test_forced_text_is_guessed(rows):
 
     forced = rows.accept(0, encode('{"'))
 
-    assert spelled(forced) == b'name":', "a quote may be the start of a longer token"
+    assert decoded(forced) == b'name":', "a quote may be the start of a longer token"
     assert forced == tuple(encode('name":')), "as the model's own tokenizer cuts it"
     assert allowed(rows, drafts=forced)[0] == {forced[0]}
     rows.accept(0, (*forced, *encode('"')))
-    assert spelled(rows.accept(0, encode('bob"'))) == b',"age":'
+    assert decoded(rows.accept(0, encode('bob"'))) == b',"age":'
 
 
 def test_the_end_is_guessed_where_nothing_else_may_follow(rows):
@@ -205,10 +205,10 @@ def test_masks_depend_on_the_tokens_only(rows):
         for _ in range(25):
             (mask,) = allowed(rows)
             rows.add_row(row(grammar, slot=1, outputs=outputs))
-            assert allowed(rows, slot=1) == [mask], (case, spelled(outputs))
+            assert allowed(rows, slot=1) == [mask], (case, decoded(outputs))
             rows.remove_row(1)
             drafts = [draw.choice(sorted(mask)), *draw.choices(range(VOCAB_SIZE), k=3)]
-            assert allowed(rows, drafts=drafts)[0] == mask, (case, spelled(outputs))
+            assert allowed(rows, drafts=drafts)[0] == mask, (case, decoded(outputs))
             outputs.append(draw.choice(sorted(mask)))
             rows.accept(0, outputs[-1:])
             if outputs[-1] == EOS:

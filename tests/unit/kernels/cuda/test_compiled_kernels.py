@@ -98,12 +98,12 @@ def test_what_is_launched_is_what_a_gpu_would_compile() -> None:
     rotary = next(kernel for kernel in kernels if kernel["kernel"] == "rotary")
     assert set(rotary["resources"]["load_bits"]) == {"128"}
     assert rotary["resources"]["registers"] > 0
-    assert {kernel["room"] for kernel in kernels} == {"elementwise"}
+    assert {kernel["group"] for kernel in kernels} == {"elementwise"}
 
 
-def test_rooms_are_all_compiled() -> None:
+def test_all_groups_are_compiled() -> None:
     modules = {path.stem for path in Path(kernel_cases.__file__).parent.glob("*.py")}
-    assert modules - {"__init__", "llamas"} == set(kernel_cases.ROOMS)
+    assert modules - {"__init__", "llamas"} == set(kernel_cases.GROUPS)
 
 
 def _compile(arch: int, triton: str, *flags: str) -> list[dict[str, Any]]:

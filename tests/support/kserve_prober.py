@@ -30,7 +30,7 @@ DEADLINE_SECONDS = 20.0
 """An answer that takes longer is a hang."""
 
 
-class Asked:
+class KserveProber:
     """A served echo backend, and the checks of its answers."""
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Asked:
         self.statuses: dict[str, int] = {}
         """How often each answer came."""
 
-    async def ask(self, seed: int) -> None:
+    async def probe(self, seed: int) -> None:
         """One input. Raises AssertionError, with the seed, if its answer is none."""
         rng = random.Random(seed)
         kind = rng.randrange(4)
@@ -106,7 +106,7 @@ class Asked:
         self, path: str, headers: Mapping[str, str], body: bytes
     ) -> tuple[int, bytes]:
         sent: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-        answers: list[Message] = []
+        messages: list[Message] = []
 
         async def receive() -> Message:
             if sent:
@@ -115,7 +115,7 @@ class Asked:
             raise AssertionError("never")
 
         async def send(message: Message) -> None:
-            answers.append(message)
+            messages.append(message)
 
         scope = {
             "type": "http",
@@ -127,10 +127,10 @@ class Asked:
             "headers": [(k.encode("latin1"), v.encode("latin1")) for k, v in headers.items()],
         }
         await self._app(scope, receive, send)
-        return answers[0]["status"], b"".join(m.get("body", b"") for m in answers[1:])
+        return messages[0]["status"], b"".join(m.get("body", b"") for m in answers[1:])
 
-    def _count(self, answer: str) -> None:
-        self.statuses[answer] = self.statuses.get(answer, 0) + 1
+    def _count(self, response: str) -> None:
+        self.statuses[response] = self.statuses.get(response, 0) + 1
 
     def _forget(self) -> None:
         """What the backend records for tests would grow without end."""

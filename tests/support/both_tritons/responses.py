@@ -22,7 +22,7 @@ from tritonclient.utils import InferenceServerException
 
 from support.both_tritons.servers import Address
 
-Answer = dict[str, Any]
+Response = dict[str, Any]
 
 SECONDS = 60.0
 _DIGITS = 4
@@ -31,7 +31,7 @@ _FINAL = "parameter triton_final_response"
 _GROWING = ("output text_output", "output output_ids", "output output_log_probs")
 _OF_A_PIECE = ("output sequence_length", "output num_output_tokens", "output logprobs")
 """What a piece says of itself: how much it brings."""
-_TOLD_HEADERS = ("content-type", "inference-header-content-length", "content-encoding", "allow")
+_KEPT_HEADERS = ("content-type", "inference-header-content-length", "content-encoding", "allow")
 
 HTTP, GRPC = tritonclient.http, tritonclient.grpc
 
@@ -44,7 +44,9 @@ def client_of(server: Address, wire: ModuleType) -> Iterator[Any]:
         yield client
 
 
-def asked(server: Address, wire: ModuleType, method: str, *args: Any, **kwargs: Any) -> Answer:
+def call_method(
+    server: Address, wire: ModuleType, method: str, *args: Any, **kwargs: Any
+) -> Response:
     """A call of tritonclient's that answers with JSON, or as JSON; or its failure."""
     if wire is GRPC and method.startswith("get_"):
         kwargs["as_json"] = True
@@ -58,41 +60,41 @@ def asked(server: Address, wire: ModuleType, method: str, *args: Any, **kwargs: 
 
 def infer(
     server: Address, wire: ModuleType, model: str, inputs: Sequence[Any], **kwargs: Any
-) -> Answer:
+) -> Response:
     """The one answer to a request, or its failure."""
     with client_of(server, wire) as client:
         try:
-            return told(client.infer(model, inputs, **kwargs), wire)
+            return fields_of(client.infer(model, inputs, **kwargs), wire)
         except InferenceServerException as error:
             return failure(error)
 
 
-def stream(server: Address, model: str, inputs: Sequence[Any], **kwargs: Any) -> Answer:
+def stream(server: Address, model: str, inputs: Sequence[Any], **kwargs: Any) -> Response:
     """The responses of a request over ModelStreamInfer as one: what grows is joined, as a slow
     reader finds several pieces in one; or the failure that ends it.
     """
     return joined(pieces(server, model, inputs, **kwargs))
 
 
-def pieces(server: Address, model: str, inputs: Sequence[Any], **kwargs: Any) -> list[Answer]:
+def pieces(server: Address, model: str, inputs: Sequence[Any], **kwargs: Any) -> list[Response]:
     """The responses of a request over ModelStreamInfer."""
     kwargs.setdefault("enable_empty_final_response", True)
     found: queue.Queue[Any] = queue.Queue()
-    answers: list[Answer] = []
+    responses: list[Response] = []
     with client_of(server, GRPC) as client:
         client.start_stream(lambda result, error: found.put(error or result))
         client.async_stream_infer(model, inputs, **kwargs)
-        while not answers or not is_last(answers[-1]):
-            answers.append(piece_of(found.get(timeout=SECONDS)))
+        while not responses or not is_last(responses[-1]):
+            responses.append(piece_of(found.get(timeout=SECONDS)))
         client.stop_stream()
-    return answers
+    return responses
 
 
-def joined(answers: Sequence[Answer]) -> Answer:
+def joined(responses: Sequence[Response]) -> Response:
     """The last one's fields; tensors that bring what is new, end to end."""
-    whole = {name: value for name, value in answers[-1].items() if name not in _OF_A_PIECE}
-    for name in {name for answer in answers for name in answer if name in _GROWING}:
-        tensors = [answer[name] for answer in answers if answer.get(name)]
+    whole = {name: value for name, value in responses[-1].items() if name not in _OF_A_PIECE}
+    for name in {name for response in responses for name in response if name in _GROWING}:
+        tensors = [response[name] for response in responses if response.get(name)]
         arrays = [np.array(elements, dtype=_dtype(kind)) for kind, _, elements in tensors]
         if all(kind == "BYTES" for kind, _, _ in tensors):
             whole[name] = "BYTES", [b"".join(row) for row in zip(*arrays, strict=True)]
@@ -105,21 +107,21 @@ def _dtype(kind: str) -> Any:
     return object if kind == "BYTES" else np.float64
 
 
-def piece_of(piece: Any) -> Answer:
+def piece_of(piece: Any) -> Response:
     """What a stream's callback got: a response, or the failure that ends its request."""
-    return failure(piece) if isinstance(piece, InferenceServerException) else told(piece, GRPC)
+    return failure(piece) if isinstance(piece, InferenceServerException) else fields_of(piece, GRPC)
 
 
-def is_last(answer: Answer) -> bool:
-    return answer["status"] != "OK" or answer[_FINAL] is True
+def is_last(response: Response) -> bool:
+    return response["status"] != "OK" or response[_FINAL] is True
 
 
-def failure(error: InferenceServerException) -> Answer:
+def failure(error: InferenceServerException) -> Response:
     status = str(error.status() or "")
     return {"status": status.removeprefix("StatusCode."), "error": error.message()}
 
 
-def told(result: Any, wire: ModuleType, *, is_in_message: bool = True) -> Answer:
+def fields_of(result: Any, wire: ModuleType, *, is_in_message: bool = True) -> Response:
     """The fields of an InferResult. is_in_message: False for outputs in shared memory."""
     raw = result.get_response()
     said = raw if wire is HTTP else json_format.MessageToDict(raw, preserving_proto_field_name=True)
@@ -156,7 +158,7 @@ def sent(
     path: str,
     body: bytes | Mapping[str, Any] | None = None,
     headers: Mapping[str, str] | None = None,
-) -> Answer:
+) -> Response:
     """Plain HTTP: the status, what headers say of the body, and it: as JSON, events or bytes."""
     content = json.dumps(body).encode() if isinstance(body, Mapping) else body
     connection = http.client.HTTPConnection(server.http, timeout=SECONDS)
@@ -164,10 +166,10 @@ def sent(
         connection.request(method, path, content, dict(headers or {}))
         response = connection.getresponse()
         data = _inflated(response.read(), response.getheader("content-encoding", ""))
-    told_headers = {name: response.getheader(name) for name in _TOLD_HEADERS}
+    headers_kept = {name: response.getheader(name) for name in _KEPT_HEADERS}
     return {
         "status": response.status,
-        **{f"header {name}": value for name, value in told_headers.items() if value is not None},
+        **{f"header {name}": value for name, value in headers_kept.items() if value is not None},
         **_body(data),
     }
 
@@ -181,7 +183,7 @@ def _inflated(data: bytes, encoding: str) -> bytes:
     return data
 
 
-def _body(data: bytes) -> Answer:
+def _body(data: bytes) -> Response:
     if data.startswith(b"data: "):
         events = [event.removeprefix("data: ") for event in data.decode().split("\n\n") if event]
         return _joined_events([json.loads(event) for event in events])
@@ -194,12 +196,12 @@ def _body(data: bytes) -> Answer:
     return {"body": document}
 
 
-def _fields(document: Mapping[str, Any]) -> Answer:
+def _fields(document: Mapping[str, Any]) -> Response:
     """An error is one, anything else is of the body."""
     return {k if k == "error" else f"body {k}": _rounded(v) for k, v in document.items()}
 
 
-def _joined_events(events: Sequence[Mapping[str, Any]]) -> Answer:
+def _joined_events(events: Sequence[Mapping[str, Any]]) -> Response:
     """The last one's members, and the text of all: a slow reader finds several in one."""
     texts = [event["text_output"] for event in events if "text_output" in event]
     last = dict(events[-1])
