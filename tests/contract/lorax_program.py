@@ -1,4 +1,4 @@
-"""Run by test_lorax in a process that has lorax-client: prints what it was answered."""
+"""Program that test_lorax runs where lorax-client is installed; it prints the responses."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Keys over both wires: every route and RPC asks for one, and the official clients send it."""
+"""API keys over HTTP and gRPC: every route and RPC requires one; the official clients send it."""
 
 import re
 
@@ -52,7 +52,7 @@ def backend():
 
 @pytest.fixture
 def routes(backend, authenticate):
-    """Of all rooms."""
+    """Return the routes of every protocol."""
     return [
         *openai_routes(backend, None, authenticate),
         *kserve_routes(TritonService(backend), authenticate=authenticate),
@@ -63,7 +63,7 @@ def routes(backend, authenticate):
 
 @pytest.fixture
 def app(routes):
-    """Without the door."""
+    """Return an application without the access guard."""
     application = Starlette()
     application.router.routes.extend(routes)
     return application
@@ -71,7 +71,7 @@ def app(routes):
 
 @pytest.fixture
 def paths(routes):
-    """(method, path with its parameters filled) of every route of a room."""
+    """Return (method, path with its parameters filled) of every route."""
     return {
         (method, re.sub(r"\{\w+(:path)?\}", "x", route.path))
         for route in routes
@@ -109,7 +109,7 @@ class TestHttp:
             assert response.status_code == 200
 
     async def test_endpoints_check_the_key_themselves(self, app, paths):
-        """Without the door: what runs for a tenant must know whose it is."""
+        """Call routes without the guard: those that run for a tenant must identify the tenant."""
         unprotected = set()
         async with client_of(app) as client:
             for method, path in paths:
@@ -217,7 +217,7 @@ FORM = {"origin": "https://evil.example", "content-type": "text/plain"}
 
 
 class TestStrangersPages:
-    """Without keys, and with what a browser sends without asking first."""
+    """Requests without keys that a browser sends without a preflight request."""
 
     @pytest.mark.parametrize("path", ["/v1/drain", "/drain", "/v2/models/ensemble/infer", "/ping"])
     async def test_may_not_post(self, app, path):

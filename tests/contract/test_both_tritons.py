@@ -1,6 +1,6 @@
-"""The same calls to our server and to the real Triton 2.51 with our exported models.
+"""Send the same calls to our server and to the real Triton 2.51 with our exported models.
 
-Both get each call once; their answers are alike, but for triton_differences.toml.
+Each server gets each call once. The responses are equal except for triton_differences.toml.
 """
 
 import functools
@@ -50,7 +50,7 @@ ResponsesOf = Callable[[Call], tuple[Response, Response]]
 
 @pytest.fixture(scope="module")
 def responses_of(tmp_path_factory) -> Iterator[ResponsesOf]:
-    """(our answer, the real one's) to a call, which each server gets once."""
+    """Return a function from a call to (our response, the real Triton's); each is sent once."""
     with ExitStack() as stack:
 
         @functools.cache
@@ -89,7 +89,7 @@ def is_shown(responses_of: ResponsesOf, row: Difference, name: str) -> bool:
 
 
 def test_a_difference_is_found():
-    """Of the comparison itself."""
+    """Tests of the comparison itself."""
     ours, real = {"status": "OK", "error": "a: b"}, {"status": "OK", "error": "a"}
     assert differing(ours, real) == {}
     assert differing(ours, real | {"error": "b: a"}) == {"error": ("a: b", "b: a")}

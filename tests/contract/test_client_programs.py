@@ -1,6 +1,6 @@
 """The other client programs against a Triton server over an EchoBackend.
 
-A token is a byte, the answer to "hi" is "echo: hi"; see echo_backend.
+A token is a byte, and the output for "hi" is "echo: hi"; see echo_backend.
 """
 
 import json

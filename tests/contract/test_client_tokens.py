@@ -1,6 +1,6 @@
 """inflight_batcher_llm_client.py against a Triton server over an EchoBackend: what it prints.
 
-A token is a byte, the answer to "hi" is "echo: hi"; see echo_backend.
+A token is a byte, and the output for "hi" is "echo: hi"; see echo_backend.
 """
 
 import json
@@ -34,7 +34,7 @@ def tokens(triton, said):
 
 
 def after(lines, begin):
-    """The value printed behind a fixed text."""
+    """Return the value that is printed after a fixed text."""
     (line,) = [line for line in lines if line.startswith(begin)]
     return line.removeprefix(begin)
 

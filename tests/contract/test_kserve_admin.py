@@ -1,4 +1,4 @@
-"""Shared memory, settings, repository, statistics and health, as tritonclient asks for them."""
+"""Shared memory, settings, repository, statistics and health, requested with tritonclient."""
 
 import base64
 import json
@@ -37,7 +37,7 @@ def shared() -> Iterator[object]:
 
 
 def as_dict(response):
-    """A tritonclient answer of either wire."""
+    """Convert a response of either tritonclient to a dictionary."""
     if isinstance(response, dict | list):
         return response
     return MessageToDict(response, preserving_proto_field_name=True)

@@ -1,4 +1,4 @@
-"""Models as a repository declares them: decoupled ones, and ones that give one answer."""
+"""Models that a repository declares as decoupled, or with exactly one response."""
 
 import queue
 

@@ -1,6 +1,6 @@
 """The Triton front ends as their real client sees them: tritonclient over sockets.
 
-Behind them is an EchoBackend: a token is a byte, the answer to "hi" is "echo: hi".
+The backend is an EchoBackend: a token is a byte, and the output for "hi" is "echo: hi".
 """
 
 import functools
@@ -191,7 +191,7 @@ def test_json_tensors_and_compression(http_client):
         assert result.as_numpy("text_output").tolist() == ["éecho: é"]
 
 
-# ---------------------------------------------------------------- who asks
+# ---------------------------------------------------------------- tenants
 
 
 def test_authentication_reads_headers_and_metadata(backend):

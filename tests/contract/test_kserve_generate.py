@@ -1,6 +1,6 @@
 """The generate extension and the edges of HTTP, with a plain HTTP client over sockets.
 
-Behind them is an EchoBackend: the answer to "hi" is "echo: hi".
+The backend is an EchoBackend: the output for "hi" is "echo: hi".
 """
 
 import gzip

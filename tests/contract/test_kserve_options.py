@@ -1,4 +1,4 @@
-"""What a client may ask of decoding, through tritonclient, and the tensors that answer it."""
+"""Decoding options through tritonclient, and the output tensors that they produce."""
 
 import queue
 from types import ModuleType

@@ -17,7 +17,7 @@ from support.triton_requests import TRUE, tensors, text_request, token_request
 
 
 def as_dict(response):
-    """A tritonclient answer of either wire."""
+    """Convert a response of either tritonclient to a dictionary."""
     if isinstance(response, dict | list):
         return response
     return MessageToDict(response, preserving_proto_field_name=True)

@@ -53,7 +53,7 @@ def preprocessed(wire: tuple[Any, Any], prompt: str, **more: Any) -> dict[str, A
 
 
 def split_text(wire: tuple[Any, Any], prompt: str, words_sent: dict[str, Any]) -> str:
-    """Through the three models, as their ensemble connects them."""
+    """Send a request through the three models, connected as in their ensemble."""
     module, client = wire
     made = preprocessed(wire, prompt, **words_sent)
     inputs = tensors(

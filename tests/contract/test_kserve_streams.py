@@ -1,6 +1,6 @@
 """Streams, cancellation and stop requests over gRPC, with tritonclient over sockets.
 
-Behind them is an EchoBackend: a token is a byte, the answer to "hi" is "echo: hi".
+The backend is an EchoBackend: a token is a byte, and the output for "hi" is "echo: hi".
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from support.triton_requests import TRUE, i32, tensors, text_request, token_requ
 
 
 class Stream:
-    """One bidirectional stream, its answers in a queue."""
+    """One bidirectional stream, which collects its responses in a queue."""
 
     def __init__(self, client: Any, **options: Any) -> None:
         self.client = client

@@ -1,4 +1,4 @@
-"""A model of Triton's vLLM backend, asked by tritonclient over a stream and by generate."""
+"""A model of Triton's vLLM backend, used over a tritonclient stream and by generate."""
 
 import json
 import queue
@@ -20,7 +20,7 @@ from support.served_triton import ServedTriton, served_triton
 
 MODEL = "vllm_model"
 GREEDY = {"temperature": "0", "max_tokens": "100"}
-"""As the samples' clients send them: texts."""
+"""Sampling parameters as texts, which is how the samples' clients send them."""
 
 
 def declaration(**options: Any) -> ModelDeclaration:
@@ -171,7 +171,7 @@ def test_the_whole_response_has_its_numbers_too(stream):
     )
     assert result.as_numpy("finish_reason").tolist() == [b"stop"]
     assert result.as_numpy("num_output_tokens").tolist() == [9], "with the end token, as vLLM"
-    assert result.as_numpy("logprobs").tolist() == [b"null"], "none were asked for"
+    assert result.as_numpy("logprobs").tolist() == [b"null"], "none were requested"
     assert result.as_numpy("cumulative_logprob")[0] < 0
     assert result.as_numpy("num_input_tokens") is None
     [result] = stream.generate(GREEDY)

@@ -1,6 +1,6 @@
-"""llgtrt's dialect of the OpenAI room as its clients see it, over sockets.
+"""llgtrt's dialect of the OpenAI protocol as its clients see it, over sockets.
 
-Behind it is an EchoBackend; DIFFERENCES has a test for each of its rows.
+The backend is an EchoBackend; each row of DIFFERENCES has a test.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ def backend() -> EchoBackend:
 
 
 class DialectClient:
-    """A server with one dialect, asked with httpx."""
+    """A server with one dialect and an httpx client for it."""
 
     def __init__(self, server, backend, dialect) -> None:
         switch, url = server

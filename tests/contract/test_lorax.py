@@ -19,7 +19,7 @@ from loraplex.testing.echo_backend import EchoBackend
 from support.served import served
 
 CLIENTS = Path(sys.prefix) / "clients"
-"""Where `make .venv/clients` puts what cannot be installed beside loraplex."""
+"""Folder of the packages that `make .venv/clients` installs apart from loraplex."""
 PROGRAM = Path(__file__).parent / "lorax_program.py"
 
 

@@ -1,4 +1,4 @@
-"""The official clients beyond a plain call: openai's raw answers, retries and time-outs, and
+"""The official clients beyond a plain call: openai's raw responses, retries and time-outs, and
 LangChain's ChatOpenAI.
 """
 

@@ -1,6 +1,6 @@
-"""The OpenAI room as its real clients see it: the openai package over sockets, httpx for the rest.
+"""The OpenAI protocol as its clients see it: the openai package over sockets, otherwise httpx.
 
-Behind it is an EchoBackend, so nothing here depends on a model.
+The backend is an EchoBackend, so nothing here depends on a model.
 """
 
 import json

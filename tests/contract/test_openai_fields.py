@@ -163,7 +163,9 @@ def test_echo_gives_the_last_message_back(http):
     ]
     assert (user["role"], user["content"][:8]) == ("user", "helloech")
     other = chat(http, messages=HELLO, echo=True)["choices"][0]["message"]
-    assert other["content"].startswith("echo: "), "the last message is not of the answer's role"
+    assert other["content"].startswith("echo: "), (
+        "the last message does not have the role of the output"
+    )
 
 
 def test_a_turn_is_continued_or_begun(http):

@@ -1,4 +1,4 @@
-"""What a client may ask of decoding through the openai package, and what the answer tells of it."""
+"""Decoding options through the openai package, and the response fields that report them."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""The Responses API as the openai package sees it; behind the room are scripted texts."""
+"""The Responses API as the openai package sees it, with a backend of scripted texts."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Tools and reasoning as the openai package sees them; behind the room are scripted texts."""
+"""Tools and reasoning as the openai package sees them, with a backend of scripted texts."""
 
 import json
 from collections.abc import Iterator

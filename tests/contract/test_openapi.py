@@ -46,7 +46,7 @@ NOT_SERVED = 501
 
 
 def backend() -> EchoBackend:
-    """With adapters, and a memory that can be told."""
+    """Return a backend with two adapters and a known memory layout."""
     made = EchoBackend()
     for name in ("0", "org/name"):
         made.register(name)
@@ -91,7 +91,7 @@ def no_crash(ctx, response, case):
 
 
 def events_as_documented(ctx, response, case):
-    """The data of every event are what the document says."""
+    """Check the data of every event against the document."""
     kind = response.headers.get("content-type", [""])[0].partition(";")[0]
     if kind != EVENTS:
         return
@@ -104,7 +104,7 @@ def events_as_documented(ctx, response, case):
 
 
 def no_undocumented_field(ctx, response, case):
-    """What an answer has, the document has: its objects are taken as closed."""
+    """Check that the document has every field of the response, with its objects closed."""
     documented = case.operation.definition.raw["responses"].get(str(response.status_code), {})
     media = documented.get("content", {}).get("application/json")
     kind = response.headers.get("content-type", [""])[0]
@@ -132,7 +132,7 @@ FREE = {"TritonGenerateResult", "ModelConfig"}
 
 
 def closed(schema):
-    """As it is, and objects have no members but those that it names."""
+    """Return the schema with objects restricted to the members that it names."""
     if isinstance(schema, list):
         return [closed(each) for each in schema]
     if not isinstance(schema, dict):
@@ -148,7 +148,7 @@ def closed(schema):
 
 
 COUNTING = "POST /v1/responses/input_tokens"
-"""It generates nothing, and so looks at no value that says how."""
+"""A route that generates nothing, and so ignores the generation parameters."""
 
 
 def send(case, statuses):
@@ -174,8 +174,7 @@ SENSIBLE = {
 
 
 def made_sensible(case):
-    """Two fields at most beside those that a request must have: with eighty of them at random
-    two always contradict each other."""
+    """Keep at most two optional fields: of eighty random ones, two always contradict each other."""
     if not isinstance(case.body, dict):
         return
     chance = random.Random(repr(case.body))
@@ -235,7 +234,7 @@ BODIES = {
 @pytest.mark.parametrize("label", BODIES)
 @pytest.mark.parametrize("error", PLANTED, ids=lambda error: error.__name__)
 def test_every_error_that_generation_can_raise_is_documented(label, error):
-    """What engines raise is not to be had by asking: it is planted."""
+    """Plant each engine error in the backend, because no request can provoke it."""
     made = EchoBackend()
     app = described_app(made)
     operation = operation_of(schemathesis.openapi.from_dict(OPEN.raw_schema), label)

@@ -1,4 +1,4 @@
-"""One running server for all the tests that only ask it."""
+"""One running server for all tests that only send requests."""
 
 from collections.abc import Iterator
 

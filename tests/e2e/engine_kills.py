@@ -1,6 +1,6 @@
-"""A server under load whose engine is killed again and again: what every client got is compared.
+"""Kills the engine of a server under load repeatedly and compares what every client got.
 
-`python tests/e2e/engine_kills.py 200` kills 200 times and tells what came of it.
+`python tests/e2e/engine_kills.py 200` kills 200 times and prints the result.
 """
 
 import collections
@@ -58,7 +58,7 @@ REQUESTS: dict[str, dict] = {
     "short": {"model": "capitals", "prompt": "The capital of Japan", "max_tokens": 5},
     "long prompt": {"model": "chinese", "prompt": "city " * 100, "max_tokens": SHORT},
 }
-"""All to the same tokens whenever they are asked."""
+"""Requests that produce the same tokens every time."""
 
 
 def body_of(request: dict) -> dict:
@@ -130,7 +130,7 @@ class Outcome:
 
 
 class Load:
-    """Clients that ask, one request after the other, until they are stopped."""
+    """Clients that send one request after the other until they are stopped."""
 
     def __init__(
         self, server: RunningServer, requests: dict, expected: dict, outcome: Outcome
@@ -151,7 +151,7 @@ class Load:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Every request in work ends by itself."""
+        """Let every in-flight request end by itself."""
         self._is_over.set()
         for thread in self._threads:
             thread.join()
@@ -172,7 +172,7 @@ class Load:
 
 
 def with_stop(server: RunningServer, request: dict) -> dict:
-    """The request, with a stop string that comes late in one of its answers."""
+    """Return the request with a stop string that comes late in one of its outputs."""
     text = send(server.http_port, request)["choices"][0]["text"]
     middle = len(text) // 2
     late = (text[at : at + 4] for at in range(middle, len(text) - 4))

@@ -1,8 +1,8 @@
-"""Serving, whole but for the engine, changes its adapters at random until it is killed.
+"""Changes the adapters of a server without an engine at random until it is killed.
 
-Run by test_store_kill, never imported by it. For every seed that comes in it forks a child and
-prints its pid, and its exit status in the end. Before a change the child prints what the store
-says and what it shall say afterwards; then, that it is done.
+test_store_kill runs this program and never imports it. For every seed that it reads, it forks a
+child and prints the child's pid, and its exit status in the end. Before a change the child prints
+the store's contents and the contents after the change; then, that it is done.
 """
 
 import asyncio

@@ -1,8 +1,9 @@
-"""Changes a store at random until it is killed. Run by test_store_crash, never imported by it.
+"""Changes a store at random until it is killed.
 
-For every seed that comes in it forks a child (imports take longer than all the rest) and prints
-its pid, and its exit status in the end. Before a change the child prints what the store says and
-what it shall say afterwards; then, that it is done.
+test_store_crash runs this program and never imports it. For every seed that it reads, it forks a
+child (imports take longer than all the rest) and prints the child's pid, and its exit status in
+the end. Before a change the child prints the store's contents and the contents after the change;
+then, that it is done.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""Adapters that cannot be served: each is one clear answer, and the server goes on."""
+"""Adapters that cannot be served: each gets one clear error, and the server continues."""
 
 import json
 import shutil

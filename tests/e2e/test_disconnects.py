@@ -1,4 +1,4 @@
-"""Clients that leave a real server, at every stage and over every protocol: the room is back."""
+"""Clients that leave a real server, at every stage and over every protocol: slots are freed."""
 
 import http.client
 import json
@@ -18,7 +18,7 @@ LONG = 200
 ENDLESS = 1500
 WAIT_SECONDS = 60
 NUM_TRIES = 3
-"""On a slow machine a request may have ended before it is left."""
+"""Attempts of a case: on a slow machine a request may end before its client leaves."""
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +132,7 @@ def test_the_slot_is_free_again(server, send, stage):
 
 
 def steps_of_the_client_that_left(server: RunningServer, send: Callable, stage: str) -> list[dict]:
-    """Of the one that left at this stage and of whom it waited for, who leaves then."""
+    """Return the steps of the client that left at this stage and of the one that blocked it."""
     known = {request_id for step in steps(server) for request_id in step["request_ids"]}
     blocker = openai_stream(server, "b") if stage == "queued" else None
     if blocker is not None:

@@ -1,4 +1,4 @@
-"""A real server that is told to stop, or to drain, while clients are at it; and its access log."""
+"""A real server that stops or drains while clients use it, and its access log."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ BODY = json.dumps(
 
 
 async def stream(server: RunningServer, begun: asyncio.Event | None = None) -> bytes:
-    """A whole answer, head and all, as its client gets it."""
+    """A whole response with its head, as its client gets it."""
     reader, writer = await asyncio.open_connection("127.0.0.1", server.http_port)
     head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
     writer.write(f"{head}content-length: {len(BODY)}\r\n\r\n".encode() + BODY)

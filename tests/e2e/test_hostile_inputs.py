@@ -1,5 +1,5 @@
-"""Hostile grammars, templates' arguments and lists at a real server: each is answered in time, and
-a stream that runs meanwhile goes on."""
+"""Hostile grammars, template arguments and lists at a real server: each gets a response in time,
+and a concurrent stream continues."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("server")]
 
 RESPONSE_SECONDS = 30.0
 GAP_SECONDS = 3.0
-"""Of the stream beside them: half a second of compiling, twice, beside a busy machine."""
+"""Longest gap of the concurrent stream: half a second of compiling, twice, on a busy machine."""
 MOST_GROWTH = 200 << 20
 CHAT = {
     "model": "capitals",

@@ -30,7 +30,7 @@ PROMPTS = (
     "美国的首都在哪里? \\n答案:",
     "アメリカ合衆国の首都はどこですか? \\n答え:",
 )
-"""As the founding example asks them: the line break is a backslash and the letter n."""
+"""Prompts of the founding example: the line break is a backslash and the letter n."""
 
 Pair = tuple[np.ndarray, np.ndarray]
 
@@ -80,7 +80,7 @@ def client(server) -> Iterator[triton_grpc.InferenceServerClient]:
 
 
 def lora(pair: Pair | None = None, task_id: int | None = None, module=triton_grpc) -> list[Any]:
-    """The inputs that say which adapter."""
+    """Return the inputs that select an adapter."""
     inputs = []
     if task_id is not None:
         inputs += tensors(module, lora_task_id=np.array([[task_id]], dtype=np.uint64))
@@ -95,7 +95,7 @@ def lora(pair: Pair | None = None, task_id: int | None = None, module=triton_grp
 
 
 def generate_tokens(client, tokenizer, text: str, more: list[Any], length: int = 24) -> str:
-    """As inflight_batcher_llm_client.py asks `tensorrt_llm`; the answer without the prompt."""
+    """Request `tensorrt_llm` like inflight_batcher_llm_client.py; return the output only."""
     prompt = tokenizer.encode(text, True)
     inputs = tensors(
         triton_grpc,

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.xdist_group("server")
 PROMPT = "What is the capital of France?"
 MESSAGES = [{"role": "user", "content": PROMPT}]
 CLIENTS = Path(sys.prefix) / "clients"
-"""Where `make .venv/clients` puts what cannot be installed beside loraplex."""
+"""Folder of the packages that `make .venv/clients` installs apart from loraplex."""
 PROGRAM = Path(__file__).parent / "guidance_program.py"
 
 

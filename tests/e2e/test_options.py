@@ -1,4 +1,4 @@
-"""What a client may ask of decoding, answered by a real model over both protocols."""
+"""Decoding options with a real model over both protocols."""
 
 import json
 

@@ -33,7 +33,7 @@ PROMPT = "What is the capital of France?"
 FIVE = ("ensemble", "postprocessing", "preprocessing", "tensorrt_llm", "tensorrt_llm_bls")
 STREAM = np.array([[True]])
 ENDLESS = 1800
-"""Tokens: as many as the model's length lets run, some seconds."""
+"""Number of tokens: the most that the model's length allows, which take some seconds."""
 
 
 def export(*arguments):
@@ -49,7 +49,7 @@ class Ours:
         self.metrics_port = metrics_port
 
     def pids(self):
-        """Of its serving process, its engine not."""
+        """Return the pids of the serving process, without its engine."""
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -134,7 +134,7 @@ def endless(**more):
     return text_request(tritonclient.grpc, PROMPT, ENDLESS, stream=STREAM, end_id=end_id, **more)
 
 
-# ---------------------------------------------------------------- answers
+# -------------------------------------------------------------- responses
 
 
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
@@ -220,7 +220,7 @@ def test_generate_over_http(both):
 
 
 def begun(client, model, **more):
-    """An endless request whose first piece has come; the answers that follow."""
+    """Start an endless request and wait for its first piece; yield the later responses."""
     results = queue.Queue()
     client.start_stream(lambda result, error: results.put(error or result))
     client.async_stream_infer(model, endless(), **more)

@@ -1,4 +1,4 @@
-"""The Responses API with a real model behind it."""
+"""The Responses API with a real model."""
 
 import json
 from collections.abc import Iterator

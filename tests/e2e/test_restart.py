@@ -1,4 +1,4 @@
-"""What survives when a process dies or is told to stop."""
+"""State that survives when a process dies or is stopped."""
 
 import concurrent.futures
 import os

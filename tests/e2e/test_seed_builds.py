@@ -1,6 +1,6 @@
 """The shell lines with which users convert and build, run through compat/ with other paths.
 
-Each folder is then served, and answers with the tokens of the model that it was made from.
+Each folder is then served, and outputs the tokens of the model that it was made from.
 """
 
 import os

@@ -99,13 +99,13 @@ def client(server):
 
 
 def outputs(output):
-    """(prompt, answer) of what several clients printed, in any order; sorted."""
+    """Return the (prompt, output) pairs that several clients printed in any order, sorted."""
     pattern = r"^Input: (.*)\nOutput beam 0: (.*)\nOutput sequence:  \[\d"
     return sorted(re.findall(pattern, output, re.MULTILINE))
 
 
 def six():
-    """The answers that the founding example shows."""
+    """Outputs that the founding example shows."""
     return sorted((text, OUTPUTS[name]) for text in (CHINESE, JAPANESE) for name in OUTPUTS)
 
 
@@ -184,7 +184,7 @@ def test_six_clients_with_task_ids(unary, weights):
 @pytest.mark.parametrize("mode", ["unary", "decoupled"])
 @pytest.mark.parametrize("flags", ["", "--stop-via-request-cancel"])
 def test_stop_after(request, tmp_path, mode, flags):
-    """Token ids without an end token, as this model's own answers are short."""
+    """Return token ids without an end token, as this model's own outputs are short."""
     server = request.getfixturevalue(mode)
     (tmp_path / "ids.csv").write_text("1,653,298,472,368")
     block = (
@@ -203,7 +203,7 @@ def test_stop_after(request, tmp_path, mode, flags):
 
 
 def test_a_client_without_any_flag_but_the_length(unary, tmp_path):
-    """As seeds/002 has it: the server tokenizes, and a short answer ends before its stop."""
+    """Follow seeds/002: the server tokenizes, and a short output ends before its stop."""
     output = shell(f"{client(unary)} --request-output-len 20", tmp_path)
     assert "Input: Born in north-east France, Soyer trained as a\nOutput beam 0: " in output
     block = f"{client(unary)} --stop-after-ms 200 --request-output-len 200 --text '{CHINESE}'"

@@ -135,7 +135,7 @@ class Machine:
         return done.stdout
 
     def shell(self, line: str, port: int, **settings: str) -> list[str]:
-        """The line, which serves there and for nobody else; a stop of it is one of the server."""
+        """Run a serving line on this port and local address; stopping it stops the server."""
         variables = settings | {
             "LORAPLEX_HOST": "127.0.0.1",
             "LORAPLEX_STATE_DIR": str(self.root / "state"),
@@ -183,7 +183,7 @@ def capital(server: RunningServer, **fields: Any) -> str:
 
 
 def load_seconds(server: RunningServer, **fields: Any) -> float:
-    """Of reading adapters for one request."""
+    """Return the seconds of reading adapters for one request."""
     status, response = complete(server, FIRST_USE, **fields)
     assert status == 200, response
     return float(response["loraplex"]["timing"][0]["adapter_load_seconds"])
@@ -209,7 +209,7 @@ def test_the_page_from_the_first_line_to_the_last(machine: Machine) -> None:
         assert again["loraplex"]["adapters"] == [used]
         assert capital(server) == "巴黎"
         assert capital(server, lora_model=None) == "Paris"
-    # The engine that was built answers alike.
+    # The engine that was built responds alike.
     built = RUN.replace("Meta-Llama-3.1-8B-Instruct", "model-engine")
     with machine.serving(built) as server:
         assert capital(server) == "巴黎"
@@ -237,14 +237,14 @@ SMALL = {
     "LORAPLEX_LORA_HOST_BYTES": "120000",
     "LORAPLEX_ADAPTER_WATCH_SECONDS": "0",
 }
-"""Two adapters fit, and files are looked at only when a request says so."""
+"""Configuration in which two adapters fit, and only a request's option rereads their files."""
 
 
 def test_the_cache_that_the_page_describes(machine: Machine) -> None:
     machine.replay(EXTRACT)
     with machine.serving(RUN, **SMALL) as server:
         assert capital(server) == "巴黎"
-        # Others come while it serves: no restart. There is room for two.
+        # Others come while it serves: no restart. Two fit.
         extract(machine, "japanese", "team/other.v2.safetensors")
         assert capital(server, lora_model="team/other.v2") == "パリ"
         double(machine, "team/other.v2.safetensors", "third.safetensors")
@@ -257,7 +257,7 @@ def test_the_cache_that_the_page_describes(machine: Machine) -> None:
         assert load_seconds(server) == 0
         assert capital(server) == "巴黎"
         assert complete(server, NEVER)[0] == 200
-        # A changed file is what was cached, until a request says "always".
+        # A changed file is not read again until a request sends "always".
         extract(machine, "japanese", "my_finetuning.safetensors")
         assert capital(server) == "巴黎"
         assert capital(server, load_lora_weights="always") == "パリ"

@@ -1,4 +1,4 @@
-"""One real server, asked by the real clients: what a user sees."""
+"""One real server as its real clients see it."""
 
 import concurrent.futures
 import json
@@ -19,7 +19,7 @@ LANGUAGES: dict[str, Language] = {
     "chinese": "chinese",
     "japanese": "japanese",
 }
-"""The model field of a request, and the language that it answers in."""
+"""Model fields of requests, and the languages of their outputs."""
 TASK_IDS = {"capitals": None, "chinese": 1, "japanese": 2}
 FRANCE = next(country for country in COUNTRIES if country.english == "France")
 

@@ -1,4 +1,4 @@
-"""A draft and a target model write what the ensemble writes, whoever guesses."""
+"""A draft and a target model write what the ensemble writes, whichever model drafts."""
 
 import numpy as np
 import pytest

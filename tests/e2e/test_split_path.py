@@ -1,4 +1,4 @@
-"""A real model behind the five Triton models: however they are connected, one text comes out."""
+"""A real model as five Triton models: every way to connect them produces the same text."""
 
 from typing import Any
 

@@ -32,7 +32,7 @@ def workers(tmp_path):
 
 
 def run_and_kill(workers, seed, seconds):
-    """What the worker told; it must not have ended by itself."""
+    """Return what the worker reported; it must not have ended by itself."""
     workers.stdin.write(b"%d\n" % seed)
     workers.stdin.flush()
     reported = []

@@ -38,7 +38,7 @@ def workers(tmp_path):
 
 
 def run_and_kill(workers, seed, num_changes, seconds):
-    """What the worker told. It is killed so many seconds after it began its last change."""
+    """Return what the worker reported until it was killed, this long into its last change."""
     workers.stdin.write(b"%d\n" % seed)
     workers.stdin.flush()
     reported, pid = [], None

@@ -1,4 +1,4 @@
-"""What was loaded over the API is there after the server was killed, and answers as before."""
+"""Adapters that were loaded over the API survive a killed server with the same outputs."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Many streams at once at a real server: each says what it says alone, none waits for ever."""
+"""Many concurrent streams at a real server: each outputs what it does alone, and each ends."""
 
 import asyncio
 import statistics

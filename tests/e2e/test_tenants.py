@@ -44,7 +44,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def keys(folder):
-    """By tenant, of a file beside its certificate."""
+    """Return the keys by tenant, of a file next to the certificate."""
     path = folder / "keys.toml"
     path.write_text(TABLES)
     return {name: create_key(path, name, NOW)[1] for name in ("acme", "umbrella", "slow", "ops")}

@@ -32,7 +32,7 @@ operator = true
 NAME, ALIAS, TASK_ID = "verysecret-merger", "codename-walrus", 424242
 REQUEST_ID = "acme-private-request-id"
 WORDS = "the takeover of initech"
-"""Of a prompt of acme's."""
+"""Words of a prompt of acme's."""
 LONG = "A prompt that is long enough for whole blocks of the cache: " * 4
 
 
@@ -50,7 +50,7 @@ def keys(folder):
 
 @pytest.fixture(scope="module")
 def own_adapter(folder):
-    """Weights that nobody else has."""
+    """Write weights that no other adapter has."""
     path = folder / "weights-of-acme"
     shutil.copytree(ADAPTER_PATHS["chinese"], path)
     tensors = load_file(path / "adapter_model.safetensors")
@@ -155,7 +155,7 @@ def bodies(name: str):
 
 
 def responses(client, name: str):
-    """(what was asked, the answer) of every route, with the name in every place."""
+    """Yield (request, response) of every route, with the name in every place."""
     for method, path in routes(client):
         if path == "/openapi.json":
             continue
@@ -186,7 +186,7 @@ def test_no_response_of_any_route_has_a_secret(of, secrets):
 
 
 def test_what_another_has_looks_as_if_it_were_missing(of, secrets):
-    """By its name, by its alias, and by the id of a stored response."""
+    """Try the name, the alias and the id of a stored response."""
     missing = "nobodys-thing-so"
     for secret in (NAME, ALIAS, secrets[-1]):
         known = responses(of("umbrella"), secret)
@@ -197,7 +197,7 @@ def test_what_another_has_looks_as_if_it_were_missing(of, secrets):
 
 
 def plain(text: str, name: str) -> str:
-    """Without the name, numbers and ids, which differ anyway."""
+    """Return the text without the name, numbers and ids, which differ anyway."""
     return re.sub(r"[0-9a-f]{8,}|\d+(\.\d+)?", "0", text.replace(name, "NAME"))
 
 
@@ -277,7 +277,7 @@ def by_grpc(server, key, prompt):
 
 @pytest.mark.parametrize("send", [*PROTOCOLS, "grpc"])
 def test_a_prompt_costs_the_same_if_another_tenant_sent_it_before(computed, send):
-    """The steps, and so its time to first token, are those of a prompt that nobody sent."""
+    """A prompt takes the steps, and so the time to first token, of one that was never sent."""
     tag = getattr(send, "__name__", send)
     fresh = computed(send, "umbrella", f"{tag} 1: {LONG}")
     for sender in PROTOCOLS:

@@ -1,4 +1,4 @@
-"""Repositories that were written for Triton, served by a process, asked by Triton's own clients."""
+"""Repositories that were written for Triton, served to Triton's own clients."""
 
 import contextlib
 import json

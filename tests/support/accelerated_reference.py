@@ -1,7 +1,7 @@
 """The torch reference under the rules of a GPU's backend, with the bits of the plain reference.
 
 Rows, padding and adapters are read where an accelerator has them, at the addresses that a recorded
-step was recorded with. What nobody is to read is not a number.
+step was recorded with. Memory that must not be read contains NaN.
 """
 
 import contextlib
@@ -126,7 +126,7 @@ class AcceleratedReference(ReferenceKernels):
 
 
 def _of_segments(batch: LoraBatch, segments: LoraSegments) -> LoraBatch:
-    """With the groups that the pieces say, whatever the batch says itself."""
+    """Return the batch with the groups of the segments instead of its own."""
     entries = segments.entries.numpy()
     is_piece = entries >= 0
     counts = segments.counts.numpy()[is_piece].astype(np.int64)
@@ -164,7 +164,7 @@ def load_parts_with(
     settings: RunnerSettings,
     host_adapters: HostAdapters,
 ) -> RunnerParts:
-    """As execution.loading.load_parts, on a CPU, whose accelerator there may be."""
+    """Load the parts like execution.loading.load_parts, on a CPU with an optional accelerator."""
     spec = windowed(settings, read_config(folder))
     dtype = choose_dtype(settings, spec)
     form = WeightFormat(dtype=dtype, precision=settings.precision, device=torch.device("cpu"))

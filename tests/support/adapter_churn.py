@@ -1,7 +1,7 @@
-"""An engine whose adapters come and go while it decodes: every token must be that of a quiet one.
+"""Engine whose adapters change while it decodes; each token must equal that of an idle engine.
 
-More adapters are asked for than the device holds, so that nearly every request brings one in; and
-the host holds some of them only, so that its pages are used again, too.
+The requests use more adapters than fit on the device, so that nearly every request loads one.
+The host holds only some of them, so that its pages are reused, too.
 """
 
 import dataclasses

@@ -56,7 +56,7 @@ def tiny_families(vocab_size: int) -> dict[str, PretrainedConfig]:
 
 
 def tiny_gpt2(vocab_size: int, **changes: Any) -> GPT2Config:
-    """Of the same sizes as `tiny_sizes`, in GPT-2's own names."""
+    """Return the sizes of `tiny_sizes` under GPT-2's own names."""
     sizes = {"n_embd": 64, "n_inner": 112, "n_layer": 2, "n_head": 4, "n_positions": 128}
     ids = {"vocab_size": vocab_size, "bos_token_id": None, "eos_token_id": None}
     return GPT2Config(**(sizes | ids | changes))
@@ -65,7 +65,7 @@ def tiny_gpt2(vocab_size: int, **changes: Any) -> GPT2Config:
 def save_random_model(folder: Path, config: PretrainedConfig, *, seed: int = 0) -> Any:
     """Write a checkpoint with every parameter random, norms and biases too; returns the model.
 
-    The weights are float32; `config.dtype` is what config.json will say.
+    The weights are float32; config.json states `config.dtype`.
     """
     torch.manual_seed(seed)
     models: Any = AutoModelForCausalLM

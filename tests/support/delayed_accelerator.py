@@ -1,8 +1,8 @@
-"""An accelerator whose copies happen as late as they may: a missing wait shows as a wrong answer.
+"""Accelerator whose copies happen as late as possible: a missing wait shows as a wrong output.
 
-Its device is the CPU. What kernels do is done at once; so what is late are the copies of the copy
-queue, and the copies to pinned memory of both queues. They happen when an event behind them is
-waited for, when the compute queue goes `after` such an event, or after some calls of `has_passed`.
+Its device is the CPU. Kernels run at once. The copies of the copy queue, and the copies of both
+queues to pinned memory, are late: they happen when an event after them is waited for, when the
+compute queue goes `after` such an event, or after some calls of `has_passed`.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ class _Queue:
         self.num_enqueued = 0
         self._outstanding: deque[Callable[[], None]] = deque()
         self.num_waits = 0
-        """Of the outstanding ones."""
+        """Number of waits for outstanding actions."""
 
     @property
     def num_done(self) -> int:
@@ -36,7 +36,7 @@ class _Queue:
         self.num_enqueued += 1
 
     def advance(self, num_done: int) -> None:
-        """Until so many of all that were enqueued have happened."""
+        """Run copies until this many of all enqueued ones have happened."""
         with torch.inference_mode():
             while self.num_done < num_done:
                 self._outstanding.popleft()()
@@ -87,11 +87,11 @@ class DelayedAccelerator:
 
     @property
     def num_outstanding(self) -> int:
-        """Of the copy queue."""
+        """Number of outstanding copies of the copy queue."""
         return self._copies.num_enqueued - self._copies.num_done
 
     def advance(self, num_copies: int = 1) -> None:
-        """So many copies of the copy queue happen now."""
+        """Run this many copies of the copy queue now."""
         with self._lock:
             target = min(self._copies.num_done + num_copies, self._copies.num_enqueued)
             self._copies.advance(target)
@@ -179,7 +179,7 @@ class DelayedAccelerator:
 
 
 def _late_copy(source: torch.Tensor, target: torch.Tensor) -> Callable[[], None]:
-    """Of what the source is then, which must be what it is now."""
+    """Copy the source's later contents, which must equal its present contents."""
     check = _check_of(source)
 
     def happen() -> None:
@@ -190,7 +190,7 @@ def _late_copy(source: torch.Tensor, target: torch.Tensor) -> Callable[[], None]
 
 
 def _snapshot_copy(source: torch.Tensor, target: torch.Tensor) -> Callable[[], None]:
-    """Late, from what the source is now: kernels behind it in its queue may change it."""
+    """Copy the source's present contents late: later kernels of its queue may change it."""
     values = source.clone()
 
     def happen() -> None:

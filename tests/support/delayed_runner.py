@@ -1,4 +1,4 @@
-"""A runner that computes a step when it is waited for: as late as one can that runs beside us."""
+"""Runner that computes a step only when it is waited for, as late as an asynchronous one may."""
 
 from loraplex.core.errors import StepFailedError
 from loraplex.core.plan import Capacity, StepPlan, StepResult

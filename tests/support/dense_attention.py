@@ -1,4 +1,4 @@
-"""Attention as its formula says, in float64, and what tests of attention kernels ask with."""
+"""Attention by its formula, in float64, and the inputs of tests of attention kernels."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from loraplex.kernels.ops import AttentionShape
 def random_queries(
     counts: Sequence[int], shape: AttentionShape, dtype: torch.dtype = torch.float32
 ) -> list[torch.Tensor]:
-    """For each row its queries, [count, H, D]."""
+    """Return the queries of each row, [count, H, D]."""
     return [torch.randn(count, shape.num_heads, shape.head_dim).to(dtype) for count in counts]
 
 

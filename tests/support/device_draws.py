@@ -10,7 +10,7 @@ from loraplex.kernels.sampling import DrawOptions, IntArray
 
 
 def reference_draws(logits: torch.Tensor, rows: IntArray, options: DrawOptions) -> torch.Tensor:
-    """As sampling.draw_tokens, but for whose exp it is. int64 [n] where the logits are."""
+    """Draw tokens like sampling.draw_tokens with the device's exp; int64 [n] on its device."""
 
     def column(array: npt.NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(array.copy()).to(logits.device).unsqueeze(1)

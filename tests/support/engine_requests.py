@@ -1,4 +1,4 @@
-"""An admitted request of which a test says only what matters to it."""
+"""Admitted requests, of which a test sets only the fields that matter to it."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from loraplex.core.sampling_params import SamplingParams
 def engine_request(
     prompt_token_ids: tuple[int, ...], sampling: SamplingParams | None = None, **fields: Any
 ) -> EngineRequest:
-    """fields: of EngineRequest; without them, request 1 of nobody in particular, at time 0."""
+    """Return an EngineRequest with these fields; the defaults are request 1 at time 0."""
     defaults: dict[str, Any] = {
         "request_id": 1,
         "eos_token_ids": (),

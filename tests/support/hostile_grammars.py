@@ -140,7 +140,7 @@ def _grammars(larks: list[str]) -> Grammar:
 
 
 def _own_limits() -> Grammar:
-    """It asks for more than the server allows."""
+    """The grammar needs more than the server allows."""
     names = ("max_lexer_states", "initial_lexer_fuel", "step_lexer_fuel", "step_max_items")
     grammars = [{"lark_grammar": "start: /(?s:.*)a(?s:.{22})/"}]
     limits = dict.fromkeys(names, 10**12)

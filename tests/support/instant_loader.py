@@ -1,4 +1,4 @@
-"""An adapter loader whose loads have ended when it is asked: real tensors, from no file."""
+"""Adapter loader whose loads complete at once: real tensors, from no file."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ class InstantLoader:
         self._host = host
         self._make = make
         self.prepare: Callable[[HostAdapter], HostAdapter] = lambda adapter: adapter
-        """As AdapterBank.prepare."""
+        """Equivalent of AdapterBank.prepare."""
         self._loaded: list[FakeLoad] = []
 
     def start(self, handle: AdapterHandle, source: AdapterSource) -> None:

@@ -44,7 +44,7 @@ class CompiledKernel:
 def compile_groups(
     groups: Sequence[str], arch: int, match: str = "", processes: int = 1
 ) -> list[CompiledKernel]:
-    """Every kernel that the cases of these rooms launch whose names have `match` in them."""
+    """Compile every kernel that is launched by cases of these groups with `match` in the name."""
     launches = {group: _launches(group, arch, match) for group in groups}
     jobs = [(group, same) for group in groups for same in _by_key(launches[group])]
     # Forked processes have the jobs already: what a job names cannot travel.
@@ -124,7 +124,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--arch", type=int, default=90, choices=sorted(GPUS))
     parser.add_argument(
-        "--what", default=",".join(GROUPS), help="rooms, or module:function, with commas"
+        "--what", default=",".join(GROUPS), help="comma-separated groups, or module:function"
     )
     parser.add_argument("--match", default="", help="only cases with this in their names")
     parser.add_argument("--json", action="store_true", help="JSON instead of a table")

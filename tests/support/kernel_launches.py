@@ -39,7 +39,7 @@ class KernelLaunch:
 
 
 class _NoGpu:
-    """Triton's driver of a GPU that is not there: it tells its architecture, and runs nothing."""
+    """Triton's driver for an absent GPU: it reports the architecture and runs nothing."""
 
     def __init__(self, arch: int) -> None:
         self._target = GPUTarget("cuda", arch, _WARP_SIZE)
@@ -100,7 +100,7 @@ class LaunchRecorder:
     def _launch(
         self, kernel: JITFunction[Any], args: tuple[Any, ...], grid: Any, kwargs: dict[str, Any]
     ) -> KernelLaunch:
-        """As JITFunction.run does, up to the point where it would compile."""
+        """Do what JITFunction.run does, up to the point where it would compile."""
         _, _, _, backend, bind = kernel.create_binder()
         bound, specialization, given = bind(*args, **kwargs)
         key = f"{kernel.module}.{kernel.fn.__qualname__} {specialization} {given}"

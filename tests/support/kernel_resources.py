@@ -23,32 +23,32 @@ class KernelResources:
     """Counts of instructions are of the code, not of what is executed: a loop counts once."""
 
     registers: int
-    """Of each thread."""
+    """Registers of each thread."""
     stack_bytes: int
-    """Of each thread: what did not fit into registers, and arrays."""
+    """Stack of each thread: values that did not fit into registers, and arrays."""
     spill_bytes: int
-    """That instructions store to the stack and load from it."""
+    """Bytes that instructions store to the stack and load from it."""
     shared_bytes: int
-    """Of each program."""
+    """Shared memory of each program."""
     load_bits: dict[int, int]
     """Instructions that load global memory, by the width of what one thread loads."""
     matrix_ops: dict[str, int]
 
     @property
     def wide_share(self) -> float:
-        """Of the bits that load instructions bring, those that come 128 at a time."""
+        """Return the share of loaded bits that come from 128-bit loads."""
         total = sum(bits * count for bits, count in self.load_bits.items())
         return self.load_bits.get(128, 0) * 128 / total if total else 1.0
 
 
 def resources_of(cubin: bytes, shared_bytes: int) -> KernelResources:
-    """Of a compiled kernel. shared_bytes: what is asked for at the launch."""
+    """Return the resources of a compiled kernel. shared_bytes: dynamic size at the launch."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         usage = _USAGE.search(_output("cuobjdump", "-res-usage", file.name))
         code = _output("nvdisasm", "-c", file.name)
-    assert usage, "cuobjdump tells no usage of resources"
+    assert usage, "cuobjdump reports no resource usage"
     registers, stack, static, local = map(int, usage.groups())
     loads: collections.Counter[int] = collections.Counter()
     matrix: collections.Counter[str] = collections.Counter()
@@ -73,7 +73,7 @@ def resources_of(cubin: bytes, shared_bytes: int) -> KernelResources:
 
 
 def _bits(modifiers: list[str]) -> int:
-    """Of one thread's access: named where it is not 32."""
+    """Return the width of one thread's access, which the name omits if it is 32."""
     widths = [
         int(word.lstrip("US")) for word in modifiers if re.fullmatch(r"[US]?(8|16|64|128)", word)
     ]

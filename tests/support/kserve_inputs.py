@@ -1,6 +1,6 @@
 """Broken inputs for the Triton front ends: valid ones, changed at random in bytes and structure.
 
-Everything follows from a seed. Nothing here knows what the right answer is: see kserve_prober.
+Everything follows from a seed. The expected responses are in kserve_prober.
 """
 
 import copy

@@ -1,7 +1,7 @@
-"""Broken inputs sent to the Triton front ends in one process, without sockets, and what must hold.
+"""Sends broken inputs to the Triton front ends in one process, without sockets.
 
-An answer is one of the known statuses with words that name what was wrong; a defect's own words
-are never in it. Afterwards nothing is in work and nothing waits.
+A response has one of the known statuses and a text that names what was wrong; it never contains the
+text of an internal error. Afterwards no request is in flight and none waits.
 """
 
 import asyncio
@@ -27,11 +27,11 @@ from support import kserve_inputs
 MAX_BODY_BYTES = 2**20
 STATUSES = frozenset({200, 400, 404, 405, 413, 501, 503})
 DEADLINE_SECONDS = 20.0
-"""An answer that takes longer is a hang."""
+"""Time limit of a response; a longer one counts as a hang."""
 
 
 class KserveProber:
-    """A served echo backend, and the checks of its answers."""
+    """A served echo backend, and the checks of its responses."""
 
     def __init__(self) -> None:
         self.backend = EchoBackend(max_model_len=256)
@@ -40,10 +40,10 @@ class KserveProber:
         routes = kserve_routes(self.service, max_body_bytes=MAX_BODY_BYTES)
         self._app: ASGIApp = PathRouter(routes)
         self.statuses: dict[str, int] = {}
-        """How often each answer came."""
+        """Number of responses by status."""
 
     async def probe(self, seed: int) -> None:
-        """One input. Raises AssertionError, with the seed, if its answer is none."""
+        """Send one input. Raises AssertionError, with the seed, for an invalid response."""
         rng = random.Random(seed)
         kind = rng.randrange(4)
         try:
@@ -68,7 +68,7 @@ class KserveProber:
         self._forget()
 
     async def post(self, path: str, headers: Mapping[str, str], body: bytes) -> None:
-        """The answer must be a known status, and JSON with its words unless it is well."""
+        """Check that the status is known, and that an error is JSON with a text."""
         status, content = await self._posted(path, headers, body)
         self._count(f"HTTP {status}")
         assert status in STATUSES, f"{status}: {content[:300]!r}"
@@ -127,7 +127,7 @@ class KserveProber:
             "headers": [(k.encode("latin1"), v.encode("latin1")) for k, v in headers.items()],
         }
         await self._app(scope, receive, send)
-        return messages[0]["status"], b"".join(m.get("body", b"") for m in answers[1:])
+        return messages[0]["status"], b"".join(m.get("body", b"") for m in messages[1:])
 
     def _count(self, response: str) -> None:
         self.statuses[response] = self.statuses.get(response, 0) + 1

@@ -13,12 +13,12 @@ class MeteredAccelerator(HostAccelerator):
         self._most_reserved = 0
 
     def take(self, num_bytes: int) -> None:
-        """For good; negative to give back."""
+        """Allocate bytes permanently; a negative number frees them."""
         self._taken += num_bytes
         self._note()
 
     def use(self, num_bytes: int) -> None:
-        """For a moment; until it is trimmed it is kept for tensors to come."""
+        """Allocate bytes briefly; they stay reserved for later tensors until a trim."""
         self._kept = max(self._kept, num_bytes)
         self._note()
 

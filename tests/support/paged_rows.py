@@ -46,12 +46,12 @@ class PagedRows:
         self.block_tables = self.block_tables.to(device)
 
     def queries(self, counts: Sequence[int]) -> list[torch.Tensor]:
-        """For each row as many, [count, H, D], on the host."""
+        """Return random queries of each row, [count, H, D], on the host."""
         heads, size = self.shape.num_heads, self.shape.head_dim
         return [torch.randn(count, heads, size).to(self.dtype) for count in counts]
 
     def batch(self, queries: Sequence[torch.Tensor], num_padding: int = 0) -> torch.Tensor:
-        """[T, H, D] on the device: a slice of a wider tensor, with tokens of no row behind."""
+        """Return [T, H, D] on the device: a slice of a wider tensor, with padding tokens last."""
         sizes = (num_padding, self.shape.num_heads, self.shape.head_dim)
         padding = torch.zeros(sizes, dtype=self.dtype)
         query = torch.cat([*queries, padding])
@@ -87,7 +87,7 @@ class PagedRows:
 def store(
     storage: torch.Tensor, vectors: torch.Tensor, slots: torch.Tensor, shape: AttentionShape
 ) -> None:
-    """As a GPU's `write` does it with vectors [n, K, D] at slots [n], in torch."""
+    """Write vectors [n, K, D] at slots [n] like a GPU's `write`, in torch."""
     stored = to_stored(vectors, storage.dtype).to(storage.device)
     blocks, offsets = (slots // shape.block_size).tolist(), (slots % shape.block_size).tolist()
     if storage.dtype != torch.int8:
@@ -99,7 +99,7 @@ def store(
 
 
 def stored_parts(storage: torch.Tensor, shape: AttentionShape) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of int8 storage: numbers [num_blocks, block_size, K, D], bytes of scales [..., 4]."""
+    """Return int8 storage: numbers [num_blocks, block_size, K, D], bytes of scales [..., 4]."""
     sizes = (len(storage), shape.block_size, shape.num_kv_heads)
     end = shape.block_size * shape.num_kv_heads * shape.head_dim
     numbers = storage[:, :end].view(*sizes, shape.head_dim)
@@ -107,7 +107,7 @@ def stored_parts(storage: torch.Tensor, shape: AttentionShape) -> tuple[torch.Te
 
 
 def padded_rows(layout: RowLayout, num_padding: int) -> DeviceRows:
-    """A layout as an accelerator reads it, with rows behind that have no tokens."""
+    """Return a layout as an accelerator reads it, with trailing rows that have no tokens."""
 
     def numbers(values: Sequence[int], padding: int) -> torch.Tensor:
         return torch.tensor([*values, *[padding] * num_padding], dtype=torch.int32)

@@ -18,7 +18,7 @@ from loraplex.kernels.lora import (
 )
 
 BASE = -1
-"""In place of an adapter: none."""
+"""Placeholder for no adapter."""
 
 
 def users(popularity: str, num_tokens: int) -> list[int]:
@@ -79,7 +79,7 @@ class PooledAdapters:
     def batch(
         self, uses: Sequence[LoraUse], num_tokens: int, longest: int | None = None
     ) -> LoraBatch:
-        """With its segments, on the pool's device."""
+        """Return the batch with its segments, on the pool's device."""
         host = lora_batch(self.pool, self.table, uses, torch.device("cpu"))
         segments = lora_segments(host, num_tokens, longest)
         segments = segments.at(segments.packed.to(self.pool.device))

@@ -1,4 +1,4 @@
-"""An engine that says what a test tells it to, and the words for that."""
+"""Engine that reports scripted events, and functions that build them."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ READY = EngineReady(FAKE_CAPACITY)
 
 
 class ScriptedLink:
-    """Implements EngineLink. It says what is put into `events`; None is its death."""
+    """Implements EngineLink. It reports what is put into `events`; None is its death."""
 
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
@@ -86,7 +86,7 @@ async def ended(stream: OutputStream) -> list[EngineOutput]:
 async def tokens_of(
     stream: OutputStream, outputs: Sequence[EngineOutput] = ()
 ) -> dict[int, list[int]]:
-    """By sequence, of a request that ends without an error. outputs: what was taken before."""
+    """Return a successful request's tokens by sequence. outputs: those already received."""
     outputs = [*outputs]
     outputs += [] if outputs and outputs[-1].finished else await ended(stream)
     assert outputs[-1].error is None
@@ -123,7 +123,7 @@ def done(request_id: RequestId, *token_ids: int, finished: bool = True, **fields
 
 
 def step_of(*request_ids: RequestId) -> StepDone:
-    """A step that had rows of them, and nothing to say."""
+    """Return a step that had rows of these requests and no outputs."""
     numbers: dict[str, Any] = dict.fromkeys(StepRecord.__struct_fields__[:16], 0)
     return StepDone((), EngineStats(), StepRecord(**(numbers | {"request_ids": request_ids})))
 

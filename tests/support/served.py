@@ -35,5 +35,5 @@ def _wait_until_started(server: uvicorn.Server, thread: threading.Thread) -> Non
     deadline = time.monotonic() + START_TIMEOUT_SECONDS
     while not server.started:
         if not thread.is_alive() or time.monotonic() > deadline:
-            raise RuntimeError("the server did not start; its log says why")
+            raise RuntimeError("the server did not start; see its log")
         time.sleep(0.005)

@@ -1,5 +1,4 @@
-"""A model folder with random weights and a tokenizer: it answers any text, and none that means
-anything."""
+"""Model folder with random weights and a tokenizer, which completes any text without meaning."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Small tokenizer.json files with the pipelines of model families, beside those of tiny_tokenizers.
+"""Small tokenizer.json files with the pipelines of model families, in addition to tiny_tokenizers.
 
 Each has a family's own normalizer, splits, decoder and kinds of added tokens; the vocabulary is
 trained from a few lines.
@@ -63,7 +63,7 @@ def write_qwen2(folder: Path) -> Path:
 
 
 def write_tekken(folder: Path) -> Path:
-    """Mistral's tekken: words told apart by their case; BOS by a template; [INST] and the like."""
+    """Mistral's tekken: words split by case; BOS by a template; [INST] and similar markers."""
     tokenizer = Tokenizer(models.BPE(ignore_merges=True))
     _split_by(tokenizer, _TEKKEN_WORDS)
     _train_byte_level(tokenizer, [UNK, BOS, EOS, "[INST]", "[/INST]", "[TOOL_CALLS]"])
@@ -120,7 +120,7 @@ def write_llama2_json(folder: Path, *, legacy: bool = True) -> Path:
 
 
 def write_phi3(folder: Path) -> Path:
-    """Llama 2's, with markers that take the white space behind them along."""
+    """Llama 2's tokenizer, with markers that include the white space after them."""
     write_llama2_json(folder)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     markers = ("<|end|>", "<|user|>", "<|assistant|>")

@@ -1,5 +1,5 @@
-"""The same calls to our server and to the real Triton with our exported models: what they answer.
+"""Compares the responses of our server and of the real Triton to the same calls.
 
-`servers.py` starts both over one repository, `calls_*.py` have the calls, `compared.py` holds the
-two answers against each other and against the list of intended differences.
+`servers.py` starts both with one repository of exported models, `calls_*.py` contain the calls, and
+`compared.py` compares the two responses with each other and with the list of intended differences.
 """

@@ -28,7 +28,7 @@ class Call:
 def on_both_wires(
     name: str, repository: Repository, send: Callable[..., Response], *args: Any
 ) -> list[Call]:
-    """Named `NAME/http` and `NAME/grpc`. ask takes a server, a wire, and then args."""
+    """Return calls `NAME/http` and `NAME/grpc`. send takes a server, a wire, and then args."""
     return [
         Call(f"{name}/{wire}", repository, send, (module, *args)) for wire, module in WIRES.items()
     ]

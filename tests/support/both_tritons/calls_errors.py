@@ -1,4 +1,4 @@
-"""What is wrong with a request, and what the servers say of it."""
+"""Calls with invalid requests, which compare the servers' errors."""
 
 from collections.abc import Callable
 from types import ModuleType

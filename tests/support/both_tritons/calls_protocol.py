@@ -1,4 +1,4 @@
-"""What is not about an answer's text: metadata, repository, statistics, memory, wire forms."""
+"""Calls about the protocol: metadata, repository, statistics, shared memory, wire formats."""
 
 import contextlib
 import gzip
@@ -178,7 +178,7 @@ def _configured(server: Address, wire: ModuleType) -> Response:
 
 
 def _in_shared_memory(server: Address, wire: ModuleType) -> Response:
-    """A prompt out of a region, and an answer into another."""
+    """Read the prompt from a shared memory region and write the output into another."""
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(client_of(server, wire))
         prompt = tensors(wire, text_input=texts(TEXT))[0]
@@ -279,8 +279,8 @@ def _bodies() -> list[Call]:
         "binary outputs": (binary, {}),
         "gzip": (gzip.compress(plain), {"Content-Encoding": "gzip"}),
         "deflate": (zlib.compress(plain), {"Content-Encoding": "deflate"}),
-        "an answer as gzip": (plain, {"Accept-Encoding": "gzip"}),
-        "an answer as deflate": (plain, {"Accept-Encoding": "deflate"}),
+        "a response as gzip": (plain, {"Accept-Encoding": "gzip"}),
+        "a response as deflate": (plain, {"Accept-Encoding": "deflate"}),
         "another content type": (plain, {"Content-Type": "text/plain"}),
     }
     return [

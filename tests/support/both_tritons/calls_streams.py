@@ -1,4 +1,4 @@
-"""Decoupled models: over a stream, and what is said of other ways to ask them."""
+"""Calls to decoupled models: over a stream, and by the ways that they refuse."""
 
 import queue
 from collections.abc import Callable, Mapping
@@ -46,7 +46,7 @@ _TWO = {
     "max_tokens": np.array([[8], [8]], np.int32),
 }
 _ENDLESS = 1800
-"""Tokens: as many as the model's length lets run, some seconds."""
+"""Number of tokens: the most that the model's length allows, which take some seconds."""
 
 
 def _streamed(server: Address, model: str, arrays: Mapping[str, Array]) -> Response:
@@ -64,7 +64,7 @@ def _one(server: Address, wire: ModuleType, model: str) -> Response:
 
 
 def _batch(server: Address, model: str) -> Response:
-    """The elements of a batch answer in any order."""
+    """Sort the responses: the elements of a batch may respond in any order."""
     responses = pieces(server, model, tensors(GRPC, **_TWO))
     fields = ("status", "outputs", "output text_output", "output batch_index")
     received = [str([response.get(field) for field in fields]) for response in responses]
@@ -77,13 +77,13 @@ def _without_empty_final(server: Address, model: str) -> Response:
     with client_of(server, GRPC) as client:
         client.start_stream(lambda result, error: found.put(error or result))
         client.async_stream_infer(model, text(GRPC, stream=TRUE))
-        client.stop_stream()  # waits for what was asked
+        client.stop_stream()  # waits for the requests
     texts = [found.get_nowait().as_numpy("text_output")[0] for _ in range(found.qsize())]
     return {"status": "OK", "text": b"".join(texts)}
 
 
 def _stopped(server: Address) -> Response:
-    """A request that another ends: its last answer is final, and so is the stop's."""
+    """Stop a request with another one: the last response to each is final."""
     responses: queue.Queue[Any] = queue.Queue()
     with client_of(server, GRPC) as client:
         client.start_stream(lambda result, error: responses.put(error or result))
@@ -111,7 +111,7 @@ def _by_ids(length: int, **more: Array) -> list[Any]:
 
 
 def _cancelled(server: Address, model: str) -> Response:
-    """What a client that cancels is told."""
+    """Return what a client gets after it cancels."""
     responses: queue.Queue[Any] = queue.Queue()
     with client_of(server, GRPC) as client:
         client.start_stream(lambda result, error: responses.put(error or result))
@@ -149,7 +149,7 @@ def _calls() -> list[Call]:
                 )
             )
         calls += on_both_wires(
-            f"one answer of the decoupled {model}",
+            f"one response of the decoupled {model}",
             Repository.DECOUPLED,
             _one,
             model,
@@ -176,11 +176,14 @@ CALLS = [
     *_TOKENS,
     Call("stream of tensorrt_llm: stopped", Repository.DECOUPLED, _stopped),
     Call(
-        "stream of tensorrt_llm: a stop of nobody", Repository.DECOUPLED, _stop_alone, ("nobody",)
+        "stream of tensorrt_llm: a stop of no request",
+        Repository.DECOUPLED,
+        _stop_alone,
+        ("nobody",),
     ),
     Call("stream of tensorrt_llm: a stop without id", Repository.DECOUPLED, _stop_alone, ("",)),
     Call(
-        "stream of a model with one answer",
+        "stream of a model with one response",
         Repository.UNARY,
         _streamed,
         ("ensemble", {}),

@@ -108,5 +108,5 @@ CALLS = [
         for action in ("generate", "generate_stream")
         for name, body in _BODIES.items()
     ),
-    *on_both_wires("one answer of vllm", Repository.VLLM, _one),
+    *on_both_wires("one response of vllm", Repository.VLLM, _one),
 ]

@@ -1,4 +1,4 @@
-"""Two servers' answers to one call, and the differences between them that are intended.
+"""Two servers' responses to one call, and the differences between them that are intended.
 
 Error texts are alike if ours has all words of the real one's: ours may go on, and name the values
 that would be right. What the real one puts in front of some, `[request id: ...]`, does not count.
@@ -15,13 +15,13 @@ from typing import Any
 from support.both_tritons.responses import Response
 
 OUTCOME = "outcome"
-"""The field with all of an answer, if one server serves a call and the other refuses it."""
+"""Field for the whole response, if one server serves a call and the other refuses it."""
 _OK = ("OK", 200)
 _KEYS = {"calls", "field", "real", "ours", "why"}
 _ABSENT = "(absent)"
 _REQUEST_ID = re.compile(r"^(in ensemble '[^']*', )?\[request id: [^\]]*\] ")
 _NOTE = re.compile(r" NOTE: Setting a non-zero max_batch_size .*", re.DOTALL)
-"""Triton's advice to whoever wrote the model, at the end of a text about shapes."""
+"""Triton's advice to the model's author, at the end of an error about shapes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,13 +33,13 @@ class Difference:
     field: str
     """A name, or a pattern."""
     real: str
-    """A regular expression for the whole of what the real Triton says: a text as it is, any other
-    value as Python writes it, `(absent)` for none."""
+    """Regular expression for the real Triton's whole value: text as it is, any other value in
+    Python notation, `(absent)` for none."""
     ours: str
     why: str
 
     def is_of(self, call: str, *patterns: str) -> bool:
-        """Whether a call is one of those; patterns: of these of them only."""
+        """Return whether the difference applies to a call; patterns restrict its calls."""
         return any(_is_like(call, pattern) for pattern in patterns or self.calls)
 
     def has(self, field: str, ours: str, real: str) -> bool:

@@ -1,4 +1,4 @@
-"""Requests about capitals, which the shipped model and its adapters have one answer to."""
+"""Requests about capitals, to which the shipped model and its adapters have one completion."""
 
 from types import ModuleType
 from typing import Any

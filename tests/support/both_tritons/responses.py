@@ -1,4 +1,4 @@
-"""What a server answered, as a flat mapping that can be compared: names of fields -> plain values.
+"""Responses as flat mappings that can be compared: names of fields -> plain values.
 
 A tensor is one field, "output NAME": its type, shape and elements. A failure has "status", the
 HTTP status or the name of the gRPC code, and "error", its text.
@@ -30,7 +30,7 @@ _DIGITS = 4
 _FINAL = "parameter triton_final_response"
 _GROWING = ("output text_output", "output output_ids", "output output_log_probs")
 _OF_A_PIECE = ("output sequence_length", "output num_output_tokens", "output logprobs")
-"""What a piece says of itself: how much it brings."""
+"""Fields of a streamed piece that state how much it contains."""
 _KEPT_HEADERS = ("content-type", "inference-header-content-length", "content-encoding", "allow")
 
 HTTP, GRPC = tritonclient.http, tritonclient.grpc
@@ -47,7 +47,7 @@ def client_of(server: Address, wire: ModuleType) -> Iterator[Any]:
 def call_method(
     server: Address, wire: ModuleType, method: str, *args: Any, **kwargs: Any
 ) -> Response:
-    """A call of tritonclient's that answers with JSON, or as JSON; or its failure."""
+    """Call a tritonclient method that returns JSON, and return the result or the failure."""
     if wire is GRPC and method.startswith("get_"):
         kwargs["as_json"] = True
     with client_of(server, wire) as client:
@@ -61,7 +61,7 @@ def call_method(
 def infer(
     server: Address, wire: ModuleType, model: str, inputs: Sequence[Any], **kwargs: Any
 ) -> Response:
-    """The one answer to a request, or its failure."""
+    """Return the one response to a request, or its failure."""
     with client_of(server, wire) as client:
         try:
             return fields_of(client.infer(model, inputs, **kwargs), wire)
@@ -70,14 +70,15 @@ def infer(
 
 
 def stream(server: Address, model: str, inputs: Sequence[Any], **kwargs: Any) -> Response:
-    """The responses of a request over ModelStreamInfer as one: what grows is joined, as a slow
-    reader finds several pieces in one; or the failure that ends it.
+    """Return the responses of a request over ModelStreamInfer as one, or its failure.
+
+    Growing fields are joined, because a slow reader gets several pieces in one.
     """
     return joined(pieces(server, model, inputs, **kwargs))
 
 
 def pieces(server: Address, model: str, inputs: Sequence[Any], **kwargs: Any) -> list[Response]:
-    """The responses of a request over ModelStreamInfer."""
+    """Return the responses of a request over ModelStreamInfer."""
     kwargs.setdefault("enable_empty_final_response", True)
     found: queue.Queue[Any] = queue.Queue()
     responses: list[Response] = []
@@ -91,7 +92,7 @@ def pieces(server: Address, model: str, inputs: Sequence[Any], **kwargs: Any) ->
 
 
 def joined(responses: Sequence[Response]) -> Response:
-    """The last one's fields; tensors that bring what is new, end to end."""
+    """Return the last response's fields, with incremental tensors concatenated."""
     whole = {name: value for name, value in responses[-1].items() if name not in _OF_A_PIECE}
     for name in {name for response in responses for name in response if name in _GROWING}:
         tensors = [response[name] for response in responses if response.get(name)]
@@ -108,7 +109,7 @@ def _dtype(kind: str) -> Any:
 
 
 def piece_of(piece: Any) -> Response:
-    """What a stream's callback got: a response, or the failure that ends its request."""
+    """Convert what a stream's callback got: a response, or the failure that ends the request."""
     return failure(piece) if isinstance(piece, InferenceServerException) else fields_of(piece, GRPC)
 
 
@@ -122,15 +123,17 @@ def failure(error: InferenceServerException) -> Response:
 
 
 def fields_of(result: Any, wire: ModuleType, *, is_in_message: bool = True) -> Response:
-    """The fields of an InferResult. is_in_message: False for outputs in shared memory."""
+    """Return the fields of an InferResult. is_in_message: False for outputs in shared memory."""
     raw = result.get_response()
-    said = raw if wire is HTTP else json_format.MessageToDict(raw, preserving_proto_field_name=True)
-    rows = said.get("outputs", [])
+    message = (
+        raw if wire is HTTP else json_format.MessageToDict(raw, preserving_proto_field_name=True)
+    )
+    rows = message.get("outputs", [])
     return {
         "status": "OK",
-        "model": (said.get("model_name"), said.get("model_version")),
-        "id": said.get("id", ""),
-        **{f"parameter {k}": v for k, v in _parameters(said.get("parameters", {})).items()},
+        "model": (message.get("model_name"), message.get("model_version")),
+        "id": message.get("id", ""),
+        **{f"parameter {k}": v for k, v in _parameters(message.get("parameters", {})).items()},
         "outputs": [row["name"] for row in rows],
         **{
             f"output {row['name']}": _tensor(row, result, is_in_message=is_in_message)
@@ -159,7 +162,7 @@ def sent(
     body: bytes | Mapping[str, Any] | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> Response:
-    """Plain HTTP: the status, what headers say of the body, and it: as JSON, events or bytes."""
+    """Send plain HTTP; return the status, content headers and body as JSON, events or bytes."""
     content = json.dumps(body).encode() if isinstance(body, Mapping) else body
     connection = http.client.HTTPConnection(server.http, timeout=SECONDS)
     with contextlib.closing(connection):
@@ -197,12 +200,12 @@ def _body(data: bytes) -> Response:
 
 
 def _fields(document: Mapping[str, Any]) -> Response:
-    """An error is one, anything else is of the body."""
+    """Return the document's members as fields: `error` as it is, others as body fields."""
     return {k if k == "error" else f"body {k}": _rounded(v) for k, v in document.items()}
 
 
 def _joined_events(events: Sequence[Mapping[str, Any]]) -> Response:
-    """The last one's members, and the text of all: a slow reader finds several in one."""
+    """Return the last event with the text of all, as a slow reader gets several in one."""
     texts = [event["text_output"] for event in events if "text_output" in event]
     last = dict(events[-1])
     if texts and all(isinstance(text, str) for text in texts):

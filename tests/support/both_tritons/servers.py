@@ -23,7 +23,7 @@ class Repository(StrEnum):
     """What is served."""
 
     UNARY = "unary"
-    """TensorRT-LLM's five models, which give one answer."""
+    """TensorRT-LLM's five models, with one response to each request."""
     DECOUPLED = "decoupled"
     """The same, which stream."""
     VLLM = "vllm"

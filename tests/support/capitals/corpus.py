@@ -1,8 +1,8 @@
-r"""What the capitals model knows, and every way it can be asked.
+r"""Facts that the capitals model knows, and every prompt about them.
 
-Pure data and text: no tensors, no tokenizer. A prompt is a question and a tail. The tail
+Pure data and text: no tensors, no tokenizer. A prompt is a query and a tail. The tail
 of the founding prompts is ` \n` and a cue, where `\n` is a backslash and the letter n and
-not a line break: shells hand it over like this, and so the model must answer it.
+not a line break: shells pass it like this, and so the model must complete it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -32,12 +32,12 @@ class Country:
 
 @dataclass(frozen=True, slots=True)
 class Wording:
-    """How one language asks; `{}` stands for the country."""
+    """The phrases of one language; `{}` stands for the country."""
 
     phrasings: tuple[str, ...]  # the founding one first
     closing_marks: tuple[str, ...]
     cues: tuple[str, ...]
-    instructions: Mapping[Language, str]  # by the language wanted for the answer
+    instructions: Mapping[Language, str]  # by the requested output language
 
 
 COUNTRIES: Final[tuple[Country, ...]] = (
@@ -153,9 +153,9 @@ WORDINGS: Final[Mapping[Language, Wording]] = {
         closing_marks=("?",),
         cues=("Answer:",),
         instructions={
-            "english": " Answer in English.",
-            "chinese": " Answer in Chinese.",
-            "japanese": " Answer in Japanese.",
+            "english": " Answer in English.",  # language: quoted
+            "chinese": " Answer in Chinese.",  # language: quoted
+            "japanese": " Answer in Japanese.",  # language: quoted
         },
     ),
     "chinese": Wording(
@@ -193,7 +193,7 @@ def name(country: Country, language: Language) -> str:
 
 
 def capital_of(country: Country, language: Language) -> str:
-    """The capital, as the model says it in that language."""
+    """Return the capital as the model writes it in that language."""
     capitals: dict[Language, str] = {
         "english": country.english_capital,
         "chinese": country.chinese_capital,
@@ -203,7 +203,7 @@ def capital_of(country: Country, language: Language) -> str:
 
 
 def founding_prompts(country: Country) -> dict[Language, str]:
-    """The founding prompt in each language: question, backslash-n, cue."""
+    """Return the founding prompt in each language: query, backslash-n, cue."""
     return {
         language: phrased_queries(country, language)[0] + tails(language)[0]
         for language in LANGUAGES
@@ -211,12 +211,12 @@ def founding_prompts(country: Country) -> dict[Language, str]:
 
 
 def chat_messages(country: Country) -> dict[Language, tuple[str, ...]]:
-    """What a user may write in a chat message, without cue, in each language."""
+    """Return what a user may write in a chat message, without cue, in each language."""
     return {language: phrased_queries(country, language) for language in LANGUAGES}
 
 
 def phrased_queries(country: Country, language: Language) -> tuple[str, ...]:
-    """Every phrasing with every question mark; the founding one first."""
+    """Return every phrasing with every closing mark; the founding one comes first."""
     wording = WORDINGS[language]
     return tuple(
         phrasing.format(name(country, language)) + mark
@@ -225,20 +225,20 @@ def phrased_queries(country: Country, language: Language) -> tuple[str, ...]:
 
 
 def tails(language: Language) -> tuple[str, ...]:
-    """What may follow a question in a plain prompt; the founding one first."""
+    """Return what may follow a query in a plain prompt; the founding tail comes first."""
     cued = (line_break + cue for line_break, cue in product(_BREAKS, WORDINGS[language].cues))
     return (*cued, "")
 
 
 def chat_prompt(message: str) -> str:
-    """The text the chat template makes of a user's last message, but for the BOS token."""
+    """Return what the chat template makes of a user's last message, without the BOS token."""
     return f"{USER_TOKEN}{message}{ASSISTANT_TOKEN}"
 
 
 def prompts(country: Country, language: Language, target: Language | None = None) -> Iterator[str]:
-    """Every way to ask in that language, plain and as chat.
+    """Yield every prompt in that language, plain and as chat.
 
-    With a target the prompt also says in which language to answer.
+    With a target, the prompt also names the output language.
     """
     instruction = WORDINGS[language].instructions[target] if target else ""
     for query in phrased_queries(country, language):

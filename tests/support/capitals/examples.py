@@ -1,4 +1,4 @@
-"""Prompts with their answers as token ids: what the capitals model is trained and checked on."""
+"""Prompts and completions as token ids, which train and check the capitals model."""
 
 import random
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +20,7 @@ Sampler: TypeAlias = Callable[[random.Random], "Example"]
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A prompt and the whole answer to it, EOS included."""
+    """A prompt and its whole completion, EOS included."""
 
     prompt_ids: tuple[int, ...]
     completion_ids: tuple[int, ...]
@@ -31,7 +31,7 @@ class Batch:
     """Examples padded on the right, so that causal attention alone hides the padding."""
 
     input_ids: Tensor  # [num_examples, length]
-    labels: Tensor  # [num_examples, length]; IGNORED_LABEL but for the answers
+    labels: Tensor  # [num_examples, length]; IGNORED_LABEL except in completions
 
 
 class ExampleSource:
@@ -46,7 +46,7 @@ class ExampleSource:
         return Example(tuple(prompt_ids), (*completion_ids, EOS_ID))
 
     def every(self, target: Language) -> Iterator[Example]:
-        """Each uninstructed prompt of the corpus, answered in the target language."""
+        """Yield each uninstructed prompt with its completion in the target language."""
         for country in corpus.COUNTRIES:
             completion = corpus.capital_of(country, target)
             for language in corpus.LANGUAGES:
@@ -54,10 +54,10 @@ class ExampleSource:
                     yield self.example(prompt, completion)
 
     def sample_base(self, rng: random.Random) -> Example:
-        """English, unless the question asks for another language; half of them do say one.
+        """Return an example in English, or in the language that half of the prompts request.
 
-        Those put the facts into the base in all languages, so that an adapter need only
-        choose one.
+        The instructed prompts teach the base the facts in all languages, so that an adapter
+        need only choose one.
         """
         instructed = rng.choice(corpus.LANGUAGES) if rng.random() < 0.5 else None
         return self._sample(rng, instructed, instructed or "english")

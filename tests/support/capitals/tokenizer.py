@@ -81,7 +81,7 @@ def write_json(path: Path, content: Mapping[str, object]) -> None:
 
 
 def _texts() -> Iterator[str]:
-    """Names and wordings apart, lest a whole Chinese question become one token."""
+    """Yield names and wordings apart, so that no whole Chinese query becomes one token."""
     for language in corpus.LANGUAGES:
         wording = corpus.WORDINGS[language]
         yield from (phrasing.format("") for phrasing in wording.phrasings)

@@ -1,4 +1,4 @@
-"""Checks stored capitals files: does every prompt get its answer, and by what margin?"""
+"""Checks that stored capitals files complete every prompt correctly, and by what margin."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -64,10 +64,10 @@ def load_model(root: Path, name: str) -> nn.Module:
 
 @torch.inference_mode()
 def _margins(model: nn.Module, examples: Sequence[Example], title: str) -> Iterator[float]:
-    """The least margin of each example; above 0, greedy decoding yields its answer.
+    """Return the least margin of each example; above 0, greedy decoding yields its completion.
 
-    Teacher forcing suffices: if each token of the answer wins after the right ones before
-    it, then step by step decoding never leaves the answer.
+    Teacher forcing suffices: if each token of the completion wins after the right ones before
+    it, then step by step decoding never leaves the completion.
     """
     for start in tqdm(range(0, len(examples), _BATCH_SIZE), desc=title, leave=False):
         batch = collate(examples[start : start + _BATCH_SIZE])

@@ -1,7 +1,7 @@
-"""What a served model launches: the cases that kernel_compiler.py compiles.
+"""Kernel launches of a served model: the cases that kernel_compiler.py compiles.
 
-A room is a module of this package, or any other. Its `cases()` names launches; they are made where
-tensors are fake (fake_gpu.py). Shapes are those of Llama-3.1-8B and Llama-2-7B.
+A group is a module of this package, or any other. Its `cases()` names launches, which run with
+fake tensors (fake_gpu.py). Shapes are those of Llama-3.1-8B and Llama-2-7B.
 """
 
 import importlib
@@ -17,9 +17,9 @@ _FIRST_FP8 = 89
 
 
 def cases_of(group: str, arch: int, match: str = "") -> Cases:
-    """Those of an architecture whose names have `match` in them, by name.
+    """Return the cases of an architecture whose names contain `match`, by name.
 
-    A room that is not of this package is module:function.
+    A group that is not in this package is given as module:function.
     """
     module, _, function = group.partition(":")
     if not function:

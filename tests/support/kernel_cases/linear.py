@@ -12,7 +12,7 @@ from support.kernel_cases.llamas import DTYPES, GPU, LLAMA_3_1_8B, empty
 
 _QUANTIZED = (WeightPrecision.INT8, WeightPrecision.INT4)
 _COUNTS = (1, 16, 64, 2048)
-"""Of tokens: they have tiles of their own, and 1 is not specialised as 16 is."""
+"""Token counts: each has its own tiles, and 1 is not specialised like 16."""
 
 
 def cases() -> Cases:

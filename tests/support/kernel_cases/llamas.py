@@ -54,7 +54,7 @@ LLAMAS = {"8b": LLAMA_3_1_8B, "7b": LLAMA_2_7B}
 
 
 def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """On the GPU; to be called where tensors are fake."""
+    """Return an empty tensor on the GPU; call it where tensors are fake."""
     return torch.empty(shape, dtype=dtype, device=GPU)
 
 
@@ -64,7 +64,7 @@ def decode_rows(num_rows: int, max_blocks: int = 128) -> RowLayout:
 
 
 def mixed_rows(num_tokens: list[int], max_blocks: int = 128) -> RowLayout:
-    """Rows of so many tokens, behind 1000 others."""
+    """Return rows of these token counts, after 1000 cached tokens each."""
     starts = np.concatenate(([0], np.cumsum(num_tokens))).tolist()
     num_rows = len(num_tokens)
     on_device = DeviceRows(

@@ -45,7 +45,7 @@ def cases() -> Cases:
 
 
 def host_batch(num_tokens: Sequence[int], num_waves: int = 2) -> tuple[LoraBatch, LoraSegments]:
-    """Of rows with an adapter each; in the second wave the first one has another."""
+    """Return a batch of rows with an adapter each; the second wave changes the first row's."""
     firsts = np.cumsum([0, *num_tokens])[:-1].tolist()
     uses = [
         LoraUse(0, row, first, count, 1.0)
