@@ -77,7 +77,7 @@ CONFIG = np.array([[[1, 0, 8], [2, 0, 8]]], dtype=np.int32)
 
 
 def refused_adapter(error: LoraplexError) -> Case:
-    """With an adapter that the backend refuses so."""
+    """Register an adapter that the backend refuses with this error."""
     case = tensorrt(lora_weights=WEIGHTS, lora_config=CONFIG)
     return case._replace(prepare=lambda backend: backend.plant_load(error))
 

@@ -31,7 +31,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
 
 
 class Row(NamedTuple):
-    """A request, and what it is answered: `text` is a part of the message."""
+    """A request and the error it must get; `text` is a part of the message."""
 
     what: str
     route: str
