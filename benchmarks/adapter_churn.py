@@ -5,7 +5,7 @@
 A closed loop uses every adapter twice, in any order, from a server whose device tier holds
 exactly 8 of them and whose host tier 64. As many requests go to a few adapters that stay on the
 device. The two take turns, so that a machine that slows down slows both. Prints a table and writes
-it, with everything as JSON beside it; exit code 1 if an answer or an adapter was lost.
+it, with everything as JSON in a second file; exit code 1 if a response or an adapter was lost.
 """
 
 import argparse

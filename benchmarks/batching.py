@@ -9,9 +9,9 @@ turns in another order each time. A ratio is that of the same repeat.
 
 `static` is TensorRT-LLM's V1: a batch is formed, runs to its end, then the next. The original pads:
 prompts to the longest of the batch, and rows that have ended are computed until the last one has;
-`static, padded` does so by asking for it, and its requests are answered when their batch ends.
-Tokens are counted as asked for, without padding. The variants but that one must give the very same
-tokens, or nothing is written. With the system prompt there is room for it under every adapter: KV
+`static, padded` does so by requesting it, and its requests complete when their batch ends.
+Tokens are counted as requested, without padding. The variants but that one must give the very same
+tokens, or nothing is written. With the system prompt the cache fits it under every adapter: KV
 is never shared between adapters, so of the two requests of each one finds it.
 """
 
@@ -52,7 +52,7 @@ from support.instant_loader import InstantLoader
 
 MAX_NUM_SEQS = 16
 SYSTEM_PROMPT_TOKENS = 1000
-ROOM_TOKENS = 8192
+CACHE_TOKENS = 8192
 """KV blocks: enough for all that runs."""
 SCARCE_TOKENS = 2560
 """Less than what runs comes to need."""
@@ -63,7 +63,7 @@ PLAIN = SchedulerSettings()
 class Variant:
     name: str
     scheduling: SchedulerSettings = PLAIN
-    num_kv_tokens: int = ROOM_TOKENS
+    num_kv_tokens: int = CACHE_TOKENS
     host_kv_bytes: int = 0
     overlaps: bool = False
     is_padded: bool = False
@@ -75,7 +75,7 @@ def variants() -> list[Variant]:
     no_evict = SchedulerSettings(batch_scheduler_policy=BatchSchedulerPolicy.GUARANTEED_NO_EVICT)
     no_reuse = SchedulerSettings(enable_prefix_cache=False)
     scarce = SCARCE_TOKENS
-    long = ROOM_TOKENS + (MAX_NUM_SEQS + NUM_ADAPTERS) * SYSTEM_PROMPT_TOKENS
+    long = CACHE_TOKENS + (MAX_NUM_SEQS + NUM_ADAPTERS) * SYSTEM_PROMPT_TOKENS
     return [
         Variant("in flight"),
         Variant("static", static),
@@ -211,7 +211,7 @@ def padded(requests: Sequence[PlannedRequest]) -> list[PlannedRequest]:
     return result
 
 
-class Answers:
+class Outputs:
     """What came back, and when: by request, in seconds from the start."""
 
     def __init__(self) -> None:
@@ -232,7 +232,7 @@ class Answers:
                 self.ended[output.request_id] = now
 
     def as_padded(self) -> None:
-        """The original answers a whole batch at once."""
+        """Complete a whole batch at once, as the original does."""
         for first in range(0, len(self.ended), MAX_NUM_SEQS):
             batch = range(first, min(first + MAX_NUM_SEQS, len(self.ended)))
             end = max(self.ended[number] for number in batch)
@@ -241,29 +241,29 @@ class Answers:
 
 def run(
     subject: Subject, variant: Variant, repeat: int, vocabulary: Sequence[int]
-) -> tuple[Run, Answers]:
+) -> tuple[Run, Outputs]:
     engine = subject.engine(variant)
     before = engine.stats()
     for number, request in enumerate(requests_of(variant, repeat, vocabulary)):
         engine.add(_engine_request(number, request))
-    answers, start = Answers(), time.perf_counter()
+    outputs, start = Outputs(), time.perf_counter()
     while not engine.is_idle:
-        answers.take(engine, start)
+        outputs.take(engine, start)
     seconds, stats = time.perf_counter() - start, engine.stats()
     engine.close()
     if variant.is_padded:
-        answers.as_padded()
+        outputs.as_padded()
     plain = requests_of(dataclasses.replace(variant, is_padded=False), repeat, vocabulary)
     num_prompt_tokens = stats.prompt_tokens - before.prompt_tokens
     result = Run(
         tokens_per_second=sum(request.num_output_tokens for request in plain) / seconds,
-        mean_latency=statistics.mean(answers.ended.values()),
-        first_token_p50=percentile(sorted(answers.first.values()), 50),
-        first_token_p99=percentile(sorted(answers.first.values()), 99),
+        mean_latency=statistics.mean(outputs.ended.values()),
+        first_token_p50=percentile(sorted(outputs.first.values()), 50),
+        first_token_p99=percentile(sorted(outputs.first.values()), 99),
         preemptions=stats.preemptions,
         cached_share=stats.cached_tokens / num_prompt_tokens,
     )
-    return result, answers
+    return result, outputs
 
 
 def _engine_request(number: int, request: PlannedRequest) -> EngineRequest:
@@ -293,12 +293,12 @@ def measure(subject: Subject, repeats: int, vocabulary: Sequence[int]) -> tuple[
             said: dict[bool, dict[int, list[int]]] = {}
             for variant in turn:
                 bar.set_description(variant.name)
-                result, answers = run(subject, variant, repeat, vocabulary)
+                result, outputs = run(subject, variant, repeat, vocabulary)
                 if repeat:  # the first warms caches up
                     runs[variant.name].append(result)
                 if not variant.is_padded:
-                    expected = said.setdefault(variant.has_system_prompt, answers.tokens)
-                    assert answers.tokens == expected, f"{variant.name}: other tokens"
+                    expected = said.setdefault(variant.has_system_prompt, outputs.tokens)
+                    assert outputs.tokens == expected, f"{variant.name}: other tokens"
                 bar.update()
     return tuple(Measured(name, tuple(of_variant)) for name, of_variant in runs.items())
 

@@ -25,8 +25,8 @@ def compare(
     output: Annotated[
         Path,
         typer.Argument(
-            help="Where results go, without suffix: .jsonl is the journal (what it has is not "
-            "measured again), beside it come .json, .md and .svg."
+            help="Path of the results, without suffix: .jsonl is the journal (what it has is not "
+            "measured again), with it come .json, .md and .svg."
         ),
     ],
     model: Annotated[str, typer.Option(help="tiny (56M) or small (853M).")] = "tiny",
@@ -63,7 +63,7 @@ def compare(
 ) -> None:
     """Compare loraplex with other systems on random-weight models, taking turns in one run.
 
-    Before a system is timed with adapters, its answers in a mixed batch are checked. Start it again
+    Before a system is timed with adapters, its outputs in a mixed batch are checked. Start it again
     with the same OUTPUT to go on after a crash or a budget.
     """
     with errors_to_exit_code():

@@ -1,4 +1,4 @@
-"""Installs the real Triton Inference Server into a folder, for tests and measurements beside ours.
+"""Install the real Triton Inference Server into a folder, for tests and measurements against ours.
 
     python benchmarks/install_triton.py .triton
 
@@ -64,8 +64,8 @@ def write_launcher(folder: Path, server: Path, packages: Path) -> None:
 def check_stub(stub: Path, packages: Path) -> None:
     """Exit with a reason if the system lacks a library of it: mostly libpython."""
     command = ["env", f"LD_LIBRARY_PATH={libraries(packages)}", "ldd", str(stub)]
-    told = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    missing = [line.split()[0] for line in told.splitlines() if "not found" in line]
+    dependencies = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    missing = [line.split()[0] for line in dependencies.splitlines() if "not found" in line]
     if missing:
         sys.exit(f"Triton's Python backend needs {', '.join(missing)}: install it, and try again")
 

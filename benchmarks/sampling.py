@@ -2,7 +2,7 @@
 
     python benchmarks/sampling.py [--json] [--threads 2] [--seconds 0.5]
 
-Every row asks for log probabilities of 5 tokens. A time is the least of many calls of
+Every row requests log probabilities of 5 tokens. A time is the least of many calls of
 Sampler.sample, Python included: the machine is shared. "mixed" is a native step whose rows all have
 other options of the same kind, against one whose rows have the same.
 """

@@ -2,10 +2,10 @@
 
     python benchmarks/sampling_options.py [--json] [--threads 2] [--rounds 30] [--rows 64]
 
-Both steps have the same options active, so they do the same work if it does not matter who asked
-for what. A step is Sampler.sample, Python included, of the native kernels; each row has a prompt of
-1,000 tokens. The two kinds take turns in one run, each round with a step of each; the figures are
-the medians of the rounds, and of the rounds' ratios.
+Both steps have the same options active, so they do the same work if it does not matter
+which row requests what. A step is Sampler.sample, Python included, of the native kernels; each row
+has a prompt of 1,000 tokens. The two kinds take turns in one run, each round with a step
+of each; the figures are the medians of the rounds, and of the rounds' ratios.
 """
 
 import argparse

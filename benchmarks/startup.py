@@ -66,8 +66,8 @@ def of_server(model: Path, state_dir: Path, flags: Sequence[str]) -> Lap:
 def wait_until_ready(url: str, process: "subprocess.Popen[bytes]") -> None:
     deadline = time.monotonic() + START_SECONDS
     while process.poll() is None and time.monotonic() < deadline:
-        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5) as answer:
-            if answer.status == 200:
+        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5) as response:
+            if response.status == 200:
                 return
         time.sleep(POLL_SECONDS)
     sys.exit(f"the server did not become ready (exit code {process.poll()})")

@@ -3,11 +3,11 @@
     python benchmarks/streams.py [--streams 256] [--requests 10000] [-- SERVE FLAGS]
 
 Serves the shipped capitals model with its two adapters, by default settings but for the size of the
-KV cache. First so many streams at once, several rounds: each must say what the same request says
+KV cache. First so many streams at once, several rounds: each must have the text of the same request
 alone. Then a closed loop of requests of all kinds (streams, clients that leave, tools, a new
 grammar each, Triton's gRPC streams), while the memory and the open files of the server's processes
-are sampled. Prints tables and writes them, with everything as JSON beside them; exit code 1 if an
-answer is missing or wrong, or if a process grows.
+are sampled. Prints tables and writes them, with everything as JSON in a second file; exit code 1 if
+a response is missing or wrong, or if a process grows.
 """
 
 import argparse
@@ -29,14 +29,14 @@ import tritonclient.grpc as triton_grpc
 import tritonclient.grpc.aio as triton_aio
 from comparison.stream_load import (
     MEBIBYTE,
-    Ask,
     Held,
-    Told,
-    ask_at_once,
-    ask_one,
+    LoadRequest,
+    LoadResult,
     growth,
     held_by,
     new_client,
+    send_at_once,
+    send_one,
 )
 
 from loraplex.bench.machine import (
@@ -77,7 +77,7 @@ TOOL = {
 class Burst(msgspec.Struct, frozen=True):
     """All streams of a round, which began together."""
 
-    told: list[Told]
+    results: list[LoadResult]
     wrong: list[str]
 
 
@@ -101,7 +101,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return not grows and not self.failed and not any(burst.wrong for burst in self.bursts)
 
 
-def chat(model: str, number: int) -> Ask:
+def chat(model: str, number: int) -> LoadRequest:
     country = COUNTRIES[number % len(COUNTRIES)]
     language = LANGUAGES[number // len(COUNTRIES) % 3]
     body = {
@@ -110,28 +110,30 @@ def chat(model: str, number: int) -> Ask:
         "max_tokens": 24,
         "temperature": 0,
     }
-    return Ask(model, "/v1/chat/completions", body)
+    return LoadRequest(model, "/v1/chat/completions", body)
 
 
-def completion(model: str, number: int) -> Ask:
+def completion(model: str, number: int) -> LoadRequest:
     prompt = founding_prompts(COUNTRIES[number % len(COUNTRIES)])["english"]
     body = {"model": model, "prompt": prompt, "max_tokens": 24, "temperature": 0}
-    return Ask(model, "/v1/completions", body)
+    return LoadRequest(model, "/v1/completions", body)
 
 
-def mixed(count: int) -> list[Ask]:
+def mixed(count: int) -> list[LoadRequest]:
     """Base and adapters in turn, chats and completions."""
     makers = (chat, completion)
     return [makers[n // 3 % 2](MODELS[n % 3], n // 6) for n in range(count)]
 
 
-async def burst(http: httpx.AsyncClient, asks: Sequence[Ask], alone: Sequence[str]) -> Burst:
-    told = await ask_at_once(http, asks)
+async def burst(
+    http: httpx.AsyncClient, load_requests: Sequence[LoadRequest], alone: Sequence[str]
+) -> Burst:
+    results = await send_at_once(http, load_requests)
     return Burst(
-        told,
+        results,
         [
             each.error or f"{each.label}: {each.text!r} instead of {wanted!r}"
-            for each, wanted in zip(told, alone, strict=True)
+            for each, wanted in zip(results, alone, strict=True)
             if each.error or not each.is_whole or each.text != wanted
         ],
     )
@@ -140,22 +142,22 @@ async def burst(http: httpx.AsyncClient, asks: Sequence[Ask], alone: Sequence[st
 # ---------------------------------------------------------------- the closed loop
 
 
-def of_all_kinds(number: int) -> tuple[str, Ask]:
-    """One in eight leaves, one in eight has tools, one in eight a grammar that nobody had."""
+def of_all_kinds(number: int) -> tuple[str, LoadRequest]:
+    """One in eight leaves, one in eight has tools, one in eight a grammar of its own."""
     model = MODELS[number % 3]
     plain = chat(model, number // 8)
     body = dict(plain.body)
     match number % 8:
         case 0:
             endless = {**body, "max_tokens": 500, "ignore_eos": True}
-            return "leaves", Ask(model, plain.path, endless, leaves_after=1 + number % 5)
+            return "leaves", LoadRequest(model, plain.path, endless, leaves_after=1 + number % 5)
         case 1:
-            return "tools", Ask(
+            return "tools", LoadRequest(
                 model, plain.path, {**body, "tools": [TOOL], "tool_choice": "required"}
             )
         case 2:
             regex = {"structured_outputs": {"regex": f"[a-z]{{3}} {number}"}}
-            return "grammar", Ask(model, plain.path, {**body, **regex})
+            return "grammar", LoadRequest(model, plain.path, {**body, **regex})
         case 3:
             return "completion", completion(model, number)
     return "chat", plain
@@ -187,10 +189,10 @@ async def loop(
         async def one(http: httpx.AsyncClient, number: int) -> tuple[str, str]:
             if number % 8 == 4:
                 return "gRPC", await by_grpc(grpc, number)
-            kind, ask = of_all_kinds(number)
-            told = await ask_one(http, ask)
-            is_short = ask.leaves_after is None and not told.is_whole
-            return kind, told.error or ("cut off" if is_short else "")
+            kind, load_request = of_all_kinds(number)
+            results = await send_one(http, load_request)
+            is_short = load_request.leaves_after is None and not results.is_whole
+            return kind, results.error or ("cut off" if is_short else "")
 
         await asyncio.gather(*(client() for _ in range(NUM_CLIENTS)))
     return dict(kinds), failed, held
@@ -217,15 +219,15 @@ async def by_grpc(client: Any, number: int) -> str:
             "enable_empty_final_response": True,
         }
 
-    num_answers = 0
+    num_responses = 0
     async for result, error in client.stream_infer(requests()):
         if error is not None:
             return str(error)
-        num_answers += 1
+        num_responses += 1
         final = result.get_response().parameters.get("triton_final_response")
         if final is not None and final.bool_param:
             break
-    return "" if num_answers else "no answer"
+    return "" if num_responses else "no answer"
 
 
 # ---------------------------------------------------------------- the report
@@ -249,17 +251,17 @@ def tables(report: Report) -> str:
 
 
 def _bursts(bursts: Sequence[Burst]) -> Iterator[str]:
-    yield f"## {len(bursts[0].told)} streams at once"
+    yield f"## {len(bursts[0].results)} streams at once"
     yield "Seconds to the first text, over the streams of a round."
     columns = ["round", "streams of", "p50", "p90", "max", "max / p50", "longest gap", "wrong"]
     rows = []
     for number, each in enumerate(bursts, start=1):
         for label in ("all", *MODELS):
-            told = [one for one in each.told if label in ("all", one.label)]
-            first = [one.first_seconds for one in told]
+            results = [one for one in each.results if label in ("all", one.label)]
+            first = [one.first_seconds for one in results]
             middle = statistics.median(first)
             seconds = (middle, percentile(first, 90), max(first), max(first) / max(middle, 1e-9))
-            gap = max(one.longest_gap for one in told)
+            gap = max(one.longest_gap for one in results)
             wrong = str(len(each.wrong)) if label == "all" else ""
             rows.append([str(number), label, *(f"{s:.2f}" for s in seconds), f"{gap:.2f}", wrong])
     yield markdown_table(columns, rows)
@@ -289,10 +291,10 @@ def show(sample: Held) -> None:
 
 async def measure(server: RunningServer, options: argparse.Namespace) -> Report:
     code, machine, load = this_code(), this_machine(), load_average()
-    asks = mixed(options.streams)
+    load_requests = mixed(options.streams)
     async with new_client(server.url) as http:
-        alone = [(await ask_one(http, ask)).text for ask in asks]
-        bursts = [await burst(http, asks, alone) for _ in range(options.rounds)]
+        alone = [(await send_one(http, load_request)).text for load_request in load_requests]
+        bursts = [await burst(http, load_requests, alone) for _ in range(options.rounds)]
     kinds, failed, held = await loop(server, options.requests)
     return Report(
         created=options.created,

@@ -4,9 +4,9 @@
 
 Writes benchmarks/results/structured-output.json and .md. One engine runs in this thread, greedy,
 bfloat16, without adapters. The schema never ends: an array of objects with strings, an enum and
-numbers. "Filling" is the time of the thread that makes the masks beside the forward pass, "waited"
+numbers. "Filling" is the time of the thread that makes the masks during the forward pass, "waited"
 what of it the step waited for; "applied" is the rest that sampling takes, more than without
-constrained rows; "told" is what telling the grammars the new tokens takes, guesses included.
+constrained rows; "reported" is what passing new tokens to the grammars takes, with draft tokens.
 """
 
 import argparse
@@ -79,7 +79,7 @@ class Run(msgspec.Struct, frozen=True):
     sampling: float
     filling: float
     waited: float
-    told: float
+    told: float  # language: quoted (a field of the results)
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -231,14 +231,14 @@ def markdown(report: StructuredOutputReport) -> str:
     plain = report.measured[0]
     columns = (
         "constrained", "fast-forward", "ms/step", "tokens/step", "ms/token", "forward", "filling",
-        "waited", "applied", "told", "us/constrained token",
+        "waited", "applied", "reported", "us/constrained token",
     )  # fmt: skip
     rows = []
     for each in report.measured:
-        waited, told = median(each, "waited"), median(each, "told")
-        applied = median(each, "sampling") - waited - told - median(plain, "sampling")
+        waited, reported = median(each, "waited"), median(each, "told")
+        applied = median(each, "sampling") - waited - reported - median(plain, "sampling")
         num_tokens = each.num_constrained + median(each, "tokens") - NUM_ROWS
-        added = waited + told + applied
+        added = waited + reported + applied
         rows.append(
             (
                 f"{each.num_constrained} of {NUM_ROWS}",
@@ -250,7 +250,7 @@ def markdown(report: StructuredOutputReport) -> str:
                 f"{median(each, 'filling'):.2f}",
                 f"{waited:.2f}",
                 f"{applied:.2f}",
-                f"{told:.2f}",
+                f"{reported:.2f}",
                 f"{1e3 * added / num_tokens:.0f}" if each.num_constrained else "",
             )
         )
@@ -259,8 +259,8 @@ def markdown(report: StructuredOutputReport) -> str:
             "# What a constrained row costs",
             "",
             f"Model `{report.model}`, bfloat16, {report.num_rows} rows that decode, greedy; "
-            f"milliseconds a step, medians of {len(plain.runs)} runs. Filling is beside the",
-            "forward pass; waited, applied and told lengthen the step.",
+            f"milliseconds a step, medians of {len(plain.runs)} runs. Filling runs during the",
+            "forward pass; waited, applied and reported lengthen the step.",
             "",
             *machine_lines(report.created, report.code, report.machine),
             "",

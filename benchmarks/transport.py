@@ -1,10 +1,10 @@
-"""What our Triton front ends cost beside the real Triton's: the same clients, an echo model behind.
+"""Costs of our Triton front ends and of the real Triton's: the same clients, echo models.
 
     make .triton
     python benchmarks/transport.py [--pairs 5] [--seconds 2] [--output benchmarks/results/transport]
 
 Ours is transport_server.py; the real one is tritonserver 2.51 with the models of
-transport_models.py. Both are up all the time, and are asked in turns: ours, real, ours, real. The
+transport_models.py. Both are up all the time, and are used in turns: ours, real, ours, real. The
 clients run on this machine, too. Processor time is that of the server's processes, and hardly
 depends on what else the machine does.
 """
@@ -51,7 +51,7 @@ class Sample(msgspec.Struct, frozen=True):
 
     measured: Measured
     processor_ms: float
-    """Of its processes, for each response."""
+    """Time of the server's processes for each response."""
 
 
 class Cell(msgspec.Struct, frozen=True):
@@ -75,7 +75,7 @@ class TransportReport(msgspec.Struct, frozen=True):
     code: Code
     machine: Machine
     settings: tuple[str, ...]
-    """Of our server, beside the defaults."""
+    """Settings of our server that differ from the defaults."""
     loads: tuple[float, ...]
     """The load average before each pair."""
     cells: tuple[Cell, ...]
@@ -107,7 +107,7 @@ def real_server(program: Path) -> Iterator[Address]:
 
 
 def processor_seconds(pid: int) -> float:
-    """Of a process and those that it has started."""
+    """Processor time of a process and those that it has started."""
     return sum(_own_seconds(each) for each in (pid, *_children(pid)))
 
 
@@ -157,14 +157,14 @@ def measure(
 
 
 def markdown(report: TransportReport) -> str:
-    lines = ["# What the transport costs, beside the real Triton", ""]
+    lines = ["# Costs of the transport, compared with the real Triton", ""]
     lines.append(
-        f"Medians of {len(report.cells[0].ours)} runs each, in turns; an echo model behind both. A "
+        f"Medians of {len(report.cells[0].ours)} runs each, in turns; both serve an echo model. A "
         f"streamed request brings {STREAM_LENGTH} responses. The ratio is of responses a second, "
         "ours over the real one's: the median of the pairs, and their range. CPU is the servers' "
-        "processor time for a response. Unary over HTTP is asked through bare sockets, over gRPC "
+        "processor time for a response. Unary over HTTP goes through bare sockets, over gRPC "
         "through bare stubs; tritonclient's rows are the same requests through its own clients. "
-        "Behind the real one's ensemble are three models that echo, called and wired as the "
+        "The real one's ensemble has three models that echo, called and wired as the "
         "TensorRT-LLM backend's; in all other rows it is one. Ours does the same in all rows: "
         "what it does for a model of texts."
     )

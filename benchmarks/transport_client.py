@@ -3,9 +3,9 @@
     python benchmarks/transport_client.py CELL ADDRESS CONCURRENCY SECONDS
 
 Prints JSON: responses a second, and the median and 99th percentile of a request's milliseconds.
-HTTP goes over raw sockets, one a request in work; gRPC is grpc.aio over one channel, as clients
-in Python have it; the cells of tritonclient are what its users get, on either. A streamed request
-brings STREAM_LENGTH responses.
+HTTP goes over raw sockets, one for each in-flight request; gRPC is grpc.aio over one channel, as
+clients in Python have it; the cells of tritonclient are what its users get, on either. A streamed
+request brings STREAM_LENGTH responses.
 """
 
 import asyncio
@@ -31,16 +31,16 @@ _TEXT = b"hello world"
 _CONTENT_LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 _UNARY, _STREAMED, _ENSEMBLE = "echo", "echo_stream", "ensemble"
 
-Ask = Callable[[], Awaitable[int]]
+SendRequest = Callable[[], Awaitable[int]]
 """One request; how many responses came."""
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """Of one cell and one server."""
+    """Figures of one cell and one server."""
 
     responses_per_second: float
     num_responses: int
-    """Of the whole run, warming up included."""
+    """Number in the whole run, including the warm-up."""
     p50_ms: float
     p99_ms: float
 
@@ -58,7 +58,7 @@ def _post(path: str, body: bytes, headers: str = "") -> bytes:
 
 
 def _binary_infer(model: str) -> bytes:
-    """As tritonclient sends it: JSON, and the tensors' bytes behind it."""
+    """Body as tritonclient sends it: JSON, followed by the tensors' bytes."""
     data = [_element(_TEXT), struct.pack("<i", 1)]
     rows = [("text_input", "BYTES", data[0]), ("max_tokens", "INT32", data[1])]
     header = json.dumps(
@@ -84,11 +84,11 @@ def _generate_stream() -> bytes:
     return _post(f"/v2/models/{_STREAMED}/generate_stream", json.dumps(body).encode())
 
 
-async def _http_unary(address: str, model: str) -> Ask:
+async def _http_unary(address: str, model: str) -> SendRequest:
     reader, writer = await _connected(address)
     request = _binary_infer(model)
 
-    async def ask() -> int:
+    async def send() -> int:
         writer.write(request)
         head = await reader.readuntil(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 200"), head
@@ -97,14 +97,14 @@ async def _http_unary(address: str, model: str) -> Ask:
         assert _TEXT in body, body
         return 1
 
-    return ask
+    return send
 
 
-async def _http_stream(address: str) -> Ask:
+async def _http_stream(address: str) -> SendRequest:
     reader, writer = await _connected(address)
     request = _generate_stream()
 
-    async def ask() -> int:
+    async def send() -> int:
         writer.write(request)
         head = await reader.readuntil(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 200"), head
@@ -115,7 +115,7 @@ async def _http_stream(address: str) -> Ask:
         assert count == STREAM_LENGTH, count
         return count
 
-    return ask
+    return send
 
 
 async def _connected(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -142,37 +142,37 @@ def _int32(value: int) -> bytes:
     return struct.pack("<i", value)
 
 
-def _grpc_unary(stub: service_pb2_grpc.GRPCInferenceServiceStub, model: str) -> Ask:
+def _grpc_unary(stub: service_pb2_grpc.GRPCInferenceServiceStub, model: str) -> SendRequest:
     message = _message(model, 1)
 
-    async def ask() -> int:
+    async def send() -> int:
         response = await stub.ModelInfer(message)
         assert _TEXT in response.raw_output_contents[0], response
         return 1
 
-    return ask
+    return send
 
 
-def _grpc_stream(stub: service_pb2_grpc.GRPCInferenceServiceStub) -> Ask:
+def _grpc_stream(stub: service_pb2_grpc.GRPCInferenceServiceStub) -> SendRequest:
     """One stream for all requests of a client, as tritonclient keeps it."""
     message = _message(_STREAMED, STREAM_LENGTH)
     call = stub.ModelStreamInfer()
 
-    async def ask() -> int:
+    async def send() -> int:
         await call.write(message)
         for _ in range(STREAM_LENGTH):
             response = await call.read()
             assert not response.error_message, response
         return STREAM_LENGTH
 
-    return ask
+    return send
 
 
 # ---------------------------------------------------------------- tritonclient
 
 
-def _tritonclient(module: Any, address: str, concurrency: int) -> Ask:
-    """HTTP keeps a connection for each request in work, gRPC one for all."""
+def _tritonclient(module: Any, address: str, concurrency: int) -> SendRequest:
+    """HTTP keeps a connection for each in-flight request, gRPC one for all."""
     pool = {"conn_limit": concurrency} if module is triton_http else {}
     client = module.InferenceServerClient(address, **pool)
     inputs = [
@@ -183,18 +183,18 @@ def _tritonclient(module: Any, address: str, concurrency: int) -> Ask:
     inputs[1].set_data_from_numpy(np.array([[1]], dtype=np.int32))
     outputs = [module.InferRequestedOutput("text_output")]
 
-    async def ask() -> int:
-        answer = await client.infer(_UNARY, inputs, outputs=outputs)
-        assert _TEXT in answer.as_numpy("text_output").item()
+    async def send() -> int:
+        response = await client.infer(_UNARY, inputs, outputs=outputs)
+        assert _TEXT in response.as_numpy("text_output").item()
         return 1
 
-    return ask
+    return send
 
 
 # ---------------------------------------------------------------- measuring
 
 
-async def _asks(cell: str, address: str, concurrency: int) -> list[Ask]:
+async def _senders(cell: str, address: str, concurrency: int) -> list[SendRequest]:
     """One for each client."""
     if cell.endswith("tritonclient"):
         module = triton_http if cell.startswith("http") else triton_grpc
@@ -211,23 +211,23 @@ async def _asks(cell: str, address: str, concurrency: int) -> list[Ask]:
 
 
 async def measure(cell: str, address: str, concurrency: int, seconds: float) -> Measured:
-    asks = await _asks(cell, address, concurrency)
+    senders = await _senders(cell, address, concurrency)
     start = time.perf_counter() + WARM_UP_SECONDS
     end = start + seconds
     taken: list[float] = []
     num_responses = num_all = 0
 
-    async def client(ask: Ask) -> None:
+    async def client(send: SendRequest) -> None:
         nonlocal num_responses, num_all
         while (begun := time.perf_counter()) < end:
-            count = await ask()
+            count = await send()
             now = time.perf_counter()
             num_all += count
             if start <= begun and now < end:
                 taken.append(now - begun)
                 num_responses += count
 
-    await asyncio.gather(*(client(ask) for ask in asks))
+    await asyncio.gather(*(client(send) for send in senders))
     taken.sort()
     return Measured(
         responses_per_second=num_responses / seconds,

@@ -1,7 +1,7 @@
-"""The models of the real Triton that transport.py asks: echoes, in its Python backend.
+"""The models of the real Triton that transport.py uses: echoes, in its Python backend.
 
-One that answers once, one that is decoupled, and one as the TensorRT-LLM backend's repositories
-have it: an ensemble of three. Ours answers all of them with what stands behind its `ensemble`.
+One that responds once, one that is decoupled, and one as the TensorRT-LLM backend's repositories
+have it: an ensemble of three. Ours serves all of them with the backend of its `ensemble`.
 """
 
 from pathlib import Path
@@ -24,14 +24,14 @@ _BACKEND = """
 backend: "python"
 instance_group [ { count: 1 kind: KIND_CPU } ]
 """
-_ONE_ANSWER_EACH = """
+_ONE_RESPONSE_EACH = """
 import numpy as np
 import triton_python_backend_utils as backend
 
 
 class TritonPythonModel:
     def execute(self, requests):
-        return [backend.InferenceResponse(answer(request)) for request in requests]
+        return [backend.InferenceResponse(respond(request)) for request in requests]
 
 
 def sent(request, name):
@@ -39,7 +39,7 @@ def sent(request, name):
 """
 _UNARY_CODE = """
 
-def answer(request):
+def respond(request):
     return [backend.Tensor("text_output", sent(request, "text_input"))]
 """
 _STREAMED_CODE = """
@@ -73,7 +73,7 @@ output [
 """
 _PREPROCESSING_CODE = """
 
-def answer(request):
+def respond(request):
     ids = np.array([list(sent(request, "QUERY").item())], dtype=np.int32)
     return [
         backend.Tensor("INPUT_ID", ids),
@@ -94,7 +94,7 @@ output [
 """
 _TENSORRT_LLM_CODE = """
 
-def answer(request):
+def respond(request):
     return [
         backend.Tensor("output_ids", sent(request, "input_ids")[:, None, :].copy()),
         backend.Tensor("sequence_length", sent(request, "input_lengths")),
@@ -109,7 +109,7 @@ output [ { name: "OUTPUT" data_type: TYPE_STRING dims: [ -1 ] } ]
 """
 _POSTPROCESSING_CODE = """
 
-def answer(request):
+def respond(request):
     ids, lengths = sent(request, "TOKENS_BATCH"), sent(request, "SEQUENCE_LENGTH")
     texts = [[bytes(ids[0, 0, : lengths.item()].tolist())]]
     return [backend.Tensor("OUTPUT", np.array(texts, dtype=object))]
@@ -147,14 +147,17 @@ ensemble_scheduling {
 """
 _ECHO = _BACKEND + _INPUTS + _STREAM_INPUT + _OUTPUTS
 _MODELS = {
-    UNARY: (_ECHO, _ONE_ANSWER_EACH + _UNARY_CODE),
+    UNARY: (_ECHO, _ONE_RESPONSE_EACH + _UNARY_CODE),
     STREAMED: (_ECHO + "model_transaction_policy { decoupled: true }\n", _STREAMED_CODE),
-    "preprocessing": (_BACKEND + _PREPROCESSING_TENSORS, _ONE_ANSWER_EACH + _PREPROCESSING_CODE),
-    "tensorrt_llm": (_BACKEND + _TENSORRT_LLM_TENSORS, _ONE_ANSWER_EACH + _TENSORRT_LLM_CODE),
-    "postprocessing": (_BACKEND + _POSTPROCESSING_TENSORS, _ONE_ANSWER_EACH + _POSTPROCESSING_CODE),
+    "preprocessing": (_BACKEND + _PREPROCESSING_TENSORS, _ONE_RESPONSE_EACH + _PREPROCESSING_CODE),
+    "tensorrt_llm": (_BACKEND + _TENSORRT_LLM_TENSORS, _ONE_RESPONSE_EACH + _TENSORRT_LLM_CODE),
+    "postprocessing": (
+        _BACKEND + _POSTPROCESSING_TENSORS,
+        _ONE_RESPONSE_EACH + _POSTPROCESSING_CODE,
+    ),
     ENSEMBLE_OF_THREE: ('platform: "ensemble"\n' + _INPUTS + _OUTPUTS + _STEPS, ""),
 }
-"""By name: the configuration, and the Python backend's code."""
+"""Configuration and Python backend code by model name."""
 
 
 def write_repository(folder: Path) -> None:

@@ -2,8 +2,8 @@
 
     python benchmarks/transport_server.py [SETTING=VALUE ...]
 
-Settings are those of the server. It is wired as `loraplex triton` wires it: all rooms on the HTTP
-port, gRPC on its own. Prints both addresses once they answer; ends with standard input.
+Settings are those of the server. It is wired as `loraplex triton` wires it: all frontends on
+the HTTP port, gRPC on its own. Prints both addresses once they respond; ends with standard input.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ MAX_BATCH_SIZE = 8
 
 
 class OneStepEcho(EchoBackend):
-    """Answers without a model: as many outputs as tokens were asked for, each with the prompt."""
+    """Respond without a model: one output for each requested token, each with the prompt."""
 
     async def generate(
         self, request: GenerateRequest, principal: Principal
@@ -122,7 +122,7 @@ def _nothing_runs(error: NotReadyError) -> None:
 
 
 async def _no_metrics(scope: Any, receive: Any, send: Any) -> None:
-    """Nobody scrapes them here."""
+    """Return nothing: no client scrapes metrics here."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

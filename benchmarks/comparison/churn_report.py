@@ -223,7 +223,7 @@ def _notes(report: ChurnReport) -> Iterator[str]:
     yield (
         "Latencies are p50 / p90 / p99, those by tier with the number of requests. Rates, and "
         "latencies of all requests, are medians over the turns; loads, hits and evictions are the "
-        "server's own counts over all turns. An answer does not say where its adapter was, so TTFT "
+        "server's own counts over all turns. A response does not show its adapter's tier, so TTFT "
         "by tier goes by when the client last saw the adapter in use: those used last are on the "
         "device. The host tier keeps what left the device only where the device has memory of its "
         "own; on a CPU all that is not on the device is read from its file."

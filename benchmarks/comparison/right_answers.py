@@ -1,11 +1,11 @@
-"""Whether a system answers right when one batch holds requests of several adapters.
+"""Check whether a system's outputs are right when one batch holds requests of several adapters.
 
-Asked before anything is timed: a system that is fast because it gives every request the first
-adapter has no time worth telling. The base and some adapters answer prompts alone, then all at
-once, twice each. Alone they must differ from each other; together, each must answer as it did
+This is checked before anything is timed: a system that is fast because it gives every request the
+first adapter has no useful figures. The base and some adapters complete prompts alone, then all at
+once, twice each. Alone they must differ from each other; together, each must write what it wrote
 alone. In 32 bits that means the same tokens, and those of a reference, too. In narrower weights
 the kernels of a larger batch may round otherwise, and a near tie of two tokens then turns the
-answer; so there an answer counts as its own if it begins as it should, for most of the prompts.
+output; so there an output counts as its own if it begins as it should, for most of the prompts.
 """
 
 import random
@@ -28,18 +28,18 @@ _OWN_TOKENS = 2
 _WORD_LENGTH = 4
 _SEED = "right answers"
 
-Answers = Mapping[int | None, str]
-"""One prompt's answer by adapter; None is the base."""
+Outputs = Mapping[int | None, str]
+"""One prompt's output by adapter; None is the base."""
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """What the check found."""
 
     problems: tuple[str, ...]
-    """Empty: it answers right."""
+    """Empty: all outputs are right."""
     num_equal: int
-    """Answers in a mixed batch that were token for token those given alone,"""
-    num_asked: int
+    """Outputs in a mixed batch that were token for token those given alone."""
+    num_asked: int  # language: quoted (a field of the journals)
     """Number of compared outputs."""
     is_compared_with_reference: bool = False
 
@@ -48,27 +48,27 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         return not self.problems
 
 
-async def ask_alone(running: Running, vocabulary: range) -> list[Answers]:
+async def generate_alone(running: Running, vocabulary: range) -> list[Outputs]:
     """Run base and adapters on each prompt, one request at a time. Raises ConfigError if one fails:
     then there is nothing to compare with.
     """
-    answers: list[Answers] = []
+    outputs: list[Outputs] = []
     for prompt in _prompts(vocabulary):
         requests = [_request(prompt, adapter) for adapter in _subjects()]
         exchanges, _ = await exchange_all(running, requests, concurrency=1)
         texts = [_text(running.read(exchange)) for exchange in exchanges]
-        answers.append(dict(zip(_subjects(), texts, strict=True)))
-    return answers
+        outputs.append(dict(zip(_subjects(), texts, strict=True)))
+    return outputs
 
 
 async def check(
-    running: Running, vocabulary: range, weight_bits: int, reference: Sequence[Answers] | None
-) -> tuple[Verdict, list[Answers]]:
-    """The verdict, and the answers alone. `reference`: of another system, for 32 bits.
+    running: Running, vocabulary: range, weight_bits: int, reference: Sequence[Outputs] | None
+) -> tuple[Verdict, list[Outputs]]:
+    """Return the verdict, and the outputs alone. `reference`: of another system, for 32 bits.
 
     Raises ConfigError if a request fails.
     """
-    alone = await ask_alone(running, vocabulary)
+    alone = await generate_alone(running, vocabulary)
     is_exact = weight_bits == 32
     problems = [*_alike(alone)]
     if is_exact and reference is not None:
@@ -107,24 +107,24 @@ def _request(prompt: tuple[int, ...], adapter: int | None) -> PlannedRequest:
     return PlannedRequest(prompt, _OUTPUT_TOKENS, adapter, 0.0)
 
 
-def _text(answer: Completion) -> str:
+def _text(output: Completion) -> str:
     """Raises ConfigError."""
-    text = answer.text.strip()
-    if answer.error or len(text) != _OUTPUT_TOKENS * _WORD_LENGTH:
+    text = output.text.strip()
+    if output.error or len(text) != _OUTPUT_TOKENS * _WORD_LENGTH:
         raise ConfigError(
-            f"a request failed while its answers were checked: {answer.error or repr(text)}"
+            f"a request failed while its outputs were checked: {output.error or repr(text)}"
         )
     return text
 
 
-def _alike(alone: Sequence[Answers]) -> Iterator[str]:
-    for answers in alone:
-        for adapter, text in answers.items():
-            if adapter is not None and text == answers[None]:
-                yield f"{_name(adapter)} answers as the base does"
+def _alike(alone: Sequence[Outputs]) -> Iterator[str]:
+    for outputs in alone:
+        for adapter, text in outputs.items():
+            if adapter is not None and text == outputs[None]:
+                yield f"{_name(adapter)} writes what the base writes"
 
 
-def _unlike_reference(alone: Sequence[Answers], reference: Sequence[Answers]) -> Iterator[str]:
+def _unlike_reference(alone: Sequence[Outputs], reference: Sequence[Outputs]) -> Iterator[str]:
     for own, other in zip(alone, reference, strict=True):
         for adapter, text in own.items():
             if text != other[adapter]:
@@ -133,7 +133,7 @@ def _unlike_reference(alone: Sequence[Answers], reference: Sequence[Answers]) ->
 
 
 def _not_their_own(
-    alone: Sequence[Answers],
+    alone: Sequence[Outputs],
     mixed: Sequence[Sequence[tuple[int | None, str]]],
     *,
     is_exact: bool,
@@ -144,25 +144,25 @@ def _not_their_own(
             if text == own[adapter]:
                 continue
             taken = _whose(text, own)
-            if taken != _NOBODY and taken != adapter:
-                yield f"{_name(adapter)} in a mixed batch got the answer of {_name(taken)}"
+            if taken != _NO_ADAPTER and taken != adapter:
+                yield f"{_name(adapter)} in a mixed batch got the output of {_name(taken)}"
             elif is_exact:
                 same = _common_tokens(text, own[adapter])
                 yield f"{_name(adapter)} in a mixed batch differs from itself at token {same + 1}"
-            elif taken == _NOBODY:
+            elif taken == _NO_ADAPTER:
                 strangers[adapter] += 1
     for adapter, count in strangers.items():
         if count > _NUM_PROMPTS:  # each prompt was sent twice
-            yield f"{_name(adapter)} in a mixed batch gives answers of its own {count} times"
+            yield f"{_name(adapter)} in a mixed batch gives outputs of its own {count} times"
 
 
-_NOBODY = -1
+_NO_ADAPTER = -1
 
 
-def _whose(text: str, answers: Answers) -> int | None:
-    """Who, alone, gave the answer that begins most like this one; _NOBODY if none does."""
-    best = max(answers, key=lambda adapter: _common_tokens(text, answers[adapter]))
-    return best if _common_tokens(text, answers[best]) >= _OWN_TOKENS else _NOBODY
+def _whose(text: str, outputs: Outputs) -> int | None:
+    """Return whose output, alone, begins most like this one; _NO_ADAPTER if none does."""
+    best = max(outputs, key=lambda adapter: _common_tokens(text, outputs[adapter]))
+    return best if _common_tokens(text, outputs[best]) >= _OWN_TOKENS else _NO_ADAPTER
 
 
 def _common_tokens(one: str, other: str) -> int:

@@ -20,7 +20,7 @@ from comparison.fixtures import RANK_8, RANK_64, Fixture
 from comparison.fleet import Fleet
 from comparison.journal import Checked, Journal, Measured
 from comparison.processes import cpu_seconds, resident_bytes
-from comparison.right_answers import NUM_ADAPTERS, Answers, ask_alone, check
+from comparison.right_answers import NUM_ADAPTERS, Outputs, check, generate_alone
 from comparison.systems import Adapter, Running, Setup, System, run_load
 from loraplex.bench.arrivals import ClosedLoop
 from loraplex.bench.machine import load_average
@@ -80,7 +80,7 @@ class Comparison:
     ) -> None:
         """work: a folder for logs and for what systems need while they run.
 
-        reference: whose answers alone are those that 32-bit systems must give.
+        reference: the system whose outputs alone are those that 32-bit systems must give.
         """
         self._systems = systems
         self._fixture = fixture
@@ -90,7 +90,7 @@ class Comparison:
         self._progress = progress
         self._work = work
         self._reference = reference
-        self._reference_answers: list[Answers] | None = None
+        self._reference_outputs: list[Outputs] | None = None
 
     async def run(self, stages: Sequence[Stage]) -> None:
         """Raises ConfigError if the fixture cannot be written; nothing else ends it early."""
@@ -133,7 +133,7 @@ class Comparison:
             running = await self._ready(stage, system, fleet)
             verdict = self._journal.verdict(system.name, stage.name)
             if verdict is not None and not verdict.is_right and case.uses_adapters:
-                return _failed(run, f"not timed, it answers wrong: {verdict.problems[0]}")
+                return _failed(run, f"not timed, its outputs are wrong: {verdict.problems[0]}")
             async with asyncio.timeout(self._limits.run_seconds):
                 done = await self._measure(run, case, running)
         except UnsupportedFeatureError as error:
@@ -158,12 +158,12 @@ class Comparison:
         can_check = stage.num_adapters >= NUM_ADAPTERS
         needs_check = can_check and self._journal.verdict(system.name, stage.name) is None
         if needs_check and system.weight_bits == 32:
-            await self._ask_reference(fleet)
+            await self._run_reference(fleet)
         running = fleet.find(system) or await fleet.start(system)
         async with asyncio.timeout(self._limits.run_seconds):
             if needs_check:
                 verdict, _ = await check(
-                    running, self._fixture.vocabulary, system.weight_bits, self._reference_answers
+                    running, self._fixture.vocabulary, system.weight_bits, self._reference_outputs
                 )
                 self._journal.add(Checked(system=system.name, stage=stage.name, verdict=verdict))
             for load in _warm_up(stage, self._settings.seed):
@@ -171,15 +171,15 @@ class Comparison:
         fleet.set_prepared(system)
         return running
 
-    async def _ask_reference(self, fleet: Fleet) -> None:
-        """Keep the reference's answers, unless they are there or it does not run."""
-        if self._reference is None or self._reference_answers is not None:
+    async def _run_reference(self, fleet: Fleet) -> None:
+        """Keep the reference's outputs, if they are not there yet and it runs."""
+        if self._reference is None or self._reference_outputs is not None:
             return
         try:
             running = fleet.find(self._reference) or await fleet.start(self._reference)
             async with asyncio.timeout(self._limits.run_seconds):
-                self._reference_answers = await ask_alone(running, self._fixture.vocabulary)
-        except Exception:  # without it there is less to compare with, and the report says so
+                self._reference_outputs = await generate_alone(running, self._fixture.vocabulary)
+        except Exception:  # without it there is less to compare with, which the report mentions
             await fleet.stop_failed(self._reference)
         if self._settings.is_restarting:
             await fleet.stop_others(None)

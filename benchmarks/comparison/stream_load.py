@@ -21,7 +21,7 @@ _READ_SECONDS: Final = 300.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Ask:
+class LoadRequest:
     """A streamed request. `leaves_after`: the client goes after so many events; None: it stays."""
 
     label: str
@@ -30,7 +30,7 @@ class Ask:
     leaves_after: int | None = None
 
 
-class Told(msgspec.Struct, frozen=True, kw_only=True):
+class LoadResult(msgspec.Struct, frozen=True, kw_only=True):
     """What came back for one."""
 
     label: str
@@ -62,24 +62,28 @@ def new_client(url: str) -> httpx.AsyncClient:
     )
 
 
-async def ask_at_once(http: httpx.AsyncClient, asks: Sequence[Ask]) -> list[Told]:
-    return await asyncio.gather(*(ask_one(http, ask) for ask in asks))
+async def send_at_once(
+    http: httpx.AsyncClient, load_requests: Sequence[LoadRequest]
+) -> list[LoadResult]:
+    return await asyncio.gather(*(send_one(http, load_request) for load_request in load_requests))
 
 
-async def ask_one(http: httpx.AsyncClient, ask: Ask) -> Told:
+async def send_one(http: httpx.AsyncClient, load_request: LoadRequest) -> LoadResult:
     """Run one request; the result has its error."""
     stream = _Stream()
     try:
-        async with http.stream("POST", ask.path, json={**ask.body, "stream": True}) as response:
+        async with http.stream(
+            "POST", load_request.path, json={**load_request.body, "stream": True}
+        ) as response:
             if response.is_success:
                 async for line in response.aiter_lines():
-                    if stream.take(line) and stream.num_events == ask.leaves_after:
+                    if stream.take(line) and stream.num_events == load_request.leaves_after:
                         break
             else:
                 stream.error = f"{response.status_code}: {(await response.aread()).decode()[:300]}"
     except httpx.HTTPError as error:
         stream.error = f"{type(error).__name__}: {error}"
-    return stream.told(ask)
+    return stream.result_of(load_request)
 
 
 class _Stream:
@@ -116,9 +120,9 @@ class _Stream:
         self.num_events += 1
         return True
 
-    def told(self, ask: Ask) -> Told:
-        return Told(
-            label=ask.label,
+    def result_of(self, load_request: LoadRequest) -> LoadResult:
+        return LoadResult(
+            label=load_request.label,
             text="".join(self._texts),
             first_seconds=self._first,
             longest_gap=self._longest,

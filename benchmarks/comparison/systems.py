@@ -64,7 +64,7 @@ class Running(Protocol):
 
     async def send(self, exchange: Exchange) -> None:
         """Send `exchange.request`, greedy, with no end token and no prefix reuse; returns when the
-        answer is complete. Many run at once. A failure goes into `exchange.error`, not up.
+        response is complete. Many run at once. A failure goes into `exchange.error`, not up.
         """
         ...
 
@@ -75,7 +75,7 @@ class Running(Protocol):
     async def add_adapter(self, adapter: Adapter) -> int:
         """Make one more adapter known, by its path, while the system runs; gives the index that
         requests use. Returns as soon as requests for it may be sent; whether its weights are
-        loaded here or by the first request is the system's choice: the first answer is timed from
+        loaded here or by the first request is the system's choice: the first response is timed from
         the call. Raises UnsupportedFeatureError.
         """
         ...
@@ -114,7 +114,7 @@ class System(Protocol):
     @property
     def mixes_adapters(self) -> bool:
         """Whether one of its batches holds requests of different adapters. One that does not still
-        answers them, one after another.
+        serves them, one after another.
         """
         ...
 

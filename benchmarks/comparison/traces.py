@@ -2,7 +2,7 @@
 
 S-LoRA (MLSys 2024, `benchmarks/trace.py`, generate_requests) and Punica (MLSys 2024,
 `benchmarks/bench_textgen*.py`). What is known to be wrong in them is put right and said: prompts
-are random tokens (S-LoRA repeats one word, so that a prefix cache would answer most of a prompt),
+are random tokens (S-LoRA repeats one word, so that a prefix cache would serve most of a prompt),
 and a Punica request keeps its own adapter while it decodes (there, a lost index gave all rows of
 a step one adapter).
 """
@@ -77,7 +77,7 @@ class PunicaTrace(msgspec.Struct, frozen=True, kw_only=True, tag="punica"):
     num_adapters: int
     num_requests: int = 1024
     concurrency: int = 32
-    """Clients, each sending its next request when its last was answered."""
+    """Clients, each sending its next request when its last response is complete."""
     max_model_len: int = 2048
 
     def __str__(self) -> str:

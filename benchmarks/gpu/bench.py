@@ -61,14 +61,14 @@ def show(report: Report, path: Path, *, tiny: bool) -> str:
     module = PARTS[report.part]
     plan = module.TINY if tiny else module.FULL
     journal = CellJournal(path, report.header, 0.0)
-    card, told = report.header.place.card, report.header.place.card.told
+    card, details = report.header.place.card, report.header.place.card.told
     versions = ", ".join(
         f"{name} {version}" for name, version in report.header.place.versions.items()
     )
     lines = [
         f"part {report.part}: {(module.__doc__ or '').split(':', 1)[-1].strip().splitlines()[0]}",
         f"{_code(report.header.place.code)}; {card.name}; {versions}",
-        ", ".join(f"{name} {value}" for name, value in told.items()),
+        ", ".join(f"{name} {value}" for name, value in details.items()),
         *_bandwidths(journal),
         "",
         module.table(journal, plan),

@@ -27,7 +27,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int
     num_multiprocessors: int
     compute_capability: str
-    told: dict[str, str]
+    told: dict[str, str]  # language: quoted (a field of the results)
     """Output of nvidia-smi at the start; empty if there is none."""
 
 
@@ -71,11 +71,11 @@ def _card(device: torch.device) -> Card:
         memory_bytes=found.total_memory,
         num_multiprocessors=found.multi_processor_count,
         compute_capability=f"{found.major}.{found.minor}",
-        told=_told(),
+        told=_reported(),
     )
 
 
-def _told() -> dict[str, str]:
+def _reported() -> dict[str, str]:
     command = [
         "nvidia-smi",
         f"--query-gpu={','.join(_QUERIES)}",

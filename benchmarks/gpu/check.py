@@ -1,6 +1,6 @@
 """What `make gpu-check` does: tests/gpu, then 20 measurements, within eight minutes.
 
-Tests that the time did not allow are told by name of their file; they count as not passed.
+Tests that the time did not allow are listed by name of their file; they count as not passed.
 """
 
 import argparse
@@ -244,13 +244,13 @@ def main() -> int:
 
 def show(report: CheckReport) -> str:
     place, tests = report.place, report.tests
-    told = ", ".join(
+    versions = ", ".join(
         f"{name} {value}" for name, value in (place.versions | place.card.told).items()
     )
     lines = [
         "",
         f"{place.card.name}, commit {place.code.commit}"
-        f"{' with changes' if place.code.is_modified else ''}; {told}",
+        f"{' with changes' if place.code.is_modified else ''}; {versions}",
         table(report.rows),
         *(f"not measured: {key}: {why}" for key, why in report.missing.items()),
         *(f"failed: {name}" for name in tests.failures),

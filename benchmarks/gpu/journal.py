@@ -57,7 +57,7 @@ class CellJournal:
     def measure(self, key: str, work: Callable[[], Figures], seconds: float = 0.0) -> Cell | None:
         """The cell of that key, measured unless it is known; None if there is no time.
 
-        seconds: what it takes at most, about. Out of memory is an answer, too.
+        seconds: what it takes at most, about. Out of memory is a result, too.
         """
         if key in self.cells:
             return self.cells[key]

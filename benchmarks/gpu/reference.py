@@ -1,6 +1,6 @@
 """Part c: the same requests by transformers and peft, and by loraplex, in one run.
 
-peft answers them in the two ways that it has: one batch whose rows have adapters of their own
+peft serves them in the two ways that it has: one batch whose rows have adapters of their own
 (`adapter_names`), and one request after another with its adapter switched on. Its own best is what
 loraplex is compared with.
 """

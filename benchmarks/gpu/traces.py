@@ -43,7 +43,7 @@ class Plan(msgspec.Struct, frozen=True):
     saturated_requests: int
     saturated_concurrency: int
     longest: int
-    """Tokens of a prompt or an answer in S-LoRA's traces; not reached."""
+    """Tokens of a prompt or an output in S-LoRA's traces; not reached."""
     slora_rank: int = 8
 
 

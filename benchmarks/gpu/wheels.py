@@ -16,7 +16,7 @@ PACKAGES = (
     *("msgspec", "pyzmq", "llguidance", "prometheus_client"),
     *("pytest", "pluggy", "iniconfig", "pygments", "hypothesis", "sortedcontainers"),
 )
-"""What loraplex's engine and tests/gpu import beside those."""
+"""Imports of loraplex's engine and tests/gpu in addition to those."""
 
 GLIBC_MINORS = (17, 24, 26, 27, 28, 31, 34, 35, 39)
 FOLDER = Path(".gpu/wheels")

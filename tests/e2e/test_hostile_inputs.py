@@ -7,7 +7,7 @@ import time
 
 import httpx
 import pytest
-from comparison.stream_load import Ask, ask_one, held_by, new_client
+from comparison.stream_load import LoadRequest, held_by, new_client, send_one
 
 from loraplex.core.grammar import GrammarKind
 from support.hostile_grammars import hostile_grammars
@@ -83,7 +83,9 @@ async def _beside_a_stream(server) -> None:
     async def stream() -> None:
         async with new_client(server.url) as http:
             while not is_over.is_set():
-                reported = await ask_one(http, Ask("stream", "/v1/completions", endless, 60))
+                reported = await send_one(
+                    http, LoadRequest("stream", "/v1/completions", endless, 60)
+                )
                 assert not reported.error
                 gaps.append(reported.longest_gap)
 

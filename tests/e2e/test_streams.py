@@ -4,7 +4,14 @@ import asyncio
 import statistics
 
 import pytest
-from comparison.stream_load import Ask, Told, ask_at_once, ask_one, held_by, new_client
+from comparison.stream_load import (
+    LoadRequest,
+    LoadResult,
+    held_by,
+    new_client,
+    send_at_once,
+    send_one,
+)
 
 from support.capitals.corpus import COUNTRIES, phrased_queries
 
@@ -14,7 +21,7 @@ NUM_STREAMS = 256
 MODELS = ("capitals", "chinese", "japanese")
 
 
-def chat(model: str, number: int, leaves_after: int | None = None) -> Ask:
+def chat(model: str, number: int, leaves_after: int | None = None) -> LoadRequest:
     prompt = phrased_queries(COUNTRIES[number % 24], "english")[0]
     body = {
         "model": model,
@@ -22,15 +29,15 @@ def chat(model: str, number: int, leaves_after: int | None = None) -> Ask:
         "max_tokens": 24,
         "temperature": 0,
     }
-    return Ask(model, "/v1/chat/completions", body, leaves_after)
+    return LoadRequest(model, "/v1/chat/completions", body, leaves_after)
 
 
-def send_all(url: str, requests: list[Ask], *, at_once: bool = True) -> list[Told]:
-    async def send() -> list[Told]:
+def send_all(url: str, requests: list[LoadRequest], *, at_once: bool = True) -> list[LoadResult]:
+    async def send() -> list[LoadResult]:
         async with new_client(url) as http:
             if at_once:
-                return await ask_at_once(http, requests)
-            return [await ask_one(http, each) for each in requests]
+                return await send_at_once(http, requests)
+            return [await send_one(http, each) for each in requests]
 
     return asyncio.run(send())
 

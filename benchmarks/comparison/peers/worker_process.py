@@ -19,13 +19,13 @@ _LOADED = 0
 
 
 class _Id(msgspec.Struct, frozen=True):
-    """All that is read of an answer while a run lasts."""
+    """The part of a reply that is read while a run lasts."""
 
     id: int
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """The worker's answer to one message."""
+    """Reply of the worker to one message."""
 
     tokens: tuple[int, ...] = ()
     token_ns: tuple[int, ...] = ()
@@ -105,13 +105,13 @@ class WorkerProcess:
     async def _read(self) -> None:
         """Give each line to who waits for it, until there are no more."""
         async for line in self._process.stdout:
-            answer = self._waiting.pop(msgspec.json.decode(line, type=_Id).id, None)
-            if answer is not None and not answer.done():
-                answer.set_result(line)
+            reply = self._waiting.pop(msgspec.json.decode(line, type=_Id).id, None)
+            if reply is not None and not reply.done():
+                reply.set_result(line)
         self._has_ended = True
-        for answer in self._waiting.values():
-            if not answer.done():
-                answer.set_exception(self._ended())
+        for reply in self._waiting.values():
+            if not reply.done():
+                reply.set_exception(self._ended())
         self._waiting.clear()
 
     def _ended(self) -> ConfigError:

@@ -195,7 +195,7 @@ async def test_a_wrong_system_is_reported_and_not_timed_with_adapters(compare, f
         ("base", True),
         ("mixed", False),
     ]
-    assert "not timed, it answers wrong" in runs[1].error
+    assert "not timed, its outputs are wrong" in runs[1].error
 
 
 async def test_the_reference_runs_first(compare, fake_system):

@@ -90,14 +90,14 @@ def journal(tmp_path) -> Journal:
         if number:
             journal.add(run(OURS, "W3-8", number, figures=figures(rate), adapter_loads=4.0))
     journal.add(run(OURS, "W3-8", 3, figures=figures(100), adapter_loads=4.0))
-    journal.add(run(PEER, "W3-8", 0, error="trace\nnot timed, it answers wrong"))
-    journal.add(run(PEER, "W4", 0, error="not timed, it answers wrong"))
+    journal.add(run(PEER, "W3-8", 0, error="trace\nnot timed, its outputs are wrong"))
+    journal.add(run(PEER, "W4", 0, error="not timed, its outputs are wrong"))
     for number, cold in enumerate([0.1, 0.04, 0.03]):
         first_use = FirstUseFigures(cold_seconds=cold, register_seconds=0.01, warm_seconds=0.01)
         journal.add(run(OURS, "W5-r8-new", number, stage="first use", first_use=first_use))
     right = Verdict(problems=(), num_equal=30, num_asked=30, is_compared_with_reference=True)
     wrong = Verdict(
-        problems=("the base in a mixed batch got the answer of adapter 3",),
+        problems=("the base in a mixed batch got the output of adapter 3",),
         num_equal=24,
         num_asked=30,
     )

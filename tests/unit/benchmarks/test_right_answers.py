@@ -1,5 +1,5 @@
 import pytest
-from comparison.right_answers import ask_alone, check
+from comparison.right_answers import check, generate_alone
 
 from loraplex.core.errors import ConfigError
 
@@ -48,8 +48,8 @@ async def test_every_request_with_the_first_adapter_is_caught(system, weight_bit
 
     found = await verdict(system(weight_bits=weight_bits, mix=first))
     assert not found.is_right
-    assert "the base in a mixed batch got the answer of adapter 0" in found.problems
-    assert "adapter 3 in a mixed batch got the answer of adapter 0" in found.problems
+    assert "the base in a mixed batch got the output of adapter 0" in found.problems
+    assert "adapter 3 in a mixed batch got the output of adapter 0" in found.problems
     assert found.num_equal == 6
 
 
@@ -84,16 +84,16 @@ async def test_a_late_turn_is_rounding_only_in_narrow_weights(system):
 
 async def test_outputs_of_no_adapter_are_no_rounding(system):
     found = await verdict(system(weight_bits=8, noise=turned(0)))
-    assert found.problems == ("adapter 1 in a mixed batch gives answers of its own 6 times",)
+    assert found.problems == ("adapter 1 in a mixed batch gives outputs of its own 6 times",)
 
 
 async def test_ignored_adapters_are_caught(system):
     found = await verdict(system(mix=lambda adapters, position: None))
-    assert "adapter 2 answers as the base does" in found.problems
+    assert "adapter 2 writes what the base writes" in found.problems
 
 
 async def test_32_bits_are_compared_with_the_reference(system):
-    reference = await ask_alone(await system().start_bare(), VOCABULARY)
+    reference = await generate_alone(await system().start_bare(), VOCABULARY)
     same = await verdict(system(), reference)
     assert same.is_right
     assert same.is_compared_with_reference
@@ -107,5 +107,5 @@ async def test_32_bits_are_compared_with_the_reference(system):
 
 
 async def test_a_failure_is_no_wrong_output(system):
-    with pytest.raises(ConfigError, match="failed while its answers were checked"):
+    with pytest.raises(ConfigError, match="failed while its outputs were checked"):
         await verdict(system(noise=lambda adapter, text, batch_size: text[:-4]))

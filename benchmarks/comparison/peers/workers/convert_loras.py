@@ -14,7 +14,7 @@ from pathlib import Path
 def main(script: str, base: str, outtype: str, target: str, encoded_jobs: str) -> None:
     folder = Path(target)
     folder.mkdir()
-    # As if it had been run by itself: it imports what lies beside it.
+    # A script that is run by itself can import the files of its own folder.
     sys.path.insert(0, str(Path(script).parent))
     jobs: list[tuple[str, str]] = json.loads(encoded_jobs)
     for adapter, name in jobs:

@@ -1,12 +1,12 @@
-"""The loop of a worker: another inference library in a process of its own, asked over pipes.
+"""The loop of a worker: another inference library in its own process, driven over pipes.
 
     python serve.py MODULE OPTIONS
 
 Runs with the Python of the library's own virtual environment, so it imports nothing of loraplex
-and of MODULE, a file beside this one, no more than `load(options) -> Worker`. OPTIONS is JSON.
+and of MODULE, a file in the same folder, only `load(options) -> Worker`. OPTIONS is JSON.
 
-Messages are lines of JSON. Every question has an `id`, and its one answer has the same; the answer
-with id 0 says that the worker is loaded.
+Messages are lines of JSON. Every message has an `id`, and its one reply has the same; the reply
+with id 0 reports that the worker is loaded.
 
     {"id": 1, "op": "generate", "prompt": [5, 9], "num_tokens": 3, "adapter": null}
     {"id": 1, "tokens": [7, 7, 8], "token_ns": [..., ..., ...]}
@@ -50,7 +50,7 @@ class Job:
         return len(self.tokens) == self.num_tokens
 
     def add(self, token: int) -> None:
-        """The last token sends the answer. More are ignored: a static batch runs to its longest."""
+        """Send the reply with the last token; ignore more: a static batch runs to its longest."""
         if len(self.tokens) == self.num_tokens:
             return
         self.tokens.append(token)
@@ -117,43 +117,43 @@ def main(module: str, options: dict[str, Any]) -> None:
 
 
 def _sender() -> Send:
-    """Answers go where standard output went; what a library prints goes to standard error."""
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    """Replies go where standard output went; what a library prints goes to standard error."""
+    replies = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
-    def send(answer: dict[str, Any]) -> None:
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+    def send(reply: dict[str, Any]) -> None:
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
 
     return send
 
 
-def _handle(worker: Worker, question: dict[str, Any], send: Send) -> None:
-    asked = question["id"]
+def _handle(worker: Worker, message: dict[str, Any], send: Send) -> None:
+    message_id = message["id"]
     try:
-        match question["op"]:
+        match message["op"]:
             case "generate":
                 worker.submit(
                     Job(
-                        asked,
-                        question["prompt"],
-                        question["num_tokens"],
-                        question["adapter"],
+                        message_id,
+                        message["prompt"],
+                        message["num_tokens"],
+                        message["adapter"],
                         send,
                     )
                 )
                 return
             case "add_adapter":
-                worker.add_adapter(question["name"], question["path"])
+                worker.add_adapter(message["name"], message["path"])
             case "remove_adapter":
-                worker.remove_adapter(question["name"])
+                worker.remove_adapter(message["name"])
             case unknown:
                 raise ValueError(f"no op is named {unknown}")
-        send({"id": asked})
+        send({"id": message_id})
     except Exception as error:
         traceback.print_exc()
         kind = "unsupported" if isinstance(error, NotImplementedError) else "error"
-        send({"id": asked, kind: f"{type(error).__name__}: {error}"})
+        send({"id": message_id, kind: f"{type(error).__name__}: {error}"})
 
 
 if __name__ == "__main__":

@@ -305,7 +305,7 @@ class TestBuild:
             (["--model_dir", "x", "--checkpoint_dir", "y"], "either --checkpoint_dir"),
             (
                 ["--checkpoint_dir", str(BASE_PATH)],
-                "for a Hugging Face folder say --model_dir",  # language: quoted
+                "for a Hugging Face folder give --model_dir",
             ),
             (["--ft_model_dir", "x"], "NeMo"),
             (
