@@ -8,7 +8,7 @@ from loraplex.core.errors import ConfigError, InvalidRequestError
 from loraplex.core.principal import LOCAL
 from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
-from loraplex.frontends.openai.dialect import OPENAI, Dialect
+from loraplex.frontends.openai.context import OPENAI, Dialect
 from loraplex.frontends.openai.llgtrt import CompatDialect, LlgtrtDialect
 from loraplex.frontends.streams import generate_all
 from loraplex.serving.backend import Backend

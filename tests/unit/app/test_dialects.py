@@ -6,7 +6,7 @@ from loraplex.app.dialects import dialect_of, prepare
 from loraplex.core.config import Config, ModelConfig
 from loraplex.core.errors import ConfigError, QueueFullError
 from loraplex.core.server_config import ServerConfig
-from loraplex.frontends.openai.dialect import OPENAI
+from loraplex.frontends.openai.context import OPENAI
 from loraplex.frontends.openai.llgtrt import CompatDialect, LlgtrtDialect
 from loraplex.testing.echo_backend import EchoBackend
 

@@ -1,8 +1,8 @@
 """Shared parts of all endpoints: authentication, body parsing, error responses."""
 
 import functools
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -13,11 +13,13 @@ from loraplex.core.principal import Principal
 from loraplex.frontends.access import Authenticate, everyone_is_local
 from loraplex.frontends.openai.adapter_fields import Target
 from loraplex.frontends.openai.body import parse, read_body
-from loraplex.frontends.openai.dialect import OPENAI, Dialect
 from loraplex.frontends.openai.errors import OPENAI_ERRORS, ErrorWriter, as_loraplex_error
+from loraplex.frontends.openai.expanded_prompt import ExpandedPromptWriter, ResponseWriter
+from loraplex.frontends.openai.logprobs import TokenTexts
 from loraplex.frontends.openai.responses_api.store import StoreLimits
-from loraplex.frontends.openai.schema import Body
+from loraplex.frontends.openai.schema import Body, ChatBody, CompletionBody, GenerationBody
 from loraplex.frontends.openai.unsupported import refuse_unknown
+from loraplex.frontends.openai.writers import Call
 from loraplex.frontends.openapi.operation import Parameter, with_error_responses
 from loraplex.frontends.streams import ClientDisconnectedError
 from loraplex.frontends.telemetry.request_ids import HEADER as REQUEST_ID_HEADER
@@ -39,6 +41,66 @@ REQUEST_ID = Parameter(
 )
 
 Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+class Dialect:
+    """Behaviour of the generation routes that differs between servers; this one is OpenAI's.
+
+    Stateless: every call of a server goes through the same one.
+    """
+
+    errors: ErrorWriter = OPENAI_ERRORS
+    shows_schema = False
+    """Whether a chat template gets the schema of response_format by default."""
+    unready_status = 503
+    """Status of the health routes while not ready."""
+    is_ready_at_once = False
+    """Whether GET /v1/health/ready succeeds even while the server starts or drains."""
+
+    async def completion_body(self, context: "OpenAIContext", request: Request) -> CompletionBody:
+        return await context.body(request, CompletionBody)
+
+    async def chat_body(self, context: "OpenAIContext", request: Request) -> ChatBody:
+        return await context.body(request, ChatBody)
+
+    def target(
+        self, context: "OpenAIContext", body: GenerationBody, principal: Principal
+    ) -> Target:
+        return context.target(body.model, principal)
+
+    def rendering(self, body: ChatBody) -> dict[str, Any]:
+        """Arguments of Backend.render_chat that go before those of the route."""
+        shows = body.include_json_schema_in_prompt
+        arguments = _effort(body) | (body.chat_template_kwargs or {})
+        if shows or (shows is None and self.shows_schema):
+            schema = schema_of(body.response_format)
+            arguments = ({} if schema is None else {"json_schema": schema}) | arguments
+        hidden = {"tools": None} if shows is False else {}
+        return {"template_kwargs": arguments or None, **hidden}
+
+    def writer(
+        self, writer: ResponseWriter, call: Call, body: GenerationBody, texts: TokenTexts
+    ) -> ResponseWriter:
+        """Writer that replaces the default one."""
+        del call
+        return ExpandedPromptWriter(writer, texts) if body.return_expanded_prompt else writer
+
+
+OPENAI = Dialect()
+
+
+def _effort(body: ChatBody) -> dict[str, Any]:
+    """Variables that templates read."""
+    if body.reasoning_effort is None:
+        return {}
+    off = {"enable_thinking": False} if body.reasoning_effort == "none" else {}
+    return {"reasoning_effort": body.reasoning_effort, **off}
+
+
+def schema_of(response_format: Mapping[str, Any] | None) -> Any:
+    """The JSON schema in it; None if there is none."""
+    inner = (response_format or {}).get("json_schema")
+    return inner.get("schema") if isinstance(inner, dict) else None
 
 
 class OpenAIOptions(msgspec.Struct, frozen=True, kw_only=True):

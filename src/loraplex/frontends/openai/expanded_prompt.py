@@ -1,7 +1,7 @@
 """llgtrt's return_expanded_prompt: the text of the prompt's tokens, in the response."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import msgspec
 
@@ -9,8 +9,19 @@ from loraplex.core.output import RequestOutput
 from loraplex.frontends.openai.logprobs import TokenTexts
 from loraplex.frontends.streams import IndexedOutput
 
-if TYPE_CHECKING:
-    from loraplex.frontends.openai.dialect import ResponseWriter
+
+class ResponseWriter(Protocol):
+    """Writer of the response to one call: whole, or chunk by chunk."""
+
+    def headers(self, first: IndexedOutput) -> Mapping[str, str]: ...
+
+    def chunks(self, item: IndexedOutput) -> Iterable[Any]: ...
+
+    def last_chunks(self) -> Iterable[Any]: ...
+
+    def body(self, outputs: Sequence[RequestOutput]) -> Any:
+        """A msgspec.Struct, as the chunks are."""
+        ...
 
 
 class ExpandedPromptWriter:
@@ -19,7 +30,7 @@ class ExpandedPromptWriter:
     It is the first prompt's if there are several.
     """
 
-    def __init__(self, writer: "ResponseWriter", texts: TokenTexts) -> None:
+    def __init__(self, writer: ResponseWriter, texts: TokenTexts) -> None:
         self._writer = writer
         self._texts = texts
         self._is_sent = False

@@ -19,7 +19,7 @@ from loraplex.frontends.openai.context import (
     json_response,
     request_id,
 )
-from loraplex.frontends.openai.dialect import ResponseWriter
+from loraplex.frontends.openai.expanded_prompt import ResponseWriter
 from loraplex.frontends.openai.logprobs import TokenTexts
 from loraplex.frontends.openai.responses import ChatCompletion, ChatCompletionChunk, Completion
 from loraplex.frontends.openai.schema import ChatBody, CompletionBody, GenerationBody

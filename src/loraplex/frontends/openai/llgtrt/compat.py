@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 
 from loraplex.core.errors import InvalidParameterError, PayloadTooLargeError, RequestError
-from loraplex.frontends.openai.dialect import ResponseWriter
+from loraplex.frontends.openai.expanded_prompt import ResponseWriter
 from loraplex.frontends.openai.llgtrt.compat_errors import CompatErrors, ShapeError
 from loraplex.frontends.openai.llgtrt.compat_refusals import (
     CHAT_REFUSALS,

@@ -7,7 +7,7 @@ from typing import Any
 from msgspec import UNSET, Struct
 
 from loraplex.core.output import RequestOutput
-from loraplex.frontends.openai.dialect import ResponseWriter
+from loraplex.frontends.openai.expanded_prompt import ResponseWriter
 from loraplex.frontends.streams import IndexedOutput
 
 

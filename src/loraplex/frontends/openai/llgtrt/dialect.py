@@ -9,7 +9,7 @@ from starlette.requests import Request
 from loraplex.core.errors import InvalidParameterError, ModelNotFoundError
 from loraplex.core.principal import Principal
 from loraplex.frontends.openai.adapter_fields import Target
-from loraplex.frontends.openai.dialect import Dialect
+from loraplex.frontends.openai.context import Dialect
 from loraplex.frontends.openai.schema import ChatBody, CompletionBody, GenerationBody
 
 if TYPE_CHECKING:
