@@ -44,8 +44,9 @@ NATIVE := native/CMakeLists.txt $(wildcard native/src/*) $(wildcard native/inclu
 LOWEST := .venv-lowest
 LOWEST_TESTS ?= tests/unit/core tests/unit/app tests/unit/serving tests/contract tests/e2e/test_serve.py
 CODE := src tests examples benchmarks docs .ci
-# Code and pages whose words are checked; results and decisions stay as they were written.
-LANGUAGE := src examples tests/golden README.md ARCHITECTURE.md CHANGELOG.md
+# Code and pages whose words are checked. Results stay as they were recorded.
+LANGUAGE := src tests examples docs .ci $(wildcard *.md) $(wildcard benchmarks/*.py) \
+	benchmarks/comparison benchmarks/gpu benchmarks/README.md
 UV := $(BIN)/python .ci/install.py
 INSTALL := $(UV) install --quiet --python $(BIN)/python -c constraints.txt $(PIP_ARGS)
 

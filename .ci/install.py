@@ -20,7 +20,7 @@ _VARIABLES = {
     "default-timeout": ("UV_HTTP_TIMEOUT", " "),
     "cert": ("SSL_CERT_FILE", " "),
 }
-# Versions that only some places have would make a lock file that nobody else can install.
+# Versions that only some places have would make a lock file that no one else can install.
 _LOCAL = {"UV_INDEX", "UV_FIND_LINKS"}
 
 

@@ -19,7 +19,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(_PATHS)
 # Several test processes share few cores: before anything imports torch.
 let_threads_sleep()
 
-# Without a GPU its kernels are interpreted. Triton asks when it meets a kernel: before any import.
+# Without a GPU its kernels are interpreted. Triton reads this when it meets a kernel.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

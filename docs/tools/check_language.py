@@ -42,7 +42,7 @@ REPLACED: dict[str, str] = {
     r"normal (?:form|file)s?": "canonical form, canonical adapter file",
     r"(?:what )?c[oa]mes? of it": "result, outcome",
     r"beside|behind": "alongside, in addition to, after",
-    r"as many as|no more than": "maximum, limit",
+    r"as many as|no more than": "maximum, limit",  # language: quoted
     r"in work|under way": "in-flight",
     r"nobody|somebody": "no request, another request",
     r"flights?": "in-flight step",

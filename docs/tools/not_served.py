@@ -14,7 +14,7 @@ def _refused(note: str, names: str) -> tuple[Feature, ...]:
 
 ABSENT_METRICS: Final = (
     *_refused(
-        "as in a Triton without a response cache: answers are not cached",
+        "as in a Triton without a response cache: responses are not cached",
         "nv_cache_num_hits_per_model nv_cache_num_misses_per_model "
         "nv_cache_hit_duration_per_model nv_cache_miss_duration_per_model",
     ),

@@ -76,7 +76,7 @@ def sections() -> Iterator[Section]:
     yield Section(
         "LoRAX: parameters of /generate, /generate_stream and /",
         tuple(_lorax(name) for name in names.LORAX_PARAMETERS),
-        "Beside `inputs` and, in /, `stream`. A wrong field is 422, as there.",
+        "Further fields: `inputs` and, in /, `stream`. A wrong field is 422, as there.",
     )
     yield _section("llgtrt: completions and chat", CompletionBody, names.LLGTRT)
     yield _section("llgtrt: chat", ChatBody, names.LLGTRT_CHAT)
@@ -120,12 +120,12 @@ _REFUSED = {row.field: Feature(row.field, Support.REFUSED, row.advice) for row i
 
 _HEADERS = (
     Feature("Authorization", note="`Bearer KEY`, where the server has API keys"),
-    Feature("x-request-id", note="the id of the answer and of the server's log; comes back"),
+    Feature("x-request-id", note="the id of the response and in the server's log; returned"),
     Feature(ADAPTER_HEADER, note="an adapter of the base model, as lora_model", is_ours=True),
     Feature("Content-Type", note="application/json, and nothing else"),
     Feature("Content-Encoding", Support.REFUSED, "a body is sent as it is"),
-    Feature("OpenAI-Organization", Support.NO_EFFECT, "tenants are told apart by their keys"),
-    Feature("OpenAI-Project", Support.NO_EFFECT, "tenants are told apart by their keys"),
+    Feature("OpenAI-Organization", Support.NO_EFFECT, "tenants are distinguished by their keys"),
+    Feature("OpenAI-Project", Support.NO_EFFECT, "tenants are distinguished by their keys"),
 )
 
 _ITEMS = (
@@ -180,7 +180,7 @@ def _structured_outputs() -> Section:
         Feature(name, Support.WORKS if name in SERVED_KINDS else Support.REFUSED)
         for name in names.VLLM_STRUCTURED_OUTPUTS
     )
-    return Section("vLLM: structured_outputs", tuple(rows), "One of them; false asks for nothing.")
+    return Section("vLLM: structured_outputs", tuple(rows), "One of them; false is neutral.")
 
 
 def _own() -> Iterator[Feature]:

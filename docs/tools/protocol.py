@@ -62,7 +62,7 @@ def route_features() -> tuple[Feature, ...]:
 
 
 def rpc_features() -> tuple[Feature, ...]:
-    """One that the servicer has not itself is answered with UNIMPLEMENTED."""
+    """RPCs of the service; those that the servicer does not have return UNIMPLEMENTED."""
     methods = service_pb2.DESCRIPTOR.services_by_name[_SERVICE].methods
     rows = [_rpc(method.name) for method in methods]
     return (*rows, *(Feature(f"{HEALTH_SERVICE}/{name}") for name in ("Check", "Watch")))
@@ -97,17 +97,17 @@ def setting_features() -> tuple[Feature, ...]:
 
 def _trace_setting(name: str) -> Feature:
     if name in FIXED_TRACE_SETTINGS:
-        return Feature(name, Support.REFUSED, "told; a change is an error, as in Triton")
-    return Feature(name, Support.NO_EFFECT, "kept and told; nothing is traced by it")
+        return Feature(name, Support.REFUSED, "returned; a change is an error, as in Triton")
+    return Feature(name, Support.NO_EFFECT, "kept and returned; nothing is traced by it")
 
 
 def _log_setting(name: str) -> Feature:
     others = tuple(other for other, meant in OTHER_LOG_NAMES.items() if meant == name)
     match name:
         case "log_file":
-            return Feature(name, Support.REFUSED, "told; a change is an error, as in Triton")
+            return Feature(name, Support.REFUSED, "returned; a change is an error, as in Triton")
         case "log_format":
-            return Feature(name, Support.NO_EFFECT, "kept and told")
+            return Feature(name, Support.NO_EFFECT, "kept and returned")
     return Feature(name, note="the level of the log", other_names=others)
 
 

@@ -1,5 +1,5 @@
-"""What the templates of TensorRT-LLM's model repository leave to be filled in, beside parameters of
-their own name.
+"""What the templates of TensorRT-LLM's model repository leave to be filled in, in addition to
+parameters of their own name.
 """
 
 from typing import Final
@@ -11,7 +11,7 @@ _ONE_PATH = "any number of requests run together"
 TEMPLATE_VARIABLES: Final = (
     Feature("triton_max_batch_size", note="the largest batch of a request [the build's]"),
     Feature("triton_backend", note="tensorrtllm or python: the same"),
-    Feature("decoupled_mode", note="several answers to a request [False]"),
+    Feature("decoupled_mode", note="several responses to a request [False]"),
     Feature("engine_dir", note="the parameter gpt_model_path"),
     Feature("batching_strategy", note="the parameter gpt_model_type"),
     Feature("encoder_engine_dir", note="the parameter encoder_model_path"),

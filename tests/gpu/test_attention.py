@@ -108,7 +108,7 @@ def test_write_rounds_as_the_reference(dtype, kv_dtype):
 
 @DTYPES
 def test_batch_invariant_bits(dtype):
-    """Of a prompt whole, in chunks and token by token, alone and in company."""
+    """Compare the bits of a prompt whole, in chunks and token by token, alone and in a batch."""
     rows = PagedRows(
         attention(batch_invariant=True), LLAMA, [1500, 50, 900], dtype=dtype, device=DEVICE
     )

@@ -104,7 +104,7 @@ def test_a_row_has_the_same_bits_alone_and_in_company(in_features, out_features,
 
 @pytest.mark.parametrize("precision", list(WeightPrecision))
 def test_the_same_call_gives_the_same_bits(precision):
-    """Also where sums are split: nothing is added by whoever comes first."""
+    """Also where sums are split: nothing is added in order of arrival."""
     skip_without_fp8(precision)
     kernel = LinearKernel(CUDA, batch_invariant=False)
     packed = kernel.pack(gaussian(4096, 14336, dtype=torch.bfloat16), None, precision)

@@ -72,7 +72,7 @@ def settings(dtype: str, **changes: Any) -> RunnerSettings:
         "num_blocks": 200,
         "max_num_seqs": 8,
         "max_lora_rank": 16,
-        "lora_device_bytes": 64 << 20,  # other tests may run beside
+        "lora_device_bytes": 64 << 20,  # other tests may run at the same time
         "max_num_batched_tokens": 256,
         "cuda_graph_batch_sizes": (1, 4, 8),
     }
@@ -110,7 +110,7 @@ def test_tokens_are_those_of_transformers(
 
 
 class RecordingSampler(Sampler):
-    """Keeps the logits of steps that ask for those of all positions."""
+    """Keeps the logits of steps that need those of all positions."""
 
     logits: torch.Tensor
 
@@ -147,7 +147,7 @@ def test_steps_launched_ahead_give_the_same(
 
 
 def test_no_step_in_flight_waits_for_the_device(model: tuple[Path, Any]) -> None:
-    """Torch says so where something does."""
+    """Torch reports it where something does."""
     runner = runner_of(model[0], "bfloat16")
     plans = decoding_plans(6, SAMPLINGS["random"])
     run_ahead(runner, plans)

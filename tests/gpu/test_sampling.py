@@ -1,4 +1,4 @@
-"""Sampling of whole vocabularies on a device: the reference's answers, and nothing waits."""
+"""Sampling of whole vocabularies on a device: the reference's results, and nothing waits."""
 
 import contextlib
 

@@ -31,7 +31,7 @@ FOR_CHAT_ONLY = {"tools", "tool_choice", "functions", "function_call"}
 
 
 def fields_of(*types: type) -> set[str]:
-    """Of typed dictionaries."""
+    """Fields of typed dictionaries."""
     return {field for one in types for field in typing.get_type_hints(one)}
 
 

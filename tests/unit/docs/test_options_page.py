@@ -1,4 +1,4 @@
-"""docs/options.md tells every option, under every name that it has."""
+"""docs/options.md lists every option, under every name that it has."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ PROTOCOL = {
     *("exclude_input_in_output", "return_num_input_tokens", "return_num_output_tokens"),
     *("lora_task_id", "lora_weights", "lora_config", "return_perf_metrics"),
 }
-"""Not options of decoding: what is asked, and how it is answered."""
+"""Fields that are no decoding options: inputs, and the form of the response."""
 SHORTENED = ("runtime_top_p_", "top_p_", "retention_")
 """Names that the page gives by their beginning or end."""
 
@@ -36,5 +36,5 @@ SHORTENED = ("runtime_top_p_", "top_p_", "retention_")
 @pytest.mark.parametrize("kind", [TENSORRT_LLM, ENSEMBLE], ids=lambda kind: kind.name)
 def test_every_tensor_that_is_used(kind):
     names = {row.name for row in kind.inputs if row.support is Support.WORKS} - PROTOCOL
-    told = [name for name in sorted(names) if not name.startswith(SHORTENED)]
-    assert [name for name in told if f"`{name}`" not in PAGE] == []
+    listed = [name for name in sorted(names) if not name.startswith(SHORTENED)]
+    assert [name for name in listed if f"`{name}`" not in PAGE] == []

@@ -14,5 +14,5 @@ def test_every_family_has_a_row() -> None:
     assert sorted(rows) == sorted(TOOL_CALL_PARSERS)
 
 
-def test_every_kind_of_tags_is_told() -> None:
+def test_every_kind_of_tags_is_listed() -> None:
     assert all(f"`{name}`" in PAGE for name in REASONING_PARSERS)

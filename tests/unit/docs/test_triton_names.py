@@ -29,7 +29,7 @@ ROUTE = re.compile(r"^(GET|POST|PUT|DELETE) /")
 
 
 def read_names(file: str) -> dict[str, set[str]]:
-    """By title. `[title]` stands above its names; a route is a line of its own."""
+    """Names by title. `[title]` stands above its names; a route is a line of its own."""
     names: dict[str, set[str]] = {}
     title = ""
     for line in (DATA / file).read_text(encoding="utf-8").splitlines():
@@ -51,7 +51,7 @@ def test_every_table_has_a_list_and_every_list_a_table():
     assert OTHERS.keys() <= KNOWN.keys()
 
 
-def spelled(names):
+def formatted(names):
     """Programs take `_` and `-` in flags as the same."""
     return {name.replace("_", "-") if name.startswith("--") else name for name in names}
 
@@ -59,21 +59,21 @@ def spelled(names):
 @pytest.mark.parametrize("title", KNOWN)
 def test_every_name_has_one_row(title):
     names = [name for row in ROWS[title] for name in row.names]
-    assert sorted(spelled(KNOWN[title]) - spelled(names)) == []
+    assert sorted(formatted(KNOWN[title]) - formatted(names)) == []
     assert sorted({name for name in names if names.count(name) > 1}) == []
 
 
 @pytest.mark.parametrize("title", KNOWN)
 def test_what_no_replaced_system_has_is_marked(title):
-    known = spelled(KNOWN[title] | OTHERS.get(title, set()))
-    unknown = [row.name for row in ROWS[title] if not known & spelled(row.names)]
+    known = formatted(KNOWN[title] | OTHERS.get(title, set()))
+    unknown = [row.name for row in ROWS[title] if not known & formatted(row.names)]
     assert unknown == [row.name for row in ROWS[title] if row.is_ours]
 
 
 @pytest.mark.parametrize("title", OTHERS)
 def test_the_names_of_other_versions_have_rows_too(title):
     names = {name for row in ROWS[title] for name in row.names}
-    assert sorted(spelled(OTHERS[title]) - spelled(names)) == []
+    assert sorted(formatted(OTHERS[title]) - formatted(names)) == []
     assert sorted(KNOWN[title] & OTHERS[title]) == []
 
 

@@ -67,7 +67,7 @@ def test_adapters_that_never_fit_together_are_refused():
         cache.require_fit([0, 1, 2])
 
 
-def test_what_is_idle_is_what_nobody_asks_for():
+def test_idle_adapters_are_those_without_requests():
     """An adapter that is held, and on its way or failed, is none of it."""
     cache = cache_with((10, 1), (10, 1))
     cache.pin(0)
@@ -147,7 +147,7 @@ class TestHostTier:
         assert cache.begin_load(1, 0) is None
         assert cache.begin_load(1, 0, may_evict_wanted=True) == LoadGrant(dropped=(0,))
 
-    def test_nothing_leaves_unless_it_suffices(self):
+    def test_nothing_is_evicted_if_it_does_not_suffice(self):
         cache = cache_with((40, 1), (40, 1), (100, 1))
         load(cache, 0)
         cache.want(1)
@@ -202,7 +202,7 @@ class TestDeviceTier:
         cache.unwant(0)
         assert cache.begin_copy(3) is not None
 
-    def test_nothing_leaves_unless_it_suffices(self):
+    def test_nothing_is_evicted_if_it_does_not_suffice(self):
         cache = cache_with((10, 2), (10, 2), (10, 3))
         to_device(cache, 0)
         to_device(cache, 1)

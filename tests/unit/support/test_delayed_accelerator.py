@@ -1,4 +1,4 @@
-"""The double is late where a GPU may be, and says so where a GPU would be silently wrong."""
+"""The double is late where a GPU may be, and reports where a GPU would be silently wrong."""
 
 import pytest
 import torch
@@ -75,7 +75,7 @@ def test_a_result_is_rubbish_on_the_host_until_it_is_waited_for() -> None:
 
 
 @pytest.mark.parametrize("queue", ["compute", "copies"])
-def test_a_staging_buffer_that_is_used_again_too_early_is_told(queue: str) -> None:
+def test_a_staging_buffer_that_is_used_again_too_early_is_reported(queue: str) -> None:
     accelerator = DelayedAccelerator()
     host, device = filled(accelerator, 1), torch.zeros(4)
     with getattr(accelerator, queue)():
@@ -95,7 +95,7 @@ def test_a_staging_buffer_may_be_dropped_as_torch_s_may() -> None:
     assert (device == 1).all()
 
 
-def test_work_outside_both_queues_is_told() -> None:
+def test_work_outside_both_queues_is_reported() -> None:
     accelerator = DelayedAccelerator()
     with pytest.raises(AssertionError, match="within"):
         accelerator.event()

@@ -34,15 +34,15 @@ def request(prompt: str | tuple[int, ...] = "hi", **fields) -> GenerateRequest:
     return GenerateRequest(prompt=prompt, sampling=SamplingParams(**sampling), **fields)
 
 
-async def outputs_of(backend: Backend, asked: GenerateRequest) -> list[RequestOutput]:
-    return [output async for output in await backend.generate(asked, LOCAL)]
+async def outputs_of(backend: Backend, generation: GenerateRequest) -> list[RequestOutput]:
+    return [output async for output in await backend.generate(generation, LOCAL)]
 
 
-async def whole(backend: Backend, asked: GenerateRequest) -> RequestOutput:
-    return merge_outputs(await outputs_of(backend, asked))
+async def whole(backend: Backend, generation: GenerateRequest) -> RequestOutput:
+    return merge_outputs(await outputs_of(backend, generation))
 
 
-async def test_answer_names_model_and_adapter_and_ends_with_eos():
+async def test_output_names_model_and_adapter_and_ends_with_eos():
     backend = EchoBackend()
     card = backend.register("fr", task_id=0)
     for key in (ByName("fr"), ByTaskId(0), ByDigest(card.digest)):
@@ -101,7 +101,7 @@ async def test_logprobs_of_output_and_prompt():
 
 
 @pytest.mark.parametrize(
-    ("asked", "error"),
+    ("generation", "error"),
     [
         (request(temperature=-1.0), InvalidParameterError),
         (request(model="other"), ModelNotFoundError),
@@ -111,10 +111,10 @@ async def test_logprobs_of_output_and_prompt():
         (request(adapters=(AdapterChoice(ByName("no")),)), AdapterNotFoundError),
     ],
 )
-async def test_generate_refuses_before_anything_runs(asked, error):
+async def test_generate_refuses_before_anything_runs(generation, error):
     backend = EchoBackend(max_model_len=10)
     with pytest.raises(error):
-        await backend.generate(asked, LOCAL)
+        await backend.generate(generation, LOCAL)
     assert backend.finished == backend.aborted == []
 
 
@@ -170,13 +170,13 @@ async def test_adapters_are_registered_and_forgotten():
 
 
 async def test_rights_are_checked():
-    nobody = Principal(rights=Rights(use=NONE, manage=NONE))
+    no_rights = Principal(rights=Rights(use=NONE, manage=NONE))
     backend = EchoBackend()
     backend.register("x")
     with pytest.raises(PermissionDeniedError):
-        await backend.generate(request(adapters=(AdapterChoice(ByName("x")),)), nobody)
+        await backend.generate(request(adapters=(AdapterChoice(ByName("x")),)), no_rights)
     with pytest.raises(PermissionDeniedError):
-        await backend.adapter_admin.load(nobody, model="echo", name="y", path="/y")
+        await backend.adapter_admin.load(no_rights, model="echo", name="y", path="/y")
 
 
 def test_tokenizer_round_trip_and_special_tokens():

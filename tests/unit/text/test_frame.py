@@ -22,8 +22,8 @@ TEXTS = ("", "Hello world", "<s>Hello", " <s> Hello</s>", "<|end|>  x<tool_call>
 
 
 @pytest.mark.parametrize("family", JSON_FAMILIES)
-def test_equals_transformers_whatever_the_flags_say(family, tmp_path):
-    """Beside a tokenizer.json they do not count."""
+def test_equals_transformers_for_all_flags(family, tmp_path):
+    """They do not count if there is a tokenizer.json."""
     for index, flags in enumerate([*FLAGS, {"bos_token": None}, {"eos_token": None}]):
         folder = with_config(JSON_FAMILIES[family](tmp_path / str(index)), **flags)
         ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
@@ -44,7 +44,7 @@ def test_flags_count_beside_a_sentencepiece_model(flags, tmp_path):
 
 @pytest.mark.parametrize("family", [*JSON_FAMILIES, "llama-sentencepiece"])
 def test_a_templates_bos_is_the_only_one(family, tmp_path):
-    """With and without add_special_tokens; one that the client wrote counts, too."""
+    """It holds with and without add_special_tokens; one that the client wrote counts, too."""
     tokenizer = load_tokenizer({**JSON_FAMILIES, **FAMILIES}[family](tmp_path))
     bos = tokenizer.special_tokens.get("bos_token")
     if bos is None:
@@ -111,7 +111,7 @@ def test_both_ends_are_kept_where_only_one_is_overridden(tmp_path):
     assert tokenizer.encode("") == [tokenizer.eos_token_id]
 
 
-def test_flags_of_a_token_are_the_files_unless_the_config_gives_them(tmp_path):
+def test_flags_of_a_token_come_from_the_config_or_the_file(tmp_path):
     """A role that is only a name does not take `rstrip` from the token of that name."""
     folder = PIPELINES["phi3"](tmp_path)
     ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)

@@ -120,7 +120,7 @@ def test_llama_sentencepiece_converted_to_json(tmp_path, reference):
     assert_equal(load_tokenizer(tmp_path / "json"), theirs)
 
 
-def test_llama_adds_bos_unless_told_otherwise(tmp_path):
+def test_llama_adds_bos_by_default(tmp_path):
     folder = tiny_tokenizers.write_llama_sentencepiece(tmp_path)
     (folder / "tokenizer_config.json").unlink()
     tokenizer = load_tokenizer(folder)

@@ -70,7 +70,7 @@ def test_a_quotient_is_the_factor():
     host = adapter(random(6, RANK, seed=2))
     (part,) = host.parts
     given = dataclasses.replace(host, parts=(dataclasses.replace(part, is_quotient=True),))
-    weight = torch.zeros(18, NUM_IN)  # its norms are not asked for
+    weight = torch.zeros(18, NUM_IN)  # its norms are not needed
     factors = dora_factors(given, base(ReferenceKernels(CPU), weight), CPU)
     assert torch.equal(factors[0, "k_proj"], random(6, seed=3).double())
 

@@ -97,7 +97,7 @@ def test_bad_files_are_errors_and_the_thread_goes_on(loader, host, tmp_path):
     assert len(host) == 1
 
 
-def test_what_nobody_foresaw_is_an_error_too(loader, host, tmp_path, monkeypatch):
+def test_an_unexpected_exception_is_an_error_too(loader, host, tmp_path, monkeypatch):
     def explode(source):
         raise ZeroDivisionError("surprise")
 

@@ -1,4 +1,4 @@
-"""What an adapter has beside LoRA, in the pool: what is stored, and what the kernels are told."""
+"""Parts of an adapter other than LoRA, in the pool: storage, and the kernels' arguments."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Masks and guesses of constrained rows: what may come, where it ends, and who fails."""
+"""Masks and draft tokens of constrained rows: allowed tokens, ends, and failures."""
 
 import itertools
 import random
@@ -90,7 +90,7 @@ def test_the_end_waits_while_something_else_may_follow(rows, held_back):
     rows.accept(0, encode("a"))
     assert allowed(rows) == [ids_of(b"a")]
     rows.accept(0, encode("a"))
-    assert allowed(rows) == [{EOS}], "the grammar is over: it ends, whatever was asked"
+    assert allowed(rows) == [{EOS}], "the grammar is over: it ends, whatever was requested"
 
 
 def test_min_tokens_hold_the_end_back_no_longer_than_they_say(rows):
@@ -144,7 +144,7 @@ def test_a_mask_for_every_draft(rows):
     assert allowed(rows) == [before], "drafts are only tried"
 
 
-def test_behind_a_wrong_draft_nothing_is_asked(rows):
+def test_nothing_is_computed_after_a_wrong_draft(rows):
     rows.add_row(row(regex("a+")))
 
     masks = allowed(rows, drafts=(*encode("a"), *encode("x"), *encode("a"), VOCAB_SIZE + 5))
@@ -155,7 +155,7 @@ def test_behind_a_wrong_draft_nothing_is_asked(rows):
     assert allowed(rows) == [masks[0]]
 
 
-def test_behind_a_drafted_end_nothing_is_asked(rows):
+def test_nothing_is_computed_after_a_drafted_end(rows):
     rows.add_row(row(regex("a")))
 
     masks = allowed(rows, drafts=(*encode("a"), EOS, EOS))
@@ -166,7 +166,7 @@ def test_behind_a_drafted_end_nothing_is_asked(rows):
     assert allowed(rows) == [{EOS}]
 
 
-def test_forced_text_is_guessed(rows):
+def test_forced_text_becomes_draft_tokens(rows):
     rows.add_row(row(schema(NAMED)))
     allowed(rows)
 
@@ -179,14 +179,14 @@ def test_forced_text_is_guessed(rows):
     assert decoded(rows.accept(0, encode('bob"'))) == b',"age":'
 
 
-def test_the_end_is_guessed_where_nothing_else_may_follow(rows):
+def test_the_end_is_drafted_where_nothing_else_may_follow(rows):
     rows.add_row(row(regex("ab"), ends=(EOT, EOS)))
     allowed(rows)
 
     assert rows.accept(0, encode("ab")) == (EOT,)
 
 
-def test_no_guesses_without_fast_forward():
+def test_no_draft_tokens_without_fast_forward():
     rows = GrammarRows(VOCAB_SIZE, vocabulary, fast_forward=False)
     rows.add_row(row(schema(NAMED)))
     allowed(rows)
@@ -196,7 +196,7 @@ def test_no_guesses_without_fast_forward():
 
 
 def test_masks_depend_on_the_tokens_only(rows):
-    """Drafts that were tried, a guess that was asked for, a copy of a used grammar: no matter."""
+    """Rejected drafts, requested drafts and a copy of a used grammar change nothing."""
     draw = random.Random(3)
     grammar = schema(NAMED)
     for case in range(30):

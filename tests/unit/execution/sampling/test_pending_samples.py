@@ -130,7 +130,7 @@ def test_rows_that_need_the_host_wait_for_it(name: str, generator: torch.Generat
         RowStep(1, 0, 3, token_ids=(1, 2, 3), logits=LogitsNeeded.ALL),
     ],
 )
-def test_steps_that_ask_for_more_need_the_host(
+def test_steps_with_more_options_need_the_host(
     pair: Pair, generator: torch.Generator, step: RowStep
 ) -> None:
     num_rows = {1: 1, 2: 2, 3: 3}[step.num_tokens]

@@ -5,8 +5,8 @@ from loraplex.execution.sampling.philox import Purpose, philox4x32, uniforms
 
 ONES = 0xFFFFFFFF
 
-# The known answers of Random123 (kat_vectors: philox4x32 10): counter, key, result.
-KNOWN_ANSWERS = [
+# The known results of Random123 (kat_vectors: philox4x32 10): counter, key, result.
+KNOWN_RESULTS = [
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
     ((ONES,) * 4, (ONES,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
     (
@@ -17,8 +17,8 @@ KNOWN_ANSWERS = [
 ]
 
 
-@pytest.mark.parametrize(("counter", "key", "expected"), KNOWN_ANSWERS)
-def test_known_answers(counter, key, expected):
+@pytest.mark.parametrize(("counter", "key", "expected"), KNOWN_RESULTS)
+def test_known_results(counter, key, expected):
     got = philox4x32(np.array([counter], np.uint32), np.array([key], np.uint32))
     assert tuple(got[0].tolist()) == expected
 

@@ -286,7 +286,7 @@ class TestMinTokens:
 
 
 class TestContradictions:
-    """What a client says that leaves nothing is its error, not the server's."""
+    """Parameters that leave no token are the client's error, not the server's."""
 
     @pytest.mark.parametrize(
         ("sampling", "said", "param"),
@@ -455,7 +455,7 @@ class TestLogprobs:
         assert [token_id for token_id, _ in logprob.top] == [7, 6, 5]
         assert logprob.top[0][1] == pytest.approx(float(expected[7]), abs=1e-5)
 
-    def test_rows_ask_for_different_numbers_or_none(self):
+    def test_rows_need_different_numbers_or_none(self):
         sampler = make_sampler()
         for slot in range(4):
             sampler.add_row(row(slot))

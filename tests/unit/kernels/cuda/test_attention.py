@@ -44,7 +44,7 @@ ALL_STEPS = pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 
 
 class ManyShares(AttentionKernel):
-    """As on a card with room for many programs."""
+    """Attention as on a GPU that runs many programs at once."""
 
     def __init__(self, *, batch_invariant: bool = False) -> None:
         super().__init__(HOST, batch_invariant=batch_invariant)
@@ -239,8 +239,8 @@ def test_tokens_of_no_row_give_zeros_in_mixed_steps():
 
 @pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize("shape", [SHAPE, SHAPES["no groups"]], ids=["grouped", "single"])
-def test_blocks_behind_the_window_are_not_read(shape, invariant):
-    """They were given back: now they hold another's keys, or nothing."""
+def test_blocks_before_the_window_are_not_read(shape, invariant):
+    """They were freed: now they hold another sequence's keys, or nothing."""
     window = (40, 3)
     rows = PagedRows(ManyShares(batch_invariant=invariant), shape, [300, 260])
     rows.block_tables[0, 1:16] = 10**6  # the first query sees 257 and up
@@ -295,7 +295,7 @@ def test_batch_invariant_bits_briefly():
 
 
 def check_bits(window, kv_dtype, *, counts, ends):
-    """Of a prompt whole, in chunks and token by token, alone and in company."""
+    """Compare the bits of a prompt whole, in chunks and token by token, alone and in a batch."""
     length = 270
     kernel = ManyShares(batch_invariant=True)
     shape = AttentionShape(4, 1, 16, 16)

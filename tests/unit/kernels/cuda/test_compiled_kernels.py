@@ -24,9 +24,9 @@ _HOPPER, _AMPERE = 90, 80
 @dataclasses.dataclass(frozen=True)
 class Limit:
     registers: int
-    """Of a thread: 255 is what there is, and 128 lets a processor hold 16 warps."""
+    """Registers of a thread: 255 is what there is, and 128 lets a processor hold 16 warps."""
     wide_share: float = 0.0
-    """Of the bits of global loads, those that must come 128 at a time. Main paths have one; the
+    """Share of the bits of global loads that must come 128 at a time. Main paths have one; the
     rest are indices, and what lies scattered."""
 
 

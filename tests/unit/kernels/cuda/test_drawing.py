@@ -97,7 +97,7 @@ def test_every_filter_of_every_row(vocab_size, top_k, top_p):
 @examples(0.12, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_any_rows_and_options(data):
-    """Few different logits, so that cuts go through equals; each row asks for other filters."""
+    """Few different logits, so that cuts go through equals; each row has other filters."""
     vocab_size, num_rows = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 3))
     logit = st.sampled_from([-torch.inf, -3.0, -0.0, 0.0, 0.5, 1.0, 1.0000001, 5.0])
     logits = [
@@ -173,7 +173,7 @@ def test_min_p_is_compared_with_no_rounding():
 
 
 def test_a_number_where_a_token_ends_is_the_next_one_s():
-    """Within a split, and where the next split begins."""
+    """The token ends within a split, or where the next split begins."""
     options = options_of(3, uniforms=[0.25, 0.5, 0.5 - 2**-30])
     drawn = draw_tokens(torch.zeros(1, 2048), np.zeros(3, dtype=np.int64), options)
     assert drawn.tolist() == [512, 1024, 1023]

@@ -13,10 +13,10 @@ import pytest
 
 _LAYERS = 32
 _BETWEEN_PRODUCTS = 6
-"""Of a layer: two norms, the rotation, KV, attention, the gate."""
+"""Launches of a layer: two norms, the rotation, KV, attention, the gate."""
 _PRODUCTS = 4
 _LORA = 2 * 4
-"""Of a layer with four fused linear layers: what shrinks, and what expands."""
+"""Launches of a layer with four fused linear layers: what shrinks, and what expands."""
 _OUTSIDE = 4
 """Cosines, sines, embeddings, the first norm."""
 _VOCAB = {"8b": 128256, "7b": 32000}

@@ -218,7 +218,7 @@ def test_triton_attends_where_flashinfer_does_not(flashinfer):
     assert relative_error(output, rows.expected(queries)) < 1e-6
 
 
-def test_asked_for_and_not_there(monkeypatch):
+def test_required_and_not_there(monkeypatch):
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     with pytest.raises(ConfigError, match="not installed"):
         kernel().allocate(2, SHAPE, torch.float16)
@@ -230,14 +230,14 @@ def test_asked_for_and_not_there(monkeypatch):
     [(torch.int8, 64, False), (torch.float32, 64, False), (torch.float16, 80, False),
      (torch.float16, 64, True)],
 )  # fmt: skip
-def test_asked_for_and_not_served(flashinfer, dtype, head_dim, invariant):
+def test_required_and_not_served(flashinfer, dtype, head_dim, invariant):
     shape = dataclasses.replace(SHAPE, head_dim=head_dim)
     with pytest.raises(ConfigError, match="attention_backend") as raised:
         kernel(batch_invariant=invariant).allocate(2, shape, dtype)
     assert raised.value.param == "attention_backend"
 
 
-def test_asked_for_and_broken(flashinfer, monkeypatch):
+def test_required_and_broken(flashinfer, monkeypatch):
     def broken(*args, **kwargs):
         raise RuntimeError("no nvcc")
 

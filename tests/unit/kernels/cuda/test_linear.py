@@ -105,7 +105,7 @@ def test_no_split_is_empty_or_short(blocks, most, expected):
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("precision", [INT8, INT4])
 def test_a_fixed_product_has_one_tile_and_no_splits(precision, dtype):
-    """On a GPU other tiles may mean other instructions, which add in another order."""
+    """Other tiles may on a GPU mean other instructions, which add in another order."""
     kernel = ScaledLinear(CPU, batch_invariant=True)
     packed = empty_weight(torch.empty(1024, 14336, device="meta"), None, precision)
     tiles = {kernel._tile(num_rows, dtype) for num_rows in (1, 16, 17, 64, 65, 4096)}

@@ -48,7 +48,7 @@ def test_what_cublas_is_given_fits(monkeypatch, dtype):
 
 
 def test_activations_get_a_scale_for_each_row():
-    """Of numbers that are exact in e4m3: the interpreter rounds others wrongly."""
+    """Numbers that are exact in e4m3: the interpreter rounds others wrongly."""
     x = gaussian(9, 100).to(torch.float8_e4m3fn).float()
     x[:, 50] = 448.0
     x *= 2.0 ** torch.arange(-4, 5).unsqueeze(1)

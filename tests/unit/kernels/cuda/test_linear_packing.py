@@ -58,7 +58,7 @@ def test_a_layer_can_be_taken_apart_and_joined(precision):
     packed = kernel.pack(gaussian(32, 96), bias, precision)
     parts = kernel.parts(packed)
     assert kernel.join(parts) == packed
-    assert parts.tensors[1] is bias, "who asks for a layer's bias looks there"
+    assert parts.tensors[1] is bias, "readers of a layer's bias look there"
 
 
 @pytest.mark.parametrize("precision", [INT8, INT4, FP8])

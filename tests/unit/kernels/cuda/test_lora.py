@@ -112,7 +112,7 @@ def test_sizes_that_no_tile_divides(dtype, longest):
 
 @BOTH
 def test_many_splits_and_tiles(dtype, monkeypatch):
-    """As of a large layer, by narrow tiles."""
+    """Splits and tiles of a large layer, by narrow tiles."""
     monkeypatch.setattr(launcher, "_WIDTH_BYTES", 64)
     monkeypatch.setattr(launcher, "_MOST_SPLITS_OF_FEW", 3)
     adapters = PooledAdapters(2, (5, 20), SHAPES, dtype)
@@ -246,7 +246,7 @@ def test_a_table_that_is_on_the_host_alone_is_read_there():
 
 @BOTH
 def test_a_recorded_step_computes_other_batches_of_its_size(dtype):
-    """One graph: nobody's adapters at first, then other adapters, other scales, fewer tokens."""
+    """One graph: no adapters at first, then other adapters, other scales, fewer tokens."""
     adapters = PooledAdapters(5, MIXED, SHAPES, dtype)
     kernel = LoraKernel(HOST, batch_invariant=False)
     graphs = StepGraphs(HostAccelerator())
