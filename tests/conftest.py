@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from xdist.scheduler import LoadGroupScheduling
 
 from loraplex.core.environment import let_threads_sleep
 from support.examples import register_profiles
@@ -38,16 +37,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=rank)
 
 
-class _ByFile(LoadGroupScheduling):
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Run the tests of a file or of an xdist_group in one process, which sets them up once."""
+    from xdist.scheduler import LoadGroupScheduling  # a machine with a GPU has no xdist
 
-    def _split_scope(self, nodeid: str) -> str:
-        return super()._split_scope(nodeid).partition("::")[0]
+    class ByFile(LoadGroupScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return super()._split_scope(nodeid).partition("::")[0]
 
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadGroupScheduling:
-    """Choose how xdist shares tests among its processes."""
-    return _ByFile(config, log)
+    return ByFile(config, log)
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 PACKAGES = (
-    *("msgspec", "pyzmq", "llguidance", "prometheus_client"),
+    *("msgspec", "pyzmq", "llguidance", "prometheus_client", "protobuf"),
     *("pytest", "pluggy", "iniconfig", "pygments", "hypothesis", "sortedcontainers"),
 )
 """Imports of loraplex's engine and tests/gpu in addition to those."""

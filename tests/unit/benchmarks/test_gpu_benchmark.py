@@ -3,6 +3,7 @@
 import contextlib
 import importlib.metadata
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +25,8 @@ owners = importlib.metadata.packages_distributions()
 class Blocker:
     def find_spec(self, name, path=None, target=None):
         top = name.partition(".")[0]
-        if top in owners and top not in ("loraplex", "gpu") and not allowed & set(owners[top]):
+        ours = top in ("loraplex", "gpu", "support")
+        if top in owners and not ours and not allowed & set(owners[top]):
             raise ModuleNotFoundError(f"{{top}} is not on a machine with a GPU", name=top)
 sys.meta_path.insert(0, Blocker())
 import loraplex.app.engine, loraplex.app.llm, loraplex.kernels.cuda.backend
@@ -54,7 +56,8 @@ def _with_needs(names: set[str]) -> set[str]:
 
 
 def _run(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    environment = child_environment() | {"PYTHONPATH": f"{_ROOT}/src:{_ROOT}/benchmarks"}
+    paths = (f"{_ROOT}/{folder}" for folder in ("src", "benchmarks", "tests"))
+    environment = child_environment() | {"PYTHONPATH": os.pathsep.join(paths)}
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=_ROOT,

@@ -111,7 +111,7 @@ def _compile(arch: int, triton: str, *flags: str) -> list[dict[str, Any]]:
     if triton != _HERE:
         if not _OLDEST.is_dir():
             pytest.skip(f"{_OLDEST} is missing: make {_OLDEST.relative_to(Path.cwd())}")
-        environment["PYTHONPATH"] = str(_OLDEST)
+        environment["PYTHONPATH"] = os.pathsep.join([str(_OLDEST), os.environ["PYTHONPATH"]])
     command = [sys.executable, "-m", "support.kernel_compiler"]
     done = subprocess.run(
         [*command, f"--arch={arch}", "--json", *flags],
