@@ -9,7 +9,7 @@ import contextlib
 import json
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -24,7 +24,7 @@ from comparison.fixture_tokenizer import (
     write_tokenizer,
 )
 from comparison.systems import Adapter
-from loraplex.bench.bfloat16 import write_safetensors
+from loraplex.bench.bfloat16 import to_bfloat16
 from loraplex.bench.random_adapters import (
     MODULES,
     AdapterKind,
@@ -39,6 +39,8 @@ _SEED = 20260
 _MAX_MODEL_LEN = 2048
 _ADAPTER_SHARE = 0.5
 """How large an adapter's change of a linear layer's output is, compared with the output."""
+_HEADER_ALIGNMENT = 8
+"""Bytes, of the JSON header of a safetensors file."""
 
 
 class LlamaShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,11 +181,34 @@ def _write_model(folder: Path, shape: LlamaShape) -> None:
     _write_config(folder, shape)
     write_tokenizer(folder, shape.vocab_size)
     draws = np.random.default_rng([_SEED, shape.hidden_size, shape.num_layers])
-    write_safetensors(
+    _write_safetensors(
         folder / "model.safetensors",
         shape.tensors(),
         lambda name, size: _values(draws, name, size),
     )
+
+
+def _write_safetensors(
+    path: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    tensor: Callable[[str, tuple[int, ...]], NDArray[np.float32]],
+) -> None:
+    """Write a safetensors file of bfloat16 tensors, one after another: only one is in memory.
+
+    tensor: gives the values of a name and shape. The format: a little-endian uint64 with the
+    length of a JSON header, the header (padded with spaces), the tensors.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + 2 * int(np.prod(shape))
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": (start, end)}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % _HEADER_ALIGNMENT)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, shape in shapes.items():
+            file.write(to_bfloat16(tensor(name, shape)).astype("<u2").tobytes())
 
 
 def _values(draws: np.random.Generator, name: str, size: tuple[int, ...]) -> NDArray[np.float32]:

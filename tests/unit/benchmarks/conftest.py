@@ -9,21 +9,10 @@ import msgspec
 import pytest
 from comparison.systems import Setup
 
-from loraplex.bench.arrivals import ClosedLoop
 from loraplex.bench.exchange import Completion, Exchange
-from loraplex.bench.popularity import Distinct
-from loraplex.bench.workload import Lengths, PlannedRequest, Workload
+from loraplex.bench.workload import PlannedRequest
 from loraplex.testing.echo_backend import EchoBackend
-
-WORKLOAD = Workload(
-    num_requests=6,
-    prompt_tokens=Lengths(4, 4),
-    output_tokens=Lengths(5, 5),
-    popularity=Distinct(),
-    num_adapters=3,
-    arrivals=ClosedLoop(2),
-    seed=0,
-)
+from support.bench_workload import WORKLOAD, backend_of_workload
 
 
 @pytest.fixture
@@ -34,11 +23,7 @@ def workload():
 
 @pytest.fixture
 def backend() -> EchoBackend:
-    """Serves `echo` with the adapters a0, a1, a2."""
-    backend = EchoBackend()
-    for index in range(3):
-        backend.register(f"a{index}")
-    return backend
+    return backend_of_workload()
 
 
 class FakeSystem:

@@ -107,15 +107,6 @@ def _operations(route: BaseRoute) -> Mapping[str, Operation]:
     return dict.fromkeys(methods, operation)
 
 
-def undescribed(routes: Iterable[BaseRoute]) -> list[str]:
-    """Return the public paths without a description."""
-    return [
-        route.path
-        for route in routes
-        if isinstance(route, Route) and route.include_in_schema and not _operations(route)
-    ]
-
-
 def _guarded(route: DescribedRoute, needs_key: bool) -> DescribedRoute:
     """Add the responses to errors, in the front end's format."""
     operation = route.operation
