@@ -1,6 +1,7 @@
-"""What the batch manager's choices are worth, on one workload, in one run.
+r"""What the batch manager's choices are worth, on one workload, in one run.
 
-    python benchmarks/batching.py [--repeats 3] [--output benchmarks/results/batching]
+    PYTHONPATH=tests python benchmarks/batching.py [--repeats 3] \
+        [--output benchmarks/results/batching]
 
 The workload is W4 of `compare.py`: 64 requests at once over 32 adapters, 32 to 256
 tokens in and 16 to 128 out, on the random Llama `tiny`, in bfloat16, 16 sequences at most. One

@@ -1,6 +1,7 @@
-"""Random schedules of a real model: tokens and logits must have the bits that they have alone.
+r"""Random schedules of a real model: tokens and logits must have the bits that they have alone.
 
-    python benchmarks/random_schedules.py MODEL [--schedules 20] [--threads 2] [--dtype bfloat16]
+    PYTHONPATH=tests python benchmarks/random_schedules.py MODEL [--schedules 20] \
+        [--threads 2] [--dtype bfloat16]
 
 Exits with 1 and names the differences if there are any. The tiny model of the tests has its
 thousand schedules in tests/property/test_random_schedules.py.

@@ -1,6 +1,7 @@
-"""Where the time of a decoding step goes: native kernels, scheduler, and the Python in between.
+r"""Where the time of a decoding step goes: native kernels, scheduler, and the Python in between.
 
-    python benchmarks/step.py MODEL [--batches 1 8 32] [--dtype bfloat16] [--threads 2] [--json]
+    PYTHONPATH=tests python benchmarks/step.py MODEL [--batches 1 8 32] [--dtype bfloat16] \
+        [--threads 2] [--json]
 
 MODEL is a folder of a Llama, such as the fixtures of comparison.fixtures. One engine
 runs in this thread, every row with an adapter of its own (rank 8 on q, k and v), contexts of about

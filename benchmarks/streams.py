@@ -1,6 +1,7 @@
-"""Hundreds of streams at once, and memory over thousands of requests.
+r"""Hundreds of streams at once, and memory over thousands of requests.
 
-    python benchmarks/streams.py [--streams 256] [--requests 10000] [-- SERVE FLAGS]
+    PYTHONPATH=tests python benchmarks/streams.py [--streams 256] [--requests 10000] \
+        [-- SERVE FLAGS]
 
 Serves the shipped capitals model with its two adapters, by default settings but for the size of the
 KV cache. First so many streams at once, several rounds: each must have the text of the same request

@@ -1,6 +1,7 @@
-"""What a constrained row costs: 0, 1, 8 and 32 of 32 rows that decode write JSON.
+r"""What a constrained row costs: 0, 1, 8 and 32 of 32 rows that decode write JSON.
 
-    python benchmarks/structured_output.py [--model tiny] [--steps 40] [--repeats 3] [--threads 2]
+    PYTHONPATH=tests python benchmarks/structured_output.py [--model tiny] [--steps 40] \
+        [--repeats 3] [--threads 2]
 
 Writes benchmarks/results/structured-output.json and .md. One engine runs in this thread, greedy,
 bfloat16, without adapters. The schema never ends: an array of objects with strings, an enum and

@@ -1,7 +1,8 @@
-"""Costs of our Triton front ends and of the real Triton's: the same clients, echo models.
+r"""Costs of our Triton front ends and of the real Triton's: the same clients, echo models.
 
     make .triton
-    python benchmarks/transport.py [--pairs 5] [--seconds 2] [--output benchmarks/results/transport]
+    PYTHONPATH=tests python benchmarks/transport.py [--pairs 5] [--seconds 2] \
+        [--output benchmarks/results/transport]
 
 Ours is transport_server.py; the real one is tritonserver 2.51 with the models of
 transport_models.py. Both are up all the time, and are used in turns: ours, real, ours, real. The
