@@ -181,7 +181,7 @@ class Subject:
         parts = load_parts(self.folder, self.settings(**settings), self.adapters)
         sampler = RecordingSampler(parts.capacity.vocab_size)
         runner = ModelRunner(dataclasses.replace(parts, sampler=sampler))
-        order = list(range(parts.capacity.num_blocks))
+        order = list(range(parts.capacity.kv_groups[0].num_blocks))
         if scrambled:
             random.Random(3).shuffle(order)
         driver = StepDriver(runner, order)

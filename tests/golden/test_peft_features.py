@@ -257,7 +257,7 @@ class Computed:
         parts = load_parts(case.folder, RunnerSettings(**(fixed | settings)), self._adapters)
         self._sampler = RecordingSampler(parts.capacity.vocab_size)
         self.runner = ModelRunner(dataclasses.replace(parts, sampler=self._sampler))
-        self._driver = StepDriver(self.runner, range(parts.capacity.num_blocks))
+        self._driver = StepDriver(self.runner, range(parts.capacity.kv_groups[0].num_blocks))
         self._handles: dict[str | None, int] = {}
 
     def load(self, name: str) -> None:

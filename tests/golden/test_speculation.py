@@ -137,7 +137,7 @@ def test_drafts_change_no_token_and_no_bit(subject: Subject, dtype: str) -> None
     plain = subject.engine(dtype, 200)
     expected = completions_of(plain, requests)
     assert not plain.stats().draft_tokens
-    has_window = plain.capacity.attention_window is not None
+    has_window = plain.capacity.kv_groups[0].attention_window is not None
     few_blocks = 22 if has_window else 24
     for num_blocks, settings in (
         (200, {"num_draft_tokens": 5}),

@@ -37,6 +37,7 @@ from loraplex.testing.fake_clock import FakeClock
 from loraplex.testing.fake_loader import FakeLoader, fake_source
 from loraplex.testing.fake_model import FakeModel
 from loraplex.testing.fake_runner import FAKE_CAPACITY, FakeRunner, fake_logprob
+from support.capacities import changed_capacity
 from support.delayed_runner import DelayedRunner
 from support.examples import examples
 from support.fake_search import search_alone
@@ -54,7 +55,7 @@ ADAPTER_SETS = [
 ]  # fmt: skip
 
 capacities = st.builds(
-    lambda block_size, num_kv_tokens, **values: msgspec.structs.replace(
+    lambda block_size, num_kv_tokens, **values: changed_capacity(
         FAKE_CAPACITY, block_size=block_size, num_blocks=num_kv_tokens // block_size, **values
     ),
     block_size=st.sampled_from([1, 2, 3, 4]),
@@ -336,7 +337,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.engine.is_idle, "a request starves"
         assert not self.unfinished()
         stats = self.engine.stats()
-        assert stats.blocks_cached + stats.blocks_free == self.capacity.num_blocks
+        assert stats.blocks_cached + stats.blocks_free == self.capacity.kv_groups[0].num_blocks
         assert stats.num_running == stats.num_waiting == 0
         if self.journal is not None:
             self.journal.check()
@@ -417,7 +418,7 @@ class EngineMachine(RuleBasedStateMachine):
             possible = {"adapter_too_large"}
         else:
             num_tokens = len(request.prompt_token_ids) + request.sampling.max_tokens - 1
-            if num_tokens > self.capacity.num_blocks * self.capacity.block_size:
+            if num_tokens > self.capacity.kv_groups[0].num_blocks * self.capacity.block_size:
                 possible.add("prompt_too_long")
             if request.sampling.beam is not None:
                 possible |= {"prompt_too_long", "invalid_parameter"}

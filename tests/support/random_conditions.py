@@ -18,6 +18,7 @@ from loraplex.core.scheduler_settings import (
 from loraplex.memory.eviction import EVICTION_POLICIES
 from loraplex.memory.kv_blocks import KVBlocks
 from loraplex.scheduling.request_factory import RequestFactory
+from support.capacities import changed_capacity
 
 MAX_NUM_SEQS = 8
 FAILING_FIELDS = (
@@ -87,21 +88,22 @@ class Conditions:
 
         least_pages: of the adapters of one request.
         """
+        (group,) = capacity.kv_groups
         kv = KVBlocks(
-            capacity.num_blocks,
+            group.num_blocks,
             capacity.block_size,
-            attention_window=capacity.attention_window,
-            num_sink_tokens=capacity.num_sink_tokens,
+            attention_window=group.attention_window,
+            num_sink_tokens=group.num_sink_tokens,
         )
         factory = RequestFactory(capacity.max_model_len, self.settings)
         least_blocks = max(
             factory.make(request, ()).max_blocks(kv, self.settings.max_step_tokens)
             for request in requests
         )
-        return msgspec.structs.replace(
+        return changed_capacity(
             capacity,
-            num_blocks=min(capacity.num_blocks, round(self.kv_memory_factor * least_blocks)),
-            num_host_blocks=min(capacity.num_host_blocks, self.num_host_blocks),
+            num_blocks=min(group.num_blocks, round(self.kv_memory_factor * least_blocks)),
+            num_host_blocks=min(group.num_host_blocks, self.num_host_blocks),
             max_num_seqs=self.max_num_seqs,
             num_adapter_pages=min(
                 capacity.num_adapter_pages, round(self.adapter_memory_factor * least_pages)

@@ -8,7 +8,6 @@ import dataclasses
 import random
 from collections.abc import Sequence
 
-import msgspec
 import torch
 
 from loraplex.core.adapter import AdapterSource, AdapterUse, LoraTarget
@@ -27,6 +26,7 @@ from loraplex.execution.steps.runner_parts import RunnerParts
 from loraplex.execution.steps.threaded_runner import ThreadedRunner
 from loraplex.memory.adapter_pages import place
 from loraplex.models.spec import ModelSpec
+from support.capacities import changed_capacity
 from support.instant_loader import InstantLoader
 
 Bits = dict[int, int]
@@ -181,9 +181,11 @@ class Schedules:
         )
         small = dataclasses.replace(
             self._parts,
-            capacity=msgspec.structs.replace(
+            capacity=changed_capacity(
                 capacity,
-                num_blocks=min(capacity.num_blocks, draws.randint(least_blocks, 3 * least_blocks)),
+                num_blocks=min(
+                    capacity.kv_groups[0].num_blocks, draws.randint(least_blocks, 3 * least_blocks)
+                ),
                 num_adapter_pages=min(
                     capacity.num_adapter_pages, draws.randint(least_pages, 2 * least_pages)
                 ),

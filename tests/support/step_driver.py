@@ -51,7 +51,7 @@ class StepDriver:
     def __init__(self, runner: Runner, block_order: Sequence[BlockId] | None = None) -> None:
         self._runner = runner
         self._capacity = runner.capacity()
-        self._block_order = block_order or range(self._capacity.num_blocks)
+        self._block_order = block_order or range(self._capacity.kv_groups[0].num_blocks)
         self._num_steps = 0
         self._next_page: PageId = 0
 

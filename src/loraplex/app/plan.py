@@ -20,7 +20,7 @@ from loraplex.app.builder import served_shapes
 from loraplex.app.engine import runner_settings
 from loraplex.core.config import ModelConfig
 from loraplex.core.errors import InvalidAdapterError, LoraplexError
-from loraplex.core.plan import Capacity
+from loraplex.core.plan import Capacity, KVGroupCapacity
 from loraplex.core.stats import EngineStats
 from loraplex.execution.sizing.capacity import (
     choose_device,
@@ -118,10 +118,14 @@ def _capacity(settings: RunnerSettings, config: ModelSpec) -> Capacity:
     shapes = attention_shapes(config, settings.block_size)
     return Capacity(
         block_size=settings.block_size,
-        num_blocks=size.kv.num_blocks,
-        num_host_blocks=size.kv.num_host_blocks,
-        attention_window=size.kv.attention_window,
-        num_sink_tokens=settings.sink_token_length,
+        kv_groups=(
+            KVGroupCapacity(
+                num_blocks=size.kv.num_blocks,
+                num_host_blocks=size.kv.num_host_blocks,
+                attention_window=size.kv.attention_window,
+                num_sink_tokens=settings.sink_token_length,
+            ),
+        ),
         max_num_seqs=settings.max_num_seqs,
         max_model_len=size.kv.max_model_len,
         vocab_size=config.vocab_size,

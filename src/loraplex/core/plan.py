@@ -189,19 +189,25 @@ class PageGeometry(msgspec.Struct, frozen=True):
         return -(-elements // self.slot_elements)
 
 
-class Capacity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Limits of the runner, which it returns once; nothing is written back into the config."""
+class KVGroupCapacity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Blocks and attention window of one KV group."""
 
-    block_size: int
     num_blocks: int
-    """Number of blocks of each KV group."""
-    num_kv_groups: int = 1
     num_host_blocks: int = 0
     """Host blocks for the KV of preempted sequences; 0: it is computed again."""
     attention_window: int | None = None
     """Number of newest positions that a position sees, itself included; None: all before it."""
     num_sink_tokens: int = 0
     """Number of first positions that are seen in addition to a window."""
+
+
+class Capacity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Limits of the runner, which it returns once; nothing is written back into the config."""
+
+    block_size: int
+    """Tokens per block, in every KV group."""
+    kv_groups: tuple[KVGroupCapacity, ...]
+    """The index is the KVGroupId; the largest attention window is first."""
     max_num_seqs: int
     """Number of slots."""
     max_model_len: int

@@ -357,13 +357,14 @@ def build_engine(
     settings = settings or SchedulerSettings()
     journal = journal or NoJournal()
     event_clock = EventClock(clock)
+    group = capacity.kv_groups[0]
     kv = KVBlocks(
-        capacity.num_blocks,
+        group.num_blocks,
         capacity.block_size,
         prefix_caching=settings.enable_prefix_cache,
-        num_host_blocks=capacity.num_host_blocks,
-        attention_window=capacity.attention_window,
-        num_sink_tokens=capacity.num_sink_tokens,
+        num_host_blocks=group.num_host_blocks,
+        attention_window=group.attention_window,
+        num_sink_tokens=group.num_sink_tokens,
     )
     cache = AdapterCache(
         adapter_host_bytes,

@@ -18,7 +18,7 @@ from loraplex.core.sampling_params import MAX_LOGIT_BIAS, SamplingParams
 from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.engine.messages import AddRequest, EngineCommand
 
-JOURNAL_VERSION = 2
+JOURNAL_VERSION = 3
 
 
 class JournalHeader(msgspec.Struct, frozen=True, tag="header", kw_only=True):

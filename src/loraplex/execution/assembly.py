@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from loraplex.core.errors import StepFailedError
-from loraplex.core.plan import Capacity
+from loraplex.core.plan import Capacity, KVGroupCapacity
 from loraplex.execution.adapters.bank import AdapterBank, BaseEnds
 from loraplex.execution.adapters.host_adapters import HostAdapter, HostAdapters, HostWeight
 from loraplex.execution.grammar.rows import GrammarRows
@@ -156,10 +156,14 @@ class Assembly:
         settings, kv, pool = self.settings, size.kv, size.adapters
         return Capacity(
             block_size=settings.block_size,
-            num_blocks=kv.num_blocks,
-            num_host_blocks=kv.num_host_blocks,
-            attention_window=kv.attention_window,
-            num_sink_tokens=settings.sink_token_length,
+            kv_groups=(
+                KVGroupCapacity(
+                    num_blocks=kv.num_blocks,
+                    num_host_blocks=kv.num_host_blocks,
+                    attention_window=kv.attention_window,
+                    num_sink_tokens=settings.sink_token_length,
+                ),
+            ),
             max_num_seqs=settings.max_num_seqs,
             max_model_len=kv.max_model_len,
             vocab_size=self.spec.vocab_size,

@@ -98,7 +98,7 @@ def memory_of(
 ) -> ModelMemory:
     """Return the memory; `ranks` are those of `fits`, host_bytes is the size of the host tier."""
     tiers = stats.adapters
-    num_blocks = capacity.num_blocks
+    num_blocks = sum(group.num_blocks for group in capacity.kv_groups)
     free = num_blocks - stats.blocks_held - stats.blocks_cached
     targets = layer_targets([modules] * num_layers)
     return ModelMemory(
@@ -113,7 +113,7 @@ def memory_of(
             held=stats.blocks_held,
             cached=stats.blocks_cached,
             free=free,
-            host_blocks=capacity.num_host_blocks,
+            host_blocks=sum(group.num_host_blocks for group in capacity.kv_groups),
             host_used=stats.blocks_on_host,
         ),
         device=DeviceTier(

@@ -13,6 +13,7 @@ from loraplex.core.plan import (
     AdapterCopy,
     BlockId,
     Capacity,
+    KVGroupCapacity,
     LogitsNeeded,
     PageGeometry,
     PageId,
@@ -32,7 +33,7 @@ SPOILT: State = b"spoilt by a row that failed"
 
 FAKE_CAPACITY = Capacity(
     block_size=16,
-    num_blocks=256,
+    kv_groups=(KVGroupCapacity(num_blocks=256),),
     max_num_seqs=8,
     max_model_len=2048,
     vocab_size=1000,
@@ -91,8 +92,9 @@ class FakeRunner:
         self._capacity = capacity
         self._loader = loader
         self._rows: dict[Slot, _Row] = {}
-        self._kv = empty_blocks(capacity.num_blocks, capacity.block_size)
-        self._host_kv = empty_blocks(capacity.num_host_blocks, capacity.block_size)
+        self._kv_group = capacity.kv_groups[0]
+        self._kv = empty_blocks(self._kv_group.num_blocks, capacity.block_size)
+        self._host_kv = empty_blocks(self._kv_group.num_host_blocks, capacity.block_size)
         self._device: dict[AdapterHandle, tuple[str, tuple[PageId, ...]]] = {}
         self._copies: dict[AdapterHandle, _Copy] = {}
         self._last_step_id = 0
@@ -280,7 +282,7 @@ class FakeRunner:
         row.block_ids.extend(step.new_block_ids[0])
         used = [b for i, b in enumerate(row.block_ids) if self._is_used(i, step.start)]
         require(len(set(used)) == len(used), "a block twice in one table")
-        require(all(0 <= b < self._capacity.num_blocks for b in used), "no such block")
+        require(all(0 <= b < self._kv_group.num_blocks for b in used), "no such block")
         num_positions = len(row.block_ids) * self._capacity.block_size
         require(step.start + step.num_tokens <= num_positions, "the block table is too short")
 
@@ -300,8 +302,8 @@ class FakeRunner:
 
     def _is_used(self, index: int, start: int) -> bool:
         """Is any position of block `index` seen or written from position `start` on?"""
-        window, size = self._capacity.attention_window, self._capacity.block_size
-        if window is None or index * size < self._capacity.num_sink_tokens:
+        window, size = self._kv_group.attention_window, self._capacity.block_size
+        if window is None or index * size < self._kv_group.num_sink_tokens:
             return True
         return (index + 1) * size > start - window + 1
 

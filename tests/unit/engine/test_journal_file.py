@@ -212,7 +212,7 @@ def test_a_broken_line_is_named(path):
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"version": 1}, "version 1; this loraplex reads version 2"),
+        ({"version": 1}, "version 1; this loraplex reads version 3"),
         ({"settings": {"max_num_batched_tokens": 0}}, "max_num_batched_tokens must be at least 1"),
         ({"capacity": None}, r"line 1: .*capacity"),
     ],

@@ -22,10 +22,11 @@ from loraplex.scheduling.scheduler import Scheduler
 from loraplex.testing.fake_clock import FakeClock
 from loraplex.testing.fake_runner import FAKE_CAPACITY
 from support import fake_engine
+from support.capacities import changed_capacity
 from support.engine_requests import engine_request
 from support.fake_engine import MILLISECOND_NS, FakeEngine
 
-SMALL: Capacity = msgspec.structs.replace(
+SMALL: Capacity = changed_capacity(
     FAKE_CAPACITY,
     num_blocks=10,
     block_size=4,

@@ -1,6 +1,5 @@
 """The next step is planned while one runs: same tokens, and nothing is freed too early."""
 
-import msgspec
 import pytest
 
 from loraplex.core.sampling_params import SamplingParams
@@ -8,6 +7,7 @@ from loraplex.core.scheduler_settings import BatchSchedulerPolicy, SchedulerSett
 from loraplex.engine.step_marker import StepMarker
 from loraplex.testing.fake_model import FakeModel
 from loraplex.testing.fake_runner import FAKE_CAPACITY
+from support.capacities import changed_capacity
 from support.fake_engine import MILLISECOND_NS, FakeEngine
 
 EVICTING = SchedulerSettings(batch_scheduler_policy=BatchSchedulerPolicy.MAX_UTILIZATION)
@@ -89,7 +89,7 @@ def test_what_ends_by_a_token_is_computed_once_more():
 
 
 def test_slots_and_blocks_of_a_step_in_flight_are_not_taken():
-    capacity = msgspec.structs.replace(FAKE_CAPACITY, max_num_seqs=1, num_blocks=1)
+    capacity = changed_capacity(FAKE_CAPACITY, max_num_seqs=1, num_blocks=1)
     fakes = FakeEngine(capacity, overlap=True, model=FakeModel(eos_rate=1.0))
     first, second = (fakes.add([token], max_tokens=9) for token in (1, 2))
     fakes.step()
@@ -102,7 +102,7 @@ def test_slots_and_blocks_of_a_step_in_flight_are_not_taken():
 
 
 def test_an_adapter_of_a_step_in_flight_stays():
-    capacity = msgspec.structs.replace(FAKE_CAPACITY, num_adapter_pages=1)
+    capacity = changed_capacity(FAKE_CAPACITY, num_adapter_pages=1)
     fakes = FakeEngine(capacity, overlap=True)
     for digest in "ab":
         fakes.register(digest)
@@ -205,7 +205,7 @@ def test_the_copies_of_a_failed_step_and_of_the_one_behind_start_again(fakes):
 
 def test_draft_tokens_wait_for_the_token_before_them():
     settings = SchedulerSettings(num_draft_tokens=3)
-    capacity = msgspec.structs.replace(FAKE_CAPACITY, vocab_size=4)
+    capacity = changed_capacity(FAKE_CAPACITY, vocab_size=4)
     fakes = FakeEngine(capacity, settings, overlap=True)
     drafted = fakes.add([1, 2, 3] * 4, max_tokens=12, eos_token_ids=())
     plain = fakes.add([1, 2], sampling=SamplingParams(max_tokens=12, num_draft_tokens=0))
@@ -225,7 +225,7 @@ def test_logits_are_not_computed_in_vain():
 
 
 def test_no_sequence_is_preempted_while_in_flight():
-    capacity = msgspec.structs.replace(FAKE_CAPACITY, num_blocks=6, block_size=4)
+    capacity = changed_capacity(FAKE_CAPACITY, num_blocks=6, block_size=4)
     fakes = FakeEngine(capacity, EVICTING, overlap=True)
     request_ids = [fakes.add([token, 2, 3], max_tokens=14) for token in (1, 2, 3)]
     for _ in range(100):
@@ -240,7 +240,7 @@ def test_no_sequence_is_preempted_while_in_flight():
 
 def test_the_first_request_gets_the_block_that_it_needs():
     """The last free block went to the second one a step before, which then needs none for long."""
-    fakes = FakeEngine(msgspec.structs.replace(FAKE_CAPACITY, num_blocks=3), EVICTING, overlap=True)
+    fakes = FakeEngine(changed_capacity(FAKE_CAPACITY, num_blocks=3), EVICTING, overlap=True)
     first, second = (
         fakes.add(range(1, size), max_tokens=25, eos_token_ids=()) for size in (11, 12)
     )

@@ -1,17 +1,17 @@
 """A request that is aborted, or whose time is up, at every stage: all it held is back at once."""
 
-import msgspec
 import pytest
 
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.testing.fake_runner import FAKE_CAPACITY
+from support.capacities import changed_capacity
 from support.fake_engine import FakeEngine
 
 TIMEOUT_NS = 10**12
 """Far beyond what a test's steps take, so that a test alone decides when it is up."""
-ONE_SLOT = msgspec.structs.replace(FAKE_CAPACITY, max_num_seqs=1)
-FEW_BLOCKS = msgspec.structs.replace(FAKE_CAPACITY, num_blocks=6)
+ONE_SLOT = changed_capacity(FAKE_CAPACITY, max_num_seqs=1)
+FEW_BLOCKS = changed_capacity(FAKE_CAPACITY, num_blocks=6)
 CHUNKS = SchedulerSettings(max_num_batched_tokens=16, max_prefill_chunk=8)
 
 

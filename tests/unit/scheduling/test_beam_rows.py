@@ -1,6 +1,5 @@
 """Beam search through an engine on fake parts: forks, preemption, limits, ends."""
 
-import msgspec
 import pytest
 
 from loraplex.core.beam_search import BeamSearch, EarlyStopping
@@ -8,6 +7,7 @@ from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.scheduler_settings import BatchSchedulerPolicy, SchedulerSettings
 from loraplex.testing.fake_model import FakeModel
 from loraplex.testing.fake_runner import FAKE_CAPACITY
+from support.capacities import changed_capacity
 from support.fake_engine import FakeEngine
 from support.fake_search import search_alone
 
@@ -16,7 +16,7 @@ VOCAB_SIZE = 30
 
 def fake_engine(settings=None, *, overlap=False, **capacity):
     capacity = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 8, **capacity}
-    fakes = msgspec.structs.replace(FAKE_CAPACITY, vocab_size=VOCAB_SIZE, **capacity)
+    fakes = changed_capacity(FAKE_CAPACITY, vocab_size=VOCAB_SIZE, **capacity)
     settings = SchedulerSettings(**(settings or {}))
     return FakeEngine(fakes, settings, model=FakeModel(VOCAB_SIZE), overlap=overlap)
 
@@ -237,9 +237,7 @@ def test_prompt_log_probabilities_of_a_search():
 
 
 def test_fewer_hypotheses_than_are_requested():
-    fakes = FakeEngine(
-        msgspec.structs.replace(FAKE_CAPACITY, vocab_size=3), model=FakeModel(vocab_size=3)
-    )
+    fakes = FakeEngine(changed_capacity(FAKE_CAPACITY, vocab_size=3), model=FakeModel(vocab_size=3))
     request_id = fakes.add([1], sampling=beam_sampling(4, n=4, max_tokens=1))
     fakes.run()
     completion = fakes.completions[request_id]

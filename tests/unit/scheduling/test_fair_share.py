@@ -2,12 +2,12 @@
 
 import dataclasses
 
-import msgspec
 import pytest
 
 from loraplex.core.scheduler_settings import FairShare, SchedulerSettings
 from loraplex.scheduling.fair_share import FairShares
 from loraplex.testing.fake_runner import FAKE_CAPACITY
+from support.capacities import changed_capacity
 from support.engine_requests import engine_request
 from support.fake_engine import FakeEngine
 
@@ -116,7 +116,7 @@ def fake_engine(fair_share, **values):
     settings = {"max_num_batched_tokens": 64, **values.pop("settings", {})}
     capacity = {"max_num_seqs": NUM_SLOTS, "num_adapter_pages": 8, "num_blocks": 512, **values}
     fakes = FakeEngine(
-        msgspec.structs.replace(FAKE_CAPACITY, **capacity),
+        changed_capacity(FAKE_CAPACITY, **capacity),
         SchedulerSettings(fair_share=fair_share, **settings),
     )
     for digest in ("flood", "quiet", "c", "d", "e", "f"):

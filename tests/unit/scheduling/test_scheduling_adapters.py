@@ -1,11 +1,11 @@
 """Adapters come to the device during the steps, and no request is passed over for ever."""
 
-import msgspec
 import pytest
 
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.scheduler_settings import BatchSchedulerPolicy, FairShare, SchedulerSettings
 from loraplex.testing.fake_runner import FAKE_CAPACITY
+from support.capacities import changed_capacity
 from support.fake_engine import MILLISECOND_NS, FakeEngine
 
 AGING_NS = 20 * MILLISECOND_NS
@@ -14,7 +14,7 @@ AGING_NS = 20 * MILLISECOND_NS
 def fake_engine(*, settings=None, host_bytes=1_000_000, num_polls=1, copy_steps=0, **capacity):
     capacity = {"max_num_seqs": 4, "num_adapter_pages": 2, **capacity}
     fakes = FakeEngine(
-        msgspec.structs.replace(FAKE_CAPACITY, **capacity),
+        changed_capacity(FAKE_CAPACITY, **capacity),
         SchedulerSettings(adapter_aging_seconds=AGING_NS / 1e9, **(settings or {})),
         adapter_host_bytes=host_bytes,
         num_polls=num_polls,

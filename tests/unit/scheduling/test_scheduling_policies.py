@@ -2,7 +2,6 @@
 
 import random
 
-import msgspec
 import pytest
 
 from loraplex.core.beam_search import BeamSearch
@@ -15,13 +14,14 @@ from loraplex.core.scheduler_settings import (
     SchedulerSettings,
 )
 from loraplex.testing.fake_runner import FAKE_CAPACITY
+from support.capacities import changed_capacity
 from support.fake_engine import MILLISECOND_NS, FakeEngine
 
 
 def fake_engine(settings=None, *, num_polls=1, overlap=False, **capacity):
     capacity = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 4, **capacity}
     fakes = FakeEngine(
-        msgspec.structs.replace(FAKE_CAPACITY, **capacity),
+        changed_capacity(FAKE_CAPACITY, **capacity),
         SchedulerSettings(**(settings or {})),
         num_polls=num_polls,
         overlap=overlap,

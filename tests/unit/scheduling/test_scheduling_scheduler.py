@@ -1,20 +1,20 @@
 """Order, chunks, prefix hits, preemption, limits: seen through an engine on fake parts."""
 
-import msgspec
 import pytest
 
 from loraplex.core.errors import ConfigError
-from loraplex.core.plan import LogitsNeeded
+from loraplex.core.plan import KVGroupCapacity, LogitsNeeded
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.testing.fake_model import FakeModel
 from loraplex.testing.fake_runner import FAKE_CAPACITY, fake_logprob
+from support.capacities import changed_capacity
 from support.fake_engine import MILLISECOND_NS, FakeEngine
 
 
 def fake_engine(settings=None, *, model=None, **capacity):
     capacity = {"block_size": 4, "num_blocks": 32, "max_num_seqs": 4, **capacity}
-    fakes = msgspec.structs.replace(FAKE_CAPACITY, **capacity)
+    fakes = changed_capacity(FAKE_CAPACITY, **capacity)
     return FakeEngine(fakes, SchedulerSettings(**(settings or {})), model=model)
 
 
@@ -376,7 +376,7 @@ def test_settings_must_suit_the_runner():
     with pytest.raises(ConfigError, match=r"max_num_batched_tokens \(3\).*max_num_seqs \(4\)"):
         fake_engine({"max_num_batched_tokens": 3})
     with pytest.raises(ConfigError, match="one KV group"):
-        fake_engine(num_kv_groups=2)
+        FakeEngine(changed_capacity(FAKE_CAPACITY, kv_groups=(KVGroupCapacity(num_blocks=32),) * 2))
 
 
 def test_an_empty_engine_sleeps():

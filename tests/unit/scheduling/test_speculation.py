@@ -8,6 +8,7 @@ from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.scheduler_settings import BatchSchedulerPolicy, SchedulerSettings
 from loraplex.testing.fake_model import FakeModel
 from loraplex.testing.fake_runner import FAKE_CAPACITY, FakeRunner, FakeStep, fake_logprob
+from support.capacities import changed_capacity
 from support.fake_engine import FakeEngine
 
 FEW_TOKENS = FakeModel(vocab_size=3)
@@ -16,7 +17,7 @@ FEW_TOKENS = FakeModel(vocab_size=3)
 
 def fake_engine(*, model=FEW_TOKENS, num_draft_tokens=4, settings=None, **capacity):
     capacity = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 4, **capacity}
-    fakes = msgspec.structs.replace(FAKE_CAPACITY, **capacity)
+    fakes = changed_capacity(FAKE_CAPACITY, **capacity)
     values = {"num_draft_tokens": num_draft_tokens, **(settings or {})}
     return FakeEngine(fakes, SchedulerSettings(**values), model=model)
 

@@ -44,14 +44,17 @@ def largest_step(capacity: Capacity, num_tokens: int) -> StepPlan:
         counts = [1, *(even + (row < more) for row in range(num_rows - 1))]
     counts = [min(count, capacity.max_model_len) for count in counts]
     num_blocks = -(-capacity.max_model_len // capacity.block_size)
-    blocks = tuple(block % capacity.num_blocks for block in range(num_blocks))
+    new_block_ids = tuple(
+        tuple(block % group.num_blocks for block in range(num_blocks))
+        for group in capacity.kv_groups
+    )
     rows = tuple(
         RowStep(
             slot=slot,
             start=capacity.max_model_len - count,
             num_tokens=count,
             token_ids=(0,) * count,
-            new_block_ids=(blocks,),
+            new_block_ids=new_block_ids,
             num_logprobs=MAX_LOGPROBS if slot else None,
         )
         for slot, count in enumerate(counts)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from loraplex.core.plan import Capacity, PageGeometry
+from loraplex.core.plan import Capacity, KVGroupCapacity, PageGeometry
 from loraplex.execution.sizing.measuring import (
     DUMMY_ADAPTER,
     Trials,
@@ -94,9 +94,10 @@ def test_without_a_measurement_nothing_is_tried() -> None:
 
 
 def capacity(**changes: int) -> Capacity:
-    numbers = {"max_num_seqs": 3, "max_model_len": 100, "block_size": 16, "num_blocks": 4}
+    numbers = {"max_num_seqs": 3, "max_model_len": 100, "block_size": 16}
     return Capacity(
         **(numbers | changes),
+        kv_groups=(KVGroupCapacity(num_blocks=4),),
         vocab_size=100,
         page_geometry=PageGeometry(1, 1),
         num_adapter_pages=2,

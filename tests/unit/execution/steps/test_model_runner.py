@@ -93,7 +93,7 @@ def token_alone(
 
 def test_capacity(runner: Runner) -> None:
     capacity = runner.capacity()
-    assert (capacity.block_size, capacity.num_blocks) == (BLOCK_SIZE, 40)
+    assert (capacity.block_size, capacity.kv_groups[0].num_blocks) == (BLOCK_SIZE, 40)
     assert (capacity.max_num_seqs, capacity.max_model_len, capacity.vocab_size) == (8, 64, 50)
     assert not capacity.keeps_host_copy
     assert capacity.kv_cache_bytes == 40 * 2 * 2 * BLOCK_SIZE * 2 * 4 * 4

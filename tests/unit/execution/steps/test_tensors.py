@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from loraplex.core.plan import Capacity, LogitsNeeded, PageGeometry, RowAdded, RowStep
+from loraplex.core.plan import (
+    Capacity,
+    KVGroupCapacity,
+    LogitsNeeded,
+    PageGeometry,
+    RowAdded,
+    RowStep,
+)
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.execution.steps.input_batch import InputBatch, StepInputs, no_rows
 from loraplex.execution.steps.mirror import Mirror
@@ -20,7 +27,7 @@ from support.delayed_accelerator import DelayedAccelerator
 BLOCK_SIZE = 4
 CAPACITY = Capacity(
     block_size=BLOCK_SIZE,
-    num_blocks=100,
+    kv_groups=(KVGroupCapacity(num_blocks=100),),
     max_num_seqs=6,
     max_model_len=40,
     vocab_size=1000,
