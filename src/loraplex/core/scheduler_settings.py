@@ -204,6 +204,14 @@ class SchedulerSettings(Settings, frozen=True, kw_only=True):
         int,
         _scheduling("Maximum number of last tokens that draft tokens are looked up by", minimum=1),
     ] = 3
+    max_draft_window: Annotated[
+        int,
+        _scheduling(
+            "Maximum number of last prompt tokens in which draft tokens are looked up",
+            "Their index takes about 0.4 KB a token for each request with draft tokens.",
+            minimum=1,
+        ),
+    ] = 8192
     enable_prefix_cache: Annotated[
         bool,
         Setting(

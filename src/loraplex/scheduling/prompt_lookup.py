@@ -5,6 +5,7 @@ If the last few tokens occurred before, the tokens that followed them then may f
 tokens change no output, only how many tokens a step adds.
 """
 
+import itertools
 from collections.abc import Sequence
 
 FIRST_PAUSE = 8
@@ -14,39 +15,48 @@ MAX_MISSES = 2
 
 
 class NgramIndex:
-    """Index of the last place of each run of 1 to max_ngram tokens in a growing text.
+    """Index of the last place of each run of 1 to max_ngram tokens in part of a text.
 
-    Every token is indexed once: a look-up costs max_ngram dictionary reads, however long the text.
+    A run belongs to the part that it ends in, and a place is the position after its end. Every
+    token is indexed once, in calls that each have a limit.
     """
 
-    def __init__(self, max_ngram: int) -> None:
+    def __init__(self, max_ngram: int, start: int) -> None:
+        """start: first position after the end of an indexed run, at least 1."""
         self._max_ngram = max_ngram
+        self._next_end = start
         self._ends: dict[tuple[int, ...], int] = {}
-        self._num_indexed = 0
-        """Number of tokens before which all runs that end there are indexed."""
 
-    def propose(self, token_ids: Sequence[int], num_wanted: int) -> tuple[int, ...]:
-        """Return num_wanted tokens that may follow the text, or none.
+    def index(self, token_ids: Sequence[int], stop: int, max_tokens: int) -> int:
+        """Index the runs that end before stop, max_tokens places at most; return how many."""
+        first, last = self._next_end, min(stop, self._next_end + max_tokens)
+        if first >= last:
+            return 0
+        for size in range(1, min(self._max_ngram + 1, last)):
+            ends = range(max(first, size), last)
+            columns = [token_ids[ends.start - size + i : last - size + i] for i in range(size)]
+            # The dictionary takes the runs from iterators of C: a loop here is 5 times slower.
+            self._ends.update(zip(zip(*columns, strict=True), ends, strict=True))
+        self._next_end = last
+        return last - first
 
-        The text must continue that of the previous call. The longest of its endings that occurred
-        before counts, at its last place. A draft that reaches the text's end continues with
-        itself: a text that repeats a period goes on repeating it.
-        """
-        self._index(token_ids)
-        num_tokens = len(token_ids)
-        for size in range(min(self._max_ngram, num_tokens), 0, -1):
-            end = self._ends.get(tuple(token_ids[num_tokens - size :]))
-            if end is not None:
-                period = token_ids[end:]
-                return tuple(period[i % len(period)] for i in range(num_wanted))
-        return ()
+    def is_whole(self, stop: int) -> bool:
+        """Return whether all runs that end before stop are indexed."""
+        return self._next_end >= stop
 
-    def _index(self, token_ids: Sequence[int]) -> None:
-        """Index all runs but those that end with the text: nothing follows them yet."""
-        for end in range(self._num_indexed + 1, len(token_ids)):
-            for size in range(1, min(self._max_ngram, end) + 1):
-                self._ends[tuple(token_ids[end - size : end])] = end
-        self._num_indexed = max(self._num_indexed, len(token_ids) - 1)
+    def find(self, run: tuple[int, ...]) -> int | None:
+        """Return the last place of a run; None if it did not occur."""
+        return self._ends.get(run)
+
+
+class PromptIndex:
+    """Index of the last tokens of a prompt, shared by all sequences of its request."""
+
+    def __init__(self, num_prompt_tokens: int, max_ngram: int, window: int) -> None:
+        """window: number of last tokens of the prompt that drafts are looked up in."""
+        self.num_prompt_tokens = num_prompt_tokens
+        self.max_ngram = max_ngram
+        self.ngrams = NgramIndex(max_ngram, max(1, num_prompt_tokens - window))
 
 
 class DraftPace:
@@ -87,10 +97,12 @@ class DraftPace:
 class Drafter:
     """Source of draft tokens of one sequence: its grammar, else repetitions in its text."""
 
-    def __init__(self, num_draft_tokens: int, max_ngram: int) -> None:
+    def __init__(self, num_draft_tokens: int, prompt: PromptIndex) -> None:
         """num_draft_tokens: 0 leaves only the tokens that a grammar forces."""
         self._pace = DraftPace(num_draft_tokens) if num_draft_tokens else None
-        self._index = NgramIndex(max_ngram)
+        self._prompt = prompt
+        # A run that ends with the prompt is the first one here: what follows it is an output.
+        self._output = NgramIndex(prompt.max_ngram, max(1, prompt.num_prompt_tokens))
         self._forced: tuple[int, ...] = ()
         self._is_from_text = False
 
@@ -98,17 +110,49 @@ class Drafter:
         """Set the tokens that a grammar makes likely to come next; empty if there are none."""
         self._forced = token_ids
 
+    def index(self, token_ids: Sequence[int], max_tokens: int) -> int:
+        """Index at most max_tokens more tokens of the sequence; return how many.
+
+        The tokens must continue those of the previous call.
+        """
+        if self._pace is None:
+            return 0
+        num_prompt_tokens = self._prompt.num_prompt_tokens
+        num_of_prompt = self._prompt.ngrams.index(token_ids, num_prompt_tokens, max_tokens)
+        # Nothing follows the run that ends with the text yet.
+        num_of_output = self._output.index(token_ids, len(token_ids), max_tokens - num_of_prompt)
+        return num_of_prompt + num_of_output
+
     def propose(self, token_ids: Sequence[int], max_tokens: int) -> tuple[int, ...]:
-        """Return up to max_tokens draft tokens."""
+        """Return up to max_tokens draft tokens; none from a text that is not indexed whole."""
         self._is_from_text = not self._forced
         if self._forced:
             return self._forced[:max_tokens]
         if self._pace is None:
             return ()
         num_wanted = min(max_tokens, self._pace.num_wanted(len(token_ids)))
-        return self._index.propose(token_ids, num_wanted) if num_wanted > 0 else ()
+        return self._look_up(token_ids, num_wanted) if num_wanted > 0 else ()
 
     def verified(self, num_drafted: int, num_accepted: int, num_tokens: int) -> None:
         """Note how much of the last draft was accepted; num_tokens: the sequence's now."""
         if self._pace is not None and self._is_from_text:
             self._pace.verified(num_drafted, num_accepted, num_tokens)
+
+    def _look_up(self, token_ids: Sequence[int], num_wanted: int) -> tuple[int, ...]:
+        """Return num_wanted tokens that may follow the text, or none.
+
+        The longest of its endings that occurred before counts, at its last place. A draft that
+        reaches the text's end continues with itself: a text that repeats a period goes on
+        repeating it.
+        """
+        prompt, output, num_tokens = self._prompt, self._output, len(token_ids)
+        if not (output.is_whole(num_tokens) and prompt.ngrams.is_whole(prompt.num_prompt_tokens)):
+            return ()
+        for size in range(min(prompt.max_ngram, num_tokens), 0, -1):
+            run = tuple(token_ids[num_tokens - size :])
+            end = output.find(run) or prompt.ngrams.find(run)
+            if end is not None:
+                # Only so many: a copy of the text from an early place on would be long.
+                period = token_ids[end : end + num_wanted]
+                return tuple(itertools.islice(itertools.cycle(period), num_wanted))
+        return ()

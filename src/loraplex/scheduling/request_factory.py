@@ -7,7 +7,7 @@ from loraplex.core.request import EngineRequest
 from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.scheduling.beam_request import BeamRequest
 from loraplex.scheduling.request import Request, Sequence
-from loraplex.scheduling.speculation import new_drafter
+from loraplex.scheduling.speculation import new_drafter, new_prompt_index
 from loraplex.scheduling.stop import StopRules
 
 
@@ -35,6 +35,7 @@ class RequestFactory:
         ) and not engine_request.prompt_scores_delivered
         outputs = dict(enumerate(engine_request.outputs))
         prompt = engine_request.prompt_token_ids
+        prompt_index = new_prompt_index(len(prompt), self._settings)
         request.sequences = [
             Sequence(
                 request,
@@ -43,7 +44,7 @@ class RequestFactory:
                 token_ids=[*prompt, *outputs.get(index, ())],
                 num_prompt_tokens=len(prompt),
                 seed=engine_request.request_id if sampling.seed is None else sampling.seed,
-                drafter=new_drafter(sampling, self._settings),
+                drafter=new_drafter(sampling, self._settings, prompt_index),
             )
             for index in range(sampling.num_sequences)
             if index not in engine_request.ended

@@ -4,12 +4,22 @@ from loraplex.core.plan import BlockId
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.scheduling.plan_builder import PlanBuilder
-from loraplex.scheduling.prompt_lookup import Drafter
+from loraplex.scheduling.prompt_lookup import Drafter, PromptIndex
 from loraplex.scheduling.request import Sequence
 from loraplex.scheduling.state import SchedulerState
 
+MAX_INDEXED_TOKENS = 1024
+"""Tokens that one plan indexes at most, over all sequences: about a millisecond."""
 
-def new_drafter(sampling: SamplingParams, settings: SchedulerSettings) -> Drafter | None:
+
+def new_prompt_index(num_prompt_tokens: int, settings: SchedulerSettings) -> PromptIndex:
+    """Return the empty index that the drafters of one request share."""
+    return PromptIndex(num_prompt_tokens, settings.max_draft_ngram, settings.max_draft_window)
+
+
+def new_drafter(
+    sampling: SamplingParams, settings: SchedulerSettings, prompt: PromptIndex
+) -> Drafter | None:
     """Return the drafter of one sequence; None if it has no source of draft tokens."""
     num_draft_tokens = settings.num_draft_tokens
     if sampling.num_draft_tokens is not None:
@@ -17,7 +27,7 @@ def new_drafter(sampling: SamplingParams, settings: SchedulerSettings) -> Drafte
     # Beam search needs the candidates at every position: a draft token would save nothing.
     if sampling.beam is not None or not (num_draft_tokens or sampling.grammar is not None):
         return None
-    return Drafter(num_draft_tokens, settings.max_draft_ngram)
+    return Drafter(num_draft_tokens, prompt)
 
 
 def add_draft_tokens(state: SchedulerState, builder: PlanBuilder) -> None:
@@ -25,12 +35,17 @@ def add_draft_tokens(state: SchedulerState, builder: PlanBuilder) -> None:
 
     So a draft token takes no budget that another row could use, and causes no preemption. It takes
     a block only while one stays available for every running sequence.
+
+    A plan indexes a limited number of tokens. Prompts are indexed while they are computed, the
+    rows in their order; a sequence that is not indexed whole has no draft tokens yet.
     """
+    num_to_index = MAX_INDEXED_TOKENS
     for index, sequence in enumerate(builder.sequences):
-        if not builder.budget.num_left:
-            return
+        if sequence.drafter is None:
+            continue
+        num_to_index -= sequence.drafter.index(sequence.token_ids, num_to_index)
         row = builder.row(index)
-        if sequence.drafter is None or row.token_ids is not None or row.num_tokens != 1:
+        if not builder.budget.num_left or row.token_ids is not None or row.num_tokens != 1:
             continue
         # The step itself adds one more token: it needs no draft.
         num_left = sequence.request.stop_rules.max_tokens - sequence.num_output_tokens - 1

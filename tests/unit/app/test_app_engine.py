@@ -165,6 +165,7 @@ def test_the_scheduler_gets_every_setting_of_its_own():
         enable_prefix_cache=False,
         num_draft_tokens=8,
         max_draft_ngram=9,
+        max_draft_window=100,
         adapter_aging_seconds=10.0,
         lora_ttl_seconds=11.0,
     )

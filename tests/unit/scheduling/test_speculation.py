@@ -1,11 +1,15 @@
 """Draft tokens in an engine on fake parts: the same tokens, and no other row pays for them."""
 
+import collections
+
 import msgspec
 import pytest
 
 from loraplex.core.plan import RowResult, StepResult
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.scheduler_settings import BatchSchedulerPolicy, SchedulerSettings
+from loraplex.scheduling.prompt_lookup import NgramIndex
+from loraplex.scheduling.speculation import MAX_INDEXED_TOKENS
 from loraplex.testing.fake_model import FakeModel
 from loraplex.testing.fake_runner import FAKE_CAPACITY, FakeRunner, FakeStep, fake_logprob
 from support.capacities import changed_capacity
@@ -126,6 +130,36 @@ def test_no_draft_takes_the_block_that_another_row_needs():
         preemptions[num_draft_tokens] = fakes.engine.stats().preemptions
         assert all(fakes.tokens(r) == [1] * 11 for r in request_ids)
     assert preemptions == {0: 0, 6: 0}
+
+
+def test_a_plan_indexes_a_limited_number_of_tokens(monkeypatch):
+    """The sequences of a request share the index of its prompt."""
+    num_indexed = []
+
+    def counted(self, token_ids, stop, max_tokens):
+        num_tokens = index(self, token_ids, stop, max_tokens)
+        num_indexed.append((len(fakes.runner.plans), num_tokens))
+        return num_tokens
+
+    index = NgramIndex.index
+    monkeypatch.setattr(NgramIndex, "index", counted)
+    fakes = fake_engine(
+        model=FakeModel(vocab_size=50), num_blocks=600, block_size=64, max_num_seqs=8,
+        max_model_len=8000, settings={"max_num_batched_tokens": 4000},
+    )  # fmt: skip
+    prompt = [1 + i % 49 for i in range(6000)]
+    sampling = SamplingParams(max_tokens=40, seed=1, n=4)
+    request_ids = [fakes.add(prompt, sampling=sampling), fakes.add([9, *prompt], max_tokens=40)]
+    fakes.run()
+    for request_id in request_ids:
+        indices = range(fakes.requests[request_id].sampling.n)
+        assert all(fakes.tokens(request_id, i) == fakes.alone(request_id, i) for i in indices)
+    assert any(drafts_of(fakes))
+    by_plan = collections.Counter()
+    for plan, num_tokens in num_indexed:
+        by_plan[plan] += num_tokens
+    assert max(by_plan.values()) == MAX_INDEXED_TOKENS
+    assert sum(by_plan.values()) <= 2 * 6001 + 5 * 40
 
 
 class Forcing(FakeRunner):
