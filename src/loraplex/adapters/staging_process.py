@@ -15,6 +15,7 @@ import msgspec
 from loraplex.adapters.staged import StageReply
 from loraplex.core.environment import child_environment
 from loraplex.core.errors import AdapterLoadError
+from loraplex.core.stopped_process import ProcessStopped, while_running
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +25,8 @@ _MAX_REPLY_BYTES = 256 << 20
 _CLOSE_SECONDS = 5.0
 _EXIT_SECONDS = 1.0  # from the end of its output to the end of the process
 _CHUNK_BYTES = 1 << 20
+_MAX_ATTEMPTS = 2
+"""Number of processes that a request is given to, if processes are stopped."""
 _LEVELS = {"DEBUG": logging.DEBUG, "INFO": logging.INFO, "ERROR": logging.ERROR}
 
 
@@ -40,11 +43,18 @@ class StagingProcess:
     async def request(self, request_id: int, what: str, pieces: Sequence[memoryview]) -> StageReply:
         """Send an encoded request with its tensors (`pieces`) and return the reply.
 
-        `what` names the adapter in messages. Raises AdapterLoadError if the process died or
-        exceeded its time limit.
+        `what` names the adapter in messages. A process that a signal stopped is replaced, and the
+        request repeated once. Raises AdapterLoadError if the process died or exceeded its time
+        limit.
         """
         async with self._turn:
-            return await self._request(request_id, what, pieces)
+            for _ in range(_MAX_ATTEMPTS):
+                with contextlib.suppress(ProcessStopped):
+                    return await self._request(request_id, what, pieces)
+                logger.error("the staging worker was stopped while it read %s: it is killed", what)
+        raise AdapterLoadError(
+            f"staging workers were stopped by a signal while they read {what}: please try again"
+        )
 
     async def start(self) -> None:
         """Start the process before it is needed. The first request raises what prevented it."""
@@ -81,24 +91,14 @@ class StagingProcess:
             raise AdapterLoadError(
                 f"the staging worker died (exit status {status}) while it read {what}"
             ) from error
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, ProcessStopped):
             # Its reply would be taken for the reply to the next request.
             await self._stop(0.0)
             raise
 
     async def _exchange(self, request_id: int, pieces: Sequence[memoryview]) -> StageReply:
         process = await self._running()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(_LENGTH.pack(pieces[0].nbytes))
-        for piece in pieces:
-            for start in range(0, piece.nbytes, _CHUNK_BYTES):
-                process.stdin.write(piece[start : start + _CHUNK_BYTES])
-                await process.stdin.drain()
-        (length,) = _LENGTH.unpack(await process.stdout.readexactly(_LENGTH.size))
-        if length > _MAX_REPLY_BYTES:
-            raise msgspec.DecodeError(f"a reply of {length} bytes")
-        reply = msgspec.msgpack.decode(await process.stdout.readexactly(length), type=StageReply)
+        reply = await while_running(process.pid, _reply(process, pieces))
         if reply.request_id != request_id:
             raise msgspec.DecodeError("a reply to another request")
         return reply
@@ -134,6 +134,21 @@ class StagingProcess:
         if log_task is not None:
             await log_task
         return status
+
+
+async def _reply(process: asyncio.subprocess.Process, pieces: Sequence[memoryview]) -> StageReply:
+    """Send a request, and wait for the reply."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(_LENGTH.pack(pieces[0].nbytes))
+    for piece in pieces:
+        for start in range(0, piece.nbytes, _CHUNK_BYTES):
+            process.stdin.write(piece[start : start + _CHUNK_BYTES])
+            await process.stdin.drain()
+    (length,) = _LENGTH.unpack(await process.stdout.readexactly(_LENGTH.size))
+    if length > _MAX_REPLY_BYTES:
+        raise msgspec.DecodeError(f"a reply of {length} bytes")
+    return msgspec.msgpack.decode(await process.stdout.readexactly(length), type=StageReply)
 
 
 async def _log_lines(stream: asyncio.StreamReader) -> None:

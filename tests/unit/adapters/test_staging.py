@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -76,6 +78,17 @@ class TestTheRealWorker:
         await worker._local.process.wait()
         assert (await worker.stage(folder, shapes=shapes, max_rank=8)).was_known
 
+    @pytest.mark.skipif(sys.platform != "linux", reason="finds stopped processes in /proc")
+    async def test_a_stopped_worker_is_replaced(self, worker, peft_folder, shapes, caplog):
+        folder = str(peft_folder().write())
+        staged = await worker.stage(folder, shapes=shapes, max_rank=8)
+        stopped = worker._local.process
+        os.kill(stopped.pid, signal.SIGSTOP)
+        again = await worker.stage(folder, shapes=shapes, max_rank=8)
+        assert again.source == staged.source
+        assert await stopped.wait() == -signal.SIGKILL
+        assert "the staging worker was stopped while it read" in caplog.text
+
     async def test_close_ends_it_and_may_come_twice(self, worker, peft_folder, shapes):
         await worker.stage(str(peft_folder().write()), shapes=shapes, max_rank=8)
         process = worker._local.process
@@ -133,6 +146,15 @@ class TestMisbehaviour:
         )
         with pytest.raises(AdapterLoadError, match="an unreadable reply"):
             await self.stage(tmp_path, shapes, code)
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="finds stopped processes in /proc")
+    async def test_workers_that_are_stopped_again_are_a_retryable_error(self, tmp_path, shapes):
+        stopping = python("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)")
+        worker = StagingWorker(tmp_path, command=stopping)
+        with pytest.raises(AdapterLoadError, match=r"stopped by a signal.*please try again"):
+            await worker.stage("x", shapes=shapes, max_rank=8)
+        assert worker._local.process is None
+        await worker.close()
 
     async def test_a_hang_ends_at_the_time_limit(self, tmp_path, shapes):
         code = "import time; time.sleep(60)"

@@ -4,6 +4,7 @@ task that was too much for it."""
 import asyncio
 import concurrent.futures
 import contextlib
+import logging
 import os
 import select
 import signal
@@ -17,14 +18,25 @@ from typing import IO, Final
 import msgspec
 
 from loraplex.core.environment import child_environment
-from loraplex.core.errors import InternalError, QueueFullError, RequestError, error_from_info
+from loraplex.core.errors import (
+    InternalError,
+    NotReadyError,
+    QueueFullError,
+    RequestError,
+    error_from_info,
+)
+from loraplex.core.stopped_process import LOOK_SECONDS, ProcessStopped, StopWatch
 from loraplex.serving.sandbox.worker import LENGTH, Reply
+
+logger = logging.getLogger(__name__)
 
 _WALL_SECONDS: Final = 30.0
 """Wall time limit of a task, far above its processor time: a busy machine may have little of that
 to give."""
 _EXIT_SECONDS: Final = 5.0
 """Limit from the end of the output to the end of the process."""
+_MAX_ATTEMPTS: Final = 2
+"""Number of processes that a task is given to, if processes are stopped."""
 _MAX_WAITING_BYTES: Final = 1 << 26
 """Limit on the sizes of all tasks that wait for one process."""
 
@@ -70,7 +82,8 @@ class Sandbox:
         """Return the result of a task.
 
         Raises QueueFullError if too much waits already, the error of the kind if the task exceeds
-        its limits, and the error that the task raised.
+        its limits, NotReadyError if signals stopped the processes, and the error that the task
+        raised.
         """
         if self._waiting_bytes + len(task) > _MAX_WAITING_BYTES:
             raise QueueFullError(
@@ -97,15 +110,27 @@ class SandboxProcess:
         self._kind = kind
         self._setup = setup
         self._process: Process | None = None
+        self._unsent = b""
+        """Setup of a new process, which it receives with its first task."""
         self._lock = threading.Lock()
         self._in_use = threading.Lock()
         """Held from a task to its reply, so that close() does not close pipes being read."""
         self._is_closed = False
 
     def run(self, task: bytes) -> bytes:
-        """Return the result of a task; raises as `Sandbox.run`."""
+        """Return the result of a task; raises as `Sandbox.run`.
+
+        A process that a signal stopped is replaced, and the task repeated once.
+        """
         with self._in_use:
-            return self._run(task)
+            for _ in range(_MAX_ATTEMPTS):
+                with contextlib.suppress(ProcessStopped):
+                    return self._run(task)
+                logger.error("the process for %s was stopped: it is killed", self._kind.work)
+        raise NotReadyError(
+            f"the processes for {self._kind.work} were stopped by a signal: please try again",
+            retry_after_seconds=1,
+        )
 
     def close(self) -> None:
         """End the process; the running task fails."""
@@ -120,7 +145,11 @@ class SandboxProcess:
     def _run(self, task: bytes) -> bytes:
         process = self._running()
         try:
-            reply = _exchange(process, task)
+            setup, self._unsent = self._unsent, b""
+            reply = _Exchange(process).reply(setup + _message(task))
+        except ProcessStopped:
+            _end(process, 0.0)
+            raise
         except TimeoutError:
             _end(process, 0.0)
             raise self._exceeded(self._kind.too_slow) from None
@@ -151,54 +180,72 @@ class SandboxProcess:
             return self._process
 
     def _started(self) -> Process:
-        setup = self._setup()
+        self._unsent = _message(self._setup())
         try:
             process = subprocess.Popen(
                 self._kind.command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
+                bufsize=0,
                 env=child_environment(),
                 start_new_session=True,  # a Ctrl-C in the terminal is for serving alone
             )
         except OSError as error:
             message = f"no process for {self._kind.work} can be started: {error}"
             raise InternalError(message) from error
-        with contextlib.suppress(OSError):  # the first task finds that it died
-            _write(process, setup)
+        assert process.stdin is not None
+        os.set_blocking(process.stdin.fileno(), False)
         return process
 
 
-def _exchange(process: Process, task: bytes) -> Reply:
-    """Return the reply to a task.
+class _Exchange:
+    """One task's message to a process, and the reply, within the wall time of a task."""
 
-    Raises EOFError or OSError if the process ends meanwhile, TimeoutError if no reply comes.
-    """
-    assert process.stdout is not None
-    _write(process, task)
-    deadline = time.monotonic() + _WALL_SECONDS
-    (length,) = LENGTH.unpack(_read(process.stdout, LENGTH.size, deadline))
-    return msgspec.msgpack.decode(_read(process.stdout, length, deadline), type=Reply)
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self._deadline = time.monotonic() + _WALL_SECONDS
+        self._watch = StopWatch(process.pid)
+
+    def reply(self, message: bytes) -> Reply:
+        """Send a message and return the reply.
+
+        Raises EOFError or OSError if the process ends meanwhile, TimeoutError if no reply comes,
+        ProcessStopped if a signal stops the process.
+        """
+        self._write(message)
+        (length,) = LENGTH.unpack(self._read(LENGTH.size))
+        return msgspec.msgpack.decode(self._read(length), type=Reply)
+
+    def _write(self, message: bytes) -> None:
+        """A process that reads nothing must not block this thread, so the pipe does not block."""
+        assert self._process.stdin is not None
+        rest = memoryview(message)
+        while rest:
+            self._await(self._process.stdin, select.POLLOUT)
+            rest = rest[os.write(self._process.stdin.fileno(), rest) :]
+
+    def _read(self, size: int) -> bytes:
+        assert self._process.stdout is not None
+        data = bytearray()
+        while len(data) < size:
+            self._await(self._process.stdout, select.POLLIN)
+            piece = os.read(self._process.stdout.fileno(), size - len(data))
+            if not piece:
+                raise EOFError
+            data += piece
+        return bytes(data)
+
+    def _await(self, stream: IO[bytes], event: int) -> None:
+        poll = select.poll()  # select() refuses file descriptors above 1023
+        poll.register(stream, event)
+        while not poll.poll(1000 * max(0.0, min(LOOK_SECONDS, self._deadline - time.monotonic()))):
+            if time.monotonic() >= self._deadline:
+                raise TimeoutError
+            self._watch.look()
 
 
-def _write(process: Process, message: bytes) -> None:
-    assert process.stdin is not None
-    process.stdin.write(LENGTH.pack(len(message)) + message)
-    process.stdin.flush()
-
-
-def _read(stream: IO[bytes], size: int, deadline: float) -> bytes:
-    poll = select.poll()  # select() refuses file descriptors above 1023
-    poll.register(stream, select.POLLIN)
-    data = bytearray()
-    while len(data) < size:
-        left = deadline - time.monotonic()
-        if left <= 0 or not poll.poll(left * 1000):
-            raise TimeoutError
-        piece = os.read(stream.fileno(), size - len(data))
-        if not piece:
-            raise EOFError
-        data += piece
-    return bytes(data)
+def _message(body: bytes) -> bytes:
+    return LENGTH.pack(len(body)) + body
 
 
 def _end(process: Process, grace_seconds: float) -> int:

@@ -9,7 +9,7 @@ import time
 import msgspec
 import pytest
 
-from loraplex.core.errors import InternalError, InvalidParameterError
+from loraplex.core.errors import InternalError, InvalidParameterError, NotReadyError
 from loraplex.core.grammar import Grammar, GrammarKind, GrammarLimits
 from loraplex.serving.grammar.grammar_worker import GrammarSetup
 from loraplex.serving.grammar.grammars import GRAMMARS
@@ -152,6 +152,40 @@ def test_one_that_never_replies_is_ended(monkeypatch):
     silent.close()
 
 
+def stop(process: SandboxProcess) -> int:
+    """Stop the running process, and return its number."""
+    pid = process._process.pid
+    os.kill(pid, signal.SIGSTOP)
+    return pid
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds stopped processes in /proc")
+class TestStopped:
+    def test_a_stopped_process_is_replaced_and_the_task_repeated(self, process, caplog):
+        expected = process.compiled(GOOD)
+        stopped = stop(process)
+        assert process.compiled(GOOD) == expected
+        assert process._process.pid != stopped
+        assert not os.path.exists(f"/proc/{stopped}")
+        assert "the process for grammars was stopped: it is killed" in caplog.text
+
+    def test_a_task_larger_than_the_pipe_does_not_block(self, process):
+        """The process reads nothing: neither does the write return."""
+        process.compiled(GOOD)
+        stop(process)
+        with pytest.raises(InvalidParameterError):
+            process.compiled(Grammar(GrammarKind.REGEX, "(" * (1 << 20)))
+
+    def test_processes_that_are_stopped_again_are_a_retryable_error(self):
+        program = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
+        stopping = Grammars(sys.executable, "-c", program)
+        with pytest.raises(NotReadyError, match="stopped by a signal: please try again") as error:
+            stopping.compiled(GOOD)
+        assert error.value.retry_after_seconds == 1
+        assert stopping._process.returncode == -signal.SIGKILL
+        stopping.close()
+
+
 def test_a_program_that_is_not_there_is_our_fault():
     with pytest.raises(InternalError, match="no process for grammars can be started"):
         Grammars("/nonexistent/program").compiled(GOOD)
@@ -174,14 +208,14 @@ def test_closing_leaves_the_pipes_to_their_readers(monkeypatch):
     """Else another file could have their numbers by then."""
     silent = Grammars(sys.executable, "-c", "import time; time.sleep(60)")
     closing = threading.Thread(target=silent.close)
-    read = sandbox_process._read
+    read = sandbox_process._Exchange._read
 
     def late(*args):
         closing.start()
         closing.join(0.1)
         return read(*args)
 
-    monkeypatch.setattr(sandbox_process, "_read", late)
+    monkeypatch.setattr(sandbox_process._Exchange, "_read", late)
     with pytest.raises(InternalError, match="is closing"):
         silent.compiled(GOOD)
     closing.join()

@@ -1,0 +1,63 @@
+"""Detection of stopped processes: they are alive, and neither work nor end.
+
+A worker that crashes closes its pipes, and one that takes too long exceeds its limits. One that a
+signal stopped does neither, so its client looks at it while it waits.
+"""
+
+import asyncio
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+T = TypeVar("T")
+
+LOOK_SECONDS: Final = 0.5
+"""Interval at which clients look at a worker that has not replied yet."""
+_NUM_LOOKS: Final = 2
+"""Successive looks that must find it stopped: one that continues at once is left alone."""
+
+
+class ProcessStopped(Exception):
+    """A process was stopped by a signal while a reply was awaited. It has to be killed."""
+
+
+class StopWatch:
+    """Watch of one process during one call."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._num_stopped = 0
+
+    def look(self) -> None:
+        """Raise ProcessStopped if this look and those before it found the process stopped.
+
+        To be called every LOOK_SECONDS.
+        """
+        self._num_stopped = self._num_stopped + 1 if is_stopped(self._pid) else 0
+        if self._num_stopped >= _NUM_LOOKS:
+            raise ProcessStopped(f"process {self._pid} is stopped")
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a signal stopped a process. Always False without /proc."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return False
+    # The name before it is in parentheses, and may contain any character.
+    return status.rpartition(b")")[2].split(None, 1)[0] == b"T"
+
+
+async def while_running(pid: int, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of work that waits for a process.
+
+    Raises ProcessStopped, and cancels the work, if the process is stopped meanwhile.
+    """
+    watch, task = StopWatch(pid), asyncio.ensure_future(work)
+    try:
+        while not (await asyncio.wait({task}, timeout=LOOK_SECONDS))[0]:
+            watch.look()
+        return task.result()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
