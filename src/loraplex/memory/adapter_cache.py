@@ -194,6 +194,12 @@ class AdapterCache:
         entry.wants -= 1
         self._orders.settle(entry)
 
+    def fits_free_memory(self, handle: AdapterHandle) -> bool:
+        """Whether the adapter can go on to the device without an eviction from either tier."""
+        entry = self._entries[handle]
+        has_host = entry.has_host_bytes or entry.num_bytes <= self._host_bytes_free
+        return has_host and entry.num_pages <= len(self._free_pages) + len(entry.page_ids)
+
     def begin_load(
         self, handle: AdapterHandle, now_ns: int, *, may_evict_wanted: bool = False
     ) -> LoadGrant | None:

@@ -102,9 +102,9 @@ class CacheFiller:
             self._cache.release(handle)
 
     def preload(self, handle: AdapterHandle) -> None:
-        """Bring an adapter to the device when no request needs the memory.
+        """Bring an adapter to the device if it is pinned, or if free memory takes it.
 
-        The preload ends if it fails, unless the adapter is pinned.
+        The preload ends if it fails or would evict another adapter, unless the adapter is pinned.
         """
         self._preloads[handle] = None
 
@@ -256,12 +256,16 @@ class CacheFiller:
         return handle in self._cache and self._cache.residency(handle) is Residency.COPYING
 
     def advance_preloads(self, now_ns: int) -> None:
+        cache = self._cache
         for handle in list(self._preloads):
-            is_forgotten = handle not in self._cache
-            if is_forgotten or self._cache.residency(handle) is Residency.DEVICE:
+            is_forgotten = handle not in cache
+            if is_forgotten or cache.residency(handle) is Residency.DEVICE:
                 del self._preloads[handle]
-            else:
+            elif cache.is_pinned(handle) or cache.fits_free_memory(handle):
                 self._begin(handle, now_ns, may_evict_wanted=False)
+            else:
+                # No request needs it: an idle adapter on the device is likelier to be used.
+                del self._preloads[handle]
 
 
 class AdapterScan:

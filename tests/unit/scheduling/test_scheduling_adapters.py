@@ -291,6 +291,31 @@ def test_preload_takes_no_memory_that_a_request_needs():
     assert fakes.tokens(wanted) == fakes.alone(wanted)
 
 
+def test_a_preload_evicts_no_idle_adapter():
+    fakes = fake_engine(num_adapter_pages=1)
+    fakes.add([1], "a", max_tokens=1)
+    fakes.run()
+    fakes.engine.preload("b")
+    fakes.step(5)
+    assert fakes.engine.stats().adapters.device_evictions == 0
+    assert fakes.loader.num_loads == 1
+    # It has ended: free pages later do not revive it.
+    assert not fakes.engine._scheduler.is_preloading(fakes.engine._adapters.handle("b"))
+
+
+def test_a_pinned_preload_evicts_an_idle_adapter():
+    fakes = fake_engine(num_adapter_pages=3)
+    fakes.add([1], "a", max_tokens=1)
+    fakes.add([1], "b", max_tokens=1)
+    fakes.add([1], "d", max_tokens=1)
+    fakes.run()
+    fakes.engine.pin_adapter("c")
+    fakes.step()
+    fakes.run()
+    assert fakes.engine.stats().adapters.device_evictions == 1
+    assert fakes.loader.num_loads == 4
+
+
 def test_a_failed_preload_is_forgotten():
     fakes = fake_engine()
     fakes.loader.fail("a")

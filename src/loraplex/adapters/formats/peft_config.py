@@ -5,13 +5,14 @@ unknown key, or a feature that cannot be applied, is refused by name: an adapter
 or not at all.
 """
 
+import functools
 import math
-import re
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from loraplex.adapters.formats.patterns import Matcher
 from loraplex.adapters.tensor_file import read_bounded
 from loraplex.core.adapter import EMBEDDING, LM_HEAD
 from loraplex.core.errors import InvalidAdapterError, LoraplexError, UnsupportedFeatureError
@@ -67,7 +68,7 @@ _BIAS_CHOICES = ("none", "all", "lora_only")
 _EMPTY: tuple[Any, ...] = (None, False, "", [], {})
 
 
-class PeftConfig(msgspec.Struct, frozen=True, kw_only=True):
+class PeftConfig(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Contents of adapter_config.json that concern the weights."""
 
     r: int = 8
@@ -89,11 +90,11 @@ class PeftConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def rank(self, module_path: str) -> int:
         """Return the rank of a module, such as model.layers.0.self_attn.q_proj."""
-        return self.rank_pattern.get(_matching(self.rank_pattern, module_path), self.r)
+        return self.rank_pattern.get(self._matching(self.rank_pattern, module_path), self.r)
 
     def scale(self, module_path: str) -> float:
         """Return alpha / rank, or alpha / sqrt(rank) of rank-stabilised LoRA (arXiv:2312.03732)."""
-        key = _matching(self.alpha_pattern, module_path)
+        key = self._matching(self.alpha_pattern, module_path)
         alpha = self.alpha_pattern.get(key, self.lora_alpha)
         rank = self.rank(module_path)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
@@ -134,10 +135,11 @@ class PeftConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def excludes(self, module_path: str) -> bool:
         """Whether PEFT leaves this module out though target_modules may name it."""
-        if self.exclude_modules and _names(self.exclude_modules, module_path):
+        if self.exclude_modules and self._names(self.exclude_modules, module_path):
             return True
         return any(
-            re.match(rf"(^|.*\.){name}($|\..*)", module_path) for name in self.modules_to_save
+            self._matcher.match(rf"(^|.*\.){name}($|\..*)", module_path)
+            for name in self.modules_to_save
         )
 
     def _targets(self, module_path: str) -> bool:
@@ -148,10 +150,10 @@ class PeftConfig(msgspec.Struct, frozen=True, kw_only=True):
         if isinstance(self.target_modules, str):
             if self.target_modules.lower() == _LINEAR_LAYERS:
                 return module_path.rpartition(".")[2] not in _TIED
-            return re.fullmatch(self.target_modules, module_path) is not None
+            return self._names(self.target_modules, module_path)
         if module_path in self.target_modules:
             return True
-        return _names(self.target_modules, module_path) and self._transforms_layer(module_path)
+        return self._names(self.target_modules, module_path) and self._transforms_layer(module_path)
 
     def _transforms_layer(self, module_path: str) -> bool:
         wanted = self.layers_to_transform
@@ -159,11 +161,39 @@ class PeftConfig(msgspec.Struct, frozen=True, kw_only=True):
             return True
         patterns = self.layers_pattern or [r"[^.]*"]
         for pattern in [patterns] if isinstance(patterns, str) else patterns:
-            found = re.match(rf"(?:^|.*?\.){pattern}\.(?P<index>\d+)\.", module_path)
+            found = self._matcher.match(rf"(?:^|.*?\.){pattern}\.(?P<index>\d+)\.", module_path)
             if found:
                 index = int(found.group("index"))
                 return index in ([wanted] if isinstance(wanted, int) else wanted)
         return False
+
+    @functools.cached_property
+    def _matcher(self) -> Matcher:
+        return Matcher()
+
+    def check_patterns(self) -> None:
+        """Raise InvalidAdapterError for a pattern that is no regular expression."""
+        patterns = [*self.rank_pattern, *self.alpha_pattern, *self.modules_to_save]
+        for value in (self.target_modules, self.exclude_modules, self.layers_pattern):
+            if isinstance(value, str):
+                patterns.append(value)
+        if isinstance(self.layers_pattern, list):
+            patterns += self.layers_pattern
+        for pattern in patterns:
+            self._matcher.compile(pattern)
+
+    def _matching(self, patterns: dict[str, Any], module_path: str) -> str:
+        """Return the first pattern that matches the path's end after a dot, or all of it."""
+        for pattern in patterns:
+            if self._matcher.match(rf"(.*\.)?({pattern})$", module_path):
+                return pattern
+        return module_path
+
+    def _names(self, names: str | list[str], module_path: str) -> bool:
+        """Whether a regular expression matches the whole path, or a name its end."""
+        if isinstance(names, str):
+            return self._matcher.fullmatch(names, module_path) is not None
+        return any(module_path == name or module_path.endswith(f".{name}") for name in names)
 
 
 _KNOWN = _HARMLESS | set(PeftConfig.__struct_fields__)
@@ -266,29 +296,4 @@ def _check_values(config: PeftConfig) -> None:
     for name, alpha in {"lora_alpha": config.lora_alpha, **config.alpha_pattern}.items():
         if not math.isfinite(alpha):
             raise InvalidAdapterError(f"the alpha of {name!r} must be finite, got {alpha}")
-    patterns = [*config.rank_pattern, *config.alpha_pattern, *config.modules_to_save]
-    for value in (config.target_modules, config.exclude_modules, config.layers_pattern):
-        if isinstance(value, str):
-            patterns.append(value)
-    if isinstance(config.layers_pattern, list):
-        patterns += config.layers_pattern
-    for pattern in patterns:
-        try:
-            re.compile(rf"(?:{pattern})")
-        except re.error as error:
-            raise InvalidAdapterError(f"{pattern!r} is no regular expression: {error}") from error
-
-
-def _matching(patterns: dict[str, Any], module_path: str) -> str:
-    """Return the first pattern that matches the path's end after a dot, or all of it."""
-    for pattern in patterns:
-        if re.match(rf"(.*\.)?({pattern})$", module_path):
-            return pattern
-    return module_path
-
-
-def _names(names: str | list[str], module_path: str) -> bool:
-    """Whether a regular expression matches the whole path, or a name its end."""
-    if isinstance(names, str):
-        return re.fullmatch(names, module_path) is not None
-    return any(module_path == name or module_path.endswith(f".{name}") for name in names)
+    config.check_patterns()

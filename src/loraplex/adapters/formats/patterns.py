@@ -1,0 +1,93 @@
+"""Regular expressions of one adapter_config.json, matched within a limit of CPU time.
+
+PEFT matches with `re`, which backtracks: a pattern such as (a+)+b takes time exponential in the
+length of a name. RE2 would not, but has no lookaround and differs from `re` in details that decide
+what an adapter changes. `re` checks for signals while it matches, so a timer can end it.
+"""
+
+import contextlib
+import re
+import signal
+import time
+from collections.abc import Iterator
+from types import FrameType
+
+from loraplex.core.errors import InvalidAdapterError
+
+MATCHING_SECONDS = 3.0
+"""CPU time for one adapter. A thousand modules and a hundred patterns need a tenth of it."""
+_REPEAT_SECONDS = 0.05
+"""Pause until the timer rings again: an error that is raised in a callback of Python is lost."""
+_MAX_SHOWN = 200
+
+
+class _OutOfTimeError(Exception):
+    """The timer rang while a pattern was compiled or matched."""
+
+
+class Matcher:
+    """Compiles and matches patterns until its CPU time is spent. Works in the main thread only."""
+
+    def __init__(self, seconds: float | None = None) -> None:
+        self._seconds = MATCHING_SECONDS if seconds is None else seconds
+        self._left = self._seconds
+        self._is_armed = False
+        self._compiled: dict[str, re.Pattern[str]] = {}
+
+    def compile(self, pattern: str) -> re.Pattern[str]:
+        """Return the compiled pattern. Raises InvalidAdapterError for one that is broken."""
+        compiled = self._compiled.get(pattern)
+        if compiled is None:
+            try:
+                with self._limited(pattern):
+                    compiled = re.compile(pattern)
+            except (re.error, OverflowError, RecursionError) as error:
+                raise InvalidAdapterError(
+                    f"{_shown(pattern)} is no regular expression: {error}"
+                ) from error
+            self._compiled[pattern] = compiled
+        return compiled
+
+    def match(self, pattern: str, text: str) -> re.Match[str] | None:
+        """Return re.match(pattern, text). Raises InvalidAdapterError once the time is spent."""
+        compiled = self.compile(pattern)
+        with self._limited(pattern):
+            return compiled.match(text)
+
+    def fullmatch(self, pattern: str, text: str) -> re.Match[str] | None:
+        """Return re.fullmatch(pattern, text). Raises InvalidAdapterError once the time is spent."""
+        compiled = self.compile(pattern)
+        with self._limited(pattern):
+            return compiled.fullmatch(text)
+
+    @contextlib.contextmanager
+    def _limited(self, pattern: str) -> Iterator[None]:
+        started = time.thread_time()
+        # The handler stays: a late signal must not meet the default, which ends the process.
+        signal.signal(signal.SIGVTALRM, self._ring)
+        try:
+            self._is_armed = True
+            if self._left <= 0:
+                raise _OutOfTimeError
+            # The timer counts CPU time of this process: a busy machine refuses no adapter.
+            signal.setitimer(signal.ITIMER_VIRTUAL, self._left, _REPEAT_SECONDS)
+            yield
+        except _OutOfTimeError:
+            self._left = 0.0
+            raise InvalidAdapterError(
+                f"the regular expressions of the adapter took more than {self._seconds:g} s of CPU "
+                f"time, the last one {_shown(pattern)}: write it without nested repeats, or list "
+                "the names of the modules"
+            ) from None
+        finally:
+            self._is_armed = False
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+            self._left -= time.thread_time() - started
+
+    def _ring(self, _signal: int, _frame: FrameType | None) -> None:
+        if self._is_armed:  # it may ring just after the match ended
+            raise _OutOfTimeError
+
+
+def _shown(pattern: str) -> str:
+    return repr(pattern if len(pattern) <= _MAX_SHOWN else f"{pattern[:_MAX_SHOWN]}...")

@@ -1,0 +1,94 @@
+import gc
+import re
+import time
+
+import msgspec
+import pytest
+
+from loraplex.adapters.formats.patterns import Matcher
+from loraplex.adapters.formats.peft_config import parse_config
+from loraplex.core.errors import InvalidAdapterError
+
+PATH = "model.layers.0.self_attn.q_proj"
+HOSTILE = r"(\w+\.?)+!"
+"""Backtracks through every division of a path into words: 2^26 of them."""
+
+
+@pytest.fixture
+def without_collector():
+    """Hypothesis has a callback of the collector, where an error of a signal handler is lost."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        HOSTILE,
+        r"((a|[a-z._0-9])*)*!",
+        r"(?=(\w+\.?)+!).*",  # a lookahead, which RE2 would not match at all
+    ],
+)
+def test_a_pattern_that_backtracks_for_ever_is_refused(pattern):
+    matcher = Matcher(seconds=0.05)
+    with pytest.raises(InvalidAdapterError, match=r"0\.05 s of CPU time.*nested repeats"):
+        matcher.fullmatch(pattern, PATH * 3)
+
+
+def test_the_time_is_that_of_all_patterns_together():
+    matcher = Matcher(seconds=0.05)
+    with pytest.raises(InvalidAdapterError):
+        matcher.match(HOSTILE, PATH)
+    with pytest.raises(InvalidAdapterError, match="CPU time"):
+        matcher.match("model", PATH)
+
+
+def test_a_pattern_that_takes_long_to_compile_is_refused(without_collector):
+    with pytest.raises(InvalidAdapterError, match="CPU time"):
+        Matcher(seconds=0.05).compile("(a|b?c)" * 100_000)
+
+
+def test_waiting_does_not_count(monkeypatch):
+    matcher = Matcher(seconds=0.05)
+    assert matcher.match("model", PATH)
+    time.sleep(0.06)
+    assert matcher.match("model", PATH)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"(?:.*?(?:language|text).*?(?:self_attn|mlp).*?(?:q_proj|v_proj)).*?",
+        r"(?!.*k_proj).*_proj",
+        r".*(?<=self_attn\.)q_proj",
+        r"(?i)MODEL\..*q_proj",
+        r"model\.layers\.\d",
+    ],
+)
+def test_the_semantics_are_those_of_re(pattern):
+    for path in (PATH, f"language_{PATH}", "lm_head", "model.layers.0.self_attn.k_proj"):
+        assert bool(Matcher().fullmatch(pattern, path)) == bool(re.fullmatch(pattern, path))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"target_modules": HOSTILE},
+        {"exclude_modules": HOSTILE},
+        {"target_modules": ["q_proj"], "rank_pattern": {HOSTILE: 4}},
+        {"target_modules": ["q_proj"], "layers_to_transform": [0], "layers_pattern": [HOSTILE]},
+        {"modules_to_save": [HOSTILE]},
+    ],
+)
+def test_every_pattern_of_a_config_is_limited(values, monkeypatch):
+    monkeypatch.setattr("loraplex.adapters.formats.patterns.MATCHING_SECONDS", 0.05)
+    config = parse_config(msgspec.json.encode({"peft_type": "LORA"} | values))
+    path = f"{PATH}.{PATH}.{PATH}"
+    with pytest.raises(InvalidAdapterError, match="CPU time"):
+        _match_all(config, path)
+
+
+def _match_all(config, path):
+    config.targets(path)
+    config.rank(path)
