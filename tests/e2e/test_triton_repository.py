@@ -157,3 +157,47 @@ def test_a_repository_of_the_vllm_backend(tmp_path):
         assert "LoRA gone is not supported" in generate(lora_name="gone")[1]["error"]
         assert server.get("/v2/models/vllm_model/ready")[0] == 200
         assert server.stop() == 0
+
+
+def test_models_are_loaded_while_the_server_runs(tmp_path):
+    repository = tmp_path / "models"
+    for name, model in {"first": BASE_PATH, "second": BASE_PATH, "torn": "/nowhere"}.items():
+        (repository / name / "1").mkdir(parents=True)
+        (repository / name / "config.pbtxt").write_text('backend: "vllm"')
+        arguments = json.dumps({"model": str(model)})
+        (repository / name / "1" / "model.json").write_text(arguments)
+    (repository / "chat").mkdir()
+    (repository / "chat" / "config.pbtxt").write_text(
+        """platform: "ensemble" max_batch_size: 1
+        input { name: "text_input" data_type: TYPE_STRING dims: [ -1 ] }
+        output { name: "reply" data_type: TYPE_STRING dims: [ -1 ] }
+        ensemble_scheduling { step { model_name: "second" model_version: -1
+          input_map { key: "text_input" value: "text_input" }
+          output_map { key: "text_output" value: "reply" } } }"""
+    )
+    (repository / "add_sub").mkdir()
+    (repository / "add_sub" / "config.pbtxt").write_text('backend: "python"')
+    flags = ("--model-control-mode=explicit", "--load-model=first")
+    with serving_repository(repository, tmp_path / "state", *flags) as (server, _):
+        load = "/v2/repository/models/{}/load"
+        rows = server.post("/v2/repository/index", {})[1]
+        assert {row["name"]: row["state"] for row in rows} == {
+            "chat": "UNAVAILABLE",
+            "first": "READY",
+            "second": "UNAVAILABLE",
+            "torn": "UNAVAILABLE",
+        }
+        for name in ("torn", "add_sub"):
+            status, response = server.post(load.format(name), {})
+            assert status == 400
+            assert f"failed to load '{name}'" in response["error"]
+        assert server.post(load.format("chat"), {})[0] == 200
+        assert server.get("/v2/models/second/ready")[0] == 200
+        address = f"127.0.0.1:{server.grpc_port}"
+        with tritonclient.grpc.InferenceServerClient(address) as client:
+            request = tensors(tritonclient.grpc, text_input=np.array([[PROMPT]], dtype=object))
+            (response,) = responses(client, "chat", request)
+            reply = response.as_numpy("reply")
+            assert reply.shape == (1, 1)
+            assert reply.flat[0].decode().startswith(f"{PROMPT}Paris")
+        assert server.stop() == 0

@@ -31,7 +31,7 @@ class Written:
         return next(i for i, line in enumerate(lines, start=1) if fragment in line)
 
     def read(self, *wanted: str) -> Repository:
-        return read_repositories([self.path], wanted)
+        return read_repositories([self.path], wanted or None)
 
 
 def merged(repository: Repository, model: str) -> dict[str, object]:

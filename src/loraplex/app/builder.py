@@ -50,16 +50,17 @@ def build_service(
     persists = config.server.persist_adapters
     store = AdapterStore.open(state_dir) if persists else AdapterStore.in_memory(state_dir)
     json_indent = _JSON_INDENTS.get(config.server.dialect)
+
+    def build(name: str, model: ModelConfig) -> ServedModel:
+        return _served_model(name, model, store, _engine(name, model, launch, clock), json_indent)
+
     try:
-        models = [
-            _served_model(name, model, store, _engine(name, model, launch, clock), json_indent)
-            for name, model in config.models.items()
-        ]
+        models = [build(name, model) for name, model in config.models.items()]
     except BaseException:
         store.close()
         raise
     worker = StagingWorker(state_dir, policy=policy)
-    return Service(models, worker, metrics, clock, config.server.adapter_watch_seconds)
+    return Service(models, worker, metrics, clock, config.server.adapter_watch_seconds, build)
 
 
 def _served_model(

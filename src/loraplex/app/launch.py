@@ -10,7 +10,6 @@ import functools
 import gc
 import itertools
 import logging
-import os
 import sys
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -19,13 +18,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from loraplex.app import event_loop
-from loraplex.app.build_limits import within_build
+from loraplex.app.local_paths import with_local_paths
 from loraplex.core.config import Config, ModelConfig
-from loraplex.core.engine_settings import NO_CACHE
-from loraplex.core.environment import weights_cache_directory
 from loraplex.core.errors import LoraplexError
 from loraplex.core.log_lines import log_to_standard_error
-from loraplex.execution.weights.hub import resolve_model, resolve_tokenizer
 from loraplex.serving.engines.link import EngineLauncher, EngineLink, LinkFactory, ProcessLink
 from loraplex.serving.wire_request import current_request
 
@@ -99,26 +95,6 @@ def _print_settled(print_line: Callable[[str], None], line: str) -> None:
     """
     gc.freeze()
     print_line(line)
-
-
-def with_local_paths(config: Config) -> Config:
-    """Return the configuration with every model in a local folder: hub ids are downloaded.
-
-    Each model's weights cache is then a folder, too, or none, and the limits of built engine
-    folders are applied. Raises ConfigError.
-    """
-    state_dir = config.server.state_dir
-    models = {}
-    for name, model in config.models.items():
-        folder = resolve_model(model.path, model.revision)
-        cache = weights_cache_directory(model.weights_cache_dir, state_dir)
-        models[name] = msgspec.structs.replace(
-            within_build(name, model, folder),
-            path=str(folder),
-            tokenizer=model.tokenizer and str(resolve_tokenizer(model.tokenizer)),
-            weights_cache_dir=NO_CACHE if cache is None else os.path.abspath(cache),
-        )
-    return msgspec.structs.replace(config, models=models)
 
 
 def engine_process(model: ModelConfig, log_level: str = "info") -> LinkFactory:

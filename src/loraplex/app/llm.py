@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, TypeVar, Unpack
 
 from loraplex.app.builder import build_service
 from loraplex.app.engine import engine_thread
-from loraplex.app.launch import engine_process, with_local_paths
+from loraplex.app.launch import engine_process
 from loraplex.app.llm_arguments import (
     Adapter,
     LoraArrays,
@@ -22,6 +22,7 @@ from loraplex.app.llm_arguments import (
     per_prompt,
 )
 from loraplex.app.llm_outputs import Completion, Generated, Prompt, collect
+from loraplex.app.local_paths import with_local_paths
 from loraplex.core.adapter import (
     AdapterChoice,
     AdapterKey,

@@ -5,6 +5,7 @@ Only this file, app.engine and app.builder know the concrete classes.
 
 import asyncio
 import contextlib
+import functools
 import logging
 import signal
 import time
@@ -17,10 +18,11 @@ from loraplex.app.dialects import dialect_of, prepare
 from loraplex.app.end_of_input import end_of_input
 from loraplex.app.http_app import http_app
 from loraplex.app.http_server import raise_open_file_limit
+from loraplex.app.local_paths import with_local_path
 from loraplex.app.ports import Ports
 from loraplex.app.reporting import Reporting, reporting_requests
 from loraplex.app.tls import tls_files
-from loraplex.core.config import Config
+from loraplex.core.config import Config, ModelConfig
 from loraplex.core.metrics_config import read_metrics_config
 from loraplex.frontends.kserve.model_control import ModelControl
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration
@@ -80,6 +82,7 @@ class Server:
                 control=self._control,
                 sends_traces=reporting.traces is not None,
                 metrics=read_metrics_config(settings.metrics_config),
+                start_model=functools.partial(self._start_model, service),
             )
             await stack.enter_async_context(following(keys))
             self._handle_signals(reporting, keys)
@@ -126,6 +129,11 @@ class Server:
     async def _start(self, service: Service) -> None:
         await service.start()
         await prepare(service, self._config)
+
+    async def _start_model(self, service: Service, name: str, model: ModelConfig) -> None:
+        state_dir = self._config.server.state_dir
+        local = await asyncio.to_thread(with_local_path, name, model, state_dir)
+        await service.start_model(name, local)
 
     def _handle_signals(self, reporting: Reporting, keys: ApiKeys | None) -> None:
         loop = asyncio.get_running_loop()

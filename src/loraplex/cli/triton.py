@@ -20,7 +20,6 @@ from loraplex.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from loraplex.compat.triton.repository import Repository
-    from loraplex.frontends.kserve.model_control import ModelControl
 
 logger = logging.getLogger(__name__)
 
@@ -92,22 +91,33 @@ def serve_repositories(
     """
     # `--help` must not wait for what a server needs.
     from loraplex.app.launch import run_server, set_up_logging  # noqa: PLC0415
+    from loraplex.compat.triton.reloading import Reloading  # noqa: PLC0415
     from loraplex.compat.triton.repository import read_repositories  # noqa: PLC0415
+    from loraplex.frontends.kserve.model_control import ControlMode, ModelControl  # noqa: PLC0415
 
     if not repositories:
         raise ConfigError("no model repository: give --model-repository DIR")
     theirs, ours = split_flags(settings)
     control = _control_mode(theirs.get(_CONTROL, "none"), load_models)
-    wanted = [] if _ALL_MODELS in load_models else list(dict.fromkeys(load_models))
+    is_all = control != "explicit" or _ALL_MODELS in load_models
+    wanted = None if is_all else list(dict.fromkeys(load_models))
     repository = read_repositories(repositories, wanted)
     config = build_config(repository, theirs, ours)
+    reloading = Reloading(
+        repository, repositories, functools.partial(build_config, theirs=theirs, ours=ours)
+    )
     set_up_logging(config.server.log_level)
     _log_start(repository, theirs, config)
     run_server(
         config,
         functools.partial(print, flush=True),
         repository.declarations,
-        _control(control, load_models, repository),
+        ModelControl(
+            ControlMode(control),
+            loaded=repository.loaded,
+            reload=reloading,
+            discover=reloading.discover,
+        ),
     )
 
 
@@ -137,21 +147,13 @@ def _control_mode(mode: str, load_models: list[str]) -> str:
     return mode
 
 
-def _control(mode: str, load_models: list[str], repository: "Repository") -> "ModelControl":
-    """Return the model control. In explicit mode only the models of --load-model are loaded."""
-    from loraplex.compat.triton.reloading import Reloading  # noqa: PLC0415
-    from loraplex.frontends.kserve.model_control import ControlMode, ModelControl  # noqa: PLC0415
-
-    loaded = repository.loaded
-    if mode == "explicit" and not load_models:
-        loaded = ()
-    return ModelControl(ControlMode(mode), loaded=loaded, reload=Reloading(repository))
-
-
 def _log_start(repository: "Repository", theirs: Mapping[str, str], config: Config) -> None:
     for sentence in without_effect(theirs):
         logger.info("%s", sentence)
     repository.notes.log()
+    loaded = repository.loaded
     for declaration in repository.declarations:
+        if loaded is not None and declaration.name not in loaded:
+            continue
         logger.info("model %s: %s", declaration.name, declaration.kind.name)
     warn_if_open(config.server, "tritonserver")

@@ -6,13 +6,14 @@ Text and numbers of one model are in `served_model`, changes of adapters in `ada
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import msgspec
 
 from loraplex.adapters.staging import StagingWorker
 from loraplex.core.adapter import AdapterKey, ByName, LoadPolicy
 from loraplex.core.clock import Clock
+from loraplex.core.config import ModelConfig
 from loraplex.core.errors import (
     InvalidRequestError,
     LoraplexError,
@@ -53,12 +54,16 @@ class Service:
         metrics: RequestMetrics,
         clock: Clock,
         adapter_watch_seconds: float = 0.0,
+        build: Callable[[str, ModelConfig], ServedModel] | None = None,
     ) -> None:
-        """adapter_watch_seconds: how often adapter folders are looked at; 0: at the start only."""
+        """adapter_watch_seconds: how often adapter folders are looked at; 0: at the start only.
+        build: makes a model that start_model adds.
+        """
+        self._build = build
         self._catalog = ModelCatalog(models)
         self._models = self._catalog.models
         self._loader = CatalogLoader(worker, self._catalog, clock)
-        self._upkeep = CatalogUpkeep(models, self._loader)
+        self._upkeep = CatalogUpkeep(self._models.values(), self._loader)
         self._follower = FolderFollower(self._loader, self._catalog, adapter_watch_seconds)
         self._metrics = metrics
         self._clock = clock
@@ -75,12 +80,29 @@ class Service:
         models = list(self._models.values())
         await asyncio.gather(self._loader.start(), *(model.start() for model in models))
         for model in models:
-            await self._follower.load(model)
-            await asyncio.to_thread(model.check_stored)
-            await pin_on_device(model)
+            await self._load_adapters(model)
         self._upkeep.start()
         self._follower.start()
         self._is_started = True
+
+    async def start_model(self, name: str, settings: ModelConfig) -> None:
+        """Serve one more base model. Raises why it cannot, and then nothing has changed."""
+        self._require_open()
+        assert self._build is not None, "given where models may be added"
+        model = await asyncio.to_thread(self._build, name, settings)
+        try:
+            await model.start()
+            await self._load_adapters(model)
+        except BaseException:
+            await _close(model)
+            raise
+        self._models[name] = model
+        self._follower.start()
+
+    async def _load_adapters(self, model: ServedModel) -> None:
+        await self._follower.load(model)
+        await asyncio.to_thread(model.check_stored)
+        await pin_on_device(model)
 
     async def drain(self, timeout_seconds: float) -> None:
         """Accept no more requests; wait until those in flight have ended, or the time is up."""
@@ -91,11 +113,9 @@ class Service:
         self.draining.close()
         await self._follower.close()
         await self._upkeep.close()
-        await asyncio.gather(*(model.engine.close() for model in self._models.values()))
+        await asyncio.gather(*map(_close, self._models.values()))
         await self._loader.close()
         for model in self._models.values():
-            model.grammars.close()
-            model.chats.close()
             await self._catalog.change(model.store.close)
 
     def new_request_id(self) -> RequestId:
@@ -216,3 +236,10 @@ class Service:
         self.draining.require_none()
         if not self._is_started:
             raise NotReadyError("the server is starting", retry_after_seconds=2)
+
+
+async def _close(model: ServedModel) -> None:
+    """Stop a model's engine and workers."""
+    await model.engine.close()
+    model.grammars.close()
+    model.chats.close()

@@ -67,10 +67,13 @@ class ModelFolder:
         return None if found is None else Path(os.path.abspath(found))
 
 
-def read_model_folders(repository: Path, notes: Notes) -> list[ModelFolder]:
-    """All models of a repository, by name. Raises ConfigError.
+def read_model_folders(
+    repository: Path, notes: Notes, problems: dict[str, str]
+) -> list[ModelFolder]:
+    """All models of a repository, by name. Raises ConfigError if there is none.
 
     Files and hidden folders are no models; a folder without config.pbtxt is left out, and noted.
+    problems: gets the reason why a folder cannot be read, by its name.
     """
     try:
         entries = sorted(repository.expanduser().iterdir())
@@ -81,10 +84,13 @@ def read_model_folders(repository: Path, notes: Notes) -> list[ModelFolder]:
         if entry.name.startswith(".") or not entry.is_dir():
             continue
         if (entry / CONFIG_FILE).is_file():
-            folders.append(read_model_folder(entry))
+            try:
+                folders.append(read_model_folder(entry))
+            except ConfigError as error:
+                problems[entry.name] = error.message
         else:
             notes.warning(f"{entry} is left out: it has no {CONFIG_FILE}")
-    if not folders:
+    if not folders and not problems:
         raise ConfigError(f"model repository {repository} has no folder with a {CONFIG_FILE}")
     return folders
 

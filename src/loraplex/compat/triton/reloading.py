@@ -1,22 +1,24 @@
 """A model of the repository, loaded again while the server runs: from its files as they are now, or
 with the configuration and the files that the request sends along.
 
-Base models stay as they were started. So what a load changes is what clients see of a model: its
-batch size, whether it is decoupled, the parameters that shape its outputs. What would need another
-engine is refused by name.
+The first load of a model starts its base model, which then stays as it was started. So what a later
+load changes is what clients see of a model: its batch size, whether it is decoupled, the parameters
+that shape its outputs. What would need another engine is refused by name.
 """
 
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from google.protobuf import text_format
 
 from loraplex.compat.triton.model_folder import CONFIG_FILE, ModelFolder, read_model_folder
-from loraplex.compat.triton.repository import Repository, read_folders
+from loraplex.compat.triton.repository import Repository, read_folders, read_repositories
+from loraplex.core.config import Config
 from loraplex.core.errors import ConfigError, InvalidRequestError, UnsupportedFeatureError
+from loraplex.frontends.kserve.model_control import FoundModel
 from loraplex.frontends.kserve.models.config_override import parse_config
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration
 
@@ -26,17 +28,41 @@ _MAX_PATH_CHARS = 256
 class Reloading:
     """Reloader of one server's repository; a frontends.kserve.model_control.Reload."""
 
-    def __init__(self, repository: Repository) -> None:
-        """repository: as the server was started with it."""
-        self._repository = repository
+    def __init__(
+        self,
+        repository: Repository,
+        paths: Sequence[Path],
+        configure: Callable[[Repository], Config],
+    ) -> None:
+        """repository: as the server was started with it, from its paths. configure: joins the
+        settings of a repository with the server's own.
+        """
+        self._folders = dict(repository.folders)
         self._started = _settings(repository)
+        self._paths = paths
+        self._configure = configure
+
+    def discover(self, name: str) -> FoundModel:
+        """Read the repository for one model; a frontends.kserve.model_control.Discover."""
+        try:
+            repository = read_repositories(self._paths, (name,))
+            base = next(d.base_model for d in repository.declarations if d.name == name)
+            settings = self._configure(repository).models[base]
+        except ConfigError as error:
+            raise InvalidRequestError(
+                f"failed to load '{name}', failed to poll from model repository: {error.message}"
+            ) from None
+        found = tuple(d for d in repository.declarations if d.base_model == base)
+        self._folders |= {each.name: repository.folders[each.name] for each in found}
+        self._started[base] = _settings(repository)[base]
+        return FoundModel(found, settings)
 
     def __call__(
         self, declaration: ModelDeclaration, config: str | None, files: Mapping[str, bytes]
     ) -> ModelDeclaration:
         """Raises InvalidRequestError, UnsupportedFeatureError."""
         name = declaration.name
-        folder = self._repository.folders[name]
+        folder = self._folders[name]
         with tempfile.TemporaryDirectory(prefix="loraplex-load-") as scratch:
             try:
                 if config is not None:
@@ -44,7 +70,7 @@ class Reloading:
                     folder = read_model_folder(Path(scratch) / name)
                 else:
                     folder = read_model_folder(folder.path)
-                changed = read_folders({**self._repository.folders, name: folder})
+                changed = read_folders({**self._folders, name: folder}, (name,))
             except ConfigError as error:
                 reason = error.message.replace(f"{scratch}/{name}/", "the request's ")
                 raise InvalidRequestError(
@@ -56,8 +82,14 @@ class Reloading:
 
     def _check_settings(self, name: str, changed: Repository) -> None:
         settings = _settings(changed)
-        for model, started in self._started.items():
-            found = settings.get(model, {})
+        for model, found in settings.items():
+            started = self._started.get(model)
+            if started is None:
+                raise UnsupportedFeatureError(
+                    f"failed to load '{name}': it now needs the model '{model}', which does not "
+                    f"run: load '{model}' first",
+                    param="config",
+                )
             differing = sorted(
                 key for key in {*started, *found} if started.get(key) != found.get(key)
             )

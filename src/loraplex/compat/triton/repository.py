@@ -1,11 +1,11 @@
 """Model repositories for Triton -> settings of the served base models, and what clients see.
 
 Each tensorrt_llm and each vLLM model is a served base model under its name in the repository; the
-models around a tensorrt_llm are names before it.
+models around a tensorrt_llm are names before it, and so is an ensemble of one vLLM model.
 """
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from loraplex.compat.triton.model_folder import ModelFolder, read_model_folders
@@ -13,89 +13,164 @@ from loraplex.compat.triton.notes import Notes
 from loraplex.compat.triton.roles import Role, role_of
 from loraplex.compat.triton.trtllm import TensorrtLlmModels
 from loraplex.compat.triton.vllm import read_vllm_model
+from loraplex.compat.triton.vllm_ensemble import vllm_ensemble
 from loraplex.core.config_layers import Layer
 from loraplex.core.errors import ConfigError
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration
+
+_PARTS = (Role.PREPROCESSING, Role.POSTPROCESSING)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Repository:
     layers: tuple[Layer, ...]
-    """Settings of `models`, lowest first; each value has its source."""
+    """Settings of the base models of the wanted models, lowest first; each value has its source."""
     declarations: tuple[ModelDeclaration, ...]
-    """Models by name."""
+    """Models by name, also those that are not wanted, but not those that cannot be served."""
     loaded: tuple[str, ...] | None
-    """Requested names and their parts; None: all."""
+    """Wanted names and their parts; None: all."""
     notes: Notes
     folders: Mapping[str, ModelFolder]
-    """Folders by name: the served models and their parts."""
+    """Folders of the declared models by name."""
 
 
-def read_repositories(paths: Sequence[Path], wanted: Collection[str] = ()) -> Repository:
-    """All models of all folders; wanted: only these, what they are made of, and what else stands
-    before the same base models. Raises ConfigError.
+def read_repositories(paths: Sequence[Path], wanted: Collection[str] | None = None) -> Repository:
+    """Read all models of all folders.
+
+    wanted: the models to load; None: all. Raises ConfigError if one of them cannot be served;
+    others that cannot are left out, and noted.
     """
-    notes = Notes()
-    folders = _by_name([f for path in paths for f in read_model_folders(path, notes)])
-    missing = [name for name in wanted if name not in folders]
-    if missing:
-        raise ConfigError(
-            f"--load-model {missing[0]}: there is no such model; there are {', '.join(folders)}"
-        )
-    return read_folders(folders, wanted, notes)
+    notes, problems = Notes(), dict[str, str]()
+    found = [f for path in paths for f in read_model_folders(path, notes, problems)]
+    folders = _by_name(found, problems)
+    return read_folders(folders, wanted, notes, problems)
 
 
 def read_folders(
-    folders: Mapping[str, ModelFolder], wanted: Collection[str] = (), notes: Notes | None = None
+    folders: Mapping[str, ModelFolder],
+    wanted: Collection[str] | None = None,
+    notes: Notes | None = None,
+    problems: Mapping[str, str] | None = None,
 ) -> Repository:
-    """The same of folders that have been read."""
-    notes = Notes() if notes is None else notes
-    roles = _roles(folders, wanted, notes)
-    folders = {name: folders[name] for name in roles}
-    tensorrt = TensorrtLlmModels(
-        {name: f for name, f in folders.items() if roles[name] is not Role.VLLM}, roles, notes
+    """Read a repository from folders that have been read.
+
+    problems: by name, reasons why other folders could not be read.
+    """
+    models = _Models(folders, wanted, notes or Notes(), dict(problems or {}))
+    bases = models.connect()
+    loaded = None if wanted is None else models.with_steps(wanted)
+    served = {bases[name] for name in (bases if loaded is None else loaded)}
+    declarations = sorted(models.declarations(bases, served), key=lambda each: each.name)
+    return Repository(
+        layers=tuple(layer for base in sorted(served) for layer in models.layers(base)),
+        declarations=tuple(declarations),
+        loaded=loaded,
+        notes=models.notes,
+        folders={each.name: folders[each.name] for each in declarations},
     )
-    bases = {name: tensorrt.base_of(name) for name in tensorrt.names}
-    bases |= {name: name for name, role in roles.items() if role is Role.VLLM}
-    served = {bases[name] for name in wanted or bases}
-    layers: list[Layer] = []
-    declarations = []
-    for name in sorted(served):
-        if roles[name] is Role.VLLM:
-            vllm_layers, declaration = read_vllm_model(folders[name], notes)
-            layers += vllm_layers
-            declarations.append(declaration)
-        else:
-            layers += tensorrt.layers(name)
-    declarations += [tensorrt.declaration(n) for n in tensorrt.names if bases[n] in served]
-    declarations.sort(key=lambda declaration: declaration.name)
-    parts = [
-        step for name in wanted if roles[name] is Role.ENSEMBLE for step in tensorrt.steps(name)
-    ]
-    loaded = tuple(dict.fromkeys([*wanted, *parts])) if wanted else None
-    kept = {name: folder for name, folder in folders.items() if bases[name] in served}
-    return Repository(tuple(layers), tuple(declarations), loaded, notes, kept)
 
 
-def _roles(
-    folders: Mapping[str, ModelFolder], wanted: Collection[str], notes: Notes
-) -> dict[str, Role]:
-    """wanted: if there are any, other models may be of systems that are not served: left out."""
-    roles = {}
-    for name, folder in folders.items():
-        try:
-            roles[name] = role_of(folder)
-        except ConfigError as error:
-            if not wanted or name in wanted:
-                raise
-            notes.info(f"{name} is left out: {error.message}")
-    return roles
+class _Models:
+    """The models of the folders, while they are read; those that cannot be served leave."""
+
+    def __init__(
+        self,
+        folders: Mapping[str, ModelFolder],
+        wanted: Collection[str] | None,
+        notes: Notes,
+        problems: dict[str, str],
+    ) -> None:
+        self.notes = notes
+        self._required = wanted
+        """None: all."""
+        self._folders = folders
+        self._problems = problems
+        """Reasons by name why models cannot be served."""
+        self._roles: dict[str, Role] = {}
+        self._vllm: dict[str, list[Layer]] = {}
+        """Settings by name of the vLLM models."""
+        self._tensorrt = TensorrtLlmModels(folders, self._roles, problems, notes)
+        for name, reason in list(problems.items()):
+            self._drop(name, reason)
+        for name, folder in folders.items():
+            try:
+                self._roles[name] = role_of(folder)
+            except ConfigError as error:
+                self._drop(name, error.message)
+
+    def connect(self) -> dict[str, str]:
+        """Return the base model of each model. Raises ConfigError."""
+        bases: dict[str, str] = {}
+        # Parts come last: they belong to ensembles.
+        for name in sorted(self._roles, key=lambda name: self._roles[name] in _PARTS):
+            try:
+                bases[name] = self._tensorrt.base_of(name)
+            except ConfigError as error:
+                self._drop(name, error.message)
+        return bases
+
+    def with_steps(self, names: Collection[str]) -> tuple[str, ...]:
+        """Return names, and those of the steps of their ensembles, all of which must be served.
+
+        Raises ConfigError.
+        """
+        for name in names:
+            if name not in self._roles:
+                raise ConfigError(
+                    f"--load-model {name}: there is no such model; there are "
+                    f"{', '.join(self._roles)}"
+                )
+        ensembles = [name for name in names if self._roles[name] is Role.ENSEMBLE]
+        steps = [step for name in ensembles for step in self._tensorrt.steps(name)]
+        self._required = tuple(dict.fromkeys([*names, *steps]))
+        for name in steps:
+            if name in self._problems:
+                raise ConfigError(self._problems[name])
+        return self._required
+
+    def declarations(
+        self, bases: Mapping[str, str], served: Collection[str]
+    ) -> Iterator[ModelDeclaration]:
+        """Yield what clients see of each model. Raises ConfigError.
+
+        served: the base models that are started; notes on others are left out.
+        """
+        for name, role in list(self._roles.items()):
+            try:
+                notes = self.notes if bases[name] in served else Notes()
+                yield self._declaration(name, role, bases[name], notes)
+            except ConfigError as error:
+                self._drop(name, error.message)
+
+    def _declaration(self, name: str, role: Role, base: str, notes: Notes) -> ModelDeclaration:
+        if role is Role.VLLM:
+            self._vllm[name], declaration = read_vllm_model(self._folders[name], notes)
+            return declaration
+        if self._roles.get(base) is Role.VLLM:
+            _, step = read_vllm_model(self._folders[base], Notes())
+            return vllm_ensemble(self._folders[name], base, step.options, notes)
+        return self._tensorrt.declaration(name, notes)
+
+    def layers(self, base: str) -> Sequence[Layer]:
+        """Return the settings of one base model, lowest first. Raises ConfigError."""
+        return self._vllm[base] if base in self._vllm else list(self._tensorrt.layers(base))
+
+    def _drop(self, name: str, reason: str) -> None:
+        """Leave a model out. Raises ConfigError if it is wanted."""
+        if self._required is None or name in self._required:
+            raise ConfigError(reason)
+        self._problems[name] = reason
+        self._roles.pop(name, None)
+        self.notes.info(f"{name} is left out: {reason}")
 
 
-def _by_name(folders: Sequence[ModelFolder]) -> dict[str, ModelFolder]:
+def _by_name(folders: Sequence[ModelFolder], problems: dict[str, str]) -> dict[str, ModelFolder]:
+    """Return folders by name; a name that stands twice is a problem."""
     by_name: dict[str, ModelFolder] = {}
     for folder in folders:
         other = by_name.setdefault(folder.name, folder)
         if other is not folder:
-            raise ConfigError(f"model '{folder.name}' is twice: {other.path} and {folder.path}")
-    return by_name
+            problems[folder.name] = (
+                f"model '{folder.name}' is twice: {other.path} and {folder.path}"
+            )
+    return {name: folder for name, folder in by_name.items() if name not in problems}

@@ -29,22 +29,26 @@ class TensorrtLlmModels:
     """Models of one or several repositories that are served together."""
 
     def __init__(
-        self, folders: Mapping[str, ModelFolder], roles: Mapping[str, Role], notes: Notes
+        self,
+        folders: Mapping[str, ModelFolder],
+        roles: Mapping[str, Role],
+        problems: Mapping[str, str],
+        notes: Notes,
     ) -> None:
+        """roles: of the models that can be served; problems: why others cannot, by name. The
+        caller may change both.
+        """
         self._folders = folders
         self._roles = roles
+        self._problems = problems
         self._notes = notes
-
-    @property
-    def names(self) -> list[str]:
-        return list(self._folders)
 
     # ------------------------------------------------------------ connections
 
     def base_of(self, name: str) -> str:
-        """Return the tensorrt_llm model that a model calls. Raises ConfigError if there is none."""
+        """Return the tensorrt_llm or vLLM model that a model calls. Raises ConfigError."""
         match self._roles[name]:
-            case Role.TENSORRT_LLM:
+            case Role.TENSORRT_LLM | Role.VLLM:
                 return name
             case Role.ENSEMBLE:
                 return self._base_of_ensemble(name)
@@ -57,20 +61,26 @@ class TensorrtLlmModels:
         folder = self._folders[name]
         steps = self.steps(name)
         for step in steps:
-            if step not in self._folders:
+            if step in self._problems:
+                raise ConfigError(
+                    f"{folder.pbtxt}: ensemble '{name}' has a step '{step}', which cannot be "
+                    f"served: {self._problems[step]}"
+                )
+            if step not in self._roles:
                 raise ConfigError(
                     f"{folder.pbtxt}: ensemble '{name}' has a step '{step}', which no repository "
-                    f"has; there are {', '.join(self._folders)}"
+                    f"has; there are {', '.join(self._roles)}"
                 )
-        for step in steps:
-            if self._roles[step] is Role.TENSORRT_LLM:
-                return step
+        for role in (Role.TENSORRT_LLM, Role.VLLM):
+            for step in steps:
+                if self._roles[step] is role:
+                    return step
         for step in steps:
             if self._roles[step] is Role.BLS:
                 return self._base_of_bls(step)
         raise ConfigError(
-            f"{folder.pbtxt}: none of the steps of ensemble '{name}' is a tensorrt_llm model: "
-            f"{', '.join(steps) or 'it has none'}"
+            f"{folder.pbtxt}: none of the steps of ensemble '{name}' is a tensorrt_llm or vllm "
+            f"model: {', '.join(steps) or 'it has none'}"
         )
 
     def _base_of_bls(self, name: str) -> str:
@@ -88,7 +98,7 @@ class TensorrtLlmModels:
 
         An ensemble determines it, or the tokenizer, or there is only one.
         """
-        for other in self._folders:
+        for other in self._roles:
             if self._roles[other] is Role.ENSEMBLE and name in self.steps(other):
                 return self._base_of_ensemble(other)
         tokenizer = self._tokenizer_of(self._folders[name])
@@ -136,7 +146,7 @@ class TensorrtLlmModels:
         """Yield the tokenizer of the model, of its preprocessing or of its postprocessing."""
         parts = [
             name
-            for name in self._folders
+            for name in self._roles
             if self._roles[name] in (Role.PREPROCESSING, Role.POSTPROCESSING, Role.TENSORRT_LLM)
             and self.base_of(name) == base
         ]
@@ -166,17 +176,17 @@ class TensorrtLlmModels:
 
     # ------------------------------------------------------------ what clients see
 
-    def declaration(self, name: str) -> ModelDeclaration:
-        """Raises ConfigError."""
+    def declaration(self, name: str, notes: Notes) -> ModelDeclaration:
+        """Return what clients see of a model. Raises ConfigError."""
         folder, role = self._folders[name], self._roles[name]
         kind, base = KINDS[role], self.base_of(name)
         if role in PART_PARAMETERS:
-            check_known(folder, PART_PARAMETERS[role], self._notes)
-            check_served(folder, PART_PARAMETERS[role], self._notes)
+            check_known(folder, PART_PARAMETERS[role], notes)
+            check_served(folder, PART_PARAMETERS[role], notes)
         max_batch_size = folder.config.max_batch_size or self._default_batch_size(base)
         is_decoupled = self._is_decoupled(name, role, base)
         config = completed_config(
-            folder, kind, self._notes, max_batch_size=max_batch_size, is_decoupled=is_decoupled
+            folder, kind, notes, max_batch_size=max_batch_size, is_decoupled=is_decoupled
         )
         return ModelDeclaration(
             name=name,
@@ -186,7 +196,7 @@ class TensorrtLlmModels:
             max_batch_size=max_batch_size,
             is_decoupled=is_decoupled,
             config=config,
-            options=self._options(folder, role, base),
+            options=self._options(folder, role, base, notes),
         )
 
     def _default_batch_size(self, base: str) -> int:
@@ -202,7 +212,7 @@ class TensorrtLlmModels:
             config = self._folders[base].config
         return bool(config.model_transaction_policy.decoupled)
 
-    def _options(self, folder: ModelFolder, role: Role, base: str) -> ModelOptions:
+    def _options(self, folder: ModelFolder, role: Role, base: str, notes: Notes) -> ModelOptions:
         core = self._folders[base]
         parameters = core.parameters
         return ModelOptions(
@@ -213,18 +223,19 @@ class TensorrtLlmModels:
             generation_logits_datatype=declared_datatype(core, "generation_logits") or "FP32",
             has_draft_model=role is Role.BLS
             and folder.parameters.text("tensorrt_llm_draft_model_name") is not None,
-            adds_special_tokens=self._word(folder, "add_special_tokens"),
-            skips_special_tokens=self._word(folder, "skip_special_tokens"),
+            adds_special_tokens=_word(folder, "add_special_tokens", notes),
+            skips_special_tokens=_word(folder, "skip_special_tokens", notes),
             accumulates_tokens=role is Role.BLS
             and (folder.parameters.text("accumulate_tokens") or "").lower() in _YES,
         )
 
-    def _word(self, folder: ModelFolder, key: str) -> bool:
-        """Read a switch of the parts with a tokenizer: on, unless it is set to no."""
-        written = folder.parameters.text(key)
-        if written is not None and written.lower() not in _YES | _NO:
-            self._notes.warning(
-                f"{folder.parameters.place(key)}: {key}: {written!r} is neither "
-                f"{', '.join(sorted(_YES))} nor {', '.join(sorted(_NO))}: it is taken as true"
-            )
-        return written is None or written.lower() not in _NO
+
+def _word(folder: ModelFolder, key: str, notes: Notes) -> bool:
+    """Read a switch of the parts with a tokenizer: on, unless it is set to no."""
+    written = folder.parameters.text(key)
+    if written is not None and written.lower() not in _YES | _NO:
+        notes.warning(
+            f"{folder.parameters.place(key)}: {key}: {written!r} is neither "
+            f"{', '.join(sorted(_YES))} nor {', '.join(sorted(_NO))}: it is taken as true"
+        )
+    return written is None or written.lower() not in _NO

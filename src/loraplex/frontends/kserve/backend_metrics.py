@@ -13,9 +13,9 @@ from loraplex.core.errors import NotReadyError
 from loraplex.core.stats import EngineStats
 from loraplex.frontends.exact_counters import ExactCounter
 from loraplex.frontends.kserve.models.catalog import Catalog
+from loraplex.frontends.kserve.models.kinds import Dialect
 from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
 from loraplex.frontends.kserve.models.triton_model import TritonModel
-from loraplex.frontends.kserve.models.vllm import VLLM
 from loraplex.frontends.kserve.token_metrics import TokenLabels
 from loraplex.serving.backend import Backend
 from loraplex.serving.model_memory import ModelMemory
@@ -175,15 +175,13 @@ def _disaggregated(models: Iterable[TritonModel]) -> ExactCounter:
 def token_labels(catalog: Catalog, model: TritonModel) -> TokenLabels:
     """What a request to a model counts for.
 
-    A request to an ensemble or to BLS is one to its model of token ids, as in the original. Of
+    A request to an ensemble or to BLS is one to its generating model, as in the original. Of
     vLLM's models those count that enable it; without a model repository, those that are named as
     their base model.
     """
-    here = (model.name, model.version)
-    if model.kind.name == VLLM.name:
-        return TokenLabels(vllm=here if model.options.reports_metrics else None)
     core = catalog.token_model(model)
-    return TokenLabels(
-        trtllm=None if core is None else (core.name, core.version),
-        vllm=here if model.name == model.card.name else None,
-    )
+    labels = None if core is None else (core.name, core.version)
+    if model.kind.dialect is Dialect.VLLM:
+        return TokenLabels(vllm=labels if model.options.reports_metrics else None)
+    is_base = model.name == model.card.name
+    return TokenLabels(trtllm=labels, vllm=(model.name, model.version) if is_base else None)

@@ -65,12 +65,12 @@ class Management:
         _check_repository(repository)
         return self._catalog.index(only_ready=only_ready, principal=principal)
 
-    def load(
+    async def load(
         self, principal: Principal, repository: str, model: str, parameters: Mapping[str, object]
     ) -> None:
         _check_repository(repository)
         principal.require_operator(_CHANGE)
-        self._catalog.load(model, parameters)
+        await self._catalog.load(model, parameters)
 
     def unload(
         self, principal: Principal, repository: str, model: str, parameters: Mapping[str, object]

@@ -1,13 +1,15 @@
 """Which models of the repository are loaded, and with what changes.
 
-Base models are loaded when the server starts and stay in memory: to unload a model here takes its
-name from clients, to load it gives the name back. Who may do so, and the first words of the
-errors, are Triton's: only a server under explicit model control lets its clients.
+A base model is started with the first model that needs it and stays in memory: to unload a model
+takes its name from clients, to load it gives the name back. Who may do so, and the first words of
+the errors, are Triton's: only a server under explicit model control lets its clients.
 """
 
+import dataclasses
 import enum
 from collections.abc import Callable, Collection, Iterable, Mapping
 
+from loraplex.core.config import ModelConfig
 from loraplex.core.errors import InvalidRequestError, NotReadyError, UnsupportedFeatureError
 from loraplex.frontends.kserve.models.config_override import overridden
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration
@@ -30,6 +32,20 @@ Reload = Callable[[ModelDeclaration, str | None, Mapping[str, bytes]], ModelDecl
 the configuration of its folder. Raises errors of core.errors, and then the model stays as it was.
 """
 
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FoundModel:
+    """A model of the repository whose base model has not been started."""
+
+    declarations: tuple[ModelDeclaration, ...]
+    """It, and all others of its base model."""
+    settings: ModelConfig
+    """Those of its base model."""
+
+
+Discover = Callable[[str], FoundModel]
+"""Name of a model -> what the repository has under it now. Raises InvalidRequestError."""
+
 Parts = Callable[[ModelDeclaration], Iterable[ModelDeclaration]]
 """A model as it is from now on -> the models that it is made of, as they were at the start."""
 
@@ -41,9 +57,12 @@ class ModelControl:
         *,
         loaded: Collection[str] | None = None,
         reload: Reload | None = None,
+        discover: Discover | None = None,
     ) -> None:
         """loaded: names that are there at the start; None: all. reload: reads a model's folder
-        again; None: there is no folder."""
+        again; discover: reads the repository for a model whose base model does not run; None:
+        there is no repository."""
+        self.discover = discover
         self.mode = mode
         self.revision = 0
         """Changes whenever a model is loaded or unloaded."""
@@ -63,23 +82,26 @@ class ModelControl:
         """What a load has made of a model; None: it is as it was at the start."""
         return self._changed.get(name)
 
-    def load(
+    def read(
         self, declaration: ModelDeclaration, parameters: Mapping[str, object], parts: Parts
-    ) -> None:
-        """Give a model that exists its name back, with the configuration that is sent along, and
-        its parts theirs: Triton cannot run an ensemble without them. Loaded parts stay as they are.
+    ) -> dict[str, ModelDeclaration | None]:
+        """Return what a load makes of a model, with the configuration that is sent along, and of
+        its parts: Triton cannot run an ensemble without them. Loaded parts stay as they are.
 
-        declaration: the model as it was at the start. Raises NotReadyError without explicit
-        control, InvalidRequestError, UnsupportedFeatureError, and then nothing is changed.
+        declaration: the model as it was at the start. Raises InvalidRequestError,
+        UnsupportedFeatureError.
         """
-        self.check_explicit()
         config, files = _load_parameters(parameters)
         changed = self._read(declaration, config, files)
         read = {declaration.name: changed}
         for part in parts(changed or declaration):
             if not self.is_loaded(part.name):
                 read[part.name] = self._read(part, None, {})
-        self._changed |= read
+        return read
+
+    def load(self, read: Mapping[str, ModelDeclaration | None]) -> None:
+        """Give models their names, as they were read."""
+        self._changed.update(read)
         self._unloaded.difference_update(read)
         if self._loaded is not None:
             self._loaded.update(read)

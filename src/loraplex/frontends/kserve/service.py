@@ -19,7 +19,7 @@ from loraplex.frontends.kserve.management import Management
 from loraplex.frontends.kserve.messages import InferRequest, InferResponse
 from loraplex.frontends.kserve.model_control import ModelControl
 from loraplex.frontends.kserve.model_metrics import first_response_buckets
-from loraplex.frontends.kserve.models.catalog import DEFAULT_MAX_BATCH_SIZE, Catalog
+from loraplex.frontends.kserve.models.catalog import DEFAULT_MAX_BATCH_SIZE, Catalog, StartModel
 from loraplex.frontends.kserve.models.computations import compute, is_computation
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration
 from loraplex.frontends.kserve.models.ensemble import ENSEMBLE
@@ -50,15 +50,21 @@ class TritonService:
         control: ModelControl | None = None,
         sends_traces: bool = False,
         metrics: MetricsConfig | None = None,
+        start_model: StartModel | None = None,
     ) -> None:
         """declarations: those of a model repository; none: our default names. control: which
         models are loaded, and whether clients may change that; None: all, and they may not.
         sends_traces: the server sends its requests' traces to a collector. metrics: which families
-        there are; None: Triton's default ones. Raises ConfigError for model_metrics.
+        there are; None: Triton's default ones. start_model: starts the base model of a model that
+        is loaded later. Raises ConfigError for model_metrics.
         """
         self.backend = backend
         self.catalog = Catalog(
-            backend, max_batch_size=max_batch_size, declarations=declarations, control=control
+            backend,
+            max_batch_size=max_batch_size,
+            declarations=declarations,
+            control=control,
+            start_model=start_model,
         )
         self.memory = SharedMemory()
         self.management = Management(self.catalog, sends_traces=sends_traces)

@@ -115,6 +115,7 @@ class _Endpoints:
 
     def _model(self, request: Request) -> str:
         name = request.query_params.get("model")
-        return (
-            self._backend.models()[0].name if name is None else self._backend.model(name).card.name
-        )
+        models = self._backend.models()
+        if name is None and models:
+            return models[0].name
+        return self._backend.model(name or "").card.name

@@ -122,8 +122,8 @@ class FolderFollower:
             self._followed.append(_Followed.after_start(model, seen, left_out))
 
     def start(self) -> None:
-        """Follow the folders until close()."""
-        if self._followed and self._interval_seconds:
+        """Follow the folders until close(). Idempotent."""
+        if self._task is None and self._followed and self._interval_seconds:
             self._task = asyncio.create_task(self._run(), name="folder-follower")
 
     async def close(self) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection
 
 from loraplex.adapters.store import AdapterStore, AdapterVersion
 from loraplex.core.errors import LoraplexError
@@ -19,11 +19,12 @@ class CatalogUpkeep:
 
     def __init__(
         self,
-        models: Sequence[ServedModel],
+        models: Collection[ServedModel],
         loader: CatalogLoader,
         interval_seconds: float = INTERVAL_SECONDS,
     ) -> None:
         self._models = models
+        """It may grow while the server runs."""
         self._loader = loader
         self._interval_seconds = interval_seconds
         self._logged: set[str] = set()

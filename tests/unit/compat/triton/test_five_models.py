@@ -60,7 +60,7 @@ def test_every_name_to_fill_in_has_a_row():
 
 def test_each_template_has_the_role_that_it_is_for(tmp_path):
     write_five_models(tmp_path)
-    folders = read_model_folders(tmp_path, Notes())
+    folders = read_model_folders(tmp_path, Notes(), {})
     assert {f.name: role_of(f) for f in folders} == {KINDS[role].name: role for role in MODELS}
 
 

@@ -30,10 +30,10 @@ def test_folders_without_a_configuration_are_left_out(tmp_path):
     (tmp_path / "empty").mkdir()
     notes = Notes()
     with pytest.raises(ConfigError, match=r"has no folder with a config.pbtxt"):
-        read_model_folders(tmp_path, notes)
+        read_model_folders(tmp_path, notes, {})
     assert notes.warnings == [f"{tmp_path / 'empty'} is left out: it has no config.pbtxt"]
     with pytest.raises(ConfigError, match="cannot read model repository"):
-        read_model_folders(tmp_path / "gone", notes)
+        read_model_folders(tmp_path / "gone", notes, {})
 
 
 def test_names_and_versions(tmp_path):

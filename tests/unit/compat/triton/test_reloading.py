@@ -5,6 +5,7 @@ import json
 import pytest
 
 from loraplex.compat.triton.reloading import Reloading
+from loraplex.core.config import Config
 from loraplex.core.errors import InvalidRequestError, UnsupportedFeatureError
 
 
@@ -19,7 +20,8 @@ def declared(repository, name):
 
 def load(repository, name, config, files=None):
     text = None if config is None else json.dumps(config)
-    return Reloading(repository)(declared(repository, name), text, files or {})
+    reloading = Reloading(repository, [], lambda _: Config())
+    return reloading(declared(repository, name), text, files or {})
 
 
 def test_fields_that_are_sent_replace_those_of_the_file(repository):

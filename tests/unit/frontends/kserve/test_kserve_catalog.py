@@ -127,12 +127,12 @@ def test_what_the_backend_has_is_seen_at_once(backend, catalog):
         catalog.find("second")
 
 
-def test_the_model_of_token_ids_is_the_loaded_one_of_the_same_base_model(backend):
+async def test_the_model_of_token_ids_is_the_loaded_one_of_the_same_base_model(backend):
     catalog = Catalog(backend, control=ModelControl(ControlMode.EXPLICIT))
     first, second = catalog.find("first"), catalog.find("second")
     assert catalog.token_model(first) is catalog.find("tensorrt_llm")
     assert catalog.token_model(second) is None
     catalog.unload("tensorrt_llm")
     assert catalog.token_model(first) is None
-    catalog.load("tensorrt_llm", {})
+    await catalog.load("tensorrt_llm", {})
     assert catalog.token_model(first) is catalog.find("tensorrt_llm")

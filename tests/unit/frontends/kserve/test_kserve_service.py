@@ -376,7 +376,7 @@ async def test_an_ensemble_of_which_a_step_is_unloaded():
     await service.infer(request(), LOCAL)
     service.catalog.unload("preprocessing")
     await service.infer(request(), LOCAL)
-    service.catalog.load("preprocessing", {})
+    await service.catalog.load("preprocessing", {})
     counts = {row["name"]: row["inference_count"] for row in service.statistics()}
     assert (counts["ensemble"], counts["tensorrt_llm"], counts["preprocessing"]) == (2, 2, 1)
 

@@ -5,7 +5,9 @@ import logging
 
 import pytest
 
+from loraplex.core.config import ModelConfig
 from loraplex.core.errors import (
+    ConfigError,
     InvalidRequestError,
     ModelNotFoundError,
     NotReadyError,
@@ -14,7 +16,7 @@ from loraplex.core.errors import (
 )
 from loraplex.frontends.kserve.errors import NotFoundError
 from loraplex.frontends.kserve.log_settings import LogSettings
-from loraplex.frontends.kserve.model_control import ControlMode, ModelControl
+from loraplex.frontends.kserve.model_control import ControlMode, FoundModel, ModelControl
 from loraplex.frontends.kserve.models.catalog import Catalog
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration
 from loraplex.frontends.kserve.models.ensemble import ENSEMBLE
@@ -131,16 +133,16 @@ def catalog(mode=ControlMode.EXPLICIT, **more):
 
 
 @pytest.mark.parametrize("mode", [ControlMode.NONE, ControlMode.POLL])
-def test_models_are_controlled_in_explicit_mode_only(mode):
+async def test_models_are_controlled_in_explicit_mode_only(mode):
     models = catalog(mode)
     with pytest.raises(NotReadyError, match="not allowed if polling is enabled"):
-        models.load("ensemble", {})
+        await models.load("ensemble", {})
     with pytest.raises(NotReadyError, match="not allowed if polling is enabled"):
         models.unload("ensemble")
     assert models.is_ready("ensemble")
 
 
-def test_unloading_takes_the_name_and_loading_gives_it_back():
+async def test_unloading_takes_the_name_and_loading_gives_it_back():
     models = catalog()
     models.unload("tensorrt_llm")
     models.unload("nope")
@@ -153,7 +155,7 @@ def test_unloading_takes_the_name_and_loading_gives_it_back():
         "unloaded",
     )
     assert "tensorrt_llm" not in [row["name"] for row in models.index(only_ready=True)]
-    models.load("tensorrt_llm", {})
+    await models.load("tensorrt_llm", {})
     assert models.is_ready("tensorrt_llm")
 
 
@@ -163,29 +165,29 @@ def test_an_ensembles_steps_go_with_it_if_requested():
     assert [model.name for model in models.models()] == ["tensorrt_llm_bls", "echo"]
 
 
-def test_only_some_models_are_loaded_at_the_start():
+async def test_only_some_models_are_loaded_at_the_start():
     models = catalog(loaded=["ensemble"])
     assert [model.name for model in models.models()] == ["ensemble"]
     assert {row["reason"] for row in models.index()} == {"", "not loaded"}
-    models.load("tensorrt_llm_bls", {})
+    await models.load("tensorrt_llm_bls", {})
     assert [model.name for model in models.models()] == ["ensemble", "tensorrt_llm_bls"]
 
 
-def test_an_ensemble_is_loaded_with_its_steps():
+async def test_an_ensemble_is_loaded_with_its_steps():
     models = catalog(loaded=[])
     assert models.models() == []
-    models.load("ensemble", {})
+    await models.load("ensemble", {})
     steps = ["tensorrt_llm", "preprocessing", "postprocessing"]
     assert [model.name for model in models.models()] == ["ensemble", *steps]
     models.unload("ensemble")
     assert [model.name for model in models.models()] == steps
 
 
-def test_a_step_that_is_loaded_stays_as_it_is():
+async def test_a_step_that_is_loaded_stays_as_it_is():
     models = catalog()
-    models.load("tensorrt_llm", {"config": '{"max_batch_size": 3}'})
+    await models.load("tensorrt_llm", {"config": '{"max_batch_size": 3}'})
     models.unload("preprocessing")
-    models.load("ensemble", {})
+    await models.load("ensemble", {})
     assert models.find("tensorrt_llm").max_batch_size == 3
     assert models.is_ready("preprocessing")
 
@@ -207,12 +209,12 @@ TWO_ENSEMBLES = [
 ]
 
 
-def test_the_steps_are_those_that_its_configuration_names():
+async def test_the_steps_are_those_that_its_configuration_names():
     control = ModelControl(ControlMode.EXPLICIT, loaded=[])
     models = Catalog(EchoBackend(), control=control, declarations=TWO_ENSEMBLES)
-    models.load("raw", {})
+    await models.load("raw", {})
     assert {model.name for model in models.models()} == {"raw", "raw_pre", "core", "post"}
-    models.load("chat", {})
+    await models.load("chat", {})
     steps = {"preprocessing": "raw_pre", "tensorrt_llm": "core", "postprocessing": "post"}
     assert models.steps(models.find("raw")) == steps
     assert models.steps(models.find("chat")) == {**steps, "preprocessing": "chat_pre"}
@@ -221,7 +223,7 @@ def test_the_steps_are_those_that_its_configuration_names():
     assert [model.name for model in models.models()] == ["chat", "chat_pre"]
 
 
-def test_a_step_that_cannot_be_loaded_keeps_its_ensemble_away():
+async def test_a_step_that_cannot_be_loaded_keeps_its_ensemble_away():
     def reload(declaration, config, files):
         if declaration.name == "postprocessing":
             raise InvalidRequestError("its folder is broken")
@@ -229,18 +231,18 @@ def test_a_step_that_cannot_be_loaded_keeps_its_ensemble_away():
 
     models = catalog(loaded=[], reload=reload)
     with pytest.raises(InvalidRequestError, match="its folder is broken"):
-        models.load("ensemble", {})
+        await models.load("ensemble", {})
     assert models.models() == []
 
 
-def test_a_load_overrides_the_configuration():
+async def test_a_load_overrides_the_configuration():
     models = catalog()
     override = {"max_batch_size": 3, "model_transaction_policy": {"decoupled": True}}
-    models.load("ensemble", {"config": json.dumps(override)})
+    await models.load("ensemble", {"config": json.dumps(override)})
     assert models.find("ensemble").max_batch_size == 3
     assert models.find("ensemble").config()["max_batch_size"] == 3
     assert models.find("ensemble").is_decoupled is True
-    models.load("ensemble", {})
+    await models.load("ensemble", {})
     assert models.find("ensemble").max_batch_size == 128
 
 
@@ -265,20 +267,20 @@ def test_a_load_overrides_the_configuration():
         ),
     ],
 )
-def test_a_bad_load_changes_nothing(parameters, error, fragment):
+async def test_a_bad_load_changes_nothing(parameters, error, fragment):
     models = catalog()
     models.unload("ensemble")
     with pytest.raises(error, match=fragment):
-        models.load("ensemble", parameters)
+        await models.load("ensemble", parameters)
     assert not models.is_ready("ensemble")
 
 
-def test_a_model_that_is_nowhere():
+async def test_a_model_that_is_nowhere():
     with pytest.raises(NotFoundError, match="failed to load 'nope', failed to poll from model"):
-        catalog().load("nope", {})
+        await catalog().load("nope", {})
 
 
-def test_a_repository_may_read_the_configuration_itself():
+async def test_a_repository_may_read_the_configuration_itself():
     seen = []
 
     def reload(declaration, config, files):
@@ -286,5 +288,75 @@ def test_a_repository_may_read_the_configuration_itself():
         return declaration
 
     models = catalog(reload=reload)
-    models.load("ensemble", {"config": "{}", "file:1/x": b"y"})
+    await models.load("ensemble", {"config": "{}", "file:1/x": b"y"})
     assert seen == [("ensemble", "{}", {"1/x": b"y"})]
+
+
+# ---------------------------------------------------------------- models that start later
+
+
+class Growing(EchoBackend):
+    """Base models may be added."""
+
+    def __init__(self):
+        super().__init__()
+        self.started = []
+
+    async def start_model(self, name, settings):
+        if settings.path == "/broken":
+            raise ConfigError("its weights are torn")
+        self.started.append((name, settings.path))
+        self._models |= EchoBackend((name,))._models
+
+
+def later(name, base, kind=TENSORRT_LLM):
+    return ModelDeclaration(name=name, kind=kind, base_model=base, max_batch_size=8)
+
+
+def discover(name):
+    found = {"core": "b", "chat": "b", "bad": "bad"}
+    if name not in found:
+        raise InvalidRequestError(f"failed to load '{name}', failed to poll from model repository")
+    base = found[name]
+    path = "/broken" if base == "bad" else f"/models/{base}"
+    declarations = [later(each, base) for each in found if found[each] == base]
+    return FoundModel(tuple(declarations), ModelConfig(path=path))
+
+
+@pytest.fixture
+def growing():
+    backend = Growing()
+    models = Catalog(
+        backend,
+        declarations=[later("first", "echo"), later("core", "b")],
+        control=ModelControl(ControlMode.EXPLICIT, loaded=["first"], discover=discover),
+        start_model=backend.start_model,
+    )
+    return backend, models
+
+
+async def test_a_load_starts_a_base_model_once(growing):
+    backend, models = growing
+    rows = {row["name"]: row["reason"] for row in models.index()}
+    assert rows == {"first": "", "core": "not loaded"}
+    with pytest.raises(ModelNotFoundError, match="'core' is not found"):
+        models.find("core")
+    await models.load("core", {})
+    assert models.find("core").card.name == "b"
+    await models.load("chat", {})
+    models.unload("core")
+    await models.load("core", {})
+    assert [row["name"] for row in models.index(only_ready=True)] == ["first", "core", "chat"]
+    assert backend.started == [("b", "/models/b")]
+
+
+async def test_a_load_that_fails_changes_nothing(growing):
+    backend, models = growing
+    with pytest.raises(InvalidRequestError, match="failed to load 'bad': its weights are torn"):
+        await models.load("bad", {})
+    with pytest.raises(InvalidRequestError, match="failed to load 'gone'"):
+        await models.load("gone", {})
+    with pytest.raises(InvalidRequestError, match="must be a ModelConfig as JSON"):
+        await models.load("core", {"config": "{"})
+    assert [row["name"] for row in models.index()] == ["first", "core"]
+    assert backend.started == []

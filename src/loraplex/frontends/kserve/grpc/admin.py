@@ -100,7 +100,7 @@ class AdminRpcs:
     @support_note("with --model-control-mode explicit")
     async def RepositoryModelLoad(self, request: Any, call: Call) -> Any:
         parameters = _parameters(request.parameters)
-        self._service.management.load(
+        await self._service.management.load(
             call.principal, request.repository_name, request.model_name, parameters
         )
         return pb.RepositoryModelLoadResponse()

@@ -189,7 +189,7 @@ class AdminApi:
         }
         path = request.path_params
         repository = path.get("repository", "")
-        self._service.management.load(principal, repository, path["model"], parameters)
+        await self._service.management.load(principal, repository, path["model"], parameters)
         return Response()
 
     @support_note("with --model-control-mode explicit")

@@ -5,10 +5,12 @@ base model is also served under its own name, text to text. With one, its declar
 is one version of each.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from loraplex.core.errors import ModelNotFoundError
+from loraplex.core.config import ModelConfig
+from loraplex.core.errors import InvalidRequestError, LoraplexError, ModelNotFoundError
 from loraplex.core.principal import LOCAL, Principal
 from loraplex.core.version import __version__
 from loraplex.frontends.kserve.errors import NotFoundError
@@ -21,6 +23,7 @@ from loraplex.frontends.kserve.models.postprocessing import POSTPROCESSING
 from loraplex.frontends.kserve.models.preprocessing import PREPROCESSING
 from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
 from loraplex.frontends.kserve.models.triton_model import TritonModel
+from loraplex.frontends.kserve.models.vllm import VLLM
 from loraplex.serving.backend import Backend, ModelCard
 
 KINDS = (ENSEMBLE, TENSORRT_LLM, PREPROCESSING, POSTPROCESSING, BLS)
@@ -28,6 +31,10 @@ DEFAULT_MAX_BATCH_SIZE = 128
 
 STEPS_OF_ENSEMBLE = ("preprocessing", "tensorrt_llm", "postprocessing")
 """Kinds of models that an ensemble is made of, all of its base model. A BLS calls them, too."""
+_GENERATING = (TENSORRT_LLM.name, VLLM.name)
+
+StartModel = Callable[[str, ModelConfig], Awaitable[None]]
+"""Starts one more base model: its name and settings. Raises why it cannot."""
 
 SERVER_NAME = "triton"
 """What clients of Triton may compare; the version is ours."""
@@ -63,12 +70,18 @@ class Catalog:
         max_batch_size: int = DEFAULT_MAX_BATCH_SIZE,
         declarations: Sequence[ModelDeclaration] = (),
         control: ModelControl | None = None,
+        start_model: StartModel | None = None,
     ) -> None:
-        """declarations: of a model repository; none: every base model under our default names."""
+        """declarations: of a model repository; none: every base model under our default names.
+        start_model: starts the base model of a model that control discovers.
+        """
         self._control = control or ModelControl()
         self._backend = backend
         self._max_batch_size = max_batch_size
-        self._declarations = tuple(declarations)
+        self._declarations = {each.name: each for each in declarations}
+        self._start_model = start_model
+        self._turn = asyncio.Lock()
+        """Loads run one after the other."""
         self._made_from: tuple[Sequence[ModelCard], int] | None = None
         self._models: Mapping[str, TritonModel] = {}
         self._token_models: Mapping[str, TritonModel] = {}
@@ -78,7 +91,7 @@ class Catalog:
         return [model for model in self._all(principal) if self._control.is_loaded(model.name)]
 
     def token_model(self, model: TritonModel) -> TritonModel | None:
-        """The loaded model that takes token ids of the same base model, if there is one."""
+        """The loaded model that generates for others of the same base model, if there is one."""
         self._refresh()
         return self._token_models.get(model.card.name)
 
@@ -92,9 +105,11 @@ class Catalog:
         self._refresh()
         named = _step_names(model.declared_config)
         for each in sorted(self._models.values(), key=lambda each: each.name not in named):
-            is_step = each.kind.name in STEPS_OF_ENSEMBLE and each.card.name == model.card.name
+            # A vLLM model generates, as tensorrt_llm does.
+            step = TENSORRT_LLM.name if each.kind.name == VLLM.name else each.kind.name
+            is_step = step in STEPS_OF_ENSEMBLE and each.card.name == model.card.name
             if is_step and self._control.is_loaded(each.name):
-                steps.setdefault(each.kind.name, each.name)
+                steps.setdefault(step, each.name)
         return steps
 
     def _all(self, principal: Principal) -> list[TritonModel]:
@@ -116,7 +131,7 @@ class Catalog:
         if made_from == self._made_from:
             return
         cards = {card.name: card for card in made_from[0]}
-        changed = [self._control.changed(each.name) or each for each in self._declared()]
+        changed = [self._control.changed(each.name) or each for each in self._declared().values()]
         models = [
             TritonModel.declared(each, cards[each.base_model])
             for each in changed
@@ -126,44 +141,74 @@ class Catalog:
         self._token_models = {
             model.card.name: model
             for model in reversed(models)  # of several the first
-            if model.kind.name == TENSORRT_LLM.name and self._control.is_loaded(model.name)
+            if model.kind.name in _GENERATING and self._control.is_loaded(model.name)
         }
         self._made_from = made_from
 
-    def _declared(self) -> Sequence[ModelDeclaration]:
-        """Declarations as they were at the start."""
-        if self._declarations:
-            return self._declarations
+    def _declared(self) -> Mapping[str, ModelDeclaration]:
+        """Declarations by name, as they were at the start."""
         cards = self._backend.models()
+        if self._declarations or not cards:
+            return self._declarations
         names = [(kind.name, kind, cards[0]) for kind in KINDS]
         taken = {kind.name for kind in KINDS}
         names += [(card.name, ENSEMBLE, card) for card in cards if card.name not in taken]
-        return [
-            ModelDeclaration(
+        return {
+            name: ModelDeclaration(
                 name=name, kind=kind, base_model=card.name, max_batch_size=self._max_batch_size
             )
             for name, kind, card in names
-        ]
+        }
 
-    def load(self, name: str, parameters: Mapping[str, object]) -> None:
-        """Load an ensemble with its steps, as at the start. Raises what ModelControl.load raises,
-        and NotFoundError for a model that no repository has.
+    async def load(self, name: str, parameters: Mapping[str, object]) -> None:
+        """Load an ensemble with its steps, as at the start.
+
+        Raises NotReadyError without explicit control, InvalidRequestError, UnsupportedFeatureError,
+        and NotFoundError for a model that no repository has; then nothing is changed.
         """
         self._control.check_explicit()
-        declared = {each.name: each for each in self._declared()}
-        if name not in declared:
+        async with self._turn:
+            declared = dict(self._declared())
+            settings = await self._discovered(name, declared)
+            read = self._control.read(
+                declared[name], parameters, lambda model: _parts(model, declared.values())
+            )
+            if settings is not None:
+                await self._start(name, declared[name].base_model, settings)
+                self._declarations = declared
+            self._control.load(read)
+
+    async def _discovered(
+        self, name: str, declared: dict[str, ModelDeclaration]
+    ) -> ModelConfig | None:
+        """Add a model whose base model does not run to the declared ones; return the settings of
+        that base model.
+        """
+        served = {card.name for card in self._backend.models()}
+        if name in declared and declared[name].base_model in served:
+            return None
+        if self._control.discover is None:
             raise NotFoundError(
                 f"failed to load '{name}', failed to poll from model repository; its models are: "
                 f"{', '.join(declared)}"
             )
-        self._control.load(
-            declared[name], parameters, lambda model: _parts(model, declared.values())
-        )
+        found = await asyncio.to_thread(self._control.discover, name)
+        # The models of base models that run stay as they were at the start.
+        new = {each.name: each for each in found.declarations if each.base_model not in served}
+        declared |= new
+        return found.settings if name in new else None
+
+    async def _start(self, name: str, base_model: str, settings: ModelConfig) -> None:
+        assert self._start_model is not None, "who discovers models starts them"
+        try:
+            await self._start_model(base_model, settings)
+        except LoraplexError as error:
+            raise InvalidRequestError(f"failed to load '{name}': {error.message}") from error
 
     def unload(self, name: str, *, with_dependents: bool = False) -> None:
         """Take a name from clients, of an ensemble with its steps. An unknown one is fine."""
         self._control.check_explicit()
-        declared = {each.name: each for each in self._declared()}
+        declared = self._declared()
         if name not in declared:
             return
         names = {name}
@@ -206,7 +251,10 @@ class Catalog:
     ) -> list[dict[str, str]]:
         """The repository index: name, version, state and reason of every model."""
         rows = []
-        for model in self._all(principal):
+        for each in self._declared().values():
+            if each.base_model not in principal.rights.models:
+                continue
+            model = self._control.changed(each.name) or each
             reason = self._reason(model)
             if not (reason and only_ready):
                 row = {"name": model.name, "version": model.version}
@@ -215,11 +263,11 @@ class Catalog:
                 )
         return rows
 
-    def _reason(self, model: TritonModel) -> str:
+    def _reason(self, model: ModelDeclaration) -> str:
         """Why a model is not ready; empty if it is."""
         if not self._control.is_loaded(model.name):
             return "unloaded" if self._control.was_unloaded(model.name) else "not loaded"
-        if self._backend.model_ready(model.card.name):
+        if self._backend.model_ready(model.base_model):
             return ""
         return self._backend.health().reason or "not ready"
 

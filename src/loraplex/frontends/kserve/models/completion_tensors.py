@@ -8,6 +8,8 @@ import math
 from collections.abc import Sequence
 from typing import TypeVar
 
+import msgspec
+
 from loraplex.frontends.kserve.models.completion import Completion
 from loraplex.frontends.kserve.models.kinds import Dialect, ModelKind
 from loraplex.frontends.kserve.models.measured import logits_tensors, perf_tensors
@@ -30,10 +32,11 @@ def output_tensors(
 
     Shapes: output_ids [batch, sequences, longest], sequence_length and cum_log_probs [batch,
     sequences], output_log_probs [batch, sequences, longest], text_output [batch * sequences];
-    those of vLLM's dialect are in vllm_answers.
+    those of vLLM's dialect are in vllm_tensors.
     """
     if kind.dialect is Dialect.VLLM:
-        return vllm_tensors(batch[0])
+        tensors = vllm_tensors(batch[0])
+        return _of_ensemble(kind, tensors) if kind.output_names else tensors
     generation = batch[0][0].generation
     tensors = _contents(kind, batch)
     if generation.returns_log_probs:
@@ -64,6 +67,16 @@ def _contents(kind: ModelKind, batch: Sequence[Sequence[Completion]]) -> list[Te
     return [
         numbers("output_ids", "INT32", _padded(ids, PADDING)),
         numbers("sequence_length", "INT32", lengths),
+    ]
+
+
+def _of_ensemble(kind: ModelKind, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the outputs of a step that an ensemble has, under its names and with a batch of 1."""
+    names = kind.output_names
+    return [
+        msgspec.structs.replace(tensor, name=names[tensor.name], shape=(1, *tensor.shape))
+        for tensor in tensors
+        if tensor.name in names
     ]
 
 

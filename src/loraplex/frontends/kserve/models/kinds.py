@@ -102,6 +102,8 @@ class ModelKind:
     dialect: Dialect = Dialect.TENSORRT_LLM
     response_parameters: Mapping[str, Parameter] = dataclasses.field(default_factory=dict)
     """Parameters of every response."""
+    output_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Names of an ensemble's outputs, by those of its step; empty: the outputs have their own."""
 
     def input(self, name: str) -> InputSpec | None:
         """The row of an input, older names included."""

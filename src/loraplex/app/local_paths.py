@@ -1,0 +1,36 @@
+"""Settings of models with every path in a local folder: hub ids are downloaded."""
+
+import os
+
+import msgspec
+
+from loraplex.app.build_limits import within_build
+from loraplex.core.config import Config, ModelConfig
+from loraplex.core.engine_settings import NO_CACHE
+from loraplex.core.environment import weights_cache_directory
+from loraplex.execution.weights.hub import resolve_model, resolve_tokenizer
+
+
+def with_local_paths(config: Config) -> Config:
+    """Return the configuration with every model in a local folder. Raises ConfigError."""
+    state_dir = config.server.state_dir
+    models = {
+        name: with_local_path(name, model, state_dir) for name, model in config.models.items()
+    }
+    return msgspec.structs.replace(config, models=models)
+
+
+def with_local_path(name: str, model: ModelConfig, state_dir: str) -> ModelConfig:
+    """Return the settings of a model in a local folder. Raises ConfigError.
+
+    Its weights cache is then a folder, too, or none, and the limits of a built engine folder are
+    applied.
+    """
+    folder = resolve_model(model.path, model.revision)
+    cache = weights_cache_directory(model.weights_cache_dir, state_dir)
+    return msgspec.structs.replace(
+        within_build(name, model, folder),
+        path=str(folder),
+        tokenizer=model.tokenizer and str(resolve_tokenizer(model.tokenizer)),
+        weights_cache_dir=NO_CACHE if cache is None else os.path.abspath(cache),
+    )
