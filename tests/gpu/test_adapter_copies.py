@@ -9,12 +9,12 @@ from loraplex.core.plan import BlockCopy, BlockTransfer
 from loraplex.execution.adapters.page_copies import PageCopies
 from loraplex.execution.adapters.pinned_pages import PinnedPages
 from loraplex.execution.sizing.settings import RunnerSettings
-from loraplex.execution.steps.kv_cache import KVCache
 from loraplex.kernels.accelerator import CudaAccelerator
 from loraplex.kernels.ops import AttentionShape
 from loraplex.kernels.reference import ReferenceKernels
 from loraplex.memory.adapter_pages import Placement
 from support.adapter_churn import AdapterChurn
+from support.kv_caches import kv_cache
 from support.tiny_model import TinyCheckpoint
 
 pytestmark = pytest.mark.gpu
@@ -81,7 +81,7 @@ def test_blocks_move_between_device_and_host(dtype: torch.dtype) -> None:
     accelerator = CudaAccelerator(torch.device("cuda"))
     shape = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128, block_size=16)
     kernels = ReferenceKernels(torch.device("cuda"))
-    cache = KVCache(200, [shape] * 8, dtype, kernels, num_host_blocks=100, accelerator=accelerator)
+    cache = kv_cache([(200, 100)], [shape] * 8, dtype, kernels, accelerator)
     with accelerator.compute():
         for number, storage in enumerate(cache.storages):
             storage.key.copy_(torch.randn_like(storage.key.float()) + number)

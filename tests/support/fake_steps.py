@@ -21,7 +21,7 @@ from loraplex.models.batch import ForwardBatch
 from loraplex.models.decoder import Decoder
 from loraplex.models.parameters import LinearPlace, build_parameters
 from loraplex.models.rope import rotary_tables
-from loraplex.models.spec import ModelSpec
+from loraplex.models.spec import ModelSpec, kv_groups
 from support.kernel_cases.llamas import BLOCK_SIZE, GPU, LLAMAS, Llama, empty, mixed_rows
 from support.kernel_cases.lora import device_batch, host_batch
 from support.kernel_launches import LaunchRecorder
@@ -105,8 +105,8 @@ def _decoder(llama: Llama) -> Callable[[ForwardBatch], torch.Tensor]:
     kernels = CudaKernels(_FakeGpu())
     spec = _spec(llama)
     parameters = build_parameters(spec, _FakeWeights(kernels))
-    rotary = rotary_tables(spec, 4096, GPU)
-    decoder = Decoder(spec, parameters, rotary, kernels, block_size=BLOCK_SIZE)
+    rotary, groups = rotary_tables(spec, 4096, GPU), kv_groups(spec, 4096)
+    decoder = Decoder(spec, parameters, rotary, kernels, kv_groups=groups, block_size=BLOCK_SIZE)
     kv = [kernels.allocate_kv(_NUM_BLOCKS, llama.attention, _DTYPE) for _ in range(_NUM_LAYERS)]
     return functools.partial(decoder.forward, kv=kv)
 
@@ -124,8 +124,8 @@ def _run(
     batch = ForwardBatch(
         token_ids=integers(num_tokens),
         positions=integers(num_tokens),
-        slot_mapping=integers(num_tokens),
-        rows=mixed_rows(list(counts)),
+        slot_mappings=(integers(num_tokens),),
+        rows=(mixed_rows(list(counts)),),
         logits_indices=integers(len(counts)),
         lora=lora,
     )

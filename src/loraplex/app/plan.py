@@ -20,7 +20,7 @@ from loraplex.app.builder import served_shapes
 from loraplex.app.engine import runner_settings
 from loraplex.core.config import ModelConfig
 from loraplex.core.errors import InvalidAdapterError, LoraplexError
-from loraplex.core.plan import Capacity, KVGroupCapacity
+from loraplex.core.plan import Capacity
 from loraplex.core.stats import EngineStats
 from loraplex.execution.sizing.capacity import (
     choose_device,
@@ -32,11 +32,9 @@ from loraplex.execution.sizing.capacity import (
 from loraplex.execution.sizing.kv import windowed
 from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.execution.sizing.step_memory import StepMemory, estimated_step_memory
-from loraplex.execution.steps.kv_cache import block_bytes
 from loraplex.execution.weights.hub import resolve_model
 from loraplex.execution.weights.size import weights_size
 from loraplex.memory.adapter_pages import place
-from loraplex.models.attention import attention_shapes
 from loraplex.models.registry import read_config
 from loraplex.models.spec import ModelSpec
 from loraplex.serving.adapters.fit import check_fits_tiers
@@ -115,17 +113,9 @@ def _capacity(settings: RunnerSettings, config: ModelSpec) -> Capacity:
         free_bytes=_free_bytes(settings, weights_bytes),
         steps=steps,
     )
-    shapes = attention_shapes(config, settings.block_size)
     return Capacity(
         block_size=settings.block_size,
-        kv_groups=(
-            KVGroupCapacity(
-                num_blocks=size.kv.num_blocks,
-                num_host_blocks=size.kv.num_host_blocks,
-                attention_window=size.kv.attention_window,
-                num_sink_tokens=settings.sink_token_length,
-            ),
-        ),
+        kv_groups=size.kv.capacities,
         max_num_seqs=settings.max_num_seqs,
         max_model_len=size.kv.max_model_len,
         vocab_size=config.vocab_size,
@@ -134,7 +124,7 @@ def _capacity(settings: RunnerSettings, config: ModelSpec) -> Capacity:
         adapter_page_bytes=size.adapters.page_bytes,
         host_page_bytes=0 if is_cpu else size.adapters.page_bytes,
         keeps_host_copy=not is_cpu,
-        kv_cache_bytes=size.kv.num_blocks * block_bytes(shapes, kv_dtype),
+        kv_cache_bytes=size.kv.num_bytes,
         weights_bytes=weights_bytes,
         workspace_bytes=steps.workspace,
         graph_bytes=steps.graphs,

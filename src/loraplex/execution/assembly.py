@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from loraplex.core.errors import StepFailedError
-from loraplex.core.plan import Capacity, KVGroupCapacity
+from loraplex.core.plan import Capacity
 from loraplex.execution.adapters.bank import AdapterBank, BaseEnds
 from loraplex.execution.adapters.host_adapters import HostAdapter, HostAdapters, HostWeight
 from loraplex.execution.grammar.rows import GrammarRows
@@ -31,7 +31,7 @@ from loraplex.execution.sizing.capacity import (
     choose_kv_dtype,
     smallest_pool,
 )
-from loraplex.execution.sizing.kv import KVSize, wanted_model_len
+from loraplex.execution.sizing.kv import trial_kv_size
 from loraplex.execution.sizing.measuring import (
     DUMMY_ADAPTER,
     Trials,
@@ -105,15 +105,20 @@ class Assembly:
         spec, device, settings = self.spec, self.device, self.settings
         rotary = rotary_tables(spec, size.kv.max_model_len, device)
         kv_cache = KVCache(
-            size.kv.num_blocks,
+            size.kv.groups,
+            size.kv.capacities,
             attention_shapes(spec, settings.block_size),
             self.kv_dtype,
             self.kernels,
-            num_host_blocks=size.kv.num_host_blocks,
             accelerator=self.accelerator,
         )
         decoder = Decoder(
-            spec, self.parameters, rotary, self.kernels, block_size=settings.block_size
+            spec,
+            self.parameters,
+            rotary,
+            self.kernels,
+            kv_groups=size.kv.groups,
+            block_size=settings.block_size,
         )
         return RunnerParts(
             decoder=decoder,
@@ -156,14 +161,7 @@ class Assembly:
         settings, kv, pool = self.settings, size.kv, size.adapters
         return Capacity(
             block_size=settings.block_size,
-            kv_groups=(
-                KVGroupCapacity(
-                    num_blocks=kv.num_blocks,
-                    num_host_blocks=kv.num_host_blocks,
-                    attention_window=kv.attention_window,
-                    num_sink_tokens=settings.sink_token_length,
-                ),
-            ),
+            kv_groups=kv.capacities,
             max_num_seqs=settings.max_num_seqs,
             max_model_len=kv.max_model_len,
             vocab_size=self.spec.vocab_size,
@@ -243,10 +241,9 @@ def _trials(assembly: Assembly, accelerator: Accelerator) -> Iterator[Trials]:
 def _trial_parts(assembly: Assembly) -> RunnerParts:
     """Make parts for one adapter and few blocks."""
     settings, spec = assembly.settings, assembly.spec
-    max_model_len = wanted_model_len(settings, spec)
-    num_blocks = min(_TRIAL_BLOCKS, -(-max_model_len // settings.block_size))
     size = MemorySize(
-        KVSize(max_model_len, num_blocks), smallest_pool(settings, spec, assembly.dtype)
+        trial_kv_size(settings, spec, assembly.kv_dtype, _TRIAL_BLOCKS),
+        smallest_pool(settings, spec, assembly.dtype),
     )
     host_adapters = HostAdapters()
     parts = assembly.parts(size, host_adapters)

@@ -23,7 +23,6 @@ from loraplex.execution.sizing.capacity import (
 from loraplex.execution.sizing.kv import windowed
 from loraplex.execution.sizing.measuring import settled_memory
 from loraplex.execution.sizing.settings import RunnerSettings
-from loraplex.execution.steps.kv_cache import block_bytes
 from loraplex.execution.steps.model_runner import ModelRunner
 from loraplex.execution.steps.runner_parts import RunnerParts
 from loraplex.execution.weights.loading import load_weights
@@ -32,7 +31,6 @@ from loraplex.execution.weights.packing import WeightFormat
 from loraplex.execution.weights.size import weights_size
 from loraplex.kernels.accelerator import Accelerator, DeviceMemory
 from loraplex.kernels.dispatch import select_accelerator, select_kernels
-from loraplex.models.attention import attention_shapes
 from loraplex.models.registry import read_config
 from loraplex.models.spec import ModelSpec
 
@@ -114,13 +112,9 @@ def assemble_parts(
         free_bytes=free,
         steps=steps,
     )
-    weights_bytes, kv_dtype = assembly.weights_bytes, assembly.kv_dtype
-    logger.info("%s", describe_memory(weights_bytes, size, settings, spec, kv_dtype, steps))
+    logger.info("%s", describe_memory(assembly.weights_bytes, size, settings, spec, steps))
     pool_bytes = size.adapters.num_pages * size.adapters.page_bytes
-    kv_bytes = size.kv.num_blocks * block_bytes(
-        attention_shapes(spec, settings.block_size), kv_dtype
-    )
-    with out_of_memory_is(lambda: assembly.advice.pools(free, kv_bytes, pool_bytes)):
+    with out_of_memory_is(lambda: assembly.advice.pools(free, size.kv.num_bytes, pool_bytes)):
         return assembly.parts(size, host_adapters, vocabulary, steps)
 
 

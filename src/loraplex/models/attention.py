@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 
+from loraplex.core.plan import KVGroupId
 from loraplex.kernels.ops import AttentionPlan, AttentionShape, Kernels, KVStorage
 from loraplex.models.batch import ForwardBatch
 from loraplex.models.linear import Linear
@@ -18,14 +19,18 @@ Angles = tuple[torch.Tensor, torch.Tensor]
 class AttentionKind(NamedTuple):
     """All that the plan of a step's attention depends on. Layers of one kind share the plan."""
 
+    kv_group: KVGroupId
     shape: AttentionShape
     window: int | None
     num_sink_tokens: int
 
 
-def attention_kind(attention: AttentionSpec, block_size: int) -> AttentionKind:
+def attention_kind(attention: AttentionSpec, kv_group: KVGroupId, block_size: int) -> AttentionKind:
     return AttentionKind(
-        attention_shape(attention, block_size), attention.window, attention.num_sink_tokens
+        kv_group,
+        attention_shape(attention, block_size),
+        attention.window,
+        attention.num_sink_tokens,
     )
 
 
@@ -58,13 +63,17 @@ class Attention:
         batch: ForwardBatch,
         angles: Angles | None,
         storage: KVStorage,
+        slot_mapping: torch.Tensor,
         plan: AttentionPlan,
     ) -> torch.Tensor:
-        """x [T, hidden] -> [T, hidden]; writes the tokens' keys and values to the storage."""
+        """x [T, hidden] -> [T, hidden]; writes the tokens' keys and values to the storage.
+
+        slot_mapping, plan: those of the layer's KV group.
+        """
         query, key, value = self._project(x, batch)
         if angles is not None:
             self._kernels.rotary(query, key, *angles)
-        self._kernels.write_kv(storage, key, value, batch.slot_mapping)
+        self._kernels.write_kv(storage, key, value, slot_mapping)
         attended = self._kernels.paged_attention(query, storage, plan).flatten(1)
         return self._output.forward(attended, batch.lora)
 

@@ -10,12 +10,16 @@ from loraplex.kernels.ops import RowLayout
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """T tokens of R rows, one row after another. Everything is on the device."""
+    """T tokens of R rows, one row after another. Everything is on the device.
+
+    What differs by KV group has one entry for each group.
+    """
 
     token_ids: torch.Tensor  # [T] int64
     positions: torch.Tensor  # [T] int64
-    slot_mapping: torch.Tensor  # [T] int64: where the token's key and value go
-    rows: RowLayout
+    slot_mappings: tuple[torch.Tensor, ...]  # [T] int64: where the token's key and value go
+    rows: tuple[RowLayout, ...]
+    """Rows with the block tables of each group."""
     logits_indices: torch.Tensor  # [S] int64: the tokens whose logits are wanted
     lora: LoraBatch | None = None
     """None: no row uses an adapter."""

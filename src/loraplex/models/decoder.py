@@ -16,7 +16,7 @@ from loraplex.models.feed_forward import FeedForward
 from loraplex.models.norm import HiddenState, make_norm
 from loraplex.models.parameters import DecoderParameters, LayerParameters
 from loraplex.models.rope import RotaryTable
-from loraplex.models.spec import LayerSpec, ModelSpec, NormPlace, RopeConfig
+from loraplex.models.spec import KVGroup, LayerSpec, ModelSpec, NormPlace, RopeConfig
 
 _MAX_REPEATED_TOKENS = 256
 """Maximum of a repeated step: in larger ones the calls of the ops cost little compared with what
@@ -39,10 +39,10 @@ class DecoderLayer:
         layer: int,
         parameters: LayerParameters,
         kernels: Kernels,
-        block_size: int,
+        kind: AttentionKind,
     ) -> None:
         self._rope = spec.attention.rope
-        self._kind = attention_kind(spec.attention, block_size)
+        self._kind = kind
         norms = {
             place: make_norm(norm, parameters.norms[place], kernels)
             for place, norm in spec.norms.items()
@@ -52,17 +52,16 @@ class DecoderLayer:
         self._feed_forward_norm = norms[NormPlace.BEFORE_FEED_FORWARD]
         self._feed_forward = FeedForward(spec, layer, parameters, kernels)
 
-    @property
-    def kind(self) -> AttentionKind:
-        return self._kind
-
     def forward(
         self, state: HiddenState, batch: ForwardBatch, layout: StepLayout, storage: KVStorage
     ) -> HiddenState:
         """Return the state that the next layer reads."""
         angles = None if self._rope is None else layout.angles[self._rope]
         x, residual = self._attention_norm.read(state)
-        update = self._attention.forward(x, batch, angles, storage, layout.plans[self._kind])
+        kind = self._kind
+        update = self._attention.forward(
+            x, batch, angles, storage, batch.slot_mappings[kind.kv_group], layout.plans[kind]
+        )
         x, residual = self._feed_forward_norm.read(HiddenState(residual, update))
         return HiddenState(residual, self._feed_forward.forward(x, batch.lora))
 
@@ -77,24 +76,30 @@ class Decoder:
         rotary: Mapping[RopeConfig, RotaryTable],
         kernels: Kernels,
         *,
+        kv_groups: Sequence[KVGroup],
         block_size: int,
     ) -> None:
         """parameters: packed by these kernels. rotary: a table for each RopeConfig of the layers.
 
-        block_size: of the KV storage that `forward` will get.
+        kv_groups: in the order of what `forward` will get; block_size: of its KV storage.
         """
         self.spec = spec
         self._kernels = kernels
         self._rotary = rotary
         self._embedding = parameters.embedding
         self._positions = parameters.positions
+        group_of = {layer: n for n, group in enumerate(kv_groups) for layer in group.layers}
+        kinds = [
+            attention_kind(layer.attention, group_of[index], block_size)
+            for index, layer in enumerate(spec.layers)
+        ]
         self._layers = [
-            DecoderLayer(layer, index, packed, kernels, block_size)
+            DecoderLayer(layer, index, packed, kernels, kinds[index])
             for index, (layer, packed) in enumerate(
                 zip(spec.layers, parameters.layers, strict=True)
             )
         ]
-        self._kinds = tuple(dict.fromkeys(layer.kind for layer in self._layers))
+        self._kinds = tuple(dict.fromkeys(kinds))
         self._final_norm = make_norm(spec.final_norm, parameters.final_norm, kernels)
         self._lm_head = parameters.lm_head
         self.base_linears: BaseLinears = base_linears(spec, parameters, kernels)
@@ -114,9 +119,12 @@ class Decoder:
             (
                 *(id(self), id(kv), batch.token_ids.shape[0]),
                 batch.lora and batch.lora.num_waves,
-                batch.rows.num_device_rows,
+                batch.rows[0].num_device_rows,
             ),
-            (batch.token_ids, batch.positions, batch.slot_mapping, batch.lora, *plans.values()),
+            (
+                *(batch.token_ids, batch.positions, *batch.slot_mappings),
+                *(batch.lora, *plans.values()),
+            ),
             lambda: self._kernels.linear(self._hidden(batch, kv, plans), self._lm_head),
         )
 
@@ -153,7 +161,12 @@ class Decoder:
         return HiddenState(embedded, self._kernels.take_rows(self._positions, batch.positions))
 
     def _plan(self, batch: ForwardBatch) -> dict[AttentionKind, AttentionPlan]:
-        return {kind: self._kernels.plan_attention(batch.rows, *kind) for kind in self._kinds}
+        return {
+            kind: self._kernels.plan_attention(
+                batch.rows[kind.kv_group], kind.shape, kind.window, kind.num_sink_tokens
+            )
+            for kind in self._kinds
+        }
 
     def _logits(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Compute the logits [S, vocab_size] of normed x [T, hidden]."""

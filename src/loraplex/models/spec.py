@@ -185,11 +185,44 @@ class ModelSpec:
         """LayerSpec.module_shapes of each layer."""
         return tuple(layer.module_shapes for layer in self.layers)
 
-    @property
-    def attention_window(self) -> int | None:
-        """Largest window of the layers: KV blocks that no layer sees any more can be freed."""
-        windows = [layer.attention.window for layer in self.layers]
-        return None if None in windows else max(window for window in windows if window)
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class KVGroup:
+    """Layers with KV blocks of one shape and one lifetime: they share a block table per sequence.
+
+    All groups have the same number of tokens per block.
+    """
+
+    layers: tuple[int, ...]
+    num_kv_heads: int
+    head_dim: int
+    window: int | None
+    """AttentionSpec.window; None also for a window that no sequence outgrows."""
+    num_sink_tokens: int
+    """AttentionSpec.num_sink_tokens; 0 without a window."""
+
+
+def kv_groups(spec: ModelSpec, max_model_len: int) -> tuple[KVGroup, ...]:
+    """Return the KV groups of the layers, the largest window first; no window is the largest."""
+    members: dict[tuple[int, int, int | None, int], list[int]] = {}
+    for index, layer in enumerate(spec.layers):
+        attention = layer.attention
+        window, num_sink_tokens = attention.window, attention.num_sink_tokens
+        if window is None or window >= max_model_len:
+            window, num_sink_tokens = None, 0
+        key = (attention.num_kv_heads, attention.head_dim, window, num_sink_tokens)
+        members.setdefault(key, []).append(index)
+    groups = [
+        KVGroup(
+            layers=tuple(layers),
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            window=window,
+            num_sink_tokens=num_sink_tokens,
+        )
+        for (num_kv_heads, head_dim, window, num_sink_tokens), layers in members.items()
+    ]
+    return tuple(sorted(groups, key=lambda group: -(group.window or max_model_len)))
 
 
 def with_attention_windows(

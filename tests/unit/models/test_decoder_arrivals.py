@@ -10,7 +10,6 @@ from loraplex.core.adapter import OUTSIDE_LAYERS, LoraTarget
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.execution.adapters.bank import AdapterBank
 from loraplex.execution.adapters.host_adapters import HostAdapter, HostWeight
-from loraplex.execution.steps.kv_cache import KVCache
 from loraplex.execution.weights.loading import load_weights
 from loraplex.execution.weights.packing import WeightFormat
 from loraplex.kernels.lora import LoraBatch
@@ -21,7 +20,9 @@ from loraplex.models.attention import attention_shapes
 from loraplex.models.batch import ForwardBatch
 from loraplex.models.decoder import Decoder
 from loraplex.models.rope import rotary_tables
+from loraplex.models.spec import kv_groups
 from support.delayed_accelerator import DelayedAccelerator
+from support.kv_caches import kv_cache
 from support.tiny_model import TinyCheckpoint
 
 CPU, NUM_LAYERS, BLOCK_SIZE = torch.device("cpu"), 4, 4
@@ -35,11 +36,17 @@ class Model:
         form = WeightFormat(dtype=torch.float32, precision=WeightPrecision.NATIVE, device=CPU)
         weights = load_weights(checkpoint.save(), self.config, kernels, form, None)
         rotary = rotary_tables(self.config, 64, CPU)
+        groups = kv_groups(self.config, 64)
         self.decoder = Decoder(
-            self.config, weights.parameters, rotary, kernels, block_size=BLOCK_SIZE
+            self.config,
+            weights.parameters,
+            rotary,
+            kernels,
+            kv_groups=groups,
+            block_size=BLOCK_SIZE,
         )
         shapes = attention_shapes(self.config, BLOCK_SIZE)
-        self.kv = KVCache(1, shapes, torch.float32, kernels).storages
+        self.kv = kv_cache([(1, 0)], shapes, torch.float32, kernels).storages
 
     def bank(self, accelerator: DelayedAccelerator | None) -> AdapterBank:
         """Make a bank with one adapter, on its way: of rank 2 on every layer but the second."""
@@ -64,8 +71,8 @@ class Model:
         batch = ForwardBatch(
             torch.tensor(PROMPT),
             torch.arange(count),
-            torch.arange(count),
-            RowLayout([0, count], [count], torch.tensor([[0]])),
+            (torch.arange(count),),
+            (RowLayout([0, count], [count], torch.tensor([[0]])),),
             torch.arange(count),
             lora,
         )

@@ -1,11 +1,13 @@
 """Every family's decode steps become programs of native calls: each op's values are known."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from loraplex.core.plan import KVGroupCapacity
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.execution.adapters.bank import AdapterBank
 from loraplex.execution.adapters.host_adapters import HostAdapter, HostWeight
@@ -21,6 +23,7 @@ from loraplex.models.attention import attention_shapes
 from loraplex.models.batch import ForwardBatch
 from loraplex.models.decoder import Decoder
 from loraplex.models.rope import rotary_tables
+from loraplex.models.spec import kv_groups
 from support.tiny_model import TinyCheckpoint
 
 try:
@@ -39,29 +42,41 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 class Model:
-    def __init__(self, folder: Path, architecture: str) -> None:
+    def __init__(self, folder: Path, architecture: str, *, has_groups: bool = True) -> None:
+        """has_groups: False: all layers share their block tables, whatever their windows."""
         fields = FAMILIES[architecture]
         checkpoint = TinyCheckpoint(folder, architectures=[architecture], **fields)
         self.spec, self.kernels = checkpoint.config, NativeKernels(LIBRARY, 1)
         form = WeightFormat(dtype=torch.float32, precision=WeightPrecision.NATIVE, device=CPU)
         weights = load_weights(checkpoint.save(), self.spec, self.kernels, form, None)
+        groups = kv_groups(self.spec, 64)
+        if not has_groups:
+            groups = (dataclasses.replace(groups[0], layers=tuple(range(self.spec.num_layers))),)
         self.decoder = Decoder(
             self.spec,
             weights.parameters,
             rotary_tables(self.spec, 64, CPU),
             self.kernels,
+            kv_groups=groups,
             block_size=BLOCK_SIZE,
         )
         shapes = attention_shapes(self.spec, BLOCK_SIZE)
-        self.kv = KVCache(4, shapes, torch.float32, self.kernels).storages
+        capacities = [KVGroupCapacity(num_blocks=4)] * len(groups)
+        self.kv = KVCache(groups, capacities, shapes, torch.float32, self.kernels).storages
+        tables = (torch.tensor([[0, 1], [2, 3]]), torch.tensor([[3, 0], [1, 2]]))
+        self.tables = tables[: len(groups)]
+        """Tables of two rows, for each group."""
 
     def decode(self, position: int, lora: LoraBatch | None) -> torch.Tensor:
         """Compute one token of each of two rows."""
         batch = ForwardBatch(
             token_ids=torch.tensor([3, 5 + position]),
             positions=torch.tensor([position, position]),
-            slot_mapping=torch.tensor([position, 2 * BLOCK_SIZE + position]),
-            rows=RowLayout([0, 1, 2], [position + 1] * 2, torch.tensor([[0, 1], [2, 3]])),
+            slot_mappings=tuple(
+                table[:, position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+                for table in self.tables
+            ),
+            rows=tuple(RowLayout([0, 1, 2], [position + 1] * 2, table) for table in self.tables),
             logits_indices=torch.arange(2),
             lora=lora,
         )
@@ -102,3 +117,13 @@ def test_decode_steps_are_repeated_by_programs(
     monkeypatch.setattr(NativeKernels, "repeat", lambda _self, _key, _inputs, compute: compute())
     computed = [model.decode(position, lora) for position in range(6)]
     assert all(map(torch.equal, repeated, computed))
+
+
+def test_layers_with_other_windows_may_have_blocks_of_their_own(tmp_path: Path) -> None:
+    """Where they lie changes no logits."""
+    grouped, joined = (
+        Model(tmp_path, "Qwen2ForCausalLM", has_groups=has_groups) for has_groups in (True, False)
+    )
+    assert (len(grouped.tables), len(joined.tables)) == (2, 1)
+    for position in range(6):
+        assert torch.equal(grouped.decode(position, None), joined.decode(position, None))

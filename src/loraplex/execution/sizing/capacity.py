@@ -97,16 +97,15 @@ def size_memory(
         share = min(int(settings.kv_cache_fraction * left), available)
         settings = msgspec.structs.replace(settings, kv_cache_bytes=max(share, 1))
     kv = size_kv(settings, spec, kv_dtype)
-    kv_bytes = kv.num_blocks * block
     if settings.lora_device_bytes is None:
-        whole = settings.memory_bytes if free_bytes is None else left - kv_bytes
+        whole = settings.memory_bytes if free_bytes is None else left - kv.num_bytes
         assert whole is not None
-        share = min(int(settings.lora_device_fraction * whole), left - kv_bytes)
+        share = min(int(settings.lora_device_fraction * whole), left - kv.num_bytes)
         settings = msgspec.structs.replace(settings, lora_device_bytes=max(share, least))
     pool = size_adapter_pool(settings, spec, dtype)
     pool_bytes = pool.num_pages * pool.page_bytes
-    if kv_bytes + pool_bytes > left:
-        raise _too_much(settings, weights_bytes, kv_bytes, pool_bytes, left)
+    if kv.num_bytes + pool_bytes > left:
+        raise _too_much(settings, weights_bytes, kv.num_bytes, pool_bytes, left)
     return MemorySize(kv, pool)
 
 
@@ -138,12 +137,9 @@ def describe_memory(
     size: MemorySize,
     settings: RunnerSettings,
     spec: ModelSpec,
-    kv_dtype: torch.dtype,
     steps: StepMemory = _NO_STEPS,
 ) -> str:
     """Return one line for the log."""
-    shapes = attention_shapes(spec, settings.block_size)
-    kv_bytes = size.kv.num_blocks * block_bytes(shapes, kv_dtype)
     pool, targets = size.adapters, layer_targets(spec.module_shapes)
     usual = min(settings.optimal_lora_rank, settings.max_lora_rank)
     holds = (
@@ -152,8 +148,8 @@ def describe_memory(
     )
     return (
         f"memory: weights {weights_bytes >> 20} MiB; {_of_steps(steps)}"
-        f"KV cache {kv_bytes >> 20} MiB, {size.kv.num_blocks * settings.block_size} tokens"
-        f"{_on_host(size.kv, settings)}; adapters {pool.num_pages * pool.page_bytes >> 20} MiB, "
+        f"KV cache {size.kv.num_bytes >> 20} MiB, {_tokens(size.kv, settings)}; "
+        f"adapters {pool.num_pages * pool.page_bytes >> 20} MiB, "
         f"{pool.num_pages} pages of {pool.page_bytes} bytes: {' or '.join(holds)} on all modules"
     )
 
@@ -164,10 +160,18 @@ def _of_steps(steps: StepMemory) -> str:
     return f"steps {steps.workspace >> 20} MiB; recorded steps {steps.graphs >> 20} MiB; "
 
 
-def _on_host(kv: KVSize, settings: RunnerSettings) -> str:
-    if not kv.num_host_blocks:
-        return ""
-    return f" and {kv.num_host_blocks * settings.block_size} more on the host"
+def _tokens(kv: KVSize, settings: RunnerSettings) -> str:
+    """Return the number of tokens that the KV cache holds, by group if there are several."""
+    texts = []
+    for group, capacity in zip(kv.groups, kv.capacities, strict=True):
+        text = f"{capacity.num_blocks * settings.block_size} tokens"
+        if capacity.num_host_blocks:
+            text += f" and {capacity.num_host_blocks * settings.block_size} more on the host"
+        if len(kv.groups) > 1:
+            window = "no window" if group.window is None else f"a window of {group.window}"
+            text += f" in {len(group.layers)} layers with {window}"
+        texts.append(text)
+    return ", ".join(texts)
 
 
 def _left(

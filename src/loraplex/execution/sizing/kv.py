@@ -1,15 +1,21 @@
-"""Number of KV blocks, and windows of layers, by the settings and the model."""
+"""Number of blocks of each KV group, and windows of layers, by the settings and the model.
+
+The first group, that with the largest window, gets as many blocks as fit. A group with a smaller
+window gets as many, but not more than max_num_seqs sequences need at once.
+"""
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 
 from loraplex.core.errors import ConfigError
+from loraplex.core.plan import KVGroupCapacity
 from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.execution.steps.kv_cache import block_bytes
 from loraplex.memory.attention_window import AttentionWindow
 from loraplex.models.attention import attention_shapes
-from loraplex.models.spec import ModelSpec, with_attention_windows
+from loraplex.models.spec import KVGroup, ModelSpec, kv_groups, with_attention_windows
 
 _DEFAULT_KV_BYTES = 2 << 30
 
@@ -17,10 +23,11 @@ _DEFAULT_KV_BYTES = 2 << 30
 @dataclasses.dataclass(frozen=True, slots=True)
 class KVSize:
     max_model_len: int
-    num_blocks: int
-    num_host_blocks: int = 0
-    attention_window: int | None = None
-    """The field of core.plan.Capacity."""
+    groups: tuple[KVGroup, ...]
+    capacities: tuple[KVGroupCapacity, ...]
+    """Number of blocks of each group."""
+    num_bytes: int
+    """Bytes on the device."""
 
 
 def windowed(settings: RunnerSettings, spec: ModelSpec) -> ModelSpec:
@@ -47,56 +54,123 @@ def windowed(settings: RunnerSettings, spec: ModelSpec) -> ModelSpec:
 
 
 def size_kv(settings: RunnerSettings, spec: ModelSpec, dtype: torch.dtype) -> KVSize:
-    """dtype: of the KV cache. Raises ConfigError if one sequence of max_model_len does not fit."""
+    """dtype: of the KV cache. Raises ConfigError if one sequence of max_model_len does not fit.
+
+    Without settings.max_model_len the length becomes what fits.
+    """
     max_model_len = wanted_model_len(settings, spec)
-    per_block = block_bytes(attention_shapes(spec, settings.block_size), dtype)
-    window = _window(settings, spec, max_model_len)
-    per_sequence = window.max_blocks_held(max_model_len, settings.max_num_batched_tokens)
-    useful = settings.max_num_seqs * per_sequence
-    by_bytes = _blocks_by_bytes(settings, per_block, useful)
-    capped = _blocks_by_tokens(settings)
-    num_blocks = min(count for count in (by_bytes, capped) if count is not None)
-    if num_blocks < per_sequence:
+    while True:
+        needs = _GroupNeeds.of(settings, spec, dtype, max_model_len)
+        num_blocks = _num_blocks(settings, needs)
+        if num_blocks >= needs.per_sequence:
+            return needs.size(num_blocks, _num_host_blocks(settings, needs))
         if settings.max_model_len is not None or num_blocks == 0:
-            raise _too_small(settings, spec, per_block, num_blocks, per_sequence)
+            raise _too_small(settings, needs, num_blocks)
+        # Shorter sequences may outgrow fewer windows, so the groups may change.
         max_model_len = num_blocks * settings.block_size
-        window = _window(settings, spec, max_model_len)
-    return KVSize(
-        max_model_len,
-        num_blocks,
-        _num_host_blocks(settings, per_block),
-        window.num_tokens,
-    )
 
 
-def _window(settings: RunnerSettings, spec: ModelSpec, max_model_len: int) -> AttentionWindow:
-    """Return the window; one that no sequence outgrows is none."""
-    num_tokens = spec.attention_window
-    if num_tokens is not None and num_tokens >= max_model_len:
-        num_tokens = None
-    return AttentionWindow(settings.block_size, num_tokens, settings.sink_token_length)
+@dataclasses.dataclass(frozen=True, slots=True)
+class _GroupNeeds:
+    """The KV groups, and what max_num_seqs sequences of max_model_len need of them."""
+
+    max_model_len: int
+    groups: tuple[KVGroup, ...]
+    block_bytes: tuple[int, ...]
+    """Bytes of a block of each group in all its layers."""
+    held: tuple[int, ...]
+    """Maximum number of blocks of each group that one sequence needs at once."""
+    useful: tuple[int, ...]
+    """Number of blocks of each group beyond which max_num_seqs sequences cannot use more."""
+
+    @classmethod
+    def of(
+        cls, settings: RunnerSettings, spec: ModelSpec, dtype: torch.dtype, max_model_len: int
+    ) -> "_GroupNeeds":
+        groups = _as_one(kv_groups(spec, max_model_len))
+        shapes = attention_shapes(spec, settings.block_size)
+        held = tuple(
+            AttentionWindow(
+                settings.block_size, group.window, group.num_sink_tokens
+            ).max_blocks_held(max_model_len, settings.max_num_batched_tokens)
+            for group in groups
+        )
+        return cls(
+            max_model_len,
+            groups,
+            tuple(
+                block_bytes([shapes[layer] for layer in group.layers], dtype) for group in groups
+            ),
+            held,
+            tuple(settings.max_num_seqs * count for count in held),
+        )
+
+    @property
+    def per_sequence(self) -> int:
+        """Number of blocks of the largest group without which no sequence of max_model_len fits."""
+        return max(self.held)
+
+    def counts(self, num_blocks: int) -> tuple[int, ...]:
+        """Return the number of blocks of each group, if the first one has num_blocks."""
+        return (num_blocks, *(min(num_blocks, useful) for useful in self.useful[1:]))
+
+    def num_bytes(self, num_blocks: int) -> int:
+        """Return the bytes of `counts`."""
+        pairs = zip(self.counts(num_blocks), self.block_bytes, strict=True)
+        return sum(count * size for count, size in pairs)
+
+    def largest(self, num_bytes: int) -> int:
+        """Return the greatest number of blocks of the first group whose num_bytes fits."""
+        sizes, left = sum(self.block_bytes), num_bytes
+        for useful, size in sorted(zip(self.useful[1:], self.block_bytes[1:], strict=True)):
+            if left // sizes <= useful:
+                break
+            # From here on the group does not grow with the others.
+            left, sizes = left - useful * size, sizes - size
+        return left // sizes
+
+    def size(self, num_blocks: int, num_host_blocks: int) -> KVSize:
+        counts = zip(self.counts(num_blocks), self.counts(num_host_blocks), strict=True)
+        capacities = tuple(
+            KVGroupCapacity(
+                num_blocks=count,
+                num_host_blocks=host_count,
+                attention_window=group.window,
+                num_sink_tokens=group.num_sink_tokens,
+            )
+            for group, (count, host_count) in zip(self.groups, counts, strict=True)
+        )
+        return KVSize(self.max_model_len, self.groups, capacities, self.num_bytes(num_blocks))
 
 
-def _too_small(
-    settings: RunnerSettings,
-    spec: ModelSpec,
-    per_block: int,
-    num_blocks: int,
-    per_sequence: int,
-) -> ConfigError:
-    """Return the error, which names the setting to change and the size that is needed."""
+def _as_one(groups: Sequence[KVGroup]) -> tuple[KVGroup, ...]:
+    """Join the groups: the scheduler does not know more than one yet."""
+    layers = sorted(layer for group in groups for layer in group.layers)
+    return (dataclasses.replace(groups[0], layers=tuple(layers)),)
+
+
+def trial_kv_size(
+    settings: RunnerSettings, spec: ModelSpec, dtype: torch.dtype, max_blocks: int
+) -> KVSize:
+    """Return a size for steps whose results have no meaning: at most max_blocks for each group."""
     max_model_len = wanted_model_len(settings, spec)
+    num_blocks = min(max_blocks, -(-max_model_len // settings.block_size))
+    return _GroupNeeds.of(settings, spec, dtype, max_model_len).size(num_blocks, 0)
+
+
+def _too_small(settings: RunnerSettings, needs: _GroupNeeds, num_blocks: int) -> ConfigError:
+    """Return the error, which names the setting to change and the size that is needed."""
     capped = _blocks_by_tokens(settings)
     if capped == num_blocks:
-        param, needed = "max_tokens_in_paged_kv_cache", per_sequence * settings.block_size
+        param, needed = "max_tokens_in_paged_kv_cache", needs.per_sequence * settings.block_size
     else:
-        param, needed = "kv_cache_bytes", per_sequence * per_block
-    window = _window(settings, spec, max_model_len).num_tokens
+        param, needed = "kv_cache_bytes", needs.num_bytes(needs.per_sequence)
+    window = needs.groups[0].window
     smaller = "max_model_len" if window is None else "max_attention_window_size"
     seen = "" if window is None else f" with a window of {window} and what one step computes"
     return ConfigError(
         f"the KV cache holds {num_blocks * settings.block_size} tokens, max_model_len is "
-        f"{max_model_len}{seen}: set {param} to at least {needed}, or a smaller {smaller}"
+        f"{needs.max_model_len}{seen}: set {param} to at least {needed}, or a smaller {smaller}"
         + ("" if settings.memory_bytes is None else ", or a larger memory_bytes"),
         param=param,
     )
@@ -114,15 +188,21 @@ def wanted_model_len(settings: RunnerSettings, spec: ModelSpec) -> int:
     return wanted
 
 
-def _blocks_by_bytes(settings: RunnerSettings, per_block: int, useful: int) -> int | None:
+def _num_blocks(settings: RunnerSettings, needs: _GroupNeeds) -> int:
+    """Return the number of blocks of the first group; the others may have fewer."""
+    by_bytes, capped = _blocks_by_bytes(settings, needs), _blocks_by_tokens(settings)
+    return min(count for count in (by_bytes, capped) if count is not None)
+
+
+def _blocks_by_bytes(settings: RunnerSettings, needs: _GroupNeeds) -> int | None:
     """Return the number of blocks; None: only max_tokens_in_paged_kv_cache limits it."""
     if settings.num_blocks is not None:
         return settings.num_blocks
     if settings.kv_cache_bytes is not None:
-        return settings.kv_cache_bytes // per_block
+        return needs.largest(settings.kv_cache_bytes)
     if settings.max_tokens_in_paged_kv_cache is not None:
         return None
-    return min(useful, _DEFAULT_KV_BYTES // per_block)
+    return min(needs.useful[0], needs.largest(_DEFAULT_KV_BYTES))
 
 
 def _blocks_by_tokens(settings: RunnerSettings) -> int | None:
@@ -131,12 +211,13 @@ def _blocks_by_tokens(settings: RunnerSettings) -> int | None:
     return -(-settings.max_tokens_in_paged_kv_cache // settings.block_size)
 
 
-def _num_host_blocks(settings: RunnerSettings, per_block: int) -> int:
-    num_bytes = settings.kv_cache_host_memory_bytes
+def _num_host_blocks(settings: RunnerSettings, needs: _GroupNeeds) -> int:
+    """Return the number of host blocks of the first group; the others may have fewer."""
+    num_bytes, per_block = settings.kv_cache_host_memory_bytes, sum(needs.block_bytes)
     if 0 < num_bytes < per_block:
         raise ConfigError(
             f"kv_cache_host_memory_bytes {num_bytes} does not hold one block of {per_block} bytes: "
             "set more, or 0 for none",
             param="kv_cache_host_memory_bytes",
         )
-    return num_bytes // per_block
+    return needs.largest(num_bytes)

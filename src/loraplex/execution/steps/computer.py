@@ -37,6 +37,7 @@ class StepComputer:
         self._adapter_bank = parts.adapter_bank
         self._sampler = parts.sampler
         self._vocab_size = parts.capacity.vocab_size
+        self._num_kv_groups = len(parts.capacity.kv_groups)
         self._recorded_sizes = parts.recorded_sizes
         self._kernels = parts.kernels
         self.accelerator: Accelerator = parts.accelerator or HostAccelerator()
@@ -104,7 +105,7 @@ class StepComputer:
         self._kernels.forget_recorded()
 
     def _record(self, size: int) -> None:
-        inputs = dataclasses.replace(no_rows(), num_padding=size)
+        inputs = dataclasses.replace(no_rows(self._num_kv_groups), num_padding=size)
         blank = self._adapter_bank.blank_batch(size)
         for lora in (None,) if blank is None else (None, blank):
             batch = self._tensors.batch(inputs, (), lora)

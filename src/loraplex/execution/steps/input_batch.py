@@ -19,6 +19,10 @@ RowAdapters = tuple[tuple[AdapterHandle, float], ...]
 """(handle, scale) of each adapter of one row."""
 
 
+NewBlocks = tuple[Slot, int, tuple[list[BlockId], ...]]
+"""What was appended to the block tables of a row: from which index on, and for each KV group."""
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class _Row:
     adapters: RowAdapters
@@ -47,11 +51,10 @@ class StepInputs:
     seq_lens: list[int]  # R
     row_of_token: IntArray  # [T]
     positions: IntArray  # [T]
-    slot_mapping: IntArray  # [T]
+    slot_mappings: tuple[IntArray, ...]  # [T] of each KV group
     logits_indices: IntArray  # [S]
-    block_tables: IntArray  # [R, most blocks of these rows]
-    new_blocks: tuple[tuple[Slot, int, list[BlockId]], ...]
-    """What was appended to block tables: from which index on."""
+    block_tables: tuple[IntArray, ...]  # [R, most blocks of these rows] of each KV group
+    new_blocks: tuple[NewBlocks, ...]
     adapters: tuple[RowAdapters, ...]
     num_padding: int = 0
     """Number of additional tokens whose results no row reads."""
@@ -84,15 +87,15 @@ class StepInputs:
             seq_lens=[self.seq_lens[row] for row in rows],
             row_of_token=(is_kept.cumsum() - 1)[self.row_of_token[tokens]],
             positions=self.positions[tokens],
-            slot_mapping=self.slot_mapping[tokens],
+            slot_mappings=tuple(mapping[tokens] for mapping in self.slot_mappings),
             logits_indices=places[wanted],
-            block_tables=self.block_tables[is_kept],
+            block_tables=tuple(tables[is_kept] for tables in self.block_tables),
             new_blocks=self.new_blocks,
             adapters=tuple(self.adapters[row] for row in rows),
         )
 
 
-def no_rows() -> StepInputs:
+def no_rows(num_kv_groups: int) -> StepInputs:
     """Return the inputs of a step that computes nothing but padding."""
     none = np.zeros(0, np.int64)
     return StepInputs(
@@ -101,9 +104,9 @@ def no_rows() -> StepInputs:
         seq_lens=[],
         row_of_token=none,
         positions=none,
-        slot_mapping=none,
+        slot_mappings=(none,) * num_kv_groups,
         logits_indices=none,
-        block_tables=none.reshape(0, 0),
+        block_tables=(none.reshape(0, 0),) * num_kv_groups,
         new_blocks=(),
         adapters=(),
     )
@@ -113,17 +116,21 @@ class InputBatch:
     """Block tables by slot; a plan contains only the blocks that are new.
 
     What the last step made is kept as far as the next one needs the same: while rows decode, the
-    layout; while none of them takes a block, their block tables.
+    layout; while none of them takes a block, their block tables. The tables of all KV groups have
+    the same length: a position lies in the same block of each.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+    def __init__(
+        self, max_num_seqs: int, max_model_len: int, block_size: int, num_kv_groups: int = 1
+    ) -> None:
         self._block_size = block_size
         self._rows: dict[Slot, _Row] = {}
-        self._block_tables: IntArray = np.zeros(
-            (max_num_seqs, -(-max_model_len // block_size)), dtype=np.int64
+        shape = (max_num_seqs, -(-max_model_len // block_size))
+        self._block_tables: tuple[IntArray, ...] = tuple(
+            np.zeros(shape, dtype=np.int64) for _ in range(num_kv_groups)
         )
         self._layout: _Layout | None = None
-        self._tables: IntArray = self._block_tables[:0]
+        self._tables: tuple[IntArray, ...] = ()
 
     def add_row(self, row: RowAdded) -> None:
         assert row.slot not in self._rows, f"slot {row.slot} is taken"
@@ -138,18 +145,21 @@ class InputBatch:
         new_blocks = self._extend_block_tables(steps)
         if new_blocks or layout is not self._layout:
             num_blocks = max(self._rows[step.slot].num_blocks for step in steps)
-            self._tables = self._block_tables[layout.slots, :num_blocks]
+            self._tables = tuple(tables[layout.slots, :num_blocks] for tables in self._block_tables)
         self._layout = layout
         starts = np.array([step.start for step in steps], dtype=np.int64)
         positions = starts[layout.row_of_token] + layout.token_in_row
-        blocks = self._tables[layout.row_of_token, positions // self._block_size]
+        indices, offsets = positions // self._block_size, positions % self._block_size
         return StepInputs(
             slots=layout.slots,
             query_start_loc=layout.query_start_loc,
             seq_lens=[step.start + step.num_tokens for step in steps],
             row_of_token=layout.row_of_token,
             positions=positions,
-            slot_mapping=blocks * self._block_size + positions % self._block_size,
+            slot_mappings=tuple(
+                tables[layout.row_of_token, indices] * self._block_size + offsets
+                for tables in self._tables
+            ),
             logits_indices=layout.logits_indices,
             block_tables=self._tables,
             new_blocks=tuple(new_blocks),
@@ -175,19 +185,21 @@ class InputBatch:
             np.flatnonzero(is_wanted),
         )
 
-    def _extend_block_tables(
-        self, steps: Sequence[RowStep]
-    ) -> list[tuple[Slot, int, list[BlockId]]]:
+    def _extend_block_tables(self, steps: Sequence[RowStep]) -> list[NewBlocks]:
         """Append the new blocks; the result is StepInputs.new_blocks."""
         extended = []
         for step in steps:
             row = self._rows[step.slot]
-            (new_block_ids,) = step.new_block_ids
-            if new_block_ids:
-                end = row.num_blocks + len(new_block_ids)
+            num_new = len(step.new_block_ids[0])
+            if num_new:
+                end = row.num_blocks + num_new
                 # A gap is a block that no position sees: any block will do.
-                known = [max(block_id, 0) for block_id in new_block_ids]
-                self._block_tables[step.slot, row.num_blocks : end] = known
+                known = tuple(
+                    [max(block_id, 0) for block_id in block_ids] for block_ids in step.new_block_ids
+                )
+                for tables, block_ids in zip(self._block_tables, known, strict=True):
+                    assert len(block_ids) == num_new, "the tables of all groups grow together"
+                    tables[step.slot, row.num_blocks : end] = block_ids
                 extended.append((step.slot, row.num_blocks, known))
                 row.num_blocks = end
             end = row.num_blocks * self._block_size

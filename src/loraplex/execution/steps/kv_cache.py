@@ -1,50 +1,70 @@
 """Tensors of the KV blocks: one storage per layer, on the device and on the host."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 
 import torch
 
-from loraplex.core.plan import BlockCopy, BlockTransfer
+from loraplex.core.plan import BlockCopy, BlockId, BlockTransfer, KVGroupCapacity, KVGroupId
 from loraplex.execution.steps.kv_transfers import KVTransfers
 from loraplex.kernels.accelerator import Accelerator
 from loraplex.kernels.host_memory import zeroed
 from loraplex.kernels.ops import AttentionShape, Kernels, KVStorage
+from loraplex.models.spec import KVGroup
+
+_Pairs = Sequence[tuple[BlockId, BlockId]]
+"""(block of the source, block of the target)"""
 
 
 class KVCache:
-    """KV storage by block id. The block pool (memory) knows the owners and contents of blocks.
+    """KV storage by KV group and block id. The pools (memory) know the blocks' owners and contents.
 
     On an accelerator blocks move in the order of the compute queue, as everything that reads them.
     """
 
     def __init__(
         self,
-        num_blocks: int,
+        groups: Sequence[KVGroup],
+        capacities: Sequence[KVGroupCapacity],
         shapes: Sequence[AttentionShape],
         dtype: torch.dtype,
         kernels: Kernels,
         *,
-        num_host_blocks: int = 0,
         accelerator: Accelerator | None = None,
     ) -> None:
-        """shapes: of each layer. dtype: of stored keys and values, which may not be the model's."""
+        """capacities: of each group. shapes: of each layer.
+
+        dtype: of stored keys and values, which may not be the model's.
+        """
+        self._layers = [group.layers for group in groups]
+        size_of = {
+            layer: capacity
+            for layers, capacity in zip(self._layers, capacities, strict=True)
+            for layer in layers
+        }
         # The steps that read it do not wait for work in other queues.
         with nullcontext() if accelerator is None else accelerator.compute():
             self.storages: tuple[KVStorage, ...] = tuple(
-                kernels.allocate_kv(num_blocks, shape, dtype) for shape in shapes
+                kernels.allocate_kv(size_of[layer].num_blocks, shape, dtype)
+                for layer, shape in enumerate(shapes)
             )
-        self._transfers = None
+        self._transfers: list[KVTransfers] = []
+        """Transfers of each group, where there is an accelerator."""
         self.host_storages: tuple[KVStorage, ...] = ()
         """Blocks of the same form as the device's; none where there is an accelerator."""
         if accelerator is not None:
-            self._transfers = KVTransfers(accelerator, self.storages, num_host_blocks)
+            self._transfers = [
+                KVTransfers(
+                    accelerator,
+                    [self.storages[layer] for layer in layers],
+                    capacity.num_host_blocks,
+                )
+                for layers, capacity in zip(self._layers, capacities, strict=True)
+            ]
         else:
             self.host_storages = tuple(
-                KVStorage(
-                    _on_host(storage.key, num_host_blocks), _on_host(storage.value, num_host_blocks)
-                )
-                for storage in self.storages
+                _on_host(storage, size_of[layer].num_host_blocks)
+                for layer, storage in enumerate(self.storages)
             )
 
     @property
@@ -54,27 +74,45 @@ class KVCache:
 
     def offload_blocks(self, transfers: Sequence[BlockTransfer]) -> None:
         """Copy blocks from the device to the host."""
-        pairs = [(transfer.device_block, transfer.host_block) for transfer in transfers]
-        if self._transfers is not None:
-            self._transfers.offload(pairs)
-        else:
-            _copy(self.storages, self.host_storages, pairs)
+        pairs_of = _by_group(
+            (each.kv_group, each.device_block, each.host_block) for each in transfers
+        )
+        for group, pairs in pairs_of.items():
+            if self._transfers:
+                self._transfers[group].offload(pairs)
+            else:
+                self._copy(group, self.storages, self.host_storages, pairs)
 
     def load_blocks(self, transfers: Sequence[BlockTransfer]) -> None:
         """Copy blocks from the host to the device."""
-        pairs = [(transfer.host_block, transfer.device_block) for transfer in transfers]
-        if self._transfers is not None:
-            self._transfers.load(pairs)
-        else:
-            _copy(self.host_storages, self.storages, pairs)
+        pairs_of = _by_group(
+            (each.kv_group, each.host_block, each.device_block) for each in transfers
+        )
+        for group, pairs in pairs_of.items():
+            if self._transfers:
+                self._transfers[group].load(pairs)
+            else:
+                self._copy(group, self.host_storages, self.storages, pairs)
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Copy blocks all at once: every source is read before any target is written."""
-        pairs = [(copy.source, copy.target) for copy in copies]
-        if self._transfers is not None:
-            self._transfers.copy(pairs)
-        else:
-            _copy(self.storages, self.storages, pairs)
+        pairs_of = _by_group((each.kv_group, each.source, each.target) for each in copies)
+        for group, pairs in pairs_of.items():
+            if self._transfers:
+                self._transfers[group].copy(pairs)
+            else:
+                self._copy(group, self.storages, self.storages, pairs)
+
+    def _copy(
+        self,
+        group: KVGroupId,
+        sources: Sequence[KVStorage],
+        targets: Sequence[KVStorage],
+        pairs: _Pairs,
+    ) -> None:
+        for layer in self._layers[group]:
+            _copy_tensor(sources[layer].key, targets[layer].key, pairs)
+            _copy_tensor(sources[layer].value, targets[layer].value, pairs)
 
 
 def block_bytes(shapes: Sequence[AttentionShape], dtype: torch.dtype) -> int:
@@ -82,25 +120,25 @@ def block_bytes(shapes: Sequence[AttentionShape], dtype: torch.dtype) -> int:
     return sum(shape.block_bytes(dtype) for shape in shapes)
 
 
-def _on_host(storage: torch.Tensor, num_blocks: int) -> torch.Tensor:
+def _by_group(
+    moves: Iterable[tuple[KVGroupId, BlockId, BlockId]],
+) -> Mapping[KVGroupId, _Pairs]:
+    pairs: dict[KVGroupId, list[tuple[BlockId, BlockId]]] = {}
+    for group, source, target in moves:
+        pairs.setdefault(group, []).append((source, target))
+    return pairs
+
+
+def _on_host(storage: KVStorage, num_blocks: int) -> KVStorage:
     """Allocate blocks like those of the storage."""
-    return zeroed((num_blocks, *storage.shape[1:]), storage.dtype)
+    key, value = (
+        zeroed((num_blocks, *tensor.shape[1:]), tensor.dtype)
+        for tensor in (storage.key, storage.value)
+    )
+    return KVStorage(key, value)
 
 
-def _copy(
-    sources: Sequence[KVStorage], targets: Sequence[KVStorage], pairs: Sequence[tuple[int, int]]
-) -> None:
-    """pairs: (block of the source, block of the target)"""
-    if not pairs:
-        return
-    for source, target in zip(sources, targets, strict=True):
-        _copy_tensor(source.key, target.key, pairs)
-        _copy_tensor(source.value, target.value, pairs)
-
-
-def _copy_tensor(
-    source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]]
-) -> None:
+def _copy_tensor(source: torch.Tensor, target: torch.Tensor, pairs: _Pairs) -> None:
     if source.device == target.device:
         indices = torch.tensor(pairs, device=source.device)
         target[indices[:, 1]] = source[indices[:, 0]]

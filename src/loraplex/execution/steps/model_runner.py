@@ -67,6 +67,7 @@ class ModelRunner:
             parts.capacity.max_num_seqs,
             parts.capacity.max_model_len,
             parts.capacity.block_size,
+            len(parts.capacity.kv_groups),
         )
         self._computer = StepComputer(parts)
         self._launched = LaunchedSteps(self._computer.accelerator.synchronize)

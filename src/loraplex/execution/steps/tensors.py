@@ -51,9 +51,10 @@ class HostTensors:
         return ForwardBatch(
             token_ids=tokens.to(self._device),
             positions=self._tensor(inputs.positions),
-            slot_mapping=self._tensor(inputs.slot_mapping),
-            rows=RowLayout(
-                inputs.query_start_loc, inputs.seq_lens, self._tensor(inputs.block_tables)
+            slot_mappings=tuple(map(self._tensor, inputs.slot_mappings)),
+            rows=tuple(
+                RowLayout(inputs.query_start_loc, inputs.seq_lens, self._tensor(tables))
+                for tables in inputs.block_tables
             ),
             logits_indices=self._tensor(inputs.logits_indices),
             lora=lora,
@@ -77,15 +78,32 @@ class DeviceTensors:
         self._num_slots = capacity.max_num_seqs
         self._num_recorded = num_recorded
         self._newest = feed.newest
-        max_blocks = -(-capacity.max_model_len // capacity.block_size)
+        self._max_blocks = -(-capacity.max_model_len // capacity.block_size)
+        num_groups = len(capacity.kv_groups)
         # The last row is the table of rows that have no tokens.
-        shape = (self._num_slots + 1, max_blocks)
-        self._block_tables = torch.zeros(shape, dtype=torch.int32, device=device)
+        num_entries = (self._num_slots + 1) * self._max_blocks
+        stride = -(-num_entries // _TABLE_ALIGNMENT) * _TABLE_ALIGNMENT
+        self._first_entries = [group * stride for group in range(num_groups)]
+        """Where the tables of each KV group begin."""
+        self._entries = torch.zeros(
+            self._first_entries[-1] + num_entries, dtype=torch.int32, device=device
+        )
+        """Block tables of all KV groups, so that one launch writes what is new in any."""
+        self._block_tables = tuple(
+            self._entries[first : first + num_entries].view(-1, self._max_blocks)
+            for first in self._first_entries
+        )
         self._no_tables = torch.zeros((0, 0), dtype=torch.int64, device=device)
         self._places = torch.arange(num_recorded, device=device)
         self._token_ids = torch.zeros(num_recorded, dtype=torch.int64, device=device)
-        self._capacities = (*[num_recorded] * 5, num_recorded + 1, *[num_recorded] * 4)
-        self._recorded = Mirror(accelerator, num_bytes_of(self._capacities, _ITEMSIZES))
+        self._most_new_blocks = num_recorded * num_groups
+        self._capacities = (
+            *[num_recorded] * (num_groups + 4),
+            *(num_recorded + 1, num_recorded, num_recorded),
+            *[self._most_new_blocks] * 2,
+        )
+        itemsizes = (*[8] * (num_groups + 4), 4, 4, 4, 4, 8)  # of _arrays
+        self._recorded = Mirror(accelerator, num_bytes_of(self._capacities, itemsizes))
         self._others = Mirror(accelerator, 0)
 
     def batch(
@@ -93,23 +111,31 @@ class DeviceTensors:
     ) -> ForwardBatch:
         arrays = self._arrays(inputs, token_ids)
         num_tokens = inputs.num_tokens + inputs.num_padding
-        stays = max(array.size for array in (arrays[0], arrays[-1])) <= self._num_recorded
+        stays = num_tokens <= self._num_recorded and arrays[-1].size <= self._most_new_blocks
         if stays:
             tensors = self._recorded.send(arrays, self._capacities)
         else:
             tensors = self._others.send(arrays)
-        positions, slot_mapping, sources, given, wanted = tensors[:5]
-        query_start_loc, seq_lens, table_rows, blocks, places = tensors[5:]
+        positions, *slot_mappings, sources, given, wanted = tensors[:-5]
+        query_start_loc, seq_lens, table_rows, blocks, places = tensors[-5:]
         if len(places):
-            self._block_tables.view(-1).index_copy_(0, places, blocks)
+            self._entries.index_copy_(0, places, blocks)
         tokens = self._token_ids[:num_tokens] if stays else torch.empty_like(given)
         torch.maximum(self._newest.index_select(0, sources), given, out=tokens)
-        on_device = DeviceRows(query_start_loc, seq_lens, table_rows, self._block_tables)
+        rows = tuple(
+            RowLayout(
+                inputs.query_start_loc,
+                inputs.seq_lens,
+                self._no_tables,
+                DeviceRows(query_start_loc, seq_lens, table_rows, tables),
+            )
+            for tables in self._block_tables
+        )
         return ForwardBatch(
             token_ids=tokens,
             positions=positions,
-            slot_mapping=slot_mapping,
-            rows=RowLayout(inputs.query_start_loc, inputs.seq_lens, self._no_tables, on_device),
+            slot_mappings=tuple(slot_mappings),
+            rows=rows,
             logits_indices=self._places[:num_tokens] if inputs.num_padding else wanted,
             lora=lora,
         )
@@ -122,7 +148,7 @@ class DeviceTensors:
         blocks, places = self._new_blocks(inputs)
         return [
             _padded(inputs.positions, num_padding, 0),
-            _padded(inputs.slot_mapping, num_padding, -1),
+            *(_padded(mapping, num_padding, -1) for mapping in inputs.slot_mappings),
             _padded(sources, num_padding, self._num_slots),
             # The greater of a token and what stands for none is the token.
             _padded(np.maximum(tokens, 0), num_padding, 0),
@@ -135,19 +161,19 @@ class DeviceTensors:
         ]
 
     def _new_blocks(self, inputs: StepInputs) -> tuple[npt.NDArray[np.int32], IntArray]:
-        """Return the new blocks, and their places in the flattened block tables."""
-        width = self._block_tables.shape[1]
-        places = [
-            np.arange(slot * width + first, slot * width + first + len(blocks))
-            for slot, first, blocks in inputs.new_blocks
-        ]
-        blocks = [_narrow(blocks) for _, _, blocks in inputs.new_blocks]
+        """Return the new blocks, and their places among the entries of all block tables."""
         none = np.zeros(0, np.int64)
-        return np.concatenate([_narrow(none), *blocks]), np.concatenate([none, *places])
+        blocks, places = [_narrow(none)], [none]
+        for slot, first, block_ids in inputs.new_blocks:
+            for first_entry, of_group in zip(self._first_entries, block_ids, strict=True):
+                place = first_entry + slot * self._max_blocks + first
+                places.append(np.arange(place, place + len(of_group)))
+                blocks.append(_narrow(of_group))
+        return np.concatenate(blocks), np.concatenate(places)
 
 
-_ITEMSIZES = (8, 8, 8, 8, 8, 4, 4, 4, 4, 8)
-"""Item sizes of DeviceTensors._arrays."""
+_TABLE_ALIGNMENT = 64
+"""Entries: the block tables of every KV group begin at a multiple of it, for wide loads."""
 
 
 def _narrow(values: Sequence[int] | IntArray) -> npt.NDArray[np.int32]:

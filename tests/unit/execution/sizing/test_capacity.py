@@ -21,7 +21,7 @@ from loraplex.execution.sizing.capacity import (
     size_memory,
     smallest_pool_bytes,
 )
-from loraplex.execution.sizing.kv import KVSize, size_kv
+from loraplex.execution.sizing.kv import size_kv
 from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.execution.sizing.step_memory import StepMemory
 from loraplex.execution.steps.kv_cache import block_bytes
@@ -34,26 +34,29 @@ SHAPES = attention_shapes(TINY_DECODER, 16)
 BLOCK_BYTES = block_bytes(SHAPES, torch.float32)
 
 
-def kv(**settings: Any) -> KVSize:
-    return size_kv(RunnerSettings(**settings), TINY_DECODER, torch.float32)
+def kv(**settings: Any) -> tuple[int, int]:
+    """Return max_model_len and the number of blocks of the only KV group."""
+    size = size_kv(RunnerSettings(**settings), TINY_DECODER, torch.float32)
+    (group,) = size.capacities
+    assert size.num_bytes == group.num_blocks * BLOCK_BYTES
+    return size.max_model_len, group.num_blocks
 
 
 def test_default_holds_every_sequence() -> None:
-    assert kv(max_num_seqs=3) == KVSize(max_model_len=100, num_blocks=21)
+    assert kv(max_num_seqs=3) == (100, 21)
 
 
 def test_default_is_at_most_2_gib() -> None:
-    size = kv(max_num_seqs=10**6)
-    assert size.num_blocks == (2 << 30) // BLOCK_BYTES
+    assert kv(max_num_seqs=10**6) == (100, (2 << 30) // BLOCK_BYTES)
 
 
 def test_explicit_sizes() -> None:
-    assert kv(kv_cache_bytes=9 * BLOCK_BYTES + 1, max_model_len=50) == KVSize(50, 9)
-    assert kv(num_blocks=7) == KVSize(100, 7)
+    assert kv(kv_cache_bytes=9 * BLOCK_BYTES + 1, max_model_len=50) == (50, 9)
+    assert kv(num_blocks=7) == (100, 7)
 
 
 def test_an_open_length_shrinks_to_the_cache() -> None:
-    assert kv(num_blocks=2) == KVSize(32, 2)
+    assert kv(num_blocks=2) == (32, 2)
 
 
 def test_a_wanted_length_that_does_not_fit() -> None:
@@ -89,7 +92,7 @@ def test_int8_keys_and_values_have_scales() -> None:
     per_block = 2 * 2 * 16 * 2 * (8 + 4)
     assert block_bytes(SHAPES, torch.int8) == per_block
     settings = RunnerSettings(kv_cache_bytes=10 * per_block - 1)
-    assert size_kv(settings, TINY_DECODER, torch.int8).num_blocks == 9
+    assert size_kv(settings, TINY_DECODER, torch.int8).capacities[0].num_blocks == 9
 
 
 def test_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +152,7 @@ def memory(
 
 
 def kv_bytes(size: MemorySize) -> int:
-    return size.kv.num_blocks * BLOCK_BYTES
+    return size.kv.num_bytes
 
 
 def pool_bytes(size: MemorySize) -> int:
@@ -159,7 +162,7 @@ def pool_bytes(size: MemorySize) -> int:
 class TestMemory:
     def test_unknown_memory_is_sized_by_the_requests(self) -> None:
         size = memory(max_num_seqs=3)
-        assert size.kv == kv(max_num_seqs=3)
+        assert (size.kv.max_model_len, size.kv.capacities[0].num_blocks) == kv(max_num_seqs=3)
         assert pool_bytes(size) == pytest.approx(256 << 20, rel=0.01)
 
     def test_shares_of_a_cpus_budget(self) -> None:
@@ -188,7 +191,7 @@ class TestMemory:
         least = smallest_pool_bytes(RunnerSettings(), TINY_DECODER, torch.float32)
         size = memory(memory_bytes=WEIGHTS + least + 20 * BLOCK_BYTES, kv_cache_fraction=1.0)
         assert pool_bytes(size) == least
-        assert size.kv.num_blocks == 20
+        assert size.kv.capacities[0].num_blocks == 20
 
     def test_weights_that_do_not_fit(self) -> None:
         with pytest.raises(ConfigError, match=f"does not hold the weights, {WEIGHTS}"):
@@ -219,7 +222,7 @@ class TestMemory:
         least = smallest_pool_bytes(RunnerSettings(), TINY_DECODER, torch.float32) + BLOCK_BYTES
         steps = StepMemory(60 << 20, 40 << 20)
         fits = memory((100 << 20) + least, steps)
-        assert fits.kv.num_blocks == 1
+        assert fits.kv.capacities[0].num_blocks == 1
         with pytest.raises(ConfigError, match=r"by 7 bytes: turn cuda_graphs off") as caught:
             memory((100 << 20) + least - 7, steps)
         assert caught.value.param == "max_num_batched_tokens"
@@ -237,10 +240,10 @@ class TestMemory:
 
     def test_the_line_of_the_log(self) -> None:
         size, settings = memory(200 << 20), RunnerSettings()
-        line = describe_memory(3 << 20, size, settings, TINY_DECODER, torch.float32)
+        line = describe_memory(3 << 20, size, settings, TINY_DECODER)
         assert line.startswith("memory: weights 3 MiB; KV cache 180 MiB")
         steps = StepMemory(5 << 20, 7 << 20)
-        line = describe_memory(3 << 20, size, settings, TINY_DECODER, torch.float32, steps)
+        line = describe_memory(3 << 20, size, settings, TINY_DECODER, steps)
         assert "weights 3 MiB; steps 5 MiB; recorded steps 7 MiB; KV cache" in line
 
     @given(st.integers(1 << 21, 1 << 28), st.floats(0.01, 1.0), st.floats(0.01, 1.0))

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from loraplex.core.plan import LogitsNeeded, RowAdded, RowStep
+from loraplex.core.plan import NO_BLOCK, LogitsNeeded, RowAdded, RowStep
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.execution.steps.input_batch import InputBatch, StepInputs
 from loraplex.execution.steps.tensors import HostTensors
@@ -50,11 +50,11 @@ def test_a_step_of_two_rows(batch: InputBatch) -> None:
     forward = forward_batch(batch.prepare(steps), [(9, 8, 7, 6, 5), (4, 3, 2)])
     assert forward.token_ids.tolist() == [9, 8, 7, 6, 5, 4, 3, 2]
     assert forward.positions.tolist() == [0, 1, 2, 3, 4, 6, 7, 8]
-    assert forward.slot_mapping.tolist() == [80, 81, 82, 83, 160, 42, 43, 60]
-    assert forward.rows.query_start_loc == [0, 5, 8]
-    assert forward.rows.seq_lens == [5, 9]
-    assert forward.rows.block_tables[0, :2].tolist() == [20, 40]
-    assert forward.rows.block_tables[1].tolist() == [30, 10, 15]
+    assert forward.slot_mappings[0].tolist() == [80, 81, 82, 83, 160, 42, 43, 60]
+    assert forward.rows[0].query_start_loc == [0, 5, 8]
+    assert forward.rows[0].seq_lens == [5, 9]
+    assert forward.rows[0].block_tables[0, :2].tolist() == [20, 40]
+    assert forward.rows[0].block_tables[1].tolist() == [30, 10, 15]
     assert forward.logits_indices.tolist() == [0, 1, 2, 3, 4, 7]
     assert forward.lora is None
 
@@ -73,7 +73,7 @@ def test_a_slot_starts_anew_for_its_next_row(batch: InputBatch) -> None:
     batch.remove_row(5)
     batch.add_row(added(5))
     forward = forward_batch(batch.prepare([RowStep(5, 0, 2, new_block_ids=((3,),))]), [(1, 2)])
-    assert forward.rows.block_tables.tolist() == [[3]]
+    assert forward.rows[0].block_tables.tolist() == [[3]]
 
 
 def test_adapters_of_a_row(batch: InputBatch) -> None:
@@ -103,11 +103,11 @@ def test_rows_that_decode_move_on_and_take_blocks(batch: InputBatch) -> None:
         ]
         forwards.append(forward_batch(batch.prepare(steps), [[moved], [10 + moved]]))
     assert [f.positions.tolist() for f in forwards] == [[3, 7], [4, 8], [5, 9]]
-    assert [f.slot_mapping.tolist() for f in forwards] == [[31, 39], [32, 4], [33, 5]]
-    assert [f.rows.seq_lens for f in forwards] == [[4, 8], [5, 9], [6, 10]]
+    assert [f.slot_mappings[0].tolist() for f in forwards] == [[31, 39], [32, 4], [33, 5]]
+    assert [f.rows[0].seq_lens for f in forwards] == [[4, 8], [5, 9], [6, 10]]
     assert [f.token_ids.tolist() for f in forwards] == [[0, 10], [1, 11], [2, 12]]
-    assert forwards[0].rows.block_tables[:, :2].tolist() == [[7, 0], [3, 9]]
-    assert forwards[2].rows.block_tables.tolist() == [[7, 8, 0], [3, 9, 1]]
+    assert forwards[0].rows[0].block_tables[:, :2].tolist() == [[7, 0], [3, 9]]
+    assert forwards[2].rows[0].block_tables.tolist() == [[7, 8, 0], [3, 9, 1]]
     assert all(f.logits_indices.tolist() == [0, 1] for f in forwards)
 
 
@@ -118,4 +118,35 @@ def test_a_row_that_takes_the_slot_of_one_that_decoded_has_its_own_blocks(
     batch.remove_row(5)
     batch.add_row(added(5))
     forward = forward_batch(batch.prepare([RowStep(5, 0, 1, new_block_ids=((3,),))]), [[1]])
-    assert forward.slot_mapping.tolist() == [12]
+    assert forward.slot_mappings[0].tolist() == [12]
+
+
+def test_each_kv_group_has_its_own_blocks() -> None:
+    batch = InputBatch(8, 32, BLOCK_SIZE, num_kv_groups=2)
+    batch.add_row(added(5))
+    batch.add_row(added(2))
+    steps = [
+        RowStep(5, 0, 6, new_block_ids=((30, 10), (1, 2))),
+        RowStep(2, 8, 3, new_block_ids=((20, 40, 50), (NO_BLOCK, 4, 3))),
+    ]
+    inputs = batch.prepare(steps)
+    forward = forward_batch(inputs, [range(6), range(3)])
+    assert [rows.block_tables.tolist() for rows in forward.rows] == [
+        [[30, 10, 0], [20, 40, 50]],
+        [[1, 2, 0], [0, 4, 3]],
+    ]
+    assert [mapping.tolist() for mapping in forward.slot_mappings] == [
+        [120, 121, 122, 123, 40, 41, 200, 201, 202],
+        [4, 5, 6, 7, 8, 9, 12, 13, 14],
+    ]
+    assert all(tensor.is_contiguous() for tensor in forward.slot_mappings)
+    alone = inputs.of_rows([1])
+    assert [mapping.tolist() for mapping in alone.slot_mappings] == [[200, 201, 202], [12, 13, 14]]
+    assert [tables.tolist() for tables in alone.block_tables] == [[[20, 40, 50]], [[0, 4, 3]]]
+
+
+def test_a_plan_with_blocks_for_one_kv_group_is_refused() -> None:
+    batch = InputBatch(8, 32, BLOCK_SIZE, num_kv_groups=2)
+    batch.add_row(added(5))
+    with pytest.raises(AssertionError, match="all groups grow together"):
+        batch.prepare([RowStep(5, 0, 1, new_block_ids=((1,), ()))])

@@ -10,6 +10,7 @@ from loraplex.execution.steps.kv_cache import KVCache, block_bytes
 from loraplex.kernels.dispatch import select_kernels
 from loraplex.kernels.ops import AttentionShape, Kernels, RowLayout
 from loraplex.kernels.reference import ReferenceKernels
+from support.kv_caches import kv_cache
 
 SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=8, block_size=4)
 
@@ -19,7 +20,7 @@ CPU = torch.device("cpu")
 
 def make_cache(num_blocks: int = 5) -> KVCache:
     kernels = select_kernels(torch.device("cpu"))
-    return KVCache(num_blocks, [SHAPE] * 3, torch.float16, kernels)
+    return kv_cache([(num_blocks, 0)], [SHAPE] * 3, torch.float16, kernels)
 
 
 def test_bytes() -> None:
@@ -49,7 +50,7 @@ def test_nothing_to_copy() -> None:
 
 
 def test_blocks_go_to_the_host_and_come_back_elsewhere() -> None:
-    cache = KVCache(5, [SHAPE] * 3, torch.float16, select_kernels(CPU), num_host_blocks=3)
+    cache = kv_cache([(5, 3)], [SHAPE] * 3, torch.float16, select_kernels(CPU))
     assert cache.num_bytes == 5 * block_bytes([SHAPE] * 3, torch.float16)
     assert sum(host.num_bytes for host in cache.host_storages) == cache.num_bytes // 5 * 3
     for layer, storage in enumerate(cache.storages):
@@ -72,7 +73,7 @@ def test_blocks_go_to_the_host_and_come_back_elsewhere() -> None:
 @pytest.mark.parametrize("kernels", [select_kernels(CPU), ReferenceKernels(CPU)], ids=["", "torch"])
 def test_a_copied_block_is_read_as_the_original(kernels: Kernels, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    cache = KVCache(5, [SHAPE] * 2, dtype, kernels)
+    cache = kv_cache([(5, 0)], [SHAPE] * 2, dtype, kernels)
     assert cache.num_bytes == 5 * block_bytes([SHAPE] * 2, dtype)
     key, value = torch.randn(2, 4, SHAPE.num_kv_heads, SHAPE.head_dim)
     query = torch.randn(4, SHAPE.num_heads, SHAPE.head_dim)

@@ -9,6 +9,7 @@ from loraplex.kernels.accelerator import Accelerator, HostAccelerator
 from loraplex.kernels.ops import AttentionShape, KVStorage
 from loraplex.kernels.reference import ReferenceKernels
 from support.delayed_accelerator import DelayedAccelerator
+from support.kv_caches import kv_cache
 
 pytest.importorskip("triton")
 
@@ -22,14 +23,8 @@ SHAPES = {
 
 def filled(accelerator: Accelerator, shape: AttentionShape, dtype: torch.dtype) -> KVCache:
     kernels = ReferenceKernels(torch.device("cpu"))
-    cache = KVCache(
-        NUM_BLOCKS,
-        [shape] * NUM_LAYERS,
-        dtype,
-        kernels,
-        num_host_blocks=NUM_HOST_BLOCKS,
-        accelerator=accelerator,
-    )
+    capacities = [(NUM_BLOCKS, NUM_HOST_BLOCKS)]
+    cache = kv_cache(capacities, [shape] * NUM_LAYERS, dtype, kernels, accelerator)
     generator = torch.Generator().manual_seed(0)
     for storage in cache.storages:
         for tensor in (storage.key, storage.value):
@@ -104,5 +99,27 @@ def test_blocks_are_made_in_a_queue_of_the_accelerator() -> None:
 
     kernels = WatchedKernels(torch.device("cpu"))
     shape = SHAPES["wide"]
-    KVCache(NUM_BLOCKS, [shape] * NUM_LAYERS, torch.float32, kernels, accelerator=accelerator)
+    kv_cache([(NUM_BLOCKS, 0)], [shape] * NUM_LAYERS, torch.float32, kernels, accelerator)
     assert len(made) == NUM_LAYERS
+
+
+@pytest.mark.parametrize("has_accelerator", [True, False])
+def test_blocks_move_in_their_kv_group_alone(has_accelerator: bool) -> None:
+    """Groups have different numbers of blocks, and may have different shapes."""
+    shapes = [SHAPES["wide"], SHAPES["long"], SHAPES["wide"]]
+    accelerator = HostAccelerator() if has_accelerator else None
+    kernels = ReferenceKernels(torch.device("cpu"))
+    cache = kv_cache([(6, 3), (4, 2)], shapes, torch.float32, kernels, accelerator)
+    assert [len(storage.key) for storage in cache.storages] == [6, 4, 6]
+    generator = torch.Generator().manual_seed(0)
+    for storage in cache.storages:
+        for tensor in (storage.key, storage.value):
+            tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    before = [layer.clone() for layer in contents(cache)]
+    cache.offload_blocks([BlockTransfer(1, 3, 0), BlockTransfer(0, 3, 2), BlockTransfer(0, 1, 0)])
+    cache.copy_blocks([BlockCopy(1, 0, 3), BlockCopy(0, 5, 3)])
+    cache.load_blocks([BlockTransfer(0, 0, 2), BlockTransfer(1, 2, 0), BlockTransfer(0, 4, 0)])
+    first, second, third = contents(cache)
+    for layer, was in ((first, before[0]), (third, before[2])):
+        assert torch.equal(layer, was[[3, 1, 2, 5, 1, 5]])
+    assert torch.equal(second, before[1][[0, 1, 3, 0]])

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterator, Sequence
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -40,11 +41,12 @@ NUM_RECORDED = 8
 
 
 class Bench:
-    def __init__(self) -> None:
+    def __init__(self, num_kv_groups: int = 1) -> None:
         self.accelerator = DelayedAccelerator(seed=1)
-        self.rows = InputBatch(6, 40, BLOCK_SIZE)
+        self.rows = InputBatch(6, 40, BLOCK_SIZE, num_kv_groups)
         self.feed = TokenFeed(self.accelerator, 6)
-        self.tensors = DeviceTensors(self.accelerator, self.feed, CAPACITY, NUM_RECORDED)
+        capacity = msgspec.structs.replace(CAPACITY, kv_groups=CAPACITY.kv_groups * num_kv_groups)
+        self.tensors = DeviceTensors(self.accelerator, self.feed, capacity, NUM_RECORDED)
         for slot in (4, 1, 0):
             self.rows.add_row(RowAdded(slot, slot, SamplingParams(), 0, 0, (1,), 1))
 
@@ -63,13 +65,14 @@ def bench() -> Iterator[Bench]:
         bench.accelerator.synchronize()
 
 
-def on_device(batch: ForwardBatch) -> DeviceRows:
-    assert batch.rows.on_device is not None
-    return batch.rows.on_device
+def on_device(batch: ForwardBatch, kv_group: int = 0) -> DeviceRows:
+    rows = batch.rows[kv_group].on_device
+    assert rows is not None
+    return rows
 
 
-def table(batch: ForwardBatch, row: int, num_blocks: int) -> list[int]:
-    rows = on_device(batch)
+def table(batch: ForwardBatch, row: int, num_blocks: int, kv_group: int = 0) -> list[int]:
+    rows = on_device(batch, kv_group)
     return rows.block_tables[rows.table_rows[row], :num_blocks].tolist()
 
 
@@ -87,12 +90,13 @@ def test_it_is_what_a_cpu_gets(bench: Bench) -> None:
     for slot in (4, 1):
         host.add_row(RowAdded(slot, slot, SamplingParams(), 0, 0, (1,), 1))
     expected = HostTensors(torch.device("cpu")).batch(host.prepare(PROMPTS), tokens, None)
-    for name in ("token_ids", "positions", "slot_mapping", "logits_indices"):
+    for name in ("token_ids", "positions", "logits_indices"):
         assert getattr(batch, name).equal(getattr(expected, name)), name
+    assert all(map(torch.equal, batch.slot_mappings, expected.slot_mappings))
     rows = on_device(batch)
-    assert rows.query_start_loc.tolist() == batch.rows.query_start_loc == [0, 6, 11]
-    assert rows.seq_lens.tolist() == batch.rows.seq_lens == [6, 5]
-    assert [table(batch, row, 2) for row in (0, 1)] == expected.rows.block_tables.tolist()
+    assert rows.query_start_loc.tolist() == batch.rows[0].query_start_loc == [0, 6, 11]
+    assert rows.seq_lens.tolist() == batch.rows[0].seq_lens == [6, 5]
+    assert [table(batch, row, 2) for row in (0, 1)] == expected.rows[0].block_tables.tolist()
     assert rows.query_start_loc.dtype == rows.seq_lens.dtype == rows.block_tables.dtype
     assert rows.block_tables.dtype == torch.int32
 
@@ -102,12 +106,12 @@ def test_padding_is_tokens_of_no_row(bench: Bench) -> None:
     batch = bench.batch(DECODES, [[5], [6], [7]], num_padding=2)
     assert batch.token_ids.tolist() == [5, 6, 7, 0, 0]
     assert batch.positions.tolist() == [6, 5, 0, 0, 0]
-    assert batch.slot_mapping.tolist() == [42, 161, 28, -1, -1]
+    assert batch.slot_mappings[0].tolist() == [42, 161, 28, -1, -1]
     assert batch.logits_indices.tolist() == [0, 1, 2, 3, 4]
     rows = on_device(batch)
     assert rows.query_start_loc.tolist() == [0, 1, 2, 3, 3, 3]
     assert rows.seq_lens.tolist() == [7, 6, 1, 0, 0]
-    assert batch.rows.seq_lens == [7, 6, 1]
+    assert batch.rows[0].seq_lens == [7, 6, 1]
     assert [table(batch, row, 2) for row in range(5)] == [
         [30, 10],
         [20, 40],
@@ -118,16 +122,16 @@ def test_padding_is_tokens_of_no_row(bench: Bench) -> None:
 
 
 def test_a_step_of_padding_alone(bench: Bench) -> None:
-    batch = bench.tensors.batch(dataclasses.replace(no_rows(), num_padding=4), (), None)
+    batch = bench.tensors.batch(dataclasses.replace(no_rows(1), num_padding=4), (), None)
     assert batch.token_ids.tolist() == [0] * 4
-    assert batch.slot_mapping.tolist() == [-1] * 4
+    assert batch.slot_mappings[0].tolist() == [-1] * 4
     assert on_device(batch).query_start_loc.tolist() == [0] * 5
 
 
 def test_small_steps_lie_at_the_same_addresses(bench: Bench) -> None:
     def addresses(batch: ForwardBatch) -> list[int]:
         rows = on_device(batch)
-        tensors = (batch.token_ids, batch.positions, batch.slot_mapping, rows.query_start_loc)
+        tensors = (batch.token_ids, batch.positions, *batch.slot_mappings, rows.query_start_loc)
         return [t.data_ptr() for t in (*tensors, rows.seq_lens, rows.table_rows)]
 
     first = addresses(bench.batch([RowStep(0, 0, 1, new_block_ids=((7,),))], [[1]], num_padding=3))
@@ -143,7 +147,7 @@ def test_many_new_blocks_do_not_move_what_follows(bench: Bench) -> None:
     batch = bench.batch([RowStep(0, 36, 1, new_block_ids=(blocks,))], [[9]], num_padding=1)
     assert batch.token_ids.tolist() == [9, 0]
     assert table(batch, 0, 10) == list(blocks)
-    assert batch.slot_mapping.tolist() == [59 * BLOCK_SIZE, -1]
+    assert batch.slot_mappings[0].tolist() == [59 * BLOCK_SIZE, -1]
 
 
 def test_tokens_that_only_the_device_knows(bench: Bench) -> None:
@@ -195,9 +199,57 @@ def test_some_rows_of_a_step(kept: list[int]) -> None:
         return rows.prepare([steps[row] for row in which])
 
     some, alone = batch([0, 1, 2]).of_rows(kept), batch(kept)
-    for name in ("slots", "row_of_token", "positions", "slot_mapping", "logits_indices"):
+    for name in ("slots", "row_of_token", "positions", "logits_indices"):
         assert getattr(some, name).tolist() == getattr(alone, name).tolist(), name
     for name in ("query_start_loc", "seq_lens", "adapters", "num_tokens", "only_decodes"):
         assert getattr(some, name) == getattr(alone, name), name
-    width = alone.block_tables.shape[1]
-    assert some.block_tables[:, :width].tolist() == alone.block_tables.tolist()
+    assert all(map(np.array_equal, some.slot_mappings, alone.slot_mappings))
+    (some_tables,), (alone_tables,) = some.block_tables, alone.block_tables
+    assert some_tables[:, : alone_tables.shape[1]].tolist() == alone_tables.tolist()
+
+
+def test_each_kv_group_has_tables_at_addresses_that_stay() -> None:
+    bench = Bench(num_kv_groups=3)
+
+    def addresses(batch: ForwardBatch) -> list[int]:
+        tables = [on_device(batch, group).block_tables for group in range(3)]
+        return [tensor.data_ptr() for tensor in (*batch.slot_mappings, *tables)]
+
+    with bench.accelerator.compute():
+        prompts = [
+            RowStep(4, 0, 6, new_block_ids=((30, 10), (1, 2), (5, 6))),
+            RowStep(1, 0, 5, new_block_ids=((20, 40), (3, 4), (7, 8))),
+        ]
+        bench.batch(prompts, [range(6), range(5)])
+        decodes = [RowStep(4, 6, 1), RowStep(0, 0, 1, new_block_ids=((7,), (9,), (11,)))]
+        first = bench.batch(decodes, [[5], [7]], num_padding=2)
+        found = addresses(first)
+        assert len(set(found)) == 6
+        assert all(address % 16 == 0 for address in found)
+        assert [mapping.tolist() for mapping in first.slot_mappings] == [
+            [42, 28, -1, -1],
+            [10, 36, -1, -1],
+            [26, 44, -1, -1],
+        ]
+        of_groups = [
+            [[30, 10], [7, 0], [0, 0]],
+            [[1, 2], [9, 0], [0, 0]],
+            [[5, 6], [11, 0], [0, 0]],
+        ]
+        for group, expected in enumerate(of_groups):
+            assert [table(first, row, 2, group) for row in range(3)] == expected
+        later = [RowStep(4, 7, 1), RowStep(1, 5, 1), RowStep(0, 1, 1)]
+        assert addresses(bench.batch(later, [[5], [6], [7]], num_padding=1)) == found
+        bench.accelerator.synchronize()
+
+
+def test_three_groups_are_sent_by_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, copies = Bench(num_kv_groups=3), []
+    with bench.accelerator.compute():
+        copy = bench.accelerator.copy
+        monkeypatch.setattr(
+            bench.accelerator, "copy", lambda *given: (copies.append(given), copy(*given))
+        )
+        bench.batch([RowStep(0, 0, 1, new_block_ids=((7,), (8,), (9,)))], [[1]])
+        assert len(copies) == 1
+        bench.accelerator.synchronize()
