@@ -10,7 +10,6 @@ import random
 import numpy as np
 import psutil
 import pytest
-from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2 as pb
@@ -18,7 +17,7 @@ from tritonclient.grpc import service_pb2 as pb
 from loraplex.adapters.formats.npy import read_npy
 from loraplex.compat.triton.pbtxt import parse_pbtxt
 from loraplex.core.errors import ConfigError, LoraplexError
-from loraplex.frontends.kserve.grpc.codec import decode_request
+from loraplex.frontends.kserve.grpc.codec import decode_request, infer_reader
 from loraplex.frontends.kserve.shared_memory import SharedMemory, TenantMemory
 from support.examples import examples, num_examples
 from support.kserve_inputs import MODELS, changed_bytes
@@ -71,13 +70,25 @@ def test_any_bytes(body, length, model):
 
 @given(data=st.binary(max_size=100))
 def test_any_message(data):
-    message = pb.ModelInferRequest()
-    try:
-        message.ParseFromString(data)
-    except DecodeError:
-        return
+    check_message(data)
+
+
+@given(seed=SEEDS)
+def test_changed_messages(seed):
+    request = pb.ModelInferRequest(model_name="m", raw_input_contents=[b"1234", b""])
+    request.inputs.add(name="x", datatype="INT32", shape=[2], contents={"int_contents": [1, 300]})
+    check_message(changed_bytes(random.Random(seed), request.SerializeToString()))
+
+
+def check_message(data):
+    """Check that protobuf reads the same message, and that it can be decoded or refused."""
     with contextlib.suppress(LoraplexError):
-        decode_request(message, TenantMemory(SharedMemory(), "t"))
+        message, raw = infer_reader(max_values=1000).read_now(data)
+        whole = pb.ModelInferRequest()
+        whole.CopyFrom(message)
+        whole.raw_input_contents.extend(map(bytes, raw))
+        assert whole == pb.ModelInferRequest.FromString(data)
+        decode_request(message, raw, TenantMemory(SharedMemory(), "t"))
 
 
 @given(seed=SEEDS)

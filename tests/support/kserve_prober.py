@@ -91,7 +91,7 @@ class KserveProber:
     async def _refusal(self, message: Any, *, is_streamed: bool) -> LoraplexError | None:
         try:
             memory = TenantMemory(self.service.memory, LOCAL.tenant)
-            request, wishes = decode_request(message, memory)
+            request, wishes = decode_request(message, message.raw_input_contents, memory)
             if not is_streamed:
                 encode_response(await self.service.infer(request, LOCAL), wishes)
                 return None

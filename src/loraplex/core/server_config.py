@@ -124,6 +124,16 @@ class ServerConfig(Settings, frozen=True, kw_only=True):
         int,
         _limits("Maximum size of a request body", "Beyond it: status 413.", minimum=1),
     ] = 64 << 20
+    max_request_values: Annotated[
+        int,
+        _limits(
+            "Maximum number of values in a request: JSON values, or repeated numbers of gRPC",
+            "Beyond it: status 413, or `RESOURCE_EXHAUSTED`. Prompts of more token ids, and larger "
+            "tensors that are not binary, need more. Reading that many holds up other requests: "
+            "about 20 ms for 262144.",
+            minimum=1 << 10,
+        ),
+    ] = 1 << 18
     max_header_bytes: Annotated[
         int,
         _limits(
@@ -184,7 +194,7 @@ class ServerConfig(Settings, frozen=True, kw_only=True):
             "Beyond it: `RESOURCE_EXHAUSTED`. Responses have no limit.",
             minimum=1 << 10,
         ),
-    ] = 256 << 20
+    ] = 64 << 20
     max_grpc_streams: Annotated[
         int,
         _limits(

@@ -27,6 +27,8 @@ Array = npt.NDArray[Any]
 
 MAX_RANK = 8
 MAX_ELEMENTS = 2**31 - 1
+MAX_STRINGS = 2**16
+"""Elements of a BYTES tensor, each of which becomes an object."""
 _LENGTH_PREFIX = struct.Struct("<I")
 
 
@@ -169,7 +171,9 @@ def shape_of(name: str, shape: Sequence[object]) -> tuple[int, ...]:
 # ---------------------------------------------------------------- the binary form
 
 
-def from_raw(name: str, datatype: object, shape: Sequence[object], data: bytes) -> Tensor:
+def from_raw(
+    name: str, datatype: object, shape: Sequence[object], data: bytes | memoryview
+) -> Tensor:
     """A tensor from its raw bytes: little-endian, row-major, BYTES with length prefixes."""
     row = datatype_of(name, datatype)
     dims = shape_of(name, shape)
@@ -197,10 +201,11 @@ def _check_num_bytes(name: str, row: Datatype, dims: tuple[int, ...], num_bytes:
         )
 
 
-def _split_strings(name: str, dims: tuple[int, ...], data: bytes) -> list[bytes]:
+def _split_strings(name: str, dims: tuple[int, ...], data: bytes | memoryview) -> list[bytes]:
     """The elements of a BYTES tensor: each a 32-bit length and so many bytes."""
     elements: list[bytes] = []
     expected = math.prod(dims)
+    _check_num_strings(name, expected)
     offset = 0
     num_bytes = len(data)
     while offset < num_bytes and len(elements) <= expected:
@@ -213,9 +218,17 @@ def _split_strings(name: str, dims: tuple[int, ...], data: bytes) -> list[bytes]
             raise _broken_strings(
                 name, f"element {len(elements)} says {length} bytes, {num_bytes - start} are left"
             )
-        elements.append(data[start:offset])
+        elements.append(bytes(data[start:offset]))
     _check_count(name, dims, len(elements))
     return elements
+
+
+def _check_num_strings(name: str, count: int) -> None:
+    if count > MAX_STRINGS:
+        raise InvalidTensorError(
+            f"tensor '{name}' has {count} elements; at most {MAX_STRINGS} of BYTES are allowed",
+            param=name,
+        )
 
 
 def _broken_strings(name: str, problem: str) -> InvalidTensorError:
@@ -271,6 +284,7 @@ def from_values(name: str, datatype: str, shape: Sequence[int], values: Sequence
     dims = shape_of(name, shape)
     _check_count(name, dims, len(values))
     if row.wire_dtype is None:
+        _check_num_strings(name, len(values))
         return Tensor(name, datatype, dims, strings=[_encoded(name, v) for v in values])
     _check_types(name, row, row.wire_dtype.kind, values)
     return Tensor(name, datatype, dims, struct.pack(f"<{len(values)}{row.code}", *values))
@@ -296,9 +310,11 @@ def _encoded(name: str, value: object) -> bytes:
         raise _wrong_value(name, "BYTES", value, "text that UTF-8 can encode") from None
 
 
-def _check_types(name: str, row: Datatype, kind: str, values: Sequence[object]) -> None:
+def _check_types(name: str, row: Datatype, kind: str, values: Sequence[Any]) -> None:
     """Python's bool is an int, and numpy casts nearly everything: so look at every value."""
     low, high = row.limits
+    if _is_plain(kind, values) and low <= min(values) and max(values) <= high:
+        return
     for value in values:
         if type(value) is bool or kind == "b":
             fits = type(value) is bool and kind == "b"
@@ -308,6 +324,14 @@ def _check_types(name: str, row: Datatype, kind: str, values: Sequence[object]) 
             fits = type(value) is int and low <= value <= high
         if not fits:
             raise _wrong_value(name, row.name, value, _right_value(row, kind))
+
+
+def _is_plain(kind: str, values: Sequence[Any]) -> bool:
+    """Whether all are integers, or finite floats for a type of floats: found without a loop."""
+    types = set(map(type, values))
+    if types == {int}:
+        return kind != "b"
+    return types == {float} and kind == "f" and math.isfinite(sum(values))
 
 
 def _right_value(row: Datatype, kind: str) -> str:

@@ -12,8 +12,9 @@ from tritonclient.grpc import service_pb2 as pb
 from loraplex.core.errors import ModelNotFoundError, UnauthenticatedError
 from loraplex.core.principal import LOCAL, Principal
 from loraplex.frontends.kserve.grpc.access import OPEN_RPCS, Authentication
-from loraplex.frontends.kserve.grpc.calls import MAX_DETAILS, Call, Calls, Malformed, Rpc
+from loraplex.frontends.kserve.grpc.calls import MAX_DETAILS, Call, Calls, Rpc
 from loraplex.frontends.kserve.grpc.servicer import SERVICE, TritonServicer
+from loraplex.frontends.kserve.grpc.wire import MessageReader
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.telemetry.telemetry import Telemetry
 from loraplex.serving.wire_request import WireRequest, current_request
@@ -64,11 +65,15 @@ def handler(reported):
 
     def make(behavior, entry=None, **fields):
         calls = Calls(Telemetry([reported.append]), entry or Authentication(lambda _: LOCAL))
-        values = {"name": "/s/M", "request": pb.ServerLiveRequest, "behavior": behavior}
-        rpc = Rpc(**values | fields, response=pb.ServerLiveResponse)
+        rpc = Rpc(**{"name": "/s/M", "behavior": behavior} | fields, response=pb.ServerLiveResponse)
         calls.add(rpc)
-        found = calls.service(types.SimpleNamespace(method=rpc.name))
-        return found.unary_stream if rpc.streams_responses else found.unary_unary
+        found = calls.service(types.SimpleNamespace(method=rpc.name, invocation_metadata=()))
+        assert found.request_deserializer is None
+        ways = (found.unary_unary, found.unary_stream, found.stream_unary, found.stream_stream)
+        [way] = filter(None, ways)
+        # gRPC reads the message of a unary call before it calls the handler.
+        assert found.request_streaming is (way in ways[2:])
+        return way
 
     return make
 
@@ -146,8 +151,10 @@ async def test_an_invalid_message_is_reported_like_any_request(handler, reported
 
     context = Context()
     with pytest.raises(grpc.aio.AbortError):
-        await handler(behavior)(Malformed("why"), context)
-    assert context.status == "INVALID_ARGUMENT: the request is not a valid message: why"
+        await handler(behavior, reader=MessageReader(pb.ModelReadyRequest, 10))(
+            b"\x0a\x05", context
+        )
+    assert context.status == "INVALID_ARGUMENT: the request is not a valid message: it ends early"
     assert (reported[0].status, reported[0].error_code) == ("INVALID_ARGUMENT", "invalid_request")
     assert context.trailing
 
@@ -203,6 +210,26 @@ class TestAccess:
         assert (context.status, begun) == ("UNAUTHENTICATED: no key", [])
         assert reported[0].status == "UNAUTHENTICATED"
 
+    async def test_the_message_is_read_with_a_key_only(self):
+        def authenticate(metadata) -> Principal:
+            return LOCAL if metadata.get("authorization") == "Bearer k" else self._refuse(metadata)
+
+        async def behavior(message, call):
+            return message
+
+        calls = Calls(Telemetry(), Authentication(authenticate))
+        for name in ("/s/M", *OPEN_RPCS):
+            calls.add(Rpc(name=name, behavior=behavior, response=pb.ServerLiveResponse))
+
+        def reads(name: str, *metadata: tuple[str, str]) -> bool:
+            details = types.SimpleNamespace(method=name, invocation_metadata=metadata)
+            return not calls.service(details).request_streaming
+
+        assert reads("/s/M", ("authorization", "Bearer k"))
+        assert not reads("/s/M")
+        assert not any(reads(name) for name in OPEN_RPCS)
+        assert calls.service(types.SimpleNamespace(method="/s/N", invocation_metadata=())) is None
+
     @pytest.mark.parametrize("name", sorted(OPEN_RPCS))
     async def test_open_methods_serve_a_caller_without_rights(self, handler, name):
         async def behavior(message, call):
@@ -218,5 +245,5 @@ class TestAccess:
 
 
 def test_every_rpc_of_the_protocol_is_there():
-    rpcs = {rpc.name for rpc in TritonServicer(TritonService(EchoBackend())).rpcs()}
+    rpcs = {rpc.name for rpc in TritonServicer(TritonService(EchoBackend()), 1000).rpcs()}
     assert rpcs == {f"/inference.GRPCInferenceService/{method.name}" for method in SERVICE.methods}

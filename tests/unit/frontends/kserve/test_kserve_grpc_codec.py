@@ -7,6 +7,7 @@ from loraplex.frontends.kserve.grpc.codec import (
     encode_failure,
     encode_piece,
     encode_response,
+    infer_reader,
 )
 from loraplex.frontends.kserve.messages import InferResponse
 from loraplex.frontends.kserve.outputs import Wishes
@@ -14,10 +15,11 @@ from loraplex.frontends.kserve.shared_memory import SharedMemory, TenantMemory
 from loraplex.frontends.kserve.tensors import numbers, strings
 
 MEMORY = TenantMemory(SharedMemory(), "default")
+READER = infer_reader(max_values=1000)
 
 
 def decode(request, memory=MEMORY):
-    return decode_request(request, memory)
+    return decode_request(*READER.read_now(request.SerializeToString()), memory)
 
 
 def message(*inputs, raw=(), **more):

@@ -7,9 +7,12 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from loraplex.core.server_config import ServerConfig
+from loraplex.frontends.access import by_api_key
 from loraplex.frontends.kserve.grpc.limits import GrpcLimits
 from loraplex.frontends.kserve.grpc.server import GrpcServer
+from loraplex.frontends.kserve.grpc.wire import MessageReader
 from loraplex.frontends.kserve.service import TritonService
+from loraplex.serving.access.api_key_ring import ApiKeys
 from loraplex.testing.echo_backend import EchoBackend
 
 LIMITS = GrpcLimits.of(ServerConfig())
@@ -83,3 +86,47 @@ async def test_connections_beyond_the_limit(started):
             await live(second, timeout=2)
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
         assert await live(first)
+
+
+@pytest.fixture
+async def with_keys(monkeypatch):
+    """Channel to a server that needs a key, and fails if it reads a message."""
+    monkeypatch.setattr(MessageReader, "read", None)
+    keys = ApiKeys(None, given=["a key of a test"])
+    service = TritonService(EchoBackend(("m",)))
+    server = GrpcServer(service, "127.0.0.1", 0, authenticate=by_api_key(keys), limits=LIMITS)
+    await server.start()
+    async with channel_to(f"127.0.0.1:{server.port}") as channel:
+        yield channel
+    await server.stop(0)
+
+
+async def test_no_message_is_read_without_a_key(with_keys):
+    """A client may not fill the server's memory before it has shown a key."""
+    service, message = "/inference.GRPCInferenceService", bytes(32 << 20)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await with_keys.unary_unary(f"{service}/ModelInfer")(message)
+    assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    stream = with_keys.stream_stream(f"{service}/ModelStreamInfer")(iter([message]))
+    assert await stream.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+@pytest.mark.parametrize("message", [b"", b"not a message", bytes(32 << 20)])
+async def test_open_calls_ignore_their_message(with_keys, message):
+    live = with_keys.unary_unary("/inference.GRPCInferenceService/ServerLive")
+    assert await live(message, timeout=60) == b"\x08\x01"
+    assert await with_keys.unary_unary("/grpc.health.v1.Health/Check")(message) == b"\x08\x01"
+
+
+async def test_many_inputs_are_refused_before_they_are_objects(started):
+    async with channel_to(await started()) as channel:
+        infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await infer(b"\x2a\x00" * 100_000)
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "more than 16384 fields" in refused.value.details()
+        stream = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")()
+        await stream.write(b"\x2a\x00" * 100_000)
+        response = pb.ModelStreamInferResponse.FromString(await stream.read())
+        assert "more than 16384 fields" in response.error_message
+        stream.cancel()

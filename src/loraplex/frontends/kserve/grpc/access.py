@@ -14,7 +14,7 @@ OPEN_RPCS = frozenset(
         "/grpc.health.v1.Health/Watch",
     }
 )
-"""RPCs of load balancers."""
+"""RPCs of load balancers. They ignore their messages, so these are not read: see `Calls`."""
 
 _NO_RIGHTS = Principal(
     tenant="", rights=Rights(use=NONE, list=NONE, manage=NONE, models=NONE, operator=False)
@@ -31,7 +31,11 @@ class Authentication:
 
     def of(self, rpc: str) -> Callable[[Mapping[str, str]], Principal]:
         """Function from a call's metadata to its principal. It raises UnauthenticatedError."""
-        return _anyone if rpc in self._open else self._authenticate
+        return _anyone if self.is_open(rpc) else self._authenticate
+
+    def is_open(self, rpc: str) -> bool:
+        """Return whether an RPC needs no key."""
+        return rpc in self._open
 
 
 def _anyone(metadata: Mapping[str, str]) -> Principal:

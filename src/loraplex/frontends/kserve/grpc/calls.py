@@ -1,21 +1,26 @@
-"""Wrapper of every RPC: its id and trace, authentication, end, and records of it."""
+"""Wrapper of every RPC: its id and trace, authentication, end, and records of it.
+
+gRPC reads a unary call's message before it calls the handler. A call that streams requests gets
+none before it reads: so calls without a key, and those that need none, are served as such, and the
+memory for their messages is never taken.
+"""
 
 import asyncio
 import functools
 import itertools
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 from urllib.parse import unquote
 
 import grpc
 import msgspec
-from google.protobuf.message import DecodeError
 
-from loraplex.core.errors import InvalidRequestError, LoraplexError
+from loraplex.core.errors import LoraplexError
 from loraplex.core.principal import Principal
 from loraplex.frontends.kserve.errors import as_loraplex_error, message_of, status_of
 from loraplex.frontends.kserve.grpc.access import Authentication
+from loraplex.frontends.kserve.grpc.wire import MessageReader
 from loraplex.frontends.telemetry.request_ids import HEADER
 from loraplex.frontends.telemetry.telemetry import Telemetry
 from loraplex.serving.wire_request import as_current
@@ -52,24 +57,12 @@ class Call(msgspec.Struct, frozen=True):
             raise asyncio.CancelledError from None
 
 
-class Malformed(msgspec.Struct, frozen=True):
-    """Stands for a message that is no protobuf of its class.
-
-    gRPC ends a call itself whose deserialiser raises, without a record of it.
-    """
-
-    reason: str
-
-    def error(self) -> InvalidRequestError:
-        return InvalidRequestError(f"the request is not a valid message: {self.reason}")
-
-
 Behavior = Callable[[Any, Call], Awaitable[Any]]
 """Function from a message, or an async iterator of them, to the response; None if it wrote them.
 
-It may raise anything: the call ends with the error's status. A Malformed it meets in an iterator
-only.
+It may raise anything: the call ends with the error's status.
 """
+_PrincipalOf = Callable[[Mapping[str, str]], Principal]
 
 
 class Rpc(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,9 +71,10 @@ class Rpc(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     """Full name: /SERVICE/METHOD."""
     behavior: Behavior
-    request: Any
-    """The class of its messages."""
     response: Any
+    """The class of its responses."""
+    reader: MessageReader | None = None
+    """Reader of its message; None: the behaviour gets the bytes, of each message of a stream."""
     streams_requests: bool = False
     streams_responses: bool = False
 
@@ -91,27 +85,34 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
     def __init__(self, telemetry: Telemetry, authentication: Authentication) -> None:
         self._telemetry = telemetry
         self._authentication = authentication
+        self._rpcs: dict[str, Rpc] = {}
         self._handlers: dict[str, Any] = {}
 
     def add(self, rpc: Rpc) -> None:
-        ways = ("stream" if rpc.streams_requests else "unary") + (
-            "_stream" if rpc.streams_responses else "_unary"
-        )
-        self._handlers[rpc.name] = getattr(grpc, f"{ways}_rpc_method_handler")(
-            self._around(rpc.name, rpc.behavior),
-            _reader(rpc.request),
-            rpc.response.SerializeToString,
-        )
+        is_open = self._authentication.is_open(rpc.name)
+        if is_open:
+            rpc = msgspec.structs.replace(rpc, reader=None)
+        serve = self._around(rpc, self._authentication.of(rpc.name))
+        self._rpcs[rpc.name] = rpc
+        self._handlers[rpc.name] = _handler(rpc, serve, is_read=not is_open)
 
     def service(self, handler_call_details: Any) -> Any:
-        """None for an RPC that is not there."""
-        return self._handlers.get(handler_call_details.method)
+        """Return the handler of a call, whose message is not read yet; None: no such RPC."""
+        name = handler_call_details.method
+        rpc = self._rpcs.get(name)
+        if rpc is None:
+            return None
+        try:
+            self._authentication.of(name)(_texts(handler_call_details.invocation_metadata))
+        except LoraplexError as error:
+            return _handler(rpc, self._around(rpc, _refusing(error)), is_read=False)
+        return self._handlers[name]
 
-    def _around(self, name: str, behavior: Behavior) -> Callable[[Any, Context], Awaitable[Any]]:
-        begin, principal_of = self._telemetry.begin, self._authentication.of(name)
+    def _around(self, rpc: Rpc, principal_of: _PrincipalOf) -> Callable[..., Awaitable[Any]]:
+        begin, name, behavior, reader = self._telemetry.begin, rpc.name, rpc.behavior, rpc.reader
 
         async def serve(message: Any, context: Context) -> Any:
-            metadata = _metadata(context)
+            metadata = _texts(context.invocation_metadata() or ())
             request = begin("grpc", "", name, _address(context.peer()), metadata, route=name)
             # It is sent at the end of the call.
             context.set_trailing_metadata(((HEADER, request.request_id),))
@@ -119,8 +120,8 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
             with as_current(request):
                 try:
                     call = Call(context, metadata, principal_of(metadata))
-                    if type(message) is Malformed:
-                        raise message.error()
+                    if reader is not None:
+                        message = (await reader.read(message)).message
                     response = await behavior(message, call)
                     status = _OK
                     return response
@@ -135,16 +136,24 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
         return serve
 
 
-def _reader(message_class: Any) -> Callable[[bytes], Any]:
-    parse = message_class.FromString
+def _handler(rpc: Rpc, serve: Callable[..., Awaitable[Any]], *, is_read: bool) -> Any:
+    """Return gRPC's handler.
 
-    def read(data: bytes) -> Any:
-        try:
-            return parse(data)
-        except DecodeError as error:
-            return Malformed(str(error))
+    is_read: gRPC reads the message of a unary call, and then calls `serve`. Otherwise the message
+    stays with the client: it takes no memory here.
+    """
+    requests = "unary" if is_read and not rpc.streams_requests else "stream"
+    responses = "stream" if rpc.streams_responses else "unary"
+    make = getattr(grpc, f"{requests}_{responses}_rpc_method_handler")
+    return make(serve, None, rpc.response.SerializeToString)
 
-    return read
+
+def _refusing(error: LoraplexError) -> _PrincipalOf:
+    def refuse(metadata: Mapping[str, str]) -> Principal:
+        del metadata
+        raise error
+
+    return refuse
 
 
 def _details(text: str) -> str:
@@ -170,8 +179,7 @@ def _wire_size(character: str) -> int:
     return 1 if is_plain else 3 * len(character.encode())
 
 
-def _metadata(context: Context) -> dict[str, str]:
-    pairs = context.invocation_metadata() or ()
+def _texts(pairs: Iterable[tuple[str, object]]) -> dict[str, str]:
     return {key: value for key, value in pairs if isinstance(value, str)}
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from tritonclient.grpc import service_pb2 as pb
 
 from loraplex.core.errors import InvalidRequestError, InvalidTensorError
+from loraplex.frontends.kserve.grpc.wire import MessageReader
 from loraplex.frontends.kserve.messages import (
     NO_PARAMETERS,
     InferRequest,
@@ -56,8 +57,18 @@ _CHOICES = {
 """Where the value of a parameter stands, by its type."""
 
 
-def decode_request(message: Any, memory: TenantMemory) -> tuple[InferRequest, Wishes]:
-    """A ModelInferRequest, and how its outputs are wanted. Raises as the codecs of its parts do."""
+def infer_reader(max_values: int) -> MessageReader:
+    """Return a reader of ModelInferRequests; max_values as in `MessageReader`."""
+    return MessageReader(pb.ModelInferRequest, max_values, "raw_input_contents")
+
+
+def decode_request(
+    message: Any, raw: Sequence[bytes | memoryview], memory: TenantMemory
+) -> tuple[InferRequest, Wishes]:
+    """A ModelInferRequest, and how its outputs are wanted. Raises as the codecs of its parts do.
+
+    raw: its raw_input_contents, which are not in the message.
+    """
     wishes = {
         output.name: _wish(output, memory) if output.parameters else BINARY
         for output in message.outputs[:]
@@ -66,7 +77,7 @@ def decode_request(message: Any, memory: TenantMemory) -> tuple[InferRequest, Wi
         model=message.model_name,
         version=message.model_version,
         request_id=message.id,
-        inputs=_inputs(message, memory),
+        inputs=_inputs(message, raw, memory),
         requested=tuple(wishes),
         parameters=decode_parameters(message.parameters) if message.parameters else NO_PARAMETERS,
     )
@@ -88,9 +99,11 @@ def _wish(output: Any, memory: TenantMemory) -> OutputWish:
     return output_wish(output.name, parameters, is_binary=True, memory=memory)
 
 
-def _inputs(message: Any, memory: TenantMemory) -> tuple[Tensor, ...]:
+def _inputs(
+    message: Any, raw: Sequence[bytes | memoryview], memory: TenantMemory
+) -> tuple[Tensor, ...]:
     """Tensors in shared memory have no raw contents, all others have them or none has."""
-    entries, raw = message.inputs[:], message.raw_input_contents[:]  # lists, in one step
+    entries = message.inputs[:]  # a list, in one step
     places = [_place(entry) if entry.parameters else None for entry in entries]
     num_here = places.count(None)
     if raw and len(raw) != num_here:
@@ -122,7 +135,7 @@ def _shared_input(entry: Any, place: Place, memory: TenantMemory) -> Tensor:
     return from_raw(entry.name, datatype, shape, memory.read(place))
 
 
-def _raw_input(message: Any, entry: Any, data: bytes) -> Tensor:
+def _raw_input(message: Any, entry: Any, data: bytes | memoryview) -> Tensor:
     if entry.HasField("contents"):
         raise InvalidTensorError(
             "contents field must not be specified when using raw_input_contents for "

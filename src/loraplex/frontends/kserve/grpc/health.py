@@ -102,13 +102,11 @@ def health_rpcs(is_ready: IsReady) -> tuple[Rpc, Rpc]:
         Rpc(
             name=f"/{SERVICE}/Check",
             behavior=check,
-            request=HealthCheckRequest,
             response=HealthCheckResponse,
         ),
         Rpc(
             name=f"/{SERVICE}/Watch",
             behavior=watch,
-            request=HealthCheckRequest,
             response=HealthCheckResponse,
             streams_responses=True,
         ),

@@ -19,6 +19,7 @@ class GrpcLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits; see the server's settings of the same meaning."""
 
     max_message_bytes: int
+    max_values: int
     max_metadata_bytes: int
     max_streams: int
     max_connections: int
@@ -28,6 +29,7 @@ class GrpcLimits(msgspec.Struct, frozen=True, kw_only=True):
     def of(cls, settings: ServerConfig) -> "GrpcLimits":
         return cls(
             max_message_bytes=min(settings.max_grpc_message_bytes, MAX_MESSAGE_BYTES),
+            max_values=settings.max_request_values,
             max_metadata_bytes=settings.max_header_bytes,
             max_streams=settings.max_grpc_streams,
             max_connections=settings.max_connections,

@@ -36,7 +36,7 @@ class GrpcServer:
         plain text."""
         authentication = Authentication(authenticate, health_is_open=health_is_open)
         self._calls = Calls(telemetry or Telemetry(), authentication)
-        servicer = TritonServicer(service)
+        servicer = TritonServicer(service, limits.max_values)
         for rpc in (*servicer.rpcs(), *health_rpcs(servicer.is_ready)):
             self._calls.add(rpc)
         self._limits = limits

@@ -8,15 +8,30 @@ from tritonclient.grpc import service_pb2 as pb
 
 from loraplex.frontends.kserve.grpc.admin import AdminRpcs
 from loraplex.frontends.kserve.grpc.calls import Call, Rpc
-from loraplex.frontends.kserve.grpc.codec import decode_request, encode_response
+from loraplex.frontends.kserve.grpc.codec import (
+    decode_request,
+    encode_response,
+    infer_reader,
+)
 from loraplex.frontends.kserve.grpc.stream import StreamSession
+from loraplex.frontends.kserve.grpc.wire import MessageReader
 from loraplex.frontends.kserve.models.catalog import server_metadata
+from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.kserve.shared_memory import TenantMemory
 
 SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 
 
+_INFER = ("ModelInfer", "ModelStreamInfer")
+
+
 class TritonServicer(AdminRpcs):
+    def __init__(self, service: TritonService, max_values: int) -> None:
+        """Create a servicer. max_values: maximum number of repeated numbers in a message."""
+        super().__init__(service)
+        self._max_values = max_values
+        self._infer_reader = infer_reader(max_values)
+
     def rpcs(self) -> Iterator[Rpc]:
         """Those of the protocol that are here; gRPC refuses the others itself."""
         for method in SERVICE.methods:
@@ -25,11 +40,14 @@ class TritonServicer(AdminRpcs):
                 yield Rpc(
                     name=f"/{SERVICE.full_name}/{method.name}",
                     behavior=behavior,
-                    request=GetMessageClass(method.input_type),
                     response=GetMessageClass(method.output_type),
+                    reader=None if method.name in _INFER else self._reader(method),
                     streams_requests=method.client_streaming,
                     streams_responses=method.server_streaming,
                 )
+
+    def _reader(self, method: Any) -> MessageReader:
+        return MessageReader(GetMessageClass(method.input_type), self._max_values)
 
     # ------------------------------------------------------------ server and models
 
@@ -63,17 +81,17 @@ class TritonServicer(AdminRpcs):
 
     # ------------------------------------------------------------ inference
 
-    async def ModelInfer(self, request: Any, call: Call) -> Any:
+    async def ModelInfer(self, data: bytes, call: Call) -> Any:
         memory = TenantMemory(self._service.memory, call.principal.tenant)
-        infer_request, wishes = decode_request(request, memory)
+        infer_request, wishes = decode_request(*await self._infer_reader.read(data), memory)
         self._service.check_is_unary(
             call.principal, infer_request.model, infer_request.version, "ModelInfer RPC"
         )
         return encode_response(await self._service.infer(infer_request, call.principal), wishes)
 
-    async def ModelStreamInfer(self, requests: AsyncIterator[Any], call: Call) -> None:
+    async def ModelStreamInfer(self, requests: AsyncIterator[bytes], call: Call) -> None:
         """Requests of one stream run at the same time; their responses come as they are ready."""
-        await StreamSession(self._service, call).serve(requests)
+        await StreamSession(self._service, call, self._infer_reader).serve(requests)
 
     def is_ready(self) -> bool:
         """Whether the whole server is ready."""

@@ -10,8 +10,9 @@ from tritonclient.grpc import service_pb2 as pb
 from loraplex.frontends.kserve.active import StreamScope
 from loraplex.frontends.kserve.errors import as_loraplex_error, message_of, status_of
 from loraplex.frontends.kserve.failures import FailedResponse
-from loraplex.frontends.kserve.grpc.calls import Call, Malformed
+from loraplex.frontends.kserve.grpc.calls import Call
 from loraplex.frontends.kserve.grpc.codec import decode_request, encode_failure, encode_piece
+from loraplex.frontends.kserve.grpc.wire import MessageReader
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.kserve.shared_memory import TenantMemory
 from loraplex.serving.wire_request import as_current, current_request
@@ -25,14 +26,15 @@ class StreamSession:
     """Each request is a task that writes its responses itself. Of a client that does not read no
     more than one response a request waits here: its source waits with it, and no other."""
 
-    def __init__(self, service: TritonService, call: Call) -> None:
+    def __init__(self, service: TritonService, call: Call, reader: MessageReader) -> None:
         self._service = service
         self._call = call
+        self._reader = reader
         self._errors_end_stream = call.metadata.get(ERRORS_END_STREAM) == "true"
         self._scope = StreamScope()
         self._writing = asyncio.Lock()
 
-    async def serve(self, requests: AsyncIterator[Any]) -> None:
+    async def serve(self, requests: AsyncIterator[bytes]) -> None:
         """Serve the requests as they come, until all have ended and no more can come.
 
         Raises the first error if errors end the stream. Cancelling it aborts all requests.
@@ -47,25 +49,25 @@ class StreamSession:
         if error is not None:
             raise error
 
-    async def _serve(self, request: Any) -> None:
+    async def _serve(self, data: bytes) -> None:
         """Serve one request, which has a record of its own."""
         stream = current_request()
         assert stream is not None, "Calls is around every RPC"
         part, status = stream.within(), _CANCELLED
         try:
             with as_current(part):
-                await self._respond(request)
+                await self._respond(data)
             status = _OK if part.error is None else status_of(part.error).grpc
         finally:
             part.end(status)
 
-    async def _respond(self, request: Any) -> None:
+    async def _respond(self, data: bytes) -> None:
         """Respond; an error is a response, unless errors end the stream."""
+        request = pb.ModelInferRequest()
         try:
-            if type(request) is Malformed:
-                raise request.error()
+            request, raw = await self._reader.read(data)
             memory = TenantMemory(self._service.memory, self._call.principal.tenant)
-            infer_request, wishes = decode_request(request, memory)
+            infer_request, wishes = decode_request(request, raw, memory)
             responses = await self._service.stream(infer_request, self._call.principal, self._scope)
             async with aclosing(responses):
                 async for response in responses:
@@ -75,8 +77,7 @@ class StreamSession:
                 raise
             error = as_loraplex_error(raised)
             outputs = raised.outputs if isinstance(raised, FailedResponse) else ()
-            request_message = pb.ModelInferRequest() if type(request) is Malformed else request
-            await self._write(encode_failure(request_message, message_of(error), outputs))
+            await self._write(encode_failure(request, message_of(error), outputs))
 
     async def _write(self, response: Any) -> None:
         async with self._writing:
