@@ -9,6 +9,7 @@ from loraplex.core.output import EngineOutput, FinishReason, SequenceDelta
 from loraplex.core.request import RequestId
 from loraplex.core.stats import EngineStats, StepRecord
 from loraplex.engine.messages import EngineCommand, EngineEvent, EngineReady, StepDone
+from loraplex.engine.step_marker import Progress
 from loraplex.serving.engines.link import EngineDied
 from loraplex.serving.engines.output_stream import OutputStream
 from loraplex.testing.fake_runner import FAKE_CAPACITY
@@ -24,6 +25,12 @@ class ScriptedLink:
         self.events: asyncio.Queue[EngineEvent | Exception | None] = asyncio.Queue()
         self.commands: list[EngineCommand] = []
         self.is_closed = False
+        self.reading = Progress(1)
+        """What progress() returns."""
+        self.problem = ""
+        """Why it was killed."""
+        self.in_flight: tuple[RequestId, ...] = ()
+        """Requests of its steps, when it was killed."""
 
     def send(self, command: EngineCommand) -> None:
         self.commands.append(command)
@@ -35,6 +42,13 @@ class ScriptedLink:
         if isinstance(event, Exception):
             raise event
         return event
+
+    def progress(self) -> Progress:
+        return self.reading
+
+    def kill(self, problem: str) -> None:
+        self.problem = problem
+        self.say(EngineDied(problem, self.in_flight))
 
     async def close(self) -> None:
         await asyncio.sleep(0)
@@ -122,10 +136,15 @@ def done(request_id: RequestId, *token_ids: int, finished: bool = True, **fields
     return StepDone((output,), EngineStats(steps=1))
 
 
-def step_of(*request_ids: RequestId) -> StepDone:
+def step_of(*request_ids: RequestId, **fields: int) -> StepDone:
     """Return a step that had rows of these requests and no outputs."""
+    return StepDone((), EngineStats(), record_of(request_ids=request_ids, **fields))
+
+
+def record_of(**fields: Any) -> StepRecord:
+    """Return the record of a step; fields that are not given are 0."""
     numbers: dict[str, Any] = dict.fromkeys(StepRecord.__struct_fields__[:16], 0)
-    return StepDone((), EngineStats(), StepRecord(**(numbers | {"request_ids": request_ids})))
+    return StepRecord(**(numbers | fields))
 
 
 def died(*request_ids: RequestId, was_killed: bool = False) -> EngineDied:

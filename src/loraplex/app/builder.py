@@ -22,6 +22,7 @@ from loraplex.models.registry import read_config
 from loraplex.models.spec import ModelSpec
 from loraplex.serving.backend import ModelCard
 from loraplex.serving.engines.async_engine import AsyncEngine
+from loraplex.serving.engines.engine_watchdog import EngineWatchdog, StepLimits
 from loraplex.serving.engines.link import EngineLauncher
 from loraplex.serving.engines.restart_limits import RestartLimits
 from loraplex.serving.request_metrics import RequestMetrics
@@ -32,6 +33,9 @@ from loraplex.serving.text.chat_renderer import ChatRenderer
 from loraplex.serving.text.chat_template_files import find_templates
 from loraplex.text.tokenizer import Tokenizer, load_tokenizer
 
+_CPU_STEP_SECONDS: Final = 10.0
+_GPU_STEP_SECONDS: Final = 120.0
+"""Least derived limits of a step: on a GPU the first step of a new shape compiles kernels."""
 _TEMPLATE: Final = "chat_template"
 _JSON_INDENTS: Final = MappingProxyType({"llgtrt_compat": 4})
 """Indent of `tojson` in chat templates that set none, by dialect."""
@@ -109,12 +113,19 @@ def _served_model(
 
 
 def _engine(name: str, model: ModelConfig, launch: EngineLauncher, clock: Clock) -> AsyncEngine:
+    is_cpu = model.device.startswith("cpu")
+    limits = StepLimits(
+        model.step_timeout_seconds,
+        model.engine_start_seconds,
+        _CPU_STEP_SECONDS if is_cpu else _GPU_STEP_SECONDS,
+    )
     return AsyncEngine(
         name,
         launch(model),
         clock,
         num_steps_kept=model.iter_stats_max_iterations,
         patience=RestartLimits(model.engine_restart_seconds, model.engine_wait_seconds),
+        watchdog=EngineWatchdog(clock, limits),
     )
 
 

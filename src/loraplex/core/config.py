@@ -28,9 +28,19 @@ _TOOL_CALL_ALIASES: Final = MappingProxyType(
     }
 )
 """vLLM's and SGLang's names of parsers."""
+_MIN_STEP_TIMEOUT: Final = 3
 _REASONING_ALIASES: Final = MappingProxyType(
     {"deepseek_r1": "think", "deepseek-r1": "think", "qwen3": "think", "glm45": "think"}
 )
+
+
+def _step_timeout(seconds: float) -> str | None:
+    """An engine without work shows every second that it is alive."""
+    return (
+        None
+        if seconds == 0 or seconds >= _MIN_STEP_TIMEOUT
+        else (f"must be 0 or at least {_MIN_STEP_TIMEOUT}")
+    )
 
 
 class AdapterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -181,6 +191,25 @@ class ModelConfig(EngineSettings, frozen=True, kw_only=True):
             minimum=0,
         ),
     ] = 30.0
+    step_timeout_seconds: Annotated[
+        float,
+        _engine(
+            "Time in seconds without progress after which an engine is ended and restarted; 0: "
+            "derived",
+            "Its requests continue in the next engine. The derived time is 20 times what a step "
+            "should take by the measured ones, at least 10 s (120 s on a GPU, where a step may "
+            "compile kernels), and 300 s before any was measured.",
+            check=_step_timeout,
+        ),
+    ] = 0.0
+    engine_start_seconds: Annotated[
+        float,
+        _engine(
+            "Time in seconds that an engine may take to load its model",
+            "An engine that takes longer is ended.",
+            minimum=1,
+        ),
+    ] = 3600.0
     iter_stats_max_iterations: Annotated[
         int, _engine("Number of newest steps that /v1/iterations returns", minimum=1)
     ] = 1000

@@ -288,7 +288,7 @@ class Engine:
         )
         record = msgspec.structs.replace(record, adapter_loads_ended=self._num_loads_ended)
         self._num_loads_ended = 0
-        self._marker.begin(plan.step_id, record.request_ids)
+        self._marker.begin(plan.step_id, record.request_ids, record.num_tokens)
         try:
             return _LaunchedStep(plan, record, self._runner.launch(plan))
         except Exception as error:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from typing import Final
 
 from loraplex.core.clock import Clock
 from loraplex.core.errors import LoraplexError
@@ -26,6 +27,9 @@ from loraplex.engine.messages import (
 )
 
 logger = logging.getLogger(__name__)
+
+BEAT_SECONDS: Final = 1.0
+"""Interval at which an idle loop shows that it is alive."""
 
 
 class EngineLoop:
@@ -60,13 +64,25 @@ class EngineLoop:
 
         Return False after Shutdown.
         """
-        command = self._channel.receive(self._seconds_to_wait())
+        command = self._next_command()
         while command is not None:
             if isinstance(command, Shutdown):
                 return False
             self._apply(command)
+            self._channel.marker.beat()
             command = self._channel.receive(0)
         return True
+
+    def _next_command(self) -> EngineCommand | None:
+        """Wait for a command; None when the engine itself has something to do."""
+        while True:
+            self._channel.marker.beat()
+            left = self._seconds_to_wait()
+            if left is not None and left <= BEAT_SECONDS:
+                return self._channel.receive(left)
+            command = self._channel.receive(BEAT_SECONDS)
+            if command is not None:
+                return command
 
     def _seconds_to_wait(self) -> float | None:
         wakes = (self._engine.next_wake_ns(), self._engine.next_expiry_ns())

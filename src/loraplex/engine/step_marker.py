@@ -1,12 +1,14 @@
-"""Marker of the requests in the present steps, which survives the death of the engine.
+"""Marker of an engine's progress and of the requests in its steps.
 
-The engine writes, and serving reads once the engine is dead. Data in a mapped file is visible to
-other processes at once, whatever kills the writer.
+The engine writes. Serving reads the progress while the engine lives, and the requests once it is
+dead. Data in a mapped file is visible to other processes at once, whatever stops or kills the
+writer.
 """
 
 import mmap
 import struct
 from pathlib import Path
+from typing import NamedTuple
 
 from loraplex.core.request import RequestId
 
@@ -15,38 +17,68 @@ MAX_ROWS = 8192
 MAX_STEPS = 2
 """Maximum number of steps in flight."""
 
-_COUNT = struct.Struct("=Q")
-_SLOT_BYTES = _COUNT.size * (1 + MAX_ROWS)
-NUM_BYTES = MAX_STEPS * _SLOT_BYTES
+_NUMBER = struct.Struct("=Q")
+_IDS = 2 * _NUMBER.size
+"""Place of the request ids in a record, after their count and the number of tokens."""
+_SLOT_BYTES = _IDS + _NUMBER.size * MAX_ROWS
+_BEATS = MAX_STEPS * _SLOT_BYTES
+NUM_BYTES = _BEATS + _NUMBER.size
+
+
+class Progress(NamedTuple):
+    """Reading of an engine's marker. Two that are equal mean that the engine did nothing."""
+
+    num_beats: int
+    """Number of times that the loop took commands, or began or ended a step."""
+    num_tokens: int = 0
+    """Number of tokens of the steps in flight; 0 between steps."""
 
 
 class StepMarker:
-    """One record for each step in flight: a count, and that many request ids."""
+    """A counter, and one record for each step in flight: two counts, and the request ids."""
 
     def __init__(self, memory: bytearray | mmap.mmap | None = None) -> None:
         """memory: NUM_BYTES shared with the reader; None for an engine in a thread."""
         self._memory = bytearray(NUM_BYTES) if memory is None else memory
+        self._num_beats = 0
 
-    def begin(self, step_id: int, request_ids: tuple[RequestId, ...]) -> None:
+    def beat(self) -> None:
+        """Note that the engine's loop is alive."""
+        self._num_beats += 1
+        _NUMBER.pack_into(self._memory, _BEATS, self._num_beats)
+
+    def begin(self, step_id: int, request_ids: tuple[RequestId, ...], num_tokens: int = 0) -> None:
         """Mark a step that is about to be launched, of at most MAX_STEPS with successive ids."""
         start = self._start_of(step_id)
         marked = request_ids[:MAX_ROWS]
-        struct.pack_into(f"={len(marked)}Q", self._memory, start + _COUNT.size, *marked)
+        struct.pack_into(f"={len(marked)}Q", self._memory, start + _IDS, *marked)
+        _NUMBER.pack_into(self._memory, start + _NUMBER.size, num_tokens)
         # The count last: a reader never takes old ids for new ones.
-        _COUNT.pack_into(self._memory, start, len(marked))
+        _NUMBER.pack_into(self._memory, start, len(marked))
+        self.beat()
 
     def end(self, step_id: int) -> None:
         """Clear a step whose result was absorbed, or that failed while the engine lives."""
-        _COUNT.pack_into(self._memory, self._start_of(step_id), 0)
+        struct.pack_into("=QQ", self._memory, self._start_of(step_id), 0, 0)
+        self.beat()
+
+    def progress(self) -> Progress:
+        """Return what the engine did until now."""
+        tokens = (self._number(self._start_of(slot) + _NUMBER.size) for slot in range(MAX_STEPS))
+        return Progress(self._number(_BEATS), sum(tokens))
 
     def request_ids(self) -> frozenset[RequestId]:
         """Return the requests of all steps in flight."""
         found: set[RequestId] = set()
         for slot in range(MAX_STEPS):
             start = self._start_of(slot)
-            (count,) = _COUNT.unpack_from(self._memory, start)
-            found.update(struct.unpack_from(f"={count}Q", self._memory, start + _COUNT.size))
+            count = self._number(start)
+            found.update(struct.unpack_from(f"={count}Q", self._memory, start + _IDS))
         return frozenset(found)
+
+    def _number(self, start: int) -> int:
+        (number,) = _NUMBER.unpack_from(self._memory, start)
+        return int(number)
 
     def _start_of(self, step_id: int) -> int:
         return step_id % MAX_STEPS * _SLOT_BYTES

@@ -30,6 +30,11 @@ class Link:
     async def receive(self) -> EngineEvent:
         raise AssertionError
 
+    def progress(self) -> None: ...
+
+    def kill(self, problem: str) -> None:
+        raise AssertionError
+
     async def close(self) -> None:
         self.is_closed = True
 

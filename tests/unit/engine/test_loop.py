@@ -13,6 +13,7 @@ from loraplex.core.output import FinishReason
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.scheduler_settings import SchedulerSettings
+from loraplex.engine import loop as engine_loop
 from loraplex.engine.channel import ThreadChannel
 from loraplex.engine.engine import Engine, build_engine
 from loraplex.engine.loop import EngineLoop
@@ -32,6 +33,7 @@ from loraplex.engine.messages import (
 )
 from loraplex.testing.fake_loader import FakeLoader, fake_source
 from loraplex.testing.fake_runner import FAKE_CAPACITY, FakeRunner
+from support.eventually import eventually
 
 GEOMETRY = FAKE_CAPACITY.page_geometry
 QUIET_SECONDS = 0.05
@@ -232,6 +234,16 @@ def test_an_idle_loop_sleeps(running):
     time.sleep(QUIET_SECONDS)
     assert running.engine.num_steps == num_steps
     assert num_steps < 10
+
+
+def test_an_idle_loop_shows_that_it_is_alive(monkeypatch):
+    monkeypatch.setattr(engine_loop, "BEAT_SECONDS", 0.01)
+    loop = RunningLoop()
+    num_steps = loop.engine.num_steps
+    before = loop.channel.marker.progress()
+    assert eventually(lambda: loop.channel.marker.progress().num_beats > before.num_beats + 2)
+    assert loop.engine.num_steps == num_steps
+    loop.stop()
 
 
 def test_the_queue_delay_lets_requests_join():

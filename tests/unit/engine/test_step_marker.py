@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from loraplex.engine.step_marker import MAX_ROWS, StepMarker, create_marker_file
+from loraplex.engine.step_marker import MAX_ROWS, Progress, StepMarker, create_marker_file
 
 WRITER = """
 import os, signal, sys
@@ -12,9 +12,10 @@ from loraplex.engine.step_marker import open_marker_file
 
 marker = open_marker_file(Path(sys.argv[1]))
 marker.begin(6, (1, 2, 2**64 - 1))
+marker.beat()
 marker.begin(7, (2, 9))
 marker.end(6)
-marker.begin(8, (4,))
+marker.begin(8, (4,), 5)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -43,3 +44,17 @@ def test_what_a_killed_process_had_noted_is_there(tmp_path):
     marker = create_marker_file(tmp_path / "steps")
     subprocess.run([sys.executable, "-c", WRITER, tmp_path / "steps"], check=False)
     assert marker.request_ids() == {2, 9, 4}
+    assert marker.progress() == Progress(5, 5)
+
+
+def test_progress():
+    marker = StepMarker()
+    assert marker.progress() == Progress(0)
+    marker.beat()
+    assert marker.progress() == Progress(1)
+    marker.begin(1, (5, 6), 20)
+    marker.begin(2, (6,), 1)
+    assert marker.progress() == Progress(3, 21)
+    marker.end(1)
+    marker.end(2)
+    assert marker.progress() == Progress(5)

@@ -35,6 +35,7 @@ from loraplex.engine.messages import (
     StepDone,
     UnpinAdapter,
 )
+from loraplex.serving.engines.engine_watchdog import LOOK_SECONDS, EngineWatchdog
 from loraplex.serving.engines.in_flight_request import InFlightRequest
 from loraplex.serving.engines.link import EngineDied, EngineLink, LinkFactory
 from loraplex.serving.engines.output_stream import OutputStream
@@ -72,6 +73,7 @@ class AsyncEngine:
         *,
         num_steps_kept: int = 1000,
         patience: RestartLimits = RestartLimits(),  # noqa: B008
+        watchdog: EngineWatchdog | None = None,
     ) -> None:
         self.model = model
         self.state = EngineState.STARTING
@@ -81,6 +83,7 @@ class AsyncEngine:
         self.steps: collections.deque[StepRecord] = collections.deque(maxlen=num_steps_kept)
         self._start_link = start_link
         self._clock = clock
+        self._watchdog = watchdog or EngineWatchdog(clock)
         self._link: EngineLink | None = None
         self._capacity: Capacity | None = None
         self._adapters = EngineRegistrations()
@@ -284,6 +287,8 @@ class AsyncEngine:
             self._cannot_start(InternalError(f"the engine cannot be started: {error}"))
             return
         death = EngineDied("the engine was closed")
+        self._watchdog.begin()
+        watching = asyncio.create_task(self._watch(link), name=f"watchdog-{self.model}")
         try:
             while self.failure is None:
                 self._handle(await link.receive(), link)
@@ -291,8 +296,20 @@ class AsyncEngine:
             death = died
             logger.error("model %s: %s", self.model, death)
         finally:
+            watching.cancel()
             self._lose_engine(death)
             await link.close()
+
+    async def _watch(self, link: EngineLink) -> None:
+        """Kill an engine that hangs. Its death is then handled as any other."""
+        while (progress := link.progress()) is not None:
+            problem = self._watchdog.problem(progress)
+            if problem:
+                if self.state is EngineState.READY:
+                    self.state = EngineState.RESTARTING
+                link.kill(problem)
+                return
+            await asyncio.sleep(LOOK_SECONDS)
 
     def _lose_engine(self, death: EngineDied) -> None:
         self._link = None
@@ -312,6 +329,7 @@ class AsyncEngine:
                     logger.warning("model %s: its engine is back", self.model)
                 self._capacity = capacity
                 self._link = link
+                self._watchdog.note_ready()
                 self.state = EngineState.READY
                 self._pin_again(link)
                 self._requests.take_engine(link)
@@ -333,6 +351,7 @@ class AsyncEngine:
         if step.record is not None:
             self._has_worked = True
             self.steps.append(step.record)
+            self._watchdog.note_step(step.record)
         self._requests.take_step(step)
 
     def _note_rejected(self, digest: str, error: ErrorInfo) -> None:

@@ -25,13 +25,15 @@ from loraplex.core.request import RequestId
 from loraplex.engine.channel import EPOCH_BYTES, EngineChannel, ThreadChannel
 from loraplex.engine.messages import EngineCommand, EngineEvent, Shutdown, decode_event, encode
 from loraplex.engine.process import EngineStart
-from loraplex.engine.step_marker import create_marker_file
+from loraplex.engine.step_marker import Progress, create_marker_file
 
 logger = logging.getLogger(__name__)
 
 _LAST_WORDS_SECONDS = 0.1
 """How long the events of an engine that has ended may still be on their way."""
 _STOP_SECONDS = 5.0
+_KILL_SECONDS = 10.0
+"""After that a killed process is given up: it waits for a driver, and ends when that lets it."""
 _KILLS: Final = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT})
 """Signals that come from outside: an operator, a container's end, a system short of memory."""
 
@@ -59,6 +61,15 @@ class EngineLink(Protocol):
 
     async def receive(self) -> EngineEvent:
         """The next event. Raises EngineDied once the engine is gone and all events are read."""
+        ...
+
+    def progress(self) -> Progress | None:
+        """Return what the engine did until now; None if it is not watched, since nothing can end
+        it."""
+        ...
+
+    def kill(self, problem: str) -> None:
+        """End an engine that hangs; receive() then reports its death, with the problem."""
         ...
 
     async def close(self) -> None:
@@ -94,6 +105,12 @@ class ThreadLink:
             raise EngineDied("the engine's thread ended", self._channel.marker.request_ids())
         return event
 
+    def progress(self) -> None:
+        """A thread cannot be killed."""
+
+    def kill(self, problem: str) -> None:
+        raise NotImplementedError(f"the engine's thread cannot be killed: {problem}")
+
     async def close(self) -> None:
         self._channel.put(Shutdown())
         await asyncio.to_thread(self._thread.join)
@@ -124,6 +141,8 @@ class ProcessLink:
         self._epoch = epoch.to_bytes(EPOCH_BYTES, "big")
         self._identity: bytes | None = None
         self._exited = asyncio.create_task(process.wait())
+        self._problem = ""
+        """Why the process was killed from here."""
 
     @classmethod
     async def start(cls, command: Sequence[str], settings: bytes, epoch: int) -> "ProcessLink":
@@ -168,20 +187,36 @@ class ProcessLink:
             if epoch == self._epoch:
                 self._identity = identity
                 return decode_event(payload)
-        status = self._exited.result()
+        status = None if self._exited.cancelled() else self._exited.result()
         raise EngineDied(
-            f"the engine process {self.pid} {_end(status)}",
+            f"the engine process {self.pid} {self._problem or _end(status)}",
             self._endpoint.marker.request_ids(),
-            was_killed=-status in _KILLS,
+            was_killed=not self._problem and status is not None and -status in _KILLS,
         )
+
+    def progress(self) -> Progress:
+        return self._endpoint.marker.progress()
+
+    def kill(self, problem: str) -> None:
+        self._problem = self._problem or problem
+        self._kill()
+
+    def _kill(self) -> None:
+        if not self._exited.done():
+            self._process.kill()
+            asyncio.get_running_loop().call_later(_KILL_SECONDS, self._give_up)
+
+    def _give_up(self) -> None:
+        if not self._exited.done():
+            logger.error("the engine process %d does not end though it was killed", self.pid)
+            self._exited.cancel()
 
     async def close(self) -> None:
         if self._identity is not None and not self._exited.done():
             self.send(Shutdown())
             await asyncio.wait({self._exited}, timeout=_STOP_SECONDS)
-        if not self._exited.done():
-            self._process.kill()
-        await self._exited
+        self._kill()
+        await asyncio.wait({self._exited})
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._endpoint.close()
@@ -240,8 +275,10 @@ class _Endpoint:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _end(status: int) -> str:
-    """How a process ended, from its exit status."""
+def _end(status: int | None) -> str:
+    """How a process ended, from its exit status; None: it did not, though it was killed."""
+    if status is None:
+        return "was given up"
     if status >= 0:
         return f"ended with status {status}"
     names = {int(number): number.name for number in signal.Signals}

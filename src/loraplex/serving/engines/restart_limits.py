@@ -44,8 +44,8 @@ def verdict(request: InFlightRequest) -> LoraplexError | None:
     """An engine died. Why a request that it knew ends with it; None: the next one gets it."""
     if request.is_guilty:
         return CrashingRequestError(
-            "the engine died again and again at the same place of this request, so the request "
-            "was given up; the server's log has the reason"
+            "the engine crashed or hung again and again at the same place of this request, so the "
+            "request was given up; the server's log has the reason"
         )
     if request.is_stuck:
         return engine_gone("died again and again, and this request got nowhere")

@@ -33,6 +33,7 @@ from loraplex.testing.fake_clock import FakeClock
 from loraplex.testing.fake_loader import fake_source
 from loraplex.testing.fake_runner import FAKE_CAPACITY
 from support.scripted_engine import (
+    ScriptedLink,
     died,
     done,
     error_of,
@@ -204,6 +205,7 @@ class TestRestart:
             await sleep(0)
 
         clock = FakeClock()
+        monkeypatch.setattr(ScriptedLink, "progress", lambda link: None)  # it sleeps, too
         engine = AsyncEngine("m", script, clock)
         monkeypatch.setattr(async_engine, "_FIRST_PAUSE_SECONDS", 8.0)
         await engine.start()
