@@ -73,6 +73,7 @@ class AdapterCache:
         self._entries: dict[AdapterHandle, AdapterEntry] = {}
         self._orders = AdapterOrders(new_policy)
         self._num_in: Counter[Residency] = Counter()
+        self._moved: set[AdapterHandle] = set()
         self._counts = AdapterCounts()
 
     def register(self, handle: AdapterHandle, num_bytes: int, num_pages: int) -> None:
@@ -314,12 +315,16 @@ class AdapterCache:
 
     def users(self) -> Counter[AdapterHandle]:
         """Return the number of users of each adapter that is in use."""
-        in_use = (entry for entry in self._entries.values() if entry.num_users)
-        return Counter({entry.handle: entry.num_users for entry in in_use})
+        return Counter({e.handle: e.num_users for e in self._entries.values() if e.num_users})
 
     def num_in(self, residency: Residency) -> int:
         """Return how many adapters are in a state."""
         return self._num_in[residency]
+
+    def take_moved(self) -> set[AdapterHandle]:
+        """Return the adapters that came to the device or left it since the last call."""
+        moved, self._moved = self._moved, set()
+        return moved
 
     @property
     def has_idle(self) -> bool:
@@ -352,8 +357,7 @@ class AdapterCache:
         for entry in entries:
             entry.check(keeps_host_copy=self._keeps_host_copy)
         assert self._num_pinned == sum(entry.is_pinned for entry in entries), "pinned adapters"
-        pinned = sum(entry.num_pages for entry in entries if entry.is_pinned)
-        assert pinned == self._pinned_pages, "pinned pages"
+        assert self._pinned_pages == sum(e.num_pages for e in entries if e.is_pinned), "pinned"
         self._orders.check(entries)
 
     def _require_pages(self, num_pages: int, pinned: int, need: str) -> None:
@@ -364,6 +368,8 @@ class AdapterCache:
             )
 
     def _enter(self, entry: AdapterEntry, residency: Residency) -> None:
+        if Residency.DEVICE in (entry.residency, residency):
+            self._moved.add(entry.handle)
         self._num_in[entry.residency] -= 1
         self._num_in[residency] += 1
         entry.residency = residency

@@ -142,6 +142,13 @@ class CacheFiller:
         """Whether a preload was requested and has not ended."""
         return handle in self._preloads
 
+    def is_on_device(self, handle: AdapterHandle) -> bool:
+        return self._cache.residency(handle) is Residency.DEVICE
+
+    def take_moved(self) -> set[AdapterHandle]:
+        """Return the adapters that came to the device or left it since the last call."""
+        return self._cache.take_moved()
+
     def scan(self, now_ns: int) -> "AdapterScan":
         return AdapterScan(self, now_ns)
 
@@ -199,7 +206,7 @@ class CacheFiller:
         self, handles: tuple[AdapterHandle, ...], now_ns: int, *, is_next: bool
     ) -> AdapterReadiness:
         """Begin the loads and copies that can begin now for one request's adapters."""
-        on_device = [h for h in handles if self._cache.residency(h) is Residency.DEVICE]
+        on_device = [handle for handle in handles if self.is_on_device(handle)]
         if len(on_device) == len(handles):
             return AdapterReadiness.READY
         # They must not be evicted for each other.

@@ -9,7 +9,8 @@ from loraplex.scheduling.prefill import PrefillSplit
 from loraplex.scheduling.state import SchedulerState
 
 MAX_PREFETCHED_QUEUES = 32
-"""Sets of adapters that are brought closer while no sequence can be admitted."""
+"""Sets of adapters that one plan tries to bring closer. It looks at no more queues, except those
+that it admits sequences of, and those whose adapters are on the device while slots are free."""
 MAX_SHORT_CANDIDATES = 64
 """Sequences of a queue among which the shortest is sought if its head would get no token."""
 
@@ -78,12 +79,17 @@ class InflightBatching:
         waiting, admitter = self._state.waiting, self._admitter
         scan = scan or self._state.adapters.scan(now_ns)
         queues = waiting.scan()
-        num_passed, lacks_tokens = 0, False
+        num_passed, num_unready, lacks_tokens = 0, 0, False
         awaited: set[AdapterHandle] = set()
-        while (queue := queues.next()) is not None:
+        while True:
+            # With full pages thousands of queues may be waiting for others to end.
+            queue = queues.next(ready_only=num_unready >= MAX_PREFETCHED_QUEUES)
+            if queue is None:
+                break
             if num_passed >= MAX_PREFETCHED_QUEUES and (lacks_tokens or not may_admit):
                 break
             num_passed += 1
+            num_unready += not queue.is_ready
             if at_limit := admitter.adapters_at_limit(queue.head):
                 # Beams wait for several places at once: later queues must not take the first one.
                 awaited.update(at_limit)
@@ -91,7 +97,7 @@ class InflightBatching:
             if awaited and not awaited.isdisjoint(queue.handles):
                 continue
             is_ready = scan.visit(queue.head.request) is AdapterReadiness.READY
-            waiting.set_ready(queue, now_ns, is_ready=is_ready)
+            waiting.set_lead(queue, has_lead=is_ready)
             if is_ready and may_admit:
                 since_ns = queue.ready_since_ns
                 result = admitter.admit(queue.head, builder, split, now_ns, since_ns)

@@ -47,6 +47,7 @@ class Planner:
         for sequence in self._state.running:
             if sequence not in builder.new_blocks and sequence.num_computable_tokens:
                 split.add(sequence, is_new=False)
+        self._state.update_ready(now_ns)
         self._batching.admit(builder, split, now_ns)
         for sequence, num_tokens in split.grants():
             # Planning an earlier row may have preempted this one.

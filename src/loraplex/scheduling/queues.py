@@ -3,7 +3,7 @@
 import bisect
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TypeVar
 
 from loraplex.core.adapter import AdapterHandle
@@ -25,7 +25,12 @@ class AdapterQueue:
         self.share = share
         self.handles = handles
         self.ready_since_ns = 0
-        """Time when its adapters were first seen on the device; 0 while they are not."""
+        """Time when its adapters were first seen on the device; 0 while they are not.
+
+        It is changed only by WaitingQueue.update_ready.
+        """
+        self.has_lead = False
+        """Whether the last plan that looked at it could have admitted it."""
         self._entries: list[tuple[OrderKey, Sequence]] = []
 
     @property
@@ -70,7 +75,7 @@ class WaitingQueue:
     ) -> None:
         """counter: service that a share has had so far; it only grows.
 
-        resident_lead: subtracted for a queue whose adapters are on the device.
+        resident_lead: subtracted for a queue that could have been admitted by the last plan.
         """
         self._counter = counter
         self._resident_lead = resident_lead
@@ -80,7 +85,11 @@ class WaitingQueue:
         self._key_of: dict[AdapterQueue, QueueKey] = {}
         """Key under which each queue is listed. The real key may have grown since: a scan lists a
         queue anew when it reaches it, so queues that no scan reaches cost nothing."""
-        self._order: list[tuple[QueueKey, AdapterQueue]] = []
+        self._ready: list[tuple[QueueKey, AdapterQueue]] = []
+        """Queues whose adapters are on the device, in the order of their keys."""
+        self._unready: list[tuple[QueueKey, AdapterQueue]] = []
+        self._new: dict[AdapterQueue, None] = {}
+        """Queues since the last `update_ready`; they are listed as not ready."""
         self._num_waiting = 0
 
     def __len__(self) -> int:
@@ -105,13 +114,15 @@ class WaitingQueue:
         """Start one pass over all queues in order."""
         return QueueScan(self)
 
-    def first_after(self, key: QueueKey | None) -> tuple[QueueKey, AdapterQueue] | None:
-        """Return the first queue listed after a key, and its own key. None starts at the front."""
-        index = 0
-        if key is not None:
-            index = bisect.bisect_left(self._order, (key,))
-            index += index < len(self._order) and self._order[index][0] == key
-        return self._order[index] if index < len(self._order) else None
+    def first_after(
+        self, key: QueueKey | None, *, ready_only: bool = False
+    ) -> tuple[QueueKey, AdapterQueue] | None:
+        """Return the first queue listed after a key, and its own key. None starts at the front.
+
+        ready_only: pass over queues whose adapters are not on the device, at no cost.
+        """
+        orders = (self._ready,) if ready_only else (self._ready, self._unready)
+        return min((e for order in orders if (e := _first_after(order, key))), default=None)
 
     def relist(self, queue: AdapterQueue) -> QueueKey:
         """List a queue where it belongs now; return its key."""
@@ -124,18 +135,38 @@ class WaitingQueue:
     def queues_with(self, handle: AdapterHandle) -> list[AdapterQueue]:
         return list(self._by_handle.get(handle, ()))
 
-    def set_ready(self, queue: AdapterQueue, now_ns: int, *, is_ready: bool) -> None:
-        """Note whether the adapters of a queue are on the device now."""
-        was_ready = queue.is_ready
-        queue.ready_since_ns = (queue.ready_since_ns or now_ns) if is_ready else 0
-        if queue.is_ready and not was_ready:
+    def set_lead(self, queue: AdapterQueue, *, has_lead: bool) -> None:
+        """Note whether a queue's adapters are on the device and no aged request needs them."""
+        had_lead, queue.has_lead = queue.has_lead, has_lead
+        if has_lead and not had_lead:
             self.relist(queue)
+
+    def update_ready(
+        self,
+        moved: Iterable[AdapterHandle],
+        now_ns: int,
+        is_on_device: Callable[[AdapterHandle], bool],
+    ) -> None:
+        """Note which queues have all their adapters on the device.
+
+        moved: adapters that came to the device or left it since the last call. Only their queues
+        and new ones are looked at.
+        """
+        due = [queue for handle in moved for queue in self._by_handle.get(handle, ())]
+        for queue in dict.fromkeys([*self._new, *due]):
+            is_ready = all(map(is_on_device, queue.handles))
+            if is_ready != queue.is_ready:
+                self._unlist(queue)
+                queue.ready_since_ns = now_ns if is_ready else 0
+                self._list(queue, self._key(queue))
+        self._new.clear()
 
     def add(self, sequence: Sequence) -> None:
         share, handles = sequence.request.share, sequence.request.handles
         queue = self._queues.get((share, handles))
         if queue is None:
             queue = self._queues[share, handles] = AdapterQueue(share, handles)
+            self._new[queue] = None
             self._by_share.setdefault(share, {})[queue] = None
             for handle in handles:
                 self._by_handle.setdefault(handle, {})[queue] = None
@@ -165,11 +196,15 @@ class WaitingQueue:
 
     def check(self) -> None:
         """Assert that every queue is listed once, by its head, and never after its place."""
-        assert len(self._order) == len(self._queues) == len(self._key_of)
+        order = [*self._ready, *self._unready]
+        assert len(order) == len(self._queues) == len(self._key_of)
         assert self._num_waiting == sum(len(queue) for queue in self._queues.values())
-        keys = [key for key, _ in self._order]
-        assert keys == sorted(keys)
-        assert all(self._key_of[queue] == key for key, queue in self._order)
+        assert self._ready == sorted(self._ready)
+        assert self._unready == sorted(self._unready)
+        assert all(queue.is_ready for _, queue in self._ready)
+        assert not any(queue.is_ready for _, queue in self._unready)
+        assert self._new.keys() <= set(self._queues.values())
+        assert all(self._key_of[queue] == key for key, queue in order)
         for (share, handles), queue in self._queues.items():
             assert (share, handles) == (queue.share, queue.handles)
             assert len(queue), "an empty queue"
@@ -183,23 +218,38 @@ class WaitingQueue:
 
     def _key(self, queue: AdapterQueue) -> QueueKey:
         key = queue.head.key
-        lead = self._resident_lead if queue.is_ready else 0.0
+        lead = self._resident_lead if queue.has_lead else 0.0
         return (key[0], self._counter(queue.share) - lead, key)
 
     def _list(self, queue: AdapterQueue, key: QueueKey) -> None:
         self._key_of[queue] = key
-        bisect.insort(self._order, (key, queue))
+        bisect.insort(self._order_of(queue), (key, queue))
 
     def _unlist(self, queue: AdapterQueue) -> None:
-        index = bisect.bisect_left(self._order, (self._key_of.pop(queue),))
-        assert self._order[index][1] is queue
-        del self._order[index]
+        order = self._order_of(queue)
+        index = bisect.bisect_left(order, (self._key_of.pop(queue),))
+        assert order[index][1] is queue
+        del order[index]
+
+    def _order_of(self, queue: AdapterQueue) -> list[tuple[QueueKey, AdapterQueue]]:
+        return self._ready if queue.is_ready else self._unready
 
     def _forget(self, queue: AdapterQueue) -> None:
         del self._queues[queue.share, queue.handles]
+        self._new.pop(queue, None)
         _remove(self._by_share, queue.share, queue)
         for handle in queue.handles:
             _remove(self._by_handle, handle, queue)
+
+
+def _first_after(
+    order: list[tuple[QueueKey, AdapterQueue]], key: QueueKey | None
+) -> tuple[QueueKey, AdapterQueue] | None:
+    index = 0
+    if key is not None:
+        index = bisect.bisect_left(order, (key,))
+        index += index < len(order) and order[index][0] == key
+    return order[index] if index < len(order) else None
 
 
 def _remove(
@@ -226,13 +276,13 @@ class QueueScan:
         self._due: AdapterQueue | None = None
         """A queue to revisit that belongs before that place."""
 
-    def next(self) -> AdapterQueue | None:
-        """Return the next queue; None at the end."""
+    def next(self, *, ready_only: bool = False) -> AdapterQueue | None:
+        """Return the next queue; None at the end. ready_only: as WaitingQueue.first_after."""
         due, self._due = self._due, None
         if due is not None:
             self._passed.add(due)
             return due
-        while (entry := self._waiting.first_after(self._place)) is not None:
+        while (entry := self._waiting.first_after(self._place, ready_only=ready_only)) is not None:
             listed_key, queue = entry
             if self._waiting.relist(queue) > listed_key:
                 continue

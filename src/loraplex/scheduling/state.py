@@ -109,6 +109,10 @@ class SchedulerState:
         if not hold_back:
             self.release_held_back(request)
 
+    def update_ready(self, now_ns: int) -> None:
+        """Note which waiting sequences have their adapters on the device."""
+        self.waiting.update_ready(self.adapters.take_moved(), now_ns, self.adapters.is_on_device)
+
     def release_held_back(self, request: Request) -> None:
         """Let all sequences of a request wait for slots."""
         for sequence in request.held_back:
@@ -251,6 +255,9 @@ class SchedulerState:
         if self.reservations is not None:
             self.reservations.check(list(self.running), list(self._leaving))
         self.waiting.check()
+        self.update_ready(self.clock.now_ns())
+        for queue in self.waiting.queues:
+            assert queue.is_ready == all(map(self.adapters.is_on_device, queue.handles)), "ready"
         self.adapters.check(Counter(h for sequence in users for h in sequence.request.handles))
         requests = self._requests.values()
         self.shares.check(Counter(request.share for request in requests))

@@ -4,6 +4,8 @@ import pytest
 
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.scheduler_settings import BatchSchedulerPolicy, FairShare, SchedulerSettings
+from loraplex.scheduling.adapters import AdapterScan
+from loraplex.scheduling.batching import MAX_PREFETCHED_QUEUES
 from loraplex.testing.fake_runner import FAKE_CAPACITY
 from support.capacities import changed_capacity
 from support.fake_engine import MILLISECOND_NS, FakeEngine
@@ -263,6 +265,59 @@ def test_running_requests_are_not_preempted_for_adapters():
     fakes.add([1], "b", max_tokens=1)
     fakes.run()
     assert fakes.engine.stats().preemptions == 0
+
+
+@pytest.fixture
+def visits(monkeypatch):
+    """Requests that plans looked at, in their order."""
+    visited = []
+
+    def visit(self, request):
+        visited.append(request.request_id)
+        return original(self, request)
+
+    original = AdapterScan.visit
+    monkeypatch.setattr(AdapterScan, "visit", visit)
+    return visited
+
+
+def test_a_plan_looks_at_a_limited_number_of_the_adapters_that_wait(visits):
+    """2,000 adapters wait for pages while slots are free."""
+    fakes = fake_engine(max_num_seqs=8)
+    running = [fakes.add([1], digest, max_tokens=1000) for digest in "ab"]
+    fakes.step(4)
+    for number in range(2000):
+        fakes.register(f"cold {number}")
+        fakes.add([1], f"cold {number}", max_tokens=1)
+    visits.clear()
+    fakes.step(10)
+    assert len(visits) <= 10 * MAX_PREFETCHED_QUEUES
+    late = [fakes.add([2], digest, max_tokens=2) for digest in ("a", "b")]
+    base = fakes.add([2], max_tokens=2)
+    visits.clear()
+    fakes.step()
+    assert all(is_scheduled(fakes, request_id) for request_id in (*late, base))
+    assert len(visits) <= MAX_PREFETCHED_QUEUES + len(late) + 1
+    fakes.engine.check()
+    for request_id in running:
+        fakes.engine.abort(request_id)
+    visits.clear()
+    fakes.step(100)
+    assert len(visits) <= 100 * (MAX_PREFETCHED_QUEUES + 2)
+    num_done = sum(completion.is_finished for completion in fakes.completions.values())
+    assert num_done > 20, "the adapters that wait follow one after the other"
+
+
+@pytest.mark.parametrize("fair_resident_lead", [0.0, 2048.0])
+def test_queues_follow_their_adapters_to_the_device_and_back(fair_resident_lead):
+    fakes = fake_engine(num_adapter_pages=2, settings={"fair_resident_lead": fair_resident_lead})
+    for step in range(60):
+        fakes.add([step + 1], "abcd"[step * 7 % 4], max_tokens=1 + step % 3)
+        fakes.step()
+        fakes.engine.check()
+    fakes.run()
+    for request_id in fakes.requests:
+        assert fakes.tokens(request_id) == fakes.alone(request_id)
 
 
 def test_preload_brings_an_adapter_to_the_device():
