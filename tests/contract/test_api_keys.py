@@ -14,8 +14,8 @@ from tritonclient.utils import InferenceServerException
 
 from loraplex.app.access import OPEN_PATHS, guarded, guarded_metrics
 from loraplex.compat.client import text_client
-from loraplex.compat.client.connection import grpc_client
 from loraplex.compat.client.programs import TEXT_FLAGS
+from loraplex.compat.client.wire import grpc_client
 from loraplex.core.errors import ConfigError, RateLimitedError
 from loraplex.core.server_config import ServerConfig
 from loraplex.frontends.access import by_api_key, everyone_is_local

@@ -9,9 +9,16 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from loraplex.compat.client.exchange import requested_names
 from loraplex.compat.client.files import Sample, Say, read_dataset
-from loraplex.compat.client.tensors import Array, flag_tensors, row, text_of, texts
+from loraplex.compat.client.prompts import prepared_tensors
+from loraplex.compat.client.tensors import (
+    Array,
+    flag_tensors,
+    requested_names,
+    row,
+    text_of,
+    texts,
+)
 from loraplex.compat.client.wire import Pending, Wire, open_wire
 from loraplex.compat.flags import Flags
 from loraplex.core.errors import ConfigError
@@ -20,16 +27,6 @@ BLS = "tensorrt_llm_bls"
 NUM_WARM_UP = 10
 TOLERANCE = 1e-2
 """Allowed difference of logits and log probabilities, as batches differ."""
-
-_FROM_PREPROCESSING = {
-    "INPUT_ID": "input_ids",
-    "REQUEST_INPUT_LEN": "input_lengths",
-    "REQUEST_OUTPUT_LEN": "request_output_len",
-    "BAD_WORDS_IDS": "bad_words_list",
-    "STOP_WORDS_IDS": "stop_words_list",
-    "OUT_END_ID": "end_id",
-    "OUT_PAD_ID": "pad_id",
-}
 
 
 def run(options: Flags, say: Say) -> int:
@@ -79,7 +76,7 @@ def _split(options: Flags, wire: Wire, sample: Sample) -> Mapping[str, Array]:
         "REQUEST_OUTPUT_LEN": row([sample.num_output_tokens]),
     }
     prepared = wire.submit("preprocessing", query).result().outputs
-    tensors = {ours: prepared[name] for name, ours in _FROM_PREPROCESSING.items()}
+    tensors = prepared_tensors(prepared)
     generated = wire.submit("tensorrt_llm", tensors | flag_tensors(options)).result().outputs
     tokens = {
         "TOKENS_BATCH": generated["output_ids"],

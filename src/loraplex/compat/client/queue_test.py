@@ -1,8 +1,13 @@
 """test_max_queue_size.py: more requests at once than a queue takes; some must be refused."""
 
-from loraplex.compat.client.codec import Encoded, FolderCodec
 from loraplex.compat.client.files import Say
-from loraplex.compat.client.token_request import check_request, prompt_of, request_tensors
+from loraplex.compat.client.prompts import (
+    Encoded,
+    FolderCodec,
+    check_request,
+    prompt_of,
+    request_tensors,
+)
 from loraplex.compat.client.wire import open_wire
 from loraplex.compat.client.workloads import FIRST_RANDOM_ID
 from loraplex.compat.flags import Flags, check_at_least

@@ -1,4 +1,4 @@
-"""Input tensors of requests: from values, from a program's flags, and for tritonclient."""
+"""Tensors of requests: from values, from a program's flags, and for tritonclient."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +11,25 @@ from tritonclient.utils import np_to_triton_dtype
 from loraplex.compat.flags import Flags
 
 Array = npt.NDArray[Any]
+
+CACHE_AND_TIMES = (
+    "kv_cache_alloc_new_blocks",
+    "kv_cache_reused_blocks",
+    "kv_cache_alloc_total_blocks",
+    "arrival_time_ns",
+    "first_scheduled_time_ns",
+    "first_token_time_ns",
+    "last_token_time_ns",
+)
+"""Outputs that return_perf_metrics adds in every model that generates text."""
+
+_OUTPUTS_OF_FLAGS = {
+    "return_log_probs": ("cum_log_probs", "output_log_probs"),
+    "return_context_logits": ("context_logits",),
+    "return_generation_logits": ("generation_logits",),
+    "return_perf_metrics": CACHE_AND_TIMES,
+}
+"""Outputs that a flag adds, by the flag and its tensor."""
 
 BFLOAT16_BITS = np.dtype("V2")
 """NumPy's type for elements of two bytes without a meaning: it has no bfloat16."""
@@ -51,6 +70,17 @@ def flag_tensors(options: Flags, num_rows: int = 1) -> dict[str, Array]:
     return tensors
 
 
+def requested_names(options: Flags) -> list[str]:
+    """Return the names of the outputs that the flags of a program add."""
+    groups = [names for flag, names in _OUTPUTS_OF_FLAGS.items() if options.get(flag)]
+    return [name for names in groups for name in names]
+
+
+def requested_outputs(names: Sequence[str]) -> list[Any] | None:
+    """Return tritonclient's objects for output names; None requests all outputs."""
+    return [triton_grpc.InferRequestedOutput(name) for name in names] or None
+
+
 def bfloat16_bits(values: Array) -> Array:
     """Round to bfloat16, to nearest with ties to even; infinities and NaN stay what they are."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
@@ -59,9 +89,14 @@ def bfloat16_bits(values: Array) -> Array:
     return quiet.astype(np.uint16).view(BFLOAT16_BITS)
 
 
+def decoded(output: Array) -> list[str]:
+    """Return the elements of BYTES as texts."""
+    return [bytes(text).decode(errors="replace") for text in output.flat]
+
+
 def text_of(output: Array) -> str:
     """Return the first element of BYTES as text."""
-    return bytes(output.flat[0]).decode(errors="replace")
+    return decoded(output)[0]
 
 
 def _input(name: str, array: Array) -> Any:

@@ -5,15 +5,20 @@ It always uses a stream, as the original does, so it works whether the model is 
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
-from loraplex.compat.client.connection import grpc_client
-from loraplex.compat.client.exchange import Stream, requested_names, requested_outputs
 from loraplex.compat.client.files import Say, read_lora_pair
-from loraplex.compat.client.tensors import Array, flag_tensors, texts
+from loraplex.compat.client.tensors import (
+    Array,
+    decoded,
+    flag_tensors,
+    requested_names,
+    requested_outputs,
+    texts,
+)
+from loraplex.compat.client.wire import GrpcWire, Tensors, open_grpc_wire
 from loraplex.compat.flags import Flags, check_at_least
 from loraplex.core.errors import ConfigError
 
@@ -27,9 +32,9 @@ def run(options: Flags, say: Say) -> int:
     check_at_least("--output-len", options.output_len, 0)
     batches = [prompts] if options.batch_inputs else [[prompt] for prompt in prompts]
     outputs: list[str] = []
-    with grpc_client(options.url, options) as client:
+    with open_grpc_wire(options.url, options, is_streamed=True) as wire:
         for batch in batches:
-            outputs += _generate(options, client, batch, len(outputs), say)
+            outputs += _generate(options, wire, batch, len(outputs), say)
     wrong = [index for index, text in enumerate(expected) if not outputs[index].startswith(text)]
     for index in wrong:
         say(f"{index}: expected {expected[index]!r}, got {outputs[index]!r}")
@@ -37,52 +42,52 @@ def run(options: Flags, say: Say) -> int:
 
 
 def _generate(
-    options: Flags, client: Any, prompts: Sequence[str], first: int, say: Say
+    options: Flags, wire: GrpcWire, prompts: Sequence[str], first: int, say: Say
 ) -> list[str]:
     """Return the first text of each prompt; print all of them, numbered from `first` on."""
-    outputs = ["text_output", *requested_names(options)]
-    if len(prompts) > 1:
-        outputs.append("batch_index")
-    if (options.num_return_sequences or 1) > 1:
-        outputs.append("sequence_index")
-    stream = Stream(client, options.model_name)
+    names = ["text_output", *requested_names(options)]
+    indices = ["batch_index"] if len(prompts) > 1 else []
+    indices += ["sequence_index"] if (options.num_return_sequences or 1) > 1 else []
     tensors = _tensors(options, prompts)
     if options.verbose:
         for name, array in tensors.items():
             say(f"{name}: {array.dtype} {list(array.shape)}")
-    stream.send(tensors, options.request_id, outputs=requested_outputs(outputs))
+    outputs = requested_outputs([*names, *indices])
+    wire.send(options.model_name, tensors, options.request_id, outputs=outputs)
+    results = wire.outputs()
     by_sequence: dict[tuple[int, int], list[str]] = defaultdict(list)
-    details = []
-    for result in stream.finish():
+    for result in results:
         _add_result(options, by_sequence, result)
-        details += [
-            f"{name}: {array.tolist() if array.size < _MAX_PRINTED_ELEMENTS else array.shape}"
-            for name in outputs[1:]
-            if not name.endswith("_index") and (array := result.as_numpy(name)) is not None
-        ]
     if not by_sequence:
         raise ConfigError("the server ended the request without a response")
     for (element, _), beams in sorted(by_sequence.items()):
         for text in beams:
             say(f"{first + element}: {text}")
-    for line in details:
-        say(line)
+    for result in results:
+        for name in names[1:]:
+            if (found := result.get(name)) is not None:
+                is_small = found.size < _MAX_PRINTED_ELEMENTS
+                say(f"{name}: {found.tolist() if is_small else found.shape}")
     return [by_sequence[element, 0][0] for element in range(len(prompts))]
 
 
-def _add_result(options: Flags, by_sequence: dict[tuple[int, int], list[str]], result: Any) -> None:
+def _add_result(
+    options: Flags, by_sequence: dict[tuple[int, int], list[str]], result: Tensors
+) -> None:
     """Add a response to the beams of each (element of the batch, sequence of it).
 
     A response without batch_index may have all elements of the batch.
     """
-    output = result.as_numpy("text_output")
-    if output is None:
+    if "text_output" not in result:
         return
-    pieces = [bytes(text).decode(errors="replace") for text in output.ravel()]
-    element, sequence = (_index(result, name) for name in ("batch_index", "sequence_index"))
-    width = options.beam_width if element is None else len(pieces)
+    pieces = decoded(result["text_output"])
+    element, sequence = (
+        int(result[name].flat[0]) if name in result else 0
+        for name in ("batch_index", "sequence_index")
+    )
+    width = len(pieces) if "batch_index" in result else options.beam_width
     for at in range(0, len(pieces), width):
-        key = ((element or 0) + at // width, sequence or 0)
+        key = (element + at // width, sequence)
         old = by_sequence[key] or [""] * width
         new = pieces[at : at + width]
         if not options.overwrite_output_text:
@@ -90,12 +95,7 @@ def _add_result(options: Flags, by_sequence: dict[tuple[int, int], list[str]], r
         by_sequence[key] = new
 
 
-def _index(result: Any, name: str) -> int | None:
-    array = result.as_numpy(name)
-    return None if array is None else int(array.flat[0])
-
-
-def _tensors(options: Flags, prompts: Sequence[str]) -> Mapping[str, Array]:
+def _tensors(options: Flags, prompts: Sequence[str]) -> dict[str, Array]:
     num_prompts = len(prompts)
     words, weights = options.embedding_bias_words, options.embedding_bias_weights
     if len(words) != len(weights):

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from loraplex.compat.client.connection import grpc_client
-from loraplex.compat.client.exchange import Stream, requested_outputs
 from loraplex.compat.client.files import Say
+from loraplex.compat.client.tensors import decoded, requested_outputs
+from loraplex.compat.client.wire import open_grpc_wire
 from loraplex.compat.flags import Flags, check_at_least
 from loraplex.core.errors import ConfigError
 
@@ -58,13 +58,11 @@ def _generate(options: Flags, prompts: list[str]) -> tuple[dict[str, list[str]],
     if options.lora_name is not None:
         parameters["lora_name"] = options.lora_name
     excludes = options.exclude_inputs_in_outputs or options.streaming_mode
-    with grpc_client(options.url, options) as client:
-        stream = Stream(client, options.model, timeout=options.stream_timeout)
-        sent = prompts * options.iterations
-        outputs: dict[str, list[str]] = {
-            str(options.offset + index): [] for index in range(len(sent))
-        }
-        for request_id, prompt in zip(outputs, sent, strict=True):
+    outputs: dict[str, list[str]] = {}
+    timeout = options.stream_timeout
+    with open_grpc_wire(options.url, options, is_streamed=True, timeout=timeout) as wire:
+        for index, prompt in enumerate(prompts * options.iterations, start=options.offset):
+            outputs[str(index)] = []
             # One-dimensional: models of this backend have no batch dimension.
             tensors = {
                 "text_input": np.array([prompt.encode()], dtype=object),
@@ -72,10 +70,9 @@ def _generate(options: Flags, prompts: list[str]) -> tuple[dict[str, list[str]],
                 "sampling_parameters": np.array([json.dumps(parameters).encode()], dtype=object),
                 "exclude_input_in_output": np.array([excludes]),
             }
-            names = requested_outputs(["text_output"])
-            stream.send(tensors, request_id, outputs=names, parameters=parameters)
-        for result in stream.collect():
-            if (output := result.as_numpy("text_output")) is not None:
-                text = b"".join(output.ravel().tolist()).decode(errors="replace")
-                outputs[result.get_response().id].append(text)
-    return outputs, [error.message() for error in stream.errors]
+            details = {"outputs": requested_outputs(["text_output"]), "parameters": parameters}
+            wire.send(options.model, tensors, str(index), **details)
+        for response in wire.finish():
+            if (output := response.outputs.get("text_output")) is not None:
+                outputs[response.request_id] += decoded(output)
+        return outputs, [error.message() for error in wire.errors]

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from loraplex.compat.client.codec import Encoded, FolderCodec
 from loraplex.compat.client.files import Say, read_dataset
+from loraplex.compat.client.prompts import Encoded, FolderCodec
 from loraplex.compat.flags import Flags, check_at_least
 from loraplex.core.errors import ConfigError
 
