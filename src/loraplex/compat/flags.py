@@ -8,8 +8,8 @@ import argparse
 import dataclasses
 import difflib
 import enum
-import re
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, NoReturn
 
@@ -18,28 +18,24 @@ from loraplex.core.support import Feature, Support
 
 
 class FlagKind(enum.Enum):
-    """Type of a flag's value; the enum value is what --help shows in its place."""
+    """Type of a flag's value: what --help shows in its place, and what an error names."""
 
-    TEXT = "TEXT"
-    WHOLE = "N"
-    NUMBER = "X"
-    SWITCH = "[enable|disable]"
+    TEXT = ("TEXT", "a text")
+    WHOLE = ("N", "a whole number")
+    NUMBER = ("X", "a number")
+    SWITCH = ("[enable|disable]", "enable or disable")
     """TensorRT-LLM's switches stand alone or have a word."""
-    BARE = ""
+    BARE = ("", "enable or disable")
     """The client programs' switches never have a value."""
-    PLUGIN = "[DTYPE|disable]"
+    PLUGIN = ("[DTYPE|disable]", "")
     """A type or auto; alone it means float16, as in the older scripts."""
-    TEXTS = "TEXT ..."
-    WHOLES = "N ..."
-    NUMBERS = "X ..."
+    TEXTS = ("TEXT ...", "a text")
+    WHOLES = ("N ...", "a whole number")
+    NUMBERS = ("X ...", "a number")
 
-
-class FlagSection(enum.Enum):
-    """Where an engine folder's config.json records a value."""
-
-    OWN = "nowhere by itself"
-    BUILD = "build_config"
-    PLUGIN = "build_config.plugin_config"
+    @property
+    def is_list(self) -> bool:
+        return self.value[0].endswith("...")
 
 
 REQUIRED: Final = object()
@@ -61,9 +57,8 @@ class FlagRow:
     aliases: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
     """Allowed texts; empty: any."""
-    neutral: tuple[str, ...] = ()
-    """Values of a refused flag that request nothing, as text."""
-    section: FlagSection = FlagSection.BUILD
+    is_plugin: bool = False
+    """Whether an engine folder's config.json records the value among those of the plugins."""
     default: Any = ABSENT
     is_positional: bool = False
     is_ours: bool = False
@@ -85,27 +80,25 @@ class FlagRow:
     def feature(self) -> Feature:
         """The row of the generated documentation."""
         others = tuple(_hyphened(name) for name in self.aliases)
-        values = self.kind.value.strip("[]").replace("|", " or ")
+        values = self.kind.value[0].strip("[]").replace("|", " or ")
         reason = self.reason.rstrip(".")
         return Feature(self.spelling, self.support, reason, values, others, self.is_ours)
 
 
-def here(name: str, kind: FlagKind, reason: str, *aliases: str, **more: Any) -> FlagRow:
-    """Return the row of a flag that works."""
-    support = Support.WORKS
-    return FlagRow(name=name, kind=kind, support=support, reason=reason, aliases=aliases, **more)
+def _rows_of(support: Support) -> Callable[..., FlagRow]:
+    """Return a function of name, kind, reason, other names and fields that makes a row."""
+
+    def row(name: str, kind: FlagKind, reason: str, *aliases: str, **more: Any) -> FlagRow:
+        return FlagRow(
+            name=name, kind=kind, support=support, reason=reason, aliases=aliases, **more
+        )
+
+    return row
 
 
-def ignored(name: str, kind: FlagKind, reason: str, *aliases: str, **more: Any) -> FlagRow:
-    """Return the row of a flag that is accepted without effect."""
-    support = Support.NO_EFFECT
-    return FlagRow(name=name, kind=kind, support=support, reason=reason, aliases=aliases, **more)
-
-
-def refused(name: str, kind: FlagKind, reason: str, *aliases: str, **more: Any) -> FlagRow:
-    """Return the row of a flag that is an error."""
-    support = Support.REFUSED
-    return FlagRow(name=name, kind=kind, support=support, reason=reason, aliases=aliases, **more)
+here = _rows_of(Support.WORKS)
+ignored = _rows_of(Support.NO_EFFECT)
+refused = _rows_of(Support.REFUSED)
 
 
 PLUGIN_TYPES: Final = ("auto", "float16", "float32", "bfloat16", "int32")
@@ -113,19 +106,8 @@ _SWITCH_WORDS: Final = {
     **dict.fromkeys(("enable", "true", "1"), True),
     **dict.fromkeys(("disable", "false", "0", "none"), False),
 }
-_EXPECTED: Final = {
-    FlagKind.TEXT: "a text",
-    FlagKind.TEXTS: "a text",
-    FlagKind.WHOLE: "a whole number",
-    FlagKind.WHOLES: "a whole number",
-    FlagKind.NUMBER: "a number",
-    FlagKind.NUMBERS: "a number",
-    FlagKind.SWITCH: "enable or disable",
-    FlagKind.BARE: "enable or disable",
-}
 _ALONE: Final = MappingProxyType({FlagKind.SWITCH: "enable", FlagKind.PLUGIN: "float16"})
-_LISTS: Final = (FlagKind.TEXTS, FlagKind.WHOLES, FlagKind.NUMBERS)
-_NEGATIVE_NUMBER = re.compile(r"-\.?\d")
+_SINGLE: Final = (FlagKind.TEXT, FlagKind.WHOLE, FlagKind.NUMBER)
 _MARKS: Final = {Support.WORKS: "", Support.NO_EFFECT: "No effect: ", Support.REFUSED: "Refused: "}
 
 
@@ -230,9 +212,9 @@ def _parser(rows: Sequence[FlagRow], command: str, about: str) -> argparse.Argum
         if row.kind is FlagKind.BARE:
             options |= {"action": "store_true", "default": argparse.SUPPRESS}
         else:
-            options["metavar"] = row.kind.value.split()[0]
-        if row.kind in _LISTS:
-            options["action"] = "append"
+            options["metavar"] = row.kind.value[0].split()[0]
+        if row.kind.is_list:
+            options |= {"action": "extend", "nargs": "+"}
         elif row.kind in _ALONE:
             options |= {"nargs": "?", "const": _ALONE[row.kind]}
         parser.add_argument(*map(_hyphened, (*row.aliases, row.name)), **options)
@@ -242,42 +224,24 @@ def _parser(rows: Sequence[FlagRow], command: str, about: str) -> argparse.Argum
 def _plain_words(
     rows: Sequence[FlagRow], arguments: Sequence[str], takes_any_word: bool
 ) -> Iterator[str]:
-    """Yield the words with known spellings, and with a flag in front of each value of a list."""
+    """Yield the words, flags in their known spelling and joined to a value that any word is."""
     flags = {
         _hyphened(name.replace("-", "_")): (row, _hyphened(name))
         for row in rows
         for name in (row.name, *row.aliases)
     }
-    left = list(arguments)
-    while left:
-        word = left.pop(0)
+    left = iter(arguments)
+    for word in left:
         if word == "--":
             yield from (word, *left)
             return
         name, equals, value = word.partition("=")
-        row, spelling = flags.get(
-            name.replace("-", "_").replace("__", "--", 1) if name.startswith("--") else name,
-            (None, ""),
-        )
-        if row is None:
-            yield word
-        elif equals:
-            yield f"{spelling}={value}"
-        elif row.kind in _LISTS:
-            # A list without any value stays a bare flag, which the parser refuses.
-            if not left or _is_flag(left[0]):
-                yield spelling
-            while left and not _is_flag(left[0]):
-                yield f"{spelling}={left.pop(0)}"
-        elif takes_any_word and left and row.kind not in (FlagKind.BARE, *_ALONE):
-            yield f"{spelling}={left.pop(0)}"
-        else:
-            yield spelling
-
-
-def _is_flag(word: str) -> bool:
-    """Return whether a word is a flag, as argparse decides: a negative number is a value."""
-    return len(word) > 1 and word.startswith("-") and not _NEGATIVE_NUMBER.match(word)
+        key = f"--{name[2:].replace('-', '_')}" if name.startswith("--") else name
+        row, spelling = flags.get(key, (None, name))
+        if row and takes_any_word and not equals and row.kind in _SINGLE:
+            for given in itertools.islice(left, 1):
+                equals, value = "=", given
+        yield f"{spelling}{equals}{value}"
 
 
 def _suggestion(word: str, rows: Sequence[FlagRow]) -> str:
@@ -289,7 +253,7 @@ def _suggestion(word: str, rows: Sequence[FlagRow]) -> str:
 
 def _value(row: FlagRow, given: Any, prefix: str) -> Any:
     name = row.spelling if prefix == "--" else f"{prefix}{row.name}"
-    if row.kind in _LISTS:
+    if row.kind.is_list:
         words = given if isinstance(given, list | tuple) else [given]
         value: Any = [_read_one(row.kind, name, word) for word in words]
     else:
@@ -297,9 +261,7 @@ def _value(row: FlagRow, given: Any, prefix: str) -> Any:
     wrong = [v for v in (value if isinstance(value, list) else [value]) if v not in row.choices]
     if wrong and row.choices:
         raise ConfigError(f"{name} must be one of {', '.join(row.choices)}, got {wrong[0]!r}")
-    if row.support is Support.REFUSED and not (
-        value in (None, False, []) or str(value) in row.neutral
-    ):
+    if row.support is Support.REFUSED and value not in (None, False, []):
         shown = name if row.kind is FlagKind.BARE else f"{name} {given}"
         raise ConfigError(f"{shown}: {row.reason}")
     return value
@@ -319,7 +281,7 @@ def _read_one(kind: FlagKind, name: str, given: Any) -> Any:
             return given if is_text else int(given)
     except (KeyError, TypeError, ValueError):
         pass
-    raise UsageError(f"{name} must be {_EXPECTED[kind]}, got {given!r}")
+    raise UsageError(f"{name} must be {kind.value[1]}, got {given!r}")
 
 
 def _read_plugin(name: str, word: str) -> str | None:

@@ -30,62 +30,65 @@ class Program:
         return f"{self.about}, as {self.original} does."
 
 
-def _text(name: str, help: str, *aliases: str, default: Any = "", **more: Any) -> FlagRow:
-    return here(name, _TEXT, help, *aliases, default=default, **more)
+def _row(kind: FlagKind, names: str, help: str, default: Any, **more: Any) -> FlagRow:
+    """Return the row of a flag with the names `NAME ALIAS ...`."""
+    name, *aliases = names.split()
+    return here(name, kind, help, *aliases, default=default, **more)
 
 
-def _whole(name: str, help: str, *aliases: str, default: Any = None, **more: Any) -> FlagRow:
-    return here(name, _WHOLE, help, *aliases, default=default, **more)
+def _text(names: str, help: str, default: Any = "", **more: Any) -> FlagRow:
+    return _row(_TEXT, names, help, default, **more)
 
 
-def _number(name: str, help: str, *aliases: str, default: Any = None, **more: Any) -> FlagRow:
-    return here(name, _NUMBER, help, *aliases, default=default, **more)
+def _whole(names: str, help: str, default: Any = None, **more: Any) -> FlagRow:
+    return _row(_WHOLE, names, help, default, **more)
 
 
-def _switch(name: str, help: str, *aliases: str, **more: Any) -> FlagRow:
+def _number(names: str, help: str, default: Any = None, **more: Any) -> FlagRow:
+    return _row(_NUMBER, names, help, default, **more)
+
+
+def _switch(names: str, help: str, **more: Any) -> FlagRow:
     """Return the row of a switch. Its tensor is sent only if it is on."""
-    return here(name, _BARE, help, *aliases, default=False, **more)
+    return _row(_BARE, names, help, False, **more)
 
 
-def _texts(name: str, help: str, **more: Any) -> FlagRow:
-    return here(name, _TEXTS, help, default=(), **more)
+def _texts(names: str, help: str, **more: Any) -> FlagRow:
+    return _row(_TEXTS, names, help, (), **more)
 
 
-def _unused(name: str, help: str, *aliases: str, kind: FlagKind = _TEXT, **more: Any) -> FlagRow:
+def _unused(names: str, help: str, kind: FlagKind = _TEXT) -> FlagRow:
+    name, *aliases = names.split()
     defaults = {_TEXT: "", _BARE: False, _TEXTS: ()}
-    return ignored(name, kind, help, *aliases, default=defaults.get(kind), **more)
+    return ignored(name, kind, help, *aliases, default=defaults.get(kind))
 
 
 _GRPC = (
-    _switch("verbose", "Print more.", "v"),
-    _text("url", "HOST:PORT of the gRPC endpoint.", "u", default="localhost:8001"),
+    _switch("verbose v", "Print more."),
+    _text("url u", "HOST:PORT of the gRPC endpoint.", "localhost:8001"),
 )
 _OWN_TLS = (
     _switch("ssl", "Use TLS.", is_ours=True),
-    _text("root-certificates", "PEM file; else the system's.", default=None, is_ours=True),
+    _text("root-certificates", "PEM file; else the system's.", None, is_ours=True),
 )
 _TLS = (
-    _switch("ssl", "Use TLS.", "s"),
-    _text("root-certificates", "PEM file; else the system's.", "r", default=None),
-    _text("private-key", "PEM file of the client's key.", "p", default=None),
-    _text("certificate-chain", "PEM file that belongs to the key.", "x", default=None),
-    _text(
-        *("grpc-compression-algorithm", "none, deflate or gzip.", "C"),
-        default=None,
-        choices=COMPRESSIONS,
-    ),
-    _number("stream-timeout", "Longest duration of a stream in seconds.", "t"),
+    _switch("ssl s", "Use TLS."),
+    _text("root-certificates r", "PEM file; else the system's.", None),
+    _text("private-key p", "PEM file of the client's key.", None),
+    _text("certificate-chain x", "PEM file that belongs to the key.", None),
+    _text("grpc-compression-algorithm C", "none, deflate or gzip.", None, choices=COMPRESSIONS),
+    _number("stream-timeout t", "Longest duration of a stream in seconds."),
 )
 _LOAD = (
-    _switch("verbose", "Print every request.", "v"),
-    _text("url", "HOST:PORT; localhost:8000 (HTTP) or localhost:8001 (gRPC).", "u", default=None),
-    _text("protocol", "http or grpc.", "i", default="http", choices=PROTOCOLS),
+    _switch("verbose v", "Print every request."),
+    _text("url u", "HOST:PORT; localhost:8000 (HTTP) or localhost:8001 (gRPC).", None),
+    _text("protocol i", "http or grpc.", "http", choices=PROTOCOLS),
 )
-_CONCURRENCY = _whole("concurrency", "Concurrent HTTP requests.", "c", default=128)
+_CONCURRENCY = _whole("concurrency c", "Concurrent HTTP requests.", 128)
 _MAX_INPUT_LEN = _whole("max-input-len", "Longer prompts are skipped; by default none.")
 _SAMPLING = (
-    _whole("beam-width", "Beams.", "b", default=1, tensor="int32"),
-    _number("temperature", "Sampling temperature.", default=1.0, tensor="float32"),
+    _whole("beam-width b", "Beams.", 1, tensor="int32"),
+    _number("temperature", "Sampling temperature.", 1.0, tensor="float32"),
     _number("repetition-penalty", "Factor for repeated tokens.", tensor="float32"),
     _number("presence-penalty", "Penalty for tokens that are present.", tensor="float32"),
     _number("frequency-penalty", "Penalty for each occurrence.", tensor="float32"),
@@ -96,9 +99,9 @@ _LOGITS = (
     _switch("return-generation-logits", "Request the output's logits.", tensor="bool"),
 )
 _PERF = _switch("return-perf-metrics", "Request timings and cache counts.", tensor="bool")
-_STREAMING = _switch("streaming", "Stream the output.", "S")
+_STREAMING = _switch("streaming S", "Stream the output.")
 _SEQUENCES = _whole(
-    *("num-return-sequences", "Number of outputs (with beam width 1).", "n"), tensor="int32"
+    "num-return-sequences n", "Number of outputs (with beam width 1).", tensor="int32"
 )
 _ADAPTER = (
     _text("lora-path", "Folder with model.lora_weights.npy and model.lora_config.npy to send."),
@@ -108,24 +111,24 @@ _REQUEST_ID = _text("request-id", "Id of the request.")
 _TOKENIZER_TYPE = _unused("tokenizer-type", "the folder's files determine it.")
 _LLMAPI = refused("test-llmapi", _BARE, "the llmapi model is not served.", default=False)
 _REQUEST = (
-    _text("text", "Prompt.", default="Born in north-east France, Soyer trained as a"),
+    _text("text", "Prompt.", "Born in north-east France, Soyer trained as a"),
     _text("input-tokens-csv", "File whose first row is the prompt's token ids (no tokenizer)."),
     _text("draft-tokens-csv", "File of draft token ids, with --input-tokens-csv."),
-    _whole("end-id", "End token id, with --input-tokens-csv; -1: none.", default=-1),
-    _whole("pad-id", "Padding token id, with --input-tokens-csv.", default=50256),
+    _whole("end-id", "End token id, with --input-tokens-csv; -1: none.", -1),
+    _whole("pad-id", "Padding token id, with --input-tokens-csv.", 50256),
     *_SAMPLING,
-    _whole("request-output-len", "Maximum number of new tokens.", default=16, tensor="int32"),
+    _whole("request-output-len", "Maximum number of new tokens.", 16, tensor="int32"),
     _text("tokenizer-dir", "Model folder; by default the server tokenizes."),
     _TOKENIZER_TYPE,
     _text("prompt-embedding-table-path", "A .npy file for prompt tuning."),
     _unused("prompt-task-id", "a table is sent whole.", kind=_WHOLE),
-    _text("dtype", "Type of the table.", default="float16", choices=DTYPES),
+    _text("dtype", "Type of the table.", "float16", choices=DTYPES),
     *_ADAPTER,
     _switch("exclude-input-in-output", "Leave the prompt out of the output.", tensor="bool"),
     *_LOGITS,
-    _whole("top-k", "Sample from the top k; 0: all.", default=1, tensor="int32 runtime_top_k"),
-    _number("top-p", "Nucleus probability.", default=0.0, tensor="float32 runtime_top_p"),
-    _text("model-name", "Triton model.", default="tensorrt_llm"),
+    _whole("top-k", "Sample from the top k; 0: all.", 1, tensor="int32 runtime_top_k"),
+    _number("top-p", "Nucleus probability.", 0.0, tensor="float32 runtime_top_p"),
+    _text("model-name", "Triton model.", "tensorrt_llm"),
 )
 TOKEN_FLAGS: Final = (
     *_GRPC,
@@ -133,20 +136,21 @@ TOKEN_FLAGS: Final = (
     *_REQUEST,
     _text("output-tokens-csv", "File of the ids that --check-output expects."),
     _STREAMING,
-    _switch("check-output", "Compare the output, and fail if it differs.", "c"),
-    _number("correctness-threshold", "Below 1: share of equal ids to exceed.", default=1.0),
+    _switch("check-output c", "Compare the output, and fail if it differs."),
+    _number("correctness-threshold", "Below 1: share of equal ids to exceed.", 1.0),
     _SEQUENCES,
-    _whole("stop-after-ms", "Stop the request after this time; 0: never.", default=0),
+    _whole("stop-after-ms", "Stop the request after this time; 0: never.", 0),
     _switch("stop-via-request-cancel", "Cancel the call instead."),
     _REQUEST_ID,
     _whole(
-        *("prompt-table-extra-id", "Id of the table's rows in the KV cache."),
+        "prompt-table-extra-id",
+        "Id of the table's rows in the KV cache.",
         tensor="uint64 prompt_table_extra_ids",
     ),
     _unused("vocab-size", "the table itself determines its number of rows.", kind=_WHOLE),
     _PERF,
     _texts("requested-outputs", "Names of outputs; by default all."),
-    here("lookahead-config", _WHOLES, "Window, n-gram and verification set.", default=()),
+    _row(_WHOLES, "lookahead-config", "Window, n-gram and verification set.", ()),
 )
 _WORDS = (
     _texts("stop-words", "Words that end the output.", tensor="object"),
@@ -155,14 +159,14 @@ _WORDS = (
 TEXT_FLAGS: Final = (
     *_GRPC,
     *_OWN_TLS,
-    _text("expected-outputs", "JSON list of texts for --check-outputs.", default=None),
+    _text("expected-outputs", "JSON list of texts for --check-outputs.", None),
     _switch("check-outputs", "Fail if a text is not the expected one."),
-    _text("prompt", "A text, or a JSON list of texts.", "p", default=REQUIRED),
-    _text("model-name", "ensemble or tensorrt_llm_bls.", default="ensemble"),
+    _text("prompt p", "A text, or a JSON list of texts.", REQUIRED),
+    _text("model-name", "ensemble or tensorrt_llm_bls.", "ensemble"),
     dataclasses.replace(_STREAMING, tensor="bool stream"),
     _SEQUENCES,
     *_SAMPLING,
-    _whole("output-len", "Maximum of new tokens.", "o", default=100, tensor="int32 max_tokens"),
+    _whole("output-len o", "Maximum of new tokens.", 100, tensor="int32 max_tokens"),
     _REQUEST_ID,
     *_WORDS,
     _texts("embedding-bias-words", "Words to make more or less likely.", tensor="object"),
@@ -180,30 +184,28 @@ TEXT_FLAGS: Final = (
     *_ADAPTER,
     _switch("exclude-input-in-output", "Leave the prompt out of the output.", tensor="bool"),
     _text(
-        *("guided-decoding-guide-type", "json, json_schema, regex or ebnf_grammar."),
-        default=None,
+        "guided-decoding-guide-type",
+        "json, json_schema, regex or ebnf_grammar.",
+        None,
         tensor="object",
     ),
-    _text(*("guided-decoding-guide", "Schema, regex or grammar."), default=None, tensor="object"),
+    _text("guided-decoding-guide", "Schema, regex or grammar.", None, tensor="object"),
 )
 SPECULATION_FLAGS: Final = (
-    _switch("verbose", "Print the tokens of each round.", "v"),
-    _text("url-target", "HOST:PORT of the target's gRPC endpoint.", default=REQUIRED),
-    _text("url-draft", "HOST:PORT of the draft's gRPC endpoint [the target's].", default=None),
-    _text("preprocessor-model-name", "Preprocessor of the draft server.", default="preprocessing"),
-    _text(
-        *("postprocessor-model-name", "Postprocessor of the target server."),
-        default="postprocessing",
-    ),
-    _text("draft-tensorrt-llm-model-name", "Draft model.", default="tensorrt_llm"),
-    _text("target-tensorrt-llm-model-name", "Target model.", default="tensorrt_llm"),
-    _text("prompt", "Prompt.", "p", default=REQUIRED),
+    _switch("verbose v", "Print the tokens of each round."),
+    _text("url-target", "HOST:PORT of the target's gRPC endpoint.", REQUIRED),
+    _text("url-draft", "HOST:PORT of the draft's gRPC endpoint [the target's].", None),
+    _text("preprocessor-model-name", "Preprocessor of the draft server.", "preprocessing"),
+    _text("postprocessor-model-name", "Postprocessor of the target server.", "postprocessing"),
+    _text("draft-tensorrt-llm-model-name", "Draft model.", "tensorrt_llm"),
+    _text("target-tensorrt-llm-model-name", "Target model.", "tensorrt_llm"),
+    _text("prompt p", "Prompt.", REQUIRED),
     *_SAMPLING,
-    _whole("output-len", "Maximum number of new tokens.", "o", default=100),
-    _whole("num-draft-tokens", "Draft tokens of a round.", default=5),
+    _whole("output-len o", "Maximum number of new tokens.", 100),
+    _whole("num-draft-tokens", "Draft tokens of a round.", 5),
     _whole("end-id", "Token id that ends the output."),
     _whole("pad-id", "Token id that pads."),
-    _text("request-id", "Id of all requests.", default="1"),
+    _text("request-id", "Id of all requests.", "1"),
     _texts("stop-words", "Words that end the output."),
     _texts("bad-words", "Words that never occur."),
     _switch("return-draft-model-draft-logits", "Request the draft model's logits."),
@@ -213,80 +215,83 @@ ENSEMBLE_TEST_FLAGS: Final = (
     *_LOAD,
     _CONCURRENCY,
     _MAX_INPUT_LEN,
-    _text("dataset", "JSON file of prompts.", default=REQUIRED),
+    _text("dataset", "JSON file of prompts.", REQUIRED),
     *_LOGITS,
     _switch("test-bls", "Test tensorrt_llm_bls, too."),
     _LLMAPI,
-    _text("model-name", "Ensemble model.", default="ensemble"),
+    _text("model-name", "Ensemble model.", "ensemble"),
     _switch("streaming", "Stream while measuring."),
     _unused("output-config", "of --test-llmapi."),
     _unused("sampling-params", "of --test-llmapi."),
 )
 BENCHMARK_FLAGS: Final = (
     _text(
-        *("workload", "dataset, token-norm-dist or token-from-histogram."),
-        default=REQUIRED,
+        "workload",
+        "dataset, token-norm-dist or token-from-histogram.",
+        REQUIRED,
         is_positional=True,
     ),
     *_LOAD,
     _switch("decoupled", "Stream the outputs (gRPC only)."),
-    _number("stream-timeout", "Longest duration of a stream in seconds.", "t"),
+    _number("stream-timeout t", "Longest duration of a stream in seconds."),
     _texts("tensorrt-llm-model-name", "Triton model [tensorrt_llm]; several take turns."),
     _CONCURRENCY,
     _MAX_INPUT_LEN,
-    _number("request-rate", "Requests per second; -1: all at once.", default=-1.0),
+    _number("request-rate", "Requests per second; -1: all at once.", -1.0),
     _text(
-        *("time-delay-dist", "Delays between requests: constant or exponential_dist."),
-        default="exponential_dist",
+        "time-delay-dist",
+        "Delays between requests: constant or exponential_dist.",
+        "exponential_dist",
         choices=("constant", "exponential_dist"),
     ),
     _switch("dump-perfetto-trace", "Write prfetto_dump.json."),
-    _text("op-stats-csv", "File for the figures.", default=None),
+    _text("op-stats-csv", "File for the figures.", None),
     _switch("exclude-input-in-output", "Leave the prompts out of the outputs.", tensor="bool"),
-    _whole("num-requests", "Requests to send.", default=30000),
-    _text("check-perf-json", "JSON file of latencies in ms, to compare with.", default=None),
-    _text("check-perf-key", "Key of the latency in that file.", default=None),
-    _number("check-perf-atol", "Allowed extra ms.", default=50.0),
-    _number("check-perf-rtol", "Allowed extra fraction.", default=0.05),
+    _whole("num-requests", "Requests to send.", 30000),
+    _text("check-perf-json", "JSON file of latencies in ms, to compare with.", None),
+    _text("check-perf-key", "Key of the latency in that file.", None),
+    _number("check-perf-atol", "Allowed extra ms.", 50.0),
+    _number("check-perf-rtol", "Allowed extra fraction.", 0.05),
     _LLMAPI,
-    _text("dataset", "JSON file of prompts (for dataset).", default=None),
-    _text("tokenizer-dir", "Model folder (for dataset).", default=None),
+    _text("dataset", "JSON file of prompts (for dataset).", None),
+    _text("tokenizer-dir", "Model folder (for dataset).", None),
     _TOKENIZER_TYPE,
-    _number("op-tokens-per-word", "Output tokens per word (for dataset).", default=1.3),
+    _number("op-tokens-per-word", "Output tokens per word (for dataset).", 1.3),
     _whole("input-mean", "Mean prompt length (for token-norm-dist)."),
     _whole("input-stdev", "Its standard deviation."),
     _whole("output-mean", "Mean output length (for token-norm-dist)."),
     _whole("output-stdev", "Its standard deviation."),
-    _text("histogram-key", "Key of the histogram (for token-from-histogram).", default=None),
-    _whole("vocab-size", "Random token ids are below this.", default=1000, is_ours=True),
-    _whole("seed", "Seed of lengths, ids and delays.", default=0, is_ours=True),
+    _text("histogram-key", "Key of the histogram (for token-from-histogram).", None),
+    _whole("vocab-size", "Random token ids are below this.", 1000, is_ours=True),
+    _whole("seed", "Seed of lengths, ids and delays.", 0, is_ours=True),
 )
 VLLM_FLAGS: Final = (
     *_GRPC,
     *_OWN_TLS,
-    _text("model", "Triton model.", "m", default="vllm_model"),
-    _number("stream-timeout", "Longest duration of the stream in seconds.", "t"),
-    _whole("offset", "Added to the ids of requests.", default=0),
-    _text("input-prompts", "File with a prompt on each line.", default="prompts.txt"),
-    _text("results-file", "File to write the outputs to.", default="results.txt"),
-    _whole("iterations", "How often each prompt is sent.", default=1),
-    _switch("streaming-mode", "Stream the outputs.", "s"),
+    _text("model m", "Triton model.", "vllm_model"),
+    _number("stream-timeout t", "Longest duration of the stream in seconds."),
+    _whole("offset", "Added to the ids of requests.", 0),
+    _text("input-prompts", "File with a prompt on each line.", "prompts.txt"),
+    _text("results-file", "File to write the outputs to.", "results.txt"),
+    _whole("iterations", "How often each prompt is sent.", 1),
+    _switch("streaming-mode s", "Stream the outputs."),
     _switch("exclude-inputs-in-outputs", "Leave the prompts out of the outputs."),
-    _text("lora-name", "Adapter of multi_lora.json.", "l", default=None),
+    _text("lora-name l", "Adapter of multi_lora.json.", None),
 )
 QUEUE_FLAGS: Final = (
     *_REQUEST,
-    _switch("verbose", "Print every refusal.", "v"),
+    _switch("verbose v", "Print every refusal."),
     *_LOAD[1:2],
-    _text("protocol", "http or grpc.", "p", "i", default="http", choices=PROTOCOLS),
+    _text("protocol p i", "http or grpc.", "http", choices=PROTOCOLS),
     dataclasses.replace(_CONCURRENCY, is_ours=True),
-    _whole("num-requests", "Equal requests to send.", default=30),
+    _whole("num-requests", "Equal requests to send.", 30),
     _whole(
-        *("input-len", "Tokens of each prompt, without a tokenizer or a file of token ids."),
-        default=512,
+        "input-len",
+        "Tokens of each prompt, without a tokenizer or a file of token ids.",
+        512,
         is_ours=True,
     ),
-    _unused("ssl", "the original never uses TLS.", "s", kind=_BARE),
+    _unused("ssl s", "the original never uses TLS.", kind=_BARE),
     _unused("request-id", "each request has one of its own."),
     _unused("output-tokens-csv", "outputs are not compared."),
     _unused("requested-outputs", "outputs are not read.", kind=_TEXTS),

@@ -279,8 +279,8 @@ class _HttpWire:
         connection = self._free.get()
         try:
             connection.request("POST", path, body, {"Content-Type": "application/json"})
-            answer = connection.getresponse()
-            content = answer.read()
+            received = connection.getresponse()
+            content = received.read()
             end = time.perf_counter()
             response = json.loads(content)
         except (OSError, http.client.HTTPException, ValueError) as error:
@@ -288,10 +288,12 @@ class _HttpWire:
             raise ConfigError(f"there is no response from {self._address}: {error!r}") from error
         finally:
             self._free.put(connection)
-        if answer.status != http.HTTPStatus.OK:
+        if received.status != http.HTTPStatus.OK:
             reason = response.get("error", content[:200])
             reason = f"{reason}; -i grpc can" if "decoupled" in str(reason) else reason
-            raise ConfigError(f"the server at {self._address} answered: {reason} ({answer.status})")
+            raise ConfigError(
+                f"the server at {self._address} answered: {reason} ({received.status})"
+            )
         return Response([{row["name"]: _json_array(row) for row in response["outputs"]}], end)
 
 

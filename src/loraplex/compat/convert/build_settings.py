@@ -12,7 +12,7 @@ from typing import Any, Final
 from loraplex.adapters.formats.modules import LORA_MODULES
 from loraplex.compat.convert.adapters import read_peft
 from loraplex.compat.convert.flag_tables import BUILD_FLAGS
-from loraplex.compat.flags import Flags, FlagSection, check_values
+from loraplex.compat.flags import Flags, check_values
 from loraplex.core.errors import ConfigError
 from loraplex.models.config_fields import read_object
 from loraplex.models.spec import ModelSpec
@@ -29,7 +29,10 @@ _POSITIVE = (
     *("max_beam_width", "max_num_tokens", "max_lora_rank"),
 )
 _OF_LORA = ("lora_dir", "lora_ckpt_source", "lora_target_modules", "max_lora_rank")
-_NOT_RECORDED = ("output_dir", "build_config", "model_dir", "dry_run", "log_level")
+_NOT_RECORDED = (
+    *_OF_LORA,
+    *("checkpoint_dir", "output_dir", "build_config", "model_dir", "dry_run", "log_level"),
+)
 
 
 def with_build_config(flags: Flags) -> Flags:
@@ -45,18 +48,12 @@ def with_build_config(flags: Flags) -> Flags:
 def build_config(flags: Flags, config: ModelSpec) -> dict[str, Any]:
     """Return the table of that name. Raises ConfigError for values that contradict each other."""
     _check(flags)
-    sections = {row.name: row.section for row in BUILD_FLAGS}
-    by_section = {
-        section: {
-            name: value
-            for name, value in flags.values.items()
-            if sections[name] is section and name not in (*_OF_LORA, *_NOT_RECORDED)
-        }
-        for section in FlagSection
-    }
+    plugins = {row.name for row in BUILD_FLAGS if row.is_plugin}
+    recorded = {n: v for n, v in flags.values.items() if n not in _NOT_RECORDED}
     max_seq_len = _max_seq_len(flags, config)
     lora_dirs = flags.get("lora_dir", [])
-    return by_section[FlagSection.BUILD] | {
+    return {
+        **{name: value for name, value in recorded.items() if name not in plugins},
         "max_batch_size": flags.get("max_batch_size", _DEFAULT_MAX_BATCH_SIZE),
         "max_input_len": min(flags.get("max_input_len", max_seq_len), max_seq_len),
         "max_seq_len": max_seq_len,
@@ -71,7 +68,10 @@ def build_config(flags: Flags, config: ModelSpec) -> dict[str, Any]:
                 module.name: module.parts[0] for module in LORA_MODULES if len(module.parts) == 1
             },
         },
-        "plugin_config": {"lora_plugin": None, **by_section[FlagSection.PLUGIN]},
+        "plugin_config": {
+            "lora_plugin": None,
+            **{name: value for name, value in recorded.items() if name in plugins},
+        },
     }
 
 

@@ -6,58 +6,45 @@ split here.
 
 import dataclasses
 import logging
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-from loraplex.compat.convert.model_files import (
-    copy_text_files,
-    find_model,
-    open_output,
-    write_hf_config,
-    write_json,
-    write_weights,
-)
+from loraplex.compat.convert.model_files import find_model, write_json, write_model
 from loraplex.compat.flags import Flags, check_at_least
 from loraplex.core.errors import ConfigError
 from loraplex.core.version import __version__
-from loraplex.models.engine_folder import CONFIG_NAME, FORMAT, OUR_TABLE, source_model
+from loraplex.models.engine_folder import (
+    CONFIG_NAME,
+    FORMAT,
+    OUR_TABLE,
+    BuildLimits,
+    source_model,
+)
 from loraplex.models.registry import read_config
 from loraplex.models.spec import ModelSpec, RopeConfig
 
 logger = logging.getLogger(__name__)
 
 _DEFAULT_OUTPUT = "tllm_checkpoint"
-_PRECISIONS = ("int8", "int4")
-_QUANT_ALGOS: Final[Mapping[str, str | None]] = {
-    "none": None,
-    "int8": "W8A16",
-    "int4": "W4A16",
-    "fp8": "FP8",
-}
+_QUANT_ALGOS = {"none": None, "int8": "W8A16", "int4": "W4A16", "fp8": "FP8"}
 _INT4_GROUP = 128
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class ModelChoices:
-    """Choices of convert-checkpoint about a model, or of build by the older scripts' flags.
-
-    All but dtype, the type of the weights, are as models.engine_folder.BuildLimits has them.
-    """
+    """Choices of convert-checkpoint about a model, or of build by the older scripts' flags."""
 
     dtype: str
-    quantization: str
-    kv_dtype: str
-    tp_size: int
-    pp_size: int
+    """The type of the weights."""
+    limits: BuildLimits
+    """Types and sizes only."""
 
     def pretrained(self, config: ModelSpec) -> dict[str, Any]:
         """Return TensorRT-LLM's description of a model, as its convert_checkpoint.py writes it.
 
         The product never reads it back: people and scripts do.
         """
-        layer = config.layers[0]
-        tp_size, pp_size = self.tp_size, self.pp_size
+        layer, limits = config.layers[0], self.limits
         return {
             "architecture": config.architecture,
             "dtype": self.dtype,
@@ -75,11 +62,15 @@ class ModelChoices:
             **_positions(layer.attention.rope),
             "use_parallel_embedding": False,
             "embedding_sharding_dim": 0,
-            "mapping": {"world_size": tp_size * pp_size, "tp_size": tp_size, "pp_size": pp_size},
+            "mapping": {
+                "world_size": limits.world_size,
+                "tp_size": limits.tp_size,
+                "pp_size": limits.pp_size,
+            },
             "quantization": {
-                "quant_algo": _QUANT_ALGOS[self.quantization],
-                "kv_cache_quant_algo": "INT8" if self.kv_dtype == "int8" else None,
-                "group_size": _INT4_GROUP if self.quantization == "int4" else None,
+                "quant_algo": _QUANT_ALGOS[limits.quantization],
+                "kv_cache_quant_algo": "INT8" if limits.kv_dtype == "int8" else None,
+                "group_size": _INT4_GROUP if limits.quantization == "int4" else None,
                 "exclude_modules": None,
             },
         }
@@ -90,8 +81,8 @@ class ModelChoices:
             "format": FORMAT,
             "version": __version__,
             "source": str(source_model(source).resolve()),
-            "quantization": self.quantization,
-            "kv_dtype": self.kv_dtype,
+            "quantization": self.limits.quantization,
+            "kv_dtype": self.limits.kv_dtype,
         }
 
 
@@ -103,11 +94,11 @@ def convert_checkpoint(flags: Flags) -> Path:
     source = find_model(model_dir)
     config = read_config(source)
     choices = model_choices(flags, config)
-    folder = open_output(flags.get("output_dir", _DEFAULT_OUTPUT), source)
-    if not flags.get("save_config_only"):
-        write_weights(source, folder, config, choices.dtype)
-    copy_text_files(source, folder)
-    write_hf_config(source, folder, choices.dtype)
+    output, has_weights = (
+        flags.get("output_dir", _DEFAULT_OUTPUT),
+        not flags.get("save_config_only"),
+    )
+    folder = write_model(source, output, config, choices.dtype, has_weights=has_weights)
     own_table = choices.own_table(source) | {"flags": dict(flags.values)}
     write_json(folder / CONFIG_NAME, choices.pretrained(config) | {OUR_TABLE: own_table})
     return folder
@@ -121,13 +112,13 @@ def model_choices(flags: Flags, config: ModelSpec) -> ModelChoices:
         check_at_least(f"--{name}", size, 1)
     if tp_size * pp_size > 1:
         logger.warning("--tp_size %d --pp_size %d: it runs as one process", tp_size, pp_size)
-    return ModelChoices(
-        dtype=(config.dtype or "float32") if dtype == "auto" else dtype,
+    limits = BuildLimits(
         quantization=_quantization(flags),
         kv_dtype="int8" if flags.get("int8_kv_cache") else "auto",
         tp_size=tp_size,
         pp_size=pp_size,
     )
+    return ModelChoices((config.dtype or "float32") if dtype == "auto" else dtype, limits)
 
 
 def log_without_effect(flags: Flags) -> None:
@@ -143,10 +134,10 @@ def _quantization(flags: Flags) -> str:
     if not flags.get("use_weight_only"):
         return "none"
     precision = str(flags.get("weight_only_precision", "int8"))
-    if precision not in _PRECISIONS:
+    if precision not in ("int8", "int4"):
         raise ConfigError(
             f"--weight_only_precision {precision} needs a calibrated checkpoint, which is not "
-            f"read: use {' or '.join(_PRECISIONS)}"
+            "read: use int8 or int4"
         )
     return precision
 

@@ -5,11 +5,8 @@ kernels of this kind of CPU; a start maps the packed weights. Adapters of --lora
 copied, and served by their folders' names.
 """
 
-import dataclasses
 import logging
-import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,13 +16,11 @@ from loraplex.compat.convert.adapters import read_peft
 from loraplex.compat.convert.build_settings import build_config, with_build_config
 from loraplex.compat.convert.checkpoint import ModelChoices, model_choices
 from loraplex.compat.convert.model_files import (
-    TORCH_DTYPES,
-    copy_text_files,
+    copy_file,
     find_model,
-    open_output,
-    write_hf_config,
+    torch_dtype,
     write_json,
-    write_weights,
+    write_model,
 )
 from loraplex.compat.flags import Flags
 from loraplex.core.errors import ConfigError
@@ -40,8 +35,6 @@ from loraplex.models.engine_folder import (
     LORA_FOLDER,
     OUR_TABLE,
     WEIGHTS_NAME,
-    BuildLimits,
-    is_foreign_checkpoint,
     read_build_limits,
 )
 from loraplex.models.registry import read_config
@@ -50,24 +43,11 @@ from loraplex.models.spec import ModelSpec
 logger = logging.getLogger(__name__)
 
 _DEFAULT_OUTPUT = "engine_outputs"
-_CPU = torch.device("cpu")
 _OF_CHECKPOINT = (
     *("dtype", "tp_size", "pp_size", "use_weight_only", "weight_only_precision"),
     *("int8_kv_cache", "use_fp8", "use_fp8_rowwise"),
 )
 """Decided when the checkpoint was converted."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Build:
-    """Checked input of a build."""
-
-    source: Path
-    config: ModelSpec
-    choices: ModelChoices
-    build_config: dict[str, Any]
-    adapters: dict[str, Path]
-    """The folders of --lora_dir by the names they are served under."""
 
 
 def build_engine_folder(flags: Flags) -> Path | None:
@@ -76,31 +56,29 @@ def build_engine_folder(flags: Flags) -> Path | None:
     Raises ConfigError, UnsupportedModelError, InvalidAdapterError.
     """
     flags = with_build_config(flags)
-    build = _prepare(flags)
-    output = flags.get("output_dir", _DEFAULT_OUTPUT)
-    if flags.get("dry_run"):
-        return None
-    folder = open_output(output, build.source)
-    if (build.source / WEIGHTS_NAME).is_file() and not is_foreign_checkpoint(build.source):
-        _copy(build.source / WEIGHTS_NAME, folder / WEIGHTS_NAME)
-    else:
-        write_weights(build.source, folder, build.config, build.choices.dtype)
-    copy_text_files(build.source, folder)
-    write_hf_config(build.source, folder, build.choices.dtype)
-    for name, adapter in build.adapters.items():
-        _copy_adapter(adapter, folder / LORA_FOLDER / name)
-    digest = _pack(folder, build)
-    write_json(folder / CONFIG_NAME, _described(build, digest))
-    return folder
-
-
-def _prepare(flags: Flags) -> _Build:
     source, choices = _source(flags)
     config = read_config(source)
     settings = build_config(flags, config)
     adapters = _adapters(flags) if settings["plugin_config"]["lora_plugin"] else {}
     settings["lora_config"]["lora_dir"] = [f"{LORA_FOLDER}/{name}" for name in adapters]
-    return _Build(source, config, choices, settings, adapters)
+    if flags.get("dry_run"):
+        return None
+    output = flags.get("output_dir", _DEFAULT_OUTPUT)
+    folder = write_model(source, output, config, choices.dtype)
+    for name, adapter in adapters.items():
+        opened = open_input(str(adapter), StagingLimits())
+        assert isinstance(opened, PeftFolder)
+        for file in opened.files:
+            copy_file(file, folder / LORA_FOLDER / name / file.name)
+    digest = _pack(folder, config, choices)
+    described = {
+        "version": __version__,
+        "pretrained_config": choices.pretrained(config),
+        "build_config": settings,
+        OUR_TABLE: choices.own_table(source) | {"weights_digest": digest},
+    }
+    write_json(folder / CONFIG_NAME, described)
+    return folder
 
 
 def _source(flags: Flags) -> tuple[Path, ModelChoices]:
@@ -115,8 +93,8 @@ def _source(flags: Flags) -> tuple[Path, ModelChoices]:
         source = find_model(model)
         return source, model_choices(flags, read_config(source))
     source = Path(checkpoint).expanduser()
-    converted = read_build_limits(source)
-    if converted is None:
+    limits = read_build_limits(source)
+    if limits is None:
         # Raises if the folder is no model at all; else it is a Hugging Face folder.
         read_config(source)
         raise ConfigError(
@@ -133,21 +111,11 @@ def _source(flags: Flags) -> tuple[Path, ModelChoices]:
         logger.warning(
             "%s: the checkpoint decides; give it to convert-checkpoint", ", ".join(given)
         )
-    return source, _converted(source, converted)
-
-
-def _converted(source: Path, limits: BuildLimits) -> ModelChoices:
-    dtype = read_fields(source / CONFIG_NAME).text("dtype", "float32")
-    return ModelChoices(
-        dtype=dtype,
-        quantization=limits.quantization,
-        kv_dtype=limits.kv_dtype,
-        tp_size=limits.tp_size,
-        pp_size=limits.pp_size,
-    )
+    return source, ModelChoices(read_fields(source / CONFIG_NAME).text("dtype", "float32"), limits)
 
 
 def _adapters(flags: Flags) -> dict[str, Path]:
+    """Return the folders of --lora_dir by the names they are served under."""
     found: dict[str, Path] = {}
     for text in flags.get("lora_dir", []):
         read_peft(text)
@@ -161,35 +129,10 @@ def _adapters(flags: Flags) -> dict[str, Path]:
     return found
 
 
-def _copy_adapter(source: Path, target: Path) -> None:
-    opened = open_input(str(source), StagingLimits())
-    assert isinstance(opened, PeftFolder)
-    target.mkdir(parents=True)
-    for file in opened.files:
-        _copy(file, target / file.name)
-
-
-def _pack(folder: Path, build: _Build) -> str:
-    """The digest of the native weights; empty if none could be packed: fp8 is for GPUs."""
-    precision = WeightPrecision(build.choices.quantization)
+def _pack(folder: Path, config: ModelSpec, choices: ModelChoices) -> str:
+    """Return the digest of the native weights; empty if none could be packed: fp8 is for GPUs."""
+    precision = WeightPrecision(choices.limits.quantization)
     if precision is WeightPrecision.FP8:
         return ""
-    form = WeightFormat(dtype=TORCH_DTYPES[build.choices.dtype], precision=precision)
-    return build_weights(folder, folder, build.config, select_kernels(_CPU), form)
-
-
-def _described(build: _Build, digest: str) -> dict[str, Any]:
-    ours = build.choices.own_table(build.source) | {"weights_digest": digest}
-    return {
-        "version": __version__,
-        "pretrained_config": build.choices.pretrained(build.config),
-        "build_config": build.build_config,
-        OUR_TABLE: ours,
-    }
-
-
-def _copy(source: Path, target: Path) -> None:
-    try:
-        shutil.copyfile(source, target)
-    except OSError as error:
-        raise ConfigError(f"cannot copy {source} to {target}: {error.strerror}") from error
+    form = WeightFormat(dtype=torch_dtype(choices.dtype), precision=precision)
+    return build_weights(folder, folder, config, select_kernels(torch.device("cpu")), form)

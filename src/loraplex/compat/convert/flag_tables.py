@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from loraplex.adapters.formats.modules import LORA_MODULES
-from loraplex.compat.flags import FlagKind, FlagRow, FlagSection, here, ignored, refused
+from loraplex.compat.flags import FlagKind, FlagRow, here, ignored, refused
 
 _TEXT, _WHOLE, _NUMBER = FlagKind.TEXT, FlagKind.WHOLE, FlagKind.NUMBER
 _SWITCH, _PLUGIN, _TEXTS = FlagKind.SWITCH, FlagKind.PLUGIN, FlagKind.TEXTS
-_IN_PLUGINS: Final[Mapping[str, Any]] = {"section": FlagSection.PLUGIN}
+_IN_PLUGINS: Final[Mapping[str, Any]] = {"is_plugin": True}
 
 DTYPES: Final = ("auto", "float32", "float16", "bfloat16")
 META: Final = "Meta's own files are not read: give the Hugging Face folder (--model_dir)"
@@ -184,7 +184,7 @@ _WITHOUT_EFFECT = (
     ignored("random_seed", _WHOLE, "nothing is drawn"),
 )
 BUILD_FLAGS: Final[tuple[FlagRow, ...]] = (
-    here("checkpoint_dir", _TEXT, "a folder of convert-checkpoint", section=FlagSection.OWN),
+    here("checkpoint_dir", _TEXT, "a folder of convert-checkpoint"),
     *_SOURCES,
     here("build_config", _TEXT, "a JSON file of build settings; flags come before it"),
     here("output_dir", _TEXT, "the folder to write [engine_outputs]"),

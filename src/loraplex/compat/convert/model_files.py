@@ -3,6 +3,8 @@
 config.json is written last: a folder that was not finished is no model folder.
 """
 
+import contextlib
+import itertools
 import json
 import shutil
 from collections.abc import Iterator, Mapping
@@ -29,12 +31,7 @@ from loraplex.models.engine_folder import (
 from loraplex.models.parameters import checkpoint_shapes
 from loraplex.models.spec import ModelSpec
 
-TORCH_DTYPES: Mapping[str, torch.dtype] = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
-_FILE_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_FILE_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _COPIED = (
     *("generation_config.json", "tokenizer*.json", "tokenizer*.model", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.*"),
@@ -43,19 +40,53 @@ _COPIED = (
 """The tokenizer, the chat template and what ends a text."""
 
 
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the type of one of flag_tables.DTYPES."""
+    return {str(dtype).removeprefix("torch."): dtype for dtype in _FILE_DTYPES}[name]
+
+
 def find_model(path: str) -> Path:
-    """The folder of a --model_dir. Raises ConfigError, by name for what NeMo wrote."""
+    """Return the folder of a --model_dir. Raises ConfigError, by name for what NeMo wrote."""
     folder = Path(path).expanduser()
     if folder.suffix == ".nemo" or (folder.is_dir() and any(folder.glob("*.nemo"))):
         raise ConfigError(f"{path}: {NEMO}")
     return resolve_model(path)
 
 
-def open_output(path: str, source: Path) -> Path:
-    """The folder to write, without what an earlier run left. Raises ConfigError.
+def write_model(
+    source: Path, output: str, config: ModelSpec, dtype: str, *, has_weights: bool = True
+) -> Path:
+    """Write all files but config.json, the weights as `dtype`, and return the folder.
 
-    A folder that holds another model is not touched.
+    Nothing of an earlier run is left in it. Raises ConfigError, also for a folder that holds
+    another model, which is not touched.
     """
+    folder = _open_output(output, source)
+    if has_weights:
+        _write_weights(source, folder / WEIGHTS_NAME, config, torch_dtype(dtype))
+    for pattern in _COPIED:
+        for file in source.glob(pattern):
+            copy_file(file, folder / file.relative_to(source))
+    values = dict(model_fields(source).values)
+    values.pop("torch_dtype", None)
+    write_json(folder / HF_CONFIG_NAME, values | {"dtype": dtype})
+    return folder
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a file, into a new folder if need be. Raises ConfigError."""
+    with _errors(f"copy {source} to {target}"):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, target)
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Write a JSON file. Raises ConfigError."""
+    with _errors(f"write {path}"):
+        write_atomically(path, [json.dumps(values, indent=4).encode() + b"\n"])
+
+
+def _open_output(path: str, source: Path) -> Path:
     folder = Path(path).expanduser()
     if folder.resolve() == source.resolve():
         raise ConfigError(f"--output_dir {path} is the folder that is read")
@@ -64,64 +95,26 @@ def open_output(path: str, source: Path) -> Path:
         raise ConfigError(f"--output_dir {path} holds another model: give a folder of its own")
     if not config.exists() and (folder / LORA_FOLDER).exists():
         raise ConfigError(f"--output_dir {path} has a folder {LORA_FOLDER} that no build wrote")
-    try:
+    with _errors(f"write to --output_dir {path}"):
         folder.mkdir(parents=True, exist_ok=True)
         for name in (CONFIG_NAME, HF_CONFIG_NAME, WEIGHTS_NAME, PACKED_NAME):
             (folder / name).unlink(missing_ok=True)
         if (folder / LORA_FOLDER).exists():
             shutil.rmtree(folder / LORA_FOLDER)
-    except OSError as error:
-        raise ConfigError(f"cannot write to --output_dir {path}: {error.strerror}") from error
     return folder
 
 
-def write_hf_config(source: Path, folder: Path, dtype: str) -> None:
-    """The model's own configuration, with the type of the weights as they are here."""
-    values = dict(model_fields(source).values)
-    values.pop("torch_dtype", None)
-    write_json(folder / HF_CONFIG_NAME, values | {"dtype": dtype})
-
-
-def copy_text_files(source: Path, folder: Path) -> None:
-    """Tokenizer, chat template, generation settings: as far as they are there."""
-    for pattern in _COPIED:
-        for file in source.glob(pattern):
-            target = folder / file.relative_to(source)
-            target.parent.mkdir(exist_ok=True)
-            shutil.copyfile(file, target)
-
-
-def write_weights(source: Path, folder: Path, config: ModelSpec, dtype: str) -> None:
-    """All weights as `dtype`, one tensor in memory at a time. Raises ConfigError."""
+def _write_weights(source: Path, path: Path, config: ModelSpec, dtype: torch.dtype) -> None:
+    """Write all weights, one tensor in memory at a time."""
     shapes = checkpoint_shapes(config)
-    item_bytes = TORCH_DTYPES[dtype].itemsize
     sizes = [
-        (name, _FILE_DTYPES[dtype], shape, torch.Size(shape).numel() * item_bytes)
+        (name, _FILE_DTYPES[dtype], shape, torch.Size(shape).numel() * dtype.itemsize)
         for name, shape in shapes.items()
     ]
-    path = folder / WEIGHTS_NAME
-    try:
-        with Checkpoint(source, config) as checkpoint:
-            pieces = _pieces(checkpoint, list(shapes), TORCH_DTYPES[dtype])
-            header = encode_sizes(sizes, {"format": "pt"})
-            write_atomically(path, _with_header(header, pieces))
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
-
-
-def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Raises ConfigError."""
-    try:
-        write_atomically(path, [json.dumps(values, indent=4).encode() + b"\n"])
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
-
-
-def _with_header(
-    header: bytes, pieces: Iterator[memoryview]
-) -> Iterator[bytes | bytearray | memoryview]:
-    yield header
-    yield from pieces
+    with _errors(f"write {path}"), Checkpoint(source, config) as checkpoint:
+        pieces = _pieces(checkpoint, list(shapes), dtype)
+        header = encode_sizes(sizes, {"format": "pt"})
+        write_atomically(path, itertools.chain([header], pieces))
 
 
 def _pieces(checkpoint: Checkpoint, names: list[str], dtype: torch.dtype) -> Iterator[memoryview]:
@@ -134,3 +127,12 @@ def _pieces(checkpoint: Checkpoint, names: list[str], dtype: torch.dtype) -> Ite
                 f"{name} has {largest:g}, which float16 cannot hold: use --dtype bfloat16"
             )
         yield cast.contiguous().flatten().view(torch.uint8).numpy().data
+
+
+@contextlib.contextmanager
+def _errors(action: str) -> Iterator[None]:
+    """Raise errors of the file system as ConfigErrors."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"cannot {action}: {error.strerror}") from error

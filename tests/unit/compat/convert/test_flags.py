@@ -22,7 +22,8 @@ ROWS = (
     here("modules", FlagKind.TEXTS, "modules", choices=("attn_q", "attn_k")),
     here("force", FlagKind.SWITCH, "anyway", "f"),
     ignored("paged", FlagKind.SWITCH, "it is always so"),
-    refused("recipe", FlagKind.TEXT, "no recipes", neutral=("plain",)),
+    refused("recipe", FlagKind.TEXT, "no recipes"),
+    refused("calibrate", FlagKind.SWITCH, "no calibration"),
 )
 
 
@@ -89,7 +90,9 @@ def test_what_has_no_effect_is_known() -> None:
 
 
 def test_a_refused_flag_may_request_nothing() -> None:
-    assert read("--recipe", "plain").get("recipe") == "plain"
+    assert read("--calibrate", "disable").get("calibrate") is False
+    with pytest.raises(ConfigError, match="--calibrate enable: no calibration"):
+        read("--calibrate")
     with pytest.raises(ConfigError, match="--recipe rich: no recipes"):
         read("--recipe", "rich")
 
