@@ -17,8 +17,8 @@ class IncrementalDetokenizer:
 
     Precisely: the pieces add up to what decode(prompt + output) has after the text that the prompt
     alone had settled. So a space between prompt and output is there, and a character that begins
-    in the prompt and ends in the output is in the output. Every token costs the same, however long
-    the sequence is.
+    in the prompt and ends in the output is in the output. An empty output has no text. Every token
+    costs the same, however long the sequence is.
     """
 
     def __init__(
@@ -31,6 +31,7 @@ class IncrementalDetokenizer:
     ) -> None:
         """shown_ids: special tokens that are not skipped."""
         self._stream = tokenizer.text_stream(skip_special_tokens, shown_ids)
+        self._is_empty = True
         self._is_finished = False
         self._stream.push(_tail(tokenizer, prompt_token_ids, skip_special_tokens))
 
@@ -41,10 +42,13 @@ class IncrementalDetokenizer:
         become one are given as U+FFFD.
         """
         assert not self._is_finished, "push after the final one"
+        self._is_empty &= not token_ids
         text = self._stream.push(token_ids)
         if final:
             self._is_finished = True
-            text += self._stream.finish()
+            held_back = self._stream.finish()
+            # What an empty output holds back is the prompt's.
+            text += "" if self._is_empty else held_back
         return text
 
 

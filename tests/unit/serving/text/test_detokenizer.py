@@ -72,6 +72,11 @@ def test_character_that_begins_in_the_prompt(byte_level):
     assert detokenizer.push(rest) == "བ"
 
 
+def test_an_empty_output_has_no_text_of_the_prompt(byte_level):
+    half = byte_level.encode("世")[:-1]
+    assert IncrementalDetokenizer(byte_level, half).push([], final=True) == ""
+
+
 def test_only_the_end_of_a_long_prompt_is_decoded(byte_level):
     """The prompt's tail is enough, and special tokens at its end do not count as text."""
     prompt = byte_level.encode("The capital of France is Paris. " * 50)
