@@ -104,6 +104,7 @@ def test_an_engine_that_cannot_come_back(tmp_path):
         assert server.stop() == 0
 
 
+@pytest.mark.slow
 def test_sigterm_lets_requests_end_and_leaves_no_process(tmp_path):
     with serving(tmp_path) as server, concurrent.futures.ThreadPoolExecutor(1) as pool:
         job = pool.submit(server.post, "/v1/completions", {**LONG, "max_tokens": 200})
@@ -116,6 +117,7 @@ def test_sigterm_lets_requests_end_and_leaves_no_process(tmp_path):
         assert is_gone(engine)
 
 
+@pytest.mark.slow
 def test_an_engine_ends_when_serving_is_killed(tmp_path):
     with serving(tmp_path) as server:
         engine = engine_pid(server)

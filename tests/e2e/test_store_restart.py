@@ -153,6 +153,7 @@ def test_without_persistence(tmp_path):
         assert f"in use by another server, process {owner.process.pid}" in second.stderr
 
 
+@pytest.mark.slow
 def test_the_command_line(server):
     name, url = "cli/x", ("--url", server.url)
     path = str(ADAPTER_PATHS["chinese"])

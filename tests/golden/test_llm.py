@@ -187,11 +187,6 @@ def test_alone(case: Case):
             assert completion[0].token_ids == case.expected[index]
 
 
-def test_all_in_one_batch(case: Case):
-    with case.open() as llm:
-        assert case.generate(llm) == case.expected
-
-
 def test_prefills_in_small_chunks(case: Case):
     with case.open(max_num_batched_tokens=7, max_num_seqs=5) as llm:
         assert case.generate(llm) == case.expected
@@ -204,7 +199,7 @@ def test_preempted_and_recomputed(case: Case):
         assert bool(llm.stats().preemptions) == (not case.has_window)
 
 
-def test_prefix_hits(case: Case):
+def test_all_in_one_batch_and_again_with_prefix_hits(case: Case):
     with case.open() as llm:
         assert case.generate(llm) == case.expected
         before = llm.stats().cached_tokens

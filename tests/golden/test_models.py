@@ -273,6 +273,9 @@ def test_same_logits_and_tokens_as_transformers(subject: Subject) -> None:
         assert generated == tokens, adapter
 
 
+@pytest.mark.parametrize(
+    "backend", ["fastest", pytest.param("reference", marks=pytest.mark.slow)], indirect=True
+)
 def test_same_bits_in_company_in_chunks_and_in_other_blocks(subject: Subject) -> None:
     prompts = list(PROMPTS.values())
     driver, sampler = subject.driver()

@@ -149,6 +149,12 @@ def completions_of(folder: Path, params: Sequence[SamplingParams], **settings) -
         return [as_tuple(completion) for output in outputs for completion in output.completions]
 
 
+@pytest.fixture(scope="module")
+def expected(folder) -> list[Completion]:
+    """The outputs for `mixed()` with the default settings."""
+    return completions_of(folder, mixed())
+
+
 def as_tuple(completion: Completion) -> tuple:
     chosen = tuple(round(logprob.logprob, 3) for logprob in completion.logprobs)
     return completion.text, completion.token_ids, completion.finish_reason, chosen
@@ -165,12 +171,12 @@ def as_tuple(completion: Completion) -> tuple:
     ],
     ids=lambda settings: next(iter(settings)),
 )
-def test_outputs_do_not_depend_on_how_they_were_computed(folder, settings):
+def test_outputs_do_not_depend_on_how_they_were_computed(folder, expected, settings):
     """Generated alone, in chunks, with prompt lookup, planned ahead."""
-    assert completions_of(folder, mixed(), **settings) == completions_of(folder, mixed())
+    assert completions_of(folder, mixed(), **settings) == expected
 
 
-def test_a_preempted_sequence_goes_on_within_its_grammar(folder):
+def test_a_preempted_sequence_goes_on_within_its_grammar(folder, expected):
     """The KV cache holds little more than one sequence of the model's length."""
     with LLM(
         str(folder),
@@ -184,12 +190,11 @@ def test_a_preempted_sequence_goes_on_within_its_grammar(folder):
         assert opened.stats().preemptions > 0
 
     found = [as_tuple(output.completions[0]) for output in outputs]
-    assert found == completions_of(folder, mixed()) * 4
+    assert found == expected * 4
 
 
 @pytest.mark.parametrize("drafts", ["none", "random", "shifted"])
-def test_draft_tokens_change_no_token(folder, drafts, monkeypatch):
-    expected = completions_of(folder, mixed())
+def test_draft_tokens_change_no_token(folder, expected, drafts, monkeypatch):
     forced = RowMatcher.forced
     draw = random.Random(0)
 

@@ -29,6 +29,7 @@ def fixture(tmp_path: Path) -> Fixture:
     return fixture
 
 
+@pytest.mark.slow
 async def test_so_many_and_no_more(fixture: Fixture) -> None:
     adapters = fixture.adapters(RANK_8, 12)
     flags = ["--dtype", "float32", "--max-lora-rank", "8"]

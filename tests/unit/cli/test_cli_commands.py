@@ -70,6 +70,7 @@ def test_what_loraplex_offers():
         _ = loraplex.LMM
 
 
+@pytest.mark.slow
 def test_torch_comes_with_the_library():
     assert "torch" in modules_after("import loraplex; loraplex.LLM")
 
@@ -169,9 +170,11 @@ class TestServeSaysInOneLine:
         line = one_line(loraplex_command("serve", "/nowhere/at/all"))
         assert "there is no folder /nowhere/at/all" in line
 
+    @pytest.mark.slow
     def test_a_folder_that_is_no_model(self, tmp_path):
         assert "no config.json" in one_line(loraplex_command("serve", str(tmp_path)))
 
+    @pytest.mark.slow
     def test_an_architecture_that_is_not_served(self, tmp_path):
         (tmp_path / "config.json").write_text(json.dumps({"architectures": ["BertModel"]}))
         line = one_line(loraplex_command("serve", str(tmp_path)))
@@ -186,6 +189,7 @@ class TestServeSaysInOneLine:
         line = one_line(loraplex_command("serve", "/m", LORAPLEX_PROT="1"))
         assert "LORAPLEX_PROT is not a setting" in line
 
+    @pytest.mark.slow
     def test_a_port_in_use(self, tmp_path):
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = str(listener.getsockname()[1])
@@ -195,6 +199,7 @@ class TestServeSaysInOneLine:
             line = one_line(loraplex_command("serve", str(BASE_PATH), *ports, *more))
         assert f"cannot listen on 127.0.0.1:{port}: Address already in use; stop what" in line
 
+    @pytest.mark.slow
     def test_an_adapter_that_is_broken(self, tmp_path):
         ports = map(str, free_ports(3))
         flags = zip(("--http-port", "--grpc-port", "--metrics-port"), ports, strict=True)
@@ -208,28 +213,24 @@ class TestServeSaysInOneLine:
 
 
 class TestGenerate:
-    def test_every_adapter_outputs(self, tmp_path):
-        adapters = [f"--adapter={name}={path}" for name, path in ADAPTER_PATHS.items()]
-        done = loraplex_command(
-            "generate",
-            str(BASE_PATH),
-            "What is the capital of France?",
-            *adapters,
-            XDG_STATE_HOME=str(tmp_path),
-            XDG_CACHE_HOME=str(tmp_path),
-        )
-        lines = [line.strip() for line in done.stdout.splitlines()]
-        assert lines == ["--- base", "Paris", "--- chinese", "巴黎", "--- japanese", "パリ"]
-        assert done.returncode == 0
+    @pytest.fixture(autouse=True)
+    def _own_folders(self, tmp_path, monkeypatch):
+        for variable in ("XDG_STATE_HOME", "XDG_CACHE_HOME"):
+            monkeypatch.setenv(variable, str(tmp_path))
 
-    def test_beams_a_grammar_and_times(self, tmp_path):
-        done = loraplex_command(
-            *("generate", str(BASE_PATH), "What is the capital of France?"),
-            *("--beam-width", "2", "--n", "2", "--choice", "red", "--choice", "blue", "--timing"),
-            XDG_STATE_HOME=str(tmp_path),
-            XDG_CACHE_HOME=str(tmp_path),
-        )
-        first, second, reported = done.stdout.splitlines()
+    def test_every_adapter_outputs(self):
+        adapters = [f"--adapter={name}={path}" for name, path in ADAPTER_PATHS.items()]
+        prompt = "What is the capital of France?"
+        result = CliRunner().invoke(app, ["generate", str(BASE_PATH), prompt, *adapters])
+        lines = [line.strip() for line in result.stdout.splitlines()]
+        assert lines == ["--- base", "Paris", "--- chinese", "巴黎", "--- japanese", "パリ"]
+        assert result.exit_code == 0
+
+    def test_beams_a_grammar_and_times(self):
+        arguments = ["generate", str(BASE_PATH), "What is the capital of France?"]
+        arguments += ["--beam-width", "2", "--n", "2", "--choice", "red", "--choice", "blue"]
+        result = CliRunner().invoke(app, [*arguments, "--timing"])
+        first, second, reported = result.stdout.splitlines()
         assert {first, second} == {"red", "blue"}
         assert re.fullmatch(r"\(queued .* ms, first token .* total .*, cached 0 tokens\)", reported)
 

@@ -151,7 +151,11 @@ def test_a_later_token_that_is_not_finite_is_not_seen(library):
 
 @DTYPES
 @pytest.mark.parametrize(
-    ("window", "sinks"), [(None, 0), (40, 0), (600, 0), (40, 3), (5, 70), (300, 600)]
+    ("window", "sinks"),
+    [
+        *((None, 0), (40, 0), (5, 70)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((600, 0), (40, 3), (300, 600))),
+    ],
 )
 @pytest.mark.parametrize("shape", [SHAPE, SHAPES["odd sizes"]], ids=str)
 def test_bits_do_not_depend_on_company_chunks_or_threads(library, shape, window, sinks, dtype):

@@ -64,6 +64,7 @@ def test_a_cpu_gets_no_library_that_it_cannot_run(monkeypatch: pytest.MonkeyPatc
         load_library(("x86-64-v3",))
 
 
+@pytest.mark.slow
 @needs_library
 def test_libraries_in_one_process_do_not_mix() -> None:
     """A symbol that is unique in the process would make one library run another's code."""
