@@ -186,12 +186,16 @@ class AsyncEngine:
     async def residency(self) -> Mapping[str, Residency]:
         """Where the adapters are, by digest; what is absent is left out.
 
-        Computed between two steps; empty while there is no engine.
+        Computed between two steps; empty while there is no engine. Raises NotReadyError if the
+        engine does not reply in time.
         """
         return (await self.activity()).residency
 
     async def activity(self) -> AdapterActivity:
-        """Return where the adapters are, and how many requests use and await them."""
+        """Return where the adapters are, and how many requests use and await them.
+
+        Raises as `residency`.
+        """
         return await self._activity.current(self._link)
 
     async def recent_activity(self) -> AdapterActivity:
@@ -206,7 +210,8 @@ class AsyncEngine:
     async def pin(self, source: AdapterSource) -> None:
         """Keep an adapter on the device, in every engine that runs, until `unpin` or unloading.
 
-        Raises AdapterTooLargeError if others would no longer fit, NotReadyError without an engine.
+        Raises AdapterTooLargeError if others would no longer fit, NotReadyError without an engine
+        or if it does not reply in time.
         """
         if source.digest in self._adapters.pinned:
             return
@@ -315,7 +320,7 @@ class AsyncEngine:
         self._link = None
         self._adapters.lose_engine()
         gone = NotReadyError(f"the engine of model {self.model!r} stopped", retry_after_seconds=2)
-        self._activity.lose_engine(gone)
+        self._activity.lose_engine()
         self._pin_replies.fail(gone)
         self.stats = EngineStats()
         if self.state is EngineState.READY:

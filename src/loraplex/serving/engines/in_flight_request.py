@@ -78,6 +78,10 @@ class InFlightRequest:
         return self._request.deadline_ns
 
     @property
+    def arrival_ns(self) -> int:
+        return self._request.arrival_ns
+
+    @property
     def is_new(self) -> bool:
         """Whether no engine has received it yet."""
         return not self.is_sent and self._num_deaths == 0

@@ -18,6 +18,7 @@ class InFlightRequests:
     def __init__(self) -> None:
         self._requests: dict[RequestId, InFlightRequest] = {}
         self._unsent: dict[RequestId, InFlightRequest] = {}
+        self._timed: dict[RequestId, InFlightRequest] = {}
         self._on_probation: InFlightRequest | None = None
 
     def __len__(self) -> int:
@@ -39,13 +40,21 @@ class InFlightRequests:
     def has_unsent(self) -> bool:
         return bool(self._unsent)
 
+    @property
+    def timed(self) -> Collection[InFlightRequest]:
+        """Those that have a deadline."""
+        return tuple(self._timed.values())
+
     def add(self, request: InFlightRequest) -> None:
         self._requests[request.request_id] = self._unsent[request.request_id] = request
+        if request.deadline_ns is not None:
+            self._timed[request.request_id] = request
 
     def remove(self, request: InFlightRequest) -> None:
         """It ended."""
         del self._requests[request.request_id]
         self._unsent.pop(request.request_id, None)
+        self._timed.pop(request.request_id, None)
         if request is self._on_probation:
             self._on_probation = None
 

@@ -17,13 +17,14 @@ from loraplex.serving.engines.in_flight_request import InFlightRequest
 from loraplex.serving.engines.in_flight_requests import InFlightRequests
 from loraplex.serving.engines.link import EngineDied, EngineLink
 from loraplex.serving.engines.registrations import EngineRegistrations
-from loraplex.serving.engines.restart_limits import RestartLimits, verdict
+from loraplex.serving.engines.restart_limits import RestartLimits, end_at_deadline, verdict
 from loraplex.serving.logits_files import discard
 
 logger = logging.getLogger(__name__)
 
-_WAITING_POLL_SECONDS = 0.1
-"""How often requests that no engine knows are looked at: their time may be up."""
+_POLL_SECONDS = 0.1
+"""How often requests with a deadline, and those that no engine knows, are looked at: their time may
+be up."""
 
 
 class RequestDispatch:
@@ -134,14 +135,18 @@ class RequestDispatch:
                 link.send(AddRequest(request.engine_request()))
                 for source in request.adapters:
                     self._adapters.let_leave(source, link.send)
-        if self._requests.has_unsent and self._timer is None:
+        if (self._requests.has_unsent or self._requests.timed) and self._timer is None:
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(_WAITING_POLL_SECONDS, self._look_at_waiting)
+            self._timer = loop.call_later(_POLL_SECONDS, self._look_at_times)
 
-    def _look_at_waiting(self) -> None:
-        """End the requests whose time was up before an engine received them."""
+    def _look_at_times(self) -> None:
+        """End the requests whose time is up, whatever the engine does."""
         self._timer = None
         now_ns = self._clock.now_ns()
+        for request in self._requests.timed:
+            error = end_at_deadline(request, now_ns)
+            if error is not None:
+                self._end([request], error)
         for request in self._requests.unsent:
             error = self._patience.end_of_wait(request, now_ns, self._lost_ns)
             if error is not None:

@@ -1,6 +1,6 @@
-"""Limits of waiting for an engine that is started again, and the errors after them."""
+"""Limits of waiting for an engine, and the errors after them."""
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from loraplex.core.errors import (
     CrashingRequestError,
@@ -10,6 +10,9 @@ from loraplex.core.errors import (
     NotReadyError,
 )
 from loraplex.serving.engines.in_flight_request import InFlightRequest
+
+_REPORT_NS: Final = 200_000_000
+"""Time after a deadline in which an engine reports the end itself, with all that it computed."""
 
 
 class RestartLimits(NamedTuple):
@@ -28,16 +31,26 @@ class RestartLimits(NamedTuple):
         lost_ns: when the last engine died; None if one runs and has the request
         soon.
         """
-        if request.deadline_ns is not None and request.deadline_ns <= now_ns:
-            return DeadlineExceededError(
-                "the time of the request was up while its engine was started again; it had "
-                f"{request.num_output_tokens} new tokens"
-            )
         if request.is_new and now_ns - request.submitted_ns > self.new_seconds * 1e9:
             return NotReadyError("the engine is being started again", retry_after_seconds=5)
         if lost_ns is not None and now_ns - lost_ns > self.in_flight_seconds * 1e9:
             return engine_gone("could not be started again in time")
         return None
+
+
+def end_at_deadline(request: InFlightRequest, now_ns: int) -> LoraplexError | None:
+    """Return the error of a request whose deadline has passed; None: it goes on.
+
+    An engine in a long step, or one that hangs, does not end its requests in time.
+    """
+    report_ns = _REPORT_NS if request.is_sent else 0
+    if request.deadline_ns is None or now_ns < request.deadline_ns + report_ns:
+        return None
+    seconds = (request.deadline_ns - request.arrival_ns) / 1e9
+    return DeadlineExceededError(
+        f"the request did not end within its {seconds:g} seconds; it had "
+        f"{request.num_output_tokens} new tokens"
+    )
 
 
 def verdict(request: InFlightRequest) -> LoraplexError | None:

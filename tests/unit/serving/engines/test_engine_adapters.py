@@ -20,6 +20,7 @@ from loraplex.engine.messages import (
     StepDone,
     UnpinAdapter,
 )
+from loraplex.serving.engines import queries
 from loraplex.testing.fake_loader import fake_source
 from loraplex.testing.fake_runner import FAKE_CAPACITY
 from support.scripted_engine import until
@@ -117,3 +118,27 @@ class TestActivity:
         await until(lambda: script.link.commands)
         script.link.say(None)
         assert await task == {}
+
+
+class TestSilentEngine:
+    """An engine in a step that does not end."""
+
+    @pytest.fixture(autouse=True)
+    async def _impatient(self, engine, monkeypatch):
+        monkeypatch.setattr(queries, "_REPLY_SECONDS", 0.3)
+        await engine.start()
+
+    async def test_a_query_ends_in_time(self, engine, script):
+        with pytest.raises(NotReadyError, match=r"did not reply within 0\.3 s") as error:
+            await engine.residency()
+        assert error.value.retry_after_seconds == 5
+        script.link.say(AdaptersReport(1, AdapterActivity()))  # too late, and does no harm
+
+    async def test_a_pin_ends_in_time_and_is_undone(self, engine, script):
+        with pytest.raises(NotReadyError, match="did not reply"):
+            await engine.pin(SOURCE)
+        assert engine.pinned == set()
+        assert script.link.commands[-1] == UnpinAdapter("digest")
+
+    async def test_the_latest_report_needs_no_reply(self, engine):
+        assert await engine.recent_activity() == AdapterActivity()

@@ -20,7 +20,7 @@ from loraplex.engine.messages import (
     StepDone,
     UnregisterAdapter,
 )
-from loraplex.serving.engines import async_engine
+from loraplex.serving.engines import async_engine, request_dispatch
 from loraplex.serving.engines.async_engine import AsyncEngine, EngineState
 from loraplex.serving.engines.in_flight_request import (
     MAX_BLAME,
@@ -170,6 +170,26 @@ class TestRestart:
         script.gate.set()
         await until(lambda: engine.is_ready)
         script.link.say(done(2, 5))
+        assert (await patient.take())[-1].error is None
+
+    async def test_a_deadline_holds_for_an_engine_that_never_responds(
+        self, engine, script, make_request
+    ):
+        await engine.start()
+        now_ns = engine._clock.now_ns()
+        late = engine.submit(make_request(1, arrival_ns=now_ns, deadline_ns=now_ns + 10**9), [])
+        patient = engine.submit(make_request(2), [])
+        script.link.say(says(1, (0, 5, 6)))
+        assert (await late.take())[-1].deltas
+        engine._clock.advance_seconds(1.1)  # the engine may still report it
+        await asyncio.sleep(2 * request_dispatch._POLL_SECONDS)
+        assert engine.num_requests == 2
+        engine._clock.advance_seconds(0.1)
+        error = await error_of(late)
+        assert error.code == "deadline_exceeded"
+        assert error.message == "the request did not end within its 1 seconds; it had 2 new tokens"
+        assert script.link.commands[-1] == AbortRequest(1)
+        script.link.say(says(1, (0, 7), finished=True), done(2, 5))  # the first is ignored
         assert (await patient.take())[-1].error is None
 
     async def test_an_engine_that_does_not_come_back(self, script, make_request):
