@@ -26,6 +26,7 @@ TENSORRT_LLM_PARAMETERS = (
     refused("encoder_model_path", "an encoder-decoder model"),
     setting("max_tokens_in_paged_kv_cache", Kind.WHOLE),
     setting("max_attention_window_size", Kind.WHOLES),
+    setting("max_kv_cache_length", Kind.WHOLES, "max_attention_window_size"),
     setting("sink_token_length", Kind.WHOLE),
     setting("batch_scheduler_policy", Kind.TEXT),
     setting("kv_cache_free_gpu_mem_fraction", Kind.NUMBER, "kv_cache_fraction"),

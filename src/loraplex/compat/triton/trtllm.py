@@ -20,6 +20,8 @@ from loraplex.frontends.kserve.models.declaration import ModelDeclaration, Model
 _BLS_INNER = "tensorrt_llm_model_name"
 _DEFAULT_INNER = "tensorrt_llm"
 _TOKENIZER = "tokenizer_dir"
+_OUTPUT_OF_MAY_2024 = "batch_index"
+"""Repositories that do not declare it are older, when the backend sent all outputs always."""
 _ROWS = {row.key: row for row in TENSORRT_LLM_PARAMETERS}
 _YES = frozenset({"true", "yes", "1", "t", "y"})
 _NO = frozenset({"false", "no", "0", "f", "n"})
@@ -221,6 +223,8 @@ class TensorrtLlmModels:
             max_beam_width=parameters.read(_ROWS["max_beam_width"]),
             logits_datatype=declared_datatype(core, "context_logits") or "FP32",
             generation_logits_datatype=declared_datatype(core, "generation_logits") or "FP32",
+            sends_all_outputs=declared_datatype(core, "context_logits") is not None
+            and declared_datatype(core, _OUTPUT_OF_MAY_2024) is None,
             has_draft_model=role is Role.BLS
             and folder.parameters.text("tensorrt_llm_draft_model_name") is not None,
             adds_special_tokens=_word(folder, "add_special_tokens", notes),

@@ -180,7 +180,9 @@ def token_labels(catalog: Catalog, model: TritonModel) -> TokenLabels:
     their base model.
     """
     core = catalog.token_model(model)
-    labels = None if core is None else (core.name, core.version)
+    labels = None
+    if core is not None and core.kind.dialect is model.kind.dialect:
+        labels = (core.name, core.version)
     if model.kind.dialect is Dialect.VLLM:
         return TokenLabels(vllm=labels if model.options.reports_metrics else None)
     is_base = model.name == model.card.name

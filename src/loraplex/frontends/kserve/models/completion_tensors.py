@@ -5,14 +5,15 @@ original pads. Text is one string per sequence, flat over batch and sequences.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import TypeVar
 
 import msgspec
+import numpy as np
 
 from loraplex.frontends.kserve.models.completion import Completion
 from loraplex.frontends.kserve.models.kinds import Dialect, ModelKind
-from loraplex.frontends.kserve.models.measured import logits_tensors, perf_tensors
+from loraplex.frontends.kserve.models.measured import logits_tensors, no_logits, perf_tensors
 from loraplex.frontends.kserve.models.vllm_tensors import vllm_tensors
 from loraplex.frontends.kserve.tensors import Tensor, numbers, strings
 
@@ -43,6 +44,8 @@ def output_tensors(
         tensors += _log_probs(batch)
     if generation.returns_context_logits or generation.returns_generation_logits:
         tensors += logits_tensors(batch)
+    if generation.sends_all_outputs:
+        tensors += _not_computed(batch, {tensor.name for tensor in tensors})
     if batch_index is not None:
         tensors.append(numbers("batch_index", "INT32", [[batch_index]]))
     if sequence_index is not None:
@@ -97,6 +100,18 @@ def _log_probs(batch: Sequence[Sequence[Completion]]) -> list[Tensor]:
         numbers("cum_log_probs", "FP32", cumulative),
         numbers("output_log_probs", "FP32", _padded(per_token, float(PADDING))),
     ]
+
+
+def _not_computed(batch: Sequence[Sequence[Completion]], computed: Set[str]) -> Iterator[Tensor]:
+    """Yield zeros for log probabilities and logits that were not requested."""
+    if "cum_log_probs" not in computed:
+        longest = max(a.num_new_tokens for completions in batch for a in completions)
+        shape = (len(batch), len(batch[0]))
+        yield Tensor.of("cum_log_probs", "FP32", np.zeros(shape, np.float32))
+        yield Tensor.of("output_log_probs", "FP32", np.zeros((*shape, longest), np.float32))
+    for tensor in no_logits(batch):
+        if tensor.name not in computed:
+            yield tensor
 
 
 def _padded(rows: Sequence[Sequence[Sequence[_T]]], padding: _T) -> list[list[list[_T]]]:

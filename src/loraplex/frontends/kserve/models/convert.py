@@ -72,6 +72,8 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Text of the prompt's tokens at the start of the completion; None: as it was sent."""
     accumulates_text: bool = False
     """A streamed piece has the whole text so far."""
+    sends_all_outputs: bool = False
+    """See ModelOptions.sends_all_outputs."""
     context_logits_datatype: str = "FP32"
     generation_logits_datatype: str = "FP32"
     comes_together: bool = False
@@ -125,6 +127,7 @@ def convert(
         block_size=card.kv_block_size,
         show_prompt=texts.decode if options.skips_special_tokens else texts.decode_all,
         accumulates_text=options.accumulates_tokens and sampling.beam is None,
+        sends_all_outputs=options.sends_all_outputs,
         context_logits_datatype=options.logits_datatype,
         generation_logits_datatype=options.generation_logits_datatype or options.logits_datatype,
         comes_together=sampling.beam is not None,

@@ -31,6 +31,9 @@ class ModelOptions:
     """Data type of context_logits and generation_logits: FP32, FP16 or BF16."""
     generation_logits_datatype: str | None = None
     """If theirs is another one."""
+    sends_all_outputs: bool = False
+    """Log probabilities and logits are in every response, as zeros where they were not computed:
+    clients from before May 2024 expect them."""
     has_draft_model: bool = False
     """tensorrt_llm_bls: it names one, so requests may use draft tokens; ours need no model."""
     lora_enabled: bool = True

@@ -71,6 +71,8 @@ class OutputSpec:
     """False: it comes if its input did, but metadata does not show it: an older one."""
     never_why: str = ""
     """Why it is declared and never comes."""
+    other_datatypes: tuple[str, ...] = ()
+    """Data types that a configuration may declare instead; the output then has that one."""
 
     @property
     def feature(self) -> Feature:
@@ -233,6 +235,11 @@ def refused(
 def scalar(row: InputSpec) -> InputSpec:
     """The row with `reshape { shape: [] }`."""
     return dataclasses.replace(row, has_scalar_reshape=True)
+
+
+def or_uint32(row: InputSpec) -> InputSpec:
+    """The row of a number that was UINT32 before December 2023."""
+    return dataclasses.replace(row, other_datatypes=("UINT32",))
 
 
 PROMPT_TUNING = "prompt tuning"

@@ -33,6 +33,17 @@ def logits_tensors(batch: Batch) -> list[Tensor]:
     return tensors
 
 
+def no_logits(batch: Batch) -> list[Tensor]:
+    """A single zero each, for requests that want none."""
+    generation = batch[0][0].generation
+    context = np.zeros((len(batch), 1, 1), np.float32)
+    ours = np.zeros((len(batch), len(batch[0]), 1, 1), np.float32)
+    return [
+        _logits("context_logits", generation.context_logits_datatype, context),
+        _logits("generation_logits", generation.generation_logits_datatype, ours),
+    ]
+
+
 def _logits(name: str, datatype: str, array: Array) -> Tensor:
     """datatype: what the model's configuration declares."""
     match datatype:

@@ -44,6 +44,15 @@ class TritonModel:
             declaration.config,
         )
 
+    def output_datatype(self, output: str) -> str:
+        """The data type that the configuration declares for an output of the kind."""
+        for row in (self.declared_config or {}).get("output", ()):
+            if row["name"] == output:
+                return _DATATYPE_NAMES[row["data_type"]]
+        declared = self.kind.output(output)
+        assert declared is not None, "an output of the kind"
+        return declared.datatype
+
     def metadata(self) -> dict[str, Any]:
         """Response to a metadata request; shapes include the batch dimension, if there is one."""
         config = self.config()
