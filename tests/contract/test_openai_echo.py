@@ -3,7 +3,9 @@
 The backend is an EchoBackend, so nothing here depends on a model.
 """
 
+import asyncio
 import json
+import threading
 from collections.abc import Iterator, Mapping
 
 import httpx
@@ -25,7 +27,7 @@ from loraplex.core.errors import (
 from loraplex.core.principal import LOCAL, NONE, Principal, Rights
 from loraplex.frontends.openai import OpenAIOptions, openai_fallback_routes, openai_routes
 from loraplex.testing.echo_backend import EchoBackend
-from support.eventually import eventually
+from support.eventually import TIMEOUT_SECONDS, eventually
 from support.served import served
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -586,6 +588,28 @@ def test_closing_the_stream_of_the_client_aborts(client, backend):
     next(iter(stream))
     stream.close()
     assert eventually(lambda: len(backend.aborted) == 1)
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("adapters", {"name": "slow", "path": "/slow"}),
+        ("load_lora_adapter", {"lora_name": "slow", "lora_path": "/slow"}),
+    ],
+)
+def test_a_client_that_leaves_ends_its_load(client, backend, monkeypatch, route, body):
+    ended = threading.Event()
+
+    async def load(*_, **__):
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(backend.adapter_admin, "load", load)
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{client.base_url}{route}", json=body, timeout=0.2)
+    assert ended.wait(TIMEOUT_SECONDS)
 
 
 def test_the_server_goes_on_after_a_disconnect(client, backend):

@@ -1,7 +1,8 @@
 """Client of the staging workers, the only processes that read users' files.
 
-One worker stages local sources, another one remote sources: a slow download delays no local
-adapter. This side loads neither numpy nor torch.
+One pool of workers stages local sources and tensors of requests, another one remote sources: a slow
+download delays no local adapter. In each pool no tenant waits for the loads of another. This side
+loads neither numpy nor torch.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ from loraplex.adapters.staged import (
     StagingLimits,
     TensorHeader,
 )
-from loraplex.adapters.staging_process import StagingProcess
+from loraplex.adapters.staging_pool import StagingPool
 from loraplex.core.errors import (
     AdapterTooLargeError,
     InvalidAdapterError,
@@ -51,23 +52,34 @@ class RequestTensor:
         return memoryview(self.data).cast("B")
 
 
+OPERATOR = ""
+"""Tenant of the loads that the operator's configuration needs."""
+
+
 class StagingWorker:
-    """Stages one local and one remote adapter at a time; other calls wait."""
+    """Stages adapters in processes, several at a time."""
 
     def __init__(
         self,
         state_dir: Path,
         *,
         policy: SourcePolicy = SourcePolicy(),  # noqa: B008 - it is frozen
-        timeout_seconds: float = 600.0,
+        timeout_seconds: float = 120.0,
+        num_workers: int = 4,
         command: tuple[str, ...] = (sys.executable, "-m", _WORKER_MODULE),
     ) -> None:
-        """policy: rules for sources that clients name."""
+        """Create the worker; its processes start later.
+
+        policy: rules for sources that clients name. timeout_seconds: limit of one load, to which a
+        remote source adds the time of its download. num_workers: number of local and of remote
+        sources that are read at a time.
+        """
         self._state_dir = state_dir
         self._policy = policy
         self._request_ids = itertools.count(1)
-        self._local = StagingProcess(command, timeout_seconds)
-        self._remote = StagingProcess(command, timeout_seconds)
+        self._local = StagingPool(command, timeout_seconds, num_workers)
+        remote_seconds = timeout_seconds + policy.max_seconds
+        self._remote = StagingPool(command, remote_seconds, num_workers)
 
     async def stage(
         self,
@@ -81,11 +93,13 @@ class StagingWorker:
         pool_dtype: str = "",
         reads_again: bool = False,
         is_trusted: bool = True,
+        tenant: str = OPERATOR,
     ) -> StagedAdapter:
         """Put the adapter at `path` into canonical form and check it against the base.
 
         StageRequest documents the arguments; `path` is any source (sources/reference.py).
-        is_trusted: the operator named it; otherwise the policy for clients applies.
+        is_trusted: the operator named it; otherwise the policy for clients applies. tenant: the one
+        whose load it is; its loads wait for each other only.
 
         Raises what is wrong with it (InvalidAdapterError, AdapterMismatchError,
         AdapterTooLargeError, UnsupportedFeatureError, PermissionDeniedError), or AdapterLoadError
@@ -107,6 +121,7 @@ class StagingWorker:
                 pool_dtype=pool_dtype,
                 reads_again=reads_again,
             ),
+            tenant,
         )
 
     async def stage_tensors(
@@ -117,6 +132,7 @@ class StagingWorker:
         shapes: BaseShapes,
         max_rank: int,
         pool_dtype: str = "",
+        tenant: str = OPERATOR,
     ) -> StagedAdapter:
         """Stage TensorRT-LLM's tensors [1, N, W] and [1, N, 3 or 4] (or without the 1).
 
@@ -139,24 +155,28 @@ class StagingWorker:
             limits=limits,
             pool_dtype=pool_dtype,
         )
-        return await self._stage(self._local, request, [tensor.view for tensor in tensors])
+        return await self._stage(self._local, request, tenant, [tensor.view for tensor in tensors])
 
     async def _stage(
-        self, worker: StagingProcess, request: StageRequest, tensors: Sequence[memoryview] = ()
+        self,
+        pool: StagingPool,
+        request: StageRequest,
+        tenant: str,
+        tensors: Sequence[memoryview] = (),
     ) -> StagedAdapter:
         try:
             body = msgspec.msgpack.encode(request)
         except UnicodeEncodeError as error:
             raise InvalidAdapterError("the adapter's path is not valid Unicode") from error
         what = shown_source(request.path)
-        reply = await worker.request(request.request_id, what, [memoryview(body), *tensors])
+        reply = await pool.request(tenant, request.request_id, what, [memoryview(body), *tensors])
         if reply.error is not None:
             raise error_from_info(reply.error)
         assert reply.staged is not None
         return reply.staged
 
     async def start(self) -> None:
-        """Start the worker of local sources, so that the first adapter does not wait for it."""
+        """Start a worker of local sources, so that the first adapter does not wait for it."""
         await self._local.start()
 
     async def close(self) -> None:

@@ -1,7 +1,7 @@
 """Client side of one staging worker's process: starts it when needed, sends requests, replaces it.
 
 It sends one request at a time. After a crash, a timeout or a cancelled caller, the next request
-starts a new process.
+starts a new process; a cancelled caller never waits for the work that it gave up.
 """
 
 import asyncio
@@ -31,12 +31,11 @@ _LEVELS = {"DEBUG": logging.DEBUG, "INFO": logging.INFO, "ERROR": logging.ERROR}
 
 
 class StagingProcess:
-    """Process of a staging worker. Callers wait for each other."""
+    """Process of a staging worker, for one caller at a time."""
 
     def __init__(self, command: tuple[str, ...], timeout_seconds: float) -> None:
         self._command = command
         self._timeout_seconds = timeout_seconds
-        self._turn = asyncio.Lock()
         self._log_task: asyncio.Task[None] | None = None
         self.process: asyncio.subprocess.Process | None = None
 
@@ -47,11 +46,10 @@ class StagingProcess:
         request repeated once. Raises AdapterLoadError if the process died or exceeded its time
         limit.
         """
-        async with self._turn:
-            for _ in range(_MAX_ATTEMPTS):
-                with contextlib.suppress(ProcessStopped):
-                    return await self._request(request_id, what, pieces)
-                logger.error("the staging worker was stopped while it read %s: it is killed", what)
+        for _ in range(_MAX_ATTEMPTS):
+            with contextlib.suppress(ProcessStopped):
+                return await self._request(request_id, what, pieces)
+            logger.error("the staging worker was stopped while it read %s: it is killed", what)
         raise AdapterLoadError(
             f"staging workers were stopped by a signal while they read {what}: please try again"
         )
@@ -59,8 +57,7 @@ class StagingProcess:
     async def start(self) -> None:
         """Start the process before it is needed. The first request raises what prevented it."""
         with contextlib.suppress(OSError):
-            async with self._turn:
-                await self._running()
+            await self._running()
 
     async def close(self) -> None:
         """End the process; a request in progress fails."""

@@ -63,7 +63,12 @@ def build_service(
     except BaseException:
         store.close()
         raise
-    worker = StagingWorker(state_dir, policy=policy)
+    worker = StagingWorker(
+        state_dir,
+        policy=policy,
+        timeout_seconds=config.server.adapter_load_seconds,
+        num_workers=config.server.staging_workers,
+    )
     return Service(models, worker, metrics, clock, config.server.adapter_watch_seconds, build)
 
 

@@ -310,6 +310,34 @@ class ServerConfig(Settings, frozen=True, kw_only=True):
             minimum=0,
         ),
     ] = 16 << 30
+    adapter_load_seconds: Annotated[
+        float,
+        _adapters(
+            "Time limit in seconds to read and check an adapter, without its download",
+            minimum=0.001,
+        ),
+    ] = 120.0
+    adapter_download_seconds: Annotated[
+        float,
+        _adapters("Time limit in seconds for the download of an adapter", minimum=0.001),
+    ] = 540.0
+    min_download_bytes_per_second: Annotated[
+        int,
+        _adapters(
+            "Minimum rate of an adapter's download; 0: any",
+            "A download that is slower for 15 seconds ends with status 503.",
+            minimum=0,
+        ),
+    ] = 16 << 10
+    staging_workers: Annotated[
+        int,
+        _adapters(
+            "Number of processes that read adapters, and of those that download them",
+            "A tenant runs as many loads at a time. A tenant without a load in progress gets a "
+            "process of its own, up to 12 more.",
+            minimum=1,
+        ),
+    ] = 4
     adapter_watch_seconds: Annotated[
         float,
         _adapters(

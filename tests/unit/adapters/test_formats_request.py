@@ -57,7 +57,8 @@ class TestTensorsOfARequest:
         bad = request_tensors(pair, config=pair.CONFIG + np.array([0, 9, 0], "<i4"))
         with pytest.raises(AdapterMismatchError, match=r"^Expected layerId to be in the range"):
             await worker.stage_tensors(*bad, shapes=shapes, max_rank=8)
-        process = worker._local.process
+        (process,) = worker._local.processes
+        pid = process.process.pid
         short = RequestTensor("FP32", (1, 3, 72), b"123")
         with pytest.raises(InvalidAdapterError, match="needs 864 bytes, it has 3"):
             await worker.stage_tensors(short, bad[1], shapes=shapes, max_rank=8)
@@ -72,7 +73,7 @@ class TestTensorsOfARequest:
                 max_rank=8,
             )
         assert await worker.stage_tensors(*request_tensors(pair), shapes=shapes, max_rank=8)
-        assert worker._local.process is process
+        assert [one.process.pid for one in worker._local.processes] == [pid]
 
     async def test_many_megabytes_and_company(self, worker, peft_folder, shapes, pair):
         """More than any pipe holds; a folder's turn comes between."""
@@ -110,7 +111,7 @@ class TestTensorsOfARequest:
         worker = StagingWorker(tmp_path / "state", policy=SourcePolicy(max_bytes=100))
         with pytest.raises(AdapterTooLargeError, match=r"864 bytes.* at most 100"):
             await worker.stage_tensors(*request_tensors(pair), shapes=shapes, max_rank=8)
-        assert worker._local.process is None
+        assert worker._local.processes == []
 
     @pytest.mark.parametrize(
         ("kind", "name"), [(kind, name) for kind, names in TYPE_NAMES.items() for name in names]

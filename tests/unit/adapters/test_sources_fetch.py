@@ -19,6 +19,7 @@ import pytest
 
 from loraplex.adapters.seen_files import identities_of
 from loraplex.adapters.sources import http as sources_http
+from loraplex.adapters.sources.download import RATE_SECONDS, Allowance, write_stream
 from loraplex.adapters.sources.fetch import local_path
 from loraplex.adapters.sources.policy import SourcePolicy
 from loraplex.adapters.sources.remotes import HubRemote
@@ -623,6 +624,50 @@ class TestObjectStores:
         monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
         with pytest.raises(UnsupportedFeatureError, match=r"pip install 'loraplex\[remote\]'"):
             local_path("s3://ours/zh", LOCAL, state)
+
+
+class TestSlowHosts:
+    def download(self, rate, tmp_path):
+        """Write a stream that yields `rate` bytes once a second of a clock that stands else."""
+        clock = types.SimpleNamespace(seconds=0.0)
+
+        def chunks():
+            for _ in range(100):
+                clock.seconds += 1.0
+                yield b"x" * rate
+
+        policy = SourcePolicy(min_bytes_per_second=1000)
+        allowance = Allowance(policy, "it", lambda: clock.seconds)
+        try:
+            write_stream(chunks(), tmp_path / "file", allowance, None)
+        finally:
+            self.seconds = clock.seconds
+
+    def test_ten_bytes_a_second_end_soon(self, tmp_path):
+        with pytest.raises(AdapterLoadError, match="at 10 bytes a second; the minimum is 1000"):
+            self.download(10, tmp_path)
+        assert self.seconds == RATE_SECONDS
+
+    def test_the_minimum_is_enough(self, tmp_path):
+        self.download(1000, tmp_path)
+
+    def test_headers_that_trickle_end_too(self, web, state, monkeypatch):
+        monkeypatch.setattr(sources_http, "HEADER_SECONDS", 0.2)
+        monkeypatch.setattr(sources_http, "_NUM_TRIES", 2)
+        ended = threading.Event()
+
+        def trickle(handler):
+            try:
+                for _ in range(1000):
+                    handler.wfile.write(b"H")
+                    time.sleep(0.05)
+            except OSError:
+                ended.set()
+
+        web.pages["/zh.safetensors"] = trickle
+        with pytest.raises(AdapterLoadError, match="cannot be fetched now"):
+            local_path(f"{web.url}/zh.safetensors", LOCAL, state)
+        assert ended.wait(20)
 
 
 class TestThroughTheWorker:

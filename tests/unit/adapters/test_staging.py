@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from loraplex.adapters.staging import StagingWorker
+from loraplex.adapters.staging import RequestTensor, StagingWorker
 from loraplex.core.errors import (
     AdapterLoadError,
     AdapterMismatchError,
@@ -25,6 +25,11 @@ async def worker(tmp_path):
     await made.close()
 
 
+def process_of(worker):
+    (one,) = worker._local.processes
+    return one.process
+
+
 def python(code: str) -> tuple[str, ...]:
     return (sys.executable, "-c", code)
 
@@ -32,31 +37,33 @@ def python(code: str) -> tuple[str, ...]:
 class TestTheRealWorker:
     async def test_starts_before_it_is_needed(self, worker, peft_folder, shapes):
         await worker.start()
-        process = worker._local.process
+        process = process_of(worker)
         assert process.returncode is None
         await worker.start()
         folder = peft_folder("a", seed=0).write()
         await worker.stage(str(folder), shapes=shapes, max_rank=8)
-        assert worker._local.process is process
+        assert process_of(worker) is process
 
     async def test_knows_no_keys(self, worker, monkeypatch):
         monkeypatch.setenv("LORAPLEX_API_KEYS", "secret")
         await worker.start()
-        environ = Path(f"/proc/{worker._local.process.pid}/environ").read_bytes()
+        environ = Path(f"/proc/{process_of(worker).pid}/environ").read_bytes()
         assert b"PATH=" in environ
         assert b"LORAPLEX_" not in environ
 
-    async def test_stages_one_after_another_in_one_process(self, worker, peft_folder, shapes):
+    async def test_stages_one_after_another_in_one_process(self, tmp_path, peft_folder, shapes):
+        worker = StagingWorker(tmp_path / "state", num_workers=1)
         folders = [peft_folder(f"a{seed}", seed=seed).write() for seed in range(3)]
         staged = await asyncio.gather(
             *(worker.stage(str(folder), shapes=shapes, max_rank=8) for folder in folders)
         )
         assert len({one.source.digest for one in staged}) == 3
-        process = worker._local.process
+        process = process_of(worker)
         again = await worker.stage(str(folders[0]), shapes=shapes, max_rank=8)
         assert again.was_known
         assert again.source == staged[0].source
-        assert worker._local.process is process
+        assert process_of(worker) is process
+        await worker.close()
 
     async def test_errors_come_back_as_themselves(self, worker, peft_folder, shapes, tmp_path):
         folder = str(peft_folder(rank=4).write())
@@ -74,15 +81,15 @@ class TestTheRealWorker:
     async def test_a_killed_worker_is_replaced(self, worker, peft_folder, shapes):
         folder = str(peft_folder().write())
         await worker.stage(folder, shapes=shapes, max_rank=8)
-        worker._local.process.kill()
-        await worker._local.process.wait()
+        process_of(worker).kill()
+        await process_of(worker).wait()
         assert (await worker.stage(folder, shapes=shapes, max_rank=8)).was_known
 
     @pytest.mark.skipif(sys.platform != "linux", reason="finds stopped processes in /proc")
     async def test_a_stopped_worker_is_replaced(self, worker, peft_folder, shapes, caplog):
         folder = str(peft_folder().write())
         staged = await worker.stage(folder, shapes=shapes, max_rank=8)
-        stopped = worker._local.process
+        stopped = process_of(worker)
         os.kill(stopped.pid, signal.SIGSTOP)
         again = await worker.stage(folder, shapes=shapes, max_rank=8)
         assert again.source == staged.source
@@ -91,7 +98,7 @@ class TestTheRealWorker:
 
     async def test_close_ends_it_and_may_come_twice(self, worker, peft_folder, shapes):
         await worker.stage(str(peft_folder().write()), shapes=shapes, max_rank=8)
-        process = worker._local.process
+        process = process_of(worker)
         await worker.close()
         assert process.returncode == 0
         await worker.close()
@@ -125,7 +132,7 @@ class TestMisbehaviour:
             "    marker.touch(); sys.exit(1)\n"
             "runpy.run_module('loraplex.adapters.staging_worker', run_name='__main__')\n"
         )
-        worker = StagingWorker(tmp_path / "state", command=python(code))
+        worker = StagingWorker(tmp_path / "state", command=python(code), num_workers=1)
         folder = str(peft_folder().write())
         first, second = await asyncio.gather(
             worker.stage(folder, shapes=shapes, max_rank=8),
@@ -153,7 +160,7 @@ class TestMisbehaviour:
         worker = StagingWorker(tmp_path, command=stopping)
         with pytest.raises(AdapterLoadError, match=r"stopped by a signal.*please try again"):
             await worker.stage("x", shapes=shapes, max_rank=8)
-        assert worker._local.process is None
+        assert process_of(worker) is None
         await worker.close()
 
     async def test_a_hang_ends_at_the_time_limit(self, tmp_path, shapes):
@@ -188,3 +195,82 @@ class TestMisbehaviour:
         ):
             await self.stage(tmp_path, shapes, code)
         assert [r.getMessage() for r in caplog.records] == ["staging worker: trouble"] * 3
+
+
+# Marks itself and waits for ever if a file is there when it starts; stages otherwise.
+STUCK_WHILE = """
+import os, pathlib, runpy, time
+file = pathlib.Path({stuck!r})
+if file.exists():
+    file.with_name(f"{{os.getpid()}}.stuck").touch()
+    while True:
+        time.sleep(60)
+runpy.run_module("loraplex.adapters.staging_worker", run_name="__main__")
+"""
+
+
+class TestTenantsShareTheWorkers:
+    @pytest.fixture
+    async def stuck(self, tmp_path):
+        """Workers that never reply, as long as the file exists when they start."""
+        file = tmp_path / "stuck"
+        file.touch()
+        command = python(STUCK_WHILE.format(stuck=str(file)))
+        worker = StagingWorker(tmp_path / "state", command=command, num_workers=2)
+        worker.file = file
+        yield worker
+        await worker.close()
+
+    async def occupy(self, stuck, shapes, tenant, num_loads):
+        tasks = [
+            asyncio.create_task(
+                stuck.stage(f"/{tenant}/{i}", shapes=shapes, max_rank=8, tenant=tenant)
+            )
+            for i in range(num_loads)
+        ]
+        await self.two_are_stuck(stuck)
+        return tasks
+
+    async def two_are_stuck(self, stuck):
+        while len(list(stuck.file.parent.glob("*.stuck"))) < 2:
+            await asyncio.sleep(0.01)
+
+    async def test_loads_of_a_tenant_wait_for_no_other_tenant(self, stuck, shapes, peft_folder):
+        tasks = await self.occupy(stuck, shapes, "hostile", 5)
+        stuck.file.unlink()
+        folder = str(peft_folder().write())
+        for tenant in ("quick", ""):
+            assert await stuck.stage(folder, shapes=shapes, max_rank=8, tenant=tenant)
+        assert not any(task.done() for task in tasks)
+        await end(tasks)
+
+    async def test_a_client_that_leaves_frees_the_worker(self, stuck, shapes, peft_folder):
+        tasks = await self.occupy(stuck, shapes, "one", 2)
+        stuck.file.unlink()
+        folder = str(peft_folder().write())
+        waiting = asyncio.create_task(stuck.stage(folder, shapes=shapes, max_rank=8, tenant="one"))
+        await asyncio.sleep(0)
+        processes = [one.process for one in stuck._local.processes]
+        tasks[0].cancel()
+        assert await waiting
+        assert [process.returncode for process in processes].count(-signal.SIGKILL) == 1
+        await end(tasks)
+
+    async def test_tensors_of_a_request_wait_for_no_download(self, stuck, shapes, tmp_path):
+        downloads = [
+            asyncio.create_task(stuck.stage(f"http://127.0.0.1:9/{i}", shapes=shapes, max_rank=8))
+            for i in range(3)
+        ]
+        await self.two_are_stuck(stuck)
+        stuck.file.unlink()
+        tensor = RequestTensor("FP32", (1, 1, 1), bytes(4))
+        with pytest.raises(InvalidAdapterError):
+            await stuck.stage_tensors(tensor, tensor, shapes=shapes, max_rank=8)
+        assert not any(task.done() for task in downloads)
+        await end(downloads)
+
+
+async def end(tasks):
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

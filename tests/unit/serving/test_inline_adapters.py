@@ -80,6 +80,7 @@ async def test_it_is_staged_against_the_base_as_a_folder_is(add, staging, model)
         "shapes": model.shapes,
         "max_rank": 32,
         "pool_dtype": model.card.dtype,
+        "tenant": "t",
     }
 
 

@@ -1,11 +1,11 @@
-"""Download of one file: its limits of size and time, and its result."""
+"""Download of one file: its limits of size, time and rate, and its result."""
 
 import dataclasses
 import enum
 import hashlib
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from loraplex.adapters.sources.policy import SourcePolicy
@@ -14,6 +14,8 @@ from loraplex.core.errors import AdapterLoadError
 logger = logging.getLogger(__name__)
 
 _PROGRESS_SECONDS = 5.0
+RATE_SECONDS = 15.0
+"""Time over which the rate of a download is measured."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,14 +36,18 @@ class Missing(enum.Enum):
 
 
 class Allowance:
-    """Limit of bytes and seconds for all files of one adapter together."""
+    """Limit of bytes and seconds for all files of one adapter together, and of their rate."""
 
-    def __init__(self, policy: SourcePolicy, what: str) -> None:
+    def __init__(
+        self, policy: SourcePolicy, what: str, monotonic: Callable[[], float] = time.monotonic
+    ) -> None:
         self.policy = policy
         self.what = what
         self._num_bytes = 0
-        self._deadline = time.monotonic() + policy.max_seconds
-        self._last_logged = time.monotonic()
+        self._monotonic = monotonic
+        self._deadline = monotonic() + policy.max_seconds
+        self._last_logged = monotonic()
+        self.measure_rate()
 
     def require_bytes(self, num_bytes: int) -> None:
         """Raise AdapterTooLargeError if `num_bytes` more exceed the limit."""
@@ -51,6 +57,26 @@ class Allowance:
     def require_time(self) -> None:
         """Raise AdapterLoadError when the time is up."""
         self._require(0.0)
+
+    def measure_rate(self) -> None:
+        """Measure the rate from now on: a file begins to arrive."""
+        self._measured_since = self._monotonic()
+        self._measured_bytes = 0
+
+    def require_rate(self, num_bytes: int) -> None:
+        """Count bytes that arrived just now. Raises AdapterLoadError if they arrive too slowly."""
+        self._measured_bytes += num_bytes
+        seconds = self._monotonic() - self._measured_since
+        if seconds < RATE_SECONDS:
+            return
+        lowest = self.policy.min_bytes_per_second
+        if self._measured_bytes < lowest * seconds:
+            raise AdapterLoadError(
+                f"{self.what} arrives at {self._measured_bytes / seconds:.0f} bytes a second; the "
+                f"minimum is {lowest}: the operator lowers it with min_download_bytes_per_second",
+                param="path",
+            )
+        self.measure_rate()
 
     def wait(self, seconds: float) -> None:
         """Sleep. Raises AdapterLoadError at once if the time would end meanwhile."""
@@ -64,13 +90,13 @@ class Allowance:
 
     def log_progress(self, num_bytes: int, total: int | None) -> None:
         """Log the progress of a file every few seconds."""
-        if time.monotonic() - self._last_logged >= _PROGRESS_SECONDS:
-            self._last_logged = time.monotonic()
+        if self._monotonic() - self._last_logged >= _PROGRESS_SECONDS:
+            self._last_logged = self._monotonic()
             of = "" if total is None else f" of {total / 2**20:.1f}"
             logger.info("fetching %s: %.1f%s MiB", self.what, num_bytes / 2**20, of)
 
     def _require(self, seconds: float) -> None:
-        if time.monotonic() + seconds > self._deadline:
+        if self._monotonic() + seconds > self._deadline:
             raise AdapterLoadError(
                 f"{self.what} did not arrive within {self.policy.max_seconds:g} s; try again later"
             )
@@ -84,11 +110,13 @@ def write_stream(
     Raises AdapterTooLargeError, AdapterLoadError, or what `chunks` raises.
     """
     checksum, num_bytes = hashlib.sha256(), 0
+    allowance.measure_rate()
     with target.open("wb") as file:
         for chunk in chunks:
             num_bytes += len(chunk)
             allowance.require_bytes(num_bytes)
             allowance.require_time()
+            allowance.require_rate(len(chunk))
             allowance.log_progress(num_bytes, total)
             checksum.update(chunk)
             file.write(chunk)

@@ -8,11 +8,13 @@ network are refused all the same.
 import contextlib
 import logging
 import re
+import socket
 import ssl
+import threading
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import httpx
 
@@ -28,6 +30,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _TIMEOUT_SECONDS = 30.0
+HEADER_SECONDS = 30.0
+"""Time limit for the headers of a response, all together."""
 _MAX_REDIRECTS = 5
 _NUM_TRIES = 4
 _FIRST_WAIT_SECONDS = 0.5
@@ -67,12 +71,12 @@ class PinnedTransport(httpx.BaseTransport):
         proxy = proxy_for(url.scheme, url.host)
         if proxy is not None:
             self._policy.check_name(url.host)
-            return self._through(proxy).handle_request(request)
+            return _handled(self._through(proxy), request)
         addresses = self._policy.addresses(url.host, url.port or _PORTS[url.scheme])
         failure: httpx.TransportError | None = None
         for address in addresses:
             try:
-                return self._direct.handle_request(_to_address(request, address))
+                return _handled(self._direct, _to_address(request, address))
             except (httpx.ConnectError, httpx.ConnectTimeout) as error:
                 failure = error
         raise failure or httpx.ConnectError("it has no address")
@@ -137,8 +141,10 @@ class HttpClient:
                     return b""
                 _require_ok(response, url)
                 body = bytearray()
+                allowance.measure_rate()
                 for chunk in response.iter_raw():
                     allowance.require_time()
+                    allowance.require_rate(len(chunk))
                     body += chunk
                     if len(body) > max_bytes:
                         raise InvalidAdapterError(f"{shown(url)} has more than {max_bytes} bytes")
@@ -172,6 +178,32 @@ class HttpClient:
         raise InvalidAdapterError(
             f"{shown(url)} is the end of more than {_MAX_REDIRECTS} redirects"
         )
+
+
+def _handled(transport: httpx.HTTPTransport, request: httpx.Request) -> httpx.Response:
+    """Return a response whose headers arrived in time.
+
+    httpx limits the time of each read only, which one byte every few seconds keeps.
+    """
+    connected: list[socket.socket] = []
+
+    def trace(event: str, info: Mapping[str, Any]) -> None:
+        if event == "connection.connect_tcp.complete":
+            connected.append(info["return_value"].get_extra_info("socket"))
+
+    def end() -> None:
+        for connection in connected:
+            with contextlib.suppress(OSError):  # it has ended by itself
+                connection.shutdown(socket.SHUT_RDWR)
+
+    request.extensions["trace"] = trace
+    timer = threading.Timer(HEADER_SECONDS, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        return transport.handle_request(request)
+    finally:
+        timer.cancel()
 
 
 def _to_address(request: httpx.Request, address: str) -> httpx.Request:

@@ -50,6 +50,8 @@ class SourcePolicy(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum size of all fetched adapters; the least recently used are deleted first."""
     max_seconds: float = 540.0
     """Maximum time for one adapter to arrive."""
+    min_bytes_per_second: int = 16 << 10
+    """Minimum rate at which it arrives."""
     may_use_kept: bool = False
     """Whether an earlier copy may replace a source that does not respond."""
 
@@ -160,6 +162,8 @@ def client_policy(config: Config, *, has_keys: bool = False) -> SourcePolicy:
         allow_private_addresses=server.allow_private_addresses,
         max_bytes=server.max_adapter_bytes,
         max_kept_bytes=server.fetched_adapters_bytes,
+        max_seconds=server.adapter_download_seconds,
+        min_bytes_per_second=server.min_download_bytes_per_second,
     )
 
 

@@ -44,6 +44,7 @@ from loraplex.frontends.openapi.operation import (
     json_of,
     text,
 )
+from loraplex.frontends.streams import until_disconnect
 from loraplex.serving.adapters.cards import UnloadMode, VersionCard
 
 _MODE = Parameter(
@@ -92,7 +93,7 @@ class AdapterEndpoints:
         """Register an adapter under a name."""
         principal = self._context.principal(request)
         body = await self._context.strict_body(request, AdapterBody)
-        report = await self._backend.adapter_admin.load(
+        load = self._backend.adapter_admin.load(
             principal,
             model=self._base_model(body.model, principal),
             name=body.name,
@@ -102,6 +103,7 @@ class AdapterEndpoints:
             dry_run=bool(body.dry_run),
             canary=bool(body.canary),
         )
+        report = await until_disconnect(request.receive, load)
         return json_response(card_as(LoadedAdapter, report), 200 if report.is_dry_run else 201)
 
     @described(json_of(AdapterDeleted), query=(_MODE,), tag="adapters", errors=ANY_ERROR)
@@ -161,7 +163,8 @@ class AdapterEndpoints:
             path=body.lora_path,
             replace=bool(body.load_inplace),
         )
-        return await _vllm_response(load, body.lora_name, "added")
+        work = until_disconnect(request.receive, load)
+        return await _vllm_response(work, body.lora_name, "added")
 
     @described(text(), body=json_body(UnloadLoraBody), tag="adapters", errors=ANY_ERROR)
     async def unload_lora_adapter(self, request: Request) -> Response:

@@ -8,7 +8,7 @@ from pathlib import Path
 from loraplex.adapters.base_check import BaseCheck
 from loraplex.adapters.sources.reference import shown_source
 from loraplex.adapters.staged import REQUEST_TENSORS
-from loraplex.adapters.staging import RequestTensor, StagedAdapter, StagingWorker
+from loraplex.adapters.staging import OPERATOR, RequestTensor, StagedAdapter, StagingWorker
 from loraplex.adapters.store import AdapterVersion, VersionOrigin
 from loraplex.core.adapter import AdapterKey, AdapterRef, ByDigest, ByName, ByTaskId
 from loraplex.core.clock import Clock
@@ -67,7 +67,7 @@ class CatalogLoader:
         """
         tenant, store = principal.tenant, model.store
         store.check_free(model.card.name, tenant, name, task_id, replace=replace)
-        staged = await self.stage(model, path, is_trusted=False)
+        staged = await self.stage(model, path, tenant=tenant, is_trusted=False)
         if staged.changes_nothing:
             raise InvalidAdapterError(
                 f"adapter {name!r} changes nothing: every lora_B of {shown_source(path)} is zero "
@@ -118,6 +118,7 @@ class CatalogLoader:
             shapes=model.shapes,
             max_rank=model.config.max_lora_rank,
             pool_dtype=model.card.dtype,
+            tenant=tenant,
         )
         self._observe(model, staged)
         if staged.changes_nothing:
@@ -166,8 +167,7 @@ class CatalogLoader:
         """
         if version.path == REQUEST_TENSORS:
             return False
-        is_trusted = version.origin is VersionOrigin.CONFIGURED
-        staged = await self.stage(model, version.path, reads_again=True, is_trusted=is_trusted)
+        staged = await self._stage_again(model, version, reads_again=True)
         is_same = staged.source.digest == version.digest
         if not is_same or model.store.is_missing(version):
             check_fits_tiers(staged.source, model.config, model.engine.capacity)
@@ -182,12 +182,23 @@ class CatalogLoader:
         """
         if version.path == REQUEST_TENSORS:
             raise AdapterLoadError("its weights came in a request: send them again")
-        is_trusted = version.origin is VersionOrigin.CONFIGURED
-        staged = await self.stage(model, version.path, is_trusted=is_trusted)
+        staged = await self._stage_again(model, version)
         is_same = staged.source.digest == version.digest
         if is_same:
             await self._register_again(model, version, staged)
         return is_same
+
+    async def _stage_again(
+        self, model: ServedModel, version: AdapterVersion, *, reads_again: bool = False
+    ) -> StagedAdapter:
+        is_trusted = version.origin is VersionOrigin.CONFIGURED
+        return await self.stage(
+            model,
+            version.path,
+            tenant=OPERATOR if is_trusted else version.tenant,
+            reads_again=reads_again,
+            is_trusted=is_trusted,
+        )
 
     async def _register_again(
         self, model: ServedModel, version: AdapterVersion, staged: StagedAdapter
@@ -229,6 +240,7 @@ class CatalogLoader:
         model: ServedModel,
         path: str,
         *,
+        tenant: str = OPERATOR,
         reads_again: bool = False,
         is_trusted: bool = True,
     ) -> StagedAdapter:
@@ -243,6 +255,7 @@ class CatalogLoader:
             pool_dtype=model.card.dtype,
             reads_again=reads_again,
             is_trusted=is_trusted,
+            tenant=tenant,
         )
         self._observe(model, staged)
         return staged

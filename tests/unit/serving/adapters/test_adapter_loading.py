@@ -91,6 +91,7 @@ async def test_a_load_reports_what_it_loaded(loading, staging, start):
             "pool_dtype": model.card.dtype,
             "reads_again": False,
             "is_trusted": False,
+            "tenant": "acme",
         }
     ]
     version = model.store.resolve(AdapterRef("base", "acme", ByTaskId(4)))

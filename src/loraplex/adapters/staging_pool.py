@@ -1,0 +1,55 @@
+"""Pool of staging processes, which tenants share fairly."""
+
+import asyncio
+from collections.abc import Sequence
+
+from loraplex.adapters.fair_turns import FairTurns
+from loraplex.adapters.staged import StageReply
+from loraplex.adapters.staging_process import StagingProcess
+
+
+class StagingPool:
+    """Processes that stage one adapter each at a time. They start when they are needed."""
+
+    def __init__(self, command: tuple[str, ...], timeout_seconds: float, max_idle: int) -> None:
+        """max_idle: number of processes that are kept, and of loads that one tenant may run."""
+        self._command = command
+        self._timeout_seconds = timeout_seconds
+        self._max_idle = max_idle
+        self._turns = FairTurns(max_idle)
+        self._idle: list[StagingProcess] = []
+        self._busy: set[StagingProcess] = set()
+
+    @property
+    def processes(self) -> list[StagingProcess]:
+        return [*self._idle, *self._busy]
+
+    async def request(
+        self, tenant: str, request_id: int, what: str, pieces: Sequence[memoryview]
+    ) -> StageReply:
+        """Stage an adapter in a process, in the tenant's turn. See StagingProcess.request."""
+        async with self._turns.turn(tenant):
+            process = self._idle.pop() if self._idle else self._new_process()
+            self._busy.add(process)
+            try:
+                return await process.request(request_id, what, pieces)
+            finally:
+                self._busy.discard(process)
+                if len(self._idle) < self._max_idle:
+                    self._idle.append(process)
+                else:
+                    await process.close()
+
+    async def start(self) -> None:
+        """Start one process before it is needed."""
+        if not self.processes:
+            self._idle.append(self._new_process())
+        for process in self._idle[:1]:
+            await process.start()
+
+    async def close(self) -> None:
+        """End the processes; loads in progress fail."""
+        await asyncio.gather(*(process.close() for process in self.processes))
+
+    def _new_process(self) -> StagingProcess:
+        return StagingProcess(self._command, self._timeout_seconds)
