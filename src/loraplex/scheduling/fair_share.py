@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 from loraplex.core.adapter import AdapterHandle
 from loraplex.core.request import EngineRequest
-from loraplex.core.scheduler_settings import FairShare
+from loraplex.core.scheduler_settings import Batching, FairShare, SchedulerSettings
 from loraplex.scheduling.request import ShareKey
 
 NUM_REMEMBERED = 64
@@ -23,6 +23,18 @@ class _Share:
     """Weighted tokens served, divided by the weight."""
     weight: float = 1.0
     num_requests: int = 0
+
+
+def max_seqs_per_request(settings: SchedulerSettings, max_num_seqs: int) -> int:
+    """Return the maximum number of slots that one request's sequences take at a time.
+
+    It is three quarters of them, so that a request with many sequences leaves slots for later
+    requests. A static batch admits nothing while it runs, and without fair shares requests do not
+    share.
+    """
+    if settings.batching is Batching.STATIC or settings.fair_share is FairShare.NONE:
+        return max_num_seqs
+    return max(1, max_num_seqs - max(1, max_num_seqs // 4))
 
 
 class FairShares:

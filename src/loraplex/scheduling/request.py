@@ -57,7 +57,10 @@ class Request:
     """Distinct adapters, sorted."""
     sequences: list["Sequence"] = dataclasses.field(default_factory=list)
     held_back: list["Sequence"] = dataclasses.field(default_factory=list)
-    """Sequences that wait until the first one has computed the shared prompt."""
+    """Sequences that wait until the first one has computed the shared prompt, or until others have
+    ended, so that one request does not take all slots."""
+    max_unheld: int = 1
+    """Maximum number of unfinished sequences that are not held back."""
     num_unfinished: int = 0
     share: ShareKey = ()
     was_scheduled: bool = False
@@ -99,6 +102,11 @@ class Request:
     def num_slots(self) -> int:
         """Slots that one admission takes."""
         return 1
+
+    @property
+    def num_unheld(self) -> int:
+        """Unfinished sequences that run or wait for a slot."""
+        return self.num_unfinished - len(self.held_back)
 
     @property
     def num_spare_blocks(self) -> int:

@@ -22,7 +22,7 @@ from loraplex.scheduling.batching import InflightBatching
 from loraplex.scheduling.beam_request import BeamRequest
 from loraplex.scheduling.beam_scheduling import BeamScheduling
 from loraplex.scheduling.deadlines import Deadlines, deadline_error
-from loraplex.scheduling.fair_share import FairShares
+from loraplex.scheduling.fair_share import FairShares, max_seqs_per_request
 from loraplex.scheduling.overlap import projected
 from loraplex.scheduling.pending_steps import PendingStep, PendingSteps
 from loraplex.scheduling.plan_builder import PlanBuilder
@@ -82,6 +82,7 @@ class Scheduler:
                 settings.fair_output_weight,
                 settings.fair_resident_lead,
             ),
+            max_seqs_per_request(settings, capacity.max_num_seqs),
             new_reservations(settings, kv),
         )
         self._beams = BeamScheduling(self._state)

@@ -61,9 +61,14 @@ class SchedulerState:
         queue_bound: QueueBound,
         clock: Clock,
         shares: FairShares,
+        max_seqs_per_request: int,
         reservations: BlockReservations | None = None,
     ) -> None:
-        """reservations: blocks that running sequences will take; None if none are reserved."""
+        """reservations: blocks that running sequences will take; None if none are reserved.
+
+        max_seqs_per_request: slots that the sequences of one request take at most. Beams, which
+        need theirs together, are not limited by it.
+        """
         self.kv = kv
         self.adapters = adapters
         self.slots = slots
@@ -71,6 +76,7 @@ class SchedulerState:
         self.clock = clock
         self.shares = shares
         self.reservations = reservations
+        self._max_seqs_per_request = max_seqs_per_request
         self.waiting = WaitingQueue(shares.counter, shares.resident_lead)
         self.running = RunningSet()
         self.outputs = OutputQueue()
@@ -103,21 +109,18 @@ class SchedulerState:
         engine_request = request.engine_request
         request.share = self.shares.key(engine_request, request.handles)
         self.shares.enter(request.share, engine_request.share_weight, self.waiting.shares)
-        first, *others = request.sequences
-        self.waiting.add(first)
-        request.held_back = others
-        if not hold_back:
-            self.release_held_back(request)
+        request.held_back = list(request.sequences)
+        request.max_unheld = 1 if hold_back else self._max_seqs_per_request
+        self._fill(request)
 
     def update_ready(self, now_ns: int) -> None:
         """Note which waiting sequences have their adapters on the device."""
         self.waiting.update_ready(self.adapters.take_moved(), now_ns, self.adapters.is_on_device)
 
     def release_held_back(self, request: Request) -> None:
-        """Let all sequences of a request wait for slots."""
-        for sequence in request.held_back:
-            self.waiting.add(sequence)
-        request.held_back = []
+        """Let as many sequences of a request wait for slots as it may hold."""
+        request.max_unheld = self._max_seqs_per_request
+        self._fill(request)
 
     def admit(self, sequence: Sequence, admission: AdmittedBlocks) -> None:
         """Make a sequence RUNNING with these blocks. There must be a free slot."""
@@ -217,9 +220,8 @@ class SchedulerState:
         self._end(sequence, reason)
         if request.num_unfinished == 0:
             self._end_request(request, None)
-        elif request.num_unfinished == len(request.held_back):
-            # The sequence that the others waited for is gone: the next one takes its place.
-            self.waiting.add(request.held_back.pop(0))
+        else:
+            self._fill(request)
 
     def fail_request(self, request: Request, error: ErrorInfo) -> None:
         """End a request with an error."""
@@ -264,6 +266,7 @@ class SchedulerState:
         self.queue_bound.check(sum(not request.was_scheduled for request in requests))
         held_back = [sequence for request in requests for sequence in request.held_back]
         placed = [*self.running, *self.waiting, *held_back]
+        assert all(r.num_unheld <= max(r.max_unheld, r.num_slots) for r in requests), "too many"
         alive = [s for request in requests for s in request.sequences if not s.is_finished]
         assert len(placed) == len(alive) == self._num_unfinished
         assert set(placed) == set(alive), "a sequence is in no queue, or in two"
@@ -271,6 +274,11 @@ class SchedulerState:
         runs = set(self.running)
         for sequence in alive:
             sequence.check(runs=sequence in runs)
+
+    def _fill(self, request: Request) -> None:
+        """Let the next sequences that are held back take the place of those that ended."""
+        while request.held_back and request.num_unheld < request.max_unheld:
+            self.waiting.add(request.held_back.pop(0))
 
     def _take_slot(self, sequence: Sequence, block_ids: list[BlockId]) -> None:
         self._leave_queue(sequence)

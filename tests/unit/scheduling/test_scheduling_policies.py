@@ -192,7 +192,7 @@ def test_without_eviction_all_that_fits_runs_together():
 
 def test_without_eviction_a_shared_prompt_counts_once():
     """Each may hold 5 blocks, of 9; 4 of them are shared."""
-    fakes = fake_engine(NO_EVICT, num_blocks=9, max_num_seqs=4)
+    fakes = fake_engine(NO_EVICT, num_blocks=9, max_num_seqs=6)
     sampling = SamplingParams(max_tokens=4, n=4, seed=1)
     request_id = fakes.add(range(1, 18), sampling=sampling)
     fakes.step(2)
@@ -411,3 +411,43 @@ def test_a_search_that_is_wider_than_an_adapter_may_have_sequences_is_refused():
     assert fakes.completions[refused].error_code == "invalid_parameter"
     assert "max_seqs_per_adapter" in fakes.completions[refused].outputs[-1].error.message
     assert fakes.completions[of_base].error_code is None
+
+
+@pytest.mark.parametrize("prompt", [[1, 2, 3], list(range(1, 20))])
+@pytest.mark.parametrize("num_blocks", [256, 40])
+def test_a_request_with_many_sequences_leaves_slots_for_others(prompt, num_blocks):
+    """Its sequences take six of eight slots at most, in waves; its results stay the same."""
+    fakes = fake_engine(num_blocks=num_blocks, max_num_seqs=8)
+    many = fakes.add(prompt, sampling=SamplingParams(max_tokens=30, n=8, seed=1))
+    fakes.step(5)
+    other = fakes.add([1], "a", max_tokens=1)
+    fakes.step(3)
+    assert fakes.completions[other].is_finished
+    assert not fakes.completions[many].is_finished
+    fakes.run()
+    rows = [record.request_ids.count(many) for record in fakes.records]
+    assert max(rows) == 6
+    if num_blocks == 256:
+        assert len(rows) <= 2 * 30 + 2
+    check_outputs(fakes)
+
+
+def test_an_aborted_wave_of_sequences_is_followed_by_the_next():
+    fakes = fake_engine(max_num_seqs=8)
+    many = fakes.add([1], sampling=SamplingParams(max_tokens=9, n=8, seed=1))
+    fakes.step(2)
+    for index in range(6):
+        fakes.engine.abort(many, index)
+    fakes.run()
+    assert [fakes.tokens(many, index) for index in (6, 7)] == [
+        fakes.alone(many, index) for index in (6, 7)
+    ]
+
+
+@pytest.mark.parametrize("settings", [STATIC, {"fair_share": FairShare.NONE}])
+def test_a_request_takes_all_slots_where_requests_share_nothing(settings):
+    fakes = fake_engine(settings, max_num_seqs=8)
+    many = fakes.add([1], sampling=SamplingParams(max_tokens=3, n=8, seed=1))
+    fakes.run()
+    assert fakes.records[-1].request_ids.count(many) == 8
+    check_outputs(fakes)
