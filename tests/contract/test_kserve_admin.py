@@ -14,7 +14,7 @@ from google.protobuf.json_format import MessageToDict
 from tritonclient.utils import InferenceServerException
 
 from loraplex.core.principal import NONE, Principal, Rights
-from loraplex.frontends.kserve.model_control import ControlMode, ModelControl
+from loraplex.frontends.kserve.models.model_control import ControlMode, ModelControl
 from loraplex.testing.echo_backend import EchoBackend
 from support.served_triton import ServedTriton, served_triton
 from support.triton_requests import TRUE, tensors, text_request, token_request

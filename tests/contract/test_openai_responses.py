@@ -16,8 +16,7 @@ from loraplex.core.errors import RowFailedError
 from loraplex.core.grammar import GrammarKind
 from loraplex.core.principal import Principal
 from loraplex.frontends.openai import openai_fallback_routes, openai_routes
-from loraplex.frontends.openai.context import OpenAIOptions
-from loraplex.frontends.openai.responses_api.store import StoreLimits
+from loraplex.frontends.openai.context import OpenAIOptions, StoreLimits
 from loraplex.serving.text.chat_format import ChatFormat
 from loraplex.serving.text.completion_grammar import read_completion_grammar
 from loraplex.testing.echo_backend import EchoBackend

@@ -30,7 +30,7 @@ from loraplex.core.errors import (
     leaves,
 )
 from loraplex.core.principal import LOCAL
-from loraplex.frontends.kserve.model_control import ControlMode, ModelControl
+from loraplex.frontends.kserve.models.model_control import ControlMode, ModelControl
 from loraplex.serving.model_memory import DeviceTier, HostTier, KVMemory, ModelMemory
 from loraplex.testing.echo_backend import EchoBackend
 from support.described_app import described_app

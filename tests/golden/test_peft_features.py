@@ -31,7 +31,8 @@ from loraplex.adapters.formats.export import lora_tensors
 from loraplex.adapters.formats.storage_type import StorageType
 from loraplex.adapters.formats.trtllm import canonical_rows
 from loraplex.adapters.stage import stage
-from loraplex.adapters.staged import StagedAdapter, StageRequest, StagingLimits
+from loraplex.adapters.staged import StagedAdapter, StageRequest
+from loraplex.adapters.staging_limits import StagingLimits
 from loraplex.adapters.targets import source_of
 from loraplex.adapters.tensor_file import RawTensor
 from loraplex.app.builder import base_shapes

@@ -39,7 +39,7 @@ from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.demo import BASE_PATH
 from loraplex.serving import admission
-from loraplex.serving.adapters.cards import UnloadMode
+from loraplex.serving.adapter_cards import UnloadMode
 from loraplex.serving.backend import ModelCard
 from loraplex.serving.engines.async_engine import AsyncEngine
 from loraplex.serving.request_metrics import RequestMetrics

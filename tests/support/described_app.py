@@ -7,7 +7,7 @@ from loraplex.app.reporting import Reporting
 from loraplex.core.clock import SystemClock
 from loraplex.core.server_config import ServerConfig
 from loraplex.frontends.access import Authenticate, everyone_is_local
-from loraplex.frontends.kserve.model_control import ModelControl
+from loraplex.frontends.kserve.models.model_control import ModelControl
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.ops.metrics import metrics_app
 from loraplex.frontends.telemetry.connections import HttpConnections

@@ -14,8 +14,8 @@ from loraplex.frontends.access import Authenticate, everyone_is_local
 from loraplex.frontends.kserve.grpc.server import GrpcServer
 from loraplex.frontends.kserve.http.router import PathRouter
 from loraplex.frontends.kserve.http.routes import kserve_routes
-from loraplex.frontends.kserve.model_control import ModelControl
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration
+from loraplex.frontends.kserve.models.model_control import ModelControl
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.serving.backend import Backend
 

@@ -5,30 +5,13 @@ import msgspec
 from loraplex.adapters.base_check import BaseCheck
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.sources.policy import SourcePolicy
+from loraplex.adapters.staging_limits import StagingLimits
+from loraplex.adapters.tensor_file import TensorHeader
 from loraplex.core.adapter import AdapterSource
 from loraplex.core.errors import ErrorInfo
 
 REQUEST_TENSORS = "a request's lora_weights"
 """Path of an adapter from a request, whose only source is its canonical adapter file."""
-
-
-class StagingLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits that are checked before anything is read."""
-
-    max_rank: int = 64
-    max_file_bytes: int = 4 << 30
-    max_header_bytes: int = 16 << 20
-    """Maximum header of a safetensors file, and maximum size of adapter_config.json."""
-    max_tensors: int = 100_000
-
-
-class TensorHeader(msgspec.Struct, frozen=True):
-    """Description of a tensor whose bytes follow separately."""
-
-    dtype: str
-    """Name of its type: Triton's (FP16, BF16, FP32, INT32), NumPy's or safetensors'."""
-    shape: tuple[int, ...]
-    num_bytes: int
 
 
 class StageRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,14 +18,10 @@ from loraplex.adapters.base_check import BaseCheck
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.sources.policy import SourcePolicy
 from loraplex.adapters.sources.reference import SourceKind, parse, shown_source
-from loraplex.adapters.staged import (
-    REQUEST_TENSORS,
-    StagedAdapter,
-    StageRequest,
-    StagingLimits,
-    TensorHeader,
-)
+from loraplex.adapters.staged import REQUEST_TENSORS, StagedAdapter, StageRequest
+from loraplex.adapters.staging_limits import StagingLimits
 from loraplex.adapters.staging_pool import StagingPool
+from loraplex.adapters.tensor_file import TensorHeader
 from loraplex.core.errors import (
     AdapterTooLargeError,
     InvalidAdapterError,

@@ -34,6 +34,15 @@ _TYPES_BY_BYTES = {
 _ITEM_BYTES = {dtype: size for size, dtypes in _TYPES_BY_BYTES.items() for dtype in dtypes}
 
 
+class TensorHeader(msgspec.Struct, frozen=True):
+    """Description of a tensor whose bytes follow separately."""
+
+    dtype: str
+    """Name of its type: Triton's (FP16, BF16, FP32, INT32), NumPy's or safetensors'."""
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class RawTensor:
     """Unconverted tensor: safetensors' name of its type, and its bytes, row-major."""

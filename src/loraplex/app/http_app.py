@@ -24,8 +24,7 @@ from loraplex.frontends.openai.app import (
     refused_method,
     refused_route,
 )
-from loraplex.frontends.openai.context import OPENAI, Dialect, OpenAIOptions
-from loraplex.frontends.openai.responses_api.store import StoreLimits
+from loraplex.frontends.openai.context import OPENAI, Dialect, OpenAIOptions, StoreLimits
 from loraplex.frontends.openapi.document import document
 from loraplex.frontends.openapi.operation import described, json_of
 from loraplex.frontends.ops.drain import drain_routes

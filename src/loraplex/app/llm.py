@@ -38,7 +38,7 @@ from loraplex.core.principal import DEFAULT_TENANT, LOCAL
 from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.stats import EngineStats
-from loraplex.serving.adapters.cards import (
+from loraplex.serving.adapter_cards import (
     AdapterCard,
     AdapterDetails,
     LoadReport,

@@ -13,7 +13,7 @@ import torch
 
 from loraplex.adapters.base_check import check_shapes
 from loraplex.adapters.formats.inputs import open_input
-from loraplex.adapters.staged import StagingLimits
+from loraplex.adapters.staging_limits import StagingLimits
 from loraplex.adapters.targets import source_of
 from loraplex.app.build_limits import within_build
 from loraplex.app.builder import served_shapes
@@ -37,7 +37,7 @@ from loraplex.execution.weights.size import weights_size
 from loraplex.memory.adapter_pages import place
 from loraplex.models.registry import read_config
 from loraplex.models.spec import ModelSpec
-from loraplex.serving.adapters.fit import check_fits_tiers
+from loraplex.serving.adapter_fit import check_fits_tiers
 from loraplex.serving.adapters.folders import find_below
 from loraplex.serving.model_memory import ModelMemory, memory_of
 

@@ -24,8 +24,8 @@ from loraplex.app.reporting import Reporting, reporting_requests
 from loraplex.app.tls import tls_files
 from loraplex.core.config import Config, ModelConfig
 from loraplex.core.metrics_config import read_metrics_config
-from loraplex.frontends.kserve.model_control import ModelControl
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration
+from loraplex.frontends.kserve.models.model_control import ModelControl
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.ops.metrics import metrics_app
 from loraplex.frontends.telemetry.tenants import noting_tenant

@@ -93,7 +93,7 @@ def serve_repositories(
     from loraplex.app.launch import run_server, set_up_logging  # noqa: PLC0415
     from loraplex.compat.triton.reloading import Reloading  # noqa: PLC0415
     from loraplex.compat.triton.repository import read_repositories  # noqa: PLC0415
-    from loraplex.frontends.kserve.model_control import ControlMode, ModelControl  # noqa: PLC0415
+    from loraplex.frontends.kserve.models.model_control import ControlMode, ModelControl  # noqa: PLC0415
 
     if not repositories:
         raise ConfigError("no model repository: give --model-repository DIR")

@@ -16,7 +16,7 @@ from loraplex.core.output import RequestOutput
 from loraplex.core.principal import LOCAL, Principal
 from loraplex.core.request import GenerateRequest, RequestId
 from loraplex.core.stats import AdapterActivity, Durations, EngineStats, StepRecord
-from loraplex.serving.adapters.cards import (
+from loraplex.serving.adapter_cards import (
     AdapterCard,
     AdapterDetails,
     LoadReport,

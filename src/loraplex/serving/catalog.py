@@ -15,7 +15,7 @@ from loraplex.core.errors import (
     ModelNotFoundError,
 )
 from loraplex.core.principal import LOCAL, Principal
-from loraplex.serving.adapters.cards import (
+from loraplex.serving.adapter_cards import (
     AdapterCard,
     AdapterDetails,
     Unloaded,

@@ -26,8 +26,8 @@ from loraplex.core.principal import Principal
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.stats import AdapterActivity, Durations, EngineStats, StepRecord
 from loraplex.serving.access.tenant_adapters import TenantAdapters
-from loraplex.serving.adapters.cards import AdapterState
-from loraplex.serving.adapters.fit import check_fits_tiers
+from loraplex.serving.adapter_cards import AdapterState
+from loraplex.serving.adapter_fit import check_fits_tiers
 from loraplex.serving.backend import ModelCard
 from loraplex.serving.engines.async_engine import AsyncEngine
 from loraplex.serving.grammar.grammars import Grammars

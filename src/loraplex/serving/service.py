@@ -24,10 +24,10 @@ from loraplex.core.output import RequestOutput
 from loraplex.core.principal import LOCAL, Principal
 from loraplex.core.request import GenerateRequest, RequestId, check_adapters
 from loraplex.serving.access.tenant_limits import Lease, LeasedOutputs, TenantGate
-from loraplex.serving.adapters.admin import CatalogAdmin
-from loraplex.serving.adapters.cards import (
+from loraplex.serving.adapter_cards import (
     AdapterCard,
 )
+from loraplex.serving.adapters.admin import CatalogAdmin
 from loraplex.serving.adapters.composition import compose
 from loraplex.serving.adapters.folder_follower import FolderFollower
 from loraplex.serving.adapters.loading import CatalogLoader

@@ -17,7 +17,7 @@ from loraplex.core.adapter import (
     Residency,
 )
 from loraplex.core.principal import DEFAULT_TENANT
-from loraplex.serving.adapters.cards import (
+from loraplex.serving.adapter_cards import (
     AdapterCard,
     AdapterContent,
     AdapterDetails,

@@ -8,7 +8,7 @@ from loraplex.adapters.staging import RequestTensor
 from loraplex.core.adapter import AdapterKey, AdapterRef
 from loraplex.core.errors import AdapterExistsError, PermissionDeniedError
 from loraplex.core.principal import Principal
-from loraplex.serving.adapters.cards import (
+from loraplex.serving.adapter_cards import (
     AdapterCard,
     AdapterDetails,
     LoadReport,

@@ -28,7 +28,7 @@ from loraplex.core.errors import (
 from loraplex.core.output import RequestOutput, ResolvedAdapter
 from loraplex.core.principal import LOCAL, Principal
 from loraplex.core.request import GenerateRequest, RequestId, check_adapters
-from loraplex.serving.adapters.cards import (
+from loraplex.serving.adapter_cards import (
     AdapterCard,
     LoadReport,
 )

@@ -14,7 +14,7 @@ from loraplex.core.errors import (
 )
 from loraplex.core.request import RequestId
 from loraplex.core.stats import AdapterActivity, Durations, EngineStats, StepRecord
-from loraplex.serving.adapters.cards import UnloadMode
+from loraplex.serving.adapter_cards import UnloadMode
 from loraplex.serving.backend import ModelCard
 from loraplex.serving.model_memory import ModelMemory, StoredAdapters
 from loraplex.serving.text.chat_format import UNKNOWN_FORMAT, ChatFormat

@@ -11,7 +11,8 @@ from loraplex.adapters.base_check import BaseCheck
 from loraplex.adapters.canonical import canonical_path, digest, read_canonical
 from loraplex.adapters.formats.inputs import PeftFolder
 from loraplex.adapters.shapes import BaseShapes
-from loraplex.adapters.staged import StageRequest, StagingLimits
+from loraplex.adapters.staged import StageRequest
+from loraplex.adapters.staging_limits import StagingLimits
 from loraplex.core.errors import (
     AdapterMismatchError,
     AdapterTooLargeError,

@@ -13,7 +13,7 @@ from loraplex.core.config import ModelConfig
 from loraplex.core.errors import ConfigError
 from loraplex.core.server_config import ServerConfig
 from loraplex.core.support import Support
-from loraplex.frontends.kserve.model_control import ControlMode
+from loraplex.frontends.kserve.models.model_control import ControlMode
 
 
 @pytest.fixture

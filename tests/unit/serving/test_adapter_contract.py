@@ -31,8 +31,8 @@ from loraplex.core.errors import (
 from loraplex.core.principal import LOCAL
 from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.serving.adapter_cards import AdapterState, UnloadMode
 from loraplex.serving.adapters import canary
-from loraplex.serving.adapters.cards import AdapterState, UnloadMode
 from loraplex.serving.catalog import ModelCatalog
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.service import Service

@@ -12,7 +12,7 @@ from loraplex.adapters.canonical import FORMAT, CanonicalRow, parse_canonical
 from loraplex.adapters.formats import canonical_file, llgtrt, peft, torch_bin, trtllm
 from loraplex.adapters.formats.peft_config import CONFIG_NAME, PeftConfig, read_config
 from loraplex.adapters.shapes import BaseShapes
-from loraplex.adapters.staged import StagingLimits
+from loraplex.adapters.staging_limits import StagingLimits
 from loraplex.adapters.tensor_file import RawTensor, SafetensorsContent, read_tensors
 from loraplex.core.errors import InvalidAdapterError, LoraplexError
 

@@ -20,8 +20,7 @@ from loraplex.adapters.canonical import CanonicalRow, RowKind, sort_rows
 from loraplex.adapters.formats.modules import LORA_MODULES, LoraModule, linear_path
 from loraplex.adapters.formats.npy import read_npy
 from loraplex.adapters.shapes import NO_MODULE, BaseShapes
-from loraplex.adapters.staged import TensorHeader
-from loraplex.adapters.tensor_file import RawTensor
+from loraplex.adapters.tensor_file import RawTensor, TensorHeader
 from loraplex.core.errors import (
     AdapterMismatchError,
     AdapterTooLargeError,

@@ -25,7 +25,7 @@ from loraplex.adapters.formats.peft import WEIGHTS_NAME
 from loraplex.adapters.formats.peft_config import CONFIG_NAME
 from loraplex.adapters.formats.storage_type import StorageType
 from loraplex.adapters.shapes import BaseShapes
-from loraplex.adapters.staged import StagingLimits
+from loraplex.adapters.staging_limits import StagingLimits
 from loraplex.adapters.tensor_file import encode_header, write_atomically
 from loraplex.core.errors import InvalidAdapterError, InvalidParameterError
 

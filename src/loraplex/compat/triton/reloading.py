@@ -18,9 +18,9 @@ from loraplex.compat.triton.model_folder import CONFIG_FILE, ModelFolder, read_m
 from loraplex.compat.triton.repository import Repository, read_folders, read_repositories
 from loraplex.core.config import Config
 from loraplex.core.errors import ConfigError, InvalidRequestError, UnsupportedFeatureError
-from loraplex.frontends.kserve.model_control import FoundModel
 from loraplex.frontends.kserve.models.config_override import parse_config
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration
+from loraplex.frontends.kserve.models.model_control import FoundModel
 
 _MAX_PATH_CHARS = 256
 

@@ -9,7 +9,7 @@ import torch
 from loraplex.core.plan import LogitsNeeded, RowStep
 from loraplex.execution.sampling.philox import Purpose, uniforms
 from loraplex.execution.sampling.rows import Draw, SampledRow
-from loraplex.execution.steps.token_feed import NO_TOKEN, TokenFeed
+from loraplex.execution.sampling.token_feed import NO_TOKEN, TokenFeed
 from loraplex.kernels.ops import Kernels
 from loraplex.kernels.sampling import DrawOptions
 

@@ -6,7 +6,7 @@ from typing import Protocol
 from loraplex.core.errors import RowFailedError
 from loraplex.core.plan import LogitsNeeded, RowResult, RowStep, Slot
 from loraplex.execution.sampling.rows import SampledRow
-from loraplex.execution.steps.token_feed import NO_TOKEN, SentTokens
+from loraplex.execution.sampling.token_feed import NO_TOKEN, SentTokens
 from loraplex.kernels.accelerator import Event
 
 

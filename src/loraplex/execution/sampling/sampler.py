@@ -37,12 +37,12 @@ from loraplex.execution.sampling.rows import (
     draws_of,
     num_logits_rows,
 )
+from loraplex.execution.sampling.token_feed import TokenFeed
 from loraplex.execution.sampling.token_logprobs import (
     find_logprobs,
     wanted_of_prompts,
     wanted_of_tokens,
 )
-from loraplex.execution.steps.token_feed import TokenFeed
 from loraplex.kernels.ops import Kernels
 from loraplex.kernels.reference import ReferenceKernels
 

@@ -8,10 +8,9 @@ import torch
 from loraplex.core.errors import ConfigError
 from loraplex.core.plan import PageGeometry
 from loraplex.execution.sizing.advice import MemoryAdvice
-from loraplex.execution.sizing.kv import KVSize, size_kv
+from loraplex.execution.sizing.kv import KVSize, block_bytes, size_kv
 from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.execution.sizing.step_memory import StepMemory
-from loraplex.execution.steps.kv_cache import block_bytes
 from loraplex.memory.adapter_pages import (
     layer_targets,
     page_geometry,

@@ -12,7 +12,7 @@ import torch
 from loraplex.core.errors import ConfigError
 from loraplex.core.plan import KVGroupCapacity
 from loraplex.execution.sizing.settings import RunnerSettings
-from loraplex.execution.steps.kv_cache import block_bytes
+from loraplex.kernels.ops import AttentionShape
 from loraplex.memory.attention_window import AttentionWindow
 from loraplex.models.attention import attention_shapes
 from loraplex.models.spec import KVGroup, ModelSpec, kv_groups, with_attention_windows
@@ -51,6 +51,11 @@ def windowed(settings: RunnerSettings, spec: ModelSpec) -> ModelSpec:
             param="sink_token_length",
         )
     return spec
+
+
+def block_bytes(shapes: Sequence[AttentionShape], dtype: torch.dtype) -> int:
+    """Return the bytes of one block in all layers: keys and values, with the scales of int8."""
+    return sum(shape.block_bytes(dtype) for shape in shapes)
 
 
 def size_kv(settings: RunnerSettings, spec: ModelSpec, dtype: torch.dtype) -> KVSize:

@@ -15,11 +15,11 @@ from tqdm import tqdm
 from loraplex.core.errors import ErrorInfo
 from loraplex.core.plan import RowResult, RowStep, Slot
 from loraplex.execution.sampling.pending_samples import PendingSample
+from loraplex.execution.sampling.token_feed import TokenFeed
 from loraplex.execution.sizing.shortage import RowsThatFit
 from loraplex.execution.steps.input_batch import StepInputs, no_rows
 from loraplex.execution.steps.runner_parts import RunnerParts
 from loraplex.execution.steps.tensors import ON_DEVICE, DeviceTensors, HostTensors, StepTensors
-from loraplex.execution.steps.token_feed import TokenFeed
 from loraplex.execution.steps.watch import StepWatch
 from loraplex.kernels.accelerator import Accelerator, HostAccelerator
 from loraplex.kernels.lora import LoraBatch

@@ -115,11 +115,6 @@ class KVCache:
             _copy_tensor(sources[layer].value, targets[layer].value, pairs)
 
 
-def block_bytes(shapes: Sequence[AttentionShape], dtype: torch.dtype) -> int:
-    """Return the bytes of one block in all layers: keys and values, with the scales of int8."""
-    return sum(shape.block_bytes(dtype) for shape in shapes)
-
-
 def _by_group(
     moves: Iterable[tuple[KVGroupId, BlockId, BlockId]],
 ) -> Mapping[KVGroupId, _Pairs]:

@@ -13,9 +13,9 @@ import numpy.typing as npt
 import torch
 
 from loraplex.core.plan import Capacity
+from loraplex.execution.mirror import Array, Mirror, num_bytes_of
+from loraplex.execution.sampling.token_feed import TokenFeed
 from loraplex.execution.steps.input_batch import IntArray, StepInputs
-from loraplex.execution.steps.mirror import Array, Mirror, num_bytes_of
-from loraplex.execution.steps.token_feed import TokenFeed
 from loraplex.kernels.accelerator import Accelerator
 from loraplex.kernels.lora import LoraBatch
 from loraplex.kernels.ops import DeviceRows, RowLayout

@@ -12,8 +12,8 @@ from loraplex.core.errors import (
 )
 from loraplex.core.principal import Principal
 from loraplex.frontends.kserve.log_settings import LogSettings, LogValue
-from loraplex.frontends.kserve.model_control import unloads_dependents
 from loraplex.frontends.kserve.models.catalog import Catalog
+from loraplex.frontends.kserve.models.model_control import unloads_dependents
 from loraplex.frontends.kserve.trace_settings import TraceSettings, TraceValue
 
 _SEE = "see the server's settings"

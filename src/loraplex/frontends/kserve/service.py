@@ -17,13 +17,13 @@ from loraplex.frontends.kserve.backend_metrics import TensorRtLlmCollector, toke
 from loraplex.frontends.kserve.inference import Inference, select
 from loraplex.frontends.kserve.management import Management
 from loraplex.frontends.kserve.messages import InferRequest, InferResponse
-from loraplex.frontends.kserve.model_control import ModelControl
 from loraplex.frontends.kserve.model_metrics import first_response_buckets
 from loraplex.frontends.kserve.models.catalog import DEFAULT_MAX_BATCH_SIZE, Catalog, StartModel
 from loraplex.frontends.kserve.models.computations import compute, is_computation
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration
 from loraplex.frontends.kserve.models.ensemble import ENSEMBLE
 from loraplex.frontends.kserve.models.inputs import Inputs, check_requested, read_inputs
+from loraplex.frontends.kserve.models.model_control import ModelControl
 from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
 from loraplex.frontends.kserve.models.triton_model import TritonModel
 from loraplex.frontends.kserve.responses import OneResponse, ResponseStream

@@ -5,7 +5,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from loraplex.core.adapter import Residency
-from loraplex.serving.adapters.cards import AdapterCard, AdapterDetails, LoadReport
+from loraplex.serving.adapter_cards import AdapterCard, AdapterDetails, LoadReport
 
 CardT = TypeVar("CardT", bound=AdapterCard)
 

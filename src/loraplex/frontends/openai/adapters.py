@@ -45,7 +45,7 @@ from loraplex.frontends.openapi.operation import (
     text,
 )
 from loraplex.frontends.streams import until_disconnect
-from loraplex.serving.adapters.cards import UnloadMode, VersionCard
+from loraplex.serving.adapter_cards import UnloadMode, VersionCard
 
 _MODE = Parameter(
     "mode",

@@ -16,7 +16,6 @@ from loraplex.frontends.openai.body import parse, read_body
 from loraplex.frontends.openai.errors import OPENAI_ERRORS, ErrorWriter, as_loraplex_error
 from loraplex.frontends.openai.expanded_prompt import ExpandedPromptWriter, ResponseWriter
 from loraplex.frontends.openai.logprobs import TokenTexts
-from loraplex.frontends.openai.responses_api.store import StoreLimits
 from loraplex.frontends.openai.schema import Body, ChatBody, CompletionBody, GenerationBody
 from loraplex.frontends.openai.unsupported import refuse_unknown
 from loraplex.frontends.openai.writers import Call
@@ -101,6 +100,17 @@ def schema_of(response_format: Mapping[str, Any] | None) -> Any:
     """The JSON schema in it; None if there is none."""
     inner = (response_format or {}).get("json_schema")
     return inner.get("schema") if isinstance(inner, dict) else None
+
+
+class StoreLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits per tenant. The oldest responses are removed first."""
+
+    max_responses: int = 1000
+    """0: nothing is kept."""
+    max_bytes: int = 64 << 20
+    """Size of responses and their conversations, as JSON."""
+    max_seconds: float = 86400.0
+    """Lifetime after the end of a response."""
 
 
 class OpenAIOptions(msgspec.Struct, frozen=True, kw_only=True):

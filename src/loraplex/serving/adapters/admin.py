@@ -7,7 +7,7 @@ from loraplex.core.adapter import AdapterKey, AdapterRef
 from loraplex.core.errors import LoraplexError
 from loraplex.core.principal import Principal
 from loraplex.core.request import RequestId
-from loraplex.serving.adapters.cards import (
+from loraplex.serving.adapter_cards import (
     AdapterCard,
     AdapterDetails,
     LoadReport,

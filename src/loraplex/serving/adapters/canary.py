@@ -9,7 +9,7 @@ from loraplex.core.output import TokenLogprob
 from loraplex.core.principal import Principal
 from loraplex.core.request import GenerateRequest, RequestId
 from loraplex.core.sampling_params import MAX_LOGPROBS, SamplingParams
-from loraplex.serving.adapters.cards import CanaryReport
+from loraplex.serving.adapter_cards import CanaryReport
 from loraplex.serving.admission import admit
 from loraplex.serving.served_model import ServedModel
 

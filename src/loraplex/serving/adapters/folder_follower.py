@@ -22,7 +22,7 @@ from loraplex.core.errors import (
     LoraplexError,
 )
 from loraplex.core.principal import DEFAULT_TENANT
-from loraplex.serving.adapters.cards import UnloadMode
+from loraplex.serving.adapter_cards import UnloadMode
 from loraplex.serving.adapters.configured import (
     ConfiguredAdapter,
     load_configured,

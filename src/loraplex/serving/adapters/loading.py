@@ -16,15 +16,15 @@ from loraplex.core.errors import AdapterLoadError, InvalidAdapterError
 from loraplex.core.principal import Principal
 from loraplex.core.request import RequestId
 from loraplex.models.engine_folder import source_model
-from loraplex.serving.adapters.canary import run_canary
-from loraplex.serving.adapters.cards import (
+from loraplex.serving.adapter_cards import (
     AdapterState,
     CanaryReport,
     LoadReport,
     card_fields,
     content_of,
 )
-from loraplex.serving.adapters.fit import check_fits_tiers
+from loraplex.serving.adapter_fit import check_fits_tiers
+from loraplex.serving.adapters.canary import run_canary
 from loraplex.serving.catalog import ModelCatalog, apply_version, is_present
 from loraplex.serving.served_model import ServedModel
 

@@ -9,7 +9,7 @@ from loraplex.core.plan import LogitsNeeded, RowAdded, RowResult, RowStep
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.execution.sampling.pending_samples import PendingSample
 from loraplex.execution.sampling.sampler import Sampler
-from loraplex.execution.steps.token_feed import TokenFeed
+from loraplex.execution.sampling.token_feed import TokenFeed
 from loraplex.kernels.accelerator import HostAccelerator
 from support.delayed_accelerator import DelayedAccelerator
 

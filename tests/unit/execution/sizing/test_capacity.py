@@ -21,10 +21,9 @@ from loraplex.execution.sizing.capacity import (
     size_memory,
     smallest_pool_bytes,
 )
-from loraplex.execution.sizing.kv import size_kv
+from loraplex.execution.sizing.kv import block_bytes, size_kv
 from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.execution.sizing.step_memory import StepMemory
-from loraplex.execution.steps.kv_cache import block_bytes
 from loraplex.memory.adapter_cache import AdapterCache
 from loraplex.memory.adapter_pages import layer_targets, pages_at_rank
 from loraplex.models.attention import attention_shapes

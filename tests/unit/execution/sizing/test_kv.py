@@ -7,9 +7,8 @@ import torch
 
 from loraplex.core.errors import ConfigError
 from loraplex.core.plan import KVGroupCapacity
-from loraplex.execution.sizing.kv import KVSize, size_kv, windowed
+from loraplex.execution.sizing.kv import KVSize, block_bytes, size_kv, windowed
 from loraplex.execution.sizing.settings import RunnerSettings
-from loraplex.execution.steps.kv_cache import block_bytes
 from loraplex.models.attention import attention_shapes
 from loraplex.models.spec import ModelSpec
 from support.tiny_decoder import tiny_spec

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from loraplex.core.plan import BlockCopy, BlockTransfer
-from loraplex.execution.steps.kv_cache import KVCache, block_bytes
+from loraplex.execution.sizing.kv import block_bytes
+from loraplex.execution.steps.kv_cache import KVCache
 from loraplex.kernels.dispatch import select_kernels
 from loraplex.kernels.ops import AttentionShape, Kernels, RowLayout
 from loraplex.kernels.reference import ReferenceKernels

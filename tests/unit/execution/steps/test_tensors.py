@@ -17,10 +17,10 @@ from loraplex.core.plan import (
     RowStep,
 )
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.execution.mirror import Mirror
+from loraplex.execution.sampling.token_feed import TokenFeed
 from loraplex.execution.steps.input_batch import InputBatch, StepInputs, no_rows
-from loraplex.execution.steps.mirror import Mirror
 from loraplex.execution.steps.tensors import ON_DEVICE, DeviceTensors, HostTensors
-from loraplex.execution.steps.token_feed import TokenFeed
 from loraplex.kernels.ops import DeviceRows
 from loraplex.models.batch import ForwardBatch
 from support.delayed_accelerator import DelayedAccelerator

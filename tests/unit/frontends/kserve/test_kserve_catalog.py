@@ -2,10 +2,10 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 
 from loraplex.core.errors import ModelNotFoundError
-from loraplex.frontends.kserve.model_control import ControlMode, ModelControl
 from loraplex.frontends.kserve.models.catalog import KINDS, Catalog
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration
 from loraplex.frontends.kserve.models.ensemble import ENSEMBLE
+from loraplex.frontends.kserve.models.model_control import ControlMode, ModelControl
 from loraplex.frontends.kserve.models.vllm import VLLM
 from loraplex.testing.echo_backend import EchoBackend
 

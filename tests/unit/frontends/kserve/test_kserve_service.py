@@ -20,7 +20,7 @@ from loraplex.core.errors import (
 from loraplex.core.principal import LOCAL, NONE, Principal, Rights
 from loraplex.frontends.kserve.active import StreamScope
 from loraplex.frontends.kserve.messages import InferRequest
-from loraplex.frontends.kserve.model_control import ControlMode, ModelControl
+from loraplex.frontends.kserve.models.model_control import ControlMode, ModelControl
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.kserve.tensors import from_values
 from loraplex.testing.echo_backend import EchoBackend

@@ -16,10 +16,10 @@ from loraplex.core.errors import (
 )
 from loraplex.frontends.kserve.errors import NotFoundError
 from loraplex.frontends.kserve.log_settings import LogSettings
-from loraplex.frontends.kserve.model_control import ControlMode, FoundModel, ModelControl
 from loraplex.frontends.kserve.models.catalog import Catalog
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration
 from loraplex.frontends.kserve.models.ensemble import ENSEMBLE
+from loraplex.frontends.kserve.models.model_control import ControlMode, FoundModel, ModelControl
 from loraplex.frontends.kserve.models.postprocessing import POSTPROCESSING
 from loraplex.frontends.kserve.models.preprocessing import PREPROCESSING
 from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM

@@ -18,7 +18,7 @@ from loraplex.core.errors import (
     LoraplexError,
 )
 from loraplex.core.principal import LOCAL
-from loraplex.serving.adapters.cards import UnloadMode
+from loraplex.serving.adapter_cards import UnloadMode
 from loraplex.serving.adapters.folder_follower import FolderFollower
 from loraplex.serving.adapters.loading import CatalogLoader
 from loraplex.serving.catalog import ModelCatalog

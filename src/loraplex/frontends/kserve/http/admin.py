@@ -11,8 +11,8 @@ from starlette.responses import Response
 from loraplex.core.errors import InvalidRequestError, PermissionDeniedError, UnsupportedFeatureError
 from loraplex.core.support import Support, support_note
 from loraplex.frontends.access import Authenticate
+from loraplex.frontends.kserve import wire_types as wire
 from loraplex.frontends.kserve.errors import AlreadyExistsError, NotFoundError
-from loraplex.frontends.kserve.http import wire_types as wire
 from loraplex.frontends.kserve.http.body import json_response, parse_object
 from loraplex.frontends.kserve.http.request import HttpRequest
 from loraplex.frontends.kserve.service import TritonService

@@ -11,13 +11,13 @@ from loraplex.core.errors import InvalidRequestError, LoraplexError
 from loraplex.core.principal import Principal
 from loraplex.core.support import Support, support_of
 from loraplex.frontends.access import Authenticate, everyone_is_local
+from loraplex.frontends.kserve import wire_types as wire
 from loraplex.frontends.kserve.errors import (
     as_loraplex_error,
     message_of,
     status_of,
     status_of_kind,
 )
-from loraplex.frontends.kserve.http import wire_types as wire
 from loraplex.frontends.kserve.http.admin import AdminApi
 from loraplex.frontends.kserve.http.body import (
     DEFAULT_MAX_BODY_BYTES,

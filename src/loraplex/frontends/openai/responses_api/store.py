@@ -5,20 +5,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple
 
-import msgspec
-
 from loraplex.core.errors import ResponseNotFoundError
-
-
-class StoreLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits per tenant. The oldest responses are removed first."""
-
-    max_responses: int = 1000
-    """0: nothing is kept."""
-    max_bytes: int = 64 << 20
-    """Size of responses and their conversations, as JSON."""
-    max_seconds: float = 86400.0
-    """Lifetime after the end of a response."""
+from loraplex.frontends.openai.context import StoreLimits
 
 
 class StoredResponse(NamedTuple):

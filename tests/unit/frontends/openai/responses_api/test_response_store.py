@@ -1,11 +1,8 @@
 import pytest
 
 from loraplex.core.errors import ResponseNotFoundError
-from loraplex.frontends.openai.responses_api.store import (
-    ResponseStore,
-    StoredResponse,
-    StoreLimits,
-)
+from loraplex.frontends.openai.context import StoreLimits
+from loraplex.frontends.openai.responses_api.store import ResponseStore, StoredResponse
 
 
 class Clock:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from loraplex.core.plan import Slot
-from loraplex.execution.steps.mirror import Mirror
+from loraplex.execution.mirror import Mirror
 from loraplex.kernels.accelerator import Accelerator, Event
 
 NO_TOKEN = -1
