@@ -3,8 +3,12 @@
 import contextlib
 import itertools
 import os
+import shutil
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+
+import msgspec
 
 from loraplex.core.errors import EngineRestartedError
 from loraplex.core.output import EngineOutput, Logits, LogitsFile
@@ -14,6 +18,43 @@ def files_of(outputs: Iterable[EngineOutput]) -> Iterator[LogitsFile]:
     for output in outputs:
         yield from output.prompt_logits
         yield from itertools.chain.from_iterable(delta.logits for delta in output.deltas)
+
+
+class LogitsFolder:
+    """Files of delivered outputs until they are read: an engine's own folder ends with it."""
+
+    def __init__(self) -> None:
+        self._folder: str | None = None
+        self._names = itertools.count()
+
+    def keep(self, output: EngineOutput) -> EngineOutput:
+        """Move the files of an output here; return the output with their new paths."""
+        if not output.prompt_logits and not any(delta.logits for delta in output.deltas):
+            return output
+        deltas = (
+            msgspec.structs.replace(delta, logits=self._moved(delta.logits))
+            for delta in output.deltas
+        )
+        prompt_logits = self._moved(output.prompt_logits)
+        return msgspec.structs.replace(output, deltas=tuple(deltas), prompt_logits=prompt_logits)
+
+    def close(self) -> None:
+        """Delete what was not read."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _moved(self, files: tuple[LogitsFile, ...]) -> tuple[LogitsFile, ...]:
+        return tuple(LogitsFile(self._move(file.path), file.num_rows) for file in files)
+
+    def _move(self, path: str) -> str:
+        # Next to the engine's folder, so that a file is renamed and not copied.
+        self._folder = self._folder or tempfile.mkdtemp(prefix="loraplex-logits-")
+        kept = os.path.join(self._folder, str(next(self._names)))
+        try:
+            os.rename(path, kept)
+        except OSError:  # the reader reports it
+            return path
+        return kept
 
 
 def read_and_delete(files: Iterable[LogitsFile]) -> Mapping[str, Logits]:

@@ -22,6 +22,7 @@ from loraplex.core.errors import (
     UnsupportedFeatureError,
 )
 from loraplex.core.output import ResolvedAdapter
+from loraplex.core.plan import Capacity
 from loraplex.core.principal import Principal
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.stats import AdapterActivity, Durations, EngineStats, StepRecord
@@ -64,10 +65,13 @@ class ServedModel:
 
     def __post_init__(self) -> None:
         self.grammars = Grammars(self.tokenizer, self.config.grammar_limits)
+        self.engine.on_capacity = self._set_capacity
 
     async def start(self) -> None:
-        """Start the engine, which reports the longest sequence that its memory holds."""
-        capacity = await self.engine.start()
+        await self.engine.start()
+
+    def _set_capacity(self, capacity: Capacity) -> None:
+        """Admit requests up to the longest sequence that the memory of the present engine holds."""
         self.card = msgspec.structs.replace(self.card, max_model_len=capacity.max_model_len)
 
     async def prompt_ids(

@@ -1,10 +1,18 @@
 """Files of logits are read once, and none of them is left."""
 
+import tempfile
+
 import pytest
 
 from loraplex.core.errors import EngineRestartedError
 from loraplex.core.output import EngineOutput, Logits, LogitsFile, SequenceDelta
-from loraplex.serving.logits_files import discard, files_of, first_rows, read_and_delete
+from loraplex.serving.logits_files import (
+    LogitsFolder,
+    discard,
+    files_of,
+    first_rows,
+    read_and_delete,
+)
 
 
 @pytest.fixture
@@ -48,3 +56,26 @@ def test_first_rows():
     assert first_rows(pieces, 2) == (Logits(b"aabb", 2),)
     assert first_rows(pieces, 1) == (Logits(b"aa", 1),)
     assert first_rows(pieces, 0) == ()
+
+
+def test_kept_files_outlive_the_engines_folder(make, tmp_path, tmp_path_factory, monkeypatch):
+    temporary = tmp_path_factory.mktemp("t")
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    folder = LogitsFolder()
+    plain = EngineOutput(1, (SequenceDelta(0, (5,)),))
+    assert folder.keep(plain) is plain
+    assert list(temporary.iterdir()) == []
+    deltas = (SequenceDelta(0, (5,), logits=(make("new", b"new"),)), SequenceDelta(1, (6,)))
+    kept = folder.keep(EngineOutput(1, deltas, prompt_logits=(make("prompt", b"old", 3),)))
+    assert list(tmp_path.iterdir()) == []
+    assert [delta.token_ids for delta in kept.deltas] == [(5,), (6,)]
+    assert set(read_and_delete(files_of([kept])).values()) == {Logits(b"new", 1), Logits(b"old", 3)}
+    folder.keep(EngineOutput(2, prompt_logits=(make("unread"),)))
+    folder.close()
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_file_that_cannot_be_kept_is_reported_by_its_reader(tmp_path):
+    lost = LogitsFile(str(tmp_path / "lost"), 1)
+    kept = LogitsFolder().keep(EngineOutput(1, prompt_logits=(lost,)))
+    assert kept.prompt_logits == (lost,)

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import threading
 
+import msgspec
 import pytest
 
 from loraplex.core.adapter import AdapterChoice, AdapterRef, ByDigest, ByName, ByTaskId
@@ -25,6 +26,7 @@ from loraplex.core.output import FinishReason
 from loraplex.core.principal import LOCAL, NONE, Principal, Rights
 from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.engine.messages import EngineReady
 from loraplex.serving import served_model
 from loraplex.serving.backend import Backend
 from loraplex.serving.engines.async_engine import EngineState
@@ -197,6 +199,15 @@ class TestGenerate:
     async def test_the_models_length_is_the_engines(self, service):
         """The engine's memory may hold less than the model was made for."""
         assert service.model("a").card.max_model_len == 2048
+
+    async def test_a_restarted_engine_may_hold_less(self, service):
+        """Admission goes by the engine of now."""
+        model = service.model("a")
+        smaller = msgspec.structs.replace(model.engine.capacity, max_model_len=8)
+        model.engine._handle(EngineReady(smaller), model.engine._link)
+        assert model.card.max_model_len == 8
+        with pytest.raises(PromptTooLongError, match="max_model_len 8"):
+            await service.generate(request(prompt=(1,) * 8), ACME)
 
     async def test_rights(self, service):
         powerless = Principal("acme", rights=Rights(use=NONE, manage=NONE))

@@ -9,7 +9,7 @@ import collections
 import enum
 import itertools
 import logging
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 
 from loraplex.core.adapter import AdapterSource, Residency
 from loraplex.core.clock import Clock
@@ -80,6 +80,8 @@ class AsyncEngine:
         self.failure: LoraplexError | None = None
         self.num_restarts = 0
         self.stats = EngineStats()
+        self.on_capacity: Callable[[Capacity], None] = lambda _: None
+        """Called with the capacity of each engine that is ready; a later one may have less."""
         self.steps: collections.deque[StepRecord] = collections.deque(maxlen=num_steps_kept)
         self._start_link = start_link
         self._clock = clock
@@ -113,6 +115,7 @@ class AsyncEngine:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        self._requests.close()
         self._settled.set()
 
     @property
@@ -121,11 +124,12 @@ class AsyncEngine:
 
     @property
     def has_started(self) -> bool:
-        """Whether there ever was an engine; its successors have the same capacity."""
+        """Whether there ever was an engine."""
         return self._capacity is not None
 
     @property
     def capacity(self) -> Capacity:
+        """Capacity of the running engine, or of the last one."""
         assert self._capacity is not None, "known once the engine has started"
         return self._capacity
 
@@ -333,6 +337,7 @@ class AsyncEngine:
                 if self.num_restarts:
                     logger.warning("model %s: its engine is back", self.model)
                 self._capacity = capacity
+                self.on_capacity(capacity)
                 self._link = link
                 self._watchdog.note_ready()
                 self.state = EngineState.READY

@@ -48,6 +48,8 @@ class InFlightRequest:
         self.submitted_ns = submitted_ns
         self.is_sent = False
         """Whether the running engine has received it."""
+        self.has_waited = False
+        """Whether it was accepted before the running engine was there."""
         self._request = request
         self._outputs: list[list[int]] = [[] for _ in range(request.sampling.num_returned)]
         self._ended: set[int] = set()

@@ -8,6 +8,8 @@ import asyncio
 import logging
 from collections.abc import Collection, Hashable, Iterable
 
+import msgspec
+
 from loraplex.core.clock import Clock
 from loraplex.core.errors import LoraplexError
 from loraplex.core.output import EngineOutput
@@ -17,8 +19,13 @@ from loraplex.serving.engines.in_flight_request import InFlightRequest
 from loraplex.serving.engines.in_flight_requests import InFlightRequests
 from loraplex.serving.engines.link import EngineDied, EngineLink
 from loraplex.serving.engines.registrations import EngineRegistrations
-from loraplex.serving.engines.restart_limits import RestartLimits, end_at_deadline, verdict
-from loraplex.serving.logits_files import discard
+from loraplex.serving.engines.restart_limits import (
+    RestartLimits,
+    end_at_deadline,
+    error_after_restart,
+    verdict,
+)
+from loraplex.serving.logits_files import LogitsFolder, discard
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +45,7 @@ class RequestDispatch:
         self._clock = clock
         self._patience = patience
         self._requests = InFlightRequests()
+        self._logits = LogitsFolder()
         self._link: EngineLink | None = None
         self._lost_ns: int | None = None
         """When the last engine died, while there is none."""
@@ -84,6 +92,10 @@ class RequestDispatch:
         if self._timer is not None:
             self._timer.cancel()
 
+    def close(self) -> None:
+        """Delete logits that no client read."""
+        self._logits.close()
+
     def needed_adapters(self) -> Collection[str]:
         """Return digests of adapters that the next engine may need."""
         return {source.digest for request in self._requests for source in request.adapters}
@@ -91,6 +103,8 @@ class RequestDispatch:
     def take_engine(self, link: EngineLink) -> None:
         """A new engine is ready."""
         self._link, self._lost_ns = link, None
+        for request in self._requests.unsent:
+            request.has_waited = True
         self._send_due()
 
     def lose_engine(self, death: EngineDied) -> None:
@@ -123,7 +137,10 @@ class RequestDispatch:
             return
         if output.finished:
             self._requests.remove(request)
-        request.deliver(output)
+        if request.has_waited and output.error is not None:
+            error = error_after_restart(output.error)
+            output = msgspec.structs.replace(output, error=error)
+        request.deliver(self._logits.keep(output))
 
     def _send_due(self) -> None:
         """Send the engine the requests that are due."""

@@ -3,16 +3,27 @@
 from typing import Final, NamedTuple
 
 from loraplex.core.errors import (
+    AdapterNotFoundError,
+    AdapterTooLargeError,
     CrashingRequestError,
     DeadlineExceededError,
     EngineRestartedError,
+    ErrorInfo,
     LoraplexError,
     NotReadyError,
+    PromptTooLongError,
 )
 from loraplex.serving.engines.in_flight_request import InFlightRequest
 
 _REPORT_NS: Final = 200_000_000
 """Time after a deadline in which an engine reports the end itself, with all that it computed."""
+
+
+_TOO_SMALL: Final = frozenset(
+    error.code for error in (PromptTooLongError, AdapterTooLargeError, AdapterNotFoundError)
+)
+"""Errors of an engine whose memory is too small for a request or its adapter. It does not know an
+adapter that was too large."""
 
 
 class RestartLimits(NamedTuple):
@@ -63,6 +74,21 @@ def verdict(request: InFlightRequest) -> LoraplexError | None:
     if request.is_stuck:
         return engine_gone("died again and again, and this request got nowhere")
     return None
+
+
+def error_after_restart(error: ErrorInfo) -> ErrorInfo:
+    """Return the error of a request that was accepted before its present engine started.
+
+    What had fitted is not the client's mistake: a later engine, or another server, may have more
+    memory again.
+    """
+    if error.code not in _TOO_SMALL:
+        return error
+    return EngineRestartedError(
+        "the engine was restarted with less memory, and the request no longer fits: please send "
+        f"it once more ({error.message})",
+        retry_after_seconds=5,
+    ).to_info()
 
 
 def engine_gone(what: str) -> EngineRestartedError:

@@ -9,7 +9,13 @@ from loraplex.core.errors import (
     ConfigError,
     ErrorInfo,
 )
-from loraplex.core.output import FinishReason, RequestTiming
+from loraplex.core.output import (
+    EngineOutput,
+    FinishReason,
+    LogitsFile,
+    RequestTiming,
+    SequenceDelta,
+)
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.stats import EngineStats
 from loraplex.engine.messages import (
@@ -29,6 +35,7 @@ from loraplex.serving.engines.in_flight_request import (
     SUSPECT_BLAME,
 )
 from loraplex.serving.engines.restart_limits import RestartLimits
+from loraplex.serving.logits_files import files_of, read_and_delete
 from loraplex.testing.fake_clock import FakeClock
 from loraplex.testing.fake_loader import fake_source
 from loraplex.testing.fake_runner import FAKE_CAPACITY
@@ -36,6 +43,7 @@ from support.scripted_engine import (
     ScriptedLink,
     died,
     done,
+    ended,
     error_of,
     says,
     step_of,
@@ -154,6 +162,28 @@ class TestRestart:
         script.link.say(died(1, 2, was_killed=True))
         await until(lambda: engine.is_ready and engine.num_restarts == 2)
         assert UnregisterAdapter("digest") not in script.link.commands
+
+    async def test_logits_that_were_delivered_outlive_their_engine(
+        self, engine, script, make_request, temporary_folder, tmp_path
+    ):
+        """The client reads them when it can."""
+        await engine.start()
+        stream = engine.submit(make_request(1), [])
+        path = tmp_path / "1-0"
+        path.write_bytes(b"abcd")
+        delta = SequenceDelta(0, (5,), logits=(LogitsFile(str(path), 1),))
+        last = SequenceDelta(0, (6,), finish_reason=FinishReason.LENGTH)
+        script.link.say(
+            StepDone((EngineOutput(1, (delta,)),), EngineStats()),
+            StepDone((EngineOutput(1, (last,), finished=True),), EngineStats()),
+            died(),
+        )
+        await until(lambda: engine.num_restarts == 1 and engine.is_ready)
+        path.unlink(missing_ok=True)  # as the link does with its folder
+        outputs = await ended(stream)
+        assert [logits.data for logits in read_and_delete(files_of(outputs)).values()] == [b"abcd"]
+        await engine.close()
+        assert list(temporary_folder.iterdir()) == []
 
     async def test_a_deadline_holds_without_an_engine(self, engine, script, make_request):
         await engine.start()

@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 
+import msgspec
 import pytest
 
 from loraplex.core.clock import SystemClock
@@ -12,6 +13,7 @@ from loraplex.core.errors import (
     ConfigError,
     NotReadyError,
 )
+from loraplex.core.plan import KVGroupCapacity
 from loraplex.serving.engines.async_engine import AsyncEngine
 from loraplex.serving.engines.in_flight_request import MAX_BLAME
 from loraplex.serving.engines.link import ThreadLink
@@ -98,6 +100,37 @@ class TestRealEngines:
             assert await tokens_of(stream) == tokens
         assert (await ended(poison))[-1].error.code == "request_crashed_engine"
         assert engine.num_restarts <= MAX_BLAME
+        await engine.close()
+
+    async def test_a_restarted_engine_with_less_memory(self, temporary_folder, make_request):
+        """What no longer fits ends at once, and can be retried; the rest continues."""
+        groups = (KVGroupCapacity(num_blocks=2),)
+        small = msgspec.structs.replace(FAKE_CAPACITY, kv_groups=groups, num_adapter_pages=1)
+        settings = FakeEngineSettings(step_seconds=0.02)
+        later = msgspec.structs.replace(settings, capacity=small)
+
+        def start(epoch):
+            return fake_engine_process(settings if epoch == 1 else later)(epoch)
+
+        engine = AsyncEngine("m", start, SystemClock())
+        await engine.start()
+        fits = make_request(1, max_tokens=20)
+        expected = await tokens_of(engine.submit(fits, []))
+        large = fake_source("large", FAKE_CAPACITY.page_geometry, num_pages=2)
+        lost = [
+            engine.submit(make_request(2, max_tokens=100), []),
+            engine.submit(make_request(3, "large", max_tokens=20), [large]),
+        ]
+        stream = engine.submit(fits, [])
+        first = await stream.take()
+        os.kill(engine._link.pid, signal.SIGKILL)
+        for error in [(await ended(one))[-1].error for one in lost]:
+            assert (error.code, error.retry_after_seconds) == ("engine_restarted", 5)
+            assert "restarted with less memory" in error.message
+        assert await tokens_of(stream, first) == expected
+        assert engine.capacity == small
+        new = (await ended(engine.submit(make_request(4, max_tokens=100), [])))[-1].error
+        assert new.code == "prompt_too_long"
         await engine.close()
 
     async def test_a_process_that_cannot_start(self, temporary_folder):
