@@ -42,6 +42,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := native/CMakeLists.txt $(wildcard native/src/*) $(wildcard native/include/loraplex/*)
 LOWEST := .venv-lowest
+SOAK_MINUTES ?= 30
 LOWEST_TESTS ?= tests/unit/core tests/unit/app tests/unit/serving tests/contract tests/e2e/test_serve.py
 CODE := src tests examples benchmarks docs .ci
 # Code and pages whose words are checked. Results stay as they were recorded.
@@ -106,11 +107,13 @@ test-all: $(VENV)/.dev $(OLDEST_TRITON) $(VENV)/clients .triton
 	$(BIN)/python -m pytest --hypothesis-profile=ci --durations=30 \
 		-m "not soak and not gpu and not network" $(PYTEST_ARGS)
 
-# Minutes for each test: long schedules, kills, and every property with 20 times CI's examples.
+# Minutes for each test: long schedules, kills, every property with 20 times CI's examples, and a
+# server under faults for half an hour.
 soak: $(VENV)/.dev $(OLDEST_TRITON) $(VENV)/clients .triton
 	$(BIN)/python -m pytest --hypothesis-profile=soak --timeout=7200 -m soak $(PYTEST_ARGS)
 	$(BIN)/python -m pytest --hypothesis-profile=soak --timeout=7200 \
 		-m "not gpu and not network" $(PYTEST_ARGS) tests/property tests/contract/test_openapi.py
+	PYTHONPATH=tests $(BIN)/python benchmarks/soak.py --minutes $(SOAK_MINUTES)
 	$(MAKE) test-lowest
 
 # A Python of its own, with the lowest versions that pyproject.toml allows of what it names. torch is

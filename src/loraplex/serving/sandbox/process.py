@@ -36,7 +36,7 @@ to give."""
 _EXIT_SECONDS: Final = 5.0
 """Limit from the end of the output to the end of the process."""
 _MAX_ATTEMPTS: Final = 2
-"""Number of processes that a task is given to, if processes are stopped."""
+"""Number of processes that a task is given to, if processes are stopped or killed."""
 _MAX_WAITING_BYTES: Final = 1 << 26
 """Limit on the sizes of all tasks that wait for one process."""
 
@@ -65,6 +65,10 @@ class SandboxKind(msgspec.Struct, frozen=True, kw_only=True):
     def command(self) -> tuple[str, ...]:
         limits = (str(self.max_seconds), str(self.max_bytes))
         return (sys.executable, "-m", self.module, *limits)
+
+
+class _ProcessKilled(Exception):
+    """Something else, such as the system without memory, has killed the process."""
 
 
 class Sandbox:
@@ -120,13 +124,19 @@ class SandboxProcess:
     def run(self, task: bytes) -> bytes:
         """Return the result of a task; raises as `Sandbox.run`.
 
-        A process that a signal stopped is replaced, and the task repeated once.
+        A process that a signal stopped or killed is replaced, and the task repeated once. Two
+        processes killed are the task's doing: the system was out of memory.
         """
         with self._in_use:
-            for _ in range(_MAX_ATTEMPTS):
-                with contextlib.suppress(ProcessStopped):
+            for attempt in range(1, _MAX_ATTEMPTS + 1):
+                try:
                     return self._run(task)
-                logger.error("the process for %s was stopped: it is killed", self._kind.work)
+                except ProcessStopped:
+                    logger.error("the process for %s was stopped: it is killed", self._kind.work)
+                except _ProcessKilled:
+                    logger.error("the process for %s was killed", self._kind.work)
+                    if attempt == _MAX_ATTEMPTS:
+                        raise self._exceeded(self._kind.too_big) from None
         raise NotReadyError(
             f"the processes for {self._kind.work} were stopped by a signal: please try again",
             retry_after_seconds=1,
@@ -160,6 +170,8 @@ class SandboxProcess:
             if status >= 0:  # no signal: a bug of the worker, not the task's doing
                 message = f"the process for {self._kind.work} ended with status {status}"
                 raise InternalError(message) from None
+            if status == -signal.SIGKILL:  # not one of the worker's own limits
+                raise _ProcessKilled from None
             is_slow = status == -signal.SIGPROF
             raise self._exceeded(self._kind.too_slow if is_slow else self._kind.too_big) from None
         if reply.is_last:

@@ -105,6 +105,29 @@ def test_memory_that_is_refused_ends_the_process_and_is_said():
     dying.close()
 
 
+def test_a_killed_process_is_replaced_and_the_task_repeated(tmp_path, caplog):
+    body = msgspec.msgpack.encode(Reply(b"{}", is_last=True))
+    marker = tmp_path / "killed"
+    program = (
+        "import os, pathlib, signal, sys; sys.stdin.buffer.read(50);"
+        f"marker = pathlib.Path({str(marker)!r});"
+        "marker.exists() or (marker.touch(), os.kill(os.getpid(), signal.SIGKILL));"
+        f"os.write(1, {LENGTH.pack(len(body)) + body!r})"
+    )
+    killed_once = Grammars(sys.executable, "-c", program)
+    assert killed_once.compiled(GOOD) == "{}"
+    assert "the process for grammars was killed" in caplog.text
+    killed_once.close()
+
+
+def test_a_task_whose_processes_are_killed_takes_too_much_memory():
+    program = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    killed = Grammars(sys.executable, "-c", program)
+    with pytest.raises(InvalidParameterError, match="takes too much memory to compile"):
+        killed.compiled(GOOD)
+    killed.close()
+
+
 @pytest.mark.parametrize("status", [0, 1])
 def test_one_that_ends_by_itself_is_our_fault(status):
     ending = Grammars(sys.executable, "-c", f"raise SystemExit({status})")

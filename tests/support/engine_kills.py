@@ -1,7 +1,4 @@
-"""Kills the engine of a server under load repeatedly and compares what every client got.
-
-`python tests/e2e/engine_kills.py 200` kills 200 times and prints the result.
-"""
+"""Kills the engine of a server under load repeatedly and compares what every client got."""
 
 import collections
 import contextlib
@@ -11,13 +8,13 @@ import json
 import os
 import random
 import signal
-import sys
-import tempfile
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-from loraplex.testing.running_server import RunningServer, serving
+from loraplex.testing.running_server import RunningServer
 
 LONG, SHORT = 300, 20
 NUM_CLIENTS = 8
@@ -26,7 +23,7 @@ START_KILLS = 0.15
 """So often the engine is killed while it starts; else at a random moment of its work."""
 LONGEST_LIFE_SECONDS = 1.5
 
-REQUESTS: dict[str, dict] = {
+REQUESTS: dict[str, dict[str, Any]] = {
     "greedy": {"model": "capitals", "prompt": "The capital of France", "max_tokens": LONG},
     "adapter": {"model": "chinese", "prompt": "What is it?", "max_tokens": LONG},
     "other adapter": {"model": "japanese", "prompt": "x" * 200, "max_tokens": LONG},
@@ -61,12 +58,12 @@ REQUESTS: dict[str, dict] = {
 """Requests that produce the same tokens every time."""
 
 
-def body_of(request: dict) -> dict:
+def body_of(request: dict[str, Any]) -> dict[str, Any]:
     fixed = {"temperature": 0, "max_tokens": 200, "logprobs": 2, "stream": True, "ignore_eos": True}
     return {**fixed, **request, "stream_options": {"include_usage": True}}
 
 
-def send(port: int, request: dict) -> dict:
+def send(port: int, request: dict[str, Any]) -> dict[str, Any]:
     """What a client gets over SSE, put together: text, tokens, scores and ends of each choice."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=REQUEST_SECONDS)
     try:
@@ -80,9 +77,11 @@ def send(port: int, request: dict) -> dict:
         connection.close()
 
 
-def gather(lines) -> dict:
-    choices: dict = collections.defaultdict(lambda: {"text": "", "tokens": [], "scores": []})
-    response: dict = {"choices": choices, "is_done": False}
+def gather(lines: Iterable[str]) -> dict[str, Any]:
+    choices: dict[str, Any] = collections.defaultdict(
+        lambda: {"text": "", "tokens": [], "scores": []}
+    )
+    response: dict[str, Any] = {"choices": choices, "is_done": False}
     for line in lines:
         if not line.startswith("data: "):
             continue
@@ -124,8 +123,8 @@ def engine_pid(server: RunningServer) -> int | None:
 class Outcome:
     num_kills: int = 0
     num_kills_at_start: int = 0
-    num_responses: collections.Counter = dataclasses.field(default_factory=collections.Counter)
-    wrong: list = dataclasses.field(default_factory=list)
+    num_responses: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    wrong: list[Any] = dataclasses.field(default_factory=list)
     """(name of a request, what it got, what it should have got)."""
 
 
@@ -133,7 +132,11 @@ class Load:
     """Clients that send one request after the other until they are stopped."""
 
     def __init__(
-        self, server: RunningServer, requests: dict, expected: dict, outcome: Outcome
+        self,
+        server: RunningServer,
+        requests: dict[str, Any],
+        expected: dict[str, Any],
+        outcome: Outcome,
     ) -> None:
         self._server = server
         self._requests = requests
@@ -171,7 +174,7 @@ class Load:
                     self._outcome.wrong.append((name, response, self._expected[name]))
 
 
-def with_stop(server: RunningServer, request: dict) -> dict:
+def with_stop(server: RunningServer, request: dict[str, Any]) -> dict[str, Any]:
     """Return the request with a stop string that comes late in one of its outputs."""
     text = send(server.http_port, request)["choices"][0]["text"]
     middle = len(text) // 2
@@ -207,17 +210,3 @@ def kill_engines(server: RunningServer, num_kills: int, seed: int) -> Outcome:
                 os.kill(pid, signal.SIGKILL)
                 outcome.num_kills += 1
     return outcome
-
-
-def main(num_kills: int, seed: int) -> None:
-    start = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder, serving(Path(folder)) as server:
-        outcome = kill_engines(server, num_kills, seed)
-        assert server.stop() == 0
-    print(outcome)
-    seconds = time.monotonic() - start
-    print(f"{len(outcome.wrong)} wrong of {outcome.num_answers.total()}, {seconds:.0f} s")
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)
