@@ -13,9 +13,9 @@ import time
 
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.scheduler_settings import SchedulerSettings
-from loraplex.testing.fake_runner import FAKE_CAPACITY
 from support.capacities import changed_capacity
 from support.fake_engine import FakeEngine
+from support.fake_runner import FAKE_CAPACITY
 
 
 def plan_times(fakes: FakeEngine, num_steps: int) -> list[float]:

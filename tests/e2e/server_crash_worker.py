@@ -29,8 +29,8 @@ from loraplex.core.principal import DEFAULT_TENANT, LOCAL
 from loraplex.core.server_config import ServerConfig
 from loraplex.demo import ADAPTER_PATHS, BASE_PATH
 from loraplex.serving.request_metrics import RequestMetrics
-from loraplex.testing.fake_runner import FAKE_CAPACITY
 from support.fake_engine_process import FakeEngineSettings, fake_engine_thread
+from support.fake_runner import FAKE_CAPACITY
 
 MODEL = "capitals"
 NAMES = ("cats", "dogs", "../cows")

@@ -34,12 +34,12 @@ from loraplex.engine.journal_file import JournalLine
 from loraplex.engine.replay import replay
 from loraplex.memory.kv_salt import kv_salt
 from loraplex.testing.fake_clock import FakeClock
-from loraplex.testing.fake_loader import FakeLoader, fake_source
-from loraplex.testing.fake_model import FakeModel
-from loraplex.testing.fake_runner import FAKE_CAPACITY, FakeRunner, fake_logprob
 from support.capacities import changed_capacity
 from support.delayed_runner import DelayedRunner
 from support.examples import examples
+from support.fake_loader import FakeLoader, fake_source
+from support.fake_model import FakeModel
+from support.fake_runner import FAKE_CAPACITY, FakeRunner, fake_logprob
 from support.fake_search import search_alone
 
 MS = 1_000_000

@@ -46,13 +46,13 @@ from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.served_model import ServedModel
 from loraplex.serving.service import Service
 from loraplex.serving.text.chat_renderer import ChatRenderer
-from loraplex.testing.fake_loader import fake_source
-from loraplex.testing.fake_model import FakeModel
-from loraplex.testing.fake_runner import FAKE_CAPACITY
 from loraplex.text.tokenizer import load_tokenizer
 from support.engine_requests import engine_request
 from support.examples import examples
 from support.fake_engine_process import FakeEngineSettings, fake_engine_thread
+from support.fake_loader import fake_source
+from support.fake_model import FakeModel
+from support.fake_runner import FAKE_CAPACITY
 
 CAPACITY = msgspec.structs.replace(FAKE_CAPACITY, vocab_size=1024, num_adapter_pages=2)
 MODEL = FakeModel(CAPACITY.vocab_size)

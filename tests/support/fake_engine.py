@@ -14,10 +14,10 @@ from loraplex.engine.engine import Engine, build_engine
 from loraplex.engine.journal import Journal
 from loraplex.memory.kv_salt import kv_salt
 from loraplex.testing.fake_clock import FakeClock
-from loraplex.testing.fake_loader import FakeLoader, fake_source
-from loraplex.testing.fake_model import FakeModel
-from loraplex.testing.fake_runner import FAKE_CAPACITY, FakeRunner
 from support.delayed_runner import DelayedRunner
+from support.fake_loader import FakeLoader, fake_source
+from support.fake_model import FakeModel
+from support.fake_runner import FAKE_CAPACITY, FakeRunner
 
 MILLISECOND_NS = 1_000_000
 START_NS = 1_000_000_000

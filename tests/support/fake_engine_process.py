@@ -21,9 +21,9 @@ from loraplex.engine.loop import EngineLoop
 from loraplex.engine.messages import EngineFailed
 from loraplex.engine.process import be_engine_process
 from loraplex.serving.engines.link import EngineLink, LinkFactory, ProcessLink, ThreadLink
-from loraplex.testing.fake_loader import FakeLoader
-from loraplex.testing.fake_model import FakeModel
-from loraplex.testing.fake_runner import FAKE_CAPACITY, FakeRunner, FakeStep
+from support.fake_loader import FakeLoader
+from support.fake_model import FakeModel
+from support.fake_runner import FAKE_CAPACITY, FakeRunner, FakeStep
 
 _COMMAND = (sys.executable, "-m", "support.fake_engine_process")
 

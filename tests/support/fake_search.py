@@ -6,7 +6,7 @@ from loraplex.core.request import EngineRequest
 from loraplex.scheduling.beam_request import new_beam_searcher
 from loraplex.scheduling.beams import Hypothesis
 from loraplex.scheduling.stop import StopRules
-from loraplex.testing.fake_model import EMPTY_STATE, FakeModel
+from support.fake_model import EMPTY_STATE, FakeModel
 
 
 def search_alone(

@@ -24,7 +24,7 @@ from loraplex.kernels.ops import Kernels
 from loraplex.memory.adapter_pages import place
 from loraplex.models.spec import ModelSpec
 from loraplex.testing.fake_clock import FakeClock
-from loraplex.testing.fake_loader import FakeLoad
+from support.fake_loader import FakeLoad
 from support.grammar_tokens import vocabulary
 from support.random_conditions import FAILING_FIELDS, Conditions
 from support.random_schedules import RandomAdapters

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from loraplex.core.adapter import AdapterHandle, AdapterSource
 from loraplex.execution.adapters.host_adapters import HostAdapter, HostAdapters
-from loraplex.testing.fake_loader import FakeLoad
+from support.fake_loader import FakeLoad
 
 
 class InstantLoader:

@@ -12,7 +12,7 @@ from loraplex.engine.messages import EngineCommand, EngineEvent, EngineReady, St
 from loraplex.engine.step_marker import Progress
 from loraplex.serving.engines.link import EngineDied
 from loraplex.serving.engines.output_stream import OutputStream
-from loraplex.testing.fake_runner import FAKE_CAPACITY
+from support.fake_runner import FAKE_CAPACITY
 
 READY = EngineReady(FAKE_CAPACITY)
 

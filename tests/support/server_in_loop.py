@@ -13,9 +13,9 @@ from loraplex.core.plan import PageGeometry
 from loraplex.core.server_config import ServerConfig
 from loraplex.demo import BASE_PATH
 from loraplex.serving.engines.link import EngineLauncher
-from loraplex.testing.fake_runner import FAKE_CAPACITY
 from loraplex.testing.running_server import fetch, free_ports
 from support.fake_engine_process import FakeEngineSettings, fake_engine_thread
+from support.fake_runner import FAKE_CAPACITY
 
 CAPACITY = msgspec.structs.replace(
     FAKE_CAPACITY, vocab_size=1024, page_geometry=PageGeometry(slot_elements=8, slots_per_page=8192)

@@ -18,7 +18,6 @@ PUBLIC = {
     "loraplex.demo",
     "loraplex.testing.echo_backend",
     "loraplex.testing.fake_clock",
-    "loraplex.testing.fake_runner",
     "loraplex.testing.running_server",
 }
 """What users' own tests may import: the shipped model and the doubles."""

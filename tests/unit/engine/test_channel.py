@@ -15,7 +15,7 @@ from loraplex.engine.messages import (
     decode_event,
     encode,
 )
-from loraplex.testing.fake_runner import FAKE_CAPACITY
+from support.fake_runner import FAKE_CAPACITY
 
 READY = EngineReady(FAKE_CAPACITY)
 

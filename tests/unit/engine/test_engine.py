@@ -6,9 +6,9 @@ import pytest
 from loraplex.core.errors import AdapterNotFoundError, AdapterTooLargeError, DeviceLost
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.engine.engine import LOAD_POLL_NS
-from loraplex.testing.fake_loader import fake_source
-from loraplex.testing.fake_runner import FAKE_CAPACITY
 from support.fake_engine import MILLISECOND_NS, FakeEngine
+from support.fake_loader import fake_source
+from support.fake_runner import FAKE_CAPACITY
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.engine.journal import CommandTaken, JournalHeader, PlanMade
 from loraplex.engine.journal_file import NUM_PARTS, JournalError, JournalFile, JournalReader
 from loraplex.engine.messages import AddRequest, PreloadAdapter
-from loraplex.testing.fake_runner import FAKE_CAPACITY
 from support.engine_requests import engine_request
+from support.fake_runner import FAKE_CAPACITY
 
 HEADER = JournalHeader(
     loraplex="0",

@@ -20,11 +20,11 @@ from loraplex.engine.journal_file import JournalFile, JournalReader
 from loraplex.engine.replay import ReplayRefusedError, replay
 from loraplex.scheduling.scheduler import Scheduler
 from loraplex.testing.fake_clock import FakeClock
-from loraplex.testing.fake_runner import FAKE_CAPACITY
 from support import fake_engine
 from support.capacities import changed_capacity
 from support.engine_requests import engine_request
 from support.fake_engine import MILLISECOND_NS, FakeEngine
+from support.fake_runner import FAKE_CAPACITY
 
 SMALL: Capacity = changed_capacity(
     FAKE_CAPACITY,

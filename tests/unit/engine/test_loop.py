@@ -31,9 +31,9 @@ from loraplex.engine.messages import (
     StepDone,
     UnpinAdapter,
 )
-from loraplex.testing.fake_loader import FakeLoader, fake_source
-from loraplex.testing.fake_runner import FAKE_CAPACITY, FakeRunner
 from support.eventually import eventually
+from support.fake_loader import FakeLoader, fake_source
+from support.fake_runner import FAKE_CAPACITY, FakeRunner
 
 GEOMETRY = FAKE_CAPACITY.page_geometry
 QUIET_SECONDS = 0.05

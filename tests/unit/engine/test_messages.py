@@ -62,7 +62,7 @@ from loraplex.engine.messages import (
     decode_event,
     encode,
 )
-from loraplex.testing.fake_runner import FAKE_CAPACITY
+from support.fake_runner import FAKE_CAPACITY
 
 UINT64 = 2**64 - 1
 SAMPLING = SamplingParams(

@@ -5,10 +5,10 @@ import pytest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.scheduler_settings import BatchSchedulerPolicy, SchedulerSettings
 from loraplex.engine.step_marker import StepMarker
-from loraplex.testing.fake_model import FakeModel
-from loraplex.testing.fake_runner import FAKE_CAPACITY
 from support.capacities import changed_capacity
 from support.fake_engine import MILLISECOND_NS, FakeEngine
+from support.fake_model import FakeModel
+from support.fake_runner import FAKE_CAPACITY
 
 EVICTING = SchedulerSettings(batch_scheduler_policy=BatchSchedulerPolicy.MAX_UTILIZATION)
 

@@ -4,9 +4,9 @@ import pytest
 
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.scheduler_settings import SchedulerSettings
-from loraplex.testing.fake_runner import FAKE_CAPACITY
 from support.capacities import changed_capacity
 from support.fake_engine import FakeEngine
+from support.fake_runner import FAKE_CAPACITY
 
 TIMEOUT_NS = 10**12
 """Far beyond what a test's steps take, so that a test alone decides when it is up."""

@@ -4,8 +4,8 @@ import msgspec
 
 from loraplex.core.plan import RowResult, StepResult, StepTiming
 from loraplex.engine.step_record import MAX_ADAPTERS
-from loraplex.testing.fake_runner import FAKE_CAPACITY
 from support.fake_engine import MILLISECOND_NS, FakeEngine
+from support.fake_runner import FAKE_CAPACITY
 
 
 def test_prefill_and_decode_rows():

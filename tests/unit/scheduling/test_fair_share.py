@@ -6,10 +6,10 @@ import pytest
 
 from loraplex.core.scheduler_settings import FairShare, SchedulerSettings
 from loraplex.scheduling.fair_share import FairShares
-from loraplex.testing.fake_runner import FAKE_CAPACITY
 from support.capacities import changed_capacity
 from support.engine_requests import engine_request
 from support.fake_engine import FakeEngine
+from support.fake_runner import FAKE_CAPACITY
 
 
 def shares_of(kind=FairShare.ADAPTER):

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from loraplex.core.scheduler_settings import SchedulerSettings
-from loraplex.testing.fake_runner import FAKE_CAPACITY
 from support.fake_engine import FakeEngine
+from support.fake_runner import FAKE_CAPACITY
 
 BUDGET = 32
 SHORT, LONG = 40, 400

@@ -6,9 +6,9 @@ from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.scheduler_settings import BatchSchedulerPolicy, FairShare, SchedulerSettings
 from loraplex.scheduling.adapters import AdapterScan
 from loraplex.scheduling.batching import MAX_PREFETCHED_QUEUES
-from loraplex.testing.fake_runner import FAKE_CAPACITY
 from support.capacities import changed_capacity
 from support.fake_engine import MILLISECOND_NS, FakeEngine
+from support.fake_runner import FAKE_CAPACITY
 
 AGING_NS = 20 * MILLISECOND_NS
 

@@ -13,9 +13,9 @@ from loraplex.core.scheduler_settings import (
     FairShare,
     SchedulerSettings,
 )
-from loraplex.testing.fake_runner import FAKE_CAPACITY
 from support.capacities import changed_capacity
 from support.fake_engine import MILLISECOND_NS, FakeEngine
+from support.fake_runner import FAKE_CAPACITY
 
 
 def fake_engine(settings=None, *, num_polls=1, overlap=False, **capacity):

@@ -6,10 +6,10 @@ from loraplex.core.errors import ConfigError
 from loraplex.core.plan import KVGroupCapacity, LogitsNeeded
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.scheduler_settings import SchedulerSettings
-from loraplex.testing.fake_model import FakeModel
-from loraplex.testing.fake_runner import FAKE_CAPACITY, fake_logprob
 from support.capacities import changed_capacity
 from support.fake_engine import MILLISECOND_NS, FakeEngine
+from support.fake_model import FakeModel
+from support.fake_runner import FAKE_CAPACITY, fake_logprob
 
 
 def fake_engine(settings=None, *, model=None, **capacity):

@@ -10,10 +10,10 @@ from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.scheduler_settings import BatchSchedulerPolicy, SchedulerSettings
 from loraplex.scheduling.prompt_lookup import NgramIndex
 from loraplex.scheduling.speculation import MAX_INDEXED_TOKENS
-from loraplex.testing.fake_model import FakeModel
-from loraplex.testing.fake_runner import FAKE_CAPACITY, FakeRunner, FakeStep, fake_logprob
 from support.capacities import changed_capacity
 from support.fake_engine import FakeEngine
+from support.fake_model import FakeModel
+from support.fake_runner import FAKE_CAPACITY, FakeRunner, FakeStep, fake_logprob
 
 FEW_TOKENS = FakeModel(vocab_size=3)
 """Its text repeats often."""

@@ -22,10 +22,10 @@ from loraplex.serving.engines.async_engine import AsyncEngine
 from loraplex.serving.served_model import ServedModel
 from loraplex.serving.text.chat_renderer import ChatRenderer
 from loraplex.serving.text.chat_template_files import find_templates
-from loraplex.testing.fake_loader import fake_source
-from loraplex.testing.fake_runner import FAKE_CAPACITY
 from loraplex.text.tokenizer import load_tokenizer
 from support.fake_engine_process import FakeEngineSettings, fake_engine_thread
+from support.fake_loader import fake_source
+from support.fake_runner import FAKE_CAPACITY
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from loraplex.serving.model_memory import (
     memory_of,
     stored,
 )
-from loraplex.testing.fake_runner import FAKE_CAPACITY
+from support.fake_runner import FAKE_CAPACITY
 
 CAPACITY = msgspec.structs.replace(
     FAKE_CAPACITY,

@@ -26,7 +26,7 @@ _MAX_PATH_CHARS = 256
 
 
 class Reloading:
-    """Reloader of one server's repository; a frontends.kserve.model_control.Reload."""
+    """Reloader of one server's repository; a frontends.kserve.models.model_control.Reload."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Reloading:
         self._configure = configure
 
     def discover(self, name: str) -> FoundModel:
-        """Read the repository for one model; a frontends.kserve.model_control.Discover."""
+        """Read the repository for one model; a frontends.kserve.models.model_control.Discover."""
         try:
             repository = read_repositories(self._paths, (name,))
             base = next(d.base_model for d in repository.declarations if d.name == name)

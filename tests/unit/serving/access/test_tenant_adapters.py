@@ -8,8 +8,8 @@ from loraplex.core.adapter import AdapterRef, ByDigest, ByName, ByTaskId
 from loraplex.core.errors import AdapterLoadError, AdapterNotFoundError, PermissionDeniedError
 from loraplex.core.principal import ALL, DEFAULT_TENANT, NONE, Names, Principal, Rights
 from loraplex.serving.access.tenant_adapters import TenantAdapters
-from loraplex.testing.fake_loader import fake_source
-from loraplex.testing.fake_runner import FAKE_CAPACITY
+from support.fake_loader import fake_source
+from support.fake_runner import FAKE_CAPACITY
 
 
 def add(store, tenant, name, digest=None, **fields):

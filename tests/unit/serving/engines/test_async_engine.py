@@ -23,8 +23,8 @@ from loraplex.engine.messages import (
 from loraplex.serving.engines import async_engine
 from loraplex.serving.engines.async_engine import AsyncEngine, EngineState
 from loraplex.testing.fake_clock import FakeClock
-from loraplex.testing.fake_loader import fake_source
-from loraplex.testing.fake_runner import FAKE_CAPACITY
+from support.fake_loader import fake_source
+from support.fake_runner import FAKE_CAPACITY
 from support.scripted_engine import (
     READY,
     done,

@@ -21,8 +21,8 @@ from loraplex.engine.messages import (
     UnpinAdapter,
 )
 from loraplex.serving.engines import queries
-from loraplex.testing.fake_loader import fake_source
-from loraplex.testing.fake_runner import FAKE_CAPACITY
+from support.fake_loader import fake_source
+from support.fake_runner import FAKE_CAPACITY
 from support.scripted_engine import until
 
 SOURCE = fake_source("digest", FAKE_CAPACITY.page_geometry)

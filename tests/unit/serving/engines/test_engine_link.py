@@ -21,12 +21,12 @@ from loraplex.engine.messages import (
     StepDone,
 )
 from loraplex.serving.engines.link import EngineDied, ProcessLink, ThreadLink
-from loraplex.testing.fake_runner import FAKE_CAPACITY
 from support.fake_engine_process import (
     FakeEngineSettings,
     fake_engine_process,
     fake_engine_thread,
 )
+from support.fake_runner import FAKE_CAPACITY
 
 LINKS = {"thread": fake_engine_thread, "process": fake_engine_process}
 
@@ -35,7 +35,7 @@ import os, signal, time
 from loraplex.core.errors import ErrorInfo
 from loraplex.engine.messages import AdapterRejected, EngineReady
 from loraplex.engine.process import be_engine_process
-from loraplex.testing.fake_runner import FAKE_CAPACITY
+from support.fake_runner import FAKE_CAPACITY
 
 def send(channel, digest):
     channel.send(AdapterRejected(digest, ErrorInfo("x", "y")))

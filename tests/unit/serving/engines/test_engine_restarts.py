@@ -37,8 +37,8 @@ from loraplex.serving.engines.in_flight_request import (
 from loraplex.serving.engines.restart_limits import RestartLimits
 from loraplex.serving.logits_files import files_of, read_and_delete
 from loraplex.testing.fake_clock import FakeClock
-from loraplex.testing.fake_loader import fake_source
-from loraplex.testing.fake_runner import FAKE_CAPACITY
+from support.fake_loader import fake_source
+from support.fake_runner import FAKE_CAPACITY
 from support.scripted_engine import (
     ScriptedLink,
     died,

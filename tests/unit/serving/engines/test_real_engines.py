@@ -17,13 +17,13 @@ from loraplex.core.plan import KVGroupCapacity
 from loraplex.serving.engines.async_engine import AsyncEngine
 from loraplex.serving.engines.in_flight_request import MAX_BLAME
 from loraplex.serving.engines.link import ThreadLink
-from loraplex.testing.fake_loader import fake_source
-from loraplex.testing.fake_runner import FAKE_CAPACITY
 from support.fake_engine_process import (
     FakeEngineSettings,
     fake_engine_process,
     fake_engine_thread,
 )
+from support.fake_loader import fake_source
+from support.fake_runner import FAKE_CAPACITY
 from support.scripted_engine import (
     READY,
     ended,

@@ -1,6 +1,6 @@
 """The KV blocks of a FakeRunner, and its error for a plan that breaks a rule."""
 
-from loraplex.testing.fake_model import EMPTY_STATE, State
+from support.fake_model import EMPTY_STATE, State
 
 
 class PlanViolation(AssertionError):

@@ -25,9 +25,9 @@ from loraplex.core.plan import (
     StepResult,
 )
 from loraplex.memory.adapter_pages import place
-from loraplex.testing.fake_blocks import PlanViolation, empty_blocks, move, require
-from loraplex.testing.fake_loader import FakeLoader
-from loraplex.testing.fake_model import EMPTY_STATE, FakeModel, State
+from support.fake_blocks import PlanViolation, empty_blocks, move, require
+from support.fake_loader import FakeLoader
+from support.fake_model import EMPTY_STATE, FakeModel, State
 
 SPOILT: State = b"spoilt by a row that failed"
 
