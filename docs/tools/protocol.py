@@ -8,7 +8,6 @@ from tritonclient.grpc import service_pb2
 
 from loraplex.core.metrics_config import MetricsConfig
 from loraplex.core.support import Feature, Support, support_of
-from loraplex.frontends.exact_counters import ExactCounter
 from loraplex.frontends.kserve.grpc.health import SERVICE as HEALTH_SERVICE
 from loraplex.frontends.kserve.grpc.servicer import TritonServicer
 from loraplex.frontends.kserve.grpc.stream import ERRORS_END_STREAM
@@ -24,6 +23,7 @@ from loraplex.frontends.kserve.trace_settings import DEFAULTS as TRACE_SETTINGS
 from loraplex.frontends.kserve.trace_settings import FIXED as FIXED_TRACE_SETTINGS
 from loraplex.frontends.ops.gateway_metrics import GatewayCollector
 from loraplex.frontends.ops.metrics import metrics_registry
+from loraplex.frontends.prometheus_text import ExactCounter
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.testing.echo_backend import EchoBackend
 from tools.not_served import ABSENT_METRICS

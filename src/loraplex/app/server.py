@@ -87,7 +87,12 @@ class Server:
             await stack.enter_async_context(following(keys))
             self._handle_signals(reporting, keys)
             scraped = guarded_metrics(
-                metrics_app(service, metrics, [*triton.collectors(), *reporting.collectors()]),
+                metrics_app(
+                    service,
+                    metrics,
+                    [*triton.collectors(), *reporting.collectors()],
+                    triton.catalog.has_vllm_gauges,
+                ),
                 authenticate,
             )
             app = http_app(

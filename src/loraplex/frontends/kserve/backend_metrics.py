@@ -11,12 +11,12 @@ from prometheus_client.registry import Collector
 
 from loraplex.core.errors import NotReadyError
 from loraplex.core.stats import EngineStats
-from loraplex.frontends.exact_counters import ExactCounter
 from loraplex.frontends.kserve.models.catalog import Catalog
 from loraplex.frontends.kserve.models.kinds import Dialect
 from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
 from loraplex.frontends.kserve.models.triton_model import TritonModel
 from loraplex.frontends.kserve.token_metrics import TokenLabels
+from loraplex.frontends.prometheus_text import ExactCounter
 from loraplex.serving.backend import Backend
 from loraplex.serving.model_memory import ModelMemory
 

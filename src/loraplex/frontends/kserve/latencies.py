@@ -8,6 +8,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from prometheus_client.utils import floatToGoString
+
 WINDOW_SECONDS = 60.0
 """Window of a summary: the default of Triton's library, prometheus-cpp."""
 MAX_VALUES = 10_000
@@ -50,20 +52,13 @@ class Histogram:
             self._counts[bisect.bisect_left(self.bounds, value)] += count
             self.sum += value * count
 
-    def cumulative(
-        self, formatted: Callable[[float], str] | None = None
-    ) -> list[tuple[str, float]]:
-        """(bound, values up to it), with +Inf in the end. formatted: how a bound is written."""
-        formatted = formatted or _briefly
+    def cumulative(self) -> list[tuple[str, float]]:
+        """(bound, values up to it), with +Inf in the end."""
         totals = itertools.accumulate(self._counts)
         return [
-            (formatted(bound), float(total))
+            (floatToGoString(bound), float(total))
             for bound, total in zip((*self.bounds, math.inf), totals, strict=True)
         ]
-
-
-def _briefly(bound: float) -> str:
-    return "+Inf" if bound == math.inf else f"{bound:g}"
 
 
 @dataclasses.dataclass(slots=True)

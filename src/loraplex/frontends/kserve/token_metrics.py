@@ -4,14 +4,12 @@ Families nv_llm_* and vllm:*, labelled as there with the Triton model and its ve
 adds to plain numbers; a scrape makes families of them.
 """
 
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import msgspec
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from loraplex.frontends.kserve.latencies import Histogram
 
@@ -89,8 +87,6 @@ class _Series:
     """The values of one model in some families, by their names."""
 
     def __init__(self, families: Mapping[str, _Family]) -> None:
-        self.created = time.time()
-        """Unix seconds."""
         self.histograms = {
             name: Histogram(family.bounds) for name, family in families.items() if family.bounds
         }
@@ -166,7 +162,7 @@ def _counter(
 ) -> CounterMetricFamily:
     collected = CounterMetricFamily(metric, family.text, labels=labels)
     for values, series in rows:
-        collected.add_metric(values, series.counters[name], created=series.created)
+        collected.add_metric(values, series.counters[name])
     return collected
 
 
@@ -176,8 +172,5 @@ def _histogram(
     collected = HistogramMetricFamily(metric, family.text, labels=labels)
     for values, series in rows:
         histogram = series.histograms[name]
-        collected.add_metric(values, histogram.cumulative(floatToGoString), histogram.sum)
-        collected.add_sample(
-            f"{metric}_created", dict(zip(labels, values, strict=True)), series.created
-        )
+        collected.add_metric(values, histogram.cumulative(), histogram.sum)
     return collected

@@ -6,10 +6,10 @@ from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Met
 from prometheus_client.registry import Collector
 
 from loraplex.core.metrics_config import MetricsConfig
-from loraplex.frontends.exact_counters import ExactCounter
 from loraplex.frontends.kserve.latencies import RecentValues
 from loraplex.frontends.kserve.models.catalog import Catalog
 from loraplex.frontends.kserve.statistics import Durations, ModelCounts, Statistics
+from loraplex.frontends.prometheus_text import ExactCounter
 
 LABELS = ("model", "version")
 

@@ -46,10 +46,17 @@ _GAUGES: tuple[_Gauge, ...] = (
 
 
 class GatewayCollector(Collector):
-    """Gauges of all models. Call `refresh` before it collects: it queries the engines."""
+    """Gauges of the models. Call `refresh` before it collects: it queries the engines."""
 
-    def __init__(self, backend: Backend, unix_seconds: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        has_gauges: Callable[[str], bool] | None = None,
+        unix_seconds: Callable[[], float] = time.time,
+    ) -> None:
+        """has_gauges: whether a model has them; None: all do."""
         self._backend = backend
+        self._has_gauges = has_gauges
         self._unix_seconds = unix_seconds
         self._activities: dict[str, AdapterActivity] = {}
         self._refreshed = 0.0
@@ -57,8 +64,7 @@ class GatewayCollector(Collector):
     async def refresh(self) -> None:
         """Query the engines for the states and users of their adapters."""
         self._activities = {
-            card.name: await self._backend.model(card.name).adapter_activity()
-            for card in self._backend.models()
+            name: await self._backend.model(name).adapter_activity() for name in self._names()
         }
         self._refreshed = self._unix_seconds()
 
@@ -67,14 +73,20 @@ class GatewayCollector(Collector):
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        names = [card.name for card in self._backend.models()]
+        names = self._names()
         stats = {name: self._backend.model(name).stats for name in names}
         for name, text, value in _GAUGES:
             gauge = GaugeMetricFamily(name, text, labels=["model_name"])
             for model in names:
                 gauge.add_metric([model], value(stats[model]))
             yield gauge
-        yield self._lora_requests_info()
+        if names:
+            yield self._lora_requests_info()
+
+    def _names(self) -> list[str]:
+        names = [card.name for card in self._backend.models()]
+        has_gauges = self._has_gauges
+        return names if has_gauges is None else [name for name in names if has_gauges(name)]
 
     def _lora_requests_info(self) -> Metric:
         """One series for all models: the extension reads only the newest."""

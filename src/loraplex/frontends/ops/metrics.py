@@ -17,11 +17,11 @@ from starlette.types import ASGIApp
 
 from loraplex.core.principal import LOCAL
 from loraplex.core.stats import EngineStats
-from loraplex.frontends.exact_counters import with_counters
 from loraplex.frontends.openapi.operation import TEXT, Described, Media, Operation, ResponseDoc
 from loraplex.frontends.ops.gateway_metrics import GatewayCollector
 from loraplex.frontends.ops.memory_metrics import MemoryCollector
 from loraplex.frontends.ops.responses import guard_responses
+from loraplex.frontends.prometheus_text import as_originals_write
 from loraplex.serving.backend import Backend
 from loraplex.serving.request_metrics import RequestMetrics
 
@@ -176,26 +176,35 @@ _COUNTERS: tuple[_Family, ...] = (
 
 
 def metrics_app(
-    backend: Backend, request_metrics: RequestMetrics, collectors: Iterable[Collector] = ()
+    backend: Backend,
+    request_metrics: RequestMetrics,
+    collectors: Iterable[Collector] = (),
+    has_gauges: Callable[[str], bool] | None = None,
 ) -> ASGIApp:
     """An app with one route, GET /metrics; for a port of its own or to be mounted.
 
-    collectors: of other front ends.
+    collectors: of other front ends. has_gauges: whether a base model has vLLM's gauges; None: all.
     """
-    return Starlette(routes=metrics_routes(backend, request_metrics, collectors))
+    return Starlette(routes=metrics_routes(backend, request_metrics, collectors, has_gauges))
 
 
 def metrics_routes(
-    backend: Backend, request_metrics: RequestMetrics, collectors: Iterable[Collector] = ()
+    backend: Backend,
+    request_metrics: RequestMetrics,
+    collectors: Iterable[Collector] = (),
+    has_gauges: Callable[[str], bool] | None = None,
 ) -> list[Route]:
     """Return the routes: OpenMetrics for clients that accept it, else Prometheus' text format."""
-    gateway = GatewayCollector(backend)
+    gateway = GatewayCollector(backend, has_gauges)
     registry = metrics_registry(backend, request_metrics, [gateway, *collectors])
 
     async def metrics(request: Request) -> Response:
         await gateway.refresh()
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(with_counters(encode(registry)), headers={"content-type": content_type})
+        text = encode(registry)
+        if content_type.startswith("text/plain"):
+            text = as_originals_write(text)
+        return Response(text, headers={"content-type": content_type})
 
     return [Route("/metrics", metrics, methods=["GET"])]
 

@@ -50,7 +50,7 @@ def test_a_histogram_counts_up_to_its_bounds():
     histogram = Histogram((100.0, 500.0))
     for value in (1, 100, 100.5, 501):
         histogram.add(value)
-    assert histogram.cumulative() == [("100", 2), ("500", 3), ("+Inf", 4)]
+    assert histogram.cumulative() == [("100.0", 2), ("500.0", 3), ("+Inf", 4)]
     assert histogram.sum == pytest.approx(702.5)
 
 

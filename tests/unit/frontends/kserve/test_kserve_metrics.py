@@ -53,55 +53,55 @@ STATS = EngineStats(
 TRT_LLM = """\
 # HELP nv_trt_llm_request_metrics TRT LLM request metrics
 # TYPE nv_trt_llm_request_metrics gauge
-nv_trt_llm_request_metrics{model="tensorrt_llm",request_type="active",version="1"} 5.0
-nv_trt_llm_request_metrics{model="tensorrt_llm",request_type="max",version="1"} 128.0
-nv_trt_llm_request_metrics{model="tensorrt_llm",request_type="scheduled",version="1"} 5.0
-nv_trt_llm_request_metrics{model="tensorrt_llm",request_type="context",version="1"} 2.0
-nv_trt_llm_request_metrics{model="tensorrt_llm",request_type="waiting",version="1"} 3.0
+nv_trt_llm_request_metrics{model="tensorrt_llm",request_type="active",version="1"} 5
+nv_trt_llm_request_metrics{model="tensorrt_llm",request_type="max",version="1"} 128
+nv_trt_llm_request_metrics{model="tensorrt_llm",request_type="scheduled",version="1"} 5
+nv_trt_llm_request_metrics{model="tensorrt_llm",request_type="context",version="1"} 2
+nv_trt_llm_request_metrics{model="tensorrt_llm",request_type="waiting",version="1"} 3
 # HELP nv_trt_llm_runtime_memory_metrics TRT LLM runtime memory metrics
 # TYPE nv_trt_llm_runtime_memory_metrics gauge
-nv_trt_llm_runtime_memory_metrics{memory_type="cpu",model="tensorrt_llm",version="1"} 0.0
-nv_trt_llm_runtime_memory_metrics{memory_type="gpu",model="tensorrt_llm",version="1"} 0.0
-nv_trt_llm_runtime_memory_metrics{memory_type="pinned",model="tensorrt_llm",version="1"} 0.0
+nv_trt_llm_runtime_memory_metrics{memory_type="cpu",model="tensorrt_llm",version="1"} 0
+nv_trt_llm_runtime_memory_metrics{memory_type="gpu",model="tensorrt_llm",version="1"} 0
+nv_trt_llm_runtime_memory_metrics{memory_type="pinned",model="tensorrt_llm",version="1"} 0
 # HELP nv_trt_llm_kv_cache_block_metrics TRT LLM KV cache block metrics
 # TYPE nv_trt_llm_kv_cache_block_metrics gauge
-nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="max",model="tensorrt_llm",version="1"} 20.0
-nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="free",model="tensorrt_llm",version="1"} 15.0
-nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="used",model="tensorrt_llm",version="1"} 5.0
-nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="tokens_per",model="tensorrt_llm",version="1"} 16.0
-nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="reused",model="tensorrt_llm",version="1"} 2.0
+nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="max",model="tensorrt_llm",version="1"} 20
+nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="free",model="tensorrt_llm",version="1"} 15
+nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="used",model="tensorrt_llm",version="1"} 5
+nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="tokens_per",model="tensorrt_llm",version="1"} 16
+nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="reused",model="tensorrt_llm",version="1"} 2
 nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="fraction",model="tensorrt_llm",version="1"} 0.25
 # HELP nv_trt_llm_inflight_batcher_metrics TRT LLM inflight_batcher-specific metrics
 # TYPE nv_trt_llm_inflight_batcher_metrics gauge
-nv_trt_llm_inflight_batcher_metrics{inflight_batcher_specific_metric="total_context_tokens",model="tensorrt_llm",version="1"} 77.0
-nv_trt_llm_inflight_batcher_metrics{inflight_batcher_specific_metric="generation_requests",model="tensorrt_llm",version="1"} 3.0
-nv_trt_llm_inflight_batcher_metrics{inflight_batcher_specific_metric="micro_batch_id",model="tensorrt_llm",version="1"} 0.0
-nv_trt_llm_inflight_batcher_metrics{inflight_batcher_specific_metric="paused_requests",model="tensorrt_llm",version="1"} 4.0
+nv_trt_llm_inflight_batcher_metrics{inflight_batcher_specific_metric="total_context_tokens",model="tensorrt_llm",version="1"} 77
+nv_trt_llm_inflight_batcher_metrics{inflight_batcher_specific_metric="generation_requests",model="tensorrt_llm",version="1"} 3
+nv_trt_llm_inflight_batcher_metrics{inflight_batcher_specific_metric="micro_batch_id",model="tensorrt_llm",version="1"} 0
+nv_trt_llm_inflight_batcher_metrics{inflight_batcher_specific_metric="paused_requests",model="tensorrt_llm",version="1"} 4
 # HELP nv_trt_llm_general_metrics General TRT LLM metrics
 # TYPE nv_trt_llm_general_metrics gauge
-nv_trt_llm_general_metrics{general_type="iteration_counter",model="tensorrt_llm",version="1"} 11.0
+nv_trt_llm_general_metrics{general_type="iteration_counter",model="tensorrt_llm",version="1"} 11
 # HELP nv_trt_llm_disaggregated_serving_metrics TRT LLM disaggregated serving metrics
 # TYPE nv_trt_llm_disaggregated_serving_metrics counter
-nv_trt_llm_disaggregated_serving_metrics{disaggregated_serving_type="kv_cache_transfer_ms",model="tensorrt_llm",version="1"} 0.0
-nv_trt_llm_disaggregated_serving_metrics{disaggregated_serving_type="request_count",model="tensorrt_llm",version="1"} 0.0
+nv_trt_llm_disaggregated_serving_metrics{disaggregated_serving_type="kv_cache_transfer_ms",model="tensorrt_llm",version="1"} 0
+nv_trt_llm_disaggregated_serving_metrics{disaggregated_serving_type="request_count",model="tensorrt_llm",version="1"} 0
 """  # noqa: E501
 
 INFERENCE = """\
 # HELP nv_inference_request_success Number of successful inference requests, all batch sizes
 # TYPE nv_inference_request_success counter
-nv_inference_request_success{model="echo",version="1"} 2.0
+nv_inference_request_success{model="echo",version="1"} 2
 # HELP nv_inference_count Number of inferences performed (does not include cached requests)
 # TYPE nv_inference_count counter
-nv_inference_count{model="echo",version="1"} 3.0
+nv_inference_count{model="echo",version="1"} 3
 # HELP nv_inference_exec_count Number of model executions performed (does not include cached requests)
 # TYPE nv_inference_exec_count counter
-nv_inference_exec_count{model="echo",version="1"} 2.0
+nv_inference_exec_count{model="echo",version="1"} 2
 # HELP nv_inference_request_failure Number of failed inference requests, all batch sizes
 # TYPE nv_inference_request_failure counter
-nv_inference_request_failure{model="echo",reason="REJECTED",version="1"} 1.0
-nv_inference_request_failure{model="echo",reason="CANCELED",version="1"} 1.0
-nv_inference_request_failure{model="echo",reason="BACKEND",version="1"} 1.0
-nv_inference_request_failure{model="echo",reason="OTHER",version="1"} 1.0
+nv_inference_request_failure{model="echo",reason="REJECTED",version="1"} 1
+nv_inference_request_failure{model="echo",reason="CANCELED",version="1"} 1
+nv_inference_request_failure{model="echo",reason="BACKEND",version="1"} 1
+nv_inference_request_failure{model="echo",reason="OTHER",version="1"} 1
 # HELP nv_inference_request_duration_us Cumulative inference request duration in microseconds (includes cached requests)
 # TYPE nv_inference_request_duration_us counter
 # HELP nv_inference_queue_duration_us Cumulative inference queuing duration in microseconds (includes cached requests)
@@ -114,28 +114,28 @@ nv_inference_request_failure{model="echo",reason="OTHER",version="1"} 1.0
 # TYPE nv_inference_compute_output_duration_us counter
 # HELP nv_inference_pending_request_count Instantaneous number of pending requests awaiting execution per-model.
 # TYPE nv_inference_pending_request_count gauge
-nv_inference_pending_request_count{model="echo",version="1"} 0.0
+nv_inference_pending_request_count{model="echo",version="1"} 0
 """  # noqa: E501
 
 TOKENS = """\
 # HELP nv_llm_input_token_len TRT LLM response metrics
 # TYPE nv_llm_input_token_len histogram
-nv_llm_input_token_len_bucket{le="10.0",model="tensorrt_llm",response_metric_type="total_input_tokens",version="1"} 3.0
-nv_llm_input_token_len_bucket{le="50.0",model="tensorrt_llm",response_metric_type="total_input_tokens",version="1"} 3.0
-nv_llm_input_token_len_bucket{le="1000.0",model="tensorrt_llm",response_metric_type="total_input_tokens",version="1"} 3.0
-nv_llm_input_token_len_bucket{le="+Inf",model="tensorrt_llm",response_metric_type="total_input_tokens",version="1"} 3.0
-nv_llm_input_token_len_sum{model="tensorrt_llm",response_metric_type="total_input_tokens",version="1"} 9.0
-nv_llm_output_token_len_count{model="tensorrt_llm",response_metric_type="total_output_tokens",version="1"} 3.0
-nv_llm_output_token_len_sum{model="tensorrt_llm",response_metric_type="total_output_tokens",version="1"} 24.0
+nv_llm_input_token_len_bucket{model="tensorrt_llm",response_metric_type="total_input_tokens",version="1",le="10"} 3
+nv_llm_input_token_len_bucket{model="tensorrt_llm",response_metric_type="total_input_tokens",version="1",le="50"} 3
+nv_llm_input_token_len_bucket{model="tensorrt_llm",response_metric_type="total_input_tokens",version="1",le="1000"} 3
+nv_llm_input_token_len_bucket{model="tensorrt_llm",response_metric_type="total_input_tokens",version="1",le="+Inf"} 3
+nv_llm_input_token_len_sum{model="tensorrt_llm",response_metric_type="total_input_tokens",version="1"} 9
+nv_llm_output_token_len_count{model="tensorrt_llm",response_metric_type="total_output_tokens",version="1"} 3
+nv_llm_output_token_len_sum{model="tensorrt_llm",response_metric_type="total_output_tokens",version="1"} 24
 # HELP vllm:prompt_tokens_total Number of prefill tokens processed.
 # TYPE vllm:prompt_tokens_total counter
-vllm:prompt_tokens_total{model="echo",version="1"} 9.0
-vllm:generation_tokens_total{model="echo",version="1"} 24.0
-vllm:request_prompt_tokens_bucket{le="2.0",model="echo",version="1"} 0.0
-vllm:request_prompt_tokens_bucket{le="5.0",model="echo",version="1"} 3.0
-vllm:request_generation_tokens_bucket{le="5.0",model="echo",version="1"} 0.0
-vllm:request_generation_tokens_bucket{le="10.0",model="echo",version="1"} 3.0
-vllm:request_params_n_bucket{le="1.0",model="echo",version="1"} 3.0
+vllm:prompt_tokens_total{model="echo",version="1"} 9
+vllm:generation_tokens_total{model="echo",version="1"} 24
+vllm:request_prompt_tokens_bucket{model="echo",version="1",le="2"} 0
+vllm:request_prompt_tokens_bucket{model="echo",version="1",le="5"} 3
+vllm:request_generation_tokens_bucket{model="echo",version="1",le="5"} 0
+vllm:request_generation_tokens_bucket{model="echo",version="1",le="10"} 3
+vllm:request_params_n_bucket{model="echo",version="1",le="1"} 3
 """  # noqa: E501
 
 
@@ -165,7 +165,9 @@ def service(backend):
 
 
 async def scrape(service, accept="text/plain"):
-    app = metrics_app(service.backend, RequestMetrics(), service.collectors())
+    app = metrics_app(
+        service.backend, RequestMetrics(), service.collectors(), service.catalog.has_vllm_gauges
+    )
     async with httpx.AsyncClient(
         transport=httpx.ASGITransport(app=app), base_url="http://metrics"
     ) as client:
@@ -281,10 +283,10 @@ async def test_tensorrt_llm_has_waiting_requests_and_responds_for_an_ensemble(ba
     await service.infer(request(), LOCAL)
     lines = (await scrape(service)).splitlines()
     labels = 'model="tensorrt_llm",version="1"'
-    assert f"nv_inference_request_success{{{labels}}} 1.0" in lines
-    assert f"nv_inference_request_summary_us_count{{{labels}}} 1.0" in lines
+    assert f"nv_inference_request_success{{{labels}}} 1" in lines
+    assert f"nv_inference_request_summary_us_count{{{labels}}} 1" in lines
     name = "nv_inference_first_response_histogram_ms_count"
-    assert f"{name}{{{labels}}} 2.0" in lines
+    assert f"{name}{{{labels}}} 2" in lines
 
 
 async def test_an_abandoned_stream_counts_as_cancelled(service):
@@ -314,8 +316,12 @@ async def test_models_of_vllm_report_if_they_say_so(backend, reports, num_lines)
     async for _ in await service.stream(text, LOCAL):
         pass
     lines = (await scrape(service)).splitlines()
-    line = 'vllm:prompt_tokens_total{model="vllm_model",version="3"} 3.0'
+    line = 'vllm:prompt_tokens_total{model="vllm_model",version="3"} 3'
     assert lines.count(line) == num_lines
+    gauges = [line for line in lines if line.startswith("vllm:num_requests_running{")]
+    assert len(gauges) == num_lines
+    assert len([line for line in lines if line.startswith("vllm:lora_requests_info{")]) == num_lines
+    assert all(line[0] == "#" or not line.startswith("vllm:") for line in lines) is not reports
     assert not any(line.startswith("nv_llm_input_token_len_count") for line in lines)
 
 
@@ -373,9 +379,9 @@ async def test_static_batches_have_a_family_of_their_own(backend):
     assert [line for line in lines if line.startswith("nv_trt_llm_v1_metrics{")] == [
         f'nv_trt_llm_v1_metrics{{model="static",v1_specific_metric="{label}",version="1"}} {value}'
         for label, value in (
-            ("total_context_tokens", 77.0),
-            ("total_generation_tokens", 3.0),
-            ("empty_generation_slots", 5.0),
+            ("total_context_tokens", 77),
+            ("total_generation_tokens", 3),
+            ("empty_generation_slots", 5),
         )
     ]
     batches = [line for line in lines if line.startswith("nv_trt_llm_inflight_batcher_metrics{")]
@@ -385,9 +391,9 @@ async def test_static_batches_have_a_family_of_their_own(backend):
 
 async def test_token_families_are_there_before_the_first_request(service):
     lines = (await scrape(service)).splitlines()
-    zero = 'response_metric_type="total_input_tokens",version="1"} 0.0'
+    zero = 'response_metric_type="total_input_tokens",version="1"} 0'
     assert f'nv_llm_input_token_len_count{{model="tensorrt_llm",{zero}' in lines
-    assert 'vllm:generation_tokens_total{model="echo",version="1"} 0.0' in lines
+    assert 'vllm:generation_tokens_total{model="echo",version="1"} 0' in lines
 
 
 def with_buckets(*buckets, family="nv_inference_first_response_histogram_ms"):

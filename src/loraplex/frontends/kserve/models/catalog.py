@@ -17,6 +17,7 @@ from loraplex.frontends.kserve.errors import NotFoundError
 from loraplex.frontends.kserve.models.bls import BLS
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration
 from loraplex.frontends.kserve.models.ensemble import ENSEMBLE
+from loraplex.frontends.kserve.models.kinds import Dialect
 from loraplex.frontends.kserve.models.model_control import ModelControl
 from loraplex.frontends.kserve.models.postprocessing import POSTPROCESSING
 from loraplex.frontends.kserve.models.preprocessing import PREPROCESSING
@@ -94,6 +95,14 @@ class Catalog:
         """The loaded model that generates for others of the same base model, if there is one."""
         self._refresh()
         return self._token_models.get(model.card.name)
+
+    def has_vllm_gauges(self, base_model: str) -> bool:
+        """Return False for a model of the vLLM backend that does not report its metrics."""
+        self._refresh()
+        models = [each for each in self._models.values() if each.card.name == base_model]
+        return all(
+            each.options.reports_metrics for each in models if each.kind.dialect is Dialect.VLLM
+        )
 
     def steps(self, model: TritonModel) -> Mapping[str, str]:
         """Names by kind of the loaded models that do the work of an ensemble or a BLS: those
