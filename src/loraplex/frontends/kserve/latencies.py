@@ -14,6 +14,8 @@ WINDOW_SECONDS = 60.0
 """Window of a summary: the default of Triton's library, prometheus-cpp."""
 MAX_VALUES = 10_000
 """Values per window: the newest ones are kept."""
+_written: Callable[[float], str] = floatToGoString
+"""How prometheus_client writes a bound."""
 FIRST_RESPONSE_BUCKETS_MS = (100.0, 500.0, 2000.0, 5000.0)
 
 
@@ -56,7 +58,7 @@ class Histogram:
         """(bound, values up to it), with +Inf in the end."""
         totals = itertools.accumulate(self._counts)
         return [
-            (floatToGoString(bound), float(total))
+            (_written(bound), float(total))
             for bound, total in zip((*self.bounds, math.inf), totals, strict=True)
         ]
 
