@@ -1,7 +1,7 @@
 """Forks, offload and windows: every live sequence reads its own KV, wherever its blocks have been.
 
 As in test_prefix_cache the machine plays scheduler and runner, and writes into a shadow of each
-block, on the device and on the host, what a model would compute there.
+block, on the device and on the host, what a model would compute there, in every KV group.
 """
 
 import dataclasses
@@ -9,7 +9,7 @@ import dataclasses
 import hypothesis.strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from loraplex.core.plan import NO_BLOCK
+from loraplex.core.plan import NO_BLOCK, KVGroupCapacity
 from loraplex.core.retention import KVRetention, TokenRangeRetention
 from loraplex.memory.kv_blocks import KVBlocks
 from support.examples import examples
@@ -33,7 +33,7 @@ class LiveSequence:
     token_ids: list
     salt: bytes
     retention: KVRetention | None
-    block_ids: list
+    block_tables: list
     num_hashed_blocks: int
     num_computed_tokens: int
     is_shared: bool = False
@@ -43,43 +43,55 @@ class LiveSequence:
         return self.salt, tuple(self.token_ids[: position + 1])
 
 
+def group(window=None, num_sinks=0, *, num_blocks=NUM_BLOCKS, num_host_blocks=NUM_HOST_BLOCKS):
+    return KVGroupCapacity(
+        num_blocks=num_blocks,
+        num_host_blocks=num_host_blocks,
+        attention_window=window,
+        num_sink_tokens=num_sinks,
+    )
+
+
+def empty_shadow(num_blocks):
+    return [[None] * BLOCK_SIZE for _ in range(num_blocks)]
+
+
 class KVBlocksMachine(RuleBasedStateMachine):
-    window = None
-    num_sinks = 0
+    groups = (group(),)
 
     def __init__(self):
         super().__init__()
-        self.blocks = KVBlocks(
-            NUM_BLOCKS,
-            BLOCK_SIZE,
-            num_host_blocks=NUM_HOST_BLOCKS,
-            attention_window=self.window,
-            num_sink_tokens=self.num_sinks,
-        )
+        self.blocks = KVBlocks(BLOCK_SIZE, self.groups)
         self.live = []
         self.offloaded = []
-        """Their block_ids are those of the host."""
+        """Their block_tables are those of the host."""
         self.past = []
         self.now_ns = 0
-        self.written = [[None] * BLOCK_SIZE for _ in range(NUM_BLOCKS)]
-        self.host = [[None] * BLOCK_SIZE for _ in range(NUM_HOST_BLOCKS)]
+        self.written = [empty_shadow(group.num_blocks) for group in self.groups]
+        self.host = [empty_shadow(group.num_host_blocks) for group in self.groups]
 
     def draw(self, data, sequences):
         return data.draw(st.sampled_from(sequences))
 
-    def sees(self, seq, position):
+    def sees(self, group, seq, position):
         """Does any position that is still to come see this one?"""
-        if self.window is None or position < self.num_sinks:
+        if group.attention_window is None or position < group.num_sink_tokens:
             return True
-        return position > seq.num_computed_tokens - self.window
+        return position > seq.num_computed_tokens - group.attention_window
 
     @rule(ms=st.integers(1, 4))
     def advance(self, ms):
         self.now_ns += ms * 1_000_000
         self.blocks.advance(self.now_ns)
 
-    @rule(data=st.data(), salt=SALTS, retention=RETENTIONS, is_new=st.booleans())
-    def admit(self, data, salt, retention, is_new):
+    @rule(
+        data=st.data(),
+        salt=SALTS,
+        retention=RETENTIONS,
+        is_new=st.booleans(),
+        takes_all=st.booleans(),
+    )
+    def admit(self, data, salt, retention, is_new, takes_all):
         token_ids = data.draw(st.lists(TOKENS, min_size=1, max_size=9))
         known = [*((seq.token_ids, seq.salt) for seq in self.live), *self.past]
         if known and not is_new:
@@ -87,7 +99,12 @@ class KVBlocksMachine(RuleBasedStateMachine):
             token_ids = beginning + token_ids
         before = self.blocks.num_available
         admission = self.blocks.admit(
-            token_ids, salt, MAX_STEP, retention=retention, num_prompt_tokens=len(token_ids)
+            token_ids,
+            salt,
+            len(token_ids) if takes_all else MAX_STEP,
+            max_step_tokens=MAX_STEP,
+            retention=retention,
+            num_prompt_tokens=len(token_ids),
         )
         if admission is None:
             assert self.blocks.num_available == before
@@ -98,7 +115,7 @@ class KVBlocksMachine(RuleBasedStateMachine):
                 token_ids,
                 salt,
                 retention,
-                admission.block_ids,
+                admission.block_tables,
                 num_cached // BLOCK_SIZE,
                 num_cached,
             )
@@ -119,40 +136,47 @@ class KVBlocksMachine(RuleBasedStateMachine):
         end = min(len(seq.token_ids), first + num_tokens)
         if first == end:
             return
-        grown = self.blocks.grow(seq.block_ids, end)
+        before = self.blocks.num_available
+        grown = self.blocks.grow(seq.block_tables, end)
         if grown is None:
+            assert self.blocks.num_available == before
             return
-        seq.block_ids += grown
-        held = sum(block_id != NO_BLOCK for block_id in seq.block_ids)
-        num_tokens = len(seq.block_ids) * BLOCK_SIZE  # a table that came back may be longer
-        assert seq.is_shared or held <= self.blocks.max_blocks_held(num_tokens, MAX_STEP)
+        num_tokens = (len(seq.block_tables[0]) + len(grown[0])) * BLOCK_SIZE
+        most = self.blocks.max_blocks_held(num_tokens, MAX_STEP)
+        for table, new, limit in zip(seq.block_tables, grown, most, strict=True):
+            table += new
+            held = sum(block_id != NO_BLOCK for block_id in table)
+            assert seq.is_shared or held <= limit
         for position in range(first, end):
             if not self.own(seq, position):
                 return
-            block_id = seq.block_ids[position // BLOCK_SIZE]
-            self.written[block_id][position % BLOCK_SIZE] = seq.kv(position)
+            for written, table in zip(self.written, seq.block_tables, strict=True):
+                written[table[position // BLOCK_SIZE]][position % BLOCK_SIZE] = seq.kv(position)
         seq.num_computed_tokens = end
         seq.num_hashed_blocks = self.blocks.publish(
             seq.token_ids,
             seq.salt,
-            seq.block_ids,
+            seq.block_tables,
             seq.num_hashed_blocks,
             end,
             retention=seq.retention,
             num_prompt_tokens=5,
         )
-        self.blocks.release_passed(seq.block_ids, end, seq.num_hashed_blocks)
+        self.blocks.release_passed(seq.block_tables, end, seq.num_hashed_blocks)
         seq.is_shared = False
 
     def own(self, seq, position):
         """Copy on write; False if there is no block."""
-        copies = self.blocks.make_writable(seq.block_ids, position)
+        before = self.blocks.num_available
+        copies = self.blocks.make_writable(seq.block_tables, position)
         if copies is None:
+            assert self.blocks.num_available == before
             return False
         for copy in copies:
-            self.written[copy.target] = list(self.written[copy.source])
-            seq.block_ids[position // BLOCK_SIZE] = copy.target
-        assert not self.blocks.is_shared(seq.block_ids[position // BLOCK_SIZE])
+            written = self.written[copy.kv_group]
+            written[copy.target] = list(written[copy.source])
+            seq.block_tables[copy.kv_group][position // BLOCK_SIZE] = copy.target
+        assert self.blocks.make_writable(seq.block_tables, position) == ()
         return True
 
     @precondition(lambda self: self.live)
@@ -160,12 +184,11 @@ class KVBlocksMachine(RuleBasedStateMachine):
     def fork(self, data, tail):
         """The fork goes on with other tokens; it shares the last block until one of them writes."""
         seq = self.draw(data, self.live)
-        self.blocks.share(seq.block_ids)
+        self.blocks.share(seq.block_tables)
         token_ids = seq.token_ids[: seq.num_computed_tokens] + tail
+        tables = [list(table) for table in seq.block_tables]
         self.live.append(
-            dataclasses.replace(
-                seq, token_ids=token_ids, block_ids=list(seq.block_ids), is_shared=True
-            )
+            dataclasses.replace(seq, token_ids=token_ids, block_tables=tables, is_shared=True)
         )
         seq.is_shared = True
 
@@ -173,17 +196,22 @@ class KVBlocksMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def offload(self, data):
         seq = self.draw(data, self.live)
-        offload = self.blocks.offload(seq.block_ids, seq.num_computed_tokens)
-        free = self.blocks.num_host_free
+        before = self.blocks.num_on_host
+        offload = self.blocks.offload(seq.block_tables, seq.num_computed_tokens)
         if offload is None:
-            table = seq.block_ids[: self.blocks.num_blocks_for(seq.num_computed_tokens)]
-            assert free < sum(block_id != NO_BLOCK for block_id in table)
+            assert self.blocks.num_on_host == before
+            num_blocks = self.blocks.num_blocks_for(seq.num_computed_tokens)
+            assert any(
+                sum(block_id != NO_BLOCK for block_id in table[:num_blocks]) > group.host.num_free
+                for group, table in zip(self.blocks.groups, seq.block_tables, strict=True)
+            )
             return
         for transfer in offload.transfers:
-            self.host[transfer.host_block] = list(self.written[transfer.device_block])
-        self.blocks.release(seq.block_ids)
+            source = self.written[transfer.kv_group][transfer.device_block]
+            self.host[transfer.kv_group][transfer.host_block] = list(source)
+        self.blocks.release(seq.block_tables)
         self.live.remove(seq)
-        seq.block_ids = offload.host_block_ids
+        seq.block_tables = offload.host_tables
         self.offloaded.append(seq)
 
     @precondition(lambda self: self.offloaded)
@@ -191,24 +219,30 @@ class KVBlocksMachine(RuleBasedStateMachine):
     def load_back(self, data, reserved):
         seq = self.draw(data, self.offloaded)
         before = self.blocks.num_available
-        num_tokens = min(len(seq.token_ids), seq.num_computed_tokens + MAX_STEP)
+        num_tokens = seq.num_computed_tokens
+        num_tokens += min(len(seq.token_ids) - num_tokens, MAX_STEP)
+        reserved = (reserved,) * len(self.groups)
         loaded = self.blocks.load_back(
             seq.token_ids,
             seq.salt,
-            seq.block_ids,
+            seq.block_tables,
             seq.num_computed_tokens,
-            num_tokens,
+            len(seq.token_ids) if self.blocks.has_window else num_tokens,
+            max_step_tokens=MAX_STEP,
             num_reserved_blocks=reserved,
         )
         if loaded is None:
             assert self.blocks.num_available == before
             return
-        assert self.blocks.num_available >= reserved
+        pairs = zip(self.blocks.num_available, reserved, strict=True)
+        assert all(available >= kept for available, kept in pairs)
         for transfer in loaded.transfers:
-            self.written[transfer.device_block] = list(self.host[transfer.host_block])
-        assert len(loaded.block_ids) == self.blocks.num_blocks_for(num_tokens)
+            source = self.host[transfer.kv_group][transfer.host_block]
+            self.written[transfer.kv_group][transfer.device_block] = list(source)
+        num_blocks = self.blocks.num_blocks_for(num_tokens)
+        assert {len(table) for table in loaded.block_tables} == {num_blocks}
         self.offloaded.remove(seq)
-        seq.block_ids, seq.num_hashed_blocks = loaded.block_ids, loaded.num_hashed_blocks
+        seq.block_tables, seq.num_hashed_blocks = loaded.block_tables, loaded.num_hashed_blocks
         seq.is_shared = True
         self.live.append(seq)
 
@@ -217,7 +251,7 @@ class KVBlocksMachine(RuleBasedStateMachine):
     def end_on_the_host(self, data):
         seq = self.draw(data, self.offloaded)
         self.offloaded.remove(seq)
-        self.blocks.free_host(seq.block_ids)
+        self.blocks.free_host(seq.block_tables)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -227,50 +261,80 @@ class KVBlocksMachine(RuleBasedStateMachine):
     def finish(self, seq):
         self.live = [other for other in self.live if other is not seq]
         self.past = [*self.past[-3:], (seq.token_ids, seq.salt)]
-        self.blocks.release(seq.block_ids)
+        self.blocks.release(seq.block_tables)
 
     @invariant()
     def every_sequence_sees_its_own_kv(self):
         self.blocks.check(
-            [seq.block_ids for seq in self.live], [seq.block_ids for seq in self.offloaded]
+            [seq.block_tables for seq in self.live], [seq.block_tables for seq in self.offloaded]
         )
         places = [*((seq, self.written) for seq in self.live)]
         places += [(seq, self.host) for seq in self.offloaded]
         for seq, written in places:
-            for position in range(seq.num_computed_tokens):
-                if self.sees(seq, position):
-                    block_id = seq.block_ids[position // BLOCK_SIZE]
-                    assert block_id != NO_BLOCK
-                    assert written[block_id][position % BLOCK_SIZE] == seq.kv(position)
+            for group, shadow, table in zip(self.groups, written, seq.block_tables, strict=True):
+                for position in range(seq.num_computed_tokens):
+                    if self.sees(group, seq, position):
+                        block_id = table[position // BLOCK_SIZE]
+                        assert block_id != NO_BLOCK
+                        assert shadow[block_id][position % BLOCK_SIZE] == seq.kv(position)
+
+    @invariant()
+    def passed_blocks_are_free(self):
+        """Every whole block before the window is a gap, except the sinks and the last hashed."""
+        for seq in self.live:
+            for group, table in zip(self.groups, seq.block_tables, strict=True):
+                if group.attention_window is None or seq.is_shared:
+                    continue
+                first_seen = max(0, seq.num_computed_tokens - group.attention_window + 1)
+                end = min(first_seen // BLOCK_SIZE, seq.num_hashed_blocks - 1)
+                first = -(-group.num_sink_tokens // BLOCK_SIZE)
+                assert all(block_id == NO_BLOCK for block_id in table[first : max(end, 0)])
 
     def teardown(self):
         """Check that no block is held at rest, on the device or on the host."""
         while self.live:
             self.finish(self.live[-1])
         while self.offloaded:
-            self.blocks.free_host(self.offloaded.pop().block_ids)
+            self.blocks.free_host(self.offloaded.pop().block_tables)
         self.blocks.check([], [])
         assert self.blocks.num_held == 0
-        assert self.blocks.num_host_free == NUM_HOST_BLOCKS
+        assert self.blocks.num_on_host == 0
 
 
 class WindowMachine(KVBlocksMachine):
-    window = 4
+    groups = (group(4),)
 
 
 class WindowAndSinksMachine(KVBlocksMachine):
-    window = 2
-    num_sinks = 3
+    groups = (group(2, 3),)
 
 
 class NarrowWindowMachine(KVBlocksMachine):
-    window = 1
+    groups = (group(1),)
 
 
-PROFILE = examples(0.6, stateful_step_count=40)
-TestKVBlocks = KVBlocksMachine.TestCase
-TestWindow = WindowMachine.TestCase
-TestWindowAndSinks = WindowAndSinksMachine.TestCase
-TestNarrowWindow = NarrowWindowMachine.TestCase
-for machine in (TestKVBlocks, TestWindow, TestWindowAndSinks, TestNarrowWindow):
-    machine.settings = PROFILE
+class FullAndWindowMachine(KVBlocksMachine):
+    groups = (group(num_host_blocks=9), group(3, num_blocks=6))
+
+
+class TwoWindowsMachine(KVBlocksMachine):
+    groups = (group(7), group(2, 1, num_blocks=9, num_host_blocks=3))
+
+
+class ThreeGroupsMachine(KVBlocksMachine):
+    groups = (group(num_blocks=10), group(5, 3, num_blocks=7), group(1, num_blocks=8))
+
+
+def case_of(machine):
+    case = machine.TestCase
+    case.settings = examples(0.6, stateful_step_count=40)
+    return case
+
+
+TestKVBlocks = case_of(KVBlocksMachine)
+TestWindow = case_of(WindowMachine)
+TestWindowAndSinks = case_of(WindowAndSinksMachine)
+TestNarrowWindow = case_of(NarrowWindowMachine)
+TestFullAndWindow = case_of(FullAndWindowMachine)
+TestTwoWindows = case_of(TwoWindowsMachine)
+TestThreeGroups = case_of(ThreeGroupsMachine)

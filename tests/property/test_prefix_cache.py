@@ -11,6 +11,7 @@ import hashlib
 import hypothesis.strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from loraplex.core.plan import KVGroupCapacity
 from loraplex.memory.kv_blocks import KVBlocks
 from loraplex.memory.prefix_cache import hash_block
 from support.examples import examples
@@ -25,7 +26,7 @@ SALTS = st.sampled_from([b"", b"base", b"adapter"])
 class LiveSequence:
     token_ids: list
     salt: bytes
-    block_ids: list
+    block_tables: list
     num_hashed_blocks: int
     num_computed_tokens: int
 
@@ -38,19 +39,21 @@ class KVBlocksMachine(RuleBasedStateMachine):
     prefix_caching = True
     finds_all = True
     """Does every published block of a live sequence have to be found?"""
+    num_blocks = (NUM_BLOCKS,)
+    """Size of each KV group."""
 
     def __init__(self):
         super().__init__()
         self.blocks = KVBlocks(
-            NUM_BLOCKS,
             BLOCK_SIZE,
+            [KVGroupCapacity(num_blocks=num_blocks) for num_blocks in self.num_blocks],
             prefix_caching=self.prefix_caching,
             hash_function=self.hash_function,
         )
         self.live = []
         self.past = []
         """(token ids, salt) of sequences that ended: their blocks may be cached."""
-        self.written = [[None] * BLOCK_SIZE for _ in range(NUM_BLOCKS)]
+        self.written = [[[None] * BLOCK_SIZE for _ in range(size)] for size in self.num_blocks]
 
     def draw_live(self, data):
         return data.draw(st.sampled_from(self.live))
@@ -69,26 +72,29 @@ class KVBlocksMachine(RuleBasedStateMachine):
     def admit(self, token_ids, salt, max_new_tokens, reserved=0):
         at_least = self.num_to_be_found(token_ids, salt, len(token_ids) - 1)
         before = self.blocks.num_available
-        admission = self.blocks.admit(token_ids, salt, max_new_tokens, num_reserved_blocks=reserved)
+        kept = (reserved,) * len(self.num_blocks)
+        admission = self.blocks.admit(token_ids, salt, max_new_tokens, num_reserved_blocks=kept)
         if admission is None:
             assert self.blocks.num_available == before
             num_needed = self.blocks.num_blocks_for(
                 min(len(token_ids), len(token_ids) - 1 + max_new_tokens)
             )
-            assert num_needed + reserved > before
+            assert num_needed + reserved > min(before)
             return
         num_cached = admission.num_cached_tokens
-        assert self.blocks.num_available >= reserved
+        assert min(self.blocks.num_available) >= reserved
         assert num_cached % BLOCK_SIZE == 0
         assert num_cached < len(token_ids)
         assert 1 <= admission.num_new_tokens <= max_new_tokens
-        assert len(set(admission.block_ids)) == len(admission.block_ids)
+        assert all(len(set(table)) == len(table) for table in admission.block_tables)
         num_tokens = num_cached + admission.num_new_tokens
-        assert len(admission.block_ids) == self.blocks.num_blocks_for(num_tokens)
+        num_blocks = self.blocks.num_blocks_for(num_tokens)
+        assert {len(table) for table in admission.block_tables} == {num_blocks}
         if self.finds_all:
             assert num_cached >= at_least
         num_hashed = num_cached // BLOCK_SIZE
-        self.live.append(LiveSequence(token_ids, salt, admission.block_ids, num_hashed, num_cached))
+        tables = admission.block_tables
+        self.live.append(LiveSequence(token_ids, salt, tables, num_hashed, num_cached))
 
     @rule(
         token_ids=st.lists(TOKENS, min_size=1, max_size=9),
@@ -133,17 +139,18 @@ class KVBlocksMachine(RuleBasedStateMachine):
     def compute(self, seq, until):
         """Write KV and make the full blocks known; False if there are too few."""
         num_computed = min(len(seq.token_ids), until)
-        grown = self.blocks.grow(seq.block_ids, num_computed)
+        grown = self.blocks.grow(seq.block_tables, num_computed)
         if grown is None:
             return False
-        seq.block_ids += grown
+        for table, new in zip(seq.block_tables, grown, strict=True):
+            table += new
         for position in range(seq.num_computed_tokens, num_computed):
-            block_id = seq.block_ids[position // BLOCK_SIZE]
-            assert not self.blocks.is_shared(block_id)
-            self.written[block_id][position % BLOCK_SIZE] = seq.kv(position)
+            assert self.blocks.make_writable(seq.block_tables, position) == ()
+            for written, table in zip(self.written, seq.block_tables, strict=True):
+                written[table[position // BLOCK_SIZE]][position % BLOCK_SIZE] = seq.kv(position)
         seq.num_computed_tokens = num_computed
         seq.num_hashed_blocks = self.blocks.publish(
-            seq.token_ids, seq.salt, seq.block_ids, seq.num_hashed_blocks, num_computed
+            seq.token_ids, seq.salt, seq.block_tables, seq.num_hashed_blocks, num_computed
         )
         assert seq.num_hashed_blocks == num_computed // BLOCK_SIZE
         return True
@@ -152,11 +159,11 @@ class KVBlocksMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def fork(self, data):
         seq = self.draw_live(data)
-        block_ids = seq.block_ids[: seq.num_hashed_blocks]
-        self.blocks.share(block_ids)
+        tables = [table[: seq.num_hashed_blocks] for table in seq.block_tables]
+        self.blocks.share(tables)
         num_computed = seq.num_hashed_blocks * BLOCK_SIZE
         self.live.append(
-            dataclasses.replace(seq, block_ids=block_ids, num_computed_tokens=num_computed)
+            dataclasses.replace(seq, block_tables=tables, num_computed_tokens=num_computed)
         )
 
     @precondition(lambda self: self.live)
@@ -167,15 +174,16 @@ class KVBlocksMachine(RuleBasedStateMachine):
     def finish(self, seq):
         self.live = [other for other in self.live if other is not seq]
         self.past = [*self.past[-3:], (seq.token_ids, seq.salt)]
-        self.blocks.release(seq.block_ids)
+        self.blocks.release(seq.block_tables)
 
     @invariant()
     def every_sequence_sees_its_own_kv(self):
-        self.blocks.check([seq.block_ids for seq in self.live])
+        self.blocks.check([seq.block_tables for seq in self.live])
         for seq in self.live:
             for position in range(seq.num_computed_tokens):
-                block_id = seq.block_ids[position // BLOCK_SIZE]
-                assert self.written[block_id][position % BLOCK_SIZE] == seq.kv(position)
+                for written, table in zip(self.written, seq.block_tables, strict=True):
+                    block_id = table[position // BLOCK_SIZE]
+                    assert written[block_id][position % BLOCK_SIZE] == seq.kv(position)
 
     def teardown(self):
         """Check that no block is held at rest, and that taking all makes the cache forget all."""
@@ -183,16 +191,15 @@ class KVBlocksMachine(RuleBasedStateMachine):
             self.finish(self.live[-1])
         self.blocks.check([])
         assert self.blocks.num_held == 0
-        everything = self.blocks.grow([], NUM_BLOCKS * BLOCK_SIZE)
-        assert everything is not None
-        self.blocks.release(everything)
-        self.blocks.check([])
-        assert self.blocks.num_free == NUM_BLOCKS
+        for group in self.blocks.groups:
+            group.release(group.take(group.num_blocks))
+            self.blocks.check([])
+        assert self.blocks.num_free == sum(self.num_blocks)
         for token_ids, salt in self.past:
             admission = self.blocks.admit(token_ids, salt, 1)
             assert admission is not None
             assert admission.num_cached_tokens == 0
-            self.blocks.release(admission.block_ids)
+            self.blocks.release(admission.block_tables)
 
 
 def weak_hash(parent_hash, kv_salt, tokens):
@@ -214,8 +221,22 @@ class NoPrefixCacheMachine(KVBlocksMachine):
         assert self.blocks.num_cached == 0
 
 
+class UnequalGroupsMachine(KVBlocksMachine):
+    """Every group without a window needs every block; one group has the fewest."""
+
+    num_blocks = (NUM_BLOCKS + 2, NUM_BLOCKS)
+
+
+class SmallFirstGroupMachine(KVBlocksMachine):
+    num_blocks = (NUM_BLOCKS, NUM_BLOCKS + 3, NUM_BLOCKS + 1)
+
+
 TestKVBlocks = KVBlocksMachine.TestCase
 TestKVBlocks.settings = examples(2, stateful_step_count=40)
 TestWeakHash = WeakHashMachine.TestCase
 TestWeakHash.settings = examples(1.5, stateful_step_count=40)
 TestNoPrefixCache = NoPrefixCacheMachine.TestCase
+TestUnequalGroups = UnequalGroupsMachine.TestCase
+TestUnequalGroups.settings = examples(0.8, stateful_step_count=40)
+TestSmallFirstGroup = SmallFirstGroupMachine.TestCase
+TestSmallFirstGroup.settings = examples(0.8, stateful_step_count=40)

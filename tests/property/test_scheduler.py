@@ -3,6 +3,7 @@
 import dataclasses
 import random
 from pathlib import Path
+from typing import Any
 
 import hypothesis.strategies as st
 import msgspec
@@ -20,6 +21,7 @@ from hypothesis.stateful import (
 from loraplex.core.adapter import AdapterUse
 from loraplex.core.beam_search import BeamSearch, EarlyStopping
 from loraplex.core.output import EngineOutput, FinishReason
+from loraplex.core.plan import Capacity, KVGroupCapacity
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.scheduler_settings import (
@@ -34,7 +36,6 @@ from loraplex.engine.journal_file import JournalLine
 from loraplex.engine.replay import replay
 from loraplex.memory.kv_salt import kv_salt
 from loraplex.testing.fake_clock import FakeClock
-from support.capacities import changed_capacity
 from support.delayed_runner import DelayedRunner
 from support.examples import examples
 from support.fake_loader import FakeLoader, fake_source
@@ -54,20 +55,41 @@ ADAPTER_SETS = [
     ("c", "d"), ("a", "c"), ("a", "a"), ("nobody's",),
 ]  # fmt: skip
 
-capacities = st.builds(
-    lambda block_size, num_kv_tokens, **values: changed_capacity(
-        FAKE_CAPACITY, block_size=block_size, num_blocks=num_kv_tokens // block_size, **values
-    ),
-    block_size=st.sampled_from([1, 2, 3, 4]),
-    num_kv_tokens=st.integers(24, 44),
+WINDOWS = [
+    (None,), (None,), (None,), (5,), (12,), (None, 5), (None, 12), (12, 3), (None, 9, 2),
+]  # fmt: skip
+"""Attention windows of the KV groups."""
+
+
+@st.composite
+def kv_groups(draw, block_size: int) -> tuple[KVGroupCapacity, ...]:
+    num_sink_tokens = draw(st.sampled_from([0, 2]))
+    return tuple(
+        KVGroupCapacity(
+            num_blocks=draw(st.integers(24, 44)) // block_size,
+            num_host_blocks=draw(st.sampled_from([0, 4, 40])),
+            attention_window=window,
+            num_sink_tokens=num_sink_tokens,
+        )
+        for window in draw(st.sampled_from(WINDOWS))
+    )
+
+
+@st.composite
+def capacities(draw, **values: Any) -> Capacity:
+    block_size = draw(st.sampled_from([1, 2, 3, 4]))
+    changes = {name: draw(strategy) for name, strategy in values.items()}
+    return msgspec.structs.replace(
+        FAKE_CAPACITY, block_size=block_size, kv_groups=draw(kv_groups(block_size)), **changes
+    )
+
+
+any_capacity = capacities(
     max_num_seqs=st.sampled_from([1, 2, 4, 6, 8]),
     max_model_len=st.just(MAX_MODEL_LEN),
     vocab_size=st.just(VOCAB_SIZE),
     num_adapter_pages=st.integers(2, 4),
     keeps_host_copy=st.booleans(),
-    num_host_blocks=st.sampled_from([0, 4, 40]),
-    attention_window=st.sampled_from([None, None, None, None, 5, 12]),
-    num_sink_tokens=st.sampled_from([0, 2]),
 )
 scheduler_settings = st.builds(
     SchedulerSettings,
@@ -180,7 +202,7 @@ class EngineMachine(RuleBasedStateMachine):
     engine: Engine
 
     @initialize(
-        capacity=capacities,
+        capacity=any_capacity,
         scheduling=scheduler_settings,
         host_bytes=st.sampled_from([30, 40, 60, 1000]),
         num_polls=st.integers(1, 3),
@@ -337,7 +359,8 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.engine.is_idle, "a request starves"
         assert not self.unfinished()
         stats = self.engine.stats()
-        assert stats.blocks_cached + stats.blocks_free == self.capacity.kv_groups[0].num_blocks
+        num_blocks = sum(group.num_blocks for group in self.capacity.kv_groups)
+        assert stats.blocks_cached + stats.blocks_free == num_blocks
         assert stats.num_running == stats.num_waiting == 0
         if self.journal is not None:
             self.journal.check()
@@ -418,7 +441,8 @@ class EngineMachine(RuleBasedStateMachine):
             possible = {"adapter_too_large"}
         else:
             num_tokens = len(request.prompt_token_ids) + request.sampling.max_tokens - 1
-            if num_tokens > self.capacity.kv_groups[0].num_blocks * self.capacity.block_size:
+            num_blocks = min(group.num_blocks for group in self.capacity.kv_groups)
+            if num_tokens > num_blocks * self.capacity.block_size:
                 possible.add("prompt_too_long")
             if request.sampling.beam is not None:
                 possible |= {"prompt_too_long", "invalid_parameter"}

@@ -1,5 +1,6 @@
 """The KV blocks of a FakeRunner, and its error for a plan that breaks a rule."""
 
+from loraplex.core.plan import StepPlan
 from support.fake_model import EMPTY_STATE, State
 
 
@@ -16,7 +17,28 @@ def empty_blocks(num_blocks: int, block_size: int) -> list[list[State]]:
     return [[EMPTY_STATE] * block_size for _ in range(num_blocks)]
 
 
-def move(
+def move_blocks(
+    plan: StepPlan, kv: list[list[list[State]]], host_kv: list[list[list[State]]]
+) -> None:
+    """Move the blocks of each KV group: offloads, loads, copies.
+
+    Each kind reads everything before it writes.
+    """
+    named = {
+        *(t.kv_group for t in (*plan.block_offloads, *plan.block_loads)),
+        *(copy.kv_group for copy in plan.block_copies),
+    }
+    require(named <= set(range(len(kv))), "there is no such KV group")
+    for group in sorted(named):
+        offloads = [t for t in plan.block_offloads if t.kv_group == group]
+        loads = [t for t in plan.block_loads if t.kv_group == group]
+        copies = [(c.source, c.target) for c in plan.block_copies if c.kv_group == group]
+        _move(kv[group], host_kv[group], [(t.device_block, t.host_block) for t in offloads])
+        _move(host_kv[group], kv[group], [(t.host_block, t.device_block) for t in loads])
+        _move(kv[group], kv[group], copies)
+
+
+def _move(
     sources: list[list[State]], targets: list[list[State]], pairs: list[tuple[int, int]]
 ) -> None:
     """pairs: (source, target)"""

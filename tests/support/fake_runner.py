@@ -14,6 +14,7 @@ from loraplex.core.plan import (
     BlockId,
     Capacity,
     KVGroupCapacity,
+    KVGroupId,
     LogitsNeeded,
     PageGeometry,
     PageId,
@@ -25,7 +26,7 @@ from loraplex.core.plan import (
     StepResult,
 )
 from loraplex.memory.adapter_pages import place
-from support.fake_blocks import PlanViolation, empty_blocks, move, require
+from support.fake_blocks import PlanViolation, empty_blocks, move_blocks, require
 from support.fake_loader import FakeLoader
 from support.fake_model import EMPTY_STATE, FakeModel, State
 
@@ -51,7 +52,8 @@ class _Row:
     token_ids: list[int]
     states: list[State]
     """One per token: what its position must hold."""
-    block_ids: list[BlockId] = dataclasses.field(default_factory=list)
+    block_tables: list[list[BlockId]]
+    """One for each KV group."""
     num_computed_tokens: int | None = None
     has_sampled: bool = False
     failed_at: int | None = None
@@ -92,9 +94,9 @@ class FakeRunner:
         self._capacity = capacity
         self._loader = loader
         self._rows: dict[Slot, _Row] = {}
-        self._kv_group = capacity.kv_groups[0]
-        self._kv = empty_blocks(self._kv_group.num_blocks, capacity.block_size)
-        self._host_kv = empty_blocks(self._kv_group.num_host_blocks, capacity.block_size)
+        groups, size = capacity.kv_groups, capacity.block_size
+        self._kv = [empty_blocks(group.num_blocks, size) for group in groups]
+        self._host_kv = [empty_blocks(group.num_host_blocks, size) for group in groups]
         self._device: dict[AdapterHandle, tuple[str, tuple[PageId, ...]]] = {}
         self._copies: dict[AdapterHandle, _Copy] = {}
         self._last_step_id = 0
@@ -162,17 +164,10 @@ class FakeRunner:
             require(0 <= added.slot < self._capacity.max_num_seqs, f"there is no slot {added.slot}")
             adapters = tuple((self._digest(handle), scale) for handle, scale in added.adapters)
             states = self.model.extend(EMPTY_STATE, added.token_ids, adapters)
-            self._rows[added.slot] = _Row(added, adapters, list(added.token_ids), states)
-        self._move_blocks(plan)
-
-    def _move_blocks(self, plan: StepPlan) -> None:
-        """Offloads, loads, copies: each kind reads everything before it writes."""
-        offloads = [(t.device_block, t.host_block) for t in plan.block_offloads]
-        loads = [(t.host_block, t.device_block) for t in plan.block_loads]
-        copies = [(copy.source, copy.target) for copy in plan.block_copies]
-        move(self._kv, self._host_kv, offloads)
-        move(self._host_kv, self._kv, loads)
-        move(self._kv, self._kv, copies)
+            self._rows[added.slot] = _Row(
+                added, adapters, list(added.token_ids), states, [[] for _ in self._kv]
+            )
+        move_blocks(plan, self._kv, self._host_kv)
 
     def _digest(self, handle: AdapterHandle) -> str:
         require(handle in self._device, f"adapter {handle} is not on the device")
@@ -223,8 +218,11 @@ class FakeRunner:
             require(row.failed_at + 1 == self._last_step_id, "a row goes on that failed")
             return
         self._check_tokens(row, step)
-        self._check_block_table(row, step)
-        self._check_context(row, step)
+        require(len(step.new_block_ids) == len(self._kv), "blocks for each KV group")
+        for group, block_ids in enumerate(step.new_block_ids):
+            row.block_tables[group].extend(block_ids)
+            self._check_block_table(row, step, group)
+            self._check_context(row, step, group)
 
     def _compute(self, step: RowStep) -> RowResult:
         row = self._row(step)
@@ -277,33 +275,33 @@ class FakeRunner:
             "logits are needed exactly where a row ends",
         )
 
-    def _check_block_table(self, row: _Row, step: RowStep) -> None:
-        require(len(step.new_block_ids) == 1, "there is one KV group")
-        row.block_ids.extend(step.new_block_ids[0])
-        used = [b for i, b in enumerate(row.block_ids) if self._is_used(i, step.start)]
+    def _check_block_table(self, row: _Row, step: RowStep, group: KVGroupId) -> None:
+        table = row.block_tables[group]
+        used = [b for i, b in enumerate(table) if self._is_used(i, step.start, group)]
         require(len(set(used)) == len(used), "a block twice in one table")
-        require(all(0 <= b < self._kv_group.num_blocks for b in used), "no such block")
-        num_positions = len(row.block_ids) * self._capacity.block_size
+        require(all(0 <= b < len(self._kv[group]) for b in used), "no such block")
+        num_positions = len(table) * self._capacity.block_size
         require(step.start + step.num_tokens <= num_positions, "the block table is too short")
 
-    def _check_context(self, row: _Row, step: RowStep) -> None:
+    def _check_context(self, row: _Row, step: RowStep, group: KVGroupId) -> None:
         """Every earlier position holds its token, after the right ones, under these adapters."""
         size = self._capacity.block_size
         for first in range(0, step.start, size):
-            if not self._is_used(first // size, step.start):
+            if not self._is_used(first // size, step.start, group):
                 continue
             last = min(first + size, step.start)
-            block_id = row.block_ids[first // size]
+            block_id = row.block_tables[group][first // size]
             require(
-                self._kv[block_id][: last - first] == row.states[first:last],
-                f"block {block_id} does not hold positions {first} to {last - 1} of slot "
-                f"{step.slot}",
+                self._kv[group][block_id][: last - first] == row.states[first:last],
+                f"block {block_id} of KV group {group} does not hold positions {first} to "
+                f"{last - 1} of slot {step.slot}",
             )
 
-    def _is_used(self, index: int, start: int) -> bool:
+    def _is_used(self, index: int, start: int, group: KVGroupId) -> bool:
         """Is any position of block `index` seen or written from position `start` on?"""
-        window, size = self._kv_group.attention_window, self._capacity.block_size
-        if window is None or index * size < self._kv_group.num_sink_tokens:
+        limits, size = self._capacity.kv_groups[group], self._capacity.block_size
+        window = limits.attention_window
+        if window is None or index * size < limits.num_sink_tokens:
             return True
         return (index + 1) * size > start - window + 1
 
@@ -363,12 +361,14 @@ class FakeRunner:
 
     def _write(self, row: _Row, position: int, state: State) -> None:
         size = self._capacity.block_size
-        self._kv[row.block_ids[position // size]][position % size] = state
+        for kv, table in zip(self._kv, row.block_tables, strict=True):
+            kv[table[position // size]][position % size] = state
 
     def _spoil(self, step: RowStep) -> None:
         """Overwrite what a failed row wrote, as it is of no use."""
         row = self._row(step)
-        row.block_ids.extend(b for b in step.new_block_ids[0] if b not in row.block_ids)
+        for table, block_ids in zip(row.block_tables, step.new_block_ids, strict=True):
+            table.extend(b for b in block_ids if b not in table)
         for position in range(step.start, step.start + step.num_tokens):
             self._write(row, position, SPOILT)
 

@@ -18,7 +18,6 @@ from loraplex.core.scheduler_settings import (
 from loraplex.memory.eviction import EVICTION_POLICIES
 from loraplex.memory.kv_blocks import KVBlocks
 from loraplex.scheduling.request_factory import RequestFactory
-from support.capacities import changed_capacity
 
 MAX_NUM_SEQS = 8
 FAILING_FIELDS = (
@@ -88,22 +87,23 @@ class Conditions:
 
         least_pages: of the adapters of one request.
         """
-        (group,) = capacity.kv_groups
-        kv = KVBlocks(
-            group.num_blocks,
-            capacity.block_size,
-            attention_window=group.attention_window,
-            num_sink_tokens=group.num_sink_tokens,
-        )
+        kv = KVBlocks(capacity.block_size, capacity.kv_groups)
         factory = RequestFactory(capacity.max_model_len, self.settings)
-        least_blocks = max(
+        needs = [
             factory.make(request, ()).max_blocks(kv, self.settings.max_step_tokens)
             for request in requests
+        ]
+        kv_groups = tuple(
+            msgspec.structs.replace(
+                group,
+                num_blocks=min(group.num_blocks, round(self.kv_memory_factor * max(its_needs))),
+                num_host_blocks=min(group.num_host_blocks, self.num_host_blocks),
+            )
+            for group, its_needs in zip(capacity.kv_groups, zip(*needs, strict=True), strict=True)
         )
-        return changed_capacity(
+        return msgspec.structs.replace(
             capacity,
-            num_blocks=min(group.num_blocks, round(self.kv_memory_factor * least_blocks)),
-            num_host_blocks=min(group.num_host_blocks, self.num_host_blocks),
+            kv_groups=kv_groups,
             max_num_seqs=self.max_num_seqs,
             num_adapter_pages=min(
                 capacity.num_adapter_pages, round(self.adapter_memory_factor * least_pages)

@@ -8,6 +8,7 @@ import dataclasses
 import random
 from collections.abc import Sequence
 
+import msgspec
 import torch
 
 from loraplex.core.adapter import AdapterSource, AdapterUse, LoraTarget
@@ -26,7 +27,6 @@ from loraplex.execution.steps.runner_parts import RunnerParts
 from loraplex.execution.steps.threaded_runner import ThreadedRunner
 from loraplex.memory.adapter_pages import place
 from loraplex.models.spec import ModelSpec
-from support.capacities import changed_capacity
 from support.instant_loader import InstantLoader
 
 Bits = dict[int, int]
@@ -181,10 +181,16 @@ class Schedules:
         )
         small = dataclasses.replace(
             self._parts,
-            capacity=changed_capacity(
+            capacity=msgspec.structs.replace(
                 capacity,
-                num_blocks=min(
-                    capacity.kv_groups[0].num_blocks, draws.randint(least_blocks, 3 * least_blocks)
+                kv_groups=tuple(
+                    msgspec.structs.replace(
+                        group,
+                        num_blocks=min(
+                            group.num_blocks, draws.randint(least_blocks, 3 * least_blocks)
+                        ),
+                    )
+                    for group in capacity.kv_groups
                 ),
                 num_adapter_pages=min(
                     capacity.num_adapter_pages, draws.randint(least_pages, 2 * least_pages)

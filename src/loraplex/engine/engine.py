@@ -357,14 +357,8 @@ def build_engine(
     settings = settings or SchedulerSettings()
     journal = journal or NoJournal()
     event_clock = EventClock(clock)
-    group = capacity.kv_groups[0]
     kv = KVBlocks(
-        group.num_blocks,
-        capacity.block_size,
-        prefix_caching=settings.enable_prefix_cache,
-        num_host_blocks=group.num_host_blocks,
-        attention_window=group.attention_window,
-        num_sink_tokens=group.num_sink_tokens,
+        capacity.block_size, capacity.kv_groups, prefix_caching=settings.enable_prefix_cache
     )
     cache = AdapterCache(
         adapter_host_bytes,

@@ -1,6 +1,9 @@
 """Blocks of a sequence that attention will read again, if it sees only a window and sinks."""
 
 import dataclasses
+from collections.abc import Sequence
+
+from loraplex.core.plan import NO_BLOCK, BlockId
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,3 +46,44 @@ class AttentionWindow:
         seen = -(-(self.num_tokens - 1 + ahead) // self.block_size) + 1
         with_the_last_hashed = -(-ahead // self.block_size) + 2
         return min(all_blocks, self.num_sink_blocks + max(seen, with_the_last_hashed))
+
+
+def longest_served(windows: Sequence[AttentionWindow], tables: Sequence[Sequence[BlockId]]) -> int:
+    """Return with how many of the blocks that a prefix cache has a sequence can begin.
+
+    The tables are those of PrefixCache.match, one for each window. After n blocks, a table must
+    have those of them that its window still needs. The first table has no gaps.
+    """
+    num_blocks = len(tables[0])
+    for window, table in zip(windows, tables, strict=True):
+        sinks = table[: min(window.num_sink_blocks, num_blocks)]
+        if NO_BLOCK in sinks:
+            num_blocks = sinks.index(NO_BLOCK)
+    # A gap that is needed shortens the beginning, and a shorter one needs earlier blocks. So the
+    # tables are read from their ends, each block at most once.
+    checked = [num_blocks] * len(tables)
+    while True:
+        before = num_blocks
+        for kv_group, (window, table) in enumerate(zip(windows, tables, strict=True)):
+            if kv_group:
+                num_blocks, checked[kv_group] = _without_needed_gaps(
+                    window, table, num_blocks, min(checked[kv_group], num_blocks)
+                )
+        if num_blocks == before:
+            return num_blocks
+
+
+def _without_needed_gaps(
+    window: AttentionWindow, table: Sequence[BlockId], num_blocks: int, checked: int
+) -> tuple[int, int]:
+    """Return how many blocks of one table can be served, and from which one on none is a gap.
+
+    checked: no gap is from this block on to num_blocks.
+    """
+    first_needed = window.first_needed(num_blocks * window.block_size, num_blocks)
+    while checked > first_needed:
+        checked -= 1
+        if table[checked] == NO_BLOCK:
+            num_blocks = checked
+            first_needed = window.first_needed(num_blocks * window.block_size, num_blocks)
+    return num_blocks, checked

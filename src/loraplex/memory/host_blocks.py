@@ -22,6 +22,10 @@ class HostBlocks:
     def num_free(self) -> int:
         return len(self._free)
 
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
     def allocate(self, n: int) -> list[BlockId] | None:
         """Take n blocks; None and no change if there are fewer."""
         if n > len(self._free):

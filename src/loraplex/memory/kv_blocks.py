@@ -1,73 +1,58 @@
 """KV blocks for the scheduler: admit, grow, publish, share, offload, release.
 
-KVBlocks joins the block pool (holders), the prefix cache (content) and the host's blocks. It keeps
-no state per sequence: the scheduler owns the block tables. A table may have gaps (NO_BLOCK) where a
-window has passed.
+KVBlocks joins the KV groups (holders) and the prefix cache (content). It keeps no state per
+sequence: the scheduler owns the block tables. A call takes blocks in all groups or in none.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
-from loraplex.core.plan import NO_BLOCK, BlockCopy, BlockId, BlockTransfer
+from loraplex.core.plan import (
+    NO_BLOCK,
+    BlockCopy,
+    BlockId,
+    BlockTransfer,
+    KVGroupCapacity,
+    KVGroupId,
+)
 from loraplex.core.retention import KVRetention, block_retention
-from loraplex.memory.attention_window import AttentionWindow
-from loraplex.memory.block_pool import BlockPool
-from loraplex.memory.host_blocks import HostBlocks
+from loraplex.memory.attention_window import longest_served
+from loraplex.memory.block_tables import (
+    AdmittedBlocks,
+    BlockCounts,
+    BlockTable,
+    BlockTables,
+    Loaded,
+    NewBlocks,
+    Offload,
+)
+from loraplex.memory.kv_group import KVGroup, without_gaps
 from loraplex.memory.prefix_cache import HashFunction, PrefixCache, hash_block
 
 
-class AdmittedBlocks(NamedTuple):
-    """The first blocks of a sequence."""
-
-    block_ids: list[BlockId]
-    """Blocks found in the prefix cache, then new ones. A found one that a window has passed is a
-    gap."""
-    num_cached_tokens: int
-    """Tokens whose KV is in these blocks already: a multiple of the block size, so
-    num_cached_tokens // block_size is the sequence's num_hashed_blocks."""
-    num_new_tokens: int
-    """Tokens that fit in the other blocks: at least 1."""
-
-
-class Offload(NamedTuple):
-    """Transfer of a block table to the host."""
-
-    host_block_ids: list[BlockId]
-    """Host table, with the gaps of the block table."""
-    transfers: tuple[BlockTransfer, ...]
-
-
-class Loaded(NamedTuple):
-    """A block table that came back from the host."""
-
-    block_ids: list[BlockId]
-    transfers: tuple[BlockTransfer, ...]
-    num_hashed_blocks: int
-    """Leading blocks that the prefix cache still had; the others must be published again."""
-
-
 class KVBlocks:
-    """The KV blocks of one KV group."""
+    """The KV blocks of all KV groups, and the prefix cache."""
 
     def __init__(
         self,
-        num_blocks: int,
         block_size: int,
+        kv_groups: Sequence[KVGroupCapacity],
         *,
         prefix_caching: bool = True,
         hash_function: HashFunction = hash_block,
-        num_host_blocks: int = 0,
-        attention_window: int | None = None,
-        num_sink_tokens: int = 0,
     ) -> None:
-        """attention_window, num_sink_tokens: as in Capacity."""
+        """block_size, kv_groups: as in Capacity."""
         self._block_size = block_size
         self._prefix_cache = PrefixCache(
-            block_size, enabled=prefix_caching, hash_function=hash_function
+            block_size, len(kv_groups), enabled=prefix_caching, hash_function=hash_function
         )
-        self._pool = BlockPool(num_blocks, on_lost=self._forget)
-        self._host = HostBlocks(num_host_blocks)
-        self._window = AttentionWindow(block_size, attention_window, num_sink_tokens)
+        self.groups = tuple(
+            KVGroup(group_id, block_size, capacity, self._forget)
+            for group_id, capacity in enumerate(kv_groups)
+        )
+        self.has_window = any(group.has_window for group in self.groups)
+        """Whether sequences free blocks before they end."""
+        self._windows = [group.window for group in self.groups]
+        self._no_new: NewBlocks = ((),) * len(self.groups)
 
     @property
     def block_size(self) -> int:
@@ -75,54 +60,61 @@ class KVBlocks:
         return self._block_size
 
     @property
-    def has_window(self) -> bool:
-        """Whether sequences free blocks before they end."""
-        return self._window.num_tokens is not None
-
-    @property
-    def num_blocks(self) -> int:
-        return self._pool.num_blocks
-
-    @property
     def num_free(self) -> int:
-        return self._pool.num_free
+        """Number of free blocks in all groups together."""
+        return sum(group.pool.num_free for group in self.groups)
 
     @property
     def num_cached(self) -> int:
-        return self._pool.num_cached
+        return sum(group.pool.num_cached for group in self.groups)
 
     @property
     def num_held(self) -> int:
-        return self._pool.num_held
+        return sum(group.pool.num_held for group in self.groups)
 
     @property
-    def num_available(self) -> int:
+    def num_on_host(self) -> int:
+        """Number of host blocks that hold the KV of preempted sequences."""
+        return sum(group.host.num_held for group in self.groups)
+
+    @property
+    def num_available(self) -> BlockCounts:
         """Number of blocks that can be taken now: free and cached ones."""
-        return self._pool.num_available
-
-    @property
-    def num_host_blocks(self) -> int:
-        return self._host.num_blocks
-
-    @property
-    def num_host_free(self) -> int:
-        return self._host.num_free
+        return tuple(group.num_available for group in self.groups)
 
     def advance(self, now_ns: int) -> None:
         """Set the present time, by which the durations of retained blocks begin and end."""
-        self._pool.advance(now_ns)
+        for group in self.groups:
+            group.pool.advance(now_ns)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Return the number of blocks that num_tokens computed tokens fill or touch."""
         return -(-num_tokens // self._block_size)
 
-    def max_blocks_held(self, num_tokens: int, max_step_tokens: int) -> int:
+    def max_blocks_held(self, num_tokens: int, max_step_tokens: int) -> BlockCounts:
         """Return the maximum number of blocks that a sequence of num_tokens tokens holds at once.
 
         max_step_tokens: maximum number of tokens in one step, each followed by `release_passed`.
         Without a window the result is num_blocks_for(num_tokens).
         """
-        return self._window.max_blocks_held(num_tokens, max_step_tokens)
+        return tuple(
+            group.window.max_blocks_held(num_tokens, max_step_tokens) for group in self.groups
+        )
+
+    def shortage(self, num_blocks: BlockCounts) -> str | None:
+        """Return how a need of blocks exceeds what there is in a group; None if it does not."""
+        for group, num_needed in zip(self.groups, num_blocks, strict=True):
+            if num_needed > group.num_blocks:
+                place = ""
+                if len(self.groups) > 1:
+                    window = group.window.num_tokens
+                    kind = "full attention" if window is None else f"a window of {window} tokens"
+                    place = f" for the layers with {kind}"
+                return (
+                    f"{num_needed} KV blocks of {self._block_size} tokens{place}; there are "
+                    f"{group.num_blocks}"
+                )
+        return None
 
     def admit(
         self,
@@ -130,16 +122,19 @@ class KVBlocks:
         kv_salt: bytes,
         max_new_tokens: int,
         *,
+        max_step_tokens: int | None = None,
         max_cached_tokens: int | None = None,
-        num_reserved_blocks: int = 0,
+        num_reserved_blocks: BlockCounts = (),
         retention: KVRetention | None = None,
         num_prompt_tokens: int = 0,
     ) -> AdmittedBlocks | None:
         """Return blocks for a sequence that has none: a new one, or one preempted before.
 
         Serves the longest cached beginning, but never the last token: one is always left to
-        compute. Then takes blocks for up to max_new_tokens (>= 1) of the tokens after it. None and
-        no change if there are too few blocks; num_reserved_blocks must stay available.
+        compute. Then takes blocks for up to max_new_tokens (>= 1) of the tokens after it, with a
+        window for up to max_step_tokens. Groups without a window must nevertheless have blocks for
+        max_new_tokens. None and no change if there are too few blocks; num_reserved_blocks must
+        stay available in each group.
 
         max_cached_tokens = 0 serves nothing (prompt log probabilities need every position).
         `retention`, for a prompt of num_prompt_tokens, applies to served blocks from now on.
@@ -150,46 +145,46 @@ class KVBlocks:
         if max_cached_tokens is not None:
             limit = min(limit, max_cached_tokens)
         found = self._prefix_cache.match(token_ids, kv_salt, limit)
-        num_cached = len(found) * self._block_size
+        num_served = longest_served(self._windows, found)
+        num_cached = num_served * self._block_size
         num_new = min(max_new_tokens, len(token_ids) - num_cached)
-        first_needed = self._window.first_needed(num_cached, len(found))
+        num_first = self._num_first(num_new, max_step_tokens)
         hits = [
-            block_id if self._window.needs(index, first_needed) else NO_BLOCK
-            for index, block_id in enumerate(found)
+            group.needed(table[:num_served], num_cached)
+            for group, table in zip(self.groups, found, strict=True)
         ]
-        num_to_take = self.num_blocks_for(num_cached + num_new) - len(hits)
-        taken = self._share_and_take(hits, num_to_take, num_reserved_blocks)
-        if taken is None:
+        num_to_take = self.num_blocks_for(num_cached + num_first) - num_served
+        num_to_fit = self.num_blocks_for(num_cached + num_new) - num_served
+        num_to_leave = [
+            (0 if group.has_window else num_to_fit - num_to_take) for group in self.groups
+        ]
+        if not self._share_hits(hits, [num_to_take] * len(hits), num_to_leave, num_reserved_blocks):
             return None
-        for index, block_id in enumerate(hits):
-            self._retain(block_id, retention, index, num_prompt_tokens)
-        return AdmittedBlocks(hits + taken, num_cached, num_new)
+        tables = [
+            table + group.take(num_to_take) for group, table in zip(self.groups, hits, strict=True)
+        ]
+        for group, table in zip(self.groups, hits, strict=True):
+            for index, block_id in enumerate(table):
+                self._retain(group, block_id, retention, index, num_prompt_tokens)
+        return AdmittedBlocks(tables, num_cached, num_first)
 
-    def _share_and_take(
-        self, hits: Sequence[BlockId], num_to_take: int, num_reserved_blocks: int
-    ) -> list[BlockId] | None:
-        """Share the hits and take new blocks; None and no change if there are too few."""
-        hits = _without_gaps(hits)
-        num_hits_cached = sum(self._pool.ref_count(block_id) == 0 for block_id in hits)
-        if num_to_take + num_hits_cached + num_reserved_blocks > self.num_available:
-            return None
-        # The hits are shared before blocks are taken: taking must not evict them.
-        self._pool.share(hits)
-        return self._pool.allocate(num_to_take)
-
-    def grow(self, block_ids: Sequence[BlockId], num_tokens: int) -> list[BlockId] | None:
-        """Return the blocks to append to a block table so that num_tokens tokens fit.
+    def grow(self, block_tables: BlockTables, num_tokens: int) -> NewBlocks | None:
+        """Return the blocks to append to block tables so that num_tokens tokens fit.
 
         Empty if they fit already; None and no change if there are not enough blocks.
         """
-        num_missing = self.num_blocks_for(num_tokens) - len(block_ids)
-        return self._pool.allocate(num_missing) if num_missing > 0 else []
+        num_missing = self.num_blocks_for(num_tokens) - len(block_tables[0])
+        if num_missing <= 0:
+            return self._no_new
+        if any(group.num_available < num_missing for group in self.groups):
+            return None
+        return tuple(tuple(group.take(num_missing)) for group in self.groups)
 
     def publish(
         self,
         token_ids: Sequence[int],
         kv_salt: bytes,
-        block_ids: Sequence[BlockId],
+        block_tables: BlockTables,
         num_hashed_blocks: int,
         num_computed_tokens: int,
         *,
@@ -202,130 +197,172 @@ class KVBlocks:
         The blocks are kept by `retention`, for a prompt of num_prompt_tokens.
         """
         num_full = num_computed_tokens // self._block_size
+        first_table = block_tables[0]
         for index in range(num_hashed_blocks, num_full):
-            if block_ids[index] == NO_BLOCK:  # came back from the host without it
+            if first_table[index] == NO_BLOCK:  # came back from the host without it
                 continue
             start = index * self._block_size
             tokens = token_ids[start : start + self._block_size]
-            parent_id = block_ids[index - 1] if index else None
-            if self._prefix_cache.insert(block_ids[index], parent_id, tokens, kv_salt):
-                self._pool.keep(block_ids[index])
-            self._retain(block_ids[index], retention, index, num_prompt_tokens)
+            parent_id = first_table[index - 1] if index else None
+            block_ids = [table[index] for table in block_tables]
+            for group_id in self._prefix_cache.insert(block_ids, parent_id, tokens, kv_salt):
+                self.groups[group_id].pool.keep(block_ids[group_id])
+            for group, block_id in zip(self.groups, block_ids, strict=True):
+                self._retain(group, block_id, retention, index, num_prompt_tokens)
         return max(num_hashed_blocks, num_full)
 
-    def share(self, block_ids: Sequence[BlockId]) -> None:
-        """Add one holder to each block: a fork takes over the block table."""
-        self._pool.share(_without_gaps(block_ids))
-
-    def is_shared(self, block_id: BlockId) -> bool:
-        """Has it several holders? Then it must be copied before it is written."""
-        return self._pool.ref_count(block_id) > 1
+    def share(self, block_tables: BlockTables) -> None:
+        """Add one holder to each block: a fork takes over the block tables."""
+        for group, table in self._pairs(block_tables):
+            group.share(table)
 
     def make_writable(
-        self, block_ids: Sequence[BlockId], position: int
+        self, block_tables: BlockTables, position: int
     ) -> tuple[BlockCopy, ...] | None:
-        """Return what to copy before a block table's owner may write to a position of it.
+        """Return what to copy before the owner of block tables may write to a position of them.
 
-        Empty if the block has no other holder. Otherwise the reference moves to a new block: the
-        caller writes the copy's target into the table, and plans the copy. None and no change if
-        no block is available.
+        Empty if the blocks have no other holder. Otherwise the reference moves to a new block: the
+        caller writes each copy's target into the group's table, and plans the copy. None and no
+        change if no block is available.
         """
-        source = block_ids[position // self._block_size]
-        if not self.is_shared(source):
-            return ()
-        taken = self._pool.allocate(1)
-        if taken is None:
+        index = position // self._block_size
+        shared = [
+            (group, table[index])
+            for group, table in self._pairs(block_tables)
+            if group.pool.ref_count(table[index]) > 1
+        ]
+        if any(not group.num_available for group, _ in shared):
             return None
-        self._pool.release([source])
-        return (BlockCopy(0, source, taken[0]),)
+        copies = []
+        for group, source in shared:
+            (target,) = group.take(1)
+            group.pool.release([source])
+            copies.append(BlockCopy(group.group_id, source, target))
+        return tuple(copies)
 
     def release_passed(
-        self, block_ids: list[BlockId], num_computed_tokens: int, num_hashed_blocks: int
+        self, block_tables: BlockTables, num_computed_tokens: int, num_hashed_blocks: int
     ) -> None:
         """Free the blocks that no position from num_computed_tokens on sees, leaving gaps.
 
         Call it after `publish`. Without a window nothing changes.
         """
-        if not self.has_window:
-            return
-        end = self._window.first_needed(num_computed_tokens, num_hashed_blocks)
-        index = end - 1
-        while index >= self._window.num_sink_blocks and block_ids[index] != NO_BLOCK:
-            index -= 1
-        first = max(index + 1, self._window.num_sink_blocks)
-        self._pool.release(block_ids[first:end])
-        block_ids[first:end] = [NO_BLOCK] * max(0, end - first)
+        if self.has_window:
+            for group, table in self._pairs(block_tables):
+                group.release_passed(table, num_computed_tokens, num_hashed_blocks)
 
-    def offload(self, block_ids: Sequence[BlockId], num_computed_tokens: int) -> Offload | None:
-        """Take host blocks for the computed part of a block table; return the transfers to plan.
+    def offload(self, block_tables: BlockTables, num_computed_tokens: int) -> Offload | None:
+        """Take host blocks for the computed part of block tables; return the transfers to plan.
 
-        The table keeps its references: call `release` afterwards. None and no change if there are
+        The tables keep their references: call `release` afterwards. None and no change if there are
         too few host blocks.
         """
-        computed = block_ids[: self.num_blocks_for(num_computed_tokens)]
-        taken = self._host.allocate(len(_without_gaps(computed)))
-        if taken is None:
+        num_blocks = self.num_blocks_for(num_computed_tokens)
+        computed = [(group, table[:num_blocks]) for group, table in self._pairs(block_tables)]
+        if any(len(without_gaps(table)) > group.host.num_free for group, table in computed):
             return None
-        free = iter(taken)
-        host_block_ids = [b if b == NO_BLOCK else next(free) for b in computed]
-        return Offload(host_block_ids, _transfers(computed, host_block_ids))
+        host_tables: BlockTables = []
+        transfers: list[BlockTransfer] = []
+        for group, table in computed:
+            host_tables.append(group.offload(table))
+            transfers.extend(group.transfers(table, host_tables[-1]))
+        return Offload(host_tables, tuple(transfers))
 
     def load_back(
         self,
         token_ids: Sequence[int],
         kv_salt: bytes,
-        host_block_ids: Sequence[BlockId],
+        host_tables: BlockTables,
         num_computed_tokens: int,
         num_tokens: int,
         *,
-        num_reserved_blocks: int = 0,
+        max_step_tokens: int | None = None,
+        num_reserved_blocks: BlockCounts = (),
     ) -> Loaded | None:
         """Undo `offload`: take blocks for num_tokens tokens and load num_computed_tokens of KV.
 
         Blocks that the prefix cache still has are not transferred. The host blocks are free again,
         so a step's offloads are planned before its loads. None and no change if there are too few
-        blocks; num_reserved_blocks must stay available.
+        blocks; max_step_tokens and num_reserved_blocks are as in `admit`.
         """
         found = self._prefix_cache.match(token_ids, kv_salt, num_computed_tokens)
-        hits = [
-            block_id if host_id != NO_BLOCK else NO_BLOCK
-            for block_id, host_id in zip(found, host_block_ids, strict=False)
-        ]
-        rest = host_block_ids[len(hits) :]
-        num_more = max(0, self.num_blocks_for(num_tokens) - len(host_block_ids))
-        num_to_load = len(_without_gaps(rest))
-        taken = self._share_and_take(hits, num_to_load + num_more, num_reserved_blocks)
-        if taken is None:
+        hits = _hits(found, host_tables)
+        num_hits = len(hits[0])
+        num_first = self._num_first(num_tokens - num_computed_tokens, max_step_tokens)
+        num_on_host = len(host_tables[0])
+        num_more = max(0, self.num_blocks_for(num_computed_tokens + num_first) - num_on_host)
+        num_to_fit = max(0, self.num_blocks_for(num_tokens) - num_on_host)
+        rests = [table[num_hits:] for table in host_tables]
+        num_to_take = [len(without_gaps(rest)) + num_more for rest in rests]
+        num_to_leave = [(0 if group.has_window else num_to_fit - num_more) for group in self.groups]
+        if not self._share_hits(hits, num_to_take, num_to_leave, num_reserved_blocks):
             return None
-        free = iter(taken)
-        loaded = [b if b == NO_BLOCK else next(free) for b in rest]
-        self.free_host(host_block_ids)
-        return Loaded([*hits, *loaded, *free], _transfers(loaded, rest), len(hits))
+        block_tables: BlockTables = []
+        transfers: list[BlockTransfer] = []
+        for group, its_hits, rest in zip(self.groups, hits, rests, strict=True):
+            loaded = group.load_back(rest, num_more)
+            block_tables.append(its_hits + loaded)
+            transfers.extend(group.transfers(loaded, rest))
+        self.free_host(host_tables)
+        return Loaded(block_tables, tuple(transfers), num_hits)
 
-    def free_host(self, host_block_ids: Sequence[BlockId]) -> None:
-        """Free the host table of a sequence that ends, or will be computed again."""
-        self._host.release(_without_gaps(host_block_ids))
+    def free_host(self, host_tables: BlockTables) -> None:
+        """Free the host tables of a sequence that ends, or will be computed again."""
+        for group, table in self._pairs(host_tables):
+            group.free_host(table)
 
-    def release(self, block_ids: Sequence[BlockId]) -> None:
-        """Drop one reference to each block of a block table, in the table's order."""
-        self._pool.release(_without_gaps(block_ids))
+    def release(self, block_tables: BlockTables) -> None:
+        """Drop one reference to each block of block tables, in the tables' order."""
+        for group, table in self._pairs(block_tables):
+            group.release(table)
 
     def check(
         self,
-        tables: Iterable[Sequence[BlockId]] | None = None,
-        host_tables: Iterable[Sequence[BlockId]] | None = None,
+        tables: Sequence[BlockTables] | None = None,
+        host_tables: Sequence[BlockTables] | None = None,
     ) -> None:
         """Assert that no block is lost; with all tables that exist, also check the counts."""
-        self._pool.check(tables)
-        self._host.check(host_tables)
         self._prefix_cache.check()
-        for block_id in range(self.num_blocks):
-            assert self._pool.is_kept(block_id) == self._prefix_cache.serves(block_id), (
-                f"block {block_id}: pool and prefix cache do not agree"
-            )
+        for one in (*(tables or ()), *(host_tables or ())):
+            assert len({len(table) for table in one}) <= 1, "tables of different lengths"
+        for group in self.groups:
+            group.check(_tables_of(group, tables), _tables_of(group, host_tables))
+            for block_id in range(group.num_blocks):
+                is_served = self._prefix_cache.serves(group.group_id, block_id)
+                assert group.pool.is_kept(block_id) == is_served, (
+                    f"block {block_id} of KV group {group.group_id}: pool and prefix cache do not "
+                    "agree"
+                )
+
+    def _pairs(self, block_tables: BlockTables) -> Iterable[tuple[KVGroup, BlockTable]]:
+        """Return each group with its table; nothing of a sequence without blocks."""
+        return zip(self.groups, block_tables, strict=True) if block_tables else ()
+
+    def _num_first(self, num_new_tokens: int, max_step_tokens: int | None) -> int:
+        """Return for how many new tokens a sequence takes blocks when it is admitted."""
+        if max_step_tokens is None or not self.has_window:
+            return num_new_tokens
+        return min(num_new_tokens, max_step_tokens)
+
+    def _share_hits(
+        self,
+        hits: BlockTables,
+        num_to_take: Sequence[int],
+        num_to_leave: Sequence[int],
+        num_reserved_blocks: BlockCounts,
+    ) -> bool:
+        """Share the hits if blocks can be taken after that; False and no change if not."""
+        reserved = num_reserved_blocks or (0,) * len(self.groups)
+        wanted = zip(self.groups, hits, num_to_take, num_to_leave, reserved, strict=True)
+        if not all(group.has_space(table, sum(counts)) for group, table, *counts in wanted):
+            return False
+        # The hits of all groups are shared before blocks are taken: taking must not evict them.
+        self.share(hits)
+        return True
 
     def _retain(
         self,
+        group: KVGroup,
         block_id: BlockId,
         retention: KVRetention | None,
         index: int,
@@ -335,22 +372,29 @@ class KVBlocks:
             return
         of_block = block_retention(retention, index * self._block_size, num_prompt_tokens)
         if of_block is not None:
-            self._pool.retain(block_id, of_block)
+            group.pool.retain(block_id, of_block)
 
-    def _forget(self, block_id: BlockId) -> None:
-        forgotten = self._prefix_cache.forget(block_id)
-        for orphan in forgotten.orphans:
-            self._pool.drop(orphan)
+    def _forget(self, group_id: KVGroupId, block_id: BlockId) -> None:
+        forgotten = self._prefix_cache.forget(group_id, block_id)
+        for orphan_group_id, orphan in forgotten.orphans:
+            self.groups[orphan_group_id].pool.drop(orphan)
         if forgotten.heir is not None:
-            self._pool.keep(forgotten.heir)
+            self.groups[group_id].pool.keep(forgotten.heir)
 
 
-def _without_gaps(block_ids: Sequence[BlockId]) -> list[BlockId]:
-    return [block_id for block_id in block_ids if block_id != NO_BLOCK]
+def _hits(found: BlockTables, host_tables: BlockTables) -> BlockTables:
+    """Return the found blocks before the first that only the host has, with the host's gaps."""
+    num_hits = len(found[0])
+    for table, host_table in zip(found, host_tables, strict=True):
+        for index in range(num_hits):
+            if table[index] == NO_BLOCK and host_table[index] != NO_BLOCK:
+                num_hits = index
+                break
+    return [
+        [NO_BLOCK if host_table[i] == NO_BLOCK else table[i] for i in range(num_hits)]
+        for table, host_table in zip(found, host_tables, strict=True)
+    ]
 
 
-def _transfers(
-    block_ids: Sequence[BlockId], host_block_ids: Sequence[BlockId]
-) -> tuple[BlockTransfer, ...]:
-    pairs = zip(block_ids, host_block_ids, strict=True)
-    return tuple(BlockTransfer(0, *pair) for pair in pairs if pair[0] != NO_BLOCK)
+def _tables_of(group: KVGroup, tables: Sequence[BlockTables] | None) -> list[BlockTable] | None:
+    return None if tables is None else [one[group.group_id] for one in tables if one]

@@ -1,6 +1,6 @@
 """Prefix cache: a tree of full KV blocks, found by chained hashes of their tokens.
 
-It knows content, not holders: the block pool decides when a block's content is lost, and
+The cache knows content, not holders: the block pools decide when a block's content is lost, and
 `memory.kv_blocks` joins the two.
 """
 
@@ -10,7 +10,7 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from loraplex.core.plan import BlockId
+from loraplex.core.plan import NO_BLOCK, BlockId, KVGroupId
 
 ROOT_HASH = bytes(32)
 """The parent hash of a first block."""
@@ -37,10 +37,11 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
 class Forgotten(NamedTuple):
     """Consequences of the loss of a block's content."""
 
-    orphans: tuple[BlockId, ...] = ()
+    orphans: tuple[tuple[KVGroupId, BlockId], ...] = ()
     """Blocks that no look-up can reach any more; they are forgotten, too."""
     heir: BlockId | None = None
-    """Block of equal content, held by a sequence, that is served from now on."""
+    """Block of equal content in the same KV group, held by a sequence, that is served from now on.
+    """
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -51,8 +52,9 @@ class _Node:
     parent: "_Node | None"
     kv_salt: bytes
     tokens: bytes
-    block_ids: dict[BlockId, None]
-    """Blocks with this content: the first is served, the others were computed concurrently."""
+    block_ids: tuple[dict[BlockId, None], ...]
+    """Blocks with this content in each KV group: the first is served, the others were computed
+    concurrently."""
     children: dict[BlockHash, "_Node"] = dataclasses.field(default_factory=dict)
 
     def holds(self, parent: "_Node | None", kv_salt: bytes, tokens: bytes) -> bool:
@@ -63,126 +65,151 @@ class _Node:
 class PrefixCache:
     """Full blocks of computed tokens, served to later sequences with an equal beginning.
 
-    Invariant: the parent of every node is known, so every known block can be reached.
+    Invariant: the parent of every node is known, so every known block can be reached. A node is
+    known as long as KV group 0 has a block of it. Other groups can lose theirs alone.
 
     A disabled cache never takes a block, and so never matches one.
     """
 
     def __init__(
-        self, block_size: int, *, enabled: bool = True, hash_function: HashFunction = hash_block
+        self,
+        block_size: int,
+        num_kv_groups: int,
+        *,
+        enabled: bool = True,
+        hash_function: HashFunction = hash_block,
     ) -> None:
         self._block_size = block_size
+        self._num_kv_groups = num_kv_groups
         self._enabled = enabled
         self._hash = hash_function
         self._nodes: dict[BlockHash, _Node] = {}
-        self._node_of: dict[BlockId, _Node] = {}
+        self._node_of: tuple[dict[BlockId, _Node], ...] = tuple({} for _ in range(num_kv_groups))
 
     def __len__(self) -> int:
         """Return the number of contents that can be served."""
         return len(self._nodes)
 
-    def serves(self, block_id: BlockId) -> bool:
+    def serves(self, kv_group: KVGroupId, block_id: BlockId) -> bool:
         """Return whether `match` can find this block."""
-        node = self._node_of.get(block_id)
-        return node is not None and next(iter(node.block_ids)) == block_id
+        node = self._node_of[kv_group].get(block_id)
+        return node is not None and next(iter(node.block_ids[kv_group])) == block_id
 
     def match(
         self, token_ids: Sequence[int], kv_salt: bytes, max_tokens: int | None = None
-    ) -> list[BlockId]:
+    ) -> list[list[BlockId]]:
         """Return the blocks of the longest known beginning of token_ids, whole blocks only.
 
-        At most `max_tokens` tokens are matched. A sequence must compute at least one token, so its
-        limit is len(token_ids) - 1.
+        The result has a table of equal length for each KV group. A gap in a table is a block that
+        its group has lost; the first table has none. At most `max_tokens` tokens are matched. A
+        sequence must compute at least one token, so its limit is len(token_ids) - 1.
         """
         limit = len(token_ids) if max_tokens is None else min(max_tokens, len(token_ids))
-        block_ids: list[BlockId] = []
+        tables: list[list[BlockId]] = [[] for _ in range(self._num_kv_groups)]
         node: _Node | None = None
         for start in range(0, limit - self._block_size + 1, self._block_size):
             tokens = pack_tokens(token_ids[start : start + self._block_size])
             child = self._nodes.get(self._digest(node, kv_salt, tokens))
             if child is None or not child.holds(node, kv_salt, tokens):
                 break
-            block_ids.append(next(iter(child.block_ids)))
+            for table, block_ids in zip(tables, child.block_ids, strict=True):
+                table.append(next(iter(block_ids), NO_BLOCK))
             node = child
-        return block_ids
+        return tables
 
     def insert(
         self,
-        block_id: BlockId,
+        block_ids: Sequence[BlockId],
         parent_id: BlockId | None,
         token_ids: Sequence[int],
         kv_salt: bytes,
-    ) -> bool:
-        """Add a full computed block; return whether it is served from now on.
+    ) -> list[KVGroupId]:
+        """Add a full computed block of each KV group; return the groups that serve theirs now.
 
-        `parent_id` is the block before it in the same sequence, None for the first block. False
-        if the cache is disabled, if the parent is unknown, if the hash is taken by another content,
-        or if the same content is known already: then the first block keeps being served, and this
-        one is only remembered as its equal (see Forgotten.heir).
+        `block_ids` may have gaps, except for group 0. `parent_id` is the block of group 0 before it
+        in the same sequence, None for the first block. A group serves the new block unless it has
+        one with the same content: then the first block keeps being served, and this one is only
+        remembered as its equal (see Forgotten.heir). No group does if the cache is disabled, if the
+        parent is unknown, or if the hash is taken by another content.
         """
         assert len(token_ids) == self._block_size, f"{len(token_ids)} tokens in a full block"
-        assert block_id not in self._node_of, f"block {block_id} is known already"
-        parent = None if parent_id is None else self._node_of.get(parent_id)
+        parent = None if parent_id is None else self._node_of[0].get(parent_id)
         if not self._enabled or (parent_id is not None and parent is None):
-            return False
+            return []
         tokens = pack_tokens(token_ids)
         digest = self._digest(parent, kv_salt, tokens)
         node = self._nodes.get(digest)
         if node is None:
-            self._add(_Node(digest, parent, kv_salt, tokens, {block_id: None}), block_id)
-            return True
-        if node.holds(parent, kv_salt, tokens):
-            node.block_ids[block_id] = None
-            self._node_of[block_id] = node
-        return False
+            node = self._new_node(digest, parent, kv_salt, tokens)
+        elif not node.holds(parent, kv_salt, tokens):
+            return []
+        return [
+            kv_group
+            for kv_group, block_id in enumerate(block_ids)
+            if block_id != NO_BLOCK and self._add(node, kv_group, block_id)
+        ]
 
-    def forget(self, block_id: BlockId) -> Forgotten:
+    def forget(self, kv_group: KVGroupId, block_id: BlockId) -> Forgotten:
         """Remove a block whose content is lost. No change if it was not known."""
-        node = self._node_of.get(block_id)
+        node = self._node_of[kv_group].get(block_id)
         if node is None:
             return Forgotten()
-        was_served = self.serves(block_id)
-        del self._node_of[block_id], node.block_ids[block_id]
+        was_served = self.serves(kv_group, block_id)
+        equals = node.block_ids[kv_group]
+        del self._node_of[kv_group][block_id], equals[block_id]
         if not was_served:
             return Forgotten()
-        if node.block_ids:
-            return Forgotten(heir=next(iter(node.block_ids)))
-        return Forgotten(orphans=self._remove_tree(node))
+        if equals:
+            return Forgotten(heir=next(iter(equals)))
+        return Forgotten() if kv_group else Forgotten(orphans=self._remove_tree(node))
 
     def check(self) -> None:
         """Assert that every known block has one node, and every node a known parent."""
         for digest, node in self._nodes.items():
             assert node.digest == digest
-            assert node.block_ids, "a node without a block"
+            assert node.block_ids[0], "a node without a block in KV group 0"
             siblings = self._nodes if node.parent is None else node.parent.children
             assert siblings.get(digest) is node, "a node that its parent does not know"
             if node.parent is not None:
                 assert self._nodes.get(node.parent.digest) is node.parent, "an orphan"
             assert all(self._nodes.get(child) is not None for child in node.children)
-        pairs = [(block_id, node) for node in self._nodes.values() for block_id in node.block_ids]
-        assert len(pairs) == len(self._node_of)
-        assert all(self._node_of[block_id] is node for block_id, node in pairs)
+        for kv_group, node_of in enumerate(self._node_of):
+            pairs = [(b, node) for node in self._nodes.values() for b in node.block_ids[kv_group]]
+            assert len(pairs) == len(node_of)
+            assert all(node_of[block_id] is node for block_id, node in pairs)
 
     def _digest(self, parent: _Node | None, kv_salt: bytes, tokens: bytes) -> BlockHash:
         return self._hash(ROOT_HASH if parent is None else parent.digest, kv_salt, tokens)
 
-    def _add(self, node: _Node, block_id: BlockId) -> None:
-        self._nodes[node.digest] = node
-        self._node_of[block_id] = node
-        if node.parent is not None:
-            node.parent.children[node.digest] = node
+    def _new_node(
+        self, digest: BlockHash, parent: _Node | None, kv_salt: bytes, tokens: bytes
+    ) -> _Node:
+        block_ids: tuple[dict[BlockId, None], ...] = tuple({} for _ in self._node_of)
+        node = self._nodes[digest] = _Node(digest, parent, kv_salt, tokens, block_ids)
+        if parent is not None:
+            parent.children[digest] = node
+        return node
 
-    def _remove_tree(self, root: _Node) -> tuple[BlockId, ...]:
+    def _add(self, node: _Node, kv_group: KVGroupId, block_id: BlockId) -> bool:
+        """Add a block to a node; return whether it is the one that is served."""
+        assert block_id not in self._node_of[kv_group], f"block {block_id} is known already"
+        equals = node.block_ids[kv_group]
+        equals[block_id] = None
+        self._node_of[kv_group][block_id] = node
+        return len(equals) == 1
+
+    def _remove_tree(self, root: _Node) -> tuple[tuple[KVGroupId, BlockId], ...]:
         """Remove a node and everything under it; return the blocks that were still known."""
         if root.parent is not None:
             del root.parent.children[root.digest]
-        orphans: list[BlockId] = []
+        orphans: list[tuple[KVGroupId, BlockId]] = []
         stack = [root]
         while stack:
             node = stack.pop()
             del self._nodes[node.digest]
-            for block_id in node.block_ids:
-                del self._node_of[block_id]
-            orphans.extend(node.block_ids)
+            for kv_group, block_ids in enumerate(node.block_ids):
+                for block_id in block_ids:
+                    del self._node_of[kv_group][block_id]
+                    orphans.append((kv_group, block_id))
             stack.extend(node.children.values())
         return tuple(orphans)

@@ -49,14 +49,14 @@ class ResultAbsorber:
         sequence.num_hashed_blocks = kv.publish(
             sequence.token_ids,
             request.kv_salt,
-            sequence.block_ids,
+            sequence.block_tables,
             sequence.num_hashed_blocks,
             sequence.num_computed_tokens,
             retention=request.retention,
             num_prompt_tokens=sequence.num_prompt_tokens,
         )
         kv.release_passed(
-            sequence.block_ids, sequence.num_computed_tokens, sequence.num_hashed_blocks
+            sequence.block_tables, sequence.num_computed_tokens, sequence.num_hashed_blocks
         )
 
     def _absorb_prompt_scores(self, sequence: Sequence, row: RowStep, result: RowResult) -> None:

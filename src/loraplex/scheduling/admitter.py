@@ -4,7 +4,7 @@ import enum
 
 from loraplex.core.adapter import AdapterHandle
 from loraplex.core.scheduler_settings import SchedulerSettings
-from loraplex.memory.kv_blocks import AdmittedBlocks, Loaded
+from loraplex.memory.block_tables import AdmittedBlocks, BlockCounts, Loaded
 from loraplex.scheduling.beam_request import BeamRequest
 from loraplex.scheduling.beam_scheduling import BeamScheduling
 from loraplex.scheduling.plan_builder import PlanBuilder
@@ -37,7 +37,7 @@ class Admitter:
         self._beams = beams
         self._max_seqs_per_adapter = settings.max_seqs_per_adapter
         self._max_step_tokens = settings.max_step_tokens
-        self._shortage: tuple[int, int] | None = None
+        self._shortage: tuple[int, BlockCounts] | None = None
         """(sequence id, available blocks) when a sequence last found too few blocks."""
 
     def adapters_at_limit(self, sequence: Sequence) -> list[AdapterHandle]:
@@ -90,8 +90,9 @@ class Admitter:
         num_reserved = state.num_blocks_to_leave(sequence, num_blocks)
         if num_reserved is None:
             return False
-        shortage = (sequence.sequence_id, state.kv.num_available - num_reserved)
-        if num_reserved and self._is_known(shortage):
+        pairs = zip(state.kv.num_available, num_reserved, strict=True)
+        shortage = (sequence.sequence_id, tuple(available - kept for available, kept in pairs))
+        if any(num_reserved) and self._is_known(shortage):
             return False
         sequence.scores_prompt = sequence.request.wants_prompt_scores
         blocks = self._blocks_for(sequence, num_reserved)
@@ -103,39 +104,41 @@ class Admitter:
             builder.block_loads.extend(blocks.transfers)
         else:
             state.admit(sequence, blocks)
-        builder.new_blocks[sequence] = list(sequence.block_ids)
+        builder.new_blocks[sequence] = tuple(map(tuple, sequence.block_tables))
         return True
 
-    def _blocks_for(self, sequence: Sequence, num_reserved: int) -> AdmittedBlocks | Loaded | None:
+    def _blocks_for(
+        self, sequence: Sequence, num_reserved: BlockCounts
+    ) -> AdmittedBlocks | Loaded | None:
         """Take the blocks of a new sequence, or of one whose KV is on the host."""
         kv, request, offloaded = self._state.kv, sequence.request.engine_request, sequence.offloaded
-        num_tokens = sequence.num_tokens
-        if kv.has_window:
-            num_computed = 0 if offloaded is None else offloaded.num_computed_tokens
-            num_tokens = min(num_tokens, num_computed + self._max_step_tokens)
         if offloaded is not None:
             return kv.load_back(
                 sequence.token_ids,
                 request.kv_salt,
-                offloaded.host_block_ids,
+                offloaded.host_tables,
                 offloaded.num_computed_tokens,
-                num_tokens,
+                sequence.num_tokens,
+                max_step_tokens=self._max_step_tokens,
                 num_reserved_blocks=num_reserved,
             )
         return kv.admit(
             sequence.token_ids,
             request.kv_salt,
-            max_new_tokens=num_tokens,
+            max_new_tokens=sequence.num_tokens,
+            max_step_tokens=self._max_step_tokens,
             max_cached_tokens=0 if sequence.scores_prompt else None,
             num_reserved_blocks=num_reserved,
             retention=request.retention,
             num_prompt_tokens=sequence.num_prompt_tokens,
         )
 
-    def _is_known(self, shortage: tuple[int, int]) -> bool:
+    def _is_known(self, shortage: tuple[int, BlockCounts]) -> bool:
         """Return whether the sequence found too few blocks before, and there are no more now.
 
         The test spares hashing a long prompt in every step.
         """
         known = self._shortage
-        return known is not None and known[0] == shortage[0] and shortage[1] <= known[1]
+        if known is None or known[0] != shortage[0]:
+            return False
+        return all(now <= then for now, then in zip(shortage[1], known[1], strict=True))

@@ -6,9 +6,10 @@ from typing import NamedTuple
 import msgspec
 
 from loraplex.core.errors import InvalidParameterError, LoraplexError, PromptTooLongError
-from loraplex.core.plan import Capacity, RowResult, RowStep
+from loraplex.core.plan import Capacity, KVGroupId, RowResult, RowStep
 from loraplex.core.request import EngineRequest
 from loraplex.core.scheduler_settings import SchedulerSettings
+from loraplex.memory.block_tables import BlockCounts
 from loraplex.memory.kv_blocks import KVBlocks
 from loraplex.scheduling.beams import BeamSearcher, Candidates
 from loraplex.scheduling.request import Request, Sequence
@@ -86,29 +87,32 @@ class BeamRequest(Request):
                 "time (max_seqs_per_adapter)",
                 param="beam_width",
             )
-        num_blocks = self.max_blocks(kv, settings.max_step_tokens)
-        if num_blocks > kv.num_blocks:
+        shortage = kv.shortage(self.max_blocks(kv, settings.max_step_tokens))
+        if shortage is not None:
             return PromptTooLongError(
                 f"{self.width} beams of {len(self.engine_request.prompt_token_ids)} prompt tokens "
-                f"and up to {self.stop_rules.max_tokens} new ones need {num_blocks} KV blocks of "
-                f"{kv.block_size} tokens; there are {kv.num_blocks}"
+                f"and up to {self.stop_rules.max_tokens} new ones need {shortage}"
             )
         return None
 
-    def max_blocks(self, kv: KVBlocks, max_step_tokens: int) -> int:
+    def max_blocks(self, kv: KVBlocks, max_step_tokens: int) -> BlockCounts:
         num_of_one = Request.max_blocks(self, kv, max_step_tokens)
         num_prompt_tokens = len(self.engine_request.prompt_token_ids)
         num_tokens = num_prompt_tokens + self.stop_rules.max_tokens - 1
         # The beams share the full blocks of their prompt. With an attention window they may not.
         num_shared = num_prompt_tokens // kv.block_size
         num_blocks = num_shared + self.width * (kv.num_blocks_for(num_tokens) - num_shared)
-        return max(num_blocks, self.width * num_of_one) if kv.has_window else num_blocks
+        return tuple(
+            max(num_blocks, self.width * num_held) if group.has_window else num_blocks
+            for group, num_held in zip(kv.groups, num_of_one, strict=True)
+        )
 
     def scheduled_with(self, sequence: Sequence) -> list[Sequence]:  # noqa: ARG002
         return self.sequences
 
-    def num_blocks_held(self, sequence: Sequence) -> int:  # noqa: ARG002
-        return len({block_id for one in self.sequences for block_id in one.block_ids})
+    def num_blocks_held(self, sequence: Sequence, kv_group: KVGroupId) -> int:  # noqa: ARG002
+        tables = [one.block_tables[kv_group] for one in self.sequences if one.block_tables]
+        return len({block_id for table in tables for block_id in table})
 
     def num_computable_tokens(self, sequence: Sequence) -> int:
         """Return how many tokens the sequence may compute in the next step by itself.
@@ -134,7 +138,7 @@ class BeamRequest(Request):
         new_block_ids = row.new_block_ids
         if sequence.index in self.unsent_tables:
             self.unsent_tables.remove(sequence.index)
-            new_block_ids = (tuple(sequence.block_ids),)
+            new_block_ids = tuple(map(tuple, sequence.block_tables))
         stop = row.start + row.num_tokens
         samples = stop == sequence.num_tokens
         return msgspec.structs.replace(

@@ -4,7 +4,7 @@ from collections.abc import Sequence as AbstractSequence
 
 from loraplex.core.errors import InvalidParameterError
 from loraplex.core.output import FinishReason, SequenceDelta
-from loraplex.memory.kv_blocks import AdmittedBlocks
+from loraplex.memory.block_tables import AdmittedBlocks
 from loraplex.scheduling.beam_request import BeamRequest, Fork
 from loraplex.scheduling.beams import Candidates
 from loraplex.scheduling.plan_builder import PlanBuilder
@@ -36,16 +36,17 @@ class BeamScheduling:
             return False
         admissions = [admission]
         for text, (donor, num_shared) in zip(texts[1:], shared[1:], strict=True):
-            table = admissions[donor].block_ids[:num_shared]
-            kv.share(table)
-            more = kv.grow(table, len(text))
+            shared_tables = [table[:num_shared] for table in admissions[donor].block_tables]
+            kv.share(shared_tables)
+            more = kv.grow(shared_tables, len(text))
             assert more is not None, "the admission of the first beam left too few blocks"
-            admissions.append(AdmittedBlocks([*table, *more], num_shared * kv.block_size, 0))
+            tables = [[*table, *new] for table, new in zip(shared_tables, more, strict=True)]
+            admissions.append(AdmittedBlocks(tables, num_shared * kv.block_size, 0))
         idle = [AdmittedBlocks([], 0, 0) for _ in request.idle]
         for sequence, its_admission in zip(request.sequences, [*admissions, *idle], strict=True):
             state.admit(sequence, its_admission)
             builder.join(sequence)
-            builder.new_blocks[sequence] = sequence.block_ids
+            builder.new_blocks[sequence] = tuple(map(tuple, sequence.block_tables))
         return True
 
     def plan(self, builder: PlanBuilder, request: BeamRequest) -> None:
@@ -64,7 +65,7 @@ class BeamScheduling:
             builder.compute(sequence, 1, new_block_ids)
         request.rejoining.clear()
         # Idle sequences are part of the plan, too: they must not be preempted after it.
-        builder.new_blocks.update((sequence, []) for sequence in request.sequences)
+        builder.new_blocks.update((sequence, ()) for sequence in request.sequences)
 
     def absorb(
         self, request: BeamRequest, sequence: Sequence, candidates: Candidates, now_ns: int
@@ -110,7 +111,7 @@ class BeamScheduling:
             request.engine_request.kv_salt,
             max_new_tokens=first.num_tokens,
             max_cached_tokens=self._max_cached_tokens(first, shared),
-            num_reserved_blocks=num_of_others + num_to_leave,
+            num_reserved_blocks=tuple(num_of_others + num for num in num_to_leave),
             retention=request.engine_request.retention,
             num_prompt_tokens=first.num_prompt_tokens,
         )
@@ -139,7 +140,7 @@ class BeamScheduling:
         """
         state = self._state
         num_wanted = sum(self._num_blocks_wanted(request, sequence) for sequence in beams)
-        while state.kv.num_available < num_wanted:
+        while min(state.kv.num_available) < num_wanted:
             if builder.is_ahead:
                 builder.is_short = True
                 return False
@@ -151,7 +152,7 @@ class BeamScheduling:
 
     def _num_blocks_wanted(self, request: BeamRequest, sequence: Sequence) -> int:
         kv = self._state.kv
-        num_more = max(0, kv.num_blocks_for(sequence.num_tokens) - len(sequence.block_ids))
+        num_more = max(0, kv.num_blocks_for(sequence.num_tokens) - len(sequence.block_tables[0]))
         is_new = sequence.index in request.rejoining
         return num_more + (is_new and sequence.num_computed_tokens % kv.block_size > 0)
 
@@ -166,25 +167,25 @@ class BeamScheduling:
         state.slots.rejoin(sequence.slot)
         builder.join(sequence)
         if sequence.num_computed_tokens % state.kv.block_size:
-            copies = state.kv.make_writable(sequence.block_ids, sequence.num_computed_tokens)
+            copies = state.kv.make_writable(sequence.block_tables, sequence.num_computed_tokens)
             assert copies is not None, "there were blocks for all beams"
             for copy in copies:
-                sequence.block_ids[-1] = copy.target
+                sequence.block_tables[copy.kv_group][-1] = copy.target
             builder.copy(copies)
             state.update_reservation(sequence)
 
     def _take_over(self, request: BeamRequest, fork: Fork) -> None:
         """Let the target share all blocks of the source. It copies a block before it writes."""
         target, source = request.sequences[fork.target], request.sequences[fork.source]
-        self._state.kv.share(source.block_ids)
+        self._state.kv.share(source.block_tables)
         self._drop_blocks(target)
-        target.block_ids = list(source.block_ids)
+        target.block_tables = [list(table) for table in source.block_tables]
         target.num_computed_tokens = source.num_computed_tokens
         target.num_hashed_blocks = source.num_hashed_blocks
         self._state.update_reservation(target)
 
     def _drop_blocks(self, sequence: Sequence) -> None:
-        self._state.kv.release(sequence.block_ids)
+        self._state.kv.release(sequence.block_tables)
         sequence.forget_blocks()
         self._state.update_reservation(sequence)
 

@@ -5,7 +5,6 @@ import msgspec
 from loraplex.core.plan import (
     AdapterCopy,
     BlockCopy,
-    BlockId,
     BlockTransfer,
     LogitsNeeded,
     RowAdded,
@@ -13,6 +12,7 @@ from loraplex.core.plan import (
     Slot,
     StepPlan,
 )
+from loraplex.memory.block_tables import NewBlocks
 from loraplex.scheduling.request import Sequence
 from loraplex.scheduling.state import SchedulerState
 
@@ -42,7 +42,7 @@ class PlanBuilder:
         self.sequences: list[Sequence] = []
         """Sequences of the rows, in their order."""
         self.num_preempted = 0
-        self.new_blocks: dict[Sequence, list[BlockId]] = {}
+        self.new_blocks: dict[Sequence, NewBlocks] = {}
         """Sequences that the plan names, with the blocks that are new to the runner."""
         self.joined: list[Sequence] = []
         self.block_loads: list[BlockTransfer] = []
@@ -75,7 +75,7 @@ class PlanBuilder:
         request = sequence.request
         assert sequence.slot is not None
         self.joined.append(sequence)
-        self.new_blocks.setdefault(sequence, [])
+        self.new_blocks.setdefault(sequence, ())
         self._added.append(
             RowAdded(
                 slot=sequence.slot,
@@ -91,7 +91,7 @@ class PlanBuilder:
             )
         )
 
-    def compute(self, sequence: Sequence, num_tokens: int, new_block_ids: list[BlockId]) -> None:
+    def compute(self, sequence: Sequence, num_tokens: int, new_block_ids: NewBlocks) -> None:
         """Let a sequence compute its next num_tokens tokens."""
         self.budget.spend(num_tokens)
         self.new_blocks.setdefault(sequence, new_block_ids)
@@ -106,7 +106,7 @@ class PlanBuilder:
             num_tokens=num_tokens,
             # None: the runner still has the token that the row sampled.
             token_ids=None if sequence.has_sampled else tuple(sequence.token_ids[start:stop]),
-            new_block_ids=(tuple(new_block_ids),),
+            new_block_ids=new_block_ids,
             logits=_logits_needed(sequence, samples=samples),
             num_logprobs=request.sampling.logprobs if samples else None,
         )
@@ -114,7 +114,7 @@ class PlanBuilder:
         self.sequences.append(sequence)
 
     def add_draft_tokens(
-        self, index: int, draft_token_ids: tuple[int, ...], new_block_ids: list[BlockId]
+        self, index: int, draft_token_ids: tuple[int, ...], new_block_ids: NewBlocks
     ) -> None:
         """Lengthen a decoding row by draft tokens."""
         self.budget.spend(len(draft_token_ids))
@@ -125,7 +125,9 @@ class PlanBuilder:
             row,
             num_tokens=row.num_tokens + len(draft_token_ids),
             draft_token_ids=draft_token_ids,
-            new_block_ids=((*row.new_block_ids[0], *new_block_ids),),
+            new_block_ids=tuple(
+                (*old, *new) for old, new in zip(row.new_block_ids, new_block_ids, strict=True)
+            ),
         )
 
     def copy(self, copies: tuple[BlockCopy, ...]) -> None:

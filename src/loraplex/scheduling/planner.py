@@ -1,7 +1,7 @@
 """What each sequence computes in the next step: first running sequences, then waiting ones."""
 
-from loraplex.core.plan import BlockId
 from loraplex.core.scheduler_settings import SchedulerSettings
+from loraplex.memory.block_tables import NewBlocks
 from loraplex.scheduling.batching import InflightBatching
 from loraplex.scheduling.beam_request import BeamRequest
 from loraplex.scheduling.beam_scheduling import BeamScheduling
@@ -73,9 +73,7 @@ class Planner:
         if new_block_ids is not None:
             builder.compute(sequence, num_tokens, new_block_ids)
 
-    def _grow(
-        self, sequence: Sequence, num_tokens: int, builder: PlanBuilder
-    ) -> list[BlockId] | None:
+    def _grow(self, sequence: Sequence, num_tokens: int, builder: PlanBuilder) -> NewBlocks | None:
         """Return new blocks for the next tokens; None if the sequence gets none in this step.
 
         Rows that need a block are planned in scheduling order, and preemption takes the last one.

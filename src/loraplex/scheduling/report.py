@@ -38,7 +38,7 @@ def engine_stats(state: SchedulerState) -> EngineStats:
         blocks_held=kv.num_held,
         blocks_cached=kv.num_cached,
         blocks_free=kv.num_free,
-        blocks_on_host=kv.num_host_blocks - kv.num_host_free,
+        blocks_on_host=kv.num_on_host,
         adapters=state.adapters.stats(),
         steps=counts.steps,
         prompt_tokens=counts.prompt_tokens,

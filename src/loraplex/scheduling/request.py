@@ -6,10 +6,11 @@ import enum
 from loraplex.core.adapter import AdapterHandle
 from loraplex.core.errors import LoraplexError, PromptTooLongError
 from loraplex.core.output import FinishReason, LogitsFile, RequestTiming, TokenLogprob
-from loraplex.core.plan import BlockId, Capacity, RowResult, RowStep, Slot
+from loraplex.core.plan import Capacity, KVGroupId, RowResult, RowStep, Slot
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.scheduler_settings import SchedulerSettings
+from loraplex.memory.block_tables import BlockCounts, BlockTables
 from loraplex.memory.kv_blocks import KVBlocks
 from loraplex.scheduling.prompt_lookup import Drafter
 from loraplex.scheduling.stop import StopRules
@@ -125,15 +126,14 @@ class Request:
                 "tokens, prompt and output together, so a prompt may have at most "
                 f"{max_model_len - 1}"
             )
-        num_blocks = Request.max_blocks(self, kv, settings.max_step_tokens)
-        if num_blocks > kv.num_blocks:
+        shortage = kv.shortage(Request.max_blocks(self, kv, settings.max_step_tokens))
+        if shortage is not None:
             return PromptTooLongError(
-                f"{num_prompt_tokens} prompt tokens and up to {max_tokens} new ones need "
-                f"{num_blocks} KV blocks of {kv.block_size} tokens; there are {kv.num_blocks}"
+                f"{num_prompt_tokens} prompt tokens and up to {max_tokens} new ones need {shortage}"
             )
         return None
 
-    def max_blocks(self, kv: KVBlocks, max_step_tokens: int) -> int:
+    def max_blocks(self, kv: KVBlocks, max_step_tokens: int) -> BlockCounts:
         """Return the maximum number of blocks that one admission ever holds at once."""
         # The last token is never computed: it needs no block.
         num_tokens = len(self.engine_request.prompt_token_ids) + self.stop_rules.max_tokens - 1
@@ -143,9 +143,9 @@ class Request:
         """Return the sequences that gain and lose their slots together with this one."""
         return [sequence]
 
-    def num_blocks_held(self, sequence: "Sequence") -> int:
+    def num_blocks_held(self, sequence: "Sequence", kv_group: KVGroupId) -> int:
         """Return the number of distinct blocks of the sequences that share this one's fate."""
-        return len(sequence.block_ids)
+        return len(sequence.block_tables[kv_group]) if sequence.block_tables else 0
 
     def num_computable_tokens(self, sequence: "Sequence") -> int:
         """Return how many tokens the sequence may compute in the next step by itself."""
@@ -206,7 +206,7 @@ class Request:
 class OffloadedKV:
     """KV of a sequence in host memory."""
 
-    host_block_ids: list[BlockId]
+    host_tables: BlockTables
     num_computed_tokens: int
 
 
@@ -232,12 +232,12 @@ class Sequence:
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     """Tokens that came from the prefix cache at the last admission; part of the computed ones."""
-    block_ids: list[BlockId] = dataclasses.field(default_factory=list)
+    block_tables: BlockTables = dataclasses.field(default_factory=list)
     num_hashed_blocks: int = 0
     """Leading full blocks that the prefix cache already has."""
     slot: Slot | None = None
     num_tokens_at_admission: int = 0
-    num_blocks_reserved: int = 0
+    num_blocks_reserved: BlockCounts = ()
     """Blocks reserved for this sequence and not taken yet; for beams, on the first of them."""
     offloaded: OffloadedKV | None = None
     """KV kept on the host while the sequence waits after a preemption."""
@@ -294,8 +294,8 @@ class Sequence:
         self.status = status
 
     def forget_blocks(self) -> None:
-        """Clear the block table and what is computed in it."""
-        self.block_ids = []
+        """Clear the block tables and what is computed in them."""
+        self.block_tables = []
         self.num_computed_tokens = 0
         self.num_hashed_blocks = 0
 
@@ -309,5 +309,5 @@ class Sequence:
             assert self.offloaded is None, self
         else:
             assert not self.num_blocks_reserved, self
-            assert not self.block_ids, self
+            assert not self.block_tables, self
             assert self.num_computed_tokens == 0, self

@@ -339,5 +339,3 @@ def _check_settings(settings: SchedulerSettings, capacity: Capacity) -> None:
             f"max_num_seqs ({capacity.max_num_seqs}): every running sequence needs a token",
             param="max_num_batched_tokens",
         )
-    if len(capacity.kv_groups) != 1:
-        raise ConfigError(f"one KV group can be scheduled, the model has {len(capacity.kv_groups)}")

@@ -1,8 +1,8 @@
 """Speculative decoding: decoding rows are lengthened by draft tokens."""
 
-from loraplex.core.plan import BlockId
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.scheduler_settings import SchedulerSettings
+from loraplex.memory.block_tables import NewBlocks
 from loraplex.scheduling.plan_builder import PlanBuilder
 from loraplex.scheduling.prompt_lookup import Drafter, PromptIndex
 from loraplex.scheduling.request import Sequence
@@ -60,15 +60,14 @@ def add_draft_tokens(state: SchedulerState, builder: PlanBuilder) -> None:
 
 def _take_blocks(
     state: SchedulerState, sequence: Sequence, num_draft_tokens: int
-) -> tuple[int, list[BlockId]]:
+) -> tuple[int, NewBlocks]:
     """Return how many draft tokens fit in the sequence's blocks, and the blocks it took."""
     kv = state.kv
-    num_missing = kv.num_blocks_for(sequence.num_tokens + num_draft_tokens)
-    num_missing -= len(sequence.block_ids)
-    num_spare = kv.num_available - len(state.running)
-    new_block_ids: list[BlockId] = []
-    if num_missing > 0 and num_spare > 0:
-        num_blocks = len(sequence.block_ids) + min(num_missing, num_spare)
-        new_block_ids = state.grow(sequence, num_blocks * kv.block_size) or []
-    num_free_positions = len(sequence.block_ids) * kv.block_size - sequence.num_tokens
+    num_blocks = len(sequence.block_tables[0])
+    num_missing = kv.num_blocks_for(sequence.num_tokens + num_draft_tokens) - num_blocks
+    num_spare = min(kv.num_available) - len(state.running)
+    num_blocks += max(0, min(num_missing, num_spare))
+    new_block_ids = state.grow(sequence, num_blocks * kv.block_size)
+    assert new_block_ids is not None, "there were spare blocks"
+    num_free_positions = num_blocks * kv.block_size - sequence.num_tokens
     return min(num_draft_tokens, num_free_positions), new_block_ids

@@ -12,9 +12,16 @@ from loraplex.core.adapter import AdapterHandle
 from loraplex.core.clock import Clock
 from loraplex.core.errors import ErrorInfo
 from loraplex.core.output import FinishReason
-from loraplex.core.plan import BlockId, BlockTransfer, Slot
+from loraplex.core.plan import BlockTransfer, Slot
 from loraplex.core.request import RequestId
-from loraplex.memory.kv_blocks import AdmittedBlocks, KVBlocks, Loaded
+from loraplex.memory.block_tables import (
+    AdmittedBlocks,
+    BlockCounts,
+    BlockTables,
+    Loaded,
+    NewBlocks,
+)
+from loraplex.memory.kv_blocks import KVBlocks
 from loraplex.scheduling.adapters import CacheFiller
 from loraplex.scheduling.fair_share import FairShares
 from loraplex.scheduling.output_queue import OutputQueue
@@ -42,7 +49,7 @@ class _Resources(NamedTuple):
     """Slot and blocks of a sequence. It also uses each of its adapters once."""
 
     slot: Slot
-    block_ids: list[BlockId]
+    block_tables: BlockTables
 
 
 class SchedulerState:
@@ -124,12 +131,12 @@ class SchedulerState:
 
     def admit(self, sequence: Sequence, admission: AdmittedBlocks) -> None:
         """Make a sequence RUNNING with these blocks. There must be a free slot."""
-        self._take_slot(sequence, admission.block_ids)
+        self._take_slot(sequence, admission.block_tables)
         sequence.num_cached_tokens = admission.num_cached_tokens
         sequence.num_computed_tokens = admission.num_cached_tokens
         sequence.num_hashed_blocks = admission.num_cached_tokens // self.kv.block_size
         # A prompt counts once: not again after a preemption, nor for each beam.
-        if sequence.num_preemptions == 0 and admission.block_ids:
+        if sequence.num_preemptions == 0 and admission.block_tables:
             num_new = max(0, sequence.num_prompt_tokens - sequence.num_cached_tokens)
             self.counts.prompt_tokens += sequence.num_prompt_tokens
             self.counts.cached_tokens += sequence.num_cached_tokens
@@ -139,7 +146,7 @@ class SchedulerState:
         """Make a sequence RUNNING with the KV that went to the host when it was preempted."""
         offloaded, sequence.offloaded = sequence.offloaded, None
         assert offloaded is not None, "its KV is not on the host"
-        self._take_slot(sequence, loaded.block_ids)
+        self._take_slot(sequence, loaded.block_tables)
         sequence.num_computed_tokens = offloaded.num_computed_tokens
         sequence.num_hashed_blocks = loaded.num_hashed_blocks
 
@@ -147,23 +154,24 @@ class SchedulerState:
         """Charge new tokens to the sequence's fair share."""
         self.shares.charge(sequence.request.share, 0, num_tokens)
 
-    def grow(self, sequence: Sequence, num_tokens: int) -> list[BlockId] | None:
-        """Extend a running sequence's block table to num_tokens tokens; return the new blocks.
+    def grow(self, sequence: Sequence, num_tokens: int) -> NewBlocks | None:
+        """Extend a running sequence's block tables to num_tokens tokens; return the new blocks.
 
         None and no change if there are too few blocks.
         """
-        new_block_ids = self.kv.grow(sequence.block_ids, num_tokens)
-        if new_block_ids:
-            sequence.block_ids.extend(new_block_ids)
+        new_block_ids = self.kv.grow(sequence.block_tables, num_tokens)
+        if new_block_ids is not None and new_block_ids[0]:
+            for table, block_ids in zip(sequence.block_tables, new_block_ids, strict=True):
+                table.extend(block_ids)
             self.update_reservation(sequence)
         return new_block_ids
 
     def update_reservation(self, sequence: Sequence) -> None:
-        """Note that the block table of a running sequence has changed."""
+        """Note that the block tables of a running sequence have changed."""
         if self.reservations is not None:
             self.reservations.update(sequence)
 
-    def num_blocks_to_leave(self, sequence: Sequence, num_taken: int) -> int | None:
+    def num_blocks_to_leave(self, sequence: Sequence, num_taken: int) -> BlockCounts | None:
         """Return how many blocks must stay available if a sequence is admitted with num_taken.
 
         The sequences scheduled with it are included. None: it must wait, however many blocks are
@@ -171,10 +179,15 @@ class SchedulerState:
         """
         if self.reservations is not None:
             return self.reservations.num_to_leave(sequence, num_taken)
+        groups = self.kv.groups
         if not self.running:
-            return 0
+            return (0,) * len(groups)
         # One block for each running row; otherwise this one would soon be preempted for it.
-        return len(self.running) + sequence.request.num_spare_blocks
+        num_spare = len(self.running) + sequence.request.num_spare_blocks
+        if groups[0].has_window or not self.kv.has_window:
+            return (num_spare,) * len(groups)
+        num_owed = sum(self._num_blocks_owed(running) for running in self.running)
+        return tuple(num_spare + (0 if group.has_window else num_owed) for group in groups)
 
     def preempt(self, sequence: Sequence, *, may_offload: bool = True) -> tuple[BlockTransfer, ...]:
         """Make a running sequence WAITING; return the transfers that keep its KV on the host.
@@ -211,7 +224,7 @@ class SchedulerState:
     def drop_offloaded(self, sequence: Sequence) -> None:
         """Free the sequence's KV on the host: it is computed again."""
         if sequence.offloaded is not None:
-            self.kv.free_host(sequence.offloaded.host_block_ids)
+            self.kv.free_host(sequence.offloaded.host_tables)
             sequence.offloaded = None
 
     def end_sequence(self, sequence: Sequence, reason: FinishReason) -> None:
@@ -252,8 +265,8 @@ class SchedulerState:
         assert all(sequence.num_pending_steps == num_pending[sequence] for sequence in users)
         assert all(s.num_pending_steps for s in self._leaving), "never released"
         self.slots.check([resources.slot for resources in users.values()])
-        offloaded = [s.offloaded.host_block_ids for s in self.waiting if s.offloaded is not None]
-        self.kv.check([resources.block_ids for resources in users.values()], offloaded)
+        offloaded = [s.offloaded.host_tables for s in self.waiting if s.offloaded is not None]
+        self.kv.check([resources.block_tables for resources in users.values()], offloaded)
         if self.reservations is not None:
             self.reservations.check(list(self.running), list(self._leaving))
         self.waiting.check()
@@ -280,12 +293,12 @@ class SchedulerState:
         while request.held_back and request.num_unheld < request.max_unheld:
             self.waiting.add(request.held_back.pop(0))
 
-    def _take_slot(self, sequence: Sequence, block_ids: list[BlockId]) -> None:
+    def _take_slot(self, sequence: Sequence, block_tables: BlockTables) -> None:
         self._leave_queue(sequence)
         self.adapters.acquire(sequence.request.handles)
         sequence.slot = self.slots.allocate()
         assert sequence.slot is not None, "no free slot"
-        sequence.block_ids = block_ids
+        sequence.block_tables = block_tables
         sequence.set_status(SequenceStatus.RUNNING)
         sequence.num_tokens_at_admission = sequence.num_tokens
         self.running.add(sequence)
@@ -301,17 +314,17 @@ class SchedulerState:
     def _offload(self, sequence: Sequence) -> tuple[BlockTransfer, ...]:
         if not sequence.num_computed_tokens or not sequence.request.can_offload:
             return ()
-        offload = self.kv.offload(sequence.block_ids, sequence.num_computed_tokens)
+        offload = self.kv.offload(sequence.block_tables, sequence.num_computed_tokens)
         if offload is None:
             return ()
-        sequence.offloaded = OffloadedKV(offload.host_block_ids, sequence.num_computed_tokens)
+        sequence.offloaded = OffloadedKV(offload.host_tables, sequence.num_computed_tokens)
         return offload.transfers
 
     def _leave_slot(self, sequence: Sequence) -> None:
         """Release what a running sequence uses: now, or after the launched steps that name it."""
         assert sequence.slot is not None
         self.running.remove(sequence)
-        resources = _Resources(sequence.slot, sequence.block_ids)
+        resources = _Resources(sequence.slot, sequence.block_tables)
         if sequence.num_pending_steps:
             self._leaving[sequence] = resources
         else:
@@ -323,12 +336,21 @@ class SchedulerState:
         if self.reservations is not None:
             self.reservations.end(sequence)
         self.slots.release(resources.slot)
-        self.kv.release(resources.block_ids)
+        self.kv.release(resources.block_tables)
         self.adapters.release(sequence.request.handles)
+
+    def _num_blocks_owed(self, sequence: Sequence) -> int:
+        """Return how many blocks the known tokens of a running sequence still need.
+
+        Where a group has a window, all take the blocks of a prompt chunk by chunk. At the admission
+        of the sequence the groups without a window had the blocks of the whole prompt.
+        """
+        num_taken = len(sequence.block_tables[0]) if sequence.block_tables else 0
+        return max(0, self.kv.num_blocks_for(sequence.num_tokens) - num_taken)
 
     def _running_resources(self) -> dict[Sequence, _Resources]:
         return {
-            sequence: _Resources(sequence.slot, sequence.block_ids)
+            sequence: _Resources(sequence.slot, sequence.block_tables)
             for sequence in self.running
             if sequence.slot is not None
         }

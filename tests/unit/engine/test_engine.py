@@ -200,7 +200,7 @@ def test_check_fails_if_something_is_lost(fakes):
     fakes.add([1, 2, 3])
     fakes.step()
     fakes.engine.check()
-    fakes.engine._scheduler._state.kv.grow([], 1)
+    fakes.engine._scheduler._state.kv.grow([[]], 1)
     with pytest.raises(AssertionError):
         fakes.engine.check()
 

@@ -3,7 +3,7 @@
 import pytest
 
 from loraplex.core.errors import ConfigError
-from loraplex.core.plan import KVGroupCapacity, LogitsNeeded
+from loraplex.core.plan import LogitsNeeded
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.scheduler_settings import SchedulerSettings
 from support.capacities import changed_capacity
@@ -375,8 +375,6 @@ def test_prompt_logprobs_of_one_token():
 def test_settings_must_suit_the_runner():
     with pytest.raises(ConfigError, match=r"max_num_batched_tokens \(3\).*max_num_seqs \(4\)"):
         fake_engine({"max_num_batched_tokens": 3})
-    with pytest.raises(ConfigError, match="one KV group"):
-        FakeEngine(changed_capacity(FAKE_CAPACITY, kv_groups=(KVGroupCapacity(num_blocks=32),) * 2))
 
 
 def test_an_empty_engine_sleeps():
