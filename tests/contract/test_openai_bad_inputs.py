@@ -14,6 +14,7 @@ import pytest
 from starlette.applications import Starlette
 
 from loraplex.core import errors
+from loraplex.frontends.body_limits import JsonLimits
 from loraplex.frontends.openai import OpenAIOptions, openai_fallback_routes, openai_routes
 from loraplex.frontends.openai.errors import WIRE_ERRORS
 from loraplex.testing.echo_backend import EchoBackend
@@ -897,7 +898,7 @@ def http() -> Iterator[httpx.Client]:
     backend = EchoBackend(max_model_len=64)
     backend.register("fr")
     app = Starlette()
-    options = OpenAIOptions(max_body_bytes=2000, max_prompts=8)
+    options = OpenAIOptions(json=JsonLimits(max_bytes=2000, max_values=100_000), max_prompts=8)
     app.routes.extend(openai_routes(backend, options))
     app.routes.extend(openai_fallback_routes())
     with served(app) as url, httpx.Client(base_url=url) as client:

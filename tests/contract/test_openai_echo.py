@@ -25,6 +25,7 @@ from loraplex.core.errors import (
     UnauthenticatedError,
 )
 from loraplex.core.principal import LOCAL, NONE, Principal, Rights
+from loraplex.frontends.body_limits import JsonLimits
 from loraplex.frontends.openai import OpenAIOptions, openai_fallback_routes, openai_routes
 from loraplex.testing.echo_backend import EchoBackend
 from support.eventually import TIMEOUT_SECONDS, eventually
@@ -537,7 +538,7 @@ def test_authentication_comes_before_everything(backend):
 
 
 def test_a_body_that_is_too_large_is_413(backend):
-    options = OpenAIOptions(max_body_bytes=1000, max_prompts=2)
+    options = OpenAIOptions(json=JsonLimits(max_bytes=1000, max_values=100_000), max_prompts=2)
     with served(openai_app(backend, options=options)) as url:
         declared = httpx.post(f"{url}/v1/completions", json={"prompt": "x" * 1000})
         assert declared.status_code == 413

@@ -15,6 +15,7 @@ from loraplex.app.access import OPEN_PATHS, guarded
 from loraplex.app.reporting import Reporting
 from loraplex.core.server_config import ServerConfig
 from loraplex.frontends.access import Authenticate
+from loraplex.frontends.body_limits import JsonLimits
 from loraplex.frontends.kserve.http.router import PathRouter
 from loraplex.frontends.kserve.http.routes import kserve_routes
 from loraplex.frontends.kserve.service import TritonService
@@ -67,7 +68,10 @@ def http_app(
         reporting.access_log,
     )
     kserve = kserve_routes(
-        triton, authenticate=authenticate, max_body_bytes=settings.max_body_bytes
+        triton,
+        authenticate=authenticate,
+        max_body_bytes=settings.max_body_bytes,
+        json_limits=JsonLimits.of(settings),
     )
     routes = [
         *health_routes(backend, stats.report, authenticate),
@@ -135,7 +139,7 @@ class KServeFirst:
 
 def _options(settings: ServerConfig, dialect: Dialect) -> OpenAIOptions:
     return OpenAIOptions(
-        max_body_bytes=settings.max_body_bytes,
+        json=JsonLimits.of(settings),
         dialect=dialect,
         stored_responses=StoreLimits(
             max_responses=settings.max_stored_responses,

@@ -124,16 +124,23 @@ class ServerConfig(Settings, frozen=True, kw_only=True):
         int,
         _limits("Maximum size of a request body", "Beyond it: status 413.", minimum=1),
     ] = 64 << 20
+    max_json_bytes: Annotated[
+        int,
+        _limits(
+            "Maximum size of the JSON in a request body",
+            "Beyond it: status 413. Binary tensors do not count.",
+            minimum=1 << 10,
+        ),
+    ] = 8 << 20
     max_request_values: Annotated[
         int,
         _limits(
             "Maximum number of values in a request: JSON values, or repeated numbers of gRPC",
-            "Beyond it: status 413, or `RESOURCE_EXHAUSTED`. Prompts of more token ids, and larger "
-            "tensors that are not binary, need more. Reading that many holds up other requests: "
-            "about 20 ms for 262144.",
+            "Beyond it: status 413, or `RESOURCE_EXHAUSTED`. Prompts of more token ids need more. "
+            "While a request is parsed, all others wait: about 20 ms for 131072 values.",
             minimum=1 << 10,
         ),
-    ] = 1 << 18
+    ] = 1 << 17
     max_header_bytes: Annotated[
         int,
         _limits(

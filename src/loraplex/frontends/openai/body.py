@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import json
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -16,12 +17,11 @@ from loraplex.core.errors import (
     PayloadTooLargeError,
     RequestError,
 )
+from loraplex.frontends.body_limits import DEFAULT_JSON_LIMITS, JsonLimits, off_loop
 from loraplex.frontends.openai.json_checks import check_beginning, check_unambiguous
 from loraplex.frontends.openai.schema import EXPECTED, Body
 
 MAX_SHOWN_CHARS = 60
-_INLINE_BYTES = 256 * 1024
-"""Longer bodies are parsed in a thread: meanwhile, streams go on."""
 DISCARD_SECONDS = 5.0
 
 BodyT = TypeVar("BodyT", bound=Body)
@@ -41,10 +41,15 @@ _EXPECTED_BY_ERROR_TYPE = {
 _KINDS = ((str, "a long string"), (list, "a list"), (dict, "an object"))
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The whole body. Raises PayloadTooLargeError, and keeps nothing, if it is over max_bytes."""
+async def read_body(request: Request, max_bytes: int, max_discarded_bytes: int = 0) -> bytes:
+    """The whole body. Raises PayloadTooLargeError, and keeps nothing, if it is over max_bytes.
+
+    max_discarded_bytes: see _discard; at least max_bytes.
+    """
     _check_headers(request)
-    too_large = PayloadTooLargeError(f"the request body must not exceed {max_bytes} bytes")
+    too_large = PayloadTooLargeError(
+        f"the request body must not exceed {max_bytes} bytes (max_json_bytes)"
+    )
     stream = request.stream()
     chunks: list[bytes] = []
     num_bytes = _declared_bytes(request)
@@ -57,7 +62,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
             chunks.append(chunk)
     if num_bytes > max_bytes:
         chunks.clear()
-        await _discard(request, stream, max_bytes)
+        await _discard(request, stream, max(max_bytes, max_discarded_bytes))
         raise too_large
     return b"".join(chunks)
 
@@ -84,15 +89,14 @@ async def _discard(request: Request, stream: AsyncIterator[bytes], max_bytes: in
                     return
 
 
-async def parse(schema: type[BodyT], body: bytes) -> BodyT:
-    """Parse a body, as parse_body does."""
-    if len(body) <= _INLINE_BYTES:
-        return parse_body(schema, body)
-    return await asyncio.to_thread(parse_body, schema, body)
+async def parse(schema: type[BodyT], body: bytes, limits: JsonLimits) -> BodyT:
+    """Parse a body, as parse_body does. Raises PayloadTooLargeError beyond the limits."""
+    return await off_loop(len(body), functools.partial(parse_body, schema, body, limits))
 
 
-def parse_body(schema: type[BodyT], body: bytes) -> BodyT:
+def parse_body(schema: type[BodyT], body: bytes, limits: JsonLimits = DEFAULT_JSON_LIMITS) -> BodyT:
     """Raises InvalidRequestError if it is not a JSON object, InvalidParameterError for a field."""
+    limits.check(body)
     check_beginning(body)
     try:
         parsed = schema.model_validate_json(body)
@@ -112,7 +116,8 @@ def validated(schema: type[BodyT], fields: Mapping[str, Any]) -> BodyT:
 
 def explain(details: Sequence[ErrorDetails]) -> RequestError:
     """One readable sentence for what pydantic found first."""
-    first = details[0]
+    # A union reports an error for each of its branches.
+    first = next((each for each in details if each["type"] == "too_long"), details[0])
     if first["type"] == "json_invalid":
         return InvalidRequestError(f"the body is not valid JSON: {first['ctx']['error']}")
     path = _path(first["loc"])
@@ -121,6 +126,11 @@ def explain(details: Sequence[ErrorDetails]) -> RequestError:
     name = _name(path)
     if first["type"] == "missing":
         return InvalidParameterError(f"{name} is required", param=name)
+    if first["type"] == "too_long":
+        maximum = first["ctx"]["max_length"]
+        return InvalidParameterError(
+            f"{name} has too many elements; at most {maximum} are allowed", param=name
+        )
     return InvalidParameterError(
         f"{name} must be {_expected(path, first)}, got {_show(first['input'])}", param=name
     )

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from loraplex.core.errors import InvalidRequestError, ModelNotFoundError
 from loraplex.core.principal import Principal
 from loraplex.frontends.access import Authenticate, everyone_is_local
+from loraplex.frontends.body_limits import DEFAULT_JSON_LIMITS, JsonLimits
 from loraplex.frontends.openai.adapter_fields import Target
 from loraplex.frontends.openai.body import parse, read_body
 from loraplex.frontends.openai.errors import OPENAI_ERRORS, ErrorWriter, as_loraplex_error
@@ -116,7 +117,9 @@ class StoreLimits(msgspec.Struct, frozen=True, kw_only=True):
 class OpenAIOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of the OpenAI API."""
 
-    max_body_bytes: int = 64 * 2**20
+    json: JsonLimits = DEFAULT_JSON_LIMITS
+    max_discarded_bytes: int = 64 << 20
+    """Bytes that are read of a body that is too large, so that its client reads the response."""
     max_prompts: int = 256
     """Prompts in one completion request."""
     dialect: Dialect = OPENAI
@@ -136,7 +139,9 @@ class OpenAIContext(msgspec.Struct, frozen=True):
         return self.authenticate(request.headers)
 
     async def body(self, request: Request, schema: type[BodyT]) -> BodyT:
-        return await parse(schema, await read_body(request, self.options.max_body_bytes))
+        limits = self.options.json
+        body = await read_body(request, limits.max_bytes, self.options.max_discarded_bytes)
+        return await parse(schema, body, limits)
 
     async def strict_body(self, request: Request, schema: type[BodyT]) -> BodyT:
         """Parse a body; a field that is not in the schema is an error."""

@@ -40,7 +40,6 @@ from loraplex.serving.text.tool_prompt import with_calls_as_text, with_tools_des
 MAX_PRIORITY = 2**31 - 1
 MAX_SEQUENCES = 4096
 """Maximum number of sequences of all prompts of one request together."""
-MAX_MESSAGES = 8192
 MAX_CACHE_SALT = 1024
 """Characters."""
 ALL_THAT_FIT = -1
@@ -225,11 +224,6 @@ def chat_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """What the chat template reads: content as one text or text parts, all else as it came."""
     if not messages:
         raise InvalidParameterError("messages must hold at least one message", param="messages")
-    if len(messages) > MAX_MESSAGES:
-        raise InvalidParameterError(
-            f"messages has {len(messages)} messages; at most {MAX_MESSAGES} are allowed",
-            param="messages",
-        )
     return [
         {
             **_extra(message, index),

@@ -6,9 +6,9 @@ checked here: SamplingParams knows them. A field that is not declared is kept as
 The text under a field is its row's note in docs/fields-openai.md.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
@@ -35,11 +35,19 @@ EXPECTED = {
 }
 """What is right where a field takes more than one type: texts for an error message."""
 
+MAX_MESSAGES = 8192
+MAX_TOKEN_LISTS = 4096
+MAX_LOGIT_BIASES = 8192
+"""Tokens with a bias: allowed_token_ids is the field for most of a vocabulary."""
+
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 # One bad item ends a branch: a prompt of a million token ids is not a million errors.
 Prompt = Annotated[
-    str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)],
+    str
+    | Texts
+    | TokenIds
+    | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_TOKEN_LISTS)],
     Field(union_mode="left_to_right"),
 ]
 
@@ -135,8 +143,8 @@ class SamplingBody(Body):
     """After this token, top_p is what it was."""
     no_repeat_ngram_size: int | None = None
     """No n-gram of this size occurs twice, in prompt and output together."""
-    logit_bias: dict[str, float] | None = None
-    """-100 to 100, by token id in decimal."""
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIASES)] | None = None
+    """-100 to 100, by token id in decimal; up to 8192 tokens."""
     allowed_token_ids: TokenIds | None = None
     """Only these are chosen."""
     bad_words: str | Texts | None = None
@@ -244,19 +252,28 @@ class CompletionBody(GenerationBody):
     """The output begins with the prompt."""
 
 
-class ContentPart(Body):
+class _Element(Body):
+    """Body of which a request may have thousands."""
+
+    @model_validator(mode="after")
+    def _let_others_run(self) -> Self:
+        """Do nothing: while pydantic parses, other threads run only where it calls Python."""
+        return self
+
+
+class ContentPart(_Element):
     type: str
     text: str | None = None
 
 
-class Message(Body):
+class Message(_Element):
     """One turn; fields for the chat template other than role and content are in `model_extra`."""
 
     role: str
     content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
 
 
-Messages = Annotated[list[Message], Field(fail_fast=True)]
+Messages = Annotated[list[Message], Field(fail_fast=True, max_length=MAX_MESSAGES)]
 
 
 class ChatBody(GenerationBody):

@@ -1,4 +1,8 @@
 import asyncio
+import json
+import sys
+import threading
+import time
 
 import pytest
 from starlette.requests import Request
@@ -55,6 +59,40 @@ async def test_a_client_that_stops_sending_is_not_waited_for(monkeypatch):
         await read_body(request, 8)
 
 
+def test_other_threads_run_while_many_messages_are_parsed():
+    """pydantic holds the interpreter's lock, and the event loop would wait."""
+    chat = {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}] * 4000}
+    body, num_turns = json.dumps(chat).encode(), 0
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        parsing = threading.Thread(target=ChatBody.model_validate_json, args=(body,))
+        parsing.start()
+        while parsing.is_alive():
+            num_turns += 1
+            time.sleep(0)
+    finally:
+        sys.setswitchinterval(interval)
+    assert num_turns > 100
+
+
+@pytest.mark.parametrize(
+    ("schema", "body", "text"),
+    [
+        (ChatBody, {"messages": [{"role": "", "content": ""}] * 8193}, "messages .* at most 8192"),
+        (CompletionBody, {"prompt": [[1]] * 4097}, r"prompt has too many .* at most 4096"),
+        (
+            CompletionBody,
+            {"prompt": "", "logit_bias": {str(number): 1 for number in range(8193)}},
+            "logit_bias has too many elements; at most 8192",
+        ),
+    ],
+)
+def test_long_fields(schema, body, text):
+    with pytest.raises(InvalidParameterError, match=text):
+        parse_body(schema, json.dumps(body).encode())
+
+
 @pytest.mark.parametrize("content_type", ["application/json; charset=utf-8", "Application/JSON"])
 async def test_json_content_types(content_type):
     request, _ = http_request([b"{}"], {"content-type": content_type})
@@ -82,7 +120,7 @@ async def test_other_content_types_are_refused(headers):
         (b'{"prompt": "a", "x": -Infinity}', "has -Infinity, which is no number"),
         (b'{"prompt": "a", "x": 1e999}', "has 1e999, which is no number"),
         (b'{"prompt": "a", "x": %s}' % (b"9" * 5000), "number out of range"),
-        (b'{"prompt": "a", "x": %s%s}' % (b"[" * 10**6, b"]" * 10**6), "recursion limit"),
+        (b'{"prompt": "a", "x": %s%s}' % (b"[" * 20_000, b"]" * 20_000), "recursion limit"),
         (b"{", "not valid JSON: EOF"),
         (b"\xff", "not valid JSON"),
         (b"[" * 1000, "recursion limit"),

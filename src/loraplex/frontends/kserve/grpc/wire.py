@@ -6,7 +6,7 @@ counted in its bytes, by its descriptor, and only a message within the limits is
 Source of the wire format: "Encoding" in protobuf's documentation.
 """
 
-import asyncio
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
@@ -16,13 +16,12 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError
 
 from loraplex.core.errors import InvalidRequestError, PayloadTooLargeError
+from loraplex.frontends.body_limits import off_loop
 
 MAX_FIELDS: Final = 16_384
 """Fields in a message and its parts; one input of a request has about five."""
 MAX_PARSED_BYTES: Final = 16 << 20
 """Bytes that protobuf copies; large tensors are in `raw_input_contents`, which are not copied."""
-_INLINE_BYTES: Final = 64 << 10
-"""Longer messages are read in a thread."""
 _FIXED_SIZES: Final = {
     **dict.fromkeys(
         (FieldDescriptor.TYPE_DOUBLE, FieldDescriptor.TYPE_FIXED64, FieldDescriptor.TYPE_SFIXED64),
@@ -78,9 +77,7 @@ class MessageReader:
 
     async def read(self, data: bytes) -> Parsed:
         """Read a message, as read_now does, in a thread if it is long."""
-        if len(data) <= _INLINE_BYTES:
-            return self.read_now(data)
-        return await asyncio.to_thread(self.read_now, data)
+        return await off_loop(len(data), functools.partial(self.read_now, data))
 
     def read_now(self, data: bytes) -> Parsed:
         """Raise InvalidRequestError for other bytes, PayloadTooLargeError beyond the limits."""

@@ -3,6 +3,7 @@
 import base64
 import binascii
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from starlette.responses import Response
 from loraplex.core.errors import InvalidRequestError, PermissionDeniedError, UnsupportedFeatureError
 from loraplex.core.support import Support, support_note
 from loraplex.frontends.access import Authenticate
+from loraplex.frontends.body_limits import off_loop
 from loraplex.frontends.kserve import wire_types as wire
 from loraplex.frontends.kserve.errors import AlreadyExistsError, NotFoundError
 from loraplex.frontends.kserve.http.body import json_response, parse_object
@@ -216,7 +218,9 @@ class AdminApi:
         return parameters
 
     async def _object(self, request: HttpRequest) -> dict[str, Any]:
-        return parse_object(await request.body(self._max_body_bytes))
+        body = await request.body(self._max_body_bytes)
+        # Files of a model may be in it, which only operators send.
+        return await off_loop(len(body), functools.partial(parse_object, body))
 
 
 def _natural(body: Mapping[str, Any], field: str) -> int:

@@ -16,6 +16,7 @@ _MAX_LENGTH_DIGITS = 19
 _CHUNK_BYTES = 64 * 1024
 _MAX_GZIP_MEMBERS = 10_000
 """Members of one body: the shortest has 20 empty bytes, so a limit of bytes is not enough."""
+Bytes = bytes | bytearray
 _GZIP_WINDOW = 16 + zlib.MAX_WBITS
 
 
@@ -29,7 +30,7 @@ def too_large(max_bytes: int) -> PayloadTooLargeError:
     return PayloadTooLargeError(f"the request body is larger than the limit of {max_bytes} bytes")
 
 
-def decompress(body: bytes, encoding: str, max_bytes: int) -> bytes:
+def decompress(body: Bytes, encoding: str, max_bytes: int) -> Bytes:
     """The body without its Content-Encoding; the limit holds for what comes out, too.
 
     gzip data may have several members, one after the other (RFC 1952).
@@ -50,7 +51,7 @@ def decompress(body: bytes, encoding: str, max_bytes: int) -> bytes:
             unpacker = zlib.decompressobj(_GZIP_WINDOW if is_gzip else zlib.MAX_WBITS)
             rest = rest[_unpack(unpacker, rest, data, max_bytes) :]
             if not rest:
-                return bytes(data)
+                return data
     except zlib.error as error:
         raise InvalidRequestError(f"the body is not valid {encoding} data: {error}") from None
     raise InvalidRequestError(
@@ -112,7 +113,7 @@ def _quality(parameters: str) -> float:
     return quality if 0 <= quality <= 1 else 0.0
 
 
-def parse_object(body: bytes, *, what: str = "the request body") -> dict[str, Any]:
+def parse_object(body: Bytes, *, what: str = "the request body") -> dict[str, Any]:
     """A JSON object; nothing at all is the empty object."""
     try:
         value = msgspec.json.decode(body)

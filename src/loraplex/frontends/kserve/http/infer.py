@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 from loraplex.core.errors import InvalidParameterError, InvalidRequestError, InvalidTensorError
-from loraplex.frontends.kserve.http.body import length_of, parse_object
+from loraplex.frontends.body_limits import DEFAULT_JSON_LIMITS, JsonLimits
+from loraplex.frontends.kserve.http.body import Bytes, length_of, parse_object
 from loraplex.frontends.kserve.messages import InferRequest, InferResponse, Parameter
 from loraplex.frontends.kserve.outputs import (
     BINARY,
@@ -56,14 +57,23 @@ _DECODER = msgspec.json.Decoder(_Document)
 
 
 def decode_request(
-    body: bytes, header_length: str | None, *, model: str, version: str, memory: TenantMemory
+    body: Bytes,
+    header_length: str | None,
+    *,
+    model: str,
+    version: str,
+    memory: TenantMemory,
+    limits: JsonLimits = DEFAULT_JSON_LIMITS,
 ) -> tuple[InferRequest, Wishes]:
     """The request, and how its outputs are wanted.
 
-    Raises InvalidRequestError, InvalidTensorError, and NotFoundError for a shared memory region.
+    Raises InvalidRequestError, InvalidTensorError, PayloadTooLargeError for too much JSON, and
+    NotFoundError for a shared memory region.
     """
     split = len(body) if header_length is None else _header_length(header_length, len(body))
-    document = _read(body[:split])
+    text = body[:split]
+    limits.check(text)
+    document = _read(text)
     parameters = document.parameters
     is_binary = _flag(parameters, "binary_data_output", "the request", otherwise=False)
     default = BINARY if is_binary else INLINE
@@ -72,14 +82,14 @@ def decode_request(
         model=model,
         version=version,
         request_id=document.id,
-        inputs=_inputs(document.inputs, body[split:], memory),
+        inputs=_inputs(document.inputs, memoryview(body)[split:], memory),
         requested=tuple(requested),
         parameters=_of_request(parameters),
     )
     return request, Wishes(memory, default, requested)
 
 
-def _read(text: bytes) -> _Document:
+def _read(text: Bytes) -> _Document:
     try:
         return _DECODER.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -156,7 +166,9 @@ def _check_entries(document: Mapping[str, Any], key: str) -> None:
 # ---------------------------------------------------------------- inputs
 
 
-def _inputs(entries: Sequence[_Entry], blob: bytes, memory: TenantMemory) -> tuple[Tensor, ...]:
+def _inputs(
+    entries: Sequence[_Entry], blob: memoryview, memory: TenantMemory
+) -> tuple[Tensor, ...]:
     tensors = []
     offset = 0
     for entry in entries:
@@ -201,7 +213,7 @@ def _shared_input(entry: _Entry, place: Place, memory: TenantMemory) -> Tensor:
     return from_raw(entry.name, entry.datatype, shape, memory.read(place))
 
 
-def _binary_input(entry: _Entry, size: object, blob: bytes, offset: int) -> Tensor:
+def _binary_input(entry: _Entry, size: object, blob: memoryview, offset: int) -> Tensor:
     left = len(blob) - offset
     if type(size) is not int or not 0 <= size <= left:
         raise InvalidTensorError(

@@ -24,7 +24,7 @@ class HttpRequest:
         """Either is empty where the path does not name it."""
         return self.path_params.get("model", ""), self.path_params.get("version", "")
 
-    async def body(self, max_bytes: int) -> bytes:
+    async def body(self, max_bytes: int) -> bytearray:
         """All of it, as it came.
 
         Raises PayloadTooLargeError as soon as that is known, and ClientDisconnectedError.
@@ -32,16 +32,13 @@ class HttpRequest:
         declared = length_of(self.headers.get("content-length", "0"))
         if declared is not None and declared > max_bytes:
             raise too_large(max_bytes)
-        chunks: list[bytes] = []
-        size = 0
+        body = bytearray()  # it grows in place: joining chunks would copy all of them at once
         while True:
             message = await self.receive()
             if message["type"] == "http.disconnect":
                 raise ClientDisconnectedError
-            chunk = message.get("body", b"")
-            chunks.append(chunk)
-            size += len(chunk)
-            if size > max_bytes:
+            body += message.get("body", b"")
+            if len(body) > max_bytes:
                 raise too_large(max_bytes)
             if not message.get("more_body", False):
-                return b"".join(chunks)
+                return body

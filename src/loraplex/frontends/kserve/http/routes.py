@@ -1,5 +1,7 @@
 """Routes under /v2 and their responses. Bodies are read, checked and written elsewhere."""
 
+import asyncio
+import functools
 import math
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 
@@ -11,6 +13,7 @@ from loraplex.core.errors import InvalidRequestError, LoraplexError
 from loraplex.core.principal import Principal
 from loraplex.core.support import Support, support_of
 from loraplex.frontends.access import Authenticate, everyone_is_local
+from loraplex.frontends.body_limits import DEFAULT_JSON_LIMITS, JsonLimits, off_loop
 from loraplex.frontends.kserve import wire_types as wire
 from loraplex.frontends.kserve.errors import (
     as_loraplex_error,
@@ -21,6 +24,7 @@ from loraplex.frontends.kserve.errors import (
 from loraplex.frontends.kserve.http.admin import AdminApi
 from loraplex.frontends.kserve.http.body import (
     DEFAULT_MAX_BODY_BYTES,
+    Bytes,
     compress,
     decompress,
     json_response,
@@ -33,6 +37,7 @@ from loraplex.frontends.kserve.http.request import HttpRequest
 from loraplex.frontends.kserve.http.response import WholeResponse
 from loraplex.frontends.kserve.messages import InferRequest
 from loraplex.frontends.kserve.models.catalog import server_metadata
+from loraplex.frontends.kserve.models.triton_model import TritonModel
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.kserve.shared_memory import TenantMemory
 from loraplex.frontends.openapi.operation import (
@@ -70,9 +75,10 @@ def kserve_routes(
     *,
     authenticate: Authenticate = everyone_is_local,
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
+    json_limits: JsonLimits = DEFAULT_JSON_LIMITS,
 ) -> list[RecordedRoute]:
     """All routes under /v2. The last one returns 404 for every other path there."""
-    api = KServeApi(service, authenticate, max_body_bytes)
+    api = KServeApi(service, authenticate, max_body_bytes, json_limits)
     admin = AdminApi(service, authenticate, max_body_bytes)
     of_model: dict[str, Mapping[str, Handler]] = {
         "infer": {"POST": api.infer},
@@ -187,10 +193,15 @@ class KServeApi:
     """The handlers. `model` and `version` are path parameters."""
 
     def __init__(
-        self, service: TritonService, authenticate: Authenticate, max_body_bytes: int
+        self,
+        service: TritonService,
+        authenticate: Authenticate,
+        max_body_bytes: int,
+        json_limits: JsonLimits,
     ) -> None:
         self._service = service
         self._authenticate = authenticate
+        self._json_limits = json_limits
         self._max_body_bytes = max_body_bytes
 
     # ------------------------------------------------------------ server and models
@@ -257,15 +268,19 @@ class KServeApi:
         principal = self._authenticate(request.headers)
         model, version = request.model_and_version
         self._service.check_is_unary(principal, model, version, "HTTP end point")
-        body = await request.body(self._max_body_bytes)
-        body = decompress(body, _content_encoding(request), self._max_body_bytes)
-        infer_request, wishes = decode_request(
+        body: Bytes = await request.body(self._max_body_bytes)
+        if encoding := _content_encoding(request):
+            body = await asyncio.to_thread(decompress, body, encoding, self._max_body_bytes)
+        decode = functools.partial(
+            decode_request,
             body,
             request.headers.get(_LENGTH),
             model=model,
             version=version,
             memory=TenantMemory(self._service.memory, principal.tenant),
+            limits=self._json_limits,
         )
+        infer_request, wishes = await off_loop(len(body), decode)
         response = await until_disconnect(
             request.receive, self._service.infer(infer_request, principal)
         )
@@ -326,13 +341,21 @@ class KServeApi:
             raise InvalidRequestError(
                 f"Unsupported content-encoding '{encoding}', only 'identity' is supported."
             )
-        body = await request.body(self._max_body_bytes)
-        return decode_generate(model, version, parse_object(body))
+        body = await request.body(self._json_limits.max_bytes)
+        read = functools.partial(_generate_request_of, model, version, body, self._json_limits)
+        return await off_loop(len(body), read)
 
     def _wants_stream(self, request: InferRequest) -> bool:
         row = self._service.catalog.find(request.model).kind.input_of("is_streamed")
         tensors = (tensor for tensor in request.inputs if tensor.name == row)
         return any(tensor.array.any() for tensor in tensors)
+
+
+def _generate_request_of(
+    model: TritonModel, version: str, body: Bytes, limits: JsonLimits
+) -> InferRequest:
+    limits.check(body)
+    return decode_generate(model, version, parse_object(body))
 
 
 def _content_encoding(request: HttpRequest) -> str:

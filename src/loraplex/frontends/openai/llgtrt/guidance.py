@@ -4,10 +4,9 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
-from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -22,7 +21,7 @@ from loraplex.frontends.openai.context import OpenAIContext, request_id
 from loraplex.frontends.openai.generation import ENDS
 from loraplex.frontends.openai.rendering import rendered_chat
 from loraplex.frontends.openai.sampling import sampling_params
-from loraplex.frontends.openai.schema import GenerationBody, Message
+from loraplex.frontends.openai.schema import GenerationBody, Messages
 from loraplex.frontends.openai.sse import EventStream
 from loraplex.frontends.openai.writers import adapter_headers
 from loraplex.frontends.openapi.operation import (
@@ -49,7 +48,7 @@ class GuidanceBody(GenerationBody):
     controller: str | None = None
     controller_arg: dict[str, Any] | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(fail_fast=True)] | None = None
+    messages: Messages | None = None
 
 
 class InitialRun(msgspec.Struct, frozen=True):

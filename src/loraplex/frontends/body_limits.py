@@ -1,0 +1,75 @@
+"""Limits and parsing of bodies: a few bytes may become a large object, and take long to parse."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from loraplex.core.errors import PayloadTooLargeError
+from loraplex.core.server_config import ServerConfig
+
+_INLINE_BYTES: Final = 32 << 10
+"""Shorter bodies are parsed on the event loop: handing them to a thread would take longer."""
+_VALUES_PER_CONTAINER: Final = 4
+"""Lists and objects take more time and memory than numbers, so fewer are allowed."""
+T = TypeVar("T")
+
+
+async def off_loop(num_bytes: int, parse: Callable[[], T]) -> T:
+    """Return parse(), which is called in a thread if it has many bytes to parse."""
+    return parse() if num_bytes <= _INLINE_BYTES else await asyncio.to_thread(parse)
+
+
+class JsonLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of one JSON text; see the server's settings of the same meaning."""
+
+    max_bytes: int
+    max_values: int
+
+    @classmethod
+    def of(cls, settings: ServerConfig) -> "JsonLimits":
+        return cls(
+            max_bytes=min(settings.max_json_bytes, settings.max_body_bytes),
+            max_values=settings.max_request_values,
+        )
+
+    def check(self, text: bytes | bytearray) -> None:
+        """Raise PayloadTooLargeError for a text that is too long or has too many values."""
+        if len(text) > self.max_bytes:
+            raise PayloadTooLargeError(
+                f"the JSON of the request has {len(text)} bytes; at most {self.max_bytes} are "
+                "allowed (max_json_bytes)"
+            )
+        self._check_count(
+            "lists and objects", b"[{", text, self.max_values // _VALUES_PER_CONTAINER
+        )
+        self._check_count("values", b",[{", text, self.max_values)
+
+    def _check_count(self, what: str, marks: bytes, text: bytes | bytearray, limit: int) -> None:
+        """Check the number of marks outside of strings. Each value has one next to it."""
+        if sum(map(text.count, marks)) < limit:
+            return
+        count = int(np.count_nonzero(_marks_outside_strings(marks, text)))
+        if count >= limit:
+            raise PayloadTooLargeError(
+                f"the JSON of the request has {count} {what}; at most {limit} are allowed "
+                f"(max_request_values {self.max_values})"
+            )
+
+
+def _marks_outside_strings(marks: bytes, text: bytes | bytearray) -> npt.NDArray[np.bool_]:
+    """Find the bytes of `marks`. numpy lets other threads run meanwhile."""
+    for escape in (rb"\\", rb"\""):
+        text = text.replace(escape, b"")
+    array = np.frombuffer(text, np.uint8)
+    quotes = np.cumsum(array == ord('"'), dtype=np.uint8)  # only its parity counts
+    found = np.zeros(len(array), np.bool_)
+    for mark in marks:
+        found |= array == mark
+    return found & (quotes & 1 == 0)
+
+
+DEFAULT_JSON_LIMITS: Final = JsonLimits.of(ServerConfig())

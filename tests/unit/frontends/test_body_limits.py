@@ -1,0 +1,55 @@
+"""Bodies of many values are refused before they are parsed, and long ones are parsed in threads."""
+
+import json
+import threading
+
+import pytest
+
+from loraplex.core.errors import PayloadTooLargeError
+from loraplex.core.server_config import ServerConfig
+from loraplex.frontends.body_limits import JsonLimits, off_loop
+
+LIMITS = JsonLimits(max_bytes=10_000, max_values=400)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [0] * 399,
+        {str(number): 0.5 for number in range(399)},
+        [[]] * 98,
+        [{"a": 1}] * 98,
+        ", [ {" * 500,
+        ['", [' * 300, '\\", {' * 300, "\\"],
+    ],
+)
+def test_what_is_within_the_limits(value):
+    LIMITS.check(json.dumps(value, separators=(",", ":")).encode())
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ([0] * 400, "400 values; at most 400"),
+        ({str(number): 0.5 for number in range(400)}, "400 values"),
+        (["", '"', '\\"', '\\\\"'] * 100, "400 values"),
+        ([[]] * 99, "100 lists and objects; at most 100"),
+        ([{"a": 1}] * 99, "100 lists and objects"),
+        ([[[[]]]] * 33, "100 lists and objects"),
+        ("x" * 10_000, r"10002 bytes; at most 10000 .*max_json_bytes"),
+    ],
+)
+def test_what_is_beyond_the_limits(value, reason):
+    with pytest.raises(PayloadTooLargeError, match=reason):
+        LIMITS.check(json.dumps(value, separators=(",", ":")).encode())
+
+
+def test_a_smaller_body_has_less_json():
+    assert JsonLimits.of(ServerConfig(max_body_bytes=1000)).max_bytes == 1000
+    assert JsonLimits.of(ServerConfig()).max_bytes == 8 << 20
+
+
+async def test_long_bodies_are_parsed_off_the_loop():
+    here = threading.current_thread()
+    assert await off_loop(1000, threading.current_thread) is here
+    assert await off_loop(100_000, threading.current_thread) is not here
