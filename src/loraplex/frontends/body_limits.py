@@ -6,7 +6,6 @@ from typing import Final, TypeVar
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from loraplex.core.errors import PayloadTooLargeError
 from loraplex.core.server_config import ServerConfig
@@ -52,7 +51,7 @@ class JsonLimits(msgspec.Struct, frozen=True, kw_only=True):
         """Check the number of marks outside of strings. Each value has one next to it."""
         if sum(map(text.count, marks)) < limit:
             return
-        count = int(np.count_nonzero(_marks_outside_strings(marks, text)))
+        count = _num_outside_strings(marks, text)
         if count >= limit:
             raise PayloadTooLargeError(
                 f"the JSON of the request has {count} {what}; at most {limit} are allowed "
@@ -60,8 +59,8 @@ class JsonLimits(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
-def _marks_outside_strings(marks: bytes, text: bytes | bytearray) -> npt.NDArray[np.bool_]:
-    """Find the bytes of `marks`. numpy lets other threads run meanwhile."""
+def _num_outside_strings(marks: bytes, text: bytes | bytearray) -> int:
+    """Count the bytes of `marks`. numpy lets other threads run meanwhile."""
     for escape in (rb"\\", rb"\""):
         text = text.replace(escape, b"")
     array = np.frombuffer(text, np.uint8)
@@ -69,7 +68,7 @@ def _marks_outside_strings(marks: bytes, text: bytes | bytearray) -> npt.NDArray
     found = np.zeros(len(array), np.bool_)
     for mark in marks:
         found |= array == mark
-    return found & (quotes & 1 == 0)
+    return int(np.count_nonzero(found & (quotes & 1 == 0)))
 
 
 DEFAULT_JSON_LIMITS: Final = JsonLimits.of(ServerConfig())
