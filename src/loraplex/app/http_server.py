@@ -5,7 +5,6 @@ import contextlib
 import errno
 import functools
 import os
-import resource
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 
@@ -24,8 +23,6 @@ _BACKLOG = 2048
 _LINGER_SECONDS = 5
 """Time that connections have for their last bytes after everything else has stopped."""
 _POLL_SECONDS = 0.1
-_OTHER_FILES = 1024
-"""Open files of this process other than connections."""
 
 
 class HttpServer(uvicorn.Server):
@@ -125,13 +122,3 @@ def bind(host: str, port: int) -> socket.socket:
     # it the chunks of a stream wait for each other, about 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
-
-
-def raise_open_file_limit(max_connections: int) -> None:
-    """Raise this process's limit of open files for these connections, up to the hard limit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 2 * max_connections + _OTHER_FILES  # HTTP and gRPC
-    if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -19,6 +19,7 @@ import msgspec
 
 from loraplex.app import event_loop
 from loraplex.app.local_paths import with_local_paths
+from loraplex.app.open_files import raise_open_file_limit
 from loraplex.core.config import Config, ModelConfig
 from loraplex.core.errors import LoraplexError
 from loraplex.core.log_lines import log_to_standard_error
@@ -49,6 +50,7 @@ def run_server(
     server's command line.
     """
     set_up_logging(config.server.log_level)
+    raise_open_file_limit(config.server.max_connections)
     event_loop.run(
         _run_server(with_local_paths(config), print_line, declarations, control, given_keys)
     )

@@ -17,7 +17,6 @@ from loraplex.app.builder import build_service
 from loraplex.app.dialects import dialect_of, prepare
 from loraplex.app.end_of_input import end_of_input
 from loraplex.app.http_app import http_app
-from loraplex.app.http_server import raise_open_file_limit
 from loraplex.app.local_paths import with_local_path
 from loraplex.app.ports import Ports
 from loraplex.app.reporting import Reporting, reporting_requests
@@ -30,6 +29,7 @@ from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.ops.metrics import metrics_app
 from loraplex.frontends.telemetry.tenants import noting_tenant
 from loraplex.serving.access.api_key_ring import ApiKeys
+from loraplex.serving.draining import Draining
 from loraplex.serving.engines.link import EngineLauncher
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.service import Service
@@ -63,6 +63,8 @@ class Server:
         self._given_keys = given_keys
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
+        self._draining: Draining | None = None
+        """Admission of the running service."""
         self._stop_deadline = 0.0
         """Value of time.monotonic(), once the server stops."""
 
@@ -70,7 +72,6 @@ class Server:
         settings = self._config.server
         keys, tls = api_keys(settings, self._given_keys), tls_files(settings)
         authenticate = noting_tenant(authenticate_by(keys))
-        raise_open_file_limit(settings.max_connections)
         metrics = RequestMetrics(self._config.models)
         async with contextlib.AsyncExitStack() as stack:
             reporting = stack.enter_context(reporting_requests(settings))
@@ -85,6 +86,7 @@ class Server:
                 start_model=functools.partial(self._start_model, service),
             )
             await stack.enter_async_context(following(keys))
+            self._draining = service.draining
             self._handle_signals(reporting, keys)
             scraped = guarded_metrics(
                 metrics_app(
@@ -154,7 +156,7 @@ class Server:
         if reporting.access_log is not None or keys is not None:
             loop.add_signal_handler(signal.SIGHUP, on_hangup)
         if self._config.server.stop_with_stdin:
-            end_of_input(self._stop.set)
+            end_of_input(self._begin_stop)
 
     def _seconds_left(self) -> float:
         """Return the rest of the grace period, for clients that still read a response."""
@@ -162,7 +164,16 @@ class Server:
 
     def _on_signal(self) -> None:
         """Stop at the first signal; at the second, do not wait for running requests."""
-        (self._hurry if self._stop.is_set() else self._stop).set()
+        if self._stop.is_set():
+            self._hurry.set()
+        self._begin_stop()
+
+    def _begin_stop(self) -> None:
+        # At once, so that no probe finds it ready: under load, what waits for the event runs some
+        # turns of the event loop later.
+        if self._draining is not None:
+            self._draining.close()
+        self._stop.set()
 
 
 async def done_before(event: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import resource
 
 import pytest
 from starlette.applications import Starlette
@@ -11,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from loraplex.app.http_server import bind, raise_open_file_limit, serving_http
+from loraplex.app.http_server import bind, serving_http
 from loraplex.core.errors import ConfigError, NotReadyError
 from loraplex.core.server_config import ServerConfig
 from loraplex.frontends.telemetry.connections import HttpConnections
@@ -28,18 +27,6 @@ def test_an_address_that_is_not_ours():
         bind("203.0.113.1", 0)
     with bind("127.0.0.1", 0) as listener:
         assert listener.getsockname()[1] > 0
-
-
-@pytest.mark.parametrize(
-    ("soft", "hard", "then"),
-    [(1024, 4096, 1224), (2000, 4096, None), (1024, 1100, 1100), (-1, -1, None), (1024, -1, 1224)],
-)
-def test_capacity_for_connections(monkeypatch, soft, hard, then):
-    limits_set = []
-    monkeypatch.setattr(resource, "getrlimit", lambda what: (soft, hard))
-    monkeypatch.setattr(resource, "setrlimit", lambda what, limits: limits_set.append(limits))
-    raise_open_file_limit(100)
-    assert limits_set == ([] if then is None else [(then, hard)])
 
 
 async def _echo(request: Request) -> Response:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import socket
 
 import pytest
@@ -66,6 +67,18 @@ async def test_a_stop_lets_requests_end(run):
     await server.ended()
     status, body = await completion
     assert (status, body["usage"]["completion_tokens"]) == (200, 60)
+
+
+async def test_it_is_not_ready_from_the_signal_on(run):
+    """Not some turns of a busy event loop later: a probe may be read in the same turn."""
+    server = run(FakeEngineSettings(step_seconds=0.005))
+    completion = await server.running_completion(max_tokens=60)
+    server.signal()
+    assert server.server._draining.is_active
+    status, body = await server.get("/health/ready")
+    assert (status, json.loads(body)["reason"]) == (503, "the server is stopping")
+    await server.ended()
+    assert (await completion)[0] == 200
 
 
 async def test_requests_that_take_too_long_are_reported(run, caplog):
