@@ -9,6 +9,8 @@ from collections.abc import Mapping
 
 import msgspec
 
+from loraplex.core.errors import AdapterNotFoundError
+
 MAX_TASK_ID = 2**64 - 1
 
 AdapterHandle = int
@@ -167,3 +169,11 @@ class Residency(enum.StrEnum):
     COPYING = "copying"
     DEVICE = "device"
     FAILED = "failed"
+
+
+def not_in_cache(what: str) -> AdapterNotFoundError:
+    """Return the error for LoadPolicy.NEVER. what: the adapter, such as "adapter 'fr'"."""
+    return AdapterNotFoundError(
+        f"{what} was not in cache and load_lora_weights is set to never: send auto, "
+        "and it is loaded"
+    )

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 
-from loraplex.core.adapter import AdapterHandle, AdapterSource, AdapterUse, Residency
+from loraplex.core.adapter import AdapterHandle, AdapterSource, AdapterUse, Residency, not_in_cache
 from loraplex.core.errors import AdapterNotFoundError
 from loraplex.core.plan import PageGeometry
 from loraplex.core.stats import AdapterActivity
@@ -108,10 +108,7 @@ class AdapterHandles:
             handle = self.handle(use.digest)
             is_away = self._cache.residency(handle) in (Residency.ABSENT, Residency.FAILED)
             if is_away and not is_preloading(handle):
-                raise AdapterNotFoundError(
-                    f"the adapter {use.digest[:12]} was not in cache and load_lora_weights is set "
-                    "to never: send auto, and it is loaded"
-                )
+                raise not_in_cache(f"the adapter {use.digest[:12]}")
 
     def handle(self, digest: str) -> AdapterHandle:
         """Return the handle of a digest. Raises AdapterNotFoundError."""

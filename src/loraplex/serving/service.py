@@ -11,10 +11,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import msgspec
 
 from loraplex.adapters.staging import StagingWorker
-from loraplex.core.adapter import AdapterKey, ByName, LoadPolicy
+from loraplex.adapters.store import AdapterVersion
+from loraplex.core.adapter import AdapterKey, AdapterRef, ByName, LoadPolicy, not_in_cache
 from loraplex.core.clock import Clock
 from loraplex.core.config import ModelConfig
 from loraplex.core.errors import (
+    AdapterNotFoundError,
     InvalidRequestError,
     LoraplexError,
     ModelNotFoundError,
@@ -177,8 +179,9 @@ class Service:
         model = self._catalog.model(request.model, principal)
         request.sampling.validate()
         check_adapters(request.adapters)
-        await self._look_for_new(model, request, principal)
-        chosen = model.resolve(request.adapters, principal)
+        if request.load_policy is not LoadPolicy.NEVER:
+            await self._look_for_new(model, request, principal)
+        chosen = _resolve(model, request, principal)
         if request.load_policy is LoadPolicy.ALWAYS:
             seen = model.adapters_of(principal)
             for version in (version for version, _ in chosen if seen.owns(version)):
@@ -236,6 +239,20 @@ class Service:
         self.draining.require_none()
         if not self._is_started:
             raise NotReadyError("the server is starting", retry_after_seconds=2)
+
+
+def _resolve(
+    model: ServedModel, request: GenerateRequest, principal: Principal
+) -> list[tuple[AdapterVersion, float]]:
+    try:
+        return model.resolve(request.adapters, principal)
+    except AdapterNotFoundError:
+        if request.load_policy is not LoadPolicy.NEVER:
+            raise
+        # It may be in lora_root, where only other policies look for it.
+        seen = model.adapters_of(principal)
+        missing = [choice.key for choice in request.adapters if seen.find(choice.key) is None]
+        raise not_in_cache(str(AdapterRef(model.card.name, "", missing[0]))) from None
 
 
 async def _close(model: ServedModel) -> None:

@@ -16,9 +16,9 @@ from loraplex.core.adapter import (
     AdapterKey,
     ByName,
     LoadPolicy,
+    not_in_cache,
 )
 from loraplex.core.errors import (
-    AdapterNotFoundError,
     InvalidRequestError,
     LoraplexError,
     ModelNotFoundError,
@@ -167,8 +167,5 @@ class EchoBackend(EchoState):
     def _resolve(self, request: GenerateRequest, choice: AdapterChoice) -> ResolvedAdapter:
         version = self.adapter_registry.resolve(request.model, choice.key)
         if request.load_policy is LoadPolicy.NEVER and version.digest not in self.residency:
-            raise AdapterNotFoundError(
-                f"the adapter {version.digest[:12]} was not in cache and load_lora_weights is set "
-                "to never: send auto, and it is loaded"
-            )
+            raise not_in_cache(f"the adapter {version.digest[:12]}")
         return ResolvedAdapter(version.name, version.digest, choice.scale)

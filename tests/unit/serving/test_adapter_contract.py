@@ -314,6 +314,19 @@ class TestLoadPolicy:
         await load(service)  # its preload has begun, and may not have ended
         assert await digest_of(service, request(load_policy=LoadPolicy.NEVER)) == "digest of /1"
 
+    async def test_never_looks_for_no_file(self, make_service, staging, tmp_path):
+        service = await make_service(lora_root=str(tmp_path))
+        (tmp_path / "zh").mkdir()
+        (tmp_path / "zh" / "adapter_config.json").write_text("")
+        staging.put(str(tmp_path / "zh"), "from the root")
+        never = "adapter 'zh' was not in cache and load_lora_weights is set to never"
+        for _ in range(2):
+            with pytest.raises(AdapterNotFoundError, match=never):
+                await digest_of(service, request(load_policy=LoadPolicy.NEVER))
+        assert staging.requests == []
+        assert await digest_of(service, request()) == "from the root"
+        assert await digest_of(service, request(load_policy=LoadPolicy.NEVER)) == "from the root"
+
     async def test_always_looks_at_the_source(self, service, staging):
         await load(service, task_id=5)
         always = {"load_policy": LoadPolicy.ALWAYS}
