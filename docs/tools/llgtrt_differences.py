@@ -35,6 +35,7 @@ DIFFERENCES: Final = (
     Difference("top_logprobs", "at most 1", "at most 20"),
     Difference("tool_choice", "auto, none, required", "a named function, too"),
     Difference("tool calls", "plain content", "tool_calls of the message"),
+    Difference("special tokens of an output", "shown, such as <|python_tag|>", "skipped"),
     Difference("tojson of a chat template", "indents by 4 by default",
                "one line, as in transformers"),
     Difference("unready", "500 of live and model; ready is always 200",

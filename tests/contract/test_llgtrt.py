@@ -583,6 +583,17 @@ def _(ours, theirs, backend):
         assert (grammar and grammar.text.partition("\n")[0]) == start
 
 
+@row("special tokens of an output")
+def _(ours, theirs, backend):
+    for send in ("chat", "complete"):
+        getattr(ours(), send)()
+        assert backend.requests[-1].sampling.skip_special_tokens
+        getattr(theirs(), send)()
+        assert not backend.requests[-1].sampling.skip_special_tokens
+    theirs().chat(tools=[TOOL], tool_choice="required")
+    assert not backend.requests[-1].sampling.skip_special_tokens
+
+
 @row("tojson of a chat template")
 def _(ours, theirs, backend):
     for dialect, expected in (("llgtrt", '{"a": 1}'), ("llgtrt_compat", '{\n    "a": 1\n}')):

@@ -4,8 +4,10 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 
+import msgspec
+
 from loraplex.core.errors import LoraplexError
-from loraplex.core.output import RequestOutput, ResolvedAdapter
+from loraplex.core.output import RequestOutput, ResolvedAdapter, SequenceOutput
 from loraplex.frontends.kserve.active import ActiveRequest
 from loraplex.frontends.kserve.merge import merged
 from loraplex.frontends.kserve.messages import InferRequest, InferResponse, Parameter
@@ -19,6 +21,9 @@ from loraplex.frontends.kserve.submission import raise_in_dialect
 from loraplex.frontends.kserve.tensors import Tensor
 from loraplex.frontends.kserve.token_metrics import TokenTimes
 from loraplex.serving.backend import close_outputs
+
+MAX_UNREAD_STEPS = 32
+"""A client of a stream that left more unread is slow: it gets them in one response."""
 
 
 class Inference(ResponseStream):
@@ -70,7 +75,8 @@ class Inference(ResponseStream):
         return response
 
     async def __anext__(self) -> InferResponse:
-        """One response per step and sequence if streamed, otherwise one per sequence.
+        """One response per step and sequence if streamed and read in time, otherwise one per
+        sequence.
 
         The last one is final, whatever happens to the request but an error.
         """
@@ -80,7 +86,8 @@ class Inference(ResponseStream):
                 if output is None:
                     self._end()
                 else:
-                    self._add_pieces(self._outputs.index, output)
+                    for step in self._steps(output):
+                        self._add_pieces(self._outputs.index, step)
         if not self._ready:
             raise StopAsyncIteration
         response = self._ready.popleft()
@@ -119,6 +126,28 @@ class Inference(ResponseStream):
         for group in groups:
             is_final = self._is_over and group is groups[-1]
             self._ready.append(self._piece(index, group, is_final=is_final))
+
+    def _steps(self, output: RequestOutput) -> list[RequestOutput]:
+        """Divide an output that a reader found late into one per step, as they were made.
+
+        The output of a slow reader stays whole.
+        """
+        if not self._is_streamed or len(output.sequences) < 2:
+            return [output]
+        rounds: list[list[SequenceOutput]] = [[]]
+        for sequence in output.sequences:
+            if any(sequence.index == other.index for other in rounds[-1]):
+                rounds.append([])
+            rounds[-1].append(sequence)
+        if not 1 < len(rounds) <= MAX_UNREAD_STEPS:
+            return [output]
+        replace = msgspec.structs.replace
+        first, *middle, last = [replace(output, sequences=tuple(each)) for each in rounds]
+        return [
+            replace(first, finished=False, timing=None),
+            *(replace(each, finished=False, timing=None, prompt_logits=()) for each in middle),
+            replace(last, prompt_logits=()),
+        ]
 
     def _end(self) -> None:
         """What is left to send when the outputs end without a last piece: after a stop."""
@@ -159,7 +188,7 @@ class Inference(ResponseStream):
         if self._is_streamed:
             if completions[0].generation.comes_together:
                 return completions if output.sequences else []
-            # What a slow reader left is merged: several pieces of one sequence are one response.
+            # The output of a slow reader: several pieces of one sequence are one response.
             indices = dict.fromkeys([sequence.index for sequence in output.sequences])
             return [completions[index] for index in indices]
         return completions if output.finished else []

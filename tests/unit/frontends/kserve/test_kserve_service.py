@@ -19,6 +19,7 @@ from loraplex.core.errors import (
 )
 from loraplex.core.principal import LOCAL, NONE, Principal, Rights
 from loraplex.frontends.kserve.active import StreamScope
+from loraplex.frontends.kserve.inference import MAX_UNREAD_STEPS
 from loraplex.frontends.kserve.messages import InferRequest
 from loraplex.frontends.kserve.models.model_control import ControlMode, ModelControl
 from loraplex.frontends.kserve.service import TritonService
@@ -39,6 +40,7 @@ def service(backend):
 def request(texts=("hi",), request_id="", parameters=None, requested=(), **inputs):
     """Request for `ensemble`; each extra input has its one value in every element."""
     types = {"max_tokens": "INT32", "end_id": "INT32", "stream": "BOOL", "lora_task_id": "UINT64"}
+    types["num_return_sequences"] = "INT32"
     values = {"max_tokens": 50, **inputs}
     size = len(texts)
     tensors = [from_values("text_input", "BYTES", [size, 1], list(texts))]
@@ -381,8 +383,8 @@ async def test_an_ensemble_of_which_a_step_is_unloaded():
     assert (counts["ensemble"], counts["tensorrt_llm"], counts["preprocessing"]) == (2, 2, 1)
 
 
-class SlowlyRead(EchoBackend):
-    """A slow reader gets everything in one output."""
+class LateRead(EchoBackend):
+    """A reader finds the outputs of all steps in one."""
 
     async def generate(self, request, principal):
         outputs = [output async for output in await super().generate(request, principal)]
@@ -394,11 +396,25 @@ async def one(output):
     yield output
 
 
+async def texts_of(backend, sent):
+    responses = [each async for each in await TritonService(backend).stream(sent, LOCAL)]
+    assert [each.is_final for each in responses] == [False] * (len(responses) - 1) + [True]
+    return [[t.array.tolist() for t in response.outputs] for response in responses]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_each_step_is_a_response_though_it_is_read_late(n):
+    sent = request(stream=True, num_return_sequences=n)
+    timely = await texts_of(EchoBackend(), sent)
+    assert len(timely) > len("echo: hi") * n - 1
+    assert await texts_of(LateRead(), sent) == timely
+
+
 async def test_what_a_slow_reader_left_is_one_response():
-    service = TritonService(SlowlyRead())
-    responses = await service.stream(request(stream=True), LOCAL)
-    texts = [[t.array.item() for t in response.outputs] async for response in responses]
-    assert texts == [[b"echo: hi"]]
+    long = "a" * MAX_UNREAD_STEPS
+    assert await texts_of(LateRead(), request((long,), stream=True)) == [
+        [[f"echo: {long}".encode()]]
+    ]
 
 
 @pytest.mark.parametrize("sent", [request(stream=True), stop("7")], ids=["inference", "stop"])

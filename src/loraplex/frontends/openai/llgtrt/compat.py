@@ -1,5 +1,7 @@
 """--llgtrt-compat: requests that llgtrt refuses are refused, and responses have llgtrt's form."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from loraplex.frontends.openai.context import OpenAIContext
 
 MAX_TOKENS = 16
+_SPECIAL_TOKENS: Mapping[str, Any] = MappingProxyType({"skip_special_tokens": False})
+"""An output shows them, such as the one before a tool call."""
 
 
 class CompatDialect(LlgtrtDialect):
@@ -53,14 +57,14 @@ class CompatDialect(LlgtrtDialect):
 
     def completion_changes(self, body: CompletionBody) -> dict[str, Any]:
         refuse(body, COMPLETION_REFUSALS)
-        return super().completion_changes(body) | _length(body) | _usage(body)
+        return super().completion_changes(body) | _length(body) | _usage(body) | _SPECIAL_TOKENS
 
     def chat_changes(self, body: ChatBody) -> dict[str, Any]:
         refuse(body, CHAT_REFUSALS)
         length = _length(body) if body.max_completion_tokens is None else {}
         tools = tool_changes(body, self.json_start_token)
         # An output is one text, whatever it consists of.
-        plain = {"separate_reasoning": False}
+        plain = {"separate_reasoning": False, **_SPECIAL_TOKENS}
         return super().chat_changes(body) | length | _usage(body) | tools | plain
 
     def rendering(self, body: ChatBody) -> dict[str, Any]:
