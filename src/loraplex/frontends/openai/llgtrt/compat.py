@@ -57,7 +57,8 @@ class CompatDialect(LlgtrtDialect):
 
     def completion_changes(self, body: CompletionBody) -> dict[str, Any]:
         refuse(body, COMPLETION_REFUSALS)
-        return super().completion_changes(body) | _length(body) | _usage(body) | _SPECIAL_TOKENS
+        changes = super().completion_changes(body) | _length(body) | _usage(body)
+        return {**changes, **_SPECIAL_TOKENS}
 
     def chat_changes(self, body: ChatBody) -> dict[str, Any]:
         refuse(body, CHAT_REFUSALS)
