@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from loraplex.execution.adapters.host_adapters import HostAdapters
+from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.kernels.accelerator import Accelerator, HostAccelerator
 from loraplex.kernels.reference import ReferenceKernels
 from support.accelerated_reference import AcceleratedReference, load_parts_with
@@ -21,6 +22,7 @@ from support.feature_schedules import (
 SETTINGS = msgspec.structs.replace(
     FEATURE_SETTINGS, dtype="float32", cuda_graph_batch_sizes=(2, 4, 6)
 )
+TWO_KV_GROUPS = msgspec.structs.replace(SETTINGS, max_attention_window_size=(9, 160))
 NUM_SLOW = 40
 
 
@@ -32,11 +34,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def accelerated(folder: Path, accelerator: Accelerator) -> tuple[FeatureSchedules, int]:
+def accelerated(
+    folder: Path, accelerator: Accelerator, settings: RunnerSettings = SETTINGS
+) -> tuple[FeatureSchedules, int]:
     """And how many steps were repeated so far."""
     kernels = AcceleratedReference(accelerator)
     parts = load_parts_with(
-        kernels, accelerator, feature_checkpoint(folder), SETTINGS, HostAdapters()
+        kernels, accelerator, feature_checkpoint(folder), settings, HostAdapters()
     )
     schedules = FeatureSchedules(parts, folder, kernels)
     return schedules, kernels.num_repeated
@@ -48,14 +52,15 @@ def check(schedules: FeatureSchedules, seeds: range, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_late_copies_change_no_output(tmp_path: Path) -> None:
+@pytest.mark.parametrize("settings", [SETTINGS, TWO_KV_GROUPS], ids=["", "two KV groups"])
+def test_late_copies_change_no_output(tmp_path: Path, settings: RunnerSettings) -> None:
     """Every completion is that of a CPU in every bit, for requests that run alone, too."""
-    schedules, num_repeated = accelerated(tmp_path, DelayedAccelerator(seed=3))
+    schedules, num_repeated = accelerated(tmp_path, DelayedAccelerator(seed=3), settings)
     assert num_repeated > 100
     folder = tmp_path / "host"
     folder.mkdir()
     kernels = ReferenceKernels(torch.device("cpu"))
-    parts = load_parts_with(kernels, None, feature_checkpoint(folder), SETTINGS, HostAdapters())
+    parts = load_parts_with(kernels, None, feature_checkpoint(folder), settings, HostAdapters())
     assert schedules.alone == FeatureSchedules(parts, folder, kernels).alone
     check(schedules, range(1), "delayed")
 

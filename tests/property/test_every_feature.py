@@ -25,6 +25,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "int8-kv": {"dtype": "bfloat16", "kv_dtype": "int8"},
     "window": {"dtype": "float32", **WINDOW},
+    "one-window": {"dtype": "float32", "max_attention_window_size": (9, 160)},
     "window-int8-kv": {"dtype": "bfloat16", "kv_dtype": "int8", **WINDOW},
 }
 NUM_SCHEDULES = num_examples(0.4)

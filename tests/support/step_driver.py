@@ -1,16 +1,18 @@
 """Drives a runner with hand-made plans: no scheduler, no sharing, no preemption.
 
 For tests and measurements of the data plane alone. It decides how prompts are cut into chunks and
-in which order blocks are handed out, since neither may change an output.
+in which order blocks are handed out, since neither may change an output. A block that the window
+of its KV group has passed is handed out again.
 """
 
+import collections
 import dataclasses
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from loraplex.core.adapter import AdapterHandle
 from loraplex.core.errors import error_from_info
 from loraplex.core.plan import (
+    NO_BLOCK,
     AdapterCopy,
     BlockId,
     LogitsNeeded,
@@ -24,6 +26,7 @@ from loraplex.core.plan import (
 )
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.engine.runner import Runner
+from loraplex.memory.attention_window import AttentionWindow
 
 _GREEDY = SamplingParams(temperature=0.0)
 
@@ -41,8 +44,32 @@ class _Running:
     prompt: Prompt
     slot: Slot
     num_computed: int = 0
-    num_blocks: int = 0
     output: list[int] = dataclasses.field(default_factory=list)
+
+
+class _GroupBlocks:
+    """Blocks of one KV group, for one generation."""
+
+    def __init__(self, window: AttentionWindow, block_order: Iterable[BlockId]) -> None:
+        self._window = window
+        self._free = collections.deque(block_order)
+        self._tables: dict[Slot, list[BlockId]] = collections.defaultdict(list)
+
+    def new_blocks(self, step_end: int, slot: Slot) -> tuple[BlockId, ...]:
+        """Take the blocks that the row lacks for its first step_end positions."""
+        table = self._tables[slot]
+        num_blocks = -(-step_end // self._window.block_size) - len(table)
+        new = tuple(self._free.popleft() for _ in range(num_blocks))
+        table.extend(new)
+        return new
+
+    def free_passed(self, slot: Slot, num_computed: int) -> None:
+        table = self._tables[slot]
+        first_needed = self._window.first_needed(num_computed, len(table))
+        for index in range(min(first_needed, len(table))):
+            if table[index] != NO_BLOCK and not self._window.needs(index, first_needed):
+                self._free.append(table[index])
+                table[index] = NO_BLOCK
 
 
 class StepDriver:
@@ -51,7 +78,7 @@ class StepDriver:
     def __init__(self, runner: Runner, block_order: Sequence[BlockId] | None = None) -> None:
         self._runner = runner
         self._capacity = runner.capacity()
-        self._block_order = block_order or range(self._capacity.kv_groups[0].num_blocks)
+        self._block_order = block_order
         self._num_steps = 0
         self._next_page: PageId = 0
 
@@ -74,16 +101,18 @@ class StepDriver:
         chunk_size: prompt tokens of one row in one step; None is the whole prompt.
         """
         sequences = [_Running(prompt, slot) for slot, prompt in enumerate(prompts)]
-        free_blocks = iter(self._block_order)
+        groups = self._group_blocks()
         added = tuple(_added(sequence) for sequence in sequences)
         while pending := [s for s in sequences if len(s.output) < num_tokens]:
             steps = tuple(
-                self._step(sequence, free_blocks, chunk_size, prompt_logits) for sequence in pending
+                self._step(sequence, groups, chunk_size, prompt_logits) for sequence in pending
             )
             result = self.run(added=added, rows=steps)
             added = ()
             for sequence, step, row in zip(pending, steps, result.rows, strict=True):
                 _absorb(sequence, step, row)
+                for group in groups:
+                    group.free_passed(sequence.slot, sequence.num_computed)
         self.run(removed=tuple(sequence.slot for sequence in sequences))
         return [sequence.output for sequence in sequences]
 
@@ -106,10 +135,25 @@ class StepDriver:
         )
         return self._runner.launch(plan).wait()
 
+    def _group_blocks(self) -> list[_GroupBlocks]:
+        found = []
+        for number, group in enumerate(self._capacity.kv_groups):
+            order = [
+                block_id
+                for block_id in self._block_order or range(group.num_blocks)
+                if block_id < group.num_blocks
+            ]
+            window = AttentionWindow(
+                self._capacity.block_size, group.attention_window, group.num_sink_tokens
+            )
+            # Another order, so that no group's blocks are those of the group before it.
+            found.append(_GroupBlocks(window, order[::-1] if number % 2 else order))
+        return found
+
     def _step(
         self,
         sequence: _Running,
-        free_blocks: Iterator[BlockId],
+        groups: Sequence[_GroupBlocks],
         chunk_size: int | None,
         prompt_logits: bool,
     ) -> RowStep:
@@ -117,15 +161,13 @@ class StepDriver:
         left = len(prompt) - start
         num_tokens = max(1, min(left, chunk_size or left))
         end = start + num_tokens
-        num_new_blocks = -(-end // self._capacity.block_size) - sequence.num_blocks
-        sequence.num_blocks += num_new_blocks
         logits = LogitsNeeded.LAST if end >= len(prompt) else LogitsNeeded.NONE
         return RowStep(
             slot=sequence.slot,
             start=start,
             num_tokens=num_tokens,
             token_ids=prompt[start:end] if left > 0 else None,
-            new_block_ids=(tuple(itertools.islice(free_blocks, num_new_blocks)),),
+            new_block_ids=tuple(group.new_blocks(end, sequence.slot) for group in groups),
             logits=LogitsNeeded.ALL if prompt_logits and left > 0 else logits,
         )
 

@@ -35,6 +35,7 @@ SHAPE = {
     "vocab_size": 100,
 }
 BLOCK_SIZE = 16
+WINDOWS = (2, 1000)
 HANDLE = 3
 RANDOM = SamplingParams(temperature=1.0, top_k=30, top_p=0.9, seed=3)
 PROMPTS = [
@@ -44,10 +45,12 @@ PROMPTS = [
 ]
 
 
-def settings(*recorded_sizes: int) -> RunnerSettings:
+def settings(*recorded_sizes: int, windows: tuple[int, ...] = ()) -> RunnerSettings:
+    """windows: of the two layers; different ones make two KV groups."""
     return RunnerSettings(
         dtype="float32",
         block_size=BLOCK_SIZE,
+        max_attention_window_size=windows,
         num_blocks=20,
         max_num_seqs=5,
         max_lora_rank=8,
@@ -80,18 +83,24 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def host(folder: Path) -> ModelRunner:
+    return host_runner(folder)
+
+
+def host_runner(folder: Path, windows: tuple[int, ...] = ()) -> ModelRunner:
     kernels = ReferenceKernels(torch.device("cpu"))
-    return runner_of(load_parts_with(kernels, None, folder, settings(), HostAdapters()))
+    chosen = settings(windows=windows)
+    return runner_of(load_parts_with(kernels, None, folder, chosen, HostAdapters()))
 
 
 @pytest.fixture
 def accelerated(folder: Path) -> Callable[..., tuple[ModelRunner, AcceleratedReference]]:
-    def make(*recorded_sizes: int) -> tuple[ModelRunner, AcceleratedReference]:
+    def make(
+        *recorded_sizes: int, windows: tuple[int, ...] = ()
+    ) -> tuple[ModelRunner, AcceleratedReference]:
         accelerator = DelayedAccelerator(seed=4)
         kernels = AcceleratedReference(accelerator)
-        parts = load_parts_with(
-            kernels, accelerator, folder, settings(*recorded_sizes), HostAdapters()
-        )
+        chosen = settings(*recorded_sizes, windows=windows)
+        parts = load_parts_with(kernels, accelerator, folder, chosen, HostAdapters())
         return runner_of(parts), kernels
 
     return make
@@ -119,11 +128,30 @@ def test_tokens_are_those_of_a_cpu(
     assert (kernels.num_repeated > 0) == bool(recorded_sizes)
 
 
+@pytest.mark.parametrize("recorded_sizes", [(), (2, 4)])
+def test_layers_with_different_windows_have_tables_of_their_own(
+    folder: Path,
+    accelerated: Callable[..., tuple[ModelRunner, AcceleratedReference]],
+    recorded_sizes: tuple[int, ...],
+) -> None:
+    runner, kernels = accelerated(*recorded_sizes, windows=WINDOWS)
+    assert len(runner.capacity().kv_groups) == 2
+    # Long enough that blocks of the small window go to other rows.
+    expected = generate(host_runner(folder, WINDOWS), PROMPTS, 60, 2)
+    assert generate(runner, PROMPTS, 60, 2) == expected
+    assert (kernels.num_repeated > 0) == bool(recorded_sizes)
+
+
 @pytest.mark.slow
-def test_interpreted_kernels_give_the_tokens_of_a_cpu(folder: Path, host: ModelRunner) -> None:
+@pytest.mark.parametrize("windows", [(), WINDOWS], ids=["", "two KV groups"])
+def test_interpreted_kernels_give_the_tokens_of_a_cpu(
+    folder: Path, windows: tuple[int, ...]
+) -> None:
     """Those of a GPU, with recorded steps and padding."""
-    parts = load_parts(folder, settings(2, 4), HostAdapters(), accelerator=HostAccelerator())
-    assert generate(runner_of(parts), PROMPTS, 4, 3) == generate(host, PROMPTS, 4, 3)
+    chosen = settings(2, 4, windows=windows)
+    parts = load_parts(folder, chosen, HostAdapters(), accelerator=HostAccelerator())
+    expected = generate(host_runner(folder, windows), PROMPTS, 4, 3)
+    assert generate(runner_of(parts), PROMPTS, 4, 3) == expected
 
 
 def added(slot: int, sampling: SamplingParams) -> RowAdded:

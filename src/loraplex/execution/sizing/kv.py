@@ -92,7 +92,7 @@ class _GroupNeeds:
     def of(
         cls, settings: RunnerSettings, spec: ModelSpec, dtype: torch.dtype, max_model_len: int
     ) -> "_GroupNeeds":
-        groups = _as_one(kv_groups(spec, max_model_len))
+        groups = kv_groups(spec, max_model_len)
         shapes = attention_shapes(spec, settings.block_size)
         held = tuple(
             AttentionWindow(
@@ -146,12 +146,6 @@ class _GroupNeeds:
             for group, (count, host_count) in zip(self.groups, counts, strict=True)
         )
         return KVSize(self.max_model_len, self.groups, capacities, self.num_bytes(num_blocks))
-
-
-def _as_one(groups: Sequence[KVGroup]) -> tuple[KVGroup, ...]:
-    """Join the groups: the scheduler does not know more than one yet."""
-    layers = sorted(layer for group in groups for layer in group.layers)
-    return (dataclasses.replace(groups[0], layers=tuple(layers)),)
 
 
 def trial_kv_size(

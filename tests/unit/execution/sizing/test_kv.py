@@ -2,15 +2,19 @@
 
 from typing import Any
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import given
 
 from loraplex.core.errors import ConfigError
 from loraplex.core.plan import KVGroupCapacity
-from loraplex.execution.sizing.kv import KVSize, block_bytes, size_kv, windowed
+from loraplex.execution.sizing.capacity import describe_memory, size_memory
+from loraplex.execution.sizing.kv import KVSize, block_bytes, size_kv, trial_kv_size, windowed
 from loraplex.execution.sizing.settings import RunnerSettings
+from loraplex.memory.attention_window import AttentionWindow
 from loraplex.models.attention import attention_shapes
-from loraplex.models.spec import ModelSpec
+from loraplex.models.spec import ModelSpec, kv_groups
 from support.tiny_decoder import tiny_spec
 
 CONFIG = tiny_spec(
@@ -21,6 +25,8 @@ CONFIG = tiny_spec(
     sliding_window=50,
     layer_types=["full_attention", "sliding_attention"] * 2,
 )
+"""Two KV groups of two layers each: without a window, and with one of 50."""
+ONE_GROUP = tiny_spec("Qwen2ForCausalLM", num_hidden_layers=4, max_position_embeddings=1000)
 BLOCK_BYTES = block_bytes(attention_shapes(CONFIG, 16), torch.float32)
 
 
@@ -28,14 +34,14 @@ def layer_windows(spec: ModelSpec) -> tuple[int | None, ...]:
     return tuple(layer.attention.window for layer in spec.layers)
 
 
-def kv(**changes: Any) -> KVSize:
+def kv(spec: ModelSpec = ONE_GROUP, **changes: Any) -> KVSize:
     settings = RunnerSettings(**changes)
-    return size_kv(settings, windowed(settings, CONFIG), torch.float32)
+    return size_kv(settings, windowed(settings, spec), torch.float32)
 
 
-def blocks(**changes: Any) -> tuple[int, ...]:
+def blocks(spec: ModelSpec = ONE_GROUP, **changes: Any) -> tuple[int, ...]:
     """Return the number of blocks of each KV group."""
-    return tuple(capacity.num_blocks for capacity in kv(**changes).capacities)
+    return tuple(capacity.num_blocks for capacity in kv(spec, **changes).capacities)
 
 
 def test_the_smaller_of_bytes_and_tokens() -> None:
@@ -107,3 +113,80 @@ def test_a_window_that_no_sequence_outgrows_is_none() -> None:
     for max_model_len, window in ((500, None), (501, 500)):
         size = kv(max_attention_window_size=(500,), max_model_len=max_model_len)
         assert size.capacities[0].attention_window == window
+
+
+FEW: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 32}
+"""Then a sequence needs at most 6 blocks for a window of 50, and all of them 24."""
+
+
+def test_a_group_with_a_window_has_no_blocks_that_no_sequence_could_use() -> None:
+    assert blocks(CONFIG, **FEW, kv_cache_bytes=20 * BLOCK_BYTES, max_model_len=300) == (20, 20)
+    # What the second group leaves is the first one's.
+    assert blocks(CONFIG, **FEW, kv_cache_bytes=100 * BLOCK_BYTES) == (176, 24)
+    assert blocks(CONFIG, **FEW, num_blocks=100) == (100, 24)
+    assert blocks(CONFIG, **FEW, max_tokens_in_paged_kv_cache=1600) == (100, 24)
+    assert blocks(CONFIG, **FEW) == (4 * 63, 24)
+
+
+def test_host_blocks_are_divided_like_those_of_the_device() -> None:
+    size = kv(CONFIG, **FEW, kv_cache_host_memory_bytes=30 * BLOCK_BYTES)
+    assert [group.num_host_blocks for group in size.capacities] == [36, 24]
+
+
+@given(
+    windows=st.lists(st.integers(1, 1100), min_size=1, max_size=4),
+    num_bytes=st.integers(100 * BLOCK_BYTES, 1000 * BLOCK_BYTES),
+    max_num_seqs=st.integers(1, 40),
+    num_sinks=st.integers(0, 40),
+)
+def test_no_group_has_less_than_an_equal_share_that_it_can_use(
+    windows: list[int], num_bytes: int, max_num_seqs: int, num_sinks: int
+) -> None:
+    limits: dict[str, Any] = {
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max(32, max_num_seqs),
+        "max_attention_window_size": tuple(windows),
+        "sink_token_length": num_sinks,
+    }
+    size = kv(**limits, kv_cache_bytes=num_bytes)
+    first = size.capacities[0].num_blocks
+    more = kv(**limits, num_blocks=first + 1)
+    assert size.num_bytes <= num_bytes < more.num_bytes
+    for group, grown in zip(size.capacities, more.capacities, strict=True):
+        assert group.num_blocks == first or group.num_blocks == grown.num_blocks
+        window = AttentionWindow(16, group.attention_window, group.num_sink_tokens)
+        held = window.max_blocks_held(1000, limits["max_num_batched_tokens"])
+        assert group.num_blocks >= min(num_bytes // BLOCK_BYTES, max_num_seqs * held)
+
+
+def test_too_few_bytes_for_one_sequence_in_every_group() -> None:
+    needed = (63 + 24) * BLOCK_BYTES // 2
+    with pytest.raises(ConfigError, match=f"kv_cache_bytes to at least {needed}"):
+        kv(CONFIG, **FEW, kv_cache_bytes=needed - 1, max_model_len=1000)
+    assert blocks(CONFIG, **FEW, kv_cache_bytes=needed, max_model_len=1000) == (63, 24)
+
+
+def test_sequences_that_outgrow_no_window_have_one_group() -> None:
+    """Also if they became shorter because the KV cache is small."""
+    assert blocks(CONFIG, **FEW, max_model_len=50) == (4 * 4,)
+    size = kv(CONFIG, **FEW, kv_cache_bytes=3 * BLOCK_BYTES)
+    assert (size.max_model_len, size.capacities) == (48, (KVGroupCapacity(num_blocks=3),))
+    assert size.groups == kv_groups(CONFIG, 48)
+
+
+def test_trials_use_few_blocks_of_each_group() -> None:
+    size = trial_kv_size(RunnerSettings(**FEW), CONFIG, torch.float32, 30)
+    assert [group.num_blocks for group in size.capacities] == [30, 24]
+    assert size.max_model_len == 1000
+
+
+def test_the_log_names_the_groups() -> None:
+    settings = RunnerSettings(**FEW, num_blocks=40, kv_cache_host_memory_bytes=9 * BLOCK_BYTES)
+    size = size_memory(
+        settings, CONFIG, dtype=torch.float32, kv_dtype=torch.float32, weights_bytes=0
+    )
+    line = describe_memory(0, size, settings, CONFIG)
+    assert (
+        "640 tokens and 144 more on the host in 2 layers with no window, "
+        "384 tokens and 144 more on the host in 2 layers with a window of 50; adapters" in line
+    )
