@@ -188,7 +188,10 @@ class Service:
                 await self._loader.reload(model, version)
             chosen = model.resolve(request.adapters, principal)
         composition = compose(chosen, model.shapes)
-        tokenized = await model.prompt_ids(request.prompt, request.add_special_tokens)
+        is_cut = request.truncation is not None
+        tokenized = await model.prompt_ids(
+            request.prompt, request.add_special_tokens, is_cut=is_cut
+        )
         token_ids = cut_prompt(request, tokenized, model.card)
         sampling = await model.with_bad_token_ids(request.sampling)
         sampling = await model.grammars.compiled(sampling)

@@ -145,6 +145,11 @@ def _with_model_names(
     return msgspec.structs.replace(special_tokens, named=own | special_tokens.named)
 
 
+_SHORT_CHARACTERS = 1024
+"""A longer text is encoded as a batch of one: `tokenizers` releases the interpreter's lock in this
+method only, so that other threads run meanwhile."""
+
+
 class LibraryTokenizer:
     """A Tokenizer over one of the `tokenizers` library."""
 
@@ -206,7 +211,13 @@ class LibraryTokenizer:
                 f"surrogate U+{ord(text[error.start]):04X}",
                 param="prompt",
             ) from error
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        if len(text) <= _SHORT_CHARACTERS:
+            encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        else:
+            [encoding] = self._backend.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
+        return list(encoding.ids)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         stream = self.text_stream(skip_special_tokens)

@@ -24,7 +24,7 @@ from loraplex.core.errors import (
 )
 from loraplex.core.output import FinishReason
 from loraplex.core.principal import LOCAL, NONE, Principal, Rights
-from loraplex.core.request import GenerateRequest
+from loraplex.core.request import GenerateRequest, PromptTruncation
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.engine.messages import EngineReady
 from loraplex.serving import served_model
@@ -129,6 +129,34 @@ class TestGenerate:
         text = "France is big."
         outputs = await outputs_of(service, request(prompt=text))
         assert outputs[-1].prompt_token_ids == tuple(service.model("a").tokenize(text))
+
+    async def test_a_text_of_many_tokens_is_not_tokenized_to_its_end(self, service, monkeypatch):
+        """Tokenizing 5 MB of combining characters, two tokens each, takes half a minute."""
+        model = service.model("a")
+        length, encoded = model.card.max_model_len, []
+        encode = type(model.tokenizer).encode
+
+        def counted(tokenizer, text, add_special_tokens=True):
+            encoded.append(len(text))
+            return encode(tokenizer, text, add_special_tokens)
+
+        monkeypatch.setattr(served_model, "_INLINE_CHARACTERS", 10)
+        monkeypatch.setattr(type(model.tokenizer), "encode", counted)
+        text = "\u0301" * (200 * length)
+        with pytest.raises(PromptTooLongError, match=f"more than {2 * length} tokens; model 'a'"):
+            await outputs_of(service, request(prompt=text))
+        assert sum(encoded) <= 3 * length
+        truncation = PromptTruncation(max_tokens=5)
+        cut = msgspec.structs.replace(request(prompt=text), truncation=truncation)
+        with pytest.raises(PromptTooLongError, match=f"more than {16 * length} tokens"):
+            await outputs_of(service, cut)
+        with pytest.raises(PromptTooLongError, match=f"more than {16 * length} tokens"):
+            model.tokenize(text)
+        short = msgspec.structs.replace(cut, prompt="ab" * (5 * length))
+        assert len((await outputs_of(service, short))[-1].prompt_token_ids) == 5
+        num_tokens = len(model.tokenize("\u0301" * (7 * length)))
+        with pytest.raises(PromptTooLongError, match=f"the prompt has {num_tokens} tokens"):
+            await outputs_of(service, request(prompt="\u0301" * (7 * length)))
 
     async def test_adapters_by_name_task_and_digest(self, service):
         base = await tokens_of(service, request())

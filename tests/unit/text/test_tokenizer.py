@@ -1,6 +1,7 @@
 """Our tokenizers against transformers' on the same folders, and against sentencepiece itself."""
 
 import json
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -265,6 +266,25 @@ def test_special_token_text(tmp_path):
     assert tokenizer.token_text(tokenizer.eos_token_id) == "</s>"
     assert tokenizer.is_special(tokenizer.eos_token_id)
     assert not tokenizer.is_special(tokenizer.encode("a")[-1])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_long_text_has_the_same_tokens(family, tmp_path, monkeypatch):
+    tokenizer = load_tokenizer(FAMILIES[family](tmp_path))
+    usual = [tokenizer.encode(text, adds) for text in TEXTS for adds in (True, False)]
+    monkeypatch.setattr("loraplex.text.tokenizer._SHORT_CHARACTERS", -1)
+    assert [tokenizer.encode(text, adds) for text in TEXTS for adds in (True, False)] == usual
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(tmp_path):
+    """`Tokenizer.encode` of the library holds the interpreter's lock for seconds."""
+    tokenizer, num_turns = load_tokenizer(FAMILIES["llama3"](tmp_path)), 0
+    with ThreadPoolExecutor(1) as pool:
+        encoding = pool.submit(tokenizer.encode, "\u0301" * 200_000)
+        while not encoding.done():
+            num_turns += 1
+            time.sleep(1e-4)
+    assert num_turns > 20
 
 
 def test_lone_surrogate_is_refused(tmp_path):

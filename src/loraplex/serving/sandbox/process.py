@@ -1,9 +1,8 @@
 """Client side of a sandbox process: start it when it is needed, run tasks in it, replace it after a
 task that was too much for it."""
 
-import asyncio
-import concurrent.futures
 import contextlib
+import functools
 import logging
 import os
 import select
@@ -21,11 +20,11 @@ from loraplex.core.environment import child_environment
 from loraplex.core.errors import (
     InternalError,
     NotReadyError,
-    QueueFullError,
     RequestError,
     error_from_info,
 )
 from loraplex.core.stopped_process import LOOK_SECONDS, ProcessStopped, StopWatch
+from loraplex.serving.fair_threads import FairThreads
 from loraplex.serving.sandbox.worker import LENGTH, Reply
 
 logger = logging.getLogger(__name__)
@@ -37,8 +36,6 @@ _EXIT_SECONDS: Final = 5.0
 """Limit from the end of the output to the end of the process."""
 _MAX_ATTEMPTS: Final = 2
 """Number of processes that a task is given to, if processes are stopped or killed."""
-_MAX_WAITING_BYTES: Final = 1 << 26
-"""Limit on the sizes of all tasks that wait for one process."""
 
 Process = subprocess.Popen[bytes]
 
@@ -72,38 +69,29 @@ class _ProcessKilled(Exception):
 
 
 class Sandbox:
-    """Runs tasks of one kind in one process, one after another, off the event loop."""
+    """Runs tasks of one kind in one process, one after another, off the event loop.
+
+    Tenants take turns.
+    """
 
     def __init__(self, kind: SandboxKind, setup: Callable[[], bytes]) -> None:
         """`setup` makes the first message to each process; it is called in the thread."""
         self._kind = kind
         self._process = SandboxProcess(kind, setup)
-        # No thread starts before the first task.
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="sandbox")
-        self._waiting_bytes = 0
+        self._thread = FairThreads(1, kind.work)
 
     async def run(self, task: bytes) -> bytes:
         """Return the result of a task.
 
-        Raises QueueFullError if too much waits already, the error of the kind if the task exceeds
-        its limits, NotReadyError if signals stopped the processes, and the error that the task
-        raised.
+        Raises QueueFullError if too much of the tenant waits, the error of the kind if the task
+        exceeds its limits, NotReadyError if signals stopped the processes, and the error that the
+        task raised.
         """
-        if self._waiting_bytes + len(task) > _MAX_WAITING_BYTES:
-            raise QueueFullError(
-                f"{self._kind.work} of {self._waiting_bytes} bytes wait to be processed",
-                retry_after_seconds=2,
-            )
-        loop = asyncio.get_running_loop()
-        self._waiting_bytes += len(task)
-        try:
-            return await loop.run_in_executor(self._thread, self._process.run, task)
-        finally:
-            self._waiting_bytes -= len(task)
+        return await self._thread.run(len(task), functools.partial(self._process.run, task))
 
     def close(self) -> None:
         """End the process; the running task and those that wait fail."""
-        self._thread.shutdown(wait=False)
+        self._thread.close()
         self._process.close()
 
 

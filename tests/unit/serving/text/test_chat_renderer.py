@@ -3,7 +3,7 @@
 import pytest
 
 from loraplex.core.errors import InvalidRequestError, QueueFullError
-from loraplex.serving.sandbox import process
+from loraplex.serving import fair_threads
 from loraplex.serving.text.chat_renderer import ChatRenderer
 
 USER = {"role": "user", "content": "hi"}
@@ -63,6 +63,6 @@ async def test_without_a_template_no_process_starts():
 
 
 async def test_chats_that_wait_are_bounded(renderer, monkeypatch):
-    monkeypatch.setattr(process, "_MAX_WAITING_BYTES", 100)
+    monkeypatch.setattr(fair_threads, "MAX_WAITING_BYTES", 100)
     with pytest.raises(QueueFullError, match="wait to be processed"):
         await renderer.render([{"role": "user", "content": "x" * 200}])
