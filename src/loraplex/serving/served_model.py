@@ -71,7 +71,7 @@ class ServedModel:
     """Why a stored adapter cannot be served, by digest."""
     grammars: Grammars = dataclasses.field(init=False)
     _threads: FairThreads = dataclasses.field(init=False)
-    """For texts that take long to tokenize."""
+    """Threads that tokenize long texts."""
     _stage_times: dict[str, Durations] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
