@@ -14,7 +14,7 @@ from loraplex.core.environment import server_api_keys
 from loraplex.core.errors import LoraplexError
 from loraplex.core.server_config import ServerConfig
 from loraplex.frontends.access import Authenticate, by_api_key, everyone_is_local
-from loraplex.frontends.guard import KeyGuard, PageGuard
+from loraplex.frontends.guard import HostGuard, KeyGuard, PageGuard
 from loraplex.frontends.kserve.http.routes import refusal as kserve_refusal
 from loraplex.frontends.openai.errors import error_response as openai_refusal
 from loraplex.frontends.openai.writers import DIGESTS_HEADER
@@ -74,6 +74,17 @@ def guarded(app: ASGIApp, authenticate: Authenticate, settings: ServerConfig) ->
         allow_headers=("*",),
         expose_headers=_SHOWN_HEADERS,
     )
+
+
+def served_as_known_hosts(app: ASGIApp, settings: ServerConfig, *, has_keys: bool) -> ASGIApp:
+    """Return the app with a check of the Host header, where a web page could use it otherwise.
+
+    A page has no key, and other machines' browsers reach no loopback address.
+    """
+    if not settings.allowed_hosts and (has_keys or not settings.is_on_loopback):
+        return app
+    refuse = functools.partial(_refuse, dialect=settings.dialect)
+    return HostGuard(app, refuse, (settings.host, *settings.allowed_hosts))
 
 
 def guarded_metrics(app: ASGIApp, authenticate: Authenticate) -> ASGIApp:

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from loraplex.app.access import OPEN_PATHS, guarded
+from loraplex.app.access import OPEN_PATHS, guarded, served_as_known_hosts
 from loraplex.app.reporting import Reporting
 from loraplex.core.server_config import ServerConfig
 from loraplex.frontends.access import Authenticate
@@ -57,7 +57,7 @@ def http_app(
     """Return the app with the OpenAI, KServe and operators' routes.
 
     metrics: the app of the metrics port, also served here because vLLM's scrapers expect it here.
-    has_keys: authenticate requires API keys; this is for the document only.
+    has_keys: authenticate requires API keys.
     """
     openai = openai_routes(backend, _options(settings, dialect), authenticate)
     stats = ServerStats(
@@ -85,7 +85,11 @@ def http_app(
         exception_handlers={HTTPException: _no_such_route},
     )
     return RequestMiddleware(
-        guarded(KServeFirst(PathRouter(kserve), app), authenticate, settings),
+        served_as_known_hosts(
+            guarded(KServeFirst(PathRouter(kserve), app), authenticate, settings),
+            settings,
+            has_keys=has_keys,
+        ),
         reporting.telemetry,
         is_draining=lambda: draining.is_active,
     )

@@ -12,7 +12,13 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from loraplex.app.access import api_keys, authenticate_by, following, guarded_metrics
+from loraplex.app.access import (
+    api_keys,
+    authenticate_by,
+    following,
+    guarded_metrics,
+    served_as_known_hosts,
+)
 from loraplex.app.builder import build_service
 from loraplex.app.dialects import dialect_of, prepare
 from loraplex.app.end_of_input import end_of_input
@@ -86,6 +92,7 @@ class Server:
                 start_model=functools.partial(self._start_model, service),
             )
             await stack.enter_async_context(following(keys))
+            has_keys = keys is not None
             self._draining = service.draining
             self._handle_signals(reporting, keys)
             scraped = guarded_metrics(
@@ -106,12 +113,12 @@ class Server:
                 reporting,
                 metrics=scraped,
                 dialect=dialect_of(self._config),
-                has_keys=keys is not None,
+                has_keys=has_keys,
             )
             # The ports open first: /health/ready is false until the models are loaded.
             ports = Ports(stack, settings, tls, self._seconds_left)
             await ports.open_http(app, reporting.connections)
-            await ports.open_metrics(scraped)
+            await ports.open_metrics(served_as_known_hosts(scraped, settings, has_keys=has_keys))
             await ports.open_grpc(triton, authenticate, reporting)
             await ports.open_request_socket(triton, reporting)
             if await done_before(self._stop, self._start(service)):

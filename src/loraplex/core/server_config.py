@@ -9,6 +9,7 @@ from loraplex.core.metrics_config import read_metrics_config
 from loraplex.core.setting import Setting, Settings, matching, within
 
 _ORIGIN: Final = r"\*|https?://[A-Za-z0-9.-]+(:[0-9]+)?|https?://\[[0-9a-fA-F:]+\](:[0-9]+)?"
+_HOST: Final = r"\*|[A-Za-z0-9._-]+"
 _server = functools.partial(Setting, "Server")
 _access = functools.partial(Setting, "Access")
 _limits = functools.partial(Setting, "Limits")
@@ -111,6 +112,16 @@ class ServerConfig(Settings, frozen=True, kw_only=True):
             "Origins of web pages that may send requests: https://app.example.org; repeatable",
             "`*` is any.",
             check=matching(_ORIGIN, "must be origins such as https://app.example.org, or *"),
+        ),
+    ] = ()
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        _access(
+            "Host names under which the HTTP ports are served; repeatable",
+            "Addresses and localhost always are. `*` is any. See [Security](security.md"
+            "#browsers-and-cors).",
+            default="any with API keys or on a host that other machines reach, else none",
+            check=matching(_HOST, "must be host names such as models.example.org, or *"),
         ),
     ] = ()
     trusted_proxies: Annotated[

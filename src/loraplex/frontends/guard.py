@@ -1,14 +1,16 @@
-"""Guards of an HTTP port: requests need a valid key, and pages of other origins may not post.
+"""Guards of an HTTP port: requests need a valid key, pages of other origins may not post.
 
 Endpoints authenticate again. If a new one forgets to, it is still not open.
 """
 
+import ipaddress
+import re
 from collections.abc import Awaitable, Callable, Collection, Mapping
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from loraplex.core.errors import LoraplexError, PermissionDeniedError
+from loraplex.core.errors import InvalidRequestError, LoraplexError, PermissionDeniedError
 from loraplex.frontends.access import Authenticate
 from loraplex.frontends.headers import headers_of
 from loraplex.serving.wire_request import note_error
@@ -55,6 +57,43 @@ class KeyGuard:
         return self._app(scope, receive, send)
 
 
+class HostGuard:
+    """ASGI app around another, which is served under known host names only.
+
+    A web page whose own name resolves to this machine (DNS rebinding) may send any request here,
+    and read the response: for a browser, both are one origin. Such a request has the page's name in
+    its header Host. An address in it is no such name.
+    """
+
+    def __init__(self, app: ASGIApp, refuse: Refuse, hosts: Collection[str]) -> None:
+        """Create a guard. hosts: names in addition to those of loopback; `*`: all."""
+        self._app = app
+        self._refuse = refuse
+        self._hosts = frozenset(host.lower() for host in hosts)
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        host = headers_of(scope).get("host") if scope["type"] == "http" else None
+        if host is None or self._is_known(host):
+            return self._app(scope, receive, send)
+        error = InvalidRequestError(
+            f"the header Host names {host[:_MAX_ORIGIN]!r}, which this server does not serve: use "
+            "localhost or an address, or add the name to the setting allowed_hosts"
+        )
+        note_error(error)
+        return self._refuse(scope["path"], error)(scope, receive, send)
+
+    def _is_known(self, host: str) -> bool:
+        name = _PORT.sub("", host).lower().removesuffix(".")
+        if name in self._hosts or "*" in self._hosts or f".{name}".endswith(".localhost"):
+            return True
+        try:
+            ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
+        except ValueError:
+            return False
+        return True
+
+
+_PORT = re.compile(r":[0-9]*\Z")
 _READING = ("GET", "HEAD", "OPTIONS")
 _SENT_UNASKED = ("", "application/x-www-form-urlencoded", "multipart/form-data", "text/plain")
 """Source: the CORS-safelisted values of Content-Type in WHATWG's Fetch standard."""

@@ -6,6 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from starlette.responses import Response
+
+from loraplex.app.access import served_as_known_hosts
+from loraplex.core.server_config import ServerConfig
 
 
 def send(server, method: str, path: str, **headers: str) -> tuple[int, dict[str, str], str]:
@@ -98,3 +102,57 @@ async def test_pages_may_read_which_adapters_were_used(run):
     _, headers, _ = await asyncio.to_thread(send, server, "GET", "/v1/models", origin=page)
     shown = headers["access-control-expose-headers"].split(", ")
     assert shown == ["x-request-id", "retry-after", "x-loraplex-adapter"]
+
+
+HOSTS = [
+    ("127.0.0.1:8000", 200),
+    ("localhost", 200),
+    ("LOCALHOST.:8000", 200),
+    ("box.localhost:8000", 200),
+    ("[::1]:8000", 200),
+    ("192.0.2.1", 200),
+    ("models.example.org:8000", 200),
+    ("evil.example", 400),
+    ("evil.example:8000", 400),
+    ("127.0.0.1.evil.example", 400),
+    ("localhost.evil.example", 400),
+    ("evillocalhost", 400),
+    ("", 400),
+]
+
+
+async def test_a_page_whose_name_resolves_to_loopback_is_refused(run):
+    """DNS rebinding: the page and the server are of one origin for the browser."""
+    server = run(allowed_hosts=("models.example.org",))
+    await server.until_ready()
+    for path in ("/v1/models", "/v2", "/health", "/metrics", "/nowhere"):
+        for host, status in HOSTS:
+            got, _, body = await asyncio.to_thread(send, server, "GET", path, host=host)
+            is_refused = got == 400 and "allowed_hosts" in body
+            assert is_refused is (status == 400), (path, host, got, body)
+
+
+@pytest.mark.parametrize(
+    ("settings", "has_keys", "host", "is_served"),
+    [
+        ({}, False, "evil.example", False),
+        ({}, True, "evil.example", True),
+        ({"allowed_hosts": ("a.example",)}, True, "evil.example", False),
+        ({"allowed_hosts": ("a.example",)}, True, "A.example:80", True),
+        ({"allowed_hosts": ("*",)}, False, "evil.example", True),
+        ({"host": "0.0.0.0"}, False, "evil.example", True),
+        ({"host": "localhost"}, False, "evil.example", False),
+        ({}, False, None, True),
+    ],
+)
+async def test_hosts_are_checked_where_pages_could_do_harm(settings, has_keys, host, is_served):
+    served = Response("fine")
+    app = served_as_known_hosts(served, ServerConfig(**settings), has_keys=has_keys)
+    headers = [] if host is None else [(b"host", host.encode())]
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    await app({"type": "http", "method": "GET", "path": "/", "headers": headers}, None, send)
+    assert (sent[0]["status"] == 200) is is_served
