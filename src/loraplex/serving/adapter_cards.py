@@ -5,11 +5,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from loraplex.adapters.sources.reference import shown_source
 from loraplex.adapters.staged import StagedAdapter
 from loraplex.adapters.version import AdapterVersion
 from loraplex.core.adapter import Residency
 from loraplex.core.plan import Capacity
 from loraplex.memory.adapter_pages import place
+from loraplex.serving.discovered_adapters import ConfiguredAdapter
 
 CardT = TypeVar("CardT", bound="AdapterCard")
 
@@ -20,6 +22,8 @@ class AdapterState(enum.StrEnum):
     READY = "ready"
     MISSING = "missing"
     """Its canonical adapter file is gone, and its source does not have the same bytes (yet)."""
+    UNVALIDATED = "unvalidated"
+    """Found in a folder, and not read yet: the first request that names it reads it."""
     UNFIT = "unfit"
     """Stored for another base model of this name, or for larger limits."""
 
@@ -41,6 +45,7 @@ class AdapterCard(msgspec.Struct, frozen=True, kw_only=True):
     """Base model, which is its parent."""
     task_id: int | None
     digest: str
+    """Empty until it was validated."""
     version: int = 1
     created: int
     """Time at which this version was registered, in Unix seconds."""
@@ -143,6 +148,22 @@ class Unloaded(msgspec.Struct, frozen=True, kw_only=True):
 
 def card_of(version: AdapterVersion, state: AdapterState = AdapterState.READY) -> AdapterCard:
     return AdapterCard(**card_fields(version, state))
+
+
+def discovered_card(adapter: ConfiguredAdapter, model: str, created: int) -> AdapterCard:
+    """Describe an adapter of which only name and place are known."""
+    return AdapterCard(
+        name=adapter.name,
+        model=model,
+        task_id=adapter.task_id,
+        digest="",
+        version=0,
+        created=created,
+        rank=0,
+        num_bytes=0,
+        source=shown_source(adapter.path),
+        state=AdapterState.UNVALIDATED,
+    )
 
 
 def card_fields(version: AdapterVersion, state: AdapterState) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from loraplex.core.errors import (
     LoraplexError,
     ModelNotFoundError,
 )
-from loraplex.core.principal import LOCAL, Principal
+from loraplex.core.principal import DEFAULT_TENANT, LOCAL, Principal
 from loraplex.serving.adapter_cards import (
     AdapterCard,
     AdapterDetails,
@@ -23,6 +23,7 @@ from loraplex.serving.adapter_cards import (
     card_fields,
     card_of,
     content_of,
+    discovered_card,
     version_card,
     without_sources,
 )
@@ -73,7 +74,7 @@ class ModelCatalog:
         matches = [
             (model, adapter)
             for model, adapter in _readings(name, models)
-            if model.adapters_of(principal).find(ByName(adapter)) is not None
+            if model.adapters_of(principal).knows(ByName(adapter))
         ]
         if not matches:
             raise self._unknown(name, principal)
@@ -312,9 +313,14 @@ async def describe(model: ServedModel, ref: AdapterRef) -> AdapterDetails:
 
 def _cards(model: ServedModel, principal: Principal) -> Iterator[AdapterCard]:
     seen = model.adapters_of(principal)
+    cards = []
     for version in seen.listed():
         card = card_of(version, model.state_of(version))
-        yield card if seen.owns(version) else without_sources(card)
+        cards.append(card if seen.owns(version) else without_sources(card))
+    for adapter in seen.discovered():
+        card = discovered_card(adapter, model.card.name, model.card.created)
+        cards.append(card if principal.tenant == DEFAULT_TENANT else without_sources(card))
+    yield from sorted(cards, key=lambda card: card.name)
 
 
 def _readings(name: str, models: Mapping[str, ServedModel]) -> Iterator[tuple[ServedModel, str]]:

@@ -24,13 +24,14 @@ from loraplex.core.errors import (
 )
 from loraplex.core.output import ResolvedAdapter
 from loraplex.core.plan import Capacity
-from loraplex.core.principal import Principal
+from loraplex.core.principal import DEFAULT_TENANT, Principal
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.stats import AdapterActivity, Durations, EngineStats, StepRecord
 from loraplex.serving.access.tenant_adapters import TenantAdapters
 from loraplex.serving.adapter_cards import AdapterState
 from loraplex.serving.adapter_fit import check_fits_tiers
 from loraplex.serving.backend import ModelCard
+from loraplex.serving.discovered_adapters import DiscoveredAdapters
 from loraplex.serving.engines.async_engine import AsyncEngine
 from loraplex.serving.fair_threads import FairThreads
 from loraplex.serving.grammar.grammars import Grammars
@@ -69,6 +70,7 @@ class ServedModel:
     engine: AsyncEngine
     unfit: dict[str, LoraplexError] = dataclasses.field(default_factory=dict)
     """Why a stored adapter cannot be served, by digest."""
+    discovered: DiscoveredAdapters = dataclasses.field(default_factory=DiscoveredAdapters)
     grammars: Grammars = dataclasses.field(init=False)
     _threads: FairThreads = dataclasses.field(init=False)
     """Threads that tokenize long texts."""
@@ -199,6 +201,8 @@ class ServedModel:
 
     def state_of(self, version: AdapterVersion) -> AdapterState:
         """Whether a request would be refused for it."""
+        if version.tenant == DEFAULT_TENANT and version.name in self.discovered:
+            return AdapterState.UNVALIDATED
         if self.store.is_missing(version):
             return AdapterState.MISSING
         return AdapterState.UNFIT if version.digest in self.unfit else AdapterState.READY
@@ -248,7 +252,7 @@ class ServedModel:
 
     def adapters_of(self, principal: Principal) -> TenantAdapters:
         """Return the adapters as a principal sees them."""
-        return TenantAdapters(self.store, self.card.name, principal)
+        return TenantAdapters(self.store, self.card.name, principal, self.discovered)
 
     @property
     def problem(self) -> str:

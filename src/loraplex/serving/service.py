@@ -74,7 +74,12 @@ class Service:
         self._is_started = False
         self.draining = Draining(clock, self._num_running, self._end_requests)
         self.adapter_admin = CatalogAdmin(
-            self._catalog, self._loader, metrics, self._require_open, self.new_request_id
+            self._catalog,
+            self._loader,
+            metrics,
+            self._require_open,
+            self.new_request_id,
+            self._follower,
         )
 
     async def start(self) -> None:
@@ -224,12 +229,16 @@ class Service:
     async def _look_for_new(
         self, model: ServedModel, request: GenerateRequest, principal: Principal
     ) -> None:
-        """What a request names may have come into lora_root since it was looked at."""
-        seen = model.adapters_of(principal)
-        names = [choice.key.name for choice in request.adapters if isinstance(choice.key, ByName)]
-        for name in names:
-            if name in principal.rights.use and seen.find(ByName(name)) is None:
-                await self._follower.take_named(model, name)
+        """Validate what a request names, and look for what may have come into lora_root."""
+        seen, rights = model.adapters_of(principal), principal.rights
+        for key in (choice.key for choice in request.adapters):
+            name = seen.unvalidated(key)
+            if name is not None and name in rights.use:
+                error = await self._follower.validate_named(model, name, principal.tenant)
+                if error is not None and seen.find(key) is None:
+                    raise error
+            elif isinstance(key, ByName) and key.name in rights.use and seen.find(key) is None:
+                await self._follower.take_named(model, key.name, principal.tenant)
 
     def _num_running(self) -> int:
         return sum(model.engine.num_requests for model in self._models.values())

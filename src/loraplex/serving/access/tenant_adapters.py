@@ -8,18 +8,26 @@ from collections.abc import Iterator
 
 from loraplex.adapters.index import not_found
 from loraplex.adapters.store import AdapterStore, AdapterVersion
-from loraplex.core.adapter import AdapterKey, AdapterRef
+from loraplex.core.adapter import AdapterKey, AdapterRef, ByName
 from loraplex.core.errors import AdapterLoadError, PermissionDeniedError
 from loraplex.core.principal import DEFAULT_TENANT, Names, Principal
+from loraplex.serving.discovered_adapters import ConfiguredAdapter, DiscoveredAdapters
 
 
 class TenantAdapters:
     """Adapters of one model as one request sees them; cheap to make."""
 
-    def __init__(self, store: AdapterStore, model: str, principal: Principal) -> None:
+    def __init__(
+        self,
+        store: AdapterStore,
+        model: str,
+        principal: Principal,
+        discovered: DiscoveredAdapters,
+    ) -> None:
         self._store = store
         self._model = model
         self._principal = principal
+        self._discovered = discovered
 
     def listed(self) -> list[AdapterVersion]:
         """Those that are shown, by name."""
@@ -29,6 +37,30 @@ class TenantAdapters:
                 if version.name in self._principal.rights.list:
                     shown.setdefault(version.name, version)
         return [shown[name] for name in sorted(shown)]
+
+    def discovered(self) -> list[ConfiguredAdapter]:
+        """Return the listed adapters that have not been validated yet, of which none is stored."""
+        listed = self._principal.rights.list
+        return [
+            one
+            for one in self._discovered
+            if one.name in listed and self.find(ByName(one.name)) is None
+        ]
+
+    def unvalidated(self, key: AdapterKey) -> str | None:
+        """Return the name of what a key means, if that must be validated before it is used."""
+        version = self.find(key)
+        if version is not None:
+            is_due = version.tenant == DEFAULT_TENANT and version.name in self._discovered
+            return version.name if is_due else None
+        found, rights = self._discovered.find(key), self._principal.rights
+        if found is None or not (found.name in rights.use or found.name in rights.list):
+            return None
+        return found.name
+
+    def knows(self, key: AdapterKey) -> bool:
+        """Whether a key means an adapter, validated or not."""
+        return self.find(key) is not None or self.unvalidated(key) is not None
 
     def find(self, key: AdapterKey) -> AdapterVersion | None:
         """What a key means for who may use or list it."""
@@ -97,6 +129,8 @@ class TenantAdapters:
         listed = self.listed()
         for version in listed:
             yield version.name, version.task_id
+        for adapter in self.discovered():
+            yield adapter.name, adapter.task_id
         shown = {(version.tenant, version.name) for version in listed}
         for tenant in self._tenants():
             for alias, name in self._store.aliases(tenant, self._model).items():

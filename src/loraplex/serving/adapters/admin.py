@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from loraplex.adapters.staging import RequestTensor
-from loraplex.core.adapter import AdapterKey, AdapterRef
+from loraplex.core.adapter import AdapterKey, AdapterRef, ByName, ByTaskId
 from loraplex.core.errors import LoraplexError
 from loraplex.core.principal import Principal
 from loraplex.core.request import RequestId
@@ -18,6 +18,7 @@ from loraplex.serving.adapter_cards import (
     version_card,
     without_sources,
 )
+from loraplex.serving.adapters.folder_follower import FolderFollower
 from loraplex.serving.adapters.loading import CatalogLoader, inline_name
 from loraplex.serving.catalog import ModelCatalog, describe
 from loraplex.serving.request_metrics import RequestMetrics
@@ -34,8 +35,10 @@ class CatalogAdmin:
         metrics: RequestMetrics,
         require_open: Callable[[], None],
         new_request_id: Callable[[], RequestId],
+        follower: FolderFollower,
     ) -> None:
         """`require_open` raises while the server starts or drains."""
+        self._follower = follower
         self._catalog = catalog
         self._loader = loader
         self._metrics = metrics
@@ -57,6 +60,9 @@ class CatalogAdmin:
         served = self._managed_model(principal, model)
         served.adapters_of(principal).check_manages(name)
         self._catalog.check_is_no_base(name)
+        await self._settle(served, principal, ByName(name))
+        if task_id is not None:
+            await self._settle(served, principal, ByTaskId(task_id))
         return await self._loader.load(
             served,
             principal,
@@ -79,6 +85,8 @@ class CatalogAdmin:
     ) -> AdapterKey:
         try:
             served = self._managed_model(principal, model)
+            if task_id is not None:
+                await self._settle(served, principal, ByTaskId(task_id))
             served.adapters_of(principal).check_manages(inline_name(served, principal, task_id))
             return await self._loader.load_tensors(
                 served, principal.tenant, task_id, weights, config
@@ -90,27 +98,28 @@ class CatalogAdmin:
     async def unload(
         self, principal: Principal, ref: AdapterRef, mode: UnloadMode = UnloadMode.DRAIN
     ) -> Unloaded:
-        model, ref = self._managed(principal, ref)
+        model, ref = await self._managed(principal, ref)
         return await self._catalog.remove(model, ref, mode)
 
     async def rollback(
         self, principal: Principal, ref: AdapterRef, number: int | None = None
     ) -> AdapterCard:
-        model, ref = self._managed(principal, ref)
+        model, ref = await self._managed(principal, ref)
         version = await self._catalog.rollback(model, ref, number)
         return card_of(version, model.state_of(version))
 
     async def pin(
         self, principal: Principal, ref: AdapterRef, number: int | None, *, is_pinned: bool
     ) -> VersionCard:
-        model, ref = self._managed(principal, ref)
+        model, ref = await self._managed(principal, ref)
         return version_card(await self._catalog.pin(model, ref, number, is_pinned=is_pinned))
 
     async def alias(
         self, principal: Principal, ref: AdapterRef, alias: str, *, replace: bool = False
     ) -> AdapterCard:
-        model, ref = self._managed(principal, ref)
+        model, ref = await self._managed(principal, ref)
         model.adapters_of(principal).check_manages(alias)
+        await self._settle(model, principal, ByName(alias))
         self._catalog.check_is_no_base(alias)
         version = await self._catalog.change(lambda: model.store.alias(ref, alias, replace=replace))
         return card_of(version, model.state_of(version))
@@ -118,13 +127,23 @@ class CatalogAdmin:
     async def describe(self, principal: Principal, ref: AdapterRef) -> AdapterDetails:
         self._require_open()
         model = self._catalog.model(ref.model, principal)
+        await self._settle(model, principal, ref.key)
         ref = model.adapters_of(principal).described(ref.key)
         details = await describe(model, ref)
         return details if ref.tenant == principal.tenant else without_sources(details)
 
-    def _managed(self, principal: Principal, ref: AdapterRef) -> tuple[ServedModel, AdapterRef]:
+    async def _settle(self, model: ServedModel, principal: Principal, key: AdapterKey) -> None:
+        """Validate what a key means, so that a change meets an adapter or none."""
+        name = model.adapters_of(principal).unvalidated(key)
+        if name is not None:
+            await self._follower.validate_named(model, name, principal.tenant)
+
+    async def _managed(
+        self, principal: Principal, ref: AdapterRef
+    ) -> tuple[ServedModel, AdapterRef]:
         """Return the model and the adapter to change; raise if the principal may not."""
         model = self._managed_model(principal, ref.model)
+        await self._settle(model, principal, ref.key)
         return model, model.adapters_of(principal).managed(ref.key)
 
     def _managed_model(self, principal: Principal, model: str) -> ServedModel:

@@ -1,45 +1,34 @@
 """Adapters of a model's configuration: named individually, by folder, or in a list."""
 
-import asyncio
-import dataclasses
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from loraplex.adapters.version import check_name
 from loraplex.core.config import AdapterConfig, ModelConfig
 from loraplex.core.errors import ConfigError, LoraplexError
 from loraplex.core.principal import DEFAULT_TENANT
 from loraplex.serving.adapters.folders import Log, find_adapters, find_below, read_list
 from loraplex.serving.adapters.loading import CatalogLoader
 from loraplex.serving.catalog import ModelCatalog
+from loraplex.serving.discovered_adapters import ConfiguredAdapter
 from loraplex.serving.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ConfiguredAdapter:
-    name: str
-    path: str
-    task_id: int | None
-    is_named: bool
-    """Whether it is named individually and must load; otherwise it may be left out."""
-    is_followed: bool = False
-    """Whether it may appear, change and disappear while the server runs."""
-
-
 async def load_configured(
-    model: ServedModel, loader: CatalogLoader, catalog: ModelCatalog
-) -> dict[str, LoraplexError]:
-    """Register the adapters of the configuration; none may have the name of a base model.
+    model: ServedModel,
+    loader: CatalogLoader,
+    catalog: ModelCatalog,
+    wanted: Iterable[ConfiguredAdapter],
+) -> None:
+    """Register the adapters that are named individually, and note the others as discovered.
 
     The configuration wins over stored adapters. Adapters that only an earlier configuration named
-    are forgotten. Raises ConfigError for an adapter that is named individually; one that is
-    optional, or was found in a folder, is left out with a warning, and the stored adapter of its
-    name stays. Returns the names that were left out, and why.
+    are forgotten. Raises ConfigError for an adapter that cannot be loaded.
     """
-    left_out: dict[str, LoraplexError] = {}
-    wanted = await asyncio.to_thread(wanted_adapters, model.config, catalog)
+    wanted = list(wanted)
     task_ids = {adapter.name: adapter.task_id for adapter in wanted}
     change = await catalog.change(
         lambda: model.store.apply_configuration(model.card.name, DEFAULT_TENANT, task_ids)
@@ -56,14 +45,13 @@ async def load_configured(
                 version.task_id,
             )
     for adapter in wanted:
+        if not adapter.is_named:
+            model.discovered.put(adapter)
+            continue
         try:
-            await loader.register_configured(
-                model, DEFAULT_TENANT, adapter.name, adapter.path, adapter.task_id
-            )
+            await loader.register_configured(model, DEFAULT_TENANT, adapter)
         except LoraplexError as error:
             _cannot_load(adapter, error)
-            left_out[adapter.name] = error
-    return left_out
 
 
 def wanted_adapters(
@@ -81,6 +69,7 @@ def wanted_adapters(
     for adapter in _configured(config, log):
         name, task_id = adapter.name, adapter.task_id
         try:
+            check_name(name)
             catalog.check_is_no_base(name)
             if name in wanted:
                 raise ConfigError(f"{wanted[name].path} has this name already")

@@ -1,17 +1,20 @@
 """Follows adapter folders: adapters added, changed or removed there are so on the server.
 
-A thread scans names, sizes and times periodically. A change is applied once two scans in a row saw
-it, so that a file is not read while it is copied. A load that may succeed later is repeated after
-one scan, two, four and so on. Only configured adapters are removed; an adapter that was loaded over
-the API under the same name stays.
+An adapter is validated when a request names it, or else in the background, one after another: until
+then it is listed as unvalidated. A thread scans names, sizes and times periodically. A change is
+applied once two scans in a row saw it, so that a file is not read while it is copied. A load that
+may succeed later is repeated after one scan, two, four and so on. Only configured adapters are
+removed; an adapter that was loaded over the API under the same name stays.
 """
 
 import asyncio
 import dataclasses
+import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 
+from loraplex.adapters.staging import OPERATOR
 from loraplex.adapters.version import VersionOrigin
 from loraplex.core.adapter import AdapterRef, ByName
 from loraplex.core.config import ModelConfig
@@ -24,7 +27,6 @@ from loraplex.core.errors import (
 from loraplex.core.principal import DEFAULT_TENANT
 from loraplex.serving.adapter_cards import UnloadMode
 from loraplex.serving.adapters.configured import (
-    ConfiguredAdapter,
     load_configured,
     named_adapter,
     task_id_of,
@@ -33,6 +35,7 @@ from loraplex.serving.adapters.configured import (
 from loraplex.serving.adapters.folders import Signature, find_named, signature_of
 from loraplex.serving.adapters.loading import CatalogLoader
 from loraplex.serving.catalog import ModelCatalog
+from loraplex.serving.discovered_adapters import ConfiguredAdapter
 from loraplex.serving.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -40,6 +43,8 @@ logger = logging.getLogger(__name__)
 _MAX_PAUSE = 128
 """Maximum number of scans between two attempts of a load that may succeed later."""
 _MAX_REFUSED = 256
+_MAX_AT_ONCE = 256
+"""Maximum number of adapters that are loaded between two scans."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,23 +75,15 @@ class _Followed:
     """Adapters that were loaded, or tried."""
     last: dict[str, _Seen]
     """Adapters that the last scan saw."""
+    due: dict[str, _Seen]
+    """Adapters that are to be validated, or loaded again."""
     retries: dict[str, _Retry] = dataclasses.field(default_factory=dict)
     refused: dict[str, tuple[_Seen, LoraplexError]] = dataclasses.field(default_factory=dict)
     """Reasons for refused adapters, as long as these have not changed."""
-    loading: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
-
-    @classmethod
-    def after_start(
-        cls, model: ServedModel, seen: dict[str, _Seen], left_out: Mapping[str, LoraplexError]
-    ) -> "_Followed":
-        """left_out: reasons by name; a load that may succeed later is repeated."""
-        refused = {
-            name: (seen[name], error)
-            for name, error in left_out.items()
-            if name in seen and not isinstance(error, CapacityError)
-        }
-        taken = {name: one for name, one in seen.items() if name in refused or name not in left_out}
-        return cls(model, taken, seen, refused=refused)
+    validating: dict[str, asyncio.Task[LoraplexError | None]] = dataclasses.field(
+        default_factory=dict
+    )
+    """Loads in progress, which return why the adapter is refused."""
 
     def is_due(self, name: str, seen: _Seen) -> bool:
         """Whether the adapter should be loaded now."""
@@ -111,56 +108,79 @@ class FolderFollower:
         """Reason why the last scan failed, which is logged once."""
 
     async def load(self, model: ServedModel) -> None:
-        """Load the configured adapters of a model, and follow them from then on.
+        """Load the adapters that are named individually, and follow the others from then on.
 
         Raises ConfigError.
         """
+        wanted = await asyncio.to_thread(wanted_adapters, model.config, self._catalog)
         # Scanned before the files are read, so that the next scan detects changes meanwhile.
-        seen = await asyncio.to_thread(_look, model.config, self._catalog)
-        left_out = await load_configured(model, self._loader, self._catalog)
+        seen = await asyncio.to_thread(_followed, wanted)
+        await load_configured(model, self._loader, self._catalog, wanted)
         if _is_followed(model.config):
-            self._followed.append(_Followed.after_start(model, seen, left_out))
+            taken = {name: one for name, one in seen.items() if one.adapter.is_named}
+            due = {name: one for name, one in seen.items() if name not in taken}
+            self._followed.append(_Followed(model, taken, seen, due))
 
     def start(self) -> None:
-        """Follow the folders until close(). Idempotent."""
-        if self._task is None and self._followed and self._interval_seconds:
+        """Validate what the folders hold, and follow them until close(). Idempotent."""
+        if (self._task is None or self._task.done()) and self._followed:
             self._task = asyncio.create_task(self._run(), name="folder-follower")
 
     async def close(self) -> None:
+        tasks = [task for followed in self._followed for task in followed.validating.values()]
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            tasks.append(self._task)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def take_named(self, model: ServedModel, name: str) -> None:
+    async def validate(self) -> None:
+        """Load what is due, one adapter after another, a limited number of them."""
+        num_left = _MAX_AT_ONCE
+        for followed in self._followed:
+            for name, seen in itertools.islice(list(followed.due.items()), num_left):
+                num_left -= 1
+                if followed.is_due(name, seen):
+                    await self._take(followed, seen)
+                followed.due.pop(name, None)
+
+    async def validate_named(
+        self, model: ServedModel, name: str, tenant: str
+    ) -> LoraplexError | None:
+        """Validate a discovered adapter in a tenant's turn; return why it cannot be served."""
+        followed = self._followed_of(model)
+        seen = None if followed is None else followed.last.get(name)
+        if followed is None or seen is None:
+            return None
+        error = await self._take(followed, seen, tenant)
+        if error is None or isinstance(error, CapacityError):
+            return error
+        return _as_not_found(name, error)
+
+    async def take_named(self, model: ServedModel, name: str, tenant: str = OPERATOR) -> None:
         """Load at once an adapter that a request names: a new one of lora_root, or an optional one.
 
         Does nothing if there is none; raises the reason if it cannot be served.
         """
-        followed = next((f for f in self._followed if f.model is model), None)
+        followed = self._followed_of(model)
         is_optional = _is_optional(model.config, name)
         if followed is None or not (model.config.lora_root or is_optional):
             return
-        async with followed.loading:
-            seen = await asyncio.to_thread(_look_for, model.config, name)
-            if seen is None:
-                return
-            before, error = followed.refused.get(name, (None, None))
-            if before == seen and error is not None:
-                raise _as_not_found(name, error) if is_optional else error
+        seen = await asyncio.to_thread(_look_for, model.config, name)
+        if seen is None:
+            return
+        before, error = followed.refused.get(name, (None, None))
+        if before != seen:
             if followed.taken.get(name) == seen:
                 return
             self._catalog.check_is_no_base(name)
-            try:
-                await self._loader.register_configured(
-                    model, DEFAULT_TENANT, name, seen.adapter.path, seen.adapter.task_id
-                )
-            except CapacityError:
-                raise
-            except LoraplexError as error:
-                _remember(followed.refused, name, (seen, error))
-                raise (_as_not_found(name, error) if is_optional else error) from None
-            followed.refused.pop(name, None)
-            followed.taken[name] = seen
+            error = await self._take(followed, seen, tenant)
+        if error is not None:
+            is_passing = isinstance(error, CapacityError)
+            raise _as_not_found(name, error) if is_optional and not is_passing else error
+
+    def _followed_of(self, model: ServedModel) -> _Followed | None:
+        return next((f for f in self._followed if f.model is model), None)
 
     async def run_once(self) -> None:
         for followed in self._followed:
@@ -172,36 +192,60 @@ class FolderFollower:
             else:
                 self._report("")
                 await self._follow(followed, seen)
+        await self.validate()
 
     async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(self._interval_seconds)
-            try:
-                await self.run_once()
-            except Exception:
-                logger.exception("following adapter folders failed; it is tried again")
+        await self._without_failure(self.validate)
+        while (is_due := any(followed.due for followed in self._followed)) or (
+            self._interval_seconds
+        ):
+            # A change is noticed while thousands are validated, too.
+            if not is_due:
+                await asyncio.sleep(self._interval_seconds)
+            await self._without_failure(self.run_once if self._interval_seconds else self.validate)
+
+    async def _without_failure(self, work: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await work()
+        except Exception:
+            logger.exception("following adapter folders failed; it is tried again")
+            await asyncio.sleep(self._interval_seconds or 1.0)
 
     async def _follow(self, followed: _Followed, seen: dict[str, _Seen]) -> None:
-        still = {
-            name for name in (*seen, *followed.taken) if seen.get(name) == followed.last.get(name)
-        }
+        discovered = followed.model.discovered
+        known = {*followed.taken, *(adapter.name for adapter in discovered)}
+        still = {name for name in (*seen, *known) if seen.get(name) == followed.last.get(name)}
         followed.last = seen
-        gone = [name for name in followed.taken if name not in seen and name in still]
-        for name in gone:  # first, which frees their names and task ids
-            await self._remove(followed, name)
+        for name in known:  # first, which frees their names and task ids
+            if name not in seen and name in still:
+                await self._remove(followed, name)
         followed.retries = {name: r for name, r in followed.retries.items() if name in seen}
         for retry in followed.retries.values():
             retry.left -= 1
-        for name, one in seen.items():
-            if name in still and followed.is_due(name, one):
-                await self._take(followed, name, one)
+        followed.due = {
+            name: one for name, one in seen.items() if name in still and followed.is_due(name, one)
+        }
+        for name, one in followed.due.items():
+            if name not in followed.taken:
+                discovered.put(one.adapter)
 
-    async def _take(self, followed: _Followed, name: str, seen: _Seen) -> None:
-        adapter = seen.adapter
+    async def _take(
+        self, followed: _Followed, seen: _Seen, tenant: str = OPERATOR
+    ) -> LoraplexError | None:
+        """Load an adapter, once for all that wait for it; return why it cannot be served."""
+        name = seen.adapter.name
+        task = followed.validating.get(name)
+        if task is None:
+            task = asyncio.create_task(self._load(followed, seen, tenant))
+            followed.validating[name] = task
+            task.add_done_callback(lambda _: followed.validating.pop(name))
+        return await asyncio.shield(task)  # a client that leaves must not end it for the others
+
+    async def _load(self, followed: _Followed, seen: _Seen, tenant: str) -> LoraplexError | None:
+        adapter, model = seen.adapter, followed.model
+        name, failure = adapter.name, None
         try:
-            await self._loader.register_configured(
-                followed.model, DEFAULT_TENANT, name, adapter.path, adapter.task_id
-            )
+            await self._loader.register_configured(model, DEFAULT_TENANT, adapter, tenant)
         except CapacityError as error:
             logger.warning("adapter %r: %s; it is tried again", name, error.message)
             pause = 1
@@ -209,18 +253,22 @@ class FolderFollower:
             if before is not None and before.seen == seen:
                 pause = min(2 * before.pause, _MAX_PAUSE)
             followed.retries[name] = _Retry(seen, pause, pause)
-            return
+            return error
         except LoraplexError as error:  # final until the files change
             logger.warning("left out adapter %r: %s", name, error.message)
             _remember(followed.refused, name, (seen, error))
+            failure = error
         else:
             followed.refused.pop(name, None)
         followed.taken[name] = seen
         followed.retries.pop(name, None)
+        model.discovered.drop(name)
+        return failure
 
     async def _remove(self, followed: _Followed, name: str) -> None:
-        path = followed.taken.pop(name).adapter.path
         model = followed.model
+        discovered, taken = model.discovered.drop(name), followed.taken.pop(name, None)
+        path = taken.adapter.path if taken is not None else discovered and discovered.path
         ref = AdapterRef(model.card.name, DEFAULT_TENANT, ByName(name))
         version = model.store.find(ref)
         if version is None or version.name != name:
@@ -278,7 +326,10 @@ def _remember(
 
 def _look(config: ModelConfig, catalog: ModelCatalog) -> dict[str, _Seen]:
     """Scan folders and lists. Raises ConfigError."""
-    wanted = wanted_adapters(config, catalog, is_following=True)
+    return _followed(wanted_adapters(config, catalog, is_following=True))
+
+
+def _followed(wanted: Iterable[ConfiguredAdapter]) -> dict[str, _Seen]:
     return {
         adapter.name: _Seen(adapter, signature_of(Path(adapter.path).expanduser()))
         for adapter in wanted

@@ -26,6 +26,7 @@ from loraplex.serving.adapter_cards import (
 from loraplex.serving.adapter_fit import check_fits_tiers
 from loraplex.serving.adapters.canary import run_canary
 from loraplex.serving.catalog import ModelCatalog, apply_version, is_present
+from loraplex.serving.discovered_adapters import ConfiguredAdapter
 from loraplex.serving.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -214,10 +215,14 @@ class CatalogLoader:
         )
 
     async def register_configured(
-        self, model: ServedModel, tenant: str, name: str, path: str, task_id: int | None
+        self, model: ServedModel, tenant: str, adapter: ConfiguredAdapter, turn: str = OPERATOR
     ) -> None:
-        """Stage and register a configured adapter, which replaces any other one of its name."""
-        staged = await self.stage(model, path)
+        """Stage and register a configured adapter, which replaces any other one of its name.
+
+        turn: the tenant in whose turn it is staged.
+        """
+        name, path = adapter.name, adapter.path
+        staged = await self.stage(model, path, tenant=turn)
         if staged.changes_nothing:
             source = shown_source(path)
             logger.warning("adapter %r changes nothing: every lora_B of %s is zero", name, source)
@@ -228,7 +233,7 @@ class CatalogLoader:
             name,
             staged,
             path=path,
-            task_id=task_id,
+            task_id=adapter.task_id,
             replace=True,
             origin=VersionOrigin.CONFIGURED,
         )

@@ -8,6 +8,7 @@ from loraplex.core.adapter import AdapterRef, ByDigest, ByName, ByTaskId
 from loraplex.core.errors import AdapterLoadError, AdapterNotFoundError, PermissionDeniedError
 from loraplex.core.principal import ALL, DEFAULT_TENANT, NONE, Names, Principal, Rights
 from loraplex.serving.access.tenant_adapters import TenantAdapters
+from loraplex.serving.discovered_adapters import DiscoveredAdapters
 from support.fake_loader import fake_source
 from support.fake_runner import FAKE_CAPACITY
 
@@ -36,7 +37,9 @@ def store():
 
 
 def seen(store, tenant="acme", **rights):
-    return TenantAdapters(store, "m", Principal(tenant, Rights(operator=False, **rights)))
+    return TenantAdapters(
+        store, "m", Principal(tenant, Rights(operator=False, **rights)), DiscoveredAdapters()
+    )
 
 
 def names(adapters):

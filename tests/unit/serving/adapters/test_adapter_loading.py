@@ -19,7 +19,8 @@ from loraplex.core.errors import (
     InvalidRequestError,
 )
 from loraplex.core.principal import LOCAL, Principal
-from loraplex.serving.adapters.configured import find_adapters, load_configured
+from loraplex.serving.adapters.configured import find_adapters
+from loraplex.serving.adapters.folder_follower import FolderFollower
 from loraplex.serving.adapters.loading import CatalogLoader
 from loraplex.serving.catalog import ModelCatalog
 
@@ -36,8 +37,14 @@ def loading(staging, catalog):
 
 @pytest.fixture
 def configure(loading, catalog):
-    """A function (model) that loads what the model's configuration names."""
-    return lambda model: load_configured(model, loading, catalog)
+    """A function (model) that loads and validates what the model's configuration names."""
+
+    async def load(model):
+        follower = FolderFollower(loading, catalog, 0)
+        await follower.load(model)
+        await follower.validate()
+
+    return load
 
 
 @pytest.fixture

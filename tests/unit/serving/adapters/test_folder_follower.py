@@ -19,6 +19,7 @@ from loraplex.core.errors import (
 )
 from loraplex.core.principal import LOCAL
 from loraplex.serving.adapter_cards import UnloadMode
+from loraplex.serving.adapters import folder_follower
 from loraplex.serving.adapters.folder_follower import FolderFollower
 from loraplex.serving.adapters.loading import CatalogLoader
 from loraplex.serving.catalog import ModelCatalog
@@ -35,10 +36,12 @@ class Watched:
         self.follower = FolderFollower(self.loading, self.catalog, 0.01)
         self._make_model = make_model
 
-    async def start(self, **config) -> None:
+    async def start(self, *, validates=True, **config) -> None:
         self.model = self.catalog.models["base"] = self._make_model("base", **config)
         await self.model.start()
         await self.follower.load(self.model)
+        if validates:
+            await self.follower.validate()
 
     def put(self, name, digest="", where=None):
         """An adapter of that name in the folder; another digest is other bytes."""
@@ -475,3 +478,30 @@ async def test_what_was_unloaded_stays_so(watched):
         await watched.catalog.remove(watched.model, ref, UnloadMode.DRAIN)
         await request_change(watched, name)
     assert watched.served == {}
+
+
+async def test_changes_are_seen_while_thousands_are_validated(watched, monkeypatch):
+    monkeypatch.setattr(folder_follower, "_MAX_AT_ONCE", 2)
+    for i in range(6):
+        watched.put(f"a{i}")
+    await watched.start(adapter_dirs=(str(watched.folder),))
+    assert sorted(watched.served) == ["a0", "a1"]
+    watched.take("a5")
+    await watched.look(1)
+    assert sorted(watched.served) == ["a0", "a1", "a2", "a3"]
+    await watched.look(1)
+    assert sorted(watched.served) == ["a0", "a1", "a2", "a3", "a4"]
+    assert list(watched.model.discovered) == []
+
+
+async def test_one_that_disappears_before_it_was_validated(watched):
+    watched.put("zh", "one")
+    await watched.start(adapter_dirs=(str(watched.folder),))
+    await watched.model.engine.close()
+    await watched.start(validates=False, adapter_dirs=(str(watched.folder),))
+    assert [adapter.name for adapter in watched.model.discovered] == ["zh"]
+    watched.take("zh")
+    watched.follower._followed[-1].due.clear()
+    await watched.look()
+    assert watched.served == {}
+    assert list(watched.model.discovered) == []
