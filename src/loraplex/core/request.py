@@ -1,8 +1,8 @@
 """A request in two forms: as the client sent it, and as the engine receives it."""
 
 import enum
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Final, Self
 
 import msgspec
 
@@ -39,6 +39,30 @@ class PromptTruncation(msgspec.Struct, frozen=True):
     side: TruncationSide = TruncationSide.LEFT
 
 
+class RequestBatch:
+    """Requests that a client sent as one: an engine gets them together, when the batch is closed.
+
+    It is a context manager: the block admits the requests, and its end closes the batch.
+    """
+
+    def __init__(self) -> None:
+        self.is_open = True
+        self._actions: dict[Callable[[], None], None] = {}
+
+    def when_closed(self, action: Callable[[], None]) -> None:
+        """Call an action once when the batch is closed."""
+        self._actions[action] = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        if error_type is None:  # else the block's caller aborts them, and none needs to be sent
+            self.is_open = False
+            for action in self._actions:
+                action()
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request as the client meant it, free of the protocol that it used."""
 
@@ -66,6 +90,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     end_id: int | None = None
     """End-of-text token that replaces the model's own; -1: none."""
     retention: KVRetention | None = None
+    batch: RequestBatch | None = None
+    """Requests that the client sent together with this one."""
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):

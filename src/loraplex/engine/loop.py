@@ -1,11 +1,12 @@
 """Loop of the thread that owns an engine: it turns commands into steps, and steps into events."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from loraplex.core.clock import Clock
 from loraplex.core.errors import LoraplexError
+from loraplex.core.request import EngineRequest
 from loraplex.engine.channel import EngineChannel
 from loraplex.engine.engine import Engine
 from loraplex.engine.messages import (
@@ -14,6 +15,7 @@ from loraplex.engine.messages import (
     AdapterRejected,
     AdaptersReport,
     AddRequest,
+    AddRequests,
     EngineCommand,
     EngineReady,
     PinAdapter,
@@ -92,7 +94,9 @@ class EngineLoop:
     def _apply(self, command: EngineCommand) -> None:
         match command:
             case AddRequest(request):
-                self._engine.add(request)
+                self._add((request,))
+            case AddRequests(requests):
+                self._add(requests)
             case AbortRequest(request_id, sequence_index):
                 self._engine.abort(request_id, sequence_index)
             case RegisterAdapter(source):
@@ -108,6 +112,10 @@ class EngineLoop:
                 self._engine.unpin_adapter(digest)
             case PreloadAdapter(digest):
                 self._try(digest, lambda: self._engine.preload(digest))
+
+    def _add(self, requests: Sequence[EngineRequest]) -> None:
+        for request in requests:
+            self._engine.add(request)
 
     def _hold(self, query_id: int, digest: str) -> None:
         try:

@@ -20,6 +20,12 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add"):
     request: EngineRequest
 
 
+class AddRequests(msgspec.Struct, frozen=True, tag="add_all"):
+    """Compute requests that came as one, so that the next plan can admit all of them."""
+
+    requests: tuple[EngineRequest, ...]
+
+
 class AbortRequest(msgspec.Struct, frozen=True, tag="abort"):
     """End a request, or one sequence of it. Unknown ids are no error: it may have just ended."""
 
@@ -70,6 +76,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
 
 EngineCommand = (
     AddRequest
+    | AddRequests
     | AbortRequest
     | RegisterAdapter
     | UnregisterAdapter

@@ -20,7 +20,7 @@ import msgspec
 
 from loraplex.core.output import RequestOutput, SequenceOutput, TokenLogprob
 from loraplex.core.principal import Principal
-from loraplex.core.request import GenerateRequest
+from loraplex.core.request import GenerateRequest, RequestBatch
 from loraplex.serving.backend import Backend, close_outputs
 from loraplex.serving.best_of import joined
 
@@ -108,10 +108,12 @@ async def generate_all(
     """
     async with AsyncExitStack() as stack:
         streams: list[AsyncIterator[RequestOutput]] = []
-        for request in requests:
-            outputs = await backend.generate(request, principal)
-            stack.push_async_callback(close_outputs, outputs)
-            streams.append(outputs)
+        with RequestBatch() as batch:
+            for request in requests:
+                batched = msgspec.structs.replace(request, batch=batch)
+                outputs = await backend.generate(batched, principal)
+                stack.push_async_callback(close_outputs, outputs)
+                streams.append(outputs)
         if len(streams) == 1:
             async for output in streams[0]:
                 yield 0, output

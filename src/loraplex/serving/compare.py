@@ -4,9 +4,10 @@ An adapter that fails yields an error of its own; the others go on.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import secrets
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 
@@ -20,7 +21,7 @@ from loraplex.core.output import (
     TokenLogprob,
 )
 from loraplex.core.principal import Principal
-from loraplex.core.request import GenerateRequest
+from loraplex.core.request import GenerateRequest, RequestBatch
 from loraplex.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from loraplex.serving.backend import Backend, close_outputs
 
@@ -115,9 +116,17 @@ async def compare(
     backend: Backend, requests: Sequence[GenerateRequest], principal: Principal
 ) -> list[Compared]:
     """Run the requests of comparison_requests together, to their ends."""
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(_output(backend, request, principal)) for request in requests]
-    outputs = [task.result() for task in tasks]
+    async with contextlib.AsyncExitStack() as stack:
+        with RequestBatch() as batch:
+            batched = [msgspec.structs.replace(request, batch=batch) for request in requests]
+            async with asyncio.TaskGroup() as group:
+                admissions = [
+                    group.create_task(_admitted(backend, request, principal, stack))
+                    for request in batched
+                ]
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(_output(admission.result())) for admission in admissions]
+        outputs = [task.result() for task in tasks]
     base = next(
         (a for a, r in zip(outputs, requests, strict=True) if not r.adapters and is_output(a)), None
     )
@@ -146,13 +155,26 @@ def _comparable(sampling: SamplingParams) -> SamplingParams:
     return msgspec.structs.replace(sampling, n=1, seed=seed, logprobs=MAX_LOGPROBS)
 
 
-async def _output(backend: Backend, request: GenerateRequest, principal: Principal) -> Compared:
+async def _admitted(
+    backend: Backend,
+    request: GenerateRequest,
+    principal: Principal,
+    stack: contextlib.AsyncExitStack,
+) -> AsyncIterator[RequestOutput] | LoraplexError:
+    """Return the outputs of a request, which the stack closes, or why there are none."""
     try:
         stream = await backend.generate(request, principal)
-        try:
-            return _whole([output async for output in stream])
-        finally:
-            await close_outputs(stream)
+    except LoraplexError as error:
+        return error
+    stack.push_async_callback(close_outputs, stream)
+    return stream
+
+
+async def _output(stream: AsyncIterator[RequestOutput] | LoraplexError) -> Compared:
+    if isinstance(stream, LoraplexError):
+        return stream
+    try:
+        return _whole([output async for output in stream])
     except LoraplexError as error:
         return error
 

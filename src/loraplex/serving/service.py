@@ -221,6 +221,7 @@ class Service:
             engine_request,
             [version.source for version, _ in composition],
             frozenset(label(version) for version, _ in chosen),
+            request.batch,
         )
         return Generation(
             request, engine_request, resolved(chosen), model.tokenizer, stream, model.engine

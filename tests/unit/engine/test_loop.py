@@ -22,6 +22,7 @@ from loraplex.engine.messages import (
     AdapterPinned,
     AdapterRejected,
     AddRequest,
+    AddRequests,
     EngineReady,
     PinAdapter,
     PreloadAdapter,
@@ -128,6 +129,11 @@ def test_requests_are_completed(running):
     assert running.tokens(1) == running.runner.model.output(first, 0, 5)
     running.put(AddRequest(second))
     assert running.tokens(2) == running.runner.model.output(second, 0, 3)
+
+
+def test_requests_of_one_command_are_in_one_step(running):
+    running.put(AddRequests(tuple(request(number) for number in (1, 2, 3, 4))))
+    assert running.event().record.request_ids == (1, 2, 3, 4)
 
 
 def test_commands_that_wait_are_taken_before_the_next_step():

@@ -46,6 +46,7 @@ from loraplex.engine.messages import (
     AdapterRejected,
     AdaptersReport,
     AddRequest,
+    AddRequests,
     EngineCommand,
     EngineEvent,
     EngineFailed,
@@ -128,6 +129,7 @@ TIERS = AdapterTierStats(host_bytes_used=2**40, read_times=Durations().with_one(
 LOGPROB = TokenLogprob(7, -0.25, 1, ((7, -0.25), (8, -math.inf)))
 COMMANDS = [
     AddRequest(REQUEST),
+    AddRequests((REQUEST, REQUEST)),
     AbortRequest(UINT64),
     AbortRequest(1, 0),
     RegisterAdapter(SOURCE),

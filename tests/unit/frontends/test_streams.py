@@ -47,6 +47,14 @@ async def test_outputs_of_several_requests_come_interleaved():
     assert indices.count(0) == indices.count(1) == len("echo: a") + 1
 
 
+async def test_the_requests_are_one_batch_which_is_closed_when_all_are_admitted():
+    backend = EchoBackend()
+    await gather_all(backend, requests("a", "b"), LOCAL)
+    first, second = (request.batch for request in backend.requests)
+    assert first is second
+    assert not first.is_open
+
+
 async def test_a_refused_request_aborts_those_before_it():
     backend = EchoBackend()
     backend.plant(InternalError("late"), after_outputs=99)

@@ -122,6 +122,14 @@ def test_bad_sampling_yields_no_completion(backend):
         run(backend, [(), FR], temperature=-1.0)
 
 
+def test_the_requests_are_one_batch_which_is_closed_when_all_are_admitted(backend):
+    run(backend, [(), FR, NO])
+    first, *others = (request.batch for request in backend.requests)
+    assert not first.is_open
+    assert len(others) == 2
+    assert all(batch is first for batch in others)
+
+
 def test_a_client_that_leaves_aborts_all(backend):
     backend.delay_seconds = 0.01
 

@@ -6,12 +6,14 @@ Everything here runs on the event loop of the Backend. It knows no JSON, no HTTP
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+import msgspec
 from prometheus_client.registry import Collector
 
 from loraplex.core.errors import InvalidRequestError, LoraplexError, UnsupportedFeatureError
 from loraplex.core.metrics_config import MetricsConfig
 from loraplex.core.output import RequestOutput
 from loraplex.core.principal import LOCAL, Principal
+from loraplex.core.request import RequestBatch
 from loraplex.frontends.kserve.active import ActiveRequests, StreamScope
 from loraplex.frontends.kserve.backend_metrics import TensorRtLlmCollector, token_labels
 from loraplex.frontends.kserve.inference import Inference, select
@@ -212,8 +214,11 @@ class TritonService:
         active = self._active.begin(principal.tenant, request.request_id, scope)
         try:
             generations = [self._submission.converted(model, request, i) for i in elements]
-            for generation in generations:
-                streams.append(await self._submission.generate(model, generation, principal))
+            with RequestBatch() as batch:
+                for generation in generations:
+                    batched = msgspec.structs.replace(generation.request, batch=batch)
+                    generation = msgspec.structs.replace(generation, request=batched)
+                    streams.append(await self._submission.generate(model, generation, principal))
         except BaseException as error:
             active.end()
             for stream in streams:

@@ -21,7 +21,7 @@ from loraplex.core.errors import (
     error_from_info,
 )
 from loraplex.core.plan import Capacity
-from loraplex.core.request import EngineRequest, RequestId
+from loraplex.core.request import EngineRequest, RequestBatch, RequestId
 from loraplex.core.stats import AdapterActivity, EngineStats, StepRecord
 from loraplex.engine.messages import (
     AdapterPinned,
@@ -150,8 +150,11 @@ class AsyncEngine:
         request: EngineRequest,
         adapters: Sequence[AdapterSource],
         labels: Collection[Hashable] = (),
+        batch: RequestBatch | None = None,
     ) -> OutputStream:
         """Give a request to the engine. By one of its labels, fail_labelled can end it.
+
+        With a batch it waits until that is closed, one second at most.
 
         While the engine is started again the request waits for it. Raises NotReadyError before the
         first start and after the end, and what the engine said of an adapter that it rejected.
@@ -161,7 +164,7 @@ class AsyncEngine:
         for source in adapters:
             self._adapters.expect(source)
         now_ns = self._clock.now_ns()
-        submitted = InFlightRequest(request, adapters, labels, submitted_ns=now_ns)
+        submitted = InFlightRequest(request, adapters, labels, submitted_ns=now_ns, batch=batch)
         self._requests.submit(submitted)
         return submitted.stream
 

@@ -13,7 +13,7 @@ import msgspec
 from loraplex.core.adapter import AdapterSource
 from loraplex.core.errors import LoraplexError
 from loraplex.core.output import EngineOutput, FinishReason, RequestTiming, SequenceDelta
-from loraplex.core.request import EngineRequest, RequestId
+from loraplex.core.request import EngineRequest, RequestBatch, RequestId
 from loraplex.serving.engines.output_stream import OutputStream
 
 CRASH_BLAME: Final = 3
@@ -42,10 +42,12 @@ class InFlightRequest:
         labels: Collection[Hashable] = (),
         *,
         submitted_ns: int = 0,
+        batch: RequestBatch | None = None,
     ) -> None:
         self.adapters = tuple({source.digest: source for source in adapters}.values())
         self.stream = OutputStream(labels)
         self.submitted_ns = submitted_ns
+        self.batch = batch
         self.is_sent = False
         """Whether the running engine has received it."""
         self.has_waited = False

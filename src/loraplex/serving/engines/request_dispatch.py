@@ -5,8 +5,9 @@ the requests while there is no engine.
 """
 
 import asyncio
+import itertools
 import logging
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable, Sequence
 
 import msgspec
 
@@ -14,7 +15,7 @@ from loraplex.core.clock import Clock
 from loraplex.core.errors import LoraplexError
 from loraplex.core.output import EngineOutput
 from loraplex.core.request import RequestId
-from loraplex.engine.messages import AbortRequest, AddRequest, StepDone
+from loraplex.engine.messages import AbortRequest, AddRequest, AddRequests, StepDone
 from loraplex.serving.engines.in_flight_request import InFlightRequest
 from loraplex.serving.engines.in_flight_requests import InFlightRequests
 from loraplex.serving.engines.link import EngineDied, EngineLink
@@ -57,6 +58,8 @@ class RequestDispatch:
     def submit(self, request: InFlightRequest) -> None:
         """Send it to the engine, now or when there is one."""
         self._requests.add(request)
+        if request.batch is not None:
+            request.batch.when_closed(self._send_due)
         try:
             self._send_due()
         except BaseException:
@@ -146,15 +149,22 @@ class RequestDispatch:
         """Send the engine the requests that are due."""
         link = self._link
         if link is not None:
-            for request in self._requests.take_due():
-                for source in request.adapters:
-                    self._adapters.register(source, link.send)
-                link.send(AddRequest(request.engine_request()))
-                for source in request.adapters:
-                    self._adapters.let_leave(source, link.send)
+            due = self._requests.take_due(self._clock.now_ns())
+            for _, batch in itertools.groupby(due, lambda request: request.batch or request):
+                self._send(link, tuple(batch))
         if (self._requests.has_unsent or self._requests.timed) and self._timer is None:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(_POLL_SECONDS, self._look_at_times)
+
+    def _send(self, link: EngineLink, batch: Sequence[InFlightRequest]) -> None:
+        """Send requests that came as one, or a single one, with their adapters."""
+        sources = [source for request in batch for source in request.adapters]
+        for source in sources:
+            self._adapters.register(source, link.send)
+        requests = tuple(request.engine_request() for request in batch)
+        link.send(AddRequest(*requests) if len(requests) == 1 else AddRequests(requests))
+        for source in sources:
+            self._adapters.let_leave(source, link.send)
 
     def _look_at_times(self) -> None:
         """End the requests whose time is up, whatever the engine does."""

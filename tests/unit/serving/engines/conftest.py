@@ -19,8 +19,13 @@ def script():
 
 
 @pytest.fixture
-async def engine(script):
-    engine = AsyncEngine("m", script, FakeClock())
+def clock():
+    return FakeClock()
+
+
+@pytest.fixture
+async def engine(script, clock):
+    engine = AsyncEngine("m", script, clock)
     yield engine
     await engine.close()
     assert all(link.is_closed for link in script.links)

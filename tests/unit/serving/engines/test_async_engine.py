@@ -10,11 +10,13 @@ from loraplex.core.errors import (
     InternalError,
     NotReadyError,
 )
+from loraplex.core.request import RequestBatch
 from loraplex.core.stats import EngineStats
 from loraplex.engine.messages import (
     AbortRequest,
     AdapterRejected,
     AddRequest,
+    AddRequests,
     EngineFailed,
     PreloadAdapter,
     RegisterAdapter,
@@ -99,6 +101,43 @@ class TestRequests:
         first = await stream.take()
         assert first[0].deltas[0].token_ids == (1,)
         await until(lambda: engine.num_requests == 0)
+
+    async def test_requests_of_a_batch_are_sent_together_when_it_is_closed(
+        self, engine, script, make_request
+    ):
+        await engine.start()
+        first, other, second = make_request(1, "digest"), make_request(2), make_request(3, "digest")
+        with RequestBatch() as batch:
+            engine.submit(first, [SOURCE], batch=batch)
+            engine.submit(other, [])
+            engine.submit(second, [SOURCE], batch=batch)
+            assert script.link.commands == [AddRequest(other)]
+        sent = [RegisterAdapter(SOURCE), AddRequests((first, second))]
+        assert script.link.commands[1:] == sent
+
+    async def test_a_batch_is_not_sent_if_one_of_its_requests_is_refused(
+        self, engine, script, make_request
+    ):
+        await engine.start()
+        batch = RequestBatch()
+        engine.submit(make_request(1), [], batch=batch)
+        batch.__exit__(ConfigError)
+        engine.abort(1)
+        await until(lambda: engine.num_requests == 0)
+        assert script.link.commands == []
+
+    async def test_a_request_waits_a_second_for_the_others_of_its_batch(
+        self, engine, script, clock, make_request
+    ):
+        await engine.start()
+        first, second, third = make_request(1), make_request(2), make_request(3)
+        with RequestBatch() as batch:
+            engine.submit(first, [], batch=batch)
+            engine.submit(second, [])
+            assert script.link.commands == [AddRequest(second)]
+            clock.advance_seconds(1)
+            engine.submit(third, [])
+            assert script.link.commands[1:] == [AddRequest(first), AddRequest(third)]
 
     async def test_a_slow_reader_finds_all_at_once(self, engine, script, make_request):
         await engine.start()
