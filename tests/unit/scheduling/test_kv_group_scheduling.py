@@ -1,0 +1,168 @@
+"""Schedules of an engine on fakes whose layers have different attention windows."""
+
+import msgspec
+import pytest
+
+from loraplex.core.beam_search import BeamSearch
+from loraplex.core.plan import KVGroupCapacity
+from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.scheduler_settings import BatchSchedulerPolicy, SchedulerSettings
+from support.fake_engine import FakeEngine
+from support.fake_model import FakeModel
+from support.fake_runner import FAKE_CAPACITY
+from support.fake_search import search_alone
+
+BLOCK_SIZE = 4
+
+
+def fake_engine(*groups, settings=None, model=None, overlap=False, **capacity):
+    """`groups` are (blocks, window) or (blocks, window, host blocks)."""
+    kv_groups = tuple(
+        KVGroupCapacity(
+            num_blocks=num_blocks,
+            attention_window=window,
+            num_host_blocks=host[0] if host else 0,
+        )
+        for num_blocks, window, *host in groups
+    )
+    vocab_size = FAKE_CAPACITY.vocab_size if model is None else model.vocab_size
+    return FakeEngine(
+        msgspec.structs.replace(
+            FAKE_CAPACITY,
+            **{"max_num_seqs": 4, "block_size": BLOCK_SIZE, "vocab_size": vocab_size, **capacity},
+            kv_groups=kv_groups,
+        ),
+        SchedulerSettings(**{"max_num_batched_tokens": 8, **(settings or {})}),
+        model=model,
+        overlap=overlap,
+    )
+
+
+def check_outputs(fakes):
+    for request_id, request in fakes.requests.items():
+        expected = {i: fakes.alone(request_id, i) for i in range(request.sampling.n)}
+        assert fakes.completions[request_id].token_ids == expected, request_id
+
+
+def blocks_held(fakes):
+    return [group.pool.num_held for group in fakes.engine._scheduler._state.kv.groups]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_window_group_holds_a_few_blocks_of_a_long_output(overlap):
+    fakes = fake_engine((40, None), (4, 6), overlap=overlap)
+    fakes.add([1, 2, 3], max_tokens=120, eos_token_ids=())
+    held = []
+    while not fakes.engine.is_idle:
+        fakes.step()
+        fakes.engine.check()
+        held.append(blocks_held(fakes))
+    check_outputs(fakes)
+    most_full, most_window = (max(counts) for counts in zip(*held, strict=True))
+    assert most_full == 31
+    assert most_window <= 3
+
+
+@pytest.mark.parametrize("groups", [((9, None), (30, 8)), ((40, None), (5, 8))])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_scarcest_group_decides_who_is_preempted(groups, overlap):
+    groups = [(*group, 20) for group in groups]
+    fakes = fake_engine(*groups, max_num_seqs=2, overlap=overlap)
+    for start in (1, 50):
+        fakes.add([start, 2, 3, 4], max_tokens=24, eos_token_ids=())
+    fakes.run()
+    check_outputs(fakes)
+    assert fakes.engine.stats().preemptions > 0
+    offloads = [t for plan in fakes.runner.plans for t in plan.block_offloads]
+    assert {t.kv_group for t in offloads} == {0, 1}
+    assert fakes.engine.stats().blocks_on_host == 0
+
+
+def test_a_request_that_one_group_can_never_hold_is_refused_with_its_layers():
+    fakes = fake_engine((40, None), (3, 40))
+    refused = fakes.add(range(1, 21), max_tokens=3)
+    served = fakes.add(range(1, 9), max_tokens=3)
+    fakes.run()
+    error = fakes.completions[refused].outputs[-1].error
+    assert error.code == "prompt_too_long"
+    assert error.message.endswith(
+        "need 6 KV blocks of 4 tokens for the layers with a window of 40 tokens; there are 3"
+    )
+    assert len(fakes.tokens(served)) == 3
+
+
+@pytest.mark.parametrize("groups", [((12, None), (40, 6)), ((60, None), (8, 16))])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_without_eviction_every_group_reserves_the_worst_case(groups, overlap):
+    def run(policy):
+        settings = {"batch_scheduler_policy": policy}
+        fakes = fake_engine(*groups, settings=settings, overlap=overlap)
+        for start in range(8):
+            fakes.add(range(start, start + 5), max_tokens=20 if start % 2 else 3)
+        fakes.run(2000)
+        check_outputs(fakes)
+        return fakes.engine.stats().preemptions
+
+    assert run(BatchSchedulerPolicy.GUARANTEED_NO_EVICT) == 0
+    assert run(BatchSchedulerPolicy.MAX_UTILIZATION) > 0
+
+
+def test_prompts_that_do_not_fit_together_do_not_start_together():
+    """A window makes prompts take blocks by chunks; the other group must have all of them."""
+    fakes = fake_engine((25, None), (25, 8))
+    for start in (1, 200):
+        fakes.add(range(start, start + 60), max_tokens=3)
+    fakes.run()
+    check_outputs(fakes)
+    assert fakes.engine.stats().preemptions == 0
+
+
+def test_a_later_request_finds_the_beginning_that_all_groups_still_have():
+    fakes = fake_engine((40, None), (10, 8))
+    first = fakes.add(range(1, 30), max_tokens=5, eos_token_ids=())
+    fakes.run()
+    prompt = [*range(1, 30), *fakes.tokens(first), 7, 8]
+    second = fakes.add(prompt, max_tokens=5)
+    fakes.run()
+    check_outputs(fakes)
+    assert fakes.completions[second].outputs[-1].timing.num_cached_tokens == 32
+    fakes.add(range(500, 536), max_tokens=5)  # takes the blocks of the window group
+    fakes.run()
+    again = fakes.add(prompt, max_tokens=5)
+    fakes.run()
+    check_outputs(fakes)
+    assert fakes.completions[again].outputs[-1].timing.num_cached_tokens < 32
+
+
+@pytest.mark.parametrize("groups", [((64, None), (40, 6)), ((24, None), (60, 6))])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_beams_copy_a_shared_block_in_every_group(groups, overlap):
+    model = FakeModel(8)
+    fakes = fake_engine(*groups, model=model, overlap=overlap)
+    sampling = SamplingParams(
+        max_tokens=14, n=3, temperature=0.0, beam=BeamSearch(width=3), ignore_eos=True
+    )
+    request_id = fakes.add([1, 2, 3, 4, 5, 6], sampling=sampling)
+    fakes.add([3] * 9, max_tokens=12)
+    fakes.run()
+    copies = [copy for plan in fakes.runner.plans for copy in plan.block_copies]
+    assert {copy.kv_group for copy in copies} == {0, 1}
+    expected = search_alone(model, fakes.requests[request_id], FAKE_CAPACITY.max_model_len)
+    assert [fakes.tokens(request_id, i) for i in range(3)] == [
+        list(h.beam.token_ids) for h in expected
+    ]
+
+
+@pytest.mark.parametrize("num_window", range(4, 9))
+def test_draft_tokens_take_only_what_every_group_has_to_spare(num_window):
+    fakes = fake_engine(
+        (40, None),
+        (num_window, 3),
+        settings={"num_draft_tokens": 4},
+        model=FakeModel(vocab_size=2),
+    )
+    for start in (0, 1):
+        fakes.add([start, 1, 0], max_tokens=20, eos_token_ids=())
+    fakes.run()
+    check_outputs(fakes)
+    assert fakes.engine.stats().accepted_tokens > 0
