@@ -103,8 +103,16 @@ class AdapterTierStats(msgspec.Struct, frozen=True):
     """Times of copies to the device; those of one step share their time."""
 
 
+class KVGroupStats(msgspec.Struct, frozen=True):
+    """Blocks of one KV group."""
+
+    held: int = 0
+    cached: int = 0
+    on_host: int = 0
+
+
 class EngineStats(msgspec.Struct, frozen=True):
-    """A snapshot, sent with the outputs of a step."""
+    """A snapshot, sent with the outputs of a step. Blocks of all KV groups are counted together."""
 
     steps: int = 0
     num_running: int = 0
@@ -114,6 +122,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     blocks_free: int = 0
     blocks_on_host: int = 0
     """Host blocks that hold the KV of preempted sequences."""
+    kv_groups: tuple[KVGroupStats, ...] = ()
+    """Blocks of each KV group, if there are several."""
     prompt_tokens: int = 0
     """Counter: prompt tokens of admitted sequences."""
     cached_tokens: int = 0

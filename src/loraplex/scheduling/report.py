@@ -1,6 +1,7 @@
 """Step records and statistics, read from the scheduler's state."""
 
-from loraplex.core.stats import EngineStats, StepRecord
+from loraplex.core.stats import EngineStats, KVGroupStats, StepRecord
+from loraplex.memory.kv_blocks import KVBlocks
 from loraplex.scheduling.pending_steps import PendingStep
 from loraplex.scheduling.state import SchedulerState
 
@@ -39,6 +40,7 @@ def engine_stats(state: SchedulerState) -> EngineStats:
         blocks_cached=kv.num_cached,
         blocks_free=kv.num_free,
         blocks_on_host=kv.num_on_host,
+        kv_groups=_kv_groups(kv) if len(kv.groups) > 1 else (),
         adapters=state.adapters.stats(),
         steps=counts.steps,
         prompt_tokens=counts.prompt_tokens,
@@ -47,4 +49,11 @@ def engine_stats(state: SchedulerState) -> EngineStats:
         draft_tokens=counts.draft_tokens,
         accepted_tokens=counts.accepted_tokens,
         preemptions=counts.preemptions,
+    )
+
+
+def _kv_groups(kv: KVBlocks) -> tuple[KVGroupStats, ...]:
+    return tuple(
+        KVGroupStats(group.pool.num_held, group.pool.num_cached, group.host.num_held)
+        for group in kv.groups
     )

@@ -1,21 +1,37 @@
 """What one model takes, tier by tier, and how many more adapters fit: for operators."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
-from loraplex.core.plan import Capacity
-from loraplex.core.stats import EngineStats
+from loraplex.core.plan import Capacity, KVGroupCapacity
+from loraplex.core.stats import EngineStats, KVGroupStats
 from loraplex.memory.adapter_pages import layer_targets, pages_at_rank
 
 
+class KVGroupMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks of the layers that have one attention window."""
+
+    attention_window: int | None
+    """None: these layers see all positions."""
+    blocks: int
+    held: int = 0
+    cached: int = 0
+    free: int = 0
+    host_blocks: int = 0
+    host_used: int = 0
+
+
 class KVMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """The KV cache. Blocks of all KV groups are counted together."""
+
     num_bytes: int
+    """Size of all blocks in bytes."""
     block_tokens: int
     blocks: int
     tokens: int
-    """Size of all blocks in bytes."""
+    """Tokens that fit, of the layers with the largest window."""
     held: int = 0
     """Blocks of running sequences."""
     cached: int = 0
@@ -24,6 +40,8 @@ class KVMemory(msgspec.Struct, frozen=True, kw_only=True):
     host_blocks: int = 0
     """Blocks on the host, for preempted sequences."""
     host_used: int = 0
+    groups: tuple[KVGroupMemory, ...] = ()
+    """Each KV group, if layers have different attention windows."""
 
 
 class RankFit(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,24 +116,12 @@ def memory_of(
 ) -> ModelMemory:
     """Return the memory; `ranks` are those of `fits`, host_bytes is the size of the host tier."""
     tiers = stats.adapters
-    num_blocks = sum(group.num_blocks for group in capacity.kv_groups)
-    free = num_blocks - stats.blocks_held - stats.blocks_cached
     targets = layer_targets([modules] * num_layers)
     return ModelMemory(
         weights_bytes=capacity.weights_bytes,
         workspace_bytes=capacity.workspace_bytes,
         graph_bytes=capacity.graph_bytes,
-        kv=KVMemory(
-            num_bytes=capacity.kv_cache_bytes,
-            block_tokens=capacity.block_size,
-            blocks=num_blocks,
-            tokens=num_blocks * capacity.block_size,
-            held=stats.blocks_held,
-            cached=stats.blocks_cached,
-            free=free,
-            host_blocks=sum(group.num_host_blocks for group in capacity.kv_groups),
-            host_used=stats.blocks_on_host,
-        ),
+        kv=_kv_memory(capacity, stats),
         device=DeviceTier(
             num_bytes=capacity.num_adapter_pages * capacity.adapter_page_bytes,
             page_bytes=capacity.adapter_page_bytes,
@@ -132,6 +138,40 @@ def memory_of(
             num_bytes=host_bytes, bytes_used=tiers.host_bytes_used, adapters=tiers.num_on_host
         ),
         accelerator=_accelerator(capacity),
+    )
+
+
+def _kv_memory(capacity: Capacity, stats: EngineStats) -> KVMemory:
+    groups, block_tokens = capacity.kv_groups, capacity.block_size
+    num_blocks = sum(group.num_blocks for group in groups)
+    return KVMemory(
+        num_bytes=capacity.kv_cache_bytes,
+        block_tokens=block_tokens,
+        blocks=num_blocks,
+        tokens=groups[0].num_blocks * block_tokens,
+        held=stats.blocks_held,
+        cached=stats.blocks_cached,
+        free=num_blocks - stats.blocks_held - stats.blocks_cached,
+        host_blocks=sum(group.num_host_blocks for group in groups),
+        host_used=stats.blocks_on_host,
+        groups=_kv_groups(groups, stats) if len(groups) > 1 else (),
+    )
+
+
+def _kv_groups(groups: Sequence[KVGroupCapacity], stats: EngineStats) -> tuple[KVGroupMemory, ...]:
+    """Return the memory of each group; without statistics, that of an engine at rest."""
+    counts = stats.kv_groups or (KVGroupStats(),) * len(groups)
+    return tuple(
+        KVGroupMemory(
+            attention_window=group.attention_window,
+            blocks=group.num_blocks,
+            held=count.held,
+            cached=count.cached,
+            free=group.num_blocks - count.held - count.cached,
+            host_blocks=group.num_host_blocks,
+            host_used=count.on_host,
+        )
+        for group, count in zip(groups, counts, strict=True)
     )
 
 

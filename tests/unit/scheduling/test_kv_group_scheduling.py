@@ -166,3 +166,14 @@ def test_draft_tokens_take_only_what_every_group_has_to_spare(num_window):
     fakes.run()
     check_outputs(fakes)
     assert fakes.engine.stats().accepted_tokens > 0
+
+
+def test_statistics_count_each_group_and_all_together():
+    fakes = fake_engine((40, None), (10, 6))
+    fakes.add([1, 2, 3], max_tokens=40, eos_token_ids=())
+    fakes.step(30)
+    stats = fakes.engine.stats()
+    assert [group.held for group in stats.kv_groups] == blocks_held(fakes)
+    assert stats.blocks_held == sum(blocks_held(fakes))
+    assert stats.blocks_cached == sum(group.cached for group in stats.kv_groups) > 0
+    assert fake_engine((40, None)).engine.stats().kv_groups == ()

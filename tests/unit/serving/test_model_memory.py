@@ -2,12 +2,13 @@
 
 import msgspec
 
-from loraplex.core.plan import PageGeometry
-from loraplex.core.stats import AdapterTierStats, EngineStats
+from loraplex.core.plan import KVGroupCapacity, PageGeometry
+from loraplex.core.stats import AdapterTierStats, EngineStats, KVGroupStats
 from loraplex.serving.model_memory import (
     AcceleratorMemory,
     DeviceTier,
     HostTier,
+    KVGroupMemory,
     KVMemory,
     ModelMemory,
     RankFit,
@@ -57,6 +58,36 @@ def test_every_number_is_in_its_place():
         ),
         host=HostTier(num_bytes=1000, bytes_used=300, adapters=4),
     )
+
+
+def test_blocks_are_counted_together_and_by_kv_group():
+    groups = (
+        KVGroupCapacity(num_blocks=100, num_host_blocks=8),
+        KVGroupCapacity(num_blocks=40, num_host_blocks=5, attention_window=64),
+    )
+    capacity = msgspec.structs.replace(CAPACITY, kv_groups=groups)
+    stats = msgspec.structs.replace(
+        STATS,
+        blocks_held=9,
+        blocks_cached=31,
+        blocks_on_host=3,
+        kv_groups=(KVGroupStats(6, 30, 2), KVGroupStats(3, 1, 1)),
+    )
+    arguments = {"num_layers": 2, "modules": {"q": (4, 6)}, "ranks": (8,), "host_bytes": 1}
+    kv = memory_of(capacity, stats, **arguments).kv
+    assert (kv.blocks, kv.held, kv.cached, kv.free, kv.tokens) == (140, 9, 31, 100, 1600)
+    assert (kv.host_blocks, kv.host_used) == (13, 3)
+    full, window = kv.groups
+    assert full == KVGroupMemory(
+        attention_window=None, blocks=100, held=6, cached=30, free=64, host_blocks=8, host_used=2
+    )
+    assert window == KVGroupMemory(
+        attention_window=64, blocks=40, held=3, cached=1, free=36, host_blocks=5, host_used=1
+    )
+    assert [group.free for group in memory_of(capacity, EngineStats(), **arguments).kv.groups] == [
+        100,
+        40,
+    ]
 
 
 def test_a_device_of_its_own():
