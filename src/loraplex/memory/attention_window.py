@@ -55,35 +55,23 @@ def longest_served(windows: Sequence[AttentionWindow], tables: Sequence[Sequence
     have those of them that its window still needs. The first table has no gaps.
     """
     num_blocks = len(tables[0])
-    for window, table in zip(windows, tables, strict=True):
+    pairs = list(zip(windows, tables, strict=True))[1:]
+    for window, table in pairs:
         sinks = table[: min(window.num_sink_blocks, num_blocks)]
         if NO_BLOCK in sinks:
             num_blocks = sinks.index(NO_BLOCK)
     # A gap that is needed shortens the beginning, and a shorter one needs earlier blocks. So the
     # tables are read from their ends, each block at most once.
-    checked = [num_blocks] * len(tables)
-    while True:
+    checked = [num_blocks] * len(pairs)
+    before = -1
+    while num_blocks != before:
         before = num_blocks
-        for kv_group, (window, table) in enumerate(zip(windows, tables, strict=True)):
-            if kv_group:
-                num_blocks, checked[kv_group] = _without_needed_gaps(
-                    window, table, num_blocks, min(checked[kv_group], num_blocks)
-                )
-        if num_blocks == before:
-            return num_blocks
-
-
-def _without_needed_gaps(
-    window: AttentionWindow, table: Sequence[BlockId], num_blocks: int, checked: int
-) -> tuple[int, int]:
-    """Return how many blocks of one table can be served, and from which one on none is a gap.
-
-    checked: no gap is from this block on to num_blocks.
-    """
-    first_needed = window.first_needed(num_blocks * window.block_size, num_blocks)
-    while checked > first_needed:
-        checked -= 1
-        if table[checked] == NO_BLOCK:
-            num_blocks = checked
+        for number, (window, table) in enumerate(pairs):
             first_needed = window.first_needed(num_blocks * window.block_size, num_blocks)
-    return num_blocks, checked
+            index = min(checked[number], num_blocks)
+            while index > first_needed:
+                index -= 1
+                if table[index] == NO_BLOCK:
+                    num_blocks = index
+            checked[number] = index
+    return num_blocks

@@ -9,6 +9,7 @@ from loraplex.core.retention import KVRetention, TokenRangeRetention
 from loraplex.memory.attention_window import AttentionWindow, longest_served
 from loraplex.memory.kv_blocks import KVBlocks
 from loraplex.memory.prefix_cache import Forgotten, PrefixCache
+from support.examples import examples
 
 SALT = b"salt"
 BLOCK_SIZE = 2
@@ -90,6 +91,7 @@ def matches(draw):
     return its_windows, columns
 
 
+@examples(4)
 @given(matches())
 def test_the_longest_beginning_that_every_group_can_serve_is_found(match):
     its_windows, columns = match

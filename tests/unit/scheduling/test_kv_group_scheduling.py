@@ -65,7 +65,7 @@ def test_a_window_group_holds_a_few_blocks_of_a_long_output(overlap):
 
 @pytest.mark.parametrize("groups", [((9, None), (30, 8)), ((40, None), (5, 8))])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_the_scarcest_group_decides_who_is_preempted(groups, overlap):
+def test_the_scarcest_group_decides_preemptions(groups, overlap):
     groups = [(*group, 20) for group in groups]
     fakes = fake_engine(*groups, max_num_seqs=2, overlap=overlap)
     for start in (1, 50):
