@@ -1,5 +1,6 @@
 """App of the HTTP port: the routes of all front ends, their guards, and the OpenAPI document."""
 
+import asyncio
 import functools
 from collections.abc import Awaitable, Iterator, Sequence
 
@@ -156,7 +157,12 @@ def _options(settings: ServerConfig, dialect: Dialect) -> OpenAIOptions:
 def _document_route(
     routes: Sequence[BaseRoute], open_paths: Sequence[str], *, has_keys: bool
 ) -> RecordedRoute:
-    """Return the document's route. The first request makes it, so that no start waits for it."""
+    """Return the document's route.
+
+    The first request makes it, so that no start waits for it, and in a thread, because it takes
+    seconds.
+    """
+    making = asyncio.Lock()
 
     @functools.cache
     def content() -> bytes:
@@ -167,7 +173,9 @@ def _document_route(
     async def serve_document(request: Request) -> Response:
         """This document."""
         del request
-        return Response(content(), media_type="application/json")
+        async with making:
+            text = await asyncio.to_thread(content)
+        return Response(text, media_type="application/json")
 
     route = RecordedRoute(DOCUMENT_PATH, responding_to_errors(serve_document), methods=["GET"])
     return route

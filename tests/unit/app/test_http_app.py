@@ -3,13 +3,16 @@
 import asyncio
 import http.client
 import json
+import threading
 from pathlib import Path
 
 import pytest
 from starlette.responses import Response
 
+from loraplex.app import http_app
 from loraplex.app.access import served_as_known_hosts
 from loraplex.core.server_config import ServerConfig
+from loraplex.frontends.openapi.document import document
 
 
 def send(server, method: str, path: str, **headers: str) -> tuple[int, dict[str, str], str]:
@@ -156,3 +159,23 @@ async def test_hosts_are_checked_where_pages_could_do_harm(settings, has_keys, h
 
     await app({"type": "http", "method": "GET", "path": "/", "headers": headers}, None, send)
     assert (sent[0]["status"] == 200) is is_served
+
+
+async def test_the_document_is_made_once_and_off_the_event_loop(run, monkeypatch):
+    """Making it takes seconds, in which the event loop would serve no other request."""
+    threads = []
+
+    def made(*arguments, **options):
+        threads.append(threading.current_thread())
+        return document(*arguments, **options)
+
+    monkeypatch.setattr(http_app, "document", made)
+    server = run()
+    await server.until_ready()
+    responses = await asyncio.gather(
+        *(asyncio.to_thread(send, server, "GET", "/openapi.json") for _ in range(3))
+    )
+    assert {status for status, _, _ in responses} == {200}
+    assert len({body for _, _, body in responses}) == 1
+    [thread] = threads
+    assert thread is not threading.current_thread(), "the event loop's"
