@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import threading
+import time
 
 import msgspec
 import pytest
@@ -227,6 +228,19 @@ class TestGenerate:
     async def test_the_models_length_is_the_engines(self, service):
         """The engine's memory may hold less than the model was made for."""
         assert service.model("a").card.max_model_len == 2048
+
+    @pytest.mark.parametrize("jump_seconds", [-86_400, 86_400])
+    async def test_a_wall_clock_that_jumps_ends_no_request(
+        self, service, monkeypatch, jump_seconds
+    ):
+        """Deadlines and limits go by the monotonic clock."""
+        outputs = await service.generate(request(timeout_seconds=60), ACME)
+        wall_time = time.time
+        monkeypatch.setattr(time, "time", lambda: wall_time() + jump_seconds)
+        last = [output async for output in outputs][-1]
+        assert last.sequences[-1].finish_reason is FinishReason.LENGTH
+        assert await tokens_of(service, request(timeout_seconds=60), ACME)
+        assert service.health().ready
 
     async def test_a_restarted_engine_may_hold_less(self, service):
         """Admission goes by the engine of now."""

@@ -282,4 +282,5 @@ def _end(status: int | None) -> str:
     if status >= 0:
         return f"ended with status {status}"
     names = {int(number): number.name for number in signal.Signals}
-    return f"was killed by {names.get(-status, f'signal {-status}')}"
+    hint = "; a system short of memory does that, and logs it" if -status == signal.SIGKILL else ""
+    return f"was killed by {names.get(-status, f'signal {-status}')}{hint}"
