@@ -14,7 +14,6 @@ from loraplex.bench.report_files import markdown_table, write_dated
 from loraplex.bench.settings import Settings
 from loraplex.bench.statistics import Percentiles, Ratio, RunStatistics
 from loraplex.bench.workload import Workload
-from loraplex.core.errors import ConfigError
 
 FORMAT_VERSION = 1
 
@@ -75,22 +74,6 @@ def write_report(report: Report, folder: Path) -> tuple[Path, Path]:
     Raises ConfigError if it cannot be written.
     """
     return write_dated(report, markdown(report), folder, kind="bench")
-
-
-def read_report(path: Path) -> Report:
-    """Raises ConfigError for a file that is not a report of this format."""
-    try:
-        report = msgspec.json.decode(path.read_bytes(), type=Report)
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"{path} is not a benchmark report: {error}") from error
-    if report.format_version != FORMAT_VERSION:
-        raise ConfigError(
-            f"{path} has format version {report.format_version}; this loraplex reads "
-            f"{FORMAT_VERSION}"
-        )
-    return report
 
 
 def markdown(report: Report) -> str:

@@ -2,10 +2,11 @@ import importlib.util
 import subprocess
 import sys
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from loraplex.bench.report import read_report
+from loraplex.bench.report import Report
 from loraplex.cli.main import app
 from loraplex.core.errors import QueueFullError
 
@@ -21,7 +22,7 @@ def test_measures_a_running_server_and_writes_a_report(url, tmp_path):
     assert result.exit_code == 0, result.output
     assert "tok/s to base" in result.stdout
     [path] = tmp_path.glob("*.json")
-    report = read_report(path)
+    report = msgspec.json.decode(path.read_bytes(), type=Report)
     assert str(path) in result.stdout
     assert report.settings.num_adapters == 3
     assert [str(r.workload.popularity) for r in report.results] == ["base", "zipf:1.5"]
@@ -88,7 +89,7 @@ def test_starts_a_server_of_its_own(tmp_path):
     result = bench(*QUICK, "--adapters", "2", "--output", str(tmp_path), "--", "--num-threads", "1")
     assert result.exit_code == 0, result.output
     [path] = tmp_path.glob("*.json")
-    report = read_report(path)
+    report = msgspec.json.decode(path.read_bytes(), type=Report)
     assert report.served.url is None
     assert report.served.serve_flags == ("--num-threads", "1")
     assert [str(r.workload.popularity) for r in report.results] == ["base", "identical", "distinct"]
