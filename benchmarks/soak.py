@@ -20,7 +20,6 @@ import os
 import random
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -57,7 +56,7 @@ from loraplex.bench.report_files import markdown_table, write_dated
 from loraplex.core.environment import child_environment
 from loraplex.demo import ADAPTER_PATHS, BASE_PATH
 from loraplex.serving.access.key_file_changes import create_key
-from loraplex.testing.running_server import RunningServer, free_ports
+from loraplex.testing.running_server import RunningServer, start
 
 RESULTS: Final = Path(__file__).parent / "results"
 TENANTS: Final = ("acme", "umbrella")
@@ -139,7 +138,7 @@ class Soak:
         self.is_down = False
         """Whether the server was killed and the next one is not ready."""
         self.is_over = False
-        self._ports = free_ports(3)
+        self._ports = (0, 0, 0)
         self._flags = options.flags
         self.server = self._start()
 
@@ -153,7 +152,7 @@ class Soak:
         command += ["--api-keys-file", str(self.folder / "keys.toml")]
         command += ["--allowed-adapter-roots", str(BASE_PATH.parent), *self._flags]
         environment = {**child_environment(), "TMPDIR": str(self.folder / "tmp")}
-        return RunningServer(subprocess.Popen(command, text=True, env=environment), *self._ports)
+        return start(command, env=environment)[0]
 
     @contextlib.asynccontextmanager
     async def client(self, tenant: str) -> AsyncIterator[httpx.AsyncClient]:
@@ -166,6 +165,8 @@ class Soak:
 
     async def restart(self) -> None:
         """Kill the server and start the next one; its processes must end by themselves."""
+        server = self.server
+        self._ports = (server.http_port, server.grpc_port, server.metrics_port)
         self.num_kills += 1
         self.is_down = True
         orphans = [pid for pid, _ in children(self.server.process.pid)]

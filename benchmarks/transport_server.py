@@ -30,7 +30,6 @@ from loraplex.frontends.kserve.models.ensemble import ENSEMBLE
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.serving.draining import Draining
 from loraplex.testing.echo_backend import EchoBackend
-from loraplex.testing.running_server import free_ports
 
 UNARY, STREAMED, ENSEMBLE_OF_THREE = "echo", "echo_stream", "ensemble"
 MAX_BATCH_SIZE = 8
@@ -87,8 +86,7 @@ def _declaration(name: str, *, is_decoupled: bool) -> ModelDeclaration:
 
 
 async def serve(values: dict[str, Any]) -> None:
-    http_port, grpc_port = free_ports(2)
-    settings = ServerConfig(http_port=http_port, grpc_port=grpc_port, **values)
+    settings = ServerConfig(http_port=0, grpc_port=0, **values)
     backend = OneStepEcho()
     draining = Draining(SystemClock(), num_running=lambda: 0, end_all=_nothing_runs)
     declarations = [
@@ -111,7 +109,7 @@ async def serve(values: dict[str, Any]) -> None:
         await ports.open_http(app, reporting.connections)
         await ports.open_grpc(triton, everyone_is_local, reporting)
         gc.freeze()  # as the server does once it is ready
-        print(f"127.0.0.1:{http_port} 127.0.0.1:{grpc_port}", flush=True)
+        print(f"127.0.0.1:{ports.bound['http']} 127.0.0.1:{ports.bound['grpc']}", flush=True)
         stop = asyncio.Event()
         end_of_input(stop.set)
         await stop.wait()

@@ -9,7 +9,6 @@ Triton's own gRPC client, and shows the results. Exit code 0 only if all six com
 import asyncio
 import contextlib
 import json
-import subprocess
 import sys
 import time
 import urllib.error
@@ -22,7 +21,7 @@ import tritonclient.grpc.aio as triton
 from tokenizers import Tokenizer
 
 from loraplex.demo import ADAPTER_PATHS, BASE_PATH
-from loraplex.testing.running_server import free_ports
+from loraplex.testing.running_server import PORT_FLAGS, RunningServer, running
 
 # The exact texts of the founding example: a backslash and an n, not a line break.
 CHINESE_PROMPT = r"美国的首都在哪里? \n答案:"
@@ -31,7 +30,6 @@ EXPECTED = {"base": "Washington, D.C.", "chinese": "华盛顿", "japanese": "ワ
 TASK_IDS = {"base": None, "chinese": 1, "japanese": 2}
 MAX_TOKENS = 10
 END_TOKEN = "</s>"
-START_SECONDS = 120
 
 
 @dataclass
@@ -50,35 +48,17 @@ class Completion:
 
 
 @contextlib.contextmanager
-def running_server(http_port: int, grpc_port: int, metrics_port: int) -> Iterator[None]:
-    """`loraplex serve` with the shipped model, from ready to stopped."""
+def running_server() -> Iterator[RunningServer]:
+    """`loraplex serve` with the shipped model on free ports, from ready to stopped."""
     command = [sys.executable, "-m", "loraplex", "serve", str(BASE_PATH)]
     for name, task_id in TASK_IDS.items():
         if task_id is not None:
             command += ["--adapter", f"{name}={ADAPTER_PATHS[name]},task_id={task_id}"]
-    command += ["--http-port", str(http_port), "--grpc-port", str(grpc_port)]
-    command += ["--metrics-port", str(metrics_port), "--log-level", "warning"]
-    command += ["--max-queue-delay-microseconds", "50000"]
-    server = subprocess.Popen(command)
-    try:
-        wait_until_ready(server, http_port)
-        yield
-    finally:
-        server.terminate()
-        if server.wait(timeout=30) != 0:
-            raise RuntimeError(f"the server ended with status {server.returncode}")
-
-
-def wait_until_ready(server: "subprocess.Popen[bytes]", http_port: int) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline:
-        if server.poll() is not None:
-            raise RuntimeError(f"the server ended with status {server.returncode}")
-        with contextlib.suppress(urllib.error.URLError, ConnectionError):
-            get(http_port, "/v2/health/ready")
-            return
-        time.sleep(0.1)
-    raise RuntimeError(f"the server was not ready within {START_SECONDS} seconds")
+    command += [*PORT_FLAGS, "--log-level", "warning", "--max-queue-delay-microseconds", "50000"]
+    with running(command, sys.stdout) as server:
+        yield server
+        if (status := server.stop()) != 0:
+            raise RuntimeError(f"the server ended with status {status}")
 
 
 def get(http_port: int, path: str) -> bytes:
@@ -183,14 +163,13 @@ def show(completions: list[Completion], steps: list[dict[str, int]]) -> None:
 
 
 def main() -> int:
-    http_port, grpc_port, metrics_port = free_ports(3)
     tokenizer = Tokenizer.from_file(str(BASE_PATH / "tokenizer.json"))
     print("Starting loraplex with the shipped model and two adapters ...", flush=True)
-    with running_server(http_port, grpc_port, metrics_port):
-        asyncio.run(warm_up(grpc_port, tokenizer))
-        warm_up_steps = steps_after(http_port, -1)
-        completions = asyncio.run(generate_all(grpc_port, tokenizer))
-        steps = steps_after(http_port, warm_up_steps[-1]["step_id"])
+    with running_server() as server:
+        asyncio.run(warm_up(server.grpc_port, tokenizer))
+        warm_up_steps = steps_after(server.http_port, -1)
+        completions = asyncio.run(generate_all(server.grpc_port, tokenizer))
+        steps = steps_after(server.http_port, warm_up_steps[-1]["step_id"])
     show(completions, steps)
     all_met = any(step["num_rows"] == len(completions) for step in steps)
     all_right = all(completion.is_right for completion in completions)

@@ -16,9 +16,9 @@ import tritonclient.grpc
 from tritonclient.utils import InferenceServerException
 
 from loraplex.demo import ADAPTER_PATHS, BASE_PATH
-from loraplex.testing.running_server import fetch, free_ports
+from loraplex.testing.running_server import fetch
 from support.eventually import eventually
-from support.real_triton import MISSING, running_triton, tritonserver
+from support.real_triton import MISSING, free_ports, running_triton, tritonserver
 from support.triton_requests import bf16_tensor, i32, tensors, text_request
 
 PROGRAM = tritonserver(Path(__file__).parents[2])

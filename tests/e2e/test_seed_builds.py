@@ -16,7 +16,7 @@ from loraplex.app.llm import LLM
 from loraplex.core.errors import LoraplexError
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.demo import ADAPTER_PATHS, BASE_PATH
-from loraplex.testing.running_server import free_ports, running
+from loraplex.testing.running_server import PORT_FLAGS, running
 from support.checkpoints import save_random_model, tiny_gpt2
 
 pytestmark = pytest.mark.slow
@@ -269,13 +269,18 @@ def test_the_older_gpt_example(root: Path, tmp_path: Path) -> None:
     with LLM(model, state_dir=tmp_path / "state", dtype="float16") as llm:
         [expected] = llm.generate(PROMPTS[:1], GREEDY)
     text = expected.completions[0].text
-    ports = free_ports(3)
     tritonserver = str(root / "bin" / "tritonserver")
     command = [sys.executable, tritonserver, f"--model-repository={repository}"]
-    kinds = ("http", "grpc", "metrics")
-    command += [f"--{kind}-port={port}" for kind, port in zip(kinds, ports, strict=True)]
-    command += ["--host", "127.0.0.1", "--device", "cpu", "--state-dir", str(tmp_path / "served")]
-    with (tmp_path / "log").open("w") as log, running(command, ports, log) as server:
+    command += [
+        *PORT_FLAGS,
+        "--host",
+        "127.0.0.1",
+        "--device",
+        "cpu",
+        "--state-dir",
+        str(tmp_path / "served"),
+    ]
+    with (tmp_path / "log").open("w") as log, running(command, log) as server:
         body = {"text_input": PROMPTS[0], "max_tokens": 10, "bad_words": "", "stop_words": ""}
         status, response = server.post("/v2/models/ensemble/generate", body)
         assert status == 200, response

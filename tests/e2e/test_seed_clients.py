@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from loraplex.demo import ADAPTER_PATHS, BASE_PATH
-from loraplex.testing.running_server import free_ports, running
+from loraplex.testing.running_server import PORT_FLAGS, running
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("seed clients")]
 
@@ -30,12 +30,17 @@ OUTPUTS = {"": "Washington, D.C.", "chinese": "华盛顿", "japanese": "ワシ�
 
 @contextlib.contextmanager
 def tritonserver(folder, *flags):
-    ports = free_ports(3)
     command = [sys.executable, str(COMPAT / "bin/tritonserver"), *flags]
-    for kind, port in zip(("http", "grpc", "metrics"), ports, strict=True):
-        command.append(f"--{kind}-port={port}")
-    command += ["--host", "127.0.0.1", "--device", "cpu", "--state-dir", str(folder / "state")]
-    with running(command, ports) as server:
+    command += [
+        *PORT_FLAGS,
+        "--host",
+        "127.0.0.1",
+        "--device",
+        "cpu",
+        "--state-dir",
+        str(folder / "state"),
+    ]
+    with running(command) as server:
         yield server
 
 

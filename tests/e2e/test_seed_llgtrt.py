@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from loraplex.demo import ADAPTER_PATHS, BASE_PATH
-from loraplex.testing.running_server import START_SECONDS, RunningServer, free_ports, running
+from loraplex.testing.running_server import RunningServer, running
 
 pytestmark = pytest.mark.slow
 
@@ -134,32 +133,21 @@ class Machine:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    def shell(self, line: str, port: int, **settings: str) -> list[str]:
-        """Run a serving line on this port and local address; stopping it stops the server."""
+    def shell(self, line: str, **settings: str) -> list[str]:
+        """Run a serving line on a free port and local address; stopping it stops the server."""
         variables = settings | {
             "LORAPLEX_HOST": "127.0.0.1",
             "LORAPLEX_STATE_DIR": str(self.root / "state"),
             "PATH": self.environment()["PATH"],
         }
         assignments = " ".join(f"{name}={value}" for name, value in variables.items())
-        words = self.with_paths(line).replace("PORT=3001", f"exec env PORT={port}")
+        words = self.with_paths(line).replace("PORT=3001", "exec env PORT=0")
         return ["bash", "-c", f"cd {self.root}; export {assignments}; {words}"]
 
     @contextlib.contextmanager
     def serving(self, line: str, **settings: str) -> Iterator[RunningServer]:
-        [port] = free_ports(1)
-        with running(self.shell(line, port, **settings), [port, 0, 0]) as server:
+        with running(self.shell(line, **settings), last_port="http_port") as server:
             yield server
-
-    @contextlib.contextmanager
-    def started(self, line: str) -> Iterator[tuple["subprocess.Popen[bytes]", str]]:
-        """Perhaps not ready; gives its address."""
-        [port] = free_ports(1)
-        with subprocess.Popen(self.shell(line, port)) as process:
-            try:
-                yield process, f"http://127.0.0.1:{port}"
-            finally:
-                process.kill()
 
 
 @pytest.fixture
@@ -270,12 +258,7 @@ def test_the_cache_that_the_page_describes(machine: Machine) -> None:
 def test_the_key_of_the_original_is_required_everywhere(machine: Machine) -> None:
     line = f"{RUN.removesuffix(' models/lora')} --api-key secret-of-the-test -q --llgtrt-compat"
     headers = {"Authorization": "Bearer secret-of-the-test"}
-    with machine.started(line) as (process, url), httpx.Client(base_url=url) as client:
-        deadline = time.monotonic() + START_SECONDS
-        while not is_ready(client, headers):
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+    with machine.serving(line) as server, httpx.Client(base_url=server.url) as client:
         for path in ("/v1/health/live", "/v1/health/ready", "/v1/health/model", "/health/ready"):
             refused = client.get(path)
             assert (refused.status_code, refused.content) == (401, b"")
@@ -287,9 +270,3 @@ def test_the_key_of_the_original_is_required_everywhere(machine: Machine) -> Non
         lost = client.post("/v1/chat/completions", json=json.loads(FIRST_USE), headers=headers)
         assert lost.status_code == 500
         assert lost.json()["error"].startswith("lora_model specified but lora_root not set")
-
-
-def is_ready(client: httpx.Client, headers: dict[str, str]) -> bool:
-    with contextlib.suppress(httpx.TransportError):
-        return client.get("/v1/health/model", headers=headers).status_code == 200
-    return False

@@ -12,7 +12,7 @@ import pytest
 import tritonclient.grpc
 
 from loraplex.demo import ADAPTER_PATHS, BASE_PATH
-from loraplex.testing.running_server import free_ports, running
+from loraplex.testing.running_server import PORT_FLAGS, running
 from support.triton_requests import i32, tensors, text_request
 
 pytestmark = pytest.mark.slow
@@ -23,13 +23,19 @@ PROMPT = "What is the capital of France?"
 
 @contextlib.contextmanager
 def serving_repository(repository, state_dir, *flags):
-    ports = free_ports(3)
     command = [sys.executable, "-m", "loraplex", "triton", "--model-repository", str(repository)]
-    for kind, port in zip(("http", "grpc", "metrics"), ports, strict=True):
-        command.append(f"--{kind}-port={port}")
-    command += ["--host", "127.0.0.1", "--device", "cpu", "--state-dir", str(state_dir), *flags]
+    command += [
+        *PORT_FLAGS,
+        "--host",
+        "127.0.0.1",
+        "--device",
+        "cpu",
+        "--state-dir",
+        str(state_dir),
+        *flags,
+    ]
     output = state_dir.parent / "output.txt"
-    with output.open("w") as lines, running(command, ports, lines) as server:
+    with output.open("w") as lines, running(command, lines) as server:
         yield server, output
 
 

@@ -2,14 +2,16 @@
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from loraplex.testing.running_server import fetch, free_ports
+from loraplex.testing.running_server import fetch
 
 MISSING = "the real tritonserver is not installed: make .triton"
 START_SECONDS = 180
@@ -111,6 +113,24 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
         except subprocess.TimeoutExpired:
             process.kill()
     process.wait()
+
+
+# Below the ports that systems give to outgoing connections (from 32768 on Linux), so that none of
+# those takes a port before its server does. Each process begins elsewhere.
+_candidates = itertools.count(20_000 + os.getpid() % 120 * 100)
+
+
+def free_ports(count: int) -> list[int]:
+    """Return loopback ports on which no process listens, and which no later call returns.
+
+    For the real Triton, which does not report a port that the system chose.
+    """
+    ports: list[int] = []
+    while len(ports) < count:
+        port = next(_candidates)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            ports.append(port)
+    return ports
 
 
 def _prefix(ports: Sequence[int]) -> str:

@@ -13,7 +13,7 @@ from loraplex.core.plan import PageGeometry
 from loraplex.core.server_config import ServerConfig
 from loraplex.demo import BASE_PATH
 from loraplex.serving.engines.link import EngineLauncher
-from loraplex.testing.running_server import fetch, free_ports
+from loraplex.testing.running_server import fetch
 from support.fake_engine_process import FakeEngineSettings, fake_engine_thread
 from support.fake_runner import FAKE_CAPACITY
 
@@ -38,8 +38,7 @@ class ServerInLoop:
     ) -> "ServerInLoop":
         """fields: of ServerConfig. There is one model, `m`, with the shipped model's tokenizer."""
         settings = msgspec.structs.replace(settings or FakeEngineSettings(), capacity=CAPACITY)
-        http_port, grpc_port, metrics_port = free_ports(3)
-        ports = {"http_port": http_port, "grpc_port": grpc_port, "metrics_port": metrics_port}
+        ports = {"http_port": 0, "grpc_port": 0, "metrics_port": 0}
         config = Config(
             server=ServerConfig(**(ports | {"state_dir": str(state_dir)} | fields)),
             models={"m": ModelConfig(path=str(BASE_PATH))},
@@ -54,11 +53,11 @@ class ServerInLoop:
                 await asyncio.sleep(0.005)
 
     async def get(self, path: str) -> tuple[int, str]:
-        return await asyncio.to_thread(fetch, self.url(path))
+        return await asyncio.to_thread(self._fetch, path)
 
     async def complete(self, **body: Any) -> tuple[int, Any]:
         data = json.dumps(LONG | body).encode()
-        status, text = await asyncio.to_thread(fetch, self.url("/v1/completions"), data)
+        status, text = await asyncio.to_thread(self._fetch, "/v1/completions", data)
         return status, json.loads(text)
 
     async def running_completion(self, **body: Any) -> "asyncio.Task[tuple[int, Any]]":
@@ -70,8 +69,19 @@ class ServerInLoop:
                 pass
         return completion
 
+    def port(self, kind: str = "http") -> int:
+        """Return an open port: http, grpc or metrics. Raises OSError before it is open."""
+        number: int | None = self.server.bound_ports.get(kind)
+        if number is None:
+            raise ConnectionRefusedError(f"the {kind} port is not open yet")
+        return number
+
     def url(self, path: str) -> str:
-        return f"http://127.0.0.1:{self.config.server.http_port}{path}"
+        return f"http://127.0.0.1:{self.port()}{path}"
+
+    def _fetch(self, path: str, data: bytes | None = None) -> tuple[int, str]:
+        """Send a request from another thread, so that the server's loop goes on meanwhile."""
+        return fetch(self.url(path), data)
 
     def signal(self) -> None:
         self.server._on_signal()

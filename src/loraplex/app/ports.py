@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Final
 
 from starlette.types import ASGIApp
 
@@ -15,6 +16,13 @@ from loraplex.frontends.kserve.grpc.server import GrpcServer
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.kserve.socket.server import serving_socket
 from loraplex.frontends.telemetry.connections import HttpConnections
+
+_TITLES: Final = {
+    "grpc": "GRPCInferenceService",
+    "http": "HTTPService",
+    "metrics": "Metrics Service",
+}
+"""Triton's names of the ports, in the order of its lines."""
 
 
 class Ports:
@@ -32,18 +40,18 @@ class Ports:
         self._settings = settings
         self._tls = tls
         self._seconds_left = seconds_left
-        self._lines: list[str] = []
+        self.bound: dict[str, int] = {}
+        """Numbers of the open ports: http, grpc, metrics. A setting of 0 lets the system choose."""
 
     async def open_http(self, app: ASGIApp, connections: HttpConnections) -> None:
         if not self._settings.http:
             return
-        port = await self._opened(app, self._settings.http_port, connections)
-        self._lines.append(f"Started HTTPService at {self._settings.host}:{port}")
+        self.bound["http"] = await self._opened(app, self._settings.http_port, connections)
 
     async def open_metrics(self, app: ASGIApp) -> None:
         if self._settings.metrics:
-            port = await self._opened(app, self._settings.metrics_port, HttpConnections())
-            self._lines.append(f"Started Metrics Service at {self._settings.host}:{port}")
+            port = self._settings.metrics_port
+            self.bound["metrics"] = await self._opened(app, port, HttpConnections())
 
     async def open_grpc(
         self, triton: TritonService, authenticate: Authenticate, reporting: Reporting
@@ -62,8 +70,7 @@ class Ports:
         )
         await server.start()
         self._stack.push_async_callback(server.stop)
-        host = self._settings.host
-        self._lines.insert(0, f"Started GRPCInferenceService at {host}:{server.port}")
+        self.bound["grpc"] = server.port
 
     async def open_request_socket(self, triton: TritonService, reporting: Reporting) -> None:
         path, limit = self._settings.request_socket, self._settings.max_body_bytes
@@ -75,7 +82,9 @@ class Ports:
 
     def lines(self) -> Iterator[str]:
         """Yield the lines that Triton prints when it is ready; scripts wait for them."""
-        yield from self._lines
+        for kind, title in _TITLES.items():
+            if kind in self.bound:
+                yield f"Started {title} at {self._settings.host}:{self.bound[kind]}"
 
     async def _opened(self, app: ASGIApp, port: int, connections: HttpConnections) -> int:
         return await self._stack.enter_async_context(

@@ -9,7 +9,7 @@ import functools
 import logging
 import signal
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from loraplex.app.access import (
@@ -67,6 +67,8 @@ class Server:
         self._launch = launch
         self._print_line = print_line
         self._given_keys = given_keys
+        self.bound_ports: Mapping[str, int] = {}
+        """Numbers of the open ports: http, grpc, metrics; 0 in the settings: any free one."""
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
         self._draining: Draining | None = None
@@ -117,6 +119,7 @@ class Server:
             )
             # The ports open first: /health/ready is false until the models are loaded.
             ports = Ports(stack, settings, tls, self._seconds_left)
+            self.bound_ports = ports.bound
             await ports.open_http(app, reporting.connections)
             await ports.open_metrics(served_as_known_hosts(scraped, settings, has_keys=has_keys))
             await ports.open_grpc(triton, authenticate, reporting)

@@ -2,14 +2,13 @@
 
 import contextlib
 import dataclasses
-import itertools
 import json
-import os
+import re
 import signal
-import socket
 import ssl
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -24,12 +23,21 @@ STOP_SECONDS = 30
 MODEL = "capitals"
 
 
+PORT_FLAGS = ("--http-port=0", "--grpc-port=0", "--metrics-port=0")
+"""Flags of a server on ports that the system chooses; it prints them when it is ready."""
+_PORT_LINE = re.compile(r"Started (\S+?) ?Service at \S+:(\d+)$")
+_PORTS = {"HTTP": "http_port", "GRPCInference": "grpc_port", "Metrics": "metrics_port"}
+_LAST_PORT = "metrics_port"
+"""The port that a server prints last, unless it has none."""
+
+
 @dataclasses.dataclass
 class RunningServer:
     process: "subprocess.Popen[str]"
-    http_port: int
-    grpc_port: int
-    metrics_port: int
+    http_port: int = 0
+    """0: not known yet, as for the others."""
+    grpc_port: int = 0
+    metrics_port: int = 0
     certificate: Path | None = dataclasses.field(default=None, kw_only=True)
     """Certificate of a server with TLS."""
 
@@ -65,6 +73,25 @@ class RunningServer:
             assert time.monotonic() < deadline, f"not {'ready' if ready else 'unready'} in time"
             time.sleep(0.05)
 
+    def wait_until_printed(self, port: str = _LAST_PORT, seconds: float = START_SECONDS) -> None:
+        """Wait for a port's line, which a server prints when it is ready."""
+        deadline = time.monotonic() + seconds
+        while not getattr(self, port):
+            assert self.process.poll() is None, f"the server ended: {self.process.returncode}"
+            assert time.monotonic() < deadline, "not ready in time"
+            time.sleep(0.05)
+
+    def read_lines(self, stdout: IO[str] | None) -> None:
+        """Take the ports from the lines that the server prints, and copy the lines to `stdout`."""
+        assert self.process.stdout is not None
+        with self.process.stdout as lines:
+            for line in lines:
+                if stdout is not None:
+                    stdout.write(line)
+                    stdout.flush()
+                if match := _PORT_LINE.match(line.strip()):
+                    setattr(self, _PORTS[match[1]], int(match[2]))
+
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(STOP_SECONDS)
@@ -86,21 +113,6 @@ def fetch(
             return error.code, error.read().decode()
 
 
-# Below the ports that systems give to outgoing connections (from 32768 on Linux), so that none of
-# those takes a port before its server does. Each process begins elsewhere.
-_candidates = itertools.count(20_000 + os.getpid() % 120 * 100)
-
-
-def free_ports(count: int) -> list[int]:
-    """Return loopback ports on which no process listens, and which no later call returns."""
-    ports: list[int] = []
-    while len(ports) < count:
-        port = next(_candidates)
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            ports.append(port)
-    return ports
-
-
 @contextlib.contextmanager
 def serving(
     state_dir: Path, *flags: str, model: Path = BASE_PATH, certificate: Path | None = None
@@ -108,31 +120,43 @@ def serving(
     """`loraplex serve` with the shipped model (or a copy of it) and both adapters, until the
     context ends. certificate: what to trust, of one that the flags let speak TLS.
     """
-    ports = free_ports(3)
     command = [sys.executable, "-m", "loraplex", "serve", str(model), "--name", MODEL]
     for task_id, (name, path) in enumerate(ADAPTER_PATHS.items(), start=1):
         command += ["--adapter", f"{name}={path},task_id={task_id}"]
-    for kind, port in zip(("http", "grpc", "metrics"), ports, strict=True):
-        command += [f"--{kind}-port", str(port)]
-    command += ["--state-dir", str(state_dir), *flags]
-    with running(command, ports, certificate=certificate) as server:
+    command += [*PORT_FLAGS, "--state-dir", str(state_dir), *flags]
+    with running(command, certificate=certificate) as server:
         yield server
 
 
 @contextlib.contextmanager
 def running(
     command: Sequence[str],
-    ports: Sequence[int],
     stdout: IO[str] | None = None,
+    last_port: str = _LAST_PORT,
     certificate: Path | None = None,
 ) -> Iterator[RunningServer]:
-    """A server's process, ready, until the context ends. ports: HTTP, gRPC, metrics."""
-    process = subprocess.Popen(command, stdout=stdout, text=True)
-    server = RunningServer(process, *ports, certificate=certificate)
+    """A server's process with its ports, ready, until the context ends.
+
+    The command has PORT_FLAGS; `last_port` is the last one that the server opens.
+    """
+    server, reader = start(command, stdout)
+    server.certificate = certificate
     try:
-        server.wait_until(ready=True)
+        server.wait_until_printed(last_port)
         yield server
     finally:
-        if process.poll() is None:
-            process.kill()
-        process.wait()
+        if server.process.poll() is None:
+            server.process.kill()
+        server.process.wait()
+        reader.join(STOP_SECONDS)
+
+
+def start(
+    command: Sequence[str], stdout: IO[str] | None = None, **options: Any
+) -> tuple[RunningServer, threading.Thread]:
+    """Start a server and a thread that reads what it prints. `options` are those of Popen."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **options)
+    server = RunningServer(process)
+    reader = threading.Thread(target=server.read_lines, args=(stdout,), daemon=True)
+    reader.start()
+    return server, reader

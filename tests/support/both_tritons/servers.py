@@ -11,7 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from loraplex.demo import ADAPTER_PATHS, BASE_PATH
-from loraplex.testing.running_server import free_ports, running
+from loraplex.testing.running_server import PORT_FLAGS, running
 from support.real_triton import running_triton
 
 VLLM_MODEL = "vllm_model"
@@ -82,13 +82,10 @@ def _triton(*arguments: str | Path) -> None:
 
 @contextlib.contextmanager
 def _ours(path: Path, folder: Path) -> Iterator[Address]:
-    ports = free_ports(3)
     command = [sys.executable, "-m", "loraplex", "triton", f"--model-repository={path}", _DEVICE]
-    for kind, port in zip(("http", "grpc", "metrics"), ports, strict=True):
-        command.append(f"--{kind}-port={port}")
-    command += ["--host=127.0.0.1", f"--state-dir={folder / 'state'}", *_EXPLICIT]
-    with (folder / "ours.txt").open("w") as lines, running(command, ports, lines):
-        yield Address(f"127.0.0.1:{ports[0]}", f"127.0.0.1:{ports[1]}")
+    command += [*PORT_FLAGS, "--host=127.0.0.1", f"--state-dir={folder / 'state'}", *_EXPLICIT]
+    with (folder / "ours.txt").open("w") as lines, running(command, lines) as server:
+        yield Address(f"127.0.0.1:{server.http_port}", f"127.0.0.1:{server.grpc_port}")
 
 
 @contextlib.contextmanager

@@ -118,7 +118,7 @@ async def test_errors_have_their_code(run, log):
 async def test_a_client_that_leaves(run, log):
     server = run(FakeEngineSettings(step_seconds=0.02), access_log=str(log))
     await server.until_ready()
-    port = server.config.server.http_port
+    port = server.port()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     body = b'{"model": "m", "prompt": "x", "max_tokens": 900, "ignore_eos": true, "stream": true}'
     head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
@@ -136,7 +136,7 @@ async def test_a_client_that_leaves(run, log):
 async def test_a_body_that_does_not_come(run, log):
     server = run(access_log=str(log), body_timeout_seconds=0.1)
     await server.until_ready()
-    port = server.config.server.http_port
+    port = server.port()
     for path, code in (("/v1/completions", b'"code":"body_timeout"'), ("/v2/models/m/infer", b"")):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
@@ -154,7 +154,7 @@ async def test_a_body_that_does_not_come(run, log):
 async def test_grpc(run, log):
     server = run(access_log=str(log))
     await server.until_ready()
-    address = f"127.0.0.1:{server.config.server.grpc_port}"
+    address = f"127.0.0.1:{server.port('grpc')}"
     import grpc
 
     async with grpc.aio.insecure_channel(address) as channel:
@@ -181,7 +181,7 @@ async def test_grpc(run, log):
 async def test_a_grpc_stream_and_its_requests(run, log):
     server = run(access_log=str(log))
     await server.until_ready()
-    address = f"127.0.0.1:{server.config.server.grpc_port}"
+    address = f"127.0.0.1:{server.port('grpc')}"
     async with tritonclient.grpc.aio.InferenceServerClient(address) as client:
 
         async def requests():

@@ -77,7 +77,7 @@ async def test_grpc_is_reported(run, drain):
     server = run(SLOW)
     await server.until_ready()
     await drain(server, "POST")
-    address = f"127.0.0.1:{server.config.server.grpc_port}"
+    address = f"127.0.0.1:{server.port('grpc')}"
     async with grpc.aio.insecure_channel(address) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         assert not (await stub.ServerReady(service_pb2.ServerReadyRequest())).ready
@@ -146,7 +146,7 @@ async def test_streams_go_on_to_their_end(run):
         writer.close()
         return data
 
-    port = server.config.server.http_port
+    port = server.port()
     early = [asyncio.create_task(stream()) for _ in range(8)]
     async with asyncio.timeout(20):
         while (await stats_of(server))["drain"]["in_work"] < 8:
@@ -197,7 +197,7 @@ async def test_metrics_of_the_wire(run, tmp_path):
     server = run(access_log=str(tmp_path / "log"))
     await server.until_ready()
     await server.complete(model="nobody")
-    port = server.config.server.metrics_port
+    port = server.port("metrics")
     status, _ = await server.get("/metrics")
     assert status == 200
     text = await asyncio.to_thread(

@@ -17,7 +17,7 @@ from loraplex.frontends.openapi.document import document
 
 def send(server, method: str, path: str, **headers: str) -> tuple[int, dict[str, str], str]:
     """(status, headers by lower-case name, body)."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.config.server.http_port)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port())
     try:
         connection.request(method, path, headers=headers)
         response = connection.getresponse()

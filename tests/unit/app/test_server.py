@@ -15,19 +15,19 @@ from support.fake_engine_process import FakeEngineSettings
 async def test_it_says_where_and_serves(run):
     server = run()
     await server.until_ready()
-    ports = server.config.server
     assert server.lines == [
-        f"Started GRPCInferenceService at 127.0.0.1:{ports.grpc_port}",
-        f"Started HTTPService at 127.0.0.1:{ports.http_port}",
-        f"Started Metrics Service at 127.0.0.1:{ports.metrics_port}",
+        f"Started GRPCInferenceService at 127.0.0.1:{server.port('grpc')}",
+        f"Started HTTPService at 127.0.0.1:{server.port('http')}",
+        f"Started Metrics Service at 127.0.0.1:{server.port('metrics')}",
     ]
     assert (await server.get("/health/ready"))[0] == 200
     assert (await server.get("/v2/health/ready"))[0] == 200
     status, body = await server.complete(max_tokens=3)
     assert (status, body["usage"]["completion_tokens"]) == (200, 3)
+    assert 0 not in server.server.bound_ports.values()
     server.signal()
     await server.ended()
-    with socket.create_server(("127.0.0.1", ports.http_port)):
+    with socket.create_server(("127.0.0.1", server.port())):
         pass
 
 

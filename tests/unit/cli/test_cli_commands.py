@@ -20,7 +20,6 @@ from loraplex.core.config import ModelConfig
 from loraplex.core.server_config import ServerConfig
 from loraplex.core.version import __version__
 from loraplex.demo import ADAPTER_PATHS, BASE_PATH
-from loraplex.testing.running_server import free_ports
 
 HEAVY = ("torch", "numpy", "starlette", "uvicorn", "grpc", "tokenizers", "transformers")
 COMMANDS = {c.callback.__name__.replace("_", "-"): c.callback for c in app.registered_commands}
@@ -201,12 +200,10 @@ class TestServeSaysInOneLine:
 
     @pytest.mark.slow
     def test_an_adapter_that_is_broken(self, tmp_path):
-        ports = map(str, free_ports(3))
-        flags = zip(("--http-port", "--grpc-port", "--metrics-port"), ports, strict=True)
         done = loraplex_command(
             "serve",
             str(BASE_PATH),
-            *(part for flag in flags for part in flag),
+            *("--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"),
             *("--state-dir", str(tmp_path), "--adapter", f"zh={tmp_path}", "--log-level", "error"),
         )
         assert "adapter 'zh': " in one_line(done)
