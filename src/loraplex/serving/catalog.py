@@ -45,6 +45,7 @@ class ModelCatalog:
     def __init__(self, models: Sequence[ServedModel]) -> None:
         self.models = {model.card.name: model for model in models}
         self._turn = asyncio.Lock()
+        self._pinning: set[asyncio.Task[None]] = set()
 
     def of(self, principal: Principal) -> Mapping[str, ServedModel]:
         """Return the base models that a principal may use, by name."""
@@ -84,10 +85,15 @@ class ModelCatalog:
         model, adapter = matches[0]
         return model, ByName(adapter)
 
-    async def change(self, change: Callable[[], T], then: Callable[[T], None] | None = None) -> T:
+    async def change(
+        self,
+        change: Callable[[], T],
+        then: Callable[[T], asyncio.Task[None] | None] | None = None,
+    ) -> T:
         """Run a change of a store in its turn, then `then` with its result on the event loop.
 
-        Once begun both complete, even if the caller is cancelled, and the caller waits for them.
+        Once begun both complete, even if the caller is cancelled, and the caller waits for them. A
+        task that `then` returns completes after the turn, also if the caller is cancelled.
         """
         async with self._turn:
             work = asyncio.ensure_future(asyncio.to_thread(change))
@@ -100,11 +106,14 @@ class ModelCatalog:
                 except asyncio.CancelledError as error:
                     cancelled = error
             failure = work.exception()
+            following = None
             if then is not None and failure is None:
-                then(work.result())
+                following = then(work.result())
             if cancelled is not None:
                 raise cancelled
-            return work.result()
+        if following is not None:
+            await asyncio.shield(following)
+        return work.result()
 
     async def register(
         self,
@@ -134,13 +143,14 @@ class ModelCatalog:
                 origin=origin,
             )
 
-        def then(result: tuple[AdapterVersion | None, Registration]) -> None:
+        def then(
+            result: tuple[AdapterVersion | None, Registration],
+        ) -> asyncio.Task[None] | None:
             before, registration = result
             apply_version(model, before, registration.version)
+            return self._pin_soon(model) if registration.version.is_pinned else None
 
         _, registration = await self.change(change, then)
-        if registration.version.is_pinned:
-            await pin_on_device(model)
         return registration
 
     async def remove(self, model: ServedModel, ref: AdapterRef, mode: UnloadMode) -> Unloaded:
@@ -184,8 +194,11 @@ class ModelCatalog:
             before = model.store.find(ref)
             return before, model.store.rollback(ref, number, model.check_fits)
 
-        _, version = await self.change(change, lambda result: apply_version(model, *result))
-        await pin_on_device(model)
+        def then(result: tuple[AdapterVersion | None, AdapterVersion]) -> asyncio.Task[None]:
+            apply_version(model, *result)
+            return self._pin_soon(model)
+
+        _, version = await self.change(change, then)
         return version
 
     async def pin(
@@ -197,20 +210,27 @@ class ModelCatalog:
         on the device; then it is not pinned.
         """
         if not is_pinned:
-            version = await self.change(lambda: model.store.unpin(ref, number))
-            unpin_others(model)
-            return version
+            return await self.change(
+                lambda: model.store.unpin(ref, number), lambda _: unpin_others(model)
+            )
         present = model.store.resolve(ref)
-        if number in (None, present.number):
-            await model.engine.pin(present.source)
         try:
-            version = await self.change(lambda: model.store.pin(ref, number))
+            if number in (None, present.number):
+                await model.engine.pin(present.source)
+            # Pin again: before the store had the pin, any other change would have unpinned it.
+            return await self.change(
+                lambda: model.store.pin(ref, number), lambda _: self._pin_soon(model)
+            )
         except BaseException:
             unpin_others(model)
             raise
-        # Pin again: before the store had the pin, any other change would have unpinned it.
-        await pin_on_device(model)
-        return version
+
+    def _pin_soon(self, model: ServedModel) -> asyncio.Task[None]:
+        """Start `pin_on_device`, which the cancellation of a caller does not end."""
+        task = asyncio.create_task(pin_on_device(model))
+        self._pinning.add(task)  # the event loop alone would not keep it alive
+        task.add_done_callback(self._pinning.discard)
+        return task
 
     def check_is_no_base(self, name: str) -> None:
         """Raise InvalidRequestError for a name that means a base model."""

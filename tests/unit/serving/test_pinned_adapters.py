@@ -86,6 +86,77 @@ async def test_a_load_that_ends_meanwhile_does_not_take_the_hold_away(service, m
     assert await held(service) == {"digest of /1"}
 
 
+@pytest.mark.parametrize("is_pinned", [True, False])
+async def test_a_cancelled_change_leaves_store_and_engine_together(service, is_pinned, monkeypatch):
+    await service.start()
+    await load(service, "/1")
+    await service.adapter_admin.pin(LOCAL, ZH, None, is_pinned=not is_pinned)
+    store = service.model("a").store
+    method = "pin" if is_pinned else "unpin"
+    change, begun, may_end = getattr(store, method), threading.Event(), threading.Event()
+
+    def slow(*arguments):
+        begun.set()
+        assert may_end.wait(20)
+        return change(*arguments)
+
+    monkeypatch.setattr(store, method, slow)
+    leaving = asyncio.create_task(service.adapter_admin.pin(LOCAL, ZH, None, is_pinned=is_pinned))
+    await asyncio.to_thread(begun.wait, 20)
+    leaving.cancel()
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    await asyncio.gather(*service._catalog._pinning)
+    assert store.resolve(ZH).is_pinned == is_pinned
+    assert await held(service) == ({"digest of /1"} if is_pinned else set())
+
+
+async def test_a_pin_that_is_cancelled_before_the_store_has_it_is_undone(service, monkeypatch):
+    await service.start()
+    await load(service, "/1")
+    engine = service.model("a").engine
+    pin, is_done = engine.pin, asyncio.Event()
+
+    async def slow(source):
+        await pin(source)
+        is_done.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(engine, "pin", slow)
+    leaving = asyncio.create_task(service.adapter_admin.pin(LOCAL, ZH, None, is_pinned=True))
+    await is_done.wait()
+    leaving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    assert await held(service) == set()
+
+
+async def test_a_cancelled_load_of_a_pinned_version_pins_it(service, monkeypatch):
+    """It returns under its name with the same bytes, after its engine lost the pin."""
+    await service.start()
+    await load(service, "/1")
+    await service.adapter_admin.pin(LOCAL, ZH, None, is_pinned=True)
+    model = service.model("a")
+    model.engine.unpin("digest of /1")
+    register, begun, may_end = model.store.register, threading.Event(), threading.Event()
+
+    def slow(*arguments, **options):
+        begun.set()
+        assert may_end.wait(20)
+        return register(*arguments, **options)
+
+    monkeypatch.setattr(model.store, "register", slow)
+    leaving = asyncio.create_task(load(service, "/1", replace=True))
+    await asyncio.to_thread(begun.wait, 20)
+    leaving.cancel()
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    await asyncio.gather(*service._catalog._pinning)
+    assert await held(service) == {"digest of /1"}
+
+
 async def test_unloaded_it_is_pinned_no_longer(service):
     await service.start()
     await load(service, "/1")
