@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from loraplex.demo import ADAPTER_PATHS, BASE_PATH
-from loraplex.testing.running_server import MODEL, RunningServer, free_ports, running, serving
+from loraplex.testing.running_server import MODEL, PORT_FLAGS, RunningServer, running, serving
 
 pytestmark = [
     pytest.mark.slow,
@@ -189,12 +189,9 @@ class TestResources:
 def test_a_state_directory_that_goes_away(tmp_path, fault):
     """Requests are served. A load is an error while the directory cannot be written."""
     state = tmp_path / "state"
-    ports = free_ports(3)
     command = [sys.executable, "-m", "loraplex", "serve", str(BASE_PATH), "--name", MODEL]
-    for kind, port in zip(("http", "grpc", "metrics"), ports, strict=True):
-        command += [f"--{kind}-port", str(port)]
-    command += ["--state-dir", str(state)]
-    with running([*_without_root_rights(), *command], ports) as server:
+    command += [*PORT_FLAGS, "--state-dir", str(state)]
+    with running([*_without_root_rights(), *command]) as server:
         assert load(server, "before") == 201
         if fault == "deleted":
             shutil.rmtree(state)
