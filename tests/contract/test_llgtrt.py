@@ -134,8 +134,15 @@ def test_never_fails_with_llgtrts_words_when_it_is_not_in_memory(ours):
 
 
 def test_an_unknown_adapter_is_an_error(ours):
-    status, message = error_of(ours.complete(lora_model="nobody"))
-    assert (status, "nobody" in message) == (404, True)
+    for send in (ours.complete, ours.chat):
+        for stream in (False, True):
+            response = send(lora_model="nobody", stream=stream)
+            status, message = error_of(response)
+            assert (status, message[:29]) == (
+                404,
+                "lora_model: adapter 'nobody' ",
+            )  # language: quoted
+            assert response.json()["error"]["param"] == "lora_model"
 
 
 @pytest.mark.parametrize("name", ["../fr", "/fr", "team/../../fr", "a\0b"])

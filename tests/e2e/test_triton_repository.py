@@ -183,8 +183,12 @@ def test_models_are_loaded_while_the_server_runs(tmp_path):
     )
     (repository / "add_sub").mkdir()
     (repository / "add_sub" / "config.pbtxt").write_text('backend: "python"')
-    flags = ("--model-control-mode=explicit", "--load-model=first")
+    log = tmp_path / "log.txt"
+    flags = ("--model-control-mode=explicit", "--load-model=first", f"--log-file={log}")
     with serving_repository(repository, tmp_path / "state", *flags) as (server, _):
+        assert "model first: vllm" in log.read_text()
+        comm = Path(f"/proc/{server.process.pid}/comm")
+        assert not comm.exists() or comm.read_text() == "tritonserver\n"
         load = "/v2/repository/models/{}/load"
         rows = server.post("/v2/repository/index", {})[1]
         assert {row["name"]: row["state"] for row in rows} == {

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -34,14 +36,21 @@ class ServerInLoop:
 
     @classmethod
     def start(
-        cls, state_dir: Path, settings: FakeEngineSettings | None = None, **fields: Any
+        cls,
+        state_dir: Path,
+        settings: FakeEngineSettings | None = None,
+        *,
+        model: Mapping[str, Any] = MappingProxyType({}),
+        **fields: Any,
     ) -> "ServerInLoop":
-        """fields: of ServerConfig. There is one model, `m`, with the shipped model's tokenizer."""
+        """fields: of ServerConfig. There is one model, `m`, with the shipped model's tokenizer;
+        model: more of its settings.
+        """
         settings = msgspec.structs.replace(settings or FakeEngineSettings(), capacity=CAPACITY)
         ports = {"http_port": 0, "grpc_port": 0, "metrics_port": 0}
         config = Config(
             server=ServerConfig(**(ports | {"state_dir": str(state_dir)} | fields)),
-            models={"m": ModelConfig(path=str(BASE_PATH))},
+            models={"m": ModelConfig(path=str(BASE_PATH), **model)},
         )
         return cls(config, lambda _: fake_engine_thread(settings))
 

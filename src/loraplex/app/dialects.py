@@ -30,17 +30,22 @@ def dialect_of(config: Config) -> Dialect:
     )
 
 
-async def prepare(backend: Backend, config: Config) -> None:
-    """Do what llgtrt does once its models are loaded, before it reports that it is ready.
-
-    Raises ConfigError for a json_start_token that is not a special token, and the errors of the
-    first generation.
-    """
-    if config.server.dialect == "openai":
-        return
+def check_start_tokens(backend: Backend, config: Config) -> None:
+    """Raise ConfigError for a json_start_token that is not a special token: no engine needs to
+    run for this."""
     for name, model in config.models.items():
         if model.json_start_token:
             _check_start_token(backend, name, model.json_start_token)
+
+
+async def prepare(backend: Backend, config: Config) -> None:
+    """Do what llgtrt does once its models are loaded, before it reports that it is ready.
+
+    Raises the errors of the first generation.
+    """
+    if config.server.dialect == "openai":
+        return
+    for name in config.models:
         await _try_template(backend, name)
         await _warm_up(backend, name)
 

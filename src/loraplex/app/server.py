@@ -20,7 +20,7 @@ from loraplex.app.access import (
     served_as_known_hosts,
 )
 from loraplex.app.builder import build_service
-from loraplex.app.dialects import dialect_of, prepare
+from loraplex.app.dialects import check_start_tokens, dialect_of, prepare
 from loraplex.app.end_of_input import end_of_input
 from loraplex.app.http_app import http_app
 from loraplex.app.local_paths import with_local_path
@@ -85,6 +85,7 @@ class Server:
             reporting = stack.enter_context(reporting_requests(settings))
             service = build_service(self._config, self._launch, metrics, has_keys=keys is not None)
             stack.push_async_callback(service.close)
+            check_start_tokens(service, self._config)
             triton = TritonService(
                 service,
                 declarations=self._declarations,

@@ -187,4 +187,6 @@ def _serve(config: Config, files: "LlgtrtConfig", api_key: str | None) -> None:
             "(--api-keys-file), or LORAPLEX_API_KEYS in the environment"
         )
     given = () if api_key is None else (api_key,)
-    run_server(config, functools.partial(print, flush=True), given_keys=given)
+    run_server(
+        config, functools.partial(print, flush=True), given_keys=given, process_name="llgtrt"
+    )

@@ -17,6 +17,7 @@ from loraplex.cli.triton_flags import as_settings, split_flags, with_triton_flag
 from loraplex.core.config import Config
 from loraplex.core.config_layers import Layer, field_layers, resolve
 from loraplex.core.errors import ConfigError
+from loraplex.core.log_lines import send_standard_error_to
 
 if TYPE_CHECKING:
     from loraplex.compat.triton.repository import Repository
@@ -106,6 +107,8 @@ def serve_repositories(
     reloading = Reloading(
         repository, repositories, functools.partial(build_config, theirs=theirs, ours=ours)
     )
+    if "log_file" in theirs:
+        send_standard_error_to(Path(theirs["log_file"]))
     set_up_logging(config.server.log_level)
     _log_start(repository, theirs, config)
     run_server(
@@ -118,6 +121,7 @@ def serve_repositories(
             reload=reloading,
             discover=reloading.discover,
         ),
+        process_name="tritonserver",
     )
 
 

@@ -35,6 +35,7 @@ FLAGS: Final[tuple[Feature, ...]] = (
     Feature("--metrics-address", note="the same"),
     Feature("--http-max-input-size", note="largest request body; as --max-body-bytes"),
     Feature("--exit-timeout-secs", note="shutdown grace period; as --shutdown-seconds"),
+    Feature("--log-file", note="the file that the log is appended to, instead of standard error"),
     Feature("--log-verbose", note="above 0: as --log-level debug"),
     Feature("--model-control-mode", note="none, poll (the repository is read once) or explicit"),
     Feature("--allow-http", note="false: the port is not opened; as --no-http"),
@@ -65,7 +66,7 @@ FLAGS: Final[tuple[Feature, ...]] = (
     ),
     *_no_effect(
         "see the routes /v2/trace/setting and /v2/logging",
-        *("--log-info", "--log-warning", "--log-error", "--log-format", "--log-file"),
+        *("--log-info", "--log-warning", "--log-error", "--log-format"),
         *("--trace-config", "--trace-file", "--trace-level", "--trace-rate", "--trace-count"),
         "--trace-log-frequency",
     ),

@@ -10,14 +10,16 @@ from collections.abc import (
     Awaitable,
     Callable,
     Coroutine,
+    Iterator,
     Mapping,
     Sequence,
 )
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack, aclosing, contextmanager
 from typing import Any, TypeVar
 
 import msgspec
 
+from loraplex.core.errors import AdapterNotFoundError
 from loraplex.core.output import RequestOutput, SequenceOutput, TokenLogprob
 from loraplex.core.principal import Principal
 from loraplex.core.request import GenerateRequest, RequestBatch
@@ -99,16 +101,20 @@ async def _disconnected(receive: Callable[[], Awaitable[Mapping[str, Any]]]) -> 
 
 
 async def generate_all(
-    backend: Backend, requests: Sequence[GenerateRequest], principal: Principal
+    backend: Backend,
+    requests: Sequence[GenerateRequest],
+    principal: Principal,
+    adapter_field: str = "",
 ) -> AsyncGenerator[IndexedOutput, None]:
     """Admit the requests, then yield their outputs as they arrive.
 
+    adapter_field: the client's field that named the adapter, for the error if there is none.
     If one is refused or fails, its error is raised and the others are aborted; closing the
     generator aborts all.
     """
     async with AsyncExitStack() as stack:
         streams: list[AsyncIterator[RequestOutput]] = []
-        with RequestBatch() as batch:
+        with RequestBatch() as batch, _naming(adapter_field):
             for request in requests:
                 batched = msgspec.structs.replace(request, batch=batch)
                 outputs = await backend.generate(batched, principal)
@@ -121,6 +127,17 @@ async def generate_all(
         async with aclosing(_interleave(streams)) as merged:
             async for item in merged:
                 yield item
+
+
+@contextmanager
+def _naming(field: str) -> Iterator[None]:
+    """Put the field that named an adapter into the error for one that there is not."""
+    try:
+        yield
+    except AdapterNotFoundError as error:
+        if not field:
+            raise
+        raise AdapterNotFoundError(f"{field}: {error.message}", param=field) from None
 
 
 async def _interleave(
@@ -150,11 +167,14 @@ def _next_of(stream: AsyncIterator[RequestOutput]) -> "asyncio.Task[RequestOutpu
 
 
 async def gather_all(
-    backend: Backend, requests: Sequence[GenerateRequest], principal: Principal
+    backend: Backend,
+    requests: Sequence[GenerateRequest],
+    principal: Principal,
+    adapter_field: str = "",
 ) -> list[RequestOutput]:
     """Run the requests to their ends: one whole output for each, in order."""
     pieces: list[list[RequestOutput]] = [[] for _ in requests]
-    async with aclosing(generate_all(backend, requests, principal)) as outputs:
+    async with aclosing(generate_all(backend, requests, principal, adapter_field)) as outputs:
         async for index, output in outputs:
             pieces[index].append(output)
     return [merge_outputs(outputs) for outputs in pieces]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from loraplex.app.dialects import dialect_of, prepare
+from loraplex.app.dialects import check_start_tokens, dialect_of, prepare
 from loraplex.core.config import Config, ModelConfig
 from loraplex.core.errors import ConfigError, QueueFullError
 from loraplex.core.server_config import ServerConfig
@@ -41,8 +41,8 @@ async def test_what_the_first_generation_raises_ends_the_start():
         await prepare(backend, config_of("llgtrt"))
 
 
-async def test_the_start_token_is_one_special_token():
+def test_the_start_token_is_one_special_token():
     backend = EchoBackend()
     with pytest.raises(ConfigError, match="json_start_token 'call' must be one special token"):
-        await prepare(backend, config_of("llgtrt", json_start_token="call"))
-    await prepare(backend, config_of("llgtrt", json_start_token="<s>"))
+        check_start_tokens(backend, config_of("llgtrt", json_start_token="call"))
+    check_start_tokens(backend, config_of("llgtrt", json_start_token="<s>"))

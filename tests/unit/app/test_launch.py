@@ -3,6 +3,8 @@
 import contextlib
 import gc
 import logging
+import subprocess
+import sys
 from collections.abc import Awaitable
 
 import pytest
@@ -137,3 +139,16 @@ def test_what_a_ready_server_has_is_no_more_looked_at_for_garbage(monkeypatch):
     monkeypatch.setattr(gc, "freeze", lambda: reported.append("frozen"))
     _print_settled(reported.append, "ready")
     assert reported == ["frozen", "ready"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes have such names on Linux")
+def test_a_process_is_found_by_its_name() -> None:
+    program = (
+        "import subprocess; from loraplex.app.launch import name_process\n"
+        "name_process('tritonserver')\n"
+        "print(open('/proc/self/comm').read(), end='')\n"
+        "print(subprocess.run(['cat', '/proc/self/comm'], capture_output=True, text=True).stdout)"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["tritonserver", "cat"], "its children keep their own names"

@@ -60,6 +60,13 @@ async def test_an_engine_that_cannot_start_ends_it(run):
     assert server.lines == []
 
 
+async def test_a_wrong_start_token_is_found_before_the_weights_are_loaded(run):
+    model = {"json_start_token": "call"}
+    server = run(FakeEngineSettings(start_seconds=600), model=model, dialect="llgtrt")
+    with pytest.raises(ConfigError, match="json_start_token 'call' must be one special token"):
+        await server.ended()
+
+
 async def test_a_stop_lets_requests_end(run):
     server = run(FakeEngineSettings(step_seconds=0.005))
     completion = await server.running_completion(max_tokens=60)

@@ -22,7 +22,8 @@ def served(monkeypatch):
     """(configuration, given keys) of what would have been served."""
     calls = []
 
-    def run_server(config, say, given_keys=()):
+    def run_server(config, say, given_keys, process_name):
+        assert process_name == "llgtrt"
         calls.append((config, given_keys))
 
     monkeypatch.setattr("loraplex.app.launch.run_server", run_server)

@@ -37,7 +37,8 @@ def served(monkeypatch):
     """What would have been served."""
     calls = []
     monkeypatch.setattr(
-        "loraplex.app.launch.run_server", lambda *arguments: calls.append(arguments)
+        "loraplex.app.launch.run_server",
+        lambda *arguments, process_name: calls.append((*arguments, process_name)),
     )
     monkeypatch.setattr("loraplex.app.launch.set_up_logging", lambda level: None)
     monkeypatch.setattr("loraplex.compat.triton.devices.has_gpu", lambda: False)
@@ -69,7 +70,8 @@ def test_both_names_of_a_repository_and_every_flag(served, repository):
     for name in ("--model-repository", "--model-store"):
         done = run(f"{name}={repository}", *given)
         assert done.exit_code == 0, done.output
-    config, _, declarations, control = served[0]
+    config, _, declarations, control, process_name = served[0]
+    assert process_name == "tritonserver"
     assert config.server.host == "0.0.0.0"
     assert (config.server.http_port, config.server.grpc_port) == (0, 0)
     assert config.server.shutdown_seconds == 7

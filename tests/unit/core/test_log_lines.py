@@ -1,6 +1,7 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 PROGRAM = """
 import logging
@@ -25,3 +26,41 @@ def test_a_line_has_level_time_source_and_message():
     start = r"W \d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} "
     assert re.fullmatch(start + "a.b: reported\n", line())
     assert re.fullmatch(start + "engine: reported and more\n", line("engine", " and more"))
+
+
+REDIRECTED = """
+import subprocess, sys
+from pathlib import Path
+from loraplex.core.log_lines import log_to_standard_error, send_standard_error_to
+
+send_standard_error_to(Path(sys.argv[1]))
+log_to_standard_error("warning")
+import logging
+logging.getLogger("a.b").warning("reported")
+subprocess.run([sys.executable, "-c", "import sys; sys.stderr.write('of a child')"], check=True)
+"""
+
+
+def redirected(file: Path) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-c", REDIRECTED, str(file)]
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+
+
+def test_a_file_gets_what_standard_error_would_of_all_processes(tmp_path: Path) -> None:
+    file = tmp_path / "log.txt"
+    file.write_text("kept\n")
+    for _ in range(2):
+        done = redirected(file)
+        assert (done.returncode, done.stderr) == (0, "")
+    kept, *lines = file.read_text().replace("of a child", "of a child\n").splitlines()
+    assert kept == "kept"
+    assert [re.sub(r"^W \S+ \S+ ", "", line) for line in lines] == [
+        "a.b: reported",
+        "of a child",
+    ] * 2
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    done = redirected(tmp_path / "gone" / "log.txt")
+    assert done.returncode == 1
+    assert f"--log-file {tmp_path}/gone/log.txt cannot be written: No such file" in done.stderr

@@ -10,11 +10,14 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import Any
 
 from google.protobuf import text_format
 
+from loraplex.compat.triton.engine_args import ENGINE_ARGS
 from loraplex.compat.triton.model_folder import CONFIG_FILE, ModelFolder, read_model_folder
+from loraplex.compat.triton.parameters import TENSORRT_LLM_PARAMETERS
 from loraplex.compat.triton.repository import Repository, read_folders, read_repositories
 from loraplex.core.config import Config
 from loraplex.core.errors import ConfigError, InvalidRequestError, UnsupportedFeatureError
@@ -23,6 +26,10 @@ from loraplex.frontends.kserve.models.declaration import ModelDeclaration
 from loraplex.frontends.kserve.models.model_control import FoundModel
 
 _MAX_PATH_CHARS = 256
+_KEYS: Mapping[str, str] = MappingProxyType(
+    {row.setting: row.key for row in (*ENGINE_ARGS, *TENSORRT_LLM_PARAMETERS) if row.setting}
+)
+"""The users' keys by our settings."""
 
 
 class Reloading:
@@ -91,7 +98,9 @@ class Reloading:
                     param="config",
                 )
             differing = sorted(
-                key for key in {*started, *found} if started.get(key) != found.get(key)
+                _KEYS.get(key, key)
+                for key in {*started, *found}
+                if started.get(key) != found.get(key)
             )
             if differing:
                 raise UnsupportedFeatureError(

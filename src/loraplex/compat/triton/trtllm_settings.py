@@ -46,7 +46,7 @@ def _parameter_layer(folder: ModelFolder, row: SettingRow, notes: Notes) -> Iter
     if row.key == _PREFETCH:
         yield from _prefetch_layer(folder, value, notes)
     elif row.setting and (value or row.key not in _ZERO_IS_UNSAID):
-        yield _layer(folder, parameters.place(row.key), {row.setting: value})
+        yield _layer(folder, f"{parameters.place(row.key)}: {row.key}", {row.setting: value})
 
 
 def _prefetch_layer(folder: ModelFolder, written: str, notes: Notes) -> Iterator[Layer]:

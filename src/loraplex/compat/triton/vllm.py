@@ -164,7 +164,8 @@ class _Arguments:
         return written if found is None else str(found)
 
     def _layer(self, key: str, setting: str, value: Any) -> Layer:
-        return Layer(self._place(key), {"models": {self._folder.name: {setting: value}}})
+        source = f"{self._place(key)}: {key}"
+        return Layer(source, {"models": {self._folder.name: {setting: value}}})
 
     def _place(self, key: str) -> str:
         written = re.compile(rf'"{re.escape(key)}"\s*:')

@@ -1,13 +1,15 @@
 """Adapters of a request: every way to name one, and which fields exclude each other."""
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple, TypeVar
 
 from loraplex.core.adapter import AdapterChoice, AdapterKey, ByName
 from loraplex.core.errors import InvalidParameterError
 from loraplex.frontends.adapter_choices import read_choices
 from loraplex.frontends.openai.schema import GenerationBody
 from loraplex.serving.backend import ModelCard
+
+T = TypeVar("T")
 
 ADAPTER_HEADER = "x-lora-adapter"
 """A request header that names an adapter, for clients whose body cannot."""
@@ -36,6 +38,12 @@ def adapter_choices(
             param="lora_path",
         )
     return tuple(_choices(body, target, header, name) for name in body.lora_path)
+
+
+def adapter_field(body: GenerationBody, header: str) -> str:
+    """Return the field, or header, that names the one adapter; empty if it is `model`."""
+    names = _names(body, header, body.lora_path)
+    return next((field for field, name in names.items() if name), "")
 
 
 def _choices(
@@ -67,15 +75,18 @@ def _named(
     """(field, the adapter that it names); an empty name is none."""
     if target.key is not None:
         yield "model", target.key
-    names = {
+    for field, name in _names(body, header, lora_path).items():
+        if name:
+            yield field, ByName(name)
+
+
+def _names(body: GenerationBody, header: str, lora_path: T) -> Mapping[str, str | T | None]:
+    return {
         "lora_model": body.lora_model,
         "adapter_id": body.adapter_id,
         "lora_path": lora_path,
         ADAPTER_HEADER: header,
     }
-    for field, name in names.items():
-        if name:
-            yield field, ByName(name)
 
 
 def _several(

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from loraplex.core.principal import Principal
 from loraplex.core.request import GenerateRequest
 from loraplex.frontends.openai import convert
-from loraplex.frontends.openai.adapter_fields import ADAPTER_HEADER
+from loraplex.frontends.openai.adapter_fields import ADAPTER_HEADER, adapter_field
 from loraplex.frontends.openai.adapter_headers import BY_HEADER, DIGESTS
 from loraplex.frontends.openai.chat import chat_request
 from loraplex.frontends.openai.context import (
@@ -73,7 +73,7 @@ class GenerationEndpoints:
         call = _call(request, "cmpl", body, requests, echo=bool(body.echo))
         texts = self._texts(body, requests)
         writer = self._dialect.writer(CompletionWriter(call, texts), call, body, texts)
-        return await self._respond(request, principal, writer, call, bool(body.stream))
+        return await self._respond(request, principal, writer, call, body)
 
     @described(
         ResponseDoc(200, (Media(JSON, ChatCompletion), events_of(ChatCompletionChunk, ENDS))),
@@ -102,7 +102,7 @@ class GenerationEndpoints:
         )
         texts = self._texts(body, requests)
         writer = self._dialect.writer(ChatWriter(call, texts, reading), call, body, texts)
-        return await self._respond(request, principal, writer, call, bool(body.stream))
+        return await self._respond(request, principal, writer, call, body)
 
     async def _respond(
         self,
@@ -110,16 +110,17 @@ class GenerationEndpoints:
         principal: Principal,
         writer: ResponseWriter,
         call: Call,
-        is_stream: bool,
+        body: GenerationBody,
     ) -> Response:
         backend = self._context.backend
-        if is_stream:
-            outputs = generate_all(backend, call.requests, principal)
+        field = adapter_field(body, request.headers.get(ADAPTER_HEADER, ""))
+        if body.stream:
+            outputs = generate_all(backend, call.requests, principal, field)
             return EventStream(
                 outputs, writer, request_id(request), self._dialect.errors, read_from=just_output
             )
         whole = await until_disconnect(
-            request.receive, gather_all(backend, call.requests, principal)
+            request.receive, gather_all(backend, call.requests, principal, field)
         )
         response = json_response(await written(lambda: writer.body(whole), *whole))
         response.headers.update(adapter_headers(*whole))

@@ -79,7 +79,8 @@ def test_parameters_are_settings_that_know_their_line(written):
         assert options.max_beam_width == 2
     line = written.line("tensorrt_llm", '"lora_cache_max_adapter_size"')
     pbtxt = written.path / "tensorrt_llm" / "config.pbtxt"
-    assert source_of(repository, "tensorrt_llm", "max_lora_rank") == f"{pbtxt}, line {line}"
+    source = source_of(repository, "tensorrt_llm", "max_lora_rank")
+    assert source == f"{pbtxt}, line {line}: lora_cache_max_adapter_size"
 
 
 @pytest.mark.parametrize(
@@ -358,3 +359,11 @@ def test_only_wanted_models_and_their_parts(written):
     assert tuple(declarations(repository)) == FIVE, "what stands before the same model may follow"
     with pytest.raises(ConfigError, match="--load-model gone: there is no such model; there are"):
         written.read("gone")
+
+
+def test_errors_name_the_users_key(written):
+    written.fill("tensorrt_llm", batching_strategy="V3")
+    line = written.line("tensorrt_llm", '"gpt_model_type"')
+    said = rf"line {line}: gpt_model_type: models.tensorrt_llm.batching: must be one of .*V1, "
+    with pytest.raises(ConfigError, match=said):
+        resolve(written.read().layers)
