@@ -138,10 +138,8 @@ def test_an_unknown_adapter_is_an_error(ours):
         for stream in (False, True):
             response = send(lora_model="nobody", stream=stream)
             status, message = error_of(response)
-            assert (status, message[:29]) == (
-                404,
-                "lora_model: adapter 'nobody' ",
-            )  # language: quoted
+            assert status == 404
+            assert message.startswith("lora_model: adapter 'nobody' not")  # language: quoted
             assert response.json()["error"]["param"] == "lora_model"
 
 
