@@ -16,6 +16,7 @@ import asyncio
 import collections
 import contextlib
 import datetime
+import itertools
 import os
 import random
 import signal
@@ -194,18 +195,24 @@ class Soak:
 
 
 def load_requests(count: int) -> list[LoadRequest]:
-    """Return base and adapters, completions and chats; some with tools, some with a grammar."""
+    """Return completions and chats for base and adapters; some with tools."""
     requests = mixed(count)
-    for number, each in enumerate(requests):
-        extra: dict[str, Any] = {}
-        if number % 8 == 6:
-            extra = {"tools": [TOOL], "tool_choice": "required"}
-            each = chat(each.label, number)
-        elif number % 8 == 7:
-            extra = {"structured_outputs": {"regex": f"[a-z]{{3,9}} {number}"}}
-            each = completion(each.label, number)
-        requests[number] = LoadRequest(each.label, each.path, {**each.body, **extra})
+    for number in range(6, count, 8):
+        each = chat(requests[number].label, number)
+        tools = {"tools": [TOOL], "tool_choice": "required"}
+        requests[number] = LoadRequest(each.label, each.path, {**each.body, **tools})
     return requests
+
+
+def with_new_grammar(model: str) -> tuple[LoadRequest, str]:
+    """Return a request whose grammar no cache has, and the only text that it allows."""
+    text = f"number {next(_serial)}"
+    plain = completion(model, 0)
+    body = {**plain.body, "structured_outputs": {"regex": text}}
+    return LoadRequest("grammar", plain.path, body), text
+
+
+_serial = itertools.count()
 
 
 async def texts_alone(soak: Soak, requests: Sequence[LoadRequest]) -> list[str]:
@@ -226,15 +233,19 @@ async def stream_client(
         while not soak.is_over:
             number = (number + 1) % len(requests)
             kills, was_down = soak.num_kills, soak.is_down
-            result = await send_one(http, requests[number])
-            if result.is_whole and not result.error and result.text == texts[number]:
+            request, text = requests[number], texts[number]
+            if number % 8 == 7:
+                request, text = with_new_grammar(request.label)
+            result = await send_one(http, request)
+            if result.is_whole and not result.error and result.text == text:
                 soak.tally.streams[result.label] += 1
                 continue
             was_cut = was_down or soak.num_kills != kills
-            if not was_cut or not texts[number].startswith(result.text):
-                reason = result.error or f"{result.text!r} instead of {texts[number]!r}"
+            if not was_cut or not text.startswith(result.text):
+                reason = result.error or f"{result.text!r} instead of {text!r}"
                 soak.tally.wrong.append(f"{result.label}: {reason}")
-            soak.tally.num_cut += was_cut
+            is_refused = result.error.startswith("ConnectError")
+            soak.tally.num_cut += was_cut and not is_refused
             await asyncio.sleep(RETRY_SECONDS)
 
 
@@ -278,7 +289,10 @@ async def change(http: httpx.AsyncClient, name: str, adapter: str | None) -> str
             response = await http.post("/v1/adapters", json=body)
     except httpx.HTTPError:
         return "cut"
-    return "acknowledged" if response.is_success else f"refused: {response.status_code}"
+    if response.is_success:
+        return "acknowledged"
+    print(f"{name}: {response.text[:300]}", file=sys.stderr)
+    return f"refused: {response.status_code}"
 
 
 async def probe(http: httpx.AsyncClient, name: str) -> str | None:
