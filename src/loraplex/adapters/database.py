@@ -13,12 +13,15 @@ from typing import Any
 
 import msgspec
 
+from loraplex.adapters.durable_files import FileIdentity, Reserve, identity_of
 from loraplex.adapters.staged import StagedAdapter
 from loraplex.adapters.version import AdapterVersion, Owner, VersionOrigin
 from loraplex.core.errors import ConfigError, InternalError
 
 IN_MEMORY = ":memory:"
 SCHEMA_VERSION = 1
+_RESERVE_BYTES = 1 << 20
+"""Disk space for removals. The removal of a name writes some pages of 4 KiB to the log."""
 _LOCK_SECONDS = 0.2
 """Time to wait for another program. StateLock keeps another server out."""
 
@@ -63,6 +66,9 @@ FROM versions AS v JOIN adapters AS a ON a.id = v.adapter
 _OF_NAME = "(SELECT id FROM adapters WHERE model = ? AND tenant = ? AND name = ?)"
 
 
+_NamedFiles = tuple[FileIdentity | None, ...]
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Alias:
     owner: Owner
@@ -92,12 +98,23 @@ class AdapterDatabase:
             self._connection.close()
             raise
 
+        self._files: _NamedFiles | None = self._named_files()
+        self._reserve = (
+            None if self._is_in_memory else Reserve(Path(f"{path}.reserve"), _RESERVE_BYTES)
+        )
+
     def close(self) -> None:
+        self._files = None
         self._connection.close()
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
-        """Write all changes inside to the disk, or none. Raises InternalError on failure."""
+        """Write all changes inside to the disk, or none.
+
+        Raises InternalError on failure, also if the files no longer have their names: what is
+        written to a file that was deleted is lost with this process.
+        """
+        self._require_named_files()
         try:
             with self._begun():
                 yield
@@ -105,6 +122,18 @@ class AdapterDatabase:
             raise InternalError(
                 f"the adapter store {self._path} cannot be written: {error}"
             ) from error
+        self._require_named_files()
+
+    @contextlib.contextmanager
+    def removal(self) -> Iterator[None]:
+        """Write changes that remove something, as `transaction`, on a full disk, too."""
+        space = self._reserve.given_up() if self._reserve else contextlib.nullcontext()
+        with space:
+            with self.transaction():
+                yield
+            # The log begins anew: otherwise each removal would make it longer.
+            with contextlib.suppress(sqlite3.Error):
+                self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def load(self) -> tuple[list[AdapterVersion], list[Alias]]:
         """Return the present version of each name, oldest name first, and the aliases.
@@ -191,6 +220,23 @@ class AdapterDatabase:
         self._connection.execute(
             "DELETE FROM aliases WHERE model = ? AND tenant = ? AND name = ?", (*owner, alias)
         )
+
+    @property
+    def _is_in_memory(self) -> bool:
+        return self._path == IN_MEMORY
+
+    def _named_files(self) -> _NamedFiles:
+        """Return which files have the names of the database and of its write-ahead log."""
+        if self._is_in_memory:
+            return ()
+        return identity_of(Path(self._path)), identity_of(Path(f"{self._path}-wal"))
+
+    def _require_named_files(self) -> None:
+        if self._files is not None and self._named_files() != self._files:
+            raise InternalError(
+                f"the adapter store {self._path} was deleted or replaced while the server runs: "
+                "nothing can be stored there; restart the server"
+            )
 
     @contextlib.contextmanager
     def _begun(self) -> Iterator[None]:

@@ -97,7 +97,7 @@ class StoreRecords:
 
     def drop(self, versions: Sequence[AdapterVersion]) -> None:
         """Drop names with their histories and aliases."""
-        with self._database.transaction():
+        with self._database.removal():
             dropped = self._drop_rows(versions)
         for version in versions:
             self.names.drop(version)
@@ -109,7 +109,7 @@ class StoreRecords:
         self.names.put_alias(owner, alias, name)
 
     def drop_alias(self, owner: Owner, alias: str) -> None:
-        with self._database.transaction():
+        with self._database.removal():
             self._database.drop_alias(owner, alias)
         self.names.drop_alias(owner, alias)
 

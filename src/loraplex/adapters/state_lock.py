@@ -9,6 +9,7 @@ import os
 import time
 from pathlib import Path
 
+from loraplex.adapters.durable_files import make_folder
 from loraplex.core.errors import ConfigError
 
 _OWNER_NAME = "adapters.lock"
@@ -57,7 +58,7 @@ class StateLock:
     @classmethod
     def _opened(cls, path: Path) -> "StateLock":
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(path.parent)
             return cls(path)
         except OSError as error:
             raise ConfigError(

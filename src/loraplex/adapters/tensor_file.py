@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from loraplex.adapters.durable_files import make_folder, sync_folder
 from loraplex.core.errors import AdapterTooLargeError, InvalidAdapterError
 
 _LENGTH_BYTES = 8
@@ -256,7 +257,7 @@ def encode_sizes(
 
 def write_atomically(path: Path, pieces: Iterable[bytes | bytearray | memoryview]) -> None:
     """Write a file durably: it is complete or absent. Creates the folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -268,8 +269,4 @@ def write_atomically(path: Path, pieces: Iterable[bytes | bytearray | memoryview
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_folder(path.parent)

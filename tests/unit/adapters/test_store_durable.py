@@ -4,7 +4,10 @@ import hashlib
 import os
 import shutil
 import sqlite3
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +16,7 @@ from loraplex.adapters.database import AdapterDatabase
 from loraplex.adapters.staged import StagedAdapter
 from loraplex.adapters.state_lock import StateLock
 from loraplex.adapters.store import AdapterStore, VersionOrigin
+from loraplex.adapters.tensor_file import write_atomically
 from loraplex.core.adapter import AdapterRef, AdapterSource, ByDigest, ByName, ByTaskId, LoraTarget
 from loraplex.core.errors import AdapterLoadError, ConfigError, InternalError
 
@@ -179,6 +183,7 @@ def test_hostile_names_make_no_path(open_store, state_dir, tmp_path, name):
     assert files == {
         "adapters.sqlite3",
         "adapters.sqlite3-wal",
+        "adapters.sqlite3.reserve",
         "adapters.lock",
         "files.lock",
         f"adapters/{digest[:2]}/{digest}.safetensors",
@@ -420,3 +425,91 @@ def test_many_threads_change_it_at_once(store, open_store, state_dir):
     assert [v.number for v in before[0][:4]] == [12] * 4
     again = open_store()
     assert (again.list("t"), again.history(by_name("shared"))) == before
+
+
+class TestAStateDirectoryThatIsGone:
+    @pytest.mark.parametrize("is_made_again", [False, True])
+    def test_nothing_is_acknowledged(self, store, state_dir, is_made_again):
+        store.add("base", "t", "old", staged(state_dir, "old"), path="/old")
+        shutil.rmtree(state_dir)
+        if is_made_again:
+            AdapterStore.open(state_dir).close()
+        new = staged(state_dir, "new")
+        with pytest.raises(InternalError, match=r"deleted or replaced.*restart the server"):
+            store.add("base", "t", "new", new, path="/new")
+        with pytest.raises(InternalError, match="deleted or replaced"):
+            store.remove(AdapterRef("base", "t", ByName("old")))
+        assert [version.name for version in store.list("t")] == ["old"]
+
+    def test_nor_if_it_goes_during_the_write(self, store, state_dir, monkeypatch):
+        put = AdapterDatabase.put
+
+        def put_and_lose(self, version):
+            put(self, version)
+            shutil.rmtree(state_dir)
+
+        monkeypatch.setattr(AdapterDatabase, "put", put_and_lose)
+        with pytest.raises(InternalError, match="deleted or replaced"):
+            store.add("base", "t", "new", staged(state_dir, "new"), path="/new")
+        assert store.list("t") == []
+
+    def test_the_log_alone_is_enough(self, store, state_dir):
+        (state_dir / "adapters.sqlite3-wal").unlink()
+        with pytest.raises(InternalError, match="deleted or replaced"):
+            store.add("base", "t", "new", staged(state_dir, "new"), path="/new")
+
+
+def test_the_names_of_new_folders_are_on_the_disk(tmp_path, monkeypatch):
+    synced = []
+    fsync = os.fsync
+
+    def note(descriptor):
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    write_atomically(tmp_path / "a" / "b" / "file", [b"x"])
+    assert set(synced) >= {str(tmp_path / "a" / "b"), str(tmp_path / "a"), str(tmp_path)}
+
+
+ON_A_FULL_DISK = """
+import sys
+from pathlib import Path
+from test_store_durable import AdapterRef, AdapterStore, ByName, InternalError, staged
+
+disk = Path(sys.argv[1])
+store = AdapterStore.open(disk / "state")
+for i in range(100):
+    store.add("base", "t", str(i), staged(disk / "state", str(i)), path=str(i))
+late = staged(disk / "state", "late")
+with open(disk / "filling", "wb", buffering=0) as file:
+    try:
+        while True:
+            file.write(bytes(512))
+    except OSError:
+        pass
+try:
+    for i in range(100):
+        store.add("base", "t", f"late {i}", late, path="late")
+    raise SystemExit("the disk is not full")
+except InternalError as error:
+    assert "disk is full" in error.message, error.message
+for i in range(50):
+    store.remove(AdapterRef("base", "t", ByName(str(i))))
+store.close()
+assert len(AdapterStore.open(disk / "state").list("t")) >= 50
+"""
+
+
+def test_names_are_removed_on_a_full_disk(tmp_path):
+    """A small file system in memory, in a mount namespace of the subprocess."""
+    namespace = ["unshare", "-Urm", "sh", "-c"]
+    mount = f"mount -t tmpfs -o size=4m tmpfs {tmp_path}"
+    if not shutil.which("unshare") or subprocess.run([*namespace, mount], check=False).returncode:
+        pytest.skip("no mount namespaces here")
+    program = [sys.executable, "-c", ON_A_FULL_DISK, str(tmp_path)]
+    path = os.pathsep.join([*sys.path, str(Path(__file__).parent)])
+    command = f'{mount} && exec "$0" "$@"'
+    subprocess.run(
+        [*namespace, command, *program], check=True, env=os.environ | {"PYTHONPATH": path}
+    )

@@ -1,0 +1,59 @@
+"""Folders that survive a loss of power, and disk space for changes that free more of it."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+FileIdentity = tuple[int, int]
+"""(device, inode)"""
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder and those above it durably: each name is on the disk, not only in memory."""
+    if folder.is_dir():
+        return
+    make_folder(folder.parent)
+    folder.mkdir(exist_ok=True)
+    sync_folder(folder.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Write the names in a folder to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def identity_of(path: Path) -> FileIdentity | None:
+    """Return which file a path names now; None if there is none."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+class Reserve:
+    """File whose space is given up for the time of a removal: a full disk must not prevent it."""
+
+    def __init__(self, path: Path, num_bytes: int) -> None:
+        self._path = path
+        self._num_bytes = num_bytes
+        self._fill()
+
+    @contextlib.contextmanager
+    def given_up(self) -> Iterator[None]:
+        with contextlib.suppress(OSError):  # without a reserve the removal is tried all the same
+            os.truncate(self._path, 0)
+        try:
+            yield
+        finally:
+            self._fill()
+
+    def _fill(self) -> None:
+        """Allocate the space; on a full disk as much as there is, and the rest another time."""
+        with contextlib.suppress(OSError), self._path.open("ab") as file:
+            os.posix_fallocate(file.fileno(), 0, self._num_bytes)
