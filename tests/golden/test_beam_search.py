@@ -202,7 +202,7 @@ class Subject:
             return generated(self.reference, request)
 
 
-@pytest.fixture(scope="module", params=["llama", "mistral-window", "qwen3"])
+@pytest.fixture(scope="module", params=["llama", "mistral-window", "qwen2-windows", "qwen3"])
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
     folder = tmp_path_factory.mktemp("model")
     model = save_random_model(folder, FAMILIES[request.param])
@@ -284,8 +284,8 @@ def test_preempted_searches_agree(subject: Subject) -> None:
     ]
     engine = subject.engine(num_blocks=32, enable_prefix_cache=False, max_num_batched_tokens=24)
     check_completions(subject, requests, completed(engine, requests))
-    (group,) = engine.capacity.kv_groups
-    if group.attention_window is None:  # else hardly anybody needs more and more blocks
+    # With a window in each layer hardly anybody needs more and more blocks.
+    if engine.capacity.kv_groups[0].attention_window is None:
         assert engine.stats().preemptions > 0
 
 

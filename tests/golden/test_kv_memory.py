@@ -5,9 +5,12 @@ sequence, computed anew for every token. Pools are so small that blocks are free
 and loaded again in the middle of completions.
 """
 
+import contextlib
 import dataclasses
 import functools
+import itertools
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,23 +45,35 @@ class Subject:
 
     @functools.cache  # noqa: B019
     def completion(
-        self, prompt: tuple[int, ...], window: int | None, num_sinks: int
+        self, prompt: tuple[int, ...], windows: tuple[int | None, ...], num_sinks: int = 0
     ) -> tuple[int, ...]:
-        """Greedy, every token from the whole sequence."""
+        """Greedy, every token from the whole sequence. Layer i has windows[i % len(windows)]."""
         tokens = list(prompt)
         for _ in range(NUM_NEW_TOKENS):
-            positions = torch.arange(len(tokens))
-            distance = positions[:, None] - positions[None, :]
-            seen = distance >= 0
-            if window is not None:
-                seen &= (distance < window) | (positions < num_sinks)
-            mask = torch.where(seen, 0.0, -torch.inf)[None, None]
-            with torch.inference_mode():
-                output = self.reference(
-                    torch.tensor([tokens]), attention_mask=mask, use_cache=False
-                )
+            masks = itertools.cycle(_mask(len(tokens), window, num_sinks) for window in windows)
+            with torch.inference_mode(), self._masked_layers(masks):
+                output = self.reference(torch.tensor([tokens]), use_cache=False)
             tokens.append(int(output.logits[0, -1].argmax()))
         return tuple(tokens[len(prompt) :])
+
+    @contextlib.contextmanager
+    def _masked_layers(self, masks: Iterator[torch.Tensor]) -> Iterator[None]:
+        """Give each layer, in their order, the next mask."""
+
+        def masked(
+            _layer: object, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            return args, {**kwargs, "attention_mask": next(masks)}
+
+        hooks = [
+            layer.register_forward_pre_hook(masked, with_kwargs=True)
+            for layer in self.reference.model.layers
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def open(self, num_blocks: int, **settings: Any) -> LLM:
         return LLM(
@@ -68,6 +83,15 @@ class Subject:
             kv_cache_bytes=num_blocks * BLOCK_BYTES,
             **settings,
         )
+
+
+def _mask(num_tokens: int, window: int | None, num_sinks: int) -> torch.Tensor:
+    positions = torch.arange(num_tokens)
+    distance = positions[:, None] - positions[None, :]
+    seen = distance >= 0
+    if window is not None:
+        seen &= (distance < window) | (positions < num_sinks)
+    return torch.where(seen, 0.0, -torch.inf)[None, None]
 
 
 @pytest.fixture(scope="module")
@@ -94,43 +118,73 @@ def test_a_window_with_sinks(
     with subject.open(num_blocks, **settings) as llm:
         completions = [completion.token_ids for completion in llm.generate(PROMPTS, SAMPLING)]
         again = [completion.token_ids for completion in llm.generate(PROMPTS, SAMPLING)]
-    assert completions == [subject.completion(prompt, window, num_sinks) for prompt in PROMPTS]
+    assert completions == [subject.completion(prompt, (window,), num_sinks) for prompt in PROMPTS]
     assert again == completions
 
 
-def test_a_window_per_layer_keeps_what_one_layer_still_sees(subject: Subject) -> None:
-    settings: dict[str, Any] = {
+@pytest.mark.parametrize(
+    ("windows", "num_sinks", "num_blocks", "max_num_batched_tokens"),
+    [((9, 128), 0, 38, 8), ((128, 9), 0, 200, 64), ((9, 30), 5, 38, 8), ((2, 128), 3, 38, 8)],
+)
+def test_windows_of_layers(
+    subject: Subject,
+    windows: tuple[int, ...],
+    num_sinks: int,
+    num_blocks: int,
+    max_num_batched_tokens: int,
+) -> None:
+    """Layers with a small window keep few blocks, and the others get the memory."""
+    settings = {
+        "max_attention_window_size": windows,
+        "sink_token_length": num_sinks,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "max_num_seqs": 3,
         "max_model_len": 128,
-        "max_num_batched_tokens": 8,
-        "max_num_seqs": 2,
     }
-    with subject.open(60, max_attention_window_size=(9, 128), **settings) as llm:
-        (mixed,) = llm.generate(PROMPTS[1:2], SAMPLING)
-    with subject.open(60, max_attention_window_size=(9,), **settings) as llm:
-        (narrow,) = llm.generate(PROMPTS[1:2], SAMPLING)
-    assert narrow.token_ids == subject.completion(PROMPTS[1], 9, 0)
-    assert mixed.token_ids not in (narrow.token_ids, subject.completion(PROMPTS[1], None, 0))
+    with subject.open(num_blocks, **settings) as llm:
+        completions = [completion.token_ids for completion in llm.generate(PROMPTS, SAMPLING)]
+        preemptions = llm.stats().preemptions
+        again = [completion.token_ids for completion in llm.generate(PROMPTS, SAMPLING)]
+        stats = llm.stats()
+    limits = tuple(None if window == 128 else window for window in windows)
+    assert completions == [subject.completion(prompt, limits, num_sinks) for prompt in PROMPTS]
+    assert again == completions
+    assert stats.cached_tokens > 0 or num_blocks < 200
+    assert stats.blocks_held == 0
+    # The sequences have 61 blocks together: 38 for two layers are enough if one layer frees them.
+    assert preemptions == 0
 
 
-@pytest.mark.parametrize("num_host_blocks", [0, 6, 60])
-@pytest.mark.parametrize("enable_prefix_cache", [False, True])
+@pytest.mark.parametrize(
+    ("windows", "num_blocks", "num_host_blocks", "enable_prefix_cache"),
+    [
+        *itertools.product([(None,)], [26], [0, 6, 60], [False, True]),
+        ((9, None), 24, 60, False),
+        ((9, None), 24, 6, True),
+    ],
+)
 def test_preempted_sequences_come_back_from_the_host(
-    subject: Subject, num_host_blocks: int, enable_prefix_cache: bool
+    subject: Subject,
+    windows: tuple[int | None, ...],
+    num_blocks: int,
+    num_host_blocks: int,
+    enable_prefix_cache: bool,
 ) -> None:
     settings = {
+        "max_attention_window_size": tuple(window or 96 for window in windows),
         "max_model_len": 96,
         "max_num_batched_tokens": 16,
         "max_num_seqs": 3,
         "kv_cache_host_memory_bytes": num_host_blocks * BLOCK_BYTES,
         "enable_prefix_cache": enable_prefix_cache,
     }
-    with subject.open(26, **settings) as llm:
+    with subject.open(num_blocks, **settings) as llm:
         outputs = llm.generate(PROMPTS, SAMPLING)
         stats = llm.stats()
     assert stats.preemptions > 0
     assert stats.blocks_on_host == 0
     assert [output.token_ids for output in outputs] == [
-        subject.completion(prompt, None, 0) for prompt in PROMPTS
+        subject.completion(prompt, windows) for prompt in PROMPTS
     ]
 
 

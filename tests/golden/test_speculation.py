@@ -66,7 +66,7 @@ class Subject:
         return engine
 
 
-@pytest.fixture(scope="module", params=["llama", "mistral-window", "qwen2"])
+@pytest.fixture(scope="module", params=["llama", "mistral-window", "qwen2-windows"])
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
     folder = tmp_path_factory.mktemp("model")
     model = save_random_model(folder, FAMILIES[request.param])

@@ -49,7 +49,13 @@ def tiny_families(vocab_size: int) -> dict[str, PretrainedConfig]:
     return {
         "llama": LlamaConfig(**sizes),
         "mistral-window": MistralConfig(**sizes, sliding_window=13),
-        "qwen2": Qwen2Config(**sizes, tie_word_embeddings=True),
+        "qwen2-windows": Qwen2Config(
+            **sizes,
+            tie_word_embeddings=True,
+            use_sliding_window=True,
+            sliding_window=9,
+            max_window_layers=1,
+        ),
         "qwen3": Qwen3Config(**sizes, head_dim=32, tie_word_embeddings=True),
         "gpt2": tiny_gpt2(vocab_size),
     }
