@@ -71,7 +71,7 @@ class Worker:
             source=AdapterSource(digest, str(path), len(content), ()), dtypes=(), num_tensors=1
         )
         task_id = NAMES.index(name)
-        self.store.add("m", "t", name, adapter, path="/", task_id=task_id, replace=True)
+        self.store.register("m", "t", name, adapter, path="/", task_id=task_id, replace=True)
         report(done=True)
 
     def rollback(self, name):

@@ -126,23 +126,6 @@ class AdapterStore:
                 f"LoRA task {task_id} already is adapter {holder.name!r}", param="task_id"
             )
 
-    def add(
-        self,
-        model: str,
-        tenant: str,
-        name: str,
-        staged: StagedAdapter,
-        *,
-        path: str,
-        task_id: int | None = None,
-        replace: bool = False,
-    ) -> AdapterVersion:
-        """Register a staged adapter, and return its version. See register()."""
-        registration = self.register(
-            model, tenant, name, staged, path=path, task_id=task_id, replace=replace
-        )
-        return registration.version
-
     def register(
         self,
         model: str,

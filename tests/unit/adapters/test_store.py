@@ -31,7 +31,8 @@ def store() -> AdapterStore:
 
 def add(store, name="cats", adapter=None, *, tenant="t", model="m", **kwargs):
     adapter = adapter or staged()
-    return store.add(model, tenant, name, adapter, path=f"/adapters/{name}", **kwargs)
+    path = f"/adapters/{name}"
+    return store.register(model, tenant, name, adapter, path=path, **kwargs).version
 
 
 def register(store, name, adapter, *, tenant="t", **kwargs):
@@ -200,8 +201,8 @@ class TestRollingBack:
             store.rollback(by_name("cats"), 9)
 
     def test_a_new_version_has_the_source_of_the_old_one(self, store):
-        store.add("m", "t", "cats", staged("d1"), path="/one", task_id=7)
-        store.add("m", "t", "cats", staged("d2"), path="/two", task_id=8, replace=True)
+        store.register("m", "t", "cats", staged("d1"), path="/one", task_id=7)
+        store.register("m", "t", "cats", staged("d2"), path="/two", task_id=8, replace=True)
         back = store.rollback(by_name("cats"))
         assert (back.path, back.task_id, back.is_pinned) == ("/one", 8, False)
         with pytest.raises(AdapterNotFoundError):

@@ -83,7 +83,9 @@ def staged(state_dir, content):
 
 
 def add(store, state_dir, name, content, **kwargs):
-    return store.add("m", "t", name, staged(state_dir, content), path=f"/{name}", **kwargs)
+    return store.register(
+        "m", "t", name, staged(state_dir, content), path=f"/{name}", **kwargs
+    ).version
 
 
 def by_name(name):
@@ -173,7 +175,7 @@ def test_hostile_names_make_no_path(open_store, state_dir, tmp_path, name):
     add(store, state_dir, "cats", "one")
     store.alias(by_name("cats"), name)
     store.remove(by_name(name))
-    version = store.add(name, name, name, staged(state_dir, "one"), path=name)
+    version = store.register(name, name, name, staged(state_dir, "one"), path=name).version
     store = open_store()
     assert store.resolve(AdapterRef(name, name, ByName(name))) == version
     store.collect_garbage((), 0)
@@ -243,7 +245,7 @@ class TestMissingFiles:
         adapter = staged(state_dir, "one")
         canonical_path(state_dir, adapter.source.digest).unlink()
         with pytest.raises(AdapterLoadError, match="load it again"):
-            store.add("m", "t", "cats", adapter, path="/cats")
+            store.register("m", "t", "cats", adapter, path="/cats")
         assert store.list("t") == []
 
 
@@ -274,7 +276,7 @@ class TestGarbage:
         young = put_file(state_dir, "young")
         for content in ("old", "dropped"):
             os.utime(put_file(state_dir, content), (0, 0))
-        store.add("m", "t", "cats", staged(state_dir, "dropped"), path="/")
+        store.register("m", "t", "cats", staged(state_dir, "dropped"), path="/")
         os.utime(canonical_path(state_dir, digest_of("dropped")), (0, 0))
         store.remove(by_name("cats"))
         clock.now += 59
@@ -412,8 +414,8 @@ def test_many_threads_change_it_at_once(store, open_store, state_dir):
 
     def work(number):
         for adapter in adapters * 3:
-            store.add("m", "t", f"own{number}", adapter, path="/", replace=True)
-            store.add("m", "t", "shared", adapter, path="/", replace=True)
+            store.register("m", "t", f"own{number}", adapter, path="/", replace=True)
+            store.register("m", "t", "shared", adapter, path="/", replace=True)
             assert store.resolve(by_name(f"own{number}")).source == adapter.source
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]

@@ -143,7 +143,7 @@ class CatalogLoader:
                 return before, before
             else:
                 name = before.name
-            return before, model.store.add(
+            registration = model.store.register(
                 model.card.name,
                 tenant,
                 name,
@@ -152,6 +152,7 @@ class CatalogLoader:
                 task_id=task_id,
                 replace=before is not None,
             )
+            return before, registration.version
 
         def then(result: tuple[AdapterVersion | None, AdapterVersion]) -> None:
             before, version = result

@@ -21,7 +21,8 @@ def add(store, tenant, name, digest=None, **fields):
         num_bytes=10,
     )
     staged = StagedAdapter(source=source, dtypes=("F32",), num_tensors=2)
-    return store.add("m", tenant, name, staged, path=f"/{tenant}/{name}", **fields)
+    path = f"/{tenant}/{name}"
+    return store.register("m", tenant, name, staged, path=path, **fields).version
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from loraplex.frontends.kserve.models.kinds import (
     OF_PROMPT_TUNING,
     PADS_BEAMS,
     PROMPT_TUNING,
+    SEQUENCE_OUTPUTS,
     TIMING_OUTPUTS,
     UNDECLARED,
     ModelKind,
@@ -65,12 +66,7 @@ _INPUTS = (
 
 _OUTPUTS = (
     OutputSpec("text_output", "BYTES", (-1,)),
-    OutputSpec("cum_log_probs", "FP32", (-1,)),
-    OutputSpec("output_log_probs", "FP32", (-1, -1)),
-    OutputSpec("context_logits", "FP32", (-1, -1)),
-    OutputSpec("generation_logits", "FP32", (-1, -1, -1)),
-    OutputSpec("batch_index", "INT32"),
-    OutputSpec("sequence_index", "INT32"),
+    *SEQUENCE_OUTPUTS,
     *CACHE_OUTPUTS,
     *TIMING_OUTPUTS,
 )

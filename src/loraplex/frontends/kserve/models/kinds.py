@@ -271,6 +271,14 @@ UNDECLARED = (
     own("num_draft_tokens", "INT32"),
 )
 
+SEQUENCE_OUTPUTS = (
+    OutputSpec("cum_log_probs", "FP32", (-1,)),
+    OutputSpec("output_log_probs", "FP32", (-1, -1)),
+    OutputSpec("context_logits", "FP32", (-1, -1)),
+    OutputSpec("generation_logits", "FP32", (-1, -1, -1)),
+    OutputSpec("batch_index", "INT32"),
+    OutputSpec("sequence_index", "INT32"),
+)
 TIMING_OUTPUTS = (
     OutputSpec("arrival_time_ns", "INT64"),
     OutputSpec("first_scheduled_time_ns", "INT64"),

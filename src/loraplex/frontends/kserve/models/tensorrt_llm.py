@@ -15,6 +15,7 @@ from loraplex.frontends.kserve.models.kinds import (
     OF_PROMPT_TUNING,
     PADS_BEAMS,
     PROMPT_TUNING,
+    SEQUENCE_OUTPUTS,
     TIMING_OUTPUTS,
     ModelKind,
     OutputSpec,
@@ -113,12 +114,7 @@ _INPUTS = (
 _OUTPUTS = (
     OutputSpec("output_ids", "INT32", (-1, -1)),  # clients read it as the first output
     OutputSpec("sequence_length", "INT32", (-1,)),
-    OutputSpec("cum_log_probs", "FP32", (-1,)),
-    OutputSpec("output_log_probs", "FP32", (-1, -1)),
-    OutputSpec("context_logits", "FP32", (-1, -1)),
-    OutputSpec("generation_logits", "FP32", (-1, -1, -1)),
-    OutputSpec("batch_index", "INT32"),
-    OutputSpec("sequence_index", "INT32"),
+    *SEQUENCE_OUTPUTS,
     OutputSpec("context_phase_params", "UINT8", (-1,), never_why=DISAGGREGATED),
     *CACHE_OUTPUTS,
     *TIMING_OUTPUTS,

@@ -1,5 +1,6 @@
 """POST /generate, /generate_stream and /."""
 
+import functools
 from collections.abc import Sequence
 
 import msgspec
@@ -39,6 +40,15 @@ from loraplex.frontends.openapi.operation import (
 )
 from loraplex.frontends.streams import gather_all, generate_all, until_disconnect
 
+_generates = functools.partial(
+    described,
+    tag="lorax",
+    body=json_body(GenerateBody),
+    headers=(BY_HEADER,),
+    response_headers=(DIGESTS,),
+    errors=ANY_ERROR,
+)
+
 
 class LoraxEndpoints:
     """Endpoints of the first base model: a LoRAX server has one."""
@@ -46,42 +56,21 @@ class LoraxEndpoints:
     def __init__(self, context: OpenAIContext) -> None:
         self._context = context
 
-    @described(
-        json_of(Generated),
-        tag="lorax",
-        body=json_body(GenerateBody),
-        headers=(BY_HEADER,),
-        response_headers=(DIGESTS,),
-        errors=ANY_ERROR,
-    )
+    @_generates(json_of(Generated))
     async def generate(self, request: Request) -> Response:
         """Generate text after a prompt; the response has LoRAX's form."""
         principal = self._context.principal(request)
         body = await self._context.body(request, GenerateBody)
         return await self._whole(request, principal, body, in_list=False)
 
-    @described(
-        ResponseDoc(200, (events_of(StreamedToken),)),
-        tag="lorax",
-        body=json_body(GenerateBody),
-        headers=(BY_HEADER,),
-        response_headers=(DIGESTS,),
-        errors=ANY_ERROR,
-    )
+    @_generates(ResponseDoc(200, (events_of(StreamedToken),)))
     async def generate_stream(self, request: Request) -> Response:
         """Text after a prompt, token by token."""
         principal = self._context.principal(request)
         body = await self._context.body(request, GenerateBody)
         return await self._stream(request, principal, body)
 
-    @described(
-        ResponseDoc(200, (Media(JSON, list[Generated]), events_of(StreamedToken))),
-        tag="lorax",
-        body=json_body(GenerateBody),
-        headers=(BY_HEADER,),
-        response_headers=(DIGESTS,),
-        errors=ANY_ERROR,
-    )
+    @_generates(ResponseDoc(200, (Media(JSON, list[Generated]), events_of(StreamedToken))))
     async def either(self, request: Request) -> Response:
         """Generate text, streamed if `stream` is set. A whole response is a list of one."""
         principal = self._context.principal(request)
