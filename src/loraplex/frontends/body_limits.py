@@ -45,10 +45,13 @@ class JsonLimits(msgspec.Struct, frozen=True, kw_only=True):
         self._check_count(
             "lists and objects", b"[{", text, self.max_values // _VALUES_PER_CONTAINER
         )
-        self._check_count("values", b",[{", text, self.max_values)
+        self._check_count("values", b",:[{", text, self.max_values)
 
     def _check_count(self, what: str, marks: bytes, text: bytes | bytearray, limit: int) -> None:
-        """Check the number of marks outside of strings. Each value has one next to it."""
+        """Check the number of marks outside of strings.
+
+        Each value has one next to it, and a member of an object, which costs more, has two.
+        """
         if sum(map(text.count, marks)) < limit:
             return
         count = _num_outside_strings(marks, text)
