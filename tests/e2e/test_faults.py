@@ -184,6 +184,17 @@ class TestResources:
         completes(server)
         assert load(server, "after") == 201
 
+    def test_an_engine_that_dies_while_there_are_no_file_descriptors(self, server):
+        """Its start is tried again until there are some."""
+        server.wait_until(ready=True)
+        killed = engine_pid(server)
+        with limited(server, resource.RLIMIT_NOFILE, 10):
+            os.kill(killed, signal.SIGKILL)
+            time.sleep(2)
+        server.wait_until(ready=True)
+        assert engine_pid(server) != killed
+        completes(server)
+
 
 @pytest.mark.parametrize("fault", ["deleted", "read-only"])
 def test_a_state_directory_that_goes_away(tmp_path, fault):

@@ -34,6 +34,8 @@ _LAST_WORDS_SECONDS = 0.1
 _STOP_SECONDS = 5.0
 _KILL_SECONDS = 10.0
 """After that a killed process is given up: it waits for a driver, and ends when that lets it."""
+_NUM_FILES: Final = 16
+"""Upper bound of the files that the link to one engine opens."""
 _KILLS: Final = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT})
 """Signals that come from outside: an operator, a container's end, a system short of memory."""
 
@@ -148,7 +150,8 @@ class ProcessLink:
     async def start(cls, command: Sequence[str], settings: bytes, epoch: int) -> "ProcessLink":
         """Spawn `command`, which must read an EngineStart and connect to its endpoint.
 
-        Raises ConfigError if there is no place for the endpoint, OSError if nothing can be spawned.
+        Raises ConfigError if there is no place for the endpoint, OSError if nothing can be spawned
+        or no more files can be opened.
         """
         endpoint = _Endpoint()
         try:
@@ -247,6 +250,8 @@ class _Endpoint:
     """
 
     def __init__(self) -> None:
+        """Raises OSError if this process may not open so many files: ZeroMQ would end it."""
+        _require_files(_NUM_FILES)
         self._folder = tempfile.mkdtemp(prefix="loraplex-")
         self.marker_path = os.path.join(self._folder, "steps")
         self.logits_dir = os.path.join(self._folder, "logits")
@@ -273,6 +278,16 @@ class _Endpoint:
         self.socket.close()
         self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _require_files(count: int) -> None:
+    opened: list[int] = []
+    try:
+        while len(opened) < count:
+            opened.append(os.open(os.devnull, os.O_RDONLY))
+    finally:
+        for number in opened:
+            os.close(number)
 
 
 def _end(status: int | None) -> str:

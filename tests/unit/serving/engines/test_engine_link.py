@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import resource
 import signal
 import stat
 import sys
@@ -279,6 +280,18 @@ async def test_no_place_for_the_socket(temporary_folder, monkeypatch):
     with pytest.raises(ConfigError, match="TMPDIR"):
         await ProcessLink.start([sys.executable], b"", 1)
     long.rmdir()
+
+
+async def test_too_few_open_files(temporary_folder):
+    """ZeroMQ ends the whole process, or raises what is no OSError, where it gets none."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 4, hard))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            await ProcessLink.start([sys.executable, "-c", ""], b"", 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert list(temporary_folder.iterdir()) == []
 
 
 @pytest.fixture

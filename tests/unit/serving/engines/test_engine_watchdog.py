@@ -1,5 +1,6 @@
 """Engines that hang: what is noticed when, and what becomes of them."""
 
+import asyncio
 import os
 import signal
 import sys
@@ -7,6 +8,7 @@ import sys
 import pytest
 
 from loraplex.core.clock import SystemClock
+from loraplex.core.errors import InternalError
 from loraplex.engine.step_marker import Progress
 from loraplex.serving.engines import async_engine, engine_watchdog
 from loraplex.serving.engines.async_engine import AsyncEngine, EngineState
@@ -147,6 +149,21 @@ class TestHungEngines:
         assert engine.num_requests == 1
         await engine.close()
         assert (await error_of(stream)).code == "not_ready"
+
+    async def test_a_start_that_hangs_is_an_error(self, script, monkeypatch, caplog):
+        monkeypatch.setattr(async_engine, "LOOK_SECONDS", 0.001)
+        clock = FakeClock()
+        dog = EngineWatchdog(clock, StepLimits(start_seconds=2.0))
+        engine = AsyncEngine("m", script, clock, watchdog=dog)
+        script.first_events = []
+        start = asyncio.create_task(engine.start())
+        await until(lambda: bool(script.links))
+        while not script.link.problem:
+            await look(engine, clock)
+        with pytest.raises(InternalError, match="ended while it started"):
+            await start
+        assert "hung: no progress at its start for more than 2 s" in caplog.text
+        await engine.close()
 
     async def test_a_request_in_two_hung_steps_ends_with_its_own_error(
         self, hanging, script, make_request
