@@ -16,6 +16,9 @@ from loraplex.serving.backend import Backend
 from loraplex.serving.draining import Draining
 from loraplex.serving.request_metrics import RequestMetrics
 
+TEST_HOST = "testserver"
+"""Name under which test clients reach an app, and schemathesis after them."""
+
 
 def described_app(
     backend: Backend,
@@ -29,7 +32,7 @@ def described_app(
         backend,
         Draining(SystemClock(), lambda: 0, print),
         triton,
-        settings or ServerConfig(),
+        settings or ServerConfig(allowed_hosts=(TEST_HOST,)),
         authenticate,
         Reporting(Telemetry(), HttpConnections(), None, None),
         metrics=metrics_app(backend, RequestMetrics(), triton.collectors()),
