@@ -169,6 +169,34 @@ def test_a_group_serves_an_equal_block_when_the_first_is_lost():
     cache.check()
 
 
+def test_sequences_that_run_together_inherit_from_each_other_in_every_group():
+    blocks = full_and_window(9, 9, window=100)
+    first, second = (blocks.admit([1, 2, 3, 4], SALT, 4).block_tables for _ in range(2))
+    for tables in (first, second):
+        blocks.publish([1, 2, 3, 4], SALT, tables, 0, 4)
+    blocks.release(first)
+    group = blocks.groups[1]
+    taken = group.take(group.num_available)
+    blocks.check()
+    blocks.release(second)
+    assert [group.pool.num_cached for group in blocks.groups] == [2, 2]
+    group.release(taken)
+    assert num_cached(blocks, [1, 2, 3, 4, 5]) == 4
+    blocks.check([])
+
+
+def test_a_hit_needs_the_sinks_of_a_window_group():
+    blocks = full_and_window(9, 9, window=2, num_sinks=3)
+    tables = compute(blocks, list(range(13)))
+    assert num_gaps(tables) == [0, 3], "two blocks have sinks, and two are in the window"
+    blocks.release(tables)
+    group = blocks.groups[1]
+    # Blocks leave in the order of their release: first those that the window passed, then the tail.
+    group.release(group.take(group.pool.num_free + 5))
+    assert group.pool.num_cached == 1
+    assert num_cached(blocks, list(range(14))) == 2, "the first sink is there, the second is not"
+
+
 @pytest.mark.parametrize(("num_full", "num_window"), [(9, 2), (2, 9)])
 def test_blocks_are_taken_in_all_groups_or_in_none(num_full, num_window):
     blocks = full_and_window(num_full, num_window, window=100)

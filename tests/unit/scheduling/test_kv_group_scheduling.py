@@ -107,11 +107,21 @@ def test_without_eviction_every_group_reserves_the_worst_case(groups, overlap):
     assert run(BatchSchedulerPolicy.MAX_UTILIZATION) > 0
 
 
+def test_without_eviction_a_window_group_reserves_what_its_window_needs():
+    settings = {"batch_scheduler_policy": BatchSchedulerPolicy.GUARANTEED_NO_EVICT}
+    fakes = fake_engine((60, None), (8, 4), settings=settings)
+    for start in (1, 50, 100):
+        fakes.add([start, 2, 3], max_tokens=40, eos_token_ids=())
+    fakes.run()
+    check_outputs(fakes)
+    assert max(record.num_running for record in fakes.records) == 2, "each needs 4 of 8 blocks"
+
+
 def test_prompts_that_do_not_fit_together_do_not_start_together():
     """A window makes prompts take blocks by chunks; the other group must have all of them."""
     fakes = fake_engine((25, None), (25, 8))
     for start in (1, 200):
-        fakes.add(range(start, start + 60), max_tokens=3)
+        fakes.add(range(start, start + 60), max_tokens=40, eos_token_ids=())
     fakes.run()
     check_outputs(fakes)
     assert fakes.engine.stats().preemptions == 0
@@ -134,7 +144,9 @@ def test_a_later_request_finds_the_beginning_that_all_groups_still_have():
     assert fakes.completions[again].outputs[-1].timing.num_cached_tokens < 32
 
 
-@pytest.mark.parametrize("groups", [((64, None), (40, 6)), ((24, None), (60, 6))])
+@pytest.mark.parametrize(
+    "groups", [((64, None), (15, 12)), ((64, None), (13, 3)), ((24, None), (60, 6))]
+)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_beams_copy_a_shared_block_in_every_group(groups, overlap):
     model = FakeModel(8)
@@ -143,7 +155,7 @@ def test_beams_copy_a_shared_block_in_every_group(groups, overlap):
         max_tokens=14, n=3, temperature=0.0, beam=BeamSearch(width=3), ignore_eos=True
     )
     request_id = fakes.add([1, 2, 3, 4, 5, 6], sampling=sampling)
-    fakes.add([3] * 9, max_tokens=12)
+    fakes.add([3] * 9, max_tokens=30, eos_token_ids=())
     fakes.run()
     copies = [copy for plan in fakes.runner.plans for copy in plan.block_copies]
     assert {copy.kv_group for copy in copies} == {0, 1}
