@@ -13,6 +13,8 @@ from support.fake_runner import FAKE_CAPACITY
 from support.fake_search import search_alone
 
 BLOCK_SIZE = 4
+SPARE_TOKENS = {"max_num_batched_tokens": 24, "max_prefill_chunk": 7}
+"""A step has tokens for three chunks."""
 
 
 def fake_engine(*groups, settings=None, model=None, overlap=False, **capacity):
@@ -119,7 +121,7 @@ def test_without_eviction_a_window_group_reserves_what_its_window_needs():
 
 def test_prompts_that_do_not_fit_together_do_not_start_together():
     """A window makes prompts take blocks by chunks; the other group must have all of them."""
-    fakes = fake_engine((25, None), (25, 8))
+    fakes = fake_engine((25, None), (25, 8), settings=SPARE_TOKENS)
     for start in (1, 200):
         fakes.add(range(start, start + 60), max_tokens=40, eos_token_ids=())
     fakes.run()
@@ -189,3 +191,23 @@ def test_statistics_count_each_group_and_all_together():
     assert stats.blocks_held == sum(blocks_held(fakes))
     assert stats.blocks_cached == sum(group.cached for group in stats.kv_groups) > 0
     assert fake_engine((40, None)).engine.stats().kv_groups == ()
+
+
+def test_a_request_starts_as_soon_as_the_group_that_was_short_has_blocks():
+    """Meanwhile the long prompt of another request takes blocks of the other group."""
+    fakes = fake_engine((60, None), (12, 16), settings=SPARE_TOKENS)
+    short = fakes.add(range(200, 216), max_tokens=15, eos_token_ids=())
+    fakes.step(3)
+    long = fakes.add(range(1, 150), max_tokens=9, eos_token_ids=())
+    fakes.step(3)
+    waits = fakes.add(range(300, 308), max_tokens=3, eos_token_ids=())
+    fakes.run()
+    check_outputs(fakes)
+    first_steps, last_steps = (
+        {
+            request_id: [i for i, r in enumerate(fakes.records) if request_id in r.request_ids][end]
+            for request_id in (short, long, waits)
+        }
+        for end in (0, -1)
+    )
+    assert first_steps[waits] == last_steps[short] + 1 < last_steps[long]
