@@ -195,7 +195,7 @@ def test_statistics_count_each_group_and_all_together():
 
 def test_a_request_starts_as_soon_as_the_group_that_was_short_has_blocks():
     """Meanwhile the long prompt of another request takes blocks of the other group."""
-    fakes = fake_engine((60, None), (12, 16), settings=SPARE_TOKENS)
+    fakes = fake_engine((60, 200), (12, 16), settings=SPARE_TOKENS)
     short = fakes.add(range(200, 216), max_tokens=15, eos_token_ids=())
     fakes.step(3)
     long = fakes.add(range(1, 150), max_tokens=9, eos_token_ids=())
