@@ -12,7 +12,7 @@ from loraplex.core.byte_sizes import readable_bytes
 
 if TYPE_CHECKING:
     from loraplex.app.plan import MemoryPlan, PlannedAdapter
-    from loraplex.serving.model_memory import ModelMemory
+    from loraplex.serving.model_memory import KVGroupMemory, KVMemory
 
 
 @with_settings(
@@ -58,8 +58,12 @@ def _print_plan(plan: "MemoryPlan") -> None:
         print(f"  recorded steps  {readable_bytes(memory.graph_bytes)}, estimated")
     print(
         f"  KV cache        {readable_bytes(memory.kv.num_bytes)}: {memory.kv.tokens} tokens in "
-        f"{memory.kv.blocks} blocks{_on_host(memory)}"
+        f"{memory.kv.blocks} blocks{_on_host(memory.kv)}"
     )
+    for group in memory.kv.groups:
+        window = group.attention_window
+        layers = "without a window" if window is None else f"with a window of {window}"
+        print(f"{'':18}{group.blocks} blocks{_on_host(group)} in layers {layers}")
     print(
         f"  adapters        {readable_bytes(device.num_bytes)} on the device: {device.pages} pages "
         f"of {readable_bytes(device.page_bytes)}"
@@ -74,8 +78,8 @@ def _print_plan(plan: "MemoryPlan") -> None:
         _print_adapters(plan)
 
 
-def _on_host(memory: "ModelMemory") -> str:
-    return f", {memory.kv.host_blocks} more on the host" if memory.kv.host_blocks else ""
+def _on_host(kv: "KVMemory | KVGroupMemory") -> str:
+    return f", {kv.host_blocks} more on the host" if kv.host_blocks else ""
 
 
 def _print_adapters(plan: "MemoryPlan") -> None:

@@ -1,6 +1,7 @@
 """`loraplex plan` over the capitals model and its adapters."""
 
 import json
+import re
 
 import pytest
 from typer.testing import CliRunner
@@ -40,6 +41,26 @@ def test_it_is_what_an_engine_takes(engine):
     assert memory["device"]["pages"] == capacity.num_adapter_pages
     total = memory["weights_bytes"] + memory["kv"]["num_bytes"] + memory["device"]["num_bytes"]
     assert 0.9 * (64 << 20) < total <= 64 << 20
+
+
+def test_layers_with_different_windows_have_blocks_of_their_own():
+    windows = ("--max-attention-window-size", "32,4096")
+    flags = (*FLAGS, *windows, "--max-num-batched-tokens", "64", "--max-model-len", "256")
+    few = ("--max-num-seqs", "2", "--kv-cache-host-memory-bytes", "1MiB")
+    lines = plan(*flags, *few).output.splitlines()
+    (first,) = (line for line in lines if "layers without a window" in line)
+    (second,) = (line for line in lines if "layers with a window of 32" in line)
+    (total,) = (line for line in lines if "KV cache" in line)
+
+    def blocks(line):
+        return int(re.search(r"(\d+) blocks", line)[1])
+
+    # Window and step lie in at most 7 blocks of 16 tokens.
+    assert blocks(second) == 2 * 7
+    assert blocks(total) == blocks(first) + blocks(second)
+    assert f"{16 * blocks(first)} tokens" in total
+    assert "more on the host" in first
+    assert "more on the host" in second
 
 
 def test_adapters_one_by_one():

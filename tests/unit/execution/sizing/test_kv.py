@@ -190,3 +190,27 @@ def test_the_log_names_the_groups() -> None:
         "640 tokens and 144 more on the host in 2 layers with no window, "
         "384 tokens and 144 more on the host in 2 layers with a window of 50; adapters" in line
     )
+
+
+def test_the_example_of_the_documentation() -> None:
+    """docs/memory.md: 16 GiB for 32 layers, half of them with a window of 1024."""
+    spec = tiny_spec(
+        num_hidden_layers=32,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=131072,
+    )
+
+    def tokens(windows: tuple[int, ...], max_num_seqs: int) -> int:
+        settings = RunnerSettings(
+            kv_cache_bytes=16 << 30,
+            max_model_len=32768,
+            max_num_seqs=max_num_seqs,
+            max_attention_window_size=windows,
+        )
+        size = size_kv(settings, windowed(settings, spec), torch.bfloat16)
+        return size.capacities[0].num_blocks * settings.block_size
+
+    assert tokens((), 8) == 131_072
+    assert [tokens((1024, 131072), number) for number in (8, 64)] == [249_728, 162_816]
