@@ -33,7 +33,7 @@ from support.fake_engine_process import FakeEngineSettings, fake_engine_thread
 from support.fake_runner import FAKE_CAPACITY
 
 MODEL = "capitals"
-NAMES = ("cats", "dogs", "../cows")
+NAMES = ("cats", "dogs", "/etc/cows")
 TASK_IDS = (0, 2**64 - 1)
 NUM_VARIANTS = 4
 CAPACITY = msgspec.structs.replace(

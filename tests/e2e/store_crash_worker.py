@@ -20,7 +20,7 @@ from loraplex.adapters.tensor_file import write_atomically
 from loraplex.core.adapter import AdapterRef, AdapterSource, ByName
 from loraplex.core.errors import AdapterNotFoundError
 
-NAMES = ("cats", "dogs", "../cows")
+NAMES = ("cats", "dogs", "/etc/cows")
 ALIASES = ("pets", "live")
 
 

@@ -14,6 +14,9 @@ from loraplex.core.adapter import MAX_TASK_ID, AdapterSource
 from loraplex.core.errors import InvalidParameterError
 
 MAX_NAME_LENGTH = 256
+_DIRECTIONS = frozenset(("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"))
+"""Unicode's bidirectional controls: with them a name can look like another one."""
+_DIRECTION_MARKS = "\u200e\u200f\u061c"
 
 Owner = tuple[str, str]
 """(model, tenant)"""
@@ -82,11 +85,24 @@ def check_name(name: str) -> None:
             f"an adapter's name must have 1 to {MAX_NAME_LENGTH} characters, got {len(name)}",
             param="name",
         )
-    bad = next((c for c in name if unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp")), None)
+    bad = next((c for c in name if _is_hidden_control(c)), None)
     if bad is not None:
         raise InvalidParameterError(
             f"an adapter's name must not hold the control character U+{ord(bad):04X}", param="name"
         )
+    if not {".", ".."}.isdisjoint(name.split("/")):
+        raise InvalidParameterError(
+            f"{name!r} cannot be the name of an adapter: clients and proxies remove . and .. from "
+            "the path of a URL",
+            param="name",
+        )
+
+
+def _is_hidden_control(character: str) -> bool:
+    """Whether a character is a control, or changes the direction in which others are shown."""
+    if unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp"):
+        return True
+    return character in _DIRECTION_MARKS or unicodedata.bidirectional(character) in _DIRECTIONS
 
 
 def check_task_id(task_id: int | None) -> None:

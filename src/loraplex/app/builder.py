@@ -49,8 +49,8 @@ def build_service(
     has_keys: API keys distinguish clients. The service locks the state directory until it is
     closed. Raises ConfigError.
     """
-    clock, policy = SystemClock(), client_policy(config, has_keys=has_keys)
     state_dir = _made(state_directory(config.server.state_dir))
+    clock, policy = SystemClock(), client_policy(config, state_dir, has_keys=has_keys)
     persists = config.server.persist_adapters
     store = AdapterStore.open(state_dir) if persists else AdapterStore.in_memory(state_dir)
     json_indent = _JSON_INDENTS.get(config.server.dialect)

@@ -233,10 +233,17 @@ class ModelCatalog:
         return task
 
     def check_is_no_base(self, name: str) -> None:
-        """Raise InvalidRequestError for a name that means a base model."""
+        """Raise InvalidRequestError for a name that means a base model, or an adapter of one."""
         if name in self.models:
             raise InvalidRequestError(
                 f"{name!r} is the name of a base model: call the adapter something else",
+                param="name",
+            )
+        base = next((base for base in self.models if name.startswith(f"{base}:")), None)
+        if base is not None:
+            raise InvalidRequestError(
+                f"{name!r} already means the adapter {name.removeprefix(f'{base}:')!r} of the base "
+                f"model {base!r}: leave {base + ':'!r} out of the name",
                 param="name",
             )
 

@@ -3,8 +3,6 @@
 import contextlib
 import itertools
 import os
-import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import msgspec
 
 from loraplex.core.errors import EngineRestartedError
 from loraplex.core.output import EngineOutput, Logits, LogitsFile
+from loraplex.core.private_folder import PrivateFolder
 
 
 def files_of(outputs: Iterable[EngineOutput]) -> Iterator[LogitsFile]:
@@ -24,7 +23,7 @@ class LogitsFolder:
     """Files of delivered outputs until they are read: an engine's own folder ends with it."""
 
     def __init__(self) -> None:
-        self._folder: str | None = None
+        self._folder: PrivateFolder | None = None
         self._names = itertools.count()
 
     def keep(self, output: EngineOutput) -> EngineOutput:
@@ -41,15 +40,15 @@ class LogitsFolder:
     def close(self) -> None:
         """Delete what was not read."""
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.remove()
 
     def _moved(self, files: tuple[LogitsFile, ...]) -> tuple[LogitsFile, ...]:
         return tuple(LogitsFile(self._move(file.path), file.num_rows) for file in files)
 
     def _move(self, path: str) -> str:
         # Next to the engine's folder, so that a file is renamed and not copied.
-        self._folder = self._folder or tempfile.mkdtemp(prefix="loraplex-logits-")
-        kept = os.path.join(self._folder, str(next(self._names)))
+        self._folder = self._folder or PrivateFolder()
+        kept = os.path.join(self._folder.path, str(next(self._names)))
         try:
             os.rename(path, kept)
         except OSError:  # the reader reports it

@@ -1,6 +1,7 @@
 """Paths, hosts and addresses that are refused, and those that are not."""
 
 import socket
+from pathlib import Path
 
 import httpx
 import pytest
@@ -45,6 +46,15 @@ class TestPaths:
     def test_what_leaves(self, root, path):
         with pytest.raises(PermissionDeniedError, match="allowed_adapter_roots"):
             self.check(root / path, root)
+
+    def test_a_link_into_the_state_directory(self, root):
+        state = root / "state"
+        state.mkdir()
+        (root / "link").symlink_to(state)
+        policy = SourcePolicy(roots=(str(root),), closed_folder=str(root / "link"))
+        for place in (state, root / "link", state / "none"):
+            with pytest.raises(PermissionDeniedError, match="state directory"):
+                checked_path(str(place), policy, NAMES)
 
     def test_links_that_leave(self, root, tmp_path):
         (root / "out").symlink_to(tmp_path / "secret")
@@ -200,7 +210,15 @@ class TestNames:
 class TestForClients:
     def policy(self, *, adapter_dirs=(), lora_root="", **server):
         model = ModelConfig(path="/m", adapter_dirs=adapter_dirs, lora_root=lora_root)
-        return client_policy(Config(server=ServerConfig(**server), models={"m": model}))
+        config = Config(server=ServerConfig(**server), models={"m": model})
+        return client_policy(config, Path("/state"))
+
+    def test_never_the_state_directory(self):
+        for host in ("127.0.0.1", "0.0.0.0"):
+            policy = self.policy(host=host, allowed_adapter_roots=("/",))
+            with pytest.raises(PermissionDeniedError, match="in the server's state directory"):
+                policy.check_path(Path("/state/adapters/ab/x.safetensors"), "x")
+            policy.for_operator().check_path(Path("/state/adapters/ab/x.safetensors"), "x")
 
     @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
     def test_on_loopback_every_path(self, host):

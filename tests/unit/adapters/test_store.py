@@ -393,13 +393,18 @@ class TestNotFound:
         assert sentence in caught.value.message
 
 
-@pytest.mark.parametrize("name", ["a", "a.b-c_d", "../../etc/passwd", "日本語", "a b", "x" * 256])
+@pytest.mark.parametrize("name", ["a", "a.b-c_d", "/etc/passwd", "...", "日本語", "a b", "x" * 256])
 def test_names_are_free_text_and_never_paths(store, name):
     assert add(store, name).name == name
     assert store.resolve(by_name(name)).name == name
 
 
-@pytest.mark.parametrize("name", ["", "x" * 257, "a\nb", "\0", "a\x7f", "a\u2028b", "\ud800"])
+BAD_NAMES = ["", "x" * 257, "a\nb", "\0", "a\x7f", "a\u2028b", "\ud800"]
+OTHER_IN_A_URL = ["..", ".", "../../etc/passwd", "team/../zh", "team/."]
+OTHER_ON_A_SCREEN = ["a\u202eb", "\u2066zh\u2069", "zh\u200f", "zh\u061c"]
+
+
+@pytest.mark.parametrize("name", [*BAD_NAMES, *OTHER_IN_A_URL, *OTHER_ON_A_SCREEN])
 def test_bad_names_are_refused(store, name):
     with pytest.raises(InvalidParameterError) as caught:
         add(store, name)

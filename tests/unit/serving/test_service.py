@@ -329,6 +329,19 @@ class TestFind:
         for name in ("very:odd", "org:base:very:odd"):
             assert service.find(name, LOCAL)[1] == ByName("very:odd")
 
+    @pytest.mark.parametrize("name", ["org:zh", "org:base:zh"])
+    async def test_no_name_is_that_of_an_adapter_of_a_base(self, make_service, staging, name):
+        service = make_service(**{"org:base": None, "org": None})
+        await service.start()
+        path = staging.put("/x")
+        with pytest.raises(InvalidRequestError, match="already means the adapter"):
+            await service.adapter_admin.load(LOCAL, model="org:base", name=name, path=path)
+        await service.adapter_admin.load(LOCAL, model="org:base", name="zh", path=path)
+        with pytest.raises(InvalidRequestError, match="already means the adapter"):
+            await service.adapter_admin.alias(
+                LOCAL, AdapterRef("org:base", "default", ByName("zh")), name
+            )
+
     async def test_a_long_list_is_cut(self, service, staging):
         for number in range(30):
             await service.adapter_admin.load(GLOBEX, model="b", name=f"n{number:02}", path="/zh")

@@ -41,6 +41,8 @@ class SourcePolicy(msgspec.Struct, frozen=True, kw_only=True):
 
     roots: tuple[str, ...] | None = None
     """Folders that local paths must lie in, links followed; None: any path."""
+    closed_folder: str = ""
+    """Folder that no local path may lie in, also below a root: the state directory."""
     hosts: tuple[str, ...] | None = None
     """`huggingface.co`, `*.example.org`, `s3://bucket`, or `*`; None: any."""
     allow_private_addresses: bool = False
@@ -57,10 +59,21 @@ class SourcePolicy(msgspec.Struct, frozen=True, kw_only=True):
 
     def for_operator(self) -> "SourcePolicy":
         """Return the policy for the operator's sources: any path, any host, checked addresses."""
-        return msgspec.structs.replace(self, roots=None, hosts=None, may_use_kept=True)
+        return msgspec.structs.replace(
+            self, roots=None, closed_folder="", hosts=None, may_use_kept=True
+        )
 
     def check_path(self, path: Path, text: str) -> None:
-        """Raise PermissionDeniedError for a path outside the roots. `path` has no links left."""
+        """Raise PermissionDeniedError for a path that clients may not read.
+
+        `path` has no links left.
+        """
+        if self.closed_folder and path.is_relative_to(Path(self.closed_folder).resolve()):
+            # The canonical adapter files of all tenants are there.
+            raise PermissionDeniedError(
+                f"{text} is in the server's state directory, from which no adapter is loaded",
+                param="path",
+            )
         if self.roots is None or any(path.is_relative_to(root) for root in self._real_roots()):
             return
         raise PermissionDeniedError(
@@ -141,7 +154,7 @@ class SourcePolicy(msgspec.Struct, frozen=True, kw_only=True):
         return (Path(root).expanduser().resolve() for root in self.roots or ())
 
 
-def client_policy(config: Config, *, has_keys: bool = False) -> SourcePolicy:
+def client_policy(config: Config, state_dir: Path, *, has_keys: bool = False) -> SourcePolicy:
     """Return the policy for clients; has_keys: they have API keys. Raises ConfigError."""
     server = config.server
     for host in server.allowed_adapter_hosts:
@@ -158,6 +171,7 @@ def client_policy(config: Config, *, has_keys: bool = False) -> SourcePolicy:
     is_open = not server.allowed_adapter_roots and server.is_on_loopback and not has_keys
     return SourcePolicy(
         roots=None if is_open else roots,
+        closed_folder=str(state_dir),
         hosts=server.allowed_adapter_hosts,
         allow_private_addresses=server.allow_private_addresses,
         max_bytes=server.max_adapter_bytes,

@@ -7,9 +7,7 @@ import asyncio
 import contextlib
 import logging
 import os
-import shutil
 import signal
-import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
@@ -21,6 +19,7 @@ import zmq.asyncio
 from loraplex.core.config import ModelConfig
 from loraplex.core.environment import child_environment
 from loraplex.core.errors import ConfigError
+from loraplex.core.private_folder import PrivateFolder
 from loraplex.core.request import RequestId
 from loraplex.engine.channel import EPOCH_BYTES, EngineChannel, ThreadChannel
 from loraplex.engine.messages import EngineCommand, EngineEvent, Shutdown, decode_event, encode
@@ -92,8 +91,8 @@ class ThreadLink:
     def __init__(self, run: Callable[[EngineChannel], None]) -> None:
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[EngineEvent | None] = asyncio.Queue()
-        self._folder = tempfile.mkdtemp(prefix="loraplex-")
-        self._channel = ThreadChannel(self._deliver, Path(self._folder))
+        self._folder = PrivateFolder()
+        self._channel = ThreadChannel(self._deliver, Path(self._folder.path))
         self._run = run
         self._thread = threading.Thread(target=self._main, name="loraplex-engine", daemon=True)
         self._thread.start()
@@ -116,7 +115,7 @@ class ThreadLink:
     async def close(self) -> None:
         self._channel.put(Shutdown())
         await asyncio.to_thread(self._thread.join)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.remove()
 
     def _main(self) -> None:
         try:
@@ -244,19 +243,16 @@ class ProcessLink:
 
 
 class _Endpoint:
-    """A bound socket, the steps' marker and logits in a folder of their own.
-
-    mkdtemp's mode is 0700: no other user may connect.
-    """
+    """A bound socket, the steps' marker and logits in a folder that no other user may enter."""
 
     def __init__(self) -> None:
         """Raises OSError if this process may not open so many files: ZeroMQ would end it."""
         _require_files(_NUM_FILES)
-        self._folder = tempfile.mkdtemp(prefix="loraplex-")
-        self.marker_path = os.path.join(self._folder, "steps")
-        self.logits_dir = os.path.join(self._folder, "logits")
+        self._folder = PrivateFolder()
+        self.marker_path = os.path.join(self._folder.path, "steps")
+        self.logits_dir = os.path.join(self._folder.path, "logits")
         self._context = zmq.asyncio.Context()
-        self.address = f"ipc://{os.path.join(self._folder, 'engine')}"
+        self.address = f"ipc://{os.path.join(self._folder.path, 'engine')}"
         self.socket = self._context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.SNDHWM, 0)
         self.socket.setsockopt(zmq.RCVHWM, 0)
@@ -267,7 +263,7 @@ class _Endpoint:
             self.socket.bind(self.address)
         except OSError as error:
             self.close()
-            raise ConfigError(f"cannot write to {self._folder}: {error.strerror}") from error
+            raise ConfigError(f"cannot write to {self._folder.path}: {error.strerror}") from error
         except zmq.ZMQError as error:
             self.close()
             raise ConfigError(
@@ -277,7 +273,7 @@ class _Endpoint:
     def close(self) -> None:
         self.socket.close()
         self._context.term()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.remove()
 
 
 def _require_files(count: int) -> None:

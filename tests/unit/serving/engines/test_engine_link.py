@@ -144,7 +144,8 @@ async def test_the_thread_of_an_engine_that_fails_is_logged(caplog):
 async def test_the_folder_of_the_socket_is_private(engine, temporary_folder):
     (folder,) = temporary_folder.iterdir()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert sorted(path.name for path in folder.iterdir()) == ["engine", "logits", "steps"]
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == [".owner", "engine", "logits", "steps"]
     await engine.close()
     assert not folder.exists()
 
