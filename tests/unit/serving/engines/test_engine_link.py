@@ -269,6 +269,30 @@ async def test_a_step_that_never_ends_is_killed(make_request, temporary_folder, 
     assert link._exited.result() == -signal.SIGKILL
 
 
+async def test_a_hung_engine_is_killed_and_its_step_blamed(engine, make_request):
+    engine.kill("hung: no progress")
+    engine.kill("the first problem counts")
+    with pytest.raises(EngineDied, match="hung: no progress") as death:
+        await engine.receive()
+    assert not death.value.was_killed
+
+
+async def test_a_process_that_does_not_end_is_given_up(temporary_folder, monkeypatch, caplog):
+    """It waits for a driver: not even SIGKILL ends it."""
+    monkeypatch.setattr("loraplex.serving.engines.link._KILL_SECONDS", 0.05)
+    link = await fake_engine_process()(1)
+    await link.receive()
+    process = link._process
+    monkeypatch.setattr(process, "kill", lambda: None)
+    link.kill("hung")
+    with pytest.raises(EngineDied, match="hung"):
+        await link.receive()
+    assert "does not end though it was killed" in caplog.text
+    await link.close()
+    os.kill(process.pid, signal.SIGKILL)
+    await process.wait()
+
+
 async def test_a_command_that_cannot_be_run(temporary_folder):
     with pytest.raises(FileNotFoundError):
         await ProcessLink.start(["/nowhere/python"], b"", 1)
