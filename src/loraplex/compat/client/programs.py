@@ -1,6 +1,7 @@
 """The client programs: their commands and their flags, free of heavy imports."""
 
 import dataclasses
+import functools
 from typing import Any, Final
 
 from loraplex.compat.flags import REQUIRED, FlagKind, FlagRow, here, ignored, refused
@@ -30,38 +31,26 @@ class Program:
         return f"{self.about}, as {self.original} does."
 
 
-def _row(kind: FlagKind, names: str, help: str, default: Any, **more: Any) -> FlagRow:
-    """Return the row of a flag with the names `NAME ALIAS ...`."""
+_DEFAULTS: Final = {_TEXT: "", _BARE: False, _TEXTS: (), _WHOLES: (), FlagKind.NUMBERS: ()}
+
+
+def _row(
+    kind: FlagKind, names: str, help: str, default: Any = ..., tensor: str = "", **more: Any
+) -> FlagRow:
+    """Return the row of a flag with the names `NAME ALIAS ...`; `...` is the kind's default."""
     name, *aliases = names.split()
-    return here(name, kind, help, *aliases, default=default, **more)
-
-
-def _text(names: str, help: str, default: Any = "", **more: Any) -> FlagRow:
-    return _row(_TEXT, names, help, default, **more)
-
-
-def _whole(names: str, help: str, default: Any = None, **more: Any) -> FlagRow:
-    return _row(_WHOLE, names, help, default, **more)
-
-
-def _number(names: str, help: str, default: Any = None, **more: Any) -> FlagRow:
-    return _row(_NUMBER, names, help, default, **more)
-
-
-def _switch(names: str, help: str, **more: Any) -> FlagRow:
-    """Return the row of a switch. Its tensor is sent only if it is on."""
-    return _row(_BARE, names, help, False, **more)
-
-
-def _texts(names: str, help: str, **more: Any) -> FlagRow:
-    return _row(_TEXTS, names, help, (), **more)
+    default = _DEFAULTS.get(kind) if default is ... else default
+    return here(name, kind, help, *aliases, default=default, tensor=tensor, **more)
 
 
 def _unused(names: str, help: str, kind: FlagKind = _TEXT) -> FlagRow:
     name, *aliases = names.split()
-    defaults = {_TEXT: "", _BARE: False, _TEXTS: ()}
-    return ignored(name, kind, help, *aliases, default=defaults.get(kind))
+    return ignored(name, kind, help, *aliases, default=_DEFAULTS.get(kind))
 
+
+_text, _whole, _number, _switch, _texts = (
+    functools.partial(_row, kind) for kind in (_TEXT, _WHOLE, _NUMBER, _BARE, _TEXTS)
+)
 
 _GRPC = (
     _switch("verbose v", "Print more."),
@@ -87,25 +76,25 @@ _LOAD = (
 _CONCURRENCY = _whole("concurrency c", "Concurrent HTTP requests.", 128)
 _MAX_INPUT_LEN = _whole("max-input-len", "Longer prompts are skipped; by default none.")
 _SAMPLING = (
-    _whole("beam-width b", "Beams.", 1, tensor="int32"),
-    _number("temperature", "Sampling temperature.", 1.0, tensor="float32"),
-    _number("repetition-penalty", "Factor for repeated tokens.", tensor="float32"),
-    _number("presence-penalty", "Penalty for tokens that are present.", tensor="float32"),
-    _number("frequency-penalty", "Penalty for each occurrence.", tensor="float32"),
+    _whole("beam-width b", "Beams.", 1, "int32"),
+    _number("temperature", "Sampling temperature.", 1.0, "float32"),
+    _number("repetition-penalty", "Factor for repeated tokens.", None, "float32"),
+    _number("presence-penalty", "Penalty for tokens that are present.", None, "float32"),
+    _number("frequency-penalty", "Penalty for each occurrence.", None, "float32"),
 )
 _LOGITS = (
-    _switch("return-log-probs", "Request log probabilities.", tensor="bool"),
-    _switch("return-context-logits", "Request the prompt's logits.", tensor="bool"),
-    _switch("return-generation-logits", "Request the output's logits.", tensor="bool"),
+    _switch("return-log-probs", "Request log probabilities.", False, "bool"),
+    _switch("return-context-logits", "Request the prompt's logits.", False, "bool"),
+    _switch("return-generation-logits", "Request the output's logits.", False, "bool"),
 )
-_PERF = _switch("return-perf-metrics", "Request timings and cache counts.", tensor="bool")
+_PERF = _switch("return-perf-metrics", "Request timings and cache counts.", False, "bool")
 _STREAMING = _switch("streaming S", "Stream the output.")
 _SEQUENCES = _whole(
-    "num-return-sequences n", "Number of outputs (with beam width 1).", tensor="int32"
+    "num-return-sequences n", "Number of outputs (with beam width 1).", None, "int32"
 )
 _ADAPTER = (
     _text("lora-path", "Folder with model.lora_weights.npy and model.lora_config.npy to send."),
-    _whole("lora-task-id", "Task id of the adapter.", tensor="uint64"),
+    _whole("lora-task-id", "Task id of the adapter.", None, "uint64"),
 )
 _REQUEST_ID = _text("request-id", "Id of the request.")
 _TOKENIZER_TYPE = _unused("tokenizer-type", "the folder's files determine it.")
@@ -117,17 +106,17 @@ _REQUEST = (
     _whole("end-id", "End token id, with --input-tokens-csv; -1: none.", -1),
     _whole("pad-id", "Padding token id, with --input-tokens-csv.", 50256),
     *_SAMPLING,
-    _whole("request-output-len", "Maximum number of new tokens.", 16, tensor="int32"),
+    _whole("request-output-len", "Maximum number of new tokens.", 16, "int32"),
     _text("tokenizer-dir", "Model folder; by default the server tokenizes."),
     _TOKENIZER_TYPE,
     _text("prompt-embedding-table-path", "A .npy file for prompt tuning."),
-    _unused("prompt-task-id", "a table is sent whole.", kind=_WHOLE),
+    _unused("prompt-task-id", "a table is sent whole.", _WHOLE),
     _text("dtype", "Type of the table.", "float16", choices=DTYPES),
     *_ADAPTER,
-    _switch("exclude-input-in-output", "Leave the prompt out of the output.", tensor="bool"),
+    _switch("exclude-input-in-output", "Leave the prompt out of the output.", False, "bool"),
     *_LOGITS,
-    _whole("top-k", "Sample from the top k; 0: all.", 1, tensor="int32 runtime_top_k"),
-    _number("top-p", "Nucleus probability.", 0.0, tensor="float32 runtime_top_p"),
+    _whole("top-k", "Sample from the top k; 0: all.", 1, "int32 runtime_top_k"),
+    _number("top-p", "Nucleus probability.", 0.0, "float32 runtime_top_p"),
     _text("model-name", "Triton model.", "tensorrt_llm"),
 )
 TOKEN_FLAGS: Final = (
@@ -145,16 +134,17 @@ TOKEN_FLAGS: Final = (
     _whole(
         "prompt-table-extra-id",
         "Id of the table's rows in the KV cache.",
-        tensor="uint64 prompt_table_extra_ids",
+        None,
+        "uint64 prompt_table_extra_ids",
     ),
     _unused("vocab-size", "the table itself determines its number of rows.", kind=_WHOLE),
     _PERF,
     _texts("requested-outputs", "Names of outputs; by default all."),
-    _row(_WHOLES, "lookahead-config", "Window, n-gram and verification set.", ()),
+    _row(_WHOLES, "lookahead-config", "Window, n-gram and verification set."),
 )
 _WORDS = (
-    _texts("stop-words", "Words that end the output.", tensor="object"),
-    _texts("bad-words", "Words that never occur.", tensor="object"),
+    _texts("stop-words", "Words that end the output.", (), "object"),
+    _texts("bad-words", "Words that never occur.", (), "object"),
 )
 TEXT_FLAGS: Final = (
     *_GRPC,
@@ -166,30 +156,23 @@ TEXT_FLAGS: Final = (
     dataclasses.replace(_STREAMING, tensor="bool stream"),
     _SEQUENCES,
     *_SAMPLING,
-    _whole("output-len o", "Maximum of new tokens.", 100, tensor="int32 max_tokens"),
+    _whole("output-len o", "Maximum of new tokens.", 100, "int32 max_tokens"),
     _REQUEST_ID,
     *_WORDS,
-    _texts("embedding-bias-words", "Words to make more or less likely.", tensor="object"),
-    here(
-        *("embedding-bias-weights", FlagKind.NUMBERS, "One bias for each of them."),
-        default=(),
-        tensor="float32",
-    ),
+    _texts("embedding-bias-words", "Words to make more or less likely.", (), "object"),
+    _row(FlagKind.NUMBERS, "embedding-bias-weights", "One bias for each of them.", (), "float32"),
     _switch("overwrite-output-text", "Each streamed piece is the whole text so far."),
     *_LOGITS,
     _PERF,
     _switch("batch-inputs", "Send all prompts in one request."),
-    _whole("end-id", "Token id that ends the output.", tensor="int32"),
-    _whole("pad-id", "Token id that pads beams.", tensor="int32"),
+    _whole("end-id", "Token id that ends the output.", None, "int32"),
+    _whole("pad-id", "Token id that pads beams.", None, "int32"),
     *_ADAPTER,
-    _switch("exclude-input-in-output", "Leave the prompt out of the output.", tensor="bool"),
+    _switch("exclude-input-in-output", "Leave the prompt out of the output.", False, "bool"),
     _text(
-        "guided-decoding-guide-type",
-        "json, json_schema, regex or ebnf_grammar.",
-        None,
-        tensor="object",
+        "guided-decoding-guide-type", "json, json_schema, regex or ebnf_grammar.", None, "object"
     ),
-    _text("guided-decoding-guide", "Schema, regex or grammar.", None, tensor="object"),
+    _text("guided-decoding-guide", "Schema, regex or grammar.", None, "object"),
 )
 SPECULATION_FLAGS: Final = (
     _switch("verbose v", "Print the tokens of each round."),
@@ -246,7 +229,7 @@ BENCHMARK_FLAGS: Final = (
     ),
     _switch("dump-perfetto-trace", "Write prfetto_dump.json."),
     _text("op-stats-csv", "File for the figures.", None),
-    _switch("exclude-input-in-output", "Leave the prompts out of the outputs.", tensor="bool"),
+    _switch("exclude-input-in-output", "Leave the prompts out of the outputs.", False, "bool"),
     _whole("num-requests", "Requests to send.", 30000),
     _text("check-perf-json", "JSON file of latencies in ms, to compare with.", None),
     _text("check-perf-key", "Key of the latency in that file.", None),
