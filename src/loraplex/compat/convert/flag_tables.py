@@ -36,9 +36,7 @@ def _ignored(kind: FlagKind, reason: str, names: str, **more: Any) -> tuple[Flag
 
 
 _MODEL_SIZES = (
-    *_ignored(
-        *(_WHOLE, _FROM_CONFIG, "vocab_size n_positions n_layer n_head n_kv_head n_embd"),
-    ),
+    *_ignored(_WHOLE, _FROM_CONFIG, "vocab_size n_positions n_layer n_head n_kv_head n_embd"),
     *_ignored(_WHOLE, _FROM_CONFIG, "inter_size ffn_dim_multiplier multiple_of"),
     *_ignored(_NUMBER, _FROM_CONFIG, "rms_norm_eps rotary_base rotary_pct"),
     ignored("rotary_scaling", _TEXTS, _FROM_CONFIG),
@@ -82,9 +80,7 @@ _SOURCES = (
     refused("ft_model_dir", _TEXT, NEMO),
 )
 _LOG_LEVEL = here("log_level", _TEXT, "info, warning, error ... [info]")
-_LOGITS_DTYPE = ignored(
-    *("logits_dtype", _TEXT, "logits are 32 bits"), choices=("float16", "float32")
-)
+_LOGITS_DTYPE = ignored("logits_dtype", _TEXT, "logits are 32 bits", choices=("float16", "float32"))
 CHECKPOINT_FLAGS: Final[tuple[FlagRow, ...]] = (
     *_SOURCES,
     here("output_dir", _TEXT, "the folder to write [tllm_checkpoint]"),
@@ -103,10 +99,7 @@ CHECKPOINT_FLAGS: Final[tuple[FlagRow, ...]] = (
 _LIMITS = (
     here("max_batch_size", _WHOLE, "sequences in one step [2048]"),
     here("max_input_len", _WHOLE, "tokens of a prompt [max_seq_len]"),
-    here(
-        *("max_seq_len", _WHOLE, "tokens of prompt and output [the model's]"),
-        "max_decoder_seq_len",
-    ),
+    here("max_seq_len", _WHOLE, "tokens of prompt and output [the model's]", "max_decoder_seq_len"),
     here("max_output_len", _WHOLE, "with --max_input_len: their sum is max_seq_len"),
     here("max_beam_width", _WHOLE, "beams of a beam search [1]"),
     here("max_num_tokens", _WHOLE, "tokens in one step [8192]"),
@@ -142,9 +135,7 @@ _PLUGINS = (
     ),
     *_ignored(_SWITCH, _ALWAYS, "paged_kv_cache remove_input_padding", **_IN_PLUGINS),
     ignored("tokens_per_block", _WHOLE, "block_size of the server decides", **_IN_PLUGINS),
-    *_ignored(
-        *(_SWITCH, "see sink_token_length", "streamingllm=enable_streamingllm"), **_IN_PLUGINS
-    ),
+    *_ignored(_SWITCH, "see sink_token_length", "streamingllm=enable_streamingllm", **_IN_PLUGINS),
     *_ignored(
         *(_SWITCH, _KERNELS),
         "context_fmha=enable_context_fmha context_fmha_fp32_acc=enable_context_fmha_fp32_acc "

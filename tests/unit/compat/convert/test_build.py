@@ -245,6 +245,19 @@ class TestBuild:
         assert all(torch.equal(weights[name], tiny.tensors[name]) for name in weights)
         assert config_of(folder)["pretrained_config"]["mapping"]["tp_size"] == 2
 
+    @pytest.mark.parametrize(("source", "dtype"), [("checkpoint", "float32"), ("model", "float16")])
+    def test_weights_have_the_type_that_the_folder_names(
+        self, model: Path, tmp_path: Path, source: str, dtype: str
+    ) -> None:
+        """A checkpoint keeps its type; the same folder as --model_dir gets that of the flags."""
+        first, second = tmp_path / "ckpt", tmp_path / "engine"
+        convert("--model_dir", str(model), "--output_dir", str(first), "--dtype", "float32")
+        folder = build(f"--{source}_dir", str(first), "--output_dir", str(second))
+        assert folder is not None
+        weights = load_file(folder / "rank0.safetensors")
+        assert {tensor.dtype for tensor in weights.values()} == {getattr(torch, dtype)}
+        assert config_of(folder)["pretrained_config"]["dtype"] == dtype
+
     def test_build_config_file(self, model: Path, tmp_path: Path) -> None:
         file = tmp_path / "build.json"
         plugins = {"lora_plugin": "auto", "gemm_plugin": None}
