@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
+from loraplex.serving.fair_thread_pool import FairThreadPool
+
 try:
     import uvloop
 except ImportError:  # a platform that it does not know
@@ -13,6 +15,7 @@ else:
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
-    """asyncio.run, on the loop that costs a request less."""
+    """asyncio.run, on the loop that costs a request less; tenants take turns in its threads."""
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        runner.get_loop().set_default_executor(FairThreadPool())
         runner.run(main)

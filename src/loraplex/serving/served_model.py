@@ -33,7 +33,6 @@ from loraplex.serving.adapter_fit import check_fits_tiers
 from loraplex.serving.backend import ModelCard
 from loraplex.serving.discovered_adapters import DiscoveredAdapters
 from loraplex.serving.engines.async_engine import AsyncEngine
-from loraplex.serving.fair_threads import FairThreads
 from loraplex.serving.grammar.grammars import Grammars
 from loraplex.serving.model_memory import ModelMemory, StoredAdapters, memory_of, stored
 from loraplex.serving.text.chat_renderer import ChatRenderer
@@ -44,8 +43,8 @@ logger = logging.getLogger(__name__)
 
 _NONE_YET = Durations()
 
-_INLINE_CHARACTERS = 4096
-"""Shorter texts are tokenized on the event loop: a thread's hand-over would cost more."""
+_INLINE_CHARACTERS = 1024
+"""Shorter texts are tokenized on the event loop: handing them to a thread would take longer."""
 MAX_TOKEN_CHARACTERS = 256
 """Tokens are shorter: a prompt that has more for each that the model takes is too long, and is
 not tokenized to count by how much."""
@@ -55,7 +54,6 @@ _MAX_EXCESS = 2
 """A prompt with so many times more tokens than the model takes is not tokenized to its end."""
 _MAX_CUT_EXCESS = 16
 """The same for a text that is only counted, or of which a part is used."""
-_NUM_THREADS = 2
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -72,13 +70,10 @@ class ServedModel:
     """Why a stored adapter cannot be served, by digest."""
     discovered: DiscoveredAdapters = dataclasses.field(default_factory=DiscoveredAdapters)
     grammars: Grammars = dataclasses.field(init=False)
-    _threads: FairThreads = dataclasses.field(init=False)
-    """Threads that tokenize long texts."""
     _stage_times: dict[str, Durations] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.grammars = Grammars(self.tokenizer, self.config.grammar_limits)
-        self._threads = FairThreads(_NUM_THREADS, "texts")
         self.engine.on_capacity = self._set_capacity
 
     async def start(self) -> None:
@@ -102,7 +97,7 @@ class ServedModel:
         encode = functools.partial(self._encode, prompt, add_special_tokens, max_excess)
         if len(prompt) <= _INLINE_CHARACTERS:
             return encode()
-        return await self._threads.run(len(prompt), encode)
+        return await asyncio.to_thread(encode)
 
     def _encode(self, text: str, add_special_tokens: bool, max_excess: int) -> list[int]:
         self._check_tokens(text, max_excess * self.card.max_model_len)
@@ -137,11 +132,9 @@ class ServedModel:
     async def with_bad_token_ids(self, sampling: SamplingParams) -> SamplingParams:
         """The same, its bad_words as tokens."""
         encode = self.tokenizer.encode
-        num_characters = sum(map(len, sampling.bad_words))
-        if num_characters <= _INLINE_CHARACTERS:
+        if sum(map(len, sampling.bad_words)) <= _INLINE_CHARACTERS:
             return with_bad_token_ids(sampling, encode)
-        find = functools.partial(with_bad_token_ids, sampling, encode)
-        return await self._threads.run(num_characters, find)
+        return await asyncio.to_thread(with_bad_token_ids, sampling, encode)
 
     async def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         return await self.chats.render(messages, **options)

@@ -173,6 +173,12 @@ def current_request() -> WireRequest | None:
     return _current.get()
 
 
+def current_tenant() -> str:
+    """Return the tenant that the caller works for; empty without a request."""
+    request = _current.get()
+    return "" if request is None else request.tenant
+
+
 class as_current:  # a context manager
     """Whatever runs inside, and what it starts, works for this request."""
 

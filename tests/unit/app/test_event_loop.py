@@ -2,10 +2,12 @@
 
 import asyncio
 import sys
+import threading
 
 import pytest
 
 from loraplex.app import event_loop
+from support.wire_requests import of_tenant
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="uvloop has none for it")
@@ -19,6 +21,25 @@ def test_it_is_uvloop_and_closed_in_the_end():
     (loop,) = loops
     assert type(loop).__module__.split(".")[0] == "uvloop"
     assert loop.is_closed()
+
+
+def test_tenants_take_turns_in_its_threads():
+    order = []
+
+    async def main() -> None:
+        held = threading.Event()
+        loop = asyncio.get_running_loop()
+        holding = [loop.run_in_executor(None, held.wait, 60) for _ in range(64)]
+        await asyncio.sleep(0.01)
+        waiting = []
+        for tenant in ("a", "a", "a", "b"):
+            with of_tenant(tenant):
+                waiting.append(loop.run_in_executor(None, order.append, tenant))
+        held.set()
+        await asyncio.gather(*holding, *waiting)
+
+    event_loop.run(main())
+    assert order.index("b") < 2
 
 
 def test_what_fails_is_raised():

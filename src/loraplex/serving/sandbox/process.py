@@ -1,8 +1,9 @@
 """Client side of a sandbox process: start it when it is needed, run tasks in it, replace it after a
 task that was too much for it."""
 
+import asyncio
+import collections
 import contextlib
-import functools
 import logging
 import os
 import select
@@ -20,12 +21,14 @@ from loraplex.core.environment import child_environment
 from loraplex.core.errors import (
     InternalError,
     NotReadyError,
+    QueueFullError,
     RequestError,
     error_from_info,
 )
 from loraplex.core.stopped_process import LOOK_SECONDS, ProcessStopped, StopWatch
-from loraplex.serving.fair_threads import FairThreads
+from loraplex.serving.fair_thread_pool import FairThreadPool
 from loraplex.serving.sandbox.worker import LENGTH, Reply
+from loraplex.serving.wire_request import current_tenant
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +39,9 @@ _EXIT_SECONDS: Final = 5.0
 """Limit from the end of the output to the end of the process."""
 _MAX_ATTEMPTS: Final = 2
 """Number of processes that a task is given to, if processes are stopped or killed."""
+
+_MAX_WAITING_BYTES: Final = 1 << 26
+"""Limit on the sizes of all tasks of one tenant that wait for one process."""
 
 Process = subprocess.Popen[bytes]
 
@@ -78,7 +84,10 @@ class Sandbox:
         """`setup` makes the first message to each process; it is called in the thread."""
         self._kind = kind
         self._process = SandboxProcess(kind, setup)
-        self._thread = FairThreads(1, kind.work)
+        # No thread starts before the first task.
+        self._thread = FairThreadPool(1, "sandbox")
+        self._waiting_bytes: collections.Counter[str] = collections.Counter()
+        """Sizes of the tasks that wait or run, by tenant."""
 
     async def run(self, task: bytes) -> bytes:
         """Return the result of a task.
@@ -87,11 +96,24 @@ class Sandbox:
         exceeds its limits, NotReadyError if signals stopped the processes, and the error that the
         task raised.
         """
-        return await self._thread.run(len(task), functools.partial(self._process.run, task))
+        tenant, waiting = current_tenant(), self._waiting_bytes
+        if waiting[tenant] + len(task) > _MAX_WAITING_BYTES:
+            raise QueueFullError(
+                f"{self._kind.work} of {waiting[tenant]} bytes wait to be processed",
+                retry_after_seconds=2,
+            )
+        loop = asyncio.get_running_loop()
+        waiting[tenant] += len(task)
+        try:
+            return await loop.run_in_executor(self._thread, self._process.run, task)
+        finally:
+            waiting[tenant] -= len(task)
+            if not waiting[tenant]:
+                del waiting[tenant]
 
     def close(self) -> None:
         """End the process; the running task and those that wait fail."""
-        self._thread.close()
+        self._thread.shutdown(wait=False)
         self._process.close()
 
 

@@ -1,10 +1,13 @@
 """Chats rendered in a process: what passes through, and what is refused without one."""
 
+import asyncio
+
 import pytest
 
 from loraplex.core.errors import InvalidRequestError, QueueFullError
-from loraplex.serving import fair_threads
+from loraplex.serving.sandbox import process
 from loraplex.serving.text.chat_renderer import ChatRenderer
+from support.wire_requests import of_tenant
 
 USER = {"role": "user", "content": "hi"}
 
@@ -63,6 +66,34 @@ async def test_without_a_template_no_process_starts():
 
 
 async def test_chats_that_wait_are_bounded(renderer, monkeypatch):
-    monkeypatch.setattr(fair_threads, "MAX_WAITING_BYTES", 100)
+    monkeypatch.setattr(process, "_MAX_WAITING_BYTES", 100)
     with pytest.raises(QueueFullError, match="wait to be processed"):
         await renderer.render([{"role": "user", "content": "x" * 200}])
+
+
+async def test_chats_of_another_tenant_wait_for_one_chat(renderer):
+    order = []
+
+    async def render(tenant: str) -> None:
+        with of_tenant(tenant):
+            await renderer.render([USER], template_kwargs={"value": 1})
+        order.append(tenant)
+
+    with renderer._sandbox._process._in_use:  # no chat ends before all wait
+        chats = [asyncio.create_task(render(tenant)) for tenant in ["a"] * 200 + ["b"]]
+        await asyncio.sleep(0)
+    await asyncio.gather(*chats)
+    assert order.index("b") <= 2
+
+
+async def test_chats_that_wait_are_bounded_for_each_tenant(renderer, monkeypatch):
+    monkeypatch.setattr(process, "_MAX_WAITING_BYTES", 300)
+    chat = [{"role": "user", "content": "x" * 200}]
+    with of_tenant("a"):
+        running = asyncio.create_task(renderer.render(chat, template_kwargs={"value": 1}))
+    await asyncio.sleep(0)
+    with of_tenant("a"), pytest.raises(QueueFullError):
+        await renderer.render(chat, template_kwargs={"value": 1})
+    with of_tenant("b"):
+        await renderer.render(chat, template_kwargs={"value": 1})
+    await running
