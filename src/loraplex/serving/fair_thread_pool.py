@@ -23,7 +23,7 @@ class FairThreadPool(ThreadPoolExecutor):
     """
 
     def __init__(self, num_threads: int | None = None, thread_name_prefix: str = "") -> None:
-        """Create the pool. num_threads: None for as many as asyncio's default executor has."""
+        """Create the pool. num_threads: None for the number of asyncio's default executor."""
         super().__init__(num_threads, thread_name_prefix)
         self._lock = threading.Lock()
         self._waiting: collections.OrderedDict[str, collections.deque[_Task]]
@@ -35,7 +35,7 @@ class FairThreadPool(ThreadPoolExecutor):
         task = (future, functools.partial(fn, *args, **kwargs))
         with self._lock:
             self._waiting.setdefault(current_tenant(), collections.deque()).append(task)
-        # The pool's own queue says how many tasks there are; which one is next is chosen then.
+        # The pool's own queue counts the tasks; each is chosen when a thread is free.
         super().submit(self._run_next)
         return future
 
