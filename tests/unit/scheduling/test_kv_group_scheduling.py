@@ -147,17 +147,18 @@ def test_a_later_request_finds_the_beginning_that_all_groups_still_have():
 
 
 @pytest.mark.parametrize(
-    "groups", [((64, None), (15, 12)), ((64, None), (13, 3)), ((24, None), (60, 6))]
+    "groups", [((84, None), (15, 30)), ((64, None), (13, 3)), ((24, None), (60, 6))]
 )
 @pytest.mark.parametrize("overlap", [False, True])
 def test_beams_copy_a_shared_block_in_every_group(groups, overlap):
     model = FakeModel(8)
-    fakes = fake_engine(*groups, model=model, overlap=overlap)
+    fakes = fake_engine(*groups, model=model, overlap=overlap, max_num_seqs=8)
     sampling = SamplingParams(
         max_tokens=14, n=3, temperature=0.0, beam=BeamSearch(width=3), ignore_eos=True
     )
     request_id = fakes.add([1, 2, 3, 4, 5, 6], sampling=sampling)
-    fakes.add([3] * 9, max_tokens=30, eos_token_ids=())
+    for token_id in (3, 4, 5):
+        fakes.add([token_id] * 5, max_tokens=30, eos_token_ids=())
     fakes.run()
     copies = [copy for plan in fakes.runner.plans for copy in plan.block_copies]
     assert {copy.kv_group for copy in copies} == {0, 1}
