@@ -13,6 +13,7 @@ from loraplex.core.errors import (
     InvalidRequestError,
     LoraplexError,
     ModelNotFoundError,
+    NotReadyError,
 )
 from loraplex.core.principal import DEFAULT_TENANT, LOCAL, Principal
 from loraplex.serving.adapter_cards import (
@@ -280,12 +281,15 @@ def apply_version(
 async def pin_on_device(model: ServedModel) -> None:
     """Pin on the device exactly the adapters whose present version is pinned in the store.
 
-    An adapter that does not fit on the device is logged, and served as an unpinned one.
+    An adapter that does not fit on the device is logged, and served as an unpinned one. An engine
+    that does not reply pins it when it can.
     """
     unpin_others(model)
     for version in _pinned(model).values():
         try:
             await model.engine.pin(version.source)
+        except NotReadyError:
+            model.engine.pin_later(version.source)
         except LoraplexError as error:
             logger.warning(
                 "adapter %r is pinned, but cannot stay on the device: %s",

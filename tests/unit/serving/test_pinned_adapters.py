@@ -35,6 +35,10 @@ async def load(service, path, name="zh", **options):
     await service.adapter_admin.load(LOCAL, model="a", name=name, path=path, **options)
 
 
+async def never_replies(source):
+    raise NotReadyError("the engine did not reply")
+
+
 async def test_from_pin_to_unpin(service):
     await service.start()
     await load(service, "/1")
@@ -165,14 +169,18 @@ async def test_unloaded_it_is_pinned_no_longer(service):
     assert await held(service) == set()
 
 
+@pytest.mark.parametrize("replies", [True, False])
 async def test_what_is_pinned_in_the_store_is_on_the_device_from_the_start(
-    service, make_model, staging
+    service, make_model, staging, monkeypatch, replies
 ):
+    """An engine that does not reply in time pins it later."""
     await service.start()
     await load(service, "/1")
     await service.adapter_admin.pin(LOCAL, ZH, None, is_pinned=True)
     again = Service([make_model("a")], staging, RequestMetrics(["a"]), SystemClock())
     again._models["a"].store = service._models["a"].store
+    if not replies:
+        monkeypatch.setattr(again._models["a"].engine, "pin", never_replies)
     await again.start()
     assert await held(again) == {"digest of /1"}
     await again.close()

@@ -236,6 +236,13 @@ class AsyncEngine:
             self._adapters.pinned.pop(source.digest, None)
             raise error_from_info(error)
 
+    def pin_later(self, source: AdapterSource) -> None:
+        """Pin an adapter once the engine, or the next one, can; a refusal is logged."""
+        self._adapters.pinned[source.digest] = source
+        if self._link is not None:
+            self._adapters.want(source, self._link.send)
+            self._link.send(PinAdapter(_UNASKED, source.digest))
+
     def unpin(self, digest: str) -> None:
         """Undo `pin`. Adapters that were refused for lack of memory may be requested again."""
         if self._adapters.pinned.pop(digest, None) is not None and self._link is not None:

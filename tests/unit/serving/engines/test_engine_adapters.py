@@ -55,6 +55,21 @@ class TestHeldAdapters:
             await self.pin(engine, script, ErrorInfo("adapter_too_large", "3 of 4 pages"))
         assert engine.pinned == set()
 
+    async def test_a_pin_that_waits_for_no_reply(self, engine, script):
+        """While there is no engine, the next one gets it."""
+        await engine.start()
+        engine.pin_later(SOURCE)
+        pins = [RegisterAdapter(SOURCE), PinAdapter(0, "digest")]
+        assert script.link.commands == pins
+        script.gate.clear()
+        script.link.say(None)
+        await until(lambda: not engine.is_ready)
+        engine.unpin("digest")
+        engine.pin_later(SOURCE)
+        script.gate.set()
+        await until(lambda: engine.is_ready)
+        assert script.link.commands == pins
+
     async def test_the_next_engine_holds_it_too(self, engine, script):
         await engine.start()
         await self.pin(engine, script)
