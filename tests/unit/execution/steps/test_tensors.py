@@ -238,7 +238,11 @@ def test_each_kv_group_has_tables_at_addresses_that_stay() -> None:
         ]
         for group, expected in enumerate(of_groups):
             assert [table(first, row, 2, group) for row in range(3)] == expected
-        later = [RowStep(4, 7, 1), RowStep(1, 5, 1), RowStep(0, 1, 1)]
+        later = [
+            RowStep(4, 8, 1, new_block_ids=((50,), (51,), (52,))),
+            RowStep(1, 8, 1, new_block_ids=((53,), (54,), (55,))),
+            RowStep(0, 4, 1, new_block_ids=((56,), (57,), (58,))),
+        ]
         assert addresses(bench.batch(later, [[5], [6], [7]], num_padding=1)) == found
         bench.accelerator.synchronize()
 
