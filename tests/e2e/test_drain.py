@@ -31,7 +31,7 @@ BODY = json.dumps(
 async def stream(server: RunningServer, begun: asyncio.Event | None = None) -> bytes:
     """A whole response with its head, as its client gets it."""
     reader, writer = await asyncio.open_connection("127.0.0.1", server.http_port)
-    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     writer.write(f"{head}content-length: {len(BODY)}\r\n\r\n".encode() + BODY)
     data = b""
     try:

@@ -121,7 +121,7 @@ async def test_a_client_that_leaves(run, log):
     port = server.port()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     body = b'{"model": "m", "prompt": "x", "max_tokens": 900, "ignore_eos": true, "stream": true}'
-    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     writer.write(head.encode() + b"content-length: %d\r\n\r\n" % len(body) + body)
     await reader.readuntil(b"data: ")
     writer.close()
@@ -139,7 +139,7 @@ async def test_a_body_that_does_not_come(run, log):
     port = server.port()
     for path, code in (("/v1/completions", b'"code":"body_timeout"'), ("/v2/models/m/infer", b"")):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         writer.write(head.encode() + b"content-length: 100\r\n\r\n{")
         reply = await asyncio.wait_for(reader.read(), 10)
         writer.close()

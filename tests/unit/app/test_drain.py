@@ -140,7 +140,9 @@ async def test_streams_go_on_to_their_end(run):
 
     async def stream() -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        )
         writer.write(head.encode() + b"content-length: %d\r\n\r\n" % len(body) + body)
         data = await reader.read()
         writer.close()
