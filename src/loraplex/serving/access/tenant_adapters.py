@@ -40,12 +40,12 @@ class TenantAdapters:
 
     def discovered(self) -> list[ConfiguredAdapter]:
         """Return the listed adapters that have not been validated yet, of which none is stored."""
+        taken: set[str] = set()
+        for tenant in self._tenants():
+            taken.update(version.name for version in self._store.list(tenant, self._model))
+            taken.update(self._store.aliases(tenant, self._model))
         listed = self._principal.rights.list
-        return [
-            one
-            for one in self._discovered
-            if one.name in listed and self.find(ByName(one.name)) is None
-        ]
+        return [one for one in self._discovered if one.name not in taken and one.name in listed]
 
     def unvalidated(self, key: AdapterKey) -> str | None:
         """Return the name of what a key means, if that must be validated before it is used."""
