@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from loraplex.adapters.fair_turns import FairTurns
 from loraplex.adapters.staged import StageReply
 from loraplex.adapters.staging_process import StagingProcess
+from loraplex.core.errors import AdapterLoadError
 
 
 class StagingPool:
@@ -19,6 +20,7 @@ class StagingPool:
         self._turns = FairTurns(max_idle)
         self._idle: list[StagingProcess] = []
         self._busy: set[StagingProcess] = set()
+        self._is_closed = False
 
     @property
     def processes(self) -> list[StagingProcess]:
@@ -29,6 +31,8 @@ class StagingPool:
     ) -> StageReply:
         """Stage an adapter in a process, in the tenant's turn. See StagingProcess.request."""
         async with self._turns.turn(tenant):
+            if self._is_closed:
+                raise AdapterLoadError(f"the server stops: {what} is not loaded")
             process = self._idle.pop() if self._idle else self._new_process()
             self._busy.add(process)
             try:
@@ -48,7 +52,8 @@ class StagingPool:
             await process.start()
 
     async def close(self) -> None:
-        """End the processes; loads in progress fail."""
+        """End the processes; loads in progress fail, and so do those that wait."""
+        self._is_closed = True
         await asyncio.gather(*(process.close() for process in self.processes))
 
     def _new_process(self) -> StagingProcess:

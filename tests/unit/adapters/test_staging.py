@@ -256,6 +256,16 @@ class TestTenantsShareTheWorkers:
         assert [process.returncode for process in processes].count(-signal.SIGKILL) == 1
         await end(tasks)
 
+    async def test_what_waits_at_the_end_starts_no_process(self, stuck, shapes):
+        tasks = await self.occupy(stuck, shapes, "one", 3)
+        for one in stuck._local.processes:
+            one.process.kill()
+        await stuck.close()
+        errors = await asyncio.gather(*tasks, return_exceptions=True)
+        assert {type(error) for error in errors} == {AdapterLoadError}
+        assert "the server stops" in errors[2].message
+        assert len(list(stuck.file.parent.glob("*.stuck"))) == 2
+
     async def test_tensors_of_a_request_wait_for_no_download(self, stuck, shapes, tmp_path):
         downloads = [
             asyncio.create_task(stuck.stage(f"http://127.0.0.1:9/{i}", shapes=shapes, max_rank=8))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from loraplex.adapters.index import not_found
 from loraplex.adapters.store import AdapterStore, AdapterVersion
-from loraplex.core.adapter import AdapterKey, AdapterRef, ByName
+from loraplex.core.adapter import AdapterKey, AdapterRef
 from loraplex.core.errors import AdapterLoadError, PermissionDeniedError
 from loraplex.core.principal import DEFAULT_TENANT, Names, Principal
 from loraplex.serving.discovered_adapters import ConfiguredAdapter, DiscoveredAdapters
