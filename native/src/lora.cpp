@@ -6,6 +6,7 @@
 #include "loraplex/lora.h"
 
 #include <algorithm>
+#include <span>
 #include <stdexcept>
 
 #include "block_product.h"
@@ -21,6 +22,7 @@ constexpr std::int64_t kRanksPerTile = 24;    // of all modules together
 constexpr std::int64_t kExpandTokens = 24;    // a multiple of kMaxProductRows
 constexpr std::int64_t kExpandColumns = 512;  // float32 sums of kMaxProductRows fit the L1 cache
 constexpr std::int64_t kExpandDepth = 16;     // rows of B read side by side
+constexpr std::int64_t kVectorColumns = 128;  // of the tokens of a step at a time
 constexpr std::int64_t kSerialElements = 32 * 1024;  // of matrices; less is not worth a hand-over
 
 // Neighbouring tokens of one group.
@@ -78,6 +80,7 @@ public:
           pages_(static_cast<const Page *>(step.pages)), x_(x), y_(y) {}
 
     void run() {
+        add_vectors();
         measure();
         if (max_ranks_ == 0) {
             return;
@@ -107,6 +110,85 @@ private:
             (step_.group_entries[group] * step_.num_layers + layer_) * step_.num_modules +
             linear_.modules[module];
         return {step_.ranks[cell], step_.offsets[cell], step_.scales[cell]};
+    }
+
+    std::span<const loraplex_output_vector> vectors(std::int64_t module) const {
+        const std::int64_t *starts =
+            step_.vector_starts + layer_ * step_.num_modules + linear_.modules[module];
+        return {step_.vectors + starts[0], step_.vectors + starts[1]};
+    }
+
+    void add_vectors() {
+        if (step_.vector_starts == nullptr) {
+            return;
+        }
+        std::int64_t most_tokens = 0, num_tiles = 0;
+        for (std::int64_t module = 0; module < linear_.num_modules; ++module) {
+            std::int64_t num_tokens = 0;
+            for (const loraplex_output_vector &vector : vectors(module)) {
+                num_tokens += vector.num_tokens;
+                work_ += vector.num_tokens * vector.size;
+            }
+            most_tokens = std::max(most_tokens, num_tokens);
+            num_tiles += vector_tiles(module);
+        }
+        if (work_ == 0) {
+            return;
+        }
+        const std::size_t bytes =
+            static_cast<std::size_t>(most_tokens * kVectorColumns) * sizeof(float);
+        worker_memory_ = static_cast<std::byte *>(pool_.worker_scratch(bytes));
+        worker_stride_ = loraplex_pool::worker_scratch_stride(bytes);
+        run_tiles(num_tiles, [&](std::int64_t tile, int worker) {
+            std::int64_t module = 0;
+            while (tile >= vector_tiles(module)) {
+                tile -= vector_tiles(module++);
+            }
+            const std::int64_t first = tile * kVectorColumns;
+            add_columns(module, first,
+                        std::min(first + kVectorColumns, linear_.out_features[module]), worker);
+        });
+        work_ = 0;
+    }
+
+    std::int64_t vector_tiles(std::int64_t module) const {
+        return (linear_.out_features[module] + kVectorColumns - 1) / kVectorColumns;
+    }
+
+    // Columns first to end of one module. All shares are computed before any is added.
+    void add_columns(std::int64_t module, std::int64_t first, std::int64_t end,
+                     int worker) const {
+        float *share = worker_floats(worker);
+        for (const loraplex_output_vector &vector : vectors(module)) {
+            const std::int64_t from = std::max(first, vector.first);
+            const std::int64_t to = std::min(end, vector.first + vector.size);
+            const auto *factor = static_cast<const Page *>(vector.factor);
+            const auto *shift = static_cast<const Page *>(vector.shift);
+            for (std::int64_t t = 0; t < vector.num_tokens && from < to; ++t) {
+                const T *row = y_.row(vector.token_indices[t]) + linear_.out_offsets[module];
+                for (std::int64_t i = from; i < to; ++i) {
+                    float value = 0.0f;
+                    if (vector.factor != nullptr) {
+                        value = widen(row[i]) * widen(factor[i - vector.first]);
+                    }
+                    if (vector.shift != nullptr) {
+                        value += widen(shift[i - vector.first]);
+                    }
+                    *share++ = value * vector.token_scales[t];
+                }
+            }
+        }
+        share = worker_floats(worker);
+        for (const loraplex_output_vector &vector : vectors(module)) {
+            const std::int64_t from = std::max(first, vector.first);
+            const std::int64_t to = std::min(end, vector.first + vector.size);
+            for (std::int64_t t = 0; t < vector.num_tokens && from < to; ++t) {
+                T *row = y_.row(vector.token_indices[t]) + linear_.out_offsets[module];
+                for (std::int64_t i = from; i < to; ++i) {
+                    row[i] = narrow<T>(widen(row[i]) + *share++);
+                }
+            }
+        }
     }
 
     void measure() {

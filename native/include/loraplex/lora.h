@@ -8,6 +8,19 @@
 extern "C" {
 #endif
 
+/* A change of outputs by an adapter in addition to LoRA, such as a bias or DoRA's factor: for its
+ * tokens, y += scale * (factor * y + shift) in the columns of a module from `first` on. The factor and
+ * the shift are of the pages' dtype; null is zero. */
+typedef struct loraplex_output_vector {
+    int64_t num_tokens;
+    const int64_t *token_indices; /* rows of y */
+    const float *token_scales;
+    int64_t first;
+    int64_t size;
+    const void *factor; /* [size] */
+    const void *shift;  /* [size] */
+} loraplex_output_vector;
+
 /* Made once per step. A group is the tokens that one adapter (an entry of the table) applies to.
  *
  * offsets, ranks and scales are [entries, num_layers, num_modules]. At element offsets[...] of the
@@ -15,7 +28,11 @@ extern "C" {
  * the adapter leaves the module alone.
  *
  * The groups are cut into waves: in a wave a token occurs once, and waves add up one after
- * another. Wave w is the groups wave_starts[w] to wave_starts[w + 1] - 1. */
+ * another. Wave w is the groups wave_starts[w] to wave_starts[w + 1] - 1.
+ *
+ * Module m of a layer also has the vectors vector_starts[i] to vector_starts[i + 1] - 1, where i is
+ * layer * num_modules + m; vector_starts is null if there are none. They are added before LoRA, in
+ * their order, and each is of y as it was before. */
 typedef struct loraplex_lora_step {
     const void *pages;
     const int64_t *offsets;
@@ -31,6 +48,8 @@ typedef struct loraplex_lora_step {
     int64_t num_waves;
     const int64_t *wave_starts; /* [num_waves + 1] */
     loraplex_dtype pages_dtype;
+    const int64_t *vector_starts; /* [num_layers * num_modules + 1] */
+    const loraplex_output_vector *vectors;
 } loraplex_lora_step;
 
 /* Linear layers computed as one: module modules[i] of the table writes the columns from

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from loraplex.core.adapter import EMBEDDING, LM_HEAD
+from loraplex.core.adapter import EMBEDDING, LM_HEAD, OUTSIDE_LAYERS
 from loraplex.kernels.host_tiles import tiled_product
 
 
@@ -20,6 +20,11 @@ class OutputVector(NamedTuple):
     first: int
     factor: torch.Tensor | None  # [n]
     shift: torch.Tensor | None  # [n]
+
+    @property
+    def size(self) -> int:
+        """Number of outputs."""
+        return next(len(part) for part in (self.factor, self.shift) if part is not None)
 
 
 class WeightRows(NamedTuple):
@@ -44,7 +49,7 @@ class EmbeddingLora(NamedTuple):
     scale: float
 
 
-@dataclasses.dataclass(slots=True, eq=False)
+@dataclasses.dataclass(slots=True, eq=False, weakref_slot=True)
 class AdapterParts:
     """Parts of one adapter in the pool: views of it, except for the few rows of single tokens."""
 
@@ -56,6 +61,17 @@ class AdapterParts:
     """Rows of single tokens, of embed_tokens and lm_head."""
     embedding_lora: EmbeddingLora | None = None
     has_head_lora: bool = False
+
+    @property
+    def changes_ends(self) -> bool:
+        """Whether it changes the embedding or lm_head, and not only layers."""
+        return bool(
+            self.weights
+            or self.tokens
+            or self.embedding_lora is not None
+            or self.has_head_lora
+            or any(layer == OUTSIDE_LAYERS for layer, _ in self.vectors)
+        )
 
 
 class PartsUse(NamedTuple):
@@ -141,9 +157,8 @@ def of_rows(uses: Sequence[PartsUse], places: torch.Tensor) -> tuple[PartsUse, .
 
 
 def _columns(y: torch.Tensor, offset: int, vector: OutputVector) -> torch.Tensor:
-    length = next(len(part) for part in vector[1:] if part is not None)
     first = offset + vector.first
-    return y[:, first : first + length]
+    return y[:, first : first + vector.size]
 
 
 def _share(base: torch.Tensor, vector: OutputVector) -> torch.Tensor:
@@ -156,13 +171,12 @@ def _share(base: torch.Tensor, vector: OutputVector) -> torch.Tensor:
 
 def _gather(pieces: Sequence[WeightRows], ids: torch.Tensor) -> torch.Tensor:
     """float32 [n, columns]: rows `ids` of the matrix that the pieces make up."""
-    block, columns = pieces[0].rows.shape
-    found = torch.empty(len(ids), columns, device=ids.device)
-    owners = torch.div(ids, block, rounding_mode="floor")
-    for owner in sorted(set(owners.tolist())):
-        is_here = owners == owner
-        piece = pieces[owner]
-        found[is_here] = piece.rows[ids[is_here] - piece.first].float()
+    found = pieces[0].rows[ids.clamp(max=len(pieces[0].rows) - 1)].float()
+    # Every piece is read for all ids: to find out which it has, a host would wait for a device.
+    for piece in pieces[1:]:
+        places = (ids - piece.first).clamp(0, len(piece.rows) - 1)
+        is_later = (ids >= piece.first).unsqueeze(1)
+        found = torch.where(is_later, piece.rows[places].float(), found)
     return found
 
 

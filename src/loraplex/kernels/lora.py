@@ -56,6 +56,10 @@ class LoraCells:
     def __len__(self) -> int:
         return len(self.shapes)
 
+    def __contains__(self, place: tuple[int, str]) -> bool:
+        """Return whether the module of a layer has a cell."""
+        return place in self._cells
+
     def cell_of(self, layer: int, module: str) -> int:
         return self._cells[layer, module]
 
@@ -179,9 +183,9 @@ class LoraBatch:
         return len(self.wave_starts) - 1
 
     @property
-    def is_plain(self) -> bool:
-        """LoRA of the layers' linear parts, and nothing else."""
-        return not self.parts and self.head_table is None
+    def changes_ends(self) -> bool:
+        """Whether an adapter changes the embedding or lm_head, and not only layers."""
+        return self.head_table is not None or any(use.parts.changes_ends for use in self.parts)
 
     def groups(self) -> Iterator[LoraGroup]:
         """One after another, in the order in which they are added up."""
@@ -218,8 +222,11 @@ def lora_batch(
 def batch_of_rows(batch: LoraBatch, row_indices: torch.Tensor, num_tokens: int) -> LoraBatch:
     """The batch of what lm_head is computed for: row_indices [S] of the step's num_tokens.
 
-    Its tokens are counted among these rows, and its table is the head's, if there is one.
+    Its tokens are counted among these rows, and its table is the head's, if there is one. Where it
+    is computed for every token, as in a step that only decodes, no host waits for a device.
     """
+    if len(row_indices) == num_tokens:
+        return dataclasses.replace(batch, table=batch.head_table or batch.table)
     places = torch.full((num_tokens,), -1, dtype=torch.int64, device=row_indices.device)
     places[row_indices] = torch.arange(len(row_indices), device=row_indices.device)
     rows = places[batch.token_indices]

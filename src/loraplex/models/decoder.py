@@ -114,11 +114,12 @@ class Decoder:
         if not _is_repeatable(batch):
             return self._logits(self._hidden(batch, kv, plans), batch)
         # A record holds addresses of these weights and this KV storage, and the number of launches
-        # that follows from the numbers of tokens, LoRA waves and device rows: all are in the key.
+        # that follows from the numbers of tokens, LoRA waves and device rows, and from whether
+        # adapters change outputs in addition to LoRA: all are in the key.
         return self._kernels.repeat(
             (
                 *(id(self), id(kv), batch.token_ids.shape[0]),
-                batch.lora and batch.lora.num_waves,
+                batch.lora and (batch.lora.num_waves, bool(batch.lora.parts)),
                 batch.rows[0].num_device_rows,
             ),
             (
@@ -173,7 +174,7 @@ class Decoder:
         indices, lora = batch.logits_indices, batch.lora
         x = x[indices]  # the lm_head is the largest product: only tokens that are sampled need it
         logits = self._kernels.linear(x, self._lm_head)
-        if lora is not None and not lora.is_plain:
+        if lora is not None and lora.changes_ends:
             lora = batch_of_rows(lora, indices, batch.token_ids.shape[0])
             replace_logits(logits, x, lora.parts)
             add_vectors(logits, lora.parts, OUTSIDE_LAYERS, (LM_HEAD,), (0,))
@@ -188,7 +189,7 @@ def _is_repeatable(batch: ForwardBatch) -> bool:
     num_tokens = batch.token_ids.shape[0]
     if num_tokens > _MAX_REPEATED_TOKENS or batch.logits_indices.shape[0] < num_tokens:
         return False
-    return batch.lora is None or (batch.lora.is_plain and batch.lora.arrivals is None)
+    return batch.lora is None or not (batch.lora.changes_ends or batch.lora.arrivals)
 
 
 def _wait_for(layer: int, batch: ForwardBatch) -> None:

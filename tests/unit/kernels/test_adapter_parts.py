@@ -1,5 +1,7 @@
 """Adapters' changes in addition to LoRA: formulas, and the same bits alone and in company."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -108,3 +110,35 @@ def test_the_uses_among_chosen_rows():
     places[torch.tensor([5, 2])] = torch.tensor([0, 1])
     (kept,) = of_rows([use(PARTS, [2, 3, 5]), use(PARTS, [0, 1])], places)
     assert kept.token_indices.tolist() == [1, 0]
+
+
+def test_no_value_is_read_on_the_host():
+    """Meta tensors have no values: what a device computes, the host does not wait for."""
+    tokens = TokenRows(torch.arange(3), random(3, HIDDEN))
+    parts = dataclasses.replace(PARTS, tokens={EMBEDDING: tokens, LM_HEAD: tokens})
+    with torch.device("meta"):
+        y, x = torch.empty(TOKENS, VOCAB), torch.empty(TOKENS, HIDDEN)
+        ids, rows = torch.empty(TOKENS, dtype=torch.int64), torch.empty(2, dtype=torch.int64)
+        applied = PartsUse(_on_meta(parts), rows, torch.empty(2))
+    add_vectors(y, [applied], 0, ("q_proj",), (4,))
+    embed(x, ids, [applied])
+    replace_logits(y, x, [applied])
+
+
+def _on_meta(value):
+    """Copy nested parts to the meta device."""
+    match value:
+        case torch.Tensor():
+            return value.to("meta")
+        case AdapterParts():
+            names = [field.name for field in dataclasses.fields(value)]
+            return AdapterParts(**{name: _on_meta(getattr(value, name)) for name in names})
+        case dict():
+            return {key: _on_meta(item) for key, item in value.items()}
+        case list():
+            return [_on_meta(item) for item in value]
+        case tuple() if hasattr(value, "_fields"):
+            return type(value)(*map(_on_meta, value))
+        case tuple():
+            return tuple(map(_on_meta, value))
+    return value

@@ -1,9 +1,14 @@
 """Native multi-LoRA against a loop in float64; and a token's bits in any company."""
 
+import dataclasses
+import itertools
+
 import numpy as np
 import pytest
 import torch
 
+from loraplex.core.adapter import LM_HEAD, OUTSIDE_LAYERS
+from loraplex.kernels.adapter_parts import AdapterParts, OutputVector, PartsUse, add_vectors
 from loraplex.kernels.lora import LoraBatch, LoraCells, LoraTable, LoraUse, add_lora, lora_batch
 from loraplex.kernels.native.library import (
     NativeLibraryError,
@@ -236,3 +241,41 @@ def test_a_layer_that_is_not_there_is_refused(library):
     y, x = case.inputs(2)
     with pytest.raises(KeyError, match="q_proj"):
         case.add(kernel_of(library), y, x, case.batch([0, 0]), layer=NUM_LAYERS)
+
+
+def random_parts(case: Case, seed: int) -> AdapterParts:
+    """Vectors of all modules, in two pieces each, with a factor, a shift, or both."""
+    draw = torch.Generator().manual_seed(seed)
+    parts = AdapterParts()
+    for number, (layer, module) in enumerate(itertools.product(range(NUM_LAYERS), MODULES)):
+        _, size = case.table.cells.layers[layer][module]
+        factor, shift = torch.randn(2, size, generator=draw).to(case.dtype)
+        middle = size // 2
+        first = OutputVector(0, factor[:middle], shift[:middle] if number % 2 else None)
+        second = OutputVector(middle, None if number % 3 else factor[middle:], shift[middle:])
+        parts.vectors[layer, module] = [first, second, OutputVector(0, None, shift)]
+    parts.vectors[OUTSIDE_LAYERS, LM_HEAD] = [OutputVector(0, factor, None)]
+    return parts
+
+
+@DTYPES
+@pytest.mark.parametrize("sizes", list(SIZES))
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_other_changes_of_the_outputs_have_the_bits_of_torch(library, dtype, sizes, num_threads):
+    """Also where two adapters apply to a token, and with adapters that change nothing else."""
+    case, kernel = Case(3, (4, 0), sizes=sizes, dtype=dtype), kernel_of(library, num_threads)
+    uses = [LoraUse(0, 0, 0, 9, 1.0), LoraUse(0, 1, 9, 30, 0.5), LoraUse(1, 2, 3, 20, -1.5)]
+    plain = lora_batch(case.pool, case.table, uses)
+    parts = [random_parts(case, seed) for seed in range(3)]
+    changed = tuple(
+        PartsUse(parts[group.entry], group.token_indices, group.token_scales)
+        for group in plain.groups()
+    )
+    batch = dataclasses.replace(plain, parts=changed)
+    for layer in range(NUM_LAYERS):
+        y, x = case.inputs(40)
+        expected = y.clone()
+        add_vectors(expected, changed, layer, FUSED, case.out_offsets)
+        kernel.add(expected, x, plain, layer, FUSED, case.out_offsets)
+        kernel.add(y, x, batch, layer, FUSED, case.out_offsets)
+        assert torch.equal(y, expected)

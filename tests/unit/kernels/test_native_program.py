@@ -126,30 +126,40 @@ def test_what_calls_an_op_that_no_program_holds_is_computed_each_time(
 
 
 def test_what_torch_has_a_part_in_is_computed_each_time(library: NativeLibrary) -> None:
-    """A copy of a turned view, or an adapter's vectors: no native call would make them again."""
+    """A copy of a turned view: no native call would make it again."""
+    kernels = NativeKernels(library, 1)
+    linear = kernels.pack_linear(torch.randn(8, 8), None)
+
+    def turned() -> torch.Tensor:
+        return kernels.linear(x.t().contiguous().t(), linear)
+
+    for _ in range(3):
+        x = torch.randn(3, 8)
+        assert torch.equal(kernels.repeat("turned", (x,), turned), kernels.linear(x, linear))
+    assert set(kernels._programs.values()) == {None}
+
+
+def test_the_vectors_of_adapters_are_part_of_a_program(library: NativeLibrary) -> None:
     kernels = NativeKernels(library, 1)
     linear = kernels.pack_linear(torch.randn(8, 8), None)
     parts = AdapterParts(vectors={(0, "q_proj"): [OutputVector(0, None, torch.ones(8))]})
     ranks, scales = np.zeros((1, 1), np.int32), np.ones((1, 1), np.float32)
     table = LoraTable(LoraCells([{"q_proj": (8, 8)}]), np.zeros((1, 1), np.int64), ranks, scales)
     plain = lora_batch(torch.zeros(1), table, [LoraUse(0, 0, 0, 3, 1.0)])
-    uses = (PartsUse(parts, torch.arange(3), torch.ones(3)),)
-    batch = dataclasses.replace(plain, parts=uses)
-
-    def turned() -> torch.Tensor:
-        return kernels.linear(x.t().contiguous().t(), linear)
 
     def with_vectors() -> torch.Tensor:
         y = kernels.linear(x, linear)
         kernels.add_lora(y, x, batch, 0, ("q_proj",), (0,))
         return y
 
-    for _ in range(3):
+    for scale in (1.0, 2.0, 3.0):
         x = torch.randn(3, 8)
+        uses = (PartsUse(parts, torch.arange(1, 3), torch.full((2,), scale)),)
+        batch = dataclasses.replace(plain, parts=uses)
         expected = kernels.linear(x, linear)
-        assert torch.equal(kernels.repeat("turned", (x,), turned), expected)
-        assert torch.equal(kernels.repeat("vectors", (x, batch), with_vectors), expected + 1)
-    assert set(kernels._programs.values()) == {None}
+        expected[1:] += scale
+        assert torch.equal(kernels.repeat("vectors", (x, batch), with_vectors), expected)
+    assert None not in kernels._programs.values()
 
 
 @pytest.mark.parametrize("kind", ["made by torch", "view of a parameter", "parameter as a table"])

@@ -14,6 +14,7 @@ from loraplex.execution.adapters.host_adapters import HostAdapter, HostWeight
 from loraplex.execution.steps.kv_cache import KVCache
 from loraplex.execution.weights.loading import load_weights
 from loraplex.execution.weights.packing import WeightFormat
+from loraplex.kernels.adapter_parts import AdapterParts, OutputVector, PartsUse
 from loraplex.kernels.lora import LoraBatch
 from loraplex.kernels.native.backend import NativeKernels
 from loraplex.kernels.native.library import NativeLibraryError, load_library
@@ -103,17 +104,31 @@ class Model:
         assert batch is not None
         return batch
 
+    def with_vectors(self, lora: LoraBatch) -> LoraBatch:
+        """Let the second row's adapter also change the outputs of all modules, as DoRA does."""
+        parts = AdapterParts()
+        for layer, modules in enumerate(self.spec.module_shapes):
+            for module, (_, size) in modules.items():
+                vector = OutputVector(0, torch.randn(size), torch.randn(size))
+                parts.vectors[layer, module] = [vector]
+        use = PartsUse(parts, torch.tensor([1]), torch.tensor([0.5]))
+        return dataclasses.replace(lora, parts=(use,))
 
-@pytest.mark.parametrize("has_lora", [False, True], ids=["base", "LoRA"])
+
+@pytest.mark.parametrize("kind", ["base", "LoRA", "DoRA"])
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_decode_steps_are_repeated_by_programs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str, has_lora: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str, kind: str
 ) -> None:
     torch.manual_seed(0)
     model = Model(tmp_path, architecture)
-    lora = model.lora() if has_lora else None
+    lora = None if kind == "base" else model.lora()
+    if lora is not None and kind == "DoRA":
+        plain, lora = lora, model.with_vectors(lora)
+        assert not torch.equal(model.decode(0, plain)[1], model.decode(0, lora)[1])
     repeated = [model.decode(position, lora) for position in range(6)]
-    assert [program is None for program in model.kernels._programs.values()] == [False]
+    assert None not in model.kernels._programs.values()
+    assert len(model.kernels._programs) == (2 if kind == "DoRA" else 1)
     monkeypatch.setattr(NativeKernels, "repeat", lambda _self, _key, _inputs, compute: compute())
     computed = [model.decode(position, lora) for position in range(6)]
     assert all(map(torch.equal, repeated, computed))

@@ -157,8 +157,6 @@ class NativeKernels:
         modules: Sequence[str],
         out_offsets: Sequence[int],
     ) -> None:
-        if batch.parts:  # torch adds these to y, which no argument of a native call shows
-            self._recorder.give_up()
         self._lora.add(y, x, batch, layer, modules, out_offsets)
 
     def allocate_kv(self, num_blocks: int, shape: AttentionShape, dtype: torch.dtype) -> KVStorage:

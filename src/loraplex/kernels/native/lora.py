@@ -2,13 +2,15 @@
 
 import ctypes
 import dataclasses
+import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from loraplex.kernels.adapter_parts import add_vectors
+from loraplex.kernels.adapter_parts import AdapterParts, OutputVector, PartsUse
 from loraplex.kernels.lora import LoraBatch, LoraCells
 from loraplex.kernels.native.library import (
     DTYPES,
@@ -39,6 +41,8 @@ class _Step(ctypes.Structure):
         ("num_waves", Size),
         ("wave_starts", Pointer),
         ("pages_dtype", Int),
+        ("vector_starts", Pointer),
+        ("vectors", Pointer),
     )
 
 
@@ -63,6 +67,17 @@ class _Prepared:
     arrays: tuple[Any, ...]
 
 
+_NUM_TOKEN_FIELDS = 3
+"""First fields of loraplex_output_vector, which depend on the step. All fields have 8 bytes."""
+
+
+class _Vectors(NamedTuple):
+    """Vectors of adapters, as loraplex_output_vector."""
+
+    cells: npt.NDArray[np.int64]  # [n]
+    fields: npt.NDArray[np.int64]  # [n, 7]
+
+
 _LinearKey = tuple[LoraCells, int, tuple[str, ...], tuple[int, ...]]
 """Cells of a table; the layer, its fused modules, and the offsets of their outputs."""
 
@@ -82,6 +97,10 @@ class LoraKernel:
         self._batch: LoraBatch | None = None
         self._step: _Prepared
         self._linears: dict[_LinearKey, _Prepared] = {}
+        self._places: weakref.WeakKeyDictionary[AdapterParts, dict[LoraCells, _Vectors]] = (
+            weakref.WeakKeyDictionary()
+        )
+        """Vectors of adapters that were in a step, without tokens."""
 
     def add(
         self,
@@ -93,8 +112,6 @@ class LoraKernel:
         out_offsets: Sequence[int],
     ) -> None:
         """Implement kernels.lora.add_lora."""
-        if batch.parts:
-            add_vectors(y, batch.parts, layer, modules, out_offsets)
         self._add(
             self._pool.address,
             self.step_address(batch),
@@ -110,9 +127,31 @@ class LoraKernel:
     def step_address(self, batch: LoraBatch) -> int:
         """Return the address of the batch's structure; valid until the next batch."""
         if batch is not self._batch:
-            self._step = _step(batch)
+            self._step = _step(batch, self._vectors(batch.parts, batch.table.cells))
             self._batch = batch
         return self._step.address
+
+    def _vectors(self, uses: Sequence[PartsUse], cells: LoraCells) -> _Vectors | None:
+        """Return the vectors of a step by cell; None if no adapter has some."""
+        if not uses:
+            return None
+        found = [self._vectors_of(use.parts, cells) for use in uses]
+        numbers = np.concatenate([vectors.cells for vectors in found])
+        fields = np.concatenate([vectors.fields for vectors in found])
+        tokens = [
+            (len(use.token_indices), use.token_indices.data_ptr(), use.token_scales.data_ptr())
+            for use in uses
+        ]
+        fields[:, :_NUM_TOKEN_FIELDS] = np.repeat(tokens, [len(v.cells) for v in found], axis=0)
+        # The vectors of one cell stay in the order of their adapters.
+        order = np.argsort(numbers, kind="stable")
+        return _Vectors(numbers[order], fields[order])
+
+    def _vectors_of(self, parts: AdapterParts, cells: LoraCells) -> _Vectors:
+        places = self._places.setdefault(parts, {})
+        if cells not in places:
+            places[cells] = _vectors(parts, cells)
+        return places[cells]
 
     def _linear_address(
         self, cells: LoraCells, layer: int, modules: tuple[str, ...], out_offsets: tuple[int, ...]
@@ -141,7 +180,27 @@ def _linear(
     return _Prepared(ctypes.addressof(linear), linear, arrays)
 
 
-def _step(batch: LoraBatch) -> _Prepared:
+def _vectors(parts: AdapterParts, cells: LoraCells) -> _Vectors:
+    """Return an adapter's vectors without their tokens, those of cells only."""
+    found = [
+        (cells.cell_of(*place), vector)
+        for place, vectors in parts.vectors.items()
+        if place in cells
+        for vector in vectors
+    ]
+    fields = [(0, 0, 0, vector.first, vector.size, *_addresses(vector)) for _, vector in found]
+    numbers = np.array([cell for cell, _ in found], np.int64)
+    return _Vectors(numbers, np.array(fields, np.int64).reshape(-1, 7))
+
+
+def _addresses(vector: OutputVector) -> tuple[int, int]:
+    factor, shift = (
+        0 if values is None else values.data_ptr() for values in (vector.factor, vector.shift)
+    )
+    return factor, shift
+
+
+def _step(batch: LoraBatch, vectors: _Vectors | None) -> _Prepared:
     table = batch.table
     arrays = (table.offsets, table.ranks, table.scales)
     groups = (batch.entries, batch.group_starts, batch.wave_starts)
@@ -149,6 +208,9 @@ def _step(batch: LoraBatch) -> _Prepared:
     assert all(array.flags.c_contiguous for array in (*arrays, *groups))
     assert all(values.is_contiguous() for values in tokens)
     offsets, ranks, scales = (array.ctypes.data for array in arrays)
+    starts = None
+    if vectors is not None:
+        starts = np.searchsorted(vectors.cells, np.arange(len(table.cells) + 1))
     entries, group_starts, wave_starts = (array.ctypes.data for array in groups)
     step = _Step(
         pages=batch.pool.data_ptr(),
@@ -165,5 +227,7 @@ def _step(batch: LoraBatch) -> _Prepared:
         num_waves=len(batch.wave_starts) - 1,
         wave_starts=wave_starts,
         pages_dtype=DTYPES[batch.pool.dtype],
+        vector_starts=None if starts is None else starts.ctypes.data,
+        vectors=None if vectors is None else vectors.fields.ctypes.data,
     )
-    return _Prepared(ctypes.addressof(step), step, (batch,))
+    return _Prepared(ctypes.addressof(step), step, (batch, starts, vectors))

@@ -112,10 +112,6 @@ class Recorder:
             self._outputs.append(tensor)
         return tensor
 
-    def give_up(self) -> None:
-        """Report work that is not a native call: no program can repeat this step."""
-        self._is_complete = False
-
     def record(
         self, parameters: Sequence[int], compute: Callable[[], torch.Tensor]
     ) -> tuple[torch.Tensor, Program | None]:
