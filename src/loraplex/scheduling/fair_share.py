@@ -66,6 +66,8 @@ class FairShares:
         self._virtual_time = 0.0
         self._active_weight = 0.0
         self._num_active = 0
+        self._floor: float | None = None
+        """Start of newcomers while shares wait and none is served or leaves."""
 
     @property
     def virtual_time(self) -> float:
@@ -108,12 +110,13 @@ class FairShares:
         share.weight = weight
         share.num_requests += 1
         if key not in waiting:
-            share.counter = max(share.counter, self._floor(waiting))
+            share.counter = max(share.counter, self._start(waiting))
 
     def leave(self, key: ShareKey) -> None:
         """Remove a request that ended."""
         if self._kind is FairShare.NONE:
             return
+        self._floor = None
         share = self._shares[key]
         share.num_requests -= 1
         if share.num_requests:
@@ -131,6 +134,7 @@ class FairShares:
         """
         if self._kind is FairShare.NONE:
             return
+        self._floor = None
         cost = self._input_weight * num_input + self._output_weight * num_output
         share = self._shares[key]
         share.counter += cost / share.weight
@@ -146,12 +150,17 @@ class FairShares:
         weight = sum(s.weight for s in self._shares.values() if s.num_requests)
         assert abs(weight - self._active_weight) <= 1e-6 * (1 + weight), "weight of shares"
 
-    def _floor(self, waiting: Collection[ShareKey]) -> float:
-        counters = [self._shares[key].counter for key in waiting]
-        if not counters:
+    def _start(self, waiting: Collection[ShareKey]) -> float:
+        """Return the smallest counter of a share that had no waiting request."""
+        if not waiting:
             return self._virtual_time
-        self._virtual_time = max(self._virtual_time, min(counters))
-        return min(self._virtual_time, max(counters))
+        # A newcomer starts at the floor or later, so it lowers no floor: thousands that come in one
+        # step need it computed once.
+        if self._floor is None:
+            counters = [self._shares[key].counter for key in waiting]
+            self._virtual_time = max(self._virtual_time, min(counters))
+            self._floor = min(self._virtual_time, max(counters))
+        return self._floor
 
     def _forget_stale(self) -> None:
         """Remove idle shares that the virtual time has passed: they would start like new ones."""

@@ -20,6 +20,26 @@ def request_of(tenant):
     return engine_request((1,), tenant=tenant)
 
 
+class CountedShares(list):
+    """Waiting shares, with the number of times that all were looked at."""
+
+    num_reads = 0
+
+    def __iter__(self):
+        self.num_reads += 1
+        return super().__iter__()
+
+
+def test_the_shares_that_wait_are_looked_at_once_for_all_newcomers_of_a_step():
+    shares, waiting = shares_of(), CountedShares()
+    for step in range(3):
+        for number in range(100):
+            shares.enter((step, number), 1.0, waiting)
+            waiting.append((step, number))
+        shares.charge((step, 0), 10, 0)
+    assert waiting.num_reads <= 3
+
+
 @pytest.mark.parametrize(
     ("kind", "key"),
     [
