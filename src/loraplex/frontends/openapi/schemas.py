@@ -3,6 +3,7 @@
 import ast
 import functools
 import inspect
+import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -149,9 +150,19 @@ def _attribute_docstrings(struct: type) -> dict[str, str]:
     return found
 
 
+@functools.cache
+def _classes_of(module: str) -> dict[str, ast.ClassDef]:
+    """Return the classes of a module by name. inspect.getsource parses the file for each class."""
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {each.name: each for each in tree.body if isinstance(each, ast.ClassDef)}
+
+
 def _own_docstrings(cls: type) -> Iterator[tuple[str, str]]:
-    definition = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
-    assert isinstance(definition, ast.ClassDef)
+    """Yield (name, docstring) of each documented field of the class itself."""
+    definition = _classes_of(cls.__module__).get(cls.__qualname__)
+    if definition is None:  # a class within a function
+        [definition] = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+        assert isinstance(definition, ast.ClassDef)
     for field, below in zip(definition.body, definition.body[1:], strict=False):
         match field, below:
             case (
