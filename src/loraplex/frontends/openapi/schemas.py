@@ -159,10 +159,10 @@ def _classes_of(module: str) -> dict[str, ast.ClassDef]:
 
 def _own_docstrings(cls: type) -> Iterator[tuple[str, str]]:
     """Yield (name, docstring) of each documented field of the class itself."""
-    definition = _classes_of(cls.__module__).get(cls.__qualname__)
+    definition: ast.stmt | None = _classes_of(cls.__module__).get(cls.__qualname__)
     if definition is None:  # a class within a function
         [definition] = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
-        assert isinstance(definition, ast.ClassDef)
+    assert isinstance(definition, ast.ClassDef)
     for field, below in zip(definition.body, definition.body[1:], strict=False):
         match field, below:
             case (
