@@ -19,9 +19,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from loraplex import LLM, SamplingParams
+from loraplex.app.engine import build_engine
+from loraplex.core.config import ModelConfig
 from loraplex.core.errors import PromptTooLongError
 from loraplex.demo import BASE_PATH
 from support.checkpoints import save_random_model, tiny_sizes
+from support.engine_requests import engine_request
 
 NUM_LAYERS = 2
 NUM_NEW_TOKENS = 60
@@ -153,6 +156,31 @@ def test_windows_of_layers(
     assert stats.blocks_held == 0
     # The sequences have 61 blocks together: 38 for two layers are enough if one layer frees them.
     assert preemptions == 0
+
+
+def test_a_small_window_frees_blocks_while_its_sequence_runs(subject: Subject) -> None:
+    engine = build_engine(
+        ModelConfig(
+            path=str(subject.folder),
+            block_size=BLOCK_SIZE,
+            max_attention_window_size=(9, 128),
+            max_num_batched_tokens=8,
+            max_num_seqs=2,
+            max_model_len=128,
+        )
+    )
+    engine.add(engine_request(PROMPTS[2], SAMPLING))
+    held: list[tuple[int, ...]] = []
+    while not engine.is_idle:
+        engine.step()
+        engine.check()
+        held.append(tuple(group.held for group in engine.stats().kv_groups))
+    engine.close()
+    most_of_all, most_of_window = map(max, zip(*held, strict=True))
+    # Without the last step, which frees all.
+    assert most_of_all == -(-(len(PROMPTS[2]) + NUM_NEW_TOKENS - 2) // BLOCK_SIZE)
+    assert most_of_window <= 5
+    assert held[-1] == (0, 0)
 
 
 @pytest.mark.parametrize(
