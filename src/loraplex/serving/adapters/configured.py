@@ -1,7 +1,8 @@
 """Adapters of a model's configuration: named individually, by folder, or in a list."""
 
+import asyncio
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from loraplex.adapters.version import check_name
@@ -15,6 +16,9 @@ from loraplex.serving.discovered_adapters import ConfiguredAdapter
 from loraplex.serving.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
+
+_MAX_AT_ONCE = 16
+"""Maximum number of adapters that wait for a staging worker at the start."""
 
 
 async def load_configured(
@@ -47,11 +51,29 @@ async def load_configured(
     for adapter in wanted:
         if not adapter.is_named:
             model.discovered.put(adapter)
-            continue
-        try:
-            await loader.register_configured(model, DEFAULT_TENANT, adapter)
-        except LoraplexError as error:
-            _cannot_load(adapter, error)
+    await _load_named(model, loader, [adapter for adapter in wanted if adapter.is_named])
+
+
+async def _load_named(
+    model: ServedModel, loader: CatalogLoader, named: Sequence[ConfiguredAdapter]
+) -> None:
+    """Load adapters, several at a time. Raises ConfigError for the first one that cannot be."""
+    turns = asyncio.Semaphore(_MAX_AT_ONCE)
+
+    async def load(adapter: ConfiguredAdapter) -> None:
+        async with turns:
+            try:
+                await loader.register_configured(model, DEFAULT_TENANT, adapter)
+            except LoraplexError as error:
+                _cannot_load(adapter, error)
+
+    tasks = [asyncio.create_task(load(adapter)) for adapter in named]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def wanted_adapters(

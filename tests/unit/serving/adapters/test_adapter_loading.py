@@ -359,3 +359,34 @@ async def test_nothing_is_registered_for_others(loading, staging, start):
         model = await start(adapters={"zh": zh, "ja": AdapterConfig("/zh", task_id=5)})
         with pytest.raises(ConfigError, match="'ja': LoRA task 5 already is adapter 'zh'"):
             await configure(model)
+
+
+async def test_named_adapters_are_read_several_at_a_time(start, configure, staging):
+    names = [f"a{i}" for i in range(30)]
+    adapters = {name: AdapterConfig(staging.put(f"/{name}")) for name in names}
+    model = await start(adapters=adapters)
+    running = most = 0
+    stage = staging.stage
+
+    async def count(path, **options):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        try:
+            return await stage(path, **options)
+        finally:
+            running -= 1
+
+    staging.stage = count
+    await configure(model)
+    assert 1 < most <= 16
+    assert names_of(model) == sorted(names)
+
+
+async def test_one_that_cannot_be_loaded_ends_the_others(start, configure, staging):
+    adapters = {name: AdapterConfig(staging.put(f"/{name}")) for name in map(str, range(40))}
+    adapters["3"] = AdapterConfig("/nowhere")
+    model = await start(adapters=adapters)
+    with pytest.raises(ConfigError, match="adapter '3': /nowhere is no adapter"):
+        await configure(model)
+    assert len(staging.requests) < 40
