@@ -9,8 +9,8 @@ extern "C" {
 #endif
 
 /* A change of outputs by an adapter in addition to LoRA, such as a bias or DoRA's factor: for its
- * tokens, y += scale * (factor * y + shift) in the columns of a module from `first` on. The factor and
- * the shift are of the pages' dtype; null is zero. */
+ * tokens, y += scale * (factor * y + shift) in the columns of a module from `first` on. The factor
+ * and the shift are of the pages' dtype; null is zero. */
 typedef struct loraplex_output_vector {
     int64_t num_tokens;
     const int64_t *token_indices; /* rows of y */
