@@ -341,7 +341,7 @@ class KServeApi:
             raise InvalidRequestError(
                 f"Unsupported content-encoding '{encoding}', only 'identity' is supported."
             )
-        body = await request.body(self._json_limits.max_bytes)
+        body = await request.body(min(self._max_body_bytes, self._json_limits.max_bytes))
         read = functools.partial(_generate_request_of, model, version, body, self._json_limits)
         return await off_loop(len(body), read)
 
