@@ -1,3 +1,4 @@
+#include <array>
 #include <cmath>
 
 #include "loraplex/lora.h"
@@ -75,6 +76,8 @@ Groups make_groups(Random &random) {
     return groups;
 }
 
+constexpr std::array<std::int64_t, kLayers * kModules + 1> kNoVectors{};
+
 template <typename P>
 loraplex_lora_step make_step(const Table<P> &table, const Groups &groups) {
     return {table.pages.data(),
@@ -90,7 +93,9 @@ loraplex_lora_step make_step(const Table<P> &table, const Groups &groups) {
             groups.token_scales.data(),
             static_cast<std::int64_t>(groups.wave_starts.size()) - 1,
             groups.wave_starts.data(),
-            kDtype<P>};
+            kDtype<P>,
+            kNoVectors.data(),
+            nullptr};
 }
 
 // y += scale * (x A^T) B^T of one token, module and adapter; errors grow by what may be off.

@@ -172,7 +172,7 @@ ROWS = (
         {"lora_model": "no", "prompt": "a"},
         404,
         "adapter_not_found",
-        "adapter",
+        "lora_model",
         "adapter 'no' not found",
     ),
     Row(

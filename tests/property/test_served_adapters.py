@@ -343,4 +343,4 @@ async def test_a_replaced_adapter_never_uses_an_old_block(tmp_path, monkeypatch,
     )
     with pytest.raises(StepFailedError):
         await tokens_after_replacement(tmp_path / "2")
-    assert "block 0 does not hold positions 0 to 15" in caplog.text
+    assert "block 0 of KV group 0 does not hold positions 0 to 15" in caplog.text

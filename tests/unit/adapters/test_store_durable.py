@@ -432,13 +432,13 @@ def test_many_threads_change_it_at_once(store, open_store, state_dir):
 class TestAStateDirectoryThatIsGone:
     @pytest.mark.parametrize("is_made_again", [False, True])
     def test_nothing_is_acknowledged(self, store, state_dir, is_made_again):
-        store.add("base", "t", "old", staged(state_dir, "old"), path="/old")
+        store.register("base", "t", "old", staged(state_dir, "old"), path="/old")
         shutil.rmtree(state_dir)
         if is_made_again:
             AdapterStore.open(state_dir).close()
         new = staged(state_dir, "new")
         with pytest.raises(InternalError, match=r"deleted or replaced.*restart the server"):
-            store.add("base", "t", "new", new, path="/new")
+            store.register("base", "t", "new", new, path="/new")
         with pytest.raises(InternalError, match="deleted or replaced"):
             store.remove(AdapterRef("base", "t", ByName("old")))
         assert [version.name for version in store.list("t")] == ["old"]
@@ -452,13 +452,13 @@ class TestAStateDirectoryThatIsGone:
 
         monkeypatch.setattr(AdapterDatabase, "put", put_and_lose)
         with pytest.raises(InternalError, match="deleted or replaced"):
-            store.add("base", "t", "new", staged(state_dir, "new"), path="/new")
+            store.register("base", "t", "new", staged(state_dir, "new"), path="/new")
         assert store.list("t") == []
 
     def test_the_log_alone_is_enough(self, store, state_dir):
         (state_dir / "adapters.sqlite3-wal").unlink()
         with pytest.raises(InternalError, match="deleted or replaced"):
-            store.add("base", "t", "new", staged(state_dir, "new"), path="/new")
+            store.register("base", "t", "new", staged(state_dir, "new"), path="/new")
 
 
 def test_the_names_of_new_folders_are_on_the_disk(tmp_path, monkeypatch):
@@ -482,7 +482,7 @@ from test_store_durable import AdapterRef, AdapterStore, ByName, InternalError, 
 disk = Path(sys.argv[1])
 store = AdapterStore.open(disk / "state")
 for i in range(100):
-    store.add("base", "t", str(i), staged(disk / "state", str(i)), path=str(i))
+    store.register("base", "t", str(i), staged(disk / "state", str(i)), path=str(i))
 late = staged(disk / "state", "late")
 with open(disk / "filling", "wb", buffering=0) as file:
     try:
@@ -492,7 +492,7 @@ with open(disk / "filling", "wb", buffering=0) as file:
         pass
 try:
     for i in range(100):
-        store.add("base", "t", f"late {i}", late, path="late")
+        store.register("base", "t", f"late {i}", late, path="late")
     raise SystemExit("the disk is not full")
 except InternalError as error:
     assert "disk is full" in error.message, error.message

@@ -21,6 +21,7 @@ from loraplex.compat.triton.parameters import TENSORRT_LLM_PARAMETERS
 from loraplex.compat.triton.repository import Repository, read_folders, read_repositories
 from loraplex.core.config import Config
 from loraplex.core.errors import ConfigError, InvalidRequestError, UnsupportedFeatureError
+from loraplex.frontends.kserve.errors import NotFoundError
 from loraplex.frontends.kserve.models.config_override import parse_config
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration
 from loraplex.frontends.kserve.models.model_control import FoundModel
@@ -51,6 +52,12 @@ class Reloading:
 
     def discover(self, name: str) -> FoundModel:
         """Read the repository for one model; a frontends.kserve.models.model_control.Discover."""
+        names = sorted({folder.name for path in self._paths for folder in path.iterdir()})
+        if name not in names:
+            raise NotFoundError(
+                f"failed to load '{name}', failed to poll from model repository; its models are: "
+                f"{', '.join(names)}"
+            )
         try:
             repository = read_repositories(self._paths, (name,))
             base = next(d.base_model for d in repository.declarations if d.name == name)

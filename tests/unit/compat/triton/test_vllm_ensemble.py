@@ -7,7 +7,8 @@ import pytest
 from loraplex.compat.triton.reloading import Reloading
 from loraplex.compat.triton.repository import read_repositories
 from loraplex.core.config_layers import resolve
-from loraplex.core.errors import ConfigError, InvalidRequestError
+from loraplex.core.errors import ConfigError
+from loraplex.frontends.kserve.errors import NotFoundError
 from loraplex.frontends.kserve.models.kinds import Dialect
 
 STEP = """{
@@ -165,5 +166,5 @@ def test_a_model_that_is_loaded_later(folder):
     assert found.settings.max_num_seqs == 3
     assert reloading(found.declarations[0], None, {}).name == found.declarations[0].name
     assert reloading.discover("third").settings.max_num_seqs == 4, "as the folder is now"
-    with pytest.raises(InvalidRequestError, match="failed to load 'gone', failed to poll from mo"):
+    with pytest.raises(NotFoundError, match="failed to load 'gone', failed to poll from mo"):
         reloading.discover("gone")

@@ -44,7 +44,8 @@ class FoundModel:
 
 
 Discover = Callable[[str], FoundModel]
-"""Name of a model -> what the repository has under it now. Raises InvalidRequestError."""
+"""Name of a model -> what the repository has under it now. Raises InvalidRequestError, and
+NotFoundError if the repository has no such model."""
 
 Parts = Callable[[ModelDeclaration], Iterable[ModelDeclaration]]
 """A model as it is from now on -> the models that it is made of, as they were at the start."""
