@@ -1,0 +1,321 @@
+r"""Duration of small requests while hostile clients send theirs, with this code and older code.
+
+    PYTHONPATH=tests python benchmarks/hostile_clients.py [--before CHECKOUT] [--seconds 10] \
+        [--output benchmarks/results/hostile-clients]
+
+For each kind of client a new server with the shipped capitals model serves two tenants. One
+tenant sends a completion of one token every 50 ms; the other, or a client without a key, does its
+worst from a process of its own. `--before` is a checkout of older code with its `.venv`, which is
+served in turns with this one. Clients and server share the machine: compare the rows of one kind,
+not the seconds. Against those who hold up the loading of adapters, the small request is a load.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import datetime
+import json
+import multiprocessing
+import queue
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import msgspec
+from comparison.stream_load import MEBIBYTE, held_by
+from hostile_bodies import send
+
+from loraplex.bench.machine import Code, Machine, machine_lines, this_code, this_machine
+from loraplex.bench.report_files import markdown_table, write_pair
+from loraplex.bench.statistics import percentile
+from loraplex.core.environment import child_environment
+from loraplex.demo import ADAPTER_PATHS, BASE_PATH
+from loraplex.serving.access.key_file_changes import create_key
+from loraplex.testing.running_server import RunningServer
+
+HERE: Final = Path(__file__).parent
+TENANTS: Final = ("quiet", "hostile")
+TABLE: Final = '[tenants.{tenant}]\nuse = "all"\nlist = "all"\nmanage = "all"\n'
+PAUSE_SECONDS: Final = 0.05
+LIMIT_SECONDS: Final = 60.0
+"""Limit of one small request: a longer wait is reported as this."""
+NUM_CALLERS: Final = 16
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """Outcome of the small requests during one kind of attack."""
+
+    seconds: list[float]
+    """Duration of each small request."""
+    num_failed: int
+    serving_bytes: int
+    """Largest memory of the serving process that was seen."""
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    created: str
+    code: Code
+    machine: Machine
+    before: Code | None
+    results: dict[str, dict[str, Result]]
+    """Results for each kind of client, "before" and "now"."""
+
+
+class Target(msgspec.Struct, frozen=True):
+    """A server as a hostile client sees it."""
+
+    http_port: int
+    grpc_port: int
+    key: str
+    folder: str
+    """Folder from which adapters may be loaded."""
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.http_port}"
+
+    async def post(self, http: httpx.AsyncClient, path: str, body: bytes) -> None:
+        """Send a body, and ignore the response."""
+        headers = {"authorization": f"Bearer {self.key}", "content-type": "application/json"}
+        with contextlib.suppress(httpx.HTTPError):
+            await http.post(self.url + path, content=body, headers=headers)
+
+
+# ---------------------------------------------------------------- hostile clients
+
+Attack = Callable[[Target, httpx.AsyncClient, int], Awaitable[None]]
+"""Sends one request; the number differs between requests."""
+
+
+def sending(case: str) -> Attack:
+    """Return the attack that sends the body of a case of hostile_bodies, two at a time."""
+    turns = asyncio.Semaphore(2)
+
+    async def send_case(target: Target, _: httpx.AsyncClient, number: int) -> None:
+        del number
+        results: queue.Queue[str] = queue.Queue()
+        ports = (target.http_port, target.grpc_port)
+        async with turns:
+            await asyncio.to_thread(send, case, target.key, ports, results)
+
+    return send_case
+
+
+async def many_sequences(target: Target, http: httpx.AsyncClient, number: int) -> None:
+    """64 long outputs for one prompt."""
+    body = {"model": "capitals", "prompt": f"{number}", "n": 64, "max_tokens": 1500}
+    body |= {"ignore_eos": True}
+    await target.post(http, "/v1/completions", json.dumps(body).encode())
+
+
+async def grammars(target: Target, http: httpx.AsyncClient, number: int) -> None:
+    """Grammars that take long to compile, each a new one."""
+    regex = "(a|b|c|d){1,400}" * 3 + str(number)
+    body = {"model": "capitals", "prompt": "x", "max_tokens": 1}
+    body |= {"structured_outputs": {"regex": regex}}
+    await target.post(http, "/v1/completions", json.dumps(body).encode())
+
+
+async def long_chats(target: Target, http: httpx.AsyncClient, number: int) -> None:
+    """Chats of 2,000 messages."""
+    messages = [{"role": "user", "content": f"word {number} {i}"} for i in range(2000)]
+    body = {"model": "capitals", "messages": messages, "max_tokens": 1}
+    await target.post(http, "/v1/chat/completions", json.dumps(body).encode())
+
+
+async def regular_expression(target: Target, http: httpx.AsyncClient, number: int) -> None:
+    """An adapter whose target_modules match catastrophically."""
+    folder = Path(target.folder) / f"adapter-{number % NUM_CALLERS}"
+    if not folder.exists():
+        folder.mkdir()
+        source = ADAPTER_PATHS["chinese"]
+        for path in source.iterdir():
+            (folder / path.name).write_bytes(path.read_bytes())
+        config = json.loads((source / "adapter_config.json").read_text())
+        config["target_modules"] = r"((\w+\.?)+)+!"
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+    body = {"name": f"hostile-{number}", "path": str(folder)}
+    await target.post(http, "/v1/adapters", json.dumps(body).encode())
+
+
+BODIES: Final = (
+    *("gRPC, 16 MB of inputs, no key", "60 MB of token ids", "logit_bias of 1e6"),
+    *("5 MB of combining characters", "8 MB of escapes"),
+)
+ATTACKS: Final[dict[str, Attack]] = {
+    **{case: sending(case) for case in BODIES},
+    "n = 64": many_sequences,
+    "grammars": grammars,
+    "chats of 2,000 messages": long_chats,
+    "regular expression": regular_expression,
+}
+LOADS: Final = {"regular expression"}
+"""Attacks on the loading of adapters."""
+
+
+def attack_until_killed(name: str, target: Target) -> None:
+    """Send the requests of one kind of client, 16 at a time, for ever."""
+
+    async def caller(first: int) -> None:
+        async with httpx.AsyncClient(timeout=LIMIT_SECONDS, trust_env=False) as http:
+            number = first
+            while True:
+                await ATTACKS[name](target, http, number)
+                number += NUM_CALLERS
+                await asyncio.sleep(0.001)
+
+    async def callers() -> None:
+        await asyncio.gather(*map(caller, range(NUM_CALLERS)))
+
+    asyncio.run(callers())
+
+
+# ---------------------------------------------------------------- measuring
+
+
+@contextlib.contextmanager
+def running_server(checkout: Path, folder: Path) -> Iterator[tuple[RunningServer, dict[str, str]]]:
+    """Yield a server of the code in `checkout`, and the tenants' keys."""
+    keys_file = folder / "keys.toml"
+    keys_file.write_text("".join(TABLE.format(tenant=tenant) for tenant in TENANTS))
+    now = datetime.datetime.now(datetime.UTC)
+    keys = {tenant: create_key(keys_file, tenant, now)[1] for tenant in TENANTS}
+    ports = [_free_port() for _ in range(3)]
+    python = checkout / ".venv" / "bin" / "python"
+    command = [
+        str(python if python.exists() else sys.executable),
+        "-m",
+        "loraplex",
+        "serve",
+        str(BASE_PATH),
+        "--name",
+        "capitals",
+    ]
+    for name, path in ADAPTER_PATHS.items():
+        command += ["--adapter", f"{name}={path}"]
+    for kind, port in zip(("http", "grpc", "metrics"), ports, strict=True):
+        command += [f"--{kind}-port", str(port)]
+    command += ["--state-dir", str(folder / "state"), "--log-level", "error"]
+    command += ["--api-keys-file", str(keys_file), "--max-body-bytes", str(256 * MEBIBYTE)]
+    for root in (folder, BASE_PATH.parent):
+        command += ["--allowed-adapter-roots", str(root)]
+    environment = {**child_environment(), "PYTHONPATH": str(checkout / "src")}
+    process = subprocess.Popen(command, text=True, env=environment)
+    server = RunningServer(process, *ports)
+    try:
+        server.wait_until(ready=True)
+        yield server, keys
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+async def small_requests(
+    server: RunningServer, key: str, seconds: float, *, loads: bool = False
+) -> Result:
+    """Send small requests one after another for so many seconds; with `loads`, load an adapter."""
+    durations: list[float] = []
+    num_failed = most = 0
+    path = "/v1/adapters" if loads else "/v1/completions"
+    body: dict[str, Any] = {"model": "chinese", "prompt": "x", "max_tokens": 1, "temperature": 0}
+    if loads:
+        body = {"name": "small", "path": str(ADAPTER_PATHS["chinese"]), "replace": True}
+    start = time.monotonic()
+    headers = {"authorization": f"Bearer {key}"}
+    async with httpx.AsyncClient(timeout=LIMIT_SECONDS, headers=headers, trust_env=False) as http:
+        while time.monotonic() - start < seconds:
+            before = time.monotonic()
+            try:
+                response = await http.post(server.url + path, json=body)
+                num_failed += not response.is_success
+            except httpx.HTTPError:
+                num_failed += 1
+            durations.append(time.monotonic() - before)
+            most = max(most, held_by(server.process.pid, 0).resident_bytes["serving"])
+            await asyncio.sleep(PAUSE_SECONDS)
+    return Result(seconds=durations, num_failed=num_failed, serving_bytes=most)
+
+
+def measure(name: str | None, checkout: Path, seconds: float) -> Result:
+    """Measure during one kind of attack; None: without an attack."""
+    with (
+        tempfile.TemporaryDirectory(prefix="hostile-") as folder,
+        running_server(checkout, Path(folder)) as (server, keys),
+    ):
+        asyncio.run(small_requests(server, keys["quiet"], 1.0))  # the first ones load the adapter
+        if name is None:
+            return asyncio.run(small_requests(server, keys["quiet"], seconds))
+        target = Target(server.http_port, server.grpc_port, keys["hostile"], folder)
+        spawn = multiprocessing.get_context("spawn")
+        client = spawn.Process(target=attack_until_killed, args=(name, target), daemon=True)
+        client.start()
+        time.sleep(2.0)  # until it has imported what it needs
+        try:
+            loads = name in LOADS
+            return asyncio.run(small_requests(server, keys["quiet"], seconds, loads=loads))
+        finally:
+            client.kill()
+            client.join()
+
+
+def tables(report: Report) -> str:
+    columns = ["client", "code", "p50 ms", "p99 ms", "max ms", "requests", "failed", "serving MiB"]
+    rows = []
+    for name, by_code in report.results.items():
+        for code, result in by_code.items():
+            durations = sorted(result.seconds)
+            times = (percentile(durations, 50), percentile(durations, 99), durations[-1])
+            rows.append(
+                [
+                    *(name, code),
+                    *(f"{1000 * each:.0f}" for each in times),
+                    *(str(len(durations)), str(result.num_failed)),
+                    f"{result.serving_bytes / MEBIBYTE:.0f}",
+                ]
+            )
+    head = ["# Hostile clients", "", *machine_lines(report.created, report.code, report.machine)]
+    if report.before is not None:
+        head.append(f'"before" is {report.before.commit}.')
+    return "\n".join([*head, "", markdown_table(columns, rows), ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--before", type=Path, help="checkout of older code to compare with")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
+    parser.add_argument("--clients", nargs="+", choices=ATTACKS, default=list(ATTACKS))
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "hostile-clients")
+    options = parser.parse_args()
+    now = HERE.parent
+    checkouts = {"now": now} if options.before is None else {"before": options.before, "now": now}
+    results: dict[str, dict[str, Result]] = {}
+    for name in (None, *options.clients):
+        label = name or "none"
+        results[label] = {
+            code: measure(name, checkout, options.seconds) for code, checkout in checkouts.items()
+        }
+        print(label, file=sys.stderr)
+    report = Report(
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        code=this_code(),
+        machine=this_machine(),
+        before=None if options.before is None else this_code(options.before / "src" / "loraplex"),
+        results=results,
+    )
+    write_pair(report, tables(report), options.output.with_suffix(".json"))
+    print(tables(report))
+
+
+if __name__ == "__main__":
+    main()
