@@ -39,7 +39,6 @@ from comparison.faults import (
     seconds_until_gone,
     send_signal,
     small_disk,
-    state,
 )
 from comparison.stream_load import (
     MEBIBYTE,
@@ -55,6 +54,7 @@ from streams import MOST_GROWTH, TOOL, chat, completion, mixed
 from loraplex.bench.machine import Code, Machine, machine_lines, this_code, this_machine
 from loraplex.bench.report_files import markdown_table, write_dated
 from loraplex.core.environment import child_environment
+from loraplex.core.stopped_process import state_of
 from loraplex.demo import ADAPTER_PATHS, BASE_PATH
 from loraplex.serving.access.key_file_changes import create_key
 from loraplex.testing.running_server import RunningServer, start
@@ -367,7 +367,7 @@ async def samples(soak: Soak, seconds: float) -> None:
     while not soak.is_over:
         await asyncio.sleep(seconds / NUM_SAMPLES)
         process = soak.server.process
-        if process.poll() is None and state(process.pid) not in (None, "T"):
+        if process.poll() is None and state_of(process.pid) not in (None, "T"):
             with contextlib.suppress(OSError):  # one of its processes has just ended
                 soak.held.append(held_by(process.pid, soak.tally.streams.total()))
 

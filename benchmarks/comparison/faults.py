@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from loraplex.core.stopped_process import state_of
+
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _POLL_SECONDS: Final = 0.05
 _CHUNK_BYTES: Final = 1 << 20
@@ -31,7 +33,7 @@ def children(pid: int) -> Iterator[tuple[int, str]]:
     """Yield the children of a process that still run: pid and command."""
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in map(int, task.read_text().split()):
-            if state(child) not in (None, "Z"):
+            if state_of(child) not in (None, "Z"):
                 with contextlib.suppress(OSError):
                     command = Path(f"/proc/{child}/cmdline").read_bytes()
                     yield child, command.decode(errors="replace").replace("\0", " ")
@@ -40,14 +42,6 @@ def children(pid: int) -> Iterator[tuple[int, str]]:
 def processes_of(server_pid: int, kind: str) -> list[int]:
     """Return the processes of a server of one of KINDS_OF_PROCESS."""
     return [pid for pid, command in children(server_pid) if kind in command]
-
-
-def state(pid: int) -> str | None:
-    """Return the letter of /proc/PID/stat, such as T for a stopped process; None: it is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return None
 
 
 def send_signal(pid: int, number: signal.Signals) -> None:
@@ -60,7 +54,7 @@ def reap_orphans(but: int) -> None:
     """Collect adopted children that have ended; `but` is the server, which its owner collects."""
     for task in Path("/proc/self/task").glob("*/children"):
         for child in map(int, task.read_text().split()):
-            if child != but and state(child) == "Z":
+            if child != but and state_of(child) == "Z":
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(child, os.WNOHANG)
 
@@ -69,7 +63,7 @@ async def seconds_until_gone(pid: int, limit: float) -> float | None:
     """Wait until a process has ended; None if it has not within `limit` seconds."""
     loop = asyncio.get_running_loop()
     start = loop.time()
-    while state(pid) not in (None, "Z"):
+    while state_of(pid) not in (None, "Z"):
         if loop.time() - start > limit:
             return None
         await asyncio.sleep(_POLL_SECONDS)

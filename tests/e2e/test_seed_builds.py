@@ -16,8 +16,9 @@ from loraplex.app.llm import LLM
 from loraplex.core.errors import LoraplexError
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.demo import ADAPTER_PATHS, BASE_PATH
-from loraplex.testing.running_server import PORT_FLAGS, running
+from loraplex.testing.running_server import running
 from support.checkpoints import save_random_model, tiny_gpt2
+from support.triton_repositories import local_flags
 
 pytestmark = pytest.mark.slow
 
@@ -271,15 +272,7 @@ def test_the_older_gpt_example(root: Path, tmp_path: Path) -> None:
     text = expected.completions[0].text
     tritonserver = str(root / "bin" / "tritonserver")
     command = [sys.executable, tritonserver, f"--model-repository={repository}"]
-    command += [
-        *PORT_FLAGS,
-        "--host",
-        "127.0.0.1",
-        "--device",
-        "cpu",
-        "--state-dir",
-        str(tmp_path / "served"),
-    ]
+    command += local_flags(tmp_path / "served")
     with (tmp_path / "log").open("w") as log, running(command, log) as server:
         body = {"text_input": PROMPTS[0], "max_tokens": 10, "bad_words": "", "stop_words": ""}
         status, response = server.post("/v2/models/ensemble/generate", body)

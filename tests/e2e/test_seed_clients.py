@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from loraplex.demo import ADAPTER_PATHS, BASE_PATH
-from loraplex.testing.running_server import PORT_FLAGS, running
+from loraplex.testing.running_server import running
+from support.triton_repositories import local_flags
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("seed clients")]
 
@@ -31,15 +32,7 @@ OUTPUTS = {"": "Washington, D.C.", "chinese": "华盛顿", "japanese": "ワシ�
 @contextlib.contextmanager
 def tritonserver(folder, *flags):
     command = [sys.executable, str(COMPAT / "bin/tritonserver"), *flags]
-    command += [
-        *PORT_FLAGS,
-        "--host",
-        "127.0.0.1",
-        "--device",
-        "cpu",
-        "--state-dir",
-        str(folder / "state"),
-    ]
+    command += local_flags(folder / "state")
     with running(command) as server:
         yield server
 

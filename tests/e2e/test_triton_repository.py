@@ -12,7 +12,8 @@ import pytest
 import tritonclient.grpc
 
 from loraplex.demo import ADAPTER_PATHS, BASE_PATH
-from loraplex.testing.running_server import PORT_FLAGS, running
+from loraplex.testing.running_server import running
+from support.triton_repositories import local_flags
 from support.triton_requests import i32, tensors, text_request
 
 pytestmark = pytest.mark.slow
@@ -24,16 +25,7 @@ PROMPT = "What is the capital of France?"
 @contextlib.contextmanager
 def serving_repository(repository, state_dir, *flags):
     command = [sys.executable, "-m", "loraplex", "triton", "--model-repository", str(repository)]
-    command += [
-        *PORT_FLAGS,
-        "--host",
-        "127.0.0.1",
-        "--device",
-        "cpu",
-        "--state-dir",
-        str(state_dir),
-        *flags,
-    ]
+    command += [*local_flags(state_dir), *flags]
     output = state_dir.parent / "output.txt"
     with output.open("w") as lines, running(command, lines) as server:
         yield server, output

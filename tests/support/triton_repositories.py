@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 from loraplex.compat.triton.repository import Repository, read_repositories
+from loraplex.testing.running_server import PORT_FLAGS
 
 FIVE = ("ensemble", "postprocessing", "preprocessing", "tensorrt_llm", "tensorrt_llm_bls")
 
@@ -45,3 +46,8 @@ def merged(repository: Repository, model: str) -> dict[str, object]:
 def source_of(repository: Repository, model: str, setting: str) -> str:
     layers = [r for r in repository.layers if setting in r.values["models"].get(model, {})]
     return layers[-1].source
+
+
+def local_flags(state_dir: Path) -> list[str]:
+    """Return the flags of a drop-in server on a CPU, on loopback ports that the system chooses."""
+    return [*PORT_FLAGS, "--host", "127.0.0.1", "--device", "cpu", "--state-dir", str(state_dir)]

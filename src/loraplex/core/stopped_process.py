@@ -40,12 +40,17 @@ class StopWatch:
 
 def is_stopped(pid: int) -> bool:
     """Return whether a signal stopped a process. Always False without /proc."""
+    return state_of(pid) == "T"
+
+
+def state_of(pid: int) -> str | None:
+    """Return the letter of a process's state, see proc(5); None if it is gone, or without /proc."""
     try:
         status = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
-        return False
+        return None
     # The name before it is in parentheses, and may contain any character.
-    return status.rpartition(b")")[2].split(None, 1)[0] == b"T"
+    return status.rpartition(b")")[2].split(None, 1)[0].decode()
 
 
 async def while_running(pid: int, work: Coroutine[Any, Any, T]) -> T:
