@@ -32,13 +32,13 @@ def log(tmp_path) -> Path:
     return tmp_path / "access.log"
 
 
-async def noted(log: Path, path: str) -> tuple[int, str | None]:
-    """(status, error) of the path's line, once it is written."""
+async def noted(log: Path, method: str, path: str) -> tuple[int, str | None]:
+    """(status, error) of the line of a method and path, once it is written."""
     async with asyncio.timeout(10):
         while True:
             lines = map(json.loads, log.read_text().splitlines() if log.exists() else ())
             for line in lines:
-                if line["path"] == path:
+                if (line["method"], line["path"]) == (method, path):
                     return line["status"], line["error"]
             await asyncio.sleep(0.02)
 
@@ -55,7 +55,7 @@ async def refused(
         "param": None,
         "code": code,
     }
-    assert await noted(log, path) == (status, code)
+    assert await noted(log, method, path) == (status, code)
     _, _, metrics = await asyncio.to_thread(send, server, "GET", "/metrics")
     assert f'code="{code}",protocol="http",status="{status}"' in metrics
     return headers

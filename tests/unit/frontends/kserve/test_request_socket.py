@@ -255,6 +255,26 @@ def _greet_and_hang(listener):
     peer.close()
 
 
+def test_a_server_that_ends_with_unread_requests_has_ended(path, lost):
+    """The kernel resets such a connection instead of closing it."""
+    is_sent = threading.Event()
+
+    def greet_and_end(listener):
+        peer, _ = listener.accept()
+        peer.sendall(frame(Welcome(protocol=1, max_message_bytes=100)))
+        is_sent.wait(10)
+        peer.close()
+
+    with bind(path) as listener:
+        listener.listen()
+        threading.Thread(target=greet_and_end, args=(listener,), daemon=True).start()
+        connection = Connection(path, lost.put)
+        connection.ping()
+        is_sent.set()
+        assert "has ended" in lost.get(timeout=10)
+        connection.close()
+
+
 def test_another_version_of_the_protocol_is_refused(path, lost):
     def greet(listener):
         peer, _ = listener.accept()

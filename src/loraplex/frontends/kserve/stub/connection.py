@@ -148,7 +148,7 @@ class Connection:
         try:
             while self._lost is None:
                 self._take(self._read())
-        except EOFError:
+        except (EOFError, ConnectionResetError):  # a reset: it had not read all that was sent
             self._lose(f"the server at {self._path} has ended")
         except BlockingIOError:
             self._lose(f"the server at {self._path} has fallen silent")
