@@ -219,6 +219,38 @@ def test_a_state_directory_that_goes_away(tmp_path, fault):
         assert server.stop() == 0
 
 
+def test_a_full_disk_stores_nothing_and_lets_adapters_be_deleted(tmp_path):
+    """A small file system in memory, in a mount namespace of the server."""
+    namespace = ["unshare", "-Urm", "sh", "-c"]
+    mount = f"mount -t tmpfs -o size=4m tmpfs {tmp_path}"
+    if not shutil.which("unshare") or subprocess.run([*namespace, mount], check=False).returncode:
+        pytest.skip("no mount namespaces here")
+    command = [sys.executable, "-m", "loraplex", "serve", str(BASE_PATH), "--name", MODEL]
+    command += [*PORT_FLAGS, "--state-dir", str(tmp_path / "state"), "--weights-cache-dir", "none"]
+    with running([*namespace, f'{mount} && exec "$0" "$@"', *command]) as server:
+        disk = Path(f"/proc/{server.process.pid}/root{tmp_path}")
+        assert load(server, "before") == 201
+        files = _files_of(disk)
+        with (disk / "filling").open("wb", buffering=0) as filling, contextlib.suppress(OSError):
+            while filling.write(bytes(512)):
+                pass
+        body = {"name": "meanwhile", "path": str(ADAPTER_PATHS["chinese"])}
+        status, reply = server.post("/v1/adapters", body)
+        assert (status, reply["error"]["code"]) == (507, "storage_full"), reply
+        assert _files_of(disk) == files
+        completes(server)
+        assert server.is_ready()
+        assert server.delete("/v1/adapters/before") == 200
+        assert server.get("/v1/adapters/before")[0] == 404
+        (disk / "filling").unlink()
+        assert load(server, "meanwhile", "chinese") == 201
+        assert server.stop() == 0
+
+
+def _files_of(disk: Path) -> set[str]:
+    return {str(path.relative_to(disk)) for path in disk.rglob("*") if path.is_file()} - {"filling"}
+
+
 def _without_root_rights() -> list[str]:
     """Return a prefix of a command that makes root heed the modes of files."""
     if os.geteuid() != 0:

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from loraplex.adapters.durable_files import FileIdentity, Reserve, identity_of
+from loraplex.adapters.durable_files import FileIdentity, Reserve, identity_of, storage_full
 from loraplex.adapters.staged import StagedAdapter
 from loraplex.adapters.version import AdapterVersion, Owner, VersionOrigin
 from loraplex.core.errors import ConfigError, InternalError
@@ -111,14 +111,17 @@ class AdapterDatabase:
     def transaction(self) -> Iterator[None]:
         """Write all changes inside to the disk, or none.
 
-        Raises InternalError on failure, also if the files no longer have their names: what is
-        written to a file that was deleted is lost with this process.
+        Raises StorageFullError on a full disk, InternalError on another failure, also if the files
+        no longer have their names: what is written to a file that was deleted is lost with this
+        process.
         """
         self._require_named_files()
         try:
             with self._begun():
                 yield
         except sqlite3.Error as error:
+            if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
+                raise storage_full(str(error)) from error
             raise InternalError(
                 f"the adapter store {self._path} cannot be written: {error}"
             ) from error

@@ -1,12 +1,37 @@
 """Folders that survive a loss of power, and disk space for changes that free more of it."""
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from loraplex.core.errors import StorageFullError
+
 FileIdentity = tuple[int, int]
 """(device, inode)"""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_RETRY_SECONDS = 60.0
+
+
+def storage_full(reason: str) -> StorageFullError:
+    return StorageFullError(
+        f"the disk of the server's state directory is full ({reason}): nothing was stored. Unload "
+        "adapters that are not needed, or free space on that disk, and try again",
+        retry_after_seconds=_RETRY_SECONDS,
+    )
+
+
+@contextlib.contextmanager
+def storing() -> Iterator[None]:
+    """Raise StorageFullError in place of an OSError for a full disk or an exceeded quota."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise storage_full(os.strerror(error.errno)) from error
+        raise
 
 
 def make_folder(folder: Path) -> None:

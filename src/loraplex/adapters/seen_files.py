@@ -5,14 +5,16 @@ a base model: its shapes are then the note's context. The notes are in the state
 next to the user's file; a lost or broken note only means that the file is read again.
 """
 
+import contextlib
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
+from loraplex.adapters.durable_files import storing
 from loraplex.adapters.tensor_file import write_atomically
-from loraplex.core.errors import InvalidAdapterError
+from loraplex.core.errors import InvalidAdapterError, StorageFullError
 
 FileIdentity = tuple[int, int, int, int, int]
 
@@ -49,8 +51,10 @@ class SeenFiles:
     def remember(
         self, identities: tuple[FileIdentity, ...], digest: str, context: str = ""
     ) -> None:
+        """Write a note. On a full disk there is none: an adapter must not fail for it."""
         note = _Note(_NOTE_VERSION, identities, context, digest)
-        write_atomically(self._path(identities, context), [msgspec.json.encode(note)])
+        with contextlib.suppress(StorageFullError), storing():
+            write_atomically(self._path(identities, context), [msgspec.json.encode(note)])
 
     def _path(self, identities: tuple[FileIdentity, ...], context: str) -> Path:
         name = hashlib.sha256(msgspec.json.encode((identities, context))).hexdigest()

@@ -98,8 +98,9 @@ class StagingWorker:
         whose load it is; its loads wait for each other only.
 
         Raises what is wrong with it (InvalidAdapterError, AdapterMismatchError,
-        AdapterTooLargeError, UnsupportedFeatureError, PermissionDeniedError), or AdapterLoadError
-        if its source does not respond, or the worker died or exceeded its time limit.
+        AdapterTooLargeError, UnsupportedFeatureError, PermissionDeniedError), StorageFullError, or
+        AdapterLoadError if its source does not respond, or the worker died or exceeded its time
+        limit.
         """
         is_here = parse(str(path)).kind is SourceKind.LOCAL
         return await self._stage(

@@ -17,6 +17,7 @@ from typing import BinaryIO
 
 import msgspec
 
+from loraplex.adapters.durable_files import storing
 from loraplex.adapters.sources.fetch import local_path
 from loraplex.adapters.sources.reference import SourceKind, parse, shown_source
 from loraplex.adapters.stage import stage
@@ -46,7 +47,8 @@ def reply_to(request: StageRequest, tensors: Sequence[bytes] = ()) -> StageReply
     """Stage the adapter of a request; the reply contains its report or its error."""
     what = shown_source(request.path)
     try:
-        return StageReply(request_id=request.request_id, staged=_staged(request, tensors))
+        with storing():
+            return StageReply(request_id=request.request_id, staged=_staged(request, tensors))
     except LoraplexError as error:
         info = error.to_info()
     except (MemoryError, RecursionError) as error:

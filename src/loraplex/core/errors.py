@@ -25,6 +25,7 @@
     │   ├── NotReadyError                starting, draining or restarting
     │   ├── EngineRestartedError         the engine died under the request
     │   ├── AdapterLoadError             a load failed; it is retried after a pause
+    │   ├── StorageFullError             the disk of the state directory is full
     │   └── DeadlineExceededError
     ├── InternalError                a defect of loraplex or its machine
     │   ├── RowFailedError               one row of a step failed
@@ -178,6 +179,10 @@ class EngineRestartedError(CapacityError):
 
 class AdapterLoadError(CapacityError):
     code = "adapter_load_failed"
+
+
+class StorageFullError(CapacityError):
+    code = "storage_full"
 
 
 class DeadlineExceededError(CapacityError):

@@ -1,6 +1,7 @@
 """Files are fetched from a server on loopback whose responses a test chooses."""
 
 import contextlib
+import errno
 import hashlib
 import http.server
 import json
@@ -18,6 +19,7 @@ from typing import ClassVar
 import pytest
 
 from loraplex.adapters.seen_files import identities_of
+from loraplex.adapters.sources import fetch as sources_fetch
 from loraplex.adapters.sources import http as sources_http
 from loraplex.adapters.sources.download import RATE_SECONDS, Allowance, write_stream
 from loraplex.adapters.sources.fetch import local_path
@@ -29,6 +31,7 @@ from loraplex.core.errors import (
     AdapterTooLargeError,
     InvalidAdapterError,
     PermissionDeniedError,
+    StorageFullError,
     UnsupportedFeatureError,
 )
 
@@ -668,6 +671,23 @@ class TestSlowHosts:
         with pytest.raises(AdapterLoadError, match="cannot be fetched now"):
             local_path(f"{web.url}/zh.safetensors", LOCAL, state)
         assert ended.wait(20)
+
+
+def test_a_full_disk_is_an_error_of_its_own_and_not_tried_again():
+    allowance = Allowance(SourcePolicy(), "it")
+    with pytest.raises(StorageFullError, match="No space left on device"):
+        write_stream([bytes(1 << 20)], Path("/dev/full"), allowance, None)
+
+
+def test_files_without_their_note_do_not_stay_on_a_full_disk(web, state, monkeypatch):
+    def no_space(path, pieces):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    web.pages["/zh.safetensors"] = b"weights"
+    monkeypatch.setattr(sources_fetch, "write_atomically", no_space)
+    with pytest.raises(OSError, match="No space left"):
+        local_path(f"{web.url}/zh.safetensors", LOCAL, state)
+    assert not [path for path in state.rglob("*") if path.is_file()]
 
 
 class TestThroughTheWorker:

@@ -477,7 +477,7 @@ def test_the_names_of_new_folders_are_on_the_disk(tmp_path, monkeypatch):
 ON_A_FULL_DISK = """
 import sys
 from pathlib import Path
-from test_store_durable import AdapterRef, AdapterStore, ByName, InternalError, staged
+from test_store_durable import AdapterRef, AdapterStore, ByName, StorageFullError, staged
 
 disk = Path(sys.argv[1])
 store = AdapterStore.open(disk / "state")
@@ -494,7 +494,7 @@ try:
     for i in range(100):
         store.register("base", "t", f"late {i}", late, path="late")
     raise SystemExit("the disk is not full")
-except InternalError as error:
+except StorageFullError as error:
     assert "disk is full" in error.message, error.message
 for i in range(50):
     store.remove(AdapterRef("base", "t", ByName(str(i))))

@@ -55,6 +55,7 @@ def test_codes_are_stable():
         "not_ready",
         "engine_restarted",
         "adapter_load_failed",
+        "storage_full",
         "deadline_exceeded",
         "row_failed",
         "step_failed",

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from loraplex.adapters.durable_files import storing
 from loraplex.adapters.sources.policy import SourcePolicy
 from loraplex.core.errors import AdapterLoadError
 
@@ -107,11 +108,11 @@ def write_stream(
 ) -> tuple[str, int]:
     """Write chunks to a file; return its SHA-256 and its number of bytes.
 
-    Raises AdapterTooLargeError, AdapterLoadError, or what `chunks` raises.
+    Raises AdapterTooLargeError, AdapterLoadError, StorageFullError, or what `chunks` raises.
     """
     checksum, num_bytes = hashlib.sha256(), 0
     allowance.measure_rate()
-    with target.open("wb") as file:
+    with storing(), target.open("wb") as file:
         for chunk in chunks:
             num_bytes += len(chunk)
             allowance.require_bytes(num_bytes)

@@ -62,7 +62,7 @@ def local_path(text: str, policy: SourcePolicy, state_dir: Path) -> Path:
     """Return an adapter's folder or file on this machine, fetched if it is remote.
 
     Raises InvalidAdapterError, PermissionDeniedError, AdapterTooLargeError,
-    UnsupportedFeatureError, or AdapterLoadError if it may succeed later.
+    UnsupportedFeatureError, or AdapterLoadError or StorageFullError if it may succeed later.
     """
     reference = parse(text)
     if reference.kind is SourceKind.LOCAL:
@@ -98,7 +98,7 @@ class KeptSources:
             logger.warning("%s; the copy that arrived before is used", error.message)
             note = kept
         else:
-            write_atomically(home / _NOTE_NAME, [msgspec.json.encode(note)])
+            self._write_note(home, note)
             _forget_others(home, note.content)
         if kept is None or kept.content != note.content:
             num_bytes = sum(file.num_bytes for file in note.files.values())
@@ -107,6 +107,16 @@ class KeptSources:
         self._trim(policy.max_kept_bytes, home)
         place = home / note.content
         return place / SINGLE_NAME if reference.is_file else place
+
+    @staticmethod
+    def _write_note(home: Path, note: _Note) -> None:
+        try:
+            write_atomically(home / _NOTE_NAME, [msgspec.json.encode(note)])
+        except OSError:
+            # Files without a note would stay for ever: `_trim` finds adapters by their notes.
+            if not (home / _NOTE_NAME).exists():
+                shutil.rmtree(home, ignore_errors=True)
+            raise
 
     @contextlib.contextmanager
     def _arriving(self) -> Iterator[Path]:

@@ -1,8 +1,8 @@
 """How errors of core.errors look to a Triton client: one table for HTTP and gRPC.
 
 Triton itself has eight codes and returns 400 for everything that is not internal, not found,
-unavailable or unsupported; we keep that, and add 401, 403, 408, 413 and 429, which it has no code
-for.
+unavailable or unsupported; we keep that, and add 401, 403, 408, 413, 429 and 507, which it has no
+code for.
 """
 
 import logging
@@ -64,6 +64,7 @@ STATUS: Mapping[type[errors.LoraplexError], Status] = MappingProxyType(
         errors.NotReadyError: _UNAVAILABLE,
         errors.EngineRestartedError: _UNAVAILABLE,
         errors.AdapterLoadError: _UNAVAILABLE,
+        errors.StorageFullError: Status(507, "RESOURCE_EXHAUSTED"),
         errors.DeadlineExceededError: Status(503, "DEADLINE_EXCEEDED"),
         errors.RowFailedError: _INTERNAL,
         errors.StepFailedError: _INTERNAL,

@@ -51,6 +51,7 @@ WIRE_ERRORS: dict[type[errors.LoraplexError], WireError] = {
     errors.NotReadyError: WireError(503, UNAVAILABLE),
     errors.EngineRestartedError: WireError(503, UNAVAILABLE),
     errors.AdapterLoadError: WireError(503, UNAVAILABLE),
+    errors.StorageFullError: WireError(507, UNAVAILABLE),
     errors.DeadlineExceededError: WireError(504, "timeout_error"),
     errors.RowFailedError: WireError(500, SERVER),
     errors.StepFailedError: WireError(500, SERVER),

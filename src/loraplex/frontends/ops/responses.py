@@ -18,6 +18,7 @@ from loraplex.core.errors import (
     PermissionDeniedError,
     RateLimitedError,
     RequestError,
+    StorageFullError,
     UnauthenticatedError,
 )
 from loraplex.frontends.access import Authenticate
@@ -38,6 +39,7 @@ STATUSES: tuple[tuple[type[LoraplexError], int], ...] = (
     (PayloadTooLargeError, 413),
     (RequestError, 400),
     (RateLimitedError, 429),
+    (StorageFullError, 507),
     (CapacityError, 503),
     (LoraplexError, 500),
 )
