@@ -79,11 +79,14 @@ class TestHungProcesses:
             os.kill(stopped, signal.SIGSTOP)
             server.wait_until(ready=False)
             assert server.get("/health/live")[0] == 200
+            assert "is restarting" in server.get("/health/ready")[1]
             for job in jobs:
                 status, body = job.result()
                 assert (status, body.get("choices")) == (200, expected["choices"])
         assert server.is_ready()
         assert engine_pid(server) != stopped
+        metrics = server.get("/metrics", server.metrics_port)[1]
+        assert f'loraplex_engine_restarts_total{{model="{MODEL}",reason="hang"}} 1.0' in metrics
 
     def test_deadlines_and_queries_end_while_the_engine_is_stopped(self, server):
         """Both before the engine is found to hang."""

@@ -10,6 +10,7 @@ from loraplex.core.request import RequestId
 from loraplex.core.stats import EngineStats, StepRecord
 from loraplex.engine.messages import EngineCommand, EngineEvent, EngineReady, StepDone
 from loraplex.engine.step_marker import Progress
+from loraplex.serving.engines.engine_state import EngineEnd
 from loraplex.serving.engines.link import EngineDied
 from loraplex.serving.engines.output_stream import OutputStream
 from support.fake_runner import FAKE_CAPACITY
@@ -48,7 +49,7 @@ class ScriptedLink:
 
     def kill(self, problem: str) -> None:
         self.problem = problem
-        self.say(EngineDied(problem, self.in_flight))
+        self.say(EngineDied(problem, self.in_flight, EngineEnd.HANG))
 
     async def close(self) -> None:
         await asyncio.sleep(0)
@@ -148,4 +149,5 @@ def record_of(**fields: Any) -> StepRecord:
 
 
 def died(*request_ids: RequestId, was_killed: bool = False) -> EngineDied:
-    return EngineDied("by script", request_ids, was_killed=was_killed)
+    end = EngineEnd.KILL if was_killed else EngineEnd.CRASH
+    return EngineDied("by script", request_ids, end)

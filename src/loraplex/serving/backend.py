@@ -70,6 +70,11 @@ class Model(Protocol):
     @property
     def stats(self) -> EngineStats: ...
 
+    @property
+    def engine_restarts(self) -> Mapping[str, int]:
+        """Number of restarts of its engine by reason: crash, hang, kill."""
+        ...
+
     async def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

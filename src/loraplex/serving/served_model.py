@@ -33,6 +33,7 @@ from loraplex.serving.adapter_fit import check_fits_tiers
 from loraplex.serving.backend import ModelCard
 from loraplex.serving.discovered_adapters import DiscoveredAdapters
 from loraplex.serving.engines.async_engine import AsyncEngine
+from loraplex.serving.engines.engine_state import EngineEnd
 from loraplex.serving.grammar.grammars import Grammars
 from loraplex.serving.model_memory import ModelMemory, StoredAdapters, memory_of, stored
 from loraplex.serving.text.chat_renderer import ChatRenderer
@@ -230,6 +231,10 @@ class ServedModel:
     def stats(self) -> EngineStats:
         return self.engine.stats
 
+    @property
+    def engine_restarts(self) -> Mapping[str, int]:
+        return {end.value: self.engine.restarts[end] for end in EngineEnd}
+
     def steps(self, limit: int) -> Sequence[StepRecord]:
         records = self.engine.steps
         return list(itertools.islice(records, max(0, len(records) - limit), None))
@@ -253,7 +258,8 @@ class ServedModel:
         if self.engine.is_ready:
             return ""
         failure: LoraplexError | None = self.engine.failure
-        detail = f": {failure.message}" if failure else ""
+        reason = failure.message if failure else self.engine.problem
+        detail = f": {reason}" if reason else ""
         return f"the engine of model {self.card.name!r} is {self.engine.state}{detail}"
 
 

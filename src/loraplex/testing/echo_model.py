@@ -70,6 +70,7 @@ class EchoState:
         self.residency: dict[str, Residency] = {}
         """Where the adapters are, by digest."""
         self.engine_stats = EngineStats()
+        self.engine_restarts: dict[str, int] = {}
         self.activity: AdapterActivity | None = None
         """None: that of `residency`, without requests."""
         self.model_memory: ModelMemory | None = None
@@ -103,6 +104,10 @@ class EchoModel:
     @property
     def stats(self) -> EngineStats:
         return self._state.engine_stats
+
+    @property
+    def engine_restarts(self) -> Mapping[str, int]:
+        return self._state.engine_restarts
 
     async def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         self._state.renderings.append(options)

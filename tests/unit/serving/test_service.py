@@ -30,7 +30,7 @@ from loraplex.core.sampling_params import SamplingParams
 from loraplex.engine.messages import EngineReady
 from loraplex.serving import served_model
 from loraplex.serving.backend import Backend
-from loraplex.serving.engines.async_engine import EngineState
+from loraplex.serving.engines.engine_state import EngineState
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.service import Service
 from support.fake_engine_process import FakeEngineSettings

@@ -250,11 +250,20 @@ class BackendCollector(Collector):
         registered = GaugeMetricFamily(
             "loraplex_adapters_registered", "Adapters that requests can use.", labels=["model"]
         )
+        restarts = CounterMetricFamily(
+            "loraplex_engine_restarts",
+            "Engines that were started again, by why the one before ended: crash (by itself), hang "
+            "(no progress, see step_timeout_seconds), kill (from outside, as without memory).",
+            labels=["model", "reason"],
+        )
         for name in names:
+            for reason, number in self._backend.model(name).engine_restarts.items():
+                restarts.add_metric([name, reason], number)
             ready.add_metric([name], self._backend.model_ready(name))
             registered.add_metric([name], len(self._backend.adapters(LOCAL, name)))
         yield ready
         yield registered
+        yield restarts
 
 
 class _RegistryCollector(Collector):

@@ -6,7 +6,6 @@ streams go on. It knows tokens only; text, names and tenants are the service's.
 
 import asyncio
 import collections
-import enum
 import itertools
 import logging
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -35,6 +34,7 @@ from loraplex.engine.messages import (
     StepDone,
     UnpinAdapter,
 )
+from loraplex.serving.engines.engine_state import EngineEnd, EngineState
 from loraplex.serving.engines.engine_watchdog import LOOK_SECONDS, EngineWatchdog
 from loraplex.serving.engines.in_flight_request import InFlightRequest
 from loraplex.serving.engines.link import EngineDied, EngineLink, LinkFactory
@@ -53,15 +53,6 @@ _UNASKED = 0
 """Number of a query whose reply no caller awaits."""
 
 
-class EngineState(enum.StrEnum):
-    STARTING = "starting"
-    READY = "ready"
-    RESTARTING = "restarting"
-    FAILED = "failed"
-    """It cannot start: the reason is in `failure`."""
-    CLOSED = "closed"
-
-
 class AsyncEngine:
     """One served model's engine. All methods run on serving's event loop."""
 
@@ -78,7 +69,9 @@ class AsyncEngine:
         self.model = model
         self.state = EngineState.STARTING
         self.failure: LoraplexError | None = None
-        self.num_restarts = 0
+        self.problem = ""
+        """Why the last engine ended, until the next one is ready."""
+        self.restarts = collections.Counter[EngineEnd]()
         self.stats = EngineStats()
         self.on_capacity: Callable[[Capacity], None] = lambda _: None
         """Called with the capacity of each engine that is ready; a later one may have less."""
@@ -121,6 +114,10 @@ class AsyncEngine:
     @property
     def is_ready(self) -> bool:
         return self.state is EngineState.READY
+
+    @property
+    def num_restarts(self) -> int:
+        return self.restarts.total()
 
     @property
     def has_started(self) -> bool:
@@ -281,13 +278,13 @@ class AsyncEngine:
         pause = _FIRST_PAUSE_SECONDS
         for epoch in itertools.count(1):
             started_ns, self._has_worked = self._clock.now_ns(), False
-            await self._run_epoch(epoch)
+            end = await self._run_epoch(epoch)
             if self._capacity is None:
                 self.failure = self.failure or InternalError(
                     f"the engine of model {self.model!r} ended while it started: see its log"
                 )
                 return
-            self.num_restarts += 1
+            self.restarts[end] += 1
             lived_ns = self._clock.now_ns() - started_ns
             if self._has_worked or lived_ns > _STABLE_SECONDS * 1e9:
                 pause = _FIRST_PAUSE_SECONDS
@@ -295,16 +292,14 @@ class AsyncEngine:
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
-    async def _run_epoch(self, epoch: int) -> None:
-        """One engine's life. Returns when it is gone; then its requests wait for the next one."""
+    async def _run_epoch(self, epoch: int) -> EngineEnd:
+        """One engine's life. Returns its end; then its requests wait for the next one."""
         try:
             link = await self._start_link(epoch)
         except LoraplexError as error:
-            self._cannot_start(error)
-            return
+            return self._cannot_start(error)
         except OSError as error:
-            self._cannot_start(InternalError(f"the engine cannot be started: {error}"))
-            return
+            return self._cannot_start(InternalError(f"the engine cannot be started: {error}"))
         death = EngineDied("the engine was closed")
         self._watchdog.begin()
         watching = asyncio.create_task(self._watch(link), name=f"watchdog-{self.model}")
@@ -318,6 +313,7 @@ class AsyncEngine:
             watching.cancel()
             self._lose_engine(death)
             await link.close()
+        return death.end
 
     async def _watch(self, link: EngineLink) -> None:
         """Kill an engine that hangs. Its death is then handled as any other."""
@@ -332,6 +328,7 @@ class AsyncEngine:
 
     def _lose_engine(self, death: EngineDied) -> None:
         self._link = None
+        self.problem = self.problem or str(death)
         self._adapters.lose_engine()
         gone = NotReadyError(f"the engine of model {self.model!r} stopped", retry_after_seconds=2)
         self._activity.lose_engine()
@@ -346,7 +343,7 @@ class AsyncEngine:
             case EngineReady(capacity):
                 if self.num_restarts:
                     logger.warning("model %s: its engine is back", self.model)
-                self._capacity = capacity
+                self._capacity, self.problem = capacity, ""
                 self.on_capacity(capacity)
                 self._link = link
                 self._watchdog.note_ready()
@@ -392,9 +389,11 @@ class AsyncEngine:
             self._adapters.want(source, link.send)
             link.send(PinAdapter(_UNASKED, digest))
 
-    def _cannot_start(self, error: LoraplexError) -> None:
+    def _cannot_start(self, error: LoraplexError) -> EngineEnd:
         """An engine that has run before is tried again; one that never has is not."""
+        self.problem = error.message
         if self._capacity is None:
             self.failure = error
         else:
             logger.error("model %s: the engine failed: %s", self.model, error.message)
+        return EngineEnd.CRASH

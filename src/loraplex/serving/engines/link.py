@@ -25,6 +25,7 @@ from loraplex.engine.channel import EPOCH_BYTES, EngineChannel, ThreadChannel
 from loraplex.engine.messages import EngineCommand, EngineEvent, Shutdown, decode_event, encode
 from loraplex.engine.process import EngineStart
 from loraplex.engine.step_marker import Progress, create_marker_file
+from loraplex.serving.engines.engine_state import EngineEnd
 
 logger = logging.getLogger(__name__)
 
@@ -46,13 +47,12 @@ class EngineDied(Exception):
         self,
         message: str,
         in_flight: Collection[RequestId] = (),
-        *,
-        was_killed: bool = False,
+        end: EngineEnd = EngineEnd.CRASH,
     ) -> None:
-        """in_flight: the requests of its steps in flight; was_killed: from outside."""
+        """in_flight: the requests of its steps in flight."""
         super().__init__(message)
         self.in_flight = in_flight
-        self.was_killed = was_killed
+        self.end = end
 
 
 class EngineLink(Protocol):
@@ -190,10 +190,11 @@ class ProcessLink:
                 self._identity = identity
                 return decode_event(payload)
         status = None if self._exited.cancelled() else self._exited.result()
+        end = EngineEnd.KILL if status is not None and -status in _KILLS else EngineEnd.CRASH
         raise EngineDied(
             f"the engine process {self.pid} {self._problem or _end(status)}",
             self._endpoint.marker.request_ids(),
-            was_killed=not self._problem and status is not None and -status in _KILLS,
+            EngineEnd.HANG if self._problem else end,
         )
 
     def progress(self) -> Progress:

@@ -16,6 +16,7 @@ from loraplex.core.errors import LoraplexError
 from loraplex.core.output import EngineOutput
 from loraplex.core.request import RequestId
 from loraplex.engine.messages import AbortRequest, AddRequest, AddRequests, StepDone
+from loraplex.serving.engines.engine_state import EngineEnd
 from loraplex.serving.engines.in_flight_request import InFlightRequest
 from loraplex.serving.engines.in_flight_requests import InFlightRequests
 from loraplex.serving.engines.link import EngineDied, EngineLink
@@ -114,7 +115,7 @@ class RequestDispatch:
         """The engine is dead, or the next one did not come to life."""
         if self._link is not None:
             self._link, self._lost_ns = None, self._clock.now_ns()
-        self._requests.lose_engine(death.in_flight, was_killed=death.was_killed)
+        self._requests.lose_engine(death.in_flight, was_killed=death.end is EngineEnd.KILL)
         for request in self._requests:
             error = verdict(request)
             if request.end_aborted():

@@ -80,6 +80,8 @@ EXPECTED = {
     "adapter_evictions_total{host}": 25,
     "model_ready": 1,
     "adapters_registered": 1,
+    "engine_restarts_total{crash}": 2,
+    "engine_restarts_total{hang}": 1,
 }
 
 
@@ -87,6 +89,7 @@ EXPECTED = {
 def backend():
     backend = EchoBackend()
     backend.engine_stats = STATS
+    backend.engine_restarts = {"crash": 2, "hang": 1}
     backend.register("fr")
     return backend
 

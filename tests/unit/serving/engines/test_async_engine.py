@@ -23,7 +23,8 @@ from loraplex.engine.messages import (
     StepDone,
 )
 from loraplex.serving.engines import async_engine
-from loraplex.serving.engines.async_engine import AsyncEngine, EngineState
+from loraplex.serving.engines.async_engine import AsyncEngine
+from loraplex.serving.engines.engine_state import EngineState
 from loraplex.testing.fake_clock import FakeClock
 from support.fake_loader import fake_source
 from support.fake_runner import FAKE_CAPACITY

@@ -21,6 +21,7 @@ from loraplex.engine.messages import (
     EngineReady,
     StepDone,
 )
+from loraplex.serving.engines.engine_state import EngineEnd
 from loraplex.serving.engines.link import EngineDied, ProcessLink, ThreadLink
 from support.fake_engine_process import (
     FakeEngineSettings,
@@ -274,7 +275,7 @@ async def test_a_hung_engine_is_killed_and_its_step_blamed(engine, make_request)
     engine.kill("the first problem counts")
     with pytest.raises(EngineDied, match="hung: no progress") as death:
         await engine.receive()
-    assert not death.value.was_killed
+    assert death.value.end is EngineEnd.HANG
 
 
 async def test_a_process_that_does_not_end_is_given_up(temporary_folder, monkeypatch, caplog):

@@ -27,7 +27,8 @@ from loraplex.engine.messages import (
     UnregisterAdapter,
 )
 from loraplex.serving.engines import async_engine, request_dispatch
-from loraplex.serving.engines.async_engine import AsyncEngine, EngineState
+from loraplex.serving.engines.async_engine import AsyncEngine
+from loraplex.serving.engines.engine_state import EngineState
 from loraplex.serving.engines.in_flight_request import (
     MAX_BLAME,
     MAX_DEATHS,

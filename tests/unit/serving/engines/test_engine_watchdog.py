@@ -11,7 +11,8 @@ from loraplex.core.clock import SystemClock
 from loraplex.core.errors import InternalError
 from loraplex.engine.step_marker import Progress
 from loraplex.serving.engines import async_engine, engine_watchdog
-from loraplex.serving.engines.async_engine import AsyncEngine, EngineState
+from loraplex.serving.engines.async_engine import AsyncEngine
+from loraplex.serving.engines.engine_state import EngineEnd, EngineState
 from loraplex.serving.engines.engine_watchdog import EngineWatchdog, StepLimits, StepTimes
 from loraplex.testing.fake_clock import FakeClock
 from support.fake_engine_process import FakeEngineSettings, fake_engine_process
@@ -142,8 +143,11 @@ class TestHungEngines:
         while not script.link.problem:
             await look(engine, clock)
         assert engine.state is EngineState.RESTARTING
+        await until(lambda: "for more than 2 s" in engine.problem)
         script.gate.set()
         await until(lambda: engine.is_ready)
+        assert engine.restarts == {EngineEnd.HANG: 1}
+        assert not engine.problem
         assert script.links[0].is_closed
         assert "m: hung: no progress between two steps for more than 2 s" in caplog.text
         assert engine.num_requests == 1
