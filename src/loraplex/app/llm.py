@@ -1,12 +1,13 @@
 """loraplex as a library: the same service, without its front ends."""
 
 import asyncio
+import contextlib
 import itertools
 import os
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final, Literal, TypeVar, Unpack
+from typing import Any, Final, Literal, TypeVar, Unpack, cast
 
 from loraplex.app.builder import build_service
 from loraplex.app.engine import engine_thread
@@ -33,7 +34,8 @@ from loraplex.core.adapter import (
 )
 from loraplex.core.config import Config
 from loraplex.core.config_layers import Layer, resolve
-from loraplex.core.errors import ConfigError, InvalidRequestError, NotReadyError
+from loraplex.core.errors import ConfigError, InvalidRequestError, LoraplexError, NotReadyError
+from loraplex.core.output import RequestOutput
 from loraplex.core.principal import DEFAULT_TENANT, LOCAL
 from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
@@ -46,7 +48,7 @@ from loraplex.serving.adapter_cards import (
     UnloadMode,
     VersionCard,
 )
-from loraplex.serving.backend import close_outputs
+from loraplex.serving.backend import Admission, admit_together
 from loraplex.serving.compare import Compared, compare, comparison_requests
 from loraplex.serving.engines.link import EngineLauncher
 from loraplex.serving.request_metrics import RequestMetrics
@@ -139,7 +141,7 @@ class LLM:
         `lora_config` are TensorRT-LLM's, the latter two arrays of numpy or torch: they register an
         adapter, which later requests name by its id alone. `options` (priority, timeout_seconds,
         end_id, retention) apply to all prompts. Raises the first error, in the order of the
-        prompts, after all have ended.
+        prompts, after all have ended; if an adapter of arrays is refused, none begins.
         """
         listed = as_prompts(prompts)
         if sampling_params is None:
@@ -239,35 +241,17 @@ class LLM:
         policy: LoadPolicy,
         options: RequestOptions,
     ) -> list[Generated]:
+        keys = await _all_of(map(self._key, arrays))
+        choices = [_choices(*named) for named in zip(adapters, keys, strict=True)]
         same = itertools.repeat(policy), itertools.repeat(options)
-        results = await asyncio.gather(
-            *map(self._generate, prompts, params, adapters, arrays, *same), return_exceptions=True
-        )
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-        return [result for result in results if isinstance(result, Generated)]
-
-    async def _generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        adapters: tuple[AdapterChoice, ...],
-        arrays: LoraArrays,
-        policy: LoadPolicy,
-        options: RequestOptions,
-    ) -> Generated:
-        key = await self._key(arrays)
-        if key is not None and adapters:
-            raise InvalidRequestError("adapter and lora_task_id or lora_weights name two adapters")
-        choices = adapters if key is None else (AdapterChoice(key),)
-        request = self._request(prompt, params, choices, policy, options)
-        stream = await self._service.generate(request, LOCAL)
-        try:
-            outputs = [output async for output in stream]
-        finally:
-            await close_outputs(stream)
-        return collect(prompt, outputs, params.n)
+        requests = list(map(self._request, prompts, params, choices, *same))
+        async with contextlib.AsyncExitStack() as stack:
+            streams = await admit_together(self._service, requests, LOCAL, stack)
+            outputs = await _all_of(map(_outputs, streams))
+        return [
+            collect(prompt, of_prompt, sampling.n)
+            for prompt, of_prompt, sampling in zip(prompts, outputs, params, strict=True)
+        ]
 
     def _request(
         self,
@@ -338,6 +322,31 @@ class LLM:
             return future.result()
         finally:
             future.cancel()
+
+
+async def _all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Do all the work to its end; return the results, or raise the first error in their order."""
+    results = await asyncio.gather(*work, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return cast("list[T]", results)
+
+
+async def _outputs(stream: Admission) -> list[RequestOutput]:
+    if isinstance(stream, LoraplexError):
+        raise stream
+    return [output async for output in stream]
+
+
+def _choices(
+    adapters: tuple[AdapterChoice, ...], key: AdapterKey | None
+) -> tuple[AdapterChoice, ...]:
+    if key is None:
+        return adapters
+    if adapters:
+        raise InvalidRequestError("adapter and lora_task_id or lora_weights name two adapters")
+    return (AdapterChoice(key),)
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:

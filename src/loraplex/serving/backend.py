@@ -5,6 +5,8 @@ A front end turns bytes into a `GenerateRequest`, awaits `Backend.generate`, and
 `CatalogAdmin` of serving, and those of `testing.EchoBackend`.
 """
 
+import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -12,9 +14,10 @@ import msgspec
 
 from loraplex.adapters.staging import RequestTensor
 from loraplex.core.adapter import AdapterKey, AdapterRef, Residency
+from loraplex.core.errors import LoraplexError
 from loraplex.core.output import RequestOutput
 from loraplex.core.principal import LOCAL, Principal
-from loraplex.core.request import GenerateRequest, RequestId
+from loraplex.core.request import GenerateRequest, RequestBatch, RequestId
 from loraplex.core.stats import AdapterActivity, Durations, EngineStats, StepRecord
 from loraplex.serving.adapter_cards import (
     AdapterCard,
@@ -27,7 +30,15 @@ from loraplex.serving.adapter_cards import (
 from loraplex.serving.model_memory import ModelMemory, StoredAdapters
 from loraplex.serving.text.chat_format import ChatFormat
 
-__all__ = ["AdapterCard", "Backend", "Health", "ModelCard", "close_outputs"]
+__all__ = [
+    "AdapterCard",
+    "Admission",
+    "Backend",
+    "Health",
+    "ModelCard",
+    "admit_together",
+    "close_outputs",
+]
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -257,6 +268,33 @@ class Backend(Protocol):
         Closing the iterator aborts the request.
         """
         ...
+
+
+Admission = AsyncIterator[RequestOutput] | LoraplexError
+"""Outputs of a request, or why it was not admitted."""
+
+
+async def admit_together(
+    backend: Backend,
+    requests: Sequence[GenerateRequest],
+    principal: Principal,
+    stack: contextlib.AsyncExitStack,
+) -> list[Admission]:
+    """Admit requests as one batch, in which one plan can begin them all; the stack closes them."""
+
+    async def admit(request: GenerateRequest) -> Admission:
+        try:
+            outputs = await backend.generate(request, principal)
+        except LoraplexError as error:
+            return error
+        stack.push_async_callback(close_outputs, outputs)
+        return outputs
+
+    with RequestBatch() as batch:
+        batched = [msgspec.structs.replace(request, batch=batch) for request in requests]
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(admit(request)) for request in batched]
+    return [task.result() for task in tasks]
 
 
 async def close_outputs(outputs: AsyncIterator[RequestOutput]) -> None:

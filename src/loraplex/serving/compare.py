@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import dataclasses
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -21,9 +21,9 @@ from loraplex.core.output import (
     TokenLogprob,
 )
 from loraplex.core.principal import Principal
-from loraplex.core.request import GenerateRequest, RequestBatch
+from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import MAX_LOGPROBS, SamplingParams
-from loraplex.serving.backend import Backend, close_outputs
+from loraplex.serving.backend import Admission, Backend, admit_together
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -117,15 +117,9 @@ async def compare(
 ) -> list[Compared]:
     """Run the requests of comparison_requests together, to their ends."""
     async with contextlib.AsyncExitStack() as stack:
-        with RequestBatch() as batch:
-            batched = [msgspec.structs.replace(request, batch=batch) for request in requests]
-            async with asyncio.TaskGroup() as group:
-                admissions = [
-                    group.create_task(_admitted(backend, request, principal, stack))
-                    for request in batched
-                ]
+        streams = await admit_together(backend, requests, principal, stack)
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_output(admission.result())) for admission in admissions]
+            tasks = [group.create_task(_output(stream)) for stream in streams]
         outputs = [task.result() for task in tasks]
     base = next(
         (a for a, r in zip(outputs, requests, strict=True) if not r.adapters and is_output(a)), None
@@ -155,22 +149,7 @@ def _comparable(sampling: SamplingParams) -> SamplingParams:
     return msgspec.structs.replace(sampling, n=1, seed=seed, logprobs=MAX_LOGPROBS)
 
 
-async def _admitted(
-    backend: Backend,
-    request: GenerateRequest,
-    principal: Principal,
-    stack: contextlib.AsyncExitStack,
-) -> AsyncIterator[RequestOutput] | LoraplexError:
-    """Return the outputs of a request, which the stack closes, or why there are none."""
-    try:
-        stream = await backend.generate(request, principal)
-    except LoraplexError as error:
-        return error
-    stack.push_async_callback(close_outputs, stream)
-    return stream
-
-
-async def _output(stream: AsyncIterator[RequestOutput] | LoraplexError) -> Compared:
+async def _output(stream: Admission) -> Compared:
     if isinstance(stream, LoraplexError):
         return stream
     try:

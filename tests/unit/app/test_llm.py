@@ -198,6 +198,15 @@ def test_stats(llm):
     assert (after.num_running, after.num_waiting, after.blocks_held) == (0, 0, 0)
 
 
+def test_prompts_of_one_call_are_admitted_in_one_plan(llm):
+    """Long prompts are tokenized in threads: one by one they would be admitted in several plans."""
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    prompts = [f"{number} " * 5 * number for number in range(1, 8)]
+    llm.generate(prompts, params)
+    steps = llm._service.model(llm._model).steps(4)
+    assert [len(step.request_ids) for step in steps] == [7] * 4
+
+
 def test_several_threads_may_generate(llm):
     found: list[str] = []
     threads = [

@@ -13,10 +13,10 @@ class EngineState(enum.StrEnum):
 
 
 class EngineEnd(enum.StrEnum):
-    """How an engine ended without being asked to."""
+    """Reason why an engine ended that was not stopped."""
 
     CRASH = "crash"
-    """By itself, or it could not start again."""
+    """Its process ended, or could not be started again."""
     HANG = "hang"
     """The watchdog killed it."""
     KILL = "kill"
