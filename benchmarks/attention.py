@@ -14,7 +14,7 @@ import torch
 from against_reference import figures, least_time, run
 
 from loraplex.kernels.native.attention import AttentionKernel
-from loraplex.kernels.ops import AttentionShape, RowLayout
+from loraplex.kernels.ops import AttentionRules, AttentionShape, RowLayout
 from loraplex.kernels.reference import ReferenceKernels
 
 BLOCK_SIZE = 16
@@ -94,7 +94,9 @@ def measure(
     native_time = least_time(lambda: native.attend(query, storage, plan), seconds)
     reference_storage = reference.allocate_kv(tables.numel(), shape, kv_dtype)
     reference.write_kv(reference_storage, key, value, slots)
-    reference_plan = reference.plan_attention(rows, shape, None)
+    reference_plan = reference.plan_attention(
+        rows, shape, AttentionRules(scale=shape.head_dim**-0.5)
+    )
     reference_time = least_time(
         lambda: reference.paged_attention(query, reference_storage, reference_plan), seconds
     )

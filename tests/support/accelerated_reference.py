@@ -26,6 +26,7 @@ from loraplex.kernels.cuda.graphs import StepGraphs
 from loraplex.kernels.lora import LoraBatch, LoraSegments, add_lora
 from loraplex.kernels.ops import (
     AttentionPlan,
+    AttentionRules,
     AttentionShape,
     DeviceRows,
     Kernels,
@@ -43,8 +44,7 @@ class _RowsOnDevice:
 
     rows: DeviceRows
     shape: AttentionShape
-    sliding_window: int | None
-    num_sink_tokens: int
+    rules: AttentionRules
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -97,17 +97,17 @@ class AcceleratedReference(ReferenceKernels):
         super().write_kv(storage, key[is_kept], value[is_kept], slot_mapping[is_kept])
 
     def plan_attention(
-        self,
-        rows: RowLayout,
-        shape: AttentionShape,
-        sliding_window: int | None,
-        num_sink_tokens: int = 0,
+        self, rows: RowLayout, shape: AttentionShape, rules: AttentionRules
     ) -> AttentionPlan:
         assert rows.on_device is not None, "the runner of an accelerator brings them there"
-        return _RowsOnDevice(rows.on_device, shape, sliding_window, num_sink_tokens)
+        return _RowsOnDevice(rows.on_device, shape, rules)
 
     def paged_attention(
-        self, query: torch.Tensor, storage: KVStorage, plan: AttentionPlan
+        self,
+        query: torch.Tensor,
+        storage: KVStorage,
+        plan: AttentionPlan,
+        sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert isinstance(plan, _RowsOnDevice)
         rows = plan.rows
@@ -118,10 +118,9 @@ class AcceleratedReference(ReferenceKernels):
             return output
         tables = rows.block_tables[rows.table_rows[:num_rows].long()].long()
         layout = RowLayout(starts, rows.seq_lens[:num_rows].tolist(), tables)
-        tiles = super().plan_attention(
-            layout, plan.shape, plan.sliding_window, plan.num_sink_tokens
-        )
-        output[: starts[-1]] = super().paged_attention(query[: starts[-1]], storage, tiles)
+        tiles = super().plan_attention(layout, plan.shape, plan.rules)
+        attended = super().paged_attention(query[: starts[-1]], storage, tiles, sink_logits)
+        output[: starts[-1]] = attended
         return output
 
 

@@ -67,6 +67,24 @@ class AttentionShape:
         return vectors * stored_size(self.head_dim, dtype) * dtype.itemsize
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionRules:
+    """Which keys a query sees, and how a score is computed from their product q.k.
+
+    score = scale * q.k, then soft_cap * tanh(score / soft_cap), then + slope * (key position -
+    query position).
+    """
+
+    scale: float
+    window: int | None = None
+    """Number of positions, its own included, that a token sees; None: all before it."""
+    num_sink_tokens: int = 0
+    """First positions that stay visible in addition to a window."""
+    soft_cap: float | None = None
+    alibi_slopes: tuple[float, ...] = ()
+    """One for each query head (arXiv:2108.12409); empty: none."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeviceRows:
     """A RowLayout as an accelerator reads it, at addresses that stay.
@@ -178,21 +196,31 @@ class Kernels(Protocol):
         ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """x [..., N], weight [N]: x / sqrt(mean(x^2) + eps) in float32, then times the weight."""
+        """x [..., N], weight [N]: x / sqrt(mean(x^2) + eps) in float32, then times the weight.
+
+        A weight of x's dtype multiplies what was rounded to it, as Llama's norm does; a float32
+        weight multiplies before the one rounding, as the norms of Gemma, OLMo 2 and Cohere do.
+        """
         ...
 
     def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        factor: float = 1.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(rms_norm(x + residual), x + residual), each [T, N]."""
+        """(rms_norm(sum), sum), each [T, N], where sum is factor * x + residual."""
         ...
 
     def layer_norm(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        """x [T, N], weight, bias [N]: (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias.
+        """x [T, N] or [T, H, N]: (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias.
 
-        In float32, rounded once.
+        weight, bias [N], or [H, N] where each head has its own; of x's dtype or float32. In
+        float32, rounded once.
         """
         ...
 
@@ -203,25 +231,44 @@ class Kernels(Protocol):
         weight: torch.Tensor,
         bias: torch.Tensor,
         eps: float,
+        factor: float = 1.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(layer_norm(x + residual), x + residual), each [T, N]."""
+        """(layer_norm(sum), sum), each [T, N], where sum is factor * x + residual."""
+        ...
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+        """factor * x + residual [T, N], in float32, rounded once."""
+        ...
+
+    def scale(self, x: torch.Tensor, factor: float, soft_cap: float | None = None) -> None:
+        """Multiply x [T, N] by the factor, then replace it by soft_cap * tanh(x / soft_cap).
+
+        In place; in float32, rounded once.
+        """
         ...
 
     def rotary(
-        self, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        *,
+        is_interleaved: bool = False,
     ) -> None:
-        """Rotate, in place, the pairs (i, i + D/2) of query [T, H, D] and key [T, K, D].
+        """Rotate, in place, the first R elements of each head of query [T, H, D], key [T, K, D].
 
-        cos, sin [T, D / 2] float32. Both may be views with a longer row stride.
+        cos, sin [T, R / 2] float32. The pairs are (i, i + R / 2), or (2 i, 2 i + 1) if they are
+        interleaved. Query and key may be views with a longer row stride, and have no heads.
         """
         ...
 
     def gate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-        """[T, 2 N] -> [T, N]: activation(first half) * second half; one of GATES."""
+        """[T, 2 N] -> [T, N]: activation(first half) * second half."""
         ...
 
     def activate(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
-        """[T, N] -> [T, N]: the activation of each element, one of UNGATED."""
+        """[T, N] -> [T, N]: the activation of each element."""
         ...
 
     def add_lora(
@@ -255,23 +302,23 @@ class Kernels(Protocol):
         ...
 
     def plan_attention(
-        self,
-        rows: RowLayout,
-        shape: AttentionShape,
-        sliding_window: int | None,
-        num_sink_tokens: int = 0,
+        self, rows: RowLayout, shape: AttentionShape, rules: AttentionRules
     ) -> AttentionPlan:
-        """Once per step and kind of layer; num_sink_tokens counts where there is a window."""
+        """Once per step and kind of layer."""
         ...
 
     def paged_attention(
-        self, query: torch.Tensor, storage: KVStorage, plan: AttentionPlan
+        self,
+        query: torch.Tensor,
+        storage: KVStorage,
+        plan: AttentionPlan,
+        sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Causal attention [T, H, D] of query [T, H, D] over each row's own stored keys.
 
-        Scores are scaled by D ** -0.5. With a sliding window of W and S sink tokens, a token at
-        position p sees p - W + 1 .. p and, of what is before it, 0 .. S - 1. The step's own keys
-        must have been written before.
+        With a window of W and S sink tokens, a token at position p sees p - W + 1 .. p and, of
+        what is before it, 0 .. S - 1. sink_logits [H] float32: one more score for each head's
+        softmax, of a key without a value. The step's own keys must have been written before.
         """
         ...
 

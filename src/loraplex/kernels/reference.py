@@ -18,12 +18,12 @@ from torch.nn import functional
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels import sampling
 from loraplex.kernels.activations import Activation
-from loraplex.kernels.attention_tiles import TokenWindow
 from loraplex.kernels.host_tiles import fixed_tiles
 from loraplex.kernels.kv_vectors import stored_size, to_stored
 from loraplex.kernels.lora import LoraBatch, add_lora
 from loraplex.kernels.ops import (
     AttentionPlan,
+    AttentionRules,
     AttentionShape,
     KVStorage,
     LinearParts,
@@ -43,6 +43,7 @@ _ACTIVATIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.GELU: functional.gelu,
     Activation.GELU_TANH: functools.partial(functional.gelu, approximate="tanh"),
     Activation.RELU: functional.relu,
+    Activation.SQUARED_RELU: lambda x: functional.relu(x).square(),
     Activation.SILU: functional.silu,
 }
 
@@ -121,13 +122,18 @@ class ReferenceKernels:
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        return weight * wide.to(x.dtype)
+        return (weight * wide.to(weight.dtype)).to(x.dtype)
 
     def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        factor: float = 1.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        residual = residual + x
-        return self.rms_norm(residual, weight, eps), residual
+        total = self.add(x, residual, factor)
+        return self.rms_norm(total, weight, eps), total
 
     def layer_norm(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
@@ -144,15 +150,32 @@ class ReferenceKernels:
         weight: torch.Tensor,
         bias: torch.Tensor,
         eps: float,
+        factor: float = 1.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        residual = residual + x
-        return self.layer_norm(residual, weight, bias, eps), residual
+        total = self.add(x, residual, factor)
+        return self.layer_norm(total, weight, bias, eps), total
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+        return (residual.float() + x.float() * factor).to(x.dtype)
+
+    def scale(self, x: torch.Tensor, factor: float, soft_cap: float | None = None) -> None:
+        # float64 on a host, as for activations: a tanh's bits differ with its place in a chunk.
+        wide = (x.double() if self._is_host else x.float()) * factor
+        if soft_cap is not None:
+            wide = soft_cap * torch.tanh(wide / soft_cap)
+        x.copy_(wide)
 
     def rotary(
-        self, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        *,
+        is_interleaved: bool = False,
     ) -> None:
         for heads in (query, key):
-            _rotate(heads, cos.unsqueeze(1), sin.unsqueeze(1))
+            _rotate(heads, cos.unsqueeze(1), sin.unsqueeze(1), is_interleaved=is_interleaved)
 
     def gate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -193,23 +216,22 @@ class ReferenceKernels:
         storage.value[blocks, :, offsets] = to_stored(value, storage.value.dtype)
 
     def plan_attention(
-        self,
-        rows: RowLayout,
-        shape: AttentionShape,
-        sliding_window: int | None,
-        num_sink_tokens: int = 0,
+        self, rows: RowLayout, shape: AttentionShape, rules: AttentionRules
     ) -> AttentionPlan:
         heads_per_kv = shape.num_heads // shape.num_kv_heads
         multiple = _HOST_ROWS if self._is_host else 1
         query_multiple = multiple // math.gcd(multiple, heads_per_kv)
-        window = TokenWindow(sliding_window, num_sink_tokens)
-        return plan_tiles(rows, shape.block_size, window, query_multiple)
+        return plan_tiles(rows, shape.block_size, rules, query_multiple)
 
     def paged_attention(
-        self, query: torch.Tensor, storage: KVStorage, plan: AttentionPlan
+        self,
+        query: torch.Tensor,
+        storage: KVStorage,
+        plan: AttentionPlan,
+        sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert isinstance(plan, TilePlan)
-        return attend(query, storage, plan)
+        return attend(query, storage, plan, sink_logits)
 
     def argmax(self, logits: torch.Tensor, rows: IntArray) -> tuple[torch.Tensor, torch.Tensor]:
         return sampling.argmax(logits, rows)
@@ -228,8 +250,15 @@ class ReferenceKernels:
         sampling.apply_bitmask(logits, rows, bitmask)
 
 
-def _rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    half = heads.shape[-1] // 2
-    first, second = heads[..., :half].float(), heads[..., half:].float()
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    heads.copy_(rotated)
+def _rotate(
+    heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, is_interleaved: bool
+) -> None:
+    half = cos.shape[-1]
+    if is_interleaved:
+        first, second = heads[..., 0 : 2 * half : 2], heads[..., 1 : 2 * half : 2]
+    else:
+        first, second = heads[..., :half], heads[..., half : 2 * half]
+    x, y = first.float(), second.float()
+    rotated = x * cos - y * sin, y * cos + x * sin
+    first.copy_(rotated[0])
+    second.copy_(rotated[1])

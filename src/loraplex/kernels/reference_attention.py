@@ -9,7 +9,7 @@ import torch
 
 from loraplex.kernels.attention_tiles import TileGroup, TokenWindow, tile_groups
 from loraplex.kernels.kv_vectors import from_stored
-from loraplex.kernels.ops import KVStorage, RowLayout
+from loraplex.kernels.ops import AttentionRules, KVStorage, RowLayout
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -20,6 +20,7 @@ class _GroupIndices:
     block_ids: torch.Tensor  # [I, L / block_size] int64
     hidden: torch.Tensor  # [I, n, L] bool: keys that a query does not see
     unread: torch.Tensor  # [I, L] bool: keys that no query of the tile sees
+    distances: torch.Tensor  # [I, n, L] float32: key position - query position
     real: torch.Tensor  # [num_real] int64: the queries that are no padding, in [I * n]
     output_tokens: torch.Tensor  # [num_real] int64: their rows of the batch
 
@@ -27,12 +28,14 @@ class _GroupIndices:
 @dataclasses.dataclass(frozen=True, slots=True)
 class TilePlan:
     groups: tuple[_GroupIndices, ...]
+    rules: AttentionRules
 
 
 def plan_tiles(
-    rows: RowLayout, block_size: int, window: TokenWindow, query_multiple: int
+    rows: RowLayout, block_size: int, rules: AttentionRules, query_multiple: int
 ) -> TilePlan:
-    """The indices of a step; they hold for every layer with this window."""
+    """The indices of a step; they hold for every layer with these rules."""
+    window = TokenWindow(rules.window, rules.num_sink_tokens)
     groups = tile_groups(
         rows.query_start_loc,
         rows.seq_lens,
@@ -41,20 +44,28 @@ def plan_tiles(
         query_multiple=query_multiple,
     )
     return TilePlan(
-        tuple(_indices(group, rows.block_tables, block_size, window) for group in groups)
+        tuple(_indices(group, rows.block_tables, block_size, window) for group in groups), rules
     )
 
 
-def attend(query: torch.Tensor, storage: KVStorage, plan: TilePlan) -> torch.Tensor:
+def attend(
+    query: torch.Tensor, storage: KVStorage, plan: TilePlan, sink_logits: torch.Tensor | None
+) -> torch.Tensor:
     """query [T, H, D] -> [T, H, D]; storage [num_blocks, K, block_size, stored_size]."""
     output = torch.empty_like(query)
     for group in plan.groups:
-        attended = _attend_group(query, storage, group)
+        attended = _attend_group(query, storage, group, plan.rules, sink_logits)
         output[group.output_tokens] = attended[group.real].to(output.dtype)
     return output
 
 
-def _attend_group(query: torch.Tensor, storage: KVStorage, group: _GroupIndices) -> torch.Tensor:
+def _attend_group(
+    query: torch.Tensor,
+    storage: KVStorage,
+    group: _GroupIndices,
+    rules: AttentionRules,
+    sink_logits: torch.Tensor | None,
+) -> torch.Tensor:
     """[I * n, H, D] float32."""
     num_tiles, num_queries = group.query_tokens.shape
     num_heads, head_dim = query.shape[1:]
@@ -66,10 +77,20 @@ def _attend_group(query: torch.Tensor, storage: KVStorage, group: _GroupIndices)
     values = _gather(storage.value, group.block_ids)
     # A block's old content may be NaN, and 0 * NaN would spread it.
     values.masked_fill_(group.unread[:, None, :, None], 0.0)
-    scores = torch.bmm(queries, keys.flatten(0, 1).transpose(1, 2)) * head_dim**-0.5
+    scores = torch.bmm(queries, keys.flatten(0, 1).transpose(1, 2)) * rules.scale
+    if rules.soft_cap is not None:
+        # float64: a tanh's bits differ with its place in a chunk.
+        scores = (rules.soft_cap * torch.tanh(scores.double() / rules.soft_cap)).float()
     by_query = scores.view(num_tiles, num_kv_heads, num_queries, -1, scores.shape[-1])
+    if rules.alibi_slopes:
+        slopes = torch.tensor(rules.alibi_slopes, device=query.device).view(num_kv_heads, 1, -1, 1)
+        by_query += slopes * group.distances[:, None, :, None, :]
     by_query.masked_fill_(group.hidden[:, None, :, None, :], -torch.inf)
-    summed = torch.bmm(torch.softmax(scores, dim=-1), values.flatten(0, 1))
+    if sink_logits is not None:
+        sinks = sink_logits.view(num_kv_heads, 1, -1, 1).expand(*by_query.shape[:-1], 1)
+        scores = torch.cat((by_query, sinks), dim=-1).view(*scores.shape[:-1], -1)
+    probabilities = torch.softmax(scores, dim=-1)[..., : keys.shape[2]]
+    summed = torch.bmm(probabilities, values.flatten(0, 1))
     by_head = summed.view(num_tiles, num_kv_heads, num_queries, -1, head_dim)
     return by_head.transpose(1, 2).reshape(num_tiles * num_queries, num_heads, head_dim)
 
@@ -107,6 +128,7 @@ def _indices(
         block_ids=block_tables[table_rows.to(device), columns.to(device)],
         hidden=hidden.to(device),
         unread=hidden.all(1).to(device),
+        distances=(keys - positions.unsqueeze(-1)).float().to(device),
         real=real.to(device),
         output_tokens=query_tokens.flatten()[real].to(device),
     )

@@ -1,19 +1,26 @@
 """Self-attention of one decoder layer: fused projections, rotation if any, paged attention."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from loraplex.core.plan import KVGroupId
-from loraplex.kernels.ops import AttentionPlan, AttentionShape, Kernels, KVStorage
-from loraplex.models.batch import ForwardBatch
+from loraplex.kernels.lora import LoraBatch
+from loraplex.kernels.ops import (
+    AttentionPlan,
+    AttentionRules,
+    AttentionShape,
+    Kernels,
+    KVStorage,
+)
 from loraplex.models.linear import Linear
-from loraplex.models.norm import RmsNorm
-from loraplex.models.parameters import LayerParameters, NormParameters
+from loraplex.models.norm import Norm, make_norm
+from loraplex.models.parameters import LayerParameters
 from loraplex.models.spec import OUTPUT, QKV, AttentionSpec, LayerSpec, ModelSpec, NormSpec
 
 Angles = tuple[torch.Tensor, torch.Tensor]
-"""Cosines and sines [T, head_dim / 2]."""
+"""Cosines and sines [T, rotary_dim / 2]."""
 
 
 class AttentionKind(NamedTuple):
@@ -21,17 +28,18 @@ class AttentionKind(NamedTuple):
 
     kv_group: KVGroupId
     shape: AttentionShape
-    window: int | None
-    num_sink_tokens: int
+    rules: AttentionRules
 
 
 def attention_kind(attention: AttentionSpec, kv_group: KVGroupId, block_size: int) -> AttentionKind:
-    return AttentionKind(
-        kv_group,
-        attention_shape(attention, block_size),
-        attention.window,
-        attention.num_sink_tokens,
+    rules = AttentionRules(
+        scale=attention.head_dim**-0.5 if attention.scale is None else attention.scale,
+        window=attention.window,
+        num_sink_tokens=attention.num_sink_tokens,
+        soft_cap=attention.soft_cap,
+        alibi_slopes=attention.alibi_slopes,
     )
+    return AttentionKind(kv_group, attention_shape(attention, block_size), rules)
 
 
 def attention_shape(attention: AttentionSpec, block_size: int) -> AttentionShape:
@@ -45,6 +53,36 @@ def attention_shapes(spec: ModelSpec, block_size: int) -> tuple[AttentionShape, 
     return tuple(attention_shape(layer.attention, block_size) for layer in spec.layers)
 
 
+class AttentionInputs(NamedTuple):
+    """What the attention of a step reads, in layers of one kind."""
+
+    angles: Angles | None
+    slot_mapping: torch.Tensor  # [T] int64: of the layer's KV group
+    plan: AttentionPlan
+    head_rows: torch.Tensor | None  # HeadOrder.rows; None: the heads are in order
+
+
+class HeadOrder:
+    """Rows that bring the heads of all tokens' projections into the order q, k, v."""
+
+    def __init__(self, order: Sequence[int], device: torch.device) -> None:
+        """order: AttentionSpec.head_order."""
+        self._order = torch.tensor(order, device=device)
+        self._tables: dict[int, torch.Tensor] = {}
+
+    def rows(self, num_tokens: int) -> torch.Tensor:
+        """Return [num_tokens * heads] int64, rows of projections [num_tokens * heads, D].
+
+        For one number of tokens it is always at the same address, as a recorded step needs it.
+        """
+        num_heads = len(self._order)
+        size = 1 << (num_tokens - 1).bit_length()
+        if size not in self._tables:
+            tokens = torch.arange(size, device=self._order.device).unsqueeze(1)
+            self._tables[size] = (tokens * num_heads + self._order).flatten()
+        return self._tables[size][: num_tokens * num_heads]
+
+
 class Attention:
     def __init__(
         self, spec: LayerSpec, layer: int, parameters: LayerParameters, kernels: Kernels
@@ -54,50 +92,47 @@ class Attention:
         groups, packed = spec.linears, parameters.linears
         self._qkv = Linear(packed[QKV], groups[QKV], layer, kernels)
         self._output = Linear(packed[OUTPUT], groups[OUTPUT], layer, kernels)
-        self._q_norm = _head_norm(spec.attention.q_norm, parameters.q_norm, kernels)
-        self._k_norm = _head_norm(spec.attention.k_norm, parameters.k_norm, kernels)
+        self._q_norm = make_norm(spec.attention.q_norm, parameters.q_norm, kernels)
+        self._k_norm = make_norm(spec.attention.k_norm, parameters.k_norm, kernels)
+        self._sink_logits = parameters.sink_logits
 
     def forward(
         self,
         x: torch.Tensor,
-        batch: ForwardBatch,
-        angles: Angles | None,
+        lora: LoraBatch | None,
+        inputs: AttentionInputs,
         storage: KVStorage,
-        slot_mapping: torch.Tensor,
-        plan: AttentionPlan,
     ) -> torch.Tensor:
-        """x [T, hidden] -> [T, hidden]; writes the tokens' keys and values to the storage.
-
-        slot_mapping, plan: those of the layer's KV group.
-        """
-        query, key, value = self._project(x, batch)
-        if angles is not None:
-            self._kernels.rotary(query, key, *angles)
-        self._kernels.write_kv(storage, key, value, slot_mapping)
-        attended = self._kernels.paged_attention(query, storage, plan).flatten(1)
-        return self._output.forward(attended, batch.lora)
+        """x [T, hidden] -> [T, hidden]; writes the tokens' keys and values to the storage."""
+        query, key, value = self._project(x, lora, inputs.head_rows)
+        if self._spec.rope is not None and inputs.angles is not None:
+            is_interleaved = self._spec.rope.is_interleaved
+            self._kernels.rotary(query, key, *inputs.angles, is_interleaved=is_interleaved)
+        self._kernels.write_kv(storage, key, value, inputs.slot_mapping)
+        attended = self._kernels.paged_attention(query, storage, inputs.plan, self._sink_logits)
+        return self._output.forward(attended.flatten(1), lora)
 
     def _project(
-        self, x: torch.Tensor, batch: ForwardBatch
+        self, x: torch.Tensor, lora: LoraBatch | None, head_rows: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return query [T, H, D], key and value [T, K, D], before the rotation."""
         spec = self._spec
-        qkv = self._qkv.forward(x, batch.lora)
+        qkv = self._qkv.forward(x, lora)
+        if head_rows is not None:
+            qkv = self._kernels.take_rows(qkv.view(-1, spec.head_dim), head_rows).view(qkv.shape)
         sizes = [spec.q_size, spec.kv_size, spec.kv_size]
         # Views, not copies: every op takes rows with a longer stride.
         query, key, value = (
             part.view(len(x), -1, spec.head_dim) for part in torch.split(qkv, sizes, dim=1)
         )
-        if self._q_norm is not None:
-            query = self._q_norm.apply(query)
-        if self._k_norm is not None:
-            key = self._k_norm.apply(key)
+        if spec.q_norm is not None:
+            query = _normed(query, spec.q_norm, self._q_norm)
+        if spec.k_norm is not None:
+            key = _normed(key, spec.k_norm, self._k_norm)
         return query, key, value
 
 
-def _head_norm(
-    norm: NormSpec | None, parameters: NormParameters | None, kernels: Kernels
-) -> RmsNorm | None:
-    if norm is None or parameters is None:
-        return None
-    return RmsNorm(parameters.weight, norm.eps, kernels)
+def _normed(heads: torch.Tensor, spec: NormSpec, norm: Norm) -> torch.Tensor:
+    """heads [T, H, D] -> the same shape; the norm is of each head or of all together."""
+    groups = heads if heads.shape[-1] == spec.size else heads.view(len(heads), -1, spec.size)
+    return norm.apply(groups).view(heads.shape)

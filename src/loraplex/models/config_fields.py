@@ -14,10 +14,32 @@ _MAX_FILE_BYTES = 64 << 20
 class ConfigFields:
     """JSON object. A field that is null counts as absent, as Hugging Face treats it."""
 
-    def __init__(self, values: Mapping[str, Any], source: str) -> None:
-        """source: name of the object in errors, such as the path of its file."""
+    def __init__(
+        self, values: Mapping[str, Any], source: str, own_names: Mapping[str, str] | None = None
+    ) -> None:
+        """source: name of the object in errors, such as the path of its file.
+
+        own_names: what the object calls fields that have another name here.
+        """
         self._values = {name: value for name, value in values.items() if value is not None}
         self.source = source
+        self._own_names = own_names or {}
+
+    def renamed(self, own_names: Mapping[str, str], defaults: Mapping[str, Any]) -> "ConfigFields":
+        """Return the fields under other names, with defaults for those that are absent.
+
+        own_names: the present names by the new ones; errors keep the present ones. A field that is
+        there under its new name stays.
+        """
+        renamed = {
+            name: self._values[own] for name, own in own_names.items() if own in self._values
+        }
+        values = {**defaults, **renamed, **self._values}
+        return ConfigFields(values, self.source, {**self._own_names, **own_names})
+
+    def own_name(self, name: str) -> str:
+        """Return what the file calls a field."""
+        return self._own_names.get(name, name)
 
     def __contains__(self, name: str) -> bool:
         return name in self._values
@@ -35,9 +57,11 @@ class ConfigFields:
         value = self.optional_integer(name)
         value = default if value is None else value
         if value is None:
-            raise ConfigError(f"{self.source}: {name} is missing")
+            raise ConfigError(f"{self.source}: {self.own_name(name)} is missing")
         if value < 1:
-            raise ConfigError(f"{self.source}: {name} must be at least 1, got {value}")
+            raise ConfigError(
+                f"{self.source}: {self.own_name(name)} must be at least 1, got {value}"
+            )
         return value
 
     def optional_integer(self, name: str) -> int | None:
@@ -59,7 +83,7 @@ class ConfigFields:
         value = self.optional_number(name)
         value = default if value is None else value
         if value is None:
-            raise ConfigError(f"{self.source}: {name} is missing")
+            raise ConfigError(f"{self.source}: {self.own_name(name)} is missing")
         return value
 
     def optional_number(self, name: str) -> float | None:
@@ -109,7 +133,7 @@ class ConfigFields:
 
     def _wrong(self, name: str, wanted: str) -> ConfigError:
         got = json.dumps(self._values.get(name))
-        return ConfigError(f"{self.source}: {name} must be {wanted}, got {got}")
+        return ConfigError(f"{self.source}: {self.own_name(name)} must be {wanted}, got {got}")
 
 
 def read_fields(path: Path) -> ConfigFields:

@@ -1,15 +1,21 @@
 """The whole decoder: token ids in, logits out. All that a step needs is an argument."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 
 from loraplex.core.adapter import LM_HEAD, OUTSIDE_LAYERS
 from loraplex.kernels.adapter_parts import add_vectors, embed, replace_logits
-from loraplex.kernels.lora import batch_of_rows, head_blocks
+from loraplex.kernels.lora import LoraBatch, batch_of_rows, head_blocks
 from loraplex.kernels.ops import AttentionPlan, Kernels, KVStorage
-from loraplex.models.attention import Angles, Attention, AttentionKind, attention_kind
+from loraplex.models.attention import (
+    Angles,
+    Attention,
+    AttentionInputs,
+    AttentionKind,
+    HeadOrder,
+    attention_kind,
+)
 from loraplex.models.base_linears import BaseLinears, base_linears
 from loraplex.models.batch import ForwardBatch
 from loraplex.models.feed_forward import FeedForward
@@ -23,15 +29,8 @@ _MAX_REPEATED_TOKENS = 256
 they compute."""
 
 
-class StepLayout(NamedTuple):
-    """What the layers of one step share."""
-
-    angles: Mapping[RopeConfig, Angles]
-    plans: Mapping[AttentionKind, AttentionPlan]
-
-
 class DecoderLayer:
-    """One layer of a decoder, and the owner of its residual."""
+    """One layer of a decoder: how its parts and norms follow one another."""
 
     def __init__(
         self,
@@ -39,31 +38,49 @@ class DecoderLayer:
         layer: int,
         parameters: LayerParameters,
         kernels: Kernels,
-        kind: AttentionKind,
     ) -> None:
-        self._rope = spec.attention.rope
-        self._kind = kind
-        norms = {
-            place: make_norm(norm, parameters.norms[place], kernels)
-            for place, norm in spec.norms.items()
+        self._factor = spec.residual_factor
+        self._norms = {
+            place: make_norm(spec.norms.get(place), parameters.norms.get(place), kernels)
+            for place in NormPlace
         }
-        self._attention_norm = norms[NormPlace.BEFORE_ATTENTION]
         self._attention = Attention(spec, layer, parameters, kernels)
-        self._feed_forward_norm = norms[NormPlace.BEFORE_FEED_FORWARD]
         self._feed_forward = FeedForward(spec, layer, parameters, kernels)
+        self._kernels = kernels
+        self._has_second_norm = NormPlace.BEFORE_FEED_FORWARD in spec.norms
+        self.forward = self._both_at_once if spec.is_parallel else self._one_by_one
+        """(state, inputs, storage, lora) -> the state that the next layer reads."""
 
-    def forward(
-        self, state: HiddenState, batch: ForwardBatch, layout: StepLayout, storage: KVStorage
+    def _one_by_one(
+        self,
+        state: HiddenState,
+        inputs: AttentionInputs,
+        storage: KVStorage,
+        lora: LoraBatch | None,
     ) -> HiddenState:
-        """Return the state that the next layer reads."""
-        angles = None if self._rope is None else layout.angles[self._rope]
-        x, residual = self._attention_norm.read(state)
-        kind = self._kind
-        update = self._attention.forward(
-            x, batch, angles, storage, batch.slot_mappings[kind.kv_group], layout.plans[kind]
-        )
-        x, residual = self._feed_forward_norm.read(HiddenState(residual, update))
-        return HiddenState(residual, self._feed_forward.forward(x, batch.lora))
+        norms = self._norms
+        x, residual = norms[NormPlace.BEFORE_ATTENTION].read(state)
+        attended = self._attention.forward(x, lora, inputs, storage)
+        attended = norms[NormPlace.AFTER_ATTENTION].apply(attended)
+        state = HiddenState(residual, attended, self._factor)
+        x, residual = norms[NormPlace.BEFORE_FEED_FORWARD].read(state)
+        x = self._feed_forward.forward(x, lora)
+        x = norms[NormPlace.AFTER_FEED_FORWARD].apply(x)
+        return HiddenState(residual, x, self._factor)
+
+    def _both_at_once(
+        self,
+        state: HiddenState,
+        inputs: AttentionInputs,
+        storage: KVStorage,
+        lora: LoraBatch | None,
+    ) -> HiddenState:
+        x, residual = self._norms[NormPlace.BEFORE_ATTENTION].read(state)
+        attended = self._attention.forward(x, lora, inputs, storage)
+        if self._has_second_norm:
+            x = self._norms[NormPlace.BEFORE_FEED_FORWARD].apply(residual)
+        x = self._feed_forward.forward(x, lora)
+        return HiddenState(residual, self._kernels.add(x, attended), self._factor)
 
 
 class Decoder:
@@ -94,12 +111,23 @@ class Decoder:
             for index, layer in enumerate(spec.layers)
         ]
         self._layers = [
-            DecoderLayer(layer, index, packed, kernels, kinds[index])
+            DecoderLayer(layer, index, packed, kernels)
             for index, (layer, packed) in enumerate(
                 zip(spec.layers, parameters.layers, strict=True)
             )
         ]
-        self._kinds = tuple(dict.fromkeys(kinds))
+        self._kinds = kinds
+        self._orders = {
+            order: HeadOrder(order, parameters.embedding.device)
+            for order in {layer.attention.head_order for layer in spec.layers}
+            if order
+        }
+        factor = torch.tensor(spec.embedding_factor, dtype=torch.float64)
+        if spec.rounds_embedding_factor:
+            factor = factor.to(parameters.embedding.dtype)
+        self._embedding_factor: float = factor.item()
+        norm, weights = spec.embedding_norm, parameters.embedding_norm
+        self._embedding_norm = make_norm(norm, weights, kernels)
         self._final_norm = make_norm(spec.final_norm, parameters.final_norm, kernels)
         self._lm_head = parameters.lm_head
         self.base_linears: BaseLinears = base_linears(spec, parameters, kernels)
@@ -111,14 +139,16 @@ class Decoder:
         They are valid until the next call. kv has one entry per layer.
         """
         plans = self._plan(batch)
+        num_tokens = batch.token_ids.shape[0]
+        head_rows = {order: heads.rows(num_tokens) for order, heads in self._orders.items()}
         if not _is_repeatable(batch):
-            return self._logits(self._hidden(batch, kv, plans), batch)
+            return self._logits(self._hidden(batch, kv, plans, head_rows), batch)
         # A record holds addresses of these weights and this KV storage, and the number of launches
         # that follows from the numbers of tokens, LoRA waves and device rows, and from whether
         # adapters change outputs in addition to LoRA: all are in the key.
         return self._kernels.repeat(
             (
-                *(id(self), id(kv), batch.token_ids.shape[0]),
+                *(id(self), id(kv), num_tokens),
                 batch.lora and (batch.lora.num_waves, bool(batch.lora.parts)),
                 batch.rows[0].num_device_rows,
             ),
@@ -126,7 +156,9 @@ class Decoder:
                 *(batch.token_ids, batch.positions, *batch.slot_mappings),
                 *(batch.lora, *plans.values()),
             ),
-            lambda: self._kernels.linear(self._hidden(batch, kv, plans), self._lm_head),
+            lambda: self._scaled(
+                self._kernels.linear(self._hidden(batch, kv, plans, head_rows), self._lm_head)
+            ),
         )
 
     def _hidden(
@@ -134,17 +166,25 @@ class Decoder:
         batch: ForwardBatch,
         kv: Sequence[KVStorage],
         plans: Mapping[AttentionKind, AttentionPlan],
+        head_rows: Mapping[tuple[int, ...], torch.Tensor],
     ) -> torch.Tensor:
         """Return the output of the final norm [T, hidden]."""
-        layout = StepLayout(self._angles(batch), plans)
+        angles = self._angles(batch)
         state = self._embed(batch)
         for index, (layer, storage) in enumerate(zip(self._layers, kv, strict=True)):
             _wait_for(index, batch)
-            state = layer.forward(state, batch, layout, storage)
+            kind, attention = self._kinds[index], self.spec.layers[index].attention
+            inputs = AttentionInputs(
+                angles=angles.get(attention.rope),
+                slot_mapping=batch.slot_mappings[kind.kv_group],
+                plan=plans[kind],
+                head_rows=head_rows.get(attention.head_order),
+            )
+            state = layer.forward(state, inputs, storage, batch.lora)
         normed, _ = self._final_norm.read(state)
         return normed
 
-    def _angles(self, batch: ForwardBatch) -> dict[RopeConfig, Angles]:
+    def _angles(self, batch: ForwardBatch) -> dict[RopeConfig | None, Angles]:
         take = self._kernels.take_rows
         return {
             rope: (take(table.cos, batch.positions), take(table.sin, batch.positions))
@@ -157,16 +197,17 @@ class Decoder:
         _wait_for(OUTSIDE_LAYERS, batch)
         if batch.lora is not None and batch.lora.parts:
             embed(embedded, batch.token_ids, batch.lora.parts)
+        if self._embedding_factor != 1.0:
+            self._kernels.scale(embedded, self._embedding_factor)
+        embedded = self._embedding_norm.apply(embedded)
         if self._positions is None:
             return HiddenState(embedded, None)
         return HiddenState(embedded, self._kernels.take_rows(self._positions, batch.positions))
 
     def _plan(self, batch: ForwardBatch) -> dict[AttentionKind, AttentionPlan]:
         return {
-            kind: self._kernels.plan_attention(
-                batch.rows[kind.kv_group], kind.shape, kind.window, kind.num_sink_tokens
-            )
-            for kind in self._kinds
+            kind: self._kernels.plan_attention(batch.rows[kind.kv_group], kind.shape, kind.rules)
+            for kind in dict.fromkeys(self._kinds)
         }
 
     def _logits(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
@@ -181,6 +222,13 @@ class Decoder:
             if lora.head_table is not None:
                 blocks, firsts = head_blocks(lora.head_table)
                 self._kernels.add_lora(logits, x, lora, 0, blocks, firsts)
+        return self._scaled(logits)
+
+    def _scaled(self, logits: torch.Tensor) -> torch.Tensor:
+        """Apply, in place, what the model does to its logits [S, vocab_size]."""
+        factor, soft_cap = self.spec.logits_factor, self.spec.logits_soft_cap
+        if factor != 1.0 or soft_cap is not None:
+            self._kernels.scale(logits, factor, soft_cap)
         return logits
 
 

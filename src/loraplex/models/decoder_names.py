@@ -14,12 +14,19 @@ class DecoderNames:
 
     root: str = "model."
     """Prefix of all names but the lm_head's. Checkpoints of a decoder alone leave it out."""
+    other_roots: tuple[str, ...] = ()
+    """Prefixes that some checkpoints have instead, such as those of a multimodal wrapper."""
     embedding: str = "embed_tokens"
     positions: str = ""
     """Table of learned positions, where there is one."""
     layers: str = "layers"
+    embedding_norm: str = ""
     input_norm: str = "input_layernorm"
-    post_attention_norm: str = "post_attention_layernorm"
+    """Norm before attention. A norm with an empty name is none."""
+    attention_output_norm: str = ""
+    feed_forward_norm: str = "post_attention_layernorm"
+    """Norm before the feed-forward part."""
+    feed_forward_output_norm: str = ""
     final_norm: str = "norm"
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     """Layers with one input whose outputs lie side by side: three, or a fused one."""
@@ -30,8 +37,8 @@ class DecoderNames:
     """Two with a gate, else one."""
     down: str = "mlp.down_proj"
     lm_head: str = "lm_head"
-    buffers: str = r".*rotary_emb\.inv_freq"
-    """Regular expression for tensors of old checkpoints that can be computed."""
+    ignored: str = r".*rotary_emb\.inv_freq"
+    """Regular expression for tensors that are not needed: those that can be computed."""
     has_transposed_weights: bool = False
     """Whether linear layers of decoder layers are stored [in, out], like transformers' Conv1D."""
 
@@ -47,11 +54,18 @@ class DecoderNames:
 
     def canonical(self, tensor: str) -> str | None:
         """Return the full name of a checkpoint's tensor; None for one that is not needed."""
-        if re.fullmatch(self.buffers, tensor):
+        if re.fullmatch(self.ignored, tensor):
             return None
-        bare = tensor.removeprefix(self.root)
-        firsts = (self.embedding, self.positions, self.layers, self.final_norm)
-        return self.root + bare if bare.split(".")[0] in firsts else tensor
+        firsts = (
+            *(self.embedding, self.embedding_norm, self.positions, self.layers),
+            *(self.final_norm, self.lm_head),
+        )
+        for root in (*self.other_roots, self.root, ""):
+            bare = tensor.removeprefix(root)
+            first = bare.split(".")[0]
+            if tensor.startswith(root) and first in firsts:
+                return bare if first == self.lm_head else self.root + bare
+        return tensor
 
 
 LLAMA_NAMES: Final = DecoderNames()

@@ -1,7 +1,14 @@
-"""Readers of the fields of a Hugging Face config.json that several families share."""
+"""Reads a Hugging Face config.json into a ModelSpec, as far as the families agree.
+
+A family renames its fields to Llama's, sets their defaults (`ConfigFields.renamed`), and states as
+`Traits` how its layers differ from plain Llama's.
+"""
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Final
 
 from loraplex.core.errors import ConfigError, UnsupportedModelError
 from loraplex.kernels.activations import Activation
@@ -18,83 +25,105 @@ from loraplex.models.spec import (
     LayerSpec,
     LinearGroup,
     ModelSpec,
-    NormKind,
     NormPlace,
     NormSpec,
+    RopeConfig,
 )
 
-_SILU = ("silu", "swish")
+_ACTIVATIONS: Final[Mapping[str, Activation]] = MappingProxyType(
+    {
+        "silu": Activation.SILU,
+        "swish": Activation.SILU,
+        "gelu": Activation.GELU,
+        "gelu_new": Activation.GELU_TANH,
+        "gelu_fast": Activation.GELU_TANH,
+        "gelu_pytorch_tanh": Activation.GELU_TANH,
+        "relu": Activation.RELU,
+        "relu2": Activation.SQUARED_RELU,
+    }
+)
+"""Activations by Hugging Face's names."""
 _DTYPES = ("float32", "float16", "bfloat16")
 _REFUSED_FIELDS = (
     ("quantization_config", "quantised checkpoints"),
     ("num_experts", "mixtures of experts"),
     ("num_local_experts", "mixtures of experts"),
 )
+RMS_NORM: Final = NormSpec("", 0, 1e-6)
+"""Llama's norm, without a place. Its epsilon counts where config.json has none."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class LlamaTraits:
-    """Differences between a family and plain Llama, read from the same file."""
+class Traits:
+    """Differences between a family and plain Llama."""
 
-    layer_windows: tuple[int | None, ...]
-    default_max_position_embeddings: int
-    default_head_dim: int | None = None
-    """None: hidden_size / num_attention_heads."""
+    names: DecoderNames = LLAMA_NAMES
+    windows: tuple[int | None, ...] = (None,)
+    """AttentionSpec.window of each layer, repeated for further layers."""
+    ropes: tuple[RopeConfig | None, ...] | None = None
+    """AttentionSpec.rope of each layer, repeated for further layers; None: what read_rope reads."""
+    head_dim: int | None = None
+    """Size of a head where config.json has none; None: hidden_size / num_attention_heads."""
     biased: tuple[str, ...] = ()
     """Groups of linear layers that have a bias: QKV, OUTPUT, UP, DOWN."""
-    has_head_norms: bool = False
+    norm: NormSpec = RMS_NORM
+    """Kind of all norms; path, size and eps are replaced."""
+    head_norm: NormSpec | None = None
+    """Kind of the norms of query and key heads; None: none."""
+    normalizes_heads_together: bool = False
+    """Whether these norms are of all heads at once."""
+    score_scale: float | None = None
+    """AttentionSpec.scale"""
+    score_soft_cap: float | None = None
+    """AttentionSpec.soft_cap"""
+    activation: Activation | None = None
+    """None: hidden_act of the file."""
+    is_gated: bool = True
+    is_parallel: bool = False
+    residual_factor: float = 1.0
 
 
-def read_llama_like(fields: ConfigFields, architecture: str, traits: LlamaTraits) -> ModelSpec:
-    """Read a model of Llama's form. Raises ConfigError or UnsupportedModelError."""
+def read_decoder(fields: ConfigFields, architecture: str, traits: Traits) -> ModelSpec:
+    """Read a model's configuration. Raises ConfigError or UnsupportedModelError."""
     refuse_fields(fields)
-    hidden_act = _read_activation(fields)
-    num_heads = fields.integer("num_attention_heads")
+    names = traits.names
     hidden_size = fields.integer("hidden_size")
-    head_dim = fields.integer("head_dim", traits.default_head_dim or hidden_size // num_heads)
-    num_kv_heads = fields.integer("num_key_value_heads", num_heads)
-    check_heads(fields, num_heads, num_kv_heads, head_dim)
-    max_positions = fields.integer(
-        "max_position_embeddings", traits.default_max_position_embeddings
+    attention = _read_attention(fields, traits, hidden_size)
+    max_positions = fields.integer("max_position_embeddings")
+    ropes = traits.ropes or (read_rope(fields, attention.head_dim, max_positions),)
+    feed_forward = FeedForwardSpec(
+        inner_size=fields.integer("intermediate_size"),
+        activation=traits.activation or _read_activation(fields),
+        is_gated=traits.is_gated,
     )
-    rope = read_rope(fields, head_dim, max_positions)
-    inner_size, eps = fields.integer("intermediate_size"), fields.number("rms_norm_eps", 1e-6)
-
-    def layer(index: int, window: int | None) -> LayerSpec:
-        q_norm, k_norm = (
-            NormSpec(LLAMA_NAMES.layer(index) + name, head_dim, eps)
-            if traits.has_head_norms
-            else None
-            for name in (LLAMA_NAMES.q_norm, LLAMA_NAMES.k_norm)
-        )
-        return pre_norm_layer(
-            LLAMA_NAMES,
+    norm = dataclasses.replace(traits.norm, eps=fields.number("rms_norm_eps", traits.norm.eps))
+    layers = tuple(
+        build_layer(
+            dataclasses.replace(traits, norm=norm),
             index,
             hidden_size,
-            AttentionSpec(
-                num_heads=num_heads,
-                num_kv_heads=num_kv_heads,
-                head_dim=head_dim,
-                rope=rope,
-                window=window,
-                q_norm=q_norm,
-                k_norm=k_norm,
-            ),
-            FeedForwardSpec(inner_size=inner_size, activation=Activation.SILU, is_gated=True),
-            norm=(NormKind.RMS, eps),
-            biased=traits.biased,
+            dataclasses.replace(attention, window=window, rope=rope),
+            feed_forward,
         )
-
+        for index, window, rope in zip(
+            range(fields.integer("num_hidden_layers")),
+            itertools.cycle(traits.windows),
+            itertools.cycle(ropes),
+            strict=False,
+        )
+    )
     return ModelSpec(
         architecture=architecture,
         hidden_size=hidden_size,
         vocab_size=fields.integer("vocab_size"),
-        layers=tuple(layer(index, window) for index, window in enumerate(traits.layer_windows)),
-        final_norm=NormSpec(LLAMA_NAMES.root + LLAMA_NAMES.final_norm, hidden_size, eps),
-        names=LLAMA_NAMES,
+        layers=layers,
+        embedding_norm=_norm_at(norm, names.root, names.embedding_norm, hidden_size),
+        final_norm=dataclasses.replace(norm, path=names.root + names.final_norm, size=hidden_size),
+        names=names,
         max_position_embeddings=max_positions,
-        default_max_model_len=max_rotary_len(rope, max_positions),
-        hidden_act=hidden_act,
+        default_max_model_len=max(max_rotary_len(rope, max_positions) for rope in ropes),
+        hidden_act=fields.text("hidden_act", "silu"),
+        has_position_table=bool(names.positions),
         tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
         eos_token_ids=fields.integers("eos_token_id"),
         bos_token_id=fields.optional_integer("bos_token_id"),
@@ -103,25 +132,42 @@ def read_llama_like(fields: ConfigFields, architecture: str, traits: LlamaTraits
     )
 
 
-def pre_norm_layer(
-    names: DecoderNames,
+def _read_attention(fields: ConfigFields, traits: Traits, hidden_size: int) -> AttentionSpec:
+    """Read what all layers share."""
+    num_heads = fields.integer("num_attention_heads")
+    num_kv_heads = fields.integer("num_key_value_heads", num_heads)
+    if traits.head_dim is None and "head_dim" not in fields and hidden_size % num_heads:
+        raise ConfigError(
+            f"{fields.source}: {fields.own_name('hidden_size')} ({hidden_size}) must be a multiple "
+            f"of {fields.own_name('num_attention_heads')} ({num_heads})"
+        )
+    head_dim = fields.integer("head_dim", traits.head_dim or hidden_size // num_heads)
+    check_heads(fields, num_heads, num_kv_heads, head_dim)
+    return AttentionSpec(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rope=None,
+        scale=traits.score_scale,
+        soft_cap=traits.score_soft_cap,
+    )
+
+
+def build_layer(
+    traits: Traits,
     index: int,
     hidden_size: int,
     attention: AttentionSpec,
     feed_forward: FeedForwardSpec,
-    *,
-    norm: tuple[NormKind, float],
-    biased: Sequence[str],
 ) -> LayerSpec:
-    """Build a layer with one norm before attention and one before the feed-forward part.
-
-    norm: kind and epsilon of both. biased: names of the groups of linear layers with a bias.
-    """
+    """Build one layer. traits.norm has its epsilon; windows, ropes and activation are not read."""
+    names, norm = traits.names, traits.norm
     prefix = names.layer(index)
     qkv_sizes: tuple[int, ...] = (attention.q_size, attention.kv_size, attention.kv_size)
     if len(names.qkv) == 1:
         qkv_sizes = (sum(qkv_sizes),)
-    inner_sizes = (feed_forward.inner_size,) * len(names.up)
+    inner_size, num_inner = feed_forward.inner_size, 1 + feed_forward.is_gated
+    up_sizes = (inner_size * num_inner // len(names.up),) * len(names.up)
 
     def group(
         name: str, paths: tuple[str, ...], sizes: tuple[int, ...], in_features: int
@@ -130,27 +176,61 @@ def pre_norm_layer(
             paths=tuple(prefix + path for path in paths),
             outputs=dict(zip(map(names.module, paths), sizes, strict=True)),
             in_features=in_features,
-            has_bias=name in biased,
+            has_bias=name in traits.biased,
         )
 
-    def norm_at(name: str) -> NormSpec:
-        kind, eps = norm
-        return NormSpec(prefix + name, hidden_size, eps, kind)
-
+    norms = {
+        place: _norm_at(norm, prefix, name, hidden_size)
+        for place, name in (
+            (NormPlace.BEFORE_ATTENTION, names.input_norm),
+            (NormPlace.AFTER_ATTENTION, names.attention_output_norm),
+            (NormPlace.BEFORE_FEED_FORWARD, names.feed_forward_norm),
+            (NormPlace.AFTER_FEED_FORWARD, names.feed_forward_output_norm),
+        )
+    }
     return LayerSpec(
-        attention=attention,
+        attention=_with_head_norms(attention, traits, prefix),
         feed_forward=feed_forward,
-        norms={
-            NormPlace.BEFORE_ATTENTION: norm_at(names.input_norm),
-            NormPlace.BEFORE_FEED_FORWARD: norm_at(names.post_attention_norm),
-        },
+        norms={place: norm for place, norm in norms.items() if norm is not None},
         linears={
             QKV: group(QKV, names.qkv, qkv_sizes, hidden_size),
             OUTPUT: group(OUTPUT, (names.o,), (hidden_size,), attention.q_size),
-            UP: group(UP, names.up, inner_sizes, hidden_size),
-            DOWN: group(DOWN, (names.down,), (hidden_size,), feed_forward.inner_size),
+            UP: group(UP, names.up, up_sizes, hidden_size),
+            DOWN: group(DOWN, (names.down,), (hidden_size,), inner_size),
         },
+        is_parallel=traits.is_parallel,
+        residual_factor=traits.residual_factor,
     )
+
+
+def _norm_at(norm: NormSpec, prefix: str, name: str, size: int) -> NormSpec | None:
+    return dataclasses.replace(norm, path=prefix + name, size=size) if name else None
+
+
+def _with_head_norms(attention: AttentionSpec, traits: Traits, prefix: str) -> AttentionSpec:
+    if traits.head_norm is None:
+        return attention
+    q_norm, k_norm = (
+        dataclasses.replace(
+            traits.head_norm,
+            path=prefix + name,
+            size=attention.head_dim * (num_heads if traits.normalizes_heads_together else 1),
+            eps=traits.norm.eps,
+        )
+        for name, num_heads in (
+            (traits.names.q_norm, attention.num_heads),
+            (traits.names.k_norm, attention.num_kv_heads),
+        )
+    )
+    return dataclasses.replace(attention, q_norm=q_norm, k_norm=k_norm)
+
+
+def map_attention(spec: ModelSpec, change: Callable[[AttentionSpec], AttentionSpec]) -> ModelSpec:
+    """Change the attention of every layer."""
+    layers = (
+        dataclasses.replace(layer, attention=change(layer.attention)) for layer in spec.layers
+    )
+    return dataclasses.replace(spec, layers=tuple(layers))
 
 
 def windows_by_layer_type(fields: ConfigFields) -> tuple[int | None, ...]:
@@ -163,20 +243,20 @@ def windows_by_layer_type(fields: ConfigFields) -> tuple[int | None, ...]:
     window = fields.optional_integer("sliding_window")
     if not fields.boolean("use_sliding_window", False):
         window = None
-    first_windowed = fields.integer("max_window_layers", 28) if window is not None else num_layers
-    layer_types = fields.texts("layer_types") or _layer_types(num_layers, first_windowed)
-    _check_layer_types(fields, layer_types, num_layers)
-    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
-
-
-def _layer_types(num_layers: int, first_windowed: int) -> tuple[str, ...]:
+    first_windowed = fields.optional_integer("max_window_layers")
+    first_windowed = 28 if first_windowed is None else first_windowed
+    is_windowed = [index >= first_windowed for index in range(num_layers)]
     return tuple(
-        "sliding_attention" if layer >= first_windowed else "full_attention"
-        for layer in range(num_layers)
+        window if is_sliding else None for is_sliding in sliding_layers(fields, is_windowed)
     )
 
 
-def _check_layer_types(fields: ConfigFields, layer_types: Sequence[str], num_layers: int) -> None:
+def sliding_layers(fields: ConfigFields, default: Sequence[bool]) -> tuple[bool, ...]:
+    """Read from `layer_types` which layers have a window. default: of files without the field."""
+    layer_types = fields.texts("layer_types")
+    if not layer_types:
+        return tuple(default)
+    num_layers = fields.integer("num_hidden_layers")
     if len(layer_types) != num_layers:
         raise ConfigError(
             f"{fields.source}: layer_types has {len(layer_types)} entries, "
@@ -188,6 +268,7 @@ def _check_layer_types(fields: ConfigFields, layer_types: Sequence[str], num_lay
                 f"{fields.source}: layer type {kind!r} is not supported; "
                 "supported: full_attention, sliding_attention"
             )
+    return tuple(kind == "sliding_attention" for kind in layer_types)
 
 
 def refuse_fields(fields: ConfigFields) -> None:
@@ -197,13 +278,22 @@ def refuse_fields(fields: ConfigFields) -> None:
             raise UnsupportedModelError(f"{fields.source} has {name}: {what} are not supported")
 
 
-def _read_activation(fields: ConfigFields) -> str:
-    activation = fields.text("hidden_act", "silu")
-    if activation not in _SILU:
+def require_switches(fields: ConfigFields, values: Mapping[str, bool]) -> None:
+    """Raise UnsupportedModelError if a field that is there has another value than the given one."""
+    for name, value in values.items():
+        if fields.boolean(name, value) != value:
+            got = str(not value).lower()
+            raise UnsupportedModelError(f"{fields.source}: {name} {got} is not supported")
+
+
+def _read_activation(fields: ConfigFields) -> Activation:
+    name = fields.text("hidden_act", "silu")
+    if name not in _ACTIVATIONS:
         raise UnsupportedModelError(
-            f"{fields.source}: hidden_act {activation!r} is not supported; supported: silu"
+            f"{fields.source}: {fields.own_name('hidden_act')} {name!r} is not supported; "
+            f"supported: {', '.join(_ACTIVATIONS)}"
         )
-    return activation
+    return _ACTIVATIONS[name]
 
 
 def check_heads(fields: ConfigFields, num_heads: int, num_kv_heads: int, head_dim: int) -> None:

@@ -1,7 +1,7 @@
 """Llama 1 to 3 and models of the same form: optional biases, full attention in every layer."""
 
 from loraplex.models.config_fields import ConfigFields
-from loraplex.models.family_config import LlamaTraits, read_llama_like
+from loraplex.models.family_config import Traits, read_decoder
 from loraplex.models.spec import DOWN, OUTPUT, QKV, UP, ModelSpec
 
 ARCHITECTURE = "LlamaForCausalLM"
@@ -9,14 +9,10 @@ ARCHITECTURE = "LlamaForCausalLM"
 
 def read_config(fields: ConfigFields) -> ModelSpec:
     """Read a config.json; `attention_bias` includes the output projection."""
+    fields = fields.renamed({}, {"max_position_embeddings": 2048})
     biased: tuple[str, ...] = ()
     if fields.boolean("attention_bias", False):
         biased += (QKV, OUTPUT)
     if fields.boolean("mlp_bias", False):
         biased += (UP, DOWN)
-    traits = LlamaTraits(
-        layer_windows=(None,) * fields.integer("num_hidden_layers"),
-        default_max_position_embeddings=2048,
-        biased=biased,
-    )
-    return read_llama_like(fields, ARCHITECTURE, traits)
+    return read_decoder(fields, ARCHITECTURE, Traits(biased=biased))

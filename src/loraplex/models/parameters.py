@@ -2,31 +2,43 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, overload
 
 import torch
 
 from loraplex.kernels.ops import PackedLinear
-from loraplex.models.spec import LayerSpec, LinearGroup, ModelSpec, NormKind, NormPlace, NormSpec
+from loraplex.models.spec import (
+    AttentionSpec,
+    LayerSpec,
+    LinearGroup,
+    ModelSpec,
+    NormKind,
+    NormPlace,
+    NormSpec,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class NormParameters:
-    weight: torch.Tensor  # [size]
-    bias: torch.Tensor | None = None  # [size], of a layer norm
+    """Shapes are [size], or [num_heads, size]; float32 if the norm is rounded once."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None  # of a layer norm; zeros if the checkpoint has none
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class LayerParameters:
     norms: Mapping[NormPlace, NormParameters]
     linears: Mapping[str, PackedLinear]  # by the names of LayerSpec.linears
-    q_norm: NormParameters | None  # [head_dim]
-    k_norm: NormParameters | None  # [head_dim]
+    q_norm: NormParameters | None
+    k_norm: NormParameters | None
+    sink_logits: torch.Tensor | None  # [num_heads] float32
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class DecoderParameters:
     embedding: torch.Tensor  # [vocab_size, hidden]
+    embedding_norm: NormParameters | None
     positions: torch.Tensor | None  # [max_position_embeddings, hidden], where they are learned
     layers: tuple[LayerParameters, ...]
     final_norm: NormParameters
@@ -86,10 +98,13 @@ def build_parameters(spec: ModelSpec, source: ParameterSource) -> DecoderParamet
     lm_head = embedding if spec.tie_word_embeddings else names.lm_head
     return DecoderParameters(
         embedding=source.tensor(f"{embedding}.weight", (vocab, hidden)),
+        embedding_norm=_build_norm(spec.embedding_norm, source),
         positions=_build_positions(spec, source),
         layers=tuple(_build_layer(spec, layer, source) for layer in spec.layers),
         final_norm=_build_norm(spec.final_norm, source),
-        lm_head=source.linear(LinearPlace({lm_head: vocab}, hidden, is_lm_head=True)),
+        lm_head=source.linear(
+            LinearPlace({lm_head: vocab}, hidden, spec.has_lm_head_bias, is_lm_head=True)
+        ),
     )
 
 
@@ -97,7 +112,8 @@ def _build_positions(spec: ModelSpec, source: ParameterSource) -> torch.Tensor |
     if not spec.has_position_table:
         return None
     name = f"{spec.names.root}{spec.names.positions}.weight"
-    return source.tensor(name, (spec.max_position_embeddings, spec.hidden_size))
+    num_rows = spec.position_offset + spec.max_position_embeddings
+    return source.tensor(name, (num_rows, spec.hidden_size))[spec.position_offset :]
 
 
 def _build_layer(spec: ModelSpec, layer: LayerSpec, source: ParameterSource) -> LayerParameters:
@@ -114,16 +130,35 @@ def _build_layer(spec: ModelSpec, layer: LayerSpec, source: ParameterSource) -> 
     return LayerParameters(
         norms={place: _build_norm(norm, source) for place, norm in layer.norms.items()},
         linears={name: linear(group) for name, group in layer.linears.items()},
-        q_norm=None if attention.q_norm is None else _build_norm(attention.q_norm, source),
-        k_norm=None if attention.k_norm is None else _build_norm(attention.k_norm, source),
+        q_norm=_build_norm(attention.q_norm, source),
+        k_norm=_build_norm(attention.k_norm, source),
+        sink_logits=_build_sink_logits(attention, source),
     )
 
 
-def _build_norm(norm: NormSpec, source: ParameterSource) -> NormParameters:
-    weight = source.tensor(f"{norm.path}.weight", (norm.size,))
+def _build_sink_logits(attention: AttentionSpec, source: ParameterSource) -> torch.Tensor | None:
+    if not attention.sink_logits:
+        return None
+    return source.tensor(attention.sink_logits, (attention.num_heads,)).float()
+
+
+@overload
+def _build_norm(norm: NormSpec, source: ParameterSource) -> NormParameters: ...
+@overload
+def _build_norm(norm: NormSpec | None, source: ParameterSource) -> NormParameters | None: ...
+def _build_norm(norm: NormSpec | None, source: ParameterSource) -> NormParameters | None:
+    if norm is None:
+        return None
+    shape = (norm.size,) if norm.num_heads == 1 else (norm.num_heads, norm.size)
+    weight = source.tensor(f"{norm.path}.weight", shape)
+    if norm.is_rounded_once:
+        weight = weight.float()
+    if norm.weight_offset:
+        weight = weight + norm.weight_offset
     if norm.kind is NormKind.RMS:
         return NormParameters(weight)
-    return NormParameters(weight, source.tensor(f"{norm.path}.bias", (norm.size,)))
+    bias = source.tensor(f"{norm.path}.bias", shape) if norm.has_bias else torch.zeros_like(weight)
+    return NormParameters(weight, bias)
 
 
 def checkpoint_shapes(spec: ModelSpec) -> Mapping[str, tuple[int, ...]]:

@@ -27,13 +27,15 @@ def read_rope(fields: ConfigFields, head_dim: int, max_position_embeddings: int)
     if original_length is None:
         original_length = rope.integer("original_max_position_embeddings", max_position_embeddings)
     low_freq_factor, high_freq_factor = _llama3_factors(rope, rope_type)
-    short_factor, long_factor = _longrope_factors(rope, rope_type, head_dim // 2)
+    partial = _partial_rotary_factor(rope, fields)
+    num_frequencies = int(head_dim * partial) // 2
+    short_factor, long_factor = _longrope_factors(rope, rope_type, num_frequencies)
     config = RopeConfig(
         rope_type=rope_type,
         theta=rope.number("rope_theta", fields.number("rope_theta", _DEFAULT_THETA)),
         factor=_factor(rope, rope_type, max_position_embeddings / original_length),
         original_max_position_embeddings=original_length,
-        partial_rotary_factor=_partial_rotary_factor(rope, fields, rope_type),
+        partial_rotary_factor=partial,
         attention_factor=rope.optional_number("attention_factor"),
         beta_fast=rope.number("beta_fast", 32.0) or 32.0,
         beta_slow=rope.number("beta_slow", 1.0) or 1.0,
@@ -50,12 +52,14 @@ def read_rope(fields: ConfigFields, head_dim: int, max_position_embeddings: int)
     return config
 
 
-def max_rotary_len(rope: RopeConfig, max_position_embeddings: int) -> int:
-    """Return the length that a model with this embedding was made for.
+def max_rotary_len(rope: RopeConfig | None, max_position_embeddings: int) -> int:
+    """Return the length that a model with this embedding, or none, was made for.
 
     Llama 3 and longrope checkpoints state the stretched length; the others state the original
     one and the factor.
     """
+    if rope is None:
+        return max_position_embeddings
     if rope.rope_type in ("linear", "dynamic"):
         return int(max_position_embeddings * rope.factor)
     if rope.rope_type == "yarn":
@@ -81,13 +85,8 @@ def _factor(rope: ConfigFields, rope_type: str, implied: float) -> float:
     return rope.number("factor", implied if rope_type in ("yarn", "longrope") else None)
 
 
-def _partial_rotary_factor(rope: ConfigFields, fields: ConfigFields, rope_type: str) -> float:
+def _partial_rotary_factor(rope: ConfigFields, fields: ConfigFields) -> float:
     partial = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
-    if rope_type != "proportional" and partial != 1.0:
-        raise UnsupportedModelError(
-            f"{fields.source}: partial_rotary_factor {partial:g} is supported with rope type "
-            f"'proportional' only, not with {rope_type!r}"
-        )
     if not 0 < partial <= 1:
         raise ConfigError(f"{fields.source}: partial_rotary_factor must be in (0, 1]")
     return partial
@@ -115,6 +114,6 @@ def _longrope_factors(
         if len(values) != num_frequencies or min(values) <= 0:
             raise ConfigError(
                 f"{rope.source}: {name} must have {num_frequencies} positive numbers "
-                f"(head_dim / 2), got {len(values)}"
+                f"(half of what turns of a head), got {len(values)}"
             )
     return short_factor, long_factor

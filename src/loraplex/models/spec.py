@@ -41,6 +41,17 @@ class RopeConfig:
     high_freq_factor: float = 4.0
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    is_interleaved: bool = False
+    """Whether the elements 2 i and 2 i + 1 of a head turn together, rather than i and i + R / 2."""
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """Return R, the number of elements of a head that turn.
+
+        "proportional" turns all of them, some by no angle.
+        """
+        if self.rope_type == "proportional":
+            return head_dim
+        return int(head_dim * self.partial_rotary_factor)
 
 
 class NormKind(enum.Enum):
@@ -48,25 +59,37 @@ class NormKind(enum.Enum):
 
     RMS = enum.auto()
     LAYER = enum.auto()
-    """Layer norm, with a bias."""
 
 
 class NormPlace(enum.Enum):
-    """Place of a norm in a decoder layer."""
+    """Place of a norm in a decoder layer. A norm after a part reads what the residual will get."""
 
     BEFORE_ATTENTION = enum.auto()
+    AFTER_ATTENTION = enum.auto()
     BEFORE_FEED_FORWARD = enum.auto()
+    AFTER_FEED_FORWARD = enum.auto()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NormSpec:
-    """One norm. Its weights are `<path>.weight` and, for a layer norm, `<path>.bias`."""
+    """One norm. Its weights are `<path>.weight` and, if it has one, `<path>.bias`."""
 
     path: str
     """Full name in the checkpoint."""
     size: int
     eps: float
     kind: NormKind = NormKind.RMS
+    _: dataclasses.KW_ONLY
+    has_bias: bool = False
+    """Whether a layer norm has a bias."""
+    num_heads: int = 1
+    """Heads with weights of their own: then the weight is [num_heads, size]."""
+    weight_offset: float = 0.0
+    """Number that is added to the weight of the checkpoint."""
+    is_rounded_once: bool = False
+    """Whether the weight multiplies in float32, before the rounding to the model's type."""
+    replaces_residual: bool = False
+    """Whether the norm's output is the residual from there on (post-norm)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,13 +100,26 @@ class AttentionSpec:
     num_kv_heads: int
     head_dim: int
     rope: RopeConfig | None
-    """None: the layer rotates nothing; the model adds learned positions to its embedding."""
+    """None: the layer rotates nothing."""
+    scale: float | None = None
+    """Factor of the scores; None: head_dim ** -0.5."""
+    soft_cap: float | None = None
+    """c of scores that become c * tanh(score / c)."""
+    alibi_slopes: tuple[float, ...] = ()
+    """AttentionRules.alibi_slopes"""
+    sink_logits: str = ""
+    """Full name of a tensor [num_heads] with one more logit per head; empty: none."""
+    head_order: tuple[int, ...] = ()
+    """Where the heads of q, then of k, then of v are among those that the projection computes.
+
+    Empty: in this order.
+    """
     window: int | None = None
     """Number of positions, its own included, that a token attends to; None: full attention."""
     num_sink_tokens: int = 0
     """First positions that stay visible in addition to the window."""
     q_norm: NormSpec | None = None
-    """Norm of each query head before the rotation."""
+    """Norm of the queries before the rotation: of each head, or by its size of all together."""
     k_norm: NormSpec | None = None
 
     @property
@@ -128,13 +164,20 @@ class LinearGroup:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """One decoder layer: attention, then a feed-forward part, each added to the residual."""
+    """One decoder layer: attention and a feed-forward part, each added to the residual."""
 
     attention: AttentionSpec
     feed_forward: FeedForwardSpec
     norms: Mapping[NormPlace, NormSpec]
     linears: Mapping[str, LinearGroup]
     """QKV, OUTPUT, UP (with the gate, if there is one, first) and DOWN, in the order of use."""
+    is_parallel: bool = False
+    """Whether the feed-forward part reads the residual that attention reads.
+
+    Without a norm of its own it also reads attention's norm of it.
+    """
+    residual_factor: float = 1.0
+    """Factor of what is added to the residual."""
 
     @property
     def module_shapes(self) -> Mapping[str, tuple[int, int]]:
@@ -167,8 +210,19 @@ class ModelSpec:
     """Length that the model was made for; scaled rotary embeddings stretch it."""
     hidden_act: str
     """Name of the activation in config.json, for formats that repeat it."""
+    embedding_factor: float = 1.0
+    """Factor of the token embedding."""
+    rounds_embedding_factor: bool = False
+    """Whether the factor is rounded to the model's type first."""
+    embedding_norm: NormSpec | None = None
     has_position_table: bool = False
     """Whether a learned vector per position is added to the token embedding."""
+    position_offset: int = 0
+    """Row of the position table that belongs to position 0."""
+    logits_factor: float = 1.0
+    logits_soft_cap: float | None = None
+    """c of logits that become, after the factor, c * tanh(logit / c)."""
+    has_lm_head_bias: bool = False
     tie_word_embeddings: bool = False
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None

@@ -12,7 +12,7 @@ from loraplex.kernels.native.library import (
     available_instruction_sets,
     load_library,
 )
-from loraplex.kernels.ops import AttentionShape, Kernels, KVStorage, RowLayout
+from loraplex.kernels.ops import AttentionRules, AttentionShape, Kernels, KVStorage, RowLayout
 from loraplex.kernels.reference import ReferenceKernels
 from support.dense_attention import dense_attention, random_queries, relative_error
 
@@ -92,7 +92,9 @@ class Int8Rows:
         starts = list(itertools.accumulate(counts, initial=0))
         kernels = kernels or self.kernels
         plan = kernels.plan_attention(
-            RowLayout(starts, seq_lens, self.tables[rows]), self.shape, window, sinks
+            RowLayout(starts, seq_lens, self.tables[rows]),
+            self.shape,
+            AttentionRules(scale=self.shape.head_dim**-0.5, window=window, num_sink_tokens=sinks),
         )
         return list(kernels.paged_attention(torch.cat(queries), self.storage, plan).split(counts))
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from loraplex.kernels.activations import UNGATED, Activation
+from loraplex.kernels.activations import Activation
 from loraplex.kernels.dispatch import select_kernels
-from loraplex.kernels.ops import AttentionShape, Kernels, KVStorage, RowLayout
+from loraplex.kernels.ops import AttentionRules, AttentionShape, Kernels, KVStorage, RowLayout
 from loraplex.kernels.reference import ReferenceKernels
 from support.dense_attention import random_queries
 
@@ -61,7 +61,10 @@ def test_layer_norms_and_activations_give_a_row_the_same_bits_in_any_company(
     x, weight, bias = torch.randn(40, 250).to(dtype), *torch.randn(2, 250).to(dtype)
 
     def results(rows: torch.Tensor) -> torch.Tensor:
-        activated = [kernels.activate(rows, activation) for activation in UNGATED]
+        activated = [
+            kernels.activate(rows, activation)
+            for activation in (Activation.GELU, Activation.GELU_TANH, Activation.RELU)
+        ]
         return torch.stack((kernels.layer_norm(rows, weight, bias, 1e-5), *activated))
 
     alone = torch.cat([results(row.unsqueeze(0)) for row in x], dim=1)
@@ -185,7 +188,10 @@ class PagedRows:
             [self.seq_lens[row] for row in rows],
             self.tables[list(rows)],
         )
-        plan = self.kernels.plan_attention(layout, self.shape, *window)
+        rules = AttentionRules(
+            scale=self.shape.head_dim**-0.5, window=window[0], num_sink_tokens=window[1]
+        )
+        plan = self.kernels.plan_attention(layout, self.shape, rules)
         output = self.kernels.paged_attention(torch.cat(list(queries)), self.storage, plan)
         return list(output.split(counts))
 

@@ -108,13 +108,13 @@ def test_new_name_of_the_dtype(tmp_path: Path) -> None:
     assert llama(tmp_path, dtype="float16").dtype == "float16"
 
 
-def test_mistral_has_one_window(tmp_path: Path) -> None:
+def test_mistral_has_one_window_for_all_or_the_named_layers(tmp_path: Path) -> None:
     mistral = LLAMA | {"architectures": ["MistralForCausalLM"]}
     assert layer_windows(read(tmp_path, mistral, sliding_window=32)) == (32, 32, 32)
     assert layer_windows(read(tmp_path, mistral, sliding_window=None)) == (None, None, None)
     layer_types = ["full_attention", "sliding_attention", "full_attention"]
-    with pytest.raises(UnsupportedModelError, match="layer_types"):
-        read(tmp_path, mistral, layer_types=layer_types)
+    mixed = read(tmp_path, mistral, sliding_window=32, layer_types=layer_types)
+    assert layer_windows(mixed) == (None, 32, None)
 
 
 def test_qwen2_has_biases_and_windows_where_it_says(tmp_path: Path) -> None:
@@ -218,11 +218,10 @@ def test_module_shapes_are_in_and_out(tmp_path: Path) -> None:
         ({"architectures": ["BloomForCausalLM"]}, "BloomForCausalLM is not supported; supported: "),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"num_local_experts": 8}, "num_local_experts"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"hidden_act": "mish"}, "hidden_act 'mish'"),
         ({"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
         ({"rope_scaling": {"type": "mrope"}}, "rope type 'mrope'"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "per layer type"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(

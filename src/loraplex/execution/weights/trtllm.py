@@ -101,7 +101,7 @@ class TrtllmWeights:
         names = self._spec.names
         for theirs, name, dim in (
             ("input_layernorm", names.input_norm, None),
-            ("post_layernorm", names.post_attention_norm, None),
+            ("post_layernorm", names.feed_forward_norm, None),
             ("attention.q_layernorm", names.q_norm, None),
             ("attention.k_layernorm", names.k_norm, None),
             ("attention.dense", names.o, 1),

@@ -7,7 +7,7 @@ import torch
 
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels.accelerator import Accelerator
-from loraplex.kernels.activations import GATES, Activation
+from loraplex.kernels.activations import Activation
 from loraplex.kernels.cuda import elementwise, sampling
 from loraplex.kernels.cuda.attention import AttentionKernel, CudaAttentionPlan
 from loraplex.kernels.cuda.graphs import StepGraphs
@@ -16,6 +16,7 @@ from loraplex.kernels.cuda.lora import LoraKernel
 from loraplex.kernels.lora import LoraBatch
 from loraplex.kernels.ops import (
     AttentionPlan,
+    AttentionRules,
     AttentionShape,
     KVStorage,
     LinearParts,
@@ -104,8 +105,14 @@ class CudaKernels:
         return elementwise.rms_norm(x, weight, eps)
 
     def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        factor: float = 1.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert factor == 1.0
         return elementwise.add_rms_norm(x, residual, weight, eps)
 
     def layer_norm(
@@ -120,16 +127,31 @@ class CudaKernels:
         weight: torch.Tensor,
         bias: torch.Tensor,
         eps: float,
+        factor: float = 1.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert factor == 1.0
         return elementwise.add_layer_norm(x, residual, weight, bias, eps)
 
+    def add(self, x: torch.Tensor, residual: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+        raise NotImplementedError
+
+    def scale(self, x: torch.Tensor, factor: float, soft_cap: float | None = None) -> None:
+        raise NotImplementedError
+
     def rotary(
-        self, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        *,
+        is_interleaved: bool = False,
     ) -> None:
+        assert not is_interleaved
         elementwise.rotary(query, key, cos, sin)
 
     def gate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-        assert activation in GATES
+        assert activation is Activation.SILU
         return elementwise.silu_mul(gate_up)
 
     def activate(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -158,14 +180,18 @@ class CudaKernels:
         self,
         rows: RowLayout,
         shape: AttentionShape,
-        sliding_window: int | None,
-        num_sink_tokens: int = 0,
+        rules: AttentionRules,
     ) -> AttentionPlan:
-        return self._attention.plan(rows, shape, sliding_window, num_sink_tokens)
+        return self._attention.plan(rows, shape, rules.window, rules.num_sink_tokens)
 
     def paged_attention(
-        self, query: torch.Tensor, storage: KVStorage, plan: AttentionPlan
+        self,
+        query: torch.Tensor,
+        storage: KVStorage,
+        plan: AttentionPlan,
+        sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        assert sink_logits is None
         assert isinstance(plan, CudaAttentionPlan)
         return self._attention.attend(query, storage, plan)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 
 from loraplex.core.weight_precision import WeightPrecision
-from loraplex.kernels.activations import GATES, Activation
+from loraplex.kernels.activations import Activation
 from loraplex.kernels.lora import LoraBatch
 from loraplex.kernels.native.attention import AttentionKernel, NativeAttentionPlan
 from loraplex.kernels.native.elementwise import ElementwiseKernel
@@ -18,6 +18,7 @@ from loraplex.kernels.native.row_norms import squared_row_norms
 from loraplex.kernels.native.sampling import SamplingKernel
 from loraplex.kernels.ops import (
     AttentionPlan,
+    AttentionRules,
     AttentionShape,
     KVStorage,
     LinearParts,
@@ -115,8 +116,14 @@ class NativeKernels:
         return self._output(self._elementwise.rms_norm(x, weight, eps))
 
     def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        factor: float = 1.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert factor == 1.0
         normed, total = self._elementwise.add_rms_norm(x, residual, weight, eps)
         return self._output(normed), self._output(total)
 
@@ -132,17 +139,32 @@ class NativeKernels:
         weight: torch.Tensor,
         bias: torch.Tensor,
         eps: float,
+        factor: float = 1.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert factor == 1.0
         normed, total = self._elementwise.add_layer_norm(x, residual, weight, bias, eps)
         return self._output(normed), self._output(total)
 
+    def add(self, x: torch.Tensor, residual: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+        raise NotImplementedError
+
+    def scale(self, x: torch.Tensor, factor: float, soft_cap: float | None = None) -> None:
+        raise NotImplementedError
+
     def rotary(
-        self, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        *,
+        is_interleaved: bool = False,
     ) -> None:
+        assert not is_interleaved
         self._elementwise.rotary(query, key, cos, sin)
 
     def gate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-        assert activation in GATES
+        assert activation is Activation.SILU
         return self._output(self._elementwise.silu_mul(gate_up))
 
     def activate(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -171,14 +193,18 @@ class NativeKernels:
         self,
         rows: RowLayout,
         shape: AttentionShape,
-        sliding_window: int | None,
-        num_sink_tokens: int = 0,
+        rules: AttentionRules,
     ) -> AttentionPlan:
-        return self._attention.plan(rows, shape, sliding_window, num_sink_tokens)
+        return self._attention.plan(rows, shape, rules.window, rules.num_sink_tokens)
 
     def paged_attention(
-        self, query: torch.Tensor, storage: KVStorage, plan: AttentionPlan
+        self,
+        query: torch.Tensor,
+        storage: KVStorage,
+        plan: AttentionPlan,
+        sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        assert sink_logits is None
         assert isinstance(plan, NativeAttentionPlan)
         return self._output(self._attention.attend(query, storage, plan))
 

@@ -9,7 +9,7 @@ from loraplex.core.plan import BlockCopy, BlockTransfer
 from loraplex.execution.sizing.kv import block_bytes
 from loraplex.execution.steps.kv_cache import KVCache
 from loraplex.kernels.dispatch import select_kernels
-from loraplex.kernels.ops import AttentionShape, Kernels, RowLayout
+from loraplex.kernels.ops import AttentionRules, AttentionShape, Kernels, RowLayout
 from loraplex.kernels.reference import ReferenceKernels
 from support.kv_caches import kv_cache
 
@@ -84,7 +84,7 @@ def test_a_copied_block_is_read_as_the_original(kernels: Kernels, dtype: torch.d
 
     def attended(layer: int, block: int) -> torch.Tensor:
         rows = RowLayout([0, 4], [4], torch.tensor([[block]]))
-        plan = kernels.plan_attention(rows, SHAPE, None)
+        plan = kernels.plan_attention(rows, SHAPE, AttentionRules(scale=SHAPE.head_dim**-0.5))
         return kernels.paged_attention(query, cache.storages[layer], plan)
 
     for layer, block in itertools.product(range(2), (1, 3)):
