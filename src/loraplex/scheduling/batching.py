@@ -6,6 +6,8 @@ from loraplex.scheduling.adapters import AdapterReadiness, AdapterScan
 from loraplex.scheduling.admitter import AdmitResult, Admitter
 from loraplex.scheduling.plan_builder import PlanBuilder
 from loraplex.scheduling.prefill import PrefillSplit
+from loraplex.scheduling.queues import AdapterQueue
+from loraplex.scheduling.slot_claims import SlotClaims
 from loraplex.scheduling.state import SchedulerState
 
 MAX_PREFETCHED_QUEUES = 32
@@ -30,6 +32,7 @@ class InflightBatching:
     ) -> None:
         self._state = state
         self._admitter = admitter
+        self._claims = SlotClaims(state, settings, max_num_seqs)
         self._max_num_seqs = max_num_seqs
         self._max_seqs_per_adapter = settings.max_seqs_per_adapter
         self._max_queue_delay_ns = 1000 * settings.max_queue_delay_microseconds
@@ -59,6 +62,10 @@ class InflightBatching:
             return 0
         return min(sequence.request.arrival_ns for sequence in state.waiting) + delay_ns
 
+    def free_slots(self, builder: PlanBuilder) -> None:
+        """Preempt sequences for shares that wait too long for their part of the slots."""
+        self._claims.free_slots(builder)
+
     def admit(self, builder: PlanBuilder, split: PrefillSplit, now_ns: int) -> None:
         """Admit what can be admitted, and bring the adapters of the other sequences closer."""
         may_admit = self._may_admit(builder, now_ns)
@@ -76,10 +83,10 @@ class InflightBatching:
         may_admit: bool,
         scan: AdapterScan | None = None,
     ) -> None:
-        waiting, admitter = self._state.waiting, self._admitter
+        waiting, admitter, claims = self._state.waiting, self._admitter, self._claims
         scan = scan or self._state.adapters.scan(now_ns)
         queues = waiting.scan()
-        num_passed, num_unready, lacks_tokens = 0, 0, False
+        num_passed, num_unready, lacks_tokens, is_open = 0, 0, False, may_admit
         awaited: set[AdapterHandle] = set()
         while True:
             # With full pages thousands of queues may be waiting for others to end.
@@ -98,18 +105,30 @@ class InflightBatching:
                 continue
             is_ready = scan.visit(queue.head.request) is AdapterReadiness.READY
             waiting.set_lead(queue, has_lead=is_ready)
-            if is_ready and may_admit:
-                since_ns = queue.ready_since_ns
-                result = admitter.admit(queue.head, builder, split, now_ns, since_ns)
-                if result is AdmitResult.LACKS_TOKENS:
-                    shortest = queue.shortest(MAX_SHORT_CANDIDATES)
-                    result = admitter.admit(shortest, builder, split, now_ns, since_ns)
+            if is_ready and may_admit and claims.may_admit(queue.share):
+                result = self._admit_one(queue, builder, split, now_ns)
                 if result is AdmitResult.ADMITTED:
+                    claims.admitted(queue.share)
                     queues.revisit(queue)
                     num_passed -= 1
                     continue
                 # Without slots or blocks, later sequences must not take what comes free first.
                 may_admit = result is AdmitResult.LACKS_TOKENS
                 lacks_tokens = lacks_tokens or may_admit
+            if is_ready and is_open and not may_admit:
+                claims.claim(queue)
             scan.pass_over()
+        if is_open:
+            claims.end_plan()
         scan.preload()
+
+    def _admit_one(
+        self, queue: AdapterQueue, builder: PlanBuilder, split: PrefillSplit, now_ns: int
+    ) -> AdmitResult:
+        """Admit the head of a queue, or the shortest of its first if the step has few tokens."""
+        since_ns = queue.ready_since_ns
+        result = self._admitter.admit(queue.head, builder, split, now_ns, since_ns)
+        if result is AdmitResult.LACKS_TOKENS:
+            shortest = queue.shortest(MAX_SHORT_CANDIDATES)
+            result = self._admitter.admit(shortest, builder, split, now_ns, since_ns)
+        return result

@@ -141,6 +141,7 @@ class BeamScheduling:
         state = self._state
         num_wanted = sum(self._num_blocks_wanted(request, sequence) for sequence in beams)
         while min(state.kv.num_available) < num_wanted:
+            builder.lacks_blocks = True
             if builder.is_ahead:
                 builder.is_short = True
                 return False

@@ -25,14 +25,21 @@ class _Share:
     num_requests: int = 0
 
 
+def shares_slots(settings: SchedulerSettings) -> bool:
+    """Return whether the slots are shared fairly, and not only the tokens.
+
+    A static batch admits nothing while it runs, and without fair shares requests do not share.
+    """
+    return settings.batching is not Batching.STATIC and settings.fair_share is not FairShare.NONE
+
+
 def max_seqs_per_request(settings: SchedulerSettings, max_num_seqs: int) -> int:
     """Return the maximum number of slots that one request's sequences take at a time.
 
     It is three quarters of them, so that a request with many sequences leaves slots for later
-    requests. A static batch admits nothing while it runs, and without fair shares requests do not
-    share.
+    requests.
     """
-    if settings.batching is Batching.STATIC or settings.fair_share is FairShare.NONE:
+    if not shares_slots(settings):
         return max_num_seqs
     return max(1, max_num_seqs - max(1, max_num_seqs // 4))
 
@@ -92,6 +99,15 @@ class FairShares:
         """Return the counter of a share; smaller is sooner. It is 0 for FairShare.NONE."""
         share = self._shares.get(key)
         return 0.0 if share is None else share.counter
+
+    def part(self, key: ShareKey, num_slots: int) -> int:
+        """Return how many of the slots are a share's part: at least one.
+
+        They are divided by weight among the shares that have requests.
+        """
+        if self._kind is FairShare.NONE:
+            return num_slots
+        return max(1, int(num_slots * self._shares[key].weight / self._active_weight))
 
     def enter(self, key: ShareKey, weight: float, waiting: Collection[ShareKey]) -> None:
         """Add a request; `waiting` are the shares that have a waiting request already.

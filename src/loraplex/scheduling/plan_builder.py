@@ -38,7 +38,9 @@ class PlanBuilder:
         self.budget = budget
         self.is_ahead = is_ahead
         self.is_short = False
-        """A sequence was left out because it needs a block that another sequence has."""
+        """A sequence was left out because it needs a slot or a block that another one has."""
+        self.lacks_blocks = False
+        """Running sequences need more blocks than there are: no waiting one gets any."""
         self.sequences: list[Sequence] = []
         """Sequences of the rows, in their order."""
         self.num_preempted = 0
@@ -136,11 +138,6 @@ class PlanBuilder:
 
     def row(self, index: int) -> RowStep:
         return self._rows[index]
-
-    @property
-    def lacks_blocks(self) -> bool:
-        """Whether running sequences need more blocks than there are: no waiting one gets any."""
-        return self.num_preempted > 0 or self.is_short
 
     @property
     def num_rows(self) -> int:

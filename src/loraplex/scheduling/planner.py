@@ -40,6 +40,7 @@ class Planner:
         budget = StepBudget(settings.max_num_batched_tokens, settings.max_prefill_chunk)
         builder = PlanBuilder(budget, is_ahead=is_ahead)
         self._state.kv.advance(now_ns)
+        self._batching.free_slots(builder)
         self._plan_decodes(builder)
         split = PrefillSplit(
             budget, settings.shortest_prefill_share, admits_all=self._batching.admits_all
@@ -83,6 +84,7 @@ class Planner:
         state = self._state
         num_computed = sequence.num_computed_tokens + num_tokens
         while (new_block_ids := state.grow(sequence, num_computed)) is None:
+            builder.lacks_blocks = True
             if builder.is_ahead:
                 # With a window, the in-flight step has blocks that it frees afterwards.
                 builder.is_short = True

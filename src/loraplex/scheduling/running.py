@@ -2,10 +2,11 @@
 
 import bisect
 import heapq
+from collections import Counter
 from collections.abc import Iterator
 
 from loraplex.core.plan import Slot
-from loraplex.scheduling.request import OrderKey, Sequence
+from loraplex.scheduling.request import OrderKey, Sequence, ShareKey
 
 
 class RunningSet:
@@ -13,6 +14,7 @@ class RunningSet:
 
     def __init__(self) -> None:
         self._entries: list[tuple[OrderKey, Sequence]] = []
+        self._num_by_share: Counter[ShareKey] = Counter()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -25,13 +27,22 @@ class RunningSet:
         """The first sequence to be preempted."""
         return self._entries[-1][1]
 
+    def num_of(self, share: ShareKey) -> int:
+        """Return the number of sequences of a fair share."""
+        return self._num_by_share[share]
+
     def add(self, sequence: Sequence) -> None:
         bisect.insort(self._entries, (sequence.key, sequence))
+        self._num_by_share[sequence.request.share] += 1
 
     def remove(self, sequence: Sequence) -> None:
         index = bisect.bisect_left(self._entries, (sequence.key,))
         assert self._entries[index][1] is sequence
         del self._entries[index]
+        share = sequence.request.share
+        self._num_by_share[share] -= 1
+        if not self._num_by_share[share]:
+            del self._num_by_share[share]
 
 
 class SlotPool:

@@ -1,0 +1,175 @@
+"""Slots are shared: a share with more than its part is preempted for one with less."""
+
+import pytest
+
+from loraplex.core.beam_search import BeamSearch
+from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.scheduler_settings import BatchSchedulerPolicy, FairShare, SchedulerSettings
+from loraplex.scheduling.slot_claims import MAX_PLANS_WITHOUT_SLOT
+from support.capacities import changed_capacity
+from support.fake_engine import FakeEngine
+from support.fake_runner import FAKE_CAPACITY
+
+NUM_SLOTS = 8
+FEW_STEPS = MAX_PLANS_WITHOUT_SLOT + 3
+"""One more may be planned ahead, one preempts, and one computes."""
+NO_EVICT = {"batch_scheduler_policy": BatchSchedulerPolicy.GUARANTEED_NO_EVICT}
+
+
+def fake_engine(settings=None, *, overlap=False, num_blocks=512):
+    """Return an engine whose adapters are all on the device."""
+    capacity = {"block_size": 4, "num_blocks": num_blocks, "max_num_seqs": NUM_SLOTS}
+    fakes = FakeEngine(
+        changed_capacity(FAKE_CAPACITY, **capacity),
+        SchedulerSettings(**(settings or {})),
+        overlap=overlap,
+    )
+    for digest in "abcd":
+        fakes.register(digest)
+        fakes.add([1], digest, max_tokens=1)
+    fakes.run()
+    return fakes
+
+
+def flood(fakes, *digests, num_requests=4, max_tokens=150, **options):
+    """Add requests of as many sequences as there are slots."""
+    sampling = SamplingParams(max_tokens=max_tokens, n=NUM_SLOTS, seed=1, ignore_eos=True)
+    return [
+        fakes.add([1, number], *digests, sampling=sampling, **options)
+        for number in range(num_requests)
+    ]
+
+
+def num_rows(fakes, requests):
+    """Return the rows of some requests in the newest step."""
+    rows = fakes.records[-1].request_ids
+    return sum(rows.count(request_id) for request_id in requests)
+
+
+def preemptions(fakes):
+    return fakes.engine.stats().preemptions
+
+
+def check_outputs(fakes):
+    for request_id, request in fakes.requests.items():
+        expected = {i: fakes.alone(request_id, i) for i in range(request.sampling.n)}
+        assert fakes.completions[request_id].token_ids == expected, request_id
+
+
+def steps_until_finished(fakes, request_id):
+    for number in range(1, 100):
+        fakes.step()
+        if fakes.completions[request_id].is_finished:
+            return number
+    pytest.fail("not finished in 100 steps")
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("num_blocks", [512, 160])
+def test_many_requests_of_many_sequences_leave_slots_for_others(overlap, num_blocks):
+    fakes = fake_engine(overlap=overlap, num_blocks=num_blocks)
+    hostile = flood(fakes)
+    fakes.step(12)
+    assert num_rows(fakes, hostile) == NUM_SLOTS
+    for number in range(3):
+        quiet = fakes.add([number], "a", max_tokens=1)
+        assert steps_until_finished(fakes, quiet) <= FEW_STEPS
+        fakes.step(5)
+        assert num_rows(fakes, hostile) == NUM_SLOTS, "its slot stays empty"
+    assert preemptions(fakes) <= 3 or num_blocks < 512
+    fakes.run(3000)
+    check_outputs(fakes)
+
+
+def test_a_share_alone_has_all_slots_and_is_never_preempted():
+    fakes = fake_engine()
+    requests = flood(fakes, "a", num_requests=2, max_tokens=20)
+    fakes.step(12)
+    assert num_rows(fakes, requests) == NUM_SLOTS
+    fakes.run()
+    assert preemptions(fakes) == 0
+
+
+def test_two_floods_have_half_of_the_slots_each():
+    fakes = fake_engine()
+    first = flood(fakes, "a")
+    fakes.step(12)
+    second = flood(fakes, "b")
+    fakes.step(2 * FEW_STEPS)
+    assert (num_rows(fakes, first), num_rows(fakes, second)) == (4, 4)
+    num_preempted = preemptions(fakes)
+    fakes.step(50)
+    assert preemptions(fakes) == num_preempted == 4
+    fakes.run(3000)
+    check_outputs(fakes)
+
+
+def test_parts_are_by_weight():
+    fakes = fake_engine()
+    light = flood(fakes, "a")
+    fakes.step(12)
+    heavy = flood(fakes, "b", share_weight=3.0)
+    fakes.step(2 * FEW_STEPS)
+    assert (num_rows(fakes, light), num_rows(fakes, heavy)) == (2, 6)
+
+
+@pytest.mark.parametrize("fair_share", [FairShare.TENANT, FairShare.TENANT_ADAPTER])
+def test_a_tenant_claims_slots_from_another(fair_share):
+    fakes = fake_engine({"fair_share": fair_share})
+    for digests in ("ab", "c"):
+        flood(fakes, *digests, tenant="them")
+    fakes.step(12)
+    quiet = fakes.add([1], "d", max_tokens=1, tenant="us")
+    assert steps_until_finished(fakes, quiet) <= FEW_STEPS
+
+
+def test_a_claim_preempts_no_sequence_of_higher_priority():
+    fakes = fake_engine()
+    flood(fakes, "a", priority=-1)
+    fakes.step(12)
+    fakes.add([1], "b", max_tokens=1)
+    fakes.step(30)
+    assert preemptions(fakes) == 0
+
+
+def test_a_claim_preempts_nothing_while_slots_come_free():
+    fakes = fake_engine()
+    for number in range(200):
+        fakes.add([number], "a", max_tokens=3 + number % 5)
+    fakes.step(5)
+    for _ in range(20):
+        quiet = fakes.add([1], "b", max_tokens=1)
+        assert steps_until_finished(fakes, quiet) <= FEW_STEPS
+    assert preemptions(fakes) == 0
+
+
+@pytest.mark.parametrize("settings", [NO_EVICT, {"fair_share": FairShare.NONE}])
+def test_nothing_is_preempted_where_nothing_may_be(settings):
+    fakes = fake_engine(settings)
+    flood(fakes)
+    fakes.add([1], "a", max_tokens=1)
+    fakes.run(3000)
+    assert preemptions(fakes) == 0
+    check_outputs(fakes)
+
+
+def test_beams_are_not_preempted_for_a_claim():
+    fakes = fake_engine()
+    beam = BeamSearch(width=4)
+    for number in range(2):
+        fakes.add([number], sampling=SamplingParams(max_tokens=40, temperature=0.0, beam=beam))
+    fakes.step(5)
+    quiet = fakes.add([1], "a", max_tokens=1)
+    assert steps_until_finished(fakes, quiet) > FEW_STEPS
+    assert preemptions(fakes) == 0
+
+
+def test_a_prompt_that_lacks_blocks_gets_them_from_the_share_that_has_too_many():
+    fakes = fake_engine(num_blocks=60)
+    for number in range(7):
+        fakes.add([number] * 20, max_tokens=100)
+    fakes.step(8)
+    quiet = fakes.add([9] * 40, "a", max_tokens=1)
+    assert steps_until_finished(fakes, quiet) <= 2 * FEW_STEPS
+    fakes.run(3000)
+    check_outputs(fakes)
