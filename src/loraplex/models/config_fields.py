@@ -28,13 +28,13 @@ class ConfigFields:
     def renamed(self, own_names: Mapping[str, str], defaults: Mapping[str, Any]) -> "ConfigFields":
         """Return the fields under other names, with defaults for those that are absent.
 
-        own_names: the present names by the new ones; errors keep the present ones. A field that is
-        there under its new name stays.
+        own_names: the present names by the new ones; errors keep the present ones, which win over
+        fields that already have a new name.
         """
         renamed = {
             name: self._values[own] for name, own in own_names.items() if own in self._values
         }
-        values = {**defaults, **renamed, **self._values}
+        values = {**defaults, **self._values, **renamed}
         return ConfigFields(values, self.source, {**self._own_names, **own_names})
 
     def own_name(self, name: str) -> str:
