@@ -49,6 +49,9 @@ CODE := src tests examples benchmarks docs .ci
 LANGUAGE := src tests examples docs .ci $(wildcard *.md) $(wildcard benchmarks/*.py) \
 	benchmarks/comparison benchmarks/gpu benchmarks/README.md
 UV := $(BIN)/python .ci/install.py
+# Modules are compiled once, not by each of the many processes of the tests, wherever the environment
+# lets no bytecode be written into the tree.
+PYTEST := PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(CURDIR)/$(VENV)/pycache $(BIN)/python -m pytest
 INSTALL := $(UV) install --quiet --python $(BIN)/python -c constraints.txt $(PIP_ARGS)
 
 .PHONY: demo test test-all test-lowest soak lint types bench docs tables fmt lock clean .triton \
@@ -100,18 +103,18 @@ demo: $(VENV)/.runtime
 	$(BIN)/python examples/capitals.py
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
 
 # All that CI runs, with more examples of each property.
 test-all: $(VENV)/.dev $(OLDEST_TRITON) $(VENV)/clients .triton
-	$(BIN)/python -m pytest --hypothesis-profile=ci --durations=30 \
+	$(PYTEST) --hypothesis-profile=ci --durations=30 \
 		-m "not soak and not gpu and not network" $(PYTEST_ARGS)
 
 # Minutes for each test: long schedules, kills, every property with 20 times CI's examples, and a
 # server under faults for half an hour.
 soak: $(VENV)/.dev $(OLDEST_TRITON) $(VENV)/clients .triton
-	$(BIN)/python -m pytest --hypothesis-profile=soak --timeout=7200 -m soak $(PYTEST_ARGS)
-	$(BIN)/python -m pytest --hypothesis-profile=soak --timeout=7200 \
+	$(PYTEST) --hypothesis-profile=soak --timeout=7200 -m soak $(PYTEST_ARGS)
+	$(PYTEST) --hypothesis-profile=soak --timeout=7200 \
 		-m "not gpu and not network" $(PYTEST_ARGS) tests/property tests/contract/test_openapi.py
 	PYTHONPATH=tests $(BIN)/python benchmarks/soak.py --minutes $(SOAK_MINUTES)
 	$(MAKE) test-lowest

@@ -1,5 +1,6 @@
 """Settings and fixtures of every test."""
 
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -35,6 +36,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return next(i for i, folder in enumerate(_FOLDERS) if f"tests/{folder}" in item.nodeid)
 
     items.sort(key=rank)
+
+
+def pytest_collection_finish() -> None:
+    """Take from each test what the imported modules would cost it."""
+    # To each logger that does not propagate pytest adds handlers, six times a test. Torch has 40.
+    for name, logger in logging.Logger.manager.loggerDict.items():
+        if name.startswith("torch.") and isinstance(logger, logging.Logger):
+            logger.propagate = True
+    # The garbage collector does not look through modules and tests again.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -41,7 +41,7 @@ def backend(name: str, num_threads: int = 2) -> Kernels:
 
 @pytest.fixture(params=BACKENDS)
 def kernels(request) -> Kernels:
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     return backend(request.param)
 
 
@@ -116,7 +116,7 @@ def test_bytes_of_a_storage(kernels, shape):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", INSTRUCTION_SETS)
 def test_every_backend_stores_the_same_bytes(name, shape, dtype):
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     reference, native = backend("reference"), backend(name)
     key, value = torch.randn(2, 40, shape.num_kv_heads, shape.head_dim).to(dtype)
     key[3], value[5, 0], key[7, -1, 0] = 0.0, 0.0, torch.inf
@@ -138,7 +138,7 @@ def test_every_backend_stores_the_same_bytes(name, shape, dtype):
 
 
 def test_a_vector_is_rounded_by_at_most_half_a_step():
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     vectors = torch.randn(200, 64) * torch.logspace(-30, 30, 200).unsqueeze(1)
     steps = vectors.abs().amax(-1, keepdim=True) / 127
     assert ((rounded(vectors) - vectors).abs() <= steps * 0.5001).all()
@@ -185,12 +185,12 @@ def test_bits_do_not_depend_on_company_or_chunks(kernels, shape, window, sinks, 
 @pytest.mark.parametrize("kv_dtype", [torch.int8, torch.bfloat16, torch.float32], ids=str)
 def test_bits_are_those_of_every_instruction_set_and_number_of_threads(kv_dtype):
     """But for the generic one, which has no fused multiply-add: it is close."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     seq_lens = [700, 1, 1300]
     queries = random_queries([3, 1, 1], SHAPE)
     outputs = {}
     for name in INSTRUCTION_SETS:
-        torch.manual_seed(1)
+        torch.default_generator.manual_seed(1)
         rows = Int8Rows(backend(name), seq_lens, kv_dtype=kv_dtype)
         for num_threads in (1, 2, 5):
             result = rows.attend(queries, seq_lens, kernels=backend(name, num_threads))
@@ -205,7 +205,7 @@ def test_bits_are_those_of_every_instruction_set_and_number_of_threads(kv_dtype)
 
 @pytest.mark.parametrize("name", INSTRUCTION_SETS)
 def test_a_later_token_that_is_not_finite_is_not_seen(name):
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     kernels = backend(name)
     rows = Int8Rows(kernels, [100])
     queries = random_queries([100], SHAPE)

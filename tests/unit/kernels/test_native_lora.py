@@ -39,7 +39,7 @@ DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 
 @pytest.fixture(params=INSTRUCTION_SETS)
 def library(request):
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     return load_library([request.param])
 
 

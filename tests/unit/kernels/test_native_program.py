@@ -31,7 +31,7 @@ HIDDEN = 40
 
 @pytest.fixture(params=INSTRUCTION_SETS)
 def library(request: pytest.FixtureRequest) -> NativeLibrary:
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     return load_library([request.param])
 
 

@@ -20,7 +20,7 @@ NUM_BLOCKS = 200
 
 @pytest.fixture(params=["reference", "fastest"])
 def kernels(request: pytest.FixtureRequest) -> Kernels:
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     return ReferenceKernels(CPU) if request.param == "reference" else select_kernels(CPU)
 
 

@@ -120,7 +120,7 @@ class Model:
 def test_decode_steps_are_repeated_by_programs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str, kind: str
 ) -> None:
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     model = Model(tmp_path, architecture)
     lora = None if kind == "base" else model.lora()
     if lora is not None and kind == "DoRA":

@@ -73,7 +73,7 @@ def test_blocks_go_to_the_host_and_come_back_elsewhere() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
 @pytest.mark.parametrize("kernels", [select_kernels(CPU), ReferenceKernels(CPU)], ids=["", "torch"])
 def test_a_copied_block_is_read_as_the_original(kernels: Kernels, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     cache = kv_cache([(5, 0)], [SHAPE] * 2, dtype, kernels)
     assert cache.num_bytes == 5 * block_bytes([SHAPE] * 2, dtype)
     key, value = torch.randn(2, 4, SHAPE.num_kv_heads, SHAPE.head_dim)

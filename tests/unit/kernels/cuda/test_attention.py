@@ -54,7 +54,7 @@ class ManyShares(AttentionKernel):
 @pytest.fixture(autouse=True)
 def seeded():
     """And what `torch.empty` makes is NaN."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)

@@ -75,7 +75,7 @@ def assert_as_the_reference(logits, rows, options):
     ids=str,
 )
 def test_tokens_of_every_kind_of_row(vocab_size, choices):
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     rows = np.array([9, 3, 4, 8]) if "top_p" in choices or "top_k" in choices else np.arange(10)
     assert_as_the_reference(rows_of_all_kinds(vocab_size), rows, options_of(len(rows), **choices))
 
@@ -86,7 +86,7 @@ def test_tokens_of_every_kind_of_row(vocab_size, choices):
     ("top_k", "top_p"), [(0, 1 - 2**-53), (1, 1.0), (50, 0.5), (900, 1e-9), (2**31, 0.9)]
 )
 def test_every_filter_of_every_row(vocab_size, top_k, top_p):
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     logits = rows_of_all_kinds(vocab_size)
     rows = np.arange(len(logits))[::-1]
     options = options_of(len(rows), top_k=top_k, top_p=top_p, min_p=0.01 * (top_k == 50))
@@ -123,7 +123,7 @@ def test_any_rows_and_options(data):
 
 def test_a_cut_among_more_logits_than_are_listed(monkeypatch):
     monkeypatch.setattr(drawing, "_CAPACITY", 16)
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     logits = 1e-3 * torch.randn(2, 1500).round(decimals=1)
     logits[:, 7] = 30.0  # so the levels do not part the others
     options = options_of(2, temperature=30.0, top_k=700, top_p=0.7)
@@ -132,7 +132,7 @@ def test_a_cut_among_more_logits_than_are_listed(monkeypatch):
 
 def test_splits_of_several_blocks(monkeypatch):
     monkeypatch.setattr(logit_rows, "MAX_SPLITS", 2)
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     logits = torch.randn(1, 2500)
     logits[0, 0] = -9.0  # so the cut is among many
     options = options_of(2, top_k=1900, top_p=0.95, uniforms=[0.6, LARGEST_UNIFORM])
@@ -190,7 +190,7 @@ def test_ties_of_several_blocks_stay_by_token_id(max_splits, monkeypatch):
 
 
 def test_each_row_has_its_own_options_and_place():
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     logits = torch.randn(5, 300)[:, 20:290]
     options = DrawOptions(
         np.array([0.5, 1.0, 2.0], dtype=np.float32),
@@ -210,7 +210,7 @@ def test_each_row_has_its_own_options_and_place():
 
 
 def test_the_weights_are_nearly_those_of_the_reference():
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     logits, temperature = 5 * torch.randn(3, 1500), torch.tensor([0.3, 1.0, 4.0])
     weights = drawing.token_weights(logits, temperature)
     expected = sampling.token_weights(logits, temperature.unsqueeze(1))
@@ -219,7 +219,7 @@ def test_the_weights_are_nearly_those_of_the_reference():
 
 
 def test_nearly_all_tokens_are_those_of_the_reference_from_end_to_end():
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     logits = 3 * torch.randn(25, 1000)
     options = options_of(25, temperature=0.9)
     drawn = draw_tokens(logits, np.arange(25), options)

@@ -14,7 +14,7 @@ SIZES = pytest.mark.parametrize("size", [1, 7, 33, 64, 250, 2048, 2100])
 
 def rows(num_rows, size, dtype):
     """A view with a longer stride that starts at an odd element."""
-    torch.manual_seed(size)
+    torch.default_generator.manual_seed(size)
     return torch.randn(num_rows, size + 3).to(dtype)[:, 1 : size + 1]
 
 
@@ -97,7 +97,7 @@ def test_add_layer_norm(size, dtype):
 @DTYPES
 @pytest.mark.parametrize(("num_heads", "head_dim"), [(1, 2), (3, 6), (20, 96), (9, 128)])
 def test_rotary_turns_a_fused_view_and_nothing_else(num_heads, head_dim, dtype):
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     width = num_heads * head_dim
     ours = torch.randn(4, width + 3 * head_dim).to(dtype)
     expected = ours.clone()

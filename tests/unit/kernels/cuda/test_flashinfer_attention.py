@@ -142,7 +142,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
 
 @pytest.fixture
 def flashinfer(monkeypatch):
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     module = types.ModuleType("flashinfer")
     module.BatchDecodeWithPagedKVCacheWrapper = BatchDecodeWithPagedKVCacheWrapper
     module.BatchPrefillWithPagedKVCacheWrapper = BatchPrefillWithPagedKVCacheWrapper

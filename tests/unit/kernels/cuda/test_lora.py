@@ -52,7 +52,7 @@ VARIANTS = pytest.mark.parametrize(
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
 
 
 def inputs(num_tokens, dtype, in_features=96, width=WIDTH):

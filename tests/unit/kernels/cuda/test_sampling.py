@@ -20,7 +20,7 @@ def silent_numpy():
 
 def logits_of(vocab_size: int) -> torch.Tensor:
     """Some normal, some of equals, some masked, some large; rows of a wider tensor."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     logits = torch.randn(6, vocab_size + 5)[:, 3 : vocab_size + 3]
     logits[1] = (2 * logits[1]).round()
     logits[2, ::2], logits[2, 1::2] = -0.0, 0.0
@@ -118,7 +118,7 @@ def test_log_probabilities_do_not_depend_on_company():
 @pytest.mark.parametrize("rows", [[0, 1, 2], [3, 0, 5]], ids=str)
 def test_bitmask(vocab_size, rows):
     num_words = -(-vocab_size // 32)
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     bitmask = torch.randint(-(2**31), 2**31, (3, num_words + 1), dtype=torch.int32)[:, :num_words]
     logits = torch.randn(6, vocab_size + 5)
     expected = logits.clone()
