@@ -28,13 +28,14 @@ class ConfigFields:
     def renamed(self, own_names: Mapping[str, str], defaults: Mapping[str, Any]) -> "ConfigFields":
         """Return the fields under other names, with defaults for those that are absent.
 
-        own_names: the present names by the new ones; errors keep the present ones, which win over
-        fields that already have a new name.
+        own_names: the present names by the new ones, for errors too; an empty one: the file has no
+        such field. A field that has a new name already is of another family, and not read.
         """
         renamed = {
             name: self._values[own] for name, own in own_names.items() if own in self._values
         }
-        values = {**defaults, **self._values, **renamed}
+        kept = {name: value for name, value in self._values.items() if name not in own_names}
+        values = {**defaults, **kept, **renamed}
         return ConfigFields(values, self.source, {**self._own_names, **own_names})
 
     def own_name(self, name: str) -> str:

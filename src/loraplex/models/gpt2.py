@@ -32,6 +32,8 @@ NAMES: Final = DecoderNames(
 _OWN_NAMES: Final = {
     "hidden_size": "n_embd",
     "num_attention_heads": "n_head",
+    "num_key_value_heads": "",
+    "head_dim": "",
     "num_hidden_layers": "n_layer",
     "intermediate_size": "n_inner",
     "max_position_embeddings": "n_positions",
