@@ -9,8 +9,9 @@ from loraplex.adapters.version import check_name
 from loraplex.core.config import AdapterConfig, ModelConfig
 from loraplex.core.errors import ConfigError, LoraplexError
 from loraplex.core.principal import DEFAULT_TENANT
-from loraplex.serving.adapters.folders import Log, find_adapters, find_below, read_list
+from loraplex.serving.adapters.folders import Found, Log, find_adapters, find_below, read_list
 from loraplex.serving.adapters.loading import CatalogLoader
+from loraplex.serving.adapters.path_states import PathStates
 from loraplex.serving.catalog import ModelCatalog
 from loraplex.serving.discovered_adapters import ConfiguredAdapter
 from loraplex.serving.served_model import ServedModel
@@ -77,18 +78,22 @@ async def _load_named(
 
 
 def wanted_adapters(
-    config: ModelConfig, catalog: ModelCatalog, *, is_following: bool = False
+    config: ModelConfig,
+    catalog: ModelCatalog,
+    *,
+    is_following: bool = False,
+    states: PathStates | None = None,
 ) -> list[ConfiguredAdapter]:
     """Return the configured adapters, each name and each task id once.
 
     The first adapter has it; a later one is an error if it is named individually, else a warning.
     Reads folders; raises ConfigError for an unreadable one. is_following: an earlier call has
-    logged the warnings already.
+    logged the warnings already. states: notes what is read.
     """
     log = logger.debug if is_following else logger.warning
     wanted: dict[str, ConfiguredAdapter] = {}
     task_ids: dict[int, str] = {}
-    for adapter in _configured(config, log):
+    for adapter in _configured(config, log, states or PathStates()):
         name, task_id = adapter.name, adapter.task_id
         try:
             check_name(name)
@@ -104,15 +109,18 @@ def wanted_adapters(
     return list(wanted.values())
 
 
-def _configured(config: ModelConfig, log: Log) -> Iterator[ConfiguredAdapter]:
+def _configured(config: ModelConfig, log: Log, states: PathStates) -> Iterator[ConfiguredAdapter]:
     for name, adapter in config.adapters.items():
         yield named_adapter(name, adapter)
     if config.multi_lora:
+        states.note(Path(config.multi_lora).expanduser())
         for name, path in read_list(Path(config.multi_lora)):
             yield ConfiguredAdapter(name, path, None, is_named=True, is_followed=True)
-    found = [pair for folder in config.adapter_dirs for pair in find_adapters(Path(folder), log)]
+    found: Found = []
+    for folder in config.adapter_dirs:
+        found += find_adapters(Path(folder), log, states)
     if config.lora_root:
-        found += find_below(Path(config.lora_root), log)
+        found += find_below(Path(config.lora_root), log, states)
     for name, place in found:
         task_id = task_id_of(name)
         yield ConfiguredAdapter(name, str(place), task_id, is_named=False, is_followed=True)

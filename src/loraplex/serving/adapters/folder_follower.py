@@ -34,6 +34,7 @@ from loraplex.serving.adapters.configured import (
 )
 from loraplex.serving.adapters.folders import Signature, find_named, signature_of
 from loraplex.serving.adapters.loading import CatalogLoader
+from loraplex.serving.adapters.path_states import PathStates
 from loraplex.serving.catalog import ModelCatalog
 from loraplex.serving.discovered_adapters import ConfiguredAdapter
 from loraplex.serving.served_model import ServedModel
@@ -80,6 +81,9 @@ class _Followed:
     retries: dict[str, _Retry] = dataclasses.field(default_factory=dict)
     refused: dict[str, tuple[_Seen, LoraplexError]] = dataclasses.field(default_factory=dict)
     """Reasons for refused adapters, as long as these have not changed."""
+    scan: "_Scan" = dataclasses.field(kw_only=True)
+    is_settled: bool = False
+    """Whether the result of the last scan is applied, so that the same result changes nothing."""
     validating: dict[str, asyncio.Task[LoraplexError | None]] = dataclasses.field(
         default_factory=dict
     )
@@ -90,6 +94,32 @@ class _Followed:
         retry = self.retries.get(name)
         is_pausing = retry is not None and retry.seen == seen and retry.left > 0
         return self.taken.get(name) != seen and not is_pausing
+
+
+class _Scan:
+    """Scan of one model's folders and lists. It is cheap while nothing in them has changed."""
+
+    def __init__(self, config: ModelConfig, catalog: ModelCatalog) -> None:
+        self._config = config
+        self._catalog = catalog
+        self._found: dict[str, _Seen] = {}
+        self._states: PathStates | None = None
+        """None: there is no result, or it is not valid any longer."""
+        self._bases: tuple[str, ...] = ()
+
+    def look(self) -> dict[str, _Seen]:
+        """Return the followed adapters, the same object as before if nothing changed.
+
+        Raises ConfigError.
+        """
+        bases = tuple(self._catalog.models)
+        if self._states is None or bases != self._bases or not self._states.are_unchanged():
+            self._states, self._bases = None, bases
+            states = PathStates()
+            wanted = wanted_adapters(self._config, self._catalog, is_following=True, states=states)
+            self._found = _followed(wanted, states)
+            self._states = states
+        return self._found
 
 
 class FolderFollower:
@@ -119,7 +149,8 @@ class FolderFollower:
         if _is_followed(model.config):
             taken = {name: one for name, one in seen.items() if one.adapter.is_named}
             due = {name: one for name, one in seen.items() if name not in taken}
-            self._followed.append(_Followed(model, taken, seen, due))
+            scan = _Scan(model.config, self._catalog)
+            self._followed.append(_Followed(model, taken, seen, due, scan=scan))
 
     def start(self) -> None:
         """Validate what the folders hold, and follow them until close(). Idempotent."""
@@ -185,7 +216,7 @@ class FolderFollower:
     async def run_once(self) -> None:
         for followed in self._followed:
             try:
-                seen = await asyncio.to_thread(_look, followed.model.config, self._catalog)
+                seen = await asyncio.to_thread(followed.scan.look)
             except ConfigError as error:
                 # The folder may be unmounted for a moment: its adapters stay.
                 self._report(error.message)
@@ -212,6 +243,9 @@ class FolderFollower:
             await asyncio.sleep(self._interval_seconds or 1.0)
 
     async def _follow(self, followed: _Followed, seen: dict[str, _Seen]) -> None:
+        is_same = seen is followed.last
+        if is_same and followed.is_settled and not followed.retries:
+            return
         discovered = followed.model.discovered
         known = {*followed.taken, *(adapter.name for adapter in discovered)}
         still = {name for name in (*seen, *known) if seen.get(name) == followed.last.get(name)}
@@ -225,6 +259,7 @@ class FolderFollower:
         followed.due = {
             name: one for name, one in seen.items() if name in still and followed.is_due(name, one)
         }
+        followed.is_settled = is_same and not followed.due
         for name, one in followed.due.items():
             if name not in followed.taken:
                 discovered.put(one.adapter)
@@ -324,14 +359,11 @@ def _remember(
         refused.pop(next(iter(refused)))
 
 
-def _look(config: ModelConfig, catalog: ModelCatalog) -> dict[str, _Seen]:
-    """Scan folders and lists. Raises ConfigError."""
-    return _followed(wanted_adapters(config, catalog, is_following=True))
-
-
-def _followed(wanted: Iterable[ConfiguredAdapter]) -> dict[str, _Seen]:
+def _followed(
+    wanted: Iterable[ConfiguredAdapter], states: PathStates | None = None
+) -> dict[str, _Seen]:
     return {
-        adapter.name: _Seen(adapter, signature_of(Path(adapter.path).expanduser()))
+        adapter.name: _Seen(adapter, signature_of(Path(adapter.path).expanduser(), states))
         for adapter in wanted
         if adapter.is_followed
     }

@@ -8,10 +8,12 @@ import itertools
 import json
 import logging
 import os
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from loraplex.core.errors import ConfigError
+from loraplex.serving.adapters.path_states import PathStates
 
 logger = logging.getLogger(__name__)
 
@@ -29,27 +31,29 @@ Signature = tuple[tuple[str, int, int, int], ...]
 """(name, inode, size, mtime_ns) of each file of an adapter; empty where there are none."""
 
 
-def find_adapters(folder: Path, log: Log = logger.warning) -> Found:
+def find_adapters(
+    folder: Path, log: Log = logger.warning, states: PathStates | None = None
+) -> Found:
     """Find every sub-folder with a PEFT adapter or TensorRT-LLM's pair of files.
 
-    Raises ConfigError.
+    states: notes what is read. Raises ConfigError.
     """
     folder = folder.expanduser()
-    entries = _entries(folder)
+    entries = _entries(folder, states or PathStates())
     found = [(entry.name, entry) for entry in entries if _is_adapter(entry)]
     if not found:
         log("no sub-folder of %s has an %s", folder, " or a ".join(_ADAPTER_FILES))
     return _within(found, folder, log)
 
 
-def find_below(root: Path, log: Log = logger.warning) -> Found:
+def find_below(root: Path, log: Log = logger.warning, states: PathStates | None = None) -> Found:
     """Find every adapter below a folder, at any depth, named by its relative path.
 
     A .safetensors file is named without its suffix: `team/v1.2` is
-    team/v1.2.safetensors or the folder team/v1.2. Raises ConfigError.
+    team/v1.2.safetensors or the folder team/v1.2. states: notes what is read. Raises ConfigError.
     """
     root = root.expanduser()
-    found = sorted(_below(root, "", 0, log))
+    found = sorted(_below(root, "", 0, log, states or PathStates()))
     if not found:
         log("no adapter is below %s", root)
     return _within(found, root, log)
@@ -93,44 +97,60 @@ def read_list(path: Path) -> list[tuple[str, str]]:
     return sorted(listed.items())
 
 
-def signature_of(path: Path) -> Signature:
-    """Return the signature of a folder's files or of a file; it changes when they do."""
+def signature_of(path: Path, states: PathStates | None = None) -> Signature:
+    """Return the signature of a folder's files or of a file; it changes when they do.
+
+    states: notes what is read.
+    """
+    states = states or PathStates()
+    status = states.note(path)
+    if status is None:
+        return ()
+    if not stat.S_ISDIR(status.st_mode):
+        return (_file_signature(path.name, status),)
     try:
-        if not path.is_dir():
-            return (_file_signature(path.name, path.stat()),)
-        with os.scandir(path) as entries:
-            return tuple(sorted(_file_signature(entry.name, entry.stat()) for entry in entries))
+        names = sorted(os.listdir(path))
     except OSError:
         return ()
+    found = [(name, states.note(os.path.join(path, name))) for name in names]
+    signatures = [_file_signature(name, file) for name, file in found if file is not None]
+    return tuple(signatures) if len(signatures) == len(found) else ()
 
 
 def _file_signature(name: str, status: os.stat_result) -> tuple[str, int, int, int]:
     return name, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def _below(folder: Path, prefix: str, depth: int, log: Log) -> Iterator[tuple[str, Path]]:
+def _below(
+    folder: Path, prefix: str, depth: int, log: Log, states: PathStates
+) -> Iterator[tuple[str, Path]]:
     if depth > _MAX_DEPTH:
         log("%s is deeper than %d folders: left out", folder, _MAX_DEPTH)
         return
-    for entry in _entries(folder):
+    for entry in _entries(folder, states):
         name = prefix + entry.name
         if _is_adapter(entry):
             yield name, entry
         elif entry.is_dir():
             if not entry.is_symlink():  # a link may lead back here
-                yield from _below(entry, f"{name}/", depth + 1, log)
+                yield from _below(entry, f"{name}/", depth + 1, log, states)
         elif entry.name.endswith(_FILE_SUFFIX):
             yield name.removesuffix(_FILE_SUFFIX), entry
 
 
-def _entries(folder: Path) -> list[Path]:
+def _entries(folder: Path, states: PathStates) -> list[Path]:
     """List a folder by name. Hidden entries are skipped: they may be incomplete."""
+    states.note(folder)
     try:
-        return sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
+        names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
     except OSError as error:
         raise ConfigError(
             f"cannot look for adapters in the folder {folder}: {error.strerror}"
         ) from error
+    entries = [folder / name for name in names]
+    for entry in entries:
+        states.note(entry)
+    return entries
 
 
 def _within(found: Found, folder: Path, log: Log) -> Found:

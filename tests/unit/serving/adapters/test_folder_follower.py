@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import os
 import shutil
 
 import pytest
@@ -94,6 +95,43 @@ async def test_added_changed_removed(watched):
     watched.put("ja.v1.2", "ja")
     await watched.look()
     assert watched.served == {"zh": "another", "ja.v1.2": "ja"}
+
+
+async def test_folders_are_read_again_only_after_a_change(watched, monkeypatch):
+    scans = []
+    scan = folder_follower.wanted_adapters
+    monkeypatch.setattr(
+        folder_follower, "wanted_adapters", lambda *a, **k: scans.append(1) or scan(*a, **k)
+    )
+
+    def age():
+        """What has just changed may change again unseen: it is not trusted yet."""
+        for path in (watched.folder, *watched.folder.rglob("*")):
+            os.utime(path, (1, 1))
+
+    async def num_scans(looks):
+        scans.clear()
+        await watched.look(looks)
+        return len(scans)
+
+    for name in ("zh", "ja"):
+        watched.put(name, "one")
+    age()
+    await watched.start(adapter_dirs=(str(watched.folder),))
+    assert await num_scans(5) == 1
+    watched.put("zh", "two")
+    assert await num_scans(3) == 3
+    assert watched.served == {"zh": "two", "ja": "one"}
+    age()
+    assert await num_scans(5) == 1
+    watched.take("ja")
+    os.utime(watched.folder, (1, 2))
+    assert await num_scans(5) == 1
+    assert watched.served == {"zh": "two"}
+    watched.catalog.models["zh"] = watched.model  # its name now means a base model
+    assert await num_scans(5) == 1
+    del watched.catalog.models["zh"]
+    assert watched.served == {}
 
 
 async def test_while_it_changes_it_is_left_alone(watched):
