@@ -1,0 +1,270 @@
+"""Every trait of every model family against transformers and PEFT, with adapters on all linears.
+
+Tiny checkpoints whose parameters, norms too, are all random: a norm of ones would hide its place.
+"""
+
+import dataclasses
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel
+
+from loraplex.adapters.stage import stage
+from loraplex.adapters.staged import StageRequest
+from loraplex.adapters.staging_limits import StagingLimits
+from loraplex.app.builder import base_shapes
+from loraplex.core.plan import RowResult
+from loraplex.execution import loading
+from loraplex.execution.adapters.host_adapters import HostAdapter, HostAdapters
+from loraplex.execution.adapters.loader import read_host_adapter
+from loraplex.execution.loading import load_parts
+from loraplex.execution.sampling.sampler import Sampler
+from loraplex.execution.sizing.settings import RunnerSettings
+from loraplex.execution.steps.model_runner import ModelRunner
+from loraplex.kernels.reference import ReferenceKernels
+from loraplex.memory.adapter_pages import place
+from loraplex.models.registry import read_config
+from support.checkpoints import add_random_adapters
+from support.families import first, rest
+from support.families.case import VOCAB_SIZE, FamilyCase
+from support.step_driver import Prompt, StepDriver
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CASES = {**first.CASES, **rest.CASES}
+QUICK = [name for name, case in CASES.items() if case.is_quick]
+QUICK_BACKEND = "reference"
+NUM_NEW_TOKENS = 24
+MAX_RANK = 16
+TOLERANCE = 1e-4
+"""Relative to the largest logit."""
+BFLOAT16_FACTOR = 1.5
+PARAMETER_SCALE = 0.3
+
+
+def adapter_configs(case: FamilyCase) -> dict[str, LoraConfig]:
+    def targets(layer: str, linears: tuple[str, ...]) -> str:
+        return rf"{case.scope}{layer}\..*\.({'|'.join(linears)})"
+
+    some = case.linears
+    return {
+        "all": LoraConfig(
+            r=8,
+            lora_alpha=8,
+            target_modules=targets(r"\d+", some),
+            rank_pattern={some[1]: 3, rf"1\..*\.{some[-1]}": MAX_RANK},
+            alpha_pattern={some[1]: 5},
+        ),
+        "first": LoraConfig(r=4, lora_alpha=6, target_modules=targets(r"\d+", some[:1])),
+        "one-layer": LoraConfig(r=1, lora_alpha=2, target_modules=targets("1", some[-2:])),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """One checkpoint and its adapters in both implementations."""
+
+    folder: Path
+    reference: PeftModel
+    adapters: Mapping[str, HostAdapter]
+
+    def driver(
+        self, *, scrambled: bool = False, **settings: Any
+    ) -> tuple[StepDriver, "RecordingSampler"]:
+        fixed = {"num_blocks": 80, "block_size": 8, "max_num_seqs": 8, "max_lora_rank": MAX_RANK}
+        adapters = HostAdapters()
+        for name, adapter in self.adapters.items():
+            adapters.put(HANDLES[name], adapter)
+        parts = load_parts(self.folder, RunnerSettings(**(fixed | settings)), adapters)
+        sampler = RecordingSampler(parts.capacity.vocab_size)
+        runner = ModelRunner(dataclasses.replace(parts, sampler=sampler))
+        order = list(range(parts.capacity.kv_groups[0].num_blocks))
+        if scrambled:
+            random.Random(3).shuffle(order)
+        driver = StepDriver(runner, order)
+        for name, adapter in self.adapters.items():
+            pages = place(adapter.targets, parts.capacity.page_geometry).num_pages
+            assert driver.load(HANDLES[name], pages).copies_done == (HANDLES[name],)
+        return driver, sampler
+
+
+class RecordingSampler(Sampler):
+    """Keeps the logits of the last steps."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__(vocab_size, device=torch.device("cpu"))
+        self.logits: list[torch.Tensor] = []
+
+    def sample(self, logits: torch.Tensor, steps: Any) -> list[RowResult]:
+        self.logits.append(logits.clone())
+        return super().sample(logits, steps)
+
+
+HANDLES = {"all": 11, "first": 12, "one-layer": 13}
+
+
+def save_model(folder: Path, case: FamilyCase) -> Any:
+    torch.manual_seed(0)
+    model = case.model_class.from_config(case.config(), attn_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(PARAMETER_SCALE * torch.randn_like(parameter))
+    model.tie_weights()
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+def make_subject(folder: Path, case: FamilyCase) -> Subject:
+    reference = add_random_adapters(save_model(folder, case), adapter_configs(case))
+    if case.convert is not None:
+        case.convert(folder)
+    return Subject(folder, reference, {name: saved(folder, name, reference, case) for name in HANDLES})
+
+
+def saved(folder: Path, name: str, reference: PeftModel, case: FamilyCase) -> HostAdapter:
+    """Save an adapter, and read it as a server does."""
+    adapters = folder / "adapters"
+    reference.save_pretrained(adapters, selected_adapters=[name])
+    if case.convert is not None:
+        case.convert(adapters / name)
+    request = StageRequest(
+        request_id=1,
+        path=str(adapters / name),
+        state_dir=str(folder / "state"),
+        shapes=base_shapes(read_config(folder)),
+        limits=StagingLimits(max_rank=MAX_RANK),
+        base_path=str(folder),
+    )
+    return read_host_adapter(stage(request).source)
+
+
+def parameters() -> list[Any]:
+    """Return (case, backend) pairs: what `make test` leaves out is marked slow."""
+    return [
+        pytest.param(
+            (name, backend),
+            id=f"{name}-{backend}",
+            marks=() if case.is_quick and backend == QUICK_BACKEND else pytest.mark.slow,
+        )
+        for name, case in CASES.items()
+        for backend in ("fastest", "reference")
+    ]
+
+
+@pytest.fixture(scope="module", params=parameters())
+def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    name, _ = request.param
+    return make_subject(tmp_path_factory.mktemp("model"), CASES[name])
+
+
+@pytest.fixture(autouse=True)
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this machine would choose, or torch alone: both must be right."""
+    parameters = request.node.callspec.params
+    _, name = parameters.get("subject", (None, QUICK_BACKEND))
+    if name == "reference":
+        monkeypatch.setattr(
+            loading, "select_kernels", lambda device, *_, **__: ReferenceKernels(device)
+        )
+
+
+def make_prompt(length: int, adapter: str | None) -> Prompt:
+    rng = random.Random(length)
+    tokens = tuple(rng.randrange(VOCAB_SIZE) for _ in range(length))
+    return Prompt(tokens, ((HANDLES[adapter], 1.0),) if adapter else ())
+
+
+# Longer than the windows, and than the original length of stretched ropes.
+PROMPTS = {
+    None: make_prompt(23, None),
+    "all": make_prompt(31, "all"),
+    "first": make_prompt(20, "first"),
+    "one-layer": make_prompt(27, "one-layer"),
+}
+
+
+@torch.no_grad()
+def reference_completion(
+    model: PeftModel, adapter: str | None, num_tokens: int
+) -> tuple[torch.Tensor, list[int]]:
+    """(logits of the prompt, greedy tokens)"""
+    inputs = torch.tensor([PROMPTS[adapter].token_ids])
+    if adapter is None:
+        with model.disable_adapter():
+            return generate(model, inputs, num_tokens)
+    model.set_adapter(adapter)
+    return generate(model, inputs, num_tokens)
+
+
+def generate(
+    model: PeftModel, inputs: torch.Tensor, num_tokens: int
+) -> tuple[torch.Tensor, list[int]]:
+    logits = model(input_ids=inputs).logits[0].float()
+    output = model.generate(
+        input_ids=inputs,
+        attention_mask=torch.ones_like(inputs),
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    return logits, output[0, inputs.shape[1] :].tolist()
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    assert actual.shape == expected.shape
+    return float((actual - expected).abs().max() / expected.abs().max())
+
+
+def test_same_logits_and_tokens_as_transformers(subject: Subject) -> None:
+    driver, sampler = subject.driver()
+    for adapter, prompt in PROMPTS.items():
+        logits, tokens = reference_completion(subject.reference, adapter, NUM_NEW_TOKENS)
+        sampler.logits.clear()
+        (generated,) = driver.generate([prompt], NUM_NEW_TOKENS, prompt_logits=True)
+        assert relative_error(sampler.logits[0], logits) < TOLERANCE, adapter
+        assert generated == tokens, adapter
+
+
+def test_same_bits_in_company_in_chunks_and_in_other_blocks(subject: Subject) -> None:
+    prompts = list(PROMPTS.values())
+    driver, sampler = subject.driver()
+    alone, last_logits = [], []
+    for prompt in prompts:
+        alone += driver.generate([prompt], NUM_NEW_TOKENS)
+        last_logits.append(sampler.logits[-1])
+    driver, sampler = subject.driver(scrambled=True)
+    assert driver.generate(prompts, NUM_NEW_TOKENS) == alone
+    assert torch.equal(sampler.logits[-1], torch.cat(last_logits))
+    for chunk_size in (1, 7, 19):
+        assert driver.generate(prompts[::-1], NUM_NEW_TOKENS, chunk_size=chunk_size) == alone[::-1]
+
+
+def test_adapters_change_the_logits(subject: Subject) -> None:
+    """Or the other tests would prove nothing about them."""
+    tokens = PROMPTS["all"].token_ids
+    prompts = [Prompt(tokens), *(Prompt(tokens, ((h, 1.0),)) for h in HANDLES.values())]
+    driver, sampler = subject.driver()
+    driver.generate(prompts, 1)
+    base, *adapted = sampler.logits[-1]
+    for logits in adapted:
+        assert relative_error(logits, base) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_bfloat16_is_as_exact_as_transformers(name: str, tmp_path: Path) -> None:
+    subject = make_subject(tmp_path, CASES[name])
+    exact = {name: reference_completion(subject.reference, name, 1)[0] for name in PROMPTS}
+    driver, sampler = subject.driver(dtype="bfloat16")
+    half = subject.reference.to(torch.bfloat16)
+    own_error = their_error = 0.0
+    for adapter, prompt in PROMPTS.items():
+        logits, _ = reference_completion(half, adapter, 1)
+        sampler.logits.clear()
+        driver.generate([prompt], 1, prompt_logits=True)
+        own_error = max(own_error, relative_error(sampler.logits[0].float(), exact[adapter]))
+        their_error = max(their_error, relative_error(logits, exact[adapter]))
+    assert own_error < BFLOAT16_FACTOR * their_error

@@ -1,0 +1,40 @@
+"""Tiny configuration of a model family, with the names that adapters of the family have."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+VOCAB_SIZE = 97
+LLAMA_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FamilyCase:
+    config: Callable[[], PretrainedConfig]
+    linears: tuple[str, ...] = LLAMA_LINEARS
+    """Last names of all linear layers of a decoder layer."""
+    scope: str = r".*\."
+    """Regular expression for what precedes the number of a decoder layer in a module's path."""
+    model_class: Any = AutoModelForCausalLM
+    is_quick: bool = False
+    """Whether `make test` runs it, on one backend. The others run in CI only."""
+    convert: Callable[[Path], None] | None = None
+    """Rewrites a saved checkpoint or adapter, for families that transformers has no class of."""
+
+
+def sizes(**changes: Any) -> dict[str, Any]:
+    """Fields that most configurations take."""
+    return {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    } | changes
