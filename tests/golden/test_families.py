@@ -122,7 +122,9 @@ def make_subject(folder: Path, case: FamilyCase) -> Subject:
     reference = add_random_adapters(save_model(folder, case), adapter_configs(case))
     if case.convert is not None:
         case.convert(folder)
-    return Subject(folder, reference, {name: saved(folder, name, reference, case) for name in HANDLES})
+    return Subject(
+        folder, reference, {name: saved(folder, name, reference, case) for name in HANDLES}
+    )
 
 
 def saved(folder: Path, name: str, reference: PeftModel, case: FamilyCase) -> HostAdapter:
@@ -254,8 +256,15 @@ def test_adapters_change_the_logits(subject: Subject) -> None:
         assert relative_error(logits, base) > 100 * TOLERANCE
 
 
+def mean_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the root of the mean square, relative to the expected values'."""
+    assert actual.shape == expected.shape
+    return float((actual.float() - expected).norm() / expected.norm())
+
+
 @pytest.mark.parametrize("name", QUICK)
 def test_bfloat16_is_as_exact_as_transformers(name: str, tmp_path: Path) -> None:
+    """Compare the mean: the largest error of so few logits is a matter of luck, for both."""
     subject = make_subject(tmp_path, CASES[name])
     exact = {name: reference_completion(subject.reference, name, 1)[0] for name in PROMPTS}
     driver, sampler = subject.driver(dtype="bfloat16")
@@ -265,6 +274,6 @@ def test_bfloat16_is_as_exact_as_transformers(name: str, tmp_path: Path) -> None
         logits, _ = reference_completion(half, adapter, 1)
         sampler.logits.clear()
         driver.generate([prompt], 1, prompt_logits=True)
-        own_error = max(own_error, relative_error(sampler.logits[0].float(), exact[adapter]))
-        their_error = max(their_error, relative_error(logits, exact[adapter]))
+        own_error += mean_error(sampler.logits[0], exact[adapter])
+        their_error += mean_error(logits, exact[adapter])
     assert own_error < BFLOAT16_FACTOR * their_error

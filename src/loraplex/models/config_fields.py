@@ -22,6 +22,7 @@ class ConfigFields:
         own_names: what the object calls fields that have another name here.
         """
         self._values = {name: value for name, value in values.items() if value is not None}
+        self._nulls = frozenset(values.keys() - self._values.keys())
         self.source = source
         self._own_names = own_names or {}
 
@@ -35,8 +36,14 @@ class ConfigFields:
             name: self._values[own] for name, own in own_names.items() if own in self._values
         }
         kept = {name: value for name, value in self._values.items() if name not in own_names}
-        values = {**defaults, **kept, **renamed}
+        nulls = dict.fromkeys(self._nulls)
+        values = {**nulls, **defaults, **kept, **renamed}
         return ConfigFields(values, self.source, {**self._own_names, **own_names})
+
+    def with_values(self, values: Mapping[str, Any]) -> "ConfigFields":
+        """Return the fields with other values."""
+        nulls = dict.fromkeys(self._nulls)
+        return ConfigFields({**nulls, **self._values, **values}, self.source, self._own_names)
 
     def own_name(self, name: str) -> str:
         """Return what the file calls a field."""
@@ -94,6 +101,15 @@ class ConfigFields:
         if not _is_number(value):
             raise self._wrong(name, "a number")
         return float(value)
+
+    def positive_or_null(self, name: str, default: float | None = None) -> float | None:
+        """Return a positive number, None for null, the default if absent."""
+        if name in self._nulls:
+            return None
+        value = self.optional_number(name)
+        if value is not None and value <= 0:
+            raise self._wrong(name, "a positive number or null")
+        return default if value is None else value
 
     def numbers(self, name: str) -> tuple[float, ...]:
         """Return a required list."""

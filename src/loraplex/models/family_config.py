@@ -14,7 +14,12 @@ from loraplex.core.errors import ConfigError, UnsupportedModelError
 from loraplex.kernels.activations import Activation
 from loraplex.models.config_fields import ConfigFields
 from loraplex.models.decoder_names import LLAMA_NAMES, DecoderNames
-from loraplex.models.rope_config import max_rotary_len, read_rope
+from loraplex.models.rope_config import (
+    LAYER_TYPES,
+    SLIDING_ATTENTION,
+    max_rotary_len,
+    read_rope,
+)
 from loraplex.models.spec import (
     DOWN,
     OUTPUT,
@@ -263,12 +268,12 @@ def sliding_layers(fields: ConfigFields, default: Sequence[bool]) -> tuple[bool,
             f"num_hidden_layers is {num_layers}"
         )
     for kind in layer_types:
-        if kind not in ("full_attention", "sliding_attention"):
+        if kind not in LAYER_TYPES:
             raise UnsupportedModelError(
                 f"{fields.source}: layer type {kind!r} is not supported; "
-                "supported: full_attention, sliding_attention"
+                f"supported: {', '.join(LAYER_TYPES)}"
             )
-    return tuple(kind == "sliding_attention" for kind in layer_types)
+    return tuple(kind == SLIDING_ATTENTION for kind in layer_types)
 
 
 def refuse_fields(fields: ConfigFields) -> None:

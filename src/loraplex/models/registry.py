@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Final
 
 from loraplex.core.errors import ConfigError, UnsupportedModelError
-from loraplex.models import gpt2, llama, mistral, qwen2, qwen3
+from loraplex.models import gemma, gpt2, llama, mistral, qwen2, qwen3
 from loraplex.models.config_fields import ConfigFields, read_fields
 from loraplex.models.engine_folder import model_fields
 from loraplex.models.spec import ModelSpec
@@ -21,6 +21,9 @@ ARCHITECTURES: Final[Mapping[str, ReadConfig]] = MappingProxyType(
         qwen2.ARCHITECTURE: qwen2.read_config,
         qwen3.ARCHITECTURE: qwen3.read_config,
         gpt2.ARCHITECTURE: gpt2.read_config,
+        gemma.ARCHITECTURE: gemma.read_config,
+        gemma.ARCHITECTURE_2: gemma.read_config_2,
+        gemma.ARCHITECTURE_3: gemma.read_config_3,
     }
 )
 

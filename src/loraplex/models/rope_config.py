@@ -1,8 +1,10 @@
 """Reads the rotary embedding's settings from a Hugging Face config.json, old style or new.
 
 Old: `rope_theta` and `rope_scaling` among the other fields. New (transformers 5): both in one
-object, `rope_parameters`.
+object, `rope_parameters`; where the layers differ, it has one such object per layer type.
 """
+
+from collections.abc import Mapping
 
 from loraplex.core.errors import ConfigError, UnsupportedModelError
 from loraplex.models.config_fields import ConfigFields
@@ -10,12 +12,49 @@ from loraplex.models.spec import RopeConfig
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 _DEFAULT_THETA = 10_000.0
+FULL_ATTENTION = "full_attention"
+SLIDING_ATTENTION = "sliding_attention"
+LAYER_TYPES = (FULL_ATTENTION, SLIDING_ATTENTION)
+"""Values of layer_types: kinds of decoder layers."""
 
 
 def read_rope(fields: ConfigFields, head_dim: int, max_position_embeddings: int) -> RopeConfig:
     """Read the embedding. Raises ConfigError or UnsupportedModelError, naming the field."""
     rope = fields.table("rope_scaling") or fields.table("rope_parameters") or fields
     _require_one_set(rope, fields)
+    return _read(rope, fields, head_dim, max_position_embeddings)
+
+
+def read_layer_ropes(
+    fields: ConfigFields, head_dim: int, max_position_embeddings: int, sliding_theta: float
+) -> Mapping[str, RopeConfig]:
+    """Read one embedding per layer type, from `rope_parameters` or from the older fields.
+
+    Those are of layers with full attention; sliding_theta is of the others where it is not stated.
+    Raises ConfigError or UnsupportedModelError, naming the field.
+    """
+    ropes = fields.table("rope_parameters") or ConfigFields({}, fields.source)
+    others = ", ".join(sorted(set(ropes) - set(LAYER_TYPES)))
+    if others:
+        raise UnsupportedModelError(
+            f"{ropes.source}: {others}: not supported; supported is an object for each of "
+            f"{' and '.join(LAYER_TYPES)}"
+        )
+    full, scaling = ropes.table(FULL_ATTENTION), fields.table("rope_scaling")
+    if full is not None and scaling is not None:
+        full = ConfigFields({**full.values, **scaling.values}, scaling.source)
+    sliding = ropes.table(SLIDING_ATTENTION) or ConfigFields({"rope_type": "default"}, ropes.source)
+    outside = fields.with_values({"rope_theta": sliding_theta})
+    sizes = (head_dim, max_position_embeddings)
+    return {
+        FULL_ATTENTION: _read(full or scaling or fields, fields, *sizes),
+        SLIDING_ATTENTION: _read(sliding, outside, *sizes),
+    }
+
+
+def _read(
+    rope: ConfigFields, fields: ConfigFields, head_dim: int, max_position_embeddings: int
+) -> RopeConfig:
     is_nested = rope is not fields
     rope_type = rope.text("rope_type", rope.text("type", "default")) if is_nested else "default"
     if rope_type not in ROPE_TYPES:
