@@ -90,13 +90,12 @@ def measure(
 
     storage = native.allocate(tables.numel(), shape, kv_dtype)
     native.write(storage, key, value, slots)
-    plan = native.plan(rows, shape, None)
+    rules = AttentionRules(scale=shape.head_dim**-0.5)
+    plan = native.plan(rows, shape, rules)
     native_time = least_time(lambda: native.attend(query, storage, plan), seconds)
     reference_storage = reference.allocate_kv(tables.numel(), shape, kv_dtype)
     reference.write_kv(reference_storage, key, value, slots)
-    reference_plan = reference.plan_attention(
-        rows, shape, AttentionRules(scale=shape.head_dim**-0.5)
-    )
+    reference_plan = reference.plan_attention(rows, shape, rules)
     reference_time = least_time(
         lambda: reference.paged_attention(query, reference_storage, reference_plan), seconds
     )

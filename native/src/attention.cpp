@@ -60,7 +60,8 @@ struct Cut {
 void check(const loraplex_attention_step &step) {
     if (step.num_rows < 0 || step.num_kv_heads < 1 || step.head_dim < 1 || step.block_size < 1 ||
         step.num_heads < 1 || step.num_heads % step.num_kv_heads != 0 || step.sliding_window < 0 ||
-        step.num_sink_tokens < 0) {
+        step.num_sink_tokens < 0 || !std::isfinite(step.scale) || !std::isfinite(step.soft_cap) ||
+        step.soft_cap < 0.0f) {
         throw std::invalid_argument("attention step");
     }
 }
@@ -132,9 +133,9 @@ template <typename T, typename KV>
 class PagedAttention {
 public:
     PagedAttention(loraplex_pool &pool, const loraplex_attention_step &step, PagedKeys<KV> keys,
-                   Matrix<const T> query, Matrix<T> output)
-        : pool_(pool), step_(step), keys_(keys), query_(query), output_(output),
-          heads_per_kv_(step.num_heads / step.num_kv_heads) {}
+                   const float *sink_logits, Matrix<const T> query, Matrix<T> output)
+        : pool_(pool), step_(step), keys_(keys), sink_logits_(sink_logits), query_(query),
+          output_(output), heads_per_kv_(step.num_heads / step.num_kv_heads) {}
 
     void run() {
         std::int64_t splits_of_a_unit = 0;
@@ -225,11 +226,12 @@ private:
         write_output(tile, head, total);
     }
 
-    // Row q * heads_per_kv + h is query q's head h of those that share the key head. The scale and
-    // log2(e) go into the query, so that exp2 gives the softmax's exponentials.
+    // Row q * heads_per_kv + h is query q's head h of those that share the key head. The scale goes
+    // into the query, and so does log2(e), so that exp2 gives the softmax's exponentials; where
+    // scores have a cap, its inverse goes there, and log2(e) to the capped scores.
     void read_queries(const QueryTile &tile, std::int64_t head, Matrix<float> queries) const {
-        const float scale =
-            static_cast<float>(1.0 / std::sqrt(static_cast<double>(step_.head_dim))) * kLog2E;
+        const float scale = step_.soft_cap > 0.0f ? step_.scale / step_.soft_cap
+                                                  : step_.scale * kLog2E;
         const std::int64_t row_size = heads_per_kv_ * step_.head_dim;
         for (std::int64_t q = 0; q < tile.num_queries; ++q) {
             const T *source = query_.row(tile.first_token + q) + head * row_size;
@@ -240,15 +242,25 @@ private:
         }
     }
 
-    void write_output(const QueryTile &tile, std::int64_t head, const SoftmaxState &total) const {
+    // A sink's logit is one more score in the sum, without a value.
+    void write_output(const QueryTile &tile, std::int64_t kv_head,
+                      const SoftmaxState &total) const {
         const std::int64_t dim = step_.head_dim;
+        const std::int64_t first_head = kv_head * heads_per_kv_;
         for (std::int64_t q = 0; q < tile.num_queries; ++q) {
-            T *target = output_.row(tile.first_token + q) + head * heads_per_kv_ * dim;
+            T *target = output_.row(tile.first_token + q) + first_head * dim;
             for (std::int64_t h = 0; h < heads_per_kv_; ++h) {
                 const std::int64_t row = q * heads_per_kv_ + h;
                 const float *values = total.values.row(row);
+                float sum = total.sums[row], factor = 1.0f;
+                if (sink_logits_ != nullptr) {
+                    const float sink = sink_logits_[first_head + h] * kLog2E;
+                    const float largest = std::max(total.maxima[row], sink);
+                    factor = exp2(total.maxima[row] - largest);
+                    sum = sum * factor + exp2(sink - largest);
+                }
                 for (std::int64_t d = 0; d < dim; ++d) {
-                    target[h * dim + d] = narrow<T>(values[d] / total.sums[row]);
+                    target[h * dim + d] = narrow<T>(values[d] * factor / sum);
                 }
             }
         }
@@ -257,6 +269,7 @@ private:
     loraplex_pool &pool_;
     const loraplex_attention_step &step_;
     PagedKeys<KV> keys_;
+    const float *sink_logits_;
     Matrix<const T> query_;
     Matrix<T> output_;
     std::int64_t heads_per_kv_;
@@ -273,8 +286,9 @@ private:
 
 loraplex_status loraplex_paged_attention(loraplex_pool *pool, const loraplex_attention_step *step,
                                          loraplex_dtype kv_dtype, const void *keys,
-                                         const void *values, loraplex_dtype dtype,
-                                         const void *query, int64_t query_stride, void *output,
+                                         const void *values, const float *sink_logits,
+                                         loraplex_dtype dtype, const void *query,
+                                         int64_t query_stride, void *output,
                                          int64_t output_stride) {
     using namespace loraplex;
     return guarded([&] {
@@ -286,7 +300,7 @@ loraplex_status loraplex_paged_attention(loraplex_pool *pool, const loraplex_att
                 const Op op(*pool);
                 PagedAttention<T, KV>(
                     *pool, *step, {static_cast<const KV *>(keys), static_cast<const KV *>(values)},
-                    {static_cast<const T *>(query), query_stride},
+                    sink_logits, {static_cast<const T *>(query), query_stride},
                     {static_cast<T *>(output), output_stride})
                     .run();
                 return LORAPLEX_OK;

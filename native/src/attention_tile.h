@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <limits>
 
@@ -15,6 +16,15 @@ namespace loraplex {
 
 inline constexpr std::int64_t kTileKeys = 64;
 inline constexpr std::int64_t kSplitKeys = 512;  // a multiple of kTileKeys
+
+// 0, 1, ...
+inline constexpr auto kTileOffsets = [] {
+    std::array<float, kTileKeys> offsets{};
+    for (std::size_t i = 0; i < offsets.size(); ++i) {
+        offsets[i] = static_cast<float>(i);
+    }
+    return offsets;
+}();
 
 // Where the keys that end at the position itself begin: behind the sinks, or 0 if these touch them.
 inline std::int64_t first_key(const loraplex_attention_step &step, std::int64_t position) {
@@ -146,7 +156,11 @@ private:
         }
         score(tile_start, tile_first, tile_end);
         for (std::int64_t query = 0; query < num_queries; ++query) {
-            exponentiate(query, visible(tile_start, query), state);
+            const Visible keys = visible(tile_start, query);
+            if (keys.end_sinks > 0 || keys.first < keys.end) {
+                finish_scores(tile_start, query);
+                exponentiate(query, keys, state);
+            }
         }
         // Queries that see the same keys share the loads of values.
         for (std::int64_t query = 0; query < num_queries;) {
@@ -205,11 +219,29 @@ private:
         });
     }
 
+    // Applies the cap and the slopes to the scores of a query, those that nobody reads included.
+    void finish_scores(std::int64_t tile_start, std::int64_t query) const {
+        const Floats cap = broadcast(step.soft_cap * kLog2E);
+        const Floats distance = broadcast(static_cast<float>(tile_start - first_position - query));
+        for (std::int64_t head = 0; head < heads_per_kv; ++head) {
+            float *row = scores + (query * heads_per_kv + head) * kTileKeys;
+            if (step.soft_cap > 0.0f) {
+                for (std::int64_t i = 0; i < kTileKeys; i += kLanes) {
+                    store(row + i, multiply(cap, tanh(load(row + i))));
+                }
+            }
+            if (step.alibi_slopes != nullptr) {
+                const float slope = step.alibi_slopes[kv_head * heads_per_kv + head] * kLog2E;
+                for (std::int64_t i = 0; i < kTileKeys; i += kLanes) {
+                    const Floats key = add(distance, load(kTileOffsets.data() + i));
+                    store(row + i, multiply_add(broadcast(slope), key, load(row + i)));
+                }
+            }
+        }
+    }
+
     // Scores become weights, and the state is prepared for their values.
     void exponentiate(std::int64_t query, Visible keys, SoftmaxState &state) const {
-        if (keys.end_sinks == 0 && keys.first >= keys.end) {
-            return;
-        }
         for (std::int64_t row = query * heads_per_kv; row < (query + 1) * heads_per_kv; ++row) {
             float *weights = scores + row * kTileKeys;
             std::fill(weights + keys.end_sinks, weights + keys.first,

@@ -55,15 +55,17 @@ constexpr ProgramOp make_op(const char *name, loraplex_status (*)(Arguments...))
 
 constexpr ProgramOp kOps[] = {
     LORAPLEX_PROGRAM_OP(loraplex_activate),
+    LORAPLEX_PROGRAM_OP(loraplex_add),
     LORAPLEX_PROGRAM_OP(loraplex_add_layer_norm),
     LORAPLEX_PROGRAM_OP(loraplex_add_lora),
     LORAPLEX_PROGRAM_OP(loraplex_add_rms_norm),
+    LORAPLEX_PROGRAM_OP(loraplex_gate),
     LORAPLEX_PROGRAM_OP(loraplex_layer_norm),
     LORAPLEX_PROGRAM_OP(loraplex_linear),
     LORAPLEX_PROGRAM_OP(loraplex_paged_attention),
     LORAPLEX_PROGRAM_OP(loraplex_rms_norm),
     LORAPLEX_PROGRAM_OP(loraplex_rotary),
-    LORAPLEX_PROGRAM_OP(loraplex_silu_mul),
+    LORAPLEX_PROGRAM_OP(loraplex_scale),
     LORAPLEX_PROGRAM_OP(loraplex_take_rows),
     LORAPLEX_PROGRAM_OP(loraplex_write_kv),
 };

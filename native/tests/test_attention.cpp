@@ -126,6 +126,27 @@ void check_write(Checks &checks, Random &random, std::int64_t head_dim) {
                      static_cast<std::int64_t>(cache.values.size()), "values one by one");
 }
 
+constexpr float kSlopes[kHeads] = {0.5f, 0.25f, 0.125f, 0.0f, 1.0f, 2.0f};
+constexpr float kSinkLogits[kHeads] = {-2.0f, 0.0f, 1.0f, 3.0f, 20.0f, -90.0f};
+
+// What a token sees, and what becomes of a score.
+struct Rules {
+    std::int64_t window = 0;
+    std::int64_t num_sinks = 0;
+    float scale = 0.2f;
+    float soft_cap = 0.0f;
+    bool has_slopes = false;
+    bool has_sink_logits = false;
+
+    double score(double product, std::int64_t head, std::int64_t distance) const {
+        double score = double{scale} * product;
+        if (soft_cap > 0.0f) {
+            score = soft_cap * std::tanh(score / soft_cap);
+        }
+        return score + (has_slopes ? double{kSlopes[head]} * static_cast<double>(distance) : 0.0);
+    }
+};
+
 // Some rows: how many tokens each computes, and how many positions it has then.
 struct Rows {
     std::vector<std::int64_t> query_lens, seq_lens;
@@ -145,11 +166,11 @@ struct Rows {
         }
     }
 
-    loraplex_attention_step step(std::int64_t head_dim, std::int64_t window,
-                                 std::int64_t num_sinks) const {
+    loraplex_attention_step step(std::int64_t head_dim, const Rules &rules) const {
         return {static_cast<std::int64_t>(seq_lens.size()), kHeads, kKvHeads, head_dim, kBlockSize,
-                window, num_sinks, query_start_loc.data(), seq_lens.data(), block_tables.data(),
-                max_blocks};
+                rules.window, rules.num_sinks, rules.scale, rules.soft_cap,
+                rules.has_slopes ? kSlopes : nullptr, query_start_loc.data(), seq_lens.data(),
+                block_tables.data(), max_blocks};
     }
 
     std::int64_t slot(std::int64_t row, std::int64_t position) const {
@@ -169,22 +190,23 @@ std::vector<std::int64_t> seen(std::int64_t last, std::int64_t window, std::int6
     return positions;
 }
 
-// Attention of one head of one token that sees the positions.
+// Attention of one head of one token that sees the positions, the last of them its own.
 template <typename T, typename KV>
-void check_head(Checks &checks, const Cache<KV> &cache, const Rows &rows, std::int64_t row,
-                const std::vector<std::int64_t> &positions, std::int64_t kv_head, const T *query,
-                const T *output) {
+void check_head(Checks &checks, const Cache<KV> &cache, const Rows &rows, const Rules &rules,
+                std::int64_t row, const std::vector<std::int64_t> &positions, std::int64_t head,
+                const T *query, const T *output) {
     const std::int64_t head_dim = cache.head_dim;
+    const std::int64_t kv_head = head / (kHeads / kKvHeads);
     std::vector<double> weights;
     for (const std::int64_t position : positions) {
         double score = 0.0;
         for (std::int64_t d = 0; d < head_dim; ++d) {
             score += widen(query[d]) * cache.key(rows.slot(row, position), kv_head, d);
         }
-        weights.push_back(score / std::sqrt(static_cast<double>(head_dim)));
+        weights.push_back(rules.score(score, head, position - positions.back()));
     }
     const double largest = *std::max_element(weights.begin(), weights.end());
-    double total = 0.0;
+    double total = rules.has_sink_logits ? std::exp(kSinkLogits[head] - largest) : 0.0;
     for (double &weight : weights) {
         weight = std::exp(weight - largest);
         total += weight;
@@ -205,8 +227,7 @@ void check_head(Checks &checks, const Cache<KV> &cache, const Rows &rows, std::i
 }
 
 template <typename T, typename KV>
-void check_attention(Checks &checks, Random &random, std::int64_t head_dim, std::int64_t window,
-                     std::int64_t num_sinks = 0) {
+void check_attention(Checks &checks, Random &random, std::int64_t head_dim, const Rules &rules) {
     const std::int64_t num_blocks = 9;
     Cache<KV> cache(num_blocks, head_dim);
     const auto slots = shuffled_slots(random, num_blocks);
@@ -219,20 +240,22 @@ void check_attention(Checks &checks, Random &random, std::int64_t head_dim, std:
     const auto query = random_values<T>(random, num_tokens * stride, 2.0);
     std::vector<T> output(query.size());
     const auto run = [&](int num_threads, const Rows &some, const T *q, T *out) {
-        const auto step = some.step(head_dim, window, num_sinks);
+        const auto step = some.step(head_dim, rules);
         checks.ok(loraplex_paged_attention(Pool(num_threads), &step, kDtype<KV>, cache.keys.data(),
-                                           cache.values.data(), kDtype<T>, q, stride, out, stride));
+                                           cache.values.data(),
+                                           rules.has_sink_logits ? kSinkLogits : nullptr,
+                                           kDtype<T>, q, stride, out, stride));
     };
     run(1, rows, query.data(), output.data());
     for (std::size_t row = 0; row < rows.seq_lens.size(); ++row) {
         const std::int64_t first_token = rows.query_start_loc[row];
         for (std::int64_t i = 0; i < rows.query_lens[row]; ++i) {
             const std::int64_t last = rows.seq_lens[row] - rows.query_lens[row] + i;
-            const auto positions = seen(last, window, num_sinks);
+            const auto positions = seen(last, rules.window, rules.num_sinks);
             for (std::int64_t head = 0; head < kHeads; ++head) {
                 const std::int64_t at = (first_token + i) * stride + head * head_dim;
-                check_head(checks, cache, rows, static_cast<std::int64_t>(row), positions,
-                           head / (kHeads / kKvHeads), query.data() + at, output.data() + at);
+                check_head(checks, cache, rows, rules, static_cast<std::int64_t>(row), positions,
+                           head, query.data() + at, output.data() + at);
             }
         }
         Rows alone = rows;
@@ -273,11 +296,21 @@ void test_write_kv(Checks &checks) {
 void test_attention(Checks &checks) {
     Random random(5);
     for_each_storage([&]<typename T, typename KV>() {
-        check_attention<T, KV>(checks, random, 20, 0);
-        check_attention<T, KV>(checks, random, 64, 0);
-        check_attention<T, KV>(checks, random, 64, 21);
-        check_attention<T, KV>(checks, random, 64, 21, 5);
-        check_attention<T, KV>(checks, random, 20, 3, 70);
+        check_attention<T, KV>(checks, random, 20, {});
+        check_attention<T, KV>(checks, random, 64, {.scale = 0.125f});
+        check_attention<T, KV>(checks, random, 64, {.window = 21});
+        check_attention<T, KV>(checks, random, 64, {.window = 21, .num_sinks = 5});
+        check_attention<T, KV>(checks, random, 20, {.window = 3, .num_sinks = 70});
+        check_attention<T, KV>(checks, random, 4, {.soft_cap = 1.5f});
+        check_attention<T, KV>(checks, random, 20, {.has_slopes = true});
+        check_attention<T, KV>(checks, random, 20, {.has_sink_logits = true});
+        check_attention<T, KV>(checks, random, 256,
+                               {.window = 40,
+                                .num_sinks = 3,
+                                .scale = 0.05f,
+                                .soft_cap = 2.0f,
+                                .has_slopes = true,
+                                .has_sink_logits = true});
     });
 }
 

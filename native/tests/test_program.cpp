@@ -42,7 +42,7 @@ void test_program(Checks &checks) {
                  static_cast<const void *>(taken.data()));
         add_call(code, "loraplex_rms_norm", 0, static_cast<loraplex_pool *>(pool), kRows,
                  std::int64_t{1}, kSize, kDtype<T>, static_cast<const void *>(taken.data()), kSize,
-                 kSize, static_cast<const void *>(weight.data()), kEps,
+                 kSize, kDtype<T>, static_cast<const void *>(weight.data()), kEps,
                  static_cast<const void *>(output.data()));
         const auto num_words = static_cast<std::int64_t>(code.size());
         for (const auto &indices : {std::vector<std::int64_t>{3, 0, 9}, {1, 1, 5}}) {
@@ -54,7 +54,7 @@ void test_program(Checks &checks) {
                             table.begin() + (index + 1) * kSize);
             }
             checks.ok(loraplex_rms_norm(pool, kRows, 1, kSize, kDtype<T>, rows.data(), kSize, kSize,
-                                        weight.data(), kEps, expected.data()));
+                                        kDtype<T>, weight.data(), kEps, expected.data()));
             checks.same_bits(output.data(), expected.data(), kRows * kSize, "result");
         }
         const std::int64_t one_parameter[] = {0};

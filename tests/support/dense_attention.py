@@ -20,10 +20,16 @@ def dense_attention(
     value: torch.Tensor,
     window: int | None = None,
     sinks: int = 0,
+    *,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    alibi_slopes: Sequence[float] = (),
+    sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """float64 [n, H, D]; query [n, H, D] are the last of key, value [L, K, D].
 
-    A query sees `window` positions up to its own, and the first `sinks`.
+    A query sees `window` positions up to its own, and the first `sinks`. Scores are computed as
+    AttentionRules describes; without a scale by D ** -0.5.
     """
     positions = torch.arange(len(key) - len(query), len(key)).unsqueeze(1)
     keys = torch.arange(len(key))
@@ -32,8 +38,18 @@ def dense_attention(
         hidden |= (keys <= positions - window) & (keys >= sinks)
     sharing = query.shape[1] // key.shape[1]
     key, value = (part.double().repeat_interleave(sharing, 1) for part in (key, value))
-    scores = torch.einsum("qhd,khd->hqk", query.double(), key) * query.shape[2] ** -0.5
-    weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1)
+    scores = torch.einsum("qhd,khd->hqk", query.double(), key)
+    scores *= query.shape[2] ** -0.5 if scale is None else scale
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    if alibi_slopes:
+        slopes = torch.tensor(alibi_slopes, dtype=torch.float64).view(-1, 1, 1)
+        scores += slopes * (keys - positions)
+    scores.masked_fill_(hidden, -torch.inf)
+    if sink_logits is not None:
+        sink_scores = sink_logits.double().view(-1, 1, 1).expand(-1, len(query), 1)
+        scores = torch.cat((scores, sink_scores), dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : len(key)]
     return torch.einsum("hqk,khd->qhd", weights, value)
 
 

@@ -29,19 +29,24 @@ typedef struct loraplex_attention_step {
     int64_t block_size;
     int64_t sliding_window; /* a token sees so many positions, its own included; 0: all */
     int64_t num_sink_tokens; /* and so many first ones of its row */
+    float scale;
+    float soft_cap;            /* 0: none */
+    const float *alibi_slopes; /* [num_heads], or null */
     const int64_t *query_start_loc; /* [num_rows + 1] */
     const int64_t *seq_lens;        /* [num_rows] */
     const int64_t *block_tables;    /* [num_rows, block_table_stride] */
     int64_t block_table_stride;
 } loraplex_attention_step;
 
-/* Causal attention; scores are scaled by D ** -0.5, sums are float32. query and output
- * [num_tokens, num_heads, D], of one dtype; a token's heads are contiguous, tokens have a stride.
- */
+/* Causal attention; sums are float32. A score is scale * q.k, then soft_cap * tanh(score /
+ * soft_cap) if there is a cap, then + the head's slope * (key position - query position) if there
+ * are slopes. sink_logits [num_heads] or null: one more score per head, of no key and no value. query
+ * and output [num_tokens, num_heads, D], of one dtype; a token's heads are contiguous, tokens have a
+ * stride. */
 LORAPLEX_API loraplex_status loraplex_paged_attention(
     loraplex_pool *pool, const loraplex_attention_step *step, loraplex_dtype kv_dtype,
-    const void *keys, const void *values, loraplex_dtype dtype, const void *query,
-    int64_t query_stride, void *output, int64_t output_stride);
+    const void *keys, const void *values, const float *sink_logits, loraplex_dtype dtype,
+    const void *query, int64_t query_stride, void *output, int64_t output_stride);
 
 /* key, value [num_tokens, K, D] to the slots (block * block_size + offset) of slot_mapping.
  *

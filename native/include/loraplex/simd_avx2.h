@@ -30,6 +30,9 @@ inline Floats round_to_integer(Floats a) {
     return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 
+// Lanes 2 i and 2 i + 1 in each other's place.
+inline Floats swap_neighbours(Floats a) { return _mm256_permute_ps(a, 0xb1); }
+
 // 2^n for whole n in [-126, 127].
 inline Floats power_of_two(Floats n) {
     const __m256i biased = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));

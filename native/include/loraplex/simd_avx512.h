@@ -30,6 +30,9 @@ inline Floats round_to_integer(Floats a) {
     return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 
+// Lanes 2 i and 2 i + 1 in each other's place.
+inline Floats swap_neighbours(Floats a) { return _mm512_permute_ps(a, 0xb1); }
+
 // 2^n for whole n in [-126, 127].
 inline Floats power_of_two(Floats n) {
     const __m512i biased = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));

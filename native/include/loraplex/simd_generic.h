@@ -46,6 +46,9 @@ inline Floats round_to_integer(Floats a) {
     return a;
 }
 
+// Lanes 2 i and 2 i + 1 in each other's place.
+inline Floats swap_neighbours(Floats a) { return Floats{a[1], a[0], a[3], a[2]}; }
+
 // 2^n for whole n in [-126, 127].
 inline Floats power_of_two(Floats n) {
     for (int lane = 0; lane < kLanes; ++lane) {

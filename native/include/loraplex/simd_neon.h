@@ -28,6 +28,9 @@ inline Floats multiply_add(Floats a, Floats b, Floats c) { return vfmaq_f32(c, a
 // To the nearest integer, ties to even.
 inline Floats round_to_integer(Floats a) { return vrndnq_f32(a); }
 
+// Lanes 2 i and 2 i + 1 in each other's place.
+inline Floats swap_neighbours(Floats a) { return vrev64q_f32(a); }
+
 // 2^n for whole n in [-126, 127].
 inline Floats power_of_two(Floats n) {
     const int32x4_t biased = vaddq_s32(vcvtnq_s32_f32(n), vdupq_n_s32(127));

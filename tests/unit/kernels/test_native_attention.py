@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from loraplex.core.errors import InternalError
+from loraplex.kernels.kv_vectors import from_stored, to_stored
 from loraplex.kernels.native.attention import AttentionKernel
 from loraplex.kernels.native.library import (
     NativeLibraryError,
@@ -13,7 +14,7 @@ from loraplex.kernels.native.library import (
     available_instruction_sets,
     load_library,
 )
-from loraplex.kernels.ops import AttentionShape, KVStorage, RowLayout
+from loraplex.kernels.ops import AttentionRules, AttentionShape, KVStorage, RowLayout
 from support.dense_attention import dense_attention, random_queries, relative_error
 
 try:
@@ -32,6 +33,9 @@ SHAPES = {
     "one position per block": AttentionShape(4, 4, 6, 1),
     "large blocks": AttentionShape(4, 1, 80, 128),
     "blocks across tiles": AttentionShape(4, 2, 24, 48),
+    "small heads": AttentionShape(5, 5, 4, 16),
+    "large heads": AttentionShape(10, 2, 256, 16),
+    "largest heads": AttentionShape(3, 1, 512, 16),
 }
 # Relative to the largest output. The queries and the result are rounded to the dtype.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
@@ -40,6 +44,20 @@ WINDOWS = pytest.mark.parametrize(
     [(None, 0), (1, 0), (70, 0), (600, 0), (1, 3), (40, 20), (70, 64), (30, 530)],
 )
 DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+RULES = {
+    "scale": {"scale": 0.1},
+    "soft cap": {"soft_cap": 1.5},
+    "slopes": {"has_slopes": True},
+    "sink logits": {"has_sink_logits": True},
+    "all, in a window": {
+        "window": 70,
+        "sinks": 3,
+        "scale": 0.15,
+        "soft_cap": 2.5,
+        "has_slopes": True,
+        "has_sink_logits": True,
+    },
+}
 
 
 @pytest.fixture(params=INSTRUCTION_SETS)
@@ -52,6 +70,20 @@ def kernel_of(library, num_threads=1) -> AttentionKernel:
     return AttentionKernel(library, ThreadPool(library, num_threads))
 
 
+def rules_of(shape, window=None, sinks=0, scale=None, **rules) -> AttentionRules:
+    scale = shape.head_dim**-0.5 if scale is None else scale
+    return AttentionRules(window=window, num_sink_tokens=sinks, scale=scale, **rules)
+
+
+def for_heads(shape, *, has_slopes=False, has_sink_logits=False, **rules):
+    """The arguments of attention for a kind of RULES."""
+    if has_slopes:
+        rules["alibi_slopes"] = tuple(2.0**-i for i in range(shape.num_heads))
+    if has_sink_logits:
+        rules["sink_logits"] = torch.linspace(-3, 3, shape.num_heads)
+    return rules
+
+
 class PagedRows:
     """Rows with known keys and values, in shuffled blocks; whatever was not written is NaN."""
 
@@ -59,8 +91,9 @@ class PagedRows:
         self.kernel, self.shape = kernel, shape
         num_blocks = [-(-length // shape.block_size) for length in seq_lens]
         self.storage: KVStorage = kernel.allocate(sum(num_blocks) + 3, shape, kv_dtype or dtype)
-        self.storage.key.fill_(torch.nan)
-        self.storage.value.fill_(torch.nan)
+        if kv_dtype != torch.int8:
+            self.storage.key.fill_(torch.nan)
+            self.storage.value.fill_(torch.nan)
         order = torch.randperm(sum(num_blocks) + 3)
         self.tables = torch.zeros(len(seq_lens), max(num_blocks), dtype=torch.int64)
         self.keys, self.values = [], []
@@ -75,7 +108,9 @@ class PagedRows:
         size = self.shape.block_size
         return self.tables[row, positions // size] * size + positions % size
 
-    def attend(self, queries, seq_lens, rows=None, *, window=None, sinks=0, kernel=None):
+    def attend(
+        self, queries, seq_lens, rows=None, *, kernel=None, sink_logits=None, window=None, **rules
+    ):
         """queries [n, H, D] of each row: the last n of seq_lens positions."""
         counts = [len(query) for query in queries]
         rows = list(range(len(queries))) if rows is None else rows
@@ -83,8 +118,9 @@ class PagedRows:
             list(itertools.accumulate(counts, initial=0)), seq_lens, self.tables[rows]
         )
         kernel = kernel or self.kernel
-        plan = kernel.plan(layout, self.shape, window, sinks)
-        return list(kernel.attend(torch.cat(queries), self.storage, plan).split(counts))
+        plan = kernel.plan(layout, self.shape, rules_of(self.shape, window, **rules))
+        output = kernel.attend(torch.cat(queries), self.storage, plan, sink_logits)
+        return list(output.split(counts))
 
 
 @DTYPES
@@ -100,6 +136,51 @@ def test_ragged_rows(library, shape, window, sinks, dtype):
         assert output.dtype == dtype
         expected = dense_attention(query, key, value, window, sinks)
         assert relative_error(output, expected) < TOLERANCE[dtype]
+
+
+@DTYPES
+@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("name", ["grouped", "odd sizes", "small heads", "large heads"])
+def test_rules_of_scores(library, name, rules, dtype):
+    shape, seq_lens, counts = SHAPES[name], [1, 7, 130, 65, 600], [1, 7, 33, 1, 3]
+    rules = for_heads(shape, **rules)
+    rows = PagedRows(kernel_of(library, 2), seq_lens, shape=shape, dtype=dtype)
+    queries = random_queries(counts, shape, dtype)
+    outputs = rows.attend(queries, seq_lens, **rules)
+    for query, key, value, output in zip(queries, rows.keys, rows.values, outputs, strict=True):
+        expected = dense_attention(query, key, value, **rules)
+        assert relative_error(output, expected) < 2 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float16, torch.int8], ids=str)
+@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
+def test_rules_of_scores_for_keys_of_another_dtype(library, rules, kv_dtype):
+    shape = SHAPES["odd sizes"]
+    rules = for_heads(shape, **rules)
+    rows = PagedRows(kernel_of(library), [90], shape=shape, kv_dtype=kv_dtype)
+    queries = random_queries([40], shape)
+    (output,) = rows.attend(queries, [90], **rules)
+    stored = [from_stored(to_stored(part, kv_dtype)) for part in (rows.keys[0], rows.values[0])]
+    assert relative_error(output, dense_attention(queries[0], *stored, **rules)) < 5e-6
+
+
+def test_a_sink_logit_may_outweigh_every_score(library):
+    rows = PagedRows(kernel_of(library), [700])
+    queries = random_queries([60], SHAPE)
+    sink_logits = torch.tensor([-torch.inf, -1e4, -100.0, 0.0, 10.0, 80.0, 150.0, 1e4])
+    (output,) = rows.attend(queries, [700], sink_logits=sink_logits)
+    (without,) = rows.attend(queries, [700])
+    expected = dense_attention(queries[0], rows.keys[0], rows.values[0], sink_logits=sink_logits)
+    assert torch.equal(output[:, :2], without[:, :2])
+    torch.testing.assert_close(output.double(), expected, rtol=1e-4, atol=1e-7)
+
+
+def test_scores_far_beyond_the_cap(library):
+    rows = PagedRows(kernel_of(library), [300])
+    queries = [1e4 * random_queries([60], SHAPE)[0]]
+    (output,) = rows.attend(queries, [300], soft_cap=5.0)
+    expected = dense_attention(queries[0], rows.keys[0], rows.values[0], soft_cap=5.0)
+    assert relative_error(output, expected) < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -123,7 +204,7 @@ def test_inputs_may_be_views_of_a_fused_projection(library):
         for first, heads in ((0, 8), (512, 2), (640, 2))
     )
     rows.kernel.write(rows.storage, key, value, rows.slots(0, torch.arange(40)))
-    plan = rows.kernel.plan(RowLayout([0, 40], [40], rows.tables), SHAPE, None)
+    plan = rows.kernel.plan(RowLayout([0, 40], [40], rows.tables), SHAPE, rules_of(SHAPE))
     output = rows.kernel.attend(query, rows.storage, plan)
     assert relative_error(output, dense_attention(query, key, value)) < TOLERANCE[torch.float32]
 
@@ -178,6 +259,22 @@ def test_bits_do_not_depend_on_company_chunks_or_threads(library, shape, window,
                     assert torch.equal(output, whole[start:end])
 
 
+@DTYPES
+@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
+def test_bits_under_rules_do_not_depend_on_company_chunks_or_threads(library, rules, dtype):
+    shape, seq_lens = SHAPES["odd sizes"], [1, 65, 1100]
+    rules = for_heads(shape, **rules)
+    rows = PagedRows(kernel_of(library, 2), seq_lens, shape=shape, dtype=dtype)
+    queries = random_queries(seq_lens, shape, dtype)
+    together = rows.attend(queries, seq_lens, **rules)
+    kernels = [rows.kernel, kernel_of(library, 1), kernel_of(library, 7)]
+    for kernel, (start, end) in itertools.product(kernels, ((0, 1), (60, 68), (1097, 1100))):
+        (output,) = rows.attend([queries[2][start:end]], [end], [2], kernel=kernel, **rules)
+        assert torch.equal(output, together[2][start:end])
+    (alone,) = rows.attend([queries[1]], [65], [1], kernel=kernels[1], **rules)
+    assert torch.equal(alone, together[1])
+
+
 def test_bits_of_decoding_rows_do_not_depend_on_other_long_rows(library):
     """The splits of a long row among few become units of work of their own."""
     seq_lens = [5000, 20, 3000]
@@ -205,8 +302,19 @@ def test_blocks_that_no_query_sees_are_not_read(library, window, sinks):
 
 def test_a_step_of_no_rows(library):
     rows = PagedRows(kernel_of(library), [3])
-    plan = rows.kernel.plan(RowLayout([0], [], torch.zeros(0, 1, dtype=torch.int64)), SHAPE, None)
+    plan = rows.kernel.plan(
+        RowLayout([0], [], torch.zeros(0, 1, dtype=torch.int64)), SHAPE, rules_of(SHAPE)
+    )
     assert rows.kernel.attend(torch.empty(0, 8, 64), rows.storage, plan).shape == (0, 8, 64)
+
+
+@pytest.mark.parametrize(
+    "rules", [{"scale": float("nan")}, {"soft_cap": -1.0}, {"soft_cap": float("inf")}], ids=str
+)
+def test_rules_that_are_no_numbers_are_refused(library, rules):
+    rows = PagedRows(kernel_of(library), [3])
+    with pytest.raises(InternalError, match="argument is invalid"):
+        rows.attend(random_queries([1], SHAPE), [3], **rules)
 
 
 def test_head_counts_that_do_not_divide_are_refused(library):
@@ -215,4 +323,4 @@ def test_head_counts_that_do_not_divide_are_refused(library):
     storage = kernel.allocate(1, shape, torch.float32)
     layout = RowLayout([0, 1], [1], torch.zeros(1, 1, dtype=torch.int64))
     with pytest.raises(InternalError, match="argument is invalid"):
-        kernel.attend(torch.zeros(1, 5, 8), storage, kernel.plan(layout, shape, None))
+        kernel.attend(torch.zeros(1, 5, 8), storage, kernel.plan(layout, shape, rules_of(shape)))

@@ -1,8 +1,11 @@
 """What lies between products, natively, against plain formulas in float64; and a row's bits."""
 
+import functools
+
 import pytest
 import torch
 
+from loraplex.core.errors import InternalError
 from loraplex.kernels.activations import Activation
 from loraplex.kernels.native.elementwise import ElementwiseKernel
 from loraplex.kernels.native.library import (
@@ -11,6 +14,7 @@ from loraplex.kernels.native.library import (
     available_instruction_sets,
     load_library,
 )
+from loraplex.kernels.reference import ReferenceKernels
 
 try:
     INSTRUCTION_SETS = available_instruction_sets()
@@ -20,12 +24,13 @@ except NativeLibraryError as error:
 # Relative to each value: half a step of the dtype for the one rounding, and little else.
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8 + 1e-5, torch.float16: 2**-11 + 1e-5}
 DTYPES = pytest.mark.parametrize("dtype", list(ROUNDING), ids=str)
+REFERENCE = ReferenceKernels(torch.device("cpu"))
 SIZES = pytest.mark.parametrize("size", [1, 7, 8, 33, 64, 250, 2048])
 
 
 @pytest.fixture(params=INSTRUCTION_SETS)
 def library(request):
-    torch.default_generator.manual_seed(0)
+    torch.manual_seed(0)
     return load_library([request.param])
 
 
@@ -74,6 +79,69 @@ def test_rms_norm_of_half_precision_sums_in_float32(kernel):
     assert torch.equal(kernel.rms_norm(x, weight, 1e-6), torch.ones_like(x))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@SIZES
+def test_rms_norm_by_a_float32_weight(kernel, size, dtype):
+    x, weight = rows(40, size, dtype), 1 + 0.01 * torch.randn(size)
+    assert_rounded(kernel.rms_norm(x, weight, 1e-3), normed(x, weight, 1e-3), dtype)
+    output, total = kernel.add_rms_norm(x, x, weight, 1e-3)
+    assert torch.equal(output, kernel.rms_norm(total, weight, 1e-3))
+
+
+def test_a_weight_of_another_dtype_is_refused(kernel):
+    x, weight = torch.ones(2, 8), torch.ones(8, dtype=torch.bfloat16)
+    with pytest.raises(InternalError, match="argument is invalid"):
+        kernel.rms_norm(x, weight, 1e-6)
+
+
+@DTYPES
+@SIZES
+@pytest.mark.parametrize("factor", [1.0, 0.22, -3.0])
+def test_add(kernel, size, dtype, factor):
+    x, residual = rows(40, size, dtype), rows(40, size, dtype)
+    total = kernel.add(x, residual, factor)
+    assert total.is_contiguous()
+    assert_rounded(total, residual.double() + factor * x.double(), dtype)
+    weight = torch.randn(size).to(dtype)
+    output, same_total = kernel.add_rms_norm(x, residual, weight, 1e-6, factor)
+    assert torch.equal(same_total, total)
+    assert torch.equal(output, kernel.rms_norm(total, weight, 1e-6))
+    output, same_total = kernel.add_layer_norm(x, residual, weight, weight, 1e-6, factor)
+    assert torch.equal(same_total, total)
+    assert torch.equal(output, kernel.layer_norm(total, weight, weight, 1e-6))
+
+
+@DTYPES
+@SIZES
+@pytest.mark.parametrize("soft_cap", [None, 30.0])
+def test_scale(kernel, size, dtype, soft_cap):
+    """The rows change in place, and nothing between them."""
+    wide = (50 * torch.randn(40, size + 3)).to(dtype)
+    before = wide.clone()
+    kernel.scale(wide[:, 1 : size + 1], 0.7, soft_cap)
+    expected = before.double()[:, 1 : size + 1] * 0.7
+    if soft_cap is not None:
+        expected = soft_cap * torch.tanh(expected / soft_cap)
+    assert_rounded(wide[:, 1 : size + 1], expected, dtype)
+    assert torch.equal(wide[:, 0], before[:, 0])
+    assert torch.equal(wide[:, size + 1 :], before[:, size + 1 :])
+
+
+def test_tanh_is_within_its_bound(kernel):
+    x = torch.cat((torch.logspace(-30, 2, 100_000), torch.linspace(0, 12, 100_000)))
+    x = torch.cat((x, -x)).unsqueeze(0)
+    expected = torch.tanh(x.double())
+    kernel.scale(x, 1.0, 1.0)
+    torch.testing.assert_close(x.double(), expected, rtol=4e-7, atol=0)
+
+
+def test_a_soft_cap_of_extreme_values(kernel):
+    x = torch.tensor([[-torch.inf, -3e38, -0.0, 0.0, 3e38, torch.inf, torch.nan]])
+    kernel.scale(x, 1.0, 50.0)
+    expected = torch.tensor([[-50.0, -50.0, -0.0, 0.0, 50.0, 50.0, torch.nan]])
+    torch.testing.assert_close(x, expected, equal_nan=True)
+
+
 @DTYPES
 @SIZES
 def test_add_rms_norm(kernel, size, dtype):
@@ -101,6 +169,20 @@ def test_layer_norm(kernel, size, dtype):
     torch.testing.assert_close(
         output.double(), standardized(x, weight, bias, 1e-3), rtol=ROUNDING[dtype], atol=4e-6
     )
+
+
+@DTYPES
+@pytest.mark.parametrize("weight_dtype", [None, torch.float32], ids=str)
+@pytest.mark.parametrize("head_dim", [1, 20, 128])
+def test_layer_norm_of_heads_with_weights_of_their_own(kernel, head_dim, weight_dtype, dtype):
+    """Inside a fused view."""
+    heads = rows(9, 5 * head_dim, dtype)[:, head_dim : 4 * head_dim].view(9, 3, head_dim)
+    weight, bias = torch.randn(2, 3, head_dim).to(weight_dtype or dtype)
+    for parts in ((weight, bias), (weight[0], bias[0])):
+        output = kernel.layer_norm(heads, *parts, 1e-2)
+        assert output.is_contiguous()
+        expected = standardized(heads, *parts, 1e-2)
+        torch.testing.assert_close(output.double(), expected, rtol=ROUNDING[dtype], atol=4e-6)
 
 
 def test_layer_norm_of_values_far_from_zero(kernel):
@@ -141,17 +223,42 @@ def test_rotary_turns_pairs_of_a_fused_view(kernel, head_dim, dtype):
 
 
 @DTYPES
-@SIZES
-def test_silu_mul(kernel, size, dtype):
-    x = rows(40, 2 * size, dtype)
-    gate, up = x[:, :size].double(), x[:, size:].double()
-    assert_rounded(kernel.silu_mul(x), gate / (1 + (-gate).exp()) * up, dtype)
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(2, 2), (6, 4), (80, 32), (300, 260)])
+@pytest.mark.parametrize("is_interleaved", [False, True], ids=["halves", "interleaved"])
+def test_rotary_of_a_part_of_each_head(kernel, head_dim, rotary_dim, is_interleaved, dtype):
+    query, key = torch.randn(2, 9, 3, head_dim).to(dtype)
+    angles = torch.rand(9, rotary_dim // 2) * 6
+    cos, sin = angles.cos(), angles.sin()
+    expected, expected_key = query.clone(), key.clone()
+    REFERENCE.rotary(expected, expected_key, cos, sin, is_interleaved=is_interleaved)
+    kernel.rotary(query, key, cos, sin, is_interleaved=is_interleaved)
+    for part, other in ((query, expected), (key, expected_key)):
+        assert_rounded(part[..., :rotary_dim], other[..., :rotary_dim].double(), dtype)
+        assert torch.equal(part[..., rotary_dim:], other[..., rotary_dim:])
+
+
+def test_rotary_without_keys_or_without_queries(kernel):
+    heads, none = torch.randn(4, 2, 8), torch.empty(4, 0, 8)
+    cos, sin = torch.randn(2, 4, 4)
+    first, second = heads.clone(), heads.clone()
+    kernel.rotary(first, none, cos, sin)
+    kernel.rotary(none, second, cos, sin)
+    assert torch.equal(first, second)
+    assert not torch.equal(first, heads)
+
+
+def test_a_rotation_beyond_the_head_is_refused(kernel):
+    heads, cos = torch.randn(4, 2, 8), torch.randn(4, 5)
+    with pytest.raises(InternalError, match="argument is invalid"):
+        kernel.rotary(heads, heads, cos, cos)
 
 
 ACTIVATIONS = {
     Activation.GELU: torch.nn.functional.gelu,
     Activation.GELU_TANH: lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
     Activation.RELU: torch.relu,
+    Activation.SQUARED_RELU: lambda x: torch.relu(x).square(),
+    Activation.SILU: torch.nn.functional.silu,
 }
 
 
@@ -165,16 +272,29 @@ def test_activate(kernel, size, activation, dtype):
     assert_rounded(output, ACTIVATIONS[activation](x.double()), dtype)
 
 
+@DTYPES
+@SIZES
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gate(kernel, size, activation, dtype):
+    x = rows(40, 2 * size, dtype)
+    gate, up = x[:, :size].double(), x[:, size:].double()
+    output = kernel.gate(x, activation)
+    assert output.is_contiguous()
+    assert_rounded(output, ACTIVATIONS[activation](gate) * up, dtype)
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations_of_extreme_values(kernel, activation):
     x = torch.tensor([[-3e38, -120.0, -16.0, -5.5, -0.0, 5.5, 16.0, 3e38, torch.inf, torch.nan]])
     expected = ACTIVATIONS[activation](x.double()).float()
     torch.testing.assert_close(kernel.activate(x, activation), expected, equal_nan=True)
+    gate_up = torch.cat((x, torch.ones_like(x)), dim=1)
+    torch.testing.assert_close(kernel.gate(gate_up, activation), expected, equal_nan=True)
 
 
 def test_silu_of_extreme_values(kernel):
     gates = torch.tensor([-torch.inf, -3e38, -120.0, -87.5, 0.0, 87.5, 3e38, torch.inf, torch.nan])
-    output = kernel.silu_mul(torch.cat((gates, torch.ones(9))).unsqueeze(0))[0]
+    output = kernel.gate(torch.cat((gates, torch.ones(9))).unsqueeze(0), Activation.SILU)[0]
     torch.testing.assert_close(
         output, torch.nn.functional.silu(gates.double()).float(), equal_nan=True
     )
@@ -188,10 +308,23 @@ def test_bits_do_not_depend_on_company_or_threads(library, size, dtype):
     gate_up = rows(65, 2 * size, dtype)
     cos, sin = torch.randn(2, 65, size // 2)
 
-    def rotated(kernel, part):
+    wide_weight = torch.randn(size)
+
+    def rotated(kernel, part, is_interleaved):
         heads = x[part, : size // 2 * 2].clone().unsqueeze(1)
-        kernel.rotary(heads, heads.clone(), cos[part], sin[part])
+        kernel.rotary(heads, heads.clone(), cos[part], sin[part], is_interleaved=is_interleaved)
         return heads
+
+    def gated(kernel, part, activation):
+        return kernel.gate(gate_up[part], activation)
+
+    def activated(kernel, part, activation):
+        return kernel.activate(x[part], activation)
+
+    def scaled(kernel, part):
+        capped = x[part].clone()
+        kernel.scale(capped, 0.7, 2.0)
+        return capped
 
     for op in (
         lambda kernel, part: kernel.rms_norm(x[part], weight, 1e-6),
@@ -200,10 +333,13 @@ def test_bits_do_not_depend_on_company_or_threads(library, size, dtype):
         lambda kernel, part: kernel.add_layer_norm(x[part], residual[part], weight, weight, 1e-6)[
             0
         ],
-        lambda kernel, part: kernel.silu_mul(gate_up[part]),
-        lambda kernel, part: kernel.activate(x[part], Activation.GELU),
-        lambda kernel, part: kernel.activate(x[part], Activation.GELU_TANH),
-        rotated,
+        lambda kernel, part: kernel.rms_norm(x[part], wide_weight, 1e-6),
+        lambda kernel, part: kernel.add(x[part], residual[part], 0.22),
+        *(functools.partial(gated, activation=activation) for activation in Activation),
+        *(functools.partial(activated, activation=activation) for activation in Activation),
+        functools.partial(rotated, is_interleaved=False),
+        functools.partial(rotated, is_interleaved=True),
+        scaled,
     ):
         together = op(two, slice(None))
         for part in (slice(0, 65), slice(0, 1), slice(13, 14), slice(60, 65)):

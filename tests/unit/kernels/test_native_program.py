@@ -20,6 +20,7 @@ from loraplex.kernels.native.library import (
     load_library,
 )
 from loraplex.kernels.native.program import Recorder
+from loraplex.kernels.ops import AttentionRules, AttentionShape, RowLayout
 
 try:
     INSTRUCTION_SETS = available_instruction_sets()
@@ -160,6 +161,44 @@ def test_the_vectors_of_adapters_are_part_of_a_program(library: NativeLibrary) -
         expected[1:] += scale
         assert torch.equal(kernels.repeat("vectors", (x, batch), with_vectors), expected)
     assert None not in kernels._programs.values()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_op_of_a_decoder_may_be_in_a_program(
+    library: NativeLibrary, dtype: torch.dtype
+) -> None:
+    kernels = NativeKernels(library, 2)
+    shape = AttentionShape(num_heads=3, num_kv_heads=1, head_dim=8, block_size=4)
+    table, storage = torch.randn(30, 24).to(dtype), kernels.allocate_kv(3, shape, dtype)
+    key, value = torch.randn(2, 12, 1, 8).to(dtype)
+    kernels.write_kv(storage, key, value, torch.arange(12))
+    weight, bias, of_heads = torch.randn(24), torch.randn(24), torch.randn(3, 8)
+    sink_logits, no_keys = torch.randn(3), torch.empty(2, 0, 8, dtype=dtype)
+    up = kernels.pack_linear(torch.randn(48, 24).to(dtype), None)
+    angles = torch.randn(30, 2)
+
+    def compute() -> torch.Tensor:
+        residual = kernels.take_rows(table, indices)
+        x = kernels.layer_norm(residual, weight, bias, 1e-5)
+        query = kernels.layer_norm(x.view(-1, 3, 8), of_heads, of_heads, 1e-5)
+        turns = kernels.take_rows(angles, indices)
+        kernels.rotary(query, no_keys, turns, turns, is_interleaved=True)
+        x = kernels.paged_attention(query, storage, plan, sink_logits).flatten(1)
+        x, residual = kernels.add_rms_norm(x, residual, weight, 1e-5, 0.3)
+        gated = kernels.gate(kernels.linear(x, up), Activation.GELU_TANH)
+        x, residual = kernels.add_layer_norm(gated, residual, weight, bias, 1e-5, 0.2)
+        x = kernels.add(kernels.activate(x, Activation.SQUARED_RELU), residual, 0.5)
+        kernels.scale(x, 1.5, 2.0)
+        return x
+
+    for first, slope in ((1, 0.5), (4, 0.25), (9, 0.0)):
+        indices = torch.arange(first, first + 2)
+        layout = RowLayout([0, 2], [first + 2], torch.arange(3).unsqueeze(0))
+        rules = AttentionRules(scale=0.4, soft_cap=3.0, alibi_slopes=(slope, 0.1, 1.0))
+        plan = kernels.plan_attention(layout, shape, rules)
+        repeated = kernels.repeat("step", (indices, plan), compute).clone()
+        assert torch.equal(repeated, compute())
+    assert kernels._programs["step"] is not None
 
 
 @pytest.mark.parametrize("kind", ["made by torch", "view of a parameter", "parameter as a table"])

@@ -19,11 +19,12 @@ from loraplex.kernels.native.library import (
     Int,
     NativeLibrary,
     Pointer,
+    Real,
     Size,
     ThreadPool,
     Value,
 )
-from loraplex.kernels.ops import AttentionShape, KVStorage, RowLayout
+from loraplex.kernels.ops import AttentionRules, AttentionShape, KVStorage, RowLayout
 
 _KV_DTYPES = {**DTYPES, torch.int8: 3}
 
@@ -39,6 +40,9 @@ class _Step(ctypes.Structure):
         ("block_size", Size),
         ("sliding_window", Size),
         ("num_sink_tokens", Size),
+        ("scale", Real),
+        ("soft_cap", Real),
+        ("alibi_slopes", Pointer),
         ("query_start_loc", Pointer),
         ("seq_lens", Pointer),
         ("block_tables", Pointer),
@@ -61,7 +65,7 @@ class AttentionKernel:
         self._pool = pool
         self._attend = library.function(
             "loraplex_paged_attention",
-            *(Pointer, Value, Int, Pointer, Pointer, Int, Value, Size, Value, Size),
+            *(Pointer, Value, Int, Pointer, Pointer, Pointer, Int, Value, Size, Value, Size),
         )
         self._write = library.function(
             "loraplex_write_kv",
@@ -106,37 +110,43 @@ class AttentionKernel:
         )
 
     def plan(
-        self,
-        rows: RowLayout,
-        shape: AttentionShape,
-        sliding_window: int | None,
-        num_sink_tokens: int = 0,
+        self, rows: RowLayout, shape: AttentionShape, rules: AttentionRules
     ) -> NativeAttentionPlan:
+        assert len(rules.alibi_slopes) in (0, shape.num_heads)
         query_start_loc = np.array(rows.query_start_loc, dtype=np.int64)
         seq_lens = np.array(rows.seq_lens, dtype=np.int64)
         block_tables = rows.block_tables.contiguous()
         assert block_tables.dtype == torch.int64
+        slopes = np.array(rules.alibi_slopes, dtype=np.float32)
         step = _Step(
             len(seq_lens),
             shape.num_heads,
             shape.num_kv_heads,
             shape.head_dim,
             shape.block_size,
-            sliding_window or 0,
-            num_sink_tokens,
+            rules.window or 0,
+            rules.num_sink_tokens,
+            rules.scale,
+            rules.soft_cap or 0.0,
+            slopes.ctypes.data if rules.alibi_slopes else None,
             query_start_loc.ctypes.data,
             seq_lens.ctypes.data,
             block_tables.data_ptr(),
             block_tables.shape[1],
         )
-        arrays = (query_start_loc, seq_lens, block_tables)
+        arrays = (query_start_loc, seq_lens, block_tables, slopes)
         return NativeAttentionPlan(ctypes.addressof(step), step, arrays)
 
     def attend(
-        self, query: torch.Tensor, storage: KVStorage, plan: NativeAttentionPlan
+        self,
+        query: torch.Tensor,
+        storage: KVStorage,
+        plan: NativeAttentionPlan,
+        sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """query [T, H, D], heads contiguous -> [T, H, D]."""
+        """query [T, H, D], heads contiguous -> [T, H, D]; sink_logits [H] float32, contiguous."""
         _, num_heads, head_dim = query.shape
+        assert sink_logits is None or sink_logits.dtype == torch.float32
         output = torch.empty(query.shape, dtype=query.dtype)
         dtype = DTYPES[query.dtype]
         self._attend(
@@ -145,6 +155,7 @@ class AttentionKernel:
             _KV_DTYPES[storage.key.dtype],
             storage.key.data_ptr(),
             storage.value.data_ptr(),
+            None if sink_logits is None else sink_logits.data_ptr(),
             dtype,
             query.data_ptr(),
             query.stride(0),

@@ -123,8 +123,7 @@ class NativeKernels:
         eps: float,
         factor: float = 1.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        assert factor == 1.0
-        normed, total = self._elementwise.add_rms_norm(x, residual, weight, eps)
+        normed, total = self._elementwise.add_rms_norm(x, residual, weight, eps, factor)
         return self._output(normed), self._output(total)
 
     def layer_norm(
@@ -141,15 +140,14 @@ class NativeKernels:
         eps: float,
         factor: float = 1.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        assert factor == 1.0
-        normed, total = self._elementwise.add_layer_norm(x, residual, weight, bias, eps)
+        normed, total = self._elementwise.add_layer_norm(x, residual, weight, bias, eps, factor)
         return self._output(normed), self._output(total)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
-        raise NotImplementedError
+        return self._output(self._elementwise.add(x, residual, factor))
 
     def scale(self, x: torch.Tensor, factor: float, soft_cap: float | None = None) -> None:
-        raise NotImplementedError
+        self._elementwise.scale(x, factor, soft_cap)
 
     def rotary(
         self,
@@ -160,12 +158,10 @@ class NativeKernels:
         *,
         is_interleaved: bool = False,
     ) -> None:
-        assert not is_interleaved
-        self._elementwise.rotary(query, key, cos, sin)
+        self._elementwise.rotary(query, key, cos, sin, is_interleaved=is_interleaved)
 
     def gate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-        assert activation is Activation.SILU
-        return self._output(self._elementwise.silu_mul(gate_up))
+        return self._output(self._elementwise.gate(gate_up, activation))
 
     def activate(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
         return self._output(self._elementwise.activate(x, activation))
@@ -190,12 +186,9 @@ class NativeKernels:
         self._attention.write(storage, key, value, slot_mapping)
 
     def plan_attention(
-        self,
-        rows: RowLayout,
-        shape: AttentionShape,
-        rules: AttentionRules,
+        self, rows: RowLayout, shape: AttentionShape, rules: AttentionRules
     ) -> AttentionPlan:
-        return self._attention.plan(rows, shape, rules.window, rules.num_sink_tokens)
+        return self._attention.plan(rows, shape, rules)
 
     def paged_attention(
         self,
@@ -204,9 +197,8 @@ class NativeKernels:
         plan: AttentionPlan,
         sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        assert sink_logits is None
         assert isinstance(plan, NativeAttentionPlan)
-        return self._output(self._attention.attend(query, storage, plan))
+        return self._output(self._attention.attend(query, storage, plan, sink_logits))
 
     def argmax(self, logits: torch.Tensor, rows: IntArray) -> tuple[torch.Tensor, torch.Tensor]:
         return self._sampling.argmax(logits, rows)

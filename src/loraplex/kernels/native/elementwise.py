@@ -1,4 +1,4 @@
-"""Native norms, rotation, gate, activations, and rows of tables.
+"""Native norms, sums, rotation, gates, activations, and rows of tables.
 
 Results are rounded once, to the dtype of the inputs.
 """
@@ -17,7 +17,13 @@ from loraplex.kernels.native.library import (
     Value,
 )
 
-_ACTIVATIONS = {Activation.GELU: 0, Activation.GELU_TANH: 1, Activation.RELU: 2}
+_ACTIVATIONS = {
+    Activation.GELU: 0,
+    Activation.GELU_TANH: 1,
+    Activation.RELU: 2,
+    Activation.SQUARED_RELU: 3,
+    Activation.SILU: 4,
+}
 """loraplex_activation"""
 
 
@@ -28,32 +34,39 @@ class ElementwiseKernel:
         self._pool = pool
         self._rms_norm = library.function(
             "loraplex_rms_norm",
-            *(Pointer, Size, Size, Size, Int, Value, Size, Size, Pointer, Real, Value),
+            *(Pointer, Size, Size, Size, Int, Value, Size, Size, Int, Pointer, Real, Value),
         )
         self._add_rms_norm = library.function(
             "loraplex_add_rms_norm",
-            *(Pointer, Size, Size, Int, Value, Size, Value, Size),
-            *(Pointer, Real, Value, Value),
+            *(Pointer, Size, Size, Int, Value, Size, Value, Size, Real),
+            *(Int, Pointer, Real, Value, Value),
         )
         self._layer_norm = library.function(
             "loraplex_layer_norm",
-            *(Pointer, Size, Size, Int, Value, Size, Pointer, Pointer, Real, Value),
+            *(Pointer, Size, Size, Size, Int, Value, Size, Size),
+            *(Int, Pointer, Pointer, Size, Real, Value),
         )
         self._add_layer_norm = library.function(
             "loraplex_add_layer_norm",
-            *(Pointer, Size, Size, Int, Value, Size, Value, Size),
-            *(Pointer, Pointer, Real, Value, Value),
+            *(Pointer, Size, Size, Int, Value, Size, Value, Size, Real),
+            *(Int, Pointer, Pointer, Real, Value, Value),
+        )
+        self._add = library.function(
+            "loraplex_add", *(Pointer, Size, Size, Int, Value, Size, Value, Size, Real, Value)
+        )
+        self._scale = library.function(
+            "loraplex_scale", *(Pointer, Size, Size, Int, Real, Real, Value, Size)
         )
         self._rotary = library.function(
             "loraplex_rotary",
-            *(Pointer, Size, Size, Size, Size, Value, Value),
+            *(Pointer, Size, Size, Size, Size, Size, Int, Value, Value),
             *(Int, Value, Size, Value, Size),
         )
         self._take_rows = library.function(
             "loraplex_take_rows", *(Pointer, Size, Size, Int, Pointer, Size, Value, Value)
         )
-        self._silu_mul = library.function(
-            "loraplex_silu_mul", *(Pointer, Size, Size, Int, Value, Size, Value)
+        self._gate = library.function(
+            "loraplex_gate", *(Pointer, Size, Size, Int, Int, Value, Size, Value)
         )
         self._activate = library.function(
             "loraplex_activate", *(Pointer, Size, Size, Int, Int, Value, Size, Value)
@@ -76,18 +89,19 @@ class ElementwiseKernel:
         return output
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """x [T, N] or [T, H, N] -> a contiguous tensor of this shape."""
+        """x [T, N] or [T, H, N], weight [N] -> a contiguous tensor of x's shape."""
         output = torch.empty(x.shape, dtype=x.dtype)
-        is_flat = x.dim() == 2
+        num_inner, inner_stride = _inner_rows(x)
         self._rms_norm(
             self._pool.address,
             x.shape[0],
-            1 if is_flat else x.shape[1],
+            num_inner,
             x.shape[-1],
             DTYPES[x.dtype],
             x.data_ptr(),
             x.stride(0),
-            0 if is_flat else x.stride(1),
+            inner_stride,
+            DTYPES[weight.dtype],
             weight.data_ptr(),
             eps,
             output.data_ptr(),
@@ -95,21 +109,21 @@ class ElementwiseKernel:
         return output
 
     def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        factor: float = 1.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(rms_norm(x + residual), x + residual), each [T, N] and contiguous."""
-        num_rows, size = x.shape
+        """(rms_norm(total), total), each [T, N] and contiguous: total = factor * x + residual."""
         output = torch.empty(x.shape, dtype=x.dtype)
         total = torch.empty(x.shape, dtype=x.dtype)
         self._add_rms_norm(
             self._pool.address,
-            num_rows,
-            size,
-            DTYPES[x.dtype],
-            x.data_ptr(),
-            x.stride(0),
-            residual.data_ptr(),
-            residual.stride(0),
+            *_addends(x, residual),
+            factor,
+            DTYPES[weight.dtype],
             weight.data_ptr(),
             eps,
             output.data_ptr(),
@@ -120,18 +134,23 @@ class ElementwiseKernel:
     def layer_norm(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        """x [T, N] -> a contiguous tensor of this shape."""
-        num_rows, size = x.shape
+        """x [T, N] or [T, H, N], weight, bias [N] or [H, N], rows contiguous -> x's shape."""
+        assert (bias.shape, bias.dtype) == (weight.shape, weight.dtype)
         output = torch.empty(x.shape, dtype=x.dtype)
+        num_inner, inner_stride = _inner_rows(x)
         self._layer_norm(
             self._pool.address,
-            num_rows,
-            size,
+            x.shape[0],
+            num_inner,
+            x.shape[-1],
             DTYPES[x.dtype],
             x.data_ptr(),
             x.stride(0),
+            inner_stride,
+            DTYPES[weight.dtype],
             weight.data_ptr(),
             bias.data_ptr(),
+            x.shape[-1] if weight.dim() == 2 else 0,
             eps,
             output.data_ptr(),
         )
@@ -144,20 +163,17 @@ class ElementwiseKernel:
         weight: torch.Tensor,
         bias: torch.Tensor,
         eps: float,
+        factor: float = 1.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(layer_norm(x + residual), x + residual), each [T, N] and contiguous."""
-        num_rows, size = x.shape
+        """(layer_norm(total), total), each [T, N] and contiguous: total = factor * x + residual."""
+        assert bias.dtype == weight.dtype
         output = torch.empty(x.shape, dtype=x.dtype)
         total = torch.empty(x.shape, dtype=x.dtype)
         self._add_layer_norm(
             self._pool.address,
-            num_rows,
-            size,
-            DTYPES[x.dtype],
-            x.data_ptr(),
-            x.stride(0),
-            residual.data_ptr(),
-            residual.stride(0),
+            *_addends(x, residual),
+            factor,
+            DTYPES[weight.dtype],
             weight.data_ptr(),
             bias.data_ptr(),
             eps,
@@ -166,10 +182,36 @@ class ElementwiseKernel:
         )
         return output, total
 
+    def add(self, x: torch.Tensor, residual: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+        """factor * x + residual, [T, N] and contiguous."""
+        total = torch.empty(x.shape, dtype=x.dtype)
+        self._add(self._pool.address, *_addends(x, residual), factor, total.data_ptr())
+        return total
+
+    def scale(self, x: torch.Tensor, factor: float, soft_cap: float | None = None) -> None:
+        """x [T, N] *= factor, then x = soft_cap * tanh(x / soft_cap)."""
+        num_rows, size = x.shape
+        self._scale(
+            self._pool.address,
+            num_rows,
+            size,
+            DTYPES[x.dtype],
+            factor,
+            soft_cap or 0.0,
+            x.data_ptr(),
+            x.stride(0),
+        )
+
     def rotary(
-        self, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        *,
+        is_interleaved: bool = False,
     ) -> None:
-        """Rotate in place query [T, H, D], key [T, K, D], heads contiguous; cos, sin [T, D / 2]."""
+        """Rotate in place query [T, H, D], key [T, K, D], heads contiguous; cos, sin [T, R / 2]."""
         num_tokens, num_heads, head_dim = query.shape
         self._rotary(
             self._pool.address,
@@ -177,6 +219,8 @@ class ElementwiseKernel:
             num_heads,
             key.shape[1],
             head_dim,
+            2 * cos.shape[1],
+            is_interleaved,
             cos.data_ptr(),
             sin.data_ptr(),
             DTYPES[query.dtype],
@@ -186,15 +230,16 @@ class ElementwiseKernel:
             key.stride(0),
         )
 
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def gate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         """[T, 2 N] -> [T, N]"""
         num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         output = torch.empty((num_rows, size), dtype=gate_up.dtype)
-        self._silu_mul(
+        self._gate(
             self._pool.address,
             num_rows,
             size,
             DTYPES[gate_up.dtype],
+            _ACTIVATIONS[activation],
             gate_up.data_ptr(),
             gate_up.stride(0),
             output.data_ptr(),
@@ -216,3 +261,17 @@ class ElementwiseKernel:
             output.data_ptr(),
         )
         return output
+
+
+def _inner_rows(x: torch.Tensor) -> tuple[int, int]:
+    """Return the number of inner rows of x [T, N] or [T, H, N], and their stride."""
+    return (1, 0) if x.dim() == 2 else (x.shape[1], x.stride(1))
+
+
+def _addends(x: torch.Tensor, residual: torch.Tensor) -> tuple[int, ...]:
+    """Return the arguments that describe x and residual [T, N]."""
+    num_rows, size = x.shape
+    return (
+        *(num_rows, size, DTYPES[x.dtype], x.data_ptr(), x.stride(0)),
+        *(residual.data_ptr(), residual.stride(0)),
+    )
