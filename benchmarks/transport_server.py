@@ -25,6 +25,7 @@ from loraplex.core.principal import Principal
 from loraplex.core.request import GenerateRequest
 from loraplex.core.server_config import ServerConfig
 from loraplex.frontends.access import everyone_is_local
+from loraplex.frontends.body_memory import BodyMemory
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration
 from loraplex.frontends.kserve.models.ensemble import ENSEMBLE
 from loraplex.frontends.kserve.service import TritonService
@@ -96,6 +97,7 @@ async def serve(values: dict[str, Any]) -> None:
     triton = TritonService(backend, declarations=declarations)
     async with contextlib.AsyncExitStack() as stack:
         reporting = stack.enter_context(reporting_requests(settings))
+        bodies = BodyMemory.of(settings, has_keys=False)
         app = http_app(
             backend,
             draining,
@@ -104,10 +106,11 @@ async def serve(values: dict[str, Any]) -> None:
             everyone_is_local,
             reporting,
             metrics=_no_metrics,
+            bodies=bodies,
         )
         ports = Ports(stack, settings, None)
         await ports.open_http(app, reporting.connections)
-        await ports.open_grpc(triton, everyone_is_local, reporting)
+        await ports.open_grpc(triton, everyone_is_local, reporting, bodies)
         gc.freeze()  # as the server does once it is ready
         print(f"127.0.0.1:{ports.bound['http']} 127.0.0.1:{ports.bound['grpc']}", flush=True)
         stop = asyncio.Event()

@@ -7,6 +7,7 @@ from loraplex.app.reporting import Reporting
 from loraplex.core.clock import SystemClock
 from loraplex.core.server_config import ServerConfig
 from loraplex.frontends.access import Authenticate, everyone_is_local
+from loraplex.frontends.body_memory import BodyMemory
 from loraplex.frontends.kserve.models.model_control import ModelControl
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.ops.metrics import metrics_app
@@ -28,13 +29,16 @@ def described_app(
 ) -> ASGIApp:
     """authenticate: everyone_is_local is a server without keys."""
     triton = TritonService(backend, control=control)
+    settings = settings or ServerConfig(allowed_hosts=(TEST_HOST,))
+    has_keys = authenticate is not everyone_is_local
     return http_app(
         backend,
         Draining(SystemClock(), lambda: 0, print),
         triton,
-        settings or ServerConfig(allowed_hosts=(TEST_HOST,)),
+        settings,
         authenticate,
         Reporting(Telemetry(), HttpConnections(), None, None),
         metrics=metrics_app(backend, RequestMetrics(), triton.collectors()),
-        has_keys=authenticate is not everyone_is_local,
+        bodies=BodyMemory.of(settings, has_keys=has_keys),
+        has_keys=has_keys,
     )

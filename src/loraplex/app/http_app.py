@@ -17,6 +17,7 @@ from loraplex.app.reporting import Reporting
 from loraplex.core.server_config import ServerConfig
 from loraplex.frontends.access import Authenticate
 from loraplex.frontends.body_limits import JsonLimits
+from loraplex.frontends.body_memory import BodyMemory, BodyMemoryGuard
 from loraplex.frontends.kserve.http.router import PathRouter
 from loraplex.frontends.kserve.http.routes import kserve_routes
 from loraplex.frontends.kserve.service import TritonService
@@ -52,12 +53,14 @@ def http_app(
     reporting: Reporting,
     *,
     metrics: ASGIApp,
+    bodies: BodyMemory,
     dialect: Dialect = OPENAI,
     has_keys: bool = False,
 ) -> ASGIApp:
     """Return the app with the OpenAI, KServe and operators' routes.
 
     metrics: the app of the metrics port, also served here because vLLM's scrapers expect it here.
+    bodies: memory of the bodies of clients whose keys are valid.
     has_keys: authenticate requires API keys.
     """
     openai = openai_routes(backend, _options(settings, dialect), authenticate)
@@ -85,9 +88,10 @@ def http_app(
         routes=[*openai, *routes, *_other_methods(routes), *openai_fallback_routes()],
         exception_handlers={HTTPException: _no_such_route},
     )
+    counted = BodyMemoryGuard(KServeFirst(PathRouter(kserve), app), bodies)
     return RequestMiddleware(
         served_as_known_hosts(
-            guarded(KServeFirst(PathRouter(kserve), app), authenticate, settings),
+            guarded(counted, authenticate, settings),
             settings,
             has_keys=has_keys,
         ),

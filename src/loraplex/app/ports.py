@@ -11,6 +11,7 @@ from loraplex.app.reporting import Reporting
 from loraplex.app.tls import TlsFiles
 from loraplex.core.server_config import ServerConfig
 from loraplex.frontends.access import Authenticate
+from loraplex.frontends.body_memory import BodyMemory
 from loraplex.frontends.kserve.grpc.limits import GrpcLimits
 from loraplex.frontends.kserve.grpc.server import GrpcServer
 from loraplex.frontends.kserve.service import TritonService
@@ -54,7 +55,11 @@ class Ports:
             self.bound["metrics"] = await self._opened(app, port, HttpConnections())
 
     async def open_grpc(
-        self, triton: TritonService, authenticate: Authenticate, reporting: Reporting
+        self,
+        triton: TritonService,
+        authenticate: Authenticate,
+        reporting: Reporting,
+        bodies: BodyMemory,
     ) -> None:
         if not self._settings.grpc:
             return
@@ -66,6 +71,7 @@ class Ports:
             health_is_open=not self._settings.health_needs_key,
             limits=GrpcLimits.of(self._settings),
             telemetry=reporting.telemetry,
+            messages=bodies,
             tls=None if self._tls is None else self._tls.read(),
         )
         await server.start()

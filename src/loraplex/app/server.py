@@ -29,6 +29,7 @@ from loraplex.app.reporting import Reporting, reporting_requests
 from loraplex.app.tls import tls_files
 from loraplex.core.config import Config, ModelConfig
 from loraplex.core.metrics_config import read_metrics_config
+from loraplex.frontends.body_memory import BodyMemory
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration
 from loraplex.frontends.kserve.models.model_control import ModelControl
 from loraplex.frontends.kserve.service import TritonService
@@ -96,6 +97,7 @@ class Server:
             )
             await stack.enter_async_context(following(keys))
             has_keys = keys is not None
+            bodies = BodyMemory.of(settings, has_keys=has_keys)
             self._draining = service.draining
             self._handle_signals(reporting, keys)
             scraped = guarded_metrics(
@@ -115,6 +117,7 @@ class Server:
                 authenticate,
                 reporting,
                 metrics=scraped,
+                bodies=bodies,
                 dialect=dialect_of(self._config),
                 has_keys=has_keys,
             )
@@ -123,7 +126,7 @@ class Server:
             self.bound_ports = ports.bound
             await ports.open_http(app, reporting.connections)
             await ports.open_metrics(served_as_known_hosts(scraped, settings, has_keys=has_keys))
-            await ports.open_grpc(triton, authenticate, reporting)
+            await ports.open_grpc(triton, authenticate, reporting, bodies)
             await ports.open_request_socket(triton, reporting)
             if await done_before(self._stop, self._start(service)):
                 for line in ports.lines():

@@ -135,6 +135,16 @@ class ServerConfig(Settings, frozen=True, kw_only=True):
         int,
         _limits("Maximum size of a request body", "Beyond it: status 413.", minimum=1),
     ] = 64 << 20
+    max_bodies_bytes: Annotated[
+        int,
+        _limits(
+            "Maximum memory of the bodies of all connections together",
+            "Beyond it: status 503 and a time to retry after. The first 64 KiB of each body do not "
+            "count. With API keys, one tenant has half of it. At least twice `max_body_bytes`.",
+            minimum=0,
+            default="eight times `max_body_bytes`",
+        ),
+    ] = 0
     max_json_bytes: Annotated[
         int,
         _limits(

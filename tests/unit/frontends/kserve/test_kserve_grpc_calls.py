@@ -11,6 +11,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from loraplex.core.errors import ModelNotFoundError, UnauthenticatedError
 from loraplex.core.principal import LOCAL, Principal
+from loraplex.frontends.body_memory import BodyMemory
 from loraplex.frontends.kserve.grpc.access import OPEN_RPCS, Authentication
 from loraplex.frontends.kserve.grpc.calls import MAX_DETAILS, Call, Calls, Rpc
 from loraplex.frontends.kserve.grpc.servicer import SERVICE, TritonServicer
@@ -64,7 +65,8 @@ def handler(reported):
     """A function (behavior, **fields of the RPC) -> what gRPC would call."""
 
     def make(behavior, entry=None, **fields):
-        calls = Calls(Telemetry([reported.append]), entry or Authentication(lambda _: LOCAL))
+        authentication = entry or Authentication(lambda _: LOCAL)
+        calls = Calls(Telemetry([reported.append]), authentication, BodyMemory())
         rpc = Rpc(**{"name": "/s/M", "behavior": behavior} | fields, response=pb.ServerLiveResponse)
         calls.add(rpc)
         found = calls.service(types.SimpleNamespace(method=rpc.name, invocation_metadata=()))
@@ -217,7 +219,7 @@ class TestAccess:
         async def behavior(message, call):
             return message
 
-        calls = Calls(Telemetry(), Authentication(authenticate))
+        calls = Calls(Telemetry(), Authentication(authenticate), BodyMemory())
         for name in ("/s/M", *OPEN_RPCS):
             calls.add(Rpc(name=name, behavior=behavior, response=pb.ServerLiveResponse))
 

@@ -8,6 +8,7 @@ from tritonclient.grpc import service_pb2_grpc
 
 from loraplex.core.server_config import ServerConfig
 from loraplex.frontends.access import by_api_key
+from loraplex.frontends.body_memory import BodyMemory
 from loraplex.frontends.kserve.grpc.limits import GrpcLimits
 from loraplex.frontends.kserve.grpc.server import GrpcServer
 from loraplex.frontends.kserve.grpc.wire import MessageReader
@@ -23,10 +24,10 @@ async def started():
     """A function (**limits) -> address."""
     servers: list[GrpcServer] = []
 
-    async def start(**fields) -> str:
+    async def start(messages=None, **fields) -> str:
         limits = msgspec.structs.replace(LIMITS, **fields)
         service = TritonService(EchoBackend(("m",)))
-        servers.append(GrpcServer(service, "127.0.0.1", 0, limits=limits))
+        servers.append(GrpcServer(service, "127.0.0.1", 0, limits=limits, messages=messages))
         await servers[-1].start()
         return f"127.0.0.1:{servers[-1].port}"
 
@@ -53,6 +54,21 @@ async def test_large_messages(started):
             await stub.ModelMetadata(pb.ModelMetadataRequest(name="x" * 2000))
         assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert await live(channel)
+
+
+async def test_messages_of_all_calls_have_one_memory_limit(started):
+    memory = BodyMemory(200_000, 200_000)
+    async with channel_to(await started(messages=memory)) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError, match="max_bodies_bytes") as refused:
+            await stub.ModelMetadata(pb.ModelMetadataRequest(name="x" * 300_000))
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert dict(refused.value.trailing_metadata())["retry-after"] == "1"
+        assert memory.num_bytes == 0
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.ModelMetadata(pb.ModelMetadataRequest(name="x" * 200_000))
+        assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+        assert memory.num_bytes == 0
 
 
 async def test_large_metadata(started):

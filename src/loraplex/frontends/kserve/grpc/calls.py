@@ -6,6 +6,7 @@ memory for their messages is never taken.
 """
 
 import asyncio
+import contextlib
 import functools
 import itertools
 import math
@@ -18,6 +19,7 @@ import msgspec
 
 from loraplex.core.errors import LoraplexError
 from loraplex.core.principal import Principal
+from loraplex.frontends.body_memory import BodyMemory
 from loraplex.frontends.kserve.errors import as_loraplex_error, message_of, status_of
 from loraplex.frontends.kserve.grpc.access import Authentication
 from loraplex.frontends.kserve.grpc.wire import MessageReader
@@ -82,8 +84,12 @@ class Rpc(msgspec.Struct, frozen=True, kw_only=True):
 class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
     """All RPCs of a server. Handlers are made once, not for each call, as an interceptor's are."""
 
-    def __init__(self, telemetry: Telemetry, authentication: Authentication) -> None:
+    def __init__(
+        self, telemetry: Telemetry, authentication: Authentication, messages: BodyMemory
+    ) -> None:
+        """messages: memory of the messages of unary calls, from when gRPC has read them."""
         self._telemetry = telemetry
+        self._messages = messages
         self._authentication = authentication
         self._rpcs: dict[str, Rpc] = {}
         self._handlers: dict[str, Any] = {}
@@ -110,6 +116,7 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     def _around(self, rpc: Rpc, principal_of: _PrincipalOf) -> Callable[..., Awaitable[Any]]:
         begin, name, behavior, reader = self._telemetry.begin, rpc.name, rpc.behavior, rpc.reader
+        messages = self._messages
 
         async def serve(message: Any, context: Context) -> Any:
             metadata = _texts(context.invocation_metadata() or ())
@@ -117,9 +124,13 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
             # It is sent at the end of the call.
             context.set_trailing_metadata(((HEADER, request.request_id),))
             status = _CANCELLED
-            with as_current(request):
+            with as_current(request), contextlib.ExitStack() as stack:
                 try:
                     call = Call(context, metadata, principal_of(metadata))
+                    if isinstance(message, bytes):
+                        lease = messages.lease()
+                        stack.callback(lease.release)
+                        lease.take(len(message))
                     if reader is not None:
                         message = (await reader.read(message)).message
                     response = await behavior(message, call)

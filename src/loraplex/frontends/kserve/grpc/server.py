@@ -7,6 +7,7 @@ import grpc
 
 from loraplex.core.errors import ConfigError
 from loraplex.frontends.access import Authenticate, everyone_is_local
+from loraplex.frontends.body_memory import BodyMemory
 from loraplex.frontends.kserve.grpc.access import Authentication
 from loraplex.frontends.kserve.grpc.calls import Calls
 from loraplex.frontends.kserve.grpc.health import health_rpcs
@@ -29,13 +30,14 @@ class GrpcServer:
         health_is_open: bool = True,
         limits: GrpcLimits = NO_LIMITS,
         telemetry: Telemetry | None = None,
+        messages: BodyMemory | None = None,
         tls: tuple[bytes, bytes] | None = None,
     ) -> None:
         """health_is_open: health checks need no key. telemetry: of the whole server; None: one
-        without readers. tls: the key and the certificates, in PEM form; None:
-        plain text."""
+        without readers. messages: their memory; None: without a limit. tls: the key and the
+        certificates, in PEM form; None: plain text."""
         authentication = Authentication(authenticate, health_is_open=health_is_open)
-        self._calls = Calls(telemetry or Telemetry(), authentication)
+        self._calls = Calls(telemetry or Telemetry(), authentication, messages or BodyMemory())
         servicer = TritonServicer(service, limits.max_values)
         for rpc in (*servicer.rpcs(), *health_rpcs(servicer.is_ready)):
             self._calls.add(rpc)
