@@ -10,8 +10,9 @@ import json
 import math
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 import numpy as np
@@ -186,21 +187,33 @@ def read_pieces(path: Path, name: str, piece_bytes: int) -> Iterator[RawTensor]:
     Raises InvalidAdapterError if the file is none, LookupError if it has no such tensor, OSError.
     """
     with path.open("rb") as file:
-        header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-        if header_bytes > path.stat().st_size:
-            raise InvalidAdapterError(f"{path} is not a safetensors file")
-        entry = _parse_header(path, file.read(header_bytes))[0][name]
+        entries, data_start = _read_header(path, file)
+        entry = entries[name]
         if entry.dtype not in FLOAT_TYPES or not entry.shape:
             raise LookupError(name)
         row_bytes = math.prod(entry.shape[1:]) * _ITEM_BYTES[entry.dtype]
         at_once = max(1, piece_bytes // max(1, row_bytes))
-        file.seek(_LENGTH_BYTES + header_bytes + entry.data_offsets[0])
+        file.seek(data_start + entry.data_offsets[0])
         for first in range(0, entry.shape[0], at_once):
             num_rows = min(at_once, entry.shape[0] - first)
             data = file.read(num_rows * row_bytes)
             if len(data) < num_rows * row_bytes:
                 raise InvalidAdapterError(f"{path} is truncated")
             yield RawTensor(entry.dtype, (num_rows, *entry.shape[1:]), data)
+
+
+def tensor_names(path: Path) -> Sequence[str]:
+    """Read which tensors a safetensors file has. Raises InvalidAdapterError, OSError."""
+    with path.open("rb") as file:
+        return list(_read_header(path, file)[0])
+
+
+def _read_header(path: Path, file: BinaryIO) -> tuple[dict[str, _Entry], int]:
+    """Return the tensors of an open file, and where their bytes begin."""
+    header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+    if header_bytes > path.stat().st_size:
+        raise InvalidAdapterError(f"{path} is not a safetensors file")
+    return _parse_header(path, file.read(header_bytes))[0], _LENGTH_BYTES + header_bytes
 
 
 def _parse_header(path: Path, header: bytes) -> tuple[dict[str, _Entry], dict[str, str]]:

@@ -18,7 +18,7 @@ from loraplex.core.clock import Clock, SystemClock
 from loraplex.core.config import Config, ModelConfig
 from loraplex.core.environment import state_directory
 from loraplex.core.errors import ConfigError
-from loraplex.models.registry import read_config
+from loraplex.execution.weights.stored_head import read_model
 from loraplex.models.spec import ModelSpec
 from loraplex.serving.backend import ModelCard
 from loraplex.serving.engines.async_engine import AsyncEngine
@@ -80,7 +80,7 @@ def _served_model(
     json_indent: int | None,
 ) -> ServedModel:
     folder = Path(model.path)
-    decoder = read_config(folder)
+    decoder = read_model(folder)
     tokenizer_folder = Path(model.tokenizer or folder)
     tokenizer = load_tokenizer(tokenizer_folder, model.tokenizer_config)
     eos_token_ids = _eos_token_ids(decoder, tokenizer, model.tokenizer_config)

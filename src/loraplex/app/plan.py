@@ -34,8 +34,8 @@ from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.execution.sizing.step_memory import StepMemory, estimated_step_memory
 from loraplex.execution.weights.hub import resolve_model
 from loraplex.execution.weights.size import weights_size
+from loraplex.execution.weights.stored_head import read_model
 from loraplex.memory.adapter_pages import place
-from loraplex.models.registry import read_config
 from loraplex.models.spec import ModelSpec
 from loraplex.serving.adapter_fit import check_fits_tiers
 from loraplex.serving.adapters.folders import find_below
@@ -76,7 +76,7 @@ def plan_memory(model: ModelConfig, adapters: Sequence[str]) -> MemoryPlan:
     folder = resolve_model(model.path, model.revision)
     model = within_build(str(folder), model, folder)
     settings = runner_settings(model)
-    config = windowed(settings, read_config(folder))
+    config = windowed(settings, read_model(folder))
     capacity = _capacity(settings, config)
     ranks = (min(model.optimal_lora_rank, model.max_lora_rank), model.max_lora_rank)
     memory = memory_of(

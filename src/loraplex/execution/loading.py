@@ -29,9 +29,9 @@ from loraplex.execution.weights.loading import load_weights
 from loraplex.execution.weights.packed_cache import PackedCache
 from loraplex.execution.weights.packing import WeightFormat
 from loraplex.execution.weights.size import weights_size
+from loraplex.execution.weights.stored_head import read_model
 from loraplex.kernels.accelerator import Accelerator, DeviceMemory
 from loraplex.kernels.dispatch import select_accelerator, select_kernels
-from loraplex.models.registry import read_config
 from loraplex.models.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ def load_parts(
 
     accelerator: used in place of that of settings.device.
     """
-    spec = windowed(settings, read_config(folder))
+    spec = windowed(settings, read_model(folder))
     device = choose_device(settings) if accelerator is None else accelerator.device
     accelerator = accelerator or select_accelerator(device)
     free = _free_bytes(device, accelerator)

@@ -13,6 +13,7 @@ from loraplex.compat.convert.model_files import find_model, write_json, write_mo
 from loraplex.compat.flags import Flags, check_at_least
 from loraplex.core.errors import ConfigError
 from loraplex.core.version import __version__
+from loraplex.execution.weights.stored_head import read_model
 from loraplex.models.engine_folder import (
     CONFIG_NAME,
     FORMAT,
@@ -20,7 +21,6 @@ from loraplex.models.engine_folder import (
     BuildLimits,
     source_model,
 )
-from loraplex.models.registry import read_config
 from loraplex.models.spec import ModelSpec, RopeConfig
 
 logger = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ def convert_checkpoint(flags: Flags) -> Path:
     if model_dir is None:
         raise ConfigError("--model_dir is missing: the Hugging Face folder to convert")
     source = find_model(model_dir)
-    config = read_config(source)
+    config = read_model(source)
     choices = model_choices(flags, config)
     output, has_weights = (
         flags.get("output_dir", _DEFAULT_OUTPUT),

@@ -28,6 +28,7 @@ from loraplex.core.version import __version__
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.execution.weights.built import build_weights
 from loraplex.execution.weights.packing import WeightFormat
+from loraplex.execution.weights.stored_head import read_model
 from loraplex.kernels.dispatch import select_kernels
 from loraplex.models.config_fields import read_fields
 from loraplex.models.engine_folder import (
@@ -37,7 +38,6 @@ from loraplex.models.engine_folder import (
     WEIGHTS_NAME,
     read_build_limits,
 )
-from loraplex.models.registry import read_config
 from loraplex.models.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ def build_engine_folder(flags: Flags) -> Path | None:
     """
     flags = with_build_config(flags)
     source, choices = _source(flags)
-    config = read_config(source)
+    config = read_model(source)
     settings = build_config(flags, config)
     adapters = _adapters(flags) if settings["plugin_config"]["lora_plugin"] else {}
     settings["lora_config"]["lora_dir"] = [f"{LORA_FOLDER}/{name}" for name in adapters]
@@ -91,12 +91,12 @@ def _source(flags: Flags) -> tuple[Path, ModelChoices]:
         )
     if checkpoint is None:
         source = find_model(model)
-        return source, model_choices(flags, read_config(source))
+        return source, model_choices(flags, read_model(source))
     source = Path(checkpoint).expanduser()
     limits = read_build_limits(source)
     if limits is None:
         # Raises if the folder is no model at all; else it is a Hugging Face folder.
-        read_config(source)
+        read_model(source)
         raise ConfigError(
             f"--checkpoint_dir {checkpoint} is no folder of convert-checkpoint: for a Hugging "
             "Face folder give --model_dir"

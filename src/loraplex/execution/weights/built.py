@@ -9,7 +9,6 @@ import logging
 from pathlib import Path
 
 from loraplex.core.errors import ConfigError
-from loraplex.execution.weights.checkpoint import weight_files
 from loraplex.execution.weights.keys import checkpoint_digest, packed_key
 from loraplex.execution.weights.packed_cache import PackedCache
 from loraplex.execution.weights.packed_file import (
@@ -18,6 +17,7 @@ from loraplex.execution.weights.packed_file import (
     write_packed,
 )
 from loraplex.execution.weights.packing import WeightFormat, pack_checkpoint
+from loraplex.execution.weights.weight_files import weight_files
 from loraplex.kernels.ops import Kernels
 from loraplex.models.engine_folder import PACKED_NAME, weights_digest
 from loraplex.models.spec import ModelSpec

@@ -18,9 +18,9 @@ from loraplex.execution.weights.tensor_files import (
     SafetensorsFile,
     TensorFile,
 )
-from loraplex.execution.weights.trtllm import TrtllmWeights, rank_files
-from loraplex.models.config_fields import read_fields
-from loraplex.models.engine_folder import WEIGHTS_NAME, is_foreign_checkpoint
+from loraplex.execution.weights.trtllm import TrtllmWeights
+from loraplex.execution.weights.weight_files import weight_files
+from loraplex.models.engine_folder import is_foreign_checkpoint
 from loraplex.models.parameters import checkpoint_shapes
 from loraplex.models.spec import ModelSpec
 
@@ -35,7 +35,7 @@ class Checkpoint:
         self._shapes = checkpoint_shapes(spec)
         self._files: dict[str, _Entry] = {}
         with contextlib.ExitStack() as stack:
-            for file in _files(folder, spec):
+            for file in open_files(folder, spec):
                 self._add(stack.enter_context(file), spec)
             missing = sorted(self._shapes.keys() - self._files.keys())
             if missing:
@@ -90,37 +90,8 @@ class Checkpoint:
             self._files[full_name] = _Entry(file, name)
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The files that hold the weights, safetensors before `.bin`."""
-    if is_foreign_checkpoint(folder):
-        return rank_files(folder)
-    if (folder / WEIGHTS_NAME).is_file():
-        return [folder / WEIGHTS_NAME]
-    for stem in ("model.safetensors", "pytorch_model.bin"):
-        index = folder / f"{stem}.index.json"
-        if index.is_file():
-            return _shards(folder, index)
-        if (folder / stem).is_file():
-            return [folder / stem]
-    raise ConfigError(
-        f"{folder} has no weights: none of model.safetensors, model.safetensors.index.json, "
-        "pytorch_model.bin and pytorch_model.bin.index.json is there"
-    )
-
-
-def _shards(folder: Path, index: Path) -> list[Path]:
-    weight_map = read_fields(index).table("weight_map")
-    if weight_map is None:
-        raise ConfigError(f"{index}: weight_map is missing")
-    names = sorted({weight_map.text(name, "") for name in weight_map})
-    for name in names:
-        if Path(name).name != name or not (folder / name).is_file():
-            raise ConfigError(f"{index} names {name!r}, which is no file of the folder")
-    return [folder / name for name in names]
-
-
 def _is_redundant(name: str, spec: ModelSpec) -> bool:
-    """Tied checkpoints may store the embedding twice."""
+    """Tied checkpoints may store the embedding twice; stored_head compared the two."""
     return spec.tie_word_embeddings and name == f"{spec.names.lm_head}.weight"
 
 
@@ -131,7 +102,8 @@ class _Entry(NamedTuple):
     name: str
 
 
-def _files(folder: Path, spec: ModelSpec) -> Iterator[TensorFile]:
+def open_files(folder: Path, spec: ModelSpec) -> Iterator[TensorFile]:
+    """Yield the files of weights, open."""
     if is_foreign_checkpoint(folder):
         yield TrtllmWeights(folder, spec)
         return

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from loraplex.adapters.seen_files import identities_of
 from loraplex.execution.weights.built import open_built
-from loraplex.execution.weights.checkpoint import weight_files
 from loraplex.execution.weights.keys import checkpoint_digest, packed_key
 from loraplex.execution.weights.packed_cache import PackedCache
 from loraplex.execution.weights.packed_file import PackedFile
@@ -16,6 +15,7 @@ from loraplex.execution.weights.packing import (
     join_entries,
     pack_checkpoint,
 )
+from loraplex.execution.weights.weight_files import weight_files
 from loraplex.kernels.ops import Kernels
 from loraplex.models.spec import ModelSpec
 

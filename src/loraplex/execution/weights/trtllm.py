@@ -15,6 +15,7 @@ import torch
 
 from loraplex.core.errors import ConfigError
 from loraplex.execution.weights.tensor_files import SafetensorsFile
+from loraplex.execution.weights.weight_files import rank_files
 from loraplex.models.config_fields import ConfigFields, read_fields
 from loraplex.models.engine_folder import CONFIG_NAME
 from loraplex.models.spec import ModelSpec
@@ -28,18 +29,6 @@ _IGNORED = re.compile(r".*(kv_cache_scaling_factor|kv_cache_rcp_scaling_factor|r
 """Scales of a quantised KV cache, for which ours has its own, and tables that are worked out."""
 
 _Read = Callable[[], torch.Tensor]
-
-
-def rank_files(folder: Path) -> list[Path]:
-    """One for each GPU that the checkpoint was split for. Raises ConfigError if one is missing."""
-    tp_size, pp_size = read_mapping(read_fields(folder / CONFIG_NAME))
-    files = [folder / f"rank{rank}.safetensors" for rank in range(tp_size * pp_size)]
-    for file in files:
-        if not file.is_file():
-            raise ConfigError(
-                f"{folder} has no {file.name}; by its {CONFIG_NAME} there are {len(files)} ranks"
-            )
-    return files
 
 
 class TrtllmWeights:

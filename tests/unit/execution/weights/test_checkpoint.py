@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import save_file
 
 from loraplex.core.errors import ConfigError
-from loraplex.execution.weights.checkpoint import weight_files
 from loraplex.execution.weights.packing import (
     PackedWeights,
     WeightFormat,
     pack_checkpoint,
 )
+from loraplex.execution.weights.weight_files import weight_files
 from loraplex.kernels.ops import PackedLinear
 from loraplex.kernels.reference import ReferenceKernels
 from loraplex.models.spec import NormPlace
@@ -95,9 +95,10 @@ def test_safetensors_come_before_pickled_files(tiny_checkpoint: TinyCheckpoint) 
 
 
 def test_tied_embeddings(tmp_path: Path) -> None:
-    """A stored lm_head is redundant, not unknown."""
+    """A stored lm_head that is the embedding is redundant, not unknown."""
     tied_checkpoint = TinyCheckpoint(tmp_path, tie_word_embeddings=True)
-    tied_checkpoint.tensors["lm_head.weight"] = torch.zeros(50, 16)
+    embedding = tied_checkpoint.tensors["model.embed_tokens.weight"]
+    tied_checkpoint.tensors["lm_head.weight"] = embedding.clone()
     tied_checkpoint.save()
     weights = load(tied_checkpoint)
     check(weights, tied_checkpoint.tensors)

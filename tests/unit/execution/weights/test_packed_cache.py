@@ -201,7 +201,7 @@ def test_a_copy_of_the_model_is_the_same_model(
 def test_another_reading_of_the_same_tensors_is_another_key(
     checkpoint: TinyCheckpoint, cache: PackedCache
 ) -> None:
-    """A tied lm_head is packed from the embedding, whatever else the file holds."""
+    """A tied lm_head is packed from the embedding, another one from its own tensor."""
     load(checkpoint, cache)
     tied = TinyCheckpoint(checkpoint.folder, tie_word_embeddings=True)
     load(tied, cache)

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from loraplex.core.errors import ConfigError, UnsupportedModelError
-from loraplex.execution.weights.checkpoint import Checkpoint, weight_files
+from loraplex.execution.weights.checkpoint import Checkpoint
+from loraplex.execution.weights.weight_files import weight_files
 from loraplex.models.engine_folder import BuildLimits, read_build_limits
 from loraplex.models.registry import read_config
 from support.tiny_model import TinyCheckpoint
