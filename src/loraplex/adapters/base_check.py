@@ -4,6 +4,7 @@ Shapes are always compared. Names are compared when both sides have one; the ope
 whether a difference is a warning or an error.
 """
 
+import difflib
 import enum
 import re
 from collections.abc import Iterable
@@ -127,11 +128,18 @@ def _check_place(row: CanonicalRow, shapes: BaseShapes) -> None:
         )
     elif is_end:
         return
-    if not is_linear:
+    if not is_linear or not shapes.names_module(row.origin, row.module):
         raise AdapterMismatchError(
             f"{what} is of module {row.module!r}; the base model can be adapted in "
-            f"{', '.join(shapes.modules)}"
+            f"{', '.join(shapes.modules)}{_nearest(row, shapes)}"
         )
+
+
+def _nearest(row: CanonicalRow, shapes: BaseShapes) -> str:
+    """Return the base's names that are most like the row's, for an error."""
+    paths = [path.format(row.layer) for path in shapes.paths.values()]
+    names = difflib.get_close_matches(row.origin, paths, cutoff=0.8)
+    return f"; the nearest: {', '.join(names)}" if names else ""
 
 
 def not_enabled(module: str, shapes: BaseShapes) -> str:

@@ -15,6 +15,10 @@ class BaseShapes(msgspec.Struct, frozen=True):
     hidden_size: int = 0
     biased_modules: tuple[str, ...] = ()
     """Linear layers that have a bias."""
+    paths: dict[str, str] = {}
+    """Hugging Face path of each module, with {} for the layer; empty: Llama's and GPT-2's."""
+    fused: dict[str, dict[str, int]] = {}
+    """Outputs of the parts of a fused linear layer, in order: qkv_proj's q_proj, k_proj, v_proj."""
     ties_embeddings: bool = False
     """Whether lm_head's weight is the token embedding's."""
     enabled_modules: tuple[str, ...] | None = None
@@ -25,6 +29,11 @@ class BaseShapes(msgspec.Struct, frozen=True):
         if self.enabled_modules is None:
             return True
         return module in self.enabled_modules if module in self.modules else self.is_adaptable
+
+    def names_module(self, path: str, module: str) -> bool:
+        """Whether a path of an adapter ends as that of the base's module does."""
+        own = self.paths.get(module)
+        return own is None or f".{path}".endswith("." + own.partition("{}.")[2])
 
     @property
     def is_adaptable(self) -> bool:

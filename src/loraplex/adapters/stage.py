@@ -21,7 +21,12 @@ from loraplex.adapters.canonical import (
     write_canonical,
 )
 from loraplex.adapters.formats import trtllm
-from loraplex.adapters.formats.inputs import AdapterInput, RequestTensors, open_input
+from loraplex.adapters.formats.inputs import (
+    AdapterInput,
+    RequestTensors,
+    open_input,
+    read_fitting_rows,
+)
 from loraplex.adapters.seen_files import FileIdentity, SeenFiles, identities_of
 from loraplex.adapters.staged import StagedAdapter, StageRequest
 from loraplex.adapters.targets import source_of
@@ -53,7 +58,7 @@ def stage(request: StageRequest, tensors: Sequence[Buffer] = ()) -> StagedAdapte
     watch = Stopwatch()
     state_dir = Path(request.state_dir)
     source = _input(request, tensors)
-    seen, context = SeenFiles(state_dir), _context(request) if source.needs_base else ""
+    seen, context = SeenFiles(state_dir), _context(request)
     contexts = (context, _context(request) + request.base_path)
     identities = identities_of(source.files)
     known_digest = _seen_digest(request, seen, identities, contexts) if source.files else None
@@ -63,7 +68,7 @@ def stage(request: StageRequest, tensors: Sequence[Buffer] = ()) -> StagedAdapte
         warnings = _check(request, source, rows)
         watch.lap("check")
         return _staged(request, rows, known_digest, warnings, watch, was_known=True)
-    rows = source.read_rows(request.shapes, request.limits)
+    rows = read_fitting_rows(source, request.shapes, request.limits)
     watch.lap("read")
     warnings = _check(request, source, rows)
     if request.base_path and any(map(is_base_copy, rows)):

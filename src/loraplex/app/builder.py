@@ -154,6 +154,11 @@ def base_shapes(config: ModelSpec) -> BaseShapes:
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         biased_modules=layer.biased_modules,
+        paths={
+            module: path.replace(config.names.layer(0), config.names.layer("{}"), 1)
+            for module, path in layer.module_paths.items()
+        },
+        fused={module: dict(parts) for module, parts in layer.fused_modules.items()},
         ties_embeddings=config.tie_word_embeddings,
     )
 

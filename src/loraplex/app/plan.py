@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from loraplex.adapters.base_check import check_shapes
-from loraplex.adapters.formats.inputs import open_input
+from loraplex.adapters.formats.inputs import open_input, read_fitting_rows
 from loraplex.adapters.staging_limits import StagingLimits
 from loraplex.adapters.targets import source_of
 from loraplex.app.build_limits import within_build
@@ -160,7 +160,7 @@ def _planned(
     shapes = served_shapes(config, model)
     limits = StagingLimits(max_rank=model.max_lora_rank)
     try:
-        rows = open_input(path, limits).read_rows(shapes, limits)
+        rows = read_fitting_rows(open_input(path, limits), shapes, limits)
         check_shapes(rows, shapes, limits.max_rank)
         source = source_of("", Path(path), rows, shapes, limits.max_rank)
         check_fits_tiers(source, model, capacity)

@@ -42,7 +42,7 @@ class DecoderNames:
     has_transposed_weights: bool = False
     """Whether linear layers of decoder layers are stored [in, out], like transformers' Conv1D."""
 
-    def layer(self, index: int) -> str:
+    def layer(self, index: int | str) -> str:
         """Return the prefix of the names of a layer's parts."""
         return f"{self.root}{self.layers}.{index}."
 

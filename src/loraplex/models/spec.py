@@ -189,6 +189,34 @@ class LayerSpec:
         }
 
     @property
+    def module_paths(self) -> Mapping[str, str]:
+        """Full name, in the checkpoint, of every linear layer that LoRA may adapt."""
+        return {
+            module: path
+            for group in self.linears.values()
+            for module, path in zip(group.modules, group.paths, strict=True)
+        }
+
+    @property
+    def fused_modules(self) -> Mapping[str, Mapping[str, int]]:
+        """Outputs of each part of linear layers that compute q, k and v, or gate and up, as one.
+
+        The parts have Llama's names. Without those whose heads have an order of their own.
+        """
+        attention, inner_size = self.attention, self.feed_forward.inner_size
+        q_size, kv_size = attention.q_size, attention.kv_size
+        fused: dict[str, Mapping[str, int]] = {}
+        for group, parts in (
+            (QKV, {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}),
+            (UP, {"gate_proj": inner_size, "up_proj": inner_size}),
+        ):
+            outputs = self.linears[group].outputs
+            is_in_order = group != QKV or not attention.head_order
+            if len(outputs) == 1 and sum(outputs.values()) == sum(parts.values()) and is_in_order:
+                fused[next(iter(outputs))] = parts
+        return fused
+
+    @property
     def biased_modules(self) -> tuple[str, ...]:
         """Modules that have a bias."""
         groups = (group.modules for group in self.linears.values() if group.has_bias)

@@ -477,7 +477,8 @@ def test_the_names_of_new_folders_are_on_the_disk(tmp_path, monkeypatch):
 ON_A_FULL_DISK = """
 import sys
 from pathlib import Path
-from test_store_durable import AdapterRef, AdapterStore, ByName, StorageFullError, staged
+from loraplex.core.errors import StorageFullError
+from test_store_durable import AdapterRef, AdapterStore, ByName, staged
 
 disk = Path(sys.argv[1])
 store = AdapterStore.open(disk / "state")

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from loraplex.adapters.canonical import CanonicalRow, RowKind
 from loraplex.adapters.formats.modules import linear_path
-from loraplex.adapters.formats.peft_names import NORMS, parameter_path
+from loraplex.adapters.formats.peft_names import NORMS, is_of_other_root, parameter_path
 from loraplex.adapters.tensor_file import RawTensor
 from loraplex.core.adapter import EMBEDDING
 from loraplex.core.errors import InvalidAdapterError, UnsupportedFeatureError
@@ -81,6 +81,8 @@ def _path(row: CanonicalRow) -> str:
         return parameter_path(row.module)
     if row.module in NORMS[:2]:
         return f"model.layers.{row.layer}.{row.module}"
+    if is_of_other_root(row.origin):
+        return row.origin
     parent = row.origin.rpartition(".")[0].rpartition(".")[2]
     return linear_path(row.layer, row.module, parent)
 

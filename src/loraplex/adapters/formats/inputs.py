@@ -11,6 +11,7 @@ from loraplex.adapters.base_check import BaseCheck, check_base_name
 from loraplex.adapters.canonical import FORMAT, CanonicalRow, parse_canonical
 from loraplex.adapters.formats import canonical_file, llgtrt, peft, torch_bin, trtllm
 from loraplex.adapters.formats.peft_config import CONFIG_NAME, PeftConfig, read_config
+from loraplex.adapters.fused_modules import fit_modules
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.staging_limits import StagingLimits
 from loraplex.adapters.tensor_file import RawTensor, SafetensorsContent, read_tensors
@@ -33,11 +34,6 @@ class AdapterInput(Protocol):
         """Files that are read: while these do not change, neither do the rows."""
         ...
 
-    @property
-    def needs_base(self) -> bool:
-        """Whether the rows also depend on the base's shapes and the maximum rank."""
-        ...
-
     def read_rows(self, shapes: BaseShapes, limits: StagingLimits) -> tuple[CanonicalRow, ...]: ...
 
     def warnings(
@@ -52,8 +48,6 @@ class AdapterInput(Protocol):
 
 class PeftFolder:
     """PEFT folder: adapter_config.json and adapter_model.safetensors or .bin."""
-
-    needs_base = False
 
     def __init__(self, folder: Path, limits: StagingLimits) -> None:
         self.config: PeftConfig = read_config(folder, limits.max_header_bytes)
@@ -88,8 +82,6 @@ class PeftFolder:
 class PairFolder:
     """TensorRT-LLM folder with two .npy files."""
 
-    needs_base = True
-
     def __init__(self, folder: Path) -> None:
         config = trtllm.config_file(folder)
         if config is None:
@@ -112,8 +104,6 @@ class PairFolder:
 
 class LoraFile:
     """Single .safetensors file: llgtrt's, or a canonical adapter file."""
-
-    needs_base = True
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -139,7 +129,6 @@ class LoraFile:
 class RequestTensors:
     """Tensors lora_weights and lora_config of a request."""
 
-    needs_base = True
     files: tuple[Path, ...] = ()
 
     def __init__(self, weights: RawTensor, config: RawTensor) -> None:
@@ -152,6 +141,13 @@ class RequestTensors:
         self, _rows: tuple[CanonicalRow, ...], _base_model: str, _base_check: BaseCheck
     ) -> list[str]:
         return []
+
+
+def read_fitting_rows(
+    source: AdapterInput, shapes: BaseShapes, limits: StagingLimits
+) -> tuple[CanonicalRow, ...]:
+    """Read the rows as they fit the linear layers of a base model (fused_modules)."""
+    return fit_modules(source.read_rows(shapes, limits), shapes)
 
 
 def open_input(path: str, limits: StagingLimits) -> AdapterInput:

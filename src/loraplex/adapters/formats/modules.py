@@ -22,13 +22,14 @@ class LoraModule:
     parts: tuple[str, ...] = ()
     """Hugging Face layers in it, in the order of B's rows; they share A. Empty for a module
     that no served model has."""
-    whole: str = ""
-    """Single layer of GPT-2 for the whole module."""
+    wholes: tuple[str, ...] = ()
+    """Names that other families have for a single layer that is the whole module."""
 
     def parts_in(self, modules: Container[str]) -> tuple[str, ...]:
         """Return the model's layers that form the module; empty if the model lacks one."""
-        if self.whole in modules:
-            return (self.whole,)
+        whole = next((name for name in self.wholes if name in modules), None)
+        if whole is not None:
+            return (whole,)
         return self.parts if all(part in modules for part in self.parts) else ()
 
 
@@ -58,14 +59,15 @@ def _modules() -> tuple[LoraModule, ...]:
         ("shared_expert_4h_to_h", ()),
         ("shared_expert_gate", ()),
     ]
-    whole = {
-        "attn_qkv": "attn.c_attn",
-        "attn_dense": "attn.c_proj",
-        "mlp_h_to_4h": "mlp.c_fc",
-        "mlp_4h_to_h": "mlp.c_proj",
+    wholes = {
+        "attn_qkv": ("attn.c_attn",),
+        "attn_dense": ("attn.c_proj", "dense", "out_proj", "wo"),
+        "mlp_h_to_4h": ("mlp.c_fc", "c_fc", "fc1", "fc_in", "dense_h_to_4h", "w1"),
+        "mlp_4h_to_h": ("mlp.c_proj", "c_proj", "fc2", "fc_out", "dense_4h_to_h", "w2"),
+        "mlp_gate": ("w3",),
     }
     return tuple(
-        LoraModule(index, name, parts, whole.get(name, ""))
+        LoraModule(index, name, parts, wholes.get(name, ()))
         for index, (name, parts) in enumerate(named)
     )
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from loraplex.adapters.canonical import CanonicalRow, RowKind
 from loraplex.adapters.formats.peft_config import CONFIG_NAME, PeftConfig
-from loraplex.adapters.formats.peft_names import NORMS, PeftSlot
+from loraplex.adapters.formats.peft_names import PeftSlot
 from loraplex.adapters.tensor_file import RawTensor
 from loraplex.core.adapter import EMBEDDING, LM_HEAD
 from loraplex.core.errors import InvalidAdapterError, UnsupportedFeatureError
@@ -70,7 +70,7 @@ class PeftModule:
 
     @property
     def _is_norm(self) -> bool:
-        return self._module == "norm" or self._module in NORMS
+        return "norm" in self._module or self._module.startswith("ln_")
 
     def _lora(self, config: PeftConfig) -> CanonicalRow:
         a, b = self._pair()

@@ -1,9 +1,9 @@
 """Parser of the tensor names of a PEFT adapter: the module and the slot of each tensor.
 
-PEFT writes base_model.model.<path of the module>.<slot>; <path> begins with "model." for a causal
-LM, GPT-2's with "transformer.". Older versions and other tools leave the prefix out, keep the
-adapter's name in the slot (lora_A.default.weight) or the wrappers of torch.compile, DDP and FSDP
-before it.
+PEFT writes base_model.model.<path of the module>.<slot>; <path> begins with a root that depends on
+the class that was trained, which need not be the class that is served: all known roots are read.
+Older versions and other tools leave the prefix out, keep the adapter's name in the slot
+(lora_A.default.weight) or the wrappers of torch.compile, DDP and FSDP before it.
 """
 
 import enum
@@ -35,7 +35,10 @@ class TensorName(NamedTuple):
     """Module path that adapter_config.json matches: model.layers.0.self_attn.q_proj."""
     layer: int | None
     module: str
-    """Last part of the path; with its parent for GPT-2, which has two layers called c_proj."""
+    """Last part of the path; with its parent for GPT-2, which has two layers called c_proj.
+
+    embed_tokens and lm_head whatever the family calls them.
+    """
     slot: PeftSlot
 
 
@@ -43,17 +46,34 @@ FINAL_NORM = "norm"
 NORMS = ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm")
 """Modules of a decoder layer."""
 
+_ROOTS = (
+    *("", "model.", "model.model.", "transformer.", "gpt_neox.", "decoder.", "model.decoder."),
+    *("language_model.", "language_model.model.", "model.language_model."),
+    "model.language_model.model.",
+)
+"""Paths from the class that was trained to the decoder: of causal LMs and multimodal wrappers."""
+_PARENTS = ("self_attn", "self_attention", "attention", "attn", "mlp", "feed_forward")
+_EMBEDDINGS = (EMBEDDING, "wte", "word_embeddings", "embed_in", "tok_embeddings")
+_HEADS = (LM_HEAD, "embed_out", "output")
+_OTHER_TOWERS = re.compile(
+    r".*?\b(?:visual|vision_tower|vision_model|multi_modal_projector|audio_tower)\..*"
+)
+
+_PLAIN_PATH = re.compile(
+    r"(?:model\.){0,2}layers\.|(?:transformer\.)?h\.\d+\.(?:attn|mlp)\.c_|\w+$|$"
+)
+
 _WRAPPERS = r"(?:(?:module|_orig_mod|_fsdp_wrapped_module)\.)*"
+_ROOT = "(?:" + "|".join(re.escape(root) for root in _ROOTS) + ")"
 _PATH = (
     r"(?P<path>"
-    r"(?:model\.){0,2}layers\.(?P<layer>\d{1,6})\."
-    r"(?:(?:self_attn|mlp)\.(?P<linear>\w+)|(?P<norm>input_layernorm|post_attention_layernorm))"
-    r"|(?:transformer\.)?h\.(?P<block>\d{1,6})\."
+    r"(?:transformer\.)?h\.(?P<block>\d{1,6})\."
     r"(?P<whole>attn\.(?:c_attn|c_proj)|mlp\.(?:c_fc|c_proj))"
-    rf"|(?:model\.){{0,2}}(?P<top>{EMBEDDING}|{FINAL_NORM})"
-    rf"|(?P<head>{LM_HEAD}))"
+    rf"|{_ROOT}(?:layers|h)\.(?P<layer>\d{{1,6}})\.(?:(?:{'|'.join(_PARENTS)})\.)?(?P<inner>(?!lora_)\w+)"
+    rf"|{_ROOT}(?:(?P<embedding>{'|'.join(_EMBEDDINGS)})|(?P<top>{FINAL_NORM}))"
+    rf"|(?:language_model\.)?(?P<head>{'|'.join(_HEADS)}))"
 )
-_MODULES = ("linear", "norm", "whole", "top", "head")
+_MODULES = ("inner", "whole", "top")
 _ADAPTER = r"(?:\.[^.\s]+)?"
 _SLOTS = {
     PeftSlot.A: rf"(?:lora_A{_ADAPTER}\.weight|lora_embedding_A{_ADAPTER})",
@@ -78,12 +98,25 @@ def parse_name(name: str) -> TensorName | None:
     if match is None:
         return None
     slot = next(slot for slot in _SLOTS if match[slot.name])
-    module = next(match[part] for part in _MODULES if match[part])
+    if match["embedding"] or match["head"]:
+        module = EMBEDDING if match["embedding"] else LM_HEAD
+    else:
+        module = next(match[part] for part in _MODULES if match[part])
     is_embedding_slot = "lora_embedding_" in name
     if is_embedding_slot != (module == EMBEDDING and slot in (PeftSlot.A, PeftSlot.B)):
         return None
     layer = match["layer"] or match["block"]
     return TensorName(match["path"], None if layer is None else int(layer), module, slot)
+
+
+def is_of_other_root(path: str) -> bool:
+    """Whether a module's path is neither Llama's nor GPT-2's, nor one without a root."""
+    return not _PLAIN_PATH.match(path)
+
+
+def is_of_other_tower(name: str) -> bool:
+    """Whether a tensor is of a part that only images or sound pass through."""
+    return _OTHER_TOWERS.fullmatch(name) is not None
 
 
 def parameter_path(module_path: str) -> str:

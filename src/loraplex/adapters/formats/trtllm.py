@@ -54,6 +54,8 @@ class _Entry:
     """Layers of the base that form the module."""
     out_features: tuple[int, ...]
     """Output features of each of these layers."""
+    paths: dict[str, str]
+    """Hugging Face path of each of these layers."""
     is_dora: bool
 
     def __str__(self) -> str:
@@ -186,11 +188,13 @@ def _entry(
         )
     if rank <= 0:
         raise InvalidAdapterError(f"Expected adapterSize to be > 0: {where}")
-    module = LORA_MODULES[module_id]
+    module = _as_stored(LORA_MODULES[module_id], shapes)
     if is_dora and is_dora[0] not in (0, 1):
         raise InvalidAdapterError(f"{where}: the fourth column is {is_dora[0]}; it must be 0 or 1")
     parts, in_features, out_features = _parts(module, shapes, where)
-    entry = _Entry(row, module, layer, rank, in_features, parts, out_features, is_dora == [1])
+    paths = {part: _path(layer, part, shapes) for part in parts}
+    sizes = (in_features, parts, out_features, paths)
+    entry = _Entry(row, module, layer, rank, *sizes, is_dora == [1])
     if entry.num_values > row_width:
         raise InvalidAdapterError(
             f"lora_weights has to few values for {module.name}: {where} needs {rank} x "
@@ -209,23 +213,47 @@ def _parts(
     module: LoraModule, shapes: BaseShapes, where: str
 ) -> tuple[tuple[str, ...], int, tuple[int, ...]]:
     """Return the base's layers that form the module, their in_features, and each out_features."""
-    parts = module.parts_in(_enabled_parts(shapes))
-    inputs = {shapes.modules[part][0] for part in parts}
+    modules = _enabled_modules(shapes)
+    parts = module.parts_in(modules)
+    inputs = {modules[part][0] for part in parts}
     if len(inputs) != 1:
         raise AdapterMismatchError(
             f"lora module {module.name} not enabled for this model: {where}; the base model can "
             f"be adapted in {', '.join(_enabled(shapes)) or NO_MODULE}"
         )
-    return parts, inputs.pop(), tuple(shapes.modules[part][1] for part in parts)
+    return parts, inputs.pop(), tuple(modules[part][1] for part in parts)
+
+
+def _path(layer: int, part: str, shapes: BaseShapes) -> str:
+    path = shapes.paths.get(part)
+    return linear_path(layer, part) if path is None else path.format(layer)
+
+
+def _as_stored(module: LoraModule, shapes: BaseShapes) -> LoraModule:
+    """Return the module that an id means for this base.
+
+    Of a base with a fused gate_up_proj older converters write both halves as mlp_h_to_4h.
+    """
+    is_fused = any("gate_proj" in parts for parts in shapes.fused.values())
+    both = next(other for other in LORA_MODULES if other.name == "mlp_gate_up")
+    return both if is_fused and module.name == "mlp_h_to_4h" else module
 
 
 def _enabled(shapes: BaseShapes) -> Iterator[str]:
-    parts = _enabled_parts(shapes)
-    return (module.name for module in LORA_MODULES if module.parts_in(parts))
+    modules = _enabled_modules(shapes)
+    return (module.name for module in LORA_MODULES if module.parts_in(modules))
 
 
-def _enabled_parts(shapes: BaseShapes) -> tuple[str, ...]:
-    return tuple(filter(shapes.enables, shapes.modules))
+def _enabled_modules(shapes: BaseShapes) -> dict[str, tuple[int, int]]:
+    """Return (in_features, out_features) of what may be adapted; a fused layer's parts, too."""
+    modules = {name: features for name, features in shapes.modules.items() if shapes.enables(name)}
+    parts = {
+        part: (modules[fused][0], size)
+        for fused, sizes in shapes.fused.items()
+        if fused in modules
+        for part, size in sizes.items()
+    }
+    return parts | modules
 
 
 def _rows_of(
@@ -260,8 +288,7 @@ def _rows_of(
 
 
 def _row(entry: _Entry, part: str, kind: RowKind, tensors: dict[str, RawTensor]) -> CanonicalRow:
-    path = linear_path(entry.layer, part)
-    return CanonicalRow(entry.layer, part, None, kind, 1.0, tensors, path)
+    return CanonicalRow(entry.layer, part, None, kind, 1.0, tensors, entry.paths[part])
 
 
 def _tensor(bits: npt.NDArray[np.unsignedinteger], shape: tuple[int, ...], dtype: str) -> RawTensor:
