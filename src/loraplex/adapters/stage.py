@@ -82,7 +82,7 @@ def stage(request: StageRequest, tensors: Sequence[Buffer] = ()) -> StagedAdapte
         write_canonical(rows, new_digest, canonical_path(state_dir, new_digest))
     if identities_of(source.files) != identities:
         raise InvalidAdapterError(f"{request.path} was changed while it was read; load it again")
-    if source.files:
+    if source.files and not source.left_out:  # what is left out is reported at each load
         seen.remember(identities, new_digest, context)
     watch.lap("write")
     return _staged(request, rows, new_digest, warnings, watch, was_known=False)

@@ -148,6 +148,14 @@ class AdapterSource(msgspec.Struct, frozen=True):
                 found[target.module] = (min(low, rank), max(high, rank))
         return found
 
+    @property
+    def module_layers(self) -> dict[str, tuple[int, ...]]:
+        """Return the layers that change by module."""
+        found: dict[str, set[int]] = {}
+        for target in self.targets:
+            found.setdefault(target.module, set()).add(target.layer)
+        return {module: tuple(sorted(layers)) for module, layers in found.items()}
+
 
 class LoadPolicy(enum.StrEnum):
     """When a request loads its adapters (llgtrt's load_lora_weights)."""

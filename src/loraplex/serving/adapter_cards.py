@@ -66,6 +66,8 @@ class AdapterContent(msgspec.Struct, frozen=True, kw_only=True):
     """Smallest and largest rank by module."""
     layers: tuple[int, ...]
     """Layers with at least one adapted module."""
+    module_layers: dict[str, tuple[int, ...]]
+    """Layers by adapted module; -1 is outside the layers."""
     num_tensors: int
     """Number of all tensors in the source: one that cannot be applied is an error."""
     dtypes: tuple[str, ...]
@@ -199,6 +201,7 @@ def content_of(staged: StagedAdapter, capacity: Capacity, device_dtype: str) -> 
     return AdapterContent(
         ranks=source.ranks,
         layers=tuple(sorted({target.layer for target in source.targets})),
+        module_layers=source.module_layers,
         num_tensors=staged.num_tensors,
         dtypes=staged.dtypes,
         device_dtype=device_dtype,

@@ -37,6 +37,7 @@ CREATED = 1_700_000_000
 CONTENT = AdapterContent(
     ranks={"q_proj": (8, 8)},
     layers=(0,),
+    module_layers={"q_proj": (0,)},
     num_tensors=2,
     dtypes=("F32",),
     device_dtype="float32",

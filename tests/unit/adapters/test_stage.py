@@ -42,6 +42,7 @@ def test_an_adapter_becomes_one_file_named_by_its_content(staged, peft_folder, t
 def test_the_report(staged, peft_folder):
     got = staged(peft_folder(rank=3).write())
     assert got.source.ranks == {"q_proj": (3, 3), "k_proj": (3, 3), "down_proj": (3, 3)}
+    assert got.source.module_layers == {m: (0, 1) for m in ("q_proj", "k_proj", "down_proj")}
     assert (got.dtypes, got.num_tensors) == (("F32",), 12)
     assert (got.changes_nothing, got.was_known, got.warnings) == (False, False, ())
     assert got.source.num_bytes == 2 * 4 * 3 * (8 + 12 + 8 + 4 + 16 + 8)
@@ -293,3 +294,18 @@ class TestRefusals:
         limits = StagingLimits(max_file_bytes=100)
         with pytest.raises(AdapterTooLargeError, match="at most 100"):
             staged(peft_folder().write(), limits=limits)
+
+
+def test_tensors_of_a_vision_tower_are_left_out_and_reported_at_each_load(peft_folder, staged):
+    plain = staged(peft_folder("plain").write())
+    folder = peft_folder()
+    tower = "base_model.model.model.vision_tower.layers.0.self_attn.q_proj"
+    folder.tensors[f"{tower}.lora_A.weight"] = np.ones((2, 3), np.float32)
+    folder.tensors[f"{tower}.lora_B.weight"] = np.ones((3, 2), np.float32)
+    path = folder.write()
+    for _ in range(2):
+        adapter = staged(path)
+        assert adapter.source.digest == plain.source.digest
+        (warning,) = [text for text in adapter.warnings if "left out" in text]
+        assert "2 tensors" in warning
+        assert tower in warning

@@ -3,7 +3,7 @@
 `open_input` chooses the class of the format. No other module of the package knows all formats.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -11,6 +11,7 @@ from loraplex.adapters.base_check import BaseCheck, check_base_name
 from loraplex.adapters.canonical import FORMAT, CanonicalRow, parse_canonical
 from loraplex.adapters.formats import canonical_file, llgtrt, peft, torch_bin, trtllm
 from loraplex.adapters.formats.peft_config import CONFIG_NAME, PeftConfig, read_config
+from loraplex.adapters.formats.peft_names import is_of_other_tower
 from loraplex.adapters.fused_modules import fit_modules
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.staging_limits import StagingLimits
@@ -34,6 +35,11 @@ class AdapterInput(Protocol):
         """Files that are read: while these do not change, neither do the rows."""
         ...
 
+    @property
+    def left_out(self) -> Sequence[str]:
+        """Names of the tensors, of those read, that no answer depends on."""
+        ...
+
     def read_rows(self, shapes: BaseShapes, limits: StagingLimits) -> tuple[CanonicalRow, ...]: ...
 
     def warnings(
@@ -53,6 +59,7 @@ class PeftFolder:
         self.config: PeftConfig = read_config(folder, limits.max_header_bytes)
         self._weights = _peft_weights(folder)
         self.files: tuple[Path, ...] = (folder / CONFIG_NAME, self._weights)
+        self.left_out: Sequence[str] = ()
 
     def read_tensors(self, limits: StagingLimits) -> dict[str, RawTensor]:
         """Read the tensors by their names in the file."""
@@ -65,7 +72,10 @@ class PeftFolder:
         return _read_file(self._weights, limits).tensors
 
     def read_rows(self, _shapes: BaseShapes, limits: StagingLimits) -> tuple[CanonicalRow, ...]:
-        return peft.canonical_rows(self.config, self.read_tensors(limits))
+        tensors = self.read_tensors(limits)
+        self.left_out = tuple(filter(is_of_other_tower, tensors))
+        kept = {name: tensor for name, tensor in tensors.items() if name not in self.left_out}
+        return peft.canonical_rows(self.config, kept)
 
     def warnings(
         self, rows: tuple[CanonicalRow, ...], base_model: str, base_check: BaseCheck
@@ -76,11 +86,18 @@ class PeftFolder:
         if missing:
             names = ", ".join(missing)
             warnings.append(f"target_modules names {names}, but it has no such tensors")
+        if self.left_out:
+            warnings.append(
+                f"{len(self.left_out)} tensors, the first of them {self.left_out[0]!r}, are of a "
+                "part that only images or sound pass through: they are left out"
+            )
         return warnings
 
 
 class PairFolder:
     """TensorRT-LLM folder with two .npy files."""
+
+    left_out: Sequence[str] = ()
 
     def __init__(self, folder: Path) -> None:
         config = trtllm.config_file(folder)
@@ -104,6 +121,8 @@ class PairFolder:
 
 class LoraFile:
     """Single .safetensors file: llgtrt's, or a canonical adapter file."""
+
+    left_out: Sequence[str] = ()
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -130,6 +149,7 @@ class RequestTensors:
     """Tensors lora_weights and lora_config of a request."""
 
     files: tuple[Path, ...] = ()
+    left_out: Sequence[str] = ()
 
     def __init__(self, weights: RawTensor, config: RawTensor) -> None:
         self._weights, self._config = weights, config

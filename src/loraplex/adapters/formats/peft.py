@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from loraplex.adapters.canonical import CanonicalRow, RowKind, sort_rows
 from loraplex.adapters.formats.peft_config import CONFIG_NAME, PeftConfig
 from loraplex.adapters.formats.peft_module import PeftModule
-from loraplex.adapters.formats.peft_names import is_of_other_tower, parse_name
+from loraplex.adapters.formats.peft_names import parse_name
 from loraplex.adapters.tensor_file import FLOAT_TYPES, RawTensor
 from loraplex.core.errors import InvalidAdapterError, UnsupportedFeatureError
 
@@ -43,7 +43,7 @@ def canonical_rows(
     Raises InvalidAdapterError for a tensor that is broken, incomplete, duplicated or contradicts
     the config; UnsupportedFeatureError for one that no row can represent.
     """
-    named = {name: parse_name(name) for name in tensors if not is_of_other_tower(name)}
+    named = {name: parse_name(name) for name in tensors}
     foreign = [name for name, parsed in named.items() if parsed is None]
     if foreign:
         raise _foreign(foreign[0], others=foreign[1:])
