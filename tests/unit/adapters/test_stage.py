@@ -42,7 +42,7 @@ def test_an_adapter_becomes_one_file_named_by_its_content(staged, peft_folder, t
 def test_the_report(staged, peft_folder):
     got = staged(peft_folder(rank=3).write())
     assert got.source.ranks == {"q_proj": (3, 3), "k_proj": (3, 3), "down_proj": (3, 3)}
-    assert got.source.module_layers == {m: (0, 1) for m in ("q_proj", "k_proj", "down_proj")}
+    assert got.source.module_layers == dict.fromkeys(("q_proj", "k_proj", "down_proj"), (0, 1))
     assert (got.dtypes, got.num_tensors) == (("F32",), 12)
     assert (got.changes_nothing, got.was_known, got.warnings) == (False, False, ())
     assert got.source.num_bytes == 2 * 4 * 3 * (8 + 12 + 8 + 4 + 16 + 8)
