@@ -91,7 +91,7 @@ def _join(
     missing = [part for part in sizes if part not in rows]
     if kind is not RowKind.LORA and missing:
         raise UnsupportedFeatureError(
-            f"{some.origin} has a {kind}, but {', '.join(missing)} beside it has none: the base "
+            f"{some.origin} has a {kind}, but {', '.join(missing)} of its layer has none: the base "
             f"model's {fused} is one layer, which has one for all its outputs"
         )
     for part, row in rows.items():

@@ -99,7 +99,7 @@ def test_dora_needs_all_parts() -> None:
     (row,) = fit_modules(magnitudes, FUSED)
     expected = np.concatenate([each.tensors["magnitude"].array() for each in magnitudes])
     np.testing.assert_array_equal(row.tensors["magnitude"].array(), expected)
-    with pytest.raises(UnsupportedFeatureError, match="v_proj beside it has none"):
+    with pytest.raises(UnsupportedFeatureError, match="v_proj of its layer has none"):
         fit_modules(magnitudes[:2], FUSED)
 
 
@@ -191,7 +191,7 @@ def test_other_towers() -> None:
     assert not is_of_other_tower("base_model.model.model.layers.0.mlp.visual_proj.lora_A.weight")
 
 
-def test_the_nearest_names_are_told() -> None:
+def test_the_nearest_names_are_reported() -> None:
     shapes = BaseShapes(
         2, {"query_key_value": (HIDDEN, 14)}, paths={"query_key_value": "h.{}.attn.query_key_value"}
     )

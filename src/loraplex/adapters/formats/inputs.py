@@ -37,7 +37,7 @@ class AdapterInput(Protocol):
 
     @property
     def left_out(self) -> Sequence[str]:
-        """Names of the tensors, of those read, that no answer depends on."""
+        """Names of the tensors, of those read, that no output depends on."""
         ...
 
     def read_rows(self, shapes: BaseShapes, limits: StagingLimits) -> tuple[CanonicalRow, ...]: ...
