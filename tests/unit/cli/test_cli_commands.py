@@ -21,7 +21,7 @@ from loraplex.core.server_config import ServerConfig
 from loraplex.core.version import __version__
 from loraplex.demo import ADAPTER_PATHS, BASE_PATH
 
-HEAVY = ("torch", "numpy", "starlette", "uvicorn", "grpc", "tokenizers", "transformers")
+HEAVY = ("torch", "numpy", "httpx", "starlette", "uvicorn", "grpc", "tokenizers", "transformers")
 COMMANDS = {c.callback.__name__.replace("_", "-"): c.callback for c in app.registered_commands}
 
 
@@ -83,6 +83,10 @@ def test_help_and_version_are_light(arguments):
 @pytest.mark.parametrize("module", ["loraplex.app.launch", "loraplex.cli.serve"])
 def test_engines_start_before_serving_is_imported(module):
     assert modules_after(f"import {module}") == set()
+
+
+def test_staging_a_local_adapter_needs_no_http_client():
+    assert "httpx" not in modules_after("import loraplex.adapters.staging_worker")
 
 
 def test_serving_needs_no_torch():

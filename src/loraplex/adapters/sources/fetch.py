@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -26,9 +27,11 @@ from loraplex.adapters.formats.peft_config import CONFIG_NAME
 from loraplex.adapters.sources.download import Allowance, Arrived, Missing
 from loraplex.adapters.sources.policy import SourcePolicy, checked_path
 from loraplex.adapters.sources.reference import FILE_SUFFIX, Reference, SourceKind, parse
-from loraplex.adapters.sources.remotes import Remote, open_remote
 from loraplex.adapters.tensor_file import write_atomically
 from loraplex.core.errors import AdapterLoadError, InvalidAdapterError
+
+if TYPE_CHECKING:
+    from loraplex.adapters.sources.remotes import Remote
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +81,9 @@ class KeptSources:
 
     def fetch(self, reference: Reference, policy: SourcePolicy) -> Path:
         """Return the adapter as its source has it now."""
+        # An HTTP client is half of what a staging worker imports, and most sources are local.
+        from loraplex.adapters.sources.remotes import open_remote  # noqa: PLC0415
+
         remote = open_remote(reference, policy)
         home = self._folder / _key(reference)
         kept = _kept(home)
@@ -152,7 +158,7 @@ class _Download:
     """Downloads of one adapter's files, one after the other."""
 
     def __init__(
-        self, remote: Remote, folder: Path, allowance: Allowance, kept: _Note | None
+        self, remote: "Remote", folder: Path, allowance: Allowance, kept: _Note | None
     ) -> None:
         self.files: dict[str, _File] = {}
         self._remote = remote
