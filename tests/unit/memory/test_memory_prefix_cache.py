@@ -61,6 +61,34 @@ def test_the_encoding_has_one_reading():
     assert len(hashes) == 16
 
 
+def test_sequences_of_one_prompt_hash_it_once():
+    hashed = []
+
+    def counting(*content):
+        hashed.append(content)
+        return hash_block(*content)
+
+    blocks = [[2 * index, 2 * index + 1] for index in range(10)]
+    cache = cache_of(*blocks[:9], hash_function=counting)
+    tokens = [*itertools.chain(*blocks)]
+    hashed.clear()
+    for _ in range(3):
+        assert cache.match(list(tokens), SALT, 19) == [list(range(9))]
+        assert len(hashed) == 9
+    assert cache.match([*tokens, 50, 51], SALT, 21) == [list(range(9))]
+    assert len(hashed) == 10, "only the block after the known ones"
+    assert cache.match(tokens, SALT, 6) == [[0, 1, 2]]
+    assert cache.match(tokens[:5] + [9] * 15, SALT) == [[0, 1]]
+    assert cache.match(tokens, b"other") == cache.match([9, *tokens], SALT) == [[]]
+    cache.forget(0, 4)
+    assert cache.match(tokens, SALT, 19) == [[0, 1, 2, 3]]
+    assert cache.insert((30,), 3, [8, 9], SALT)
+    assert cache.match(tokens, SALT, 19) == [[0, 1, 2, 3, 30]]
+    hashed.clear()
+    assert cache.match(tokens, SALT, 10) == [[0, 1, 2, 3, 30]]
+    assert not hashed
+
+
 def test_a_planted_collision_is_not_served():
     cache = PrefixCache(2, 1, hash_function=lambda *_: b"always the same")
     assert cache.insert((0,), None, [1, 2], SALT)
