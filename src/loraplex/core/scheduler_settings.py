@@ -122,8 +122,8 @@ class SchedulerSettings(Settings, frozen=True, kw_only=True):
         FairShare,
         _scheduling(
             "What shares capacity equally: none, adapter, tenant or tenant_adapter",
-            "`none` is first come, first served. Requests of one adapter are always first come, "
-            "first served among themselves.",
+            "Tokens and slots are shared. `none` is first come, first served. Requests of one "
+            "adapter are always first come, first served among themselves.",
         ),
     ] = FairShare.ADAPTER
     # The default protects the other adapters from a flood of requests for one of them.

@@ -297,6 +297,11 @@ class AdapterScan:
             self._aged = request
         return readiness
 
+    def prefetch(self, request: Request) -> None:
+        """Begin the loads of a request that is too late in the order for its wait to count."""
+        if self._aged is None or self._filler.may_pass(self._aged, request.handles, self._now_ns):
+            self._filler.advance(request.handles, self._now_ns, is_next=False)
+
     def pass_over(self) -> None:
         """Note that the request visited last is not admitted: later ones are not next in line."""
         self._is_next = False

@@ -13,6 +13,8 @@ from loraplex.scheduling.state import SchedulerState
 MAX_PREFETCHED_QUEUES = 32
 """Sets of adapters that one plan tries to bring closer. It looks at no more queues, except those
 that it admits sequences of, and those whose adapters are on the device while slots are free."""
+MAX_LATER_QUEUES = 16
+"""Later sets of adapters that one plan tries to bring closer, in turns."""
 MAX_SHORT_CANDIDATES = 64
 """Sequences of a queue among which the shortest is sought if its head would get no token."""
 
@@ -33,6 +35,8 @@ class InflightBatching:
         self._state = state
         self._admitter = admitter
         self._claims = SlotClaims(state, settings, max_num_seqs)
+        self._next_later = MAX_PREFETCHED_QUEUES
+        """Place of the later queue whose turn is next."""
         self._max_num_seqs = max_num_seqs
         self._max_seqs_per_adapter = settings.max_seqs_per_adapter
         self._max_queue_delay_ns = 1000 * settings.max_queue_delay_microseconds
@@ -120,7 +124,16 @@ class InflightBatching:
             scan.pass_over()
         if is_open:
             claims.end_plan()
+        self._prefetch_later(scan)
         scan.preload()
+
+    def _prefetch_later(self, scan: AdapterScan) -> None:
+        """Bring adapters closer that fit although those of the first queues do not."""
+        later = self._state.waiting.unready(self._next_later, MAX_LATER_QUEUES)
+        self._next_later = self._next_later + len(later) if later else MAX_PREFETCHED_QUEUES
+        for queue in later:
+            if not self._admitter.adapters_at_limit(queue.head):
+                scan.prefetch(queue.head.request)
 
     def _admit_one(
         self, queue: AdapterQueue, builder: PlanBuilder, split: PrefillSplit, now_ns: int

@@ -124,6 +124,10 @@ class WaitingQueue:
         orders = (self._ready,) if ready_only else (self._ready, self._unready)
         return min((e for order in orders if (e := _first_after(order, key))), default=None)
 
+    def unready(self, place: int, num_queues: int) -> list[AdapterQueue]:
+        """Return queues whose adapters are not on the device, from a place in their order on."""
+        return [queue for _, queue in self._unready[place : place + num_queues]]
+
     def relist(self, queue: AdapterQueue) -> QueueKey:
         """List a queue where it belongs now; return its key."""
         key = self._key(queue)

@@ -5,19 +5,21 @@ import pytest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.scheduler_settings import BatchSchedulerPolicy, FairShare, SchedulerSettings
 from loraplex.scheduling.adapters import AdapterScan
-from loraplex.scheduling.batching import MAX_PREFETCHED_QUEUES
+from loraplex.scheduling.batching import MAX_LATER_QUEUES, MAX_PREFETCHED_QUEUES
 from support.capacities import changed_capacity
 from support.fake_engine import MILLISECOND_NS, FakeEngine
 from support.fake_runner import FAKE_CAPACITY
 
 AGING_NS = 20 * MILLISECOND_NS
+NUM_STEPS_OF_LOAD = 4
+"""Steps in which an adapter is loaded, copied and used."""
 
 
 def fake_engine(*, settings=None, host_bytes=1_000_000, num_polls=1, copy_steps=0, **capacity):
     capacity = {"max_num_seqs": 4, "num_adapter_pages": 2, **capacity}
     fakes = FakeEngine(
         changed_capacity(FAKE_CAPACITY, **capacity),
-        SchedulerSettings(adapter_aging_seconds=AGING_NS / 1e9, **(settings or {})),
+        SchedulerSettings(**{"adapter_aging_seconds": AGING_NS / 1e9, **(settings or {})}),
         adapter_host_bytes=host_bytes,
         num_polls=num_polls,
         copy_steps=copy_steps,
@@ -306,6 +308,42 @@ def test_a_plan_looks_at_a_limited_number_of_the_adapters_that_wait(visits):
     assert len(visits) <= 100 * (MAX_PREFETCHED_QUEUES + 2)
     num_done = sum(completion.is_finished for completion in fakes.completions.values())
     assert num_done > 20, "the adapters that wait follow one after the other"
+
+
+@pytest.mark.parametrize("num_wide", [MAX_PREFETCHED_QUEUES - 2, 40, 100])
+def test_an_adapter_that_fits_does_not_wait_for_many_that_do_not(num_wide):
+    """The bound: two plans, and one more for each MAX_LATER_QUEUES adapters that wait."""
+    fakes = fake_engine(num_adapter_pages=3, settings={"adapter_aging_seconds": 10.0})
+    fakes.add([1], "a", max_tokens=200)
+    fakes.step(3)
+    for number in range(num_wide):
+        fakes.register(f"wide {number}", num_pages=3)
+        fakes.add([1], f"wide {number}", max_tokens=1)
+    small = fakes.add([1], "b", max_tokens=1)
+    fakes.step(num_wide // MAX_LATER_QUEUES + 2 + NUM_STEPS_OF_LOAD)
+    assert fakes.tokens(small) == fakes.alone(small)
+    fakes.run(3000)
+
+
+def test_many_that_fit_do_not_keep_the_memory_from_one_that_does_not():
+    """The bound: twice the aging time, then the rows that run (6 tokens) and its own load."""
+    fakes = fake_engine(num_adapter_pages=4, max_num_seqs=16)
+    for digest in "ab":
+        fakes.add([1], digest, max_tokens=6)
+    fakes.step(3)
+    fakes.register("widest", num_pages=4)
+    wide = fakes.add([1], "widest", max_tokens=1)
+    newcomers = [f"small {number}" for number in range(400)]
+    for digest in newcomers:
+        fakes.register(digest)
+    for digest in newcomers[:200]:
+        fakes.add([1], digest, max_tokens=6)
+    num_steps = stream(
+        fakes, 200, *newcomers[200:], stop_when=lambda: is_scheduled(fakes, wide), max_tokens=6
+    )
+    assert num_steps is not None, "it starves"
+    assert num_steps <= 2 * (AGING_NS // MILLISECOND_NS) + 6 + 6
+    fakes.run(5000)
 
 
 @pytest.mark.parametrize("fair_resident_lead", [0.0, 2048.0])

@@ -104,6 +104,33 @@ def test_two_floods_have_half_of_the_slots_each():
     check_outputs(fakes)
 
 
+def test_a_share_that_was_served_more_claims_its_part_too():
+    """It is later in the order than the share that makes way for it."""
+    fakes = fake_engine()
+    fakes.add([1], "b", max_tokens=150)
+    sampling = SamplingParams(max_tokens=100, n=6, seed=1, ignore_eos=True)
+    fakes.add([1], "a", sampling=sampling)
+    fakes.step(105)
+    flood(fakes, "b")
+    fakes.step(FEW_STEPS)
+    shares = fakes.engine._scheduler._state.shares
+    counters = [shares.counter((fakes.register(digest),)) for digest in "ab"]
+    assert counters[1] < counters[0] - 200
+    quiet = fakes.add([1], "a", max_tokens=1)
+    assert steps_until_finished(fakes, quiet) <= FEW_STEPS
+
+
+def test_a_share_keeps_its_only_slot():
+    fakes = fake_engine()
+    for number in range(NUM_SLOTS + 1):
+        fakes.register(f"one {number}")
+        fakes.add([1], f"one {number}", max_tokens=60)
+    fakes.step(50)
+    assert preemptions(fakes) == 0
+    fakes.run()
+    check_outputs(fakes)
+
+
 def test_parts_are_by_weight():
     fakes = fake_engine()
     light = flood(fakes, "a")
@@ -121,6 +148,16 @@ def test_a_tenant_claims_slots_from_another(fair_share):
     fakes.step(12)
     quiet = fakes.add([1], "d", max_tokens=1, tenant="us")
     assert steps_until_finished(fakes, quiet) <= FEW_STEPS
+
+
+def test_a_share_claims_its_part_once_for_all_its_adapters():
+    fakes = fake_engine({"fair_share": FairShare.TENANT})
+    fakes.add([1], "d", max_tokens=200, tenant="others")
+    flood(fakes, "d", tenant="them")
+    fakes.step(12)
+    requests = [fakes.add([n], "abc"[n % 3], max_tokens=90, tenant="us") for n in range(6)]
+    fakes.step(2 * FEW_STEPS)
+    assert preemptions(fakes) == num_rows(fakes, requests) == NUM_SLOTS // 3
 
 
 def test_a_claim_preempts_no_sequence_of_higher_priority():
