@@ -5,7 +5,6 @@ reads the rest of its own variables (OTEL_*).
 """
 
 import os
-import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -143,9 +142,12 @@ def child_environment() -> dict[str, str]:
 
 def proxy_for(scheme: str, host: str) -> str | None:
     """Return the URL of the proxy for a target, by HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, NO_PROXY."""
-    proxies = urllib.request.getproxies()
+    # It brings http and email: more than all else that a sandbox process imports.
+    from urllib.request import getproxies, proxy_bypass  # noqa: PLC0415
+
+    proxies = getproxies()
     proxy = proxies.get(scheme) or proxies.get("all")
-    if not proxy or urllib.request.proxy_bypass(host):
+    if not proxy or proxy_bypass(host):
         return None
     return proxy if "://" in proxy else f"http://{proxy}"
 
