@@ -24,7 +24,6 @@ from loraplex.demo import ADAPTER_PATHS, BASE_PATH
 HEAVY = (
     "torch",
     "numpy",
-    "http.client",
     "httpx",
     "starlette",
     "uvicorn",
