@@ -84,16 +84,73 @@ def test_heads_of_a_fused_view_are_normed_and_turned(num_tokens, dtype):
 @DTYPES
 @TOKENS
 @pytest.mark.parametrize("size", [4864, 11_008, 14_336])
-def test_silu_mul(num_tokens, size, dtype):
+@pytest.mark.parametrize("activation", Activation)
+def test_gates(num_tokens, size, activation, dtype):
     x = random(num_tokens, 2 * size, dtype=dtype)
     gate, up = x.double().chunk(2, dim=-1)
-    expected = gate / (1 + (-gate).exp()) * up
-    assert_rounded(elementwise.silu_mul(x), expected, dtype)
+    expected = ReferenceKernels(x.device).activate(gate, activation) * up
+    assert_rounded(elementwise.gate(x, activation), expected, dtype)
 
 
 @DTYPES
 @TOKENS
-@pytest.mark.parametrize("activation", [Activation.GELU, Activation.GELU_TANH, Activation.RELU])
+@pytest.mark.parametrize("size", [2304, 4096])
+def test_float32_weights_and_factors(num_tokens, size, dtype):
+    x, residual = random(2, num_tokens, size, dtype=dtype)
+    weight = random(size)
+    assert_rounded(elementwise.rms_norm(x, weight, 1e-5), normed(x, weight, 1e-5), dtype)
+    total = elementwise.add(x, residual, 0.22)
+    # The parts of a sum may be much larger than it is.
+    expected = residual.double() + 0.22 * x.double()
+    torch.testing.assert_close(total.double(), expected, rtol=ROUNDING[dtype], atol=1e-5)
+    for norm in (
+        elementwise.add_rms_norm(x, residual, weight, 1e-5, 0.22),
+        elementwise.add_layer_norm(x, residual, weight, weight, 1e-5, 0.22),
+    ):
+        assert torch.equal(norm[1], total)
+
+
+@DTYPES
+@TOKENS
+@pytest.mark.parametrize("size", [4096, 256_000])
+def test_scaled_and_capped(num_tokens, size, dtype):
+    x = 20 * random(min(num_tokens, 64), size, dtype=dtype)
+    expected = 30 * torch.tanh(x.double() * 0.5 / 30)
+    elementwise.scale(x, 0.5, 30.0)
+    assert_rounded(x, expected, dtype)
+
+
+@DTYPES
+@TOKENS
+def test_layer_norms_of_heads(num_tokens, dtype):
+    heads = random(num_tokens, 40, 128, dtype=dtype)[:, :32]
+    weight, bias = random(2, 32, 128)
+    wide = heads.double()
+    variance = wide.var(-1, keepdim=True, correction=0)
+    expected = (wide - wide.mean(-1, keepdim=True)) / (variance + 1e-5).sqrt()
+    expected = expected * weight.double() + bias.double()
+    output = elementwise.layer_norm(heads, weight, bias, 1e-5)
+    torch.testing.assert_close(output.double(), expected, rtol=ROUNDING[dtype], atol=4e-6)
+
+
+@DTYPES
+@TOKENS
+@pytest.mark.parametrize("size", [32, 64, 128])
+def test_interleaved_pairs_of_a_part_of_heads(num_tokens, size, dtype):
+    query = random(num_tokens, 32, 128, dtype=dtype)
+    before = query.double()
+    angles = 6 * torch.rand(num_tokens, size // 2, device="cuda")
+    elementwise.rotary(query, query[:, :0], angles.cos(), angles.sin(), is_interleaved=True)
+    cos, sin = angles.cos().double().unsqueeze(1), angles.sin().double().unsqueeze(1)
+    first, second = before[..., 0:size:2], before[..., 1:size:2]
+    turned = torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten(2)
+    expected = torch.cat((turned, before[..., size:]), -1)
+    torch.testing.assert_close(query.double(), expected, rtol=ROUNDING[dtype], atol=1e-5)
+
+
+@DTYPES
+@TOKENS
+@pytest.mark.parametrize("activation", Activation)
 def test_activate(num_tokens, activation, dtype):
     x = 4 * random(num_tokens, 6400, dtype=dtype)
     expected = ReferenceKernels(x.device).activate(x.double(), activation)

@@ -1,5 +1,7 @@
 """Rows with known keys and values in the blocks of a KV storage, for tests of attention."""
 
+import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 
@@ -7,7 +9,7 @@ import torch
 
 from loraplex.kernels.cuda.attention import AttentionKernel
 from loraplex.kernels.kv_vectors import SCALE_BYTES, to_stored
-from loraplex.kernels.ops import AttentionShape, DeviceRows, RowLayout
+from loraplex.kernels.ops import AttentionRules, AttentionShape, DeviceRows, RowLayout
 from support.dense_attention import dense_attention
 
 
@@ -65,12 +67,41 @@ class PagedRows:
         starts = [0, *itertools.accumulate(map(len, queries))]
         return RowLayout(starts, self.seq_lens, self.block_tables)
 
+    @property
+    def rules(self) -> AttentionRules:
+        """The rules of plain attention."""
+        return AttentionRules(scale=self.shape.head_dim**-0.5)
+
+    def attended(
+        self,
+        queries: Sequence[torch.Tensor],
+        rules: AttentionRules | None = None,
+        sink_logits: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """[T, H, D] on the host, by the kernel."""
+        plan = self.kernel.plan(self.layout(queries), self.shape, rules or self.rules)
+        sinks = None if sink_logits is None else sink_logits.to(self.device)
+        return self.kernel.attend(self.batch(queries), self.storage, plan, sinks).cpu()
+
     def expected(
-        self, queries: Sequence[torch.Tensor], window: int | None = None, sinks: int = 0
+        self,
+        queries: Sequence[torch.Tensor],
+        rules: AttentionRules | None = None,
+        sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[T, H, D] float64 on the host."""
+        rules = rules or self.rules
+        dense = functools.partial(
+            dense_attention,
+            window=rules.window,
+            sinks=rules.num_sink_tokens,
+            scale=rules.scale,
+            soft_cap=rules.soft_cap,
+            alibi_slopes=rules.alibi_slopes,
+            sink_logits=sink_logits,
+        )
         vectors = zip(queries, self.keys, self.values, strict=True)
-        return torch.cat([dense_attention(*each, window, sinks) for each in vectors])
+        return torch.cat([dense(*each) for each in vectors])
 
     def _write(self, row: int, length: int) -> None:
         shape = self.shape
@@ -104,6 +135,23 @@ def stored_parts(storage: torch.Tensor, shape: AttentionShape) -> tuple[torch.Te
     end = shape.block_size * shape.num_kv_heads * shape.head_dim
     numbers = storage[:, :end].view(*sizes, shape.head_dim)
     return numbers, storage[:, end:].view(*sizes, SCALE_BYTES)
+
+
+def score_terms(kind: str, shape: AttentionShape) -> tuple[AttentionRules, torch.Tensor | None]:
+    """Return rules with one kind of terms of scores, or all, and sink logits on the host."""
+    slopes = tuple(2.0 ** (-8 * head / shape.num_heads) for head in range(1, shape.num_heads + 1))
+    sink_logits = torch.linspace(-1, 2, shape.num_heads)
+    plain = AttentionRules(scale=0.3 if shape.head_dim < 64 else 0.1)
+    match kind:
+        case "cap":
+            return dataclasses.replace(plain, soft_cap=1.5), None
+        case "slopes":
+            return dataclasses.replace(plain, alibi_slopes=slopes), None
+        case "sinks":
+            return plain, sink_logits
+    assert kind == "all, in a window", f"no terms of the kind {kind!r}"
+    windowed = dataclasses.replace(plain, window=150, num_sink_tokens=3)
+    return dataclasses.replace(windowed, soft_cap=1.5, alibi_slopes=slopes), sink_logits
 
 
 def padded_rows(layout: RowLayout, num_padding: int) -> DeviceRows:

@@ -1,11 +1,12 @@
 """Launches of attention, and of writing keys and values."""
 
+import dataclasses
 import functools
 
 import torch
 
 from loraplex.kernels.cuda.attention import AttentionKernel
-from loraplex.kernels.ops import RowLayout
+from loraplex.kernels.ops import AttentionRules, RowLayout
 from support.kernel_cases import Cases
 from support.kernel_cases.llamas import (
     DTYPES,
@@ -19,6 +20,9 @@ from support.kernel_cases.llamas import (
 )
 
 _NUM_BLOCKS = 64
+_WINDOW = AttentionRules(scale=0.1, window=512, num_sink_tokens=4)
+_CAPPED = AttentionRules(scale=0.1, soft_cap=50.0)
+_HEAD_DIMS = (64, 80, 96, 256, 512)
 
 
 def cases() -> Cases:
@@ -28,20 +32,36 @@ def cases() -> Cases:
             made |= _steps(f"{name} {kind}", llama, DTYPES[kind], DTYPES[kind])
     made |= _steps("8b fp16, int8 kv", LLAMA_3_1_8B, torch.float16, torch.int8)
     made |= _steps("8b bf16, int8 kv", LLAMA_3_1_8B, torch.bfloat16, torch.int8)
-    windowed = functools.partial(_step, LLAMA_3_1_8B, torch.bfloat16, torch.bfloat16, window=512)
-    made["8b bf16 window prefill"] = lambda: windowed(mixed_rows([300, 1]))
-    made["8b bf16 window decode"] = lambda: windowed(decode_rows(32))
-    fixed = functools.partial(_step, LLAMA_3_1_8B, torch.bfloat16, torch.bfloat16, invariant=True)
-    made["8b bf16 invariant"] = lambda: fixed(mixed_rows([300, 1]))
+    for name, llama in LLAMAS.items():
+        made |= _steps(f"{name} bf16 window", llama, torch.bfloat16, torch.bfloat16, _WINDOW)
+        made |= _steps(f"{name} bf16 capped", llama, torch.bfloat16, torch.bfloat16, _CAPPED)
+        slopes = AttentionRules(scale=0.1, alibi_slopes=(0.5,) * llama.num_heads)
+        made |= _steps(f"{name} bf16 slopes", llama, torch.bfloat16, torch.bfloat16, slopes)
+    for head_dim in _HEAD_DIMS:
+        heads_of = f"{head_dim} numbers"
+        for name, llama in LLAMAS.items():
+            model = dataclasses.replace(llama, head_dim=head_dim)
+            made |= _steps(f"{name} bf16 {heads_of}", model, torch.bfloat16, torch.bfloat16)
+        model = dataclasses.replace(LLAMA_3_1_8B, head_dim=head_dim)
+        made |= _steps(f"8b fp32 {heads_of}", model, torch.float32, torch.float32)
+        made |= _steps(f"8b bf16, int8 kv {heads_of}", model, torch.bfloat16, torch.int8)
     return made
 
 
-def _steps(name: str, llama: Llama, dtype: torch.dtype, stored: torch.dtype) -> Cases:
-    step = functools.partial(_step, llama, dtype, stored)
+def _steps(
+    name: str,
+    llama: Llama,
+    dtype: torch.dtype,
+    stored: torch.dtype,
+    rules: AttentionRules | None = None,
+) -> Cases:
+    rules = rules or AttentionRules(scale=llama.head_dim**-0.5)
+    step = functools.partial(_step, llama, dtype, stored, rules)
     return {
         f"{name} decode 1": lambda: step(decode_rows(1)),
         f"{name} decode 64": lambda: step(decode_rows(64)),
         f"{name} mixed": lambda: step(mixed_rows([1, 1, 300, 1])),
+        f"{name} invariant": lambda: step(mixed_rows([300, 1]), invariant=True),
     }
 
 
@@ -49,9 +69,9 @@ def _step(
     llama: Llama,
     dtype: torch.dtype,
     stored: torch.dtype,
+    rules: AttentionRules,
     rows: RowLayout,
     *,
-    window: int | None = None,
     invariant: bool = False,
 ) -> None:
     kernel = AttentionKernel(GPU, batch_invariant=invariant)
@@ -62,5 +82,7 @@ def _step(
     key, value = rest[:, : llama.num_kv_heads], rest[:, llama.num_kv_heads :]
     storage = kernel.allocate(_NUM_BLOCKS, llama.attention, stored)
     kernel.write(storage, key, value, empty(num_tokens, dtype=torch.int64))
-    sinks = 0 if window is None else 4
-    kernel.attend(query, storage, kernel.plan(rows, llama.attention, window, sinks))
+    sink_logits = None
+    if rules.window is not None:
+        sink_logits = empty(llama.num_heads, dtype=torch.float32)
+    kernel.attend(query, storage, kernel.plan(rows, llama.attention, rules), sink_logits)

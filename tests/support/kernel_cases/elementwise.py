@@ -36,6 +36,26 @@ def _step(llama: Llama, dtype: torch.dtype, num_tokens: int) -> None:
     elementwise.rotary(query, key, cos, sin)
     x, residual = elementwise.add_layer_norm(x, residual, weight, weight, _EPS)
     elementwise.layer_norm(x, weight, weight, _EPS)
-    for activation in (Activation.GELU, Activation.GELU_TANH, Activation.RELU):
+    for activation in Activation:
         elementwise.activate(x, activation)
-    elementwise.silu_mul(empty(num_tokens, 2 * llama.inner, dtype=dtype))
+        elementwise.gate(empty(num_tokens, 2 * llama.inner, dtype=dtype), activation)
+    _step_of_other_families(llama, dtype, num_tokens)
+
+
+def _step_of_other_families(llama: Llama, dtype: torch.dtype, num_tokens: int) -> None:
+    """Norms with float32 weights, norms of heads, partial rotation, factors and soft caps."""
+    x = empty(num_tokens, llama.hidden, dtype=dtype)
+    wide = empty(llama.hidden, dtype=torch.float32)
+    elementwise.rms_norm(x, wide, _EPS)
+    elementwise.add_rms_norm(x, x, wide, _EPS, 0.5)
+    elementwise.layer_norm(x, wide, wide, _EPS)
+    heads = empty(num_tokens, llama.num_heads, llama.head_dim, dtype=dtype)
+    weights = empty(llama.num_heads, llama.head_dim, dtype=dtype)
+    elementwise.layer_norm(heads, weights, weights, _EPS)
+    elementwise.add(x, x, 0.5)
+    elementwise.scale(x, 0.5)
+    elementwise.scale(empty(num_tokens, llama.vocab, dtype=torch.float32), 1.0, 30.0)
+    for size in (32, 64, llama.head_dim):
+        angles = empty(num_tokens, size // 2, dtype=torch.float32)
+        for is_interleaved in (False, True):
+            elementwise.rotary(heads, heads[:, :0], angles, angles, is_interleaved=is_interleaved)

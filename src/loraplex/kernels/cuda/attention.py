@@ -5,7 +5,6 @@ import functools
 import torch
 
 from loraplex.kernels.accelerator import Accelerator
-from loraplex.kernels.attention_tiles import TokenWindow
 from loraplex.kernels.cuda import attention_launch, attention_storage
 from loraplex.kernels.cuda.attention_launch import Launch, tile_queries
 from loraplex.kernels.cuda.attention_plan import (
@@ -22,7 +21,13 @@ from loraplex.kernels.cuda.flashinfer_attention import (
     refusal,
     unserved,
 )
-from loraplex.kernels.ops import AttentionShape, DeviceRows, KVStorage, RowLayout
+from loraplex.kernels.ops import (
+    AttentionRules,
+    AttentionShape,
+    DeviceRows,
+    KVStorage,
+    RowLayout,
+)
 
 __all__ = ("AttentionKernel", "CudaAttentionPlan")
 
@@ -53,6 +58,9 @@ class AttentionKernel:
         self._slots = attention_launch.num_program_slots(device)
         # At addresses that stay: a recorded step reads them.
         self._decode_tiles = functools.cache(lambda num_rows: decode_tiles(num_rows, device))
+        self._slopes = functools.cache(
+            lambda slopes: torch.tensor(slopes, dtype=torch.float32, device=device)
+        )
 
     def allocate(self, num_blocks: int, shape: AttentionShape, dtype: torch.dtype) -> KVStorage:
         """Storage of one layer, zero; see attention_storage.py.
@@ -70,40 +78,42 @@ class AttentionKernel:
         attention_storage.write(storage, key, value, slot_mapping)
 
     def plan(
-        self,
-        rows: RowLayout,
-        shape: AttentionShape,
-        sliding_window: int | None,
-        num_sink_tokens: int = 0,
+        self, rows: RowLayout, shape: AttentionShape, rules: AttentionRules
     ) -> CudaAttentionPlan:
+        slopes = rules.alibi_slopes
+        assert len(slopes) in (0, shape.num_heads), "a slope for each head"
         on_device = device_rows(rows, self._device)
         plan = functools.partial(
             CudaAttentionPlan,
             shape,
-            TokenWindow(sliding_window, num_sink_tokens),
+            rules,
             on_device,
             on_device.block_tables.shape[1] * shape.block_size,
-            flashinfer=self._flashinfer_plan(rows, on_device, shape, sliding_window),
+            slopes=self._slopes(slopes) if slopes else None,
+            flashinfer=self._flashinfer_plan(rows, on_device, shape, rules),
         )
         if only_decodes(rows):
             if not self._batch_invariant:
                 return plan(num_tokens=None)
             return plan(num_tokens=None, decode_rows=self._decode_tiles(len(on_device.seq_lens)))
-        group = shape.num_heads // shape.num_kv_heads
         decode_rows, tiles = listed_rows(
             rows,
-            tile_queries(group, batch_invariant=self._batch_invariant),
+            tile_queries(shape, batch_invariant=self._batch_invariant),
             self._device,
             decode_as_tiles=self._batch_invariant,
         )
         return plan(num_tokens=rows.query_start_loc[-1], decode_rows=decode_rows, tiles=tiles)
 
     def attend(
-        self, query: torch.Tensor, storage: KVStorage, plan: CudaAttentionPlan
+        self,
+        query: torch.Tensor,
+        storage: KVStorage,
+        plan: CudaAttentionPlan,
+        sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """query [T, H, D], heads contiguous -> [T, H, D]; zeros for tokens that no row has.
 
-        (Of rows without tokens FlashInfer makes anything.)
+        sink_logits [H] float32, contiguous. (Of rows without tokens FlashInfer makes anything.)
         """
         assert query.stride()[1:] == (query.shape[2], 1), "heads lie side by side"
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -111,10 +121,14 @@ class AttentionKernel:
             assert len(query) <= len(plan.rows.seq_lens), "row r computes token r"
         else:
             output[plan.num_tokens :].zero_()
-        if plan.flashinfer is not None and plan.flashinfer.dtype == query.dtype:
+        if (
+            plan.flashinfer is not None
+            and plan.flashinfer.dtype == query.dtype
+            and sink_logits is None
+        ):
             plan.flashinfer.attend(query, storage, output)
             return output
-        launch = Launch(query, attention_storage.stored_vectors(storage), plan, output)
+        launch = Launch(query, attention_storage.stored_vectors(storage), plan, output, sink_logits)
         if self._batch_invariant:
             self._attend_invariant(launch)
         else:
@@ -157,10 +171,7 @@ class AttentionKernel:
         rows: RowLayout,
         on_device: DeviceRows,
         shape: AttentionShape,
-        sliding_window: int | None,
+        rules: AttentionRules,
     ) -> FlashInferPlan | None:
-        """None for layers with a window: it may read freed blocks before the window."""
         library = self._flashinfer.get(shape)
-        if library is None or sliding_window is not None:
-            return None
-        return library.plan(rows, on_device)
+        return None if library is None else library.plan(rows, on_device, rules)

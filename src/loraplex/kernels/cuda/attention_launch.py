@@ -17,7 +17,14 @@ from loraplex.kernels.cuda.programs.attention_decode import (
 )
 from loraplex.kernels.cuda.programs.attention_invariant import attend_chunks, fold_chunks
 from loraplex.kernels.cuda.programs.attention_prefill import prefill
-from loraplex.kernels.cuda.programs.attention_tile import AttentionConstants, Partials, Rows, Stored
+from loraplex.kernels.cuda.programs.attention_tile import (
+    AttentionConstants,
+    HeadTerms,
+    Partials,
+    Rows,
+    Stored,
+)
+from loraplex.kernels.ops import AttentionShape
 
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -39,7 +46,8 @@ _MAX_CHUNKS = 32
 _UNBOUNDED = 1 << 30
 
 _PREFILL_ROWS = 128
-INVARIANT_ROWS = 64
+_INVARIANT_SUMS = 8192
+"""Numbers, twice."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,6 +58,7 @@ class Launch:
     stored: StoredVectors
     plan: CudaAttentionPlan
     output: torch.Tensor  # [T, H, D]
+    sink_logits: torch.Tensor | None = None  # [H] float32
 
     @property
     def group(self) -> int:
@@ -73,14 +82,18 @@ class Launch:
         return Rows(rows.seq_lens, rows.table_rows, rows.block_tables)
 
     @property
+    def terms(self) -> HeadTerms:
+        return HeadTerms(self.plan.slopes, self.sink_logits)
+
+    @property
     def strides(self) -> tuple[int, int]:
         return self.query.stride(0), self.plan.rows.block_tables.stride(0)
 
     @property
     def constants(self) -> AttentionConstants:
         """The constants that a program is compiled for."""
-        shape, window = self.plan.shape, self.plan.window
-        has_window = window.num_tokens is not None
+        shape, rules = self.plan.shape, self.plan.rules
+        has_window = rules.window is not None
         constants = (
             shape.num_kv_heads,
             self.group,
@@ -88,9 +101,11 @@ class Launch:
             block_d(shape.head_dim),
             shape.block_size,
             self.stored.block_stride,
-            shape.head_dim**-0.5,
-            window.num_tokens if has_window else 0,
-            window.num_sink_tokens if has_window else 0,
+            rules.scale,
+            0.0 if rules.soft_cap is None else rules.soft_cap,
+            bool(rules.alibi_slopes),
+            rules.window if has_window else 0,
+            rules.num_sink_tokens if has_window else 0,
         )
         return AttentionConstants(*map(tl.constexpr, constants))
 
@@ -118,9 +133,13 @@ class Tile(NamedTuple):
 
 
 def _num_keys(launch: Launch) -> int:
-    """Keys per tile: those that fit 16 KiB; fewer if they must be converted first."""
+    """Keys per tile: those that fit 16 KiB; fewer if they must be converted first.
+
+    Of narrow types at least 32, as a product of matrices sums over 16 at a time.
+    """
     num_numbers = block_d(launch.plan.shape.head_dim) * launch.compute_dtype.itemsize
-    keys = min(128, max(16, (16 << 10) // num_numbers))
+    least = 16 if launch.compute_dtype == torch.float32 else 32
+    keys = min(128, max(least, (16 << 10) // num_numbers))
     return keys if launch.stored.key.dtype == launch.compute_dtype else max(16, keys // 2)
 
 
@@ -132,31 +151,42 @@ def decode_tile(launch: Launch) -> Tile:
     rows, keys = _at_least_group(16, launch), _num_keys(launch)
     if launch.compute_dtype == torch.float32:
         return Tile(rows, max(16, keys // 2), 8)
-    return Tile(rows, keys, 4)
+    return Tile(rows, keys, 4 if launch.plan.shape.head_dim <= 256 else 8)
 
 
 def single_tile(launch: Launch) -> Tile:
     """Tile of a decoding program for one query head per KV head."""
-    return Tile(1, max(16, (4 << 10) // block_d(launch.plan.shape.head_dim)), 4)
+    head_dim = launch.plan.shape.head_dim
+    return Tile(1, max(16, (4 << 10) // block_d(head_dim)), 4 if head_dim <= 256 else 8)
 
 
 def prefill_tile(launch: Launch) -> Tile:
-    head_dim = launch.plan.shape.head_dim
+    """Its sums, rows times numbers of a head, lie in registers: fewer rows of larger heads."""
+    head_dim, keys = launch.plan.shape.head_dim, _num_keys(launch)
     if launch.compute_dtype == torch.float32:
-        return Tile(_at_least_group(32 if head_dim <= 128 else 16, launch), _num_keys(launch), 16)
-    is_large = head_dim <= 128 and not keeps_products_in_registers(launch.query.device)
-    return Tile(_at_least_group(128 if is_large else 64, launch), _num_keys(launch), 8)
+        rows, num_warps = (32, 16) if head_dim <= 128 else (16, 8)
+        return Tile(_at_least_group(rows, launch), keys, num_warps)
+    rows = 64 if head_dim <= 256 else 32
+    if head_dim <= 128 and not keeps_products_in_registers(launch.query.device):
+        rows = 128
+    return Tile(_at_least_group(rows, launch), keys, 8)
 
 
 def invariant_tile(launch: Launch) -> Tile:
-    is_wide = launch.compute_dtype == torch.float32
-    keys = min(64, _num_keys(launch))
-    return Tile(_at_least_group(INVARIANT_ROWS, launch), keys, 16 if is_wide else 8)
+    rows = _at_least_group(_invariant_rows(launch.plan.shape), launch)
+    num_warps = 16 if launch.compute_dtype == torch.float32 else 8
+    return Tile(rows, min(64, _num_keys(launch)), num_warps)
 
 
-def tile_queries(group: int, *, batch_invariant: bool) -> int:
+def _invariant_rows(shape: AttentionShape) -> int:
+    """Rows of a batch-invariant program. It has two sums of each, of a chunk and of all."""
+    return max(16, min(64, _INVARIANT_SUMS // block_d(shape.head_dim)))
+
+
+def tile_queries(shape: AttentionShape, *, batch_invariant: bool) -> int:
     """Queries of the tiles that a plan cuts. A prefill program may do a part of one."""
-    return max(1, (INVARIANT_ROWS if batch_invariant else _PREFILL_ROWS) // group)
+    rows = _invariant_rows(shape) if batch_invariant else _PREFILL_ROWS
+    return max(1, rows // (shape.num_heads // shape.num_kv_heads))
 
 
 def num_program_slots(device: torch.device) -> int:
@@ -179,7 +209,7 @@ def decode(launch: Launch, row_list: torch.Tensor | None, slots: int) -> None:
     partials = launch.partials(num_rows, shares) if shares > 1 else None
     arguments = (
         *(launch.output, partials, launch.query, launch.storage, launch.rows, row_list),
-        *(*launch.strides, shares, launch.constants),
+        *(launch.terms, *launch.strides, shares, launch.constants),
     )
     grid = (num_rows, shape.num_kv_heads, shares)
     tile = _decode_shares(launch, grid, arguments)
@@ -219,11 +249,11 @@ def _decode_shares(launch: Launch, grid: tuple[int, int, int], arguments: tuple[
 def prefill_tiles(launch: Launch, tiles: torch.Tensor) -> None:
     """Rows with several tokens."""
     shape, tile = launch.plan.shape, prefill_tile(launch)
-    queries = tile_queries(launch.group, batch_invariant=False)
+    queries = tile_queries(shape, batch_invariant=False)
     parts = triton.cdiv(queries, tile.rows // launch.group)
     prefill[(len(tiles), shape.num_kv_heads, parts)](
         *(launch.output, launch.query, launch.storage, launch.rows, tiles),
-        *(*launch.strides, launch.constants),
+        *(launch.terms, *launch.strides, launch.constants),
         BLOCK_M=tile.rows,
         BLOCK_N=tile.keys,
         COMPUTE=_TYPES[launch.compute_dtype],
@@ -245,7 +275,7 @@ def invariant_tiles(launch: Launch, tiles: torch.Tensor, *, is_decode: bool) -> 
     partials = launch.partials(len(tiles) if shares > 1 else 1, shares)
     attend_chunks[(len(tiles), shape.num_kv_heads, shares)](
         *(launch.output, partials, launch.query, launch.storage, launch.rows, tiles),
-        *(*launch.strides, shares, 1 if shares > 1 else _UNBOUNDED, launch.constants),
+        *(launch.terms, *launch.strides, shares, 1 if shares > 1 else _UNBOUNDED, launch.constants),
         CHUNK=chunk,
         BLOCK_M=tile.rows,
         BLOCK_N=tile.keys,
@@ -257,7 +287,8 @@ def invariant_tiles(launch: Launch, tiles: torch.Tensor, *, is_decode: bool) -> 
     if shares == 1:
         return
     fold_chunks[(len(tiles), shape.num_heads)](
-        *(launch.output, partials, plan.rows.seq_lens, tiles, shares, launch.constants),
+        *(launch.output, partials, plan.rows.seq_lens, tiles, launch.terms),
+        *(shares, launch.constants),
         CHUNK=chunk,
         num_warps=1,
         enable_fp_fusion=False,

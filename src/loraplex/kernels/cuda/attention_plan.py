@@ -12,9 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from loraplex.kernels.attention_tiles import TokenWindow
 from loraplex.kernels.cuda.flashinfer_attention import FlashInferPlan
-from loraplex.kernels.ops import AttentionShape, DeviceRows, RowLayout
+from loraplex.kernels.ops import AttentionRules, AttentionShape, DeviceRows, RowLayout
 
 IntArray = npt.NDArray[np.int32]
 
@@ -24,10 +23,10 @@ _ALIGNMENT = 4
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CudaAttentionPlan:
-    """One step's rows, for the layers with one window."""
+    """One step's rows, for the layers with one set of rules."""
 
     shape: AttentionShape
-    window: TokenWindow
+    rules: AttentionRules
     rows: DeviceRows
     max_seq_len: int
     """Maximum length of a row in such tables."""
@@ -40,8 +39,10 @@ class CudaAttentionPlan:
     """[n, 4] int32: (row, first token, number of queries, tokens from its first query to the row's
     end)."""
 
+    slopes: torch.Tensor | None = None
+    """[H] float32: the rules' ALiBi slopes, at an address that stays."""
     flashinfer: FlashInferPlan | None = None
-    """Instead of the programs, for queries of its dtype."""
+    """Instead of the programs, for queries of its dtype, and without sink logits."""
 
     @property
     def only_decodes(self) -> bool:

@@ -112,8 +112,7 @@ class CudaKernels:
         eps: float,
         factor: float = 1.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        assert factor == 1.0
-        return elementwise.add_rms_norm(x, residual, weight, eps)
+        return elementwise.add_rms_norm(x, residual, weight, eps, factor)
 
     def layer_norm(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
@@ -129,14 +128,13 @@ class CudaKernels:
         eps: float,
         factor: float = 1.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        assert factor == 1.0
-        return elementwise.add_layer_norm(x, residual, weight, bias, eps)
+        return elementwise.add_layer_norm(x, residual, weight, bias, eps, factor)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
-        raise NotImplementedError
+        return elementwise.add(x, residual, factor)
 
     def scale(self, x: torch.Tensor, factor: float, soft_cap: float | None = None) -> None:
-        raise NotImplementedError
+        elementwise.scale(x, factor, soft_cap)
 
     def rotary(
         self,
@@ -147,12 +145,10 @@ class CudaKernels:
         *,
         is_interleaved: bool = False,
     ) -> None:
-        assert not is_interleaved
-        elementwise.rotary(query, key, cos, sin)
+        elementwise.rotary(query, key, cos, sin, is_interleaved=is_interleaved)
 
     def gate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-        assert activation is Activation.SILU
-        return elementwise.silu_mul(gate_up)
+        return elementwise.gate(gate_up, activation)
 
     def activate(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
         return elementwise.activate(x, activation)
@@ -177,12 +173,9 @@ class CudaKernels:
         self._attention.write(storage, key, value, slot_mapping)
 
     def plan_attention(
-        self,
-        rows: RowLayout,
-        shape: AttentionShape,
-        rules: AttentionRules,
+        self, rows: RowLayout, shape: AttentionShape, rules: AttentionRules
     ) -> AttentionPlan:
-        return self._attention.plan(rows, shape, rules.window, rules.num_sink_tokens)
+        return self._attention.plan(rows, shape, rules)
 
     def paged_attention(
         self,
@@ -191,9 +184,8 @@ class CudaKernels:
         plan: AttentionPlan,
         sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        assert sink_logits is None
         assert isinstance(plan, CudaAttentionPlan)
-        return self._attention.attend(query, storage, plan)
+        return self._attention.attend(query, storage, plan, sink_logits)
 
     def argmax(self, logits: torch.Tensor, rows: IntArray) -> tuple[torch.Tensor, torch.Tensor]:
         return sampling.argmax(logits, rows)

@@ -1,4 +1,4 @@
-"""Norms, rotation, gate, activations and rows of tables on a GPU, one launch each.
+"""Norms, sums, rotation, gates, activations and rows of tables on a GPU, one launch each.
 
 Rows may be views with a longer stride; their last axis is contiguous. Results are rounded where
 the reference rounds them. A row's bits do not depend on the other rows: what a program computes is
@@ -10,7 +10,7 @@ import triton
 
 from loraplex.kernels.activations import Activation
 from loraplex.kernels.cuda.programs import activation as activations
-from loraplex.kernels.cuda.programs import norms, rows
+from loraplex.kernels.cuda.programs import norms, rows, scaling
 from loraplex.kernels.cuda.programs import rotary as rotation
 
 _TILE = 1024
@@ -37,14 +37,17 @@ def take_rows(table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [T, N] or [T, H, N] -> a contiguous tensor of this shape, x / rms(x) * weight [N]."""
+    """x [T, N] or [T, H, N] -> a contiguous tensor of this shape, x / rms(x) * weight [N].
+
+    weight: of x's dtype, or float32.
+    """
     size = x.shape[-1]
-    num_heads = 1 if x.dim() == 2 else x.shape[1]
+    num_heads, head_stride = _heads(x)
     num_rows = x.shape[0] * num_heads
     output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     group, block, num_warps = _rows_per_program(size)
     norms.rms_norm[(triton.cdiv(num_rows, group),)](
-        *(output, x, weight, num_rows, x.stride(0), 0 if x.dim() == 2 else x.stride(1), eps),
+        *(output, x, weight, num_rows, x.stride(0), head_stride, eps),
         HEADS=num_heads,
         SIZE=size,
         ROWS=group,
@@ -55,15 +58,16 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, factor: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rms_norm(x + residual), x + residual), each [T, N] and contiguous."""
+    """(rms_norm(total), total), each [T, N] and contiguous; total = residual + factor * x."""
     num_rows, size = x.shape
     output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     group, block, num_warps = _rows_per_program(size)
     norms.add_rms_norm[(triton.cdiv(num_rows, group),)](
-        *(output, total, x, residual, weight, num_rows, x.stride(0), residual.stride(0), eps),
+        *(output, total, x, residual, weight),
+        *(num_rows, x.stride(0), residual.stride(0), factor, eps),
         SIZE=size,
         ROWS=group,
         BLOCK=block,
@@ -75,12 +79,19 @@ def add_rms_norm(
 def layer_norm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """x [T, N] -> a contiguous tensor of this shape; weight, bias [N]."""
-    num_rows, size = x.shape
+    """x [T, N] or [T, H, N] -> a contiguous tensor of this shape.
+
+    weight, bias: [N] or [H, N], contiguous, each of x's dtype or float32.
+    """
+    size = x.shape[-1]
+    num_heads, head_stride = _heads(x)
+    num_rows = x.shape[0] * num_heads
     output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     group, block, num_warps = _rows_per_program(size)
     norms.layer_norm[(triton.cdiv(num_rows, group),)](
-        *(output, x, weight, bias, num_rows, x.stride(0), eps),
+        *(output, x, weight, bias, num_rows, x.stride(0), head_stride, eps),
+        HEADS=num_heads,
+        IS_PER_HEAD=weight.dim() == 2,
         SIZE=size,
         ROWS=group,
         BLOCK=block,
@@ -90,16 +101,21 @@ def layer_norm(
 
 
 def add_layer_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
+    factor: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(layer_norm(x + residual), x + residual), each [T, N] and contiguous."""
+    """(layer_norm(total), total), each [T, N] and contiguous; total = residual + factor * x."""
     num_rows, size = x.shape
     output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     group, block, num_warps = _rows_per_program(size)
     norms.add_layer_norm[(triton.cdiv(num_rows, group),)](
         *(output, total, x, residual, weight, bias),
-        *(num_rows, x.stride(0), residual.stride(0), eps),
+        *(num_rows, x.stride(0), residual.stride(0), factor, eps),
         SIZE=size,
         ROWS=group,
         BLOCK=block,
@@ -108,12 +124,50 @@ def add_layer_norm(
     return output, total
 
 
-def rotary(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Rotate query [T, H, D] and key [T, K, D] in place by cos, sin [T, D / 2] float32."""
-    num_tokens, num_heads, head_dim = query.shape
-    num_key_heads, half = key.shape[1], head_dim // 2
+def add(x: torch.Tensor, residual: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+    """residual + factor * x, [T, N] and contiguous."""
+    num_rows, size = x.shape
+    output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    block = min(triton.next_power_of_2(size), _TILE)
+    scaling.add[num_rows, triton.cdiv(size, block)](
+        *(output, x, residual, x.stride(0), residual.stride(0), factor),
+        SIZE=size,
+        BLOCK=block,
+        num_warps=_WARPS,
+    )
+    return output
+
+
+def scale(x: torch.Tensor, factor: float, soft_cap: float | None = None) -> None:
+    """x [T, N] *= factor, in place, then soft_cap * tanh(x / soft_cap)."""
+    num_rows, size = x.shape
+    block = min(triton.next_power_of_2(size), _TILE)
+    scaling.scale[num_rows, triton.cdiv(size, block)](
+        *(x, x.stride(0), factor, 1.0 if soft_cap is None else soft_cap),
+        HAS_SOFT_CAP=soft_cap is not None,
+        SIZE=size,
+        BLOCK=block,
+        num_warps=_WARPS,
+    )
+
+
+def rotary(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    is_interleaved: bool = False,
+) -> None:
+    """Rotate the first R of each head of query [T, H, D] and key [T, K, D], in place.
+
+    cos, sin [T, R / 2] float32. Either may have no heads.
+    """
+    num_tokens, num_heads, _ = query.shape
+    num_key_heads, half = key.shape[1], cos.shape[1]
     block = triton.next_power_of_2(half)
-    group = max(1, min(_TILE // block, triton.next_power_of_2(num_heads)))
+    most_heads = max(1, num_heads, num_key_heads)
+    group = max(1, min(_TILE // block, triton.next_power_of_2(most_heads)))
     num_groups = triton.cdiv(num_heads, group) + triton.cdiv(num_key_heads, group)
     rotation.rotary[num_tokens, num_groups](
         *(query, key, cos, sin, query.stride(0), query.stride(1), key.stride(0), key.stride(1)),
@@ -121,19 +175,24 @@ def rotary(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch
         NUM_QUERY_HEADS=num_heads,
         NUM_KEY_HEADS=num_key_heads,
         HALF=half,
+        IS_INTERLEAVED=is_interleaved,
         HEADS=group,
         BLOCK=block,
         num_warps=_WARPS,
     )
 
 
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """[T, 2 N] -> [T, N]: silu(first half) * second half."""
+def gate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """[T, 2 N] -> [T, N]: activation(first half) * second half."""
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     output = torch.empty((num_rows, size), dtype=gate_up.dtype, device=gate_up.device)
     block = min(triton.next_power_of_2(size), _TILE)
-    activations.silu_mul[num_rows, triton.cdiv(size, block)](
-        *(output, gate_up, gate_up.stride(0)), SIZE=size, BLOCK=block, num_warps=_WARPS
+    activations.gate[num_rows, triton.cdiv(size, block)](
+        *(output, gate_up, gate_up.stride(0)),
+        ACTIVATION=activation.value,
+        SIZE=size,
+        BLOCK=block,
+        num_warps=_WARPS,
     )
     return output
 
@@ -151,6 +210,11 @@ def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
         num_warps=_WARPS,
     )
     return output
+
+
+def _heads(x: torch.Tensor) -> tuple[int, int]:
+    """(heads, their stride) of x [T, N] or [T, H, N]."""
+    return (1, 0) if x.dim() == 2 else (x.shape[1], x.stride(1))
 
 
 def _rows_per_program(size: int) -> tuple[int, int, int]:

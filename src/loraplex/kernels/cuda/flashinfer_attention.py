@@ -15,7 +15,13 @@ import torch
 
 from loraplex.core.errors import ConfigError
 from loraplex.kernels.accelerator import Accelerator, Event
-from loraplex.kernels.ops import AttentionShape, DeviceRows, KVStorage, RowLayout
+from loraplex.kernels.ops import (
+    AttentionRules,
+    AttentionShape,
+    DeviceRows,
+    KVStorage,
+    RowLayout,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -60,11 +66,31 @@ class FlashInferAttention:
             library.BatchPrefillWithPagedKVCacheWrapper(self._floats, "NHD")
         )
         self._planned: Event | None = None
+        self._rules: AttentionRules | None = None
+        """Those that it serves: the first that it could plan."""
         with accelerator.compute():
-            self._probe()
+            self._build(AttentionRules(scale=1.0))
 
-    def plan(self, rows: RowLayout, on_device: DeviceRows) -> FlashInferPlan:
-        """Plan a step; one that only decodes may have rows after those of the layout."""
+    def plan(
+        self, rows: RowLayout, on_device: DeviceRows, rules: AttentionRules
+    ) -> FlashInferPlan | None:
+        """Plan a step; one that only decodes may have rows after those of the layout.
+
+        None for layers that it does not serve: with a window, as it may read freed blocks before
+        the window; with ALiBi, whose slopes it makes itself; and with other rules than the layers
+        that it serves, as there is one plan per step.
+        """
+        if rules.window is not None or rules.alibi_slopes:
+            return None
+        if self._rules is None:
+            if rules.soft_cap is not None:
+                self._build_capped(rules)
+            self._rules = rules
+        return self._plan(rows, on_device, rules) if rules == self._rules else None
+
+    def _plan(
+        self, rows: RowLayout, on_device: DeviceRows, rules: AttentionRules
+    ) -> FlashInferPlan:
         if self._planned is not None:
             # Its host buffer is written again, so it must have been sent.
             self._planned.wait()
@@ -83,11 +109,11 @@ class FlashInferAttention:
         )
         if only_decodes:
             wrapper = self._decode_wrapper(num_rows, on_device.block_tables.shape[1])
-            wrapper.plan(*pages, *self._sizes, **self._dtypes)
+            wrapper.plan(*pages, *self._sizes, **self._options(rules))
         else:
             wrapper = self._prefill
             starts = torch.tensor(rows.query_start_loc, dtype=torch.int32)
-            wrapper.plan(starts, *pages, *self._sizes, causal=True, **self._dtypes)
+            wrapper.plan(starts, *pages, *self._sizes, causal=True, **self._options(rules))
         self._planned = self._accelerator.event()
         return FlashInferPlan(wrapper, self._dtype, num_rows if only_decodes else num_tokens)
 
@@ -96,9 +122,13 @@ class FlashInferAttention:
         shape = self._shape
         return shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.block_size
 
-    @property
-    def _dtypes(self) -> dict[str, Any]:
-        return {"q_data_type": self._dtype, "kv_data_type": self._dtype}
+    def _options(self, rules: AttentionRules) -> dict[str, Any]:
+        return {
+            "sm_scale": rules.scale,
+            "logits_soft_cap": rules.soft_cap,
+            "q_data_type": self._dtype,
+            "kv_data_type": self._dtype,
+        }
 
     def _decode_wrapper(self, num_rows: int, table_width: int) -> Any:
         key = num_rows, table_width
@@ -140,8 +170,20 @@ class FlashInferAttention:
     def _numbers(self, size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.int32, device=self._accelerator.device)
 
-    def _probe(self) -> None:
-        """Build the kernels now: no step must wait for a compiler, or find that none is here."""
+    def _build_capped(self, rules: AttentionRules) -> None:
+        try:
+            self._build(rules)
+        except Exception as error:
+            # Of any kind, as in `load_flashinfer`.
+            raise refusal(
+                f"flashinfer has no soft cap of scores here ({error}): take triton"
+            ) from error
+
+    def _build(self, rules: AttentionRules) -> None:
+        """Build the kernels now: no step must wait for a compiler, or find that none is here.
+
+        Those that cap scores are other kernels.
+        """
         shape, device = self._shape, self._accelerator.device
         sizes = (2, shape.block_size, shape.num_kv_heads, shape.head_dim)
         blocks = torch.zeros(sizes, dtype=self._dtype, device=device)
@@ -152,7 +194,7 @@ class FlashInferAttention:
             on_device = DeviceRows(numbers[:2], numbers[2:3], numbers[3:], tables)
             query = torch.zeros((count, shape.num_heads, shape.head_dim), dtype=self._dtype)
             query = query.to(device)
-            plan = self.plan(rows, on_device)
+            plan = self._plan(rows, on_device, rules)
             plan.attend(query, KVStorage(blocks, blocks), torch.empty_like(query))
         self._accelerator.synchronize()
 

@@ -6,16 +6,15 @@ import dataclasses
 import pytest
 import torch
 
-from loraplex.core.errors import ConfigError
 from loraplex.kernels.accelerator import HostAccelerator
 from loraplex.kernels.cuda.attention import AttentionKernel
-from loraplex.kernels.cuda.attention_launch import chunk_keys
+from loraplex.kernels.cuda.attention_launch import chunk_keys, tile_queries
 from loraplex.kernels.cuda.attention_plan import num_shares
 from loraplex.kernels.cuda.graphs import StepGraphs
 from loraplex.kernels.kv_vectors import from_stored, to_stored
-from loraplex.kernels.ops import AttentionShape, KVStorage
+from loraplex.kernels.ops import AttentionRules, AttentionShape
 from support.dense_attention import relative_error
-from support.paged_rows import PagedRows, padded_rows, store, stored_parts
+from support.paged_rows import PagedRows, padded_rows, score_terms, store
 
 pytestmark = pytest.mark.slow
 
@@ -34,8 +33,13 @@ ALL_SHAPES = pytest.mark.parametrize(
         for name, shape in SHAPES.items()
     ],
 )
-WINDOWS = {"all": (None, 0), "window": (20, 0), "window and sinks": (150, 3), "small": (1, 1)}
-ALL_WINDOWS = pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
+WINDOWS = {
+    "all": AttentionRules(scale=0.2),
+    "window": AttentionRules(scale=0.2, window=20),
+    "window and sinks": AttentionRules(scale=0.2, window=150, num_sink_tokens=3),
+    "small": AttentionRules(scale=0.2, window=1, num_sink_tokens=1),
+}
+ALL_WINDOWS = pytest.mark.parametrize("rules", WINDOWS.values(), ids=WINDOWS)
 STEPS = {
     "decode": ([37, 430, 1], [1, 1, 1]),
     "mixed": ([140, 430, 1, 70], [135, 1, 1, 7]),
@@ -60,15 +64,14 @@ def seeded():
     torch.use_deterministic_algorithms(False)
 
 
-def attended(rows: PagedRows, queries: list[torch.Tensor], window=(None, 0)) -> torch.Tensor:
-    kernel = rows.kernel
-    plan = kernel.plan(rows.layout(queries), rows.shape, *window)
-    return kernel.attend(rows.batch(queries), rows.storage, plan)
+def window(num_tokens: int, num_sinks: int) -> AttentionRules:
+    return AttentionRules(scale=0.2, window=num_tokens, num_sink_tokens=num_sinks)
 
 
-def error(rows: PagedRows, counts: list[int], window=(None, 0)) -> float:
+def error(rows: PagedRows, counts: list[int], rules=None, sink_logits=None) -> float:
     queries = rows.queries(counts)
-    return relative_error(attended(rows, queries, window), rows.expected(queries, *window))
+    expected = rows.expected(queries, rules, sink_logits)
+    return relative_error(rows.attended(queries, rules, sink_logits), expected)
 
 
 @ALL_SHAPES
@@ -83,23 +86,62 @@ def test_equals_the_formula(shape, step):
 )
 @ALL_WINDOWS
 @ALL_STEPS
-def test_windows_and_sinks(shape, window, step):
+def test_windows_and_sinks(shape, rules, step):
     seq_lens, counts = step
-    assert error(PagedRows(ManyShares(), shape, seq_lens), counts, window) < 1e-6
+    assert error(PagedRows(ManyShares(), shape, seq_lens), counts, rules) < 1e-6
+
+
+@pytest.mark.parametrize("invariant", [False, True], ids=["", "invariant"])
+@pytest.mark.parametrize("shape", [SHAPE, SHAPES["no groups"]], ids=["grouped", "single"])
+@pytest.mark.parametrize("kind", ["cap", "slopes", "sinks", "all, in a window"])
+@ALL_STEPS
+def test_terms_of_scores(kind, shape, step, invariant):
+    """One share of a row's keys has the sink, where there are several."""
+    seq_lens, counts = step
+    rules, sink_logits = score_terms(kind, shape)
+    rows = PagedRows(ManyShares(batch_invariant=invariant), shape, seq_lens)
+    queries = rows.queries(counts)
+    output = rows.attended(queries, rules, sink_logits)
+    assert relative_error(output, rows.expected(queries, rules, sink_logits)) < 2e-6
+    assert relative_error(output, rows.expected(queries, AttentionRules(scale=0.3))) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [(torch.float16, torch.float16), (torch.float32, torch.int8), (torch.float32, torch.float16)],
+    ids=str,
+)
+def test_terms_of_scores_in_narrow_types(dtype, kv_dtype):
+    rules, sink_logits = score_terms("all, in a window", SHAPE)
+    rows = PagedRows(ManyShares(), SHAPE, [40, 190], dtype=dtype, kv_dtype=kv_dtype)
+    for vectors in (rows.keys, rows.values):
+        vectors[:] = [from_stored(to_stored(each, kv_dtype)) for each in vectors]
+    assert error(rows, [6, 1], rules, sink_logits) < 2e-3
+
+
+def test_a_sink_that_outweighs_all_keys_leaves_nothing():
+    rows = PagedRows(ManyShares(), SHAPE, [300, 20])
+    queries = rows.queries([1, 5])
+    sink_logits = torch.full((8,), 300.0)
+    assert not rows.attended(queries, sink_logits=sink_logits).any()
+    assert (
+        relative_error(rows.attended(queries, sink_logits=-sink_logits), rows.expected(queries))
+        < 1e-6
+    )
 
 
 @ALL_WINDOWS
 @ALL_STEPS
-def test_batch_invariant_equals_the_formula(window, step):
+def test_batch_invariant_equals_the_formula(rules, step):
     seq_lens, counts = step
     kernel = ManyShares(batch_invariant=True)
-    assert error(PagedRows(kernel, SHAPE, seq_lens), counts, window) < 1e-6
+    assert error(PagedRows(kernel, SHAPE, seq_lens), counts, rules) < 1e-6
 
 
 def test_batch_invariant_skips_chunks_behind_the_window():
     kernel = ManyShares(batch_invariant=True)
     rows = PagedRows(kernel, AttentionShape(2, 1, 16, 16), [700, 600])
-    assert error(rows, [1, 2], (40, 3)) < 1e-6
+    assert error(rows, [1, 2], window(40, 3)) < 1e-6
 
 
 @pytest.mark.slow
@@ -111,14 +153,18 @@ def test_many_shares_equal_the_formula(invariant):
     shape = AttentionShape(4, 1, 16, 16)
     rows = PagedRows(kernel, shape, [2700, 400])
     assert error(rows, [1, 1]) < 1e-6
-    assert error(rows, [1, 1], (1000, 20)) < 1e-6
+    assert error(rows, [1, 1], window(1000, 20)) < 1e-6
 
 
-@pytest.mark.parametrize("head_dim", [6, 16, 80])
+@pytest.mark.parametrize("head_dim", [6, 16, 64, 80, 96, 128, 256, 512])
 @pytest.mark.parametrize("num_heads", [1, 2])
-def test_any_head_size(head_dim, num_heads):
+@pytest.mark.parametrize("invariant", [False, True], ids=["", "invariant"])
+def test_any_head_size(head_dim, num_heads, invariant):
     shape = AttentionShape(num_heads, 1, head_dim, 3)
-    assert error(PagedRows(ManyShares(), shape, [20, 9]), [5, 1]) < 1e-6
+    kernel = ManyShares(batch_invariant=invariant)
+    assert error(PagedRows(kernel, shape, [70, 9]), [66, 1]) < 1e-6
+    rows = PagedRows(kernel, shape, [20, 300], dtype=torch.float16, kv_dtype=torch.float16)
+    assert error(rows, [5, 1]) < 2e-3
 
 
 @ALL_SHAPES
@@ -147,7 +193,7 @@ def test_int8_equals_what_is_stored(shape, dtype):
         vectors[:] = [from_stored(to_stored(each, torch.int8)) for each in vectors]
     tolerance = 1e-6 if dtype == torch.float32 else 2e-3
     assert error(rows, [1, 1]) < tolerance
-    assert error(rows, [6, 1], (30, 2)) < tolerance
+    assert error(rows, [6, 1], window(30, 2)) < tolerance
 
 
 def test_small_int8_values_keep_their_digits_in_float16():
@@ -163,57 +209,6 @@ def test_small_int8_values_keep_their_digits_in_float16():
     assert error(rows, [1]) < 2e-2
 
 
-def stored_as_int8(storage: KVStorage, shape: AttentionShape) -> list[torch.Tensor]:
-    """Keys and values, [slots, K, D + 4], as `to_stored` has them."""
-    parts = [stored_parts(tensor, shape) for tensor in (storage.key, storage.value)]
-    return [torch.cat(each, -1).flatten(0, 1) for each in parts]
-
-
-@pytest.mark.parametrize("shape", [SHAPE, AttentionShape(4, 4, 24, 5)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_int8_is_rounded_as_the_reference_rounds(shape, dtype):
-    kernel = AttentionKernel(HOST, batch_invariant=False)
-    storage = kernel.allocate(4, shape, torch.int8)
-    key, value = torch.randn(2, 9, shape.num_kv_heads, shape.head_dim).to(dtype)
-    key[0] = 0
-    key[1, 0, 3], key[2, 0, 3], value[3, 0, 0] = torch.nan, torch.inf, -torch.inf
-    value[4] = torch.arange(shape.head_dim) - 12.5  # ties, where the scale is 1/2 or 1/4 or so
-    value[4, :, 0] = 127 / 4
-    key[5] *= 1e-6
-    if dtype == torch.float32:
-        key[6] *= 1e-40  # the scale is no normal number
-    slots = torch.randperm(4 * shape.block_size)[:9]
-    kernel.write(storage, key, value, slots)
-    stored = stored_as_int8(storage, shape)
-    for found, vectors in zip(stored, (key, value), strict=True):
-        assert torch.equal(found[slots], to_stored(vectors, torch.int8))
-
-
-def test_int8_refuses_scales_that_are_not_aligned():
-    with pytest.raises(ConfigError):
-        AttentionKernel(HOST, batch_invariant=False).allocate(
-            2, AttentionShape(1, 1, 6, 1), torch.int8
-        )
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8], ids=str)
-def test_storage_has_the_bytes_of_its_shape(dtype):
-    storage = AttentionKernel(HOST, batch_invariant=False).allocate(3, SHAPE, dtype)
-    assert storage.num_bytes == 3 * SHAPE.block_bytes(dtype)
-
-
-def test_write_takes_slices_and_skips_padding():
-    kernel = AttentionKernel(HOST, batch_invariant=False)
-    storage = kernel.allocate(2, SHAPE, torch.float32)
-    fused = torch.randn(4, 8 + 2 + 2, 32)
-    _, key, value = fused.split([8, 2, 2], 1)
-    kernel.write(storage, key, value, torch.tensor([17, -1, 0, 31]))
-    for tensor, given in ((storage.key, key), (storage.value, value)):
-        expected = torch.zeros(32, 2, 32)
-        expected[[17, 0, 31]] = given[[0, 2, 3]]
-        assert torch.equal(tensor.view(32, 2, 32), expected)
-
-
 @pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize("length", [100, 300], ids=["one share", "several"])
 @pytest.mark.parametrize("shape", [SHAPE, SHAPES["no groups"]], ids=["grouped", "single"])
@@ -222,7 +217,7 @@ def test_rows_without_tokens_give_zeros(shape, length, invariant):
     queries = rows.queries([1, 1])
     layout = rows.layout(queries)
     layout = dataclasses.replace(layout, on_device=padded_rows(layout, 2))
-    plan = rows.kernel.plan(layout, shape, None)
+    plan = rows.kernel.plan(layout, shape, rows.rules)
     output = rows.kernel.attend(rows.batch(queries, 2), rows.storage, plan)
     assert relative_error(output[:2], rows.expected(queries)) < 1e-6
     assert torch.equal(output[2:], torch.zeros_like(output[2:]))
@@ -231,7 +226,7 @@ def test_rows_without_tokens_give_zeros(shape, length, invariant):
 def test_tokens_of_no_row_give_zeros_in_mixed_steps():
     rows = PagedRows(ManyShares(), SHAPE, [30, 20])
     queries = rows.queries([7, 1])
-    plan = rows.kernel.plan(rows.layout(queries), SHAPE, None)
+    plan = rows.kernel.plan(rows.layout(queries), SHAPE, rows.rules)
     output = rows.kernel.attend(rows.batch(queries, 3), rows.storage, plan)
     assert relative_error(output[:8], rows.expected(queries)) < 1e-6
     assert torch.equal(output[8:], torch.zeros_like(output[8:]))
@@ -241,75 +236,91 @@ def test_tokens_of_no_row_give_zeros_in_mixed_steps():
 @pytest.mark.parametrize("shape", [SHAPE, SHAPES["no groups"]], ids=["grouped", "single"])
 def test_blocks_before_the_window_are_not_read(shape, invariant):
     """They were freed: now they hold another sequence's keys, or nothing."""
-    window = (40, 3)
     rows = PagedRows(ManyShares(batch_invariant=invariant), shape, [300, 260])
     rows.block_tables[0, 1:16] = 10**6  # the first query sees 257 and up
     rows.block_tables[1, 1:13] = 10**6
-    assert error(rows, [4, 1], window) < 1e-6
+    assert error(rows, [4, 1], window(40, 3)) < 1e-6
 
 
 @pytest.mark.parametrize(
     "invariant", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "invariant"]
 )
-def test_recorded_step_attends_for_other_rows(invariant):
+@pytest.mark.parametrize("kind", ["cap", "all, in a window"])
+def test_recorded_step_attends_for_other_rows(invariant, kind):
     shape = AttentionShape(4, 1, 16, 16)
     rows = PagedRows(ManyShares(batch_invariant=invariant), shape, [270, 20, 33], table_width=20)
     queries = rows.queries([1, 1, 1])
-    expected = rows.expected(queries)
+    rules = score_terms(kind, shape)
+    expected = rows.expected(queries, *rules)
     graphs = StepGraphs(HostAccelerator())
     graphs.is_recording = True
     for chosen in ([], [1], [0, 2], [2, 0, 1]):
         step = copy.copy(rows)
         step.seq_lens = [rows.seq_lens[row] for row in chosen]
         step.block_tables = rows.block_tables[chosen]
-        found = repeated(graphs, step, [queries[row] for row in chosen], 4)
+        found = repeated(graphs, step, [queries[row] for row in chosen], 4, *rules)
         if chosen:
             assert relative_error(found[: len(chosen)], expected[chosen]) < 1e-6
         assert torch.equal(found[len(chosen) :], torch.zeros_like(found[len(chosen) :]))
     assert len(graphs) == 1
 
 
-def repeated(graphs: StepGraphs, rows: PagedRows, queries, num_rows: int) -> torch.Tensor:
+def repeated(
+    graphs: StepGraphs, rows: PagedRows, queries, num_rows: int, rules, sink_logits
+) -> torch.Tensor:
     """A step that only decodes, recorded for num_rows."""
     num_padding = num_rows - len(queries)
     layout = rows.layout(queries)
     tables = torch.zeros(num_rows, layout.block_tables.shape[1], dtype=torch.int32)
     tables[: len(queries)] = layout.block_tables
     on_device = dataclasses.replace(padded_rows(layout, num_padding), block_tables=tables)
-    plan = rows.kernel.plan(dataclasses.replace(layout, on_device=on_device), rows.shape, None)
+    plan = rows.kernel.plan(dataclasses.replace(layout, on_device=on_device), rows.shape, rules)
     query = rows.batch(queries, num_padding)
     return graphs.repeat(
-        num_rows, (query, *plan.tensors), lambda: rows.kernel.attend(query, rows.storage, plan)
+        num_rows,
+        (query, *plan.tensors),
+        lambda: rows.kernel.attend(query, rows.storage, plan, sink_logits),
     )
 
 
 @pytest.mark.slow
 @ALL_WINDOWS
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8], ids=str)
-def test_batch_invariant_bits(window, kv_dtype):
-    check_bits(window, kv_dtype, counts=(1, 3, 17, 64), ends=(1, 16, 255, 257))
+def test_batch_invariant_bits(rules, kv_dtype):
+    check_bits(rules, kv_dtype, counts=(1, 3, 17, 64), ends=(1, 16, 255, 257))
 
 
 def test_batch_invariant_bits_briefly():
-    check_bits((150, 3), torch.float32, counts=(1,), ends=(257,))
+    check_bits(window(150, 3), torch.float32, counts=(1,), ends=(257,))
 
 
-def check_bits(window, kv_dtype, *, counts, ends):
+@pytest.mark.slow
+def test_batch_invariant_bits_with_terms_of_scores():
+    rules, sink_logits = score_terms("all, in a window", AttentionShape(4, 1, 16, 16))
+    check_bits(rules, torch.float32, counts=(1, 17), ends=(16, 255, 257), sink_logits=sink_logits)
+
+
+def test_batch_invariant_tiles_of_large_heads_hold_the_queries_of_a_plan():
+    for head_dim, num_queries in ((128, 64), (256, 32), (512, 16)):
+        assert tile_queries(AttentionShape(1, 1, head_dim, 16), batch_invariant=True) == num_queries
+
+
+def check_bits(rules, kv_dtype, *, counts, ends, sink_logits=None):
     """Compare the bits of a prompt whole, in chunks and token by token, alone and in a batch."""
     length = 270
     kernel = ManyShares(batch_invariant=True)
     shape = AttentionShape(4, 1, 16, 16)
     rows = PagedRows(kernel, shape, [length, 50, 265], kv_dtype=kv_dtype, table_width=20)
     query, other, third = rows.queries([length, 1, 9])
-    whole = attended(rows, [query, other, third], window)[:length]
+    whole = rows.attended([query, other, third], rules, sink_logits)[:length]
     for count in counts:
-        together = attended(rows, [query[-count:], other, third], window)
+        together = rows.attended([query[-count:], other, third], rules, sink_logits)
         assert torch.equal(together[:count], whole[length - count :])
     alone = copy.copy(rows)
     for end in ends:
         alone.seq_lens, alone.block_tables = [end], rows.block_tables[:1]
         for count in {1, min(end, 2), min(end, 33)}:
-            found = attended(alone, [query[end - count : end]], window)
+            found = alone.attended([query[end - count : end]], rules, sink_logits)
             assert torch.equal(found, whole[end - count : end])
 
 
@@ -329,7 +340,7 @@ def test_shares_fill_the_card():
 
 def test_drafts_are_tiles_and_single_tokens_are_listed():
     rows = PagedRows(ManyShares(), SHAPE, [37, 300, 1, 70])
-    plan = rows.kernel.plan(rows.layout(rows.queries([30, 1, 1, 70])), SHAPE, None)
+    plan = rows.kernel.plan(rows.layout(rows.queries([30, 1, 1, 70])), SHAPE, rows.rules)
     assert plan.decode_rows.tolist() == [[1, 30], [2, 31]]
     # Groups of four: 32 queries; those with the most keys come first.
     assert plan.tiles.tolist() == [
@@ -342,5 +353,5 @@ def test_drafts_are_tiles_and_single_tokens_are_listed():
 
 def test_lists_are_aligned():
     rows = PagedRows(ManyShares(), SHAPE, [37, 300])
-    plan = rows.kernel.plan(rows.layout(rows.queries([30, 1])), SHAPE, None)
+    plan = rows.kernel.plan(rows.layout(rows.queries([30, 1])), SHAPE, rows.rules)
     assert plan.decode_rows.data_ptr() % 16 == plan.tiles.data_ptr() % 16 == 0

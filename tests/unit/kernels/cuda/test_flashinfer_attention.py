@@ -12,7 +12,7 @@ from loraplex.core.errors import ConfigError
 from loraplex.kernels.accelerator import HostAccelerator
 from loraplex.kernels.cuda.attention import AttentionKernel
 from loraplex.kernels.cuda.graphs import StepGraphs
-from loraplex.kernels.ops import AttentionShape
+from loraplex.kernels.ops import AttentionRules, AttentionShape
 from support.dense_attention import dense_attention, relative_error
 from support.paged_rows import PagedRows, padded_rows
 
@@ -49,7 +49,10 @@ class _Wrapper:
             length = (len(ids) - 1) * page_size + int(last_page_len[row])
             key, value = (each[ids].flatten(0, 1)[:length] for each in cache)
             rows = slice(int(starts[row]), int(starts[row + 1]))
-            out[rows] = dense_attention(query[rows], key, value).to(out.dtype)
+            found = dense_attention(
+                query[rows], key, value, scale=self.scale, soft_cap=self.soft_cap
+            )
+            out[rows] = found.to(out.dtype)
         return out
 
 
@@ -93,7 +96,9 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         logits_soft_cap=None,
         q_data_type="float16",
         kv_data_type=None,
+        sm_scale=None,
     ):
+        self.scale, self.soft_cap = sm_scale, logits_soft_cap
         sizes = (num_qo_heads, num_kv_heads, head_dim, page_size)
         self._keep(indptr, indices, last_page_len, sizes)
         assert q_data_type == kv_data_type
@@ -125,12 +130,14 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         page_size,
         *,
         causal=False,
+        sm_scale=None,
         logits_soft_cap=None,
         q_data_type="float16",
         kv_data_type=None,
     ):
         assert qo_indptr.device.type == "cpu"
         assert causal
+        self.scale, self.soft_cap = sm_scale, logits_soft_cap
         assert q_data_type == kv_data_type
         sizes = (num_qo_heads, num_kv_heads, head_dim_qk, page_size)
         self._keep(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, sizes)
@@ -157,6 +164,15 @@ def kernel(backend: str = "flashinfer", *, batch_invariant: bool = False) -> Att
     )
 
 
+def broken(*args, **kwargs):
+    raise RuntimeError("no nvcc")
+
+
+def served_by_flashinfer(rows: PagedRows, rules: AttentionRules) -> bool:
+    queries = rows.queries([1] * len(rows.seq_lens))
+    return rows.kernel.plan(rows.layout(queries), SHAPE, rules).flashinfer is not None
+
+
 def half_rows(seq_lens, **kwargs) -> PagedRows:
     rows = PagedRows(kernel(), SHAPE, seq_lens, dtype=torch.float16, **kwargs)
     for tensor in (rows.storage.key, rows.storage.value):
@@ -165,13 +181,51 @@ def half_rows(seq_lens, **kwargs) -> PagedRows:
 
 
 @pytest.mark.parametrize("counts", [[1, 1, 1], [5, 1, 30]], ids=["decode", "mixed"])
-def test_equals_the_formula(flashinfer, counts):
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+def test_equals_the_formula(flashinfer, counts, soft_cap):
     rows = half_rows([16, 33, 47])
     queries = rows.queries(counts)
-    plan = rows.kernel.plan(rows.layout(queries), SHAPE, None)
-    assert plan.flashinfer is not None
-    output = rows.kernel.attend(rows.batch(queries), rows.storage, plan)
+    rules = AttentionRules(scale=0.3, soft_cap=soft_cap)
+    assert served_by_flashinfer(rows, rules)
+    output = rows.attended(queries, rules)
+    assert relative_error(output, rows.expected(queries, rules)) < 1e-3
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [AttentionRules(scale=0.1, window=8), AttentionRules(scale=0.1, alibi_slopes=(0.5,) * 8)],
+    ids=["window", "slopes"],
+)
+def test_triton_attends_by_rules_that_flashinfer_lacks(flashinfer, rules):
+    rows = half_rows([16, 33])
+    assert not served_by_flashinfer(rows, rules)
+    assert served_by_flashinfer(rows, rows.rules)
+
+
+def test_triton_attends_with_sink_logits(flashinfer):
+    rows = half_rows([16, 33])
+    queries, sink_logits = rows.queries([1, 3]), torch.linspace(-2, 3, 8)
+    assert served_by_flashinfer(rows, rows.rules)
+    output = rows.attended(queries, sink_logits=sink_logits)
+    assert relative_error(output, rows.expected(queries, None, sink_logits)) < 2e-3
+
+
+def test_layers_with_other_rules_do_not_take_the_one_plan_of_a_step(flashinfer):
+    rows = half_rows([16, 33])
+    queries, other = rows.queries([1, 1]), AttentionRules(scale=0.5)
+    layout = rows.layout(queries)
+    first, second = (rows.kernel.plan(layout, SHAPE, rules) for rules in (rows.rules, other))
+    assert first.flashinfer is not None
+    assert second.flashinfer is None
+    output = rows.kernel.attend(rows.batch(queries), rows.storage, first)
     assert relative_error(output, rows.expected(queries)) < 1e-3
+
+
+def test_a_soft_cap_that_cannot_be_built_is_refused(flashinfer, monkeypatch):
+    rows = half_rows([16])
+    monkeypatch.setattr(BatchDecodeWithPagedKVCacheWrapper, "plan", broken)
+    with pytest.raises(ConfigError, match=r"no soft cap of scores here \(no nvcc\): take triton"):
+        rows.attended(rows.queries([1]), AttentionRules(scale=0.1, soft_cap=50.0))
 
 
 def test_recorded_step_is_planned_again(flashinfer):
@@ -189,7 +243,8 @@ def test_recorded_step_is_planned_again(flashinfer):
             block_tables=rows.block_tables[chosen],
         )
         on_device = padded_rows(layout, 4 - len(chosen))
-        plan = rows.kernel.plan(dataclasses.replace(layout, on_device=on_device), SHAPE, None)
+        layout = dataclasses.replace(layout, on_device=on_device)
+        plan = rows.kernel.plan(layout, SHAPE, rows.rules)
         query = rows.batch([queries[row] for row in chosen], 4 - len(chosen))
         found = graphs.repeat(
             4, (query,), lambda q=query, p=plan: rows.kernel.attend(q, rows.storage, p)
@@ -201,21 +256,17 @@ def test_recorded_step_is_planned_again(flashinfer):
 def test_wrappers_are_made_once(flashinfer):
     rows = half_rows([16, 33])
     layout = rows.layout(rows.queries([1, 1]))
-    first = rows.kernel.plan(layout, SHAPE, None).flashinfer.wrapper
-    assert rows.kernel.plan(layout, SHAPE, None).flashinfer.wrapper is first
+    first = rows.kernel.plan(layout, SHAPE, rows.rules).flashinfer.wrapper
+    assert rows.kernel.plan(layout, SHAPE, rows.rules).flashinfer.wrapper is first
     assert first.use_tensor_cores
 
 
-def test_triton_attends_where_flashinfer_does_not(flashinfer):
-    """Layers with windows, and queries of another type than the storage."""
+def test_triton_attends_for_queries_of_another_type_than_the_storage(flashinfer):
     rows = half_rows([16, 33])
-    queries = rows.queries([1, 1])
-    assert rows.kernel.plan(rows.layout(queries), SHAPE, 8).flashinfer is None
     rows.dtype = torch.float32
     queries = rows.queries([1, 3])
-    plan = rows.kernel.plan(rows.layout(queries), SHAPE, None)
-    output = rows.kernel.attend(rows.batch(queries), rows.storage, plan)
-    assert relative_error(output, rows.expected(queries)) < 1e-6
+    assert served_by_flashinfer(rows, rows.rules)
+    assert relative_error(rows.attended(queries), rows.expected(queries)) < 1e-6
 
 
 def test_required_and_not_there(monkeypatch):
@@ -238,9 +289,6 @@ def test_required_and_not_served(flashinfer, dtype, head_dim, invariant):
 
 
 def test_required_and_broken(flashinfer, monkeypatch):
-    def broken(*args, **kwargs):
-        raise RuntimeError("no nvcc")
-
     monkeypatch.setattr(flashinfer, "BatchPrefillWithPagedKVCacheWrapper", broken)
     with pytest.raises(ConfigError, match="no nvcc"):
         kernel().allocate(2, SHAPE, torch.float16)

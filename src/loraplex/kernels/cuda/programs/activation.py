@@ -1,12 +1,33 @@
-"""The gate of an MLP, and the activations of one without."""
+"""Activations of feed-forward layers, alone and as gates."""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def silu_mul(output, gate_up, row_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """output [rows, SIZE] = silu(gate_up[:, :SIZE]) * gate_up[:, SIZE:]. Grid: (rows, parts).
+def _activated(wide, ACTIVATION: tl.constexpr):
+    """The activation, one of kernels.activations by value, of float32 numbers."""
+    if ACTIVATION == "silu":
+        result = wide / (1.0 + tl.exp(-wide))
+    elif ACTIVATION == "gelu":
+        result = 0.5 * wide * (1.0 + tl.erf(wide * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":
+        # x (1 + tanh u) / 2 = x / (1 + e^(-2 u))
+        result = wide / (1.0 + tl.exp(-1.5957691216057308 * (wide + 0.044715 * wide * wide * wide)))
+    else:
+        result = tl.maximum(wide, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        if ACTIVATION == "squared_relu":
+            result = result * result
+        else:
+            tl.static_assert(ACTIVATION == "relu")
+    return result
+
+
+@triton.jit
+def gate(
+    output, gate_up, row_stride, ACTIVATION: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """output [rows, SIZE] = activation(gate_up[:, :SIZE]) * gate_up[:, SIZE:]. Grid: (rows, parts).
 
     Rounded twice, as the reference does it. The product of two narrow numbers is exact in float32.
     """
@@ -14,10 +35,9 @@ def silu_mul(output, gate_up, row_stride, SIZE: tl.constexpr, BLOCK: tl.constexp
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < SIZE
     places = gate_up + row * row_stride + columns
-    gate, up = tl.load(places, mask=inside), tl.load(places + SIZE, mask=inside)
-    wide = gate.to(tl.float32)
-    activated = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
-    product = (activated.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+    first, up = tl.load(places, mask=inside), tl.load(places + SIZE, mask=inside)
+    activated = _activated(first.to(tl.float32), ACTIVATION).to(first.dtype)
+    product = (activated.to(tl.float32) * up.to(tl.float32)).to(first.dtype)
     tl.store(output + row * SIZE + columns, product, mask=inside)
 
 
@@ -25,18 +45,10 @@ def silu_mul(output, gate_up, row_stride, SIZE: tl.constexpr, BLOCK: tl.constexp
 def activate(
     output, x, row_stride, ACTIVATION: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """output [rows, SIZE] of x [rows, SIZE]; kernels.activations by value. Grid: (rows, parts)."""
+    """output [rows, SIZE] of x [rows, SIZE]. Grid: (rows, parts)."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < SIZE
     narrow = tl.load(x + row * row_stride + columns, mask=inside)
-    wide = narrow.to(tl.float32)
-    if ACTIVATION == "gelu":
-        wide = 0.5 * wide * (1.0 + tl.erf(wide * 0.7071067811865476))
-    elif ACTIVATION == "gelu_tanh":
-        # x (1 + tanh u) / 2 = x / (1 + e^(-2 u))
-        wide = wide / (1.0 + tl.exp(-1.5957691216057308 * (wide + 0.044715 * wide * wide * wide)))
-    else:
-        tl.static_assert(ACTIVATION == "relu")
-        wide = tl.maximum(wide, 0.0, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(output + row * SIZE + columns, wide.to(narrow.dtype), mask=inside)
+    activated = _activated(narrow.to(tl.float32), ACTIVATION)
+    tl.store(output + row * SIZE + columns, activated.to(narrow.dtype), mask=inside)

@@ -10,10 +10,12 @@ import triton.language as tl
 from loraplex.kernels.cuda.programs.attention_tile import (
     add_tile,
     finite_or_zero,
-    in_powers_of_two,
+    first_sums,
     is_read,
     load_scales,
     load_vectors,
+    scores_of,
+    slopes_of,
     tile_at,
     tiles_to_read,
 )
@@ -72,6 +74,7 @@ def decode_grouped(
     stored,
     rows,
     row_list,
+    terms,
     query_stride,
     table_stride,
     num_shares,
@@ -103,14 +106,14 @@ def decode_grouped(
     ).to(COMPUTE)
     table = rows.block_tables + tl.load(rows.table_rows + row).to(tl.int64) * table_stride
     positions = tl.full([BLOCK_G], 0, tl.int32) + position
-    maxima = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    sums = tl.zeros([BLOCK_G], tl.float32)
+    slopes = slopes_of(terms, heads, is_head, S)
+    maxima, sums = first_sums(terms, heads, is_head & (share == 0))
     values = tl.zeros([BLOCK_G, S.BLOCK_D], tl.float32)
     for number in range(first_tile, end_tile):
         tile = tile_at(number, num_sink_tiles, first)
         maxima, sums, values = add_tile(
-            *(maxima, sums, values, queries, positions, tile, position, end, kv_head, table),
-            *(stored, S, BLOCK_N, True),
+            *(maxima, sums, values, queries, positions, slopes, tile, position, end),
+            *(kv_head, table, stored, S, BLOCK_N, True),
         )
     _store_sums(
         *(output, partials, maxima, sums, values),
@@ -126,6 +129,7 @@ def decode_single(
     stored,
     rows,
     row_list,
+    terms,
     query_stride,
     table_stride,
     num_shares,
@@ -155,12 +159,13 @@ def decode_single(
     queries = tl.load(query + token * query_stride + head * S.D + dims, mask=dims < S.D, other=0.0)
     queries = queries.to(tl.float32)
     table = rows.block_tables + tl.load(rows.table_rows + row).to(tl.int64) * table_stride
-    maxima = tl.full([BLOCK_N], float("-inf"), tl.float32)
-    sums = tl.zeros([BLOCK_N], tl.float32)
+    in_tile = tl.arange(0, BLOCK_N)
+    slope = slopes_of(terms, head, True, S)
+    maxima, sums = first_sums(terms, head + 0 * in_tile, (in_tile == 0) & (share == 0))
     values = tl.zeros([BLOCK_N, S.BLOCK_D], tl.float32)
     for number in tl.range(first_tile, end_tile, num_stages=NUM_STAGES):
         tile = tile_at(number, num_sink_tiles, first)
-        keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        keys = tile * BLOCK_N + in_tile
         read = is_read(keys, position, end, S)
         blocks = tl.load(table + keys // S.BLOCK_SIZE, mask=read, other=0).to(tl.int64)
         at = keys % S.BLOCK_SIZE
@@ -169,7 +174,7 @@ def decode_single(
         products = tl.sum(key.to(tl.float32) * queries[None, :], 1)
         if stored.key_scales is not None:
             products = products * load_scales(stored.key_scales, blocks, at, read, head, S)
-        scores = in_powers_of_two(products, S)
+        scores = scores_of(products, slope, keys, position, S)
         scores = tl.where(read, scores, float("-inf"))
         joint = tl.maximum(maxima, scores)
         base = finite_or_zero(joint)

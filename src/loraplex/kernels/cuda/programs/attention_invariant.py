@@ -13,7 +13,9 @@ import triton.language as tl
 from loraplex.kernels.cuda.programs.attention_prefill import load_tile, places_of
 from loraplex.kernels.cuda.programs.attention_tile import (
     add_tile,
+    first_sums,
     fold,
+    slopes_of,
     tile_at,
     tiles_to_read,
 )
@@ -27,6 +29,7 @@ def attend_chunks(
     stored,
     rows,
     tiles,
+    terms,
     query_stride,
     table_stride,
     num_shares,
@@ -61,8 +64,8 @@ def attend_chunks(
     ).to(COMPUTE)
     table = rows.block_tables + tl.load(rows.table_rows + row).to(tl.int64) * table_stride
     positions = first_position + tl.minimum(in_tile, num_queries - 1)
-    maxima = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    sums = tl.zeros([BLOCK_M], tl.float32)
+    slopes = slopes_of(terms, heads, is_row, S)
+    maxima, sums = first_sums(terms, heads, is_row & (num_shares == 1))
     values = tl.zeros([BLOCK_M, S.BLOCK_D], tl.float32)
     for number in range(first_chunk, end_chunk):
         first_tile = tile_at(number, num_sink_chunks, first) * (CHUNK // BLOCK_N)
@@ -72,7 +75,7 @@ def attend_chunks(
         chunk_values = tl.zeros([BLOCK_M, S.BLOCK_D], tl.float32)
         for tile in range(first_tile, end_tile):
             chunk_maxima, chunk_sums, chunk_values = add_tile(
-                *(chunk_maxima, chunk_sums, chunk_values, queries, positions, tile),
+                *(chunk_maxima, chunk_sums, chunk_values, queries, positions, slopes, tile),
                 *(first_position, end, kv_head, table, stored, S, BLOCK_N, True),
             )
         maxima, sums, values = fold(maxima, sums, values, chunk_maxima, chunk_sums, chunk_values)
@@ -88,7 +91,7 @@ def attend_chunks(
 
 
 @triton.jit(do_not_specialize=["num_shares"])
-def fold_chunks(output, partials, seq_lens, tiles, num_shares, S, CHUNK: tl.constexpr):
+def fold_chunks(output, partials, seq_lens, tiles, terms, num_shares, S, CHUNK: tl.constexpr):
     """Grid: (tiles of one query, K * G)."""
     index, head = tl.program_id(0), tl.program_id(1)
     _, token, _, position = load_tile(tiles, index, seq_lens)
@@ -96,10 +99,9 @@ def fold_chunks(output, partials, seq_lens, tiles, num_shares, S, CHUNK: tl.cons
     first = (index.to(tl.int64) * (S.K * S.G) + head) * num_shares
     dims = tl.arange(0, S.BLOCK_D)
     is_dim = (dims < S.D)[None, :]
-    maxima = tl.full([1], float("-inf"), tl.float32)
-    sums = tl.zeros([1], tl.float32)
-    values = tl.zeros([1, S.BLOCK_D], tl.float32)
     one = tl.arange(0, 1)
+    maxima, sums = first_sums(terms, head + one, one == 0)
+    values = tl.zeros([1, S.BLOCK_D], tl.float32)
     for chunk in tl.range(0, num_chunks, num_stages=4):
         place = first + chunk + one
         pointers = partials.weighted + place[:, None] * S.D + dims[None, :]

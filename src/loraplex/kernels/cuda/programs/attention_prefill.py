@@ -10,6 +10,8 @@ import triton.language as tl
 
 from loraplex.kernels.cuda.programs.attention_tile import (
     add_tile,
+    first_sums,
+    slopes_of,
     tile_at,
     tiles_to_read,
 )
@@ -41,6 +43,7 @@ def prefill(
     stored,
     rows,
     tiles,
+    terms,
     query_stride,
     table_stride,
     S,
@@ -74,20 +77,20 @@ def prefill(
     num_whole = num_tiles * 0
     if S.WINDOW == 0:
         num_whole = (first_position + 1) // BLOCK_N
-    maxima = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    sums = tl.zeros([BLOCK_M], tl.float32)
+    slopes = slopes_of(terms, heads, is_row, S)
+    maxima, sums = first_sums(terms, heads, is_row)
     values = tl.zeros([BLOCK_M, S.BLOCK_D], tl.float32)
     if S.WINDOW == 0:
         for number in range(num_whole):
             maxima, sums, values = add_tile(
-                *(maxima, sums, values, queries, positions, number, first_position, end),
-                *(kv_head, table, stored, S, BLOCK_N, False),
+                *(maxima, sums, values, queries, positions, slopes, number, first_position),
+                *(end, kv_head, table, stored, S, BLOCK_N, False),
             )
     for number in range(num_whole, num_tiles):
         tile = tile_at(number, num_sink_tiles, first)
         maxima, sums, values = add_tile(
-            *(maxima, sums, values, queries, positions, tile, first_position, end),
-            *(kv_head, table, stored, S, BLOCK_N, True),
+            *(maxima, sums, values, queries, positions, slopes, tile, first_position),
+            *(end, kv_head, table, stored, S, BLOCK_N, True),
         )
     pointers = output + ((tokens * (S.K * S.G) + heads) * S.D)[:, None] + dims[None, :]
     tl.store(pointers, (values / sums[:, None]).to(output.dtype.element_ty), mask=mask)

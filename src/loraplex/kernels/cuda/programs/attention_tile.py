@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from loraplex.kernels.cuda.programs.scaling import tanh
+
 
 class AttentionConstants(NamedTuple):
     """Constants of one layer's attention; each is a tl.constexpr."""
@@ -30,6 +32,10 @@ class AttentionConstants(NamedTuple):
     """Numbers from one KV block to the next."""
     SCALE: Any
     """Factor of the product of a query and a key."""
+    SOFT_CAP: Any
+    """The bound to which tanh bends scores; 0: none."""
+    HAS_SLOPES: Any
+    """Whether scores depend on distances."""
     WINDOW: Any
     """Tokens that a query sees; 0: all."""
     NUM_SINKS: Any
@@ -52,6 +58,15 @@ class Rows(NamedTuple):
     seq_lens: Any
     table_rows: Any
     block_tables: Any
+
+
+class HeadTerms(NamedTuple):
+    """What query heads add to scores, [H] float32 each, or None."""
+
+    slopes: Any
+    """Times the distance from a query to an earlier key, negative: added to the score."""
+    sink_logits: Any
+    """One more score, of no key and no value."""
 
 
 class Partials(NamedTuple):
@@ -132,9 +147,42 @@ def load_scales(scales, blocks, offsets, read, kv_head, S):
 
 
 @triton.jit
-def in_powers_of_two(products, S):
-    """Scores, as exponents of 2, from products of queries and keys."""
-    return products * (S.SCALE * LOG2_E)
+def scores_of(products, slopes, keys, positions, S):
+    """Scores, as exponents of 2, from products of queries and keys.
+
+    slopes: as exponents of 2. All have one shape, or shapes that broadcast.
+    """
+    if S.SOFT_CAP > 0:
+        scores = tanh(products * (S.SCALE / S.SOFT_CAP)) * (S.SOFT_CAP * LOG2_E)
+    else:
+        scores = products * (S.SCALE * LOG2_E)
+    if S.HAS_SLOPES:
+        scores += slopes * (keys - positions).to(tl.float32)
+    return scores
+
+
+@triton.jit
+def slopes_of(terms, heads, is_head, S):
+    """Slopes of heads as exponents of 2."""
+    slopes = 0.0 * heads
+    if S.HAS_SLOPES:
+        slopes = tl.load(terms.slopes + heads, mask=is_head, other=0.0) * LOG2_E
+    return slopes
+
+
+@triton.jit
+def first_sums(terms, heads, is_counted):
+    """Largest score and sum of the weights before any key: of the heads' sink logits, if any.
+
+    is_counted: which of the sums have it. Of several that are joined only one may.
+    """
+    maxima = tl.full(heads.shape, float("-inf"), tl.float32)
+    sums = tl.zeros(heads.shape, tl.float32)
+    if terms.sink_logits is not None:
+        logits = tl.load(terms.sink_logits + heads, mask=is_counted, other=float("-inf"))
+        maxima = logits * LOG2_E
+        sums = tl.where(is_counted, 1.0, sums)
+    return maxima, sums
 
 
 @triton.jit
@@ -162,6 +210,7 @@ def add_tile(
     values,
     query,
     positions,
+    slopes,
     tile,
     first_position,
     end,
@@ -172,8 +221,7 @@ def add_tile(
     BLOCK_N: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):
-    """Add the keys of one tile to the sums of query [M, BLOCK_D] at positions [M].
-
+    """Add the keys of one tile to the sums of query [M, BLOCK_D] at positions [M]; slopes [M].
     The queries' positions are first_position .. end - 1. IS_MASKED: some key may be hidden from
     some query. Products are of the query's type, values are rounded to it.
     """
@@ -189,7 +237,7 @@ def add_tile(
     if stored.key_scales is not None:
         scales = load_scales(stored.key_scales, blocks, at, read, kv_head, S)
         products = products * scales[None, :]
-    scores = in_powers_of_two(products, S)
+    scores = scores_of(products, slopes[:, None], keys[None, :], positions[:, None], S)
     if IS_MASKED:
         seen = sees(positions[:, None], keys[None, :], S)
         scores = tl.where(seen, scores, float("-inf"))

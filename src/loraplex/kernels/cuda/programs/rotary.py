@@ -13,20 +13,33 @@ def _turn(
     head_stride,
     NUM_HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Rotate a token's heads from first_head on, at `heads`. cos, sin [1, BLOCK]."""
     which = first_head + tl.arange(0, HEADS)
-    dims = tl.arange(0, BLOCK)
-    inside = (which < NUM_HEADS)[:, None] & (dims < HALF)[None, :]
-    places = heads + (which * head_stride)[:, None] + dims[None, :]
-    stored_first = tl.load(places, mask=inside)
-    first, second = stored_first.to(tl.float32), tl.load(places + HALF, mask=inside).to(tl.float32)
-    turned_first = first * cos - second * sin
-    turned_second = second * cos + first * sin
-    tl.store(places, turned_first.to(stored_first.dtype), mask=inside)
-    tl.store(places + HALF, turned_second.to(stored_first.dtype), mask=inside)
+    starts = heads + (which * head_stride)[:, None]
+    is_head = (which < NUM_HEADS)[:, None]
+    if IS_INTERLEAVED:
+        # Pairs lie side by side: they are loaded and stored whole, so that accesses are wide.
+        dims = tl.arange(0, 2 * BLOCK)[None, :]
+        inside = is_head & (dims < 2 * HALF)
+        stored = tl.load(starts + dims, mask=inside, other=0.0)
+        first, second = tl.split(tl.reshape(stored.to(tl.float32), (HEADS, BLOCK, 2)))
+        turned = tl.join(first * cos - second * sin, second * cos + first * sin)
+        turned = tl.reshape(turned, (HEADS, 2 * BLOCK)).to(stored.dtype)
+        tl.store(starts + dims, turned, mask=inside)
+    else:
+        dims = tl.arange(0, BLOCK)[None, :]
+        inside = is_head & (dims < HALF)
+        stored = tl.load(starts + dims, mask=inside)
+        first = stored.to(tl.float32)
+        second = tl.load(starts + HALF + dims, mask=inside).to(tl.float32)
+        turned_first = (first * cos - second * sin).to(stored.dtype)
+        turned_second = (second * cos + first * sin).to(stored.dtype)
+        tl.store(starts + dims, turned_first, mask=inside)
+        tl.store(starts + HALF + dims, turned_second, mask=inside)
 
 
 @triton.jit
@@ -43,10 +56,14 @@ def rotary(
     NUM_QUERY_HEADS: tl.constexpr,
     NUM_KEY_HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid: (tokens, groups of HEADS query heads, then groups of HEADS key heads)."""
+    """Grid: (tokens, groups of HEADS query heads, then groups of HEADS key heads).
+
+    Of a head the first 2 * HALF numbers turn.
+    """
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     query_groups: tl.constexpr = (NUM_QUERY_HEADS + HEADS - 1) // HEADS
@@ -55,10 +72,12 @@ def rotary(
     cosines = tl.load(cos + angles, mask=dims < HALF, other=0.0)[None, :]
     sines = tl.load(sin + angles, mask=dims < HALF, other=0.0)[None, :]
     if group < query_groups:
-        heads = query + token * query_stride
-        first = group * HEADS
-        _turn(heads, cosines, sines, first, query_head_stride, NUM_QUERY_HEADS, HALF, HEADS, BLOCK)
+        _turn(
+            *(query + token * query_stride, cosines, sines, group * HEADS, query_head_stride),
+            *(NUM_QUERY_HEADS, HALF, IS_INTERLEAVED, HEADS, BLOCK),
+        )
     else:
-        heads = key + token * key_stride
-        first = (group - query_groups) * HEADS
-        _turn(heads, cosines, sines, first, key_head_stride, NUM_KEY_HEADS, HALF, HEADS, BLOCK)
+        _turn(
+            *(key + token * key_stride, cosines, sines, (group - query_groups) * HEADS),
+            *(key_head_stride, NUM_KEY_HEADS, HALF, IS_INTERLEAVED, HEADS, BLOCK),
+        )
