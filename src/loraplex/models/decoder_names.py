@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from typing import Final
 
 
@@ -37,6 +38,8 @@ class DecoderNames:
     """Two with a gate, else one."""
     down: str = "mlp.down_proj"
     lm_head: str = "lm_head"
+    other_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """The names above by those that some checkpoints have instead, for parts outside the layers."""
     ignored: str = r".*rotary_emb\.inv_freq"
     """Regular expression for tensors that are not needed: those that can be computed."""
     has_transposed_weights: bool = False
@@ -63,8 +66,10 @@ class DecoderNames:
         for root in (*self.other_roots, self.root, ""):
             bare = tensor.removeprefix(root)
             first = bare.split(".")[0]
-            if tensor.startswith(root) and first in firsts:
-                return bare if first == self.lm_head else self.root + bare
+            own = self.other_names.get(first, first)
+            if tensor.startswith(root) and own in firsts:
+                bare = own + bare.removeprefix(first)
+                return bare if own == self.lm_head else self.root + bare
         return tensor
 
 

@@ -6,6 +6,7 @@ A family renames its fields to Llama's, sets their defaults (`ConfigFields.renam
 
 import dataclasses
 import itertools
+import json
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
@@ -30,6 +31,7 @@ from loraplex.models.spec import (
     LayerSpec,
     LinearGroup,
     ModelSpec,
+    NormKind,
     NormPlace,
     NormSpec,
     RopeConfig,
@@ -56,6 +58,10 @@ _REFUSED_FIELDS = (
 )
 RMS_NORM: Final = NormSpec("", 0, 1e-6)
 """Llama's norm, without a place. Its epsilon counts where config.json has none."""
+LAYER_NORM: Final = NormSpec("", 0, 1e-5, NormKind.LAYER, has_bias=True)
+"""Layer norm as most families have it."""
+ALL_BIASED: Final = (QKV, OUTPUT, UP, DOWN)
+"""Traits.biased of a family with a bias in every linear layer."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +73,10 @@ class Traits:
     """AttentionSpec.window of each layer, repeated for further layers."""
     ropes: tuple[RopeConfig | None, ...] | None = None
     """AttentionSpec.rope of each layer, repeated for further layers; None: what read_rope reads."""
+    rotates: tuple[bool, ...] = (True,)
+    """Whether what read_rope reads is for the layer, repeated for further layers."""
+    is_rope_interleaved: bool = False
+    """RopeConfig.is_interleaved"""
     head_dim: int | None = None
     """Size of a head where config.json has none; None: hidden_size / num_attention_heads."""
     biased: tuple[str, ...] = ()
@@ -77,6 +87,12 @@ class Traits:
     """Kind of the norms of query and key heads; None: none."""
     normalizes_heads_together: bool = False
     """Whether these norms are of all heads at once."""
+    has_weights_per_head: bool = False
+    """Whether each head has weights of its own in these norms."""
+    head_order: tuple[int, ...] = ()
+    """AttentionSpec.head_order"""
+    alibi_slopes: tuple[float, ...] = ()
+    """AttentionSpec.alibi_slopes"""
     score_scale: float | None = None
     """AttentionSpec.scale"""
     score_soft_cap: float | None = None
@@ -95,7 +111,7 @@ def read_decoder(fields: ConfigFields, architecture: str, traits: Traits) -> Mod
     hidden_size = fields.integer("hidden_size")
     attention = _read_attention(fields, traits, hidden_size)
     max_positions = fields.integer("max_position_embeddings")
-    ropes = traits.ropes or (read_rope(fields, attention.head_dim, max_positions),)
+    ropes = traits.ropes or _read_ropes(fields, traits, attention.head_dim, max_positions)
     feed_forward = FeedForwardSpec(
         inner_size=fields.integer("intermediate_size"),
         activation=traits.activation or _read_activation(fields),
@@ -155,7 +171,17 @@ def _read_attention(fields: ConfigFields, traits: Traits, hidden_size: int) -> A
         rope=None,
         scale=traits.score_scale,
         soft_cap=traits.score_soft_cap,
+        alibi_slopes=traits.alibi_slopes,
+        head_order=traits.head_order,
     )
+
+
+def _read_ropes(
+    fields: ConfigFields, traits: Traits, head_dim: int, max_positions: int
+) -> tuple[RopeConfig | None, ...]:
+    rope = read_rope(fields, head_dim, max_positions)
+    rope = dataclasses.replace(rope, is_interleaved=traits.is_rope_interleaved)
+    return tuple(rope if rotates else None for rotates in traits.rotates)
 
 
 def build_layer(
@@ -221,6 +247,7 @@ def _with_head_norms(attention: AttentionSpec, traits: Traits, prefix: str) -> A
             path=prefix + name,
             size=attention.head_dim * (num_heads if traits.normalizes_heads_together else 1),
             eps=traits.norm.eps,
+            num_heads=num_heads if traits.has_weights_per_head else 1,
         )
         for name, num_heads in (
             (traits.names.q_norm, attention.num_heads),
@@ -283,12 +310,14 @@ def refuse_fields(fields: ConfigFields) -> None:
             raise UnsupportedModelError(f"{fields.source} has {name}: {what} are not supported")
 
 
-def require_switches(fields: ConfigFields, values: Mapping[str, bool]) -> None:
+def require_switches(fields: ConfigFields, values: Mapping[str, bool | str]) -> None:
     """Raise UnsupportedModelError if a field that is there has another value than the given one."""
     for name, value in values.items():
-        if fields.boolean(name, value) != value:
-            got = str(not value).lower()
-            raise UnsupportedModelError(f"{fields.source}: {name} {got} is not supported")
+        is_switch = isinstance(value, bool)
+        got = fields.boolean(name, value) if is_switch else fields.text(name, str(value))
+        if got != value:
+            shown = json.dumps(got)
+            raise UnsupportedModelError(f"{fields.source}: {name} {shown} is not supported")
 
 
 def _read_activation(fields: ConfigFields) -> Activation:

@@ -3,12 +3,19 @@
 Its config.json has names of its own, its weights are stored [in, out].
 """
 
+import dataclasses
 from typing import Final
 
 from loraplex.models.config_fields import ConfigFields
 from loraplex.models.decoder_names import DecoderNames
-from loraplex.models.family_config import Traits, read_decoder, require_switches
-from loraplex.models.spec import DOWN, OUTPUT, QKV, UP, ModelSpec, NormKind, NormSpec
+from loraplex.models.family_config import (
+    ALL_BIASED,
+    LAYER_NORM,
+    Traits,
+    read_decoder,
+    require_switches,
+)
+from loraplex.models.spec import LayerSpec, ModelSpec
 
 ARCHITECTURE = "GPT2LMHeadModel"
 
@@ -45,25 +52,35 @@ _DEFAULTS: Final = {
     "hidden_act": "gelu_new",
     "tie_word_embeddings": True,
 }
-_NEEDED: Final = {
-    "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False,
-    "reorder_and_upcast_attn": False,
-    "add_cross_attention": False,
-}
+_NEEDED: Final = {"add_cross_attention": False}
 """Fields whose other values are not supported."""
 
 
 def read_config(fields: ConfigFields) -> ModelSpec:
-    """Read a config.json. Absent fields have the values of the first GPT-2, except for sizes."""
+    """Read a config.json. Absent fields have the values of the first GPT-2, except for sizes.
+
+    reorder_and_upcast_attn asks for scores in float32, which all models have.
+    """
     require_switches(fields, _NEEDED)
     fields = fields.renamed(_OWN_NAMES, _DEFAULTS)
     fields = fields.renamed({}, {"intermediate_size": 4 * fields.integer("hidden_size")})
     traits = Traits(
         names=NAMES,
         ropes=(None,),
-        biased=(QKV, OUTPUT, UP, DOWN),
-        norm=NormSpec("", 0, 1e-5, NormKind.LAYER, has_bias=True),
+        biased=ALL_BIASED,
+        norm=LAYER_NORM,
         is_gated=False,
+        score_scale=None if fields.boolean("scale_attn_weights", True) else 1.0,
     )
-    return read_decoder(fields, ARCHITECTURE, traits)
+    spec = read_decoder(fields, ARCHITECTURE, traits)
+    if not fields.boolean("scale_attn_by_inverse_layer_idx", False):
+        return spec
+    layers = tuple(_with_smaller_scale(layer, n) for n, layer in enumerate(spec.layers, start=1))
+    return dataclasses.replace(spec, layers=layers)
+
+
+def _with_smaller_scale(layer: LayerSpec, divisor: int) -> LayerSpec:
+    attention = layer.attention
+    scale = attention.head_dim**-0.5 if attention.scale is None else attention.scale
+    attention = dataclasses.replace(attention, scale=scale / divisor)
+    return dataclasses.replace(layer, attention=attention)

@@ -8,11 +8,15 @@ ARCHITECTURE = "LlamaForCausalLM"
 
 
 def read_config(fields: ConfigFields) -> ModelSpec:
-    """Read a config.json; `attention_bias` includes the output projection."""
     fields = fields.renamed({}, {"max_position_embeddings": 2048})
+    return read_decoder(fields, ARCHITECTURE, Traits(biased=llama_biases(fields)))
+
+
+def llama_biases(fields: ConfigFields) -> tuple[str, ...]:
+    """Return Traits.biased; `attention_bias` includes the output projection."""
     biased: tuple[str, ...] = ()
     if fields.boolean("attention_bias", False):
         biased += (QKV, OUTPUT)
     if fields.boolean("mlp_bias", False):
         biased += (UP, DOWN)
-    return read_decoder(fields, ARCHITECTURE, Traits(biased=biased))
+    return biased

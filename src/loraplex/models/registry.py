@@ -7,7 +7,23 @@ from types import MappingProxyType
 from typing import Final
 
 from loraplex.core.errors import ConfigError, UnsupportedModelError
-from loraplex.models import gemma, gpt2, llama, mistral, qwen2, qwen3
+from loraplex.models import (
+    bloom,
+    cohere,
+    falcon,
+    gemma,
+    gpt2,
+    gpt_neox,
+    gptj,
+    internlm,
+    llama,
+    mistral,
+    phi,
+    qwen2,
+    qwen3,
+    smollm3,
+    starcoder2,
+)
 from loraplex.models.config_fields import ConfigFields, read_fields
 from loraplex.models.engine_folder import model_fields
 from loraplex.models.spec import ModelSpec
@@ -24,6 +40,17 @@ ARCHITECTURES: Final[Mapping[str, ReadConfig]] = MappingProxyType(
         gemma.ARCHITECTURE: gemma.read_config,
         gemma.ARCHITECTURE_2: gemma.read_config_2,
         gemma.ARCHITECTURE_3: gemma.read_config_3,
+        phi.ARCHITECTURE: phi.read_config,
+        gpt_neox.ARCHITECTURE: gpt_neox.read_config,
+        starcoder2.ARCHITECTURE: starcoder2.read_config,
+        cohere.ARCHITECTURE: cohere.read_config,
+        cohere.ARCHITECTURE_2: cohere.read_config_2,
+        smollm3.ARCHITECTURE: smollm3.read_config,
+        internlm.ARCHITECTURE_3: internlm.read_config_3,
+        internlm.ARCHITECTURE_2: internlm.read_config_2,
+        falcon.ARCHITECTURE: falcon.read_config,
+        bloom.ARCHITECTURE: bloom.read_config,
+        gptj.ARCHITECTURE: gptj.read_config,
     }
 )
 

@@ -62,12 +62,20 @@ def test_what_old_files_leave_out(tmp_path: Path) -> None:
     assert config.tie_word_embeddings
 
 
+def test_scales_of_the_scores(tmp_path: Path) -> None:
+    def scales(**changes: bool) -> list[float | None]:
+        return [layer.attention.scale for layer in gpt2(tmp_path, **changes).layers]
+
+    assert scales() == scales(reorder_and_upcast_attn=True) == [None] * 3
+    assert scales(scale_attn_weights=False) == [1.0] * 3
+    assert scales(scale_attn_by_inverse_layer_idx=True) == [1 / 4, 1 / 8, 1 / 12]
+    both = scales(scale_attn_weights=False, scale_attn_by_inverse_layer_idx=True)
+    assert both == [1, 1 / 2, 1 / 3]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"scale_attn_weights": False}, "scale_attn_weights false is not supported"),
-        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx true"),
-        ({"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn true"),
         ({"add_cross_attention": True}, "add_cross_attention true"),
         ({"activation_function": "tanh"}, "activation_function 'tanh' .* gelu_new"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),

@@ -215,7 +215,7 @@ def test_module_shapes_are_in_and_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["BloomForCausalLM"]}, "BloomForCausalLM is not supported; supported: "),
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported; supported: "),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"num_local_experts": 8}, "num_local_experts"),
         ({"hidden_act": "mish"}, "hidden_act 'mish'"),

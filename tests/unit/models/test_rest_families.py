@@ -1,0 +1,204 @@
+"""Families from Phi 2 to Baichuan: the descriptions of real models, and what is refused by name."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loraplex.adapters.formats.peft_names import parse_name
+from loraplex.core.errors import ConfigError, UnsupportedModelError
+from loraplex.kernels.activations import Activation
+from loraplex.models.alibi import alibi_slopes
+from loraplex.models.head_order import heads_in_groups
+from loraplex.models.parameters import checkpoint_shapes
+from loraplex.models.registry import read_config
+from loraplex.models.spec import LayerSpec, ModelSpec, NormKind
+from support.families.real_rest import CONFIGS, TENSORS
+
+
+def read(folder: Path, name: str, **changes: Any) -> ModelSpec:
+    (folder / "config.json").write_text(json.dumps(CONFIGS[name] | changes))
+    return read_config(folder)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_tensors_of_the_real_files(tmp_path: Path, name: str) -> None:
+    spec = read(tmp_path, name)
+    expected = {
+        tensor.format(layer): shape
+        for tensor, shape in TENSORS[name].items()
+        for layer in range(spec.num_layers if "{}" in tensor else 1)
+    }
+    assert checkpoint_shapes(spec) == expected
+    assert {spec.names.canonical(tensor) for tensor in expected} == set(expected)
+    root = spec.names.root
+    assert {spec.names.canonical(tensor.removeprefix(root)) for tensor in expected} == set(expected)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_adapters_of_every_linear_layer_are_understood(tmp_path: Path, name: str) -> None:
+    layers = read(tmp_path, name).layers
+    for index, layer in enumerate(layers):
+        found = set()
+        for group in layer.linears.values():
+            for path in group.paths:
+                parsed = parse_name(f"base_model.model.{path}.lora_A.weight")
+                assert parsed is not None, path
+                assert parsed.layer == index
+                found.add(parsed.module)
+        assert found == set(layer.module_shapes)
+
+
+def attention(spec: ModelSpec, index: int = 0) -> tuple[Any, ...]:
+    """(rotary size, whether pairs turn, window, number of key heads)"""
+    part = spec.layers[index].attention
+    rope = part.rope
+    rotary = None if rope is None else rope.rotary_dim(part.head_dim)
+    return (rotary, rope and rope.is_interleaved, part.window, part.num_kv_heads)
+
+
+def feed_forward(layer: LayerSpec) -> tuple[Activation, bool, bool, int]:
+    part = layer.feed_forward
+    return (part.activation, part.is_gated, layer.is_parallel, len(layer.norms))
+
+
+@pytest.mark.parametrize(
+    ("name", "of_attention", "of_feed_forward"),
+    [
+        ("phi-2", (32, False, None, 32), (Activation.GELU_TANH, False, True, 1)),
+        ("gpt-neox-20b", (24, False, None, 64), (Activation.GELU_TANH, False, True, 2)),
+        ("starcoder2-7b", (128, False, 4096, 4), (Activation.GELU_TANH, False, False, 2)),
+        ("c4ai-command-r-v01", (128, True, None, 64), (Activation.SILU, True, True, 1)),
+        ("c4ai-command-r7b-12-2024", (128, True, 4096, 8), (Activation.SILU, True, True, 1)),
+        ("SmolLM3-3B", (128, False, None, 4), (Activation.SILU, True, False, 2)),
+        ("internlm3-8b-instruct", (128, False, None, 2), (Activation.SILU, True, False, 2)),
+        ("internlm2-chat-7b", (128, False, None, 8), (Activation.SILU, True, False, 2)),
+        ("falcon-7b", (64, False, None, 1), (Activation.GELU, False, True, 1)),
+        ("falcon-40b", (64, False, None, 8), (Activation.GELU, False, True, 2)),
+        ("falcon-rw-1b", (None, None, None, 32), (Activation.GELU, False, False, 2)),
+        ("bloom-560m", (None, None, None, 16), (Activation.GELU_TANH, False, False, 2)),
+        ("gpt-j-6b", (64, True, None, 16), (Activation.GELU_TANH, False, True, 1)),
+    ],
+)
+def test_traits_of_the_real_models(
+    tmp_path: Path, name: str, of_attention: tuple[Any, ...], of_feed_forward: tuple[Any, ...]
+) -> None:
+    spec = read(tmp_path, name)
+    assert attention(spec) == of_attention
+    assert feed_forward(spec.layers[-1]) == of_feed_forward
+    is_rms = name.startswith(("SmolLM", "internlm"))
+    assert spec.final_norm.kind is (NormKind.RMS if is_rms else NormKind.LAYER)
+    assert spec.has_lm_head_bias == (name in ("phi-2", "gpt-j-6b"))
+    assert (spec.logits_factor == 1.0) == (not name.startswith("c4ai"))
+
+
+def test_layers_without_rotation(tmp_path: Path) -> None:
+    cohere = read(tmp_path, "c4ai-command-r7b-12-2024")
+    assert [attention(cohere, n)[::2] for n in range(2, 5)] == [
+        (128, 4096),
+        (None, None),
+        (128, 4096),
+    ]
+    assert cohere.logits_factor == 0.25
+    smollm = read(tmp_path, "SmolLM3-3B", use_sliding_window=True, sliding_window=9)
+    found = [attention(smollm, n)[::2] for n in range(2, 5)]
+    assert found == [(128, None), (None, None), (128, None)]
+    smollm = read(
+        tmp_path, "SmolLM3-3B", use_sliding_window=True, sliding_window=9, layer_types=None
+    )
+    assert attention(smollm, 3)[::2] == (None, 9)
+
+
+def test_defaults_of_absent_fields(tmp_path: Path) -> None:
+    def rope_of(name: str, *absent: str) -> tuple[float, int]:
+        part = read(tmp_path, name, **dict.fromkeys(absent)).layers[0].attention
+        assert part.rope is not None
+        return part.rope.theta, part.rope.rotary_dim(part.head_dim)
+
+    assert rope_of("phi-2", "partial_rotary_factor", "rope_theta") == (1e4, 40)
+    assert rope_of("gpt-neox-20b", "rotary_pct", "rotary_emb_base") == (1e4, 24)
+    assert rope_of("c4ai-command-r-v01", "rope_theta") == (5e5, 128)
+    assert rope_of("c4ai-command-r7b-12-2024", "rope_theta") == (1e4, 128)
+    assert rope_of("SmolLM3-3B", "rope_theta") == (2e6, 128)
+    assert rope_of("gpt-j-6b", "rotary_dim") == (1e4, 64)
+    assert read(tmp_path, "c4ai-command-r-v01", logit_scale=None).logits_factor == 0.0625
+    tied = {"starcoder2-7b", "c4ai-command-r-v01", "c4ai-command-r7b-12-2024", "SmolLM3-3B"}
+    tied |= {"falcon-7b", "falcon-40b", "falcon-rw-1b", "bloom-560m"}
+    for name in CONFIGS:
+        assert read(tmp_path, name, tie_word_embeddings=None).tie_word_embeddings == (name in tied)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("starcoder2-7b", {"norm_type": "rms"}, 'norm_type "rms" is not supported'),
+        ("starcoder2-7b", {"mlp_type": "gated"}, 'mlp_type "gated" is not supported'),
+        (
+            "bloom-560m",
+            {"apply_residual_connection_post_layernorm": True},
+            "apply_residual_connection_post_layernorm true is not supported",
+        ),
+        ("falcon-7b", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn 2"),
+        ("phi-2", {"hidden_act": "tanh"}, "hidden_act 'tanh' is not supported"),
+        ("gpt-neox-20b", {"quantization_config": {"bits": 4}}, "quantization_config"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(
+    tmp_path: Path, name: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        read(tmp_path, name, **changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("gpt-j-6b", {"rotary_dim": 258}, r"rotary_dim must be even and at most .*256.*got 258"),
+        ("gpt-j-6b", {"rotary_dim": 7}, "rotary_dim must be even"),
+        ("SmolLM3-3B", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 entries"),
+        ("internlm2-chat-7b", {"num_key_value_heads": 5}, "must be a multiple of"),
+    ],
+)
+def test_broken_fields(tmp_path: Path, name: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read(tmp_path, name, **changes)
+
+
+def test_names_of_the_first_falcon_and_bloom_files(tmp_path: Path) -> None:
+    falcon = CONFIGS["falcon-40b"]
+    sizes = ("num_attention_heads", "num_hidden_layers", "num_kv_heads", "hidden_size")
+    new_names = {name: falcon[name] for name in sizes}
+    old_names = dict(
+        zip(("n_head", "n_layer", "n_head_kv", "n_embed"), new_names.values(), strict=True)
+    )
+    old = read(tmp_path, "falcon-40b", **dict.fromkeys(sizes), **old_names)
+    assert old == read(tmp_path, "falcon-40b")
+    old = read(tmp_path, "bloom-560m", hidden_size=None, n_embed=1024)
+    assert old == read(tmp_path, "bloom-560m")
+
+
+def test_gptj_rotates_as_many_elements_as_it_says(tmp_path: Path) -> None:
+    for head_dim in range(4, 140, 2):
+        for rotary_dim in range(2, head_dim + 1, 2):
+            changes = {"n_embd": 2 * head_dim, "n_head": 2, "n_layer": 1}
+            spec = read(tmp_path, "gpt-j-6b", rotary_dim=rotary_dim, **changes)
+            assert attention(spec)[0] == rotary_dim
+
+
+def test_head_orders() -> None:
+    assert heads_in_groups(3, 3) == (0, 3, 6, 1, 4, 7, 2, 5, 8)
+    assert heads_in_groups(4, 2) == (0, 1, 4, 5, 2, 6, 3, 7)
+    assert heads_in_groups(4, 1) == ()
+
+
+def test_alibi_slopes(tmp_path: Path) -> None:
+    assert alibi_slopes(4) == (2**-2, 2**-4, 2**-6, 2**-8)
+    assert alibi_slopes(6) == (2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3)
+    assert alibi_slopes(1) == (2**-8,)
+    bloom = read(tmp_path, "bloom-560m").layers[0].attention
+    assert bloom.alibi_slopes == pytest.approx([2 ** (-0.5 * n) for n in range(1, 17)])
+    falcon = read(tmp_path, "falcon-rw-1b").layers[0].attention
+    # The first slope of 32 heads is 2 ** -0.25, as bfloat16 0.83984375.
+    assert falcon.alibi_slopes[0] == 0.83984375 / math.sqrt(64)
