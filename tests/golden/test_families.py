@@ -40,6 +40,8 @@ QUICK = [name for name, case in CASES.items() if case.is_quick]
 QUICK_BACKEND = "reference"
 NUM_NEW_TOKENS = 24
 MAX_RANK = 16
+RANK_LIMIT = 32
+"""Adapters of separate q, k and v that a case fuses have the sum of their ranks."""
 TOLERANCE = 1e-4
 """Relative to the largest logit."""
 BFLOAT16_FACTOR = 1.5
@@ -75,7 +77,7 @@ class Subject:
     def driver(
         self, *, scrambled: bool = False, **settings: Any
     ) -> tuple[StepDriver, "RecordingSampler"]:
-        fixed = {"num_blocks": 80, "block_size": 8, "max_num_seqs": 8, "max_lora_rank": MAX_RANK}
+        fixed = {"num_blocks": 80, "block_size": 8, "max_num_seqs": 8, "max_lora_rank": RANK_LIMIT}
         adapters = HostAdapters()
         for name, adapter in self.adapters.items():
             adapters.put(HANDLES[name], adapter)
@@ -109,7 +111,7 @@ HANDLES = {"all": 11, "first": 12, "one-layer": 13}
 
 def save_model(folder: Path, case: FamilyCase) -> Any:
     torch.manual_seed(0)
-    model = case.model_class.from_config(case.config(), attn_implementation="eager")
+    model = case.model_class.from_config(case.config(), attn_implementation=case.attention)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(PARAMETER_SCALE * torch.randn_like(parameter))
@@ -138,7 +140,7 @@ def saved(folder: Path, name: str, reference: PeftModel, case: FamilyCase) -> Ho
         path=str(adapters / name),
         state_dir=str(folder / "state"),
         shapes=base_shapes(read_config(folder)),
-        limits=StagingLimits(max_rank=MAX_RANK),
+        limits=StagingLimits(max_rank=RANK_LIMIT),
         base_path=str(folder),
     )
     return read_host_adapter(stage(request).source)
@@ -253,7 +255,7 @@ def test_adapters_change_the_logits(subject: Subject) -> None:
     driver.generate(prompts, 1)
     base, *adapted = sampler.logits[-1]
     for logits in adapted:
-        assert relative_error(logits, base) > 100 * TOLERANCE
+        assert relative_error(logits, base) > 10 * TOLERANCE
 
 
 def mean_error(actual: torch.Tensor, expected: torch.Tensor) -> float:

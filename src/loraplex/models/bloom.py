@@ -48,11 +48,13 @@ _DEFAULTS: Final = {
     "max_position_embeddings": 2048,
     "tie_word_embeddings": True,
 }
-_NEEDED: Final = {"apply_residual_connection_post_layernorm": False}
+_NEEDED: Final = {
+    "apply_residual_connection_post_layernorm": False,
+    "slow_but_exact": False,  # transformers leaves out biases with it
+}
 
 
 def read_config(fields: ConfigFields) -> ModelSpec:
-    """Read a config.json. slow_but_exact and pretraining_tp change the order of sums only."""
     require_switches(fields, _NEEDED)
     other_names = {name: own for name, own in _OTHER_NAMES.items() if own in fields}
     fields = fields.renamed({**_OWN_NAMES, **other_names}, _DEFAULTS)

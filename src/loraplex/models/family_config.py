@@ -247,7 +247,7 @@ def _with_head_norms(attention: AttentionSpec, traits: Traits, prefix: str) -> A
             path=prefix + name,
             size=attention.head_dim * (num_heads if traits.normalizes_heads_together else 1),
             eps=traits.norm.eps,
-            num_heads=num_heads if traits.has_weights_per_head else 1,
+            num_heads=num_heads if traits.has_weights_per_head else None,
         )
         for name, num_heads in (
             (traits.names.q_norm, attention.num_heads),
@@ -313,8 +313,10 @@ def refuse_fields(fields: ConfigFields) -> None:
 def require_switches(fields: ConfigFields, values: Mapping[str, bool | str]) -> None:
     """Raise UnsupportedModelError if a field that is there has another value than the given one."""
     for name, value in values.items():
-        is_switch = isinstance(value, bool)
-        got = fields.boolean(name, value) if is_switch else fields.text(name, str(value))
+        if isinstance(value, bool):
+            got: bool | str = fields.boolean(name, value)
+        else:
+            got = fields.text(name, value)
         if got != value:
             shown = json.dumps(got)
             raise UnsupportedModelError(f"{fields.source}: {name} {shown} is not supported")

@@ -59,7 +59,7 @@ _NEEDED: Final = {"add_cross_attention": False}
 def read_config(fields: ConfigFields) -> ModelSpec:
     """Read a config.json. Absent fields have the values of the first GPT-2, except for sizes.
 
-    reorder_and_upcast_attn asks for scores in float32, which all models have.
+    reorder_and_upcast_attn means scores in float32, which all models have.
     """
     require_switches(fields, _NEEDED)
     fields = fields.renamed(_OWN_NAMES, _DEFAULTS)

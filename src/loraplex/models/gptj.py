@@ -1,4 +1,4 @@
-"""GPT-J: parts beside each other after one norm; the first elements of a head turn, in pairs."""
+"""GPT-J: parallel parts after one norm; the first elements of a head turn, in pairs."""
 
 import dataclasses
 import math

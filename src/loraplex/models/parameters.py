@@ -149,7 +149,7 @@ def _build_norm(norm: NormSpec | None, source: ParameterSource) -> NormParameter
 def _build_norm(norm: NormSpec | None, source: ParameterSource) -> NormParameters | None:
     if norm is None:
         return None
-    shape = (norm.size,) if norm.num_heads == 1 else (norm.num_heads, norm.size)
+    shape = (norm.size,) if norm.num_heads is None else (norm.num_heads, norm.size)
     weight = source.tensor(f"{norm.path}.weight", shape)
     if norm.is_rounded_once:
         weight = weight.float()

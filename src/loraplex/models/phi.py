@@ -1,4 +1,4 @@
-"""Phi 1 to 2: attention and feed-forward part beside each other, half of a head rotates."""
+"""Phi 1 to 2: attention and feed-forward part are parallel, half of a head rotates."""
 
 import dataclasses
 from typing import Final

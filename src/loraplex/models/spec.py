@@ -82,8 +82,8 @@ class NormSpec:
     _: dataclasses.KW_ONLY
     has_bias: bool = False
     """Whether a layer norm has a bias."""
-    num_heads: int = 1
-    """Heads with weights of their own: then the weight is [num_heads, size]."""
+    num_heads: int | None = None
+    """Heads with weights of their own, [num_heads, size]; None: the weight is [size]."""
     weight_offset: float = 0.0
     """Number that is added to the weight of the checkpoint."""
     is_rounded_once: bool = False

@@ -19,6 +19,8 @@ class FamilyCase:
     scope: str = r".*\."
     """Regular expression for what precedes the number of a decoder layer in a module's path."""
     model_class: Any = AutoModelForCausalLM
+    attention: str = "eager"
+    """Implementation that transformers takes."""
     is_quick: bool = False
     """Whether `make test` runs it, on one backend. The others run in CI only."""
     convert: Callable[[Path], None] | None = None

@@ -140,6 +140,7 @@ def test_defaults_of_absent_fields(tmp_path: Path) -> None:
             {"apply_residual_connection_post_layernorm": True},
             "apply_residual_connection_post_layernorm true is not supported",
         ),
+        ("bloom-560m", {"slow_but_exact": True}, "slow_but_exact true is not supported"),
         ("falcon-7b", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn 2"),
         ("phi-2", {"hidden_act": "tanh"}, "hidden_act 'tanh' is not supported"),
         ("gpt-neox-20b", {"quantization_config": {"bits": 4}}, "quantization_config"),
