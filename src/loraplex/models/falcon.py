@@ -58,7 +58,10 @@ def read_config(fields: ConfigFields) -> ModelSpec:
 
 
 def _num_heads(fields: ConfigFields) -> tuple[int, int]:
-    """Return the numbers of heads and key heads; files of models with one key head may have another number."""
+    """Return the numbers of heads and key heads.
+
+    num_kv_heads may be wrong in the file of a model with one key head.
+    """
     num_heads = fields.integer("num_attention_heads")
     if fields.boolean("new_decoder_architecture", False):
         return num_heads, fields.integer("num_kv_heads", num_heads)
