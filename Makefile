@@ -2,6 +2,7 @@
 #
 #   make demo    set up, serve the shipped tiny model, run the founding example
 #   make test    set up, run the tests (no GPU, no network but loopback)
+#   make coverage   what of src the tests of `make test` run, by package
 #   make lint    format check, lint, import contracts
 #   make types   mypy --strict
 #   make test-all     all tests that CI runs
@@ -54,7 +55,7 @@ UV := $(BIN)/python .ci/install.py
 PYTEST := PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(CURDIR)/$(VENV)/pycache $(BIN)/python -m pytest
 INSTALL := $(UV) install --quiet --python $(BIN)/python -c constraints.txt $(PIP_ARGS)
 
-.PHONY: demo test test-all test-lowest soak lint types bench docs tables fmt lock clean .triton \
+.PHONY: demo test coverage test-all test-lowest soak lint types bench docs tables fmt lock clean .triton \
 	gpu-wheels gpu-check gpu-bench
 
 $(BIN)/uv: constraints.txt
@@ -104,6 +105,11 @@ demo: $(VENV)/.runtime
 
 test: $(VENV)/.dev
 	$(PYTEST) $(PYTEST_ARGS)
+
+# Of the tests' own processes: what only an engine process or a worker runs counts as not run.
+coverage: $(VENV)/.dev
+	COVERAGE_FILE=$(VENV)/coverage $(PYTEST) --cov=src/loraplex --cov-report= $(PYTEST_ARGS)
+	$(BIN)/python .ci/coverage_by_package.py $(VENV)/coverage
 
 # All that CI runs, with more examples of each property.
 test-all: $(VENV)/.dev $(OLDEST_TRITON) $(VENV)/clients .triton
