@@ -28,12 +28,16 @@ BODY = json.dumps(
 ).encode()
 
 
-async def stream(server: RunningServer, begun: asyncio.Event | None = None) -> bytes:
-    """A whole response with its head, as its client gets it."""
+async def stream(
+    server: RunningServer,
+    begun: asyncio.Event | None = None,
+    received: bytearray | None = None,
+) -> bytes:
+    """A whole response with its head, as its client gets it; in `received` also if it is cut."""
     reader, writer = await asyncio.open_connection("127.0.0.1", server.http_port)
     head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     writer.write(f"{head}content-length: {len(BODY)}\r\n\r\n".encode() + BODY)
-    data = b""
+    data = bytearray() if received is None else received
     try:
         while chunk := await reader.read(65536):
             data += chunk
@@ -47,7 +51,7 @@ async def stream(server: RunningServer, begun: asyncio.Event | None = None) -> b
         writer.close()
         with contextlib.suppress(ConnectionError):
             await writer.wait_closed()
-    return data
+    return bytes(data)
 
 
 def is_whole(data: bytes) -> bool:
@@ -84,6 +88,40 @@ async def test_sigterm_loses_no_stream(tmp_path):
     whole = [line for line in requested if line["status"] == 200]
     assert {line["completion_tokens"] for line in whole} == {TOKENS}
     assert {line["generations"][0]["finish_reasons"][0] for line in whole} == {"length"}
+
+
+async def test_what_is_reset_at_sigterm_was_never_begun(tmp_path):
+    """The ports close before the last connections are accepted: the system resets those."""
+    log = tmp_path / "access.log"
+    responses: list[bytes] = []
+    num_reset = 0
+
+    async def request_until_refused(server: RunningServer) -> None:
+        nonlocal num_reset
+        while True:
+            received = bytearray()
+            try:
+                await stream(server, received=received)
+            except ConnectionRefusedError:
+                return
+            except ConnectionResetError:
+                num_reset += 1
+                assert not received
+            if received:
+                responses.append(bytes(received))
+
+    with serving(tmp_path / "state", "--access-log", str(log)) as server:
+        clients = [asyncio.create_task(request_until_refused(server)) for _ in range(30)]
+        await asyncio.sleep(1)
+        server.process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(60):
+            await asyncio.gather(*clients)
+        assert await asyncio.to_thread(server.process.wait, 60) == 0
+    refused = [data for data in responses if data.startswith(b"HTTP/1.1 503")]
+    assert all(is_whole(data) for data in responses if data not in refused)
+    num_logged = sum('"/v1/completions"' in line for line in log.read_text().splitlines())
+    assert num_logged == len(responses)
+    assert num_reset <= len(clients)
 
 
 async def test_drain_and_back(tmp_path):
