@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,7 +15,9 @@ from loraplex.kernels.reference import ReferenceKernels
 from support.accelerated_reference import AcceleratedReference, load_parts_with
 from support.delayed_accelerator import DelayedAccelerator
 from support.feature_schedules import (
+    DYNAMIC,
     FEATURE_SETTINGS,
+    LONGROPE,
     FeatureSchedules,
     feature_checkpoint,
 )
@@ -35,13 +38,15 @@ def one_thread() -> Iterator[None]:
 
 
 def accelerated(
-    folder: Path, accelerator: Accelerator, settings: RunnerSettings = SETTINGS
+    folder: Path,
+    accelerator: Accelerator,
+    settings: RunnerSettings = SETTINGS,
+    **fields: Any,
 ) -> tuple[FeatureSchedules, int]:
-    """And how many steps were repeated so far."""
+    """And how many steps were repeated so far. fields: of config.json."""
     kernels = AcceleratedReference(accelerator)
-    parts = load_parts_with(
-        kernels, accelerator, feature_checkpoint(folder), settings, HostAdapters()
-    )
+    model = feature_checkpoint(folder, **fields)
+    parts = load_parts_with(kernels, accelerator, model, settings, HostAdapters())
     schedules = FeatureSchedules(parts, folder, kernels)
     return schedules, kernels.num_repeated
 
@@ -52,15 +57,22 @@ def check(schedules: FeatureSchedules, seeds: range, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [SETTINGS, TWO_KV_GROUPS], ids=["", "two KV groups"])
-def test_late_copies_change_no_output(tmp_path: Path, settings: RunnerSettings) -> None:
+@pytest.mark.parametrize(
+    ("settings", "fields"),
+    [(SETTINGS, {}), (TWO_KV_GROUPS, {}), (SETTINGS, LONGROPE), (SETTINGS, DYNAMIC)],
+    ids=["", "two KV groups", "longrope", "dynamic"],
+)
+def test_late_copies_change_no_output(
+    tmp_path: Path, settings: RunnerSettings, fields: dict[str, Any]
+) -> None:
     """Every completion is that of a CPU in every bit, for requests that run alone, too."""
-    schedules, num_repeated = accelerated(tmp_path, DelayedAccelerator(seed=3), settings)
+    schedules, num_repeated = accelerated(tmp_path, DelayedAccelerator(seed=3), settings, **fields)
     assert num_repeated > 100
     folder = tmp_path / "host"
     folder.mkdir()
     kernels = ReferenceKernels(torch.device("cpu"))
-    parts = load_parts_with(kernels, None, feature_checkpoint(folder), settings, HostAdapters())
+    model = feature_checkpoint(folder, **fields)
+    parts = load_parts_with(kernels, None, model, settings, HostAdapters())
     assert schedules.alone == FeatureSchedules(parts, folder, kernels).alone
     check(schedules, range(1), "delayed")
 

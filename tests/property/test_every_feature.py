@@ -12,9 +12,12 @@ import torch
 from loraplex.core.output import FinishReason
 from loraplex.execution.adapters.host_adapters import HostAdapters
 from loraplex.execution.loading import load_parts
+from loraplex.models import rope_config
 from support.examples import num_examples
 from support.feature_schedules import (
+    DYNAMIC,
     FEATURE_SETTINGS,
+    LONGROPE,
     FeatureSchedules,
     feature_checkpoint,
 )
@@ -28,6 +31,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "one-window": {"dtype": "float32", "max_attention_window_size": (9, 160)},
     "window-int8-kv": {"dtype": "bfloat16", "kv_dtype": "int8", **WINDOW},
 }
+ROPES: dict[str, tuple[dict[str, Any], bool]] = {
+    "longrope": (LONGROPE, False),
+    "longrope-recomputed": (LONGROPE, True),
+    "dynamic": (DYNAMIC, False),
+}
+"""Fields of config.json, and whether sequences that outgrow the border are computed again."""
 NUM_SCHEDULES = num_examples(0.4)
 """Number of schedules for each model; each model has seeds of its own."""
 ENOUGH = 200
@@ -57,8 +66,11 @@ def one_thread() -> Iterator[None]:
 
 
 def make_schedules(folder: Path, model: str) -> FeatureSchedules:
-    settings = msgspec.structs.replace(FEATURE_SETTINGS, **MODELS[model])
-    parts = load_parts(feature_checkpoint(folder), settings, HostAdapters())
+    settings = msgspec.structs.replace(FEATURE_SETTINGS, **MODELS.get(model, {}))
+    fields, recomputes = ROPES.get(model, ({}, False))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rope_config, "RECOMPUTING", {"LlamaForCausalLM"} if recomputes else ())
+        parts = load_parts(feature_checkpoint(folder, **fields), settings, HostAdapters())
     return FeatureSchedules(parts, folder)
 
 
@@ -71,7 +83,7 @@ def check(model: str, folder: Path, num_schedules: int) -> Counter[str]:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [*MODELS, *ROPES])
 def test_schedules(tmp_path: Path, model: str) -> None:
     tally = check(model, tmp_path, NUM_SCHEDULES)
     assert tally["preemptions"] > 0

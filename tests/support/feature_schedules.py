@@ -10,6 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Final
 
 import msgspec
 
@@ -48,8 +49,24 @@ MAX_STEPS = 3000
 _JOURNAL_BYTES = 1 << 30
 
 
-def feature_checkpoint(folder: Path) -> Path:
-    """Settings of a model for FEATURE_SETTINGS."""
+BORDER = 26
+"""Length in the midst of the requests, for ropes whose factors depend on a length."""
+LONGROPE: Final[dict[str, Any]] = {
+    "rope_scaling": {
+        "rope_type": "longrope",
+        "original_max_position_embeddings": BORDER,
+        "short_factor": [1.0 + i / 10 for i in range(8)],
+        "long_factor": [2.0 + i for i in range(8)],
+    }
+}
+DYNAMIC: Final[dict[str, Any]] = {
+    "rope_scaling": {"rope_type": "dynamic", "factor": 7.0},
+    "max_position_embeddings": BORDER,
+}
+
+
+def feature_checkpoint(folder: Path, **fields: Any) -> Path:
+    """Write a model for FEATURE_SETTINGS. fields: of config.json."""
     checkpoint = TinyCheckpoint(
         folder,
         hidden_size=64,
@@ -57,7 +74,7 @@ def feature_checkpoint(folder: Path) -> Path:
         num_attention_heads=4,
         num_key_value_heads=2,
         vocab_size=VOCAB_SIZE,
-        max_position_embeddings=160,
+        **({"max_position_embeddings": 160} | fields),
     )
     # Logits as flat as those of trained models, so that a draw has choices.
     checkpoint.tensors["lm_head.weight"] /= 6

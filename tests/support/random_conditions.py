@@ -88,7 +88,7 @@ class Conditions:
         least_pages: of the adapters of one request.
         """
         kv = KVBlocks(capacity.block_size, capacity.kv_groups)
-        factory = RequestFactory(capacity.max_model_len, self.settings)
+        factory = RequestFactory(capacity, self.settings)
         needs = [
             factory.make(request, ()).max_blocks(kv, self.settings.max_step_tokens)
             for request in requests

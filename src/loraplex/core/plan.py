@@ -201,6 +201,26 @@ class KVGroupCapacity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """Number of first positions that are seen in addition to a window."""
 
 
+class RotationBorder(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Length beyond which the rotation of a sequence's first positions depends on its length.
+
+    A position is rotated for its own length, which is its index plus 1, or for the sequence's
+    rotation length where that is greater (ADR 32).
+    """
+
+    length: int
+    by_prompt_length: bool = False
+    """A prompt beyond the border is rotated for its very length; else all lengths are alike."""
+    recomputes: bool = False
+    """A sequence whose output crosses the border is computed again; else only prompts count."""
+
+    def rotation_length(self, num_prompt_tokens: int, num_tokens: int) -> int:
+        """Return the rotation length of a sequence; 0: each position is rotated for its own."""
+        if (num_tokens if self.recomputes else num_prompt_tokens) <= self.length:
+            return 0
+        return num_prompt_tokens if self.by_prompt_length else self.length + 1
+
+
 class Capacity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Limits of the runner, which it returns once; nothing is written back into the config."""
 
@@ -211,6 +231,8 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     max_num_seqs: int
     """Number of slots."""
     max_model_len: int
+    rotation_border: RotationBorder | None = None
+    """None: no sequence gets so long, or no length counts."""
     vocab_size: int
     page_geometry: PageGeometry
     num_adapter_pages: int

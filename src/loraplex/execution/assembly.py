@@ -51,7 +51,7 @@ from loraplex.memory.adapter_pages import layer_targets
 from loraplex.models.attention import attention_shapes
 from loraplex.models.decoder import Decoder
 from loraplex.models.parameters import DecoderParameters
-from loraplex.models.rope import rotary_tables
+from loraplex.models.rope import rotary_tables, rotation_border
 from loraplex.models.spec import ModelSpec
 
 _TRIAL_BLOCKS = 64
@@ -164,6 +164,7 @@ class Assembly:
             kv_groups=kv.capacities,
             max_num_seqs=settings.max_num_seqs,
             max_model_len=kv.max_model_len,
+            rotation_border=rotation_border(self.spec, kv.max_model_len),
             vocab_size=self.spec.vocab_size,
             page_geometry=pool.geometry,
             num_adapter_pages=pool.num_pages,

@@ -1,11 +1,23 @@
 """Tensors of one step, in the form that the decoder reads."""
 
 import dataclasses
+from typing import NamedTuple
 
 import torch
 
 from loraplex.kernels.lora import LoraBatch
 from loraplex.kernels.ops import RowLayout
+
+
+class RotatedSpan(NamedTuple):
+    """Tokens of one row that are rotated for a greater length than their own."""
+
+    first_token: int
+    """Index in the batch of the first of them."""
+    start: int
+    """Its position."""
+    num_tokens: int
+    length: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -23,3 +35,4 @@ class ForwardBatch:
     logits_indices: torch.Tensor  # [S] int64: the tokens whose logits are wanted
     lora: LoraBatch | None = None
     """None: no row uses an adapter."""
+    rotated_spans: tuple[RotatedSpan, ...] = ()

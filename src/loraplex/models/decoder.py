@@ -186,10 +186,13 @@ class Decoder:
 
     def _angles(self, batch: ForwardBatch) -> dict[RopeConfig | None, Angles]:
         take = self._kernels.take_rows
-        return {
-            rope: (take(table.cos, batch.positions), take(table.sin, batch.positions))
-            for rope, table in self._rotary.items()
-        }
+        angles: dict[RopeConfig | None, Angles] = {}
+        for rope, table in self._rotary.items():
+            cos, sin = take(table.cos, batch.positions), take(table.sin, batch.positions)
+            for span in batch.rotated_spans:
+                table.rotate_span(cos, sin, span)
+            angles[rope] = cos, sin
+        return angles
 
     def _embed(self, batch: ForwardBatch) -> HiddenState:
         """Return the state that the first layer reads."""
@@ -235,7 +238,11 @@ class Decoder:
 def _is_repeatable(batch: ForwardBatch) -> bool:
     """Whether the step is a small one that only decodes: the next one of its size is like it."""
     num_tokens = batch.token_ids.shape[0]
-    if num_tokens > _MAX_REPEATED_TOKENS or batch.logits_indices.shape[0] < num_tokens:
+    if (
+        batch.rotated_spans
+        or num_tokens > _MAX_REPEATED_TOKENS
+        or batch.logits_indices.shape[0] < num_tokens
+    ):
         return False
     return batch.lora is None or not (batch.lora.changes_ends or batch.lora.arrivals)
 

@@ -1,23 +1,31 @@
 """Rotary position embedding: the frequencies of every rope type, and the table of angles.
 
-An angle here depends on the position and on the served model only, never on the batch, on how a
-prompt was cut into chunks, or on what was reused. Two types are defined otherwise elsewhere:
+An angle here depends on the request and on the served model, never on the batch, on how a prompt
+was cut into chunks, or on what was reused. With two types it depends on a length, too:
 
-- dynamic: transformers rescales all positions by the length of the longest sequence so far. Here
-  position p is rescaled for length p + 1: the same up to max_position_embeddings, and the same as
-  transformers generating token by token beyond it; a prompt that is itself longer differs.
-- longrope: transformers takes the short or the long factors by the present length. Here the
-  served max_model_len decides once: a server limited to the original length uses the short ones.
+- dynamic: the base of the frequencies grows with the length.
+- longrope: beyond the original length other factors divide the frequencies.
+
+A position p is rotated for length p + 1, unless `core.plan.RotationBorder` gives its sequence a
+greater one: then the first positions are rotated for that one (ADR 32).
 
 Sources: RoFormer (arXiv:2104.09864), YaRN (arXiv:2309.00071), LongRoPE (arXiv:2402.13753), the
 Llama 3.1 release, and the parameter names of Hugging Face configurations.
 """
 
+import functools
 import math
+from typing import Final
 
 import torch
 
+from loraplex.core.errors import UnsupportedModelError
+from loraplex.core.plan import RotationBorder
+from loraplex.models.batch import RotatedSpan
 from loraplex.models.spec import ModelSpec, RopeConfig
+
+_MAX_LENGTHS: Final = 4
+"""Lengths whose angles are kept on the host, for the next chunk of the same prompt."""
 
 
 class RotaryTable:
@@ -35,15 +43,67 @@ class RotaryTable:
         max_model_len: int,
         device: torch.device,
     ) -> None:
+        self._rope = rope
+        self._rotary_dim = rotary_dim
+        self._trained = max_position_embeddings
         positions = torch.arange(max_model_len, dtype=torch.float32)
-        if rope.rope_type == "dynamic":
-            frequencies = _dynamic_frequencies(rope, rotary_dim, max_position_embeddings, positions)
-        else:
-            frequencies = inverse_frequencies(rope, rotary_dim, max_model_len)
+        cos, sin = self._angles(positions, positions.double() + 1)
+        self.cos = cos.to(device)
+        self.sin = sin.to(device)
+        self._of_length = functools.lru_cache(_MAX_LENGTHS)(self._angles_of_length)
+
+    def rotate_span(self, cos: torch.Tensor, sin: torch.Tensor, span: RotatedSpan) -> None:
+        """Replace the angles of these tokens [T, rotary_dim / 2] by those of the span's length."""
+        stop = span.start + span.num_tokens
+        tokens = slice(span.first_token, span.first_token + span.num_tokens)
+        for angles, source in zip((cos, sin), self._of_length(span.length), strict=True):
+            angles[tokens] = source[span.start : stop].to(angles.device)
+
+    def _angles_of_length(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines, on the host: position length - 1 has that length by itself."""
+        positions = torch.arange(length - 1, dtype=torch.float32)
+        return self._angles(positions, torch.full((length - 1,), length, dtype=torch.float64))
+
+    def _angles(
+        self, positions: torch.Tensor, lengths: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rope, dim = self._rope, self._rotary_dim
+        match rope.rope_type:
+            case "dynamic":
+                frequencies = _dynamic_frequencies(rope, dim, self._trained, lengths)
+            case "longrope":
+                is_long = (lengths > rope.original_max_position_embeddings).unsqueeze(1)
+                short = _divided(rope, dim, rope.short_factor)
+                frequencies = torch.where(is_long, _divided(rope, dim, rope.long_factor), short)
+            case _:
+                frequencies = inverse_frequencies(rope, dim)
         angles = positions.unsqueeze(1) * frequencies
         scale = attention_scale(rope)
-        self.cos = (angles.cos() * scale).to(device)
-        self.sin = (angles.sin() * scale).to(device)
+        return angles.cos() * scale, angles.sin() * scale
+
+
+def rotation_border(spec: ModelSpec, max_model_len: int) -> RotationBorder | None:
+    """Return where the rotation begins to depend on a length; None if no sequence gets there.
+
+    Raises UnsupportedModelError if layers have different borders.
+    """
+    ropes = {layer.attention.rope for layer in spec.layers}
+    borders = {_border(rope, spec) for rope in ropes if rope is not None} - {None}
+    if len(borders) > 1:
+        raise UnsupportedModelError(
+            "rope types longrope and dynamic with different lengths in one model are not supported"
+        )
+    border = next(iter(borders), None)
+    return None if border is None or border.length >= max_model_len else border
+
+
+def _border(rope: RopeConfig, spec: ModelSpec) -> RotationBorder | None:
+    if rope.rope_type == "dynamic":
+        return RotationBorder(spec.max_position_embeddings, by_prompt_length=True)
+    if rope.rope_type == "longrope":
+        length = rope.original_max_position_embeddings
+        return RotationBorder(length, recomputes=rope.recomputes)
+    return None
 
 
 def rotary_tables(
@@ -67,8 +127,8 @@ def rotary_tables(
     }
 
 
-def inverse_frequencies(rope: RopeConfig, rotary_dim: int, max_model_len: int) -> torch.Tensor:
-    """Radians per position [rotary_dim / 2], float32, of every type but dynamic."""
+def inverse_frequencies(rope: RopeConfig, rotary_dim: int) -> torch.Tensor:
+    """Radians per position [rotary_dim / 2], float32, of types for which no length counts."""
     match rope.rope_type:
         case "linear":
             return _plain(rope.theta, rotary_dim) / rope.factor
@@ -76,8 +136,6 @@ def inverse_frequencies(rope: RopeConfig, rotary_dim: int, max_model_len: int) -
             return _proportional(rope, rotary_dim)
         case "yarn":
             return _yarn(rope, rotary_dim)
-        case "longrope":
-            return _longrope(rope, rotary_dim, max_model_len)
         case "llama3":
             return _llama3(rope, rotary_dim)
     assert rope.rope_type == "default", rope.rope_type
@@ -112,11 +170,10 @@ def _plain(theta: float, rotary_dim: int) -> torch.Tensor:
 
 
 def _dynamic_frequencies(
-    rope: RopeConfig, dim: int, trained: int, positions: torch.Tensor
+    rope: RopeConfig, dim: int, trained: int, lengths: torch.Tensor
 ) -> torch.Tensor:
-    """NTK-aware scaling [num_positions, dim / 2]: the base grows beyond the trained length."""
-    length = (positions.double() + 1).clamp(min=trained)
-    growth = rope.factor * length / trained - (rope.factor - 1)
+    """NTK-aware scaling [num_lengths, dim / 2]: the base grows beyond the trained length."""
+    growth = rope.factor * lengths.clamp(min=trained) / trained - (rope.factor - 1)
     base = rope.theta * growth ** (dim / (dim - 2))
     return 1.0 / base.float().unsqueeze(1) ** _exponents(dim)
 
@@ -129,10 +186,8 @@ def _proportional(rope: RopeConfig, rotary_dim: int) -> torch.Tensor:
     return frequencies
 
 
-def _longrope(rope: RopeConfig, rotary_dim: int, max_model_len: int) -> torch.Tensor:
-    is_long = max_model_len > rope.original_max_position_embeddings
-    factors = torch.tensor(rope.long_factor if is_long else rope.short_factor)
-    return 1.0 / (factors * rope.theta ** _exponents(rotary_dim))
+def _divided(rope: RopeConfig, rotary_dim: int, factors: tuple[float, ...]) -> torch.Tensor:
+    return 1.0 / (torch.tensor(factors) * rope.theta ** _exponents(rotary_dim))
 
 
 def _llama3(rope: RopeConfig, rotary_dim: int) -> torch.Tensor:

@@ -12,6 +12,9 @@ from loraplex.models.spec import RopeConfig
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 _DEFAULT_THETA = 10_000.0
+RECOMPUTING = frozenset({"Phi3ForCausalLM", "PhimoeForCausalLM"})
+"""Architectures whose `generate` in transformers drops the KV cache when a sequence outgrows the
+original length; the others keep the keys that the short factors rotated."""
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
 LAYER_TYPES = (FULL_ATTENTION, SLIDING_ATTENTION)
@@ -85,6 +88,7 @@ def _read(
         high_freq_factor=high_freq_factor,
         short_factor=short_factor,
         long_factor=long_factor,
+        recomputes=any(name in RECOMPUTING for name in fields.texts("architectures")),
     )
     if config.theta <= 0 or config.factor <= 0:
         raise ConfigError(f"{rope.source}: rope_theta and factor must be positive")

@@ -41,6 +41,8 @@ class RopeConfig:
     high_freq_factor: float = 4.0
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    recomputes: bool = False
+    """Whether transformers computes a sequence again when it outgrows the original length."""
     is_interleaved: bool = False
     """Whether the elements 2 i and 2 i + 1 of a head turn together, rather than i and i + R / 2."""
 

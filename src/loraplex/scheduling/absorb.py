@@ -48,7 +48,7 @@ class ResultAbsorber:
         request, kv = sequence.request.engine_request, self._state.kv
         sequence.num_hashed_blocks = kv.publish(
             sequence.token_ids,
-            request.kv_salt,
+            sequence.kv_salt,
             sequence.block_tables,
             sequence.num_hashed_blocks,
             sequence.num_computed_tokens,

@@ -95,6 +95,7 @@ class Admitter:
         if any(num_reserved) and self._is_known(shortage):
             return False
         sequence.scores_prompt = sequence.request.wants_prompt_scores
+        sequence.set_rotation_length()
         blocks = self._blocks_for(sequence, num_reserved)
         self._shortage = shortage if blocks is None else None
         if blocks is None:
@@ -115,7 +116,7 @@ class Admitter:
         if offloaded is not None:
             return kv.load_back(
                 sequence.token_ids,
-                request.kv_salt,
+                sequence.kv_salt,
                 offloaded.host_tables,
                 offloaded.num_computed_tokens,
                 sequence.num_tokens,
@@ -124,7 +125,7 @@ class Admitter:
             )
         return kv.admit(
             sequence.token_ids,
-            request.kv_salt,
+            sequence.kv_salt,
             max_new_tokens=sequence.num_tokens,
             max_step_tokens=self._max_step_tokens,
             max_cached_tokens=0 if sequence.scores_prompt else None,

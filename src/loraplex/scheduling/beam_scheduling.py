@@ -29,6 +29,10 @@ class BeamScheduling:
         if state.slots.num_free < request.width:
             return False
         request.restart()
+        first = request.sequences[0]
+        first.set_rotation_length()
+        for sequence in request.sequences:
+            sequence.rotation_length = first.rotation_length
         texts = [request.sequences[index].token_ids for index in request.holders]
         shared = [_longest_shared(texts, i, kv.block_size) for i in range(len(texts))]
         admission = self._admit_first(request, shared)
@@ -108,7 +112,7 @@ class BeamScheduling:
         first.scores_prompt = request.wants_prompt_scores
         return kv.admit(
             first.token_ids,
-            request.engine_request.kv_salt,
+            first.kv_salt,
             max_new_tokens=first.num_tokens,
             max_cached_tokens=self._max_cached_tokens(first, shared),
             num_reserved_blocks=tuple(num_of_others + num for num in num_to_leave),

@@ -40,6 +40,7 @@ class Planner:
         budget = StepBudget(settings.max_num_batched_tokens, settings.max_prefill_chunk)
         builder = PlanBuilder(budget, is_ahead=is_ahead)
         self._state.kv.advance(now_ns)
+        self._requeue_outgrown()
         self._batching.free_slots(builder)
         self._plan_decodes(builder)
         split = PrefillSplit(
@@ -56,6 +57,14 @@ class Planner:
                 self._compute(sequence, num_tokens, builder)
         add_draft_tokens(self._state, builder)
         return builder
+
+    def _requeue_outgrown(self) -> None:
+        """Let sequences that have outgrown the rotation of their KV wait, to compute all again.
+
+        They keep their place in the order. What they had computed is of no use on the host.
+        """
+        for sequence in [s for s in self._state.running if s.is_decoding and s.is_outgrown]:
+            self._state.requeue(sequence)
 
     def _plan_decodes(self, builder: PlanBuilder) -> None:
         """Plan rows that need one token first: they hold up no other row."""

@@ -6,7 +6,7 @@ import enum
 from loraplex.core.adapter import AdapterHandle
 from loraplex.core.errors import LoraplexError, PromptTooLongError
 from loraplex.core.output import FinishReason, LogitsFile, RequestTiming, TokenLogprob
-from loraplex.core.plan import Capacity, KVGroupId, RowResult, RowStep, Slot
+from loraplex.core.plan import Capacity, KVGroupId, RotationBorder, RowResult, RowStep, Slot
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.scheduler_settings import SchedulerSettings
@@ -63,6 +63,7 @@ class Request:
     max_unheld: int = 1
     """Maximum number of unfinished sequences that are not held back."""
     num_unfinished: int = 0
+    rotation_border: RotationBorder | None = None
     share: ShareKey = ()
     was_scheduled: bool = False
     adapters_blocked_since_ns: int | None = None
@@ -165,7 +166,7 @@ class Request:
         if self.sampling.return_logits:
             return False  # the logits of a row that is computed in vain would never be read
         num_left = self.stop_rules.max_tokens - sequence.num_output_tokens
-        return sequence.drafter is None and num_left > 1
+        return sequence.drafter is None and num_left > 1 and sequence.num_tokens_to_border != 0
 
     def complete_row(self, sequence: "Sequence", row: RowStep) -> RowStep:  # noqa: ARG002
         """Return the row of a plan with what the relation of the sequences adds."""
@@ -248,6 +249,8 @@ class Sequence:
     awaits_result: bool = False
     """Set while a step is planned ahead if the next input of the sequence is not certain."""
     num_preemptions: int = 0
+    rotation_length: int = 0
+    """Length for which its first positions are rotated since its last admission (ADR 32)."""
     finish_reason: FinishReason | None = None
 
     def __post_init__(self) -> None:
@@ -278,6 +281,33 @@ class Sequence:
         For beams, the first one that has a slot stands for all.
         """
         return self.request.is_decoding(self)
+
+    @property
+    def kv_salt(self) -> bytes:
+        """Salt of its KV blocks: KV of another rotation is other KV."""
+        salt = self.request.engine_request.kv_salt
+        length = self.rotation_length
+        return salt + length.to_bytes(8, "little") if length else salt
+
+    @property
+    def num_tokens_to_border(self) -> int | None:
+        """How many tokens it may gain before all of it has to be computed again; None: any."""
+        border = self.request.rotation_border
+        if border is None or not border.recomputes or self.rotation_length:
+            return None
+        return border.length - self.num_tokens
+
+    @property
+    def is_outgrown(self) -> bool:
+        """Whether what it has computed is rotated for another length than its next token."""
+        num_left = self.num_tokens_to_border
+        return num_left is not None and num_left < 0
+
+    def set_rotation_length(self) -> None:
+        """Fix the rotation length for the next admission."""
+        border = self.request.rotation_border
+        if border is not None:
+            self.rotation_length = border.rotation_length(self.num_prompt_tokens, self.num_tokens)
 
     @property
     def is_finished(self) -> bool:

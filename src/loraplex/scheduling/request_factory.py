@@ -3,6 +3,7 @@
 import itertools
 
 from loraplex.core.adapter import AdapterHandle
+from loraplex.core.plan import Capacity
 from loraplex.core.request import EngineRequest
 from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.scheduling.beam_request import BeamRequest
@@ -14,8 +15,8 @@ from loraplex.scheduling.stop import StopRules
 class RequestFactory:
     """Makes requests whose sequences have unique ids."""
 
-    def __init__(self, max_model_len: int, settings: SchedulerSettings) -> None:
-        self._max_model_len = max_model_len
+    def __init__(self, capacity: Capacity, settings: SchedulerSettings) -> None:
+        self._capacity = capacity
         self._settings = settings
         self._sequence_ids = itertools.count(1)
 
@@ -27,9 +28,10 @@ class RequestFactory:
         After a crash, the sequences continue from the tokens that the former engine had output.
         """
         sampling = engine_request.sampling
-        rules = StopRules(engine_request, self._max_model_len)
+        rules = StopRules(engine_request, self._capacity.max_model_len)
         new_request = Request if sampling.beam is None else BeamRequest
         request = new_request(engine_request, adapters, rules)
+        request.rotation_border = self._capacity.rotation_border
         request.wants_prompt_scores = (
             sampling.prompt_logprobs is not None or sampling.return_prompt_logits
         ) and not engine_request.prompt_scores_delivered

@@ -62,7 +62,7 @@ class Scheduler:
         self._settings = settings
         self._capacity = capacity
         self._clock = clock
-        self._factory = RequestFactory(capacity.max_model_len, settings)
+        self._factory = RequestFactory(capacity, settings)
         ttl_seconds = settings.lora_ttl_seconds
         self._adapters = CacheFiller(
             adapters,

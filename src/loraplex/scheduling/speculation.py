@@ -51,6 +51,8 @@ def add_draft_tokens(state: SchedulerState, builder: PlanBuilder) -> None:
         num_left = sequence.request.stop_rules.max_tokens - sequence.num_output_tokens - 1
         # With a window, the blocks of a row are counted by how much it may compute in one step.
         num_left = min(num_left, builder.budget.num_left, builder.budget.max_per_row - 1)
+        if sequence.num_tokens_to_border is not None:
+            num_left = min(num_left, sequence.num_tokens_to_border)
         token_ids = sequence.drafter.propose(sequence.token_ids, num_left)
         if token_ids:
             num_fitting, new_block_ids = _take_blocks(state, sequence, len(token_ids))

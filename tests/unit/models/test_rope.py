@@ -9,8 +9,17 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from loraplex.models.rope import RotaryTable, attention_scale, inverse_frequencies
+from loraplex.core.errors import UnsupportedModelError
+from loraplex.core.plan import RotationBorder
+from loraplex.models.batch import RotatedSpan
+from loraplex.models.rope import (
+    RotaryTable,
+    attention_scale,
+    inverse_frequencies,
+    rotation_border,
+)
 from loraplex.models.spec import RopeConfig
+from support.tiny_decoder import tiny_spec
 
 HEAD_DIM = 32
 MAX_POSITIONS = 128
@@ -38,6 +47,9 @@ ROPES: dict[str, dict[str, Any]] = {
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 32,
     },
+}
+LENGTH_ROPES: dict[str, dict[str, Any]] = {
+    "dynamic": {"factor": 3.0},
     "longrope": {
         "factor": 4.0,
         "original_max_position_embeddings": 32,
@@ -72,37 +84,73 @@ def transformers_config(rope_type: str, values: dict[str, Any]) -> LlamaConfig:
 
 
 @pytest.mark.parametrize("name", ROPES)
-@pytest.mark.parametrize("max_model_len", [32, 33])
-def test_same_as_transformers(name: str, max_model_len: int) -> None:
+def test_same_as_transformers(name: str) -> None:
     rope_type = name.split()[0]
     expected, scale = ROPE_INIT_FUNCTIONS[rope_type](
-        transformers_config(rope_type, ROPES[name]), torch.device("cpu"), seq_len=max_model_len
+        transformers_config(rope_type, ROPES[name]), torch.device("cpu")
     )
     rope = rope_config(rope_type, ROPES[name])
-    actual = inverse_frequencies(rope, HEAD_DIM, max_model_len)
-    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(inverse_frequencies(rope, HEAD_DIM), expected, rtol=1e-6, atol=0)
     assert attention_scale(rope) == pytest.approx(scale, rel=1e-12)
 
 
-def test_longrope_of_the_served_length() -> None:
-    rope = rope_config("longrope", ROPES["longrope"])
-    short, long = (inverse_frequencies(rope, HEAD_DIM, length) for length in (32, 33))
-    assert not torch.equal(short, long)
-    unstretched = dataclasses.replace(rope, factor=1.0)
-    assert attention_scale(unstretched) == 1.0
-
-
-def test_dynamic_follows_the_length_so_far() -> None:
-    """Position p has the angle that transformers gives a sequence of p + 1 tokens."""
-    values = {"factor": 3.0}
-    table = rotary_table(rope_config("dynamic", values), 300)
-    for position in (0, 5, MAX_POSITIONS - 1, MAX_POSITIONS, 299):
-        frequencies, _ = ROPE_INIT_FUNCTIONS["dynamic"](
-            transformers_config("dynamic", values), torch.device("cpu"), seq_len=position + 1
+@pytest.mark.parametrize("name", LENGTH_ROPES)
+@pytest.mark.parametrize("rotation_length", [0, 33, 130, 200])
+def test_each_position_has_the_angle_that_transformers_gives_its_length(
+    name: str, rotation_length: int
+) -> None:
+    values = LENGTH_ROPES[name]
+    rope = rope_config(name, values)
+    table = rotary_table(rope, 300)
+    cos, sin = table.cos.clone(), table.sin.clone()
+    if rotation_length:
+        table.rotate_span(cos, sin, RotatedSpan(0, 0, rotation_length - 1, rotation_length))
+    for position in (0, 5, 31, 32, MAX_POSITIONS - 1, MAX_POSITIONS, 199, 200, 299):
+        frequencies, scale = ROPE_INIT_FUNCTIONS[name](
+            transformers_config(name, values),
+            torch.device("cpu"),
+            seq_len=max(position + 1, rotation_length),
         )
-        cos, sin = table.cos[[position]], table.sin[[position]]
-        torch.testing.assert_close(cos[0], (position * frequencies).cos(), rtol=0, atol=2e-5)
-        torch.testing.assert_close(sin[0], (position * frequencies).sin(), rtol=0, atol=2e-5)
+        angles = position * frequencies
+        torch.testing.assert_close(cos[position], angles.cos() * scale, rtol=0, atol=3e-5)
+        torch.testing.assert_close(sin[position], angles.sin() * scale, rtol=0, atol=3e-5)
+
+
+def test_a_span_in_the_middle_of_a_batch() -> None:
+    table = rotary_table(rope_config("dynamic", LENGTH_ROPES["dynamic"]), 300)
+    whole, part = table.cos[:210].clone(), table.cos[:210].clone()
+    table.rotate_span(whole, whole.clone(), RotatedSpan(0, 0, 199, 200))
+    table.rotate_span(part, part.clone(), RotatedSpan(7, 50, 20, 200))
+    assert torch.equal(part[7:27], whole[50:70])
+    assert torch.equal(part[:7], table.cos[:7])
+    assert torch.equal(part[27:], table.cos[27:210])
+
+
+def test_an_unstretched_longrope_has_no_scale() -> None:
+    rope = rope_config("longrope", LENGTH_ROPES["longrope"])
+    assert attention_scale(dataclasses.replace(rope, factor=1.0)) == 1.0
+
+
+def test_where_the_length_begins_to_count() -> None:
+    def border(*ropes: RopeConfig, max_model_len: int = 300) -> RotationBorder | None:
+        spec = tiny_spec(num_hidden_layers=len(ropes), max_position_embeddings=MAX_POSITIONS)
+        layers = (
+            dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, rope=rope))
+            for layer, rope in zip(spec.layers, ropes, strict=True)
+        )
+        return rotation_border(dataclasses.replace(spec, layers=tuple(layers)), max_model_len)
+
+    plain = RopeConfig()
+    dynamic = rope_config("dynamic", LENGTH_ROPES["dynamic"])
+    longrope = rope_config("longrope", LENGTH_ROPES["longrope"])
+    phi = dataclasses.replace(longrope, recomputes=True)
+    assert border(plain) is None
+    assert border(dynamic, max_model_len=MAX_POSITIONS) is None
+    assert border(dynamic, plain) == RotationBorder(MAX_POSITIONS, by_prompt_length=True)
+    assert border(longrope) == RotationBorder(32)
+    assert border(phi, phi) == RotationBorder(32, recomputes=True)
+    with pytest.raises(UnsupportedModelError, match="longrope and dynamic with different lengths"):
+        border(longrope, dynamic)
 
 
 def test_table_holds_scaled_cosines_and_sines() -> None:
@@ -116,5 +164,5 @@ def test_table_holds_scaled_cosines_and_sines() -> None:
 
 
 def test_default_frequencies_are_a_geometric_series() -> None:
-    frequencies = inverse_frequencies(RopeConfig(theta=100.0), 4, 10)
+    frequencies = inverse_frequencies(RopeConfig(theta=100.0), 4)
     torch.testing.assert_close(frequencies, torch.tensor([1.0, 0.1]))

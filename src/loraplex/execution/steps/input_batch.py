@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from loraplex.core.adapter import AdapterHandle
-from loraplex.core.plan import BlockId, RowAdded, RowStep, Slot
+from loraplex.core.plan import BlockId, RotationBorder, RowAdded, RowStep, Slot
 from loraplex.execution.sampling.rows import num_logits_rows
+from loraplex.models.batch import RotatedSpan
 
 IntArray = npt.NDArray[np.int64]
 RowAdapters = tuple[tuple[AdapterHandle, float], ...]
@@ -26,6 +27,8 @@ NewBlocks = tuple[Slot, int, tuple[list[BlockId], ...]]
 @dataclasses.dataclass(slots=True, eq=False)
 class _Row:
     adapters: RowAdapters
+    rotation_length: int = 0
+    """Zero: each position is rotated for its own length."""
     num_blocks: int = 0
 
 
@@ -56,6 +59,7 @@ class StepInputs:
     block_tables: tuple[IntArray, ...]  # [R, most blocks of these rows] of each KV group
     new_blocks: tuple[NewBlocks, ...]
     adapters: tuple[RowAdapters, ...]
+    rotated_spans: tuple[RotatedSpan, ...] = ()
     num_padding: int = 0
     """Number of additional tokens whose results no row reads."""
 
@@ -81,6 +85,7 @@ class StepInputs:
         places = tokens.cumsum() - 1
         wanted = self.logits_indices[tokens[self.logits_indices]]
         counts = np.diff(self.query_start_loc)[is_kept]
+        spans = [span for span in self.rotated_spans if tokens[span.first_token]]
         return StepInputs(
             slots=self.slots[is_kept],
             query_start_loc=[0, *counts.cumsum().tolist()],
@@ -92,6 +97,9 @@ class StepInputs:
             block_tables=tuple(tables[is_kept] for tables in self.block_tables),
             new_blocks=self.new_blocks,
             adapters=tuple(self.adapters[row] for row in rows),
+            rotated_spans=tuple(
+                span._replace(first_token=int(places[span.first_token])) for span in spans
+            ),
         )
 
 
@@ -121,8 +129,14 @@ class InputBatch:
     """
 
     def __init__(
-        self, max_num_seqs: int, max_model_len: int, block_size: int, num_kv_groups: int = 1
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        num_kv_groups: int = 1,
+        rotation_border: RotationBorder | None = None,
     ) -> None:
+        self._border = rotation_border
         self._block_size = block_size
         self._rows: dict[Slot, _Row] = {}
         shape = (max_num_seqs, -(-max_model_len // block_size))
@@ -134,7 +148,10 @@ class InputBatch:
 
     def add_row(self, row: RowAdded) -> None:
         assert row.slot not in self._rows, f"slot {row.slot} is taken"
-        self._rows[row.slot] = _Row(row.adapters)
+        length = 0
+        if self._border is not None:
+            length = self._border.rotation_length(row.num_prompt_tokens, len(row.token_ids))
+        self._rows[row.slot] = _Row(row.adapters, length)
 
     def remove_row(self, slot: Slot) -> None:
         self._rows.pop(slot, None)
@@ -164,7 +181,18 @@ class InputBatch:
             block_tables=self._tables,
             new_blocks=tuple(new_blocks),
             adapters=tuple(self._rows[step.slot].adapters for step in steps),
+            rotated_spans=() if self._border is None else self._spans(steps, layout),
         )
+
+    def _spans(self, steps: Sequence[RowStep], layout: _Layout) -> tuple[RotatedSpan, ...]:
+        """Return the tokens whose own length is less than the rotation length of their row."""
+        spans = []
+        for step, first_token in zip(steps, layout.query_start_loc, strict=False):
+            length = self._rows[step.slot].rotation_length
+            num_tokens = min(step.num_tokens, length - 1 - step.start)
+            if num_tokens > 0:
+                spans.append(RotatedSpan(first_token, step.start, num_tokens, length))
+        return tuple(spans)
 
     def _layout_of(self, steps: Sequence[RowStep]) -> _Layout:
         """That of the last step, if it is the same."""

@@ -68,6 +68,7 @@ class ModelRunner:
             parts.capacity.max_model_len,
             parts.capacity.block_size,
             len(parts.capacity.kv_groups),
+            parts.capacity.rotation_border,
         )
         self._computer = StepComputer(parts)
         self._launched = LaunchedSteps(self._computer.accelerator.synchronize)

@@ -58,6 +58,7 @@ class HostTensors:
             ),
             logits_indices=self._tensor(inputs.logits_indices),
             lora=lora,
+            rotated_spans=inputs.rotated_spans,
         )
 
     def _tensor(self, values: IntArray) -> torch.Tensor:
@@ -138,6 +139,7 @@ class DeviceTensors:
             rows=rows,
             logits_indices=self._places[:num_tokens] if inputs.num_padding else wanted,
             lora=lora,
+            rotated_spans=inputs.rotated_spans,
         )
 
     def _arrays(self, inputs: StepInputs, token_ids: Sequence[Sequence[int]]) -> list[Array]:
