@@ -1,13 +1,15 @@
 r"""Duration of small requests while hostile clients send theirs, with this code and older code.
 
     PYTHONPATH=tests python benchmarks/hostile_clients.py [--before CHECKOUT] [--seconds 10] \
-        [--output benchmarks/results/hostile-clients]
+        [--rounds 1] [--output benchmarks/results/hostile-clients]
 
 For each kind of client a new server with the shipped capitals model serves two tenants. One
 tenant sends a completion of one token every 50 ms; the other, or a client without a key, does its
 worst from a process of its own. `--before` is a checkout of older code with its `.venv`, which is
-served in turns with this one. Clients and server share the machine: compare the rows of one kind,
-not the seconds. Against those who hold up the loading of adapters, the small request is a load.
+served in turns with this one, in each round. The rows have the medians of the rounds, and the
+ratios are medians of the rounds' ratios. Clients and server share the machine, which may be busy
+with other programs: compare the rows of one kind, not the seconds.
+Against those who hold up the loading of adapters, the small request is a load.
 """
 
 import argparse
@@ -16,8 +18,11 @@ import contextlib
 import datetime
 import json
 import multiprocessing
+import os
 import queue
+import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,6 +33,7 @@ from typing import Any, Final
 
 import httpx
 import msgspec
+from comparison.faults import children, send_signal
 from comparison.stream_load import MEBIBYTE, held_by
 from hostile_bodies import send
 
@@ -56,6 +62,11 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     num_failed: int
     serving_bytes: int
     """Largest memory of the serving process that was seen."""
+    load_average: float
+    """Load average of the machine at the end, with other programs."""
+
+    def milliseconds(self, percent: float) -> float:
+        return 1000 * percentile(self.seconds, percent)
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,8 +74,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     code: Code
     machine: Machine
     before: Code | None
-    results: dict[str, dict[str, Result]]
-    """Results for each kind of client, "before" and "now"."""
+    results: dict[str, dict[str, list[Result]]]
+    """Results of the rounds for each kind of client, "before" and "now"."""
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -212,8 +223,11 @@ def running_server(checkout: Path, folder: Path) -> Iterator[tuple[RunningServer
         server.wait_until(ready=True)
         yield server, keys
     finally:
+        workers = [pid for pid, _ in children(process.pid)]
         process.kill()
         process.wait()
+        for pid in workers:  # older code's staging workers would spin without their server
+            send_signal(pid, signal.SIGKILL)
 
 
 def _free_port() -> int:
@@ -244,7 +258,12 @@ async def small_requests(
             durations.append(time.monotonic() - before)
             most = max(most, held_by(server.process.pid, 0).resident_bytes["serving"])
             await asyncio.sleep(PAUSE_SECONDS)
-    return Result(seconds=durations, num_failed=num_failed, serving_bytes=most)
+    return Result(
+        seconds=durations,
+        num_failed=num_failed,
+        serving_bytes=most,
+        load_average=os.getloadavg()[0],
+    )
 
 
 def measure(name: str | None, checkout: Path, seconds: float) -> Result:
@@ -270,18 +289,24 @@ def measure(name: str | None, checkout: Path, seconds: float) -> Result:
 
 
 def tables(report: Report) -> str:
-    columns = ["client", "code", "p50 ms", "p99 ms", "max ms", "requests", "failed", "serving MiB"]
+    columns = ["client", "code", "p50 ms", "p99 ms", "max ms", "p99 before / now"]
+    columns += ["requests", "failed", "serving MiB", "load average"]
     rows = []
     for name, by_code in report.results.items():
-        for code, result in by_code.items():
-            durations = sorted(result.seconds)
-            times = (percentile(durations, 50), percentile(durations, 99), durations[-1])
+        for code, rounds in by_code.items():
+            times = [
+                statistics.median(result.milliseconds(percent) for result in rounds)
+                for percent in (50, 99, 100)
+            ]
             rows.append(
                 [
                     *(name, code),
-                    *(f"{1000 * each:.0f}" for each in times),
-                    *(str(len(durations)), str(result.num_failed)),
-                    f"{result.serving_bytes / MEBIBYTE:.0f}",
+                    *(f"{each:.0f}" for each in times),
+                    _ratio(by_code) if code == "now" else "",
+                    str(sum(len(result.seconds) for result in rounds)),
+                    str(sum(result.num_failed for result in rounds)),
+                    f"{max(result.serving_bytes for result in rounds) / MEBIBYTE:.0f}",
+                    f"{statistics.median(result.load_average for result in rounds):.1f}",
                 ]
             )
     head = ["# Hostile clients", "", *machine_lines(report.created, report.code, report.machine)]
@@ -290,22 +315,29 @@ def tables(report: Report) -> str:
     return "\n".join([*head, "", markdown_table(columns, rows), ""])
 
 
+def _ratio(by_code: dict[str, list[Result]]) -> str:
+    """Return the median of the rounds' ratios of p99, before to now."""
+    if "before" not in by_code:
+        return ""
+    pairs = zip(by_code["before"], by_code["now"], strict=True)
+    ratios = [before.milliseconds(99) / now.milliseconds(99) for before, now in pairs]
+    return f"{statistics.median(ratios):.1f}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--before", type=Path, help="checkout of older code to compare with")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--clients", nargs="+", choices=ATTACKS, default=list(ATTACKS))
     parser.add_argument("--output", type=Path, default=HERE / "results" / "hostile-clients")
     options = parser.parse_args()
     now = HERE.parent
     checkouts = {"now": now} if options.before is None else {"before": options.before, "now": now}
-    results: dict[str, dict[str, Result]] = {}
-    for name in (None, *options.clients):
-        label = name or "none"
-        results[label] = {
-            code: measure(name, checkout, options.seconds) for code, checkout in checkouts.items()
-        }
-        print(label, file=sys.stderr)
+    names = {"none": None, **{name: name for name in options.clients}}
+    results: dict[str, dict[str, list[Result]]] = {
+        label: {code: [] for code in checkouts} for label in names
+    }
     report = Report(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         code=this_code(),
@@ -313,7 +345,13 @@ def main() -> None:
         before=None if options.before is None else this_code(options.before / "src" / "loraplex"),
         results=results,
     )
-    write_pair(report, tables(report), options.output.with_suffix(".json"))
+    for number in range(options.rounds):
+        for label, name in names.items():
+            for code, checkout in checkouts.items():
+                results[label][code].append(measure(name, checkout, options.seconds))
+            print(f"round {number}: {label}", file=sys.stderr)
+        # Each whole round is a report: a run of many rounds may be ended early.
+        write_pair(report, tables(report), options.output.with_suffix(".json"))
     print(tables(report))
 
 

@@ -33,7 +33,8 @@ class StagingPool:
         async with self._turns.turn(tenant):
             if self._is_closed:
                 raise AdapterLoadError(f"the server stops: {what} is not loaded")
-            process = self._idle.pop() if self._idle else self._new_process()
+            # In turns, so that one which a signal stopped is soon found and replaced.
+            process = self._idle.pop(0) if self._idle else self._new_process()
             self._busy.add(process)
             try:
                 return await process.request(request_id, what, pieces)

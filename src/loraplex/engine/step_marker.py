@@ -32,6 +32,8 @@ class Progress(NamedTuple):
     """Number of times that the loop took commands, or began or ended a step."""
     num_tokens: int = 0
     """Number of tokens of the steps in flight; 0 between steps."""
+    is_stopped: bool = False
+    """Whether a signal stopped the process."""
 
 
 class StepMarker:

@@ -1,6 +1,7 @@
 """The client with the real worker, and with workers that misbehave."""
 
 import asyncio
+import functools
 import logging
 import os
 import signal
@@ -98,6 +99,20 @@ class TestTheRealWorker:
         assert again.source == staged.source
         assert await stopped.wait() == -signal.SIGKILL
         assert "the staging worker was stopped while it read" in caplog.text
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="finds stopped processes in /proc")
+    async def test_an_idle_worker_that_is_stopped_is_found_in_its_turn(
+        self, worker, peft_folder, shapes
+    ):
+        folder = str(peft_folder().write())
+        stage = functools.partial(worker.stage, folder, shapes=shapes, max_rank=8)
+        await asyncio.gather(stage(), stage())
+        first, second = [each.process for each in worker._local.processes]
+        for stopped in (first, second):
+            os.kill(stopped.pid, signal.SIGSTOP)
+            await stage()
+            await stage()
+            assert await stopped.wait() == -signal.SIGKILL
 
     async def test_close_ends_it_and_may_come_twice(self, worker, peft_folder, shapes):
         await worker.stage(str(peft_folder().write()), shapes=shapes, max_rank=8)

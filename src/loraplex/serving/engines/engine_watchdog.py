@@ -20,7 +20,8 @@ _FACTOR: Final = 20
 _FIRST_STEP_SECONDS: Final = 300.0
 """Limit of a step before any was measured."""
 _IDLE_SECONDS: Final = 10.0
-"""Limit between two steps, when an engine shows that it is alive every second."""
+"""Limit between two steps, when an engine shows that it is alive every second, and for a process
+that a signal stopped, whatever it does."""
 _NUM_RECENT: Final = 100
 
 
@@ -101,6 +102,10 @@ class EngineWatchdog:
         )
 
     def _limit_seconds(self, progress: Progress) -> float:
+        limit = self._limit_of_running_seconds(progress)
+        return min(limit, _IDLE_SECONDS) if progress.is_stopped else limit
+
+    def _limit_of_running_seconds(self, progress: Progress) -> float:
         limits = self._limits
         if not self._is_ready:
             return limits.start_seconds

@@ -21,6 +21,7 @@ from loraplex.core.environment import child_environment
 from loraplex.core.errors import ConfigError
 from loraplex.core.private_folder import PrivateFolder
 from loraplex.core.request import RequestId
+from loraplex.core.stopped_process import is_stopped
 from loraplex.engine.channel import EPOCH_BYTES, EngineChannel, ThreadChannel
 from loraplex.engine.messages import EngineCommand, EngineEvent, Shutdown, decode_event, encode
 from loraplex.engine.process import EngineStart
@@ -198,7 +199,7 @@ class ProcessLink:
         )
 
     def progress(self) -> Progress:
-        return self._endpoint.marker.progress()
+        return self._endpoint.marker.progress()._replace(is_stopped=is_stopped(self.pid))
 
     def kill(self, problem: str) -> None:
         self._problem = self._problem or problem

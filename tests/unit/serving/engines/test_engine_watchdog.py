@@ -88,6 +88,18 @@ class TestLimits:
     def test_an_idle_engine_shows_that_it_is_alive(self):
         assert Watched().silence(IDLE) == 10.5
 
+    def test_a_stopped_process_has_a_short_limit_also_at_its_start(self):
+        assert Watched(0, 600, is_ready=False).silence(Progress(0, is_stopped=True)) == 10.5
+        assert Watched().silence(Progress(7, 4, is_stopped=True)) == 10.5
+        assert Watched(5).silence(Progress(7, 4, is_stopped=True)) == 5.5
+
+    def test_a_process_that_was_stopped_late_in_its_start_has_that_limit_again(self):
+        watched = Watched(0, 600, is_ready=False)
+        for _ in range(100):
+            assert not watched.dog.problem(Progress(0))
+            watched.clock.advance_seconds(1)
+        assert watched.silence(Progress(0, is_stopped=True)) == 10.5
+
     def test_the_next_engine_starts_anew(self):
         watched = Watched(5, 600)
         watched.silence(IN_STEP)
@@ -185,6 +197,17 @@ class TestHungEngines:
         assert engine.num_requests == 1
         await engine.close()
         assert (await error_of(innocent)).code == "not_ready"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="stops a process")
+async def test_a_link_reports_that_its_process_is_stopped(temporary_folder):
+    engine = AsyncEngine("m", fake_engine_process(FakeEngineSettings()), SystemClock())
+    await engine.start()
+    link = engine._link
+    for number, is_stopped in ((signal.SIGSTOP, True), (signal.SIGCONT, False)):
+        os.kill(link.pid, number)
+        await until(lambda: link.progress().is_stopped is is_stopped)  # noqa: B023
+    await engine.close()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="stops a process")
