@@ -51,7 +51,7 @@ SIZES = {
     "tie_word_embeddings": False,
 }
 _WIDE = {"intermediate_size": 2112}
-"""Without a gate: as many weights in two matrices as others have in three."""
+"""Size without a gate: as many weights in two matrices as others have in three."""
 LLAMA = "llama"
 FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = {
     LLAMA: ("LlamaConfig", {}),
