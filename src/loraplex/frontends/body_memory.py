@@ -76,6 +76,12 @@ class BodyLease:
             self._memory.take(self._tenant, counted)
             self._num_bytes += counted
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
     def release(self) -> None:
         if self._num_bytes:
             self._memory.release(self._tenant, self._num_bytes)
@@ -95,19 +101,16 @@ class BodyMemoryGuard:
         return self._counted(scope, receive, send)
 
     async def _counted(self, scope: Scope, receive: Receive, send: Send) -> None:
-        lease = self._memory.lease()
+        with self._memory.lease() as lease:
 
-        async def counted_receive() -> Message:
-            message = await receive()
-            lease.take(len(message.get("body", b"")))
-            return message
+            async def counted_receive() -> Message:
+                message = await receive()
+                lease.take(len(message.get("body", b"")))
+                return message
 
-        def released_send(message: Message) -> Awaitable[None]:
-            if message["type"] == "http.response.start":
-                lease.release()
-            return send(message)
+            def released_send(message: Message) -> Awaitable[None]:
+                if message["type"] == "http.response.start":
+                    lease.release()
+                return send(message)
 
-        try:
             await self._app(scope, counted_receive, released_send)
-        finally:
-            lease.release()

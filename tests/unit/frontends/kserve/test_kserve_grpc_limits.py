@@ -71,6 +71,20 @@ async def test_messages_of_all_calls_have_one_memory_limit(started):
         assert memory.num_bytes == 0
 
 
+async def test_messages_of_a_stream_count_until_they_have_their_response(started):
+    memory = BodyMemory(200_000, 200_000)
+    async with channel_to(await started(messages=memory)) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        call = stub.ModelStreamInfer()
+        for size in (300_000, 200_000):
+            await call.write(pb.ModelInferRequest(model_name="x" * size))
+            message = (await call.read()).error_message
+            assert ("max_bodies_bytes" in message) is (size == 300_000), message[:200]
+        await call.done_writing()
+        assert await call.read() is grpc.aio.EOF
+        assert memory.num_bytes == 0
+
+
 async def test_large_metadata(started):
     async with channel_to(await started(max_metadata_bytes=2000)) as channel:
         assert await live(channel, (("a", "x" * 1000),))

@@ -46,6 +46,8 @@ class Call(msgspec.Struct, frozen=True):
     metadata: Mapping[str, str]
     """Texts by lower-case name; values of binary keys are left out."""
     principal: Principal
+    messages: BodyMemory
+    """Memory of the messages of all calls: a behaviour counts those of a stream."""
 
     async def write(self, message: Any) -> None:
         """Write one response of a stream; return when its client can take more.
@@ -87,7 +89,7 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
     def __init__(
         self, telemetry: Telemetry, authentication: Authentication, messages: BodyMemory
     ) -> None:
-        """messages: memory of the messages of unary calls, from when gRPC has read them."""
+        """messages: memory of the messages, from when gRPC has read them."""
         self._telemetry = telemetry
         self._messages = messages
         self._authentication = authentication
@@ -126,11 +128,9 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
             status = _CANCELLED
             with as_current(request), contextlib.ExitStack() as stack:
                 try:
-                    call = Call(context, metadata, principal_of(metadata))
+                    call = Call(context, metadata, principal_of(metadata), messages)
                     if isinstance(message, bytes):
-                        lease = messages.lease()
-                        stack.callback(lease.release)
-                        lease.take(len(message))
+                        stack.enter_context(messages.lease()).take(len(message))
                     if reader is not None:
                         message = (await reader.read(message)).message
                     response = await behavior(message, call)

@@ -7,6 +7,7 @@ from typing import Any
 
 from tritonclient.grpc import service_pb2 as pb
 
+from loraplex.frontends.body_memory import BodyLease
 from loraplex.frontends.kserve.active import StreamScope
 from loraplex.frontends.kserve.errors import as_loraplex_error, message_of, status_of
 from loraplex.frontends.kserve.failures import FailedResponse
@@ -55,16 +56,17 @@ class StreamSession:
         assert stream is not None, "Calls is around every RPC"
         part, status = stream.within(), _CANCELLED
         try:
-            with as_current(part):
-                await self._respond(data)
+            with as_current(part), self._call.messages.lease() as lease:
+                await self._respond(data, lease)
             status = _OK if part.error is None else status_of(part.error).grpc
         finally:
             part.end(status)
 
-    async def _respond(self, data: bytes) -> None:
+    async def _respond(self, data: bytes, lease: BodyLease) -> None:
         """Respond; an error is a response, unless errors end the stream."""
         request = pb.ModelInferRequest()
         try:
+            lease.take(len(data))
             request, raw = await self._reader.read(data)
             memory = TenantMemory(self._service.memory, self._call.principal.tenant)
             infer_request, wishes = decode_request(request, raw, memory)
