@@ -50,7 +50,7 @@ PARAMETER_SCALE = 0.3
 
 def adapter_configs(case: FamilyCase) -> dict[str, LoraConfig]:
     def targets(layer: str, linears: tuple[str, ...]) -> str:
-        return rf"{case.scope}{layer}\..*\.({'|'.join(linears)})"
+        return rf"{case.scope}{layer}\.(?:.*\.)?({'|'.join(linears)})"
 
     some = case.linears
     return {
@@ -58,7 +58,7 @@ def adapter_configs(case: FamilyCase) -> dict[str, LoraConfig]:
             r=8,
             lora_alpha=8,
             target_modules=targets(r"\d+", some),
-            rank_pattern={some[1]: 3, rf"1\..*\.{some[-1]}": MAX_RANK},
+            rank_pattern={some[1]: 3, rf"1\.(?:.*\.)?{some[-1]}": MAX_RANK},
             alpha_pattern={some[1]: 5},
         ),
         "first": LoraConfig(r=4, lora_alpha=6, target_modules=targets(r"\d+", some[:1])),

@@ -151,7 +151,7 @@ def base_shapes(config: ModelSpec) -> BaseShapes:
     return BaseShapes(
         config.num_layers,
         dict(layer.module_shapes),
-        vocab_size=config.vocab_size,
+        vocab_size=config.vocab_size if config.has_plain_ends else 0,
         hidden_size=config.hidden_size,
         biased_modules=layer.biased_modules,
         paths={

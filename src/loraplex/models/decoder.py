@@ -104,6 +104,7 @@ class Decoder:
         self._kernels = kernels
         self._rotary = rotary
         self._embedding = parameters.embedding
+        self._projections = parameters.projections
         self._positions = parameters.positions
         group_of = {layer: n for n, group in enumerate(kv_groups) for layer in group.layers}
         kinds = [
@@ -157,7 +158,9 @@ class Decoder:
                 *(batch.lora, *plans.values()),
             ),
             lambda: self._scaled(
-                self._kernels.linear(self._hidden(batch, kv, plans, head_rows), self._lm_head)
+                self._kernels.linear(
+                    self._projected_back(self._hidden(batch, kv, plans, head_rows)), self._lm_head
+                )
             ),
         )
 
@@ -202,6 +205,8 @@ class Decoder:
             embed(embedded, batch.token_ids, batch.lora.parts)
         if self._embedding_factor != 1.0:
             self._kernels.scale(embedded, self._embedding_factor)
+        if self._projections:
+            embedded = self._kernels.linear(embedded, self._projections[0])
         embedded = self._embedding_norm.apply(embedded)
         if self._positions is None:
             return HiddenState(embedded, None)
@@ -216,7 +221,8 @@ class Decoder:
     def _logits(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Compute the logits [S, vocab_size] of normed x [T, hidden]."""
         indices, lora = batch.logits_indices, batch.lora
-        x = x[indices]  # the lm_head is the largest product: only tokens that are sampled need it
+        # The lm_head is the largest product: only tokens that are sampled need it.
+        x = self._projected_back(x[indices])
         logits = self._kernels.linear(x, self._lm_head)
         if lora is not None and lora.changes_ends:
             lora = batch_of_rows(lora, indices, batch.token_ids.shape[0])
@@ -226,6 +232,10 @@ class Decoder:
                 blocks, firsts = head_blocks(lora.head_table)
                 self._kernels.add_lora(logits, x, lora, 0, blocks, firsts)
         return self._scaled(logits)
+
+    def _projected_back(self, x: torch.Tensor) -> torch.Tensor:
+        """x [S, hidden] -> what the output layer reads."""
+        return self._kernels.linear(x, self._projections[1]) if self._projections else x
 
     def _scaled(self, logits: torch.Tensor) -> torch.Tensor:
         """Apply, in place, what the model does to its logits [S, vocab_size]."""

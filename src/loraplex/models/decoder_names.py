@@ -18,6 +18,8 @@ class DecoderNames:
     other_roots: tuple[str, ...] = ()
     """Prefixes that some checkpoints have instead, such as those of a multimodal wrapper."""
     embedding: str = "embed_tokens"
+    embedding_projections: tuple[str, ...] = ()
+    """Linear layers from the embedding's size to the hidden one and back, where they differ."""
     positions: str = ""
     """Table of learned positions, where there is one."""
     layers: str = "layers"
@@ -61,7 +63,7 @@ class DecoderNames:
             return None
         firsts = (
             *(self.embedding, self.embedding_norm, self.positions, self.layers),
-            *(self.final_norm, self.lm_head),
+            *(*self.embedding_projections, self.final_norm, self.lm_head),
         )
         for root in (*self.other_roots, self.root, ""):
             bare = tensor.removeprefix(root)

@@ -37,7 +37,8 @@ class LayerParameters:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class DecoderParameters:
-    embedding: torch.Tensor  # [vocab_size, hidden]
+    embedding: torch.Tensor  # [vocab_size, hidden or embedding_size]
+    projections: tuple[PackedLinear, ...]  # ModelSpec.embedding_size to hidden, and back; or none
     embedding_norm: NormParameters | None
     positions: torch.Tensor | None  # [max_position_embeddings, hidden], where they are learned
     layers: tuple[LayerParameters, ...]
@@ -58,6 +59,8 @@ class LinearPlace:
     in_features: int
     has_bias: bool = False
     is_lm_head: bool = False
+    has_unit_rows: bool = False
+    """Whether each row of the weight is divided by its length."""
     is_transposed: bool = False
 
     @property
@@ -93,18 +96,36 @@ def build_parameters(spec: ModelSpec, source: ParameterSource) -> DecoderParamet
     The order is part of the format of packed weights (execution.weights.packing), which have no
     names.
     """
-    names, vocab, hidden = spec.names, spec.vocab_size, spec.hidden_size
+    names, vocab, size = spec.names, spec.vocab_size, spec.embedding_size or spec.hidden_size
     embedding = names.root + names.embedding
     lm_head = embedding if spec.tie_word_embeddings else names.lm_head
     return DecoderParameters(
-        embedding=source.tensor(f"{embedding}.weight", (vocab, hidden)),
+        embedding=source.tensor(f"{embedding}.weight", (vocab, size)),
+        projections=_build_projections(spec, source),
         embedding_norm=_build_norm(spec.embedding_norm, source),
         positions=_build_positions(spec, source),
         layers=tuple(_build_layer(spec, layer, source) for layer in spec.layers),
         final_norm=_build_norm(spec.final_norm, source),
         lm_head=source.linear(
-            LinearPlace({lm_head: vocab}, hidden, spec.has_lm_head_bias, is_lm_head=True)
+            LinearPlace(
+                {lm_head: vocab},
+                size,
+                spec.has_lm_head_bias,
+                is_lm_head=True,
+                has_unit_rows=spec.has_unit_lm_head,
+            )
         ),
+    )
+
+
+def _build_projections(spec: ModelSpec, source: ParameterSource) -> tuple[PackedLinear, ...]:
+    if spec.embedding_size is None:
+        return ()
+    first, last = (spec.names.root + name for name in spec.names.embedding_projections)
+    hidden, size = spec.hidden_size, spec.embedding_size
+    return (
+        source.linear(LinearPlace({first: hidden}, size)),
+        source.linear(LinearPlace({last: size}, hidden)),
     )
 
 

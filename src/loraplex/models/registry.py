@@ -8,6 +8,7 @@ from typing import Final
 
 from loraplex.core.errors import ConfigError, UnsupportedModelError
 from loraplex.models import (
+    baichuan,
     bloom,
     cohere,
     falcon,
@@ -18,6 +19,7 @@ from loraplex.models import (
     internlm,
     llama,
     mistral,
+    opt,
     phi,
     qwen2,
     qwen3,
@@ -51,6 +53,9 @@ ARCHITECTURES: Final[Mapping[str, ReadConfig]] = MappingProxyType(
         falcon.ARCHITECTURE: falcon.read_config,
         bloom.ARCHITECTURE: bloom.read_config,
         gptj.ARCHITECTURE: gptj.read_config,
+        opt.ARCHITECTURE: opt.read_config,
+        baichuan.ARCHITECTURE: baichuan.read_config,
+        baichuan.ARCHITECTURE_7B: baichuan.read_config_7b,
     }
 )
 

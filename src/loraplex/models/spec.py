@@ -240,6 +240,8 @@ class ModelSpec:
     """Length that the model was made for; scaled rotary embeddings stretch it."""
     hidden_act: str
     """Name of the activation in config.json, for formats that repeat it."""
+    embedding_size: int | None = None
+    """Size of an embedding and output layer that have projections; None: hidden_size, without."""
     embedding_factor: float = 1.0
     """Factor of the token embedding."""
     rounds_embedding_factor: bool = False
@@ -253,6 +255,8 @@ class ModelSpec:
     logits_soft_cap: float | None = None
     """c of logits that become, after the factor, c * tanh(logit / c)."""
     has_lm_head_bias: bool = False
+    has_unit_lm_head: bool = False
+    """Whether each row of the output layer is divided by its length."""
     tie_word_embeddings: bool = False
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
@@ -263,6 +267,11 @@ class ModelSpec:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def has_plain_ends(self) -> bool:
+        """Whether the embedding and the output layer are linear in what adapters add to them."""
+        return self.embedding_size is None and not self.has_unit_lm_head
 
     @property
     def module_shapes(self) -> tuple[Mapping[str, tuple[int, int]], ...]:

@@ -10,11 +10,19 @@ from transformers import (
     GPTJConfig,
     GPTNeoXConfig,
     LlamaConfig,
+    OPTConfig,
     PhiConfig,
     SmolLM3Config,
     Starcoder2Config,
 )
 
+from support.families.baichuan import (
+    BAICHUAN_7B,
+    BAICHUAN_13B,
+    VOCAB_SIZE_2,
+    AlibiLlama,
+    UnitHeadLlama,
+)
 from support.families.case import VOCAB_SIZE, FamilyCase, sizes
 from support.families.llama_relatives import INTERNLM2, INTERNLM3
 
@@ -22,6 +30,7 @@ _QKV = ("q_proj", "k_proj", "v_proj")
 _NEOX_LINEARS = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
 _PHI_LINEARS = (*_QKV, "dense", "fc1", "fc2")
 _STARCODER_LINEARS = (*_QKV, "o_proj", "c_fc", "c_proj")
+_OPT_LINEARS = (*_QKV, "out_proj", "fc1", "fc2")
 _GPTJ_LINEARS = (*_QKV, "out_proj", "fc_in", "fc_out")
 
 
@@ -75,6 +84,16 @@ def gptj(**changes: Any) -> GPTJConfig:
     fields = {"n_embd": 32, "n_inner": 48, "n_layer": 3, "n_head": 2, "n_positions": 64}
     ids = {"vocab_size": VOCAB_SIZE, "bos_token_id": None, "eos_token_id": None}
     return GPTJConfig(**(fields | {"rotary_dim": 4} | ids | changes))
+
+
+def opt(**changes: Any) -> OPTConfig:
+    fields = sizes(ffn_dim=48, pad_token_id=None, word_embed_proj_dim=32)
+    del fields["num_key_value_heads"], fields["intermediate_size"]
+    return OPTConfig(**(fields | changes))
+
+
+def baichuan(**changes: Any) -> LlamaConfig:
+    return llama(**({"num_key_value_heads": 4} | changes))
 
 
 def llama(**changes: Any) -> LlamaConfig:
@@ -273,5 +292,47 @@ CASES: dict[str, FamilyCase] = {
     ),
     "internlm2-tied": FamilyCase(
         config=lambda: llama(tie_word_embeddings=True, rms_norm_eps=1e-2), convert=INTERNLM2
+    ),
+    "opt": FamilyCase(config=opt, linears=_OPT_LINEARS, is_quick=True),
+    "opt-350m": FamilyCase(
+        config=lambda: opt(do_layer_norm_before=False, word_embed_proj_dim=16),
+        linears=_OPT_LINEARS,
+        is_quick=True,
+    ),
+    "opt-norms-after": FamilyCase(
+        config=lambda: opt(do_layer_norm_before=False, num_hidden_layers=2),
+        linears=_OPT_LINEARS,
+    ),
+    "opt-projections": FamilyCase(
+        config=lambda: opt(word_embed_proj_dim=40, activation_function="gelu"),
+        linears=_OPT_LINEARS,
+    ),
+    "opt-no-biases": FamilyCase(
+        config=lambda: opt(enable_bias=False, num_attention_heads=2), linears=_OPT_LINEARS
+    ),
+    "opt-own-head": FamilyCase(
+        config=lambda: opt(tie_word_embeddings=False, word_embed_proj_dim=16),
+        linears=_OPT_LINEARS,
+    ),
+    "baichuan": FamilyCase(
+        config=baichuan, model_class=AlibiLlama, convert=BAICHUAN_13B, is_quick=True
+    ),
+    "baichuan-8-heads": FamilyCase(
+        config=lambda: baichuan(num_attention_heads=8, num_key_value_heads=8, rms_norm_eps=1e-2),
+        model_class=AlibiLlama,
+        convert=BAICHUAN_13B,
+    ),
+    "baichuan-7b": FamilyCase(config=baichuan, convert=BAICHUAN_7B),
+    "baichuan-7b-one-head": FamilyCase(
+        config=lambda: baichuan(num_attention_heads=1, num_key_value_heads=1),
+        convert=BAICHUAN_7B,
+    ),
+    "baichuan-7b-odd": FamilyCase(
+        config=lambda: baichuan(hidden_size=40, rms_norm_eps=1e-2), convert=BAICHUAN_7B
+    ),
+    "baichuan-2": FamilyCase(
+        config=lambda: baichuan(vocab_size=VOCAB_SIZE_2, num_hidden_layers=2),
+        model_class=UnitHeadLlama,
+        convert=BAICHUAN_7B,
     ),
 }

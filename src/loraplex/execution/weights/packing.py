@@ -101,6 +101,8 @@ class _CheckpointSource:
         names = [f"{part}.weight" for part in place.parts]
         precision = self._form.precision_of(place)
         weight = self._joined(names, place.shape, is_transposed=place.is_transposed)
+        if place.has_unit_rows:
+            weight = torch.nn.functional.normalize(weight.float()).to(weight.dtype)
         bias = None
         if place.has_bias:
             biases = [f"{part}.bias" for part in place.parts]
