@@ -127,11 +127,25 @@ def _check_place(row: CanonicalRow, shapes: BaseShapes) -> None:
             f"{LM_HEAD}"
         )
     elif is_end:
+        _check_end(row, shapes, what)
         return
     if not is_linear or not shapes.names_module(row.origin, row.module):
         raise AdapterMismatchError(
             f"{what} is of module {row.module!r}; the base model can be adapted in "
             f"{', '.join(shapes.modules)}{_nearest(row, shapes)}"
+        )
+
+
+def _check_end(row: CanonicalRow, shapes: BaseShapes, what: str) -> None:
+    if not shapes.adapts_ends:
+        raise UnsupportedFeatureError(
+            f"{what}: the embedding and the output layer of this base model cannot be adapted"
+        )
+    is_of_head = row.module == LM_HEAD or shapes.ties_embeddings
+    if is_of_head and LM_HEAD in shapes.biased_modules and row.kind is not RowKind.LORA:
+        raise UnsupportedFeatureError(
+            f"{what}: the base model's {LM_HEAD} has a bias; served is LoRA of it, without DoRA, "
+            "copies and trained tokens"
         )
 
 

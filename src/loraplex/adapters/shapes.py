@@ -14,11 +14,13 @@ class BaseShapes(msgspec.Struct, frozen=True):
     """Vocabulary size; 0 if only linear layers of decoder layers may be adapted, only by LoRA."""
     hidden_size: int = 0
     biased_modules: tuple[str, ...] = ()
-    """Linear layers that have a bias."""
+    """Linear layers that have a bias; lm_head, too."""
     paths: dict[str, str] = {}
     """Hugging Face path of each module, with {} for the layer; empty: Llama's and GPT-2's."""
     fused: dict[str, dict[str, int]] = {}
     """Outputs of the parts of a fused linear layer, in order: qkv_proj's q_proj, k_proj, v_proj."""
+    adapts_ends: bool = True
+    """Whether the embedding and the output layer can be adapted."""
     ties_embeddings: bool = False
     """Whether lm_head's weight is the token embedding's."""
     enabled_modules: tuple[str, ...] | None = None

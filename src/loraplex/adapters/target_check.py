@@ -52,6 +52,8 @@ def _size(part: TargetPart, pieces: list[LoraTarget]) -> tuple[int, int]:
 def _needed(place: _Place, pieces: list[LoraTarget], shapes: BaseShapes) -> tuple[int, int] | None:
     """Return the `_size` that the base needs; None if it has no such place."""
     layer, module, part = place
+    if layer < 0 and not shapes.adapts_ends:
+        return None
     features = shapes.modules.get(module) if layer >= 0 else None
     if layer < 0 and module == LM_HEAD:
         features = (shapes.hidden_size, shapes.vocab_size)
@@ -61,8 +63,11 @@ def _needed(place: _Place, pieces: list[LoraTarget], shapes: BaseShapes) -> tupl
         case TargetPart.FACTOR | TargetPart.BIAS | TargetPart.SHIFT:
             # A factor has a second vector for the bias that it must not scale.
             has_two = part is TargetPart.FACTOR and module in shapes.biased_modules
-            return None if features is None else (2 if has_two else 1, features[1])
-    if layer >= 0 or module not in (EMBEDDING, LM_HEAD):
+            is_refused = has_two and module == LM_HEAD
+            return None if features is None or is_refused else (2 if has_two else 1, features[1])
+    is_biased = LM_HEAD in shapes.biased_modules and (module == LM_HEAD or shapes.ties_embeddings)
+    is_row = part in (TargetPart.ROWS, TargetPart.TOKENS)
+    if layer >= 0 or module not in (EMBEDDING, LM_HEAD) or (is_biased and is_row):
         return None
     num_rows = sum(piece.rank for piece in pieces)
     match part:

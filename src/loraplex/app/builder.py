@@ -14,6 +14,7 @@ from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.sources.policy import client_policy
 from loraplex.adapters.staging import StagingWorker
 from loraplex.adapters.store import AdapterStore
+from loraplex.core.adapter import LM_HEAD
 from loraplex.core.clock import Clock, SystemClock
 from loraplex.core.config import Config, ModelConfig
 from loraplex.core.environment import state_directory
@@ -151,9 +152,10 @@ def base_shapes(config: ModelSpec) -> BaseShapes:
     return BaseShapes(
         config.num_layers,
         dict(layer.module_shapes),
-        vocab_size=config.vocab_size if config.has_plain_ends else 0,
+        vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
-        biased_modules=layer.biased_modules,
+        biased_modules=layer.biased_modules + (LM_HEAD,) * config.has_lm_head_bias,
+        adapts_ends=config.embedding_size is None and not config.has_unit_lm_head,
         paths={
             module: path.replace(config.names.layer(0), config.names.layer("{}"), 1)
             for module, path in layer.module_paths.items()

@@ -269,11 +269,6 @@ class ModelSpec:
         return len(self.layers)
 
     @property
-    def has_plain_ends(self) -> bool:
-        """Whether the embedding and the output layer are linear in what adapters add to them."""
-        return self.embedding_size is None and not self.has_unit_lm_head
-
-    @property
     def module_shapes(self) -> tuple[Mapping[str, tuple[int, int]], ...]:
         """LayerSpec.module_shapes of each layer."""
         return tuple(layer.module_shapes for layer in self.layers)

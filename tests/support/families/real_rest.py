@@ -45,6 +45,17 @@ def neox_layer(prefix: str, attention: str, hidden: int, qkv: int, *, has_bias: 
     )
 
 
+def opt_layers(hidden: int, inner: int) -> Tensors:
+    """The decoder layers of OPT and its table of positions."""
+    tensors: Tensors = {"model.decoder.embed_positions.weight": (2050, hidden)}
+    layer = "model.decoder.layers.{}"
+    for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+        tensors |= linear(f"{layer}.self_attn.{name}", hidden, hidden)
+    tensors |= norm(f"{layer}.self_attn_layer_norm", hidden)
+    tensors |= norm(f"{layer}.final_layer_norm", hidden)
+    return tensors | linear(f"{layer}.fc1", inner, hidden) | linear(f"{layer}.fc2", hidden, inner)
+
+
 CONFIGS: dict[str, dict[str, Any]] = json.loads(
     Path(__file__).with_name("real_configs_rest.json").read_text(encoding="utf-8")
 )
@@ -135,5 +146,24 @@ TENSORS: dict[str, Tensors] = {
     | linear("transformer.h.{}.mlp.fc_out", 4096, 16384)
     | norm("transformer.ln_f", 4096)
     | linear("lm_head", 50400, 4096),
+    "opt-350m": linear("model.decoder.embed_tokens", 50272, 512, has_bias=False)
+    | linear("model.decoder.project_in", 1024, 512, has_bias=False)
+    | linear("model.decoder.project_out", 512, 1024, has_bias=False)
+    | opt_layers(1024, 4096),
+    "opt-1.3b": linear("model.decoder.embed_tokens", 50272, 2048, has_bias=False)
+    | opt_layers(2048, 8192)
+    | norm("model.decoder.final_layer_norm", 2048),
+    "Baichuan-7B": linear("model.embed_tokens", 64000, 4096, has_bias=False)
+    | norm("model.layers.{}.input_layernorm", 4096, has_bias=False)
+    | norm("model.layers.{}.post_attention_layernorm", 4096, has_bias=False)
+    | llama_layer(4096, 4096, 11008, has_fused_qkv=True)
+    | norm("model.norm", 4096, has_bias=False)
+    | linear("lm_head", 64000, 4096, has_bias=False),
+    "Baichuan2-13B-Chat": linear("model.embed_tokens", 125696, 5120, has_bias=False)
+    | norm("model.layers.{}.input_layernorm", 5120, has_bias=False)
+    | norm("model.layers.{}.post_attention_layernorm", 5120, has_bias=False)
+    | llama_layer(5120, 5120, 13696, has_fused_qkv=True)
+    | norm("model.norm", 5120, has_bias=False)
+    | linear("lm_head", 125696, 5120, has_bias=False),
 }
 """What must be in the files; heads tied to the embedding need not be."""

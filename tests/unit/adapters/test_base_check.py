@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -55,6 +56,38 @@ GOOD = [
     end(RowKind.MAGNITUDE, magnitude=raw(50)),
     TOKENS,
 ]
+
+
+ENDS = [good for good in GOOD if good.layer is None]
+
+
+@pytest.mark.parametrize("part", ENDS, ids=lambda row: f"{row.kind}-{row.module}")
+def test_a_base_whose_ends_cannot_be_adapted(part: CanonicalRow) -> None:
+    shapes = msgspec.structs.replace(SHAPES, adapts_ends=False)
+    with pytest.raises(UnsupportedFeatureError, match="output layer of this base model cannot"):
+        check_shapes([part], shapes, max_rank=4)
+    with pytest.raises(AdapterMismatchError, match="the base model has none"):
+        check_targets(targets_of(part, SHAPES, max_rank=4), shapes, max_rank=4)
+
+
+@pytest.mark.parametrize("ties_embeddings", [False, True])
+@pytest.mark.parametrize("part", ENDS, ids=lambda row: f"{row.kind}-{row.module}")
+def test_a_bias_of_the_output_layer_allows_only_its_lora(
+    part: CanonicalRow, ties_embeddings: bool
+) -> None:
+    shapes = msgspec.structs.replace(
+        SHAPES, biased_modules=("lm_head",), ties_embeddings=ties_embeddings
+    )
+    targets = list(targets_of(part, shapes, max_rank=4))
+    is_of_head = ties_embeddings or part.module == "lm_head"
+    if part.kind is RowKind.LORA or not is_of_head:
+        check_shapes([part], shapes, max_rank=4)
+        check_targets(targets, shapes, max_rank=4)
+        return
+    with pytest.raises(UnsupportedFeatureError, match="lm_head has a bias; served is LoRA of it"):
+        check_shapes([part], shapes, max_rank=4)
+    with pytest.raises(AdapterMismatchError, match="the base model has none"):
+        check_targets(targets, shapes, max_rank=4)
 
 
 @pytest.mark.parametrize("good", GOOD, ids=lambda row: f"{row.kind}-{row.module}")

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 from loraplex.adapters.formats.peft_names import parse_name
+from loraplex.app.builder import base_shapes
 from loraplex.core.errors import ConfigError, UnsupportedModelError
 from loraplex.kernels.activations import Activation
 from loraplex.models.alibi import alibi_slopes
 from loraplex.models.head_order import heads_in_groups
 from loraplex.models.parameters import checkpoint_shapes
 from loraplex.models.registry import read_config
-from loraplex.models.spec import LayerSpec, ModelSpec, NormKind
+from loraplex.models.spec import LayerSpec, ModelSpec, NormKind, NormPlace
 from support.families.real_rest import CONFIGS, TENSORS
 
 
@@ -80,6 +81,10 @@ def feed_forward(layer: LayerSpec) -> tuple[Activation, bool, bool, int]:
         ("falcon-rw-1b", (None, None, None, 32), (Activation.GELU, False, False, 2)),
         ("bloom-560m", (None, None, None, 16), (Activation.GELU_TANH, False, False, 2)),
         ("gpt-j-6b", (64, True, None, 16), (Activation.GELU_TANH, False, True, 1)),
+        ("opt-350m", (None, None, None, 16), (Activation.RELU, False, False, 2)),
+        ("opt-1.3b", (None, None, None, 32), (Activation.RELU, False, False, 2)),
+        ("Baichuan-7B", (128, False, None, 32), (Activation.SILU, True, False, 2)),
+        ("Baichuan2-13B-Chat", (None, None, None, 40), (Activation.SILU, True, False, 2)),
     ],
 )
 def test_traits_of_the_real_models(
@@ -88,7 +93,7 @@ def test_traits_of_the_real_models(
     spec = read(tmp_path, name)
     assert attention(spec) == of_attention
     assert feed_forward(spec.layers[-1]) == of_feed_forward
-    is_rms = name.startswith(("SmolLM", "internlm"))
+    is_rms = name.startswith(("SmolLM", "internlm", "Baichuan"))
     assert spec.final_norm.kind is (NormKind.RMS if is_rms else NormKind.LAYER)
     assert spec.has_lm_head_bias == (name in ("phi-2", "gpt-j-6b"))
     assert (spec.logits_factor == 1.0) == (not name.startswith("c4ai"))
@@ -125,7 +130,7 @@ def test_defaults_of_absent_fields(tmp_path: Path) -> None:
     assert rope_of("gpt-j-6b", "rotary_dim") == (1e4, 64)
     assert read(tmp_path, "c4ai-command-r-v01", logit_scale=None).logits_factor == 0.0625
     tied = {"starcoder2-7b", "c4ai-command-r-v01", "c4ai-command-r7b-12-2024", "SmolLM3-3B"}
-    tied |= {"falcon-7b", "falcon-40b", "falcon-rw-1b", "bloom-560m"}
+    tied |= {"opt-350m", "opt-1.3b", "falcon-7b", "falcon-40b", "falcon-rw-1b", "bloom-560m"}
     for name in CONFIGS:
         assert read(tmp_path, name, tie_word_embeddings=None).tie_word_embeddings == (name in tied)
 
@@ -141,6 +146,12 @@ def test_defaults_of_absent_fields(tmp_path: Path) -> None:
             "apply_residual_connection_post_layernorm true is not supported",
         ),
         ("bloom-560m", {"slow_but_exact": True}, "slow_but_exact true is not supported"),
+        ("opt-1.3b", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm true"),
+        (
+            "opt-1.3b",
+            {"layer_norm_elementwise_affine": False},
+            "layer_norm_elementwise_affine false is not supported",
+        ),
         ("falcon-7b", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn 2"),
         ("phi-2", {"hidden_act": "tanh"}, "hidden_act 'tanh' is not supported"),
         ("gpt-neox-20b", {"quantization_config": {"bits": 4}}, "quantization_config"),
@@ -186,6 +197,36 @@ def test_gptj_rotates_as_many_elements_as_it_says(tmp_path: Path) -> None:
             changes = {"n_embd": 2 * head_dim, "n_head": 2, "n_layer": 1}
             spec = read(tmp_path, "gpt-j-6b", rotary_dim=rotary_dim, **changes)
             assert attention(spec)[0] == rotary_dim
+
+
+def test_norms_of_opt(tmp_path: Path) -> None:
+    after, before = read(tmp_path, "opt-350m"), read(tmp_path, "opt-1.3b")
+    assert (after.position_offset, after.embedding_size) == (2, 512)
+    assert (before.position_offset, before.embedding_size) == (2, None)
+    assert not before.layers[0].norms[NormPlace.BEFORE_ATTENTION].replaces_residual
+    assert NormPlace.BEFORE_ATTENTION not in after.layers[0].norms
+    norm = after.layers[5].norms[NormPlace.BEFORE_ATTENTION]
+    assert (norm.path, norm.replaces_residual) == ("model.decoder.layers.4.final_layer_norm", True)
+    assert after.final_norm.path == "model.decoder.layers.23.final_layer_norm"
+
+
+def test_versions_of_baichuan(tmp_path: Path) -> None:
+    spec = read(tmp_path, "Baichuan2-13B-Chat")
+    assert (spec.max_position_embeddings, spec.has_unit_lm_head) == (4096, True)
+    assert len(spec.layers[0].attention.alibi_slopes) == 40
+    # Baichuan 2 of 7B has the class name of the models with ALiBi.
+    changes = {"hidden_size": 4096, "num_attention_heads": 32}
+    assert attention(read(tmp_path, "Baichuan2-13B-Chat", **changes))[0] == 128
+    assert not read(tmp_path, "Baichuan-7B").has_unit_lm_head
+
+
+def test_adapters_of_ends_that_are_not_linear(tmp_path: Path) -> None:
+    names = {name for name in CONFIGS if not base_shapes(read(tmp_path, name)).adapts_ends}
+    assert names == {"opt-350m", "Baichuan2-13B-Chat"}
+    biased = {
+        name for name in CONFIGS if "lm_head" in base_shapes(read(tmp_path, name)).biased_modules
+    }
+    assert biased == {"phi-2", "gpt-j-6b"}
 
 
 def test_head_orders() -> None:
