@@ -8,12 +8,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from support.families.llama_relatives import Config, LlamaRelative
 
 
-class AlibiLlama(LlamaForCausalLM):
+class AlibiLlama(LlamaForCausalLM):  # type: ignore[no-untyped-call]
     """Llama without rotation, with a bias of the scores that is linear in the distance."""
 
     @classmethod
     def from_config(cls, config: LlamaConfig, **options: Any) -> "AlibiLlama":
-        model: AlibiLlama = cls._from_config(config, **options)
+        model: AlibiLlama = cls._from_config(config, **options)  # type: ignore[no-untyped-call]
         return model
 
     def forward(
@@ -48,14 +48,14 @@ class _UnitHead(torch.nn.Linear):
         return torch.nn.functional.linear(x, torch.nn.functional.normalize(self.weight))
 
 
-class UnitHeadLlama(LlamaForCausalLM):
+class UnitHeadLlama(LlamaForCausalLM):  # type: ignore[no-untyped-call]
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config)
         self.lm_head = _UnitHead(config.hidden_size, config.vocab_size, bias=False)
 
     @classmethod
     def from_config(cls, config: LlamaConfig, **options: Any) -> "UnitHeadLlama":
-        model: UnitHeadLlama = cls._from_config(config, **options)
+        model: UnitHeadLlama = cls._from_config(config, **options)  # type: ignore[no-untyped-call]
         return model
 
 
