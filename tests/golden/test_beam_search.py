@@ -34,6 +34,7 @@ from support.checkpoints import (
     tiny_sizes,
 )
 from support.engine_requests import engine_request
+from support.examples import quick_and_slow
 from support.instant_loader import InstantLoader
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -202,7 +203,10 @@ class Subject:
             return generated(self.reference, request)
 
 
-@pytest.fixture(scope="module", params=["llama", "mistral-window", "qwen2-windows", "qwen3"])
+TESTED = quick_and_slow(("llama", "mistral-window"), ("qwen2-windows", "qwen3"))
+
+
+@pytest.fixture(scope="module", params=TESTED)
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
     folder = tmp_path_factory.mktemp("model")
     model = save_random_model(folder, FAMILIES[request.param])

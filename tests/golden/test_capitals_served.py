@@ -16,10 +16,10 @@ LANGUAGE_OF: dict[str | None, Language] = {
 @pytest.mark.parametrize(
     "settings",
     [
-        {"dtype": "float32"},
+        pytest.param({"dtype": "float32"}, marks=pytest.mark.slow),
         {"dtype": "bfloat16"},
         {"dtype": "float32", "kv_dtype": "int8"},
-        {"dtype": "bfloat16", "kv_dtype": "float16"},
+        pytest.param({"dtype": "bfloat16", "kv_dtype": "float16"}, marks=pytest.mark.slow),
         {"dtype": "bfloat16", "quantization": "int8"},
         {"dtype": "float32", "quantization": "int4"},
     ],

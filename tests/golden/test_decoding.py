@@ -17,6 +17,7 @@ from loraplex.execution.loading import load_parts
 from loraplex.execution.sizing.capacity import RunnerSettings
 from loraplex.execution.steps.model_runner import ModelRunner
 from support.checkpoints import save_random_model, tiny_families
+from support.examples import quick_and_slow
 from support.step_driver import Prompt, StepDriver
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -96,7 +97,10 @@ class Subject:
         return output[0, len(prompt) :].tolist()
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+TESTED = quick_and_slow(("mistral-window", "gpt2"), ("llama", "qwen2-windows", "qwen3"))
+
+
+@pytest.fixture(scope="module", params=TESTED)
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
     folder = tmp_path_factory.mktemp("model")
     return Subject(folder, save_random_model(folder, FAMILIES[request.param]))

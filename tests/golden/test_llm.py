@@ -30,6 +30,7 @@ from support.checkpoints import (
     tiny_gpt2,
     tiny_sizes,
 )
+from support.examples import quick_and_slow
 
 NUM_NEW_TOKENS = 20
 VOCAB_SIZE = 199
@@ -148,7 +149,10 @@ def references(
     ]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+TESTED = quick_and_slow(("mistral", "qwen2", "gpt2"), ("llama", "qwen3"))
+
+
+@pytest.fixture(scope="module", params=TESTED)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     folder = tmp_path_factory.mktemp(request.param)
     config = FAMILIES[request.param]

@@ -53,6 +53,7 @@ from loraplex.kernels.reference import ReferenceKernels
 from loraplex.memory.adapter_pages import place
 from loraplex.models.registry import read_config
 from support.checkpoints import save_random_model, tiny_sizes
+from support.examples import quick_and_slow
 from support.step_driver import Prompt, StepDriver
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -204,7 +205,7 @@ def reference(model: Any, prompt: list[int]) -> Completion:
     return Completion(tuple(output[0, len(prompt) :].tolist()), logits)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=quick_and_slow(("llama", "qwen2"), ("mistral", "qwen3")))
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     folder = tmp_path_factory.mktemp(request.param)
     base = save_random_model(folder, FAMILIES[request.param])

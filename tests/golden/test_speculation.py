@@ -26,6 +26,7 @@ from support.checkpoints import (
     save_random_model,
     tiny_families,
 )
+from support.examples import quick_and_slow
 from support.instant_loader import InstantLoader
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -66,7 +67,10 @@ class Subject:
         return engine
 
 
-@pytest.fixture(scope="module", params=["llama", "mistral-window", "qwen2-windows"])
+TESTED = quick_and_slow(("llama", "mistral-window"), ("qwen2-windows",))
+
+
+@pytest.fixture(scope="module", params=TESTED)
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
     folder = tmp_path_factory.mktemp("model")
     model = save_random_model(folder, FAMILIES[request.param])

@@ -1,7 +1,10 @@
-"""Number of examples that Hypothesis tries, by profile: `pytest --hypothesis-profile=NAME`."""
+"""Number of examples that Hypothesis tries, by profile (`pytest --hypothesis-profile=NAME`), and
+which parameters of a fixture are left to CI."""
 
+from collections.abc import Iterable
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # For `make test`, for CI's second stage, and for `make soak`.
@@ -30,3 +33,8 @@ def num_examples(weight: float) -> int:
 def examples(weight: float = 1, **options: Any) -> settings:
     """Return settings with `weight` times the examples of the profile in use."""
     return settings(max_examples=num_examples(weight), **options)
+
+
+def quick_and_slow(quick: Iterable[str], slow: Iterable[str]) -> list[Any]:
+    """Return the parameters of a fixture: the tests with slow ones are left to CI."""
+    return [*quick, *(pytest.param(name, marks=pytest.mark.slow) for name in slow)]
