@@ -78,6 +78,7 @@ ORPHAN_SECONDS: Final = 20.0
 RETRY_SECONDS: Final = 0.2
 MAY_REFUSE: Final = ("refused: 404", "refused: 503")
 """Deletion of what is not there, and changes that needed a process that is gone."""
+DISK_IS_FULL: Final = "refused: 507"
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -269,7 +270,8 @@ async def changer(soak: Soak, tenant: str, texts: dict[str | None, str]) -> None
             soak.tally.changes[outcome] += 1
             known[name] = {wanted} if outcome == "acknowledged" else {*before, wanted}
             is_full = soak.num_full % 2 or soak.num_full != num_full
-            if outcome.startswith("refused") and outcome not in MAY_REFUSE and not is_full:
+            may_refuse = (*MAY_REFUSE, DISK_IS_FULL) if is_full else MAY_REFUSE
+            if outcome.startswith("refused") and outcome not in may_refuse:
                 soak.tally.wrong.append(f"adapter {name}: {outcome}")
             for each, adapters in known.items():
                 found = await probe(http, each)
