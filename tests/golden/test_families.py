@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 CASES = {**first.CASES, **rest.CASES}
 QUICK = [name for name, case in CASES.items() if case.is_quick]
-QUICK_BACKEND = "reference"
+QUICK_BACKEND = "fastest"
 NUM_NEW_TOKENS = 24
 MAX_RANK = 16
 RANK_LIMIT = 32

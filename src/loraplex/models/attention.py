@@ -57,6 +57,7 @@ class AttentionInputs(NamedTuple):
     """What the attention of a step reads, in layers of one kind."""
 
     angles: Angles | None
+    query_angles: Angles | None  # AttentionSpec.query_rope's; None: the keys' are the queries' too
     slot_mapping: torch.Tensor  # [T] int64: of the layer's KV group
     plan: AttentionPlan
     head_rows: torch.Tensor | None  # HeadOrder.rows; None: the heads are in order
@@ -106,11 +107,19 @@ class Attention:
         """x [T, hidden] -> [T, hidden]; writes the tokens' keys and values to the storage."""
         query, key, value = self._project(x, lora, inputs.head_rows)
         if self._spec.rope is not None and inputs.angles is not None:
-            is_interleaved = self._spec.rope.is_interleaved
-            self._kernels.rotary(query, key, *inputs.angles, is_interleaved=is_interleaved)
+            turned = query
+            if inputs.query_angles is not None:
+                self._rotate(query, key[:, :0], inputs.query_angles)
+                turned = query[:, :0]
+            self._rotate(turned, key, inputs.angles)
         self._kernels.write_kv(storage, key, value, inputs.slot_mapping)
         attended = self._kernels.paged_attention(query, storage, inputs.plan, self._sink_logits)
         return self._output.forward(attended.flatten(1), lora)
+
+    def _rotate(self, query: torch.Tensor, key: torch.Tensor, angles: Angles) -> None:
+        assert self._spec.rope is not None
+        is_interleaved = self._spec.rope.is_interleaved
+        self._kernels.rotary(query, key, *angles, is_interleaved=is_interleaved)
 
     def _project(
         self, x: torch.Tensor, lora: LoraBatch | None, head_rows: torch.Tensor | None

@@ -102,14 +102,17 @@ class ConfigFields:
             raise self._wrong(name, "a number")
         return float(value)
 
+    def positive(self, name: str, default: float) -> float:
+        value = self.number(name, default)
+        if value <= 0:
+            raise self._wrong(name, "a positive number")
+        return value
+
     def positive_or_null(self, name: str, default: float | None = None) -> float | None:
         """Return a positive number, None for null, the default if absent."""
         if name in self._nulls:
             return None
-        value = self.optional_number(name)
-        if value is not None and value <= 0:
-            raise self._wrong(name, "a positive number or null")
-        return default if value is None else value
+        return self.positive(name, 1.0) if name in self else default
 
     def numbers(self, name: str) -> tuple[float, ...]:
         """Return a required list."""

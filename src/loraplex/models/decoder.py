@@ -179,6 +179,7 @@ class Decoder:
             kind, attention = self._kinds[index], self.spec.layers[index].attention
             inputs = AttentionInputs(
                 angles=angles.get(attention.rope),
+                query_angles=angles.get(attention.query_rope),
                 slot_mapping=batch.slot_mappings[kind.kv_group],
                 plan=plans[kind],
                 head_rows=head_rows.get(attention.head_order),

@@ -17,10 +17,12 @@ from loraplex.models.family_config import (
 )
 from loraplex.models.layer_types import periodic_windows, ropes_of_windows
 from loraplex.models.spec import OUTPUT, QKV, ModelSpec, NormSpec
+from loraplex.models.wrapper import read_text_tower
 
 ARCHITECTURE: Final = "GemmaForCausalLM"
 ARCHITECTURE_2: Final = "Gemma2ForCausalLM"
 ARCHITECTURE_3: Final = "Gemma3ForCausalLM"
+WRAPPER_3: Final = "Gemma3ForConditionalGeneration"
 
 _NORM: Final = NormSpec("", 0, 1e-6, weight_offset=1.0, is_rounded_once=True)
 _SANDWICH: Final = dataclasses.replace(
@@ -34,9 +36,6 @@ _DEFAULTS: Final = {
     "head_dim": 256,
     "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
-    "eos_token_id": 1,
-    "bos_token_id": 2,
-    "pad_token_id": 0,
 }
 _SIZES_3: Final = {
     "vocab_size": 262_208,
@@ -66,7 +65,7 @@ def read_config_2(fields: ConfigFields) -> ModelSpec:
     traits = Traits(
         names=_SANDWICH,
         windows=periodic_windows(fields, period=2),
-        score_scale=fields.number("query_pre_attn_scalar", 256.0) ** -0.5,
+        score_scale=fields.positive("query_pre_attn_scalar", 256.0) ** -0.5,
         score_soft_cap=fields.positive_or_null("attn_logit_softcapping", 50.0),
     )
     spec = _read(fields, ARCHITECTURE_2, traits)
@@ -90,13 +89,17 @@ def read_config_3(fields: ConfigFields) -> ModelSpec:
         ropes=ropes_of_windows(
             fields, windows, sliding_theta=fields.number("rope_local_base_freq", 10_000.0)
         ),
-        score_scale=fields.number("query_pre_attn_scalar", 256.0) ** -0.5,
+        score_scale=fields.positive("query_pre_attn_scalar", 256.0) ** -0.5,
         head_norm=_NORM,
     )
     spec = _read(fields, ARCHITECTURE_3, traits)
     return dataclasses.replace(
         spec, logits_soft_cap=fields.positive_or_null("final_logit_softcapping")
     )
+
+
+def read_wrapper_3(fields: ConfigFields) -> ModelSpec:
+    return read_text_tower(fields, WRAPPER_3, read_config_3, ties=True)
 
 
 def _read(fields: ConfigFields, architecture: str, traits: Traits) -> ModelSpec:

@@ -78,7 +78,7 @@ class RotaryTable:
             case _:
                 frequencies = inverse_frequencies(rope, dim)
         angles = positions.unsqueeze(1) * frequencies
-        scale = attention_scale(rope)
+        scale = attention_scale(rope) * _growth(rope, positions)
         return angles.cos() * scale, angles.sin() * scale
 
 
@@ -113,7 +113,8 @@ def rotary_tables(
     rotary_dims = {
         rope: rope.rotary_dim(layer.attention.head_dim)
         for layer in spec.layers
-        if (rope := layer.attention.rope) is not None
+        for rope in (layer.attention.rope, layer.attention.query_rope)
+        if rope is not None
     }
     return {
         rope: RotaryTable(
@@ -159,6 +160,14 @@ def attention_scale(rope: RopeConfig) -> float:
             rope.factor, rope.mscale_all_dim
         )
     return _yarn_mscale(rope.factor, 1.0)
+
+
+def _growth(rope: RopeConfig, positions: torch.Tensor) -> torch.Tensor | float:
+    """Return RopeConfig.growth's factors [num_positions, 1]."""
+    if not rope.growth:
+        return 1.0
+    steps = (positions / rope.original_max_position_embeddings).floor()
+    return (1 + rope.growth * (1 + steps).log()).unsqueeze(1)
 
 
 def _exponents(rotary_dim: int) -> torch.Tensor:

@@ -45,6 +45,8 @@ class RopeConfig:
     """Whether transformers computes a sequence again when it outgrows the original length."""
     is_interleaved: bool = False
     """Whether the elements 2 i and 2 i + 1 of a head turn together, rather than i and i + R / 2."""
+    growth: float = 0.0
+    """b of the factor 1 + b * ln(1 + floor(position / original length)) of what turns."""
 
     def rotary_dim(self, head_dim: int) -> int:
         """Return R, the number of elements of a head that turn.
@@ -103,6 +105,8 @@ class AttentionSpec:
     head_dim: int
     rope: RopeConfig | None
     """None: the layer rotates nothing."""
+    query_rope: RopeConfig | None = None
+    """Embedding of the queries, where it differs from that of the keys."""
     scale: float | None = None
     """Factor of the scores; None: head_dim ** -0.5."""
     soft_cap: float | None = None

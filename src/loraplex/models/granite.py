@@ -1,0 +1,26 @@
+"""Granite 3 and 4: Llama with a factor of the embedding, scores, residual additions and logits."""
+
+import dataclasses
+from typing import Final
+
+from loraplex.models.config_fields import ConfigFields
+from loraplex.models.family_config import Traits, read_decoder
+from loraplex.models.spec import DOWN, OUTPUT, QKV, UP, ModelSpec
+
+ARCHITECTURE: Final = "GraniteForCausalLM"
+
+
+def read_config(fields: ConfigFields) -> ModelSpec:
+    fields = fields.renamed({}, {"max_position_embeddings": 2048})
+    biased: tuple[str, ...] = (QKV, OUTPUT) if fields.boolean("attention_bias", False) else ()
+    biased += (UP, DOWN) if fields.boolean("mlp_bias", False) else ()
+    traits = Traits(
+        biased=biased,
+        score_scale=fields.positive("attention_multiplier", 1.0),
+        residual_factor=fields.positive("residual_multiplier", 1.0),
+    )
+    return dataclasses.replace(
+        read_decoder(fields, ARCHITECTURE, traits),
+        embedding_factor=fields.positive("embedding_multiplier", 1.0),
+        logits_factor=1.0 / fields.positive("logits_scaling", 1.0),
+    )
