@@ -94,7 +94,10 @@ def read_config_3(fields: ConfigFields) -> ModelSpec:
     )
     spec = _read(fields, ARCHITECTURE_3, traits)
     return dataclasses.replace(
-        spec, logits_soft_cap=fields.positive_or_null("final_logit_softcapping")
+        spec,
+        logits_soft_cap=fields.positive_or_null("final_logit_softcapping"),
+        # The file states the stretched length, though its rope is of type linear.
+        default_max_model_len=spec.max_position_embeddings,
     )
 
 

@@ -6,7 +6,6 @@ from typing import Final
 from loraplex.models.config_fields import ConfigFields
 from loraplex.models.decoder_names import LLAMA_NAMES
 from loraplex.models.family_config import Traits, read_decoder
-from loraplex.models.rope_config import read_rope
 from loraplex.models.spec import QKV, ModelSpec, NormSpec
 
 ARCHITECTURE: Final = "Glm4ForCausalLM"
@@ -29,10 +28,9 @@ _DEFAULTS: Final = {
 def read_config(fields: ConfigFields) -> ModelSpec:
     """Read a config.json; `attention_bias` leaves the output projection without a bias."""
     fields = fields.renamed({}, _DEFAULTS)
-    rope = read_rope(fields, fields.integer("head_dim"), fields.integer("max_position_embeddings"))
     traits = Traits(
         names=_NAMES,
-        ropes=(dataclasses.replace(rope, is_interleaved=True),),
+        is_rope_interleaved=True,
         norm=NormSpec("", 0, 1.5625e-7),
         biased=(QKV,) if fields.boolean("attention_bias", True) else (),
     )

@@ -5,17 +5,16 @@ from typing import Final
 
 from loraplex.models.config_fields import ConfigFields
 from loraplex.models.family_config import Traits, read_decoder
-from loraplex.models.spec import DOWN, OUTPUT, QKV, UP, ModelSpec
+from loraplex.models.llama import llama_biases
+from loraplex.models.spec import ModelSpec
 
 ARCHITECTURE: Final = "GraniteForCausalLM"
 
 
 def read_config(fields: ConfigFields) -> ModelSpec:
     fields = fields.renamed({}, {"max_position_embeddings": 2048})
-    biased: tuple[str, ...] = (QKV, OUTPUT) if fields.boolean("attention_bias", False) else ()
-    biased += (UP, DOWN) if fields.boolean("mlp_bias", False) else ()
     traits = Traits(
-        biased=biased,
+        biased=llama_biases(fields),
         score_scale=fields.positive("attention_multiplier", 1.0),
         residual_factor=fields.positive("residual_multiplier", 1.0),
     )

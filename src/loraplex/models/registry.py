@@ -75,6 +75,17 @@ ARCHITECTURES: Final[Mapping[str, ReadConfig]] = MappingProxyType(
     }
 )
 
+_REASONS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "MllamaForConditionalGeneration": "its cross-attention layers read images",
+        "Llama4ForConditionalGeneration": "mixtures of experts are not supported",
+        "Llama4ForCausalLM": "mixtures of experts are not supported",
+        "Phi3SmallForCausalLM": "it is not a Phi 3: its attention is sparse",
+        "Phi4MMForCausalLM": "the adapters within it are chosen by images and sound",
+    }
+)
+"""Why some architectures that look like a supported one are not."""
+
 
 def read_config(folder: Path) -> ModelSpec:
     """Read config.json, and the end tokens of generation_config.json where there is one.
@@ -98,8 +109,9 @@ def _family(fields: ConfigFields) -> ReadConfig:
         raise ConfigError(f"{fields.source}: architectures is missing")
     read = ARCHITECTURES.get(names[0])
     if read is None:
+        reason = f" ({_REASONS[names[0]]})" if names[0] in _REASONS else ""
         raise UnsupportedModelError(
-            f"{fields.source}: architecture {names[0]} is not supported; "
+            f"{fields.source}: architecture {names[0]} is not supported{reason}; "
             f"supported: {', '.join(ARCHITECTURES)}"
         )
     return read

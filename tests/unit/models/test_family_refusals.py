@@ -1,0 +1,97 @@
+"""Fields of the families that are refused by name, that are null, or that a wrapper overrides."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loraplex.core.errors import ConfigError, UnsupportedModelError
+from loraplex.models.registry import read_config
+from loraplex.models.spec import ModelSpec
+from support.families.published import MODELS
+
+
+def read(folder: Path, name: str, text: dict[str, Any] | None = None, **changes: Any) -> ModelSpec:
+    """Read a published config.json with changes; text: those of its text_config."""
+    config = copy.deepcopy(dict(MODELS[name].config)) | changes
+    if text is not None:
+        config["text_config"] |= text
+    (folder / "config.json").write_text(json.dumps(config))
+    return read_config(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("gemma-2b", {"use_bidirectional_attention": True}, "use_bidirectional_attention true"),
+        ("gemma-2-27b", {"use_bidirectional_attention": True}, "use_bidirectional_attention true"),
+        ("gemma-3-1b-it", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping of a Gemma 3"),
+        ("gemma-3-1b-it", {"rope_parameters": {"rope_type": "linear"}}, "rope_type: not supported"),
+        ("gemma-3-4b-it", {"quantization_config": {"bits": 4}}, "quantization_config"),
+        ("gemma-3-4b-it", {"text": {"num_experts": 8}}, "text_config has num_experts"),
+        ("mistral-small-3.1-24b", {"text": {"model_type": "llama"}}, "supported: mistral, ministr"),
+        ("phi-4-mini", {"lm_head_bias": True}, "lm_head_bias true is not supported"),
+        ("phi-4-mini", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear'.* Phi 3"),
+        (
+            "gemma-3-4b-it",
+            {"architectures": ["MllamaForConditionalGeneration"]},
+            "Mllama.*cross-attention",
+        ),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(
+    tmp_path: Path, name: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        read(tmp_path, name, **changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("gemma-3-4b-it", {"text_config": None}, "config.json: text_config is missing"),
+        ("ministral-3-8b", {"text": {"rope_parameters": {"rope_type": "yarn"}}}, "llama_4_scaling"),
+        ("granite-3.1-8b", {"logits_scaling": 0}, "logits_scaling must be a positive number, got"),
+        ("gemma-2-27b", {"final_logit_softcapping": -1}, "final_logit_softcapping must be a posit"),
+        ("gemma-2-27b", {"sliding_window": 0}, "sliding_window must be a positive number, got 0"),
+    ],
+)
+def test_errors_name_the_field(
+    tmp_path: Path, name: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read(tmp_path, name, **changes)
+
+
+def test_a_cap_that_is_null_is_none(tmp_path: Path) -> None:
+    caps = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+    spec = read(tmp_path, "gemma-2-27b", sliding_window=None, **caps)
+    attention = spec.layers[0].attention
+    assert (spec.logits_soft_cap, attention.soft_cap, attention.window) == (None, None, None)
+
+
+def test_the_length_of_a_gemma_3_is_stated_as_it_is_after_stretching(tmp_path: Path) -> None:
+    assert read(tmp_path, "gemma-3-4b-it").default_max_model_len == 131_072
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_the_wrapper_decides_whether_the_head_is_tied(tmp_path: Path, is_tied: bool) -> None:
+    text = {"tie_word_embeddings": not is_tied}
+    spec = read(tmp_path, "gemma-3-4b-it", text, tie_word_embeddings=is_tied)
+    assert spec.tie_word_embeddings is is_tied
+
+
+def test_an_older_qwen_vl_ties_its_head_in_the_text_config(tmp_path: Path) -> None:
+    text = {**MODELS["qwen2.5-vl-3b"].config, "tie_word_embeddings": True}
+    spec = read(tmp_path, "qwen2.5-vl-3b", text_config=text, tie_word_embeddings=False)
+    assert spec.tie_word_embeddings
+
+
+def test_the_queries_of_a_ministral_3_grow_with_their_position(tmp_path: Path) -> None:
+    attention = read(tmp_path, "ministral-3-8b").layers[0].attention
+    assert attention.rope is not None
+    assert attention.query_rope is not None
+    assert (attention.rope.growth, attention.query_rope.growth) == (0.0, 0.1)
+    assert attention.rope.original_max_position_embeddings == 16_384
