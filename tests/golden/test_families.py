@@ -106,7 +106,11 @@ class RecordingSampler(Sampler):
         return super().sample(logits, steps)
 
 
-HANDLES = {"all": 11, "first": 12, "one-layer": 13}
+HANDLES = {"all": 11, "first": 12, "one-layer": 13, "embedding": 14, "head": 15}
+ENDS = {
+    "embedding": LoraConfig(r=4, lora_alpha=6, target_modules=["embed_tokens"]),
+    "head": LoraConfig(r=4, lora_alpha=6, target_modules=["lm_head"]),
+}
 
 
 def save_model(folder: Path, case: FamilyCase) -> Any:
@@ -120,12 +124,15 @@ def save_model(folder: Path, case: FamilyCase) -> Any:
     return model.eval()
 
 
-def make_subject(folder: Path, case: FamilyCase) -> Subject:
-    reference = add_random_adapters(save_model(folder, case), adapter_configs(case))
+def make_subject(
+    folder: Path, case: FamilyCase, configs: Mapping[str, LoraConfig] | None = None
+) -> Subject:
+    configs = configs or adapter_configs(case)
+    reference = add_random_adapters(save_model(folder, case), configs)
     if case.convert is not None:
         case.convert(folder)
     return Subject(
-        folder, reference, {name: saved(folder, name, reference, case) for name in HANDLES}
+        folder, reference, {name: saved(folder, name, reference, case) for name in configs}
     )
 
 
@@ -193,10 +200,10 @@ PROMPTS = {
 
 @torch.no_grad()
 def reference_completion(
-    model: PeftModel, adapter: str | None, num_tokens: int
+    model: PeftModel, adapter: str | None, prompt: Prompt, num_tokens: int
 ) -> tuple[torch.Tensor, list[int]]:
     """(logits of the prompt, greedy tokens)"""
-    inputs = torch.tensor([PROMPTS[adapter].token_ids])
+    inputs = torch.tensor([prompt.token_ids])
     if adapter is None:
         with model.disable_adapter():
             return generate(model, inputs, num_tokens)
@@ -226,7 +233,7 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 def test_same_logits_and_tokens_as_transformers(subject: Subject) -> None:
     driver, sampler = subject.driver()
     for adapter, prompt in PROMPTS.items():
-        logits, tokens = reference_completion(subject.reference, adapter, NUM_NEW_TOKENS)
+        logits, tokens = reference_completion(subject.reference, adapter, prompt, NUM_NEW_TOKENS)
         sampler.logits.clear()
         (generated,) = driver.generate([prompt], NUM_NEW_TOKENS, prompt_logits=True)
         assert relative_error(sampler.logits[0], logits) < TOLERANCE, adapter
@@ -250,12 +257,27 @@ def test_same_bits_in_company_in_chunks_and_in_other_blocks(subject: Subject) ->
 def test_adapters_change_the_logits(subject: Subject) -> None:
     """Or the other tests would prove nothing about them."""
     tokens = PROMPTS["all"].token_ids
-    prompts = [Prompt(tokens), *(Prompt(tokens, ((h, 1.0),)) for h in HANDLES.values())]
+    handles = [HANDLES[name] for name in subject.adapters]
+    prompts = [Prompt(tokens), *(Prompt(tokens, ((h, 1.0),)) for h in handles)]
     driver, sampler = subject.driver()
     driver.generate(prompts, 1)
     base, *adapted = sampler.logits[-1]
     for logits in adapted:
         assert relative_error(logits, base) > 10 * TOLERANCE
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`", "ignore:Model.*tie_word")
+@pytest.mark.parametrize("name", ["gemma2", "granite"])
+def test_adapters_of_embedding_and_head(name: str, tmp_path: Path) -> None:
+    """Compare with factors of the embedding and the logits, and with a soft cap of these."""
+    subject = make_subject(tmp_path, CASES[name], ENDS)
+    driver, sampler = subject.driver(lora_device_bytes=8 << 20)
+    for adapter in ENDS:
+        prompt = make_prompt(20, adapter)
+        logits, tokens = reference_completion(subject.reference, adapter, prompt, 4)
+        sampler.logits.clear()
+        assert driver.generate([prompt], 4, prompt_logits=True) == [tokens]
+        assert relative_error(sampler.logits[0], logits) < TOLERANCE, adapter
 
 
 def mean_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -268,12 +290,15 @@ def mean_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 def test_bfloat16_is_as_exact_as_transformers(name: str, tmp_path: Path) -> None:
     """Compare the mean: the largest error of so few logits is a matter of luck, for both."""
     subject = make_subject(tmp_path, CASES[name])
-    exact = {name: reference_completion(subject.reference, name, 1)[0] for name in PROMPTS}
+    exact = {
+        adapter: reference_completion(subject.reference, adapter, prompt, 1)[0]
+        for adapter, prompt in PROMPTS.items()
+    }
     driver, sampler = subject.driver(dtype="bfloat16")
     half = subject.reference.to(torch.bfloat16)
     own_error = their_error = 0.0
     for adapter, prompt in PROMPTS.items():
-        logits, _ = reference_completion(half, adapter, 1)
+        logits, _ = reference_completion(half, adapter, prompt, 1)
         sampler.logits.clear()
         driver.generate([prompt], 1, prompt_logits=True)
         own_error += mean_error(sampler.logits[0], exact[adapter])
