@@ -67,7 +67,7 @@ def check_shapes(rows: Iterable[CanonicalRow], shapes: BaseShapes, max_rank: int
     for row in rows:
         _check_place(row, shapes)
         for name, expected in _expected(row, shapes).items():
-            _check_shape(row, name, row.tensors[name], expected)
+            _check_shape(row, name, row.tensors[name], expected, shapes.vocab_size)
         _check_rank(row, max_rank)
         if row.kind is RowKind.TOKENS:
             _check_tokens(row, shapes)
@@ -184,7 +184,7 @@ def _expected(row: CanonicalRow, shapes: BaseShapes) -> dict[str, tuple[int, ...
 
 
 def _check_shape(
-    row: CanonicalRow, name: str, tensor: RawTensor, expected: tuple[int, ...]
+    row: CanonicalRow, name: str, tensor: RawTensor, expected: tuple[int, ...], vocab_size: int
 ) -> None:
     if tensor.shape == expected:
         return
@@ -192,10 +192,14 @@ def _check_shape(
         f"tensor {row.origin}.{_SLOTS.get(name, name)} has shape {list(tensor.shape)}; the base "
         f"model needs {list(expected)}"
     )
-    if row.kind is RowKind.FULL and tensor.shape[1:] == expected[1:]:
+    differing = [
+        (size, own) for size, own in zip(tensor.shape, expected, strict=False) if size != own
+    ]
+    is_end = row.layer is None and row.module in (EMBEDDING, LM_HEAD)
+    if is_end and len(differing) == 1 and differing[0][1] == vocab_size:
         text += (
-            f": the vocabulary was resized to {tensor.shape[0]} tokens. Served are the base's "
-            f"{expected[0]}; other ones would need a tokenizer of their own. Resize the base "
+            f": the vocabulary was resized to {differing[0][0]} tokens. Served are the base's "
+            f"{vocab_size}; other ones would need a tokenizer of their own. Resize the base "
             "model and serve that, or train again without resizing"
         )
     raise AdapterMismatchError(text)

@@ -26,7 +26,13 @@ class PeftFolder:
 
     def __init__(self, path: Path, rank: int = 2, seed: int = 0) -> None:
         self.path = path
-        self.config = {"peft_type": "LORA", "r": rank, "lora_alpha": 4}
+        targets = list(SHAPES.modules)
+        self.config = {
+            "peft_type": "LORA",
+            "r": rank,
+            "lora_alpha": 4,
+            "target_modules": targets,
+        }
         self.tensors: dict[str, np.ndarray] = {}
         rng = np.random.default_rng(seed)
         for layer in range(SHAPES.num_layers):

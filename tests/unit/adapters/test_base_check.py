@@ -107,6 +107,14 @@ def test_a_match(good):
         (row(RowKind.BIAS, bias=raw(13)), r"q_proj.bias has shape \[13\]"),
         (row(RowKind.MAGNITUDE, magnitude=raw(11)), "lora_magnitude_vector has shape"),
         (end(RowKind.LORA, a=raw(2, 8), b=raw(51, 2)), r"lm_head.lora_B has shape \[51, 2\]"),
+        (
+            end(RowKind.LORA, a=raw(2, 8), b=raw(51, 2)),
+            "resized to 51 tokens. Served are the base's 50",
+        ),
+        (
+            end(RowKind.LORA, "embed_tokens", a=raw(2, 47), b=raw(8, 2)),
+            "resized to 47 tokens. Served are the base's 50",
+        ),
         (end(RowKind.FULL, weight=raw(51, 8)), "resized to 51 tokens.*tokenizer"),
         (end(RowKind.FULL, "embed_tokens", base=raw(40, 8)), "resized to 40 tokens"),
         (end(RowKind.FULL, weight=raw(50, 9)), r"lm_head.weight has shape \[50, 9\]"),

@@ -242,6 +242,8 @@ def test_what_changes_nothing_is_accepted(harmless):
     [
         ({"r": "8"}, r"\$\.r"),
         ({"r": 0}, "'r'"),
+        ({"r": None}, "r is null; it must be a number"),
+        ({"lora_alpha": None}, "lora_alpha is null; it must be a number"),
         ({"rank_pattern": {"q": -1}}, "'q'"),
         ({"rank_pattern": {"(": 1}}, "regular expression"),
         ({"alpha_pattern": {"[": 1}}, "regular expression"),

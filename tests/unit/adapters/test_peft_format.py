@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from loraplex.adapters.formats.peft import canonical_rows, missing_modules
+from loraplex.adapters.formats.peft import canonical_rows, target_warnings
 from loraplex.adapters.formats.peft_config import PeftConfig
 from loraplex.adapters.tensor_file import RawTensor
 from loraplex.core.errors import (
@@ -138,5 +138,6 @@ def test_tensors_come_as_they_are():
 
 def test_target_modules_without_tensors_are_reported():
     config = PeftConfig(r=2, target_modules=["q_proj", "v_proj", "gate_proj"])
-    assert missing_modules(config, canonical_rows(config, pair())) == ["v_proj", "gate_proj"]
-    assert missing_modules(PeftConfig(target_modules=".*"), ()) == []
+    (warning,) = target_warnings(config, canonical_rows(config, pair()), 1)
+    assert "v_proj, gate_proj" in warning
+    assert target_warnings(PeftConfig(target_modules=".*"), (), 1) == []

@@ -188,6 +188,40 @@ class TestWarnings:
         assert "o_proj" in warning
         assert "up_proj" not in warning
 
+    @pytest.mark.parametrize(
+        ("changes", "warned"),
+        [
+            ({}, True),
+            ({"target_modules": "all-linear"}, True),
+            ({"target_modules": r".*(q_proj|k_proj|down_proj)"}, True),
+            ({"exclude_modules": r".*\.0\..*k_proj"}, False),
+            ({"target_modules": r".*(q_proj|down_proj|1.*k_proj)"}, False),
+        ],
+    )
+    def test_a_targeted_layer_without_tensors_is_reported(
+        self, staged, peft_folder, changes, warned
+    ):
+        folder = peft_folder()
+        for matrix in ("A", "B"):
+            del folder.tensors[f"{folder.name(0, 'k_proj')}.lora_{matrix}.weight"]
+        folder.config |= changes
+        for _ in range(2):  # the second time the file is known
+            warnings = staged(folder.write()).warnings
+            assert len(warnings) == warned
+            assert all("neither lora_A nor lora_B of it in layers 0:" in text for text in warnings)
+
+    def test_layers_that_are_not_targeted_are_not_reported(self, staged, peft_folder):
+        folder = peft_folder()
+        folder.tensors = {n: t for n, t in folder.tensors.items() if ".layers.1." in n}
+        folder.config["layers_to_transform"] = [1]
+        assert staged(folder.write()).warnings == ()
+
+    def test_missing_targets_are_reported(self, staged, peft_folder):
+        folder = peft_folder()
+        del folder.config["target_modules"]
+        (warning,) = staged(folder.write()).warnings
+        assert "adapter_config.json has no target_modules" in warning
+
     def test_targets_without_tensors_are_reported(self, staged, peft_folder):
         folder = peft_folder()
         folder.config["target_modules"] = ["q_proj", "k_proj", "down_proj", "up_proj"]

@@ -43,9 +43,13 @@ class AdapterInput(Protocol):
     def read_rows(self, shapes: BaseShapes, limits: StagingLimits) -> tuple[CanonicalRow, ...]: ...
 
     def warnings(
-        self, rows: tuple[CanonicalRow, ...], base_model: str, base_check: BaseCheck
+        self,
+        rows: tuple[CanonicalRow, ...],
+        num_layers: int,
+        base_model: str,
+        base_check: BaseCheck,
     ) -> list[str]:
-        """Return warnings; base_model is the name of the base.
+        """Return warnings; num_layers and base_model (its name) are of the base.
 
         Raises AdapterMismatchError if it names another base and base_check requires an error.
         """
@@ -78,14 +82,15 @@ class PeftFolder:
         return peft.canonical_rows(self.config, kept)
 
     def warnings(
-        self, rows: tuple[CanonicalRow, ...], base_model: str, base_check: BaseCheck
+        self,
+        rows: tuple[CanonicalRow, ...],
+        num_layers: int,
+        base_model: str,
+        base_check: BaseCheck,
     ) -> list[str]:
         trained_on = self.config.base_model_name_or_path
         warnings = check_base_name(trained_on, base_model, base_check)
-        missing = peft.missing_modules(self.config, rows)
-        if missing:
-            names = ", ".join(missing)
-            warnings.append(f"target_modules names {names}, but it has no such tensors")
+        warnings += peft.target_warnings(self.config, rows, num_layers)
         if self.left_out:
             warnings.append(
                 f"{len(self.left_out)} tensors, the first of them {self.left_out[0]!r}, are of a "
@@ -114,7 +119,11 @@ class PairFolder:
         return _rows_of_pair(str(self._folder), weights, config, shapes, limits)
 
     def warnings(
-        self, _rows: tuple[CanonicalRow, ...], _base_model: str, _base_check: BaseCheck
+        self,
+        _rows: tuple[CanonicalRow, ...],
+        _num_layers: int,
+        _base_model: str,
+        _base_check: BaseCheck,
     ) -> list[str]:
         return []
 
@@ -140,7 +149,11 @@ class LoraFile:
         )
 
     def warnings(
-        self, _rows: tuple[CanonicalRow, ...], _base_model: str, _base_check: BaseCheck
+        self,
+        _rows: tuple[CanonicalRow, ...],
+        _num_layers: int,
+        _base_model: str,
+        _base_check: BaseCheck,
     ) -> list[str]:
         return []
 
@@ -158,7 +171,11 @@ class RequestTensors:
         return trtllm.canonical_rows(self._weights, self._config, shapes, limits.max_rank)
 
     def warnings(
-        self, _rows: tuple[CanonicalRow, ...], _base_model: str, _base_check: BaseCheck
+        self,
+        _rows: tuple[CanonicalRow, ...],
+        _num_layers: int,
+        _base_model: str,
+        _base_check: BaseCheck,
     ) -> list[str]:
         return []
 

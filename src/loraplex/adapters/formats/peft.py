@@ -61,8 +61,50 @@ def canonical_rows(
     return rows
 
 
-def missing_modules(config: PeftConfig, rows: Iterable[CanonicalRow]) -> list[str]:
-    """Return entries of target_modules, for a warning, that match no tensor and no exclusion."""
+def target_warnings(config: PeftConfig, rows: Sequence[CanonicalRow], num_layers: int) -> list[str]:
+    """Return what target_modules names and the tensors lack. num_layers: of the base model."""
+    warnings = []
+    if config.target_modules is None:
+        warnings.append(
+            f"{CONFIG_NAME} has no target_modules: the modules of the tensors are applied"
+        )
+    missing = _missing_modules(config, rows)
+    if missing:
+        names = ", ".join(missing)
+        warnings.append(f"target_modules names {names}, but it has no such tensors")
+    for module, layers in _missing_layers(config, rows, num_layers).items():
+        listed = ", ".join(map(str, layers[:_MAX_SHOWN]))
+        more = f" and {len(layers) - _MAX_SHOWN} more" if len(layers) > _MAX_SHOWN else ""
+        warnings.append(
+            f"{module} is targeted, but there is neither lora_A nor lora_B of it in layers "
+            f"{listed}{more}: there the base model's own weights are used"
+        )
+    return warnings
+
+
+def _missing_layers(
+    config: PeftConfig, rows: Iterable[CanonicalRow], num_layers: int
+) -> Mapping[str, list[int]]:
+    """Return the layers, by module, that the config targets and that have no LoRA of it."""
+    paths: dict[str, str] = {}
+    present: dict[str, set[int]] = {}
+    for row in rows:
+        if row.kind is RowKind.LORA and row.layer is not None:
+            paths.setdefault(row.module, row.origin.replace(f".{row.layer}.", ".{}.", 1))
+            present.setdefault(row.module, set()).add(row.layer)
+    missing = {
+        module: [
+            layer
+            for layer in range(num_layers)
+            if layer not in present[module] and config.targets(path.replace("{}", str(layer), 1))
+        ]
+        for module, path in paths.items()
+    }
+    return {module: layers for module, layers in missing.items() if layers}
+
+
+def _missing_modules(config: PeftConfig, rows: Iterable[CanonicalRow]) -> list[str]:
+    """Return entries of target_modules that match no tensor and no exclusion."""
     if not isinstance(config.target_modules, list):
         return []
     paths = [row.origin for row in rows if row.kind is RowKind.LORA]

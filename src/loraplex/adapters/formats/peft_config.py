@@ -223,6 +223,9 @@ def parse_config(content: bytes) -> PeftConfig:
     _refuse_unsupported(values)
     if isinstance(values.get("trainable_token_indices"), dict):
         _refuse_other_tokens(values["trainable_token_indices"])
+    for key in ("r", "lora_alpha"):
+        if values.get(key, 0) is None:
+            raise InvalidAdapterError(f"{key} is null; it must be a number, as for PEFT")
     known = {
         key: value
         for key, value in values.items()

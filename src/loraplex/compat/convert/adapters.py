@@ -61,7 +61,7 @@ def read_peft(folder: str) -> PeftAdapter:
             f"{folder} is not a PEFT folder ({CONFIG_NAME} beside {WEIGHTS_NAME})"
         )
     rows = source.read_rows(_NO_BASE, limits)
-    return PeftAdapter(rows, tuple(source.warnings(rows, "", BaseCheck.WARN)))
+    return PeftAdapter(rows, tuple(source.warnings(rows, _NO_BASE.num_layers, "", BaseCheck.WARN)))
 
 
 def write_pair(

@@ -35,7 +35,12 @@ def folder(tmp_path):
         }
         path = tmp_path / "peft"
         path.mkdir(exist_ok=True)
-        default = {"r": 2, "lora_alpha": 6, "rank_pattern": {"up_proj": 4}}
+        default = {
+            "r": 2,
+            "lora_alpha": 6,
+            "rank_pattern": {"up_proj": 4},
+            "target_modules": ["q_proj", "up_proj"],
+        }
         values = {"peft_type": "LORA"} | (default if config is None else config)
         (path / "adapter_config.json").write_text(json.dumps(values))
         stored = {name: values.astype(dtype) for name, values in tensors.items()}
