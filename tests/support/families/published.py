@@ -16,6 +16,8 @@ _HEAD_NORMS = "self_attn.q_norm self_attn.k_norm"
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
     config: Mapping[str, Any]
+    num_parameters: int
+    """Elements of the language model's tensors, as published."""
     num_tensors: int
     """Tensors of the language model in the checkpoint."""
     root: str = "model."
@@ -58,6 +60,7 @@ MODELS: dict[str, Published] = {
             rope_theta=10000.0,
             attention_bias=False,
         ),
+        num_parameters=2_506_172_416,
         num_tensors=18 * 9 + 2,
         parts=f"{_LINEARS} {_NORMS}",
         thetas={0: 1e4},
@@ -79,6 +82,7 @@ MODELS: dict[str, Published] = {
             rms_norm_eps=1e-06,
             rope_theta=10000.0,
         ),
+        num_parameters=27_227_128_320,
         num_tensors=46 * 11 + 2,
         parts=f"{_LINEARS} {_SANDWICH}",
         windows={0: 4096, 1: None, 44: 4096, 45: None},
@@ -102,6 +106,7 @@ MODELS: dict[str, Published] = {
             rope_theta=1000000,
             eos_token_id=[1, 106],
         ),
+        num_parameters=999_885_952,
         num_tensors=26 * 13 + 2,
         parts=f"{_LINEARS} {_SANDWICH} {_HEAD_NORMS}",
         windows={0: 512, 4: 512, 5: None, 6: 512, 23: None, 25: 512},
@@ -125,6 +130,7 @@ MODELS: dict[str, Published] = {
             "torch_dtype": "bfloat16",
             "vision_config": _SIGLIP,
         },
+        num_parameters=3_880_263_168,
         num_tensors=34 * 13 + 2,
         root="language_model.model.",
         parts=f"{_LINEARS} {_SANDWICH} {_HEAD_NORMS}",
@@ -150,6 +156,7 @@ MODELS: dict[str, Published] = {
             attention_bias=False,
             tie_word_embeddings=False,
         ),
+        num_parameters=3_821_079_552,
         num_tensors=32 * 6 + 3,
         parts=f"self_attn.qkv_proj self_attn.o_proj mlp.gate_up_proj mlp.down_proj {_NORMS}",
         windows={0: 2047, 31: 2047},
@@ -178,6 +185,7 @@ MODELS: dict[str, Published] = {
             interpolate_factor=1,
             tie_word_embeddings=True,
         ),
+        num_parameters=3_836_021_760,
         num_tensors=32 * 6 + 2,
         parts=f"self_attn.qkv_proj self_attn.o_proj mlp.gate_up_proj mlp.down_proj {_NORMS}",
         thetas={0: 1e4},
@@ -209,6 +217,7 @@ MODELS: dict[str, Published] = {
             "torch_dtype": "bfloat16",
             "vision_config": {"model_type": "pixtral"},
         },
+        num_parameters=23_572_403_200,
         num_tensors=40 * 9 + 3,
         root="language_model.model.",
         parts=f"{_LINEARS} {_NORMS}",
@@ -255,6 +264,7 @@ MODELS: dict[str, Published] = {
             "tie_word_embeddings": False,
             "vision_config": {"model_type": "pixtral"},
         },
+        num_parameters=8_489_553_920,
         num_tensors=34 * 9 + 3,
         root="language_model.model.",
         parts=f"{_LINEARS} {_NORMS}",
@@ -278,6 +288,7 @@ MODELS: dict[str, Published] = {
             rope_theta=10000000.0,
             tie_word_embeddings=True,
         ),
+        num_parameters=8_170_848_256,
         num_tensors=40 * 9 + 2,
         parts=f"{_LINEARS} {_NORMS}",
         thetas={0: 1e7},
@@ -295,6 +306,7 @@ MODELS: dict[str, Published] = {
             rope_theta=500000,
             tie_word_embeddings=False,
         ),
+        num_parameters=7_298_617_344,
         num_tensors=32 * 11 + 3,
         parts=f"{_LINEARS} {_HEAD_NORMS} post_{{attention,feedforward}}_layernorm",
         thetas={0: 5e5},
@@ -320,6 +332,7 @@ MODELS: dict[str, Published] = {
             sliding_window=4096,
             tie_word_embeddings=False,
         ),
+        num_parameters=7_298_011_136,
         num_tensors=32 * 11 + 3,
         parts=f"{_LINEARS} {_HEAD_NORMS} post_{{attention,feedforward}}_layernorm",
         windows={0: 4096, 2: 4096, 3: None, 31: None},
@@ -340,6 +353,7 @@ MODELS: dict[str, Published] = {
             rope_theta=10000.0,
             tie_word_embeddings=False,
         ),
+        num_parameters=9_400_279_040,
         num_tensors=40 * 13 + 3,
         parts=(
             "self_attn.{q,k,v,o}_proj mlp.gate_up_proj mlp.down_proj "
@@ -365,6 +379,7 @@ MODELS: dict[str, Published] = {
             use_sliding_window=False,
             vision_config=_QWEN_VISION,
         ),
+        num_parameters=3_085_938_688,
         num_tensors=36 * 12 + 2,
         parts=f"{_LINEARS} {_NORMS}",
         biases="self_attn.{q,k,v}_proj",
@@ -404,6 +419,7 @@ MODELS: dict[str, Published] = {
             "tie_word_embeddings": True,
             "vision_config": {"depth": 24, "model_type": "qwen3_vl"},
         },
+        num_parameters=4_022_468_096,
         num_tensors=36 * 11 + 2,
         root="model.language_model.",
         parts=f"{_LINEARS} {_NORMS} {_HEAD_NORMS}",

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import re
 from pathlib import Path
 
@@ -44,6 +45,7 @@ def test_windows_thetas_and_scale(model: Published, spec: ModelSpec) -> None:
 def test_names_of_the_tensors(model: Published, spec: ModelSpec) -> None:
     shapes = checkpoint_shapes(spec)
     assert len(shapes) == model.num_tensors
+    assert sum(map(math.prod, shapes.values())) == model.num_parameters
     layer = f"{model.root}layers.1."
     stored = [f"{layer}{part}.weight" for part in expanded(model.parts)]
     stored += [f"{layer}{part}.bias" for part in expanded(model.biases)]
