@@ -6,25 +6,14 @@ neither names nor files, and takes the time as an argument.
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from loraplex.core.adapter import AdapterHandle, Residency
 from loraplex.core.errors import AdapterTooLargeError, ErrorInfo
 from loraplex.core.plan import PageId
 from loraplex.core.stats import AdapterTierStats
-from loraplex.memory.adapter_entry import AdapterCounts, AdapterEntry, LoadFailure
+from loraplex.memory.adapter_entry import AdapterCounts, AdapterEntry, LoadFailure, LoadGrant
 from loraplex.memory.adapter_orders import AdapterOrders
 from loraplex.memory.eviction import LRUPolicy, NewEvictionPolicy
-
-FIRST_RETRY_NS = 1_000_000_000
-LAST_RETRY_NS = 60_000_000_000
-
-
-class LoadGrant(NamedTuple):
-    """Permission to load an adapter: its host bytes are reserved."""
-
-    dropped: tuple[AdapterHandle, ...]
-    """Host copies that were evicted for it: discard them before the load starts."""
 
 
 class AdapterCache:
@@ -400,7 +389,5 @@ class AdapterCache:
         entry.page_ids = ()
 
     def _fail(self, entry: AdapterEntry, error: ErrorInfo, now_ns: int) -> None:
-        pause_ns = min(FIRST_RETRY_NS << min(entry.num_failures, 32), LAST_RETRY_NS)
-        entry.num_failures += 1
-        entry.failure = LoadFailure(error, now_ns + pause_ns)
+        entry.fail(error, now_ns)
         self._enter(entry, Residency.FAILED)

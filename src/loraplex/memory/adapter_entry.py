@@ -12,6 +12,15 @@ from loraplex.memory.eviction import EvictionOrder
 
 _ON_HOST = {Residency.DEVICE, Residency.COPYING, Residency.HOST}
 _NONE_YET = Durations()
+_FIRST_RETRY_NS = 1_000_000_000
+_LAST_RETRY_NS = 60_000_000_000
+
+
+class LoadGrant(NamedTuple):
+    """Permission to load an adapter: its host bytes are reserved."""
+
+    dropped: tuple[AdapterHandle, ...]
+    """Host copies that were evicted for it: discard them before the load starts."""
 
 
 class LoadFailure(NamedTuple):
@@ -47,6 +56,12 @@ class AdapterEntry:
     @property
     def in_transit(self) -> bool:
         return self.residency in (Residency.LOADING, Residency.COPYING)
+
+    def fail(self, error: ErrorInfo, now_ns: int) -> None:
+        """Keep the error, and twice the pause of the failure before."""
+        pause_ns = min(_FIRST_RETRY_NS << min(self.num_failures, 32), _LAST_RETRY_NS)
+        self.num_failures += 1
+        self.failure = LoadFailure(error, now_ns + pause_ns)
 
     def check(self, *, keeps_host_copy: bool) -> None:
         """Assert what must be true of one entry in its state."""

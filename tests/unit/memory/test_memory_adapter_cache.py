@@ -2,7 +2,8 @@ import pytest
 
 from loraplex.core.adapter import Residency
 from loraplex.core.errors import AdapterTooLargeError, ErrorInfo
-from loraplex.memory.adapter_cache import AdapterCache, LoadGrant
+from loraplex.memory.adapter_cache import AdapterCache
+from loraplex.memory.adapter_entry import LoadGrant
 
 ERROR = ErrorInfo("adapter_load_failed", "no such file")
 SECOND = 1_000_000_000

@@ -1,4 +1,4 @@
-"""Tensors on the wire: data types, and their JSON, binary and typed-list forms.
+"""Tensors on the wire: their JSON, binary and typed-list forms.
 
 Knows no model and no protocol message. A bad tensor is an InvalidTensorError that names the
 tensor, what came and what would be right.
@@ -10,11 +10,9 @@ bfloat16, and its numbers are not read here.
 Source of the forms: the KServe v2 protocol and Triton's binary tensor data extension.
 """
 
-import dataclasses
 import math
 import struct
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -22,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loraplex.core.errors import InvalidTensorError
+from loraplex.frontends.kserve.datatypes import DATATYPES, LENGTH_PREFIX, Datatype
 
 Array = npt.NDArray[Any]
 
@@ -29,65 +28,6 @@ MAX_RANK = 8
 MAX_ELEMENTS = 2**31 - 1
 MAX_STRINGS = 2**16
 """Elements of a BYTES tensor, each of which becomes an object."""
-_LENGTH_PREFIX = struct.Struct("<I")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Datatype:
-    """One row of the protocol's table of data types."""
-
-    name: str
-    config_name: str
-    """Its name in a model configuration."""
-    wire_dtype: np.dtype[Any] | None
-    """Little-endian form of one element; None where elements have no fixed size (BYTES)."""
-    code: str = ""
-    """Format of one element for `struct` and numpy."""
-    element: struct.Struct = _LENGTH_PREFIX
-    """One element, or the length before it where elements have no fixed size."""
-    has_json: bool = True
-    """FP16 and BF16 travel in binary only."""
-    limits: tuple[float, float] = (0, 0)
-    """The least and the greatest finite number."""
-
-
-def _row(name: str, code: str, *, has_json: bool = True) -> Datatype:
-    dtype = np.dtype(f"<{code}")
-    element = struct.Struct(f"<{code}")
-    return Datatype(name, f"TYPE_{name}", dtype, code, element, has_json, _limits(dtype))
-
-
-def _limits(dtype: np.dtype[Any]) -> tuple[float, float]:
-    if dtype.kind == "f":
-        highest = float(np.finfo(dtype).max)
-        return -highest, highest
-    if dtype.kind == "b":
-        return 0, 1
-    limits = np.iinfo(dtype)
-    return limits.min, limits.max
-
-
-DATATYPES: Mapping[str, Datatype] = MappingProxyType(
-    {
-        row.name: row
-        for row in (
-            _row("BOOL", "?"),
-            _row("UINT8", "B"),
-            _row("UINT16", "H"),
-            _row("UINT32", "I"),
-            _row("UINT64", "Q"),
-            _row("INT8", "b"),
-            _row("INT16", "h"),
-            _row("INT32", "i"),
-            _row("INT64", "q"),
-            _row("FP16", "e", has_json=False),
-            _row("BF16", "H", has_json=False),
-            _row("FP32", "f"),
-            _row("FP64", "d"),
-            Datatype("BYTES", "TYPE_STRING", None),
-        )
-    }
-)
 
 
 class Tensor(msgspec.Struct, frozen=True, eq=False):
@@ -209,10 +149,10 @@ def _split_strings(name: str, dims: tuple[int, ...], data: bytes | memoryview) -
     offset = 0
     num_bytes = len(data)
     while offset < num_bytes and len(elements) <= expected:
-        start = offset + _LENGTH_PREFIX.size
+        start = offset + LENGTH_PREFIX.size
         if start > num_bytes:
             raise _broken_strings(name, f"{num_bytes - offset} bytes are left for a length prefix")
-        (length,) = _LENGTH_PREFIX.unpack_from(data, offset)
+        (length,) = LENGTH_PREFIX.unpack_from(data, offset)
         offset = start + length
         if offset > num_bytes:
             raise _broken_strings(
@@ -242,7 +182,7 @@ def _broken_strings(name: str, problem: str) -> InvalidTensorError:
 def to_raw(tensor: Tensor) -> bytes:
     """The binary form; the inverse of from_raw."""
     if tensor.datatype == "BYTES":
-        prefix = _LENGTH_PREFIX.pack
+        prefix = LENGTH_PREFIX.pack
         return b"".join([prefix(len(element)) + element for element in tensor.strings])
     return bytes(tensor.data)
 

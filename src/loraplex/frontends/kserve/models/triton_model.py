@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from loraplex.frontends.kserve.datatypes import DATATYPES
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration, ModelOptions
 from loraplex.frontends.kserve.models.kinds import InputSpec, ModelKind
-from loraplex.frontends.kserve.tensors import DATATYPES
 from loraplex.serving.backend import ModelCard
 
 VERSION = "1"
