@@ -21,8 +21,11 @@ from support.kernel_cases.llamas import (
 
 _NUM_BLOCKS = 64
 _WINDOW = AttentionRules(scale=0.1, window=512, num_sink_tokens=4)
+_BF16 = (torch.bfloat16, torch.bfloat16)
 _CAPPED = AttentionRules(scale=0.1, soft_cap=50.0)
-_HEAD_DIMS = (64, 80, 96, 256, 512)
+_PLAIN_HEAD_DIMS = (64, 96)
+_HEAD_DIMS = (80, 256, 512)
+"""Heads that need a mask, and heads that have tiles of their own."""
 
 
 def cases() -> Cases:
@@ -30,21 +33,32 @@ def cases() -> Cases:
     for name, llama in LLAMAS.items():
         for kind in ("bf16", "fp32") if llama is LLAMA_3_1_8B else ("bf16",):
             made |= _steps(f"{name} {kind}", llama, DTYPES[kind], DTYPES[kind])
-    made |= _steps("8b fp16, int8 kv", LLAMA_3_1_8B, torch.float16, torch.int8)
-    made |= _steps("8b bf16, int8 kv", LLAMA_3_1_8B, torch.bfloat16, torch.int8)
-    for name, llama in LLAMAS.items():
-        made |= _steps(f"{name} bf16 window", llama, torch.bfloat16, torch.bfloat16, _WINDOW)
-        made |= _steps(f"{name} bf16 capped", llama, torch.bfloat16, torch.bfloat16, _CAPPED)
-        slopes = AttentionRules(scale=0.1, alibi_slopes=(0.5,) * llama.num_heads)
-        made |= _steps(f"{name} bf16 slopes", llama, torch.bfloat16, torch.bfloat16, slopes)
+        made |= _steps(f"{name} bf16 with all terms", llama, *_BF16, _all_terms(llama))
+    made |= _steps("8b bf16 capped", LLAMA_3_1_8B, *_BF16, _CAPPED)
+    made |= _steps("8b bf16 window", LLAMA_3_1_8B, *_BF16, _WINDOW)
+    made |= _int8_steps("8b", LLAMA_3_1_8B)
+    for head_dim in _PLAIN_HEAD_DIMS:
+        model = dataclasses.replace(LLAMA_3_1_8B, head_dim=head_dim)
+        made |= _steps(f"8b bf16 heads of {head_dim}", model, *_BF16)
     for head_dim in _HEAD_DIMS:
-        heads_of = f"{head_dim} numbers"
         for name, llama in LLAMAS.items():
             model = dataclasses.replace(llama, head_dim=head_dim)
-            made |= _steps(f"{name} bf16 {heads_of}", model, torch.bfloat16, torch.bfloat16)
+            made |= _steps(f"{name} bf16 heads of {head_dim}", model, *_BF16)
         model = dataclasses.replace(LLAMA_3_1_8B, head_dim=head_dim)
-        made |= _steps(f"8b fp32 {heads_of}", model, torch.float32, torch.float32)
-        made |= _steps(f"8b bf16, int8 kv {heads_of}", model, torch.bfloat16, torch.int8)
+        made |= _steps(f"8b fp32 heads of {head_dim}", model, torch.float32, torch.float32)
+        made |= _int8_steps(f"8b heads of {head_dim}", model)
+    return made
+
+
+def _all_terms(llama: Llama) -> AttentionRules:
+    slopes = (0.5,) * llama.num_heads
+    return dataclasses.replace(_WINDOW, soft_cap=50.0, alibi_slopes=slopes)
+
+
+def _int8_steps(name: str, llama: Llama) -> Cases:
+    made: Cases = {}
+    for dtype in ("fp16", "bf16"):
+        made |= _steps(f"{name} {dtype}, int8 kv", llama, DTYPES[dtype], torch.int8)
     return made
 
 

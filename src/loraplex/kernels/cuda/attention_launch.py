@@ -161,21 +161,27 @@ def single_tile(launch: Launch) -> Tile:
 
 
 def prefill_tile(launch: Launch) -> Tile:
-    """Its sums, rows times numbers of a head, lie in registers: fewer rows of larger heads."""
+    """Its sums, rows times numbers of a head, lie in registers: fewer rows of larger heads.
+
+    Two programs of heads of 256 would not fit a processor: one has as many rows as it can.
+    """
     head_dim, keys = launch.plan.shape.head_dim, _num_keys(launch)
     if launch.compute_dtype == torch.float32:
         rows, num_warps = (32, 16) if head_dim <= 128 else (16, 8)
         return Tile(_at_least_group(rows, launch), keys, num_warps)
     rows = 64 if head_dim <= 256 else 32
-    if head_dim <= 128 and not keeps_products_in_registers(launch.query.device):
+    if head_dim <= 256 and not keeps_products_in_registers(launch.query.device):
         rows = 128
     return Tile(_at_least_group(rows, launch), keys, 8)
 
 
 def invariant_tile(launch: Launch) -> Tile:
     rows = _at_least_group(_invariant_rows(launch.plan.shape), launch)
-    num_warps = 16 if launch.compute_dtype == torch.float32 else 8
-    return Tile(rows, min(64, _num_keys(launch)), num_warps)
+    if launch.compute_dtype == torch.float32:
+        return Tile(rows, min(64, _num_keys(launch)), 16)
+    if launch.plan.shape.head_dim > 256:
+        return Tile(rows, 16, 4)
+    return Tile(rows, min(64, _num_keys(launch)), 8)
 
 
 def _invariant_rows(shape: AttentionShape) -> int:

@@ -43,7 +43,7 @@ LIMITS = {
     "merge_shares": Limit(48, 0.6),
     "prefill": Limit(255, 0.75),
     "attend_chunks": Limit(255, 0.8),
-    "fold_chunks": Limit(64, 0.5),
+    "fold_chunks": Limit(64, 0.45),
     # Between the products
     "take_rows": Limit(32, 0.6),
     "rms_norm": Limit(48, 0.85),
@@ -74,7 +74,7 @@ LIMITS = {
     "finish": Limit(48),
 }
 
-INT8_KV_SHARES = {"decode_grouped": 0.3, "prefill": 0.25}
+INT8_KV_SHARES = {"decode_grouped": 0.3, "prefill": 0.25, "attend_chunks": 0.4}
 """Instead of `wide_share`: of int8 numbers a thread loads 8 bytes, and each vector has a scale."""
 
 
