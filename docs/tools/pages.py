@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from tools.llgtrt_page import llgtrt_page
+from tools.models_page import models_page
 from tools.openai_page import openai_page
 from tools.openapi_page import openapi_page
 from tools.settings_page import settings_page
@@ -16,5 +17,6 @@ PAGES: Mapping[str, Callable[[], str]] = MappingProxyType(
         "support-llgtrt.md": llgtrt_page,
         "openapi.json": openapi_page,
         "settings.md": settings_page,
+        "models.md": models_page,
     }
 )

@@ -108,10 +108,19 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen3-bias": lambda: Qwen3Config(**SIZES, head_dim=8, attention_bias=True),
     "gpt2": lambda: tiny_gpt2(VOCAB_SIZE),
     "gpt2-gelu": lambda: tiny_gpt2(
-        VOCAB_SIZE, activation_function="gelu", n_inner=None, layer_norm_epsilon=1e-3
+        VOCAB_SIZE,
+        activation_function="gelu",
+        n_inner=None,
+        layer_norm_epsilon=1e-3,
+        scale_attn_by_inverse_layer_idx=True,
     ),
     "gpt2-relu": lambda: tiny_gpt2(
-        VOCAB_SIZE, activation_function="relu", n_head=2, tie_word_embeddings=False
+        VOCAB_SIZE,
+        activation_function="relu",
+        n_head=2,
+        tie_word_embeddings=False,
+        scale_attn_weights=False,
+        reorder_and_upcast_attn=True,
     ),
 }
 

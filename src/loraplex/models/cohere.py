@@ -47,6 +47,7 @@ def _traits(fields: ConfigFields) -> Traits:
     return Traits(
         names=NAMES,
         is_rope_interleaved=True,
+        rotates_whole_heads=True,
         biased=(QKV, OUTPUT) if fields.boolean("attention_bias", False) else (),
         norm=_NORM,
         is_parallel=True,

@@ -42,8 +42,7 @@ class ConfigFields:
 
     def with_values(self, values: Mapping[str, Any]) -> "ConfigFields":
         """Return the fields with other values."""
-        nulls = dict.fromkeys(self._nulls)
-        return ConfigFields({**nulls, **self._values, **values}, self.source, self._own_names)
+        return ConfigFields({**self.values_and_nulls, **values}, self.source, self._own_names)
 
     def own_name(self, name: str) -> str:
         """Return what the file calls a field."""
@@ -59,6 +58,11 @@ class ConfigFields:
     def values(self) -> Mapping[str, Any]:
         """The fields as they are, without those that are null."""
         return self._values
+
+    @property
+    def values_and_nulls(self) -> Mapping[str, Any]:
+        """The fields as they are: a null may mean something else than an absent field."""
+        return {**dict.fromkeys(self._nulls), **self._values}
 
     def integer(self, name: str, default: int | None = None) -> int:
         """Return an integer of at least 1. Without a default the field is required."""

@@ -53,6 +53,7 @@ def read_config(fields: ConfigFields) -> ModelSpec:
         head_order=heads_in_groups(num_heads, num_kv_heads),
         is_gated=False,
         is_parallel=is_parallel,
+        rotates_whole_heads=True,
     )
     return read_decoder(fields, ARCHITECTURE, traits)
 

@@ -75,6 +75,8 @@ class Traits:
     """AttentionSpec.rope of each layer, repeated for further layers; None: what read_rope reads."""
     rotates: tuple[bool, ...] = (True,)
     """Whether what read_rope reads is for the layer, repeated for further layers."""
+    rotates_whole_heads: bool = False
+    """Whether the family's class in transformers does not read partial_rotary_factor."""
     is_rope_interleaved: bool = False
     """RopeConfig.is_interleaved"""
     head_dim: int | None = None
@@ -180,8 +182,22 @@ def _read_ropes(
     fields: ConfigFields, traits: Traits, head_dim: int, max_positions: int
 ) -> tuple[RopeConfig | None, ...]:
     rope = read_rope(fields, head_dim, max_positions)
+    if traits.rotates_whole_heads:
+        rope = _of_whole_heads(rope, fields)
     rope = dataclasses.replace(rope, is_interleaved=traits.is_rope_interleaved)
     return tuple(rope if rotates else None for rotates in traits.rotates)
+
+
+def _of_whole_heads(rope: RopeConfig, fields: ConfigFields) -> RopeConfig:
+    """Return the embedding without the factor, which only some rope types of transformers read."""
+    if rope.rope_type == "proportional":
+        return rope
+    if rope.rope_type != "default" and rope.partial_rotary_factor != 1:
+        raise UnsupportedModelError(
+            f"{fields.source}: partial_rotary_factor with rope type {rope.rope_type!r} is not "
+            "supported in this architecture"
+        )
+    return dataclasses.replace(rope, partial_rotary_factor=1.0)
 
 
 def build_layer(
@@ -272,14 +288,15 @@ def windows_by_layer_type(fields: ConfigFields) -> tuple[int | None, ...]:
     the layers.
     """
     num_layers = fields.integer("num_hidden_layers")
-    window = fields.optional_integer("sliding_window")
+    window = fields.positive_or_null("sliding_window", 4096)
     if not fields.boolean("use_sliding_window", False):
         window = None
     first_windowed = fields.optional_integer("max_window_layers")
     first_windowed = 28 if first_windowed is None else first_windowed
     is_windowed = [index >= first_windowed for index in range(num_layers)]
     return tuple(
-        window if is_sliding else None for is_sliding in sliding_layers(fields, is_windowed)
+        int(window) if is_sliding and window is not None else None
+        for is_sliding in sliding_layers(fields, is_windowed)
     )
 
 

@@ -1,4 +1,4 @@
-"""InternLM 2, whose fused projection groups queries by their key head, and InternLM 3."""
+"""InternLM 2 and 3: the fused projection of InternLM 2 groups queries by their key head."""
 
 from typing import Final
 

@@ -9,7 +9,9 @@ ARCHITECTURE = "LlamaForCausalLM"
 
 def read_config(fields: ConfigFields) -> ModelSpec:
     fields = fields.renamed({}, {"max_position_embeddings": 2048})
-    return read_decoder(fields, ARCHITECTURE, Traits(biased=llama_biases(fields)))
+    return read_decoder(
+        fields, ARCHITECTURE, Traits(biased=llama_biases(fields), rotates_whole_heads=True)
+    )
 
 
 def llama_biases(fields: ConfigFields) -> tuple[str, ...]:

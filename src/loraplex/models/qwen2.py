@@ -9,5 +9,5 @@ ARCHITECTURE = "Qwen2ForCausalLM"
 
 def read_config(fields: ConfigFields) -> ModelSpec:
     fields = fields.renamed({}, {"max_position_embeddings": 32_768})
-    traits = Traits(windows=windows_by_layer_type(fields), biased=(QKV,))
+    traits = Traits(windows=windows_by_layer_type(fields), biased=(QKV,), rotates_whole_heads=True)
     return read_decoder(fields, ARCHITECTURE, traits)

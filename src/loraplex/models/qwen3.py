@@ -12,6 +12,7 @@ def read_config(fields: ConfigFields) -> ModelSpec:
     traits = Traits(
         windows=windows_by_layer_type(fields),
         head_dim=128,
+        rotates_whole_heads=True,
         biased=(QKV, OUTPUT) if fields.boolean("attention_bias", False) else (),
         head_norm=RMS_NORM,
     )

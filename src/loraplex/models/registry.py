@@ -42,6 +42,7 @@ ARCHITECTURES: Final[Mapping[str, ReadConfig]] = MappingProxyType(
     {
         llama.ARCHITECTURE: llama.read_config,
         mistral.ARCHITECTURE: mistral.read_config,
+        mistral.ARCHITECTURE_MIXED: mistral.read_config_mixed,
         qwen2.ARCHITECTURE: qwen2.read_config,
         qwen3.ARCHITECTURE: qwen3.read_config,
         gpt2.ARCHITECTURE: gpt2.read_config,

@@ -31,6 +31,7 @@ def read_config(fields: ConfigFields) -> ModelSpec:
         windows=tuple(window if slides else None for slides in is_sliding),
         rotates=rotates,
         biased=llama_biases(fields),
+        rotates_whole_heads=True,
     )
     return read_decoder(fields, ARCHITECTURE, traits)
 

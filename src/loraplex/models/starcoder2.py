@@ -37,5 +37,6 @@ def read_config(fields: ConfigFields) -> ModelSpec:
         biased=ALL_BIASED if fields.boolean("use_bias", True) else (),
         norm=LAYER_NORM,
         is_gated=False,
+        rotates_whole_heads=True,
     )
     return read_decoder(fields, ARCHITECTURE, traits)

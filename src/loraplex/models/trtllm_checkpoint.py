@@ -85,7 +85,7 @@ def hugging_face_values(fields: ConfigFields) -> dict[str, Any]:
         return _gpt2(fields, architecture)
     kept = {name: fields.values[name] for name in _FIELDS if name in fields}
     renamed = _renamed(fields, _RENAMED)
-    return {"architectures": [architecture]} | kept | renamed
+    return {"architectures": [architecture], "sliding_window": None} | kept | renamed
 
 
 def _gpt2(fields: ConfigFields, architecture: str) -> dict[str, Any]:

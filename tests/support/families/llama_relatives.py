@@ -157,3 +157,4 @@ INTERNLM2 = LlamaRelative(
     join_rows=rows_by_group,
 )
 INTERNLM3 = LlamaRelative(architecture="InternLM3ForCausalLM", fields=_biases_3)
+MISTRAL = LlamaRelative(architecture="MistralForCausalLM")

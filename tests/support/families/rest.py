@@ -10,8 +10,11 @@ from transformers import (
     GPTJConfig,
     GPTNeoXConfig,
     LlamaConfig,
+    MinistralConfig,
+    MistralConfig,
     OPTConfig,
     PhiConfig,
+    Qwen2Config,
     SmolLM3Config,
     Starcoder2Config,
 )
@@ -24,7 +27,7 @@ from support.families.baichuan import (
     UnitHeadLlama,
 )
 from support.families.case import VOCAB_SIZE, FamilyCase, sizes
-from support.families.llama_relatives import INTERNLM2, INTERNLM3
+from support.families.llama_relatives import INTERNLM2, INTERNLM3, MISTRAL
 
 _QKV = ("q_proj", "k_proj", "v_proj")
 _NEOX_LINEARS = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
@@ -98,6 +101,13 @@ def baichuan(**changes: Any) -> LlamaConfig:
 
 def llama(**changes: Any) -> LlamaConfig:
     return LlamaConfig(**(sizes() | changes))
+
+
+def ministral(**changes: Any) -> MinistralConfig:
+    types = ["full_attention", "sliding_attention"] * 2
+    return MinistralConfig(
+        **(sizes(sliding_window=8, layer_types=types, rope_parameters=rope()) | changes)
+    )
 
 
 def rope(**changes: Any) -> dict[str, Any]:
@@ -334,5 +344,19 @@ CASES: dict[str, FamilyCase] = {
         config=lambda: baichuan(vocab_size=VOCAB_SIZE_2, num_hidden_layers=2),
         model_class=UnitHeadLlama,
         convert=BAICHUAN_7B,
+    ),
+    "llama-relu": FamilyCase(config=lambda: llama(hidden_act="relu")),
+    "llama-relu2": FamilyCase(config=lambda: llama(hidden_act="relu2", mlp_bias=True)),
+    "llama-gelu": FamilyCase(config=lambda: llama(hidden_act="gelu", head_dim=6)),
+    "llama-partial": FamilyCase(
+        config=lambda: llama(rope_parameters=rope(partial_rotary_factor=0.5))
+    ),
+    "ministral": FamilyCase(config=ministral),
+    "mistral-types": FamilyCase(config=ministral, convert=MISTRAL),
+    "mistral-full": FamilyCase(config=lambda: MistralConfig(**sizes(sliding_window=None))),
+    "qwen2-all-windows": FamilyCase(
+        config=lambda: Qwen2Config(
+            **sizes(use_sliding_window=True, sliding_window=8, max_window_layers=0)
+        )
     ),
 }

@@ -112,9 +112,25 @@ def test_mistral_has_one_window_for_all_or_the_named_layers(tmp_path: Path) -> N
     mistral = LLAMA | {"architectures": ["MistralForCausalLM"]}
     assert layer_windows(read(tmp_path, mistral, sliding_window=32)) == (32, 32, 32)
     assert layer_windows(read(tmp_path, mistral, sliding_window=None)) == (None, None, None)
+    assert layer_windows(read(tmp_path, mistral)) == (4096, 4096, 4096)
     layer_types = ["full_attention", "sliding_attention", "full_attention"]
     mixed = read(tmp_path, mistral, sliding_window=32, layer_types=layer_types)
     assert layer_windows(mixed) == (None, 32, None)
+
+
+def test_a_part_of_heads_does_not_rotate_where_transformers_rotates_whole_ones(
+    tmp_path: Path,
+) -> None:
+    def rotary_dim(**rope: Any) -> int:
+        attention = llama(tmp_path, **rope).layers[0].attention
+        assert attention.rope is not None
+        return attention.rope.rotary_dim(attention.head_dim)
+
+    assert rotary_dim(partial_rotary_factor=0.5) == 16
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+    assert rotary_dim(rope_parameters=rope) == 16
+    with pytest.raises(UnsupportedModelError, match=r"partial_rotary_factor with rope type 'lin"):
+        rotary_dim(rope_parameters=rope | {"partial_rotary_factor": 0.5})
 
 
 def test_qwen2_has_biases_and_windows_where_it_says(tmp_path: Path) -> None:
@@ -125,6 +141,8 @@ def test_qwen2_has_biases_and_windows_where_it_says(tmp_path: Path) -> None:
     assert layer_windows(config) == (None, None, None)
     config = read(tmp_path, qwen, use_sliding_window=True, max_window_layers=2)
     assert layer_windows(config) == (None, None, 32)
+    config = read(tmp_path, qwen, use_sliding_window=True, max_window_layers=0)
+    assert layer_windows(config) == (32, 32, 32)
     layer_types = ["sliding_attention", "full_attention", "sliding_attention"]
     config = read(tmp_path, qwen, use_sliding_window=True, layer_types=layer_types)
     assert layer_windows(config) == (32, None, 32)

@@ -67,7 +67,7 @@ def write_model(
     for pattern in _COPIED:
         for file in source.glob(pattern):
             copy_file(file, folder / file.relative_to(source))
-    values = dict(model_fields(source).values)
+    values = dict(model_fields(source).values_and_nulls)
     values.pop("torch_dtype", None)
     write_json(folder / HF_CONFIG_NAME, values | {"dtype": dtype})
     return folder
