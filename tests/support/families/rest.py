@@ -105,9 +105,7 @@ def llama(**changes: Any) -> LlamaConfig:
 
 def ministral(**changes: Any) -> MinistralConfig:
     types = ["full_attention", "sliding_attention"] * 2
-    return MinistralConfig(
-        **(sizes(sliding_window=8, layer_types=types, rope_parameters=rope()) | changes)
-    )
+    return MinistralConfig(**(sizes(sliding_window=8, layer_types=types, head_dim=8) | changes))
 
 
 def rope(**changes: Any) -> dict[str, Any]:
