@@ -55,7 +55,7 @@ def read_config(fields: ConfigFields) -> ModelSpec:
     fields = fields.renamed({}, {**_DEFAULTS, "num_key_value_heads": 16})
     if fields.text("hidden_act", "") == "gelu":
         fields = fields.with_values({"hidden_act": "gelu_pytorch_tanh"})
-    return _read(fields, ARCHITECTURE, Traits())
+    return _read(fields, ARCHITECTURE, Traits(rotates_whole_heads=True))
 
 
 def read_config_2(fields: ConfigFields) -> ModelSpec:
@@ -65,6 +65,7 @@ def read_config_2(fields: ConfigFields) -> ModelSpec:
     traits = Traits(
         names=_SANDWICH,
         windows=periodic_windows(fields, period=2),
+        rotates_whole_heads=True,
         score_scale=fields.positive("query_pre_attn_scalar", 256.0) ** -0.5,
         score_soft_cap=fields.positive_or_null("attn_logit_softcapping", 50.0),
     )

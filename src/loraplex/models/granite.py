@@ -14,6 +14,7 @@ ARCHITECTURE: Final = "GraniteForCausalLM"
 def read_config(fields: ConfigFields) -> ModelSpec:
     fields = fields.renamed({}, {"max_position_embeddings": 2048})
     traits = Traits(
+        rotates_whole_heads=True,
         biased=llama_biases(fields),
         score_scale=fields.positive("attention_multiplier", 1.0),
         residual_factor=fields.positive("residual_multiplier", 1.0),

@@ -44,6 +44,7 @@ def read_config_3(fields: ConfigFields) -> ModelSpec:
 
 def _traits(fields: ConfigFields) -> Traits:
     return Traits(
+        rotates_whole_heads=True,
         names=_NAMES,
         norm=_NORM,
         head_norm=_NORM,
