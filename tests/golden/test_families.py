@@ -61,7 +61,7 @@ def adapter_configs(case: FamilyCase) -> dict[str, LoraConfig]:
             rank_pattern={some[1]: 3, rf"1\.(?:.*\.)?{some[-1]}": MAX_RANK},
             alpha_pattern={some[1]: 5},
         ),
-        "first": LoraConfig(r=4, lora_alpha=6, target_modules=targets(r"\d+", some[:1])),
+        "first": LoraConfig(r=4, lora_alpha=24, target_modules=targets(r"\d+", some[:1])),
         "one-layer": LoraConfig(r=1, lora_alpha=2, target_modules=targets("1", some[-2:])),
     }
 
