@@ -58,7 +58,7 @@ class Subject:
             ModelRunner(parts),
             loader,
             SystemClock(),
-            SchedulerSettings(**settings),
+            SchedulerSettings(**settings, fair_share="tenant"),  # one: no share preempts another
             adapter_host_bytes=1 << 30,
         )
         for name, adapter in adapters.items():
