@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from loraplex.serving.text.detokenizer import IncrementalDetokenizer, continuation
 from loraplex.text.sentencepiece_model import build_tokenizer, read_sentencepiece_model
 from loraplex.text.special_tokens import read_json_object
+from loraplex.text.token_decoding import MAX_RUN_BYTES
 from loraplex.text.tokenizer import load_tokenizer
 from support import tiny_tokenizers
 from support.examples import examples
@@ -26,8 +27,7 @@ LOSSLESS = (
     *("byte-level", "llama3", "falcon", "gemma", "mistral-tekken"),
     *SPACE_BEFORE_TEXT,
 )
-SPOILS_RUNS = {"llama-sentencepiece", "unigram-sentencepiece", *BYTE_FALLBACK}
-"""The library's byte fallback replaces whole runs of byte tokens where one is bad."""
+HAS_BYTE_TOKENS = {"llama-sentencepiece", *BYTE_FALLBACK}
 
 TEXT_PARTS = st.one_of(
     st.text(max_size=8),
@@ -112,6 +112,10 @@ def references(folders, backends):
     return made
 
 
+def byte_ids(reference) -> set[int]:
+    return {i for token, i in reference.get_vocab().items() if re.fullmatch("<0x..>", token)}
+
+
 def draw_ids(data, tokenizer) -> list[int]:
     """Any ids, or those of a text; a text's tokens cut apart make invalid UTF-8."""
     kind = data.draw(st.sampled_from(["ids", "text", "cut"]))
@@ -155,8 +159,16 @@ def test_any_split_gives_the_whole_decode(family, tokenizers, data):
     check_split(tokenizers[family], data)
 
 
-def check_output(tokenizer, data) -> None:
+def check_output(tokenizer, reference, data) -> None:
     prompt, output = draw_ids(data, tokenizer), draw_ids(data, tokenizer)
+    if bytes_alone := byte_ids(reference):
+        # A run of byte tokens that the prompt begins would begin anew with the output.
+        while prompt and (
+            prompt[-1] in bytes_alone
+            or tokenizer.is_special(prompt[-1])
+            or not tokenizer.token_bytes(prompt[-1])
+        ):
+            prompt = prompt[:-1]
     if data.draw(st.booleans()):
         prompt = tokenizer.encode("The quick brown fox jumps over the lazy dog. " * 3) + prompt
     skip = data.draw(st.booleans())
@@ -172,44 +184,27 @@ def check_output(tokenizer, data) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @examples(0.6)
 @given(data=st.data())
-def test_output_is_the_generated_part_of_the_whole_decode(family, tokenizers, data):
-    check_output(tokenizers[family], data)
+def test_output_is_the_generated_part_of_the_whole_decode(family, tokenizers, references, data):
+    check_output(tokenizers[family], references[family], data)
 
 
 # ------------------------------------------------------------------ the whole is transformers'
 
 
-def check_whole(family, tokenizer, reference, data) -> None:
+def check_whole(tokenizer, reference, data) -> None:
     ids = draw_ids(data, tokenizer)
     skip = data.draw(st.booleans())
     expected = reference.decode(
         [i for i in ids if i < tokenizer.vocab_size], skip_special_tokens=skip
     )
-    if family in SPOILS_RUNS and "\ufffd" in expected:
-        expected = text_of_bytes(reference.backend_tokenizer, ids, skip)
     assert tokenizer.decode(ids, skip) == expected
-
-
-def text_of_bytes(backend, ids, skip) -> str:
-    """Decode like sentencepiece: only invalid bytes become U+FFFD, each byte of its own."""
-    special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
-    tokens = [backend.id_to_token(i) for i in ids if not (skip and i in special)]
-    parts = [
-        bytes([int(token[3:5], 16)]) if re.fullmatch("<0x..>", token) else token.encode()
-        for token in tokens
-        if token is not None
-    ]
-    text = b"".join(parts).decode(errors="surrogateescape").replace("\u2581", " ")
-    text = re.sub("[\udc80-\udcff]", "\ufffd", text)
-    strips = '"Strip"' in backend.decoder.__getstate__().decode()
-    return text.removeprefix(" ") if strips else text
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @examples(0.6)
 @given(data=st.data())
 def test_whole_decode_equals_transformers(family, tokenizers, references, data):
-    check_whole(family, tokenizers[family], references[family], data)
+    check_whole(tokenizers[family], references[family], data)
 
 
 # ------------------------------------------------------------------ nothing is lost, nothing waits
@@ -234,16 +229,25 @@ def test_encoded_text_comes_back(family, tokenizers, data):
 @pytest.mark.parametrize("family", LOSSLESS)
 @examples(0.6)
 @given(text=TEXTS)
-def test_every_character_is_given_as_soon_as_it_is_complete(family, tokenizers, text):
-    tokenizer = tokenizers[family]
+def test_every_character_is_given_as_soon_as_it_is_complete(family, tokenizers, references, text):
+    tokenizer, bytes_alone = tokenizers[family], byte_ids(references[family])
     ids = tokenizer.encode("x" + text.replace("▁", ""), add_special_tokens=False)
     detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
-    shown, data = "", b""
+    shown, data, run = "", b"", 0
     for token_id in ids:
         shown += detokenizer.push([token_id])
         data += tokenizer.token_bytes(token_id)
-        complete = data.decode(errors="ignore")
-        assert shown == (complete.removeprefix(" ") if family in SPACE_BEFORE_TEXT else complete)
+        run = run + 1 if token_id in bytes_alone else 0
+        # A run of byte tokens is complete when it ends, or when it is too long to be held back.
+        whole, ended = (
+            part.decode(errors="ignore").removeprefix(" " * (family in SPACE_BEFORE_TEXT))
+            for part in (data, data[: len(data) - run])
+        )
+        assert whole.startswith(shown)
+        assert shown.startswith(ended)
+        assert len(shown.encode()) >= len(whole.encode()) - MAX_RUN_BYTES
+        if run <= MAX_RUN_BYTES:
+            assert shown == ended
 
 
 @pytest.mark.parametrize("family", LOSSLESS)
@@ -256,7 +260,8 @@ def test_a_completion_goes_on_where_the_prompt_ended(family, tokenizers, before,
     whole = tokenizer.encode("x" + before + after, add_special_tokens=False)
     for cut in range(1, len(whole) + 1):
         prompt, output = whole[:cut], whole[cut:]
-        settled = IncrementalDetokenizer(tokenizer, skip_special_tokens=False).push(prompt)
+        settled = b"".join(map(tokenizer.token_bytes, prompt)).decode(errors="ignore")
+        settled = settled.removeprefix(" " * (family in SPACE_BEFORE_TEXT))
         completion = IncrementalDetokenizer(tokenizer, prompt, skip_special_tokens=False)
         assert settled + completion.push(output, final=True) == "x" + before + after
 
@@ -273,3 +278,52 @@ def test_continuation_is_what_follows_a_text(family, tokenizers, data):
     text = continuation(tokenizer, ids, skip_special_tokens=skip)
     assert whole.endswith(text)
     assert whole.removesuffix(text) == tokenizer.decode(before, skip)
+
+
+# ------------------------------------------------------------------ runs of byte tokens
+
+
+@pytest.mark.parametrize("family", sorted(HAS_BYTE_TOKENS))
+@examples(2)
+@given(data=st.data())
+def test_runs_of_bytes_are_those_of_transformers(family, tokenizers, references, data):
+    """Valid characters, cut and broken ones, between other tokens; in any pieces."""
+    tokenizer = tokenizers[family]
+    ids_of = {tokenizer.token_bytes(i)[0]: i for i in byte_ids(references[family])}
+    others = st.integers(0, tokenizer.vocab_size - 1).map(lambda i: [i])
+    runs = st.one_of(st.text(max_size=3).map(str.encode), st.binary(max_size=3)).map(
+        lambda run: [ids_of[byte] for byte in run]
+    )
+    parts = data.draw(st.lists(st.one_of(runs, runs, others), max_size=5))
+    ids = [i for part in parts for i in part]
+    skip = data.draw(st.booleans())
+    expected = references[family].decode(ids, skip_special_tokens=skip)
+    assert tokenizer.decode(ids, skip) == expected
+    detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip)
+    assert stream(detokenizer, draw_split(data, ids)) == expected
+
+
+@pytest.mark.parametrize("family", sorted(HAS_BYTE_TOKENS))
+def test_a_long_run_is_not_held_back_whole(family, tokenizers, references):
+    tokenizer = tokenizers[family]
+    ids_of = {tokenizer.token_bytes(i)[0]: i for i in byte_ids(references[family])}
+    text = "\u0f56\u0f7c\u0f51" * 40
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    shown = ""
+    for number, byte in enumerate(text.encode(), start=1):
+        shown += detokenizer.push([ids_of[byte]])
+        assert text.startswith(shown)
+        assert len(shown.encode()) >= number - MAX_RUN_BYTES - 3
+    assert shown + detokenizer.push([], final=True) == text
+
+
+@pytest.mark.parametrize("family", sorted(HAS_BYTE_TOKENS))
+@pytest.mark.parametrize("num_of_prompt", range(7))
+def test_a_run_begins_anew_with_the_output(family, num_of_prompt, tokenizers, references):
+    """The prompt's whole characters are its own; one that the prompt begins is the output's."""
+    tokenizer = tokenizers[family]
+    ids_of = {tokenizer.token_bytes(i)[0]: i for i in byte_ids(references[family])}
+    ids = [ids_of[byte] for byte in "\u0f56\u0f7c".encode()]
+    before = tokenizer.encode("a", add_special_tokens=False) + ids[:num_of_prompt]
+    text = IncrementalDetokenizer(tokenizer, before).push(ids[num_of_prompt:], final=True)
+    assert text == ("\u0f56\u0f7c", "\u0f7c", "")[num_of_prompt // 3]

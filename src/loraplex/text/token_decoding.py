@@ -6,10 +6,10 @@ files or requests.
 
 A decoder of the `tokenizers` library is a list of steps over token strings. The ones that language
 models use act on a token by itself, or only on the start of the text, so a token becomes a fixed
-piece of bytes and text is the pieces' sum, read as UTF-8. One thing is on purpose not as in that
-library: of a run of byte tokens (`<0xE4>`) that is not valid UTF-8 it replaces every byte, even
-those of whole characters before the bad one; here, as in sentencepiece, only the bad bytes become
-U+FFFD. What was streamed is thus never taken back.
+piece of bytes and text is the pieces' sum, read as UTF-8. An exception is a run of byte tokens
+(`<0xE4>`): if it is not valid UTF-8 as a whole, each of its bytes becomes U+FFFD, those of whole
+characters too. So a run is held back until it ends. A run of more than MAX_RUN_BYTES is read in
+parts of that length, lest a language without tokens of its own is not streamed at all.
 """
 
 import codecs
@@ -24,7 +24,8 @@ PieceStep = Callable[[str, bool], str]
 """(token, whether it is the text's first token) -> token."""
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_LONE_BYTE = re.compile("[\udc80-\udcff]")
+MAX_RUN_BYTES = 64
+"""Byte tokens that are held back at most."""
 
 _WORDPIECE_CLEAN_UP = (
     (" .", "."),
@@ -75,15 +76,20 @@ class TokenDecoding:
 
     steps: tuple[PieceStep, ...] = ()
     to_bytes: Callable[[str], bytes] = str.encode
-    replaces_bytes: bool = False
-    """Invalid UTF-8 becomes one U+FFFD per byte; else one per maximal part of a character."""
-    strip: tuple[bytes, int] = (b"", 0)
+    has_byte_tokens: bool = False
+    """Invalid UTF-8 becomes one U+FFFD per byte of a run of byte tokens; else one per maximal part
+    of a character."""
+    strip: tuple[str, int] = ("", 0)
     """(character, how many of it at most) taken from the start of the text."""
 
     def piece(self, token: str, *, is_first: bool) -> bytes:
         for step in self.steps:
             token = step(token, is_first)
         return self.to_bytes(token)
+
+    def is_byte(self, token: str) -> bool:
+        """Whether the token is one byte, which need not be a character."""
+        return self.has_byte_tokens and _BYTE_TOKEN.fullmatch(token) is not None
 
 
 def parse_decoder(section: Mapping[str, Any] | None) -> TokenDecoding:
@@ -116,11 +122,13 @@ def _with_part(decoding: TokenDecoding, part: Mapping[str, Any]) -> TokenDecodin
         case {"type": "ByteLevel"}:
             return dataclasses.replace(decoding, to_bytes=_byte_level_bytes)
         case {"type": "ByteFallback"}:
-            return dataclasses.replace(decoding, to_bytes=_byte_fallback_bytes, replaces_bytes=True)
+            return dataclasses.replace(
+                decoding, to_bytes=_byte_fallback_bytes, has_byte_tokens=True
+            )
         case {"type": "Fuse"}:
             return decoding
         case {"type": "Strip", "content": str(char), "start": int(start), "stop": 0}:
-            return dataclasses.replace(decoding, strip=(char.encode(), start))
+            return dataclasses.replace(decoding, strip=(char, start))
         case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
             step = _replace(old, new)
         case {"type": "Metaspace", "replacement": str(char)}:
@@ -184,6 +192,10 @@ class Vocabulary:
             for token in self._tokens
         ]
 
+        self.byte_ids = frozenset(
+            token_id for token_id, token in tokens.items() if decoding.is_byte(token)
+        )
+
     def __len__(self) -> int:
         """One more than the largest id."""
         return len(self._tokens)
@@ -203,7 +215,8 @@ class Vocabulary:
 class TextStream:
     """Text from tokens, as they come. However they are split, the pieces add up to one text.
 
-    Only what later tokens cannot change is given: an incomplete UTF-8 character waits.
+    Only what later tokens cannot change is given: an incomplete UTF-8 character waits, and so does
+    a run of byte tokens.
     """
 
     def __init__(
@@ -215,50 +228,67 @@ class TextStream:
     ) -> None:
         """shown_ids: special tokens that are not skipped."""
         decoding = vocabulary.decoding
-        errors = "surrogateescape" if decoding.replaces_bytes else "replace"
         self._vocabulary = vocabulary
         skipped_ids = vocabulary.special_ids if skip_special_tokens else frozenset()
         self._skipped_ids = skipped_ids.difference(shown_ids)
         self._is_first = True
         self._strip_char, self._num_to_strip = decoding.strip
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors)
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._run = bytearray()
+        """Byte tokens of the present run that are held back."""
         clean_up = _TEXT_CLEAN_UP if vocabulary.cleans_up_spaces else ()
         self._replacers = [StreamReplacer(old, new) for old, new in clean_up]
 
     def push(self, token_ids: Sequence[int]) -> str:
-        return self._to_text(b"".join(self._pieces(token_ids)), final=False)
+        return self._finished_text("".join(map(self._text, token_ids)), final=False)
 
     def finish(self) -> str:
         """What was still held back. The stream is over."""
-        return self._to_text(b"", final=True)
+        return self._finished_text(self._end_run() + self._utf8.decode(b"", True), final=True)
 
-    def _pieces(self, token_ids: Sequence[int]) -> Iterable[bytes]:
+    def settle(self) -> None:
+        """Let the whole characters of a run that is held back belong to the text so far."""
+        utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        utf8.decode(bytes(self._run))
+        self._run = bytearray(utf8.getstate()[0])
+
+    def _text(self, token_id: int) -> str:
+        """Return what is certain now that this token has come."""
         vocabulary = self._vocabulary
-        for token_id in token_ids:
-            if token_id in self._skipped_ids:
-                continue
-            if self._is_first and vocabulary.token(token_id) is not None:
-                self._is_first = False
-                yield vocabulary.first_piece(token_id)
-            else:
-                yield vocabulary.piece(token_id)
+        if token_id in self._skipped_ids or vocabulary.token(token_id) is None:
+            return ""
+        is_first, self._is_first = self._is_first, False
+        piece = (vocabulary.first_piece if is_first else vocabulary.piece)(token_id)
+        if token_id not in vocabulary.byte_ids:
+            return self._end_run() + self._utf8.decode(piece)
+        self._run += piece
+        return self._end_run() if len(self._run) > MAX_RUN_BYTES else ""
 
-    def _to_text(self, data: bytes, *, final: bool) -> str:
-        text = self._utf8.decode(self._strip(data), final)
-        if self._vocabulary.decoding.replaces_bytes and not text.isascii():
-            text = _LONE_BYTE.sub("\ufffd", text)
+    def _end_run(self) -> str:
+        run, self._run = bytes(self._run), bytearray()
+        try:
+            return run.decode()
+        except UnicodeDecodeError as error:
+            if len(run) > MAX_RUN_BYTES and error.reason == "unexpected end of data":
+                # The character may end in the next part.
+                self._run += run[error.start :]
+                return run[: error.start].decode()
+            return "\ufffd" * len(run)
+
+    def _finished_text(self, text: str, *, final: bool) -> str:
+        text = self._strip(text)
         for replacer in self._replacers:
             text = replacer.push(text, final=final)
         return text
 
-    def _strip(self, data: bytes) -> bytes:
-        while self._num_to_strip and data:
-            if not data.startswith(self._strip_char):
+    def _strip(self, text: str) -> str:
+        while self._num_to_strip and text:
+            if not text.startswith(self._strip_char):
                 self._num_to_strip = 0
                 break
-            data = data[len(self._strip_char) :]
+            text = text[len(self._strip_char) :]
             self._num_to_strip -= 1
-        return data
+        return text
 
 
 class StreamReplacer:

@@ -243,11 +243,15 @@ def test_token_bytes_of_byte_tokens(tmp_path):
     assert tokenizer.decode(ids[:2]) == "\ufffd\ufffd"
 
 
-def test_bad_bytes_do_not_spoil_the_characters_before_them(tmp_path):
+def test_a_run_of_byte_tokens_is_valid_as_a_whole_or_not_at_all(tmp_path):
+    """Decode a broken run as transformers does; it spoils nothing else."""
     tokenizer = load_tokenizer(tiny_tokenizers.write_llama_sentencepiece(tmp_path))
     ids = tokenizer.encode("བོ", add_special_tokens=False)[1:]
     assert len(ids) == 6
-    assert tokenizer.decode(ids[:-1]) == "བ\ufffd\ufffd"
+    assert tokenizer.decode(ids) == "བོ"
+    assert tokenizer.decode(ids[:-1]) == "\ufffd" * 5
+    hello = tokenizer.encode("Hello", add_special_tokens=False)
+    assert tokenizer.decode([*ids[:3], *hello, *ids[:2]]).split() == ["བ", "Hello\ufffd\ufffd"]
 
 
 def test_ids_without_a_token_are_nothing(tmp_path):

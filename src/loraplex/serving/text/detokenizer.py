@@ -17,7 +17,9 @@ class IncrementalDetokenizer:
 
     Precisely: the pieces add up to what decode(prompt + output) has after the text that the prompt
     alone had settled. So a space between prompt and output is there, and a character that begins
-    in the prompt and ends in the output is in the output. An empty output has no text. Every token
+    in the prompt and ends in the output is in the output. A run of byte tokens that begins in the
+    prompt begins anew with the output, without the prompt's whole characters. An empty output has
+    no text. Every token
     costs the same, however long the sequence is.
     """
 
@@ -34,6 +36,7 @@ class IncrementalDetokenizer:
         self._is_empty = True
         self._is_finished = False
         self._stream.push(_tail(tokenizer, prompt_token_ids, skip_special_tokens))
+        self._stream.settle()
 
     def push(self, token_ids: Sequence[int], final: bool = False) -> str:
         """The complete text that these tokens add; with `final` all that was held back, too.
