@@ -45,7 +45,6 @@ RANK_LIMIT = 32
 TOLERANCE = 1e-4
 """Relative to the largest logit."""
 BFLOAT16_FACTOR = 1.5
-PARAMETER_SCALE = 0.3
 
 
 def adapter_configs(case: FamilyCase) -> dict[str, LoraConfig]:
@@ -113,24 +112,11 @@ ENDS = {
 }
 
 
-def save_model(folder: Path, case: FamilyCase) -> Any:
-    torch.manual_seed(0)
-    model = case.model_class.from_config(case.config(), attn_implementation=case.attention)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(PARAMETER_SCALE * torch.randn_like(parameter))
-    model.tie_weights()
-    model.save_pretrained(folder)
-    return model.eval()
-
-
 def make_subject(
     folder: Path, case: FamilyCase, configs: Mapping[str, LoraConfig] | None = None
 ) -> Subject:
     configs = configs or adapter_configs(case)
-    reference = add_random_adapters(save_model(folder, case), configs)
-    if case.convert is not None:
-        case.convert(folder)
+    reference = add_random_adapters(case.save(folder), configs)
     return Subject(
         folder, reference, {name: saved(folder, name, reference, case) for name in configs}
     )

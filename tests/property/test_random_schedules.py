@@ -45,6 +45,7 @@ def check(schedules: Schedules, seeds: range) -> None:
     assert tally.cached_tokens > 0
     assert tally.adapter_evictions > 0
     assert tally.aborts > 0
+    assert tally.replays > 0
 
 
 @pytest.mark.timeout(1800)

@@ -1,7 +1,8 @@
 """Requests alone, and in random schedules: their tokens and the bits of their logits must be equal.
 
 A schedule is a real engine over one model: random arrivals, adapters, chunk sizes, aborts, and so
-few blocks and adapter pages that sequences are preempted and adapters evicted.
+few blocks and adapter pages that sequences are preempted and adapters evicted. An engine may end in
+the midst, and another continue its requests from their tokens so far.
 """
 
 import dataclasses
@@ -31,6 +32,9 @@ from support.instant_loader import InstantLoader
 
 Bits = dict[int, int]
 """Hash of the logits by position."""
+_NEVER = -1
+_REPEATED_SHARE = 0.4
+"""Share of the requests that repeat or extend the prompt of an earlier one."""
 
 
 class RecordingSampler(Sampler):
@@ -83,13 +87,13 @@ class Tally:
     cached_tokens: int = 0
     adapter_evictions: int = 0
     aborts: int = 0
+    replays: int = 0
+    """Requests that another engine continued after their first token."""
     steps: int = 0
 
 
 class Schedules:
     """One model with a set of requests, each of which runs alone first."""
-
-    _sampler: RecordingSampler
 
     def __init__(
         self,
@@ -102,17 +106,26 @@ class Schedules:
     ) -> None:
         """parts.sampler is not used; parts.host_adapters is filled."""
         self.tally = Tally()
+        self._samplers: list[RecordingSampler] = []
+        """Samplers of the engines of one schedule."""
         self._parts = parts
         config = parts.decoder.spec
         self._adapters = RandomAdapters(parts.host_adapters, config, ranks)
         self._max_num_tokens = max_prompt_tokens + max_tokens
         draws = random.Random("requests")
         beginnings = [_tokens(draws, config, max_prompt_tokens // 2) for _ in range(2)]
-        self._requests = []
+        self._requests: list[EngineRequest] = []
         for index in range(num_requests):
-            prompt = draws.choice([*beginnings, ()])
-            prompt += _tokens(draws, config, draws.randint(1, max_prompt_tokens - len(prompt)))
-            self._requests.append(self._request(draws, index, prompt, draws.randint(2, max_tokens)))
+            if index and draws.random() < _REPEATED_SHARE:
+                earlier = draws.choice(self._requests)
+                prompt, uses = earlier.prompt_token_ids, earlier.adapters
+            else:
+                prompt, uses = draws.choice([*beginnings, ()]), self._draw_uses(draws)
+            max_more = max_prompt_tokens - len(prompt)
+            prompt += _tokens(draws, config, draws.randint(not prompt, max_more))
+            self._requests.append(
+                _request(draws, index, prompt, draws.randint(2, max_tokens), uses)
+            )
         self.alone = [self._run_alone(request) for request in self._requests]
         """Tokens and bits of each request."""
 
@@ -123,6 +136,7 @@ class Schedules:
         requests = draws.sample(self._requests, draws.randint(2, min(8, len(self._requests))))
         arrivals = sorted((draws.randint(0, 12), index) for index in range(len(requests)))
         aborts = {draws.randint(1, 20): r.request_id for r in requests if draws.random() < 0.1}
+        last_step = draws.choice([_NEVER, draws.randint(2, 20)])
         outputs: list[EngineOutput] = []
         step = 0
         while arrivals or not engine.is_idle:
@@ -131,36 +145,35 @@ class Schedules:
             if step in aborts:
                 engine.abort(aborts[step])
             outputs += engine.step().outputs
+            if step == last_step:
+                self._leave(engine)
+                engine = self._random_engine(draws)
+                arrived = set(range(len(requests))) - {index for _, index in arrivals}
+                self._replay(engine, [requests[index] for index in sorted(arrived)], outputs)
             step += 1
         engine.check()
-        self._count(engine, len(aborts))
-        engine.close()
+        self._leave(engine)
+        self.tally.aborts += len(aborts)
         problems = [p for request in requests for p in self._differences(request, outputs)]
+        self._samplers.clear()
         return [f"schedule {seed}: {problem}" for problem in problems]
 
-    def _request(
-        self, draws: random.Random, index: int, prompt: tuple[int, ...], max_tokens: int
-    ) -> EngineRequest:
+    def _replay(
+        self, engine: Engine, requests: Sequence[EngineRequest], outputs: Sequence[EngineOutput]
+    ) -> None:
+        """Continue, as serving does after a crash, those whose last output is missing."""
+        finished = {output.request_id for output in outputs if output.finished}
+        for request in requests:
+            if request.request_id not in finished:
+                tokens, _ = _completion(request, outputs)
+                self.tally.replays += bool(tokens)
+                former = (tuple(tokens),)
+                engine.add(msgspec.structs.replace(request, outputs=former, num_restarts=1))
+
+    def _draw_uses(self, draws: random.Random) -> tuple[AdapterUse, ...]:
         digests = [source.digest for source in self._adapters.sources]
         chosen = draws.sample(digests, draws.choice([0, 1, 1, 1, 2]))
-        uses = tuple(AdapterUse(digest, draws.choice([1.0, 0.5])) for digest in chosen)
-        return EngineRequest(
-            request_id=index,
-            prompt_token_ids=prompt,
-            sampling=SamplingParams(
-                temperature=draws.choice([0.0, 0.0, 0.8]),
-                max_tokens=max_tokens,
-                ignore_eos=True,
-                seed=index,
-            ),
-            eos_token_ids=(),
-            adapters=uses,
-            kv_salt=repr(uses).encode(),
-            tenant="",
-            priority=draws.choice([0, 0, 1]),
-            arrival_ns=index,
-            deadline_ns=None,
-        )
+        return tuple(AdapterUse(digest, draws.choice([1.0, 0.5])) for digest in chosen)
 
     def _run_alone(self, request: EngineRequest) -> tuple[list[int], Bits]:
         settings = SchedulerSettings(enable_prefix_cache=False)
@@ -169,8 +182,9 @@ class Schedules:
         outputs: list[EngineOutput] = []
         while not engine.is_idle:
             outputs += engine.step().outputs
+        engine.close()
         tokens, _ = _completion(request, outputs)
-        return tokens, self._sampler.bits[request.request_id]
+        return tokens, self._samplers.pop().bits[request.request_id]
 
     def _random_engine(self, draws: random.Random) -> Engine:
         capacity = self._parts.capacity
@@ -208,8 +222,9 @@ class Schedules:
     def _engine(
         self, parts: RunnerParts, settings: SchedulerSettings, *, overlap: bool = False
     ) -> Engine:
-        self._sampler = RecordingSampler(parts.capacity.vocab_size)
-        runner = ModelRunner(dataclasses.replace(parts, sampler=self._sampler))
+        sampler = RecordingSampler(parts.capacity.vocab_size)
+        self._samplers.append(sampler)
+        runner = ModelRunner(dataclasses.replace(parts, sampler=sampler))
         engine = build_engine(
             ThreadedRunner(runner) if overlap else runner,
             self._adapters,
@@ -222,13 +237,14 @@ class Schedules:
             engine.register_adapter(source)
         return engine
 
-    def _count(self, engine: Engine, num_aborts: int) -> None:
+    def _leave(self, engine: Engine) -> None:
         stats, tally = engine.stats(), self.tally
         tally.preemptions += stats.preemptions
         tally.cached_tokens += stats.cached_tokens
         tally.steps += stats.steps
         tally.adapter_evictions += stats.adapters.device_evictions
-        tally.aborts += num_aborts
+        engine.close()
+        self._adapters.poll()  # the loads of an engine die with it
 
     def _differences(self, request: EngineRequest, outputs: Sequence[EngineOutput]) -> list[str]:
         tokens, is_whole = _completion(request, outputs)
@@ -236,11 +252,41 @@ class Schedules:
         name = f"request {request.request_id}"
         if tokens != expected[: len(tokens)] or (is_whole and tokens != expected):
             return [f"{name} gave {tokens}, alone {expected}"]
-        bits = self._sampler.bits.get(request.request_id, {})
         # With overlap a row goes on once more after its last token.
         last = max(expected_bits)
-        wrong = [p for p in bits if p <= last and bits[p] != expected_bits[p]]
+        wrong = [
+            position
+            for sampler in self._samplers
+            for position, bits in sampler.bits.get(request.request_id, {}).items()
+            if position <= last and bits != expected_bits[position]
+        ]
         return [f"{name} has other logits at positions {wrong}"] if wrong else []
+
+
+def _request(
+    draws: random.Random,
+    index: int,
+    prompt: tuple[int, ...],
+    max_tokens: int,
+    uses: tuple[AdapterUse, ...],
+) -> EngineRequest:
+    return EngineRequest(
+        request_id=index,
+        prompt_token_ids=prompt,
+        sampling=SamplingParams(
+            temperature=draws.choice([0.0, 0.0, 0.8]),
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            seed=index,
+        ),
+        eos_token_ids=(),
+        adapters=uses,
+        kv_salt=repr(uses).encode(),
+        tenant="",
+        priority=draws.choice([0, 0, 1]),
+        arrival_ns=index,
+        deadline_ns=None,
+    )
 
 
 def _completion(request: EngineRequest, outputs: Sequence[EngineOutput]) -> tuple[list[int], bool]:

@@ -155,7 +155,7 @@ class Decoder:
             ),
             (
                 *(batch.token_ids, batch.positions, *batch.slot_mappings),
-                *(batch.lora, *plans.values()),
+                *(batch.lora, *plans.values(), *head_rows.values()),
             ),
             lambda: self._scaled(
                 self._kernels.linear(
@@ -223,7 +223,7 @@ class Decoder:
         """Compute the logits [S, vocab_size] of normed x [T, hidden]."""
         indices, lora = batch.logits_indices, batch.lora
         # The lm_head is the largest product: only tokens that are sampled need it.
-        x = self._projected_back(x[indices])
+        x = self._projected_back(self._kernels.take_rows(x, indices))
         logits = self._kernels.linear(x, self._lm_head)
         if lora is not None and lora.changes_ends:
             lora = batch_of_rows(lora, indices, batch.token_ids.shape[0])

@@ -5,10 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 VOCAB_SIZE = 97
 LLAMA_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_PARAMETER_SCALE = 0.3
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +27,19 @@ class FamilyCase:
     """Whether `make test` runs it, on one backend. The others run in CI only."""
     convert: Callable[[Path], None] | None = None
     """Rewrites a saved checkpoint or adapter, for families that transformers has no class of."""
+
+    def save(self, folder: Path) -> Any:
+        """Save a random model, and return that of transformers."""
+        torch.manual_seed(0)
+        model = self.model_class.from_config(self.config(), attn_implementation=self.attention)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(_PARAMETER_SCALE * torch.randn_like(parameter))
+        model.tie_weights()
+        model.save_pretrained(folder)
+        if self.convert is not None:
+            self.convert(folder)
+        return model.eval()
 
 
 def sizes(**changes: Any) -> dict[str, Any]:

@@ -185,6 +185,7 @@ def test_every_op_of_a_decoder_may_be_in_a_program(
         kernels.rotary(query, no_keys, turns, turns, is_interleaved=True)
         x = kernels.paged_attention(query, storage, plan, sink_logits).flatten(1)
         x, residual = kernels.add_rms_norm(x, residual, weight, 1e-5, 0.3)
+        x = kernels.take_rows(x, swapped)
         gated = kernels.gate(kernels.linear(x, up), Activation.GELU_TANH)
         x, residual = kernels.add_layer_norm(gated, residual, weight, bias, 1e-5, 0.2)
         x = kernels.add(kernels.activate(x, Activation.SQUARED_RELU), residual, 0.5)
@@ -193,10 +194,11 @@ def test_every_op_of_a_decoder_may_be_in_a_program(
 
     for first, slope in ((1, 0.5), (4, 0.25), (9, 0.0)):
         indices = torch.arange(first, first + 2)
+        swapped = torch.tensor([first % 2, 0])
         layout = RowLayout([0, 2], [first + 2], torch.arange(3).unsqueeze(0))
         rules = AttentionRules(scale=0.4, soft_cap=3.0, alibi_slopes=(slope, 0.1, 1.0))
         plan = kernels.plan_attention(layout, shape, rules)
-        repeated = kernels.repeat("step", (indices, plan), compute).clone()
+        repeated = kernels.repeat("step", (indices, swapped, plan), compute).clone()
         assert torch.equal(repeated, compute())
     assert kernels._programs["step"] is not None
 

@@ -13,6 +13,7 @@ from loraplex.kernels.native.library import (
     Pointer,
     Real,
     Size,
+    Source,
     ThreadPool,
     Value,
 )
@@ -63,7 +64,7 @@ class ElementwiseKernel:
             *(Int, Value, Size, Value, Size),
         )
         self._take_rows = library.function(
-            "loraplex_take_rows", *(Pointer, Size, Size, Int, Pointer, Size, Value, Value)
+            "loraplex_take_rows", *(Pointer, Size, Size, Int, Source, Size, Value, Value)
         )
         self._gate = library.function(
             "loraplex_gate", *(Pointer, Size, Size, Int, Int, Value, Size, Value)

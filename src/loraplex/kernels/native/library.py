@@ -31,6 +31,10 @@ class Value(ctypes.c_void_p):
     """Address of a tensor or structure of one step: an input of the step, or an op's output."""
 
 
+class Source(ctypes.c_void_p):
+    """Address of a tensor that stays, or of an op's output."""
+
+
 Size = ctypes.c_int64
 Int = ctypes.c_int32
 Real = ctypes.c_float

@@ -24,6 +24,7 @@ from loraplex.kernels.native.library import (
     Pointer,
     Real,
     Size,
+    Source,
     Value,
 )
 
@@ -91,9 +92,9 @@ class Recorder:
     def watch(self, name: str, function: NativeFunction, types: Sequence[Any]) -> NativeFunction:
         """Return the function, recorded at each call. One that no program may hold prevents it."""
         op = self._op_number(name.encode())
-        values, fixed = (
+        values, fixed, sources = (
             tuple(index for index, kind in enumerate(types) if kind is role)
-            for role in (Value, Pointer)
+            for role in (Value, Pointer, Source)
         )
         reals = frozenset(index for index, kind in enumerate(types) if kind is Real)
 
@@ -101,7 +102,9 @@ class Recorder:
             function(*arguments)
             if self._is_recording:
                 words = [_word(value, i in reals) for i, value in enumerate(arguments)]
-                self._calls.append(_Call(op, words, values, fixed))
+                made = tuple(index for index in sources if self._is_output(words[index]))
+                kept = tuple(index for index in sources if index not in made)
+                self._calls.append(_Call(op, words, values + made, fixed + kept))
                 self._is_complete &= op >= 0
 
         return watched
@@ -147,6 +150,11 @@ class Recorder:
         return Program(
             self._run, code, place.view(result.dtype).view(result.shape), (memory, compute)
         )
+
+    def _is_output(self, address: int) -> bool:
+        """Whether an op of this recording has written there."""
+        starts = ((tensor.data_ptr(), tensor.nbytes) for tensor in self._outputs)
+        return any(start <= address < start + num_bytes for start, num_bytes in starts)
 
     def _memory_of(self, num_bytes: int) -> torch.Tensor:
         """Return enough memory. Earlier programs keep the smaller one that they use."""
