@@ -272,6 +272,7 @@ def mean_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual.float() - expected).norm() / expected.norm())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
 def test_bfloat16_is_as_exact_as_transformers(name: str, tmp_path: Path) -> None:
     """Compare the mean: the largest error of so few logits is a matter of luck, for both."""
