@@ -28,6 +28,12 @@ FUSED_MODULES: Final[Mapping[str, tuple[str, ...]]] = {
 _Parts = dict[str, CanonicalRow]
 
 
+def other_layout(module: str) -> tuple[str, ...]:
+    """Return the parts of a fused layer, or the fused layers that a layer may be a part of."""
+    wholes = tuple(whole for whole, parts in FUSED_MODULES.items() if module in parts)
+    return FUSED_MODULES.get(module, wholes)
+
+
 def fit_modules(rows: Iterable[CanonicalRow], shapes: BaseShapes) -> tuple[CanonicalRow, ...]:
     """Return the rows for the linear layers that the base has. Other rows stay as they are.
 

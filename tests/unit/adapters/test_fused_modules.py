@@ -1,6 +1,7 @@
 """Adapters of fused projections on separate ones, and the other way round."""
 
 import itertools
+import json
 
 import numpy as np
 import pytest
@@ -8,6 +9,8 @@ import pytest
 from loraplex.adapters.base_check import check_shapes
 from loraplex.adapters.canonical import CanonicalRow, RowKind
 from loraplex.adapters.formats import trtllm
+from loraplex.adapters.formats.peft import target_warnings
+from loraplex.adapters.formats.peft_config import parse_config
 from loraplex.adapters.formats.peft_names import is_of_other_tower, parse_name
 from loraplex.adapters.fused_modules import fit_modules
 from loraplex.adapters.shapes import BaseShapes
@@ -206,3 +209,23 @@ def test_the_nearest_names_are_reported() -> None:
 
 def _at(row: CanonicalRow, origin: str) -> CanonicalRow:
     return CanonicalRow(row.layer, row.module, None, row.kind, row.scale, row.tensors, origin)
+
+
+@pytest.mark.parametrize(
+    ("named", "rows", "shapes"),
+    [
+        ("qkv_proj", [lora("qkv_proj", 14, 2)], SEPARATE),
+        ("v_proj", [lora(part, size, 2) for part, size in QKV.items()], FUSED),
+    ],
+)
+def test_no_warning_of_targets_in_another_layout(
+    named: str, rows: list[CanonicalRow], shapes: BaseShapes
+) -> None:
+    config = parse_config(
+        json.dumps(
+            {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": [named]}
+        ).encode()
+    )
+    assert not [
+        text for text in target_warnings(config, fit_modules(rows, shapes), 2) if named in text
+    ]

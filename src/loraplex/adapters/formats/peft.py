@@ -10,6 +10,7 @@ from loraplex.adapters.canonical import CanonicalRow, RowKind, sort_rows
 from loraplex.adapters.formats.peft_config import CONFIG_NAME, PeftConfig
 from loraplex.adapters.formats.peft_module import PeftModule
 from loraplex.adapters.formats.peft_names import parse_name
+from loraplex.adapters.fused_modules import other_layout
 from loraplex.adapters.tensor_file import FLOAT_TYPES, RawTensor
 from loraplex.core.errors import InvalidAdapterError, UnsupportedFeatureError
 
@@ -107,7 +108,12 @@ def _missing_modules(config: PeftConfig, rows: Iterable[CanonicalRow]) -> list[s
     """Return entries of target_modules that match no tensor and no exclusion."""
     if not isinstance(config.target_modules, list):
         return []
-    paths = [row.origin for row in rows if row.kind is RowKind.LORA]
+    paths = [
+        row.origin.removesuffix(row.module) + name
+        for row in rows
+        if row.kind is RowKind.LORA
+        for name in (row.module, *other_layout(row.module))
+    ]
     missing = [name for name in config.target_modules if not _matches(paths, name)]
     return [name for name in missing if not any(map(config.excludes, _paths(name)))]
 
