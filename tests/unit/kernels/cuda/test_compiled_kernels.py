@@ -78,6 +78,10 @@ INT8_KV_SHARES = {"decode_grouped": 0.3, "prefill": 0.25, "attend_chunks": 0.4}
 """Instead of `wide_share`: of int8 numbers a thread loads 8 bytes, and each vector has a scale."""
 
 
+NARROW_HEADS = "heads of 64"
+"""Cases without a `wide_share`: their vectors are too short for the threads of a program."""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.xdist_group("kernel compiler")
@@ -144,6 +148,8 @@ def _problems(kernel: dict[str, Any]) -> list[str]:
     least = limit.wide_share
     if "int8 kv" in kernel["cases"][0]:
         least = INT8_KV_SHARES.get(kernel["kernel"], least)
+    if NARROW_HEADS in kernel["cases"][0]:
+        least = 0.0
     if share < least:
         problems.append(f"{name}: {share:.0%} of its loads are 128 wide: {used['load_bits']}")
     return problems
