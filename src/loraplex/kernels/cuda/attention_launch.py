@@ -179,9 +179,12 @@ def invariant_tile(launch: Launch) -> Tile:
     rows = _at_least_group(_invariant_rows(launch.plan.shape), launch)
     if launch.compute_dtype == torch.float32:
         return Tile(rows, min(64, _num_keys(launch)), 16)
-    if launch.plan.shape.head_dim > 256:
+    head_dim = launch.plan.shape.head_dim
+    if head_dim > 256:
         return Tile(rows, 16, 4)
-    return Tile(rows, min(64, _num_keys(launch)), 8)
+    # The masks of such heads take registers, too.
+    is_narrow = head_dim < block_d(head_dim) and keeps_products_in_registers(launch.query.device)
+    return Tile(rows, min(32 if is_narrow else 64, _num_keys(launch)), 8)
 
 
 def _invariant_rows(shape: AttentionShape) -> int:

@@ -41,8 +41,8 @@ LIMITS = {
     "decode_grouped": Limit(192, 0.75),
     "decode_single": Limit(160, 0.75),
     "merge_shares": Limit(48, 0.6),
-    "prefill": Limit(255, 0.75),
-    "attend_chunks": Limit(255, 0.8),
+    "prefill": Limit(255, 0.7),
+    "attend_chunks": Limit(255, 0.7),
     "fold_chunks": Limit(64, 0.45),
     # Between the products
     "take_rows": Limit(32, 0.6),
