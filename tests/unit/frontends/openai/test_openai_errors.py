@@ -12,7 +12,7 @@ from loraplex.frontends.openai.errors import (
     wire_error,
 )
 
-STATUSES = {400, 401, 403, 404, 408, 409, 413, 422, 429, 500, 503, 504}
+STATUSES = {400, 401, 403, 404, 408, 409, 413, 422, 429, 500, 503, 504, 507}
 
 
 @pytest.mark.parametrize("leaf", errors.leaves())
@@ -28,7 +28,7 @@ def test_what_the_client_can_fix_is_a_4xx(leaf):
 
 @pytest.mark.parametrize("leaf", errors.leaves(errors.CapacityError))
 def test_what_may_be_tried_again_is_one_of_the_statuses_that_clients_retry(leaf):
-    assert WIRE_ERRORS[leaf].status in (429, 503, 504)
+    assert WIRE_ERRORS[leaf].status in (429, 503, 504, 507)
 
 
 @pytest.mark.parametrize("leaf", errors.leaves(errors.InternalError))
