@@ -73,7 +73,7 @@ def test_other_threads_run_while_many_messages_are_parsed():
             time.sleep(0)
     finally:
         sys.setswitchinterval(interval)
-    assert num_turns > 100
+    assert num_turns > 10  # one or two if the lock is held
 
 
 @pytest.mark.parametrize(
