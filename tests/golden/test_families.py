@@ -17,20 +17,20 @@ from loraplex.adapters.stage import stage
 from loraplex.adapters.staged import StageRequest
 from loraplex.adapters.staging_limits import StagingLimits
 from loraplex.app.builder import base_shapes
-from loraplex.core.plan import RowResult
 from loraplex.execution import loading
-from loraplex.execution.adapters.host_adapters import HostAdapter, HostAdapters
+from loraplex.execution.adapters.host_adapters import HostAdapter
 from loraplex.execution.adapters.loader import read_host_adapter
-from loraplex.execution.loading import load_parts
-from loraplex.execution.sampling.sampler import Sampler
-from loraplex.execution.sizing.settings import RunnerSettings
-from loraplex.execution.steps.model_runner import ModelRunner
 from loraplex.kernels.reference import ReferenceKernels
-from loraplex.memory.adapter_pages import place
 from loraplex.models.registry import read_config
 from support.checkpoints import add_random_adapters
 from support.families import first, rest
 from support.families.case import VOCAB_SIZE, FamilyCase
+from support.reference_completions import (
+    RecordingSampler,
+    recorded_driver,
+    reference_completion,
+    relative_error,
+)
 from support.step_driver import Prompt, StepDriver
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -75,34 +75,10 @@ class Subject:
 
     def driver(
         self, *, scrambled: bool = False, **settings: Any
-    ) -> tuple[StepDriver, "RecordingSampler"]:
-        fixed = {"num_blocks": 80, "block_size": 8, "max_num_seqs": 8, "max_lora_rank": RANK_LIMIT}
-        adapters = HostAdapters()
-        for name, adapter in self.adapters.items():
-            adapters.put(HANDLES[name], adapter)
-        parts = load_parts(self.folder, RunnerSettings(**(fixed | settings)), adapters)
-        sampler = RecordingSampler(parts.capacity.vocab_size)
-        runner = ModelRunner(dataclasses.replace(parts, sampler=sampler))
-        order = list(range(parts.capacity.kv_groups[0].num_blocks))
-        if scrambled:
-            random.Random(3).shuffle(order)
-        driver = StepDriver(runner, order)
-        for name, adapter in self.adapters.items():
-            pages = place(adapter.targets, parts.capacity.page_geometry).num_pages
-            assert driver.load(HANDLES[name], pages).copies_done == (HANDLES[name],)
-        return driver, sampler
-
-
-class RecordingSampler(Sampler):
-    """Keeps the logits of the last steps."""
-
-    def __init__(self, vocab_size: int) -> None:
-        super().__init__(vocab_size, device=torch.device("cpu"))
-        self.logits: list[torch.Tensor] = []
-
-    def sample(self, logits: torch.Tensor, steps: Any) -> list[RowResult]:
-        self.logits.append(logits.clone())
-        return super().sample(logits, steps)
+    ) -> tuple[StepDriver, RecordingSampler]:
+        adapters = {HANDLES[name]: adapter for name, adapter in self.adapters.items()}
+        ranks = {"max_lora_rank": RANK_LIMIT}
+        return recorded_driver(self.folder, adapters, is_scrambled=scrambled, **(ranks | settings))
 
 
 HANDLES = {"all": 11, "first": 12, "one-layer": 13, "embedding": 14, "head": 15}
@@ -182,38 +158,6 @@ PROMPTS = {
     "first": make_prompt(20, "first"),
     "one-layer": make_prompt(27, "one-layer"),
 }
-
-
-@torch.no_grad()
-def reference_completion(
-    model: PeftModel, adapter: str | None, prompt: Prompt, num_tokens: int
-) -> tuple[torch.Tensor, list[int]]:
-    """(logits of the prompt, greedy tokens)"""
-    inputs = torch.tensor([prompt.token_ids])
-    if adapter is None:
-        with model.disable_adapter():
-            return generate(model, inputs, num_tokens)
-    model.set_adapter(adapter)
-    return generate(model, inputs, num_tokens)
-
-
-def generate(
-    model: PeftModel, inputs: torch.Tensor, num_tokens: int
-) -> tuple[torch.Tensor, list[int]]:
-    logits = model(input_ids=inputs).logits[0].float()
-    output = model.generate(
-        input_ids=inputs,
-        attention_mask=torch.ones_like(inputs),
-        max_new_tokens=num_tokens,
-        do_sample=False,
-        pad_token_id=0,
-    )
-    return logits, output[0, inputs.shape[1] :].tolist()
-
-
-def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    assert actual.shape == expected.shape
-    return float((actual - expected).abs().max() / expected.abs().max())
 
 
 def test_same_logits_and_tokens_as_transformers(subject: Subject) -> None:

@@ -5,7 +5,7 @@ Tiny random checkpoints; the runner is driven by hand-made plans.
 
 import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +21,21 @@ from transformers import (
     Qwen3Config,
 )
 
-from loraplex.core.plan import RowResult
 from loraplex.execution import loading
-from loraplex.execution.adapters.host_adapters import HostAdapters
-from loraplex.execution.loading import load_parts
-from loraplex.execution.sampling.sampler import Sampler
-from loraplex.execution.sizing.settings import RunnerSettings
-from loraplex.execution.steps.model_runner import ModelRunner
+from loraplex.execution.adapters.host_adapters import HostAdapter
 from loraplex.kernels.reference import ReferenceKernels
-from loraplex.memory.adapter_pages import place
 from support.checkpoints import (
     add_random_adapters,
     host_adapter,
     save_random_model,
     tiny_gpt2,
     tiny_sizes,
+)
+from support.reference_completions import (
+    RecordingSampler,
+    recorded_driver,
+    reference_completion,
+    relative_error,
 )
 from support.step_driver import Prompt, StepDriver
 
@@ -160,54 +160,27 @@ GPT2_ADAPTERS: dict[str, LoraConfig] = {
 HANDLES = {name: handle for handle, name in enumerate(ADAPTERS, start=11)}
 
 
-class RecordingSampler(Sampler):
-    """Keeps the logits of the last steps."""
-
-    def __init__(self, vocab_size: int) -> None:
-        super().__init__(vocab_size, device=torch.device("cpu"))
-        self.logits: list[torch.Tensor] = []
-
-    def sample(self, logits: torch.Tensor, steps: Any) -> list[RowResult]:
-        self.logits.append(logits.clone())
-        return super().sample(logits, steps)
-
-
 @dataclasses.dataclass(frozen=True)
 class Subject:
     """One checkpoint in both implementations."""
 
     folder: Path
     reference: PeftModel
-    adapters: HostAdapters
-
-    def settings(self, **changes: Any) -> RunnerSettings:
-        fixed = {"num_blocks": 80, "block_size": 8, "max_num_seqs": 8, "max_lora_rank": 16}
-        return RunnerSettings(**(fixed | changes))
+    adapters: Mapping[int, HostAdapter]
 
     def driver(
         self, *, scrambled: bool = False, **settings: Any
     ) -> tuple[StepDriver, RecordingSampler]:
-        parts = load_parts(self.folder, self.settings(**settings), self.adapters)
-        sampler = RecordingSampler(parts.capacity.vocab_size)
-        runner = ModelRunner(dataclasses.replace(parts, sampler=sampler))
-        order = list(range(parts.capacity.kv_groups[0].num_blocks))
-        if scrambled:
-            random.Random(3).shuffle(order)
-        driver = StepDriver(runner, order)
-        for handle in HANDLES.values():
-            adapter = self.adapters.get(handle)
-            assert adapter is not None
-            pages = place(adapter.targets, parts.capacity.page_geometry).num_pages
-            assert driver.load(handle, pages).copies_done == (handle,)
-        return driver, sampler
+        ranks = {"max_lora_rank": 16}
+        return recorded_driver(
+            self.folder, self.adapters, is_scrambled=scrambled, **(ranks | settings)
+        )
 
 
 def make_subject(folder: Path, config: PretrainedConfig) -> Subject:
     configs = GPT2_ADAPTERS if isinstance(config, GPT2Config) else ADAPTERS
     reference = add_random_adapters(save_random_model(folder, config), configs)
-    adapters = HostAdapters()
-    for name, handle in HANDLES.items():
-        adapters.put(handle, host_adapter(reference, name))
+    adapters = {handle: host_adapter(reference, name) for name, handle in HANDLES.items()}
     return Subject(folder, reference, adapters)
 
 
@@ -238,38 +211,6 @@ PROMPTS = {
     "all": make_prompt(45, "all"),
     "one-layer": make_prompt(40, "one-layer"),
 }
-
-
-@torch.no_grad()
-def reference_completion(
-    model: PeftModel, adapter: str | None, prompt: Prompt, num_tokens: int
-) -> tuple[torch.Tensor, list[int]]:
-    """(logits of the prompt, greedy tokens)"""
-    inputs = torch.tensor([prompt.token_ids])
-    if adapter is None:
-        with model.disable_adapter():
-            return generate(model, inputs, num_tokens)
-    model.set_adapter(adapter)
-    return generate(model, inputs, num_tokens)
-
-
-def generate(
-    model: PeftModel, inputs: torch.Tensor, num_tokens: int
-) -> tuple[torch.Tensor, list[int]]:
-    logits = model(input_ids=inputs).logits[0].float()
-    output = model.generate(
-        input_ids=inputs,
-        attention_mask=torch.ones_like(inputs),
-        max_new_tokens=num_tokens,
-        do_sample=False,
-        pad_token_id=0,
-    )
-    return logits, output[0, inputs.shape[1] :].tolist()
-
-
-def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    assert actual.shape == expected.shape
-    return float((actual - expected).abs().max() / expected.abs().max())
 
 
 def test_same_logits_and_tokens_as_transformers(subject: Subject) -> None:

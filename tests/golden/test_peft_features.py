@@ -37,7 +37,6 @@ from loraplex.adapters.targets import source_of
 from loraplex.adapters.tensor_file import RawTensor
 from loraplex.app.builder import base_shapes
 from loraplex.compat.convert.adapters import write_peft
-from loraplex.core.plan import RowResult
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.demo import BASE_PATH
 from loraplex.execution import loading
@@ -45,7 +44,6 @@ from loraplex.execution.adapters.host_adapters import HostAdapter, HostAdapters
 from loraplex.execution.adapters.host_pieces import host_adapter
 from loraplex.execution.adapters.loader import read_host_adapter
 from loraplex.execution.loading import load_parts
-from loraplex.execution.sampling.sampler import Sampler
 from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.execution.steps.model_runner import ModelRunner
 from loraplex.kernels.quantization import quantize
@@ -54,6 +52,7 @@ from loraplex.memory.adapter_pages import place
 from loraplex.models.registry import read_config
 from support.checkpoints import save_random_model, tiny_sizes
 from support.examples import quick_and_slow
+from support.reference_completions import RecordingSampler
 from support.step_driver import Prompt, StepDriver
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -234,18 +233,6 @@ def check(case: Case, names: list[str | None], completions: list[Any], prompts: 
         error = float((found - want.logprobs).abs().max())
         assert error < TOLERANCE, name
         assert completion.token_ids == want.token_ids, name
-
-
-class RecordingSampler(Sampler):
-    """Keeps the logits of the last steps."""
-
-    def __init__(self, vocab_size: int) -> None:
-        super().__init__(vocab_size, device=torch.device("cpu"))
-        self.logits: list[torch.Tensor] = []
-
-    def sample(self, logits: torch.Tensor, steps: Any) -> list[RowResult]:
-        self.logits.append(logits.clone())
-        return super().sample(logits, steps)
 
 
 class Computed:
