@@ -201,16 +201,18 @@ def _print_prompt(prompt: Encoded, say: Say) -> None:
 
 
 def _print_output(options: Flags, sequences: list[TokenSequence], codec: Codec, say: Say) -> None:
-    say("Got completed request")
+    """Print all lines at once: clients that run together share a terminal."""
+    lines = ["Got completed request"]
     if options.verbose:
-        say(f"sequence_length:  {[len(sequence.token_ids) for sequence in sequences]}")
+        lines.append(f"sequence_length:  {[len(sequence.token_ids) for sequence in sequences]}")
     has_text = not options.input_tokens_csv
     if has_text:
-        say(f"Input: {options.text}")
+        lines.append(f"Input: {options.text}")
     for sequence in sequences:
         if has_text:
-            say(f"Output beam {sequence.beam}: {codec.decode(sequence.new_token_ids)}")
-        say(f"Output sequence:  {sequence.token_ids}")
+            lines.append(f"Output beam {sequence.beam}: {codec.decode(sequence.new_token_ids)}")
+        lines.append(f"Output sequence:  {sequence.token_ids}")
+    say("\n".join(lines))
 
 
 def _detail_lines(results: Sequence[Tensors]) -> Iterator[str]:
