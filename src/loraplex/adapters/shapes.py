@@ -10,13 +10,20 @@ class BaseShapes(msgspec.Struct, frozen=True):
     num_layers: int
     modules: dict[str, tuple[int, int]]
     """(in_features, out_features) of each adaptable linear layer of a decoder layer."""
+    num_experts: dict[str, int] = {}
+    """Number of experts by module, of modules that have experts."""
+    module_layers: dict[str, tuple[int, ...]] = {}
+    """Layers that have a module, of modules that not all layers have."""
     vocab_size: int = 0
     """Vocabulary size; 0 if only linear layers of decoder layers may be adapted, only by LoRA."""
     hidden_size: int = 0
     biased_modules: tuple[str, ...] = ()
     """Linear layers that have a bias; lm_head, too."""
     paths: dict[str, str] = {}
-    """Hugging Face path of each module, with {} for the layer; empty: Llama's and GPT-2's."""
+    """Hugging Face path of each module, with {} for the layer and {expert} for the expert.
+
+    Empty: Llama's and GPT-2's.
+    """
     fused: dict[str, dict[str, int]] = {}
     """Outputs of the parts of a fused linear layer, in order: qkv_proj's q_proj, k_proj, v_proj."""
     adapts_ends: bool = True
@@ -36,6 +43,11 @@ class BaseShapes(msgspec.Struct, frozen=True):
         """Whether a path of an adapter ends as that of the base's module does."""
         own = self.paths.get(module)
         return own is None or f".{path}".endswith("." + own.partition("{}.")[2])
+
+    def has_module(self, layer: int, module: str) -> bool:
+        """Whether a decoder layer has an adaptable linear layer of this name."""
+        layers = self.module_layers.get(module)
+        return module in self.modules and (layers is None or layer in layers)
 
     @property
     def is_adaptable(self) -> bool:

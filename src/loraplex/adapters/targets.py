@@ -18,7 +18,6 @@ from loraplex.core.adapter import (
     TargetPart,
     head_block_size,
 )
-from loraplex.core.errors import InvalidAdapterError
 
 
 def source_of(
@@ -36,8 +35,6 @@ def source_of(
 
 def targets_of(row: CanonicalRow, shapes: BaseShapes, max_rank: int) -> Iterator[LoraTarget]:
     """Yield the pieces of one row."""
-    if row.expert is not None:
-        raise InvalidAdapterError(f"{row.origin} is of expert {row.expert}: experts are not served")
     piece = max_rank * shapes.largest_target
     match row.kind:
         case RowKind.LORA if row.module == EMBEDDING:
@@ -81,7 +78,8 @@ def _lora(row: CanonicalRow, shapes: BaseShapes) -> Iterator[LoraTarget]:
         block = head_block_size(shapes.modules, shapes.hidden_size)
     for first in range(0, out_features, block):
         size = min(block, out_features - first)
-        yield LoraTarget(_layer(row), row.module, rank, in_features, size, first=first)
+        sizes = (rank, in_features, size)
+        yield LoraTarget(_layer(row), row.module, *sizes, first=first, expert=row.expert or 0)
 
 
 def _vector(

@@ -148,19 +148,36 @@ def served_shapes(config: ModelSpec, model: ModelConfig) -> BaseShapes:
 
 
 def base_shapes(config: ModelSpec) -> BaseShapes:
-    layer = config.layers[0]  # adapters' formats describe layers that are alike
+    shapes = config.module_shapes
+    modules = {module: shape for layer in shapes for module, shape in layer.items()}
+    owners = {
+        module: tuple(index for index, layer in enumerate(shapes) if module in layer)
+        for module in modules
+    }
     return BaseShapes(
         config.num_layers,
-        dict(layer.module_shapes),
+        modules,
+        num_experts=dict(config.num_experts),
+        module_layers={
+            module: layers for module, layers in owners.items() if len(layers) < len(shapes)
+        },
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
-        biased_modules=layer.biased_modules + (LM_HEAD,) * config.has_lm_head_bias,
+        biased_modules=tuple(
+            dict.fromkeys(module for layer in config.layers for module in layer.biased_modules)
+        )
+        + (LM_HEAD,) * config.has_lm_head_bias,
         adapts_ends=config.embedding_size is None and not config.has_unit_lm_head,
         paths={
-            module: path.replace(config.names.layer(0), config.names.layer("{}"), 1)
+            module: path.replace(config.names.layer(index), config.names.layer("{}"), 1)
+            for index, layer in enumerate(config.layers)
             for module, path in layer.module_paths.items()
         },
-        fused={module: dict(parts) for module, parts in layer.fused_modules.items()},
+        fused={
+            module: dict(parts)
+            for layer in config.layers
+            for module, parts in layer.fused_modules.items()
+        },
         ties_embeddings=config.tie_word_embeddings,
     )
 

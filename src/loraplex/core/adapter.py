@@ -107,6 +107,8 @@ class LoraTarget(msgspec.Struct, frozen=True, order=True):
     out_features: int
     part: TargetPart = TargetPart.LORA
     first: int = 0
+    expert: int = 0
+    """Number of the expert; 0 of a module without experts."""
 
     @property
     def num_elements(self) -> int:

@@ -147,6 +147,7 @@ class Assembly:
             dtype=self.dtype,
             device=self.device,
             layers=spec.module_shapes,
+            num_experts=spec.num_experts,
             ends=BaseEnds(
                 spec.vocab_size,
                 spec.hidden_size,
@@ -255,7 +256,8 @@ def _trial_parts(assembly: Assembly) -> RunnerParts:
 
 def _dummy_adapter(assembly: Assembly) -> HostAdapter:
     """Make an adapter of the largest rank on all modules; its layers share their zeros."""
-    targets = layer_targets(assembly.spec.module_shapes, assembly.settings.max_lora_rank)
+    spec, settings = assembly.spec, assembly.settings
+    targets = layer_targets(spec.module_shapes, settings.max_lora_rank, spec.num_experts)
     weights = {
         (target.rank, target.in_features, target.out_features): (
             torch.zeros((target.rank, target.in_features), dtype=assembly.dtype),

@@ -13,3 +13,5 @@ class Activation(enum.StrEnum):
     """relu(x)^2 (arXiv:2109.08668)."""
     SILU = "silu"
     """x sigmoid(x)."""
+    CLAMPED_SWIGLU = "clamped_swiglu"
+    """Only as a gate, of GPT-OSS: (u + 1) g sigmoid(1.702 g), g = min(gate, 7), u = up within 7."""

@@ -38,16 +38,21 @@ ModuleShapes = Mapping[str, tuple[int, int]]
 class LoraCells:
     """Numbers of an adapter's cells: one for each module of each layer, layer after layer.
 
-    Layers may have different modules. Objects are compared by identity, so that a backend can keep
-    what it derives from one.
+    A module of experts has one for each expert, one after another. Layers may have different
+    modules. Objects are compared by identity, so that a backend can keep what it derives from one.
     """
 
-    def __init__(self, layers: Sequence[ModuleShapes]) -> None:
+    def __init__(
+        self, layers: Sequence[ModuleShapes], num_experts: Mapping[str, int] | None = None
+    ) -> None:
+        """num_experts: by module, of modules that have experts."""
         self.layers = tuple(layers)
+        self.num_experts = dict(num_experts or {})
         cells = [
-            ((layer, module), shape)
+            ((layer, module, expert), shape)
             for layer, modules in enumerate(layers)
             for module, shape in modules.items()
+            for expert in range(self.num_experts.get(module, 1))
         ]
         self.shapes = tuple(shape for _, shape in cells)
         """(in_features, out_features) of each cell."""
@@ -58,10 +63,10 @@ class LoraCells:
 
     def __contains__(self, place: tuple[int, str]) -> bool:
         """Return whether the module of a layer has a cell."""
-        return place in self._cells
+        return (*place, 0) in self._cells
 
-    def cell_of(self, layer: int, module: str) -> int:
-        return self._cells[layer, module]
+    def cell_of(self, layer: int, module: str, expert: int = 0) -> int:
+        return self._cells[layer, module, expert]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -343,14 +348,17 @@ def add_lora(
             continue
         inputs = x[group.token_indices].float()
         for cell, first in adapted:
-            delta = _delta(inputs, batch, group, cell)
+            delta = lora_delta(inputs, batch, group, cell)
             columns = y[:, first : first + delta.shape[1]]
             summed = columns[group.token_indices].float() + delta
             columns[group.token_indices] = summed.to(y.dtype)
 
 
-def _delta(inputs: torch.Tensor, batch: LoraBatch, group: LoraGroup, cell: int) -> torch.Tensor:
-    """Return the addend of one adapter for its tokens: float32 [n, out_features]."""
+def lora_delta(inputs: torch.Tensor, batch: LoraBatch, group: LoraGroup, cell: int) -> torch.Tensor:
+    """Return the addend of one adapter for its tokens: float32 [n, out_features].
+
+    inputs: float32 [n, in_features], those of the group's tokens.
+    """
     table = batch.table
     in_features, out_features = table.cells.shapes[cell]
     place = (group.entry, cell)

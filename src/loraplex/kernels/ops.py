@@ -15,6 +15,7 @@ from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels.activations import Activation
 from loraplex.kernels.kv_vectors import stored_size
 from loraplex.kernels.lora import LoraBatch
+from loraplex.kernels.routing import Routes, RoutingRules
 from loraplex.kernels.sampling import DrawOptions, IntArray, TopLogprobs
 
 PackedLinear = object
@@ -160,6 +161,8 @@ class Kernels(Protocol):
     ) -> PackedLinear:
         """weight [out, in], bias [out] or None; done once, at load.
 
+        Or of E experts: weight [E, out, in], bias [E, out], for `grouped_linear`.
+
         Raises ConfigError if the weight cannot be quantised to the precision (quantization.py).
         """
         ...
@@ -264,7 +267,7 @@ class Kernels(Protocol):
         ...
 
     def gate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-        """[T, 2 N] -> [T, N]: activation(first half) * second half."""
+        """[T, 2 N] -> [T, N]: activation(first half) * second half; or CLAMPED_SWIGLU."""
         ...
 
     def activate(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -281,6 +284,56 @@ class Kernels(Protocol):
         out_offsets: Sequence[int],
     ) -> None:
         """y [T, out] += the adapters' share for x [T, in], in place; see kernels.lora.add_lora."""
+        ...
+
+    def route(
+        self,
+        logits: torch.Tensor,
+        rules: RoutingRules,
+        selection_bias: torch.Tensor | None = None,
+    ) -> Routes:
+        """Choose experts by logits [T, E], in float32; see kernels.routing.
+
+        selection_bias [E] float32. A token with a NaN has any experts, and weights that are NaN.
+        """
+        ...
+
+    def grouped_linear(self, x: torch.Tensor, packed: PackedLinear, routes: Routes) -> torch.Tensor:
+        """[T * k, out]: row p is x weight[e]^T + bias[e] of the expert e of pair p.
+
+        x is [T, in], then pair p reads the row of its token, or [T * k, in].
+        """
+        ...
+
+    def add_expert_lora(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        batch: LoraBatch,
+        routes: Routes,
+        layer: int,
+        modules: Sequence[str],
+        out_offsets: Sequence[int],
+    ) -> None:
+        """y [T * k, out] += the adapters' share, of each pair's expert, in place.
+
+        x as in `grouped_linear`, layer, modules and offsets as in `add_lora`. A pair has the
+        adapters of its token.
+        """
+        ...
+
+    def combine_experts(
+        self,
+        y: torch.Tensor,
+        routes: Routes,
+        shared: torch.Tensor | None = None,
+        shared_gate: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return [T, N]: the sum over j of weights[t, j] * y[t * k + j], for y [T * k, N].
+
+        Then + shared [T, N], times sigmoid(shared_gate [T, 1]) if there is one. In float32, in
+        this order, rounded once.
+        """
         ...
 
     def allocate_kv(self, num_blocks: int, shape: AttentionShape, dtype: torch.dtype) -> KVStorage:

@@ -8,6 +8,7 @@ of a chunk of a tensor with other code than its middle, so activations are round
 
 import contextlib
 import functools
+import itertools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from torch.nn import functional
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels import sampling
 from loraplex.kernels.activations import Activation
+from loraplex.kernels.experts import add_expert_lora, combine_experts
 from loraplex.kernels.host_tiles import fixed_tiles
 from loraplex.kernels.kv_vectors import stored_size, to_stored
 from loraplex.kernels.lora import LoraBatch, add_lora
@@ -33,6 +35,7 @@ from loraplex.kernels.ops import (
 )
 from loraplex.kernels.quantization import quantize
 from loraplex.kernels.reference_attention import TilePlan, attend, plan_tiles
+from loraplex.kernels.routing import Routes, RoutingRules, route
 from loraplex.kernels.sampling import DrawOptions, IntArray, TopLogprobs
 
 _HOST_ROWS = 8
@@ -46,6 +49,10 @@ _ACTIVATIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.SQUARED_RELU: lambda x: functional.relu(x).square(),
     Activation.SILU: functional.silu,
 }
+
+
+_SWIGLU_LIMIT = 7.0
+_SWIGLU_ALPHA = 1.702
 
 
 class _Linear(NamedTuple):
@@ -85,7 +92,8 @@ class ReferenceKernels:
     ) -> PackedLinear:
         """Quantised weights are multiplied in their own type again: rounded, but no smaller."""
         if precision is not WeightPrecision.NATIVE:
-            weight = quantize(weight, precision).dequantized().to(weight.dtype)
+            rows = quantize(weight.flatten(0, -2), precision).dequantized()
+            weight = rows.to(weight.dtype).view(weight.shape)
         return _Linear(weight, bias)
 
     @property
@@ -180,6 +188,10 @@ class ReferenceKernels:
     def gate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         wide = gate.double() if self._is_host else gate
+        if activation is Activation.CLAMPED_SWIGLU:
+            wide = wide.double().clamp(max=_SWIGLU_LIMIT)
+            factor = up.double().clamp(-_SWIGLU_LIMIT, _SWIGLU_LIMIT) + 1
+            return (wide * torch.sigmoid(_SWIGLU_ALPHA * wide) * factor).to(gate.dtype)
         return _ACTIVATIONS[activation](wide).to(gate.dtype) * up
 
     def activate(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -196,6 +208,48 @@ class ReferenceKernels:
         out_offsets: Sequence[int],
     ) -> None:
         add_lora(y, x, batch, layer, modules, out_offsets)
+
+    def route(
+        self,
+        logits: torch.Tensor,
+        rules: RoutingRules,
+        selection_bias: torch.Tensor | None = None,
+    ) -> Routes:
+        return route(logits, rules, selection_bias)
+
+    def grouped_linear(self, x: torch.Tensor, packed: PackedLinear, routes: Routes) -> torch.Tensor:
+        assert isinstance(packed, _Linear)
+        num_pairs, num_outputs = len(routes.pairs), packed.weight.shape[1]
+        y = torch.empty(num_pairs, num_outputs, dtype=x.dtype, device=x.device)
+        starts = routes.starts.tolist()
+        for expert, (first, end) in enumerate(itertools.pairwise(starts)):
+            if first < end:
+                pairs = routes.pairs[first:end].long()
+                bias = None if packed.bias is None else packed.bias[expert]
+                inputs = x[pairs * len(x) // num_pairs]
+                y[pairs] = self.linear(inputs, _Linear(packed.weight[expert], bias))
+        return y
+
+    def add_expert_lora(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        batch: LoraBatch,
+        routes: Routes,
+        layer: int,
+        modules: Sequence[str],
+        out_offsets: Sequence[int],
+    ) -> None:
+        add_expert_lora(y, x, batch, routes, layer, modules, out_offsets)
+
+    def combine_experts(
+        self,
+        y: torch.Tensor,
+        routes: Routes,
+        shared: torch.Tensor | None = None,
+        shared_gate: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return combine_experts(y, routes, shared, shared_gate)
 
     def allocate_kv(self, num_blocks: int, shape: AttentionShape, dtype: torch.dtype) -> KVStorage:
         """Layout [num_blocks, K, block_size, stored_size] (kernels.kv_vectors)."""

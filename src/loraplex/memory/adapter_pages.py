@@ -10,6 +10,7 @@ rank.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
@@ -75,13 +76,19 @@ def _slots_per_page(usual_layers: Sequence[int], largest_target: int) -> int:
 
 
 def layer_targets(
-    layers: Sequence[Mapping[str, tuple[int, int]]], rank: int = 1
+    layers: Sequence[Mapping[str, tuple[int, int]]],
+    rank: int = 1,
+    num_experts: Mapping[str, int] = MappingProxyType({}),
 ) -> list[LoraTarget]:
-    """Return every linear layer of a model. layers: each one's (in_features, out_features)."""
+    """Return every linear layer of a model. layers: each one's (in_features, out_features).
+
+    num_experts: by module, of modules that have experts.
+    """
     return [
-        LoraTarget(layer, module, rank, in_features, out_features)
+        LoraTarget(layer, module, rank, in_features, out_features, expert=expert)
         for layer, modules in enumerate(layers)
         for module, (in_features, out_features) in modules.items()
+        for expert in range(num_experts.get(module, 1))
     ]
 
 

@@ -73,6 +73,8 @@ def base_linears(spec: ModelSpec, parameters: DecoderParameters, kernels: Kernel
     linears = BaseLinears(kernels, embedding.dtype, embedding.device)
     for index, (layer, packed) in enumerate(zip(spec.layers, parameters.layers, strict=True)):
         for name, group in layer.linears.items():
+            if group.num_experts is not None:
+                continue  # DoRA of experts is refused
             linears.add(index, packed.linears[name], group.outputs)
     linears.add(OUTSIDE_LAYERS, parameters.lm_head, {LM_HEAD: spec.vocab_size})
     return linears

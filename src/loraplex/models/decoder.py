@@ -18,7 +18,7 @@ from loraplex.models.attention import (
 )
 from loraplex.models.base_linears import BaseLinears, base_linears
 from loraplex.models.batch import ForwardBatch
-from loraplex.models.feed_forward import FeedForward
+from loraplex.models.feed_forward import feed_forward
 from loraplex.models.norm import HiddenState, make_norm
 from loraplex.models.parameters import DecoderParameters, LayerParameters
 from loraplex.models.rope import RotaryTable
@@ -45,7 +45,7 @@ class DecoderLayer:
             for place in NormPlace
         }
         self._attention = Attention(spec, layer, parameters, kernels)
-        self._feed_forward = FeedForward(spec, layer, parameters, kernels)
+        self._feed_forward = feed_forward(spec, layer, parameters, kernels)
         self._kernels = kernels
         self._has_second_norm = NormPlace.BEFORE_FEED_FORWARD in spec.norms
         self.forward = self._both_at_once if spec.is_parallel else self._one_by_one

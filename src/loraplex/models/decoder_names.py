@@ -7,6 +7,42 @@ from typing import Final
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StackedExperts:
+    """One tensor of a checkpoint that has a weight, or a bias, of all experts."""
+
+    tensor: str
+    """Name within the layer."""
+    parts: tuple[str, ...]
+    """Names of the tensors of an expert that are in it, in the order of their outputs."""
+    is_transposed: bool = False
+    """Whether the tensor is [experts, in, out] and not [experts, out, in]."""
+    is_interleaved: bool = False
+    """Whether output i of part j of n parts is output n * i + j."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertNames:
+    """Names of what a layer with experts has, within the layer; {expert} stands for the number.
+
+    The defaults are those of Qwen and OLMoE.
+    """
+
+    router: str = "mlp.gate"
+    up: tuple[str, ...] = (
+        "mlp.experts.{expert}.gate_proj",
+        "mlp.experts.{expert}.up_proj",
+    )
+    down: str = "mlp.experts.{expert}.down_proj"
+    shared_up: tuple[str, ...] = ()
+    """Names of a shared expert's parts, if there is one."""
+    shared_down: str = ""
+    shared_gate: str = ""
+    selection_bias: str = ""
+    stacked: tuple[StackedExperts, ...] = ()
+    """Tensors of all experts that checkpoints may have instead of one for each."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderNames:
     """Names of modules, without .weight and .bias. Those of a layer's parts are within the layer.
 
@@ -39,6 +75,7 @@ class DecoderNames:
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     """Two with a gate, else one."""
     down: str = "mlp.down_proj"
+    experts: ExpertNames = ExpertNames()
     lm_head: str = "lm_head"
     other_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """The names above by those that some checkpoints have instead, for parts outside the layers."""

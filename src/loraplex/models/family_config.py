@@ -15,6 +15,12 @@ from loraplex.core.errors import ConfigError, UnsupportedModelError
 from loraplex.kernels.activations import Activation
 from loraplex.models.config_fields import ConfigFields
 from loraplex.models.decoder_names import LLAMA_NAMES, DecoderNames
+from loraplex.models.expert_config import (
+    ExpertTraits,
+    equal_parts,
+    expert_groups,
+    with_selection_bias,
+)
 from loraplex.models.rope_config import (
     LAYER_TYPES,
     SLIDING_ATTENTION,
@@ -51,10 +57,10 @@ _ACTIVATIONS: Final[Mapping[str, Activation]] = MappingProxyType(
 )
 """Activations by Hugging Face's names."""
 _DTYPES = ("float32", "float16", "bfloat16")
-_REFUSED_FIELDS = (
-    ("quantization_config", "quantised checkpoints"),
-    ("num_experts", "mixtures of experts"),
-    ("num_local_experts", "mixtures of experts"),
+_REFUSED_FIELDS = (("quantization_config", "quantised checkpoints"),)
+_EXPERT_FIELDS = (
+    ("num_experts", "experts in this architecture"),
+    ("num_local_experts", "experts in this architecture"),
 )
 RMS_NORM: Final = NormSpec("", 0, 1e-6)
 """Llama's norm, without a place. Its epsilon counts where config.json has none."""
@@ -104,11 +110,13 @@ class Traits:
     is_gated: bool = True
     is_parallel: bool = False
     residual_factor: float = 1.0
+    experts: ExpertTraits | None = None
+    """None: all layers are dense."""
 
 
 def read_decoder(fields: ConfigFields, architecture: str, traits: Traits) -> ModelSpec:
     """Read a model's configuration. Raises ConfigError or UnsupportedModelError."""
-    refuse_fields(fields)
+    refuse_fields(fields, has_experts=traits.experts is not None)
     names = traits.names
     hidden_size = fields.integer("hidden_size")
     attention = _read_attention(fields, traits, hidden_size)
@@ -207,24 +215,43 @@ def build_layer(
     attention: AttentionSpec,
     feed_forward: FeedForwardSpec,
 ) -> LayerSpec:
-    """Build one layer. traits.norm has its epsilon; windows, ropes and activation are not read."""
+    """Build one layer. traits.norm has its epsilon; windows, ropes and activation are not read.
+
+    feed_forward: of a dense layer.
+    """
     names, norm = traits.names, traits.norm
     prefix = names.layer(index)
     qkv_sizes: tuple[int, ...] = (attention.q_size, attention.kv_size, attention.kv_size)
     if len(names.qkv) == 1:
         qkv_sizes = (sum(qkv_sizes),)
-    inner_size, num_inner = feed_forward.inner_size, 1 + feed_forward.is_gated
-    up_sizes = (inner_size * num_inner // len(names.up),) * len(names.up)
 
     def group(
-        name: str, paths: tuple[str, ...], sizes: tuple[int, ...], in_features: int
+        name: str,
+        paths: tuple[str, ...],
+        sizes: tuple[int, ...],
+        in_features: int,
+        modules: tuple[str, ...] = (),
+        num_experts: int | None = None,
     ) -> LinearGroup:
+        modules = modules or tuple(map(names.module, paths))
         return LinearGroup(
             paths=tuple(prefix + path for path in paths),
-            outputs=dict(zip(map(names.module, paths), sizes, strict=True)),
+            outputs=dict(zip(modules, sizes, strict=True)),
             in_features=in_features,
             has_bias=name in traits.biased,
+            num_experts=num_experts,
         )
+
+    if traits.experts is None or index in traits.experts.dense_layers:
+        inner_size = feed_forward.inner_size
+        up_sizes = equal_parts(inner_size * (1 + feed_forward.is_gated), len(names.up))
+        inner = {
+            UP: group(UP, names.up, up_sizes, hidden_size),
+            DOWN: group(DOWN, (names.down,), (hidden_size,), inner_size),
+        }
+    else:
+        feed_forward = with_selection_bias(traits.experts.feed_forward, names, prefix)
+        inner = expert_groups(traits.experts, names.experts, hidden_size, group)
 
     norms = {
         place: _norm_at(norm, prefix, name, hidden_size)
@@ -242,8 +269,7 @@ def build_layer(
         linears={
             QKV: group(QKV, names.qkv, qkv_sizes, hidden_size),
             OUTPUT: group(OUTPUT, (names.o,), (hidden_size,), attention.q_size),
-            UP: group(UP, names.up, up_sizes, hidden_size),
-            DOWN: group(DOWN, (names.down,), (hidden_size,), inner_size),
+            **inner,
         },
         is_parallel=traits.is_parallel,
         residual_factor=traits.residual_factor,
@@ -320,9 +346,9 @@ def sliding_layers(fields: ConfigFields, default: Sequence[bool]) -> tuple[bool,
     return tuple(kind == SLIDING_ATTENTION for kind in layer_types)
 
 
-def refuse_fields(fields: ConfigFields) -> None:
-    """Raise UnsupportedModelError for fields that no family supports."""
-    for name, what in _REFUSED_FIELDS:
+def refuse_fields(fields: ConfigFields, *, has_experts: bool = False) -> None:
+    """Raise UnsupportedModelError for fields that no family supports, or not this one."""
+    for name, what in _REFUSED_FIELDS + (() if has_experts else _EXPERT_FIELDS):
         if name in fields:
             raise UnsupportedModelError(f"{fields.source} has {name}: {what} are not supported")
 

@@ -1,15 +1,24 @@
-"""Dense feed-forward part of one decoder layer."""
+"""Feed-forward part of one decoder layer."""
 
 import torch
 
 from loraplex.kernels.lora import LoraBatch
 from loraplex.kernels.ops import Kernels
+from loraplex.models.experts import ExpertFeedForward
 from loraplex.models.linear import Linear
 from loraplex.models.parameters import LayerParameters
 from loraplex.models.spec import DOWN, UP, LayerSpec
 
 
-class FeedForward:
+def feed_forward(
+    spec: LayerSpec, layer: int, parameters: LayerParameters, kernels: Kernels
+) -> "DenseFeedForward | ExpertFeedForward":
+    """Return the layer's feed-forward part; parameters: packed by these kernels."""
+    part = DenseFeedForward if spec.feed_forward.routing is None else ExpertFeedForward
+    return part(spec, layer, parameters, kernels)
+
+
+class DenseFeedForward:
     """down(activation(up(x))), or with a gate down(activation(gate(x)) * up(x))."""
 
     def __init__(

@@ -1,14 +1,14 @@
 """Weights of a decoder: its tensors, and the checkpoint tensors that they are made of."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Protocol, overload
 
 import torch
 
 from loraplex.kernels.ops import PackedLinear
 from loraplex.models.spec import (
-    AttentionSpec,
+    FeedForwardSpec,
     LayerSpec,
     LinearGroup,
     ModelSpec,
@@ -33,6 +33,7 @@ class LayerParameters:
     q_norm: NormParameters | None
     k_norm: NormParameters | None
     sink_logits: torch.Tensor | None  # [num_heads] float32
+    selection_bias: torch.Tensor | None  # [num_experts] float32
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -62,6 +63,17 @@ class LinearPlace:
     has_unit_rows: bool = False
     """Whether each row of the weight is divided by its length."""
     is_transposed: bool = False
+    num_experts: int | None = None
+    """Number of experts that each have these parts, under names with {expert} for the number.
+
+    Their layers are one: its weight is [num_experts, out, in].
+    """
+
+    def stored_parts(self) -> Iterator[tuple[str, int]]:
+        """Yield the layers of the checkpoint, with their outputs: expert after expert."""
+        for expert in range(self.num_experts or 1):
+            for part, size in self.parts.items():
+                yield part.format(expert=expert), size
 
     @property
     def name(self) -> str:
@@ -74,9 +86,8 @@ class LinearPlace:
         """[out, in]"""
         return sum(self.parts.values()), self.in_features
 
-    def stored_shape(self, part: str) -> tuple[int, int]:
-        """Shape of the part's weight in the checkpoint."""
-        size = self.parts[part]
+    def stored_shape(self, size: int) -> tuple[int, int]:
+        """Shape, in the checkpoint, of the weight of a part with so many outputs."""
         return (self.in_features, size) if self.is_transposed else (size, self.in_features)
 
 
@@ -144,6 +155,7 @@ def _build_layer(spec: ModelSpec, layer: LayerSpec, source: ParameterSource) -> 
             group.in_features,
             group.has_bias,
             is_transposed=spec.names.has_transposed_weights,
+            num_experts=group.num_experts,
         )
         return source.linear(place)
 
@@ -153,14 +165,21 @@ def _build_layer(spec: ModelSpec, layer: LayerSpec, source: ParameterSource) -> 
         linears={name: linear(group) for name, group in layer.linears.items()},
         q_norm=_build_norm(attention.q_norm, source),
         k_norm=_build_norm(attention.k_norm, source),
-        sink_logits=_build_sink_logits(attention, source),
+        sink_logits=_build_vector(attention.sink_logits, attention.num_heads, source),
+        selection_bias=_build_selection_bias(layer.feed_forward, source),
     )
 
 
-def _build_sink_logits(attention: AttentionSpec, source: ParameterSource) -> torch.Tensor | None:
-    if not attention.sink_logits:
-        return None
-    return source.tensor(attention.sink_logits, (attention.num_heads,)).float()
+def _build_selection_bias(
+    feed_forward: FeedForwardSpec, source: ParameterSource
+) -> torch.Tensor | None:
+    num_experts = feed_forward.routing.num_experts if feed_forward.routing else 0
+    return _build_vector(feed_forward.selection_bias, num_experts, source)
+
+
+def _build_vector(name: str, size: int, source: ParameterSource) -> torch.Tensor | None:
+    """Return a tensor as float32; None for an empty name."""
+    return source.tensor(name, (size,)).float() if name else None
 
 
 @overload
@@ -200,8 +219,8 @@ class _Shapes:
         return torch.empty(shape, device="meta")
 
     def linear(self, place: LinearPlace) -> PackedLinear:
-        for part, size in place.parts.items():
-            self.by_name[f"{part}.weight"] = place.stored_shape(part)
+        for part, size in place.stored_parts():
+            self.by_name[f"{part}.weight"] = place.stored_shape(size)
             if place.has_bias:
                 self.by_name[f"{part}.bias"] = (size,)
         return None

@@ -11,12 +11,17 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from loraplex.kernels.activations import Activation
+from loraplex.kernels.routing import RoutingRules
 from loraplex.models.decoder_names import DecoderNames
 
 QKV: Final = "qkv"
 OUTPUT: Final = "o"
 UP: Final = "up"
 DOWN: Final = "down"
+ROUTER: Final = "router"
+SHARED_UP: Final = "shared_up"
+SHARED_DOWN: Final = "shared_down"
+SHARED_GATE: Final = "shared_gate"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,12 +144,17 @@ class AttentionSpec:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FeedForwardSpec:
-    """Dense feed-forward part of one layer."""
+    """Feed-forward part of one layer: dense, or with experts."""
 
     inner_size: int
+    """Inner size of the dense part, or of each expert."""
     activation: Activation
     is_gated: bool
     """Whether the activation of one projection, the gate, multiplies a second one."""
+    routing: RoutingRules | None = None
+    """Choice of experts; None: the part is dense."""
+    selection_bias: str = ""
+    """Full name of a tensor [num_experts] that choices depend on and weights do not; or none."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,11 +162,13 @@ class LinearGroup:
     """Linear layers with the same input, computed as one: their outputs lie side by side."""
 
     paths: tuple[str, ...]
-    """Full names of the modules in the checkpoint."""
+    """Full names of the modules in the checkpoint, of experts with {expert} for the number."""
     outputs: Mapping[str, int]
     """out_features by the module's name in adapters, in the order of `paths`."""
     in_features: int
     has_bias: bool
+    num_experts: int | None = None
+    """Number of experts that each have these layers; None: they are no experts'."""
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -176,7 +188,11 @@ class LayerSpec:
     feed_forward: FeedForwardSpec
     norms: Mapping[NormPlace, NormSpec]
     linears: Mapping[str, LinearGroup]
-    """QKV, OUTPUT, UP (with the gate, if there is one, first) and DOWN, in the order of use."""
+    """QKV, OUTPUT, UP (with the gate, if there is one, first) and DOWN, in the order of use.
+
+    With experts ROUTER precedes UP; a shared expert has SHARED_UP, SHARED_DOWN and may have
+    SHARED_GATE, of one output.
+    """
     is_parallel: bool = False
     """Whether the feed-forward part reads the residual that attention reads.
 
@@ -201,6 +217,16 @@ class LayerSpec:
             module: path
             for group in self.linears.values()
             for module, path in zip(group.modules, group.paths, strict=True)
+        }
+
+    @property
+    def num_experts(self) -> Mapping[str, int]:
+        """Number of experts by module, of modules that have experts."""
+        return {
+            module: group.num_experts
+            for group in self.linears.values()
+            if group.num_experts is not None
+            for module in group.modules
         }
 
     @property
@@ -276,6 +302,13 @@ class ModelSpec:
     def module_shapes(self) -> tuple[Mapping[str, tuple[int, int]], ...]:
         """LayerSpec.module_shapes of each layer."""
         return tuple(layer.module_shapes for layer in self.layers)
+
+    @property
+    def num_experts(self) -> Mapping[str, int]:
+        """LayerSpec.num_experts of all layers together."""
+        return {
+            module: number for layer in self.layers for module, number in layer.num_experts.items()
+        }
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -86,11 +86,13 @@ class AdapterBank:
         dtype: torch.dtype,
         device: torch.device,
         layers: Sequence[ModuleShapes],
+        num_experts: Mapping[str, int] | None = None,
         ends: BaseEnds | None = None,
         max_rank: int = 256,
         accelerator: Accelerator | None = None,
     ) -> None:
-        """layers: the linear layers of each decoder layer that may be adapted.
+        """layers: the linear layers of each decoder layer that may be adapted. num_experts: by
+        module, of those that have experts.
 
         ends: None if adapters may have only LoRA of these. max_rank: maximum rank of an
         accelerator's kernels. accelerator: that of the device; None if copies are immediate.
@@ -101,7 +103,8 @@ class AdapterBank:
         self._tables = EntryTables(
             num_pages,
             layers,
-            None if ends is None else head_modules(layers[0], ends.hidden_size, ends.vocab_size),
+            None if ends is None else head_modules(layers, ends.hidden_size, ends.vocab_size),
+            num_experts=num_experts,
             alignment=geometry.slot_elements,
             max_rank=max_rank,
             accelerator=accelerator,

@@ -1,7 +1,8 @@
 """Tables for the kernels of each adapter in the pool: its offsets, ranks and scales."""
 
+import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ class EntryTables:
         layers: Sequence[ModuleShapes],
         head: ModuleShapes | None,
         *,
+        num_experts: Mapping[str, int] | None = None,
         alignment: int,
         max_rank: int,
         accelerator: Accelerator | None,
@@ -39,8 +41,8 @@ class EntryTables:
         self._pinned: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Pairs of each field of each table, [entries, ...], on the host and on the device."""
         self._sent: dict[int, Event] = {}
-        self.layers = self._table(num_entries, layers)
-        self.head = None if head is None else self._table(num_entries, [head])
+        self.layers = self._table(num_entries, LoraCells(layers, num_experts))
+        self.head = None if head is None else self._table(num_entries, LoraCells([head]))
 
     @property
     def num_entries(self) -> int:
@@ -60,6 +62,12 @@ class EntryTables:
         num_layers = len(layers)
         known = layers[target.layer if 0 <= target.layer < num_layers else 0]
         shape = (target.in_features, target.out_features)
+        num_experts = self.layers.cells.num_experts.get(target.module, 1)
+        if not 0 <= target.expert < num_experts:
+            raise AdapterMismatchError(
+                f"the adapter targets expert {target.expert} of {target.module}; the model has "
+                f"{num_experts}"
+            )
         if not 0 <= target.layer < num_layers or known.get(target.module) != shape:
             raise AdapterMismatchError(
                 f"the adapter targets layer {target.layer} {target.module} {shape}; "
@@ -82,7 +90,7 @@ class EntryTables:
             cell = target.first // table.cells.shapes[0][1]
         else:
             table = self.layers
-            cell = table.cells.cell_of(target.layer, target.module)
+            cell = table.cells.cell_of(target.layer, target.module, target.expert)
         table.offsets[entry, cell] = start
         table.ranks[entry, cell] = target.rank
         table.scales[entry, cell] = scale
@@ -96,8 +104,7 @@ class EntryTables:
                 self._accelerator.copy(pinned[entry], on_device[entry])
             self._sent[entry] = self._accelerator.event()
 
-    def _table(self, num_entries: int, layers: Sequence[ModuleShapes]) -> LoraTable:
-        cells = LoraCells(layers)
+    def _table(self, num_entries: int, cells: LoraCells) -> LoraTable:
         shape = (num_entries, len(cells))
         table = LoraTable(
             cells=cells,
@@ -138,9 +145,9 @@ class EntryTables:
             )
 
 
-def head_modules(modules: ModuleShapes, hidden_size: int, vocab_size: int) -> ModuleShapes:
+def head_modules(layers: Sequence[ModuleShapes], hidden_size: int, vocab_size: int) -> ModuleShapes:
     """Return lm_head in blocks of outputs, each as a module of its own."""
-    size = head_block_size(modules, hidden_size)
+    size = head_block_size(collections.ChainMap(*map(dict, layers)), hidden_size)
     return {
         f"{LM_HEAD}.{first}": (hidden_size, min(size, vocab_size - first))
         for first in range(0, vocab_size, size)

@@ -28,7 +28,7 @@ _KINDS = {
     TargetPart.EMBEDDING_B: RowKind.LORA,
 }
 
-_RowsByPlace = Mapping[tuple[int, str, RowKind], CanonicalRow]
+_RowsByPlace = Mapping[tuple[int, str, int, RowKind], CanonicalRow]
 
 
 def host_adapter(content: CanonicalFile, targets: Iterable[LoraTarget]) -> HostAdapter:
@@ -36,7 +36,7 @@ def host_adapter(content: CanonicalFile, targets: Iterable[LoraTarget]) -> HostA
 
     Raises InvalidAdapterError if they do not belong to this file: every row must be used whole.
     """
-    rows = {(_layer(row), row.module, row.kind): row for row in content.rows}
+    rows = {(_layer(row), row.module, row.expert or 0, row.kind): row for row in content.rows}
     weights: list[HostWeight] = []
     parts: list[HostPart] = []
     used = 0
@@ -56,7 +56,7 @@ def host_adapter(content: CanonicalFile, targets: Iterable[LoraTarget]) -> HostA
 
 
 def _piece(target: LoraTarget, rows: _RowsByPlace) -> HostWeight | HostPart:
-    row = rows.get((target.layer, target.module, _KINDS[target.part]))
+    row = rows.get((target.layer, target.module, target.expert, _KINDS[target.part]))
     if row is None:
         raise InvalidAdapterError(f"it has no {target.part} of {target.module}, {target.layer}")
     first, end = target.first, target.first + target.rank

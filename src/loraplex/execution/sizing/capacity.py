@@ -139,7 +139,7 @@ def describe_memory(
     steps: StepMemory = _NO_STEPS,
 ) -> str:
     """Return one line for the log."""
-    pool, targets = size.adapters, layer_targets(spec.module_shapes)
+    pool, targets = size.adapters, layer_targets(spec.module_shapes, num_experts=spec.num_experts)
     usual = min(settings.optimal_lora_rank, settings.max_lora_rank)
     holds = (
         f"{pool.num_pages // pages_at_rank(targets, rank, pool.geometry)} adapters of rank {rank}"
@@ -212,7 +212,7 @@ def size_adapter_pool(
 def adapter_geometry(settings: RunnerSettings, spec: ModelSpec) -> PageGeometry:
     max_rank = settings.max_lora_rank
     return page_geometry(
-        layer_targets(spec.module_shapes),
+        layer_targets(spec.module_shapes, num_experts=spec.num_experts),
         optimal_rank=min(settings.optimal_lora_rank, max_rank),
         max_rank=max_rank,
     )
@@ -234,5 +234,5 @@ def smallest_pool(settings: RunnerSettings, spec: ModelSpec, dtype: torch.dtype)
 def _largest_adapter_pages(
     settings: RunnerSettings, spec: ModelSpec, geometry: PageGeometry
 ) -> int:
-    targets = layer_targets(spec.module_shapes)
+    targets = layer_targets(spec.module_shapes, num_experts=spec.num_experts)
     return pages_at_rank(targets, settings.max_lora_rank, geometry)

@@ -98,21 +98,26 @@ class _CheckpointSource:
         return self._joined([name], shape)
 
     def linear(self, place: LinearPlace) -> PackedLinear:
-        names = [f"{part}.weight" for part in place.parts]
         precision = self._form.precision_of(place)
-        weight = self._joined(names, place.shape, is_transposed=place.is_transposed)
+        num_outputs, num_inputs = place.shape
+        experts = () if place.num_experts is None else (place.num_experts,)
+        parts = [part for part, _ in place.stored_parts()]
+        rows = ((place.num_experts or 1) * num_outputs, num_inputs)
+        names = [f"{part}.weight" for part in parts]
+        weight = self._joined(names, rows, is_transposed=place.is_transposed)
+        weight = weight.view(*experts, num_outputs, num_inputs)
         if place.has_unit_rows:
             weight = torch.nn.functional.normalize(weight.float()).to(weight.dtype)
         bias = None
         if place.has_bias:
-            biases = [f"{part}.bias" for part in place.parts]
-            bias = self._joined(biases, place.shape[:1])
+            biases = [f"{part}.bias" for part in parts]
+            bias = self._joined(biases, rows[:1]).view(*experts, num_outputs)
         try:
             packed = self._kernels.pack_linear(weight, bias, precision)
         except ConfigError as error:
             raise ConfigError(f"{place.name}: {error.message}", param="quantization") from error
         if precision is not WeightPrecision.NATIVE:
-            self.errors.note(place.name, quantization_error(weight, precision))
+            self.errors.note(place.name, quantization_error(weight.flatten(0, -2), precision))
         return packed
 
     def _joined(

@@ -41,6 +41,7 @@ class _Sizes:
     def linear(self, place: LinearPlace) -> PackedLinear:
         precision = self._form.precision_of(place)
         num_outputs, num_inputs = place.shape
+        num_outputs *= place.num_experts or 1
         bits = _BITS.get(precision, 8 * self._form.dtype.itemsize)
         self.num_bytes += num_outputs * num_inputs * bits // 8
         try:

@@ -26,6 +26,7 @@ from loraplex.kernels.ops import (
     Parameter,
     RowLayout,
 )
+from loraplex.kernels.routing import Routes, RoutingRules
 from loraplex.kernels.sampling import DrawOptions, IntArray, TopLogprobs
 
 
@@ -176,6 +177,38 @@ class NativeKernels:
         out_offsets: Sequence[int],
     ) -> None:
         self._lora.add(y, x, batch, layer, modules, out_offsets)
+
+    def route(
+        self,
+        logits: torch.Tensor,
+        rules: RoutingRules,
+        selection_bias: torch.Tensor | None = None,
+    ) -> Routes:
+        raise NotImplementedError
+
+    def grouped_linear(self, x: torch.Tensor, packed: PackedLinear, routes: Routes) -> torch.Tensor:
+        raise NotImplementedError
+
+    def add_expert_lora(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        batch: LoraBatch,
+        routes: Routes,
+        layer: int,
+        modules: Sequence[str],
+        out_offsets: Sequence[int],
+    ) -> None:
+        raise NotImplementedError
+
+    def combine_experts(
+        self,
+        y: torch.Tensor,
+        routes: Routes,
+        shared: torch.Tensor | None = None,
+        shared_gate: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        raise NotImplementedError
 
     def allocate_kv(self, num_blocks: int, shape: AttentionShape, dtype: torch.dtype) -> KVStorage:
         return self._attention.allocate(num_blocks, shape, dtype)

@@ -1,0 +1,132 @@
+"""Choice of experts: which experts compute a token, and with which weights.
+
+Owns the layout that the ops of experts read (`Routes`) and the torch reference of `route`.
+"""
+
+import dataclasses
+import enum
+
+import torch
+from torch.nn import functional
+
+
+class RoutingMode(enum.StrEnum):
+    """How scores become choices and weights. Of equal scores the lowest expert is chosen."""
+
+    SOFTMAX = "softmax"
+    """The largest probabilities of a softmax over all experts, which are the weights."""
+    CHOSEN_SOFTMAX = "chosen_softmax"
+    """The largest logits; the weights are a softmax over these."""
+    SIGMOID = "sigmoid"
+    """The largest sums of sigmoid and selection bias; the weights are the sigmoids alone."""
+    SPARSE_MIXER = "sparse_mixer"
+    """SparseMixer (arXiv:2310.00811): the largest logit, then the largest of the others. The weight
+    of each is its share of a softmax over those of its round that lie within the jitter."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingRules:
+    """How a layer chooses experts. With several groups an expert can only be chosen in the best."""
+
+    num_experts: int
+    num_chosen: int
+    mode: RoutingMode
+    normalizes: bool = False
+    """Whether the weights of a token are divided by their sum."""
+    factor: float = 1.0
+    """Factor of all weights."""
+    num_groups: int = 1
+    """Groups of neighbouring experts, of one size."""
+    num_chosen_groups: int = 1
+    """Those with the best expert (SOFTMAX), or the best sum of two experts (SIGMOID)."""
+    jitter: float = 0.0
+    """Epsilon of SPARSE_MIXER: an expert is out if (max - s) / max(|s|, max) > 2 * epsilon."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Routes:
+    """Chosen experts of a step of T tokens, k for each. Pair p = t * k + j is token t's j-th."""
+
+    experts: torch.Tensor  # [T, k] int32, the best first
+    weights: torch.Tensor  # [T, k] float32
+    pairs: torch.Tensor  # [T * k] int32: the pairs sorted by expert, those of one expert ascending
+    starts: torch.Tensor  # [E + 1] int32: expert e has pairs[starts[e] : starts[e + 1]]
+
+    @property
+    def num_chosen(self) -> int:
+        return self.experts.shape[1]
+
+    @property
+    def num_experts(self) -> int:
+        return self.starts.shape[0] - 1
+
+
+_SUM_FLOOR = 1e-20
+"""Addend of the sum that sigmoids are divided by, as DeepSeek-V3 has it."""
+
+
+def route(
+    logits: torch.Tensor, rules: RoutingRules, selection_bias: torch.Tensor | None = None
+) -> Routes:
+    """Choose experts by logits [T, E]. selection_bias [E] float32, of SIGMOID."""
+    # float64: on a CPU the bits of a float32 exp differ with its place in a chunk.
+    wide = logits.double()
+    if rules.mode is RoutingMode.SPARSE_MIXER:
+        experts, weights = _mix_sparsely(wide, rules)
+    else:
+        scores = _scores(wide, rules.mode)
+        ranked = scores if selection_bias is None else scores + selection_bias.double()
+        experts = _largest(_within_groups(ranked, rules), rules.num_chosen)
+        weights = scores.gather(1, experts)
+    if rules.mode is RoutingMode.CHOSEN_SOFTMAX:
+        weights = weights.softmax(1)
+    if rules.normalizes:
+        floor = _SUM_FLOOR if rules.mode is RoutingMode.SIGMOID else 0.0
+        weights = weights / (weights.sum(1, keepdim=True) + floor)
+    return sort_routes(experts.int(), (weights * rules.factor).float(), rules.num_experts)
+
+
+def sort_routes(experts: torch.Tensor, weights: torch.Tensor, num_experts: int) -> Routes:
+    """Return the routes of chosen experts [T, k] int32 with weights [T, k] float32."""
+    flat = experts.flatten().long()
+    pairs = torch.argsort(flat, stable=True).int()
+    counts = torch.bincount(flat, minlength=num_experts)
+    starts = functional.pad(counts.cumsum(0), (1, 0)).int()
+    return Routes(experts, weights, pairs, starts)
+
+
+def _scores(logits: torch.Tensor, mode: RoutingMode) -> torch.Tensor:
+    if mode is RoutingMode.SOFTMAX:
+        return logits.softmax(1)
+    return logits.sigmoid() if mode is RoutingMode.SIGMOID else logits
+
+
+def _largest(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the indices [T, count] of the largest scores, NaN before all, of equals the lowest."""
+    return torch.argsort(scores, dim=1, descending=True, stable=True)[:, :count]
+
+
+def _within_groups(scores: torch.Tensor, rules: RoutingRules) -> torch.Tensor:
+    """Return the scores, those of groups that are not chosen replaced by -inf."""
+    if rules.num_groups == 1:
+        return scores
+    groups = scores.view(len(scores), rules.num_groups, -1)
+    num_best = 2 if rules.mode is RoutingMode.SIGMOID else 1
+    best = groups.sort(2, descending=True).values[:, :, :num_best].sum(2)
+    chosen = _largest(best, rules.num_chosen_groups)
+    is_out = torch.ones_like(best, dtype=torch.bool).scatter(1, chosen, False)
+    return groups.masked_fill(is_out.unsqueeze(2), -torch.inf).flatten(1)
+
+
+def _mix_sparsely(logits: torch.Tensor, rules: RoutingRules) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return experts and weights [T, k], one round after another."""
+    left, experts, weights = logits, [], []
+    for _ in range(rules.num_chosen):
+        expert = _largest(left, 1)
+        largest = left.gather(1, expert)
+        distance = (largest - logits) / torch.maximum(logits.abs(), largest)
+        within = left.masked_fill(distance > 2 * rules.jitter, -torch.inf)
+        experts.append(expert)
+        weights.append(within.softmax(1).gather(1, expert))
+        left = left.scatter(1, expert, -torch.inf)
+    return torch.cat(experts, 1), torch.cat(weights, 1)

@@ -1,0 +1,83 @@
+"""Layers with experts as a family describes them, and their linear layers."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Final
+
+from loraplex.models.decoder_names import DecoderNames, ExpertNames
+from loraplex.models.spec import (
+    DOWN,
+    ROUTER,
+    SHARED_DOWN,
+    SHARED_GATE,
+    SHARED_UP,
+    UP,
+    FeedForwardSpec,
+    LinearGroup,
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertTraits:
+    """Layers with experts."""
+
+    feed_forward: FeedForwardSpec
+    """Their feed-forward part. selection_bias is replaced."""
+    shared_size: int = 0
+    """Inner size of the shared expert; 0: there is none."""
+    dense_layers: frozenset[int] = frozenset()
+    """Layers without experts."""
+
+
+ROUTER_MODULE: Final = "router"
+EXPERT_UP_MODULES: Final = ("experts.gate_proj", "experts.up_proj")
+EXPERT_DOWN_MODULE: Final = "experts.down_proj"
+SHARED_UP_MODULES: Final = ("shared_expert.gate_proj", "shared_expert.up_proj")
+FUSED_SHARED_UP_MODULE: Final = "shared_expert.gate_up_proj"
+SHARED_DOWN_MODULE: Final = "shared_expert.down_proj"
+SHARED_GATE_MODULE: Final = "shared_expert_gate"
+
+
+def equal_parts(size: int, number: int) -> tuple[int, ...]:
+    """Return the sizes of so many equal parts."""
+    return (size // number,) * number
+
+
+def with_selection_bias(
+    feed_forward: FeedForwardSpec, names: DecoderNames, prefix: str
+) -> FeedForwardSpec:
+    """Return the part of the layer with this prefix."""
+    name = names.experts.selection_bias
+    return dataclasses.replace(feed_forward, selection_bias=prefix + name if name else "")
+
+
+def expert_groups(
+    traits: ExpertTraits,
+    names: ExpertNames,
+    hidden_size: int,
+    group: Callable[..., LinearGroup],
+) -> dict[str, LinearGroup]:
+    """Return the groups of a layer with experts. group: makes one of this layer."""
+    feed_forward, routing = traits.feed_forward, traits.feed_forward.routing
+    assert routing is not None
+    inner_size, num_experts = feed_forward.inner_size, routing.num_experts
+    experts = (EXPERT_UP_MODULES, num_experts), ((EXPERT_DOWN_MODULE,), num_experts)
+    groups = {
+        ROUTER: group(ROUTER, (names.router,), (num_experts,), hidden_size, (ROUTER_MODULE,)),
+        UP: group(UP, names.up, (inner_size,) * 2, hidden_size, *experts[0]),
+        DOWN: group(DOWN, (names.down,), (hidden_size,), inner_size, *experts[1]),
+    }
+    if not traits.shared_size:
+        return groups
+    num_parts = len(names.shared_up)
+    modules = SHARED_UP_MODULES if num_parts == 2 else (FUSED_SHARED_UP_MODULE,)
+    sizes = equal_parts(2 * traits.shared_size, num_parts)
+    down = (SHARED_DOWN, (names.shared_down,), (hidden_size,), traits.shared_size)
+    groups |= {
+        SHARED_UP: group(SHARED_UP, names.shared_up, sizes, hidden_size, modules),
+        SHARED_DOWN: group(*down, (SHARED_DOWN_MODULE,)),
+    }
+    if names.shared_gate:
+        one = (SHARED_GATE, (names.shared_gate,), (1,), hidden_size)
+        groups[SHARED_GATE] = group(*one, (SHARED_GATE_MODULE,))
+    return groups

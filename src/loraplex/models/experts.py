@@ -1,0 +1,83 @@
+"""Feed-forward part with experts: each token is computed by a few of many."""
+
+import torch
+
+from loraplex.kernels.lora import LoraBatch
+from loraplex.kernels.ops import Kernels, PackedLinear
+from loraplex.kernels.routing import Routes
+from loraplex.models.linear import Linear
+from loraplex.models.parameters import LayerParameters
+from loraplex.models.spec import (
+    DOWN,
+    ROUTER,
+    SHARED_DOWN,
+    SHARED_GATE,
+    SHARED_UP,
+    UP,
+    LayerSpec,
+    LinearGroup,
+)
+
+
+class ExpertFeedForward:
+    """Sum of the chosen experts by their weights, and of a shared one if there is one."""
+
+    def __init__(
+        self, spec: LayerSpec, layer: int, parameters: LayerParameters, kernels: Kernels
+    ) -> None:
+        assert spec.feed_forward.routing is not None
+        self._rules = spec.feed_forward.routing
+        self._selection_bias = parameters.selection_bias
+        self._activation = spec.feed_forward.activation
+        self._activate = kernels.gate if spec.feed_forward.is_gated else kernels.activate
+        self._kernels = kernels
+        groups, packed = spec.linears, parameters.linears
+        self._up = _ExpertLinear(packed[UP], groups[UP], layer, kernels)
+        self._down = _ExpertLinear(packed[DOWN], groups[DOWN], layer, kernels)
+        plain = {
+            name: Linear(packed[name], groups[name], layer, kernels)
+            for name in (ROUTER, SHARED_UP, SHARED_DOWN, SHARED_GATE)
+            if name in groups
+        }
+        self._router = plain[ROUTER]
+        self._shared_up, self._shared_down = plain.get(SHARED_UP), plain.get(SHARED_DOWN)
+        self._shared_gate = plain.get(SHARED_GATE)
+
+    def forward(self, x: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
+        """x [T, hidden] -> [T, hidden]."""
+        logits = self._router.forward(x, lora)
+        routes = self._kernels.route(logits, self._rules, self._selection_bias)
+        inner = self._activate(self._up.forward(x, lora, routes), self._activation)
+        y = self._down.forward(inner, lora, routes)
+        return self._kernels.combine_experts(y, routes, *self._shared(x, lora))
+
+    def _shared(
+        self, x: torch.Tensor, lora: LoraBatch | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return the shared expert's output [T, hidden] and its gate [T, 1], where there are."""
+        if self._shared_up is None or self._shared_down is None:
+            return None, None
+        inner = self._activate(self._shared_up.forward(x, lora), self._activation)
+        gate = None if self._shared_gate is None else self._shared_gate.forward(x, lora)
+        return self._shared_down.forward(inner, lora), gate
+
+
+class _ExpertLinear:
+    """Linear layers of all experts: the base's product, then LoRA."""
+
+    def __init__(
+        self, packed: PackedLinear, group: LinearGroup, layer: int, kernels: Kernels
+    ) -> None:
+        self._packed = packed
+        self._layer = layer
+        self._kernels = kernels
+        self._modules = group.modules
+        self._first_outputs = group.first_outputs
+
+    def forward(self, x: torch.Tensor, lora: LoraBatch | None, routes: Routes) -> torch.Tensor:
+        """x [T, in] or [T * k, in] -> [T * k, out]."""
+        y = self._kernels.grouped_linear(x, self._packed, routes)
+        if lora is not None:
+            places = (self._layer, self._modules, self._first_outputs)
+            self._kernels.add_expert_lora(y, x, lora, routes, *places)
+        return y

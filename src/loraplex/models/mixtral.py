@@ -1,0 +1,51 @@
+"""Mixtral: Mistral with experts, whose weights are always divided by their sum."""
+
+from typing import Final
+
+from loraplex.kernels.activations import Activation
+from loraplex.kernels.routing import RoutingMode, RoutingRules
+from loraplex.models.config_fields import ConfigFields
+from loraplex.models.decoder_names import DecoderNames, ExpertNames
+from loraplex.models.expert_config import ExpertTraits
+from loraplex.models.family_config import Traits, read_decoder
+from loraplex.models.spec import FeedForwardSpec, ModelSpec
+
+ARCHITECTURE: Final = "MixtralForCausalLM"
+_NAMES: Final = DecoderNames(
+    experts=ExpertNames(
+        router="block_sparse_moe.gate",
+        up=("block_sparse_moe.experts.{expert}.w1", "block_sparse_moe.experts.{expert}.w3"),
+        down="block_sparse_moe.experts.{expert}.w2",
+    )
+)
+
+
+def read_config(fields: ConfigFields) -> ModelSpec:
+    defaults = {
+        "max_position_embeddings": 131_072,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "rope_theta": 1e6,
+    }
+    fields = fields.renamed({}, defaults)
+    window = fields.positive_or_null("sliding_window", None)
+    routing = RoutingRules(
+        num_experts=fields.integer("num_local_experts"),
+        num_chosen=fields.integer("num_experts_per_tok"),
+        mode=RoutingMode.SOFTMAX,
+        normalizes=True,
+    )
+    feed_forward = FeedForwardSpec(
+        inner_size=fields.integer("intermediate_size"),
+        activation=Activation.SILU,
+        is_gated=True,
+        routing=routing,
+    )
+    traits = Traits(
+        names=_NAMES,
+        windows=(None if window is None else int(window),),
+        rotates_whole_heads=True,
+        experts=ExpertTraits(feed_forward=feed_forward),
+    )
+    return read_decoder(fields, ARCHITECTURE, traits)
