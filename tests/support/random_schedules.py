@@ -64,7 +64,7 @@ class RandomAdapters(InstantLoader):
     """Adapters of random numbers."""
 
     def __init__(self, host: HostAdapters, config: ModelSpec, ranks: Sequence[int]) -> None:
-        """Adapter i has ranks[i] on modules of its own choice; it is applied strongly."""
+        """Adapter i has ranks[i] on modules and experts of its own choice, applied strongly."""
         self._adapters = {
             f"adapter {index}": _random_adapter(f"adapter {index}", config, rank, index)
             for index, rank in enumerate(ranks)
@@ -308,10 +308,11 @@ def _random_adapter(digest: str, config: ModelSpec, rank: int, seed: int) -> Hos
     weights = []
     for layer, shapes in enumerate(config.module_shapes):
         for module, (num_in, num_out) in shapes.items():
-            if (seed + len(module)) % 3 == 0:
-                continue
-            a = torch.randn(rank, num_in, generator=generator) / num_in**0.5
-            b = torch.randn(num_out, rank, generator=generator) / rank**0.5
-            target = LoraTarget(layer, module, rank, num_in, num_out)
-            weights.append(HostWeight(target, a, b, 0.3))
+            for expert in range(config.num_experts.get(module, 1)):
+                if (seed + len(module) + expert) % 3 == 0:
+                    continue
+                a = torch.randn(rank, num_in, generator=generator) / num_in**0.5
+                b = torch.randn(num_out, rank, generator=generator) / rank**0.5
+                target = LoraTarget(layer, module, rank, num_in, num_out, expert=expert)
+                weights.append(HostWeight(target, a, b, 0.3))
     return HostAdapter(digest, tuple(sorted(weights, key=lambda weight: weight.target)))

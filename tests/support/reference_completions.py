@@ -58,20 +58,21 @@ def recorded_driver(
     return driver, sampler
 
 
-@torch.no_grad()
 def reference_completion(
     model: PeftModel, adapter: str | None, prompt: Prompt, num_tokens: int
 ) -> tuple[torch.Tensor, list[int]]:
     """(logits of the prompt, greedy tokens)"""
-    inputs = torch.tensor([prompt.token_ids])
     if adapter is None:
         with model.disable_adapter():
-            return _generate(model, inputs, num_tokens)
+            return completion(model, prompt, num_tokens)
     model.set_adapter(adapter)
-    return _generate(model, inputs, num_tokens)
+    return completion(model, prompt, num_tokens)
 
 
-def _generate(model: Any, inputs: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, list[int]]:
+@torch.no_grad()
+def completion(model: Any, prompt: Prompt, num_tokens: int) -> tuple[torch.Tensor, list[int]]:
+    """Return (logits of the prompt, greedy tokens) of a model of transformers."""
+    inputs = torch.tensor([prompt.token_ids])
     logits = model(input_ids=inputs).logits[0].float()
     output = model.generate(
         input_ids=inputs,

@@ -1,0 +1,68 @@
+"""Adapters of models with experts, and a transformers model that they are merged into.
+
+Needs the `dev` extra: nothing that serves imports this file.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from loraplex.core.adapter import LoraTarget
+from loraplex.execution.adapters.host_adapters import HostAdapter, HostWeight
+from loraplex.models.spec import ModelSpec
+
+RankOf = Callable[[int, str, int], int]
+"""Rank of an adapter by layer, module and expert; 0: none."""
+ScaledAdapters = Sequence[tuple[HostAdapter, float]]
+_STRENGTH = 0.4
+
+
+def random_expert_adapter(spec: ModelSpec, digest: str, rank_of: RankOf, seed: int) -> HostAdapter:
+    generator = torch.Generator().manual_seed(seed)
+    weights = [
+        HostWeight(
+            LoraTarget(layer, module, rank, num_in, num_out, expert=expert),
+            torch.randn(rank, num_in, generator=generator) / num_in**0.5,
+            torch.randn(num_out, rank, generator=generator) / rank**0.5,
+            _STRENGTH,
+        )
+        for layer, shapes in enumerate(spec.module_shapes)
+        for module, (num_in, num_out) in shapes.items()
+        for expert in range(spec.num_experts.get(module, 1))
+        if (rank := rank_of(layer, module, expert))
+    ]
+    return HostAdapter(digest, tuple(sorted(weights, key=lambda weight: weight.target)))
+
+
+@contextlib.contextmanager
+def merged(model: Any, adapters: ScaledAdapters) -> Iterator[Any]:
+    """Add the adapters to the weights of a model of transformers for the time of the block."""
+    state = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    with torch.no_grad():
+        for adapter, scale in adapters:
+            for weight in adapter.weights:
+                changed = _weight_of(model.model.layers[weight.target.layer], weight.target)
+                changed += scale * weight.scale * weight.b @ weight.a
+    try:
+        yield model
+    finally:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(state[name])
+
+
+def _weight_of(layer: Any, target: LoraTarget) -> torch.Tensor:
+    """Return a view of the parameter."""
+    name, part = target.module, layer.mlp
+    if name in {"q_proj", "k_proj", "v_proj", "o_proj"}:
+        part = layer.self_attn
+    elif name == "router":
+        name = "gate"
+    elif name == "experts.down_proj":
+        return part.experts.down_proj[target.expert]  # type: ignore[no-any-return]
+    elif name.startswith("experts."):
+        gate, up = part.experts.gate_up_proj[target.expert].chunk(2)
+        return gate if name == "experts.gate_proj" else up  # type: ignore[no-any-return]
+    return part.get_submodule(name).weight  # type: ignore[no-any-return]
