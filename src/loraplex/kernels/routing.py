@@ -110,7 +110,8 @@ def _within_groups(scores: torch.Tensor, rules: RoutingRules) -> torch.Tensor:
     """Return the scores, those of groups that are not chosen replaced by -inf."""
     if rules.num_groups == 1:
         return scores
-    groups = scores.view(len(scores), rules.num_groups, -1)
+    group_size = rules.num_experts // rules.num_groups
+    groups = scores.view(-1, rules.num_groups, group_size)
     num_best = 2 if rules.mode is RoutingMode.SIGMOID else 1
     best = groups.sort(2, descending=True).values[:, :, :num_best].sum(2)
     chosen = _largest(best, rules.num_chosen_groups)
