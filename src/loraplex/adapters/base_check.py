@@ -114,6 +114,13 @@ def _check_place(row: CanonicalRow, shapes: BaseShapes) -> None:
     if not shapes.enables(row.module):
         raise AdapterMismatchError(f"{what}: {not_enabled(row.module, shapes)}")
     is_linear = row.layer is not None and row.module in shapes.modules
+    _check_expert(row, shapes, what)
+    if row.layer is not None and is_linear and not shapes.has_module(row.layer, row.module):
+        layers = shapes.module_layers[row.module]
+        raise AdapterMismatchError(
+            f"{what}: layer {row.layer} of the base model has no {row.module}; {len(layers)} of "
+            f"its layers have one, from {layers[0]} to {layers[-1]}"
+        )
     is_end = row.layer is None and row.module in (EMBEDDING, LM_HEAD)
     is_norm = row.module in _VECTOR_NORMS and (row.layer is None) == (row.module == "norm")
     if shapes.vocab_size == 0:
@@ -136,6 +143,25 @@ def _check_place(row: CanonicalRow, shapes: BaseShapes) -> None:
         )
 
 
+def _check_expert(row: CanonicalRow, shapes: BaseShapes, what: str) -> None:
+    num_experts = shapes.num_experts.get(row.module)
+    if row.expert is not None and not 0 <= row.expert < (num_experts or 0):
+        has = "no experts" if num_experts is None else f"{num_experts} experts"
+        raise AdapterMismatchError(
+            f"{what} is of expert {row.expert} of {row.module}; the base model has {has} there"
+        )
+    if num_experts is None:
+        return
+    if row.expert is None:
+        raise AdapterMismatchError(
+            f"{what} names no expert; the base model has {num_experts} in each {row.module}"
+        )
+    if row.kind is not RowKind.LORA or "bias" in row.tensors:
+        raise UnsupportedFeatureError(
+            f"{what}: only LoRA of experts is served, without DoRA, biases, lora_bias and copies"
+        )
+
+
 def _check_end(row: CanonicalRow, shapes: BaseShapes, what: str) -> None:
     if not shapes.adapts_ends:
         raise UnsupportedFeatureError(
@@ -151,7 +177,7 @@ def _check_end(row: CanonicalRow, shapes: BaseShapes, what: str) -> None:
 
 def _nearest(row: CanonicalRow, shapes: BaseShapes) -> str:
     """Return the base's names that are most like the row's, for an error."""
-    paths = [path.format(row.layer) for path in shapes.paths.values()]
+    paths = [path.format(row.layer, expert=row.expert or 0) for path in shapes.paths.values()]
     names = difflib.get_close_matches(row.origin, paths, cutoff=0.8)
     return f"; the nearest: {', '.join(names)}" if names else ""
 

@@ -22,6 +22,7 @@ FUSED_MODULES: Final[Mapping[str, tuple[str, ...]]] = {
     "qkv_proj": _QKV,
     "W_pack": _QKV,
     "gate_up_proj": ("gate_proj", "up_proj"),
+    "shared_expert.gate_up_proj": ("shared_expert.gate_proj", "shared_expert.up_proj"),
 }
 """Parts of fused layers, in the order of their outputs, by Hugging Face's names."""
 
@@ -72,15 +73,21 @@ def _split(row: CanonicalRow, sizes: Mapping[str, int]) -> Iterator[CanonicalRow
                 f"tensor {row.origin} ({name}) has {tensor.shape[0]} outputs; the base model's "
                 f"{', '.join(sizes)} have {sum(sizes.values())}"
             )
-    prefix = row.origin.removesuffix(row.module)
     first = 0
     for part, size in sizes.items():
         tensors = {
             name: tensor if name == "a" else _outputs(tensor, first, size)
             for name, tensor in row.tensors.items()
         }
-        yield CanonicalRow(row.layer, part, None, row.kind, row.scale, tensors, prefix + part)
+        yield CanonicalRow(row.layer, part, None, row.kind, row.scale, tensors, _renamed(row, part))
         first += size
+
+
+def _renamed(row: CanonicalRow, module: str) -> str:
+    """Return the row's origin with another module at its end."""
+    if row.origin.endswith(row.module):
+        return row.origin.removesuffix(row.module) + module
+    return f"{row.origin.rpartition('.')[0]}.{module.rpartition('.')[2]}"
 
 
 def _outputs(tensor: RawTensor, first: int, size: int) -> RawTensor:
@@ -107,7 +114,7 @@ def _join(
                 f"tensor {row.origin} has {output.shape[0]} outputs; the base model's {fused} has "
                 f"{sizes[part]} for {part}"
             )
-    origin = some.origin.removesuffix(some.module) + fused
+    origin = _renamed(some, fused)
     if kind is RowKind.LORA:
         tensors, scale = _joined_lora(rows, sizes)
     else:

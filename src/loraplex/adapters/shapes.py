@@ -10,10 +10,6 @@ class BaseShapes(msgspec.Struct, frozen=True):
     num_layers: int
     modules: dict[str, tuple[int, int]]
     """(in_features, out_features) of each adaptable linear layer of a decoder layer."""
-    num_experts: dict[str, int] = {}
-    """Number of experts by module, of modules that have experts."""
-    module_layers: dict[str, tuple[int, ...]] = {}
-    """Layers that have a module, of modules that not all layers have."""
     vocab_size: int = 0
     """Vocabulary size; 0 if only linear layers of decoder layers may be adapted, only by LoRA."""
     hidden_size: int = 0
@@ -32,6 +28,10 @@ class BaseShapes(msgspec.Struct, frozen=True):
     """Whether lm_head's weight is the token embedding's."""
     enabled_modules: tuple[str, ...] | None = None
     """Modules that adapters may change, if the operator restricts them; empty: no adapters."""
+    num_experts: dict[str, int] = {}
+    """Number of experts by module, of modules that have experts."""
+    module_layers: dict[str, tuple[int, ...]] = {}
+    """Layers that have a module, of modules that not all layers have."""
 
     def enables(self, module: str) -> bool:
         """Whether adapters may change a module. Embedding and head go with any linear layer."""
@@ -40,9 +40,13 @@ class BaseShapes(msgspec.Struct, frozen=True):
         return module in self.enabled_modules if module in self.modules else self.is_adaptable
 
     def names_module(self, path: str, module: str) -> bool:
-        """Whether a path of an adapter ends as that of the base's module does."""
-        own = self.paths.get(module)
-        return own is None or f".{path}".endswith("." + own.partition("{}.")[2])
+        """Whether a path of an adapter ends as that of the base's module does.
+
+        A module's name that is not the end of its path, such as router, stands for other paths too.
+        """
+        own = self.paths.get(module, "")
+        is_end = own.endswith(f".{module}")
+        return not is_end or f".{path}".endswith("." + own.partition("{}.")[2])
 
     def has_module(self, layer: int, module: str) -> bool:
         """Whether a decoder layer has an adaptable linear layer of this name."""

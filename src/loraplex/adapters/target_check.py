@@ -14,14 +14,14 @@ from loraplex.core.errors import AdapterMismatchError, AdapterTooLargeError
 _BY_OUTPUTS = (TargetPart.LORA, TargetPart.FACTOR, TargetPart.BIAS, TargetPart.SHIFT)
 """Parts that are cut along outputs; the others are cut along rows."""
 
-_Place = tuple[int, str, TargetPart]
+_Place = tuple[int, str, int, TargetPart]
 
 
 def check_targets(targets: Iterable[LoraTarget], shapes: BaseShapes, max_rank: int) -> None:
     """Raise AdapterMismatchError or AdapterTooLargeError for an unservable target."""
     pieces: dict[_Place, list[LoraTarget]] = defaultdict(list)
     for target in targets:
-        pieces[target.layer, target.module, target.part].append(target)
+        pieces[target.layer, target.module, target.expert, target.part].append(target)
         if not shapes.enables(target.module):
             raise AdapterMismatchError(not_enabled(target.module, shapes))
         if (target.lora_rank or 0) > max_rank:
@@ -30,13 +30,14 @@ def check_targets(targets: Iterable[LoraTarget], shapes: BaseShapes, max_rank: i
                 f"{max_rank} is served: raise max_lora_rank"
             )
     for place, of_place in pieces.items():
-        layer, module, part = place
+        layer, module, expert, part = place
         found, needed = _size(part, of_place), _needed(place, of_place, shapes)
         if layer >= shapes.num_layers or found != needed:
             base = "has none" if needed is None else f"needs {list(needed)}"
+            of_expert = f", expert {expert}," if expert or module in shapes.num_experts else ""
             raise AdapterMismatchError(
-                f"{part} of {module} of layer {layer} is {list(found)}; the base model {base}, in "
-                f"{shapes.num_layers} layers"
+                f"{part} of {module} of layer {layer}{of_expert} is {list(found)}; the base model "
+                f"{base}, in {shapes.num_layers} layers"
             )
 
 
@@ -51,10 +52,15 @@ def _size(part: TargetPart, pieces: list[LoraTarget]) -> tuple[int, int]:
 
 def _needed(place: _Place, pieces: list[LoraTarget], shapes: BaseShapes) -> tuple[int, int] | None:
     """Return the `_size` that the base needs; None if it has no such place."""
-    layer, module, part = place
+    layer, module, expert, part = place
+    is_experts_vector = module in shapes.num_experts and part is not TargetPart.LORA
+    if not 0 <= expert < shapes.num_experts.get(module, 1) or is_experts_vector:
+        return None
     if layer < 0 and not shapes.adapts_ends:
         return None
-    features = shapes.modules.get(module) if layer >= 0 else None
+    features = None
+    if layer >= 0 and shapes.has_module(layer, module):
+        features = shapes.modules[module]
     if layer < 0 and module == LM_HEAD:
         features = (shapes.hidden_size, shapes.vocab_size)
     match part:

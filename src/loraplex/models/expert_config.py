@@ -11,6 +11,7 @@ from loraplex.models.spec import (
     SHARED_DOWN,
     SHARED_GATE,
     SHARED_UP,
+    SHARED_UP_MODULES,
     UP,
     FeedForwardSpec,
     LinearGroup,
@@ -32,7 +33,6 @@ class ExpertTraits:
 ROUTER_MODULE: Final = "router"
 EXPERT_UP_MODULES: Final = ("experts.gate_proj", "experts.up_proj")
 EXPERT_DOWN_MODULE: Final = "experts.down_proj"
-SHARED_UP_MODULES: Final = ("shared_expert.gate_proj", "shared_expert.up_proj")
 FUSED_SHARED_UP_MODULE: Final = "shared_expert.gate_up_proj"
 SHARED_DOWN_MODULE: Final = "shared_expert.down_proj"
 SHARED_GATE_MODULE: Final = "shared_expert_gate"

@@ -22,6 +22,8 @@ ROUTER: Final = "router"
 SHARED_UP: Final = "shared_up"
 SHARED_DOWN: Final = "shared_down"
 SHARED_GATE: Final = "shared_gate"
+SHARED_UP_MODULES: Final = ("shared_expert.gate_proj", "shared_expert.up_proj")
+"""Names in adapters of SHARED_UP's layers, or of the parts of its one layer."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,6 +248,9 @@ class LayerSpec:
             is_in_order = group != QKV or not attention.head_order
             if len(outputs) == 1 and sum(outputs.values()) == sum(parts.values()) and is_in_order:
                 fused[next(iter(outputs))] = parts
+        if SHARED_UP in self.linears and len(self.linears[SHARED_UP].outputs) == 1:
+            ((module, size),) = self.linears[SHARED_UP].outputs.items()
+            fused[module] = dict.fromkeys(SHARED_UP_MODULES, size // 2)
         return fused
 
     @property

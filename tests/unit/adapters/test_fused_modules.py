@@ -177,7 +177,7 @@ def test_ends_by_other_names(name: str, module: str) -> None:
     "name",
     [
         "x.layers.0.self_attn.q_proj",
-        "model.layers.0.mlp.experts.3.gate_proj",
+        "model.layers.0.mlp.experts.x.gate_proj",
         "model.layers.0.self_attn.rotary.q_proj",
         "model.vision_tower.layers.0.self_attn.q_proj",
     ],

@@ -79,7 +79,7 @@ def test_any_subset_of_modules_with_their_own_ranks_and_scales():
         ("base_model.model.model.embed_tokens.lora_A.weight", UnsupportedFeatureError),
         ("base_model.model.lm_head.original_module.weight", UnsupportedFeatureError),
         ("base_model.model.model.embed_tokens.trainable_tokens_original", UnsupportedFeatureError),
-        ("base_model.model.model.layers.0.mlp.experts.1.w1.lora_A.weight", UnsupportedFeatureError),
+        ("base_model.model.model.layers.0.mlp.experts.x.w1.lora_A.weight", UnsupportedFeatureError),
         ("base_model.model.model.layers.0.input_layernorm.weight", InvalidAdapterError),
         ("base_model.model.model.layers.0.other.q_proj.lora_A.weight", UnsupportedFeatureError),
         ("vision.layers.0.self_attn.q_proj.lora_A.weight", UnsupportedFeatureError),

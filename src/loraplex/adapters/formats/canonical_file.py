@@ -4,7 +4,7 @@ Files that the staging worker wrote itself are not read here; a user's file may 
 """
 
 from loraplex.adapters.canonical import CanonicalRow, RowKind
-from loraplex.core.errors import InvalidAdapterError, UnsupportedFeatureError
+from loraplex.core.errors import InvalidAdapterError
 
 # The tensors of each kind of row with their numbers of dimensions; a row has one of the sets.
 _TENSORS: dict[RowKind, tuple[dict[str, tuple[int, ...]], ...]] = {
@@ -19,23 +19,21 @@ _TENSORS: dict[RowKind, tuple[dict[str, tuple[int, ...]], ...]] = {
 def check_rows(rows: tuple[CanonicalRow, ...]) -> tuple[CanonicalRow, ...]:
     """Return the rows if each is different and its tensors belong together.
 
-    Raises InvalidAdapterError, or UnsupportedFeatureError for rows of experts.
+    Raises InvalidAdapterError.
     """
     if not rows:
         raise InvalidAdapterError("the adapter has no rows")
-    places: dict[tuple[int | None, str], set[RowKind]] = {}
+    places: dict[tuple[int | None, str, int | None], set[RowKind]] = {}
     for row in rows:
         where = f"the {row.kind} row of layer {row.layer}, module {row.module!r}"
         if row.expert is not None:
-            raise UnsupportedFeatureError(
-                f"{where} is of expert {row.expert}: experts are not served"
-            )
-        kinds = places.setdefault((row.layer, row.module), set())
+            where += f", expert {row.expert}"
+        kinds = places.setdefault((row.layer, row.module, row.expert), set())
         if row.kind in kinds:
             raise InvalidAdapterError(f"{where} is there twice")
         kinds.add(row.kind)
         _check_tensors(row, where)
-    for (layer, module), kinds in places.items():
+    for (layer, module, _expert), kinds in places.items():
         if RowKind.MAGNITUDE in kinds and RowKind.LORA not in kinds:
             raise InvalidAdapterError(
                 f"the magnitude row of layer {layer}, module {module!r} has no lora row"

@@ -21,7 +21,7 @@ WEIGHTS_NAMES = (WEIGHTS_NAME, TORCH_WEIGHTS_NAME)
 
 # The missing feature of a tensor that no row can represent, by a fragment of its name.
 _FOREIGN = {
-    ".experts": "LoRA of experts",
+    ".experts": "another layout of experts than those of docs/adapters.md",
     "trainable_tokens": "more than the trained rows of a token embedding",
     "original_module": "a second copy of a module, in addition to the trained one",
     "lora_": "LoRA of a module that has none here",
@@ -48,13 +48,14 @@ def canonical_rows(
     foreign = [name for name, parsed in named.items() if parsed is None]
     if foreign:
         raise _foreign(foreign[0], others=foreign[1:])
-    modules: dict[tuple[int | None, str], PeftModule] = {}
+    modules: dict[tuple[int | None, str, int | None], PeftModule] = {}
     for name, parsed in named.items():
         assert parsed is not None
         _check_tensor(name, tensors[name])
-        place = (parsed.layer, parsed.module)
-        module = modules.setdefault(place, PeftModule(parsed.path, *place))
-        module.add(parsed.slot, name, tensors[name])
+        place = (parsed.layer, parsed.module, parsed.expert)
+        if place not in modules:
+            modules[place] = PeftModule(parsed.path, *place)
+        modules[place].add(parsed.slot, name, tensors[name])
     if not modules:
         raise InvalidAdapterError("the adapter has no tensors")
     rows = sort_rows(row for module in modules.values() for row in module.rows(config))

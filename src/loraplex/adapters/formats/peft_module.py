@@ -30,10 +30,11 @@ was resized."""
 class PeftModule:
     """Collector of one module's tensors. Call `rows` at the end."""
 
-    def __init__(self, path: str, layer: int | None, module: str) -> None:
+    def __init__(self, path: str, layer: int | None, module: str, expert: int | None) -> None:
         self._path = path
         self._layer = layer
         self._module = module
+        self._expert = expert
         self._tensors: dict[PeftSlot, RawTensor] = {}
         self._names: dict[PeftSlot, str] = {}
 
@@ -188,4 +189,6 @@ class PeftModule:
     def _row(
         self, kind: RowKind, tensors: dict[str, RawTensor], scale: float = 1.0
     ) -> CanonicalRow:
-        return CanonicalRow(self._layer, self._module, None, kind, scale, tensors, self._path)
+        return CanonicalRow(
+            self._layer, self._module, self._expert, kind, scale, tensors, self._path
+        )

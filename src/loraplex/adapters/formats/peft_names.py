@@ -37,8 +37,9 @@ class TensorName(NamedTuple):
     module: str
     """Last part of the path; with its parent for GPT-2, which has two layers called c_proj.
 
-    embed_tokens and lm_head whatever the family calls them.
+    embed_tokens, lm_head and the parts of layers with experts whatever the family calls them.
     """
+    expert: int | None
     slot: PeftSlot
 
 
@@ -53,6 +54,27 @@ _ROOTS = (
 )
 """Paths from the class that was trained to the decoder: of causal LMs and multimodal wrappers."""
 _PARENTS = ("self_attn", "self_attention", "attention", "attn", "mlp", "feed_forward")
+_EXPERT_MODULES = {
+    **{name: f"experts.{name}" for name in ("gate_proj", "up_proj", "down_proj", "gate_up_proj")},
+    "w1": "experts.gate_proj",
+    "w3": "experts.up_proj",
+    "w2": "experts.down_proj",
+}
+"""Canonical names of an expert's linear layers, by all that files have."""
+_BESIDE_EXPERTS = {
+    "gate": "router",
+    "router": "router",
+    "router.layer": "router",
+    "shared_expert_gate": "shared_expert_gate",
+    "shared_mlp.input_linear": "shared_expert.gate_up_proj",
+    "shared_mlp.output_linear": "shared_expert.down_proj",
+    **{
+        f"{parent}.{part}": f"shared_expert.{part}"
+        for parent in ("shared_expert", "shared_experts")
+        for part in ("gate_proj", "up_proj", "down_proj", "gate_up_proj")
+    },
+}
+"""Canonical names of the other modules of a layer with experts, by all that files have."""
 _EMBEDDINGS = (EMBEDDING, "wte", "word_embeddings", "embed_in", "tok_embeddings")
 _HEADS = (LM_HEAD, "embed_out", "output")
 _OTHER_TOWERS = re.compile(
@@ -63,13 +85,19 @@ _PLAIN_PATH = re.compile(
     r"(?:model\.){0,2}layers\.|(?:transformer\.)?h\.\d+\.(?:attn|mlp)\.c_|\w+$|$"
 )
 
+_OF_EXPERTS = (
+    r"(?:(?:mlp|block_sparse_moe|feed_forward)\.)?(?:"
+    rf"experts\.(?P<expert>\d{{1,6}})\.(?P<of_expert>{'|'.join(_EXPERT_MODULES)})"
+    rf"|(?P<beside>{'|'.join(map(re.escape, _BESIDE_EXPERTS))}))"
+)
 _WRAPPERS = r"(?:(?:module|_orig_mod|_fsdp_wrapped_module)\.)*"
 _ROOT = "(?:" + "|".join(re.escape(root) for root in _ROOTS) + ")"
 _PATH = (
     r"(?P<path>"
     r"(?:transformer\.)?h\.(?P<block>\d{1,6})\."
     r"(?P<whole>attn\.(?:c_attn|c_proj)|mlp\.(?:c_fc|c_proj))"
-    rf"|{_ROOT}(?:layers|h)\.(?P<layer>\d{{1,6}})\.(?:(?:{'|'.join(_PARENTS)})\.)?(?P<inner>(?!lora_)\w+)"
+    rf"|{_ROOT}(?:layers|h)\.(?P<layer>\d{{1,6}})\."
+    rf"(?:{_OF_EXPERTS}|(?:(?:{'|'.join(_PARENTS)})\.)?(?P<inner>(?!lora_)\w+))"
     rf"|{_ROOT}(?:(?P<embedding>{'|'.join(_EMBEDDINGS)})|(?P<top>{FINAL_NORM}))"
     rf"|(?:language_model\.)?(?P<head>{'|'.join(_HEADS)}))"
 )
@@ -98,15 +126,29 @@ def parse_name(name: str) -> TensorName | None:
     if match is None:
         return None
     slot = next(slot for slot in _SLOTS if match[slot.name])
-    if match["embedding"] or match["head"]:
-        module = EMBEDDING if match["embedding"] else LM_HEAD
-    else:
-        module = next(match[part] for part in _MODULES if match[part])
+    module = _module(match)
     is_embedding_slot = "lora_embedding_" in name
     if is_embedding_slot != (module == EMBEDDING and slot in (PeftSlot.A, PeftSlot.B)):
         return None
     layer = match["layer"] or match["block"]
-    return TensorName(match["path"], None if layer is None else int(layer), module, slot)
+    expert = match["expert"]
+    return TensorName(
+        match["path"],
+        None if layer is None else int(layer),
+        module,
+        None if expert is None else int(expert),
+        slot,
+    )
+
+
+def _module(match: re.Match[str]) -> str:
+    if match["embedding"] or match["head"]:
+        return EMBEDDING if match["embedding"] else LM_HEAD
+    if match["of_expert"]:
+        return _EXPERT_MODULES[match["of_expert"]]
+    if match["beside"]:
+        return _BESIDE_EXPERTS[match["beside"]]
+    return next(match[part] for part in _MODULES if match[part])
 
 
 def is_of_other_root(path: str) -> bool:
