@@ -5,7 +5,7 @@ Tiny checkpoints whose parameters, norms too, are all random: a norm of ones wou
 
 import dataclasses
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from loraplex.execution.adapters.loader import read_host_adapter
 from loraplex.kernels.reference import ReferenceKernels
 from loraplex.models.registry import read_config
 from support.checkpoints import add_random_adapters
-from support.families import first, rest
+from support.families import experts, first, rest
 from support.families.case import VOCAB_SIZE, FamilyCase
 from support.reference_completions import (
     RecordingSampler,
@@ -35,8 +35,8 @@ from support.step_driver import Prompt, StepDriver
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CASES = {**first.CASES, **rest.CASES}
-QUICK = [name for name, case in CASES.items() if case.is_quick]
+CASES = {**first.CASES, **rest.CASES, **experts.CASES}
+QUICK = [name for name, case in CASES.items() if case.is_quick and name not in experts.CASES]
 QUICK_BACKEND = "fastest"
 NUM_NEW_TOKENS = 24
 MAX_RANK = 16
@@ -121,11 +121,16 @@ def parameters() -> list[Any]:
         pytest.param(
             (name, backend),
             id=f"{name}-{backend}",
-            marks=() if case.is_quick and backend == QUICK_BACKEND else pytest.mark.slow,
+            marks=() if case.is_quick and backend == backends(name)[0] else pytest.mark.slow,
         )
         for name, case in CASES.items()
-        for backend in ("fastest", "reference")
+        for backend in backends(name)
     ]
+
+
+def backends(name: str) -> Sequence[str]:
+    """Return the backends of a case, the quick one first: experts have no other kernels yet."""
+    return ("reference",) if name in experts.CASES else (QUICK_BACKEND, "reference")
 
 
 @pytest.fixture(scope="module", params=parameters())

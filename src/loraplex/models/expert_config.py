@@ -4,6 +4,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Final
 
+from loraplex.core.errors import ConfigError
+from loraplex.kernels.routing import RoutingMode, RoutingRules
+from loraplex.models.config_fields import ConfigFields
 from loraplex.models.decoder_names import DecoderNames, ExpertNames
 from loraplex.models.spec import (
     DOWN,
@@ -36,6 +39,37 @@ EXPERT_DOWN_MODULE: Final = "experts.down_proj"
 FUSED_SHARED_UP_MODULE: Final = "shared_expert.gate_up_proj"
 SHARED_DOWN_MODULE: Final = "shared_expert.down_proj"
 SHARED_GATE_MODULE: Final = "shared_expert_gate"
+
+
+_NUM_EXPERTS: Final = ("num_experts", "num_local_experts")
+"""Names of one field: files that transformers 5 saves may have another than published ones."""
+_NUM_CHOSEN: Final = "num_experts_per_tok"
+
+
+def read_routing(
+    fields: ConfigFields,
+    mode: RoutingMode,
+    *,
+    default_num_experts: int,
+    normalizes: bool = False,
+) -> RoutingRules:
+    """Read how many experts there are, and how many of them a token has. Raises ConfigError."""
+    names = [name for name in _NUM_EXPERTS if name in fields] or _NUM_EXPERTS[:1]
+    numbers = [fields.integer(name, default_num_experts) for name in names]
+    if len(set(numbers)) > 1:
+        raise ConfigError(
+            f"{fields.source}: num_experts ({numbers[0]}) and num_local_experts ({numbers[1]}) "
+            "are names of one number and must be equal"
+        )
+    num_chosen = fields.integer(_NUM_CHOSEN)
+    if num_chosen > numbers[0]:
+        raise ConfigError(
+            f"{fields.source}: {_NUM_CHOSEN} must be at most {names[0]} ({numbers[0]}), "
+            f"got {num_chosen}"
+        )
+    return RoutingRules(
+        num_experts=numbers[0], num_chosen=num_chosen, mode=mode, normalizes=normalizes
+    )
 
 
 def equal_parts(size: int, number: int) -> tuple[int, ...]:

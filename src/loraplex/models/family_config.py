@@ -124,7 +124,7 @@ def read_decoder(fields: ConfigFields, architecture: str, traits: Traits) -> Mod
     ropes = traits.ropes or _read_ropes(fields, traits, attention.head_dim, max_positions)
     feed_forward = FeedForwardSpec(
         inner_size=fields.integer("intermediate_size"),
-        activation=traits.activation or _read_activation(fields),
+        activation=traits.activation or read_activation(fields),
         is_gated=traits.is_gated,
     )
     norm = dataclasses.replace(traits.norm, eps=fields.number("rms_norm_eps", traits.norm.eps))
@@ -307,25 +307,6 @@ def map_attention(spec: ModelSpec, change: Callable[[AttentionSpec], AttentionSp
     return dataclasses.replace(spec, layers=tuple(layers))
 
 
-def windows_by_layer_type(fields: ConfigFields) -> tuple[int | None, ...]:
-    """Read the window of each layer by Qwen's rule.
-
-    `use_sliding_window` switches windows on; `layer_types`, or else `max_window_layers`, selects
-    the layers.
-    """
-    num_layers = fields.integer("num_hidden_layers")
-    window = fields.positive_or_null("sliding_window", 4096)
-    if not fields.boolean("use_sliding_window", False):
-        window = None
-    first_windowed = fields.optional_integer("max_window_layers")
-    first_windowed = 28 if first_windowed is None else first_windowed
-    is_windowed = [index >= first_windowed for index in range(num_layers)]
-    return tuple(
-        int(window) if is_sliding and window is not None else None
-        for is_sliding in sliding_layers(fields, is_windowed)
-    )
-
-
 def sliding_layers(fields: ConfigFields, default: Sequence[bool]) -> tuple[bool, ...]:
     """Read from `layer_types` which layers have a window. default: of files without the field."""
     layer_types = fields.texts("layer_types")
@@ -365,7 +346,8 @@ def require_switches(fields: ConfigFields, values: Mapping[str, bool | str]) -> 
             raise UnsupportedModelError(f"{fields.source}: {name} {shown} is not supported")
 
 
-def _read_activation(fields: ConfigFields) -> Activation:
+def read_activation(fields: ConfigFields) -> Activation:
+    """Read `hidden_act`. Raises UnsupportedModelError for one that no kernel computes."""
     name = fields.text("hidden_act", "silu")
     if name not in _ACTIVATIONS:
         raise UnsupportedModelError(

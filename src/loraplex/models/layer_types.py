@@ -4,7 +4,8 @@
 full attention.
 """
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 
 from loraplex.models.config_fields import ConfigFields
 from loraplex.models.family_config import sliding_layers
@@ -16,6 +17,26 @@ def periodic_windows(fields: ConfigFields, period: int) -> tuple[int | None, ...
     """Return the window of each layer; 4096 where none is stated, as in transformers."""
     window = fields.positive_or_null("sliding_window", 4096)
     default = [(index + 1) % period != 0 for index in range(fields.integer("num_hidden_layers"))]
+    return tuple(
+        int(window) if is_sliding and window is not None else None
+        for is_sliding in sliding_layers(fields, default)
+    )
+
+
+def windows_by_switch(
+    fields: ConfigFields, has_window: Callable[[int, int], bool] = operator.ge
+) -> tuple[int | None, ...]:
+    """Return the window of each layer by Qwen's rule: only if `use_sliding_window` is true.
+
+    has_window: whether a layer has one, by its number and by `max_window_layers`, in files without
+    `layer_types`.
+    """
+    window = None
+    if fields.boolean("use_sliding_window", False):
+        window = fields.positive_or_null("sliding_window", 4096)
+    limit = fields.optional_integer("max_window_layers")
+    limit = 28 if limit is None else limit
+    default = [has_window(index, limit) for index in range(fields.integer("num_hidden_layers"))]
     return tuple(
         int(window) if is_sliding and window is not None else None
         for is_sliding in sliding_layers(fields, default)

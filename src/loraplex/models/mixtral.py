@@ -2,12 +2,11 @@
 
 from typing import Final
 
-from loraplex.kernels.activations import Activation
-from loraplex.kernels.routing import RoutingMode, RoutingRules
+from loraplex.kernels.routing import RoutingMode
 from loraplex.models.config_fields import ConfigFields
 from loraplex.models.decoder_names import DecoderNames, ExpertNames
-from loraplex.models.expert_config import ExpertTraits
-from loraplex.models.family_config import Traits, read_decoder
+from loraplex.models.expert_config import ExpertTraits, read_routing
+from loraplex.models.family_config import Traits, read_activation, read_decoder
 from loraplex.models.spec import FeedForwardSpec, ModelSpec
 
 ARCHITECTURE: Final = "MixtralForCausalLM"
@@ -24,23 +23,22 @@ def read_config(fields: ConfigFields) -> ModelSpec:
     defaults = {
         "max_position_embeddings": 131_072,
         "num_key_value_heads": 8,
-        "num_local_experts": 8,
         "num_experts_per_tok": 2,
+        "rms_norm_eps": 1e-5,
         "rope_theta": 1e6,
     }
     fields = fields.renamed({}, defaults)
     window = fields.positive_or_null("sliding_window", None)
-    routing = RoutingRules(
-        num_experts=fields.integer("num_local_experts"),
-        num_chosen=fields.integer("num_experts_per_tok"),
-        mode=RoutingMode.SOFTMAX,
-        normalizes=True,
-    )
     feed_forward = FeedForwardSpec(
         inner_size=fields.integer("intermediate_size"),
-        activation=Activation.SILU,
+        activation=read_activation(fields),
         is_gated=True,
-        routing=routing,
+        routing=read_routing(
+            fields,
+            RoutingMode.SOFTMAX,
+            default_num_experts=8,
+            normalizes=True,
+        ),
     )
     traits = Traits(
         names=_NAMES,

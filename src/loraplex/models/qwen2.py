@@ -1,7 +1,8 @@
 """Qwen 2 and 2.5: a bias on q, k and v; the upper layers may have a sliding window."""
 
 from loraplex.models.config_fields import ConfigFields
-from loraplex.models.family_config import Traits, read_decoder, windows_by_layer_type
+from loraplex.models.family_config import Traits, read_decoder
+from loraplex.models.layer_types import windows_by_switch
 from loraplex.models.spec import QKV, ModelSpec
 
 ARCHITECTURE = "Qwen2ForCausalLM"
@@ -9,5 +10,5 @@ ARCHITECTURE = "Qwen2ForCausalLM"
 
 def read_config(fields: ConfigFields) -> ModelSpec:
     fields = fields.renamed({}, {"max_position_embeddings": 32_768})
-    traits = Traits(windows=windows_by_layer_type(fields), biased=(QKV,), rotates_whole_heads=True)
+    traits = Traits(windows=windows_by_switch(fields), biased=(QKV,), rotates_whole_heads=True)
     return read_decoder(fields, ARCHITECTURE, traits)
