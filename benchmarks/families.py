@@ -14,7 +14,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from loraplex.execution.loading import load_runner
 from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.models.parameters import checkpoint_shapes
 from loraplex.models.registry import read_config
-from loraplex.models.spec import QKV
+from loraplex.models.spec import QKV, ModelSpec
 from support.instant_loader import InstantLoader
 
 SIZES = {
@@ -72,10 +72,14 @@ FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def write_model(folder: Path, name: str) -> Path:
-    """Write a checkpoint of random weights."""
+def write_family(folder: Path, name: str) -> Path:
     class_name, changes = FAMILIES[name]
-    config = getattr(transformers, class_name)(**(SIZES | changes), dtype="bfloat16")
+    return write_model(folder, getattr(transformers, class_name)(**(SIZES | changes)))
+
+
+def write_model(folder: Path, config: transformers.PretrainedConfig) -> Path:
+    """Write a checkpoint of random weights in bfloat16."""
+    config.dtype = "bfloat16"
     causal = transformers.AutoModelForCausalLM._model_mapping[type(config)]
     config.architectures = [causal.__name__]
     config.save_pretrained(folder)
@@ -87,35 +91,43 @@ def write_model(folder: Path, name: str) -> Path:
     return folder
 
 
-def make_subject(folder: Path, max_num_seqs: int) -> Subject:
+def make_subject(folder: Path, max_num_seqs: int, **settings: Any) -> Subject:
     host = HostAdapters()
-    settings = RunnerSettings(
-        dtype="bfloat16", max_model_len=2 * CONTEXT, max_num_seqs=max_num_seqs
-    )
+    fixed = {"dtype": "bfloat16", "max_model_len": 2 * CONTEXT, "max_num_seqs": max_num_seqs}
     loader = InstantLoader(host, lambda source: random_adapter(source, torch.bfloat16))
     engine = build_engine(
-        load_runner(folder, settings, host),
+        load_runner(folder, RunnerSettings(**(fixed | settings)), host),
         loader,
         SystemClock(),
         SchedulerSettings(enable_prefix_cache=False),
-        adapter_host_bytes=1 << 30,
+        adapter_host_bytes=4 << 30,
     )
     return Subject(engine, read_config(folder), Ledger(), torch.bfloat16.itemsize)
 
 
-def begin(subject: Subject, batch: int, num_steps: int) -> None:
-    """Add requests and run them until all decode."""
-    spec, engine = subject.config, subject.engine
-    modules = spec.layers[0].linears[QKV].modules
-    targets = tuple(
-        LoraTarget(layer, module, RANK, *spec.module_shapes[layer][module])
-        for layer in range(spec.num_layers)
-        for module in modules
+def targets_of(spec: ModelSpec, modules: Collection[str]) -> tuple[LoraTarget, ...]:
+    """Return LoRA of these modules in all layers, and of all experts that they have."""
+    return tuple(
+        LoraTarget(layer, module, RANK, *shape, expert=expert)
+        for layer, shapes in enumerate(spec.module_shapes)
+        for module, shape in shapes.items()
+        if module in modules
+        for expert in range(spec.num_experts.get(module, 1))
     )
+
+
+def begin(
+    subject: Subject, modules: Collection[str], batch: int, num_steps: int, context: int = CONTEXT
+) -> None:
+    """Add requests and run them until all decode. modules: those that the adapters change."""
+    engine = subject.engine
+    targets = targets_of(subject.config, modules)
     for index in range(batch):
-        digest = f"adapter {index}"
-        engine.register_adapter(AdapterSource(digest, "", 1 << 20, targets))
-        prompt = torch.randint(spec.vocab_size, (CONTEXT - num_steps,)).tolist()
+        digest = f"{modules} {index}"
+        if targets:
+            num_bytes = 2 * sum(target.num_elements for target in targets)
+            engine.register_adapter(AdapterSource(digest, "", num_bytes, targets))
+        prompt = torch.randint(subject.config.vocab_size, (context - num_steps,)).tolist()
         engine.add(
             EngineRequest(
                 request_id=time.monotonic_ns(),
@@ -124,7 +136,7 @@ def begin(subject: Subject, batch: int, num_steps: int) -> None:
                     temperature=0.0, max_tokens=num_steps + 8, ignore_eos=True, seed=0
                 ),
                 eos_token_ids=(),
-                adapters=(AdapterUse(digest),),
+                adapters=(AdapterUse(digest),) if targets else (),
                 kv_salt=b"",
                 tenant="",
                 priority=0,
@@ -143,14 +155,19 @@ def seconds_of_step(subject: Subject) -> float:
     return time.perf_counter() - start
 
 
+def finish(subject: Subject) -> None:
+    while not subject.engine.is_idle:
+        subject.engine.step()
+
+
 def compare(llama: Subject, other: Subject, batch: int, num_steps: int) -> dict[str, float]:
     """Return the median step times in milliseconds, and the median of the ratios."""
     for subject in (llama, other):
-        begin(subject, batch, num_steps)
+        modules = subject.config.layers[0].linears[QKV].modules
+        begin(subject, modules, batch, num_steps)
     pairs = [(seconds_of_step(llama), seconds_of_step(other)) for _ in range(num_steps)]
     for subject in (llama, other):
-        while not subject.engine.is_idle:
-            subject.engine.step()
+        finish(subject)
     return {
         "batch": batch,
         "llama_ms": 1e3 * statistics.median(first for first, _ in pairs),
@@ -174,6 +191,17 @@ def table(rows: list[dict[str, Any]]) -> str:
     return markdown_table(head, cells)
 
 
+def write_report(name: str, title: str, rows: list[dict[str, Any]], text: str) -> None:
+    """Write `results/NAME.json` with the rows and `.md` with the text."""
+    machine, code = this_machine(), this_code()
+    report_time = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
+    results = Path(__file__).parent / "results" / name
+    report = {"machine": msgspec.to_builtins(machine), "code": msgspec.to_builtins(code)}
+    results.with_suffix(".json").write_text(json.dumps(report | {"rows": rows}, indent=1))
+    lines = [f"# {title}", "", *machine_lines(report_time, code, machine), ""]
+    results.with_suffix(".md").write_text("\n".join([*lines, text]) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
@@ -187,20 +215,14 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         max_num_seqs = max(arguments.batches)
-        llama = make_subject(write_model(Path(folder) / LLAMA, LLAMA), max_num_seqs)
+        llama = make_subject(write_family(Path(folder) / LLAMA, LLAMA), max_num_seqs)
         for name in arguments.families:
-            other = make_subject(write_model(Path(folder) / name, name), max_num_seqs)
+            other = make_subject(write_family(Path(folder) / name, name), max_num_seqs)
             for batch in arguments.batches:
                 rows.append({"family": name, **compare(llama, other, batch, arguments.steps)})
     print(table(rows))
     if arguments.write:
-        machine, code = this_machine(), this_code()
-        report_time = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
-        results = Path(__file__).parent / "results" / "families"
-        report = {"machine": msgspec.to_builtins(machine), "code": msgspec.to_builtins(code)}
-        results.with_suffix(".json").write_text(json.dumps(report | {"rows": rows}, indent=1))
-        lines = ["# Step times of the families", "", *machine_lines(report_time, code, machine), ""]
-        results.with_suffix(".md").write_text("\n".join([*lines, table(rows)]) + "\n")
+        write_report("families", "Step times of the families", rows, table(rows))
 
 
 if __name__ == "__main__":
