@@ -61,7 +61,7 @@ class Routes:
         return self.starts.shape[0] - 1
 
 
-_SUM_FLOOR = 1e-20
+SUM_FLOOR = 1e-20
 """Addend of the sum that sigmoids are divided by, as DeepSeek-V3 has it."""
 
 
@@ -81,7 +81,7 @@ def route(
     if rules.mode is RoutingMode.CHOSEN_SOFTMAX:
         weights = weights.softmax(1)
     if rules.normalizes:
-        floor = _SUM_FLOOR if rules.mode is RoutingMode.SIGMOID else 0.0
+        floor = SUM_FLOOR if rules.mode is RoutingMode.SIGMOID else 0.0
         weights = weights / (weights.sum(1, keepdim=True) + floor)
     return sort_routes(experts.int(), (weights * rules.factor).float(), rules.num_experts)
 

@@ -1,7 +1,8 @@
 """Kernel launches of a served model: the cases that kernel_compiler.py compiles.
 
 A group is a module of this package, or any other. Its `cases()` names launches, which run with
-fake tensors (fake_gpu.py). Shapes are those of Llama-3.1-8B and Llama-2-7B.
+fake tensors (fake_gpu.py). Shapes are those of Llama-3.1-8B and Llama-2-7B,
+and of Qwen3-30B-A3B for experts.
 """
 
 import importlib
@@ -10,7 +11,7 @@ from collections.abc import Callable
 Launch = Callable[[], object]
 Cases = dict[str, Launch]
 
-GROUPS = ("lora", "attention", "elementwise", "sampling", "linear")
+GROUPS = ("lora", "attention", "elementwise", "sampling", "linear", "experts")
 
 
 _FIRST_FP8 = 89

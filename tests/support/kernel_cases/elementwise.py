@@ -37,7 +37,8 @@ def _step(llama: Llama, dtype: torch.dtype, num_tokens: int) -> None:
     x, residual = elementwise.add_layer_norm(x, residual, weight, weight, _EPS)
     elementwise.layer_norm(x, weight, weight, _EPS)
     for activation in Activation:
-        elementwise.activate(x, activation)
+        if activation is not Activation.CLAMPED_SWIGLU:
+            elementwise.activate(x, activation)
         elementwise.gate(empty(num_tokens, 2 * llama.inner, dtype=dtype), activation)
     _step_of_other_families(llama, dtype, num_tokens)
 

@@ -8,7 +8,7 @@ import torch
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels.accelerator import Accelerator
 from loraplex.kernels.activations import Activation
-from loraplex.kernels.cuda import elementwise, sampling
+from loraplex.kernels.cuda import elementwise, experts, sampling
 from loraplex.kernels.cuda.attention import AttentionKernel, CudaAttentionPlan
 from loraplex.kernels.cuda.graphs import StepGraphs
 from loraplex.kernels.cuda.linear import PACKED_LAYOUT, LinearKernel
@@ -171,7 +171,7 @@ class CudaKernels:
         rules: RoutingRules,
         selection_bias: torch.Tensor | None = None,
     ) -> Routes:
-        raise NotImplementedError
+        return experts.route(logits, rules, selection_bias)
 
     def grouped_linear(self, x: torch.Tensor, packed: PackedLinear, routes: Routes) -> torch.Tensor:
         raise NotImplementedError
@@ -195,7 +195,7 @@ class CudaKernels:
         shared: torch.Tensor | None = None,
         shared_gate: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        raise NotImplementedError
+        return experts.combine_experts(y, routes, shared, shared_gate)
 
     def allocate_kv(self, num_blocks: int, shape: AttentionShape, dtype: torch.dtype) -> KVStorage:
         return self._attention.allocate(num_blocks, shape, dtype)

@@ -60,6 +60,10 @@ LIMITS = {
     "add_splits": Limit(48, 1.0),
     "quantize_rows": Limit(48, 1.0),
     "invariant_linear": Limit(128, 0.35),
+    # Experts
+    "choose_experts": Limit(80),
+    "sort_pairs": Limit(96),
+    "combine_experts": Limit(40, 0.75),
     # Sampling
     "argmax_of_splits": Limit(72, 0.6),
     "argmax_of_rows": Limit(24),
