@@ -143,7 +143,7 @@ def served_shapes(config: ModelSpec, model: ModelConfig) -> BaseShapes:
         return msgspec.structs.replace(shapes, enabled_modules=())
     if not model.lora_target_modules:
         return shapes
-    enabled = hf_modules(model.lora_target_modules, shapes.modules)
+    enabled = hf_modules(model.lora_target_modules, shapes.modules, shapes.paths)
     return msgspec.structs.replace(shapes, enabled_modules=enabled)
 
 

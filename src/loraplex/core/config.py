@@ -128,7 +128,7 @@ class ModelConfig(EngineSettings, frozen=True, kw_only=True):
     lora_target_modules: Annotated[
         tuple[str, ...],
         _adapters(
-            "Linear layers that adapters may change, as attn_q or q_proj; repeatable",
+            "Linear layers that adapters may change, as attn_q, q_proj or moe_router; repeatable",
             default="any",
         ),
     ] = ()

@@ -148,10 +148,19 @@ class TestThePair:
 
     @pytest.mark.parametrize(
         ("path", "module_id"),
-        [("self_attn.dense", 4), ("self_attn.qkv_proj", 0), ("mlp.c_fc", 5), ("mlp.c_proj", 6)],
+        [
+            *[("self_attn.dense", 4), ("self_attn.qkv_proj", 0), ("self_attn.W_pack", 0)],
+            *[("self_attention.dense", 4), ("attention.dense", 4), ("attention.wo", 4)],
+            *[("self_attn.out_proj", 4), ("attn.out_proj", 4)],
+            *[("mlp.c_fc", 5), ("mlp.fc1", 5), ("fc1", 5), ("mlp.fc_in", 5)],
+            *[("mlp.dense_h_to_4h", 5), ("feed_forward.w1", 5), ("feed_forward.w3", 7)],
+            *[("mlp.c_proj", 6), ("mlp.fc2", 6), ("fc2", 6), ("mlp.fc_out", 6)],
+            *[("mlp.dense_4h_to_h", 6), ("feed_forward.w2", 6)],
+        ],
     )
     def test_module_ids_of_other_families(self, path, module_id):
-        row = lora(path.split(".")[1], shape=(8, 20), origin=f"layers.0.{path}")
+        module = path.rpartition(".")[2]
+        row = lora(module, shape=(8, 20), origin=f"model.decoder.layers.0.{path}")
         assert config_of([row]) == [[module_id, 0, 2]]
 
     def test_fused_projections_split_as_they_were(self):

@@ -5,14 +5,18 @@ Rows that the tensors cannot represent are refused by name. This module writes n
 """
 
 import dataclasses
-import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from loraplex.adapters.canonical import CanonicalRow, RowKind
-from loraplex.adapters.formats.modules import LoraModule, linear_path, module_of
+from loraplex.adapters.formats.modules import (
+    EXPERT_MODULES,
+    ROUTER,
+    LoraModule,
+    module_of,
+)
 from loraplex.adapters.formats.storage_type import StorageType
 from loraplex.adapters.tensor_file import RawTensor
 from loraplex.core.errors import InvalidAdapterError, InvalidParameterError, UnsupportedFeatureError
@@ -29,22 +33,30 @@ _TENSOR_TYPES = {
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Entry:
+    """Row of lora_weights before it is rounded."""
+
     layer: int
     module: LoraModule
-    row: CanonicalRow
+    rows: dict[int | None, CanonicalRow]
+    """Rows by expert; None of a module without experts."""
     factor: RawTensor | None
-    """DoRA's factor, if the row has one."""
+    """DoRA's factor, if the module has one."""
 
     @property
-    def num_values(self) -> int:
-        num_factors = 0 if self.factor is None else self.factor.num_values
-        return num_factors + sum(math.prod(tensor.shape) for tensor in self.row.tensors.values())
+    def rank(self) -> int:
+        """Largest rank of the rows: those of experts are padded to it."""
+        return max(row.tensors["a"].shape[0] for row in self.rows.values())
+
+    @property
+    def origin(self) -> str:
+        return next(iter(self.rows.values())).origin
 
 
 def _is_plain(row: CanonicalRow) -> bool:
-    """Whether a row is LoRA of a decoder layer's module with A and B only."""
+    """Whether a row is LoRA of a decoder layer's module, or an expert's, with A and B only."""
     is_lora = row.kind is RowKind.LORA and set(row.tensors) == {"a", "b"}
-    return is_lora and row.layer is not None and row.expert is None
+    is_of_expert = row.module in EXPERT_MODULES
+    return is_lora and row.layer is not None and (row.expert is not None) == is_of_expert
 
 
 def _is_factor(row: CanonicalRow) -> bool:
@@ -56,23 +68,8 @@ def _what(row: CanonicalRow) -> str:
     """Return the contents of a row that is not plain, for messages."""
     if row.kind is RowKind.MAGNITUDE:
         return "DoRA: its magnitudes must first be divided by norms of the base's weight"
-    return f"{row.kind}: {', '.join(sorted(row.tensors))}"
-
-
-def module_path(row: CanonicalRow) -> str:
-    """Return the Hugging Face path, in a causal LM, of the module that a row adapts.
-
-    Raises UnsupportedFeatureError for a row that is not LoRA of a decoder layer's linear layer.
-    """
-    parent = row.origin.removesuffix(f".{row.module}").rpartition(".")[2]
-    is_known = "." in row.module or parent in ("self_attn", "mlp")
-    if not _is_plain(row) or not row.origin.endswith(f".{row.module}") or not is_known:
-        raise UnsupportedFeatureError(
-            f"{row.origin or row.module!r} ({_what(row)}, layer {row.layer}, expert {row.expert}) "
-            "is not plain LoRA of a linear layer of a decoder layer"
-        )
-    assert row.layer is not None
-    return linear_path(row.layer, row.module, parent)
+    expert = "" if row.expert is None else f" of expert {row.expert}"
+    return f"{row.kind}{expert}: {', '.join(sorted(row.tensors))}"
 
 
 def common_storage_type(rows: Iterable[CanonicalRow]) -> StorageType:
@@ -90,32 +87,50 @@ def common_storage_type(rows: Iterable[CanonicalRow]) -> StorageType:
 
 def holding_module(row: CanonicalRow) -> LoraModule | None:
     """Return TensorRT-LLM's module for a row; None if it has none."""
-    parent, module = module_path(row).split(".")[-2:]
-    return module_of(parent, module)
+    if not row.origin.endswith(f".{row.module}"):
+        return module_of("", row.module)
+    parent = row.origin.removesuffix(f".{row.module}").rpartition(".")[2]
+    return module_of("" if parent.isdigit() else parent, row.module)
 
 
-def lora_tensors(rows: Sequence[CanonicalRow], storage: StorageType) -> tuple[RawTensor, RawTensor]:
+def lora_tensors(
+    rows: Sequence[CanonicalRow], storage: StorageType, num_experts: int | None = None
+) -> tuple[RawTensor, RawTensor]:
     """Return (lora_weights [1, N, W], lora_config int32 [1, N, 3 or, with DoRA, 4]).
 
-    Rows are ordered by layer and module id. Raises UnsupportedFeatureError with every row that
-    they cannot represent, InvalidAdapterError if a value is too large for the storage type.
+    Rows are ordered by layer and module id. num_experts: of the base; by default `count_experts`.
+    Raises UnsupportedFeatureError with every row that they cannot represent, InvalidAdapterError if
+    a value is too large for the storage type or an expert's number for the base.
     """
     entries = _entries(rows)
+    found = count_experts(rows)
+    if num_experts is not None and num_experts < found:
+        raise InvalidAdapterError(f"the adapter has {found} experts, the base model {num_experts}")
+    values = [_values(entry, num_experts or found) for entry in entries]
     dtype = _TENSOR_TYPES[storage]
-    width = max(entry.num_values for entry in entries)
-    bits = np.zeros((len(entries), width), "<u4" if dtype == "F32" else "<u2")
+    bits = np.zeros((len(entries), max(map(len, values))), "<u4" if dtype == "F32" else "<u2")
     num_columns = 3 if all(entry.factor is None for entry in entries) else 4
     config = np.empty((len(entries), num_columns), "<i4")
     for index, entry in enumerate(entries):
-        a, b = entry.row.tensors["a"], _stored_b(entry)
-        values = np.concatenate([_float32(a).ravel(), b.ravel(), _stored_factor(entry)])
-        bits[index, : len(values)] = _rounded(values, storage, entry.row.origin)
-        columns = (entry.module.id, entry.layer, a.shape[0], entry.factor is not None)
+        bits[index, : len(values[index])] = _rounded(values[index], storage, entry.origin)
+        columns = (entry.module.id, entry.layer, entry.rank, entry.factor is not None)
         config[index] = columns[:num_columns]
     return (
         RawTensor(dtype, (1, *bits.shape), bits.view(np.uint8).reshape(-1).data),
         RawTensor("I32", (1, *config.shape), config.view(np.uint8).reshape(-1).data),
     )
+
+
+def count_experts(rows: Iterable[CanonicalRow]) -> int:
+    """Return the number of experts that an adapter shows: a router's outputs, else the largest
+    number and one; 0 without experts."""
+    found = 0
+    for row in rows:
+        if row.module == ROUTER and "b" in row.tensors:
+            found = max(found, row.tensors["b"].shape[0])
+        elif row.expert is not None:
+            found = max(found, row.expert + 1)
+    return found
 
 
 def _entries(rows: Sequence[CanonicalRow]) -> list[_Entry]:
@@ -128,16 +143,17 @@ def _entries(rows: Sequence[CanonicalRow]) -> list[_Entry]:
     for row in rows:
         module = holding_module(row)
         if module is None:
-            refused.append(module_path(row))
+            refused.append(row.origin or f"{row.module!r} of layer {row.layer}")
             continue
         assert row.layer is not None
         factor = factors.get((row.layer, row.module))
-        entry = entries.setdefault((row.layer, module.id), _Entry(row.layer, module, row, factor))
-        if entry.row is not row:
+        entry = entries.setdefault((row.layer, module.id), _Entry(row.layer, module, {}, factor))
+        if row.expert in entry.rows:
             raise UnsupportedFeatureError(
-                f"{entry.row.origin} and {row.origin} would both be {module.name} of layer "
-                f"{row.layer}"
+                f"{entry.rows[row.expert].origin} and {row.origin} would both be {module.name} of "
+                f"layer {row.layer}"
             )
+        entry.rows[row.expert] = row
     if refused:
         more = f" and {len(refused) - _MAX_SHOWN} more" if len(refused) > _MAX_SHOWN else ""
         raise UnsupportedFeatureError(
@@ -148,27 +164,46 @@ def _entries(rows: Sequence[CanonicalRow]) -> list[_Entry]:
     return [entries[place] for place in sorted(entries)]
 
 
-def _stored_b(entry: _Entry) -> npt.NDArray[np.float32]:
-    """Return scaled B, its rows in the order of the module's parts."""
+def _values(entry: _Entry, num_experts: int) -> npt.NDArray[np.float32]:
+    """Return a row of lora_weights: A, then scaled B, its rows in the order of the module's parts.
+
+    Of experts, A of all and then B of all, with zeros for what an expert lacks.
+    """
+    row = entry.rows.get(None)
+    if row is not None:
+        b = _in_parts_order(row, _scaled_b(row))
+        factor = np.empty(0, np.float32) if entry.factor is None else _float32(entry.factor)
+        pieces = (_float32(row.tensors["a"]), b, _in_parts_order(row, factor))
+        return np.concatenate([piece.ravel() for piece in pieces])
+    first = next(iter(entry.rows.values()))
+    in_features, out_features = first.tensors["a"].shape[1], first.tensors["b"].shape[0]
+    a = np.zeros((num_experts, entry.rank, in_features), np.float32)
+    b = np.zeros((num_experts, out_features, entry.rank), np.float32)
+    for expert, row in entry.rows.items():
+        rank = row.tensors["a"].shape[0]
+        sizes = (row.tensors["a"].shape[1], row.tensors["b"].shape[0])
+        if expert is None or sizes != (in_features, out_features):
+            raise InvalidAdapterError(
+                f"{row.origin} has {sizes[0]} inputs and {sizes[1]} outputs; {first.origin} has "
+                f"{in_features} and {out_features}"
+            )
+        a[expert, :rank], b[expert, :, :rank] = _float32(row.tensors["a"]), _scaled_b(row)
+    return np.concatenate([a.ravel(), b.ravel()])
+
+
+def _scaled_b(row: CanonicalRow) -> npt.NDArray[np.float32]:
     with np.errstate(over="ignore"):
-        b = _float32(entry.row.tensors["b"]) * np.float32(entry.row.scale)
-    return _in_parts_order(entry, b)
+        return _float32(row.tensors["b"]) * np.float32(row.scale)
 
 
-def _stored_factor(entry: _Entry) -> npt.NDArray[np.float32]:
-    if entry.factor is None:
-        return np.empty(0, np.float32)
-    return _in_parts_order(entry, _float32(entry.factor))
-
-
-def _in_parts_order(entry: _Entry, outputs: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Concatenate values or rows per output, in the order of the module's parts."""
+def _in_parts_order(row: CanonicalRow, outputs: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Order values or rows per output as the module's parts."""
     half, rest = divmod(len(outputs), 2)
-    if entry.row.module != "gate_up_proj":
+    if row.module.rpartition(".")[2] != "gate_up_proj":
         return outputs
     if rest:
         raise InvalidAdapterError(
-            f"{entry.row.origin} has {len(outputs)} outputs: its two halves are not equal"
+            f"{row.origin} has {len(outputs)} outputs: its two halves are not equal"
         )
     return np.concatenate([outputs[half:], outputs[:half]])
 

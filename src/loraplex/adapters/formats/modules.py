@@ -2,15 +2,37 @@
 
 Numbers and names are those of TensorRT-LLM's loraModule.h. For gated MLPs mlp_h_to_4h (5) is
 gate_proj, the activated branch, and mlp_gate (7) is up_proj: all converters write them so, though
-TensorRT-LLM's documentation describes the two the other way round.
+TensorRT-LLM's documentation describes the two the other way round. So it is for experts (13, 15).
 
-A layer is called by its last name; those of GPT-2, two of which are c_proj, by attn.c_proj etc.
+A layer is called by its last name; those of GPT-2, two of which are c_proj, by attn.c_proj etc.,
+and those of layers with experts by one name for all families (`_EXPERT_PATHS`).
 """
 
 import dataclasses
-from collections.abc import Collection, Container, Iterable
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Final
 
 from loraplex.core.errors import ConfigError
+
+ROUTER: Final = "router"
+EXPERT_MODULES: Final = ("experts.gate_proj", "experts.up_proj", "experts.down_proj")
+"""Modules of which each expert has its own."""
+_SHARED: Final = "shared_expert."
+_DENSE_MLP: Final = (5, 6, 7, 18)
+"""Modules of a dense MLP by id."""
+_EXPERT_PATHS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        ROUTER: "mlp.gate",
+        **{module: f"mlp.{module.replace('.', '.{expert}.')}" for module in EXPERT_MODULES},
+        "shared_expert.gate_proj": "mlp.shared_expert.gate_proj",
+        "shared_expert.up_proj": "mlp.shared_expert.up_proj",
+        "shared_expert.gate_up_proj": "mlp.shared_expert.gate_up_proj",
+        "shared_expert.down_proj": "mlp.shared_expert.down_proj",
+        "shared_expert_gate": "mlp.shared_expert_gate",
+    }
+)
+"""Paths in Qwen's families of what a layer with experts has."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,12 +47,20 @@ class LoraModule:
     wholes: tuple[str, ...] = ()
     """Names that other families have for a single layer that is the whole module."""
 
+    @property
+    def shared_parts(self) -> tuple[str, ...]:
+        """Layers of the shared expert that it contains where a layer has no dense MLP."""
+        return tuple(_SHARED + part for part in self.parts) if self.id in _DENSE_MLP else ()
+
     def parts_in(self, modules: Container[str]) -> tuple[str, ...]:
-        """Return the model's layers that form the module; empty if the model lacks one."""
+        """Return which of a layer's linear layers form the module; empty if one is missing."""
         whole = next((name for name in self.wholes if name in modules), None)
         if whole is not None:
             return (whole,)
-        return self.parts if all(part in modules for part in self.parts) else ()
+        for parts in (self.parts, self.shared_parts):
+            if parts and all(part in modules for part in parts):
+                return parts
+        return ()
 
 
 def _modules() -> tuple[LoraModule, ...]:
@@ -48,16 +78,16 @@ def _modules() -> tuple[LoraModule, ...]:
         ("cross_attn_k", ()),
         ("cross_attn_v", ()),
         ("cross_attn_dense", ()),
-        ("moe_h_to_4h", ()),
-        ("moe_4h_to_h", ()),
-        ("moe_gate", ()),
-        ("moe_router", ()),
-        ("mlp_router", ()),
+        ("moe_h_to_4h", ("experts.gate_proj",)),
+        ("moe_4h_to_h", ("experts.down_proj",)),
+        ("moe_gate", ("experts.up_proj",)),
+        ("moe_router", ("router",)),
+        ("mlp_router", ("shared_expert_gate",)),
         # Hugging Face's gate_up_proj has the gate first.
         ("mlp_gate_up", ("up_proj", "gate_proj")),
-        ("shared_expert_h_to_4h", ()),
-        ("shared_expert_4h_to_h", ()),
-        ("shared_expert_gate", ()),
+        ("shared_expert_h_to_4h", ("shared_expert.gate_proj",)),
+        ("shared_expert_4h_to_h", ("shared_expert.down_proj",)),
+        ("shared_expert_gate", ("shared_expert.up_proj",)),
     ]
     wholes = {
         "attn_qkv": ("attn.c_attn",),
@@ -75,57 +105,100 @@ def _modules() -> tuple[LoraModule, ...]:
 LORA_MODULES = _modules()
 """LoRA modules by id."""
 
-_IDS_BY_PATH = {
-    ("self_attn", "qkv_proj"): 0,
-    ("attn", "c_attn"): 0,
-    ("self_attn", "q_proj"): 1,
-    ("self_attn", "k_proj"): 2,
-    ("self_attn", "v_proj"): 3,
-    ("self_attn", "o_proj"): 4,
-    ("self_attn", "dense"): 4,
-    ("attn", "c_proj"): 4,
-    ("mlp", "gate_proj"): 5,
-    ("mlp", "c_fc"): 5,
-    ("mlp", "down_proj"): 6,
-    ("mlp", "c_proj"): 6,
-    ("mlp", "up_proj"): 7,
-    ("mlp", "gate_up_proj"): 18,
+_FUSED: Final = {
+    "qkv_proj": "attn_qkv",
+    "W_pack": "attn_qkv",
+    "gate_up_proj": "mlp_gate_up",
+    "shared_expert.gate_up_proj": "mlp_gate_up",
 }
+"""Fused layers whose outputs lie in the order of the module's parts, or with two halves swapped."""
+_ATTENTION_PARENTS: Final = ("self_attn", "self_attention", "attention", "attn")
+_MLP_PARENTS: Final = ("mlp", "feed_forward", "")
+
+
+def _holders() -> Mapping[str, LoraModule]:
+    """Return the module that contains exactly one Hugging Face layer, by the layer's name."""
+    by_name = {module.name: module for module in LORA_MODULES}
+    holders = {layer: by_name[name] for layer, name in _FUSED.items()}
+    for module in LORA_MODULES:
+        single = module.parts if len(module.parts) == 1 else ()
+        holders |= dict.fromkeys((*single, *module.wholes), module)
+    return MappingProxyType(holders)
+
+
+_HOLDERS: Final = _holders()
 
 
 def module_of(parent: str, hf_module: str) -> LoraModule | None:
-    """Return the module with the Hugging Face layer `parent`.`hf_module`; None if there is none."""
-    index = _IDS_BY_PATH.get((parent, hf_module))
-    return None if index is None else LORA_MODULES[index]
+    """Return the module that is the Hugging Face layer `parent`.`hf_module`; None if there is none.
+
+    parent: the last part of the path before the layer's name, empty if it is the layer's number.
+    """
+    module = _HOLDERS.get(hf_module)
+    if module is None or "." in hf_module or hf_module in _EXPERT_PATHS:
+        return module  # a name of one layer only
+    parents = _MLP_PARENTS if module.id in _DENSE_MLP else _ATTENTION_PARENTS
+    return module if parent in parents else None
 
 
-def hf_modules(names: Iterable[str], modules: Collection[str]) -> tuple[str, ...]:
+def hf_modules(
+    names: Iterable[str], modules: Collection[str], paths: Mapping[str, str] | None = None
+) -> tuple[str, ...]:
     """Return the model's modules, each once, for names of either naming scheme.
 
-    c_proj means both of GPT-2's. Raises ConfigError for a name of neither scheme.
+    A name means every module whose name or path ends with it: c_proj both of GPT-2's; gate_proj
+    that of a dense layer, of the experts and of the shared expert; gate the router. TensorRT-LLM's
+    names of a dense MLP mean the shared expert, too. Raises ConfigError for a name of neither
+    scheme.
     """
-    known = {module.name: module.parts_in(modules) for module in LORA_MODULES}
-    known |= {part: () for module in LORA_MODULES for part in module.parts if part not in modules}
+    known: dict[str, dict[str, None]] = {}
+    for lora_module in LORA_MODULES:
+        known[lora_module.name] = dict.fromkeys(_enabled_by(lora_module, modules))
+    for part in (part for lora_module in LORA_MODULES for part in lora_module.parts):
+        known.setdefault(part, {})
     for module in modules:
-        known[module] = (module,)
-        last = module.rpartition(".")[2]
-        known[last] = tuple(other for other in modules if other.rpartition(".")[2] == last)
+        path = (paths or {}).get(module, "").partition("{}.")[2].replace("{expert}.", "")
+        for name in (*_endings(module), *_endings(path)):
+            known.setdefault(name, {})[module] = None
     found: dict[str, None] = {}
     for name in names:
         if name not in known:
+            listed = ", ".join(name for name in known if known[name] and "." not in name)
             raise ConfigError(
-                f"lora_target_modules: there is no module {name!r}; there are {', '.join(known)}"
+                f"lora_target_modules: there is no module {name!r}; there are {listed}"
             )
-        found |= dict.fromkeys(known[name])
+        found |= known[name]
     return tuple(found)
+
+
+def _enabled_by(module: LoraModule, modules: Collection[str]) -> Iterator[str]:
+    """Yield the layers of a model that TensorRT-LLM's name of a module enables."""
+    yield from module.parts_in(modules)
+    yield from (part for part in module.shared_parts if part in modules)
+    for fused, name in _FUSED.items():
+        # TensorRT-LLM's name for Phi-3's gate_up_proj.
+        is_older = (module.name, name) == ("mlp_h_to_4h", "mlp_gate_up")
+        if fused in modules and (module.name == name or is_older):
+            yield fused
+
+
+def _endings(path: str) -> tuple[str, ...]:
+    """Return the path without its first 0, 1, 2, ... parts."""
+    parts = path.split(".")
+    return tuple(".".join(parts[first:]) for first in range(len(parts)) if path)
 
 
 def linear_path(layer: int, module: str, parent: str = "") -> str:
     """Return the full name, in a causal LM, of a decoder layer's linear layer.
 
-    parent: self_attn or mlp; the default is the parent in LORA_MODULES.
+    Of an expert's it has {expert} for the number. parent: the last part before the layer's name;
+    the default is that of Llama.
     """
+    if module in _EXPERT_PATHS:
+        return f"model.layers.{layer}.{_EXPERT_PATHS[module]}"
     if "." in module:
         return f"transformer.h.{layer}.{module}"
-    parent = parent or next(parent for parent, known in _IDS_BY_PATH if known == module)
+    if not parent:
+        parents = _MLP_PARENTS if _HOLDERS[module].id in _DENSE_MLP else _ATTENTION_PARENTS
+        parent = parents[0]
     return f"model.layers.{layer}.{parent}.{module}"

@@ -3,9 +3,11 @@
 A row of lora_weights [N, W] is A [rank, in], row-major, then B [out, rank], row-major, then of DoRA
 its factor [out], then zeros up to W; the row of lora_config [N, 3 or 4] has (module id, layer,
 rank, is DoRA). A batch dimension of 1 may come first. B already includes the scale, and DoRA's
-magnitude is divided by the norms of W + B A (TensorRT-LLM's examples/dora). The numbers of features
-are those of the base model, since the tensors do not include them. The fixed sentences of errors
-are those of TensorRT-LLM's loraValidateRequestTensors, which clients search for.
+magnitude is divided by the norms of W + B A (TensorRT-LLM's examples/dora). Of experts, a row has A
+of all of them [experts, rank, in], then B [experts, out, rank]; the rank is that of one expert. The
+numbers of features and experts are those of the base model, since the tensors do not include them.
+The fixed sentences of errors are those of TensorRT-LLM's loraValidateRequestTensors, which clients
+search for.
 """
 
 import dataclasses
@@ -25,6 +27,7 @@ from loraplex.core.errors import (
     AdapterMismatchError,
     AdapterTooLargeError,
     InvalidAdapterError,
+    UnsupportedFeatureError,
 )
 
 WEIGHTS_NAME = "model.lora_weights.npy"
@@ -55,19 +58,32 @@ class _Entry:
     out_features: tuple[int, ...]
     """Output features of each of these layers."""
     paths: dict[str, str]
-    """Hugging Face path of each of these layers."""
+    """Hugging Face path of each of these layers, of experts with {expert} for the number."""
+    num_experts: int | None
+    """Number of experts that the row is of; None: it is no experts'."""
     is_dora: bool
 
     def __str__(self) -> str:
         return f"row {self.row} ({self.module.name} of layer {self.layer})"
 
     @property
+    def size(self) -> str:
+        """Number of values without DoRA, as a product."""
+        experts = "" if self.num_experts is None else f"{self.num_experts} experts x "
+        return f"{experts}{self.rank} x ({self.in_features} + {sum(self.out_features)})"
+
+    @property
+    def num_of_one(self) -> int:
+        """Number of values of A and B of one expert, or of a module without experts."""
+        return self.rank * (self.in_features + sum(self.out_features))
+
+    @property
     def num_a(self) -> int:
-        return self.rank * self.in_features
+        return (self.num_experts or 1) * self.rank * self.in_features
 
     @property
     def num_ab(self) -> int:
-        return self.num_a + self.rank * sum(self.out_features)
+        return (self.num_experts or 1) * self.num_of_one
 
     @property
     def num_values(self) -> int:
@@ -97,27 +113,31 @@ def request_tensor(header: TensorHeader, data: bytes | bytearray | memoryview) -
 def canonical_rows(
     weights: RawTensor, config: RawTensor, shapes: BaseShapes, max_rank: int
 ) -> tuple[CanonicalRow, ...]:
-    """Return the rows of an adapter; fused modules become one row per part.
+    """Return the rows of an adapter.
 
-    Raises InvalidAdapterError for broken tensors, AdapterMismatchError for those of another base,
-    AdapterTooLargeError for a rank above max_rank.
+    Fused modules become one row per part, and experts one per expert whose B is not zero. Raises
+    InvalidAdapterError for broken tensors, AdapterMismatchError for those of another base,
+    AdapterTooLargeError for a rank above max_rank, UnsupportedFeatureError for DoRA of experts.
     """
     shape = _matrix_shape("lora_weights", weights)
     config_shape = _matrix_shape("lora_keys", config)
     _check_tensors(weights, config, shape, config_shape)
     bits = np.ndarray(shape, _WEIGHT_TYPES[weights.dtype], weights.data)
     table = np.ndarray(config_shape, "<i4", config.data)
-    rows: dict[tuple[int, str, RowKind], tuple[CanonicalRow, _Entry]] = {}
+    rows: list[CanonicalRow] = []
+    owners: dict[tuple[int, str], _Entry] = {}
     for index in range(len(table)):
-        entry = _entry(index, table[index].tolist(), bits.shape[1], shapes, max_rank)
-        for row in _rows_of(entry, bits[index], weights.dtype):
-            assert row.layer is not None
-            first = rows.setdefault((row.layer, row.module, row.kind), (row, entry))
-            if first[0] is not row:
+        entry = _entry(index, table[index].tolist(), bits[index], shapes, max_rank)
+        for part in entry.parts:
+            first = owners.setdefault((entry.layer, part), entry)
+            if first is not entry:
                 raise InvalidAdapterError(
-                    f"{first[1]} and {entry} of lora_config both hold {row.module} of one layer"
+                    f"{first} and {entry} of lora_config both hold {part} of one layer"
                 )
-    return sort_rows(row for row, _ in rows.values())
+        rows += _rows_of(entry, bits[index], weights.dtype)
+    if not rows:
+        raise InvalidAdapterError("the adapter changes nothing: every B of lora_weights is zero")
+    return sort_rows(rows)
 
 
 def _matrix_shape(name: str, tensor: RawTensor) -> tuple[int, int]:
@@ -173,9 +193,13 @@ def _check_tensors(
 
 
 def _entry(
-    row: int, columns: list[int], row_width: int, shapes: BaseShapes, max_rank: int
+    row: int,
+    columns: list[int],
+    bits: npt.NDArray[np.unsignedinteger],
+    shapes: BaseShapes,
+    max_rank: int,
 ) -> _Entry:
-    """Parse one row of lora_config. Raises as canonical_rows."""
+    """Parse one row of lora_config; bits: that of lora_weights. Raises as canonical_rows."""
     module_id, layer, rank = columns[:_NUM_FIXED_COLUMNS]
     is_dora = columns[_NUM_FIXED_COLUMNS:]
     where = f"row {row} of lora_config (module id {module_id}, layer {layer}, rank {rank})"
@@ -188,19 +212,23 @@ def _entry(
         )
     if rank <= 0:
         raise InvalidAdapterError(f"Expected adapterSize to be > 0: {where}")
-    module = _as_stored(LORA_MODULES[module_id], shapes)
+    module = _as_stored(LORA_MODULES[module_id], layer, shapes)
     if is_dora and is_dora[0] not in (0, 1):
         raise InvalidAdapterError(f"{where}: the fourth column is {is_dora[0]}; it must be 0 or 1")
-    parts, in_features, out_features = _parts(module, shapes, where)
-    paths = {part: _path(layer, part, shapes) for part in parts}
-    sizes = (in_features, parts, out_features, paths)
-    entry = _Entry(row, module, layer, rank, *sizes, is_dora == [1])
-    if entry.num_values > row_width:
-        raise InvalidAdapterError(
-            f"lora_weights has to few values for {module.name}: {where} needs {rank} x "
-            f"({in_features} + {sum(out_features)}){' + DoRA' if entry.is_dora else ''} = "
-            f"{entry.num_values}, a row has {row_width}"
-        )
+    parts, in_features, out_features = _parts(module, layer, shapes, where)
+    entry = _Entry(
+        row=row,
+        module=module,
+        layer=layer,
+        rank=rank,
+        in_features=in_features,
+        parts=parts,
+        out_features=out_features,
+        paths={part: _path(layer, part, shapes) for part in parts},
+        num_experts=shapes.num_experts.get(parts[0]),
+        is_dora=is_dora == [1],
+    )
+    _check_width(entry, bits, where)
     if rank > max_rank:
         raise AdapterTooLargeError(
             f"Invalid low_rank ({rank}). low_rank must be smaller than mMaxLowRank ({max_rank}): "
@@ -209,44 +237,69 @@ def _entry(
     return entry
 
 
+def _check_width(entry: _Entry, bits: npt.NDArray[np.unsignedinteger], where: str) -> None:
+    """Check that a row of lora_weights has the values that its module takes."""
+    if entry.num_experts is not None:
+        if entry.is_dora:
+            raise UnsupportedFeatureError(
+                f"{where}: DoRA of experts is not served; set column 3 to 0"
+            )
+        num = entry.num_of_one
+        if entry.num_experts > 1 and _is_zero(bits[num:]) and not _is_zero(bits[:num]):
+            raise InvalidAdapterError(
+                f"lora_weights has to few values for {entry.module.name}: {where} needs "
+                f"{entry.size} = {entry.num_values} and has {num}, those of one expert. Converters "
+                "that write all experts to one place keep only the last: convert the adapter "
+                "again, to A of all experts and then B of all experts"
+            )
+    if entry.num_values > len(bits):
+        raise InvalidAdapterError(
+            f"lora_weights has to few values for {entry.module.name}: {where} needs {entry.size}"
+            f"{' + DoRA' if entry.is_dora else ''} = {entry.num_values}, a row has {len(bits)}"
+        )
+
+
 def _parts(
-    module: LoraModule, shapes: BaseShapes, where: str
+    module: LoraModule, layer: int, shapes: BaseShapes, where: str
 ) -> tuple[tuple[str, ...], int, tuple[int, ...]]:
-    """Return the base's layers that form the module, their in_features, and each out_features."""
-    modules = _enabled_modules(shapes)
+    """Return the layers that form the module, their in_features, and each one's out_features."""
+    modules = _enabled_modules(layer, shapes)
     parts = module.parts_in(modules)
     inputs = {modules[part][0] for part in parts}
     if len(inputs) != 1:
+        enabled = ", ".join(other.name for other in LORA_MODULES if other.parts_in(modules))
         raise AdapterMismatchError(
-            f"lora module {module.name} not enabled for this model: {where}; the base model can "
-            f"be adapted in {', '.join(_enabled(shapes)) or NO_MODULE}"
+            f"lora module {module.name} not enabled for this model: {where}; this layer of the "
+            f"base model can be adapted in {enabled or NO_MODULE}"
         )
     return parts, inputs.pop(), tuple(modules[part][1] for part in parts)
 
 
 def _path(layer: int, part: str, shapes: BaseShapes) -> str:
     path = shapes.paths.get(part)
-    return linear_path(layer, part) if path is None else path.format(layer)
+    return linear_path(layer, part) if path is None else path.replace("{}", str(layer), 1)
 
 
-def _as_stored(module: LoraModule, shapes: BaseShapes) -> LoraModule:
-    """Return the module that an id means for this base.
+def _as_stored(module: LoraModule, layer: int, shapes: BaseShapes) -> LoraModule:
+    """Return the module that an id means for this layer of the base.
 
     Of a base with a fused gate_up_proj older converters write both halves as mlp_h_to_4h.
     """
-    is_fused = any("gate_proj" in parts for parts in shapes.fused.values())
+    is_fused = any(
+        "gate_proj" in parts and shapes.has_module(layer, fused)
+        for fused, parts in shapes.fused.items()
+    )
     both = next(other for other in LORA_MODULES if other.name == "mlp_gate_up")
     return both if is_fused and module.name == "mlp_h_to_4h" else module
 
 
-def _enabled(shapes: BaseShapes) -> Iterator[str]:
-    modules = _enabled_modules(shapes)
-    return (module.name for module in LORA_MODULES if module.parts_in(modules))
-
-
-def _enabled_modules(shapes: BaseShapes) -> dict[str, tuple[int, int]]:
+def _enabled_modules(layer: int, shapes: BaseShapes) -> dict[str, tuple[int, int]]:
     """Return (in_features, out_features) of what may be adapted; a fused layer's parts, too."""
-    modules = {name: features for name, features in shapes.modules.items() if shapes.enables(name)}
+    modules = {
+        name: features
+        for name, features in shapes.modules.items()
+        if shapes.has_module(layer, name) and shapes.enables(name)
+    }
     parts = {
         part: (modules[fused][0], size)
         for fused, sizes in shapes.fused.items()
@@ -259,21 +312,26 @@ def _enabled_modules(shapes: BaseShapes) -> dict[str, tuple[int, int]]:
 def _rows_of(
     entry: _Entry, bits: npt.NDArray[np.unsignedinteger], dtype: str
 ) -> Iterator[CanonicalRow]:
-    """Return the canonical rows in one row of lora_weights: one or two per part of the module."""
-    a = _tensor(bits[: entry.num_a], (entry.rank, entry.in_features), dtype)
-    b = _tensor(bits[entry.num_a : entry.num_ab], (sum(entry.out_features), entry.rank), dtype)
-    num_factors = entry.num_values - entry.num_ab
-    factor = _tensor(bits[entry.num_ab : entry.num_values], (num_factors,), dtype)
-    for name, tensor in (("A", a), ("B", b), ("DoRA's factor", factor)):
-        if not tensor.is_finite():
+    """Yield the canonical rows in one row of lora_weights: those of experts, else one or two per
+    part of the module."""
+    pieces = {
+        "A": bits[: entry.num_a],
+        "B": bits[entry.num_a : entry.num_ab],
+        "DoRA's factor": bits[entry.num_ab : entry.num_values],
+    }
+    for name, piece in pieces.items():
+        if not _tensor(piece, piece.shape, dtype).is_finite():
             raise InvalidAdapterError(f"{name} in {entry} of lora_weights holds NaN or infinity")
-    padding = bits[entry.num_values :]
-    if not _tensor(padding, padding.shape, dtype).is_zero():
+    if not _is_zero(bits[entry.num_values :]):
         raise AdapterMismatchError(
             f"{entry} of lora_weights has more than the {entry.num_values} values that the base "
-            f"model's {entry.module.name} takes at rank {entry.rank} (in {entry.in_features}, out "
-            f"{sum(entry.out_features)}): what follows must be zeros"
+            f"model's {entry.module.name} takes at rank {entry.rank} ({entry.size}): what follows "
+            "must be zeros"
         )
+    if entry.num_experts is not None:
+        yield from _expert_rows(entry, bits, dtype)
+        return
+    a = _tensor(pieces["A"], (entry.rank, entry.in_features), dtype)
     first = 0
     for part, out_features in zip(entry.parts, entry.out_features, strict=True):
         end = first + out_features
@@ -287,9 +345,49 @@ def _rows_of(
         first = end
 
 
-def _row(entry: _Entry, part: str, kind: RowKind, tensors: dict[str, RawTensor]) -> CanonicalRow:
-    return CanonicalRow(entry.layer, part, None, kind, 1.0, tensors, entry.paths[part])
+def _expert_rows(
+    entry: _Entry, bits: npt.NDArray[np.unsignedinteger], dtype: str
+) -> Iterator[CanonicalRow]:
+    """Yield a row per expert with its true rank: without the columns of B that are zero.
+
+    Rows have one rank for all experts, so zeros fill up what an expert lacks.
+    """
+    assert entry.num_experts is not None
+    (part,), (out_features,) = entry.parts, entry.out_features
+    a = bits[: entry.num_a].reshape(entry.num_experts, entry.rank, entry.in_features)
+    b = bits[entry.num_a : entry.num_ab].reshape(entry.num_experts, out_features, entry.rank)
+    for expert in range(entry.num_experts):
+        is_used = _magnitudes(b[expert]).any(axis=0)
+        rank = int(is_used.sum())
+        if rank == 0:
+            continue
+        tensors = {
+            "a": _tensor(a[expert][is_used], (rank, entry.in_features), dtype),
+            "b": _tensor(b[expert][:, is_used], (out_features, rank), dtype),
+        }
+        yield _row(entry, part, RowKind.LORA, tensors, expert)
+
+
+def _row(
+    entry: _Entry,
+    part: str,
+    kind: RowKind,
+    tensors: dict[str, RawTensor],
+    expert: int | None = None,
+) -> CanonicalRow:
+    path = entry.paths[part].replace("{expert}", str(expert))
+    return CanonicalRow(entry.layer, part, expert, kind, 1.0, tensors, path)
 
 
 def _tensor(bits: npt.NDArray[np.unsignedinteger], shape: tuple[int, ...], dtype: str) -> RawTensor:
-    return RawTensor(dtype, shape, bits.view(np.uint8).data)
+    return RawTensor(dtype, shape, bits.ravel().view(np.uint8).data)
+
+
+def _magnitudes(bits: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.unsignedinteger]:
+    """Return the bits without signs: zero of a float zero only."""
+    magnitudes: npt.NDArray[np.unsignedinteger] = np.left_shift(bits, 1)
+    return magnitudes
+
+
+def _is_zero(bits: npt.NDArray[np.unsignedinteger]) -> bool:
+    return not _magnitudes(bits).any()
