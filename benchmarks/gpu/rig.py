@@ -15,10 +15,11 @@ from gpu.card import finish
 from gpu.models import MODULES, decoder_config, random_runner
 from loraplex.core.adapter import AdapterHandle, AdapterSource, LoraTarget
 from loraplex.core.plan import AdapterCopy, LogitsNeeded, RowAdded, RowStep, StepPlan, StepResult
+from loraplex.core.rank_limits import RankLimits
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.execution.adapters.host_adapters import HostAdapter, HostAdapters, HostWeight
 from loraplex.execution.sizing.settings import RunnerSettings
-from loraplex.memory.adapter_pages import pages_at_rank
+from loraplex.memory.adapter_pages import pages_at_ranks
 from loraplex.models.spec import ModelSpec
 
 _GREEDY = SamplingParams(temperature=0.0)
@@ -183,7 +184,7 @@ class Rig:
 
     def _pages(self, rank: int, modules: str) -> int:
         targets = lora_targets(self.config, rank, modules)
-        return pages_at_rank(targets, rank, self._capacity.page_geometry)
+        return pages_at_ranks(targets, RankLimits(rank), self._capacity.page_geometry)
 
     def _copy(self, copy: AdapterCopy) -> None:
         result = self._launch(adapter_copies=(copy,)).wait()

@@ -17,6 +17,7 @@ from loraplex.adapters.stage import stage
 from loraplex.adapters.staged import StageRequest
 from loraplex.adapters.staging_limits import StagingLimits
 from loraplex.app.builder import base_shapes
+from loraplex.core.rank_limits import RankLimits
 from loraplex.execution import loading
 from loraplex.execution.adapters.host_adapters import HostAdapter
 from loraplex.execution.adapters.loader import read_host_adapter
@@ -109,7 +110,7 @@ def saved(folder: Path, name: str, reference: PeftModel, case: FamilyCase) -> Ho
         path=str(adapters / name),
         state_dir=str(folder / "state"),
         shapes=base_shapes(read_config(folder)),
-        limits=StagingLimits(max_rank=RANK_LIMIT),
+        limits=StagingLimits(max_ranks=RankLimits(RANK_LIMIT)),
         base_path=str(folder),
     )
     return read_host_adapter(stage(request).source)

@@ -37,6 +37,7 @@ from loraplex.adapters.targets import source_of
 from loraplex.adapters.tensor_file import RawTensor
 from loraplex.app.builder import base_shapes
 from loraplex.compat.convert.adapters import write_peft
+from loraplex.core.rank_limits import RankLimits
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.demo import BASE_PATH
 from loraplex.execution import loading
@@ -153,7 +154,7 @@ class Case:
                 path=str(path),
                 state_dir=str(self.folder / "state"),
                 shapes=base_shapes(read_config(self.folder)),
-                limits=StagingLimits(max_rank=MAX_RANK),
+                limits=StagingLimits(max_ranks=RankLimits(MAX_RANK)),
                 base_path=str(self.folder),
             )
         )
@@ -332,7 +333,7 @@ def test_dora_as_a_pair(case: Case) -> None:
     ]
     shapes = base_shapes(read_config(case.folder))
     read = canonical_rows(*lora_tensors(quotients, StorageType.FLOAT32), shapes, MAX_RANK)
-    source = source_of(digest(read), Path("pair"), read, shapes, MAX_RANK)
+    source = source_of(digest(read), Path("pair"), read, shapes, RankLimits(MAX_RANK))
     computed.put("dora", host_adapter(CanonicalFile(source.digest, read), source.targets))
     assert not too_large(computed.errors(["dora"]), TOLERANCE)
 

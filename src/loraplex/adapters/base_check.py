@@ -15,10 +15,10 @@ from loraplex.adapters.tensor_file import RawTensor
 from loraplex.core.adapter import EMBEDDING, LM_HEAD
 from loraplex.core.errors import (
     AdapterMismatchError,
-    AdapterTooLargeError,
     InvalidAdapterError,
     UnsupportedFeatureError,
 )
+from loraplex.core.rank_limits import RankLimits
 
 _VECTOR_NORMS = ("input_layernorm", "post_attention_layernorm", "norm")
 _SLOTS = {
@@ -57,7 +57,7 @@ def check_base_name(trained_on: str | None, base_model: str, check: BaseCheck) -
     return [difference]
 
 
-def check_shapes(rows: Iterable[CanonicalRow], shapes: BaseShapes, max_rank: int) -> None:
+def check_shapes(rows: Iterable[CanonicalRow], shapes: BaseShapes, max_ranks: RankLimits) -> None:
     """Check the shape of every tensor.
 
     Raises AdapterMismatchError, AdapterTooLargeError or UnsupportedFeatureError with the tensor and
@@ -68,7 +68,8 @@ def check_shapes(rows: Iterable[CanonicalRow], shapes: BaseShapes, max_rank: int
         _check_place(row, shapes)
         for name, expected in _expected(row, shapes).items():
             _check_shape(row, name, row.tensors[name], expected, shapes.vocab_size)
-        _check_rank(row, max_rank)
+        if row.kind is RowKind.LORA:
+            max_ranks.check(row.module, row.tensors["a"].shape[0], row.origin)
         if row.kind is RowKind.TOKENS:
             _check_tokens(row, shapes)
         if row.kind is RowKind.BIAS and row.module not in shapes.biased_modules:
@@ -229,14 +230,6 @@ def _check_shape(
             "model and serve that, or train again without resizing"
         )
     raise AdapterMismatchError(text)
-
-
-def _check_rank(row: CanonicalRow, max_rank: int) -> None:
-    if row.kind is RowKind.LORA and row.tensors["a"].shape[0] > max_rank:
-        raise AdapterTooLargeError(
-            f"{row.origin} has rank {row.tensors['a'].shape[0]}; the server holds ranks up to "
-            f"{max_rank} (max_lora_rank)"
-        )
 
 
 def _check_tokens(row: CanonicalRow, shapes: BaseShapes) -> None:

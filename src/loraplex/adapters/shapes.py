@@ -53,6 +53,17 @@ class BaseShapes(msgspec.Struct, frozen=True):
         layers = self.module_layers.get(module)
         return module in self.modules and (layers is None or layer in layers)
 
+    def of_layers(self) -> list[dict[str, tuple[int, int]]]:
+        """Return the modules of each decoder layer, with their shapes."""
+        return [
+            {
+                module: features
+                for module, features in self.modules.items()
+                if self.has_module(layer, module)
+            }
+            for layer in range(self.num_layers)
+        ]
+
     @property
     def is_adaptable(self) -> bool:
         return self.enabled_modules is None or bool(self.enabled_modules)

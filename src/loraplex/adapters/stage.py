@@ -120,7 +120,7 @@ def _input(request: StageRequest, tensors: Sequence[Buffer]) -> AdapterInput:
 
 def _context(request: StageRequest) -> str:
     """Return what the rows depend on in addition to the files."""
-    return msgspec.json.encode((request.shapes, request.limits.max_rank)).decode()
+    return msgspec.json.encode((request.shapes, request.limits.max_ranks)).decode()
 
 
 def _known_rows(state_dir: Path, known_digest: str) -> tuple[CanonicalRow, ...] | None:
@@ -136,7 +136,7 @@ def _check(
     request: StageRequest, source: AdapterInput, rows: tuple[CanonicalRow, ...]
 ) -> tuple[str, ...]:
     """Return warnings. Raises if the adapter does not fit the base or the engine."""
-    check_shapes(rows, request.shapes, request.limits.max_rank)
+    check_shapes(rows, request.shapes, request.limits.max_ranks)
     warnings = source.warnings(
         rows, request.shapes.num_layers, request.base_model, request.base_check
     )
@@ -157,7 +157,7 @@ def _staged(
     path = canonical_path(Path(request.state_dir), adapter_digest)
     tensors = [tensor for row in rows for tensor in row.tensors.values()]
     return StagedAdapter(
-        source=source_of(adapter_digest, path, rows, request.shapes, request.limits.max_rank),
+        source=source_of(adapter_digest, path, rows, request.shapes, request.limits.max_ranks),
         dtypes=tuple(sorted({tensor.dtype for tensor in tensors if tensor.is_float})),
         num_tensors=len(tensors),
         changes_nothing=all(_changes_nothing(row) for row in rows),

@@ -27,6 +27,7 @@ from loraplex.core.errors import (
     InvalidAdapterError,
     error_from_info,
 )
+from loraplex.core.rank_limits import RankLimits
 
 __all__ = ["RequestTensor", "StagedAdapter", "StagingWorker"]
 
@@ -82,7 +83,7 @@ class StagingWorker:
         path: str,
         *,
         shapes: BaseShapes,
-        max_rank: int,
+        max_ranks: RankLimits,
         base_model: str = "",
         base_path: str = "",
         base_check: BaseCheck = BaseCheck.WARN,
@@ -110,7 +111,7 @@ class StagingWorker:
                 path=str(path),
                 state_dir=str(self._state_dir),
                 shapes=shapes,
-                limits=self._limits(max_rank),
+                limits=self._limits(max_ranks),
                 policy=self._policy.for_operator() if is_trusted else self._policy,
                 base_model=base_model,
                 base_path=base_path,
@@ -127,7 +128,7 @@ class StagingWorker:
         lora_config: RequestTensor,
         *,
         shapes: BaseShapes,
-        max_rank: int,
+        max_ranks: RankLimits,
         pool_dtype: str = "",
         tenant: str = OPERATOR,
     ) -> StagedAdapter:
@@ -137,7 +138,7 @@ class StagingWorker:
         """
         tensors = (lora_weights, lora_config)
         weights, config = (TensorHeader(t.dtype, t.shape, t.view.nbytes) for t in tensors)
-        limits = self._limits(max_rank)
+        limits = self._limits(max_ranks)
         if max(weights.num_bytes, config.num_bytes) > limits.max_file_bytes:
             raise AdapterTooLargeError(
                 f"lora_weights has {weights.num_bytes} bytes, lora_config {config.num_bytes}; at "
@@ -180,5 +181,5 @@ class StagingWorker:
         """End the workers; loads in progress fail."""
         await asyncio.gather(self._local.close(), self._remote.close())
 
-    def _limits(self, max_rank: int) -> StagingLimits:
-        return StagingLimits(max_rank=max_rank, max_file_bytes=self._policy.max_bytes)
+    def _limits(self, max_ranks: RankLimits) -> StagingLimits:
+        return StagingLimits(max_ranks=max_ranks, max_file_bytes=self._policy.max_bytes)

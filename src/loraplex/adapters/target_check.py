@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from loraplex.adapters.base_check import not_enabled
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.core.adapter import EMBEDDING, LM_HEAD, LoraTarget, TargetPart
-from loraplex.core.errors import AdapterMismatchError, AdapterTooLargeError
+from loraplex.core.errors import AdapterMismatchError
+from loraplex.core.rank_limits import RankLimits
 
 _BY_OUTPUTS = (TargetPart.LORA, TargetPart.FACTOR, TargetPart.BIAS, TargetPart.SHIFT)
 """Parts that are cut along outputs; the others are cut along rows."""
@@ -17,18 +18,15 @@ _BY_OUTPUTS = (TargetPart.LORA, TargetPart.FACTOR, TargetPart.BIAS, TargetPart.S
 _Place = tuple[int, str, int, TargetPart]
 
 
-def check_targets(targets: Iterable[LoraTarget], shapes: BaseShapes, max_rank: int) -> None:
+def check_targets(targets: Iterable[LoraTarget], shapes: BaseShapes, max_ranks: RankLimits) -> None:
     """Raise AdapterMismatchError or AdapterTooLargeError for an unservable target."""
     pieces: dict[_Place, list[LoraTarget]] = defaultdict(list)
     for target in targets:
         pieces[target.layer, target.module, target.expert, target.part].append(target)
         if not shapes.enables(target.module):
             raise AdapterMismatchError(not_enabled(target.module, shapes))
-        if (target.lora_rank or 0) > max_rank:
-            raise AdapterTooLargeError(
-                f"{target.module} of layer {target.layer} has rank {target.lora_rank}; at most "
-                f"{max_rank} is served: raise max_lora_rank"
-            )
+        where = f"{target.module} of layer {target.layer}"
+        max_ranks.check(target.module, target.lora_rank or 0, where)
     for place, of_place in pieces.items():
         layer, module, expert, part = place
         found, needed = _size(part, of_place), _needed(place, of_place, shapes)

@@ -1,7 +1,8 @@
 """Targets of an adapter: the pieces of its rows in the engine's pool, with their sizes.
 
-Staging computes them, once it knows the base; the engine places and fills them. No piece is
-larger than one linear layer of the base at the largest rank, so each fits in a page.
+Staging computes them, once it knows the base; the engine places and fills them. No piece
+that is cut is larger than one linear layer of the base at the largest rank of the ends, so each
+fits in a page.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,10 +19,15 @@ from loraplex.core.adapter import (
     TargetPart,
     head_block_size,
 )
+from loraplex.core.rank_limits import RankLimits
 
 
 def source_of(
-    adapter_digest: str, path: Path, rows: Iterable[CanonicalRow], shapes: BaseShapes, max_rank: int
+    adapter_digest: str,
+    path: Path,
+    rows: Iterable[CanonicalRow],
+    shapes: BaseShapes,
+    max_ranks: RankLimits,
 ) -> AdapterSource:
     """Return the engine's description of a staged adapter. The rows must have been checked."""
     ordered = sort_rows(rows)
@@ -29,13 +35,15 @@ def source_of(
         digest=adapter_digest,
         path=str(path),
         num_bytes=sum(row.num_bytes for row in ordered),
-        targets=tuple(sorted(t for row in ordered for t in targets_of(row, shapes, max_rank))),
+        targets=tuple(sorted(t for row in ordered for t in targets_of(row, shapes, max_ranks))),
     )
 
 
-def targets_of(row: CanonicalRow, shapes: BaseShapes, max_rank: int) -> Iterator[LoraTarget]:
+def targets_of(
+    row: CanonicalRow, shapes: BaseShapes, max_ranks: RankLimits
+) -> Iterator[LoraTarget]:
     """Yield the pieces of one row."""
-    piece = max_rank * shapes.largest_target
+    piece = max_ranks.of(LM_HEAD) * shapes.largest_target
     match row.kind:
         case RowKind.LORA if row.module == EMBEDDING:
             a, b = row.tensors["a"].shape, row.tensors["b"].shape

@@ -57,11 +57,15 @@ def _adapters(
     rank = _lowered(
         name, "max_lora_rank", model.max_lora_rank, limits.max_lora_rank, "max_lora_rank"
     )
+    ranks = model.rank_limits.at_most(limits.max_lora_rank or model.rank_limits.largest).by_kind
+    if ranks != model.max_lora_ranks:
+        logger.info("max_lora_ranks of model %r is %s, as its engine was built", name, ranks)
     built_in = folder / LORA_FOLDER
     brought = (str(built_in),) if built_in.is_dir() else ()
     return {
         "max_lora_rank": rank,
-        "optimal_lora_rank": min(model.optimal_lora_rank, rank),
+        "max_lora_ranks": ranks,
+        "optimal_lora_rank": min(model.optimal_lora_rank, max((rank, *ranks.values()))),
         "lora_target_modules": model.lora_target_modules or limits.lora_target_modules,
         "adapter_dirs": tuple(dict.fromkeys((*model.adapter_dirs, *brought))),
     }

@@ -35,7 +35,7 @@ from loraplex.execution.sizing.step_memory import StepMemory, estimated_step_mem
 from loraplex.execution.weights.hub import resolve_model
 from loraplex.execution.weights.size import weights_size
 from loraplex.execution.weights.stored_head import read_model
-from loraplex.memory.adapter_pages import place
+from loraplex.memory.adapter_pages import layer_targets, place
 from loraplex.models.spec import ModelSpec
 from loraplex.serving.adapter_fit import check_fits_tiers
 from loraplex.serving.adapters.folders import find_below
@@ -78,14 +78,11 @@ def plan_memory(model: ModelConfig, adapters: Sequence[str]) -> MemoryPlan:
     settings = runner_settings(model)
     config = windowed(settings, read_model(folder))
     capacity = _capacity(settings, config)
-    ranks = (min(model.optimal_lora_rank, model.max_lora_rank), model.max_lora_rank)
     memory = memory_of(
         capacity,
         EngineStats(),
-        num_layers=config.num_layers,
-        modules=config.module_shapes[0],
-        ranks=ranks,
-        host_bytes=model.lora_host_bytes,
+        targets=layer_targets(config.module_shapes, num_experts=config.num_experts),
+        model=model,
     )
     found = [one for path in adapters for one in _found(path)]
     planned = tuple(_planned(name, path, model, config, capacity) for name, path in found)
@@ -158,11 +155,11 @@ def _planned(
     name: str, path: str, model: ModelConfig, config: ModelSpec, capacity: Capacity
 ) -> PlannedAdapter:
     shapes = served_shapes(config, model)
-    limits = StagingLimits(max_rank=model.max_lora_rank)
+    limits = StagingLimits(max_ranks=model.rank_limits)
     try:
         rows = read_fitting_rows(open_input(path, limits), shapes, limits)
-        check_shapes(rows, shapes, limits.max_rank)
-        source = source_of("", Path(path), rows, shapes, limits.max_rank)
+        check_shapes(rows, shapes, limits.max_ranks)
+        source = source_of("", Path(path), rows, shapes, limits.max_ranks)
         check_fits_tiers(source, model, capacity)
     except LoraplexError as error:
         return PlannedAdapter(name=name, path=path, problem=error.message)

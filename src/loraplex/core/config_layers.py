@@ -174,6 +174,11 @@ class _MergedLayers:
             if isinstance(value, str):
                 return [item.strip() for item in value.split(",") if item.strip()]
             return [value] if isinstance(value, int) else value
+        if isinstance(value, str) and field.is_mapping:
+            pairs = [item.partition("=") for item in value.split(",") if item.strip()]
+            if not all(equals for _, equals, _ in pairs):
+                raise self._error(path, f"must be NAME=VALUE,NAME=VALUE, got {value!r}")
+            return {name.strip(): number.strip() for name, _, number in pairs}
         if isinstance(value, str) and field.is_bytes:
             try:
                 return parse_bytes(value)

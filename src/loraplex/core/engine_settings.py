@@ -3,6 +3,9 @@
 import functools
 from typing import Annotated, Final
 
+import msgspec
+
+from loraplex.core.rank_limits import RankLimits, rank_by_kind
 from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.core.setting import Setting, fraction, matching, within
 from loraplex.core.weight_precision import WeightPrecision
@@ -215,6 +218,18 @@ class EngineSettings(SchedulerSettings, frozen=True, kw_only=True):
             aliases=("lora_cache_max_adapter_size",),
         ),
     ] = 64
+    max_lora_ranks: Annotated[
+        dict[str, int],
+        _adapters(
+            "Maximum ranks by the kind of module, such as experts=16,attention=64",
+            "Kinds are `attention`, `mlp` (dense feed-forward parts), `experts`, `shared_expert`, "
+            "`router` and `ends` (embedding and lm_head). In a file it can be the table "
+            "`[models.NAME.max_lora_ranks]`. With many experts one adapter of the largest ranks "
+            "takes much memory, and the pool always has that much.",
+            default="max_lora_rank for each kind",
+            check=rank_by_kind,
+        ),
+    ] = msgspec.field(default_factory=dict)
     optimal_lora_rank: Annotated[
         int,
         _adapters(
@@ -228,7 +243,7 @@ class EngineSettings(SchedulerSettings, frozen=True, kw_only=True):
         int | None,
         _adapters(
             "Size of the device's adapter pool, such as 256MiB",
-            "Never less than one adapter of `max_lora_rank`. See [Memory](#memory-sizes).",
+            "Never less than one adapter of the largest ranks. See [Memory](#memory-sizes).",
             default="lora_device_fraction of the memory, if that is known",
             minimum=1,
         ),
@@ -259,3 +274,8 @@ class EngineSettings(SchedulerSettings, frozen=True, kw_only=True):
             choices=("lru", "lfu", "cost"),
         ),
     ] = "lru"
+
+    @property
+    def rank_limits(self) -> RankLimits:
+        """Maximum ranks of adapters."""
+        return RankLimits(self.max_lora_rank, self.max_lora_ranks)

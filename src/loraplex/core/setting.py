@@ -75,6 +75,11 @@ class SettingField(NamedTuple):
         return typing.get_origin(self.kind) is tuple
 
     @property
+    def is_mapping(self) -> bool:
+        """Whether it has a number for each of some names."""
+        return self.kind in (dict[str, int], dict[str, float])
+
+    @property
     def is_bytes(self) -> bool:
         return self.name.endswith("_bytes")
 

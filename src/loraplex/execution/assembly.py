@@ -154,7 +154,7 @@ class Assembly:
                 spec.tie_word_embeddings,
                 decoder.base_linears,
             ),
-            max_rank=self.settings.max_lora_rank,
+            max_rank=self.settings.rank_limits.largest,
             accelerator=self.accelerator,
         )
 
@@ -257,7 +257,7 @@ def _trial_parts(assembly: Assembly) -> RunnerParts:
 def _dummy_adapter(assembly: Assembly) -> HostAdapter:
     """Make an adapter of the largest rank on all modules; its layers share their zeros."""
     spec, settings = assembly.spec, assembly.settings
-    targets = layer_targets(spec.module_shapes, settings.max_lora_rank, spec.num_experts)
+    targets = layer_targets(spec.module_shapes, settings.rank_limits, spec.num_experts)
     weights = {
         (target.rank, target.in_features, target.out_features): (
             torch.zeros((target.rank, target.in_features), dtype=assembly.dtype),

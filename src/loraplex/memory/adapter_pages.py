@@ -5,7 +5,7 @@ whole slots of one page and never crosses into the next. An adapter's size depen
 ranks. The geometry follows that of TensorRT-LLM's adapter cache, whose page is just what an adapter
 of the usual rank needs on every module. Ours is a whole share of that, some layers of it, so that
 an adapter of fewer modules wastes little; and no page is too small for one target of the largest
-rank.
+rank. A layer with many experts is itself divided into pages.
 """
 
 from collections import Counter
@@ -15,12 +15,22 @@ from typing import NamedTuple
 
 import msgspec
 
-from loraplex.core.adapter import LoraTarget
+from loraplex.core.adapter import LM_HEAD, LoraTarget
 from loraplex.core.errors import AdapterTooLargeError, ConfigError
 from loraplex.core.plan import PageGeometry
+from loraplex.core.rank_limits import RankLimits
 
 _LARGEST_TARGETS_PER_PAGE = 2
 """Minimum, if the usual adapter is so large: less than half a page is lost after a target."""
+_LARGEST_TARGETS_PER_LAYER = 8
+"""A layer with experts that takes more than so many of the largest targets is divided."""
+_SLOT_ALIGNMENT = 16
+"""Every slot begins at a multiple of so many elements, as wide loads of accelerators need it."""
+_ELEMENTS_PER_TARGET = 64
+"""Minimum size of a page of a divided layer, for each linear layer of the model. An entry of the
+bank's tables, of which there is one for each page, has 16 bytes for each of them: at most an
+eighth of the page.
+"""
 
 
 class TargetPlace(NamedTuple):
@@ -40,32 +50,46 @@ class Placement(NamedTuple):
 
 
 def page_geometry(
-    targets: Sequence[LoraTarget], *, optimal_rank: int, max_rank: int
+    targets: Sequence[LoraTarget], *, usual_ranks: RankLimits, max_ranks: RankLimits
 ) -> PageGeometry:
     """Return the page geometry for a model.
 
     `targets` are all linear layers that may be adapted, of all layers; their ranks do not matter.
-    An adapter of `optimal_rank` on all of them fills whole pages, if its layers are alike; any one
-    of them at `max_rank` fits in a page. Raises ConfigError if there is no target or a rank is not
+    An adapter of `usual_ranks` on all of them fills whole pages, if its layers are alike and have
+    few linear layers each; any one of them at its maximum rank fits in a page, and so does a piece
+    of lm_head as large as any of them. Raises ConfigError if there is no target or a rank is not
     positive.
     """
-    _check_targets(targets, optimal_rank=optimal_rank, max_rank=max_rank)
-    one_slot = PageGeometry(
-        slot_elements=min(target.in_features + target.out_features for target in targets),
-        slots_per_page=1,
-    )
+    _check_targets(targets, usual_ranks=usual_ranks, max_ranks=max_ranks)
+    sizes = [target.in_features + target.out_features for target in targets]
+    slot_elements = -(-min(sizes) // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
+    one_slot = PageGeometry(slot_elements, slots_per_page=1)
     usual_layers: Counter[int] = Counter()
-    for target in _at_rank(targets, optimal_rank):
+    for target in _at_ranks(targets, usual_ranks):
         usual_layers[target.layer] += one_slot.slots_of(target)
-    largest_target = max(one_slot.slots_of(target) for target in _at_rank(targets, max_rank))
-    return PageGeometry(
-        one_slot.slot_elements, _slots_per_page(list(usual_layers.values()), largest_target)
+    largest_target = max(one_slot.slots_of(target) for target in _at_ranks(targets, max_ranks))
+    largest_end = -(-max_ranks.of(LM_HEAD) * max(sizes) // slot_elements)
+    has_experts = any(target.expert for target in targets)
+    least_of_divided = -(-_ELEMENTS_PER_TARGET * len(targets) // slot_elements)
+    slots_per_page = _slots_per_page(
+        list(usual_layers.values()),
+        max(largest_target, largest_end),
+        least_of_divided if has_experts else None,
     )
+    return PageGeometry(slot_elements, slots_per_page)
 
 
-def _slots_per_page(usual_layers: Sequence[int], largest_target: int) -> int:
-    """Return the smallest whole share of the usual adapter that fits large targets."""
-    num_layers = len(usual_layers)
+def _slots_per_page(
+    usual_layers: Sequence[int], largest_target: int, least_of_divided: int | None
+) -> int:
+    """Return the smallest whole share of the usual adapter that fits large targets.
+
+    least_of_divided: minimum if that is a part of a layer; None: no layer is divided.
+    """
+    num_layers, layer = len(usual_layers), max(usual_layers)
+    if least_of_divided is not None and layer > _LARGEST_TARGETS_PER_LAYER * largest_target:
+        least = max(_LARGEST_TARGETS_PER_PAGE * largest_target, least_of_divided)
+        return -(-layer // max(1, layer // least))
     for per_page in range(1, num_layers):
         if num_layers % per_page == 0:
             groups = range(0, num_layers, per_page)
@@ -77,7 +101,7 @@ def _slots_per_page(usual_layers: Sequence[int], largest_target: int) -> int:
 
 def layer_targets(
     layers: Sequence[Mapping[str, tuple[int, int]]],
-    rank: int = 1,
+    ranks: RankLimits = RankLimits(1),  # noqa: B008 - it is frozen
     num_experts: Mapping[str, int] = MappingProxyType({}),
 ) -> list[LoraTarget]:
     """Return every linear layer of a model. layers: each one's (in_features, out_features).
@@ -85,7 +109,7 @@ def layer_targets(
     num_experts: by module, of modules that have experts.
     """
     return [
-        LoraTarget(layer, module, rank, in_features, out_features, expert=expert)
+        LoraTarget(layer, module, ranks.of(module), in_features, out_features, expert=expert)
         for layer, modules in enumerate(layers)
         for module, (in_features, out_features) in modules.items()
         for expert in range(num_experts.get(module, 1))
@@ -113,13 +137,13 @@ def place(targets: Sequence[LoraTarget], geometry: PageGeometry) -> Placement:
     return Placement(tuple(places), page_index + 1 if places else 0)
 
 
-def pages_at_rank(targets: Sequence[LoraTarget], rank: int, geometry: PageGeometry) -> int:
-    """Return the pages of an adapter of this rank on all `targets` (as for page_geometry).
+def pages_at_ranks(targets: Sequence[LoraTarget], ranks: RankLimits, geometry: PageGeometry) -> int:
+    """Return the pages of an adapter of these ranks on all `targets` (as for page_geometry).
 
-    A pool with at least so many pages can hold any one adapter of ranks up to this on any of the
+    A pool with at least so many pages can hold any one adapter of ranks up to these on any of the
     targets: with a fixed order and no back-filling, fewer or smaller targets never need more pages.
     """
-    return place(_at_rank(targets, rank), geometry).num_pages
+    return place(_at_ranks(targets, ranks), geometry).num_pages
 
 
 def pages_for_bytes(num_bytes: int, geometry: PageGeometry, element_bytes: int) -> int:
@@ -127,13 +151,16 @@ def pages_for_bytes(num_bytes: int, geometry: PageGeometry, element_bytes: int) 
     return num_bytes // (geometry.page_elements * element_bytes)
 
 
-def _at_rank(targets: Sequence[LoraTarget], rank: int) -> list[LoraTarget]:
-    return [msgspec.structs.replace(target, rank=rank) for target in targets]
+def _at_ranks(targets: Sequence[LoraTarget], ranks: RankLimits) -> list[LoraTarget]:
+    of_module = {module: ranks.of(module) for module in {target.module for target in targets}}
+    return [msgspec.structs.replace(target, rank=of_module[target.module]) for target in targets]
 
 
-def _check_targets(targets: Sequence[LoraTarget], *, optimal_rank: int, max_rank: int) -> None:
+def _check_targets(
+    targets: Sequence[LoraTarget], *, usual_ranks: RankLimits, max_ranks: RankLimits
+) -> None:
     if not targets:
         raise ConfigError("no layer of the model may be adapted: at least one module is needed")
-    for name, rank in (("optimal_rank", optimal_rank), ("max_rank", max_rank)):
-        if rank < 1:
-            raise ConfigError(f"{name} must be at least 1, got {rank}", param=name)
+    for name, ranks in (("usual_ranks", usual_ranks), ("max_ranks", max_ranks)):
+        if ranks.smallest < 1:
+            raise ConfigError(f"{name} must be at least 1, got {ranks.smallest}", param=name)

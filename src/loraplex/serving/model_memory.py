@@ -1,13 +1,15 @@
 """What one model takes, tier by tier, and how many more adapters fit: for operators."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
 
+from loraplex.core.adapter import LoraTarget
+from loraplex.core.config import ModelConfig
 from loraplex.core.plan import Capacity, KVGroupCapacity
 from loraplex.core.stats import EngineStats, KVGroupStats
-from loraplex.memory.adapter_pages import layer_targets, pages_at_rank
+from loraplex.memory.adapter_pages import pages_at_ranks
 
 
 class KVGroupMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +50,7 @@ class RankFit(msgspec.Struct, frozen=True, kw_only=True):
     """Adapters of one rank, on every module of every layer, in the device tier."""
 
     rank: int
+    """Rank on each module; on those with a smaller maximum rank that."""
     pages: int
     """Pages of one adapter."""
     holds: int
@@ -109,14 +112,12 @@ def memory_of(
     capacity: Capacity,
     stats: EngineStats,
     *,
-    num_layers: int,
-    modules: Mapping[str, tuple[int, int]],
-    ranks: Iterable[int],
-    host_bytes: int,
+    targets: Sequence[LoraTarget],
+    model: ModelConfig,
 ) -> ModelMemory:
-    """Return the memory; `ranks` are those of `fits`, host_bytes is the size of the host tier."""
-    tiers = stats.adapters
-    targets = layer_targets([modules] * num_layers)
+    """Return the memory. targets: all linear layers that adapters may change."""
+    tiers, geometry, limits = stats.adapters, capacity.page_geometry, model.rank_limits
+    ranks = sorted({min(model.optimal_lora_rank, limits.largest), limits.largest})
     return ModelMemory(
         weights_bytes=capacity.weights_bytes,
         workspace_bytes=capacity.workspace_bytes,
@@ -130,12 +131,14 @@ def memory_of(
             adapters=tiers.num_on_device,
             held=tiers.num_held,
             fits=tuple(
-                _fit(rank, pages_at_rank(targets, rank, capacity.page_geometry), capacity, stats)
-                for rank in sorted(set(ranks))
+                _fit(rank, pages_at_ranks(targets, limits.at_most(rank), geometry), capacity, stats)
+                for rank in ranks
             ),
         ),
         host=HostTier(
-            num_bytes=host_bytes, bytes_used=tiers.host_bytes_used, adapters=tiers.num_on_host
+            num_bytes=model.lora_host_bytes,
+            bytes_used=tiers.host_bytes_used,
+            adapters=tiers.num_on_host,
         ),
         accelerator=_accelerator(capacity),
     )

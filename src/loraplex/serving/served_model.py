@@ -27,6 +27,7 @@ from loraplex.core.plan import Capacity
 from loraplex.core.principal import DEFAULT_TENANT, Principal
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.stats import AdapterActivity, Durations, EngineStats, StepRecord
+from loraplex.memory.adapter_pages import layer_targets
 from loraplex.serving.access.tenant_adapters import TenantAdapters
 from loraplex.serving.adapter_cards import AdapterState
 from loraplex.serving.adapter_fit import check_fits_tiers
@@ -190,7 +191,7 @@ class ServedModel:
 
     def check_fits(self, version: AdapterVersion) -> None:
         """Raises AdapterMismatchError or AdapterTooLargeError."""
-        check_targets(version.source.targets, self.shapes, self.config.max_lora_rank)
+        check_targets(version.source.targets, self.shapes, self.config.rank_limits)
         check_fits_tiers(version.source, self.config, self.engine.capacity)
 
     def state_of(self, version: AdapterVersion) -> AdapterState:
@@ -205,14 +206,11 @@ class ServedModel:
         """What it takes, tier by tier. Raises NotReadyError before the engine was there."""
         if not self.engine.has_started:
             raise NotReadyError(self.problem, retry_after_seconds=2)
-        most = self.config.max_lora_rank
         return memory_of(
             self.engine.capacity,
             self.engine.stats,
-            num_layers=self.shapes.num_layers,
-            modules=self.shapes.modules,
-            ranks=(min(self.config.optimal_lora_rank, most), most),
-            host_bytes=self.config.lora_host_bytes,
+            targets=layer_targets(self.shapes.of_layers(), num_experts=self.shapes.num_experts),
+            model=self.config,
         )
 
     async def stored_adapters(self) -> StoredAdapters:

@@ -18,6 +18,7 @@ from loraplex.core.errors import (
     InvalidAdapterError,
     UnsupportedFeatureError,
 )
+from loraplex.core.rank_limits import RankLimits
 
 LAYERS_ONLY = BaseShapes(2, {"q_proj": (8, 12), "v_proj": (8, 4)})
 SHAPES = BaseShapes(
@@ -65,9 +66,11 @@ ENDS = [good for good in GOOD if good.layer is None]
 def test_a_base_whose_ends_cannot_be_adapted(part: CanonicalRow) -> None:
     shapes = msgspec.structs.replace(SHAPES, adapts_ends=False)
     with pytest.raises(UnsupportedFeatureError, match="output layer of this base model cannot"):
-        check_shapes([part], shapes, max_rank=4)
+        check_shapes([part], shapes, max_ranks=RankLimits(4))
     with pytest.raises(AdapterMismatchError, match="the base model has none"):
-        check_targets(targets_of(part, SHAPES, max_rank=4), shapes, max_rank=4)
+        check_targets(
+            targets_of(part, SHAPES, max_ranks=RankLimits(4)), shapes, max_ranks=RankLimits(4)
+        )
 
 
 @pytest.mark.parametrize("ties_embeddings", [False, True])
@@ -78,22 +81,22 @@ def test_a_bias_of_the_output_layer_allows_only_its_lora(
     shapes = msgspec.structs.replace(
         SHAPES, biased_modules=("lm_head",), ties_embeddings=ties_embeddings
     )
-    targets = list(targets_of(part, shapes, max_rank=4))
+    targets = list(targets_of(part, shapes, max_ranks=RankLimits(4)))
     is_of_head = ties_embeddings or part.module == "lm_head"
     if part.kind is RowKind.LORA or not is_of_head:
-        check_shapes([part], shapes, max_rank=4)
-        check_targets(targets, shapes, max_rank=4)
+        check_shapes([part], shapes, max_ranks=RankLimits(4))
+        check_targets(targets, shapes, max_ranks=RankLimits(4))
         return
     with pytest.raises(UnsupportedFeatureError, match="lm_head has a bias; served is LoRA of it"):
-        check_shapes([part], shapes, max_rank=4)
+        check_shapes([part], shapes, max_ranks=RankLimits(4))
     with pytest.raises(AdapterMismatchError, match="the base model has none"):
-        check_targets(targets, shapes, max_rank=4)
+        check_targets(targets, shapes, max_ranks=RankLimits(4))
 
 
 @pytest.mark.parametrize("good", GOOD, ids=lambda row: f"{row.kind}-{row.module}")
 def test_a_match(good):
-    check_shapes([good], SHAPES, max_rank=4)
-    check_targets(targets_of(good, SHAPES, 4), SHAPES, 4)
+    check_shapes([good], SHAPES, max_ranks=RankLimits(4))
+    check_targets(targets_of(good, SHAPES, RankLimits(4)), SHAPES, RankLimits(4))
 
 
 @pytest.mark.parametrize(
@@ -128,7 +131,7 @@ def test_a_match(good):
 )
 def test_another_base_is_a_mismatch(bad, named):
     with pytest.raises(AdapterMismatchError, match=named):
-        check_shapes([bad], SHAPES, max_rank=4)
+        check_shapes([bad], SHAPES, max_ranks=RankLimits(4))
 
 
 @pytest.mark.parametrize(
@@ -144,25 +147,25 @@ def test_another_base_is_a_mismatch(bad, named):
 )
 def test_pieces_that_were_staged_for_another_base(of, shapes):
     with pytest.raises(AdapterMismatchError, match="the base model"):
-        check_targets(targets_of(of, SHAPES, 4), shapes, 4)
+        check_targets(targets_of(of, SHAPES, RankLimits(4)), shapes, RankLimits(4))
 
 
 @pytest.mark.parametrize(
     "check",
     [
         lambda *base: check_shapes([lora()], *base),
-        lambda *base: check_targets(targets_of(lora(), SHAPES, 4), *base),
+        lambda *base: check_targets(targets_of(lora(), SHAPES, RankLimits(4)), *base),
     ],
 )
 def test_the_rank_is_limited(check):
     with pytest.raises(AdapterTooLargeError, match=r"rank 2.* 1 "):
-        check(SHAPES, 1)
+        check(SHAPES, RankLimits(1))
 
 
 @pytest.mark.parametrize("other", GOOD[2:], ids=lambda row: f"{row.kind}-{row.module}")
 def test_where_only_lora_of_layers_is_served_the_rest_is_refused(other):
     with pytest.raises(UnsupportedFeatureError, match="only LoRA of q_proj, v_proj"):
-        check_shapes([other], LAYERS_ONLY, max_rank=4)
+        check_shapes([other], LAYERS_ONLY, max_ranks=RankLimits(4))
 
 
 @pytest.mark.parametrize(
@@ -177,7 +180,7 @@ def test_where_only_lora_of_layers_is_served_the_rest_is_refused(other):
 )
 def test_what_is_not_served_is_refused_by_its_tensor(rows):
     with pytest.raises(UnsupportedFeatureError, match=rows[0].origin):
-        check_shapes(rows, SHAPES, max_rank=4)
+        check_shapes(rows, SHAPES, max_ranks=RankLimits(4))
 
 
 def test_two_copies_of_one_tied_parameter_are_the_same():
@@ -186,10 +189,10 @@ def test_two_copies_of_one_tied_parameter_are_the_same():
         end(RowKind.FULL, module, base=raw(50, 8, value=value))
         for module, value in (("embed_tokens", 1.0), ("lm_head", 2.0))
     ]
-    check_shapes(copies, SHAPES, max_rank=4)
+    check_shapes(copies, SHAPES, max_ranks=RankLimits(4))
     with pytest.raises(AdapterMismatchError, match=r"embed_tokens.* and lm_head.* differ"):
-        check_shapes(copies, tied, max_rank=4)
-    check_shapes([copies[0], end(RowKind.FULL, base=raw(50, 8))], tied, max_rank=4)
+        check_shapes(copies, tied, max_ranks=RankLimits(4))
+    check_shapes([copies[0], end(RowKind.FULL, base=raw(50, 8))], tied, max_ranks=RankLimits(4))
 
 
 def test_names_of_bases():

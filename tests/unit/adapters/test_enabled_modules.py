@@ -13,6 +13,7 @@ from loraplex.adapters.target_check import check_targets
 from loraplex.adapters.tensor_file import RawTensor
 from loraplex.core.adapter import EMBEDDING, LoraTarget
 from loraplex.core.errors import AdapterMismatchError, ConfigError
+from loraplex.core.rank_limits import RankLimits
 
 SHAPES = BaseShapes(2, {"q_proj": (8, 8), "o_proj": (8, 8)}, vocab_size=50, hidden_size=8)
 ONLY_Q = msgspec.structs.replace(SHAPES, enabled_modules=("q_proj",))
@@ -32,18 +33,18 @@ def target(module: str) -> LoraTarget:
 
 
 def test_rows() -> None:
-    check_shapes([row("q_proj"), row("o_proj")], SHAPES, 8)
-    check_shapes([row("q_proj")], ONLY_Q, 8)
+    check_shapes([row("q_proj"), row("o_proj")], SHAPES, RankLimits(8))
+    check_shapes([row("q_proj")], ONLY_Q, RankLimits(8))
     with pytest.raises(AdapterMismatchError, match=f"{REFUSED}, which can be adapted in q_proj"):
-        check_shapes([row("q_proj"), row("o_proj")], ONLY_Q, 8)
+        check_shapes([row("q_proj"), row("o_proj")], ONLY_Q, RankLimits(8))
     with pytest.raises(AdapterMismatchError, match="without LoRA"):
-        check_shapes([row("q_proj")], NO_LORA, 8)
+        check_shapes([row("q_proj")], NO_LORA, RankLimits(8))
 
 
 def test_what_was_staged_before() -> None:
-    check_targets([target("q_proj")], ONLY_Q, 8)
+    check_targets([target("q_proj")], ONLY_Q, RankLimits(8))
     with pytest.raises(AdapterMismatchError, match=REFUSED):
-        check_targets([target("o_proj")], ONLY_Q, 8)
+        check_targets([target("o_proj")], ONLY_Q, RankLimits(8))
 
 
 @pytest.mark.parametrize(("module_id", "name"), [(4, "attn_dense"), (0, "attn_qkv")])

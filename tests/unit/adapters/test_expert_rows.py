@@ -23,6 +23,7 @@ from loraplex.core.errors import (
     LoraplexError,
     UnsupportedFeatureError,
 )
+from loraplex.core.rank_limits import RankLimits
 
 UP, DOWN = "experts.up_proj", "experts.down_proj"
 SHAPES = BaseShapes(
@@ -96,10 +97,10 @@ def test_experts_of_one_module_are_rows_of_their_own() -> None:
         }
     rows = canonical_rows(PeftConfig(r=2, target_modules=["up_proj"]), tensors)
     assert [(row.layer, row.module, row.expert) for row in rows] == [(1, UP, 0), (1, UP, 2)]
-    check_shapes(rows, SHAPES, max_rank=2)
+    check_shapes(rows, SHAPES, max_ranks=RankLimits(2))
     targets = [target for row in rows for target in targets_of(row, SHAPES, 2)]
     assert [target.expert for target in targets] == [0, 2]
-    check_targets(targets, SHAPES, max_rank=2)
+    check_targets(targets, SHAPES, max_ranks=RankLimits(2))
 
 
 GOOD = [
@@ -113,7 +114,7 @@ GOOD = [
 
 
 def test_rows_that_fit() -> None:
-    check_shapes(check_rows(tuple(GOOD)), SHAPES, max_rank=2)
+    check_shapes(check_rows(tuple(GOOD)), SHAPES, max_ranks=RankLimits(2))
 
 
 @pytest.mark.parametrize(
@@ -129,7 +130,7 @@ def test_rows_that_fit() -> None:
 )
 def test_rows_that_do_not_fit(row: CanonicalRow, needed: str) -> None:
     with pytest.raises(AdapterMismatchError, match=needed):
-        check_shapes([row], SHAPES, max_rank=2)
+        check_shapes([row], SHAPES, max_ranks=RankLimits(2))
 
 
 @pytest.mark.parametrize(
@@ -144,7 +145,7 @@ def test_rows_that_do_not_fit(row: CanonicalRow, needed: str) -> None:
 def test_experts_have_lora_only(kind: RowKind, tensors: dict[str, RawTensor]) -> None:
     row = dataclasses.replace(lora(), kind=kind, tensors=tensors)
     with pytest.raises(UnsupportedFeatureError, match=f"{row.origin}.*only LoRA of experts"):
-        check_shapes([row], SHAPES, max_rank=2)
+        check_shapes([row], SHAPES, max_ranks=RankLimits(2))
 
 
 @pytest.mark.parametrize(
@@ -177,11 +178,11 @@ def test_a_shared_expert_fits_a_base_of_the_other_layout() -> None:
     again = fit_modules([renamed], SHAPES)
     assert [row.module for row in again] == list(parts)
     assert again[1].origin == "model.layers.1.shared_mlp.up_proj"
-    check_shapes(again, SHAPES, max_rank=2)
+    check_shapes(again, SHAPES, max_ranks=RankLimits(2))
 
 
 def test_an_error_about_experts_is_short() -> None:
     row = dataclasses.replace(lora(), module="experts.gate_up_proj", expert=None)
     with pytest.raises(LoraplexError) as caught:
-        check_shapes([row], SHAPES, max_rank=2)
+        check_shapes([row], SHAPES, max_ranks=RankLimits(2))
     assert len(caught.value.message) < 400

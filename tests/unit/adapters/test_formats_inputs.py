@@ -18,6 +18,7 @@ from loraplex.core.errors import (
     InvalidAdapterError,
     RequestError,
 )
+from loraplex.core.rank_limits import RankLimits
 
 
 def test_all_inputs_lead_to_one_adapter(staged, tmp_path, pair):
@@ -129,7 +130,7 @@ class TestStagingAgain:
         folder = pair.write(tmp_path / "pair")
         staged(folder)
         with pytest.raises(AdapterTooLargeError, match=r"Invalid low_rank \(3\)\. low_rank must"):
-            staged(folder, limits=StagingLimits(max_rank=2))
+            staged(folder, limits=StagingLimits(max_ranks=RankLimits(2)))
 
 
 def test_every_error_is_the_client_s(staged, tmp_path, pair):

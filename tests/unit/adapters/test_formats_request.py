@@ -20,6 +20,7 @@ from loraplex.core.errors import (
     AdapterTooLargeError,
     InvalidAdapterError,
 )
+from loraplex.core.rank_limits import RankLimits
 
 TYPE_NAMES = {"<f4": ("FP32", "float32", "F32", "TYPE_FP32"), "<f2": ("FP16", "float16", "F16")}
 
@@ -43,37 +44,43 @@ class TestTensorsOfARequest:
     async def test_they_are_the_adapter_that_a_folder_would_be(
         self, worker, staged, tmp_path, shapes, pair
     ):
-        got = await worker.stage_tensors(*request_tensors(pair), shapes=shapes, max_rank=8)
+        got = await worker.stage_tensors(
+            *request_tensors(pair), shapes=shapes, max_ranks=RankLimits(8)
+        )
         assert read_canonical(canonical_path(tmp_path / "state", got.source.digest)).rows
-        folder = await worker.stage(str(pair.write(tmp_path / "pair")), shapes=shapes, max_rank=8)
+        folder = await worker.stage(
+            str(pair.write(tmp_path / "pair")), shapes=shapes, max_ranks=RankLimits(8)
+        )
         assert got.source == folder.source
         assert not got.was_known
         assert list(got.seconds) == ["look_up", "read", "check", "hash", "write"]
         other = await worker.stage_tensors(
-            *request_tensors(pair, pair.weights(seed=1)), shapes=shapes, max_rank=8
+            *request_tensors(pair, pair.weights(seed=1)), shapes=shapes, max_ranks=RankLimits(8)
         )
         assert other.source.digest != got.source.digest
 
     async def test_errors_come_back_and_the_worker_lives(self, worker, shapes, pair):
         bad = request_tensors(pair, config=pair.CONFIG + np.array([0, 9, 0], "<i4"))
         with pytest.raises(AdapterMismatchError, match=r"^Expected layerId to be in the range"):
-            await worker.stage_tensors(*bad, shapes=shapes, max_rank=8)
+            await worker.stage_tensors(*bad, shapes=shapes, max_ranks=RankLimits(8))
         (process,) = worker._local.processes
         pid = process.process.pid
         short = RequestTensor("FP32", (1, 3, 72), b"123")
         with pytest.raises(InvalidAdapterError, match="needs 864 bytes, it has 3"):
-            await worker.stage_tensors(short, bad[1], shapes=shapes, max_rank=8)
+            await worker.stage_tensors(short, bad[1], shapes=shapes, max_ranks=RankLimits(8))
         unknown = RequestTensor("BYTES", (1, 3, 72), b"123")
         with pytest.raises(InvalidAdapterError, match=r"same data type as base model.*BYTES"):
-            await worker.stage_tensors(unknown, bad[1], shapes=shapes, max_rank=8)
+            await worker.stage_tensors(unknown, bad[1], shapes=shapes, max_ranks=RankLimits(8))
         with pytest.raises(InvalidAdapterError, match="TYPE_INT32 but was INT64"):
             await worker.stage_tensors(
                 request_tensors(pair)[0],
                 RequestTensor("INT64", (3, 3), bytes(72)),
                 shapes=shapes,
-                max_rank=8,
+                max_ranks=RankLimits(8),
             )
-        assert await worker.stage_tensors(*request_tensors(pair), shapes=shapes, max_rank=8)
+        assert await worker.stage_tensors(
+            *request_tensors(pair), shapes=shapes, max_ranks=RankLimits(8)
+        )
         assert [one.process.pid for one in worker._local.processes] == [pid]
 
     async def test_many_megabytes_and_company(self, worker, peft_folder, shapes, pair):
@@ -83,9 +90,9 @@ class TestTensorsOfARequest:
         large = request_tensors(pair, wide)
         folder = str(peft_folder().write())
         got = await asyncio.gather(
-            worker.stage_tensors(*large, shapes=shapes, max_rank=8),
-            worker.stage(folder, shapes=shapes, max_rank=8),
-            worker.stage_tensors(*request_tensors(pair), shapes=shapes, max_rank=8),
+            worker.stage_tensors(*large, shapes=shapes, max_ranks=RankLimits(8)),
+            worker.stage(folder, shapes=shapes, max_ranks=RankLimits(8)),
+            worker.stage_tensors(*request_tensors(pair), shapes=shapes, max_ranks=RankLimits(8)),
         )
         assert got[0].source.digest == got[2].source.digest != got[1].source.digest
 
@@ -96,22 +103,24 @@ class TestTensorsOfARequest:
             RequestTensor("float32", weights.shape, weights.data.cast("B").cast("f")),
             tensors[1],
             shapes=shapes,
-            max_rank=8,
+            max_ranks=RankLimits(8),
         )
-        plain = await worker.stage_tensors(*tensors, shapes=shapes, max_rank=8)
+        plain = await worker.stage_tensors(*tensors, shapes=shapes, max_ranks=RankLimits(8))
         assert got.source == plain.source
 
     async def test_a_worker_that_dies_over_them(self, tmp_path, shapes, pair):
         worker = StagingWorker(tmp_path, command=(sys.executable, "-c", "raise SystemExit(3)"))
         wide = request_tensors(pair, np.zeros((1, 3, 1_000_000), "<f4"))
         with pytest.raises(AdapterLoadError, match=r"died .* while it read a request's lora"):
-            await worker.stage_tensors(*wide, shapes=shapes, max_rank=8)
+            await worker.stage_tensors(*wide, shapes=shapes, max_ranks=RankLimits(8))
         await worker.close()
 
     async def test_too_many_bytes_are_not_sent(self, tmp_path, shapes, pair):
         worker = StagingWorker(tmp_path / "state", policy=SourcePolicy(max_bytes=100))
         with pytest.raises(AdapterTooLargeError, match=r"864 bytes.* at most 100"):
-            await worker.stage_tensors(*request_tensors(pair), shapes=shapes, max_rank=8)
+            await worker.stage_tensors(
+                *request_tensors(pair), shapes=shapes, max_ranks=RankLimits(8)
+            )
         assert worker._local.processes == []
 
     @pytest.mark.parametrize(

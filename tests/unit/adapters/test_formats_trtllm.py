@@ -17,6 +17,7 @@ from loraplex.core.errors import (
     AdapterTooLargeError,
     InvalidAdapterError,
 )
+from loraplex.core.rank_limits import RankLimits
 from support.examples import examples
 
 BASE = BaseShapes(
@@ -73,7 +74,7 @@ def raw(array: np.ndarray) -> RawTensor:
 
 def read(weights, config, shapes=BASE, max_rank=8) -> tuple[CanonicalRow, ...]:
     return canonical_rows(
-        raw(np.asarray(weights)), raw(np.asarray(config, "<i4")), shapes, max_rank
+        raw(np.asarray(weights)), raw(np.asarray(config, "<i4")), shapes, RankLimits(max_rank)
     )
 
 

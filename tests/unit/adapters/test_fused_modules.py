@@ -17,6 +17,7 @@ from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.tensor_file import RawTensor
 from loraplex.core.adapter import EMBEDDING, LM_HEAD
 from loraplex.core.errors import AdapterMismatchError, UnsupportedFeatureError
+from loraplex.core.rank_limits import RankLimits
 
 HIDDEN, INNER = 6, 10
 QKV = {"q_proj": 6, "k_proj": 4, "v_proj": 4}
@@ -57,7 +58,7 @@ def test_separate_lora_on_a_fused_base(
     (row,) = fit_modules(rows, FUSED)
     assert row.module == "qkv_proj"
     assert row.origin == "model.layers.1.self_attn.qkv_proj"
-    check_shapes([row], FUSED, max_rank=16)
+    check_shapes([row], FUSED, max_ranks=RankLimits(16))
     deltas = {each.module: delta(each) for each in rows}
     zeros = {part: np.zeros((size, HIDDEN)) for part, size in QKV.items()}
     expected = np.concatenate([deltas.get(part, zeros[part]) for part in QKV])
@@ -77,7 +78,9 @@ def test_fused_lora_on_a_separate_base() -> None:
     row = lora("qkv_proj", 14, 3, bias=tensor(14))
     rows = fit_modules([row], SEPARATE)
     by_module = {each.module: each for each in rows}
-    check_shapes([row for row in rows if "bias" not in row.tensors], SEPARATE, max_rank=3)
+    check_shapes(
+        [row for row in rows if "bias" not in row.tensors], SEPARATE, max_ranks=RankLimits(3)
+    )
     assert list(by_module) == sorted(QKV)
     np.testing.assert_array_equal(
         np.concatenate([delta(by_module[part]) for part in QKV]), delta(row)
@@ -124,7 +127,7 @@ def test_trtllm_gate_up_of_a_fused_base_has_up_first(module_id: int) -> None:
         RawTensor("F32", weights.shape, weights.tobytes()),
         RawTensor("I32", config.shape, config.tobytes()),
         FUSED,
-        max_rank=2,
+        max_ranks=RankLimits(2),
     )
     (row,) = fit_modules(rows, FUSED)
     up, gate = np.split(b.astype("<f4"), 2)
@@ -200,11 +203,13 @@ def test_the_nearest_names_are_reported() -> None:
     )
     row = lora("query_key_values", 14, 2)
     with pytest.raises(AdapterMismatchError, match=r"the nearest: h\.1\.attn\.query_key_value"):
-        check_shapes([_at(row, "h.1.attn.query_key_values")], shapes, max_rank=8)
+        check_shapes([_at(row, "h.1.attn.query_key_values")], shapes, max_ranks=RankLimits(8))
     row = lora("query_key_value", 14, 2)
     with pytest.raises(AdapterMismatchError, match="is of module 'query_key_value'"):
-        check_shapes([_at(row, "h.1.mlp.query_key_value")], shapes, max_rank=8)
-    check_shapes([_at(row, "transformer.h.1.attn.query_key_value")], shapes, max_rank=8)
+        check_shapes([_at(row, "h.1.mlp.query_key_value")], shapes, max_ranks=RankLimits(8))
+    check_shapes(
+        [_at(row, "transformer.h.1.attn.query_key_value")], shapes, max_ranks=RankLimits(8)
+    )
 
 
 def _at(row: CanonicalRow, origin: str) -> CanonicalRow:

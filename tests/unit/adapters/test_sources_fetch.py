@@ -34,6 +34,7 @@ from loraplex.core.errors import (
     StorageFullError,
     UnsupportedFeatureError,
 )
+from loraplex.core.rank_limits import RankLimits
 
 LOCAL = SourcePolicy(allow_private_addresses=True)
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -694,9 +695,9 @@ class TestThroughTheWorker:
     async def test_it_is_staged_and_known_again(self, web, state, peft_folder, shapes):
         TestAFolder().put(web, peft_folder().write())
         worker = StagingWorker(state, policy=LOCAL)
-        staged = await worker.stage(f"{web.url}/zh", shapes=shapes, max_rank=8)
+        staged = await worker.stage(f"{web.url}/zh", shapes=shapes, max_ranks=RankLimits(8))
         assert staged.seconds["fetch"] > 0
-        again = await worker.stage(f"{web.url}/zh", shapes=shapes, max_rank=8)
+        again = await worker.stage(f"{web.url}/zh", shapes=shapes, max_ranks=RankLimits(8))
         await worker.close()
         assert again.was_known
         assert again.source == staged.source
@@ -705,7 +706,7 @@ class TestThroughTheWorker:
         web.pages |= {f"/zh/{CONFIG}": b"{", f"/zh/{WEIGHTS}": b"w1"}
         worker = StagingWorker(state, policy=LOCAL)
         with pytest.raises(InvalidAdapterError) as caught:
-            await worker.stage(f"{web.url}/zh", shapes=shapes, max_rank=8)
+            await worker.stage(f"{web.url}/zh", shapes=shapes, max_ranks=RankLimits(8))
         await worker.close()
         assert f"{web.url}/zh/{CONFIG}" in caught.value.message
         assert "state" not in caught.value.message
@@ -717,8 +718,8 @@ class TestThroughTheWorker:
         worker = StagingWorker(state, policy=policy)
         for source in (str(folder), f"{web.url}/zh"):
             with pytest.raises(PermissionDeniedError):
-                await worker.stage(source, shapes=shapes, max_rank=8, is_trusted=False)
-            assert await worker.stage(source, shapes=shapes, max_rank=8)
+                await worker.stage(source, shapes=shapes, max_ranks=RankLimits(8), is_trusted=False)
+            assert await worker.stage(source, shapes=shapes, max_ranks=RankLimits(8))
         await worker.close()
 
     async def test_a_slow_source_holds_up_no_other(self, web, state, peft_folder, shapes):
@@ -728,9 +729,11 @@ class TestThroughTheWorker:
         web.pages["/zh.safetensors"] = lambda h: release.wait(20) and h.response(404)
         worker = StagingWorker(state, policy=LOCAL)
         slow = asyncio.create_task(
-            worker.stage(f"{web.url}/zh.safetensors", shapes=shapes, max_rank=8)
+            worker.stage(f"{web.url}/zh.safetensors", shapes=shapes, max_ranks=RankLimits(8))
         )
-        assert await worker.stage(str(peft_folder().write()), shapes=shapes, max_rank=8)
+        assert await worker.stage(
+            str(peft_folder().write()), shapes=shapes, max_ranks=RankLimits(8)
+        )
         assert not slow.done()
         release.set()
         with pytest.raises(InvalidAdapterError):

@@ -19,6 +19,7 @@ from loraplex.core.errors import (
     InvalidAdapterError,
     UnsupportedFeatureError,
 )
+from loraplex.core.rank_limits import RankLimits
 
 
 def files_in(folder) -> list[str]:
@@ -129,7 +130,7 @@ class TestStagingAgain:
         with pytest.raises(AdapterMismatchError, match="q_proj"):
             staged(folder, shapes=other)
         with pytest.raises(AdapterTooLargeError, match="up to 1"):
-            staged(folder, limits=StagingLimits(max_rank=1))
+            staged(folder, limits=StagingLimits(max_ranks=RankLimits(1)))
 
 
 class TestWarnings:

@@ -17,6 +17,7 @@ from loraplex.core.errors import (
     AdapterTooLargeError,
     InvalidAdapterError,
 )
+from loraplex.core.rank_limits import RankLimits
 from support.eventually import eventually
 
 
@@ -43,7 +44,7 @@ class TestTheRealWorker:
         assert process.returncode is None
         await worker.start()
         folder = peft_folder("a", seed=0).write()
-        await worker.stage(str(folder), shapes=shapes, max_rank=8)
+        await worker.stage(str(folder), shapes=shapes, max_ranks=RankLimits(8))
         assert process_of(worker) is process
 
     async def test_knows_no_keys(self, worker, monkeypatch):
@@ -59,11 +60,14 @@ class TestTheRealWorker:
         worker = StagingWorker(tmp_path / "state", num_workers=1)
         folders = [peft_folder(f"a{seed}", seed=seed).write() for seed in range(3)]
         staged = await asyncio.gather(
-            *(worker.stage(str(folder), shapes=shapes, max_rank=8) for folder in folders)
+            *(
+                worker.stage(str(folder), shapes=shapes, max_ranks=RankLimits(8))
+                for folder in folders
+            )
         )
         assert len({one.source.digest for one in staged}) == 3
         process = process_of(worker)
-        again = await worker.stage(str(folders[0]), shapes=shapes, max_rank=8)
+        again = await worker.stage(str(folders[0]), shapes=shapes, max_ranks=RankLimits(8))
         assert again.was_known
         assert again.source == staged[0].source
         assert process_of(worker) is process
@@ -72,30 +76,30 @@ class TestTheRealWorker:
     async def test_errors_come_back_as_themselves(self, worker, peft_folder, shapes, tmp_path):
         folder = str(peft_folder(rank=4).write())
         with pytest.raises(InvalidAdapterError, match="Unicode"):
-            await worker.stage("\ud800", shapes=shapes, max_rank=8)
+            await worker.stage("\ud800", shapes=shapes, max_ranks=RankLimits(8))
         with pytest.raises(InvalidAdapterError, match="cannot open"):
-            await worker.stage(str(tmp_path / "none"), shapes=shapes, max_rank=8)
+            await worker.stage(str(tmp_path / "none"), shapes=shapes, max_ranks=RankLimits(8))
         with pytest.raises(AdapterTooLargeError, match="max_lora_rank"):
-            await worker.stage(folder, shapes=shapes, max_rank=2)
+            await worker.stage(folder, shapes=shapes, max_ranks=RankLimits(2))
         smaller = type(shapes)(1, shapes.modules)
         with pytest.raises(AdapterMismatchError, match="1 layers"):
-            await worker.stage(folder, shapes=smaller, max_rank=8)
-        assert await worker.stage(folder, shapes=shapes, max_rank=8)
+            await worker.stage(folder, shapes=smaller, max_ranks=RankLimits(8))
+        assert await worker.stage(folder, shapes=shapes, max_ranks=RankLimits(8))
 
     async def test_a_killed_worker_is_replaced(self, worker, peft_folder, shapes):
         folder = str(peft_folder().write())
-        await worker.stage(folder, shapes=shapes, max_rank=8)
+        await worker.stage(folder, shapes=shapes, max_ranks=RankLimits(8))
         process_of(worker).kill()
         await process_of(worker).wait()
-        assert (await worker.stage(folder, shapes=shapes, max_rank=8)).was_known
+        assert (await worker.stage(folder, shapes=shapes, max_ranks=RankLimits(8))).was_known
 
     @pytest.mark.skipif(sys.platform != "linux", reason="finds stopped processes in /proc")
     async def test_a_stopped_worker_is_replaced(self, worker, peft_folder, shapes, caplog):
         folder = str(peft_folder().write())
-        staged = await worker.stage(folder, shapes=shapes, max_rank=8)
+        staged = await worker.stage(folder, shapes=shapes, max_ranks=RankLimits(8))
         stopped = process_of(worker)
         os.kill(stopped.pid, signal.SIGSTOP)
-        again = await worker.stage(folder, shapes=shapes, max_rank=8)
+        again = await worker.stage(folder, shapes=shapes, max_ranks=RankLimits(8))
         assert again.source == staged.source
         assert await stopped.wait() == -signal.SIGKILL
         assert "the staging worker was stopped while it read" in caplog.text
@@ -105,7 +109,7 @@ class TestTheRealWorker:
         self, worker, peft_folder, shapes
     ):
         folder = str(peft_folder().write())
-        stage = functools.partial(worker.stage, folder, shapes=shapes, max_rank=8)
+        stage = functools.partial(worker.stage, folder, shapes=shapes, max_ranks=RankLimits(8))
         await asyncio.gather(stage(), stage())
         first, second = [each.process for each in worker._local.processes]
         for stopped in (first, second):
@@ -115,7 +119,7 @@ class TestTheRealWorker:
             assert await stopped.wait() == -signal.SIGKILL
 
     async def test_close_ends_it_and_may_come_twice(self, worker, peft_folder, shapes):
-        await worker.stage(str(peft_folder().write()), shapes=shapes, max_rank=8)
+        await worker.stage(str(peft_folder().write()), shapes=shapes, max_ranks=RankLimits(8))
         process = process_of(worker)
         await worker.close()
         assert process.returncode == 0
@@ -126,7 +130,7 @@ class TestMisbehaviour:
     async def stage(self, tmp_path, shapes, code, **kwargs):
         worker = StagingWorker(tmp_path, command=python(code), **kwargs)
         try:
-            await worker.stage("/some/adapter", shapes=shapes, max_rank=8)
+            await worker.stage("/some/adapter", shapes=shapes, max_ranks=RankLimits(8))
         finally:
             await worker.close()
 
@@ -153,8 +157,8 @@ class TestMisbehaviour:
         worker = StagingWorker(tmp_path / "state", command=python(code), num_workers=1)
         folder = str(peft_folder().write())
         first, second = await asyncio.gather(
-            worker.stage(folder, shapes=shapes, max_rank=8),
-            worker.stage(folder, shapes=shapes, max_rank=8),
+            worker.stage(folder, shapes=shapes, max_ranks=RankLimits(8)),
+            worker.stage(folder, shapes=shapes, max_ranks=RankLimits(8)),
             return_exceptions=True,
         )
         await worker.close()
@@ -177,7 +181,7 @@ class TestMisbehaviour:
         stopping = python("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)")
         worker = StagingWorker(tmp_path, command=stopping)
         with pytest.raises(AdapterLoadError, match=r"stopped by a signal.*please try again"):
-            await worker.stage("x", shapes=shapes, max_rank=8)
+            await worker.stage("x", shapes=shapes, max_ranks=RankLimits(8))
         assert process_of(worker) is None
         await worker.close()
 
@@ -189,20 +193,20 @@ class TestMisbehaviour:
     async def test_a_command_that_does_not_exist(self, tmp_path, shapes):
         worker = StagingWorker(tmp_path, command=("/does/not/exist",))
         with pytest.raises(AdapterLoadError):
-            await worker.stage("/a", shapes=shapes, max_rank=8)
+            await worker.stage("/a", shapes=shapes, max_ranks=RankLimits(8))
         await worker.close()
 
     async def test_a_caller_that_gives_up_does_not_shift_the_replies(
         self, worker, peft_folder, shapes
     ):
         folders = [str(peft_folder(f"a{seed}", seed=seed).write()) for seed in range(2)]
-        expected = await worker.stage(folders[1], shapes=shapes, max_rank=8)
-        task = asyncio.create_task(worker.stage(folders[0], shapes=shapes, max_rank=8))
+        expected = await worker.stage(folders[1], shapes=shapes, max_ranks=RankLimits(8))
+        task = asyncio.create_task(worker.stage(folders[0], shapes=shapes, max_ranks=RankLimits(8)))
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        got = await worker.stage(folders[1], shapes=shapes, max_rank=8)
+        got = await worker.stage(folders[1], shapes=shapes, max_ranks=RankLimits(8))
         assert got.source == expected.source
 
     async def test_stderr_goes_to_the_log(self, tmp_path, shapes, caplog):
@@ -242,7 +246,7 @@ class TestTenantsShareTheWorkers:
     async def occupy(self, stuck, shapes, tenant, num_loads):
         tasks = [
             asyncio.create_task(
-                stuck.stage(f"/{tenant}/{i}", shapes=shapes, max_rank=8, tenant=tenant)
+                stuck.stage(f"/{tenant}/{i}", shapes=shapes, max_ranks=RankLimits(8), tenant=tenant)
             )
             for i in range(num_loads)
         ]
@@ -258,7 +262,7 @@ class TestTenantsShareTheWorkers:
         stuck.file.unlink()
         folder = str(peft_folder().write())
         for tenant in ("quick", ""):
-            assert await stuck.stage(folder, shapes=shapes, max_rank=8, tenant=tenant)
+            assert await stuck.stage(folder, shapes=shapes, max_ranks=RankLimits(8), tenant=tenant)
         assert not any(task.done() for task in tasks)
         await end(tasks)
 
@@ -266,7 +270,9 @@ class TestTenantsShareTheWorkers:
         tasks = await self.occupy(stuck, shapes, "one", 2)
         stuck.file.unlink()
         folder = str(peft_folder().write())
-        waiting = asyncio.create_task(stuck.stage(folder, shapes=shapes, max_rank=8, tenant="one"))
+        waiting = asyncio.create_task(
+            stuck.stage(folder, shapes=shapes, max_ranks=RankLimits(8), tenant="one")
+        )
         await asyncio.sleep(0)
         processes = [one.process for one in stuck._local.processes]
         tasks[0].cancel()
@@ -286,14 +292,16 @@ class TestTenantsShareTheWorkers:
 
     async def test_tensors_of_a_request_wait_for_no_download(self, stuck, shapes, tmp_path):
         downloads = [
-            asyncio.create_task(stuck.stage(f"http://127.0.0.1:9/{i}", shapes=shapes, max_rank=8))
+            asyncio.create_task(
+                stuck.stage(f"http://127.0.0.1:9/{i}", shapes=shapes, max_ranks=RankLimits(8))
+            )
             for i in range(3)
         ]
         await self.two_are_stuck(stuck)
         stuck.file.unlink()
         tensor = RequestTensor("FP32", (1, 1, 1), bytes(4))
         with pytest.raises(InvalidAdapterError):
-            await stuck.stage_tensors(tensor, tensor, shapes=shapes, max_rank=8)
+            await stuck.stage_tensors(tensor, tensor, shapes=shapes, max_ranks=RankLimits(8))
         assert not any(task.done() for task in downloads)
         await end(downloads)
 

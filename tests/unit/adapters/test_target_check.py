@@ -6,6 +6,7 @@ from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.target_check import check_targets
 from loraplex.core.adapter import LoraTarget, TargetPart
 from loraplex.core.errors import AdapterMismatchError, AdapterTooLargeError
+from loraplex.core.rank_limits import RankLimits
 
 PLAIN = BaseShapes(2, {"q_proj": (16, 32)}, vocab_size=50, hidden_size=16)
 BIASED = BaseShapes(
@@ -26,13 +27,13 @@ def factor(num_vectors):
 
 @pytest.mark.parametrize(("shapes", "num_vectors"), [(PLAIN, 1), (BIASED, 2)])
 def test_what_fits(shapes, num_vectors):
-    check_targets([lora(), factor(num_vectors)], shapes, max_rank=4)
+    check_targets([lora(), factor(num_vectors)], shapes, max_ranks=RankLimits(4))
 
 
 @pytest.mark.parametrize(("shapes", "num_vectors"), [(PLAIN, 2), (BIASED, 1)])
 def test_dora_of_a_layer_whose_bias_came_or_went(shapes, num_vectors):
     with pytest.raises(AdapterMismatchError, match=r"factor of q_proj of layer 1"):
-        check_targets([factor(num_vectors)], shapes, max_rank=4)
+        check_targets([factor(num_vectors)], shapes, max_ranks=RankLimits(4))
 
 
 @pytest.mark.parametrize(
@@ -40,9 +41,11 @@ def test_dora_of_a_layer_whose_bias_came_or_went(shapes, num_vectors):
 )
 def test_another_base(change):
     with pytest.raises(AdapterMismatchError, match="of layer"):
-        check_targets([lora(**change)], PLAIN, max_rank=4)
+        check_targets([lora(**change)], PLAIN, max_ranks=RankLimits(4))
 
 
 def test_a_rank_above_the_limit():
-    with pytest.raises(AdapterTooLargeError, match="rank 4; at most 3"):
-        check_targets([lora()], PLAIN, max_rank=3)
+    with pytest.raises(
+        AdapterTooLargeError, match=r"rank 4; .* up to 3 on q_proj: raise max_lora_rank"
+    ):
+        check_targets([lora()], PLAIN, max_ranks=RankLimits(3))

@@ -10,6 +10,7 @@ from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.targets import source_of, targets_of
 from loraplex.adapters.tensor_file import RawTensor
 from loraplex.core.adapter import OUTSIDE_LAYERS, LoraTarget, TargetPart
+from loraplex.core.rank_limits import RankLimits
 from loraplex.memory.adapter_pages import page_geometry, place
 
 SHAPES = BaseShapes(2, {"q_proj": (8, 12), "down_proj": (16, 8)}, vocab_size=50, hidden_size=8)
@@ -27,12 +28,12 @@ def row(kind=RowKind.LORA, layer=0, module="q_proj", expert=None, **tensors) -> 
 
 
 def targets(of: CanonicalRow) -> list[LoraTarget]:
-    return list(targets_of(of, SHAPES, MAX_RANK))
+    return list(targets_of(of, SHAPES, RankLimits(MAX_RANK)))
 
 
 def test_the_source_lists_sorted_targets_and_counts_tensor_bytes(tmp_path):
     rows = [row(layer=1), row(module="down_proj", a=raw(3, 16), b=raw(8, 3)), row()]
-    source = source_of("d" * 64, tmp_path / "x", rows, SHAPES, MAX_RANK)
+    source = source_of("d" * 64, tmp_path / "x", rows, SHAPES, RankLimits(MAX_RANK))
     assert source.targets == (
         LoraTarget(0, "down_proj", 3, 16, 8),
         LoraTarget(0, "q_proj", 2, 8, 12),
@@ -112,7 +113,7 @@ def test_ranks_are_those_of_lora_however_many_rows_lie_beside(tmp_path):
         row(layer=None, module="embed_tokens", a=raw(3, 50), b=raw(8, 3)),
         row(RowKind.FULL, None, "lm_head", weight=raw(50, 8)),
     ]
-    source = source_of("d" * 64, tmp_path / "x", rows, SHAPES, MAX_RANK)
+    source = source_of("d" * 64, tmp_path / "x", rows, SHAPES, RankLimits(MAX_RANK))
     assert source.ranks == {"embed_tokens": (3, 3), "q_proj": (2, 4)}
     assert max(target.rank for target in source.targets) > 4
 
@@ -121,13 +122,15 @@ def test_ranks_are_those_of_lora_however_many_rows_lie_beside(tmp_path):
 def test_every_piece_fits_a_page(rank, vocab, hidden):
     shapes = BaseShapes(1, {"q_proj": (hidden, 12)}, vocab_size=vocab, hidden_size=hidden)
     geometry = page_geometry(
-        [LoraTarget(0, "q_proj", 1, hidden, 12)], optimal_rank=1, max_rank=MAX_RANK
+        [LoraTarget(0, "q_proj", 1, hidden, 12)],
+        usual_ranks=RankLimits(1),
+        max_ranks=RankLimits(MAX_RANK),
     )
     rows = [
         row(layer=None, module="lm_head", a=raw(rank, hidden), b=raw(vocab, rank)),
         row(RowKind.FULL, None, "embed_tokens", weight=raw(vocab, hidden)),
         row(RowKind.BIAS, None, "lm_head", bias=raw(vocab)),
     ]
-    pieces = [piece for of in rows for piece in targets_of(of, shapes, MAX_RANK)]
+    pieces = [piece for of in rows for piece in targets_of(of, shapes, RankLimits(MAX_RANK))]
     placed = place(pieces, geometry)
     assert len(placed.places) == len(pieces)

@@ -1,3 +1,5 @@
+from typing import ClassVar
+
 import hypothesis.strategies as st
 import msgspec
 import pytest
@@ -6,9 +8,11 @@ from hypothesis import given
 from loraplex.core.adapter import LoraTarget
 from loraplex.core.errors import AdapterTooLargeError, ConfigError
 from loraplex.core.plan import PageGeometry
+from loraplex.core.rank_limits import RankLimits
 from loraplex.memory.adapter_pages import (
+    layer_targets,
     page_geometry,
-    pages_at_rank,
+    pages_at_ranks,
     pages_for_bytes,
     place,
 )
@@ -29,7 +33,7 @@ class TestLlama7B:
     """q, k and v of LLaMA-7B in fp16, pages made for rank 8: a quarter of TensorRT-LLM's."""
 
     targets = layers(LLAMA_7B_QKV, 32)
-    geometry = page_geometry(targets, optimal_rank=8, max_rank=64)
+    geometry = page_geometry(targets, usual_ranks=RankLimits(8), max_ranks=RankLimits(64))
 
     def test_geometry(self):
         assert self.geometry == PageGeometry(slot_elements=8192, slots_per_page=192)
@@ -53,7 +57,7 @@ class TestLlama7B:
         assert pages_for_bytes(3 * 2**20 - 1, self.geometry, element_bytes=2) == 0
 
     def test_largest_adapter(self):
-        assert pages_at_rank(self.targets, 64, self.geometry) == 32
+        assert pages_at_ranks(self.targets, RankLimits(64), self.geometry) == 32
 
 
 class TestAllModules:
@@ -66,7 +70,7 @@ class TestAllModules:
         "down_proj": (11008, 4096),
     }
     targets = layers(shapes, 32)
-    geometry = page_geometry(targets, optimal_rank=8, max_rank=64)
+    geometry = page_geometry(targets, usual_ranks=RankLimits(8), max_ranks=RankLimits(64))
 
     def test_the_usual_adapter_fills_its_pages(self):
         usual = layers(self.shapes, 32, 8)
@@ -82,8 +86,63 @@ class TestAllModules:
 
     def test_the_largest_adapter_wastes_a_quarter_at_most(self):
         slots = sum(self.geometry.slots_of(target) for target in layers(self.shapes, 32, 64))
-        taken = pages_at_rank(self.targets, 64, self.geometry) * self.geometry.slots_per_page
+        taken = (
+            pages_at_ranks(self.targets, RankLimits(64), self.geometry)
+            * self.geometry.slots_per_page
+        )
         assert slots / taken > 0.75
+
+
+class TestExperts:
+    """A model as Qwen3-30B-A3B: 128 experts in each of 48 layers."""
+
+    attention: ClassVar = {
+        "q_proj": (2048, 4096),
+        "k_proj": (2048, 512),
+        "v_proj": (2048, 512),
+        "o_proj": (4096, 2048),
+    }
+    experts: ClassVar = {
+        "router": (2048, 128),
+        "shared_expert_gate": (2048, 1),
+        "experts.gate_proj": (2048, 768),
+        "experts.up_proj": (2048, 768),
+        "experts.down_proj": (768, 2048),
+    }
+    numbers: ClassVar = {module: 128 for module in experts if module.startswith("experts.")}
+    limits = RankLimits(64, {"experts": 16})
+    targets = layer_targets([attention | experts] * 48, num_experts=numbers)
+    geometry = page_geometry(targets, usual_ranks=RankLimits(8), max_ranks=limits)
+
+    def test_every_offset_is_aligned(self):
+        assert self.geometry.slot_elements == 2064  # 2049 features of the gate, in steps of 16
+        places = place(self.targets[: len(self.targets) // 48], self.geometry).places
+        assert all(spot.offset % 16 == 0 for spot in places)
+
+    def test_a_page_is_a_small_part_of_a_layer(self):
+        layer = sum(8 * sum(shape) for shape in self.experts.values())
+        layer += 8 * 127 * sum(sum(self.experts[module]) for module in self.numbers)
+        assert 2 * 64 * 6144 <= self.geometry.page_elements < layer / 3
+
+    def test_a_row_of_the_tables_is_small_beside_its_page(self):
+        assert 16 * len(self.targets) <= self.geometry.page_elements * 2 / 8
+
+    def test_an_adapter_of_attention_wastes_little(self):
+        adapter = layer_targets([self.attention] * 48, RankLimits(8))
+        slots, placement = sum(map(self.geometry.slots_of, adapter)), place(adapter, self.geometry)
+        assert slots / (placement.num_pages * self.geometry.slots_per_page) > 0.85
+
+    @pytest.mark.parametrize("rank", [1, 8, 16])
+    def test_an_adapter_of_all_experts_is_spread_over_many_pages(self, rank):
+        adapter = layer_targets([self.experts] * 48, RankLimits(rank), self.numbers)
+        slots, placement = sum(map(self.geometry.slots_of, adapter)), place(adapter, self.geometry)
+        assert placement.num_pages > 10
+        assert slots / (placement.num_pages * self.geometry.slots_per_page) > 0.8
+        assert placement.num_pages <= pages_at_ranks(self.targets, self.limits, self.geometry)
+
+    def test_few_experts_take_few_pages(self):
+        adapter = [target for target in self.targets if target.expert == 5]
+        assert place(adapter, self.geometry).num_pages == 1
 
 
 def test_offsets_are_whole_slots_one_after_the_other():
@@ -115,15 +174,15 @@ def test_the_order_of_the_rows_does_not_matter():
 
 def test_a_page_holds_one_target_of_the_largest_rank():
     targets = layers({"small": (2, 2), "large": (100, 300)}, 1)
-    geometry = page_geometry(targets, optimal_rank=1, max_rank=8)
-    assert geometry == PageGeometry(slot_elements=4, slots_per_page=800)
+    geometry = page_geometry(targets, usual_ranks=RankLimits(1), max_ranks=RankLimits(8))
+    assert geometry == PageGeometry(slot_elements=16, slots_per_page=200)
 
 
 def test_the_largest_adapter_is_counted_in_pages_not_in_elements():
     """Three of four slots are used in each page: by elements, three pages would do for four."""
     targets = layers({"q": (5, 5)}, 4)
     geometry = PageGeometry(slot_elements=10, slots_per_page=4)
-    assert pages_at_rank(targets, 3, geometry) == 4
+    assert pages_at_ranks(targets, RankLimits(3), geometry) == 4
 
 
 def test_an_adapter_of_no_targets_has_no_pages():
@@ -132,7 +191,7 @@ def test_an_adapter_of_no_targets_has_no_pages():
 
 def test_a_target_larger_than_a_page_is_refused():
     targets = layers(LLAMA_7B_QKV, 1)
-    geometry = page_geometry(targets, optimal_rank=8, max_rank=16)
+    geometry = page_geometry(targets, usual_ranks=RankLimits(8), max_ranks=RankLimits(16))
     with pytest.raises(AdapterTooLargeError, match="q_proj of layer 0 with rank 32 takes 32 slots"):
         place([LoraTarget(0, "q_proj", 32, 4096, 4096)], geometry)
 
@@ -141,20 +200,23 @@ def test_a_target_larger_than_a_page_is_refused():
     ("targets", "ranks", "text"),
     [
         ([], (8, 64), "at least one module"),
-        (layers(LLAMA_7B_QKV, 1), (0, 64), "optimal_rank must be at least 1, got 0"),
-        (layers(LLAMA_7B_QKV, 1), (8, -1), "max_rank must be at least 1, got -1"),
+        (layers(LLAMA_7B_QKV, 1), (0, 64), "usual_ranks must be at least 1, got 0"),
+        (layers(LLAMA_7B_QKV, 1), (8, -1), "max_ranks must be at least 1, got -1"),
     ],
 )
 def test_bad_geometry_is_a_config_error(targets, ranks, text):
     with pytest.raises(ConfigError, match=text):
-        page_geometry(targets, optimal_rank=ranks[0], max_rank=ranks[1])
+        page_geometry(targets, usual_ranks=RankLimits(ranks[0]), max_ranks=RankLimits(ranks[1]))
+
+
+NO_EXPERTS = st.just({})
 
 
 @st.composite
-def models_and_adapters(draw):
+def models_and_adapters(draw, experts=NO_EXPERTS):
     sizes = st.tuples(st.integers(1, 30), st.integers(1, 30))
     shapes = draw(st.dictionaries(st.sampled_from("qkvogud"), sizes, min_size=1))
-    model = layers(shapes, draw(st.integers(1, 4)))
+    model = layer_targets([shapes] * draw(st.integers(1, 4)), num_experts=draw(experts))
     optimal_rank, max_rank = draw(st.integers(1, 8)), draw(st.integers(1, 16))
     chosen = draw(st.lists(st.sampled_from(model), unique=True))
     ranks = st.integers(1, max_rank)
@@ -165,13 +227,31 @@ def models_and_adapters(draw):
 @given(models_and_adapters())
 def test_the_guarantees_hold_for_any_model(case):
     model, optimal_rank, max_rank, adapter = case
-    geometry = page_geometry(model, optimal_rank=optimal_rank, max_rank=max_rank)
+    geometry = page_geometry(
+        model, usual_ranks=RankLimits(optimal_rank), max_ranks=RankLimits(max_rank)
+    )
     usual = [msgspec.structs.replace(target, rank=optimal_rank) for target in model]
     usual_slots = sum(geometry.slots_of(target) for target in usual)
     num_usual_pages = place(usual, geometry).num_pages
     assert num_usual_pages == 1 or num_usual_pages * geometry.slots_per_page == usual_slots
+    check_placement(adapter, model, max_rank, geometry)
+
+
+@given(models_and_adapters(st.dictionaries(st.sampled_from("gud"), st.integers(2, 20))))
+def test_the_guarantees_hold_with_experts(case):
+    model, optimal_rank, max_rank, adapter = case
+    geometry = page_geometry(
+        model, usual_ranks=RankLimits(optimal_rank), max_ranks=RankLimits(max_rank)
+    )
+    largest = max(target.in_features + target.out_features for target in model)
+    assert geometry.page_elements >= max_rank * largest
+    assert geometry.slot_elements % 16 == 0
+    check_placement(adapter, model, max_rank, geometry)
+
+
+def check_placement(adapter, model, max_rank, geometry):
     placement = place(adapter, geometry)
-    assert placement.num_pages <= pages_at_rank(model, max_rank, geometry)
+    assert placement.num_pages <= pages_at_ranks(model, RankLimits(max_rank), geometry)
     assert sorted(spot.target for spot in placement.places) == sorted(adapter)
     end = [0] * placement.num_pages
     for spot in placement.places:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from loraplex.core.adapter import OUTSIDE_LAYERS, LoraTarget
+from loraplex.core.rank_limits import RankLimits
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.execution.adapters.bank import AdapterBank
 from loraplex.execution.adapters.host_adapters import HostAdapter, HostWeight
@@ -51,7 +52,9 @@ class Model:
     def bank(self, accelerator: DelayedAccelerator | None) -> AdapterBank:
         """Make a bank with one adapter, on its way: of rank 2 on every layer but the second."""
         layers = self.config.module_shapes
-        geometry = page_geometry(layer_targets(layers), optimal_rank=1, max_rank=2)
+        geometry = page_geometry(
+            layer_targets(layers), usual_ranks=RankLimits(1), max_ranks=RankLimits(2)
+        )
         bank = AdapterBank(
             geometry,
             12,
@@ -60,7 +63,7 @@ class Model:
             layers=layers,
             accelerator=accelerator,
         )
-        host = HostAdapter("digest", tuple(random_weights(layer_targets(layers, 2))))
+        host = HostAdapter("digest", tuple(random_weights(layer_targets(layers, RankLimits(2)))))
         num_pages = place(host.targets, geometry).num_pages
         assert num_pages >= NUM_LAYERS - 1, "the layers arrive one by one"
         bank.copy(1, bank.prepare(host), list(range(num_pages)))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from loraplex.core.plan import KVGroupCapacity
+from loraplex.core.rank_limits import RankLimits
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.execution.adapters.bank import AdapterBank
 from loraplex.execution.adapters.host_adapters import HostAdapter, HostWeight
@@ -86,7 +87,9 @@ class Model:
     def lora(self) -> LoraBatch:
         """Make a batch whose rows use one adapter of all modules."""
         layers = self.spec.module_shapes
-        geometry = page_geometry(layer_targets(layers), optimal_rank=2, max_rank=2)
+        geometry = page_geometry(
+            layer_targets(layers), usual_ranks=RankLimits(2), max_ranks=RankLimits(2)
+        )
         weights = [
             HostWeight(
                 target,
@@ -94,7 +97,7 @@ class Model:
                 torch.randn(target.out_features, 2),
                 1.0,
             )
-            for target in layer_targets(layers, 2)
+            for target in layer_targets(layers, RankLimits(2))
         ]
         host = HostAdapter("digest", tuple(weights))
         num_pages = place(host.targets, geometry).num_pages

@@ -18,6 +18,7 @@ from loraplex.core.errors import (
     PermissionDeniedError,
 )
 from loraplex.core.principal import LOCAL, NONE, Principal, Rights
+from loraplex.core.rank_limits import RankLimits
 from loraplex.serving.adapters.loading import CatalogLoader
 from loraplex.serving.catalog import ModelCatalog
 from loraplex.serving.request_metrics import RequestMetrics
@@ -78,7 +79,7 @@ async def test_it_is_staged_against_the_base_as_a_folder_is(add, staging, model)
         "path": "zh",
         "config": CONFIG,
         "shapes": model.shapes,
-        "max_rank": 32,
+        "max_ranks": RankLimits(32),
         "pool_dtype": model.card.dtype,
         "tenant": "t",
     }

@@ -2,8 +2,10 @@
 
 import msgspec
 
+from loraplex.core.config import ModelConfig
 from loraplex.core.plan import KVGroupCapacity, PageGeometry
 from loraplex.core.stats import AdapterTierStats, EngineStats, KVGroupStats
+from loraplex.memory.adapter_pages import layer_targets
 from loraplex.serving.model_memory import (
     AcceleratorMemory,
     DeviceTier,
@@ -33,12 +35,12 @@ STATS = EngineStats(
         device_pages_used=3, num_on_device=2, num_held=1, host_bytes_used=300, num_on_host=4
     ),
 )
+TARGETS = layer_targets([{"q": (4, 6)}] * 2)
+MODEL = ModelConfig(path="m", optimal_lora_rank=1, max_lora_rank=8, lora_host_bytes=1000)
 
 
 def test_every_number_is_in_its_place():
-    memory = memory_of(
-        CAPACITY, STATS, num_layers=2, modules={"q": (4, 6)}, ranks=(8, 1, 8), host_bytes=1000
-    )
+    memory = memory_of(CAPACITY, STATS, targets=TARGETS, model=MODEL)
     assert memory == ModelMemory(
         weights_bytes=9000,
         kv=KVMemory(
@@ -73,8 +75,7 @@ def test_blocks_are_counted_together_and_by_kv_group():
         blocks_on_host=3,
         kv_groups=(KVGroupStats(6, 30, 2), KVGroupStats(3, 1, 1)),
     )
-    arguments = {"num_layers": 2, "modules": {"q": (4, 6)}, "ranks": (8,), "host_bytes": 1}
-    kv = memory_of(capacity, stats, **arguments).kv
+    kv = memory_of(capacity, stats, targets=TARGETS, model=MODEL).kv
     assert (kv.blocks, kv.held, kv.cached, kv.free, kv.tokens) == (140, 9, 31, 100, 1600)
     assert (kv.host_blocks, kv.host_used) == (13, 3)
     full, window = kv.groups
@@ -84,7 +85,10 @@ def test_blocks_are_counted_together_and_by_kv_group():
     assert window == KVGroupMemory(
         attention_window=64, blocks=40, held=3, cached=1, free=36, host_blocks=5, host_used=1
     )
-    assert [group.free for group in memory_of(capacity, EngineStats(), **arguments).kv.groups] == [
+    assert [
+        group.free
+        for group in memory_of(capacity, EngineStats(), targets=TARGETS, model=MODEL).kv.groups
+    ] == [
         100,
         40,
     ]
@@ -94,12 +98,11 @@ def test_a_device_of_its_own():
     capacity = msgspec.structs.replace(
         CAPACITY, workspace_bytes=300, graph_bytes=20, device_bytes=30000, device_free_bytes=5000
     )
-    arguments = {"num_layers": 2, "modules": {"q": (4, 6)}, "ranks": (8,), "host_bytes": 1}
-    memory = memory_of(capacity, STATS, **arguments)
+    memory = memory_of(capacity, STATS, targets=TARGETS, model=MODEL)
     assert (memory.workspace_bytes, memory.graph_bytes) == (300, 20)
     other = 30000 - 5000 - (9000 + 300 + 20 + 7000 + 4000)
     assert memory.accelerator == AcceleratorMemory(total=30000, free=5000, other=other)
-    assert memory_of(CAPACITY, STATS, **arguments).accelerator is None
+    assert memory_of(CAPACITY, STATS, targets=TARGETS, model=MODEL).accelerator is None
 
 
 def test_files_are_counted_once(tmp_path):

@@ -168,7 +168,7 @@ class RequestTensors:
         self._weights, self._config = weights, config
 
     def read_rows(self, shapes: BaseShapes, limits: StagingLimits) -> tuple[CanonicalRow, ...]:
-        return trtllm.canonical_rows(self._weights, self._config, shapes, limits.max_rank)
+        return trtllm.canonical_rows(self._weights, self._config, shapes, limits.max_ranks)
 
     def warnings(
         self,
@@ -224,7 +224,7 @@ def _rows_of_pair(
     where: str, weights: RawTensor, config: RawTensor, shapes: BaseShapes, limits: StagingLimits
 ) -> tuple[CanonicalRow, ...]:
     try:
-        return trtllm.canonical_rows(weights, config, shapes, limits.max_rank)
+        return trtllm.canonical_rows(weights, config, shapes, limits.max_ranks)
     except LoraplexError as error:
         raise type(error)(f"{where}: {error.message}") from error
 

@@ -29,6 +29,7 @@ from loraplex.core.errors import (
     InvalidAdapterError,
     UnsupportedFeatureError,
 )
+from loraplex.core.rank_limits import RankLimits
 
 WEIGHTS_NAME = "model.lora_weights.npy"
 CONFIG_NAMES = ("model.lora_config.npy", "model.lora_keys.npy")
@@ -111,13 +112,13 @@ def request_tensor(header: TensorHeader, data: bytes | bytearray | memoryview) -
 
 
 def canonical_rows(
-    weights: RawTensor, config: RawTensor, shapes: BaseShapes, max_rank: int
+    weights: RawTensor, config: RawTensor, shapes: BaseShapes, max_ranks: RankLimits
 ) -> tuple[CanonicalRow, ...]:
     """Return the rows of an adapter.
 
     Fused modules become one row per part, and experts one per expert whose B is not zero. Raises
     InvalidAdapterError for broken tensors, AdapterMismatchError for those of another base,
-    AdapterTooLargeError for a rank above max_rank, UnsupportedFeatureError for DoRA of experts.
+    AdapterTooLargeError for a rank above max_ranks, UnsupportedFeatureError for DoRA of experts.
     """
     shape = _matrix_shape("lora_weights", weights)
     config_shape = _matrix_shape("lora_keys", config)
@@ -127,7 +128,7 @@ def canonical_rows(
     rows: list[CanonicalRow] = []
     owners: dict[tuple[int, str], _Entry] = {}
     for index in range(len(table)):
-        entry = _entry(index, table[index].tolist(), bits[index], shapes, max_rank)
+        entry = _entry(index, table[index].tolist(), bits[index], shapes, max_ranks)
         for part in entry.parts:
             first = owners.setdefault((entry.layer, part), entry)
             if first is not entry:
@@ -197,7 +198,7 @@ def _entry(
     columns: list[int],
     bits: npt.NDArray[np.unsignedinteger],
     shapes: BaseShapes,
-    max_rank: int,
+    max_ranks: RankLimits,
 ) -> _Entry:
     """Parse one row of lora_config; bits: that of lora_weights. Raises as canonical_rows."""
     module_id, layer, rank = columns[:_NUM_FIXED_COLUMNS]
@@ -229,11 +230,13 @@ def _entry(
         is_dora=is_dora == [1],
     )
     _check_width(entry, bits, where)
-    if rank > max_rank:
-        raise AdapterTooLargeError(
-            f"Invalid low_rank ({rank}). low_rank must be smaller than mMaxLowRank ({max_rank}): "
-            f"{where} is above the server's max_lora_rank"
-        )
+    for part in parts:
+        if rank > max_ranks.of(part):
+            raise AdapterTooLargeError(
+                f"Invalid low_rank ({rank}). low_rank must be smaller than mMaxLowRank "
+                f"({max_ranks.of(part)}): {where} is above the server's "
+                f"{max_ranks.setting_of(part)}"
+            )
     return entry
 
 

@@ -107,7 +107,7 @@ class MemoryAdvice:
         return ConfigError(
             f"weights, steps ({steps.workspace} bytes) and recorded steps ({steps.graphs} bytes) "
             f"leave too little for one KV block and one adapter of rank "
-            f"{self.settings.max_lora_rank}, by {missing} bytes: "
+            f"{self.settings.rank_limits}, by {missing} bytes: "
             f"{'; or '.join(self._ways(missing, steps))}",
             param="max_num_batched_tokens",
         )
@@ -125,8 +125,8 @@ class MemoryAdvice:
             yield (
                 f"lower max_num_batched_tokens and max_num_seqs, which give up to {steps.workspace}"
             )
-        if settings.max_lora_rank > 1:
-            yield "lower max_lora_rank"
+        if settings.rank_limits.largest > 1:
+            yield "lower max_lora_rank, or max_lora_ranks"
         yield self._smaller_weights(None, at_least=missing)
 
     def _smaller_weights(self, free: int | None, at_least: int = 0) -> str:

@@ -14,7 +14,7 @@ from loraplex.execution.sizing.step_memory import StepMemory
 from loraplex.memory.adapter_pages import (
     layer_targets,
     page_geometry,
-    pages_at_rank,
+    pages_at_ranks,
     pages_for_bytes,
 )
 from loraplex.models.attention import attention_shapes
@@ -140,10 +140,12 @@ def describe_memory(
 ) -> str:
     """Return one line for the log."""
     pool, targets = size.adapters, layer_targets(spec.module_shapes, num_experts=spec.num_experts)
-    usual = min(settings.optimal_lora_rank, settings.max_lora_rank)
+    limits = settings.rank_limits
+    usual = min(settings.optimal_lora_rank, limits.largest)
     holds = (
-        f"{pool.num_pages // pages_at_rank(targets, rank, pool.geometry)} adapters of rank {rank}"
-        for rank in sorted({usual, settings.max_lora_rank})
+        f"{pool.num_pages // pages_at_ranks(targets, limits.at_most(rank), pool.geometry)} "
+        f"adapters of rank {rank}"
+        for rank in sorted({usual, limits.largest})
     )
     return (
         f"memory: weights {weights_bytes >> 20} MiB; {_of_steps(steps)}"
@@ -192,7 +194,7 @@ def _left(
 def size_adapter_pool(
     settings: RunnerSettings, spec: ModelSpec, dtype: torch.dtype
 ) -> AdapterPoolSize:
-    """Raises ConfigError if one adapter of max_lora_rank on all modules does not fit."""
+    """Raises ConfigError if one adapter of the largest ranks on all modules does not fit."""
     geometry = adapter_geometry(settings, spec)
     page_bytes = geometry.page_elements * dtype.itemsize
     needed = _largest_adapter_pages(settings, spec, geometry)
@@ -203,18 +205,19 @@ def size_adapter_pool(
     if num_pages < needed:
         raise ConfigError(
             f"lora_device_bytes {settings.lora_device_bytes} does not hold one adapter of rank "
-            f"{settings.max_lora_rank} on all modules: set at least {needed * page_bytes}",
+            f"{settings.rank_limits} on all modules: lower max_lora_rank or "
+            f"max_lora_ranks, or set at least {needed * page_bytes}",
             param="lora_device_bytes",
         )
     return AdapterPoolSize(geometry, num_pages, page_bytes)
 
 
 def adapter_geometry(settings: RunnerSettings, spec: ModelSpec) -> PageGeometry:
-    max_rank = settings.max_lora_rank
+    limits = settings.rank_limits
     return page_geometry(
         layer_targets(spec.module_shapes, num_experts=spec.num_experts),
-        optimal_rank=min(settings.optimal_lora_rank, max_rank),
-        max_rank=max_rank,
+        usual_ranks=limits.at_most(settings.optimal_lora_rank),
+        max_ranks=limits,
     )
 
 
@@ -225,7 +228,7 @@ def smallest_pool_bytes(settings: RunnerSettings, spec: ModelSpec, dtype: torch.
 
 
 def smallest_pool(settings: RunnerSettings, spec: ModelSpec, dtype: torch.dtype) -> AdapterPoolSize:
-    """Return the size of a pool for one adapter of max_lora_rank on all modules."""
+    """Return the size of a pool for one adapter of the largest ranks on all modules."""
     geometry = adapter_geometry(settings, spec)
     num_pages = _largest_adapter_pages(settings, spec, geometry)
     return AdapterPoolSize(geometry, num_pages, geometry.page_elements * dtype.itemsize)
@@ -235,4 +238,4 @@ def _largest_adapter_pages(
     settings: RunnerSettings, spec: ModelSpec, geometry: PageGeometry
 ) -> int:
     targets = layer_targets(spec.module_shapes, num_experts=spec.num_experts)
-    return pages_at_rank(targets, settings.max_lora_rank, geometry)
+    return pages_at_ranks(targets, settings.rank_limits, geometry)

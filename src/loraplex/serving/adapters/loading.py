@@ -117,7 +117,7 @@ class CatalogLoader:
             weights,
             config,
             shapes=model.shapes,
-            max_rank=model.config.max_lora_rank,
+            max_ranks=model.config.rank_limits,
             pool_dtype=model.card.dtype,
             tenant=tenant,
         )
@@ -254,7 +254,7 @@ class CatalogLoader:
         staged = await self._worker.stage(
             path,
             shapes=model.shapes,
-            max_rank=model.config.max_lora_rank,
+            max_ranks=model.config.rank_limits,
             base_model=_trained_name(model.card.path),
             base_path=model.card.path,
             base_check=BaseCheck(model.config.adapter_base_check),

@@ -13,6 +13,7 @@ from loraplex.adapters.targets import source_of
 from loraplex.adapters.tensor_file import RawTensor
 from loraplex.core.adapter import LoraTarget, TargetPart
 from loraplex.core.errors import InvalidAdapterError
+from loraplex.core.rank_limits import RankLimits
 from loraplex.execution.adapters.host_adapters import HostAdapter
 from loraplex.execution.adapters.host_pieces import host_adapter
 
@@ -51,7 +52,7 @@ ROWS = {
 
 
 def pieces_of(*rows: CanonicalRow) -> HostAdapter:
-    source = source_of("d", Path("x"), rows, SHAPES, MAX_RANK)
+    source = source_of("d", Path("x"), rows, SHAPES, RankLimits(MAX_RANK))
     return host_adapter(CanonicalFile("d", rows), source.targets)
 
 
@@ -119,7 +120,7 @@ def test_the_ids_of_trained_tokens_stay_with_their_rows():
 @pytest.mark.parametrize("name", ROWS)
 def test_a_piece_that_is_missing_or_another_is_refused(name):
     of = ROWS[name]
-    targets = source_of("d", Path("x"), [of], SHAPES, MAX_RANK).targets
+    targets = source_of("d", Path("x"), [of], SHAPES, RankLimits(MAX_RANK)).targets
     content = CanonicalFile("d", (of,))
     with pytest.raises(InvalidAdapterError, match="another adapter"):
         host_adapter(content, targets[1:])

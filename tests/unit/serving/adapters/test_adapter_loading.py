@@ -19,6 +19,7 @@ from loraplex.core.errors import (
     InvalidRequestError,
 )
 from loraplex.core.principal import LOCAL, Principal
+from loraplex.core.rank_limits import RankLimits
 from loraplex.serving.adapters.configured import find_adapters
 from loraplex.serving.adapters.folder_follower import FolderFollower
 from loraplex.serving.adapters.loading import CatalogLoader
@@ -91,7 +92,7 @@ async def test_a_load_reports_what_it_loaded(loading, staging, start):
         {
             "path": "/zh",
             "shapes": model.shapes,
-            "max_rank": 32,
+            "max_ranks": RankLimits(32),
             "base_model": "base",
             "base_path": model.card.path,
             "base_check": "warn",
