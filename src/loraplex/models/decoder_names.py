@@ -11,11 +11,11 @@ class StackedExperts:
     """One tensor of a checkpoint that has a weight, or a bias, of all experts."""
 
     tensor: str
-    """Name within the layer."""
+    """Name within the layer. A checkpoint may add .weight."""
     parts: tuple[str, ...]
     """Names of the tensors of an expert that are in it, in the order of their outputs."""
-    is_transposed: bool = False
-    """Whether the tensor is [experts, in, out] and not [experts, out, in]."""
+    is_transposed: bool | None = None
+    """Whether it is [experts, in, out] and not [experts, out, in]; None: by its shape."""
     is_interleaved: bool = False
     """Whether output i of part j of n parts is output n * i + j."""
 
@@ -39,7 +39,19 @@ class ExpertNames:
     shared_gate: str = ""
     selection_bias: str = ""
     stacked: tuple[StackedExperts, ...] = ()
-    """Tensors of all experts that checkpoints may have instead of one for each."""
+    """Tensors of all experts that checkpoints may have, in addition to those of transformers 5."""
+
+    @property
+    def stacked_forms(self) -> tuple[StackedExperts, ...]:
+        """Tensors of all experts that checkpoints may have instead of one for each."""
+        parent = self.down.partition(".{expert}")[0]
+        up, down = (f"{parent}.{name}" for name in ("gate_up_proj", "down_proj"))
+        own = {form.tensor for form in self.stacked}
+        forms = (
+            StackedExperts(tensor=up, parts=tuple(f"{part}.weight" for part in self.up)),
+            StackedExperts(tensor=down, parts=(f"{self.down}.weight",)),
+        )
+        return (*self.stacked, *(form for form in forms if form.tensor not in own))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +88,8 @@ class DecoderNames:
     """Two with a gate, else one."""
     down: str = "mlp.down_proj"
     experts: ExpertNames = ExpertNames()
+    other_parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """How names within a layer begin, by how they do in some checkpoints instead."""
     lm_head: str = "lm_head"
     other_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """The names above by those that some checkpoints have instead, for parts outside the layers."""
@@ -108,8 +122,18 @@ class DecoderNames:
             own = self.other_names.get(first, first)
             if tensor.startswith(root) and own in firsts:
                 bare = own + bare.removeprefix(first)
+                if own == self.layers:
+                    bare = self._with_own_part(bare)
                 return bare if own == self.lm_head else self.root + bare
         return tensor
+
+    def _with_own_part(self, name: str) -> str:
+        """Return a name that begins with layers, whose part may be one of other_parts."""
+        first, index, part = (*name.split(".", 2), "", "")[:3]
+        for other, own in self.other_parts.items():
+            if part.startswith(other):
+                return f"{first}.{index}.{own}{part.removeprefix(other)}"
+        return name
 
 
 LLAMA_NAMES: Final = DecoderNames()

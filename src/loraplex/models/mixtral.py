@@ -15,7 +15,8 @@ _NAMES: Final = DecoderNames(
         router="block_sparse_moe.gate",
         up=("block_sparse_moe.experts.{expert}.w1", "block_sparse_moe.experts.{expert}.w3"),
         down="block_sparse_moe.experts.{expert}.w2",
-    )
+    ),
+    other_parts={"mlp.": "block_sparse_moe."},
 )
 
 

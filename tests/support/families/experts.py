@@ -85,6 +85,9 @@ CASES: dict[str, FamilyCase] = {
         linears=ATTENTION_LINEARS,
     ),
     "olmoe": FamilyCase(config=olmoe, linears=ATTENTION_LINEARS, is_quick=True),
+    "olmoe-square": FamilyCase(
+        config=lambda: olmoe(intermediate_size=16), linears=ATTENTION_LINEARS
+    ),
     "olmoe-normalized": FamilyCase(
         config=lambda: olmoe(norm_topk_prob=True, attention_bias=True, num_key_value_heads=4),
         linears=ATTENTION_LINEARS,

@@ -6,13 +6,14 @@ error.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from loraplex.core.errors import ConfigError
+from loraplex.execution.weights.stacked_experts import StackedPart, stacked_tensors
 from loraplex.execution.weights.tensor_files import (
     PickledFile,
     SafetensorsFile,
@@ -33,16 +34,19 @@ class Checkpoint:
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
         """Raises ConfigError, which names the file and the weight."""
         self._shapes = checkpoint_shapes(spec)
-        self._files: dict[str, _Entry] = {}
+        self._stacked = stacked_tensors(spec, self._shapes)
+        self._entries: dict[str, _Entry] = {}
+        self._is_transposed: bool | None = None
         with contextlib.ExitStack() as stack:
             for file in open_files(folder, spec):
                 self._add(stack.enter_context(file), spec)
-            missing = sorted(self._shapes.keys() - self._files.keys())
+            missing = sorted(self._shapes.keys() - self._entries.keys())
             if missing:
                 raise ConfigError(
                     f"{folder} lacks {len(missing)} weights of {spec.architecture}, "
                     f"the first of them {missing[0]}"
                 )
+            self._is_transposed = _common_order(self._entries.values())
             self._stack = stack.pop_all()
 
     def __enter__(self) -> "Checkpoint":
@@ -53,41 +57,67 @@ class Checkpoint:
 
     def __len__(self) -> int:
         """The number of tensors."""
-        return len(self._files)
+        return len(self._entries)
 
     def close(self) -> None:
         self._stack.close()
-        self._files.clear()
+        self._entries.clear()
 
     def read(self, name: str) -> torch.Tensor:
         """A tensor of the shape that the configuration means, on the host; not to be written to."""
-        (file, stored_name), shape = self._files[name], self._shapes[name]
-        tensor = file.tensor(stored_name)
-        if not isinstance(tensor, torch.Tensor):
-            raise ConfigError(f"{file.path}: {name} is no tensor but {type(tensor).__name__}")
-        if tensor.shape != shape:
+        entry = self._entries[name]
+        path, part, tensor = entry.file.path, entry.part, entry.tensor
+        if part is None:
+            return _checked(tensor, self._shapes[name], f"{path}: {name}")
+        whole = part.whole
+        is_transposed = (
+            self._is_transposed if whole.has_two_readings else whole.is_transposed(tensor.shape)
+        )
+        if is_transposed is None:
             raise ConfigError(
-                f"{file.path}: {name} has shape {list(tensor.shape)}, "
-                f"config.json means {list(shape)}"
+                f"{path}: {whole.name} has shape {list(tensor.shape)}, which may mean "
+                "[experts, outputs, inputs] or [experts, inputs, outputs]; "
+                "save the checkpoint with a tensor for each expert"
             )
-        if tensor.dtype not in _FLOATS:
-            raise ConfigError(
-                f"{file.path}: {name} is {tensor.dtype}; floating-point weights are supported"
-            )
-        return tensor
+        shape = whole.shape(is_transposed=is_transposed)
+        checked = _checked(tensor, shape, f"{path}: {whole.name}")
+        return part.view(checked, is_transposed=is_transposed)
 
     def _add(self, file: "TensorFile", spec: ModelSpec) -> None:
         for name in file.names:
             full_name = spec.names.canonical(name)
             if full_name is None or _is_redundant(full_name, spec):
                 continue
-            if full_name not in self._shapes:
+            if full_name in self._shapes:
+                self._put(full_name, _Entry(file, name))
+            elif full_name in self._stacked:
+                for own_name, part in self._stacked[full_name].parts():
+                    self._put(own_name, _Entry(file, name, part))
+            else:
                 raise ConfigError(
                     f"{file.path}: unknown weight {name}; config.json does not account for it"
                 )
-            if full_name in self._files:
-                raise ConfigError(f"{file.path}: weight {name} is there twice")
-            self._files[full_name] = _Entry(file, name)
+
+    def _put(self, name: str, entry: "_Entry") -> None:
+        other = self._entries.setdefault(name, entry)
+        if other is entry:
+            return
+        if entry.part is other.part is None:
+            raise ConfigError(f"{entry.file.path}: weight {entry.name} is there twice")
+        raise ConfigError(
+            f"{entry.file.path}: weight {name} is there twice: in {entry.name} and in {other.name}"
+        )
+
+
+def _checked(tensor: Any, shape: tuple[int, ...], what: str) -> torch.Tensor:
+    """Return what a file holds, if it is a tensor of floats of this shape."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ConfigError(f"{what} is no tensor but {type(tensor).__name__}")
+    if tensor.shape != shape:
+        raise ConfigError(f"{what} has shape {list(tensor.shape)}, config.json means {list(shape)}")
+    if tensor.dtype not in _FLOATS:
+        raise ConfigError(f"{what} is {tensor.dtype}; floating-point weights are supported")
+    return tensor
 
 
 def _is_redundant(name: str, spec: ModelSpec) -> bool:
@@ -100,6 +130,30 @@ class _Entry(NamedTuple):
 
     file: TensorFile
     name: str
+    part: StackedPart | None = None
+    """Part of it that is meant; None: all of it."""
+
+    @property
+    def tensor(self) -> Any:
+        return self.file.tensor(self.name)
+
+
+def _common_order(entries: Iterable[_Entry]) -> bool | None:
+    """Return whether all tensors that hold several experts are transposed; None: not all the same.
+
+    Those with an order of their own, or with two readings, do not count.
+    """
+    firsts = (
+        (entry.part.whole, entry.tensor)
+        for entry in entries
+        if entry.part is not None and entry.part[1:] == (0, 0)
+    )
+    orders = {
+        whole.is_transposed(tensor.shape)
+        for whole, tensor in firsts
+        if whole.form.is_transposed is None and whole.in_features and not whole.has_two_readings
+    }
+    return orders.pop() if len(orders) == 1 else None
 
 
 def open_files(folder: Path, spec: ModelSpec) -> Iterator[TensorFile]:
