@@ -10,9 +10,19 @@
 namespace loraplex {
 namespace {
 
-inline Floats silu(Floats x) {
-    const Floats exponential = exp2(multiply(x, broadcast(-kLog2E)));
+// x / (1 + e^(-slope x))
+inline Floats swish(Floats x, float slope) {
+    const Floats exponential = exp2(multiply(x, broadcast(-slope * kLog2E)));
     return divide(x, add(broadcast(1.0f), exponential));
+}
+
+inline Floats silu(Floats x) { return swish(x, 1.0f); }
+
+inline Floats clamped_swiglu(Floats gate, Floats up) {
+    // In this order NaN comes through on every instruction set.
+    const Floats limited = minimum(broadcast(7.0f), gate);
+    const Floats within = minimum(broadcast(7.0f), maximum(broadcast(-7.0f), up));
+    return multiply(swish(limited, 1.702f), add(within, broadcast(1.0f)));
 }
 
 inline Floats relu(Floats x) {
@@ -76,6 +86,18 @@ loraplex_status for_activation(loraplex_activation activation, const Body &body)
     }
 }
 
+// body(function of two Floats): what `gate` does with a gate and what it gates
+template <typename Body>
+loraplex_status for_gate(loraplex_activation activation, const Body &body) {
+    if (activation == LORAPLEX_CLAMPED_SWIGLU) {
+        body([](Floats gate, Floats up) { return clamped_swiglu(gate, up); });
+        return LORAPLEX_OK;
+    }
+    return for_activation(activation, [&](const auto &function) {
+        body([&](Floats gate, Floats up) { return multiply(function(gate), up); });
+    });
+}
+
 }  // namespace
 }  // namespace loraplex
 
@@ -87,15 +109,15 @@ loraplex_status loraplex_gate(loraplex_pool *pool, int64_t num_rows, int64_t n,
         check(num_rows >= 0 && n >= 1, "gate");
         return for_dtype(dtype, [&](auto element) {
             using T = decltype(element);
-            return for_activation(activation, [&](const auto &function) {
+            return for_gate(activation, [&](const auto &function) {
                 for_each_row(*pool, num_rows, n, [&](std::int64_t row) {
                     const T *gate = static_cast<const T *>(gate_up) + row * gate_up_stride;
                     const T *up = gate + n;
                     T *to = static_cast<T *>(output) + row * n;
                     for_each_vector(n, [&](std::int64_t first, int count) {
-                        const Floats activated = function(load_up_to(gate + first, count));
-                        store_up_to(to + first, multiply(activated, load_up_to(up + first, count)),
-                                    count);
+                        const Floats gated = function(load_up_to(gate + first, count),
+                                                      load_up_to(up + first, count));
+                        store_up_to(to + first, gated, count);
                     });
                 });
             });

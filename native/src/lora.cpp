@@ -6,14 +6,16 @@
 #include "loraplex/lora.h"
 
 #include <algorithm>
-#include <span>
 #include <stdexcept>
 
 #include "block_product.h"
+#include "loraplex/experts.h"
 #include "loraplex/guard.h"
 #include "loraplex/pool.h"
 #include "loraplex/simd.h"
+#include "lora_groups.h"
 #include "lora_shrink.h"
+#include "lora_vectors.h"
 
 namespace loraplex {
 namespace {
@@ -22,15 +24,6 @@ constexpr std::int64_t kRanksPerTile = 24;    // of all modules together
 constexpr std::int64_t kExpandTokens = 24;    // a multiple of kMaxProductRows
 constexpr std::int64_t kExpandColumns = 512;  // float32 sums of kMaxProductRows fit the L1 cache
 constexpr std::int64_t kExpandDepth = 16;     // rows of B read side by side
-constexpr std::int64_t kVectorColumns = 128;  // of the tokens of a step at a time
-constexpr std::int64_t kSerialElements = 32 * 1024;  // of matrices; less is not worth a hand-over
-
-// Neighbouring tokens of one group.
-struct TokenTile {
-    std::int64_t group;
-    std::int64_t first;  // into token_indices
-    std::int64_t count;
-};
 
 struct Place {
     std::int64_t rank;
@@ -38,33 +31,15 @@ struct Place {
     float scale;
 };
 
-void check(const loraplex_lora_step &step, const loraplex_lora_linear &linear,
-           std::int64_t layer) {
+// last_expert: what is added to the modules' numbers, at most.
+void check(const loraplex_lora_step &step, const loraplex_lora_linear &linear, std::int64_t layer,
+           std::int64_t last_expert) {
     if (layer < 0 || layer >= step.num_layers || step.num_groups < 0 || linear.in_features < 1) {
         throw std::invalid_argument("add_lora");
     }
     for (std::int64_t i = 0; i < linear.num_modules; ++i) {
-        if (linear.modules[i] < 0 || linear.modules[i] >= step.num_modules) {
+        if (linear.modules[i] < 0 || linear.modules[i] + last_expert >= step.num_modules) {
             throw std::invalid_argument("add_lora: module");
-        }
-    }
-}
-
-std::int64_t count_tiles(const loraplex_lora_step &step, std::int64_t tokens_per_tile) {
-    std::int64_t num_tiles = 0;
-    for (std::int64_t group = 0; group < step.num_groups; ++group) {
-        const std::int64_t count = step.group_starts[group + 1] - step.group_starts[group];
-        num_tiles += (count + tokens_per_tile - 1) / tokens_per_tile;
-    }
-    return num_tiles;
-}
-
-void fill_tiles(const loraplex_lora_step &step, std::int64_t tokens_per_tile, TokenTile *tiles) {
-    for (std::int64_t group = 0; group < step.num_groups; ++group) {
-        const std::int64_t end = step.group_starts[group + 1];
-        for (std::int64_t first = step.group_starts[group]; first < end;
-             first += tokens_per_tile) {
-            *tiles++ = {group, first, std::min(tokens_per_tile, end - first)};
         }
     }
 }
@@ -73,33 +48,34 @@ void fill_tiles(const loraplex_lora_step &step, std::int64_t tokens_per_tile, To
 template <typename T, typename Page>
 class LoraProduct {
 public:
-    LoraProduct(loraplex_pool &pool, const loraplex_lora_step &step,
+    LoraProduct(loraplex_pool &pool, const loraplex_lora_step &step, const LoraGroups &groups,
                 const loraplex_lora_linear &linear, std::int64_t layer, Matrix<const T> x,
                 Matrix<T> y)
-        : pool_(pool), step_(step), linear_(linear), layer_(layer),
+        : pool_(pool), step_(step), groups_(groups), linear_(linear), layer_(layer),
           pages_(static_cast<const Page *>(step.pages)), x_(x), y_(y) {}
 
     void run() {
-        add_vectors();
         measure();
         if (max_ranks_ == 0) {
             return;
         }
         allocate();
         const std::int64_t rank_tiles = (max_ranks_ + kRanksPerTile - 1) / kRanksPerTile;
-        run_tiles(num_shrink_tiles_ * rank_tiles, [&](std::int64_t i, int worker) {
+        const auto shrink_one = [&](std::int64_t i, int worker) {
             shrink(shrink_tiles_[i / rank_tiles], i % rank_tiles * kRanksPerTile, worker);
-        });
+        };
+        run_lora_tiles(pool_, work_, num_shrink_tiles_ * rank_tiles, shrink_one);
         std::int64_t first_tile = 0;
-        for (std::int64_t wave = 0; wave < step_.num_waves; ++wave) {
+        for (std::int64_t wave = 0; wave < groups_.num_waves; ++wave) {
             std::int64_t end_tile = first_tile;
             while (end_tile < num_expand_tiles_ &&
-                   expand_tiles_[end_tile].group < step_.wave_starts[wave + 1]) {
+                   expand_tiles_[end_tile].group < groups_.wave_starts[wave + 1]) {
                 ++end_tile;
             }
-            run_tiles((end_tile - first_tile) * column_tiles_, [&](std::int64_t i, int worker) {
+            const auto expand_one = [&](std::int64_t i, int worker) {
                 expand(expand_tiles_[first_tile + i / column_tiles_], i % column_tiles_, worker);
-            });
+            };
+            run_lora_tiles(pool_, work_, (end_tile - first_tile) * column_tiles_, expand_one);
             first_tile = end_tile;
         }
     }
@@ -107,88 +83,9 @@ public:
 private:
     Place place(std::int64_t group, std::int64_t module) const {
         const std::int64_t cell =
-            (step_.group_entries[group] * step_.num_layers + layer_) * step_.num_modules +
-            linear_.modules[module];
+            (groups_.entries[group] * step_.num_layers + layer_) * step_.num_modules +
+            linear_.modules[module] + (groups_.experts == nullptr ? 0 : groups_.experts[group]);
         return {step_.ranks[cell], step_.offsets[cell], step_.scales[cell]};
-    }
-
-    std::span<const loraplex_output_vector> vectors(std::int64_t module) const {
-        const std::int64_t *starts =
-            step_.vector_starts + layer_ * step_.num_modules + linear_.modules[module];
-        return {step_.vectors + starts[0], step_.vectors + starts[1]};
-    }
-
-    void add_vectors() {
-        if (step_.vector_starts == nullptr) {
-            return;
-        }
-        std::int64_t most_tokens = 0, num_tiles = 0;
-        for (std::int64_t module = 0; module < linear_.num_modules; ++module) {
-            std::int64_t num_tokens = 0;
-            for (const loraplex_output_vector &vector : vectors(module)) {
-                num_tokens += vector.num_tokens;
-                work_ += vector.num_tokens * vector.size;
-            }
-            most_tokens = std::max(most_tokens, num_tokens);
-            num_tiles += vector_tiles(module);
-        }
-        if (work_ == 0) {
-            return;
-        }
-        const std::size_t bytes =
-            static_cast<std::size_t>(most_tokens * kVectorColumns) * sizeof(float);
-        worker_memory_ = static_cast<std::byte *>(pool_.worker_scratch(bytes));
-        worker_stride_ = loraplex_pool::worker_scratch_stride(bytes);
-        run_tiles(num_tiles, [&](std::int64_t tile, int worker) {
-            std::int64_t module = 0;
-            while (tile >= vector_tiles(module)) {
-                tile -= vector_tiles(module++);
-            }
-            const std::int64_t first = tile * kVectorColumns;
-            add_columns(module, first,
-                        std::min(first + kVectorColumns, linear_.out_features[module]), worker);
-        });
-        work_ = 0;
-    }
-
-    std::int64_t vector_tiles(std::int64_t module) const {
-        return (linear_.out_features[module] + kVectorColumns - 1) / kVectorColumns;
-    }
-
-    // Columns first to end of one module. All shares are computed before any is added.
-    void add_columns(std::int64_t module, std::int64_t first, std::int64_t end,
-                     int worker) const {
-        float *share = worker_floats(worker);
-        for (const loraplex_output_vector &vector : vectors(module)) {
-            const std::int64_t from = std::max(first, vector.first);
-            const std::int64_t to = std::min(end, vector.first + vector.size);
-            const auto *factor = static_cast<const Page *>(vector.factor);
-            const auto *shift = static_cast<const Page *>(vector.shift);
-            for (std::int64_t t = 0; t < vector.num_tokens && from < to; ++t) {
-                const T *row = y_.row(vector.token_indices[t]) + linear_.out_offsets[module];
-                for (std::int64_t i = from; i < to; ++i) {
-                    float value = 0.0f;
-                    if (vector.factor != nullptr) {
-                        value = widen(row[i]) * widen(factor[i - vector.first]);
-                    }
-                    if (vector.shift != nullptr) {
-                        value += widen(shift[i - vector.first]);
-                    }
-                    *share++ = value * vector.token_scales[t];
-                }
-            }
-        }
-        share = worker_floats(worker);
-        for (const loraplex_output_vector &vector : vectors(module)) {
-            const std::int64_t from = std::max(first, vector.first);
-            const std::int64_t to = std::min(end, vector.first + vector.size);
-            for (std::int64_t t = 0; t < vector.num_tokens && from < to; ++t) {
-                T *row = y_.row(vector.token_indices[t]) + linear_.out_offsets[module];
-                for (std::int64_t i = from; i < to; ++i) {
-                    row[i] = narrow<T>(widen(row[i]) + *share++);
-                }
-            }
-        }
     }
 
     void measure() {
@@ -197,47 +94,35 @@ private:
             out_features += linear_.out_features[module];
             column_tiles_ += (linear_.out_features[module] + kExpandColumns - 1) / kExpandColumns;
         }
-        for (std::int64_t group = 0; group < step_.num_groups; ++group) {
+        for (std::int64_t group = 0; group < groups_.num_groups; ++group) {
             std::int64_t ranks = 0;
             for (std::int64_t module = 0; module < linear_.num_modules; ++module) {
                 ranks += place(group, module).rank;
             }
             max_ranks_ = std::max(max_ranks_, ranks);
-            const std::int64_t tokens = step_.group_starts[group + 1] - step_.group_starts[group];
-            work_ += tokens * ranks * (linear_.in_features + out_features / linear_.num_modules);
+            const std::int64_t rows = groups_.starts[group + 1] - groups_.starts[group];
+            work_ += rows * ranks * (linear_.in_features + out_features / linear_.num_modules);
         }
     }
 
     void allocate() {
-        num_shrink_tiles_ = count_tiles(step_, kShrinkTokens);
-        num_expand_tiles_ = count_tiles(step_, kExpandTokens);
-        const std::int64_t num_tokens = step_.group_starts[step_.num_groups];
+        num_shrink_tiles_ = count_tiles(groups_, kShrinkTokens);
+        num_expand_tiles_ = count_tiles(groups_, kExpandTokens);
         const std::size_t tile_bytes =
-            static_cast<std::size_t>(num_shrink_tiles_ + num_expand_tiles_) * sizeof(TokenTile);
+            static_cast<std::size_t>(num_shrink_tiles_ + num_expand_tiles_) * sizeof(LoraTile);
         const std::size_t reduced_bytes =
-            static_cast<std::size_t>(num_tokens * max_ranks_) * sizeof(float);
+            static_cast<std::size_t>(groups_.num_rows() * max_ranks_) * sizeof(float);
         auto *memory = static_cast<std::byte *>(pool_.shared_scratch(tile_bytes + reduced_bytes));
-        shrink_tiles_ = reinterpret_cast<TokenTile *>(memory);
+        shrink_tiles_ = reinterpret_cast<LoraTile *>(memory);
         expand_tiles_ = shrink_tiles_ + num_shrink_tiles_;
         reduced_ = {reinterpret_cast<float *>(memory + tile_bytes), max_ranks_};
-        fill_tiles(step_, kShrinkTokens, shrink_tiles_);
-        fill_tiles(step_, kExpandTokens, expand_tiles_);
+        fill_tiles(groups_, kShrinkTokens, shrink_tiles_);
+        fill_tiles(groups_, kExpandTokens, expand_tiles_);
         const std::int64_t worker_floats = std::max(kShrinkTokens * linear_.in_features,
                                                     kMaxProductRows * kExpandColumns);
         const std::size_t worker_bytes = static_cast<std::size_t>(worker_floats) * sizeof(float);
         worker_memory_ = static_cast<std::byte *>(pool_.worker_scratch(worker_bytes));
         worker_stride_ = loraplex_pool::worker_scratch_stride(worker_bytes);
-    }
-
-    template <typename Fn>
-    void run_tiles(std::int64_t num_tiles, const Fn &fn) {
-        if (work_ > kSerialElements) {
-            pool_.parallel_for_tiles(num_tiles, fn);
-            return;
-        }
-        for (std::int64_t tile = 0; tile < num_tiles; ++tile) {
-            fn(tile, 0);
-        }
     }
 
     float *worker_floats(int worker) const {
@@ -246,7 +131,7 @@ private:
     }
 
     // kRanksPerTile of the modules' ranks, counted one module behind another.
-    void shrink(const TokenTile &tile, std::int64_t first_rank, int worker) const {
+    void shrink(const LoraTile &tile, std::int64_t first_rank, int worker) const {
         const Page *rows[kRanksPerTile];
         float scales[kRanksPerTile];
         int num_rows = 0;
@@ -266,14 +151,14 @@ private:
         const float *inputs[kShrinkTokens];
         float *wide = worker_floats(worker);
         for (std::int64_t t = 0; t < tile.count; ++t) {
-            inputs[t] = widened(x_.row(step_.token_indices[tile.first + t]),
+            inputs[t] = widened(x_.row(groups_.rows[tile.first + t] / groups_.rows_per_input),
                                 wide + t * linear_.in_features);
         }
         const Matrix<float> sums = reduced_.at(tile.first, first_rank);
         dot_rows(inputs, static_cast<int>(tile.count), rows, num_rows, linear_.in_features, sums);
         for (std::int64_t t = 0; t < tile.count; ++t) {
             for (int r = 0; r < num_rows; ++r) {
-                sums.row(t)[r] *= step_.token_scales[tile.first + t] * scales[r];
+                sums.row(t)[r] *= groups_.scales[tile.first + t] * scales[r];
             }
         }
     }
@@ -292,7 +177,7 @@ private:
         return target;
     }
 
-    void expand(const TokenTile &tile, std::int64_t column_tile, int worker) const {
+    void expand(const LoraTile &tile, std::int64_t column_tile, int worker) const {
         std::int64_t module = 0, ranks_before = 0;
         while (true) {
             const std::int64_t out_features = linear_.out_features[module];
@@ -320,7 +205,7 @@ private:
             const Matrix<float> reduced = reduced_.at(tile.first + t, ranks_before);
             multiply_ranks(count, columns, at.rank, {reduced.data, reduced.stride}, b, sums);
             for (std::int64_t i = 0; i < count; ++i) {
-                add_to(y_.row(step_.token_indices[tile.first + t + i]) +
+                add_to(y_.row(groups_.rows[tile.first + t + i]) +
                            linear_.out_offsets[module] + first,
                        sums.row(i), columns);
             }
@@ -349,6 +234,7 @@ private:
 
     loraplex_pool &pool_;
     const loraplex_lora_step &step_;
+    const LoraGroups &groups_;
     const loraplex_lora_linear &linear_;
     std::int64_t layer_;
     const Page *pages_;
@@ -359,12 +245,23 @@ private:
     std::int64_t column_tiles_ = 0;
     std::int64_t num_shrink_tiles_ = 0;
     std::int64_t num_expand_tiles_ = 0;
-    TokenTile *shrink_tiles_ = nullptr;
-    TokenTile *expand_tiles_ = nullptr;
-    Matrix<float> reduced_{};  // [tokens of all groups, max_ranks_]
+    LoraTile *shrink_tiles_ = nullptr;
+    LoraTile *expand_tiles_ = nullptr;
+    Matrix<float> reduced_{};  // [rows of all groups, max_ranks_]
     std::byte *worker_memory_ = nullptr;
     std::size_t worker_stride_ = 0;
 };
+
+// body(T{}, Page{}) with the types of the values and of the pages
+template <typename Body>
+loraplex_status for_types(loraplex_dtype dtype, loraplex_dtype pages_dtype, const Body &body) {
+    return for_dtype(dtype, [&](auto element) {
+        return for_dtype(pages_dtype, [&](auto page_element) {
+            body(element, page_element);
+            return LORAPLEX_OK;
+        });
+    });
+}
 
 }  // namespace
 }  // namespace loraplex
@@ -375,18 +272,40 @@ loraplex_status loraplex_add_lora(loraplex_pool *pool, const loraplex_lora_step 
                                   int64_t y_stride) {
     using namespace loraplex;
     return guarded([&] {
-        check(*step, *linear, layer);
-        return for_dtype(dtype, [&](auto element) {
-            return for_dtype(step->pages_dtype, [&](auto page_element) {
-                using T = decltype(element);
-                using Page = decltype(page_element);
-                const Op op(*pool);
-                LoraProduct<T, Page>(*pool, *step, *linear, layer,
-                                     {static_cast<const T *>(x), x_stride},
-                                     {static_cast<T *>(y), y_stride})
-                    .run();
-                return LORAPLEX_OK;
-            });
+        check(*step, *linear, layer, 0);
+        return for_types(dtype, step->pages_dtype, [&]<typename T, typename Page>(T, Page) {
+            const Op op(*pool);
+            const LoraGroups groups = groups_of(*step);
+            const Matrix<T> outputs = {static_cast<T *>(y), y_stride};
+            LoraVectors<T, Page>(*pool, *step, *linear, layer, outputs).run();
+            LoraProduct<T, Page>(*pool, *step, groups, *linear, layer,
+                                 {static_cast<const T *>(x), x_stride}, outputs)
+                .run();
+        });
+    });
+}
+
+loraplex_status loraplex_add_expert_lora(loraplex_pool *pool, const loraplex_lora_step *step,
+                                         const loraplex_lora_linear *linear, int64_t layer,
+                                         int64_t num_experts, int64_t num_chosen,
+                                         const int32_t *experts, loraplex_dtype dtype,
+                                         const void *x, int64_t x_stride, int64_t pairs_per_row,
+                                         void *y, int64_t y_stride) {
+    using namespace loraplex;
+    return guarded([&] {
+        if (num_experts < 1 || num_chosen < 1 || pairs_per_row < 1) {
+            throw std::invalid_argument("add_expert_lora");
+        }
+        check(*step, *linear, layer, num_experts - 1);
+        return for_types(dtype, step->pages_dtype, [&]<typename T, typename Page>(T, Page) {
+            const Op op(*pool);
+            const ExpertGroups by_expert(*pool, *step, *linear, layer,
+                                         {num_experts, num_chosen, experts});
+            const LoraGroups groups = by_expert.groups(pairs_per_row);
+            LoraProduct<T, Page>(*pool, *step, groups, *linear, layer,
+                                 {static_cast<const T *>(x), x_stride},
+                                 {static_cast<T *>(y), y_stride})
+                .run();
         });
     });
 }

@@ -9,6 +9,7 @@
 
 #include "loraplex/attention.h"
 #include "loraplex/elementwise.h"
+#include "loraplex/experts.h"
 #include "loraplex/guard.h"
 #include "loraplex/linear.h"
 #include "loraplex/lora.h"
@@ -56,15 +57,19 @@ constexpr ProgramOp make_op(const char *name, loraplex_status (*)(Arguments...))
 constexpr ProgramOp kOps[] = {
     LORAPLEX_PROGRAM_OP(loraplex_activate),
     LORAPLEX_PROGRAM_OP(loraplex_add),
+    LORAPLEX_PROGRAM_OP(loraplex_add_expert_lora),
     LORAPLEX_PROGRAM_OP(loraplex_add_layer_norm),
     LORAPLEX_PROGRAM_OP(loraplex_add_lora),
     LORAPLEX_PROGRAM_OP(loraplex_add_rms_norm),
+    LORAPLEX_PROGRAM_OP(loraplex_combine_experts),
     LORAPLEX_PROGRAM_OP(loraplex_gate),
+    LORAPLEX_PROGRAM_OP(loraplex_grouped_linear),
     LORAPLEX_PROGRAM_OP(loraplex_layer_norm),
     LORAPLEX_PROGRAM_OP(loraplex_linear),
     LORAPLEX_PROGRAM_OP(loraplex_paged_attention),
     LORAPLEX_PROGRAM_OP(loraplex_rms_norm),
     LORAPLEX_PROGRAM_OP(loraplex_rotary),
+    LORAPLEX_PROGRAM_OP(loraplex_route),
     LORAPLEX_PROGRAM_OP(loraplex_scale),
     LORAPLEX_PROGRAM_OP(loraplex_take_rows),
     LORAPLEX_PROGRAM_OP(loraplex_write_kv),

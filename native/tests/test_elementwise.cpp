@@ -90,6 +90,8 @@ double activated(loraplex_activation activation, double x) {
             return std::max(x, 0.0);
         case LORAPLEX_SQUARED_RELU:
             return std::max(x, 0.0) * std::max(x, 0.0);
+        case LORAPLEX_CLAMPED_SWIGLU:
+            return std::min(x, 7.0) / (1.0 + std::exp(-1.702 * std::min(x, 7.0)));
         default:
             return x / (1.0 + std::exp(-x));
     }
@@ -98,7 +100,9 @@ double activated(loraplex_activation activation, double x) {
 void test_activate_and_gate(Checks &checks) {
     Random random(14);
     for (const loraplex_activation activation :
-         {LORAPLEX_GELU, LORAPLEX_GELU_TANH, LORAPLEX_RELU, LORAPLEX_SQUARED_RELU, LORAPLEX_SILU}) {
+         {LORAPLEX_GELU, LORAPLEX_GELU_TANH, LORAPLEX_RELU, LORAPLEX_SQUARED_RELU, LORAPLEX_SILU,
+          LORAPLEX_CLAMPED_SWIGLU}) {
+        const bool is_clamped = activation == LORAPLEX_CLAMPED_SWIGLU;
         for_each_case([&]<typename T>(T, std::int64_t n) {
             const auto x = random_values<T>(random, kRows * 2 * n, 12.0);
             // The rows of activate are the first halves.
@@ -112,10 +116,15 @@ void test_activate_and_gate(Checks &checks) {
                 };
             };
             for (const bool is_gate : {false, true}) {
+                if (is_clamped && !is_gate) {
+                    continue;  // it is a gate only
+                }
                 const auto output = run(is_gate)(Pool(1), 0, kRows);
                 for (std::int64_t i = 0; i < kRows * n; ++i) {
                     const T *row = x.data() + i / n * 2 * n;
-                    const double up = is_gate ? widen(row[n + i % n]) : 1.0;
+                    const double second = is_gate ? widen(row[n + i % n]) : 1.0;
+                    const double up =
+                        is_clamped ? std::clamp(second, -7.0, 7.0) + 1.0 : second;
                     const double expected = activated(activation, widen(row[i % n])) * up;
                     checks.near(widen(output[static_cast<std::size_t>(i)]), expected,
                                 (1.01 * kRounding<T> + 2e-6) * std::abs(expected) +

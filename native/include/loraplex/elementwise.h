@@ -74,6 +74,8 @@ enum {
     LORAPLEX_RELU = 2,
     LORAPLEX_SQUARED_RELU = 3,
     LORAPLEX_SILU = 4, /* x / (1 + e^-x) */
+    LORAPLEX_CLAMPED_SWIGLU = 5, /* of loraplex_gate only: (u + 1) g / (1 + e^(-1.702 g)), with
+                                    g = min(first half, 7), u = the second half within 7 */
 };
 
 /* gate_up [num_rows, 2 n] -> output [num_rows, n], contiguous: activation(first half) * second

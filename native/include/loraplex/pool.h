@@ -65,6 +65,9 @@ public:
     // Of the op that runs; kept for the next one. Ask before parallel_for_tiles, not in a tile.
     void *shared_scratch(std::size_t num_bytes) { return shared_scratch_.at_least(num_bytes); }
 
+    // The same, beside it: lists that an op needs before it knows how much memory it needs.
+    void *list_scratch(std::size_t num_bytes) { return list_scratch_.at_least(num_bytes); }
+
     // One piece per worker: piece w starts at the result + w * (num_bytes rounded up to 64).
     void *worker_scratch(std::size_t num_bytes);
     static std::size_t worker_scratch_stride(std::size_t num_bytes) {
@@ -107,6 +110,7 @@ private:
     std::vector<std::thread> threads_;
     std::mutex op_mutex_;
     loraplex::Scratch shared_scratch_;
+    loraplex::Scratch list_scratch_;
     loraplex::Scratch worker_scratch_;
 };
 

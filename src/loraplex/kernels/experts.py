@@ -52,7 +52,7 @@ def combine_experts(
 ) -> torch.Tensor:
     """Return the weighted sum of each token's experts; see Kernels."""
     num_tokens, num_chosen = routes.weights.shape
-    rows = y.view(num_tokens, num_chosen, -1).float()
+    rows = y.view(num_tokens, num_chosen, y.shape[1]).float()
     total = routes.weights[:, 0, None] * rows[:, 0]
     for choice in range(1, num_chosen):
         total = total + routes.weights[:, choice, None] * rows[:, choice]

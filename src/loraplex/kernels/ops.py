@@ -133,16 +133,12 @@ class Kernels(Protocol):
 
         compute may call ops of this backend and take views of their results, nothing else. Under
         one key its calls differ in the parameters alone: in contiguous tensors of one shape and
-        dtype, and in plans and batches for one number of tokens. The result, new from an op, is
-        valid until the next call.
+        dtype, and in plans and batches of one size. The result, new from an op, lasts to the next.
         """
         ...
 
     def recording(self) -> contextlib.AbstractContextManager[None]:
-        """Return a block in which `repeat` records each new key, where that takes long.
-
-        A backend that records quickly does so anywhere.
-        """
+        """Return a block in which `repeat` records each new key; a quick backend does anywhere."""
         ...
 
     def forget_recorded(self) -> None:
@@ -159,9 +155,7 @@ class Kernels(Protocol):
         bias: torch.Tensor | None,
         precision: WeightPrecision = WeightPrecision.NATIVE,
     ) -> PackedLinear:
-        """weight [out, in], bias [out] or None; done once, at load.
-
-        Or of E experts: weight [E, out, in], bias [E, out], for `grouped_linear`.
+        """weight [out, in], bias [out] or None; of experts: [E, out, in], [E, out]. Done at load.
 
         Raises ConfigError if the weight cannot be quantised to the precision (quantization.py).
         """
@@ -201,8 +195,8 @@ class Kernels(Protocol):
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x [..., N], weight [N]: x / sqrt(mean(x^2) + eps) in float32, then times the weight.
 
-        A weight of x's dtype multiplies what was rounded to it, as Llama's norm does; a float32
-        weight multiplies before the one rounding, as the norms of Gemma, OLMo 2 and Cohere do.
+        A weight of x's dtype multiplies what was rounded to it, as in Llama; a float32 weight
+        multiplies before the one rounding, as in Gemma.
         """
         ...
 
@@ -222,8 +216,7 @@ class Kernels(Protocol):
     ) -> torch.Tensor:
         """x [T, N] or [T, H, N]: (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias.
 
-        weight, bias [N], or [H, N] where each head has its own; of x's dtype or float32. In
-        float32, rounded once.
+        weight, bias [N], or [H, N] for heads, of x's dtype or float32. In float32, rounded once.
         """
         ...
 
@@ -339,8 +332,7 @@ class Kernels(Protocol):
     def allocate_kv(self, num_blocks: int, shape: AttentionShape, dtype: torch.dtype) -> KVStorage:
         """Storage for one layer, zero: num_blocks * shape.block_bytes(dtype) bytes.
 
-        dtype: float32, bfloat16, float16 or int8, whatever the model's is. int8 has a float32 scale
-        per token, head, and key or value, in the block that has the numbers.
+        dtype: any of a model's, or int8, with a float32 scale per token, head, and key or value.
         """
         ...
 
@@ -402,7 +394,7 @@ class Kernels(Protocol):
     def apply_bitmask(self, logits: torch.Tensor, rows: IntArray, bitmask: torch.Tensor) -> None:
         """The rows [n], all different, of logits [any, vocab] float32: -inf where a bit is 0.
 
-        In place. bitmask [n, ceil(vocab / 32)] int32: token i is bit i % 32, from the least
-        significant, of word i / 32 (the layout of llguidance and XGrammar).
+        In place. bitmask [n, ceil(vocab / 32)] int32, as llguidance and XGrammar have it: token i
+        is bit i % 32, from the least significant, of word i / 32.
         """
         ...

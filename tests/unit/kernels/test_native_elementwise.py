@@ -292,6 +292,31 @@ def test_activations_of_extreme_values(kernel, activation):
     torch.testing.assert_close(kernel.gate(gate_up, activation), expected, equal_nan=True)
 
 
+@DTYPES
+@SIZES
+def test_clamped_swiglu(kernel, size, dtype):
+    x = (5 * rows(40, 2 * size, torch.float32)).to(dtype)
+    gate, up = x[:, :size].double().clamp(max=7), x[:, size:].double().clamp(-7, 7)
+    output = kernel.gate(x, Activation.CLAMPED_SWIGLU)
+    assert_rounded(output, (up + 1) * gate * torch.sigmoid(1.702 * gate), dtype)
+
+
+def test_clamped_swiglu_of_extreme_values(kernel):
+    values = torch.tensor([-torch.inf, -3e38, -87.5, -7.0, 0.0, 7.0, 87.5, torch.inf, torch.nan])
+    gates, ups = values[1:].repeat_interleave(9), values.repeat(8)
+    x = torch.cat((gates, ups)).unsqueeze(0)
+    torch.testing.assert_close(
+        kernel.gate(x, Activation.CLAMPED_SWIGLU),
+        REFERENCE.gate(x, Activation.CLAMPED_SWIGLU),
+        equal_nan=True,
+    )
+
+
+def test_clamped_swiglu_is_only_a_gate(kernel):
+    with pytest.raises(InternalError, match="an argument is invalid"):
+        kernel.activate(torch.ones(1, 4), Activation.CLAMPED_SWIGLU)
+
+
 def test_silu_of_extreme_values(kernel):
     gates = torch.tensor([-torch.inf, -3e38, -120.0, -87.5, 0.0, 87.5, 3e38, torch.inf, torch.nan])
     output = kernel.gate(torch.cat((gates, torch.ones(9))).unsqueeze(0), Activation.SILU)[0]
@@ -336,7 +361,7 @@ def test_bits_do_not_depend_on_company_or_threads(library, size, dtype):
         lambda kernel, part: kernel.rms_norm(x[part], wide_weight, 1e-6),
         lambda kernel, part: kernel.add(x[part], residual[part], 0.22),
         *(functools.partial(gated, activation=activation) for activation in Activation),
-        *(functools.partial(activated, activation=activation) for activation in Activation),
+        *(functools.partial(activated, activation=activation) for activation in ACTIVATIONS),
         functools.partial(rotated, is_interleaved=False),
         functools.partial(rotated, is_interleaved=True),
         scaled,

@@ -10,6 +10,7 @@ from loraplex.kernels.activations import Activation
 from loraplex.kernels.lora import LoraBatch
 from loraplex.kernels.native.attention import AttentionKernel, NativeAttentionPlan
 from loraplex.kernels.native.elementwise import ElementwiseKernel
+from loraplex.kernels.native.experts import ExpertKernel
 from loraplex.kernels.native.library import NativeLibrary, ThreadPool
 from loraplex.kernels.native.linear import PACKED_LAYOUT, LinearKernel, PackedWeight, WeightKind
 from loraplex.kernels.native.lora import LoraKernel
@@ -49,6 +50,7 @@ class NativeKernels:
         self._attention = AttentionKernel(library, self._pool)
         self._lora = LoraKernel(library, self._pool)
         self._elementwise = ElementwiseKernel(library, self._pool)
+        self._experts = ExpertKernel(library, self._pool)
 
     def repeat(
         self,
@@ -184,10 +186,14 @@ class NativeKernels:
         rules: RoutingRules,
         selection_bias: torch.Tensor | None = None,
     ) -> Routes:
-        raise NotImplementedError
+        routes = self._experts.route(logits, rules, selection_bias)
+        for tensor in (routes.experts, routes.weights, routes.pairs, routes.starts):
+            self._output(tensor)
+        return routes
 
     def grouped_linear(self, x: torch.Tensor, packed: PackedLinear, routes: Routes) -> torch.Tensor:
-        raise NotImplementedError
+        assert isinstance(packed, PackedWeight)
+        return self._output(self._linear.apply_grouped(x, packed, routes))
 
     def add_expert_lora(
         self,
@@ -199,7 +205,7 @@ class NativeKernels:
         modules: Sequence[str],
         out_offsets: Sequence[int],
     ) -> None:
-        raise NotImplementedError
+        self._lora.add_experts(y, x, batch, routes, layer, modules, out_offsets)
 
     def combine_experts(
         self,
@@ -208,7 +214,7 @@ class NativeKernels:
         shared: torch.Tensor | None = None,
         shared_gate: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        raise NotImplementedError
+        return self._output(self._experts.combine(y, routes, shared, shared_gate))
 
     def allocate_kv(self, num_blocks: int, shape: AttentionShape, dtype: torch.dtype) -> KVStorage:
         return self._attention.allocate(num_blocks, shape, dtype)

@@ -24,6 +24,7 @@ _ACTIVATIONS = {
     Activation.RELU: 2,
     Activation.SQUARED_RELU: 3,
     Activation.SILU: 4,
+    Activation.CLAMPED_SWIGLU: 5,
 }
 """loraplex_activation"""
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 import enum
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 
@@ -16,7 +18,8 @@ from loraplex.kernels.native.library import (
     ThreadPool,
     Value,
 )
-from loraplex.kernels.quantization import QuantizedWeight, quantize
+from loraplex.kernels.quantization import QuantizedWeight, group_size_of, quantize
+from loraplex.kernels.routing import Routes
 
 PACKED_LAYOUT = "panels-1"
 """Layout of the bytes of PackedWeight.panels; another name whenever they change. Little endian, the
@@ -46,7 +49,10 @@ _QUANTIZED_KINDS = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A weight [out_features, in_features] in panels (native/src/packed_weight.h), and its bias."""
+    """A weight [out_features, in_features] in panels (native/src/packed_weight.h), and its bias.
+
+    Of experts: their panels one after another, and the bias [experts, out_features].
+    """
 
     kind: WeightKind
     group_size: int  # inputs that share a scale; 0 if nothing is scaled
@@ -54,6 +60,15 @@ class PackedWeight:
     in_features: int
     panels: torch.Tensor  # bytes, of any alignment and only read; 64 is fast
     bias: torch.Tensor | None  # [out_features] float32
+
+
+class _Form(NamedTuple):
+    """First fields of a PackedWeight."""
+
+    kind: WeightKind
+    group_size: int
+    out_features: int
+    in_features: int
 
 
 class LinearKernel:
@@ -77,6 +92,14 @@ class LinearKernel:
             *(Pointer, Size, Size, Pointer),
             *(Value, Size),
         )
+        self._grouped_linear = library.function(
+            "loraplex_grouped_linear",
+            *(Pointer, Int, Size, Int),
+            *(Value, Size, Size, Size),
+            *(Value, Value, Size),
+            *(Pointer, Size, Size, Pointer),
+            *(Value, Size),
+        )
 
     def packed_bytes(
         self, kind: WeightKind, group_size: int, out_features: int, in_features: int
@@ -90,39 +113,46 @@ class LinearKernel:
         bias: torch.Tensor | None,
         precision: WeightPrecision = WeightPrecision.NATIVE,
     ) -> PackedWeight:
-        """weight [out, in] float32, bfloat16 or float16; bias [out] or None.
+        """weight [out, in] or [E, out, in] float32, bfloat16 or float16; bias [..., out] or None.
 
         Raises ConfigError if the weight cannot be quantised to the precision.
         """
         if precision is WeightPrecision.FP8:
             raise ConfigError("fp8 needs a GPU; on a CPU int8 takes as little memory")
-        if precision is not WeightPrecision.NATIVE:
-            return self.pack_quantized(quantize(weight, precision), bias)
-        return self._pack_rows(_KINDS[weight.dtype], 0, weight, None, bias)
+        matrices = weight.unsqueeze(0) if weight.dim() == 2 else weight
+        if precision is WeightPrecision.NATIVE:
+            form = _Form(_KINDS[weight.dtype], 0, *matrices.shape[1:])
+            return self._pack_all(
+                form, ((matrix, None) for matrix in matrices), bias, len(matrices)
+            )
+        group_size = group_size_of(precision, matrices.shape[2])
+        form = _Form(_QUANTIZED_KINDS[precision], group_size, *matrices.shape[1:])
+        quantized = (quantize(matrix, precision) for matrix in matrices)
+        rows = ((weight.values, weight.scales) for weight in quantized)
+        return self._pack_all(form, rows, bias, len(matrices))
 
     def pack_quantized(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> PackedWeight:
-        kind = _QUANTIZED_KINDS[weight.precision]
-        return self._pack_rows(kind, weight.group_size, weight.values, weight.scales, bias)
+        form = _Form(_QUANTIZED_KINDS[weight.precision], weight.group_size, *weight.values.shape)
+        return self._pack_all(form, [(weight.values, weight.scales)], bias)
 
-    def _pack_rows(
+    def _pack_all(
         self,
-        kind: WeightKind,
-        group_size: int,
-        weight: torch.Tensor,
-        scales: torch.Tensor | None,
+        form: _Form,
+        matrices: Iterable[tuple[torch.Tensor, torch.Tensor | None]],
         bias: torch.Tensor | None,
+        num_experts: int = 1,
     ) -> PackedWeight:
-        out_features, in_features = weight.shape
-        num_bytes = self.packed_bytes(kind, group_size, out_features, in_features)
-        panels = torch.empty(num_bytes, dtype=torch.uint8)
-        rows = weight if weight.stride(1) == 1 else weight.contiguous()
-        self._pack(
-            *(self._pool.address, kind, group_size, rows.data_ptr(), rows.stride(0)),
-            *((None, 0) if scales is None else (scales.data_ptr(), scales.stride(0))),
-            *(out_features, in_features, panels.data_ptr()),
-        )
+        """matrices: the values and scales of each expert, one after another."""
+        panels = torch.empty(num_experts, self.packed_bytes(*form), dtype=torch.uint8)
+        for (values, scales), place in zip(matrices, panels, strict=True):
+            rows = values if values.stride(1) == 1 else values.contiguous()
+            self._pack(
+                *(self._pool.address, form.kind, form.group_size, rows.data_ptr(), rows.stride(0)),
+                *((None, 0) if scales is None else (scales.data_ptr(), scales.stride(0))),
+                *(form.out_features, form.in_features, place.data_ptr()),
+            )
         wide_bias = None if bias is None else bias.float().contiguous()
-        return PackedWeight(kind, group_size, out_features, in_features, panels, wide_bias)
+        return PackedWeight(*form, panels.flatten(), wide_bias)
 
     def apply(self, x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
         """x [T, in] -> [T, out] of the same dtype."""
@@ -146,3 +176,28 @@ class LinearKernel:
             None if weight.bias is None else weight.bias.data_ptr(),
             *(y.data_ptr(), y.stride(0)),
         )
+
+    def apply_grouped(self, x: torch.Tensor, weight: PackedWeight, routes: Routes) -> torch.Tensor:
+        """x [T, in] or [T * k, in] -> [T * k, out] of the same dtype, by each pair's expert."""
+        num_rows, in_features = x.shape
+        num_pairs = len(routes.pairs)
+        assert in_features == weight.in_features
+        form = (weight.kind, weight.group_size, weight.out_features, in_features)
+        assert weight.panels.numel() == routes.num_experts * self.packed_bytes(*form)
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        y = torch.empty(num_pairs, weight.out_features, dtype=x.dtype)
+        self._grouped_linear(
+            *(self._pool.address, weight.kind, weight.group_size, DTYPES[x.dtype]),
+            *(
+                x.data_ptr(),
+                x.stride(0),
+                num_pairs,
+                routes.num_chosen if num_rows < num_pairs else 1,
+            ),
+            *(routes.pairs.data_ptr(), routes.starts.data_ptr(), routes.num_experts),
+            *(weight.panels.data_ptr(), weight.out_features, in_features),
+            None if weight.bias is None else weight.bias.data_ptr(),
+            *(y.data_ptr(), y.stride(0)),
+        )
+        return y

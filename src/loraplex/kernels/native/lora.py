@@ -21,6 +21,7 @@ from loraplex.kernels.native.library import (
     ThreadPool,
     Value,
 )
+from loraplex.kernels.routing import Routes
 
 
 class _Step(ctypes.Structure):
@@ -94,6 +95,11 @@ class LoraKernel:
             "loraplex_add_lora",
             *(Pointer, Value, Pointer, Size, Int, Value, Size, Value, Size),
         )
+        self._add_experts = library.function(
+            "loraplex_add_expert_lora",
+            *(Pointer, Value, Pointer, Size, Size, Size, Value),
+            *(Int, Value, Size, Size, Value, Size),
+        )
         self._batch: LoraBatch | None = None
         self._step: _Prepared
         self._linears: dict[_LinearKey, _Prepared] = {}
@@ -122,6 +128,28 @@ class LoraKernel:
             x.stride(0),
             y.data_ptr(),
             y.stride(0),
+        )
+
+    def add_experts(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        batch: LoraBatch,
+        routes: Routes,
+        layer: int,
+        modules: Sequence[str],
+        out_offsets: Sequence[int],
+    ) -> None:
+        """Implement kernels.experts.add_expert_lora. The cells are those of the first expert."""
+        cells = batch.table.cells
+        assert all(cells.num_experts[module] == routes.num_experts for module in modules)
+        self._add_experts(
+            *(self._pool.address, self.step_address(batch)),
+            self._linear_address(cells, layer, tuple(modules), tuple(out_offsets)),
+            *(_LAYER, routes.num_experts, routes.num_chosen, routes.experts.data_ptr()),
+            *(DTYPES[x.dtype], x.data_ptr(), x.stride(0)),
+            routes.num_chosen if len(x) < len(y) else 1,
+            *(y.data_ptr(), y.stride(0)),
         )
 
     def step_address(self, batch: LoraBatch) -> int:

@@ -1,0 +1,195 @@
+"""Native experts against the reference; the bits of a pair alone, in company, on two threads."""
+
+import functools
+
+import pytest
+import torch
+
+from loraplex.core.weight_precision import WeightPrecision
+from loraplex.kernels.native.backend import NativeKernels
+from loraplex.kernels.native.library import (
+    NativeLibraryError,
+    available_instruction_sets,
+    load_library,
+)
+from loraplex.kernels.reference import ReferenceKernels
+from loraplex.kernels.routing import Routes, sort_routes
+
+try:
+    INSTRUCTION_SETS = available_instruction_sets()
+except NativeLibraryError as error:
+    pytest.skip(f"the native kernels are not built: {error}", allow_module_level=True)
+
+REFERENCE = ReferenceKernels(torch.device("cpu"))
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+# Relative to the largest output: a few roundings of the output dtype.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
+COUNTS = [(1, 1), (3, 2), (8, 8), (64, 2)]
+"""Numbers of experts, and of those that compute a token."""
+NUM_TOKENS = (0, 1, 5, 70)
+SIZES = [(1, 130), (17, 1), (130, 17)]
+"""in_features, out_features"""
+
+
+@functools.cache
+def kernels_of(instruction_set: str, num_threads: int) -> NativeKernels:
+    return NativeKernels(load_library([instruction_set]), num_threads)
+
+
+@pytest.fixture(params=INSTRUCTION_SETS)
+def instruction_set(request: pytest.FixtureRequest) -> str:
+    torch.default_generator.manual_seed(0)
+    return str(request.param)
+
+
+@pytest.fixture
+def kernels(instruction_set: str) -> NativeKernels:
+    return kernels_of(instruction_set, 2)
+
+
+def random_routes(num_tokens: int, num_experts: int, num_chosen: int) -> Routes:
+    experts = torch.rand(num_tokens, num_experts).argsort(1)[:, :num_chosen]
+    return routes_to(experts, num_experts)
+
+
+def routes_to(experts: torch.Tensor, num_experts: int) -> Routes:
+    """Return routes to these experts [T, k] with random weights."""
+    return sort_routes(experts.int(), torch.rand(experts.shape), num_experts)
+
+
+def assert_near(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
+    if len(actual):
+        error = (actual.double() - expected.double()).abs().max()
+        assert error <= TOLERANCE[actual.dtype] * expected.double().abs().max()
+
+
+def one_by_one(
+    kernels: NativeKernels,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    routes: Routes,
+) -> torch.Tensor:
+    """Return what the plain linear of each pair's expert gives for its row alone."""
+    packed = [kernels.pack_linear(*pair) for pair in zip(weight, bias, strict=True)]
+    num_pairs = len(routes.pairs)
+    chosen = routes.experts.flatten().tolist()
+    rows = [
+        kernels.linear(x[p * len(x) // num_pairs].unsqueeze(0), packed[expert])
+        for p, expert in enumerate(chosen)
+    ]
+    return torch.cat(rows) if rows else x.new_empty(0, weight.shape[1])
+
+
+@DTYPES
+@pytest.mark.parametrize(("num_experts", "num_chosen"), COUNTS)
+@pytest.mark.parametrize(("in_features", "out_features"), SIZES)
+def test_grouped_linear_has_the_bits_of_each_experts_linear(
+    instruction_set, in_features, out_features, num_experts, num_chosen, dtype
+):
+    one, two = (kernels_of(instruction_set, num_threads) for num_threads in (1, 2))
+    weight = torch.randn(num_experts, out_features, in_features).to(dtype)
+    bias = torch.randn(num_experts, out_features).to(dtype)
+    packed = two.pack_linear(weight, bias)
+    for num_tokens in NUM_TOKENS:
+        routes = random_routes(num_tokens, num_experts, num_chosen)
+        for num_rows in {num_tokens, num_tokens * num_chosen}:
+            x = torch.randn(num_rows, in_features).to(dtype)
+            result = two.grouped_linear(x, packed, routes)
+            expected = REFERENCE.grouped_linear(
+                x.float(), REFERENCE.pack_linear(weight.float(), bias.float()), routes
+            )
+            assert_near(result, expected.to(dtype))
+            assert torch.equal(result, one_by_one(one, x, weight, bias, routes))
+            assert torch.equal(result, one.grouped_linear(x, packed, routes))
+
+
+@DTYPES
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_types_of_weights_and_inputs_may_differ(kernels, weights, dtype):
+    weight, bias = torch.randn(3, 40, 257).to(weights), torch.randn(3, 40).to(weights)
+    routes = random_routes(9, 3, 2)
+    x = torch.randn(9, 257).to(dtype)
+    result = kernels.grouped_linear(x, kernels.pack_linear(weight, bias), routes)
+    assert torch.equal(result, one_by_one(kernels, x, weight, bias, routes))
+
+
+@DTYPES
+@pytest.mark.parametrize("precision", [WeightPrecision.INT8, WeightPrecision.INT4])
+def test_quantized_experts(kernels, precision, dtype):
+    weight = torch.randn(5, 140, 640).to(dtype)
+    packed = kernels.pack_linear(weight, None, precision)
+    routes = random_routes(33, 5, 3)
+    for num_rows in (33, 99):
+        x = torch.randn(num_rows, 640).to(dtype)
+        result = kernels.grouped_linear(x, packed, routes)
+        alone = [kernels.pack_linear(matrix, None, precision) for matrix in weight]
+        for pair, expert in enumerate(routes.experts.flatten().tolist()):
+            row = x[pair * num_rows // 99].unsqueeze(0)
+            assert torch.equal(result[pair], kernels.linear(row, alone[expert])[0])
+
+
+@pytest.mark.parametrize("num_tokens", [1, 140, 1500])
+def test_all_tokens_may_have_the_same_experts(kernels, num_tokens):
+    weight, bias = torch.randn(6, 20, 33), torch.randn(6, 20)
+    routes = routes_to(torch.tensor([[4, 1]]).expand(num_tokens, 2), 6)
+    x = torch.randn(num_tokens, 33)
+    result = kernels.grouped_linear(x, kernels.pack_linear(weight, bias), routes)
+    for choice, expert in enumerate((4, 1)):
+        alone = kernels.linear(x, kernels.pack_linear(weight[expert], bias[expert]))
+        assert torch.equal(result[choice::2], alone)
+
+
+def test_more_pairs_than_are_widened_at_a_time(kernels):
+    weight, bias = torch.randn(7, 5, 9), torch.randn(7, 5)
+    routes = random_routes(2500, 7, 2)
+    x = torch.randn(2500, 9)
+    result = kernels.grouped_linear(x, kernels.pack_linear(weight, bias), routes)
+    assert torch.equal(result, one_by_one(kernels, x, weight, bias, routes))
+
+
+def test_experts_without_rows_are_not_read(kernels):
+    weight = torch.randn(4, 20, 33)
+    weight[[0, 2, 3]] = torch.nan
+    packed = kernels.pack_linear(weight, None)
+    x = torch.randn(3, 33)
+    result = kernels.grouped_linear(x, packed, routes_to(torch.ones(3, 1), 4))
+    assert torch.equal(result, kernels.linear(x, kernels.pack_linear(weight[1], None)))
+
+
+def test_packed_experts_are_kept_in_parts(kernels):
+    weight, bias = torch.randn(3, 20, 33), torch.randn(3, 20)
+    packed = kernels.pack_linear(weight, bias)
+    joined = kernels.join_linear(kernels.linear_parts(packed))
+    routes, x = random_routes(4, 3, 2), torch.randn(4, 33)
+    result = kernels.grouped_linear(x, joined, routes)
+    assert torch.equal(result, kernels.grouped_linear(x, packed, routes))
+
+
+@DTYPES
+@pytest.mark.parametrize("num_chosen", [1, 2, 8])
+@pytest.mark.parametrize("shared", ["none", "shared", "gated"])
+def test_combine_experts(instruction_set, shared, num_chosen, dtype):
+    for num_tokens in NUM_TOKENS:
+        for size in (1, 17, 130, 600):
+            routes = random_routes(num_tokens, 8, num_chosen)
+            y = torch.randn(num_tokens * num_chosen, size).to(dtype)
+            rows = (
+                torch.randn(num_tokens, size).to(dtype),
+                4 * torch.randn(num_tokens, 1).to(dtype),
+            )
+            added = rows[: ("none", "shared", "gated").index(shared)]
+            results = [
+                kernels_of(instruction_set, num_threads).combine_experts(y, routes, *added)
+                for num_threads in (1, 2)
+            ]
+            assert_near(results[0], REFERENCE.combine_experts(y, routes, *added))
+            assert torch.equal(*results)
+            for token in range(min(num_tokens, 5)):
+                alone = kernels_of(instruction_set, 1).combine_experts(
+                    y[token * num_chosen : (token + 1) * num_chosen],
+                    sort_routes(routes.experts[[token]], routes.weights[[token]], 8),
+                    *(tensor[[token]] for tensor in added),
+                )
+                assert torch.equal(alone[0], results[0][token])
