@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import MixtralConfig
 
 from loraplex.execution import loading
 from loraplex.execution.adapters.host_adapters import HostAdapter, HostAdapters
@@ -21,7 +20,8 @@ from loraplex.kernels.reference import ReferenceKernels
 from loraplex.models.registry import read_config
 from support.examples import num_examples
 from support.expert_adapters import RankOf, merged, random_expert_adapter
-from support.families.case import VOCAB_SIZE, FamilyCase, sizes
+from support.families.case import VOCAB_SIZE, FamilyCase
+from support.families.experts import mixtral, qwen2_moe
 from support.random_schedules import Schedules
 from support.reference_completions import (
     RecordingSampler,
@@ -34,11 +34,8 @@ from support.step_driver import Prompt, StepDriver
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CASES = {
-    "mixtral": FamilyCase(
-        config=lambda: MixtralConfig(
-            **sizes(num_hidden_layers=2), num_local_experts=6, num_experts_per_tok=2
-        )
-    ),
+    "mixtral": FamilyCase(config=lambda: mixtral(num_local_experts=6, num_hidden_layers=2)),
+    "qwen2-moe": FamilyCase(config=lambda: qwen2_moe(num_experts=6, num_hidden_layers=3)),
 }
 MAX_RANK = 8
 NUM_NEW_TOKENS = 12
