@@ -98,7 +98,7 @@ def test_experts_of_one_module_are_rows_of_their_own() -> None:
     rows = canonical_rows(PeftConfig(r=2, target_modules=["up_proj"]), tensors)
     assert [(row.layer, row.module, row.expert) for row in rows] == [(1, UP, 0), (1, UP, 2)]
     check_shapes(rows, SHAPES, max_ranks=RankLimits(2))
-    targets = [target for row in rows for target in targets_of(row, SHAPES, 2)]
+    targets = [target for row in rows for target in targets_of(row, SHAPES, RankLimits(2))]
     assert [target.expert for target in targets] == [0, 2]
     check_targets(targets, SHAPES, max_ranks=RankLimits(2))
 
@@ -155,7 +155,7 @@ def test_experts_have_lora_only(kind: RowKind, tensors: dict[str, RawTensor]) ->
 def test_pieces_that_were_staged_for_another_base(change: dict[str, object]) -> None:
     other = msgspec.structs.replace(SHAPES, **change)
     with pytest.raises(AdapterMismatchError, match=r"layer 1, expert 3, is .* has none"):
-        check_targets(targets_of(lora(), SHAPES, 2), other, 2)
+        check_targets(targets_of(lora(), SHAPES, RankLimits(2)), other, RankLimits(2))
 
 
 def test_an_expert_is_there_once() -> None:

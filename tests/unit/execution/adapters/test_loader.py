@@ -11,6 +11,7 @@ from loraplex.adapters.targets import source_of
 from loraplex.adapters.tensor_file import RawTensor
 from loraplex.core.adapter import AdapterSource
 from loraplex.core.errors import AdapterMismatchError
+from loraplex.core.rank_limits import RankLimits
 from loraplex.engine.runner import AdapterLoader
 from loraplex.execution.adapters.host_adapters import HostAdapter, HostAdapters
 from loraplex.execution.adapters.loader import FileAdapterLoader, read_host_adapter
@@ -28,7 +29,7 @@ def staged(folder, seed=0) -> AdapterSource:
         rows.append(CanonicalRow(layer, "q_proj", None, RowKind.LORA, 0.5 + layer, tensors))
     path = folder / f"{seed}.safetensors"
     write_canonical(rows, digest(rows), path)
-    return source_of(digest(rows), path, rows, BaseShapes(2, {}), 64)
+    return source_of(digest(rows), path, rows, BaseShapes(2, {}), RankLimits(64))
 
 
 @pytest.fixture
