@@ -2,6 +2,8 @@
 
 import msgspec
 
+from loraplex.core.adapter import ExpertLoraLayout
+
 NO_MODULE = "no module: it is served without LoRA (enable_lora, or a build without lora_plugin)"
 """Text after "can be adapted in" where adapters are off."""
 
@@ -32,6 +34,12 @@ class BaseShapes(msgspec.Struct, frozen=True):
     """Number of experts by module, of modules that have experts."""
     module_layers: dict[str, tuple[int, ...]] = {}
     """Layers that have a module, of modules that not all layers have."""
+    has_transposed_experts: bool = False
+    """Whether transformers has the experts' weights as [experts, in, out], not [.., out, in]."""
+    has_interleaved_experts: bool = False
+    """Whether the outputs of gate and up alternate in transformers' gate_up_proj of experts."""
+    expert_lora_layout: tuple[ExpertLoraLayout, ...] = ()
+    """The operator's words about LoRA of experts whose files can be read in more than one way."""
 
     def enables(self, module: str) -> bool:
         """Whether adapters may change a module. Embedding and head go with any linear layer."""

@@ -137,9 +137,7 @@ def _check(
 ) -> tuple[str, ...]:
     """Return warnings. Raises if the adapter does not fit the base or the engine."""
     check_shapes(rows, request.shapes, request.limits.max_ranks)
-    warnings = source.warnings(
-        rows, request.shapes.num_layers, request.base_model, request.base_check
-    )
+    warnings = source.warnings(rows, request.shapes, request.base_model, request.base_check)
     if request.pool_dtype:
         warnings += check_cast(rows, request.pool_dtype)
     return tuple(warnings)

@@ -70,9 +70,9 @@ class RawTensor:
     def item_bytes(self) -> int:
         return _ITEM_BYTES[self.dtype]
 
-    def bits(self) -> npt.NDArray[np.uint16]:
-        """Return the bit patterns of 16-bit elements."""
-        return np.ndarray(self.shape, "<u2", self.data)
+    def bits(self) -> npt.NDArray[np.unsignedinteger]:
+        """Return the bit patterns of the elements of a float tensor."""
+        return np.ndarray(self.shape, _BITS_TYPES[self.item_bytes], self.data)
 
     def array(self) -> npt.NDArray[np.floating]:
         """Return the elements of a float tensor: a view, except for bfloat16."""
@@ -91,10 +91,9 @@ class RawTensor:
         Without their signs floats are ordered as their bits are, NaN above infinity, and NumPy
         compares integers far faster than narrow floats.
         """
-        bits_type = np.dtype(_BITS_TYPES[self.item_bytes])
-        without_sign = np.array(2 ** (8 * self.item_bytes - 1) - 1, bits_type)
-        bits = np.ndarray(self.shape, bits_type, self.data) & without_sign
-        largest = np.max(bits, initial=0).astype(bits_type)
+        bits = self.bits()
+        without_sign = np.array(2 ** (8 * self.item_bytes - 1) - 1, bits.dtype)
+        largest = np.max(bits & without_sign, initial=0).astype(bits.dtype)
         return float(RawTensor(self.dtype, (), largest.tobytes()).array())
 
     def is_finite(self) -> bool:

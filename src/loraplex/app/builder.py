@@ -14,7 +14,7 @@ from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.sources.policy import client_policy
 from loraplex.adapters.staging import StagingWorker
 from loraplex.adapters.store import AdapterStore
-from loraplex.core.adapter import LM_HEAD
+from loraplex.core.adapter import LM_HEAD, ExpertLoraLayout
 from loraplex.core.clock import Clock, SystemClock
 from loraplex.core.config import Config, ModelConfig
 from loraplex.core.environment import state_directory
@@ -138,7 +138,8 @@ def _engine(name: str, model: ModelConfig, launch: EngineLauncher, clock: Clock)
 def served_shapes(config: ModelSpec, model: ModelConfig) -> BaseShapes:
     """Return the shapes of the modules that adapters may change. Raises ConfigError for an unknown
     module."""
-    shapes = base_shapes(config)
+    layout = tuple(map(ExpertLoraLayout, model.expert_lora_layout))
+    shapes = msgspec.structs.replace(base_shapes(config), expert_lora_layout=layout)
     if not model.enable_lora:
         return msgspec.structs.replace(shapes, enabled_modules=())
     if not model.lora_target_modules:
@@ -161,6 +162,8 @@ def base_shapes(config: ModelSpec) -> BaseShapes:
         module_layers={
             module: layers for module, layers in owners.items() if len(layers) < len(shapes)
         },
+        has_transposed_experts=any(one.is_transposed for one in config.names.experts.stacked),
+        has_interleaved_experts=any(one.is_interleaved for one in config.names.experts.stacked),
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         biased_modules=tuple(

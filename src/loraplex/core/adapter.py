@@ -6,6 +6,7 @@ adapter's only identity: everything below serving knows digests and the handles 
 
 import enum
 from collections.abc import Mapping
+from typing import Final
 
 import msgspec
 
@@ -69,6 +70,26 @@ EMBEDDING = "embed_tokens"
 LM_HEAD = "lm_head"
 OUTSIDE_LAYERS = -1
 """The layer number of the token embedding, the final norm and lm_head."""
+
+
+class ExpertLoraLayout(enum.StrEnum):
+    """The operator's word about LoRA of experts whose files can be read in two ways."""
+
+    RANK_MAJOR = "rank_major"
+    """The expert changes faster than the rank in the columns of lora_B of all experts."""
+    GROUPED_BY_EXPERT = "grouped_by_expert"
+    """The columns of one expert are side by side."""
+    UNSWAPPED = "unswapped"
+    """lora_A reads the inputs of the weight."""
+    SWAPPED = "swapped"
+    """lora_A reads what are the outputs: PEFT took the weight for its transpose."""
+
+
+EXPERT_LORA_CHOICES: Final = (
+    (ExpertLoraLayout.RANK_MAJOR, ExpertLoraLayout.GROUPED_BY_EXPERT),
+    (ExpertLoraLayout.UNSWAPPED, ExpertLoraLayout.SWAPPED),
+)
+"""Words of which one at most is said."""
 
 
 class TargetPart(enum.StrEnum):

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
+from loraplex.core.adapter import EXPERT_LORA_CHOICES, ExpertLoraLayout
 from loraplex.core.engine_settings import EngineSettings
 from loraplex.core.grammar import GrammarLimits
 from loraplex.core.server_config import ServerConfig
@@ -41,6 +42,16 @@ def _step_timeout(seconds: float) -> str | None:
         if seconds == 0 or seconds >= _MIN_STEP_TIMEOUT
         else (f"must be 0 or at least {_MIN_STEP_TIMEOUT}")
     )
+
+
+def _expert_layout_problem(words: tuple[str, ...]) -> str | None:
+    unknown = [word for word in words if word not in set(ExpertLoraLayout)]
+    if unknown:
+        return f"must be of {', '.join(ExpertLoraLayout)}; got {unknown[0]}"
+    for pair in EXPERT_LORA_CHOICES:
+        if all(word in words for word in pair):
+            return f"must have one of {' and '.join(pair)}"
+    return None
 
 
 class AdapterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -140,6 +151,18 @@ class ModelConfig(EngineSettings, frozen=True, kw_only=True):
             choices=("warn", "error"),
         ),
     ] = "warn"
+    expert_lora_layout: Annotated[
+        tuple[str, ...],
+        _adapters(
+            "Layout of LoRA of experts in files that fit two: rank_major or grouped_by_expert, "
+            "unswapped or swapped; repeatable",
+            "The first two are orders of the columns of Unsloth's `lora_B`, the other two are of "
+            "square weights in files without `peft_version`. Files in which the config or "
+            "shapes decide are read as they are.",
+            default="none: such files are refused",
+            check=_expert_layout_problem,
+        ),
+    ] = ()
     adapters: Annotated[
         dict[str, AdapterConfig],
         _adapters(

@@ -9,8 +9,8 @@ import pytest
 from loraplex.adapters.base_check import check_shapes
 from loraplex.adapters.canonical import CanonicalRow, RowKind
 from loraplex.adapters.formats import trtllm
-from loraplex.adapters.formats.peft import target_warnings
 from loraplex.adapters.formats.peft_config import parse_config
+from loraplex.adapters.formats.peft_coverage import target_warnings
 from loraplex.adapters.formats.peft_names import is_of_other_tower, parse_name
 from loraplex.adapters.fused_modules import fit_modules
 from loraplex.adapters.shapes import BaseShapes
@@ -232,5 +232,5 @@ def test_no_warning_of_targets_in_another_layout(
         ).encode()
     )
     assert not [
-        text for text in target_warnings(config, fit_modules(rows, shapes), 2) if named in text
+        text for text in target_warnings(config, fit_modules(rows, shapes), shapes) if named in text
     ]

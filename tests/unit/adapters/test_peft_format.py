@@ -3,8 +3,10 @@ import math
 import numpy as np
 import pytest
 
-from loraplex.adapters.formats.peft import canonical_rows, target_warnings
+from loraplex.adapters.formats.peft import canonical_rows
 from loraplex.adapters.formats.peft_config import PeftConfig
+from loraplex.adapters.formats.peft_coverage import target_warnings
+from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.tensor_file import RawTensor
 from loraplex.core.errors import (
     InvalidAdapterError,
@@ -138,6 +140,6 @@ def test_tensors_come_as_they_are():
 
 def test_target_modules_without_tensors_are_reported():
     config = PeftConfig(r=2, target_modules=["q_proj", "v_proj", "gate_proj"])
-    (warning,) = target_warnings(config, canonical_rows(config, pair()), 1)
+    (warning,) = target_warnings(config, canonical_rows(config, pair()), BaseShapes(1, {}))
     assert "v_proj, gate_proj" in warning
-    assert target_warnings(PeftConfig(target_modules=".*"), (), 1) == []
+    assert target_warnings(PeftConfig(target_modules=".*"), (), BaseShapes(1, {})) == []

@@ -169,6 +169,12 @@ class TestWhatAdaptersMayChange:
             self.enabled(lora_target_modules=("attn",))
 
 
+def test_the_operator_s_word_about_experts_reaches_the_staging():
+    words = ("grouped_by_expert", "swapped")
+    model = ModelConfig(path="", expert_lora_layout=words)
+    assert served_shapes(read_config(BASE_PATH), model).expert_lora_layout == words
+
+
 def test_an_end_token_of_the_settings_goes_before_the_models(build, folder):
     assert build(tokenizer_config={"eos_token": "<|user|>"}).model("m").card.eos_token_id == 3
     assert build(tokenizer_config={"eos_token": None}).model("m").card.eos_token_id == 2

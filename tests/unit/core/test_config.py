@@ -411,6 +411,17 @@ def test_wrong_settings_of_a_gpu(field, value, message):
     assert message in error_of(*layers(model(**{field: value}), {}, {}))
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("rank_first",), "must be of rank_major, grouped_by_expert, unswapped, swapped"),
+        (("swapped", "rank_major", "unswapped"), "must have one of unswapped and swapped"),
+    ],
+)
+def test_wrong_layouts_of_experts(words, message):
+    assert message in error_of(*layers(model(expert_lora_layout=words), {}, {}))
+
+
 def test_the_words_of_tensorrt_llm():
     values = {
         "gpt_model_type": "V1",

@@ -11,12 +11,13 @@ from loraplex.adapters.base_check import BaseCheck, check_base_name
 from loraplex.adapters.canonical import FORMAT, CanonicalRow, parse_canonical
 from loraplex.adapters.formats import canonical_file, llgtrt, peft, torch_bin, trtllm
 from loraplex.adapters.formats.peft_config import CONFIG_NAME, PeftConfig, read_config
+from loraplex.adapters.formats.peft_coverage import target_warnings
 from loraplex.adapters.formats.peft_names import is_of_other_tower
 from loraplex.adapters.fused_modules import fit_modules
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.staging_limits import StagingLimits
 from loraplex.adapters.tensor_file import RawTensor, SafetensorsContent, read_tensors
-from loraplex.core.errors import InvalidAdapterError, LoraplexError
+from loraplex.core.errors import AdapterTooLargeError, InvalidAdapterError, LoraplexError
 
 FILE_SUFFIX = ".safetensors"
 UNDERSTOOD = (
@@ -45,11 +46,11 @@ class AdapterInput(Protocol):
     def warnings(
         self,
         rows: tuple[CanonicalRow, ...],
-        num_layers: int,
+        shapes: BaseShapes,
         base_model: str,
         base_check: BaseCheck,
     ) -> list[str]:
-        """Return warnings; num_layers and base_model (its name) are of the base.
+        """Return warnings; shapes and base_model (its name) are of the base.
 
         Raises AdapterMismatchError if it names another base and base_check requires an error.
         """
@@ -75,22 +76,29 @@ class PeftFolder:
             )
         return _read_file(self._weights, limits).tensors
 
-    def read_rows(self, _shapes: BaseShapes, limits: StagingLimits) -> tuple[CanonicalRow, ...]:
+    def read_rows(self, shapes: BaseShapes, limits: StagingLimits) -> tuple[CanonicalRow, ...]:
         tensors = self.read_tensors(limits)
         self.left_out = tuple(filter(is_of_other_tower, tensors))
         kept = {name: tensor for name, tensor in tensors.items() if name not in self.left_out}
-        return peft.canonical_rows(self.config, kept)
+        rows = peft.canonical_rows(self.config, kept, shapes)
+        num_bytes = sum(row.num_bytes for row in rows)
+        if num_bytes > limits.max_file_bytes:
+            raise AdapterTooLargeError(
+                f"{self._weights} has {num_bytes} bytes of single experts, for which factors that "
+                f"all share are repeated; at most {limits.max_file_bytes} are held"
+            )
+        return rows
 
     def warnings(
         self,
         rows: tuple[CanonicalRow, ...],
-        num_layers: int,
+        shapes: BaseShapes,
         base_model: str,
         base_check: BaseCheck,
     ) -> list[str]:
         trained_on = self.config.base_model_name_or_path
         warnings = check_base_name(trained_on, base_model, base_check)
-        warnings += peft.target_warnings(self.config, rows, num_layers)
+        warnings += target_warnings(self.config, rows, shapes)
         if self.left_out:
             warnings.append(
                 f"{len(self.left_out)} tensors, the first of them {self.left_out[0]!r}, are of a "
@@ -121,7 +129,7 @@ class PairFolder:
     def warnings(
         self,
         _rows: tuple[CanonicalRow, ...],
-        _num_layers: int,
+        _shapes: BaseShapes,
         _base_model: str,
         _base_check: BaseCheck,
     ) -> list[str]:
@@ -151,7 +159,7 @@ class LoraFile:
     def warnings(
         self,
         _rows: tuple[CanonicalRow, ...],
-        _num_layers: int,
+        _shapes: BaseShapes,
         _base_model: str,
         _base_check: BaseCheck,
     ) -> list[str]:
@@ -173,7 +181,7 @@ class RequestTensors:
     def warnings(
         self,
         _rows: tuple[CanonicalRow, ...],
-        _num_layers: int,
+        _shapes: BaseShapes,
         _base_model: str,
         _base_check: BaseCheck,
     ) -> list[str]:

@@ -8,7 +8,7 @@ or not at all.
 import functools
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -24,7 +24,6 @@ _TIED = {EMBEDDING: LM_HEAD, LM_HEAD: EMBEDDING}
 # Keys without effect once the adapter is trained (peft_type is checked separately).
 _HARMLESS = frozenset(
     (
-        "auto_mapping",
         "corda_config",
         "eva_config",
         # PEFT itself sets it as the layer needs, with a warning: true for GPT-2's Conv1D, false for
@@ -37,7 +36,6 @@ _HARMLESS = frozenset(
         "megatron_core",
         "merge_weights",
         "peft_type",
-        "peft_version",
         "qalora_group_size",
         "revision",
         "runtime_config",
@@ -49,7 +47,6 @@ _HARMLESS = frozenset(
 _UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "megatron_config": (None, "Megatron's parallel layers"),
     "layer_replication": (None, "replicated decoder layers"),
-    "target_parameters": (None, "LoRA of parameters that are not linear layers, such as experts"),
     "alora_invocation_tokens": (None, "LoRA that begins within a prompt (aLoRA)"),
     "use_qalora": (False, "QALoRA's pooled inputs"),
     "use_bdlora": (None, "block-diagonal LoRA"),
@@ -59,6 +56,9 @@ _UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "monteclora_config": (None, "MonteCLoRA"),
     "enable_lora": (None, "LoRA of a part of a fused projection"),
 }
+
+_PARAMETERS = ("gate_up_proj", "gate_proj", "up_proj", "down_proj", "weight")
+"""Last names of the parameters that target_parameters may name."""
 
 # With these initialisations PEFT changes the base's weights whenever it builds the layer, also when
 # it loads a trained adapter.
@@ -87,6 +87,13 @@ class PeftConfig(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     modules_to_save: list[str] = []
     trainable_token_indices: list[int] | dict[str, list[int]] = []
     ensure_weight_tying: bool = False
+    target_parameters: list[str] = []
+    auto_mapping: Any = None
+    peft_version: str | None = None
+    b_layout: Literal["rank_major", "grouped_by_expert"] | None = msgspec.field(
+        default=None, name="lora_B_layout"
+    )
+    """Order of the columns of a lora_B of all experts, which Unsloth writes."""
 
     def rank(self, module_path: str) -> int:
         """Return the rank of a module, such as model.layers.0.self_attn.q_proj."""
@@ -99,12 +106,29 @@ class PeftConfig(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         rank = self.rank(module_path)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
+    def pattern_path(self, module_path: str) -> str:
+        """Return what rank_pattern and alpha_pattern match: the module, or its target parameter."""
+        weight = f"{module_path}.weight"
+        return weight if self.targets_parameter(weight) else module_path
+
+    def targets_parameter(self, path: str) -> bool:
+        """Whether PEFT would put LoRA on this parameter by target_parameters."""
+        return any(path == name or path.endswith(f".{name}") for name in self.target_parameters)
+
+    @property
+    def is_of_unsloth(self) -> bool:
+        """Whether Unsloth saved the adapter."""
+        mapping = self.auto_mapping
+        return isinstance(mapping, dict) and bool(mapping.get("unsloth_fixed"))
+
     def targets(self, module_path: str) -> bool:
         """Whether PEFT would put LoRA on this module.
 
         A tied embedding and output layer count as one if ensure_weight_tying is set.
         """
-        if self._targets(module_path):
+        if self._targets(module_path) or any(
+            map(self.targets_parameter, (module_path, f"{module_path}.weight"))
+        ):
             return True
         twin = _TIED.get(module_path.rpartition(".")[2])
         return self.ensure_weight_tying and twin is not None and self._targets(twin)
@@ -196,7 +220,7 @@ class PeftConfig(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return any(module_path == name or module_path.endswith(f".{name}") for name in names)
 
 
-_KNOWN = _HARMLESS | set(PeftConfig.__struct_fields__)
+_KNOWN = _HARMLESS | set(PeftConfig.__struct_encode_fields__)
 
 
 def read_config(folder: Path, max_bytes: int) -> PeftConfig:
@@ -229,13 +253,14 @@ def parse_config(content: bytes) -> PeftConfig:
     known = {
         key: value
         for key, value in values.items()
-        if key in PeftConfig.__struct_fields__ and value is not None
+        if key in PeftConfig.__struct_encode_fields__ and value is not None
     }
     try:
         config = msgspec.convert(known, PeftConfig)
     except msgspec.ValidationError as error:
         raise InvalidAdapterError(str(error)) from error
     _check_values(config)
+    _refuse_other_parameters(config.target_parameters)
     _check_switches(config)
     return config
 
@@ -261,6 +286,14 @@ def _refuse_other_tokens(indices: dict[str, object]) -> None:
             raise UnsupportedFeatureError(
                 f"trainable_token_indices names {name!r}; token rows are those of {EMBEDDING} or "
                 f"{LM_HEAD}"
+            )
+
+
+def _refuse_other_parameters(names: list[str]) -> None:
+    for name in names:
+        if name.rpartition(".")[2] not in _PARAMETERS:
+            raise UnsupportedFeatureError(
+                f"target_parameters names {name!r}; served are {', '.join(_PARAMETERS)}"
             )
 
 

@@ -80,10 +80,11 @@ class PeftModule:
             raise InvalidAdapterError(
                 f"tensor {name!r} is of a module that {CONFIG_NAME} does not target"
             )
-        if config.rank(self._path) != a.shape[0]:
+        path = config.pattern_path(self._path)
+        rank = config.rank(path)
+        if rank != a.shape[0]:
             raise InvalidAdapterError(
-                f"tensor {name!r} has rank {a.shape[0]}; {CONFIG_NAME} says "
-                f"{config.rank(self._path)}"
+                f"tensor {name!r} has rank {a.shape[0]}; {CONFIG_NAME} says {rank}"
             )
         tensors = {"a": a, "b": b}
         self._check_flag("use_dora", config.use_dora, PeftSlot.MAGNITUDE)
@@ -91,7 +92,7 @@ class PeftModule:
             self._check_flag("lora_bias", config.lora_bias, PeftSlot.B_BIAS)
         if PeftSlot.B_BIAS in self._tensors:
             tensors["bias"] = self._vector(PeftSlot.B_BIAS, b.shape[0])
-        scale = float(np.float32(config.scale(self._path)))
+        scale = float(np.float32(config.scale(path)))
         return self._row(RowKind.LORA, tensors, scale)
 
     def _pair(self) -> tuple[RawTensor, RawTensor]:

@@ -42,6 +42,11 @@ class TensorName(NamedTuple):
     expert: int | None
     slot: PeftSlot
 
+    @property
+    def is_stacked(self) -> bool:
+        """Whether the tensor is of all experts."""
+        return self.expert is None and self.module.partition(".")[0] == OUTER_STACK
+
 
 FINAL_NORM = "norm"
 NORMS = ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm")
@@ -55,12 +60,28 @@ _ROOTS = (
 """Paths from the class that was trained to the decoder: of causal LMs and multimodal wrappers."""
 _PARENTS = ("self_attn", "self_attention", "attention", "attn", "mlp", "feed_forward")
 _EXPERT_MODULES = {
-    **{name: f"experts.{name}" for name in ("gate_proj", "up_proj", "down_proj", "gate_up_proj")},
+    **{name: f"experts.{name}" for name in ("gate_proj", "up_proj", "down_proj")},
     "w1": "experts.gate_proj",
     "w3": "experts.up_proj",
     "w2": "experts.down_proj",
 }
 """Canonical names of an expert's linear layers, by all that files have."""
+OUTER_STACK = "experts"
+INNER_STACK = "experts.base_layer"
+GATE_UP_STACK = "experts.gate_up_proj"
+_STACKS = {
+    OUTER_STACK: OUTER_STACK,
+    INNER_STACK: INNER_STACK,
+    GATE_UP_STACK: GATE_UP_STACK,
+    **{f"experts.{name}": module for name, module in _EXPERT_MODULES.items()},
+    "input_linear": GATE_UP_STACK,
+    "output_linear": "experts.down_proj",
+}
+"""Modules that have tensors of all experts, by all names that files have.
+
+PEFT wraps the module of a parameter once for each target: the names of two targets of one module
+are those of the wrappers, whatever the parameters are called.
+"""
 _BESIDE_EXPERTS = {
     "gate": "router",
     "router": "router",
@@ -88,6 +109,7 @@ _PLAIN_PATH = re.compile(
 _OF_EXPERTS = (
     r"(?:(?:mlp|block_sparse_moe|feed_forward)\.)?(?:"
     rf"experts\.(?P<expert>\d{{1,6}})\.(?P<of_expert>{'|'.join(_EXPERT_MODULES)})"
+    rf"|(?P<stack>{'|'.join(map(re.escape, _STACKS))})"
     rf"|(?P<beside>{'|'.join(map(re.escape, _BESIDE_EXPERTS))}))"
 )
 _WRAPPERS = r"(?:(?:module|_orig_mod|_fsdp_wrapped_module)\.)*"
@@ -146,6 +168,8 @@ def _module(match: re.Match[str]) -> str:
         return EMBEDDING if match["embedding"] else LM_HEAD
     if match["of_expert"]:
         return _EXPERT_MODULES[match["of_expert"]]
+    if match["stack"]:
+        return _STACKS[match["stack"]]
     if match["beside"]:
         return _BESIDE_EXPERTS[match["beside"]]
     return next(match[part] for part in _MODULES if match[part])

@@ -1,0 +1,277 @@
+"""Conversion of PEFT tensors with the LoRA of all experts of a layer to rows of single experts.
+
+PEFT's target_parameters, vLLM, SGLang and Unsloth order such tensors differently. Where names,
+shapes and adapter_config.json leave two readings, an adapter is refused unless the operator names
+one: the wrong one would give fluent output.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from loraplex.adapters.canonical import CanonicalRow, RowKind
+from loraplex.adapters.formats.expert_layout import (
+    Bits,
+    StackLayout,
+    is_rank_major,
+    was_swapped,
+)
+from loraplex.adapters.formats.peft_config import CONFIG_NAME, PeftConfig
+from loraplex.adapters.formats.peft_names import INNER_STACK, OUTER_STACK, PeftSlot, TensorName
+from loraplex.adapters.shapes import BaseShapes
+from loraplex.adapters.tensor_file import RawTensor
+from loraplex.core.errors import AdapterMismatchError, InvalidAdapterError, UnsupportedFeatureError
+
+_PARTS = {
+    "gate_up_proj": ("experts.gate_proj", "experts.up_proj"),
+    "gate_proj": ("experts.gate_proj",),
+    "up_proj": ("experts.up_proj",),
+    "down_proj": ("experts.down_proj",),
+}
+"""Modules of a base model that one tensor may be of."""
+_OF_GRANITE = ("input_linear", "output_linear")
+"""Modules whose weight is the parameter of all experts."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Stack:
+    """LoRA of all experts of a layer."""
+
+    path: str
+    layer: int
+    module: str
+    tensors: dict[PeftSlot, RawTensor] = dataclasses.field(default_factory=dict)
+    names: dict[PeftSlot, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def is_wrapped(self) -> bool:
+        """Whether the name is that of PEFT's wrapper, which names no parameter."""
+        return self.module in (OUTER_STACK, INNER_STACK)
+
+    @property
+    def is_of_granite(self) -> bool:
+        return self.path.endswith(_OF_GRANITE)
+
+    def parameter(self, projection: str) -> str:
+        """Return the path by which adapter_config.json names what the tensors are of."""
+        if self.is_wrapped:
+            return f"{self.path.removesuffix('.base_layer')}.{projection}"
+        return f"{self.path}.weight" if self.is_of_granite else self.path
+
+    @property
+    def what(self) -> str:
+        a, b = self.tensors[PeftSlot.A], self.tensors[PeftSlot.B]
+        return (
+            f"tensors {self.names[PeftSlot.A]!r} {list(a.shape)} and "
+            f"{self.names[PeftSlot.B]!r} {list(b.shape)}"
+        )
+
+
+class _Factors(NamedTuple):
+    stack: _Stack
+    projection: str
+    a: Bits
+    """[experts or 1, rank, in]; of the transposed weight if they are swapped."""
+    b: Bits
+    """[experts or 1, out, rank]"""
+    is_swapped: bool | None
+    """None: the shapes fit both ways."""
+
+
+def stacked_rows(
+    config: PeftConfig,
+    named: Mapping[str, TensorName],
+    tensors: Mapping[str, RawTensor],
+    shapes: BaseShapes,
+) -> list[CanonicalRow]:
+    """Return the rows of stacked tensors. An expert whose B is zero has none.
+
+    Raises InvalidAdapterError, UnsupportedFeatureError, or AdapterMismatchError if they are not of
+    the base's experts.
+    """
+    stacks = _collect(named, tensors)
+    inner = {stack.layer for stack in stacks if stack.module == INNER_STACK}
+    outer = {stack.layer for stack in stacks if stack.module == OUTER_STACK}
+    for stack in stacks:
+        _check_stack(stack, outer, config, shapes)
+    factors = [
+        _factors(stack, _projection(stack, stack.layer in inner, config, shapes), config, shapes)
+        for stack in stacks
+    ]
+    verdicts = {one.is_swapped for one in factors if one.is_swapped is not None}
+    rows: list[CanonicalRow] = []
+    for one in factors:
+        is_swapped = one.is_swapped
+        if is_swapped is None:
+            is_swapped = was_swapped(config, shapes, verdicts, one.stack.what)
+        rows += _rows(one, is_swapped, config, shapes)
+    return rows
+
+
+def _collect(named: Mapping[str, TensorName], tensors: Mapping[str, RawTensor]) -> Sequence[_Stack]:
+    stacks: dict[tuple[int, str], _Stack] = {}
+    for name, parsed in named.items():
+        if parsed.slot not in (PeftSlot.A, PeftSlot.B):
+            raise UnsupportedFeatureError(
+                f"tensor {name!r}: only lora_A and lora_B of experts are served"
+            )
+        assert parsed.layer is not None
+        place = (parsed.layer, parsed.module)
+        stack = stacks.setdefault(place, _Stack(parsed.path, *place))
+        if parsed.slot in stack.tensors:
+            raise InvalidAdapterError(
+                f"tensors {stack.names[parsed.slot]!r} and {name!r} are both {parsed.slot.value} "
+                "of one module"
+            )
+        stack.tensors[parsed.slot], stack.names[parsed.slot] = tensors[name], name
+    return list(stacks.values())
+
+
+def _check_stack(stack: _Stack, outer: set[int], config: PeftConfig, shapes: BaseShapes) -> None:
+    if len(stack.tensors) < 2:
+        ((slot, name),) = stack.names.items()
+        missing = "B" if slot is PeftSlot.A else "A"
+        raise InvalidAdapterError(f"tensor {name!r} has no lora_{missing} beside it")
+    if any(0 in tensor.shape for tensor in stack.tensors.values()):
+        raise InvalidAdapterError(f"{stack.what} are empty")
+    if config.use_dora or config.lora_bias:
+        raise UnsupportedFeatureError(
+            f"{stack.what}: {CONFIG_NAME} sets use_dora or lora_bias, but only LoRA of experts is "
+            "served"
+        )
+    if stack.module == INNER_STACK and stack.layer not in outer:
+        raise InvalidAdapterError(
+            f"{stack.what} are of the first of two parameters; there are no tensors of the second, "
+            "experts.lora_A and experts.lora_B"
+        )
+    if any(part not in shapes.num_experts for parts in _PARTS.values() for part in parts):
+        raise AdapterMismatchError(f"{stack.what} are of experts; the base model has none")
+
+
+def _projection(stack: _Stack, has_inner: bool, config: PeftConfig, shapes: BaseShapes) -> str:
+    """Return which of _PARTS the tensors are of."""
+    if not stack.is_wrapped:
+        return stack.module.rpartition(".")[2]
+    if has_inner:
+        return "gate_up_proj" if stack.module == INNER_STACK else "down_proj"
+    both = ("gate_up_proj", "down_proj")
+    targeted = [one for one in both if config.targets_parameter(stack.parameter(one))]
+    if len(targeted) == 2:
+        raise InvalidAdapterError(
+            f"{CONFIG_NAME} names {' and '.join(both)} in target_parameters, but in "
+            f"addition to {stack.what} there are no tensors of the other one"
+        )
+    if targeted:
+        return targeted[0]
+    a, b = stack.tensors[PeftSlot.A], stack.tensors[PeftSlot.B]
+    sizes = {a.shape[-1], b.shape[0]}
+    fitting = [one for one in both if set(_sizes(one, shapes)) == sizes]
+    if len(fitting) != 1:
+        raise InvalidAdapterError(
+            f"{stack.what} may be of {' or '.join(both)} of the experts: name the one that was "
+            f"trained in target_parameters of {CONFIG_NAME}"
+        )
+    return fitting[0]
+
+
+def _sizes(projection: str, shapes: BaseShapes) -> tuple[int, int]:
+    """Return (in_features, out_features) in the base model."""
+    sizes = [shapes.modules[part] for part in _PARTS[projection]]
+    return sizes[0][0], sum(out for _, out in sizes)
+
+
+def _factors(stack: _Stack, projection: str, config: PeftConfig, shapes: BaseShapes) -> _Factors:
+    a, b = stack.tensors[PeftSlot.A], stack.tensors[PeftSlot.B]
+    is_of_peft = stack.is_wrapped or stack.is_of_granite
+    layout = StackLayout.of(len(a.shape), is_of_peft) if len(a.shape) == len(b.shape) else None
+    if layout is None:
+        raise InvalidAdapterError(
+            f"{stack.what} are of no layout of experts; known are "
+            f"{'; '.join(known.value for known in StackLayout)}"
+        )
+    num_experts = shapes.num_experts[_PARTS[projection][0]]
+    has_one_order = layout is not StackLayout.FLAT or num_experts in (1, a.shape[0])
+    is_fast = has_one_order or is_rank_major(config, shapes, stack.what)
+    factors = layout.factors(a, b, num_experts, is_fast)
+    needed = _sizes(projection, shapes)
+    sizes = None if factors is None else (factors[0].shape[2], factors[1].shape[1])
+    can_be_swapped = layout is not StackLayout.EXPERTS_FIRST and sizes == needed[::-1]
+    if factors is None or (sizes != needed and not can_be_swapped):
+        raise AdapterMismatchError(
+            f"{stack.what} do not fit {projection} of {num_experts} experts, which have "
+            f"{needed[0]} inputs and {needed[1]} outputs in the base model, as {layout.value}"
+        )
+    is_square = can_be_swapped and sizes == needed
+    return _Factors(stack, projection, *factors, None if is_square else can_be_swapped)
+
+
+def _rows(
+    factors: _Factors, is_swapped: bool, config: PeftConfig, shapes: BaseShapes
+) -> Iterator[CanonicalRow]:
+    stack, projection, a, b, _ = factors
+    if is_swapped:
+        a, b = b.transpose(0, 2, 1), a.transpose(0, 2, 1)
+    path = stack.parameter(projection)
+    if not _is_targeted(stack, projection, config):
+        raise InvalidAdapterError(
+            f"{stack.what} are of a module that {CONFIG_NAME} does not target"
+        )
+    rank = b.shape[2]
+    if config.rank(path) != rank:
+        raise InvalidAdapterError(
+            f"{stack.what} have rank {rank}; {CONFIG_NAME} has {config.rank(path)} for {path}"
+        )
+    scale = float(np.float32(config.scale(path)))
+    parts = _PARTS[projection]
+    for index, part in enumerate(parts):
+        # Two As one below the other belong to gate and up; one A is of both.
+        of_part = a[:, index * rank : (index + 1) * rank] if a.shape[1] > rank else a
+        outputs = _outputs(index, len(parts), b.shape[1], shapes)
+        for expert, pair in _experts(of_part, b[:, outputs], shapes.num_experts[part]):
+            tensors = {
+                "a": _tensor(stack.tensors[PeftSlot.B if is_swapped else PeftSlot.A], pair[0]),
+                "b": _tensor(stack.tensors[PeftSlot.A if is_swapped else PeftSlot.B], pair[1]),
+            }
+            yield CanonicalRow(stack.layer, part, expert, RowKind.LORA, scale, tensors, path)
+
+
+def _is_targeted(stack: _Stack, projection: str, config: PeftConfig) -> bool:
+    """Whether the config targets the parameter, or the modules that it was made of."""
+    path = stack.parameter(projection)
+    if config.targets(stack.path) or config.targets(path):
+        return True
+    root = stack.path.removesuffix(".base_layer") if stack.is_wrapped else path.rpartition(".")[0]
+    names = [part.rpartition(".")[2] for part in _PARTS[projection]]
+    return any(config.targets(f"{root}.0.{name}") for name in names)
+
+
+def _outputs(index: int, num_parts: int, num_outputs: int, shapes: BaseShapes) -> slice:
+    """Return which outputs are those of a part."""
+    if num_parts > 1 and shapes.has_interleaved_experts:
+        return slice(index, None, num_parts)
+    size = num_outputs // num_parts
+    return slice(index * size, (index + 1) * size)
+
+
+def _experts(a: Bits, b: Bits, num_experts: int) -> Iterator[tuple[int, tuple[Bits, Bits]]]:
+    """Yield A [rank, in] and B [out, rank] of each expert, without what B multiplies by zero.
+
+    A half of a block-diagonal B, such as PEFT makes of separate gate and up, so gets its true rank.
+    """
+    a, b = np.ascontiguousarray(a), np.ascontiguousarray(b)
+    without_sign = np.array(2 ** (8 * b.itemsize - 1) - 1, b.dtype)
+    used = np.any(b & without_sign, axis=1, keepdims=True)[:, 0]  # [experts or 1, rank]
+    for expert in range(num_experts):
+        of_a, of_b = a[expert % len(a)], b[expert % len(b)]
+        columns = used[expert % len(b)]
+        if columns.all():
+            yield expert, (of_a, of_b)
+        elif columns.any():
+            yield expert, (of_a[columns], np.ascontiguousarray(of_b[:, columns]))
+
+
+def _tensor(stored: RawTensor, bits: Bits) -> RawTensor:
+    """Return elements of a tensor in its type."""
+    return RawTensor(stored.dtype, bits.shape, bits.data.cast("B"))
