@@ -4,10 +4,13 @@ import functools
 
 import torch
 
+from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels.cuda import experts
+from loraplex.kernels.cuda.grouped_linear import GroupedLinear
+from loraplex.kernels.cuda.linear_packing import PackedWeight, empty_weight, pack_weight
 from loraplex.kernels.routing import Routes, RoutingMode, RoutingRules
 from support.kernel_cases import Cases
-from support.kernel_cases.llamas import DTYPES, empty
+from support.kernel_cases.llamas import DTYPES, GPU, empty
 
 HIDDEN, INNER = 2048, 768
 RULES = RoutingRules(num_experts=128, num_chosen=8, mode=RoutingMode.SOFTMAX, normalizes=True)
@@ -26,6 +29,7 @@ _OTHER_RULES = (
 )
 _COUNTS = {"decode": 32, "prefill": 2048}
 """Token counts: each has its own tiles."""
+_SCALED = (WeightPrecision.INT8, WeightPrecision.INT4, WeightPrecision.FP8)
 
 
 def cases() -> Cases:
@@ -34,6 +38,14 @@ def cases() -> Cases:
         for kind, dtype in DTYPES.items():
             name = f"{_shape(kind)} {kind} experts {step}"
             made[name] = functools.partial(_layer, dtype, count)
+            for precision in _SCALED:
+                name = f"a3b {precision.value} {kind} experts {step}"
+                made[name] = functools.partial(_products, dtype, count, precision)
+        some = functools.partial(_products, dtype=torch.bfloat16, num_tokens=count)
+        made[f"a3b bf16 experts {step} invariant"] = functools.partial(some, batch_invariant=True)
+    some = functools.partial(_products, torch.bfloat16, 300)
+    for precision in WeightPrecision:
+        made[f"a3b {precision.value} bf16 experts mixed"] = functools.partial(some, precision)
     made["other rules of experts"] = _other_rules
     return made
 
@@ -45,8 +57,35 @@ def _shape(kind: str) -> str:
 
 def _layer(dtype: torch.dtype, num_tokens: int) -> None:
     routes = experts.route(empty(num_tokens, RULES.num_experts, dtype=dtype), RULES)
-    y = empty(num_tokens * RULES.num_chosen, HIDDEN, dtype=dtype)
+    y = _products(dtype, num_tokens, routes=routes)
     assert _combined(y, routes).shape == (num_tokens, HIDDEN)
+
+
+def _products(
+    dtype: torch.dtype,
+    num_tokens: int,
+    precision: WeightPrecision = WeightPrecision.NATIVE,
+    *,
+    batch_invariant: bool = False,
+    routes: Routes | None = None,
+) -> torch.Tensor:
+    """The up and down products of a layer."""
+    kernel = GroupedLinear(GPU, batch_invariant=batch_invariant)
+    routes = routes or experts.route(empty(num_tokens, RULES.num_experts, dtype=dtype), RULES)
+    x = empty(num_tokens, HIDDEN, dtype=dtype)
+    kernel.apply(x, _packed(2 * INNER, HIDDEN, dtype, precision), routes)
+    inner = empty(num_tokens * RULES.num_chosen, INNER, dtype=dtype)
+    return kernel.apply(inner, _packed(HIDDEN, INNER, dtype, precision), routes)
+
+
+def _packed(
+    out_features: int, in_features: int, dtype: torch.dtype, precision: WeightPrecision
+) -> PackedWeight:
+    weight = empty(RULES.num_experts, out_features, in_features, dtype=dtype)
+    bias = empty(RULES.num_experts, out_features, dtype=dtype)
+    if precision is WeightPrecision.NATIVE:
+        return pack_weight(weight, None, precision)
+    return empty_weight(weight, bias, precision)
 
 
 def _combined(y: torch.Tensor, routes: Routes) -> torch.Tensor:

@@ -11,7 +11,9 @@ from loraplex.kernels.activations import Activation
 from loraplex.kernels.cuda import elementwise, experts, sampling
 from loraplex.kernels.cuda.attention import AttentionKernel, CudaAttentionPlan
 from loraplex.kernels.cuda.graphs import StepGraphs
+from loraplex.kernels.cuda.grouped_linear import GroupedLinear
 from loraplex.kernels.cuda.linear import PACKED_LAYOUT, LinearKernel
+from loraplex.kernels.cuda.linear_packing import PackedWeight
 from loraplex.kernels.cuda.lora import LoraKernel
 from loraplex.kernels.lora import LoraBatch
 from loraplex.kernels.ops import (
@@ -45,6 +47,7 @@ class CudaKernels:
         device = accelerator.device
         self.graphs = StepGraphs(accelerator)
         self._linear = LinearKernel(device, batch_invariant=batch_invariant)
+        self._grouped = GroupedLinear(device, batch_invariant=batch_invariant)
         self._attention = AttentionKernel(
             device,
             batch_invariant=batch_invariant,
@@ -174,7 +177,8 @@ class CudaKernels:
         return experts.route(logits, rules, selection_bias)
 
     def grouped_linear(self, x: torch.Tensor, packed: PackedLinear, routes: Routes) -> torch.Tensor:
-        raise NotImplementedError
+        assert isinstance(packed, PackedWeight)
+        return self._grouped.apply(x, packed, routes)
 
     def add_expert_lora(
         self,

@@ -12,7 +12,7 @@ from loraplex.kernels.cuda.linear_packing import PackedWeight, pack_weight, squa
 from loraplex.kernels.cuda.linear_products import ScaledLinear, fixed_linear
 from loraplex.kernels.ops import LinearParts, PackedLinear
 
-PACKED_LAYOUT = "cuda-1"
+PACKED_LAYOUT = "cuda-2"
 """Layout of PackedWeight's tensors; the name changes whenever they do."""
 
 _PRECISIONS = tuple(WeightPrecision)
@@ -36,6 +36,8 @@ class LinearKernel:
     ) -> PackedWeight:
         """weight [out, in], bias [out] or None, both of the model's type, on the device.
 
+        Or of experts: weight [E, out, in], bias [E, out].
+
         Raises ConfigError if the weight cannot be quantised to the precision, or the device cannot
         multiply it.
         """
@@ -45,15 +47,16 @@ class LinearKernel:
 
     def parts(self, packed: PackedLinear) -> LinearParts:
         assert isinstance(packed, PackedWeight)
-        numbers = (_PRECISIONS.index(packed.precision), packed.group_size, packed.in_features)
+        precision = _PRECISIONS.index(packed.precision)
+        numbers = (precision, packed.group_size, packed.in_features, packed.num_experts)
         return LinearParts(numbers, (packed.weight, packed.bias, packed.scales))
 
     def join(self, parts: LinearParts) -> PackedWeight:
-        precision, group_size, in_features = parts.numbers
+        precision, group_size, in_features, num_experts = parts.numbers
         weight, bias, scales = parts.tensors
         assert weight is not None
         sizes = (group_size, in_features)
-        return PackedWeight(_PRECISIONS[precision], *sizes, weight, bias, scales)
+        return PackedWeight(_PRECISIONS[precision], *sizes, weight, bias, scales, num_experts)
 
     def apply(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
         """x [T, in] of the model's type -> [T, out]."""

@@ -31,8 +31,8 @@ def fp8_product(device: torch.device, *, batch_invariant: bool) -> Fp8Product:
 
 
 def check_fp8(weight: torch.Tensor) -> None:
-    """Raises ConfigError if the device of the weight [out, in], or its size, forbids it."""
-    out_features, in_features = weight.shape
+    """Raise ConfigError if the device of the weight [..., out, in], or its size, forbids it."""
+    out_features, in_features = weight.shape[-2:]
     if out_features % _SIZE_UNIT or in_features % _SIZE_UNIT:
         raise ConfigError(
             f"fp8 takes linear layers whose sizes are multiples of {_SIZE_UNIT}; this one has "

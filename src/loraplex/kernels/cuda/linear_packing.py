@@ -24,34 +24,47 @@ _VALUES_AT_ONCE = 1 << 24
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A weight [out_features, in_features], and its bias."""
+    """A weight [out_features, in_features], and its bias; or those of some experts.
+
+    The outputs of experts lie one after another, as if they were those of one layer.
+    """
 
     precision: WeightPrecision
     group_size: int  # inputs that share a scale; 0 if nothing is scaled
     in_features: int
-    weight: torch.Tensor  # [out, ...] of the model's type, FP8_DTYPE, or int16 words
-    bias: torch.Tensor | None  # [out] of the model's type
-    scales: torch.Tensor | None  # [groups, out] float32
+    weight: torch.Tensor  # [outputs, ...] of the model's type, FP8_DTYPE, or int16 words
+    bias: torch.Tensor | None  # [outputs] of the model's type
+    scales: torch.Tensor | None  # [groups, outputs] float32
+    num_experts: int = 1
+
+    @property
+    def num_outputs(self) -> int:
+        """Number of outputs of all experts."""
+        return self.weight.shape[0]
 
     @property
     def out_features(self) -> int:
-        return self.weight.shape[0]
+        return self.num_outputs // self.num_experts
 
 
 def pack_weight(
     weight: torch.Tensor, bias: torch.Tensor | None, precision: WeightPrecision
 ) -> PackedWeight:
-    """weight [out, in]; one that is not quantised is kept itself, if it is contiguous.
+    """weight [out, in], bias [out], or [E, out, in] and [E, out], of experts.
 
-    A quantised one is converted some rows at a time, where it lies. Raises ConfigError if it cannot
-    be quantised.
+    A weight that is not quantised is kept itself, if it is contiguous. A quantised one is converted
+    some rows at a time, where it lies. Raises ConfigError if it cannot be quantised.
     """
-    in_features = weight.shape[1]
+    in_features = weight.shape[-1]
     group_size = group_size_of(precision, in_features)
     if precision is WeightPrecision.NATIVE:
-        return PackedWeight(precision, group_size, in_features, weight.contiguous(), bias, None)
+        outputs = weight.contiguous().flatten(0, -2)
+        bias = None if bias is None else bias.flatten()
+        sizes = (group_size, in_features)
+        return PackedWeight(precision, *sizes, outputs, bias, None, _num_experts(weight))
     packed = empty_weight(weight, bias, precision)
     assert packed.scales is not None
+    weight = weight.flatten(0, -2)
     for rows in _slabs(weight):
         quantized = quantize(weight[rows], precision, group_size)
         packed.weight[rows] = _arranged(quantized)
@@ -62,18 +75,25 @@ def pack_weight(
 def empty_weight(
     weight: torch.Tensor, bias: torch.Tensor | None, precision: WeightPrecision
 ) -> PackedWeight:
-    """What a weight [out, in] is quantised into: zeros."""
-    out_features, in_features = weight.shape
+    """What a weight [out, in], or [E, out, in], is quantised into: zeros."""
+    in_features = weight.shape[-1]
+    num_outputs = weight.numel() // in_features
     group_size = group_size_of(precision, in_features)
     padded, columns, dtype = in_features, in_features, FP8_DTYPE
     if precision in _BITS:
         padded += -in_features % BLOCK
         columns, dtype = padded * _BITS[precision] // _WORD_BITS, torch.int16
-    numbers = torch.zeros(out_features, columns, dtype=dtype, device=weight.device)
+    numbers = torch.zeros(num_outputs, columns, dtype=dtype, device=weight.device)
     scales = torch.zeros(
-        -(-padded // group_size), out_features, dtype=torch.float32, device=weight.device
+        -(-padded // group_size), num_outputs, dtype=torch.float32, device=weight.device
     )
-    return PackedWeight(precision, group_size, in_features, numbers, bias, scales)
+    bias = None if bias is None else bias.flatten()
+    sizes = (group_size, in_features)
+    return PackedWeight(precision, *sizes, numbers, bias, scales, _num_experts(weight))
+
+
+def _num_experts(weight: torch.Tensor) -> int:
+    return 1 if weight.dim() == 2 else weight.shape[0]
 
 
 def dequantized_rows(packed: PackedWeight, rows: slice) -> torch.Tensor:
@@ -88,7 +108,7 @@ def dequantized_rows(packed: PackedWeight, rows: slice) -> torch.Tensor:
 
 
 def squared_row_norms(packed: PackedWeight) -> torch.Tensor:
-    """[out] float64: of each row of what the weight stands for."""
+    """[outputs] float64: of each row of what the weight stands for."""
     sums = [dequantized_rows(packed, rows).double().square_().sum(1) for rows in _slabs(packed)]
     return torch.cat(sums)
 
@@ -96,7 +116,7 @@ def squared_row_norms(packed: PackedWeight) -> torch.Tensor:
 def _slabs(weight: torch.Tensor | PackedWeight) -> Iterator[slice]:
     """Rows that are converted at once."""
     if isinstance(weight, PackedWeight):
-        num_rows, size = weight.out_features, weight.in_features
+        num_rows, size = weight.num_outputs, weight.in_features
     else:
         num_rows, size = weight.shape
     at_once = max(1, _VALUES_AT_ONCE // size)

@@ -64,6 +64,8 @@ LIMITS = {
     "choose_experts": Limit(80),
     "sort_pairs": Limit(96),
     "combine_experts": Limit(40, 0.75),
+    "grouped_linear": Limit(168, 0.85),
+    "grouped_quantized_linear": Limit(240, 0.8),
     # Sampling
     "argmax_of_splits": Limit(72, 0.6),
     "argmax_of_rows": Limit(24),
@@ -78,8 +80,12 @@ LIMITS = {
     "finish": Limit(48),
 }
 
-INT8_KV_SHARES = {"decode_grouped": 0.3, "prefill": 0.25, "attend_chunks": 0.4}
-"""Instead of `wide_share`: of int8 numbers a thread loads 8 bytes, and each vector has a scale."""
+SHARES_OF_CASES = {
+    "int8 kv": {"decode_grouped": 0.3, "prefill": 0.25, "attend_chunks": 0.4},
+    "fp8": {"grouped_linear": 0.25},
+    "int4": {"grouped_quantized_linear": 0.45},
+}
+"""Instead of `wide_share`: of 8 or 4 bits a thread loads 8 bytes, and there are scales."""
 
 
 NARROW_HEADS = "heads of 64"
@@ -161,8 +167,9 @@ def _problems(kernel: dict[str, Any]) -> list[str]:
         problems.append(f"{name} spills {used['spill_bytes']} bytes, stack {used['stack_bytes']}")
     share = _wide_share(used["load_bits"])
     least = limit.wide_share
-    if "int8 kv" in kernel["cases"][0]:
-        least = INT8_KV_SHARES.get(kernel["kernel"], least)
+    for part, shares in SHARES_OF_CASES.items():
+        if part in kernel["cases"][0]:
+            least = shares.get(kernel["kernel"], least)
     if NARROW_HEADS in kernel["cases"][0]:
         least = 0.0
     if share < least:

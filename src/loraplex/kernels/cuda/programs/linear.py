@@ -13,6 +13,37 @@ def tile_of(program, num_tiles_m, num_tiles_n, GROUP_M: tl.constexpr):
     return first_m + (program % per_group) % size, (program % per_group) // size
 
 
+@triton.jit
+def tile_sums(
+    x_rows,
+    columns,
+    num_inputs,
+    IS_FLOAT8: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """x_rows [BLOCK_M, 1] times columns [1, BLOCK_N] of the weight, both pointers; float32.
+
+    Factors of float8 become float16, which is exact.
+    """
+    k = tl.arange(0, BLOCK_K)
+    sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for first in range(0, num_inputs, BLOCK_K):
+        inputs = first + k
+        if EVEN_K:
+            a = tl.load(x_rows + inputs[None, :])
+            b = tl.load(columns + inputs[:, None])
+        else:
+            a = tl.load(x_rows + inputs[None, :], mask=inputs[None, :] < num_inputs, other=0.0)
+            b = tl.load(columns + inputs[:, None], mask=inputs[:, None] < num_inputs, other=0.0)
+        if IS_FLOAT8:
+            a, b = a.to(tl.float16), b.to(tl.float16)
+        sums = tl.dot(a, b, sums, input_precision="ieee")
+    return sums
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def invariant_linear(
     y,
@@ -37,29 +68,18 @@ def invariant_linear(
 ):
     """One tile of y [num_rows, num_outputs] per program; x [num_rows, num_inputs].
 
-    Factors of float8 become float16, which is exact, and sums are times row_scales [num_rows] and
-    scales [num_outputs].
+    Sums of float8 are times row_scales [num_rows] and scales [num_outputs].
     """
     num_tiles_m, num_tiles_n = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(num_outputs, BLOCK_N)
     tile_m, tile_n = tile_of(tl.program_id(0), num_tiles_m, num_tiles_n, GROUP_M)
     m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
     # What lies beyond the ends is computed from the last row, and not stored.
     x_rows = x + tl.minimum(m, num_rows - 1).to(tl.int64)[:, None] * x_stride
     columns = weight + tl.minimum(n, num_outputs - 1).to(tl.int64)[None, :] * weight_stride
-    sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for first in range(0, num_inputs, BLOCK_K):
-        inputs = first + k
-        if EVEN_K:
-            a = tl.load(x_rows + inputs[None, :])
-            b = tl.load(columns + inputs[:, None])
-        else:
-            a = tl.load(x_rows + inputs[None, :], mask=inputs[None, :] < num_inputs, other=0.0)
-            b = tl.load(columns + inputs[:, None], mask=inputs[:, None] < num_inputs, other=0.0)
-        if IS_FLOAT8:
-            a, b = a.to(tl.float16), b.to(tl.float16)
-        sums = tl.dot(a, b, sums, input_precision="ieee")
+    sums = tile_sums(
+        *(x_rows, columns, num_inputs, IS_FLOAT8, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K),
+    )
     if IS_FLOAT8:
         sums *= tl.load(row_scales + m, mask=m < num_rows, other=0.0)[:, None]
         sums *= tl.load(scales + n, mask=n < num_outputs, other=0.0)[None, :]
