@@ -33,18 +33,36 @@ from support.step_driver import Prompt, StepDriver
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+# Sizes that int4 divides into groups.
 CASES = {
-    "mixtral": FamilyCase(config=lambda: mixtral(num_local_experts=6, num_hidden_layers=2)),
-    "qwen2-moe": FamilyCase(config=lambda: qwen2_moe(num_experts=6, num_hidden_layers=3)),
+    "mixtral": FamilyCase(
+        config=lambda: mixtral(num_local_experts=6, num_hidden_layers=2, intermediate_size=64)
+    ),
+    "qwen2-moe": FamilyCase(
+        config=lambda: qwen2_moe(
+            num_experts=6,
+            num_hidden_layers=3,
+            intermediate_size=64,
+            moe_intermediate_size=32,
+            shared_expert_intermediate_size=64,
+        )
+    ),
 }
 MAX_RANK = 8
 NUM_NEW_TOKENS = 12
 TOLERANCE = 1e-4
 """Relative to the largest logit."""
 NUM_SCHEDULES = num_examples(0.8)
-SCHEDULE_SETTINGS = RunnerSettings(
-    block_size=4, num_blocks=60, max_num_seqs=6, max_lora_rank=MAX_RANK
-)
+SCHEDULE_SETTINGS = {
+    "block_size": 4,
+    "num_blocks": 60,
+    "max_num_seqs": 6,
+    "max_lora_rank": MAX_RANK,
+}
+SLOW_CHANGES = [
+    pytest.param(changes, marks=pytest.mark.slow)
+    for changes in ({"dtype": "bfloat16"}, {"quantization": "int8"}, {"quantization": "int4"})
+]
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 RANKS: Mapping[str, RankOf] = {
@@ -112,7 +130,7 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return Subject(folder, model, dict(enumerate(used, start=7)))
 
 
-@pytest.fixture(autouse=True, params=["reference"])
+@pytest.fixture(autouse=True, params=["fastest", pytest.param("reference", marks=pytest.mark.slow)])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What this machine would choose, or torch alone: both must be right."""
     if request.param == "reference":
@@ -161,10 +179,11 @@ def test_each_adapter_changes_the_logits(subject: Subject) -> None:
         assert relative_error(logits, base) > 10 * TOLERANCE
 
 
-def test_same_bits_preempted_cached_and_replayed(subject: Subject) -> None:
+@pytest.mark.parametrize("changes", [{}, *SLOW_CHANGES], ids=str)
+def test_same_bits_preempted_cached_and_replayed(subject: Subject, changes: Any) -> None:
     """Sequences are preempted, find blocks of others, and continue in another engine."""
     schedules = Schedules(
-        load_parts(subject.folder, SCHEDULE_SETTINGS, HostAdapters()),
+        load_parts(subject.folder, RunnerSettings(**(SCHEDULE_SETTINGS | changes)), HostAdapters()),
         num_requests=12,
         max_prompt_tokens=24,
         max_tokens=20,
