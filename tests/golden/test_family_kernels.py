@@ -16,7 +16,7 @@ from loraplex.kernels.native.backend import NativeKernels
 from loraplex.kernels.native.library import NativeLibraryError, load_library
 from loraplex.kernels.native.program import Program
 from loraplex.models.decoder import Decoder
-from support.families import first, rest
+from support.families import experts, first, rest
 from support.random_schedules import Schedules
 
 try:
@@ -26,7 +26,7 @@ except NativeLibraryError as error:
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CASES = {**first.CASES, **rest.CASES}
+CASES = {**first.CASES, **rest.CASES, **experts.CASES}
 SETTINGS = RunnerSettings(block_size=4, num_blocks=60, max_num_seqs=6, max_lora_rank=8)
 SPAN_COPIES = {"aten::copy_"}
 """What replaces the angles of prompts that are rotated by their length (ADR 32)."""

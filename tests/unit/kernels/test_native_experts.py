@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 
+from loraplex.core.errors import InternalError
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels.native.backend import NativeKernels
 from loraplex.kernels.native.library import (
@@ -13,7 +14,8 @@ from loraplex.kernels.native.library import (
     load_library,
 )
 from loraplex.kernels.reference import ReferenceKernels
-from loraplex.kernels.routing import Routes, sort_routes
+from loraplex.kernels.routing import Routes, RoutingMode, RoutingRules, sort_routes
+from support.kernel_cases.routers import ROUTERS, assert_routes_like_reference, assert_whole
 
 try:
     INSTRUCTION_SETS = available_instruction_sets()
@@ -193,3 +195,51 @@ def test_combine_experts(instruction_set, shared, num_chosen, dtype):
                     *(tensor[[token]] for tensor in added),
                 )
                 assert torch.equal(alone[0], results[0][token])
+
+
+@DTYPES
+@pytest.mark.parametrize("router", ROUTERS)
+def test_routes_are_those_of_the_reference(kernels, router, dtype):
+    assert_routes_like_reference(kernels.route, ROUTERS[router], torch.device("cpu"), dtype)
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_a_token_is_routed_alike_alone_and_on_any_number_of_threads(instruction_set, router):
+    one, two = (kernels_of(instruction_set, num_threads) for num_threads in (1, 2))
+    case = ROUTERS[router]
+    logits, bias = case.logits(300), case.selection_bias()
+    together = two.route(logits, case.rules, bias)
+    for first, end in ((0, 300), (0, 1), (7, 9), (299, 300)):
+        alone = one.route(logits[first:end], case.rules, bias)
+        assert torch.equal(alone.experts, together.experts[first:end])
+        assert torch.equal(alone.weights, together.weights[first:end])
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 0.0])
+def test_equal_and_extreme_logits_have_experts(kernels, router, value):
+    case = ROUTERS[router]
+    logits = torch.full((3, case.rules.num_experts), value)
+    routes = kernels.route(logits, case.rules, case.selection_bias())
+    assert_whole(routes, case.rules)
+    assert all(len(set(chosen)) == case.rules.num_chosen for chosen in routes.experts.tolist())
+    if value != value:
+        assert routes.weights.isnan().all()
+
+
+def test_no_tokens_are_routed(kernels):
+    rules = RoutingRules(num_experts=4, num_chosen=2, mode=RoutingMode.SOFTMAX)
+    routes = kernels.route(torch.empty(0, 4), rules)
+    assert routes.experts.shape == routes.weights.shape == (0, 2)
+    assert routes.starts.tolist() == [0] * 5
+
+
+@pytest.mark.parametrize(
+    "changes", [{"num_chosen": 5}, {"num_chosen": 0}, {"num_groups": 3}, {"num_chosen_groups": 2}]
+)
+def test_rules_that_cannot_be_followed_are_refused(kernels, changes):
+    rules = RoutingRules(
+        **({"num_experts": 4, "num_chosen": 2, "mode": RoutingMode.SOFTMAX} | changes)
+    )
+    with pytest.raises(InternalError, match="loraplex_route failed: an argument is invalid"):
+        kernels.route(torch.zeros(1, 4), rules)

@@ -40,6 +40,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen2ForCausalLM": {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
     "Qwen3ForCausalLM": {"head_dim": 8},
     "GPT2LMHeadModel": {"n_embd": 16, "n_head": 4, "n_layer": 2, "n_positions": 64},
+    "MixtralForCausalLM": {"num_local_experts": 3, "num_experts_per_tok": 2},
+    "Qwen2MoeForCausalLM": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+        "shared_expert_intermediate_size": 12,
+        "mlp_only_layers": [0],
+    },
 }
 
 
@@ -86,9 +94,11 @@ class Model:
 
     def lora(self) -> LoraBatch:
         """Make a batch whose rows use one adapter of all modules."""
-        layers = self.spec.module_shapes
+        layers, num_experts = self.spec.module_shapes, self.spec.num_experts
         geometry = page_geometry(
-            layer_targets(layers), usual_ranks=RankLimits(2), max_ranks=RankLimits(2)
+            layer_targets(layers, num_experts=num_experts),
+            usual_ranks=RankLimits(2),
+            max_ranks=RankLimits(2),
         )
         weights = [
             HostWeight(
@@ -97,21 +107,32 @@ class Model:
                 torch.randn(target.out_features, 2),
                 1.0,
             )
-            for target in layer_targets(layers, RankLimits(2))
+            for target in layer_targets(layers, RankLimits(2), num_experts)
         ]
         host = HostAdapter("digest", tuple(weights))
         num_pages = place(host.targets, geometry).num_pages
-        bank = AdapterBank(geometry, num_pages, dtype=torch.float32, device=CPU, layers=layers)
+        bank = AdapterBank(
+            geometry,
+            num_pages,
+            dtype=torch.float32,
+            device=CPU,
+            layers=layers,
+            num_experts=num_experts,
+        )
         bank.copy(1, bank.prepare(host), list(range(num_pages)))
         batch = bank.lora_batch(((2, ((1, 1.0),)),))
         assert batch is not None
         return batch
 
     def with_vectors(self, lora: LoraBatch) -> LoraBatch:
-        """Let the second row's adapter also change the outputs of all modules, as DoRA does."""
+        """Let the second row's adapter also change the outputs of modules, as DoRA does.
+
+        Modules of experts have LoRA only.
+        """
         parts = AdapterParts()
         for layer, modules in enumerate(self.spec.module_shapes):
-            for module, (_, size) in modules.items():
+            for module in modules.keys() - self.spec.num_experts.keys():
+                _, size = modules[module]
                 vector = OutputVector(0, torch.randn(size), torch.randn(size))
                 parts.vectors[layer, module] = [vector]
         use = PartsUse(parts, torch.tensor([1]), torch.tensor([0.5]))
