@@ -16,6 +16,14 @@ if TYPE_CHECKING:
     from loraplex.compat.convert.adapters import PeftAdapter, Written
 
 InFile = Annotated[str, typer.Option("-i", "--in-file", help="A PEFT folder.", show_default=False)]
+NumExperts = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Experts of the base model; by default the outputs of the adapter's router, else its "
+        "largest number of an expert and one.",
+    ),
+]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite what is there.")]
 Verbose = Annotated[bool, typer.Option("--verbose", help="A line for every tensor.")]
 
@@ -28,6 +36,7 @@ def convert_lora(
     storage_type: Annotated[
         StorageType, typer.Option(help="The type of the weights.")
     ] = StorageType.FLOAT16,
+    num_experts: NumExperts = None,
     force: Force = False,
     verbose: Verbose = False,
 ) -> None:
@@ -36,7 +45,9 @@ def convert_lora(
 
     with errors_to_exit_code():
         adapter = read_peft(in_file)
-        written = write_pair(adapter.rows, out_dir, storage_type, force=force)
+        written = write_pair(
+            adapter.rows, out_dir, storage_type, num_experts=num_experts, force=force
+        )
         _print_report(adapter, written, verbose)
 
 
@@ -49,6 +60,7 @@ def extract_lora(
         StorageType | None,
         typer.Option("-t", "--dtype", help="The type of the weights; by default their own."),
     ] = None,
+    num_experts: NumExperts = None,
     force: Force = False,
     verbose: Verbose = False,
 ) -> None:
@@ -57,7 +69,9 @@ def extract_lora(
 
     with errors_to_exit_code():
         adapter = read_peft(in_file)
-        written = write_lora_file(adapter.rows, out_file, dtype, force=force)
+        written = write_lora_file(
+            adapter.rows, out_file, dtype, num_experts=num_experts, force=force
+        )
         _print_report(adapter, written, verbose)
 
 

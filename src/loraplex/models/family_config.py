@@ -57,11 +57,7 @@ _ACTIVATIONS: Final[Mapping[str, Activation]] = MappingProxyType(
 )
 """Activations by Hugging Face's names."""
 _DTYPES = ("float32", "float16", "bfloat16")
-_REFUSED_FIELDS = (("quantization_config", "quantised checkpoints"),)
-_EXPERT_FIELDS = (
-    ("num_experts", "experts in this architecture"),
-    ("num_local_experts", "experts in this architecture"),
-)
+_EXPERT_FIELDS: Final = ("num_experts", "num_local_experts")
 RMS_NORM: Final = NormSpec("", 0, 1e-6)
 """Llama's norm, without a place. Its epsilon counts where config.json has none."""
 LAYER_NORM: Final = NormSpec("", 0, 1e-5, NormKind.LAYER, has_bias=True)
@@ -329,9 +325,16 @@ def sliding_layers(fields: ConfigFields, default: Sequence[bool]) -> tuple[bool,
 
 def refuse_fields(fields: ConfigFields, *, has_experts: bool = False) -> None:
     """Raise UnsupportedModelError for fields that no family supports, or not this one."""
-    for name, what in _REFUSED_FIELDS + (() if has_experts else _EXPERT_FIELDS):
+    if "quantization_config" in fields:
+        raise UnsupportedModelError(
+            f"{fields.source} has quantization_config: quantised checkpoints are not supported"
+        )
+    for name in () if has_experts else _EXPERT_FIELDS:
         if name in fields:
-            raise UnsupportedModelError(f"{fields.source} has {name}: {what} are not supported")
+            raise UnsupportedModelError(
+                f"{fields.source} has {name}, but models of this architecture are dense; "
+                "docs/models.md names those with experts"
+            )
 
 
 def require_switches(fields: ConfigFields, values: Mapping[str, bool | str]) -> None:

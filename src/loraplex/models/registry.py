@@ -83,11 +83,18 @@ ARCHITECTURES: Final[Mapping[str, ReadConfig]] = MappingProxyType(
     }
 )
 
+_LLAMA_4: Final = "its attention is in chunks, and it weighs what experts read, not what they give"
+_LATENT: Final = "its keys and values are stored as latent vectors"
+_RECURRENT: Final = "some of its layers have a recurrent state instead of attention"
 _REASONS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "MllamaForConditionalGeneration": "its cross-attention layers read images",
-        "Llama4ForConditionalGeneration": "mixtures of experts are not supported",
-        "Llama4ForCausalLM": "mixtures of experts are not supported",
+        "Llama4ForConditionalGeneration": _LLAMA_4,
+        "Llama4ForCausalLM": _LLAMA_4,
+        "DeepseekV2ForCausalLM": _LATENT,
+        "DeepseekV3ForCausalLM": _LATENT,
+        "Qwen3NextForCausalLM": _RECURRENT,
+        "Qwen3_5MoeForCausalLM": _RECURRENT,
         "Phi3SmallForCausalLM": "it is not a Phi 3: its attention is sparse",
         "Phi4MMForCausalLM": "the adapters within it are chosen by images and sound",
     }

@@ -4,9 +4,11 @@ from typing import Any
 
 from transformers import MixtralConfig, OlmoeConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
-from support.families.case import FamilyCase, sizes
+from support.families.case import LLAMA_LINEARS, FamilyCase, sizes
 
 ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
+SHARED_LINEARS = (*LLAMA_LINEARS, "shared_expert_gate")
+"""Those of attention, dense layers and shared experts."""
 
 
 def mixtral(**changes: Any) -> MixtralConfig:
@@ -52,7 +54,7 @@ CASES: dict[str, FamilyCase] = {
         config=lambda: mixtral(num_experts_per_tok=4, hidden_act="gelu", head_dim=16),
         linears=ATTENTION_LINEARS,
     ),
-    "qwen2-moe": FamilyCase(config=qwen2_moe, linears=ATTENTION_LINEARS, is_quick=True),
+    "qwen2-moe": FamilyCase(config=qwen2_moe, linears=SHARED_LINEARS, is_quick=True),
     "qwen2-moe-windows": FamilyCase(
         config=lambda: qwen2_moe(
             use_sliding_window=True,
@@ -61,7 +63,7 @@ CASES: dict[str, FamilyCase] = {
             decoder_sparse_step=2,
             mlp_only_layers=[],
         ),
-        linears=ATTENTION_LINEARS,
+        linears=SHARED_LINEARS,
     ),
     "qwen2-moe-normalized": FamilyCase(
         config=lambda: qwen2_moe(
@@ -71,7 +73,7 @@ CASES: dict[str, FamilyCase] = {
             num_experts=9,
             num_experts_per_tok=3,
         ),
-        linears=ATTENTION_LINEARS,
+        linears=SHARED_LINEARS,
     ),
     "qwen3-moe": FamilyCase(config=qwen3_moe, linears=ATTENTION_LINEARS, is_quick=True),
     "qwen3-moe-windows": FamilyCase(

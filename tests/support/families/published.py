@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 _LINEARS = "self_attn.{q,k,v,o}_proj mlp.{gate,up,down}_proj"
-_NORMS = "input_layernorm post_attention_layernorm"
-_SANDWICH = f"{_NORMS} pre_feedforward_layernorm post_feedforward_layernorm"
-_HEAD_NORMS = "self_attn.q_norm self_attn.k_norm"
+NORMS = "input_layernorm post_attention_layernorm"
+_SANDWICH = f"{NORMS} pre_feedforward_layernorm post_feedforward_layernorm"
+HEAD_NORMS = "self_attn.q_norm self_attn.k_norm"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class Published:
     """Other tensors in the checkpoint."""
 
 
-def _config(architecture: str, sizes: str, **fields: Any) -> dict[str, Any]:
+def config(architecture: str, sizes: str, **fields: Any) -> dict[str, Any]:
     """Return a config.json; sizes: of hidden, inner, layers, heads, key heads, vocabulary."""
     names = (
         *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
@@ -49,7 +49,7 @@ _SIGLIP = {"hidden_size": 1152, "model_type": "siglip_vision_model", "num_hidden
 
 MODELS: dict[str, Published] = {
     "gemma-2b": Published(
-        config=_config(
+        config=config(
             "GemmaForCausalLM",
             "2048 16384 18 8 1 256000",
             head_dim=256,
@@ -62,12 +62,12 @@ MODELS: dict[str, Published] = {
         ),
         num_parameters=2_506_172_416,
         num_tensors=18 * 9 + 2,
-        parts=f"{_LINEARS} {_NORMS}",
+        parts=f"{_LINEARS} {NORMS}",
         thetas={0: 1e4},
         score_scale=256**-0.5,
     ),
     "gemma-2-27b": Published(
-        config=_config(
+        config=config(
             "Gemma2ForCausalLM",
             "4608 36864 46 32 16 256000",
             head_dim=128,
@@ -90,7 +90,7 @@ MODELS: dict[str, Published] = {
         score_scale=144**-0.5,
     ),
     "gemma-3-1b-it": Published(
-        config=_config(
+        config=config(
             "Gemma3ForCausalLM",
             "1152 6912 26 4 1 262144",
             head_dim=256,
@@ -108,7 +108,7 @@ MODELS: dict[str, Published] = {
         ),
         num_parameters=999_885_952,
         num_tensors=26 * 13 + 2,
-        parts=f"{_LINEARS} {_SANDWICH} {_HEAD_NORMS}",
+        parts=f"{_LINEARS} {_SANDWICH} {HEAD_NORMS}",
         windows={0: 512, 4: 512, 5: None, 6: 512, 23: None, 25: 512},
         thetas={0: 1e4, 5: 1e6},
         score_scale=256**-0.5,
@@ -133,7 +133,7 @@ MODELS: dict[str, Published] = {
         num_parameters=3_880_263_168,
         num_tensors=34 * 13 + 2,
         root="language_model.model.",
-        parts=f"{_LINEARS} {_SANDWICH} {_HEAD_NORMS}",
+        parts=f"{_LINEARS} {_SANDWICH} {HEAD_NORMS}",
         windows={0: 1024, 5: None, 29: None, 33: 1024},
         thetas={0: 1e4, 5: 1e6},
         score_scale=256**-0.5,
@@ -144,7 +144,7 @@ MODELS: dict[str, Published] = {
         ),
     ),
     "phi-3-mini-4k": Published(
-        config=_config(
+        config=config(
             "Phi3ForCausalLM",
             "3072 8192 32 32 32 32064",
             max_position_embeddings=4096,
@@ -158,13 +158,13 @@ MODELS: dict[str, Published] = {
         ),
         num_parameters=3_821_079_552,
         num_tensors=32 * 6 + 3,
-        parts=f"self_attn.qkv_proj self_attn.o_proj mlp.gate_up_proj mlp.down_proj {_NORMS}",
+        parts=f"self_attn.qkv_proj self_attn.o_proj mlp.gate_up_proj mlp.down_proj {NORMS}",
         windows={0: 2047, 31: 2047},
         thetas={0: 1e4},
         score_scale=96**-0.5,
     ),
     "phi-4-mini": Published(
-        config=_config(
+        config=config(
             "Phi3ForCausalLM",
             "3072 8192 32 24 8 200064",
             max_position_embeddings=131072,
@@ -187,7 +187,7 @@ MODELS: dict[str, Published] = {
         ),
         num_parameters=3_836_021_760,
         num_tensors=32 * 6 + 2,
-        parts=f"self_attn.qkv_proj self_attn.o_proj mlp.gate_up_proj mlp.down_proj {_NORMS}",
+        parts=f"self_attn.qkv_proj self_attn.o_proj mlp.gate_up_proj mlp.down_proj {NORMS}",
         thetas={0: 1e4},
         score_scale=128**-0.5,
     ),
@@ -220,7 +220,7 @@ MODELS: dict[str, Published] = {
         num_parameters=23_572_403_200,
         num_tensors=40 * 9 + 3,
         root="language_model.model.",
-        parts=f"{_LINEARS} {_NORMS}",
+        parts=f"{_LINEARS} {NORMS}",
         windows={0: None, 39: None},
         thetas={0: 1e9},
         score_scale=128**-0.5,
@@ -267,13 +267,13 @@ MODELS: dict[str, Published] = {
         num_parameters=8_489_553_920,
         num_tensors=34 * 9 + 3,
         root="language_model.model.",
-        parts=f"{_LINEARS} {_NORMS}",
+        parts=f"{_LINEARS} {NORMS}",
         thetas={0: 1e6},
         score_scale=128**-0.5,
         ignored=("multi_modal_projector.norm.weight", "vision_tower.ln_pre.weight"),
     ),
     "granite-3.1-8b": Published(
-        config=_config(
+        config=config(
             "GraniteForCausalLM",
             "4096 12800 40 32 8 49155",
             attention_bias=False,
@@ -290,12 +290,12 @@ MODELS: dict[str, Published] = {
         ),
         num_parameters=8_170_848_256,
         num_tensors=40 * 9 + 2,
-        parts=f"{_LINEARS} {_NORMS}",
+        parts=f"{_LINEARS} {NORMS}",
         thetas={0: 1e7},
         score_scale=0.0078125,
     ),
     "olmo-2-7b": Published(
-        config=_config(
+        config=config(
             "Olmo2ForCausalLM",
             "4096 11008 32 32 32 100352",
             attention_bias=False,
@@ -308,12 +308,12 @@ MODELS: dict[str, Published] = {
         ),
         num_parameters=7_298_617_344,
         num_tensors=32 * 11 + 3,
-        parts=f"{_LINEARS} {_HEAD_NORMS} post_{{attention,feedforward}}_layernorm",
+        parts=f"{_LINEARS} {HEAD_NORMS} post_{{attention,feedforward}}_layernorm",
         thetas={0: 5e5},
         score_scale=128**-0.5,
     ),
     "olmo-3-7b": Published(
-        config=_config(
+        config=config(
             "Olmo3ForCausalLM",
             "4096 11008 32 32 32 100278",
             attention_bias=False,
@@ -334,13 +334,13 @@ MODELS: dict[str, Published] = {
         ),
         num_parameters=7_298_011_136,
         num_tensors=32 * 11 + 3,
-        parts=f"{_LINEARS} {_HEAD_NORMS} post_{{attention,feedforward}}_layernorm",
+        parts=f"{_LINEARS} {HEAD_NORMS} post_{{attention,feedforward}}_layernorm",
         windows={0: 4096, 2: 4096, 3: None, 31: None},
         thetas={0: 5e5, 3: 5e5},
         score_scale=128**-0.5,
     ),
     "glm-4-9b-0414": Published(
-        config=_config(
+        config=config(
             "Glm4ForCausalLM",
             "4096 13696 40 32 2 151552",
             attention_bias=True,
@@ -357,14 +357,14 @@ MODELS: dict[str, Published] = {
         num_tensors=40 * 13 + 3,
         parts=(
             "self_attn.{q,k,v,o}_proj mlp.gate_up_proj mlp.down_proj "
-            f"{_NORMS} post_self_attn_layernorm post_mlp_layernorm"
+            f"{NORMS} post_self_attn_layernorm post_mlp_layernorm"
         ),
         biases="self_attn.{q,k,v}_proj",
         thetas={0: 1e4},
         score_scale=128**-0.5,
     ),
     "qwen2.5-vl-3b": Published(
-        config=_config(
+        config=config(
             "Qwen2_5_VLForConditionalGeneration",
             "2048 11008 36 16 2 151936",
             eos_token_id=151645,
@@ -381,7 +381,7 @@ MODELS: dict[str, Published] = {
         ),
         num_parameters=3_085_938_688,
         num_tensors=36 * 12 + 2,
-        parts=f"{_LINEARS} {_NORMS}",
+        parts=f"{_LINEARS} {NORMS}",
         biases="self_attn.{q,k,v}_proj",
         windows={0: None, 35: None},
         thetas={0: 1e6},
@@ -422,7 +422,7 @@ MODELS: dict[str, Published] = {
         num_parameters=4_022_468_096,
         num_tensors=36 * 11 + 2,
         root="model.language_model.",
-        parts=f"{_LINEARS} {_NORMS} {_HEAD_NORMS}",
+        parts=f"{_LINEARS} {NORMS} {HEAD_NORMS}",
         thetas={0: 5e6},
         score_scale=128**-0.5,
         ignored=(

@@ -279,6 +279,52 @@ class TestPeft:
         ]
 
 
+def expert(
+    number: int | None, module="experts.gate_proj", path="mlp.experts.{}.gate_proj", layer=0
+):
+    origin = f"model.layers.{layer}.{path.format(number)}"
+    return lora(module, layer, 2, expert=number, origin=origin, shape=(8, 6))
+
+
+class TestPeftOfExperts:
+    def test_names_are_those_of_the_base(self):
+        path = "block_sparse_moe.experts.{}.w1"
+        rows = [expert(number, path=path) for number in range(2)]
+        names = {name.removesuffix(".weight").rpartition(".")[0] for name in peft_tensors(rows)}
+        prefix = "base_model.model.model.layers.0.block_sparse_moe.experts"
+        assert names == {f"{prefix}.0.w1", f"{prefix}.1.w1"}
+        assert peft_config(rows)["target_modules"] == ["w1"]
+
+    @pytest.mark.parametrize("origin", ["model.layers.0.mlp.experts", ""])
+    def test_a_row_that_came_from_all_experts_gets_a_name_of_its_own(self, origin):
+        rows = [dataclasses.replace(expert(number), origin=origin) for number in range(2)]
+        assert set(peft_tensors(rows)) == {
+            f"base_model.model.model.layers.0.mlp.experts.{number}.gate_proj.lora_{slot}.weight"
+            for number in range(2)
+            for slot in "AB"
+        }
+
+    def test_targets_of_a_model_whose_first_layer_is_dense(self):
+        """Names where each layer with experts, and each expert, has the module; else paths."""
+        rows = [
+            *(lora("q_proj", layer) for layer in range(3)),
+            *(expert(number, layer=layer) for layer in (1, 2) for number in range(2)),
+            *(expert(None, "router", "mlp.gate", layer) for layer in (1, 2)),
+            *(
+                expert(None, "shared_expert.up_proj", "mlp.shared_expert.up_proj", layer)
+                for layer in (1, 2)
+            ),
+        ]
+        assert peft_config(rows)["target_modules"] == [
+            *("gate", "gate_proj", "q_proj", "shared_expert.up_proj"),
+        ]
+        few = [row for row in rows if (row.layer, row.expert) != (2, 1)]
+        assert "model.layers.1.mlp.experts.1.gate_proj" in peft_config(few)["target_modules"]
+        for made in (rows, few):
+            config = parse_config(json.dumps(peft_config(made)).encode())
+            assert digest(read_peft(config, peft_tensors(made))) == digest(made)
+
+
 @examples(0.4)
 @given(adapters(st.sampled_from([0.25, 1.0, 2.0])))
 def test_peft_pair_canonical_peft(rows):

@@ -291,14 +291,29 @@ class TestExport:
         with pytest.raises(UnsupportedFeatureError, match="would both be moe_gate of layer 1"):
             lora_tensors(rows, StorageType.FLOAT32)
 
-    def test_a_shared_expert_in_one_layer_has_its_halves_swapped(self):
-        row = lora("shared_expert.gate_proj")
-        fused = dataclasses.replace(row, module="shared_expert.gate_up_proj")
+    @pytest.mark.parametrize(
+        ("prefix", "ids"), [("shared_expert.", [19, 21]), ("experts.", [13, 15])]
+    )
+    def test_gate_and_up_in_one_layer_become_two_that_share_a(self, prefix, ids):
+        expert = 0 if prefix == "experts." else None
+        row = lora(f"{prefix}gate_proj", expert=expert)
+        origin = row.origin.replace("gate_proj", "gate_up_proj")
+        fused = dataclasses.replace(row, module=f"{prefix}gate_up_proj", origin=origin)
         weights, config = lora_tensors([fused], StorageType.FLOAT32)
-        assert np.ndarray(config.shape, "<i4", config.data).tolist() == [[[18, 1, 2]]]
-        b = np.ndarray(weights.shape, "<f4", weights.data)[0, 0, 16:].reshape(12, 2)
-        own = row.tensors["b"].array()
-        np.testing.assert_array_equal(b, np.concatenate([own[6:], own[:6]]))
+        table = np.ndarray(config.shape, "<i4", config.data)[0].tolist()
+        assert table == [[module_id, 1, 2] for module_id in ids]
+        values = np.ndarray(weights.shape, "<f4", weights.data)[0]
+        a, b = row.tensors["a"].array().ravel(), row.tensors["b"].array()
+        half = len(b) // 2
+        np.testing.assert_array_equal(values[0], flat(a, b[:half]))
+        np.testing.assert_array_equal(values[1], flat(a, b[half:]))
+
+    def test_halves_that_are_not_equal(self):
+        row = dataclasses.replace(
+            lora("shared_expert_gate"), module="shared_expert.gate_up_proj", origin="there"
+        )
+        with pytest.raises(InvalidAdapterError, match="there has 1 outputs: its two halves"):
+            lora_tensors([row], StorageType.FLOAT32)
 
 
 MIXTRAL_PATHS = {
@@ -351,7 +366,11 @@ class TestEnabledModules:
             ("attn_qkv", "qkv_proj"),
             ("mlp_gate_up", "gate_up_proj"),
             ("mlp_h_to_4h", "gate_up_proj"),
+            ("attn_q", "qkv_proj"),
+            ("shared_expert_h_to_4h", "shared_expert.gate_up_proj"),
         ],
     )
     def test_fused_layers(self, name, module):
-        assert hf_modules([name], ("qkv_proj", "o_proj", "gate_up_proj")) == (module,)
+        shared = "shared_expert.gate_up_proj"
+        modules = ("qkv_proj", "o_proj", "gate_up_proj" if module != shared else shared)
+        assert hf_modules([name], modules) == (module,)

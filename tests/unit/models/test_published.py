@@ -12,7 +12,10 @@ from loraplex.adapters.formats.peft_names import parse_name
 from loraplex.models.parameters import checkpoint_shapes
 from loraplex.models.registry import read_config
 from loraplex.models.spec import ModelSpec
-from support.families.published import MODELS, Published
+from support.families import published, published_experts
+from support.families.published import Published
+
+MODELS = {**published.MODELS, **published_experts.MODELS}
 
 
 @pytest.fixture(params=MODELS)

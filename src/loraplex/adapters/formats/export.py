@@ -5,7 +5,7 @@ Rows that the tensors cannot represent are refused by name. This module writes n
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ from loraplex.adapters.tensor_file import RawTensor
 from loraplex.core.errors import InvalidAdapterError, InvalidParameterError, UnsupportedFeatureError
 
 _MAX_SHOWN = 20
-
+_GATE_UP = "gate_up_proj"
 
 _TENSOR_TYPES = {
     StorageType.FLOAT32: "F32",
@@ -121,6 +121,27 @@ def lora_tensors(
     )
 
 
+def with_separate_halves(rows: Iterable[CanonicalRow]) -> Iterator[CanonicalRow]:
+    """Yield the rows, those of a fused gate_up_proj of experts as one for each half.
+
+    TensorRT-LLM's tensors have no module for both. The halves share A.
+    """
+    for row in rows:
+        prefix, _, name = row.module.rpartition(".")
+        if not prefix or name != _GATE_UP:
+            yield row
+            continue
+        origin = row.origin.rpartition(".")[0]
+        for half, part in enumerate(("gate_proj", "up_proj")):
+            tensors = {
+                name: tensor if name == "a" else _half(tensor, half, row.origin)
+                for name, tensor in row.tensors.items()
+            }
+            yield dataclasses.replace(
+                row, module=f"{prefix}.{part}", tensors=tensors, origin=f"{origin}.{part}"
+            )
+
+
 def count_experts(rows: Iterable[CanonicalRow]) -> int:
     """Return the number of experts that an adapter shows: a router's outputs, else the largest
     number and one; 0 without experts."""
@@ -136,6 +157,7 @@ def count_experts(rows: Iterable[CanonicalRow]) -> int:
 def _entries(rows: Sequence[CanonicalRow]) -> list[_Entry]:
     """Return the rows with their modules, in the order of the export."""
     entries: dict[tuple[int, int], _Entry] = {}
+    rows = list(with_separate_halves(rows))
     factors = {(row.layer, row.module): row.tensors["factor"] for row in rows if _is_factor(row)}
     rows = [row for row in rows if not _is_factor(row)]
     refused = [f"{row.origin} ({_what(row)})" for row in rows if not _is_plain(row)]
@@ -198,14 +220,25 @@ def _scaled_b(row: CanonicalRow) -> npt.NDArray[np.float32]:
 
 def _in_parts_order(row: CanonicalRow, outputs: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     """Order values or rows per output as the module's parts."""
-    half, rest = divmod(len(outputs), 2)
-    if row.module.rpartition(".")[2] != "gate_up_proj":
+    if row.module != _GATE_UP:
         return outputs
-    if rest:
-        raise InvalidAdapterError(
-            f"{row.origin} has {len(outputs)} outputs: its two halves are not equal"
-        )
+    half = _half_size(len(outputs), row.origin)
     return np.concatenate([outputs[half:], outputs[:half]])
+
+
+def _half(tensor: RawTensor, half: int, origin: str) -> RawTensor:
+    """Return the first or second half of a tensor's rows."""
+    size = _half_size(tensor.shape[0], origin)
+    num_bytes = tensor.num_bytes // 2
+    data = memoryview(tensor.data)[half * num_bytes : (half + 1) * num_bytes]
+    return RawTensor(tensor.dtype, (size, *tensor.shape[1:]), data)
+
+
+def _half_size(size: int, origin: str) -> int:
+    half, rest = divmod(size, 2)
+    if rest:
+        raise InvalidAdapterError(f"{origin} has {size} outputs: its two halves are not equal")
+    return half
 
 
 def _float32(tensor: RawTensor) -> npt.NDArray[np.float32]:

@@ -5,22 +5,27 @@ PEFT's division restores the scale exactly: a float32 times a small integer is e
 which JSON uses. This module writes no file.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from loraplex.adapters.canonical import CanonicalRow, RowKind
-from loraplex.adapters.formats.modules import linear_path
+from loraplex.adapters.formats.modules import ROUTER, is_of_experts, linear_path
 from loraplex.adapters.formats.peft_names import NORMS, is_of_other_root, parameter_path
 from loraplex.adapters.tensor_file import RawTensor
 from loraplex.core.adapter import EMBEDDING
 from loraplex.core.errors import InvalidAdapterError, UnsupportedFeatureError
 
 _T = TypeVar("_T", int, float)
+_EXPERTS = "experts."
+"""Beginning of the names of modules that each expert has."""
 
 
 def peft_tensors(rows: Sequence[CanonicalRow]) -> dict[str, RawTensor]:
-    """Return the tensors by PEFT's names. Raises UnsupportedFeatureError for a row of an expert."""
+    """Return the tensors by PEFT's names, those of an expert by its number.
+
+    Raises UnsupportedFeatureError for an expert of a module that experts do not have.
+    """
     wrapped = {_path(row) for row in rows if row.kind is RowKind.LORA}
     return {
         f"base_model.model.{_path(row)}.{slot}": tensor
@@ -75,16 +80,21 @@ def peft_config(rows: Sequence[CanonicalRow], base_model: str | None = None) -> 
 
 def _path(row: CanonicalRow) -> str:
     """Return the Hugging Face path, in a causal LM, of the module that a row changes."""
-    if row.expert is not None:
-        raise UnsupportedFeatureError(f"{row.origin} is of expert {row.expert}: not written")
+    if row.expert is not None and not row.module.startswith(_EXPERTS):
+        raise UnsupportedFeatureError(
+            f"{row.origin} is of expert {row.expert} of {row.module}, which experts do not have"
+        )
     if row.layer is None:
         return parameter_path(row.module)
     if row.module in NORMS[:2]:
         return f"model.layers.{row.layer}.{row.module}"
-    if is_of_other_root(row.origin):
+    inner = row.origin.partition(f"layers.{row.layer}.")[2]
+    is_known = row.expert is None or f"{_EXPERTS}{row.expert}." in inner
+    if is_known and is_of_other_root(row.origin):
         return row.origin
-    parent = row.origin.rpartition(".")[0].rpartition(".")[2]
-    return linear_path(row.layer, row.module, parent)
+    if is_known and inner:
+        return f"model.layers.{row.layer}.{inner}"
+    return linear_path(row.layer, row.module).replace("{expert}", str(row.expert))
 
 
 def _slots(row: CanonicalRow, *, is_wrapped: bool) -> dict[str, RawTensor]:
@@ -141,12 +151,37 @@ def _with_exceptions(values: Mapping[str, _T]) -> tuple[_T, dict[str, _T]]:
 
 
 def _target_modules(rows: Sequence[CanonicalRow]) -> list[str]:
-    """Return module names if every layer has each of them, else the paths."""
+    """Return module names if every layer, and every expert, has each of them, else the paths."""
     ends = sorted({row.module for row in rows if row.layer is None})
-    modules = sorted({row.module for row in rows if row.layer is not None})
-    num_layers = 1 + max((row.layer for row in rows if row.layer is not None), default=-1)
-    paths = sorted({_path(row) for row in rows if row.layer is not None})
-    return (modules if len(paths) == num_layers * len(modules) else paths) + ends
+    places: dict[str, set[tuple[int, int | None]]] = defaultdict(set)
+    names: dict[str, str] = {}
+    paths: set[str] = set()
+    for row in rows:
+        if row.layer is not None:
+            path = _path(row)
+            places[row.module].add((row.layer, row.expert))
+            names[row.module] = _short_name(row.module, path)
+            paths.add(path)
+    found = [place for of_module in places.values() for place in of_module]
+    num_layers = 1 + max((layer for layer, _ in found), default=-1)
+    of_experts = {
+        layer for module in places if is_of_experts(module) for layer, _ in places[module]
+    }
+    num_experts = 1 + max((expert for _, expert in found if expert is not None), default=0)
+    is_complete = all(
+        len(of_module)
+        == (len(of_experts) if is_of_experts(module) else num_layers)
+        * (num_experts if module.startswith(_EXPERTS) else 1)
+        for module, of_module in places.items()
+    )
+    return sorted(set(names.values()) if is_complete else paths) + ends
+
+
+def _short_name(module: str, path: str) -> str:
+    """Return a name that only paths of this module end with, if they have one."""
+    if module.startswith(_EXPERTS) or module == ROUTER:
+        return path.rpartition(".")[2]
+    return ".".join(path.split(".")[-1 - module.count(".") :])
 
 
 def _number(value: float) -> int | float:

@@ -13,6 +13,7 @@ from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Final
 
+from loraplex.adapters.fused_modules import FUSED_MODULES
 from loraplex.core.errors import ConfigError
 
 ROUTER: Final = "router"
@@ -25,6 +26,7 @@ _EXPERT_PATHS: Final[Mapping[str, str]] = MappingProxyType(
     {
         ROUTER: "mlp.gate",
         **{module: f"mlp.{module.replace('.', '.{expert}.')}" for module in EXPERT_MODULES},
+        "experts.gate_up_proj": "mlp.experts.{expert}.gate_up_proj",
         "shared_expert.gate_proj": "mlp.shared_expert.gate_proj",
         "shared_expert.up_proj": "mlp.shared_expert.up_proj",
         "shared_expert.gate_up_proj": "mlp.shared_expert.gate_up_proj",
@@ -109,7 +111,6 @@ _FUSED: Final = {
     "qkv_proj": "attn_qkv",
     "W_pack": "attn_qkv",
     "gate_up_proj": "mlp_gate_up",
-    "shared_expert.gate_up_proj": "mlp_gate_up",
 }
 """Fused layers whose outputs lie in the order of the module's parts, or with two halves swapped."""
 _ATTENTION_PARENTS: Final = ("self_attn", "self_attention", "attention", "attn")
@@ -127,6 +128,11 @@ def _holders() -> Mapping[str, LoraModule]:
 
 
 _HOLDERS: Final = _holders()
+
+
+def is_of_experts(module: str) -> bool:
+    """Whether only layers with experts have a linear layer of this name."""
+    return module in _EXPERT_PATHS
 
 
 def module_of(parent: str, hf_module: str) -> LoraModule | None:
@@ -174,11 +180,10 @@ def hf_modules(
 def _enabled_by(module: LoraModule, modules: Collection[str]) -> Iterator[str]:
     """Yield the layers of a model that TensorRT-LLM's name of a module enables."""
     yield from module.parts_in(modules)
+    parts = (*module.parts, *module.shared_parts)
     yield from (part for part in module.shared_parts if part in modules)
-    for fused, name in _FUSED.items():
-        # TensorRT-LLM's name for Phi-3's gate_up_proj.
-        is_older = (module.name, name) == ("mlp_h_to_4h", "mlp_gate_up")
-        if fused in modules and (module.name == name or is_older):
+    for fused, of_fused in FUSED_MODULES.items():
+        if fused in modules and any(part in parts for part in of_fused):
             yield fused
 
 
@@ -199,6 +204,7 @@ def linear_path(layer: int, module: str, parent: str = "") -> str:
     if "." in module:
         return f"transformer.h.{layer}.{module}"
     if not parent:
-        parents = _MLP_PARENTS if _HOLDERS[module].id in _DENSE_MLP else _ATTENTION_PARENTS
-        parent = parents[0]
+        holder = _HOLDERS.get(module)
+        is_of_mlp = holder is not None and holder.id in _DENSE_MLP
+        parent = (_MLP_PARENTS if is_of_mlp else _ATTENTION_PARENTS)[0]
     return f"model.layers.{layer}.{parent}.{module}"

@@ -17,6 +17,7 @@ from loraplex.adapters.formats.export import (
     common_storage_type,
     holding_module,
     lora_tensors,
+    with_separate_halves,
 )
 from loraplex.adapters.formats.export_peft import peft_config, peft_tensors
 from loraplex.adapters.formats.inputs import FILE_SUFFIX, PeftFolder, open_input
@@ -65,9 +66,14 @@ def read_peft(folder: str) -> PeftAdapter:
 
 
 def write_pair(
-    rows: Sequence[CanonicalRow], folder: Path, storage: StorageType, *, force: bool = False
+    rows: Sequence[CanonicalRow],
+    folder: Path,
+    storage: StorageType,
+    *,
+    num_experts: int | None = None,
+    force: bool = False,
 ) -> list[Written]:
-    """Write TensorRT-LLM's folder: what hf_lora_convert.py writes.
+    """Write TensorRT-LLM's folder: what hf_lora_convert.py writes. num_experts: see lora_tensors.
 
     Raises InvalidParameterError if a file would be overwritten and force is not set, else as
     lora_tensors.
@@ -75,7 +81,7 @@ def write_pair(
     weights_path, config_path = folder / trtllm.WEIGHTS_NAME, folder / trtllm.CONFIG_NAMES[0]
     old = [weights_path, *(folder / name for name in trtllm.CONFIG_NAMES)]
     _check_free(old, force)
-    weights, config = lora_tensors(rows, storage)
+    weights, config = lora_tensors(rows, storage, num_experts)
     # Without its config a pair is no pair: new weights never meet an old one.
     _remove(old[1:])
     for path, tensor in ((weights_path, weights), (config_path, config)):
@@ -91,6 +97,7 @@ def write_lora_file(
     path: Path,
     storage: StorageType | None = None,
     *,
+    num_experts: int | None = None,
     force: bool = False,
 ) -> list[Written]:
     """Write llgtrt's file: what extract_lora.py writes. No storage type keeps that of the rows.
@@ -101,7 +108,7 @@ def write_lora_file(
         raise InvalidParameterError(f"{path} must end in {FILE_SUFFIX}: so llgtrt finds it")
     _check_free([path], force)
     chosen = storage or common_storage_type(rows)
-    weights, config = lora_tensors(rows, chosen)
+    weights, config = lora_tensors(rows, chosen, num_experts)
     write_atomically(path, llgtrt.encode_lora_file(weights, config))
     shapes = f"weights {list(weights.shape[1:])} {chosen}, config {list(config.shape[1:])} int32"
     return [Written(path, shapes)]
@@ -130,15 +137,19 @@ def write_peft(
 
 def describe_rows(rows: Iterable[CanonicalRow]) -> list[str]:
     """Return lines with the TensorRT-LLM module of each module, equal layers together."""
-    layers: dict[tuple[str, str, int, float], list[int]] = defaultdict(list)
-    for row in rows:
+    experts: dict[tuple[str, str, int], list[int]] = defaultdict(list)
+    for row in with_separate_halves(rows):
         module = holding_module(row)
         stored_as = "no module" if module is None else f"{module.name} ({module.id})"
-        rank = row.tensors["a"].shape[0]
-        layers[row.module, stored_as, rank, row.scale].append(row.layer or 0)
+        sizes = f"rank {row.tensors['a'].shape[0]}, scale {row.scale:g}"
+        of_layer = experts[f"{row.module} -> {stored_as}", sizes, row.layer or 0]
+        of_layer += [] if row.expert is None else [row.expert]
+    layers: dict[tuple[str, str, str], list[int]] = defaultdict(list)
+    for (name, sizes, layer), numbers in experts.items():
+        layers[name, f"experts {_ranges(numbers)}, " if numbers else "", sizes].append(layer)
     return [
-        f"{name} -> {stored_as}: layers {_ranges(found)}, rank {rank}, scale {scale:g}"
-        for (name, stored_as, rank, scale), found in sorted(layers.items())
+        f"{name}: layers {_ranges(found)}, {of_experts}{sizes}"
+        for (name, of_experts, sizes), found in sorted(layers.items())
     ]
 
 

@@ -8,6 +8,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
+from loraplex.adapters.canonical import digest
 from loraplex.adapters.formats.export import StorageType
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.stage import stage
@@ -54,10 +55,113 @@ def run(*args):
     return CliRunner().invoke(app, [str(arg) for arg in args])
 
 
-def digest_of(path, tmp_path) -> str:
+def digest_of(path, tmp_path, shapes=SHAPES) -> str:
     state = str(tmp_path / "state")
-    request = StageRequest(request_id=1, path=str(path), state_dir=state, shapes=SHAPES)
+    request = StageRequest(request_id=1, path=str(path), state_dir=state, shapes=shapes)
     return stage(request).source.digest
+
+
+EXPERTS = {"w1": (8, 6), "w2": (6, 8), "w3": (8, 6)}
+MIXTURE = BaseShapes(
+    2,
+    {
+        "router": (8, 3),
+        "experts.gate_proj": (8, 6),
+        "experts.down_proj": (6, 8),
+        "experts.up_proj": (8, 6),
+    },
+    num_experts=dict.fromkeys(("experts.gate_proj", "experts.down_proj", "experts.up_proj"), 3),
+)
+
+
+@pytest.fixture
+def mixtral(tmp_path):
+    """A function (experts) -> a PEFT folder of these experts of Mixtral's layer 1.
+
+    Expert 1 has rank 1, the others 2.
+    """
+
+    def write(*numbers: int, has_router: bool = False):
+        rng = np.random.default_rng(0)
+        shapes = {
+            f"experts.{number}.{name}": (1 if number == 1 else 2, shape)
+            for number in numbers
+            for name, shape in EXPERTS.items()
+        } | ({"gate": (2, (8, 3))} if has_router else {})
+        tensors = {}
+        for name, (rank, (num_in, num_out)) in shapes.items():
+            path = f"{PREFIX}.1.block_sparse_moe.{name}"
+            tensors[f"{path}.lora_A.weight"] = rng.normal(size=(rank, num_in)).astype("<f4")
+            tensors[f"{path}.lora_B.weight"] = rng.normal(size=(num_out, rank)).astype("<f4")
+        path = tmp_path / "mixtral"
+        path.mkdir(exist_ok=True)
+        config = {
+            "peft_type": "LORA",
+            "r": 2,
+            "lora_alpha": 4,
+            "rank_pattern": {r"experts\.1\.w[123]": 1},
+            "target_modules": ["w1", "w2", "w3", "gate"],
+        }
+        (path / "adapter_config.json").write_text(json.dumps(config))
+        save_file(tensors, path / "adapter_model.safetensors")
+        return path
+
+    return write
+
+
+class TestExperts:
+    def test_no_expert_is_written_over_another(self, mixtral, tmp_path):
+        """hf_lora_convert.py wrote all experts to one place of r x (in + out) values."""
+        source, out = mixtral(0, 1, 2, has_router=True), tmp_path / "out"
+        result = run("convert-lora", "-i", source, "-o", out, "--storage-type", "float32")
+        assert result.exit_code == 0, result.output
+        weights = np.load(out / "model.lora_weights.npy")[0]
+        config = np.load(out / "model.lora_config.npy")[0]
+        assert config.tolist() == [[13, 1, 2], [14, 1, 2], [15, 1, 2], [16, 1, 2]]
+        assert weights.shape == (4, 3 * 2 * 14)
+        tensors = load_file(source / "adapter_model.safetensors")
+        for row, name in enumerate(EXPERTS):
+            num_in, num_out = EXPERTS[name]
+            a = weights[row, : 6 * num_in].reshape(3, 2, num_in)
+            b = weights[row, 6 * num_in :].reshape(3, num_out, 2)
+            for expert in range(3):
+                path = f"{PREFIX}.1.block_sparse_moe.experts.{expert}.{name}"
+                own_a, own_b = (tensors[f"{path}.lora_{m}.weight"] for m in "AB")
+                scale = np.float32(4 if expert == 1 else 2)
+                np.testing.assert_allclose(
+                    b[expert] @ a[expert], own_b @ own_a * scale, rtol=1e-5, atol=1e-5
+                )
+                assert np.count_nonzero(np.abs(b[expert]).sum(0)) == len(own_a)
+        for line in (
+            "  experts.gate_proj -> moe_h_to_4h (13): layers 1, experts 0, 2, rank 2, scale 2",
+            "  experts.gate_proj -> moe_h_to_4h (13): layers 1, experts 1, rank 1, scale 4",
+            "  router -> moe_router (16): layers 1, rank 2, scale 2",
+        ):
+            assert line in result.output.splitlines()
+
+    @pytest.mark.parametrize("kind", ["pair", "file"])
+    def test_the_base_s_number_of_experts(self, mixtral, tmp_path, kind):
+        """Only the caller knows that the base has three, as there is no expert 2 and no router."""
+        source = mixtral(0, 1)
+        out = tmp_path / "out" if kind == "pair" else tmp_path / "out.safetensors"
+        command = ("convert-lora" if kind == "pair" else "extract-lora", "-i", source, "-o", out)
+        assert run(*command).exit_code == 0
+        with pytest.raises(InvalidAdapterError, match="has to few values for moe_h_to_4h"):
+            digest_of(out, tmp_path, MIXTURE)
+        assert run(*command, "--num-experts", 3, "--force").exit_code == 0
+        assert digest_of(out, tmp_path, MIXTURE)
+        result = run(*command, "--num-experts", 1, "--force")
+        assert result.exit_code == 1
+        assert "the adapter has 2 experts, the base model 1" in result.output
+
+    def test_pair_file_and_peft_are_the_same_rows(self, mixtral, tmp_path):
+        rows = read_peft(str(mixtral(0, 1, 2))).rows
+        write_pair(rows, tmp_path / "pair", StorageType.FLOAT32)
+        write_lora_file(rows, tmp_path / "file.safetensors", StorageType.FLOAT32)
+        pair = digest_of(tmp_path / "pair", tmp_path, MIXTURE)
+        assert digest_of(tmp_path / "file.safetensors", tmp_path, MIXTURE) == pair
+        write_peft(rows, tmp_path / "peft")
+        assert digest_of(tmp_path / "peft", tmp_path, MIXTURE) == digest(rows)
 
 
 class TestConvertLora:
