@@ -25,6 +25,7 @@ _SIZES: Final[Mapping[str, Any]] = MappingProxyType(
         "num_key_value_heads": 2,
         "vocab_size": 100,
         "rotary_dim": 8,
+        "shared_intermediate_size": 48,
         "sliding_window": 16,
         "use_sliding_window": True,
         "max_window_layers": 4,

@@ -5,7 +5,7 @@ Tiny checkpoints whose parameters, norms too, are all random: a norm of ones wou
 
 import dataclasses
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from support.step_driver import Prompt, StepDriver
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CASES = {**first.CASES, **rest.CASES, **experts.CASES}
-QUICK = [name for name, case in CASES.items() if case.is_quick and name not in experts.CASES]
+QUICK = [name for name, case in CASES.items() if case.is_quick]
 QUICK_BACKEND = "fastest"
 NUM_NEW_TOKENS = 24
 MAX_RANK = 16
@@ -122,16 +122,11 @@ def parameters() -> list[Any]:
         pytest.param(
             (name, backend),
             id=f"{name}-{backend}",
-            marks=() if case.is_quick and backend == backends(name)[0] else pytest.mark.slow,
+            marks=() if case.is_quick and backend == QUICK_BACKEND else pytest.mark.slow,
         )
         for name, case in CASES.items()
-        for backend in backends(name)
+        for backend in (QUICK_BACKEND, "reference")
     ]
-
-
-def backends(name: str) -> Sequence[str]:
-    """Return the backends of a case, the quick one first: experts have no other kernels yet."""
-    return ("reference",) if name in experts.CASES else (QUICK_BACKEND, "reference")
 
 
 @pytest.fixture(scope="module", params=parameters())

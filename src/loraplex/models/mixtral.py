@@ -10,7 +10,7 @@ from loraplex.models.family_config import Traits, read_activation, read_decoder
 from loraplex.models.spec import FeedForwardSpec, ModelSpec
 
 ARCHITECTURE: Final = "MixtralForCausalLM"
-_NAMES: Final = DecoderNames(
+NAMES: Final = DecoderNames(
     experts=ExpertNames(
         router="block_sparse_moe.gate",
         up=("block_sparse_moe.experts.{expert}.w1", "block_sparse_moe.experts.{expert}.w3"),
@@ -42,7 +42,7 @@ def read_config(fields: ConfigFields) -> ModelSpec:
         ),
     )
     traits = Traits(
-        names=_NAMES,
+        names=NAMES,
         windows=(None if window is None else int(window),),
         rotates_whole_heads=True,
         experts=ExpertTraits(feed_forward=feed_forward),

@@ -12,7 +12,7 @@ from loraplex.models.spec import RopeConfig
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 _DEFAULT_THETA = 10_000.0
-RECOMPUTING = frozenset({"Phi3ForCausalLM", "PhimoeForCausalLM"})
+RECOMPUTING = frozenset({"Phi3ForCausalLM", "PhimoeForCausalLM", "PhiMoEForCausalLM"})
 """Architectures whose `generate` in transformers drops the KV cache when a sequence outgrows the
 original length; the others keep the keys that the short factors rotated."""
 FULL_ATTENTION = "full_attention"

@@ -2,9 +2,21 @@
 
 from typing import Any
 
-from transformers import MixtralConfig, OlmoeConfig, Qwen2MoeConfig, Qwen3MoeConfig
+import torch
+from transformers import (
+    GptOssConfig,
+    GraniteMoeConfig,
+    GraniteMoeSharedConfig,
+    MixtralConfig,
+    OlmoeConfig,
+    PhimoeConfig,
+    PhimoeForCausalLM,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+)
 
 from support.families.case import LLAMA_LINEARS, FamilyCase, sizes
+from support.families.first import longrope
 
 ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 SHARED_LINEARS = (*LLAMA_LINEARS, "shared_expert_gate")
@@ -42,6 +54,53 @@ def qwen3_moe(**changes: Any) -> Qwen3MoeConfig:
 def olmoe(**changes: Any) -> OlmoeConfig:
     fields = sizes(num_experts=4, num_experts_per_tok=2, pad_token_id=None)
     return OlmoeConfig(**(fields | changes))
+
+
+def phimoe(**changes: Any) -> PhimoeConfig:
+    fields = sizes(
+        num_local_experts=4, num_experts_per_tok=2, attention_bias=True, lm_head_bias=True
+    )
+    return PhimoeConfig(**(fields | changes))
+
+
+def _phimoe_rope(original_length: int) -> dict[str, Any]:
+    lengths = {"original_max_position_embeddings": original_length}
+    return longrope(4, short_mscale=1.3, long_mscale=1.3, **lengths)
+
+
+class PhimoeOfItsAuthors:
+    """Model with longrope's long factors beyond the original length, unlike transformers'."""
+
+    @staticmethod
+    def from_config(config: PhimoeConfig, **options: Any) -> PhimoeForCausalLM:
+        model: PhimoeForCausalLM = PhimoeForCausalLM._from_config(config, **options)  # type: ignore[no-untyped-call]
+        rotary = model.model.rotary_emb
+        # What the decorator of `forward` has chosen by the length.
+        rotary.rope_init_fn = lambda _: (rotary.inv_freq, torch.nan)
+        return model
+
+
+GRANITE_FACTORS = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.1,
+    "logits_scaling": 8.0,
+}
+
+
+def granite_moe(**changes: Any) -> GraniteMoeConfig:
+    fields = sizes(num_local_experts=4, num_experts_per_tok=2)
+    return GraniteMoeConfig(**(fields | GRANITE_FACTORS | changes))
+
+
+def granite_moe_shared(**changes: Any) -> GraniteMoeSharedConfig:
+    fields = sizes(num_local_experts=4, num_experts_per_tok=2, shared_intermediate_size=40)
+    return GraniteMoeSharedConfig(**(fields | GRANITE_FACTORS | changes))
+
+
+def gpt_oss(**changes: Any) -> GptOssConfig:
+    fields = sizes(num_local_experts=4, num_experts_per_tok=2, head_dim=16, sliding_window=8)
+    return GptOssConfig(**(fields | changes))
 
 
 CASES: dict[str, FamilyCase] = {
@@ -92,6 +151,62 @@ CASES: dict[str, FamilyCase] = {
     ),
     "olmoe-normalized": FamilyCase(
         config=lambda: olmoe(norm_topk_prob=True, attention_bias=True, num_key_value_heads=4),
+        linears=ATTENTION_LINEARS,
+    ),
+    "phimoe": FamilyCase(config=phimoe, linears=ATTENTION_LINEARS, is_quick=True),
+    "phimoe-long": FamilyCase(
+        config=lambda: phimoe(router_jitter_noise=0.3, rope_parameters=_phimoe_rope(16)),
+        model_class=PhimoeOfItsAuthors,
+        linears=ATTENTION_LINEARS,
+    ),
+    "phimoe-short": FamilyCase(
+        config=lambda: phimoe(rope_parameters=_phimoe_rope(64)), linears=ATTENTION_LINEARS
+    ),
+    "phimoe-window": FamilyCase(
+        config=lambda: phimoe(
+            attention_bias=False,
+            lm_head_bias=False,
+            sliding_window=7,
+            tie_word_embeddings=True,
+            hidden_act="gelu",
+        ),
+        linears=ATTENTION_LINEARS,
+    ),
+    "granite-moe": FamilyCase(config=granite_moe, linears=ATTENTION_LINEARS, is_quick=True),
+    "granite-moe-square": FamilyCase(
+        # 2 I = N: the experts' first tensor is square.
+        config=lambda: granite_moe(
+            intermediate_size=16, attention_bias=True, tie_word_embeddings=True, num_local_experts=7
+        ),
+        linears=ATTENTION_LINEARS,
+    ),
+    "granite-moe-shared": FamilyCase(
+        config=granite_moe_shared, linears=ATTENTION_LINEARS, is_quick=True
+    ),
+    "granite-moe-shared-none": FamilyCase(
+        config=lambda: granite_moe_shared(
+            shared_intermediate_size=0, hidden_act="gelu", num_key_value_heads=1
+        ),
+        linears=ATTENTION_LINEARS,
+    ),
+    "gpt-oss": FamilyCase(config=gpt_oss, linears=ATTENTION_LINEARS, is_quick=True),
+    # I = N as published, and 2 I = N: a square tensor can be read either way.
+    "gpt-oss-square": FamilyCase(
+        config=lambda: gpt_oss(intermediate_size=32, num_experts_per_tok=1),
+        linears=ATTENTION_LINEARS,
+    ),
+    "gpt-oss-square-gate": FamilyCase(
+        config=lambda: gpt_oss(
+            intermediate_size=16,
+            attention_bias=False,
+            tie_word_embeddings=True,
+            layer_types=["full_attention"] * 3 + ["sliding_attention"],
+            rope_parameters={"rope_type": "default", "rope_theta": 50.0},
+        ),
+        linears=ATTENTION_LINEARS,
+    ),
+    "gpt-oss-all-experts": FamilyCase(
+        config=lambda: gpt_oss(num_experts_per_tok=4, sliding_window=5, num_key_value_heads=4),
         linears=ATTENTION_LINEARS,
     ),
 }

@@ -1,0 +1,112 @@
+"""GPT-OSS: experts with biases and a clamped gate, every other layer with a window, sink logits."""
+
+import dataclasses
+import itertools
+from typing import Final
+
+from loraplex.core.errors import UnsupportedModelError
+from loraplex.kernels.activations import Activation
+from loraplex.kernels.routing import RoutingMode
+from loraplex.models.config_fields import ConfigFields
+from loraplex.models.decoder_names import DecoderNames, ExpertNames, StackedExperts
+from loraplex.models.expert_config import ExpertTraits, read_routing
+from loraplex.models.family_config import RMS_NORM, Traits, read_decoder
+from loraplex.models.layer_types import periodic_windows
+from loraplex.models.spec import (
+    DOWN,
+    OUTPUT,
+    QKV,
+    ROUTER,
+    UP,
+    FeedForwardSpec,
+    LayerSpec,
+    ModelSpec,
+)
+
+ARCHITECTURE: Final = "GptOssForCausalLM"
+
+_GATE, _UP, _DOWN = (f"mlp.experts.{{expert}}.{part}_proj" for part in ("gate", "up", "down"))
+_STACKED: Final = (
+    StackedExperts(
+        tensor="mlp.experts.gate_up_proj",
+        parts=(f"{_GATE}.weight", f"{_UP}.weight"),
+        is_transposed=True,
+        is_interleaved=True,
+    ),
+    StackedExperts(
+        tensor="mlp.experts.gate_up_proj_bias",
+        parts=(f"{_GATE}.bias", f"{_UP}.bias"),
+        is_interleaved=True,
+    ),
+    StackedExperts(tensor="mlp.experts.down_proj", parts=(f"{_DOWN}.weight",), is_transposed=True),
+    StackedExperts(tensor="mlp.experts.down_proj_bias", parts=(f"{_DOWN}.bias",)),
+)
+_NAMES: Final = DecoderNames(
+    experts=ExpertNames(router="mlp.router", up=(_GATE, _UP), down=_DOWN, stacked=_STACKED)
+)
+_SINKS: Final = "self_attn.sinks"
+_ALWAYS_BIASED: Final = (ROUTER, UP, DOWN)
+_DEFAULTS: Final = {
+    "head_dim": 64,
+    "num_key_value_heads": 8,
+    "sliding_window": 128,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150_000.0,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "num_experts_per_tok": 4,
+}
+_CLAMPED_SWIGLU: Final = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
+"""Fields of the gate, with the only values that the kernels have."""
+
+
+def read_config(fields: ConfigFields) -> ModelSpec:
+    _require_plain_weights(fields)
+    fields = fields.renamed({}, _DEFAULTS)
+    _require_known_gate(fields)
+    feed_forward = FeedForwardSpec(
+        inner_size=fields.integer("intermediate_size"),
+        activation=Activation.CLAMPED_SWIGLU,
+        is_gated=True,
+        routing=read_routing(fields, RoutingMode.CHOSEN_SOFTMAX, default_num_experts=128),
+    )
+    traits = Traits(
+        names=_NAMES,
+        windows=periodic_windows(fields, 2),
+        rotates_whole_heads=True,
+        biased=_ALWAYS_BIASED + ((QKV, OUTPUT) if fields.boolean("attention_bias", True) else ()),
+        norm=dataclasses.replace(RMS_NORM, is_rounded_once=True),
+        experts=ExpertTraits(feed_forward=feed_forward),
+    )
+    spec = read_decoder(fields, ARCHITECTURE, traits)
+    return dataclasses.replace(spec, layers=tuple(map(_with_sinks, spec.layers, itertools.count())))
+
+
+def _with_sinks(layer: LayerSpec, index: int) -> LayerSpec:
+    attention = dataclasses.replace(layer.attention, sink_logits=_NAMES.layer(index) + _SINKS)
+    return dataclasses.replace(layer, attention=attention)
+
+
+def _require_plain_weights(fields: ConfigFields) -> None:
+    quantization = fields.table("quantization_config")
+    if quantization is not None and quantization.text("quant_method", "") == "mxfp4":
+        raise UnsupportedModelError(
+            f"{fields.source}: weights in MXFP4 are not supported; supported is a checkpoint of "
+            "this model in bfloat16, float16 or float32, without quantization_config"
+        )
+
+
+def _require_known_gate(fields: ConfigFields) -> None:
+    for name, supported in _CLAMPED_SWIGLU.items():
+        value = fields.number(name, supported)
+        if value != supported:
+            raise UnsupportedModelError(
+                f"{fields.source}: {name} {value:g} is not supported; supported: {supported}"
+            )
