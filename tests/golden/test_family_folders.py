@@ -19,12 +19,12 @@ from loraplex.execution.weights.packing import PackedWeights, WeightFormat, pack
 from loraplex.execution.weights.stored_head import read_model
 from loraplex.kernels.dispatch import select_kernels
 from support.checkpoints import add_random_adapters
-from support.families import first, rest
+from support.families import experts, first, rest
 from support.families.case import FamilyCase
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CASES = {**first.CASES, **rest.CASES}
+CASES = {**first.CASES, **rest.CASES, **experts.CASES}
 IN_EVERY_RUN = ("gemma2-no-caps", "opt-350m")
 """Cases that `make test` runs: a null that is no default, tensors of their own."""
 FORM = WeightFormat(dtype=torch.float32)

@@ -12,12 +12,12 @@ from loraplex.execution.adapters.host_adapters import HostAdapters
 from loraplex.execution.loading import load_parts
 from loraplex.execution.sizing.settings import RunnerSettings
 from support.examples import num_examples
-from support.families import first, rest
+from support.families import experts, first, rest
 from support.random_schedules import Schedules
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CASES = {**first.CASES, **rest.CASES}
+CASES = {**first.CASES, **rest.CASES, **experts.CASES}
 SETTINGS = RunnerSettings(block_size=4, num_blocks=60, max_num_seqs=6, max_lora_rank=8)
 NUM_SCHEDULES = num_examples(0.8)
 QUICK = "cohere2"
@@ -37,6 +37,7 @@ TRAITS = {
     "scaled rope": ("gemma3-yarn", "starcoder2-yarn"),
     "queries scaled by position": ("ministral3",),
     "multipliers": ("granite",),
+    "experts": ("mixtral-window", "qwen2-moe-windows", "qwen3-moe"),
 }
 
 
