@@ -35,7 +35,8 @@ _MOE_NAMES: Final = DecoderNames(
         shared_up=("shared_mlp.input_linear",),
         shared_down="shared_mlp.output_linear",
         stacked=_STACKED,
-    )
+    ),
+    other_parts={"block_sparse_moe.router.weight": "block_sparse_moe.router.layer.weight"},
 )
 _DEFAULTS: Final = {"max_position_embeddings": 2048}
 

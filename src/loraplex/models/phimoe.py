@@ -15,6 +15,9 @@ ARCHITECTURE: Final = "PhimoeForCausalLM"
 ARCHITECTURE_PUBLISHED: Final = "PhiMoEForCausalLM"
 """Spelling of the published files."""
 
+_NAMES: Final = dataclasses.replace(
+    NAMES, other_parts={"mlp.router.": "block_sparse_moe.gate.", **NAMES.other_parts}
+)
 _NUM_CHOSEN: Final = 2
 _DEFAULTS: Final = {
     "max_position_embeddings": 131_072,
@@ -29,7 +32,7 @@ def read_config(fields: ConfigFields) -> ModelSpec:
     fields = _with_attention_factor(fields.renamed({}, _DEFAULTS))
     window = fields.optional_integer("sliding_window")
     traits = Traits(
-        names=NAMES,
+        names=_NAMES,
         windows=(window,),
         rotates_whole_heads=True,
         biased=(QKV, OUTPUT) if fields.boolean("attention_bias", False) else (),
