@@ -119,16 +119,20 @@ def test_types_of_weights_and_inputs_may_differ(kernels, weights, dtype):
 
 @DTYPES
 @pytest.mark.parametrize("precision", [WeightPrecision.INT8, WeightPrecision.INT4])
-def test_quantized_experts(kernels, precision, dtype):
+@pytest.mark.parametrize("is_capped", [False, True], ids=["all of the CPU", "capped"])
+def test_quantized_experts(instruction_set, precision, dtype, is_capped):
+    kernels = NativeKernels(load_library([instruction_set]), 2)
+    if is_capped:
+        kernels._pool.limit_cpu_features(0)
     weight = torch.randn(5, 140, 640).to(dtype)
     packed = kernels.pack_linear(weight, None, precision)
-    routes = random_routes(33, 5, 3)
-    for num_rows in (33, 99):
+    routes = random_routes(12, 5, 3)
+    for num_rows in (12, 36):
         x = torch.randn(num_rows, 640).to(dtype)
         result = kernels.grouped_linear(x, packed, routes)
         alone = [kernels.pack_linear(matrix, None, precision) for matrix in weight]
         for pair, expert in enumerate(routes.experts.flatten().tolist()):
-            row = x[pair * num_rows // 99].unsqueeze(0)
+            row = x[pair * num_rows // 36].unsqueeze(0)
             assert torch.equal(result[pair], kernels.linear(row, alone[expert])[0])
 
 
