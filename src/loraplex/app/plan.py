@@ -119,6 +119,7 @@ def _capacity(settings: RunnerSettings, config: ModelSpec) -> Capacity:
         page_geometry=size.adapters.geometry,
         num_adapter_pages=size.adapters.num_pages,
         adapter_page_bytes=size.adapters.page_bytes,
+        adapter_table_bytes=size.adapters.table_bytes,
         host_page_bytes=0 if is_cpu else size.adapters.page_bytes,
         keeps_host_copy=not is_cpu,
         kv_cache_bytes=size.kv.num_bytes,

@@ -237,6 +237,8 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     page_geometry: PageGeometry
     num_adapter_pages: int
     adapter_page_bytes: int
+    adapter_table_bytes: int = 0
+    """Memory of the tables of what is in the pages."""
     host_page_bytes: int = 0
     """Bytes of a page of host memory, where adapters take whole pages; 0: the source's size."""
     keeps_host_copy: bool

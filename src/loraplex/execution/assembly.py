@@ -170,6 +170,7 @@ class Assembly:
             page_geometry=pool.geometry,
             num_adapter_pages=pool.num_pages,
             adapter_page_bytes=pool.page_bytes,
+            adapter_table_bytes=pool.table_bytes,
             host_page_bytes=0 if self.accelerator is None else pool.page_bytes,
             keeps_host_copy=self.accelerator is not None or self.device.type != "cpu",
             kv_cache_bytes=kv_cache_bytes,

@@ -27,6 +27,9 @@ MOST_REPEATED_TOKENS = 256
 _PIECE_SIZES = (16, 32, 64)
 """Else a piece has at most so many tokens: the smallest that the largest group fits into."""
 
+CELL_BYTES = 16
+"""Bytes of a cell of one adapter in a LoraTable: its offset, rank and scale."""
+
 _SECTION = 4
 """Each array of LoraSegments begins at a multiple of so many elements, which are 16 bytes."""
 

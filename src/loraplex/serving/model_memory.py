@@ -63,6 +63,8 @@ class DeviceTier(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int
     page_bytes: int
     pages: int
+    table_bytes: int = 0
+    """Size of the tables of what is in the pages, in addition to num_bytes."""
     pages_used: int = 0
     adapters: int = 0
     held: int = 0
@@ -127,6 +129,7 @@ def memory_of(
             num_bytes=capacity.num_adapter_pages * capacity.adapter_page_bytes,
             page_bytes=capacity.adapter_page_bytes,
             pages=capacity.num_adapter_pages,
+            table_bytes=capacity.adapter_table_bytes,
             pages_used=tiers.device_pages_used,
             adapters=tiers.num_on_device,
             held=tiers.num_held,
@@ -185,6 +188,7 @@ def _accelerator(capacity: Capacity) -> AcceleratorMemory | None:
     advice = (
         *(capacity.weights_bytes, capacity.workspace_bytes, capacity.graph_bytes),
         *(capacity.kv_cache_bytes, capacity.num_adapter_pages * capacity.adapter_page_bytes),
+        capacity.adapter_table_bytes,
     )
     return AcceleratorMemory(total=total, free=free, other=max(total - free - sum(advice), 0))
 

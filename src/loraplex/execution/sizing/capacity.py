@@ -7,10 +7,12 @@ import torch
 
 from loraplex.core.errors import ConfigError
 from loraplex.core.plan import PageGeometry
+from loraplex.execution.adapters.entry_tables import head_modules
 from loraplex.execution.sizing.advice import MemoryAdvice
 from loraplex.execution.sizing.kv import KVSize, block_bytes, size_kv
 from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.execution.sizing.step_memory import StepMemory
+from loraplex.kernels.lora import CELL_BYTES
 from loraplex.memory.adapter_pages import (
     layer_targets,
     page_geometry,
@@ -33,6 +35,17 @@ class AdapterPoolSize:
     geometry: PageGeometry
     num_pages: int
     page_bytes: int
+    entry_bytes: int
+    """Bytes of a page's entry in the tables of the bank."""
+
+    @property
+    def table_bytes(self) -> int:
+        return self.num_pages * self.entry_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of pages and tables."""
+        return self.num_pages * self.page_bytes + self.table_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,13 +96,15 @@ def size_memory(
     if left is None:
         kv = size_kv(settings, spec, kv_dtype)
         return MemorySize(kv, size_adapter_pool(settings, spec, dtype))
-    least = smallest_pool_bytes(settings, spec, dtype)
+    least = smallest_pool(settings, spec, dtype)
     block = block_bytes(attention_shapes(spec, settings.block_size), kv_dtype)
-    missing = least + block - left
+    missing = least.num_bytes + block - left
     if free_bytes is not None and missing > 0:
         raise MemoryAdvice(settings, spec, dtype).too_small(missing, steps)
     if settings.kv_cache_bytes is None and settings.num_blocks is None:
-        pool_bytes = settings.lora_device_bytes or least
+        pool_bytes = least.num_bytes
+        if settings.lora_device_bytes is not None:
+            pool_bytes = size_adapter_pool(settings, spec, dtype).num_bytes
         available = left - pool_bytes
         if settings.lora_device_bytes is not None and available < block:
             raise _too_much(settings, weights_bytes, block, pool_bytes, left)
@@ -100,11 +115,12 @@ def size_memory(
         whole = settings.memory_bytes if free_bytes is None else left - kv.num_bytes
         assert whole is not None
         share = min(int(settings.lora_device_fraction * whole), left - kv.num_bytes)
-        settings = msgspec.structs.replace(settings, lora_device_bytes=max(share, least))
+        num_pages = max(share // (least.page_bytes + least.entry_bytes), least.num_pages)
+        device_bytes = num_pages * least.page_bytes
+        settings = msgspec.structs.replace(settings, lora_device_bytes=device_bytes)
     pool = size_adapter_pool(settings, spec, dtype)
-    pool_bytes = pool.num_pages * pool.page_bytes
-    if kv.num_bytes + pool_bytes > left:
-        raise _too_much(settings, weights_bytes, kv.num_bytes, pool_bytes, left)
+    if kv.num_bytes + pool.num_bytes > left:
+        raise _too_much(settings, weights_bytes, kv.num_bytes, pool.num_bytes, left)
     return MemorySize(kv, pool)
 
 
@@ -150,7 +166,7 @@ def describe_memory(
     return (
         f"memory: weights {weights_bytes >> 20} MiB; {_of_steps(steps)}"
         f"KV cache {size.kv.num_bytes >> 20} MiB, {_tokens(size.kv, settings)}; "
-        f"adapters {pool.num_pages * pool.page_bytes >> 20} MiB, "
+        f"adapters {pool.num_bytes >> 20} MiB, tables {pool.table_bytes >> 20} of them, "
         f"{pool.num_pages} pages of {pool.page_bytes} bytes: {' or '.join(holds)} on all modules"
     )
 
@@ -198,9 +214,10 @@ def size_adapter_pool(
     geometry = adapter_geometry(settings, spec)
     page_bytes = geometry.page_elements * dtype.itemsize
     needed = _largest_adapter_pages(settings, spec, geometry)
+    sizes = (page_bytes, _entry_bytes(spec))
     if settings.lora_device_bytes is None:
         default = pages_for_bytes(_DEFAULT_ADAPTER_BYTES, geometry, dtype.itemsize)
-        return AdapterPoolSize(geometry, max(default, needed), page_bytes)
+        return AdapterPoolSize(geometry, max(default, needed), *sizes)
     num_pages = pages_for_bytes(settings.lora_device_bytes, geometry, dtype.itemsize)
     if num_pages < needed:
         raise ConfigError(
@@ -209,7 +226,7 @@ def size_adapter_pool(
             f"max_lora_ranks, or set at least {needed * page_bytes}",
             param="lora_device_bytes",
         )
-    return AdapterPoolSize(geometry, num_pages, page_bytes)
+    return AdapterPoolSize(geometry, num_pages, *sizes)
 
 
 def adapter_geometry(settings: RunnerSettings, spec: ModelSpec) -> PageGeometry:
@@ -221,17 +238,22 @@ def adapter_geometry(settings: RunnerSettings, spec: ModelSpec) -> PageGeometry:
     )
 
 
-def smallest_pool_bytes(settings: RunnerSettings, spec: ModelSpec, dtype: torch.dtype) -> int:
-    """See smallest_pool."""
-    pool = smallest_pool(settings, spec, dtype)
-    return pool.num_pages * pool.page_bytes
-
-
 def smallest_pool(settings: RunnerSettings, spec: ModelSpec, dtype: torch.dtype) -> AdapterPoolSize:
     """Return the size of a pool for one adapter of the largest ranks on all modules."""
     geometry = adapter_geometry(settings, spec)
     num_pages = _largest_adapter_pages(settings, spec, geometry)
-    return AdapterPoolSize(geometry, num_pages, geometry.page_elements * dtype.itemsize)
+    page_bytes = geometry.page_elements * dtype.itemsize
+    return AdapterPoolSize(geometry, num_pages, page_bytes, _entry_bytes(spec))
+
+
+def _entry_bytes(spec: ModelSpec) -> int:
+    """Return the bytes of an adapter in the tables of layers and lm_head, of which each page has
+    one: that many adapters of one page may be there."""
+    head = head_modules(spec.module_shapes, spec.hidden_size, spec.vocab_size)
+    num_cells = sum(
+        spec.num_experts.get(module, 1) for layer in spec.module_shapes for module in layer
+    )
+    return (num_cells + len(head)) * CELL_BYTES
 
 
 def _largest_adapter_pages(

@@ -8,7 +8,8 @@ import torch
 
 from loraplex.core.engine_settings import MAX_GRAPH_BATCH_SIZE
 from loraplex.execution.sizing.settings import RunnerSettings
-from loraplex.models.spec import ModelSpec
+from loraplex.models.expert_config import EXPERT_DOWN_MODULE
+from loraplex.models.spec import DOWN, SHARED_DOWN, LayerSpec, ModelSpec
 
 _LIBRARIES_BYTES = 96 << 20
 """Memory that cuBLAS and the attention backends allocate once."""
@@ -16,6 +17,8 @@ _GRAPH_BYTES_PER_LAYER = 256 << 10
 """Memory of the driver for the nodes of one graph. An assumption that was not measured."""
 _GRAPHS_PER_SIZE = 2
 """One without and one with LoRA."""
+_ROUTE_BYTES = 12
+"""Expert, weight and sorted place of one chosen expert."""
 _FLOAT32_LOGITS = 3
 """Copies of the logits that a sampler with every option holds at once."""
 
@@ -65,14 +68,43 @@ def estimated_step_memory(
 def bytes_per_token(settings: RunnerSettings, spec: ModelSpec, dtype: torch.dtype) -> int:
     """Estimate the bytes of one more token of a step: a layer's activations that live at once."""
     largest = max(
-        layer.attention.q_size + 2 * layer.attention.kv_size + 3 * layer.feed_forward.inner_size
+        layer.attention.q_size + 2 * layer.attention.kv_size + _feed_forward_values(layer)
         for layer in spec.layers
     )
     activations = 4 * spec.hidden_size + largest
-    lora = 3 * settings.max_lora_rank * torch.float32.itemsize
+    num_rows = max(_rows_per_token(layer) for layer in spec.layers)
+    limits = settings.rank_limits
+    rank = max(limits.largest, num_rows * limits.of(EXPERT_DOWN_MODULE) if num_rows > 1 else 0)
+    routes = max(_route_bytes(layer) for layer in spec.layers)
+    lora = 3 * rank * torch.float32.itemsize + routes
     head_dims = {layer.attention.rope: layer.attention.head_dim for layer in spec.layers}
     angles = sum(head_dims.values()) * torch.float32.itemsize
     return activations * dtype.itemsize + lora + angles
+
+
+def _rows_per_token(layer: LayerSpec) -> int:
+    """Return the number of experts that compute a token; 1 without experts."""
+    routing = layer.feed_forward.routing
+    return 1 if routing is None else routing.num_chosen
+
+
+def _feed_forward_values(layer: LayerSpec) -> int:
+    """Return the values of a token in the feed-forward part: each chosen expert has its own."""
+    inner_size = layer.feed_forward.inner_size
+    if layer.feed_forward.routing is None:
+        return 3 * inner_size
+    hidden_size = sum(layer.linears[DOWN].outputs.values())
+    shared = layer.linears.get(SHARED_DOWN)
+    values = _rows_per_token(layer) * (3 * inner_size + hidden_size)
+    return values + (0 if shared is None else 3 * shared.in_features + hidden_size)
+
+
+def _route_bytes(layer: LayerSpec) -> int:
+    """Return the bytes of a token's scores, and of its chosen experts with their weights."""
+    routing = layer.feed_forward.routing
+    if routing is None:
+        return 0
+    return 2 * torch.float32.itemsize * routing.num_experts + _ROUTE_BYTES * routing.num_chosen
 
 
 def bytes_per_sequence(spec: ModelSpec, dtype: torch.dtype) -> int:

@@ -20,7 +20,7 @@ from loraplex.execution.sizing.capacity import (
     describe_memory,
     size_adapter_pool,
     size_memory,
-    smallest_pool_bytes,
+    smallest_pool,
 )
 from loraplex.execution.sizing.kv import block_bytes, size_kv
 from loraplex.execution.sizing.settings import RunnerSettings
@@ -110,7 +110,8 @@ def test_default_pool_holds_256_mib() -> None:
 
 def test_a_pool_of_just_one_adapter_of_the_usual_rank() -> None:
     settings = RunnerSettings(max_lora_rank=8, optimal_lora_rank=8)
-    least = smallest_pool_bytes(settings, TINY_DECODER, torch.bfloat16)
+    pool = smallest_pool(settings, TINY_DECODER, torch.bfloat16)
+    least = pool.num_pages * pool.page_bytes
     parameters = 8 * sum(
         sum(features) for shapes in TINY_DECODER.module_shapes for features in shapes.values()
     )
@@ -188,9 +189,9 @@ class TestMemory:
         assert pool_bytes(size) == pytest.approx(2 << 20, rel=0.1)
 
     def test_one_adapter_fits_however_small_its_share(self) -> None:
-        least = smallest_pool_bytes(RunnerSettings(), TINY_DECODER, torch.float32)
+        least = smallest_pool(RunnerSettings(), TINY_DECODER, torch.float32).num_bytes
         size = memory(memory_bytes=WEIGHTS + least + 20 * BLOCK_BYTES, kv_cache_fraction=1.0)
-        assert pool_bytes(size) == least
+        assert size.adapters.num_bytes == least
         assert size.kv.capacities[0].num_blocks == 20
 
     def test_weights_that_do_not_fit(self) -> None:
@@ -203,7 +204,7 @@ class TestMemory:
         assert caught.value.param == "memory_bytes"
 
     def test_a_length_that_does_not_fit_names_the_budget(self) -> None:
-        least = smallest_pool_bytes(RunnerSettings(), TINY_DECODER, torch.float32)
+        least = smallest_pool(RunnerSettings(), TINY_DECODER, torch.float32).num_bytes
         with pytest.raises(ConfigError, match="or a larger memory_bytes"):
             memory(memory_bytes=WEIGHTS + least + 3 * BLOCK_BYTES, max_model_len=100)
 
@@ -219,7 +220,7 @@ class TestMemory:
         assert kv_bytes(size) == pytest.approx(0.9 * (budget - WEIGHTS - (30 << 20)), rel=0.01)
 
     def test_steps_that_leave_too_little_name_what_to_lower(self) -> None:
-        least = smallest_pool_bytes(RunnerSettings(), TINY_DECODER, torch.float32) + BLOCK_BYTES
+        least = smallest_pool(RunnerSettings(), TINY_DECODER, torch.float32).num_bytes + BLOCK_BYTES
         steps = StepMemory(60 << 20, 40 << 20)
         fits = memory((100 << 20) + least, steps)
         assert fits.kv.capacities[0].num_blocks == 1
