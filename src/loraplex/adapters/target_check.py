@@ -52,7 +52,8 @@ def _needed(place: _Place, pieces: list[LoraTarget], shapes: BaseShapes) -> tupl
     """Return the `_size` that the base needs; None if it has no such place."""
     layer, module, expert, part = place
     is_experts_vector = module in shapes.num_experts and part is not TargetPart.LORA
-    if not 0 <= expert < shapes.num_experts.get(module, 1) or is_experts_vector:
+    last = expert + max(piece.num_experts for piece in pieces) - 1
+    if not 0 <= expert <= last < shapes.num_experts.get(module, 1) or is_experts_vector:
         return None
     if layer < 0 and not shapes.adapts_ends:
         return None

@@ -18,6 +18,7 @@ from loraplex.core.adapter import (
     LoraTarget,
     TargetPart,
     head_block_size,
+    join_experts,
 )
 from loraplex.core.rank_limits import RankLimits
 
@@ -35,7 +36,9 @@ def source_of(
         digest=adapter_digest,
         path=str(path),
         num_bytes=sum(row.num_bytes for row in ordered),
-        targets=tuple(sorted(t for row in ordered for t in targets_of(row, shapes, max_ranks))),
+        targets=tuple(
+            join_experts(sorted(t for row in ordered for t in targets_of(row, shapes, max_ranks)))
+        ),
     )
 
 

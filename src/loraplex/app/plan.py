@@ -35,7 +35,7 @@ from loraplex.execution.sizing.step_memory import StepMemory, estimated_step_mem
 from loraplex.execution.weights.hub import resolve_model
 from loraplex.execution.weights.size import weights_size
 from loraplex.execution.weights.stored_head import read_model
-from loraplex.memory.adapter_pages import layer_targets, place
+from loraplex.memory.adapter_pages import layer_targets, pages_of
 from loraplex.models.spec import ModelSpec
 from loraplex.serving.adapter_fit import check_fits_tiers
 from loraplex.serving.adapters.folders import find_below
@@ -164,14 +164,14 @@ def _planned(
         check_fits_tiers(source, model, capacity)
     except LoraplexError as error:
         return PlannedAdapter(name=name, path=path, problem=error.message)
-    num_pages = place(source.targets, capacity.page_geometry).num_pages
+    pages = pages_of(source.targets, capacity.page_geometry)
     return PlannedAdapter(
         name=name,
         path=path,
         rank=max((largest for _, largest in source.ranks.values()), default=0),
-        host_bytes=num_pages * capacity.host_page_bytes or source.num_bytes,
-        device_pages=num_pages,
-        device_bytes=num_pages * capacity.adapter_page_bytes,
+        host_bytes=pages * capacity.host_page_bytes or source.num_bytes,
+        device_pages=pages,
+        device_bytes=pages * capacity.adapter_page_bytes,
     )
 
 

@@ -5,7 +5,7 @@ adapter's only identity: everything below serving knows digests and the handles 
 """
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 import msgspec
@@ -117,7 +117,8 @@ class TargetPart(enum.StrEnum):
 class LoraTarget(msgspec.Struct, frozen=True, order=True):
     """One piece of an adapter's tensors for one module, as the page arithmetic sees it.
 
-    It takes rank * (in_features + out_features) elements. A tensor that is larger than the maximum
+    It takes rank * (in_features + out_features) elements. Neighbouring experts with pieces of the
+    same form are one target. A tensor that is larger than the maximum
     size of a piece is several targets: each begins at `first` of the rows, or of the outputs.
     """
 
@@ -129,10 +130,13 @@ class LoraTarget(msgspec.Struct, frozen=True, order=True):
     part: TargetPart = TargetPart.LORA
     first: int = 0
     expert: int = 0
-    """Number of the expert; 0 of a module without experts."""
+    """Number of the first expert; 0 of a module without experts."""
+    num_experts: int = 1
+    """Number of experts, each with a piece of its own; 1 of a module without experts."""
 
     @property
     def num_elements(self) -> int:
+        """Number of elements of one expert's piece."""
         return self.rank * (self.in_features + self.out_features)
 
     @property
@@ -144,6 +148,32 @@ class LoraTarget(msgspec.Struct, frozen=True, order=True):
             case TargetPart.EMBEDDING_A:
                 return self.out_features
         return None
+
+
+def each_expert(targets: Iterable[LoraTarget]) -> Iterator[LoraTarget]:
+    """Yield the targets, those of several experts as one for each."""
+    for target in targets:
+        if target.num_experts == 1:
+            yield target
+            continue
+        form = (target.layer, target.module, target.rank, target.in_features, target.out_features)
+        for expert in range(target.expert, target.expert + target.num_experts):
+            yield LoraTarget(*form, target.part, target.first, expert)
+
+
+def join_experts(targets: Iterable[LoraTarget]) -> Iterator[LoraTarget]:
+    """Yield sorted targets of one expert each, those of neighbouring experts as one."""
+    last: LoraTarget | None = None
+    for target in targets:
+        if last is not None:
+            number = target.expert - last.expert
+            if msgspec.structs.replace(target, expert=last.expert, num_experts=number) == last:
+                last = msgspec.structs.replace(last, num_experts=number + 1)
+                continue
+            yield last
+        last = target
+    if last is not None:
+        yield last
 
 
 def head_block_size(modules: Mapping[str, tuple[int, int]], hidden_size: int) -> int:
@@ -159,6 +189,7 @@ class AdapterSource(msgspec.Struct, frozen=True):
     num_bytes: int
     """Bytes of the tensors once they are in host memory."""
     targets: tuple[LoraTarget, ...]
+    """Its pieces; neighbouring experts are one target each."""
 
     @property
     def ranks(self) -> dict[str, tuple[int, int]]:

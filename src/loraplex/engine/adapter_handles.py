@@ -8,7 +8,7 @@ from loraplex.core.plan import PageGeometry
 from loraplex.core.stats import AdapterActivity
 from loraplex.engine.runner import AdapterLoader
 from loraplex.memory.adapter_cache import AdapterCache
-from loraplex.memory.adapter_pages import place
+from loraplex.memory.adapter_pages import pages_of
 
 
 class AdapterHandles:
@@ -46,9 +46,9 @@ class AdapterHandles:
         handle = self._handles.get(source.digest)
         if handle is None:
             handle = self._next_handle
-            num_pages = place(source.targets, self._geometry).num_pages
-            num_bytes = num_pages * self._host_page_bytes or source.num_bytes
-            self._cache.register(handle, num_bytes, num_pages)
+            pages = pages_of(source.targets, self._geometry)
+            num_bytes = pages * self._host_page_bytes or source.num_bytes
+            self._cache.register(handle, num_bytes, pages)
             self._next_handle += 1
             self._handles[source.digest] = handle
         self._sources[handle] = source

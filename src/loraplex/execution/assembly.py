@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
+from loraplex.core.adapter import each_expert
 from loraplex.core.errors import StepFailedError
 from loraplex.core.plan import Capacity
 from loraplex.execution.adapters.bank import AdapterBank, BaseEnds
@@ -272,6 +273,6 @@ def _dummy_adapter(assembly: Assembly) -> HostAdapter:
             HostWeight(
                 target, *weights[target.rank, target.in_features, target.out_features], scale=1.0
             )
-            for target in targets
+            for target in each_expert(targets)
         ),
     )

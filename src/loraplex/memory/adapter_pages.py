@@ -9,13 +9,13 @@ rank. A layer with many experts is itself divided into pages.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
 
-from loraplex.core.adapter import LM_HEAD, LoraTarget
+from loraplex.core.adapter import LM_HEAD, LoraTarget, each_expert
 from loraplex.core.errors import AdapterTooLargeError, ConfigError
 from loraplex.core.plan import PageGeometry
 from loraplex.core.rank_limits import RankLimits
@@ -66,11 +66,12 @@ def page_geometry(
     one_slot = PageGeometry(slot_elements, slots_per_page=1)
     usual_layers: Counter[int] = Counter()
     for target in _at_ranks(targets, usual_ranks):
-        usual_layers[target.layer] += one_slot.slots_of(target)
+        usual_layers[target.layer] += one_slot.slots_of(target) * target.num_experts
     largest_target = max(one_slot.slots_of(target) for target in _at_ranks(targets, max_ranks))
     largest_end = -(-max_ranks.of(LM_HEAD) * max(sizes) // slot_elements)
-    has_experts = any(target.expert for target in targets)
-    least_of_divided = -(-_ELEMENTS_PER_TARGET * len(targets) // slot_elements)
+    has_experts = any(target.num_experts > 1 for target in targets)
+    num_cells = sum(target.num_experts for target in targets)
+    least_of_divided = -(-_ELEMENTS_PER_TARGET * num_cells // slot_elements)
     slots_per_page = _slots_per_page(
         list(usual_layers.values()),
         max(largest_target, largest_end),
@@ -109,10 +110,11 @@ def layer_targets(
     num_experts: by module, of modules that have experts.
     """
     return [
-        LoraTarget(layer, module, ranks.of(module), in_features, out_features, expert=expert)
+        LoraTarget(
+            *(layer, module, ranks.of(module), *features), num_experts=num_experts.get(module, 1)
+        )
         for layer, modules in enumerate(layers)
-        for module, (in_features, out_features) in modules.items()
-        for expert in range(num_experts.get(module, 1))
+        for module, features in modules.items()
     ]
 
 
@@ -123,18 +125,30 @@ def place(targets: Sequence[LoraTarget], geometry: PageGeometry) -> Placement:
     """
     places: list[TargetPlace] = []
     page_index, used = 0, 0
-    for target in sorted(targets):
+    for target in sorted(each_expert(targets)):
         slots = geometry.slots_of(target)
-        if slots > geometry.slots_per_page:
-            raise AdapterTooLargeError(
-                f"{target.module} of layer {target.layer} with rank {target.rank} takes {slots} "
-                f"slots, a device page has {geometry.slots_per_page}"
-            )
+        _check_slots(target, slots, geometry)
         if used + slots > geometry.slots_per_page:
             page_index, used = page_index + 1, 0
         places.append(TargetPlace(target, page_index, used * geometry.slot_elements))
         used += slots
     return Placement(tuple(places), page_index + 1 if places else 0)
+
+
+def pages_of(targets: Iterable[LoraTarget], geometry: PageGeometry) -> int:
+    """Return the number of pages of `place`, without the places. Raises AdapterTooLargeError."""
+    num_full, used = 0, geometry.slots_per_page
+    for target in sorted(targets):
+        slots = geometry.slots_of(target)
+        _check_slots(target, slots, geometry)
+        rest = target.num_experts - (geometry.slots_per_page - used) // slots
+        if rest <= 0:
+            used += target.num_experts * slots
+            continue
+        per_page = geometry.slots_per_page // slots
+        pages = -(-rest // per_page)
+        num_full, used = num_full + pages, (rest - (pages - 1) * per_page) * slots
+    return num_full
 
 
 def pages_at_ranks(targets: Sequence[LoraTarget], ranks: RankLimits, geometry: PageGeometry) -> int:
@@ -143,7 +157,7 @@ def pages_at_ranks(targets: Sequence[LoraTarget], ranks: RankLimits, geometry: P
     A pool with at least so many pages can hold any one adapter of ranks up to these on any of the
     targets: with a fixed order and no back-filling, fewer or smaller targets never need more pages.
     """
-    return place(_at_ranks(targets, ranks), geometry).num_pages
+    return pages_of(_at_ranks(targets, ranks), geometry)
 
 
 def pages_for_bytes(num_bytes: int, geometry: PageGeometry, element_bytes: int) -> int:
@@ -154,6 +168,14 @@ def pages_for_bytes(num_bytes: int, geometry: PageGeometry, element_bytes: int) 
 def _at_ranks(targets: Sequence[LoraTarget], ranks: RankLimits) -> list[LoraTarget]:
     of_module = {module: ranks.of(module) for module in {target.module for target in targets}}
     return [msgspec.structs.replace(target, rank=of_module[target.module]) for target in targets]
+
+
+def _check_slots(target: LoraTarget, slots: int, geometry: PageGeometry) -> None:
+    if slots > geometry.slots_per_page:
+        raise AdapterTooLargeError(
+            f"{target.module} of layer {target.layer} with rank {target.rank} takes {slots} "
+            f"slots, a device page has {geometry.slots_per_page}"
+        )
 
 
 def _check_targets(

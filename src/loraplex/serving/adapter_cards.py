@@ -10,7 +10,7 @@ from loraplex.adapters.staged import StagedAdapter
 from loraplex.adapters.version import AdapterVersion
 from loraplex.core.adapter import Residency
 from loraplex.core.plan import Capacity
-from loraplex.memory.adapter_pages import place
+from loraplex.memory.adapter_pages import pages_of
 from loraplex.serving.discovered_adapters import ConfiguredAdapter
 
 CardT = TypeVar("CardT", bound="AdapterCard")
@@ -197,7 +197,7 @@ def without_sources(card: CardT) -> CardT:
 def content_of(staged: StagedAdapter, capacity: Capacity, device_dtype: str) -> AdapterContent:
     """Describe the content, with the engine's own arithmetic of pages."""
     source = staged.source
-    num_pages = place(source.targets, capacity.page_geometry).num_pages
+    pages = pages_of(source.targets, capacity.page_geometry)
     return AdapterContent(
         ranks=source.ranks,
         layers=tuple(sorted({target.layer for target in source.targets})),
@@ -206,8 +206,8 @@ def content_of(staged: StagedAdapter, capacity: Capacity, device_dtype: str) -> 
         dtypes=staged.dtypes,
         device_dtype=device_dtype,
         host_bytes=source.num_bytes,
-        device_bytes=num_pages * capacity.adapter_page_bytes,
-        device_pages=num_pages,
+        device_bytes=pages * capacity.adapter_page_bytes,
+        device_pages=pages,
     )
 
 

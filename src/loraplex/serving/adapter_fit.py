@@ -4,7 +4,7 @@ from loraplex.core.adapter import AdapterSource
 from loraplex.core.config import ModelConfig
 from loraplex.core.errors import AdapterTooLargeError
 from loraplex.core.plan import Capacity
-from loraplex.memory.adapter_pages import place
+from loraplex.memory.adapter_pages import pages_of
 
 
 def check_fits_tiers(source: AdapterSource, config: ModelConfig, capacity: Capacity) -> None:
@@ -14,9 +14,9 @@ def check_fits_tiers(source: AdapterSource, config: ModelConfig, capacity: Capac
             f"the adapter has {source.num_bytes} bytes, the host cache for adapters "
             f"{config.lora_host_bytes}; raise lora_host_bytes"
         )
-    num_pages = place(source.targets, capacity.page_geometry).num_pages
-    if num_pages > capacity.num_adapter_pages:
+    pages = pages_of(source.targets, capacity.page_geometry)
+    if pages > capacity.num_adapter_pages:
         raise AdapterTooLargeError(
-            f"the adapter needs {num_pages} pages of {capacity.adapter_page_bytes} bytes on the "
+            f"the adapter needs {pages} pages of {capacity.adapter_page_bytes} bytes on the "
             f"device, whose pool has {capacity.num_adapter_pages}; raise lora_device_bytes"
         )

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from loraplex.core.adapter import each_expert
 from loraplex.core.plan import KVGroupCapacity
 from loraplex.core.rank_limits import RankLimits
 from loraplex.core.weight_precision import WeightPrecision
@@ -107,7 +108,7 @@ class Model:
                 torch.randn(target.out_features, 2),
                 1.0,
             )
-            for target in layer_targets(layers, RankLimits(2), num_experts)
+            for target in each_expert(layer_targets(layers, RankLimits(2), num_experts))
         ]
         host = HostAdapter("digest", tuple(weights))
         num_pages = place(host.targets, geometry).num_pages

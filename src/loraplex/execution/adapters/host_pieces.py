@@ -6,7 +6,7 @@ import torch
 
 from loraplex.adapters.canonical import CanonicalFile, CanonicalRow, RowKind
 from loraplex.adapters.tensor_file import RawTensor
-from loraplex.core.adapter import OUTSIDE_LAYERS, LoraTarget, TargetPart
+from loraplex.core.adapter import OUTSIDE_LAYERS, LoraTarget, TargetPart, each_expert
 from loraplex.core.errors import InvalidAdapterError
 from loraplex.execution.adapters.host_adapters import HostAdapter, HostPart, HostWeight
 
@@ -40,7 +40,7 @@ def host_adapter(content: CanonicalFile, targets: Iterable[LoraTarget]) -> HostA
     weights: list[HostWeight] = []
     parts: list[HostPart] = []
     used = 0
-    for target in sorted(targets):
+    for target in sorted(each_expert(targets)):
         piece = _piece(target, rows)
         used += _num_values(piece)
         if isinstance(piece, HostWeight):

@@ -48,7 +48,7 @@ def test_the_pool_holds_the_largest_adapter_of_layers_that_differ() -> None:
     pool = size_adapter_pool(settings, DIFFERING, torch.bfloat16)
     targets = layer_targets(DIFFERING.module_shapes, num_experts=DIFFERING.num_experts)
     assert {target.layer for target in targets if target.module == "gate_proj"} == {0}
-    assert len([t for t in targets if t.module == "experts.up_proj"]) == 8
+    assert [t.num_experts for t in targets if t.module == "experts.up_proj"] == [8]
     assert pool.num_pages == pages_at_ranks(targets, settings.rank_limits, pool.geometry)
 
 
