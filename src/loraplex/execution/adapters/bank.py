@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from loraplex.core.adapter import OUTSIDE_LAYERS, AdapterHandle, LoraTarget
+from loraplex.core.adapter import OUTSIDE_LAYERS, AdapterHandle
 from loraplex.core.errors import AdapterMismatchError
 from loraplex.core.plan import PageGeometry, PageId
 from loraplex.execution.adapters.dora import with_factors
 from loraplex.execution.adapters.entry_tables import EntryTables, head_modules
-from loraplex.execution.adapters.host_adapters import HostAdapter
+from loraplex.execution.adapters.host_adapters import AdapterLayout, HostAdapter
 from loraplex.execution.adapters.layout import PieceWriter, packed, pieces_of
 from loraplex.execution.adapters.page_copies import PageCopies
 from loraplex.execution.adapters.pinned_pages import PinnedPages
@@ -32,7 +32,7 @@ from loraplex.kernels.lora import (
     lora_batch,
     lora_segments,
 )
-from loraplex.memory.adapter_pages import Placement, place
+from loraplex.memory.adapter_pages import Placement, TargetPlace, place
 from loraplex.models.base_linears import BaseLinears
 
 AdapterRow = tuple[int, tuple[tuple[AdapterHandle, float], ...]]
@@ -139,11 +139,10 @@ class AdapterBank:
         """
         if host.parts:
             host = self._with_factors(host)
+        layout = self._layout_of(host)
         if self._transfers is None:
-            return host
-        for weight in host.weights:
-            self._tables.check(weight.target)
-        return packed(host, self._geometry, self._transfers.pages, self._base)
+            return dataclasses.replace(host, layout=layout)
+        return packed(host, layout, self._transfers.pages, self._base)
 
     def copy(self, handle: AdapterHandle, host: HostAdapter, page_ids: Sequence[PageId]) -> None:
         """Copy an adapter into any pages in any order; lora_batch may then name its handle.
@@ -153,17 +152,16 @@ class AdapterBank:
         before anything is changed. Adapters with more than LoRA, and all adapters of an
         accelerator, must have been prepared.
         """
-        placement = place(host.targets, self._geometry)
-        assert placement.num_pages == len(set(page_ids)) == len(page_ids), "the pages it needs"
-        for weight in host.weights:
-            self._tables.check(weight.target)
+        layout = host.layout or self._layout_of(host)
+        needed = layout.placement.num_pages
+        assert needed == len(set(page_ids)) == len(page_ids), "the pages it needs"
         self._evict(handle, page_ids)
         self._batched_rows, self._batch = (), None
         entry = self._free_entries.pop()
         self._residents[handle] = _Resident(entry, tuple(page_ids))
         self._owners.update(dict.fromkeys(page_ids, handle))
         try:
-            self._fill(handle, host, placement)
+            self._fill(handle, host, layout)
         except BaseException:
             self._evict(handle, ())
             raise
@@ -294,41 +292,43 @@ class AdapterBank:
                     self._parts[entry] = views.result(has_head_lora=has_head_lora)
         return self._parts[entry]
 
-    def _fill(self, handle: AdapterHandle, host: HostAdapter, placement: Placement) -> None:
+    def _layout_of(self, host: HostAdapter) -> AdapterLayout:
+        return self._tables.layout_of(host, place(host.targets, self._geometry))
+
+    def _fill(self, handle: AdapterHandle, host: HostAdapter, layout: AdapterLayout) -> None:
         """Fill the adapter's pages and its entry."""
         entry, page_ids = self._residents[handle].entry, self._residents[handle].page_ids
-        starts = {
-            target: page_ids[page_index] * self._geometry.page_elements + offset
-            for target, page_index, offset in placement.places
-        }
         self._tables.clear(entry)
         if self._transfers is None:
-            writer = PieceWriter(host, self._base)
-            for target, piece in pieces_of(host).items():
-                writer.write(piece, self._elements(starts, target))
+            writer, pieces = PieceWriter(host, self._base), pieces_of(host)
+            for spot in layout.placement.places:
+                writer.write(pieces[spot.target], self._elements(page_ids, spot))
             self._copied.append(handle)
         else:
             assert host.packed is not None, "it was prepared"
-            self._transfers.copies.start(handle, host.packed, placement, page_ids)
-        for weight in host.weights:
-            self._tables.write(entry, weight.target, starts[weight.target], weight.scale)
+            self._transfers.copies.start(handle, host.packed, layout.placement, page_ids)
+        page_starts = np.array(page_ids, np.int64) * self._geometry.page_elements
+        self._tables.write(entry, layout, page_starts)
         self._tables.send(entry)
-        self._note_parts(entry, host, starts)
+        self._note_parts(handle, host, layout.placement)
 
-    def _note_parts(self, entry: int, host: HostAdapter, starts: Mapping[LoraTarget, int]) -> None:
+    def _note_parts(self, handle: AdapterHandle, host: HostAdapter, placement: Placement) -> None:
+        entry, page_ids = self._residents[handle].entry, self._residents[handle].page_ids
         self._parts.pop(entry, None)
         self._views.pop(entry, None)
         has_head_lora = any(weight.target.layer == OUTSIDE_LAYERS for weight in host.weights)
         if self._ends is None or not (host.parts or has_head_lora):
             return
         views = PartsViews(ties_embeddings=self._ends.ties_embeddings)
+        spots = {spot.target: spot for spot in placement.places}
         for part in host.parts:
-            views.add(part, self._elements(starts, part.target))
+            views.add(part, self._elements(page_ids, spots[part.target]))
         self._views[entry] = views, has_head_lora
 
-    def _elements(self, starts: Mapping[LoraTarget, int], target: LoraTarget) -> torch.Tensor:
-        """Return a target's elements of the pool; starts: first element of each target."""
-        return self._pool[starts[target] : starts[target] + target.num_elements]
+    def _elements(self, page_ids: Sequence[PageId], spot: TargetPlace) -> torch.Tensor:
+        """Return a target's elements of the pool. page_ids: the adapter's pages."""
+        start = page_ids[spot.page_index] * self._geometry.page_elements + spot.offset
+        return self._pool[start : start + spot.target.num_elements]
 
     def _evict(self, handle: AdapterHandle, page_ids: Sequence[PageId]) -> None:
         """Forget the adapters whose pages are overwritten, and an older copy of this one."""

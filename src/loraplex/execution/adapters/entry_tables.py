@@ -9,8 +9,10 @@ import torch
 
 from loraplex.core.adapter import LM_HEAD, OUTSIDE_LAYERS, LoraTarget, head_block_size
 from loraplex.core.errors import AdapterMismatchError
+from loraplex.execution.adapters.host_adapters import AdapterLayout, HostAdapter, TableCells
 from loraplex.kernels.accelerator import Accelerator, Event
-from loraplex.kernels.lora import DeviceLoraTable, LoraCells, LoraTable, ModuleShapes
+from loraplex.kernels.lora import DeviceLoraTable, IntArray, LoraCells, LoraTable, ModuleShapes
+from loraplex.memory.adapter_pages import Placement
 
 
 class EntryTables:
@@ -82,18 +84,31 @@ class EntryTables:
         if self.head is not None:
             self.head.ranks[entry] = 0
 
-    def write(self, entry: int, target: LoraTarget, start: int, scale: float) -> None:
-        """Write a target that `check` has passed. start: its first element of the pool."""
-        if target.layer == OUTSIDE_LAYERS:
-            assert self.head is not None
-            table = self.head
-            cell = target.first // table.cells.shapes[0][1]
-        else:
-            table = self.layers
-            cell = table.cells.cell_of(target.layer, target.module, target.expert)
-        table.offsets[entry, cell] = start
-        table.ranks[entry, cell] = target.rank
-        table.scales[entry, cell] = scale
+    def layout_of(self, adapter: HostAdapter, placement: Placement) -> AdapterLayout:
+        """Return the entry of an adapter, apart from its pages. Raises as `check`."""
+        places = {spot.target: spot for spot in placement.places}
+        layers, head = [], []
+        for weight in adapter.weights:
+            target = weight.target
+            self.check(target)
+            _, page_index, offset = places[target]
+            where = (page_index, offset, target.rank, weight.scale)
+            if target.layer == OUTSIDE_LAYERS:
+                assert self.head is not None
+                head.append((target.first // self.head.cells.shapes[0][1], *where))
+            else:
+                cell = self.layers.cells.cell_of(target.layer, target.module, target.expert)
+                layers.append((cell, *where))
+        return AdapterLayout(placement, _table_cells(layers), _table_cells(head))
+
+    def write(self, entry: int, layout: AdapterLayout, page_starts: IntArray) -> None:
+        """Write an adapter. page_starts: first element of the pool of each of its pages."""
+        for table, of_table in ((self.layers, layout.layers), (self.head, layout.head)):
+            if table is not None:
+                cells = of_table.cells
+                table.offsets[entry, cells] = page_starts[of_table.pages] + of_table.offsets
+                table.ranks[entry, cells] = of_table.ranks
+                table.scales[entry, cells] = of_table.scales
 
     def send(self, entry: int) -> None:
         """Send a written entry to the accelerator, if there is one."""
@@ -143,6 +158,18 @@ class EntryTables:
                 f"the adapter targets lm_head {shape} from output {target.first} on; the model has "
                 f"{shapes[0][0]} to {vocab_size}, in blocks of {shapes[0][1]}"
             )
+
+
+def _table_cells(found: Sequence[tuple[int, int, int, int, float]]) -> TableCells:
+    """found: cell, page index, offset, rank and scale of each target."""
+    cells, pages, offsets, ranks, scales = zip(*found, strict=True) if found else ((),) * 5
+    return TableCells(
+        np.array(cells, np.int64),
+        np.array(pages, np.int64),
+        np.array(offsets, np.int64),
+        np.array(ranks, np.int32),
+        np.array(scales, np.float32),
+    )
 
 
 def head_modules(layers: Sequence[ModuleShapes], hidden_size: int, vocab_size: int) -> ModuleShapes:

@@ -8,10 +8,14 @@ import dataclasses
 import threading
 from collections.abc import Mapping
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from loraplex.core.adapter import AdapterHandle, LoraTarget
 from loraplex.execution.adapters.pinned_pages import PageLease
+from loraplex.kernels.lora import IntArray
+from loraplex.memory.adapter_pages import Placement
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,6 +47,28 @@ class HostPart:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class TableCells:
+    """Content of an adapter's entry in one table: arrays with an element for each target."""
+
+    cells: IntArray
+    pages: IntArray
+    """Index in the adapter's own pages."""
+    offsets: IntArray
+    """Offset in elements from the start of the page."""
+    ranks: npt.NDArray[np.int32]
+    scales: npt.NDArray[np.float32]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AdapterLayout:
+    """Places of an adapter's pieces, and its entry in the tables of the bank."""
+
+    placement: Placement
+    layers: TableCells
+    head: TableCells
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class HostAdapter:
     """Adapter in host memory."""
 
@@ -53,6 +79,8 @@ class HostAdapter:
     """Other parts, in the same order."""
     factors: Mapping[tuple[int, str], torch.Tensor] = dataclasses.field(default_factory=dict)
     """DoRA factors of the outputs, float64, by layer and module; AdapterBank.prepare sets them."""
+    layout: AdapterLayout | None = None
+    """None: AdapterBank.prepare has not set it yet."""
     packed: PageLease | None = None
     """Pages laid out as in the pool, for an accelerator; then the pieces have no values."""
 

@@ -6,10 +6,13 @@ from collections.abc import Mapping
 import torch
 
 from loraplex.core.adapter import LoraTarget, TargetPart
-from loraplex.core.plan import PageGeometry
-from loraplex.execution.adapters.host_adapters import HostAdapter, HostPart, HostWeight
+from loraplex.execution.adapters.host_adapters import (
+    AdapterLayout,
+    HostAdapter,
+    HostPart,
+    HostWeight,
+)
 from loraplex.execution.adapters.pinned_pages import PinnedPages
-from loraplex.memory.adapter_pages import place
 from loraplex.models.base_linears import BaseLinears
 
 
@@ -62,14 +65,13 @@ class PieceWriter:
 
 
 def packed(
-    adapter: HostAdapter, geometry: PageGeometry, pages: PinnedPages, base: BaseLinears | None
+    adapter: HostAdapter, layout: AdapterLayout, pages: PinnedPages, base: BaseLinears | None
 ) -> HostAdapter:
     """Return the adapter in pinned pages, its pieces without values. DoRA factors must be known.
 
-    base: None if it has only LoRA. Raises AdapterTooLargeError if a piece is larger than a
-    page.
+    base: None if it has only LoRA.
     """
-    placement = place(adapter.targets, geometry)
+    placement = layout.placement
     lease = pages.take(placement.num_pages)
     writer, pieces = PieceWriter(adapter, base), pieces_of(adapter)
     for target, page_index, offset in placement.places:
@@ -80,6 +82,7 @@ def packed(
         adapter.digest,
         tuple(dataclasses.replace(w, a=nothing, b=nothing) for w in adapter.weights),
         tuple(dataclasses.replace(part, values=nothing) for part in adapter.parts),
+        layout=layout,
         packed=lease,
     )
 

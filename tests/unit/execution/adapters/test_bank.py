@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from loraplex.core.adapter import LoraTarget, TargetPart
 from loraplex.core.errors import AdapterMismatchError
 from loraplex.core.plan import PageGeometry
 from loraplex.execution.adapters.bank import AdapterBank
+from loraplex.execution.adapters.entry_tables import EntryTables
 from loraplex.execution.adapters.host_adapters import HostAdapter, HostPart, HostWeight
 from loraplex.kernels.lora import add_lora
 from loraplex.memory.adapter_pages import place
@@ -212,7 +214,56 @@ def test_the_pool_is_allocated_once():
 
 def test_a_bank_of_layers_alone_takes_only_lora():
     host = host_adapter(RANKS)
-    assert make_bank().prepare(host) is host
+    assert make_bank().prepare(host).weights is host.weights
     bias = HostPart(LoraTarget(0, "q_proj", 1, 0, 20, TargetPart.BIAS), torch.ones(20))
     with pytest.raises(AdapterMismatchError, match="bias of q_proj; only LoRA of q_proj"):
         make_bank().prepare(dataclasses.replace(host, parts=(bias,)))
+
+
+def test_a_copy_of_a_prepared_adapter_does_not_go_through_its_targets(monkeypatch):
+    """Adapters of experts have thousands, and the engine would wait."""
+    bank = make_bank()
+    host = bank.prepare(host_adapter(RANKS))
+    monkeypatch.setattr(EntryTables, "check", lambda *_: pytest.fail("checked again"))
+    monkeypatch.setattr("loraplex.execution.adapters.bank.place", lambda *_: pytest.fail("placed"))
+    bank.copy(1, host, [4, 1])
+    assert_applies(bank, 1, host)
+
+
+def test_each_expert_has_its_own_cell():
+    layers = [{"experts.up_proj": (12, 20)}, {"q_proj": (12, 20), "experts.up_proj": (12, 20)}]
+    bank = AdapterBank(
+        GEOMETRY,
+        6,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        layers=layers,
+        num_experts={"experts.up_proj": 3},
+    )
+    ranks = {(0, 2): 4, (1, 0): 9, (1, 1): 2}
+    weights = [
+        HostWeight(
+            LoraTarget(layer, "experts.up_proj", rank, 12, 20, expert=expert),
+            torch.full((rank, 12), float(10 * layer + expert + 1)),
+            torch.ones(20, rank),
+            scale=rank / 2,
+        )
+        for (layer, expert), rank in ranks.items()
+    ]
+    bank.copy(1, bank.prepare(host_adapter_of(weights)), [5, 2])
+    (entry,) = bank.lora_batch(((1, ((1, 1.0),)),)).entries
+    table, pool = bank._tables.layers, bank._pool
+    for layer, expert in itertools.product(range(2), range(3)):
+        cell = table.cells.cell_of(layer, "experts.up_proj", expert)
+        rank = ranks.get((layer, expert), 0)
+        assert table.ranks[entry, cell] == rank
+        if rank:
+            first = table.offsets[entry, cell]
+            assert (pool[first : first + 12 * rank] == 10 * layer + expert + 1).all()
+            assert (pool[first + 12 * rank : first + 32 * rank] == 1).all()
+            assert table.scales[entry, cell] == rank / 2
+    assert table.ranks[entry, table.cells.cell_of(1, "q_proj")] == 0
+
+
+def host_adapter_of(weights: list[HostWeight]) -> HostAdapter:
+    return HostAdapter("experts", tuple(sorted(weights, key=lambda weight: weight.target)))
