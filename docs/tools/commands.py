@@ -9,7 +9,7 @@ from typer.models import OptionInfo, ParameterInfo
 
 from loraplex.core.support import Feature
 
-_OWN: Final = frozenset({"--force"})
+_OWN: Final = frozenset({"--force", "--model-dir"})
 
 
 def command_features(function: Callable[..., Any]) -> tuple[Feature, ...]:

@@ -332,7 +332,9 @@ def test_dora_as_a_pair(case: Case) -> None:
         for row in rows
     ]
     shapes = base_shapes(read_config(case.folder))
-    read = canonical_rows(*lora_tensors(quotients, StorageType.FLOAT32), shapes, MAX_RANK)
+    read = canonical_rows(
+        *lora_tensors(quotients, StorageType.FLOAT32), shapes, RankLimits(MAX_RANK)
+    )
     source = source_of(digest(read), Path("pair"), read, shapes, RankLimits(MAX_RANK))
     computed.put("dora", host_adapter(CanonicalFile(source.digest, read), source.targets))
     assert not too_large(computed.errors(["dora"]), TOLERANCE)

@@ -13,6 +13,7 @@ from loraplex.adapters.formats.export_peft import peft_config, peft_tensors
 from loraplex.adapters.formats.peft_config import parse_config
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.tensor_file import RawTensor
+from loraplex.core.rank_limits import RankLimits
 
 HIDDEN, VOCAB = 8, 20
 MODULES = {
@@ -170,7 +171,9 @@ def test_peft_s_form_holds_experts_bit_for_bit(rows):
 def test_the_pair_holds_plain_lora_and_its_scale_in_b(rows):
     """Experts of different rank share a row, and each has its own rank when it is read."""
     pair = lora_tensors(rows, StorageType.FLOAT32, NUM_EXPERTS)
-    from_pair = trtllm.canonical_rows(*pair, MIXTURE if is_mixture(rows) else SHAPES, MAX_RANK)
+    from_pair = trtllm.canonical_rows(
+        *pair, MIXTURE if is_mixture(rows) else SHAPES, RankLimits(MAX_RANK)
+    )
     places = {(row.layer, row.module, row.expert): row for row in rows}
     assert {(row.layer, row.module, row.expert) for row in from_pair} == set(places)
     for row in from_pair:

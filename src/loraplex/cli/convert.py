@@ -13,15 +13,17 @@ from loraplex.adapters.formats.storage_type import StorageType
 from loraplex.cli.options import errors_to_exit_code
 
 if TYPE_CHECKING:
+    from loraplex.adapters.shapes import BaseShapes
     from loraplex.compat.convert.adapters import PeftAdapter, Written
 
 InFile = Annotated[str, typer.Option("-i", "--in-file", help="A PEFT folder.", show_default=False)]
-NumExperts = Annotated[
-    int | None,
+ModelDir = Annotated[
+    Path | None,
     typer.Option(
-        min=1,
-        help="Experts of the base model; by default the outputs of the adapter's router, else its "
-        "largest number of an expert and one.",
+        help="The base model's folder, for the number of its experts and the sizes that an adapter "
+        "with one tensor for all experts is read by. Without it the number is that of the outputs "
+        "of the adapter's router, else its largest number of an expert and one.",
+        show_default=False,
     ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite what is there.")]
@@ -36,7 +38,7 @@ def convert_lora(
     storage_type: Annotated[
         StorageType, typer.Option(help="The type of the weights.")
     ] = StorageType.FLOAT16,
-    num_experts: NumExperts = None,
+    model_dir: ModelDir = None,
     force: Force = False,
     verbose: Verbose = False,
 ) -> None:
@@ -44,9 +46,10 @@ def convert_lora(
     from loraplex.compat.convert.adapters import read_peft, write_pair  # noqa: PLC0415 - numpy
 
     with errors_to_exit_code():
-        adapter = read_peft(in_file)
+        shapes = _shapes(model_dir)
+        adapter = read_peft(in_file, shapes)
         written = write_pair(
-            adapter.rows, out_dir, storage_type, num_experts=num_experts, force=force
+            adapter.rows, out_dir, storage_type, num_experts=_num_experts(shapes), force=force
         )
         _print_report(adapter, written, verbose)
 
@@ -60,7 +63,7 @@ def extract_lora(
         StorageType | None,
         typer.Option("-t", "--dtype", help="The type of the weights; by default their own."),
     ] = None,
-    num_experts: NumExperts = None,
+    model_dir: ModelDir = None,
     force: Force = False,
     verbose: Verbose = False,
 ) -> None:
@@ -68,11 +71,25 @@ def extract_lora(
     from loraplex.compat.convert.adapters import read_peft, write_lora_file  # noqa: PLC0415 - numpy
 
     with errors_to_exit_code():
-        adapter = read_peft(in_file)
+        shapes = _shapes(model_dir)
+        adapter = read_peft(in_file, shapes)
         written = write_lora_file(
-            adapter.rows, out_file, dtype, num_experts=num_experts, force=force
+            adapter.rows, out_file, dtype, num_experts=_num_experts(shapes), force=force
         )
         _print_report(adapter, written, verbose)
+
+
+def _shapes(model_dir: Path | None) -> "BaseShapes | None":
+    if model_dir is None:
+        return None
+    from loraplex.app.builder import base_shapes  # noqa: PLC0415 - torch
+    from loraplex.models.registry import read_config  # noqa: PLC0415
+
+    return base_shapes(read_config(model_dir))
+
+
+def _num_experts(shapes: "BaseShapes | None") -> int | None:
+    return max(shapes.num_experts.values(), default=None) if shapes is not None else None
 
 
 def _print_report(adapter: "PeftAdapter", written: "Sequence[Written]", verbose: bool) -> None:

@@ -54,14 +54,14 @@ def test_tensors_of_a_request(module_id: int, name: str) -> None:
     with pytest.raises(
         AdapterMismatchError, match=f"lora module {name} not enabled for this model"
     ):
-        trtllm.canonical_rows(weights, config, ONLY_Q, 8)
+        trtllm.canonical_rows(weights, config, ONLY_Q, RankLimits(8))
 
 
 def test_tensors_of_a_request_where_adapters_are_off() -> None:
     weights = RawTensor("F16", (1, 16), np.ones((1, 16), "<f2").tobytes())
     config = RawTensor("I32", (1, 3), np.array([[1, 0, 1]], "<i4").tobytes())
     with pytest.raises(AdapterMismatchError, match="a build without lora_plugin"):
-        trtllm.canonical_rows(weights, config, NO_LORA, 8)
+        trtllm.canonical_rows(weights, config, NO_LORA, RankLimits(8))
 
 
 def test_ends_of_the_model_go_with_any_module() -> None:

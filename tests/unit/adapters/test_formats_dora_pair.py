@@ -12,6 +12,9 @@ from loraplex.adapters.formats.trtllm import canonical_rows
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.tensor_file import RawTensor
 from loraplex.core.errors import UnsupportedFeatureError
+from loraplex.core.rank_limits import RankLimits
+
+LIMITS = RankLimits(8)
 
 MODULES = {
     "q_proj": (8, 12),
@@ -28,7 +31,7 @@ def raw(array: np.ndarray) -> RawTensor:
 
 
 def read(weights: np.ndarray, config: list[list[int]]) -> dict[tuple, CanonicalRow]:
-    rows = check_rows(canonical_rows(raw(weights), raw(np.array(config, "<i4")), BASE, 8))
+    rows = check_rows(canonical_rows(raw(weights), raw(np.array(config, "<i4")), BASE, LIMITS))
     return {(row.layer, row.module, row.kind): row for row in rows}
 
 
@@ -72,7 +75,7 @@ def test_rows_with_and_without_it_go_together_and_come_back():
     table = np.ndarray(config.shape, "<i4", config.data)[0].tolist()
     assert table == [[1, 0, 2, 1], [2, 0, 1, 0]]
     np.testing.assert_array_equal(written.array()[0], weights[:, :52])
-    again = canonical_rows(written, config, BASE, 8)
+    again = canonical_rows(written, config, BASE, LIMITS)
     assert digest(again) == digest(rows)
 
 

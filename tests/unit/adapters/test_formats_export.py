@@ -22,7 +22,10 @@ from loraplex.core.errors import (
     InvalidParameterError,
     UnsupportedFeatureError,
 )
+from loraplex.core.rank_limits import RankLimits
 from support.examples import examples
+
+LIMITS = RankLimits(8)
 
 SHAPES = BaseShapes(
     3,
@@ -93,7 +96,7 @@ class TestThePair:
     @given(adapters(st.just(1.0)))
     def test_without_a_scale_it_comes_back_bit_for_bit(self, rows):
         weights, config = lora_tensors(rows, common_storage_type(rows))
-        assert digest(read_pair(weights, config, SHAPES, 8)) == digest(rows)
+        assert digest(read_pair(weights, config, SHAPES, LIMITS)) == digest(rows)
 
     @examples(0.5)
     @given(adapters(st.sampled_from([0.5, 2.0, 4.0])), st.sampled_from(list(StorageType)))
@@ -102,7 +105,7 @@ class TestThePair:
         if storage is not StorageType.FLOAT32 and storage is not common_storage_type(rows):
             storage = StorageType.FLOAT32
         weights, config = lora_tensors(rows, storage)
-        back = {(row.layer, row.module): row for row in read_pair(weights, config, SHAPES, 8)}
+        back = {(row.layer, row.module): row for row in read_pair(weights, config, SHAPES, LIMITS)}
         assert len(back) == len(rows)
         for row in rows:
             got = back[row.layer, row.module]
@@ -168,7 +171,7 @@ class TestThePair:
         qkv = lora("qkv_proj", shape=(8, 20), origin="model.layers.0.self_attn.qkv_proj")
         gate_up = lora("gate_up_proj", shape=(8, 20))
         assert config_of([qkv, gate_up]) == [[0, 0, 2], [18, 0, 2]]
-        back = read_pair(*lora_tensors([qkv, gate_up], StorageType.FLOAT32), SHAPES, 8)
+        back = read_pair(*lora_tensors([qkv, gate_up], StorageType.FLOAT32), SHAPES, LIMITS)
         found = {row.module: row.tensors["b"].array() for row in back}
         np.testing.assert_array_equal(
             np.concatenate([found["q_proj"], found["k_proj"], found["v_proj"]]),
@@ -332,7 +335,7 @@ def test_peft_pair_canonical_peft(rows):
     config = parse_config(json.dumps(peft_config(rows)).encode())
     first = read_peft(config, peft_tensors(rows))
     pair = lora_tensors(first, StorageType.FLOAT32)
-    second = read_pair(*pair, SHAPES, 8)
+    second = read_pair(*pair, SHAPES, LIMITS)
     back_config = parse_config(json.dumps(peft_config(second)).encode())
     third = read_peft(back_config, peft_tensors(second))
     assert digest(third) == digest(second)

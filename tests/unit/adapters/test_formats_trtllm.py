@@ -20,6 +20,8 @@ from loraplex.core.errors import (
 from loraplex.core.rank_limits import RankLimits
 from support.examples import examples
 
+LIMITS = RankLimits(8)
+
 BASE = BaseShapes(
     num_layers=3,
     modules={
@@ -322,7 +324,7 @@ class TestErrors:
     def test_config_of_another_type(self):
         sentence = "Expected  lora keys to have TYPE_INT32 but was I64"
         with pytest.raises(InvalidAdapterError, match=sentence):
-            canonical_rows(raw(q_row()[None]), raw(np.array([[1, 0, 1]], "<i8")), BASE, 8)
+            canonical_rows(raw(q_row()[None]), raw(np.array([[1, 0, 1]], "<i8")), BASE, LIMITS)
 
     def test_the_largest_rank_is_allowed(self):
         assert read([q_row(8)], [[1, 0, 8]])[0].tensors["a"].shape == (8, 8)
@@ -346,4 +348,4 @@ class TestErrors:
     def test_bytes_that_do_not_fit_the_shape(self, num_bytes):
         weights = RawTensor("F32", (1, 20), bytes(num_bytes))
         with pytest.raises(InvalidAdapterError, match=f"needs 80 bytes, it has {num_bytes}"):
-            canonical_rows(weights, raw(np.array([[1, 0, 1]], "<i4")), BASE, 8)
+            canonical_rows(weights, raw(np.array([[1, 0, 1]], "<i4")), BASE, LIMITS)

@@ -18,6 +18,7 @@ from loraplex.core.errors import (
     InvalidAdapterError,
     UnsupportedFeatureError,
 )
+from loraplex.core.rank_limits import RankLimits
 
 E = 3
 DENSE = {"gate_proj": (8, 10), "up_proj": (8, 10), "down_proj": (10, 8)}
@@ -56,7 +57,7 @@ def read(weights, config, shapes=BASE, dtype="F32") -> tuple[CanonicalRow, ...]:
         RawTensor(dtype, weights.shape, weights.tobytes()),
         RawTensor("I32", config.shape, config.tobytes()),
         shapes,
-        8,
+        RankLimits(8),
     )
 
 
@@ -241,7 +242,7 @@ class TestExport:
         weights, config = lora_tensors(rows, StorageType.FLOAT32)
         table = np.ndarray(config.shape, "<i4", config.data)[0].tolist()
         assert table == [[module_id, 1, 2], [module_id, 2, 2]]
-        back = canonical_rows(weights, config, BASE, 8)
+        back = canonical_rows(weights, config, BASE, RankLimits(8))
         assert digest(back) == digest(rows)
         assert [row.origin for row in back] == [row.origin for row in rows]
 
@@ -257,11 +258,11 @@ class TestExport:
         assert not b[0, :, 1:].any()
         assert not a[1].any()
         assert not b[1].any()
-        assert digest(canonical_rows(weights, config, BASE, 8)) == digest(rows)
+        assert digest(canonical_rows(weights, config, BASE, RankLimits(8))) == digest(rows)
 
     def test_each_expert_has_its_own_scale(self):
         rows = [lora("experts.up_proj", 1, expert, scale=2.0**expert) for expert in range(E)]
-        back = canonical_rows(*lora_tensors(rows, StorageType.FLOAT32), BASE, 8)
+        back = canonical_rows(*lora_tensors(rows, StorageType.FLOAT32), BASE, RankLimits(8))
         for row, own in zip(back, rows, strict=True):
             b = own.tensors["b"].array() * own.scale
             np.testing.assert_array_equal(row.tensors["b"].array(), b)
@@ -272,10 +273,10 @@ class TestExport:
         assert count_experts(rows) == 2
         assert count_experts([*rows, lora("router", 2)]) == E
         with pytest.raises(InvalidAdapterError, match="has to few values for moe_gate"):
-            canonical_rows(*lora_tensors(rows, StorageType.FLOAT32), BASE, 8)
+            canonical_rows(*lora_tensors(rows, StorageType.FLOAT32), BASE, RankLimits(8))
         for more, number in (([lora("router", 2)], None), ([], E)):
             pair = lora_tensors([*rows, *more], StorageType.FLOAT32, number)
-            assert digest(canonical_rows(*pair, BASE, 8)) == digest([*rows, *more])
+            assert digest(canonical_rows(*pair, BASE, RankLimits(8))) == digest([*rows, *more])
         with pytest.raises(InvalidAdapterError, match="has 2 experts, the base model 1"):
             lora_tensors(rows, StorageType.FLOAT32, 1)
 

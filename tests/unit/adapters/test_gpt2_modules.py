@@ -17,6 +17,7 @@ from loraplex.adapters.formats.trtllm import canonical_rows as read_pair
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.tensor_file import RawTensor
 from loraplex.core.errors import AdapterMismatchError, ConfigError
+from loraplex.core.rank_limits import RankLimits
 
 SHAPES = BaseShapes(
     2,
@@ -69,7 +70,7 @@ def test_tensorrt_llm_and_back() -> None:
     weights, config = lora_tensors(ROWS, StorageType.FLOAT32)
     table = np.ndarray(config.shape, "<i4", config.data)[0].tolist()
     assert table == [[module, layer, RANK] for layer in range(2) for module in (0, 4, 5, 6)]
-    rows = read_pair(weights, config, SHAPES, 8)
+    rows = read_pair(weights, config, SHAPES, RankLimits(8))
     assert digest(rows) == digest(ROWS)
     assert {row.origin for row in rows} == {row.origin for row in ROWS}
 
@@ -78,7 +79,7 @@ def test_modules_that_it_lacks() -> None:
     weights = RawTensor("F32", (1, 32), np.zeros(32, "<f4").tobytes())
     config = RawTensor("I32", (1, 3), np.array([[1, 0, 2]], "<i4").tobytes())
     with pytest.raises(AdapterMismatchError, match=r"attn_q not enabled .* attn_qkv, attn_dense, "):
-        read_pair(weights, config, SHAPES, 8)
+        read_pair(weights, config, SHAPES, RankLimits(8))
 
 
 def test_modules_that_an_operator_enables() -> None:

@@ -87,10 +87,8 @@ def common_storage_type(rows: Iterable[CanonicalRow]) -> StorageType:
 
 def holding_module(row: CanonicalRow) -> LoraModule | None:
     """Return TensorRT-LLM's module for a row; None if it has none."""
-    if not row.origin.endswith(f".{row.module}"):
-        return module_of("", row.module)
-    parent = row.origin.removesuffix(f".{row.module}").rpartition(".")[2]
-    return module_of("" if parent.isdigit() else parent, row.module)
+    path, _, last = row.origin.rpartition(".")
+    return module_of(path.rpartition(".")[2] if last == row.module else "", row.module)
 
 
 def lora_tensors(

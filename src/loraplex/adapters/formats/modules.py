@@ -114,7 +114,7 @@ _FUSED: Final = {
 }
 """Fused layers whose outputs lie in the order of the module's parts, or with two halves swapped."""
 _ATTENTION_PARENTS: Final = ("self_attn", "self_attention", "attention", "attn")
-_MLP_PARENTS: Final = ("mlp", "feed_forward", "")
+_MLP_PARENTS: Final = ("mlp", "feed_forward")
 
 
 def _holders() -> Mapping[str, LoraModule]:
@@ -138,13 +138,14 @@ def is_of_experts(module: str) -> bool:
 def module_of(parent: str, hf_module: str) -> LoraModule | None:
     """Return the module that is the Hugging Face layer `parent`.`hf_module`; None if there is none.
 
-    parent: the last part of the path before the layer's name, empty if it is the layer's number.
+    parent: the last part of the path before the layer's name; a number for OPT's fc1 and fc2.
     """
     module = _HOLDERS.get(hf_module)
     if module is None or "." in hf_module or hf_module in _EXPERT_PATHS:
         return module  # a name of one layer only
-    parents = _MLP_PARENTS if module.id in _DENSE_MLP else _ATTENTION_PARENTS
-    return module if parent in parents else None
+    if module.id in _DENSE_MLP:
+        return module if parent in _MLP_PARENTS or parent.isdigit() else None
+    return module if parent in _ATTENTION_PARENTS else None
 
 
 def hf_modules(

@@ -1,4 +1,4 @@
-"""Conversion of adapter files, offline: without a server, a base model or torch.
+"""Conversion of adapter files, offline: without a server or torch.
 
 Owns the files on disk: no file is overwritten without --force, and no reader ever finds a mixture
 of old and new files. `adapters.formats` owns the formats.
@@ -28,7 +28,7 @@ from loraplex.adapters.formats.storage_type import StorageType
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.staging_limits import StagingLimits
 from loraplex.adapters.tensor_file import encode_header, write_atomically
-from loraplex.core.errors import InvalidAdapterError, InvalidParameterError
+from loraplex.core.errors import AdapterMismatchError, InvalidAdapterError, InvalidParameterError
 
 _NO_BASE = BaseShapes(0, {})
 
@@ -49,8 +49,8 @@ class Written:
     content: str
 
 
-def read_peft(folder: str) -> PeftAdapter:
-    """Read a PEFT folder.
+def read_peft(folder: str, shapes: BaseShapes | None = None) -> PeftAdapter:
+    """Read a PEFT folder. shapes: of the base, without which stacked tensors cannot be read.
 
     Raises InvalidAdapterError or UnsupportedFeatureError; tensors that cannot be converted are
     named.
@@ -61,8 +61,17 @@ def read_peft(folder: str) -> PeftAdapter:
         raise InvalidAdapterError(
             f"{folder} is not a PEFT folder ({CONFIG_NAME} beside {WEIGHTS_NAME})"
         )
-    rows = source.read_rows(_NO_BASE, limits)
-    return PeftAdapter(rows, tuple(source.warnings(rows, _NO_BASE, "", BaseCheck.WARN)))
+    try:
+        rows = source.read_rows(shapes or _NO_BASE, limits)
+    except AdapterMismatchError as error:
+        if shapes is not None:
+            raise
+        raise InvalidAdapterError(
+            f"{folder} has LoRA of all experts in one tensor, which is read by the base model's "
+            "sizes: name its folder (--model-dir)"
+        ) from error
+    warnings = source.warnings(rows, shapes or _NO_BASE, "", BaseCheck.WARN)
+    return PeftAdapter(rows, tuple(warnings))
 
 
 def write_pair(

@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from loraplex.adapters.formats.modules import LORA_MODULES
+from loraplex.adapters.formats.export import holding_module, with_separate_halves
+from loraplex.adapters.formats.modules import LORA_MODULES, module_of
+from loraplex.app.builder import base_shapes
 from loraplex.compat.convert.adapters import read_peft
 from loraplex.compat.convert.flag_tables import BUILD_FLAGS
 from loraplex.compat.flags import Flags, check_values
@@ -63,10 +65,8 @@ def build_config(flags: Flags, config: ModelSpec) -> dict[str, Any]:
             "lora_dir": lora_dirs,
             "lora_ckpt_source": flags.get("lora_ckpt_source", "hf"),
             "max_lora_rank": flags.get("max_lora_rank", _DEFAULT_MAX_LORA_RANK),
-            "lora_target_modules": list(_target_modules(flags)),
-            "trtllm_modules_to_hf_modules": {
-                module.name: module.parts[0] for module in LORA_MODULES if len(module.parts) == 1
-            },
+            "lora_target_modules": list(_target_modules(flags, config)),
+            "trtllm_modules_to_hf_modules": _hf_names(config),
         },
         "plugin_config": {
             "lora_plugin": None,
@@ -107,23 +107,36 @@ def _max_seq_len(flags: Flags, config: ModelSpec) -> int:
     return min(int(wanted), longest)
 
 
-def _target_modules(flags: Flags) -> tuple[str, ...]:
+def _target_modules(flags: Flags, config: ModelSpec) -> tuple[str, ...]:
     """Return the given modules, or those of the first adapter.
 
     The projections of attention come together.
     """
-    named = flags.get("lora_target_modules") or _modules_of_first(flags.get("lora_dir", []))
+    named = flags.get("lora_target_modules") or _modules_of_first(flags.get("lora_dir", []), config)
     if any(name in _SEPARATE_QKV for name in named):
         named = [*named, *_SEPARATE_QKV]
     return tuple(dict.fromkeys(named))
 
 
-def _modules_of_first(lora_dirs: list[str]) -> list[str]:
+def _modules_of_first(lora_dirs: list[str], config: ModelSpec) -> list[str]:
     """Return the modules that the first adapter changes."""
     if not lora_dirs:
         return []
-    changed = {row.module for row in read_peft(lora_dirs[0]).rows}
-    return [module.name for module in LORA_MODULES if len(module.parts_in(changed)) == 1]
+    rows = with_separate_halves(read_peft(lora_dirs[0], base_shapes(config)).rows)
+    changed = {module.id for module in map(holding_module, rows) if module is not None}
+    return [module.name for module in LORA_MODULES if module.id in changed]
+
+
+def _hf_names(config: ModelSpec) -> dict[str, str]:
+    """Return Hugging Face's names, in this family, by TensorRT-LLM's."""
+    names = {}
+    for layer in config.layers:
+        for module, path in layer.module_paths.items():
+            *_, parent, name = path.split(".")
+            holder = module_of(parent, module)
+            if holder is not None:
+                names[holder.name] = name
+    return names
 
 
 def _read_build_config(path: Path) -> dict[str, Any]:

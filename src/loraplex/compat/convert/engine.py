@@ -12,6 +12,7 @@ import torch
 
 from loraplex.adapters.formats.inputs import PeftFolder, open_input
 from loraplex.adapters.staging_limits import StagingLimits
+from loraplex.app.builder import base_shapes
 from loraplex.compat.convert.adapters import read_peft
 from loraplex.compat.convert.build_settings import build_config, with_build_config
 from loraplex.compat.convert.checkpoint import ModelChoices, model_choices
@@ -59,7 +60,7 @@ def build_engine_folder(flags: Flags) -> Path | None:
     source, choices = _source(flags)
     config = read_model(source)
     settings = build_config(flags, config)
-    adapters = _adapters(flags) if settings["plugin_config"]["lora_plugin"] else {}
+    adapters = _adapters(flags, config) if settings["plugin_config"]["lora_plugin"] else {}
     settings["lora_config"]["lora_dir"] = [f"{LORA_FOLDER}/{name}" for name in adapters]
     if flags.get("dry_run"):
         return None
@@ -114,11 +115,11 @@ def _source(flags: Flags) -> tuple[Path, ModelChoices]:
     return source, ModelChoices(read_fields(source / CONFIG_NAME).text("dtype", "float32"), limits)
 
 
-def _adapters(flags: Flags) -> dict[str, Path]:
+def _adapters(flags: Flags, config: ModelSpec) -> dict[str, Path]:
     """Return the folders of --lora_dir by the names they are served under."""
     found: dict[str, Path] = {}
     for text in flags.get("lora_dir", []):
-        read_peft(text)
+        read_peft(text, base_shapes(config))
         folder = Path(text).expanduser()
         name = folder.resolve().name
         if name in found:

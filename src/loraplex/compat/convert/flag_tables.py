@@ -18,7 +18,6 @@ META: Final = "Meta's own files are not read: give the Hugging Face folder (--mo
 NEMO: Final = "NeMo checkpoints are not read: give a Hugging Face folder (--model_dir)"
 _CALIBRATED = "calibrated checkpoints are not read: --use_weight_only needs no calibration"
 _FROM_CONFIG = "the folder's config.json determines it"
-_EXPERTS = "mixtures of experts are not served"
 _ONE_PROCESS = "one process serves the whole model: nothing is split"
 _LOADING = "weights are read one tensor at a time"
 _TENSORRT = "a setting of TensorRT's own"
@@ -44,9 +43,8 @@ _MODEL_SIZES = (
     ignored("use_parallel_embedding", _SWITCH, _ONE_PROCESS),
     ignored("embedding_sharding_dim", _WHOLE, _ONE_PROCESS),
     ignored("use_embedding_sharing", _SWITCH, _FROM_CONFIG),
-    *_ignored(
-        *(_WHOLE, _EXPERTS, "moe_num_experts moe_top_k moe_renorm_mode moe_tp_size moe_ep_size"),
-    ),
+    *_ignored(_WHOLE, _FROM_CONFIG, "moe_num_experts moe_top_k moe_renorm_mode"),
+    *_ignored(_WHOLE, _ONE_PROCESS, "moe_tp_size moe_ep_size"),
 )
 _PRECISION = (
     here("use_weight_only", _SWITCH, "quantise the linear layers' weights"),

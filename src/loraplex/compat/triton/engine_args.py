@@ -89,12 +89,13 @@ ENGINE_ARGS = (
         "enable_multimodal_encoder_data_parallel numa_bind numa_bind_nodes numa_bind_cpus",
     ),
     *_none(
-        "of models with experts",
+        "all experts are on one device, with the kernels for it",
         "enable_expert_parallel all2all_backend enable_dbo ubatch_size moe_backend "
         "dbo_decode_token_threshold dbo_prefill_token_threshold eplb_config enable_eplb "
         "expert_placement_strategy num_redundant_experts eplb_window_size eplb_step_interval "
-        "eplb_log_balancedness enable_return_routed_experts enable_ep_weight_filter",
+        "eplb_log_balancedness enable_ep_weight_filter",
     ),
+    *_none("requests for routed experts are refused", "enable_return_routed_experts"),
     *_none(
         "of models that see or hear",
         "limit_mm_per_prompt interleave_mm_strings media_io_kwargs skip_mm_profiling "

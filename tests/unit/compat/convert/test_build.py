@@ -8,10 +8,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from loraplex.adapters.canonical import CanonicalRow, RowKind
+from loraplex.adapters.tensor_file import RawTensor
+from loraplex.app.builder import served_shapes
+from loraplex.compat.convert.adapters import write_peft
 from loraplex.compat.convert.checkpoint import convert_checkpoint
 from loraplex.compat.convert.engine import build_engine_folder
 from loraplex.compat.convert.flag_tables import BUILD_FLAGS, CHECKPOINT_FLAGS
 from loraplex.compat.flags import read_flags
+from loraplex.core.config import ModelConfig
 from loraplex.core.errors import ConfigError, LoraplexError
 from loraplex.demo import ADAPTER_PATHS, BASE_PATH
 from loraplex.execution.weights.loading import load_weights
@@ -36,6 +41,15 @@ def build(*words: str) -> Path | None:
 
 def config_of(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "config.json").read_text())
+
+
+def lora_row(layer: int, module: str, path: str, expert: int | None = None) -> CanonicalRow:
+    tensors = {
+        "a": RawTensor("F32", (1, 16), b"1" * 64),
+        "b": RawTensor("F32", (3, 1), b"1" * 12),
+    }
+    origin = f"model.layers.{layer}.{path}"
+    return CanonicalRow(layer, module, expert, RowKind.LORA, 1.0, tensors, origin)
 
 
 @pytest.fixture
@@ -289,6 +303,39 @@ class TestBuild:
         assert lora["lora_dir"] == ["lora/chinese", "lora/japanese"]
         # Those of the first adapter.
         assert lora["lora_target_modules"] == ["attn_q", "attn_k", "attn_v"]
+
+    def test_adapters_of_experts_come_along(self, tmp_path: Path) -> None:
+        """Modules are named as TensorRT-LLM does, and they enable those that the adapter needs."""
+        folder = tmp_path / "mixtral"
+        folder.mkdir()
+        fields = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 3}
+        TinyCheckpoint(folder, **fields, torch_dtype="float32").save()
+        adapter = tmp_path / "adapter"
+        rows = [
+            lora_row(1, "experts.gate_proj", "block_sparse_moe.experts.2.w1", expert=2),
+            lora_row(1, "router", "block_sparse_moe.gate"),
+        ]
+        write_peft(rows, adapter)
+        words = ("--model_dir", str(folder), "--output_dir", str(tmp_path / "ckpt"))
+        checkpoint = convert(*words, "--dtype", "float32")
+        words = ("--checkpoint_dir", str(checkpoint), "--output_dir", str(tmp_path / "engine"))
+        engine = build(*words, "--lora_plugin", "auto", "--lora_dir", str(adapter))
+        assert engine is not None
+        lora = config_of(engine)["build_config"]["lora_config"]
+        assert lora["lora_target_modules"] == ["moe_h_to_4h", "moe_router"]
+        names = lora["trtllm_modules_to_hf_modules"]
+        assert {name: names[name] for name in names if "mo" in name} == {
+            "moe_router": "gate",
+            "moe_h_to_4h": "w1",
+            "moe_gate": "w3",
+            "moe_4h_to_h": "w2",
+        }
+        assert names["attn_q"] == "q_proj"
+        limits = read_build_limits(engine)
+        assert limits is not None
+        model = ModelConfig(path=str(engine), lora_target_modules=limits.lora_target_modules)
+        shapes = served_shapes(read_config(engine), model)
+        assert shapes.enabled_modules == ("experts.gate_proj", "router")
 
     def test_a_second_build_leaves_nothing_of_the_first(self, tmp_path: Path) -> None:
         words = ("--model_dir", str(BASE_PATH), "--output_dir", str(tmp_path / "e"))

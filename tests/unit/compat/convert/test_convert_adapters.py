@@ -109,6 +109,22 @@ def mixtral(tmp_path):
     return write
 
 
+@pytest.fixture
+def base(tmp_path):
+    """A function (number of experts) -> a folder with the config.json of MIXTURE."""
+
+    def write(num_experts: int):
+        folder = tmp_path / f"base-{num_experts}"
+        folder.mkdir()
+        fields = {"architectures": ["MixtralForCausalLM"], "vocab_size": 20, "hidden_size": 8}
+        fields |= {"intermediate_size": 6, "num_hidden_layers": 2, "num_attention_heads": 2}
+        fields |= {"num_local_experts": num_experts, "num_experts_per_tok": 1}
+        (folder / "config.json").write_text(json.dumps(fields | {"num_key_value_heads": 2}))
+        return folder
+
+    return write
+
+
 class TestExperts:
     def test_no_expert_is_written_over_another(self, mixtral, tmp_path):
         """hf_lora_convert.py wrote all experts to one place of r x (in + out) values."""
@@ -140,19 +156,46 @@ class TestExperts:
             assert line in result.output.splitlines()
 
     @pytest.mark.parametrize("kind", ["pair", "file"])
-    def test_the_base_s_number_of_experts(self, mixtral, tmp_path, kind):
-        """Only the caller knows that the base has three, as there is no expert 2 and no router."""
+    def test_the_base_s_number_of_experts(self, mixtral, base, tmp_path, kind):
+        """Only the base shows that it has three, as there is no expert 2 and no router."""
         source = mixtral(0, 1)
         out = tmp_path / "out" if kind == "pair" else tmp_path / "out.safetensors"
         command = ("convert-lora" if kind == "pair" else "extract-lora", "-i", source, "-o", out)
         assert run(*command).exit_code == 0
         with pytest.raises(InvalidAdapterError, match="has to few values for moe_h_to_4h"):
             digest_of(out, tmp_path, MIXTURE)
-        assert run(*command, "--num-experts", 3, "--force").exit_code == 0
+        result = run(*command, "--model-dir", base(3), "--force")
+        assert result.exit_code == 0, result.output
         assert digest_of(out, tmp_path, MIXTURE)
-        result = run(*command, "--num-experts", 1, "--force")
+        result = run(*command, "--model-dir", base(1), "--force")
         assert result.exit_code == 1
         assert "the adapter has 2 experts, the base model 1" in result.output
+
+    def test_one_tensor_for_all_experts(self, base, tmp_path):
+        """PEFT's target_parameters: A [experts x rank, in], B [out, rank x experts]."""
+        rng = np.random.default_rng(0)
+        a, b = rng.normal(size=(3, 2, 6)).astype("<f4"), rng.normal(size=(8, 2, 3)).astype("<f4")
+        path = f"{PREFIX}.1.mlp.experts"
+        source, out = tmp_path / "stacked", tmp_path / "out"
+        source.mkdir()
+        tensors = {
+            f"{path}.lora_A.weight": a.reshape(6, 6),
+            f"{path}.lora_B.weight": b.reshape(8, 6),
+        }
+        save_file(tensors, source / "adapter_model.safetensors")
+        config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "peft_version": "0.21.0"}
+        config |= {"target_modules": [], "target_parameters": ["mlp.experts.down_proj"]}
+        (source / "adapter_config.json").write_text(json.dumps(config))
+        command = ("convert-lora", "-i", source, "-o", out, "--storage-type", "float32")
+        result = run(*command)
+        assert result.exit_code == 1
+        assert "name its folder (--model-dir)" in result.output
+        result = run(*command, "--model-dir", base(3))
+        assert result.exit_code == 0, result.output
+        assert np.load(out / "model.lora_config.npy").tolist() == [[[14, 1, 2]]]
+        (values,) = np.load(out / "model.lora_weights.npy")[0]
+        np.testing.assert_array_equal(values[:36].reshape(3, 2, 6), a)
+        np.testing.assert_array_equal(values[36:].reshape(3, 8, 2), b.transpose(2, 0, 1))
 
     def test_pair_file_and_peft_are_the_same_rows(self, mixtral, tmp_path):
         rows = read_peft(str(mixtral(0, 1, 2))).rows
