@@ -399,6 +399,14 @@ def test_an_unsloth_adapter_without_its_layout_needs_the_operator_s_word(tmp_pat
     assert_rows(read(tmp_path, tensors, said), factors)
 
 
+def test_two_as_of_one_projection_are_refused(tmp_path: Path) -> None:
+    tensors = Factors().stacked(NAMED, experts_first)
+    name = f"{OUTER}.down_proj.lora_A.weight"
+    tensors[name] = np.concatenate([tensors[name]] * 2, 1)
+    with pytest.raises(AdapterMismatchError, match="do not fit down_proj of 4 experts"):
+        read(tmp_path, tensors, base())
+
+
 def changed(name: str, array: Array | None) -> Callable[[Tensors], Tensors]:
     """Return a change of one tensor; None leaves it out."""
 

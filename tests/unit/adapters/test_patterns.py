@@ -1,12 +1,13 @@
 import gc
 import re
+import signal
 import time
 
 import msgspec
 import pytest
 
 from loraplex.adapters.formats.patterns import Matcher
-from loraplex.adapters.formats.peft_config import parse_config
+from loraplex.adapters.formats.peft_config import PeftConfig, parse_config
 from loraplex.core.errors import InvalidAdapterError
 
 PATH = "model.layers.0.self_attn.q_proj"
@@ -42,6 +43,34 @@ def test_the_time_is_that_of_all_patterns_together():
         matcher.match(HOSTILE, PATH)
     with pytest.raises(InvalidAdapterError, match="CPU time"):
         matcher.match("model", PATH)
+
+
+def test_one_timer_is_for_all_patterns_of_a_module(monkeypatch):
+    """An adapter of 18432 experts' projections would spend its time on timers."""
+    started = []
+    set_timer = signal.setitimer
+
+    def count(which, seconds, interval=0.0):
+        started.extend([seconds] if seconds else [])
+        return set_timer(which, seconds, interval)
+
+    config = PeftConfig(rank_pattern={f"x{index}": 2 for index in range(20)}, target_modules="m.*")
+    config.check_patterns()
+    monkeypatch.setattr(signal, "setitimer", count)
+    assert config.settings_of(PATH) == (True, 8, 1.0)
+    assert len(started) == 1
+
+
+def test_a_block_of_matches_is_limited_as_a_whole():
+    matcher = Matcher(seconds=0.05)
+
+    def match_both():
+        with matcher.limited():
+            matcher.match("model", PATH)
+            matcher.fullmatch(HOSTILE, PATH * 3)
+
+    with pytest.raises(InvalidAdapterError, match=re.escape(repr(HOSTILE))):
+        match_both()
 
 
 def test_a_pattern_that_takes_long_to_compile_is_refused(without_collector):
@@ -86,9 +115,4 @@ def test_every_pattern_of_a_config_is_limited(values, monkeypatch):
     config = parse_config(msgspec.json.encode({"peft_type": "LORA"} | values))
     path = f"{PATH}.{PATH}.{PATH}"
     with pytest.raises(InvalidAdapterError, match="CPU time"):
-        _match_all(config, path)
-
-
-def _match_all(config, path):
-    config.targets(path)
-    config.rank(path)
+        config.settings_of(path)

@@ -1,6 +1,7 @@
 import json
 import math
 
+import numpy as np
 import pytest
 from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
@@ -68,7 +69,7 @@ OLDER = {
 @pytest.mark.parametrize("version", OLDER)
 def test_what_older_versions_saved_is_understood(version):
     config = parse(**OLDER[version])
-    assert (config.scale(PATHS[0]), config.rank(PATHS[0])) == (2.0, 8)
+    assert config.settings_of(PATHS[0]) == (True, 8, 2.0)
     assert [config.targets(path) for path in PATHS[:3]] == [True, False, False]
     assert (config.use_dora, config.lora_bias, config.use_rslora) == (False, False, False)
     assert config.modules_to_save == []
@@ -101,12 +102,14 @@ def test_patterns_match_as_in_peft(pattern):
     for path in PATHS:
         expected = pattern.get(get_pattern_key(pattern.keys(), path), 8)
         alpha = pattern.get(get_pattern_key(pattern.keys(), path), 16)
-        assert config.rank(path) == expected
-        assert config.scale(path) == alpha / expected
+        settings = config.settings_of(path)
+        assert (settings.rank, settings.scale) == (expected, np.float32(alpha / expected))
 
 
 def test_rank_stabilised_scale():
-    assert parse(r=8, lora_alpha=16, use_rslora=True).scale(PATHS[0]) == 16 / math.sqrt(8)
+    assert parse(r=8, lora_alpha=16, use_rslora=True).settings_of(PATHS[0]).scale == np.float32(
+        16 / math.sqrt(8)
+    )
 
 
 TARGETS = [

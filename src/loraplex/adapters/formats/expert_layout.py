@@ -44,16 +44,23 @@ class StackLayout(enum.Enum):
         return cls.FLAT if num_dimensions == 2 and is_of_peft else None
 
     def factors(
-        self, a: RawTensor, b: RawTensor, num_experts: int, is_rank_major: bool
+        self,
+        a: RawTensor,
+        b: RawTensor,
+        num_experts: int,
+        *,
+        num_parts: int,
+        is_rank_major: bool,
     ) -> tuple[Bits, Bits] | None:
         """Return A [experts or 1, rank, in] and B [experts or 1, out, rank]; None for no such pair.
 
-        is_rank_major: in a flat B the experts vary faster than the rank.
+        num_parts: projections that B is of. is_rank_major: in a flat B the experts vary faster than
+        the rank.
         """
         a_bits, b_bits = a.bits(), b.bits()
         match self:
             case StackLayout.EXPERTS_FIRST:
-                is_pair = a.shape[1] in (b.shape[2], 2 * b.shape[2])
+                is_pair = a.shape[1] in (b.shape[2], num_parts * b.shape[2])
                 is_pair &= {a.shape[0], b.shape[0]} <= {1, num_experts}
                 return (a_bits, b_bits) if is_pair else None
             case StackLayout.EXPERTS_LAST:

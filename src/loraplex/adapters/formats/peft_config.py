@@ -8,9 +8,10 @@ or not at all.
 import functools
 import math
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
+import numpy as np
 
 from loraplex.adapters.formats.patterns import Matcher
 from loraplex.adapters.tensor_file import read_bounded
@@ -68,6 +69,15 @@ _BIAS_CHOICES = ("none", "all", "lora_only")
 _EMPTY: tuple[Any, ...] = (None, False, "", [], {})
 
 
+class LoraSettings(NamedTuple):
+    """What the config has for the LoRA of one module."""
+
+    is_targeted: bool
+    rank: int
+    scale: float
+    """Alpha / rank, or alpha / sqrt(rank) of rank-stabilised LoRA (arXiv:2312.03732)."""
+
+
 class PeftConfig(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Contents of adapter_config.json that concern the weights."""
 
@@ -95,21 +105,20 @@ class PeftConfig(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     )
     """Order of the columns of a lora_B of all experts, which Unsloth writes."""
 
-    def rank(self, module_path: str) -> int:
-        """Return the rank of a module, such as model.layers.0.self_attn.q_proj."""
-        return self.rank_pattern.get(self._matching(self.rank_pattern, module_path), self.r)
+    def settings_of(self, module_path: str) -> LoraSettings:
+        """Return the settings of a module, such as model.layers.0.self_attn.q_proj, or parameter.
 
-    def scale(self, module_path: str) -> float:
-        """Return alpha / rank, or alpha / sqrt(rank) of rank-stabilised LoRA (arXiv:2312.03732)."""
-        key = self._matching(self.alpha_pattern, module_path)
-        alpha = self.alpha_pattern.get(key, self.lora_alpha)
-        rank = self.rank(module_path)
-        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
-
-    def pattern_path(self, module_path: str) -> str:
-        """Return what rank_pattern and alpha_pattern match: the module, or its target parameter."""
+        Patterns match the name of a target parameter, such as model.layers.0.mlp.gate.weight.
+        """
         weight = f"{module_path}.weight"
-        return weight if self.targets_parameter(weight) else module_path
+        path = weight if self.targets_parameter(weight) else module_path
+        with self._matcher.limited():
+            rank = self.rank_pattern.get(self._matching(self.rank_pattern, path), self.r)
+            alpha = self.alpha_pattern.get(
+                self._matching(self.alpha_pattern, path), self.lora_alpha
+            )
+            scale = alpha / (math.sqrt(rank) if self.use_rslora else rank)
+            return LoraSettings(self.targets(module_path), rank, float(np.float32(scale)))
 
     def targets_parameter(self, path: str) -> bool:
         """Whether PEFT would put LoRA on this parameter by target_parameters."""

@@ -199,7 +199,8 @@ def _factors(stack: _Stack, projection: str, config: PeftConfig, shapes: BaseSha
     num_experts = shapes.num_experts[_PARTS[projection][0]]
     has_one_order = layout is not StackLayout.FLAT or num_experts in (1, a.shape[0])
     is_fast = has_one_order or is_rank_major(config, shapes, stack.what)
-    factors = layout.factors(a, b, num_experts, is_fast)
+    num_parts = len(_PARTS[projection])
+    factors = layout.factors(a, b, num_experts, num_parts=num_parts, is_rank_major=is_fast)
     needed = _sizes(projection, shapes)
     sizes = None if factors is None else (factors[0].shape[2], factors[1].shape[1])
     can_be_swapped = layout is not StackLayout.EXPERTS_FIRST and sizes == needed[::-1]
@@ -219,16 +220,16 @@ def _rows(
     if is_swapped:
         a, b = b.transpose(0, 2, 1), a.transpose(0, 2, 1)
     path = stack.parameter(projection)
-    if not _is_targeted(stack, projection, config):
+    settings = config.settings_of(path)
+    if not settings.is_targeted and not _targets_modules(stack, projection, config):
         raise InvalidAdapterError(
             f"{stack.what} are of a module that {CONFIG_NAME} does not target"
         )
     rank = b.shape[2]
-    if config.rank(path) != rank:
+    if settings.rank != rank:
         raise InvalidAdapterError(
-            f"{stack.what} have rank {rank}; {CONFIG_NAME} has {config.rank(path)} for {path}"
+            f"{stack.what} have rank {rank}; {CONFIG_NAME} has {settings.rank} for {path}"
         )
-    scale = float(np.float32(config.scale(path)))
     parts = _PARTS[projection]
     for index, part in enumerate(parts):
         # Two As one below the other belong to gate and up; one A is of both.
@@ -239,17 +240,16 @@ def _rows(
                 "a": _tensor(stack.tensors[PeftSlot.B if is_swapped else PeftSlot.A], pair[0]),
                 "b": _tensor(stack.tensors[PeftSlot.A if is_swapped else PeftSlot.B], pair[1]),
             }
-            yield CanonicalRow(stack.layer, part, expert, RowKind.LORA, scale, tensors, path)
+            place = (stack.layer, part, expert, RowKind.LORA)
+            yield CanonicalRow(*place, settings.scale, tensors, path)
 
 
-def _is_targeted(stack: _Stack, projection: str, config: PeftConfig) -> bool:
-    """Whether the config targets the parameter, or the modules that it was made of."""
+def _targets_modules(stack: _Stack, projection: str, config: PeftConfig) -> bool:
+    """Whether the config targets the wrapped module, or the modules of single experts."""
     path = stack.parameter(projection)
-    if config.targets(stack.path) or config.targets(path):
-        return True
     root = stack.path.removesuffix(".base_layer") if stack.is_wrapped else path.rpartition(".")[0]
     names = [part.rpartition(".")[2] for part in _PARTS[projection]]
-    return any(config.targets(f"{root}.0.{name}") for name in names)
+    return any(map(config.targets, (stack.path, *(f"{root}.0.{name}" for name in names))))
 
 
 def _outputs(index: int, num_parts: int, num_outputs: int, shapes: BaseShapes) -> slice:

@@ -76,15 +76,14 @@ class PeftModule:
     def _lora(self, config: PeftConfig) -> CanonicalRow:
         a, b = self._pair()
         name = self._names[PeftSlot.A]
-        if not config.targets(self._path):
+        settings = config.settings_of(self._path)
+        if not settings.is_targeted:
             raise InvalidAdapterError(
                 f"tensor {name!r} is of a module that {CONFIG_NAME} does not target"
             )
-        path = config.pattern_path(self._path)
-        rank = config.rank(path)
-        if rank != a.shape[0]:
+        if settings.rank != a.shape[0]:
             raise InvalidAdapterError(
-                f"tensor {name!r} has rank {a.shape[0]}; {CONFIG_NAME} says {rank}"
+                f"tensor {name!r} has rank {a.shape[0]}; {CONFIG_NAME} says {settings.rank}"
             )
         tensors = {"a": a, "b": b}
         self._check_flag("use_dora", config.use_dora, PeftSlot.MAGNITUDE)
@@ -92,8 +91,7 @@ class PeftModule:
             self._check_flag("lora_bias", config.lora_bias, PeftSlot.B_BIAS)
         if PeftSlot.B_BIAS in self._tensors:
             tensors["bias"] = self._vector(PeftSlot.B_BIAS, b.shape[0])
-        scale = float(np.float32(config.scale(path)))
-        return self._row(RowKind.LORA, tensors, scale)
+        return self._row(RowKind.LORA, tensors, settings.scale)
 
     def _pair(self) -> tuple[RawTensor, RawTensor]:
         a, b = self._tensors.get(PeftSlot.A), self._tensors.get(PeftSlot.B)
