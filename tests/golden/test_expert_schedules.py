@@ -21,7 +21,13 @@ from loraplex.models.registry import read_config
 from support.examples import num_examples
 from support.expert_adapters import RankOf, merged, random_expert_adapter
 from support.families.case import VOCAB_SIZE, FamilyCase
-from support.families.experts import mixtral, qwen2_moe
+from support.families.experts import (
+    gpt_oss,
+    granite_moe_shared,
+    mixtral,
+    phimoe,
+    qwen2_moe,
+)
 from support.random_schedules import Schedules
 from support.reference_completions import (
     RecordingSampler,
@@ -46,6 +52,26 @@ CASES = {
             moe_intermediate_size=32,
             shared_expert_intermediate_size=64,
         )
+    ),
+    "phimoe": FamilyCase(
+        # A jitter at which the weights of the two experts depend on the router's logits.
+        config=lambda: phimoe(
+            num_local_experts=6,
+            num_hidden_layers=2,
+            intermediate_size=64,
+            router_jitter_noise=0.3,
+        )
+    ),
+    "granite-moe-shared": FamilyCase(
+        config=lambda: granite_moe_shared(
+            num_local_experts=6,
+            num_hidden_layers=2,
+            intermediate_size=64,
+            shared_intermediate_size=32,
+        )
+    ),
+    "gpt-oss": FamilyCase(
+        config=lambda: gpt_oss(num_local_experts=6, num_hidden_layers=3, intermediate_size=32)
     ),
 }
 MAX_RANK = 8

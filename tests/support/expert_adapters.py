@@ -53,16 +53,32 @@ def merged(model: Any, adapters: ScaledAdapters) -> Iterator[Any]:
                 parameter.copy_(state[name])
 
 
+_SHARED_OF_GRANITE = {
+    "shared_expert.gate_up_proj": "input_linear",
+    "shared_expert.down_proj": "output_linear",
+}
+
+
 def _weight_of(layer: Any, target: LoraTarget) -> torch.Tensor:
-    """Return a view of the parameter."""
-    name, part = target.module, layer.mlp
+    """Return a view of the parameter [out, in]."""
+    name = target.module
+    part = layer.mlp if hasattr(layer, "mlp") else layer.block_sparse_moe
     if name in {"q_proj", "k_proj", "v_proj", "o_proj"}:
         part = layer.self_attn
     elif name == "router":
-        name = "gate"
-    elif name == "experts.down_proj":
-        return part.experts.down_proj[target.expert]  # type: ignore[no-any-return]
+        name = "router" if hasattr(part, "router") else "gate"
     elif name.startswith("experts."):
-        gate, up = part.experts.gate_up_proj[target.expert].chunk(2)
-        return gate if name == "experts.gate_proj" else up  # type: ignore[no-any-return]
+        return _weight_of_expert(part.experts, name.removeprefix("experts."), target.expert)
+    elif hasattr(layer, "shared_mlp"):
+        part, name = layer.shared_mlp, _SHARED_OF_GRANITE[name]
     return part.get_submodule(name).weight  # type: ignore[no-any-return]
+
+
+def _weight_of_expert(experts: Any, name: str, expert: int) -> torch.Tensor:
+    is_transposed = hasattr(experts, "gate_up_proj_bias")  # GPT-OSS, which interleaves, too
+    stacked = experts.down_proj if name == "down_proj" else experts.gate_up_proj
+    weight: torch.Tensor = stacked[expert].T if is_transposed else stacked[expert]
+    if name == "down_proj":
+        return weight
+    gate, up = (weight[::2], weight[1::2]) if is_transposed else weight.chunk(2)
+    return gate if name == "gate_proj" else up
