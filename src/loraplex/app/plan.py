@@ -39,6 +39,7 @@ from loraplex.memory.adapter_pages import layer_targets, pages_of
 from loraplex.models.spec import ModelSpec
 from loraplex.serving.adapter_fit import check_fits_tiers
 from loraplex.serving.adapters.folders import find_below
+from loraplex.serving.expert_use import ExpertUse, expert_use
 from loraplex.serving.model_memory import ModelMemory, memory_of
 
 
@@ -47,6 +48,8 @@ class PlannedAdapter(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     rank: int = 0
     """Largest of its ranks."""
+    experts: dict[str, ExpertUse] = {}
+    """Changed experts by module, of modules that have experts."""
     host_bytes: int = 0
     device_pages: int = 0
     device_bytes: int = 0
@@ -169,6 +172,7 @@ def _planned(
         name=name,
         path=path,
         rank=max((largest for _, largest in source.ranks.values()), default=0),
+        experts=expert_use(source.targets),
         host_bytes=pages * capacity.host_page_bytes or source.num_bytes,
         device_pages=pages,
         device_bytes=pages * capacity.adapter_page_bytes,

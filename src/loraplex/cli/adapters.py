@@ -210,6 +210,7 @@ def _print_adapter(adapter: dict[str, Any]) -> None:
         "running": adapter.get("num_running"),
         "ranks": ranks,
         "layers": len(content["layers"]),
+        "experts": _experts(content.get("experts", {})),
         "tensors": f"{content['num_tensors']}, {dtypes} to {content['device_dtype']}",
         "host": readable_bytes(content["host_bytes"]),
         "device": f"{readable_bytes(content['device_bytes'])}, {content['device_pages']} pages",
@@ -221,6 +222,15 @@ def _print_adapter(adapter: dict[str, Any]) -> None:
             print(f"{label:<8} {value}")
     for warning in adapter["warnings"]:
         print(f"warning: {warning}")
+
+
+def _experts(experts: dict[str, dict[str, Any]]) -> str:
+    """Return the changed experts by module: "experts.up_proj 0-127 (layers 1-47)"."""
+    return ", ".join(
+        f"{module} {of_layers} (layers {layers})"
+        for module, use in experts.items()
+        for layers, of_layers in use["layers"].items()
+    )
 
 
 def _canary(report: dict[str, Any] | None) -> str | None:

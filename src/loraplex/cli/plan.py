@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     *("max_num_seqs", "max_num_batched_tokens", "block_size", "cuda_graphs"),
     *("cuda_graph_batch_sizes", "kv_cache_bytes", "kv_cache_fraction"),
     *("max_tokens_in_paged_kv_cache", "kv_cache_host_memory_bytes"),
-    *("max_attention_window_size", "sink_token_length", "max_lora_rank", "optimal_lora_rank"),
-    *("lora_device_bytes", "lora_device_fraction", "lora_host_bytes"),
+    *("max_attention_window_size", "sink_token_length", "max_lora_rank", "max_lora_ranks"),
+    *("optimal_lora_rank", "lora_device_bytes", "lora_device_fraction", "lora_host_bytes"),
 )
 def plan(
     model: Annotated[str, typer.Argument(help="Hugging Face folder or hub id.")],
@@ -66,12 +66,12 @@ def _print_plan(plan: "MemoryPlan") -> None:
         print(f"{'':18}{group.blocks} blocks{_on_host(group)} in layers {layers}")
     print(
         f"  adapters        {readable_bytes(device.num_bytes)} on the device: {device.pages} pages "
-        f"of {readable_bytes(device.page_bytes)}"
+        f"of {readable_bytes(device.page_bytes)}; tables {readable_bytes(device.table_bytes)}"
     )
     for fit in device.fits:
         print(f"{'':18}{fit.holds} of rank {fit.rank} on all modules, {fit.pages} pages each")
     total = memory.weights_bytes + memory.workspace_bytes + memory.graph_bytes
-    total += memory.kv.num_bytes + device.num_bytes
+    total += memory.kv.num_bytes + device.num_bytes + device.table_bytes
     print(f"  device, in all  {readable_bytes(total)}")
     print(f"  adapters        {readable_bytes(memory.host.num_bytes)} on the host")
     if plan.adapters.adapters:

@@ -12,6 +12,7 @@ from loraplex.core.adapter import Residency
 from loraplex.core.plan import Capacity
 from loraplex.memory.adapter_pages import pages_of
 from loraplex.serving.discovered_adapters import ConfiguredAdapter
+from loraplex.serving.expert_use import ExpertUse, expert_use
 
 CardT = TypeVar("CardT", bound="AdapterCard")
 
@@ -68,6 +69,8 @@ class AdapterContent(msgspec.Struct, frozen=True, kw_only=True):
     """Layers with at least one adapted module."""
     module_layers: dict[str, tuple[int, ...]]
     """Layers by adapted module; -1 is outside the layers."""
+    experts: dict[str, ExpertUse] = {}
+    """Changed experts by module, of modules that have experts."""
     num_tensors: int
     """Number of all tensors in the source: one that cannot be applied is an error."""
     dtypes: tuple[str, ...]
@@ -202,6 +205,7 @@ def content_of(staged: StagedAdapter, capacity: Capacity, device_dtype: str) -> 
         ranks=source.ranks,
         layers=tuple(sorted({target.layer for target in source.targets})),
         module_layers=source.module_layers,
+        experts=expert_use(source.targets),
         num_tensors=staged.num_tensors,
         dtypes=staged.dtypes,
         device_dtype=device_dtype,

@@ -10,6 +10,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from typer.testing import CliRunner
 
+from loraplex.cli.adapters import _experts
 from loraplex.cli.main import app
 from loraplex.core.adapter import Residency
 from loraplex.core.principal import LOCAL
@@ -65,6 +66,19 @@ def test_one_with_its_versions(run):
     versions = out.split("SOURCE\n")[1].splitlines()
     assert [line.split()[0] for line in versions] == ["3", "2", "1"]
     assert versions[0].endswith("/adapters/fr (version 1 again)")
+
+
+def test_experts_are_shown_by_layers():
+    text = _experts(
+        {
+            "experts.down_proj": {"num_adapted": 1, "layers": {"3": "5"}},
+            "experts.up_proj": {"num_adapted": 6018, "layers": {"0": "3,7", "1-47": "0-127"}},
+        }
+    )
+    assert text == (
+        "experts.down_proj 5 (layers 3), experts.up_proj 3,7 (layers 0), "
+        "experts.up_proj 0-127 (layers 1-47)"
+    )
 
 
 def test_a_load_reports_what_it_loaded(run, backend):

@@ -3,7 +3,9 @@
 import json
 import re
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 from loraplex.app.engine import build_engine
@@ -41,6 +43,67 @@ def test_it_is_what_an_engine_takes(engine):
     assert memory["device"]["pages"] == capacity.num_adapter_pages
     total = memory["weights_bytes"] + memory["kv"]["num_bytes"] + memory["device"]["num_bytes"]
     assert 0.9 * (64 << 20) < total <= 64 << 20
+
+
+@pytest.fixture
+def expert_model(tmp_path):
+    """A model whose first layer is dense, and an adapter of some experts of the second."""
+    config = {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "mlp_only_layers": [0],
+        "norm_topk_prob": False,
+        "vocab_size": 100,
+        "max_position_embeddings": 100,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    tensors = {}
+    for expert in (2, 3, 6):
+        name = f"base_model.model.model.layers.1.mlp.experts.{expert}.up_proj"
+        tensors[f"{name}.lora_A.weight"] = np.ones((4, 32), np.float32)
+        tensors[f"{name}.lora_B.weight"] = np.ones((24, 4), np.float32)
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    fields = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["up_proj"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(fields))
+    return tmp_path
+
+
+def test_experts_and_layers_that_differ(expert_model):
+    def found(*flags):
+        arguments = ["plan", str(expert_model), "--max-lora-rank", "8", *flags, "--json"]
+        result = CliRunner().invoke(app, arguments)
+        return result.exit_code, json.loads(result.stdout)
+
+    code, report = found("--adapters", str(expert_model / "adapter"))
+    (adapter,) = report["adapters"]["adapters"]
+    assert (code, adapter["problem"], adapter["rank"]) == (0, "", 4)
+    assert adapter["experts"] == {"experts.up_proj": {"num_adapted": 3, "layers": {"1": "2-3,6"}}}
+    device = report["memory"]["device"]
+    dense, experts, head = 4 + 3, 4 + 1 + 3 + 1 + 3 * 8, 3
+    assert device["table_bytes"] == device["pages"] * 16 * (dense + experts + head)
+    (largest,) = device["fits"]
+    assert largest["rank"] == 8
+    _, lower = found("--max-lora-ranks", "experts=2")
+    (fewer,) = lower["memory"]["device"]["fits"]
+    assert fewer["holds"] > largest["holds"]
+    flags = ("--adapters", str(expert_model / "adapter"))
+    code, refused = found("--max-lora-ranks", "experts=2", *flags)
+    (adapter,) = refused["adapters"]["adapters"]
+    assert code == 2
+    assert adapter["problem"].endswith(
+        "experts.2.up_proj has rank 4; the server holds ranks up to 2 on experts.up_proj: raise "
+        "max_lora_ranks (experts)"
+    )
 
 
 def test_layers_with_different_windows_have_blocks_of_their_own():
