@@ -10,6 +10,7 @@ from loraplex.adapters.canonical import CanonicalRow, RowKind, digest
 from loraplex.adapters.formats.export import StorageType, count_experts, lora_tensors
 from loraplex.adapters.formats.modules import hf_modules
 from loraplex.adapters.formats.trtllm import canonical_rows
+from loraplex.adapters.fused_modules import fit_modules
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.tensor_file import RawTensor
 from loraplex.core.errors import (
@@ -73,13 +74,16 @@ def flat(*arrays: np.ndarray) -> np.ndarray:
     return np.concatenate([array.ravel() for array in arrays])
 
 
-def lora(module: str, layer: int = 1, expert: int | None = None, rank=2, scale=1.0) -> CanonicalRow:
-    num_in, num_out = BASE.modules[module]
-    rng = np.random.default_rng([layer, expert or 0, IDS[module]])
-    tensors = {
+def random_tensors(num_in: int, num_out: int, rank=2, seed=0) -> dict[str, RawTensor]:
+    rng = np.random.default_rng(seed)
+    return {
         name: RawTensor("F32", shape, rng.standard_normal(shape).astype("<f4").tobytes())
         for name, shape in (("a", (rank, num_in)), ("b", (num_out, rank)))
     }
+
+
+def lora(module: str, layer: int = 1, expert: int | None = None, rank=2, scale=1.0) -> CanonicalRow:
+    tensors = random_tensors(*BASE.modules[module], rank, [layer, expert or 0, IDS[module]])
     path = f"model.layers.{layer}.mlp.{module.replace('experts.', f'experts.{expert}.')}"
     path = path.replace("mlp.router", "mlp.gate")
     return CanonicalRow(layer, module, expert, RowKind.LORA, scale, tensors, path)
@@ -170,6 +174,24 @@ class TestLayersThatDiffer:
         found = {row.module: row.tensors["b"].array() for row in read([values], [[18, 1, 1]])}
         assert set(found["shared_expert.up_proj"].ravel()) == {2.0}
         assert set(found["shared_expert.gate_proj"].ravel()) == {3.0}
+
+    @pytest.mark.parametrize("ids", [(19, 21), (5, 7), (18,)])
+    def test_a_base_with_both_in_one_layer(self, ids):
+        """Granite's shared expert: the rows are joined, and are what was exported."""
+        whole, parts = "shared_expert.gate_up_proj", ("gate_proj", "up_proj")
+        sizes = {f"shared_expert.{part}": 12 for part in parts}
+        shapes = BaseShapes(3, {whole: (8, 24)}, fused={whole: sizes})
+        row = dataclasses.replace(
+            lora("shared_expert.gate_proj"), module=whole, tensors=random_tensors(8, 24)
+        )
+        weights, config = lora_tensors([row], StorageType.FLOAT32)
+        table = np.ndarray(config.shape, "<i4", config.data)[0].copy()
+        values = np.ndarray(weights.shape, "<f4", weights.data)[0]
+        if len(ids) == 1:
+            gate, up = values[0, 16:], values[1, 16:]
+            table, values = table[:1], flat(values[0, :16], up, gate)[None]
+        table[:, 0] = ids
+        assert digest(fit_modules(read(values, table, shapes), shapes)) == digest([row])
 
     def test_two_ids_of_one_layer(self):
         sentence = r"row 0 \(mlp_h_to_4h of layer 1\) and row 1 \(shared_expert_h_to_4h of layer 1"

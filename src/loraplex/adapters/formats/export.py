@@ -51,6 +51,14 @@ class _Entry:
     def origin(self) -> str:
         return next(iter(self.rows.values())).origin
 
+    def num_values(self, num_experts: int) -> int:
+        """Return the length of the row before it is padded. num_experts: of the base."""
+        tensors = next(iter(self.rows.values())).tensors
+        num_features = tensors["a"].shape[1] + tensors["b"].shape[0]
+        num_factors = 0 if self.factor is None else self.factor.num_values
+        num_copies = 1 if None in self.rows else num_experts
+        return num_copies * self.rank * num_features + num_factors
+
 
 def _is_plain(row: CanonicalRow) -> bool:
     """Whether a row is LoRA of a decoder layer's module, or an expert's, with A and B only."""
@@ -104,13 +112,15 @@ def lora_tensors(
     found = count_experts(rows)
     if num_experts is not None and num_experts < found:
         raise InvalidAdapterError(f"the adapter has {found} experts, the base model {num_experts}")
-    values = [_values(entry, num_experts or found) for entry in entries]
+    num_experts = num_experts or found
     dtype = _TENSOR_TYPES[storage]
-    bits = np.zeros((len(entries), max(map(len, values))), "<u4" if dtype == "F32" else "<u2")
+    width = max(entry.num_values(num_experts) for entry in entries)
+    bits = np.zeros((len(entries), width), "<u4" if dtype == "F32" else "<u2")
     num_columns = 3 if all(entry.factor is None for entry in entries) else 4
     config = np.empty((len(entries), num_columns), "<i4")
     for index, entry in enumerate(entries):
-        bits[index, : len(values[index])] = _rounded(values[index], storage, entry.origin)
+        values = _values(entry, num_experts)
+        bits[index, : len(values)] = _rounded(values, storage, entry.origin)
         columns = (entry.module.id, entry.layer, entry.rank, entry.factor is not None)
         config[index] = columns[:num_columns]
     return (

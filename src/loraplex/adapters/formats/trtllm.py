@@ -248,7 +248,8 @@ def _check_width(entry: _Entry, bits: npt.NDArray[np.unsignedinteger], where: st
                 f"{where}: DoRA of experts is not served; set column 3 to 0"
             )
         num = entry.num_of_one
-        if entry.num_experts > 1 and _is_zero(bits[num:]) and not _is_zero(bits[:num]):
+        is_short = _is_zero(bits[num : 2 * num]) and _is_zero(bits[num:])
+        if entry.num_experts > 1 and is_short and not _is_zero(bits[:num]):
             raise InvalidAdapterError(
                 f"lora_weights has to few values for {entry.module.name}: {where} needs "
                 f"{entry.size} = {entry.num_values} and has {num}, those of one expert. Converters "
@@ -359,14 +360,17 @@ def _expert_rows(
     (part,), (out_features,) = entry.parts, entry.out_features
     a = bits[: entry.num_a].reshape(entry.num_experts, entry.rank, entry.in_features)
     b = bits[entry.num_a : entry.num_ab].reshape(entry.num_experts, out_features, entry.rank)
-    for expert in range(entry.num_experts):
-        is_used = _magnitudes(b[expert]).any(axis=0)
-        rank = int(is_used.sum())
+    used = np.any(_magnitudes(b), axis=1, keepdims=True)[:, 0]
+    for expert, is_used in enumerate(used):
+        of_a, of_b = a[expert], b[expert]
+        rank = int(np.count_nonzero(is_used))
         if rank == 0:
             continue
+        if rank < entry.rank:
+            of_a, of_b = of_a[is_used], of_b[:, is_used]
         tensors = {
-            "a": _tensor(a[expert][is_used], (rank, entry.in_features), dtype),
-            "b": _tensor(b[expert][:, is_used], (out_features, rank), dtype),
+            "a": _tensor(of_a, (rank, entry.in_features), dtype),
+            "b": _tensor(of_b, (out_features, rank), dtype),
         }
         yield _row(entry, part, RowKind.LORA, tensors, expert)
 
