@@ -8,16 +8,12 @@ import enum
 import re
 from collections.abc import Set
 
-import numpy as np
-import numpy.typing as npt
-
 from loraplex.adapters.formats.peft_config import CONFIG_NAME, PeftConfig
+from loraplex.adapters.formats.single_experts import Bits
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.tensor_file import RawTensor
 from loraplex.core.adapter import EXPERT_LORA_CHOICES, ExpertLoraLayout
 from loraplex.core.errors import InvalidAdapterError
-
-Bits = npt.NDArray[np.unsignedinteger]
 
 _RELEASE = re.compile(r"(\d+)\.(\d+)\.(\d+)(?:\.post\d+)?")
 _FIRST_SWAPPING = (0, 19, 0)

@@ -9,17 +9,15 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from loraplex.adapters.canonical import CanonicalRow, RowKind
 from loraplex.adapters.formats.expert_layout import (
-    Bits,
     StackLayout,
     is_rank_major,
     was_swapped,
 )
 from loraplex.adapters.formats.peft_config import CONFIG_NAME, PeftConfig
 from loraplex.adapters.formats.peft_names import INNER_STACK, OUTER_STACK, PeftSlot, TensorName
+from loraplex.adapters.formats.single_experts import Bits, single_experts
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.tensor_file import RawTensor
 from loraplex.core.errors import AdapterMismatchError, InvalidAdapterError, UnsupportedFeatureError
@@ -235,10 +233,11 @@ def _rows(
         # Two As one below the other belong to gate and up; one A is of both.
         of_part = a[:, index * rank : (index + 1) * rank] if a.shape[1] > rank else a
         outputs = _outputs(index, len(parts), b.shape[1], shapes)
-        for expert, pair in _experts(of_part, b[:, outputs], shapes.num_experts[part]):
+        of_experts = single_experts(of_part, b[:, outputs], shapes.num_experts[part])
+        for expert, of_a, of_b in of_experts:
             tensors = {
-                "a": _tensor(stack.tensors[PeftSlot.B if is_swapped else PeftSlot.A], pair[0]),
-                "b": _tensor(stack.tensors[PeftSlot.A if is_swapped else PeftSlot.B], pair[1]),
+                "a": _tensor(stack.tensors[PeftSlot.B if is_swapped else PeftSlot.A], of_a),
+                "b": _tensor(stack.tensors[PeftSlot.A if is_swapped else PeftSlot.B], of_b),
             }
             place = (stack.layer, part, expert, RowKind.LORA)
             yield CanonicalRow(*place, settings.scale, tensors, path)
@@ -258,23 +257,6 @@ def _outputs(index: int, num_parts: int, num_outputs: int, shapes: BaseShapes) -
         return slice(index, None, num_parts)
     size = num_outputs // num_parts
     return slice(index * size, (index + 1) * size)
-
-
-def _experts(a: Bits, b: Bits, num_experts: int) -> Iterator[tuple[int, tuple[Bits, Bits]]]:
-    """Yield A [rank, in] and B [out, rank] of each expert, without what B multiplies by zero.
-
-    A half of a block-diagonal B, such as PEFT makes of separate gate and up, so gets its true rank.
-    """
-    a, b = np.ascontiguousarray(a), np.ascontiguousarray(b)
-    without_sign = np.array(2 ** (8 * b.itemsize - 1) - 1, b.dtype)
-    used = np.any(b & without_sign, axis=1, keepdims=True)[:, 0]  # [experts or 1, rank]
-    for expert in range(num_experts):
-        of_a, of_b = a[expert % len(a)], b[expert % len(b)]
-        columns = used[expert % len(b)]
-        if columns.all():
-            yield expert, (of_a, of_b)
-        elif columns.any():
-            yield expert, (of_a[columns], np.ascontiguousarray(of_b[:, columns]))
 
 
 def _tensor(stored: RawTensor, bits: Bits) -> RawTensor:

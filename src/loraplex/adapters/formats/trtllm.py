@@ -16,11 +16,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from loraplex.adapters.canonical import CanonicalRow, RowKind, sort_rows
 from loraplex.adapters.formats.modules import LORA_MODULES, LoraModule, linear_path
 from loraplex.adapters.formats.npy import read_npy
+from loraplex.adapters.formats.single_experts import Bits, magnitudes, single_experts
 from loraplex.adapters.shapes import NO_MODULE, BaseShapes
 from loraplex.adapters.tensor_file import RawTensor, TensorHeader
 from loraplex.core.errors import (
@@ -196,7 +196,7 @@ def _check_tensors(
 def _entry(
     row: int,
     columns: list[int],
-    bits: npt.NDArray[np.unsignedinteger],
+    bits: Bits,
     shapes: BaseShapes,
     max_ranks: RankLimits,
 ) -> _Entry:
@@ -240,7 +240,7 @@ def _entry(
     return entry
 
 
-def _check_width(entry: _Entry, bits: npt.NDArray[np.unsignedinteger], where: str) -> None:
+def _check_width(entry: _Entry, bits: Bits, where: str) -> None:
     """Check that a row of lora_weights has the values that its module takes."""
     if entry.num_experts is not None:
         if entry.is_dora:
@@ -313,9 +313,7 @@ def _enabled_modules(layer: int, shapes: BaseShapes) -> dict[str, tuple[int, int
     return parts | modules
 
 
-def _rows_of(
-    entry: _Entry, bits: npt.NDArray[np.unsignedinteger], dtype: str
-) -> Iterator[CanonicalRow]:
+def _rows_of(entry: _Entry, bits: Bits, dtype: str) -> Iterator[CanonicalRow]:
     """Yield the canonical rows in one row of lora_weights: those of experts, else one or two per
     part of the module."""
     pieces = {
@@ -349,28 +347,16 @@ def _rows_of(
         first = end
 
 
-def _expert_rows(
-    entry: _Entry, bits: npt.NDArray[np.unsignedinteger], dtype: str
-) -> Iterator[CanonicalRow]:
-    """Yield a row per expert with its true rank: without the columns of B that are zero.
-
-    Rows have one rank for all experts, so zeros fill up what an expert lacks.
-    """
+def _expert_rows(entry: _Entry, bits: Bits, dtype: str) -> Iterator[CanonicalRow]:
+    """Yield a row per expert. A stored row has one rank for all, so zeros fill up the others."""
     assert entry.num_experts is not None
     (part,), (out_features,) = entry.parts, entry.out_features
     a = bits[: entry.num_a].reshape(entry.num_experts, entry.rank, entry.in_features)
     b = bits[entry.num_a : entry.num_ab].reshape(entry.num_experts, out_features, entry.rank)
-    used = np.any(_magnitudes(b), axis=1, keepdims=True)[:, 0]
-    for expert, is_used in enumerate(used):
-        of_a, of_b = a[expert], b[expert]
-        rank = int(np.count_nonzero(is_used))
-        if rank == 0:
-            continue
-        if rank < entry.rank:
-            of_a, of_b = of_a[is_used], of_b[:, is_used]
+    for expert, of_a, of_b in single_experts(a, b, entry.num_experts):
         tensors = {
-            "a": _tensor(of_a, (rank, entry.in_features), dtype),
-            "b": _tensor(of_b, (out_features, rank), dtype),
+            "a": _tensor(of_a, of_a.shape, dtype),
+            "b": _tensor(of_b, of_b.shape, dtype),
         }
         yield _row(entry, part, RowKind.LORA, tensors, expert)
 
@@ -386,15 +372,9 @@ def _row(
     return CanonicalRow(entry.layer, part, expert, kind, 1.0, tensors, path)
 
 
-def _tensor(bits: npt.NDArray[np.unsignedinteger], shape: tuple[int, ...], dtype: str) -> RawTensor:
+def _tensor(bits: Bits, shape: tuple[int, ...], dtype: str) -> RawTensor:
     return RawTensor(dtype, shape, bits.ravel().view(np.uint8).data)
 
 
-def _magnitudes(bits: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.unsignedinteger]:
-    """Return the bits without signs: zero of a float zero only."""
-    magnitudes: npt.NDArray[np.unsignedinteger] = np.left_shift(bits, 1)
-    return magnitudes
-
-
-def _is_zero(bits: npt.NDArray[np.unsignedinteger]) -> bool:
-    return not _magnitudes(bits).any()
+def _is_zero(bits: Bits) -> bool:
+    return not magnitudes(bits).any()
