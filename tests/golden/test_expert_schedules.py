@@ -56,7 +56,7 @@ CASES = {
     "phimoe": FamilyCase(
         # A jitter at which the weights of the two experts depend on the router's logits.
         config=lambda: phimoe(
-            num_local_experts=6,
+            num_local_experts=4,
             num_hidden_layers=2,
             intermediate_size=64,
             router_jitter_noise=0.3,
