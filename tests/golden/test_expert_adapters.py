@@ -72,6 +72,21 @@ MADE: Mapping[str, tuple[str, dict[str, Any]]] = {
             "target_parameters": [*BOTH, "gate.weight"],
         },
     ),
+    "interleaved and transposed": ("gpt-oss", {"target_parameters": [*BOTH, "router.weight"]}),
+    "square and transposed": ("gpt-oss-square", {"target_parameters": BOTH[1:]}),
+    "square gate and up": ("gpt-oss-square-gate", {"target_parameters": BOTH[:1]}),
+    "Phi": ("phimoe", {"target_parameters": [*BOTH, "router.weight"]}),
+    "a fused shared expert": (
+        "granite-moe-shared",
+        {
+            "target_modules": ["input_linear", "output_linear", "v_proj"],
+            "target_parameters": [
+                "block_sparse_moe.experts.gate_up_proj",
+                "experts.down_proj",
+                "router.weight",
+            ],
+        },
+    ),
 }
 
 
@@ -209,3 +224,19 @@ def save_pairs(folder: Path, parent: str) -> Path:
         )
     )
     return folder
+
+
+def test_an_adapter_that_was_never_trained_is_the_base(
+    bases: Callable[[str], Base], tmp_path: Path
+) -> None:
+    base = bases("mixtral")
+    config = LoraConfig(r=RANK, target_parameters=BOTH)
+    get_peft_model(copy.deepcopy(base.model), config).save_pretrained(tmp_path)
+    staged = base.stage(tmp_path)
+    assert staged.changes_nothing
+    assert staged.source.targets == ()
+    logits, tokens = base.completion(staged)
+    with torch.no_grad():
+        expected, expected_tokens = completion(base.model, PROMPT, NUM_TOKENS)
+    assert relative_error(logits, expected) < TOLERANCE
+    assert tokens == expected_tokens
