@@ -16,6 +16,7 @@ from loraplex.kernels.lora import (
     lora_batch,
     lora_segments,
 )
+from loraplex.kernels.routing import Routes
 
 BASE = -1
 """Placeholder for no adapter."""
@@ -58,9 +59,14 @@ class PooledAdapters:
         *,
         num_layers: int = 2,
         alignment: int = 1,
+        num_experts: Mapping[str, int] | None = None,
     ) -> None:
-        """shapes: (in_features, out_features) of each module."""
-        table = _table(num_adapters, ranks, shapes, num_layers, alignment)
+        """shapes: (in_features, out_features) of each module. num_experts: by module.
+
+        An expert counts as a module of its own.
+        """
+        cells = LoraCells([shapes] * num_layers, num_experts)
+        table = _table(num_adapters, ranks, cells, alignment)
         sizes = table.ranks * np.array([sum(shape) for shape in table.cells.shapes])
         pool = torch.full((int((table.offsets + sizes).max()),), torch.nan)
         pool = pool.to(device or "cpu", dtype)
@@ -110,6 +116,33 @@ class PooledAdapters:
             result[tokens, outputs] += scale * (x[tokens] @ a.t()) @ b
         return result
 
+    def expected_of_experts(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        uses: Sequence[LoraUse],
+        routes: Routes,
+        layer: int,
+        modules: Sequence[str],
+        out_offsets: Sequence[int],
+    ) -> torch.Tensor:
+        """What becomes of y [T * k, out], in float64."""
+        result, x = y.double(), x.double()
+        pairs_of_row = len(y) // len(x)
+        for use, (module, first) in itertools.product(uses, zip(modules, out_offsets, strict=True)):
+            tokens = range(use.first_token, use.first_token + use.num_tokens)
+            for token, choice in itertools.product(tokens, range(routes.num_chosen)):
+                expert, pair = (
+                    int(routes.experts[token, choice]),
+                    token * routes.num_chosen + choice,
+                )
+                cell = self.table.cells.cell_of(layer, module, expert)
+                a, b = self._matrices(use.entry, cell)
+                scale = use.scale * float(self.table.scales[use.entry, cell])
+                row = x[pair // pairs_of_row]
+                result[pair, first : first + b.shape[1]] += scale * (row @ a.t()) @ b
+        return result
+
     def _matrices(self, entry: int, cell: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A [rank, in], B transposed [rank, out], float64."""
         in_features, out_features = self.table.cells.shapes[cell]
@@ -125,16 +158,11 @@ def _deviation(shapes: Mapping[str, tuple[int, int]]) -> float:
     return float(max(in_features for in_features, _ in shapes.values()) ** -0.5)
 
 
-def _table(
-    num_adapters: int,
-    ranks: Sequence[int],
-    shapes: Mapping[str, tuple[int, int]],
-    num_layers: int,
-    alignment: int,
-) -> LoraTable:
-    cells = LoraCells([shapes] * num_layers)
+def _table(num_adapters: int, ranks: Sequence[int], cells: LoraCells, alignment: int) -> LoraTable:
+    num_layers = len(cells.layers)
     shape = (num_adapters, len(cells))
-    numbers = np.indices((num_adapters, num_layers, len(shapes))).sum(axis=0).reshape(shape)
+    places = (num_adapters, num_layers, len(cells) // num_layers)
+    numbers = np.indices(places).sum(axis=0).reshape(shape)
     table_ranks = np.array(ranks, np.int32)[numbers % len(ranks)]
     sizes = table_ranks * np.array([sum(features) for features in cells.shapes])
     sizes = (sizes + 3 * alignment) // alignment * alignment

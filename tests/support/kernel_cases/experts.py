@@ -6,13 +6,23 @@ import torch
 
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels.cuda import experts
+from loraplex.kernels.cuda.expert_lora import add_expert_lora
 from loraplex.kernels.cuda.grouped_linear import GroupedLinear
 from loraplex.kernels.cuda.linear_packing import PackedWeight, empty_weight, pack_weight
+from loraplex.kernels.cuda.lora import LoraKernel
+from loraplex.kernels.lora import LoraBatch, LoraCells, LoraSegments
 from loraplex.kernels.routing import Routes, RoutingMode, RoutingRules
 from support.kernel_cases import Cases
-from support.kernel_cases.llamas import DTYPES, GPU, empty
+from support.kernel_cases.llamas import DTYPES, GPU, LLAMA_3_1_8B, empty
+from support.kernel_cases.lora import device_batch, host_batch
 
 HIDDEN, INNER = 2048, 768
+MODULES = {
+    "experts.gate_proj": (HIDDEN, INNER),
+    "experts.up_proj": (HIDDEN, INNER),
+    "experts.down_proj": (INNER, HIDDEN),
+}
+_NUM_LAYERS = 4
 RULES = RoutingRules(num_experts=128, num_chosen=8, mode=RoutingMode.SOFTMAX, normalizes=True)
 """Those of Qwen3-30B-A3B."""
 _OTHER_RULES = (
@@ -33,11 +43,13 @@ _SCALED = (WeightPrecision.INT8, WeightPrecision.INT4, WeightPrecision.FP8)
 
 
 def cases() -> Cases:
+    """What the host makes for a step is made here, where tensors are real."""
     made: Cases = {}
+    batches = {"decode": host_batch([1] * 32), "prefill": host_batch([1400, 1, 1, 646])}
     for step, count in _COUNTS.items():
         for kind, dtype in DTYPES.items():
             name = f"{_shape(kind)} {kind} experts {step}"
-            made[name] = functools.partial(_layer, dtype, count)
+            made[name] = functools.partial(_layer, dtype, count, batches[step])
             for precision in _SCALED:
                 name = f"a3b {precision.value} {kind} experts {step}"
                 made[name] = functools.partial(_products, dtype, count, precision)
@@ -55,8 +67,14 @@ def _shape(kind: str) -> str:
     return "8b" if kind == "bf16" else "a3b"
 
 
-def _layer(dtype: torch.dtype, num_tokens: int) -> None:
+def _layer(dtype: torch.dtype, num_tokens: int, made: tuple[LoraBatch, LoraSegments]) -> None:
     routes = experts.route(empty(num_tokens, RULES.num_experts, dtype=dtype), RULES)
+    batch = expert_batch(dtype, made)
+    kernel, x = LoraKernel(GPU, batch_invariant=False), empty(num_tokens, HIDDEN, dtype=dtype)
+    inner = empty(num_tokens * RULES.num_chosen, 2 * INNER, dtype=dtype)
+    add_expert_lora(kernel, inner, x, batch, routes, 3, tuple(MODULES)[:2], (0, INNER))
+    y = empty(num_tokens * RULES.num_chosen, HIDDEN, dtype=dtype)
+    add_expert_lora(kernel, y, inner[:, :INNER], batch, routes, 3, tuple(MODULES)[2:], (0,))
     y = _products(dtype, num_tokens, routes=routes)
     assert _combined(y, routes).shape == (num_tokens, HIDDEN)
 
@@ -86,6 +104,12 @@ def _packed(
     if precision is WeightPrecision.NATIVE:
         return pack_weight(weight, None, precision)
     return empty_weight(weight, bias, precision)
+
+
+def expert_batch(dtype: torch.dtype, made: tuple[LoraBatch, LoraSegments]) -> LoraBatch:
+    """The batch that `host_batch` made with adapters of experts, where tensors are fake."""
+    cells = LoraCells([MODULES] * _NUM_LAYERS, dict.fromkeys(MODULES, RULES.num_experts))
+    return device_batch(LLAMA_3_1_8B, dtype, made, cells)
 
 
 def _combined(y: torch.Tensor, routes: Routes) -> torch.Tensor:

@@ -53,12 +53,15 @@ def host_batch(num_tokens: Sequence[int], num_waves: int = 2) -> tuple[LoraBatch
     ]
     if num_waves > 1:
         uses.append(LoraUse(1, len(uses), 0, num_tokens[0], 1.0))
-    batch = lora_batch(torch.empty(0), _table(LLAMA_2_7B), uses, device=torch.device("cpu"))
+    batch = lora_batch(torch.empty(0), _table(_cells(LLAMA_2_7B)), uses, device=torch.device("cpu"))
     return batch, lora_segments(batch, sum(num_tokens))
 
 
-def _table(llama: Llama, on_device: DeviceLoraTable | None = None) -> LoraTable:
-    cells = LoraCells([llama.modules] * _NUM_LAYERS)
+def _cells(llama: Llama) -> LoraCells:
+    return LoraCells([llama.modules] * _NUM_LAYERS)
+
+
+def _table(cells: LoraCells, on_device: DeviceLoraTable | None = None) -> LoraTable:
     shape = (_NUM_ENTRIES, len(cells))
     return LoraTable(
         cells,
@@ -72,11 +75,15 @@ def _table(llama: Llama, on_device: DeviceLoraTable | None = None) -> LoraTable:
 
 
 def device_batch(
-    llama: Llama, dtype: torch.dtype, made: tuple[LoraBatch, LoraSegments]
+    llama: Llama,
+    dtype: torch.dtype,
+    made: tuple[LoraBatch, LoraSegments],
+    cells: LoraCells | None = None,
 ) -> LoraBatch:
-    """The batch that `host_batch` made, where tensors are fake."""
+    """The batch that `host_batch` made, where tensors are fake. cells: instead of the Llama's."""
     host, segments = made
-    shape = (_NUM_ENTRIES, _NUM_LAYERS * len(llama.modules))
+    cells = cells or _cells(llama)
+    shape = (_NUM_ENTRIES, len(cells))
     on_device = DeviceLoraTable(
         empty(*shape, dtype=torch.int64),
         empty(*shape, dtype=torch.int32),
@@ -85,7 +92,7 @@ def device_batch(
     sent = segments.at(empty(len(segments.packed), dtype=torch.int32))
     return LoraBatch(
         empty(_POOL_ELEMENTS, dtype=dtype),
-        _table(llama, on_device),
+        _table(cells, on_device),
         host.entries,
         host.group_starts,
         host.wave_starts,

@@ -10,6 +10,7 @@ from loraplex.kernels.accelerator import Accelerator
 from loraplex.kernels.activations import Activation
 from loraplex.kernels.cuda import elementwise, experts, sampling
 from loraplex.kernels.cuda.attention import AttentionKernel, CudaAttentionPlan
+from loraplex.kernels.cuda.expert_lora import add_expert_lora
 from loraplex.kernels.cuda.graphs import StepGraphs
 from loraplex.kernels.cuda.grouped_linear import GroupedLinear
 from loraplex.kernels.cuda.linear import PACKED_LAYOUT, LinearKernel
@@ -190,7 +191,7 @@ class CudaKernels:
         modules: Sequence[str],
         out_offsets: Sequence[int],
     ) -> None:
-        raise NotImplementedError
+        add_expert_lora(self._lora, y, x, batch, routes, layer, modules, out_offsets)
 
     def combine_experts(
         self,

@@ -65,14 +65,14 @@ _WIDTH_BYTES = 512
 _MOST_SPLITS_OF_FEW = 32
 """The expanding program reads the sums of all splits."""
 
-_MATRIX_RANKS = 32
+MATRIX_RANKS = 32
 """And of many; a multiple of that."""
 
-_FEWEST_ROWS = 16
+FEWEST_ROWS = 16
 """Minimum rows of a matrix for matrix units."""
 
-_MATRIX_INPUTS = 128
-_MATRIX_OUTPUTS = 128
+MATRIX_INPUTS = 128
+MATRIX_OUTPUTS = 128
 
 _PROGRAMS = 2 * 132
 """So many keep an H200 busy: two for each of its processors."""
@@ -81,7 +81,7 @@ _MOST_SPLITS = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Linear:
+class FusedLinear:
     """A fused linear layer: some modules of a table with one input."""
 
     first_cell: int
@@ -99,10 +99,10 @@ _LinearKey = tuple[LoraCells, int, int, tuple[str, ...], tuple[int, ...]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Work:
-    """One call: what its two kernels share."""
+class LoraWork:
+    """What the two kernels of one call share."""
 
-    linear: _Linear
+    linear: FusedLinear
     table: DeviceLoraTable
     pool: torch.Tensor
     segments: LoraSegments
@@ -151,7 +151,7 @@ class LoraKernel:
     def __init__(self, device: torch.device, *, batch_invariant: bool) -> None:
         self._device = device
         self._batch_invariant = batch_invariant
-        self._linears: dict[_LinearKey, _Linear] = {}
+        self._linears: dict[_LinearKey, FusedLinear] = {}
 
     def add(
         self,
@@ -163,32 +163,50 @@ class LoraKernel:
         out_offsets: Sequence[int],
     ) -> None:
         """Same as kernels.lora.add_lora. Rows of x and y are contiguous, of the pool's dtype."""
-        assert x.stride(1) == y.stride(1) == 1, "rows are contiguous"
-        assert x.dtype == y.dtype == batch.pool.dtype, "one dtype"
         if batch.parts:
             add_vectors(y, batch.parts, layer, modules, out_offsets)
+        work = self.work(y, x, batch, layer, modules, out_offsets, num_tokens=len(x))
+        if self.takes_few(work):
+            _add_few(y, x, work)
+        else:
+            _add_many(y, x, work)
+
+    def takes_few(self, work: LoraWork) -> bool:
+        """Whether rows are computed one by one, and not by matrix units."""
+        is_few = work.segments.longest <= FEW_TOKENS
+        return is_few or self._batch_invariant or work.pool.dtype == torch.float32
+
+    def work(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        batch: LoraBatch,
+        layer: int,
+        modules: Sequence[str],
+        out_offsets: Sequence[int],
+        *,
+        num_tokens: int,
+    ) -> LoraWork:
+        """Return what the two kernels of a call share."""
+        assert x.stride(1) == y.stride(1) == 1, "rows are contiguous"
+        assert x.dtype == y.dtype == batch.pool.dtype, "one dtype"
         segments = batch.segments
         if segments is None:
-            host = lora_segments(batch, len(x))
+            host = lora_segments(batch, num_tokens)
             segments = host.at(host.packed.to(self._device))
         linear = self._linear(batch.table, layer, tuple(modules), tuple(out_offsets))
-        work = _Work(
+        return LoraWork(
             linear,
             _on_device(batch.table),
             batch.pool,
             segments,
             cells_of_entry=len(batch.table.cells),
-            max_rank=triton.cdiv(batch.table.max_rank, _MATRIX_RANKS) * _MATRIX_RANKS,
+            max_rank=triton.cdiv(batch.table.max_rank, MATRIX_RANKS) * MATRIX_RANKS,
         )
-        is_few = segments.longest <= FEW_TOKENS
-        if is_few or self._batch_invariant or x.dtype == torch.float32:
-            _add_few(y, x, work)
-        else:
-            _add_many(y, x, work)
 
     def _linear(
         self, table: LoraTable, layer: int, modules: tuple[str, ...], out_offsets: tuple[int, ...]
-    ) -> _Linear:
+    ) -> FusedLinear:
         key = (table.cells, table.alignment, layer, modules, out_offsets)
         linear = self._linears.get(key)
         if linear is None:
@@ -202,7 +220,7 @@ def _linear(
     layer: int,
     modules: tuple[str, ...],
     out_offsets: tuple[int, ...],
-) -> _Linear:
+) -> FusedLinear:
     indices = [cells.cell_of(layer, module) for module in modules]
     first_cell = min(indices)
     columns = tuple(index - first_cell for index in indices)
@@ -211,7 +229,9 @@ def _linear(
     out_features = tuple(cells.shapes[index][1] for index in indices)
     common = math.gcd(alignment, *in_features, *out_features, *out_offsets)
     is_aligned = common % _ALIGNMENT == 0
-    return _Linear(first_cell, columns, in_features.pop(), out_features, out_offsets, is_aligned)
+    return FusedLinear(
+        first_cell, columns, in_features.pop(), out_features, out_offsets, is_aligned
+    )
 
 
 def _on_device(table: LoraTable) -> DeviceLoraTable:
@@ -225,39 +245,64 @@ def _on_device(table: LoraTable) -> DeviceLoraTable:
     )
 
 
-def _add_few(y: torch.Tensor, x: torch.Tensor, work: _Work) -> None:
+@dataclasses.dataclass(frozen=True, slots=True)
+class FewTiles:
+    """Tiles of rows that are computed one by one: the same for any number of them."""
+
+    num_splits: int
+    block_n: int
+    shrink: dict[str, int]
+    """Options of the programs."""
+    expand: dict[str, int]
+
+
+def few_tiles(work: LoraWork) -> FewTiles:
+    """Return the tiles of a linear layer."""
     linear = work.linear
-    width = _WIDTH_BYTES // x.itemsize
+    width = _WIDTH_BYTES // work.pool.itemsize
     block_k = min(width, triton.next_power_of_2(linear.in_features))
     block_n = min(width, triton.next_power_of_2(max(linear.out_features)))
     num_blocks = triton.cdiv(linear.in_features, block_k * _MOST_SPLITS_OF_FEW)
     num_splits = triton.cdiv(linear.in_features, block_k * num_blocks)
-    partials = work.partials(num_splits)
     options = {"NUM_SPLITS": num_splits, "BLOCK_R": _RANKS, "num_warps": 1}
-    blocks = {"NUM_BLOCKS": num_blocks, "BLOCK_K": block_k}
-    _shrink(shrink_few, x, partials, work, options | blocks)
-    splits = triton.next_power_of_2(num_splits)
-    _expand(expand_few, y, partials, work, block_n, options | {"SPLITS": splits})
+    shrink = options | {"NUM_BLOCKS": num_blocks, "BLOCK_K": block_k}
+    expand = options | {"SPLITS": triton.next_power_of_2(num_splits), "BLOCK_N": block_n}
+    return FewTiles(num_splits, block_n, shrink, expand)
 
 
-def _add_many(y: torch.Tensor, x: torch.Tensor, work: _Work) -> None:
-    num_splits = _num_splits(work)
-    num_blocks = triton.cdiv(work.linear.in_features, num_splits * _MATRIX_INPUTS)
-    block_t = max(_FEWEST_ROWS, triton.next_power_of_2(work.segments.longest))
+def _add_few(y: torch.Tensor, x: torch.Tensor, work: LoraWork) -> None:
+    tiles = few_tiles(work)
+    partials = work.partials(tiles.num_splits)
+    _shrink(shrink_few, x, partials, work, tiles.shrink)
+    _expand(expand_few, y, partials, work, tiles.block_n, tiles.expand)
+
+
+def _add_many(y: torch.Tensor, x: torch.Tensor, work: LoraWork) -> None:
+    num_splits = splits_of_many(work, work.segments.entries.numel())
+    block_t = max(FEWEST_ROWS, triton.next_power_of_2(work.segments.longest))
+    shrink, expand = many_options(work, num_splits, block_t)
     partials = work.partials(num_splits)
-    options = {"num_splits": num_splits, "BLOCK_T": block_t, "BLOCK_R": _MATRIX_RANKS}
-    blocks = {"num_blocks": num_blocks, "BLOCK_K": _MATRIX_INPUTS}
-    _shrink(shrink_many, x, partials, work, options | blocks)
+    _shrink(shrink_many, x, partials, work, shrink)
+    _expand(expand_many, y, partials, work, MATRIX_OUTPUTS, expand)
+
+
+def many_options(
+    work: LoraWork, num_splits: int, block_t: int
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the options of both programs for matrix units."""
+    num_blocks = triton.cdiv(work.linear.in_features, num_splits * MATRIX_INPUTS)
+    options = {"num_splits": num_splits, "BLOCK_T": block_t, "BLOCK_R": MATRIX_RANKS}
     # More sums do not fit into the registers of four warps. The loop over ranks is short: to load
     # ahead in it would only take memory from other programs.
-    resources = {"num_warps": 4 if block_t == _FEWEST_ROWS else 8, "num_stages": 1}
-    _expand(expand_many, y, partials, work, _MATRIX_OUTPUTS, options | resources)
+    resources = {"num_warps": 4 if block_t == FEWEST_ROWS else 8, "num_stages": 1}
+    shrink = options | {"num_blocks": num_blocks, "BLOCK_K": MATRIX_INPUTS}
+    return shrink, options | resources | {"BLOCK_N": MATRIX_OUTPUTS}
 
 
-def _num_splits(work: _Work) -> int:
+def splits_of_many(work: LoraWork, num_pieces: int) -> int:
     """Splits of an input for matrix units: enough to fill the processors, and a power of two."""
-    most: int = min(_MOST_SPLITS, triton.cdiv(work.linear.in_features, _MATRIX_INPUTS))
-    wanted: int = triton.cdiv(_PROGRAMS, work.segments.entries.numel() * work.num_modules)
+    most: int = min(_MOST_SPLITS, triton.cdiv(work.linear.in_features, MATRIX_INPUTS))
+    wanted: int = triton.cdiv(_PROGRAMS, num_pieces * work.num_modules)
     return 1 << (min(most, wanted).bit_length() - 1)
 
 
@@ -265,7 +310,7 @@ def _shrink(
     program: Any,
     x: torch.Tensor,
     partials: torch.Tensor,
-    work: _Work,
+    work: LoraWork,
     options: dict[str, int],
 ) -> None:
     """Launch the first program, for all waves."""
@@ -283,7 +328,7 @@ def _expand(
     program: Any,
     y: torch.Tensor,
     partials: torch.Tensor,
-    work: _Work,
+    work: LoraWork,
     width: int,
     options: dict[str, int],
 ) -> None:
@@ -300,6 +345,5 @@ def _expand(
             OUT_FEATURES=linear.out_features,
             OUT_OFFSETS=linear.out_offsets,
             NUM_TILES=num_tiles,
-            BLOCK_N=width,
             **options,
         )

@@ -64,6 +64,11 @@ LIMITS = {
     "choose_experts": Limit(80),
     "sort_pairs": Limit(96),
     "combine_experts": Limit(40, 0.75),
+    "shrink_few_of_experts": Limit(128, 0.75),
+    "expand_few_of_experts": Limit(136, 0.7),
+    "spread_users": Limit(40),
+    "shrink_many_of_experts": Limit(152, 0.75),
+    "expand_many_of_experts": Limit(112, 0.7),
     "grouped_linear": Limit(168, 0.85),
     "grouped_quantized_linear": Limit(240, 0.8),
     # Sampling
@@ -130,7 +135,7 @@ def test_what_is_launched_is_what_a_gpu_would_compile() -> None:
 
 def test_all_groups_are_compiled() -> None:
     modules = {path.stem for path in Path(kernel_cases.__file__).parent.glob("*.py")}
-    assert modules - {"__init__", "llamas"} == set(kernel_cases.GROUPS)
+    assert modules - {"__init__", "llamas", "routers"} == set(kernel_cases.GROUPS)
 
 
 def _compile(arch: int, triton: str, *flags: str) -> list[dict[str, Any]]:

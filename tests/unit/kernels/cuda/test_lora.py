@@ -123,8 +123,8 @@ def test_many_splits_and_tiles(dtype, monkeypatch):
 
 
 def test_many_splits_for_matrices(monkeypatch):
-    monkeypatch.setattr(launcher, "_MATRIX_INPUTS", 16)
-    monkeypatch.setattr(launcher, "_MATRIX_OUTPUTS", 16)
+    monkeypatch.setattr(launcher, "MATRIX_INPUTS", 16)
+    monkeypatch.setattr(launcher, "MATRIX_OUTPUTS", 16)
     adapters = PooledAdapters(2, (5, 40), SHAPES, torch.float16)
     uses = [LoraUse(0, 1, 0, 17, 0.5), LoraUse(0, 0, 18, 2, 2.0)]
     y, x = inputs(20, torch.float16)

@@ -76,6 +76,66 @@ def place_of(cells, cell, C):
     return offset
 
 
+@triton.jit
+def shrink_line(
+    partial,  # of this row, module and split
+    line,  # the row's inputs
+    a,
+    rank,
+    split,
+    C,
+    NUM_BLOCKS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """One split of the inputs of one row times all ranks of a matrix A."""
+    for first_rank in range(0, rank, BLOCK_R):
+        rows = first_rank + tl.arange(0, BLOCK_R)
+        sums = tl.zeros((BLOCK_R,), tl.float32)
+        for block in tl.static_range(NUM_BLOCKS):
+            inputs = (split * NUM_BLOCKS + block) * BLOCK_K + tl.arange(0, BLOCK_K)
+            is_input = inputs < C.IN
+            values = tl.load(line + inputs, mask=is_input, other=0.0).to(tl.float32)
+            mask = (rows < rank)[:, None] & is_input[None, :]
+            matrix = tl.load(a + rows[:, None] * C.IN + inputs[None, :], mask=mask, other=0.0)
+            sums += tl.sum(matrix.to(tl.float32) * values[None, :], axis=1)
+        tl.store(partial + rows, sums)
+
+
+@triton.jit
+def expand_line(
+    row,  # the outputs
+    partial,  # of this row and module, all splits
+    b,
+    rank,
+    scale,
+    outputs,
+    out_features,
+    C,
+    NUM_SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Add the splits of one row times some columns of a matrix B to the outputs."""
+    splits = tl.arange(0, SPLITS)
+    before = tl.load(row + outputs, mask=outputs < out_features, other=0.0)
+    sums = tl.zeros((BLOCK_N,), tl.float32)
+    for first_rank in range(0, rank, BLOCK_R):
+        rows = first_rank + tl.arange(0, BLOCK_R)
+        mask = (rows < rank)[:, None] & (outputs < out_features)[None, :]
+        matrix = tl.load(b + rows[:, None] * out_features + outputs[None, :], mask, other=0.0)
+        parts = tl.load(
+            partial + splits[:, None] * C.MAX_RANK + rows[None, :],
+            mask=(splits < NUM_SPLITS)[:, None],
+            other=0.0,
+        )
+        reduced = tl.sum(parts, axis=0) * scale
+        sums += tl.sum(reduced[:, None] * matrix.to(tl.float32), axis=0)
+    after = (before.to(tl.float32) + sums).to(row.dtype.element_ty)
+    tl.store(row + outputs, after, mask=outputs < out_features)
+
+
 @triton.jit(do_not_specialize=["first_cell", "cells_of_entry"])
 def shrink_few(
     x,  # [T, IN]
@@ -109,17 +169,8 @@ def shrink_few(
         slot = start + step
         line = x + tl.load(pieces.token_indices + slot).to(tl.int64) * stride_x
         place = (slot.to(tl.int64) * NUM_MODULES + module) * NUM_SPLITS + split
-        for first_rank in range(0, rank, BLOCK_R):
-            rows = first_rank + tl.arange(0, BLOCK_R)
-            sums = tl.zeros((BLOCK_R,), tl.float32)
-            for block in tl.static_range(NUM_BLOCKS):
-                inputs = (split * NUM_BLOCKS + block) * BLOCK_K + tl.arange(0, BLOCK_K)
-                is_input = inputs < C.IN
-                values = tl.load(line + inputs, mask=is_input, other=0.0).to(tl.float32)
-                mask = (rows < rank)[:, None] & is_input[None, :]
-                matrix = tl.load(a + rows[:, None] * C.IN + inputs[None, :], mask=mask, other=0.0)
-                sums += tl.sum(matrix.to(tl.float32) * values[None, :], axis=1)
-            tl.store(partials + place * C.MAX_RANK + rows, sums)
+        partial = partials + place * C.MAX_RANK
+        shrink_line(partial, line, a, rank, split, C, NUM_BLOCKS, BLOCK_K, BLOCK_R)
 
 
 @triton.jit(do_not_specialize=["first_cell", "cells_of_entry", "first_piece"])
@@ -161,25 +212,13 @@ def expand_few(
         first_output = tl.multiple_of(first_output, 16)
     b = pool + place_of(cells, cell, C) + rank * C.IN
     outputs = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    splits = tl.arange(0, SPLITS)
     for step in range(count):
         slot = start + step
         token = tl.load(pieces.token_indices + slot).to(tl.int64)
-        token_scale = scale * tl.load(pieces.token_scales + slot)
-        row = y + token * stride_y + first_output + outputs
-        before = tl.load(row, mask=outputs < out_features, other=0.0)
+        row = y + token * stride_y + first_output
         partial = partials + (slot.to(tl.int64) * NUM_MODULES + module) * NUM_SPLITS * C.MAX_RANK
-        sums = tl.zeros((BLOCK_N,), tl.float32)
-        for first_rank in range(0, rank, BLOCK_R):
-            rows = first_rank + tl.arange(0, BLOCK_R)
-            mask = (rows < rank)[:, None] & (outputs < out_features)[None, :]
-            matrix = tl.load(b + rows[:, None] * out_features + outputs[None, :], mask, other=0.0)
-            parts = tl.load(
-                partial + splits[:, None] * C.MAX_RANK + rows[None, :],
-                mask=(splits < NUM_SPLITS)[:, None],
-                other=0.0,
-            )
-            reduced = tl.sum(parts, axis=0) * token_scale
-            sums += tl.sum(reduced[:, None] * matrix.to(tl.float32), axis=0)
-        after = (before.to(tl.float32) + sums).to(y.dtype.element_ty)
-        tl.store(row, after, mask=outputs < out_features)
+        token_scale = scale * tl.load(pieces.token_scales + slot)
+        expand_line(
+            *(row, partial, b, rank, token_scale, outputs, out_features, C),
+            *(NUM_SPLITS, SPLITS, BLOCK_N, BLOCK_R),
+        )
