@@ -38,7 +38,8 @@ class EngineSettings(SchedulerSettings, frozen=True, kw_only=True):
         _engine(
             "Precision of the linear layers' weights: none, int8, int4 or, on a GPU, fp8",
             "The weights are quantised when they are loaded, and the log reports by how much they "
-            "differ. With int4 and fp8 the lm_head is int8; embedding and norms stay as they are. "
+            "differ. With int4 and fp8 the lm_head is int8; embedding, norms and what "
+            "chooses experts stay as they are. "
             "fp8 needs a GPU of compute capability 8.9 or more, and rounds the activations, too.",
             choices=tuple(WeightPrecision),
         ),

@@ -8,6 +8,8 @@ import torch
 
 from loraplex.kernels.ops import PackedLinear
 from loraplex.models.spec import (
+    ROUTER,
+    SHARED_GATE,
     FeedForwardSpec,
     LayerSpec,
     LinearGroup,
@@ -60,6 +62,8 @@ class LinearPlace:
     in_features: int
     has_bias: bool = False
     is_lm_head: bool = False
+    is_choice: bool = False
+    """Whether the outputs choose and weigh experts: a small error may choose other ones."""
     has_unit_rows: bool = False
     """Whether each row of the weight is divided by its length."""
     is_transposed: bool = False
@@ -149,11 +153,12 @@ def _build_positions(spec: ModelSpec, source: ParameterSource) -> torch.Tensor |
 
 
 def _build_layer(spec: ModelSpec, layer: LayerSpec, source: ParameterSource) -> LayerParameters:
-    def linear(group: LinearGroup) -> PackedLinear:
+    def linear(name: str, group: LinearGroup) -> PackedLinear:
         place = LinearPlace(
             dict(zip(group.paths, group.outputs.values(), strict=True)),
             group.in_features,
             group.has_bias,
+            is_choice=name in (ROUTER, SHARED_GATE),
             is_transposed=spec.names.has_transposed_weights,
             num_experts=group.num_experts,
         )
@@ -162,7 +167,7 @@ def _build_layer(spec: ModelSpec, layer: LayerSpec, source: ParameterSource) -> 
     attention = layer.attention
     return LayerParameters(
         norms={place: _build_norm(norm, source) for place, norm in layer.norms.items()},
-        linears={name: linear(group) for name, group in layer.linears.items()},
+        linears={name: linear(name, group) for name, group in layer.linears.items()},
         q_norm=_build_norm(attention.q_norm, source),
         k_norm=_build_norm(attention.k_norm, source),
         sink_logits=_build_vector(attention.sink_logits, attention.num_heads, source),

@@ -32,7 +32,12 @@ class WeightFormat:
     device: torch.device = dataclasses.field(default_factory=functools.partial(torch.device, "cpu"))
 
     def precision_of(self, place: LinearPlace) -> WeightPrecision:
-        """The logits feel every error of the lm_head: it is int8 where the others are coarser."""
+        """The logits feel every error of the lm_head: it is int8 where the others are coarser.
+
+        What chooses experts is small, and not quantised.
+        """
+        if place.is_choice:
+            return WeightPrecision.NATIVE
         if place.is_lm_head and self.precision is not WeightPrecision.NATIVE:
             return WeightPrecision.INT8
         return self.precision
