@@ -1,6 +1,7 @@
 """Adapters come and go while an engine decodes: no token changes."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -8,9 +9,17 @@ from loraplex.execution.sizing.settings import RunnerSettings
 from support.adapter_churn import AdapterChurn
 from support.tiny_model import TinyCheckpoint
 
+EXPERTS = {
+    "architectures": ["MixtralForCausalLM"],
+    "intermediate_size": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
-def test_no_token_is_another(tmp_path: Path, overlap: bool) -> None:
+@pytest.mark.parametrize("config", [{}, EXPERTS], ids=["dense", "experts"])
+def test_no_token_is_another(tmp_path: Path, config: dict[str, Any], overlap: bool) -> None:
     settings = RunnerSettings(
         dtype="float32",
         num_blocks=60,
@@ -19,7 +28,7 @@ def test_no_token_is_another(tmp_path: Path, overlap: bool) -> None:
         optimal_lora_rank=2,
         lora_device_bytes=80_000,
     )
-    folder = TinyCheckpoint(tmp_path, hidden_size=32).save()
+    folder = TinyCheckpoint(tmp_path, hidden_size=32, **config).save()
     churn = AdapterChurn(folder, settings, 12, overlap=overlap)
     report = churn.run(300, num_running=5)
     churn.close()

@@ -59,7 +59,8 @@ def _adapters(
     )
     ranks = model.rank_limits.at_most(limits.max_lora_rank or model.rank_limits.largest).by_kind
     if ranks != model.max_lora_ranks:
-        logger.info("max_lora_ranks of model %r is %s, as its engine was built", name, ranks)
+        text = ",".join(f"{kind}={limit}" for kind, limit in ranks.items())
+        logger.info("max_lora_ranks of model %r is %s, as its engine was built", name, text)
     built_in = folder / LORA_FOLDER
     brought = (str(built_in),) if built_in.is_dir() else ()
     return {

@@ -118,19 +118,22 @@ def test_ranks_are_those_of_lora_however_many_rows_lie_beside(tmp_path):
     assert max(target.rank for target in source.targets) > 4
 
 
-@given(st.integers(1, MAX_RANK), st.integers(1, 400), st.integers(1, 12))
-def test_every_piece_fits_a_page(rank, vocab, hidden):
+LIMITS = (RankLimits(MAX_RANK), RankLimits(1, {"ends": MAX_RANK}))
+
+
+@given(st.integers(1, MAX_RANK), st.integers(1, 400), st.integers(1, 12), st.sampled_from(LIMITS))
+def test_every_piece_fits_a_page(rank, vocab, hidden, limits):
     shapes = BaseShapes(1, {"q_proj": (hidden, 12)}, vocab_size=vocab, hidden_size=hidden)
     geometry = page_geometry(
         [LoraTarget(0, "q_proj", 1, hidden, 12)],
         usual_ranks=RankLimits(1),
-        max_ranks=RankLimits(MAX_RANK),
+        max_ranks=limits,
     )
     rows = [
         row(layer=None, module="lm_head", a=raw(rank, hidden), b=raw(vocab, rank)),
         row(RowKind.FULL, None, "embed_tokens", weight=raw(vocab, hidden)),
         row(RowKind.BIAS, None, "lm_head", bias=raw(vocab)),
     ]
-    pieces = [piece for of in rows for piece in targets_of(of, shapes, RankLimits(MAX_RANK))]
+    pieces = [piece for of in rows for piece in targets_of(of, shapes, limits)]
     placed = place(pieces, geometry)
     assert len(placed.places) == len(pieces)

@@ -49,6 +49,15 @@ def test_limits_hold(tmp_path: Path) -> None:
     assert model.adapter_dirs == ()
 
 
+def test_limits_hold_for_each_kind_of_module(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    model = served(engine(tmp_path), max_lora_ranks={"experts": 2, "router": 16})
+    assert model.max_lora_ranks == {"experts": 2, "router": 4}
+    assert "max_lora_ranks of model 'm' is experts=2,router=4" in caplog.text
+
+
 def test_smaller_settings_stay(tmp_path: Path) -> None:
     settings = {"max_model_len": 100, "max_input_len": 50, "max_num_seqs": 2, "max_lora_rank": 2}
     model = served(

@@ -96,11 +96,17 @@ def test_blocks_are_counted_together_and_by_kv_group():
 
 def test_a_device_of_its_own():
     capacity = msgspec.structs.replace(
-        CAPACITY, workspace_bytes=300, graph_bytes=20, device_bytes=30000, device_free_bytes=5000
+        CAPACITY,
+        adapter_table_bytes=70,
+        workspace_bytes=300,
+        graph_bytes=20,
+        device_bytes=30000,
+        device_free_bytes=5000,
     )
     memory = memory_of(capacity, STATS, targets=TARGETS, model=MODEL)
     assert (memory.workspace_bytes, memory.graph_bytes) == (300, 20)
-    other = 30000 - 5000 - (9000 + 300 + 20 + 7000 + 4000)
+    other = 30000 - 5000 - (9000 + 300 + 20 + 7000 + 4000 + 70)
+    assert memory.device.table_bytes == 70
     assert memory.accelerator == AcceleratorMemory(total=30000, free=5000, other=other)
     assert memory_of(CAPACITY, STATS, targets=TARGETS, model=MODEL).accelerator is None
 

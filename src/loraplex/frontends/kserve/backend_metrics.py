@@ -149,7 +149,7 @@ def _by_type(memory: ModelMemory) -> _Values:
     """Memory by type. Without a device all memory is the host's; adapters are not page-locked."""
     at_work = (
         *(memory.weights_bytes, memory.workspace_bytes, memory.graph_bytes),
-        *(memory.kv.num_bytes, memory.device.num_bytes),
+        *(memory.kv.num_bytes, memory.device.num_bytes, memory.device.table_bytes),
     )
     if memory.accelerator is None:
         return {"cpu": sum(at_work) + memory.host.num_bytes, "gpu": 0, "pinned": 0}

@@ -55,13 +55,14 @@ class MemoryCollector(Collector):
 def _memory_bytes(memories: dict[str, ModelMemory]) -> Metric:
     family = GaugeMetricFamily(
         "loraplex_memory_bytes",
-        "Bytes set aside: weights, KV cache, the two tiers of adapters, and what steps take.",
+        "Bytes set aside: weights, KV cache, both tiers of adapters, their tables, and steps.",
         labels=["model", "part"],
     )
     for model, memory in memories.items():
         family.add_metric([model, "weights"], memory.weights_bytes)
         family.add_metric([model, "kv_cache"], memory.kv.num_bytes)
         family.add_metric([model, "adapter_device"], memory.device.num_bytes)
+        family.add_metric([model, "adapter_tables"], memory.device.table_bytes)
         family.add_metric([model, "adapter_host"], memory.host.num_bytes)
         if memory.accelerator is not None:
             family.add_metric([model, "workspace"], memory.workspace_bytes)

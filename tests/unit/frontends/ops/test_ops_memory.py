@@ -31,6 +31,7 @@ MEMORY = ModelMemory(
         num_bytes=300,
         page_bytes=30,
         pages=10,
+        table_bytes=30,
         pages_used=4,
         adapters=2,
         fits=(RankFit(rank=8, pages=2, holds=5, more=3),),
@@ -103,6 +104,7 @@ async def test_memory_as_gauges(client):
         ("weights",): 100,
         ("kv_cache",): 200,
         ("adapter_device",): 300,
+        ("adapter_tables",): 30,
         ("adapter_host",): 400,
     }
     assert await values(client, "loraplex_adapter_device_bytes", "state") == {
