@@ -144,11 +144,6 @@ def _check_stack(stack: _Stack, outer: set[int], config: PeftConfig, shapes: Bas
             f"{stack.what} are of the first of two parameters; there are no tensors of the second, "
             "experts.lora_A and experts.lora_B"
         )
-    if not shapes.modules:
-        raise UnsupportedFeatureError(
-            f"{stack.what} are of all experts: their layout depends on the base model's sizes, "
-            "which are not known here"
-        )
     if any(part not in shapes.num_experts for parts in _PARTS.values() for part in parts):
         raise AdapterMismatchError(f"{stack.what} are of experts; the base model has none")
 
