@@ -378,6 +378,10 @@ class TestEnabledModules:
     def test_names_in_the_base_s_paths(self, name, expected):
         assert hf_modules([name], tuple(MIXTRAL_PATHS), MIXTRAL_PATHS) == expected
 
+    def test_gate_is_the_router_whatever_its_path(self):
+        paths = {"router": "model.layers.{}.block_sparse_moe.router.layer"}
+        assert hf_modules(["gate", "mlp.gate"], ("router", "q_proj"), paths) == ("router",)
+
     def test_unknown_names(self):
         with pytest.raises(ConfigError, match=r"no module 'w9'; there are attn_q, .*w1") as raised:
             hf_modules(["w9"], tuple(MIXTRAL_PATHS), MIXTRAL_PATHS)

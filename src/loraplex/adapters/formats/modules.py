@@ -9,6 +9,7 @@ and those of layers with experts by one name for all families (`_EXPERT_PATHS`).
 """
 
 import dataclasses
+import itertools
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Final
@@ -164,8 +165,9 @@ def hf_modules(
     for part in (part for lora_module in LORA_MODULES for part in lora_module.parts):
         known.setdefault(part, {})
     for module in modules:
-        path = (paths or {}).get(module, "").partition("{}.")[2].replace("{expert}.", "")
-        for name in (*_endings(module), *_endings(path)):
+        own, common = (paths or {}).get(module, ""), _EXPERT_PATHS.get(module, "")
+        inner = (module, own.partition("{}.")[2], common)
+        for name in itertools.chain.from_iterable(map(_endings, inner)):
             known.setdefault(name, {})[module] = None
     found: dict[str, None] = {}
     for name in names:
@@ -189,8 +191,8 @@ def _enabled_by(module: LoraModule, modules: Collection[str]) -> Iterator[str]:
 
 
 def _endings(path: str) -> tuple[str, ...]:
-    """Return the path without its first 0, 1, 2, ... parts."""
-    parts = path.split(".")
+    """Return a path within a layer without its first 0, 1, 2, ... parts and the expert."""
+    parts = path.replace("{expert}.", "").split(".")
     return tuple(".".join(parts[first:]) for first in range(len(parts)) if path)
 
 
