@@ -136,6 +136,7 @@ def measure(
             else:
                 turns[kind] = step_seconds(subject, kind, batch, num_steps)
         rounds.append(turns)
+        print(", ".join(f"{kind} {1e3 * turns[kind]:.0f} ms" for kind in kinds), flush=True)
     return rounds
 
 
