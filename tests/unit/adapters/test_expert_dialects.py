@@ -150,6 +150,15 @@ def split_3d(factors: Factors) -> Tensors:
     return tensors
 
 
+def granite(factors: Factors, write: Writer) -> Tensors:
+    """PEFT with transformers 4, where Granite's parameters of experts are weights of modules."""
+    names = {"gate_up": ".input_linear", "down": ".output_linear"}
+    return {
+        name.replace("mlp.experts", "block_sparse_moe"): tensor
+        for name, tensor in factors.stacked(names, write).items()
+    }
+
+
 def read(
     folder: Path, tensors: Tensors, shapes: BaseShapes, **config: object
 ) -> tuple[CanonicalRow, ...]:
@@ -172,6 +181,7 @@ def assert_rows(rows: tuple[CanonicalRow, ...], factors: Factors, scale: float =
 
 HUB = {GATE: "gate_proj", UP: "up_proj", DOWN: "down_proj"}
 MIXTRAL = {GATE: "w1", UP: "w3", DOWN: "w2"}
+GRANITE = {"target_parameters": ["input_linear.weight", "output_linear.weight"]}
 MODULES = {"target_parameters": None, "target_modules": list(HUB.values())}
 DIALECTS: Mapping[str, tuple[Callable[[Factors], Tensors], Mapping[str, object]]] = {
     "D1": (lambda f: separate(f, HUB), MODULES),
@@ -187,6 +197,8 @@ DIALECTS: Mapping[str, tuple[Callable[[Factors], Tensors], Mapping[str, object]]
     "D2 without a version": (lambda f: f.stacked(WRAPPERS, flat), {}),
     "D2 of PEFT 0.18": (lambda f: f.stacked(WRAPPERS, swapped), {"peft_version": "0.18.1"}),
     "D2 with any version": (lambda f: f.stacked(WRAPPERS, swapped), {"peft_version": "0.21.0"}),
+    "D2 of Granite": (lambda f: granite(f, flat), GRANITE | {"peft_version": "0.19.1"}),
+    "D2 of Granite, PEFT 0.17": (lambda f: granite(f, swapped), GRANITE),
     "D3": (lambda f: f.stacked(NAMED, experts_first), {}),
     "D3 with two As": (lambda f: f.stacked(NAMED, twice), {}),
     "D3 by projection": (split_3d, MODULES),
