@@ -15,13 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from loraplex.kernels.accelerator import HostAccelerator
 from loraplex.kernels.cuda.backend import CudaKernels
-from loraplex.kernels.lora import LoraBatch
-from loraplex.kernels.ops import PackedLinear
+from loraplex.kernels.lora import LoraBatch, LoraCells
+from loraplex.kernels.ops import AttentionShape, PackedLinear
 from loraplex.models.batch import ForwardBatch
 from loraplex.models.decoder import Decoder
 from loraplex.models.parameters import LinearPlace, build_parameters
 from loraplex.models.rope import rotary_tables
 from loraplex.models.spec import ModelSpec, kv_groups
+from support.kernel_cases.experts import HIDDEN, INNER, RULES
 from support.kernel_cases.llamas import BLOCK_SIZE, GPU, LLAMAS, Llama, empty, mixed_rows
 from support.kernel_cases.lora import device_batch, host_batch
 from support.kernel_launches import LaunchRecorder
@@ -64,7 +65,8 @@ class _FakeWeights:
         return empty(*shape, dtype=_DTYPE)
 
     def linear(self, place: LinearPlace) -> PackedLinear:
-        return self._kernels.pack_linear(empty(*place.shape, dtype=_DTYPE), None)
+        experts = () if place.num_experts is None else (place.num_experts,)
+        return self._kernels.pack_linear(empty(*experts, *place.shape, dtype=_DTYPE), None)
 
 
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -89,25 +91,28 @@ def fake_steps() -> list[FakeStep]:
     rows = {"decode": [1] * 32, "mixed": [1, 1, 300, 1, 40]}
     adapters = {step: host_batch(counts, num_waves=1) for step, counts in rows.items()}
     found = []
-    for name, llama in LLAMAS.items():
+    for name, spec in _specs().items():
         recorder = LaunchRecorder(_ARCH)
+        cells = LoraCells([layer.module_shapes for layer in spec.layers], spec.num_experts)
         with recorder.record():
-            forward = _decoder(llama)
+            forward = _decoder(spec)
             for step, counts in rows.items():
                 for has_lora in (False, True):
-                    lora = device_batch(llama, _DTYPE, adapters[step]) if has_lora else None
+                    lora = device_batch(_DTYPE, adapters[step], cells) if has_lora else None
                     label = f"{step}, LoRA" if has_lora else step
                     found.append(_run(recorder, forward, name, label, counts, lora))
     return found
 
 
-def _decoder(llama: Llama) -> Callable[[ForwardBatch], torch.Tensor]:
+def _decoder(spec: ModelSpec) -> Callable[[ForwardBatch], torch.Tensor]:
     kernels = CudaKernels(_FakeGpu())
-    spec = _spec(llama)
     parameters = build_parameters(spec, _FakeWeights(kernels))
     rotary, groups = rotary_tables(spec, 4096, GPU), kv_groups(spec, 4096)
     decoder = Decoder(spec, parameters, rotary, kernels, kv_groups=groups, block_size=BLOCK_SIZE)
-    kv = [kernels.allocate_kv(_NUM_BLOCKS, llama.attention, _DTYPE) for _ in range(_NUM_LAYERS)]
+    attention = spec.layers[0].attention
+    sizes = (attention.num_heads, attention.num_kv_heads, attention.head_dim)
+    shape = AttentionShape(*sizes, BLOCK_SIZE)
+    kv = [kernels.allocate_kv(_NUM_BLOCKS, shape, _DTYPE) for _ in spec.layers]
     return functools.partial(decoder.forward, kv=kv)
 
 
@@ -140,6 +145,26 @@ def _run(
         len(recorder.launches) - before,
         counter.count,
     )
+
+
+def _specs() -> dict[str, ModelSpec]:
+    """The Llamas, and a model with experts of the sizes of Qwen3-30B-A3B."""
+    specs = {name: _spec(llama) for name, llama in LLAMAS.items()}
+    specs["a3b"] = tiny_spec(
+        "Qwen3MoeForCausalLM",
+        hidden_size=HIDDEN,
+        num_hidden_layers=_NUM_LAYERS,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        moe_intermediate_size=INNER,
+        num_experts=RULES.num_experts,
+        num_experts_per_tok=RULES.num_chosen,
+        norm_topk_prob=True,
+        vocab_size=151936,
+        max_position_embeddings=4096,
+    )
+    return specs
 
 
 def _spec(llama: Llama) -> ModelSpec:

@@ -13,7 +13,7 @@ from loraplex.kernels.cuda.lora import LoraKernel
 from loraplex.kernels.lora import LoraBatch, LoraCells, LoraSegments
 from loraplex.kernels.routing import Routes, RoutingMode, RoutingRules
 from support.kernel_cases import Cases
-from support.kernel_cases.llamas import DTYPES, GPU, LLAMA_3_1_8B, empty
+from support.kernel_cases.llamas import DTYPES, GPU, empty
 from support.kernel_cases.lora import device_batch, host_batch
 
 HIDDEN, INNER = 2048, 768
@@ -109,7 +109,7 @@ def _packed(
 def expert_batch(dtype: torch.dtype, made: tuple[LoraBatch, LoraSegments]) -> LoraBatch:
     """The batch that `host_batch` made with adapters of experts, where tensors are fake."""
     cells = LoraCells([MODULES] * _NUM_LAYERS, dict.fromkeys(MODULES, RULES.num_experts))
-    return device_batch(LLAMA_3_1_8B, dtype, made, cells)
+    return device_batch(dtype, made, cells)
 
 
 def _combined(y: torch.Tensor, routes: Routes) -> torch.Tensor:

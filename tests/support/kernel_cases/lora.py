@@ -75,14 +75,10 @@ def _table(cells: LoraCells, on_device: DeviceLoraTable | None = None) -> LoraTa
 
 
 def device_batch(
-    llama: Llama,
-    dtype: torch.dtype,
-    made: tuple[LoraBatch, LoraSegments],
-    cells: LoraCells | None = None,
+    dtype: torch.dtype, made: tuple[LoraBatch, LoraSegments], cells: LoraCells
 ) -> LoraBatch:
-    """The batch that `host_batch` made, where tensors are fake. cells: instead of the Llama's."""
+    """The batch that `host_batch` made, where tensors are fake."""
     host, segments = made
-    cells = cells or _cells(llama)
     shape = (_NUM_ENTRIES, len(cells))
     on_device = DeviceLoraTable(
         empty(*shape, dtype=torch.int64),
@@ -108,7 +104,7 @@ def _step(
     made: tuple[LoraBatch, LoraSegments],
     linears: Sequence[tuple[str, ...]],
 ) -> None:
-    batch = device_batch(llama, dtype, made)
+    batch = device_batch(dtype, made, _cells(llama))
     num_tokens = len(made[1].token_indices) // made[0].num_waves
     kernel = LoraKernel(GPU, batch_invariant=False)
     for modules in linears:

@@ -19,7 +19,12 @@ _LORA = 2 * 4
 """Launches of a layer with four fused linear layers: what shrinks, and what expands."""
 _OUTSIDE = 4
 """Cosines, sines, embeddings, the first norm."""
-_VOCAB = {"8b": 128256, "7b": 32000}
+_BETWEEN_WITH_EXPERTS = 14
+"""Those, a second one of attention, as there are few heads of keys, the norms of query and key, two
+for the routes, two products of experts and their sum."""
+_PRODUCTS_WITH_EXPERTS = 3
+_LORA_WITH_EXPERTS = 2 * 5
+_VOCAB = {"8b": 128256, "7b": 32000, "a3b": 151936}
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +39,7 @@ def steps() -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_every_row_gets_its_logits(steps: list[dict[str, Any]]) -> None:
-    assert len(steps) == 8
+    assert len(steps) == 12
     for step in steps:
         num_logits = 32 if step["step"].startswith("decode") else 5
         assert step["shape"] == [num_logits, _VOCAB[step["model"]]]
@@ -63,3 +68,21 @@ def test_a_mixed_step_takes_little_more(steps: list[dict[str, Any]], model: str)
     base = _OUTSIDE + 1 + _LAYERS * (_BETWEEN_PRODUCTS + 2)
     assert found["mixed"]["kernels"] <= base
     assert found["mixed, LoRA"]["kernels"] <= base + _LAYERS * _LORA
+
+
+@pytest.mark.slow
+def test_a_step_with_experts_takes_few_launches(steps: list[dict[str, Any]]) -> None:
+    """What the host computes for experts would be operations of torch."""
+    found = {step["step"]: step for step in steps if step["model"] == "a3b"}
+    decode = _OUTSIDE + _LAYERS * _BETWEEN_WITH_EXPERTS
+    mixed = decode + 1 + _LAYERS * 2
+    assert found["decode"]["kernels"] <= decode
+    assert found["decode, LoRA"]["kernels"] <= decode + _LAYERS * _LORA_WITH_EXPERTS
+    assert found["mixed"]["kernels"] <= mixed
+    # Each of two products of experts needs the adapters by token: a launch, and an operation. One
+    # more operation is attention's.
+    assert found["mixed, LoRA"]["kernels"] <= mixed + _LAYERS * (_LORA_WITH_EXPERTS + 2)
+    products = _LAYERS * _PRODUCTS_WITH_EXPERTS
+    for step in ("decode", "decode, LoRA"):
+        assert found[step]["torch_ops"] <= products + 2
+    assert found["mixed, LoRA"]["torch_ops"] <= products + _LAYERS * (2 + 1) + 2
