@@ -79,7 +79,10 @@ def hugging_face_values(fields: ConfigFields) -> dict[str, Any]:
     _refuse_quantised(fields)
     moe = fields.table("moe")
     if moe is not None and (moe.optional_integer("num_experts") or 0) > 0:
-        raise UnsupportedModelError(f"{fields.source}: mixtures of experts are not supported")
+        raise UnsupportedModelError(
+            f"{fields.source}: mixtures of experts in TensorRT-LLM's tensors are not supported; "
+            "supported is the Hugging Face folder that they were made from"
+        )
     architecture = _architecture(fields)
     if fields.text("architecture", "") == _GPT:
         return _gpt2(fields, architecture)
