@@ -5,6 +5,7 @@ refused with the tensor's name. Files are read elsewhere.
 """
 
 import itertools
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 from loraplex.adapters.canonical import CanonicalRow, RowKind, sort_rows
@@ -39,6 +40,8 @@ _FOREIGN = {
 _MAX_SHOWN = 20
 _UNKNOWN = BaseShapes(0, {})
 
+_Modules = dict[tuple[int | None, str, int | None], PeftModule]
+
 
 def canonical_rows(
     config: PeftConfig, tensors: Mapping[str, RawTensor], shapes: BaseShapes = _UNKNOWN
@@ -61,7 +64,7 @@ def canonical_rows(
         raise _foreign(foreign[0], others=foreign[1:])
     for name, tensor in tensors.items():
         _check_tensor(name, tensor)
-    modules: dict[tuple[int | None, str, int | None], PeftModule] = {}
+    modules: _Modules = {}
     for name, parsed in named.items():
         place = (parsed.layer, parsed.module, parsed.expert)
         if place not in modules:
@@ -69,6 +72,7 @@ def canonical_rows(
         modules[place].add(parsed.slot, name, tensors[name])
     if not tensors:
         raise InvalidAdapterError("the adapter has no tensors")
+    stacked = _without_shared_factors(stacked, tensors, modules)
     rows = sort_rows(
         itertools.chain(
             (row for module in modules.values() for row in module.rows(config)),
@@ -79,6 +83,31 @@ def canonical_rows(
     rows = tuple(row for row in rows if row.expert is None or not _is_silent(row))
     _check_complete(config, rows)
     return rows
+
+
+def _without_shared_factors(
+    stacked: Mapping[str, TensorName], tensors: Mapping[str, RawTensor], modules: _Modules
+) -> Mapping[str, TensorName]:
+    """Add factors of all experts to the experts' modules; return the names of the other tensors.
+
+    Megatron-Bridge saves such a factor [1, rows, columns] under a name without a number, and its
+    partners under the numbers of the experts.
+    """
+    experts: dict[tuple[int | None, str], list[PeftModule]] = defaultdict(list)
+    for (layer, module, expert), of_expert in modules.items():
+        if expert is not None:
+            experts[layer, module].append(of_expert)
+    slots = Counter((parsed.layer, parsed.module) for parsed in stacked.values())
+    rest = {}
+    for name, parsed in stacked.items():
+        place, tensor = (parsed.layer, parsed.module), tensors[name]
+        if place not in experts or slots[place] > 1 or tensor.shape[:-2] != (1,):
+            rest[name] = parsed
+            continue
+        for module in experts[place]:
+            one = RawTensor(tensor.dtype, tensor.shape[1:], tensor.data)
+            module.add(parsed.slot, name, one)
+    return rest
 
 
 def _check_once(rows: Sequence[CanonicalRow]) -> None:
