@@ -64,9 +64,9 @@ class Factors:
             for name, (num_in, num_out) in sizes.items()
         }
 
-    def rows(self) -> Mapping[tuple[int, str, int], tuple[Array, Array]]:
+    def rows(self) -> Mapping[tuple[int | None, str, int | None], tuple[Array, Array]]:
         """Return A and B by layer, module and expert."""
-        rows = {}
+        rows: dict[tuple[int | None, str, int | None], tuple[Array, Array]] = {}
         for (layer, name), (a, b) in self.pairs.items():
             for expert in range(NUM_EXPERTS):
                 if name == "down":
@@ -77,7 +77,7 @@ class Factors:
         return rows
 
     def stacked(self, names: Mapping[str, str], write: Writer) -> Tensors:
-        tensors = {}
+        tensors: Tensors = {}
         for (layer, name), (a, b) in self.pairs.items():
             path = ROOT.format(layer) + names[name]
             tensors |= {f"{path}.{slot}.weight": part for slot, part in write(a, b).items()}
@@ -120,7 +120,7 @@ def twice(a: Array, b: Array) -> Tensors:
 
 
 def separate(factors: Factors, names: Mapping[str, str], parent: str = "mlp") -> Tensors:
-    tensors = {}
+    tensors: Tensors = {}
     for (layer, module, expert), (a, b) in factors.rows().items():
         path = ROOT.format(layer).replace("mlp", parent) + f".{expert}.{names[module]}"
         tensors |= {f"{path}.lora_A.weight": a, f"{path}.lora_B.weight": b}
@@ -129,7 +129,7 @@ def separate(factors: Factors, names: Mapping[str, str], parent: str = "mlp") ->
 
 def split_3d(factors: Factors) -> Tensors:
     """SGLang: 3D tensors of gate, of up and of down."""
-    tensors = {}
+    tensors: Tensors = {}
     for (layer, name), (a, b) in factors.pairs.items():
         for part, half in zip(
             ("down_proj",) if name == "down" else ("gate_proj", "up_proj"),

@@ -72,11 +72,11 @@ def canonical_rows(
         modules[place].add(parsed.slot, name, tensors[name])
     if not tensors:
         raise InvalidAdapterError("the adapter has no tensors")
-    stacked = _without_shared_factors(stacked, tensors, modules)
+    unnumbered = _without_shared_factors(stacked, tensors, modules)
     rows = sort_rows(
         itertools.chain(
             (row for module in modules.values() for row in module.rows(config)),
-            stacked_rows(config, stacked, tensors, shapes),
+            stacked_rows(config, unnumbered, tensors, shapes),
         )
     )
     _check_once(rows)
@@ -104,9 +104,9 @@ def _without_shared_factors(
         if place not in experts or slots[place] > 1 or tensor.shape[:-2] != (1,):
             rest[name] = parsed
             continue
-        for module in experts[place]:
-            one = RawTensor(tensor.dtype, tensor.shape[1:], tensor.data)
-            module.add(parsed.slot, name, one)
+        one = RawTensor(tensor.dtype, tensor.shape[1:], tensor.data)
+        for of_expert in experts[place]:
+            of_expert.add(parsed.slot, name, one)
     return rest
 
 
