@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from loraplex.kernels.adapter_parts import PartsUse, add_vectors, of_rows
-from loraplex.kernels.host_tiles import fixed_tiles
+from loraplex.kernels.host_tiles import tiled_product
 
 IntArray = npt.NDArray[np.int64]
 
@@ -370,8 +370,4 @@ def lora_delta(inputs: torch.Tensor, batch: LoraBatch, group: LoraGroup, cell: i
     a = batch.pool[offset:middle].view(rank, in_features).float()
     b = batch.pool[middle : middle + rank * out_features].view(rank, out_features).float()
     scales = (group.token_scales * float(table.scales[place])).unsqueeze(1)
-    tiles = [
-        torch.mm(torch.mm(tile, a.t()) * tile_scales, b)
-        for tile, tile_scales in zip(fixed_tiles(inputs), fixed_tiles(scales), strict=True)
-    ]
-    return torch.cat(tiles)[: len(inputs)]
+    return tiled_product(tiled_product(inputs, a.t()) * scales, b)
