@@ -74,7 +74,7 @@ class AdapterCache:
         if num_bytes > self._host_bytes_total:
             raise AdapterTooLargeError(
                 f"the adapter has {num_bytes} bytes, the whole host cache for adapters "
-                f"{self._host_bytes_total}"
+                f"{self._host_bytes_total}: raise lora_host_bytes"
             )
         self._require_pages(num_pages, self._pinned_pages, "the adapter needs")
         self._entries[handle] = AdapterEntry(handle, num_bytes, num_pages)
@@ -351,9 +351,10 @@ class AdapterCache:
 
     def _require_pages(self, num_pages: int, pinned: int, need: str) -> None:
         if num_pages > self._num_pages - pinned:
+            others = f", of which others have pinned {pinned}: unpin one, or" if pinned else ":"
             raise AdapterTooLargeError(
                 f"{need} {num_pages} device pages, the whole device cache for adapters has "
-                f"{self._num_pages}" + (f", of which others have pinned {pinned}" if pinned else "")
+                f"{self._num_pages}{others} raise lora_device_bytes"
             )
 
     def _enter(self, entry: AdapterEntry, residency: Residency) -> None:

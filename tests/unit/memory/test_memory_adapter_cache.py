@@ -52,9 +52,9 @@ def test_the_way_to_the_device():
 
 def test_what_can_never_fit_is_refused_at_once():
     cache = cache_with(host_bytes=100, num_pages=4)
-    with pytest.raises(AdapterTooLargeError, match=r"101 bytes.* 100"):
+    with pytest.raises(AdapterTooLargeError, match=r"101 bytes.* 100: raise lora_host_bytes"):
         cache.register(0, 101, 1)
-    with pytest.raises(AdapterTooLargeError, match=r"needs 5 device pages.* has 4"):
+    with pytest.raises(AdapterTooLargeError, match=r"needs 5 device pages.* has 4: raise lora_dev"):
         cache.register(0, 100, 5)
     assert 0 not in cache
     cache.register(0, 100, 4)
@@ -64,7 +64,9 @@ def test_what_can_never_fit_is_refused_at_once():
 def test_adapters_that_never_fit_together_are_refused():
     cache = cache_with((1, 2), (1, 2), (1, 1))
     cache.require_fit([0, 1, 0])
-    with pytest.raises(AdapterTooLargeError, match=r"together need 5 device pages.* has 4"):
+    with pytest.raises(
+        AdapterTooLargeError, match=r"together need 5 device.* has 4: raise lora_dev"
+    ):
         cache.require_fit([0, 1, 2])
 
 

@@ -5,6 +5,7 @@ arithmetic inside them, which both share.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -223,9 +224,10 @@ class AdapterBank:
     def _with_factors(self, host: HostAdapter) -> HostAdapter:
         if self._ends is None:
             target = host.parts[0].target
+            served = itertools.chain.from_iterable(self._tables.layers.cells.layers)
             raise AdapterMismatchError(
                 f"the adapter has {target.part} of {target.module}; only LoRA of "
-                f"{', '.join(self._tables.layers.cells.layers[0])} is served here"
+                f"{', '.join(dict.fromkeys(served))} is served here"
             )
         return with_factors(host, self._ends.linears, self._pool.device, self._pool.dtype)
 
