@@ -58,6 +58,7 @@ def adapter_configs(case: FamilyCase) -> dict[str, LoraConfig]:
             r=8,
             lora_alpha=8,
             target_modules=targets(r"\d+", some),
+            target_parameters=list(case.parameters) or None,
             rank_pattern={some[1]: 3, rf"1\.(?:.*\.)?{some[-1]}": MAX_RANK},
             alpha_pattern={some[1]: 5},
         ),

@@ -18,6 +18,8 @@ class FamilyCase:
     config: Callable[[], PretrainedConfig]
     linears: tuple[str, ...] = LLAMA_LINEARS
     """Last names of all linear layers of a decoder layer."""
+    parameters: tuple[str, ...] = ()
+    """Last names of a decoder layer's weights that are no linear layer's in transformers."""
     scope: str = r".*\."
     """Regular expression for what precedes the number of a decoder layer in a module's path."""
     model_class: Any = AutoModelForCausalLM

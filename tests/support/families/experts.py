@@ -15,12 +15,30 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from support.families.case import LLAMA_LINEARS, FamilyCase, sizes
+from support.families.case import FamilyCase, sizes
 from support.families.first import longrope
 
 ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
-SHARED_LINEARS = (*LLAMA_LINEARS, "shared_expert_gate")
-"""Those of attention, dense layers and shared experts."""
+
+
+def linears(*others: str, parent: str = "mlp", router: str = "gate") -> dict[str, Any]:
+    """Return what adapters of a case adapt: attention, other linear layers, router and experts."""
+    weights = (f"{router}.weight", "experts.gate_up_proj", "experts.down_proj")
+    return {
+        "linears": ATTENTION_LINEARS + others,
+        "parameters": tuple(f"{parent}.{weight}" for weight in weights),
+    }
+
+
+DENSE_LINEARS = ("gate_proj", "up_proj", "down_proj")
+"""Those of dense layers and of Qwen's shared experts."""
+MIXTRAL = QWEN3 = OLMOE = linears()
+QWEN2 = linears(*DENSE_LINEARS, "shared_expert_gate")
+PHI = GPT_OSS = linears(router="router")
+GRANITE = linears(parent="block_sparse_moe", router="router")
+GRANITE_SHARED = linears(
+    "input_linear", "output_linear", parent="block_sparse_moe", router="router"
+)
 
 
 def mixtral(**changes: Any) -> MixtralConfig:
@@ -104,16 +122,16 @@ def gpt_oss(**changes: Any) -> GptOssConfig:
 
 
 CASES: dict[str, FamilyCase] = {
-    "mixtral": FamilyCase(config=mixtral, linears=ATTENTION_LINEARS, is_quick=True),
+    "mixtral": FamilyCase(config=mixtral, is_quick=True, **MIXTRAL),
     "mixtral-window": FamilyCase(
         config=lambda: mixtral(sliding_window=7, num_experts_per_tok=1, num_local_experts=3),
-        linears=ATTENTION_LINEARS,
+        **MIXTRAL,
     ),
     "mixtral-all-experts": FamilyCase(
         config=lambda: mixtral(num_experts_per_tok=4, hidden_act="gelu", head_dim=16),
-        linears=ATTENTION_LINEARS,
+        **MIXTRAL,
     ),
-    "qwen2-moe": FamilyCase(config=qwen2_moe, linears=SHARED_LINEARS, is_quick=True),
+    "qwen2-moe": FamilyCase(config=qwen2_moe, is_quick=True, **QWEN2),
     "qwen2-moe-windows": FamilyCase(
         config=lambda: qwen2_moe(
             use_sliding_window=True,
@@ -122,7 +140,7 @@ CASES: dict[str, FamilyCase] = {
             decoder_sparse_step=2,
             mlp_only_layers=[],
         ),
-        linears=SHARED_LINEARS,
+        **QWEN2,
     ),
     "qwen2-moe-normalized": FamilyCase(
         config=lambda: qwen2_moe(
@@ -132,9 +150,9 @@ CASES: dict[str, FamilyCase] = {
             num_experts=9,
             num_experts_per_tok=3,
         ),
-        linears=SHARED_LINEARS,
+        **QWEN2,
     ),
-    "qwen3-moe": FamilyCase(config=qwen3_moe, linears=ATTENTION_LINEARS, is_quick=True),
+    "qwen3-moe": FamilyCase(config=qwen3_moe, is_quick=True, **QWEN3),
     "qwen3-moe-windows": FamilyCase(
         config=lambda: qwen3_moe(
             use_sliding_window=True,
@@ -143,25 +161,21 @@ CASES: dict[str, FamilyCase] = {
             norm_topk_prob=False,
             decoder_sparse_step=3,
         ),
-        linears=ATTENTION_LINEARS,
+        **QWEN3,
     ),
-    "olmoe": FamilyCase(config=olmoe, linears=ATTENTION_LINEARS, is_quick=True),
-    "olmoe-square": FamilyCase(
-        config=lambda: olmoe(intermediate_size=16), linears=ATTENTION_LINEARS
-    ),
+    "olmoe": FamilyCase(config=olmoe, is_quick=True, **OLMOE),
+    "olmoe-square": FamilyCase(config=lambda: olmoe(intermediate_size=16), **OLMOE),
     "olmoe-normalized": FamilyCase(
         config=lambda: olmoe(norm_topk_prob=True, attention_bias=True, num_key_value_heads=4),
-        linears=ATTENTION_LINEARS,
+        **OLMOE,
     ),
-    "phimoe": FamilyCase(config=phimoe, linears=ATTENTION_LINEARS, is_quick=True),
+    "phimoe": FamilyCase(config=phimoe, is_quick=True, **PHI),
     "phimoe-long": FamilyCase(
         config=lambda: phimoe(router_jitter_noise=0.3, rope_parameters=_phimoe_rope(16)),
         model_class=PhimoeOfItsAuthors,
-        linears=ATTENTION_LINEARS,
+        **PHI,
     ),
-    "phimoe-short": FamilyCase(
-        config=lambda: phimoe(rope_parameters=_phimoe_rope(64)), linears=ATTENTION_LINEARS
-    ),
+    "phimoe-short": FamilyCase(config=lambda: phimoe(rope_parameters=_phimoe_rope(64)), **PHI),
     "phimoe-window": FamilyCase(
         config=lambda: phimoe(
             attention_bias=False,
@@ -170,30 +184,28 @@ CASES: dict[str, FamilyCase] = {
             tie_word_embeddings=True,
             hidden_act="gelu",
         ),
-        linears=ATTENTION_LINEARS,
+        **PHI,
     ),
-    "granite-moe": FamilyCase(config=granite_moe, linears=ATTENTION_LINEARS, is_quick=True),
+    "granite-moe": FamilyCase(config=granite_moe, is_quick=True, **GRANITE),
     "granite-moe-square": FamilyCase(
         # 2 I = N: the experts' first tensor is square.
         config=lambda: granite_moe(
             intermediate_size=16, attention_bias=True, tie_word_embeddings=True, num_local_experts=7
         ),
-        linears=ATTENTION_LINEARS,
+        **GRANITE,
     ),
-    "granite-moe-shared": FamilyCase(
-        config=granite_moe_shared, linears=ATTENTION_LINEARS, is_quick=True
-    ),
+    "granite-moe-shared": FamilyCase(config=granite_moe_shared, is_quick=True, **GRANITE_SHARED),
     "granite-moe-shared-none": FamilyCase(
         config=lambda: granite_moe_shared(
             shared_intermediate_size=0, hidden_act="gelu", num_key_value_heads=1
         ),
-        linears=ATTENTION_LINEARS,
+        **GRANITE,
     ),
-    "gpt-oss": FamilyCase(config=gpt_oss, linears=ATTENTION_LINEARS, is_quick=True),
+    "gpt-oss": FamilyCase(config=gpt_oss, is_quick=True, **GPT_OSS),
     # I = N as published, and 2 I = N: a square tensor can be read either way.
     "gpt-oss-square": FamilyCase(
         config=lambda: gpt_oss(intermediate_size=32, num_experts_per_tok=1),
-        linears=ATTENTION_LINEARS,
+        **GPT_OSS,
     ),
     "gpt-oss-square-gate": FamilyCase(
         config=lambda: gpt_oss(
@@ -203,10 +215,10 @@ CASES: dict[str, FamilyCase] = {
             layer_types=["full_attention"] * 3 + ["sliding_attention"],
             rope_parameters={"rope_type": "default", "rope_theta": 50.0},
         ),
-        linears=ATTENTION_LINEARS,
+        **GPT_OSS,
     ),
     "gpt-oss-all-experts": FamilyCase(
         config=lambda: gpt_oss(num_experts_per_tok=4, sliding_window=5, num_key_value_heads=4),
-        linears=ATTENTION_LINEARS,
+        **GPT_OSS,
     ),
 }
