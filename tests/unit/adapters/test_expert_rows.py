@@ -1,6 +1,9 @@
 """Rows of layers with experts: the names that files have, and their checks against a base."""
 
 import dataclasses
+import itertools
+import math
+from collections import Counter
 
 import msgspec
 import numpy as np
@@ -10,13 +13,14 @@ from loraplex.adapters.base_check import check_shapes
 from loraplex.adapters.canonical import CanonicalRow, RowKind
 from loraplex.adapters.formats.canonical_file import check_rows
 from loraplex.adapters.formats.peft import canonical_rows
-from loraplex.adapters.formats.peft_config import PeftConfig
-from loraplex.adapters.formats.peft_names import parse_name
+from loraplex.adapters.formats.peft_config import LoraSettings, PeftConfig
+from loraplex.adapters.formats.peft_names import TensorName, parse_name
 from loraplex.adapters.fused_modules import fit_modules
 from loraplex.adapters.shapes import BaseShapes
+from loraplex.adapters.staging_limits import StagingLimits
 from loraplex.adapters.target_check import check_targets
 from loraplex.adapters.targets import targets_of
-from loraplex.adapters.tensor_file import RawTensor
+from loraplex.adapters.tensor_file import RawTensor, encode_sizes
 from loraplex.core.errors import (
     AdapterMismatchError,
     InvalidAdapterError,
@@ -179,6 +183,45 @@ def test_a_shared_expert_fits_a_base_of_the_other_layout() -> None:
     assert [row.module for row in again] == list(parts)
     assert again[1].origin == "model.layers.1.shared_mlp.up_proj"
     check_shapes(again, SHAPES, max_ranks=RankLimits(2))
+
+
+def test_the_limits_admit_a_pair_for_each_of_128_experts_in_48_layers() -> None:
+    parts = {"gate_proj": (2048, 768), "up_proj": (2048, 768), "down_proj": (768, 2048)}
+    tensors: list[tuple[str, str, tuple[int, ...], int]] = []
+    for layer, expert in itertools.product(range(48), range(128)):
+        for part, (num_in, num_out) in parts.items():
+            path = f"base_model.model.model.layers.{layer}.mlp.experts.{expert}.{part}"
+            for slot, shape in (("A", (16, num_in)), ("B", (num_out, 16))):
+                tensors.append((f"{path}.lora_{slot}.weight", "BF16", shape, 2 * math.prod(shape)))
+    limits = StagingLimits()
+    assert len(encode_sizes(tensors, {})) < limits.max_header_bytes / 2
+    assert len(tensors) < limits.max_tensors / 2
+    assert sum(num_bytes for *_, num_bytes in tensors) < limits.max_file_bytes / 2
+
+
+def test_each_name_is_parsed_and_each_module_matched_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names, paths = Counter[str](), Counter[str]()
+
+    def count_name(name: str) -> TensorName | None:
+        names[name] += 1
+        return parse_name(name)
+
+    def count_path(config: PeftConfig, path: str) -> LoraSettings:
+        paths[path] += 1
+        return settings_of(config, path)
+
+    settings_of = PeftConfig.settings_of
+    monkeypatch.setattr("loraplex.adapters.formats.peft.parse_name", count_name)
+    monkeypatch.setattr(PeftConfig, "settings_of", count_path)
+    tensors = {}
+    for expert in range(50):
+        path = f"model.layers.1.mlp.experts.{expert}.up_proj"
+        tensors |= {f"{path}.lora_A.weight": raw(2, 8), f"{path}.lora_B.weight": raw(6, 2)}
+    canonical_rows(PeftConfig(r=2, target_modules=["up_proj"]), tensors)
+    assert set(names.values()) == set(paths.values()) == {1}
+    assert (len(names), len(paths)) == (100, 50)
 
 
 def test_an_error_about_experts_is_short() -> None:
