@@ -39,28 +39,30 @@ from support.step_driver import Prompt, StepDriver
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# Sizes that int4 divides into groups.
+# Sizes that int4 divides into groups, and embeddings that let tokens have different experts.
 CASES = {
     "mixtral": FamilyCase(
         config=lambda: mixtral(num_local_experts=6, num_hidden_layers=2, intermediate_size=64)
     ),
     "qwen2-moe": FamilyCase(
+        embedding_factor=4.0,
         config=lambda: qwen2_moe(
             num_experts=6,
             num_hidden_layers=3,
             intermediate_size=64,
             moe_intermediate_size=32,
             shared_expert_intermediate_size=64,
-        )
+        ),
     ),
     "phimoe": FamilyCase(
+        embedding_factor=4.0,
         # A jitter at which the weights of the two experts depend on the router's logits.
         config=lambda: phimoe(
             num_local_experts=4,
             num_hidden_layers=2,
             intermediate_size=64,
             router_jitter_noise=0.3,
-        )
+        ),
     ),
     "granite-moe-shared": FamilyCase(
         config=lambda: granite_moe_shared(
@@ -71,9 +73,11 @@ CASES = {
         )
     ),
     "gpt-oss": FamilyCase(
-        config=lambda: gpt_oss(num_local_experts=6, num_hidden_layers=3, intermediate_size=32)
+        embedding_factor=4.0,
+        config=lambda: gpt_oss(num_local_experts=6, num_hidden_layers=3, intermediate_size=32),
     ),
 }
+QUICK = ("mixtral", "qwen2-moe")
 MAX_RANK = 8
 NUM_NEW_TOKENS = 12
 TOLERANCE = 1e-4
@@ -141,7 +145,10 @@ class Subject:
         ]
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES],
+)
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
     folder = tmp_path_factory.mktemp("model")
     model = CASES[request.param].save(folder)

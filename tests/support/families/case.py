@@ -25,6 +25,8 @@ class FamilyCase:
     model_class: Any = AutoModelForCausalLM
     attention: str = "eager"
     """Implementation that transformers takes."""
+    embedding_factor: float = 1.0
+    """What the random embedding is multiplied by: the larger, the more tokens differ."""
     is_quick: bool = False
     """Whether `make test` runs it, on one backend. The others run in CI only."""
     convert: Callable[[Path], None] | None = None
@@ -39,6 +41,7 @@ class FamilyCase:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.copy_(_PARAMETER_SCALE * torch.randn_like(parameter))
+            model.get_input_embeddings().weight.mul_(self.embedding_factor)
         model.tie_weights()
         model.save_pretrained(folder)
         if self.convert is not None:
