@@ -15,9 +15,7 @@ from safetensors.torch import load_file, save_file
 from loraplex.adapters.stage import stage
 from loraplex.adapters.staged import StagedAdapter, StageRequest
 from loraplex.app.builder import base_shapes
-from loraplex.execution import loading
 from loraplex.execution.adapters.loader import read_host_adapter
-from loraplex.kernels.reference import ReferenceKernels
 from loraplex.models.registry import read_config
 from support.families.experts import CASES
 from support.reference_completions import completion, recorded_driver, relative_error
@@ -126,13 +124,6 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Base]:
         return made[name]
 
     return get
-
-
-@pytest.fixture(autouse=True)
-def backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        loading, "select_kernels", lambda device, *_, **__: ReferenceKernels(device)
-    )
 
 
 def train(base: Base, folder: Path, **config: Any) -> Path:
