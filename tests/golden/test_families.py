@@ -218,11 +218,19 @@ def mean_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual.float() - expected).norm() / expected.norm())
 
 
+def median_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the error of the median token: rounding may give others another expert."""
+    assert actual.shape == expected.shape
+    errors = (actual.float() - expected).norm(dim=1) / expected.norm(dim=1)
+    return float(errors.median())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
 def test_bfloat16_is_as_exact_as_transformers(name: str, tmp_path: Path) -> None:
     """Compare the mean: the largest error of so few logits is a matter of luck, for both."""
     subject = make_subject(tmp_path, CASES[name])
+    error = median_error if name in experts.CASES else mean_error
     exact = {
         adapter: reference_completion(subject.reference, adapter, prompt, 1)[0]
         for adapter, prompt in PROMPTS.items()
@@ -234,6 +242,6 @@ def test_bfloat16_is_as_exact_as_transformers(name: str, tmp_path: Path) -> None
         logits, _ = reference_completion(half, adapter, prompt, 1)
         sampler.logits.clear()
         driver.generate([prompt], 1, prompt_logits=True)
-        own_error += mean_error(sampler.logits[0], exact[adapter])
-        their_error += mean_error(logits, exact[adapter])
+        own_error += error(sampler.logits[0], exact[adapter])
+        their_error += error(logits, exact[adapter])
     assert own_error < BFLOAT16_FACTOR * their_error
