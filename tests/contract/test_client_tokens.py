@@ -28,7 +28,7 @@ def tokens(triton, said):
 
     def run(**given):
         options = program_options(TOKEN_FLAGS, **{"url": triton.grpc, "text": "hi"} | given)
-        return token_client.run(options, said.append), said
+        return token_client.run(options, lambda text: said.extend(text.split("\n"))), said
 
     return run
 

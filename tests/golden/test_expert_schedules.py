@@ -89,10 +89,7 @@ SCHEDULE_SETTINGS = {
     "max_num_seqs": 6,
     "max_lora_rank": MAX_RANK,
 }
-SLOW_CHANGES = [
-    pytest.param(changes, marks=pytest.mark.slow)
-    for changes in ({"dtype": "bfloat16"}, {"quantization": "int8"}, {"quantization": "int4"})
-]
+CHANGES = ({"dtype": "bfloat16"}, {"quantization": "int8"}, {"quantization": "int4"})
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 RANKS: Mapping[str, RankOf] = {
@@ -212,7 +209,16 @@ def test_each_adapter_changes_the_logits(subject: Subject) -> None:
         assert relative_error(logits, base) > 10 * TOLERANCE
 
 
-@pytest.mark.parametrize("changes", [{}, *SLOW_CHANGES], ids=str)
+@pytest.mark.parametrize(
+    ("backend", "changes"),
+    [
+        ("fastest", {}),
+        *(pytest.param("fastest", changes, marks=pytest.mark.slow) for changes in CHANGES),
+        *(pytest.param("reference", changes, marks=pytest.mark.soak) for changes in ({}, *CHANGES)),
+    ],
+    indirect=["backend"],
+    ids=str,
+)
 def test_same_bits_preempted_cached_and_replayed(subject: Subject, changes: Any) -> None:
     """Sequences are preempted, find blocks of others, and continue in another engine."""
     schedules = Schedules(

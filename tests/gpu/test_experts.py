@@ -18,7 +18,8 @@ from loraplex.kernels.cuda.lora import LoraKernel
 from loraplex.kernels.experts import combine_experts
 from loraplex.kernels.lora import LoraUse
 from loraplex.kernels.reference import ReferenceKernels
-from loraplex.kernels.routing import Routes, RoutingMode, RoutingRules, route, sort_routes
+from loraplex.kernels.routing import Routes, route, sort_routes
+from loraplex.kernels.routing_rules import RoutingMode, RoutingRules
 from support.kernel_cases.routers import ROUTERS, assert_whole, on_host
 from support.pooled_adapters import BASE, PooledAdapters, token_uses, users
 from support.routed_pairs import POPULARITIES, routes_by

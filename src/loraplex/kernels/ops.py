@@ -15,7 +15,8 @@ from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels.activations import Activation
 from loraplex.kernels.kv_vectors import stored_size
 from loraplex.kernels.lora import LoraBatch
-from loraplex.kernels.routing import Routes, RoutingRules
+from loraplex.kernels.routing import Routes
+from loraplex.kernels.routing_rules import RoutingRules
 from loraplex.kernels.sampling import DrawOptions, IntArray, TopLogprobs
 
 PackedLinear = object

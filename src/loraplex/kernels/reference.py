@@ -35,7 +35,8 @@ from loraplex.kernels.ops import (
 )
 from loraplex.kernels.quantization import quantize
 from loraplex.kernels.reference_attention import TilePlan, attend, plan_tiles
-from loraplex.kernels.routing import Routes, RoutingRules, route
+from loraplex.kernels.routing import Routes, route
+from loraplex.kernels.routing_rules import RoutingRules
 from loraplex.kernels.sampling import DrawOptions, IntArray, TopLogprobs
 
 _HOST_ROWS = 8

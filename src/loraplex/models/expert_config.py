@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Final
 
 from loraplex.core.errors import ConfigError
-from loraplex.kernels.routing import RoutingMode, RoutingRules
+from loraplex.kernels.routing_rules import RoutingMode, RoutingRules
 from loraplex.models.config_fields import ConfigFields
 from loraplex.models.decoder_names import DecoderNames, ExpertNames
 from loraplex.models.spec import (

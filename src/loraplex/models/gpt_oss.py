@@ -6,7 +6,7 @@ from typing import Final
 
 from loraplex.core.errors import UnsupportedModelError
 from loraplex.kernels.activations import Activation
-from loraplex.kernels.routing import RoutingMode
+from loraplex.kernels.routing_rules import RoutingMode
 from loraplex.models.config_fields import ConfigFields
 from loraplex.models.decoder_names import DecoderNames, ExpertNames, StackedExperts
 from loraplex.models.expert_config import ExpertTraits, read_routing

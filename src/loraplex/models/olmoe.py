@@ -3,7 +3,7 @@
 from typing import Final
 
 from loraplex.core.errors import UnsupportedModelError
-from loraplex.kernels.routing import RoutingMode
+from loraplex.kernels.routing_rules import RoutingMode
 from loraplex.models.config_fields import ConfigFields
 from loraplex.models.expert_config import ExpertTraits, read_routing
 from loraplex.models.family_config import RMS_NORM, Traits, read_activation, read_decoder

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Final
 
 from loraplex.core.errors import UnsupportedModelError
-from loraplex.kernels.routing import RoutingMode, RoutingRules
+from loraplex.kernels.routing_rules import RoutingMode, RoutingRules
 from loraplex.models.config_fields import ConfigFields
 from loraplex.models.expert_config import ExpertTraits, read_routing
 from loraplex.models.family_config import LAYER_NORM, Traits, read_activation, read_decoder

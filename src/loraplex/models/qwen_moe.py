@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Final
 
-from loraplex.kernels.routing import RoutingMode
+from loraplex.kernels.routing_rules import RoutingMode
 from loraplex.models.config_fields import ConfigFields
 from loraplex.models.decoder_names import DecoderNames, ExpertNames
 from loraplex.models.expert_config import ExpertTraits, read_routing

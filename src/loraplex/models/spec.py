@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from loraplex.kernels.activations import Activation
-from loraplex.kernels.routing import RoutingRules
+from loraplex.kernels.routing_rules import RoutingRules
 from loraplex.models.decoder_names import DecoderNames
 
 QKV: Final = "qkv"

@@ -11,7 +11,8 @@ from loraplex.kernels.cuda.grouped_linear import GroupedLinear
 from loraplex.kernels.cuda.linear_packing import PackedWeight, empty_weight, pack_weight
 from loraplex.kernels.cuda.lora import LoraKernel
 from loraplex.kernels.lora import LoraBatch, LoraCells, LoraSegments
-from loraplex.kernels.routing import Routes, RoutingMode, RoutingRules
+from loraplex.kernels.routing import Routes
+from loraplex.kernels.routing_rules import RoutingMode, RoutingRules
 from support.kernel_cases import Cases
 from support.kernel_cases.llamas import DTYPES, GPU, empty
 from support.kernel_cases.lora import device_batch, host_batch

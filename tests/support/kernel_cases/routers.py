@@ -6,7 +6,8 @@ from typing import Final
 
 import torch
 
-from loraplex.kernels.routing import Routes, RoutingMode, RoutingRules, route
+from loraplex.kernels.routing import Routes, route
+from loraplex.kernels.routing_rules import RoutingMode, RoutingRules
 
 Route = Callable[[torch.Tensor, RoutingRules, torch.Tensor | None], Routes]
 WEIGHT_TOLERANCE: Final = 1e-6

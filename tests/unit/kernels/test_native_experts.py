@@ -14,7 +14,8 @@ from loraplex.kernels.native.library import (
     load_library,
 )
 from loraplex.kernels.reference import ReferenceKernels
-from loraplex.kernels.routing import Routes, RoutingMode, RoutingRules, sort_routes
+from loraplex.kernels.routing import Routes, sort_routes
+from loraplex.kernels.routing_rules import RoutingMode, RoutingRules
 from support.kernel_cases.routers import ROUTERS, assert_routes_like_reference, assert_whole
 
 try:

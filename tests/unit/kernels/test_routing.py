@@ -17,7 +17,8 @@ from transformers.models.phimoe.modeling_phimoe import PhimoeTopKRouter
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from loraplex.kernels.routing import RoutingMode, RoutingRules, route
+from loraplex.kernels.routing import route
+from loraplex.kernels.routing_rules import RoutingMode, RoutingRules
 from support.kernel_cases.routers import (
     ROUTERS,
     WEIGHT_TOLERANCE,

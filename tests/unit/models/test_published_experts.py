@@ -9,7 +9,7 @@ import pytest
 
 from loraplex.core.errors import ConfigError, UnsupportedModelError
 from loraplex.kernels.activations import Activation
-from loraplex.kernels.routing import RoutingMode, RoutingRules
+from loraplex.kernels.routing_rules import RoutingMode, RoutingRules
 from loraplex.models.decoder_names import DecoderNames, ExpertNames
 from loraplex.models.expert_config import ExpertTraits
 from loraplex.models.family_config import Traits, build_layer

@@ -27,7 +27,8 @@ from loraplex.kernels.ops import (
     Parameter,
     RowLayout,
 )
-from loraplex.kernels.routing import Routes, RoutingRules
+from loraplex.kernels.routing import Routes
+from loraplex.kernels.routing_rules import RoutingRules
 from loraplex.kernels.sampling import DrawOptions, IntArray, TopLogprobs
 
 

@@ -7,7 +7,8 @@ import torch
 import triton
 
 from loraplex.kernels.cuda.programs import experts as programs
-from loraplex.kernels.routing import SUM_FLOOR, Routes, RoutingMode, RoutingRules
+from loraplex.kernels.routing import SUM_FLOOR, Routes
+from loraplex.kernels.routing_rules import RoutingMode, RoutingRules
 
 _PAIRS_AT_ONCE = 2048
 _COLUMNS_AT_ONCE = 1024

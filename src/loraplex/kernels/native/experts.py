@@ -13,7 +13,8 @@ from loraplex.kernels.native.library import (
     ThreadPool,
     Value,
 )
-from loraplex.kernels.routing import Routes, RoutingMode, RoutingRules
+from loraplex.kernels.routing import Routes
+from loraplex.kernels.routing_rules import RoutingMode, RoutingRules
 
 _MODES = {
     RoutingMode.SOFTMAX: 0,

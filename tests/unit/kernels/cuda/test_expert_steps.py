@@ -10,7 +10,7 @@ from loraplex.kernels.cuda.backend import CudaKernels
 from loraplex.kernels.lora import LoraBatch
 from loraplex.kernels.ops import Kernels
 from loraplex.kernels.reference import ReferenceKernels
-from loraplex.kernels.routing import RoutingMode, RoutingRules
+from loraplex.kernels.routing_rules import RoutingMode, RoutingRules
 from support.pooled_adapters import BASE, PooledAdapters, token_uses
 
 HOST = torch.device("cpu")
