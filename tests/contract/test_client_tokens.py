@@ -271,5 +271,5 @@ def test_a_decoupled_model_responds_without_streaming_too(decoupled, said, tmp_p
     options = program_options(
         TOKEN_FLAGS, url=decoupled.grpc, input_tokens_csv=str(path), end_id=257
     )
-    assert token_client.run(options, said.append) == 0
+    assert token_client.run(options, lambda text: said.extend(text.split("\n"))) == 0
     assert after(said, "Output sequence:  ") == str([*b"hi", *b"echo: hi"])

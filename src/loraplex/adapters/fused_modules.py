@@ -7,32 +7,16 @@ layers, LoRA of each of them with the same A. Both are exact.
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from loraplex.adapters.canonical import CanonicalRow, RowKind, sort_rows
-from loraplex.adapters.shapes import BaseShapes
+from loraplex.adapters.shapes import FUSED_MODULES, BaseShapes
 from loraplex.adapters.tensor_file import RawTensor
 from loraplex.core.errors import AdapterMismatchError, UnsupportedFeatureError
 
-_QKV: Final = ("q_proj", "k_proj", "v_proj")
-FUSED_MODULES: Final[Mapping[str, tuple[str, ...]]] = {
-    "qkv_proj": _QKV,
-    "W_pack": _QKV,
-    "gate_up_proj": ("gate_proj", "up_proj"),
-    "shared_expert.gate_up_proj": ("shared_expert.gate_proj", "shared_expert.up_proj"),
-}
-"""Parts of fused layers, in the order of their outputs, by Hugging Face's names."""
-
 _Parts = dict[str, CanonicalRow]
-
-
-def other_layout(module: str) -> tuple[str, ...]:
-    """Return the parts of a fused layer, or the fused layers that a layer may be a part of."""
-    wholes = tuple(whole for whole, parts in FUSED_MODULES.items() if module in parts)
-    return FUSED_MODULES.get(module, wholes)
 
 
 def fit_modules(rows: Iterable[CanonicalRow], shapes: BaseShapes) -> tuple[CanonicalRow, ...]:

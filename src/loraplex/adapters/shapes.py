@@ -1,11 +1,30 @@
 """Shapes of a base model that adapters are checked against."""
 
+from collections.abc import Mapping
+from typing import Final
+
 import msgspec
 
 from loraplex.core.adapter import ExpertLoraLayout
 
 NO_MODULE = "no module: it is served without LoRA (enable_lora, or a build without lora_plugin)"
 """Text after "can be adapted in" where adapters are off."""
+
+
+_QKV: Final = ("q_proj", "k_proj", "v_proj")
+FUSED_MODULES: Final[Mapping[str, tuple[str, ...]]] = {
+    "qkv_proj": _QKV,
+    "W_pack": _QKV,
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "shared_expert.gate_up_proj": ("shared_expert.gate_proj", "shared_expert.up_proj"),
+}
+"""Parts of fused layers, in the order of their outputs, by Hugging Face's names."""
+
+
+def other_layout(module: str) -> tuple[str, ...]:
+    """Return the parts of a fused layer, or the fused layers that a layer may be a part of."""
+    wholes = tuple(whole for whole, parts in FUSED_MODULES.items() if module in parts)
+    return FUSED_MODULES.get(module, wholes)
 
 
 class BaseShapes(msgspec.Struct, frozen=True):

@@ -14,7 +14,7 @@ from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Final
 
-from loraplex.adapters.fused_modules import FUSED_MODULES
+from loraplex.adapters.shapes import FUSED_MODULES
 from loraplex.core.errors import ConfigError
 
 ROUTER: Final = "router"

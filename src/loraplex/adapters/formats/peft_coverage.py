@@ -11,8 +11,7 @@ import numpy as np
 
 from loraplex.adapters.canonical import CanonicalRow, RowKind
 from loraplex.adapters.formats.peft_config import CONFIG_NAME, PeftConfig
-from loraplex.adapters.fused_modules import other_layout
-from loraplex.adapters.shapes import BaseShapes
+from loraplex.adapters.shapes import BaseShapes, other_layout
 from loraplex.adapters.tensor_file import RawTensor
 
 _MAX_SHOWN = 20
