@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Final
 
 from loraplex.core.errors import ConfigError
+from loraplex.kernels.activations import Activation
 from loraplex.kernels.routing_rules import RoutingMode, RoutingRules
 from loraplex.models.config_fields import ConfigFields
 from loraplex.models.decoder_names import DecoderNames, ExpertNames
@@ -25,8 +26,11 @@ from loraplex.models.spec import (
 class ExpertTraits:
     """Layers with experts."""
 
-    feed_forward: FeedForwardSpec
-    """Their feed-forward part. selection_bias is replaced."""
+    routing: RoutingRules
+    inner_size: int | None = None
+    """Inner size of each expert; None: that of a dense layer."""
+    activation: Activation | None = None
+    """None: that of a dense layer."""
     shared_size: int = 0
     """Inner size of the shared expert; 0: there is none."""
     dense_layers: frozenset[int] = frozenset()
@@ -77,24 +81,32 @@ def equal_parts(size: int, number: int) -> tuple[int, ...]:
     return (size // number,) * number
 
 
-def with_selection_bias(
-    feed_forward: FeedForwardSpec, names: DecoderNames, prefix: str
+def with_experts(
+    feed_forward: FeedForwardSpec, traits: ExpertTraits, names: DecoderNames, prefix: str
 ) -> FeedForwardSpec:
-    """Return the part of the layer with this prefix."""
-    name = names.experts.selection_bias
-    return dataclasses.replace(feed_forward, selection_bias=prefix + name if name else "")
+    """Return the part, that of a dense layer, with the experts of the layer with this prefix."""
+    bias = names.experts.selection_bias
+    return dataclasses.replace(
+        feed_forward,
+        inner_size=traits.inner_size or feed_forward.inner_size,
+        activation=traits.activation or feed_forward.activation,
+        routing=traits.routing,
+        selection_bias=prefix + bias if bias else "",
+    )
 
 
 def expert_groups(
+    feed_forward: FeedForwardSpec,
     traits: ExpertTraits,
     names: ExpertNames,
     hidden_size: int,
     group: Callable[..., LinearGroup],
 ) -> dict[str, LinearGroup]:
-    """Return the groups of a layer with experts. group: makes one of this layer."""
-    feed_forward, routing = traits.feed_forward, traits.feed_forward.routing
-    assert routing is not None
-    inner_size, num_experts = feed_forward.inner_size, routing.num_experts
+    """Return the groups of a layer with experts.
+
+    feed_forward: of the layer. group: makes one of this layer.
+    """
+    inner_size, num_experts = feed_forward.inner_size, traits.routing.num_experts
     experts = (EXPERT_UP_MODULES, num_experts), ((EXPERT_DOWN_MODULE,), num_experts)
     groups = {
         ROUTER: group(ROUTER, (names.router,), (num_experts,), hidden_size, (ROUTER_MODULE,)),

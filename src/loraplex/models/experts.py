@@ -3,8 +3,7 @@
 import torch
 
 from loraplex.kernels.lora import LoraBatch
-from loraplex.kernels.ops import Kernels, PackedLinear
-from loraplex.kernels.routing import Routes
+from loraplex.kernels.ops import Kernels
 from loraplex.models.linear import Linear
 from loraplex.models.parameters import LayerParameters
 from loraplex.models.spec import (
@@ -15,7 +14,6 @@ from loraplex.models.spec import (
     SHARED_UP,
     UP,
     LayerSpec,
-    LinearGroup,
 )
 
 
@@ -32,8 +30,8 @@ class ExpertFeedForward:
         self._activate = kernels.gate if spec.feed_forward.is_gated else kernels.activate
         self._kernels = kernels
         groups, packed = spec.linears, parameters.linears
-        self._up = _ExpertLinear(packed[UP], groups[UP], layer, kernels)
-        self._down = _ExpertLinear(packed[DOWN], groups[DOWN], layer, kernels)
+        self._up = Linear(packed[UP], groups[UP], layer, kernels)
+        self._down = Linear(packed[DOWN], groups[DOWN], layer, kernels)
         plain = {
             name: Linear(packed[name], groups[name], layer, kernels)
             for name in (ROUTER, SHARED_UP, SHARED_DOWN, SHARED_GATE)
@@ -47,8 +45,8 @@ class ExpertFeedForward:
         """x [T, hidden] -> [T, hidden]."""
         logits = self._router.forward(x, lora)
         routes = self._kernels.route(logits, self._rules, self._selection_bias)
-        inner = self._activate(self._up.forward(x, lora, routes), self._activation)
-        y = self._down.forward(inner, lora, routes)
+        inner = self._activate(self._up.forward_pairs(x, lora, routes), self._activation)
+        y = self._down.forward_pairs(inner, lora, routes)
         return self._kernels.combine_experts(y, routes, *self._shared(x, lora))
 
     def _shared(
@@ -60,24 +58,3 @@ class ExpertFeedForward:
         inner = self._activate(self._shared_up.forward(x, lora), self._activation)
         gate = None if self._shared_gate is None else self._shared_gate.forward(x, lora)
         return self._shared_down.forward(inner, lora), gate
-
-
-class _ExpertLinear:
-    """Linear layers of all experts: the base's product, then LoRA."""
-
-    def __init__(
-        self, packed: PackedLinear, group: LinearGroup, layer: int, kernels: Kernels
-    ) -> None:
-        self._packed = packed
-        self._layer = layer
-        self._kernels = kernels
-        self._modules = group.modules
-        self._first_outputs = group.first_outputs
-
-    def forward(self, x: torch.Tensor, lora: LoraBatch | None, routes: Routes) -> torch.Tensor:
-        """x [T, in] or [T * k, in] -> [T * k, out]."""
-        y = self._kernels.grouped_linear(x, self._packed, routes)
-        if lora is not None:
-            places = (self._layer, self._modules, self._first_outputs)
-            self._kernels.add_expert_lora(y, x, lora, routes, *places)
-        return y

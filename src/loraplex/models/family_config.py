@@ -19,7 +19,7 @@ from loraplex.models.expert_config import (
     ExpertTraits,
     equal_parts,
     expert_groups,
-    with_selection_bias,
+    with_experts,
 )
 from loraplex.models.rope_config import (
     LAYER_TYPES,
@@ -120,7 +120,7 @@ def read_decoder(fields: ConfigFields, architecture: str, traits: Traits) -> Mod
     ropes = traits.ropes or _read_ropes(fields, traits, attention.head_dim, max_positions)
     feed_forward = FeedForwardSpec(
         inner_size=fields.integer("intermediate_size"),
-        activation=traits.activation or read_activation(fields),
+        activation=traits.activation or _read_activation(fields),
         is_gated=traits.is_gated,
     )
     norm = dataclasses.replace(traits.norm, eps=fields.number("rms_norm_eps", traits.norm.eps))
@@ -246,8 +246,8 @@ def build_layer(
             DOWN: group(DOWN, (names.down,), (hidden_size,), inner_size),
         }
     else:
-        feed_forward = with_selection_bias(traits.experts.feed_forward, names, prefix)
-        inner = expert_groups(traits.experts, names.experts, hidden_size, group)
+        feed_forward = with_experts(feed_forward, traits.experts, names, prefix)
+        inner = expert_groups(feed_forward, traits.experts, names.experts, hidden_size, group)
 
     norms = {
         place: _norm_at(norm, prefix, name, hidden_size)
@@ -349,7 +349,7 @@ def require_switches(fields: ConfigFields, values: Mapping[str, bool | str]) -> 
             raise UnsupportedModelError(f"{fields.source}: {name} {shown} is not supported")
 
 
-def read_activation(fields: ConfigFields) -> Activation:
+def _read_activation(fields: ConfigFields) -> Activation:
     """Read `hidden_act`. Raises UnsupportedModelError for one that no kernel computes."""
     name = fields.text("hidden_act", "silu")
     if name not in _ACTIVATIONS:

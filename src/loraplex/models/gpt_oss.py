@@ -18,7 +18,6 @@ from loraplex.models.spec import (
     QKV,
     ROUTER,
     UP,
-    FeedForwardSpec,
     LayerSpec,
     ModelSpec,
 )
@@ -71,19 +70,14 @@ def read_config(fields: ConfigFields) -> ModelSpec:
     _require_plain_weights(fields)
     fields = fields.renamed({}, _DEFAULTS)
     _require_known_gate(fields)
-    feed_forward = FeedForwardSpec(
-        inner_size=fields.integer("intermediate_size"),
-        activation=Activation.CLAMPED_SWIGLU,
-        is_gated=True,
-        routing=read_routing(fields, RoutingMode.CHOSEN_SOFTMAX, default_num_experts=128),
-    )
+    routing = read_routing(fields, RoutingMode.CHOSEN_SOFTMAX, default_num_experts=128)
     traits = Traits(
         names=_NAMES,
         windows=periodic_windows(fields, 2),
         rotates_whole_heads=True,
         biased=_ALWAYS_BIASED + ((QKV, OUTPUT) if fields.boolean("attention_bias", True) else ()),
         norm=dataclasses.replace(RMS_NORM, is_rounded_once=True),
-        experts=ExpertTraits(feed_forward=feed_forward),
+        experts=ExpertTraits(routing=routing, activation=Activation.CLAMPED_SWIGLU),
     )
     spec = read_decoder(fields, ARCHITECTURE, traits)
     return dataclasses.replace(spec, layers=tuple(map(_with_sinks, spec.layers, itertools.count())))

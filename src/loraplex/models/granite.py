@@ -10,9 +10,9 @@ from loraplex.kernels.routing_rules import RoutingMode
 from loraplex.models.config_fields import ConfigFields
 from loraplex.models.decoder_names import DecoderNames, ExpertNames, StackedExperts
 from loraplex.models.expert_config import ExpertTraits, read_routing
-from loraplex.models.family_config import Traits, read_activation, read_decoder
+from loraplex.models.family_config import Traits, read_decoder
 from loraplex.models.llama import llama_biases
-from loraplex.models.spec import OUTPUT, QKV, FeedForwardSpec, ModelSpec
+from loraplex.models.spec import OUTPUT, QKV, ModelSpec
 
 ARCHITECTURE: Final = "GraniteForCausalLM"
 ARCHITECTURE_MOE: Final = "GraniteMoeForCausalLM"
@@ -57,16 +57,11 @@ def read_config_moe_shared(fields: ConfigFields) -> ModelSpec:
 
 def _read_moe(fields: ConfigFields, architecture: str, shared_size: int) -> ModelSpec:
     fields = fields.renamed({}, {**_DEFAULTS, "num_experts_per_tok": 2})
-    feed_forward = FeedForwardSpec(
-        inner_size=fields.integer("intermediate_size"),
-        activation=read_activation(fields),
-        is_gated=True,
-        routing=read_routing(fields, RoutingMode.CHOSEN_SOFTMAX, default_num_experts=8),
-    )
+    routing = read_routing(fields, RoutingMode.CHOSEN_SOFTMAX, default_num_experts=8)
     traits = Traits(
         names=_MOE_NAMES,
         biased=(QKV, OUTPUT) if fields.boolean("attention_bias", False) else (),
-        experts=ExpertTraits(feed_forward=feed_forward, shared_size=shared_size),
+        experts=ExpertTraits(routing=routing, shared_size=shared_size),
     )
     return _read(fields, architecture, traits)
 

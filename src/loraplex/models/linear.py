@@ -4,6 +4,7 @@ import torch
 
 from loraplex.kernels.lora import LoraBatch
 from loraplex.kernels.ops import Kernels, PackedLinear
+from loraplex.kernels.routing import Routes
 from loraplex.models.spec import LinearGroup
 
 
@@ -24,4 +25,14 @@ class Linear:
         if lora is not None:
             places = (self._modules, self._first_outputs)
             self._kernels.add_lora(y, x, lora, self._layer, *places)
+        return y
+
+    def forward_pairs(
+        self, x: torch.Tensor, lora: LoraBatch | None, routes: Routes
+    ) -> torch.Tensor:
+        """x [T, in] or [T * k, in] -> [T * k, out], for a group of experts."""
+        y = self._kernels.grouped_linear(x, self._packed, routes)
+        if lora is not None:
+            places = (self._layer, self._modules, self._first_outputs)
+            self._kernels.add_expert_lora(y, x, lora, routes, *places)
         return y

@@ -6,8 +6,8 @@ from loraplex.kernels.routing_rules import RoutingMode
 from loraplex.models.config_fields import ConfigFields
 from loraplex.models.decoder_names import DecoderNames, ExpertNames
 from loraplex.models.expert_config import ExpertTraits, read_routing
-from loraplex.models.family_config import Traits, read_activation, read_decoder
-from loraplex.models.spec import FeedForwardSpec, ModelSpec
+from loraplex.models.family_config import Traits, read_decoder
+from loraplex.models.spec import ModelSpec
 
 ARCHITECTURE: Final = "MixtralForCausalLM"
 NAMES: Final = DecoderNames(
@@ -30,21 +30,16 @@ def read_config(fields: ConfigFields) -> ModelSpec:
     }
     fields = fields.renamed({}, defaults)
     window = fields.positive_or_null("sliding_window", None)
-    feed_forward = FeedForwardSpec(
-        inner_size=fields.integer("intermediate_size"),
-        activation=read_activation(fields),
-        is_gated=True,
-        routing=read_routing(
-            fields,
-            RoutingMode.SOFTMAX,
-            default_num_experts=8,
-            normalizes=True,
-        ),
+    routing = read_routing(
+        fields,
+        RoutingMode.SOFTMAX,
+        default_num_experts=8,
+        normalizes=True,
     )
     traits = Traits(
         names=NAMES,
         windows=(None if window is None else int(window),),
         rotates_whole_heads=True,
-        experts=ExpertTraits(feed_forward=feed_forward),
+        experts=ExpertTraits(routing=routing),
     )
     return read_decoder(fields, ARCHITECTURE, traits)

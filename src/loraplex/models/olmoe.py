@@ -6,8 +6,8 @@ from loraplex.core.errors import UnsupportedModelError
 from loraplex.kernels.routing_rules import RoutingMode
 from loraplex.models.config_fields import ConfigFields
 from loraplex.models.expert_config import ExpertTraits, read_routing
-from loraplex.models.family_config import RMS_NORM, Traits, read_activation, read_decoder
-from loraplex.models.spec import OUTPUT, QKV, FeedForwardSpec, ModelSpec
+from loraplex.models.family_config import RMS_NORM, Traits, read_decoder
+from loraplex.models.spec import OUTPUT, QKV, ModelSpec
 
 ARCHITECTURE: Final = "OlmoeForCausalLM"
 _DEFAULTS: Final = {
@@ -30,17 +30,11 @@ def read_config(fields: ConfigFields) -> ModelSpec:
         default_num_experts=64,
         normalizes=fields.boolean("norm_topk_prob", False),
     )
-    feed_forward = FeedForwardSpec(
-        inner_size=fields.integer("intermediate_size"),
-        activation=read_activation(fields),
-        is_gated=True,
-        routing=routing,
-    )
     traits = Traits(
         rotates_whole_heads=True,
         biased=(QKV, OUTPUT) if fields.boolean("attention_bias", False) else (),
         head_norm=RMS_NORM,
         normalizes_heads_together=True,
-        experts=ExpertTraits(feed_forward=feed_forward),
+        experts=ExpertTraits(routing=routing),
     )
     return read_decoder(fields, ARCHITECTURE, traits)

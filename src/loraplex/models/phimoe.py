@@ -7,9 +7,9 @@ from loraplex.core.errors import UnsupportedModelError
 from loraplex.kernels.routing_rules import RoutingMode, RoutingRules
 from loraplex.models.config_fields import ConfigFields
 from loraplex.models.expert_config import ExpertTraits, read_routing
-from loraplex.models.family_config import LAYER_NORM, Traits, read_activation, read_decoder
+from loraplex.models.family_config import LAYER_NORM, Traits, read_decoder
 from loraplex.models.mixtral import NAMES
-from loraplex.models.spec import OUTPUT, QKV, FeedForwardSpec, ModelSpec
+from loraplex.models.spec import OUTPUT, QKV, ModelSpec
 
 ARCHITECTURE: Final = "PhimoeForCausalLM"
 ARCHITECTURE_PUBLISHED: Final = "PhiMoEForCausalLM"
@@ -37,14 +37,7 @@ def read_config(fields: ConfigFields) -> ModelSpec:
         rotates_whole_heads=True,
         biased=(QKV, OUTPUT) if fields.boolean("attention_bias", False) else (),
         norm=LAYER_NORM,
-        experts=ExpertTraits(
-            feed_forward=FeedForwardSpec(
-                inner_size=fields.integer("intermediate_size"),
-                activation=read_activation(fields),
-                is_gated=True,
-                routing=_read_routing(fields),
-            )
-        ),
+        experts=ExpertTraits(routing=_read_routing(fields)),
     )
     return dataclasses.replace(
         read_decoder(fields, ARCHITECTURE, traits),

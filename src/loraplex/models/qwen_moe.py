@@ -7,9 +7,9 @@ from loraplex.kernels.routing_rules import RoutingMode
 from loraplex.models.config_fields import ConfigFields
 from loraplex.models.decoder_names import DecoderNames, ExpertNames
 from loraplex.models.expert_config import ExpertTraits, read_routing
-from loraplex.models.family_config import RMS_NORM, Traits, read_activation, read_decoder
+from loraplex.models.family_config import RMS_NORM, Traits, read_decoder
 from loraplex.models.layer_types import windows_by_switch
-from loraplex.models.spec import OUTPUT, QKV, FeedForwardSpec, ModelSpec
+from loraplex.models.spec import OUTPUT, QKV, ModelSpec
 
 ARCHITECTURE_2: Final = "Qwen2MoeForCausalLM"
 ARCHITECTURE_3: Final = "Qwen3MoeForCausalLM"
@@ -77,11 +77,7 @@ def _read_experts(fields: ConfigFields, *, default_num_experts: int) -> ExpertTr
         normalizes=fields.boolean("norm_topk_prob", False),
     )
     return ExpertTraits(
-        feed_forward=FeedForwardSpec(
-            inner_size=fields.integer("moe_intermediate_size"),
-            activation=read_activation(fields),
-            is_gated=True,
-            routing=routing,
-        ),
+        routing=routing,
+        inner_size=fields.integer("moe_intermediate_size"),
         dense_layers=frozenset(i for i in layers if i in dense or (i + 1) % step),
     )

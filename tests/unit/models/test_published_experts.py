@@ -166,7 +166,7 @@ def test_several_shared_experts_are_one_of_their_size_together() -> None:
         names=DecoderNames(experts=names),
         norm=NormSpec("", 32, 1e-6),
         experts=ExpertTraits(
-            feed_forward=feed_forward, shared_size=2 * 24, dense_layers=frozenset([0])
+            routing=routing, inner_size=24, shared_size=2 * 24, dense_layers=frozenset([0])
         ),
     )
     attention = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8, rope=None)
