@@ -85,6 +85,7 @@ class AcceleratedReference(ReferenceKernels):
         layer: int,
         modules: Sequence[str],
         out_offsets: Sequence[int],
+        num_blocks: int = 0,
     ) -> None:
         if batch.segments is not None:
             batch = _of_segments(batch, batch.segments)

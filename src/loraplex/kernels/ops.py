@@ -155,8 +155,14 @@ class Kernels(Protocol):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         precision: WeightPrecision = WeightPrecision.NATIVE,
+        num_blocks: int = 0,
     ) -> PackedLinear:
         """weight [out, in], bias [out] or None; of experts: [E, out, in], [E, out]. Done at load.
+
+        num_blocks of 1 or more: a row layer, whose inputs are cut into so many equal blocks, which
+        must divide in. Each block is quantised by itself, and has a sum of its own; neighbouring
+        sums are added until one is left: (b0 + b1) + (b2 + b3). With a channel this rank has some
+        of the inputs, and the ranks' sums are added alike. Then the bias is added, once.
 
         Raises ConfigError if the weight cannot be quantised to the precision (quantization.py).
         """
@@ -276,8 +282,12 @@ class Kernels(Protocol):
         layer: int,
         modules: Sequence[str],
         out_offsets: Sequence[int],
+        num_blocks: int = 0,
     ) -> None:
-        """y [T, out] += the adapters' share for x [T, in], in place; see kernels.lora.add_lora."""
+        """y [T, out] += the adapters' share for x [T, in], in place; see kernels.lora.add_lora.
+
+        num_blocks: as of the layer. x A^T is added over blocks and ranks as the layer's product.
+        """
         ...
 
     def route(
@@ -308,11 +318,12 @@ class Kernels(Protocol):
         layer: int,
         modules: Sequence[str],
         out_offsets: Sequence[int],
+        num_blocks: int = 0,
     ) -> None:
         """y [T * k, out] += the adapters' share, of each pair's expert, in place.
 
-        x as in `grouped_linear`, layer, modules and offsets as in `add_lora`. A pair has the
-        adapters of its token.
+        x as in `grouped_linear`, layer, modules, offsets and blocks as in `add_lora`. A pair has
+        the adapters of its token.
         """
         ...
 

@@ -90,6 +90,7 @@ class ReferenceKernels:
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         precision: WeightPrecision = WeightPrecision.NATIVE,
+        num_blocks: int = 0,  # noqa: ARG002
     ) -> PackedLinear:
         """Quantised weights are multiplied in their own type again: rounded, but no smaller."""
         if precision is not WeightPrecision.NATIVE:
@@ -207,6 +208,7 @@ class ReferenceKernels:
         layer: int,
         modules: Sequence[str],
         out_offsets: Sequence[int],
+        num_blocks: int = 0,  # noqa: ARG002
     ) -> None:
         add_lora(y, x, batch, layer, modules, out_offsets)
 
@@ -240,6 +242,7 @@ class ReferenceKernels:
         layer: int,
         modules: Sequence[str],
         out_offsets: Sequence[int],
+        num_blocks: int = 0,  # noqa: ARG002
     ) -> None:
         add_expert_lora(y, x, batch, routes, layer, modules, out_offsets)
 

@@ -81,6 +81,7 @@ class CudaKernels:
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         precision: WeightPrecision = WeightPrecision.NATIVE,
+        num_blocks: int = 0,  # noqa: ARG002
     ) -> PackedLinear:
         return self._linear.pack(weight, bias, precision)
 
@@ -167,6 +168,7 @@ class CudaKernels:
         layer: int,
         modules: Sequence[str],
         out_offsets: Sequence[int],
+        num_blocks: int = 0,  # noqa: ARG002
     ) -> None:
         self._lora.add(y, x, batch, layer, modules, out_offsets)
 
@@ -191,6 +193,7 @@ class CudaKernels:
         layer: int,
         modules: Sequence[str],
         out_offsets: Sequence[int],
+        num_blocks: int = 0,  # noqa: ARG002
     ) -> None:
         add_expert_lora(self._lora, y, x, batch, routes, layer, modules, out_offsets)
 

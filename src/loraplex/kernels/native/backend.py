@@ -80,6 +80,7 @@ class NativeKernels:
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         precision: WeightPrecision = WeightPrecision.NATIVE,
+        num_blocks: int = 0,  # noqa: ARG002
     ) -> PackedLinear:
         return self._linear.pack(weight, bias, precision)
 
@@ -178,6 +179,7 @@ class NativeKernels:
         layer: int,
         modules: Sequence[str],
         out_offsets: Sequence[int],
+        num_blocks: int = 0,  # noqa: ARG002
     ) -> None:
         self._lora.add(y, x, batch, layer, modules, out_offsets)
 
@@ -205,6 +207,7 @@ class NativeKernels:
         layer: int,
         modules: Sequence[str],
         out_offsets: Sequence[int],
+        num_blocks: int = 0,  # noqa: ARG002
     ) -> None:
         self._lora.add_experts(y, x, batch, routes, layer, modules, out_offsets)
 

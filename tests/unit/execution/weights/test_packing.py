@@ -34,9 +34,10 @@ class NotingKernels(ReferenceKernels):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         precision: WeightPrecision = WeightPrecision.NATIVE,
+        num_blocks: int = 0,
     ) -> PackedLinear:
         self.precisions.append(precision)
-        return super().pack_linear(weight, bias, precision)
+        return super().pack_linear(weight, bias, precision, num_blocks)
 
 
 @pytest.fixture
