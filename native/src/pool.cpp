@@ -1,46 +1,17 @@
 #include "loraplex/pool.h"
 
-#include <chrono>
 #include <cstdlib>
 #include <new>
 #include <stdexcept>
 #include <utility>
 
 #include "loraplex/guard.h"
+#include "spin.h"
 
 namespace {
 
-// Longer than the gap between two ops of a layer, short beside a step. Serving shares the cores.
-constexpr std::chrono::microseconds kSpin{50};
-constexpr int kPausesPerLook = 32;
 constexpr int kMaxThreads = 1024;
 constexpr std::uint64_t kUnclaimed = 0xffffffffu;
-
-void pause_cpu() {
-#if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("isb" ::: "memory");
-#endif
-}
-
-// Looks until condition() holds, for kSpin at most; whether it held.
-template <typename Condition>
-bool spin_until(const Condition &condition) {
-    if (condition()) {
-        return true;
-    }
-    const auto end = std::chrono::steady_clock::now() + kSpin;
-    do {
-        for (int i = 0; i < kPausesPerLook; ++i) {
-            pause_cpu();
-            if (condition()) {
-                return true;
-            }
-        }
-    } while (std::chrono::steady_clock::now() < end);
-    return false;
-}
 
 void check_num_threads(int num_threads) {
     if (num_threads < 1 || num_threads > kMaxThreads) {
@@ -145,7 +116,7 @@ void loraplex_pool::run(std::int64_t num_tiles, TileFunction function, const voi
     }
     finish_tiles(0);
     const auto all_done = [this] { return unfinished_.load() == 0; };
-    if (!spin_until(all_done)) {
+    if (!loraplex::spin_until(all_done)) {
         std::unique_lock lock(mutex_);
         caller_sleeps_ = true;
         work_done_.wait(lock, all_done);
@@ -178,7 +149,7 @@ bool loraplex_pool::has_tiles() const { return (claims_.load() & kUnclaimed) != 
 // Spins, then sleeps; false if the pool stops.
 bool loraplex_pool::wait_for_tiles() {
     const auto wake = [this] { return has_tiles() || stopping_.load(); };
-    if (!spin_until(wake)) {
+    if (!loraplex::spin_until(wake)) {
         std::unique_lock lock(mutex_);
         num_sleeping_.fetch_add(1);
         work_came_.wait(lock, wake);

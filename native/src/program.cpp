@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "loraplex/attention.h"
+#include "loraplex/channel.h"
 #include "loraplex/elementwise.h"
 #include "loraplex/experts.h"
 #include "loraplex/guard.h"
@@ -61,6 +62,7 @@ constexpr ProgramOp kOps[] = {
     LORAPLEX_PROGRAM_OP(loraplex_add_layer_norm),
     LORAPLEX_PROGRAM_OP(loraplex_add_lora),
     LORAPLEX_PROGRAM_OP(loraplex_add_rms_norm),
+    LORAPLEX_PROGRAM_OP(loraplex_channel_gather),
     LORAPLEX_PROGRAM_OP(loraplex_combine_experts),
     LORAPLEX_PROGRAM_OP(loraplex_gate),
     LORAPLEX_PROGRAM_OP(loraplex_grouped_linear),

@@ -52,6 +52,7 @@ constexpr Test kTests[] = {
     {"top_logprobs", test_top_logprobs},
     {"apply_bitmask", test_apply_bitmask},
     {"program", test_program},
+    {"channel", test_channel},
 };
 
 std::uint64_t needed_cpu_features() {

@@ -141,5 +141,6 @@ void test_candidates_and_draw(Checks &checks);
 void test_top_logprobs(Checks &checks);
 void test_apply_bitmask(Checks &checks);
 void test_program(Checks &checks);
+void test_channel(Checks &checks);
 
 }  // namespace loraplex::selftest

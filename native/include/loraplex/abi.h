@@ -37,6 +37,8 @@ enum {
     LORAPLEX_UNSUPPORTED = 2, /* well-formed, but this library has no kernel for it */
     LORAPLEX_OUT_OF_MEMORY = 3,
     LORAPLEX_INTERNAL = 4, /* the operating system refused, or a defect of ours */
+    LORAPLEX_ABORTED = 5,      /* another rank ended the exchange (channel.h) */
+    LORAPLEX_RANKS_DIFFER = 6, /* the ranks exchange different numbers of bytes: a defect of ours */
 };
 
 typedef int32_t loraplex_dtype;
@@ -57,6 +59,7 @@ enum {
 };
 
 typedef struct loraplex_pool loraplex_pool;
+typedef struct loraplex_channel loraplex_channel; /* channel.h */
 
 LORAPLEX_API int32_t loraplex_abi_version(void);
 

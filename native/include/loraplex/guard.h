@@ -9,6 +9,17 @@
 
 namespace loraplex {
 
+// A failure that has a status of its own.
+class Failure : public std::exception {
+public:
+    explicit Failure(loraplex_status status) : status_(status) {}
+    loraplex_status status() const { return status_; }
+    const char *what() const noexcept override { return "loraplex"; }
+
+private:
+    loraplex_status status_;
+};
+
 // body() returns a status, or throws; std::invalid_argument is the caller's fault.
 template <typename Body>
 loraplex_status guarded(const Body &body) noexcept {
@@ -18,6 +29,8 @@ loraplex_status guarded(const Body &body) noexcept {
         return LORAPLEX_OUT_OF_MEMORY;
     } catch (const std::invalid_argument &) {
         return LORAPLEX_INVALID_ARGUMENT;
+    } catch (const Failure &failure) {
+        return failure.status();
     } catch (...) {
         return LORAPLEX_INTERNAL;
     }
