@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from families import begin, finish, make_subject, seconds_of_step, write_model, write_report
+from families import begin, finish, make_subject, seconds_of_step, write_model
 from peft import LoraConfig, get_peft_model
+from results_file import write_report
 from step import RANK, Subject
 from transformers import AutoModelForCausalLM, MixtralConfig, StoppingCriteria
 

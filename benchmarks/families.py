@@ -10,7 +10,6 @@ steps. --write: into benchmarks/results/families.md and .json.
 """
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -18,13 +17,12 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 import transformers
+from results_file import write_report
 from safetensors.torch import save_file
 from step import CONTEXT, RANK, Ledger, Subject, random_adapter
 
-from loraplex.bench.machine import machine_lines, this_code, this_machine
 from loraplex.bench.report_files import markdown_table
 from loraplex.core.adapter import AdapterSource, AdapterUse, LoraTarget
 from loraplex.core.clock import SystemClock
@@ -189,17 +187,6 @@ def table(rows: list[dict[str, Any]]) -> str:
         for r in rows
     ]
     return markdown_table(head, cells)
-
-
-def write_report(name: str, title: str, rows: list[dict[str, Any]], text: str) -> None:
-    """Write `results/NAME.json` with the rows and `.md` with the text."""
-    machine, code = this_machine(), this_code()
-    report_time = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
-    results = Path(__file__).parent / "results" / name
-    report = {"machine": msgspec.to_builtins(machine), "code": msgspec.to_builtins(code)}
-    results.with_suffix(".json").write_text(json.dumps(report | {"rows": rows}, indent=1))
-    lines = [f"# {title}", "", *machine_lines(report_time, code, machine), ""]
-    results.with_suffix(".md").write_text("\n".join([*lines, text]) + "\n")
 
 
 def main() -> None:

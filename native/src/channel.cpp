@@ -167,7 +167,10 @@ void loraplex_channel::abort(const char *reason) {
 }
 
 const char *loraplex_channel::abort_reason() const {
-    return head_->aborted.load() == loraplex::kAborted ? head_->reason : "";
+    const auto is_written = [this] { return head_->aborted.load() == loraplex::kAborted; };
+    // Whoever aborts may be about to write it, or may have been killed before.
+    const bool is_aborted = head_->aborted.load() != 0;
+    return is_aborted && loraplex::spin_until(is_written) ? head_->reason : "";
 }
 
 int64_t loraplex_channel_bytes(int64_t num_ranks, int64_t slot_bytes) {

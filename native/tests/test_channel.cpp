@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include "loraplex/channel.h"
+#include "loraplex/program.h"
 #include "selftest.h"
 
 namespace loraplex::selftest {
@@ -87,6 +88,27 @@ void test_rounds(Checks &checks, int num_ranks) {
     checks.expect(num_wrong == 0, std::to_string(num_ranks) + " ranks: bytes");
 }
 
+// A program holds the gather: it is made again with what the memory then contains.
+void test_in_a_program(Checks &checks) {
+    const Ranks ranks(2);
+    std::atomic<int> num_wrong{0};
+    ranks.run([&](int rank, loraplex_channel *channel) {
+        std::int64_t source = 0, target[2] = {};
+        const auto word = [](const void *pointer) {
+            return reinterpret_cast<std::int64_t>(pointer);
+        };
+        const std::int64_t code[] = {loraplex_program_op("loraplex_channel_gather"),
+                                     4, 0, word(channel), sizeof(source), word(&source),
+                                     word(target)};
+        for (std::int64_t round = 0; round < 10; ++round) {
+            source = 10 * round + rank;
+            num_wrong += loraplex_run_program(code, std::size(code), nullptr, 0) != LORAPLEX_OK;
+            num_wrong += target[0] != 10 * round || target[1] != 10 * round + 1;
+        }
+    });
+    checks.expect(num_wrong == 0, "in a program");
+}
+
 void test_abort(Checks &checks) {
     const Ranks ranks(3);
     std::atomic<int> num_aborted{0};
@@ -138,6 +160,7 @@ void test_channel(Checks &checks) {
     for (const int num_ranks : {1, 2, 3, 4}) {
         test_rounds(checks, num_ranks);
     }
+    test_in_a_program(checks);
     test_abort(checks);
     test_refusals(checks);
 }

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from loraplex.core.errors import InternalError
+from loraplex.core.errors import DeviceLost, InternalError
 
 LIBRARY_FOLDER = Path(__file__).parent / "lib"
 
@@ -39,7 +39,7 @@ Size = ctypes.c_int64
 Int = ctypes.c_int32
 Real = ctypes.c_float
 
-_ABI_VERSION = 7
+_ABI_VERSION = 8
 _FILES = {
     "x86-64-v4": "libloraplex_v4.so",
     "x86-64-v3": "libloraplex_v3.so",
@@ -52,10 +52,13 @@ _STATUS = {
     2: "this library has no kernel for the arguments",
     3: "out of memory",
     4: "the operating system refused, or a defect",
+    6: "the ranks exchange different numbers of bytes: each must compute the same steps",
 }
+_ABORTED = 5
 
 NativeFunction = Callable[..., None]
-"""Takes numbers only (addresses as int); raises InternalError if the function reports a failure."""
+"""Takes numbers only (addresses as int). Raises InternalError if the function reports a failure,
+DeviceLost if another rank aborted the exchange that it takes part in."""
 
 Watch = Callable[[str, NativeFunction, Sequence[Any]], NativeFunction]
 """Given the name, the function and its argument types: a function to call instead."""
@@ -81,7 +84,7 @@ class NativeLibrary:
                 "loraplex again"
             )
         self._watch: Watch | None = None
-        self.instruction_set = _text(self._dll.loraplex_instruction_set)
+        self.instruction_set = self.text_function("loraplex_instruction_set")()
 
     def watched(self, watch: Watch) -> "NativeLibrary":
         """The same library; its functions are what `watch` makes of them."""
@@ -103,6 +106,20 @@ class NativeLibrary:
         function.argtypes = argument_types
         function.restype = ctypes.c_int64
         return function  # type: ignore[no-any-return]
+
+    def pointer_function(self, name: str, *argument_types: Any) -> Callable[..., int | None]:
+        """A function that returns an address, or None."""
+        function: Any = self._dll[name]
+        function.argtypes = argument_types
+        function.restype = ctypes.c_void_p
+        return function  # type: ignore[no-any-return]
+
+    def text_function(self, name: str, *argument_types: Any) -> Callable[..., str]:
+        """A function that returns a string and cannot fail."""
+        function: Any = self._dll[name]
+        function.argtypes = argument_types
+        function.restype = ctypes.c_char_p
+        return lambda *arguments: function(*arguments).decode(errors="replace")
 
     def cpu_features(self) -> int:
         """LORAPLEX_CPU_* of abi.h"""
@@ -175,12 +192,9 @@ def load_library(
     )
 
 
-def _text(function: Any) -> str:
-    function.restype = ctypes.c_char_p
-    return str(function().decode())
-
-
 def _check_status(status: int, function: Any, arguments: tuple[Any, ...]) -> None:
+    if status == _ABORTED:
+        raise DeviceLost(f"{function.__name__}: another rank aborted the exchange")
     if status != 0:
         reason = _STATUS.get(status, f"status {status}")
         raise InternalError(f"{function.__name__} failed: {reason} (called with {arguments})")
