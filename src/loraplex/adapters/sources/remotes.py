@@ -108,19 +108,7 @@ class ObjectRemote:
 
     def __init__(self, reference: Reference) -> None:
         self._url = reference.location
-        try:
-            import fsspec  # noqa: PLC0415 - slow import, seldom needed
-
-            self._files, self._path = fsspec.core.url_to_fs(self._url)
-        except ImportError as error:
-            scheme = self._url.partition("://")[0]
-            raise UnsupportedFeatureError(
-                f"{scheme}:// needs a package that is not installed ({error}); "
-                "pip install 'loraplex[remote]'",
-                param="path",
-            ) from error
-        except Exception as error:
-            raise _failed(self._url, error) from error
+        self._files, self._path = object_store(self._url)
 
     def get(
         self, name: str, target: Path, allowance: Allowance, known_tag: str
@@ -144,7 +132,7 @@ class ObjectRemote:
         info = self._files.info(path)
         if info.get("type") == "directory":
             return Missing.ABSENT
-        tag = _object_tag(info)
+        tag = object_tag(info)
         if tag and tag == known_tag:
             return Missing.UNCHANGED
         size = int(info.get("size") or 0)
@@ -156,6 +144,27 @@ class ObjectRemote:
             raise AdapterLoadError(f"{self._url} ended after {num_bytes} of {size} bytes")
         allowance.spend(num_bytes)
         return Arrived(tag, sha256, num_bytes)
+
+
+def object_store(url: str) -> tuple[Any, str]:
+    """Return fsspec's file system of a URL, and the path in it.
+
+    Raises UnsupportedFeatureError without the store's package, or AdapterLoadError.
+    """
+    try:
+        import fsspec  # noqa: PLC0415 - slow import, seldom needed
+
+        files, path = fsspec.core.url_to_fs(url)
+    except ImportError as error:
+        scheme = url.partition("://")[0]
+        raise UnsupportedFeatureError(
+            f"{scheme}:// needs a package that is not installed ({error}); "
+            "pip install 'loraplex[remote]'",
+            param="path",
+        ) from error
+    except Exception as error:
+        raise _failed(url, error) from error
+    return files, str(path)
 
 
 def open_remote(reference: Reference, policy: SourcePolicy) -> Remote:
@@ -170,7 +179,8 @@ def open_remote(reference: Reference, policy: SourcePolicy) -> Remote:
     return HttpRemote(reference.location, policy)
 
 
-def _object_tag(info: dict[str, Any]) -> str:
+def object_tag(info: dict[str, Any]) -> str:
+    """Return a tag that changes when an object does; empty if the store has none."""
     found = next((key for key in _OBJECT_TAGS if info.get(key)), None)
     return "" if found is None else f"{found} {info[found]}"
 

@@ -1,0 +1,346 @@
+"""Declarations in a shared folder or bucket: what is valid, who wins, what is left out."""
+
+import json
+import logging
+import os
+import sys
+import threading
+from typing import ClassVar
+
+import msgspec
+import pytest
+
+from loraplex.adapters.declaration import MAX_DOCUMENT_BYTES, Declaration, read_declaration
+from loraplex.adapters.declaration_places import FolderPlace, ObjectPlace, open_place
+from loraplex.adapters.shared_declarations import (
+    KEPT_VERSIONS,
+    REMOVED_SECONDS,
+    SharedDeclarations,
+)
+from loraplex.core.errors import (
+    AdapterExistsError,
+    AdapterLoadError,
+    ConfigError,
+    InvalidAdapterError,
+    PermissionDeniedError,
+    UnsupportedFeatureError,
+)
+
+URI = "/adapters/zh"
+
+
+def declared(name="zh", version=1, **fields):
+    return Declaration(**{"name": name, "version": version, "uri": URI, "model": "base"} | fields)
+
+
+@pytest.fixture(params=["folder", "bucket"])
+def open_shared(request, tmp_path, monkeypatch):
+    """A function () -> SharedDeclarations: each is another server with the same place."""
+    if request.param == "bucket":
+        memory = pytest.importorskip("fsspec.implementations.memory")
+
+        class Bucket(memory.MemoryFileSystem):
+            """Exclusive as S3 is; it lists without a cache."""
+
+            protocol = ("s3",)
+            store: ClassVar = {}
+            pseudo_dirs: ClassVar = [""]
+
+            @classmethod
+            def _strip_protocol(cls, path):
+                return "/" + path.removeprefix("s3://").strip("/")
+
+        monkeypatch.setitem(sys.modules["fsspec.registry"]._registry, "s3", Bucket)
+        place = "s3://bucket/truth"
+    else:
+        place = str(tmp_path)
+
+    def make(max_documents=100, **options):
+        return SharedDeclarations(open_place(place), place, max_documents, **options)
+
+    return make
+
+
+@pytest.fixture
+def put(tmp_path):
+    """A function (file name, body) which writes a document as a person does."""
+
+    def write(name, body):
+        text = body if isinstance(body, str | bytes) else json.dumps(body)
+        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+
+    return write
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return SharedDeclarations(FolderPlace(tmp_path), str(tmp_path), 100)
+
+
+def names_of(valid):
+    return {name: one.version for (_, _, name), one in valid.items()}
+
+
+def test_one_server_sees_what_another_declares(open_shared):
+    one, other = open_shared(), open_shared()
+    assert other.read() == {}
+    one.write(declared(digest="abc", aliases=("cn",)))
+    (seen,) = other.read().values()
+    assert seen == declared(digest="abc", aliases=("cn",))
+    other.write(declared(version=2, is_removed=True))
+    assert one.read()["base", "default", "zh"].is_removed
+
+
+def test_of_two_writers_of_one_version_one_wins_and_the_other_learns_both(open_shared):
+    one, other = open_shared(), open_shared()
+    one.write(declared(digest="a" * 64))
+    other.read()
+    one.write(declared(version=2, digest="b" * 64))
+    with pytest.raises(AdapterExistsError, match=r"version 2 .* has version 2 .digest bbbb"):
+        other.write(declared(version=2, digest="c" * 64))
+    assert other.read()["base", "default", "zh"].digest == "b" * 64
+    with pytest.raises(AdapterExistsError, match=r"version 1 .* has version 2"):
+        other.write(declared(version=1))
+
+
+def test_writers_at_the_same_time(tmp_path):
+    servers = [SharedDeclarations(FolderPlace(tmp_path), "f", 100) for _ in range(8)]
+    start, results = threading.Barrier(len(servers)), []
+
+    def write(number, server):
+        start.wait()
+        try:
+            server.write(declared(digest=str(number)))
+            results.append(number)
+        except AdapterExistsError:
+            pass
+
+    threads = [threading.Thread(target=write, args=one) for one in enumerate(servers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (winner,) = results
+    assert {server.read()["base", "default", "zh"].digest for server in servers} == {str(winner)}
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_writer_far_behind_does_not_bring_an_old_version_back(open_shared, tmp_path):
+    late, busy = open_shared(), open_shared()
+    late.write(declared())
+    for version in range(2, KEPT_VERSIONS + 5):
+        busy.write(declared(version=version))
+    assert len(busy._place.documents()) == KEPT_VERSIONS
+    with pytest.raises(AdapterExistsError, match=f"version 2 .* has version {KEPT_VERSIONS + 4}"):
+        late.write(declared(version=2))
+    assert names_of(late.read()) == {"zh": KEPT_VERSIONS + 4}
+
+
+def test_documents_of_unloaded_adapters_go_after_a_week(open_shared):
+    now = 1e9
+    server = open_shared(unix_seconds=lambda: now)
+    server.write(declared())
+    server.write(declared(version=2, is_removed=True, created=int(now)))
+    server.write(declared("de"))
+    assert names_of(server.read()) == {"zh": 2, "de": 1}
+    now += REMOVED_SECONDS + 1
+    server.write(declared("de", 2))
+    assert names_of(open_shared().read()) == {"de": 2}
+
+
+def test_the_greatest_version_is_valid_whatever_its_document_is_named(folder, put):
+    put("anything.json", {"name": "zh", "version": 3, "uri": "s3://bucket/zh"})
+    put("b.json", {"name": "zh", "version": 2, "uri": URI})
+    put("c.json", {"name": "zh", "version": 3, "uri": URI})
+    (valid,) = folder.read("base").values()
+    assert valid.uri == "s3://bucket/zh"
+    assert valid.model == "base"
+    folder.write(declared(version=4))
+    assert names_of(folder.read("base")) == {"zh": 4}
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        (b"{", "truncated"),
+        (b"\xff\xfe", "declares no adapter"),
+        (b"[" * 50000, "declares no adapter"),
+        ({"name": "../../etc", "version": 1, "uri": URI}, r"\.\. from the path"),
+        ({"name": "a\nb", "version": 1, "uri": URI}, "U\\+000A"),
+        ({"name": "", "version": 1, "uri": URI}, "1 to 256"),
+        ({"name": "zh", "version": 0, "uri": URI}, "version"),
+        ({"name": "zh", "version": 1 << 60, "uri": URI}, "version"),
+        ({"name": "zh", "version": 1}, "no uri"),
+        ({"name": "zh", "version": 1, "uri": "zh"}, "absolute path or a URL"),
+        ({"name": "zh", "version": 1, "uri": "ftp://host/zh"}, "ftp://"),
+        ({"name": "zh", "version": 1, "uri": URI, "task_id": -1}, "task id"),
+        ({"name": "zh", "version": 1, "uri": URI, "aliases": ["a/../b"]}, r"\.\."),
+        ({"name": "zh", "version": 1, "uri": URI, "aliases": ["a"] * 65}, "aliases"),
+        ({"name": "zh", "version": 1, "uri": URI, "url": URI}, "url"),
+        ({"name": "zh", "version": 1, "uri": URI, "aliases": ["a" * MAX_DOCUMENT_BYTES]}, "bytes"),
+    ],
+)
+def test_a_bad_document_is_left_out_by_name(folder, put, caplog, body, problem):
+    put("good.json", {"name": "de", "version": 1, "uri": URI})
+    put("bad.json", body)
+    assert names_of(folder.read()) == {"de": 1}
+    (record,) = caplog.records
+    assert "bad.json" in record.getMessage()
+    with pytest.raises(ConfigError, match=problem):
+        read_declaration(folder._place.read("bad.json"), "bad.json")
+
+
+def test_a_document_that_is_being_written_means_what_it_meant(folder, put, caplog):
+    put("zh.json", {"name": "zh", "version": 1, "uri": URI})
+    folder.read()
+    put("zh.json", '{"name": "zh", "ver')
+    assert names_of(folder.read()) == {"zh": 1}
+    assert "it means what it meant before" in caplog.text
+    put("zh.json", {"name": "zh", "version": 2, "uri": URI})
+    assert names_of(folder.read()) == {"zh": 2}
+
+
+def test_a_written_document_has_the_version_of_its_name(folder, tmp_path, caplog):
+    folder.write(declared())
+    (document,) = tmp_path.iterdir()
+    document.rename(tmp_path / document.name.replace(".1.json", ".7.json"))
+    assert folder.read() == {}
+    assert "its name has version 7" in caplog.text
+
+
+def test_only_changed_documents_are_read_again(folder, put, monkeypatch):
+    put("zh.json", {"name": "zh", "version": 1, "uri": URI})
+    put("de.json", {"name": "de", "version": 1, "uri": URI})
+    for name in ("zh.json", "de.json"):
+        os.utime(folder._place._folder / name, (1, 1))
+    before = folder.read()
+    reads = []
+    read = folder._place.read
+    monkeypatch.setattr(folder._place, "read", lambda name: reads.append(name) or read(name))
+    assert folder.read() is before
+    put("de.json", {"name": "de", "version": 2, "uri": URI})
+    assert names_of(folder.read()) == {"zh": 1, "de": 2}
+    assert reads == ["de.json"]
+
+
+def test_a_change_within_the_resolution_of_the_file_system_is_seen(folder, put):
+    put("zh.json", {"name": "zh", "version": 1, "uri": URI})
+    folder.read()
+    status = (folder._place._folder / "zh.json").stat()
+    put("zh.json", {"name": "zh", "version": 2, "uri": URI})
+    os.utime(folder._place._folder / "zh.json", ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert names_of(folder.read()) == {"zh": 2}
+
+
+def test_links_out_of_the_folder_pipes_and_hidden_files_are_no_documents(
+    folder, put, tmp_path_factory, tmp_path
+):
+    put("zh.json", {"name": "zh", "version": 1, "uri": URI})
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "de.json"
+    elsewhere.write_text(json.dumps({"name": "de", "version": 1, "uri": URI}))
+    (tmp_path / "de.json").symlink_to(elsewhere)
+    (tmp_path / "inside.json").symlink_to("zh.json")
+    (tmp_path / "gone.json").symlink_to("nothing.json")
+    os.mkfifo(tmp_path / "pipe.json")
+    (tmp_path / "folder.json").mkdir()
+    put(".hidden.json", {"name": "fr", "version": 1, "uri": URI})
+    put("readme.txt", "text")
+    assert names_of(folder.read()) == {"zh": 1}
+
+
+def test_a_folder_that_is_gone_or_empty_takes_no_name_away(folder, put, tmp_path):
+    put("zh.json", {"name": "zh", "version": 1, "uri": URI})
+    folder.read()
+    (tmp_path / "zh.json").unlink()
+    with pytest.raises(AdapterLoadError, match="lost all its adapter declarations"):
+        folder.read()
+    tmp_path.rmdir()
+    with pytest.raises(AdapterLoadError, match="cannot be read now: FileNotFoundError"):
+        folder.read()
+    tmp_path.mkdir()
+    put("de.json", {"name": "de", "version": 1, "uri": URI})
+    assert names_of(folder.read()) == {"de": 1}
+
+
+def test_more_documents_than_the_limit_change_nothing(open_shared):
+    server, small = open_shared(), open_shared(max_documents=2)
+    small.write(declared("a"))
+    small.write(declared("b"))
+    with pytest.raises(PermissionDeniedError, match="max_adapter_declarations"):
+        small.write(declared("c"))
+    small.write(declared("b", 2))
+    server.write(declared("c"))
+    with pytest.raises(AdapterLoadError, match="3 adapter declarations; at most 2"):
+        small.read()
+
+
+def test_a_read_only_folder_refuses_by_name(folder, monkeypatch):
+    def refuse(name, body):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(folder._place, "create", refuse)
+    with pytest.raises(PermissionDeniedError, match=r"'zh' cannot be declared .* read-only"):
+        folder.write(declared())
+
+
+def test_a_server_declares_no_path_that_others_cannot_read(folder):
+    with pytest.raises(InvalidAdapterError, match="absolute path or a URL"):
+        folder.write(declared(uri="./adapters/zh"))
+
+
+def test_a_store_that_replaces_objects_is_refused(monkeypatch):
+    class Careless:
+        def __init__(self):
+            self.objects = {}
+
+        def invalidate_cache(self):
+            pass
+
+        def pipe_file(self, path, body, mode):
+            self.objects[path] = body
+
+        def rm_file(self, path):
+            del self.objects[path]
+
+        def ls(self, path, detail):
+            return []
+
+    careless = Careless()
+    place = ObjectPlace.__new__(ObjectPlace)
+    place._url, place._files, place._path, place._is_exclusive = "s3://b/t", careless, "b/t", False
+    with pytest.raises(UnsupportedFeatureError, match="conditional writes"):
+        SharedDeclarations(place, "s3://b/t", 10).write(declared())
+    assert careless.objects == {}
+
+
+@pytest.mark.parametrize(
+    ("url", "problem"),
+    [
+        ("/nowhere", "no folder /nowhere"),
+        ("https://host/x", "object store"),
+        ("s3://", "got s3://"),
+    ],
+)
+def test_a_place_that_cannot_be(url, problem):
+    with pytest.raises(ConfigError, match=problem):
+        open_place(url)
+
+
+def test_names_of_any_kind_become_names_of_files(folder, tmp_path):
+    for name in ("a/b", "zh:v1", "語", "a" * 256, "A", "a", "a-b", "a_b"):
+        folder.write(declared(name))
+    assert len(folder.read()) == 8
+    assert all(len(os.fsencode(path.name)) < 128 for path in tmp_path.iterdir())
+
+
+def test_a_damaged_document_in_the_way_is_named(folder, tmp_path, caplog):
+    caplog.set_level(logging.CRITICAL)
+    (tmp_path / declared().file_name).write_text("{")
+    with pytest.raises(AdapterExistsError, match="a document that is not valid has its place"):
+        folder.write(declared())
+
+
+def test_what_a_server_writes_reads_back(folder):
+    declaration = declared(tenant="acme", task_id=7, digest="d", aliases=("x",), created=9)
+    body = msgspec.json.encode(declaration)
+    assert read_declaration(body, declaration.file_name) == declaration
