@@ -34,6 +34,7 @@ _FREE_LABELS = frozenset(
     {
         *("model", "version", "model_name", "adapter", "le", "quantile"),
         *("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
+        *("adapter_name", "level", "pinned", "block_size", "num_gpu_blocks"),
     }
 )
 _OURS = "loraplex_"

@@ -33,7 +33,7 @@ from loraplex.frontends.body_memory import BodyMemory
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration
 from loraplex.frontends.kserve.models.model_control import ModelControl
 from loraplex.frontends.kserve.service import TritonService
-from loraplex.frontends.ops.metrics import metrics_app
+from loraplex.frontends.ops.metrics import MetricsLimits, metrics_app
 from loraplex.frontends.telemetry.tenants import noting_tenant
 from loraplex.serving.access.api_key_ring import ApiKeys
 from loraplex.serving.draining import Draining
@@ -106,6 +106,7 @@ class Server:
                     metrics,
                     [*triton.collectors(), *reporting.collectors()],
                     triton.catalog.has_vllm_gauges,
+                    MetricsLimits.of(settings),
                 ),
                 authenticate,
             )

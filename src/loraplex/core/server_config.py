@@ -172,19 +172,11 @@ class ServerConfig(Settings, frozen=True, kw_only=True):
     ] = 64 << 10
     max_headers: Annotated[
         int,
-        _limits(
-            "Maximum number of headers of a request",
-            "Beyond it: status 431.",
-            minimum=10,
-        ),
+        _limits("Maximum number of headers of a request", "Beyond it: status 431.", minimum=10),
     ] = 100
     max_request_line_bytes: Annotated[
         int,
-        _limits(
-            "Maximum size of an HTTP request line",
-            "Beyond it: status 414.",
-            minimum=256,
-        ),
+        _limits("Maximum size of an HTTP request line", "Beyond it: status 414.", minimum=256),
     ] = 8 << 10
     max_connections: Annotated[
         int,
@@ -294,6 +286,24 @@ class ServerConfig(Settings, frozen=True, kw_only=True):
             has_commas=False,
         ),
     ] = ()
+    metrics_cache_seconds: Annotated[
+        float,
+        _logs(
+            "Time in seconds for which scrapes of the metrics get the same text; 0: each its own",
+            "A text that takes long to make, with many adapters, is kept for 10 times as long.",
+            minimum=0,
+            maximum=60,
+        ),
+    ] = 0.04
+    max_reported_adapters: Annotated[
+        int,
+        _logs(
+            "Maximum number of adapters that one of the gateways' metric families names",
+            "See [Kubernetes](kubernetes.md#metrics-of-the-gateways).",
+            minimum=1,
+            maximum=1_000_000,
+        ),
+    ] = 1000
     persist_adapters: Annotated[
         bool,
         _adapters(

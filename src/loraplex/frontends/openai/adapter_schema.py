@@ -18,6 +18,18 @@ class UnloadLoraBody(Body):
     """vLLM's own number: taken, and of no use here."""
 
 
+class DynamoSource(Body):
+    uri: str
+    """Source, like `path` of POST /v1/adapters; Dynamo sends file, s3 and hf addresses."""
+
+
+class DynamoLoadBody(Body):
+    """Dynamo's."""
+
+    lora_name: str
+    source: DynamoSource
+
+
 class AdapterBody(ClosedBody):
     """POST /v1/adapters."""
 

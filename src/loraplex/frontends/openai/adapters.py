@@ -174,10 +174,11 @@ class AdapterEndpoints:
         if not body.lora_name:
             return _refusal(400, "'lora_name' needs to be provided to unload a LoRA adapter.")
         return await _vllm_response(
-            self._unload(body.lora_name, principal), body.lora_name, "removed"
+            self.unload(body.lora_name, principal), body.lora_name, "removed"
         )
 
-    async def _unload(self, name: str, principal: Principal) -> None:
+    async def unload(self, name: str, principal: Principal) -> None:
+        """Forget a name. Raises AdapterNotFoundError."""
         await self._backend.adapter_admin.unload(principal, self._ref(name, principal))
 
     def _reference(self, request: Request) -> tuple[Principal, AdapterRef]:

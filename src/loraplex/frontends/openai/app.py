@@ -17,6 +17,7 @@ from loraplex.frontends.openai.context import (
     OpenAIOptions,
     responds_to_errors,
 )
+from loraplex.frontends.openai.dynamo import DynamoEndpoints
 from loraplex.frontends.openai.errors import (
     INVALID,
     OPENAI_ERRORS,
@@ -113,6 +114,7 @@ def _models(context: OpenAIContext) -> Routes:
 def _adapters(context: OpenAIContext) -> Routes:
     """Their management."""
     adapters = AdapterEndpoints(context)
+    dynamo = DynamoEndpoints(context, adapters)
     return (
         ("GET", "/v1/adapters", adapters.list_adapters),
         ("POST", "/v1/adapters", adapters.load_adapter),
@@ -123,6 +125,9 @@ def _adapters(context: OpenAIContext) -> Routes:
         ("DELETE", "/v1/adapters/{name:path}", adapters.delete_adapter),
         ("POST", "/v1/load_lora_adapter", adapters.load_lora_adapter),
         ("POST", "/v1/unload_lora_adapter", adapters.unload_lora_adapter),
+        ("GET", "/v1/loras", dynamo.list_loras),
+        ("POST", "/v1/loras", dynamo.load_lora),
+        ("DELETE", "/v1/loras/{name:path}", dynamo.unload_lora),
     )
 
 

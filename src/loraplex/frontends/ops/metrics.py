@@ -1,10 +1,14 @@
 """GET /metrics: what requests did and what engines do, as Prometheus text.
 
-Engines' numbers are read from `Backend.stats` for each scrape; nothing is kept here.
+Engines' numbers are read from `Backend.stats`; the text of one scrape serves those right after it.
 """
 
+import asyncio
+import time
 from collections.abc import Callable, Iterable, Iterator
+from typing import Final
 
+import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
@@ -16,9 +20,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from loraplex.core.principal import LOCAL
+from loraplex.core.server_config import ServerConfig
 from loraplex.core.stats import EngineStats
 from loraplex.frontends.openapi.operation import TEXT, Described, Media, Operation, ResponseDoc
-from loraplex.frontends.ops.gateway_metrics import GatewayCollector
+from loraplex.frontends.ops.gateway_metrics import MAX_ADAPTERS, GatewayCollector
 from loraplex.frontends.ops.memory_metrics import MemoryCollector
 from loraplex.frontends.ops.responses import guard_responses
 from loraplex.frontends.prometheus_text import as_originals_write
@@ -175,17 +180,44 @@ _COUNTERS: tuple[_Family, ...] = (
 )
 
 
+_MAX_SHARE = 0.1
+"""Share of the event loop's time that scrapes may take: texts with many adapters are kept longer.
+"""
+
+
+class MetricsLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of what scrapes cost."""
+
+    cache_seconds: float = 0.0
+    """Minimum age of a text before another is made; 0: each scrape makes its own."""
+    max_adapters: int = MAX_ADAPTERS
+    """Maximum number of adapters that one of the gateways' families names."""
+
+    @classmethod
+    def of(cls, settings: ServerConfig) -> "MetricsLimits":
+        return cls(
+            cache_seconds=settings.metrics_cache_seconds,
+            max_adapters=settings.max_reported_adapters,
+        )
+
+
+_NO_CACHE: Final = MetricsLimits()
+
+
 def metrics_app(
     backend: Backend,
     request_metrics: RequestMetrics,
     collectors: Iterable[Collector] = (),
     has_gauges: Callable[[str], bool] | None = None,
+    limits: MetricsLimits = _NO_CACHE,
 ) -> ASGIApp:
     """An app with one route, GET /metrics; for a port of its own or to be mounted.
 
     collectors: of other front ends. has_gauges: whether a base model has vLLM's gauges; None: all.
     """
-    return Starlette(routes=metrics_routes(backend, request_metrics, collectors, has_gauges))
+    return Starlette(
+        routes=metrics_routes(backend, request_metrics, collectors, has_gauges, limits)
+    )
 
 
 def metrics_routes(
@@ -193,20 +225,62 @@ def metrics_routes(
     request_metrics: RequestMetrics,
     collectors: Iterable[Collector] = (),
     has_gauges: Callable[[str], bool] | None = None,
+    limits: MetricsLimits = _NO_CACHE,
+    seconds: Callable[[], float] = time.monotonic,
 ) -> list[Route]:
     """Return the routes: OpenMetrics for clients that accept it, else Prometheus' text format."""
-    gateway = GatewayCollector(backend, has_gauges)
+    gateway = GatewayCollector(backend, has_gauges, max_adapters=limits.max_adapters)
     registry = metrics_registry(backend, request_metrics, [gateway, *collectors])
+    texts = _Texts(gateway, registry, limits.cache_seconds, seconds)
 
     async def metrics(request: Request) -> Response:
-        await gateway.refresh()
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        text = encode(registry)
-        if content_type.startswith("text/plain"):
-            text = as_originals_write(text)
+        text, content_type = await texts.text(request.headers.get("accept", ""))
         return Response(text, headers={"content-type": content_type})
 
     return [Route("/metrics", metrics, methods=["GET"])]
+
+
+class _Texts:
+    """The newest text of each format, for as long as it is fresh.
+
+    Several gateways scrape every 50 ms each. Scrapes that come while a text is made wait for it.
+    """
+
+    def __init__(
+        self,
+        gateway: GatewayCollector,
+        registry: CollectorRegistry,
+        cache_seconds: float,
+        seconds: Callable[[], float],
+    ) -> None:
+        self._gateway = gateway
+        self._registry = registry
+        self._cache_seconds = cache_seconds
+        self._seconds = seconds
+        self._making = asyncio.Lock()
+        self._texts: dict[str, tuple[bytes, float]] = {}
+        """Text and the time until which it is fresh, by content type."""
+
+    async def text(self, accept: str) -> tuple[bytes, str]:
+        """Return a text in the format that a client accepts, and its content type."""
+        encode, content_type = choose_encoder(accept)
+        if not self._cache_seconds:
+            await self._gateway.refresh()
+            return self._encoded(encode, content_type), content_type
+        async with self._making:
+            text, fresh_until = self._texts.get(content_type, (b"", 0.0))
+            if not text or self._seconds() >= fresh_until:
+                await self._gateway.refresh()
+                begin = self._seconds()
+                text = self._encoded(encode, content_type)
+                end = self._seconds()
+                kept = max(self._cache_seconds, (end - begin) / _MAX_SHARE)
+                self._texts[content_type] = text, end + kept
+        return text, content_type
+
+    def _encoded(self, encode: Callable[[CollectorRegistry], bytes], content_type: str) -> bytes:
+        text = encode(self._registry)
+        return as_originals_write(text) if content_type.startswith("text/plain") else text
 
 
 def metrics_registry(

@@ -12,7 +12,7 @@ from loraplex.core.adapter import Residency
 from loraplex.core.principal import LOCAL
 from loraplex.core.stats import AdapterActivity, AdapterTierStats, Durations, EngineStats
 from loraplex.frontends.ops.health import health_routes
-from loraplex.frontends.ops.metrics import metrics_routes
+from loraplex.frontends.ops.metrics import MetricsLimits, metrics_routes
 from loraplex.serving.model_memory import (
     AcceleratorMemory,
     DeviceTier,
@@ -171,3 +171,30 @@ async def test_lora_requests_info(client, backend):
         "waiting_lora_adapters": "it",
     }
     assert sample.value == pytest.approx(time.time(), abs=60)
+
+
+async def test_gateways_name_a_limited_number_of_adapters(backend):
+    """Pinned adapters first, then those in use, then those on the device."""
+    digests = {card.name: card.digest for card in backend.adapters(LOCAL)}
+    backend.activity = AdapterActivity(
+        residency={
+            digests["de"]: Residency.DEVICE,
+            digests["fr"]: Residency.DEVICE,
+            digests["es"]: Residency.HOST,
+            digests["it"]: Residency.HOST,
+        },
+        running={digests["it"]: 1},
+        waiting={digests["it"]: 1, digests["es"]: 1, digests["a,b"]: 1},
+        pinned=(digests["fr"],),
+    )
+    routes = metrics_routes(
+        backend, RequestMetrics(), limits=MetricsLimits(cache_seconds=0, max_adapters=2)
+    )
+    transport = httpx.ASGITransport(app=Starlette(routes=routes))
+    async with httpx.AsyncClient(transport=transport, base_url="http://ops") as client:
+        loaded = await values(client, "vllm:lora_adapter_loaded", "adapter_name", "level", "pinned")
+        assert set(loaded) == {("fr", "gpu", "true"), ("es", "cpu", "false")}
+        info = await values(client, "vllm:lora_requests_info", "running_lora_adapters")
+        assert set(info) == {("de,fr",)}
+        waiting = await values(client, "vllm:lora_requests_info", "waiting_lora_adapters")
+        assert set(waiting) == {("es,it",)}

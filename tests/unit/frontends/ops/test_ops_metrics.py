@@ -1,14 +1,18 @@
 """GET /metrics against the echo backend."""
 
+import asyncio
+
 import httpx
 import pytest
 from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+from starlette.applications import Starlette
 
 from loraplex.core.principal import LOCAL
 from loraplex.core.request import GenerateRequest
 from loraplex.core.stats import AdapterTierStats, EngineStats
-from loraplex.frontends.ops.metrics import metrics_app
+from loraplex.frontends.ops.metrics import MetricsLimits, metrics_app, metrics_routes
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.wire_request import GenerationRecord
 from loraplex.testing.echo_backend import EchoBackend
@@ -172,3 +176,85 @@ async def test_engine_without_kv_blocks(client, backend):
 def test_a_backend_that_has_not_started_is_not_queried(backend, request_metrics, monkeypatch):
     monkeypatch.setattr(backend, "models", lambda: pytest.fail("asked too early"))
     metrics_app(backend, request_metrics)
+
+
+class SlowClock:
+    """Seconds that pass when a test sets them, and `per_text` while a text is made."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.per_text = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Scraper(Collector):
+    """Counts the texts that were made."""
+
+    def __init__(self, clock: SlowClock) -> None:
+        self._clock = clock
+        self.num_texts = 0
+
+    def describe(self):
+        return ()
+
+    def collect(self):
+        self.num_texts += 1
+        self._clock.now += self._clock.per_text
+        return ()
+
+
+@pytest.fixture
+def clock():
+    return SlowClock()
+
+
+@pytest.fixture
+def scraper(clock):
+    return Scraper(clock)
+
+
+@pytest.fixture
+async def scrape(backend, request_metrics, clock, scraper):
+    limits = MetricsLimits(cache_seconds=0.04)
+    routes = metrics_routes(backend, request_metrics, [scraper], limits=limits, seconds=clock)
+    transport = httpx.ASGITransport(app=Starlette(routes=routes))
+    async with httpx.AsyncClient(transport=transport, base_url="http://ops") as client:
+
+        async def scrape(accept="text/plain"):
+            return (await client.get("/metrics", headers={"accept": accept})).text
+
+        yield scrape
+
+
+async def test_scrapes_right_after_each_other_share_a_text(scrape, clock, scraper, backend):
+    first = await scrape()
+    backend.engine_stats = EngineStats(num_running=9)
+    assert await scrape() == first
+    assert "EOF" in await scrape("application/openmetrics-text")
+    assert scraper.num_texts == 2
+    clock.now += 0.05
+    assert await scrape() != first
+
+
+async def test_scrapes_at_once_share_a_text(scrape, scraper):
+    texts = await asyncio.gather(*(scrape() for _ in range(5)))
+    assert len(set(texts)) == scraper.num_texts == 1
+
+
+async def test_a_text_that_takes_long_is_kept_longer(scrape, clock, scraper):
+    clock.per_text = 0.5
+    await scrape()
+    clock.now += 4.9
+    await scrape()
+    assert scraper.num_texts == 1
+    clock.now += 0.2
+    await scrape()
+    assert scraper.num_texts == 2
+
+
+async def test_without_a_cache_each_scrape_makes_its_text(client, backend):
+    before = (await client.get("/metrics")).text
+    backend.engine_stats = EngineStats(num_running=9)
+    assert (await client.get("/metrics")).text != before
