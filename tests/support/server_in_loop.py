@@ -47,11 +47,11 @@ class ServerInLoop:
         model: more of its settings.
         """
         settings = msgspec.structs.replace(settings or FakeEngineSettings(), capacity=CAPACITY)
-        ports = {"http_port": 0, "grpc_port": 0, "metrics_port": 0}
+        defaults: dict[str, Any] = {"http_port": 0, "grpc_port": 0, "metrics_port": 0}
         # A test reads the metrics of what it has just done.
-        defaults = {"state_dir": str(state_dir), "metrics_cache_seconds": 0.0}
+        defaults |= {"state_dir": str(state_dir), "metrics_cache_seconds": 0.0}
         config = Config(
-            server=ServerConfig(**(ports | defaults | fields)),
+            server=ServerConfig(**(defaults | fields)),
             models={"m": ModelConfig(path=str(BASE_PATH), **model)},
         )
         return cls(config, lambda _: fake_engine_thread(settings))
