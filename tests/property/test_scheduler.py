@@ -86,6 +86,7 @@ def capacities(draw, **values: Any) -> Capacity:
 
 any_capacity = capacities(
     max_num_seqs=st.sampled_from([1, 2, 4, 6, 8]),
+    num_stages=st.sampled_from([1, 1, 2, 3]),
     max_model_len=st.just(MAX_MODEL_LEN),
     vocab_size=st.just(VOCAB_SIZE),
     num_adapter_pages=st.integers(2, 4),
@@ -234,7 +235,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.clock = FakeClock(1)
         self.journal = ListJournal() if may_log else None
         self.engine = build_engine(
-            DelayedRunner(self.runner) if overlap else self.runner,
+            DelayedRunner(self.runner) if overlap or capacity.num_stages > 1 else self.runner,
             self.loader,
             self.clock,
             scheduling,

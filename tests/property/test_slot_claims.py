@@ -18,7 +18,10 @@ from support.fake_engine import FakeEngine
 from support.fake_runner import FAKE_CAPACITY
 
 MAX_STEPS = MAX_PLANS_WITHOUT_SLOT + 3
-"""Steps in a row that may meet no claim: one more is planned ahead, one preempts, one computes."""
+"""Steps in a row that may meet no claim: one more is planned ahead, one preempts, one computes.
+
+With a pipeline others are computed until none is in flight.
+"""
 DIGESTS = "abcde"
 TENANTS = ("us", "them", "others")
 
@@ -31,11 +34,13 @@ class Server:
     fair_share: FairShare
     num_slots: int
     overlap: bool
+    num_stages: int
 
     def __post_init__(self):
         capacity = {"block_size": 4, "num_blocks": 1000, "max_num_seqs": self.num_slots}
+        self.max_steps = MAX_STEPS + self.num_stages - 1
         self.fakes = FakeEngine(
-            changed_capacity(FAKE_CAPACITY, **capacity),
+            changed_capacity(FAKE_CAPACITY, num_stages=self.num_stages, **capacity),
             SchedulerSettings(fair_share=self.fair_share, max_num_batched_tokens=64),
             overlap=self.overlap,
         )
@@ -73,7 +78,7 @@ class Server:
         is_met = any(self.num_missing(sequence.request.share) >= 0 for sequence in joined)
         can_be_met = self.has_claim() and self.has_surplus() and not self.state.slots.num_free
         self.num_without = self.num_without + 1 if can_be_met and not is_met else 0
-        assert self.num_without <= MAX_STEPS
+        assert self.num_without <= self.max_steps
 
     @property
     def state(self):
@@ -106,6 +111,7 @@ servers = st.builds(
     fair_share=st.sampled_from([kind for kind in FairShare if kind is not FairShare.NONE]),
     num_slots=st.sampled_from([2, 3, 8]),
     overlap=st.booleans(),
+    num_stages=st.sampled_from([1, 1, 3]),
 )
 
 
@@ -138,7 +144,7 @@ def test_a_small_request_starts_in_a_few_steps(server, num_hostile, num_steps):
     for _ in range(num_steps):
         server.step()
     small = server.fakes.add([1], DIGESTS[-1], max_tokens=1, tenant=TENANTS[-1])
-    for _ in range(2 * MAX_STEPS):  # others may have their claims met first
+    for _ in range(2 * server.max_steps):  # others may have their claims met first
         server.step()
         if server.fakes.completions[small].is_finished:
             return

@@ -1,14 +1,15 @@
 """Runner that computes a step only when it is waited for, as late as an asynchronous one may."""
 
 from loraplex.core.errors import StepFailedError
-from loraplex.core.plan import Capacity, StepPlan, StepResult
+from loraplex.core.plan import Capacity, LogitsNeeded, RowStep, StepPlan, StepResult
 from loraplex.engine.runner import Runner
 
 
 class DelayedRunner:
     """Implements engine.runner.Runner around another one, for more than one plan in flight.
 
-    Raises AssertionError if plans are not waited for in their order.
+    Raises AssertionError if plans are not waited for in their order, and for several stages if a
+    row needs a token that a plan in flight samples.
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -19,6 +20,10 @@ class DelayedRunner:
         return self._runner.capacity()
 
     def launch(self, plan: StepPlan) -> "DelayedStep":
+        if self._runner.capacity().num_stages > 1:
+            sampling = {row.slot for step in self._launched for row in step.sampling_rows}
+            known = {row.slot for row in plan.rows if row.token_ids is not None}
+            assert not sampling & {row.slot for row in plan.rows} - known, "an unknown token"
         step = DelayedStep(self, plan)
         self._launched.append(step)
         return step
@@ -46,6 +51,10 @@ class DelayedStep:
         self._runner = runner
         self.plan = plan
         self.is_void = False
+
+    @property
+    def sampling_rows(self) -> list[RowStep]:
+        return [row for row in self.plan.rows if row.logits is LogitsNeeded.LAST]
 
     def wait(self) -> StepResult:
         return self._runner.compute(self)

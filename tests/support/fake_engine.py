@@ -74,7 +74,7 @@ class FakeEngine:
         self.loader = FakeLoader(num_polls)
         self.runner = FakeRunner(capacity, model, self.loader, copy_steps=copy_steps)
         self.engine: Engine = build_engine(
-            DelayedRunner(self.runner) if overlap else self.runner,
+            DelayedRunner(self.runner) if overlap or capacity.num_stages > 1 else self.runner,
             self.loader,
             self.clock,
             settings,

@@ -83,9 +83,10 @@ class FeatureEngines:
             fast_forward=conditions.fast_forward,
             failures=failures,
         )
+        needs_thread = conditions.overlap or conditions.num_stages > 1
         runs_in_launch = self._parts.accelerator is None
         engine = build_engine(
-            ThreadedRunner(runner) if conditions.overlap and runs_in_launch else runner,
+            ThreadedRunner(runner) if needs_thread and runs_in_launch else runner,
             self._loader(random.Random(f"loads {conditions.seed}")),
             clock,
             conditions.settings_for(requests),

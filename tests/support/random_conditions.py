@@ -49,6 +49,8 @@ class Conditions:
     keeps_host_copy: bool
     eviction_policy: str
     overlap: bool
+    num_stages: int
+    """Number of plans in flight, as for a pipeline of so many stages."""
     fast_forward: bool
     """Whether texts that a grammar forces are drafted."""
     abort_share: float
@@ -73,6 +75,7 @@ class Conditions:
             keeps_host_copy=draws.random() < 0.3,
             eviction_policy=draws.choice(sorted(EVICTION_POLICIES)),
             overlap=draws.random() < 0.5,
+            num_stages=draws.choice([1, 1, 1, 3]),
             fast_forward=draws.random() < 0.7,
             abort_share=draws.choice([0.0, 0.0, 0.2]),
             crashes=_draw_crashes(draws),
@@ -105,6 +108,7 @@ class Conditions:
             capacity,
             kv_groups=kv_groups,
             max_num_seqs=self.max_num_seqs,
+            num_stages=self.num_stages,
             num_adapter_pages=min(
                 capacity.num_adapter_pages, round(self.adapter_memory_factor * least_pages)
             ),

@@ -6,14 +6,14 @@ threads nor processes: `engine.loop` calls it.
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections import deque
 from typing import NamedTuple
 
 import msgspec
 
 from loraplex.core.adapter import AdapterHandle, AdapterSource
 from loraplex.core.clock import Clock, EventClock
-from loraplex.core.errors import DeviceLost, LoraplexError, StepFailedError
+from loraplex.core.errors import ConfigError, DeviceLost, LoraplexError, StepFailedError
 from loraplex.core.output import EngineOutput
 from loraplex.core.plan import Capacity, StepPlan, StepResult
 from loraplex.core.request import EngineRequest, RequestId, check_prompt_tokens
@@ -42,7 +42,7 @@ from loraplex.engine.messages import (
     UnregisterAdapter,
 )
 from loraplex.engine.runner import AdapterLoader, Runner, StepHandle
-from loraplex.engine.step_marker import StepMarker
+from loraplex.engine.step_marker import MAX_STEPS, StepMarker
 from loraplex.engine.step_record import ended_record, launched_record
 from loraplex.memory.adapter_cache import AdapterCache
 from loraplex.memory.eviction import EVICTION_POLICIES
@@ -99,8 +99,6 @@ class Engine:
         adapters: AdapterHandles,
         clock: EventClock,
         journal: Journal,
-        *,
-        overlap: bool = False,
     ) -> None:
         """See `build_engine` for parts that fit together. The clock is the scheduler's own."""
         self._scheduler = scheduler
@@ -111,9 +109,8 @@ class Engine:
         self._journal = journal
         self._capacity = runner.capacity()
         self._num_loads_ended = 0
-        self._turn = self._overlapped_turn if overlap else self._plain_turn
-        self._launched: _LaunchedStep | None = None
-        """Step that runs while others are planned; None without overlap."""
+        self._launched: deque[_LaunchedStep] = deque()
+        """Steps in flight, the oldest first."""
         self._marker = StepMarker()
 
     def mark_steps(self, marker: StepMarker) -> None:
@@ -193,31 +190,22 @@ class Engine:
         self._scheduler.abort(request_id, sequence_index)
 
     def step(self) -> EngineTurn:
-        """Plan, launch, wait and absorb; without a launch if there is nothing to compute.
+        """Plan and launch steps, then wait for the oldest one and absorb it, if there is one.
 
-        With overlap, the absorbed step was launched by the previous call, and the next one is
-        planned and launched while it runs.
+        Steps are launched until the maximum is in flight, or nothing more can be planned. With a
+        maximum of one, each call launches and absorbs one step.
         """
-        turn = self._turn()
+        while len(self._launched) < self._scheduler.max_in_flight:
+            plan = self._plan()
+            if plan is None:
+                break
+            self._launched.append(self._launch(plan))
+        if self._launched:
+            turn = self._absorb(self._launched.popleft())
+        else:
+            turn = EngineTurn(tuple(self._scheduler.take_outputs()), None)
         self._adapters.forget_unneeded()
         return turn
-
-    def _plain_turn(self) -> EngineTurn:
-        plan = self._plan(self._scheduler.plan)
-        if plan is None:
-            return EngineTurn(tuple(self._scheduler.take_outputs()), None)
-        return self._absorb(self._launch(plan))
-
-    def _overlapped_turn(self) -> EngineTurn:
-        """Plan and launch the next step while one is in flight, then absorb that one."""
-        if self._launched is None:
-            plan = self._plan(self._scheduler.plan)
-            if plan is None:
-                return EngineTurn(tuple(self._scheduler.take_outputs()), None)
-            self._launched = self._launch(plan)
-        ahead = self._plan(self._scheduler.plan_ahead)
-        step, self._launched = self._launched, None if ahead is None else self._launch(ahead)
-        return self._absorb(step)
 
     def next_wake_ns(self) -> int | None:
         """Return when to call `step` again if nothing is added; None: only after an event."""
@@ -258,7 +246,7 @@ class Engine:
         """Write a command to the journal. All its consequences see one time."""
         self._journal.write(CommandTaken(self._clock.tick(), command))
 
-    def _plan(self, make_plan: Callable[[], StepPlan | None]) -> StepPlan | None:
+    def _plan(self) -> StepPlan | None:
         now_ns = self._clock.tick()
         loads = tuple(
             LoadEnded(load.handle, load.error, load.load_ns) for load in self._loader.poll()
@@ -266,7 +254,7 @@ class Engine:
         plan: StepPlan | None = None
         try:
             self._report_loads(loads)
-            plan = make_plan()
+            plan = self._scheduler.plan()
         finally:
             self._journal.write(PlanMade(now_ns, loads, plan))
         return plan
@@ -315,9 +303,8 @@ class Engine:
         self._journal.write(StepEnded(self._clock.tick(), error=error.to_info()))
         outputs = self._scheduler.fail(step.plan, error)
         self._marker.end(step.plan.step_id)
-        if self._launched is not None:
-            voided, self._launched = self._launched, None
-            outputs += self._void(voided)
+        while self._launched:
+            outputs += self._void(self._launched.popleft())
         return EngineTurn(tuple(outputs), self._ended(step, None))
 
     def _void(self, step: _LaunchedStep) -> list[EngineOutput]:
@@ -349,11 +336,17 @@ def build_engine(
 
     `adapter_host_bytes` limits the host tier of adapters, and `eviction_policy` (one of
     EVICTION_POLICIES) chooses which of them leave a full tier first. The inputs and plans are
-    written to `journal`. With `overlap` the next step is planned while one runs; then the runner's
-    `launch` should return at once. Raises ConfigError if the settings do not suit the runner, or if
-    the journal cannot be written.
+    written to `journal`. With `overlap` or several stages, steps are planned while others run; then
+    the runner's `launch` should return at once. Raises ConfigError if the settings do not suit the
+    runner, or if the journal cannot be written.
     """
     capacity = runner.capacity()
+    if capacity.num_stages + overlap > MAX_STEPS:
+        raise ConfigError(
+            f"at most {MAX_STEPS} plans may be in flight; {capacity.num_stages} pipeline stages"
+            f"{' and overlap' if overlap else ''} need {capacity.num_stages + overlap}",
+            param="pipeline_parallel_size",
+        )
     settings = settings or SchedulerSettings()
     journal = journal or NoJournal()
     event_clock = EventClock(clock)
@@ -369,7 +362,7 @@ def build_engine(
     adapters = AdapterHandles(
         cache, loader, capacity.page_geometry, host_page_bytes=capacity.host_page_bytes
     )
-    scheduler = Scheduler(capacity, settings, kv, cache, adapters, event_clock)
+    scheduler = Scheduler(capacity, settings, kv, cache, adapters, event_clock, overlap=overlap)
     journal.begin(
         JournalHeader(
             loraplex=__version__,
@@ -380,4 +373,4 @@ def build_engine(
             overlap=overlap,
         )
     )
-    return Engine(scheduler, runner, loader, adapters, event_clock, journal, overlap=overlap)
+    return Engine(scheduler, runner, loader, adapters, event_clock, journal)

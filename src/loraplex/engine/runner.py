@@ -32,8 +32,9 @@ class Runner(Protocol):
         same pages) again: a removed slot may be empty, and a copy may be started twice, but its
         end is reported once.
 
-        With overlap one more plan may be launched before the oldest is waited for. If that one
-        fails, the next one need not be computed: the result of its `wait` is not used.
+        Up to Capacity.num_stages plans, and one more with overlap, are launched before the oldest
+        is waited for. If that one fails, those launched after it need not be computed: the results
+        of their `wait` are not used.
         """
         ...
 

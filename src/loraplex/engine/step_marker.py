@@ -14,7 +14,7 @@ from loraplex.core.request import RequestId
 
 MAX_ROWS = 8192
 """Maximum number of rows of a step that are marked; the others are left out."""
-MAX_STEPS = 2
+MAX_STEPS = 16
 """Maximum number of steps in flight."""
 
 _NUMBER = struct.Struct("=Q")

@@ -120,14 +120,14 @@ class BeamRequest(Request):
         Preempted beams are computed again one after the other, because each needs blocks of those
         before it. The newest token of each waits until all beams can compute theirs.
         """
-        if self._awaits_result:
+        if self._is_left_out:
             return 0
         if self.holders == [sequence.index]:
             return sequence.num_uncomputed_tokens
         return sequence.num_uncomputed_tokens - 1 if sequence.index in self._late[:1] else 0
 
     def is_decoding(self, sequence: Sequence) -> bool:
-        if self._awaits_result:
+        if self._is_left_out:
             return False
         return sequence.index == min(self.holders) and not self._late
 
@@ -196,8 +196,8 @@ class BeamRequest(Request):
         return forks
 
     @property
-    def _awaits_result(self) -> bool:
-        return any(sequence.awaits_result for sequence in self.sequences)
+    def _is_left_out(self) -> bool:
+        return any(sequence.is_left_out for sequence in self.sequences)
 
     @property
     def _late(self) -> list[int]:

@@ -2,8 +2,9 @@
 
 import dataclasses
 from collections import Counter
+from collections.abc import Iterator
 
-from loraplex.core.plan import StepPlan
+from loraplex.core.plan import RowStep, StepPlan
 from loraplex.scheduling.request import Sequence
 from loraplex.scheduling.state import SchedulerState
 
@@ -21,23 +22,25 @@ class PendingStep:
 
 
 class PendingSteps:
-    """Up to two in-flight steps, in launch order; they end in this order.
+    """In-flight steps, in launch order; they end in this order.
 
     Invariant: a sequence's `num_pending_steps` is the number of steps with a row of it.
     """
 
-    def __init__(self, state: SchedulerState) -> None:
+    def __init__(self, state: SchedulerState, *, num_stages: int, overlap: bool) -> None:
+        """num_stages: stages of the runner's pipeline. overlap: one more step may be in flight."""
         self._state = state
+        self.is_pipelined = num_stages > 1
+        self.max_steps = num_stages + overlap
         self._steps: list[PendingStep] = []
 
     def __len__(self) -> int:
         return len(self._steps)
 
-    @property
-    def only(self) -> PendingStep:
-        """The one step in flight; there must be exactly one."""
-        (step,) = self._steps
-        return step
+    def rows(self) -> Iterator[tuple[RowStep, Sequence]]:
+        """Yield the rows in flight, in launch order."""
+        for step in self._steps:
+            yield from zip(step.plan.rows, step.sequences, strict=True)
 
     def find(self, plan: StepPlan) -> PendingStep:
         """Return the step of a plan that is in flight."""
@@ -48,6 +51,7 @@ class PendingSteps:
 
     def launch(self, step: PendingStep) -> None:
         """Add a step."""
+        assert len(self._steps) < self.max_steps, "too many plans are in flight"
         for sequence in step.sequences:
             sequence.num_pending_steps += 1
         self._steps.append(step)

@@ -33,8 +33,8 @@ class StepBudget:
 class PlanBuilder:
     """Collects the parts of a plan. Its rows name blocks that their sequences already have."""
 
-    def __init__(self, budget: StepBudget, *, is_ahead: bool = False) -> None:
-        """is_ahead: another step is in flight, and no sequence may be preempted."""
+    def __init__(self, budget: StepBudget, *, is_ahead: bool) -> None:
+        """is_ahead: other steps are in flight, and no sequence may be preempted."""
         self.budget = budget
         self.is_ahead = is_ahead
         self.is_short = False

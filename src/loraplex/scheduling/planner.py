@@ -31,10 +31,10 @@ class Planner:
         self._beams = beams
         self._settings = settings
 
-    def plan(self, now_ns: int, *, is_ahead: bool = False) -> PlanBuilder:
+    def plan(self, now_ns: int, *, is_ahead: bool) -> PlanBuilder:
         """Return the next plan under construction.
 
-        is_ahead: another step is in flight, and the sequences are in the state after it.
+        is_ahead: others are in flight, and the sequences are in the state after them.
         """
         settings = self._settings
         budget = StepBudget(settings.max_num_batched_tokens, settings.max_prefill_chunk)
@@ -95,7 +95,7 @@ class Planner:
         while (new_block_ids := state.grow(sequence, num_computed)) is None:
             builder.lacks_blocks = True
             if builder.is_ahead:
-                # With a window, the in-flight step has blocks that it frees afterwards.
+                # With a window, the steps in flight have blocks that they free afterwards.
                 builder.is_short = True
                 return None
             assert state.reservations is None, "a reserved block is gone"

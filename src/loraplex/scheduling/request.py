@@ -150,16 +150,16 @@ class Request:
 
     def num_computable_tokens(self, sequence: "Sequence") -> int:
         """Return how many tokens the sequence may compute in the next step by itself."""
-        return 0 if sequence.awaits_result else sequence.num_uncomputed_tokens
+        return 0 if sequence.is_left_out else sequence.num_uncomputed_tokens
 
     def is_decoding(self, sequence: "Sequence") -> bool:
         """Return whether the newest token is all that the sequence has to compute."""
-        return sequence.num_uncomputed_tokens == 1 and not sequence.awaits_result
+        return sequence.num_uncomputed_tokens == 1 and not sequence.is_left_out
 
     def can_project(self, sequence: "Sequence", row: RowStep) -> bool:
         """Return whether an in-flight row computes exactly the tokens that follow.
 
-        Then the next step can be planned before the result of this one is known.
+        Then a later step can be planned before the result of this one is known.
         """
         if row.start + row.num_tokens < sequence.num_tokens:
             return True
@@ -246,8 +246,8 @@ class Sequence:
     """This sequence computes the prompt log probabilities of its request."""
     num_pending_steps: int = 0
     """Number of in-flight steps with a row of this sequence."""
-    awaits_result: bool = False
-    """Set while a step is planned ahead if the next input of the sequence is not certain."""
+    is_left_out: bool = False
+    """Set while a plan is made that the sequence takes no part in (`projection`)."""
     num_preemptions: int = 0
     rotation_length: int = 0
     """Length for which its first positions are rotated since its last admission (ADR 32)."""

@@ -23,10 +23,10 @@ from loraplex.scheduling.beam_request import BeamRequest
 from loraplex.scheduling.beam_scheduling import BeamScheduling
 from loraplex.scheduling.deadlines import Deadlines, deadline_error
 from loraplex.scheduling.fair_share import FairShares, max_seqs_per_request
-from loraplex.scheduling.overlap import projected
 from loraplex.scheduling.pending_steps import PendingStep, PendingSteps
 from loraplex.scheduling.plan_builder import PlanBuilder
 from loraplex.scheduling.planner import Planner
+from loraplex.scheduling.projection import projected
 from loraplex.scheduling.queue_bound import QueueBound
 from loraplex.scheduling.report import engine_stats, step_record
 from loraplex.scheduling.request import Request, SequenceStatus
@@ -56,6 +56,8 @@ class Scheduler:
         adapters: AdapterCache,
         host: HostLoads,
         clock: Clock,
+        *,
+        overlap: bool = False,
     ) -> None:
         """Raises ConfigError if the settings do not suit the capacity."""
         _check_settings(settings, capacity)
@@ -92,9 +94,14 @@ class Scheduler:
         self._planner = Planner(self._state, self._batching, self._beams, settings)
         self._absorber = ResultAbsorber(self._state, self._beams)
         self._deadlines = Deadlines(self._state.find)
-        self._steps = PendingSteps(self._state)
+        self._steps = PendingSteps(self._state, num_stages=capacity.num_stages, overlap=overlap)
         self._was_short = False
         """The last plan ahead left a sequence out that may need others to be preempted."""
+
+    @property
+    def max_in_flight(self) -> int:
+        """Maximum number of plans that were launched and not absorbed."""
+        return self._steps.max_steps
 
     def add(
         self, engine_request: EngineRequest, adapters: tuple[tuple[AdapterHandle, float], ...]
@@ -175,28 +182,19 @@ class Scheduler:
         """Return the next step to launch, then to `absorb` or `fail`; None if there is none.
 
         A plan without rows only starts adapter copies, or waits for the end of started ones.
-        """
-        assert not self._steps, "a plan is in flight"
-        self._was_short = False
-        self._expire(self._clock.now_ns())
-        builder = self._planner.plan(self._clock.now_ns())
-        return self._launch(builder, is_wanted=self._adapters.num_copying > 0)
 
-    def plan_ahead(self) -> StepPlan | None:
-        """Return the step to launch after the one in flight; None if nothing is certain enough.
-
-        It has what can be computed next whatever the result of the one in flight, and preempts no
-        sequence. A sequence that cannot continue without a preemption waits for the plan after
-        next, made with nothing in flight.
+        While others are in flight, the plan has what can be computed next whatever their results,
+        and preempts no sequence. If a sequence cannot continue without a preemption, no other plan
+        is made until all results are absorbed. Call it only with less than `max_in_flight` plans.
         """
-        step = self._steps.only
-        if self._was_short:
+        is_ahead = bool(self._steps)
+        if is_ahead and self._was_short:
             return None
         self._expire(self._clock.now_ns())
-        with projected(step.plan.rows, step.sequences):
-            builder = self._planner.plan(self._clock.now_ns(), is_ahead=True)
+        with projected(self._steps, self._state.running):
+            builder = self._planner.plan(self._clock.now_ns(), is_ahead=is_ahead)
         self._was_short = builder.is_short
-        return self._launch(builder, is_wanted=False)
+        return self._launch(builder, is_wanted=not is_ahead and self._adapters.num_copying > 0)
 
     def _launch(self, builder: PlanBuilder, *, is_wanted: bool) -> StepPlan | None:
         """is_wanted: launch even a plan that neither computes nor starts anything."""

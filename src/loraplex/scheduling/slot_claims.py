@@ -95,7 +95,7 @@ class SlotClaims:
             if sequence.request.engine_request.priority < due.pop(0):
                 return
             if builder.is_ahead:
-                # The next plan is made with nothing in flight, and may preempt.
+                # A plan that is made with nothing in flight may preempt.
                 builder.is_short = True
                 return
             builder.preempt(self._state, sequence)

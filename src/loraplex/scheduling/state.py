@@ -208,6 +208,7 @@ class SchedulerState:
         first, *others = sequence.request.scheduled_with(sequence)
         for one in (first, *others):
             self._leave_slot(one)
+            one.is_left_out = False
             one.num_preemptions += 1
             one.set_status(SequenceStatus.WAITING)
             self.counts.preemptions += 1

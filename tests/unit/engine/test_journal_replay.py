@@ -64,7 +64,7 @@ def run_at_random(path, seed):
         lora_ttl_seconds=draws.choice([None, 1.0]),
     )
     fakes = FakeEngine(
-        SMALL,
+        msgspec.structs.replace(SMALL, num_stages=(1, 3, 2)[seed % 3]),
         settings,
         journal=JournalFile(path, 1 << 30),
         adapter_host_bytes=draws.choice([300, 1000]),
