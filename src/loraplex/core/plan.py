@@ -7,11 +7,12 @@ and replayed.
 """
 
 import enum
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 import msgspec
 
-from loraplex.core.adapter import AdapterHandle, LoraTarget
+from loraplex.core.adapter import AdapterHandle, LoraTarget, TargetPart
 from loraplex.core.errors import ErrorInfo
 from loraplex.core.output import LogitsFile, TokenLogprob
 from loraplex.core.sampling_params import SamplingParams
@@ -189,6 +190,42 @@ class PageGeometry(msgspec.Struct, frozen=True):
         return -(-elements // self.slot_elements)
 
 
+_VECTORS = (TargetPart.FACTOR, TargetPart.BIAS, TargetPart.SHIFT)
+
+
+class AdapterShare(msgspec.Struct, frozen=True):
+    """What of every adapter one rank of several holds: LoRA of its part of each linear layer.
+
+    What lies outside the layers is whole on every rank.
+    """
+
+    layers: tuple[dict[str, tuple[int, int]], ...]
+    """(in_features, out_features) of the rank's part of each module, by layer."""
+    largest_piece: int
+    """Number of elements of the largest piece of a vector."""
+
+    def of(self, targets: Iterable[LoraTarget]) -> tuple[LoraTarget, ...]:
+        """Return the rank's pieces of an adapter with these. Unknown modules stay as they are."""
+        return tuple(piece for target in targets for piece in self._pieces(target))
+
+    def _pieces(self, target: LoraTarget) -> Iterator[LoraTarget]:
+        shapes = self.layers[target.layer] if 0 <= target.layer < len(self.layers) else {}
+        if target.module not in shapes:
+            yield target
+            return
+        in_features, out_features = shapes[target.module]
+        if target.part not in _VECTORS:
+            yield msgspec.structs.replace(
+                target, in_features=in_features, out_features=out_features
+            )
+        elif target.first == 0:
+            # The first piece of the whole vector stands for all of them.
+            size = self.largest_piece // target.rank
+            for first in range(0, out_features, size):
+                rest = min(size, out_features - first)
+                yield msgspec.structs.replace(target, out_features=rest, first=first)
+
+
 class KVGroupCapacity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Blocks and attention window of one KV group."""
 
@@ -242,6 +279,8 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     adapter_page_bytes: int
     adapter_table_bytes: int = 0
     """Memory of the tables of what is in the pages."""
+    adapter_share: AdapterShare | None = None
+    """None: the runner's ranks hold adapters whole."""
     host_page_bytes: int = 0
     """Bytes of a page of host memory, where adapters take whole pages; 0: the source's size."""
     keeps_host_copy: bool

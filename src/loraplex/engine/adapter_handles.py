@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from loraplex.core.adapter import AdapterHandle, AdapterSource, AdapterUse, Residency, not_in_cache
 from loraplex.core.errors import AdapterNotFoundError
-from loraplex.core.plan import PageGeometry
+from loraplex.core.plan import AdapterShare, PageGeometry
 from loraplex.core.stats import AdapterActivity
 from loraplex.engine.runner import AdapterLoader
 from loraplex.memory.adapter_cache import AdapterCache
@@ -24,8 +24,13 @@ class AdapterHandles:
         geometry: PageGeometry,
         *,
         host_page_bytes: int = 0,
+        share: AdapterShare | None = None,
     ) -> None:
-        """host_page_bytes: size of an adapter's page on the host; 0: its size is the source's."""
+        """host_page_bytes: size of an adapter's page on the host; 0: its size is the source's.
+
+        share: what of an adapter one rank holds; None: all.
+        """
+        self._share = share
         self._host_page_bytes = host_page_bytes
         self._cache = cache
         self._loader = loader
@@ -46,7 +51,8 @@ class AdapterHandles:
         handle = self._handles.get(source.digest)
         if handle is None:
             handle = self._next_handle
-            pages = pages_of(source.targets, self._geometry)
+            targets = source.targets if self._share is None else self._share.of(source.targets)
+            pages = pages_of(targets, self._geometry)
             num_bytes = pages * self._host_page_bytes or source.num_bytes
             self._cache.register(handle, num_bytes, pages)
             self._next_handle += 1

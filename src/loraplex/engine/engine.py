@@ -360,7 +360,11 @@ def build_engine(
         new_policy=EVICTION_POLICIES[eviction_policy],
     )
     adapters = AdapterHandles(
-        cache, loader, capacity.page_geometry, host_page_bytes=capacity.host_page_bytes
+        cache,
+        loader,
+        capacity.page_geometry,
+        host_page_bytes=capacity.host_page_bytes,
+        share=capacity.adapter_share,
     )
     scheduler = Scheduler(capacity, settings, kv, cache, adapters, event_clock, overlap=overlap)
     journal.begin(

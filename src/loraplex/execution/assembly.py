@@ -11,11 +11,12 @@ from collections.abc import Iterator
 
 import torch
 
-from loraplex.core.adapter import each_expert
+from loraplex.core.adapter import LM_HEAD, each_expert
 from loraplex.core.errors import StepFailedError
-from loraplex.core.plan import Capacity
+from loraplex.core.plan import AdapterShare, Capacity
 from loraplex.execution.adapters.bank import AdapterBank, BaseEnds
 from loraplex.execution.adapters.host_adapters import HostAdapter, HostAdapters, HostWeight
+from loraplex.execution.adapters.rank_share import AdapterCutter
 from loraplex.execution.grammar.rows import GrammarRows
 from loraplex.execution.grammar.vocabulary import VocabularySource
 from loraplex.execution.sampling.sampler import Sampler
@@ -30,6 +31,8 @@ from loraplex.execution.sizing.capacity import (
     choose_device,
     choose_dtype,
     choose_kv_dtype,
+    head_of,
+    largest_target,
     smallest_pool,
 )
 from loraplex.execution.sizing.kv import trial_kv_size
@@ -47,12 +50,14 @@ from loraplex.execution.steps.kv_cache import KVCache
 from loraplex.execution.steps.model_runner import ModelRunner
 from loraplex.execution.steps.runner_parts import RunnerParts
 from loraplex.kernels.accelerator import Accelerator
+from loraplex.kernels.channel import RankChannels
 from loraplex.kernels.ops import Kernels
 from loraplex.memory.adapter_pages import layer_targets
 from loraplex.models.attention import attention_shapes
 from loraplex.models.decoder import Decoder
 from loraplex.models.parameters import DecoderParameters
 from loraplex.models.rope import rotary_tables, rotation_border
+from loraplex.models.sharding import adapter_share
 from loraplex.models.spec import ModelSpec
 
 _TRIAL_BLOCKS = 64
@@ -72,6 +77,14 @@ class Assembly:
     kernels: Kernels
     accelerator: Accelerator | None
     """That of the kernels."""
+    channels: RankChannels | None = None
+    """None: this is the only rank."""
+
+    @property
+    def adapter_share(self) -> AdapterShare | None:
+        """What of an adapter this rank holds; None: all."""
+        piece = self.settings.rank_limits.of(LM_HEAD) * largest_target(self.spec)
+        return adapter_share(self.spec, piece)
 
     @property
     def device(self) -> torch.device:
@@ -120,7 +133,9 @@ class Assembly:
             self.kernels,
             kv_groups=size.kv.groups,
             block_size=settings.block_size,
+            loads=None if self.channels is None else self.channels.loads,
         )
+        share = self.adapter_share
         return RunnerParts(
             decoder=decoder,
             kv_cache=kv_cache,
@@ -136,6 +151,7 @@ class Assembly:
             ),
             capacity=self._capacity(size, kv_cache.num_bytes, steps or StepMemory()),
             device=device,
+            adapter_cutter=None if share is None else AdapterCutter(spec, share),
             accelerator=self.accelerator,
             recorded_sizes=self.recorded_sizes,
         )
@@ -150,8 +166,7 @@ class Assembly:
             layers=spec.module_shapes,
             num_experts=spec.num_experts,
             ends=BaseEnds(
-                spec.vocab_size,
-                spec.hidden_size,
+                head_of(spec),
                 spec.tie_word_embeddings,
                 decoder.base_linears,
             ),
@@ -172,6 +187,7 @@ class Assembly:
             num_adapter_pages=pool.num_pages,
             adapter_page_bytes=pool.page_bytes,
             adapter_table_bytes=pool.table_bytes,
+            adapter_share=self.adapter_share,
             host_page_bytes=0 if self.accelerator is None else pool.page_bytes,
             keeps_host_copy=self.accelerator is not None or self.device.type != "cpu",
             kv_cache_bytes=kv_cache_bytes,

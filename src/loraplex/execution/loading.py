@@ -12,6 +12,7 @@ from loraplex.execution.adapters.host_adapters import HostAdapters
 from loraplex.execution.assembly import Assembly, measure_steps
 from loraplex.execution.grammar.vocabulary import VocabularySource
 from loraplex.execution.sizing.advice import MemoryAdvice, out_of_memory_is
+from loraplex.execution.sizing.agreement import agreed_size
 from loraplex.execution.sizing.capacity import (
     choose_device,
     choose_dtype,
@@ -31,7 +32,9 @@ from loraplex.execution.weights.packing import WeightFormat
 from loraplex.execution.weights.size import weights_size
 from loraplex.execution.weights.stored_head import read_model
 from loraplex.kernels.accelerator import Accelerator, DeviceMemory
+from loraplex.kernels.channel import RankChannels
 from loraplex.kernels.dispatch import select_accelerator, select_kernels
+from loraplex.models.sharding import WHOLE, TensorShard, shard
 from loraplex.models.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -61,14 +64,19 @@ def load_parts(
     vocabulary: VocabularySource | None = None,
     *,
     accelerator: Accelerator | None = None,
+    place: TensorShard = WHOLE,
+    channels: RankChannels | None = None,
 ) -> RunnerParts:
     """Load the parts of a runner; see load_runner.
 
-    accelerator: used in place of that of settings.device.
+    accelerator: used in place of that of settings.device. place: of this rank among several, which
+    the channels connect.
     """
-    spec = windowed(settings, read_model(folder))
+    spec = shard(windowed(settings, read_model(folder)), place)
     device = choose_device(settings) if accelerator is None else accelerator.device
     accelerator = accelerator or select_accelerator(device)
+    if device.type == "cpu":
+        settings = _share_of_host(settings, place.size)
     free = _free_bytes(device, accelerator)
     _check_fit(settings, spec, free)
     kernels = select_kernels(
@@ -76,6 +84,7 @@ def load_parts(
         accelerator,
         batch_invariant=settings.batch_invariant,
         attention_backend=settings.attention_backend,
+        channel=None if channels is None else channels.steps,
     )
     dtype = choose_dtype(settings, spec)
     form = WeightFormat(dtype=dtype, precision=settings.precision, device=device)
@@ -89,6 +98,7 @@ def load_parts(
         settings=settings,
         kernels=kernels,
         accelerator=accelerator,
+        channels=channels,
     )
     return assemble_parts(assembly, host_adapters, vocabulary)
 
@@ -112,6 +122,8 @@ def assemble_parts(
         free_bytes=free,
         steps=steps,
     )
+    if assembly.channels is not None:
+        size = agreed_size(size, assembly.channels.steps)
     logger.info("%s", describe_memory(assembly.weights_bytes, size, settings, spec, steps))
     pool_bytes = size.adapters.num_pages * size.adapters.page_bytes
     with out_of_memory_is(lambda: assembly.advice.pools(free, size.kv.num_bytes, pool_bytes)):
@@ -164,6 +176,14 @@ def _check_fit(settings: RunnerSettings, spec: ModelSpec, free: int | None) -> N
     if free <= expected:
         raise MemoryAdvice(settings, spec, dtype).weights(free)
     sizes(weights_bytes=expected, free_bytes=free - expected)
+
+
+def _share_of_host(settings: RunnerSettings, num_ranks: int) -> RunnerSettings:
+    """Divide the bytes that the operator gives an engine between ranks in one host's memory."""
+    names = ("memory_bytes", "kv_cache_bytes", "kv_cache_host_memory_bytes", "lora_device_bytes")
+    values = {name: getattr(settings, name) for name in names}
+    shares = {name: value // num_ranks for name, value in values.items() if value}
+    return msgspec.structs.replace(settings, **shares)
 
 
 def _spendable(assembly: Assembly) -> int | None:

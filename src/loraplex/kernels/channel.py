@@ -1,7 +1,8 @@
 """What the ranks of one model exchange data through, and the order in which they add."""
 
+import itertools
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -36,6 +37,15 @@ class Channel(Protocol):
         ...
 
 
+class RankChannels(NamedTuple):
+    """Channels of one rank of several."""
+
+    steps: Channel
+    """Channel of the thread that computes steps."""
+    loads: Channel
+    """Channel of the thread that loads adapters."""
+
+
 def tree_sum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Add as ((t0 + t1) + (t2 + t3)): so 4 shares on 1, 2 or 4 ranks give the same bits.
 
@@ -45,3 +55,13 @@ def tree_sum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return tensors[0]
     num_left = 1 << ((len(tensors) - 1).bit_length() - 1)
     return tree_sum(tensors[:num_left]) + tree_sum(tensors[num_left:])
+
+
+def joined_shares(channel: Channel, share: torch.Tensor, total: int) -> torch.Tensor:
+    """Return [total, ...], of which rank r has total * r // size .. total * (r + 1) // size."""
+    starts = [total * rank // channel.size for rank in range(channel.size + 1)]
+    sizes = [end - start for start, end in itertools.pairwise(starts)]
+    padded = share.new_zeros((max(sizes), *share.shape[1:]))
+    padded[: len(share)] = share
+    shares = channel.gather(padded)
+    return torch.cat([own[:size] for own, size in zip(shares, sizes, strict=True)])

@@ -6,7 +6,9 @@ import logging
 
 import torch
 
+from loraplex.core.errors import ConfigError
 from loraplex.kernels.accelerator import Accelerator, CudaAccelerator
+from loraplex.kernels.channel import Channel
 from loraplex.kernels.native.backend import NativeKernels
 from loraplex.kernels.native.library import NativeLibrary, NativeLibraryError, load_library
 from loraplex.kernels.ops import Kernels
@@ -28,13 +30,21 @@ def select_kernels(
     *,
     batch_invariant: bool = False,
     attention_backend: str = "auto",
+    channel: Channel | None = None,
 ) -> Kernels:
     """Return the fastest backend that works here. On a CPU it has torch's current thread count.
 
     accelerator: what `select_accelerator` gave for the device. batch_invariant, attention_backend:
-    as in RunnerSettings.
+    as in RunnerSettings. channel: of the thread that computes, to the other ranks; None: there are
+    none.
     """
     if accelerator is not None:
+        if channel is not None:
+            raise ConfigError(
+                "tensor parallel runs on a CPU only: with device cuda tensor_parallel_size must "
+                "be 1",
+                param="tensor_parallel_size",
+            )
         # A machine without a GPU need not have Triton.
         from loraplex.kernels.cuda.backend import CudaKernels  # noqa: PLC0415
 
@@ -43,8 +53,8 @@ def select_kernels(
         )
     library = _host_library() if device.type == "cpu" else None
     if library is None:
-        return ReferenceKernels(device)
-    return NativeKernels(library, torch.get_num_threads())
+        return ReferenceKernels(device, channel)
+    return NativeKernels(library, torch.get_num_threads(), channel)
 
 
 @functools.cache

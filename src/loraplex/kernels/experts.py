@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from loraplex.kernels.lora import LoraBatch, LoraGroup, lora_delta
+from loraplex.kernels.lora import LoraBatch, LoraGroup, Reduce, lora_delta
 from loraplex.kernels.routing import Routes
 
 
@@ -16,6 +16,7 @@ def add_expert_lora(
     layer: int,
     modules: Sequence[str],
     out_offsets: Sequence[int],
+    reduce: Reduce | None = None,
 ) -> None:
     """Add what the adapters of the batch give for the experts of each pair; see Kernels.
 
@@ -39,7 +40,7 @@ def add_expert_lora(
             of_expert = LoraGroup(group.entry, pairs, group.token_scales[members])
             inputs = x[pairs * len(x) // num_pairs].float()
             for cell, first in adapted:
-                delta = lora_delta(inputs, batch, of_expert, cell)
+                delta = lora_delta(inputs, batch, of_expert, cell, reduce)
                 columns = y[:, first : first + delta.shape[1]]
                 columns[pairs] = (columns[pairs].float() + delta).to(y.dtype)
 

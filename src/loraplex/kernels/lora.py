@@ -6,7 +6,7 @@ Does not know where an adapter came from, nor who decides what is in the pool.
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -329,6 +329,7 @@ def add_lora(
     layer: int,
     modules: Sequence[str],
     out_offsets: Sequence[int],
+    reduce: "Reduce | None" = None,
 ) -> None:
     """Add what the adapters of the batch give for fused linear layers to y, in place.
 
@@ -336,7 +337,8 @@ def add_lora(
     from out_offsets[i] on (its own out_features of them): for a fused q/k/v projection
     modules = ("q_proj", "k_proj", "v_proj"), out_offsets = (0, q_size, q_size + kv_size). A module
     that an adapter does not adapt is left alone. Sums are float32 whatever the dtypes; the scale
-    is applied to x A^T. Other changes of an adapter to the outputs come first.
+    is applied to x A^T, which `reduce` adds over ranks first. Other changes of an adapter to the
+    outputs come first.
     """
     if batch.parts:
         add_vectors(y, batch.parts, layer, modules, out_offsets)
@@ -351,16 +353,26 @@ def add_lora(
             continue
         inputs = x[group.token_indices].float()
         for cell, first in adapted:
-            delta = lora_delta(inputs, batch, group, cell)
+            delta = lora_delta(inputs, batch, group, cell, reduce)
             columns = y[:, first : first + delta.shape[1]]
             summed = columns[group.token_indices].float() + delta
             columns[group.token_indices] = summed.to(y.dtype)
 
 
-def lora_delta(inputs: torch.Tensor, batch: LoraBatch, group: LoraGroup, cell: int) -> torch.Tensor:
+Reduce = Callable[[torch.Tensor], torch.Tensor]
+"""Sum over ranks of what each computed for its part of the inputs."""
+
+
+def lora_delta(
+    inputs: torch.Tensor,
+    batch: LoraBatch,
+    group: LoraGroup,
+    cell: int,
+    reduce: Reduce | None = None,
+) -> torch.Tensor:
     """Return the addend of one adapter for its tokens: float32 [n, out_features].
 
-    inputs: float32 [n, in_features], those of the group's tokens.
+    inputs: float32 [n, in_features], those of the group's tokens. reduce: of x A^T [n, rank].
     """
     table = batch.table
     in_features, out_features = table.cells.shapes[cell]
@@ -370,4 +382,7 @@ def lora_delta(inputs: torch.Tensor, batch: LoraBatch, group: LoraGroup, cell: i
     a = batch.pool[offset:middle].view(rank, in_features).float()
     b = batch.pool[middle : middle + rank * out_features].view(rank, out_features).float()
     scales = (group.token_scales * float(table.scales[place])).unsqueeze(1)
-    return tiled_product(tiled_product(inputs, a.t()) * scales, b)
+    reduced = tiled_product(inputs, a.t())
+    if reduce is not None:
+        reduced = reduce(reduced)
+    return tiled_product(reduced * scales, b)

@@ -185,10 +185,19 @@ class Kernels(Protocol):
         """x [T, in] -> [T, out], x weight^T + bias."""
         ...
 
+    def gather_columns(self, x: torch.Tensor, total: int) -> torch.Tensor:
+        """x [T, n] of each rank -> [T, total], on all of them.
+
+        Rank r of n ranks has the columns total * r // n .. total * (r + 1) // n - 1.
+        """
+        ...
+
     def linear_apart(
         self, x: torch.Tensor, packed: PackedLinear, dtype: torch.dtype
     ) -> torch.Tensor:
-        """Compute `linear` in another thread than the other ops; slower.
+        """Compute `linear` without its bias, in another thread than the other ops; slower.
+
+        Of a row layer only what this rank's inputs give.
 
         x [T, in] float32 is rounded to dtype, the model's, if the backend needs it; the result has
         the type that was computed in.

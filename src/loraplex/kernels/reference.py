@@ -19,6 +19,7 @@ from torch.nn import functional
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels import sampling
 from loraplex.kernels.activations import Activation
+from loraplex.kernels.channel import Channel, joined_shares, tree_sum
 from loraplex.kernels.experts import add_expert_lora, combine_experts
 from loraplex.kernels.host_tiles import fixed_tiles
 from loraplex.kernels.kv_vectors import stored_size, to_stored
@@ -59,13 +60,17 @@ _SWIGLU_ALPHA = 1.702
 class _Linear(NamedTuple):
     weight: torch.Tensor
     bias: torch.Tensor | None
+    is_row: bool = False
+    """Whether ranks have a part of the inputs each."""
 
 
 class ReferenceKernels:
-    """Implements `Kernels`."""
+    """Implements `Kernels`. A row layer's inputs are one block for each rank."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, channel: Channel | None = None) -> None:
+        """channel: to the other ranks; None: there are none."""
         self._device = device
+        self._channel = channel
         self._is_host = device.type == "cpu"
 
     def repeat(
@@ -90,13 +95,13 @@ class ReferenceKernels:
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         precision: WeightPrecision = WeightPrecision.NATIVE,
-        num_blocks: int = 0,  # noqa: ARG002
+        num_blocks: int = 0,
     ) -> PackedLinear:
         """Quantised weights are multiplied in their own type again: rounded, but no smaller."""
         if precision is not WeightPrecision.NATIVE:
             rows = quantize(weight.flatten(0, -2), precision).dequantized()
             weight = rows.to(weight.dtype).view(weight.shape)
-        return _Linear(weight, bias)
+        return _Linear(weight, bias, num_blocks > 0)
 
     @property
     def packed_layout(self) -> str:
@@ -104,15 +109,21 @@ class ReferenceKernels:
 
     def linear_parts(self, packed: PackedLinear) -> LinearParts:
         assert isinstance(packed, _Linear)
-        return LinearParts((), packed)
+        return LinearParts((int(packed.is_row),), (packed.weight, packed.bias))
 
     def join_linear(self, parts: LinearParts) -> PackedLinear:
         weight, bias = parts.tensors
         assert weight is not None
-        return _Linear(weight, bias)
+        return _Linear(weight, bias, bool(parts.numbers[0]))
 
     def linear(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
         assert isinstance(packed, _Linear)
+        if packed.is_row and self._channel is not None:
+            total = self._over_ranks(self._product(x.float(), _Linear(packed.weight.float(), None)))
+            return (total if packed.bias is None else total + packed.bias.float()).to(x.dtype)
+        return self._product(x, packed)
+
+    def _product(self, x: torch.Tensor, packed: _Linear) -> torch.Tensor:
         if self._is_host and x.dtype == torch.float32:
             padded = functional.pad(x, (0, 0, 0, -len(x) % _HOST_ROWS))
             return functional.linear(padded, packed.weight, packed.bias)[: len(x)]
@@ -122,7 +133,17 @@ class ReferenceKernels:
     def linear_apart(
         self, x: torch.Tensor, packed: PackedLinear, dtype: torch.dtype
     ) -> torch.Tensor:
-        return self.linear(x.to(dtype), packed)
+        assert isinstance(packed, _Linear)
+        return self._product(x.to(dtype), packed._replace(bias=None))
+
+    def _over_ranks(self, share: torch.Tensor) -> torch.Tensor:
+        """Add what the ranks computed of their inputs."""
+        return share if self._channel is None else tree_sum(self._channel.gather(share))
+
+    def gather_columns(self, x: torch.Tensor, total: int) -> torch.Tensor:
+        if self._channel is None:
+            return x
+        return joined_shares(self._channel, x.t(), total).t().contiguous()
 
     def squared_row_norms(self, packed: PackedLinear) -> torch.Tensor:
         assert isinstance(packed, _Linear)
@@ -208,9 +229,10 @@ class ReferenceKernels:
         layer: int,
         modules: Sequence[str],
         out_offsets: Sequence[int],
-        num_blocks: int = 0,  # noqa: ARG002
+        num_blocks: int = 0,
     ) -> None:
-        add_lora(y, x, batch, layer, modules, out_offsets)
+        reduce = self._over_ranks if num_blocks else None
+        add_lora(y, x, batch, layer, modules, out_offsets, reduce)
 
     def route(
         self,
@@ -230,7 +252,9 @@ class ReferenceKernels:
                 pairs = routes.pairs[first:end].long()
                 bias = None if packed.bias is None else packed.bias[expert]
                 inputs = x[pairs * len(x) // num_pairs]
-                y[pairs] = self.linear(inputs, _Linear(packed.weight[expert], bias))
+                y[pairs] = self.linear(
+                    inputs, packed._replace(weight=packed.weight[expert], bias=bias)
+                )
         return y
 
     def add_expert_lora(
@@ -242,9 +266,10 @@ class ReferenceKernels:
         layer: int,
         modules: Sequence[str],
         out_offsets: Sequence[int],
-        num_blocks: int = 0,  # noqa: ARG002
+        num_blocks: int = 0,
     ) -> None:
-        add_expert_lora(y, x, batch, routes, layer, modules, out_offsets)
+        reduce = self._over_ranks if num_blocks else None
+        add_expert_lora(y, x, batch, routes, layer, modules, out_offsets, reduce)
 
     def combine_experts(
         self,

@@ -50,14 +50,19 @@ class Placement(NamedTuple):
 
 
 def page_geometry(
-    targets: Sequence[LoraTarget], *, usual_ranks: RankLimits, max_ranks: RankLimits
+    targets: Sequence[LoraTarget],
+    *,
+    usual_ranks: RankLimits,
+    max_ranks: RankLimits,
+    largest_target: int = 0,
 ) -> PageGeometry:
     """Return the page geometry for a model.
 
     `targets` are all linear layers that may be adapted, of all layers; their ranks do not matter.
     An adapter of `usual_ranks` on all of them fills whole pages, if its layers are alike and have
     few linear layers each; any one of them at its maximum rank fits in a page, and so does a piece
-    of lm_head as large as any of them. Raises ConfigError if there is no target or a rank is not
+    of lm_head as large as any of them, or as largest_target: the inputs and outputs of a larger
+    layer of which they are a rank's part. Raises ConfigError if there is no target or a rank is not
     positive.
     """
     _check_targets(targets, usual_ranks=usual_ranks, max_ranks=max_ranks)
@@ -67,14 +72,14 @@ def page_geometry(
     usual_layers: Counter[int] = Counter()
     for target in _at_ranks(targets, usual_ranks):
         usual_layers[target.layer] += one_slot.slots_of(target) * target.num_experts
-    largest_target = max(one_slot.slots_of(target) for target in _at_ranks(targets, max_ranks))
-    largest_end = -(-max_ranks.of(LM_HEAD) * max(sizes) // slot_elements)
+    largest_layer = max(one_slot.slots_of(target) for target in _at_ranks(targets, max_ranks))
+    largest_end = -(-max_ranks.of(LM_HEAD) * max(*sizes, largest_target) // slot_elements)
     has_experts = any(target.num_experts > 1 for target in targets)
     num_cells = sum(target.num_experts for target in targets)
     least_of_divided = -(-_ELEMENTS_PER_TARGET * num_cells // slot_elements)
     slots_per_page = _slots_per_page(
         list(usual_layers.values()),
-        max(largest_target, largest_end),
+        max(largest_layer, largest_end),
         least_of_divided if has_experts else None,
     )
     return PageGeometry(slot_elements, slots_per_page)

@@ -6,6 +6,7 @@ import torch
 
 from loraplex.core.adapter import LM_HEAD, OUTSIDE_LAYERS
 from loraplex.kernels.adapter_parts import add_vectors, embed, replace_logits
+from loraplex.kernels.channel import Channel
 from loraplex.kernels.lora import LoraBatch, batch_of_rows, head_blocks
 from loraplex.kernels.ops import AttentionPlan, Kernels, KVStorage
 from loraplex.models.attention import (
@@ -95,10 +96,12 @@ class Decoder:
         *,
         kv_groups: Sequence[KVGroup],
         block_size: int,
+        loads: Channel | None = None,
     ) -> None:
         """parameters: packed by these kernels. rotary: a table for each RopeConfig of the layers.
 
-        kv_groups: in the order of what `forward` will get; block_size: of its KV storage.
+        kv_groups: in the order of what `forward` will get; block_size: of its KV storage. loads:
+        channel of the thread that loads adapters; None: this is the only rank.
         """
         self.spec = spec
         self._kernels = kernels
@@ -131,7 +134,7 @@ class Decoder:
         self._embedding_norm = make_norm(norm, weights, kernels)
         self._final_norm = make_norm(spec.final_norm, parameters.final_norm, kernels)
         self._lm_head = parameters.lm_head
-        self.base_linears: BaseLinears = base_linears(spec, parameters, kernels)
+        self.base_linears: BaseLinears = base_linears(spec, parameters, kernels, loads)
         """The linear layers as adapters see them."""
 
     def forward(self, batch: ForwardBatch, kv: Sequence[KVStorage]) -> torch.Tensor:
@@ -158,9 +161,7 @@ class Decoder:
                 *(batch.lora, *plans.values(), *head_rows.values()),
             ),
             lambda: self._scaled(
-                self._kernels.linear(
-                    self._projected_back(self._hidden(batch, kv, plans, head_rows)), self._lm_head
-                )
+                self._base_logits(self._projected_back(self._hidden(batch, kv, plans, head_rows)))
             ),
         )
 
@@ -224,7 +225,7 @@ class Decoder:
         indices, lora = batch.logits_indices, batch.lora
         # The lm_head is the largest product: only tokens that are sampled need it.
         x = self._projected_back(self._kernels.take_rows(x, indices))
-        logits = self._kernels.linear(x, self._lm_head)
+        logits = self._base_logits(x)
         if lora is not None and lora.changes_ends:
             lora = batch_of_rows(lora, indices, batch.token_ids.shape[0])
             replace_logits(logits, x, lora.parts)
@@ -233,6 +234,13 @@ class Decoder:
                 blocks, firsts = head_blocks(lora.head_table)
                 self._kernels.add_lora(logits, x, lora, 0, blocks, firsts)
         return self._scaled(logits)
+
+    def _base_logits(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute x [S, size] -> [S, vocab_size]; ranks compute a share each and give it to all."""
+        logits = self._kernels.linear(x, self._lm_head)
+        if self.spec.own_logits is None:
+            return logits
+        return self._kernels.gather_columns(logits, self.spec.vocab_size)
 
     def _projected_back(self, x: torch.Tensor) -> torch.Tensor:
         """x [S, hidden] -> what the output layer reads."""

@@ -9,6 +9,7 @@ from loraplex.kernels.activations import Activation
 from loraplex.kernels.routing_rules import RoutingMode, RoutingRules
 from loraplex.models.config_fields import ConfigFields
 from loraplex.models.decoder_names import DecoderNames, ExpertNames
+from loraplex.models.linear_group import LinearGroup
 from loraplex.models.spec import (
     DOWN,
     ROUTER,
@@ -18,7 +19,6 @@ from loraplex.models.spec import (
     SHARED_UP_MODULES,
     UP,
     FeedForwardSpec,
-    LinearGroup,
 )
 
 

@@ -21,6 +21,7 @@ from loraplex.models.expert_config import (
     expert_groups,
     with_experts,
 )
+from loraplex.models.linear_group import LinearGroup
 from loraplex.models.rope_config import (
     LAYER_TYPES,
     SLIDING_ATTENTION,
@@ -31,11 +32,11 @@ from loraplex.models.spec import (
     DOWN,
     OUTPUT,
     QKV,
+    ROW_GROUPS,
     UP,
     AttentionSpec,
     FeedForwardSpec,
     LayerSpec,
-    LinearGroup,
     ModelSpec,
     NormKind,
     NormPlace,
@@ -236,6 +237,7 @@ def build_layer(
             in_features=in_features,
             has_bias=name in traits.biased,
             num_experts=num_experts,
+            is_row=name in ROW_GROUPS,
         )
 
     if traits.experts is None or index in traits.experts.dense_layers:

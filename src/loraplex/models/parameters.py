@@ -1,18 +1,19 @@
 """Weights of a decoder: its tensors, and the checkpoint tensors that they are made of."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol, overload
 
 import torch
 
 from loraplex.kernels.ops import PackedLinear
+from loraplex.models.linear_group import LinearGroup, Span
 from loraplex.models.spec import (
     ROUTER,
     SHARED_GATE,
+    AttentionSpec,
     FeedForwardSpec,
     LayerSpec,
-    LinearGroup,
     ModelSpec,
     NormKind,
     NormPlace,
@@ -72,6 +73,12 @@ class LinearPlace:
 
     Their layers are one: its weight is [num_experts, out, in].
     """
+    own_outputs: tuple[tuple[Span, ...], ...] | None = None
+    """Outputs of each part that a rank of several has; None: all."""
+    own_inputs: Span | None = None
+    """Inputs that it has; None: all."""
+    num_blocks: int = 0
+    """LinearGroup.input_blocks"""
 
     def stored_parts(self) -> Iterator[tuple[str, int]]:
         """Yield the layers of the checkpoint, with their outputs: expert after expert."""
@@ -87,8 +94,29 @@ class LinearPlace:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """[out, in]"""
-        return sum(self.parts.values()), self.in_features
+        """[out, in] of what is packed."""
+        return sum(self.output_sizes), self.inputs.size
+
+    @property
+    def inputs(self) -> Span:
+        return self.own_inputs or Span(0, self.in_features)
+
+    @property
+    def output_sizes(self) -> tuple[int, ...]:
+        """Number of own outputs of each part."""
+        if self.own_outputs is None:
+            return tuple(self.parts.values())
+        return tuple(sum(span.size for span in spans) for spans in self.own_outputs)
+
+    def own_rows(self, part: int, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the own outputs of a tensor [out, ...] of the part with this index."""
+        if self.own_outputs is None:
+            return tensor
+        return torch.cat([tensor[span.first : span.end] for span in self.own_outputs[part]])
+
+    def own_weight(self, part: int, weight: torch.Tensor) -> torch.Tensor:
+        """Return the own outputs and inputs of a weight [out, in] of the part with this index."""
+        return self.own_rows(part, weight[:, self.inputs.first : self.inputs.end])
 
     def stored_shape(self, size: int) -> tuple[int, int]:
         """Shape, in the checkpoint, of the weight of a part with so many outputs."""
@@ -128,6 +156,7 @@ def build_parameters(spec: ModelSpec, source: ParameterSource) -> DecoderParamet
                 spec.has_lm_head_bias,
                 is_lm_head=True,
                 has_unit_rows=spec.has_unit_lm_head,
+                own_outputs=None if spec.own_logits is None else ((spec.own_logits,),),
             )
         ),
     )
@@ -154,13 +183,17 @@ def _build_positions(spec: ModelSpec, source: ParameterSource) -> torch.Tensor |
 
 def _build_layer(spec: ModelSpec, layer: LayerSpec, source: ParameterSource) -> LayerParameters:
     def linear(name: str, group: LinearGroup) -> PackedLinear:
+        whole, part = group.whole, group.part
         place = LinearPlace(
-            dict(zip(group.paths, group.outputs.values(), strict=True)),
-            group.in_features,
-            group.has_bias,
+            dict(zip(whole.paths, whole.outputs.values(), strict=True)),
+            whole.in_features,
+            whole.has_bias,
             is_choice=name in (ROUTER, SHARED_GATE),
             is_transposed=spec.names.has_transposed_weights,
-            num_experts=group.num_experts,
+            num_experts=whole.num_experts,
+            own_outputs=None if part is None else tuple(part.outputs.values()),
+            own_inputs=None if part is None else part.inputs,
+            num_blocks=group.input_blocks,
         )
         return source.linear(place)
 
@@ -170,7 +203,7 @@ def _build_layer(spec: ModelSpec, layer: LayerSpec, source: ParameterSource) -> 
         linears={name: linear(name, group) for name, group in layer.linears.items()},
         q_norm=_build_norm(attention.q_norm, source),
         k_norm=_build_norm(attention.k_norm, source),
-        sink_logits=_build_vector(attention.sink_logits, attention.num_heads, source),
+        sink_logits=_build_sink_logits(attention, source),
         selection_bias=_build_selection_bias(layer.feed_forward, source),
     )
 
@@ -180,6 +213,13 @@ def _build_selection_bias(
 ) -> torch.Tensor | None:
     num_experts = feed_forward.routing.num_experts if feed_forward.routing else 0
     return _build_vector(feed_forward.selection_bias, num_experts, source)
+
+
+def _build_sink_logits(attention: AttentionSpec, source: ParameterSource) -> torch.Tensor | None:
+    own = attention.own_heads
+    num_heads = attention.num_heads if own is None else own.whole
+    logits = _build_vector(attention.sink_logits, num_heads, source)
+    return logits if logits is None or own is None else logits[own.span.first : own.span.end]
 
 
 def _build_vector(name: str, size: int, source: ParameterSource) -> torch.Tensor | None:
@@ -194,15 +234,22 @@ def _build_norm(norm: NormSpec | None, source: ParameterSource) -> NormParameter
 def _build_norm(norm: NormSpec | None, source: ParameterSource) -> NormParameters | None:
     if norm is None:
         return None
-    shape = (norm.size,) if norm.num_heads is None else (norm.num_heads, norm.size)
-    weight = source.tensor(f"{norm.path}.weight", shape)
+    own = norm.own_heads
+    num_heads = norm.num_heads if own is None else own.whole
+    shape = (norm.size,) if num_heads is None else (num_heads, norm.size)
+
+    def tensor(name: str) -> torch.Tensor:
+        whole = source.tensor(f"{norm.path}.{name}", shape)
+        return whole if own is None else whole[own.span.first : own.span.end]
+
+    weight = tensor("weight")
     if norm.is_rounded_once:
         weight = weight.float()
     if norm.weight_offset:
         weight = weight + norm.weight_offset
     if norm.kind is NormKind.RMS:
         return NormParameters(weight)
-    bias = source.tensor(f"{norm.path}.bias", shape) if norm.has_bias else torch.zeros_like(weight)
+    bias = tensor("bias") if norm.has_bias else torch.zeros_like(weight)
     return NormParameters(weight, bias)
 
 
@@ -213,17 +260,26 @@ def checkpoint_shapes(spec: ModelSpec) -> Mapping[str, tuple[int, ...]]:
     return shapes.by_name
 
 
+def linear_places(spec: ModelSpec) -> Sequence[LinearPlace]:
+    """Return every linear layer, in the order of build_parameters."""
+    shapes = _Shapes()
+    build_parameters(spec, shapes)
+    return shapes.places
+
+
 class _Shapes:
     """Source that records the requests for tensors and returns none."""
 
     def __init__(self) -> None:
         self.by_name: dict[str, tuple[int, ...]] = {}
+        self.places: list[LinearPlace] = []
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         self.by_name[name] = shape
         return torch.empty(shape, device="meta")
 
     def linear(self, place: LinearPlace) -> PackedLinear:
+        self.places.append(place)
         for part, size in place.stored_parts():
             self.by_name[f"{part}.weight"] = place.stored_shape(size)
             if place.has_bias:

@@ -13,6 +13,7 @@ from typing import Final
 from loraplex.kernels.activations import Activation
 from loraplex.kernels.routing_rules import RoutingRules
 from loraplex.models.decoder_names import DecoderNames
+from loraplex.models.linear_group import LinearGroup, Share, Span
 
 QKV: Final = "qkv"
 OUTPUT: Final = "o"
@@ -22,6 +23,8 @@ ROUTER: Final = "router"
 SHARED_UP: Final = "shared_up"
 SHARED_DOWN: Final = "shared_down"
 SHARED_GATE: Final = "shared_gate"
+ROW_GROUPS: Final = (OUTPUT, DOWN, SHARED_DOWN)
+"""Groups whose inputs are what the ranks' own heads and inner units gave (LinearGroup.is_row)."""
 SHARED_UP_MODULES: Final = ("shared_expert.gate_proj", "shared_expert.up_proj")
 """Names in adapters of SHARED_UP's layers, or of the parts of its one layer."""
 
@@ -95,6 +98,8 @@ class NormSpec:
     """Whether a layer norm has a bias."""
     num_heads: int | None = None
     """Heads with weights of their own, [num_heads, size]; None: the weight is [size]."""
+    own_heads: Share | None = None
+    """Heads of the checkpoint's weights that these are; None: all."""
     weight_offset: float = 0.0
     """Number that is added to the weight of the checkpoint."""
     is_rounded_once: bool = False
@@ -122,6 +127,8 @@ class AttentionSpec:
     """AttentionRules.alibi_slopes"""
     sink_logits: str = ""
     """Full name of a tensor [num_heads] with one more logit per head; empty: none."""
+    own_heads: Share | None = None
+    """Query heads of the checkpoint that these are; None: all."""
     head_order: tuple[int, ...] = ()
     """Where the heads of q, then of k, then of v are among those that the projection computes.
 
@@ -157,29 +164,6 @@ class FeedForwardSpec:
     """Choice of experts; None: the part is dense."""
     selection_bias: str = ""
     """Full name of a tensor [num_experts] that choices depend on and weights do not; or none."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class LinearGroup:
-    """Linear layers with the same input, computed as one: their outputs lie side by side."""
-
-    paths: tuple[str, ...]
-    """Full names of the modules in the checkpoint, of experts with {expert} for the number."""
-    outputs: Mapping[str, int]
-    """out_features by the module's name in adapters, in the order of `paths`."""
-    in_features: int
-    has_bias: bool
-    num_experts: int | None = None
-    """Number of experts that each have these layers; None: they are no experts'."""
-
-    @property
-    def modules(self) -> tuple[str, ...]:
-        return tuple(self.outputs)
-
-    @property
-    def first_outputs(self) -> tuple[int, ...]:
-        """Offset of each module's outputs in the group's."""
-        return tuple(itertools.accumulate(self.outputs.values(), initial=0))[:-1]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,6 +282,14 @@ class ModelSpec:
     pad_token_id: int | None = None
     dtype: str | None = None
     """Type of the checkpoint by torch's name; None if config.json does not name one."""
+    own_logits: Span | None = None
+    """Outputs of lm_head that a rank of several computes; None: all."""
+    shard_of: "ModelSpec | None" = None
+    """The whole model that this is a rank's part of; None: this is the whole."""
+
+    @property
+    def whole(self) -> "ModelSpec":
+        return self.shard_of or self
 
     @property
     def num_layers(self) -> int:

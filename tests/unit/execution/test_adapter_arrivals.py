@@ -12,6 +12,7 @@ from loraplex.core.adapter import EMBEDDING, LM_HEAD, OUTSIDE_LAYERS, LoraTarget
 from loraplex.core.errors import AdapterMismatchError
 from loraplex.core.plan import PageGeometry
 from loraplex.execution.adapters.bank import AdapterBank, BaseEnds
+from loraplex.execution.adapters.entry_tables import head_modules
 from loraplex.execution.adapters.host_adapters import HostAdapter, HostPart, HostWeight
 from loraplex.execution.adapters.pinned_pages import PinnedPages
 from loraplex.kernels.accelerator import Accelerator, HostAccelerator
@@ -40,7 +41,7 @@ def make_bank(accelerator: Accelerator | None, **fields: Any) -> AdapterBank:
         dtype=torch.float32,
         device=CPU,
         layers=[SHAPES] * NUM_LAYERS,
-        ends=BaseEnds(VOCAB, HIDDEN, True, Base()),  # type: ignore[arg-type]
+        ends=BaseEnds(head_modules([SHAPES], HIDDEN, VOCAB), True, Base()),  # type: ignore[arg-type]
         accelerator=accelerator,
         **fields,
     )

@@ -15,7 +15,7 @@ from loraplex.core.adapter import OUTSIDE_LAYERS, AdapterHandle
 from loraplex.core.errors import AdapterMismatchError
 from loraplex.core.plan import PageGeometry, PageId
 from loraplex.execution.adapters.dora import with_factors
-from loraplex.execution.adapters.entry_tables import EntryTables, head_modules
+from loraplex.execution.adapters.entry_tables import EntryTables
 from loraplex.execution.adapters.host_adapters import AdapterLayout, HostAdapter
 from loraplex.execution.adapters.layout import PieceWriter, packed, pieces_of
 from loraplex.execution.adapters.page_copies import PageCopies
@@ -44,8 +44,8 @@ AdapterRow = tuple[int, tuple[tuple[AdapterHandle, float], ...]]
 class BaseEnds:
     """Parts of the base that an adapter may change besides linear layers of decoder layers."""
 
-    vocab_size: int
-    hidden_size: int
+    head: ModuleShapes
+    """lm_head in blocks: entry_tables.head_modules of the whole model."""
     ties_embeddings: bool
     linears: BaseLinears
 
@@ -104,7 +104,7 @@ class AdapterBank:
         self._tables = EntryTables(
             num_pages,
             layers,
-            None if ends is None else head_modules(layers, ends.hidden_size, ends.vocab_size),
+            None if ends is None else ends.head,
             num_experts=num_experts,
             alignment=geometry.slot_elements,
             max_rank=max_rank,

@@ -61,14 +61,15 @@ def dora_factors(adapter: HostAdapter, base: BaseLinears, device: torch.device) 
             continue
         weights = [w for w in adapter.weights if (w.target.layer, w.target.module) == key]
         weights.sort(key=lambda weight: weight.target.first)
-        norms = _row_norms(weights, _own_weight(adapter, key), base, device)
-        if not bool((norms > 0).all()):
-            row = int((norms > 0).logical_not().nonzero()[0])
+        factors[key] = magnitude / _row_norms(weights, _own_weight(adapter, key), base, device)
+    # After all of them: several ranks compute the norms of one layer together.
+    for (layer, module), factor in factors.items():
+        if not bool(factor.isfinite().all()):
+            row = int(factor.isfinite().logical_not().nonzero()[0])
             raise AdapterMismatchError(
-                f"DoRA of {key[1]}, layer {key[0]}: row {row} of the base's weight with its LoRA "
+                f"DoRA of {module}, layer {layer}: row {row} of the base's weight with its LoRA "
                 "is all zeros, so it has no direction that a magnitude could scale"
             )
-        factors[key] = magnitude / norms
     return factors
 
 
@@ -95,8 +96,9 @@ def _row_norms(
     if own_weight is None:
         projected = base.project(target.layer, target.module, a.float()).t()
         squares = base.squared_row_norms(target.layer, target.module)
+        gram = base.gram(target.layer, target.module, a)
     else:
         wide = own_weight.to(device, torch.float64)
-        projected, squares = wide @ a.t(), wide.square().sum(1)
-    squares = squares + 2 * (b * projected).sum(1) + ((b @ (a @ a.t())) * b).sum(1)
+        projected, squares, gram = wide @ a.t(), wide.square().sum(1), a @ a.t()
+    squares = squares + 2 * (b * projected).sum(1) + ((b @ gram) * b).sum(1)
     return squares.clamp_(min=0).sqrt()

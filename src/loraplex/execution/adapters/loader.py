@@ -14,9 +14,17 @@ from pathlib import Path
 
 from loraplex.adapters.canonical import read_canonical
 from loraplex.core.adapter import AdapterHandle, AdapterSource
-from loraplex.core.errors import AdapterLoadError, ErrorInfo, InvalidAdapterError, LoraplexError
+from loraplex.core.errors import (
+    AdapterLoadError,
+    DeviceLost,
+    ErrorInfo,
+    InvalidAdapterError,
+    LoraplexError,
+)
+from loraplex.execution.adapters.agreement import agreed
 from loraplex.execution.adapters.host_adapters import HostAdapter, HostAdapters
 from loraplex.execution.adapters.host_pieces import host_adapter
+from loraplex.kernels.channel import Channel
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +46,15 @@ class FileAdapterLoader:
         self,
         host: HostAdapters,
         prepare: Callable[[HostAdapter], HostAdapter] = lambda adapter: adapter,
+        channel: Channel | None = None,
     ) -> None:
-        """prepare: called with each adapter that was read, such as AdapterBank.prepare."""
+        """prepare: called with each adapter that was read, such as AdapterBank.prepare.
+
+        channel: to the loaders of the other ranks, which load the same adapters in the same order;
+        None: there are none.
+        """
         self._host = host
+        self._channel = channel
         self._prepare = prepare
         self._wanted: queue.SimpleQueue[tuple[AdapterHandle, AdapterSource] | None] = (
             queue.SimpleQueue()
@@ -76,16 +90,27 @@ class FileAdapterLoader:
             handle, source = wanted
             start_ns = time.monotonic_ns()
             try:
-                self._host.put(handle, self._prepare(read_host_adapter(source)))
+                self._host.put(handle, self._load(source))
+            except DeviceLost:
+                return  # another rank has ended, and this engine with it
             except LoraplexError as error:
                 self._finished.put(FinishedLoad(handle, error.to_info()))
             except Exception as error:
+                if self._channel is not None:
+                    self._channel.abort(f"loading {source.path} failed: {error}")
                 logger.exception("loading %s failed", source.path)
                 failure = AdapterLoadError(f"loading adapter {source.digest} failed: {error}")
                 self._finished.put(FinishedLoad(handle, failure.to_info()))
             else:
                 load_ns = time.monotonic_ns() - start_ns
                 self._finished.put(FinishedLoad(handle, load_ns=load_ns))
+
+    def _load(self, source: AdapterSource) -> HostAdapter:
+        """Read and prepare an adapter. Raises LoraplexError, on all ranks if on one."""
+        if self._channel is None:
+            return self._prepare(read_host_adapter(source))
+        adapter = agreed(self._channel, lambda: read_host_adapter(source))
+        return agreed(self._channel, lambda: self._prepare(adapter))
 
 
 def read_host_adapter(source: AdapterSource) -> HostAdapter:

@@ -12,7 +12,7 @@ from loraplex.execution.sizing.advice import MemoryAdvice
 from loraplex.execution.sizing.kv import KVSize, block_bytes, size_kv
 from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.execution.sizing.step_memory import StepMemory
-from loraplex.kernels.lora import CELL_BYTES
+from loraplex.kernels.lora import CELL_BYTES, ModuleShapes
 from loraplex.memory.adapter_pages import (
     layer_targets,
     page_geometry,
@@ -235,6 +235,7 @@ def adapter_geometry(settings: RunnerSettings, spec: ModelSpec) -> PageGeometry:
         layer_targets(spec.module_shapes, num_experts=spec.num_experts),
         usual_ranks=limits.at_most(settings.optimal_lora_rank),
         max_ranks=limits,
+        largest_target=largest_target(spec),
     )
 
 
@@ -249,11 +250,21 @@ def smallest_pool(settings: RunnerSettings, spec: ModelSpec, dtype: torch.dtype)
 def _entry_bytes(spec: ModelSpec) -> int:
     """Return the bytes of an adapter in the tables of layers and lm_head, of which each page has
     one: that many adapters of one page may be there."""
-    head = head_modules(spec.module_shapes, spec.hidden_size, spec.vocab_size)
+    head = head_of(spec)
     num_cells = sum(
         spec.num_experts.get(module, 1) for layer in spec.module_shapes for module in layer
     )
     return (num_cells + len(head)) * CELL_BYTES
+
+
+def head_of(spec: ModelSpec) -> ModuleShapes:
+    """Return lm_head in the blocks that staging cuts it into: by the whole model's layers."""
+    return head_modules(spec.whole.module_shapes, spec.hidden_size, spec.vocab_size)
+
+
+def largest_target(spec: ModelSpec) -> int:
+    """Return the inputs and outputs of the whole model's largest linear layer."""
+    return max(sum(shape) for layer in spec.whole.module_shapes for shape in layer.values())
 
 
 def _largest_adapter_pages(

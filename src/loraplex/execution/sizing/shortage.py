@@ -14,9 +14,15 @@ class RowsThatFit:
     one gives way, and so on.
     """
 
-    def __init__(self, num_tokens: Sequence[int], trim: Callable[[], None]) -> None:
-        """num_tokens: that each row computes. trim: gives cached memory of the device back."""
+    def __init__(
+        self, num_tokens: Sequence[int], trim: Callable[[], None], *, is_alone: bool = True
+    ) -> None:
+        """num_tokens: that each row computes. trim: gives cached memory of the device back.
+
+        is_alone: False for one rank of several, which cannot try again by itself.
+        """
         self._num_tokens = num_tokens
+        self._is_alone = is_alone
         self._trim = trim
         self._was_tried_again = False
         self.rows = list(range(len(num_tokens)))
@@ -29,7 +35,7 @@ class RowsThatFit:
             try:
                 return compute(self.rows)
             except Exception as error:
-                if not is_out_of_memory(error):
+                if not (self._is_alone and is_out_of_memory(error)):
                     raise
             # Not in the clause: the exception keeps what the step had allocated so far.
             self.give_way()

@@ -40,6 +40,8 @@ class StepComputer:
         self._num_kv_groups = len(parts.capacity.kv_groups)
         self._recorded_sizes = parts.recorded_sizes
         self._kernels = parts.kernels
+        self.is_alone = parts.adapter_cutter is None
+        """Whether this is the only rank."""
         self.accelerator: Accelerator = parts.accelerator or HostAccelerator()
         self._feed: TokenFeed | None = None
         self._tensors: StepTensors = HostTensors(parts.device)
@@ -164,7 +166,11 @@ class LaunchedRows:
         self._steps = steps
         self._faults = faults
         self._watch = watch
-        self._fitting = RowsThatFit([step.num_tokens for step in steps], computer.accelerator.trim)
+        self._fitting = RowsThatFit(
+            [step.num_tokens for step in steps],
+            computer.accelerator.trim,
+            is_alone=computer.is_alone,
+        )
         self._sample = self._fitting.attempt(self._compute)
 
     @property

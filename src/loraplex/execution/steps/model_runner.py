@@ -60,6 +60,7 @@ class ModelRunner:
         self._decoder = parts.decoder
         self._kv_cache = parts.kv_cache
         self._adapter_bank = parts.adapter_bank
+        self._cutter = parts.adapter_cutter
         self._host_adapters = parts.host_adapters
         self._sampler = parts.sampler
         self._capacity = parts.capacity
@@ -89,7 +90,9 @@ class ModelRunner:
         self._computer.forget_recorded()
 
     def prepare_adapter(self, adapter: HostAdapter) -> HostAdapter:
-        """AdapterBank.prepare, for the loader's thread."""
+        """AdapterBank.prepare of this rank's share, for the loader's thread."""
+        if self._cutter is not None:
+            adapter = self._cutter.cut(adapter)
         return self._adapter_bank.prepare(adapter)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:

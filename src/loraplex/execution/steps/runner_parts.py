@@ -7,6 +7,7 @@ import torch
 from loraplex.core.plan import Capacity
 from loraplex.execution.adapters.bank import AdapterBank
 from loraplex.execution.adapters.host_adapters import HostAdapters
+from loraplex.execution.adapters.rank_share import AdapterCutter
 from loraplex.execution.sampling.sampler import Sampler
 from loraplex.execution.steps.kv_cache import KVCache
 from loraplex.kernels.accelerator import Accelerator
@@ -26,6 +27,8 @@ class RunnerParts:
     sampler: Sampler
     capacity: Capacity
     device: torch.device
+    adapter_cutter: AdapterCutter | None = None
+    """None: this is the only rank, which holds adapters whole."""
     accelerator: Accelerator | None = None
     """That of the kernels. None: torch alone drives the device, and steps run within `launch`."""
     recorded_sizes: tuple[int, ...] = ()

@@ -106,34 +106,50 @@ class _CheckpointSource:
         precision = self._form.precision_of(place)
         num_outputs, num_inputs = place.shape
         experts = () if place.num_experts is None else (place.num_experts,)
-        parts = [part for part, _ in place.stored_parts()]
-        rows = ((place.num_experts or 1) * num_outputs, num_inputs)
-        names = [f"{part}.weight" for part in parts]
-        weight = self._joined(names, rows, is_transposed=place.is_transposed)
+        weight = self._stored(place, "weight", (num_outputs, num_inputs))
         weight = weight.view(*experts, num_outputs, num_inputs)
         if place.has_unit_rows:
             weight = torch.nn.functional.normalize(weight.float()).to(weight.dtype)
         bias = None
         if place.has_bias:
-            biases = [f"{part}.bias" for part in parts]
-            bias = self._joined(biases, rows[:1]).view(*experts, num_outputs)
+            bias = self._stored(place, "bias", (num_outputs,)).view(*experts, num_outputs)
         try:
-            packed = self._kernels.pack_linear(weight, bias, precision)
+            packed = self._kernels.pack_linear(weight, bias, precision, place.num_blocks)
         except ConfigError as error:
             raise ConfigError(f"{place.name}: {error.message}", param="quantization") from error
         if precision is not WeightPrecision.NATIVE:
             self.errors.note(place.name, quantization_error(weight.flatten(0, -2), precision))
         return packed
 
+    def _stored(self, place: LinearPlace, kind: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Read the weights, or the biases, of all parts: those of experts one after another.
+
+        shape: of one expert, or of a layer without.
+        """
+
+        def own(index: int, tensor: torch.Tensor) -> torch.Tensor:
+            part = index % len(place.parts)
+            if kind == "bias":
+                return place.own_rows(part, tensor)
+            return place.own_weight(part, tensor.T if place.is_transposed else tensor)
+
+        names = [f"{part}.{kind}" for part, _ in place.stored_parts()]
+        return self._joined(names, ((place.num_experts or 1) * shape[0], *shape[1:]), own)
+
     def _joined(
-        self, names: Sequence[str], shape: tuple[int, ...], *, is_transposed: bool = False
+        self,
+        names: Sequence[str],
+        shape: tuple[int, ...],
+        own: Callable[[int, torch.Tensor], torch.Tensor] = lambda _, tensor: tensor,
     ) -> torch.Tensor:
-        """Concatenate the named tensors along the first axis: never a view of a file."""
+        """Concatenate the named tensors along the first axis: never a view of a file.
+
+        own: part of each tensor, by its index, that is used.
+        """
         joined = torch.empty(shape, dtype=self._form.dtype, device=self._form.device)
         start = 0
-        for name in names:
-            tensor = self._checkpoint.read(name)
-            tensor = tensor.T if is_transposed else tensor
+        for index, name in enumerate(names):
+            tensor = own(index, self._checkpoint.read(name))
             joined[start : start + len(tensor)] = tensor
             start += len(tensor)
             self._progress()

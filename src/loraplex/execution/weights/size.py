@@ -45,11 +45,14 @@ class _Sizes:
         bits = _BITS.get(precision, 8 * self._form.dtype.itemsize)
         self.num_bytes += num_outputs * num_inputs * bits // 8
         try:
-            group_size = group_size_of(precision, num_inputs)
+            block = num_inputs // max(1, place.num_blocks)
+            group_size = group_size_of(precision, block)
         except ConfigError as error:
             raise ConfigError(f"{place.name}: {error.message}", param="quantization") from error
         if group_size:
-            self.num_bytes += num_outputs * math.ceil(num_inputs / group_size) * _SCALE_BYTES
+            self.num_bytes += (
+                num_outputs * num_inputs // block * math.ceil(block / group_size) * _SCALE_BYTES
+            )
         if place.has_bias:
             self.num_bytes += num_outputs * self._form.dtype.itemsize
         return None

@@ -3,6 +3,8 @@
 What is packed is only read, so it may be applied from any thread, on any queue.
 """
 
+import dataclasses
+
 import torch
 from torch.nn import functional
 
@@ -74,6 +76,11 @@ class LinearKernel:
             case WeightPrecision.FP8:
                 return self._fp8_linear(x, packed)
         return self._scaled.apply(x, packed)
+
+    def apply_apart(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+        """`apply` without the bias."""
+        assert isinstance(packed, PackedWeight)
+        return self.apply(x, dataclasses.replace(packed, bias=None))
 
     def squared_row_norms(self, packed: PackedLinear) -> torch.Tensor:
         """[out] float64: of each row of what the weight stands for."""

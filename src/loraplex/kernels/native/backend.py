@@ -1,12 +1,14 @@
 """The backend of a CPU: every op natively."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels.activations import Activation
+from loraplex.kernels.channel import Channel, joined_shares
 from loraplex.kernels.lora import LoraBatch
 from loraplex.kernels.native.attention import AttentionKernel, NativeAttentionPlan
 from loraplex.kernels.native.elementwise import ElementwiseKernel
@@ -38,8 +40,11 @@ class NativeKernels:
     A row's result has the same bits alone and in company, on any number of threads.
     """
 
-    def __init__(self, library: NativeLibrary, num_threads: int) -> None:
-        """num_threads: counting the one that calls."""
+    def __init__(
+        self, library: NativeLibrary, num_threads: int, channel: Channel | None = None
+    ) -> None:
+        """num_threads: counting the one that calls. channel: to other ranks; None: none."""
+        self._channel = channel
         self._pool = ThreadPool(library, num_threads)
         self._sampling = SamplingKernel(library, self._pool)
         # A thread and a pool of its own, out of the recorder's sight.
@@ -111,7 +116,12 @@ class NativeKernels:
         dtype: torch.dtype,  # noqa: ARG002 - panels take float32 whatever they hold
     ) -> torch.Tensor:
         assert isinstance(packed, PackedWeight)
-        return self._linear_apart.apply(x, packed)
+        return self._linear_apart.apply(x, dataclasses.replace(packed, bias=None))
+
+    def gather_columns(self, x: torch.Tensor, total: int) -> torch.Tensor:
+        if self._channel is None:
+            return x
+        return self._output(joined_shares(self._channel, x.t(), total).t().contiguous())
 
     def squared_row_norms(self, packed: PackedLinear) -> torch.Tensor:
         assert isinstance(packed, PackedWeight)

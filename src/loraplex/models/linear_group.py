@@ -1,0 +1,125 @@
+"""Groups of linear layers, and the part of one that a rank of several computes. Free of torch."""
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
+
+MAX_INPUT_BLOCKS: Final = 4
+"""Blocks of a row layer's inputs: so many ranks at most give the same bits as one (ADR 34)."""
+_BLOCK_MULTIPLE: Final = 32
+"""Blocks are a multiple of so many inputs where they can be: int4 needs it."""
+
+
+class Span(NamedTuple):
+    """Neighbouring outputs, inputs or heads."""
+
+    first: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        return self.end - self.first
+
+
+def share_of(total: int, rank: int, size: int) -> Span:
+    """Return the rank's share of `total` things; shares differ by at most one."""
+    return Span(total * rank // size, total * (rank + 1) // size)
+
+
+class Share(NamedTuple):
+    """Part of a whole that a rank has."""
+
+    span: Span
+    whole: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LinearGroup:
+    """Linear layers with the same input, computed as one: their outputs lie side by side."""
+
+    paths: tuple[str, ...]
+    """Full names of the modules in the checkpoint, of experts with {expert} for the number."""
+    outputs: Mapping[str, int]
+    """out_features by the module's name in adapters, in the order of `paths`."""
+    in_features: int
+    has_bias: bool
+    num_experts: int | None = None
+    """Number of experts that each have these layers; None: they are no experts'."""
+    is_row: bool = False
+    """Whether ranks divide the inputs and add their results; the others divide the outputs."""
+    part: "GroupPart | None" = None
+    """What of the checkpoint's layers these are; None: all."""
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        return tuple(self.outputs)
+
+    @property
+    def first_outputs(self) -> tuple[int, ...]:
+        """Offset of each module's outputs in the group's."""
+        return tuple(itertools.accumulate(self.outputs.values(), initial=0))[:-1]
+
+    @property
+    def whole(self) -> "LinearGroup":
+        """The group as the checkpoint has it."""
+        return self if self.part is None else self.part.whole
+
+    @property
+    def input_blocks(self) -> int:
+        """Number of equal blocks of the inputs that are summed apart; 0: it is no row layer.
+
+        The blocks of the whole depend on the model alone, so that the sums of one rank and of
+        several are the same.
+        """
+        if not self.is_row:
+            return 0
+        whole = self.whole.in_features
+        return max(1, _whole_blocks(whole) * self.in_features // whole)
+
+    def split(
+        self, *, outputs: Sequence[Span] | None = None, inputs: Span | None = None
+    ) -> "LinearGroup":
+        """Return the part with these outputs of the whole group, ascending, and these inputs.
+
+        None: all of them. No module may lose all its outputs.
+        """
+        inputs = Span(0, self.in_features) if inputs is None else inputs
+        kept: dict[str, tuple[Span, ...]] = {}
+        for (module, size), first in zip(self.outputs.items(), self.first_outputs, strict=True):
+            own = Span(first, first + size)
+            spans = (_common(own, span) for span in outputs or (own,))
+            kept[module] = tuple(
+                Span(span.first - first, span.end - first) for span in spans if span.size > 0
+            )
+            assert kept[module], f"{module} has no output of its own"
+        return dataclasses.replace(
+            self,
+            outputs={module: sum(span.size for span in spans) for module, spans in kept.items()},
+            in_features=inputs.size,
+            part=GroupPart(self, kept, inputs),
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GroupPart:
+    """Part of a group of linear layers."""
+
+    whole: LinearGroup
+    outputs: Mapping[str, tuple[Span, ...]]
+    """Outputs of each module that belong to the part, ascending."""
+    inputs: Span
+
+
+def _whole_blocks(in_features: int) -> int:
+    for multiple in (_BLOCK_MULTIPLE, 1):
+        for blocks in (MAX_INPUT_BLOCKS, MAX_INPUT_BLOCKS // 2):
+            if in_features % (blocks * multiple) == 0:
+                return blocks
+        if in_features % multiple == 0:
+            return 1
+    return 1
+
+
+def _common(own: Span, other: Span) -> Span:
+    return Span(max(own.first, other.first), min(own.end, other.end))
