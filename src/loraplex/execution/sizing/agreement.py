@@ -24,7 +24,7 @@ def agreed_size(size: MemorySize, channel: Channel) -> MemorySize:
     shape = torch.tensor([len(own), kv.max_model_len])
     if any(not torch.equal(other, shape) for other in channel.gather(shape)):
         raise ConfigError(
-            "the ranks have room for sequences of different lengths: set max_model_len",
+            "the ranks have memory for sequences of different lengths: set max_model_len",
             param="max_model_len",
         )
     gathered = channel.gather(torch.tensor(own))
