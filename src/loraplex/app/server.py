@@ -1,45 +1,28 @@
 """The serving process: its front ends on their ports, from start to drained stop.
 
-Only this file, app.engine and app.builder know the concrete classes.
+Only this file, app.front_ends, app.engine and app.builder know the concrete classes.
 """
 
 import asyncio
 import contextlib
-import functools
 import logging
 import signal
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
-from loraplex.app.access import (
-    api_keys,
-    authenticate_by,
-    following,
-    guarded_metrics,
-    served_as_known_hosts,
-)
-from loraplex.app.builder import build_service
-from loraplex.app.dialects import check_start_tokens, dialect_of, prepare
+from loraplex.app.access import served_as_known_hosts
 from loraplex.app.end_of_input import end_of_input
-from loraplex.app.http_app import http_app
-from loraplex.app.local_paths import with_local_path
+from loraplex.app.front_ends import front_ends
 from loraplex.app.ports import Ports
-from loraplex.app.reporting import Reporting, reporting_requests
+from loraplex.app.reporting import Reporting
 from loraplex.app.tls import tls_files
-from loraplex.core.config import Config, ModelConfig
-from loraplex.core.metrics_config import read_metrics_config
-from loraplex.frontends.body_memory import BodyMemory
+from loraplex.core.config import Config
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration
 from loraplex.frontends.kserve.models.model_control import ModelControl
-from loraplex.frontends.kserve.service import TritonService
-from loraplex.frontends.ops.metrics import MetricsLimits, metrics_app
-from loraplex.frontends.telemetry.tenants import noting_tenant
 from loraplex.serving.access.api_key_ring import ApiKeys
 from loraplex.serving.draining import Draining
 from loraplex.serving.engines.link import EngineLauncher
-from loraplex.serving.request_metrics import RequestMetrics
-from loraplex.serving.service import Service
 
 logger = logging.getLogger(__name__)
 
@@ -79,60 +62,30 @@ class Server:
 
     async def run(self) -> None:
         settings = self._config.server
-        keys, tls = api_keys(settings, self._given_keys), tls_files(settings)
-        authenticate = noting_tenant(authenticate_by(keys))
-        metrics = RequestMetrics(self._config.models)
+        tls = tls_files(settings)
+        composed = front_ends(
+            self._config, self._launch, self._declarations, self._control, self._given_keys
+        )
         async with contextlib.AsyncExitStack() as stack:
-            reporting = stack.enter_context(reporting_requests(settings))
-            service = build_service(self._config, self._launch, metrics, has_keys=keys is not None)
-            stack.push_async_callback(service.close)
-            check_start_tokens(service, self._config)
-            triton = TritonService(
-                service,
-                declarations=self._declarations,
-                control=self._control,
-                sends_traces=reporting.traces is not None,
-                metrics=read_metrics_config(settings.metrics_config),
-                start_model=functools.partial(self._start_model, service),
-            )
-            await stack.enter_async_context(following(keys))
-            has_keys = keys is not None
-            bodies = BodyMemory.of(settings, has_keys=has_keys)
+            served = await stack.enter_async_context(composed)
+            service, has_keys = served.service, served.keys is not None
             self._draining = service.draining
-            self._handle_signals(reporting, keys)
-            scraped = guarded_metrics(
-                metrics_app(
-                    service,
-                    metrics,
-                    [*triton.collectors(), *reporting.collectors()],
-                    triton.catalog.has_vllm_gauges,
-                    MetricsLimits.of(settings),
-                ),
-                authenticate,
-            )
-            app = http_app(
-                service,
-                service.draining,
-                triton,
-                settings,
-                authenticate,
-                reporting,
-                metrics=scraped,
-                bodies=bodies,
-                dialect=dialect_of(self._config),
-                has_keys=has_keys,
-            )
+            self._handle_signals(served.reporting, served.keys)
             # The ports open first: /health/ready is false until the models are loaded.
             ports = Ports(stack, settings, tls, self._seconds_left)
             self.bound_ports = ports.bound
-            await ports.open_http(app, reporting.connections)
-            await ports.open_metrics(served_as_known_hosts(scraped, settings, has_keys=has_keys))
-            await ports.open_grpc(triton, authenticate, reporting, bodies)
-            await ports.open_request_socket(triton, reporting)
-            if await done_before(self._stop, self._start(service)):
+            await ports.open_http(served.app, served.reporting.connections)
+            await ports.open_metrics(
+                served_as_known_hosts(served.metrics, settings, has_keys=has_keys)
+            )
+            await ports.open_grpc(
+                served.triton, served.authenticate, served.reporting, served.bodies
+            )
+            await ports.open_request_socket(served.triton, served.reporting)
+            if await done_before(self._stop, served.start()):
                 for line in ports.lines():
                     self._print_line(line)
-                if keys is None:
+                if not has_keys:
                     logger.info(
                         "no API keys: every client that reaches %s may use the server",
                         settings.host,
@@ -147,15 +100,6 @@ class Server:
                 # Before the ports close: the remaining requests receive an error, and their
                 # connections end.
                 await service.close()
-
-    async def _start(self, service: Service) -> None:
-        await service.start()
-        await prepare(service, self._config)
-
-    async def _start_model(self, service: Service, name: str, model: ModelConfig) -> None:
-        state_dir = self._config.server.state_dir
-        local = await asyncio.to_thread(with_local_path, name, model, state_dir)
-        await service.start_model(name, local)
 
     def _handle_signals(self, reporting: Reporting, keys: ApiKeys | None) -> None:
         loop = asyncio.get_running_loop()

@@ -18,7 +18,7 @@ from loraplex.core.output import (
 from loraplex.core.request import EngineRequest, GenerateRequest, RequestId
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.serving.best_of import BestOf
-from loraplex.serving.engines.output_stream import OutputStream
+from loraplex.serving.engines.output_stream import EngineOutputs
 from loraplex.serving.logits_files import files_of, read_and_delete
 from loraplex.serving.text.sequence_text import SequenceText
 from loraplex.text.tokenizer import Tokenizer
@@ -44,7 +44,7 @@ class Generation:
         engine_request: EngineRequest,
         adapters: tuple[ResolvedAdapter, ...],
         tokenizer: Tokenizer,
-        stream: OutputStream,
+        stream: EngineOutputs,
         engine: Aborter,
     ) -> None:
         self._request = request

@@ -24,7 +24,7 @@ from loraplex.core.errors import (
 )
 from loraplex.core.output import RequestOutput
 from loraplex.core.principal import LOCAL, Principal
-from loraplex.core.request import GenerateRequest, RequestId, check_adapters
+from loraplex.core.request import EngineRequest, GenerateRequest, RequestId, check_adapters
 from loraplex.serving.access.tenant_limits import Lease, LeasedOutputs, TenantGate
 from loraplex.serving.adapter_cards import (
     AdapterCard,
@@ -37,7 +37,9 @@ from loraplex.serving.adapters.upkeep import CatalogUpkeep
 from loraplex.serving.admission import admit, cut_prompt, share_weight
 from loraplex.serving.backend import Health, ModelCard
 from loraplex.serving.catalog import ModelCatalog, pin_on_device
+from loraplex.serving.continuation import submitted
 from loraplex.serving.draining import Draining
+from loraplex.serving.engines.output_stream import EngineOutputs
 from loraplex.serving.generation import Generation
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.served_model import ServedModel, label, resolved, uses
@@ -217,12 +219,13 @@ class Service:
             ),
         )
         lease.reserve(len(token_ids), engine_request.sampling)
-        stream = model.engine.submit(
-            engine_request,
-            [version.source for version, _ in composition],
-            frozenset(label(version) for version, _ in chosen),
-            request.batch,
-        )
+        sources = [version.source for version, _ in composition]
+        labels = frozenset(label(version) for version, _ in chosen)
+
+        def submit(admitted: EngineRequest) -> EngineOutputs:
+            return model.engine.submit(admitted, sources, labels, request.batch)
+
+        engine_request, stream = submitted(engine_request, submit)
         return Generation(
             request, engine_request, resolved(chosen), model.tokenizer, stream, model.engine
         )

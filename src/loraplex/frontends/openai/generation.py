@@ -1,6 +1,5 @@
 """POST /v1/completions and /v1/chat/completions."""
 
-import time
 from typing import Any
 
 from msgspec import UNSET
@@ -41,6 +40,7 @@ from loraplex.frontends.openapi.operation import (
     json_body,
 )
 from loraplex.frontends.streams import gather_all, generate_all, until_disconnect, written
+from loraplex.serving.continuation import response_unix_seconds
 
 ENDS = "[DONE]"
 """The data of the last event of a stream."""
@@ -145,7 +145,7 @@ def _call(
 ) -> Call:
     return Call(
         response_id=f"{prefix}-{request_id(request)}",
-        created=int(time.time()),
+        created=response_unix_seconds(),
         model=body.model if body.model is not None else requests[0].model,
         requests=requests,
         include_usage=body.include_usage,

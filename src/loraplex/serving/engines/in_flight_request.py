@@ -53,10 +53,12 @@ class InFlightRequest:
         self.has_waited = False
         """Whether it was accepted before the running engine was there."""
         self._request = request
-        self._outputs: list[list[int]] = [[] for _ in range(request.sampling.num_returned)]
-        self._ended: set[int] = set()
+        # Another server may have begun it: see serving.continuation.
+        former = request.outputs or ((),) * request.sampling.num_returned
+        self._outputs = [list(token_ids) for token_ids in former]
+        self._ended = set(request.ended)
         self._aborted: set[int] = set()
-        self._prompt_scores_delivered = False
+        self._prompt_scores_delivered = request.prompt_scores_delivered
         self._timing: RequestTiming | None = None
         """Timing reported by engines that died."""
         self._reported: RequestTiming | None = None

@@ -2,9 +2,18 @@
 
 import asyncio
 from collections.abc import Collection, Hashable
+from typing import Protocol
 
 from loraplex.core.output import EngineOutput
 from loraplex.serving.logits_files import discard
+
+
+class EngineOutputs(Protocol):
+    """The outputs of one request as a generation reads them; `OutputStream` is one."""
+
+    async def take(self) -> list[EngineOutput]: ...
+
+    def leave(self) -> None: ...
 
 
 class OutputStream:

@@ -1,0 +1,113 @@
+"""The front ends of one server, composed from its configuration; they open no port.
+
+`app.server` serves them on ports, `deploy.ray` in a replica of Ray Serve.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+from collections.abc import AsyncIterator, Sequence
+
+from starlette.types import ASGIApp
+
+from loraplex.app.access import api_keys, authenticate_by, following, guarded_metrics
+from loraplex.app.builder import build_service
+from loraplex.app.dialects import check_start_tokens, dialect_of, prepare
+from loraplex.app.http_app import http_app
+from loraplex.app.local_paths import with_local_path
+from loraplex.app.reporting import Reporting, reporting_requests
+from loraplex.core.config import Config, ModelConfig
+from loraplex.core.metrics_config import read_metrics_config
+from loraplex.frontends.access import Authenticate
+from loraplex.frontends.body_memory import BodyMemory
+from loraplex.frontends.kserve.models.declaration import ModelDeclaration
+from loraplex.frontends.kserve.models.model_control import ModelControl
+from loraplex.frontends.kserve.service import TritonService
+from loraplex.frontends.ops.metrics import MetricsLimits, metrics_app
+from loraplex.frontends.telemetry.tenants import noting_tenant
+from loraplex.serving.access.api_key_ring import ApiKeys
+from loraplex.serving.engines.link import EngineLauncher
+from loraplex.serving.request_metrics import RequestMetrics
+from loraplex.serving.service import Service
+
+
+@dataclasses.dataclass(frozen=True)
+class FrontEnds:
+    """A service that has not started, and what serves it."""
+
+    service: Service
+    app: ASGIApp
+    """App of the HTTP port."""
+    metrics: ASGIApp
+    """App of the metrics port."""
+    triton: TritonService
+    reporting: Reporting
+    keys: ApiKeys | None
+    authenticate: Authenticate
+    bodies: BodyMemory
+    config: Config
+
+    async def start(self) -> None:
+        """Start the engines, load the configured adapters, be ready. Raises why it cannot."""
+        await self.service.start()
+        await prepare(self.service, self.config)
+
+
+@contextlib.asynccontextmanager
+async def front_ends(
+    config: Config,
+    launch: EngineLauncher,
+    declarations: Sequence[ModelDeclaration] = (),
+    control: ModelControl | None = None,
+    given_keys: Sequence[str] = (),
+) -> AsyncIterator[FrontEnds]:
+    """Compose the front ends; the context's end closes the service. Arguments as for `Server`."""
+    settings = config.server
+    keys = api_keys(settings, given_keys)
+    authenticate, has_keys = noting_tenant(authenticate_by(keys)), keys is not None
+    metrics = RequestMetrics(config.models)
+    async with contextlib.AsyncExitStack() as stack:
+        reporting = stack.enter_context(reporting_requests(settings))
+        service = build_service(config, launch, metrics, has_keys=has_keys)
+        stack.push_async_callback(service.close)
+        check_start_tokens(service, config)
+        triton = TritonService(
+            service,
+            declarations=declarations,
+            control=control,
+            sends_traces=reporting.traces is not None,
+            metrics=read_metrics_config(settings.metrics_config),
+            start_model=functools.partial(_start_model, service, settings.state_dir),
+        )
+        await stack.enter_async_context(following(keys))
+        bodies = BodyMemory.of(settings, has_keys=has_keys)
+        collectors = [*triton.collectors(), *reporting.collectors()]
+        scraped = metrics_app(
+            service,
+            metrics,
+            collectors,
+            triton.catalog.has_vllm_gauges,
+            MetricsLimits.of(settings),
+        )
+        scraped = guarded_metrics(scraped, authenticate)
+        app = http_app(
+            service,
+            service.draining,
+            triton,
+            settings,
+            authenticate,
+            reporting,
+            metrics=scraped,
+            bodies=bodies,
+            dialect=dialect_of(config),
+            has_keys=has_keys,
+        )
+        yield FrontEnds(
+            service, app, scraped, triton, reporting, keys, authenticate, bodies, config
+        )
+
+
+async def _start_model(service: Service, state_dir: str, name: str, model: ModelConfig) -> None:
+    local = await asyncio.to_thread(with_local_path, name, model, state_dir)
+    await service.start_model(name, local)
