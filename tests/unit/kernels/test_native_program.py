@@ -203,7 +203,9 @@ def test_every_op_of_a_decoder_may_be_in_a_program(
     assert kernels._programs["step"] is not None
 
 
-@pytest.mark.parametrize("kind", ["made by torch", "view of a parameter", "parameter as a table"])
+@pytest.mark.parametrize(
+    "kind", ["made by torch", "result of torch", "view of a parameter", "parameter as a table"]
+)
 def test_a_value_that_no_op_made_is_computed_each_time(library: NativeLibrary, kind: str) -> None:
     """A program would read the first step's tensor, or one that is gone, at every step."""
     kernels = NativeKernels(library, 1)
@@ -213,6 +215,8 @@ def test_a_value_that_no_op_made_is_computed_each_time(library: NativeLibrary, k
         match kind:
             case "made by torch":
                 return kernels.rms_norm(x[:2] * 1.5, norm, 1e-5)
+            case "result of torch":
+                return kernels.rms_norm(x, norm, 1e-5) * 1.5
             case "view of a parameter":
                 return kernels.rms_norm(x[1:], norm, 1e-5)
         return kernels.take_rows(x, indices)

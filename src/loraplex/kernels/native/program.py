@@ -118,7 +118,7 @@ class Recorder:
     def record(
         self, parameters: Sequence[int], compute: Callable[[], torch.Tensor]
     ) -> tuple[torch.Tensor, Program | None]:
-        """Return the result of compute, one of the outputs, and its program if there is one."""
+        """Return the result of compute, and its program if its calls give that result."""
         assert not self._is_recording, "a recording in a recording"
         self._calls, self._outputs = [], []
         self._is_recording = self._is_complete = True
@@ -130,7 +130,9 @@ class Recorder:
         self._calls, self._outputs = [], []
         used = _uses(calls, outputs)
         numbers = {address: number for number, address in enumerate(parameters) if address}
-        if not (self._is_complete and _knows_values(calls, used, numbers)):
+        # Else it has a step that no program repeats, such as a tensor of torch at its end.
+        of_calls = any(use.start == result.data_ptr() and use.last_call >= 0 for use in used)
+        if not (self._is_complete and of_calls and _knows_values(calls, used, numbers)):
             return result, None
         return result, self._program(calls, used, numbers, result, compute)
 
