@@ -1,14 +1,18 @@
 #include "loraplex/linear.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstddef>
 #include <iterator>
 #include <new>
 #include <span>
+#include <stdexcept>
 
+#include "channel_rounds.h"
 #include "linear_float_block.h"
 #include "linear_inputs.h"
 #include "linear_quantized_block.h"
+#include "linear_tiles.h"
 #include "loraplex/experts.h"
 #include "loraplex/guard.h"
 #include "loraplex/pool.h"
@@ -16,10 +20,6 @@
 namespace loraplex {
 namespace {
 
-// Rows of one tile: their inputs of one depth stay in the second cache.
-constexpr std::int64_t kMaxTileRows = 128;
-// Outputs of one tile with many rows: so often the inputs are used when they are there.
-constexpr int kTilePanels = 4;
 // Below this many multiply-adds, waking another thread takes longer than the work.
 constexpr std::int64_t kWorthSharing = 1 << 16;
 // Inputs are widened by all threads from this many on.
@@ -27,73 +27,47 @@ constexpr std::int64_t kWorthSharingInputs = 1 << 15;
 
 // Pairs whose inputs are widened at a time: for many tokens with many experts, memory has an end.
 constexpr std::int64_t kMaxPairs = 2048;
-
-// Part i of `total` things in `parts` even parts.
-struct Range {
-    std::int64_t first;
-    std::int64_t size;
-};
-
-constexpr Range part(std::int64_t total, std::int64_t parts, std::int64_t i) {
-    const std::int64_t first = total * i / parts;
-    return {first, total * (i + 1) / parts - first};
-}
-
-// Neighbouring rows that are multiplied with one weight, cut into tiles.
-struct Product {
-    std::int64_t weight;  // its number
-    Range rows;           // of the inputs
-    BlockShape shape;
-    std::int64_t tile_blocks;
-    std::int64_t num_row_tiles;
-    std::int64_t num_column_tiles;
-    std::int64_t first_tile;  // of all products of a call
-
-    Product(std::int64_t weight, Range rows, std::int64_t out_features, std::int64_t first_tile)
-        : weight(weight), rows(rows), shape(block_shape(rows.size)),
-          tile_blocks(rows.size <= kManyRows.rows ? 1 : std::max(1, kTilePanels / shape.panels)),
-          num_row_tiles(divide_up(rows.size, kMaxTileRows)),
-          num_column_tiles(divide_up(num_panels(out_features), tile_panels())),
-          first_tile(first_tile) {}
-
-    std::int64_t num_tiles() const { return num_row_tiles * num_column_tiles; }
-    std::int64_t tile_panels() const { return shape.panels * tile_blocks; }
-    std::int64_t block_outputs() const { return shape.panels * kPanelWidth; }
-
-    std::size_t sums_bytes() const {
-        const std::int64_t tile_rows = std::min(rows.size, kMaxTileRows);
-        return static_cast<std::size_t>(tile_rows * block_outputs() * tile_blocks) * sizeof(float);
-    }
-};
+// Outputs of a row that are added over ranks at a time: in the nearest cache.
+constexpr std::int64_t kRankSums = 512;
 
 // The arguments that `linear` and `grouped_linear` have in common, and their work.
 template <typename W, typename T>
 class Linear {
 public:
     Linear(loraplex_pool &pool, const T *x, std::int64_t x_stride, const W *packed,
-           std::int64_t group_size, std::int64_t out_features, std::int64_t in_features,
-           const float *bias, T *y, std::int64_t y_stride)
+           std::int64_t group_size, std::int64_t num_blocks, std::int64_t out_features,
+           std::int64_t in_features, const float *bias, loraplex_channel *channel, T *y,
+           std::int64_t y_stride)
         : pool_(pool), x_(x), x_stride_(x_stride), packed_(packed), group_size_(group_size),
-          layout_(in_features, group_size), out_features_(out_features),
-          in_features_(in_features), bias_(bias), y_(y), y_stride_(y_stride) {}
+          layout_(in_features, num_blocks, group_size), pieces_(in_features, num_blocks),
+          out_features_(out_features), in_features_(in_features), bias_(bias), channel_(channel),
+          y_(y), y_stride_(y_stride), inputs_(nullptr, 0, pieces_) {
+        if (channel != nullptr && channel->capacity() < out_features) {
+            throw std::invalid_argument("linear: a slot of the channel is less than a row");
+        }
+    }
 
     void run(std::int64_t num_rows) {
         const Op op(pool_);
-        const Product product(0, {0, num_rows}, out_features_, 0);
-        multiply({&product, 1}, num_rows);
+        const std::int64_t most = rows_at_once(num_rows);
+        for (first_row_ = 0; first_row_ < num_rows; first_row_ += most) {
+            const Product product(0, {0, std::min(most, num_rows - first_row_)}, out_features_, 0);
+            multiply({&product, 1}, product.rows.size);
+        }
     }
 
     // pairs: sorted by expert; the inputs of a call are in this order.
     void run_pairs(std::int64_t num_pairs, std::int64_t pairs_per_row, const std::int32_t *pairs,
                    const std::int32_t *starts, std::int64_t num_experts) {
         const Op op(pool_);
-        const std::int64_t most = std::min({num_experts, num_pairs, kMaxPairs});
+        const std::int64_t most_pairs = rows_at_once(kMaxPairs);
+        const std::int64_t most = std::min({num_experts, num_pairs, most_pairs});
         auto *products = static_cast<Product *>(
             pool_.list_scratch(static_cast<std::size_t>(most) * sizeof(Product)));
         pairs_per_row_ = pairs_per_row;
         std::int64_t expert = 0;
-        for (std::int64_t first = 0; first < num_pairs; first += kMaxPairs) {
-            const std::int64_t end = std::min(num_pairs, first + kMaxPairs);
+        for (std::int64_t first = 0; first < num_pairs; first += most_pairs) {
+            const std::int64_t end = std::min(num_pairs, first + most_pairs);
             std::size_t num_products = 0;
             std::int64_t num_tiles = 0;
             for (std::int64_t pair = first; pair < end;) {
@@ -112,15 +86,24 @@ public:
     }
 
 private:
+    // A round of the channel takes so many.
+    std::int64_t rows_at_once(std::int64_t num_rows) const {
+        return channel_ == nullptr ? num_rows
+                                   : std::min(num_rows, channel_->capacity() / out_features_);
+    }
+
     // The products lie one after another, and are of all num_rows inputs.
     void multiply(std::span<const Product> products, std::int64_t num_rows) {
         products_ = products;
-        void *memory = pool_.shared_scratch(Inputs<W>::num_bytes(num_rows, in_features_));
-        inputs_ = {memory, num_rows, in_features_};
+        slot_ = channel_ == nullptr ? nullptr : channel_->begin();
+        void *memory = pool_.shared_scratch(Inputs<W>::num_bytes(num_rows, pieces_));
+        inputs_ = {memory, num_rows, pieces_};
         sums_bytes_ = 0;
         for (const Product &product : products) {
             sums_bytes_ = std::max(sums_bytes_, product.sums_bytes());
         }
+        // Those of a block, and those that wait for their neighbours.
+        sums_bytes_ *= std::bit_width(static_cast<std::size_t>(pieces_.num_blocks()));
         sums_ = static_cast<std::byte *>(pool_.worker_scratch(sums_bytes_));
         share(num_rows, num_rows * in_features_ >= kWorthSharingInputs,
               [this](std::int64_t row, int) {
@@ -129,10 +112,18 @@ private:
         share(products.back().first_tile + products.back().num_tiles(),
               num_rows * out_features_ * in_features_ >= kWorthSharing,
               [this](std::int64_t tile, int worker) { compute(tile, worker); });
+        if (channel_ != nullptr) {
+            const std::int64_t num_sums = num_rows * out_features_;
+            channel_->exchange(num_sums * static_cast<std::int64_t>(sizeof(float)));
+            share(num_rows, num_sums >= kWorthSharing,
+                  [this](std::int64_t row, int) { add_ranks(row); });
+        }
     }
 
     // Row of y that an input's result is for.
-    std::int64_t pair_of(std::int64_t row) const { return pairs_ == nullptr ? row : pairs_[row]; }
+    std::int64_t pair_of(std::int64_t row) const {
+        return pairs_ == nullptr ? first_row_ + row : pairs_[row];
+    }
 
     template <typename Fn>
     void share(std::int64_t num_tiles, bool is_worth_it, const Fn &fn) {
@@ -168,17 +159,24 @@ private:
         const std::int64_t block_sums = rows.size * product.block_outputs();
         const std::int64_t first_of_all = product.weight * num_panels(out_features_) + first_panel;
         const W *first_weights = packed_ + first_of_all * layout_.stride();
-        for (std::int64_t first = 0; first < in_features_; first += kMaxDepth<W>) {
-            const bool is_last = first + kMaxDepth<W> >= in_features_;
+        for (std::int64_t piece = 0; piece < pieces_.size(); ++piece) {
+            const std::int64_t input_block = pieces_.block(piece);
+            // After those of the blocks that wait for their neighbours.
+            float *own_sums = sums + std::popcount(static_cast<std::uint64_t>(input_block)) *
+                                         num_blocks * block_sums;
             const W *panel = first_weights;
             for (std::int64_t block = 0; block < num_blocks; ++block) {
                 const W *next_panel = panel + panels * layout_.stride();
                 // The tile's next call, or the next tile's first.
-                const W *next = block + 1 < num_blocks ? layout_.values(next_panel, first)
-                                : is_last              ? layout_.values(next_panel, 0)
-                                    : layout_.values(first_weights, first + kMaxDepth<W>);
-                add_products(product.shape, rows, panel, first, next, sums + block * block_sums);
+                const W *next = block + 1 < num_blocks       ? values(next_panel, piece)
+                                : piece + 1 < pieces_.size() ? values(first_weights, piece + 1)
+                                                             : next_panel;
+                add_products(product.shape, rows, panel, piece, next,
+                             own_sums + block * block_sums);
                 panel = next_panel;
+            }
+            if (pieces_.is_last(piece)) {
+                finish_block(product, input_block, rows, own_sums, num_blocks * block_sums);
             }
         }
         for (std::int64_t block = 0; block < num_blocks; ++block) {
@@ -186,15 +184,19 @@ private:
         }
     }
 
-    // sums [rows][outputs of a block] += the share of the inputs from `first` on, kMaxDepth at most.
-    // next: the weights of the call after this one.
-    void add_products(BlockShape shape, Range rows, const W *panel, std::int64_t first,
+    const W *values(const W *panel, std::int64_t piece) const {
+        return layout_.values(panel, pieces_.block(piece), pieces_.first(piece));
+    }
+
+    // sums [rows][outputs of a block] += the share of a piece of the inputs. next: the weights of
+    // the call after this one.
+    void add_products(BlockShape shape, Range rows, const W *panel, std::int64_t piece,
                       const W *next, float *sums) {
         const std::int64_t num_row_blocks = divide_up(rows.size, shape.rows);
-        BlockWeights<W> block = {layout_.values(panel, first), layout_.stride(),
-                                 layout_.scales(panel, first), group_size_, {}};
-        const auto depth =
-            static_cast<int>(std::min<std::int64_t>(kMaxDepth<W>, in_features_ - first));
+        BlockWeights<W> block = {
+            values(panel, piece), layout_.stride(),
+            layout_.scales(panel, pieces_.block(piece), pieces_.first(piece)), group_size_, {}};
+        const int depth = pieces_.depth(piece);
         for (std::int64_t i = 0; i < num_row_blocks; ++i) {
             const Range part_rows = part(rows.size, num_row_blocks, i);
             const Range next_rows = part(rows.size, num_row_blocks, (i + 1) % num_row_blocks);
@@ -202,11 +204,32 @@ private:
                               ? ReadAhead::whole(block.values + kReadAheadBytes / sizeof(W))
                               : ReadAhead::part(next, depth, num_row_blocks, i);
             block.ahead.inputs = reinterpret_cast<const std::byte *>(
-                inputs_.at(first, rows.first + next_rows.first));
+                inputs_.at(piece, rows.first + next_rows.first));
             const BlockShape part_shape = {static_cast<int>(part_rows.size), shape.panels};
             block_function<W>(part_shape, pool_.cpu_features())(
-                inputs_.at(first, rows.first + part_rows.first), block, depth,
-                sums + part_rows.first * shape.panels * kPanelWidth, first == 0);
+                inputs_.at(piece, rows.first + part_rows.first), block, depth,
+                sums + part_rows.first * shape.panels * kPanelWidth, pieces_.is_first(piece));
+        }
+    }
+
+    // sums: those of a tile, of one block of inputs. Before them are those that wait.
+    void finish_block([[maybe_unused]] const Product &product, std::int64_t input_block,
+                      [[maybe_unused]] Range rows, float *sums, std::int64_t size) {
+        if constexpr (kIsQuantized<W>) {
+            const std::int64_t row_sums = product.block_outputs();
+            for (std::int64_t first = 0; first < size; first += row_sums) {
+                const std::int64_t row = rows.first + first / row_sums % rows.size;
+                const Floats scale = broadcast(inputs_.scale(row, input_block));
+                for (std::int64_t i = first; i < first + row_sums; i += kLanes) {
+                    store(sums + i, loraplex::multiply(load(sums + i), scale));
+                }
+            }
+        }
+        for (std::int64_t done = input_block + 1; done % 2 == 0; done /= 2) {
+            sums -= size;
+            for (std::int64_t i = 0; i < size; i += kLanes) {
+                store(sums + i, add(load(sums + i), load(sums + size + i)));
+            }
         }
     }
 
@@ -216,26 +239,31 @@ private:
         const float *bias =
             bias_ == nullptr ? nullptr : bias_ + product.weight * out_features_ + first;
         for (std::int64_t row = 0; row < rows.size; ++row) {
-            T *target = y_ + pair_of(rows.first + row) * y_stride_ + first;
             const float *source = sums + row * product.block_outputs();
-            for (std::int64_t output = 0; output < num_outputs; output += kLanes) {
-                const auto count =
-                    static_cast<int>(std::min<std::int64_t>(kLanes, num_outputs - output));
-                Floats sum = load(source + output);
-                if constexpr (kIsQuantized<W>) {
-                    sum = loraplex::multiply(sum, broadcast(inputs_.scale(rows.first + row)));
-                }
-                write_vector(sum, bias == nullptr ? nullptr : bias + output, target + output, count);
+            if (slot_ != nullptr) {
+                write_row(source, nullptr, num_outputs,
+                          slot_ + (rows.first + row) * out_features_ + first);
+            } else {
+                write_row(source, bias, num_outputs,
+                          y_ + pair_of(rows.first + row) * y_stride_ + first);
             }
         }
     }
 
-    static void write_vector(Floats sum, const float *bias, T *target, int count) {
-        if (count == kLanes) {
-            store(target, bias == nullptr ? sum : add(sum, load(bias)));
-        } else {
-            store_first(target, add(sum, bias == nullptr ? zeros() : load_first(bias, count)),
-                        count);
+    // The sum of all ranks' slots, of one row.
+    void add_ranks(std::int64_t row) {
+        const auto starts_later = [](std::int64_t row, const Product &product) {
+            return row < product.rows.first;
+        };
+        const auto product =
+            std::prev(std::upper_bound(products_.begin(), products_.end(), row, starts_later));
+        const float *bias = bias_ == nullptr ? nullptr : bias_ + product->weight * out_features_;
+        float sums[kRankSums];
+        for (std::int64_t first = 0; first < out_features_; first += kRankSums) {
+            const std::int64_t count = std::min(kRankSums, out_features_ - first);
+            channel_->tree_sum(row * out_features_ + first, count, sums);
+            write_row(sums, bias == nullptr ? nullptr : bias + first, count,
+                      y_ + pair_of(row) * y_stride_ + first);
         }
     }
 
@@ -245,14 +273,18 @@ private:
     const W *packed_;
     std::int64_t group_size_;
     PanelLayout<W> layout_;
+    InputPieces<W> pieces_;
     std::int64_t out_features_;
     std::int64_t in_features_;
     const float *bias_;
+    loraplex_channel *channel_;
     T *y_;
     std::int64_t y_stride_;
+    std::int64_t first_row_ = 0;
     const std::int32_t *pairs_ = nullptr;  // null: the rows of x are those of y
     std::int64_t pairs_per_row_ = 1;
     std::span<const Product> products_;
+    float *slot_ = nullptr;
     Inputs<W> inputs_;
     std::byte *sums_ = nullptr;
     std::size_t sums_bytes_ = 0;
@@ -273,13 +305,14 @@ loraplex_status for_types(loraplex_weight_kind kind, loraplex_dtype dtype, const
 }  // namespace loraplex
 
 loraplex_status loraplex_linear(loraplex_pool *pool, loraplex_weight_kind kind,
-                                int64_t group_size, loraplex_dtype dtype, const void *x,
-                                int64_t x_stride, int64_t num_rows, const void *packed,
-                                int64_t out_features, int64_t in_features, const float *bias,
-                                void *y, int64_t y_stride) {
+                                int64_t group_size, int64_t num_blocks, loraplex_dtype dtype,
+                                const void *x, int64_t x_stride, int64_t num_rows,
+                                const void *packed, int64_t out_features, int64_t in_features,
+                                const float *bias, loraplex_channel *channel, void *y,
+                                int64_t y_stride) {
     using namespace loraplex;
-    if (num_rows < 0 ||
-        loraplex_packed_weight_bytes(kind, group_size, out_features, in_features) == 0) {
+    if (num_rows < 0 || loraplex_packed_weight_bytes(kind, group_size, num_blocks, out_features,
+                                                     in_features) == 0) {
         return LORAPLEX_INVALID_ARGUMENT;
     }
     if (num_rows == 0) {
@@ -288,24 +321,26 @@ loraplex_status loraplex_linear(loraplex_pool *pool, loraplex_weight_kind kind,
     return guarded([&] {
         return for_types(kind, dtype, [&]<typename W, typename T>(W, T) {
             Linear<W, T>(*pool, static_cast<const T *>(x), x_stride,
-                         static_cast<const W *>(packed), group_size, out_features, in_features,
-                         bias, static_cast<T *>(y), y_stride)
+                         static_cast<const W *>(packed), group_size, num_blocks, out_features,
+                         in_features, bias, channel, static_cast<T *>(y), y_stride)
                 .run(num_rows);
         });
     });
 }
 
 loraplex_status loraplex_grouped_linear(loraplex_pool *pool, loraplex_weight_kind kind,
-                                        int64_t group_size, loraplex_dtype dtype, const void *x,
-                                        int64_t x_stride, int64_t num_pairs,
-                                        int64_t pairs_per_row, const int32_t *pairs,
-                                        const int32_t *starts, int64_t num_experts,
-                                        const void *packed, int64_t out_features,
-                                        int64_t in_features, const float *bias, void *y,
+                                        int64_t group_size, int64_t num_blocks,
+                                        loraplex_dtype dtype, const void *x, int64_t x_stride,
+                                        int64_t num_pairs, int64_t pairs_per_row,
+                                        const int32_t *pairs, const int32_t *starts,
+                                        int64_t num_experts, const void *packed,
+                                        int64_t out_features, int64_t in_features,
+                                        const float *bias, loraplex_channel *channel, void *y,
                                         int64_t y_stride) {
     using namespace loraplex;
     if (num_pairs < 0 || pairs_per_row < 1 || num_experts < 1 ||
-        loraplex_packed_weight_bytes(kind, group_size, out_features, in_features) == 0 ||
+        loraplex_packed_weight_bytes(kind, group_size, num_blocks, out_features, in_features) ==
+            0 ||
         starts[0] != 0 || starts[num_experts] != num_pairs) {
         return LORAPLEX_INVALID_ARGUMENT;
     }
@@ -315,8 +350,8 @@ loraplex_status loraplex_grouped_linear(loraplex_pool *pool, loraplex_weight_kin
     return guarded([&] {
         return for_types(kind, dtype, [&]<typename W, typename T>(W, T) {
             Linear<W, T>(*pool, static_cast<const T *>(x), x_stride,
-                         static_cast<const W *>(packed), group_size, out_features, in_features,
-                         bias, static_cast<T *>(y), y_stride)
+                         static_cast<const W *>(packed), group_size, num_blocks, out_features,
+                         in_features, bias, channel, static_cast<T *>(y), y_stride)
                 .run_pairs(num_pairs, pairs_per_row, pairs, starts, num_experts);
         });
     });

@@ -15,52 +15,85 @@ namespace loraplex {
 
 constexpr std::int64_t divide_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
-// [depth block][row][kRowStride]; for quantised weights, then one float32 for each row.
+// The inputs in the pieces that one call of an inner loop takes: of a block, kMaxDepth at most.
+template <typename W>
+class InputPieces {
+public:
+    InputPieces(std::int64_t in_features, std::int64_t num_blocks)
+        : block_inputs_(in_features / num_blocks), num_blocks_(num_blocks),
+          per_block_(divide_up(block_inputs_, kMaxDepth<W>)) {}
+
+    std::int64_t size() const { return num_blocks_ * per_block_; }
+    std::int64_t num_blocks() const { return num_blocks_; }
+    std::int64_t per_block() const { return per_block_; }
+    std::int64_t block_inputs() const { return block_inputs_; }
+
+    std::int64_t block(std::int64_t piece) const { return piece / per_block_; }
+    // In its block.
+    std::int64_t first(std::int64_t piece) const { return piece % per_block_ * kMaxDepth<W>; }
+    int depth(std::int64_t piece) const {
+        return static_cast<int>(
+            std::min<std::int64_t>(kMaxDepth<W>, block_inputs_ - first(piece)));
+    }
+    bool is_first(std::int64_t piece) const { return piece % per_block_ == 0; }
+    bool is_last(std::int64_t piece) const { return (piece + 1) % per_block_ == 0; }
+
+private:
+    std::int64_t block_inputs_;
+    std::int64_t num_blocks_;
+    std::int64_t per_block_;
+};
+
+// [piece][row][kRowStride]; for quantised weights, then one float32 for each row and block.
 template <typename W>
 class Inputs {
 public:
-    static std::size_t num_bytes(std::int64_t num_rows, std::int64_t in_features) {
-        return values_size(num_rows, in_features) * sizeof(Input<W>) +
-               static_cast<std::size_t>(kIsQuantized<W> ? num_rows : 0) * sizeof(float);
+    static std::size_t num_bytes(std::int64_t num_rows, const InputPieces<W> &pieces) {
+        const std::int64_t num_scales = kIsQuantized<W> ? num_rows * pieces.num_blocks() : 0;
+        return values_size(num_rows, pieces) * sizeof(Input<W>) +
+               static_cast<std::size_t>(num_scales) * sizeof(float);
     }
-
-    Inputs() = default;
 
     // memory: num_bytes of it
-    Inputs(void *memory, std::int64_t num_rows, std::int64_t in_features)
-        : values_(static_cast<Input<W> *>(memory)), num_rows_(num_rows), in_features_(in_features),
-          scales_(reinterpret_cast<float *>(values_ + values_size(num_rows, in_features))) {}
+    Inputs(void *memory, std::int64_t num_rows, const InputPieces<W> &pieces)
+        : values_(static_cast<Input<W> *>(memory)), num_rows_(num_rows), pieces_(pieces),
+          scales_(reinterpret_cast<float *>(values_ + values_size(num_rows, pieces))) {}
 
-    const Input<W> *at(std::int64_t first_input, std::int64_t row) const {
-        return values_ + (first_input / kMaxDepth<W> * num_rows_ + row) * kRowStride<W>;
+    const Input<W> *at(std::int64_t piece, std::int64_t row) const {
+        return values_ + (piece * num_rows_ + row) * kRowStride<W>;
     }
 
-    // What the row's sums are to be multiplied by; only for quantised weights.
-    float scale(std::int64_t row) const { return scales_[row]; }
+    // What the row's sums of a block are to be multiplied by; only for quantised weights.
+    float scale(std::int64_t row, std::int64_t block) const {
+        return scales_[row * pieces_.num_blocks() + block];
+    }
 
     template <typename T>
     void set_row(std::int64_t row, const T *x) {
-        if constexpr (kIsQuantized<W>) {
-            quantize_row(row, x);
-        } else {
-            for_each_depth_block(row, x, [](const T *source, int depth, float *target) {
-                widen(source, depth, target);
-            });
+        for (std::int64_t block = 0; block < pieces_.num_blocks(); ++block) {
+            const T *source = x + block * pieces_.block_inputs();
+            if constexpr (kIsQuantized<W>) {
+                quantize_block(row, block, source);
+            } else {
+                for_each_piece(row, block, source, [](const T *from, int depth, float *target) {
+                    widen(from, depth, target);
+                });
+            }
         }
     }
 
 private:
-    static std::size_t values_size(std::int64_t num_rows, std::int64_t in_features) {
-        return static_cast<std::size_t>(divide_up(in_features, kMaxDepth<W>) * num_rows) *
-               kRowStride<W>;
+    static std::size_t values_size(std::int64_t num_rows, const InputPieces<W> &pieces) {
+        return static_cast<std::size_t>(pieces.size() * num_rows) * kRowStride<W>;
     }
 
-    // body(source, depth, target) for the inputs of each depth block
+    // body(source, depth, target) for the pieces of a block, which begins at x
     template <typename T, typename Body>
-    void for_each_depth_block(std::int64_t row, const T *x, const Body &body) {
-        for (std::int64_t first = 0; first < in_features_; first += kMaxDepth<W>) {
-            const std::int64_t depth = std::min<std::int64_t>(kMaxDepth<W>, in_features_ - first);
-            body(x + first, static_cast<int>(depth), const_cast<Input<W> *>(at(first, row)));
+    void for_each_piece(std::int64_t row, std::int64_t block, const T *x, const Body &body) {
+        const std::int64_t first = block * pieces_.per_block();
+        for (std::int64_t piece = first; piece < first + pieces_.per_block(); ++piece) {
+            body(x + pieces_.first(piece), pieces_.depth(piece),
+                 const_cast<Input<W> *>(at(piece, row)));
         }
     }
 
@@ -76,16 +109,17 @@ private:
     }
 
     template <typename T>
-    void quantize_row(std::int64_t row, const T *x) {
+    void quantize_block(std::int64_t row, std::int64_t block, const T *x) {
         constexpr float kLargest = std::numeric_limits<std::int16_t>::max();
         const float magnitude = largest_magnitude(x);
         const bool is_finite = magnitude <= std::numeric_limits<float>::max();
         const bool is_zero = magnitude < 0x1p-100f;
-        scales_[row] = !is_finite ? std::numeric_limits<float>::quiet_NaN()
-                       : is_zero  ? 0.0f
-                                  : magnitude / kLargest;
+        scales_[row * pieces_.num_blocks() + block] =
+            !is_finite ? std::numeric_limits<float>::quiet_NaN()
+            : is_zero  ? 0.0f
+                       : magnitude / kLargest;
         const float factor = is_finite && !is_zero ? kLargest / magnitude : 0.0f;
-        for_each_depth_block(row, x, [factor](const T *source, int depth, std::int16_t *target) {
+        for_each_piece(row, block, x, [factor](const T *source, int depth, std::int16_t *target) {
             quantize(source, depth, factor, target);
         });
     }
@@ -93,12 +127,13 @@ private:
     // Infinite or NaN if one of the elements is; both have larger bits than every number.
     template <typename T>
     float largest_magnitude(const T *x) const {
-        float values[kPiece];
+        float values[kAtOnce];
         std::uint32_t largest = 0;
-        for (std::int64_t first = 0; first < in_features_; first += kPiece) {
-            const auto count = static_cast<int>(std::min<std::int64_t>(kPiece, in_features_ - first));
+        const std::int64_t num_inputs = pieces_.block_inputs();
+        for (std::int64_t first = 0; first < num_inputs; first += kAtOnce) {
+            const auto count = static_cast<int>(std::min<std::int64_t>(kAtOnce, num_inputs - first));
             widen(x + first, count, values);
-            std::uint32_t bits[kPiece];
+            std::uint32_t bits[kAtOnce];
             std::memcpy(bits, values, sizeof(bits));
             for (int i = 0; i < count; ++i) {
                 largest = std::max(largest, bits[i] & 0x7fffffffu);
@@ -111,9 +146,9 @@ private:
     template <typename T>
     static void quantize(const T *source, int depth, float factor, std::int16_t *target) {
         const Floats factors = broadcast(factor);
-        for (int first = 0; first < depth; first += kPiece) {
-            const int count = std::min(kPiece, depth - first);
-            float values[kPiece + kLanes] = {};
+        for (int first = 0; first < depth; first += kAtOnce) {
+            const int count = std::min(kAtOnce, depth - first);
+            float values[kAtOnce + kLanes] = {};
             widen(source + first, count, values);
             for (int i = 0; i < count; i += kLanes) {
                 store(values + i, round_to_integer(multiply(load(values + i), factors)));
@@ -124,12 +159,12 @@ private:
         }
     }
 
-    static constexpr int kPiece = 64;
+    static constexpr int kAtOnce = 64;  // elements at a time
 
-    Input<W> *values_ = nullptr;
-    std::int64_t num_rows_ = 0;
-    std::int64_t in_features_ = 0;
-    float *scales_ = nullptr;
+    Input<W> *values_;
+    std::int64_t num_rows_;
+    InputPieces<W> pieces_;
+    float *scales_;
 };
 
 }  // namespace loraplex

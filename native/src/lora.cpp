@@ -9,6 +9,7 @@
 #include <stdexcept>
 
 #include "block_product.h"
+#include "channel_rounds.h"
 #include "loraplex/experts.h"
 #include "loraplex/guard.h"
 #include "loraplex/pool.h"
@@ -16,11 +17,12 @@
 #include "lora_groups.h"
 #include "lora_shrink.h"
 #include "lora_vectors.h"
+#include "packed_weight.h"
 
 namespace loraplex {
 namespace {
 
-constexpr std::int64_t kRanksPerTile = 24;    // of all modules together
+constexpr std::int64_t kRanksPerTile = kShrinkRows;  // of all modules together
 constexpr std::int64_t kExpandTokens = 24;    // a multiple of kMaxProductRows
 constexpr std::int64_t kExpandColumns = 512;  // float32 sums of kMaxProductRows fit the L1 cache
 constexpr std::int64_t kExpandDepth = 16;     // rows of B read side by side
@@ -34,7 +36,8 @@ struct Place {
 // last_expert: what is added to the modules' numbers, at most.
 void check(const loraplex_lora_step &step, const loraplex_lora_linear &linear, std::int64_t layer,
            std::int64_t last_expert) {
-    if (layer < 0 || layer >= step.num_layers || step.num_groups < 0 || linear.in_features < 1) {
+    if (layer < 0 || layer >= step.num_layers || step.num_groups < 0 || linear.in_features < 1 ||
+        !are_blocks(linear.num_blocks, linear.in_features)) {
         throw std::invalid_argument("add_lora");
     }
     for (std::int64_t i = 0; i < linear.num_modules; ++i) {
@@ -50,9 +53,9 @@ class LoraProduct {
 public:
     LoraProduct(loraplex_pool &pool, const loraplex_lora_step &step, const LoraGroups &groups,
                 const loraplex_lora_linear &linear, std::int64_t layer, Matrix<const T> x,
-                Matrix<T> y)
+                loraplex_channel *channel, Matrix<T> y)
         : pool_(pool), step_(step), groups_(groups), linear_(linear), layer_(layer),
-          pages_(static_cast<const Page *>(step.pages)), x_(x), y_(y) {}
+          pages_(static_cast<const Page *>(step.pages)), x_(x), channel_(channel), y_(y) {}
 
     void run() {
         measure();
@@ -65,6 +68,11 @@ public:
             shrink(shrink_tiles_[i / rank_tiles], i % rank_tiles * kRanksPerTile, worker);
         };
         run_lora_tiles(pool_, work_, num_shrink_tiles_ * rank_tiles, shrink_one);
+        if (channel_ != nullptr) {
+            add_ranks();
+        }
+        run_lora_tiles(pool_, groups_.num_rows() * max_ranks_, num_shrink_tiles_,
+                       [&](std::int64_t i, int) { scale(shrink_tiles_[i]); });
         std::int64_t first_tile = 0;
         for (std::int64_t wave = 0; wave < groups_.num_waves; ++wave) {
             std::int64_t end_tile = first_tile;
@@ -130,18 +138,40 @@ private:
                                          static_cast<std::size_t>(worker) * worker_stride_);
     }
 
+    // Each sum of this rank becomes that of all.
+    void add_ranks() {
+        const std::int64_t num_sums = groups_.num_rows() * max_ranks_;
+        for (std::int64_t first = 0; first < num_sums; first += channel_->capacity()) {
+            const std::int64_t count = std::min(channel_->capacity(), num_sums - first);
+            std::copy_n(reduced_.data + first, count, channel_->begin());
+            channel_->exchange(count * static_cast<std::int64_t>(sizeof(float)));
+            channel_->tree_sum(0, count, reduced_.data + first);
+        }
+    }
+
+    void scale(const LoraTile &tile) const {
+        std::int64_t before = 0;
+        for (std::int64_t module = 0; module < linear_.num_modules; ++module) {
+            const Place at = place(tile.group, module);
+            for (std::int64_t t = 0; t < tile.count; ++t) {
+                const float factor = groups_.scales[tile.first + t] * at.scale;
+                float *sums = reduced_.row(tile.first + t) + before;
+                std::for_each_n(sums, at.rank, [factor](float &sum) { sum *= factor; });
+            }
+            before += at.rank;
+        }
+    }
+
     // kRanksPerTile of the modules' ranks, counted one module behind another.
     void shrink(const LoraTile &tile, std::int64_t first_rank, int worker) const {
         const Page *rows[kRanksPerTile];
-        float scales[kRanksPerTile];
         int num_rows = 0;
         std::int64_t before = 0;
         for (std::int64_t module = 0; module < linear_.num_modules; ++module) {
             const Place at = place(tile.group, module);
             const std::int64_t end = std::min(before + at.rank, first_rank + kRanksPerTile);
             for (std::int64_t r = std::max(first_rank, before); r < end; ++r) {
-                rows[num_rows] = pages_ + at.offset + (r - before) * linear_.in_features;
-                scales[num_rows++] = at.scale;
+                rows[num_rows++] = pages_ + at.offset + (r - before) * linear_.in_features;
             }
             before += at.rank;
         }
@@ -154,13 +184,9 @@ private:
             inputs[t] = widened(x_.row(groups_.rows[tile.first + t] / groups_.rows_per_input),
                                 wide + t * linear_.in_features);
         }
-        const Matrix<float> sums = reduced_.at(tile.first, first_rank);
-        dot_rows(inputs, static_cast<int>(tile.count), rows, num_rows, linear_.in_features, sums);
-        for (std::int64_t t = 0; t < tile.count; ++t) {
-            for (int r = 0; r < num_rows; ++r) {
-                sums.row(t)[r] *= groups_.scales[tile.first + t] * scales[r];
-            }
-        }
+        dot_blocks(inputs, static_cast<int>(tile.count), rows, num_rows,
+                   {0, linear_.in_features}, linear_.num_blocks,
+                   reduced_.at(tile.first, first_rank));
     }
 
     const float *widened(const float *source, float *) const { return source; }
@@ -239,6 +265,7 @@ private:
     std::int64_t layer_;
     const Page *pages_;
     Matrix<const T> x_;
+    loraplex_channel *channel_;  // null: there is one rank
     Matrix<T> y_;
     std::int64_t max_ranks_ = 0;  // of all modules together
     std::int64_t work_ = 0;
@@ -268,8 +295,8 @@ loraplex_status for_types(loraplex_dtype dtype, loraplex_dtype pages_dtype, cons
 
 loraplex_status loraplex_add_lora(loraplex_pool *pool, const loraplex_lora_step *step,
                                   const loraplex_lora_linear *linear, int64_t layer,
-                                  loraplex_dtype dtype, const void *x, int64_t x_stride, void *y,
-                                  int64_t y_stride) {
+                                  loraplex_dtype dtype, const void *x, int64_t x_stride,
+                                  loraplex_channel *channel, void *y, int64_t y_stride) {
     using namespace loraplex;
     return guarded([&] {
         check(*step, *linear, layer, 0);
@@ -279,7 +306,7 @@ loraplex_status loraplex_add_lora(loraplex_pool *pool, const loraplex_lora_step 
             const Matrix<T> outputs = {static_cast<T *>(y), y_stride};
             LoraVectors<T, Page>(*pool, *step, *linear, layer, outputs).run();
             LoraProduct<T, Page>(*pool, *step, groups, *linear, layer,
-                                 {static_cast<const T *>(x), x_stride}, outputs)
+                                 {static_cast<const T *>(x), x_stride}, channel, outputs)
                 .run();
         });
     });
@@ -290,7 +317,7 @@ loraplex_status loraplex_add_expert_lora(loraplex_pool *pool, const loraplex_lor
                                          int64_t num_experts, int64_t num_chosen,
                                          const int32_t *experts, loraplex_dtype dtype,
                                          const void *x, int64_t x_stride, int64_t pairs_per_row,
-                                         void *y, int64_t y_stride) {
+                                         loraplex_channel *channel, void *y, int64_t y_stride) {
     using namespace loraplex;
     return guarded([&] {
         if (num_experts < 1 || num_chosen < 1 || pairs_per_row < 1) {
@@ -303,7 +330,7 @@ loraplex_status loraplex_add_expert_lora(loraplex_pool *pool, const loraplex_lor
                                          {num_experts, num_chosen, experts});
             const LoraGroups groups = by_expert.groups(pairs_per_row);
             LoraProduct<T, Page>(*pool, *step, groups, *linear, layer,
-                                 {static_cast<const T *>(x), x_stride},
+                                 {static_cast<const T *>(x), x_stride}, channel,
                                  {static_cast<T *>(y), y_stride})
                 .run();
         });

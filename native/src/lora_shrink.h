@@ -1,7 +1,8 @@
 // Dot products of a few tokens with a few rows of A.
 //
 // Every product is one accumulator whose lanes are chains of multiply_add over rising elements,
-// added by sum_lanes: the same for every number of tokens and rows.
+// added by sum_lanes: the same for every number of tokens and rows. Of blocks of elements each has
+// a product, and neighbouring ones are added until one is left.
 #pragma once
 
 #include <cstdint>
@@ -12,12 +13,18 @@
 namespace loraplex {
 
 inline constexpr std::int64_t kShrinkTokens = 4;
+inline constexpr std::int64_t kShrinkRows = 24;
 // kTokens * kRows accumulators, the rows' and one token's vector fit in 16 registers.
 inline constexpr int kRowsOfOneToken = 8;
 inline constexpr int kRowsOfTokens = 3;
 
+struct Elements {
+    std::int64_t first;
+    std::int64_t end;
+};
+
 template <int kTokens, int kRows, typename T>
-inline void dot_block(const float *const *tokens, const T *const *rows, std::int64_t length,
+inline void dot_block(const float *const *tokens, const T *const *rows, Elements elements,
                       Matrix<float> sums) {
     Floats lanes[kTokens][kRows];
 #pragma GCC unroll 8
@@ -27,8 +34,8 @@ inline void dot_block(const float *const *tokens, const T *const *rows, std::int
             lanes[t][r] = zeros();
         }
     }
-    std::int64_t i = 0;
-    for (; i + kLanes <= length; i += kLanes) {
+    std::int64_t i = elements.first;
+    for (; i + kLanes <= elements.end; i += kLanes) {
         Floats weights[kRows];
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) {
@@ -43,7 +50,7 @@ inline void dot_block(const float *const *tokens, const T *const *rows, std::int
             }
         }
     }
-    const int rest = static_cast<int>(length - i);
+    const int rest = static_cast<int>(elements.end - i);
 #pragma GCC unroll 8
     for (int t = 0; t < kTokens; ++t) {
 #pragma GCC unroll 8
@@ -59,26 +66,47 @@ inline void dot_block(const float *const *tokens, const T *const *rows, std::int
 
 template <int kTokens, int kRows, typename T>
 inline void dot_rows_of(const float *const *tokens, const T *const *rows, int num_rows,
-                        std::int64_t length, Matrix<float> sums) {
+                        Elements elements, Matrix<float> sums) {
     int done = 0;
     for (; num_rows - done >= kRows; done += kRows) {
-        dot_block<kTokens, kRows>(tokens, rows + done, length, sums.at(0, done));
+        dot_block<kTokens, kRows>(tokens, rows + done, elements, sums.at(0, done));
     }
     if constexpr (kRows > 1) {
-        dot_rows_of<kTokens, kRows / 2>(tokens, rows + done, num_rows - done, length,
+        dot_rows_of<kTokens, kRows / 2>(tokens, rows + done, num_rows - done, elements,
                                         sums.at(0, done));
     }
 }
 
-// sums[t][r] = tokens[t] . rows[r]; num_tokens is at most kShrinkTokens.
 template <typename T>
 inline void dot_rows(const float *const *tokens, int num_tokens, const T *const *rows,
-                     int num_rows, std::int64_t length, Matrix<float> sums) {
+                     int num_rows, Elements elements, Matrix<float> sums) {
     switch (num_tokens) {
-        case 1: return dot_rows_of<1, kRowsOfOneToken>(tokens, rows, num_rows, length, sums);
-        case 2: return dot_rows_of<2, kRowsOfTokens>(tokens, rows, num_rows, length, sums);
-        case 3: return dot_rows_of<3, kRowsOfTokens>(tokens, rows, num_rows, length, sums);
-        default: return dot_rows_of<4, kRowsOfTokens>(tokens, rows, num_rows, length, sums);
+        case 1: return dot_rows_of<1, kRowsOfOneToken>(tokens, rows, num_rows, elements, sums);
+        case 2: return dot_rows_of<2, kRowsOfTokens>(tokens, rows, num_rows, elements, sums);
+        case 3: return dot_rows_of<3, kRowsOfTokens>(tokens, rows, num_rows, elements, sums);
+        default: return dot_rows_of<4, kRowsOfTokens>(tokens, rows, num_rows, elements, sums);
+    }
+}
+
+// sums[t][r] = tokens[t] . rows[r] of the elements; of tokens kShrinkTokens at most, of rows
+// kShrinkRows. num_blocks is a power of two that divides the number of elements.
+template <typename T>
+inline void dot_blocks(const float *const *tokens, int num_tokens, const T *const *rows,
+                       int num_rows, Elements elements, std::int64_t num_blocks,
+                       Matrix<float> sums) {
+    if (num_blocks == 1) {
+        dot_rows(tokens, num_tokens, rows, num_rows, elements, sums);
+        return;
+    }
+    const std::int64_t middle = (elements.first + elements.end) / 2;
+    float right[kShrinkTokens * kShrinkRows];
+    dot_blocks(tokens, num_tokens, rows, num_rows, {elements.first, middle}, num_blocks / 2, sums);
+    dot_blocks(tokens, num_tokens, rows, num_rows, {middle, elements.end}, num_blocks / 2,
+               {right, kShrinkRows});
+    for (int t = 0; t < num_tokens; ++t) {
+        for (int r = 0; r < num_rows; ++r) {
+            sums.row(t)[r] += right[t * kShrinkRows + r];
+        }
     }
 }
 

@@ -12,12 +12,13 @@ namespace loraplex {
 namespace {
 
 // Sizes whose product cannot overflow, and groups that a kernel takes. Int4 has whole groups.
-bool are_valid(loraplex_weight_kind kind, std::int64_t group_size, std::int64_t out_features,
-               std::int64_t in_features) {
+bool are_valid(loraplex_weight_kind kind, std::int64_t group_size, std::int64_t num_blocks,
+               std::int64_t out_features, std::int64_t in_features) {
     constexpr std::int64_t kLargest = std::int64_t{1} << 28;
     return out_features > 0 && in_features > 0 && out_features <= kLargest &&
-           in_features <= kLargest && is_group_size(kind, group_size) &&
-           (kind != LORAPLEX_WEIGHT_INT4 || in_features % group_size == 0);
+           in_features <= kLargest && are_blocks(num_blocks, in_features) &&
+           is_group_size(kind, group_size) &&
+           (kind != LORAPLEX_WEIGHT_INT4 || in_features / num_blocks % group_size == 0);
 }
 
 // What pack_weight is given: a row-major matrix, int8_t for quantised kinds.
@@ -59,10 +60,23 @@ void ask_for_large_pages([[maybe_unused]] void *memory, [[maybe_unused]] std::in
 #endif
 }
 
+// One output's inputs and scales of one block.
+template <typename W>
+void pack_block(const Source<W> *row, const float *scales, std::int64_t output,
+                const PanelLayout<W> &layout, W *target) {
+    for (std::int64_t input = 0; input < layout.block_inputs(); ++input) {
+        put(target, output, input, row[input]);
+    }
+    for (std::int64_t group = 0; group < layout.num_groups(); ++group) {
+        W *scale = target + layout.values_size() +
+                   (group * kPanelWidth + output) * static_cast<int>(sizeof(float));
+        std::memcpy(scale, scales + group, sizeof(float));
+    }
+}
+
 template <typename W>
 void pack(loraplex_pool &pool, Rows<Source<W>> weight, Rows<float> scales,
-          std::int64_t out_features, std::int64_t in_features, std::int64_t group_size, W *packed) {
-    const PanelLayout<W> layout(in_features, group_size);
+          std::int64_t out_features, const PanelLayout<W> &layout, W *packed) {
     const Op op(pool);
     pool.parallel_for_tiles(num_panels(out_features), [&](std::int64_t index, int) {
         W *panel = packed + index * layout.stride();
@@ -70,15 +84,12 @@ void pack(loraplex_pool &pool, Rows<Source<W>> weight, Rows<float> scales,
         const std::int64_t first = index * kPanelWidth;
         const std::int64_t num_outputs =
             std::clamp<std::int64_t>(out_features - first, 0, kPanelWidth);
-        for (std::int64_t output = 0; output < num_outputs; ++output) {
-            const Source<W> *row = weight.row(first + output);
-            for (std::int64_t input = 0; input < in_features; ++input) {
-                put(panel, output, input, row[input]);
-            }
-            for (std::int64_t group = 0; group < layout.num_groups(); ++group) {
-                W *scale = panel + layout.values_size() +
-                           (group * kPanelWidth + output) * static_cast<int>(sizeof(float));
-                std::memcpy(scale, scales.row(first + output) + group, sizeof(float));
+        for (std::int64_t block = 0; block < layout.num_blocks(); ++block) {
+            W *target = panel + block * layout.block_stride();
+            for (std::int64_t output = 0; output < num_outputs; ++output) {
+                pack_block(weight.row(first + output) + block * layout.block_inputs(),
+                           scales.row(first + output) + block * layout.num_groups(), output,
+                           layout, target);
             }
         }
     });
@@ -88,12 +99,14 @@ void pack(loraplex_pool &pool, Rows<Source<W>> weight, Rows<float> scales,
 }  // namespace loraplex
 
 int64_t loraplex_packed_weight_bytes(loraplex_weight_kind kind, int64_t group_size,
-                                     int64_t out_features, int64_t in_features) {
+                                     int64_t num_blocks, int64_t out_features,
+                                     int64_t in_features) {
     using namespace loraplex;
     std::int64_t num_bytes = 0;
-    if (are_valid(kind, group_size, out_features, in_features)) {
+    if (are_valid(kind, group_size, num_blocks, out_features, in_features)) {
         for_weight_kind(kind, [&]<typename W>(W) {
-            num_bytes = num_panels(out_features) * PanelLayout<W>(in_features, group_size).stride() *
+            const PanelLayout<W> layout(in_features, num_blocks, group_size);
+            num_bytes = num_panels(out_features) * layout.stride() *
                         static_cast<std::int64_t>(sizeof(W));
             return LORAPLEX_OK;
         });
@@ -102,20 +115,21 @@ int64_t loraplex_packed_weight_bytes(loraplex_weight_kind kind, int64_t group_si
 }
 
 loraplex_status loraplex_pack_weight(loraplex_pool *pool, loraplex_weight_kind kind,
-                                     int64_t group_size, const void *weight, int64_t weight_stride,
-                                     const float *scales, int64_t scales_stride,
-                                     int64_t out_features, int64_t in_features, void *packed) {
+                                     int64_t group_size, int64_t num_blocks, const void *weight,
+                                     int64_t weight_stride, const float *scales,
+                                     int64_t scales_stride, int64_t out_features,
+                                     int64_t in_features, void *packed) {
     using namespace loraplex;
-    if (!are_valid(kind, group_size, out_features, in_features)) {
+    if (!are_valid(kind, group_size, num_blocks, out_features, in_features)) {
         return LORAPLEX_INVALID_ARGUMENT;
     }
     return guarded([&] {
-        ask_for_large_pages(
-            packed, loraplex_packed_weight_bytes(kind, group_size, out_features, in_features));
+        ask_for_large_pages(packed, loraplex_packed_weight_bytes(kind, group_size, num_blocks,
+                                                                 out_features, in_features));
         return for_weight_kind(kind, [&]<typename W>(W) {
             pack<W>(*pool, {static_cast<const Source<W> *>(weight), weight_stride},
-                    {scales, scales_stride}, out_features, in_features, group_size,
-                    static_cast<W *>(packed));
+                    {scales, scales_stride}, out_features,
+                    PanelLayout<W>(in_features, num_blocks, group_size), static_cast<W *>(packed));
             return LORAPLEX_OK;
         });
     });

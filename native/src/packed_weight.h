@@ -12,6 +12,9 @@
 //
 // What is missing at the end is 0. After the values of a quantised panel come its scales:
 // [groups of inputs][kPanelWidth] float32.
+//
+// The inputs of a panel may be cut into equal blocks, which lie one after another, each like a panel
+// of its own.
 #pragma once
 
 #include <cstddef>
@@ -58,32 +61,45 @@ constexpr std::int64_t num_panels(std::int64_t out_features) {
 }
 
 // The sizes of one panel. group_size is the number of inputs that share a scale, 0 if there is none.
+// num_blocks divides in_features.
 template <typename W>
 class PanelLayout {
 public:
-    PanelLayout(std::int64_t in_features, std::int64_t group_size)
-        : num_inputs_((in_features + kInterleaved<W> - 1) / kInterleaved<W> * kInterleaved<W>),
+    PanelLayout(std::int64_t in_features, std::int64_t num_blocks, std::int64_t group_size)
+        : num_blocks_(num_blocks), block_inputs_(in_features / num_blocks),
+          padded_inputs_((block_inputs_ + kInterleaved<W> - 1) / kInterleaved<W> *
+                         kInterleaved<W>),
           group_size_(group_size),
-          num_groups_(kIsQuantized<W> ? (in_features + group_size - 1) / group_size : 0) {}
+          num_groups_(kIsQuantized<W> ? (block_inputs_ + group_size - 1) / group_size : 0) {}
 
+    std::int64_t num_blocks() const { return num_blocks_; }
+    std::int64_t block_inputs() const { return block_inputs_; }
+
+    // Of one block.
     std::int64_t num_groups() const { return num_groups_; }
 
     // From one panel to the next, in elements: W's of 1 byte, where there are scales.
-    std::int64_t stride() const {
+    std::int64_t stride() const { return num_blocks_ * block_stride(); }
+
+    // From one block of a panel to the next.
+    std::int64_t block_stride() const {
         constexpr auto kScaleSize = static_cast<std::int64_t>(sizeof(float) / sizeof(W));
         return values_size() + num_groups_ * kPanelWidth * kScaleSize;
     }
 
-    std::int64_t values_size() const { return num_inputs_ * kInputSize<W>; }
+    // Of one block.
+    std::int64_t values_size() const { return padded_inputs_ * kInputSize<W>; }
 
-    const W *values(const W *panel, std::int64_t first_input) const {
-        return panel + first_input * kInputSize<W>;
+    // first_input counts in the block, here and below.
+    const W *values(const W *panel, std::int64_t block, std::int64_t first_input) const {
+        return panel + block * block_stride() + first_input * kInputSize<W>;
     }
 
     // Of the group that starts at first_input; null where there are no scales.
-    const float *scales(const W *panel, std::int64_t first_input) const {
+    const float *scales(const W *panel, std::int64_t block, std::int64_t first_input) const {
         if constexpr (kIsQuantized<W>) {
-            const auto *scales = reinterpret_cast<const float *>(panel + values_size());
+            const auto *scales = reinterpret_cast<const float *>(values(panel, block, 0) +
+                                                                 values_size());
             return scales + first_input / group_size_ * kPanelWidth;
         } else {
             return nullptr;
@@ -91,10 +107,18 @@ public:
     }
 
 private:
-    std::int64_t num_inputs_;
+    std::int64_t num_blocks_;
+    std::int64_t block_inputs_;
+    std::int64_t padded_inputs_;
     std::int64_t group_size_;
     std::int64_t num_groups_;
 };
+
+// Blocks of inputs: what the kernels can add up.
+constexpr bool are_blocks(std::int64_t num_blocks, std::int64_t in_features) {
+    return num_blocks >= 1 && num_blocks <= LORAPLEX_MAX_BLOCKS &&
+           (num_blocks & (num_blocks - 1)) == 0 && in_features % num_blocks == 0;
+}
 
 // Inputs that share a scale: what the kernels of a kind can do.
 constexpr bool is_group_size(loraplex_weight_kind kind, std::int64_t group_size) {

@@ -14,6 +14,10 @@ struct Size {
     std::int64_t out_features;
     std::int64_t in_features;
     std::int64_t group_size;
+    std::int64_t num_blocks = 1;
+
+    std::int64_t block_inputs() const { return in_features / num_blocks; }
+    std::int64_t block_groups() const { return (block_inputs() + group_size - 1) / group_size; }
 };
 
 // A weight as a test knows it: what each element is worth, and the packed bytes.
@@ -28,15 +32,16 @@ template <typename W>
 Weight pack(Checks &checks, loraplex_weight_kind kind, Size size, const std::vector<W> &weight,
             const std::vector<float> &scales, std::vector<double> values) {
     const std::int64_t num_bytes = loraplex_packed_weight_bytes(
-        kind, size.group_size, size.out_features, size.in_features);
+        kind, size.group_size, size.num_blocks, size.out_features, size.in_features);
     checks.expect(num_bytes > 0, "packed bytes");
     Weight result{kind, size, std::move(values),
                   std::vector<std::byte>(static_cast<std::size_t>(num_bytes))};
     const std::int64_t num_groups =
         scales.empty() ? 0 : static_cast<std::int64_t>(scales.size()) / size.out_features;
-    checks.ok(loraplex_pack_weight(Pool(2), kind, size.group_size, weight.data(), size.in_features,
-                                   scales.empty() ? nullptr : scales.data(), num_groups,
-                                   size.out_features, size.in_features, result.packed.data()));
+    checks.ok(loraplex_pack_weight(Pool(2), kind, size.group_size, size.num_blocks, weight.data(),
+                                   size.in_features, scales.empty() ? nullptr : scales.data(),
+                                   num_groups, size.out_features, size.in_features,
+                                   result.packed.data()));
     return result;
 }
 
@@ -52,7 +57,7 @@ Weight float_weight(Checks &checks, Random &random, Size size) {
 
 Weight quantized_weight(Checks &checks, Random &random, loraplex_weight_kind kind, Size size) {
     const bool is_int8 = kind == LORAPLEX_WEIGHT_INT8;
-    const std::int64_t num_groups = (size.in_features + size.group_size - 1) / size.group_size;
+    const std::int64_t num_groups = size.num_blocks * size.block_groups();
     std::vector<std::int8_t> weight;
     std::vector<float> scales;
     std::vector<double> values;
@@ -62,7 +67,9 @@ Weight quantized_weight(Checks &checks, Random &random, loraplex_weight_kind kin
     for (std::int64_t i = 0; i < size.out_features * size.in_features; ++i) {
         weight.push_back(static_cast<std::int8_t>(is_int8 ? random.below(255) - 127
                                                           : random.below(16) - 8));
-        const std::int64_t group = i % size.in_features / size.group_size;
+        const std::int64_t input = i % size.in_features;
+        const std::int64_t group = input / size.block_inputs() * size.block_groups() +
+                                   input % size.block_inputs() / size.group_size;
         const auto scale = static_cast<std::size_t>(i / size.in_features * num_groups + group);
         values.push_back(double{scales[scale]} * weight.back());
     }
@@ -75,9 +82,9 @@ std::vector<T> apply(Checks &checks, loraplex_pool *pool, const Weight &weight, 
                      std::int64_t num_rows, const float *bias) {
     const Size size = weight.size;
     std::vector<T> y(static_cast<std::size_t>(num_rows * size.out_features));
-    checks.ok(loraplex_linear(pool, weight.kind, size.group_size, kDtype<T>, x, size.in_features,
-                              num_rows, weight.packed.data(), size.out_features, size.in_features,
-                              bias, y.data(), size.out_features));
+    checks.ok(loraplex_linear(pool, weight.kind, size.group_size, size.num_blocks, kDtype<T>, x,
+                              size.in_features, num_rows, weight.packed.data(), size.out_features,
+                              size.in_features, bias, nullptr, y.data(), size.out_features));
     return y;
 }
 
@@ -144,7 +151,8 @@ void test_weight(Checks &checks, Random &random, const Weight &weight) {
 
 void test_linear_float(Checks &checks) {
     Random random(1);
-    for (const Size size : {Size{1, 1, 0}, Size{5, 7, 0}, Size{130, 33, 0}, Size{150, 301, 0}}) {
+    for (const Size size : {Size{1, 1, 0}, Size{5, 7, 0}, Size{130, 33, 0}, Size{150, 301, 0},
+                            Size{5, 8, 0, 8}, Size{150, 1100, 0, 4}}) {
         for_each_dtype([&]<typename W>(W) {
             const Weight weight = float_weight<W>(checks, random, size);
             for_each_dtype([&]<typename T>(T) { test_weight<T>(checks, random, weight); });
@@ -154,7 +162,8 @@ void test_linear_float(Checks &checks) {
 
 void test_linear_int8(Checks &checks) {
     Random random(2);
-    for (const Size size : {Size{1, 1, 512}, Size{5, 7, 512}, Size{129, 513, 512}}) {
+    for (const Size size : {Size{1, 1, 512}, Size{5, 7, 512}, Size{129, 513, 512},
+                            Size{5, 4, 512, 4}, Size{129, 1030, 512, 2}}) {
         const Weight weight = quantized_weight(checks, random, LORAPLEX_WEIGHT_INT8, size);
         for_each_dtype([&]<typename T>(T) { test_weight<T>(checks, random, weight); });
     }
@@ -162,7 +171,8 @@ void test_linear_int8(Checks &checks) {
 
 void test_linear_int4(Checks &checks) {
     Random random(3);
-    for (const Size size : {Size{1, 32, 32}, Size{33, 192, 64}, Size{130, 640, 128}}) {
+    for (const Size size : {Size{1, 32, 32}, Size{33, 192, 64}, Size{130, 640, 128},
+                            Size{33, 768, 64, 4}}) {
         const Weight weight = quantized_weight(checks, random, LORAPLEX_WEIGHT_INT4, size);
         for_each_dtype([&]<typename T>(T) { test_weight<T>(checks, random, weight); });
     }

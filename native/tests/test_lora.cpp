@@ -130,18 +130,19 @@ void add_reference(const Table<P> &table, std::size_t place, double token_scale,
 }
 
 template <typename P, typename T>
-void check_lora(Checks &checks, Random &random, std::int64_t in_features) {
+void check_lora(Checks &checks, Random &random, std::int64_t in_features,
+                std::int64_t num_blocks) {
     const Table<P> table(random, in_features);
     const Groups groups = make_groups(random);
     const auto x = random_values<T>(random, kTokens * in_features);
     const auto y = random_values<T>(random, kTokens * kOutputs);
-    const loraplex_lora_linear linear = {in_features, std::size(kFused), kFused, kOutOffsets,
-                                         kOutFeatures};
+    const loraplex_lora_linear linear = {in_features,  num_blocks,  std::size(kFused), kFused,
+                                         kOutOffsets, kOutFeatures};
     const auto add = [&](int num_threads, const Groups &some) {
         auto result = y;
         const auto step = make_step(table, some);
         checks.ok(loraplex_add_lora(Pool(num_threads), &step, &linear, kLayer, kDtype<T>, x.data(),
-                                    in_features, result.data(), kOutputs));
+                                    in_features, nullptr, result.data(), kOutputs));
         return result;
     };
     const auto result = add(1, groups);
@@ -187,8 +188,9 @@ void test_lora(Checks &checks) {
     Random random(6);
     for_each_dtype([&]<typename P>(P) {
         for_each_dtype([&]<typename T>(T) {
-            check_lora<P, T>(checks, random, 29);
-            check_lora<P, T>(checks, random, 200);
+            check_lora<P, T>(checks, random, 29, 1);
+            check_lora<P, T>(checks, random, 200, 1);
+            check_lora<P, T>(checks, random, 148, 4);
         });
     });
 }

@@ -47,14 +47,15 @@ LORAPLEX_API loraplex_status loraplex_route(loraplex_pool *pool,
                                             const float *selection_bias, int32_t *experts,
                                             float *weights, int32_t *pairs, int32_t *starts);
 
-/* loraplex_linear of each pair's expert. packed: the packed weights of the experts one after
+/* loraplex_linear of each pair's expert, whose ranks have the same pairs. packed: the packed weights of the experts one after
  * another; bias [num_experts, out_features], or null. Pair p reads row p / pairs_per_row of x, and
  * has row p of y. Bits are those of loraplex_linear with that expert's weight. */
 LORAPLEX_API loraplex_status loraplex_grouped_linear(
-    loraplex_pool *pool, loraplex_weight_kind kind, int64_t group_size, loraplex_dtype dtype,
-    const void *x, int64_t x_stride, int64_t num_pairs, int64_t pairs_per_row,
-    const int32_t *pairs, const int32_t *starts, int64_t num_experts, const void *packed,
-    int64_t out_features, int64_t in_features, const float *bias, void *y, int64_t y_stride);
+    loraplex_pool *pool, loraplex_weight_kind kind, int64_t group_size, int64_t num_blocks,
+    loraplex_dtype dtype, const void *x, int64_t x_stride, int64_t num_pairs,
+    int64_t pairs_per_row, const int32_t *pairs, const int32_t *starts, int64_t num_experts,
+    const void *packed, int64_t out_features, int64_t in_features, const float *bias,
+    loraplex_channel *channel, void *y, int64_t y_stride);
 
 /* loraplex_add_lora of each pair's expert: module modules[i] + e of the table is that of expert e.
  * The step's rows are tokens; experts has num_chosen for each. Pair p reads row p / pairs_per_row of
@@ -62,8 +63,8 @@ LORAPLEX_API loraplex_status loraplex_grouped_linear(
 LORAPLEX_API loraplex_status loraplex_add_expert_lora(
     loraplex_pool *pool, const loraplex_lora_step *step, const loraplex_lora_linear *linear,
     int64_t layer, int64_t num_experts, int64_t num_chosen, const int32_t *experts,
-    loraplex_dtype dtype, const void *x, int64_t x_stride, int64_t pairs_per_row, void *y,
-    int64_t y_stride);
+    loraplex_dtype dtype, const void *x, int64_t x_stride, int64_t pairs_per_row,
+    loraplex_channel *channel, void *y, int64_t y_stride);
 
 /* y [num_tokens * num_chosen, n], weights [num_tokens, num_chosen] -> output [num_tokens, n],
  * contiguous: the sum of weights[t][j] * y[t * num_chosen + j] over j in this order, then + shared

@@ -21,34 +21,45 @@ enum {
 /* 512 products of 127 and 32767 are less than 2^31. */
 #define LORAPLEX_INT8_GROUP_SIZE 512
 
+/* The inputs may be cut into so many equal blocks at most; their number is a power of two. */
+#define LORAPLEX_MAX_BLOCKS 8
+
 /* Bytes of a packed weight; 0 if an argument is invalid. group_size: inputs that share a scale, 0
- * where there are no scales. It divides the inputs of int4. */
+ * where there are no scales. It divides the inputs of a block of int4. num_blocks, from 1 on, divides
+ * the inputs; each block has groups of its own. */
 LORAPLEX_API int64_t loraplex_packed_weight_bytes(loraplex_weight_kind kind, int64_t group_size,
-                                                  int64_t out_features, int64_t in_features);
+                                                  int64_t num_blocks, int64_t out_features,
+                                                  int64_t in_features);
 
 /* weight [out_features, in_features] of the kind's own type; int8_t for int8 and int4.
- * scales [out_features, groups] float32, null where there are none. */
+ * scales [out_features, num_blocks * groups of a block] float32, null where there are none. */
 LORAPLEX_API loraplex_status loraplex_pack_weight(loraplex_pool *pool, loraplex_weight_kind kind,
-                                                  int64_t group_size, const void *weight,
-                                                  int64_t weight_stride, const float *scales,
-                                                  int64_t scales_stride, int64_t out_features,
-                                                  int64_t in_features, void *packed);
+                                                  int64_t group_size, int64_t num_blocks,
+                                                  const void *weight, int64_t weight_stride,
+                                                  const float *scales, int64_t scales_stride,
+                                                  int64_t out_features, int64_t in_features,
+                                                  void *packed);
 
 /* x [num_rows, in_features], bias [out_features] float32 or null, y [num_rows, out_features] of
  * x's type.
  *
- * float32, bfloat16, float16: every sum runs over the inputs in their order.
+ * Every block of inputs has a sum of its own. Neighbouring sums are added until one is left:
+ * (b0 + b1) + (b2 + b3). With a channel, this rank's sums are added to those of the others alike, and
+ * the ranks have the same rows; null: there is one rank. Then the bias is added.
  *
- * int8, int4: a row of x is rounded to 16 bits, x = round(x / s) s with s = max |x| / 32767. The
- * products of a group are added as integers, exactly; the groups' sums times their scales are added
- * in float32 in their order; the row's s is multiplied last. Bits are the same on every instruction
- * set. A row whose max |x| is less than 2^-100 counts as zeros; one that holds an infinity or a NaN
- * has NaNs for its result. */
+ * float32, bfloat16, float16: every sum runs over the block's inputs in their order.
+ *
+ * int8, int4: a block of a row of x is rounded to 16 bits, x = round(x / s) s with
+ * s = max |x| / 32767. The products of a group are added as integers, exactly; the groups' sums times
+ * their scales are added in float32 in their order; the block's s is multiplied last. Bits are the
+ * same on every instruction set. A block whose max |x| is less than 2^-100 counts as zeros; one that
+ * holds an infinity or a NaN makes the row's result NaN. */
 LORAPLEX_API loraplex_status loraplex_linear(loraplex_pool *pool, loraplex_weight_kind kind,
-                                             int64_t group_size, loraplex_dtype dtype,
-                                             const void *x, int64_t x_stride, int64_t num_rows,
-                                             const void *packed, int64_t out_features,
-                                             int64_t in_features, const float *bias, void *y,
+                                             int64_t group_size, int64_t num_blocks,
+                                             loraplex_dtype dtype, const void *x, int64_t x_stride,
+                                             int64_t num_rows, const void *packed,
+                                             int64_t out_features, int64_t in_features,
+                                             const float *bias, loraplex_channel *channel, void *y,
                                              int64_t y_stride);
 
 #ifdef __cplusplus

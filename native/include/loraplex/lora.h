@@ -53,21 +53,25 @@ typedef struct loraplex_lora_step {
 } loraplex_lora_step;
 
 /* Linear layers computed as one: module modules[i] of the table writes the columns from
- * out_offsets[i] on, out_features[i] of them. Columns of different modules do not overlap. */
+ * out_offsets[i] on, out_features[i] of them. Columns of different modules do not overlap.
+ * num_blocks: of inputs, as of the layer (linear.h). */
 typedef struct loraplex_lora_linear {
     int64_t in_features;
+    int64_t num_blocks;
     int64_t num_modules;
     const int64_t *modules;
     const int64_t *out_offsets;
     const int64_t *out_features;
 } loraplex_lora_linear;
 
-/* x and y [tokens, ...] of one dtype. Sums are float32; the scale is applied to x A^T; what an
- * adapter gives is rounded to the dtype once, when it is added. */
+/* x and y [tokens, ...] of one dtype. Sums are float32. x A^T is added over blocks and ranks like the
+ * product of loraplex_linear; all ranks have the same groups and ranks of adapters. The scale is
+ * applied to x A^T; what an adapter gives is rounded to the dtype once, when it is added. */
 LORAPLEX_API loraplex_status loraplex_add_lora(loraplex_pool *pool, const loraplex_lora_step *step,
                                                const loraplex_lora_linear *linear, int64_t layer,
                                                loraplex_dtype dtype, const void *x,
-                                               int64_t x_stride, void *y, int64_t y_stride);
+                                               int64_t x_stride, loraplex_channel *channel,
+                                               void *y, int64_t y_stride);
 
 #ifdef __cplusplus
 }

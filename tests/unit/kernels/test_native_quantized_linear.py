@@ -173,7 +173,7 @@ def test_panels_may_be_a_read_only_file_at_any_place(
 ) -> None:
     packed = kernel.pack(torch.randn(50, 544, generator=generator), None, precision)
     x = torch.randn(5, 544, generator=generator)
-    sizes = (packed.kind, packed.group_size, packed.out_features, packed.in_features)
+    sizes = (packed.kind, packed.group_size, 0, packed.out_features, packed.in_features)
     for offset in (64, 1):
         file = tmp_path / f"{offset}"
         file.write_bytes(bytes(offset) + packed.panels.numpy().tobytes())
@@ -191,11 +191,11 @@ def test_sizes_that_no_kernel_takes(kernel: LinearKernel) -> None:
         precision: kernel.pack(torch.ones(1, 32), None, precision).kind
         for precision in (INT8, INT4)
     }
-    assert kernel.packed_bytes(kinds[INT8], 512, 16, 100) > 0
-    assert kernel.packed_bytes(kinds[INT8], 128, 16, 128) == 0
-    assert kernel.packed_bytes(kinds[INT4], 128, 16, 128) > 0
-    assert kernel.packed_bytes(kinds[INT4], 128, 16, 192) == 0
-    assert kernel.packed_bytes(kinds[INT4], 16, 16, 32) == 0
+    assert kernel.packed_bytes(kinds[INT8], 512, 0, 16, 100) > 0
+    assert kernel.packed_bytes(kinds[INT8], 128, 0, 16, 128) == 0
+    assert kernel.packed_bytes(kinds[INT4], 128, 0, 16, 128) > 0
+    assert kernel.packed_bytes(kinds[INT4], 128, 0, 16, 192) == 0
+    assert kernel.packed_bytes(kinds[INT4], 16, 0, 16, 32) == 0
 
 
 def test_fp8_is_for_a_gpu(kernel: LinearKernel) -> None:

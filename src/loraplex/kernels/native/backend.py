@@ -85,9 +85,9 @@ class NativeKernels:
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         precision: WeightPrecision = WeightPrecision.NATIVE,
-        num_blocks: int = 0,  # noqa: ARG002
+        num_blocks: int = 0,
     ) -> PackedLinear:
-        return self._linear.pack(weight, bias, precision)
+        return self._linear.pack(weight, bias, precision, num_blocks)
 
     @property
     def packed_layout(self) -> str:
@@ -95,14 +95,13 @@ class NativeKernels:
 
     def linear_parts(self, packed: PackedLinear) -> LinearParts:
         assert isinstance(packed, PackedWeight)
-        sizes = (packed.group_size, packed.out_features, packed.in_features)
+        sizes = (packed.group_size, packed.num_blocks, packed.out_features, packed.in_features)
         return LinearParts((int(packed.kind), *sizes), (packed.panels, packed.bias))
 
     def join_linear(self, parts: LinearParts) -> PackedLinear:
-        kind, group_size, out_features, in_features = parts.numbers
+        kind, *sizes = parts.numbers
         panels, bias = parts.tensors
         assert panels is not None
-        sizes = (group_size, out_features, in_features)
         return PackedWeight(WeightKind(kind), *sizes, panels, bias)
 
     def linear(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
@@ -189,9 +188,9 @@ class NativeKernels:
         layer: int,
         modules: Sequence[str],
         out_offsets: Sequence[int],
-        num_blocks: int = 0,  # noqa: ARG002
+        num_blocks: int = 0,
     ) -> None:
-        self._lora.add(y, x, batch, layer, modules, out_offsets)
+        self._lora.add(y, x, batch, layer, modules, out_offsets, num_blocks)
 
     def route(
         self,
@@ -217,9 +216,9 @@ class NativeKernels:
         layer: int,
         modules: Sequence[str],
         out_offsets: Sequence[int],
-        num_blocks: int = 0,  # noqa: ARG002
+        num_blocks: int = 0,
     ) -> None:
-        self._lora.add_experts(y, x, batch, routes, layer, modules, out_offsets)
+        self._lora.add_experts(y, x, batch, routes, layer, modules, out_offsets, num_blocks)
 
     def combine_experts(
         self,

@@ -21,9 +21,12 @@ from loraplex.kernels.native.library import (
 from loraplex.kernels.quantization import QuantizedWeight, group_size_of, quantize
 from loraplex.kernels.routing import Routes
 
-PACKED_LAYOUT = "panels-1"
+PACKED_LAYOUT = "panels-2"
 """Layout of the bytes of PackedWeight.panels; another name whenever they change. Little endian, the
 same for every instruction set."""
+
+BLOCK_COUNTS = (1, 2, 4, 8)
+"""Into how many blocks the inputs of a row layer may be cut (LORAPLEX_MAX_BLOCKS)."""
 
 
 class WeightKind(enum.IntEnum):
@@ -56,6 +59,7 @@ class PackedWeight:
 
     kind: WeightKind
     group_size: int  # inputs that share a scale; 0 if nothing is scaled
+    num_blocks: int  # of the inputs of a row layer; 0: of another
     out_features: int
     in_features: int
     panels: torch.Tensor  # bytes, of any alignment and only read; 64 is fast
@@ -67,6 +71,7 @@ class _Form(NamedTuple):
 
     kind: WeightKind
     group_size: int
+    num_blocks: int
     out_features: int
     in_features: int
 
@@ -74,65 +79,76 @@ class _Form(NamedTuple):
 class LinearKernel:
     """Packs weights and applies them. The sums are float32 whatever the types."""
 
-    def __init__(self, library: NativeLibrary, pool: ThreadPool) -> None:
+    def __init__(
+        self, library: NativeLibrary, pool: ThreadPool, channel: int | None = None
+    ) -> None:
+        """channel: the address of a loraplex_channel, over which row layers are added."""
         self._pool = pool
+        self._channel = channel
         self._packed_bytes = library.size_function(
-            "loraplex_packed_weight_bytes", Int, Size, Size, Size
+            "loraplex_packed_weight_bytes", Int, Size, Size, Size, Size
         )
         self._pack = library.function(
             "loraplex_pack_weight",
-            *(Pointer, Int, Size),
+            *(Pointer, Int, Size, Size),
             *(Pointer, Size, Pointer, Size),
             *(Size, Size, Pointer),
         )
         self._linear = library.function(
             "loraplex_linear",
-            *(Pointer, Int, Size, Int),
+            *(Pointer, Int, Size, Size, Int),
             *(Value, Size, Size),
             *(Pointer, Size, Size, Pointer),
-            *(Value, Size),
+            *(Pointer, Value, Size),
         )
         self._grouped_linear = library.function(
             "loraplex_grouped_linear",
-            *(Pointer, Int, Size, Int),
+            *(Pointer, Int, Size, Size, Int),
             *(Value, Size, Size, Size),
             *(Value, Value, Size),
             *(Pointer, Size, Size, Pointer),
-            *(Value, Size),
+            *(Pointer, Value, Size),
         )
 
     def packed_bytes(
-        self, kind: WeightKind, group_size: int, out_features: int, in_features: int
+        self,
+        kind: WeightKind,
+        group_size: int,
+        num_blocks: int,
+        out_features: int,
+        in_features: int,
     ) -> int:
         """Return the bytes of the panels; 0 if there can be no such weight."""
-        return self._packed_bytes(kind, group_size, out_features, in_features)
+        return self._packed_bytes(kind, group_size, max(1, num_blocks), out_features, in_features)
 
     def pack(
         self,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         precision: WeightPrecision = WeightPrecision.NATIVE,
+        num_blocks: int = 0,
     ) -> PackedWeight:
         """weight [out, in] or [E, out, in] float32, bfloat16 or float16; bias [..., out] or None.
 
-        Raises ConfigError if the weight cannot be quantised to the precision.
+        Raises ConfigError if the weight cannot be quantised to the precision, or cut into blocks.
         """
         if precision is WeightPrecision.FP8:
             raise ConfigError("fp8 needs a GPU; on a CPU int8 takes as little memory")
         matrices = weight.unsqueeze(0) if weight.dim() == 2 else weight
+        num_experts, out_features, in_features = matrices.shape
+        _check_blocks(num_blocks, in_features)
+        sizes = (num_blocks, out_features, in_features)
         if precision is WeightPrecision.NATIVE:
-            form = _Form(_KINDS[weight.dtype], 0, *matrices.shape[1:])
-            return self._pack_all(
-                form, ((matrix, None) for matrix in matrices), bias, len(matrices)
-            )
-        group_size = group_size_of(precision, matrices.shape[2])
-        form = _Form(_QUANTIZED_KINDS[precision], group_size, *matrices.shape[1:])
-        quantized = (quantize(matrix, precision) for matrix in matrices)
-        rows = ((weight.values, weight.scales) for weight in quantized)
-        return self._pack_all(form, rows, bias, len(matrices))
+            form = _Form(_KINDS[weight.dtype], 0, *sizes)
+            return self._pack_all(form, ((matrix, None) for matrix in matrices), bias, num_experts)
+        block_inputs = in_features // max(1, num_blocks)
+        group_size = group_size_of(precision, block_inputs)
+        form = _Form(_QUANTIZED_KINDS[precision], group_size, *sizes)
+        rows = (_quantized_by_block(matrix, precision, block_inputs) for matrix in matrices)
+        return self._pack_all(form, rows, bias, num_experts)
 
     def pack_quantized(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> PackedWeight:
-        form = _Form(_QUANTIZED_KINDS[weight.precision], weight.group_size, *weight.values.shape)
+        form = _Form(_QUANTIZED_KINDS[weight.precision], weight.group_size, 0, *weight.values.shape)
         return self._pack_all(form, [(weight.values, weight.scales)], bias)
 
     def _pack_all(
@@ -147,7 +163,8 @@ class LinearKernel:
         for (values, scales), place in zip(matrices, panels, strict=True):
             rows = values if values.stride(1) == 1 else values.contiguous()
             self._pack(
-                *(self._pool.address, form.kind, form.group_size, rows.data_ptr(), rows.stride(0)),
+                *(self._pool.address, form.kind, form.group_size, max(1, form.num_blocks)),
+                *(rows.data_ptr(), rows.stride(0)),
                 *((None, 0) if scales is None else (scales.data_ptr(), scales.stride(0))),
                 *(form.out_features, form.in_features, place.data_ptr()),
             )
@@ -170,25 +187,29 @@ class LinearKernel:
         if x.stride(1) != 1:
             x = x.contiguous()
         self._linear(
-            *(self._pool.address, weight.kind, weight.group_size, DTYPES[x.dtype]),
+            *(self._pool.address, *_form_words(weight), DTYPES[x.dtype]),
             *(x.data_ptr(), x.stride(0), num_rows),
             *(weight.panels.data_ptr(), weight.out_features, in_features),
             None if weight.bias is None else weight.bias.data_ptr(),
-            *(y.data_ptr(), y.stride(0)),
+            *(self._channel_of(weight), y.data_ptr(), y.stride(0)),
         )
+
+    def _channel_of(self, weight: PackedWeight) -> int | None:
+        return self._channel if weight.num_blocks else None
 
     def apply_grouped(self, x: torch.Tensor, weight: PackedWeight, routes: Routes) -> torch.Tensor:
         """x [T, in] or [T * k, in] -> [T * k, out] of the same dtype, by each pair's expert."""
         num_rows, in_features = x.shape
         num_pairs = len(routes.pairs)
         assert in_features == weight.in_features
-        form = (weight.kind, weight.group_size, weight.out_features, in_features)
-        assert weight.panels.numel() == routes.num_experts * self.packed_bytes(*form)
+        form = (weight.kind, weight.group_size, weight.num_blocks)
+        num_bytes = self.packed_bytes(*form, weight.out_features, in_features)
+        assert weight.panels.numel() == routes.num_experts * num_bytes
         if x.stride(1) != 1:
             x = x.contiguous()
         y = torch.empty(num_pairs, weight.out_features, dtype=x.dtype)
         self._grouped_linear(
-            *(self._pool.address, weight.kind, weight.group_size, DTYPES[x.dtype]),
+            *(self._pool.address, *_form_words(weight), DTYPES[x.dtype]),
             *(
                 x.data_ptr(),
                 x.stride(0),
@@ -198,6 +219,27 @@ class LinearKernel:
             *(routes.pairs.data_ptr(), routes.starts.data_ptr(), routes.num_experts),
             *(weight.panels.data_ptr(), weight.out_features, in_features),
             None if weight.bias is None else weight.bias.data_ptr(),
-            *(y.data_ptr(), y.stride(0)),
+            *(self._channel_of(weight), y.data_ptr(), y.stride(0)),
         )
         return y
+
+
+def _form_words(weight: PackedWeight) -> tuple[int, int, int]:
+    return weight.kind, weight.group_size, max(1, weight.num_blocks)
+
+
+def _check_blocks(num_blocks: int, in_features: int) -> None:
+    if num_blocks not in (0, *BLOCK_COUNTS) or (num_blocks and in_features % num_blocks):
+        raise ConfigError(
+            f"a row layer of {in_features} inputs cannot be cut into {num_blocks} blocks: their "
+            f"number must divide the inputs and be one of {', '.join(map(str, BLOCK_COUNTS))}"
+        )
+
+
+def _quantized_by_block(
+    matrix: torch.Tensor, precision: WeightPrecision, block_inputs: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the values [out, in], and the scales [out, groups] of one block behind another."""
+    blocks = [quantize(block, precision) for block in matrix.split(block_inputs, dim=1)]
+    values = torch.cat([block.values for block in blocks], dim=1)
+    return values, torch.cat([block.scales for block in blocks], dim=1)

@@ -52,6 +52,7 @@ class _Linear(ctypes.Structure):
 
     _fields_ = (
         ("in_features", Size),
+        ("num_blocks", Size),
         ("num_modules", Size),
         ("modules", Pointer),
         ("out_offsets", Pointer),
@@ -79,8 +80,8 @@ class _Vectors(NamedTuple):
     fields: npt.NDArray[np.int64]  # [n, 7]
 
 
-_LinearKey = tuple[LoraCells, int, tuple[str, ...], tuple[int, ...]]
-"""Cells of a table; the layer, its fused modules, and the offsets of their outputs."""
+_LinearKey = tuple[LoraCells, int, tuple[str, ...], tuple[int, ...], int]
+"""Cells of a table; the layer, its fused modules, the offsets of their outputs; its blocks."""
 
 _LAYER = 0
 """The kernel gets flat cells: to it, a table has one layer with all of them as modules."""
@@ -89,16 +90,22 @@ _LAYER = 0
 class LoraKernel:
     """Remembers the last step it saw, and all linear layers: their structures are made once."""
 
-    def __init__(self, library: NativeLibrary, pool: ThreadPool) -> None:
+    def __init__(
+        self, library: NativeLibrary, pool: ThreadPool, channel: int | None = None
+    ) -> None:
+        """channel: the address of a loraplex_channel, over which row layers are added."""
         self._pool = pool
+        self._channel = channel
         self._add = library.function(
             "loraplex_add_lora",
-            *(Pointer, Value, Pointer, Size, Int, Value, Size, Value, Size),
+            *(Pointer, Value, Pointer, Size, Int, Value, Size),
+            *(Pointer, Value, Size),
         )
         self._add_experts = library.function(
             "loraplex_add_expert_lora",
             *(Pointer, Value, Pointer, Size, Size, Size, Value),
-            *(Int, Value, Size, Size, Value, Size),
+            *(Int, Value, Size, Size),
+            *(Pointer, Value, Size),
         )
         self._batch: LoraBatch | None = None
         self._step: _Prepared
@@ -116,16 +123,18 @@ class LoraKernel:
         layer: int,
         modules: Sequence[str],
         out_offsets: Sequence[int],
+        num_blocks: int = 0,
     ) -> None:
         """Implement kernels.lora.add_lora."""
         self._add(
             self._pool.address,
             self.step_address(batch),
-            self._linear_address(batch.table.cells, layer, tuple(modules), tuple(out_offsets)),
+            self._linear_address(batch.table.cells, layer, modules, out_offsets, num_blocks),
             _LAYER,
             DTYPES[x.dtype],
             x.data_ptr(),
             x.stride(0),
+            self._channel if num_blocks else None,
             y.data_ptr(),
             y.stride(0),
         )
@@ -139,16 +148,18 @@ class LoraKernel:
         layer: int,
         modules: Sequence[str],
         out_offsets: Sequence[int],
+        num_blocks: int = 0,
     ) -> None:
         """Implement kernels.experts.add_expert_lora. The cells are those of the first expert."""
         cells = batch.table.cells
         assert all(cells.num_experts[module] == routes.num_experts for module in modules)
         self._add_experts(
             *(self._pool.address, self.step_address(batch)),
-            self._linear_address(cells, layer, tuple(modules), tuple(out_offsets)),
+            self._linear_address(cells, layer, modules, out_offsets, num_blocks),
             *(_LAYER, routes.num_experts, routes.num_chosen, routes.experts.data_ptr()),
             *(DTYPES[x.dtype], x.data_ptr(), x.stride(0)),
             routes.num_chosen if len(x) < len(y) else 1,
+            self._channel if num_blocks else None,
             *(y.data_ptr(), y.stride(0)),
         )
 
@@ -182,10 +193,15 @@ class LoraKernel:
         return places[cells]
 
     def _linear_address(
-        self, cells: LoraCells, layer: int, modules: tuple[str, ...], out_offsets: tuple[int, ...]
+        self,
+        cells: LoraCells,
+        layer: int,
+        modules: Sequence[str],
+        out_offsets: Sequence[int],
+        num_blocks: int,
     ) -> int:
         """Return the address of the structure of a fused linear layer; it stays valid."""
-        key = (cells, layer, modules, out_offsets)
+        key = (cells, layer, tuple(modules), tuple(out_offsets), num_blocks)
         linear = self._linears.get(key)
         if linear is None:
             linear = self._linears[key] = _linear(*key)
@@ -193,7 +209,11 @@ class LoraKernel:
 
 
 def _linear(
-    cells: LoraCells, layer: int, modules: tuple[str, ...], out_offsets: tuple[int, ...]
+    cells: LoraCells,
+    layer: int,
+    modules: tuple[str, ...],
+    out_offsets: tuple[int, ...],
+    num_blocks: int,
 ) -> _Prepared:
     indices = [cells.cell_of(layer, module) for module in modules]
     in_features = {cells.shapes[index][0] for index in indices}
@@ -204,7 +224,7 @@ def _linear(
         np.array([cells.shapes[index][1] for index in indices], dtype=np.int64),
     )
     addresses = (array.ctypes.data for array in arrays)
-    linear = _Linear(in_features.pop(), len(indices), *addresses)
+    linear = _Linear(in_features.pop(), max(1, num_blocks), len(indices), *addresses)
     return _Prepared(ctypes.addressof(linear), linear, arrays)
 
 

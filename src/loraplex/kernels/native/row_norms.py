@@ -1,5 +1,7 @@
 """The row norms of a packed weight, read from its panels (native/src/packed_weight.h)."""
 
+import dataclasses
+
 import torch
 
 from loraplex.kernels.native.linear import PackedWeight, WeightKind
@@ -16,15 +18,26 @@ _VALUES_AT_ONCE = 1 << 18  # in float32 they fit into a cache
 
 
 def squared_row_norms(weight: PackedWeight) -> torch.Tensor:
-    """[out_features] float64: of each row, the sum of its squares. Safe from any thread."""
+    """[out_features] float64: of each row, the sum of its squares. Safe from any thread.
+
+    Blocks are added like their products: (b0 + b1) + (b2 + b3).
+    """
+    num_blocks = max(1, weight.num_blocks)
     num_panels = -(-weight.out_features // _WIDTH)
     # Panels are padded to a multiple; what is beyond num_panels holds nothing.
-    panel_bytes = weight.panels.numel() // (-(-num_panels // 8) * 8)
-    panels = weight.panels.view(-1, panel_bytes)[:num_panels]
-    at_once = max(1, _VALUES_AT_ONCE // (weight.in_features * _WIDTH))
-    firsts = range(0, num_panels, at_once)
-    sums = [_sums(weight, panels[first : first + at_once]) for first in firsts]
-    return torch.cat(sums).flatten()[: weight.out_features]
+    panels = weight.panels.view(-(-num_panels // 8) * 8, num_blocks, -1)[:num_panels]
+    block = dataclasses.replace(weight, in_features=weight.in_features // num_blocks)
+    norms = [_block_norms(block, panels[:, number]) for number in range(num_blocks)]
+    while len(norms) > 1:
+        norms = [left + right for left, right in zip(norms[::2], norms[1::2], strict=True)]
+    return norms[0][: weight.out_features]
+
+
+def _block_norms(block: PackedWeight, panels: torch.Tensor) -> torch.Tensor:
+    """[16 * panels] float64. panels: [panels, bytes of a block]."""
+    at_once = max(1, _VALUES_AT_ONCE // (block.in_features * _WIDTH))
+    firsts = range(0, len(panels), at_once)
+    return torch.cat([_sums(block, panels[first : first + at_once]) for first in firsts]).flatten()
 
 
 def _sums(weight: PackedWeight, panels: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,76 @@
+// How `linear` cuts its work into tiles, and writes what they give.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "linear_block.h"
+#include "linear_inputs.h"
+#include "loraplex/simd.h"
+
+namespace loraplex {
+
+// Rows of one tile: their inputs of one depth stay in the second cache.
+inline constexpr std::int64_t kMaxTileRows = 128;
+// Outputs of one tile with many rows: so often the inputs are used when they are there.
+inline constexpr int kTilePanels = 4;
+
+// Part i of `total` things in `parts` even parts.
+struct Range {
+    std::int64_t first;
+    std::int64_t size;
+};
+
+constexpr Range part(std::int64_t total, std::int64_t parts, std::int64_t i) {
+    const std::int64_t first = total * i / parts;
+    return {first, total * (i + 1) / parts - first};
+}
+
+// Neighbouring rows that are multiplied with one weight, cut into tiles.
+struct Product {
+    std::int64_t weight;  // its number
+    Range rows;           // of the inputs
+    BlockShape shape;
+    std::int64_t tile_blocks;
+    std::int64_t num_row_tiles;
+    std::int64_t num_column_tiles;
+    std::int64_t first_tile;  // of all products of a call
+
+    Product(std::int64_t weight, Range rows, std::int64_t out_features, std::int64_t first_tile)
+        : weight(weight), rows(rows), shape(block_shape(rows.size)),
+          tile_blocks(rows.size <= kManyRows.rows ? 1 : std::max(1, kTilePanels / shape.panels)),
+          num_row_tiles(divide_up(rows.size, kMaxTileRows)),
+          num_column_tiles(divide_up(num_panels(out_features), tile_panels())),
+          first_tile(first_tile) {}
+
+    std::int64_t num_tiles() const { return num_row_tiles * num_column_tiles; }
+    std::int64_t tile_panels() const { return shape.panels * tile_blocks; }
+    std::int64_t block_outputs() const { return shape.panels * kPanelWidth; }
+
+    std::size_t sums_bytes() const {
+        const std::int64_t tile_rows = std::min(rows.size, kMaxTileRows);
+        return static_cast<std::size_t>(tile_rows * block_outputs() * tile_blocks) * sizeof(float);
+    }
+};
+
+// y, or this rank's slot of a channel.
+template <typename T>
+inline void write_vector(Floats sum, const float *bias, T *target, int count) {
+    if (count == kLanes) {
+        store(target, bias == nullptr ? sum : add(sum, load(bias)));
+    } else {
+        store_first(target, add(sum, bias == nullptr ? zeros() : load_first(bias, count)), count);
+    }
+}
+
+template <typename T>
+inline void write_row(const float *sums, const float *bias, std::int64_t num_outputs, T *target) {
+    for (std::int64_t output = 0; output < num_outputs; output += kLanes) {
+        const auto count = static_cast<int>(std::min<std::int64_t>(kLanes, num_outputs - output));
+        write_vector(load(sums + output), bias == nullptr ? nullptr : bias + output,
+                     target + output, count);
+    }
+}
+
+}  // namespace loraplex
