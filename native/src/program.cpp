@@ -65,6 +65,7 @@ constexpr ProgramOp kOps[] = {
     LORAPLEX_PROGRAM_OP(loraplex_channel_gather),
     LORAPLEX_PROGRAM_OP(loraplex_combine_experts),
     LORAPLEX_PROGRAM_OP(loraplex_gate),
+    LORAPLEX_PROGRAM_OP(loraplex_gather_columns),
     LORAPLEX_PROGRAM_OP(loraplex_grouped_linear),
     LORAPLEX_PROGRAM_OP(loraplex_layer_norm),
     LORAPLEX_PROGRAM_OP(loraplex_linear),

@@ -34,6 +34,14 @@ LORAPLEX_API loraplex_status loraplex_channel_close(loraplex_channel *channel);
 LORAPLEX_API loraplex_status loraplex_channel_gather(loraplex_channel *channel, int64_t num_bytes,
                                                      const void *source, void *target);
 
+/* x: this rank's columns of num_rows rows, total * rank / num_ranks to total * (rank + 1) / num_ranks
+ * - 1 of `total`; y [num_rows, total]. */
+LORAPLEX_API loraplex_status loraplex_gather_columns(loraplex_pool *pool,
+                                                     loraplex_channel *channel,
+                                                     loraplex_dtype dtype, int64_t num_rows,
+                                                     int64_t total, const void *x,
+                                                     int64_t x_stride, void *y, int64_t y_stride);
+
 /* Ends every wait of every rank, now and later, with LORAPLEX_ABORTED. The first reason stays. */
 LORAPLEX_API loraplex_status loraplex_channel_abort(loraplex_channel *channel, const char *reason);
 
