@@ -10,6 +10,7 @@ from loraplex.core.errors import ConfigError
 from loraplex.kernels.accelerator import Accelerator, CudaAccelerator
 from loraplex.kernels.channel import Channel
 from loraplex.kernels.native.backend import NativeKernels
+from loraplex.kernels.native.channel import SharedMemoryChannel
 from loraplex.kernels.native.library import NativeLibrary, NativeLibraryError, load_library
 from loraplex.kernels.ops import Kernels
 from loraplex.kernels.reference import ReferenceKernels
@@ -54,6 +55,7 @@ def select_kernels(
     library = _host_library() if device.type == "cpu" else None
     if library is None:
         return ReferenceKernels(device, channel)
+    assert channel is None or isinstance(channel, SharedMemoryChannel)
     return NativeKernels(library, torch.get_num_threads(), channel)
 
 

@@ -8,9 +8,9 @@ import torch
 
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels.activations import Activation
-from loraplex.kernels.channel import Channel, joined_shares
 from loraplex.kernels.lora import LoraBatch
 from loraplex.kernels.native.attention import AttentionKernel, NativeAttentionPlan
+from loraplex.kernels.native.channel import SharedMemoryChannel
 from loraplex.kernels.native.elementwise import ElementwiseKernel
 from loraplex.kernels.native.experts import ExpertKernel
 from loraplex.kernels.native.library import NativeLibrary, ThreadPool
@@ -41,10 +41,11 @@ class NativeKernels:
     """
 
     def __init__(
-        self, library: NativeLibrary, num_threads: int, channel: Channel | None = None
+        self, library: NativeLibrary, num_threads: int, channel: SharedMemoryChannel | None = None
     ) -> None:
         """num_threads: counting the one that calls. channel: to other ranks; None: none."""
-        self._channel = channel
+        address = None if channel is None else channel.address
+        self._channel = channel  # kept open
         self._pool = ThreadPool(library, num_threads)
         self._sampling = SamplingKernel(library, self._pool)
         # A thread and a pool of its own, out of the recorder's sight.
@@ -52,9 +53,9 @@ class NativeKernels:
         self._recorder = Recorder(library)
         self._programs: dict[Hashable, Program | None] = {}
         library = library.watched(self._recorder.watch)
-        self._linear = LinearKernel(library, self._pool)
+        self._linear = LinearKernel(library, self._pool, address)
         self._attention = AttentionKernel(library, self._pool)
-        self._lora = LoraKernel(library, self._pool)
+        self._lora = LoraKernel(library, self._pool, address)
         self._elementwise = ElementwiseKernel(library, self._pool)
         self._experts = ExpertKernel(library, self._pool)
 
@@ -99,9 +100,10 @@ class NativeKernels:
         return LinearParts((int(packed.kind), *sizes), (packed.panels, packed.bias))
 
     def join_linear(self, parts: LinearParts) -> PackedLinear:
-        kind, *sizes = parts.numbers
+        kind, group_size, num_blocks, out_features, in_features = parts.numbers
         panels, bias = parts.tensors
         assert panels is not None
+        sizes = (group_size, num_blocks, out_features, in_features)
         return PackedWeight(WeightKind(kind), *sizes, panels, bias)
 
     def linear(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
@@ -120,7 +122,7 @@ class NativeKernels:
     def gather_columns(self, x: torch.Tensor, total: int) -> torch.Tensor:
         if self._channel is None:
             return x
-        return self._output(joined_shares(self._channel, x.t(), total).t().contiguous())
+        return self._output(self._linear.gather_columns(x, total))
 
     def squared_row_norms(self, packed: PackedLinear) -> torch.Tensor:
         assert isinstance(packed, PackedWeight)

@@ -26,7 +26,7 @@ PACKED_LAYOUT = "panels-2"
 same for every instruction set."""
 
 BLOCK_COUNTS = (1, 2, 4, 8)
-"""Into how many blocks the inputs of a row layer may be cut (LORAPLEX_MAX_BLOCKS)."""
+"""Numbers of blocks that the inputs of a row layer may be cut into (LORAPLEX_MAX_BLOCKS)."""
 
 
 class WeightKind(enum.IntEnum):
@@ -93,6 +93,11 @@ class LinearKernel:
             *(Pointer, Int, Size, Size),
             *(Pointer, Size, Pointer, Size),
             *(Size, Size, Pointer),
+        )
+        self._gather_columns = library.function(
+            "loraplex_gather_columns",
+            *(Pointer, Pointer, Int, Size, Size),
+            *(Value, Size, Value, Size),
         )
         self._linear = library.function(
             "loraplex_linear",
@@ -194,6 +199,17 @@ class LinearKernel:
             *(self._channel_of(weight), y.data_ptr(), y.stride(0)),
         )
 
+    def gather_columns(self, x: torch.Tensor, total: int) -> torch.Tensor:
+        """x [T, n] of each rank -> [T, total]. The rows of x may be apart."""
+        num_rows, num_columns = x.shape
+        assert x.stride(1) == 1 or num_columns == 1
+        y = torch.empty((num_rows, total), dtype=x.dtype)
+        self._gather_columns(
+            *(self._pool.address, self._channel, DTYPES[x.dtype], num_rows, total),
+            *(x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0)),
+        )
+        return y
+
     def _channel_of(self, weight: PackedWeight) -> int | None:
         return self._channel if weight.num_blocks else None
 
@@ -239,7 +255,7 @@ def _check_blocks(num_blocks: int, in_features: int) -> None:
 def _quantized_by_block(
     matrix: torch.Tensor, precision: WeightPrecision, block_inputs: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the values [out, in], and the scales [out, groups] of one block behind another."""
-    blocks = [quantize(block, precision) for block in matrix.split(block_inputs, dim=1)]
+    """Return the values [out, in], and the scales [out, groups] of one block after another."""
+    blocks = [quantize(block, precision) for block in torch.split(matrix, block_inputs, 1)]
     values = torch.cat([block.values for block in blocks], dim=1)
     return values, torch.cat([block.scales for block in blocks], dim=1)
