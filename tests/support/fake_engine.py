@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from loraplex.core.adapter import AdapterHandle, AdapterUse
 from loraplex.core.output import EngineOutput
@@ -12,6 +13,7 @@ from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.core.stats import StepRecord
 from loraplex.engine.engine import Engine, build_engine
 from loraplex.engine.journal import Journal
+from loraplex.engine.runner import AdapterLoader, Runner
 from loraplex.memory.kv_salt import kv_salt
 from loraplex.testing.fake_clock import FakeClock
 from support.delayed_runner import DelayedRunner
@@ -50,6 +52,14 @@ class Completion:
                 self.finish_reasons[delta.index] = delta.finish_reason
 
 
+class EngineParts(NamedTuple):
+    """What an engine computes with, and the FakeRunner that is in it."""
+
+    fake: FakeRunner
+    runner: Runner
+    loader: AdapterLoader
+
+
 class FakeEngine:
     """An Engine with its FakeRunner, FakeLoader and FakeClock, and its completions.
 
@@ -69,13 +79,20 @@ class FakeEngine:
         eviction_policy: str = "lru",
         journal: Journal | None = None,
         overlap: bool = False,
+        parts: EngineParts | None = None,
     ) -> None:
+        """parts: in place of a FakeRunner and a FakeLoader of its own."""
         self.clock = FakeClock(START_NS)
-        self.loader = FakeLoader(num_polls)
-        self.runner = FakeRunner(capacity, model, self.loader, copy_steps=copy_steps)
+        if parts is None:
+            self.loader = FakeLoader(num_polls)
+            self.runner = FakeRunner(capacity, model, self.loader, copy_steps=copy_steps)
+            is_delayed = overlap or capacity.num_stages > 1
+            delayed = DelayedRunner(self.runner) if is_delayed else self.runner
+            parts = EngineParts(self.runner, delayed, self.loader)
+        self.runner = parts.fake
         self.engine: Engine = build_engine(
-            DelayedRunner(self.runner) if overlap or capacity.num_stages > 1 else self.runner,
-            self.loader,
+            parts.runner,
+            parts.loader,
             self.clock,
             settings,
             adapter_host_bytes=adapter_host_bytes,

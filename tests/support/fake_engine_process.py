@@ -12,7 +12,7 @@ import msgspec
 
 from loraplex.core.adapter import AdapterHandle, AdapterSource
 from loraplex.core.clock import SystemClock
-from loraplex.core.errors import ErrorInfo
+from loraplex.core.errors import ConfigError, ErrorInfo
 from loraplex.core.plan import Capacity, StepPlan
 from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.engine.channel import EngineChannel
@@ -20,9 +20,15 @@ from loraplex.engine.engine import build_engine
 from loraplex.engine.loop import EngineLoop
 from loraplex.engine.messages import EngineFailed
 from loraplex.engine.process import be_engine_process
+from loraplex.engine.runner import AdapterLoader, Runner
+from loraplex.parallel.messages import RankStart
+from loraplex.parallel.multiprocess import MultiprocessExecutor
+from loraplex.parallel.start import end_of_process, start_sharded
+from loraplex.parallel.world import World
 from loraplex.serving.engines.link import EngineLink, LinkFactory, ProcessLink, ThreadLink
 from support.fake_loader import FakeLoader
 from support.fake_model import FakeModel
+from support.fake_ranks import FakeRankProgram, FakeRankSettings, process_command
 from support.fake_runner import FAKE_CAPACITY, FakeRunner, FakeStep
 
 _COMMAND = (sys.executable, "-m", "support.fake_engine_process")
@@ -45,6 +51,8 @@ class FakeEngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     poison_output: int = 0
     poison_adapter: str = ""
     """The engine aborts when it starts to load the adapter of this digest."""
+    ranks: FakeRankSettings | None = None
+    """It has three ranks, which are processes and behave like this."""
 
 
 class PoisonLoader(FakeLoader):
@@ -90,12 +98,12 @@ def run_fake_engine(settings: FakeEngineSettings, channel: EngineChannel) -> Non
     if settings.failure is not None:
         channel.send(EngineFailed(settings.failure))
         return
-    capacity, loader, clock = settings.capacity, PoisonLoader(), SystemClock()
-    loader.poison = settings.poison_adapter
-    runner = SlowRunner(capacity, FakeModel(capacity.vocab_size), loader)
-    runner.step_seconds = settings.step_seconds
-    runner.poison = settings.poison_prompt
-    runner.poison_length = len(settings.poison_prompt) + settings.poison_output
+    try:
+        runner, loader = _parts(settings, channel)
+    except ConfigError as error:
+        channel.send(EngineFailed(error.to_info()))
+        return
+    clock = SystemClock()
     engine = build_engine(
         runner,
         loader,
@@ -105,6 +113,21 @@ def run_fake_engine(settings: FakeEngineSettings, channel: EngineChannel) -> Non
     )
     EngineLoop(engine, channel, clock, check_when_idle=True).run()
     engine.close()
+
+
+def _parts(settings: FakeEngineSettings, channel: EngineChannel) -> tuple[Runner, AdapterLoader]:
+    if settings.ranks is not None:
+        body, world = msgspec.msgpack.encode(settings.ranks), World(0, 3, 1)
+        program = FakeRankProgram(RankStart(address="", token="", world=world, settings=body))
+        executor = MultiprocessExecutor(process_command)
+        return start_sharded(world, body, program, executor, end_of_process(channel.marker))
+    capacity, loader = settings.capacity, PoisonLoader()
+    loader.poison = settings.poison_adapter
+    runner = SlowRunner(capacity, FakeModel(capacity.vocab_size), loader)
+    runner.step_seconds = settings.step_seconds
+    runner.poison = settings.poison_prompt
+    runner.poison_length = len(settings.poison_prompt) + settings.poison_output
+    return runner, loader
 
 
 def fake_engine_thread(settings: FakeEngineSettings | None = None) -> LinkFactory:

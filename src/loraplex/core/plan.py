@@ -160,6 +160,8 @@ class StepTiming(msgspec.Struct, frozen=True):
     sample_ns: int = 0
     copy_ns: int = 0
     """Part of prepare_ns: copies of adapters."""
+    rank_wait_ns: tuple[int, ...] = ()
+    """Time that each rank but rank 0 has waited for others since its start, as last reported."""
 
 
 class StepResult(msgspec.Struct, frozen=True, omit_defaults=True):

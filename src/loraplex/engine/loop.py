@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from loraplex.core.clock import Clock
-from loraplex.core.errors import LoraplexError
+from loraplex.core.errors import DeviceLost, LoraplexError
 from loraplex.core.request import EngineRequest
 from loraplex.engine.channel import EngineChannel
 from loraplex.engine.engine import Engine
@@ -52,7 +52,14 @@ class EngineLoop:
         self._check_when_idle = check_when_idle
 
     def run(self) -> None:
-        """Report that the engine is ready, then serve."""
+        """Report that the engine is ready, then serve. Raises DeviceLost, and notes the reason."""
+        try:
+            self._serve()
+        except DeviceLost as lost:
+            self._channel.marker.note_end(str(lost))
+            raise
+
+    def _serve(self) -> None:
         self._channel.send(EngineReady(self._engine.capacity))
         while self._take_commands():
             turn = self._engine.step()

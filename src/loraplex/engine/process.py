@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from io import RawIOBase
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -15,6 +16,8 @@ from loraplex.engine.channel import EngineChannel, SocketChannel
 from loraplex.engine.step_marker import open_marker_file
 
 _LENGTH_BYTES = 4
+
+_Start = TypeVar("_Start", bound=msgspec.Struct)
 
 
 class EngineStart(msgspec.Struct, frozen=True):
@@ -31,20 +34,15 @@ class EngineStart(msgspec.Struct, frozen=True):
     logits_dir: str = ""
     """Folder for logits that requests return."""
 
-    def to_bytes(self) -> bytes:
-        body = msgspec.msgpack.encode(self)
-        return len(body).to_bytes(_LENGTH_BYTES, "big") + body
-
 
 def be_engine_process(run: Callable[[bytes, EngineChannel], None]) -> None:
     """Run an engine with the settings that serving gave, at most as long as serving lives."""
     # A signal to the whole process group is meant for serving, which decides when an engine stops.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    # Unbuffered: a thread that waits in a buffered read would hold its lock at the exit.
-    pipe = open(sys.stdin.fileno(), "rb", buffering=0, closefd=False)  # noqa: SIM115
+    pipe = open_start_pipe()
     try:
-        start = read_engine_start(pipe)
+        start = read_framed(pipe, EngineStart)
     except EOFError:
         return
     threading.Thread(target=_end_with_serving, args=(pipe,), daemon=True).start()
@@ -55,10 +53,22 @@ def be_engine_process(run: Callable[[bytes, EngineChannel], None]) -> None:
         run(start.settings, channel)
 
 
-def read_engine_start(pipe: RawIOBase) -> EngineStart:
-    """Read the message from an unbuffered pipe. Raises EOFError if serving is gone."""
+def open_start_pipe() -> RawIOBase:
+    """Return standard input, unbuffered: a thread that waits in a buffered read would hold its lock
+    at the exit."""
+    return open(sys.stdin.fileno(), "rb", buffering=0, closefd=False)
+
+
+def framed(start: msgspec.Struct) -> bytes:
+    """Return what the starter of a process writes to its pipe."""
+    body = msgspec.msgpack.encode(start)
+    return len(body).to_bytes(_LENGTH_BYTES, "big") + body
+
+
+def read_framed(pipe: RawIOBase, kind: type[_Start]) -> _Start:
+    """Read the message from an unbuffered pipe. Raises EOFError if the starter is gone."""
     length = int.from_bytes(_read_exactly(pipe, _LENGTH_BYTES), "big")
-    return msgspec.msgpack.decode(_read_exactly(pipe, length), type=EngineStart)
+    return msgspec.msgpack.decode(_read_exactly(pipe, length), type=kind)
 
 
 def _read_exactly(pipe: RawIOBase, count: int) -> bytes:
@@ -66,7 +76,7 @@ def _read_exactly(pipe: RawIOBase, count: int) -> bytes:
     while len(data) < count:
         piece = pipe.read(count - len(data))
         if not piece:
-            raise EOFError("serving ended before it sent what to start")
+            raise EOFError("its starter ended before it sent what to start")
         data += piece
     return data
 

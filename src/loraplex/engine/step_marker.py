@@ -22,7 +22,10 @@ _IDS = 2 * _NUMBER.size
 """Place of the request ids in a record, after their count and the number of tokens."""
 _SLOT_BYTES = _IDS + _NUMBER.size * MAX_ROWS
 _BEATS = MAX_STEPS * _SLOT_BYTES
-NUM_BYTES = _BEATS + _NUMBER.size
+_LAST_WORDS = _BEATS + _NUMBER.size
+_WORDS = struct.Struct("=HB500s")
+"""Number of bytes of the reason, whether it is a kill, and the reason."""
+NUM_BYTES = _LAST_WORDS + _WORDS.size
 
 
 class Progress(NamedTuple):
@@ -36,8 +39,17 @@ class Progress(NamedTuple):
     """Whether a signal stopped the process."""
 
 
+class LastWords(NamedTuple):
+    """Reason why an engine ends itself."""
+
+    reason: str
+    is_kill: bool
+    """Whether something outside killed a part of it."""
+
+
 class StepMarker:
-    """A counter, and one record for each step in flight: two counts, and the request ids."""
+    """A counter, the reason of the end, and one record for each step in flight: two counts, and the
+    request ids."""
 
     def __init__(self, memory: bytearray | mmap.mmap | None = None) -> None:
         """memory: NUM_BYTES shared with the reader; None for an engine in a thread."""
@@ -63,6 +75,17 @@ class StepMarker:
         """Clear a step whose result was absorbed, or that failed while the engine lives."""
         struct.pack_into("=QQ", self._memory, self._start_of(step_id), 0, 0)
         self.beat()
+
+    def note_end(self, reason: str, *, is_kill: bool = False) -> None:
+        """Note why the engine is about to end itself. Only the first reason counts."""
+        if self.last_words() is None:
+            text = reason.encode()[: _WORDS.size - 3]
+            _WORDS.pack_into(self._memory, _LAST_WORDS, len(text), is_kill, text)
+
+    def last_words(self) -> LastWords | None:
+        """Return why the engine ended itself; None if it did not."""
+        length, is_kill, text = _WORDS.unpack_from(self._memory, _LAST_WORDS)
+        return LastWords(text[:length].decode(errors="replace"), bool(is_kill)) if length else None
 
     def progress(self) -> Progress:
         """Return what the engine did until now."""

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from loraplex.engine.process import EngineStart, read_engine_start
+from loraplex.engine.process import EngineStart, framed, read_framed
 
 START = EngineStart("ipc:///tmp/x/engine", 2**64 - 1, b"\x00\xff" * 1000)
 
@@ -22,13 +22,13 @@ class Dribble(io.RawIOBase):
 
 
 def test_the_start_is_read_from_pieces():
-    assert read_engine_start(Dribble(START.to_bytes() + b"later")) == START
+    assert read_framed(Dribble(framed(START) + b"later"), EngineStart) == START
 
 
 @pytest.mark.parametrize("num_bytes", [0, 3, 4, 100])
 def test_serving_may_be_gone_before_it_said_all(num_bytes):
     with pytest.raises(EOFError):
-        read_engine_start(Dribble(START.to_bytes()[:num_bytes]))
+        read_framed(Dribble(framed(START)[:num_bytes]), EngineStart)
 
 
 def test_a_process_without_a_start_message_ends_quietly():

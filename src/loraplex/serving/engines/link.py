@@ -24,7 +24,7 @@ from loraplex.core.request import RequestId
 from loraplex.core.stopped_process import is_stopped
 from loraplex.engine.channel import EPOCH_BYTES, EngineChannel, ThreadChannel
 from loraplex.engine.messages import EngineCommand, EngineEvent, Shutdown, decode_event, encode
-from loraplex.engine.process import EngineStart
+from loraplex.engine.process import EngineStart, framed
 from loraplex.engine.step_marker import Progress, create_marker_file
 from loraplex.serving.engines.engine_state import EngineEnd
 
@@ -191,9 +191,12 @@ class ProcessLink:
                 self._identity = identity
                 return decode_event(payload)
         status = None if self._exited.cancelled() else self._exited.result()
-        end = EngineEnd.KILL if status is not None and -status in _KILLS else EngineEnd.CRASH
+        words = self._endpoint.marker.last_words()
+        was_killed = words.is_kill if words else status is not None and -status in _KILLS
+        end = EngineEnd.KILL if was_killed else EngineEnd.CRASH
+        how = self._problem or (f"ended: {words.reason}" if words else _end(status))
         raise EngineDied(
-            f"the engine process {self.pid} {self._problem or _end(status)}",
+            f"the engine process {self.pid} {how}",
             self._endpoint.marker.request_ids(),
             EngineEnd.HANG if self._problem else end,
         )
@@ -228,7 +231,7 @@ class ProcessLink:
     async def _send_start(self, start: EngineStart) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(ConnectionError):  # it died already: receive() reports that
-            self._process.stdin.write(start.to_bytes())
+            self._process.stdin.write(framed(start))
             await self._process.stdin.drain()
 
     async def _next_frames(self) -> list[bytes] | None:

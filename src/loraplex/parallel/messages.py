@@ -1,0 +1,152 @@
+"""Messages between rank 0 of an engine and its other ranks. Encoded as msgpack, never pickled."""
+
+import hashlib
+
+import msgspec
+
+from loraplex.core.adapter import AdapterHandle, AdapterSource
+from loraplex.core.errors import ErrorInfo
+from loraplex.core.plan import Capacity, RowAdded, StepPlan, StepResult
+from loraplex.parallel.world import World
+
+
+class RankStart(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank is started with."""
+
+    address: str
+    """Address of rank 0's socket."""
+    token: str
+    """Secret that the first message of a rank repeats."""
+    world: World
+    settings: bytes
+    parent_pid: int = 0
+    """Process whose end ends the rank; 0: its executor ends it."""
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """First message of a rank."""
+
+    token: str
+    rank: int
+    traits: dict[str, str]
+    channels: bytes = b""
+    """Addresses of its stage's channels, from the rank that made them."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The rank has loaded its share, and takes plans."""
+
+    capacity: Capacity
+
+
+class LoadDone(msgspec.Struct, frozen=True, tag="loaded"):
+    """A load ended; error: None if the adapter is in host memory."""
+
+    handle: AdapterHandle
+    error: ErrorInfo | None
+    load_ns: int
+
+
+class StepReport(msgspec.Struct, frozen=True, tag="step"):
+    """Outcome of a step on one rank."""
+
+    step_id: int
+    rows: bytes
+    """Digest of the rows' results, which are the same on all ranks."""
+    copies_done: tuple[AdapterHandle, ...] = ()
+    copies_failed: tuple[tuple[AdapterHandle, ErrorInfo], ...] = ()
+    wait_ns: int = 0
+    """Time that the rank has waited for others since its start."""
+
+
+class RankFailed(msgspec.Struct, frozen=True, tag="failed"):
+    """Last message of a rank that cannot start or continue."""
+
+    error: ErrorInfo
+
+
+RankEvent = Hello | Ready | LoadDone | StepReport | RankFailed
+
+
+class Begin(msgspec.Struct, frozen=True, tag="begin"):
+    """Load the weights: all ranks are there, and have the same traits."""
+
+    channels: bytes
+    """Addresses of the channels of the rank's stage."""
+
+
+class Plan(msgspec.Struct, frozen=True, tag="plan"):
+    """Launch a step."""
+
+    plan: StepPlan
+
+
+class Wait(msgspec.Struct, frozen=True, tag="wait"):
+    """Wait for a launched step, and report its outcome.
+
+    Ranks make the same calls in the same order, because some calls take part in a collective.
+    """
+
+    step_id: int
+
+
+class Load(msgspec.Struct, frozen=True, tag="load"):
+    """Read an adapter into host memory."""
+
+    handle: AdapterHandle
+    source: AdapterSource
+
+
+class Discard(msgspec.Struct, frozen=True, tag="discard"):
+    """Forget the host copy of an adapter."""
+
+    handle: AdapterHandle
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """Leave the loop."""
+
+
+RankCommand = Begin | Plan | Wait | Load | Discard | Stop
+
+_EVENT_DECODER = msgspec.msgpack.Decoder(RankEvent)
+_COMMAND_DECODER = msgspec.msgpack.Decoder(RankCommand)
+
+
+def encode(message: RankEvent | RankCommand) -> bytes:
+    return msgspec.msgpack.encode(message)
+
+
+def decode_event(data: bytes) -> RankEvent:
+    """Raises msgspec.DecodeError or ValidationError on anything but an event."""
+    event: RankEvent = _EVENT_DECODER.decode(data)
+    return event
+
+
+def decode_command(data: bytes) -> RankCommand:
+    """Raises msgspec.DecodeError or ValidationError on anything but a command."""
+    command: RankCommand = _COMMAND_DECODER.decode(data)
+    return command
+
+
+def rows_digest(result: StepResult) -> bytes:
+    """Return a digest of what later steps depend on: the rows' tokens, and which of them failed."""
+    rows = [
+        (row.slot, row.token_ids, [token for token, _ in row.candidates], row.error is not None)
+        for row in result.rows
+    ]
+    return hashlib.blake2b(msgspec.msgpack.encode(rows), digest_size=8).digest()
+
+
+def for_other_ranks(plan: StepPlan) -> StepPlan:
+    """Return a plan without the outputs that only rank 0 gives to clients."""
+    added = tuple(map(_without_logits, plan.added))
+    return plan if added == plan.added else msgspec.structs.replace(plan, added=added)
+
+
+def _without_logits(row: RowAdded) -> RowAdded:
+    sampling = row.sampling
+    if not (sampling.return_logits or sampling.return_prompt_logits):
+        return row
+    sampling = msgspec.structs.replace(sampling, return_logits=False, return_prompt_logits=False)
+    return msgspec.structs.replace(row, sampling=sampling)
