@@ -4,16 +4,15 @@
 start).
 """
 
-import dataclasses
-import functools
 import gc
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-import torch
 
+from loraplex.app.rank import ModelRank, overlaps, rank_command, world_of
 from loraplex.core.clock import SystemClock
 from loraplex.core.config import ModelConfig
 from loraplex.core.errors import ConfigError, LoraplexError
@@ -27,34 +26,25 @@ from loraplex.engine.journal_file import JournalFile
 from loraplex.engine.loop import EngineLoop
 from loraplex.engine.messages import EngineFailed
 from loraplex.engine.process import be_engine_process
-from loraplex.execution.adapters.host_adapters import HostAdapters
-from loraplex.execution.adapters.loader import FileAdapterLoader
-from loraplex.execution.grammar.vocabulary import GrammarVocabulary, VocabularySource
-from loraplex.execution.loading import load_parts, start_runner
-from loraplex.execution.sizing.settings import RunnerSettings
-from loraplex.execution.steps.threaded_runner import ThreadedRunner
+from loraplex.engine.runner import AdapterLoader, Runner
+from loraplex.parallel.executors import RankEnd
+from loraplex.parallel.multiprocess import MultiprocessExecutor
+from loraplex.parallel.start import end_of_process, start_sharded
 from loraplex.serving.engines.link import EngineLink, LinkFactory, ThreadLink
-from loraplex.text.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
 
-def build_engine(model: ModelConfig, logits_dir: Path | None = None) -> Engine:
-    """Load the weights and allocate the memory. Raises ConfigError.
+def build_engine(
+    model: ModelConfig,
+    logits_dir: Path | None = None,
+    lose: Callable[[RankEnd], None] = lambda _: None,
+) -> Engine:
+    """Load the weights and allocate the memory, on all ranks. Raises ConfigError.
 
-    logits_dir: a private folder for the logits that requests return.
+    logits_dir: a private folder for the logits that requests return. lose: see start_sharded.
     """
-    if model.num_threads is not None:
-        torch.set_num_threads(model.num_threads)
-    host_adapters = HostAdapters()
-    folder = Path(model.path)
-    settings = msgspec.structs.replace(runner_settings(model), logits_dir=logits_dir)
-    vocabulary = vocabulary_source(model)
-    parts = load_parts(folder, settings, host_adapters, vocabulary)
-    runner, overlap = start_runner(parts, settings), overlaps(model)
-    loader = FileAdapterLoader(host_adapters, runner.prepare_adapter)
-    # A step on an accelerator runs by itself; one on a CPU needs a thread.
-    steps = ThreadedRunner(runner) if overlap and parts.accelerator is None else runner
+    steps, loader = _start_ranks(model, logits_dir, lose)
     try:
         return engine_of(
             steps,
@@ -64,7 +54,7 @@ def build_engine(model: ModelConfig, logits_dir: Path | None = None) -> Engine:
             adapter_host_bytes=model.lora_host_bytes,
             eviction_policy=model.lora_eviction_policy,
             journal=_journal(model),
-            overlap=overlap,
+            overlap=overlaps(model),
         )
     except ConfigError:
         loader.close()
@@ -72,13 +62,25 @@ def build_engine(model: ModelConfig, logits_dir: Path | None = None) -> Engine:
         raise
 
 
+def _start_ranks(
+    model: ModelConfig, logits_dir: Path | None, lose: Callable[[RankEnd], None]
+) -> tuple[Runner, AdapterLoader]:
+    world = world_of(model)
+    program = ModelRank(model, world, logits_dir)
+    if world.size == 1:
+        return program.load()
+    executor = MultiprocessExecutor(rank_command)
+    return start_sharded(world, msgspec.msgpack.encode(model), program, executor, lose)
+
+
 def run_engine(model: ModelConfig, channel: EngineChannel, *, is_alone: bool = False) -> None:
     """Build the engine and serve the channel; a failed start is the channel's last event.
 
     is_alone: the engine has a process of its own.
     """
+    lose = end_of_process(channel.marker) if is_alone else _leave_to_next_step
     try:
-        engine = build_engine(model, channel.logits_dir)
+        engine = build_engine(model, channel.logits_dir, lose)
     except LoraplexError as error:
         channel.send(EngineFailed(error.to_info()))
         return
@@ -96,6 +98,10 @@ def run_engine(model: ModelConfig, channel: EngineChannel, *, is_alone: bool = F
         engine.close()
 
 
+def _leave_to_next_step(end: RankEnd) -> None:
+    """Only a process of its own can be ended at any time."""
+
+
 def engine_thread(model: ModelConfig) -> LinkFactory:
     """Return the factory of an engine in a thread of this process."""
 
@@ -105,41 +111,9 @@ def engine_thread(model: ModelConfig) -> LinkFactory:
     return start
 
 
-def overlaps(model: ModelConfig) -> bool:
-    """Return whether the next step is planned while one runs."""
-    if model.overlap is None:
-        return not model.device.startswith("cpu")
-    return model.overlap
-
-
-def runner_settings(model: ModelConfig) -> RunnerSettings:
-    """Return the runner's part of a model's settings."""
-    return msgspec.convert(model, RunnerSettings, from_attributes=True)
-
-
 def scheduler_settings(model: ModelConfig) -> SchedulerSettings:
     """Return the scheduler's part of a model's settings."""
     return msgspec.convert(model, SchedulerSettings, from_attributes=True)
-
-
-def vocabulary_source(model: ModelConfig) -> VocabularySource:
-    """Return a function that reads the model's tokenizer for grammars. It raises ConfigError."""
-
-    def read() -> GrammarVocabulary:
-        tokenizer = load_tokenizer(Path(model.tokenizer or model.path), model.tokenizer_config)
-        return dataclasses.replace(vocabulary_of(tokenizer), limits=model.grammar_limits)
-
-    return read
-
-
-def vocabulary_of(tokenizer: Tokenizer) -> GrammarVocabulary:
-    """Return the bytes of each token, the same ones that serving makes text of."""
-    ids = range(tokenizer.vocab_size)
-    return GrammarVocabulary(
-        tokens=tuple(tokenizer.token_bytes(token_id) for token_id in ids),
-        special_ids=frozenset(token_id for token_id in ids if tokenizer.is_special(token_id)),
-        encode=functools.partial(tokenizer.encode, add_special_tokens=False),
-    )
 
 
 def _journal(model: ModelConfig) -> Journal | None:

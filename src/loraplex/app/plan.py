@@ -17,7 +17,7 @@ from loraplex.adapters.staging_limits import StagingLimits
 from loraplex.adapters.targets import source_of
 from loraplex.app.build_limits import within_build
 from loraplex.app.builder import served_shapes
-from loraplex.app.engine import runner_settings
+from loraplex.app.rank import runner_settings
 from loraplex.core.config import ModelConfig
 from loraplex.core.errors import InvalidAdapterError, LoraplexError
 from loraplex.core.plan import Capacity

@@ -111,9 +111,39 @@ class EngineSettings(SchedulerSettings, frozen=True, kw_only=True):
     num_threads: Annotated[
         int | None,
         _engine(
-            "Number of threads of the engine's arithmetic", default="torch's choice", minimum=1
+            "Number of threads of the arithmetic of each rank",
+            default="torch's choice, divided by the number of ranks",
+            minimum=1,
         ),
     ] = None
+    tensor_parallel_size: Annotated[
+        int,
+        _engine(
+            "Number of ranks that divide each layer among them",
+            "See [Several ranks](ranks.md).",
+            minimum=1,
+            maximum=64,
+            aliases=("tp_size",),
+        ),
+    ] = 1
+    pipeline_parallel_size: Annotated[
+        int,
+        _engine(
+            "Number of stages, each with a range of layers",
+            "See [Several ranks](ranks.md).",
+            minimum=1,
+            maximum=64,
+            aliases=("pp_size",),
+        ),
+    ] = 1
+    executor: Annotated[
+        str,
+        _engine(
+            "What starts the ranks: multiprocess (on this machine) or ray",
+            "See [Several ranks](ranks.md).",
+            choices=("multiprocess", "ray"),
+        ),
+    ] = "multiprocess"
     weights_cache_dir: Annotated[
         str,
         _engine(

@@ -161,7 +161,7 @@ class StepTiming(msgspec.Struct, frozen=True):
     copy_ns: int = 0
     """Part of prepare_ns: copies of adapters."""
     rank_wait_ns: tuple[int, ...] = ()
-    """Time that each rank but rank 0 has waited for others since its start, as last reported."""
+    """Time that each of several ranks has waited for others since its start, as last reported."""
 
 
 class StepResult(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -134,6 +134,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     accepted_tokens: int = 0
     """Counter: draft tokens that were accepted."""
     preemptions: int = 0
+    rank_wait_ns: tuple[int, ...] = ()
+    """Counter: time that each of several ranks waited for others."""
     adapters: AdapterTierStats = AdapterTierStats()
 
     @property

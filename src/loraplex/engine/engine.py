@@ -112,6 +112,7 @@ class Engine:
         self._launched: deque[_LaunchedStep] = deque()
         """Steps in flight, the oldest first."""
         self._marker = StepMarker()
+        self._rank_wait_ns: tuple[int, ...] = ()
 
     def mark_steps(self, marker: StepMarker) -> None:
         """Use a marker that notes which requests the steps in flight compute."""
@@ -234,7 +235,10 @@ class Engine:
             assert stats.num_running == stats.num_waiting == 0, "idle, and sequences are left"
 
     def stats(self) -> EngineStats:
-        return self._scheduler.stats()
+        stats = self._scheduler.stats()
+        if not self._rank_wait_ns:
+            return stats
+        return msgspec.structs.replace(stats, rank_wait_ns=self._rank_wait_ns)
 
     def close(self) -> None:
         """Close the loader, the runner and the journal."""
@@ -293,6 +297,7 @@ class Engine:
             logger.exception("step %d failed", plan.step_id)
             return self._fail(step, error)
         self._journal.write(StepEnded(self._clock.tick(), without_bulk(result)))
+        self._rank_wait_ns = result.timing.rank_wait_ns
         outputs = self._scheduler.absorb(plan, result)
         self._marker.end(plan.step_id)
         return EngineTurn(tuple(outputs), self._ended(step, result))

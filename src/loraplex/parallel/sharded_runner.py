@@ -1,7 +1,7 @@
 """A runner of several ranks: rank 0's own, and the others, which compute the same plans."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -22,15 +22,18 @@ class ShardedRunner:
     collective: every failure ends the engine, and the next engine continues its requests.
     """
 
-    def __init__(self, own: Runner, ranks: Ranks, capacity: Capacity) -> None:
-        """capacity: the one that all ranks agreed on."""
+    def __init__(
+        self, own: Runner, ranks: Ranks, capacity: Capacity, wait_ns: Callable[[], int]
+    ) -> None:
+        """capacity: the one that all ranks agreed on. wait_ns: rank 0's time of waiting."""
         self._own = own
         self._ranks = ranks
         self._capacity = capacity
+        self._own_wait_ns = wait_ns
         self._absorbed: tuple[int, bytes] | None = None
         """Id and digest of the last step whose reports are not compared yet."""
         self._copies: dict[AdapterHandle, int] = {}
-        """Adapters whose copies have not ended everywhere, with the number of ranks that have them."""
+        """Adapters whose copies have not ended on all ranks: how many have them."""
         self._wait_ns: dict[int, int] = {}
 
     def capacity(self) -> Capacity:
@@ -101,7 +104,8 @@ class ShardedRunner:
         )
 
     def _rank_waits(self) -> tuple[int, ...]:
-        return tuple(self._wait_ns.get(rank, 0) for rank in range(1, self._ranks.world.size))
+        others = (self._wait_ns.get(rank, 0) for rank in range(1, self._ranks.world.size))
+        return (self._own_wait_ns(), *others)
 
     def _lost(self, reason: str) -> DeviceLost:
         logger.error("%s", reason)

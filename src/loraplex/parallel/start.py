@@ -43,7 +43,8 @@ def start_sharded(
             # What rank 0 ran into follows from the end of the other rank.
             raise failure from error
         stack.pop_all()
-    return ShardedRunner(runner, ranks, capacity), ShardedLoader(loader, ranks)
+    sharded = ShardedRunner(runner, ranks, capacity, program.wait_ns)
+    return sharded, ShardedLoader(loader, ranks)
 
 
 def end_of_process(marker: StepMarker) -> Callable[[RankEnd], None]:

@@ -9,7 +9,9 @@ import torch
 from tqdm import TMonitor
 
 from loraplex.app import engine as app_engine
-from loraplex.app.engine import build_engine, overlaps, run_engine, runner_settings
+from loraplex.app import rank as app_rank
+from loraplex.app.engine import build_engine, run_engine
+from loraplex.app.rank import overlaps, runner_settings
 from loraplex.core.config import ModelConfig
 from loraplex.core.errors import ConfigError
 from loraplex.core.scheduler_settings import Batching, FairShare, SchedulerSettings
@@ -137,7 +139,7 @@ def test_so_is_memory_that_is_not_there(channel, events, monkeypatch, error, cap
     def load_parts(*args):
         raise error
 
-    monkeypatch.setattr(app_engine, "load_parts", load_parts)
+    monkeypatch.setattr(app_rank, "load_parts", load_parts)
     run_engine(MODEL, channel)
     (event,) = events
     assert event.error.code == ConfigError.code

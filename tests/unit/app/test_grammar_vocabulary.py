@@ -2,7 +2,7 @@
 
 import pytest
 
-from loraplex.app.engine import vocabulary_of, vocabulary_source
+from loraplex.app.rank import vocabulary_of, vocabulary_source
 from loraplex.core.config import ModelConfig
 from loraplex.core.errors import ConfigError
 from loraplex.core.grammar import GrammarLimits

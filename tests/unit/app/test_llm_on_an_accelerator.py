@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from loraplex import LLM, SamplingParams
-from loraplex.app import engine
+from loraplex.app import rank
 from loraplex.execution.loading import load_parts
 from loraplex.kernels.accelerator import HostAccelerator
 from support.tiny_text_model import write_tiny_text_model
@@ -71,7 +71,7 @@ def test_it_outputs_as_a_cpu_does(monkeypatch, tmp_path):
     with LLM(model, adapters, state_dir=tmp_path / "cpu", **SETTINGS) as llm:
         expected = outputs(llm)
     load = functools.partial(load_parts, accelerator=HostAccelerator())
-    monkeypatch.setattr(engine, "load_parts", load)
+    monkeypatch.setattr(rank, "load_parts", load)
     settings = SETTINGS | {"overlap": True, "cuda_graph_batch_sizes": (3,)}
     with LLM(model, adapters, state_dir=tmp_path / "gpu", **settings) as llm:
         assert outputs(llm) == expected

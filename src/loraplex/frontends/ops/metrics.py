@@ -130,6 +130,12 @@ _COUNTERS: tuple[_Family, ...] = (
         lambda stats: {"": stats.generation_tokens},
     ),
     (
+        "rank_wait_seconds",
+        "Time that a rank of an engine with several ranks waited for the others.",
+        "rank",
+        lambda stats: {str(rank): ns / 1e9 for rank, ns in enumerate(stats.rank_wait_ns)},
+    ),
+    (
         "draft_tokens",
         "Draft tokens, by whether the model accepted them.",
         "result",

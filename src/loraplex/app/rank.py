@@ -1,0 +1,179 @@
+"""One rank of a model's engine: its share of the weights, its channels, and its traits.
+
+`python -m loraplex.app.rank LOG_LEVEL RANK` is the process of a rank (parallel.rank_process
+describes its start). Rank 0 is in the engine's own process.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import torch
+
+from loraplex.core.config import ModelConfig
+from loraplex.core.errors import ConfigError
+from loraplex.core.log_lines import log_to_standard_error
+from loraplex.core.version import __version__
+from loraplex.engine.runner import AdapterLoader, Runner
+from loraplex.execution.adapters.host_adapters import HostAdapters
+from loraplex.execution.adapters.loader import FileAdapterLoader
+from loraplex.execution.grammar.vocabulary import GrammarVocabulary, VocabularySource
+from loraplex.execution.loading import load_parts, start_runner
+from loraplex.execution.sizing.settings import RunnerSettings
+from loraplex.execution.steps.threaded_runner import ThreadedRunner
+from loraplex.execution.weights.weight_files import weight_files
+from loraplex.kernels.native.channel import Segment, SegmentAddress, SharedMemoryChannel
+from loraplex.kernels.native.library import NativeLibrary, NativeLibraryError, load_library
+from loraplex.models.engine_folder import CONFIG_NAME
+from loraplex.parallel.messages import RankStart
+from loraplex.parallel.rank_process import be_rank_process
+from loraplex.parallel.world import World
+from loraplex.text.tokenizer import Tokenizer, load_tokenizer
+
+_NUM_CHANNELS: Final = 2
+"""One for the steps, and one for the thread that loads adapters."""
+
+
+class ModelRank:
+    """Implements parallel.rank_process.RankProgram."""
+
+    def __init__(self, model: ModelConfig, world: World, logits_dir: Path | None = None) -> None:
+        """logits_dir: a private folder for the logits that requests return; only rank 0 has one."""
+        self._model = model
+        self._world = world
+        self._logits_dir = logits_dir
+        self._segments: list[Segment] = []
+        """Kept open, since others may open them later."""
+        self._channels: list[SharedMemoryChannel] = []
+
+    def traits(self) -> dict[str, str]:
+        return {
+            "loraplex version": __version__,
+            "torch version": torch.__version__,
+            "processor": self._processor(),
+            "checkpoint": _checkpoint(Path(self._model.path)),
+        }
+
+    def create_channels(self) -> bytes:
+        size = self._world.tensor_parallel_size
+        library = _library()
+        self._segments = [Segment(library, size) for _ in range(_NUM_CHANNELS)]
+        addresses = msgspec.msgpack.encode([segment.address for segment in self._segments])
+        self.join_channels(addresses)
+        return addresses
+
+    def join_channels(self, addresses: bytes) -> None:
+        segments = msgspec.msgpack.decode(addresses, type=tuple[SegmentAddress, ...])
+        rank = self._world.tensor_rank
+        self._channels = [SharedMemoryChannel(_library(), segment, rank) for segment in segments]
+
+    def load(self) -> tuple[Runner, AdapterLoader]:
+        model = self._model
+        if self._world.size > 1:
+            raise ConfigError("the weights of this version cannot be divided among ranks yet")
+        self._limit_threads()
+        host_adapters = HostAdapters()
+        settings = msgspec.structs.replace(runner_settings(model), logits_dir=self._logits_dir)
+        parts = load_parts(Path(model.path), settings, host_adapters, vocabulary_source(model))
+        runner = start_runner(parts, settings)
+        loader = FileAdapterLoader(host_adapters, runner.prepare_adapter)
+        # A step on an accelerator runs by itself; one on a CPU needs a thread.
+        needs_thread = overlaps(model) and parts.accelerator is None
+        return ThreadedRunner(runner) if needs_thread else runner, loader
+
+    def abort(self, reason: str) -> None:
+        for channel in self._channels:
+            channel.abort(reason)
+
+    def wait_ns(self) -> int:
+        return int(sum(channel.wait_seconds for channel in self._channels[:1]) * 1e9)
+
+    def _limit_threads(self) -> None:
+        num_threads, num_ranks = self._model.num_threads, self._world.size
+        if num_threads is None and num_ranks > 1:
+            num_threads = max(1, torch.get_num_threads() // num_ranks)
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+
+    def _processor(self) -> str:
+        if self._model.device.startswith("cuda"):
+            return torch.cuda.get_device_name(self._model.device)
+        return _library().instruction_set
+
+
+def _library() -> NativeLibrary:
+    try:
+        return load_library()
+    except NativeLibraryError as error:
+        raise ConfigError(f"ranks on a CPU need the native kernels: {error}") from error
+
+
+def _checkpoint(folder: Path) -> str:
+    """Return a digest of the model's configuration, and of the names and sizes of its weights."""
+    described = [(file.name, file.stat().st_size) for file in weight_files(folder)]
+    content = (folder / CONFIG_NAME).read_bytes() + msgspec.msgpack.encode(described)
+    return hashlib.sha256(content).hexdigest()
+
+
+def world_of(model: ModelConfig) -> World:
+    """Return the place of rank 0."""
+    return World(0, model.tensor_parallel_size, model.pipeline_parallel_size)
+
+
+def rank_command(rank: int) -> Sequence[str]:
+    """Return the command of a rank's process, which logs as this one does."""
+    level = logging.getLevelName(logging.getLogger().level).lower()
+    return (sys.executable, "-m", "loraplex.app.rank", level, str(rank))
+
+
+def overlaps(model: ModelConfig) -> bool:
+    """Return whether the next step is planned while one runs."""
+    if model.overlap is None:
+        return not model.device.startswith("cpu")
+    return model.overlap
+
+
+def runner_settings(model: ModelConfig) -> RunnerSettings:
+    """Return the runner's part of a model's settings."""
+    return msgspec.convert(model, RunnerSettings, from_attributes=True)
+
+
+def vocabulary_source(model: ModelConfig) -> VocabularySource:
+    """Return a function that reads the model's tokenizer for grammars. It raises ConfigError."""
+
+    def read() -> GrammarVocabulary:
+        tokenizer = load_tokenizer(Path(model.tokenizer or model.path), model.tokenizer_config)
+        return dataclasses.replace(vocabulary_of(tokenizer), limits=model.grammar_limits)
+
+    return read
+
+
+def vocabulary_of(tokenizer: Tokenizer) -> GrammarVocabulary:
+    """Return the bytes of each token, the same ones that serving makes text of."""
+    ids = range(tokenizer.vocab_size)
+    return GrammarVocabulary(
+        tokens=tuple(tokenizer.token_bytes(token_id) for token_id in ids),
+        special_ids=frozenset(token_id for token_id in ids if tokenizer.is_special(token_id)),
+        encode=functools.partial(tokenizer.encode, add_special_tokens=False),
+    )
+
+
+def main() -> None:
+    """Run the process of a rank."""
+    log_level, rank = sys.argv[1:]
+    log_to_standard_error(log_level, f"rank {rank}")
+    be_rank_process(_rank_of)
+
+
+def _rank_of(start: RankStart) -> ModelRank:
+    return ModelRank(msgspec.msgpack.decode(start.settings, type=ModelConfig), start.world)
+
+
+if __name__ == "__main__":
+    main()
