@@ -23,7 +23,7 @@ import msgspec
 import torch
 from comparison.fixtures import Fixture, find_shape
 
-from loraplex.app.engine import vocabulary_source
+from loraplex.app.rank import vocabulary_source
 from loraplex.bench.machine import Code, Machine, machine_lines, this_code, this_machine
 from loraplex.bench.report_files import markdown_table, write_pair
 from loraplex.core.clock import SystemClock

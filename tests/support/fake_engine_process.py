@@ -21,7 +21,6 @@ from loraplex.engine.loop import EngineLoop
 from loraplex.engine.messages import EngineFailed
 from loraplex.engine.process import be_engine_process
 from loraplex.engine.runner import AdapterLoader, Runner
-from loraplex.parallel.messages import RankStart
 from loraplex.parallel.multiprocess import MultiprocessExecutor
 from loraplex.parallel.start import end_of_process, start_sharded
 from loraplex.parallel.world import World
@@ -118,9 +117,8 @@ def run_fake_engine(settings: FakeEngineSettings, channel: EngineChannel) -> Non
 def _parts(settings: FakeEngineSettings, channel: EngineChannel) -> tuple[Runner, AdapterLoader]:
     if settings.ranks is not None:
         body, world = msgspec.msgpack.encode(settings.ranks), World(0, 3, 1)
-        program = FakeRankProgram(RankStart(address="", token="", world=world, settings=body))
         executor = MultiprocessExecutor(process_command)
-        return start_sharded(world, body, program, executor, end_of_process(channel.marker))
+        return start_sharded(world, body, FakeRankProgram, executor, end_of_process(channel.marker))
     capacity, loader = settings.capacity, PoisonLoader()
     loader.poison = settings.poison_adapter
     runner = SlowRunner(capacity, FakeModel(capacity.vocab_size), loader)

@@ -87,13 +87,13 @@ class BrokenLoader(FakeLoader):
 
 
 class FakeRankProgram:
-    """Implements RankProgram. Its channels are a shared word: who leads a stage makes it."""
+    """Implements RankProgram."""
 
     def __init__(self, start: RankStart) -> None:
         self.world = start.world
         self.settings = msgspec.msgpack.decode(start.settings, type=FakeRankSettings)
         self.is_faulty = self.world.rank == self.settings.rank
-        self.channels = b""
+        self.addresses: Mapping[int, bytes] = {}
         self.aborted = threading.Event()
         self.runner = FaultyRunner()
         self.loader = BrokenLoader()
@@ -102,16 +102,16 @@ class FakeRankProgram:
         version = self.settings.version
         return {"version": (self.is_faulty and self.settings.other_version) or version}
 
-    def create_channels(self) -> bytes:
-        self.channels = f"stage {self.world.stage}".encode()
-        return self.channels
+    def open(self) -> bytes:
+        return f"rank {self.world.rank}".encode()
 
-    def join_channels(self, addresses: bytes) -> None:
-        self.channels = addresses
+    def connect(self, addresses: Mapping[int, bytes]) -> None:
+        self.addresses = addresses
 
     def load(self) -> tuple[Runner, AdapterLoader]:
         settings, capacity = self.settings, self.settings.capacity
-        assert self.channels == f"stage {self.world.stage}".encode()
+        expected = {rank: f"rank {rank}".encode() for rank in range(self.world.size)}
+        assert self.addresses == expected
         if self.is_faulty:
             if settings.start_error:
                 raise ConfigError(settings.start_error)

@@ -66,11 +66,17 @@ def _start_ranks(
     model: ModelConfig, logits_dir: Path | None, lose: Callable[[RankEnd], None]
 ) -> tuple[Runner, AdapterLoader]:
     world = world_of(model)
-    program = ModelRank(model, world, logits_dir)
     if world.size == 1:
-        return program.load()
-    executor = MultiprocessExecutor(rank_command)
-    return start_sharded(world, msgspec.msgpack.encode(model), program, executor, lose)
+        return ModelRank(model, world, logits_dir).load()
+    if world.pipeline_parallel_size > 1:
+        raise ConfigError("the layers of this version cannot be divided among stages yet")
+    return start_sharded(
+        world,
+        msgspec.msgpack.encode(model),
+        lambda start: ModelRank(model, start.world, logits_dir),
+        MultiprocessExecutor(rank_command),
+        lose,
+    )
 
 
 def run_engine(model: ModelConfig, channel: EngineChannel, *, is_alone: bool = False) -> None:

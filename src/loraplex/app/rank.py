@@ -9,7 +9,7 @@ import functools
 import hashlib
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -28,9 +28,11 @@ from loraplex.execution.loading import load_parts, start_runner
 from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.execution.steps.threaded_runner import ThreadedRunner
 from loraplex.execution.weights.weight_files import weight_files
+from loraplex.kernels.channel import RankChannels
 from loraplex.kernels.native.channel import Segment, SegmentAddress, SharedMemoryChannel
 from loraplex.kernels.native.library import NativeLibrary, NativeLibraryError, load_library
 from loraplex.models.engine_folder import CONFIG_NAME
+from loraplex.models.sharding import TensorShard
 from loraplex.parallel.messages import RankStart
 from loraplex.parallel.rank_process import be_rank_process
 from loraplex.parallel.world import World
@@ -55,34 +57,40 @@ class ModelRank:
     def traits(self) -> dict[str, str]:
         return {
             "loraplex version": __version__,
-            "torch version": torch.__version__,
+            "torch version": str(torch.__version__),
             "processor": self._processor(),
             "checkpoint": _checkpoint(Path(self._model.path)),
         }
 
-    def create_channels(self) -> bytes:
-        size = self._world.tensor_parallel_size
-        library = _library()
-        self._segments = [Segment(library, size) for _ in range(_NUM_CHANNELS)]
-        addresses = msgspec.msgpack.encode([segment.address for segment in self._segments])
-        self.join_channels(addresses)
-        return addresses
+    def open(self) -> bytes:
+        world = self._world
+        if world.rank == world.stage_leader:
+            sizes = [world.tensor_parallel_size] * _NUM_CHANNELS
+            self._segments = [Segment(_library(), size) for size in sizes]
+        return msgspec.msgpack.encode([segment.address for segment in self._segments])
 
-    def join_channels(self, addresses: bytes) -> None:
-        segments = msgspec.msgpack.decode(addresses, type=tuple[SegmentAddress, ...])
-        rank = self._world.tensor_rank
+    def connect(self, addresses: Mapping[int, bytes]) -> None:
+        leader, rank = self._world.stage_leader, self._world.tensor_rank
+        segments = msgspec.msgpack.decode(addresses[leader], type=tuple[SegmentAddress, ...])
         self._channels = [SharedMemoryChannel(_library(), segment, rank) for segment in segments]
 
     def load(self) -> tuple[Runner, AdapterLoader]:
         model = self._model
-        if self._world.size > 1:
-            raise ConfigError("the weights of this version cannot be divided among ranks yet")
         self._limit_threads()
         host_adapters = HostAdapters()
         settings = msgspec.structs.replace(runner_settings(model), logits_dir=self._logits_dir)
-        parts = load_parts(Path(model.path), settings, host_adapters, vocabulary_source(model))
+        channels = RankChannels(*self._channels) if self._channels else None
+        parts = load_parts(
+            Path(model.path),
+            settings,
+            host_adapters,
+            vocabulary_source(model),
+            place=TensorShard(self._world.tensor_rank, self._world.tensor_parallel_size),
+            channels=channels,
+        )
         runner = start_runner(parts, settings)
-        loader = FileAdapterLoader(host_adapters, runner.prepare_adapter)
+        loads = None if channels is None else channels.loads
+        loader = FileAdapterLoader(host_adapters, runner.prepare_adapter, loads)
         # A step on an accelerator runs by itself; one on a CPU needs a thread.
         needs_thread = overlaps(model) and parts.accelerator is None
         return ThreadedRunner(runner) if needs_thread else runner, loader

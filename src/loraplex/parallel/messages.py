@@ -19,18 +19,20 @@ class RankStart(msgspec.Struct, frozen=True, kw_only=True):
     """Secret that the first message of a rank repeats."""
     world: World
     settings: bytes
+    host: str = ""
+    """Address of its machine for ranks on other machines; empty: all ranks are on this one."""
     parent_pid: int = 0
     """Process whose end ends the rank; 0: its executor ends it."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """First message of a rank."""
+    """First message of a rank that could start."""
 
     token: str
     rank: int
     traits: dict[str, str]
-    channels: bytes = b""
-    """Addresses of its stage's channels, from the rank that made them."""
+    addresses: bytes
+    """What other ranks connect to."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -60,8 +62,10 @@ class StepReport(msgspec.Struct, frozen=True, tag="step"):
 
 
 class RankFailed(msgspec.Struct, frozen=True, tag="failed"):
-    """Last message of a rank that cannot start or continue."""
+    """Last message of a rank that cannot start or continue. It may be the first one, too."""
 
+    token: str
+    rank: int
     error: ErrorInfo
 
 
@@ -71,8 +75,8 @@ RankEvent = Hello | Ready | LoadDone | StepReport | RankFailed
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
     """Load the weights: all ranks are there, and have the same traits."""
 
-    channels: bytes
-    """Addresses of the channels of the rank's stage."""
+    addresses: dict[int, bytes]
+    """What the ranks connect to, by rank."""
 
 
 class Plan(msgspec.Struct, frozen=True, tag="plan"):

@@ -46,12 +46,12 @@ class RankProgram(Protocol):
         """Return what all ranks must have equal, by name."""
         ...
 
-    def create_channels(self) -> bytes:
-        """Make the channels of the rank's stage, which this rank leads; return their addresses."""
+    def open(self) -> bytes:
+        """Make what other ranks connect to; return its addresses. Raises ConfigError."""
         ...
 
-    def join_channels(self, addresses: bytes) -> None:
-        """Open the channels of the rank's stage. Raises ConfigError."""
+    def connect(self, addresses: Mapping[int, bytes]) -> None:
+        """Connect to other ranks, whose addresses these are. Raises LoraplexError."""
         ...
 
     def load(self) -> tuple[Runner, AdapterLoader]:
@@ -82,24 +82,23 @@ def run_rank(start: RankStart, program_of: ProgramOf) -> bool:
                 raise
         except LoraplexError as error:
             logger.error("%s", error.message)
-            socket.send(RankFailed(error.to_info()))
+            socket.send(RankFailed(start.token, start.world.rank, error.to_info()))
             return False
         except Exception as error:
             logger.exception("the rank failed")
-            socket.send(RankFailed(InternalError(f"the rank failed: {error}").to_info()))
+            failure = InternalError(f"the rank failed: {error}")
+            socket.send(RankFailed(start.token, start.world.rank, failure.to_info()))
             return False
     return True
 
 
 def _run(start: RankStart, program: RankProgram, socket: RankSocket) -> None:
     world = start.world
-    channels = program.create_channels() if world.leads_stage else b""
-    socket.send(Hello(start.token, world.rank, dict(program.traits()), channels))
+    socket.send(Hello(start.token, world.rank, dict(program.traits()), program.open()))
     begin = socket.receive(None)
     if not isinstance(begin, Begin):
         return
-    if not world.leads_stage:
-        program.join_channels(begin.channels)
+    program.connect(begin.addresses)
     runner, loader = program.load()
     try:
         socket.send(Ready(runner.capacity()))

@@ -45,12 +45,14 @@ class Ranks:
         self,
         world: World,
         executor: Executor,
+        token: str,
         *,
         abort: Callable[[str], None],
         lose: Callable[[RankEnd], None],
     ) -> None:
-        """world: of rank 0. abort: ends waits of rank 0 for others, with a reason. lose: called
-        from any thread, once, with the end of a rank after all were ready.
+        """world: of rank 0. token: secret of the ranks. abort: ends waits of rank 0 for others,
+        with a reason. lose: called from any thread, once, with the end of a rank after all were
+        ready.
         """
         self.world = world
         self.loads: list[tuple[int, LoadDone]] = []
@@ -59,6 +61,7 @@ class Ranks:
         """Reports of steps that are not absorbed yet: by step, by rank."""
         self.last_step_id = 0
         self._executor = executor
+        self._token = token
         self._abort = abort
         self._lose = lose
         self._server: RankServer | None = None
@@ -72,13 +75,13 @@ class Ranks:
     def start(self, settings: bytes) -> None:
         """Start the ranks, and return before they are there. Raises ConfigError."""
         try:
-            self._server = RankServer(self._executor.host)
+            self._server = RankServer(self._token, self._executor.host)
         except zmq.ZMQError as error:
             raise ConfigError(f"cannot open a socket for ranks: {error.strerror}") from error
         starts = [
             RankStart(
                 address=self._server.address,
-                token=self._server.token,
+                token=self._token,
                 world=world,
                 settings=settings,
             )
@@ -86,19 +89,18 @@ class Ranks:
         ]
         self._executor.start(starts, self._note_end)
 
-    def begin(self, traits: Mapping[str, str], channels: bytes) -> None:
+    def begin(self, traits: Mapping[str, str], addresses: bytes) -> Mapping[int, bytes]:
         """Wait until all ranks are there, and let them load the weights.
 
-        traits: what all must have equal. channels: addresses of the first stage's channels. Raises
-        ConfigError.
+        traits: what all must have equal. addresses: what others connect to on rank 0. Return those
+        of all ranks. Raises ConfigError.
         """
         hellos = self._await_all(Hello)
         for rank, hello in sorted(hellos.items()):
             check_traits(traits, rank, hello.traits)
-        for world in self.world.others():
-            leader = world.rank - world.tensor_rank
-            made = channels if leader == self.world.rank else hellos[leader].channels
-            self.send(world.rank, Begin(made))
+        known = {0: addresses} | {rank: hello.addresses for rank, hello in hellos.items()}
+        self.broadcast(Begin(known))
+        return known
 
     def agree(self, capacity: Capacity) -> Capacity:
         """Wait until all ranks are ready; return what all of them can do. Raises ConfigError."""
@@ -205,7 +207,7 @@ class Ranks:
                 self.loads.append((rank, event))
             case StepReport():
                 self.reports.setdefault(event.step_id, {})[rank] = event
-            case RankFailed(error):
+            case RankFailed(error=error):
                 named = msgspec.structs.replace(error, message=f"rank {rank}: {error.message}")
                 self._failure = self._failure or error_from_info(named)
 

@@ -3,7 +3,6 @@
 import hmac
 import logging
 import os
-import secrets
 from typing import Final
 
 import msgspec
@@ -14,6 +13,7 @@ from loraplex.parallel.messages import (
     Hello,
     RankCommand,
     RankEvent,
+    RankFailed,
     decode_command,
     decode_event,
     encode,
@@ -36,12 +36,11 @@ class RankUnreachable(Exception):
 class RankServer:
     """Rank 0's socket. Used by one thread."""
 
-    def __init__(self, host: str = "") -> None:
-        """host: address of this machine for ranks on other machines; empty: none are.
-
-        Raises zmq.ZMQError if no socket can be bound.
+    def __init__(self, token: str, host: str = "") -> None:
+        """token: secret of the ranks. host: address of this machine for ranks on other machines;
+        empty: none are. Raises zmq.ZMQError if no socket can be bound.
         """
-        self.token = secrets.token_hex(32)
+        self._token = token.encode()
         self._folder = None if host else PrivateFolder()
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
@@ -107,10 +106,11 @@ class RankServer:
             return None
         if identity in self._ranks:
             return event
-        is_known = isinstance(event, Hello) and hmac.compare_digest(
-            event.token.encode(), self.token.encode()
-        )
-        if not is_known or not isinstance(event, Hello) or event.rank in self._identities:
+        if (
+            not isinstance(event, Hello | RankFailed)
+            or event.rank in self._identities
+            or not hmac.compare_digest(event.token.encode(), self._token)
+        ):
             logger.warning("dropped a message of a process that is no rank of this engine")
             return None
         self._ranks[identity], self._identities[event.rank] = event.rank, identity

@@ -2,11 +2,13 @@
 
 import contextlib
 import os
+import secrets
 from collections.abc import Callable
 
 from loraplex.engine.step_marker import StepMarker
 from loraplex.parallel.executors import Executor, RankEnd
-from loraplex.parallel.rank_process import RankProgram
+from loraplex.parallel.messages import RankStart
+from loraplex.parallel.rank_process import ProgramOf
 from loraplex.parallel.ranks import Ranks
 from loraplex.parallel.sharded_loader import ShardedLoader
 from loraplex.parallel.sharded_runner import ShardedRunner
@@ -16,21 +18,26 @@ from loraplex.parallel.world import World
 def start_sharded(
     world: World,
     settings: bytes,
-    program: RankProgram,
+    program_of: ProgramOf,
     executor: Executor,
     lose: Callable[[RankEnd], None] = lambda _: None,
 ) -> tuple[ShardedRunner, ShardedLoader]:
     """Start all ranks, and load rank 0's share meanwhile. Raises ConfigError.
 
-    settings: what the other ranks' programs are made of. program: of rank 0. lose: called from any
-    thread when a rank has ended that was ready; if it returns, the next step raises DeviceLost.
+    world: of rank 0. settings: what the other ranks' programs are made of. program_of: makes that
+    of rank 0. lose: called from any thread when a rank has ended that was ready; if it returns, the
+    next step raises DeviceLost.
     """
-    ranks = Ranks(world, executor, abort=program.abort, lose=lose)
+    token = secrets.token_hex(32)
+    program = program_of(
+        RankStart(address="", token=token, world=world, settings=settings, host=executor.host)
+    )
+    ranks = Ranks(world, executor, token, abort=program.abort, lose=lose)
     with contextlib.ExitStack() as stack:
         stack.callback(ranks.close)
         try:
             ranks.start(settings)
-            ranks.begin(program.traits(), program.create_channels())
+            program.connect(ranks.begin(program.traits(), program.open()))
             runner, loader = program.load()
             stack.callback(runner.close)
             stack.callback(loader.close)

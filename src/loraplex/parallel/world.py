@@ -10,7 +10,10 @@ from loraplex.core.plan import Capacity
 
 _SMALLEST: Final = ("max_model_len", "num_adapter_pages")
 """Limits of which the smallest one counts."""
-_EQUAL: Final = ("block_size", "max_num_seqs", "vocab_size", "rotation_border", "keeps_host_copy")
+_EQUAL: Final = (
+    *("block_size", "max_num_seqs", "num_stages", "vocab_size", "rotation_border"),
+    *("page_geometry", "keeps_host_copy"),
+)
 
 
 class World(msgspec.Struct, frozen=True):
@@ -33,9 +36,9 @@ class World(msgspec.Struct, frozen=True):
         return self.rank // self.tensor_parallel_size
 
     @property
-    def leads_stage(self) -> bool:
-        """Whether the channels of its stage are made by this rank."""
-        return self.tensor_rank == 0
+    def stage_leader(self) -> int:
+        """Rank that makes the channels of its stage."""
+        return self.rank - self.tensor_rank
 
     def others(self) -> tuple["World", ...]:
         """Return the place of each other rank, in the order of the ranks."""

@@ -136,7 +136,7 @@ def test_a_wrong_setting_is_the_engines_last_word(channel, events, fields, text)
 
 @pytest.mark.parametrize("error", [MemoryError("none left"), RuntimeError("CUDA out of memory")])
 def test_so_is_memory_that_is_not_there(channel, events, monkeypatch, error, caplog):
-    def load_parts(*args):
+    def load_parts(*args, **kwargs):
         raise error
 
     monkeypatch.setattr(app_rank, "load_parts", load_parts)

@@ -10,7 +10,7 @@ from loraplex.core.adapter import Residency
 from loraplex.core.errors import ConfigError, DeviceLost
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.parallel.executors import RankEnd
-from loraplex.parallel.messages import RankStart, for_other_ranks
+from loraplex.parallel.messages import for_other_ranks
 from loraplex.parallel.start import start_sharded
 from loraplex.parallel.world import World
 from support.fake_engine import EngineParts, FakeEngine
@@ -27,12 +27,15 @@ class Sharded:
     def __init__(self, world=TWO, **settings):
         self.executor, self.lost = ThreadExecutor(), []
         body = msgspec.msgpack.encode(FakeRankSettings(**settings))
-        self.program = FakeRankProgram(RankStart(address="", token="", world=world, settings=body))
         self.runner, self.loader = start_sharded(
-            world, body, self.program, self.executor, self.lost.append
+            world, body, self._program_of, self.executor, self.lost.append
         )
 
         self.parts = EngineParts(self.program.runner, self.runner, self.loader)
+
+    def _program_of(self, start):
+        self.program = FakeRankProgram(start)
+        return self.program
 
     def engine(self, *, overlap=False):
         return FakeEngine(parts=self.parts, overlap=overlap)

@@ -19,7 +19,7 @@ def test_ranks_are_numbered_stage_by_stage():
         (4, 2, 0),
         (5, 2, 1),
     ]
-    assert [world.rank for world in worlds if world.leads_stage] == [0, 2, 4]
+    assert [world.stage_leader for world in worlds] == [0, 0, 2, 2, 4, 4]
 
 
 @pytest.mark.parametrize(
