@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator, Mapping
 
 import httpx
+import msgspec
 import openai
 import pytest
 from starlette.applications import Starlette
@@ -423,6 +424,18 @@ def test_an_adapter_is_no_base_model(http):
     response = http.post("/v1/adapters", json={"name": "x", "path": "/x", "model": "fr"})
     assert response.status_code == 400
     assert "'fr' is an adapter" in response.json()["error"]["message"]
+
+
+def test_further_names_of_a_model(http, client, backend):
+    model = backend.model("echo")
+    model.card = msgspec.structs.replace(model.card, served_names=("publishers/ns/models/echo",))
+    ids = [model["id"] for model in http.get("/v1/models").json()["data"]]
+    assert ids[:2] == ["echo", "publishers/ns/models/echo"]
+    for name in ids[:2]:
+        assert http.get(f"/v1/models/{name}").json()["id"] == name
+        assert client.completions.create(model=name, prompt="x").choices[0].text == "echo: x"
+    for name in ("echo_fr", "publishers/ns/models/echo:fr"):
+        assert client.completions.create(model=name, prompt="x").choices[0].text == "echo+fr: x"
 
 
 def test_tokenize_and_detokenize(http):

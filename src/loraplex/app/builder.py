@@ -89,6 +89,7 @@ def _served_model(
     chats = _chat_renderer(tokenizer_folder, model, tokenizer, json_indent)
     card = ModelCard(
         name=name,
+        served_names=tuple(other for other in dict.fromkeys(model.served_names) if other != name),
         path=str(folder),
         created=int(time.time()),
         max_model_len=_max_model_len(name, model, decoder),

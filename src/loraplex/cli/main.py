@@ -17,6 +17,7 @@ from loraplex.cli.replay import replay
 from loraplex.cli.serve import serve
 from loraplex.cli.triton import triton_app
 from loraplex.cli.triton_tools import fill_template, launch_triton_server
+from loraplex.cli.vllm_flags import VllmFlagPage
 from loraplex.core.environment import leave_grpc_out_of_forks
 from loraplex.core.version import __version__
 
@@ -28,7 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-app.command(cls=FlagPage)(serve)
+app.command(cls=VllmFlagPage)(serve)
 app.command(cls=FlagPage)(llgtrt)
 app.command()(generate)
 app.command()(compare)

@@ -11,6 +11,12 @@ import typer
 from loraplex.cli.binding import refuse_if_open
 from loraplex.cli.options import errors_to_exit_code, parse_adapters
 from loraplex.cli.settings_flags import environment_layers, flag_layers, with_settings
+from loraplex.cli.vllm_flags import (
+    LORA_MODULES,
+    SERVED_MODEL_NAME,
+    split_flags,
+    with_vllm_flags,
+)
 from loraplex.core.config import Config
 from loraplex.core.config_layers import Layer, file_layer, resolve
 from loraplex.core.errors import ConfigError
@@ -18,6 +24,7 @@ from loraplex.core.errors import ConfigError
 _LORA = "Adapters"
 
 
+@with_vllm_flags
 @with_settings()
 def serve(
     model: Annotated[
@@ -65,9 +72,10 @@ def build_config(
     adapter_dirs: list[str],
     flags: dict[str, Any],
 ) -> Config:
-    """Join the layers. Raises ConfigError."""
+    """Join the layers; flags may have vLLM's, too. Raises ConfigError."""
+    given = split_flags(flags)
     file = file_layer(config_path) if config_path else Layer("no file", {})
-    arguments = _arguments(model, name)
+    arguments = _arguments(model, name, given.names)
     served = list(dict.fromkeys([*file.model_names, *arguments.model_names]))
     if not served:
         resolve([file])  # a misspelt key of the file is the likelier reason
@@ -77,33 +85,44 @@ def build_config(
             file,
             *environment_layers(served),
             arguments,
-            *_adapter_layers(adapters, adapter_dirs, served),
-            *flag_layers(flags, served),
+            *_adapter_layers(adapters, adapter_dirs, given.adapters, served),
+            *flag_layers(given.settings, served),
         ]
     )
 
 
-def _arguments(model: str | None, name: str | None) -> Layer:
+def _arguments(model: str | None, name: str | None, served_names: list[str]) -> Layer:
     """Return the layer of the argument MODEL."""
+    flag = "--name" if name is not None else SERVED_MODEL_NAME
     if model is None:
-        if name is not None:
-            raise ConfigError("--name is the name of the argument MODEL: give MODEL, too")
+        if name is not None or served_names:
+            raise ConfigError(f"{flag} is the name of the argument MODEL: give MODEL, too")
         return Layer("no argument", {})
-    served_name = name or Path(os.path.abspath(model)).name or model
-    return Layer("argument MODEL", {"models": {served_name: {"path": model}}})
+    if name is not None and served_names:
+        raise ConfigError(f"{flag} and {SERVED_MODEL_NAME} both name the model: give one of them")
+    own, *others = served_names or [name or Path(os.path.abspath(model)).name or model]
+    more = {"served_names": others} if others else {}
+    return Layer("argument MODEL", {"models": {own: {"path": model, **more}}})
 
 
 def _adapter_layers(
-    adapters: list[str], adapter_dirs: list[str], served: list[str]
+    adapters: list[str],
+    adapter_dirs: list[str],
+    modules: dict[str, dict[str, str]],
+    served: list[str],
 ) -> Iterator[Layer]:
-    if (adapters or adapter_dirs) and len(served) > 1:
+    if (adapters or adapter_dirs or modules) and len(served) > 1:
         raise ConfigError(
-            "--adapter and --adapter-dir need exactly one model; with several, "
+            "--adapter, --adapter-dir and --lora-modules need exactly one model; with several, "
             "write [models.NAME.adapters] in the configuration file"
         )
     if adapters:
-        table = {"adapters": parse_adapters(adapters)}
-        yield Layer("flag --adapter", {"models": {served[0]: table}})
+        table = parse_adapters(adapters)
+        if twice := sorted(table.keys() & modules.keys()):
+            raise ConfigError(f"--adapter and {LORA_MODULES} both name {twice[0]!r}")
+        yield Layer("flag --adapter", {"models": {served[0]: {"adapters": table}}})
+    if modules:
+        yield Layer(f"flag {LORA_MODULES}", {"models": {served[0]: {"adapters": modules}}})
     if adapter_dirs:
         folders = {"adapter_dirs": adapter_dirs}
         yield Layer("flag --adapter-dir", {"models": {served[0]: folders}})

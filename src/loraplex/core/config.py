@@ -8,6 +8,7 @@ import msgspec
 
 from loraplex.core.adapter import EXPERT_LORA_CHOICES, ExpertLoraLayout
 from loraplex.core.engine_settings import EngineSettings
+from loraplex.core.errors import ConfigError
 from loraplex.core.grammar import GrammarLimits
 from loraplex.core.server_config import ServerConfig
 from loraplex.core.setting import Setting, setting_fields
@@ -74,6 +75,16 @@ class ModelConfig(EngineSettings, frozen=True, kw_only=True):
             is_file_only=True,
         ),
     ]
+    served_names: Annotated[
+        tuple[str, ...],
+        _model(
+            "Further names of the model in requests",
+            "`--served-model-name NAME OTHER ...` names the model and gives it further names. "
+            "/v1/models lists all of them.",
+            is_file_only=True,
+            has_commas=False,
+        ),
+    ] = ()
     revision: Annotated[
         str | None, _model("Branch, tag or commit of a hub id", default="the newest")
     ] = None
@@ -243,6 +254,18 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     server: ServerConfig = ServerConfig()
     models: dict[str, ModelConfig] = {}
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for a name that two models have."""
+        models_by_name: dict[str, str] = {}
+        for model, settings in self.models.items():
+            for name in dict.fromkeys((model, *settings.served_names)):
+                other = models_by_name.setdefault(name, model)
+                if other != model:
+                    raise ConfigError(
+                        f"models.{model}.served_names: {name!r} is a name of model {other!r}, too: "
+                        "give each name to one model"
+                    )
 
 
 SETTINGS: Final = MappingProxyType({**setting_fields(ServerConfig), **setting_fields(ModelConfig)})

@@ -5,6 +5,7 @@ reads the rest of its own variables (OTEL_*).
 """
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -24,6 +25,12 @@ _OTLP_ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 _OTLP_TRACES_ENDPOINT = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 _TRACES_PATH = "/v1/traces"
 _SERVICE_NAME = "loraplex"
+_SERVICE_LINK = re.compile(
+    r"\w+_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)=.*"
+    r"|\w+_PORT=(tcp|udp|sctp)://.*"
+)
+"""Variables that Kubernetes sets in each pod for the services of the namespace. Those of a service
+called loraplex have our prefix, and are no settings: LORAPLEX_SERVICE_HOST, LORAPLEX_PORT."""
 _SLEEPING_THREADS = ("OMP_WAIT_POLICY", "PASSIVE")
 _NO_GRPC_FORKS = ("GRPC_ENABLE_FORK_SUPPORT", "false")
 
@@ -34,8 +41,14 @@ def environment_fields(environment: Mapping[str, str] | None = None) -> dict[str
     return {
         name.removeprefix(ENVIRONMENT_PREFIX).lower(): value
         for name, value in variables.items()
-        if name.startswith(ENVIRONMENT_PREFIX) and name not in _NO_SETTINGS
+        if name.startswith(ENVIRONMENT_PREFIX)
+        and name not in _NO_SETTINGS
+        and not _is_service_link(name, value)
     }
+
+
+def _is_service_link(name: str, value: str) -> bool:
+    return _SERVICE_LINK.fullmatch(f"{name}={value}") is not None
 
 
 def server_api_keys() -> str:

@@ -45,6 +45,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """A served base model."""
 
     name: str
+    served_names: tuple[str, ...] = ()
+    """Further names that clients may use."""
     path: str
     created: int
     """Unix seconds."""
@@ -61,6 +63,10 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens."""
     chat: ChatFormat = ChatFormat()
     """How it writes reasoning and tool calls."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.served_names)
 
 
 class Health(msgspec.Struct, frozen=True):
@@ -252,7 +258,8 @@ class Backend(Protocol):
     def adapters(self, principal: Principal, model: str | None = None) -> Sequence[AdapterCard]: ...
 
     def find(self, name: str, principal: Principal) -> tuple[ModelCard, AdapterKey | None]:
-        """Return what OpenAI's `model` field means: a base model, an adapter, or `base:adapter`.
+        """Return what OpenAI's `model` field means: a base model, an adapter, or both joined as
+        `base:adapter` or `base_adapter`. A plain name of an adapter goes before a joined one.
 
         Raises ModelNotFoundError.
         """

@@ -28,6 +28,7 @@ from loraplex.serving.adapter_cards import (
     version_card,
     without_sources,
 )
+from loraplex.serving.model_names import base_of, readings
 from loraplex.serving.served_model import ServedModel, label
 
 logger = logging.getLogger(__name__)
@@ -71,20 +72,23 @@ class ModelCatalog:
     def find(self, name: str, principal: Principal) -> tuple[ServedModel, AdapterKey | None]:
         """Find a model or adapter by name. See Backend.find. Raises ModelNotFoundError."""
         models = self.of(principal)
-        if name in models:
-            return models[name], None
-        matches = [
-            (model, adapter)
-            for model, adapter in _readings(name, models)
-            if model.adapters_of(principal).knows(ByName(adapter))
-        ]
-        if not matches:
-            raise self._unknown(name, principal)
-        if len(matches) > 1:
-            choices = " or ".join(f"{model.card.name}:{adapter}" for model, adapter in matches)
-            raise ModelNotFoundError(f"{name!r} is ambiguous: use {choices}", param="model")
-        model, adapter = matches[0]
-        return model, ByName(adapter)
+        cards = [model.card for model in models.values()]
+        base = base_of(name, cards)
+        if base is not None:
+            return models[base], None
+        for group in readings(name, cards):
+            matches = [
+                (model, adapter)
+                for model, adapter in group
+                if models[model].adapters_of(principal).knows(ByName(adapter))
+            ]
+            if len(matches) > 1:
+                choices = " or ".join(f"{model}:{adapter}" for model, adapter in matches)
+                raise ModelNotFoundError(f"{name!r} is ambiguous: use {choices}", param="model")
+            if matches:
+                model, adapter = matches[0]
+                return models[model], ByName(adapter)
+        raise self._unknown(name, principal)
 
     async def change(
         self,
@@ -235,12 +239,13 @@ class ModelCatalog:
 
     def check_is_no_base(self, name: str) -> None:
         """Raise InvalidRequestError for a name that means a base model, or an adapter of one."""
-        if name in self.models:
+        bases = [name for model in self.models.values() for name in model.card.names]
+        if name in bases:
             raise InvalidRequestError(
                 f"{name!r} is the name of a base model: call the adapter something else",
                 param="name",
             )
-        base = next((base for base in self.models if name.startswith(f"{base}:")), None)
+        base = next((base for base in bases if name.startswith(f"{base}:")), None)
         if base is not None:
             raise InvalidRequestError(
                 f"{name!r} already means the adapter {name.removeprefix(f'{base}:')!r} of the base "
@@ -352,14 +357,6 @@ def _cards(model: ServedModel, principal: Principal) -> Iterator[AdapterCard]:
         card = discovered_card(adapter, model.card.name, model.card.created)
         cards.append(card if principal.tenant == DEFAULT_TENANT else without_sources(card))
     yield from sorted(cards, key=lambda card: card.name)
-
-
-def _readings(name: str, models: Mapping[str, ServedModel]) -> Iterator[tuple[ServedModel, str]]:
-    """Yield the meanings of a name: `adapter` of any model, or `base:adapter`."""
-    for base, model in models.items():
-        yield model, name
-        if name.startswith(f"{base}:"):
-            yield model, name.removeprefix(f"{base}:")
 
 
 def _listing(names: list[str], max_names: int = 20) -> str:

@@ -34,6 +34,7 @@ from loraplex.serving.adapter_cards import (
 )
 from loraplex.serving.admission import cut_prompt
 from loraplex.serving.backend import Health, ModelCard
+from loraplex.serving.model_names import base_of, readings
 from loraplex.serving.text.chat_format import UNKNOWN_FORMAT, ChatFormat
 from loraplex.testing.echo_admin import EchoAdmin
 from loraplex.testing.echo_model import EchoModel, EchoState, echo_card
@@ -104,22 +105,23 @@ class EchoBackend(EchoState):
 
     def find(self, name: str, principal: Principal) -> tuple[ModelCard, AdapterKey | None]:
         del principal
-        if name in self._models:
-            return self._models[name].card, None
-        matches = [
-            (model, adapter)
-            for model in self._models
-            for adapter in (name, name.removeprefix(f"{model}:"))
-            if self.adapter_registry.find(model, adapter) is not None
-        ]
-        matches = list(dict.fromkeys(matches))
-        if not matches:
-            raise self._unknown(name)
-        if len(matches) > 1:
-            choices = " or ".join(f"{model}:{adapter}" for model, adapter in matches)
-            raise ModelNotFoundError(f"{name!r} is ambiguous; use {choices}", param="model")
-        model, adapter = matches[0]
-        return self._models[model].card, ByName(adapter)
+        cards = self.models()
+        base = base_of(name, cards)
+        if base is not None:
+            return self._models[base].card, None
+        for group in readings(name, cards):
+            matches = [
+                (model, adapter)
+                for model, adapter in group
+                if self.adapter_registry.find(model, adapter) is not None
+            ]
+            if len(matches) > 1:
+                choices = " or ".join(f"{model}:{adapter}" for model, adapter in matches)
+                raise ModelNotFoundError(f"{name!r} is ambiguous; use {choices}", param="model")
+            if matches:
+                model, adapter = matches[0]
+                return self._models[model].card, ByName(adapter)
+        raise self._unknown(name)
 
     async def generate(
         self, request: GenerateRequest, principal: Principal

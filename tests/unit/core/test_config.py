@@ -252,6 +252,22 @@ def test_names_that_are_no_settings():
             field_layers(VARIABLE, {field: "x"}, ["m"])
 
 
+def test_variables_of_kubernetes_services_are_no_settings():
+    links = {
+        "LORAPLEX_SERVICE_HOST": "10.0.0.1",
+        "LORAPLEX_SERVICE_PORT": "8000",
+        "LORAPLEX_SERVICE_PORT_HTTP": "8000",
+        "LORAPLEX_PORT": "tcp://10.0.0.1:8000",
+        "LORAPLEX_PORT_8000_TCP": "tcp://10.0.0.1:8000",
+        "LORAPLEX_PORT_8000_TCP_PROTO": "tcp",
+        "LORAPLEX_HEADLESS_SERVICE_HOST": "10.0.0.2",
+        "LORAPLEX_HTTP_PORT": "tcp://10.0.0.2:80",
+    }
+    settings = {"LORAPLEX_HTTP_PORT": "8000", "LORAPLEX_PORT": "8000", "LORAPLEX_HOST": "::"}
+    assert environment_fields(links) == {}
+    assert environment_fields(settings) == {"http_port": "8000", "port": "8000", "host": "::"}
+
+
 def test_the_environment_by_field_name(monkeypatch):
     assert environment_fields({"LORAPLEX_HTTP_PORT": "1", "PATH": "x", "loraplex_x": "y"}) == {
         "http_port": "1"

@@ -329,6 +329,33 @@ class TestFind:
         for name in ("very:odd", "org:base:very:odd"):
             assert service.find(name, LOCAL)[1] == ByName("very:odd")
 
+    async def test_an_underscore_joins_names_too(self, make_service, staging):
+        service = make_service(org=None, org_x=None)
+        await service.start()
+        staging.put("/x")
+        for model, name in (("org", "zh"), ("org_x", "zh"), ("org_x", "org_ja"), ("org", "ja")):
+            await service.adapter_admin.load(LOCAL, model=model, name=name, path="/x")
+        assert service.find("org_zh", LOCAL) == (service.model("org").card, ByName("zh"))
+        assert service.find("org_x_zh", LOCAL) == (service.model("org_x").card, ByName("zh"))
+        # The adapter that is called so goes before the adapter `ja` of `org`.
+        assert service.find("org_ja", LOCAL) == (service.model("org_x").card, ByName("org_ja"))
+        assert service.find("org_x", LOCAL) == (service.model("org_x").card, None)
+
+    async def test_further_names_of_a_model(self, make_service, staging):
+        service = make_service(llama=None)
+        model = service.models()[0].name
+        served = service._catalog.models[model]
+        names = ("publishers/ns/models/llama", "llama-3")
+        served.card = msgspec.structs.replace(served.card, served_names=names)
+        await service.start()
+        staging.put("/x")
+        await service.adapter_admin.load(LOCAL, model="llama", name="zh", path="/x")
+        for name in names:
+            assert service.find(name, LOCAL) == (served.card, None)
+            assert service.find(f"{name}:zh", LOCAL) == (served.card, ByName("zh"))
+            with pytest.raises(InvalidRequestError, match="is the name of a base model"):
+                await service.adapter_admin.load(LOCAL, model="llama", name=name, path="/x")
+
     @pytest.mark.parametrize("name", ["org:zh", "org:base:zh"])
     async def test_no_name_is_that_of_an_adapter_of_a_base(self, make_service, staging, name):
         service = make_service(**{"org:base": None, "org": None})

@@ -50,19 +50,21 @@ class ModelEndpoints:
         name = request.path_params["model_id"]
         card, key = self._context.backend.find(name, principal)
         if key is None:
-            return json_response(_model_entry(card))
+            return json_response(_model_entry(card, name))
         adapter = await self._context.backend.adapter_admin.describe(
             principal, AdapterRef(card.name, principal.tenant, key)
         )
         return json_response(_adapter_model_entry(adapter, card, name))
 
     def _entries(self, principal: Principal) -> list[ModelEntry]:
-        """Base models, then adapters; `base:adapter` where a plain name would mean another."""
+        """Base models by all names, then adapters; `base:adapter` where a plain name would mean
+        another."""
         backend = self._context.backend
         cards = {card.name: card for card in backend.models(principal)}
         adapters = backend.adapters(principal)
-        num_named = Counter([*cards, *(adapter.name for adapter in adapters)])
-        entries = [_model_entry(card) for card in cards.values()]
+        names = [name for card in cards.values() for name in card.names]
+        num_named = Counter([*names, *(adapter.name for adapter in adapters)])
+        entries = [_model_entry(card, name) for card in cards.values() for name in card.names]
         for adapter in adapters:
             is_unique = num_named[adapter.name] == 1
             name = adapter.name if is_unique else f"{adapter.model}:{adapter.name}"
@@ -140,9 +142,9 @@ def _check_vocabulary(token_ids: Sequence[int], card: ModelCard) -> None:
             )
 
 
-def _model_entry(card: ModelCard) -> ModelEntry:
+def _model_entry(card: ModelCard, name: str) -> ModelEntry:
     return ModelEntry(
-        id=card.name,
+        id=name,
         created=card.created,
         root=card.name,
         parent=None,
