@@ -14,7 +14,7 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from loraplex.app.http_guard import ConnectionGuard, GuardedApp
 from loraplex.app.http_limits import ConnectionLimits
-from loraplex.app.tls import TlsFiles
+from loraplex.app.tls import Certificates
 from loraplex.core.errors import ConfigError
 from loraplex.core.server_config import ServerConfig
 from loraplex.frontends.telemetry.connections import HttpConnections
@@ -39,7 +39,7 @@ async def serving_http(
     settings: ServerConfig,
     port: int,
     connections: HttpConnections,
-    tls: TlsFiles | None = None,
+    tls: Certificates | None = None,
     seconds_left: Callable[[], float] = lambda: 0.0,
 ) -> AsyncIterator[int]:
     """Serve an app while the context lasts, and yield the bound port. Raises ConfigError.
@@ -74,7 +74,7 @@ def _uvicorn_config(
     settings: ServerConfig,
     connections: HttpConnections,
     guards: set[ConnectionGuard],
-    tls: TlsFiles | None,
+    tls: Certificates | None,
 ) -> uvicorn.Config:
     limits = ConnectionLimits(
         max_connections=settings.max_connections,
@@ -102,6 +102,8 @@ def _uvicorn_config(
         ssl_keyfile=tls.key if tls is not None else None,
     )
     config.load()
+    if tls is not None and config.ssl is not None:
+        tls.renew(config.ssl)
     config.http_protocol_class = functools.partial(  # type: ignore[assignment]
         ConnectionGuard, config.http_protocol_class, limits, connections, guards
     )

@@ -8,7 +8,7 @@ from starlette.types import ASGIApp
 
 from loraplex.app.http_server import serving_http
 from loraplex.app.reporting import Reporting
-from loraplex.app.tls import TlsFiles
+from loraplex.app.tls import Certificates
 from loraplex.core.server_config import ServerConfig
 from loraplex.frontends.access import Authenticate
 from loraplex.frontends.body_memory import BodyMemory
@@ -33,7 +33,7 @@ class Ports:
         self,
         stack: contextlib.AsyncExitStack,
         settings: ServerConfig,
-        tls: TlsFiles | None,
+        tls: Certificates | None,
         seconds_left: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """Create without open ports. seconds_left: as in serving_http."""
@@ -72,7 +72,7 @@ class Ports:
             limits=GrpcLimits.of(self._settings),
             telemetry=reporting.telemetry,
             messages=bodies,
-            tls=None if self._tls is None else self._tls.read(),
+            tls=None if self._tls is None else self._tls.pair,
         )
         await server.start()
         self._stack.push_async_callback(server.stop)

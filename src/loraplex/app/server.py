@@ -16,7 +16,7 @@ from loraplex.app.end_of_input import end_of_input
 from loraplex.app.front_ends import front_ends
 from loraplex.app.ports import Ports
 from loraplex.app.reporting import Reporting
-from loraplex.app.tls import tls_files
+from loraplex.app.tls import certificates
 from loraplex.core.config import Config
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration
 from loraplex.frontends.kserve.models.model_control import ModelControl
@@ -62,7 +62,7 @@ class Server:
 
     async def run(self) -> None:
         settings = self._config.server
-        tls = tls_files(settings)
+        tls = certificates(settings)
         composed = front_ends(
             self._config, self._launch, self._declarations, self._control, self._given_keys
         )
@@ -72,6 +72,8 @@ class Server:
             self._draining = service.draining
             self._handle_signals(served.reporting, served.keys)
             # The ports open first: /health/ready is false until the models are loaded.
+            if tls is not None:
+                await stack.enter_async_context(tls.following())
             ports = Ports(stack, settings, tls, self._seconds_left)
             self.bound_ports = ports.bound
             await ports.open_http(served.app, served.reporting.connections)

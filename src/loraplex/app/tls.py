@@ -1,28 +1,104 @@
-"""Certificate of the server: read and checked once, for every port."""
+"""Certificate of the server, for every port: read and checked at the start, and again when its
+files change."""
 
+import asyncio
+import contextlib
+import logging
+import os
 import ssl
+from collections.abc import AsyncIterator
 from pathlib import Path
-
-import msgspec
 
 from loraplex.core.errors import ConfigError
 from loraplex.core.server_config import ServerConfig
 
+logger = logging.getLogger(__name__)
 
-class TlsFiles(msgspec.Struct, frozen=True):
-    """Files in PEM form that belong together."""
+LOOK_SECONDS = 5.0
+"""Interval between looks at the files: a new certificate is used from then on."""
 
-    certificate: str
-    """The server's own certificate first, then those of its issuers."""
-    key: str
 
-    def read(self) -> tuple[bytes, bytes]:
+class Certificates:
+    """Files in PEM form that belong together.
+
+    Connections keep the certificate that they began with. Any thread may read the pair.
+    """
+
+    def __init__(self, certificate: str, key: str) -> None:
+        """Read the files. Raises ConfigError that names the file.
+
+        certificate: the server's own certificate first, then those of its issuers.
+        """
+        self.certificate = certificate
+        self.key = key
+        self._contexts: list[ssl.SSLContext] = []
+        self._seen = self._signature()
+        _check(certificate, key)
+        self._pair = self._read()
+
+    def pair(self) -> tuple[bytes, bytes]:
         """Return (key, certificates), as gRPC takes them."""
+        return self._pair
+
+    def renew(self, context: ssl.SSLContext) -> None:
+        """Load each new certificate into a context that has the present one."""
+        self._contexts.append(context)
+
+    def refresh(self) -> None:
+        """Read the files again if they changed. Blocks.
+
+        Files that do not belong together change nothing; the log reports it once.
+        """
+        signature = self._signature()
+        if signature == self._seen:
+            return
+        self._seen = signature
+        try:
+            _check(self.certificate, self.key)
+            pair = self._read()
+            for context in self._contexts:
+                context.load_cert_chain(self.certificate, self.key)
+        except (ConfigError, OSError) as error:  # an SSLError is an OSError
+            reason = error.message if isinstance(error, ConfigError) else error
+            logger.error("the certificate stays as it was: %s", reason)
+            return
+        self._pair = pair
+        logger.info("the certificate %s is read again", self.certificate)
+
+    @contextlib.asynccontextmanager
+    async def following(self) -> AsyncIterator[None]:
+        """Follow changes of the files while the context lasts."""
+        task = asyncio.create_task(self._follow())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _follow(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.to_thread(self.refresh)
+
+    def _read(self) -> tuple[bytes, bytes]:
         return Path(self.key).read_bytes(), Path(self.certificate).read_bytes()
 
+    def _signature(self) -> list[tuple[int, int, int] | None]:
+        """Return a value that differs for other content. Kubernetes changes the link of a folder,
+        so the files of a secret are other files each time."""
+        return [_signature(self.certificate), _signature(self.key)]
 
-def tls_files(server: ServerConfig) -> TlsFiles | None:
-    """Return the files, or None for plain text. Raises ConfigError that names the file."""
+
+def _signature(path: str) -> tuple[int, int, int] | None:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino
+
+
+def certificates(server: ServerConfig) -> Certificates | None:
+    """Return the certificate, or None for plain text. Raises ConfigError that names the file."""
     if not server.tls_cert and not server.tls_key:
         return None
     for name in ("tls_cert", "tls_key"):
@@ -33,8 +109,7 @@ def tls_files(server: ServerConfig) -> TlsFiles | None:
             Path(path).read_bytes()
         except OSError as error:
             raise ConfigError(f"cannot read {name} {path}: {error.strerror}") from error
-    _check(server.tls_cert, server.tls_key)
-    return TlsFiles(server.tls_cert, server.tls_key)
+    return Certificates(server.tls_cert, server.tls_key)
 
 
 def _check(certificate: str, key: str) -> None:

@@ -101,7 +101,7 @@ class ServerConfig(Settings, frozen=True, kw_only=True):
         str,
         _access(
             "Certificate chain of the server (PEM), for all ports",
-            "A new certificate needs a restart.",
+            "Files that change are read again within 5 seconds, without a restart.",
             default="no TLS",
         ),
     ] = ""

@@ -1,12 +1,24 @@
-"""Certificates: errors in them are reported at the start, by file."""
+"""Certificates: errors in them are reported at the start, by file; renewed ones are used."""
 
+import asyncio
+import functools
+import logging
+import os
+import ssl
 import subprocess
+from pathlib import Path
 
 import pytest
 
-from loraplex.app.tls import tls_files
+from loraplex.app import tls
+from loraplex.app.http_server import serving_http
+from loraplex.app.tls import certificates
 from loraplex.core.errors import ConfigError
 from loraplex.core.server_config import ServerConfig
+from loraplex.frontends.kserve.grpc.server import GrpcServer
+from loraplex.frontends.kserve.service import TritonService
+from loraplex.frontends.telemetry.connections import HttpConnections
+from loraplex.testing.echo_backend import EchoBackend
 
 
 @pytest.fixture(scope="module")
@@ -14,6 +26,7 @@ def pair(tmp_path_factory):
     """A function (name) -> (certificate, key) of its own."""
     folder = tmp_path_factory.mktemp("tls")
 
+    @functools.cache
     def make(name, *password):
         certificate, key = folder / f"{name}.crt", folder / f"{name}.key"
         command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-subj", "/CN=localhost"]
@@ -25,7 +38,7 @@ def pair(tmp_path_factory):
 
 
 def files(certificate="", key=""):
-    return tls_files(ServerConfig(tls_cert=certificate, tls_key=key))
+    return certificates(ServerConfig(tls_cert=certificate, tls_key=key))
 
 
 def test_none():
@@ -34,7 +47,7 @@ def test_none():
 
 def test_a_pair(pair):
     certificate, key = pair("one")
-    key_bytes, certificate_bytes = files(certificate, key).read()
+    key_bytes, certificate_bytes = files(certificate, key).pair()
     assert b"PRIVATE KEY" in key_bytes
     assert b"BEGIN CERTIFICATE" in certificate_bytes
 
@@ -65,3 +78,84 @@ def test_no_password_prompt(pair):
     certificate, key = pair("secret", "-passout", "pass:hidden")
     with pytest.raises(ConfigError, match=f"tls_key {key} is encrypted"):
         files(certificate, key)
+
+
+class Secret:
+    """A volume of a Kubernetes secret: files are links into a folder that a link names."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.certificate, self.key = str(folder / "tls.crt"), str(folder / "tls.key")
+        for name in ("tls.crt", "tls.key"):
+            (folder / name).symlink_to(Path("..data") / name)
+
+    def set(self, certificate: str, key: str) -> None:
+        content = self._folder / f"..{len(os.listdir(self._folder))}"
+        content.mkdir()
+        (content / "tls.crt").write_bytes(Path(certificate).read_bytes())
+        (content / "tls.key").write_bytes(Path(key).read_bytes())
+        link = self._folder / "..data_tmp"
+        link.symlink_to(content.name)
+        link.rename(self._folder / "..data")
+
+
+@pytest.fixture
+def secret(tmp_path, pair):
+    secret = Secret(tmp_path)
+    secret.set(*pair("first"))
+    return secret
+
+
+async def shown(port: int) -> str:
+    """Return the certificate that a new connection gets."""
+    address = ("127.0.0.1", port)
+    return await asyncio.to_thread(ssl.get_server_certificate, address, timeout=30)
+
+
+def pem(path: str) -> str:
+    return Path(path).read_text()
+
+
+async def test_new_connections_get_a_renewed_certificate(secret, pair, monkeypatch):
+    monkeypatch.setattr(tls, "LOOK_SECONDS", 0.01)
+    found = files(secret.certificate, secret.key)
+    first, second = pair("first"), pair("second")
+
+    async def nothing(scope, receive, send) -> None:
+        del scope, receive, send
+
+    grpc = GrpcServer(TritonService(EchoBackend()), "127.0.0.1", 0, tls=found.pair)
+    await grpc.start()
+    serving = serving_http(nothing, ServerConfig(), 0, HttpConnections(), found)
+    async with serving as http_port, found.following():
+        ports = (http_port, grpc.port)
+        assert [await shown(port) for port in ports] == [pem(first[0])] * 2
+        secret.set(*second)
+        while found.pair() != (Path(second[1]).read_bytes(), Path(second[0]).read_bytes()):
+            await asyncio.sleep(0.01)
+        assert [await shown(port) for port in ports] == [pem(second[0])] * 2
+    await grpc.stop()
+
+
+def test_files_that_do_not_belong_together_change_nothing(secret, pair, caplog):
+    found = files(secret.certificate, secret.key)
+    before = found.pair()
+    secret.set(pair("second")[0], pair("third")[1])
+    with caplog.at_level(logging.ERROR):
+        found.refresh()
+        found.refresh()
+    assert found.pair() == before
+    (message,) = (record.message for record in caplog.records)
+    assert message.startswith("the certificate stays as it was: tls_cert")
+    secret.set(*pair("third"))
+    found.refresh()
+    assert found.pair()[1] == Path(pair("third")[0]).read_bytes()
+
+
+def test_files_that_are_gone_change_nothing(secret, caplog):
+    found = files(secret.certificate, secret.key)
+    before = found.pair()
+    os.remove(secret.key)
+    found.refresh()
+    assert found.pair() == before
+    assert "the certificate stays as it was" in caplog.text

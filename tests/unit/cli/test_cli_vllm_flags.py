@@ -1,5 +1,7 @@
 """vLLM's flags on `loraplex serve`, as KServe's LLMInferenceService writes them."""
 
+from pathlib import Path
+
 import pytest
 import typer.testing
 
@@ -128,3 +130,8 @@ def test_names_need_a_model():
 def test_help_has_every_flag():
     text = typer.testing.CliRunner().invoke(app, ["serve", "--help"]).output
     assert all(flag.name in text for flag in FLAGS)
+
+
+def test_the_page_has_every_flag():
+    page = (Path(__file__).parents[3] / "docs" / "kubernetes.md").read_text(encoding="utf-8")
+    assert [flag.name for flag in FLAGS if f"`{flag.name}`" not in page] == []

@@ -3,6 +3,8 @@
 gRPC's own threads read and write the sockets, so that a slow client holds up no loop.
 """
 
+from collections.abc import Callable
+
 import grpc
 
 from loraplex.core.errors import ConfigError
@@ -31,11 +33,11 @@ class GrpcServer:
         limits: GrpcLimits = NO_LIMITS,
         telemetry: Telemetry | None = None,
         messages: BodyMemory | None = None,
-        tls: tuple[bytes, bytes] | None = None,
+        tls: Callable[[], tuple[bytes, bytes]] | None = None,
     ) -> None:
         """health_is_open: health checks need no key. telemetry: of the whole server; None: one
-        without readers. messages: their memory; None: without a limit. tls: the key and the
-        certificates, in PEM form; None: plain text."""
+        without readers. messages: their memory; None: without a limit. tls: returns the key
+        and the certificates, in PEM form, for each new connection; None: plain text."""
         authentication = Authentication(authenticate, health_is_open=health_is_open)
         self._calls = Calls(telemetry or Telemetry(), authentication, messages or BodyMemory())
         servicer = TritonServicer(service, limits.max_values)
@@ -74,5 +76,12 @@ class GrpcServer:
     def _add_port(self, server: grpc.aio.Server, address: str) -> int:
         if self._tls is None:
             return int(server.add_insecure_port(address))
-        credentials = grpc.ssl_server_credentials([self._tls])
+        credentials = _credentials(self._tls)
         return int(server.add_secure_port(address, credentials))
+
+
+def _credentials(pair: Callable[[], tuple[bytes, bytes]]) -> grpc.ServerCredentials:
+    def configuration() -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration([pair()])
+
+    return grpc.dynamic_ssl_server_credentials(configuration(), configuration)
