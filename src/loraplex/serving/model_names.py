@@ -6,8 +6,8 @@ from typing import Final
 from loraplex.serving.backend import ModelCard
 
 _SEPARATORS: Final = (":", "_")
-"""Separators of base model and adapter, in the order in which they are tried: Ray Serve and GPUStack
-join names with a colon, KubeAI with an underscore."""
+"""Separators of base model and adapter, in the order in which they are tried: Ray Serve and
+GPUStack join names with a colon, KubeAI with an underscore."""
 
 
 def base_of(name: str, cards: Iterable[ModelCard]) -> str | None:
