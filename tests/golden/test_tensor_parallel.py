@@ -1,0 +1,94 @@
+"""Ranks that share every layer give what one rank gives: tokens, logits and refusals."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from loraplex.execution import loading
+from loraplex.execution.adapters.host_adapters import HostAdapter
+from loraplex.kernels.reference import ReferenceKernels
+from loraplex.models.registry import read_config
+from support.expert_adapters import RankOf, random_expert_adapter
+from support.families import experts, first, rest
+from support.families.case import VOCAB_SIZE
+from support.rank_threads import rank_driver
+from support.reference_completions import relative_error
+from support.step_driver import Prompt
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CASES = {**first.CASES, **rest.CASES, **experts.CASES}
+QUICK = ("gemma", "mixtral")
+SLOW = (
+    *("gemma2", "gemma3", "phi3", "glm4", "granite", "cohere2", "gpt-neox", "bloom", "falcon-new"),
+    *("opt-350m", "starcoder2", "internlm2", "baichuan", "qwen2-moe", "gpt-oss"),
+)
+TWO_ONLY = ("gpt-neox", "bloom")
+"""Models that four ranks cannot share."""
+MAX_RANK = 8
+NUM_TOKENS = 8
+TOLERANCE = 2e-6
+"""Relative to the largest logit, in float32: ranks add in another order."""
+RANKS: Mapping[str, RankOf] = {
+    "all": lambda layer, module, expert: 1 + (layer + len(module) + expert) % MAX_RANK,
+    "rows": lambda _, module, __: 3 * module.endswith(("o_proj", "down_proj", "dense")),
+    "one module": lambda layer, module, _: 8 * (layer == 1 and module.endswith("k_proj")),
+}
+
+
+def adapters_of(folder: Path) -> dict[int, HostAdapter]:
+    spec = read_config(folder)
+    made = [
+        random_expert_adapter(spec, name, rank_of, seed)
+        for seed, (name, rank_of) in enumerate(RANKS.items())
+    ]
+    return dict(enumerate((adapter for adapter in made if adapter.weights), start=5))
+
+
+def prompts_of(adapters: Mapping[int, HostAdapter]) -> list[Prompt]:
+    uses = [(), *(((handle, 0.7),) for handle in adapters), tuple((h, 0.5) for h in adapters)]
+    generator = torch.Generator().manual_seed(3)
+    return [
+        Prompt(
+            tuple(torch.randint(VOCAB_SIZE, (5 + i,), generator=generator).tolist()), adapters_used
+        )
+        for i, adapters_used in enumerate(uses)
+    ]
+
+
+def outputs(folder: Path, size: int, **settings: Any) -> tuple[list[list[int]], torch.Tensor]:
+    """Return the tokens of a mixed batch, and the logits of its prompts."""
+    adapters = adapters_of(folder)
+    driver, ranks = rank_driver(folder, adapters, size, max_lora_rank=MAX_RANK, **settings)
+    with ranks:
+        tokens = driver.generate(prompts_of(adapters), NUM_TOKENS, prompt_logits=True)
+        logits = [rank.sampler.logits for rank in ranks.ranks]
+        for other in logits[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(logits[0], other, strict=True))
+        return tokens, torch.cat(logits[0])
+
+
+@pytest.fixture(params=["fastest", pytest.param("reference", marks=pytest.mark.slow)])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "reference":
+        monkeypatch.setattr(
+            loading,
+            "select_kernels",
+            lambda device, *_, channel=None, **__: ReferenceKernels(device, channel),
+        )
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+)
+def test_ranks_give_what_one_gives(name: str, tmp_path: Path) -> None:
+    CASES[name].save(tmp_path)
+    tokens, logits = outputs(tmp_path, 1)
+    for size in (2, 4) if name not in TWO_ONLY else (2,):
+        found, found_logits = outputs(tmp_path, size)
+        assert relative_error(found_logits, logits) < TOLERANCE
+        assert found == tokens
