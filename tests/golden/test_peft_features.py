@@ -41,19 +41,16 @@ from loraplex.core.rank_limits import RankLimits
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.demo import BASE_PATH
 from loraplex.execution import loading
-from loraplex.execution.adapters.host_adapters import HostAdapter, HostAdapters
+from loraplex.execution.adapters.host_adapters import HostAdapter
 from loraplex.execution.adapters.host_pieces import host_adapter
 from loraplex.execution.adapters.loader import read_host_adapter
-from loraplex.execution.loading import load_parts
 from loraplex.execution.sizing.settings import RunnerSettings
-from loraplex.execution.steps.model_runner import ModelRunner
 from loraplex.kernels.quantization import quantize
 from loraplex.kernels.reference import ReferenceKernels
-from loraplex.memory.adapter_pages import place
 from loraplex.models.registry import read_config
 from support.checkpoints import save_random_model, tiny_sizes
 from support.examples import quick_and_slow
-from support.reference_completions import RecordingSampler
+from support.rank_threads import RankThreads
 from support.step_driver import Prompt, StepDriver
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -239,15 +236,14 @@ def check(case: Case, names: list[str | None], completions: list[Any], prompts: 
 class Computed:
     """The logits of adapters, from a runner that is driven by hand."""
 
-    def __init__(self, case: Case, **settings: Any) -> None:
+    def __init__(self, case: Case, num_ranks: int = 1, **settings: Any) -> None:
         self._case = case
-        self._adapters = HostAdapters()
         fixed = {"num_blocks": 400, "block_size": 8, "max_lora_rank": MAX_RANK}
         fixed |= {"lora_device_bytes": 16 << 20}
-        parts = load_parts(case.folder, RunnerSettings(**(fixed | settings)), self._adapters)
-        self._sampler = RecordingSampler(parts.capacity.vocab_size)
-        self.runner = ModelRunner(dataclasses.replace(parts, sampler=self._sampler))
-        self._driver = StepDriver(self.runner, range(parts.capacity.kv_groups[0].num_blocks))
+        self._ranks = RankThreads(case.folder, RunnerSettings(**(fixed | settings)), num_ranks)
+        self._sampler = self._ranks.ranks[0].sampler
+        self.runner = self._ranks.ranks[0].runner
+        self._driver = StepDriver(self._ranks)
         self._handles: dict[str | None, int] = {}
 
     def load(self, name: str) -> None:
@@ -255,8 +251,8 @@ class Computed:
 
     def put(self, name: str, adapter: HostAdapter) -> None:
         handle = self._handles[name] = 1 + len(self._handles)
-        self._adapters.put(handle, self.runner.prepare_adapter(adapter))
-        pages = place(adapter.targets, self.runner.capacity().page_geometry).num_pages
+        self._ranks.put(handle, adapter)
+        pages = self._ranks.pages_of(adapter)
         assert self._driver.load(handle, pages).copies_done == (handle,)
 
     def errors(self, names: Iterable[str | None], expected: dict | None = None) -> dict:
@@ -295,15 +291,20 @@ def test_features_matter(case: Case) -> None:
         assert difference > 100 * TOLERANCE * base.abs().max(), name
 
 
-@pytest.mark.parametrize("backend", ["fastest", "reference"])
+@pytest.mark.parametrize(
+    ("backend", "num_ranks"),
+    [("fastest", 1), ("reference", 1), ("fastest", 2), ("reference", 2), ("fastest", 4)],
+)
 def test_whole_logits_together_and_alone(
-    case: Case, backend: str, monkeypatch: pytest.MonkeyPatch
+    case: Case, backend: str, num_ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if backend == "reference":
         monkeypatch.setattr(
-            loading, "select_kernels", lambda device, *_, **__: ReferenceKernels(device)
+            loading,
+            "select_kernels",
+            lambda device, *_, channel=None, **__: ReferenceKernels(device, channel),
         )
-    computed = Computed(case)
+    computed = Computed(case, num_ranks)
     for name in FEATURES:
         computed.load(name)
     assert not too_large(computed.errors([None, *FEATURES]), TOLERANCE)
