@@ -110,9 +110,7 @@ class RankThreads:
     def pages_of(self, adapter: HostAdapter) -> int:
         """Return the number of pages that an adapter takes on each rank."""
         capacity = self.capacity()
-        share = capacity.adapter_share
-        targets = adapter.targets if share is None else share.of(adapter.targets)
-        return pages_of(targets, capacity.page_geometry)
+        return pages_of(capacity.held(adapter.targets), capacity.page_geometry)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -167,7 +167,7 @@ def _planned(
         check_fits_tiers(source, model, capacity)
     except LoraplexError as error:
         return PlannedAdapter(name=name, path=path, problem=error.message)
-    pages = pages_of(source.targets, capacity.page_geometry)
+    pages = pages_of(capacity.held(source.targets), capacity.page_geometry)
     return PlannedAdapter(
         name=name,
         path=path,

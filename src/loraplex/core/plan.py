@@ -297,3 +297,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Total memory of a device that has its own; 0: it uses the host's."""
     device_free_bytes: int = 0
     """Part of device_bytes that was unused at the start, without the memory left for steps."""
+
+    def held(self, targets: Iterable[LoraTarget]) -> tuple[LoraTarget, ...]:
+        """Return what one rank holds of an adapter with these pieces."""
+        return tuple(targets) if self.adapter_share is None else self.adapter_share.of(targets)

@@ -138,7 +138,9 @@ class ReferenceKernels:
 
     def _over_ranks(self, share: torch.Tensor) -> torch.Tensor:
         """Add what the ranks computed of their inputs."""
-        return share if self._channel is None else tree_sum(self._channel.gather(share.contiguous()))
+        return (
+            share if self._channel is None else tree_sum(self._channel.gather(share.contiguous()))
+        )
 
     def gather_columns(self, x: torch.Tensor, total: int) -> torch.Tensor:
         if self._channel is None:

@@ -200,7 +200,7 @@ def without_sources(card: CardT) -> CardT:
 def content_of(staged: StagedAdapter, capacity: Capacity, device_dtype: str) -> AdapterContent:
     """Describe the content, with the engine's own arithmetic of pages."""
     source = staged.source
-    pages = pages_of(source.targets, capacity.page_geometry)
+    pages = pages_of(capacity.held(source.targets), capacity.page_geometry)
     return AdapterContent(
         ranks=source.ranks,
         layers=tuple(sorted({target.layer for target in source.targets})),

@@ -119,6 +119,7 @@ def memory_of(
 ) -> ModelMemory:
     """Return the memory. targets: all linear layers that adapters may change."""
     tiers, geometry, limits = stats.adapters, capacity.page_geometry, model.rank_limits
+    held = capacity.held(targets)
     ranks = sorted({min(model.optimal_lora_rank, limits.largest), limits.largest})
     return ModelMemory(
         weights_bytes=capacity.weights_bytes,
@@ -134,7 +135,7 @@ def memory_of(
             adapters=tiers.num_on_device,
             held=tiers.num_held,
             fits=tuple(
-                _fit(rank, pages_at_ranks(targets, limits.at_most(rank), geometry), capacity, stats)
+                _fit(rank, pages_at_ranks(held, limits.at_most(rank), geometry), capacity, stats)
                 for rank in ranks
             ),
         ),
