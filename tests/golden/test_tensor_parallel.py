@@ -1,19 +1,23 @@
 """Ranks that share every layer give what one rank gives: tokens, logits and refusals."""
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
+from transformers import LlamaConfig
 
+from loraplex.core.adapter import TargetPart
 from loraplex.execution import loading
-from loraplex.execution.adapters.host_adapters import HostAdapter
+from loraplex.execution.adapters.host_adapters import HostAdapter, HostPart
 from loraplex.kernels.reference import ReferenceKernels
 from loraplex.models.registry import read_config
 from support.expert_adapters import RankOf, random_expert_adapter
 from support.families import experts, first, rest
-from support.families.case import VOCAB_SIZE
+from support.families.case import VOCAB_SIZE, FamilyCase, sizes
 from support.rank_threads import rank_driver
 from support.reference_completions import relative_error
 from support.step_driver import Prompt
@@ -21,6 +25,17 @@ from support.step_driver import Prompt
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CASES = {**first.CASES, **rest.CASES, **experts.CASES}
+SIZES = sizes(hidden_size=64, intermediate_size=256, head_dim=32, num_hidden_layers=2)
+BITS = {
+    "llama": FamilyCase(config=lambda: LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True)),
+    "llama-1-kv-head": FamilyCase(
+        config=lambda: LlamaConfig(**(SIZES | {"num_key_value_heads": 1}))
+    ),
+    "gemma": FamilyCase(config=lambda: first.gemma(**(SIZES | {"num_key_value_heads": 4}))),
+    "mixtral": FamilyCase(config=lambda: experts.mixtral(**SIZES, num_local_experts=4)),
+}
+"""Models whose row layers have four blocks in every precision."""
+PRECISIONS = ({}, {"dtype": "bfloat16"}, {"quantization": "int8"}, {"quantization": "int4"})
 QUICK = ("gemma", "mixtral")
 SLOW = (
     *("gemma2", "gemma3", "phi3", "glm4", "granite", "cohere2", "gpt-neox", "bloom", "falcon-new"),
@@ -35,17 +50,34 @@ TOLERANCE = 2e-6
 RANKS: Mapping[str, RankOf] = {
     "all": lambda layer, module, expert: 1 + (layer + len(module) + expert) % MAX_RANK,
     "rows": lambda _, module, __: 3 * module.endswith(("o_proj", "down_proj", "dense")),
+    "attention": lambda _, module, __: 5 * (module in ("q_proj", "k_proj", "v_proj", "o_proj")),
     "one module": lambda layer, module, _: 8 * (layer == 1 and module.endswith("k_proj")),
 }
 
 
 def adapters_of(folder: Path) -> dict[int, HostAdapter]:
+    """Return adapters of mixed ranks, one of them with DoRA and shifts of what it adapts."""
     spec = read_config(folder)
     made = [
         random_expert_adapter(spec, name, rank_of, seed)
         for seed, (name, rank_of) in enumerate(RANKS.items())
     ]
+    made.append(with_vectors(random_expert_adapter(spec, "vectors", RANKS["attention"], 9)))
     return dict(enumerate((adapter for adapter in made if adapter.weights), start=5))
+
+
+def with_vectors(adapter: HostAdapter) -> HostAdapter:
+    """Return the adapter with a magnitude and a shift for each linear layer."""
+    generator = torch.Generator().manual_seed(7)
+    parts = [
+        HostPart(
+            msgspec.structs.replace(weight.target, rank=1, in_features=0, part=part),
+            0.5 + torch.rand(weight.target.out_features, generator=generator),
+        )
+        for weight in adapter.weights
+        for part in (TargetPart.FACTOR, TargetPart.SHIFT)
+    ]
+    return dataclasses.replace(adapter, parts=tuple(sorted(parts, key=lambda p: p.target)))
 
 
 def prompts_of(adapters: Mapping[int, HostAdapter]) -> list[Prompt]:
@@ -91,4 +123,24 @@ def test_ranks_give_what_one_gives(name: str, tmp_path: Path) -> None:
     for size in (2, 4) if name not in TWO_ONLY else (2,):
         found, found_logits = outputs(tmp_path, size)
         assert relative_error(found_logits, logits) < TOLERANCE
+        assert found == tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        pytest.param(name, precision, marks=() if name == "llama" else pytest.mark.slow)
+        for name in BITS
+        for precision in PRECISIONS
+    ],
+    ids=str,
+)
+def test_one_two_and_four_ranks_give_the_same_bits(
+    name: str, precision: dict[str, str], tmp_path: Path
+) -> None:
+    BITS[name].save(tmp_path)
+    tokens, logits = outputs(tmp_path, 1, **precision)
+    for size in (2, 4):
+        found, found_logits = outputs(tmp_path, size, **precision)
+        assert torch.equal(found_logits, logits)
         assert found == tokens
