@@ -216,12 +216,13 @@ private:
     void finish_block([[maybe_unused]] const Product &product, std::int64_t input_block,
                       [[maybe_unused]] Range rows, float *sums, std::int64_t size) {
         if constexpr (kIsQuantized<W>) {
-            const std::int64_t row_sums = product.block_outputs();
-            for (std::int64_t first = 0; first < size; first += row_sums) {
-                const std::int64_t row = rows.first + first / row_sums % rows.size;
-                const Floats scale = broadcast(inputs_.scale(row, input_block));
-                for (std::int64_t i = first; i < first + row_sums; i += kLanes) {
-                    store(sums + i, loraplex::multiply(load(sums + i), scale));
+            for (float *row_sums = sums; row_sums < sums + size;) {
+                for (std::int64_t row = rows.first; row < rows.first + rows.size; ++row) {
+                    const Floats scale = broadcast(inputs_.scale(row, input_block));
+                    for (const float *end = row_sums + product.block_outputs(); row_sums < end;
+                         row_sums += kLanes) {
+                        store(row_sums, loraplex::multiply(load(row_sums), scale));
+                    }
                 }
             }
         }

@@ -203,30 +203,40 @@ def test_one_rank_has_all_columns(library):
     assert NativeKernels(library, 1).gather_columns(x, 5) is x
 
 
+class Step:
+    """A row layer with adapters, and what follows it: columns that ranks have a share of."""
+
+    def __init__(self, weight: torch.Tensor, head: torch.Tensor, adapters: PooledAdapters) -> None:
+        self.weight, self.head, self.adapters = weight, head, adapters
+
+    def run(self, kernels: NativeKernels, inputs: list[torch.Tensor], blocks: int) -> list[Any]:
+        row = kernels.pack_linear(self.weight, None, num_blocks=blocks)
+        column = kernels.pack_linear(self.head, None)
+
+        def compute() -> torch.Tensor:
+            y = kernels.linear(x, row)
+            kernels.add_lora(y, x, batch, 1, ["o_proj"], [0], blocks)
+            return kernels.gather_columns(kernels.linear(y, column), 12)
+
+        results = []
+        for x in inputs:
+            batch = self.adapters.batch(token_uses([0, 1, 2]), 3)
+            results.append(kernels.repeat("step", [x, batch], compute).clone())
+        assert kernels._programs["step"] is not None
+        return results
+
+
 @SIZES
 def test_a_recorded_step_exchanges_again(library, size):
     weight, head = torch.randn(OUTPUTS, IN_FEATURES), torch.randn(12, OUTPUTS)
+    adapters = PooledAdapters(3, RANKS, {"o_proj": (IN_FEATURES, OUTPUTS)}, torch.float32)
     inputs = [torch.randn(3, IN_FEATURES) for _ in range(3)]
-    one = NativeKernels(library, 1)
-    packed = [one.pack_linear(weight, None, num_blocks=BLOCKS), one.pack_linear(head, None)]
-    expected = [one.linear(one.linear(x, packed[0]), packed[1]) for x in inputs]
+    expected = Step(weight, head, adapters).run(NativeKernels(library, 1), inputs, BLOCKS)
 
     def body(kernels, rank):
-        row = kernels.pack_linear(share(weight, rank, size), None, num_blocks=BLOCKS // size)
-        column = kernels.pack_linear(head.chunk(size)[rank], None)
-        results = []
-        for whole in inputs:
-            x = share(whole, rank, size)
-            y = kernels.repeat(
-                "step",
-                [x],
-                lambda x=x: kernels.gather_columns(
-                    kernels.linear(kernels.linear(x, row), column), 12
-                ),
-            )
-            results.append(y.clone())
-        assert kernels._programs["step"] is not None
-        return results
+        own = adapters_of_rank(adapters, rank, size)
+        step = Step(share(weight, rank, size), head.chunk(size)[rank], own)
+        return step.run(kernels, [share(x, rank, size) for x in inputs], BLOCKS // size)
 
     for results in run_ranks(library, size, body):
         assert all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
