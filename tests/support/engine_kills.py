@@ -10,7 +10,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -108,15 +108,22 @@ def gather(lines: Iterable[str]) -> dict[str, Any]:
 
 def engine_pid(server: RunningServer) -> int | None:
     """None while there is no engine."""
-    pid = server.process.pid
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        try:
-            command = Path(f"/proc/{child}/cmdline").read_text()
-        except OSError:
-            continue
-        if "loraplex.app.engine" in command:
-            return int(child)
-    return None
+    return next(iter(_children(server.process.pid, "loraplex.app.engine")), None)
+
+
+def rank_pids(server: RunningServer) -> list[int]:
+    """Return the processes of the engine's ranks but rank 0; empty while there is no engine."""
+    pid = engine_pid(server)
+    return [] if pid is None else _children(pid, "loraplex.app.rank")
+
+
+def _children(pid: int, program: str) -> list[int]:
+    found = []
+    with contextlib.suppress(OSError):
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            if program in Path(f"/proc/{child}/cmdline").read_text():
+                found.append(int(child))
+    return found
 
 
 @dataclasses.dataclass
@@ -184,8 +191,16 @@ def with_stop(server: RunningServer, request: dict[str, Any]) -> dict[str, Any]:
     return {**request, "stop": [stop]}
 
 
-def kill_engines(server: RunningServer, num_kills: int, seed: int) -> Outcome:
-    """Kill under load; the load ends by itself after the last kill."""
+def kill_engines(
+    server: RunningServer,
+    num_kills: int,
+    seed: int,
+    find: Callable[[RunningServer], int | None] = engine_pid,
+) -> Outcome:
+    """Kill under load; the load ends by itself after the last kill.
+
+    find: returns the process to kill, if it is there.
+    """
     chance, outcome = random.Random(seed), Outcome()
     requests = {**REQUESTS, "stop": with_stop(server, REQUESTS["stop"])}
     expected = {name: send(server.http_port, request) for name, request in requests.items()}
@@ -197,7 +212,7 @@ def kill_engines(server: RunningServer, num_kills: int, seed: int) -> Outcome:
     killed = None
     with Load(server, requests, expected, outcome):
         while outcome.num_kills < num_kills:
-            while (pid := engine_pid(server)) in (None, killed):
+            while (pid := find(server)) in (None, killed):
                 time.sleep(0.005)
             assert pid is not None
             if chance.random() < START_KILLS:

@@ -104,6 +104,8 @@ def _run(start: RankStart, program: RankProgram, socket: RankSocket) -> None:
         socket.send(Ready(runner.capacity()))
         RankLoop(runner, loader, socket, program.wait_ns).run()
     finally:
+        # A load may wait for rank 0, which loads no more.
+        program.abort(f"rank {world.rank} ended")
         loader.close()
         runner.close()
 

@@ -1,0 +1,102 @@
+"""A server whose engine has two ranks: clients get the bytes that one rank gives, whatever happens
+to a rank."""
+
+import os
+import random
+import re
+import signal
+import sys
+import time
+
+import pytest
+
+from loraplex.core.stopped_process import state_of
+from loraplex.testing.running_server import START_SECONDS, serving
+from support.engine_kills import REQUESTS, Load, Outcome, engine_pid, kill_engines, rank_pids, send
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="finds child processes in /proc"),
+    pytest.mark.xdist_group("server"),
+]
+
+FLAGS = ("--tensor-parallel-size=2", "--step-timeout-seconds=5")
+NUM_KILLS = 6
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("ranks"), *FLAGS) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def expected(server):
+    """What one rank gives."""
+    return {name: send(server.http_port, request) for name, request in REQUESTS.items()}
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + START_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
+
+
+def restarts(server, reason):
+    _, text = server.get("/metrics", server.metrics_port)
+    found = re.search(rf'loraplex_engine_restarts_total{{.*reason="{reason}".*}} (\S+)', text)
+    return float(found[1]) if found else 0.0
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_two_ranks_give_the_bytes_of_one(sharded, expected, name):
+    response = send(sharded.http_port, REQUESTS[name])
+    assert response["is_done"]
+    assert response == expected[name], "tokens and their log probabilities"
+
+
+def test_the_time_of_waiting_is_reported(sharded):
+    _, text = sharded.get("/metrics", sharded.metrics_port)
+    for rank in ("0", "1"):
+        waited = re.search(rf'loraplex_rank_wait_seconds_total{{.*rank="{rank}"}} (\S+)', text)
+        assert waited is not None
+        assert float(waited[1]) > 0
+
+
+@pytest.mark.parametrize(("number", "reason"), [(signal.SIGKILL, "kill"), (signal.SIGSTOP, "hang")])
+def test_requests_continue_when_a_rank_ends(sharded, expected, number, reason):
+    sharded.wait_until(ready=True)
+    before, outcome = restarts(sharded, reason), Outcome()
+    with Load(sharded, REQUESTS, expected, outcome):
+        wait_for(lambda: outcome.num_responses.total() > 0)
+        (pid,) = rank_pids(sharded)
+        os.kill(pid, number)
+        wait_for(lambda: restarts(sharded, reason) == before + 1)
+        sharded.wait_until(ready=True)
+    assert outcome.wrong == []
+    wait_for(lambda: state_of(pid) in (None, "Z"))
+
+
+def test_ranks_end_with_their_engine(sharded, expected):
+    sharded.wait_until(ready=True)
+    (pid,) = rank_pids(sharded)
+    os.kill(engine_pid(sharded), signal.SIGKILL)
+    wait_for(lambda: state_of(pid) in (None, "Z"))
+    sharded.wait_until(ready=True)
+    assert send(sharded.http_port, REQUESTS["short"]) == expected["short"]
+
+
+@pytest.mark.soak
+def test_no_client_notices_kills_of_any_rank(tmp_path):
+    chance = random.Random(3)
+
+    def any_rank(server):
+        pids = [*rank_pids(server), engine_pid(server)]
+        return chance.choice(pids)
+
+    with serving(tmp_path, *FLAGS) as server:
+        outcome = kill_engines(server, NUM_KILLS, seed=5, find=any_rank)
+        assert outcome.num_kills == NUM_KILLS
+        assert outcome.wrong == []
+        assert server.stop() == 0
