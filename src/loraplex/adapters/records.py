@@ -77,12 +77,28 @@ class StoreRecords:
         kept = self._database.history(present.owner, present.name)
         return [self._with_its_file(version) for version in kept]
 
-    def write(self, version: AdapterVersion) -> None:
-        """Write a new version, or a known one with other values, as the present one of its name."""
+    def write(self, version: AdapterVersion, aliases: Collection[str] | None = None) -> None:
+        """Write a new version, or a known one with other values, as the present one of its name.
+
+        Later versions are forgotten. aliases: the name then has exactly those that are free.
+        """
+        owner, name = version.owner, version.name
+        replaced = self.names.version(owner, name)
+        free, stale = self._aliases(version, aliases)
         with self._database.transaction():
+            for alias in stale:
+                self._database.drop_alias(owner, alias)
             self._database.put(version)
-            dropped = self._trim(version)
+            dropped = [*self._drop_later(version), *self._trim(version)]
+            for alias in free:
+                self._database.put_alias(Alias(owner, alias, name))
+        for alias in stale:
+            self.names.drop_alias(owner, alias)
         self.names.put(version)
+        for alias in free:
+            self.names.put_alias(owner, alias, name)
+        if replaced is not None and replaced.number == version.number:
+            dropped.append(replaced)
         self._note_dropped(dropped)
 
     def set_pinned(self, version: AdapterVersion) -> None:
@@ -158,6 +174,24 @@ class StoreRecords:
         source = msgspec.structs.replace(version.source, path=self._files.path(version.digest))
         staged = msgspec.structs.replace(version.staged, source=source)
         return dataclasses.replace(version, staged=staged)
+
+    def _aliases(
+        self, version: AdapterVersion, aliases: Collection[str] | None
+    ) -> tuple[list[str], list[str]]:
+        """Return those of a name's wanted aliases that are free, and those to drop."""
+        if aliases is None:
+            return [], []
+        owner, name = version.owner, version.name
+        free = [a for a in aliases if a != name and self.names.version(owner, a) is None]
+        present = self.names.aliases(owner).items()
+        return free, [a for a, of in present if a == name or (of == name and a not in free)]
+
+    def _drop_later(self, version: AdapterVersion) -> Sequence[AdapterVersion]:
+        """Forget the versions of a greater number. Call within a transaction."""
+        history = self._database.history(version.owner, version.name)
+        later = [old for old in history if old.number > version.number]
+        self._database.drop_versions(later)
+        return later
 
     def _trim(self, version: AdapterVersion) -> Sequence[AdapterVersion]:
         """Limit the history of a name; return what was cut. Call within a transaction."""

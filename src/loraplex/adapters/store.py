@@ -22,6 +22,7 @@ from loraplex.adapters.staged import StagedAdapter
 from loraplex.adapters.version import (
     MAX_NAME_LENGTH,
     AdapterVersion,
+    Owner,
     VersionOrigin,
     check_name,
     check_task_id,
@@ -120,11 +121,7 @@ class AdapterStore:
                 "alias first",
                 param="name",
             )
-        holder = self._names.holder(owner, task_id)
-        if holder is not None and holder.name != name:
-            raise AdapterExistsError(
-                f"LoRA task {task_id} already is adapter {holder.name!r}", param="task_id"
-            )
+        self._check_task_id_free(owner, name, task_id)
 
     def register(
         self,
@@ -166,6 +163,17 @@ class AdapterStore:
             if version != present or version.digest in self._missing:
                 self._write(version)
             return Registration(version, is_unchanged)
+
+    def declare(self, version: AdapterVersion, aliases: Collection[str]) -> AdapterVersion | None:
+        """Bind a declared version of any number, with its aliases; return the one before.
+
+        Raises AdapterExistsError for another adapter's task id, AdapterLoadError without its file.
+        """
+        with self._changing:
+            self._check_task_id_free(version.owner, version.name, version.task_id)
+            present = self._names.version(version.owner, version.name)
+            self._write(version, aliases)
+            return present
 
     def remove(self, ref: AdapterRef) -> AdapterVersion:
         """Forget a name with its history, pins and aliases; return its present version.
@@ -326,15 +334,22 @@ class AdapterStore:
             self._records.reconfigure(owner, change)
             return change
 
+    def _check_task_id_free(self, owner: Owner, name: str, task_id: int | None) -> None:
+        holder = self._names.holder(owner, task_id)
+        if holder is not None and holder.name != name:
+            raise AdapterExistsError(
+                f"LoRA task {task_id} already is adapter {holder.name!r}", param="task_id"
+            )
+
     def _look_for_files(self) -> Sequence[AdapterVersion]:
         missing = [v for v in self._names.versions() if not self._records.has_file(v)]
         self._missing = frozenset(version.digest for version in missing)
         return missing
 
-    def _write(self, version: AdapterVersion) -> None:
+    def _write(self, version: AdapterVersion, aliases: Collection[str] | None = None) -> None:
         if not self._records.has_file(version):
             raise _file_is_gone(version)
-        self._records.write(version)
+        self._records.write(version, aliases)
         self._missing -= {version.digest}
 
     def _version_before(self, present: AdapterVersion) -> AdapterVersion:

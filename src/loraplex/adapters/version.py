@@ -28,6 +28,8 @@ class VersionOrigin(enum.StrEnum):
     API = "api"
     CONFIGURED = "configured"
     """A flag or a configuration file: valid as long as the setting exists."""
+    DECLARED = "declared"
+    """A declaration that servers share: valid as long as it exists, and numbered by it."""
 
 
 @dataclasses.dataclass(frozen=True)

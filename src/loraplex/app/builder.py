@@ -9,8 +9,10 @@ from typing import Final
 
 import msgspec
 
+from loraplex.adapters.declaration_places import open_place
 from loraplex.adapters.formats.modules import hf_modules
 from loraplex.adapters.shapes import BaseShapes
+from loraplex.adapters.shared_declarations import SharedDeclarations
 from loraplex.adapters.sources.policy import client_policy
 from loraplex.adapters.staging import StagingWorker
 from loraplex.adapters.store import AdapterStore
@@ -19,6 +21,7 @@ from loraplex.core.clock import Clock, SystemClock
 from loraplex.core.config import Config, ModelConfig
 from loraplex.core.environment import state_directory
 from loraplex.core.errors import ConfigError
+from loraplex.core.server_config import ServerConfig
 from loraplex.execution.weights.stored_head import read_model
 from loraplex.models.spec import ModelSpec
 from loraplex.serving.backend import ModelCard
@@ -52,6 +55,7 @@ def build_service(
     """
     state_dir = _made(state_directory(config.server.state_dir))
     clock, policy = SystemClock(), client_policy(config, state_dir, has_keys=has_keys)
+    declarations = _declarations(config.server)
     persists = config.server.persist_adapters
     store = AdapterStore.open(state_dir) if persists else AdapterStore.in_memory(state_dir)
     json_indent = _JSON_INDENTS.get(config.server.dialect)
@@ -70,7 +74,22 @@ def build_service(
         timeout_seconds=config.server.adapter_load_seconds,
         num_workers=config.server.staging_workers,
     )
-    return Service(models, worker, metrics, clock, config.server.adapter_watch_seconds, build)
+    return Service(
+        models,
+        worker,
+        metrics,
+        clock,
+        config.server.adapter_watch_seconds,
+        build,
+        declarations,
+    )
+
+
+def _declarations(server: ServerConfig) -> SharedDeclarations | None:
+    url = server.adapter_declarations
+    if not url:
+        return None
+    return SharedDeclarations(open_place(url), url, server.max_adapter_declarations)
 
 
 def _served_model(

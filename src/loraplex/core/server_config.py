@@ -380,10 +380,27 @@ class ServerConfig(Settings, frozen=True, kw_only=True):
         float,
         _adapters(
             "Interval in seconds in which adapter folders are checked for changes; 0: never",
-            "The folders are `adapter_dirs`, `lora_root` and the file `multi_lora`.",
+            "The folders are `adapter_dirs`, `lora_root` and the file `multi_lora`. The documents "
+            "of `adapter_declarations` are read as often.",
             minimum=0,
         ),
     ] = 5.0
+    adapter_declarations: Annotated[
+        str,
+        _adapters(
+            "Folder or object store (s3://bucket/prefix) of adapter names that servers share",
+            "Each name has a JSON document. A load through one server is then visible in all. See "
+            "[Replicas](replicas.md).",
+        ),
+    ] = ""
+    max_adapter_declarations: Annotated[
+        int,
+        _adapters(
+            "Maximum number of documents in `adapter_declarations`",
+            "With more of them nothing is read, and the adapters stay as they are.",
+            minimum=1,
+        ),
+    ] = 100_000
 
     @property
     def is_on_loopback(self) -> bool:

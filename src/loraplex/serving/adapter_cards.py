@@ -147,6 +147,8 @@ class Unloaded(msgspec.Struct, frozen=True, kw_only=True):
     is_alias: bool
     """Whether only an alias was removed and the adapter stays."""
     digest: str
+    version: int = 0
+    """Version that the unload has in shared declarations, else the one that was unloaded."""
     num_ended: int
     """Number of requests that ended with an error."""
 
@@ -156,13 +158,14 @@ def card_of(version: AdapterVersion, state: AdapterState = AdapterState.READY) -
 
 
 def discovered_card(adapter: ConfiguredAdapter, model: str, created: int) -> AdapterCard:
-    """Describe an adapter of which only name and place are known."""
+    """Describe an adapter of which only name and place are known, or its declaration."""
+    declaration = adapter.declaration
     return AdapterCard(
         name=adapter.name,
         model=model,
         task_id=adapter.task_id,
-        digest="",
-        version=0,
+        digest="" if declaration is None else declaration.digest,
+        version=0 if declaration is None else declaration.version,
         created=created,
         rank=0,
         num_bytes=0,

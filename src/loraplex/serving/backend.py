@@ -257,7 +257,7 @@ class Backend(Protocol):
 
     def adapters(self, principal: Principal, model: str | None = None) -> Sequence[AdapterCard]: ...
 
-    def find(self, name: str, principal: Principal) -> tuple[ModelCard, AdapterKey | None]:
+    async def find(self, name: str, principal: Principal) -> tuple[ModelCard, AdapterKey | None]:
         """Return what OpenAI's `model` field means: a base model, an adapter, or both joined as
         `base:adapter` or `base_adapter`. A plain name of an adapter goes before a joined one.
 

@@ -15,7 +15,7 @@ from loraplex.core.errors import (
     ModelNotFoundError,
     NotReadyError,
 )
-from loraplex.core.principal import DEFAULT_TENANT, LOCAL, Principal
+from loraplex.core.principal import LOCAL, Principal
 from loraplex.serving.adapter_cards import (
     AdapterCard,
     AdapterDetails,
@@ -184,6 +184,7 @@ class ModelCatalog:
             name=requested_name(version),
             is_alias=requested_name(version) != version.name,
             digest=version.digest,
+            version=version.number,
             num_ended=num_ended,
         )
 
@@ -355,7 +356,7 @@ def _cards(model: ServedModel, principal: Principal) -> Iterator[AdapterCard]:
         cards.append(card if seen.owns(version) else without_sources(card))
     for adapter in seen.discovered():
         card = discovered_card(adapter, model.card.name, model.card.created)
-        cards.append(card if principal.tenant == DEFAULT_TENANT else without_sources(card))
+        cards.append(card if principal.tenant == adapter.tenant else without_sources(card))
     yield from sorted(cards, key=lambda card: card.name)
 
 

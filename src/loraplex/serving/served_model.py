@@ -24,7 +24,7 @@ from loraplex.core.errors import (
 )
 from loraplex.core.output import ResolvedAdapter
 from loraplex.core.plan import Capacity
-from loraplex.core.principal import DEFAULT_TENANT, Principal
+from loraplex.core.principal import Principal
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.stats import AdapterActivity, Durations, EngineStats, StepRecord
 from loraplex.memory.adapter_pages import layer_targets
@@ -196,7 +196,7 @@ class ServedModel:
 
     def state_of(self, version: AdapterVersion) -> AdapterState:
         """Whether a request would be refused for it."""
-        if version.tenant == DEFAULT_TENANT and version.name in self.discovered:
+        if self.discovered.of(version.tenant, version.name) is not None:
             return AdapterState.UNVALIDATED
         if self.store.is_missing(version):
             return AdapterState.MISSING

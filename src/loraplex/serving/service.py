@@ -10,9 +10,17 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 import msgspec
 
+from loraplex.adapters.shared_declarations import SharedDeclarations
 from loraplex.adapters.staging import StagingWorker
 from loraplex.adapters.store import AdapterVersion
-from loraplex.core.adapter import AdapterKey, AdapterRef, ByName, LoadPolicy, not_in_cache
+from loraplex.core.adapter import (
+    AdapterKey,
+    AdapterRef,
+    ByDigest,
+    ByName,
+    LoadPolicy,
+    not_in_cache,
+)
 from loraplex.core.clock import Clock
 from loraplex.core.config import ModelConfig
 from loraplex.core.errors import (
@@ -31,6 +39,8 @@ from loraplex.serving.adapter_cards import (
 )
 from loraplex.serving.adapters.admin import CatalogAdmin
 from loraplex.serving.adapters.composition import compose
+from loraplex.serving.adapters.declared_adapters import DeclaredAdapters
+from loraplex.serving.adapters.declared_changes import DeclaredChanges
 from loraplex.serving.adapters.folder_follower import FolderFollower
 from loraplex.serving.adapters.loading import CatalogLoader
 from loraplex.serving.adapters.upkeep import CatalogUpkeep
@@ -38,6 +48,7 @@ from loraplex.serving.admission import admit, cut_prompt, share_weight
 from loraplex.serving.backend import Health, ModelCard
 from loraplex.serving.catalog import ModelCatalog, pin_on_device
 from loraplex.serving.continuation import submitted
+from loraplex.serving.discovered_adapters import ConfiguredAdapter
 from loraplex.serving.draining import Draining
 from loraplex.serving.engines.output_stream import EngineOutputs
 from loraplex.serving.generation import Generation
@@ -59,9 +70,10 @@ class Service:
         clock: Clock,
         adapter_watch_seconds: float = 0.0,
         build: Callable[[str, ModelConfig], ServedModel] | None = None,
+        declarations: SharedDeclarations | None = None,
     ) -> None:
         """adapter_watch_seconds: how often adapter folders are looked at; 0: at the start only.
-        build: makes a model that start_model adds.
+        build: makes a model that start_model adds. declarations: names shared with other servers.
         """
         self._build = build
         self._catalog = ModelCatalog(models)
@@ -69,6 +81,13 @@ class Service:
         self._loader = CatalogLoader(worker, self._catalog, clock)
         self._upkeep = CatalogUpkeep(self._models.values(), self._loader)
         self._follower = FolderFollower(self._loader, self._catalog, adapter_watch_seconds)
+        self._declared: DeclaredAdapters | None = None
+        changes: DeclaredChanges | None = None
+        if declarations is not None:
+            self._declared = DeclaredAdapters(
+                declarations, self._loader, self._catalog, clock, adapter_watch_seconds
+            )
+            changes = DeclaredChanges(self._declared, self._catalog)
         self._metrics = metrics
         self._clock = clock
         self._gate = TenantGate(clock)
@@ -81,7 +100,8 @@ class Service:
             metrics,
             self._require_open,
             self.new_request_id,
-            self._follower,
+            self._validate,
+            changes,
         )
 
     async def start(self) -> None:
@@ -92,6 +112,8 @@ class Service:
             await self._load_adapters(model)
         self._upkeep.start()
         self._follower.start()
+        if self._declared is not None:
+            self._declared.start()
         self._is_started = True
 
     async def start_model(self, name: str, settings: ModelConfig) -> None:
@@ -110,6 +132,8 @@ class Service:
 
     async def _load_adapters(self, model: ServedModel) -> None:
         await self._follower.load(model)
+        if self._declared is not None:
+            await self._declared.load(model)
         await asyncio.to_thread(model.check_stored)
         await pin_on_device(model)
 
@@ -121,6 +145,8 @@ class Service:
         """Stop the engines, end the staging worker, give the state directory back."""
         self.draining.close()
         await self._follower.close()
+        if self._declared is not None:
+            await self._declared.close()
         await self._upkeep.close()
         await asyncio.gather(*map(_close, self._models.values()))
         await self._loader.close()
@@ -152,13 +178,16 @@ class Service:
     def adapters(self, principal: Principal, model: str | None = None) -> Sequence[AdapterCard]:
         return self._catalog.adapters(principal, model)
 
-    def find(self, name: str, principal: Principal) -> tuple[ModelCard, AdapterKey | None]:
+    async def find(self, name: str, principal: Principal) -> tuple[ModelCard, AdapterKey | None]:
         try:
             model, key = self._catalog.find(name, principal)
         except ModelNotFoundError:
             if not self._is_started:
                 raise NotReadyError("the server is starting", retry_after_seconds=2) from None
-            raise
+            if self._declared is None:
+                raise
+            await self._declared.look_up(principal.tenant, name)
+            model, key = self._catalog.find(name, principal)
         return model.card, key
 
     async def generate(
@@ -233,16 +262,27 @@ class Service:
     async def _look_for_new(
         self, model: ServedModel, request: GenerateRequest, principal: Principal
     ) -> None:
-        """Validate what a request names, and look for what may have come into lora_root."""
+        """Validate what a request names, and look for what is new, in lora_root or declared."""
         seen, rights = model.adapters_of(principal), principal.rights
         for key in (choice.key for choice in request.adapters):
-            name = seen.unvalidated(key)
-            if name is not None and name in rights.use:
-                error = await self._follower.validate_named(model, name, principal.tenant)
-                if error is not None and seen.find(key) is None:
+            if self._declared is not None and not isinstance(key, ByDigest) and not seen.knows(key):
+                await self._declared.look_up(principal.tenant, str(key))
+            adapter = seen.unvalidated(key)
+            if adapter is not None and adapter.name in rights.use:
+                error = await self._validate(model, adapter, principal.tenant)
+                if error is not None and (adapter.declaration or seen.find(key) is None):
                     raise error
             elif isinstance(key, ByName) and key.name in rights.use and seen.find(key) is None:
                 await self._follower.take_named(model, key.name, principal.tenant)
+
+    async def _validate(
+        self, model: ServedModel, adapter: ConfiguredAdapter, turn: str
+    ) -> LoraplexError | None:
+        """Validate an adapter that is known by name; return why it cannot be served."""
+        if adapter.declaration is None:
+            return await self._follower.validate_named(model, adapter.name, turn)
+        assert self._declared is not None, "only it discovers declared adapters"
+        return await self._declared.validate(adapter.declaration.key, turn)
 
     def _num_running(self) -> int:
         return sum(model.engine.num_requests for model in self._models.values())

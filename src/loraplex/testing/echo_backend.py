@@ -103,7 +103,7 @@ class EchoBackend(EchoState):
         del principal
         return self.adapter_registry.cards(model)
 
-    def find(self, name: str, principal: Principal) -> tuple[ModelCard, AdapterKey | None]:
+    async def find(self, name: str, principal: Principal) -> tuple[ModelCard, AdapterKey | None]:
         del principal
         cards = self.models()
         base = base_of(name, cards)

@@ -115,7 +115,7 @@ async def test_it_is_read_in_the_turn_of_the_tenant_that_needs_it(start, folder,
 
 async def test_the_model_field_finds_it(start, folder):
     service = await start(folder("de"))
-    card, key = service.find("de", LOCAL)
+    card, key = await service.find("de", LOCAL)
     assert (card.name, key) == ("base", ByName("de"))
 
 

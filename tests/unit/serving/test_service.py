@@ -301,21 +301,21 @@ class TestFind:
         ],
     )
     async def test_what_a_name_means(self, service, name, model, key):
-        assert service.find(name, ACME) == (service.model(model).card, key)
+        assert await service.find(name, ACME) == (service.model(model).card, key)
 
     @pytest.mark.parametrize("name", ["c", "b:ja", "a:", ":ja", "", "c:zh", "a:zh:zh", "A"])
     async def test_unknown_names_list_what_there_is(self, service, name):
         with pytest.raises(ModelNotFoundError, match="there are: 'a', 'b', 'ja', 'zh', 'zh'"):
-            service.find(name, ACME)
+            await service.find(name, ACME)
 
     async def test_a_name_on_two_models_must_be_qualified(self, service):
         with pytest.raises(ModelNotFoundError, match="'zh' is ambiguous: use a:zh or b:zh"):
-            service.find("zh", ACME)
-        assert service.find("zh", GLOBEX) == (service.model("a").card, ByName("zh"))
+            await service.find("zh", ACME)
+        assert await service.find("zh", GLOBEX) == (service.model("a").card, ByName("zh"))
 
     async def test_tenants_do_not_see_each_other(self, service):
         with pytest.raises(ModelNotFoundError, match=r"'a', 'b', 'zh'$"):
-            service.find("ja", GLOBEX)
+            await service.find("ja", GLOBEX)
 
     async def test_names_with_colons(self, make_service, staging):
         models = {"org:base": None, "org": None}
@@ -325,9 +325,9 @@ class TestFind:
         for name in ("zh", "very:odd"):
             await service.adapter_admin.load(LOCAL, model="org:base", name=name, path="/x")
         for name in ("org:base:zh", "zh"):
-            assert service.find(name, LOCAL)[1] == ByName("zh")
+            assert (await service.find(name, LOCAL))[1] == ByName("zh")
         for name in ("very:odd", "org:base:very:odd"):
-            assert service.find(name, LOCAL)[1] == ByName("very:odd")
+            assert (await service.find(name, LOCAL))[1] == ByName("very:odd")
 
     async def test_an_underscore_joins_names_too(self, make_service, staging):
         service = make_service(org=None, org_x=None)
@@ -373,7 +373,7 @@ class TestFind:
         for number in range(30):
             await service.adapter_admin.load(GLOBEX, model="b", name=f"n{number:02}", path="/zh")
         with pytest.raises(ModelNotFoundError, match=r"'n16' and 13 more$"):
-            service.find("x", GLOBEX)
+            await service.find("x", GLOBEX)
 
 
 class TestAdapters:
@@ -439,7 +439,7 @@ class TestLifecycle:
         assert (service.health().live, service.health().ready) == (True, False)
         assert service.health().reason == "the server is starting"
         assert not service.model_ready("a")
-        assert service.find("a", LOCAL)[1] is None
+        assert (await service.find("a", LOCAL))[1] is None
         for work in (
             service.generate(request(), LOCAL),
             service.adapter_admin.load(LOCAL, model="a", name="x", path="/x"),
@@ -448,7 +448,7 @@ class TestLifecycle:
                 await work
             assert caught.value.retry_after_seconds
         with pytest.raises(NotReadyError, match="starting"):
-            service.find("an adapter that is not loaded yet", LOCAL)
+            await service.find("an adapter that is not loaded yet", LOCAL)
 
     async def test_configured_adapters_are_there_when_it_is_ready(self, make_service, staging):
         config = {"adapters": {"zh": AdapterConfig(staging.put("/zh"))}}
@@ -571,7 +571,7 @@ async def test_a_real_service_follows_its_folder(make_model, staging, tmp_path):
     async with asyncio.timeout(5):
         while not service.adapters(LOCAL):
             await asyncio.sleep(0.01)
-    assert service.find("zh", LOCAL)[1] == ByName("zh")
+    assert (await service.find("zh", LOCAL))[1] == ByName("zh")
     assert staging.requests[-1]["is_trusted"]
     await service.adapter_admin.load(LOCAL, model="base", name="ja", path=staging.put("/ja"))
     assert not staging.requests[-1]["is_trusted"]

@@ -148,7 +148,7 @@ class TestAdapters:
                 await service.generate(request("a", ByName(name)), blind)
             texts.append(raised.value.message.replace(name, "?"))
             with pytest.raises(ModelNotFoundError) as found:
-                service.find(name, blind)
+                await service.find(name, blind)
             texts.append(found.value.message.replace(name, "?"))
         assert texts[:2] == texts[2:]
         assert "zh" not in "".join(texts).replace("?", "")
@@ -163,10 +163,10 @@ class TestModels:
         for name in ("a", "c"):
             for call in (
                 lambda name=name: service.find(name, narrow),
-                lambda name=name: service.adapters(narrow, name),
+                lambda name=name: asyncio.to_thread(service.adapters, narrow, name),
             ):
                 with pytest.raises(ModelNotFoundError) as raised:
-                    call()
+                    await call()
                 texts.append(raised.value.message.replace(f"{name!r}", "?"))
             with pytest.raises(ModelNotFoundError) as raised:
                 await service.generate(request(name), narrow)
@@ -176,7 +176,7 @@ class TestModels:
 
     async def test_an_adapter_of_a_hidden_model_is_hidden(self, service):
         with pytest.raises(ModelNotFoundError):
-            service.find("a:zh", tenant(models=Names(("b",))))
+            await service.find("a:zh", tenant(models=Names(("b",))))
 
 
 class TestLimits:

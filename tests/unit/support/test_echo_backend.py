@@ -158,11 +158,11 @@ async def test_adapters_are_registered_and_forgotten():
         await backend.adapter_admin.load(LOCAL, model="b", name="x", path="/p/2")
     second = await backend.adapter_admin.load(LOCAL, model="b", name="x", path="/p/2", replace=True)
     assert first.digest != second.digest
-    assert backend.find("x", LOCAL)[0].name == "b"
+    assert (await backend.find("x", LOCAL))[0].name == "b"
     backend.register("x", model="a")
     with pytest.raises(ModelNotFoundError, match="a:x"):
-        backend.find("x", LOCAL)
-    assert backend.find("b:x", LOCAL) == (backend.model("b").card, ByName("x"))
+        await backend.find("x", LOCAL)
+    assert await backend.find("b:x", LOCAL) == (backend.model("b").card, ByName("x"))
     ref = AdapterRef("b", "default", ByName("x"))
     await backend.adapter_admin.unload(LOCAL, ref)
     with pytest.raises(AdapterNotFoundError):

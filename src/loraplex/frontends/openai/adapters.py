@@ -77,7 +77,7 @@ class AdapterEndpoints:
     @described(json_of(ShownAdapter), tag="adapters", errors=ANY_ERROR)
     async def get_adapter(self, request: Request) -> Response:
         """All that is known of an adapter."""
-        principal, ref = self._reference(request)
+        principal, ref = await self._reference(request)
         return json_response(
             card_as(ShownAdapter, await self._backend.adapter_admin.describe(principal, ref))
         )
@@ -95,7 +95,7 @@ class AdapterEndpoints:
         body = await self._context.strict_body(request, AdapterBody)
         load = self._backend.adapter_admin.load(
             principal,
-            model=self._base_model(body.model, principal),
+            model=await self._base_model(body.model, principal),
             name=body.name,
             path=body.path,
             task_id=body.task_id,
@@ -109,7 +109,7 @@ class AdapterEndpoints:
     @described(json_of(AdapterDeleted), query=(_MODE,), tag="adapters", errors=ANY_ERROR)
     async def delete_adapter(self, request: Request) -> Response:
         """Forget a name."""
-        principal, ref = self._reference(request)
+        principal, ref = await self._reference(request)
         unloaded = await self._backend.adapter_admin.unload(principal, ref, _mode(request))
         return json_response(
             AdapterDeleted(
@@ -124,7 +124,7 @@ class AdapterEndpoints:
     )
     async def rollback(self, request: Request) -> Response:
         """An older version of an adapter becomes the present one."""
-        principal, ref = self._reference(request)
+        principal, ref = await self._reference(request)
         body = await self._context.strict_body(request, RollbackBody)
         card = await self._backend.adapter_admin.rollback(principal, ref, body.version)
         return json_response(card_as(NamedAdapter, card))
@@ -132,7 +132,7 @@ class AdapterEndpoints:
     @described(json_of(VersionCard), body=json_body(PinBody), tag="adapters", errors=ANY_ERROR)
     async def pin(self, request: Request) -> Response:
         """Keep a version in the memory of the device, or no longer."""
-        principal, ref = self._reference(request)
+        principal, ref = await self._reference(request)
         body = await self._context.strict_body(request, PinBody)
         is_pinned = body.pinned is not False
         return json_response(
@@ -142,7 +142,7 @@ class AdapterEndpoints:
     @described(json_of(NamedAdapter), body=json_body(AliasBody), tag="adapters", errors=ANY_ERROR)
     async def alias(self, request: Request) -> Response:
         """Another name for an adapter."""
-        principal, ref = self._reference(request)
+        principal, ref = await self._reference(request)
         body = await self._context.strict_body(request, AliasBody)
         card = await self._backend.adapter_admin.alias(
             principal, ref, body.alias, replace=bool(body.replace)
@@ -158,7 +158,7 @@ class AdapterEndpoints:
             return _refusal(400, "Both 'lora_name' and 'lora_path' must be provided.")
         load = self._backend.adapter_admin.load(
             principal,
-            model=self._base_model(body.base_model_name, principal),
+            model=await self._base_model(body.base_model_name, principal),
             name=body.lora_name,
             path=body.lora_path,
             replace=bool(body.load_inplace),
@@ -179,24 +179,24 @@ class AdapterEndpoints:
 
     async def unload(self, name: str, principal: Principal) -> None:
         """Forget a name. Raises AdapterNotFoundError."""
-        await self._backend.adapter_admin.unload(principal, self._ref(name, principal))
+        await self._backend.adapter_admin.unload(principal, await self._ref(name, principal))
 
-    def _reference(self, request: Request) -> tuple[Principal, AdapterRef]:
+    async def _reference(self, request: Request) -> tuple[Principal, AdapterRef]:
         principal = self._context.principal(request)
-        return principal, self._ref(request.path_params["name"], principal)
+        return principal, await self._ref(request.path_params["name"], principal)
 
-    def _ref(self, name: str, principal: Principal) -> AdapterRef:
+    async def _ref(self, name: str, principal: Principal) -> AdapterRef:
         """Raises AdapterNotFoundError if the name means nothing, or a base model."""
         try:
-            card, key = self._backend.find(name, principal)
+            card, key = await self._backend.find(name, principal)
         except ModelNotFoundError as error:
             raise AdapterNotFoundError(error.message, param="name") from None
         if key is None:
             raise AdapterNotFoundError(f"{name!r} is a base model, not an adapter", param="name")
         return AdapterRef(card.name, principal.tenant, key)
 
-    def _base_model(self, name: str | None, principal: Principal) -> str:
-        target = self._context.target(name, principal)
+    async def _base_model(self, name: str | None, principal: Principal) -> str:
+        target = await self._context.target(name, principal)
         if target.key is not None:
             raise InvalidParameterError(
                 f"model must be a base model; {name!r} is an adapter", param="model"

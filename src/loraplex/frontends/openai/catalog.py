@@ -48,7 +48,7 @@ class ModelEndpoints:
         """A base model or an adapter."""
         principal = self._context.principal(request)
         name = request.path_params["model_id"]
-        card, key = self._context.backend.find(name, principal)
+        card, key = await self._context.backend.find(name, principal)
         if key is None:
             return json_response(_model_entry(card, name))
         adapter = await self._context.backend.adapter_admin.describe(
@@ -84,7 +84,7 @@ class TokenEndpoints:
         principal = self._context.principal(request)
         body = await self._context.body(request, TokenizeBody)
         refuse_unsupported(body.model_extra)
-        card = self._context.target(body.model, principal).model
+        card = (await self._context.target(body.model, principal)).model
         text, adds_special_tokens = await self._text(body, card)
         # A long text takes a while, and the event loop has streams to serve.
         backend = self._context.backend
@@ -120,7 +120,7 @@ class TokenEndpoints:
         """The text of token ids."""
         principal = self._context.principal(request)
         body = await self._context.body(request, DetokenizeBody)
-        card = self._context.target(body.model, principal).model
+        card = (await self._context.target(body.model, principal)).model
         _check_vocabulary(body.tokens, card)
         text = await asyncio.to_thread(
             self._context.backend.model(card.name).detokenize,

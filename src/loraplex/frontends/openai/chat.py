@@ -26,7 +26,7 @@ async def chat_request(
     """Convert a body. Raises a RequestError for an invalid body, or one its template refuses."""
     convert.check_chat(body)
     tool_use = read_tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
-    target = context.options.dialect.target(context, body, principal)
+    target = await context.options.dialect.target(context, body, principal)
     reading = CompletionSyntax(
         chat_format=target.model.chat,
         tool_use=tool_use,

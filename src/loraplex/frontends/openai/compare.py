@@ -109,7 +109,7 @@ class CompareEndpoints:
         body = await self._context.body(request, CompareBody)
         _check(body)
         choices = self._choices(body)
-        target = self._context.target(body.model, principal)
+        target = await self._context.target(body.model, principal)
         if target.key is not None:
             raise InvalidParameterError(
                 f"model must be a base model; {body.model!r} is an adapter: name it in adapters",

@@ -63,10 +63,10 @@ class Dialect:
     async def chat_body(self, context: "OpenAIContext", request: Request) -> ChatBody:
         return await context.body(request, ChatBody)
 
-    def target(
+    async def target(
         self, context: "OpenAIContext", body: GenerationBody, principal: Principal
     ) -> Target:
-        return context.target(body.model, principal)
+        return await context.target(body.model, principal)
 
     def rendering(self, body: ChatBody) -> dict[str, Any]:
         """Arguments of Backend.render_chat that go before those of the route."""
@@ -149,11 +149,11 @@ class OpenAIContext(msgspec.Struct, frozen=True):
         refuse_unknown(body)
         return body
 
-    def target(self, model: str | None, principal: Principal) -> Target:
+    async def target(self, model: str | None, principal: Principal) -> Target:
         """What `model` names; without one, the default base model."""
         if model is None:
             return Target(self._default(principal), None)
-        return Target(*self.backend.find(model, principal))
+        return Target(*await self.backend.find(model, principal))
 
     def _default(self, principal: Principal) -> ModelCard:
         models = self.backend.models(principal)

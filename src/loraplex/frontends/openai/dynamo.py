@@ -55,7 +55,7 @@ class DynamoEndpoints:
         body = await self._context.body(request, DynamoLoadBody)
         load = self._context.backend.adapter_admin.load(
             principal,
-            model=self._context.target(None, principal).model.name,
+            model=(await self._context.target(None, principal)).model.name,
             name=body.lora_name,
             path=body.source.uri,
             replace=True,

@@ -66,7 +66,7 @@ class GenerationEndpoints:
         principal = self._context.principal(request)
         body = await self._dialect.completion_body(self._context, request)
         adopt_request_id(request, value_of(body, "request_id"))
-        target = self._dialect.target(self._context, body, principal)
+        target = await self._dialect.target(self._context, body, principal)
         requests = convert.completion_requests(
             body, target, origin(self._context, request), self._context.options.max_prompts
         )

@@ -39,24 +39,32 @@ class TenantAdapters:
         return [shown[name] for name in sorted(shown)]
 
     def discovered(self) -> list[ConfiguredAdapter]:
-        """Return the listed adapters that have not been validated yet, of which none is stored."""
+        """Return the listed adapters that have not been validated yet, of which none is stored.
+
+        Of two that have one name, the tenant's own adapter is listed.
+        """
         taken: set[str] = set()
         for tenant in self._tenants():
             taken.update(version.name for version in self._store.list(tenant, self._model))
             taken.update(self._store.aliases(tenant, self._model))
-        listed = self._principal.rights.list
-        return [one for one in self._discovered if one.name not in taken and one.name in listed]
+        shown: dict[str, ConfiguredAdapter] = {}
+        for one in self._discovered:
+            is_seen = one.tenant in self._tenants() and one.name in self._principal.rights.list
+            if is_seen and one.name not in taken and (one.name not in shown or self.owns(one)):
+                shown[one.name] = one
+        return list(shown.values())
 
-    def unvalidated(self, key: AdapterKey) -> str | None:
-        """Return the name of what a key means, if that must be validated before it is used."""
-        version = self.find(key)
-        if version is not None:
-            is_due = version.tenant == DEFAULT_TENANT and version.name in self._discovered
-            return version.name if is_due else None
-        found, rights = self._discovered.find(key), self._principal.rights
-        if found is None or not (found.name in rights.use or found.name in rights.list):
-            return None
-        return found.name
+    def unvalidated(self, key: AdapterKey) -> ConfiguredAdapter | None:
+        """Return what a key means, if that must be validated before it is used."""
+        rights = self._principal.rights
+        for tenant in self._tenants():
+            version = self._store.find(AdapterRef(self._model, tenant, key))
+            if version is not None and (version.name in rights.use or version.name in rights.list):
+                return self._discovered.of(tenant, version.name)
+            found = self._discovered.find(key, tenant)
+            if found is not None and (found.name in rights.use or found.name in rights.list):
+                return found
+        return None
 
     def knows(self, key: AdapterKey) -> bool:
         """Whether a key means an adapter, validated or not."""
@@ -115,8 +123,8 @@ class TenantAdapters:
                 f"tenant {self._principal.tenant!r} may not manage adapter {name!r}"
             )
 
-    def owns(self, version: AdapterVersion) -> bool:
-        return version.tenant == self._principal.tenant
+    def owns(self, adapter: AdapterVersion | ConfiguredAdapter) -> bool:
+        return adapter.tenant == self._principal.tenant
 
     def _shown(self, key: AdapterKey) -> AdapterVersion:
         version = self._among(key, self._principal.rights.list)

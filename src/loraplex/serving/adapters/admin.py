@@ -1,6 +1,6 @@
 """Changes of adapters by clients, as their rights allow."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from loraplex.adapters.staging import RequestTensor
 from loraplex.core.adapter import AdapterKey, AdapterRef, ByName, ByTaskId
@@ -18,11 +18,15 @@ from loraplex.serving.adapter_cards import (
     version_card,
     without_sources,
 )
-from loraplex.serving.adapters.folder_follower import FolderFollower
+from loraplex.serving.adapters.declared_changes import DeclaredChanges, check_may_roll_back
 from loraplex.serving.adapters.loading import CatalogLoader, inline_name
 from loraplex.serving.catalog import ModelCatalog, describe
+from loraplex.serving.discovered_adapters import ConfiguredAdapter
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.served_model import ServedModel
+
+Validate = Callable[[ServedModel, ConfiguredAdapter, str], Awaitable[LoraplexError | None]]
+"""Validates an adapter in a tenant's turn; returns why it cannot be served."""
 
 
 class CatalogAdmin:
@@ -35,10 +39,16 @@ class CatalogAdmin:
         metrics: RequestMetrics,
         require_open: Callable[[], None],
         new_request_id: Callable[[], RequestId],
-        follower: FolderFollower,
+        validate: Validate,
+        declared: DeclaredChanges | None = None,
     ) -> None:
-        """`require_open` raises while the server starts or drains."""
-        self._follower = follower
+        """`require_open` raises while the server starts or drains.
+
+        validate: validates an adapter that is known by name only. declared: makes the changes that
+        other servers share.
+        """
+        self._validate = validate
+        self._declared = declared
         self._catalog = catalog
         self._loader = loader
         self._metrics = metrics
@@ -60,7 +70,13 @@ class CatalogAdmin:
         served = self._managed_model(principal, model)
         served.adapters_of(principal).check_manages(name)
         self._catalog.check_is_no_base(name)
-        await self._settle(served, principal, ByName(name))
+        register = None
+        if self._declared is not None:
+            register = await self._declared.begin_load(
+                served, principal.tenant, name, path=path, task_id=task_id, replace=replace
+            )
+        else:
+            await self._settle(served, principal, ByName(name))
         if task_id is not None:
             await self._settle(served, principal, ByTaskId(task_id))
         return await self._loader.load(
@@ -72,6 +88,7 @@ class CatalogAdmin:
             replace=replace,
             dry_run=dry_run,
             canary_id=self._new_request_id if canary else None,
+            register=register,
         )
 
     async def load_tensors(
@@ -98,6 +115,11 @@ class CatalogAdmin:
     async def unload(
         self, principal: Principal, ref: AdapterRef, mode: UnloadMode = UnloadMode.DRAIN
     ) -> Unloaded:
+        if self._declared is not None:
+            served = self._managed_model(principal, ref.model)
+            unloaded = await self._declared.unload(served, principal, ref.key, mode)
+            if unloaded is not None:
+                return unloaded
         model, ref = await self._managed(principal, ref)
         return await self._catalog.remove(model, ref, mode)
 
@@ -105,6 +127,7 @@ class CatalogAdmin:
         self, principal: Principal, ref: AdapterRef, number: int | None = None
     ) -> AdapterCard:
         model, ref = await self._managed(principal, ref)
+        check_may_roll_back(model.store.find(ref))
         version = await self._catalog.rollback(model, ref, number)
         return card_of(version, model.state_of(version))
 
@@ -121,6 +144,10 @@ class CatalogAdmin:
         model.adapters_of(principal).check_manages(alias)
         await self._settle(model, principal, ByName(alias))
         self._catalog.check_is_no_base(alias)
+        if self._declared is not None:
+            version = model.store.resolve(ref)
+            version = await self._declared.alias(model, ref.tenant, version, alias)
+            return card_of(version, model.state_of(version))
         version = await self._catalog.change(lambda: model.store.alias(ref, alias, replace=replace))
         return card_of(version, model.state_of(version))
 
@@ -134,9 +161,9 @@ class CatalogAdmin:
 
     async def _settle(self, model: ServedModel, principal: Principal, key: AdapterKey) -> None:
         """Validate what a key means, so that a change meets an adapter or none."""
-        name = model.adapters_of(principal).unvalidated(key)
-        if name is not None:
-            await self._follower.validate_named(model, name, principal.tenant)
+        adapter = model.adapters_of(principal).unvalidated(key)
+        if adapter is not None:
+            await self._validate(model, adapter, principal.tenant)
 
     async def _managed(
         self, principal: Principal, ref: AdapterRef

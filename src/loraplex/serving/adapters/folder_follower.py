@@ -247,7 +247,8 @@ class FolderFollower:
         if is_same and followed.is_settled and not followed.retries:
             return
         discovered = followed.model.discovered
-        known = {*followed.taken, *(adapter.name for adapter in discovered)}
+        found = (adapter.name for adapter in discovered if adapter.declaration is None)
+        known = {*followed.taken, *found}
         still = {name for name in (*seen, *known) if seen.get(name) == followed.last.get(name)}
         followed.last = seen
         for name in known:  # first, which frees their names and task ids

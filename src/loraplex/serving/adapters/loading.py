@@ -2,17 +2,17 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from loraplex.adapters.base_check import BaseCheck
 from loraplex.adapters.sources.reference import shown_source
 from loraplex.adapters.staged import REQUEST_TENSORS
 from loraplex.adapters.staging import OPERATOR, RequestTensor, StagedAdapter, StagingWorker
-from loraplex.adapters.store import AdapterVersion, VersionOrigin
+from loraplex.adapters.store import AdapterVersion, Registration, VersionOrigin
 from loraplex.core.adapter import AdapterKey, AdapterRef, ByDigest, ByName, ByTaskId
 from loraplex.core.clock import Clock
-from loraplex.core.errors import AdapterLoadError, InvalidAdapterError
+from loraplex.core.errors import AdapterExistsError, AdapterLoadError, InvalidAdapterError
 from loraplex.core.principal import Principal
 from loraplex.core.request import RequestId
 from loraplex.models.engine_folder import source_model
@@ -61,10 +61,12 @@ class CatalogLoader:
         replace: bool = False,
         dry_run: bool = False,
         canary_id: Callable[[], RequestId] | None = None,
+        register: Callable[[StagedAdapter], Awaitable[Registration]] | None = None,
     ) -> LoadReport:
         """Load an adapter. Raises before any change if it is bad, or would have no effect.
 
-        canary_id: returns ids for the canary's requests; None runs no canary.
+        canary_id: returns ids for the canary's requests; None runs no canary. register: binds the
+        name; None: the catalog of this server does.
         """
         tenant, store = principal.tenant, model.store
         store.check_free(model.card.name, tenant, name, task_id, replace=replace)
@@ -87,8 +89,12 @@ class CatalogLoader:
         if dry_run:
             version, is_unchanged = self._prospect(model, ref, staged, path, task_id)
         else:
-            registration = await self._catalog.register(
-                model, tenant, name, staged, path=path, task_id=task_id, replace=replace
+            registration = await (
+                register(staged)
+                if register is not None
+                else self._catalog.register(
+                    model, tenant, name, staged, path=path, task_id=task_id, replace=replace
+                )
             )
             version, is_unchanged = registration.version, registration.is_unchanged
             seconds["register"] = time.perf_counter() - started
@@ -141,6 +147,12 @@ class CatalogLoader:
                 self._catalog.check_is_no_base(name)
             elif before.digest == digest and model.state_of(before) is AdapterState.READY:
                 return before, before
+            elif before.origin is VersionOrigin.DECLARED:
+                raise AdapterExistsError(
+                    f"adapter {before.name!r} is declared for several servers: {REQUEST_TENSORS} "
+                    "must not replace it on one; use another task id",
+                    param="task_id",
+                )
             else:
                 name = before.name
             registration = model.store.register(
@@ -165,9 +177,10 @@ class CatalogLoader:
     async def reload(self, model: ServedModel, version: AdapterVersion) -> bool:
         """Stage a version's source again; return whether it has other bytes, the next version.
 
-        Tensors of a request have no source to stage. Raises the error of the source, if any.
+        Tensors of a request have no source to stage, and a declared adapter changes by its
+        declaration. Raises the error of the source, if any.
         """
-        if version.path == REQUEST_TENSORS:
+        if version.path == REQUEST_TENSORS or version.origin is VersionOrigin.DECLARED:
             return False
         staged = await self._stage_again(model, version, reads_again=True)
         is_same = staged.source.digest == version.digest

@@ -53,11 +53,11 @@ class LlgtrtDialect(Dialect):
         add_bos = True if body.add_special_tokens is None else body.add_special_tokens
         return _changes(body) | {"add_special_tokens": add_bos}
 
-    def target(
+    async def target(
         self, context: "OpenAIContext", body: GenerationBody, principal: Principal
     ) -> Target:
         if body.lora_model:
-            self._check_name(context, body.lora_model, principal)
+            await self._check_name(context, body.lora_model, principal)
         return Target(context.backend.models(principal)[0], None)
 
     def rendering(self, body: ChatBody) -> dict[str, Any]:
@@ -65,7 +65,7 @@ class LlgtrtDialect(Dialect):
         variables = {"date_string": _today(), **(arguments["template_kwargs"] or {})}
         return arguments | {"template_kwargs": variables, "omits_absent": True}
 
-    def _check_name(self, context: "OpenAIContext", name: str, principal: Principal) -> None:
+    async def _check_name(self, context: "OpenAIContext", name: str, principal: Principal) -> None:
         path = PurePath(name)
         if path.is_absolute() or ".." in path.parts or "\0" in name:
             raise InvalidParameterError(
@@ -75,7 +75,7 @@ class LlgtrtDialect(Dialect):
         if self._has_lora_root:
             return
         try:
-            context.backend.find(name, principal)
+            await context.backend.find(name, principal)
         except ModelNotFoundError:
             raise InvalidParameterError(
                 f"lora_model specified but lora_root not set: there is no adapter {name!r}, and "

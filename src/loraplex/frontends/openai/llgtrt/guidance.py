@@ -106,7 +106,7 @@ class GuidanceEndpoints:
         principal = self._context.principal(request)
         body = await self._context.body(request, GuidanceBody)
         dialect = self._context.options.dialect
-        target = dialect.target(self._context, body, principal)
+        target = await dialect.target(self._context, body, principal)
         generation = await self._request(request, body, target)
         outputs = _steps(
             generate_all(self._context.backend, (generation,), principal),

@@ -48,7 +48,7 @@ class LlgtrtHealth:
         backend = self._context.backend
         probe = GenerateRequest(
             request_id=backend.new_request_id(),
-            model=self._context.target(None, principal).model.name,
+            model=(await self._context.target(None, principal)).model.name,
             prompt=PROBE_PROMPT,
             sampling=SamplingParams(max_tokens=PROBE_TOKENS),
             priority=PROBE_PRIORITY,

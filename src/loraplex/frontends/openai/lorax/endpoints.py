@@ -112,7 +112,7 @@ class LoraxEndpoints:
     async def _request(
         self, request: Request, principal: Principal, body: GenerateBody, *, shows_tokens: bool
     ) -> tuple[Sequence[GenerateRequest], TokenTexts]:
-        target = self._context.target(None, principal)
+        target = await self._context.target(None, principal)
         parameters = body.parameters or Parameters()
         origin = convert.Origin(
             request_id(request),

@@ -115,7 +115,7 @@ class ResponsesEndpoints:
         items = self._conversation(body, principal)
         with in_own_words():
             chat = convert.chat_body(body, items)
-            target = self._context.options.dialect.target(self._context, chat, principal)
+            target = await self._context.options.dialect.target(self._context, chat, principal)
             num_tokens = await count_tokens(self._context, chat, target)
         return json_response(wire.InputTokens(input_tokens=num_tokens))
 

@@ -16,7 +16,7 @@ async def fitting(context: OpenAIContext, body: ChatBody, principal: Principal) 
     System messages at the beginning stay, and so does the last turn: if that is too long, the
     request is refused as any other.
     """
-    target = context.options.dialect.target(context, body, principal)
+    target = await context.options.dialect.target(context, body, principal)
     max_prompt_tokens = _max_prompt_tokens(body, target)
     choices = [body.model_copy(update={"messages": kept}) for kept in _choices(body.messages)]
     first, last = 0, len(choices) - 1
