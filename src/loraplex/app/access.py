@@ -62,7 +62,7 @@ async def following(keys: ApiKeys | None) -> AsyncIterator[None]:
 def guarded(app: ASGIApp, authenticate: Authenticate, settings: ServerConfig) -> ASGIApp:
     """Return the app with a check of keys, and open to pages of the configured origins."""
     open_paths = () if settings.health_needs_key else OPEN_PATHS
-    refuse = functools.partial(_refuse, dialect=settings.dialect)
+    refuse = functools.partial(refusal, dialect=settings.dialect)
     keys = KeyGuard(app, authenticate, refuse, open_paths=open_paths)
     checked: ASGIApp = PageGuard(keys, refuse, settings.cors_origins)
     if not settings.cors_origins:
@@ -83,16 +83,16 @@ def served_as_known_hosts(app: ASGIApp, settings: ServerConfig, *, has_keys: boo
     """
     if not settings.allowed_hosts and (has_keys or not settings.is_on_loopback):
         return app
-    refuse = functools.partial(_refuse, dialect=settings.dialect)
+    refuse = functools.partial(refusal, dialect=settings.dialect)
     return HostGuard(app, refuse, (settings.host, *settings.allowed_hosts))
 
 
 def guarded_metrics(app: ASGIApp, authenticate: Authenticate) -> ASGIApp:
     """Return the app of the metrics, which show all tenants, for operators only."""
-    return KeyGuard(app, authenticate, _refuse, operators_only_to="see the server's metrics")
+    return KeyGuard(app, authenticate, refusal, operators_only_to="see the server's metrics")
 
 
-def _refuse(path: str, error: LoraplexError, dialect: str = "openai") -> Response:
+def refusal(path: str, error: LoraplexError, dialect: str = "openai") -> Response:
     """Return the error in the format of the front end that the path belongs to."""
     if dialect == "llgtrt_compat":
         return Response(status_code=openai_refusal(error).status_code)

@@ -55,13 +55,14 @@ def file_layer(path: Path) -> Layer:
 def field_layers(source: str, fields: Mapping[str, Any], model_names: Iterable[str]) -> list[Layer]:
     """Return one layer for each flag or variable, with its value where the setting belongs.
 
-    fields: values by field name. source: the name of a layer for messages, "flag --{flag}" or
-    "variable LORAPLEX_{variable}". Raises ConfigError for a name that is not a setting.
+    fields: values by field name. source: the name of a layer for messages, "flag --{flag}",
+    "variable LORAPLEX_{variable}" or "argument {name}". Raises ConfigError for a name that is not
+    a setting.
     """
     models = list(model_names)
     layers = []
     for field, value in fields.items():
-        name = source.format(flag=field.replace("_", "-"), variable=field.upper())
+        name = source.format(flag=field.replace("_", "-"), variable=field.upper(), name=field)
         field = ALIASES.get(field, field)
         if field in ServerConfig.__struct_fields__:
             layers.append(Layer(name, {"server": {field: value}}))
