@@ -8,6 +8,7 @@
 #   make test-all     all tests that CI runs
 #   make test-lowest  a part of the tests with the lowest versions that pyproject.toml allows
 #   make soak    what takes too long for CI: long schedules, kills, many more examples
+#   make charts  check the Helm chart and the other objects of deploy/ without a cluster
 #   make lock    write constraints.txt anew; LOCK_ARGS=--upgrade takes the newest versions
 #   make bench   measure a server on this machine, and compare it with BENCH_PEERS
 #   make docs    build the documentation
@@ -55,7 +56,7 @@ UV := $(BIN)/python .ci/install.py
 PYTEST := PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(CURDIR)/$(VENV)/pycache $(BIN)/python -m pytest
 INSTALL := $(UV) install --quiet --python $(BIN)/python -c constraints.txt $(PIP_ARGS)
 
-.PHONY: demo test coverage test-all test-lowest soak lint types bench docs tables fmt lock clean .triton \
+.PHONY: demo test coverage test-all test-lowest soak charts lint types bench docs tables fmt lock clean .triton \
 	gpu-wheels gpu-check gpu-bench
 
 $(BIN)/uv: constraints.txt
@@ -123,7 +124,15 @@ soak: $(VENV)/.dev $(OLDEST_TRITON) $(VENV)/clients .triton
 	$(PYTEST) --hypothesis-profile=soak --timeout=7200 \
 		-m "not gpu and not network" $(PYTEST_ARGS) tests/property tests/contract/test_openapi.py
 	PYTHONPATH=tests $(BIN)/python benchmarks/soak.py --minutes $(SOAK_MINUTES)
-	$(MAKE) test-lowest
+	$(MAKE) test-lowest charts
+
+# Helm as a library has 244 MB, so it is installed for this verb only.
+$(VENV)/.charts: $(VENV)/.dev tests/deploy/requirements.txt
+	$(INSTALL) -r tests/deploy/requirements.txt
+	@touch $@
+
+charts: $(VENV)/.charts
+	$(PYTEST) $(PYTEST_ARGS) tests/deploy
 
 # A Python of its own, with the lowest versions that pyproject.toml allows of what it names. torch is
 # the exception: it is installed first, as everywhere, because the lowest version that a folder of

@@ -120,9 +120,9 @@ class Aibrix:
 def test_aibrix(http: httpx.Client, backend: EchoBackend):
     controller = Aibrix(http)
     backend.plant_load(InvalidAdapterError("adapter_config.json has no r"))
-    assert not controller.reconcile("fr", "hf://org/fr")
-    assert controller.reconcile("fr", "hf://org/fr")
-    assert controller.reconcile("fr", "hf://org/fr")
+    assert not controller.reconcile("fr", "org/fr")
+    assert controller.reconcile("fr", "org/fr")
+    assert controller.reconcile("fr", "org/fr")
     assert controller.delete("fr")
     assert controller.delete("fr")
     assert not backend.adapters(LOCAL)
