@@ -26,9 +26,10 @@ def within_build(name: str, model: ModelConfig, folder: Path) -> ModelConfig:
     limits = read_build_limits(folder)
     if limits is None:
         return model
-    if limits.world_size > 1:
+    if limits.world_size > 1 and model.tensor_parallel_size * model.pipeline_parallel_size == 1:
         logger.warning(
-            "model %r was built for tensor parallel %d x pipeline parallel %d: it runs as one",
+            "model %r was built for tensor parallel %d x pipeline parallel %d: it runs as one "
+            "process, unless tensor_parallel_size is set",
             *(name, limits.tp_size, limits.pp_size),
         )
     return msgspec.structs.replace(

@@ -15,7 +15,7 @@ _TRITONSERVER: Final = "/opt/tritonserver/bin/tritonserver"
 _LOG_FILE: Final = "triton_log.txt"
 _ONE_PROCESS: Final = "one process serves the model, without MPI"
 LAUNCH_FLAGS: Final = (
-    here("world_size", _WHOLE, "more than 1 runs as one process [1]"),
+    here("world_size", _WHOLE, "more than 1 needs LORAPLEX_TENSOR_PARALLEL_SIZE [1]"),
     here("tritonserver", _TEXT, "a program to start instead of loraplex triton"),
     here("grpc_port", _WHOLE, "[8001]"),
     here("http_port", _WHOLE, "[8000]"),
@@ -81,5 +81,8 @@ def launch_triton_server(context: typer.Context) -> None:
         )
         pid = launch(what, force=flags.get("force", False))
         if flags.get("world_size", 1) > 1:
-            print(f"--world_size {flags.get('world_size')}: one process serves the model")
+            print(
+                f"--world_size {flags.get('world_size')}: one process serves the model, unless "
+                "LORAPLEX_TENSOR_PARALLEL_SIZE is set"
+            )
         print(f"started with process id {pid}: {' '.join(what.command)}")

@@ -111,7 +111,10 @@ def model_choices(flags: Flags, config: ModelSpec) -> ModelChoices:
     for name, size in (("tp_size", tp_size), ("pp_size", pp_size)):
         check_at_least(f"--{name}", size, 1)
     if tp_size * pp_size > 1:
-        logger.warning("--tp_size %d --pp_size %d: it runs as one process", tp_size, pp_size)
+        logger.warning(
+            "--tp_size %d --pp_size %d: it runs as one process, unless tensor_parallel_size is set",
+            *(tp_size, pp_size),
+        )
     limits = BuildLimits(
         quantization=_quantization(flags),
         kv_dtype="int8" if flags.get("int8_kv_cache") else "auto",

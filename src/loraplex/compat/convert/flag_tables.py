@@ -67,8 +67,8 @@ _PRECISION = (
     *_ignored(_WHOLE, "there is no calibration", "calib_batches calib_size calib_max_seq_length"),
 )
 _PARALLEL = (
-    here("tp_size", _WHOLE, "recorded; more than 1 runs as one process"),
-    here("pp_size", _WHOLE, "recorded; more than 1 runs as one process"),
+    here("tp_size", _WHOLE, "recorded; the setting tensor_parallel_size divides a model"),
+    here("pp_size", _WHOLE, "recorded; the setting pipeline_parallel_size divides a model"),
     ignored("cp_size", _WHOLE, _ONE_PROCESS),
 )
 _SOURCES = (

@@ -21,7 +21,8 @@ def _none(reason: str, keys: str) -> Iterable[SettingRow]:
     return (no_effect(key, reason) for key in keys.split())
 
 
-PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+RANK_SIZES = ("tensor_parallel_size", "pipeline_parallel_size")
+PARALLEL = (*RANK_SIZES, "data_parallel_size")
 
 ENGINE_ARGS = (
     here("model", Kind.TEXT, "the setting `path`"),
@@ -54,7 +55,11 @@ ENGINE_ARGS = (
     here("enable_lora", Kind.BOOL, "reads multi_lora.json; without it `lora_name` is refused"),
     here("disable_log_stats", Kind.BOOL, "no vllm:* families that count requests; the gauges stay"),
     here("swap_space", Kind.NUMBER, "GiB of `kv_cache_host_memory_bytes`"),
-    *(here(key, Kind.WHOLE, "more than 1 is served as 1, with a warning") for key in PARALLEL),
+    *(
+        here(key, Kind.WHOLE, "more than 1 is served as 1, with a warning; the setting divides")
+        for key in RANK_SIZES
+    ),
+    here("data_parallel_size", Kind.WHOLE, "more than 1 is served as 1, with a warning"),
     here("device", Kind.TEXT, "auto, cuda, cuda:N or cpu"),
     here("speculative_config", Kind.ANY, "the method ngram, which needs no second model"),
     *_none("requests are never logged", "disable_log_requests enable_log_requests max_log_len"),

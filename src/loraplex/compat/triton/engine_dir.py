@@ -69,7 +69,7 @@ def _checked(folder: ModelFolder, engine: Path, notes: Notes) -> Path:
 
 
 def _check_mapping(config: Mapping[str, Any], engine: Path, notes: Notes) -> None:
-    """How many GPUs the build was made for: one process serves it."""
+    """How many GPUs the build was made for. Ranks are another matter: see docs/ranks.md."""
     pretrained = config.get("pretrained_config", config)
     mapping = pretrained.get("mapping") if isinstance(pretrained, Mapping) else None
     if not isinstance(mapping, Mapping):
@@ -83,4 +83,7 @@ def _check_mapping(config: Mapping[str, Any], engine: Path, notes: Notes) -> Non
             f"pp_size {sizes['pp_size']} is {needed}"
         )
     if needed > 1:
-        notes.warning(f"{engine} was built for {needed} GPUs: it is served by one")
+        notes.warning(
+            f"{engine} was built for {needed} GPUs: it is served by one process, unless "
+            "tensor_parallel_size is set"
+        )

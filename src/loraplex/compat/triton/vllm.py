@@ -10,6 +10,7 @@ from loraplex.compat.triton.config_json import completed_config
 from loraplex.compat.triton.devices import has_gpu
 from loraplex.compat.triton.engine_args import (
     PARALLEL,
+    RANK_SIZES,
     is_neutral,
     read_value,
     row_of,
@@ -154,7 +155,8 @@ class _Arguments:
     def _note_parallel(self) -> None:
         sizes = {key: self.value(key) for key in PARALLEL if (self.value(key) or 1) > 1}
         for key, size in sizes.items():
-            self._notes.warning(f"{self._place(key)}: {key} {size} is served as 1")
+            how = "" if key not in RANK_SIZES else f", unless {key} is set for loraplex, too"
+            self._notes.warning(f"{self._place(key)}: {key} {size} is served as 1{how}")
 
     def _here(self, written: str) -> str:
         """Resolve a path from the working directory or the model's folder; else it is a hub id."""
