@@ -39,9 +39,19 @@ PRECISIONS = ({}, {"dtype": "bfloat16"}, {"quantization": "int8"}, {"quantizatio
 QUICK = ("gemma", "mixtral")
 SLOW = (
     *("gemma2", "gemma3", "phi3", "glm4", "granite", "cohere2", "gpt-neox", "bloom", "falcon-new"),
-    *("opt-350m", "starcoder2", "internlm2", "baichuan", "qwen2-moe", "gpt-oss"),
+    *(
+        "opt-350m",
+        "starcoder2",
+        "internlm2",
+        "baichuan",
+        "qwen2-moe",
+        "gpt-oss",
+        "olmo2",
+        "olmoe",
+        "qwen3-moe",
+    ),
 )
-TWO_ONLY = ("gpt-neox", "bloom")
+TWO_ONLY = ("gpt-neox", "bloom", "olmo2", "olmoe")
 """Models that four ranks cannot share."""
 MAX_RANK = 8
 NUM_TOKENS = 8

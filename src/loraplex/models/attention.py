@@ -135,13 +135,19 @@ class Attention:
             part.view(len(x), -1, spec.head_dim) for part in torch.split(qkv, sizes, dim=1)
         )
         if spec.q_norm is not None:
-            query = _normed(query, spec.q_norm, self._q_norm)
+            query = self._normed(query, spec.q_norm, self._q_norm)
         if spec.k_norm is not None:
-            key = _normed(key, spec.k_norm, self._k_norm)
+            key = self._normed(key, spec.k_norm, self._k_norm)
         return query, key, value
 
-
-def _normed(heads: torch.Tensor, spec: NormSpec, norm: Norm) -> torch.Tensor:
-    """heads [T, H, D] -> the same shape; the norm is of each head or of all together."""
-    groups = heads if heads.shape[-1] == spec.size else heads.view(len(heads), -1, spec.size)
-    return norm.apply(groups).view(heads.shape)
+    def _normed(self, heads: torch.Tensor, spec: NormSpec, norm: Norm) -> torch.Tensor:
+        """heads [T, H, D] -> the same shape; the norm is of each head or of all together."""
+        num_tokens, head_dim = len(heads), heads.shape[-1]
+        if head_dim == spec.size:
+            return norm.apply(heads)
+        own = spec.own_heads
+        if own is None:
+            return norm.apply(heads.view(num_tokens, -1, spec.size)).view(heads.shape)
+        whole = self._kernels.gather_columns(heads.flatten(1), spec.size)
+        normed = norm.apply(whole)[:, own.span.first * head_dim : own.span.end * head_dim]
+        return normed.view(heads.shape)

@@ -234,7 +234,7 @@ def _build_norm(norm: NormSpec | None, source: ParameterSource) -> NormParameter
 def _build_norm(norm: NormSpec | None, source: ParameterSource) -> NormParameters | None:
     if norm is None:
         return None
-    own = norm.own_heads
+    own = None if norm.num_heads is None else norm.own_heads
     num_heads = norm.num_heads if own is None else own.whole
     shape = (norm.size,) if num_heads is None else (num_heads, norm.size)
 

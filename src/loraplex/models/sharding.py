@@ -98,8 +98,8 @@ def _layer(layer: LayerSpec, place: TensorShard, spec: ModelSpec) -> LayerSpec:
             head_order=order,
             own_heads=Share(heads.query, attention.num_heads),
             alibi_slopes=attention.alibi_slopes[heads.query.first : heads.query.end],
-            q_norm=_head_norm(attention.q_norm, heads.query),
-            k_norm=_head_norm(attention.k_norm, heads.kv),
+            q_norm=_head_norm(attention.q_norm, attention, Share(heads.query, attention.num_heads)),
+            k_norm=_head_norm(attention.k_norm, attention, Share(heads.kv, attention.num_kv_heads)),
         ),
         feed_forward=dataclasses.replace(feed_forward, inner_size=inner[UP].size),
         linears=linears,
@@ -112,13 +112,14 @@ def _check_heads(attention: AttentionSpec, place: TensorShard, spec: ModelSpec) 
         raise _indivisible(spec, place, f"{num_heads} query heads")
     if num_kv % size and size % num_kv:
         raise _indivisible(spec, place, f"{num_kv} KV heads")
-    for norm in (attention.q_norm, attention.k_norm):
-        if norm is not None and norm.size != attention.head_dim:
-            raise ConfigError(
-                f"{spec.architecture} normalises all heads of a token together ({norm.path}), "
-                f"which ranks cannot do apart: tensor_parallel_size must be 1, got {size}",
-                param="tensor_parallel_size",
-            )
+    key_norm = attention.k_norm
+    if key_norm is not None and key_norm.size != attention.head_dim and num_kv % size:
+        raise ConfigError(
+            f"{spec.architecture} normalises the {num_kv} key heads of a token together "
+            f"({key_norm.path}), so ranks cannot have copies of one: tensor_parallel_size must "
+            f"be a divisor of {num_kv}, got {size}",
+            param="tensor_parallel_size",
+        )
 
 
 def _head_positions(
@@ -164,10 +165,13 @@ def _inner_outputs(up: LinearGroup, inner: Span, layer: LayerSpec) -> list[Span]
     return [Span(first + inner.first, first + inner.end) for first in range(0, total, size)]
 
 
-def _head_norm(norm: NormSpec | None, heads: Span) -> NormSpec | None:
-    if norm is None or norm.num_heads is None:
-        return norm
-    return dataclasses.replace(norm, num_heads=heads.size, own_heads=Share(heads, norm.num_heads))
+def _head_norm(norm: NormSpec | None, attention: AttentionSpec, heads: Share) -> NormSpec | None:
+    """Return the norm of a rank's heads; one of all heads together stays whole."""
+    if norm is None:
+        return None
+    if norm.num_heads is not None:
+        return dataclasses.replace(norm, num_heads=heads.span.size, own_heads=heads)
+    return norm if norm.size == attention.head_dim else dataclasses.replace(norm, own_heads=heads)
 
 
 def _indivisible(spec: ModelSpec, place: TensorShard, what: str) -> ConfigError:

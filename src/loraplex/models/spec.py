@@ -99,7 +99,7 @@ class NormSpec:
     num_heads: int | None = None
     """Heads with weights of their own, [num_heads, size]; None: the weight is [size]."""
     own_heads: Share | None = None
-    """Heads of the checkpoint's weights that these are; None: all."""
+    """Heads of the checkpoint that are normalised, where not each by itself; None: all."""
     weight_offset: float = 0.0
     """Number that is added to the weight of the checkpoint."""
     is_rounded_once: bool = False

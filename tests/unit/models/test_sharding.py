@@ -99,7 +99,7 @@ def _outputs(spans: dict[str, tuple[Span, ...]], group: LinearGroup) -> list[int
     [
         ("gemma", 3, "4 query heads"),
         ("bloom", 4, "6 query heads"),
-        ("olmo2", 2, "normalises all heads of a token together"),
+        ("olmo2", 4, "2 key heads of a token together"),
         ("gemma", 8, "4 query heads"),
     ],
 )
