@@ -27,6 +27,7 @@ from loraplex.execution.sizing.capacity import (
     choose_dtype,
     choose_kv_dtype,
     free_bytes,
+    rank_share,
     size_memory,
 )
 from loraplex.execution.sizing.kv import windowed
@@ -36,6 +37,7 @@ from loraplex.execution.weights.hub import resolve_model
 from loraplex.execution.weights.size import weights_size
 from loraplex.execution.weights.stored_head import read_model
 from loraplex.memory.adapter_pages import layer_targets, pages_of
+from loraplex.models.sharding import TensorShard, shard
 from loraplex.models.spec import ModelSpec
 from loraplex.serving.adapter_fit import check_fits_tiers
 from loraplex.serving.adapters.folders import find_below
@@ -71,7 +73,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan_memory(model: ModelConfig, adapters: Sequence[str]) -> MemoryPlan:
-    """Return the memory plan of a model and adapters.
+    """Return the memory plan of a model and adapters: of one rank, if there are several.
 
     adapters: paths of adapters, or of folders with adapters at any depth. Raises ConfigError if
     the model cannot be served with these settings, or a folder does not exist.
@@ -80,7 +82,10 @@ def plan_memory(model: ModelConfig, adapters: Sequence[str]) -> MemoryPlan:
     model = within_build(str(folder), model, folder)
     settings = runner_settings(model)
     config = windowed(settings, read_model(folder))
-    capacity = _capacity(settings, config)
+    num_ranks = model.tensor_parallel_size
+    if torch.device(settings.device).type == "cpu":
+        settings = settings.share_of_host(num_ranks)
+    capacity = _capacity(settings, shard(config, TensorShard(0, num_ranks)))
     memory = memory_of(
         capacity,
         EngineStats(),
@@ -123,6 +128,7 @@ def _capacity(settings: RunnerSettings, config: ModelSpec) -> Capacity:
         num_adapter_pages=size.adapters.num_pages,
         adapter_page_bytes=size.adapters.page_bytes,
         adapter_table_bytes=size.adapters.table_bytes,
+        adapter_share=rank_share(settings, config),
         host_page_bytes=0 if is_cpu else size.adapters.page_bytes,
         keeps_host_copy=not is_cpu,
         kv_cache_bytes=size.kv.num_bytes,

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from loraplex.core.adapter import LM_HEAD, each_expert
+from loraplex.core.adapter import each_expert
 from loraplex.core.errors import StepFailedError
 from loraplex.core.plan import AdapterShare, Capacity
 from loraplex.execution.adapters.bank import AdapterBank, BaseEnds
@@ -32,7 +32,7 @@ from loraplex.execution.sizing.capacity import (
     choose_dtype,
     choose_kv_dtype,
     head_of,
-    largest_target,
+    rank_share,
     smallest_pool,
 )
 from loraplex.execution.sizing.kv import trial_kv_size
@@ -57,7 +57,6 @@ from loraplex.models.attention import attention_shapes
 from loraplex.models.decoder import Decoder
 from loraplex.models.parameters import DecoderParameters
 from loraplex.models.rope import rotary_tables, rotation_border
-from loraplex.models.sharding import adapter_share
 from loraplex.models.spec import ModelSpec
 
 _TRIAL_BLOCKS = 64
@@ -83,8 +82,7 @@ class Assembly:
     @property
     def adapter_share(self) -> AdapterShare | None:
         """What of an adapter this rank holds; None: all."""
-        piece = self.settings.rank_limits.of(LM_HEAD) * largest_target(self.spec)
-        return adapter_share(self.spec, piece)
+        return rank_share(self.settings, self.spec)
 
     @property
     def device(self) -> torch.device:

@@ -76,7 +76,7 @@ def load_parts(
     device = choose_device(settings) if accelerator is None else accelerator.device
     accelerator = accelerator or select_accelerator(device)
     if device.type == "cpu":
-        settings = _share_of_host(settings, place.size)
+        settings = settings.share_of_host(place.size)
     free = _free_bytes(device, accelerator)
     _check_fit(settings, spec, free)
     kernels = select_kernels(
@@ -176,14 +176,6 @@ def _check_fit(settings: RunnerSettings, spec: ModelSpec, free: int | None) -> N
     if free <= expected:
         raise MemoryAdvice(settings, spec, dtype).weights(free)
     sizes(weights_bytes=expected, free_bytes=free - expected)
-
-
-def _share_of_host(settings: RunnerSettings, num_ranks: int) -> RunnerSettings:
-    """Divide the bytes that the operator gives an engine between ranks in one host's memory."""
-    names = ("memory_bytes", "kv_cache_bytes", "kv_cache_host_memory_bytes", "lora_device_bytes")
-    values = {name: getattr(settings, name) for name in names}
-    shares = {name: value // num_ranks for name, value in values.items() if value}
-    return msgspec.structs.replace(settings, **shares)
 
 
 def _spendable(assembly: Assembly) -> int | None:

@@ -5,8 +5,9 @@ import dataclasses
 import msgspec
 import torch
 
+from loraplex.core.adapter import LM_HEAD
 from loraplex.core.errors import ConfigError
-from loraplex.core.plan import PageGeometry
+from loraplex.core.plan import AdapterShare, PageGeometry
 from loraplex.execution.adapters.entry_tables import head_modules
 from loraplex.execution.sizing.advice import MemoryAdvice
 from loraplex.execution.sizing.kv import KVSize, block_bytes, size_kv
@@ -20,6 +21,7 @@ from loraplex.memory.adapter_pages import (
     pages_for_bytes,
 )
 from loraplex.models.attention import attention_shapes
+from loraplex.models.sharding import adapter_share
 from loraplex.models.spec import ModelSpec
 
 _DEFAULT_ADAPTER_BYTES = 256 << 20
@@ -260,6 +262,11 @@ def _entry_bytes(spec: ModelSpec) -> int:
 def head_of(spec: ModelSpec) -> ModuleShapes:
     """Return lm_head in the blocks that staging cuts it into: by the whole model's layers."""
     return head_modules(spec.whole.module_shapes, spec.hidden_size, spec.vocab_size)
+
+
+def rank_share(settings: RunnerSettings, spec: ModelSpec) -> AdapterShare | None:
+    """Return what of an adapter a rank with this spec holds; None: all."""
+    return adapter_share(spec, settings.rank_limits.of(LM_HEAD) * largest_target(spec))
 
 
 def largest_target(spec: ModelSpec) -> int:

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import msgspec
+
 from loraplex.core.engine_settings import NO_CACHE, EngineSettings
 from loraplex.core.weight_precision import WeightPrecision
 
@@ -17,6 +19,18 @@ class RunnerSettings(EngineSettings, frozen=True, kw_only=True):
     @property
     def precision(self) -> WeightPrecision:
         return WeightPrecision(self.quantization)
+
+    def share_of_host(self, num_ranks: int) -> "RunnerSettings":
+        """Divide the bytes that the operator gives an engine between ranks in one host's memory."""
+        names = (
+            "memory_bytes",
+            "kv_cache_bytes",
+            "kv_cache_host_memory_bytes",
+            "lora_device_bytes",
+        )
+        values = {name: getattr(self, name) for name in names}
+        shares = {name: value // num_ranks for name, value in values.items() if value}
+        return msgspec.structs.replace(self, **shares)
 
     @property
     def weights_cache(self) -> Path | None:
