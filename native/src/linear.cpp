@@ -159,56 +159,56 @@ private:
         const std::int64_t block_sums = rows.size * product.block_outputs();
         const std::int64_t first_of_all = product.weight * num_panels(out_features_) + first_panel;
         const W *first_weights = packed_ + first_of_all * layout_.stride();
-        for (std::int64_t piece = 0; piece < pieces_.size(); ++piece) {
-            const std::int64_t input_block = pieces_.block(piece);
+        for (InputPiece piece = pieces_.start(0); piece.block < pieces_.num_blocks();) {
+            const InputPiece after = pieces_.after(piece);
             // After those of the blocks that wait for their neighbours.
-            float *own_sums = sums + std::popcount(static_cast<std::uint64_t>(input_block)) *
+            float *own_sums = sums + std::popcount(static_cast<std::uint64_t>(piece.block)) *
                                          num_blocks * block_sums;
             const W *panel = first_weights;
             for (std::int64_t block = 0; block < num_blocks; ++block) {
                 const W *next_panel = panel + panels * layout_.stride();
                 // The tile's next call, or the next tile's first.
-                const W *next = block + 1 < num_blocks       ? values(next_panel, piece)
-                                : piece + 1 < pieces_.size() ? values(first_weights, piece + 1)
-                                                             : next_panel;
+                const W *next = block + 1 < num_blocks                ? values(next_panel, piece)
+                                : after.block < pieces_.num_blocks() ? values(first_weights, after)
+                                                                     : next_panel;
                 add_products(product.shape, rows, panel, piece, next,
                              own_sums + block * block_sums);
                 panel = next_panel;
             }
-            if (pieces_.is_last(piece)) {
-                finish_block(product, input_block, rows, own_sums, num_blocks * block_sums);
+            if (after.block != piece.block) {
+                finish_block(product, piece.block, rows, own_sums, num_blocks * block_sums);
             }
+            piece = after;
         }
         for (std::int64_t block = 0; block < num_blocks; ++block) {
             write(product, rows, first_panel + block * panels, sums + block * block_sums);
         }
     }
 
-    const W *values(const W *panel, std::int64_t piece) const {
-        return layout_.values(panel, pieces_.block(piece), pieces_.first(piece));
+    const W *values(const W *panel, const InputPiece &piece) const {
+        return layout_.values(panel, piece.block, piece.first);
     }
 
     // sums [rows][outputs of a block] += the share of a piece of the inputs. next: the weights of
     // the call after this one.
-    void add_products(BlockShape shape, Range rows, const W *panel, std::int64_t piece,
+    void add_products(BlockShape shape, Range rows, const W *panel, const InputPiece &piece,
                       const W *next, float *sums) {
         const std::int64_t num_row_blocks = divide_up(rows.size, shape.rows);
         BlockWeights<W> block = {
             values(panel, piece), layout_.stride(),
-            layout_.scales(panel, pieces_.block(piece), pieces_.first(piece)), group_size_, {}};
-        const int depth = pieces_.depth(piece);
+            layout_.scales(panel, piece.block, piece.first), group_size_, {}};
         for (std::int64_t i = 0; i < num_row_blocks; ++i) {
             const Range part_rows = part(rows.size, num_row_blocks, i);
             const Range next_rows = part(rows.size, num_row_blocks, (i + 1) % num_row_blocks);
             block.ahead = num_row_blocks == 1
                               ? ReadAhead::whole(block.values + kReadAheadBytes / sizeof(W))
-                              : ReadAhead::part(next, depth, num_row_blocks, i);
+                              : ReadAhead::part(next, piece.depth, num_row_blocks, i);
             block.ahead.inputs = reinterpret_cast<const std::byte *>(
                 inputs_.at(piece, rows.first + next_rows.first));
             const BlockShape part_shape = {static_cast<int>(part_rows.size), shape.panels};
             block_function<W>(part_shape, pool_.cpu_features())(
-                inputs_.at(piece, rows.first + part_rows.first), block, depth,
-                sums + part_rows.first * shape.panels * kPanelWidth, pieces_.is_first(piece));
+                inputs_.at(piece, rows.first + part_rows.first), block, piece.depth,
+                sums + part_rows.first * shape.panels * kPanelWidth, piece.first == 0);
         }
     }
 

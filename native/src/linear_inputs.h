@@ -15,32 +15,42 @@ namespace loraplex {
 
 constexpr std::int64_t divide_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
-// The inputs in the pieces that one call of an inner loop takes: of a block, kMaxDepth at most.
+// Inputs that one call of an inner loop takes: of a block, kMaxDepth at most.
+struct InputPiece {
+    std::int64_t index;  // of all
+    std::int64_t block;
+    std::int64_t first;  // in the block
+    int depth;
+};
+
 template <typename W>
 class InputPieces {
 public:
     InputPieces(std::int64_t in_features, std::int64_t num_blocks)
-        : block_inputs_(in_features / num_blocks), num_blocks_(num_blocks),
+        : num_blocks_(num_blocks), block_inputs_(in_features / num_blocks),
           per_block_(divide_up(block_inputs_, kMaxDepth<W>)) {}
 
     std::int64_t size() const { return num_blocks_ * per_block_; }
     std::int64_t num_blocks() const { return num_blocks_; }
-    std::int64_t per_block() const { return per_block_; }
     std::int64_t block_inputs() const { return block_inputs_; }
 
-    std::int64_t block(std::int64_t piece) const { return piece / per_block_; }
-    // In its block.
-    std::int64_t first(std::int64_t piece) const { return piece % per_block_ * kMaxDepth<W>; }
-    int depth(std::int64_t piece) const {
-        return static_cast<int>(
-            std::min<std::int64_t>(kMaxDepth<W>, block_inputs_ - first(piece)));
+    InputPiece start(std::int64_t block) const { return piece(block * per_block_, block, 0); }
+
+    // After the last one comes the start of a block that is none.
+    InputPiece after(const InputPiece &last) const {
+        const std::int64_t first = last.first + kMaxDepth<W>;
+        return first < block_inputs_ ? piece(last.index + 1, last.block, first)
+                                     : start(last.block + 1);
     }
-    bool is_first(std::int64_t piece) const { return piece % per_block_ == 0; }
-    bool is_last(std::int64_t piece) const { return (piece + 1) % per_block_ == 0; }
 
 private:
-    std::int64_t block_inputs_;
+    InputPiece piece(std::int64_t index, std::int64_t block, std::int64_t first) const {
+        const auto depth = std::min<std::int64_t>(kMaxDepth<W>, block_inputs_ - first);
+        return {index, block, first, static_cast<int>(depth)};
+    }
+
     std::int64_t num_blocks_;
+    std::int64_t block_inputs_;
     std::int64_t per_block_;
 };
 
@@ -59,8 +69,8 @@ public:
         : values_(static_cast<Input<W> *>(memory)), num_rows_(num_rows), pieces_(pieces),
           scales_(reinterpret_cast<float *>(values_ + values_size(num_rows, pieces))) {}
 
-    const Input<W> *at(std::int64_t piece, std::int64_t row) const {
-        return values_ + (piece * num_rows_ + row) * kRowStride<W>;
+    const Input<W> *at(const InputPiece &piece, std::int64_t row) const {
+        return values_ + (piece.index * num_rows_ + row) * kRowStride<W>;
     }
 
     // What the row's sums of a block are to be multiplied by; only for quantised weights.
@@ -90,10 +100,9 @@ private:
     // body(source, depth, target) for the pieces of a block, which begins at x
     template <typename T, typename Body>
     void for_each_piece(std::int64_t row, std::int64_t block, const T *x, const Body &body) {
-        const std::int64_t first = block * pieces_.per_block();
-        for (std::int64_t piece = first; piece < first + pieces_.per_block(); ++piece) {
-            body(x + pieces_.first(piece), pieces_.depth(piece),
-                 const_cast<Input<W> *>(at(piece, row)));
+        for (InputPiece piece = pieces_.start(block); piece.block == block;
+             piece = pieces_.after(piece)) {
+            body(x + piece.first, piece.depth, const_cast<Input<W> *>(at(piece, row)));
         }
     }
 
@@ -131,7 +140,8 @@ private:
         std::uint32_t largest = 0;
         const std::int64_t num_inputs = pieces_.block_inputs();
         for (std::int64_t first = 0; first < num_inputs; first += kAtOnce) {
-            const auto count = static_cast<int>(std::min<std::int64_t>(kAtOnce, num_inputs - first));
+            const auto count =
+                static_cast<int>(std::min<std::int64_t>(kAtOnce, num_inputs - first));
             widen(x + first, count, values);
             std::uint32_t bits[kAtOnce];
             std::memcpy(bits, values, sizeof(bits));
