@@ -335,11 +335,14 @@ class TestFind:
         staging.put("/x")
         for model, name in (("org", "zh"), ("org_x", "zh"), ("org_x", "org_ja"), ("org", "ja")):
             await service.adapter_admin.load(LOCAL, model=model, name=name, path="/x")
-        assert service.find("org_zh", LOCAL) == (service.model("org").card, ByName("zh"))
-        assert service.find("org_x_zh", LOCAL) == (service.model("org_x").card, ByName("zh"))
+        assert await service.find("org_zh", LOCAL) == (service.model("org").card, ByName("zh"))
+        assert await service.find("org_x_zh", LOCAL) == (service.model("org_x").card, ByName("zh"))
         # The adapter that is called so goes before the adapter `ja` of `org`.
-        assert service.find("org_ja", LOCAL) == (service.model("org_x").card, ByName("org_ja"))
-        assert service.find("org_x", LOCAL) == (service.model("org_x").card, None)
+        assert await service.find("org_ja", LOCAL) == (
+            service.model("org_x").card,
+            ByName("org_ja"),
+        )
+        assert await service.find("org_x", LOCAL) == (service.model("org_x").card, None)
 
     async def test_further_names_of_a_model(self, make_service, staging):
         service = make_service(llama=None)
@@ -351,8 +354,8 @@ class TestFind:
         staging.put("/x")
         await service.adapter_admin.load(LOCAL, model="llama", name="zh", path="/x")
         for name in names:
-            assert service.find(name, LOCAL) == (served.card, None)
-            assert service.find(f"{name}:zh", LOCAL) == (served.card, ByName("zh"))
+            assert await service.find(name, LOCAL) == (served.card, None)
+            assert await service.find(f"{name}:zh", LOCAL) == (served.card, ByName("zh"))
             with pytest.raises(InvalidRequestError, match="is the name of a base model"):
                 await service.adapter_admin.load(LOCAL, model="llama", name=name, path="/x")
 
