@@ -17,6 +17,7 @@ from loraplex.core.errors import InvalidAdapterError
 from loraplex.core.principal import LOCAL, NONE, Principal, Rights
 from loraplex.core.stats import AdapterActivity, AdapterTierStats, EngineStats
 from loraplex.frontends.openai import openai_fallback_routes, openai_routes
+from loraplex.frontends.ops.health import health_routes
 from loraplex.frontends.ops.metrics import metrics_routes
 from loraplex.serving.model_memory import DeviceTier, HostTier, KVMemory, ModelMemory, RankFit
 from loraplex.serving.request_metrics import RequestMetrics
@@ -48,6 +49,7 @@ def authenticate(headers) -> Principal:
 @pytest.fixture
 def http(backend: EchoBackend) -> Iterator[httpx.Client]:
     app = Starlette(routes=metrics_routes(backend, RequestMetrics()))
+    app.routes.extend(health_routes(backend, lambda models: {}))
     app.routes.extend(openai_routes(backend, authenticate=authenticate))
     app.routes.extend(openai_fallback_routes())
     with served(app) as url, httpx.Client(base_url=url) as client:
@@ -92,6 +94,14 @@ def test_the_lora_syncer(http: httpx.Client, backend: EchoBackend):
     assert "cannot be found" in (syncer.unload("fr") or "")
     backend.unready_reason = "the engine restarts"
     assert not syncer.is_healthy()
+
+
+def test_probes_of_a_pod(http: httpx.Client, backend: EchoBackend):
+    """A restarting engine takes the pod out of the service, and does not end it."""
+    paths = ("/health/live", "/health/ready", "/health", "/ping")
+    assert [http.get(path).status_code for path in paths] == [200, 200, 200, 200]
+    backend.unready_reason = "the engine restarts"
+    assert [http.get(path).status_code for path in paths] == [200, 503, 503, 503]
 
 
 class Aibrix:

@@ -180,6 +180,10 @@ def test_wrong_values_are_refused(
         ({"apiKeys": {"allowNone": False}}, "apiKeys: give existingSecret or content"),
         ({"apiKeys": {"existingSecret": "x", "content": "y"}}, "not both"),
         ({"replicas": 2, "state": {"persistence": True}}, "use kind StatefulSet"),
+        (
+            {"adapters": {"declarations": {"existingClaim": "x", "place": "s3://x/y"}}},
+            "adapters.declarations.place: give the folder",
+        ),
         ({"inferencePool": {"enabled": True}}, "inferencePool.endpointPicker.name"),
     ],
     ids=str,
@@ -253,6 +257,8 @@ def test_the_server_takes_the_command(
         place = server if hasattr(server, name) else model
         found = getattr(place, name)
         assert (list(found) if isinstance(found, tuple) else found) == value
+    declarations = values.get("adapters", {}).get("declarations", {})
+    assert server.adapter_declarations == declarations.get("place", "")
     parallel = values.get("parallel", {})
     assert model.tensor_parallel_size == parallel.get("tensorParallelSize", 1)
 

@@ -64,6 +64,10 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- if and $claims (or (gt (int .Values.replicas) 1) .Values.autoscaling.enabled) -}}
 {{- fail "state.persistence: replicas of a Deployment would share one claim; a state folder belongs to one server: use kind StatefulSet" -}}
 {{- end -}}
+{{- $shared := .Values.adapters.declarations -}}
+{{- if and $shared.existingClaim (not (hasPrefix "/" $shared.place)) -}}
+{{- fail "adapters.declarations.place: give the folder at which existingClaim is mounted" -}}
+{{- end -}}
 {{- if and .Values.inferencePool.enabled (not .Values.inferencePool.endpointPicker.name) -}}
 {{- fail "inferencePool.endpointPicker.name: give the service of the endpoint picker" -}}
 {{- end -}}
@@ -112,6 +116,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end }}
 {{- if .Values.adapters.existingClaim }}
 - {{ printf "--adapter-dir=%s" .Values.adapters.mountPath | quote }}
+{{- end }}
+{{- with .Values.adapters.declarations.place }}
+- {{ printf "--adapter-declarations=%s" . | quote }}
 {{- end }}
 {{- range .Values.adapters.allowedHosts }}
 - {{ printf "--allowed-adapter-hosts=%s" . | quote }}
