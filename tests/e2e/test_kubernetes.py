@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-from loraplex.demo import ADAPTER_PATHS, BASE_PATH
 from prometheus_client.parser import text_string_to_metric_families
 
+from loraplex.demo import ADAPTER_PATHS, BASE_PATH
 from loraplex.testing.running_server import RunningServer, running
 from support.capitals.corpus import COUNTRIES, founding_prompts
 
