@@ -45,8 +45,9 @@ class RequestBatch:
     It is a context manager: the block admits the requests, and its end closes the batch.
     """
 
-    def __init__(self) -> None:
-        self.is_open = True
+    def __init__(self, *, is_open: bool = True) -> None:
+        """is_open: more than one request may come."""
+        self.is_open = is_open
         self._actions: dict[Callable[[], None], None] = {}
 
     def when_closed(self, action: Callable[[], None]) -> None:

@@ -23,7 +23,7 @@ from loraplex.core.errors import AdapterNotFoundError
 from loraplex.core.output import RequestOutput, SequenceOutput, TokenLogprob
 from loraplex.core.principal import Principal
 from loraplex.core.request import GenerateRequest, RequestBatch
-from loraplex.serving.backend import Backend, close_outputs
+from loraplex.serving.backend import TextBackend, close_outputs
 from loraplex.serving.best_of import joined
 
 T = TypeVar("T")
@@ -101,7 +101,7 @@ async def _disconnected(receive: Callable[[], Awaitable[Mapping[str, Any]]]) -> 
 
 
 async def generate_all(
-    backend: Backend,
+    backend: TextBackend,
     requests: Sequence[GenerateRequest],
     principal: Principal,
     adapter_field: str = "",
@@ -114,7 +114,7 @@ async def generate_all(
     """
     async with AsyncExitStack() as stack:
         streams: list[AsyncIterator[RequestOutput]] = []
-        with RequestBatch() as batch, _naming(adapter_field):
+        with RequestBatch(is_open=len(requests) > 1) as batch, _naming(adapter_field):
             for request in requests:
                 batched = msgspec.structs.replace(request, batch=batch)
                 outputs = await backend.generate(batched, principal)
@@ -167,7 +167,7 @@ def _next_of(stream: AsyncIterator[RequestOutput]) -> "asyncio.Task[RequestOutpu
 
 
 async def gather_all(
-    backend: Backend,
+    backend: TextBackend,
     requests: Sequence[GenerateRequest],
     principal: Principal,
     adapter_field: str = "",

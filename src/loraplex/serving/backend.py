@@ -78,19 +78,11 @@ class Health(msgspec.Struct, frozen=True):
     """Why it is not ready."""
 
 
-class Model(Protocol):
-    """A served base model: its texts, its numbers and what it holds."""
+class TextModel(Protocol):
+    """A base model's texts: what generation needs of it, in every front-end process."""
 
     @property
     def card(self) -> ModelCard: ...
-
-    @property
-    def stats(self) -> EngineStats: ...
-
-    @property
-    def engine_restarts(self) -> Mapping[str, int]:
-        """Number of restarts of its engine by reason: crash, hang, kill."""
-        ...
 
     async def render_chat(
         self,
@@ -128,6 +120,18 @@ class Model(Protocol):
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the exact bytes that one token stands for (OpenAI's logprobs show them)."""
+        ...
+
+
+class Model(TextModel, Protocol):
+    """A served base model: its texts, its numbers and what it holds."""
+
+    @property
+    def stats(self) -> EngineStats: ...
+
+    @property
+    def engine_restarts(self) -> Mapping[str, int]:
+        """Number of restarts of its engine by reason: crash, hang, kill."""
         ...
 
     async def adapter_residency(self) -> Mapping[str, Residency]:
@@ -233,29 +237,19 @@ class AdapterAdmin(Protocol):
         ...
 
 
-class Backend(Protocol):
-    """What front ends need of serving. Raises errors of core.errors only."""
-
-    @property
-    def adapter_admin(self) -> AdapterAdmin: ...
+class TextBackend(Protocol):
+    """What generation needs of serving, in every front-end process. Raises errors of core.errors
+    only."""
 
     def new_request_id(self) -> RequestId: ...
-
-    def health(self) -> Health: ...
-
-    def model_ready(self, model: str) -> bool:
-        """Return whether a model serves; False also for an unknown model."""
-        ...
 
     def models(self, principal: Principal = LOCAL) -> Sequence[ModelCard]:
         """Return the models that a principal may see, at least one; the first is the default."""
         ...
 
-    def model(self, name: str) -> Model:
+    def model(self, name: str) -> TextModel:
         """Raise ModelNotFoundError, whose message lists the models and adapters."""
         ...
-
-    def adapters(self, principal: Principal, model: str | None = None) -> Sequence[AdapterCard]: ...
 
     async def find(self, name: str, principal: Principal) -> tuple[ModelCard, AdapterKey | None]:
         """Return what OpenAI's `model` field means: a base model, an adapter, or both joined as
@@ -275,6 +269,23 @@ class Backend(Protocol):
         Closing the iterator aborts the request.
         """
         ...
+
+
+class Backend(TextBackend, Protocol):
+    """What front ends need of serving."""
+
+    @property
+    def adapter_admin(self) -> AdapterAdmin: ...
+
+    def health(self) -> Health: ...
+
+    def model_ready(self, model: str) -> bool:
+        """Return whether a model serves; False also for an unknown model."""
+        ...
+
+    def model(self, name: str) -> Model: ...
+
+    def adapters(self, principal: Principal, model: str | None = None) -> Sequence[AdapterCard]: ...
 
 
 Admission = AsyncIterator[RequestOutput] | LoraplexError

@@ -5,16 +5,17 @@ One event loop calls it. Label values that clients choose are bounded: adapters 
 to those that are served.
 """
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Iterable
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from loraplex.core.clock import Clock, SystemClock
 from loraplex.core.errors import LoraplexError
-from loraplex.core.output import FinishReason, RequestOutput
+from loraplex.core.output import FinishReason, RequestOutput, ResolvedAdapter
+from loraplex.core.principal import Principal
 from loraplex.core.request import GenerateRequest
-from loraplex.serving.wire_request import GenerationRecord
+from loraplex.serving.wire_request import GenerationRecord, begin_generation
 
 MAX_ADAPTER_LABELS = 100
 OTHER_ADAPTERS = "other"
@@ -42,6 +43,16 @@ class Outputs(Protocol):
     async def __anext__(self) -> RequestOutput: ...
 
     async def aclose(self) -> None: ...
+
+
+class AdmittedOutputs(Outputs, Protocol):
+    """And what its admission found."""
+
+    @property
+    def adapters(self) -> tuple[ResolvedAdapter, ...]: ...
+
+    @property
+    def num_prompt_tokens(self) -> int: ...
 
 
 class RequestMetrics:
@@ -108,6 +119,23 @@ class RequestMetrics:
             "Requests that went on in another engine after theirs had died.",
             ("model",),
         )
+
+    async def observe_from_admission(
+        self, request: GenerateRequest, principal: Principal, admission: Awaitable[AdmittedOutputs]
+    ) -> AsyncIterator[RequestOutput]:
+        """Await the admission of a request, and return its outputs, which are observed.
+
+        Begins the request's record. Raises what the admission raises.
+        """
+        record = begin_generation(request, principal.tenant, self._clock.now_ns())
+        try:
+            outputs = await admission
+        except LoraplexError as error:
+            self.observe_error(request.model, error)
+            record.end(self._clock.now_ns(), error)
+            raise
+        record.admitted(outputs.adapters, outputs.num_prompt_tokens, self._clock.now_ns())
+        return self.observe(request, outputs, record)
 
     def observe(
         self, request: GenerateRequest, outputs: Outputs, record: GenerationRecord

@@ -7,6 +7,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -30,7 +31,7 @@ from loraplex.core.errors import (
     ModelNotFoundError,
     NotReadyError,
 )
-from loraplex.core.output import RequestOutput
+from loraplex.core.output import RequestOutput, ResolvedAdapter
 from loraplex.core.principal import LOCAL, Principal
 from loraplex.core.request import EngineRequest, GenerateRequest, RequestId, check_adapters
 from loraplex.serving.access.tenant_limits import Lease, LeasedOutputs, TenantGate
@@ -50,13 +51,23 @@ from loraplex.serving.catalog import ModelCatalog, pin_on_device
 from loraplex.serving.continuation import submitted
 from loraplex.serving.discovered_adapters import ConfiguredAdapter
 from loraplex.serving.draining import Draining
+from loraplex.serving.engines.async_engine import AsyncEngine
 from loraplex.serving.engines.output_stream import EngineOutputs
 from loraplex.serving.generation import Generation
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.served_model import ServedModel, label, resolved, uses
-from loraplex.serving.wire_request import begin_generation
 
 logger = logging.getLogger(__name__)
+
+
+class Admitted(NamedTuple):
+    """A request that an engine has."""
+
+    request: EngineRequest
+    adapters: tuple[ResolvedAdapter, ...]
+    stream: EngineOutputs
+    engine: AsyncEngine
+    lease: Lease
 
 
 class Service:
@@ -193,20 +204,31 @@ class Service:
     async def generate(
         self, request: GenerateRequest, principal: Principal
     ) -> AsyncIterator[RequestOutput]:
-        record = begin_generation(request, principal.tenant, self._clock.now_ns())
-        try:
-            with self.draining.admission(), self._gate.admission(principal) as lease:
-                generation = await self._generate(request, principal, lease)
-        except LoraplexError as error:
-            self._metrics.observe_error(request.model, error)
-            record.end(self._clock.now_ns(), error)
-            raise
-        record.admitted(generation.adapters, generation.num_prompt_tokens, self._clock.now_ns())
-        return self._metrics.observe(request, LeasedOutputs(generation, lease), record)
+        admission = self._generate(request, principal)
+        return await self._metrics.observe_from_admission(request, principal, admission)
 
-    async def _generate(
+    async def _generate(self, request: GenerateRequest, principal: Principal) -> LeasedOutputs:
+        admitted = await self.admitted(request, principal)
+        tokenizer = self._catalog.model(request.model, principal).tokenizer
+        generation = Generation(
+            request,
+            admitted.request,
+            admitted.adapters,
+            tokenizer,
+            admitted.stream,
+            admitted.engine,
+        )
+        return LeasedOutputs(generation, admitted.lease)
+
+    async def admitted(self, request: GenerateRequest, principal: Principal) -> Admitted:
+        """Admit a request whose outputs the caller takes, whose lease it ends. Raises as
+        `Backend.generate`."""
+        with self.draining.admission(), self._gate.admission(principal) as lease:
+            return await self._admit(request, principal, lease)
+
+    async def _admit(
         self, request: GenerateRequest, principal: Principal, lease: Lease
-    ) -> Generation:
+    ) -> Admitted:
         self._require_open()
         if request.prompt == "":
             raise InvalidRequestError(
@@ -255,9 +277,7 @@ class Service:
             return model.engine.submit(admitted, sources, labels, request.batch)
 
         engine_request, stream = submitted(engine_request, submit)
-        return Generation(
-            request, engine_request, resolved(chosen), model.tokenizer, stream, model.engine
-        )
+        return Admitted(engine_request, resolved(chosen), stream, model.engine, lease)
 
     async def _look_for_new(
         self, model: ServedModel, request: GenerateRequest, principal: Principal

@@ -28,7 +28,7 @@ from loraplex.core.principal import LOCAL, NONE, Principal, Rights
 from loraplex.core.request import GenerateRequest, PromptTruncation
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.engine.messages import EngineReady
-from loraplex.serving import served_model
+from loraplex.serving import local_texts
 from loraplex.serving.backend import Backend
 from loraplex.serving.engines.engine_state import EngineState
 from loraplex.serving.request_metrics import RequestMetrics
@@ -126,7 +126,7 @@ class TestGenerate:
         assert same[-1].prompt_token_ids == tuple(ids)
 
     async def test_a_long_text_is_tokenized_beside_the_loop(self, service, monkeypatch):
-        monkeypatch.setattr(served_model, "_INLINE_CHARACTERS", 10)
+        monkeypatch.setattr(local_texts, "INLINE_CHARACTERS", 10)
         text = "France is big."
         outputs = await outputs_of(service, request(prompt=text))
         assert outputs[-1].prompt_token_ids == tuple(service.model("a").tokenize(text))
@@ -141,7 +141,7 @@ class TestGenerate:
             encoded.append(len(text))
             return encode(tokenizer, text, add_special_tokens)
 
-        monkeypatch.setattr(served_model, "_INLINE_CHARACTERS", 10)
+        monkeypatch.setattr(local_texts, "INLINE_CHARACTERS", 10)
         monkeypatch.setattr(type(model.tokenizer), "encode", counted)
         text = "\u0301" * (200 * length)
         with pytest.raises(PromptTooLongError, match=f"more than {2 * length} tokens; model 'a'"):

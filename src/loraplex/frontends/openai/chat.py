@@ -6,7 +6,7 @@ from loraplex.core.principal import Principal
 from loraplex.core.request import GenerateRequest
 from loraplex.frontends.openai import convert
 from loraplex.frontends.openai.adapter_fields import Target
-from loraplex.frontends.openai.context import OpenAIContext
+from loraplex.frontends.openai.context import TextContext
 from loraplex.frontends.openai.rendering import rendered_chat
 from loraplex.frontends.openai.schema import ChatBody
 from loraplex.frontends.openai.tools import read_tool_use, shown_tools
@@ -21,7 +21,7 @@ class ChatRequest(NamedTuple):
 
 
 async def chat_request(
-    context: OpenAIContext, body: ChatBody, principal: Principal, origin: convert.Origin
+    context: TextContext, body: ChatBody, principal: Principal, origin: convert.Origin
 ) -> ChatRequest:
     """Convert a body. Raises a RequestError for an invalid body, or one its template refuses."""
     convert.check_chat(body)
@@ -37,7 +37,7 @@ async def chat_request(
     return ChatRequest(convert.chat_request(body, target, origin, reading), reading)
 
 
-async def rendered(context: OpenAIContext, body: ChatBody, target: Target) -> str:
+async def rendered(context: TextContext, body: ChatBody, target: Target) -> str:
     """The conversation as the model's chat template writes it."""
     arguments = {
         "add_generation_prompt": convert.begins_a_turn(body),

@@ -27,7 +27,7 @@ from loraplex.frontends.telemetry.request_ids import MAX_LENGTH as MAX_REQUEST_I
 from loraplex.frontends.telemetry.request_ids import PATTERN as REQUEST_ID_PATTERN
 from loraplex.frontends.telemetry.request_ids import problem as id_problem
 from loraplex.frontends.telemetry.request_ids import request_id as usable_id
-from loraplex.serving.backend import Backend, ModelCard
+from loraplex.serving.backend import Backend, ModelCard, TextBackend
 from loraplex.serving.wire_request import note_request_id
 
 CLIENT_CLOSED_REQUEST = 499
@@ -57,14 +57,14 @@ class Dialect:
     is_ready_at_once = False
     """Whether GET /v1/health/ready succeeds even while the server starts or drains."""
 
-    async def completion_body(self, context: "OpenAIContext", request: Request) -> CompletionBody:
+    async def completion_body(self, context: "TextContext", request: Request) -> CompletionBody:
         return await context.body(request, CompletionBody)
 
-    async def chat_body(self, context: "OpenAIContext", request: Request) -> ChatBody:
+    async def chat_body(self, context: "TextContext", request: Request) -> ChatBody:
         return await context.body(request, ChatBody)
 
     async def target(
-        self, context: "OpenAIContext", body: GenerationBody, principal: Principal
+        self, context: "TextContext", body: GenerationBody, principal: Principal
     ) -> Target:
         return await context.target(body.model, principal)
 
@@ -128,10 +128,10 @@ class OpenAIOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What is kept of the Responses API."""
 
 
-class OpenAIContext(msgspec.Struct, frozen=True):
-    """The backend, its options, and authentication."""
+class TextContext(msgspec.Struct, frozen=True):
+    """What the routes of generation share: the backend, its options, and authentication."""
 
-    backend: Backend
+    backend: TextBackend
     options: OpenAIOptions = OpenAIOptions()
     authenticate: Authenticate = everyone_is_local
 
@@ -160,6 +160,12 @@ class OpenAIContext(msgspec.Struct, frozen=True):
         if not models:
             raise ModelNotFoundError("there is no model here", param="model")
         return models[0]
+
+
+class OpenAIContext(TextContext, frozen=True):
+    """The same for all routes."""
+
+    backend: Backend
 
 
 def json_response(body: msgspec.Struct, status: int = 200) -> Response:

@@ -13,7 +13,7 @@ from loraplex.frontends.openai.adapter_fields import ADAPTER_HEADER, adapter_fie
 from loraplex.frontends.openai.adapter_headers import BY_HEADER, DIGESTS
 from loraplex.frontends.openai.chat import chat_request
 from loraplex.frontends.openai.context import (
-    OpenAIContext,
+    TextContext,
     adopt_request_id,
     json_response,
     request_id,
@@ -49,7 +49,7 @@ ENDS = "[DONE]"
 class GenerationEndpoints:
     """Endpoints that generate. A client that disconnects aborts its requests."""
 
-    def __init__(self, context: OpenAIContext) -> None:
+    def __init__(self, context: TextContext) -> None:
         self._context = context
         self._dialect = context.options.dialect
 
@@ -131,7 +131,7 @@ class GenerationEndpoints:
         return TokenTexts(self._context.backend, requests[0].model, as_ids=as_ids)
 
 
-def origin(context: OpenAIContext, request: Request) -> convert.Origin:
+def origin(context: TextContext, request: Request) -> convert.Origin:
     adapter = request.headers.get(ADAPTER_HEADER, "")
     return convert.Origin(request_id(request), context.backend.new_request_id, adapter)
 

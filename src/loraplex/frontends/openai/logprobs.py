@@ -13,7 +13,7 @@ from loraplex.frontends.openai.responses import (
     RankedLogprob,
     TopLogprob,
 )
-from loraplex.serving.backend import Backend
+from loraplex.serving.backend import TextBackend
 
 MIN_LOGPROB = -9999.0
 """JSON has no minus infinity; this is what OpenAI writes for it."""
@@ -22,7 +22,7 @@ MIN_LOGPROB = -9999.0
 class TokenTexts:
     """How the tokens of one model are written; `as_ids`: as `token_id:5`, vLLM's way."""
 
-    def __init__(self, backend: Backend, model: str, *, as_ids: bool = False) -> None:
+    def __init__(self, backend: TextBackend, model: str, *, as_ids: bool = False) -> None:
         self._backend = backend
         self._model = model
         self._as_ids = as_ids

@@ -8,7 +8,7 @@ from typing import Any
 
 from loraplex.frontends.openai import convert
 from loraplex.frontends.openai.schema import Body, Message
-from loraplex.serving.backend import Backend, ModelCard
+from loraplex.serving.backend import ModelCard, TextBackend
 
 _INLINE_SIZE = 32 * 1024
 """Smaller conversations are converted on the event loop: a thread's hand-over would cost more."""
@@ -21,7 +21,7 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 async def rendered_chat(
-    backend: Backend,
+    backend: TextBackend,
     card: ModelCard,
     messages: Sequence[Message],
     tools: Sequence[Mapping[str, Any]] | None = None,

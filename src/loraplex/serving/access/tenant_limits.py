@@ -9,10 +9,11 @@ import contextlib
 import math
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
+from typing import Protocol
 
 from loraplex.core.clock import Clock
 from loraplex.core.errors import InvalidParameterError, PromptTooLongError, RateLimitedError
-from loraplex.core.output import RequestOutput
+from loraplex.core.output import RequestOutput, ResolvedAdapter
 from loraplex.core.principal import Principal
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.serving.access.sliding_window import SlidingWindow, Slot
@@ -154,16 +155,30 @@ def check_sizes(principal: Principal, num_prompt_tokens: int, sampling: Sampling
         )
 
 
+class Endable(Protocol):
+    """Lease of an admitted request: a `Lease`, or one that the owner of the limits has."""
+
+    def end(self, num_tokens: int = 0) -> None: ...
+
+
 class LeasedOutputs(AsyncIterator[RequestOutput]):
     """Passes an admitted request's outputs on, and ends its lease with them.
 
     A request that is left early had its whole prompt, and of its outputs what was delivered.
     """
 
-    def __init__(self, outputs: Generation, lease: Lease) -> None:
+    def __init__(self, outputs: Generation, lease: Endable) -> None:
         self._outputs = outputs
         self._lease = lease
         self._num_tokens = outputs.num_prompt_tokens
+
+    @property
+    def adapters(self) -> tuple[ResolvedAdapter, ...]:
+        return self._outputs.adapters
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self._outputs.num_prompt_tokens
 
     async def __anext__(self) -> RequestOutput:
         try:

@@ -1,7 +1,7 @@
 """Queue of the outputs of one request, from its engine to its reader."""
 
 import asyncio
-from collections.abc import Collection, Hashable
+from collections.abc import Callable, Collection, Hashable
 from typing import Protocol
 
 from loraplex.core.output import EngineOutput
@@ -24,10 +24,14 @@ class OutputStream:
         self._pending: list[EngineOutput] = []
         self._filled = asyncio.Event()
         self._is_left = False
+        self._pass_on: Callable[[EngineOutput], None] | None = None
 
     def put(self, output: EngineOutput) -> None:
         if self._is_left:
             discard((output,))
+        elif self._pass_on is not None:
+            self._pass_on(output)
+            return
         self._pending.append(output)
         self._filled.set()
 
@@ -37,6 +41,13 @@ class OutputStream:
         self._filled.clear()
         outputs, self._pending = self._pending, []
         return outputs
+
+    def pass_on(self, pass_on: Callable[[EngineOutput], None]) -> None:
+        """Call a function with each output, from the first on: nobody takes them."""
+        for output in self._pending:
+            pass_on(output)
+        self._pending = []
+        self._pass_on = pass_on
 
     def leave(self) -> None:
         """Give up reading: files of logits, present and future, are deleted."""

@@ -28,7 +28,7 @@ from loraplex.frontends.openai.schema import (
 from loraplex.frontends.openai.writers import Call, ChatWriter
 
 if TYPE_CHECKING:
-    from loraplex.frontends.openai.context import OpenAIContext
+    from loraplex.frontends.openai.context import TextContext
 
 MAX_TOKENS = 16
 _SPECIAL_TOKENS: Mapping[str, Any] = MappingProxyType({"skip_special_tokens": False})
@@ -42,7 +42,7 @@ class CompatDialect(LlgtrtDialect):
     unready_status = 500
     is_ready_at_once = True
 
-    async def read(self, context: "OpenAIContext", request: Request, schema: type[BodyT]) -> BodyT:
+    async def read(self, context: "TextContext", request: Request, schema: type[BodyT]) -> BodyT:
         if "json" not in request.headers.get("content-type", "").lower():
             raise ShapeError("the body must be sent as Content-Type: application/json", 415)
         try:

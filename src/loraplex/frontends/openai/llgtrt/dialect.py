@@ -13,7 +13,7 @@ from loraplex.frontends.openai.context import Dialect
 from loraplex.frontends.openai.schema import ChatBody, CompletionBody, GenerationBody
 
 if TYPE_CHECKING:
-    from loraplex.frontends.openai.context import OpenAIContext
+    from loraplex.frontends.openai.context import TextContext
 
 BodyT = TypeVar("BodyT", bound=GenerationBody)
 
@@ -31,15 +31,15 @@ class LlgtrtDialect(Dialect):
         self._has_lora_root = has_lora_root
         self.json_start_token = json_start_token
 
-    async def completion_body(self, context: "OpenAIContext", request: Request) -> CompletionBody:
+    async def completion_body(self, context: "TextContext", request: Request) -> CompletionBody:
         body = await self.read(context, request, CompletionBody)
         return body.model_copy(update=self.completion_changes(body))
 
-    async def chat_body(self, context: "OpenAIContext", request: Request) -> ChatBody:
+    async def chat_body(self, context: "TextContext", request: Request) -> ChatBody:
         body = await self.read(context, request, ChatBody)
         return body.model_copy(update=self.chat_changes(body))
 
-    async def read(self, context: "OpenAIContext", request: Request, schema: type[BodyT]) -> BodyT:
+    async def read(self, context: "TextContext", request: Request, schema: type[BodyT]) -> BodyT:
         """The body as it was sent."""
         return await context.body(request, schema)
 
@@ -54,7 +54,7 @@ class LlgtrtDialect(Dialect):
         return _changes(body) | {"add_special_tokens": add_bos}
 
     async def target(
-        self, context: "OpenAIContext", body: GenerationBody, principal: Principal
+        self, context: "TextContext", body: GenerationBody, principal: Principal
     ) -> Target:
         if body.lora_model:
             await self._check_name(context, body.lora_model, principal)
@@ -65,7 +65,7 @@ class LlgtrtDialect(Dialect):
         variables = {"date_string": _today(), **(arguments["template_kwargs"] or {})}
         return arguments | {"template_kwargs": variables, "omits_absent": True}
 
-    async def _check_name(self, context: "OpenAIContext", name: str, principal: Principal) -> None:
+    async def _check_name(self, context: "TextContext", name: str, principal: Principal) -> None:
         path = PurePath(name)
         if path.is_absolute() or ".." in path.parts or "\0" in name:
             raise InvalidParameterError(

@@ -33,7 +33,11 @@ async def kept(
     messages: list[Any], max_model_len: int, max_input_len: int | None = None, **fields: Any
 ) -> list[Any]:
     card = SimpleNamespace(max_model_len=max_model_len, max_input_len=max_input_len)
-    dialect = SimpleNamespace(target=lambda *_: SimpleNamespace(model=card))
+
+    async def target(*_: Any) -> SimpleNamespace:
+        return SimpleNamespace(model=card)
+
+    dialect = SimpleNamespace(target=target)
     capacity: Any = SimpleNamespace(options=SimpleNamespace(dialect=dialect))
     body = ChatBody.model_validate({"model": "m", "messages": messages, **fields})
     made = await truncation.fitting(capacity, body, Principal())
