@@ -29,13 +29,17 @@ OPEN_PATHS = (
 _SHOWN_HEADERS = ("x-request-id", "retry-after", DIGESTS_HEADER)
 
 
-def api_keys(settings: ServerConfig, given: Sequence[str] = ()) -> ApiKeys | None:
+def api_keys(
+    settings: ServerConfig, given: Sequence[str] = (), variable: str | None = None
+) -> ApiKeys | None:
     """Return the keys, or None if no keys are configured.
 
-    given: keys of the server's own tenant, from a flag of a replaced server. Raises ConfigError for
-    keys of the file or the environment that are not valid.
+    given: keys of the server's own tenant, from a flag of a replaced server. variable: replaces
+    LORAPLEX_API_KEYS. Raises ConfigError for keys of the file or the environment that are not
+    valid.
     """
-    path, variable = settings.api_keys_file, server_api_keys()
+    path = settings.api_keys_file
+    variable = server_api_keys() if variable is None else variable
     if not path and not variable and not given:
         return None
     return ApiKeys(Path(path).expanduser() if path else None, variable, given)

@@ -29,6 +29,7 @@ from loraplex.serving.engines.async_engine import AsyncEngine
 from loraplex.serving.engines.engine_watchdog import EngineWatchdog, StepLimits
 from loraplex.serving.engines.link import EngineLauncher
 from loraplex.serving.engines.restart_limits import RestartLimits
+from loraplex.serving.local_texts import LocalTexts
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.served_model import ServedModel
 from loraplex.serving.service import Service
@@ -92,6 +93,15 @@ def _declarations(server: ServerConfig) -> SharedDeclarations | None:
     return SharedDeclarations(open_place(url), url, server.max_adapter_declarations)
 
 
+def build_texts(config: Config) -> dict[str, LocalTexts]:
+    """Build the texts of all models, for a process without engines. Raises ConfigError."""
+    json_indent = _JSON_INDENTS.get(config.server.dialect)
+    return {
+        name: _texts(name, model, read_model(Path(model.path)), json_indent)
+        for name, model in config.models.items()
+    }
+
+
 def _served_model(
     name: str,
     model: ModelConfig,
@@ -99,8 +109,24 @@ def _served_model(
     engine: AsyncEngine,
     json_indent: int | None,
 ) -> ServedModel:
+    decoder = read_model(Path(model.path))
+    texts = _texts(name, model, decoder, json_indent)
+    return ServedModel(
+        card=texts.card,
+        tokenizer=texts.tokenizer,
+        chats=texts.chats,
+        eos_token_ids=_eos_token_ids(decoder, texts.tokenizer, model.tokenizer_config),
+        shapes=served_shapes(decoder, model),
+        config=model,
+        store=store,
+        engine=engine,
+    )
+
+
+def _texts(
+    name: str, model: ModelConfig, decoder: ModelSpec, json_indent: int | None
+) -> LocalTexts:
     folder = Path(model.path)
-    decoder = read_model(folder)
     tokenizer_folder = Path(model.tokenizer or folder)
     tokenizer = load_tokenizer(tokenizer_folder, model.tokenizer_config)
     eos_token_ids = _eos_token_ids(decoder, tokenizer, model.tokenizer_config)
@@ -126,16 +152,7 @@ def _served_model(
             reasoning=model.reasoning_parser,
         ),
     )
-    return ServedModel(
-        card=card,
-        tokenizer=tokenizer,
-        chats=chats,
-        eos_token_ids=eos_token_ids,
-        shapes=served_shapes(decoder, model),
-        config=model,
-        store=store,
-        engine=engine,
-    )
+    return LocalTexts(card, tokenizer, chats)
 
 
 def _engine(name: str, model: ModelConfig, launch: EngineLauncher, clock: Clock) -> AsyncEngine:

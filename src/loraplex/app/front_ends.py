@@ -24,6 +24,7 @@ from loraplex.frontends.body_memory import BodyMemory
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration
 from loraplex.frontends.kserve.models.model_control import ModelControl
 from loraplex.frontends.kserve.service import TritonService
+from loraplex.frontends.ops.frontend_numbers import FrontendNumbers
 from loraplex.frontends.ops.metrics import MetricsLimits, metrics_app
 from loraplex.frontends.telemetry.tenants import noting_tenant
 from loraplex.serving.access.api_key_ring import ApiKeys
@@ -61,8 +62,12 @@ async def front_ends(
     declarations: Sequence[ModelDeclaration] = (),
     control: ModelControl | None = None,
     given_keys: Sequence[str] = (),
+    others: FrontendNumbers | None = None,
 ) -> AsyncIterator[FrontEnds]:
-    """Compose the front ends; the context's end closes the service. Arguments as for `Server`."""
+    """Compose the front ends; the context's end closes the service.
+
+    Arguments as for `Server`. others: what other front-end processes count.
+    """
     settings = config.server
     keys = api_keys(settings, given_keys)
     authenticate, has_keys = noting_tenant(authenticate_by(keys)), keys is not None
@@ -89,6 +94,7 @@ async def front_ends(
             collectors,
             triton.catalog.has_vllm_gauges,
             MetricsLimits.of(settings),
+            others,
         )
         scraped = guarded_metrics(scraped, authenticate)
         app = http_app(

@@ -63,7 +63,7 @@ def http_app(
     bodies: memory of the bodies of clients whose keys are valid.
     has_keys: authenticate requires API keys.
     """
-    openai = openai_routes(backend, _options(settings, dialect), authenticate)
+    openai = openai_routes(backend, openai_options(settings, dialect), authenticate)
     stats = ServerStats(
         backend,
         reporting.telemetry,
@@ -146,7 +146,7 @@ class KServeFirst:
         return (self._kserve if is_kserve else self._others)(scope, receive, send)
 
 
-def _options(settings: ServerConfig, dialect: Dialect) -> OpenAIOptions:
+def openai_options(settings: ServerConfig, dialect: Dialect) -> OpenAIOptions:
     return OpenAIOptions(
         json=JsonLimits.of(settings),
         dialect=dialect,

@@ -41,18 +41,34 @@ async def serving_http(
     connections: HttpConnections,
     tls: Certificates | None = None,
     seconds_left: Callable[[], float] = lambda: 0.0,
+    *,
+    is_shared: bool = False,
 ) -> AsyncIterator[int]:
     """Serve an app while the context lasts, and yield the bound port. Raises ConfigError.
 
     seconds_left: called when the context ends; returns how long clients may still read their
-    responses. They have at least _LINGER_SECONDS.
+    responses. They have at least _LINGER_SECONDS. is_shared: other processes serve the port, too.
     """
-    listener = bind(settings.host, port)
+    listener = bind(settings.host, port, is_shared=is_shared)
+    async with serving_listener(app, settings, listener, connections, tls, seconds_left):
+        yield listener.getsockname()[1]
+
+
+@contextlib.asynccontextmanager
+async def serving_listener(
+    app: ASGIApp,
+    settings: ServerConfig,
+    listener: socket.socket,
+    connections: HttpConnections,
+    tls: Certificates | None = None,
+    seconds_left: Callable[[], float] = lambda: 0.0,
+) -> AsyncIterator[None]:
+    """Serve an app at a listening socket, which the end of the context closes."""
     guards: set[ConnectionGuard] = set()
     server = HttpServer(_uvicorn_config(app, settings, connections, guards, tls))
     task = asyncio.create_task(server.serve([listener]))
     try:
-        yield listener.getsockname()[1]
+        yield
     finally:
         server.should_exit = True
         for guard in list(guards):
@@ -110,11 +126,16 @@ def _uvicorn_config(
     return config
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Return a listening socket. Raises ConfigError that names the address."""
+def bind(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
+    """Return a listening socket. Raises ConfigError that names the address.
+
+    is_shared: other sockets of this user may listen there, too, if they are as this one.
+    """
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        listener = socket.create_server(
+            (host, port), family=family, backlog=_BACKLOG, reuse_port=is_shared
+        )
     except OSError as error:
         reason = error.strerror or str(error)
         if error.errno == errno.EADDRINUSE:

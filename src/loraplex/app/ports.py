@@ -6,7 +6,7 @@ from typing import Final
 
 from starlette.types import ASGIApp
 
-from loraplex.app.http_server import serving_http
+from loraplex.app.http_server import bind, serving_http
 from loraplex.app.reporting import Reporting
 from loraplex.app.tls import Certificates
 from loraplex.core.server_config import ServerConfig
@@ -37,6 +37,7 @@ class Ports:
         seconds_left: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """Create without open ports. seconds_left: as in serving_http."""
+        self._is_shared = settings.frontend_processes > 1
         self._stack = stack
         self._settings = settings
         self._tls = tls
@@ -47,7 +48,11 @@ class Ports:
     async def open_http(self, app: ASGIApp, connections: HttpConnections) -> None:
         if not self._settings.http:
             return
-        self.bound["http"] = await self._opened(app, self._settings.http_port, connections)
+        port = self._settings.http_port
+        if self._is_shared:
+            # Nothing else may listen there, not even what would share the port.
+            bind(self._settings.host, port).close()
+        self.bound["http"] = await self._opened(app, port, connections, is_shared=self._is_shared)
 
     async def open_metrics(self, app: ASGIApp) -> None:
         if self._settings.metrics:
@@ -92,7 +97,16 @@ class Ports:
             if kind in self.bound:
                 yield f"Started {title} at {self._settings.host}:{self.bound[kind]}"
 
-    async def _opened(self, app: ASGIApp, port: int, connections: HttpConnections) -> int:
-        return await self._stack.enter_async_context(
-            serving_http(app, self._settings, port, connections, self._tls, self._seconds_left)
+    async def _opened(
+        self, app: ASGIApp, port: int, connections: HttpConnections, *, is_shared: bool = False
+    ) -> int:
+        serving = serving_http(
+            app,
+            self._settings,
+            port,
+            connections,
+            self._tls,
+            self._seconds_left,
+            is_shared=is_shared,
         )
+        return await self._stack.enter_async_context(serving)

@@ -11,18 +11,23 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from loraplex.app.access import served_as_known_hosts
 from loraplex.app.end_of_input import end_of_input
-from loraplex.app.front_ends import front_ends
+from loraplex.app.front_ends import FrontEnds, front_ends
+from loraplex.app.frontend_processes import FrontendProcesses, check_frontends, share_of
 from loraplex.app.ports import Ports
 from loraplex.app.reporting import Reporting
 from loraplex.app.tls import certificates
 from loraplex.core.config import Config
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration
 from loraplex.frontends.kserve.models.model_control import ModelControl
+from loraplex.frontends.ops.frontend_numbers import FrontendNumbers
 from loraplex.serving.access.api_key_ring import ApiKeys
 from loraplex.serving.draining import Draining
 from loraplex.serving.engines.link import EngineLauncher
+from loraplex.serving.service import Service
 
 logger = logging.getLogger(__name__)
 
@@ -61,16 +66,20 @@ class Server:
         """Value of time.monotonic(), once the server stops."""
 
     async def run(self) -> None:
-        settings = self._config.server
-        tls = certificates(settings)
+        config = self._own_config()
+        settings, tls = config.server, certificates(config.server)
+        numbers = FrontendNumbers() if settings.frontend_processes > 1 else None
         composed = front_ends(
-            self._config, self._launch, self._declarations, self._control, self._given_keys
+            config, self._launch, self._declarations, self._control, self._given_keys, numbers
         )
         async with contextlib.AsyncExitStack() as stack:
             served = await stack.enter_async_context(composed)
             service, has_keys = served.service, served.keys is not None
             self._draining = service.draining
-            self._handle_signals(served.reporting, served.keys)
+            others = None
+            if numbers is not None:
+                others = FrontendProcesses(service, config, self._given_keys, numbers)
+            self._handle_signals(served.reporting, served.keys, others)
             # The ports open first: /health/ready is false until the models are loaded.
             if tls is not None:
                 await stack.enter_async_context(tls.following())
@@ -84,7 +93,10 @@ class Server:
                 served.triton, served.authenticate, served.reporting, served.bodies
             )
             await ports.open_request_socket(served.triton, served.reporting)
-            if await done_before(self._stop, served.start()):
+            if others is not None:
+                running = others.running(served.app, ports.bound["http"], self._seconds_left)
+                await stack.enter_async_context(running)
+            if await done_before(self._stop, _started(served, others)):
                 for line in ports.lines():
                     self._print_line(line)
                 if not has_keys:
@@ -93,17 +105,29 @@ class Server:
                         settings.host,
                     )
                 await self._stop.wait()
-                logger.info(
-                    "stopping: running requests have %g s; a second signal ends them at once",
-                    settings.shutdown_seconds,
-                )
-                self._stop_deadline = time.monotonic() + settings.shutdown_seconds
-                await done_before(self._hurry, service.drain(settings.shutdown_seconds))
-                # Before the ports close: the remaining requests receive an error, and their
-                # connections end.
-                await service.close()
+                await self._drain(service)
 
-    def _handle_signals(self, reporting: Reporting, keys: ApiKeys | None) -> None:
+    def _own_config(self) -> Config:
+        """Return the configuration of this process. Raises ConfigError."""
+        settings, control = self._config.server, self._control
+        may_add_models = control is not None and control.discover is not None
+        check_frontends(settings, may_add_models=may_add_models)
+        return msgspec.structs.replace(self._config, server=share_of(settings))
+
+    async def _drain(self, service: Service) -> None:
+        seconds = self._config.server.shutdown_seconds
+        logger.info(
+            "stopping: running requests have %g s; a second signal ends them at once", seconds
+        )
+        self._stop_deadline = time.monotonic() + seconds
+        await done_before(self._hurry, service.drain(seconds))
+        # Before the ports close: the remaining requests receive an error, and their connections
+        # end.
+        await service.close()
+
+    def _handle_signals(
+        self, reporting: Reporting, keys: ApiKeys | None, others: FrontendProcesses | None
+    ) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal)
@@ -113,6 +137,8 @@ class Server:
                 reporting.access_log.reopen()
             if keys is not None:
                 loop.run_in_executor(None, keys.refresh)
+            if others is not None:
+                others.refresh()
 
         if reporting.access_log is not None or keys is not None:
             loop.add_signal_handler(signal.SIGHUP, on_hangup)
@@ -135,6 +161,12 @@ class Server:
         if self._draining is not None:
             self._draining.close()
         self._stop.set()
+
+
+async def _started(served: FrontEnds, others: FrontendProcesses | None) -> None:
+    await served.start()
+    if others is not None:
+        await others.until_open()
 
 
 async def done_before(event: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:

@@ -59,9 +59,13 @@ class RequestBatch:
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         if error_type is None:  # else the block's caller aborts them, and none needs to be sent
-            self.is_open = False
-            for action in self._actions:
-                action()
+            self.close()
+
+    def close(self) -> None:
+        """No more requests follow."""
+        self.is_open = False
+        for action in self._actions:
+            action()
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -69,6 +69,15 @@ class ServerConfig(Settings, frozen=True, kw_only=True):
             default="loraplex in the user's state directory",
         ),
     ] = ""
+    frontend_processes: Annotated[
+        int,
+        _server(
+            "Number of processes that take HTTP requests, tokenize prompts and write responses",
+            "One of them owns admission, adapters and limits. See "
+            "[Operations](operations.md#front-end-processes).",
+            check=within(1, 64, "must be from 1 to 64"),
+        ),
+    ] = 1
     shutdown_seconds: Annotated[
         float,
         _server("Shutdown grace period in seconds, in which running requests may end", minimum=0),

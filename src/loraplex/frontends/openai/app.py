@@ -15,6 +15,7 @@ from loraplex.frontends.openai.context import (
     Endpoint,
     OpenAIContext,
     OpenAIOptions,
+    TextContext,
     responds_to_errors,
 )
 from loraplex.frontends.openai.dynamo import DynamoEndpoints
@@ -79,13 +80,28 @@ def openai_routes(
     return routes
 
 
-def _generation(context: OpenAIContext) -> Routes:
-    """Routes of generation, in the dialect of the server."""
+def text_routes(context: TextContext) -> list[RecordedRoute]:
+    """Return the routes that need only texts and generation: the busiest ones."""
+    errors = context.options.dialect.errors
+    return [
+        RecordedRoute(path, responds_to_errors(endpoint, errors), methods=[method])
+        for method, path, endpoint in _completions(context)
+    ]
+
+
+def _completions(context: TextContext) -> Routes:
     generation = GenerationEndpoints(context)
-    guidance, health = GuidanceEndpoints(context), LlgtrtHealth(context)
     return (
         ("POST", "/v1/completions", generation.completions),
         ("POST", "/v1/chat/completions", generation.chat_completions),
+    )
+
+
+def _generation(context: OpenAIContext) -> Routes:
+    """Routes of generation, in the dialect of the server."""
+    guidance, health = GuidanceEndpoints(context), LlgtrtHealth(context)
+    return (
+        *_completions(context),
         ("POST", "/v1/run", guidance.run),
         ("POST", "/guidance", guidance.run),
         ("GET", "/v1/health/live", health.live),

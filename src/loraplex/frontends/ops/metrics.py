@@ -5,7 +5,7 @@ Engines' numbers are read from `Backend.stats`; the text of one scrape serves th
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Final
 
 import msgspec
@@ -23,6 +23,7 @@ from loraplex.core.principal import LOCAL
 from loraplex.core.server_config import ServerConfig
 from loraplex.core.stats import EngineStats
 from loraplex.frontends.openapi.operation import TEXT, Described, Media, Operation, ResponseDoc
+from loraplex.frontends.ops.frontend_numbers import FrontendNumbers
 from loraplex.frontends.ops.gateway_metrics import MAX_ADAPTERS, GatewayCollector
 from loraplex.frontends.ops.memory_metrics import MemoryCollector
 from loraplex.frontends.ops.responses import guard_responses
@@ -216,13 +217,15 @@ def metrics_app(
     collectors: Iterable[Collector] = (),
     has_gauges: Callable[[str], bool] | None = None,
     limits: MetricsLimits = _NO_CACHE,
+    others: FrontendNumbers | None = None,
 ) -> ASGIApp:
     """An app with one route, GET /metrics; for a port of its own or to be mounted.
 
     collectors: of other front ends. has_gauges: whether a base model has vLLM's gauges; None: all.
+    others: what other processes count of the requests.
     """
     return Starlette(
-        routes=metrics_routes(backend, request_metrics, collectors, has_gauges, limits)
+        routes=metrics_routes(backend, request_metrics, collectors, has_gauges, limits, others)
     )
 
 
@@ -232,12 +235,19 @@ def metrics_routes(
     collectors: Iterable[Collector] = (),
     has_gauges: Callable[[str], bool] | None = None,
     limits: MetricsLimits = _NO_CACHE,
+    others: FrontendNumbers | None = None,
     seconds: Callable[[], float] = time.monotonic,
 ) -> list[Route]:
     """Return the routes: OpenMetrics for clients that accept it, else Prometheus' text format."""
     gateway = GatewayCollector(backend, has_gauges, max_adapters=limits.max_adapters)
-    registry = metrics_registry(backend, request_metrics, [gateway, *collectors])
-    texts = _Texts(gateway, registry, limits.cache_seconds, seconds)
+    registry = metrics_registry(backend, request_metrics, [gateway, *collectors], others)
+
+    async def refresh() -> None:
+        await gateway.refresh()
+        if others is not None:
+            await others.refresh()
+
+    texts = _Texts(refresh, registry, limits.cache_seconds, seconds)
 
     async def metrics(request: Request) -> Response:
         text, content_type = await texts.text(request.headers.get("accept", ""))
@@ -254,12 +264,12 @@ class _Texts:
 
     def __init__(
         self,
-        gateway: GatewayCollector,
+        refresh: Callable[[], Awaitable[None]],
         registry: CollectorRegistry,
         cache_seconds: float,
         seconds: Callable[[], float],
     ) -> None:
-        self._gateway = gateway
+        self._refresh = refresh
         self._registry = registry
         self._cache_seconds = cache_seconds
         self._seconds = seconds
@@ -271,12 +281,12 @@ class _Texts:
         """Return a text in the format that a client accepts, and its content type."""
         encode, content_type = choose_encoder(accept)
         if not self._cache_seconds:
-            await self._gateway.refresh()
+            await self._refresh()
             return self._encoded(encode, content_type), content_type
         async with self._making:
             text, fresh_until = self._texts.get(content_type, (b"", 0.0))
             if not text or self._seconds() >= fresh_until:
-                await self._gateway.refresh()
+                await self._refresh()
                 begin = self._seconds()
                 text = self._encoded(encode, content_type)
                 end = self._seconds()
@@ -290,15 +300,17 @@ class _Texts:
 
 
 def metrics_registry(
-    backend: Backend, request_metrics: RequestMetrics, collectors: Iterable[Collector]
+    backend: Backend,
+    request_metrics: RequestMetrics,
+    collectors: Iterable[Collector],
+    others: FrontendNumbers | None = None,
 ) -> CollectorRegistry:
     """All families: the engines', the requests', and those of collectors."""
     registry = CollectorRegistry()
     registry.register(BackendCollector(backend))
     registry.register(MemoryCollector(backend))
-    registry.register(_RegistryCollector(request_metrics.registry))
-    for collector in collectors:
-        registry.register(collector)
+    for collector in (_RegistryCollector(request_metrics.registry), *collectors):
+        registry.register(collector if others is None else others.added_to(collector))
     return registry
 
 

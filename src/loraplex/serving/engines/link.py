@@ -194,7 +194,7 @@ class ProcessLink:
         words = self._endpoint.marker.last_words()
         was_killed = words.is_kill if words else status is not None and -status in _KILLS
         end = EngineEnd.KILL if was_killed else EngineEnd.CRASH
-        how = self._problem or (f"ended: {words.reason}" if words else _end(status))
+        how = self._problem or (f"ended: {words.reason}" if words else how_it_ended(status))
         raise EngineDied(
             f"the engine process {self.pid} {how}",
             self._endpoint.marker.request_ids(),
@@ -291,7 +291,7 @@ def _require_files(count: int) -> None:
             os.close(number)
 
 
-def _end(status: int | None) -> str:
+def how_it_ended(status: int | None) -> str:
     """How a process ended, from its exit status; None: it did not, though it was killed."""
     if status is None:
         return "was given up"

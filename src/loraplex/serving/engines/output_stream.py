@@ -43,7 +43,7 @@ class OutputStream:
         return outputs
 
     def pass_on(self, pass_on: Callable[[EngineOutput], None]) -> None:
-        """Call a function with each output, from the first on: nobody takes them."""
+        """Call a function with each output, from the first on; `take` is not called then."""
         for output in self._pending:
             pass_on(output)
         self._pending = []

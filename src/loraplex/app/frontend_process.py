@@ -1,0 +1,174 @@
+"""A front-end process: it serves the HTTP port, and leaves to the owner what is not text.
+
+The owner starts it with a FrontendStart on standard input, and decides when it ends.
+"""
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+import sys
+import time
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.types import ASGIApp
+
+from loraplex.app import event_loop
+from loraplex.app.access import (
+    api_keys,
+    authenticate_by,
+    following,
+    guarded,
+    served_as_known_hosts,
+)
+from loraplex.app.builder import build_texts
+from loraplex.app.dialects import dialect_of
+from loraplex.app.forwarding import DividedApp, Forwarder
+from loraplex.app.http_app import openai_options
+from loraplex.app.http_server import serving_http
+from loraplex.app.launch import set_up_logging
+from loraplex.app.open_files import raise_open_file_limit
+from loraplex.app.reporting import Reporting, reporting_requests
+from loraplex.app.tls import certificates
+from loraplex.core.config import Config
+from loraplex.frontends.access import Authenticate
+from loraplex.frontends.body_memory import BodyMemory, BodyMemoryGuard
+from loraplex.frontends.openai.app import text_routes
+from loraplex.frontends.openai.context import TextContext
+from loraplex.frontends.ops.frontend_numbers import encoded_families
+from loraplex.frontends.telemetry.http import RequestMiddleware
+from loraplex.frontends.telemetry.tenants import noting_tenant
+from loraplex.serving.access.api_key_ring import ApiKeys
+from loraplex.serving.remote.messages import Count, FromOwner, Numbers, Refresh, Stop
+from loraplex.serving.remote.remote_service import RemoteService
+from loraplex.serving.request_metrics import RequestMetrics
+
+logger = logging.getLogger(__name__)
+
+
+class FrontendStart(msgspec.Struct, frozen=True):
+    """Start message of a front-end process, as msgpack."""
+
+    number: int
+    config: Config
+    """Configuration with local paths, this process's share of the limits, and the port that it serves."""
+    keys_variable: str
+    """LORAPLEX_API_KEYS, which is not in the environment of our processes."""
+    given_keys: tuple[str, ...]
+    owner_path: str
+    """Unix socket of the owner for messages."""
+    http_path: str
+    """The same for requests that it forwards."""
+
+
+class FrontendProcess:
+    """One run of a front-end process."""
+
+    def __init__(self, start: FrontendStart) -> None:
+        self._start = start
+        self._settings = start.config.server
+        self._stop = asyncio.Event()
+        self._stop_deadline = 0.0
+        """Value of time.monotonic(), once it stops."""
+        self._metrics = RequestMetrics(start.config.models)
+        self._service = RemoteService(
+            start.number,
+            build_texts(start.config),
+            self._metrics,
+            self._take_command,
+            self._lose_owner,
+        )
+        self._keys: ApiKeys | None = None
+        self._reporting: Reporting | None = None
+
+    async def run(self) -> None:
+        """Serve until the owner ends it, or has ended."""
+        start, settings = self._start, self._settings
+        self._keys = api_keys(settings, start.given_keys, start.keys_variable)
+        authenticate = noting_tenant(authenticate_by(self._keys))
+        forwarder = Forwarder(start.http_path, settings.dialect)
+        async with contextlib.AsyncExitStack() as stack:
+            self._reporting = stack.enter_context(reporting_requests(settings))
+            stack.push_async_callback(forwarder.close)
+            await stack.enter_async_context(following(self._keys))
+            tls = certificates(settings)
+            if tls is not None:
+                await stack.enter_async_context(tls.following())
+            await self._service.connect(start.owner_path)
+            serving = serving_http(
+                self._app(authenticate, self._reporting, forwarder),
+                settings,
+                settings.http_port,
+                self._reporting.connections,
+                tls,
+                self._seconds_left,
+                is_shared=True,
+            )
+            await stack.enter_async_context(serving)
+            gc.freeze()  # as the owner: a collection must not visit what stays
+            self._service.opened()
+            await self._stop.wait()
+
+    def _app(
+        self, authenticate: Authenticate, reporting: Reporting, forwarder: Forwarder
+    ) -> ASGIApp:
+        settings, has_keys = self._settings, self._keys is not None
+        options = openai_options(settings, dialect_of(self._start.config))
+        routes = text_routes(TextContext(self._service, options, authenticate))
+        bodies = BodyMemory.of(settings, has_keys=has_keys)
+        counted = BodyMemoryGuard(Starlette(routes=routes), bodies)
+        own = RequestMiddleware(
+            served_as_known_hosts(
+                guarded(counted, authenticate, settings), settings, has_keys=has_keys
+            ),
+            reporting.telemetry,
+            is_draining=lambda: self._service.is_draining,
+        )
+        own_routes = {(method, route.path) for route in routes for method in route.methods or ()}
+        return DividedApp(own, frozenset(own_routes), forwarder)
+
+    def _take_command(self, message: FromOwner) -> None:
+        assert self._reporting is not None
+        match message:
+            case Count(query_id):
+                collectors = [self._metrics.registry, *self._reporting.collectors()]
+                self._service.connection.send(Numbers(query_id, encoded_families(collectors)))
+            case Refresh():
+                if self._reporting.access_log is not None:
+                    self._reporting.access_log.reopen()
+                if self._keys is not None:
+                    asyncio.get_running_loop().run_in_executor(None, self._keys.refresh)
+            case Stop(seconds):
+                self._stop_deadline = time.monotonic() + seconds
+                self._stop.set()
+
+    def _lose_owner(self) -> None:
+        """Nothing can be served without it."""
+        if not self._stop.is_set():
+            logger.error("the server's first process has ended, and so does this one")
+            os._exit(1)
+
+    def _seconds_left(self) -> float:
+        return self._stop_deadline - time.monotonic()
+
+
+def main() -> None:
+    # The owner decides when it ends: a signal to the whole process group is meant for the owner.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    start = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=FrontendStart)
+    settings = start.config.server
+    set_up_logging(settings.log_level)
+    raise_open_file_limit(settings.max_connections)
+
+    async def run() -> None:
+        await FrontendProcess(start).run()
+
+    event_loop.run(run())
+
+
+if __name__ == "__main__":
+    main()

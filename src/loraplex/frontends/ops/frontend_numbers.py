@@ -1,0 +1,120 @@
+"""Metrics of all front-end processes as those of one server."""
+
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from typing import Protocol
+
+import msgspec
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+_GAUGE = "gauge"
+_CREATED = "_created"
+_SUFFIXES = ("", "_total", "_bucket", "_count", "_sum", _CREATED)
+_Series = tuple[str, tuple[tuple[str, str], ...]]
+"""(name, labels) of a sample."""
+
+
+class _Family(msgspec.Struct, frozen=True, array_like=True):
+    name: str
+    type: str
+    samples: list[tuple[str, dict[str, str], float]]
+
+
+_DECODER = msgspec.msgpack.Decoder(list[_Family])
+
+
+class _Collects(Protocol):
+    """A Collector or a registry."""
+
+    def collect(self) -> Iterable[Metric]: ...
+
+
+def encoded_families(collectors: Iterable[_Collects]) -> bytes:
+    """Return all samples of a process, for the owner's FrontendNumbers."""
+    families = [
+        _Family(
+            metric.name,
+            metric.type,
+            [(sample.name, sample.labels, sample.value) for sample in metric.samples],
+        )
+        for collector in collectors
+        for metric in collector.collect()
+    ]
+    return msgspec.msgpack.encode(families)
+
+
+class FrontendNumbers:
+    """What the other front-end processes count, to be added to what this one counts."""
+
+    def __init__(self) -> None:
+        self.count: Callable[[], Awaitable[Sequence[bytes]]] = _no_processes
+        """Function that returns the samples of the processes that run, as of now."""
+        self._now: list[dict[_Series, float]] = []
+        self._ended: dict[_Series, float] = {}
+        """Counts of processes that have ended."""
+
+    async def refresh(self) -> None:
+        """Collect from the processes; call it before each scrape."""
+        self._now = [_samples(data) for data in await self.count()]
+
+    def keep(self, data: bytes) -> None:
+        """Keep the counts of a process that has ended: counters never fall."""
+        for series, value in _samples(data, with_gauges=False).items():
+            self._ended[series] = _added(series, self._ended.get(series), value)
+
+    def added_to(self, collector: Collector) -> Collector:
+        """Return a collector whose values are those of all processes."""
+        return _AddingCollector(collector, lambda: [*self._now, self._ended])
+
+
+async def _no_processes() -> Sequence[bytes]:
+    return ()
+
+
+class _AddingCollector(Collector):
+    def __init__(
+        self, own: Collector, others: Callable[[], Iterable[dict[_Series, float]]]
+    ) -> None:
+        self._own = own
+        self._others = others
+
+    def describe(self) -> Iterable[Metric]:
+        """Return nothing: registering must not collect."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        others = list(self._others())
+        for metric in self._own.collect():
+            yield _summed(metric, others)
+
+
+def _summed(metric: Metric, others: Iterable[dict[_Series, float]]) -> Metric:
+    values = {_series(sample.name, sample.labels): sample.value for sample in metric.samples}
+    names = {metric.name + suffix for suffix in _SUFFIXES}
+    for samples in others:
+        for series, value in samples.items():
+            if series[0] in names:
+                values[series] = _added(series, values.get(series), value)
+    whole = Metric(metric.name, metric.documentation, metric.type, metric.unit)
+    for (name, labels), value in values.items():
+        whole.add_sample(name, dict(labels), value)
+    return whole
+
+
+def _samples(data: bytes, *, with_gauges: bool = True) -> dict[_Series, float]:
+    return {
+        _series(name, labels): value
+        for family in (_DECODER.decode(data) if data else ())
+        if with_gauges or family.type != _GAUGE
+        for name, labels, value in family.samples
+    }
+
+
+def _series(name: str, labels: dict[str, str]) -> _Series:
+    return name, tuple(labels.items())
+
+
+def _added(series: _Series, present: float | None, value: float) -> float:
+    if present is None:
+        return value
+    return min(present, value) if series[0].endswith(_CREATED) else present + value

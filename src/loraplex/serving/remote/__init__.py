@@ -1,0 +1,1 @@
+"""What front-end processes and the owner of admission, store and limits exchange."""

@@ -1,0 +1,207 @@
+"""Serving over a connection to its owner, both ends in one loop, on a fake engine."""
+
+import asyncio
+import contextlib
+
+import msgspec
+import pytest
+
+from loraplex.core.adapter import AdapterChoice, ByName
+from loraplex.core.clock import SystemClock
+from loraplex.core.errors import (
+    AdapterNotFoundError,
+    ModelNotFoundError,
+    NotReadyError,
+    PromptTooLongError,
+    RateLimitedError,
+)
+from loraplex.core.principal import LOCAL, NONE, Names, Principal, Rights, TenantLimits
+from loraplex.core.request import GenerateRequest
+from loraplex.core.sampling_params import SamplingParams
+from loraplex.frontends.ops.frontend_numbers import encoded_families
+from loraplex.frontends.streams import gather_all
+from loraplex.serving.backend import close_outputs
+from loraplex.serving.local_texts import LocalTexts
+from loraplex.serving.remote.messages import Count, Numbers, Stop
+from loraplex.serving.remote.owner import FrontendDesks
+from loraplex.serving.remote.remote_service import RemoteService
+from loraplex.serving.request_metrics import RequestMetrics
+from loraplex.serving.service import Service
+from support.fake_engine_process import FakeEngineSettings
+
+SLOW = FakeEngineSettings(step_seconds=0.005)
+
+
+class Ends:
+    """The owner's service, and that of a front-end process."""
+
+    def __init__(self, service: Service, texts: LocalTexts) -> None:
+        self.service = service
+        self.opened = asyncio.Event()
+        self.lost = asyncio.Event()
+        self.commands = []
+        self.desks = FrontendDesks(service, lambda _: self.opened.set(), lambda _: self.lost.set())
+        self.metrics = RequestMetrics(["a"])
+        self.remote = RemoteService(
+            1, {"a": texts}, self.metrics, self.commands.append, lambda: None
+        )
+
+    async def completion(self, prompt="hello", principal=LOCAL, **fields):
+        (output,) = await gather_all(self.remote, [self.request(prompt, **fields)], principal)
+        return output
+
+    def request(self, prompt="hello", max_tokens=3, model="a", n=1, **fields):
+        sampling = SamplingParams(max_tokens=max_tokens, n=n, seed=0, temperature=0)
+        request_id = self.remote.new_request_id()
+        return GenerateRequest(
+            request_id=request_id, model=model, prompt=prompt, sampling=sampling, **fields
+        )
+
+    async def until_idle(self):
+        async with asyncio.timeout(10):
+            while self.service.draining.num_in_flight:
+                await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+async def make_ends(make_model, staging, tmp_path):
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def make(settings=None) -> Ends:
+            model = make_model("a", settings)
+            service = Service([model], staging, RequestMetrics(["a"]), SystemClock())
+            stack.push_async_callback(service.close)
+            await service.start()
+            card = msgspec.structs.replace(model.card, max_model_len=1)
+            ends = Ends(service, LocalTexts(card, model.tokenizer, model.chats))
+            await stack.enter_async_context(ends.desks.listening(str(tmp_path / "owner")))
+            await ends.remote.connect(str(tmp_path / "owner"))
+            stack.callback(ends.remote.connection.close)
+            ends.remote.opened()
+            await ends.opened.wait()
+            async with asyncio.timeout(10):
+                while ends.remote.model("a").card.max_model_len != model.card.max_model_len:
+                    await asyncio.sleep(0.005)
+            return ends
+
+        yield make
+
+
+@pytest.fixture
+async def ends(make_ends):
+    return await make_ends()
+
+
+async def test_outputs_are_those_of_the_owner(ends):
+    for prompt in ("hello", (5, 6, 7), "x" * 1500):
+        (expected,) = await gather_all(ends.service, [ends.request(prompt, n=2)], LOCAL)
+        output = await ends.completion(prompt, n=2)
+        assert output.prompt_token_ids == expected.prompt_token_ids
+        assert output.sequences == expected.sequences
+    await ends.until_idle()
+    labels = {"model": "a", "adapter": "", "finish_reason": "length"}
+    assert ends.metrics.registry.get_sample_value("loraplex_requests_total", labels) == 3
+
+
+async def test_requests_of_a_batch_begin_together(make_ends):
+    ends = await make_ends(SLOW)
+    await gather_all(ends.remote, [ends.request(p, max_tokens=2) for p in ("a", "b", "c")], LOCAL)
+    first = next(record for record in ends.service.model("a").engine.steps if record.request_ids)
+    assert len(set(first.request_ids)) == 3
+
+
+async def test_errors_are_those_of_the_owner(ends):
+    no_models = Principal("acme", Rights(models=NONE))
+    for request, principal, error in (
+        (ends.request(model="b"), LOCAL, ModelNotFoundError),
+        (ends.request(), no_models, ModelNotFoundError),
+        (ends.request("x " * 40_000), LOCAL, PromptTooLongError),
+        (ends.request(adapters=(AdapterChoice(ByName("zh")),)), LOCAL, AdapterNotFoundError),
+    ):
+        with pytest.raises(error) as expected:
+            await ends.service.generate(request, principal)
+        with pytest.raises(error) as caught:
+            await ends.remote.generate(request, principal)
+        assert caught.value.to_info() == expected.value.to_info()
+    ends.service.draining.begin()
+    with pytest.raises(NotReadyError, match="draining"):
+        await ends.completion()
+    async with asyncio.timeout(10):
+        while not ends.remote.is_draining:
+            await asyncio.sleep(0.005)
+
+
+async def test_names_are_looked_up_where_they_are(ends, staging):
+    assert await ends.remote.find("a", LOCAL) == (ends.remote.model("a").card, None)
+    with pytest.raises(ModelNotFoundError, match="there are: 'a'"):
+        await ends.remote.find("zh", LOCAL)
+    admin = ends.service.adapter_admin
+    await admin.load(LOCAL, model="a", name="zh", path=staging.put("/zh"))
+    assert await ends.remote.find("zh", LOCAL) == (ends.remote.model("a").card, ByName("zh"))
+    output = await ends.completion(adapters=(AdapterChoice(ByName("zh")),))
+    assert [adapter.name for adapter in output.adapters] == ["zh"]
+    blind = Principal("acme", Rights(models=Names(("b",))))
+    assert ends.remote.models(blind) == []
+    with pytest.raises(ModelNotFoundError):
+        await ends.remote.find("a", blind)
+
+
+async def test_limits_are_the_owners(make_ends):
+    ends = await make_ends(SLOW)
+    few = Principal("few", limits=TenantLimits(max_concurrent_requests=1, tokens_per_minute=40))
+    outputs = await ends.remote.generate(ends.request((1, 2), max_tokens=30), few)
+    with pytest.raises(RateLimitedError, match="at once"):
+        await ends.service.generate(ends.request(), few)
+    await anext(outputs)
+    await close_outputs(outputs)
+    await ends.until_idle()
+    await ends.completion((1, 2), few, max_tokens=3)
+    with pytest.raises(RateLimitedError, match="tokens a minute"):
+        await ends.completion((1, 2), few, max_tokens=38)
+
+
+async def test_a_request_that_is_left_during_its_admission_ends(make_ends):
+    ends = await make_ends(SLOW)
+    few = Principal("few", limits=TenantLimits(max_concurrent_requests=1))
+    for _ in range(5):
+        admission = asyncio.create_task(ends.completion("x" * 1500, few, max_tokens=400))
+        await asyncio.sleep(0)
+        admission.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await admission
+        await ends.until_idle()
+    async with asyncio.timeout(10):
+        while True:
+            with contextlib.suppress(RateLimitedError):
+                await ends.completion(principal=few)
+                break
+
+
+async def test_the_end_of_a_process_ends_its_requests(make_ends):
+    ends = await make_ends(SLOW)
+    few = Principal("few", limits=TenantLimits(max_concurrent_requests=2))
+    for _ in range(2):
+        await anext(await ends.remote.generate(ends.request(max_tokens=1000), few))
+    ends.remote.connection.close()
+    await ends.lost.wait()
+    await ends.until_idle()
+    await gather_all(ends.service, [ends.request()], few)
+
+
+async def test_numbers_and_commands(ends):
+    await ends.completion()
+    (desk,) = ends.desks
+    counting = asyncio.create_task(desk.count())
+    async with asyncio.timeout(10):
+        while not ends.commands:
+            await asyncio.sleep(0.005)
+    (count,) = ends.commands
+    assert isinstance(count, Count)
+    families = encoded_families([ends.metrics.registry])
+    ends.remote.connection.send(Numbers(count.query_id, families))
+    await counting
+    assert desk.families == families
+    ends.desks.send(Stop(3.0))
+    async with asyncio.timeout(10):
+        while ends.commands[-1] != Stop(3.0):
+            await asyncio.sleep(0.005)
