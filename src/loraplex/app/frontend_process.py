@@ -54,7 +54,7 @@ class FrontendStart(msgspec.Struct, frozen=True):
 
     number: int
     config: Config
-    """Configuration with local paths, this process's share of the limits, and the port that it serves."""
+    """Configuration with local paths, the limits of one process, and the port that it serves."""
     keys_variable: str
     """LORAPLEX_API_KEYS, which is not in the environment of our processes."""
     given_keys: tuple[str, ...]
