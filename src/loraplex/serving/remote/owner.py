@@ -14,6 +14,7 @@ import msgspec
 from loraplex.core.errors import InternalError, LoraplexError
 from loraplex.core.output import EngineOutput
 from loraplex.core.request import RequestBatch, RequestId
+from loraplex.serving.engines.output_stream import OutputStream
 from loraplex.serving.remote.frames import FrameConnection
 from loraplex.serving.remote.messages import (
     Abort,
@@ -156,6 +157,7 @@ class FrontendDesk:
         if own.prompt_token_ids == request.prompt:
             own = msgspec.structs.replace(own, prompt_token_ids=())
         self.connection.send(Admitted(own, admitted.adapters))
+        assert isinstance(admitted.stream, OutputStream), "none is continued from another server"
         admitted.stream.pass_on(self._pass_on)
 
     async def _find(self, message: Find) -> None:
