@@ -27,13 +27,13 @@ from loraplex.app.access import (
 from loraplex.app.builder import build_texts
 from loraplex.app.dialects import dialect_of
 from loraplex.app.forwarding import DividedApp, Forwarder
+from loraplex.app.frontend_start import FrontendStart
 from loraplex.app.http_app import openai_options
 from loraplex.app.http_server import serving_http
 from loraplex.app.launch import set_up_logging
 from loraplex.app.open_files import raise_open_file_limit
 from loraplex.app.reporting import Reporting, reporting_requests
 from loraplex.app.tls import certificates
-from loraplex.core.config import Config
 from loraplex.frontends.access import Authenticate
 from loraplex.frontends.body_memory import BodyMemory, BodyMemoryGuard
 from loraplex.frontends.openai.app import text_routes
@@ -47,21 +47,6 @@ from loraplex.serving.remote.remote_service import RemoteService
 from loraplex.serving.request_metrics import RequestMetrics
 
 logger = logging.getLogger(__name__)
-
-
-class FrontendStart(msgspec.Struct, frozen=True):
-    """Start message of a front-end process, as msgpack."""
-
-    number: int
-    config: Config
-    """Configuration with local paths, the limits of one process, and the port that it serves."""
-    keys_variable: str
-    """LORAPLEX_API_KEYS, which is not in the environment of our processes."""
-    given_keys: tuple[str, ...]
-    owner_path: str
-    """Unix socket of the owner for messages."""
-    http_path: str
-    """The same for requests that it forwards."""
 
 
 class FrontendProcess:
