@@ -7,6 +7,7 @@
 #   make types   mypy --strict
 #   make test-all     all tests that CI runs
 #   make test-lowest  a part of the tests with the lowest versions that pyproject.toml allows
+#   make ray-test     replicas on a Ray cluster of two nodes on this machine, with faults
 #   make soak    what takes too long for CI: long schedules, kills, many more examples
 #   make charts  check the Helm chart and the other objects of deploy/ without a cluster
 #   make lock    write constraints.txt anew; LOCK_ARGS=--upgrade takes the newest versions
@@ -56,7 +57,7 @@ UV := $(BIN)/python .ci/install.py
 PYTEST := PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(CURDIR)/$(VENV)/pycache $(BIN)/python -m pytest
 INSTALL := $(UV) install --quiet --python $(BIN)/python -c constraints.txt $(PIP_ARGS)
 
-.PHONY: demo test coverage test-all test-lowest soak charts lint types bench docs tables fmt lock clean .triton \
+.PHONY: demo test coverage test-all test-lowest ray-test soak charts lint types bench docs tables fmt lock clean .triton \
 	gpu-wheels gpu-check gpu-bench
 
 $(BIN)/uv: constraints.txt
@@ -124,7 +125,7 @@ soak: $(VENV)/.dev $(OLDEST_TRITON) $(VENV)/clients .triton
 	$(PYTEST) --hypothesis-profile=soak --timeout=7200 \
 		-m "not gpu and not network" $(PYTEST_ARGS) tests/property tests/contract/test_openapi.py
 	PYTHONPATH=tests $(BIN)/python benchmarks/soak.py --minutes $(SOAK_MINUTES)
-	$(MAKE) test-lowest charts
+	$(MAKE) test-lowest charts ray-test
 
 # Helm as a library has 244 MB, so it is installed for this verb only.
 $(VENV)/.charts: $(VENV)/.dev tests/deploy/requirements.txt
@@ -133,6 +134,14 @@ $(VENV)/.charts: $(VENV)/.dev tests/deploy/requirements.txt
 
 charts: $(VENV)/.charts
 	$(PYTEST) $(PYTEST_ARGS) tests/deploy
+
+$(VENV)/.ray: $(VENV)/.dev
+	$(INSTALL) -r pyproject.toml --extra ray
+	@touch $@
+
+# One process: the cluster has many of its own.
+ray-test: $(VENV)/.ray
+	$(PYTEST) -n 0 -m soak $(PYTEST_ARGS) tests/cluster
 
 # A Python of its own, with the lowest versions that pyproject.toml allows of what it names. torch is
 # the exception: it is installed first, as everywhere, because the lowest version that a folder of
@@ -177,7 +186,7 @@ fmt: $(VENV)/.dev
 # of torch in the versions that it wants. Versions that stand there already stay.
 lock: $(BIN)/uv
 	$(UV) compile --quiet --universal --python-version 3.11 --no-header --no-annotate \
-		--no-emit-index-url $(addprefix --extra ,dev bench docs tracing remote) \
+		--no-emit-index-url $(addprefix --extra ,dev bench docs tracing remote ray) \
 		$(LOCK_ARGS) pyproject.toml --output-file constraints.txt
 	sed --in-place --regexp-extended '/^(cuda|nvidia)-/{/^nvidia-ml-py=/!d}' constraints.txt
 

@@ -30,6 +30,10 @@ from loraplex.serving.served_model import ServedModel
 logger = logging.getLogger(__name__)
 
 _FOLDER: Final = "replica-"
+_ALONE: Final = (
+    "adapters of replicas cannot be changed by requests without declarations, because the other "
+    "replicas would not know: set adapter_declarations to a folder or bucket that all of them see"
+)
 
 
 class Replica:
@@ -117,6 +121,8 @@ async def started_replica(
                 engines = started_engines(local, engine_process)
                 launch = await stack.enter_async_context(engines)
             served = await stack.enter_async_context(front_ends(local, launch))
+            if not config.server.adapter_declarations:
+                served.service.adapter_admin.refuse_changes(_ALONE)
             await served.start()
             yield Replica(served)
             await served.service.drain(config.server.shutdown_seconds)

@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable
 
 from loraplex.adapters.staging import RequestTensor
 from loraplex.core.adapter import AdapterKey, AdapterRef, ByName, ByTaskId
-from loraplex.core.errors import LoraplexError
+from loraplex.core.errors import LoraplexError, UnsupportedFeatureError
 from loraplex.core.principal import Principal
 from loraplex.core.request import RequestId
 from loraplex.serving.adapter_cards import (
@@ -54,6 +54,14 @@ class CatalogAdmin:
         self._metrics = metrics
         self._require_open = require_open
         self._new_request_id = new_request_id
+        self._refusal = ""
+
+    def refuse_changes(self, reason: str) -> None:
+        """Refuse changes of adapters by clients, with this reason, from now on.
+
+        Adapters in requests (`load_tensors`) are not changes of what other requests get.
+        """
+        self._refusal = reason
 
     async def load(
         self,
@@ -68,6 +76,7 @@ class CatalogAdmin:
         canary: bool = False,
     ) -> LoadReport:
         served = self._managed_model(principal, model)
+        self._require_changes()
         served.adapters_of(principal).check_manages(name)
         self._catalog.check_is_no_base(name)
         register = None
@@ -170,8 +179,13 @@ class CatalogAdmin:
     ) -> tuple[ServedModel, AdapterRef]:
         """Return the model and the adapter to change; raise if the principal may not."""
         model = self._managed_model(principal, ref.model)
+        self._require_changes()
         await self._settle(model, principal, ref.key)
         return model, model.adapters_of(principal).managed(ref.key)
+
+    def _require_changes(self) -> None:
+        if self._refusal:
+            raise UnsupportedFeatureError(self._refusal)
 
     def _managed_model(self, principal: Principal, model: str) -> ServedModel:
         """Return the model whose adapters are to change; raise if the principal may not."""
