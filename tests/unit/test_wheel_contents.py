@@ -11,9 +11,12 @@ ENTRY_POINTS = {
     "loraplex",
     "loraplex.__main__",
     "loraplex.cli.main",
+    "loraplex.deploy.ray",
+    "loraplex.deploy.ray_router",
     "loraplex.frontends.kserve.stub.model",
 }
-"""The library, the command, and the model that Triton's Python backend starts."""
+"""The library, the command, what Ray Serve imports, and the model that Triton's Python backend
+starts."""
 PUBLIC = {
     "loraplex.demo",
     "loraplex.testing.echo_backend",
