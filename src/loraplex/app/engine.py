@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from loraplex.app.rank import ModelRank, overlaps, rank_command, world_of
+from loraplex.app.rank import ModelRank, overlaps, rank_command, rank_of, world_of
 from loraplex.core.clock import SystemClock
 from loraplex.core.config import ModelConfig
 from loraplex.core.errors import ConfigError, LoraplexError
@@ -27,7 +27,7 @@ from loraplex.engine.loop import EngineLoop
 from loraplex.engine.messages import EngineFailed
 from loraplex.engine.process import be_engine_process
 from loraplex.engine.runner import AdapterLoader, Runner
-from loraplex.parallel.executors import RankEnd
+from loraplex.parallel.executors import Executor, RankEnd
 from loraplex.parallel.multiprocess import MultiprocessExecutor
 from loraplex.parallel.start import end_of_process, start_sharded
 from loraplex.serving.engines.link import EngineLink, LinkFactory, ThreadLink
@@ -74,9 +74,18 @@ def _start_ranks(
         world,
         msgspec.msgpack.encode(model),
         lambda start: ModelRank(model, start.world, logits_dir),
-        MultiprocessExecutor(rank_command),
+        _executor(model),
         lose,
     )
+
+
+def _executor(model: ModelConfig) -> Executor:
+    if model.executor == "multiprocess":
+        return MultiprocessExecutor(rank_command)
+    from loraplex.parallel.ray_executor import RayExecutor  # noqa: PLC0415 - loraplex[ray]
+
+    cpus, level = model.num_threads or 1, logging.getLevelName(logging.getLogger().level)
+    return RayExecutor(rank_of, device=model.device, cpus=cpus, log_level=level)
 
 
 def run_engine(model: ModelConfig, channel: EngineChannel, *, is_alone: bool = False) -> None:

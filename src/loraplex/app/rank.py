@@ -103,8 +103,11 @@ class ModelRank:
         return int(sum(channel.wait_seconds for channel in self._channels[:1]) * 1e9)
 
     def _limit_threads(self) -> None:
-        num_threads, num_ranks = self._model.num_threads, self._world.size
-        if num_threads is None and num_ranks > 1:
+        num_threads, world = self._model.num_threads, self._world
+        if num_threads is None and world.size > 1:
+            # With Ray each stage may have a machine of its own.
+            is_local = self._model.executor == "multiprocess"
+            num_ranks = world.size if is_local else world.tensor_parallel_size
             num_threads = max(1, torch.get_num_threads() // num_ranks)
         if num_threads is not None:
             torch.set_num_threads(num_threads)
@@ -176,10 +179,11 @@ def main() -> None:
     """Run the process of a rank."""
     log_level, rank = sys.argv[1:]
     log_to_standard_error(log_level, f"rank {rank}")
-    be_rank_process(_rank_of)
+    be_rank_process(rank_of)
 
 
-def _rank_of(start: RankStart) -> ModelRank:
+def rank_of(start: RankStart) -> ModelRank:
+    """Return the program of a rank that is not rank 0."""
     return ModelRank(msgspec.msgpack.decode(start.settings, type=ModelConfig), start.world)
 
 

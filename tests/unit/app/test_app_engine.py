@@ -1,6 +1,7 @@
 """The start of the real engine, and its error if it cannot start."""
 
 import gc
+import importlib.util
 import threading
 
 import msgspec
@@ -132,6 +133,14 @@ def test_a_wrong_setting_is_the_engines_last_word(channel, events, fields, text)
     assert isinstance(event, EngineFailed)
     assert event.error.code == ConfigError.code
     assert text in event.error.message
+
+
+@pytest.mark.skipif(bool(importlib.util.find_spec("ray")), reason="Ray is installed")
+def test_the_executor_ray_without_ray(channel, events):
+    run_engine(msgspec.structs.replace(MODEL, tensor_parallel_size=2, executor="ray"), channel)
+    (event,) = events
+    assert event.error.code == ConfigError.code
+    assert "pip install 'loraplex[ray]'" in event.error.message
 
 
 @pytest.mark.parametrize("error", [MemoryError("none left"), RuntimeError("CUDA out of memory")])
