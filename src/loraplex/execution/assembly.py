@@ -170,6 +170,7 @@ class Assembly:
             ),
             max_rank=self.settings.rank_limits.largest,
             accelerator=self.accelerator,
+            is_alone=self.channels is None,
         )
 
     def _capacity(self, size: MemorySize, kv_cache_bytes: int, steps: StepMemory) -> Capacity:

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -34,6 +34,19 @@ class Channel(Protocol):
 
     def close(self) -> None:
         """Release the exchange's memory. No other call may be in progress, or come later."""
+        ...
+
+
+@runtime_checkable
+class DeviceChannel(Channel, Protocol):
+    """Channel of the ranks of a GPU, whose exchanges are enqueued among the step's other work."""
+
+    def gathered(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return `gather`'s tensors as one [size, ...]."""
+        ...
+
+    def exchanged(self, parts: torch.Tensor) -> torch.Tensor:
+        """Send parts [size, ...], one to each rank, and return [size, ...], one from each rank."""
         ...
 
 

@@ -6,9 +6,8 @@ import logging
 
 import torch
 
-from loraplex.core.errors import ConfigError
 from loraplex.kernels.accelerator import Accelerator, CudaAccelerator
-from loraplex.kernels.channel import Channel
+from loraplex.kernels.channel import Channel, DeviceChannel
 from loraplex.kernels.native.backend import NativeKernels
 from loraplex.kernels.native.channel import SharedMemoryChannel
 from loraplex.kernels.native.library import NativeLibrary, NativeLibraryError, load_library
@@ -40,17 +39,15 @@ def select_kernels(
     none.
     """
     if accelerator is not None:
-        if channel is not None:
-            raise ConfigError(
-                "tensor parallel runs on a CPU only: with device cuda tensor_parallel_size must "
-                "be 1",
-                param="tensor_parallel_size",
-            )
+        assert channel is None or isinstance(channel, DeviceChannel)
         # A machine without a GPU need not have Triton.
         from loraplex.kernels.cuda.backend import CudaKernels  # noqa: PLC0415
 
         return CudaKernels(
-            accelerator, batch_invariant=batch_invariant, attention_backend=attention_backend
+            accelerator,
+            batch_invariant=batch_invariant,
+            attention_backend=attention_backend,
+            channel=channel,
         )
     library = _host_library() if device.type == "cpu" else None
     if library is None:

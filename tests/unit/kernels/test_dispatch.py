@@ -71,4 +71,5 @@ def test_the_kernels_of_an_accelerator_get_the_settings(
         "accelerator": accelerator,
         "batch_invariant": True,
         "attention_backend": "triton",
+        "channel": None,
     }

@@ -60,11 +60,17 @@ class _Transfers:
     """Transfers of an accelerator: its copies, and the host memory that they read."""
 
     def __init__(
-        self, accelerator: Accelerator, geometry: PageGeometry, pool: torch.Tensor
+        self,
+        accelerator: Accelerator,
+        geometry: PageGeometry,
+        pool: torch.Tensor,
+        *,
+        is_alone: bool,
     ) -> None:
         self.accelerator = accelerator
         self.pages = PinnedPages(accelerator, geometry.page_elements, pool.dtype)
-        self.copies = PageCopies(accelerator, pool.view(-1, geometry.page_elements))
+        pages = pool.view(-1, geometry.page_elements)
+        self.copies = PageCopies(accelerator, pages, reports_whole=not is_alone)
         self.segments = SegmentUploads(accelerator)
 
 
@@ -91,12 +97,15 @@ class AdapterBank:
         ends: BaseEnds | None = None,
         max_rank: int = 256,
         accelerator: Accelerator | None = None,
+        is_alone: bool = True,
     ) -> None:
         """layers: the linear layers of each decoder layer that may be adapted. num_experts: by
         module, of those that have experts.
 
         ends: None if adapters may have only LoRA of these. max_rank: maximum rank of an
         accelerator's kernels. accelerator: that of the device; None if copies are immediate.
+        is_alone: False: there are other ranks. All of them repeat a recorded step, or none, so
+        steps wait for no copy: an adapter has arrived when all of it has.
         """
         self._geometry = geometry
         self._pool = _pool(num_pages * geometry.page_elements, dtype, device, accelerator)
@@ -112,7 +121,7 @@ class AdapterBank:
         )
         self._transfers = None
         if accelerator is not None:
-            self._transfers = _Transfers(accelerator, geometry, self._pool)
+            self._transfers = _Transfers(accelerator, geometry, self._pool, is_alone=is_alone)
         self._views: dict[int, tuple[PartsViews, bool]] = {}
         """Views by entry, of adapters with more than LoRA of layers; whether lm_head has LoRA."""
         self._parts: dict[int, AdapterParts] = {}
@@ -168,7 +177,7 @@ class AdapterBank:
             raise
 
     def arrived(self, *, wait: bool = False) -> tuple[AdapterHandle, ...]:
-        """Return the copies whose first layers have arrived, each once: they may be used.
+        """Return the copies that may be used, each once: their first layers have arrived, or all.
 
         wait: wait for one, if any is in flight. The caller must keep the result: if its step
         fails, it is lost.

@@ -52,8 +52,14 @@ class _PageCopy:
 class PageCopies:
     """Copies in flight. The thread that runs the steps uses them."""
 
-    def __init__(self, accelerator: Accelerator, pool: torch.Tensor) -> None:
-        """pool: [num_pages, page_elements]"""
+    def __init__(
+        self, accelerator: Accelerator, pool: torch.Tensor, *, reports_whole: bool = False
+    ) -> None:
+        """pool: [num_pages, page_elements].
+
+        reports_whole: no step waits for layers of a copy: `begun` returns it when all have arrived.
+        """
+        self._reports_whole = reports_whole
         self._accelerator = accelerator
         self._pool = pool
         self._pending: deque[_PageCopy] = deque()
@@ -88,14 +94,18 @@ class PageCopies:
             copy.is_forgotten = True
 
     def begun(self, *, wait: bool) -> tuple[AdapterHandle, ...]:
-        """Return the copies whose first layers have arrived, each once.
+        """Return the copies whose first layers, or all, have arrived, each once.
 
         Steps that use them may be launched. wait: wait for one, if there is any.
         """
         unreported = [c for c in self._pending if not (c.is_reported or c.is_forgotten)]
         if wait and unreported and unreported[0].arrivals:
-            unreported[0].arrivals[0].event.wait()
-        reported = [copy for copy in unreported if copy.has_begun_to_arrive]
+            unreported[0].arrivals[-1 if self._reports_whole else 0].event.wait()
+        reported = [
+            copy
+            for copy in unreported
+            if (copy.has_arrived if self._reports_whole else copy.has_begun_to_arrive)
+        ]
         for copy in reported:
             copy.is_reported = True
         self._retire()

@@ -8,6 +8,7 @@ import torch
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels.accelerator import Accelerator
 from loraplex.kernels.activations import Activation
+from loraplex.kernels.channel import DeviceChannel
 from loraplex.kernels.cuda import elementwise, experts, sampling
 from loraplex.kernels.cuda.attention import AttentionKernel, CudaAttentionPlan
 from loraplex.kernels.cuda.expert_lora import add_expert_lora
@@ -16,6 +17,7 @@ from loraplex.kernels.cuda.grouped_linear import GroupedLinear
 from loraplex.kernels.cuda.linear import PACKED_LAYOUT, LinearKernel
 from loraplex.kernels.cuda.linear_packing import PackedWeight
 from loraplex.kernels.cuda.lora import LoraKernel
+from loraplex.kernels.cuda.ranks import RankSums
 from loraplex.kernels.lora import LoraBatch
 from loraplex.kernels.ops import (
     AttentionPlan,
@@ -41,22 +43,24 @@ class CudaKernels:
         *,
         batch_invariant: bool = False,
         attention_backend: str = "auto",
+        channel: DeviceChannel | None = None,
     ) -> None:
         """batch_invariant: a row's result has the same bits alone and in company; slower.
 
-        attention_backend: as in RunnerSettings.
+        attention_backend: as in RunnerSettings. channel: to the other ranks; None: there are none.
         """
         device = accelerator.device
+        self._sums = None if channel is None else RankSums(channel)
         self.graphs = StepGraphs(accelerator)
-        self._linear = LinearKernel(device, batch_invariant=batch_invariant)
-        self._grouped = GroupedLinear(device, batch_invariant=batch_invariant)
+        self._linear = LinearKernel(device, batch_invariant=batch_invariant, sums=self._sums)
+        self._grouped = GroupedLinear(device, batch_invariant=batch_invariant, sums=self._sums)
         self._attention = AttentionKernel(
             device,
             batch_invariant=batch_invariant,
             backend=attention_backend,
             accelerator=accelerator,
         )
-        self._lora = LoraKernel(device, batch_invariant=batch_invariant)
+        self._lora = LoraKernel(device, batch_invariant=batch_invariant, sums=self._sums)
 
     def repeat(
         self,
@@ -81,9 +85,9 @@ class CudaKernels:
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         precision: WeightPrecision = WeightPrecision.NATIVE,
-        num_blocks: int = 0,  # noqa: ARG002
+        num_blocks: int = 0,
     ) -> PackedLinear:
-        return self._linear.pack(weight, bias, precision)
+        return self._linear.pack(weight, bias, precision, is_row=num_blocks > 0)
 
     @property
     def packed_layout(self) -> str:
@@ -106,8 +110,7 @@ class CudaKernels:
             return self._linear.apply_apart(x.to(dtype), packed)
 
     def gather_columns(self, x: torch.Tensor, total: int) -> torch.Tensor:
-        assert x.shape[1] == total, "there is one rank"
-        return x
+        return x if self._sums is None else self._sums.columns(x, total)
 
     def squared_row_norms(self, packed: PackedLinear) -> torch.Tensor:
         return self._linear.squared_row_norms(packed)
@@ -172,9 +175,9 @@ class CudaKernels:
         layer: int,
         modules: Sequence[str],
         out_offsets: Sequence[int],
-        num_blocks: int = 0,  # noqa: ARG002
+        num_blocks: int = 0,
     ) -> None:
-        self._lora.add(y, x, batch, layer, modules, out_offsets)
+        self._lora.add(y, x, batch, layer, modules, out_offsets, is_row=num_blocks > 0)
 
     def route(
         self,
@@ -197,9 +200,10 @@ class CudaKernels:
         layer: int,
         modules: Sequence[str],
         out_offsets: Sequence[int],
-        num_blocks: int = 0,  # noqa: ARG002
+        num_blocks: int = 0,
     ) -> None:
-        add_expert_lora(self._lora, y, x, batch, routes, layer, modules, out_offsets)
+        places = (layer, modules, out_offsets)
+        add_expert_lora(self._lora, y, x, batch, routes, *places, is_row=num_blocks > 0)
 
     def combine_experts(
         self,

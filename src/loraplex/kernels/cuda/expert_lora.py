@@ -52,10 +52,16 @@ def add_expert_lora(
     layer: int,
     modules: Sequence[str],
     out_offsets: Sequence[int],
+    *,
+    is_row: bool = False,
 ) -> None:
-    """Same as kernels.experts.add_expert_lora. Rows of x and y are contiguous."""
+    """Same as kernels.experts.add_expert_lora. Rows of x and y are contiguous.
+
+    is_row: ranks have a part of the inputs each.
+    """
     num_tokens = len(routes.experts)
-    work = kernel.work(y, x, batch, layer, modules, out_offsets, num_tokens=num_tokens)
+    places = (layer, modules, out_offsets)
+    work = kernel.work(y, x, batch, *places, num_tokens=num_tokens, is_row=is_row)
     if kernel.takes_few(work):
         _add_few(y, x, work, routes)
     else:
@@ -86,21 +92,23 @@ def _add_few_choices(
 ) -> None:
     tiles, linear, num_choices = few_tiles(work), work.linear, partials.shape[1]
     choices = (first_choice, num_choices)
-    common = (partials, work.pool, work.cells, work.pieces, routes.experts)
+    common = (work.pool, work.cells, work.pieces, routes.experts)
     num_waves, num_pieces = work.segments.entries.shape
     num_programs = num_waves * num_pieces * num_choices * work.num_modules * tiles.num_splits
     shrink_few_of_experts[(num_programs,)](
-        *(x, *common, x.stride(0), work.cells_of_entry, linear.first_cell, *choices),
+        *(x, partials, *common, x.stride(0), work.cells_of_entry, linear.first_cell, *choices),
         C=work.constants,
         COLUMNS=linear.columns,
         NUM_CHOSEN=routes.num_chosen,
         DIVISOR=len(y) // len(x),
         **tiles.shrink,
     )
+    partials = work.over_ranks(partials)
     num_tiles = work.num_tiles(tiles.block_n)
     for wave in range(num_waves):
         expand_few_of_experts[(num_pieces * num_choices * num_tiles,)](
-            *(y, *common, y.stride(0), work.cells_of_entry, linear.first_cell, *choices),
+            *(y, partials, *common, y.stride(0), work.cells_of_entry, linear.first_cell),
+            *choices,
             wave * num_pieces,
             C=work.constants,
             COLUMNS=linear.columns,
@@ -108,7 +116,7 @@ def _add_few_choices(
             OUT_FEATURES=linear.out_features,
             OUT_OFFSETS=linear.out_offsets,
             NUM_TILES=num_tiles,
-            **tiles.expand,
+            **tiles.expand_options(partials),
         )
 
 
@@ -122,7 +130,7 @@ def _add_many(y: torch.Tensor, x: torch.Tensor, work: LoraWork, routes: Routes) 
     shape = (num_pairs, work.num_modules, num_splits, work.max_rank)
     partials = torch.empty(shape, dtype=torch.float32, device=y.device)
     users = _users(work, len(routes.experts))
-    common = (partials, work.pool, work.cells, users, routes.pairs, routes.starts)
+    common = (work.pool, work.cells, users, routes.pairs, routes.starts)
     routing = {
         "NUM_EXPERTS": num_experts,
         "NUM_CHOSEN": routes.num_chosen,
@@ -132,22 +140,23 @@ def _add_many(y: torch.Tensor, x: torch.Tensor, work: LoraWork, routes: Routes) 
     for wave in range(len(users.entries)):
         places = (work.cells_of_entry, linear.first_cell, wave * len(routes.experts))
         shrink_many_of_experts[(num_row_tiles * work.num_modules * num_splits,)](
-            *(x, *common, x.stride(0), *places),
+            *(x, partials, *common, x.stride(0), *places),
             C=work.constants,
             COLUMNS=linear.columns,
             DIVISOR=num_pairs // len(x),
             **routing,
             **shrink,
         )
+        summed = work.over_ranks(partials)
         expand_many_of_experts[(num_row_tiles * num_tiles,)](
-            *(y, *common, y.stride(0), *places),
+            *(y, summed, *common, y.stride(0), *places),
             C=work.constants,
             COLUMNS=linear.columns,
             OUT_FEATURES=linear.out_features,
             OUT_OFFSETS=linear.out_offsets,
             NUM_TILES=num_tiles,
             **routing,
-            **expand,
+            **(expand | {"num_splits": summed.shape[-2]}),
         )
 
 

@@ -22,6 +22,7 @@ from loraplex.kernels.cuda.programs.grouped_linear import (
     grouped_linear,
     grouped_quantized_linear,
 )
+from loraplex.kernels.cuda.ranks import RankSums
 from loraplex.kernels.routing import Routes
 
 _FEW_ROWS = 8
@@ -74,8 +75,14 @@ def most_tiles(num_pairs: int, num_experts: int, rows: int) -> int:
 class GroupedLinear:
     """Applies packed weights of experts to the rows of pairs. The sums are float32."""
 
-    def __init__(self, device: torch.device, *, batch_invariant: bool) -> None:
-        """batch_invariant: a row's bits do not depend on the other rows; slower."""
+    def __init__(
+        self, device: torch.device, *, batch_invariant: bool, sums: RankSums | None = None
+    ) -> None:
+        """batch_invariant: a row's bits do not depend on the other rows; slower.
+
+        sums: over the ranks of a row layer; None: there is one rank.
+        """
+        self._sums = sums
         self._is_fixed = batch_invariant
         self._is_host = device.type == "cpu"
         self._quantized = _QUANTIZED
@@ -84,12 +91,22 @@ class GroupedLinear:
 
     def apply(self, x: torch.Tensor, packed: PackedWeight, routes: Routes) -> torch.Tensor:
         """x [T, in] or [T * k, in] of the model's type -> [T * k, out]."""
+        if self._sums is None or not packed.is_row:
+            return self._product(x, packed, routes, x.dtype)
+        if not self._sums.adds_bias:
+            packed = dataclasses.replace(packed, bias=None)
+        share = self._product(x, packed, routes, torch.float32)
+        return self._sums.total(share, None, x.dtype)
+
+    def _product(
+        self, x: torch.Tensor, packed: PackedWeight, routes: Routes, dtype: torch.dtype
+    ) -> torch.Tensor:
         assert x.shape[1] == packed.in_features
         assert packed.num_experts == routes.num_experts
         num_pairs = len(routes.pairs)
         if x.stride(1) != 1:
             x = x.contiguous()
-        y = torch.empty(num_pairs, packed.out_features, dtype=x.dtype, device=x.device)
+        y = torch.empty(num_pairs, packed.out_features, dtype=dtype, device=x.device)
         tile = self._tile(num_pairs, packed, x.dtype)
         if packed.precision in (WeightPrecision.INT8, WeightPrecision.INT4):
             _launch_quantized(y, x, packed, routes, tile)

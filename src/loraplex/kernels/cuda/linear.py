@@ -12,9 +12,10 @@ from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels.cuda.linear_fp8 import check_fp8, fp8_product
 from loraplex.kernels.cuda.linear_packing import PackedWeight, pack_weight, squared_row_norms
 from loraplex.kernels.cuda.linear_products import ScaledLinear, fixed_linear
+from loraplex.kernels.cuda.ranks import RankSums
 from loraplex.kernels.ops import LinearParts, PackedLinear
 
-PACKED_LAYOUT = "cuda-2"
+PACKED_LAYOUT = "cuda-3"
 """Layout of PackedWeight's tensors; the name changes whenever they do."""
 
 _PRECISIONS = tuple(WeightPrecision)
@@ -23,8 +24,15 @@ _PRECISIONS = tuple(WeightPrecision)
 class LinearKernel:
     """Packs weights and applies them. The sums are float32 whatever the types."""
 
-    def __init__(self, device: torch.device, *, batch_invariant: bool) -> None:
-        """batch_invariant: no result depends on the number of rows, to the bit; slower."""
+    def __init__(
+        self, device: torch.device, *, batch_invariant: bool, sums: RankSums | None = None
+    ) -> None:
+        """batch_invariant: no result depends on the number of rows, to the bit; slower.
+
+        sums: over the ranks of a row layer; None: there is one rank.
+        """
+        self._sums = sums
+        self._is_host = device.type == "cpu"
         self._is_fixed = batch_invariant
         if device.type == "cuda":
             # Else cuBLAS may add the parts of a split sum in 16 bits.
@@ -34,53 +42,76 @@ class LinearKernel:
         self._fp8_linear = fp8_product(device, batch_invariant=batch_invariant)
 
     def pack(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, precision: WeightPrecision
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        precision: WeightPrecision,
+        *,
+        is_row: bool = False,
     ) -> PackedWeight:
         """weight [out, in], bias [out] or None, both of the model's type, on the device.
 
-        Or of experts: weight [E, out, in], bias [E, out].
+        Or of experts: weight [E, out, in], bias [E, out]. is_row: ranks have a part of the inputs.
 
         Raises ConfigError if the weight cannot be quantised to the precision, or the device cannot
         multiply it.
         """
         if precision is WeightPrecision.FP8:
             check_fp8(weight)
-        return pack_weight(weight, bias, precision)
+        return dataclasses.replace(pack_weight(weight, bias, precision), is_row=is_row)
 
     def parts(self, packed: PackedLinear) -> LinearParts:
         assert isinstance(packed, PackedWeight)
         precision = _PRECISIONS.index(packed.precision)
-        numbers = (precision, packed.group_size, packed.in_features, packed.num_experts)
+        sizes = (packed.group_size, packed.in_features, packed.num_experts)
+        numbers = (precision, *sizes, int(packed.is_row))
         return LinearParts(numbers, (packed.weight, packed.bias, packed.scales))
 
     def join(self, parts: LinearParts) -> PackedWeight:
-        precision, group_size, in_features, num_experts = parts.numbers
+        precision, group_size, in_features, num_experts, is_row = parts.numbers
         weight, bias, scales = parts.tensors
         assert weight is not None
         sizes = (group_size, in_features)
-        return PackedWeight(_PRECISIONS[precision], *sizes, weight, bias, scales, num_experts)
+        return PackedWeight(
+            *(_PRECISIONS[precision], *sizes, weight), bias, scales, num_experts, bool(is_row)
+        )
 
     def apply(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
         """x [T, in] of the model's type -> [T, out]."""
         assert isinstance(packed, PackedWeight)
+        if self._sums is None or not packed.is_row:
+            return self._product(x, packed, x.dtype)
+        share = self._product(x, dataclasses.replace(packed, bias=None), torch.float32)
+        return self._sums.total(share, packed.bias, x.dtype)
+
+    def _product(self, x: torch.Tensor, packed: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
+        """dtype: x's, or float32 for a weight without bias."""
         assert x.shape[1] == packed.in_features
         if not len(x):
-            return x.new_empty(0, packed.out_features)
+            return x.new_empty(0, packed.out_features, dtype=dtype)
         if x.stride(1) != 1:
             x = x.contiguous()
         match packed.precision:
             case WeightPrecision.NATIVE:
                 if self._is_fixed:
-                    return fixed_linear(x, packed)
-                return functional.linear(x, packed.weight, packed.bias)
+                    return fixed_linear(x, packed, dtype=dtype)
+                if dtype == x.dtype:
+                    return functional.linear(x, packed.weight, packed.bias)
+                return self._wide_product(x, packed)
             case WeightPrecision.FP8:
-                return self._fp8_linear(x, packed)
-        return self._scaled.apply(x, packed)
+                return self._fp8_linear(x, packed, dtype)
+        return self._scaled.apply(x, packed, dtype)
+
+    def _wide_product(self, x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
+        """x [T, in] of 16 bits -> [T, out] float32, as it was summed."""
+        if self._is_host:  # cuBLAS alone has such a product
+            return functional.linear(x.float(), packed.weight.float())
+        return torch.mm(x, packed.weight.t(), out_dtype=torch.float32)
 
     def apply_apart(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
-        """`apply` without the bias."""
+        """`apply` without the bias, and of a row layer only for this rank's inputs."""
         assert isinstance(packed, PackedWeight)
-        return self.apply(x, dataclasses.replace(packed, bias=None))
+        return self._product(x, dataclasses.replace(packed, bias=None), x.dtype)
 
     def squared_row_norms(self, packed: PackedLinear) -> torch.Tensor:
         """[out] float64: of each row of what the weight stands for."""

@@ -19,8 +19,8 @@ _SIZE_UNIT = 16
 _LEAST_CAPABILITY = (8, 9)
 _READ_AT_ONCE = 2048
 
-Fp8Product = Callable[[torch.Tensor, PackedWeight], torch.Tensor]
-"""x [T, in] of 16 or 32 bits -> [T, out] of the same type."""
+Fp8Product = Callable[[torch.Tensor, PackedWeight, torch.dtype], torch.Tensor]
+"""x [T, in] of 16 or 32 bits -> [T, out] of x's type, or float32."""
 
 
 def fp8_product(device: torch.device, *, batch_invariant: bool) -> Fp8Product:
@@ -62,8 +62,10 @@ def quantize_fp8_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return rows, scales
 
 
-def _cublas_linear(x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
+def _cublas_linear(x: torch.Tensor, packed: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
     """torch has bfloat16 results only where rows and columns are scaled."""
+    if dtype != x.dtype:
+        return _fixed_linear(x, packed, dtype)
     rows, row_scales = quantize_fp8_rows(x)
     assert packed.scales is not None
     is_fused = x.dtype == torch.bfloat16
@@ -80,14 +82,14 @@ def _cublas_linear(x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
     return y
 
 
-def _fixed_linear(x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
+def _fixed_linear(x: torch.Tensor, packed: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
     """float8 made float16, which is exact, in tiles that do not depend on T."""
     rows, row_scales = quantize_fp8_rows(x)
-    return fixed_linear(rows, packed, row_scales=row_scales, dtype=x.dtype)
+    return fixed_linear(rows, packed, row_scales=row_scales, dtype=dtype)
 
 
-def _exact_linear(x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
+def _exact_linear(x: torch.Tensor, packed: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
     assert packed.scales is not None
     scales = packed.scales.t()
     weight = QuantizedWeight(packed.precision, packed.group_size, packed.weight, scales)
-    return reference_linear(x, weight, packed.bias)
+    return reference_linear(x.to(dtype), weight, packed.bias)

@@ -36,6 +36,8 @@ class PackedWeight:
     bias: torch.Tensor | None  # [outputs] of the model's type
     scales: torch.Tensor | None  # [groups, outputs] float32
     num_experts: int = 1
+    is_row: bool = False
+    """Whether ranks have a part of the inputs each."""
 
     @property
     def num_outputs(self) -> int:

@@ -103,11 +103,11 @@ class ScaledLinear:
         self._is_fixed = batch_invariant
         self._many_rows = _FEW_ROWS if keeps_products_in_registers(device) else _MANY_ROWS
 
-    def apply(self, x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
-        """x [T, in] -> [T, out]."""
+    def apply(self, x: torch.Tensor, packed: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
+        """x [T, in] -> [T, out] of this dtype."""
         num_rows = x.shape[0]
         tile = self._tile(num_rows, x.dtype)
-        y = torch.empty(num_rows, packed.out_features, dtype=x.dtype, device=x.device)
+        y = torch.empty(num_rows, packed.out_features, dtype=dtype, device=x.device)
         num_splits, blocks_per_split = _splits(tile, num_rows, packed)
         if num_splits == 1:
             _launch(y, x, packed, packed.bias, tile, (1, blocks_per_split))

@@ -43,6 +43,7 @@ from loraplex.kernels.cuda.programs.lora import (
     shrink_few,
 )
 from loraplex.kernels.cuda.programs.lora_matrix import expand_many, shrink_many
+from loraplex.kernels.cuda.ranks import RankSums
 from loraplex.kernels.lora import (
     FEW_TOKENS,
     DeviceLoraTable,
@@ -109,6 +110,8 @@ class LoraWork:
     cells_of_entry: int
     max_rank: int
     """Rounded up to what a program takes at a time."""
+    sums: RankSums | None
+    """Sums over the ranks that have a part of the inputs each; None: this one has all."""
 
     @property
     def num_modules(self) -> int:
@@ -119,6 +122,10 @@ class LoraWork:
         num_slots = self.segments.token_indices.shape[0]
         shape = (num_slots, self.num_modules, num_splits, self.max_rank)
         return torch.empty(shape, dtype=torch.float32, device=self.pool.device)
+
+    def over_ranks(self, partials: torch.Tensor) -> torch.Tensor:
+        """Return the sums [..., splits, ranks] as the second kernel takes them."""
+        return partials if self.sums is None else self.sums.total_of_splits(partials)
 
     def num_tiles(self, width: int) -> int:
         """Number of tiles of all modules' outputs; a tile is of one module."""
@@ -148,8 +155,12 @@ class LoraWork:
 class LoraKernel:
     """Remembers the fused linear layers that it has seen."""
 
-    def __init__(self, device: torch.device, *, batch_invariant: bool) -> None:
+    def __init__(
+        self, device: torch.device, *, batch_invariant: bool, sums: RankSums | None = None
+    ) -> None:
+        """sums: over the ranks of a row layer; None: there is one rank."""
         self._device = device
+        self._sums = sums
         self._batch_invariant = batch_invariant
         self._linears: dict[_LinearKey, FusedLinear] = {}
 
@@ -161,11 +172,18 @@ class LoraKernel:
         layer: int,
         modules: Sequence[str],
         out_offsets: Sequence[int],
+        *,
+        is_row: bool = False,
     ) -> None:
-        """Same as kernels.lora.add_lora. Rows of x and y are contiguous, of the pool's dtype."""
+        """Same as kernels.lora.add_lora. Rows of x and y are contiguous, of the pool's dtype.
+
+        is_row: ranks have a part of the inputs each.
+        """
         if batch.parts:
             add_vectors(y, batch.parts, layer, modules, out_offsets)
-        work = self.work(y, x, batch, layer, modules, out_offsets, num_tokens=len(x))
+        work = self.work(
+            *(y, x, batch, layer, modules, out_offsets), num_tokens=len(x), is_row=is_row
+        )
         if self.takes_few(work):
             _add_few(y, x, work)
         else:
@@ -186,6 +204,7 @@ class LoraKernel:
         out_offsets: Sequence[int],
         *,
         num_tokens: int,
+        is_row: bool,
     ) -> LoraWork:
         """Return what the two kernels of a call share."""
         assert x.stride(1) == y.stride(1) == 1, "rows are contiguous"
@@ -202,6 +221,7 @@ class LoraKernel:
             segments,
             cells_of_entry=len(batch.table.cells),
             max_rank=triton.cdiv(batch.table.max_rank, MATRIX_RANKS) * MATRIX_RANKS,
+            sums=self._sums if is_row else None,
         )
 
     def _linear(
@@ -255,6 +275,12 @@ class FewTiles:
     """Options of the programs."""
     expand: dict[str, int]
 
+    def expand_options(self, partials: torch.Tensor) -> dict[str, int]:
+        """Return the second program's options for partial sums [..., splits, ranks]."""
+        num_splits = partials.shape[-2]
+        splits = triton.next_power_of_2(num_splits)
+        return self.expand | {"NUM_SPLITS": num_splits, "SPLITS": splits}
+
 
 def few_tiles(work: LoraWork) -> FewTiles:
     """Return the tiles of a linear layer."""
@@ -264,9 +290,9 @@ def few_tiles(work: LoraWork) -> FewTiles:
     block_n = min(width, triton.next_power_of_2(max(linear.out_features)))
     num_blocks = triton.cdiv(linear.in_features, block_k * _MOST_SPLITS_OF_FEW)
     num_splits = triton.cdiv(linear.in_features, block_k * num_blocks)
-    options = {"NUM_SPLITS": num_splits, "BLOCK_R": _RANKS, "num_warps": 1}
-    shrink = options | {"NUM_BLOCKS": num_blocks, "BLOCK_K": block_k}
-    expand = options | {"SPLITS": triton.next_power_of_2(num_splits), "BLOCK_N": block_n}
+    options = {"BLOCK_R": _RANKS, "num_warps": 1}
+    shrink = options | {"NUM_SPLITS": num_splits, "NUM_BLOCKS": num_blocks, "BLOCK_K": block_k}
+    expand = options | {"BLOCK_N": block_n}
     return FewTiles(num_splits, block_n, shrink, expand)
 
 
@@ -274,7 +300,8 @@ def _add_few(y: torch.Tensor, x: torch.Tensor, work: LoraWork) -> None:
     tiles = few_tiles(work)
     partials = work.partials(tiles.num_splits)
     _shrink(shrink_few, x, partials, work, tiles.shrink)
-    _expand(expand_few, y, partials, work, tiles.block_n, tiles.expand)
+    partials = work.over_ranks(partials)
+    _expand(expand_few, y, partials, work, tiles.block_n, tiles.expand_options(partials))
 
 
 def _add_many(y: torch.Tensor, x: torch.Tensor, work: LoraWork) -> None:
@@ -283,7 +310,11 @@ def _add_many(y: torch.Tensor, x: torch.Tensor, work: LoraWork) -> None:
     shrink, expand = many_options(work, num_splits, block_t)
     partials = work.partials(num_splits)
     _shrink(shrink_many, x, partials, work, shrink)
-    _expand(expand_many, y, partials, work, MATRIX_OUTPUTS, expand)
+    partials = work.over_ranks(partials)
+    _expand(
+        *(expand_many, y, partials, work, MATRIX_OUTPUTS),
+        expand | {"num_splits": partials.shape[-2]},
+    )
 
 
 def many_options(

@@ -1,0 +1,120 @@
+"""Channels over torch.distributed: gloo between threads, as between hosts."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from loraplex.core.errors import ConfigError, DeviceLost, InternalError
+from loraplex.kernels.channel import Channel, DeviceChannel, RankChannels
+from loraplex.kernels.cuda.channel import ChannelStore, DistributedChannel, connect_channels
+
+HOST = torch.device("cpu")
+SIZE = 2
+
+
+@pytest.fixture
+def stores() -> list[ChannelStore]:
+    """One for each rank."""
+    listening = ChannelStore.listen("127.0.0.1")
+    return [listening, ChannelStore.reach(listening.address)]
+
+
+def together(work: Callable[[int], Any]) -> list[Any]:
+    """Return work(rank) of all ranks."""
+    with ThreadPoolExecutor(SIZE) as threads:
+        futures = [threads.submit(work, rank) for rank in range(SIZE)]
+    return [future.result() for future in futures]
+
+
+@pytest.fixture
+def ranks(stores: list[ChannelStore]) -> list[RankChannels]:
+    return together(lambda rank: connect_channels(stores[rank], rank, SIZE, HOST))
+
+
+def failure(channel: Channel) -> str:
+    with pytest.raises(DeviceLost) as caught:
+        channel.gather(torch.zeros(1))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
+def test_every_rank_gets_all_tensors(ranks: list[RankChannels], dtype: torch.dtype) -> None:
+    def exchange(rank: int) -> Any:
+        tensor = torch.full((2, 3), rank + 1).to(dtype)
+        return [channel.gather(tensor) for channel in ranks[rank]]
+
+    for of_channel in together(exchange):
+        for first, second in of_channel:
+            assert torch.equal(first, torch.full((2, 3), 1).to(dtype))
+            assert torch.equal(second, torch.full((2, 3), 2).to(dtype))
+
+
+def test_parts_go_to_their_ranks(ranks: list[RankChannels]) -> None:
+    def exchange(rank: int) -> Any:
+        channel = ranks[rank].steps
+        assert isinstance(channel, DeviceChannel)
+        return channel.exchanged(torch.tensor([[10.0], [20.0]]) + rank)
+
+    first, second = together(exchange)
+    assert first.tolist() == [[10.0], [11.0]]
+    assert second.tolist() == [[20.0], [21.0]]
+
+
+def test_an_empty_tensor_is_a_barrier(ranks: list[RankChannels]) -> None:
+    found = together(lambda rank: ranks[rank].steps.gather(torch.zeros(0, 3)))
+    assert [[tensor.shape for tensor in tensors] for tensors in found] == [[(0, 3)] * SIZE] * SIZE
+
+
+def test_an_abort_ends_the_waits_of_all_ranks(ranks: list[RankChannels]) -> None:
+    def body(rank: int) -> str:
+        channel = ranks[rank].steps
+        if rank == 0:
+            channel.abort("rank 0: out of memory")
+            channel.abort("later")
+        return failure(channel)
+
+    assert together(body) == ["the ranks' exchange was aborted: rank 0: out of memory"] * SIZE
+    assert [failure(channels.steps) for channels in ranks] == [
+        "the ranks' exchange was aborted: rank 0: out of memory"
+    ] * SIZE
+    channels = [channels.steps for channels in ranks]
+    assert all(
+        isinstance(channel, DistributedChannel) and channel.abort_reason == "rank 0: out of memory"
+        for channel in channels
+    )
+    # The other channel goes on.
+    assert len(together(lambda rank: ranks[rank].loads.gather(torch.zeros(1)))) == SIZE
+
+
+def test_a_rank_that_does_not_come_is_named(stores: list[ChannelStore]) -> None:
+    channels = together(
+        lambda rank: DistributedChannel(stores[rank], "s", rank, SIZE, HOST, time_limit=0.2)
+    )
+    assert failure(channels[0]) == "rank 0 waited 0.2 seconds for the other ranks"
+
+
+def test_time_that_a_rank_waits_is_counted(ranks: list[RankChannels]) -> None:
+    def body(rank: int) -> float:
+        if rank == 1:
+            time.sleep(0.05)
+        channel = ranks[rank].steps
+        channel.gather(torch.zeros(1))
+        assert isinstance(channel, DistributedChannel)
+        return channel.wait_seconds
+
+    assert together(body)[0] > 0.02
+
+
+def test_a_wrong_address_is_refused() -> None:
+    with pytest.raises(InternalError, match="no rank 0 is reached at 'nowhere'"):
+        ChannelStore.reach("nowhere")
+
+
+@pytest.mark.skipif(torch.distributed.is_nccl_available(), reason="this torch was built with NCCL")
+def test_a_gpu_needs_nccl(stores: list[ChannelStore]) -> None:
+    with pytest.raises(ConfigError, match="built without NCCL"):
+        DistributedChannel(stores[0], "steps", 0, SIZE, torch.device("cuda", 0))
