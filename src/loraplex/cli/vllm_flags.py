@@ -13,11 +13,11 @@ import typer
 
 from loraplex.cli.help_page import FlagPage
 from loraplex.cli.settings_flags import optional_flag, with_flags
+from loraplex.compat.triton.engine_args import row_of
 from loraplex.core.errors import ConfigError
 from loraplex.core.support import Feature, Support
 
 _PANEL: Final = "vLLM"
-_BYTES: Final = "adapters are kept as far as lora_device_bytes and lora_host_bytes go"
 SERVED_MODEL_NAME: Final = "--served-model-name"
 LORA_MODULES: Final = "--lora-modules"
 
@@ -28,8 +28,10 @@ FLAGS: Final[tuple[Feature, ...]] = (
     Feature("--ssl-certfile", note="as --tls-cert"),
     Feature("--ssl-keyfile", note="as --tls-key"),
     Feature("--enable-ssl-refresh", Support.NO_EFFECT, "a new certificate is always read"),
-    Feature("--max-loras", Support.NO_EFFECT, _BYTES),
-    Feature("--max-cpu-loras", Support.NO_EFFECT, _BYTES),
+    *(
+        Feature(f"--{key.replace('_', '-')}", row_of(key).support, row_of(key).reason)
+        for key in ("max_loras", "max_cpu_loras")
+    ),
 )
 _LISTS: Final = (SERVED_MODEL_NAME, LORA_MODULES)
 _SWITCHES: Final = ("--enable-ssl-refresh",)
