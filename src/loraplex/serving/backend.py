@@ -134,6 +134,14 @@ class Model(TextModel, Protocol):
         """Number of restarts of its engine by reason: crash, hang, kill."""
         ...
 
+    def adapter_names(self) -> Sequence[tuple[str, str]]:
+        """Return (name, digest) of the server's own adapters, in any order.
+
+        The digest is empty until an adapter was validated. Metrics list all names at each scrape,
+        so this makes no cards.
+        """
+        ...
+
     async def adapter_residency(self) -> Mapping[str, Residency]:
         """Return where the engine has its adapters, by digest; absent ones are left out."""
         ...

@@ -22,7 +22,7 @@ from loraplex.core.errors import (
 )
 from loraplex.core.output import ResolvedAdapter
 from loraplex.core.plan import Capacity
-from loraplex.core.principal import Principal
+from loraplex.core.principal import DEFAULT_TENANT, LOCAL, Principal
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.stats import AdapterActivity, Durations, EngineStats, StepRecord
 from loraplex.memory.adapter_pages import layer_targets
@@ -131,6 +131,14 @@ class ServedModel(LocalTexts):
         versions = self.store.present(self.card.name)
         paths = [version.source.path for version in versions]
         return await asyncio.to_thread(stored, len(versions), paths)
+
+    def adapter_names(self) -> Sequence[tuple[str, str]]:
+        stored = [
+            (version.name, version.digest)
+            for version in self.store.present(self.card.name)
+            if version.tenant == DEFAULT_TENANT
+        ]
+        return [*stored, *((one.name, "") for one in self.adapters_of(LOCAL).discovered())]
 
     async def adapter_residency(self) -> Mapping[str, Residency]:
         return await self.engine.residency()

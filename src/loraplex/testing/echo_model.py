@@ -136,6 +136,10 @@ class EchoModel:
         self.check_vocabulary((token_id,))
         return echo_tokenizer.token_bytes(token_id)
 
+    def adapter_names(self) -> Sequence[tuple[str, str]]:
+        cards = self._state.adapter_registry.cards(self.card.name)
+        return [(card.name, card.digest) for card in cards]
+
     async def adapter_residency(self) -> Mapping[str, Residency]:
         return dict(self._state.residency)
 

@@ -30,6 +30,7 @@ from loraplex.core.sampling_params import SamplingParams
 from loraplex.engine.messages import EngineReady
 from loraplex.serving import local_texts
 from loraplex.serving.backend import Backend
+from loraplex.serving.discovered_adapters import ConfiguredAdapter
 from loraplex.serving.engines.engine_state import EngineState
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.service import Service
@@ -286,6 +287,18 @@ class TestGenerate:
 
     async def test_requests_are_numbered(self, service):
         assert service.new_request_id() < service.new_request_id()
+
+
+async def test_names_for_metrics_are_those_of_the_servers_own_adapters(service, staging):
+    staging.put("/it")
+    await service.adapter_admin.load(LOCAL, model="a", name="it", path="/it")
+    service._catalog.models["a"].discovered.put(
+        ConfiguredAdapter("es", "/es", None, is_named=False)
+    )
+    cards = service.adapters(LOCAL, "a")
+    assert [card.name for card in cards] == ["es", "it"]
+    names = service.model("a").adapter_names()
+    assert sorted(names) == [(card.name, card.digest) for card in cards]
 
 
 class TestFind:

@@ -22,7 +22,6 @@ from prometheus_client.registry import Collector
 
 from loraplex.core.adapter import Residency
 from loraplex.core.errors import NotReadyError
-from loraplex.core.principal import LOCAL
 from loraplex.core.stats import AdapterActivity, EngineStats
 from loraplex.serving.backend import Backend
 from loraplex.serving.model_memory import ModelMemory
@@ -141,20 +140,20 @@ class GatewayCollector(Collector):
         place, pinned = activity.residency, set(activity.pinned)
         on_device = {digest for digest, at in place.items() if at is Residency.DEVICE}
         used = activity.running.keys() | activity.waiting.keys()
-        cards = self._backend.adapters(LOCAL, model)
-        loaded = [card for card in cards if place.get(card.digest) in _LEVELS]
+        names = self._backend.model(model).adapter_names()
+        loaded = [(name, digest) for name, digest in names if place.get(digest) in _LEVELS]
         loaded.sort(
-            key=lambda card: (
-                card.digest not in pinned,
-                card.digest not in used,
-                card.digest not in on_device,
-                card.name,
+            key=lambda adapter: (
+                adapter[1] not in pinned,
+                adapter[1] not in used,
+                adapter[1] not in on_device,
+                adapter[0],
             )
         )
         wanted = activity.waiting.keys() - on_device
         return _Adapters(
-            [(c.name, _LEVELS[place[c.digest]], c.digest in pinned) for c in loaded],
-            [card.name for card in cards if card.digest in wanted],
+            [(name, _LEVELS[place[digest]], digest in pinned) for name, digest in loaded],
+            [name for name, digest in names if digest in wanted],
             len(on_device),
         )
 

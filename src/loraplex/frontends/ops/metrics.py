@@ -19,7 +19,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from loraplex.core.principal import LOCAL
 from loraplex.core.server_config import ServerConfig
 from loraplex.core.stats import EngineStats
 from loraplex.frontends.openapi.operation import TEXT, Described, Media, Operation, ResponseDoc
@@ -352,7 +351,7 @@ class BackendCollector(Collector):
             for reason, number in self._backend.model(name).engine_restarts.items():
                 restarts.add_metric([name, reason], number)
             ready.add_metric([name], self._backend.model_ready(name))
-            registered.add_metric([name], len(self._backend.adapters(LOCAL, name)))
+            registered.add_metric([name], len(self._backend.model(name).adapter_names()))
         yield ready
         yield registered
         yield restarts
