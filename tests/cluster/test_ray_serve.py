@@ -104,6 +104,7 @@ def application(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iter
         "name": "capitals",
         "adapters": {name: str(path) for name, path in ADAPTER_PATHS.items()},
         "max_num_seqs": 4,
+        "max_body_bytes": "512KiB",
         "state_dir": str(tmp_path_factory.mktemp("state")),
         "min_replicas": 1,
         "max_replicas": 2,
@@ -133,6 +134,14 @@ def replica_pids(deployment: str = REPLICA) -> list[int]:
 def num_running() -> int:
     deployment = serve.status().applications["default"].deployments[REPLICA]
     return deployment.replica_states.get("RUNNING", 0)
+
+
+def num_requests() -> int:
+    """Requests that the replicas have, as they report it."""
+    names = [name for name in ray.util.list_named_actors(True) if REPLICA in name["name"]]
+    replicas = [ray.get_actor(name["name"], name["namespace"]) for name in names]
+    reports = ray.get([replica.record_routing_stats.remote() for replica in replicas])
+    return sum(report["num_requests"] for report in reports)
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
@@ -168,6 +177,17 @@ def test_routes_of_every_front_end_work(application: Application) -> None:
         application.post("/v1/completions", {"model": "nope", "prompt": "x"})
     assert unknown.value.code == 404
     assert "model_not_found" in unknown.value.read().decode()
+    with pytest.raises(urllib.error.HTTPError) as large:
+        application.post("/v1/completions", {"model": "capitals", "prompt": "x" * (1 << 20)})
+    assert large.value.code == 413
+
+
+def test_a_client_that_disconnects_aborts_its_request(application: Application) -> None:
+    body = {"model": "capitals", "prompt": "x", "max_tokens": 2000, "ignore_eos": True}
+    with application.post("/v1/completions", {**body, "stream": True}) as response:
+        response.readline()
+        wait_until(lambda: num_requests() == 1, "a report of the request")
+    wait_until(lambda: num_requests() == 0, "the abort")
 
 
 def test_replicas_come_and_go_under_load_without_a_lost_stream(application: Application) -> None:

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -43,6 +43,7 @@ from loraplex.deploy.messages import encode as encode_message
 from loraplex.deploy.relay import Relay, ReplicaLost
 from loraplex.deploy.replica import started_replica
 from loraplex.deploy.routed_adapter import routed_adapter
+from loraplex.frontends.body_memory import BodyLease, BodyMemory
 from loraplex.frontends.telemetry.request_ids import HEADER, request_id
 from loraplex.serving.fair_thread_pool import FairThreadPool
 
@@ -112,8 +113,7 @@ class LoraplexReplica:
 
     async def respond(self, call: bytes) -> AsyncIterator[bytes]:
         """Yield encoded messages; see Replica.respond."""
-        responding = self._replica.respond(decode_call(call))
-        async with contextlib.aclosing(responding):  # type: ignore[type-var]
+        async with contextlib.aclosing(self._replica.respond(decode_call(call))) as responding:
             async for messages in responding:
                 yield encode_message(messages)
 
@@ -141,16 +141,15 @@ class LoraplexIngress:
         self._max_body_bytes = config.server.max_body_bytes
         self._models = tuple(config.models)
         self._dialect = config.server.dialect
+        self._bodies = BodyMemory.of(config.server, has_keys=False)
         self._wait_seconds = max(model.engine_restart_seconds for model in config.models.values())
         self._replicas = replicas.options(method_name="respond", stream=True)
 
     async def __call__(self, request: Request) -> Response:
         """Respond to a request."""
         path = request.url.path
+        messages = self._relayed(request)
         try:
-            call = await self._call(request)
-            relay = Relay(call, self._send)
-            messages = relay.messages()
             start = await anext(messages)
         except LoraplexError as error:
             return refusal(path, error, self._dialect)
@@ -161,10 +160,20 @@ class LoraplexIngress:
         ]
         return response
 
-    async def _call(self, request: Request) -> HttpCall:
+    async def _relayed(self, request: Request) -> AsyncGenerator[Start | Body, None]:
+        """Yield the response. The request's body counts until its end, for another replica may
+        need it."""
+        with self._bodies.lease() as lease:
+            call = await self._call(request, lease)
+            async with contextlib.aclosing(Relay(call, self._send).messages()) as messages:
+                async for message in messages:
+                    yield message
+
+    async def _call(self, request: Request, lease: BodyLease) -> HttpCall:
         body = bytearray()
         with contextlib.suppress(ClientDisconnect):
             async for piece in request.stream():
+                lease.take(len(piece))
                 body += piece
                 if len(body) > self._max_body_bytes:
                     raise PayloadTooLargeError(
@@ -183,7 +192,7 @@ class LoraplexIngress:
             client=request.client.host if request.client else "",
         )
 
-    async def _send(self, call: HttpCall) -> AsyncIterator[list[Message]]:
+    async def _send(self, call: HttpCall) -> AsyncGenerator[list[Message], None]:
         """Send a request to the replica that the router chooses."""
         adapter = routed_adapter(call.headers, call.body, self._models)
         replicas = (
@@ -212,12 +221,13 @@ class LoraplexIngress:
             responses.cancel()
 
     async def _body(
-        self, path: str, start: Start, messages: AsyncIterator[Start | Body]
+        self, path: str, start: Start, messages: AsyncGenerator[Start | Body, None]
     ) -> AsyncIterator[bytes]:
         try:
-            async for message in messages:
-                if isinstance(message, Body):
-                    yield message.data
+            async with contextlib.aclosing(messages):
+                async for message in messages:
+                    if isinstance(message, Body):
+                        yield message.data
         except LoraplexError as error:
             content_type = dict(start.headers).get(b"content-type", b"")
             if not content_type.startswith(b"text/event-stream"):

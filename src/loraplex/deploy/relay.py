@@ -5,7 +5,8 @@ Free of Ray: what calls a replica, and which errors mean that it is lost, are ar
 
 import hashlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from typing import Final
 
 import msgspec
@@ -21,7 +22,7 @@ MAX_RECORD_BYTES: Final = 8 << 20
 """Maximum size of a request's record: about 200,000 tokens."""
 _SAFE_METHODS: Final = ("GET", "HEAD", "OPTIONS")
 
-CallReplica = Callable[[HttpCall], AsyncIterator[list[Message]]]
+CallReplica = Callable[[HttpCall], AsyncGenerator[list[Message], None]]
 """Sends a request to a replica that the router chooses, and yields its messages."""
 
 
@@ -51,7 +52,7 @@ class Relay:
         """Whether the client has the status line."""
         return self._start is not None
 
-    async def messages(self) -> AsyncIterator[Start | Body]:
+    async def messages(self) -> AsyncGenerator[Start | Body, None]:
         """Yield the start and the body, each byte once.
 
         Raises EngineRestartedError if the response cannot be continued.
@@ -59,8 +60,9 @@ class Relay:
         losses = 0
         while True:
             try:
-                async for message in self._response():
-                    yield message
+                async with aclosing(self._response()) as response:
+                    async for message in response:
+                        yield message
                 return
             except ReplicaLost as lost:
                 losses += 1
@@ -69,27 +71,29 @@ class Relay:
                     raise EngineRestartedError(problem, retry_after_seconds=2) from lost
                 logger.warning("%s %s continues: %s", self._call.method, self._call.path, lost)
 
-    async def _response(self) -> AsyncIterator[Start | Body]:
+    async def _response(self) -> AsyncGenerator[Start | Body, None]:
         """Yield what the next replica adds to the response."""
         former = tuple(self._record)
         num_parts, replay = 0, _Replay(self._num_sent, self._digest.digest())
-        async for messages in self._send(msgspec.structs.replace(self._call, former=former)):
-            for message in messages:
-                match message:
-                    case Recorded():
-                        num_parts += 1
-                        if num_parts > len(self._record):
-                            self._keep(message)
-                    case Start() if self._start is None:
-                        self._start = message
-                        yield message
-                    case Start():
-                        self._require_same(message)
-                    case Body(data):
-                        if new := replay.new(data):
-                            self._num_sent += len(new)
-                            self._digest.update(new)
-                            yield Body(new)
+        call = msgspec.structs.replace(self._call, former=former)
+        async with aclosing(self._send(call)) as responding:
+            async for messages in responding:
+                for message in messages:
+                    match message:
+                        case Recorded():
+                            num_parts += 1
+                            if num_parts > len(self._record):
+                                self._keep(message)
+                        case Start() if self._start is None:
+                            self._start = message
+                            yield message
+                        case Start():
+                            self._require_same(message)
+                        case Body(data):
+                            if new := replay.new(data):
+                                self._num_sent += len(new)
+                                self._digest.update(new)
+                                yield Body(new)
         replay.end()
 
     def _require_same(self, start: Start) -> None:

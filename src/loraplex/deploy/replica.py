@@ -5,7 +5,7 @@ import contextlib
 import logging
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -44,7 +44,7 @@ class Replica:
         self._names: dict[str, tuple[str, ...]] = {}
         """Names under which requests route to an adapter, by digest."""
 
-    async def respond(self, call: HttpCall) -> AsyncIterator[list[Message]]:
+    async def respond(self, call: HttpCall) -> AsyncGenerator[list[Message], None]:
         """Yield the record and the response of a request, what there is at once together."""
         output = _Output()
         working = asyncio.create_task(self._respond(call, output))

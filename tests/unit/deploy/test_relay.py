@@ -1,5 +1,5 @@
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 import msgspec
 import pytest
@@ -35,7 +35,7 @@ class Replicas:
         self._responses = list(responses)
         self.calls: list[HttpCall] = []
 
-    async def send(self, call: HttpCall) -> AsyncIterator[list[Message]]:
+    async def send(self, call: HttpCall) -> AsyncGenerator[list[Message], None]:
         self.calls.append(call)
         for message in self._responses.pop(0):
             yield [message]
@@ -102,6 +102,24 @@ def test_a_large_record_is_given_up() -> None:
     large = Recorded(bytes(MAX_RECORD_BYTES))
     with pytest.raises(EngineRestartedError, match="larger than 8 MiB"):
         relayed(Replicas([ADMITTED, large, large, START, Body(b"o")], WHOLE))
+
+
+def test_a_reader_that_leaves_closes_the_response() -> None:
+    closed = []
+
+    async def send(call: HttpCall) -> AsyncGenerator[list[Message], None]:
+        try:
+            yield WHOLE
+        finally:
+            closed.append(call)
+
+    async def leave() -> None:
+        messages = Relay(CALL, send).messages()
+        await anext(messages)
+        await messages.aclose()
+        assert closed == [CALL]
+
+    asyncio.run(leave())
 
 
 def test_a_request_that_ends_one_replica_after_another_is_given_up() -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,7 @@ async def test_two_replicas_share_a_state_directory_and_continue_each_other(
         _, whole, _ = await response(first, request)
         lost = []
 
-        async def send(sent: HttpCall) -> AsyncIterator[list[Any]]:
+        async def send(sent: HttpCall) -> AsyncGenerator[list[Any], None]:
             async for messages in (second if lost else first).respond(sent):
                 for message in messages:
                     yield [message]
