@@ -17,7 +17,7 @@ from loraplex.adapters.declaration import MAX_DOCUMENT_BYTES, SUFFIX
 from loraplex.adapters.durable_files import storing, sync_folder
 from loraplex.adapters.sources.reference import OBJECT_SCHEMES
 from loraplex.adapters.sources.remotes import object_store, object_tag
-from loraplex.core.errors import ConfigError, UnsupportedFeatureError
+from loraplex.core.errors import ConfigError, LoraplexError, UnsupportedFeatureError
 
 _SETTLED_NS = 2_000_000_000
 """Age from which a file's time shows every later change: some file systems round to 2 seconds."""
@@ -160,7 +160,10 @@ def open_place(url: str) -> DeclarationPlace:
             f"adapter_declarations must be a folder or the URL of an object store ({known}), "
             f"got {url}"
         )
-    return ObjectPlace(url.rstrip("/"))
+    try:
+        return ObjectPlace(url.rstrip("/"))
+    except LoraplexError as error:
+        raise ConfigError(f"adapter_declarations: {error.message}") from error
 
 
 def _listed(status: os.stat_result, now_ns: int) -> Listed:

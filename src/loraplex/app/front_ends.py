@@ -24,6 +24,7 @@ from loraplex.frontends.body_memory import BodyMemory
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration
 from loraplex.frontends.kserve.models.model_control import ModelControl
 from loraplex.frontends.kserve.service import TritonService
+from loraplex.frontends.ops.declaration_metrics import DeclarationCollector
 from loraplex.frontends.ops.frontend_numbers import FrontendNumbers
 from loraplex.frontends.ops.metrics import MetricsLimits, metrics_app
 from loraplex.frontends.telemetry.tenants import noting_tenant
@@ -88,6 +89,8 @@ async def front_ends(
         await stack.enter_async_context(following(keys))
         bodies = BodyMemory.of(settings, has_keys=has_keys)
         collectors = [*triton.collectors(), *reporting.collectors()]
+        if service.declared_adapters is not None:
+            collectors.append(DeclarationCollector(service.declared_adapters.status))
         scraped = metrics_app(
             service,
             metrics,

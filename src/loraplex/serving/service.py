@@ -164,6 +164,11 @@ class Service:
         for model in self._models.values():
             await self._catalog.change(model.store.close)
 
+    @property
+    def declared_adapters(self) -> DeclaredAdapters | None:
+        """Follower of shared declarations; None without them."""
+        return self._declared
+
     def new_request_id(self) -> RequestId:
         return next(self._request_ids)
 

@@ -326,6 +326,17 @@ def test_a_place_that_cannot_be(url, problem):
         open_place(url)
 
 
+def test_a_store_without_its_package_is_named(monkeypatch):
+    fsspec = pytest.importorskip("fsspec")
+
+    def missing(url):
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
+    with pytest.raises(ConfigError, match=r"adapter_declarations: s3:// needs .*loraplex\[remote"):
+        open_place("s3://bucket/truth")
+
+
 def test_names_of_any_kind_become_names_of_files(folder, tmp_path):
     for name in ("a/b", "zh:v1", "語", "a" * 256, "A", "a", "a-b", "a_b"):
         folder.write(declared(name))

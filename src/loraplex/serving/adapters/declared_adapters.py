@@ -6,6 +6,7 @@ is a cache: what is declared no longer is removed from it.
 """
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 
@@ -37,6 +38,17 @@ from loraplex.serving.served_model import ServedModel
 logger = logging.getLogger(__name__)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeclarationStatus:
+    """State of the followed declarations, for metrics."""
+
+    num_adapters: int
+    num_outdated: int
+    num_failing: int
+    age_seconds: float
+    """Time since the last complete reading, or since the start."""
+
+
 class DeclaredAdapters:
     """Follower of shared declarations for the models of a server. No failure stops it."""
 
@@ -51,7 +63,10 @@ class DeclaredAdapters:
         """interval_seconds: time between two readings; 0: only when a request needs one."""
         self._shared = shared
         self._catalog = catalog
+        self._clock = clock
         self._interval_seconds = interval_seconds
+        self._read_ns = clock.now_ns()
+        """Time of the last complete reading."""
         self._look_ups = LookUps(clock)
         self._bindings = DeclaredBindings(loader, catalog, clock)
         self._unreconciled: set[str] = set()
@@ -121,6 +136,15 @@ class DeclaredAdapters:
         """Load a declared adapter in a tenant's turn; return why it cannot be served."""
         return await self._bindings.take(key, turn)
 
+    def status(self) -> DeclarationStatus:
+        bindings = self._bindings
+        return DeclarationStatus(
+            len(bindings.wanted),
+            len(bindings.due),
+            bindings.num_failing,
+            (self._clock.now_ns() - self._read_ns) / 1e9,
+        )
+
     def declared(self, key: DeclaredName) -> Declaration | None:
         """Return the present declaration of a name, also of a removed adapter."""
         return self._declared.get(key)
@@ -188,12 +212,14 @@ class DeclaredAdapters:
                 logger.warning("%s; the adapters stay as they are", error.message)
             self._problem = error.message
         else:
-            self._problem = ""
+            self._problem, self._read_ns = "", self._clock.now_ns()
             await self._follow(declared)
 
     async def _follow(self, declared: Mapping[DeclaredName, Declaration]) -> None:
         if declared is self._declared and not self._unreconciled and not self._left:
             return
+        if self._declared is NO_DECLARATIONS:
+            logger.info("%s declares %d adapters", self._shared.what, len(declared))
         wanted, changed = await asyncio.to_thread(_changes, self._bindings.wanted, declared)
         self._declared, self._bindings.wanted = declared, wanted
         for name in self._unreconciled:

@@ -54,6 +54,11 @@ class DeclaredBindings:
         self._failures: dict[DeclaredName, _Failure] = {}
         self._loads: dict[DeclaredName, asyncio.Task[LoraplexError | None]] = {}
 
+    @property
+    def num_failing(self) -> int:
+        """Number of adapters whose last load failed."""
+        return len(self._failures)
+
     async def close(self) -> None:
         loads = list(self._loads.values())
         for load in loads:

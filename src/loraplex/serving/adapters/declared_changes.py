@@ -63,7 +63,12 @@ class DeclaredChanges:
             digest = staged.source.digest
             declaration = msgspec.structs.replace(first, digest=digest, created=int(time.time()))
             is_unchanged = live is not None and live.digest == digest
-            if live is None or not is_unchanged or live.uri != path or live.task_id != task_id:
+            if (
+                live is None
+                or not is_unchanged
+                or live.uri != path
+                or live.task_id != first.task_id
+            ):
                 await self._declared.declare(declaration)
             else:
                 declaration = live
@@ -194,3 +199,7 @@ def check_may_roll_back(version: AdapterVersion | None) -> None:
             f"adapter {version.name!r} is declared for several servers: load the source of the "
             "older version under its name (replace)"
         )
+
+
+def _meaning(declaration: Declaration) -> tuple[str, int | None]:
+    return declaration.uri, declaration.task_id

@@ -2,13 +2,15 @@
 
 import asyncio
 import json
+import threading
 
 import pytest
 
 from loraplex.adapters.declaration_places import open_place
 from loraplex.adapters.shared_declarations import SharedDeclarations
+from loraplex.adapters.staging import RequestTensor
 from loraplex.adapters.store import AdapterStore
-from loraplex.core.adapter import AdapterChoice, AdapterRef, ByName, ByTaskId
+from loraplex.core.adapter import AdapterChoice, AdapterRef, ByName, ByTaskId, LoadPolicy
 from loraplex.core.config import AdapterConfig
 from loraplex.core.errors import (
     AdapterExistsError,
@@ -25,6 +27,7 @@ from loraplex.core.errors import (
 from loraplex.core.principal import LOCAL, Names, Principal, Rights
 from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.frontends.ops.declaration_metrics import DeclarationCollector
 from loraplex.serving.adapter_cards import UnloadMode
 from loraplex.serving.adapters.look_ups import MAX_PER_SECOND
 from loraplex.serving.request_metrics import RequestMetrics
@@ -57,7 +60,7 @@ class Replica:
         ref = AdapterRef("base", principal.tenant, ByName(name))
         return await self.service.adapter_admin.unload(principal, ref, mode)
 
-    async def use(self, key="zh", principal=LOCAL):
+    async def use(self, key="zh", principal=LOCAL, policy=LoadPolicy.AUTO):
         key = ByName(key) if isinstance(key, str) else key
         request = GenerateRequest(
             request_id=self.service.new_request_id(),
@@ -65,6 +68,7 @@ class Replica:
             prompt="hello",
             sampling=SamplingParams(max_tokens=1),
             adapters=(AdapterChoice(key),),
+            load_policy=policy,
         )
         async with asyncio.timeout(20):
             outputs = [one async for one in await self.service.generate(request, principal)]
@@ -435,6 +439,104 @@ async def test_requests_that_come_together_share_a_reading(replica, monkeypatch)
     results = await asyncio.gather(*tasks, return_exceptions=True)
     assert {type(each) for each in results} == {ModelNotFoundError}
     assert len(reads) <= 2
+
+
+async def test_a_version_that_was_replaced_while_it_was_staged_is_not_bound(replica, staging):
+    one, other = await replica(), await replica()
+    await one.load()
+    await other.look()
+    arrived, go_on = asyncio.Event(), asyncio.Event()
+    stage = staging.stage
+
+    async def slow(path, **options):
+        staged = await stage(path, **options)
+        if path == "/zh":
+            arrived.set()
+            await go_on.wait()
+        return staged
+
+    staging.stage = slow
+    request = asyncio.create_task(other.use())
+    await arrived.wait()
+    await one.load(path="/zh2", replace=True)
+    await other.declared.refresh()
+    go_on.set()
+    assert await request == "digest of /zh2"
+    assert other.bound() == {"zh": (2, "digest of /zh2")}
+
+
+async def test_a_load_of_the_same_bytes_declares_nothing(replica, tmp_path):
+    one = await replica()
+    await one.load(task_id=7)
+    report = await one.load(replace=True)
+    assert (report.version, report.is_unchanged, report.task_id) == (1, True, 7)
+    assert len(list((tmp_path / "truth").iterdir())) == 1
+    assert (await one.load(replace=True, task_id=8)).version == 2
+
+
+async def test_tensors_of_a_request_do_not_replace_a_declared_adapter(replica, staging):
+    one = await replica()
+    await one.load(task_id=7)
+    for path, refusal in (("/zh", None), ("/zh2", "'zh' is declared for several servers")):
+        tensor = RequestTensor("FP16", (1, 1), path.encode())
+        upload = one.service.adapter_admin.load_tensors(
+            LOCAL, model="base", task_id=7, weights=tensor, config=tensor
+        )
+        if refusal is None:
+            assert await upload == ByTaskId(7)
+        else:
+            with pytest.raises(AdapterExistsError, match=refusal):
+                await upload
+    assert await one.use(ByTaskId(7)) == "digest of /zh"
+
+
+async def test_a_source_that_is_read_always_changes_by_its_declaration(replica, staging):
+    one = await replica()
+    await one.load()
+    staging.put("/zh", "other bytes")
+    assert await one.use(policy=LoadPolicy.ALWAYS) == "digest of /zh"
+
+
+async def test_metrics_show_what_is_outdated_and_how_old_the_reading_is(replica, put, staging):
+    put()
+    put("de", uri="/de")
+    one = await replica()
+    await one.use()
+    put(version=2, uri="/zh2")
+    staging.staged["/zh2"] = AdapterLoadError("the source is away")
+    await one.look()
+    one.clock.advance_seconds(3)
+    families = DeclarationCollector(one.declared.status).collect()
+    samples = {(s.name, *s.labels.values()): s.value for f in families for s in f.samples}
+    assert samples == {
+        ("loraplex_declared_adapters", "all"): 2,
+        ("loraplex_declared_adapters", "outdated"): 1,
+        ("loraplex_declared_adapters", "failing"): 1,
+        ("loraplex_adapter_declarations_age_seconds",): 3.0,
+    }
+
+
+async def test_a_reading_that_is_cancelled_does_not_count(replica, put, monkeypatch):
+    one = await replica()
+    put()
+    begun, go_on = threading.Event(), threading.Event()
+    place = one.declared._shared._place
+    documents = place.documents
+
+    def slow():
+        begun.set()
+        go_on.wait(10)
+        return documents()
+
+    monkeypatch.setattr(place, "documents", slow)
+    first = asyncio.create_task(one.service.find("zh", LOCAL))
+    await asyncio.to_thread(begun.wait, 10)
+    second = asyncio.create_task(one.service.find("zh", ACME))
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.sleep(0)
+    go_on.set()
+    assert (await second)[1] == ByName("zh")
 
 
 async def test_an_unload_at_once_ends_what_runs_here(replica):
