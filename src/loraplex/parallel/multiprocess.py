@@ -36,6 +36,12 @@ class MultiprocessExecutor:
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self, starts: Sequence[RankStart], ended: Callable[[RankEnd], None]) -> None:
+        num_ranks, num_processors = len(starts) + 1, len(os.sched_getaffinity(0))
+        if num_ranks > num_processors:
+            logger.warning(
+                "%d ranks share %d processors: in each step the others wait for the slowest",
+                *(num_ranks, num_processors),
+            )
         for start in starts:
             rank = start.world.rank
             try:
