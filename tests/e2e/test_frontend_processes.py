@@ -204,7 +204,7 @@ async def test_an_adapter_is_everywhere_at_once(server):
 
 async def test_a_client_that_leaves_aborts_its_request(server):
     for path, field in (("/v1/completions", "prompt"), ("/v1/responses", "input")):
-        body = {"model": MODEL, field: "x", "stream": True}
+        body = {"model": MODEL, field: "x", "stream": True, "ignore_eos": True}
         limit = "max_tokens" if field == "prompt" else "max_output_tokens"
         data = json.dumps(body | {limit: 2000}).encode()
         streams = [asyncio.create_task(fetch(server, path, data)) for _ in range(12)]
@@ -259,6 +259,13 @@ async def test_a_killed_process_takes_its_own_clients_with_it(server):
     assert all(map(text_of, await fetch_all(server, "/v1/completions", completion())))
     after = await asyncio.to_thread(metric, server, "loraplex_requests_total")
     assert after >= before + num_whole, "counters never fall"
+
+
+async def test_a_stopped_process_is_replaced(server):
+    (victim,) = frontends(server)
+    os.kill(victim, signal.SIGSTOP)
+    await until(lambda: [pid for pid in frontends(server) if pid != victim], 90)
+    assert all(map(text_of, await fetch_all(server, "/v1/completions", completion())))
 
 
 async def test_limits_hold_for_all_processes_together(tmp_path):

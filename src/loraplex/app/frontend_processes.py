@@ -20,6 +20,7 @@ from loraplex.core.environment import child_environment, server_api_keys
 from loraplex.core.errors import ConfigError
 from loraplex.core.private_folder import PrivateFolder
 from loraplex.core.server_config import ServerConfig
+from loraplex.core.stopped_process import is_stopped
 from loraplex.frontends.ops.frontend_numbers import FrontendNumbers
 from loraplex.frontends.telemetry.connections import HttpConnections
 from loraplex.serving.engines.link import how_it_ended
@@ -34,6 +35,15 @@ _COMMAND: Final = (sys.executable, "-m", "loraplex.app.frontend_process")
 _START_SECONDS: Final = 120.0
 _STOP_SECONDS: Final = 15.0
 """How long a process may take to end after its responses have ended."""
+_LOOK_SECONDS: Final = 5.0
+"""Interval between looks at each process: does it reply, and what has it counted?"""
+_MAX_UNANSWERED: Final = 10
+"""Looks without a reply after which a process is killed, so that its share of new connections does
+not wait for ever."""
+_MAX_UNANSWERED_START: Final = int(_START_SECONDS / _LOOK_SECONDS)
+"""The same for one that does not serve yet."""
+_MAX_UNANSWERED_STOPPED: Final = 2
+"""The same for one that a signal has stopped."""
 _FIRST_PAUSE_SECONDS: Final = 0.1
 _LONGEST_PAUSE_SECONDS: Final = 30.0
 _STABLE_SECONDS: Final = 60.0
@@ -202,11 +212,31 @@ class FrontendProcesses:
                 process.stdin.write(msgspec.msgpack.encode(start))
                 await process.stdin.drain()
             process.stdin.close()
-            return how_it_ended(await process.wait())
+            watching = asyncio.create_task(self._watch(process, start.number))
+            try:
+                return how_it_ended(await process.wait())
+            finally:
+                watching.cancel()
         finally:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
+
+    async def _watch(self, process: asyncio.subprocess.Process, number: int) -> None:
+        """Kill a process that hangs. Its end is then handled as any other."""
+        num_unanswered = 0
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            desk = next((desk for desk in self._desks if desk.number == number), None)
+            replies = desk is not None and await desk.count()
+            num_unanswered = 0 if replies else num_unanswered + 1
+            most = _MAX_UNANSWERED if desk is not None else _MAX_UNANSWERED_START
+            if is_stopped(process.pid):
+                most = _MAX_UNANSWERED_STOPPED
+            if num_unanswered >= most:
+                logger.error("front-end process %d hangs, and is killed", number)
+                process.kill()
+                return
 
     async def _end(self, seconds: float) -> None:
         self._is_stopping = True

@@ -90,8 +90,8 @@ class FrontendDesk:
     def num_requests(self) -> int:
         return len(self._requests)
 
-    async def count(self) -> None:
-        """Bring `families` up to date, if the process replies in time."""
+    async def count(self) -> bool:
+        """Bring `families` up to date, and return whether the process replied in time."""
         query_id = next(self._query_ids)
         self._counts[query_id] = reply = asyncio.Event()
         self.connection.send(Count(query_id))
@@ -99,8 +99,10 @@ class FrontendDesk:
             await asyncio.wait_for(reply.wait(), _COUNT_SECONDS)
         except TimeoutError:
             logger.warning("front-end process %d did not report its numbers in time", self.number)
+            return False
         finally:
             self._counts.pop(query_id, None)
+        return True
 
     def _take(self, message: FromFrontend) -> None:
         match message:
