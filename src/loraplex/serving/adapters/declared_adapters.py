@@ -9,6 +9,8 @@ import asyncio
 import dataclasses
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -36,6 +38,11 @@ from loraplex.serving.discovered_adapters import ConfiguredAdapter
 from loraplex.serving.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MAX_SECONDS: Final = 30.0
+"""Maximum time that one use of the place of the declarations may take."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,6 +79,8 @@ class DeclaredAdapters:
         self._unreconciled: set[str] = set()
         """Models whose stored adapters have not been compared with the declarations yet."""
         self._turn = asyncio.Lock()
+        # A thread of its own: a place that hangs must not take those of other work.
+        self._thread = ThreadPoolExecutor(1, "declarations")
         self._num_begun = self._num_done = 0
         """Readings: the last one that began, and the last one that ended."""
         self._problem = ""
@@ -103,6 +112,7 @@ class DeclaredAdapters:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._bindings.close()
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def refresh(self) -> None:
         """Read the declarations and follow their changes.
@@ -161,7 +171,7 @@ class DeclaredAdapters:
         Raises as SharedDeclarations.write, and then nothing has changed.
         """
         async with self._turn:
-            declared = await asyncio.to_thread(self._shared.write, declaration)
+            declared = await self._in_thread(lambda: self._shared.write(declaration))
             self._problem = ""
             try:
                 if locally is not None:
@@ -203,10 +213,21 @@ class DeclaredAdapters:
                 # A download must not delay the next reading.
                 self._updating = asyncio.create_task(self.update(), name="declared-updates")
 
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        """Use the place. Raises AdapterLoadError if it does not respond in time."""
+        try:
+            async with asyncio.timeout(MAX_SECONDS):
+                return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        except TimeoutError:
+            raise AdapterLoadError(
+                f"{self._shared.what} did not respond within {MAX_SECONDS:g} s; look whether a "
+                "change was declared before you repeat it"
+            ) from None
+
     async def _read(self) -> None:
         default = next(iter(self._bindings.models)) if len(self._bindings.models) == 1 else ""
         try:
-            declared = await asyncio.to_thread(self._shared.read, default)
+            declared = await self._in_thread(lambda: self._shared.read(default))
         except AdapterLoadError as error:
             if error.message != self._problem:
                 logger.warning("%s; the adapters stay as they are", error.message)

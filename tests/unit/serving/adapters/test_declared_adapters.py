@@ -29,6 +29,7 @@ from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.frontends.ops.declaration_metrics import DeclarationCollector
 from loraplex.serving.adapter_cards import UnloadMode
+from loraplex.serving.adapters import declared_adapters
 from loraplex.serving.adapters.look_ups import MAX_PER_SECOND
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.service import Service
@@ -537,6 +538,26 @@ async def test_a_reading_that_is_cancelled_does_not_count(replica, put, monkeypa
     await asyncio.sleep(0)
     go_on.set()
     assert (await second)[1] == ByName("zh")
+
+
+async def test_a_place_that_hangs_holds_nothing_else_up(replica, put, monkeypatch):
+    put()
+    one = await replica()
+    await one.use()
+    go_on = threading.Event()
+    place = one.declared._shared._place
+    documents = place.documents
+    monkeypatch.setattr(place, "documents", lambda: go_on.wait(60) and documents())
+    monkeypatch.setattr(declared_adapters, "MAX_SECONDS", 0.05)
+    for name in ("x", "y"):
+        with pytest.raises(AdapterLoadError, match=r"did not respond within 0\.05 s"):
+            await one.service.find(name, LOCAL)
+    with pytest.raises(AdapterLoadError, match="did not respond"):
+        await one.load(name="de", path="/de")
+    assert await one.use() == "digest of /zh"
+    monkeypatch.setattr(declared_adapters, "MAX_SECONDS", 60.0)
+    go_on.set()
+    assert (await one.load(name="de", path="/de")).version == 1
 
 
 async def test_an_unload_at_once_ends_what_runs_here(replica):
