@@ -64,9 +64,9 @@ def cluster() -> Iterator[None]:
 def counts() -> tuple[int, int]:
     """(hits, misses) of all replicas since they started."""
     found: list[dict[str, Any]] = [
-        ray.get(ray.get_actor(name, namespace="serve").record_routing_stats.remote())
-        for name in ray.util.list_named_actors()
-        if f"#{deployed.REPLICA}#" in name
+        ray.get(ray.get_actor(**actor).record_routing_stats.remote())
+        for actor in ray.util.list_named_actors(all_namespaces=True)
+        if deployed.REPLICA in actor["name"]
     ]
     assert len(found) == NUM_REPLICAS
     return sum(stats["hits"] for stats in found), sum(stats["misses"] for stats in found)

@@ -19,7 +19,8 @@ from ray.cluster_utils import Cluster
 
 from loraplex.core.errors import ConfigError
 from loraplex.demo import ADAPTER_PATHS, BASE_PATH
-from loraplex.deploy.ray import INGRESS, REPLICA, app
+from loraplex.deploy.arguments import read_arguments
+from loraplex.deploy.ray import INGRESS, REPLICA, app, replica_options
 
 pytestmark = [
     pytest.mark.soak,
@@ -244,6 +245,15 @@ def test_a_stream_without_a_record_ends_with_an_error(application: Application) 
     assert error["code"] == "engine_restarted"
     assert "several prompts" in error["message"]
     wait_until(lambda: num_running() >= 1, "the next replica")
+
+
+def test_options_of_the_deployment_follow_from_settings() -> None:
+    given = {"model": "m", "max_num_seqs": 8, "max_queue_size": 3, "shutdown_seconds": 7}
+    options = replica_options(read_arguments({**given, "max_replicas": 2, "device": "cuda"}))
+    assert options["max_ongoing_requests"] == 11
+    assert options["graceful_shutdown_timeout_s"] == 7
+    assert options["autoscaling_config"] == {"target_ongoing_requests": 8, "max_replicas": 2}
+    assert options["ray_actor_options"] == {"num_gpus": 1}
 
 
 def test_wrong_arguments_are_refused_before_anything_starts(tmp_path: Path) -> None:

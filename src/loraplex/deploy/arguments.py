@@ -82,9 +82,12 @@ class Deployment(msgspec.Struct, frozen=True):
 
     @property
     def num_devices(self) -> int:
-        """GPUs of one replica."""
-        models = self.config.models.values()
-        return sum(model.device != "cpu" for model in models)
+        """GPUs of one replica: one for each rank."""
+        return sum(
+            model.tensor_parallel_size * model.pipeline_parallel_size
+            for model in self.config.models.values()
+            if model.device != "cpu"
+        )
 
 
 def read_arguments(arguments: Mapping[str, Any]) -> Deployment:
@@ -102,6 +105,11 @@ def read_arguments(arguments: Mapping[str, Any]) -> Deployment:
     counts = {name: _count(name, settings.pop(name)) for name in _COUNTS if name in settings}
     options = _options(settings, counts)
     config = _config(settings)
+    if any(model.executor != "multiprocess" for model in config.models.values()):
+        raise ConfigError(
+            "executor must be multiprocess: the ranks of a replica are on its node, and Ray places "
+            "the replicas"
+        )
     num_ingress = counts.get("num_ingress_replicas", 1)
     return Deployment(config, options, num_ingress)
 
@@ -114,7 +122,7 @@ def _config(settings: dict[str, Any]) -> Config:
     if "model" in own:
         model = str(own["model"])
         name = str(own.get("name") or Path(os.path.abspath(model)).name)
-        table = {"path": model, **_adapters(own)}
+        table = {"path": _absolute(model), **_adapters(own)}
         layers.append(Layer("argument model", {"models": {name: table}}))
         names = list(dict.fromkeys([*names, name]))
     elif "name" in own or "adapters" in own or "adapter_dirs" in own:
@@ -145,12 +153,18 @@ def _adapters(own: Mapping[str, Any]) -> dict[str, Any]:
             adapters = {name: path for name, _, path in pairs}
         adapters = _mapping("adapters", adapters)
         found["adapters"] = {
-            name: value if isinstance(value, Mapping) else {"path": value}
+            name: value if isinstance(value, Mapping) else {"path": _absolute(str(value))}
             for name, value in adapters.items()
         }
     if folders := own.get("adapter_dirs"):
-        found["adapter_dirs"] = [folders] if isinstance(folders, str) else list(folders)
+        listed = [folders] if isinstance(folders, str) else folders
+        found["adapter_dirs"] = [_absolute(str(folder)) for folder in listed]
     return found
+
+
+def _absolute(path: str) -> str:
+    """Return a path that means the same in another working folder; a hub id or URL stays."""
+    return os.path.abspath(path) if os.path.exists(path) else path
 
 
 def _options(settings: dict[str, Any], counts: Mapping[str, int]) -> dict[str, Any]:

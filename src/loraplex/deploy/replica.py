@@ -83,7 +83,9 @@ class Replica:
         tiers: dict[Residency, list[str]] = {Residency.DEVICE: [], Residency.HOST: []}
         for model in models:
             with contextlib.suppress(LoraplexError):  # its engine restarts: nothing is resident
-                for digest, residency in (await model.adapter_residency()).items():
+                # In a long step of the engine this is what it was before.
+                activity = await model.adapter_activity()
+                for digest, residency in activity.residency.items():
                     if residency in tiers:
                         tiers[residency] += self._names_of(model, digest)
         return ReplicaReport(

@@ -38,6 +38,26 @@ def test_a_file_and_arguments_are_joined(tmp_path: Path) -> None:
     assert read.max_ongoing_requests == 16
 
 
+def test_paths_mean_the_same_in_the_working_folders_of_replicas(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("base", "zh", "more"):
+        Path(folder).mkdir()
+    read = read_arguments({"model": "base", "adapters": "zh=zh,ja=hf://x", "adapter_dirs": "more"})
+    model = read.config.models["base"]
+    assert model.path == str(tmp_path / "base")
+    assert [adapter.path for adapter in model.adapters.values()] == [str(tmp_path / "zh"), "hf://x"]
+    assert model.adapter_dirs == (str(tmp_path / "more"),)
+    assert read_arguments({"model": "org/hub-id"}).config.models["hub-id"].path == "org/hub-id"
+
+
+def test_a_replica_has_a_gpu_for_each_rank() -> None:
+    ranks = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    assert read_arguments({"model": "m", "device": "cuda", **ranks}).num_devices == 4
+    assert read_arguments({"model": "m", **ranks}).num_devices == 0
+
+
 def test_without_a_limit_of_the_queue_as_many_wait_as_run() -> None:
     assert read_arguments({"model": "m", "max_num_seqs": 6}).max_ongoing_requests == 12
 
@@ -103,6 +123,7 @@ LOADING = {"model_loading_config": {"model_id": "m"}}
         ({**LOADING, "engine_kwargs": {"swap": 1}}, "argument swap is not a setting"),
         ({"model_loading_config": {}}, "model_id"),
         ({**LOADING, "engine_kwargs": 3}, "must be a mapping"),
+        ({"model": "m", "executor": "ray"}, "executor must be multiprocess"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(arguments: dict[str, Any], words: str) -> None:
