@@ -88,7 +88,9 @@ class RandomWeights:
     dtype: torch.dtype
     precision: WeightPrecision = WeightPrecision.NATIVE
 
-    def tensor(self, _name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def tensor(
+        self, _name: str, shape: tuple[int, ...], _num_rows: int | None = None
+    ) -> torch.Tensor:
         if len(shape) == 1:
             return torch.ones(shape, dtype=self.dtype, device=self.device)
         return self._random(shape)

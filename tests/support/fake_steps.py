@@ -61,7 +61,9 @@ class _FakeWeights:
     def __init__(self, kernels: CudaKernels) -> None:
         self._kernels = kernels
 
-    def tensor(self, _name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def tensor(
+        self, _name: str, shape: tuple[int, ...], _num_rows: int | None = None
+    ) -> torch.Tensor:
         return empty(*shape, dtype=_DTYPE)
 
     def linear(self, place: LinearPlace) -> PackedLinear:

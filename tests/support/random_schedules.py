@@ -69,7 +69,10 @@ class RandomAdapters(InstantLoader):
             f"adapter {index}": _random_adapter(f"adapter {index}", config, rank, index)
             for index, rank in enumerate(ranks)
         }
-        super().__init__(host, lambda source: self._adapters[source.digest])
+        super().__init__(host, self.make)
+
+    def make(self, source: AdapterSource) -> HostAdapter:
+        return self._adapters[source.digest]
 
     @property
     def sources(self) -> list[AdapterSource]:

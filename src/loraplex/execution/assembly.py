@@ -49,6 +49,7 @@ from loraplex.execution.sizing.step_memory import StepMemory, graph_sizes
 from loraplex.execution.steps.kv_cache import KVCache
 from loraplex.execution.steps.model_runner import ModelRunner
 from loraplex.execution.steps.runner_parts import RunnerParts
+from loraplex.execution.steps.stages import StageLinks, TrialLinks, stage_sampler
 from loraplex.kernels.accelerator import Accelerator
 from loraplex.kernels.channel import RankChannels
 from loraplex.kernels.ops import Kernels
@@ -77,7 +78,9 @@ class Assembly:
     accelerator: Accelerator | None
     """That of the kernels."""
     channels: RankChannels | None = None
-    """None: this is the only rank."""
+    """None: this is the only rank of its stage."""
+    links: StageLinks | None = None
+    """None: this is the only stage."""
 
     @property
     def adapter_share(self) -> AdapterShare | None:
@@ -140,18 +143,27 @@ class Assembly:
             adapter_bank=self._adapter_bank(decoder, size.adapters),
             host_adapters=host_adapters,
             kernels=self.kernels,
-            sampler=Sampler(
-                spec.vocab_size,
-                device=device,
-                kernels=self.kernels,
-                grammars=GrammarRows(spec.vocab_size, vocabulary),
-                logits_dir=settings.logits_dir,
-            ),
+            sampler=stage_sampler(self._sampler(vocabulary), self.links),
             capacity=self._capacity(size, kv_cache.num_bytes, steps or StepMemory()),
             device=device,
-            adapter_cutter=None if share is None else AdapterCutter(spec, share),
+            adapter_cutter=AdapterCutter(spec, share) if self._is_part else None,
+            links=self.links,
             accelerator=self.accelerator,
             recorded_sizes=self.recorded_sizes,
+        )
+
+    @property
+    def _is_part(self) -> bool:
+        return self.spec.shard_of is not None or self.spec.stage_of is not None
+
+    def _sampler(self, vocabulary: VocabularySource | None) -> Sampler:
+        size = self.spec.vocab_size
+        return Sampler(
+            size,
+            device=self.device,
+            kernels=self.kernels,
+            grammars=GrammarRows(size, vocabulary),
+            logits_dir=self.settings.logits_dir,
         )
 
     def _adapter_bank(self, decoder: Decoder, size: AdapterPoolSize) -> AdapterBank:
@@ -179,8 +191,9 @@ class Assembly:
             block_size=settings.block_size,
             kv_groups=kv.capacities,
             max_num_seqs=settings.max_num_seqs,
+            num_stages=1 if self.links is None else self.links.stage.size,
             max_model_len=kv.max_model_len,
-            rotation_border=rotation_border(self.spec, kv.max_model_len),
+            rotation_border=rotation_border(self.spec.all_layers, kv.max_model_len),
             vocab_size=self.spec.vocab_size,
             page_geometry=pool.geometry,
             num_adapter_pages=pool.num_pages,
@@ -260,6 +273,9 @@ def _trials(assembly: Assembly, accelerator: Accelerator) -> Iterator[Trials]:
 def _trial_parts(assembly: Assembly) -> RunnerParts:
     """Make parts for one adapter and few blocks."""
     settings, spec = assembly.settings, assembly.spec
+    if assembly.links is not None:
+        links = TrialLinks(assembly.links.stage, spec.hidden_size, assembly.dtype)
+        assembly = dataclasses.replace(assembly, links=links)
     size = MemorySize(
         trial_kv_size(settings, spec, assembly.kv_dtype, _TRIAL_BLOCKS),
         smallest_pool(settings, spec, assembly.dtype),

@@ -26,6 +26,7 @@ from loraplex.execution.sizing.measuring import settled_memory
 from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.execution.steps.model_runner import ModelRunner
 from loraplex.execution.steps.runner_parts import RunnerParts
+from loraplex.execution.steps.stages import StageLinks
 from loraplex.execution.weights.loading import load_weights
 from loraplex.execution.weights.packed_cache import PackedCache
 from loraplex.execution.weights.packing import WeightFormat
@@ -36,6 +37,7 @@ from loraplex.kernels.channel import RankChannels
 from loraplex.kernels.dispatch import select_accelerator, select_kernels
 from loraplex.models.sharding import WHOLE, TensorShard, shard
 from loraplex.models.spec import ModelSpec
+from loraplex.models.stages import ONLY_STAGE, stage
 
 logger = logging.getLogger(__name__)
 
@@ -66,17 +68,19 @@ def load_parts(
     accelerator: Accelerator | None = None,
     place: TensorShard = WHOLE,
     channels: RankChannels | None = None,
+    links: StageLinks | None = None,
 ) -> RunnerParts:
     """Load the parts of a runner; see load_runner.
 
-    accelerator: used in place of that of settings.device. place: of this rank among several, which
-    the channels connect.
+    accelerator: used in place of that of settings.device. place: of this rank among those of its
+    stage, which the channels connect. links: to the other stages; None: there are none.
     """
-    spec = shard(windowed(settings, read_model(folder)), place)
+    pipeline = ONLY_STAGE if links is None else links.stage
+    spec = stage(shard(windowed(settings, read_model(folder)), place), pipeline)
     device = choose_device(settings) if accelerator is None else accelerator.device
     accelerator = accelerator or select_accelerator(device)
     if device.type == "cpu":
-        settings = settings.share_of_host(place.size)
+        settings = settings.share_of_host(place.size * pipeline.size)
     free = _free_bytes(device, accelerator)
     _check_fit(settings, spec, free)
     kernels = select_kernels(
@@ -99,6 +103,7 @@ def load_parts(
         kernels=kernels,
         accelerator=accelerator,
         channels=channels,
+        links=links,
     )
     return assemble_parts(assembly, host_adapters, vocabulary)
 

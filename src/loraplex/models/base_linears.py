@@ -131,7 +131,8 @@ def base_linears(
             if group.num_experts is not None:
                 continue  # DoRA of experts is refused
             linears.add(index, packed.linears[name], group.outputs, group.input_blocks)
-    head = {LM_HEAD: spec.vocab_size}
-    is_cut = spec.own_logits is not None
-    linears.add(OUTSIDE_LAYERS, parameters.lm_head, head, is_cut=is_cut)
+    if parameters.lm_head is not None:
+        head = {LM_HEAD: spec.vocab_size}
+        is_cut = spec.own_logits is not None
+        linears.add(OUTSIDE_LAYERS, parameters.lm_head, head, is_cut=is_cut)
     return linears

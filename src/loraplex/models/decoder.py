@@ -20,7 +20,7 @@ from loraplex.models.attention import (
 from loraplex.models.base_linears import BaseLinears, base_linears
 from loraplex.models.batch import ForwardBatch
 from loraplex.models.feed_forward import feed_forward
-from loraplex.models.norm import HiddenState, make_norm
+from loraplex.models.norm import HiddenState, NoNorm, make_norm
 from loraplex.models.parameters import DecoderParameters, LayerParameters
 from loraplex.models.rope import RotaryTable
 from loraplex.models.spec import KVGroup, LayerSpec, ModelSpec, NormPlace, RopeConfig
@@ -133,20 +133,35 @@ class Decoder:
         norm, weights = spec.embedding_norm, parameters.embedding_norm
         self._embedding_norm = make_norm(norm, weights, kernels)
         self._final_norm = make_norm(spec.final_norm, parameters.final_norm, kernels)
+        if not spec.is_last_stage:
+            self._final_norm = NoNorm(kernels)
         self._lm_head = parameters.lm_head
         self.base_linears: BaseLinears = base_linears(spec, parameters, kernels, loads)
         """The linear layers as adapters see them."""
 
-    def forward(self, batch: ForwardBatch, kv: Sequence[KVStorage]) -> torch.Tensor:
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of its activations."""
+        return self._embedding.dtype
+
+    def forward(
+        self,
+        batch: ForwardBatch,
+        kv: Sequence[KVStorage],
+        hidden: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Compute the logits [S, vocab_size] of batch.logits_indices, in the model's dtype.
 
-        They are valid until the next call. kv has one entry per layer.
+        They are valid until the next call. kv has one entry per layer. In a stage that is not the
+        last, the result is the hidden state [T, hidden] instead. hidden: that of the stage before,
+        which may be overwritten; None: this is the first stage.
         """
         plans = self._plan(batch)
         num_tokens = batch.token_ids.shape[0]
         head_rows = {order: heads.rows(num_tokens) for order, heads in self._orders.items()}
         if not _is_repeatable(batch):
-            return self._logits(self._hidden(batch, kv, plans, head_rows), batch)
+            state = self._hidden(batch, kv, plans, head_rows, hidden)
+            return self._logits(state, batch) if self.spec.is_last_stage else state
         # A record holds addresses of these weights and this KV storage, and the number of launches
         # that follows from the numbers of tokens, LoRA waves and device rows, and from whether
         # adapters change outputs in addition to LoRA: all are in the key.
@@ -159,10 +174,9 @@ class Decoder:
             (
                 *(batch.token_ids, batch.positions, *batch.slot_mappings),
                 *(batch.lora, *plans.values(), *head_rows.values()),
+                *(() if hidden is None else (hidden,)),
             ),
-            lambda: self._scaled(
-                self._base_logits(self._projected_back(self._hidden(batch, kv, plans, head_rows)))
-            ),
+            lambda: self._decoded(self._hidden(batch, kv, plans, head_rows, hidden)),
         )
 
     def _hidden(
@@ -171,10 +185,11 @@ class Decoder:
         kv: Sequence[KVStorage],
         plans: Mapping[AttentionKind, AttentionPlan],
         head_rows: Mapping[tuple[int, ...], torch.Tensor],
+        hidden: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return the output of the final norm [T, hidden]."""
+        """Return the output of the final norm [T, hidden]; before the last stage, what it gets."""
         angles = self._angles(batch)
-        state = self._embed(batch)
+        state = self._embed(batch) if hidden is None else HiddenState(hidden, None)
         for index, (layer, storage) in enumerate(zip(self._layers, kv, strict=True)):
             _wait_for(index, batch)
             kind, attention = self._kinds[index], self.spec.layers[index].attention
@@ -188,6 +203,12 @@ class Decoder:
             state = layer.forward(state, inputs, storage, batch.lora)
         normed, _ = self._final_norm.read(state)
         return normed
+
+    def _decoded(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, hidden]: result of `_hidden` of a step that wants the logits of every token."""
+        if not self.spec.is_last_stage:
+            return x
+        return self._scaled(self._base_logits(self._projected_back(x)))
 
     def _angles(self, batch: ForwardBatch) -> dict[RopeConfig | None, Angles]:
         take = self._kernels.take_rows

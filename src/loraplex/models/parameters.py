@@ -41,13 +41,13 @@ class LayerParameters:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class DecoderParameters:
-    embedding: torch.Tensor  # [vocab_size, hidden or embedding_size]
+    embedding: torch.Tensor  # [vocab_size, hidden or embedding_size]; no rows after the first stage
     projections: tuple[PackedLinear, ...]  # ModelSpec.embedding_size to hidden, and back; or none
     embedding_norm: NormParameters | None
     positions: torch.Tensor | None  # [max_position_embeddings, hidden], where they are learned
     layers: tuple[LayerParameters, ...]
     final_norm: NormParameters
-    lm_head: PackedLinear  # out: vocab_size; packed from the embedding if they are tied
+    lm_head: PackedLinear | None  # out: vocab_size; packed from the embedding if they are tied
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -126,8 +126,13 @@ class LinearPlace:
 class ParameterSource(Protocol):
     """Origin of a decoder's weights: a checkpoint, or an earlier reading of one."""
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return the checkpoint's tensor, in the decoder's dtype, on its device."""
+    def tensor(
+        self, name: str, shape: tuple[int, ...], num_rows: int | None = None
+    ) -> torch.Tensor:
+        """Return the checkpoint's tensor, in the decoder's dtype, on its device.
+
+        num_rows: number of its first rows that are wanted; None: all.
+        """
         ...
 
     def linear(self, place: LinearPlace) -> PackedLinear: ...
@@ -143,7 +148,9 @@ def build_parameters(spec: ModelSpec, source: ParameterSource) -> DecoderParamet
     embedding = names.root + names.embedding
     lm_head = embedding if spec.tie_word_embeddings else names.lm_head
     return DecoderParameters(
-        embedding=source.tensor(f"{embedding}.weight", (vocab, size)),
+        embedding=source.tensor(
+            f"{embedding}.weight", (vocab, size), None if spec.is_first_stage else 0
+        ),
         projections=_build_projections(spec, source),
         embedding_norm=_build_norm(spec.embedding_norm, source),
         positions=_build_positions(spec, source),
@@ -158,7 +165,9 @@ def build_parameters(spec: ModelSpec, source: ParameterSource) -> DecoderParamet
                 has_unit_rows=spec.has_unit_lm_head,
                 own_outputs=None if spec.own_logits is None else ((spec.own_logits,),),
             )
-        ),
+        )
+        if spec.is_last_stage
+        else None,
     )
 
 
@@ -174,7 +183,7 @@ def _build_projections(spec: ModelSpec, source: ParameterSource) -> tuple[Packed
 
 
 def _build_positions(spec: ModelSpec, source: ParameterSource) -> torch.Tensor | None:
-    if not spec.has_position_table:
+    if not (spec.has_position_table and spec.is_first_stage):
         return None
     name = f"{spec.names.root}{spec.names.positions}.weight"
     num_rows = spec.position_offset + spec.max_position_embeddings
@@ -274,9 +283,11 @@ class _Shapes:
         self.by_name: dict[str, tuple[int, ...]] = {}
         self.places: list[LinearPlace] = []
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def tensor(
+        self, name: str, shape: tuple[int, ...], num_rows: int | None = None
+    ) -> torch.Tensor:
         self.by_name[name] = shape
-        return torch.empty(shape, device="meta")
+        return torch.empty(shape, device="meta")[:num_rows]
 
     def linear(self, place: LinearPlace) -> PackedLinear:
         self.places.append(place)

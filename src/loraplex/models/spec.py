@@ -285,11 +285,29 @@ class ModelSpec:
     own_logits: Span | None = None
     """Outputs of lm_head that a rank of several computes; None: all."""
     shard_of: "ModelSpec | None" = None
-    """The whole model that this is a rank's part of; None: this is the whole."""
+    """The whole model that this is a rank's part of; None: it has all heads and inner units."""
+    first_layer: int = 0
+    """Number, in `stage_of`, of the first layer."""
+    stage_of: "ModelSpec | None" = None
+    """All layers, of which a stage of a pipeline computes these; None: these are all."""
 
     @property
     def whole(self) -> "ModelSpec":
-        return self.shard_of or self
+        return self.shard_of or self.all_layers
+
+    @property
+    def all_layers(self) -> "ModelSpec":
+        return self.stage_of or self
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether it computes the embedding."""
+        return self.first_layer == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether it computes the final norm and the logits."""
+        return self.first_layer + len(self.layers) == len(self.all_layers.layers)
 
     @property
     def num_layers(self) -> int:
@@ -325,9 +343,12 @@ class KVGroup:
 
 
 def kv_groups(spec: ModelSpec, max_model_len: int) -> tuple[KVGroup, ...]:
-    """Return the KV groups of the layers, the largest window first; no window is the largest."""
+    """Return the KV groups of the layers, the largest window first; no window is the largest.
+
+    Every stage of a pipeline has the groups of all stages, some of them without layers of its own.
+    """
     members: dict[tuple[int, int, int | None, int], list[int]] = {}
-    for index, layer in enumerate(spec.layers):
+    for index, layer in enumerate(spec.all_layers.layers, -spec.first_layer):
         attention = layer.attention
         window, num_sink_tokens = attention.window, attention.num_sink_tokens
         if window is None or window >= max_model_len:
@@ -336,7 +357,7 @@ def kv_groups(spec: ModelSpec, max_model_len: int) -> tuple[KVGroup, ...]:
         members.setdefault(key, []).append(index)
     groups = [
         KVGroup(
-            layers=tuple(layers),
+            layers=tuple(layer for layer in layers if 0 <= layer < spec.num_layers),
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             window=window,

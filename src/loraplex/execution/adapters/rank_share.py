@@ -3,9 +3,11 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+import msgspec
 import torch
 
-from loraplex.core.adapter import LoraTarget, TargetPart
+from loraplex.core.adapter import LM_HEAD, OUTSIDE_LAYERS, LoraTarget, TargetPart
+from loraplex.core.errors import AdapterMismatchError
 from loraplex.core.plan import AdapterShare
 from loraplex.execution.adapters.host_adapters import HostAdapter, HostPart, HostWeight
 from loraplex.models.linear_group import Span
@@ -13,14 +15,19 @@ from loraplex.models.spec import ModelSpec
 
 
 class AdapterCutter:
-    """Column layers keep A and rows of B, row layers columns of A and B."""
+    """Column layers keep A and rows of B, row layers columns of A and B.
 
-    def __init__(self, spec: ModelSpec, share: AdapterShare) -> None:
-        """spec: of the rank. share: models.sharding.adapter_share of it."""
+    A stage of a pipeline keeps its own layers, which it numbers from 0; the first one what belongs
+    to the embedding, the last one all that lies outside the layers.
+    """
+
+    def __init__(self, spec: ModelSpec, share: AdapterShare | None) -> None:
+        """spec: of the rank. share: models.sharding.adapter_share of all its stages' layers."""
         self._share = share
+        self._spec = spec
         self._outputs: dict[tuple[int, str], Sequence[Span]] = {}
         self._inputs: dict[tuple[int, str], Span] = {}
-        for layer, parts in enumerate(spec.layers):
+        for layer, parts in enumerate(spec.all_layers.layers):
             for group in parts.linears.values():
                 if group.part is None:
                     continue
@@ -29,22 +36,63 @@ class AdapterCutter:
                     self._inputs[layer, module] = group.part.inputs
 
     def cut(self, adapter: HostAdapter) -> HostAdapter:
-        """adapter: as it was read. Its pieces become those that `AdapterShare.of` names."""
+        """adapter: as it was read. Its pieces become those that `AdapterShare.of` names.
+
+        Raises AdapterMismatchError if it has layers that the model does not have.
+        """
+        return self._of_stage(
+            adapter if self._share is None else self._of_rank(adapter, self._share)
+        )
+
+    def _of_stage(self, adapter: HostAdapter) -> HostAdapter:
+        if self._spec.stage_of is None:
+            return adapter
+        return dataclasses.replace(
+            adapter,
+            weights=tuple(
+                dataclasses.replace(weight, target=target)
+                for weight in adapter.weights
+                for target in self._targets_here(weight.target)
+            ),
+            parts=tuple(
+                dataclasses.replace(part, target=target)
+                for part in adapter.parts
+                for target in self._targets_here(part.target)
+            ),
+        )
+
+    def _targets_here(self, target: LoraTarget) -> Sequence[LoraTarget]:
+        """Return the target as the stage numbers it; nothing if it belongs to another stage."""
+        spec = self._spec
+        if target.layer == OUTSIDE_LAYERS:
+            is_input = spec.is_first_stage and target.module != LM_HEAD
+            return (target,) if is_input or spec.is_last_stage else ()
+        num_layers = spec.all_layers.num_layers
+        if target.layer >= num_layers:
+            raise AdapterMismatchError(
+                f"the adapter targets layer {target.layer}; the model has {num_layers} layers"
+            )
+        layer = target.layer - spec.first_layer
+        if 0 <= layer < spec.num_layers:
+            return (msgspec.structs.replace(target, layer=layer),)
+        return ()
+
+    def _of_rank(self, adapter: HostAdapter, share: AdapterShare) -> HostAdapter:
         vectors = _whole_vectors(adapter.parts)
-        weights = [self._weight(weight) for weight in adapter.weights]
+        weights = [self._weight(weight, share) for weight in adapter.weights]
         parts: list[HostPart] = []
         for part in adapter.parts:
-            for target in self._share.of([part.target]):
+            for target in share.of([part.target]):
                 vector = vectors.get(_vector_key(part.target))
                 whole = part.values if vector is None else vector
                 parts.append(self._part(part, target, whole))
         return dataclasses.replace(adapter, weights=tuple(weights), parts=tuple(parts))
 
-    def _weight(self, weight: HostWeight) -> HostWeight:
+    def _weight(self, weight: HostWeight, share: AdapterShare) -> HostWeight:
         key = (weight.target.layer, weight.target.module)
         if key not in self._outputs:
             return weight
-        (target,) = self._share.of([weight.target])
+        (target,) = share.of([weight.target])
         inputs = self._inputs[key]
         a, b = weight.a[:, inputs.first : inputs.end], _rows(weight.b, self._outputs[key])
         return dataclasses.replace(weight, target=target, a=a, b=b)

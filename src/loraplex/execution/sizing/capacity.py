@@ -5,7 +5,7 @@ import dataclasses
 import msgspec
 import torch
 
-from loraplex.core.adapter import LM_HEAD
+from loraplex.core.adapter import LM_HEAD, LoraTarget
 from loraplex.core.errors import ConfigError
 from loraplex.core.plan import AdapterShare, PageGeometry
 from loraplex.execution.adapters.entry_tables import head_modules
@@ -157,7 +157,7 @@ def describe_memory(
     steps: StepMemory = _NO_STEPS,
 ) -> str:
     """Return one line for the log."""
-    pool, targets = size.adapters, layer_targets(spec.module_shapes, num_experts=spec.num_experts)
+    pool, targets = size.adapters, _adapter_targets(spec)
     limits = settings.rank_limits
     usual = min(settings.optimal_lora_rank, limits.largest)
     holds = (
@@ -234,7 +234,7 @@ def size_adapter_pool(
 def adapter_geometry(settings: RunnerSettings, spec: ModelSpec) -> PageGeometry:
     limits = settings.rank_limits
     return page_geometry(
-        layer_targets(spec.module_shapes, num_experts=spec.num_experts),
+        _adapter_targets(spec),
         usual_ranks=limits.at_most(settings.optimal_lora_rank),
         max_ranks=limits,
         largest_target=largest_target(spec),
@@ -265,8 +265,8 @@ def head_of(spec: ModelSpec) -> ModuleShapes:
 
 
 def rank_share(settings: RunnerSettings, spec: ModelSpec) -> AdapterShare | None:
-    """Return what of an adapter a rank with this spec holds; None: all."""
-    return adapter_share(spec, settings.rank_limits.of(LM_HEAD) * largest_target(spec))
+    """Return what of an adapter's layers, in all stages, a rank with this spec holds; None: all."""
+    return adapter_share(spec.all_layers, settings.rank_limits.of(LM_HEAD) * largest_target(spec))
 
 
 def largest_target(spec: ModelSpec) -> int:
@@ -277,5 +277,10 @@ def largest_target(spec: ModelSpec) -> int:
 def _largest_adapter_pages(
     settings: RunnerSettings, spec: ModelSpec, geometry: PageGeometry
 ) -> int:
-    targets = layer_targets(spec.module_shapes, num_experts=spec.num_experts)
-    return pages_at_ranks(targets, settings.rank_limits, geometry)
+    return pages_at_ranks(_adapter_targets(spec), settings.rank_limits, geometry)
+
+
+def _adapter_targets(spec: ModelSpec) -> list[LoraTarget]:
+    """Return what adapters may target: an adapter has the same pages in every pipeline stage."""
+    spec = spec.all_layers
+    return layer_targets(spec.module_shapes, num_experts=spec.num_experts)

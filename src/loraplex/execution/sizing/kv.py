@@ -132,6 +132,8 @@ class _GroupNeeds:
                 break
             # From here on the group does not grow with the others.
             left, sizes = left - useful * size, sizes - size
+            if not sizes:  # a stage of a pipeline without layers of the first group
+                return max(self.useful)
         return left // sizes
 
     def size(self, num_blocks: int, num_host_blocks: int) -> KVSize:

@@ -42,6 +42,10 @@ class StepComputer:
         self._kernels = parts.kernels
         self.is_alone = parts.adapter_cutter is None
         """Whether this is the only rank."""
+        self._links = parts.links
+        self._device = parts.device
+        self._hidden: torch.Tensor | None = None
+        """Place of what the stage before computed, for recorded steps."""
         self.accelerator: Accelerator = parts.accelerator or HostAccelerator()
         self._feed: TokenFeed | None = None
         self._tensors: StepTensors = HostTensors(parts.device)
@@ -52,6 +56,14 @@ class StepComputer:
                 self._tensors = DeviceTensors(
                     parts.accelerator, self._feed, parts.capacity, num_recorded
                 )
+                if self._takes_hidden:
+                    shape = (num_recorded, parts.decoder.spec.hidden_size)
+                    dtype = parts.decoder.dtype
+                    self._hidden = torch.zeros(shape, dtype=dtype, device=parts.device)
+
+    @property
+    def _takes_hidden(self) -> bool:
+        return self._links is not None and not self._links.stage.is_first
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -77,9 +89,12 @@ class StepComputer:
             inputs, [self._token_ids(step) for step in steps], self._lora(steps, inputs, faults)
         )
         watch.prepare_ns += watch.lap()
-        logits = self._decoder.forward(batch, self._kv_cache.storages)
+        hidden = self._received(batch.token_ids.shape[0])
+        output = self._decoder.forward(batch, self._kv_cache.storages, hidden)
+        if self._decoder.spec.is_last_stage:
+            output = output[: len(inputs.logits_indices)]
         watch.forward_ns += watch.lap()
-        sample = self._sampler.launch(logits[: len(inputs.logits_indices)], steps, self._feed)
+        sample = self._sampler.launch(output, steps, self._feed)
         watch.sample_ns += watch.lap()
         return sample
 
@@ -111,7 +126,17 @@ class StepComputer:
         blank = self._adapter_bank.blank_batch(size)
         for lora in (None,) if blank is None else (None, blank):
             batch = self._tensors.batch(inputs, (), lora)
-            self._decoder.forward(batch, self._kv_cache.storages)
+            hidden = None if self._hidden is None else self._hidden[:size]
+            self._decoder.forward(batch, self._kv_cache.storages, hidden)
+
+    def _received(self, num_tokens: int) -> torch.Tensor | None:
+        """Receive what the stage before computed; None in the first stage."""
+        if self._links is None or not self._takes_hidden:
+            return None
+        received = self._links.receive_hidden(num_tokens)
+        if self._hidden is None or num_tokens > len(self._hidden):
+            return received.to(self._device)
+        return self._hidden[:num_tokens].copy_(received)
 
     def _as_recorded(self, inputs: StepInputs) -> StepInputs:
         """Add padding up to a recorded size, if there is one for such a step."""

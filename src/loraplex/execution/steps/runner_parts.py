@@ -8,8 +8,8 @@ from loraplex.core.plan import Capacity
 from loraplex.execution.adapters.bank import AdapterBank
 from loraplex.execution.adapters.host_adapters import HostAdapters
 from loraplex.execution.adapters.rank_share import AdapterCutter
-from loraplex.execution.sampling.sampler import Sampler
 from loraplex.execution.steps.kv_cache import KVCache
+from loraplex.execution.steps.stages import StageLinks, StageSampler
 from loraplex.kernels.accelerator import Accelerator
 from loraplex.kernels.ops import Kernels
 from loraplex.models.decoder import Decoder
@@ -24,11 +24,13 @@ class RunnerParts:
     kv_cache: KVCache
     adapter_bank: AdapterBank
     host_adapters: HostAdapters
-    sampler: Sampler
+    sampler: StageSampler
     capacity: Capacity
     device: torch.device
     adapter_cutter: AdapterCutter | None = None
     """None: this is the only rank, which holds adapters whole."""
+    links: StageLinks | None = None
+    """None: there are no other stages."""
     accelerator: Accelerator | None = None
     """That of the kernels. None: torch alone drives the device, and steps run within `launch`."""
     recorded_sizes: tuple[int, ...] = ()

@@ -33,6 +33,7 @@ class Checkpoint:
 
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
         """Raises ConfigError, which names the file and the weight."""
+        spec = spec.all_layers
         self._shapes = checkpoint_shapes(spec)
         self._stacked = stacked_tensors(spec, self._shapes)
         self._entries: dict[str, _Entry] = {}

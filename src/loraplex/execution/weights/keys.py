@@ -56,7 +56,7 @@ def packed_key(digest: str, spec: ModelSpec, kernels: Kernels, form: WeightForma
     """Return a key that is equal only if the packed weights are. digest: of the checkpoint."""
     # config.json decides how tensors are read, and the shapes show the decision.
     shapes = list(checkpoint_shapes(spec).items())
-    parts = [(p.own_outputs, p.own_inputs, p.num_blocks) for p in linear_places(spec)]
+    parts = [(p.name, p.own_outputs, p.own_inputs, p.num_blocks) for p in linear_places(spec)]
     packing = (str(form.dtype), form.precision.value, kernels.packed_layout, __version__)
     material = msgspec.json.encode((_VERSION, digest, shapes, parts, *packing))
     return hashlib.sha256(material).hexdigest()

@@ -99,8 +99,12 @@ class _CheckpointSource:
         self._progress = progress
         self.errors = _QuantizationErrors()
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        return self._joined([name], shape)
+    def tensor(
+        self, name: str, shape: tuple[int, ...], num_rows: int | None = None
+    ) -> torch.Tensor:
+        if num_rows is None:
+            return self._joined([name], shape)
+        return self._joined([name], (num_rows, *shape[1:]), lambda _, tensor: tensor[:num_rows])
 
     def linear(self, place: LinearPlace) -> PackedLinear:
         precision = self._form.precision_of(place)
@@ -163,10 +167,12 @@ class _EntrySource:
         self._entries = iter(entries)
         self._kernels = kernels
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def tensor(
+        self, name: str, shape: tuple[int, ...], num_rows: int | None = None
+    ) -> torch.Tensor:
         (tensor,) = next(self._entries).tensors
         assert tensor is not None
-        assert tensor.shape == shape, name
+        assert tensor.shape == (shape if num_rows is None else (num_rows, *shape[1:])), name
         return tensor
 
     def linear(self, place: LinearPlace) -> PackedLinear:
@@ -182,8 +188,10 @@ class _NotingSource:
         self._kernels = kernels
         self.entries: list[LinearParts] = []
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        tensor = self._source.tensor(name, shape)
+    def tensor(
+        self, name: str, shape: tuple[int, ...], num_rows: int | None = None
+    ) -> torch.Tensor:
+        tensor = self._source.tensor(name, shape, num_rows)
         self.entries.append(LinearParts((), (tensor,)))
         return tensor
 

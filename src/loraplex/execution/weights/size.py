@@ -33,10 +33,13 @@ class _Sizes:
         self._form = form
         self.num_bytes = 0
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def tensor(
+        self, name: str, shape: tuple[int, ...], num_rows: int | None = None
+    ) -> torch.Tensor:
         del name
-        self.num_bytes += math.prod(shape) * self._form.dtype.itemsize
-        return torch.empty(shape, device="meta")
+        tensor = torch.empty(shape, device="meta")[:num_rows]
+        self.num_bytes += tensor.numel() * self._form.dtype.itemsize
+        return tensor
 
     def linear(self, place: LinearPlace) -> PackedLinear:
         precision = self._form.precision_of(place)

@@ -1,0 +1,102 @@
+"""Stages of a pipeline: tokens and log probabilities have the bits of one stage."""
+
+from pathlib import Path
+
+import pytest
+
+from loraplex.core.adapter import AdapterUse
+from loraplex.core.output import EngineOutput
+from loraplex.core.request import EngineRequest
+from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.scheduler_settings import BatchSchedulerPolicy, SchedulerSettings
+from loraplex.engine.engine import build_engine
+from loraplex.execution.adapters.host_adapters import HostAdapters
+from loraplex.execution.loading import load_parts
+from loraplex.execution.sizing.settings import RunnerSettings
+from loraplex.memory.kv_salt import kv_salt
+from loraplex.testing.fake_clock import FakeClock
+from support.families import experts, first, rest
+from support.random_schedules import RandomAdapters
+from support.stage_threads import queue_links, staged
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CASES = {**first.CASES, **rest.CASES, **experts.CASES}
+QUICK = ("gemma3", "granite", "opt-350m", "qwen2-moe-windows", "olmo2")
+SETTINGS = RunnerSettings(block_size=4, num_blocks=40, max_num_seqs=6, max_lora_rank=8)
+SCHEDULING = SchedulerSettings(
+    max_num_batched_tokens=12,
+    num_draft_tokens=2,
+    batch_scheduler_policy=BatchSchedulerPolicy.MAX_UTILIZATION,
+)
+Completions = list[tuple[list[int], list[object]]]
+
+
+def completions(folder: Path, num_stages: int, settings: RunnerSettings = SETTINGS) -> Completions:
+    """Return tokens and all log probabilities of a few requests with and without adapters."""
+    links = queue_links(num_stages) if num_stages > 1 else [None]
+    parts = [load_parts(folder, settings, HostAdapters(), links=link) for link in links]
+    adapters = RandomAdapters(HostAdapters(), parts[0].decoder.spec.all_layers, (1, 3, 8))
+    runner, loader = staged(parts, lambda source: adapters.make(source))
+    clock = FakeClock(1)
+    engine = build_engine(runner, loader, clock, SCHEDULING, adapter_host_bytes=1 << 30)
+    for source in adapters.sources:
+        engine.register_adapter(source)
+    requests = [_request(index) for index in range(8)]
+    outputs: list[EngineOutput] = []
+    for request in requests:
+        engine.add(request)
+        outputs += engine.step().outputs
+    while not engine.is_idle:
+        outputs += engine.step().outputs
+        engine.check()
+        clock.advance(1_000_000)
+    engine.close()
+    return [_completion(outputs, request) for request in requests]
+
+
+def _request(index: int) -> EngineRequest:
+    digests = [(), ("adapter 0",), ("adapter 1",), ("adapter 2", "adapter 0")][index % 4]
+    return EngineRequest(
+        request_id=index + 1,
+        prompt_token_ids=tuple((index // 2 + 3 * place) % 7 for place in range(5 + 4 * index)),
+        sampling=SamplingParams(
+            max_tokens=14,
+            temperature=float(index % 2),
+            seed=index,
+            logprobs=3,
+            prompt_logprobs=0 if index == 5 else None,
+            ignore_eos=True,
+            repetition_penalty=1.3 if index == 3 else 1.0,
+        ),
+        eos_token_ids=(),
+        adapters=tuple(AdapterUse(digest, 1.0) for digest in digests),
+        tenant="",
+        priority=0,
+        deadline_ns=None,
+        kv_salt=kv_salt("tiny", "none", [(digest, 1.0) for digest in digests], ""),
+        arrival_ns=index + 1,
+    )
+
+
+def _completion(
+    outputs: list[EngineOutput], request: EngineRequest
+) -> tuple[list[int], list[object]]:
+    own = [output for output in outputs if output.request_id == request.request_id]
+    errors = [output.error for output in own if output.error is not None]
+    assert not errors, errors
+    deltas = [delta for output in own for delta in output.deltas]
+    scores: list[object] = [output.prompt_logprobs for output in own if output.prompt_logprobs]
+    scores += [logprob for delta in deltas for logprob in delta.logprobs]
+    return [token for delta in deltas for token in delta.token_ids], scores
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES],
+)
+def test_two_stages_have_the_bits_of_one(name: str, tmp_path: Path) -> None:
+    CASES[name].save(tmp_path)
+    expected = completions(tmp_path, 1)
+    assert any(tokens for tokens, _ in expected)
+    assert completions(tmp_path, 2) == expected
