@@ -50,6 +50,8 @@ class QueueLinks:
     def receive_rows(self) -> list[RowResult]:
         return self._rows[self.stage.index].get(timeout=_SECONDS)
 
+    def close(self) -> None: ...
+
 
 def queue_links(num_stages: int) -> list[StageLinks]:
     """Return connected links, one for each stage."""

@@ -68,12 +68,10 @@ def _start_ranks(
     world = world_of(model)
     if world.size == 1:
         return ModelRank(model, world, logits_dir).load()
-    if world.pipeline_parallel_size > 1:
-        raise ConfigError("the layers of this version cannot be divided among stages yet")
     return start_sharded(
         world,
         msgspec.msgpack.encode(model),
-        lambda start: ModelRank(model, start.world, logits_dir),
+        lambda start: ModelRank(model, start.world, logits_dir, token=start.token, host=start.host),
         _executor(model),
         lose,
     )

@@ -35,6 +35,7 @@ from loraplex.models.engine_folder import CONFIG_NAME
 from loraplex.models.sharding import TensorShard
 from loraplex.parallel.messages import RankStart
 from loraplex.parallel.rank_process import be_rank_process
+from loraplex.parallel.stage_links import SocketLinks
 from loraplex.parallel.world import World
 from loraplex.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -42,13 +43,34 @@ _NUM_CHANNELS: Final = 2
 """One for the steps, and one for the thread that loads adapters."""
 
 
+class _Addresses(msgspec.Struct, frozen=True):
+    segments: tuple[SegmentAddress, ...]
+    """Segments of the channels of its stage, of the rank that leads it."""
+    links: str
+    """Socket for the other stages."""
+
+
 class ModelRank:
     """Implements parallel.rank_process.RankProgram."""
 
-    def __init__(self, model: ModelConfig, world: World, logits_dir: Path | None = None) -> None:
-        """logits_dir: a private folder for the logits that requests return; only rank 0 has one."""
+    def __init__(
+        self,
+        model: ModelConfig,
+        world: World,
+        logits_dir: Path | None = None,
+        *,
+        token: str = "",
+        host: str = "",
+    ) -> None:
+        """logits_dir: a private folder for the logits that requests return; only rank 0 has one.
+
+        token, host: as in RankStart.
+        """
         self._model = model
         self._world = world
+        self._token = token
+        self._host = host
+        self._links: SocketLinks | None = None
         self._logits_dir = logits_dir
         self._segments: list[Segment] = []
         """Kept open, since others may open them later."""
@@ -64,15 +86,27 @@ class ModelRank:
 
     def open(self) -> bytes:
         world = self._world
-        if world.rank == world.stage_leader:
+        if world.tensor_parallel_size > 1 and world.rank == world.stage_leader:
             sizes = [world.tensor_parallel_size] * _NUM_CHANNELS
             self._segments = [Segment(_library(), size) for size in sizes]
-        return msgspec.msgpack.encode([segment.address for segment in self._segments])
+        if world.pipeline_parallel_size > 1:
+            self._links = SocketLinks(world, self._token, self._host)
+        return msgspec.msgpack.encode(
+            _Addresses(
+                tuple(segment.address for segment in self._segments),
+                "" if self._links is None else self._links.address,
+            )
+        )
 
     def connect(self, addresses: Mapping[int, bytes]) -> None:
+        decoder = msgspec.msgpack.Decoder(_Addresses)
+        decoded = {rank: decoder.decode(encoded) for rank, encoded in addresses.items()}
         leader, rank = self._world.stage_leader, self._world.tensor_rank
-        segments = msgspec.msgpack.decode(addresses[leader], type=tuple[SegmentAddress, ...])
-        self._channels = [SharedMemoryChannel(_library(), segment, rank) for segment in segments]
+        self._channels = [
+            SharedMemoryChannel(_library(), segment, rank) for segment in decoded[leader].segments
+        ]
+        if self._links is not None:
+            self._links.connect({rank: theirs.links for rank, theirs in decoded.items()})
 
     def load(self) -> tuple[Runner, AdapterLoader]:
         model = self._model
@@ -87,20 +121,25 @@ class ModelRank:
             vocabulary_source(model),
             place=TensorShard(self._world.tensor_rank, self._world.tensor_parallel_size),
             channels=channels,
+            links=self._links,
         )
         runner = start_runner(parts, settings)
         loads = None if channels is None else channels.loads
         loader = FileAdapterLoader(host_adapters, runner.prepare_adapter, loads)
-        # A step on an accelerator runs by itself; one on a CPU needs a thread.
-        needs_thread = overlaps(model) and parts.accelerator is None
+        # A step on an accelerator runs by itself; one on a CPU needs a thread. In a pipeline such a
+        # thread would wait for the results of a step before it computes the next one.
+        needs_thread = overlaps(model) and parts.accelerator is None and self._links is None
         return ThreadedRunner(runner) if needs_thread else runner, loader
 
     def abort(self, reason: str) -> None:
         for channel in self._channels:
             channel.abort(reason)
+        if self._links is not None:
+            self._links.abort(reason)
 
     def wait_ns(self) -> int:
-        return int(sum(channel.wait_seconds for channel in self._channels[:1]) * 1e9)
+        of_links = 0 if self._links is None else self._links.wait_ns
+        return of_links + int(sum(channel.wait_seconds for channel in self._channels[:1]) * 1e9)
 
     def _limit_threads(self) -> None:
         num_threads, world = self._model.num_threads, self._world
@@ -184,7 +223,8 @@ def main() -> None:
 
 def rank_of(start: RankStart) -> ModelRank:
     """Return the program of a rank that is not rank 0."""
-    return ModelRank(msgspec.msgpack.decode(start.settings, type=ModelConfig), start.world)
+    model = msgspec.msgpack.decode(start.settings, type=ModelConfig)
+    return ModelRank(model, start.world, token=start.token, host=start.host)
 
 
 if __name__ == "__main__":

@@ -63,6 +63,7 @@ class ModelRunner:
         self._cutter = parts.adapter_cutter
         self._host_adapters = parts.host_adapters
         self._sampler = parts.sampler
+        self._links = parts.links
         self._capacity = parts.capacity
         self._batch = InputBatch(
             parts.capacity.max_num_seqs,
@@ -117,6 +118,8 @@ class ModelRunner:
 
     def close(self) -> None:
         self._sampler.close()
+        if self._links is not None:
+            self._links.close()
 
     def _prepare(self, plan: StepPlan) -> StepInputs | None:
         for slot in plan.removed:

@@ -42,6 +42,8 @@ class StageLinks(Protocol):
         """Receive the results of the oldest step that were not received."""
         ...
 
+    def close(self) -> None: ...
+
 
 class StageSampler(Protocol):
     """What a step's rows and its last tensor are given to: Sampler, where there are no stages."""
@@ -173,3 +175,5 @@ class TrialLinks:
 
     def receive_rows(self) -> list[RowResult]:
         return []
+
+    def close(self) -> None: ...

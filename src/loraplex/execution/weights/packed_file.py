@@ -103,6 +103,8 @@ class PackedFile:
         if tensor is None:
             return None
         dtype = _DTYPES[tensor.dtype]
+        if not tensor.num_bytes:  # the embedding of a later stage; torch maps nothing of no size
+            return torch.empty(tensor.shape, dtype=dtype)
         with warnings.catch_warnings():
             # Weights are only read.
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
