@@ -91,8 +91,9 @@ class SocketLinks:
     def send_hidden(self, hidden: torch.Tensor) -> None:
         assert self._next is not None, "connected, and not the last stage"
         values = hidden.contiguous().cpu()
-        shape = _Shape(*values.shape, str(values.dtype))
-        numbers = values.view(torch.uint8).numpy()
+        num_tokens, hidden_size = values.shape
+        shape = _Shape(num_tokens, hidden_size, str(values.dtype))
+        numbers = values.view(torch.uint8).numpy().data
         self._next.send_multipart([self._token, _HIDDEN, msgspec.msgpack.encode(shape), numbers])
 
     def receive_hidden(self, num_tokens: int) -> torch.Tensor:

@@ -87,7 +87,7 @@ def test_an_abort_ends_a_wait() -> None:
 def test_stages_that_compute_different_steps() -> None:
     with connected(2) as (first, second):
         first.send_hidden(torch.zeros(3, 2))
-        with pytest.raises(DeviceLost, match="stage 0 sent 3 tokens, .* has 4"):
+        with pytest.raises(DeviceLost, match=r"stage 0 sent 3 tokens, .* has 4"):
             second.receive_hidden(4)
 
 

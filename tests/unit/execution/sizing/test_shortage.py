@@ -56,9 +56,11 @@ class SmallDecoder:
         self._decoder, self._memory = decoder, memory
         self.spec = decoder.spec
 
-    def forward(self, batch: ForwardBatch, kv: Sequence[KVStorage]) -> torch.Tensor:
+    def forward(
+        self, batch: ForwardBatch, kv: Sequence[KVStorage], hidden: torch.Tensor | None
+    ) -> torch.Tensor:
         self._memory.request(len(batch.token_ids))
-        logits: torch.Tensor = self._decoder.forward(batch, kv)
+        logits: torch.Tensor = self._decoder.forward(batch, kv, hidden)
         return logits
 
 

@@ -1,0 +1,106 @@
+"""Ranges of layers of pipeline stages, and what else each stage has."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from loraplex.core.adapter import LM_HEAD, OUTSIDE_LAYERS, LoraTarget
+from loraplex.core.errors import AdapterMismatchError, ConfigError
+from loraplex.execution.adapters.host_adapters import HostAdapter, HostWeight
+from loraplex.execution.adapters.rank_share import AdapterCutter
+from loraplex.models.parameters import checkpoint_shapes, linear_places
+from loraplex.models.sharding import TensorShard, shard
+from loraplex.models.spec import ModelSpec, kv_groups
+from loraplex.models.stages import ONLY_STAGE, PipelineStage, stage
+from support.tiny_decoder import tiny_spec
+
+LARGE = {
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 22,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 32000,
+}
+"""Sizes of a model of 1.1 billion weights, whose output layer is as large as 1.5 layers."""
+
+
+def stages(spec: ModelSpec, size: int) -> list[ModelSpec]:
+    return [stage(spec, PipelineStage(index, size)) for index in range(size)]
+
+
+def test_stages_read_about_equally_many_weights() -> None:
+    spec = tiny_spec(**LARGE)
+    assert [one.num_layers for one in stages(spec, 2)] == [12, 10]
+    assert [one.num_layers for one in stages(spec, 4)] == [6, 6, 6, 4]
+    assert [one.first_layer for one in stages(spec, 4)] == [0, 6, 12, 18]
+    whole = [layer for one in stages(spec, 3) for layer in one.layers]
+    assert tuple(whole) == spec.layers
+    assert [one.num_layers for one in stages(spec, 22)] == [1] * 22
+
+
+def test_ranks_of_a_stage_have_the_same_layers() -> None:
+    spec = tiny_spec(**LARGE)
+    ranks = [shard(spec, TensorShard(rank, 2)) for rank in range(2)]
+    for index in range(3):
+        place = PipelineStage(index, 3)
+        first, second = (stage(rank, place) for rank in ranks)
+        assert (first.first_layer, first.num_layers) == (second.first_layer, second.num_layers)
+        assert first.whole is spec
+
+
+def test_one_stage_is_the_whole_model() -> None:
+    spec = tiny_spec()
+    assert stage(spec, ONLY_STAGE) is spec
+    assert spec.is_first_stage
+    assert spec.is_last_stage
+
+
+def test_more_stages_than_layers() -> None:
+    with pytest.raises(ConfigError, match=r"has 2 layers.* at most 2, got 3") as caught:
+        stage(tiny_spec(), PipelineStage(0, 3))
+    assert caught.value.param == "pipeline_parallel_size"
+
+
+def test_only_the_ends_have_what_lies_outside_the_layers() -> None:
+    spec = tiny_spec(num_hidden_layers=3)
+    parts = stages(spec, 3)
+    assert [one.is_first_stage for one in parts] == [True, False, False]
+    assert [one.is_last_stage for one in parts] == [False, False, True]
+    heads = [any(place.is_lm_head for place in linear_places(one)) for one in parts]
+    assert heads == [False, False, True]
+    names = [{n for n in checkpoint_shapes(one) if ".layers." in n} for one in parts]
+    assert set.union(*names) == {n for n in checkpoint_shapes(spec) if ".layers." in n}
+    assert all(".layers.1." in name for name in names[1])
+
+
+def test_every_stage_has_all_kv_groups() -> None:
+    """A plan has a block table for each of them."""
+    spec = tiny_spec(num_hidden_layers=4)
+    windows = (None, None, 8, None)
+    layers = tuple(
+        dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, window=window))
+        for layer, window in zip(spec.layers, windows, strict=True)
+    )
+    spec = dataclasses.replace(spec, layers=layers)
+    groups = [[group.layers for group in kv_groups(one, 64)] for one in stages(spec, 4)]
+    assert groups == [[(0,), ()], [(0,), ()], [(), (0,)], [(0,), ()]]
+
+
+def test_a_stage_keeps_its_layers_of_an_adapter() -> None:
+    spec = tiny_spec(num_hidden_layers=3)
+    layers = [OUTSIDE_LAYERS, 0, 1, 2]
+    modules = [LM_HEAD, "q_proj", "q_proj", "q_proj"]
+    weights = tuple(
+        HostWeight(LoraTarget(layer, module, 1, 32, 32), torch.ones(1, 32), torch.ones(32, 1), 1.0)
+        for layer, module in zip(layers, modules, strict=True)
+    )
+    cutters = [AdapterCutter(one, None) for one in stages(spec, 2)]
+    kept = [cutter.cut(HostAdapter("a", weights)).targets for cutter in cutters]
+    assert [[target.layer for target in targets] for targets in kept] == [[0, 1], [-1, 0]]
+    odd = dataclasses.replace(weights[0], target=LoraTarget(3, "q_proj", 1, 32, 32))
+    for cutter in cutters:
+        with pytest.raises(AdapterMismatchError, match="layer 3; the model has 3 layers"):
+            cutter.cut(HostAdapter("b", (odd,)))
