@@ -26,6 +26,7 @@ from loraplex.execution.adapters.loader import FileAdapterLoader
 from loraplex.execution.grammar.vocabulary import GrammarVocabulary, VocabularySource
 from loraplex.execution.loading import load_parts, start_runner
 from loraplex.execution.sizing.settings import RunnerSettings
+from loraplex.execution.steps.socket_links import SocketLinks
 from loraplex.execution.steps.threaded_runner import ThreadedRunner
 from loraplex.execution.weights.weight_files import weight_files
 from loraplex.kernels.channel import RankChannels
@@ -33,9 +34,9 @@ from loraplex.kernels.native.channel import Segment, SegmentAddress, SharedMemor
 from loraplex.kernels.native.library import NativeLibrary, NativeLibraryError, load_library
 from loraplex.models.engine_folder import CONFIG_NAME
 from loraplex.models.sharding import TensorShard
+from loraplex.models.stages import PipelineStage
 from loraplex.parallel.messages import RankStart
 from loraplex.parallel.rank_process import be_rank_process
-from loraplex.parallel.stage_links import SocketLinks
 from loraplex.parallel.world import World
 from loraplex.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -90,7 +91,8 @@ class ModelRank:
             sizes = [world.tensor_parallel_size] * _NUM_CHANNELS
             self._segments = [Segment(_library(), size) for size in sizes]
         if world.pipeline_parallel_size > 1:
-            self._links = SocketLinks(world, self._token, self._host)
+            stage = PipelineStage(world.stage, world.pipeline_parallel_size)
+            self._links = SocketLinks(stage, self._token, self._host)
         return msgspec.msgpack.encode(
             _Addresses(
                 tuple(segment.address for segment in self._segments),
@@ -106,7 +108,8 @@ class ModelRank:
             SharedMemoryChannel(_library(), segment, rank) for segment in decoded[leader].segments
         ]
         if self._links is not None:
-            self._links.connect({rank: theirs.links for rank, theirs in decoded.items()})
+            ranks = range(rank, self._world.size, self._world.tensor_parallel_size)
+            self._links.connect([decoded[one].links for one in ranks])
 
     def load(self) -> tuple[Runner, AdapterLoader]:
         model = self._model

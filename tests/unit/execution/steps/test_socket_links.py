@@ -13,23 +13,20 @@ import zmq
 from loraplex.core.errors import DeviceLost, ErrorInfo
 from loraplex.core.output import TokenLogprob
 from loraplex.core.plan import RowResult
-from loraplex.parallel.stage_links import SocketLinks
-from loraplex.parallel.world import World
+from loraplex.execution.steps.socket_links import SocketLinks
+from loraplex.models.stages import PipelineStage
 
 
 @contextlib.contextmanager
-def connected(
-    num_stages: int, tensor_parallel_size: int = 1, host: str = ""
-) -> Iterator[list[SocketLinks]]:
-    """Yield the links of all ranks."""
-    first = World(0, tensor_parallel_size, num_stages)
+def connected(num_stages: int, host: str = "") -> Iterator[list[SocketLinks]]:
+    """Yield the links of one rank in each stage."""
+    stages = [PipelineStage(index, num_stages) for index in range(num_stages)]
     with contextlib.ExitStack() as stack:
-        links = [SocketLinks(world, "secret", host) for world in (first, *first.others())]
+        links = [SocketLinks(stage, "secret", host) for stage in stages]
         for one in links:
             stack.callback(one.close)
-        addresses = {rank: one.address for rank, one in enumerate(links)}
         for one in links:
-            one.connect(addresses)
+            one.connect([other.address for other in links])
         yield links
 
 
@@ -61,15 +58,6 @@ def test_rows_reach_all_stages_before_the_last_in_their_order() -> None:
         assert second.receive_hidden(1).tolist() == [[0, 0]]
         assert second.receive_rows() == []
         assert first.receive_rows() == rows
-
-
-def test_a_rank_is_linked_to_those_with_its_tensor_rank() -> None:
-    with connected(2, tensor_parallel_size=2) as links:
-        for rank in (0, 1):
-            links[rank].send_hidden(torch.full((1, 1), float(rank)))
-        assert [links[rank].receive_hidden(1).item() for rank in (2, 3)] == [0, 1]
-        links[3].send_rows([RowResult(3)])
-        assert links[1].receive_rows() == [RowResult(3)]
 
 
 def test_an_abort_ends_a_wait() -> None:

@@ -5,7 +5,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -16,7 +16,6 @@ from loraplex.core.errors import DeviceLost
 from loraplex.core.plan import RowResult
 from loraplex.core.private_folder import PrivateFolder
 from loraplex.models.stages import PipelineStage
-from loraplex.parallel.world import World
 
 logger = logging.getLogger(__name__)
 
@@ -42,20 +41,19 @@ _SHAPE_DECODER: Final = msgspec.msgpack.Decoder(_Shape)
 
 
 class SocketLinks:
-    """Implements execution.steps.stages.StageLinks. Used by one thread, except `abort`.
+    """Implements StageLinks. Used by one thread, except `abort`.
 
     A rank has the same tensor rank as those it is linked to, because all of a stage have the same
     hidden state.
     """
 
-    def __init__(self, world: World, token: str, host: str = "") -> None:
+    def __init__(self, stage: PipelineStage, token: str, host: str = "") -> None:
         """token: secret of the ranks. host: address of this machine for ranks on other machines;
         empty: none are. Raises zmq.ZMQError if no socket can be bound.
         """
-        self.stage = PipelineStage(world.stage, world.pipeline_parallel_size)
+        self.stage = stage
         self.wait_ns = 0
         """Time spent waiting for other stages."""
-        self._world = world
         self._token = token.encode()
         self._reason: str | None = None
         self._received: dict[bytes, deque[list[bytes]]] = {_HIDDEN: deque(), _ROWS: deque()}
@@ -77,16 +75,12 @@ class SocketLinks:
             self.close()
             raise
 
-    def connect(self, addresses: Mapping[int, str]) -> None:
-        """Connect to the other stages. addresses: by rank."""
-        size, place = self._world.tensor_parallel_size, self._world.tensor_rank
-        of_stages = [
-            addresses[stage * size + place] for stage in range(self._world.pipeline_parallel_size)
-        ]
+    def connect(self, addresses: Sequence[str]) -> None:
+        """Connect to the other stages. addresses: of the rank with this place in each stage."""
         if self.stage.is_last:
-            self._earlier = [self._connected(address) for address in of_stages[:-1]]
+            self._earlier = [self._connected(address) for address in addresses[:-1]]
         else:
-            self._next = self._connected(of_stages[self.stage.index + 1])
+            self._next = self._connected(addresses[self.stage.index + 1])
 
     def send_hidden(self, hidden: torch.Tensor) -> None:
         assert self._next is not None, "connected, and not the last stage"
