@@ -11,6 +11,7 @@ import msgspec
 
 from loraplex.core.config import ModelConfig
 from loraplex.core.errors import ConfigError
+from loraplex.core.gpus import num_gpus
 from loraplex.models.engine_folder import LORA_FOLDER, BuildLimits, read_build_limits
 
 logger = logging.getLogger(__name__)
@@ -26,12 +27,6 @@ def within_build(name: str, model: ModelConfig, folder: Path) -> ModelConfig:
     limits = read_build_limits(folder)
     if limits is None:
         return model
-    if limits.world_size > 1 and model.tensor_parallel_size * model.pipeline_parallel_size == 1:
-        logger.warning(
-            "model %r was built for tensor parallel %d x pipeline parallel %d: it runs as one "
-            "process, unless tensor_parallel_size is set",
-            *(name, limits.tp_size, limits.pp_size),
-        )
     return msgspec.structs.replace(
         model,
         max_model_len=_at_most(name, "max_model_len", model.max_model_len, limits.max_seq_len),
@@ -45,8 +40,25 @@ def within_build(name: str, model: ModelConfig, folder: Path) -> ModelConfig:
         ),
         quantization=_quantization(name, model, limits),
         kv_dtype=limits.kv_dtype if model.kv_dtype == "auto" else model.kv_dtype,
+        tensor_parallel_size=_num_ranks(name, model, limits),
         **_adapters(name, model, limits, folder),
     )
+
+
+def _num_ranks(name: str, model: ModelConfig, limits: BuildLimits) -> int:
+    """Return the tensor parallel size of the build if no size is set and there are as many GPUs."""
+    is_set = model.tensor_parallel_size * model.pipeline_parallel_size > 1
+    if is_set or limits.world_size == 1:
+        return model.tensor_parallel_size
+    built_for = f"tensor parallel {limits.tp_size} x pipeline parallel {limits.pp_size}"
+    if model.device == "cuda" and limits.pp_size == 1 and num_gpus() >= limits.tp_size:
+        logger.info("model %r uses %d GPUs: it was built for %s", name, limits.tp_size, built_for)
+        return limits.tp_size
+    logger.warning(
+        "model %r was built for %s: it runs as one process, unless tensor_parallel_size is set",
+        *(name, built_for),
+    )
+    return 1
 
 
 def _adapters(

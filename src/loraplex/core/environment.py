@@ -119,6 +119,12 @@ def _traces_url(base: str) -> str:
     return base if base.endswith(_TRACES_PATH) else base.rstrip("/") + _TRACES_PATH
 
 
+def visible_gpus() -> int | None:
+    """Return the number of GPUs that CUDA_VISIBLE_DEVICES names; None: it is not set."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if names is None else sum(bool(name.strip()) for name in names.split(","))
+
+
 def state_directory(configured: str) -> Path:
     """Return the folder of staged adapters: as configured, or by the XDG rule."""
     if configured:

@@ -91,3 +91,36 @@ def test_quantization(tmp_path: Path) -> None:
     assert served(engine(tmp_path), quantization="int4").quantization == "int4"
     with pytest.raises(ConfigError, match="int4 is not the int8 that the engine"):
         served(engine(tmp_path, "int8"), quantization="int4")
+
+
+@pytest.mark.parametrize(
+    ("mapping", "settings", "num_gpus", "expected"),
+    [
+        ({"tp_size": 2}, {"device": "cuda"}, 2, 2),
+        ({"tp_size": 2}, {"device": "cuda"}, 1, 1),
+        ({"tp_size": 2}, {"device": "cuda:1"}, 2, 1),
+        ({"tp_size": 2}, {}, 2, 1),
+        ({"tp_size": 2, "pp_size": 2}, {"device": "cuda"}, 4, 1),
+        ({"tp_size": 2}, {"device": "cuda", "tensor_parallel_size": 4}, 4, 4),
+        ({"tp_size": 2}, {"tensor_parallel_size": 4}, 0, 4),
+        ({}, {"device": "cuda"}, 4, 1),
+    ],
+)
+def test_ranks_of_a_build(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    mapping: dict[str, int],
+    settings: dict[str, Any],
+    num_gpus: int,
+    expected: int,
+) -> None:
+    monkeypatch.setattr("loraplex.app.build_limits.num_gpus", lambda: num_gpus)
+    values = {
+        "build_config": BUILT,
+        "loraplex": {"format": 1, "quantization": "none", "kv_dtype": "int8"},
+        "pretrained_config": {"mapping": mapping},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert served(tmp_path, **settings).tensor_parallel_size == expected
+    assert ("runs as one process" in caplog.text) == (bool(mapping) and expected == 1)

@@ -2,20 +2,17 @@
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from loraplex.compat.triton.model_folder import ModelFolder
 from loraplex.compat.triton.notes import Notes
 from loraplex.core.config_layers import Layer
+from loraplex.core.gpus import num_gpus
 
 _KEY = "gpu_device_ids"
-_GPUS = re.compile(r"nvidia[0-9]+")
-_DEVICES = Path("/dev")
 
 
-def has_gpu(devices: Path = _DEVICES) -> bool:
-    """Whether the system has a device file of an NVIDIA GPU; nothing is loaded to see it."""
-    return any(_GPUS.fullmatch(entry.name) for entry in devices.iterdir())
+def has_gpu() -> bool:
+    return num_gpus() > 0
 
 
 def device_layer(folder: ModelFolder, notes: Notes) -> Iterator[Layer]:

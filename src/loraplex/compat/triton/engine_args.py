@@ -55,10 +55,8 @@ ENGINE_ARGS = (
     here("enable_lora", Kind.BOOL, "reads multi_lora.json; without it `lora_name` is refused"),
     here("disable_log_stats", Kind.BOOL, "no vllm:* families that count requests; the gauges stay"),
     here("swap_space", Kind.NUMBER, "GiB of `kv_cache_host_memory_bytes`"),
-    *(
-        here(key, Kind.WHOLE, "more than 1 is served as 1, with a warning; the setting divides")
-        for key in RANK_SIZES
-    ),
+    here("tensor_parallel_size", Kind.WHOLE, "with fewer GPUs 1, with a warning"),
+    here("pipeline_parallel_size", Kind.WHOLE, "more than 1 is served as 1, with a warning"),
     here("data_parallel_size", Kind.WHOLE, "more than 1 is served as 1, with a warning"),
     here("device", Kind.TEXT, "auto, cuda, cuda:N or cpu"),
     here("speculative_config", Kind.ANY, "the method ngram, which needs no second model"),

@@ -85,5 +85,5 @@ def _check_mapping(config: Mapping[str, Any], engine: Path, notes: Notes) -> Non
     if needed > 1:
         notes.warning(
             f"{engine} was built for {needed} GPUs: it is served by one process, unless "
-            "tensor_parallel_size is set"
+            "this machine has as many or tensor_parallel_size is set"
         )

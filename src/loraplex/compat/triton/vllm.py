@@ -21,6 +21,7 @@ from loraplex.compat.triton.notes import Notes
 from loraplex.compat.triton.roles import KINDS, Role
 from loraplex.core.config_layers import Layer
 from loraplex.core.errors import ConfigError
+from loraplex.core.gpus import num_gpus
 from loraplex.core.support import Support
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration, ModelOptions
 from loraplex.models.config_fields import read_object
@@ -28,6 +29,7 @@ from loraplex.models.config_fields import read_object
 _MODEL_FILE = "model.json"
 _LORA_FILE = "multi_lora.json"
 _GIB = 1 << 30
+_TENSOR = "tensor_parallel_size"
 _ZERO_IS_UNSAID = ("long_prefill_token_threshold",)
 
 
@@ -105,7 +107,7 @@ class _Arguments:
             if row.setting and value is not None and not _is_unsaid(key, value):
                 yield self._layer(key, row.setting, translated(key, value))
         yield from self._converted()
-        self._note_parallel()
+        yield from self._ranks()
 
     def _converted(self) -> Iterator[Layer]:
         """What has another form here."""
@@ -152,8 +154,13 @@ class _Arguments:
             settings = {"device": f"cuda:{gpus[0]}" if gpus else "cuda"}
             yield Layer("this machine's GPU", {"models": {self._folder.name: settings}})
 
-    def _note_parallel(self) -> None:
+    def _ranks(self) -> Iterator[Layer]:
+        """tensor_parallel_size is used if there are as many GPUs, and none is named."""
         sizes = {key: self.value(key) for key in PARALLEL if (self.value(key) or 1) > 1}
+        is_named = any(group.gpus for group in self._folder.config.instance_group)
+        any_gpu = not is_named and self.value("device") in (None, "", "auto", "cuda")
+        if [*sizes] == [_TENSOR] and any_gpu and num_gpus() >= sizes[_TENSOR]:
+            yield self._layer(_TENSOR, _TENSOR, sizes.pop(_TENSOR))
         for key, size in sizes.items():
             how = "" if key not in RANK_SIZES else f", unless {key} is set for loraplex, too"
             self._notes.warning(f"{self._place(key)}: {key} {size} is served as 1{how}")

@@ -2,12 +2,12 @@
 
 import pytest
 
-from loraplex.compat.triton.devices import has_gpu
 from loraplex.compat.triton.model_folder import read_model_folder, read_model_folders
 from loraplex.compat.triton.notes import Notes
 from loraplex.compat.triton.repository import read_repositories
 from loraplex.compat.triton.roles import Role, role_of
 from loraplex.core.errors import ConfigError
+from loraplex.core.gpus import num_gpus
 
 TENSOR = '{ name: "%s" data_type: TYPE_INT32 dims: [ 1 ] }'
 
@@ -90,12 +90,18 @@ def test_models_of_the_llm_api(tmp_path):
         role_of(folder)
 
 
-def test_gpus_are_seen_by_their_files(tmp_path):
-    assert not has_gpu(tmp_path)
+def test_gpus_are_seen_by_their_files(tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert num_gpus(tmp_path) == 0
     (tmp_path / "nvidiactl").touch()
-    assert not has_gpu(tmp_path)
+    assert num_gpus(tmp_path) == 0
     (tmp_path / "nvidia0").touch()
-    assert has_gpu(tmp_path)
+    assert num_gpus(tmp_path) == 1
+    (tmp_path / "nvidia11").touch()
+    assert num_gpus(tmp_path) == 2
+    for visible, number in (("1", 1), ("", 0), ("0,1,2", 2)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert num_gpus(tmp_path) == number
 
 
 def test_notes_are_reported_once():

@@ -213,6 +213,26 @@ def test_devices(vllm, monkeypatch):
     assert settings(vllm({"device": "cpu"})).device == "cpu"
 
 
+@pytest.mark.parametrize(
+    ("changes", "num_gpus", "expected"),
+    [
+        ({}, 2, 2),
+        ({"device": "cuda"}, 4, 2),
+        ({}, 1, 1),
+        ({"device": "cpu"}, 2, 1),
+        ({"device": "cuda:1"}, 2, 1),
+        ({"pipeline_parallel_size": 2}, 8, 1),
+    ],
+)
+def test_tensor_parallel_on_as_many_gpus(vllm, monkeypatch, changes, num_gpus, expected):
+    monkeypatch.setattr("loraplex.compat.triton.vllm.has_gpu", lambda: num_gpus > 0)
+    monkeypatch.setattr("loraplex.compat.triton.vllm.num_gpus", lambda: num_gpus)
+    repository = vllm({"tensor_parallel_size": 2, **changes})
+    assert settings(repository).tensor_parallel_size == expected
+    warned = [text for text in repository.notes.warnings if "is served as 1" in text]
+    assert bool(warned) == (expected == 1)
+
+
 def test_the_table_of_arguments():
     keys = [row.key for row in ENGINE_ARGS]
     assert len(keys) == len(set(keys))
