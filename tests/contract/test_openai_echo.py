@@ -304,6 +304,8 @@ def test_adapter_routes(http, backend):
         "name": "org/de.v2",
         "object": "adapter",
         "deleted": True,
+        "digest": replaced.json()["digest"],
+        "version": 2,
         "num_ended": 0,
     }
     assert http.delete("/v1/adapters/org/de.v2").status_code == 404

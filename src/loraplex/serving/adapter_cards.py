@@ -147,7 +147,7 @@ class Unloaded(msgspec.Struct, frozen=True, kw_only=True):
     is_alias: bool
     """Whether only an alias was removed and the adapter stays."""
     digest: str
-    version: int = 0
+    version: int
     """Version that the unload has in shared declarations, else the one that was unloaded."""
     num_ended: int
     """Number of requests that ended with an error."""

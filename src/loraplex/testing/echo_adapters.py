@@ -119,7 +119,11 @@ class EchoAdapters:
         version = self._store.remove(_ours(ref))
         name = ref.key.name if isinstance(ref.key, ByName) else version.name
         return Unloaded(
-            name=name, is_alias=name != version.name, digest=version.digest, num_ended=0
+            name=name,
+            is_alias=name != version.name,
+            digest=version.digest,
+            version=version.number,
+            num_ended=0,
         )
 
     def rollback(self, ref: AdapterRef, number: int | None) -> AdapterCard:

@@ -115,6 +115,8 @@ class AdapterEndpoints:
             AdapterDeleted(
                 name=unloaded.name,
                 object="alias" if unloaded.is_alias else "adapter",
+                digest=unloaded.digest,
+                version=unloaded.version,
                 num_ended=unloaded.num_ended,
             )
         )

@@ -248,6 +248,9 @@ class AdapterDeleted(Struct, frozen=True, kw_only=True):
     name: str
     object: Literal["adapter", "alias"]
     deleted: bool = True
+    digest: str
+    version: int
+    """Version that the unload has in shared declarations, else the one that was unloaded."""
     num_ended: int
     """Requests that were ended with an error."""
 
