@@ -20,13 +20,17 @@ pytestmark = [
     pytest.mark.xdist_group("server"),
 ]
 
-FLAGS = ("--tensor-parallel-size=2", "--step-timeout-seconds=5")
+FLAGS = ("--step-timeout-seconds=5",)
+SIZES = {
+    "tensor": ("--tensor-parallel-size=2",),
+    "pipeline": ("--pipeline-parallel-size=2",),
+}
 NUM_KILLS = 6
 
 
-@pytest.fixture(scope="module")
-def sharded(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("ranks"), *FLAGS) as running:
+@pytest.fixture(scope="module", params=SIZES)
+def sharded(request, tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("ranks"), *FLAGS, *SIZES[request.param]) as running:
         yield running
 
 
@@ -95,7 +99,7 @@ def test_no_client_notices_kills_of_any_rank(tmp_path):
         pids = [*rank_pids(server), engine_pid(server)]
         return chance.choice(pids)
 
-    with serving(tmp_path, *FLAGS) as server:
+    with serving(tmp_path, *FLAGS, *SIZES["tensor"]) as server:
         outcome = kill_engines(server, NUM_KILLS, seed=5, find=any_rank)
         assert outcome.num_kills == NUM_KILLS
         assert outcome.wrong == []

@@ -272,6 +272,8 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_stages: int = 1
     """Number of pipeline stages: as many plans may be in flight, and one more with overlap. With
     several stages no plan has a row whose token an earlier plan in flight samples."""
+    returns_logits: bool = True
+    """Whether rows may return logits: the last stage of a pipeline writes no files for rank 0."""
     max_model_len: int
     rotation_border: RotationBorder | None = None
     """None: no sequence gets so long, or no length counts."""

@@ -192,6 +192,7 @@ class Assembly:
             kv_groups=kv.capacities,
             max_num_seqs=settings.max_num_seqs,
             num_stages=1 if self.links is None else self.links.stage.size,
+            returns_logits=self.links is None,
             max_model_len=kv.max_model_len,
             rotation_border=rotation_border(self.spec.all_layers, kv.max_model_len),
             vocab_size=self.spec.vocab_size,

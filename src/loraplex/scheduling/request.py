@@ -4,7 +4,7 @@ import dataclasses
 import enum
 
 from loraplex.core.adapter import AdapterHandle
-from loraplex.core.errors import LoraplexError, PromptTooLongError
+from loraplex.core.errors import InvalidParameterError, LoraplexError, PromptTooLongError
 from loraplex.core.output import FinishReason, LogitsFile, RequestTiming, TokenLogprob
 from loraplex.core.plan import Capacity, KVGroupId, RotationBorder, RowResult, RowStep, Slot
 from loraplex.core.request import EngineRequest
@@ -127,12 +127,22 @@ class Request:
                 "tokens, prompt and output together, so a prompt may have at most "
                 f"{max_model_len - 1}"
             )
+        if self._returns_logits and not capacity.returns_logits:
+            return InvalidParameterError(
+                "this server divides the layers of the model between processes "
+                "(pipeline_parallel_size), and returns no logits; logprobs are returned",
+                param="return_logits" if self.sampling.return_logits else "return_prompt_logits",
+            )
         shortage = kv.shortage(Request.max_blocks(self, kv, settings.max_step_tokens))
         if shortage is not None:
             return PromptTooLongError(
                 f"{num_prompt_tokens} prompt tokens and up to {max_tokens} new ones need {shortage}"
             )
         return None
+
+    @property
+    def _returns_logits(self) -> bool:
+        return self.sampling.return_logits or self.sampling.return_prompt_logits
 
     def max_blocks(self, kv: KVBlocks, max_step_tokens: int) -> BlockCounts:
         """Return the maximum number of blocks that one admission ever holds at once."""

@@ -162,6 +162,17 @@ def test_more_stages_than_the_marker_has_records():
         FakeEngine(changed_capacity(FAKE_CAPACITY, num_stages=MAX_STEPS), overlap=True)
 
 
+@pytest.mark.parametrize("field", ["return_logits", "return_prompt_logits"])
+def test_logits_that_the_last_stage_cannot_return_are_refused(field):
+    fakes = FakeEngine(changed_capacity(STAGES, returns_logits=False))
+    sampling = SamplingParams(max_tokens=1, **{field: True})
+    refused = fakes.add([1], sampling=sampling)
+    fakes.run()
+    error = fakes.completions[refused].outputs[-1].error
+    assert (error.code, error.param) == ("invalid_parameter", field)
+    assert "pipeline_parallel_size" in error.message
+
+
 def test_a_preemption_waits_until_nothing_is_in_flight():
     settings = SchedulerSettings(batch_scheduler_policy=BatchSchedulerPolicy.MAX_UTILIZATION)
     fakes = FakeEngine(changed_capacity(STAGES, num_blocks=6, block_size=4), settings)
