@@ -1,7 +1,7 @@
 """Messages between the ingress of a Ray Serve application and its replicas."""
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import msgspec
 
@@ -55,6 +55,14 @@ Message = Start | Body | Recorded
 _MESSAGES: Final = msgspec.msgpack.Decoder(list[Message])
 _PARTS: Final = msgspec.msgpack.Decoder(RecordPart)
 encode: Final = msgspec.msgpack.Encoder().encode
+
+
+def called_path(scope: Mapping[str, Any]) -> str:
+    """Return the path of an ASGI request without the route prefix of its application."""
+    prefix = scope.get("root_path", "").rstrip("/")
+    path = str(scope["path"])
+    is_below = path == prefix or path.startswith(f"{prefix}/")
+    return (path.removeprefix(prefix) if is_below else path) or "/"
 
 
 def decode_messages(data: bytes) -> list[Message]:

@@ -38,7 +38,15 @@ from loraplex.app.launch import set_up_logging
 from loraplex.app.open_files import raise_open_file_limit
 from loraplex.core.config import Config
 from loraplex.deploy.arguments import Deployment, read_arguments
-from loraplex.deploy.messages import Body, HttpCall, Message, Start, decode_call, decode_messages
+from loraplex.deploy.messages import (
+    Body,
+    HttpCall,
+    Message,
+    Start,
+    called_path,
+    decode_call,
+    decode_messages,
+)
 from loraplex.deploy.messages import encode as encode_message
 from loraplex.deploy.relay import Relay, ReplicaLost
 from loraplex.deploy.replica import started_replica
@@ -147,7 +155,7 @@ class LoraplexIngress:
 
     async def __call__(self, request: Request) -> Response:
         """Respond to a request."""
-        path = request.url.path
+        path = called_path(request.scope)
         messages = self._relayed(request)
         try:
             start = await anext(messages)
@@ -185,7 +193,7 @@ class LoraplexIngress:
         headers.append((HEADER.encode(), request_id(given or uuid.uuid4().hex).encode()))
         return HttpCall(
             method=request.method,
-            path=request.url.path,
+            path=called_path(request.scope),
             query=request.scope.get("query_string", b""),
             headers=tuple(map(tuple, headers)),
             body=bytes(body),
