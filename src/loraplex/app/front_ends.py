@@ -18,6 +18,7 @@ from loraplex.app.http_app import http_app
 from loraplex.app.local_paths import with_local_path
 from loraplex.app.reporting import Reporting, reporting_requests
 from loraplex.core.config import Config, ModelConfig
+from loraplex.core.errors import ConfigError
 from loraplex.core.metrics_config import read_metrics_config
 from loraplex.frontends.access import Authenticate
 from loraplex.frontends.body_memory import BodyMemory
@@ -70,6 +71,11 @@ async def front_ends(
     Arguments as for `Server`. others: what other front-end processes count.
     """
     settings = config.server
+    if settings.frontend_processes > 1 and others is None:
+        raise ConfigError(
+            f"frontend_processes is {settings.frontend_processes}, but this server opens no port "
+            "that processes could share: leave it at 1, and add replicas"
+        )
     keys = api_keys(settings, given_keys)
     authenticate, has_keys = noting_tenant(authenticate_by(keys)), keys is not None
     metrics = RequestMetrics(config.models)

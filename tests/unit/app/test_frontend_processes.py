@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, StreamingResponse
 
 from loraplex.app import frontend_processes
 from loraplex.app.forwarding import DividedApp, Forwarder
+from loraplex.app.front_ends import front_ends
 from loraplex.app.frontend_processes import FrontendProcesses, check_frontends, share_of
 from loraplex.app.http_server import bind, serving_listener
 from loraplex.core.config import Config
@@ -30,6 +31,15 @@ def test_what_only_one_process_does_is_refused():
         check_frontends(ServerConfig(frontend_processes=2, http=False), may_add_models=False)
     with pytest.raises(ConfigError, match="more base models"):
         check_frontends(TWO, may_add_models=True)
+
+
+async def test_front_ends_without_ports_have_one_process():
+    def launch(_):
+        raise AssertionError("nothing may start")
+
+    composed = front_ends(Config(server=TWO, models={}), launch)
+    with pytest.raises(ConfigError, match="frontend_processes is 2, but this server opens no port"):
+        await composed.__aenter__()
 
 
 def test_limits_that_each_process_counts_are_divided():
