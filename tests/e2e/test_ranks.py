@@ -60,6 +60,12 @@ def test_two_ranks_give_the_bytes_of_one(sharded, expected, name):
     assert response == expected[name], "tokens and their log probabilities"
 
 
+def test_two_stages_of_two_ranks_give_the_bytes_of_one(tmp_path, expected):
+    with serving(tmp_path, *SIZES["tensor"], *SIZES["pipeline"]) as server:
+        assert len(rank_pids(server)) == 3
+        assert {name: send(server.http_port, REQUESTS[name]) for name in REQUESTS} == expected
+
+
 def test_the_time_of_waiting_is_reported(sharded):
     _, text = sharded.get("/metrics", sharded.metrics_port)
     for rank in ("0", "1"):
