@@ -5,9 +5,16 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+import pytest
 import torch
 
 from loraplex.core.errors import DeviceLost
+
+UNINITIALISED = tuple(
+    pytest.mark.filterwarnings(f"ignore:{what} encountered in add:RuntimeWarning")
+    for what in ("overflow", "invalid value")
+)
+"""Marks of tests with LoRA: x A^T is added at places, too, that no program writes or reads."""
 
 _T = TypeVar("_T")
 _SECONDS = 600.0

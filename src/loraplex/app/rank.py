@@ -11,13 +11,17 @@ import logging
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
 
 import msgspec
 import torch
 
+from loraplex.app.stage_channels import (
+    StageChannels,
+    native_library,
+    rank_device,
+    stage_channels,
+)
 from loraplex.core.config import ModelConfig
-from loraplex.core.errors import ConfigError
 from loraplex.core.log_lines import log_to_standard_error
 from loraplex.core.version import __version__
 from loraplex.engine.runner import AdapterLoader, Runner
@@ -29,9 +33,6 @@ from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.execution.steps.socket_links import SocketLinks
 from loraplex.execution.steps.threaded_runner import ThreadedRunner
 from loraplex.execution.weights.weight_files import weight_files
-from loraplex.kernels.channel import RankChannels
-from loraplex.kernels.native.channel import Segment, SegmentAddress, SharedMemoryChannel
-from loraplex.kernels.native.library import NativeLibrary, NativeLibraryError, load_library
 from loraplex.models.engine_folder import CONFIG_NAME
 from loraplex.models.sharding import TensorShard
 from loraplex.models.stages import PipelineStage
@@ -40,13 +41,10 @@ from loraplex.parallel.rank_process import be_rank_process
 from loraplex.parallel.world import World
 from loraplex.text.tokenizer import Tokenizer, load_tokenizer
 
-_NUM_CHANNELS: Final = 2
-"""One for the steps, and one for the thread that loads adapters."""
-
 
 class _Addresses(msgspec.Struct, frozen=True):
-    segments: tuple[SegmentAddress, ...]
-    """Segments of the channels of its stage, of the rank that leads it."""
+    channels: bytes
+    """What StageChannels.open returned."""
     links: str
     """Socket for the other stages."""
 
@@ -73,9 +71,7 @@ class ModelRank:
         self._host = host
         self._links: SocketLinks | None = None
         self._logits_dir = logits_dir
-        self._segments: list[Segment] = []
-        """Kept open, since others may open them later."""
-        self._channels: list[SharedMemoryChannel] = []
+        self._channels: StageChannels | None = None
 
     def traits(self) -> dict[str, str]:
         return {
@@ -87,15 +83,14 @@ class ModelRank:
 
     def open(self) -> bytes:
         world = self._world
-        if world.tensor_parallel_size > 1 and world.rank == world.stage_leader:
-            sizes = [world.tensor_parallel_size] * _NUM_CHANNELS
-            self._segments = [Segment(_library(), size) for size in sizes]
+        if world.tensor_parallel_size > 1:
+            self._channels = stage_channels(self._model, world)
         if world.pipeline_parallel_size > 1:
             stage = PipelineStage(world.stage, world.pipeline_parallel_size)
             self._links = SocketLinks(stage, self._token, self._host)
         return msgspec.msgpack.encode(
             _Addresses(
-                tuple(segment.address for segment in self._segments),
+                b"" if self._channels is None else self._channels.open(),
                 "" if self._links is None else self._links.address,
             )
         )
@@ -103,20 +98,21 @@ class ModelRank:
     def connect(self, addresses: Mapping[int, bytes]) -> None:
         decoder = msgspec.msgpack.Decoder(_Addresses)
         decoded = {rank: decoder.decode(encoded) for rank, encoded in addresses.items()}
-        leader, rank = self._world.stage_leader, self._world.tensor_rank
-        self._channels = [
-            SharedMemoryChannel(_library(), segment, rank) for segment in decoded[leader].segments
-        ]
+        world = self._world
+        if self._channels is not None:
+            self._channels.connect(decoded[world.stage_leader].channels)
         if self._links is not None:
-            ranks = range(rank, self._world.size, self._world.tensor_parallel_size)
+            ranks = range(world.tensor_rank, world.size, world.tensor_parallel_size)
             self._links.connect([decoded[one].links for one in ranks])
 
     def load(self) -> tuple[Runner, AdapterLoader]:
         model = self._model
         self._limit_threads()
         host_adapters = HostAdapters()
-        settings = msgspec.structs.replace(runner_settings(model), logits_dir=self._logits_dir)
-        channels = RankChannels(*self._channels) if self._channels else None
+        settings = msgspec.structs.replace(
+            runner_settings(model), logits_dir=self._logits_dir, device=self._device
+        )
+        channels = None if self._channels is None else self._channels.connected
         parts = load_parts(
             Path(model.path),
             settings,
@@ -135,14 +131,15 @@ class ModelRank:
         return ThreadedRunner(runner) if needs_thread else runner, loader
 
     def abort(self, reason: str) -> None:
-        for channel in self._channels:
-            channel.abort(reason)
+        if self._channels is not None:
+            for channel in self._channels.connected or ():
+                channel.abort(reason)
         if self._links is not None:
             self._links.abort(reason)
 
     def wait_ns(self) -> int:
         of_links = 0 if self._links is None else self._links.wait_ns
-        return of_links + int(sum(channel.wait_seconds for channel in self._channels[:1]) * 1e9)
+        return of_links + (0 if self._channels is None else self._channels.wait_ns())
 
     def _limit_threads(self) -> None:
         num_threads, world = self._model.num_threads, self._world
@@ -156,15 +153,12 @@ class ModelRank:
 
     def _processor(self) -> str:
         if self._model.device.startswith("cuda"):
-            return torch.cuda.get_device_name(self._model.device)
-        return _library().instruction_set
+            return torch.cuda.get_device_name(self._device)
+        return native_library().instruction_set
 
-
-def _library() -> NativeLibrary:
-    try:
-        return load_library()
-    except NativeLibraryError as error:
-        raise ConfigError(f"ranks on a CPU need the native kernels: {error}") from error
+    @property
+    def _device(self) -> str:
+        return rank_device(self._model, self._world, torch.cuda.device_count())
 
 
 def _checkpoint(folder: Path) -> str:

@@ -7,6 +7,7 @@ import torch
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels.cuda.linear import LinearKernel
 from loraplex.kernels.cuda.linear_packing import empty_weight
+from loraplex.kernels.cuda.ranks import sum_of_shares
 from support.kernel_cases import Cases
 from support.kernel_cases.llamas import DTYPES, GPU, LLAMA_3_1_8B, empty
 
@@ -31,7 +32,15 @@ def cases() -> Cases:
     for kind, dtype in DTYPES.items():
         native = functools.partial(_apply, WeightPrecision.NATIVE, dtype, 32, invariant=True)
         made[f"native {kind} invariant"] = native
+        made[f"shares of ranks {kind}"] = functools.partial(_add_shares, dtype)
+    made["8b bf16 shares of ranks"] = functools.partial(_add_shares, torch.bfloat16)
     return made
+
+
+def _add_shares(dtype: torch.dtype) -> None:
+    shares = empty(4, 32, LLAMA_3_1_8B.hidden, dtype=torch.float32)
+    bias = empty(LLAMA_3_1_8B.hidden, dtype=dtype)
+    assert sum_of_shares(shares, bias, dtype).dtype == dtype
 
 
 def _apply(

@@ -165,6 +165,21 @@ def test_a_step_without_rows_waits_for_one_copy_and_not_for_all() -> None:
     assert bank.arrived(wait=True) == (2,)
 
 
+def test_one_of_several_ranks_reports_a_copy_when_all_of_it_is_there() -> None:
+    """No step waits for layers of it: another rank could have recorded what this one computes."""
+    accelerator = DelayedAccelerator(most_polls=10**9)
+    bank = make_bank(accelerator, is_alone=False)
+    host = bank.prepare(lora_of(0))
+    num_pages = place(host.targets, GEOMETRY).num_pages
+    assert num_pages > 1
+    bank.copy(1, host, range(num_pages))
+    assert bank.arrived() == ()
+    assert bank.arrived(wait=True) == (1,)
+    batch = bank.lora_batch(((1, ((1, 1.0),)),))
+    assert batch is not None
+    assert batch.arrivals is None
+
+
 def test_a_copy_that_is_replaced_or_overwritten_is_not_reported() -> None:
     accelerator = DelayedAccelerator()
     bank = make_bank(accelerator)

@@ -5,6 +5,7 @@ every rank gets the shares of all, and adds them itself in one order.
 """
 
 import datetime
+import socket
 import threading
 import time
 from typing import Any, Final, Self
@@ -17,7 +18,7 @@ from loraplex.core.errors import ConfigError, DeviceLost, InternalError
 from loraplex.kernels.channel import RankChannels
 
 HOST_SECONDS: Final = 30.0
-"""Maximum time that one exchange between hosts may take."""
+"""Maximum time that one exchange through the hosts may take."""
 _LOADS_SECONDS: Final = 600.0
 """And one of the loaders, which wait for the slowest disk."""
 _START_SECONDS: Final = 300.0
@@ -29,6 +30,8 @@ _MOST_POLL_SECONDS: Final = 0.01
 _ABORT_CHECK_SECONDS: Final = 0.1
 _ABORTED: Final = "aborted"
 _STEPS, _LOADS = "steps", "loads"
+_LOOPBACK: Final = "127.0.0.1"
+"""Ranks that share layers are on one machine. Neither the store nor gloo authenticates."""
 
 
 class ChannelStore:
@@ -38,11 +41,18 @@ class ChannelStore:
         self.store = store
 
     @classmethod
-    def listen(cls, host: str) -> Self:
-        """Listen on any free port. host: the name or address by which the other ranks reach it."""
+    def listen(cls) -> Self:
+        """Listen on a free port of this machine, which no other machine can reach."""
         timeout = datetime.timedelta(seconds=_START_SECONDS)
-        store = TCPStore(host, 0, None, True, timeout, wait_for_workers=False)
-        return cls(store)
+        listener = socket.create_server((_LOOPBACK, 0))
+        port = listener.getsockname()[1]
+        return cls(
+            TCPStore(
+                *(_LOOPBACK, port, None, True, timeout),
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            )
+        )
 
     @classmethod
     def reach(cls, address: str) -> Self:
@@ -73,7 +83,7 @@ class DistributedChannel:
         time_limit: float = HOST_SECONDS,
     ) -> None:
         """name: equal on all ranks, of this channel only. device: where data passes; on a GPU it is
-        NCCL's. time_limit: seconds that one exchange between hosts may take.
+        NCCL's. time_limit: seconds that one exchange through the hosts may take.
         """
         self.rank = rank
         self.size = size
@@ -136,7 +146,7 @@ class DistributedChannel:
         self._aborted.set()
 
     def _wait(self, work: distributed.Work) -> None:
-        """Wait for an exchange between hosts; one between GPUs only stands in the queue."""
+        """Wait for an exchange through the hosts; one between GPUs only stands in the queue."""
         if self._device.type == "cuda":
             work.wait()  # makes the current stream wait, not the host
             return
@@ -195,5 +205,7 @@ def _group(store: Store, rank: int, size: int, device: torch.device, time_limit:
         options = nccl.Options()
         options._timeout = datetime.timedelta(seconds=_GPU_SECONDS)
         return nccl(store, rank, size, options)
-    timeout = datetime.timedelta(seconds=max(time_limit, _START_SECONDS))
-    return distributed.ProcessGroupGloo(store, rank, size, timeout)
+    options = distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = datetime.timedelta(seconds=max(time_limit, _START_SECONDS))
+    options._devices = [distributed.ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
+    return distributed.ProcessGroupGloo(store, rank, size, options)

@@ -1,4 +1,4 @@
-"""Channels over torch.distributed: gloo between threads, as between hosts."""
+"""Channels over torch.distributed: gloo between threads, as between the hosts of ranks."""
 
 import time
 from collections.abc import Callable
@@ -19,7 +19,7 @@ SIZE = 2
 @pytest.fixture
 def stores() -> list[ChannelStore]:
     """One for each rank."""
-    listening = ChannelStore.listen("127.0.0.1")
+    listening = ChannelStore.listen()
     return [listening, ChannelStore.reach(listening.address)]
 
 

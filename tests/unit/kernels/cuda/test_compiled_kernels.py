@@ -58,6 +58,7 @@ LIMITS = {
     # Products
     "quantized_linear": Limit(255, 0.6),
     "add_splits": Limit(48, 1.0),
+    "add_shares": Limit(48, 1.0),
     "quantize_rows": Limit(48, 1.0),
     "invariant_linear": Limit(128, 0.35),
     # Experts

@@ -10,10 +10,10 @@ from loraplex.kernels.cuda import ranks
 from loraplex.kernels.cuda.backend import CudaKernels
 from loraplex.kernels.lora import LoraUse
 from support.pooled_adapters import BASE, PooledAdapters, token_uses
-from support.ranks_in_turns import TurnsChannel, ranks_in_turns
+from support.ranks_in_turns import UNINITIALISED, TurnsChannel, ranks_in_turns
 from support.routed_pairs import routes_by
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, *UNINITIALISED]
 
 NATIVE = WeightPrecision.NATIVE
 NUM_EXPERTS = 3
