@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
+from transformers import LlamaConfig
 
 from loraplex.core.adapter import AdapterUse
 from loraplex.core.output import EngineOutput
@@ -15,6 +17,7 @@ from loraplex.execution.loading import load_parts
 from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.memory.kv_salt import kv_salt
 from loraplex.testing.fake_clock import FakeClock
+from support.checkpoints import save_random_model, tiny_sizes
 from support.families import experts, first, rest
 from support.random_schedules import RandomAdapters
 from support.stage_threads import queue_links, staged
@@ -100,3 +103,12 @@ def test_two_stages_have_the_bits_of_one(name: str, tmp_path: Path) -> None:
     expected = completions(tmp_path, 1)
     assert any(tokens for tokens, _ in expected)
     assert completions(tmp_path, 2) == expected
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_three_stages_of_five_layers(quantization: str, tmp_path: Path) -> None:
+    sizes = tiny_sizes(101, num_hidden_layers=5, tie_word_embeddings=True)
+    save_random_model(tmp_path, LlamaConfig(**sizes))
+    settings = msgspec.structs.replace(SETTINGS, quantization=quantization)
+    expected = completions(tmp_path, 1, settings)
+    assert completions(tmp_path, 3, settings) == expected
