@@ -1,7 +1,7 @@
 """Row layers over ranks on GPUs: simulated on one, and over NCCL where there are two or more."""
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import pytest
@@ -55,8 +55,7 @@ def test_shares_are_added_as_a_tree(num_shares: int) -> None:
 @pytest.mark.parametrize("num_rows", [1, 300])
 def test_ranks_on_one_gpu(num_rows: int) -> None:
     """Exchanges through the host's threads cannot be recorded."""
-    weight = (torch.randn(OUT, IN) / 64).bfloat16()
-    x = torch.randn(num_rows, IN).bfloat16()
+    weight, x = random_layer(num_rows)
     device = torch.device("cuda", torch.cuda.current_device())
 
     def body(channel: DeviceChannel) -> torch.Tensor:
@@ -74,23 +73,30 @@ def test_ranks_on_one_gpu(num_rows: int) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two GPUs")
 @pytest.mark.parametrize("num_rows", [1, 300])
 def test_ranks_on_two_gpus(num_rows: int) -> None:
-    weight = (torch.randn(OUT, IN) / 64).bfloat16()
-    x = torch.randn(num_rows, IN).bfloat16()
-    listening = ChannelStore.listen()
-    stores = [listening, ChannelStore.reach(listening.address)]
+    """A process for each rank, as engines have: communicators of one process can wait in a ring."""
+    weight, x = random_layer(num_rows)
+    store = ChannelStore.listen()
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(2, mp_context=context) as processes:
+        ranks = [processes.submit(rank_of_two, rank, store.address, num_rows) for rank in range(2)]
+        results = [torch.tensor(rank.result(timeout=300)) for rank in ranks]
+    check(results, x, weight)
 
-    def body(rank: int) -> torch.Tensor:
-        device = torch.device("cuda", rank)
+
+def rank_of_two(rank: int, address: str, num_rows: int, device_type: str = "cuda") -> Any:
+    """Return the result as lists: tensors of another process would be shared memory."""
+    device = torch.device(device_type, rank)
+    if device_type == "cuda":
         torch.cuda.set_device(device)
-        channel = DistributedChannel(stores[rank], "steps", rank, 2, device)
-        return row_layer(channel, device, weight, x)
-
-    check(together(body), x, weight)
+    channel = DistributedChannel(ChannelStore.reach(address), "steps", rank, 2, device)
+    return row_layer(channel, device, *random_layer(num_rows)).tolist()
 
 
-def together(body: Callable[[int], Any]) -> list[Any]:
-    with ThreadPoolExecutor(2) as threads:
-        return list(threads.map(body, range(2)))
+def random_layer(num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the weight and the input, equal in every process."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(OUT, IN, generator=generator) / 64
+    return weight.bfloat16(), torch.randn(num_rows, IN, generator=generator).bfloat16()
 
 
 def check(results: list[torch.Tensor], x: torch.Tensor, weight: torch.Tensor) -> None:
