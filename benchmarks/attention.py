@@ -14,8 +14,9 @@ import torch
 from against_reference import figures, least_time, run
 
 from loraplex.kernels.native.attention import AttentionKernel
-from loraplex.kernels.ops import AttentionRules, AttentionShape, RowLayout
+from loraplex.kernels.ops import AttentionRules, AttentionShape
 from loraplex.kernels.reference import ReferenceKernels
+from loraplex.kernels.row_layout import RowLayout
 
 BLOCK_SIZE = 16
 

@@ -28,13 +28,12 @@ from loraplex.kernels.ops import (
     AttentionPlan,
     AttentionRules,
     AttentionShape,
-    DeviceRows,
     Kernels,
     KVStorage,
     Parameter,
-    RowLayout,
 )
 from loraplex.kernels.reference import ReferenceKernels
+from loraplex.kernels.row_layout import DeviceRows, RowLayout
 from loraplex.models.registry import read_config
 
 

@@ -9,7 +9,8 @@ import torch
 
 from loraplex.kernels.cuda.attention import AttentionKernel
 from loraplex.kernels.kv_vectors import SCALE_BYTES, to_stored
-from loraplex.kernels.ops import AttentionRules, AttentionShape, DeviceRows, RowLayout
+from loraplex.kernels.ops import AttentionRules, AttentionShape
+from loraplex.kernels.row_layout import DeviceRows, RowLayout
 from support.dense_attention import dense_attention
 
 

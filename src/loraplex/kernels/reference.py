@@ -32,12 +32,12 @@ from loraplex.kernels.ops import (
     LinearParts,
     PackedLinear,
     Parameter,
-    RowLayout,
 )
 from loraplex.kernels.quantization import quantize
 from loraplex.kernels.reference_attention import TilePlan, attend, plan_tiles
 from loraplex.kernels.routing import Routes, route
 from loraplex.kernels.routing_rules import RoutingRules
+from loraplex.kernels.row_layout import RowLayout
 from loraplex.kernels.sampling import DrawOptions, IntArray, TopLogprobs
 
 _HOST_ROWS = 8

@@ -9,7 +9,8 @@ import torch
 
 from loraplex.kernels.attention_tiles import TileGroup, TokenWindow, tile_groups
 from loraplex.kernels.kv_vectors import from_stored
-from loraplex.kernels.ops import AttentionRules, KVStorage, RowLayout
+from loraplex.kernels.ops import AttentionRules, KVStorage
+from loraplex.kernels.row_layout import RowLayout
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

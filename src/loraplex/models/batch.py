@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from loraplex.kernels.lora import LoraBatch
-from loraplex.kernels.ops import RowLayout
+from loraplex.kernels.row_layout import RowLayout
 
 
 class RotatedSpan(NamedTuple):

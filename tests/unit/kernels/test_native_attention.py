@@ -14,7 +14,8 @@ from loraplex.kernels.native.library import (
     available_instruction_sets,
     load_library,
 )
-from loraplex.kernels.ops import AttentionRules, AttentionShape, KVStorage, RowLayout
+from loraplex.kernels.ops import AttentionRules, AttentionShape, KVStorage
+from loraplex.kernels.row_layout import RowLayout
 from support.dense_attention import dense_attention, random_queries, relative_error
 
 try:

@@ -20,7 +20,8 @@ from loraplex.kernels.native.library import (
     load_library,
 )
 from loraplex.kernels.native.program import Recorder
-from loraplex.kernels.ops import AttentionRules, AttentionShape, RowLayout
+from loraplex.kernels.ops import AttentionRules, AttentionShape
+from loraplex.kernels.row_layout import RowLayout
 
 try:
     INSTRUCTION_SETS = available_instruction_sets()

@@ -18,7 +18,7 @@ from loraplex.execution.sampling.token_feed import TokenFeed
 from loraplex.execution.steps.input_batch import IntArray, StepInputs
 from loraplex.kernels.accelerator import Accelerator
 from loraplex.kernels.lora import LoraBatch
-from loraplex.kernels.ops import DeviceRows, RowLayout
+from loraplex.kernels.row_layout import DeviceRows, RowLayout
 from loraplex.models.batch import ForwardBatch
 
 ON_DEVICE = -1

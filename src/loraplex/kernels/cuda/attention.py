@@ -21,13 +21,8 @@ from loraplex.kernels.cuda.flashinfer_attention import (
     refusal,
     unserved,
 )
-from loraplex.kernels.ops import (
-    AttentionRules,
-    AttentionShape,
-    DeviceRows,
-    KVStorage,
-    RowLayout,
-)
+from loraplex.kernels.ops import AttentionRules, AttentionShape, KVStorage
+from loraplex.kernels.row_layout import DeviceRows, RowLayout
 
 __all__ = ("AttentionKernel", "CudaAttentionPlan")
 

@@ -15,13 +15,8 @@ import torch
 
 from loraplex.core.errors import ConfigError
 from loraplex.kernels.accelerator import Accelerator, Event
-from loraplex.kernels.ops import (
-    AttentionRules,
-    AttentionShape,
-    DeviceRows,
-    KVStorage,
-    RowLayout,
-)
+from loraplex.kernels.ops import AttentionRules, AttentionShape, KVStorage
+from loraplex.kernels.row_layout import DeviceRows, RowLayout
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,8 @@ from loraplex.kernels.native.library import (
     ThreadPool,
     Value,
 )
-from loraplex.kernels.ops import AttentionRules, AttentionShape, KVStorage, RowLayout
+from loraplex.kernels.ops import AttentionRules, AttentionShape, KVStorage
+from loraplex.kernels.row_layout import RowLayout
 
 _KV_DTYPES = {**DTYPES, torch.int8: 3}
 

@@ -27,10 +27,10 @@ from loraplex.kernels.ops import (
     LinearParts,
     PackedLinear,
     Parameter,
-    RowLayout,
 )
 from loraplex.kernels.routing import Routes
 from loraplex.kernels.routing_rules import RoutingRules
+from loraplex.kernels.row_layout import RowLayout
 from loraplex.kernels.sampling import DrawOptions, IntArray, TopLogprobs
 
 

@@ -9,8 +9,9 @@ from loraplex.core.plan import BlockCopy, BlockTransfer
 from loraplex.execution.sizing.kv import block_bytes
 from loraplex.execution.steps.kv_cache import KVCache
 from loraplex.kernels.dispatch import select_kernels
-from loraplex.kernels.ops import AttentionRules, AttentionShape, Kernels, RowLayout
+from loraplex.kernels.ops import AttentionRules, AttentionShape, Kernels
 from loraplex.kernels.reference import ReferenceKernels
+from loraplex.kernels.row_layout import RowLayout
 from support.kv_caches import kv_cache
 
 SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=8, block_size=4)
