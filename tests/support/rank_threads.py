@@ -18,7 +18,7 @@ from loraplex.execution.steps.model_runner import ModelRunner
 from loraplex.kernels.channel import RankChannels
 from loraplex.kernels.native.channel import Segment, SharedMemoryChannel
 from loraplex.kernels.native.library import load_library
-from loraplex.memory.adapter_pages import pages_of
+from loraplex.memory.adapter_pages import most_pages
 from loraplex.models.sharding import TensorShard
 from support.reference_completions import RecordingSampler
 from support.step_driver import StepDriver
@@ -110,7 +110,7 @@ class RankThreads:
     def pages_of(self, adapter: HostAdapter) -> int:
         """Return the number of pages that an adapter takes on each rank."""
         capacity = self.capacity()
-        return pages_of(capacity.held(adapter.targets), capacity.page_geometry)
+        return most_pages(capacity.held(adapter.targets), capacity.page_geometry)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,9 +36,10 @@ from loraplex.execution.sizing.step_memory import StepMemory, estimated_step_mem
 from loraplex.execution.weights.hub import resolve_model
 from loraplex.execution.weights.size import weights_size
 from loraplex.execution.weights.stored_head import read_model
-from loraplex.memory.adapter_pages import layer_targets, pages_of
+from loraplex.memory.adapter_pages import layer_targets, most_pages
 from loraplex.models.sharding import TensorShard, shard
 from loraplex.models.spec import ModelSpec
+from loraplex.models.stages import PipelineStage, stage
 from loraplex.serving.adapter_fit import check_fits_tiers
 from loraplex.serving.adapters.folders import find_below
 from loraplex.serving.expert_use import ExpertUse, expert_use
@@ -73,7 +74,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan_memory(model: ModelConfig, adapters: Sequence[str]) -> MemoryPlan:
-    """Return the memory plan of a model and adapters: of one rank, if there are several.
+    """Return the memory plan of a model and adapters: of the rank that holds most, of several.
 
     adapters: paths of adapters, or of folders with adapters at any depth. Raises ConfigError if
     the model cannot be served with these settings, or a folder does not exist.
@@ -82,10 +83,12 @@ def plan_memory(model: ModelConfig, adapters: Sequence[str]) -> MemoryPlan:
     model = within_build(str(folder), model, folder)
     settings = runner_settings(model)
     config = windowed(settings, read_model(folder))
-    num_ranks = model.tensor_parallel_size
+    num_ranks, num_stages = model.tensor_parallel_size, model.pipeline_parallel_size
     if torch.device(settings.device).type == "cpu":
-        settings = settings.share_of_host(num_ranks)
-    capacity = _capacity(settings, shard(config, TensorShard(0, num_ranks)))
+        settings = settings.share_of_host(num_ranks * num_stages)
+    of_rank = shard(config, TensorShard(0, num_ranks))
+    stages = [stage(of_rank, PipelineStage(index, num_stages)) for index in range(num_stages)]
+    capacity = _capacity(settings, max(stages, key=lambda spec: _weights_bytes(settings, spec)))
     memory = memory_of(
         capacity,
         EngineStats(),
@@ -106,7 +109,7 @@ def plan_memory(model: ModelConfig, adapters: Sequence[str]) -> MemoryPlan:
 def _capacity(settings: RunnerSettings, config: ModelSpec) -> Capacity:
     dtype = choose_dtype(settings, config)
     kv_dtype = choose_kv_dtype(settings, dtype)
-    weights_bytes = weights_size(config, dtype, settings.precision)
+    weights_bytes = _weights_bytes(settings, config)
     is_cpu = torch.device(settings.device).type == "cpu"
     steps = StepMemory() if is_cpu else estimated_step_memory(settings, config, dtype)
     size = size_memory(
@@ -129,6 +132,7 @@ def _capacity(settings: RunnerSettings, config: ModelSpec) -> Capacity:
         adapter_page_bytes=size.adapters.page_bytes,
         adapter_table_bytes=size.adapters.table_bytes,
         adapter_share=rank_share(settings, config),
+        first_layers=config.first_layers,
         host_page_bytes=0 if is_cpu else size.adapters.page_bytes,
         keeps_host_copy=not is_cpu,
         kv_cache_bytes=size.kv.num_bytes,
@@ -136,6 +140,10 @@ def _capacity(settings: RunnerSettings, config: ModelSpec) -> Capacity:
         workspace_bytes=steps.workspace,
         graph_bytes=steps.graphs,
     )
+
+
+def _weights_bytes(settings: RunnerSettings, config: ModelSpec) -> int:
+    return weights_size(config, choose_dtype(settings, config), settings.precision)
 
 
 def _free_bytes(settings: RunnerSettings, weights_bytes: int) -> int | None:
@@ -173,7 +181,7 @@ def _planned(
         check_fits_tiers(source, model, capacity)
     except LoraplexError as error:
         return PlannedAdapter(name=name, path=path, problem=error.message)
-    pages = pages_of(capacity.held(source.targets), capacity.page_geometry)
+    pages = most_pages(capacity.held(source.targets), capacity.page_geometry)
     return PlannedAdapter(
         name=name,
         path=path,

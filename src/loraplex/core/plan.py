@@ -6,13 +6,20 @@ computes `num_tokens` positions from `start` on. A plan has only plain scalars, 
 and replayed.
 """
 
+import bisect
 import enum
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 import msgspec
 
-from loraplex.core.adapter import AdapterHandle, LoraTarget, TargetPart
+from loraplex.core.adapter import (
+    LM_HEAD,
+    OUTSIDE_LAYERS,
+    AdapterHandle,
+    LoraTarget,
+    TargetPart,
+)
 from loraplex.core.errors import ErrorInfo
 from loraplex.core.output import LogitsFile, TokenLogprob
 from loraplex.core.sampling_params import SamplingParams
@@ -228,6 +235,25 @@ class AdapterShare(msgspec.Struct, frozen=True):
                 yield msgspec.structs.replace(target, out_features=rest, first=first)
 
 
+def targets_by_stage(
+    targets: Iterable[LoraTarget], first_layers: Sequence[int]
+) -> list[tuple[LoraTarget, ...]]:
+    """Divide the pieces of an adapter between pipeline stages with these first layers.
+
+    The first stage has what belongs to the embedding, the last one all that lies outside the
+    layers.
+    """
+    stages: list[list[LoraTarget]] = [[] for _ in first_layers]
+    for target in targets:
+        if target.layer != OUTSIDE_LAYERS:
+            stages[bisect.bisect_right(first_layers, target.layer) - 1].append(target)
+            continue
+        stages[-1].append(target)
+        if len(stages) > 1 and target.module != LM_HEAD:
+            stages[0].append(target)
+    return [tuple(stage) for stage in stages]
+
+
 class KVGroupCapacity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Blocks and attention window of one KV group."""
 
@@ -285,6 +311,8 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Memory of the tables of what is in the pages."""
     adapter_share: AdapterShare | None = None
     """None: the runner's ranks hold adapters whole."""
+    first_layers: tuple[int, ...] = (0,)
+    """First layer of each pipeline stage."""
     host_page_bytes: int = 0
     """Bytes of a page of host memory, where adapters take whole pages; 0: the source's size."""
     keeps_host_copy: bool
@@ -300,6 +328,8 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     device_free_bytes: int = 0
     """Part of device_bytes that was unused at the start, without the memory left for steps."""
 
-    def held(self, targets: Iterable[LoraTarget]) -> tuple[LoraTarget, ...]:
-        """Return what one rank holds of an adapter with these pieces."""
-        return tuple(targets) if self.adapter_share is None else self.adapter_share.of(targets)
+    def held(self, targets: Iterable[LoraTarget]) -> list[tuple[LoraTarget, ...]]:
+        """Return what one rank of each stage holds of an adapter with these pieces."""
+        if self.adapter_share is not None:
+            targets = self.adapter_share.of(targets)
+        return targets_by_stage(targets, self.first_layers)

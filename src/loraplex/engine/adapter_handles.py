@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterable, Mapping
 
 from loraplex.core.adapter import AdapterHandle, AdapterSource, AdapterUse, Residency, not_in_cache
 from loraplex.core.errors import AdapterNotFoundError
-from loraplex.core.plan import AdapterShare, PageGeometry
+from loraplex.core.plan import Capacity
 from loraplex.core.stats import AdapterActivity
 from loraplex.engine.runner import AdapterLoader
 from loraplex.memory.adapter_cache import AdapterCache
-from loraplex.memory.adapter_pages import pages_of
+from loraplex.memory.adapter_pages import most_pages
 
 
 class AdapterHandles:
@@ -21,20 +21,11 @@ class AdapterHandles:
         self,
         cache: AdapterCache,
         loader: AdapterLoader,
-        geometry: PageGeometry,
-        *,
-        host_page_bytes: int = 0,
-        share: AdapterShare | None = None,
+        capacity: Capacity,
     ) -> None:
-        """host_page_bytes: size of an adapter's page on the host; 0: its size is the source's.
-
-        share: what of an adapter one rank holds; None: all.
-        """
-        self._share = share
-        self._host_page_bytes = host_page_bytes
+        self._capacity = capacity
         self._cache = cache
         self._loader = loader
-        self._geometry = geometry
         self._handles: dict[str, AdapterHandle] = {}
         self._sources: dict[AdapterHandle, AdapterSource] = {}
         self._leaving: set[str] = set()
@@ -51,9 +42,9 @@ class AdapterHandles:
         handle = self._handles.get(source.digest)
         if handle is None:
             handle = self._next_handle
-            targets = source.targets if self._share is None else self._share.of(source.targets)
-            pages = pages_of(targets, self._geometry)
-            num_bytes = pages * self._host_page_bytes or source.num_bytes
+            capacity = self._capacity
+            pages = most_pages(capacity.held(source.targets), capacity.page_geometry)
+            num_bytes = pages * capacity.host_page_bytes or source.num_bytes
             self._cache.register(handle, num_bytes, pages)
             self._next_handle += 1
             self._handles[source.digest] = handle

@@ -364,13 +364,7 @@ def build_engine(
         keeps_host_copy=capacity.keeps_host_copy,
         new_policy=EVICTION_POLICIES[eviction_policy],
     )
-    adapters = AdapterHandles(
-        cache,
-        loader,
-        capacity.page_geometry,
-        host_page_bytes=capacity.host_page_bytes,
-        share=capacity.adapter_share,
-    )
+    adapters = AdapterHandles(cache, loader, capacity)
     scheduler = Scheduler(capacity, settings, kv, cache, adapters, event_clock, overlap=overlap)
     journal.begin(
         JournalHeader(

@@ -201,6 +201,7 @@ class Assembly:
             adapter_page_bytes=pool.page_bytes,
             adapter_table_bytes=pool.table_bytes,
             adapter_share=self.adapter_share,
+            first_layers=self.spec.first_layers,
             host_page_bytes=0 if self.accelerator is None else pool.page_bytes,
             keeps_host_copy=self.accelerator is not None or self.device.type != "cpu",
             kv_cache_bytes=kv_cache_bytes,

@@ -12,7 +12,6 @@ from loraplex.execution.adapters.host_adapters import HostAdapters
 from loraplex.execution.assembly import Assembly, measure_steps
 from loraplex.execution.grammar.vocabulary import VocabularySource
 from loraplex.execution.sizing.advice import MemoryAdvice, out_of_memory_is
-from loraplex.execution.sizing.agreement import agreed_size
 from loraplex.execution.sizing.capacity import (
     choose_device,
     choose_dtype,
@@ -127,8 +126,6 @@ def assemble_parts(
         free_bytes=free,
         steps=steps,
     )
-    if assembly.channels is not None:
-        size = agreed_size(size, assembly.channels.steps)
     logger.info("%s", describe_memory(assembly.weights_bytes, size, settings, spec, steps))
     pool_bytes = size.adapters.num_pages * size.adapters.page_bytes
     with out_of_memory_is(lambda: assembly.advice.pools(free, size.kv.num_bytes, pool_bytes)):

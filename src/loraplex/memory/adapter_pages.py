@@ -156,6 +156,14 @@ def pages_of(targets: Iterable[LoraTarget], geometry: PageGeometry) -> int:
     return num_full
 
 
+def most_pages(stages: Iterable[Iterable[LoraTarget]], geometry: PageGeometry) -> int:
+    """Return the pages of an adapter: those that the stage needs that has the most of it.
+
+    Raises AdapterTooLargeError.
+    """
+    return max(pages_of(targets, geometry) for targets in stages)
+
+
 def pages_at_ranks(targets: Sequence[LoraTarget], ranks: RankLimits, geometry: PageGeometry) -> int:
     """Return the pages of an adapter of these ranks on all `targets` (as for page_geometry).
 

@@ -288,6 +288,8 @@ class ModelSpec:
     """The whole model that this is a rank's part of; None: it has all heads and inner units."""
     first_layer: int = 0
     """Number, in `stage_of`, of the first layer."""
+    first_layers: tuple[int, ...] = (0,)
+    """Numbers of the first layers of all stages."""
     stage_of: "ModelSpec | None" = None
     """All layers, of which a stage of a pipeline computes these; None: these are all."""
 

@@ -43,7 +43,11 @@ def stage(spec: ModelSpec, place: PipelineStage) -> ModelSpec:
     borders = _borders(spec.whole, place.size)
     first, end = borders[place.index : place.index + 2]
     return dataclasses.replace(
-        spec, layers=spec.layers[first:end], first_layer=first, stage_of=spec
+        spec,
+        layers=spec.layers[first:end],
+        first_layer=first,
+        first_layers=tuple(borders[:-1]),
+        stage_of=spec,
     )
 
 

@@ -10,7 +10,7 @@ from loraplex.adapters.staged import StagedAdapter
 from loraplex.adapters.version import AdapterVersion
 from loraplex.core.adapter import Residency
 from loraplex.core.plan import Capacity
-from loraplex.memory.adapter_pages import pages_of
+from loraplex.memory.adapter_pages import most_pages
 from loraplex.serving.discovered_adapters import ConfiguredAdapter
 from loraplex.serving.expert_use import ExpertUse, expert_use
 
@@ -203,7 +203,7 @@ def without_sources(card: CardT) -> CardT:
 def content_of(staged: StagedAdapter, capacity: Capacity, device_dtype: str) -> AdapterContent:
     """Describe the content, with the engine's own arithmetic of pages."""
     source = staged.source
-    pages = pages_of(capacity.held(source.targets), capacity.page_geometry)
+    pages = most_pages(capacity.held(source.targets), capacity.page_geometry)
     return AdapterContent(
         ranks=source.ranks,
         layers=tuple(sorted({target.layer for target in source.targets})),

@@ -4,7 +4,7 @@ from loraplex.core.adapter import AdapterSource
 from loraplex.core.config import ModelConfig
 from loraplex.core.errors import AdapterTooLargeError
 from loraplex.core.plan import Capacity
-from loraplex.memory.adapter_pages import pages_of
+from loraplex.memory.adapter_pages import most_pages
 
 
 def check_fits_tiers(source: AdapterSource, config: ModelConfig, capacity: Capacity) -> None:
@@ -14,7 +14,7 @@ def check_fits_tiers(source: AdapterSource, config: ModelConfig, capacity: Capac
             f"the adapter has {source.num_bytes} bytes, the host cache for adapters "
             f"{config.lora_host_bytes}; raise lora_host_bytes"
         )
-    pages = pages_of(capacity.held(source.targets), capacity.page_geometry)
+    pages = most_pages(capacity.held(source.targets), capacity.page_geometry)
     if pages > capacity.num_adapter_pages:
         raise AdapterTooLargeError(
             f"the adapter needs {pages} pages of {capacity.adapter_page_bytes} bytes on the "

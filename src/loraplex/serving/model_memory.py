@@ -120,6 +120,10 @@ def memory_of(
     """Return the memory. targets: all linear layers that adapters may change."""
     tiers, geometry, limits = stats.adapters, capacity.page_geometry, model.rank_limits
     held = capacity.held(targets)
+
+    def pages(rank: int) -> int:
+        return max(pages_at_ranks(stage, limits.at_most(rank), geometry) for stage in held)
+
     ranks = sorted({min(model.optimal_lora_rank, limits.largest), limits.largest})
     return ModelMemory(
         weights_bytes=capacity.weights_bytes,
@@ -134,10 +138,7 @@ def memory_of(
             pages_used=tiers.device_pages_used,
             adapters=tiers.num_on_device,
             held=tiers.num_held,
-            fits=tuple(
-                _fit(rank, pages_at_ranks(held, limits.at_most(rank), geometry), capacity, stats)
-                for rank in ranks
-            ),
+            fits=tuple(_fit(rank, pages(rank), capacity, stats) for rank in ranks),
         ),
         host=HostTier(
             num_bytes=model.lora_host_bytes,

@@ -54,3 +54,19 @@ def test_a_plan_has_what_a_rank_holds(llm):
         assert content.device_pages == planned.device_pages
         assert content.device_bytes == planned.device_bytes < whole.device_bytes
     assert plans[0].memory.weights_bytes < plans[1].memory.weights_bytes
+
+
+def test_a_plan_of_a_pipeline_is_that_of_the_stage_with_most_weights():
+    plans = {
+        number: plan_memory(
+            msgspec.convert(
+                {"path": str(BASE_PATH), "pipeline_parallel_size": number}, ModelConfig
+            ),
+            [str(ADAPTER_PATHS["chinese"])],
+        )
+        for number in (1, 2)
+    }
+    whole, half = (plan.memory.weights_bytes for plan in plans.values())
+    assert whole / 2 <= half < whole
+    for plan in plans.values():
+        assert [adapter.problem for adapter in plan.adapters.adapters] == [""]

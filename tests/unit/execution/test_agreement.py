@@ -1,16 +1,12 @@
-"""Ranks agree about adapters and sizes, or none of them has what one lacks."""
+"""Ranks agree about adapters, or none of them has what one lacks."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from loraplex.core.errors import AdapterLoadError, ConfigError, InvalidAdapterError
-from loraplex.core.plan import KVGroupCapacity, PageGeometry
+from loraplex.core.errors import AdapterLoadError, InvalidAdapterError
 from loraplex.execution.adapters.agreement import agreed
-from loraplex.execution.sizing.agreement import agreed_size
-from loraplex.execution.sizing.capacity import AdapterPoolSize, MemorySize
-from loraplex.execution.sizing.kv import KVSize
 from loraplex.kernels.native.channel import Segment, SharedMemoryChannel
 from loraplex.kernels.native.library import load_library
 
@@ -67,28 +63,3 @@ def test_a_long_message_is_cut() -> None:
 
     _, other = on_ranks(2, work)
     assert 1000 < len(other.message) < 3000
-
-
-def size_of(num_blocks: int, num_pages: int, max_model_len: int = 64) -> MemorySize:
-    capacities = (
-        KVGroupCapacity(num_blocks=num_blocks, num_host_blocks=num_pages),
-        KVGroupCapacity(num_blocks=9),
-    )
-    pool = AdapterPoolSize(PageGeometry(16, 4), num_pages, 64, 16)
-    return MemorySize(KVSize(max_model_len, (), capacities, 1000), pool)
-
-
-def test_the_smallest_of_each_size_counts() -> None:
-    sizes = [size_of(10, 7), size_of(12, 5)]
-    found = on_ranks(2, lambda rank, channel: agreed_size(sizes[rank], channel))
-    for size in found:
-        assert [group.num_blocks for group in size.kv.capacities] == [10, 9]
-        assert [group.num_host_blocks for group in size.kv.capacities] == [5, 0]
-        assert size.adapters.num_pages == 5
-
-
-def test_ranks_with_sequences_of_different_lengths_do_not_start() -> None:
-    sizes = [size_of(10, 7, 64), size_of(10, 7, 32)]
-    for error in on_ranks(2, lambda rank, channel: agreed_size(sizes[rank], channel)):
-        assert isinstance(error, ConfigError)
-        assert error.param == "max_model_len"

@@ -12,7 +12,7 @@ from loraplex.execution.steps.model_runner import ModelRunner
 from loraplex.kernels.accelerator import HostAccelerator
 from loraplex.kernels.channel import RankChannels
 from loraplex.kernels.cuda.backend import CudaKernels
-from loraplex.memory.adapter_pages import pages_of
+from loraplex.memory.adapter_pages import most_pages
 from loraplex.models.registry import read_config
 from loraplex.models.sharding import TensorShard
 from support.expert_adapters import random_expert_adapter
@@ -58,7 +58,7 @@ def tokens(runner: ModelRunner, host: HostAdapters, adapters: list[HostAdapter])
     driver, capacity = StepDriver(runner), runner.capacity()
     for handle, adapter in zip(HANDLES, adapters, strict=True):
         host.put(handle, runner.prepare_adapter(adapter))
-        num_pages = pages_of(capacity.held(adapter.targets), capacity.page_geometry)
+        num_pages = most_pages(capacity.held(adapter.targets), capacity.page_geometry)
         assert driver.load(handle, num_pages).copies_done == (handle,)
     return [list(map(int, generated)) for generated in driver.generate(PROMPTS, NUM_TOKENS)]
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import torch
 
-from loraplex.core.adapter import LM_HEAD, OUTSIDE_LAYERS, LoraTarget, TargetPart
+from loraplex.core.adapter import OUTSIDE_LAYERS, LoraTarget, TargetPart
 from loraplex.core.errors import AdapterMismatchError
-from loraplex.core.plan import AdapterShare
+from loraplex.core.plan import AdapterShare, targets_by_stage
 from loraplex.execution.adapters.host_adapters import HostAdapter, HostPart, HostWeight
 from loraplex.models.linear_group import Span
 from loraplex.models.spec import ModelSpec
@@ -64,18 +64,17 @@ class AdapterCutter:
     def _targets_here(self, target: LoraTarget) -> Sequence[LoraTarget]:
         """Return the target as the stage numbers it; nothing if it belongs to another stage."""
         spec = self._spec
-        if target.layer == OUTSIDE_LAYERS:
-            is_input = spec.is_first_stage and target.module != LM_HEAD
-            return (target,) if is_input or spec.is_last_stage else ()
         num_layers = spec.all_layers.num_layers
         if target.layer >= num_layers:
             raise AdapterMismatchError(
                 f"the adapter targets layer {target.layer}; the model has {num_layers} layers"
             )
+        stage = spec.first_layers.index(spec.first_layer)
+        held = targets_by_stage([target], spec.first_layers)[stage]
+        if target.layer == OUTSIDE_LAYERS:
+            return held
         layer = target.layer - spec.first_layer
-        if 0 <= layer < spec.num_layers:
-            return (msgspec.structs.replace(target, layer=layer),)
-        return ()
+        return tuple(msgspec.structs.replace(own, layer=layer) for own in held)
 
     def _of_rank(self, adapter: HostAdapter, share: AdapterShare) -> HostAdapter:
         vectors = _whole_vectors(adapter.parts)

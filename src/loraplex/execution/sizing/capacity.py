@@ -7,7 +7,8 @@ import torch
 
 from loraplex.core.adapter import LM_HEAD, LoraTarget
 from loraplex.core.errors import ConfigError
-from loraplex.core.plan import AdapterShare, PageGeometry
+from loraplex.core.plan import AdapterShare, PageGeometry, targets_by_stage
+from loraplex.core.rank_limits import RankLimits
 from loraplex.execution.adapters.entry_tables import head_modules
 from loraplex.execution.sizing.advice import MemoryAdvice
 from loraplex.execution.sizing.kv import KVSize, block_bytes, size_kv
@@ -157,11 +158,10 @@ def describe_memory(
     steps: StepMemory = _NO_STEPS,
 ) -> str:
     """Return one line for the log."""
-    pool, targets = size.adapters, _adapter_targets(spec)
-    limits = settings.rank_limits
+    pool, limits = size.adapters, settings.rank_limits
     usual = min(settings.optimal_lora_rank, limits.largest)
     holds = (
-        f"{pool.num_pages // pages_at_ranks(targets, limits.at_most(rank), pool.geometry)} "
+        f"{pool.num_pages // _pages_at_ranks(spec, limits.at_most(rank), pool.geometry)} "
         f"adapters of rank {rank}"
         for rank in sorted({usual, limits.largest})
     )
@@ -215,7 +215,7 @@ def size_adapter_pool(
     """Raises ConfigError if one adapter of the largest ranks on all modules does not fit."""
     geometry = adapter_geometry(settings, spec)
     page_bytes = geometry.page_elements * dtype.itemsize
-    needed = _largest_adapter_pages(settings, spec, geometry)
+    needed = _pages_at_ranks(spec, settings.rank_limits, geometry)
     sizes = (page_bytes, _entry_bytes(spec))
     if settings.lora_device_bytes is None:
         default = pages_for_bytes(_DEFAULT_ADAPTER_BYTES, geometry, dtype.itemsize)
@@ -244,7 +244,7 @@ def adapter_geometry(settings: RunnerSettings, spec: ModelSpec) -> PageGeometry:
 def smallest_pool(settings: RunnerSettings, spec: ModelSpec, dtype: torch.dtype) -> AdapterPoolSize:
     """Return the size of a pool for one adapter of the largest ranks on all modules."""
     geometry = adapter_geometry(settings, spec)
-    num_pages = _largest_adapter_pages(settings, spec, geometry)
+    num_pages = _pages_at_ranks(spec, settings.rank_limits, geometry)
     page_bytes = geometry.page_elements * dtype.itemsize
     return AdapterPoolSize(geometry, num_pages, page_bytes, _entry_bytes(spec))
 
@@ -274,13 +274,13 @@ def largest_target(spec: ModelSpec) -> int:
     return max(sum(shape) for layer in spec.whole.module_shapes for shape in layer.values())
 
 
-def _largest_adapter_pages(
-    settings: RunnerSettings, spec: ModelSpec, geometry: PageGeometry
-) -> int:
-    return pages_at_ranks(_adapter_targets(spec), settings.rank_limits, geometry)
+def _pages_at_ranks(spec: ModelSpec, ranks: RankLimits, geometry: PageGeometry) -> int:
+    """Return the pages of an adapter of these ranks on all modules, in the stage that has most."""
+    stages = targets_by_stage(_adapter_targets(spec), spec.first_layers)
+    return max(pages_at_ranks(targets, ranks, geometry) for targets in stages)
 
 
 def _adapter_targets(spec: ModelSpec) -> list[LoraTarget]:
-    """Return what adapters may target: an adapter has the same pages in every pipeline stage."""
+    """Return what adapters may target: in every pipeline stage pages have the same size."""
     spec = spec.all_layers
     return layer_targets(spec.module_shapes, num_experts=spec.num_experts)
