@@ -13,6 +13,10 @@ from typing import Any, Final, Self
 import torch
 from torch import distributed
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
+    AllgatherOptions,
+    AllToAllOptions,
+)
 
 from loraplex.core.errors import ConfigError, DeviceLost, InternalError
 from loraplex.kernels.channel import RankChannels
@@ -119,13 +123,15 @@ class DistributedChannel:
         self._check()  # first: what is sent would end the others' waits
         tensor = tensor.to(self._device)
         result = tensor.new_empty((self.size, *tensor.shape))
-        self._wait(self._group._allgather_base(result.flatten(), tensor.flatten()))
+        options = self._limited(AllgatherOptions())
+        self._wait(self._group._allgather_base(result.flatten(), tensor.flatten(), options))
         return result
 
     def exchanged(self, parts: torch.Tensor) -> torch.Tensor:
         self._check()
         result = torch.empty_like(parts)
-        self._wait(self._group.alltoall_base(result.flatten(), parts.flatten(), [], []))
+        options = self._limited(AllToAllOptions())
+        self._wait(self._group.alltoall_base(result.flatten(), parts.flatten(), [], [], options))
         return result
 
     def abort(self, reason: str) -> None:
@@ -140,6 +146,12 @@ class DistributedChannel:
         """Leave the group. On a GPU nothing may be in its queue any more."""
         if self._device.type == "cuda" and not self._aborted.is_set():
             self._group.shutdown()
+
+    def _limited(self, options: Any) -> Any:
+        """Return an exchange's options with its time limit: the process's end waits for it."""
+        seconds = _GPU_SECONDS if self._device.type == "cuda" else self._time_limit
+        options.timeout = datetime.timedelta(seconds=seconds)
+        return options
 
     def _note(self, reason: str) -> None:
         self._reason = self._reason or reason

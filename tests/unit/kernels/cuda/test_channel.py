@@ -69,25 +69,24 @@ def test_an_empty_tensor_is_a_barrier(ranks: list[RankChannels]) -> None:
     assert [[tensor.shape for tensor in tensors] for tensors in found] == [[(0, 3)] * SIZE] * SIZE
 
 
-def test_an_abort_ends_the_waits_of_all_ranks(ranks: list[RankChannels]) -> None:
+def test_an_abort_ends_the_waits_of_all_ranks(stores: list[ChannelStore]) -> None:
+    # The end of this process waits for the time limit of what an abort left.
+    limit = 5.0
+    channels = together(
+        lambda rank: DistributedChannel(stores[rank], "a", rank, SIZE, HOST, time_limit=limit)
+    )
+    others = together(lambda rank: DistributedChannel(stores[rank], "b", rank, SIZE, HOST))
+
     def body(rank: int) -> str:
-        channel = ranks[rank].steps
+        channel = channels[rank]
         if rank == 0:
             channel.abort("rank 0: out of memory")
             channel.abort("later")
         return failure(channel)
 
     assert together(body) == ["the ranks' exchange was aborted: rank 0: out of memory"] * SIZE
-    assert [failure(channels.steps) for channels in ranks] == [
-        "the ranks' exchange was aborted: rank 0: out of memory"
-    ] * SIZE
-    channels = [channels.steps for channels in ranks]
-    assert all(
-        isinstance(channel, DistributedChannel) and channel.abort_reason == "rank 0: out of memory"
-        for channel in channels
-    )
-    # The other channel goes on.
-    assert len(together(lambda rank: ranks[rank].loads.gather(torch.zeros(1)))) == SIZE
+    assert [channel.abort_reason for channel in channels] == ["rank 0: out of memory"] * SIZE
+    assert len(together(lambda rank: others[rank].gather(torch.zeros(1)))) == SIZE
 
 
 def test_a_rank_that_does_not_come_is_named(stores: list[ChannelStore]) -> None:
