@@ -45,12 +45,12 @@ from loraplex.execution.adapters.host_adapters import HostAdapter
 from loraplex.execution.adapters.host_pieces import host_adapter
 from loraplex.execution.adapters.loader import read_host_adapter
 from loraplex.execution.sizing.settings import RunnerSettings
-from loraplex.kernels.quantization import quantize
 from loraplex.kernels.reference import ReferenceKernels
 from loraplex.models.registry import read_config
 from support.checkpoints import save_random_model, tiny_sizes
 from support.examples import quick_and_slow
 from support.rank_threads import RankThreads
+from support.rounded_weights import rounded
 from support.step_driver import Prompt, StepDriver
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -362,10 +362,9 @@ def test_a_base_that_is_packed_in_int8(case: Case) -> None:
         base.lm_head.weight = torch.nn.Parameter(base.lm_head.weight.detach().clone())
         base.config.tie_word_embeddings = False
     with torch.no_grad():
-        for module in base.modules():
+        for name, module in base.named_modules():
             if isinstance(module, torch.nn.Linear):
-                quantized = quantize(module.weight, WeightPrecision.INT8)
-                module.weight.copy_(quantized.dequantized())
+                module.weight.copy_(rounded(f"{name}.", module.weight, WeightPrecision.INT8))
     names = [
         name for name in IN_LAYERS if name != "tokens" or not case.base.config.tie_word_embeddings
     ]

@@ -13,11 +13,11 @@ from loraplex.kernels.accelerator import HostAccelerator
 from loraplex.kernels.cuda.backend import CudaKernels
 from loraplex.kernels.dispatch import select_kernels
 from loraplex.kernels.ops import Kernels
-from loraplex.kernels.quantization import quantize
 from loraplex.models.registry import read_config
 from support.families.case import FamilyCase
 from support.families.experts import mixtral, qwen2_moe
 from support.reference_completions import completion, recorded_driver, relative_error
+from support.rounded_weights import rounded
 from support.step_driver import Prompt
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -44,8 +44,7 @@ def round_weights(model: PreTrainedModel, precision: WeightPrecision) -> None:
     for name, parameter in model.named_parameters():
         if not any(part in name for part in NEVER_QUANTIZED):
             of_head = INT8 if name == "lm_head.weight" else precision
-            rounded = quantize(parameter.flatten(0, -2), of_head).dequantized()
-            parameter.copy_(rounded.view(parameter.shape))
+            parameter.copy_(rounded(name, parameter, of_head))
 
 
 @pytest.mark.parametrize("precision", [INT8, INT4])
