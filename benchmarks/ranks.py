@@ -31,7 +31,7 @@ KINDS: Final[Mapping[str, Mapping[str, int]]] = {
     TWO: {"num_threads": 1, "tensor_parallel_size": 2},
 }
 ROWS: Final = (1, 8, 32)
-PROMPT_TOKENS: Final = 32
+PROMPT_TOKENS: Final = 4
 
 
 def generation_seconds(llm: LLM, prompts: Sequence[list[int]], names: Any, tokens: int) -> float:

@@ -232,14 +232,14 @@ def begun(client, model, **more):
 def test_a_client_that_goes_away_ends_its_request(client, both):
     for model in ("ensemble", "tensorrt_llm_bls"):
         begun(client, model)
-        assert both[1].num_running() == 1
+        assert eventually(lambda: both[1].num_running() == 1)
         client.stop_stream(cancel_requests=True)
         assert eventually(lambda: both[1].num_running() == 0)
 
 
 def test_a_request_can_stop_another(client, both):
     begun(client, "tensorrt_llm_bls", request_id="victim")
-    assert both[1].num_running() == 1
+    assert eventually(lambda: both[1].num_running() == 1)
     stop = text_request(tritonclient.grpc, "", 1, stop=np.array([[True]]))
     client.async_stream_infer("tensorrt_llm_bls", stop, request_id="victim")
     assert eventually(lambda: both[1].num_running() == 0)
@@ -303,7 +303,7 @@ def test_a_killed_model_ends_its_requests_only(tmp_path):
         tritonclient.grpc.InferenceServerClient(triton.grpc) as client,
     ):
         begun(client, "tensorrt_llm_bls")
-        assert ours.num_running() == 1
+        assert eventually(lambda: ours.num_running() == 1)
         os.kill(stub_pid(triton, "tensorrt_llm_bls"), signal.SIGKILL)
         assert eventually(lambda: ours.num_running() == 0)
         client.stop_stream(cancel_requests=True)

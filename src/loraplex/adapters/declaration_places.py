@@ -16,7 +16,6 @@ from typing import Protocol
 from loraplex.adapters.declaration import MAX_DOCUMENT_BYTES, SUFFIX
 from loraplex.adapters.durable_files import storing, sync_folder
 from loraplex.adapters.sources.reference import OBJECT_SCHEMES
-from loraplex.adapters.sources.remotes import object_store, object_tag
 from loraplex.core.errors import ConfigError, LoraplexError, UnsupportedFeatureError
 
 _SETTLED_NS = 2_000_000_000
@@ -102,15 +101,19 @@ class ObjectPlace:
     """Prefix of an object store, through fsspec and the store's package."""
 
     def __init__(self, url: str) -> None:
+        # A folder needs none of the packages for remote sources.
+        from loraplex.adapters.sources import remotes  # noqa: PLC0415
+
         self._url = url
-        self._files, self._path = object_store(url)
+        self._files, self._path = remotes.object_store(url)
+        self._tag = remotes.object_tag
         self._is_exclusive = False
         """Whether this process has seen the store refuse to replace an object."""
 
     def documents(self) -> dict[str, Listed]:
         self._files.invalidate_cache()
         return {
-            name: Listed(object_tag(info), int(info.get("size") or 0))
+            name: Listed(self._tag(info), int(info.get("size") or 0))
             for info in self._files.ls(self._path, detail=True)
             if info.get("type") == "file"
             and (name := str(info["name"]).rpartition("/")[2]).endswith(SUFFIX)

@@ -240,7 +240,7 @@ class ModelCatalog:
 
     def check_is_no_base(self, name: str) -> None:
         """Raise InvalidRequestError for a name that means a base model, or an adapter of one."""
-        bases = [name for model in self.models.values() for name in model.card.names]
+        bases = [*self.models, *(n for model in self.models.values() for n in model.card.names)]
         if name in bases:
             raise InvalidRequestError(
                 f"{name!r} is the name of a base model: call the adapter something else",
