@@ -136,6 +136,19 @@ class TestHttp:
             assert "lack the right 'operator'" in refused.text
             assert (await client.get(path, headers=bearer(OPERATOR))).status_code in (200, 503)
 
+    async def test_the_description_of_a_key(self, app):
+        async with client_of(app) as client:
+            assert (await client.get("/v1/me")).status_code == 401
+            me = (await client.get("/v1/me", headers=bearer(TENANT))).json()
+            assert (me["tenant"], me["operator"]) == ("acme", False)
+            rights = {"use": ["*"], "list": ["*"], "manage": [], "models": ["*"]}
+            assert me["rights"] == rights
+            assert me["limits"]["requests_per_minute"] is None
+            assert me["usage"]["concurrent_requests"] == 0
+            operator = (await client.get("/v1/me", headers=bearer(OPERATOR))).json()
+            assert (operator["tenant"], operator["operator"]) == ("default", True)
+            assert operator["rights"]["manage"] == ["*"]
+
     async def test_tritons_statistics_are_operators(self, app):
         async with client_of(app) as client:
             response = await client.get("/v2/models/stats", headers=bearer(TENANT))

@@ -101,7 +101,7 @@ class FrontendProcess:
         self, authenticate: Authenticate, reporting: Reporting, forwarder: Forwarder
     ) -> ASGIApp:
         settings, has_keys = self._settings, self._keys is not None
-        options = openai_options(settings, dialect_of(self._start.config))
+        options = openai_options(settings, dialect_of(self._start.config), has_keys=has_keys)
         routes = text_routes(TextContext(self._service, options, authenticate))
         bodies = BodyMemory.of(settings, has_keys=has_keys)
         counted = BodyMemoryGuard(Starlette(routes=routes), bodies)

@@ -63,7 +63,9 @@ def http_app(
     bodies: memory of the bodies of clients whose keys are valid.
     has_keys: authenticate requires API keys.
     """
-    openai = openai_routes(backend, openai_options(settings, dialect), authenticate)
+    openai = openai_routes(
+        backend, openai_options(settings, dialect, has_keys=has_keys), authenticate
+    )
     stats = ServerStats(
         backend,
         reporting.telemetry,
@@ -146,7 +148,7 @@ class KServeFirst:
         return (self._kserve if is_kserve else self._others)(scope, receive, send)
 
 
-def openai_options(settings: ServerConfig, dialect: Dialect) -> OpenAIOptions:
+def openai_options(settings: ServerConfig, dialect: Dialect, *, has_keys: bool) -> OpenAIOptions:
     return OpenAIOptions(
         json=JsonLimits.of(settings),
         dialect=dialect,
@@ -155,6 +157,7 @@ def openai_options(settings: ServerConfig, dialect: Dialect) -> OpenAIOptions:
             max_bytes=settings.stored_responses_bytes,
             max_seconds=settings.stored_responses_seconds,
         ),
+        has_keys=has_keys,
     )
 
 

@@ -57,6 +57,16 @@ class TenantLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limit of completions made for one prompt (n, best_of or the beam width)."""
 
 
+class TenantUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """How much of its limits a tenant uses now; None: without a limit it is not counted."""
+
+    concurrent_requests: int
+    """Number of waiting and running requests."""
+    requests_last_minute: int | None
+    tokens_last_minute: int | None
+    """Tokens, with those reserved for outputs of running requests."""
+
+
 class Principal(msgspec.Struct, frozen=True):
     """The sender of a request; without API keys it is always `LOCAL`."""
 

@@ -16,7 +16,7 @@ from loraplex.adapters.staging import RequestTensor
 from loraplex.core.adapter import AdapterKey, AdapterRef, Residency
 from loraplex.core.errors import LoraplexError
 from loraplex.core.output import RequestOutput
-from loraplex.core.principal import LOCAL, Principal
+from loraplex.core.principal import LOCAL, Principal, TenantUsage
 from loraplex.core.request import GenerateRequest, RequestBatch, RequestId
 from loraplex.core.stats import AdapterActivity, Durations, EngineStats, StepRecord
 from loraplex.serving.adapter_cards import (
@@ -286,6 +286,10 @@ class Backend(TextBackend, Protocol):
     def adapter_admin(self) -> AdapterAdmin: ...
 
     def health(self) -> Health: ...
+
+    def usage(self, principal: Principal) -> TenantUsage:
+        """Return how much of its limits a tenant uses, over all protocols."""
+        ...
 
     def model_ready(self, model: str) -> bool:
         """Return whether a model serves; False also for an unknown model."""

@@ -32,7 +32,7 @@ from loraplex.core.errors import (
     NotReadyError,
 )
 from loraplex.core.output import RequestOutput, ResolvedAdapter
-from loraplex.core.principal import LOCAL, Principal
+from loraplex.core.principal import LOCAL, Principal, TenantUsage
 from loraplex.core.request import EngineRequest, GenerateRequest, RequestId, check_adapters
 from loraplex.serving.access.tenant_limits import Lease, LeasedOutputs, TenantGate
 from loraplex.serving.adapter_cards import (
@@ -179,6 +179,9 @@ class Service:
             return Health(live=True, ready=False, reason="the server is starting")
         problems = [model.problem for model in self._models.values() if model.problem]
         return Health(live=True, ready=not problems, reason="; ".join(problems))
+
+    def usage(self, principal: Principal) -> TenantUsage:
+        return self._gate.usage(principal)
 
     def model_ready(self, model: str) -> bool:
         served = self._models.get(model)

@@ -26,7 +26,7 @@ from loraplex.core.errors import (
     PromptTooLongError,
 )
 from loraplex.core.output import RequestOutput, ResolvedAdapter
-from loraplex.core.principal import LOCAL, Principal
+from loraplex.core.principal import LOCAL, Principal, TenantUsage
 from loraplex.core.request import GenerateRequest, RequestId, check_adapters
 from loraplex.serving.adapter_cards import (
     AdapterCard,
@@ -86,6 +86,12 @@ class EchoBackend(EchoState):
 
     def health(self) -> Health:
         return Health(live=True, ready=not self.unready_reason, reason=self.unready_reason)
+
+    def usage(self, principal: Principal) -> TenantUsage:
+        del principal
+        return TenantUsage(
+            concurrent_requests=0, requests_last_minute=None, tokens_last_minute=None
+        )
 
     def model_ready(self, model: str) -> bool:
         return model in self._models and not self.unready_reason

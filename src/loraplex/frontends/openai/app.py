@@ -30,6 +30,7 @@ from loraplex.frontends.openai.llgtrt.guidance import GuidanceEndpoints
 from loraplex.frontends.openai.llgtrt.health import LlgtrtHealth
 from loraplex.frontends.openai.lorax.endpoints import LoraxEndpoints
 from loraplex.frontends.openai.lorax.errors import LORAX_ERRORS
+from loraplex.frontends.openai.me import MeEndpoints
 from loraplex.frontends.openai.probes import ProbeEndpoints
 from loraplex.frontends.openai.responses_api.endpoints import ResponsesEndpoints
 from loraplex.frontends.telemetry.routes import RecordedRoute
@@ -115,6 +116,7 @@ def _models(context: OpenAIContext) -> Routes:
     comparison, models = CompareEndpoints(context), ModelEndpoints(context)
     tokens, probes = TokenEndpoints(context), ProbeEndpoints(context)
     return (
+        ("GET", "/v1/me", MeEndpoints(context).me),
         ("POST", "/v1/compare", comparison.compare),
         ("GET", "/v1/models", models.list_models),
         ("GET", "/v1/models/{model_id:path}", models.get_model),

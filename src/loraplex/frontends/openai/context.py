@@ -126,6 +126,8 @@ class OpenAIOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Dialect of the routes that generate."""
     stored_responses: StoreLimits = StoreLimits()
     """What is kept of the Responses API."""
+    has_keys: bool = False
+    """Whether the server requires API keys."""
 
 
 class TextContext(msgspec.Struct, frozen=True):

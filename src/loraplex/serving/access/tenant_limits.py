@@ -14,7 +14,7 @@ from typing import Protocol
 from loraplex.core.clock import Clock
 from loraplex.core.errors import InvalidParameterError, PromptTooLongError, RateLimitedError
 from loraplex.core.output import RequestOutput, ResolvedAdapter
-from loraplex.core.principal import Principal
+from loraplex.core.principal import Principal, TenantUsage
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.serving.access.sliding_window import SlidingWindow, Slot
 from loraplex.serving.generation import Generation
@@ -44,6 +44,19 @@ class TenantGate:
 
     def use(self, tenant: str) -> TenantUse:
         return self._uses[tenant]
+
+    def usage(self, principal: Principal) -> TenantUsage:
+        """Return how much of its limits a tenant uses now."""
+        use, limits, now_ns = self._uses[principal.tenant], principal.limits, self._clock.now_ns()
+        return TenantUsage(
+            concurrent_requests=use.num_concurrent,
+            requests_last_minute=(
+                None if limits.requests_per_minute is None else use.requests.total(now_ns)
+            ),
+            tokens_last_minute=(
+                None if limits.tokens_per_minute is None else use.tokens.total(now_ns)
+            ),
+        )
 
     @contextlib.contextmanager
     def admission(self, principal: Principal) -> Iterator["Lease"]:

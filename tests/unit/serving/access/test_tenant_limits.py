@@ -10,7 +10,7 @@ from loraplex.core.errors import (
     RateLimitedError,
 )
 from loraplex.core.output import FinishReason, RequestOutput, SequenceOutput
-from loraplex.core.principal import Principal, TenantLimits
+from loraplex.core.principal import Principal, TenantLimits, TenantUsage
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.serving.access.tenant_limits import LeasedOutputs, TenantGate
 from loraplex.testing.fake_clock import FakeClock
@@ -41,6 +41,25 @@ def enter(gate, principal, prompt=None, **sampling):
 def test_without_limits_nothing_is_refused(gate):
     for _ in range(1000):
         enter(gate, tenant(), 100, max_tokens=100)
+
+
+def test_usage_of_what_is_limited(gate, clock):
+    assert gate.usage(tenant()) == TenantUsage(
+        concurrent_requests=0, requests_last_minute=None, tokens_last_minute=None
+    )
+    acme = tenant(requests_per_minute=5, tokens_per_minute=100)
+    lease = enter(gate, acme, 10, max_tokens=30)
+    assert gate.usage(acme) == TenantUsage(
+        concurrent_requests=1, requests_last_minute=1, tokens_last_minute=40
+    )
+    lease.end(num_tokens=12)
+    clock.advance_seconds(30)
+    assert gate.usage(acme) == TenantUsage(
+        concurrent_requests=0, requests_last_minute=1, tokens_last_minute=12
+    )
+    clock.advance_seconds(31)
+    assert gate.usage(acme).tokens_last_minute == 0
+    assert gate.usage(tenant("other", tokens_per_minute=1)).tokens_last_minute == 0
 
 
 class TestConcurrency:
