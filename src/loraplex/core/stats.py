@@ -50,6 +50,12 @@ class StepRecord(msgspec.Struct, frozen=True):
     num_failed_rows: int = 0
     adapter_rows: dict[str, int] = {}
     """Number of rows of each adapter, by digest; limited to the adapters with the most rows."""
+    prefill_rows: dict[str, int] = {}
+    """Part of adapter_rows that are prefill rows; those of the base model have an empty digest."""
+    draft_rows: dict[str, int] = {}
+    """The same for rows with draft tokens."""
+    num_base_rows: int = 0
+    """Rows without an adapter."""
     block_offloads: int = 0
     block_loads: int = 0
     """KV blocks that were copied back from host memory; block_offloads went there."""

@@ -275,7 +275,7 @@ class Engine:
         record = launched_record(
             self._scheduler.record(plan, self._clock.now_ns()),
             plan,
-            self._scheduler.adapter_rows(plan),
+            self._scheduler.row_adapters(plan),
             self._adapters,
         )
         record = msgspec.structs.replace(record, adapter_loads_ended=self._num_loads_ended)

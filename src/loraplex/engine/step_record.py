@@ -1,7 +1,7 @@
 """Records of steps for the iteration log: batch, memory and times."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -17,20 +17,40 @@ MAX_ADAPTERS = 32
 def launched_record(
     record: StepRecord,
     plan: StepPlan,
-    adapter_rows: Counter[AdapterHandle],
+    row_adapters: Sequence[tuple[AdapterHandle, ...]],
     adapters: AdapterHandles,
 ) -> StepRecord:
-    """Return the scheduler's record of a step, completed from its plan."""
+    """Return the scheduler's record of a step, completed from its plan.
+
+    row_adapters: the adapters of each row.
+    """
     prefill = [row.num_tokens for row in plan.rows if row.token_ids is not None]
+    num_draft_tokens = sum(len(row.draft_token_ids) for row in plan.rows)
+    rows = Counter(handle for handles in row_adapters for handle in handles)
+    digests = {handle: adapters.digest(handle) for handle, _ in rows.most_common(MAX_ADAPTERS)}
+
+    def by_digest(kind: Iterable[bool]) -> dict[str, int]:
+        """Return the number of uses in the rows of one kind."""
+        counts = Counter(
+            handle
+            for handles, is_one in zip(row_adapters, kind, strict=True)
+            if is_one
+            for handle in handles or (None,)
+        )
+        base = {"": counts[None]} if None in counts else {}
+        return base | {digests[one]: count for one, count in counts.items() if one in digests}
+
     return msgspec.structs.replace(
         record,
         num_prefill_tokens=sum(prefill),
-        num_draft_tokens=sum(len(row.draft_token_ids) for row in plan.rows),
+        num_draft_tokens=num_draft_tokens,
         num_added=len(plan.added),
-        adapter_rows={
-            adapters.digest(handle): count
-            for handle, count in adapter_rows.most_common(MAX_ADAPTERS)
-        },
+        adapter_rows={digest: rows[handle] for handle, digest in digests.items()},
+        prefill_rows=by_digest(row.token_ids is not None for row in plan.rows) if prefill else {},
+        draft_rows=(
+            by_digest(bool(row.draft_token_ids) for row in plan.rows) if num_draft_tokens else {}
+        ),
+        num_base_rows=sum(not handles for handles in row_adapters),
         block_offloads=len(plan.block_offloads),
         block_loads=len(plan.block_loads),
         block_copies=len(plan.block_copies),

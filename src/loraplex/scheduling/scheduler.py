@@ -300,10 +300,9 @@ class Scheduler:
         """Adapters on their way to the device."""
         return self._adapters.num_copying
 
-    def adapter_rows(self, plan: StepPlan) -> Counter[AdapterHandle]:
-        """Return how many rows of a plan in flight use each adapter."""
-        sequences = self._steps.find(plan).sequences
-        return Counter(handle for sequence in sequences for handle in sequence.request.handles)
+    def row_adapters(self, plan: StepPlan) -> list[tuple[AdapterHandle, ...]]:
+        """Return the adapters of each row of a plan in flight, in the plan's order."""
+        return [sequence.request.handles for sequence in self._steps.find(plan).sequences]
 
     def record(self, plan: StepPlan, start_ns: int) -> StepRecord:
         """Return the record of a plan in flight, without its result."""

@@ -169,8 +169,11 @@ class Model(TextModel, Protocol):
         """Return how long loads of adapters took, by stage."""
         ...
 
-    def steps(self, limit: int) -> Sequence[StepRecord]:
-        """Return the newest launched steps, oldest first."""
+    def steps(self, limit: int, after_ns: int | None = None) -> Sequence[StepRecord]:
+        """Return the newest launched steps, oldest first.
+
+        With after_ns: the first ones that started later.
+        """
         ...
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import itertools
 import logging
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Protocol
@@ -35,6 +34,7 @@ from loraplex.serving.engines.engine_state import EngineEnd
 from loraplex.serving.grammar.grammars import Grammars
 from loraplex.serving.local_texts import INLINE_CHARACTERS, LocalTexts
 from loraplex.serving.model_memory import ModelMemory, StoredAdapters, memory_of, stored
+from loraplex.serving.step_records import select_steps
 
 logger = logging.getLogger(__name__)
 
@@ -154,9 +154,8 @@ class ServedModel(LocalTexts):
     def engine_restarts(self) -> Mapping[str, int]:
         return {end.value: self.engine.restarts[end] for end in EngineEnd}
 
-    def steps(self, limit: int) -> Sequence[StepRecord]:
-        records = self.engine.steps
-        return list(itertools.islice(records, max(0, len(records) - limit), None))
+    def steps(self, limit: int, after_ns: int | None = None) -> Sequence[StepRecord]:
+        return select_steps(self.engine.steps, limit, after_ns)
 
     def observe_load(self, stage: str, seconds: float) -> None:
         """Count the time of one stage of loading an adapter."""

@@ -17,6 +17,7 @@ from loraplex.core.stats import AdapterActivity, Durations, EngineStats, StepRec
 from loraplex.serving.adapter_cards import UnloadMode
 from loraplex.serving.backend import ModelCard
 from loraplex.serving.model_memory import ModelMemory, StoredAdapters
+from loraplex.serving.step_records import select_steps
 from loraplex.serving.text.chat_format import UNKNOWN_FORMAT, ChatFormat
 from loraplex.testing import echo_tokenizer
 from loraplex.testing.echo_adapters import CREATED, EchoAdapters
@@ -159,8 +160,8 @@ class EchoModel:
         tiers = self.stats.adapters
         return {"read": tiers.read_times, "copy": tiers.copy_times}
 
-    def steps(self, limit: int) -> Sequence[StepRecord]:
-        return self._state.step_records[-limit:]
+    def steps(self, limit: int, after_ns: int | None = None) -> Sequence[StepRecord]:
+        return select_steps(self._state.step_records, limit, after_ns)
 
     def check_vocabulary(self, token_ids: Sequence[int]) -> None:
         """Raise TokenOutOfVocabularyError for an id that is no byte and no special token."""

@@ -1,10 +1,14 @@
 """Records of steps."""
 
+from collections import Counter
+
 import msgspec
 
 from loraplex.core.plan import RowResult, StepResult, StepTiming
+from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.engine.step_record import MAX_ADAPTERS
 from support.fake_engine import MILLISECOND_NS, FakeEngine
+from support.fake_model import FakeModel
 from support.fake_runner import FAKE_CAPACITY
 
 
@@ -28,7 +32,33 @@ def test_adapters_by_digest():
         fakes.add([1], *digests, max_tokens=9)
     fakes.step(4)
     assert fakes.records[-1].adapter_rows == {"a": 2, "b": 1}
+    assert fakes.records[-1].num_base_rows == 1
     assert fakes.records[-1].num_adapters == 2
+
+
+def test_kinds_of_rows_by_digest():
+    fakes = FakeEngine(
+        msgspec.structs.replace(FAKE_CAPACITY, num_adapter_pages=8),
+        SchedulerSettings(num_draft_tokens=3),
+        model=FakeModel(vocab_size=2),
+    )
+    for digest in "ab":
+        fakes.register(digest)
+    fakes.add([1], "a", max_tokens=30)
+    fakes.step(6)
+    drafting = fakes.records[-1]
+    assert (drafting.draft_rows, drafting.prefill_rows) == ({"a": 1}, {})
+    for digests in ("b", "ab", ""):
+        fakes.add([1, 2], *digests, max_tokens=9)
+    fakes.run()
+    later = fakes.records[fakes.records.index(drafting) + 1 :]
+    prefill = sum((Counter(record.prefill_rows) for record in later), Counter())
+    assert prefill == {"": 1, "a": 1, "b": 2}
+    for record in later:
+        uses = Counter(record.adapter_rows) + Counter({"": record.num_base_rows})
+        assert Counter(record.prefill_rows) <= uses
+        assert Counter(record.draft_rows) <= uses
+        assert record.num_base_rows <= record.num_rows
 
 
 def test_of_many_adapters_those_with_the_most_rows():

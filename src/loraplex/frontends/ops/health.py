@@ -10,18 +10,14 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from loraplex.core.stats import StepRecord
 from loraplex.frontends.access import Authenticate, everyone_is_local
 from loraplex.frontends.openapi.operation import (
-    JSON,
     OF_NAMES,
-    Media,
     Parameter,
-    ResponseDoc,
     described,
     json_of,
 )
-from loraplex.frontends.ops.iterations import JSON_LINES, LIMIT, iterations_response
+from loraplex.frontends.ops.iterations import AFTER_NS, ITERATIONS, LIMIT, iterations_response
 from loraplex.frontends.ops.memory import MemoryReport, memory_report
 from loraplex.frontends.ops.responses import (
     Handler,
@@ -89,13 +85,16 @@ class _Endpoints:
         return json_response(body, 200 if health.ready else 503)
 
     @described(
-        ResponseDoc(200, (Media(JSON, list[StepRecord]), Media(JSON_LINES))),
+        ITERATIONS,
         tag="operations",
-        query=(_MODEL, LIMIT),
+        query=(_MODEL, LIMIT, AFTER_NS),
         errors=OF_NAMES,
     )
     async def iterations(self, request: Request) -> Response:
-        """The newest steps of a model, oldest first. `model`: the default one if not given."""
+        """The newest steps of a model, oldest first; with `after_ns` the first later ones.
+
+        `model`: the default one if not given.
+        """
         return iterations_response(self._backend, self._model(request), request)
 
     @described(json_of(ServerReport), tag="operations", query=(_MODEL,), errors=OF_NAMES)

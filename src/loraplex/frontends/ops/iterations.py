@@ -1,43 +1,74 @@
 """GET /v1/iterations: requests, tokens and memory of the newest steps of an engine."""
 
+import time
+from collections.abc import Sequence
+
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from loraplex.core.errors import InvalidParameterError
-from loraplex.frontends.openapi.operation import Parameter
+from loraplex.core.stats import StepRecord
+from loraplex.frontends.openapi.operation import JSON, Media, Parameter, ResponseDoc
 from loraplex.serving.backend import Backend
 
 DEFAULT_ITERATIONS = 100
 MAX_ITERATIONS = 10_000
+_MAX_NS = 2**63 - 1
 JSON_LINES = "application/x-ndjson"
 LIMIT = Parameter(
     "limit",
     f"At most so many; {DEFAULT_ITERATIONS} if it is absent.",
     {"type": "integer", "minimum": 1, "maximum": MAX_ITERATIONS},
 )
+AFTER_NS = Parameter(
+    "after_ns",
+    "Only steps whose `start_ns` is greater, and of those the first; the body is then an object.",
+    {"type": "integer", "minimum": 0, "maximum": _MAX_NS},
+)
+
+
+class LaterSteps(msgspec.Struct, frozen=True):
+    """Steps that started after a time, and the time of the response."""
+
+    now_ns: int
+    """Time on the clock of `start_ns`, which has no fixed origin."""
+    unix_ns: int
+    """The same moment, in nanoseconds since 1970."""
+    data: Sequence[StepRecord]
+    """Oldest first; the `start_ns` of the last one is the `after_ns` of the next request."""
+
+
+ITERATIONS = ResponseDoc(200, (Media(JSON, list[StepRecord] | LaterSteps), Media(JSON_LINES)))
 
 
 def iterations_response(backend: Backend, model: str, request: Request) -> Response:
     """The newest steps of a model, oldest first.
 
-    A JSON array, or JSON lines for a client that accepts them. `limit`: at most so many. Raises
-    InvalidParameterError.
+    A JSON array, or JSON lines for a client that accepts them. `limit`: at most so many.
+    `after_ns`: an object with the first steps that started later. Raises InvalidParameterError.
     """
-    records = backend.model(model).steps(_limit(request.query_params.get("limit")))
+    query = request.query_params
+    limit = _number(query.get("limit"), LIMIT)
+    after_ns = _number(query.get("after_ns"), AFTER_NS)
+    records = backend.model(model).steps(DEFAULT_ITERATIONS if limit is None else limit, after_ns)
     if JSON_LINES in request.headers.get("accept", ""):
         lines = b"".join(msgspec.json.encode(record) + b"\n" for record in records)
         return Response(lines, media_type=JSON_LINES)
-    return Response(msgspec.json.encode(records), media_type="application/json")
+    body = records if after_ns is None else LaterSteps(time.monotonic_ns(), time.time_ns(), records)
+    return Response(msgspec.json.encode(body), media_type=JSON)
 
 
-def _limit(text: str | None) -> int:
+def _number(text: str | None, parameter: Parameter) -> int | None:
+    """Return the value of a parameter; None: it is absent."""
     if text is None:
-        return DEFAULT_ITERATIONS
+        return None
+    least, most = parameter.schema["minimum"], parameter.schema["maximum"]
     # isdecimal alone would take other scripts' digits, and any number of them.
-    limit = int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
-    if not 1 <= limit <= MAX_ITERATIONS:
+    number = int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else -1
+    if not least <= number <= most:
         raise InvalidParameterError(
-            f"limit must be a whole number in [1, {MAX_ITERATIONS}], got {text!r}", param="limit"
+            f"{parameter.name} must be a whole number in [{least}, {most}], got {text!r}",
+            param=parameter.name,
         )
-    return limit
+    return number

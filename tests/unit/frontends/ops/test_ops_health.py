@@ -1,9 +1,11 @@
 """Health, iterations and statistics against the echo backend."""
 
 import json
+import time
 
 import httpx
 import pytest
+from msgspec import structs
 from starlette.applications import Starlette
 
 from loraplex.core import errors
@@ -100,6 +102,41 @@ async def test_iterations_as_lines(client):
     steps = [json.loads(line) for line in response.text.splitlines()]
     assert [step["step_id"] for step in steps] == [147, 148, 149]
     assert steps == (await client.get("/v1/iterations?limit=3")).json()
+
+
+async def test_steps_after_a_time(client):
+    before_ns, before_unix_ns = time.monotonic_ns(), time.time_ns()
+    body = (await client.get("/v1/iterations?after_ns=1480")).json()
+    assert [step["step_id"] for step in body["data"]] == [149]
+    assert before_ns <= body["now_ns"] <= time.monotonic_ns()
+    assert before_unix_ns <= body["unix_ns"] <= time.time_ns()
+    nothing = (await client.get("/v1/iterations?after_ns=1490")).json()
+    assert nothing["data"] == []
+    lines = {"accept": "application/x-ndjson"}
+    assert (await client.get("/v1/iterations?after_ns=1490", headers=lines)).content == b""
+
+
+async def test_a_viewer_loses_and_doubles_no_step_when_the_engine_begins_anew(client, backend):
+    seen, after_ns = [], 0
+    for poll in range(40):
+        url = f"/v1/iterations?after_ns={after_ns}&limit=7"
+        steps = (await client.get(url)).json()["data"]
+        assert len(steps) <= 7
+        seen += [step["start_ns"] for step in steps]
+        after_ns = seen[-1]
+        if poll == 5:
+            anew = [structs.replace(record(1 + i), start_ns=5000 + i) for i in range(60)]
+            backend.step_records += anew
+    assert seen == [one.start_ns for one in backend.step_records[1:]]
+
+
+@pytest.mark.parametrize("after_ns", ["-1", "x", "1.5", "", "9" * 19, "9" * 5000])
+async def test_bad_times(client, after_ns):
+    response = await client.get("/v1/iterations", params={"after_ns": after_ns})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["code"], error["param"]) == ("invalid_parameter", "after_ns")
+    assert "whole number in [0, 9223372036854775807]" in error["message"]
 
 
 @pytest.mark.parametrize("limit", ["0", "-1", "10001", "x", "1.5", "", "٣", "9" * 5000])
