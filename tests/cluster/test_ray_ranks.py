@@ -5,8 +5,6 @@ import threading
 
 import msgspec
 import pytest
-import ray
-from ray.cluster_utils import Cluster
 from ray.util import placement_group_table
 
 from loraplex import LLM, SamplingParams
@@ -23,18 +21,11 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.xdist_group("ray"),
+    pytest.mark.usefixtures("cluster"),
 ]
+NODE_CPUS = 2
+"""A stage of two ranks fills a node."""
 NO_SECONDS = 0.5
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster():
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
-    made.add_node(num_cpus=2)
-    ray.init(address=made.address)
-    yield made
-    ray.shutdown()
-    made.shutdown()
 
 
 class RayRanks:

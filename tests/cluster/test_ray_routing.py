@@ -5,7 +5,6 @@ import json
 import random
 import socket
 import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 import ray
 from ray import serve
-from ray.cluster_utils import Cluster
 from safetensors.torch import load_file, save_file
 
 import loraplex.deploy.ray as deployed
@@ -26,6 +24,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.xdist_group("ray"),
 ]
+NODE_CPUS = 4
 NUM_ADAPTERS, NUM_REQUESTS, NUM_REPLICAS = 200, 600, 4
 PAGE_BYTES = 264_192
 """An adapter of rank 8 of the shipped model takes one page."""
@@ -46,19 +45,6 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
         config = (source / "adapter_config.json").read_bytes()
         (folder / f"a{number}" / "adapter_config.json").write_bytes(config)
     return folder
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    node = {"num_cpus": 4, "object_store_memory": 100 << 20}
-    made = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
-    try:
-        made.add_node(**node)
-        ray.init(address=made.address, log_to_driver=False)
-        yield
-    finally:
-        ray.shutdown()
-        made.shutdown()
 
 
 def counts() -> tuple[int, int]:

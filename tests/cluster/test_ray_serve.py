@@ -15,7 +15,6 @@ import psutil
 import pytest
 import ray
 from ray import serve
-from ray.cluster_utils import Cluster
 
 from loraplex.core.errors import ConfigError
 from loraplex.demo import ADAPTER_PATHS, BASE_PATH
@@ -28,6 +27,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.xdist_group("ray"),
 ]
+NODE_CPUS = 4
 START_SECONDS = 240
 NAMES = ("capitals", *ADAPTER_PATHS)
 
@@ -78,19 +78,6 @@ class Application:
 
     def undisturbed(self, count: int) -> list[Stream]:
         return [stream.result() for stream in self.streams(count)]
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    node = {"num_cpus": 4, "object_store_memory": 100 << 20}
-    made = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
-    try:
-        made.add_node(**node)
-        ray.init(address=made.address, log_to_driver=False)
-        yield
-    finally:
-        ray.shutdown()
-        made.shutdown()
 
 
 @pytest.fixture(scope="module")

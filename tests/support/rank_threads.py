@@ -10,7 +10,6 @@ import msgspec
 import torch
 
 from loraplex.core.plan import Capacity, StepPlan, StepResult
-from loraplex.execution.adapters.agreement import agreed
 from loraplex.execution.adapters.host_adapters import HostAdapter, HostAdapters
 from loraplex.execution.loading import load_parts
 from loraplex.execution.sizing.settings import RunnerSettings
@@ -35,8 +34,7 @@ class Rank:
 
     def put(self, handle: int, adapter: HostAdapter) -> None:
         """Load an adapter, as the loaders of all ranks do together."""
-        prepared = agreed(self.channels.loads, lambda: self.runner.prepare_adapter(adapter))
-        self.host_adapters.put(handle, prepared)
+        self.host_adapters.put(handle, self.runner.prepare_adapter(adapter))
 
 
 class RankThreads:

@@ -106,11 +106,11 @@ class FileAdapterLoader:
                 self._finished.put(FinishedLoad(handle, load_ns=load_ns))
 
     def _load(self, source: AdapterSource) -> HostAdapter:
-        """Read and prepare an adapter. Raises LoraplexError, on all ranks if on one."""
+        """Read and prepare an adapter. Raises LoraplexError."""
         if self._channel is None:
             return self._prepare(read_host_adapter(source))
-        adapter = agreed(self._channel, lambda: read_host_adapter(source))
-        return agreed(self._channel, lambda: self._prepare(adapter))
+        # All ranks compute DoRA's norms together, or none begins.
+        return self._prepare(agreed(self._channel, lambda: read_host_adapter(source)))
 
 
 def read_host_adapter(source: AdapterSource) -> HostAdapter:
