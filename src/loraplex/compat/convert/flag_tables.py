@@ -18,7 +18,7 @@ META: Final = "Meta's own files are not read: give the Hugging Face folder (--mo
 NEMO: Final = "NeMo checkpoints are not read: give a Hugging Face folder (--model_dir)"
 _CALIBRATED = "calibrated checkpoints are not read: --use_weight_only needs no calibration"
 _FROM_CONFIG = "the folder's config.json determines it"
-_ONE_PROCESS = "one process serves the whole model: nothing is split"
+_WHOLE_WEIGHTS = "weights are never stored divided: ranks divide them when they load"
 _LOADING = "weights are read one tensor at a time"
 _TENSORRT = "a setting of TensorRT's own"
 _KERNELS = "the kernels of the machine are chosen when it is served"
@@ -40,11 +40,11 @@ _MODEL_SIZES = (
     *_ignored(_NUMBER, _FROM_CONFIG, "rms_norm_eps rotary_base rotary_pct"),
     ignored("rotary_scaling", _TEXTS, _FROM_CONFIG),
     *_ignored(_TEXT, _FROM_CONFIG, "hidden_act gpt_variant model_version"),
-    ignored("use_parallel_embedding", _SWITCH, _ONE_PROCESS),
-    ignored("embedding_sharding_dim", _WHOLE, _ONE_PROCESS),
+    ignored("use_parallel_embedding", _SWITCH, _WHOLE_WEIGHTS),
+    ignored("embedding_sharding_dim", _WHOLE, _WHOLE_WEIGHTS),
     ignored("use_embedding_sharing", _SWITCH, _FROM_CONFIG),
     *_ignored(_WHOLE, _FROM_CONFIG, "moe_num_experts moe_top_k moe_renorm_mode"),
-    *_ignored(_WHOLE, _ONE_PROCESS, "moe_tp_size moe_ep_size"),
+    *_ignored(_WHOLE, _WHOLE_WEIGHTS, "moe_tp_size moe_ep_size"),
 )
 _PRECISION = (
     here("use_weight_only", _SWITCH, "quantise the linear layers' weights"),
@@ -69,7 +69,7 @@ _PRECISION = (
 _PARALLEL = (
     here("tp_size", _WHOLE, "recorded; the setting tensor_parallel_size divides a model"),
     here("pp_size", _WHOLE, "recorded; the setting pipeline_parallel_size divides a model"),
-    ignored("cp_size", _WHOLE, _ONE_PROCESS),
+    ignored("cp_size", _WHOLE, _WHOLE_WEIGHTS),
 )
 _SOURCES = (
     here("model_dir", _TEXT, "a Hugging Face folder or hub id"),
@@ -89,7 +89,7 @@ CHECKPOINT_FLAGS: Final[tuple[FlagRow, ...]] = (
     _LOGITS_DTYPE,
     *_ignored(_SWITCH, _LOADING, "load_by_shard load_model_on_cpu"),
     ignored("workers", _WHOLE, _LOADING),
-    ignored("remove_duplicated_kv_heads", _SWITCH, _ONE_PROCESS),
+    ignored("remove_duplicated_kv_heads", _SWITCH, _WHOLE_WEIGHTS),
     here("save_config_only", _SWITCH, "write no weights"),
     _LOG_LEVEL,
 )
