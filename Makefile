@@ -7,6 +7,8 @@
 #   make types   mypy --strict
 #   make test-all     all tests that CI runs
 #   make test-lowest  a part of the tests with the lowest versions that pyproject.toml allows
+#   make test-browser the console in a real browser (Chromium)
+#   make vendor  copy the console's libraries from npm's registry again
 #   make ray-test     replicas on a Ray cluster of two nodes on this machine, with faults
 #   make soak    what takes too long for CI: long schedules, kills, many more examples
 #   make charts  check the Helm chart and the other objects of deploy/ without a cluster
@@ -57,7 +59,7 @@ UV := $(BIN)/python .ci/install.py
 PYTEST := PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(CURDIR)/$(VENV)/pycache $(BIN)/python -m pytest
 INSTALL := $(UV) install --quiet --python $(BIN)/python -c constraints.txt $(PIP_ARGS)
 
-.PHONY: demo test coverage test-all test-lowest ray-test soak charts lint types bench docs tables fmt lock clean .triton \
+.PHONY: demo test coverage test-all test-browser test-lowest vendor ray-test soak charts lint types bench docs tables fmt lock clean .triton \
 	gpu-wheels gpu-check gpu-bench
 
 $(BIN)/uv: constraints.txt
@@ -116,14 +118,27 @@ coverage: $(VENV)/.dev
 # All that CI runs, with more examples of each property.
 test-all: $(VENV)/.dev $(OLDEST_TRITON) $(VENV)/clients .triton
 	$(PYTEST) --hypothesis-profile=ci --durations=30 \
-		-m "not soak and not gpu and not network" $(PYTEST_ARGS)
+		-m "not soak and not gpu and not network and not browser" $(PYTEST_ARGS)
+
+$(VENV)/.browser: $(VENV)/.dev
+	$(INSTALL) -r pyproject.toml --extra browser
+	@touch $@
+
+# Here a browser that is missing fails; other verbs leave its tests out.
+test-browser: $(VENV)/.browser
+	.ci/install_chromium
+	LORAPLEX_REQUIRE_BROWSER=1 $(PYTEST) -m browser $(PYTEST_ARGS) tests/browser
+
+# Needs Node's npm. Nobody who builds, tests or installs loraplex does.
+vendor:
+	$(PYTHON) .ci/vendor.py
 
 # Minutes for each test: long schedules, kills, every property with 20 times CI's examples, and a
 # server under faults for half an hour.
 soak: $(VENV)/.dev $(OLDEST_TRITON) $(VENV)/clients .triton
 	$(PYTEST) --hypothesis-profile=soak --timeout=7200 -m soak $(PYTEST_ARGS)
 	$(PYTEST) --hypothesis-profile=soak --timeout=7200 \
-		-m "not gpu and not network" $(PYTEST_ARGS) tests/property tests/contract/test_openapi.py
+		-m "not gpu and not network and not browser" $(PYTEST_ARGS) tests/property tests/contract/test_openapi.py
 	PYTHONPATH=tests $(BIN)/python benchmarks/soak.py --minutes $(SOAK_MINUTES)
 	$(MAKE) test-lowest charts ray-test
 
@@ -186,7 +201,7 @@ fmt: $(VENV)/.dev
 # of torch in the versions that it wants. Versions that stand there already stay.
 lock: $(BIN)/uv
 	$(UV) compile --quiet --universal --python-version 3.11 --no-header --no-annotate \
-		--no-emit-index-url $(addprefix --extra ,dev bench docs tracing remote ray) \
+		--no-emit-index-url $(addprefix --extra ,dev browser bench docs tracing remote ray) \
 		$(LOCK_ARGS) pyproject.toml --output-file constraints.txt
 	sed --in-place --regexp-extended '/^(cuda|nvidia)-/{/^nvidia-ml-py=/!d}' constraints.txt
 

@@ -63,11 +63,19 @@ async def following(keys: ApiKeys | None) -> AsyncIterator[None]:
         await asyncio.gather(task, return_exceptions=True)
 
 
-def guarded(app: ASGIApp, authenticate: Authenticate, settings: ServerConfig) -> ASGIApp:
-    """Return the app with a check of keys, and open to pages of the configured origins."""
+def guarded(
+    app: ASGIApp,
+    authenticate: Authenticate,
+    settings: ServerConfig,
+    open_pages: Sequence[str] = (),
+) -> ASGIApp:
+    """Return the app with a check of keys, and open to pages of the configured origins.
+
+    open_pages: need no key to be read.
+    """
     open_paths = () if settings.health_needs_key else OPEN_PATHS
     refuse = functools.partial(refusal, dialect=settings.dialect)
-    keys = KeyGuard(app, authenticate, refuse, open_paths=open_paths)
+    keys = KeyGuard(app, authenticate, refuse, open_paths=open_paths, open_pages=open_pages)
     checked: ASGIApp = PageGuard(keys, refuse, settings.cors_origins)
     if not settings.cors_origins:
         return checked

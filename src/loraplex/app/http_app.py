@@ -18,6 +18,7 @@ from loraplex.core.server_config import ServerConfig
 from loraplex.frontends.access import Authenticate
 from loraplex.frontends.body_limits import JsonLimits
 from loraplex.frontends.body_memory import BodyMemory, BodyMemoryGuard
+from loraplex.frontends.console import routes as console
 from loraplex.frontends.kserve.http.router import PathRouter
 from loraplex.frontends.kserve.http.routes import kserve_routes
 from loraplex.frontends.kserve.service import TritonService
@@ -86,14 +87,21 @@ def http_app(
     ]
     open_paths = () if settings.health_needs_key else OPEN_PATHS
     routes.append(_document_route([*openai, *kserve, *routes], open_paths, has_keys=has_keys))
+    pages = console.console_routes() if settings.has_console(has_keys=has_keys) else []
     app = Starlette(
-        routes=[*openai, *routes, *_other_methods(routes), *openai_fallback_routes()],
+        routes=[
+            *pages,
+            *openai,
+            *routes,
+            *_other_methods([*pages, *routes]),
+            *openai_fallback_routes(),
+        ],
         exception_handlers={HTTPException: _no_such_route},
     )
     counted = BodyMemoryGuard(KServeFirst(PathRouter(kserve), app), bodies)
     return RequestMiddleware(
         served_as_known_hosts(
-            guarded(counted, authenticate, settings),
+            guarded(counted, authenticate, settings, [page.path for page in pages]),
             settings,
             has_keys=has_keys,
         ),

@@ -133,6 +133,15 @@ class ServerConfig(AdapterSourceSettings, frozen=True, kw_only=True):
             check=matching(_HOST, "must be host names such as models.example.org, or *"),
         ),
     ] = ()
+    console: Annotated[
+        str,
+        _access(
+            "Console in the browser, at /console/: auto, on or off",
+            "`auto` is on with API keys, and on a host that only this machine reaches; it is off "
+            "with the dialects of llgtrt. See [Console](console.md).",
+            choices=("auto", "on", "off"),
+        ),
+    ] = "auto"
     trusted_proxies: Annotated[
         tuple[str, ...],
         _access(
@@ -313,6 +322,12 @@ class ServerConfig(AdapterSourceSettings, frozen=True, kw_only=True):
             maximum=1_000_000,
         ),
     ] = 1000
+
+    def has_console(self, *, has_keys: bool) -> bool:
+        """Return whether the console is served. has_keys: clients need API keys."""
+        if self.console != "auto":
+            return self.console == "on"
+        return self.dialect == "openai" and (has_keys or self.is_on_loopback)
 
     @property
     def is_on_loopback(self) -> bool:

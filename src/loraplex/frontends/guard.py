@@ -19,6 +19,9 @@ Refuse = Callable[[str, LoraplexError], Response]
 """Function from a path and an error to a response in the format of the path's front end."""
 
 
+_READING = ("GET", "HEAD", "OPTIONS")
+
+
 class KeyGuard:
     """ASGI app around another, which it protects by API keys."""
 
@@ -29,21 +32,23 @@ class KeyGuard:
         refuse: Refuse,
         *,
         open_paths: Collection[str] = (),
+        open_pages: Collection[str] = (),
         operators_only_to: str | None = None,
     ) -> None:
         """Create a guard.
 
-        open_paths: need no key. operators_only_to: what only operators may do here, as
+        open_paths: need no key. open_pages: need none to be read. operators_only_to: what only operators may do here, as
         `Principal.require_operator` takes it; None: every valid key will do.
         """
         self._app = app
         self._authenticate = authenticate
         self._refuse = refuse
         self._open_paths = frozenset(open_paths)
+        self._open_pages = frozenset(open_pages)
         self._operators_only_to = operators_only_to
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        if scope["type"] != "lifespan" and scope["path"] not in self._open_paths:
+        if scope["type"] != "lifespan" and not self._is_open(scope):
             try:
                 principal = self._authenticate(headers_of(scope))
                 if self._operators_only_to is not None:
@@ -55,6 +60,12 @@ class KeyGuard:
                     response.headers["www-authenticate"] = "Bearer"
                 return response(scope, receive, send)
         return self._app(scope, receive, send)
+
+    def _is_open(self, scope: Scope) -> bool:
+        path = scope["path"]
+        return path in self._open_paths or (
+            path in self._open_pages and scope.get("method") in _READING
+        )
 
 
 class HostGuard:
@@ -94,7 +105,6 @@ class HostGuard:
 
 
 _PORT = re.compile(r":[0-9]*\Z")
-_READING = ("GET", "HEAD", "OPTIONS")
 _SENT_UNASKED = ("", "application/x-www-form-urlencoded", "multipart/form-data", "text/plain")
 """Source: the CORS-safelisted values of Content-Type in WHATWG's Fetch standard."""
 _MAX_ORIGIN = 200

@@ -1,0 +1,116 @@
+"""Routes of the console's files, and the headers that keep the page to itself."""
+
+import functools
+import gzip
+import hashlib
+import importlib.resources
+from collections.abc import Iterator
+from importlib.resources.abc import Traversable
+from types import MappingProxyType
+
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+
+from loraplex.frontends.telemetry.routes import RecordedRoute
+
+HOME = "/console/"
+_LEADING_HOME = ("/", "/console")
+_TYPES = {
+    "css": "text/css; charset=utf-8",
+    "html": "text/html; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "mjs": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+    "txt": "text/plain; charset=utf-8",
+}
+"""Media types by suffix; files with another one are not served."""
+_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self' data:",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    )
+)
+"""Content security policy: no inline script or style, no HTML from strings, no other origin."""
+HEADERS = MappingProxyType(
+    {
+        "content-security-policy": _POLICY,
+        "x-content-type-options": "nosniff",
+        "x-frame-options": "DENY",
+        "cross-origin-opener-policy": "same-origin",
+        "cross-origin-resource-policy": "same-origin",
+        "referrer-policy": "no-referrer",
+        "permissions-policy": "camera=(), geolocation=(), microphone=(), payment=(), usb=()",
+        # The page is as new as the server: browsers ask each time, mostly for a 304.
+        "cache-control": "no-cache",
+        "vary": "accept-encoding",
+    }
+)
+
+
+def console_routes() -> list[RecordedRoute]:
+    """Return the routes of all files; none needs a key, as none has data."""
+    return [
+        *(
+            RecordedRoute(path, _to_home, methods=["GET"], include_in_schema=False)
+            for path in _LEADING_HOME
+        ),
+        *(
+            RecordedRoute(path, _File(name).serve, methods=["GET"], include_in_schema=False)
+            for path, name in files().items()
+        ),
+    ]
+
+
+@functools.cache
+def files() -> dict[str, str]:
+    """Return the name of each file by the path that it is served under."""
+    names = [name for name in _names(_static()) if name.rpartition(".")[2] in _TYPES]
+    return {HOME: "index.html"} | {HOME + name: name for name in names if name != "index.html"}
+
+
+async def _to_home(request: Request) -> Response:
+    del request
+    return RedirectResponse(HOME, 303, HEADERS)
+
+
+def _static() -> Traversable:
+    return importlib.resources.files("loraplex.frontends.console") / "static"
+
+
+def _names(folder: Traversable, prefix: str = "") -> Iterator[str]:
+    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
+        if entry.is_dir():
+            yield from _names(entry, f"{prefix}{entry.name}/")
+        else:
+            yield prefix + entry.name
+
+
+class _File:
+    """One file, which is read at its first request."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    async def serve(self, request: Request) -> Response:
+        content, packed, tag = self._content
+        headers = {**HEADERS, "etag": tag}
+        if request.headers.get("if-none-match") == tag:
+            return Response(status_code=304, headers=headers)
+        if "gzip" in request.headers.get("accept-encoding", ""):
+            content, headers = packed, {**headers, "content-encoding": "gzip"}
+        return Response(content, headers=headers, media_type=_TYPES[self._name.rpartition(".")[2]])
+
+    @functools.cached_property
+    def _content(self) -> tuple[bytes, bytes, str]:
+        """The file, the same packed by gzip, and its entity tag."""
+        content = _static().joinpath(*self._name.split("/")).read_bytes()
+        tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+        return content, gzip.compress(content, mtime=0), tag
