@@ -1,0 +1,17 @@
+// Who is signed in, and what they may do: GET /v1/me.
+import { createContext, useContext } from "./html.js";
+
+/**
+ * @typedef {{tenant: string, has_keys: boolean, operator: boolean, version: string,
+ *   rights: {use: string[], list: string[], manage: string[], models: string[]},
+ *   limits: Record<string, number | null>,
+ *   console: {uploads: boolean, max_upload_bytes: number}}} Me
+ */
+
+export const MeContext = createContext(null);
+
+/** @returns {Me} */
+export const useMe = () => useContext(MeContext);
+
+/** Whether any adapter may be changed. @param {Me} me */
+export const manages = (me) => me.rights.manage.length > 0;

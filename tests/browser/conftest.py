@@ -1,0 +1,163 @@
+"""A real Chromium, and pages that fail their test for whatever a browser complains about.
+
+Without `LORAPLEX_REQUIRE_BROWSER` (`make test-browser` sets it) these tests are left out where there
+is no browser. With it, a browser that is missing, a skipped test and fewer passed tests than
+pyproject.toml names are failures.
+"""
+
+import importlib.util
+import os
+import shutil
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from loraplex.testing.running_server import RunningServer, serving
+
+IS_REQUIRED = bool(os.environ.get("LORAPLEX_REQUIRE_BROWSER"))
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+HAS_PLAYWRIGHT = importlib.util.find_spec("playwright") is not None
+if not HAS_PLAYWRIGHT and not IS_REQUIRED:
+    collect_ignore_glob = ["test_*.py"]
+
+FLAGS = (
+    *("--headless=new", "--disable-gpu", "--no-first-run", "--disable-background-networking"),
+    *("--disable-component-update", "--disable-sync", "--disable-quic", "--force-color-profile=srgb"),
+)
+WIDE = {"width": 1280, "height": 800}
+PHONE = {"width": 390, "height": 844}
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail a run that did not test what it was to test."""
+    if not IS_REQUIRED or hasattr(session.config, "workerinput") or session.exitstatus:
+        return
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    passed, skipped = (len(reporter.stats.get(kind, ())) for kind in ("passed", "skipped"))
+    whole = tomllib.loads((Path(session.config.rootpath) / "pyproject.toml").read_text())
+    least = whole["tool"]["loraplex"]["browser-tests"]
+    is_part = bool(session.config.option.keyword) or len(session.config.args) > 1 or any(
+        arg.endswith(".py") or "::" in arg for arg in session.config.args
+    )
+    if skipped or (passed < least and not is_part):
+        reporter.write_line(
+            f"{passed} browser tests passed and {skipped} were skipped; at least {least} and 0 are "
+            "wanted",
+            red=True,
+        )
+        session.exitstatus = 1
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[object]:
+    if CHROMIUM is None:
+        message = "chromium is not installed: run .ci/install_chromium"
+        pytest.fail(message) if IS_REQUIRED else pytest.skip(message)
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(
+            executable_path=CHROMIUM,
+            # Chromium refuses its sandbox to root.
+            chromium_sandbox=os.getuid() != 0,
+            args=list(FLAGS),
+        )
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """The capitals model with both adapters, and without keys. Modules with other flags have their
+    own."""
+    with serving(tmp_path_factory.mktemp("console")) as running:
+        yield running
+
+
+class Complaints:
+    """What a browser complained about on the pages of a context."""
+
+    def __init__(self, origins: set[str]) -> None:
+        self.found: list[str] = []
+        self.expected: list[str] = []
+        """Parts of complaints that a test causes on purpose."""
+        self._origins = origins
+
+    def watch(self, page) -> None:
+        page.on("console", self._on_console)
+        page.on("pageerror", lambda error: self.found.append(f"page error: {error}"))
+        page.on("request", self._on_request)
+        page.add_init_script(
+            "addEventListener('securitypolicyviolation', e => console.error('CSP: ' + "
+            "e.violatedDirective + ' ' + e.blockedURI))"
+        )
+
+    def _on_console(self, message) -> None:
+        if message.type in ("error", "warning"):
+            self.found.append(f"console: {message.text}")
+
+    def _on_request(self, request) -> None:
+        parts = urlsplit(request.url)
+        if parts.scheme in ("http", "https") and parts.netloc not in self._origins:
+            self.found.append(f"request to another origin: {request.url}")
+
+    def unexpected(self) -> list[str]:
+        return [c for c in self.found if not any(part in c for part in self.expected)]
+
+
+class Visits:
+    """Opens pages of the console, each in a context of its own."""
+
+    def __init__(self, browser, server: RunningServer) -> None:
+        self._browser = browser
+        self._server = server
+        self._contexts: list[object] = []
+        self.complaints = Complaints({f"127.0.0.1:{server.http_port}"})
+
+    def open(self, path: str = "", *, viewport=WIDE, key: str = "", **context):
+        """Open the console at a hash path, such as `adapters/zh`. key: sign in with it."""
+        options = {"viewport": viewport, "locale": "en-US", "reduced_motion": "reduce"} | context
+        opened = self._browser.new_context(**options)
+        opened.set_default_timeout(30_000)
+        self._contexts.append(opened)
+        page = opened.new_page()
+        self.complaints.watch(page)
+        if key:
+            # A request without the key: who is not signed in sees the form.
+            self.expect_status(401)
+        page.goto(f"{self._server.url}/console/#/{path}")
+        if key:
+            page.get_by_label("API key").fill(key)
+            page.get_by_role("button", name="Sign in").click()
+        page.locator("main h1").first.wait_for()
+        return page
+
+    def expect_status(self, *statuses: int) -> None:
+        """Chromium writes an error for each response with such a status."""
+        self.complaints.expected += [f"the server responded with a status of {s}" for s in statuses]
+
+    def expect_gone(self) -> None:
+        """The server may be unreachable from now on."""
+        self.complaints.expected += ["net::ERR_"]
+
+    def close(self) -> None:
+        for context in self._contexts:
+            context.close()
+
+
+@pytest.fixture
+def visits(browser, server) -> Iterator[Visits]:
+    """Pages of the module's `server`."""
+    opened = Visits(browser, server)
+    yield opened
+    opened.close()
+    assert opened.complaints.unexpected() == []
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "tests/browser" in item.nodeid:
+            item.add_marker(pytest.mark.browser)
