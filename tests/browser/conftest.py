@@ -1,20 +1,23 @@
 """A real Chromium, and pages that fail their test for whatever a browser complains about.
 
-Without `LORAPLEX_REQUIRE_BROWSER` (`make test-browser` sets it) these tests are left out where there
-is no browser. With it, a browser that is missing, a skipped test and fewer passed tests than
+Without `LORAPLEX_REQUIRE_BROWSER` (`make test-browser` sets it) these tests are left out where no
+browser is. With it, a browser that is missing, a skipped test and fewer passed tests than
 pyproject.toml names are failures.
 """
 
+import datetime
 import importlib.util
 import os
 import shutil
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import pytest
 
+from loraplex.serving.access.key_file_changes import create_key
 from loraplex.testing.running_server import RunningServer, serving
 
 IS_REQUIRED = bool(os.environ.get("LORAPLEX_REQUIRE_BROWSER"))
@@ -25,7 +28,12 @@ if not HAS_PLAYWRIGHT and not IS_REQUIRED:
 
 FLAGS = (
     *("--headless=new", "--disable-gpu", "--no-first-run", "--disable-background-networking"),
-    *("--disable-component-update", "--disable-sync", "--disable-quic", "--force-color-profile=srgb"),
+    *(
+        "--disable-component-update",
+        "--disable-sync",
+        "--disable-quic",
+        "--force-color-profile=srgb",
+    ),
 )
 WIDE = {"width": 1280, "height": 800}
 PHONE = {"width": 390, "height": 844}
@@ -39,8 +47,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     passed, skipped = (len(reporter.stats.get(kind, ())) for kind in ("passed", "skipped"))
     whole = tomllib.loads((Path(session.config.rootpath) / "pyproject.toml").read_text())
     least = whole["tool"]["loraplex"]["browser-tests"]
-    is_part = bool(session.config.option.keyword) or len(session.config.args) > 1 or any(
-        arg.endswith(".py") or "::" in arg for arg in session.config.args
+    is_part = (
+        bool(session.config.option.keyword)
+        or len(session.config.args) > 1
+        or any(arg.endswith(".py") or "::" in arg for arg in session.config.args)
     )
     if skipped or (passed < least and not is_part):
         reporter.write_line(
@@ -75,6 +85,45 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     own."""
     with serving(tmp_path_factory.mktemp("console")) as running:
         yield running
+
+
+TENANTS = """
+[tenants.acme]
+list = ["chinese", "acme-*"]
+use = ["chinese", "acme-*"]
+manage = ["acme-*"]
+[tenants.umbrella]
+list = ["japanese", "umbrella-*"]
+use = ["japanese", "umbrella-*"]
+manage = ["umbrella-*"]
+[tenants.reader]
+[tenants.ops]
+manage = "all"
+operator = true
+"""
+
+
+class Keys(NamedTuple):
+    path: Path
+    """Key file; flag --api-keys-file."""
+    of: dict[str, str]
+    """Key by tenant."""
+    ids: dict[str, str]
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
+    """Two tenants, one that may only read, and an operator, for modules whose server has keys."""
+    path = tmp_path_factory.mktemp("keys") / "keys.toml"
+    path.write_text(TENANTS)
+    now = datetime.datetime(2026, 1, 31, tzinfo=datetime.UTC)
+    names = ("acme", "umbrella", "reader", "ops")
+    made = {name: create_key(path, name, now) for name in names}
+    return Keys(
+        path,
+        {name: key for name, (_, key, _) in made.items()},
+        {name: key_id for name, (key_id, _, _) in made.items()},
+    )
 
 
 class Complaints:

@@ -37,8 +37,9 @@ class KeyGuard:
     ) -> None:
         """Create a guard.
 
-        open_paths: need no key. open_pages: need none to be read. operators_only_to: what only operators may do here, as
-        `Principal.require_operator` takes it; None: every valid key will do.
+        open_paths: need no key. open_pages: need none to be read. operators_only_to: what only
+        operators may do here, as `Principal.require_operator` takes it; None: every valid key will
+        do.
         """
         self._app = app
         self._authenticate = authenticate

@@ -48,7 +48,7 @@ HEADERS = MappingProxyType(
         "cross-origin-resource-policy": "same-origin",
         "referrer-policy": "no-referrer",
         "permissions-policy": "camera=(), geolocation=(), microphone=(), payment=(), usb=()",
-        # The page is as new as the server: browsers ask each time, mostly for a 304.
+        # The page is as new as the server: browsers compare each time, mostly for a 304.
         "cache-control": "no-cache",
         "vary": "accept-encoding",
     }

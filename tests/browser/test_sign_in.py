@@ -1,0 +1,65 @@
+"""Signing in: the key's way, what a tenant sees, and keys that are wrong or revoked."""
+
+import pytest
+
+from loraplex.serving.access.key_file_changes import revoke_key
+from loraplex.testing.running_server import serving
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory, keys):
+    with serving(tmp_path_factory.mktemp("state"), "--api-keys-file", str(keys.path)) as running:
+        yield running
+
+
+def test_without_a_key_the_form_is_all(visits):
+    visits.expect_status(401)
+    page = visits.open()
+    page.get_by_role("heading", name="Sign in").wait_for()
+    assert page.get_by_role("navigation").get_by_role("link").count() == 0
+
+
+def test_a_wrong_key_is_refused(visits):
+    visits.expect_status(401)
+    page = visits.open()
+    page.get_by_label("API key").fill("lp-wrong")
+    page.get_by_role("button", name="Sign in").click()
+    page.get_by_role("alert").get_by_text("does not know this key").wait_for()
+
+
+def test_a_tenant_sees_no_screens_of_operators(visits, keys):
+    page = visits.open(key=keys.of["acme"])
+    page.get_by_text("acme").wait_for()
+    links = page.get_by_role("navigation").get_by_role("link").all_inner_texts()
+    assert links == ["Playground", "Adapters", "Requests"]
+    page.goto(page.url.split("#")[0] + "#/settings")
+    page.get_by_role("heading", name="Playground").wait_for()
+
+
+def test_the_key_is_stored_only_by_choice(visits, keys):
+    key = keys.of["ops"]
+    page = visits.open(key=key)
+    page.get_by_role("link", name="Settings").click()
+    stored = (
+        "JSON.stringify([{...localStorage}, {...sessionStorage}, location.href, document.cookie])"
+    )
+    assert key not in page.evaluate(stored)
+    page.get_by_role("button", name="Sign out").click()
+    page.get_by_label("API key").fill(key)
+    page.get_by_label("Keep it").check()
+    page.get_by_role("button", name="Sign in").click()
+    page.get_by_role("navigation").get_by_role("link", name="Live").wait_for()
+    page.reload()
+    page.get_by_role("navigation").get_by_role("link", name="Live").wait_for()
+    assert key not in page.evaluate("JSON.stringify([{...localStorage}, location.href])")
+    page.get_by_role("button", name="Sign out").click()
+    page.get_by_label("API key").wait_for()
+    assert key not in page.evaluate(stored)
+
+
+def test_a_revoked_key_leads_back_to_the_form(visits, keys):
+    page = visits.open("adapters", key=keys.of["reader"])
+    page.get_by_role("navigation").get_by_role("link", name="Requests").wait_for()
+    revoke_key(keys.path, keys.ids["reader"])
+    page.reload()
+    page.get_by_role("heading", name="Sign in").wait_for()
