@@ -29,7 +29,9 @@ from loraplex.frontends.body_memory import BodyMemory
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration
 from loraplex.frontends.kserve.models.ensemble import ENSEMBLE
 from loraplex.frontends.kserve.service import TritonService
+from loraplex.frontends.ops.latencies import Latencies
 from loraplex.serving.draining import Draining
+from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.testing.echo_backend import EchoBackend
 
 UNARY, STREAMED, ENSEMBLE_OF_THREE = "echo", "echo_stream", "ensemble"
@@ -106,6 +108,7 @@ async def serve(values: dict[str, Any]) -> None:
             everyone_is_local,
             reporting,
             metrics=_no_metrics,
+            latencies=Latencies(RequestMetrics()),
             bodies=bodies,
         )
         ports = Ports(stack, settings, None)

@@ -1,6 +1,7 @@
 """API keys over HTTP and gRPC: every route and RPC requires one; the official clients send it."""
 
 import re
+from unittest.mock import AsyncMock
 
 import grpc
 import httpx
@@ -56,7 +57,7 @@ def routes(backend, authenticate):
     return [
         *openai_routes(backend, None, authenticate),
         *kserve_routes(TritonService(backend), authenticate=authenticate),
-        *health_routes(backend, lambda models: {}, authenticate),
+        *health_routes(backend, AsyncMock(return_value={}), authenticate),
         *openai_fallback_routes(),
     ]
 

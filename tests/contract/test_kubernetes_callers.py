@@ -6,6 +6,7 @@ controller, Dynamo's operator, and llm-d's router (docs/plugin-metric-protocol.m
 """
 
 from collections.abc import Iterator
+from unittest.mock import AsyncMock
 
 import httpx
 import pytest
@@ -49,7 +50,7 @@ def authenticate(headers) -> Principal:
 @pytest.fixture
 def http(backend: EchoBackend) -> Iterator[httpx.Client]:
     app = Starlette(routes=metrics_routes(backend, RequestMetrics()))
-    app.routes.extend(health_routes(backend, lambda models: {}))
+    app.routes.extend(health_routes(backend, AsyncMock(return_value={})))
     app.routes.extend(openai_routes(backend, authenticate=authenticate))
     app.routes.extend(openai_fallback_routes())
     with served(app) as url, httpx.Client(base_url=url) as client:

@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import helm_python
 import jsonschema
@@ -291,7 +292,7 @@ def probes(main: Document) -> dict[str, Document]:
 
 def test_probes_are_routes_that_need_no_key(documents: list[Document]) -> None:
     backend = EchoBackend()
-    routes = [*openai_routes(backend), *health_routes(backend, lambda models: {})]
+    routes = [*openai_routes(backend), *health_routes(backend, AsyncMock(return_value={}))]
     paths = {route.path for route in routes if isinstance(route, Route)}
     (kserve,) = read(DEPLOY / "kserve" / "config.yaml")["spec"]["template"]["containers"]
     for main in (container(documents), kserve):

@@ -10,6 +10,7 @@ from loraplex.frontends.access import Authenticate, everyone_is_local
 from loraplex.frontends.body_memory import BodyMemory
 from loraplex.frontends.kserve.models.model_control import ModelControl
 from loraplex.frontends.kserve.service import TritonService
+from loraplex.frontends.ops.latencies import Latencies
 from loraplex.frontends.ops.metrics import metrics_app
 from loraplex.frontends.telemetry.connections import HttpConnections
 from loraplex.frontends.telemetry.telemetry import Telemetry
@@ -31,6 +32,7 @@ def described_app(
     triton = TritonService(backend, control=control)
     settings = settings or ServerConfig(allowed_hosts=(TEST_HOST,))
     has_keys = authenticate is not everyone_is_local
+    metrics = RequestMetrics()
     return http_app(
         backend,
         Draining(SystemClock(), lambda: 0, print),
@@ -38,7 +40,8 @@ def described_app(
         settings,
         authenticate,
         Reporting(Telemetry(), HttpConnections(), None, None),
-        metrics=metrics_app(backend, RequestMetrics(), triton.collectors()),
+        metrics=metrics_app(backend, metrics, triton.collectors()),
+        latencies=Latencies(metrics),
         bodies=BodyMemory.of(settings, has_keys=has_keys),
         has_keys=has_keys,
     )

@@ -27,6 +27,7 @@ from loraplex.frontends.kserve.models.model_control import ModelControl
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.ops.declaration_metrics import DeclarationCollector
 from loraplex.frontends.ops.frontend_numbers import FrontendNumbers
+from loraplex.frontends.ops.latencies import Latencies
 from loraplex.frontends.ops.metrics import MetricsLimits, metrics_app
 from loraplex.frontends.telemetry.tenants import noting_tenant
 from loraplex.serving.access.api_key_ring import ApiKeys
@@ -114,6 +115,7 @@ async def front_ends(
             authenticate,
             reporting,
             metrics=scraped,
+            latencies=Latencies(metrics, others),
             bodies=bodies,
             dialect=dialect_of(config),
             has_keys=has_keys,

@@ -33,6 +33,7 @@ from loraplex.frontends.openapi.document import document
 from loraplex.frontends.openapi.operation import described, json_of
 from loraplex.frontends.ops.drain import drain_routes
 from loraplex.frontends.ops.health import health_routes
+from loraplex.frontends.ops.latencies import Latencies
 from loraplex.frontends.ops.metrics import described_metrics
 from loraplex.frontends.ops.responses import responding_to_errors
 from loraplex.frontends.ops.stats import ServerStats
@@ -54,6 +55,7 @@ def http_app(
     reporting: Reporting,
     *,
     metrics: ASGIApp,
+    latencies: Latencies,
     bodies: BodyMemory,
     dialect: Dialect = OPENAI,
     has_keys: bool = False,
@@ -72,6 +74,7 @@ def http_app(
         reporting.telemetry,
         draining,
         reporting.connections,
+        latencies,
         reporting.access_log,
     )
     kserve = kserve_routes(

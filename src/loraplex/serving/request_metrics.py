@@ -20,15 +20,15 @@ from loraplex.serving.wire_request import GenerationRecord, begin_generation
 MAX_ADAPTER_LABELS = 100
 OTHER_ADAPTERS = "other"
 
-_TTFT_BUCKETS = (
+TTFT_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 30.0, 60.0),
 )
-_INTER_TOKEN_BUCKETS = (
+INTER_TOKEN_BUCKETS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5),
     *(0.75, 1.0, 2.5),
 )
-_REQUEST_BUCKETS = (
+REQUEST_BUCKETS = (
     *(0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0),
     *(60.0, 120.0, 300.0),
 )
@@ -76,7 +76,7 @@ class RequestMetrics:
             "errors", "Requests refused or failed, by the code of the error.", ("model", "code")
         )
         self.time_to_first_token = self._histogram(
-            "time_to_first_token_seconds", "From admission to the first token.", _TTFT_BUCKETS
+            "time_to_first_token_seconds", "From admission to the first token.", TTFT_BUCKETS
         )
         self.adapter_time_to_first_token = Histogram(
             "loraplex_adapter_time_to_first_token_seconds",
@@ -88,12 +88,12 @@ class RequestMetrics:
         self.inter_token_latency = self._histogram(
             "inter_token_latency_seconds",
             "Between tokens of a sequence; tokens that come together share their time.",
-            _INTER_TOKEN_BUCKETS,
+            INTER_TOKEN_BUCKETS,
         )
         self.e2e_latency = self._histogram(
             "e2e_request_latency_seconds",
             "From admission to the last output of requests that finished.",
-            _REQUEST_BUCKETS,
+            REQUEST_BUCKETS,
         )
         self.queue_time = self._histogram(
             "request_queue_time_seconds",

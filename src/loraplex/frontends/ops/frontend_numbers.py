@@ -1,5 +1,7 @@
 """Metrics of all front-end processes as those of one server."""
 
+import math
+import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
@@ -46,16 +48,24 @@ def encoded_families(collectors: Iterable[_Collects]) -> bytes:
 class FrontendNumbers:
     """What the other front-end processes count, to be added to what this one counts."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: Callable[[], float] = time.monotonic) -> None:
         self.count: Callable[[], Awaitable[Sequence[bytes]]] = _no_processes
         """Function that returns the samples of the processes that run, as of now."""
         self._now: list[dict[_Series, float]] = []
         self._ended: dict[_Series, float] = {}
         """Counts of processes that have ended."""
+        self._seconds = seconds
+        self._refreshed = -math.inf
+        """Time of the last refresh in seconds."""
 
-    async def refresh(self) -> None:
-        """Collect from the processes; call it before each scrape."""
-        self._now = [_samples(data) for data in await self.count()]
+    async def refresh(self, fresh_seconds: float = 0) -> None:
+        """Collect from the processes, unless that was done within fresh_seconds.
+
+        Call it before each scrape.
+        """
+        if self._seconds() - self._refreshed >= fresh_seconds:
+            self._refreshed = self._seconds()
+            self._now = [_samples(data) for data in await self.count()]
 
     def keep(self, data: bytes) -> None:
         """Keep the counts of a process that has ended: counters never fall."""

@@ -4,7 +4,7 @@ Live means that the process serves: restart it if not. Ready means that every mo
 request now: send no traffic if not.
 """
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import msgspec
 from starlette.requests import Request
@@ -29,7 +29,7 @@ from loraplex.frontends.ops.stats import ServerReport
 from loraplex.frontends.telemetry.routes import RecordedRoute
 from loraplex.serving.backend import Backend
 
-Report = Callable[[list[str]], ServerReport]
+Report = Callable[[list[str]], Awaitable[ServerReport]]
 """Function from the names of models to a report of the server and these models."""
 
 
@@ -100,7 +100,7 @@ class _Endpoints:
     @described(json_of(ServerReport), tag="operations", query=(_MODEL,), errors=OF_NAMES)
     async def stats(self, request: Request) -> Response:
         """The server's numbers, with the engines' of all models, or of one that the query names."""
-        return json_response(self._stats(self._models(request)))
+        return json_response(await self._stats(self._models(request)))
 
     @described(json_of(dict[str, MemoryReport]), tag="operations", query=(_MODEL,), errors=OF_NAMES)
     async def memory(self, request: Request) -> Response:

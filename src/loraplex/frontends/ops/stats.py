@@ -9,6 +9,7 @@ import msgspec
 
 from loraplex.core.stats import EngineStats
 from loraplex.core.version import __version__
+from loraplex.frontends.ops.latencies import Latencies, LatencyBounds, LatencyCounts
 from loraplex.frontends.telemetry.connections import HttpConnections
 from loraplex.frontends.telemetry.line_writer import LineWriter
 from loraplex.frontends.telemetry.telemetry import Telemetry, TenantUse
@@ -31,6 +32,7 @@ class ModelReport(msgspec.Struct, frozen=True):
     ready: bool
     engine: EngineStats
     """`queue` and `adapters` are in it."""
+    latencies: LatencyCounts
 
 
 class ServerReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +49,7 @@ class ServerReport(msgspec.Struct, frozen=True, kw_only=True):
     access_log: LogReport | None
     """None without one."""
     tenants: dict[str, TenantUse]
+    latency_bounds: LatencyBounds
     models: dict[str, ModelReport]
 
 
@@ -59,17 +62,21 @@ class ServerStats:
         telemetry: Telemetry,
         draining: Draining,
         connections: HttpConnections,
+        latencies: Latencies,
         access_log: LineWriter | None = None,
     ) -> None:
         self._backend = backend
         self._telemetry = telemetry
         self._draining = draining
         self._connections = connections
+        self._latencies = latencies
         self._access_log = access_log
         self._started_ns = time.monotonic_ns()
 
-    def report(self, models: list[str]) -> ServerReport:
+    async def report(self, models: list[str]) -> ServerReport:
         """Return a report with the engines of these models."""
+        await self._latencies.refresh()
+        latencies = self._latencies.by_model(models)
         health = self._backend.health()
         return ServerReport(
             version=__version__,
@@ -84,12 +91,14 @@ class ServerStats:
             ),
             access_log=self._log_report(),
             tenants=self._telemetry.tenants,
-            models={name: self._of_model(name) for name in models},
+            latency_bounds=LatencyBounds(),
+            models={name: self._of_model(name, latencies[name]) for name in models},
         )
 
     def _log_report(self) -> LogReport | None:
         log = self._access_log
         return None if log is None else LogReport(log.num_waiting, log.num_dropped)
 
-    def _of_model(self, name: str) -> ModelReport:
-        return ModelReport(self._backend.model_ready(name), self._backend.model(name).stats)
+    def _of_model(self, name: str, latencies: LatencyCounts) -> ModelReport:
+        stats = self._backend.model(name).stats
+        return ModelReport(self._backend.model_ready(name), stats, latencies)

@@ -14,11 +14,13 @@ from loraplex.core.stats import EngineStats, StepRecord
 from loraplex.core.version import __version__
 from loraplex.frontends.ops import responses
 from loraplex.frontends.ops.health import health_routes
+from loraplex.frontends.ops.latencies import Latencies
 from loraplex.frontends.ops.stats import ServerStats
 from loraplex.frontends.telemetry.connections import HttpConnections
 from loraplex.frontends.telemetry.telemetry import Telemetry
 from loraplex.serving.backend import Health
 from loraplex.serving.draining import Draining
+from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.testing.echo_backend import EchoBackend
 
 
@@ -45,7 +47,8 @@ def record(step_id: int) -> StepRecord:
 
 def stats_of(backend):
     draining = Draining(SystemClock(), lambda: 3, lambda error: None)
-    return ServerStats(backend, Telemetry(), draining, HttpConnections()).report
+    latencies = Latencies(RequestMetrics())
+    return ServerStats(backend, Telemetry(), draining, HttpConnections(), latencies).report
 
 
 @pytest.fixture
@@ -163,6 +166,7 @@ async def test_stats(client):
     assert list(body["models"]) == ["one", "two"]
     assert body["models"]["one"]["engine"]["steps"] == 150
     assert body["models"]["one"]["engine"]["adapters"]["host_bytes_total"] == 0
+    assert sum(body["models"]["one"]["latencies"]["e2e_latency"]) == 0
     one = (await client.get("/v1/internal/stats?model=two")).json()
     assert list(one["models"]) == ["two"]
 

@@ -1,6 +1,7 @@
 """Memory, load times and the gateway's gauges, over the echo backend."""
 
 import time
+from unittest.mock import AsyncMock
 
 import httpx
 import msgspec
@@ -62,7 +63,7 @@ async def client(backend):
     app = Starlette(
         routes=[
             *metrics_routes(backend, RequestMetrics()),
-            *health_routes(backend, lambda models: {}),
+            *health_routes(backend, AsyncMock(return_value={})),
         ]
     )
     transport = httpx.ASGITransport(app=app)
