@@ -1,5 +1,6 @@
 """Several adapters in a request and /v1/compare over sockets, before an EchoBackend."""
 
+import json
 from collections.abc import Iterator
 
 import httpx
@@ -11,6 +12,7 @@ from loraplex.core.errors import StepFailedError
 from loraplex.core.principal import LOCAL
 from loraplex.frontends.openai import openai_fallback_routes, openai_routes
 from loraplex.testing.echo_backend import EchoBackend
+from support.eventually import eventually
 from support.served import served
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -152,3 +154,102 @@ def test_if_all_fail_the_request_does(http: httpx.Client):
     response = http.post("/v1/compare", json={"prompt": "hi", "adapters": ["no", "nor"]})
     assert response.status_code == 404
     assert "'no'" in response.json()["error"]["message"]
+
+
+def events(response: httpx.Response) -> list[dict]:
+    """The events of a stream that ended well, parsed."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *found, end = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert end == "[DONE]"
+    return [json.loads(event) for event in found]
+
+
+def test_a_streamed_comparison_is_the_same_as_a_whole_one(backend: EchoBackend, http: httpx.Client):
+    body = {"adapters": ["fr", None, {"task_id": 9}], "logprobs": 2, "seed": 7}
+    whole = send(http, "/v1/compare", **body).json()
+    *found, last = events(send(http, "/v1/compare", **body, stream=True))
+    for entry in whole["answers"]:
+        mine = [event for event in found if event["index"] == entry["index"]]
+        *chunks, end = mine
+        assert end.pop("done") is True
+        if entry["error"]:
+            assert mine == [entry]
+            continue
+        assert "".join(chunk["text"] for chunk in chunks) == entry.pop("text")
+        for field in ("token_ids", "logprobs"):
+            assert [each for chunk in chunks for each in chunk[field]] == entry.pop(field)
+        assert chunks[-1]["finish_reason"] == entry["finish_reason"] == "stop"
+        assert end == entry
+    assert last["usage"] == whole["usage"]
+    assert last["usage"]["completion_tokens"] == len("echo: hi") + len("echo+fr: hi") + 2
+    assert (last["seed"], last["prompt_tokens"]) == (7, whole["prompt_tokens"])
+    assert "answers" not in last
+
+
+def test_an_error_is_an_event_and_the_others_go_on(backend: EchoBackend, http: httpx.Client):
+    backend.plant(StepFailedError("a step failed"), after_outputs=1)
+    found = events(send(http, "/v1/compare", adapters=["legal", "fr", None], stream=True))
+    ends = {event["index"]: event for event in found if event.get("done")}
+    assert ends[0]["error"]["message"] == "a step failed"
+    assert ends[1]["versus_base"]["num_same_tokens"] == len("echo")
+    assert ends[2]["versus_base"] is None
+
+
+def test_a_streamed_comparison_without_any_output_is_refused(http: httpx.Client):
+    body = {"prompt": "hi", "adapters": ["no", "nor"], "stream": True}
+    response = http.post("/v1/compare", json=body)
+    assert response.status_code == 404
+    assert "'no'" in response.json()["error"]["message"]
+
+
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"properties": {"city": {"type": "string"}}}},
+}
+
+
+def test_a_compared_chat_has_its_tool_calls_apart(backend: EchoBackend, http: httpx.Client):
+    call = '{"name": "weather", "arguments": {"city": "Rome"}}'
+    body = {"messages": HELLO, "adapters": [None], "tools": [WEATHER], "tool_choice": "required"}
+    for stream in (False, True):
+        backend.scripts.append([call])
+        response = http.post("/v1/compare", json={**body, "max_tokens": 99, "stream": stream})
+        if stream:
+            *chunks, end, _ = events(response)
+            deltas = [call for c in chunks for call in c["delta"].get("tool_calls", [])]
+            name = next(c["function"]["name"] for c in deltas if "name" in c["function"])
+            arguments = "".join(c["function"]["arguments"] for c in deltas)
+            assert "".join(chunk["delta"].get("content") or "" for chunk in chunks) == ""
+        else:
+            [end] = response.json()["answers"]
+            [found] = end["message"]["tool_calls"]
+            name, arguments = found["function"]["name"], found["function"]["arguments"]
+            assert end["text"] == call
+        assert (name, json.loads(arguments)) == ("weather", {"city": "Rome"})
+        assert end["finish_reason"] == "tool_calls"
+
+
+def test_tools_need_messages(http: httpx.Client):
+    body = {"prompt": "hi", "adapters": [None], "tools": [WEATHER]}
+    response = http.post("/v1/compare", json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "tools"
+
+
+def test_a_compared_request_has_its_timeout(backend: EchoBackend, http: httpx.Client):
+    send(http, "/v1/compare", adapters=[None, "fr"], timeout_seconds=5.0)
+    assert {request.timeout_seconds for request in backend.requests[-2:]} == {5.0}
+
+
+def test_a_client_that_leaves_a_streamed_comparison_aborts_all(
+    backend: EchoBackend, http: httpx.Client
+):
+    backend.delay_seconds = 0.01
+    body = {"prompt": "hi", "adapters": [None, "fr"], "ignore_eos": True, "max_tokens": 100_000}
+    try:
+        with http.stream("POST", "/v1/compare", json={**body, "stream": True}) as response:
+            assert next(response.iter_lines()).startswith("data: ")
+            ids = [request.request_id for request in backend.requests[-2:]]
+        assert eventually(lambda: set(ids) <= set(backend.aborted))
+    finally:
+        backend.delay_seconds = 0

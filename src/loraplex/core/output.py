@@ -89,6 +89,10 @@ class RequestTiming(msgspec.Struct, frozen=True):
     """Number of draft tokens proposed for it."""
     num_accepted_tokens: int = 0
     """Number of those draft tokens that were accepted."""
+    first_step: int = 0
+    """Number of the first step with a row of it in its newest engine, whose steps count from 1."""
+    last_step: int = 0
+    """Number of the step of its newest token there."""
 
     @property
     def queue_seconds(self) -> float | None:
@@ -151,6 +155,8 @@ class RequestTiming(msgspec.Struct, frozen=True):
             num_output_tokens=max(earlier.num_output_tokens, self.num_output_tokens),
             num_draft_tokens=earlier.num_draft_tokens + self.num_draft_tokens,
             num_accepted_tokens=earlier.num_accepted_tokens + self.num_accepted_tokens,
+            first_step=self.first_step or earlier.first_step,
+            last_step=self.last_step if self.first_step else earlier.last_step,
         )
 
 

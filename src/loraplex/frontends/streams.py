@@ -25,6 +25,7 @@ from loraplex.core.principal import Principal
 from loraplex.core.request import GenerateRequest, RequestBatch
 from loraplex.serving.backend import TextBackend, close_outputs
 from loraplex.serving.best_of import joined
+from loraplex.serving.interleaving import interleaved
 
 T = TypeVar("T")
 
@@ -124,7 +125,7 @@ async def generate_all(
             async for output in streams[0]:
                 yield 0, output
             return
-        async with aclosing(_interleave(streams)) as merged:
+        async with aclosing(interleaved(streams)) as merged:
             async for item in merged:
                 yield item
 
@@ -138,32 +139,6 @@ def _naming(field: str) -> Iterator[None]:
         if not field:
             raise
         raise AdapterNotFoundError(f"{field}: {error.message}", param=field) from None
-
-
-async def _interleave(
-    streams: Sequence[AsyncIterator[RequestOutput]],
-) -> AsyncGenerator[IndexedOutput, None]:
-    waiting = {_next_of(stream): index for index, stream in enumerate(streams)}
-    try:
-        while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in sorted(done, key=lambda task: waiting[task]):
-                output = task.result()
-                index = waiting.pop(task)
-                if output is not None:
-                    waiting[_next_of(streams[index])] = index
-                    yield index, output
-    finally:
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-
-
-def _next_of(stream: AsyncIterator[RequestOutput]) -> "asyncio.Task[RequestOutput | None]":
-    async def next_output() -> RequestOutput | None:
-        return await anext(stream, None)
-
-    return asyncio.create_task(next_output())
 
 
 async def gather_all(

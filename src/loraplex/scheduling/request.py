@@ -84,6 +84,8 @@ class Request:
     adapter_copy_ns: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    first_step: int = 0
+    last_step: int = 0
 
     def __post_init__(self) -> None:
         self.handles = tuple(sorted({handle for handle, _ in self.adapters}))
@@ -210,6 +212,8 @@ class Request:
             num_restarts=self.engine_request.num_restarts,
             num_draft_tokens=self.num_draft_tokens,
             num_accepted_tokens=self.num_accepted_tokens,
+            first_step=self.first_step,
+            last_step=self.last_step,
         )
 
 

@@ -205,6 +205,8 @@ class Scheduler:
         counts = self._state.counts
         counts.steps += 1
         plan = builder.build(counts.steps, self._state.slots.take_removed(), copies)
+        for sequence in builder.sequences:
+            sequence.request.first_step = sequence.request.first_step or plan.step_id
         step = PendingStep(plan, builder.sequences, builder.num_preempted, builder.offloaded)
         self._steps.launch(step)
         return plan
@@ -217,6 +219,7 @@ class Scheduler:
         for row, row_result, sequence in rows:
             assert row.slot == row_result.slot, "the results are not in the plan's order"
             if not sequence.is_finished:
+                sequence.request.last_step = plan.step_id
                 self._absorber.absorb(sequence, row, row_result, now_ns)
         for handle in result.copies_done:
             copy_ns = result.timing.copy_ns // len(result.copies_done)

@@ -3,11 +3,9 @@
 An adapter that fails yields an error of its own; the others go on.
 """
 
-import asyncio
 import contextlib
 import dataclasses
-import secrets
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 import msgspec
 
@@ -24,6 +22,8 @@ from loraplex.core.principal import Principal
 from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from loraplex.serving.backend import Admission, Backend, admit_together
+from loraplex.serving.continuation import response_seed
+from loraplex.serving.interleaving import interleaved
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -116,24 +116,87 @@ async def compare(
     backend: Backend, requests: Sequence[GenerateRequest], principal: Principal
 ) -> list[Compared]:
     """Run the requests of comparison_requests together, to their ends."""
+    ends: dict[int, Compared] = {}
+    async with contextlib.aclosing(compare_streaming(backend, requests, principal)) as progress:
+        async for index, item in progress:
+            if not isinstance(item, RequestOutput):
+                ends[index] = item
+    return [ends[index] for index in range(len(requests))]
+
+
+async def compare_streaming(
+    backend: Backend, requests: Sequence[GenerateRequest], principal: Principal
+) -> AsyncGenerator[tuple[int, RequestOutput | Compared], None]:
+    """Run the requests of comparison_requests together; yield what comes, with its index.
+
+    The last item of each is the whole completion, or its error. It comes as soon as its difference
+    from the base is known. Closing the generator aborts all.
+    """
     async with contextlib.AsyncExitStack() as stack:
-        streams = await admit_together(backend, requests, principal, stack)
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_output(stream)) for stream in streams]
-        outputs = [task.result() for task in tasks]
-    base = next(
-        (a for a, r in zip(outputs, requests, strict=True) if not r.adapters and is_output(a)), None
-    )
-    return [_against(output, base) for output in outputs]
+        admissions = await admit_together(backend, requests, principal, stack)
+        comparison = _Comparison(requests)
+        items = await stack.enter_async_context(
+            contextlib.aclosing(interleaved([_items(each) for each in admissions]))
+        )
+        async for index, item in items:
+            if isinstance(item, RequestOutput):
+                yield index, item
+            for settled in comparison.take(index, item):
+                yield settled, comparison.compared(settled)
 
 
-def is_output(compared: Compared) -> bool:
-    return isinstance(compared, ComparedOutput)
+class _Comparison:
+    """What has come of each request, and whether it can be compared yet."""
+
+    def __init__(self, requests: Sequence[GenerateRequest]) -> None:
+        self._bases = [index for index, request in enumerate(requests) if not request.adapters]
+        self._outputs: list[list[RequestOutput]] = [[] for _ in requests]
+        self._ends: dict[int, Compared] = {}
+        self._waiting: list[int] = []
+        """Indexes of those that have ended and are to be compared with a base that has not."""
+
+    def take(self, index: int, item: RequestOutput | LoraplexError) -> list[int]:
+        """Return the indexes of the requests whose results are known with this item."""
+        if isinstance(item, LoraplexError):
+            self._ends[index] = item
+        else:
+            self._outputs[index].append(item)
+            if not item.finished:
+                return []
+            self._ends[index] = _whole(self._outputs[index])
+        ended, self._waiting = [*self._waiting, index], []
+        settled = [each for each in ended if self._is_settled(each)]
+        self._waiting = [each for each in ended if each not in settled]
+        return settled
+
+    def compared(self, index: int) -> Compared:
+        """Return the result of a request that `take` has named."""
+        output, base = self._ends[index], self._base
+        if base is None or base == index or not isinstance(output, ComparedOutput):
+            return output
+        return dataclasses.replace(output, versus_base=self._difference(output, base))
+
+    @property
+    def _base(self) -> int | None:
+        """Index of the first request without adapters that has not failed."""
+        return next(
+            (i for i in self._bases if not isinstance(self._ends.get(i), LoraplexError)), None
+        )
+
+    def _is_settled(self, index: int) -> bool:
+        output, base = self._ends[index], self._base
+        if base is None or base in self._ends or not isinstance(output, ComparedOutput):
+            return True
+        return self._difference(output, base).first is not None
+
+    def _difference(self, output: ComparedOutput, base: int) -> Difference:
+        pieces = (piece for each in self._outputs[base] for piece in each.sequences)
+        return difference(output.logprobs, [token for piece in pieces for token in piece.logprobs])
 
 
-def difference(output: ComparedOutput, base: ComparedOutput) -> Difference:
-    """Compare two completions of the same prompt."""
-    pairs = list(zip(output.logprobs, base.logprobs, strict=False))
+def difference(output: Sequence[TokenLogprob], base: Sequence[TokenLogprob]) -> Difference:
+    """Compare the tokens of two completions of the same prompt."""
+    pairs = list(zip(output, base, strict=False))
     same = next(
         (i for i, (mine, its) in enumerate(pairs) if mine.token_id != its.token_id), len(pairs)
     )
@@ -145,17 +208,22 @@ def difference(output: ComparedOutput, base: ComparedOutput) -> Difference:
 
 
 def _comparable(sampling: SamplingParams) -> SamplingParams:
-    seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+    seed = response_seed() if sampling.seed is None else sampling.seed
     return msgspec.structs.replace(sampling, n=1, seed=seed, logprobs=MAX_LOGPROBS)
 
 
-async def _output(stream: Admission) -> Compared:
-    if isinstance(stream, LoraplexError):
-        return stream
+async def _items(
+    admission: Admission,
+) -> AsyncGenerator[RequestOutput | LoraplexError, None]:
+    """Yield the outputs of a request; its error is the last item."""
+    if isinstance(admission, LoraplexError):
+        yield admission
+        return
     try:
-        return _whole([output async for output in stream])
+        async for output in admission:
+            yield output
     except LoraplexError as error:
-        return error
+        yield error
 
 
 def _whole(outputs: Sequence[RequestOutput]) -> ComparedOutput:
@@ -173,14 +241,6 @@ def _whole(outputs: Sequence[RequestOutput]) -> ComparedOutput:
         finish_reason=reason,
         timing=last.timing,
     )
-
-
-def _against(output: Compared, base: Compared | None) -> Compared:
-    if output is base or not isinstance(output, ComparedOutput):
-        return output
-    if not isinstance(base, ComparedOutput):
-        return output
-    return dataclasses.replace(output, versus_base=difference(output, base))
 
 
 def _first_difference(position: int, mine: TokenLogprob, its: TokenLogprob) -> FirstDifference:

@@ -10,6 +10,7 @@ order.
 import contextlib
 import contextvars
 import hashlib
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
@@ -63,6 +64,11 @@ class Continuation:
         self._admitted = admitted
         self.unix_seconds = admitted.unix_seconds if admitted else int(time.time())
         """Creation time that the response shows."""
+
+    @property
+    def seed(self) -> int | None:
+        """Seed of the response that is continued."""
+        return None if self._admitted is None else self._admitted.seed
 
     def begin(
         self, request: EngineRequest, submit: Callable[[EngineRequest], EngineOutputs]
@@ -191,6 +197,13 @@ def submitted(
     if continuation is None:
         return request, submit(request)
     return continuation.begin(request, submit)
+
+
+def response_seed() -> int:
+    """Return a seed for a response whose client gave none: a continued one keeps its own."""
+    continuation = _current.get()
+    seed = None if continuation is None else continuation.seed
+    return secrets.randbits(63) if seed is None else seed
 
 
 def response_unix_seconds() -> int:

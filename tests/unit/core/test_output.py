@@ -15,6 +15,8 @@ TIMING = RequestTiming(
     adapter_load_ns=5 * 10**8,
     adapter_copy_ns=10**8,
     num_output_tokens=4,
+    first_step=20,
+    last_step=27,
 )
 
 
@@ -54,6 +56,8 @@ def test_first_things_stay_and_counts_are_added():
         adapter_copy_ns=10**8,
         num_output_tokens=9,
         num_restarts=1,
+        first_step=1,
+        last_step=6,
     )
     whole = again.since(TIMING)
     assert whole.adapter_ready_ns == TIMING.adapter_ready_ns
@@ -63,6 +67,12 @@ def test_first_things_stay_and_counts_are_added():
     assert (whole.num_preemptions, whole.num_cached_tokens) == (3, 32)
     assert (whole.adapter_load_ns, whole.adapter_copy_ns) == (6 * 10**8, 2 * 10**8)
     assert (whole.num_output_tokens, whole.num_restarts) == (9, 1)
+    assert (whole.first_step, whole.last_step) == (1, 6)
+
+
+def test_an_engine_without_a_step_leaves_the_steps_of_the_former():
+    whole = RequestTiming(arrival_ns=1).since(TIMING)
+    assert (whole.first_step, whole.last_step) == (20, 27)
 
 
 def test_an_engine_that_died_before_the_first_step_counts_for_nothing():

@@ -37,6 +37,16 @@ def test_one_request_has_its_output_and_its_times():
     assert timing.adapter_ready_ns == timing.num_preemptions == timing.num_cached_tokens == 0
 
 
+def test_requests_of_one_batch_have_the_same_steps():
+    fakes = fake_engine()
+    fakes.add([9, 8], max_tokens=2)
+    fakes.run()
+    ids = [fakes.add([1, 2, 3], max_tokens=3), fakes.add([4, 5, 6], max_tokens=5)]
+    fakes.run()
+    timings = [fakes.completions[request_id].outputs[-1].timing for request_id in ids]
+    assert [(timing.first_step, timing.last_step) for timing in timings] == [(3, 5), (3, 7)]
+
+
 def test_a_decode_row_names_no_tokens():
     fakes = fake_engine()
     fakes.add([1, 2, 3], max_tokens=3)

@@ -1,5 +1,6 @@
 import asyncio
 
+import msgspec
 import pytest
 
 from loraplex.core.adapter import AdapterChoice, ByName
@@ -13,9 +14,11 @@ from loraplex.serving.compare import (
     Difference,
     FirstDifference,
     compare,
+    compare_streaming,
     comparison_requests,
     difference,
 )
+from loraplex.serving.continuation import Admitted, Continuation, continuing
 from loraplex.testing.echo_backend import EchoBackend
 
 FR, NO = (AdapterChoice(ByName("fr"), 0.5),), (AdapterChoice(ByName("no")),)
@@ -38,8 +41,8 @@ def completion(*tokens: TokenLogprob, timing: RequestTiming | None = None) -> Co
 
 
 def test_the_first_difference():
-    base = completion(token(5, -1.0), token(6, -0.5, (6, -0.5), (9, -2.0)), token(7, -3.0))
-    mine = completion(token(5, -0.25), token(8, -1.5, (8, -1.5), (6, -1.75)), token(7, -9.0))
+    base = (token(5, -1.0), token(6, -0.5, (6, -0.5), (9, -2.0)), token(7, -3.0))
+    mine = (token(5, -0.25), token(8, -1.5, (8, -1.5), (6, -1.75)), token(7, -9.0))
     first = FirstDifference(1, 8, 6, -1.5, None, -1.75, -0.5)
     assert difference(mine, base) == Difference(1, 0.75, first)
     assert difference(base, mine) == Difference(
@@ -48,14 +51,14 @@ def test_the_first_difference():
 
 
 def test_no_token_in_common():
-    found = difference(completion(token(1, -1.0)), completion(token(2, -2.0)))
+    found = difference([token(1, -1.0)], [token(2, -2.0)])
     assert (found.num_same_tokens, found.mean_logprob_difference) == (0, None)
     assert found.first is not None
     assert found.first.position == 0
 
 
 def test_equal_as_far_as_both_go():
-    long, short = completion(token(1, -1.0), token(2, -1.0)), completion(token(1, -2.0))
+    long, short = [token(1, -1.0), token(2, -1.0)], [token(1, -2.0)]
     assert difference(short, long) == Difference(1, -1.0, None)
     assert difference(long, short) == Difference(1, 1.0, None)
 
@@ -181,3 +184,37 @@ def test_every_stream_is_closed():
 
     asyncio.run(leave())
     assert sorted(backend.closed) == [0, 1, 2]
+
+
+def test_an_output_that_differs_from_the_base_does_not_wait_for_it(backend):
+    async def order():
+        backend.scripts.extend([["a" * 40], ["b"], ["aa"]])
+        request = GenerateRequest(request_id=0, model="echo", prompt="hi")
+        requests = comparison_requests(backend, request, [(), FR, FR])
+        progress = [each async for each in compare_streaming(backend, requests, LOCAL)]
+        ends = [(index, item) for index, item in progress if isinstance(item, ComparedOutput)]
+        return [index for index, _ in ends], [item.versus_base for _, item in ends]
+
+    indexes, differences = asyncio.run(order())
+    assert indexes == [1, 2, 0]
+    assert [each and each.num_same_tokens for each in differences] == [0, 2, None]
+
+
+def test_an_output_that_equals_the_base_so_far_waits_for_its_end(backend):
+    async def order():
+        backend.scripts.extend([["aaaa"], ["aaaa"]])
+        request = GenerateRequest(request_id=0, model="echo", prompt="hi")
+        requests = comparison_requests(backend, request, [(), FR])
+        shorter = msgspec.structs.replace(requests[1].sampling, max_tokens=2)
+        requests[1] = msgspec.structs.replace(requests[1], sampling=shorter)
+        progress = [each async for each in compare_streaming(backend, requests, LOCAL)]
+        return [(i, isinstance(item, ComparedOutput)) for i, item in progress]
+
+    assert asyncio.run(order())[-3:] == [(0, False), (1, True), (0, True)]
+
+
+def test_a_continued_response_keeps_its_seed(backend):
+    former = [Admitted(b"", 5, 0)]
+    with continuing(Continuation(lambda _: None, former)):
+        requests, _ = run(backend, [()], temperature=1.0)
+    assert requests[0].sampling.seed == 5

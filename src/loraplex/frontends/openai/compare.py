@@ -1,96 +1,65 @@
 """POST /v1/compare: one prompt over many adapters, their outputs side by side."""
 
-import time
-from typing import Any, Literal
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any, NamedTuple
 
 import msgspec
-from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
 from loraplex.core.adapter import AdapterChoice
 from loraplex.core.errors import InvalidParameterError, LoraplexError
-from loraplex.core.output import ResolvedAdapter
+from loraplex.core.output import RequestOutput
 from loraplex.core.request import GenerateRequest, check_adapters
 from loraplex.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from loraplex.frontends.adapter_choices import FIELD, read_choice, read_choices
 from loraplex.frontends.openai.adapter_fields import Target
+from loraplex.frontends.openai.comparison import (
+    Compare,
+    CompareChunk,
+    CompareEntry,
+    Comparison,
+    ComparisonWriter,
+)
 from loraplex.frontends.openai.context import OpenAIContext, json_response, request_id
 from loraplex.frontends.openai.convert import (
     check_priority,
     load_policy,
     prompts,
 )
-from loraplex.frontends.openai.errors import ErrorDetail, error_body
-from loraplex.frontends.openai.logprobs import MIN_LOGPROB, TokenTexts, chat_logprobs
+from loraplex.frontends.openai.generation import ENDS
+from loraplex.frontends.openai.logprobs import TokenTexts
 from loraplex.frontends.openai.rendering import rendered_chat
-from loraplex.frontends.openai.responses import ContentLogprob
 from loraplex.frontends.openai.sampling import sampling_params
-from loraplex.frontends.openai.schema import CompareBody
+from loraplex.frontends.openai.schema import CompareBody, Message
+from loraplex.frontends.openai.sse import EventStream
+from loraplex.frontends.openai.tools import read_tool_use
 from loraplex.frontends.openai.unsupported import refuse_unknown, refuse_unsupported
-from loraplex.frontends.openapi.operation import ANY_ERROR, described, json_body, json_of
+from loraplex.frontends.openapi.operation import (
+    ANY_ERROR,
+    JSON,
+    Media,
+    ResponseDoc,
+    described,
+    events_of,
+    json_body,
+)
 from loraplex.frontends.streams import until_disconnect
 from loraplex.serving.compare import (
     Compared,
     ComparedOutput,
-    Difference,
-    FirstDifference,
     compare,
+    compare_streaming,
     comparison_requests,
 )
+from loraplex.serving.continuation import response_unix_seconds
+from loraplex.serving.text.completion_grammar import completion_grammar
+from loraplex.serving.text.completion_reader import CompletionSyntax
 
-
-class DifferingToken(Struct, frozen=True):
-    """One of the two tokens, and its log probability by both models."""
-
-    token: str
-    token_id: int
-    logprob: float | None
-    """Log probability under this output's model; null if it is not among its 20 likeliest."""
-    base_logprob: float | None
-
-
-class FirstDifferenceEntry(Struct, frozen=True):
-    position: int
-    here: DifferingToken
-    base: DifferingToken
-
-
-class DifferenceEntry(Struct, frozen=True):
-    num_same_tokens: int
-    mean_logprob_difference: float | None
-    first: FirstDifferenceEntry | None
-
-
-class CompareEntry(Struct, frozen=True, kw_only=True):
-    """One output, or an `error`."""
-
-    index: int
-    asked: Any  # language: quoted
-    """The entry of `adapters`, as it was sent."""
-    adapters: tuple[ResolvedAdapter, ...] | UnsetType = UNSET
-    text: str | UnsetType = UNSET
-    finish_reason: str | UnsetType = UNSET
-    num_tokens: int | UnsetType = UNSET
-    logprob: float | UnsetType = UNSET
-    """Log probability of the whole output."""
-    logprobs: list[ContentLogprob] | UnsetType = UNSET
-    ttft_ms: float | UnsetType = UNSET
-    total_ms: float | UnsetType = UNSET
-    num_cached_tokens: int | UnsetType = UNSET
-    versus_base: DifferenceEntry | UnsetType | None = UNSET
-    error: ErrorDetail | None = None
-
-
-class Comparison(Struct, frozen=True, kw_only=True):
-    id: str
-    object: Literal["comparison"] = "comparison"
-    created: int
-    model: str
-    prompt_tokens: int
-    seed: int | None
-    """Seed of all draws; send it again to draw the same."""
-    answers: list[CompareEntry]  # language: quoted
+Progress = tuple[int, RequestOutput | Compared]
+"""(index of the output, what is new or its result)."""
 
 
 class CompareEndpoints:
@@ -98,13 +67,23 @@ class CompareEndpoints:
         self._context = context
 
     @described(
-        json_of(Comparison),
+        ResponseDoc(
+            200,
+            (
+                Media(JSON, Comparison),
+                events_of(CompareChunk, ENDS),
+                events_of(CompareEntry, ENDS),
+                events_of(Comparison, ENDS),
+            ),
+        ),
         tag="completions",
         body=json_body(CompareBody),
         errors=ANY_ERROR,
     )
     async def compare(self, request: Request) -> Response:
-        """One prompt over many adapters, their outputs side by side."""
+        """One prompt over many adapters, their outputs side by side. With stream, events with the
+        tokens of each output; then one with `done`, its times and its difference from the base, or
+        its error; last one with the usage of all."""
         principal = self._context.principal(request)
         body = await self._context.body(request, CompareBody)
         _check(body)
@@ -115,30 +94,26 @@ class CompareEndpoints:
                 f"model must be a base model; {body.model!r} is an adapter: name it in adapters",
                 param="model",
             )
-        generation = await self._request(body, target, request_id(request))
-        requests = comparison_requests(self._context.backend, generation, choices)
-        compared = await until_disconnect(
-            request.receive, compare(self._context.backend, requests, principal)
+        backend = self._context.backend
+        generation, reading = await self._request(body, target, request_id(request))
+        requests = comparison_requests(backend, generation, choices)
+        about = Compare(
+            response_id=f"cmp-{request_id(request)}",
+            created=response_unix_seconds(),
+            model=target.model.name,
+            seed=requests[0].sampling.seed,
+            entries=body.adapters,
         )
-        found = [each for each in compared if isinstance(each, ComparedOutput)]
-        if not found:
+        texts = TokenTexts(backend, target.model.name)
+        writer = ComparisonWriter(about, texts, num_top=body.logprobs or 0, reading=reading)
+        if body.stream:
+            progress = _begun(compare_streaming(backend, requests, principal))
+            return EventStream(progress, writer, request_id(request), read_from=_output_of)
+        compared = await until_disconnect(request.receive, compare(backend, requests, principal))
+        if not any(isinstance(each, ComparedOutput) for each in compared):
             raise next(error for error in compared if isinstance(error, LoraplexError))
-        writer = _Writer(TokenTexts(self._context.backend, target.model.name), body.logprobs or 0)
-        return json_response(
-            Comparison(
-                id=f"cmp-{request_id(request)}",
-                created=int(time.time()),
-                model=target.model.name,
-                prompt_tokens=len(found[0].prompt_token_ids),
-                seed=requests[0].sampling.seed,
-                answers=[
-                    writer.entry(index, entry, output)
-                    for index, (entry, output) in enumerate(
-                        zip(body.adapters, compared, strict=True)
-                    )
-                ],
-            )
-        )
+        # It has the log probabilities of all outputs, and may parse long ones: not in the loop.
+        return json_response(await asyncio.to_thread(writer.body, compared))
 
     def _choices(self, body: CompareBody) -> list[tuple[AdapterChoice, ...]]:
         """Adapters of each output; malformed ones are refused before anything runs."""
@@ -154,80 +129,80 @@ class CompareEndpoints:
             check_adapters(adapters)
         return choices
 
-    async def _request(self, body: CompareBody, target: Target, client_id: str) -> GenerateRequest:
-        is_chat = body.messages is not None
-        prompt = await self._prompt(body, target)
-        return GenerateRequest(
+    async def _request(self, body: CompareBody, target: Target, client_id: str) -> "_PromptRequest":
+        sampling = _sampling(body, target)
+        reading = None
+        if body.messages is None:
+            assert body.prompt is not None
+            [prompt] = prompts(body.prompt, max_prompts=1)
+        else:
+            reading = await self._reading(body, body.messages, target)
+            prompt = reading.prompt
+            grammar = completion_grammar(reading, sampling.grammar)
+            sampling = msgspec.structs.replace(sampling, grammar=grammar)
+        # A template has written the first tokens already.
+        adds_special_tokens = body.add_special_tokens
+        if adds_special_tokens is None:
+            adds_special_tokens = reading is None
+        request = GenerateRequest(
             request_id=0,
             client_request_id=client_id,
             model=target.model.name,
             prompt=prompt,
-            sampling=_sampling(body, target),
+            sampling=sampling,
             load_policy=load_policy(body),
-            # A template has written them already.
-            add_special_tokens=(
-                body.add_special_tokens is True if is_chat else body.add_special_tokens is not False
-            ),
+            shown_special_ids=() if reading is None else reading.shown_ids,
+            add_special_tokens=adds_special_tokens,
             priority=body.priority or 0,
+            timeout_seconds=body.timeout_seconds,
         )
+        return _PromptRequest(request, reading)
 
-    async def _prompt(self, body: CompareBody, target: Target) -> str | tuple[int, ...]:
-        if body.messages is None:
-            assert body.prompt is not None
-            [prompt] = prompts(body.prompt, max_prompts=1)
-            return prompt
+    async def _reading(
+        self, body: CompareBody, messages: list[Message], target: Target
+    ) -> CompletionSyntax:
+        tool_use = read_tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
         arguments = {
             "add_generation_prompt": body.add_generation_prompt is not False,
             "template_kwargs": body.chat_template_kwargs,
         }
-        return await rendered_chat(
-            self._context.backend, target.model, body.messages, arguments=arguments
+        prompt = await rendered_chat(
+            self._context.backend,
+            target.model,
+            messages,
+            None if body.tool_choice == "none" else body.tools,
+            arguments,
         )
+        return CompletionSyntax(chat_format=target.model.chat, tool_use=tool_use, prompt=prompt)
 
 
-class _Writer:
-    def __init__(self, texts: TokenTexts, num_top: int) -> None:
-        self._texts = texts
-        self._num_top = num_top
+class _PromptRequest(NamedTuple):
+    """The request without adapters, and how its outputs are parsed if it is a chat."""
 
-    def entry(self, index: int, sent: Any, output: Compared) -> CompareEntry:
-        if isinstance(output, LoraplexError):
-            return CompareEntry(index=index, asked=sent, error=error_body(output).error)
-        shown = [
-            msgspec.structs.replace(token, top=token.top[: self._num_top])
-            for token in output.logprobs
-        ]
-        versus = output.versus_base
-        return CompareEntry(
-            index=index,
-            asked=sent,
-            adapters=output.adapters,
-            text=output.text,
-            finish_reason=output.finish_reason,
-            num_tokens=len(output.token_ids),
-            logprob=max(output.logprob, MIN_LOGPROB),
-            logprobs=chat_logprobs(shown, self._texts).content,
-            ttft_ms=round(output.ttft_ms, 3),
-            total_ms=round(output.total_ms, 3),
-            num_cached_tokens=output.timing.num_cached_tokens,
-            versus_base=None if versus is None else self._difference(versus),
-        )
+    request: GenerateRequest
+    reading: CompletionSyntax | None
 
-    def _difference(self, versus: Difference) -> DifferenceEntry:
-        first = None if versus.first is None else self._first(versus.first)
-        return DifferenceEntry(versus.num_same_tokens, versus.mean_logprob_difference, first)
 
-    def _first(self, first: FirstDifference) -> FirstDifferenceEntry:
-        here, base = (
-            DifferingToken(
-                self._texts.bytes_of(token_id).decode(errors="replace"), token_id, mine, its
-            )
-            for token_id, mine, its in (
-                (first.token_id, first.token_logprob, first.token_logprob_by_base),
-                (first.base_token_id, first.base_token_logprob, first.base_token_logprob_by_base),
-            )
-        )
-        return FirstDifferenceEntry(first.position, here, base)
+async def _begun(progress: AsyncGenerator[Progress, None]) -> AsyncGenerator[Progress, None]:
+    """Hold errors back until there is an output; raise the first of them if there is none."""
+    errors: list[tuple[int, LoraplexError]] = []
+    has_output = False
+    async with aclosing(progress):
+        async for index, item in progress:
+            if isinstance(item, LoraplexError) and not has_output:
+                errors.append((index, item))
+                continue
+            if not has_output:
+                has_output = True
+                for error in errors:
+                    yield error
+            yield index, item
+    if not has_output:
+        raise errors[0][1]
+
+
+def _output_of(item: Progress) -> tuple[RequestOutput, ...]:
+    return (item[1],) if isinstance(item[1], RequestOutput) else ()
 
 
 def _check(body: CompareBody) -> None:
@@ -237,6 +212,8 @@ def _check(body: CompareBody) -> None:
     check_priority(body)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidParameterError("give either prompt or messages", param="prompt")
+    if body.messages is None and body.tools:
+        raise InvalidParameterError("tools need messages: a prompt has none", param="tools")
     if not 0 <= (body.logprobs or 0) <= MAX_LOGPROBS:
         raise InvalidParameterError(
             f"logprobs must be in [0, {MAX_LOGPROBS}], got {body.logprobs}", param="logprobs"

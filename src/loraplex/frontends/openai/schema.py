@@ -325,6 +325,14 @@ class CompareBody(SamplingBody, ClosedBody):
     """One output each: null for the base model, an adapter, or a list of adapters."""
     logprobs: int | None = None
     """Number of likely tokens returned for each position."""
+    stream: bool | None = None
+    """Server-sent events of all outputs as they come, `data: [DONE]` at the end."""
+    tools: list[Any] | None = None
+    """Same as in a chat; only with messages."""
+    tool_choice: str | dict[str, Any] | None = None
+    """Same as in a chat."""
+    parallel_tool_calls: bool | None = None
+    """Same as in a chat."""
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
