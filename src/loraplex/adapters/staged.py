@@ -17,7 +17,9 @@ REQUEST_TENSORS = "a request's lora_weights"
 class StageRequest(msgspec.Struct, frozen=True, kw_only=True):
     request_id: int
     path: str
-    """Source (sources/reference.py); with tensors only their name in messages."""
+    """Source (sources/reference.py); with tensors or an upload only their name in messages."""
+    upload: str = ""
+    """Folder or file that the server received, which replaces a path."""
     tensors: tuple[TensorHeader, TensorHeader] | None = None
     """lora_weights and lora_config of a request, which replace a path: their bytes follow."""
     state_dir: str

@@ -91,10 +91,12 @@ class StagingWorker:
         reads_again: bool = False,
         is_trusted: bool = True,
         tenant: str = OPERATOR,
+        upload: Path | None = None,
     ) -> StagedAdapter:
         """Put the adapter at `path` into canonical form and check it against the base.
 
-        StageRequest documents the arguments; `path` is any source (sources/reference.py).
+        StageRequest documents the arguments; `path` is any source (sources/reference.py), or with
+        `upload` the name of an upload.
         is_trusted: the operator named it; otherwise the policy for clients applies. tenant: the one
         whose load it is; its loads wait for each other only.
 
@@ -103,12 +105,13 @@ class StagingWorker:
         AdapterLoadError if its source does not respond, or the worker died or exceeded its time
         limit.
         """
-        is_here = parse(str(path)).kind is SourceKind.LOCAL
+        is_here = upload is not None or parse(str(path)).kind is SourceKind.LOCAL
         return await self._stage(
             self._local if is_here else self._remote,
             StageRequest(
                 request_id=next(self._request_ids),
                 path=str(path),
+                upload="" if upload is None else str(upload),
                 state_dir=str(self._state_dir),
                 shapes=shapes,
                 limits=self._limits(max_ranks),

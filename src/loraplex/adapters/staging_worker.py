@@ -64,18 +64,24 @@ def _staged(request: StageRequest, tensors: Sequence[bytes]) -> StagedAdapter:
     """Fetch the adapter if it is remote, and stage it."""
     if request.tensors is not None:
         return stage(request, tensors)
+    if request.upload:
+        return _stage_copy(request, request.upload, request.path)
     started = time.perf_counter()
     place = str(local_path(request.path, request.policy, Path(request.state_dir)))
     fetched = time.perf_counter() - started
-    if parse(request.path).kind is SourceKind.LOCAL:
+    reference = parse(request.path)
+    if reference.kind is SourceKind.LOCAL:
         return stage(msgspec.structs.replace(request, path=place))
-    try:
-        staged = stage(msgspec.structs.replace(request, path=place))
-    except LoraplexError as error:
-        # The client knows the source, not the path of its copy.
-        message = error.message.replace(place, str(parse(request.path)))
-        raise type(error)(message, param=error.param) from error
+    staged = _stage_copy(request, place, str(reference))
     return msgspec.structs.replace(staged, seconds={"fetch": fetched, **staged.seconds})
+
+
+def _stage_copy(request: StageRequest, place: str, shown: str) -> StagedAdapter:
+    """Stage the server's own copy of a source; its client knows the source, not the copy's path."""
+    try:
+        return stage(msgspec.structs.replace(request, path=place))
+    except LoraplexError as error:
+        raise type(error)(error.message.replace(place, shown), param=error.param) from error
 
 
 def _read(stream: BinaryIO) -> StageRequest | None:

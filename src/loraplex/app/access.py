@@ -82,7 +82,7 @@ def guarded(
     return CORSMiddleware(
         checked,
         allow_origins=settings.cors_origins,
-        allow_methods=("GET", "POST", "DELETE"),
+        allow_methods=("GET", "POST", "PUT", "DELETE"),
         allow_headers=("*",),
         expose_headers=_SHOWN_HEADERS,
     )

@@ -16,6 +16,7 @@ from loraplex.adapters.shared_declarations import SharedDeclarations
 from loraplex.adapters.sources.policy import client_policy
 from loraplex.adapters.staging import StagingWorker
 from loraplex.adapters.store import AdapterStore
+from loraplex.adapters.uploads import UploadLimits, Uploads
 from loraplex.core.adapter import LM_HEAD, ExpertLoraLayout
 from loraplex.core.clock import Clock, SystemClock
 from loraplex.core.config import Config, ModelConfig
@@ -66,6 +67,7 @@ def build_service(
 
     try:
         models = [build(name, model) for name, model in config.models.items()]
+        uploads = _uploads(config.server, state_dir, clock)
     except BaseException:
         store.close()
         raise
@@ -83,7 +85,25 @@ def build_service(
         config.server.adapter_watch_seconds,
         build,
         declarations,
+        uploads,
     )
+
+
+def _uploads(server: ServerConfig, state_dir: Path, clock: Clock) -> Uploads | None:
+    if not server.uploads:
+        return None
+    if server.adapter_declarations:
+        raise ConfigError(
+            "uploads and adapter_declarations exclude each other: other servers cannot read what "
+            "one of them received"
+        )
+    limits = UploadLimits(
+        max_bytes=server.max_adapter_bytes,
+        max_tenant_bytes=server.upload_bytes,
+        max_uploads=server.max_uploads,
+        max_seconds=server.upload_seconds,
+    )
+    return Uploads(state_dir / "uploads", limits, clock)
 
 
 def _declarations(server: ServerConfig) -> SharedDeclarations | None:

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from loraplex.app.gathered_writes import GatheredWrites
 from loraplex.app.http_limits import ConnectionLimits, Refusal, not_http, refusal_of_head
 from loraplex.core.errors import BodyTimeoutError, LoraplexError, NotReadyError
+from loraplex.frontends.body_limits import UPLOADS_PREFIX
 from loraplex.frontends.telemetry.connections import HttpConnections
 
 _END = b"\r\n\r\n"
@@ -28,6 +29,8 @@ _CLOSE = (b"connection", b"close")
 _UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
 _MAX_EARLY_BYTES = 64 * 1024
 """Bytes read after a request in progress. Reading goes on so that a disconnect is noticed."""
+_PROGRESS_BYTES = 1 << 20
+"""Bytes of an upload that must come within the time limit of other bodies."""
 _STATE_KEY = "connection_guard"
 
 
@@ -66,6 +69,8 @@ class ConnectionGuard(asyncio.Protocol):
         """Bytes left of a body with a known length."""
         self._num_idle_bytes = 0
         """Bytes of a chunked body since its last content: chunk extensions and trailers."""
+        self._num_recent_bytes = 0
+        """Bytes of a body since its timer started."""
         self._tail = b""
         """Last bytes of a chunked body, in which its end may have begun."""
         self._is_in_progress = False
@@ -176,6 +181,7 @@ class ConnectionGuard(asyncio.Protocol):
         self._stop_timer()
         self._failure, self._has_response = None, False
         self._num_body_bytes, self._num_idle_bytes, self._tail = 0, 0, b""
+        self._num_recent_bytes = 0
         if not self._parse(head):
             return b""
         if self._parser.should_upgrade():
@@ -240,6 +246,7 @@ class ConnectionGuard(asyncio.Protocol):
 
     def on_body(self, body: bytes) -> None:
         self._num_idle_bytes = 0
+        self._num_recent_bytes += len(body)
         if self._num_body_bytes:
             self._num_body_bytes -= len(body)
 
@@ -276,6 +283,11 @@ class ConnectionGuard(asyncio.Protocol):
     def _body_is_late(self) -> None:
         self._timer = None
         seconds = self._limits.body_timeout_seconds
+        is_upload = self._parser.get_method() == b"PUT" and self._url.startswith(UPLOADS_PREFIX)
+        if is_upload and not self._has_response and self._num_recent_bytes >= _PROGRESS_BYTES:
+            self._num_recent_bytes = 0
+            self._start_timer(seconds, self._body_is_late)
+            return
         self._fail(BodyTimeoutError(f"the request body did not come within {seconds:g} seconds"))
 
     def _fail(self, error: LoraplexError) -> None:

@@ -100,6 +100,34 @@ class AdapterSourceSettings(Settings, frozen=True, kw_only=True):
             "[Replicas](replicas.md).",
         ),
     ] = ""
+    uploads: Annotated[
+        bool,
+        _adapters(
+            "Uploads of adapters over HTTP by clients that may manage adapters",
+            "See [Adapters](adapters.md#uploads). Not with `adapter_declarations`: other servers "
+            "cannot read what one of them received.",
+        ),
+    ] = False
+    max_uploads: Annotated[
+        int,
+        _adapters("Maximum number of uploads of a tenant at a time", minimum=1),
+    ] = 16
+    upload_bytes: Annotated[
+        int,
+        _adapters(
+            "Maximum size of all uploads of a tenant together",
+            "One upload is limited by `max_adapter_bytes`.",
+            minimum=1,
+        ),
+    ] = 8 << 30
+    upload_seconds: Annotated[
+        float,
+        _adapters(
+            "Time in seconds after its last change in which an upload can be loaded",
+            "Its files are then removed.",
+            minimum=1,
+        ),
+    ] = 1200.0
     max_adapter_declarations: Annotated[
         int,
         _adapters(

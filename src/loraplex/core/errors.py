@@ -12,6 +12,7 @@
     │   ├── ModelNotFoundError
     │   ├── AdapterNotFoundError
     │   ├── ResponseNotFoundError        not stored, or no longer
+    │   ├── UploadNotFoundError          never begun, removed, or too old
     │   ├── AdapterExistsError
     │   ├── InvalidAdapterError          a file is broken, or has unsupported tensors
     │   ├── AdapterMismatchError         made for another base model
@@ -125,6 +126,10 @@ class AdapterNotFoundError(RequestError):
 
 class ResponseNotFoundError(RequestError):
     code = "response_not_found"
+
+
+class UploadNotFoundError(RequestError):
+    code = "upload_not_found"
 
 
 class AdapterExistsError(RequestError):

@@ -1,4 +1,4 @@
-"""Folders of this process in the temporary directory, which no process that was killed leaves.
+"""Folders of this process in the temporary directory or in another, which no killed process leaves.
 
 Each has a locked file. The kernel frees the lock when the process ends, however it ends. The next
 process that creates a folder deletes those whose lock is free.
@@ -20,9 +20,11 @@ _NEW_LOCK = ".owner-new"
 class PrivateFolder:
     """Folder with mode 0700: no other user may enter it."""
 
-    def __init__(self) -> None:
-        _remove_abandoned(Path(tempfile.gettempdir()))
-        self.path = tempfile.mkdtemp(prefix=PREFIX)
+    def __init__(self, parent: Path | None = None) -> None:
+        """Create the folder. parent: an existing folder; None: the temporary directory."""
+        parent = parent or Path(tempfile.gettempdir())
+        _remove_abandoned(parent)
+        self.path = tempfile.mkdtemp(prefix=PREFIX, dir=parent)
         new_lock = os.path.join(self.path, _NEW_LOCK)
         self._lock = os.open(new_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)

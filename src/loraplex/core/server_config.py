@@ -217,7 +217,7 @@ class ServerConfig(AdapterSourceSettings, frozen=True, kw_only=True):
         float,
         _limits(
             "Time limit in seconds for a request's body, from the end of its headers",
-            "Beyond it: status 408.",
+            "Beyond it: status 408. An upload has it for each MiB.",
             minimum=0.001,
         ),
     ] = 120.0

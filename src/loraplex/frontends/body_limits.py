@@ -14,6 +14,8 @@ _INLINE_BYTES: Final = 32 << 10
 """Shorter bodies are parsed on the event loop: handing them to a thread would take longer."""
 _VALUES_PER_CONTAINER: Final = 4
 """Lists and objects take more time and memory than numbers, so fewer are allowed."""
+UPLOADS_PREFIX: Final = b"/v1/uploads/"
+"""Beginning of paths whose bodies are not held in memory: they have limits of their own."""
 T = TypeVar("T")
 
 

@@ -2,9 +2,10 @@
 
 import collections
 import sys
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator, Awaitable
 from typing import Final, Self
 
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loraplex.core.errors import NotReadyError
@@ -16,6 +17,8 @@ _SMALL_BYTES: Final = 64 << 10
 number is that of the connections, which has its own limit."""
 _DEFAULT_NUM_BODIES: Final = 8
 _RETRY_SECONDS: Final = 1.0
+_LEASE: Final = "loraplex.body_lease"
+"""Key of a request's lease in its scope."""
 
 
 class BodyMemory:
@@ -102,6 +105,7 @@ class BodyMemoryGuard:
 
     async def _counted(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._memory.lease() as lease:
+            scope[_LEASE] = lease
 
             async def counted_receive() -> Message:
                 message = await receive()
@@ -114,3 +118,12 @@ class BodyMemoryGuard:
                 return send(message)
 
             await self._app(scope, counted_receive, released_send)
+
+
+async def passing_body(request: Request) -> AsyncIterator[bytes]:
+    """Yield the body of a request that is not kept: a piece counts until the next is read."""
+    lease: BodyLease | None = request.scope.get(_LEASE)
+    async for piece in request.stream():
+        yield piece
+        if lease is not None:
+            lease.release()

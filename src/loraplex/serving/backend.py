@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import msgspec
 
 from loraplex.adapters.staging import RequestTensor
+from loraplex.adapters.uploads import Uploads
 from loraplex.core.adapter import AdapterKey, AdapterRef, Residency
 from loraplex.core.errors import LoraplexError
 from loraplex.core.output import RequestOutput
@@ -287,6 +288,11 @@ class Backend(TextBackend, Protocol):
 
     @property
     def adapter_admin(self) -> AdapterAdmin: ...
+
+    @property
+    def uploads(self) -> Uploads | None:
+        """Return what clients sent to be loaded; None: they may not."""
+        ...
 
     def health(self) -> Health: ...
 

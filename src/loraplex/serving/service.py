@@ -14,6 +14,7 @@ import msgspec
 from loraplex.adapters.shared_declarations import SharedDeclarations
 from loraplex.adapters.staging import StagingWorker
 from loraplex.adapters.store import AdapterVersion
+from loraplex.adapters.uploads import Uploads
 from loraplex.core.adapter import (
     AdapterKey,
     AdapterRef,
@@ -82,15 +83,18 @@ class Service:
         adapter_watch_seconds: float = 0.0,
         build: Callable[[str, ModelConfig], ServedModel] | None = None,
         declarations: SharedDeclarations | None = None,
+        uploads: Uploads | None = None,
     ) -> None:
         """adapter_watch_seconds: how often adapter folders are looked at; 0: at the start only.
         build: makes a model that start_model adds. declarations: names shared with other servers.
+        uploads: what clients sent; None: they may not.
         """
         self._build = build
         self._catalog = ModelCatalog(models)
         self._models = self._catalog.models
         self._loader = CatalogLoader(worker, self._catalog, clock)
-        self._upkeep = CatalogUpkeep(self._models.values(), self._loader)
+        self.uploads = uploads
+        self._upkeep = CatalogUpkeep(self._models.values(), self._loader, uploads=uploads)
         self._follower = FolderFollower(self._loader, self._catalog, adapter_watch_seconds)
         self._declared: DeclaredAdapters | None = None
         changes: DeclaredChanges | None = None
@@ -113,6 +117,7 @@ class Service:
             self.new_request_id,
             self._validate,
             changes,
+            uploads,
         )
 
     async def start(self) -> None:
@@ -161,6 +166,8 @@ class Service:
         await self._upkeep.close()
         await asyncio.gather(*map(_close, self._models.values()))
         await self._loader.close()
+        if self.uploads is not None:
+            await asyncio.to_thread(self.uploads.close)
         for model in self._models.values():
             await self._catalog.change(model.store.close)
 

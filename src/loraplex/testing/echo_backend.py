@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from loraplex.adapters.uploads import Uploads
 from loraplex.core.adapter import (
     AdapterChoice,
     AdapterKey,
@@ -66,6 +67,7 @@ class EchoBackend(EchoState):
             for name in models
         }
         self.adapter_admin = EchoAdmin(self, self)
+        self.uploads: Uploads | None = None
         self._faults: deque[Fault] = deque()
         self._request_ids = itertools.count(1)
 

@@ -108,7 +108,8 @@ async def port():
                 Route("/early", _early, methods=["POST"]),
                 Route("/stream", _stream),
                 Route("/waiting", _waiting, methods=["POST"]),
-                Route("/{path:path}", _echo, methods=["GET", "POST"]),
+                Route("/v1/uploads/early", _early, methods=["PUT"]),
+                Route("/{path:path}", _echo, methods=["GET", "POST", "PUT"]),
             ]
             inner = Starlette(routes=routes)
             inner.state.left = asyncio.Event()
@@ -240,6 +241,35 @@ async def test_a_body_that_trickles_and_one_in_time(port):
     await skip(2.1)
     status, headers, _ = await raw.response()
     assert (status, headers["connection"]) == (500, "close"), "this app has no handler for it"
+    assert await raw.is_closed()
+
+
+async def test_an_upload_has_the_time_of_a_body_for_each_mebibyte(port):
+    raw = await (await port(body_timeout_seconds=30)).connect()
+    head = b"PUT /v1/uploads/1/x HTTP/1.1\r\nhost: x\r\ncontent-length: 9999999\r\n\r\n"
+    raw.send(head)
+    for _ in range(3):
+        raw.send(b"x" * (1 << 20))
+        await settle()
+        await skip(29)
+    assert not await raw.is_closed()
+    await skip(2)
+    await skip(31)
+    assert (await raw.response())[0] == 500, "this app has no handler for it"
+    assert await raw.is_closed()
+
+
+async def test_after_its_response_an_upload_has_the_time_of_one_body(port):
+    raw = await (await port(body_timeout_seconds=30)).connect()
+    head = b"PUT /v1/uploads/early HTTP/1.1\r\nhost: x\r\ncontent-length: 9999999\r\n\r\n"
+    raw.send(head)
+    assert (await raw.response())[0] == 200
+    for _ in range(4):
+        raw.send(b"x" * (1 << 20))
+        await settle()
+        await skip(7)
+    assert not await raw.is_closed()
+    await skip(2.1)
     assert await raw.is_closed()
 
 

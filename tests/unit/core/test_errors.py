@@ -43,6 +43,7 @@ def test_codes_are_stable():
         "model_not_found",
         "adapter_not_found",
         "response_not_found",
+        "upload_not_found",
         "adapter_exists",
         "invalid_adapter",
         "adapter_mismatch",

@@ -52,6 +52,7 @@ STATUS: Mapping[type[errors.LoraplexError], Status] = MappingProxyType(
         errors.ModelNotFoundError: _NOT_FOUND,
         errors.AdapterNotFoundError: _NOT_FOUND,
         errors.ResponseNotFoundError: _NOT_FOUND,
+        errors.UploadNotFoundError: _NOT_FOUND,
         errors.AdapterExistsError: Status(400, "ALREADY_EXISTS"),
         errors.InvalidAdapterError: _INVALID,
         errors.AdapterMismatchError: _INVALID,

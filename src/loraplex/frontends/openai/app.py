@@ -33,6 +33,7 @@ from loraplex.frontends.openai.lorax.errors import LORAX_ERRORS
 from loraplex.frontends.openai.me import MeEndpoints
 from loraplex.frontends.openai.probes import ProbeEndpoints
 from loraplex.frontends.openai.responses_api.endpoints import ResponsesEndpoints
+from loraplex.frontends.openai.uploads import UploadEndpoints
 from loraplex.frontends.telemetry.routes import RecordedRoute
 from loraplex.serving.backend import Backend
 from loraplex.serving.wire_request import note_error
@@ -132,7 +133,7 @@ def _models(context: OpenAIContext) -> Routes:
 def _adapters(context: OpenAIContext) -> Routes:
     """Their management."""
     adapters = AdapterEndpoints(context)
-    dynamo = DynamoEndpoints(context, adapters)
+    dynamo, uploads = DynamoEndpoints(context, adapters), UploadEndpoints(context)
     return (
         ("GET", "/v1/adapters", adapters.list_adapters),
         ("POST", "/v1/adapters", adapters.load_adapter),
@@ -143,6 +144,10 @@ def _adapters(context: OpenAIContext) -> Routes:
         ("DELETE", "/v1/adapters/{name:path}", adapters.delete_adapter),
         ("POST", "/v1/load_lora_adapter", adapters.load_lora_adapter),
         ("POST", "/v1/unload_lora_adapter", adapters.unload_lora_adapter),
+        ("POST", "/v1/uploads", uploads.create),
+        ("GET", "/v1/uploads/{id}", uploads.get),
+        ("DELETE", "/v1/uploads/{id}", uploads.delete),
+        ("PUT", "/v1/uploads/{id}/{file}", uploads.put_file),
         ("GET", "/v1/loras", dynamo.list_loras),
         ("POST", "/v1/loras", dynamo.load_lora),
         ("DELETE", "/v1/loras/{name:path}", dynamo.unload_lora),

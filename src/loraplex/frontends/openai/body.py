@@ -44,7 +44,7 @@ _KINDS = ((str, "a long string"), (list, "a list"), (dict, "an object"))
 async def read_body(request: Request, max_bytes: int, max_discarded_bytes: int = 0) -> bytes:
     """The whole body. Raises PayloadTooLargeError, and keeps nothing, if it is over max_bytes.
 
-    max_discarded_bytes: see _discard; at least max_bytes.
+    max_discarded_bytes: see discard; at least max_bytes.
     """
     _check_headers(request)
     too_large = PayloadTooLargeError(
@@ -52,7 +52,7 @@ async def read_body(request: Request, max_bytes: int, max_discarded_bytes: int =
     )
     stream = request.stream()
     chunks: list[bytes] = []
-    num_bytes = _declared_bytes(request)
+    num_bytes = declared_bytes(request)
     if num_bytes <= max_bytes:
         num_bytes = 0
         async for chunk in stream:
@@ -62,17 +62,18 @@ async def read_body(request: Request, max_bytes: int, max_discarded_bytes: int =
             chunks.append(chunk)
     if num_bytes > max_bytes:
         chunks.clear()
-        await _discard(request, stream, max(max_bytes, max_discarded_bytes))
+        await discard(request, stream, max(max_bytes, max_discarded_bytes))
         raise too_large
     return b"".join(chunks)
 
 
-def _declared_bytes(request: Request) -> int:
+def declared_bytes(request: Request) -> int:
+    """Return the size that a request declares for its body; 0 without one."""
     declared = request.headers.get("content-length", "")
     return int(declared) if declared.isdecimal() else 0
 
 
-async def _discard(request: Request, stream: AsyncIterator[bytes], max_bytes: int) -> None:
+async def discard(request: Request, stream: AsyncIterator[bytes], max_bytes: int) -> None:
     """Let an ordinary client finish, up to max_bytes more.
 
     A connection that is closed on unread bytes is reset, and most clients would then see the
@@ -166,13 +167,18 @@ def _show(value: Any) -> str:
 
 
 def _check_headers(request: Request) -> None:
-    """The type, because a foreign web page can post anything but JSON without a preflight
+    """Check the type, because a foreign web page can post anything but JSON without a preflight
     of the browser; and the encoding."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json" and not media_type.endswith("+json"):
         raise InvalidRequestError(
             f"the body must be sent as Content-Type: application/json, got {media_type or 'none'}"
         )
+    check_encoding(request)
+
+
+def check_encoding(request: Request) -> None:
+    """Raise InvalidRequestError for a body that is compressed."""
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
         raise InvalidRequestError(

@@ -39,6 +39,7 @@ WIRE_ERRORS: dict[type[errors.LoraplexError], WireError] = {
     errors.ModelNotFoundError: WireError(404, INVALID),
     errors.AdapterNotFoundError: WireError(404, INVALID),
     errors.ResponseNotFoundError: WireError(404, INVALID),
+    errors.UploadNotFoundError: WireError(404, INVALID),
     errors.AdapterExistsError: WireError(409, INVALID),
     errors.InvalidAdapterError: WireError(422, INVALID),
     errors.AdapterMismatchError: WireError(422, INVALID),

@@ -1,8 +1,10 @@
 """Changes of adapters by clients, as their rights allow."""
 
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 from loraplex.adapters.staging import RequestTensor
+from loraplex.adapters.uploads import UPLOADS_ARE_OFF, Uploads, is_upload
 from loraplex.core.adapter import AdapterKey, AdapterRef, ByName, ByTaskId
 from loraplex.core.errors import LoraplexError, UnsupportedFeatureError
 from loraplex.core.principal import Principal
@@ -41,13 +43,15 @@ class CatalogAdmin:
         new_request_id: Callable[[], RequestId],
         validate: Validate,
         declared: DeclaredChanges | None = None,
+        uploads: Uploads | None = None,
     ) -> None:
         """`require_open` raises while the server starts or drains.
 
         validate: validates an adapter that is known by name only. declared: makes the changes that
-        other servers share.
+        other servers share. uploads: what clients sent; None: they may not.
         """
         self._validate = validate
+        self._uploads = uploads
         self._declared = declared
         self._catalog = catalog
         self._loader = loader
@@ -79,6 +83,7 @@ class CatalogAdmin:
         self._require_changes()
         served.adapters_of(principal).check_manages(name)
         self._catalog.check_is_no_base(name)
+        upload = self._upload_of(path, principal)
         register = None
         if self._declared is not None:
             register = await self._declared.begin_load(
@@ -88,7 +93,7 @@ class CatalogAdmin:
             await self._settle(served, principal, ByName(name))
         if task_id is not None:
             await self._settle(served, principal, ByTaskId(task_id))
-        return await self._loader.load(
+        report = await self._loader.load(
             served,
             principal,
             name=name,
@@ -98,7 +103,19 @@ class CatalogAdmin:
             dry_run=dry_run,
             canary_id=self._new_request_id if canary else None,
             register=register,
+            upload=upload,
         )
+        if self._uploads is not None and upload is not None and not dry_run:
+            await self._uploads.discard(path)
+        return report
+
+    def _upload_of(self, path: str, principal: Principal) -> Path | None:
+        """Return the files of an upload that a path names; None for another source."""
+        if not is_upload(path):
+            return None
+        if self._uploads is None:
+            raise UnsupportedFeatureError(UPLOADS_ARE_OFF, param="path")
+        return self._uploads.place(path, principal.tenant)
 
     async def load_tensors(
         self,

@@ -10,6 +10,7 @@ from loraplex.adapters.sources.reference import shown_source
 from loraplex.adapters.staged import REQUEST_TENSORS
 from loraplex.adapters.staging import OPERATOR, RequestTensor, StagedAdapter, StagingWorker
 from loraplex.adapters.store import AdapterVersion, Registration, VersionOrigin
+from loraplex.adapters.uploads import is_upload
 from loraplex.core.adapter import AdapterKey, AdapterRef, ByDigest, ByName, ByTaskId
 from loraplex.core.clock import Clock
 from loraplex.core.errors import AdapterExistsError, AdapterLoadError, InvalidAdapterError
@@ -62,15 +63,17 @@ class CatalogLoader:
         dry_run: bool = False,
         canary_id: Callable[[], RequestId] | None = None,
         register: Callable[[StagedAdapter], Awaitable[Registration]] | None = None,
+        upload: Path | None = None,
     ) -> LoadReport:
         """Load an adapter. Raises before any change if it is bad, or would have no effect.
 
         canary_id: returns ids for the canary's requests; None runs no canary. register: binds the
-        name; None: the catalog of this server does.
+        name; None: the catalog of this server does. upload: what the client sent, which `path`
+        names.
         """
         tenant, store = principal.tenant, model.store
         store.check_free(model.card.name, tenant, name, task_id, replace=replace)
-        staged = await self.stage(model, path, tenant=tenant, is_trusted=False)
+        staged = await self.stage(model, path, tenant=tenant, is_trusted=False, upload=upload)
         if staged.changes_nothing:
             raise InvalidAdapterError(
                 f"adapter {name!r} changes nothing: every lora_B of {shown_source(path)} is zero "
@@ -177,10 +180,10 @@ class CatalogLoader:
     async def reload(self, model: ServedModel, version: AdapterVersion) -> bool:
         """Stage a version's source again; return whether it has other bytes, the next version.
 
-        Tensors of a request have no source to stage, and a declared adapter changes by its
-        declaration. Raises the error of the source, if any.
+        Tensors of a request and uploads have no source to stage, and a declared adapter changes by
+        its declaration. Raises the error of the source, if any.
         """
-        if version.path == REQUEST_TENSORS or version.origin is VersionOrigin.DECLARED:
+        if _was_sent(version) or version.origin is VersionOrigin.DECLARED:
             return False
         staged = await self._stage_again(model, version, reads_again=True)
         is_same = staged.source.digest == version.digest
@@ -195,7 +198,7 @@ class CatalogLoader:
         With other bytes nothing is registered: the operator decides what they mean. Raises the
         reason why the source cannot be read.
         """
-        if version.path == REQUEST_TENSORS:
+        if _was_sent(version):
             raise AdapterLoadError("its weights came in a request: send them again")
         staged = await self._stage_again(model, version)
         is_same = staged.source.digest == version.digest
@@ -262,8 +265,10 @@ class CatalogLoader:
         tenant: str = OPERATOR,
         reads_again: bool = False,
         is_trusted: bool = True,
+        upload: Path | None = None,
     ) -> StagedAdapter:
-        """Stage a source. is_trusted: the operator named the path, not a client."""
+        """Stage a source. is_trusted: the operator named the path, not a client. upload: what
+        `path` names, if a client sent it."""
         staged = await self._worker.stage(
             path,
             shapes=model.shapes,
@@ -275,6 +280,7 @@ class CatalogLoader:
             reads_again=reads_again,
             is_trusted=is_trusted,
             tenant=tenant,
+            upload=upload,
         )
         self._observe(model, staged)
         return staged
@@ -336,6 +342,11 @@ def inline_name(model: ServedModel, principal: Principal, task_id: int | None) -
         return _INLINE
     own = model.store.find(AdapterRef(model.card.name, principal.tenant, ByTaskId(task_id)))
     return str(task_id) if own is None else own.name
+
+
+def _was_sent(version: AdapterVersion) -> bool:
+    """Whether a client sent the adapter itself: it has no source."""
+    return version.path == REQUEST_TENSORS or is_upload(version.path)
 
 
 def _trained_name(model_path: str) -> str:

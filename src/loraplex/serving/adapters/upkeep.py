@@ -1,10 +1,11 @@
-"""Periodic upkeep: repairs lost files, deletes unneeded files, and unregisters unnamed adapters."""
+"""Periodic upkeep: repairs lost files, deletes unneeded ones, and unregisters unnamed adapters."""
 
 import asyncio
 import logging
 from collections.abc import Collection
 
 from loraplex.adapters.store import AdapterStore, AdapterVersion
+from loraplex.adapters.uploads import Uploads
 from loraplex.core.errors import LoraplexError
 from loraplex.serving.adapters.loading import CatalogLoader
 from loraplex.serving.served_model import ServedModel
@@ -22,10 +23,12 @@ class CatalogUpkeep:
         models: Collection[ServedModel],
         loader: CatalogLoader,
         interval_seconds: float = INTERVAL_SECONDS,
+        uploads: Uploads | None = None,
     ) -> None:
         self._models = models
         """It may grow while the server runs."""
         self._loader = loader
+        self._uploads = uploads
         self._interval_seconds = interval_seconds
         self._logged: set[str] = set()
         """Digests whose loss was logged."""
@@ -41,6 +44,8 @@ class CatalogUpkeep:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def run_once(self) -> None:
+        if self._uploads is not None:
+            await self._uploads.remove_old()
         for store in {id(model.store): model.store for model in self._models}.values():
             await self._repair(store)
             for model in self._models:

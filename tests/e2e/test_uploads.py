@@ -1,0 +1,171 @@
+"""Uploads to a server of two processes with TLS and tenants: from the client's files to outputs."""
+
+import datetime
+import shutil
+import socket
+import ssl
+import subprocess
+from pathlib import Path
+
+import httpx
+import pytest
+
+from loraplex.demo import ADAPTER_PATHS
+from loraplex.serving.access.key_file_changes import create_key
+from loraplex.testing.running_server import RunningServer, serving
+from support.eventually import eventually
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("uploads")]
+
+FLAGS = ("--frontend-processes", "2", "--uploads", "--max-body-bytes", "65536")
+FILES = ("adapter_config.json", "adapter_model.safetensors")
+NOW = datetime.datetime(2026, 1, 31, tzinfo=datetime.UTC)
+TABLES = '[tenants.acme]\nmanage = "all"\n[tenants.umbrella]\nmanage = "all"\n[tenants.reader]\n'
+
+
+class Site:
+    """Certificate, keys and state of servers that follow each other."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.certificate, key = folder / "cert.pem", folder / "key.pem"
+        command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
+        command += ["-keyout", str(key), "-out", str(self.certificate), "-subj", "/CN=localhost"]
+        command += ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+        subprocess.run(command, check=True, capture_output=True)
+        path = folder / "keys.toml"
+        path.write_text(TABLES)
+        self.keys = {
+            name: create_key(path, name, NOW)[1] for name in ("acme", "umbrella", "reader")
+        }
+        self.flags = ["--api-keys-file", str(path), "--tls-key", str(key)]
+        self.flags += ["--tls-cert", str(self.certificate)]
+        self.trust = ssl.create_default_context(cafile=self.certificate)
+
+    def serving(self):
+        flags = (*FLAGS, *self.flags)
+        return serving(self.folder / "state", *flags, certificate=self.certificate)
+
+    def client(self, server: RunningServer, tenant: str = "acme") -> httpx.Client:
+        headers = {"authorization": f"Bearer {self.keys[tenant]}"}
+        return httpx.Client(base_url=server.url, headers=headers, verify=self.trust, timeout=60)
+
+    def files(self) -> list[str]:
+        found = (self.folder / "state" / "uploads").rglob("*")
+        return sorted(path.name for path in found if path.is_file() and path.name != ".owner")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    return Site(tmp_path_factory.mktemp("uploads"))
+
+
+@pytest.fixture(scope="module")
+def server(site):
+    with site.serving() as running:
+        yield running
+
+
+def upload(client: httpx.Client, folder: Path = ADAPTER_PATHS["chinese"]) -> str:
+    """The path of an upload with the files of a folder."""
+    path = client.post("/v1/uploads").json()["path"]
+    for name in FILES:
+        sent = client.put(f"{url_of(path)}/{name}", content=(folder / name).read_bytes())
+        assert sent.status_code == 200, sent.text
+    return path
+
+
+def url_of(path: str) -> str:
+    return f"/v1/uploads/{path.removeprefix('upload://')}"
+
+
+def load(client: httpx.Client, path: str, **fields) -> httpx.Response:
+    return client.post("/v1/adapters", json={"name": "zh", "path": path} | fields)
+
+
+def complete(client: httpx.Client, model: str) -> str:
+    body = {"model": model, "prompt": "The capital of the US is", "max_tokens": 9, "temperature": 0}
+    response = client.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]["text"]
+
+
+def test_a_dry_run_keeps_an_upload_and_a_load_takes_it(site, server):
+    with site.client(server) as client, site.client(server, "umbrella") as other:
+        path = upload(client)
+        for again in (False, True):
+            tried = load(client, path, dry_run=True, canary=again)
+            assert tried.status_code == 200, tried.text
+        stolen = load(other, path)
+        assert (stolen.status_code, stolen.json()["error"]["code"]) == (404, "upload_not_found")
+        loaded = load(client, path)
+        assert loaded.status_code == 201, loaded.text
+        assert loaded.json()["source"] == path
+        assert client.get(url_of(path)).status_code == 404
+        assert site.files() == []
+        assert complete(client, "zh") == complete(client, "chinese")
+        # There is no source to read again.
+        body = {"model": "zh", "prompt": "x", "max_tokens": 1, "load_lora_weights": "always"}
+        assert client.post("/v1/completions", json=body).status_code == 200
+        second = upload(client, ADAPTER_PATHS["japanese"])
+        assert load(client, second).status_code == 409
+        replaced = load(client, second, replace=True)
+        assert (replaced.status_code, replaced.json()["version"]) == (201, 2)
+        assert complete(client, "zh") == complete(client, "japanese")
+
+
+def test_errors_name_the_upload_and_no_path_of_the_server(site, server, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(ADAPTER_PATHS["chinese"], broken)
+    (broken / FILES[1]).write_bytes(b"no tensors")
+    with site.client(server) as client:
+        path = upload(client, broken)
+        for dry_run in (True, False):
+            refused = load(client, path, name="bad", dry_run=dry_run)
+            assert refused.status_code == 422, refused.text
+            message = refused.json()["error"]["message"]
+            assert f"{path}/{FILES[1]}" in message
+            assert str(site.folder) not in message
+        assert client.get(url_of(path)).status_code == 200, "what was not loaded stays"
+        empty = client.post("/v1/uploads").json()["path"]
+        assert load(client, empty, name="bad").status_code == 422
+        for wrong in (path, empty):
+            assert client.delete(url_of(wrong)).status_code == 200
+        for text in ("upload://", "upload://../x", f"upload://{'0' * 32}"):
+            refused = load(client, text, name="bad")
+            assert refused.json()["error"]["code"] == "upload_not_found", refused.text
+
+
+def test_without_the_right(site, server):
+    with site.client(server, "reader") as client:
+        assert client.post("/v1/uploads").status_code == 403
+
+
+def test_a_client_that_leaves_half_way(site, server):
+    with site.client(server) as client:
+        path = client.post("/v1/uploads").json()["path"]
+        with socket.create_connection(("127.0.0.1", server.http_port)) as plain:
+            tls = site.trust.wrap_socket(plain, server_hostname="localhost")
+            head = f"PUT {url_of(path)}/{FILES[1]} HTTP/1.1\r\nhost: localhost\r\n"
+            head += f"authorization: Bearer {site.keys['acme']}\r\ncontent-length: 9999999\r\n\r\n"
+            tls.sendall(head.encode() + b"x" * 3_000_000)
+            assert eventually(lambda: any(name.endswith(".part") for name in site.files()))
+            tls.close()
+        assert eventually(lambda: site.files() == [])
+        assert client.get(url_of(path)).json()["files"] == []
+        client.delete(url_of(path))
+
+
+def test_a_restart_keeps_what_was_loaded_and_no_upload(tmp_path):
+    site = Site(tmp_path)
+    with site.serving() as server, site.client(server) as client:
+        assert load(client, upload(client)).status_code == 201
+        path = upload(client)
+        assert site.files() == list(FILES)
+        server.process.kill()
+        server.process.wait()
+    assert site.files() == list(FILES)
+    with site.serving() as server, site.client(server) as client:
+        assert site.files() == []
+        assert client.get(url_of(path)).status_code == 404
+        assert complete(client, "zh") == complete(client, "chinese")
