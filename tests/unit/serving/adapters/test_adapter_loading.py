@@ -100,6 +100,7 @@ async def test_a_load_reports_what_it_loaded(loading, staging, start):
             "reads_again": False,
             "is_trusted": False,
             "tenant": "acme",
+            "upload": None,
         }
     ]
     version = model.store.resolve(AdapterRef("base", "acme", ByTaskId(4)))
