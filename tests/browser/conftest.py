@@ -28,12 +28,8 @@ if not HAS_PLAYWRIGHT and not IS_REQUIRED:
 
 FLAGS = (
     *("--headless=new", "--disable-gpu", "--no-first-run", "--disable-background-networking"),
-    *(
-        "--disable-component-update",
-        "--disable-sync",
-        "--disable-quic",
-        "--force-color-profile=srgb",
-    ),
+    *("--disable-component-update", "--disable-sync", "--disable-quic"),
+    "--force-color-profile=srgb",
 )
 WIDE = {"width": 1280, "height": 800}
 PHONE = {"width": 390, "height": 844}

@@ -15,6 +15,7 @@ CLIENT_CLOSED_REQUEST = "499"
 """Status without a response, as nginx logs it."""
 _FAILED = "500"
 _ID = HEADER.encode()
+_CACHING, _SNIFFING = b"cache-control", b"x-content-type-options"
 
 
 class RequestMiddleware:
@@ -73,6 +74,11 @@ class _Response:
             names = [name for name, _ in headers]  # in lower case, as ASGI has them
             if _ID not in names:
                 headers.append((_ID, self._request.request_id.encode()))
+            # Nothing is to keep a copy of data, or to take it for another type.
+            if _CACHING not in names:
+                headers.append((_CACHING, b"no-store"))
+            if _SNIFFING not in names:
+                headers.append((_SNIFFING, b"nosniff"))
             # The next request is to find another server.
             if self._is_draining() and b"connection" not in names:
                 headers.append((b"connection", b"close"))

@@ -36,7 +36,7 @@ export async function choose(name) {
 export const chosen = () => language;
 
 /**
- * A text, such as t("live.steps", {n: 3}); `{n}` in it is replaced. Numbers are written as the
+ * A text, such as t("shell.age", { seconds: 3 }); `{seconds}` in it is replaced. Numbers are written as the
  * language does.
  * @param {string} name @param {Record<string, string | number>} values
  */
