@@ -8,6 +8,7 @@ from loraplex.core.principal import Principal, TenantLimits
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.serving.access.sliding_window import SLOT_NS, WINDOW_NS
 from loraplex.serving.access.tenant_limits import TenantGate
+from loraplex.serving.adapter_usage import AdapterUsage
 from loraplex.testing.fake_clock import FakeClock
 
 REQUESTS, TOKENS, CONCURRENT = 7, 100, 4
@@ -32,7 +33,7 @@ class TenantLimitsMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.clock = FakeClock(start_ns=123_456_789)
-        self.gate = TenantGate(self.clock)
+        self.gate = TenantGate(self.clock, AdapterUsage())
         self.leases = {}
         self.times = []
         self.costs = []

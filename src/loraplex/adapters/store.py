@@ -205,14 +205,11 @@ class AdapterStore:
 
     def list(self, tenant: str, model: str | None = None) -> list[AdapterVersion]:
         """Return a tenant's adapters by model and name, including those whose file is gone."""
-        return sorted(
-            (
-                version
-                for version in self._names.versions()
-                if version.tenant == tenant and model in (None, version.model)
-            ),
-            key=lambda version: (version.model, version.name),
-        )
+        if model is not None:
+            versions = self._names.versions((model, tenant))
+        else:
+            versions = [one for one in self._names.versions() if one.tenant == tenant]
+        return sorted(versions, key=lambda version: (version.model, version.name))
 
     def present(self, model: str) -> Sequence[AdapterVersion]:
         """Return the present version of each name of a model, for all tenants."""

@@ -77,7 +77,7 @@ class AdapterVersion:
     @functools.cached_property
     def rank(self) -> int:
         """Largest of its ranks; 0 without LoRA. Cached: listings have thousands of adapters."""
-        return max((largest for _, largest in self.source.ranks.values()), default=0)
+        return max((target.lora_rank or 0 for target in self.source.targets), default=0)
 
 
 def check_name(name: str) -> None:

@@ -191,6 +191,12 @@ def card_fields(version: AdapterVersion, state: AdapterState) -> dict[str, Any]:
     }
 
 
+def card_as(kind: type[CardT], card: AdapterCard, **fields: Any) -> CardT:
+    """Return the card with the further fields of the kind."""
+    known = {name: getattr(card, name) for name in kind.__struct_fields__ if hasattr(card, name)}
+    return kind(**known, **fields)
+
+
 def without_sources(card: CardT) -> CardT:
     """Remove source and usage, for tenants which do not own the adapter."""
     shown = msgspec.structs.replace(card, source="")

@@ -28,6 +28,8 @@ from loraplex.serving.adapter_cards import (
     UnloadMode,
     VersionCard,
 )
+from loraplex.serving.adapter_list import AdapterPage, AdapterQuery
+from loraplex.serving.adapter_usage import AdapterUsage
 from loraplex.serving.model_memory import ModelMemory, StoredAdapters
 from loraplex.serving.text.chat_format import ChatFormat
 
@@ -294,6 +296,9 @@ class Backend(TextBackend, Protocol):
         """Return what clients sent to be loaded; None: they may not."""
         ...
 
+    @property
+    def adapter_usage(self) -> AdapterUsage: ...
+
     def health(self) -> Health: ...
 
     def usage(self, principal: Principal) -> TenantUsage:
@@ -307,6 +312,10 @@ class Backend(TextBackend, Protocol):
     def model(self, name: str) -> Model: ...
 
     def adapters(self, principal: Principal, model: str | None = None) -> Sequence[AdapterCard]: ...
+
+    async def adapter_page(self, principal: Principal, query: AdapterQuery) -> AdapterPage:
+        """Return one page of the adapters that a principal may see."""
+        ...
 
 
 Admission = AsyncIterator[RequestOutput] | LoraplexError

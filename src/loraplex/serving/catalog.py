@@ -342,7 +342,7 @@ async def describe(model: ServedModel, ref: AdapterRef) -> AdapterDetails:
         **card_fields(version, model.state_of(version)),
         aliases=tuple(sorted(a for a, name in aliases.items() if name == version.name)),
         residency=residency.get(version.digest, Residency.ABSENT),
-        num_running=model.engine.num_labelled(label(version)),
+        num_running=model.engine.num_by_label().get(label(version), 0),
         content=content_of(version.staged, model.engine.capacity, model.card.dtype),
         versions=tuple(map(version_card, history)),
     )

@@ -6,7 +6,7 @@ Text and numbers of one model are in `served_model`, changes of adapters in `ada
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -35,10 +35,13 @@ from loraplex.core.errors import (
 from loraplex.core.output import RequestOutput, ResolvedAdapter
 from loraplex.core.principal import LOCAL, Principal, TenantUsage
 from loraplex.core.request import EngineRequest, GenerateRequest, RequestId, check_adapters
+from loraplex.serving.access.tenant_adapters import TenantAdapters
 from loraplex.serving.access.tenant_limits import Lease, LeasedOutputs, TenantGate
 from loraplex.serving.adapter_cards import (
     AdapterCard,
 )
+from loraplex.serving.adapter_list import AdapterPage, AdapterQuery
+from loraplex.serving.adapter_usage import AdapterUsage, UsedAdapter
 from loraplex.serving.adapters.admin import CatalogAdmin
 from loraplex.serving.adapters.composition import compose
 from loraplex.serving.adapters.declared_adapters import DeclaredAdapters
@@ -55,6 +58,7 @@ from loraplex.serving.draining import Draining
 from loraplex.serving.engines.async_engine import AsyncEngine
 from loraplex.serving.engines.output_stream import EngineOutputs
 from loraplex.serving.generation import Generation
+from loraplex.serving.listed_adapters import listed_page
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.served_model import ServedModel, label, resolved, uses
 
@@ -105,7 +109,8 @@ class Service:
             changes = DeclaredChanges(self._declared, self._catalog)
         self._metrics = metrics
         self._clock = clock
-        self._gate = TenantGate(clock)
+        self.adapter_usage = AdapterUsage()
+        self._gate = TenantGate(clock, self.adapter_usage)
         self._request_ids = itertools.count(1)
         self._is_started = False
         self.draining = Draining(clock, self._num_running, self._end_requests)
@@ -204,6 +209,9 @@ class Service:
     def adapters(self, principal: Principal, model: str | None = None) -> Sequence[AdapterCard]:
         return self._catalog.adapters(principal, model)
 
+    async def adapter_page(self, principal: Principal, query: AdapterQuery) -> AdapterPage:
+        return await listed_page(self._catalog.of(principal), principal, self.adapter_usage, query)
+
     async def find(self, name: str, principal: Principal) -> tuple[ModelCard, AdapterKey | None]:
         try:
             model, key = self._catalog.find(name, principal)
@@ -254,9 +262,10 @@ class Service:
         check_adapters(request.adapters)
         if request.load_policy is not LoadPolicy.NEVER:
             await self._look_for_new(model, request, principal)
+        seen = model.adapters_of(principal)
+        lease.name_adapters(_used(model, seen, request))
         chosen = _resolve(model, request, principal)
         if request.load_policy is LoadPolicy.ALWAYS:
-            seen = model.adapters_of(principal)
             for version in (version for version, _ in chosen if seen.owns(version)):
                 await self._loader.reload(model, version)
             chosen = model.resolve(request.adapters, principal)
@@ -330,6 +339,16 @@ class Service:
         self.draining.require_none()
         if not self._is_started:
             raise NotReadyError("the server is starting", retry_after_seconds=2)
+
+
+def _used(
+    model: ServedModel, seen: TenantAdapters, request: GenerateRequest
+) -> Collection[UsedAdapter]:
+    """Return what a request uses: the adapters that it names and that exist, or the base model."""
+    if not request.adapters:
+        return (UsedAdapter(model.card.name),)
+    found = (seen.find(choice.key) for choice in request.adapters)
+    return {UsedAdapter(one.model, one.tenant, one.name) for one in found if one is not None}
 
 
 def _resolve(

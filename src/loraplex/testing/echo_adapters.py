@@ -26,10 +26,13 @@ from loraplex.serving.adapter_cards import (
     LoadReport,
     Unloaded,
     VersionCard,
+    card_as,
     card_fields,
     card_of,
     version_card,
 )
+from loraplex.serving.adapter_list import AdapterRow, PagedAdapter
+from loraplex.serving.adapter_usage import NO_USE
 
 CREATED = 1_700_000_000
 """Unix seconds: when every model and adapter of an EchoBackend was made."""
@@ -62,6 +65,9 @@ class EchoAdapters:
 
     def cards(self, model: str | None = None) -> list[AdapterCard]:
         return [card_of(version) for version in self._store.list(DEFAULT_TENANT, model)]
+
+    def rows(self, residency: Mapping[str, Residency]) -> list[AdapterRow]:
+        return [_EchoRow(each, residency) for each in self._store.list(DEFAULT_TENANT)]
 
     def find(self, model: str, name: str) -> AdapterVersion | None:
         """Return the version of a name or an alias."""
@@ -147,6 +153,28 @@ class EchoAdapters:
             num_running=0,
             content=CONTENT,
             versions=tuple(map(version_card, history)),
+        )
+
+
+class _EchoRow:
+    aliases = ()
+    state = AdapterState.READY
+    use = NO_USE
+
+    def __init__(self, version: AdapterVersion, residency: Mapping[str, Residency]) -> None:
+        self._version = version
+        self.name, self.model, self.digest = version.name, version.model, version.digest
+        self.num_bytes, self.rank = version.source.num_bytes, version.rank
+        self.residency = residency.get(version.digest, Residency.ABSENT)
+
+    def shown(self) -> PagedAdapter:
+        return card_as(
+            PagedAdapter,
+            card_of(self._version),
+            residency=self.residency,
+            pinned=self._version.is_pinned,
+            num_running=0,
+            device_pages=CONTENT.device_pages,
         )
 
 

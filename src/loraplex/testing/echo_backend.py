@@ -33,6 +33,8 @@ from loraplex.serving.adapter_cards import (
     AdapterCard,
     LoadReport,
 )
+from loraplex.serving.adapter_list import AdapterPage, AdapterQuery, page_of
+from loraplex.serving.adapter_usage import AdapterUsage
 from loraplex.serving.admission import cut_prompt
 from loraplex.serving.backend import Health, ModelCard
 from loraplex.serving.model_names import base_of, readings
@@ -59,6 +61,7 @@ class EchoBackend(EchoState):
     ) -> None:
         """`chat` is how all of the models write reasoning and tool calls."""
         super().__init__()
+        self.adapter_usage = AdapterUsage()
         self.delay_seconds = delay_seconds
         self.unready_reason = ""
         self.requests: list[GenerateRequest] = []
@@ -110,6 +113,10 @@ class EchoBackend(EchoState):
     def adapters(self, principal: Principal, model: str | None = None) -> Sequence[AdapterCard]:
         del principal
         return self.adapter_registry.cards(model)
+
+    async def adapter_page(self, principal: Principal, query: AdapterQuery) -> AdapterPage:
+        del principal
+        return page_of(self.adapter_registry.rows(self.residency), query)
 
     async def find(self, name: str, principal: Principal) -> tuple[ModelCard, AdapterKey | None]:
         del principal

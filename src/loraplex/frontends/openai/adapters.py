@@ -6,6 +6,7 @@ vLLM's two routes return vLLM's statuses and texts; ours return more.
 from collections.abc import Awaitable
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
@@ -17,13 +18,14 @@ from loraplex.core.errors import (
     ModelNotFoundError,
 )
 from loraplex.core.principal import Principal
+from loraplex.frontends.openai.adapter_queries import OF_LIST, page_query
 from loraplex.frontends.openai.adapter_responses import (
     AdapterList,
     ListedAdapter,
+    ListPage,
     LoadedAdapter,
     NamedAdapter,
     ShownAdapter,
-    card_as,
 )
 from loraplex.frontends.openai.adapter_schema import (
     AdapterBody,
@@ -33,19 +35,20 @@ from loraplex.frontends.openai.adapter_schema import (
     RollbackBody,
     UnloadLoraBody,
 )
-from loraplex.frontends.openai.context import OpenAIContext, json_response
+from loraplex.frontends.openai.context import OpenAIContext, json_response, tagged_response
 from loraplex.frontends.openai.errors import INVALID, ErrorDetail, json_error
 from loraplex.frontends.openai.responses import AdapterDeleted
 from loraplex.frontends.openapi.operation import (
     ANY_ERROR,
     Parameter,
+    ResponseDoc,
     described,
     json_body,
     json_of,
     text,
 )
 from loraplex.frontends.streams import until_disconnect
-from loraplex.serving.adapter_cards import UnloadMode, VersionCard
+from loraplex.serving.adapter_cards import UnloadMode, VersionCard, card_as
 
 _MODE = Parameter(
     "mode",
@@ -61,10 +64,22 @@ class AdapterEndpoints:
         self._context = context
         self._backend = context.backend
 
-    @described(json_of(AdapterList), tag="adapters", errors=ANY_ERROR)
+    @described(
+        json_of(AdapterList),
+        json_of(ListPage),
+        ResponseDoc(304, note="The page is the one whose ETag the client sent in If-None-Match."),
+        query=OF_LIST,
+        tag="adapters",
+        errors=ANY_ERROR,
+    )
     async def list_adapters(self, request: Request) -> Response:
-        """Every adapter that the tenant may see."""
-        cards = self._backend.adapters(self._context.principal(request))
+        """Every adapter that the tenant may see; with any of the parameters a page of them."""
+        principal = self._context.principal(request)
+        query = page_query(request.query_params)
+        if query is not None:
+            page = await self._backend.adapter_page(principal, query)
+            return tagged_response(request, ListPage(**msgspec.structs.asdict(page)))
+        cards = self._backend.adapters(principal)
         models = {card.model for card in cards}
         where = {model: await self._backend.model(model).adapter_residency() for model in models}
         absent = Residency.ABSENT

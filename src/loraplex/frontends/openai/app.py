@@ -8,6 +8,7 @@ from starlette.responses import Response
 from loraplex.core.errors import RequestError
 from loraplex.frontends.access import Authenticate, everyone_is_local
 from loraplex.frontends.openai.absent_routes import absent_endpoints
+from loraplex.frontends.openai.adapter_usage import UsageEndpoints
 from loraplex.frontends.openai.adapters import AdapterEndpoints
 from loraplex.frontends.openai.catalog import ModelEndpoints, TokenEndpoints
 from loraplex.frontends.openai.compare import CompareEndpoints
@@ -142,6 +143,7 @@ def _adapters(context: OpenAIContext) -> Routes:
         ("POST", "/v1/adapters/{name:path}/alias", adapters.alias),
         ("GET", "/v1/adapters/{name:path}", adapters.get_adapter),
         ("DELETE", "/v1/adapters/{name:path}", adapters.delete_adapter),
+        ("GET", "/v1/usage", UsageEndpoints(context).usage),
         ("POST", "/v1/load_lora_adapter", adapters.load_lora_adapter),
         ("POST", "/v1/unload_lora_adapter", adapters.unload_lora_adapter),
         ("POST", "/v1/uploads", uploads.create),

@@ -1,6 +1,7 @@
 """Shared parts of all endpoints: authentication, body parsing, error responses."""
 
 import functools
+import hashlib
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
@@ -172,6 +173,16 @@ class OpenAIContext(TextContext, frozen=True):
 
 def json_response(body: msgspec.Struct, status: int = 200) -> Response:
     return Response(msgspec.json.encode(body), status_code=status, media_type="application/json")
+
+
+def tagged_response(request: Request, body: msgspec.Struct) -> Response:
+    """Respond with an ETag, and without the body to a client that has it."""
+    content = msgspec.json.encode(body)
+    headers = {"etag": f'"{hashlib.blake2b(content, digest_size=16).hexdigest()}"'}
+    known = request.headers.get("if-none-match", "").split(",")
+    if headers["etag"] in (tag.strip().removeprefix("W/") for tag in known):
+        return Response(status_code=304, headers=headers)
+    return Response(content, headers=headers, media_type="application/json")
 
 
 def request_id(request: Request) -> str:

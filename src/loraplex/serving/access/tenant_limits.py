@@ -8,15 +8,21 @@ unused ones are released. A request that a limit refused counts nowhere.
 import contextlib
 import math
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator
 from typing import Protocol
 
 from loraplex.core.clock import Clock
-from loraplex.core.errors import InvalidParameterError, PromptTooLongError, RateLimitedError
+from loraplex.core.errors import (
+    InvalidParameterError,
+    LoraplexError,
+    PromptTooLongError,
+    RateLimitedError,
+)
 from loraplex.core.output import RequestOutput, ResolvedAdapter
 from loraplex.core.principal import Principal, TenantUsage
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.serving.access.sliding_window import SlidingWindow, Slot
+from loraplex.serving.adapter_usage import AdapterUsage, UsedAdapter
 from loraplex.serving.generation import Generation
 
 _RETRY_SECONDS = 1.0
@@ -38,8 +44,10 @@ class TenantGate:
     The limits come with each principal: changed ones hold from the next request on.
     """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, usage: AdapterUsage) -> None:
+        """usage: gets the counts of requests that end."""
         self._clock = clock
+        self._usage = usage
         self._uses: defaultdict[str, TenantUse] = defaultdict(TenantUse)
 
     def use(self, tenant: str) -> TenantUse:
@@ -67,8 +75,8 @@ class TenantGate:
         lease = self._enter(principal)
         try:
             yield lease
-        except BaseException:
-            lease.end()
+        except BaseException as error:
+            lease.end(is_error=isinstance(error, LoraplexError))
             raise
 
     def _enter(self, principal: Principal) -> "Lease":
@@ -91,22 +99,34 @@ class TenantGate:
                 )
             slot = use.requests.charge(now_ns, 1)
         use.num_concurrent += 1
-        return Lease(principal, use, self._clock, slot)
+        return Lease(principal, use, self._clock, slot, self._usage)
 
 
 class Lease:
     """One request's part of what its tenant has. It ends once."""
 
     def __init__(
-        self, principal: Principal, use: TenantUse, clock: Clock, counted: Slot | None
+        self,
+        principal: Principal,
+        use: TenantUse,
+        clock: Clock,
+        counted: Slot | None,
+        usage: AdapterUsage,
     ) -> None:
         self._principal = principal
+        self._usage = usage
+        self._adapters: Collection[UsedAdapter] = ()
+        self._num_prompt_tokens = 0
         self._use = use
         self._clock = clock
         self._counted = counted
         """Where the request was counted."""
         self._reserved: tuple[Slot, int] | None = None
         self._is_over = False
+
+    def name_adapters(self, adapters: Collection[UsedAdapter]) -> None:
+        """Name what the request will be counted for."""
+        self._adapters = adapters
 
     def reserve(self, num_prompt_tokens: int, sampling: SamplingParams) -> None:
         """Reserve the tokens of an admitted request.
@@ -115,6 +135,7 @@ class Lease:
         """
         limits, now_ns = self._principal.limits, self._clock.now_ns()
         check_sizes(self._principal, num_prompt_tokens, sampling)
+        self._num_prompt_tokens = num_prompt_tokens
         limit = limits.tokens_per_minute
         if limit is None:
             return
@@ -130,6 +151,7 @@ class Lease:
             )
         wait = self._use.tokens.seconds_until(now_ns, amount, limit)
         if wait > 0:
+            self._adapters = ()  # a request that a limit refused counts nowhere
             if self._counted is not None:
                 self._use.requests.correct(self._counted, -1)
             taken = self._use.tokens.total(now_ns)
@@ -140,11 +162,19 @@ class Lease:
             )
         self._reserved = self._use.tokens.charge(now_ns, amount), amount
 
-    def end(self, num_tokens: int = 0) -> None:
+    def end(self, num_tokens: int = 0, *, is_error: bool = False) -> None:
         """End the lease; num_tokens are those of the prompt and the outputs."""
         if self._is_over:
             return
         self._is_over = True
+        num_prompt_tokens = min(num_tokens, self._num_prompt_tokens)
+        self._usage.count(
+            self._principal.tenant,
+            self._adapters,
+            num_prompt_tokens=num_prompt_tokens,
+            num_output_tokens=num_tokens - num_prompt_tokens,
+            is_error=is_error,
+        )
         self._use.num_concurrent -= 1
         if self._reserved is not None:
             slot, amount = self._reserved
@@ -171,7 +201,7 @@ def check_sizes(principal: Principal, num_prompt_tokens: int, sampling: Sampling
 class Endable(Protocol):
     """Lease of an admitted request: a `Lease`, or one that the owner of the limits has."""
 
-    def end(self, num_tokens: int = 0) -> None: ...
+    def end(self, num_tokens: int = 0, *, is_error: bool = False) -> None: ...
 
 
 class LeasedOutputs(AsyncIterator[RequestOutput]):
@@ -196,8 +226,8 @@ class LeasedOutputs(AsyncIterator[RequestOutput]):
     async def __anext__(self) -> RequestOutput:
         try:
             output = await anext(self._outputs)
-        except Exception:
-            self._lease.end(self._num_tokens)
+        except Exception as error:
+            self._lease.end(self._num_tokens, is_error=isinstance(error, LoraplexError))
             raise
         self._num_tokens = self._outputs.num_prompt_tokens + output.num_output_tokens
         if output.finished:

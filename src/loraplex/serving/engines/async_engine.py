@@ -169,9 +169,9 @@ class AsyncEngine:
         """End a request, or one sequence of it; its stream then gets its last output."""
         self._requests.abort(request_id, sequence_index)
 
-    def num_labelled(self, label: Hashable) -> int:
-        """Return the number of in-flight requests that carry a label."""
-        return self._requests.num_labelled(label)
+    def num_by_label(self) -> Mapping[Hashable, int]:
+        """Return the number of in-flight requests by label."""
+        return self._requests.num_by_label()
 
     def fail_labelled(self, label: Hashable, error: LoraplexError) -> int:
         """End the requests that carry a label, with an error; how many those were."""

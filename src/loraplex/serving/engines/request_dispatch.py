@@ -7,7 +7,8 @@ the requests while there is no engine.
 import asyncio
 import itertools
 import logging
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -76,8 +77,8 @@ class RequestDispatch:
         elif request.end_aborted():
             self._requests.remove(request)
 
-    def num_labelled(self, label: Hashable) -> int:
-        return sum(label in request.labels for request in self._requests)
+    def num_by_label(self) -> Mapping[Hashable, int]:
+        return Counter(label for request in self._requests for label in request.labels)
 
     def fail_labelled(self, label: Hashable, error: LoraplexError) -> int:
         """How many those were."""

@@ -47,6 +47,8 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
     request_id: RequestId
     num_tokens: int
     """Tokens that its tenant had: those of the prompt and of the delivered outputs."""
+    is_error: bool = False
+    """Whether it ended with an error."""
 
 
 class Find(msgspec.Struct, frozen=True, tag=True):

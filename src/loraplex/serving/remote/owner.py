@@ -56,12 +56,13 @@ class _Remote:
     """Tokens of its prompt and of what was passed on."""
     is_finished: bool = False
 
-    def end(self, num_tokens: int | None = None) -> None:
+    def end(self, num_tokens: int | None = None, *, is_error: bool = False) -> None:
         """End it, wherever it is. num_tokens: what its tenant had; None: all that was passed on."""
         if self.task is not None:
             self.task.cancel()
         if self.admitted is not None:
-            self.admitted.lease.end(self.num_tokens if num_tokens is None else num_tokens)
+            had = self.num_tokens if num_tokens is None else num_tokens
+            self.admitted.lease.end(had, is_error=is_error)
             self.admitted.stream.leave()
             if not self.is_finished:
                 self.admitted.engine.abort(self.admitted.request.request_id)
@@ -131,7 +132,7 @@ class FrontendDesk:
             return
         if isinstance(message, Leave):
             del self._requests[message.request_id]
-            remote.end(message.num_tokens)
+            remote.end(message.num_tokens, is_error=message.is_error)
         elif remote.admitted is not None:
             remote.admitted.engine.abort(message.request_id, message.sequence_index)
 

@@ -172,9 +172,9 @@ class RemoteService:
         finally:
             self._replies.pop(query_id, None)
 
-    def _leave(self, request_id: RequestId, num_tokens: int) -> None:
+    def _leave(self, request_id: RequestId, num_tokens: int, is_error: bool = False) -> None:
         self._streams.pop(request_id, None)
-        self.connection.send(Leave(request_id, num_tokens))
+        self.connection.send(Leave(request_id, num_tokens, is_error))
 
     def _take(self, message: FromOwner) -> None:
         match message:
@@ -220,12 +220,14 @@ class RemoteService:
 class _RemoteLease:
     """The lease of one request, which the owner has."""
 
-    def __init__(self, leave: Callable[[RequestId, int], None], request_id: RequestId) -> None:
+    def __init__(
+        self, leave: Callable[[RequestId, int, bool], None], request_id: RequestId
+    ) -> None:
         self._leave = leave
         self._request_id = request_id
         self._is_over = False
 
-    def end(self, num_tokens: int = 0) -> None:
+    def end(self, num_tokens: int = 0, *, is_error: bool = False) -> None:
         if not self._is_over:
             self._is_over = True
-            self._leave(self._request_id, num_tokens)
+            self._leave(self._request_id, num_tokens, is_error)

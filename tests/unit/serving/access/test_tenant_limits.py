@@ -13,6 +13,7 @@ from loraplex.core.output import FinishReason, RequestOutput, SequenceOutput
 from loraplex.core.principal import Principal, TenantLimits, TenantUsage
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.serving.access.tenant_limits import LeasedOutputs, TenantGate
+from loraplex.serving.adapter_usage import AdapterUsage
 from loraplex.testing.fake_clock import FakeClock
 
 
@@ -23,7 +24,7 @@ def clock():
 
 @pytest.fixture
 def gate(clock):
-    return TenantGate(clock)
+    return TenantGate(clock, AdapterUsage())
 
 
 def tenant(name="acme", **limits):

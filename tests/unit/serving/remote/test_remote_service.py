@@ -20,6 +20,7 @@ from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.frontends.ops.frontend_numbers import encoded_families
 from loraplex.frontends.streams import gather_all
+from loraplex.serving.adapter_usage import UsedAdapter
 from loraplex.serving.backend import close_outputs
 from loraplex.serving.local_texts import LocalTexts
 from loraplex.serving.remote.messages import Count, Numbers, Stop
@@ -205,3 +206,12 @@ async def test_numbers_and_commands(ends):
     async with asyncio.timeout(10):
         while ends.commands[-1] != Stop(3.0):
             await asyncio.sleep(0.005)
+
+
+async def test_use_is_counted_by_the_owner(ends):
+    await ends.completion((5, 6, 7))
+    with pytest.raises(PromptTooLongError):
+        await ends.completion((1,) * 10_000)
+    await ends.until_idle()
+    count = ends.service.adapter_usage.of_tenant(LOCAL.tenant)[UsedAdapter("a")]
+    assert (count.requests, count.errors, count.prompt_tokens, count.output_tokens) == (2, 1, 3, 3)

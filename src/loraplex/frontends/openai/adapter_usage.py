@@ -1,0 +1,94 @@
+"""/v1/usage: what tenants had of each adapter."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from loraplex.core.errors import InvalidParameterError
+from loraplex.core.principal import Principal
+from loraplex.frontends.openai.adapter_queries import AFTER, LIMIT, limit
+from loraplex.frontends.openai.adapter_responses import UsageEntry, UsageList
+from loraplex.frontends.openai.context import OpenAIContext, json_response
+from loraplex.frontends.openapi.operation import OF_NAMES, Parameter, described, json_of
+from loraplex.serving.adapter_usage import UsageCount, UsedAdapter
+from loraplex.serving.cursors import cursor_of, place_of
+
+_ALL: Final = "*"
+_BY: Final = Parameter("by", "What the use is divided by.", {"enum": ["adapter"]})
+_TENANT: Final = Parameter(
+    "tenant", f"Tenant, for operators; {_ALL} is every tenant. The own one if it is absent."
+)
+_ADAPTER: Final = Parameter("adapter", "Only the adapter of this name.")
+
+
+class _Place(NamedTuple):
+    tenant: str
+    used: UsedAdapter
+
+
+class UsageEndpoints:
+    def __init__(self, context: OpenAIContext) -> None:
+        self._context = context
+        self._usage = context.backend.adapter_usage
+
+    @described(
+        json_of(UsageList),
+        query=(_BY, _TENANT, _ADAPTER, AFTER, LIMIT),
+        tag="adapters",
+        errors=OF_NAMES,
+    )
+    async def usage(self, request: Request) -> Response:
+        """Requests, errors and tokens by adapter, of requests that ended since the start."""
+        query = request.query_params
+        principal = self._context.principal(request)
+        if query.get("by", "adapter") != "adapter":
+            raise InvalidParameterError(f"by must be adapter, got {query['by'][:64]!r}", param="by")
+        tenants, most = self._tenants(principal, query.get("tenant")), limit(query)
+        after = place_of(query["after"], _Place) if "after" in query else None
+        found = list(itertools.islice(self._rows(tenants, query.get("adapter"), after), most + 1))
+        other = UsageCount()
+        for tenant in tenants:
+            other.add(self._usage.others_of(tenant))
+        return json_response(
+            UsageList(
+                data=[_entry(place, count) for place, count in found[:most]],
+                other=other,
+                since=self._usage.since,
+                next=cursor_of(found[most - 1][0]) if len(found) > most else None,
+            )
+        )
+
+    def _tenants(self, principal: Principal, tenant: str | None) -> Sequence[str]:
+        if tenant is None or tenant == principal.tenant:
+            return (principal.tenant,)
+        principal.require_operator("see what other tenants use")
+        return self._usage.tenants if tenant == _ALL else (tenant,)
+
+    def _rows(
+        self, tenants: Sequence[str], name: str | None, after: _Place | None
+    ) -> Iterator[tuple[_Place, UsageCount]]:
+        """Yield counts by tenant and adapter, in order; only as many are sorted as are taken."""
+        for tenant in tenants:
+            if after is not None and tenant < after.tenant:
+                continue
+            counts = self._usage.of_tenant(tenant)
+            for used in sorted(counts):
+                if after is not None and _Place(tenant, used) <= after:
+                    continue
+                if name is None or (used.owner and used.name == name):
+                    yield _Place(tenant, used), counts[used]
+
+
+def _entry(place: _Place, count: UsageCount) -> UsageEntry:
+    tenant, used = place
+    return UsageEntry(
+        **msgspec.structs.asdict(count),
+        tenant=tenant,
+        model=used.model,
+        owner=used.owner or None,
+        adapter=used.name or None,
+    )
