@@ -138,6 +138,27 @@ async def test_all_processes_respond_alike_and_count_as_one(server):
     assert [now - then for now, then in zip(after, before, strict=True)] == [NUM_CONNECTIONS] * 2
 
 
+async def test_requests_of_all_processes_are_listed(server):
+    def listed(query="") -> dict:
+        return json.loads(server.get(f"/v1/requests?limit=1000{query}")[1])
+
+    streams = await begun_streams(server, NUM_CONNECTIONS)
+    seen = await asyncio.to_thread(listed)
+    assert seen["is_complete"]
+    assert 0 < seen["num_open"] == len(seen["open"]) <= NUM_CONNECTIONS
+    assert all(map(is_whole, await asyncio.gather(*streams)))
+    new: list[dict] = []
+
+    def is_whole_list() -> bool:
+        new[:] = listed(f"&after={seen['next']}&status=ok")["requests"]
+        return len(new) == NUM_CONNECTIONS - num_ended
+
+    num_ended = sum(one["completion_tokens"] == TOKENS for one in seen["requests"])
+    await until(is_whole_list)
+    assert [one["id"] for one in new] == sorted(one["id"] for one in new)
+    assert all(one["generations"][0]["phases"]["decode_ms"] > 0 for one in new)
+
+
 async def test_streams_are_whole(server):
     streams = await begun_streams(server, 8)
     assert all(map(is_whole, await asyncio.gather(*streams)))

@@ -13,6 +13,7 @@ from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.ops.latencies import Latencies
 from loraplex.frontends.ops.metrics import metrics_app
 from loraplex.frontends.telemetry.connections import HttpConnections
+from loraplex.frontends.telemetry.recent_requests import RecentRequests
 from loraplex.frontends.telemetry.telemetry import Telemetry
 from loraplex.serving.backend import Backend
 from loraplex.serving.draining import Draining
@@ -31,6 +32,7 @@ def described_app(
     """authenticate: everyone_is_local is a server without keys."""
     triton = TritonService(backend, control=control)
     settings = settings or ServerConfig(allowed_hosts=(TEST_HOST,))
+    recent = RecentRequests(settings.recent_requests)
     has_keys = authenticate is not everyone_is_local
     metrics = RequestMetrics()
     return http_app(
@@ -39,7 +41,7 @@ def described_app(
         triton,
         settings,
         authenticate,
-        Reporting(Telemetry(), HttpConnections(), None, None),
+        Reporting(Telemetry([recent]), HttpConnections(), None, None, recent),
         metrics=metrics_app(backend, metrics, triton.collectors()),
         latencies=Latencies(metrics),
         bodies=BodyMemory.of(settings, has_keys=has_keys),

@@ -26,9 +26,9 @@ from loraplex.frontends.kserve.models.declaration import ModelDeclaration
 from loraplex.frontends.kserve.models.model_control import ModelControl
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.ops.declaration_metrics import DeclarationCollector
-from loraplex.frontends.ops.frontend_numbers import FrontendNumbers
 from loraplex.frontends.ops.latencies import Latencies
 from loraplex.frontends.ops.metrics import MetricsLimits, metrics_app
+from loraplex.frontends.ops.other_frontends import OtherFrontends
 from loraplex.frontends.telemetry.tenants import noting_tenant
 from loraplex.serving.access.api_key_ring import ApiKeys
 from loraplex.serving.engines.link import EngineLauncher
@@ -65,11 +65,11 @@ async def front_ends(
     declarations: Sequence[ModelDeclaration] = (),
     control: ModelControl | None = None,
     given_keys: Sequence[str] = (),
-    others: FrontendNumbers | None = None,
+    others: OtherFrontends | None = None,
 ) -> AsyncIterator[FrontEnds]:
     """Compose the front ends; the context's end closes the service.
 
-    Arguments as for `Server`. others: what other front-end processes count.
+    Arguments as for `Server`. others: the other front-end processes.
     """
     settings = config.server
     if settings.frontend_processes > 1 and others is None:
@@ -98,13 +98,14 @@ async def front_ends(
         collectors = [*triton.collectors(), *reporting.collectors()]
         if service.declared_adapters is not None:
             collectors.append(DeclarationCollector(service.declared_adapters.status))
+        numbers = None if others is None else others.numbers
         scraped = metrics_app(
             service,
             metrics,
             collectors,
             triton.catalog.has_vllm_gauges,
             MetricsLimits.of(settings),
-            others,
+            numbers,
         )
         scraped = guarded_metrics(scraped, authenticate)
         app = http_app(
@@ -115,10 +116,11 @@ async def front_ends(
             authenticate,
             reporting,
             metrics=scraped,
-            latencies=Latencies(metrics, others),
+            latencies=Latencies(metrics, numbers),
             bodies=bodies,
             dialect=dialect_of(config),
             has_keys=has_keys,
+            others=others,
         )
         yield FrontEnds(
             service, app, scraped, triton, reporting, keys, authenticate, bodies, config

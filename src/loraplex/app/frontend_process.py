@@ -40,9 +40,18 @@ from loraplex.frontends.openai.app import text_routes
 from loraplex.frontends.openai.context import TextContext
 from loraplex.frontends.ops.frontend_numbers import encoded_families
 from loraplex.frontends.telemetry.http import RequestMiddleware
+from loraplex.frontends.telemetry.recent_requests import RequestQuery
 from loraplex.frontends.telemetry.tenants import noting_tenant
 from loraplex.serving.access.api_key_ring import ApiKeys
-from loraplex.serving.remote.messages import Count, FromOwner, Numbers, Refresh, Stop
+from loraplex.serving.remote.messages import (
+    Count,
+    FromOwner,
+    ListedRequests,
+    ListRequests,
+    Numbers,
+    Refresh,
+    Stop,
+)
 from loraplex.serving.remote.remote_service import RemoteService
 from loraplex.serving.request_metrics import RequestMetrics
 
@@ -121,6 +130,11 @@ class FrontendProcess:
             case Count(query_id):
                 collectors = [self._metrics.registry, *self._reporting.collectors()]
                 self._service.connection.send(Numbers(query_id, encoded_families(collectors)))
+            case ListRequests(query_id, data):
+                query = msgspec.json.decode(data, type=RequestQuery)
+                page = self._reporting.recent.page(query, self._reporting.telemetry.open_requests)
+                reply = ListedRequests(query_id, msgspec.json.encode(page))
+                self._service.connection.send(reply)
             case Refresh():
                 if self._reporting.access_log is not None:
                     self._reporting.access_log.reopen()

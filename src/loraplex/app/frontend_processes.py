@@ -21,7 +21,7 @@ from loraplex.core.errors import ConfigError
 from loraplex.core.private_folder import PrivateFolder
 from loraplex.core.server_config import ServerConfig
 from loraplex.core.stopped_process import is_stopped
-from loraplex.frontends.ops.frontend_numbers import FrontendNumbers
+from loraplex.frontends.ops.other_frontends import OtherFrontends
 from loraplex.frontends.telemetry.connections import HttpConnections
 from loraplex.serving.engines.link import how_it_ended
 from loraplex.serving.remote.messages import Refresh, Stop
@@ -91,15 +91,16 @@ class FrontendProcesses:
         service: Service,
         config: Config,
         given_keys: Sequence[str],
-        numbers: FrontendNumbers,
+        shown: OtherFrontends,
     ) -> None:
-        """config: with local paths, and the limits of one process. numbers: get what the processes
-        count."""
+        """config: with local paths, and the limits of one process. shown: gets what the processes
+        know."""
         self._config = config
         self._given_keys = tuple(given_keys)
         self._desks = FrontendDesks(service, self._opened, self._lost)
-        self._numbers = numbers
-        numbers.count = self._count
+        self._numbers = shown.numbers
+        shown.numbers.count = self._count
+        shown.requests = self._requests
         self._process_numbers = itertools.count(1)
         self._open: dict[int, asyncio.Event] = {}
         """Events of processes by number, set when they serve their port."""
@@ -250,6 +251,10 @@ class FrontendProcesses:
         desks = [desk for desk in self._desks if desk.number]
         await asyncio.gather(*(desk.count() for desk in desks))
         return [desk.families for desk in desks]
+
+    async def _requests(self, query: bytes) -> list[bytes]:
+        desks = [desk for desk in self._desks if desk.number]
+        return await asyncio.gather(*(desk.requests(query) for desk in desks))
 
     def _opened(self, desk: FrontendDesk) -> None:
         logger.info("front-end process %d serves", desk.number)

@@ -35,6 +35,8 @@ from loraplex.frontends.ops.drain import drain_routes
 from loraplex.frontends.ops.health import health_routes
 from loraplex.frontends.ops.latencies import Latencies
 from loraplex.frontends.ops.metrics import described_metrics
+from loraplex.frontends.ops.other_frontends import OtherFrontends
+from loraplex.frontends.ops.requests import RequestEndpoint
 from loraplex.frontends.ops.responses import responding_to_errors
 from loraplex.frontends.ops.stats import ServerStats
 from loraplex.frontends.telemetry.http import RequestMiddleware
@@ -59,12 +61,13 @@ def http_app(
     bodies: BodyMemory,
     dialect: Dialect = OPENAI,
     has_keys: bool = False,
+    others: OtherFrontends | None = None,
 ) -> ASGIApp:
     """Return the app with the OpenAI, KServe and operators' routes.
 
     metrics: the app of the metrics port, also served here because vLLM's scrapers expect it here.
     bodies: memory of the bodies of clients whose keys are valid.
-    has_keys: authenticate requires API keys.
+    has_keys: authenticate requires API keys. others: the other front-end processes.
     """
     openai = openai_routes(
         backend, openai_options(settings, dialect, has_keys=has_keys), authenticate
@@ -83,9 +86,13 @@ def http_app(
         max_body_bytes=settings.max_body_bytes,
         json_limits=JsonLimits.of(settings),
     )
+    requests = RequestEndpoint(
+        reporting.telemetry, reporting.recent, authenticate, others or OtherFrontends()
+    )
     routes = [
         *health_routes(backend, stats.report, authenticate),
         *drain_routes(draining, authenticate),
+        requests.route(),
         RecordedRoute("/metrics", described_metrics(metrics), methods=["GET"]),
     ]
     open_paths = () if settings.health_needs_key else OPEN_PATHS

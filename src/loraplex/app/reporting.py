@@ -11,6 +11,7 @@ from loraplex.core.server_config import ServerConfig
 from loraplex.frontends.telemetry.access_log import AccessLog
 from loraplex.frontends.telemetry.connections import HttpConnections
 from loraplex.frontends.telemetry.line_writer import LineWriter
+from loraplex.frontends.telemetry.recent_requests import RecentRequests
 from loraplex.frontends.telemetry.telemetry import Sink, Telemetry
 from loraplex.frontends.telemetry.tracing import Traces, open_traces
 
@@ -24,6 +25,7 @@ class Reporting:
     """Connections of the HTTP port, without those of the metrics port."""
     access_log: LineWriter | None
     traces: Traces | None
+    recent: RecentRequests
 
     def collectors(self) -> list[Collector]:
         """Return the collectors for GET /metrics."""
@@ -36,7 +38,8 @@ def reporting_requests(settings: ServerConfig) -> Iterator[Reporting]:
     """Open the destinations of reports; on leaving, write and send what is pending. Raises
     ConfigError."""
     with contextlib.ExitStack() as stack:
-        sinks: list[Sink] = []
+        recent = RecentRequests(settings.recent_requests)
+        sinks: list[Sink] = [recent]
         access_log = traces = None
         if settings.access_log:
             access_log = LineWriter(settings.access_log)
@@ -47,4 +50,4 @@ def reporting_requests(settings: ServerConfig) -> Iterator[Reporting]:
             traces = open_traces(target)
             stack.callback(traces.close)
             sinks.append(traces)
-        yield Reporting(Telemetry(sinks), HttpConnections(), access_log, traces)
+        yield Reporting(Telemetry(sinks), HttpConnections(), access_log, traces, recent)

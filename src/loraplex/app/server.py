@@ -23,7 +23,7 @@ from loraplex.app.tls import certificates
 from loraplex.core.config import Config
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration
 from loraplex.frontends.kserve.models.model_control import ModelControl
-from loraplex.frontends.ops.frontend_numbers import FrontendNumbers
+from loraplex.frontends.ops.other_frontends import OtherFrontends
 from loraplex.serving.access.api_key_ring import ApiKeys
 from loraplex.serving.draining import Draining
 from loraplex.serving.engines.link import EngineLauncher
@@ -68,17 +68,17 @@ class Server:
     async def run(self) -> None:
         config = self._own_config()
         settings, tls = config.server, certificates(config.server)
-        numbers = FrontendNumbers() if settings.frontend_processes > 1 else None
+        shown = OtherFrontends() if settings.frontend_processes > 1 else None
         composed = front_ends(
-            config, self._launch, self._declarations, self._control, self._given_keys, numbers
+            config, self._launch, self._declarations, self._control, self._given_keys, shown
         )
         async with contextlib.AsyncExitStack() as stack:
             served = await stack.enter_async_context(composed)
             service, has_keys = served.service, served.keys is not None
             self._draining = service.draining
             others = None
-            if numbers is not None:
-                others = FrontendProcesses(service, config, self._given_keys, numbers)
+            if shown is not None:
+                others = FrontendProcesses(service, config, self._given_keys, shown)
             self._handle_signals(served.reporting, served.keys, others)
             # The ports open first: /health/ready is false until the models are loaded.
             if tls is not None:

@@ -276,6 +276,15 @@ class ServerConfig(AdapterSourceSettings, frozen=True, kw_only=True):
         ),
     ] = ""
     access_log_prompts: Annotated[bool, _logs("Prompts in the access log")] = False
+    recent_requests: Annotated[
+        int,
+        _logs(
+            "Maximum number of ended requests that /v1/requests returns; 0: only open ones",
+            "Each front-end process keeps so many, in at most 4 KiB for each.",
+            minimum=0,
+            maximum=100_000,
+        ),
+    ] = 1000
     otlp_endpoint: Annotated[
         str,
         _logs(

@@ -95,6 +95,8 @@ class WireRequest(msgspec.Struct, eq=False):
     """Headers by lower-case name."""
     trace_of: Callable[[Mapping[str, str]], TraceParent]
     """Function from headers to a trace, which makes a new one each time if they have none."""
+    on_begin: Callable[["WireRequest"], None]
+    """Called for requests within this one."""
     on_end: Callable[["WireRequest"], None]
     route: str = ""
     """The path's pattern, if one was found; few, unlike paths."""
@@ -128,8 +130,8 @@ class WireRequest(msgspec.Struct, eq=False):
         return self.headers.get("user-agent", "")[:MAX_USER_AGENT]
 
     def within(self) -> "WireRequest":
-        """A request of its own within this one, which is a stream of them."""
-        return WireRequest(
+        """Begin a request of its own within this one, which is a stream of them."""
+        request = WireRequest(
             protocol=f"{self.protocol}-stream",
             method=self.method,
             path=self.path,
@@ -137,12 +139,15 @@ class WireRequest(msgspec.Struct, eq=False):
             request_id=self.request_id,
             headers=self.headers,
             trace_of=self.trace_of,
+            on_begin=self.on_begin,
             on_end=self.on_end,
             route=self.route,
             is_within=True,
             tenant=self.tenant,
             _trace=self.trace,
         )
+        self.on_begin(request)
+        return request
 
     def end(self, status: str) -> None:
         """Pass the request to its observers; only the first end counts."""

@@ -18,7 +18,7 @@ from loraplex.app.http_server import bind, serving_listener
 from loraplex.core.config import Config
 from loraplex.core.errors import ConfigError
 from loraplex.core.server_config import ServerConfig
-from loraplex.frontends.ops.frontend_numbers import FrontendNumbers
+from loraplex.frontends.ops.other_frontends import OtherFrontends
 from loraplex.frontends.telemetry.connections import HttpConnections
 
 TWO = ServerConfig(frontend_processes=2)
@@ -62,7 +62,7 @@ async def test_a_process_that_cannot_start_is_reported(monkeypatch):
     monkeypatch.setattr(frontend_processes, "_COMMAND", command)
     service = SimpleNamespace(models=list, draining=SimpleNamespace(is_active=False))
     config = Config(server=TWO, models={})
-    processes = FrontendProcesses(service, config, (), FrontendNumbers())
+    processes = FrontendProcesses(service, config, (), OtherFrontends())
     async with processes.running(echo, 1, lambda: 0.0):
         with pytest.raises(ConfigError, match="ended with status 3 as it started"):
             await processes.until_open()

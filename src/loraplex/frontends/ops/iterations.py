@@ -7,9 +7,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from loraplex.core.errors import InvalidParameterError
 from loraplex.core.stats import StepRecord
 from loraplex.frontends.openapi.operation import JSON, Media, Parameter, ResponseDoc
+from loraplex.frontends.ops.parameters import number
 from loraplex.serving.backend import Backend
 
 DEFAULT_ITERATIONS = 100
@@ -49,26 +49,11 @@ def iterations_response(backend: Backend, model: str, request: Request) -> Respo
     `after_ns`: an object with the first steps that started later. Raises InvalidParameterError.
     """
     query = request.query_params
-    limit = _number(query.get("limit"), LIMIT)
-    after_ns = _number(query.get("after_ns"), AFTER_NS)
+    limit = number(query.get("limit"), LIMIT)
+    after_ns = number(query.get("after_ns"), AFTER_NS)
     records = backend.model(model).steps(DEFAULT_ITERATIONS if limit is None else limit, after_ns)
     if JSON_LINES in request.headers.get("accept", ""):
         lines = b"".join(msgspec.json.encode(record) + b"\n" for record in records)
         return Response(lines, media_type=JSON_LINES)
     body = records if after_ns is None else LaterSteps(time.monotonic_ns(), time.time_ns(), records)
     return Response(msgspec.json.encode(body), media_type=JSON)
-
-
-def _number(text: str | None, parameter: Parameter) -> int | None:
-    """Return the value of a parameter; None: it is absent."""
-    if text is None:
-        return None
-    least, most = parameter.schema["minimum"], parameter.schema["maximum"]
-    # isdecimal alone would take other scripts' digits, and any number of them.
-    number = int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else -1
-    if not least <= number <= most:
-        raise InvalidParameterError(
-            f"{parameter.name} must be a whole number in [{least}, {most}], got {text!r}",
-            param=parameter.name,
-        )
-    return number

@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 
-from loraplex.core.output import ResolvedAdapter
 from loraplex.frontends.telemetry.line_writer import LineWriter
 from loraplex.serving.wire_request import GenerationRecord, WireRequest
 
@@ -31,7 +30,21 @@ class AccessLog:
 
 
 def access_entry(request: WireRequest, *, with_prompts: bool = False) -> dict[str, Any]:
-    """The line's object. Seconds are rounded to microseconds; null is what did not happen."""
+    """The line's object."""
+    generations = (generation_fields(each) for each in request.generations)
+    if with_prompts:
+        generations = (
+            fields | {"prompt": each.request.prompt[:MAX_PROMPT]}
+            for fields, each in zip(generations, request.generations, strict=True)
+        )
+    return request_fields(request) | {"generations": list(generations)}
+
+
+def request_fields(request: WireRequest) -> dict[str, Any]:
+    """Describe a request without its generations.
+
+    Seconds are rounded to microseconds; null is what did not happen.
+    """
     return {
         "time": _utc(request.started_unix_ns),
         "request_id": request.request_id,
@@ -42,22 +55,21 @@ def access_entry(request: WireRequest, *, with_prompts: bool = False) -> dict[st
         "method": request.method or None,
         "route": request.route or None,
         "path": request.path[:MAX_PATH],
-        "status": int(request.status) if request.status.isdecimal() else request.status,
+        "status": int(request.status) if request.status.isdecimal() else request.status or None,
         "error": request.error_code or None,
         "seconds": _seconds(request.started_ns, request.ended_ns),
         "prompt_tokens": sum(each.num_prompt_tokens for each in request.generations),
         "completion_tokens": sum(each.num_output_tokens for each in request.generations),
         "user_agent": request.user_agent or None,
-        "generations": [_generation(each, with_prompts) for each in request.generations],
     }
 
 
-def _generation(record: GenerationRecord, with_prompt: bool) -> dict[str, Any]:
+def generation_fields(record: GenerationRecord) -> dict[str, Any]:
     timing = record.timing
     client_id = record.request.client_request_id
-    entry = {
+    return {
         "model": record.request.model,
-        "adapters": [_adapter(adapter) for adapter in record.adapters],
+        "adapters": record.adapters,
         "client_request_id": client_id[:256] or None,
         "prompt_tokens": record.num_prompt_tokens,
         "completion_tokens": record.num_output_tokens,
@@ -68,11 +80,6 @@ def _generation(record: GenerationRecord, with_prompt: bool) -> dict[str, Any]:
         "finish_reasons": record.ends,
         "error": record.error.code if record.error is not None else None,
     }
-    return entry | {"prompt": record.request.prompt[:MAX_PROMPT]} if with_prompt else entry
-
-
-def _adapter(adapter: ResolvedAdapter) -> dict[str, Any]:
-    return {"name": adapter.name, "digest": adapter.digest, "scale": adapter.scale}
 
 
 def _utc(unix_ns: int) -> str:

@@ -45,7 +45,9 @@ class Telemetry(Collector):
         # A request that is collected as garbage ends wherever its thread happens to be.
         self._lock = threading.RLock()
         self._tenants: dict[str, TenantUse] = {}
-        self._open: dict[str, int] = {}
+        self._open: dict[int, WireRequest] = {}
+        """Open requests by id()."""
+        self._num_open: dict[str, int] = {}
         self._ended: dict[tuple[str, str, str], _Ended] = {}
         """Ended requests by protocol, status and error code."""
 
@@ -59,9 +61,7 @@ class Telemetry(Collector):
         route: str = "",
     ) -> WireRequest:
         """Record the start of a request. The caller ends it. headers: by lower-case name."""
-        with self._lock:
-            self._open[protocol] = self._open.get(protocol, 0) + 1
-        return WireRequest(
+        request = WireRequest(
             protocol=protocol,
             method=method,
             path=path,
@@ -69,15 +69,26 @@ class Telemetry(Collector):
             request_id=request_id(headers.get(HEADER, "")),
             headers=headers,
             trace_of=trace_parent,
+            on_begin=self._begin,
             on_end=self._end,
             route=route,
         )
+        with self._lock:
+            self._num_open[protocol] = self._num_open.get(protocol, 0) + 1
+            self._begin(request)
+        return request
 
     @property
     def num_open(self) -> dict[str, int]:
         """Return the number of open requests by protocol."""
         with self._lock:
-            return dict(self._open)
+            return dict(self._num_open)
+
+    @property
+    def open_requests(self) -> list[WireRequest]:
+        """Return the open requests, streams and those within them."""
+        with self._lock:
+            return list(self._open.values())
 
     @property
     def tenants(self) -> dict[str, TenantUse]:
@@ -100,14 +111,19 @@ class Telemetry(Collector):
             labels=["protocol", "status", "code"],
         )
         with self._lock:
-            for protocol, number in self._open.items():
+            for protocol, number in self._num_open.items():
                 is_open.add_metric([protocol], number)
             for labels, count in self._ended.items():
                 ended.add_metric(labels, count.number, created=count.first_unix)
         return (is_open, ended)
 
+    def _begin(self, request: WireRequest) -> None:
+        with self._lock:
+            self._open[id(request)] = request
+
     def _end(self, request: WireRequest) -> None:
         with self._lock:
+            self._open.pop(id(request), None)
             self._count(request)
         for sink in self._sinks:
             try:
@@ -118,7 +134,7 @@ class Telemetry(Collector):
     def _count(self, request: WireRequest) -> None:
         code = request.error_code
         if not request.is_within:
-            self._open[request.protocol] -= 1
+            self._num_open[request.protocol] -= 1
         ended = self._ended.get(labels := (request.protocol, request.status, code))
         if ended is None:
             ended = self._ended[labels] = _Ended(0, time.time())

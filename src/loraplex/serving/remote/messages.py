@@ -66,7 +66,14 @@ class Numbers(msgspec.Struct, frozen=True, tag=True):
     families: bytes
 
 
-FromFrontend = Opened | Generate | CloseBatch | Abort | Leave | Find | Numbers
+class ListedRequests(msgspec.Struct, frozen=True, tag=True):
+    """Reply to ListRequests: a page of requests, as JSON."""
+
+    query_id: int
+    page: bytes
+
+
+FromFrontend = Opened | Generate | CloseBatch | Abort | Leave | Find | Numbers | ListedRequests
 
 
 # ---------------------------------------------------------------- from the owner
@@ -110,6 +117,14 @@ class Count(msgspec.Struct, frozen=True, tag=True):
     query_id: int
 
 
+class ListRequests(msgspec.Struct, frozen=True, tag=True):
+    """Report recent requests. The reply is ListedRequests."""
+
+    query_id: int
+    query: bytes
+    """JSON."""
+
+
 class Refresh(msgspec.Struct, frozen=True, tag=True):
     """Read the API keys again, and open the access log again."""
 
@@ -120,4 +135,4 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     seconds: float
 
 
-FromOwner = State | Admitted | Refused | Outputs | Found | Count | Refresh | Stop
+FromOwner = State | Admitted | Refused | Outputs | Found | Count | ListRequests | Refresh | Stop

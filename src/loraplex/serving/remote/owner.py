@@ -27,6 +27,8 @@ from loraplex.serving.remote.messages import (
     FromOwner,
     Generate,
     Leave,
+    ListedRequests,
+    ListRequests,
     Numbers,
     Opened,
     Outputs,
@@ -40,8 +42,8 @@ logger = logging.getLogger(__name__)
 
 _STATE_SECONDS: Final = 0.05
 """How often the state is compared with the one that the processes know."""
-_COUNT_SECONDS: Final = 1.0
-"""How long a scrape waits for the numbers of a process; then it takes the last ones."""
+_REPLY_SECONDS: Final = 1.0
+"""How long the reply of a process is awaited; a scrape then takes the last numbers."""
 _DECODER = msgspec.msgpack.Decoder(FromFrontend)
 
 
@@ -82,7 +84,7 @@ class FrontendDesk:
         self._requests: dict[RequestId, _Remote] = {}
         self._batches = weakref.WeakValueDictionary[int, RequestBatch]()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._counts: dict[int, asyncio.Event] = {}
+        self._replies: dict[int, asyncio.Future[bytes]] = {}
         self._query_ids = itertools.count(1)
         self._outputs: list[EngineOutput] = []
         self.connection = FrameConnection(_DECODER, self._take, self._lose)
@@ -93,17 +95,24 @@ class FrontendDesk:
 
     async def count(self) -> bool:
         """Bring `families` up to date, and return whether the process replied in time."""
-        query_id = next(self._query_ids)
-        self._counts[query_id] = reply = asyncio.Event()
-        self.connection.send(Count(query_id))
+        return await self._reply_to(Count(next(self._query_ids))) is not None
+
+    async def requests(self, query: bytes) -> bytes:
+        """Return a page of the requests of the process; empty if it did not reply in time."""
+        return await self._reply_to(ListRequests(next(self._query_ids), query)) or b""
+
+    async def _reply_to(self, query: Count | ListRequests) -> bytes | None:
+        """Return the reply, empty from a process that has ended; None: none came in time."""
+        reply: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._replies[query.query_id] = reply
+        self.connection.send(query)
         try:
-            await asyncio.wait_for(reply.wait(), _COUNT_SECONDS)
+            return await asyncio.wait_for(reply, _REPLY_SECONDS)
         except TimeoutError:
-            logger.warning("front-end process %d did not report its numbers in time", self.number)
-            return False
+            logger.warning("front-end process %d did not reply in time", self.number)
+            return None
         finally:
-            self._counts.pop(query_id, None)
-        return True
+            del self._replies[query.query_id]
 
     def _take(self, message: FromFrontend) -> None:
         match message:
@@ -119,11 +128,17 @@ class FrontendDesk:
                 self._start(self._find(message))
             case Numbers(query_id, families):
                 self.families = families
-                if reply := self._counts.get(query_id):
-                    reply.set()
+                self._take_reply(query_id, families)
+            case ListedRequests(query_id, page):
+                self._take_reply(query_id, page)
             case Opened(number):
                 self.number = number
                 self._on_opened(self)
+
+    def _take_reply(self, query_id: int, data: bytes) -> None:
+        reply = self._replies.get(query_id)
+        if reply is not None and not reply.done():
+            reply.set_result(data)
 
     def _end(self, message: Leave | Abort) -> None:
         """End a request, or one sequence of it. One that has ended is none of both."""
@@ -196,8 +211,8 @@ class FrontendDesk:
         requests, self._requests = self._requests, {}
         for remote in requests.values():
             remote.end()
-        for reply in self._counts.values():
-            reply.set()
+        for query_id in self._replies:
+            self._take_reply(query_id, b"")
         self._on_lost(self)
 
 

@@ -34,6 +34,7 @@ def wire(method: str = "POST", path: str = "/v1/chat/completions", **fields) -> 
         request_id="id",
         headers={},
         trace_of=lambda headers: TraceParent("1" * 32, ""),
+        on_begin=lambda request: None,
         on_end=lambda request: None,
         started_ns=1 * MS,
         started_unix_ns=UNIX,

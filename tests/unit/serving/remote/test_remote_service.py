@@ -23,7 +23,7 @@ from loraplex.frontends.streams import gather_all
 from loraplex.serving.adapter_usage import UsedAdapter
 from loraplex.serving.backend import close_outputs
 from loraplex.serving.local_texts import LocalTexts
-from loraplex.serving.remote.messages import Count, Numbers, Stop
+from loraplex.serving.remote.messages import Count, ListedRequests, ListRequests, Numbers, Stop
 from loraplex.serving.remote.owner import FrontendDesks
 from loraplex.serving.remote.remote_service import RemoteService
 from loraplex.serving.request_metrics import RequestMetrics
@@ -202,6 +202,13 @@ async def test_numbers_and_commands(ends):
     ends.remote.connection.send(Numbers(count.query_id, families))
     await counting
     assert desk.families == families
+    listing = asyncio.create_task(desk.requests(b"query"))
+    async with asyncio.timeout(10):
+        while len(ends.commands) == 1:
+            await asyncio.sleep(0.005)
+    assert ends.commands[1] == ListRequests(2, b"query")
+    ends.remote.connection.send(ListedRequests(2, b"page"))
+    assert await listing == b"page"
     ends.desks.send(Stop(3.0))
     async with asyncio.timeout(10):
         while ends.commands[-1] != Stop(3.0):

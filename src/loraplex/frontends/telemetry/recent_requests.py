@@ -1,0 +1,310 @@
+"""The newest requests that ended, and those that are open: without prompts and outputs.
+
+Each front-end process keeps its own. Those of a tenant that sends many do not displace the others'
+requests. Requests without a valid key, and those that neither generate nor fail, are not kept.
+"""
+
+import collections
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, NamedTuple
+
+import msgspec
+from msgspec import Struct
+
+from loraplex.core.output import ResolvedAdapter
+from loraplex.frontends.telemetry.access_log import generation_fields, request_fields
+from loraplex.serving.wire_request import GenerationRecord, WireRequest
+
+MAX_GENERATIONS: Final = 8
+_MAX_PATH: Final = 200
+_MAX_NAME: Final = 256
+_MEAN_BYTES: Final = 4096
+"""Memory of all kept requests, divided by their greatest number."""
+
+
+class Phases(Struct, frozen=True, kw_only=True):
+    """Durations of the stages, which follow each other; null: unknown, or not reached."""
+
+    admit_ms: float | None = None
+    """Time from the begin of the generation until the engine has it."""
+    adapter_load_ms: float | None = None
+    """Time until the adapters are on the device; 0 for those that are there."""
+    queue_ms: float | None = None
+    """Time until the first step."""
+    prefill_ms: float | None = None
+    """Time until the first token."""
+    decode_ms: float | None = None
+    """Time until the last token."""
+    write_ms: float | None = None
+    """Time until the response is written."""
+
+
+class RecentGeneration(Struct, frozen=True, kw_only=True):
+    """One prompt of a request."""
+
+    model: str
+    adapters: tuple[ResolvedAdapter, ...]
+    client_request_id: str | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int | None
+    queue_seconds: float | None
+    first_token_seconds: float | None
+    seconds: float | None
+    finish_reasons: list[str]
+    error: str | None
+    start_ms: float
+    """Time since the begin of the request."""
+    phases: Phases
+    preemptions: int
+    restarts: int
+    """Number of engines that died with it."""
+
+
+class RecentRequest(Struct, frozen=True, kw_only=True):
+    id: int
+    """Time of the end in microseconds since 1970, unique in a process; 0: it is open."""
+    phase: str
+    """`ended`; of open requests `admission`, `waiting` (for the first token), `decode` or `write`,
+    whichever is the earliest of its generations."""
+    time: str
+    """Time of the begin."""
+    request_id: str
+    trace_id: str
+    protocol: str
+    client: str
+    """Address."""
+    tenant: str
+    method: str | None
+    route: str | None
+    path: str
+    status: int | str | None
+    """Status of HTTP, or code of gRPC."""
+    error: str | None
+    """Code of the error."""
+    seconds: float | None
+    """Null: it is open."""
+    prompt_tokens: int
+    completion_tokens: int
+    user_agent: str | None
+    num_generations: int
+    """Number of prompts, of which `generations` has the first 8."""
+    generations: tuple[RecentGeneration, ...]
+
+
+class RequestQuery(Struct, frozen=True, kw_only=True):
+    """Which requests; None: any."""
+
+    until: int
+    """Ids of ended requests are at most this."""
+    limit: int
+    after: int | None = None
+    """Ids are greater, and the first are returned; None: the last."""
+    tenant: str | None = None
+    adapter: str | None = None
+    """Name of one of its adapters; empty: the base model alone."""
+    status: str | None = None
+    """`open`, `ok`, `error`, or a status of HTTP or code of gRPC."""
+
+    def cut(self, found: list[Any]) -> list[Any]:
+        """Return at most `limit` of the requests, which are in order."""
+        return found[-self.limit :] if self.after is None else found[: self.limit]
+
+
+class RequestPage(Struct, frozen=True, kw_only=True):
+    """Requests that a query found, in order, with their ids or times."""
+
+    ended: list[tuple[int, msgspec.Raw]]
+    open: list[tuple[int, msgspec.Raw]]
+    num_open: int
+
+    @classmethod
+    def joined(cls, pages: Sequence["RequestPage"], query: RequestQuery) -> "RequestPage":
+        """Return the page of all processes from a page of each."""
+        ended = sorted(row for page in pages for row in page.ended)
+        return cls(
+            ended=query.cut(ended),
+            open=sorted(row for page in pages for row in page.open)[-query.limit :],
+            num_open=sum(page.num_open for page in pages),
+        )
+
+
+class _Facts(NamedTuple):
+    """Facts that queries select by."""
+
+    tenant: str
+    status: str
+    """Empty: it is open."""
+    has_failed: bool
+    adapters: frozenset[str]
+
+    @classmethod
+    def of(cls, request: WireRequest) -> "_Facts":
+        names = (each.name for record in request.generations for each in record.adapters)
+        return cls(request.tenant, request.status, bool(request.error_code), frozenset(names))
+
+    def match(self, query: RequestQuery) -> bool:
+        if query.tenant not in (None, self.tenant):
+            return False
+        if query.adapter is not None and not self._has(query.adapter):
+            return False
+        match query.status:
+            case None:
+                return True
+            case "open":
+                return not self.status
+            case "ok" | "error":
+                return bool(self.status) and self.has_failed == (query.status == "error")
+        return query.status == self.status
+
+    def _has(self, adapter: str) -> bool:
+        return adapter in self.adapters if adapter else not self.adapters
+
+
+class _Kept(NamedTuple):
+    id: int
+    facts: _Facts
+    data: bytes
+    """A RecentRequest as JSON."""
+
+
+class RecentRequests:
+    """A sink of `Telemetry`. Thread-safe."""
+
+    def __init__(
+        self, most: int, unix_us: Callable[[], int] = lambda: time.time_ns() // 1000
+    ) -> None:
+        """most: number of ended requests that are kept."""
+        self._most = most
+        self._unix_us = unix_us
+        # A request that is collected as garbage ends wherever its thread happens to be.
+        self._lock = threading.RLock()
+        self._kept: dict[str, collections.deque[_Kept]] = {}
+        """Kept requests by tenant."""
+        self._num_kept = 0
+        self._num_bytes = 0
+        self._last_id = 0
+
+    def __call__(self, request: WireRequest) -> None:
+        """Keep a request that has ended."""
+        is_of_interest = request.generations or request.error_code
+        if not self._most or not request.tenant or not is_of_interest:
+            return
+        with self._lock:
+            self._last_id = max(self._last_id + 1, self._unix_us())
+            data = msgspec.json.encode(recent_request(request, self._last_id))
+            kept = _Kept(self._last_id, _Facts.of(request), data)
+            self._kept.setdefault(request.tenant, collections.deque()).append(kept)
+            self._num_kept += 1
+            self._num_bytes += len(data)
+            while self._num_kept > self._most or self._num_bytes > self._most * _MEAN_BYTES:
+                self._drop_one()
+
+    def now(self) -> int:
+        """Return the greatest id of the requests that have ended."""
+        return max(self._last_id, self._unix_us())
+
+    def page(self, query: RequestQuery, open_requests: Iterable[WireRequest]) -> RequestPage:
+        """Return the requests of this process that a query is about."""
+        opened = [
+            (request.started_unix_ns // 1000, request)
+            for request in open_requests
+            if request.tenant and request.generations and _Facts.of(request).match(query)
+        ]
+        opened.sort(key=lambda row: row[0])
+        return RequestPage(
+            ended=[(kept.id, msgspec.Raw(kept.data)) for kept in self._ended(query)],
+            open=[
+                (started_us, msgspec.Raw(msgspec.json.encode(recent_request(request, 0))))
+                for started_us, request in opened[-query.limit :]
+            ],
+            num_open=len(opened),
+        )
+
+    def _ended(self, query: RequestQuery) -> list[_Kept]:
+        with self._lock:
+            if query.tenant is None:
+                rows = [list(rows) for rows in list(self._kept.values())]
+            else:
+                rows = [list(self._kept.get(query.tenant, ()))]
+        after = query.after or 0
+        found = [
+            kept
+            for kept in (kept for tenant in rows for kept in tenant)
+            if after < kept.id <= query.until and kept.facts.match(query)
+        ]
+        found.sort(key=lambda kept: kept.id)
+        return query.cut(found)
+
+    def _drop_one(self) -> None:
+        """Drop the oldest request of the tenant that has most."""
+        tenant, rows = max(self._kept.items(), key=lambda item: len(item[1]))
+        self._num_kept -= 1
+        self._num_bytes -= len(rows.popleft().data)
+        if not rows:
+            del self._kept[tenant]
+
+
+def recent_request(request: WireRequest, number: int) -> RecentRequest:
+    """Describe a request. number: its id; 0: it is open."""
+    fields = request_fields(request)
+    fields["path"] = fields["path"][:_MAX_PATH]
+    return RecentRequest(
+        **fields,
+        id=number,
+        phase="ended" if number else _phase(request.generations),
+        num_generations=len(request.generations),
+        generations=tuple(
+            _generation(record, request) for record in request.generations[:MAX_GENERATIONS]
+        ),
+    )
+
+
+def _phase(records: Sequence[GenerationRecord]) -> str:
+    if any(not record.admitted_ns for record in records):
+        return "admission"
+    if any(not record.first_token_ns for record in records):
+        return "waiting"
+    return "decode" if any(not record.ended_ns for record in records) else "write"
+
+
+def _generation(record: GenerationRecord, request: WireRequest) -> RecentGeneration:
+    fields, timing = generation_fields(record), record.timing
+    fields["model"] = fields["model"][:_MAX_NAME]
+    if not request.ended_ns and not record.finish_reasons:
+        fields["finish_reasons"] = []
+    return RecentGeneration(
+        **fields,
+        start_ms=_ms(request.started_ns, record.started_ns) or 0.0,
+        phases=_phases(record, request.ended_ns),
+        preemptions=timing.num_preemptions if timing else 0,
+        restarts=timing.num_restarts if timing else 0,
+    )
+
+
+def _phases(record: GenerationRecord, ended_ns: int) -> Phases:
+    """ended_ns: the end of the response; 0: it is open."""
+    timing = record.timing
+    if timing is None or not timing.first_scheduled_ns:
+        return Phases(
+            admit_ms=_ms(record.started_ns, record.admitted_ns),
+            decode_ms=_ms(record.first_token_ns, record.ended_ns),
+        )
+    scheduled_ns = timing.first_scheduled_ns
+    ready_ns = min(max(timing.adapter_ready_ns, timing.arrival_ns), scheduled_ns)
+    if not record.adapters:
+        ready_ns = timing.arrival_ns
+    return Phases(
+        admit_ms=_ms(record.started_ns, timing.arrival_ns),
+        adapter_load_ms=_ms(timing.arrival_ns, ready_ns),
+        queue_ms=_ms(ready_ns, scheduled_ns),
+        prefill_ms=_ms(scheduled_ns, timing.first_token_ns),
+        decode_ms=_ms(timing.first_token_ns, timing.last_token_ns),
+        write_ms=_ms(timing.last_token_ns, ended_ns),
+    )
+
+
+def _ms(start_ns: int, end_ns: int) -> float | None:
+    return round(max(end_ns - start_ns, 0) / 1e6, 3) if start_ns and end_ns else None

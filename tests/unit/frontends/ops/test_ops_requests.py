@@ -1,0 +1,112 @@
+"""GET /v1/requests over HTTP, for tenants and operators."""
+
+import httpx
+import pytest
+
+from loraplex.core.output import ResolvedAdapter
+from loraplex.core.server_config import ServerConfig
+from loraplex.frontends.access import by_api_key
+from loraplex.frontends.telemetry.tenants import noting_tenant
+from loraplex.serving.access.api_key_ring import ApiKeys
+from loraplex.serving.access.api_keys import new_key
+from loraplex.serving.request_metrics import RequestMetrics
+from loraplex.serving.wire_request import begin_generation
+from loraplex.testing.echo_backend import EchoBackend
+from support.described_app import described_app
+
+KEYS = {name: new_key() for name in ("default", "acme", "other")}
+
+
+class ObservedBackend(EchoBackend):
+    """Backend that records generations, as the service does."""
+
+    def __init__(self):
+        super().__init__()
+        self._metrics = RequestMetrics()
+
+    async def generate(self, request, principal):
+        outputs = await super().generate(request, principal)
+        record = begin_generation(request, principal.tenant, 1)
+        record.admitted(tuple(ResolvedAdapter(one.key.name, "d") for one in request.adapters), 5, 2)
+        return self._metrics.observe(request, outputs, record)
+
+
+@pytest.fixture
+async def client():
+    ring = ApiKeys(None, " ".join(f"{name}:{key}" for name, key in KEYS.items()))
+    backend = ObservedBackend()
+    backend.register("zh")
+    settings = ServerConfig(recent_requests=50)
+    app = described_app(backend, noting_tenant(by_api_key(ring)), settings)
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://testserver") as client:
+        yield client
+
+
+def bearer(tenant):
+    return {"authorization": f"Bearer {KEYS[tenant]}"}
+
+
+async def complete(client, tenant, model="echo", status=200):
+    body = {"model": model, "prompt": "hello", "max_tokens": 3}
+    response = await client.post("/v1/completions", json=body, headers=bearer(tenant))
+    assert response.status_code == status
+
+
+async def recent(client, key, expected=200, **query):
+    response = await client.get("/v1/requests", params=query, headers=bearer(key))
+    assert response.status_code == expected
+    return response.json()
+
+
+async def test_a_tenant_sees_its_own(client):
+    await complete(client, "acme", "zh")
+    await complete(client, "other")
+    found = await recent(client, "acme")
+    (one,) = found["requests"]
+    assert (one["tenant"], one["status"], one["completion_tokens"]) == ("acme", 200, 3)
+    assert one["generations"][0]["adapters"][0]["name"] == "zh"
+    assert one["route"] == "/v1/completions"
+    assert found["is_complete"]
+    assert (await recent(client, "acme", tenant="acme"))["requests"] == [one]
+    refused = await recent(client, "acme", 403, tenant="other")
+    assert "requests of another tenant" in refused["error"]["message"]
+
+
+async def test_operators_choose(client):
+    await complete(client, "acme")
+    await complete(client, "other")
+    both = await recent(client, "default")
+    assert [one["tenant"] for one in both["requests"]] == ["acme", "other"]
+    one = await recent(client, "default", tenant="other")
+    assert [one["tenant"] for one in one["requests"]] == ["other"]
+
+
+async def test_a_poll_gets_each_request_once(client):
+    cursor, seen = (await recent(client, "acme"))["next"], []
+    for _ in range(3):
+        await complete(client, "acme")
+        await complete(client, "acme", "no", 404)
+        for _ in range(3):
+            found = await recent(client, "acme", after=cursor, limit=1)
+            cursor = found["next"]
+            seen += [one["status"] for one in found["requests"]]
+    assert seen == [200, 404] * 3
+
+
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [
+        ({"limit": 0}, "limit must be a whole number in [1, 1000], got '0'"),
+        ({"after": "x"}, "after must be a whole number"),
+        ({"adapter": "x" * 257}, "adapter must have at most 256 characters"),
+    ],
+)
+async def test_wrong_queries(client, query, message):
+    assert message in (await recent(client, "acme", 400, **query))["error"]["message"]
+
+
+async def test_an_open_request(client):
+    """The list itself is open, but generates nothing."""
+    found = await recent(client, "acme", status="open")
+    assert (found["requests"], found["open"], found["num_open"]) == ([], [], 0)
