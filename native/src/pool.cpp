@@ -191,3 +191,5 @@ loraplex_status loraplex_pool_limit_cpu_features(loraplex_pool *pool, uint64_t f
 }
 
 int64_t loraplex_pool_num_threads(const loraplex_pool *pool) { return pool->num_threads(); }
+
+int64_t loraplex_pool_lora_ns(const loraplex_pool *pool) { return pool->lora_ns(); }

@@ -70,6 +70,10 @@ class AcceleratedReference(ReferenceKernels):
         self.num_repeated += key in self.graphs and not self.graphs.is_recording
         return self.graphs.repeat(key, inputs, compute)
 
+    @property
+    def lora_ns(self) -> None:
+        return None
+
     def recording(self) -> contextlib.AbstractContextManager[None]:
         return self.graphs.recording()
 

@@ -22,7 +22,7 @@
 #include <stdint.h>
 
 /* Raised when a declared function changes or comes; Python refuses a library with another number. */
-#define LORAPLEX_ABI_VERSION 9
+#define LORAPLEX_ABI_VERSION 10
 
 #define LORAPLEX_API __attribute__((visibility("default")))
 
@@ -79,6 +79,10 @@ LORAPLEX_API loraplex_status loraplex_pool_set_num_threads(loraplex_pool *pool,
                                                            int32_t num_threads);
 
 LORAPLEX_API int64_t loraplex_pool_num_threads(const loraplex_pool *pool);
+
+/* The time that ops of LoRA have taken so far, in a program or not; the time for which they waited
+ * for the pool is not counted. */
+LORAPLEX_API int64_t loraplex_pool_lora_ns(const loraplex_pool *pool);
 
 /* From now on an op uses, of what a CPU may have beyond the instruction set, at most this
  * (LORAPLEX_CPU_*). At first it uses all that the CPU has. Changes no result. */

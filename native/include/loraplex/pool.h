@@ -76,6 +76,12 @@ public:
 
     std::mutex &op_mutex() { return op_mutex_; }
 
+    std::int64_t lora_ns() const { return lora_ns_.load(std::memory_order_relaxed); }
+    // The caller must hold an `Op`.
+    void add_lora_ns(std::int64_t ns) {
+        lora_ns_.store(lora_ns() + ns, std::memory_order_relaxed);
+    }
+
 private:
     using TileFunction = void (*)(const void *fn, std::int64_t tile, int worker);
 
@@ -109,6 +115,7 @@ private:
     std::uint64_t cpu_features_ = loraplex_cpu_features();
     std::vector<std::thread> threads_;
     std::mutex op_mutex_;
+    std::atomic<std::int64_t> lora_ns_{0};
     loraplex::Scratch shared_scratch_;
     loraplex::Scratch list_scratch_;
     loraplex::Scratch worker_scratch_;

@@ -169,6 +169,8 @@ class StepTiming(msgspec.Struct, frozen=True):
     """Part of prepare_ns: copies of adapters."""
     rank_wait_ns: tuple[int, ...] = ()
     """Time that each of several ranks has waited for others since its start, as last reported."""
+    lora_ns: int | None = None
+    """Part of forward_ns: the ops of LoRA, of the rank that reports. None: not measured."""
 
 
 class StepResult(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -105,6 +105,11 @@ class Kernels(Protocol):
         """
         ...
 
+    @property
+    def lora_ns(self) -> int | None:
+        """Return the time that ops of LoRA have taken so far; None: it is not measured."""
+        ...
+
     def recording(self) -> contextlib.AbstractContextManager[None]:
         """Return a block in which `repeat` records each new key; a quick backend does anywhere."""
         ...

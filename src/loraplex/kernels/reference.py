@@ -81,6 +81,10 @@ class ReferenceKernels:
     ) -> torch.Tensor:
         return compute()
 
+    @property
+    def lora_ns(self) -> None:
+        return None
+
     def recording(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 

@@ -158,9 +158,12 @@ def test_the_vectors_of_adapters_are_part_of_a_program(library: NativeLibrary) -
         x = torch.randn(3, 8)
         uses = (PartsUse(parts, torch.arange(1, 3), torch.full((2,), scale)),)
         batch = dataclasses.replace(plain, parts=uses)
+        lora_ns = kernels.lora_ns
         expected = kernels.linear(x, linear)
+        assert kernels.lora_ns == lora_ns, "only ops of LoRA count"
         expected[1:] += scale
         assert torch.equal(kernels.repeat("vectors", (x, batch), with_vectors), expected)
+        assert kernels.lora_ns > lora_ns
     assert None not in kernels._programs.values()
 
 

@@ -90,7 +90,9 @@ class StepComputer:
         )
         watch.prepare_ns += watch.lap()
         hidden = self._received(batch.token_ids.shape[0])
+        lora_ns = self._kernels.lora_ns
         output = self._decoder.forward(batch, self._kv_cache.storages, hidden)
+        watch.add_lora(lora_ns, self._kernels.lora_ns)
         if self._decoder.spec.is_last_stage:
             output = output[: len(inputs.logits_indices)]
         watch.forward_ns += watch.lap()

@@ -71,6 +71,10 @@ class CudaKernels:
         inputs = [tensor for parameter in parameters for tensor in self._tensors(parameter)]
         return self.graphs.repeat(key, inputs, compute)
 
+    @property
+    def lora_ns(self) -> None:
+        return None
+
     def recording(self) -> contextlib.AbstractContextManager[None]:
         return self.graphs.recording()
 

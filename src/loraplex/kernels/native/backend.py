@@ -72,6 +72,10 @@ class NativeKernels:
         program = self._programs[key]
         return compute() if program is None else program.run(addresses)
 
+    @property
+    def lora_ns(self) -> int:
+        return self._pool.lora_ns
+
     def recording(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 

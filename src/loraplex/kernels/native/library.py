@@ -39,7 +39,7 @@ Size = ctypes.c_int64
 Int = ctypes.c_int32
 Real = ctypes.c_float
 
-_ABI_VERSION = 9
+_ABI_VERSION = 10
 _FILES = {
     "x86-64-v4": "libloraplex_v4.so",
     "x86-64-v3": "libloraplex_v3.so",
@@ -139,6 +139,7 @@ class ThreadPool:
             "loraplex_pool_limit_cpu_features", Pointer, ctypes.c_uint64
         )
         self._num_threads = library.size_function("loraplex_pool_num_threads", Pointer)
+        self._lora_ns = library.size_function("loraplex_pool_lora_ns", Pointer)
         handle = Pointer()
         create(num_threads, ctypes.byref(handle))
         assert handle.value is not None
@@ -149,6 +150,11 @@ class ThreadPool:
     @property
     def num_threads(self) -> int:
         return self._num_threads(self.address)
+
+    @property
+    def lora_ns(self) -> int:
+        """Time that ops of LoRA have taken so far."""
+        return self._lora_ns(self.address)
 
     def limit_cpu_features(self, features: int) -> None:
         """Ops use none of LORAPLEX_CPU_* of abi.h but these: how a test runs another CPU's code."""

@@ -119,6 +119,19 @@ def test_timing_is_reported(runner: Runner) -> None:
     assert min(timing.prepare_ns, timing.forward_ns, timing.sample_ns) > 0
 
 
+def test_the_time_of_lora_is_reported(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(runner, adapter_copies=(AdapterCopy(HANDLE, (2,)),))
+    base = run(runner, added=(added(0, (1,)),), rows=(prompt_step(0, (1,), 0),))
+    row = added(1, (1,), ((HANDLE, 1.0),))
+    with_lora = run(runner, 2, added=(row,), rows=(prompt_step(1, (1,), 1),)).timing
+    assert base.timing.lora_ns == 0
+    assert with_lora.lora_ns is not None
+    assert 0 < with_lora.lora_ns < with_lora.forward_ns
+    monkeypatch.setattr(NativeKernels, "lora_ns", None)
+    unmeasured = run(runner, 3, rows=(RowStep(0, 1, 1),)).timing
+    assert unmeasured.lora_ns is None
+
+
 def test_an_adapter_is_used_once_it_is_copied(runner: Runner) -> None:
     uses = ((HANDLE, 1.0),)
     early = run(runner, added=(added(0, (5, 6), uses),), rows=(prompt_step(0, (5, 6), 0),))
