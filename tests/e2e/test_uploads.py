@@ -8,7 +8,9 @@ import subprocess
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from loraplex.demo import ADAPTER_PATHS
 from loraplex.serving.access.key_file_changes import create_key
@@ -134,6 +136,59 @@ def test_errors_name_the_upload_and_no_path_of_the_server(site, server, tmp_path
         for text in ("upload://", "upload://../x", f"upload://{'0' * 32}"):
             refused = load(client, text, name="bad")
             assert refused.json()["error"]["code"] == "upload_not_found", refused.text
+
+
+def damaged(folder: Path, change) -> Path:
+    """A copy of the adapter whose tensors `change` has changed."""
+    shutil.copytree(ADAPTER_PATHS["chinese"], folder)
+    tensors = load_file(folder / FILES[1])
+    change(tensors)
+    save_file(tensors, folder / FILES[1])
+    return folder
+
+
+def test_a_dry_run_in_detail(site, server, tmp_path):
+    def cut(tensors):
+        name = next(name for name in tensors if "lora_B" in name)
+        tensors[name] = tensors[name][:3].copy()
+        tensors["stranger"] = tensors[name]
+
+    def silence(tensors):
+        for name in tensors:
+            if "lora_B" in name:
+                tensors[name] = np.zeros_like(tensors[name])
+
+    with site.client(server) as client:
+
+        def trial(folder: Path, **fields):
+            path = upload(client, folder)
+            response = load(
+                client, path, name="t", dry_run=True, canary=True, details=True, **fields
+            )
+            assert response.status_code == 200, response.text
+            assert client.delete(url_of(path)).status_code == 200
+            return response.json()
+
+        good = trial(ADAPTER_PATHS["chinese"])
+        assert (good["ok"], good["error"], good["format"]) == (True, None, "PEFT")
+        assert (good["changes_base"], good["fits_now"]) == (True, True)
+        assert good["adapter"]["dry_run"] is True
+        assert good["num_tensors"] == good["adapter"]["content"]["num_tensors"]
+        assert {tensor["applied"] for tensor in good["tensors"]} == {True}
+
+        bad = trial(damaged(tmp_path / "cut", cut))
+        assert (bad["ok"], bad["adapter"], bad["fits_now"]) == (False, None, None)
+        assert bad["num_refused"] == 3
+        assert {t["name"] for t in bad["tensors"] if t["refused"]} >= {"stranger"}
+        assert all(t["reason"] for t in bad["tensors"][:3])
+        assert bad["error"]["code"] == "invalid_adapter"
+
+        silent = trial(damaged(tmp_path / "silent", silence))
+        assert (silent["ok"], silent["changes_base"]) == (False, False)
+        assert (silent["num_refused"], silent["num_tensors"]) == (0, good["num_tensors"])
+
+        taken = load(client, "upload://x", name="t", details=True)
+        assert (taken.status_code, taken.json()["error"]["param"]) == (400, "details")
 
 
 def test_without_the_right(site, server):

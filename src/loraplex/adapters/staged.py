@@ -35,6 +35,8 @@ class StageRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Consequence of an adapter that names another base."""
     pool_dtype: str = ""
     """Type in which the engine computes: float32, float16 or bfloat16; empty if unknown."""
+    examines: bool = False
+    """Account for every tensor instead of staging: the reply has `examined`."""
     reads_again: bool = False
     """Read the files even if they look unchanged since they were staged before."""
 
@@ -55,9 +57,41 @@ class StagedAdapter(msgspec.Struct, frozen=True, kw_only=True):
     """Duration of each stage."""
 
 
+class ExaminedTensor(msgspec.Struct, frozen=True, kw_only=True):
+    """Tensor of an adapter, and its fate."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    module: str | None
+    """Module of the base; null if the name means none."""
+    layer: int | None
+    """Decoder layer; null outside of them."""
+    expert: int | None
+    rank: int | None
+    """Rank, of a factor of LoRA."""
+    applied: bool = True
+    refused: bool = False
+    """Whether the adapter cannot be loaded because of it."""
+    reason: str | None = None
+    """Why it is not applied."""
+
+
+class Examination(msgspec.Struct, frozen=True, kw_only=True):
+    """Account of all tensors of an adapter."""
+
+    format: str = ""
+    """Name of its format; empty if it has none that is known."""
+    tensors: tuple[ExaminedTensor, ...] = ()
+    """First 10000 tensors; the refused ones come first."""
+    num_tensors: int = 0
+    num_refused: int = 0
+
+
 class StageReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Reply to a StageRequest: exactly one of `staged` and `error` is set."""
+    """Reply to a StageRequest: exactly one of `staged`, `examined` and `error` is set."""
 
     request_id: int
     staged: StagedAdapter | None = None
+    examined: Examination | None = None
     error: ErrorInfo | None = None

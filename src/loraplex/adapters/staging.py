@@ -18,7 +18,13 @@ from loraplex.adapters.base_check import BaseCheck
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.sources.policy import SourcePolicy
 from loraplex.adapters.sources.reference import SourceKind, parse, shown_source
-from loraplex.adapters.staged import REQUEST_TENSORS, StagedAdapter, StageRequest
+from loraplex.adapters.staged import (
+    REQUEST_TENSORS,
+    Examination,
+    StagedAdapter,
+    StageReply,
+    StageRequest,
+)
 from loraplex.adapters.staging_limits import StagingLimits
 from loraplex.adapters.staging_pool import StagingPool
 from loraplex.adapters.tensor_file import TensorHeader
@@ -105,25 +111,48 @@ class StagingWorker:
         AdapterLoadError if its source does not respond, or the worker died or exceeded its time
         limit.
         """
-        is_here = upload is not None or parse(str(path)).kind is SourceKind.LOCAL
-        return await self._stage(
-            self._local if is_here else self._remote,
-            StageRequest(
-                request_id=next(self._request_ids),
-                path=str(path),
-                upload="" if upload is None else str(upload),
-                state_dir=str(self._state_dir),
-                shapes=shapes,
-                limits=self._limits(max_ranks),
-                policy=self._policy.for_operator() if is_trusted else self._policy,
-                base_model=base_model,
-                base_path=base_path,
-                base_check=base_check,
-                pool_dtype=pool_dtype,
-                reads_again=reads_again,
-            ),
-            tenant,
+        request = StageRequest(
+            request_id=next(self._request_ids),
+            path=str(path),
+            upload="" if upload is None else str(upload),
+            state_dir=str(self._state_dir),
+            shapes=shapes,
+            limits=self._limits(max_ranks),
+            policy=self._policy.for_operator() if is_trusted else self._policy,
+            base_model=base_model,
+            base_path=base_path,
+            base_check=base_check,
+            pool_dtype=pool_dtype,
+            reads_again=reads_again,
         )
+        return _staged(await self._request(self._pool(path, upload), request, tenant))
+
+    async def examine(
+        self,
+        path: str,
+        *,
+        shapes: BaseShapes,
+        max_ranks: RankLimits,
+        pool_dtype: str,
+        tenant: str,
+        upload: Path | None = None,
+    ) -> Examination:
+        """Account for every tensor of an adapter that a client names. Raises as `stage`, if they
+        cannot be listed."""
+        request = StageRequest(
+            request_id=next(self._request_ids),
+            path=path,
+            upload="" if upload is None else str(upload),
+            examines=True,
+            state_dir=str(self._state_dir),
+            shapes=shapes,
+            limits=self._limits(max_ranks),
+            policy=self._policy,
+            pool_dtype=pool_dtype,
+        )
+        reply = await self._request(self._pool(path, upload), request, tenant)
+        assert reply.examined is not None
+        return reply.examined
 
     async def stage_tensors(
         self,
@@ -156,15 +185,20 @@ class StagingWorker:
             limits=limits,
             pool_dtype=pool_dtype,
         )
-        return await self._stage(self._local, request, tenant, [tensor.view for tensor in tensors])
+        views = [tensor.view for tensor in tensors]
+        return _staged(await self._request(self._local, request, tenant, views))
 
-    async def _stage(
+    def _pool(self, path: str, upload: Path | None) -> StagingPool:
+        is_here = upload is not None or parse(str(path)).kind is SourceKind.LOCAL
+        return self._local if is_here else self._remote
+
+    async def _request(
         self,
         pool: StagingPool,
         request: StageRequest,
         tenant: str,
         tensors: Sequence[memoryview] = (),
-    ) -> StagedAdapter:
+    ) -> StageReply:
         try:
             body = msgspec.msgpack.encode(request)
         except UnicodeEncodeError as error:
@@ -173,8 +207,7 @@ class StagingWorker:
         reply = await pool.request(tenant, request.request_id, what, [memoryview(body), *tensors])
         if reply.error is not None:
             raise error_from_info(reply.error)
-        assert reply.staged is not None
-        return reply.staged
+        return reply
 
     async def start(self) -> None:
         """Start a worker of local sources, so that the first adapter does not wait for it."""
@@ -186,3 +219,8 @@ class StagingWorker:
 
     def _limits(self, max_ranks: RankLimits) -> StagingLimits:
         return StagingLimits(max_ranks=max_ranks, max_file_bytes=self._policy.max_bytes)
+
+
+def _staged(reply: StageReply) -> StagedAdapter:
+    assert reply.staged is not None
+    return reply.staged

@@ -6,22 +6,24 @@ stdin.
 Run as python -m loraplex.adapters.staging_worker.
 """
 
+import contextlib
 import logging
 import os
 import struct
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
 
 from loraplex.adapters.durable_files import storing
+from loraplex.adapters.examination import examine
 from loraplex.adapters.sources.fetch import local_path
 from loraplex.adapters.sources.reference import SourceKind, parse, shown_source
 from loraplex.adapters.stage import stage
-from loraplex.adapters.staged import StagedAdapter, StageReply, StageRequest
+from loraplex.adapters.staged import Examination, StagedAdapter, StageReply, StageRequest
 from loraplex.core.errors import InternalError, InvalidAdapterError, LoraplexError
 from loraplex.core.log_lines import log_to_standard_error
 
@@ -48,6 +50,8 @@ def reply_to(request: StageRequest, tensors: Sequence[bytes] = ()) -> StageReply
     what = shown_source(request.path)
     try:
         with storing():
+            if request.examines:
+                return StageReply(request_id=request.request_id, examined=_examined(request))
             return StageReply(request_id=request.request_id, staged=_staged(request, tensors))
     except LoraplexError as error:
         info = error.to_info()
@@ -64,23 +68,39 @@ def _staged(request: StageRequest, tensors: Sequence[bytes]) -> StagedAdapter:
     """Fetch the adapter if it is remote, and stage it."""
     if request.tensors is not None:
         return stage(request, tensors)
-    if request.upload:
-        return _stage_copy(request, request.upload, request.path)
     started = time.perf_counter()
-    place = str(local_path(request.path, request.policy, Path(request.state_dir)))
+    place, shown = _place(request)
     fetched = time.perf_counter() - started
-    reference = parse(request.path)
-    if reference.kind is SourceKind.LOCAL:
-        return stage(msgspec.structs.replace(request, path=place))
-    staged = _stage_copy(request, place, str(reference))
+    with _naming(place, shown):
+        staged = stage(msgspec.structs.replace(request, path=place))
+    if shown is None or request.upload:
+        return staged
     return msgspec.structs.replace(staged, seconds={"fetch": fetched, **staged.seconds})
 
 
-def _stage_copy(request: StageRequest, place: str, shown: str) -> StagedAdapter:
-    """Stage the server's own copy of a source; its client knows the source, not the copy's path."""
+def _examined(request: StageRequest) -> Examination:
+    place, shown = _place(request)
+    with _naming(place, shown):
+        return examine(msgspec.structs.replace(request, path=place))
+
+
+def _place(request: StageRequest) -> tuple[str, str | None]:
+    """Return an adapter's path, and its source if the path is the server's own copy of it."""
+    if request.upload:
+        return request.upload, request.path
+    place = str(local_path(request.path, request.policy, Path(request.state_dir)))
+    reference = parse(request.path)
+    return place, None if reference.kind is SourceKind.LOCAL else str(reference)
+
+
+@contextlib.contextmanager
+def _naming(place: str, shown: str | None) -> Iterator[None]:
+    """Name the source in errors: its client does not know the path of the server's copy."""
     try:
-        return stage(msgspec.structs.replace(request, path=place))
+        yield
     except LoraplexError as error:
+        if shown is None:
+            raise
         raise type(error)(error.message.replace(place, shown), param=error.param) from error
 
 

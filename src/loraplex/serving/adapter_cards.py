@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from loraplex.adapters.sources.reference import shown_source
-from loraplex.adapters.staged import StagedAdapter
+from loraplex.adapters.staged import Examination, StagedAdapter
 from loraplex.adapters.version import AdapterVersion
 from loraplex.core.adapter import Residency
 from loraplex.core.plan import Capacity
@@ -113,6 +113,30 @@ class LoadReport(
     seconds: dict[str, float]
     """Duration of each stage."""
     canary: CanaryReport | None = None
+
+
+class TrialRefusal(msgspec.Struct, frozen=True):
+    """Why an adapter would not be loaded."""
+
+    code: str
+    message: str
+
+
+class TrialReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Dry run in detail: what a load would do, and what it would refuse."""
+
+    is_ok: bool
+    """Whether a load would succeed."""
+    refusal: TrialRefusal | None
+    examination: Examination
+    changes_base: bool | None
+    """Whether outputs differ from the base model's; null if a canary did not find out."""
+    fits_now: bool | None
+    """Whether its pages are free on the device, without an eviction; null if it is refused."""
+    free_pages: int
+    """Pages of the device that no adapter has."""
+    adapter: LoadReport | None
+    """Report of the dry run; null if it is refused."""
 
 
 class VersionCard(msgspec.Struct, frozen=True, kw_only=True, rename={"is_pinned": "pinned"}):

@@ -24,6 +24,7 @@ from loraplex.serving.adapter_cards import (
     AdapterCard,
     AdapterDetails,
     LoadReport,
+    TrialReport,
     Unloaded,
     UnloadMode,
     VersionCard,
@@ -199,6 +200,23 @@ class AdapterAdmin(Protocol):
 
         With canary it runs a forward pass first and refuses an adapter which gives the base
         model's log probabilities. Raises before anything changes if the adapter is bad.
+        """
+        ...
+
+    async def try_out(
+        self,
+        principal: Principal,
+        *,
+        model: str,
+        name: str,
+        path: str,
+        task_id: int | None = None,
+        replace: bool = False,
+        canary: bool = False,
+    ) -> TrialReport:
+        """Run `load` with dry_run, and account for every tensor.
+
+        What is wrong with the adapter is reported; other errors are raised.
         """
         ...
 

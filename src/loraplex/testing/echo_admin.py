@@ -4,14 +4,17 @@ import asyncio
 
 import msgspec
 
+from loraplex.adapters.staged import Examination, ExaminedTensor
 from loraplex.adapters.staging import RequestTensor
 from loraplex.core.adapter import AdapterKey, AdapterRef
-from loraplex.core.errors import AdapterExistsError, PermissionDeniedError
+from loraplex.core.errors import AdapterExistsError, InvalidAdapterError, PermissionDeniedError
 from loraplex.core.principal import Principal
 from loraplex.serving.adapter_cards import (
     AdapterCard,
     AdapterDetails,
     LoadReport,
+    TrialRefusal,
+    TrialReport,
     Unloaded,
     UnloadMode,
     VersionCard,
@@ -69,6 +72,57 @@ class EchoAdmin:
             return msgspec.structs.replace(trial, is_dry_run=True)
         return self.register(
             name, model=model, path=path, task_id=task_id, replace=replace, canary=canary
+        )
+
+    async def try_out(
+        self,
+        principal: Principal,
+        *,
+        model: str,
+        name: str,
+        path: str,
+        task_id: int | None = None,
+        replace: bool = False,
+        canary: bool = False,
+    ) -> TrialReport:
+        """Return the trial of an adapter with one tensor, which a planted fault refuses."""
+        report, refusal = None, None
+        try:
+            report = await self.load(
+                principal,
+                model=model,
+                name=name,
+                path=path,
+                task_id=task_id,
+                replace=replace,
+                dry_run=True,
+                canary=canary,
+            )
+        except InvalidAdapterError as error:
+            refusal = TrialRefusal(error.code, error.message)
+        tensor = ExaminedTensor(
+            name="q_proj.lora_A.weight",
+            shape=(8, 64),
+            dtype="F32",
+            module="q_proj",
+            layer=0,
+            expert=None,
+            rank=8,
+            applied=refusal is None,
+            refused=refusal is not None,
+            reason=None if refusal is None else refusal.message,
+        )
+        examined = Examination(
+            format="PEFT", tensors=(tensor,), num_tensors=1, num_refused=int(tensor.refused)
+        )
+        return TrialReport(
+            is_ok=refusal is None,
+            refusal=refusal,
+            examination=examined,
+            changes_base=canary or None,
+            fits_now=None if report is None else True,
+            free_pages=10,
+            adapter=report,
         )
 
     async def load_tensors(

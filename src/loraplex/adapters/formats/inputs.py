@@ -32,6 +32,9 @@ class AdapterInput(Protocol):
     """Adapter that has not been read yet."""
 
     @property
+    def format(self) -> str: ...
+
+    @property
     def files(self) -> tuple[Path, ...]:
         """Files that are read: while these do not change, neither do the rows."""
         ...
@@ -59,6 +62,8 @@ class AdapterInput(Protocol):
 
 class PeftFolder:
     """PEFT folder: adapter_config.json and adapter_model.safetensors or .bin."""
+
+    format = "PEFT"
 
     def __init__(self, folder: Path, limits: StagingLimits) -> None:
         self.config: PeftConfig = read_config(folder, limits.max_header_bytes)
@@ -110,6 +115,8 @@ class PeftFolder:
 class PairFolder:
     """TensorRT-LLM folder with two .npy files."""
 
+    format = "TensorRT-LLM"
+
     left_out: Sequence[str] = ()
 
     def __init__(self, folder: Path) -> None:
@@ -138,6 +145,8 @@ class PairFolder:
 
 class LoraFile:
     """Single .safetensors file: llgtrt's, or a canonical adapter file."""
+
+    format = "safetensors"
 
     left_out: Sequence[str] = ()
 
@@ -168,6 +177,8 @@ class LoraFile:
 
 class RequestTensors:
     """Tensors lora_weights and lora_config of a request."""
+
+    format = "TensorRT-LLM"
 
     files: tuple[Path, ...] = ()
     left_out: Sequence[str] = ()

@@ -51,6 +51,15 @@ def canonical_rows(
     Raises InvalidAdapterError for a tensor that is broken, incomplete, duplicated or contradicts
     the config; UnsupportedFeatureError for one that no row can represent.
     """
+    rows = module_rows(config, tensors, shapes)
+    _check_complete(config, rows)
+    return rows
+
+
+def module_rows(
+    config: PeftConfig, tensors: Mapping[str, RawTensor], shapes: BaseShapes
+) -> tuple[CanonicalRow, ...]:
+    """Return the rows of some modules of a PEFT adapter. Raises as canonical_rows."""
     named: dict[str, TensorName] = {}
     stacked: dict[str, TensorName] = {}
     foreign = []
@@ -61,7 +70,7 @@ def canonical_rows(
             continue
         (stacked if parsed.is_stacked else named)[name] = parsed
     if foreign:
-        raise _foreign(foreign[0], others=foreign[1:])
+        raise foreign_error(foreign[0], foreign[1:])
     for name, tensor in tensors.items():
         _check_tensor(name, tensor)
     modules: _Modules = {}
@@ -80,9 +89,7 @@ def canonical_rows(
         )
     )
     _check_once(rows)
-    rows = tuple(row for row in rows if row.expert is None or not _is_silent(row))
-    _check_complete(config, rows)
-    return rows
+    return tuple(row for row in rows if row.expert is None or not _is_silent(row))
 
 
 def _without_shared_factors(
@@ -152,7 +159,9 @@ def _check_tensor(name: str, tensor: RawTensor) -> None:
         raise InvalidAdapterError(f"tensor {name!r} holds NaN or infinity")
 
 
-def _foreign(name: str, others: list[str]) -> InvalidAdapterError | UnsupportedFeatureError:
+def foreign_error(
+    name: str, others: Sequence[str] = ()
+) -> InvalidAdapterError | UnsupportedFeatureError:
     """Return the error about a tensor that cannot be applied, with similar ones."""
     listed = ", ".join(repr(other) for other in others[:_MAX_SHOWN])
     more = f" and {len(others) - _MAX_SHOWN} more" if len(others) > _MAX_SHOWN else ""

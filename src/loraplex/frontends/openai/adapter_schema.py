@@ -41,6 +41,8 @@ class AdapterBody(ClosedBody):
     replace: bool | None = None
     dry_run: bool | None = None
     canary: bool | None = None
+    details: bool | None = None
+    """Report every tensor and a refusal of a dry run, instead of raising the refusal."""
 
 
 class RollbackBody(ClosedBody):

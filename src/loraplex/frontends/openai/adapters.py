@@ -21,11 +21,13 @@ from loraplex.core.principal import Principal
 from loraplex.frontends.openai.adapter_queries import OF_LIST, page_query
 from loraplex.frontends.openai.adapter_responses import (
     AdapterList,
+    AdapterTrial,
     ListedAdapter,
     ListPage,
     LoadedAdapter,
     NamedAdapter,
     ShownAdapter,
+    trial_of,
 )
 from loraplex.frontends.openai.adapter_schema import (
     AdapterBody,
@@ -100,6 +102,7 @@ class AdapterEndpoints:
     @described(
         json_of(LoadedAdapter, 201, "The adapter may be named."),
         json_of(LoadedAdapter, 200, "A dry run: nothing was registered."),
+        json_of(AdapterTrial, 200, "A dry run with details."),
         body=json_body(AdapterBody),
         tag="adapters",
         errors=ANY_ERROR,
@@ -108,6 +111,8 @@ class AdapterEndpoints:
         """Register an adapter under a name."""
         principal = self._context.principal(request)
         body = await self._context.strict_body(request, AdapterBody)
+        if body.details:
+            return await self._try_out(request, principal, body)
         load = self._backend.adapter_admin.load(
             principal,
             model=await self._base_model(body.model, principal),
@@ -120,6 +125,20 @@ class AdapterEndpoints:
         )
         report = await until_disconnect(request.receive, load)
         return json_response(card_as(LoadedAdapter, report), 200 if report.is_dry_run else 201)
+
+    async def _try_out(self, request: Request, principal: Principal, body: AdapterBody) -> Response:
+        if not body.dry_run:
+            raise InvalidParameterError("details needs dry_run: true", param="details")
+        trial = self._backend.adapter_admin.try_out(
+            principal,
+            model=await self._base_model(body.model, principal),
+            name=body.name,
+            path=body.path,
+            task_id=body.task_id,
+            replace=bool(body.replace),
+            canary=bool(body.canary),
+        )
+        return json_response(trial_of(await until_disconnect(request.receive, trial)))
 
     @described(json_of(AdapterDeleted), query=(_MODE,), tag="adapters", errors=ANY_ERROR)
     async def delete_adapter(self, request: Request) -> Response:

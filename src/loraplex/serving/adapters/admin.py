@@ -13,6 +13,7 @@ from loraplex.serving.adapter_cards import (
     AdapterCard,
     AdapterDetails,
     LoadReport,
+    TrialReport,
     Unloaded,
     UnloadMode,
     VersionCard,
@@ -20,6 +21,7 @@ from loraplex.serving.adapter_cards import (
     version_card,
     without_sources,
 )
+from loraplex.serving.adapters.begun_load import BegunLoad
 from loraplex.serving.adapters.declared_changes import DeclaredChanges, check_may_roll_back
 from loraplex.serving.adapters.loading import CatalogLoader, inline_name
 from loraplex.serving.catalog import ModelCatalog, describe
@@ -79,6 +81,41 @@ class CatalogAdmin:
         dry_run: bool = False,
         canary: bool = False,
     ) -> LoadReport:
+        begun = await self._begin(
+            principal, model, name, path=path, task_id=task_id, replace=replace
+        )
+        report = await begun.load(dry_run=dry_run, canary=canary)
+        if self._uploads is not None and begun.upload is not None and not dry_run:
+            await self._uploads.discard(path)
+        return report
+
+    async def try_out(
+        self,
+        principal: Principal,
+        *,
+        model: str,
+        name: str,
+        path: str,
+        task_id: int | None = None,
+        replace: bool = False,
+        canary: bool = False,
+    ) -> TrialReport:
+        begun = await self._begin(
+            principal, model, name, path=path, task_id=task_id, replace=replace
+        )
+        return await begun.try_out(canary=canary)
+
+    async def _begin(
+        self,
+        principal: Principal,
+        model: str,
+        name: str,
+        *,
+        path: str,
+        task_id: int | None,
+        replace: bool,
+    ) -> BegunLoad:
+        """Check all of a load but the adapter itself."""
         served = self._managed_model(principal, model)
         self._require_changes()
         served.adapters_of(principal).check_manages(name)
@@ -93,21 +130,18 @@ class CatalogAdmin:
             await self._settle(served, principal, ByName(name))
         if task_id is not None:
             await self._settle(served, principal, ByTaskId(task_id))
-        report = await self._loader.load(
+        return BegunLoad(
+            self._loader,
+            self._new_request_id,
             served,
             principal,
-            name=name,
-            path=path,
+            name,
+            path,
             task_id=task_id,
             replace=replace,
-            dry_run=dry_run,
-            canary_id=self._new_request_id if canary else None,
             register=register,
             upload=upload,
         )
-        if self._uploads is not None and upload is not None and not dry_run:
-            await self._uploads.discard(path)
-        return report
 
     def _upload_of(self, path: str, principal: Principal) -> Path | None:
         """Return the files of an upload that a path names; None for another source."""

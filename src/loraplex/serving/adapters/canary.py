@@ -20,6 +20,10 @@ _SAMPLING = SamplingParams(
 )
 
 
+class NoEffectError(InvalidAdapterError):
+    """Adapter that changes nothing."""
+
+
 async def run_canary(
     model: ServedModel,
     principal: Principal,
@@ -49,7 +53,7 @@ async def run_canary(
     )
     report = compare(base, adapted)
     if not report.largest_difference > 0:  # true for NaN, too
-        raise InvalidAdapterError(
+        raise NoEffectError(
             f"the adapter changes nothing: {report.num_compared} log probabilities are those of "
             "the base model",
             param="path",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from loraplex.adapters.base_check import BaseCheck
 from loraplex.adapters.sources.reference import shown_source
-from loraplex.adapters.staged import REQUEST_TENSORS
+from loraplex.adapters.staged import REQUEST_TENSORS, Examination
 from loraplex.adapters.staging import OPERATOR, RequestTensor, StagedAdapter, StagingWorker
 from loraplex.adapters.store import AdapterVersion, Registration, VersionOrigin
 from loraplex.adapters.uploads import is_upload
@@ -25,7 +25,7 @@ from loraplex.serving.adapter_cards import (
     content_of,
 )
 from loraplex.serving.adapter_fit import check_fits_tiers
-from loraplex.serving.adapters.canary import run_canary
+from loraplex.serving.adapters.canary import NoEffectError, run_canary
 from loraplex.serving.catalog import ModelCatalog, apply_version, is_present
 from loraplex.serving.discovered_adapters import ConfiguredAdapter
 from loraplex.serving.served_model import ServedModel
@@ -75,7 +75,7 @@ class CatalogLoader:
         store.check_free(model.card.name, tenant, name, task_id, replace=replace)
         staged = await self.stage(model, path, tenant=tenant, is_trusted=False, upload=upload)
         if staged.changes_nothing:
-            raise InvalidAdapterError(
+            raise NoEffectError(
                 f"adapter {name!r} changes nothing: every lora_B of {shown_source(path)} is zero "
                 "(an untrained adapter?)",
                 param="path",
@@ -108,6 +108,19 @@ class CatalogLoader:
             content=content_of(staged, model.engine.capacity, model.card.dtype),
             seconds=seconds,
             canary=canary,
+        )
+
+    async def examine(
+        self, model: ServedModel, path: str, tenant: str, upload: Path | None
+    ) -> Examination:
+        """Account for every tensor of a source that a client names. Raises as `load`."""
+        return await self._worker.examine(
+            path,
+            shapes=model.shapes,
+            max_ranks=model.config.rank_limits,
+            pool_dtype=model.card.dtype,
+            tenant=tenant,
+            upload=upload,
         )
 
     async def load_tensors(

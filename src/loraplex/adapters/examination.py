@@ -1,0 +1,147 @@
+"""Account of every tensor of an adapter: applied, left out, or refused, and why.
+
+A load is refused at the first tensor that cannot be applied. Here the tensors of each module go
+through the same steps apart from the others, so that what is wrong with one hides nothing else.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from loraplex.adapters.base_check import check_cast, check_shapes
+from loraplex.adapters.canonical import CanonicalRow
+from loraplex.adapters.formats import peft
+from loraplex.adapters.formats.inputs import PeftFolder, open_input, read_fitting_rows
+from loraplex.adapters.formats.peft_names import PeftSlot, TensorName, is_of_other_tower, parse_name
+from loraplex.adapters.fused_modules import fit_modules
+from loraplex.adapters.shapes import other_layout
+from loraplex.adapters.staged import Examination, ExaminedTensor, StageRequest
+from loraplex.adapters.tensor_file import RawTensor
+from loraplex.core.errors import LoraplexError
+
+_MAX_TENSORS: Final = 10_000
+_MAX_CHARS: Final = 1000
+"""Characters of a name or reason."""
+_OTHER_TOWER: Final = "left out: only images or sound pass through it"
+_FACTORS: Final = {PeftSlot.A: 0, PeftSlot.B: 1}
+"""Axis of the rank."""
+
+_Tensors = Mapping[str, RawTensor]
+_Place = tuple[int | None, str, int | None]
+
+
+def examine(request: StageRequest) -> Examination:
+    """Examine the adapter of a request. Raises as `stage`, if its tensors cannot be listed."""
+    source = open_input(request.path, request.limits)
+    if isinstance(source, PeftFolder):
+        tensors = list(_of_peft(request, source))
+    else:
+        rows = read_fitting_rows(source, request.shapes, request.limits)
+        tensors = [tensor for row in rows for tensor in _of_row(row)]
+    tensors.sort(key=lambda tensor: not tensor.refused)
+    return Examination(
+        format=source.format,
+        tensors=tuple(tensors[:_MAX_TENSORS]),
+        num_tensors=len(tensors),
+        num_refused=sum(tensor.refused for tensor in tensors),
+    )
+
+
+def _of_peft(request: StageRequest, source: PeftFolder) -> Iterator[ExaminedTensor]:
+    tensors = source.read_tensors(request.limits)
+    parsed = {name: parse_name(name) for name in tensors}
+    reasons = dict(_refusals(request, source, tensors, parsed))
+    for name, tensor in tensors.items():
+        place, reason = parsed[name], reasons.get(name)
+        is_left_out = is_of_other_tower(name)
+        if is_left_out:
+            place, reason = None, _OTHER_TOWER
+        axis = None if place is None else _FACTORS.get(place.slot)
+        yield ExaminedTensor(
+            name=name[:_MAX_CHARS],
+            shape=tensor.shape,
+            dtype=tensor.dtype,
+            module=None if place is None else place.module,
+            layer=None if place is None else place.layer,
+            expert=None if place is None else place.expert,
+            rank=tensor.shape[axis] if axis is not None and len(tensor.shape) == 2 else None,
+            applied=reason is None,
+            refused=reason is not None and not is_left_out,
+            reason=None if reason is None else reason[:_MAX_CHARS],
+        )
+
+
+def _of_row(row: CanonicalRow) -> Iterator[ExaminedTensor]:
+    """Yield the tensors of a format that names none: those of the modules that it changes."""
+    for slot, tensor in row.tensors.items():
+        yield ExaminedTensor(
+            name=f"{row.origin}.{slot}",
+            shape=tensor.shape,
+            dtype=tensor.dtype,
+            module=row.module,
+            layer=row.layer,
+            expert=row.expert,
+            rank=row.tensors["a"].shape[0] if slot in ("a", "b") else None,
+        )
+
+
+def _refusals(
+    request: StageRequest,
+    source: PeftFolder,
+    tensors: _Tensors,
+    parsed: Mapping[str, TensorName | None],
+) -> Iterator[tuple[str, str]]:
+    """Yield each tensor that is refused, with its reason."""
+    groups: dict[tuple[int | None, str], dict[str, TensorName]] = defaultdict(dict)
+    for name, place in parsed.items():
+        if is_of_other_tower(name):
+            continue
+        if place is None:
+            yield name, peft.foreign_error(name).message
+        else:
+            groups[place.layer, _family(place)][name] = place
+    for group in groups.values():
+        reason = _problem(request, source, {name: tensors[name] for name in group})
+        if reason is None:
+            continue
+        single = dict(_of_single_modules(request, source, tensors, group))
+        for name in group:
+            if not single or name in single:
+                yield name, single.get(name, reason)
+
+
+def _family(place: TensorName) -> str:
+    """Return a name that modules share which one layer of the base may hold together."""
+    if place.layer is None:
+        return ""
+    if place.module.startswith("experts"):
+        return "experts"
+    return next(iter(sorted((place.module, *other_layout(place.module)), key=len, reverse=True)))
+
+
+def _of_single_modules(
+    request: StageRequest, source: PeftFolder, tensors: _Tensors, group: Mapping[str, TensorName]
+) -> Iterator[tuple[str, str]]:
+    """Yield the tensors of the group whose module is refused by itself, with its reason."""
+    modules: dict[_Place, list[str]] = defaultdict(list)
+    for name, place in group.items():
+        modules[place.layer, place.module, place.expert].append(name)
+    if len(modules) == 1 or any(place.is_stacked for place in group.values()):
+        return
+    for names in modules.values():
+        reason = _problem(request, source, {name: tensors[name] for name in names})
+        if reason is not None:
+            yield from ((name, reason) for name in names)
+
+
+def _problem(request: StageRequest, source: PeftFolder, tensors: _Tensors) -> str | None:
+    """Return why these tensors cannot be applied, without regard to others."""
+    shapes = request.shapes
+    try:
+        rows = fit_modules(peft.module_rows(source.config, tensors, shapes), shapes)
+        check_shapes(rows, shapes, request.limits.max_ranks)
+        if request.pool_dtype:
+            check_cast(rows, request.pool_dtype)
+    except LoraplexError as error:
+        return error.message
+    return None
