@@ -103,6 +103,11 @@ class Uploads:
         self._clock = clock
         self._uploads: dict[str, _Upload] = {}
 
+    @property
+    def max_bytes(self) -> int:
+        """Return the maximum size of one upload."""
+        return self._limits.max_bytes
+
     async def create(self, tenant: str) -> UploadCard:
         """Begin an upload. Raises RateLimitedError if the tenant has too many."""
         await self.remove_old()

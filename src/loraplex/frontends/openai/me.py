@@ -4,6 +4,7 @@ from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
+from loraplex.adapters.uploads import UPLOADED_NAMES
 from loraplex.core.principal import Principal, Rights, TenantLimits, TenantUsage
 from loraplex.core.version import __version__
 from loraplex.frontends.openai.context import OpenAIContext, json_response
@@ -23,6 +24,13 @@ class RightsEntry(Struct, frozen=True):
     """Base models that the tenant sees."""
 
 
+class UploadLimit(Struct, frozen=True):
+    max_bytes: int
+    """Maximum size of one upload."""
+    files: tuple[str, ...]
+    """Names that its files may have."""
+
+
 class Me(Struct, frozen=True, kw_only=True):
     tenant: str
     has_keys: bool
@@ -33,6 +41,8 @@ class Me(Struct, frozen=True, kw_only=True):
     limits: TenantLimits
     """Limits of the tenant; null is no limit."""
     usage: TenantUsage
+    uploads: UploadLimit | None
+    """Limits of uploads of adapters; null if the server takes none."""
     version: str
     """Version of the server."""
 
@@ -50,6 +60,7 @@ class MeEndpoints:
         return json_response(self._of(principal))
 
     def _of(self, principal: Principal) -> Me:
+        uploads = self._context.backend.uploads
         return Me(
             tenant=principal.tenant,
             has_keys=self._context.options.has_keys,
@@ -57,6 +68,7 @@ class MeEndpoints:
             rights=_entry(principal.rights),
             limits=principal.limits,
             usage=self._context.backend.usage(principal),
+            uploads=None if uploads is None else UploadLimit(uploads.max_bytes, UPLOADED_NAMES),
             version=__version__,
         )
 

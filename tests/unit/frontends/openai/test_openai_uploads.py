@@ -150,3 +150,12 @@ async def test_pages_of_other_origins_send_nothing(client):
     headers = {"origin": "https://evil.example", "content-type": "text/plain"}
     response = await client.post("/v1/uploads", headers=headers)
     assert response.status_code == 403
+
+
+async def test_who_asks_learns_whether_there_are_uploads(client, backend):
+    uploads = (await client.get("/v1/me")).json()["uploads"]
+    assert uploads["max_bytes"] == 8 * MIB
+    assert {CONFIG, WEIGHTS, "adapter.safetensors"} <= set(uploads["files"])
+    kept, backend.uploads = backend.uploads, None
+    assert (await client.get("/v1/me")).json()["uploads"] is None
+    backend.uploads = kept

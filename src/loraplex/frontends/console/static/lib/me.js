@@ -5,7 +5,7 @@ import { createContext, useContext } from "./html.js";
  * @typedef {{tenant: string, has_keys: boolean, operator: boolean, version: string,
  *   rights: {use: string[], list: string[], manage: string[], models: string[]},
  *   limits: Record<string, number | null>,
- *   console: {uploads: boolean, max_upload_bytes: number}}} Me
+ *   uploads: {max_bytes: number, files: string[]} | null}} Me
  */
 
 export const MeContext = createContext(null);
