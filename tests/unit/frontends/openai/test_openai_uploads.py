@@ -152,7 +152,7 @@ async def test_pages_of_other_origins_send_nothing(client):
     assert response.status_code == 403
 
 
-async def test_who_asks_learns_whether_there_are_uploads(client, backend):
+async def test_me_has_the_limits_of_uploads(client, backend):
     uploads = (await client.get("/v1/me")).json()["uploads"]
     assert uploads["max_bytes"] == 8 * MIB
     assert {CONFIG, WEIGHTS, "adapter.safetensors"} <= set(uploads["files"])
