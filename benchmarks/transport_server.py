@@ -19,6 +19,7 @@ from loraplex.app.http_app import http_app
 from loraplex.app.ports import Ports
 from loraplex.app.reporting import reporting_requests
 from loraplex.core.clock import SystemClock
+from loraplex.core.config import Config
 from loraplex.core.errors import NotReadyError
 from loraplex.core.output import FinishReason, RequestOutput, RequestTiming, SequenceOutput
 from loraplex.core.principal import Principal
@@ -104,7 +105,7 @@ async def serve(values: dict[str, Any]) -> None:
             backend,
             draining,
             triton,
-            settings,
+            Config(server=settings),
             everyone_is_local,
             reporting,
             metrics=_no_metrics,

@@ -5,6 +5,7 @@ from starlette.types import ASGIApp
 from loraplex.app.http_app import http_app
 from loraplex.app.reporting import Reporting
 from loraplex.core.clock import SystemClock
+from loraplex.core.config import Config
 from loraplex.core.server_config import ServerConfig
 from loraplex.frontends.access import Authenticate, everyone_is_local
 from loraplex.frontends.body_memory import BodyMemory
@@ -39,7 +40,7 @@ def described_app(
         backend,
         Draining(SystemClock(), lambda: 0, print),
         triton,
-        settings,
+        Config(server=settings),
         authenticate,
         Reporting(Telemetry([recent]), HttpConnections(), None, None, recent),
         metrics=metrics_app(backend, metrics, triton.collectors()),

@@ -112,7 +112,7 @@ async def front_ends(
             service,
             service.draining,
             triton,
-            settings,
+            config,
             authenticate,
             reporting,
             metrics=scraped,

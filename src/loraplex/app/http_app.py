@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loraplex.app.access import OPEN_PATHS, guarded, served_as_known_hosts
 from loraplex.app.reporting import Reporting
+from loraplex.core.config import Config
 from loraplex.core.server_config import ServerConfig
 from loraplex.frontends.access import Authenticate
 from loraplex.frontends.body_limits import JsonLimits
@@ -38,6 +39,7 @@ from loraplex.frontends.ops.metrics import described_metrics
 from loraplex.frontends.ops.other_frontends import OtherFrontends
 from loraplex.frontends.ops.requests import RequestEndpoint
 from loraplex.frontends.ops.responses import responding_to_errors
+from loraplex.frontends.ops.settings import settings_route
 from loraplex.frontends.ops.stats import ServerStats
 from loraplex.frontends.telemetry.http import RequestMiddleware
 from loraplex.frontends.telemetry.routes import RecordedRoute
@@ -52,7 +54,7 @@ def http_app(
     backend: Backend,
     draining: Draining,
     triton: TritonService,
-    settings: ServerConfig,
+    config: Config,
     authenticate: Authenticate,
     reporting: Reporting,
     *,
@@ -69,8 +71,15 @@ def http_app(
     bodies: memory of the bodies of clients whose keys are valid.
     has_keys: authenticate requires API keys. others: the other front-end processes.
     """
+    settings = config.server
     openai = openai_routes(
         backend, openai_options(settings, dialect, has_keys=has_keys), authenticate
+    )
+    kserve = kserve_routes(
+        triton,
+        authenticate=authenticate,
+        max_body_bytes=settings.max_body_bytes,
+        json_limits=JsonLimits.of(settings),
     )
     stats = ServerStats(
         backend,
@@ -80,19 +89,10 @@ def http_app(
         latencies,
         reporting.access_log,
     )
-    kserve = kserve_routes(
-        triton,
-        authenticate=authenticate,
-        max_body_bytes=settings.max_body_bytes,
-        json_limits=JsonLimits.of(settings),
-    )
-    requests = RequestEndpoint(
-        reporting.telemetry, reporting.recent, authenticate, others or OtherFrontends()
-    )
     routes = [
         *health_routes(backend, stats.report, authenticate),
         *drain_routes(draining, authenticate),
-        requests.route(),
+        *_report_routes(config, authenticate, reporting, others or OtherFrontends()),
         RecordedRoute("/metrics", described_metrics(metrics), methods=["GET"]),
     ]
     open_paths = () if settings.health_needs_key else OPEN_PATHS
@@ -118,6 +118,14 @@ def http_app(
         reporting.telemetry,
         is_draining=lambda: draining.is_active,
     )
+
+
+def _report_routes(
+    config: Config, authenticate: Authenticate, reporting: Reporting, others: OtherFrontends
+) -> list[RecordedRoute]:
+    """Return the routes of requests, settings and processes."""
+    requests = RequestEndpoint(reporting.telemetry, reporting.recent, authenticate, others)
+    return [requests.route(), settings_route(config, authenticate)]
 
 
 def _other_methods(routes: Sequence[RecordedRoute]) -> Iterator[RecordedRoute]:

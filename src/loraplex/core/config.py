@@ -249,11 +249,20 @@ class ModelConfig(EngineSettings, frozen=True, kw_only=True):
     ] = 1000
 
 
+class Sources(msgspec.Struct, frozen=True):
+    """Places that set settings, by name; a setting that is not in them has its default."""
+
+    server: dict[str, str] = {}
+    models: dict[str, dict[str, str]] = {}
+
+
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """All settings of a server."""
 
     server: ServerConfig = ServerConfig()
     models: dict[str, ModelConfig] = {}
+    sources: Sources = Sources()
+    """Written by `config_layers`; no source may set it."""
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a name that two models have."""

@@ -11,17 +11,18 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
 from loraplex.core.byte_sizes import parse_bytes
-from loraplex.core.config import ALIASES, SETTINGS, AdapterConfig, Config, ModelConfig
+from loraplex.core.config import ALIASES, SETTINGS, AdapterConfig, Config, ModelConfig, Sources
 from loraplex.core.errors import ConfigError
 from loraplex.core.server_config import ServerConfig
 from loraplex.core.setting import SettingField, setting_fields
 
 KeyPath = tuple[str, ...]
+_TABLES: Final = ("server", "models")
 Section = TypeVar("Section", bound=msgspec.Struct)
 
 
@@ -130,11 +131,23 @@ class _MergedLayers:
         server = self._section(ServerConfig, self._values.get("server", {}), ("server",))
         models = self._values.get("models", {})
         self._require_table(models, ("models",))
-        config = self._section(Config, {**self._values, "server": server, "models": {}}, ())
-        return msgspec.structs.replace(
-            config,
-            models={name: self._model(table, ("models", name)) for name, table in models.items()},
-        )
+        self._require_known(self._values, _TABLES, ())
+        parsed = {name: self._model(table, ("models", name)) for name, table in models.items()}
+        return Config(server=server, models=parsed, sources=self._shown_sources())
+
+    def _shown_sources(self) -> Sources:
+        """Return the sources by setting; a table's entries may have several."""
+        found = Sources({}, {})
+        for (kind, *keys), source in self._sources.items():
+            if kind == "models" and len(keys) > 1:
+                sources, name = found.models.setdefault(keys[0], {}), keys[1]
+            elif kind == "server" and keys:
+                sources, name = found.server, keys[0]
+            else:
+                continue
+            others = sources.get(name, source).split(", ")
+            sources[name] = ", ".join(dict.fromkeys([*others, source]))
+        return found
 
     def _model(self, table: Any, path: KeyPath) -> ModelConfig:
         self._require_table(table, path)
@@ -148,11 +161,7 @@ class _MergedLayers:
 
     def _section(self, kind: type[Section], table: Any, path: KeyPath) -> Section:
         self._require_table(table, path)
-        for key in table:
-            if key not in kind.__struct_fields__:
-                known = ", ".join(kind.__struct_fields__)
-                hint = _hint(key, kind.__struct_fields__)
-                raise self._error((*path, key), f"unknown setting{hint}; known: {known}")
+        self._require_known(table, kind.__struct_fields__, path)
         try:
             return msgspec.convert(table, kind, strict=False)
         except msgspec.ValidationError as error:
@@ -186,6 +195,15 @@ class _MergedLayers:
             except ValueError as error:
                 raise self._error(path, str(error)) from error
         return field.setting.value_aliases.get(value, value) if isinstance(value, str) else value
+
+    def _require_known(
+        self, table: Mapping[str, Any], known: tuple[str, ...], path: KeyPath
+    ) -> None:
+        for key in table:
+            if key not in known:
+                hint = _hint(key, known)
+                text = f"unknown setting{hint}; known: {', '.join(known)}"
+                raise self._error((*path, key), text)
 
     def _require_table(self, value: Any, path: KeyPath) -> None:
         if not isinstance(value, Mapping):

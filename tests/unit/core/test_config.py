@@ -45,7 +45,8 @@ def error_of(*given: Layer) -> str:
 
 def test_defaults():
     config = resolve([Layer("f", model())])
-    assert config == Config(models={"m": ModelConfig(path="/m")})
+    assert config.models == {"m": ModelConfig(path="/m")}
+    assert config.server == ServerConfig()
     assert resolve([]) == Config()
 
 
