@@ -2,9 +2,7 @@
 
 import asyncio
 import contextlib
-import errno
 import functools
-import os
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 
@@ -14,12 +12,11 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from loraplex.app.http_guard import ConnectionGuard, GuardedApp
 from loraplex.app.http_limits import ConnectionLimits
+from loraplex.app.listener import bind
 from loraplex.app.tls import Certificates
-from loraplex.core.errors import ConfigError
 from loraplex.core.server_config import ServerConfig
 from loraplex.frontends.telemetry.connections import HttpConnections
 
-_BACKLOG = 2048
 _LINGER_SECONDS = 5
 """Time that connections have for their last bytes after everything else has stopped."""
 _POLL_SECONDS = 0.1
@@ -124,24 +121,3 @@ def _uvicorn_config(
         ConnectionGuard, config.http_protocol_class, limits, connections, guards
     )
     return config
-
-
-def bind(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
-    """Return a listening socket. Raises ConfigError that names the address.
-
-    is_shared: other sockets of this user may listen there, too, if they are as this one.
-    """
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server(
-            (host, port), family=family, backlog=_BACKLOG, reuse_port=is_shared
-        )
-    except OSError as error:
-        reason = error.strerror or str(error)
-        if error.errno == errno.EADDRINUSE:
-            reason = f"{os.strerror(error.errno)}; stop what listens there, or choose another port"
-        raise ConfigError(f"cannot listen on {host}:{port}: {reason}") from error
-    # Accepted sockets inherit it. asyncio sets it only on sockets that name their protocol. Without
-    # it the chunks of a stream wait for each other, about 40 ms.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return listener

@@ -21,6 +21,7 @@ import msgspec
 from loraplex.app import event_loop
 from loraplex.app.local_paths import with_local_paths
 from loraplex.app.open_files import raise_open_file_limit
+from loraplex.app.start_checks import check_memory, check_start
 from loraplex.core.config import Config, ModelConfig
 from loraplex.core.errors import LoraplexError
 from loraplex.core.log_lines import log_to_standard_error
@@ -55,9 +56,10 @@ def run_server(
         name_process(process_name)
     set_up_logging(config.server.log_level)
     raise_open_file_limit(config.server.max_connections)
-    event_loop.run(
-        _run_server(with_local_paths(config), print_line, declarations, control, given_keys)
-    )
+    check_start(config)
+    local = with_local_paths(config)
+    check_memory(local)
+    event_loop.run(_run_server(local, print_line, declarations, control, given_keys))
 
 
 def name_process(name: str) -> None:

@@ -6,7 +6,8 @@ from typing import Final
 
 from starlette.types import ASGIApp
 
-from loraplex.app.http_server import bind, serving_http
+from loraplex.app.http_server import serving_http
+from loraplex.app.listener import bind
 from loraplex.app.reporting import Reporting
 from loraplex.app.tls import Certificates
 from loraplex.core.server_config import ServerConfig

@@ -10,7 +10,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from loraplex.app.http_server import bind, serving_http
+from loraplex.app.http_server import serving_http
+from loraplex.app.listener import bind
 from loraplex.core.errors import ConfigError, NotReadyError
 from loraplex.core.server_config import ServerConfig
 from loraplex.frontends.telemetry.connections import HttpConnections

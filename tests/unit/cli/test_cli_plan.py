@@ -170,7 +170,7 @@ def test_a_host_tier_that_holds_one_of_two():
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("--memory", "1MB"), "memory_bytes 1000000 does not hold the weights"),
+        (("--memory", "1MB"), "memory_bytes 976.6 KiB does not hold the weights"),
         (("--lora-device-bytes", "100"), "does not hold one adapter of rank 64"),
         (("--kv-cache-fraction", "2"), "must be more than 0 and at most 1"),
     ],
@@ -203,7 +203,7 @@ def test_what_a_gpus_steps_take_is_an_estimate():
 def test_a_gpu_that_is_too_small_for_its_steps():
     result = plan("--device", "cuda", "--memory", "128MiB")
     assert result.exit_code == 1
-    assert "turn cuda_graphs off, which gives" in result.output
+    assert "turn cuda_graphs off, which frees" in result.output
 
 
 def test_an_adapter_that_is_not_there():

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from loraplex.core.byte_sizes import readable_bytes
 from loraplex.core.errors import ConfigError
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.execution.sizing.settings import RunnerSettings
@@ -49,8 +50,17 @@ class MemoryAdvice:
     def weights(self, free: int | None) -> ConfigError:
         needed = self._weights_bytes(self.settings.precision)
         return ConfigError(
-            f"the weights take {needed} bytes{_and_free(free)}: {self._smaller_weights(free)}",
+            f"the weights take {readable_bytes(needed)}{_and_free(free)}: "
+            f"{self._smaller_weights(free)}",
             param="quantization",
+        )
+
+    def limit(self, weights_bytes: int, memory_bytes: int) -> ConfigError:
+        """Return the error for a memory_bytes that does not hold the weights."""
+        return ConfigError(
+            f"memory_bytes {readable_bytes(memory_bytes)} does not hold the weights, "
+            f"{readable_bytes(weights_bytes)}: raise it, or {self._smaller_weights(None)}",
+            param="memory_bytes",
         )
 
     def workspace(self, free: int | None) -> ConfigError:
@@ -62,9 +72,9 @@ class MemoryAdvice:
         num_seqs = max(1, int(settings.max_num_seqs * share))
         return ConfigError(
             f"the largest step, of {settings.max_num_batched_tokens} tokens and "
-            f"{settings.max_num_seqs} sequences, takes about {about} bytes{_and_free(free)}: lower "
-            f"max_num_batched_tokens to {num_tokens} and max_num_seqs to {num_seqs}, or quantize "
-            "the weights",
+            f"{settings.max_num_seqs} sequences, takes about {readable_bytes(about)}"
+            f"{_and_free(free)}: lower max_num_batched_tokens to {num_tokens} and max_num_seqs to "
+            f"{num_seqs}, or quantize the weights",
             param="max_num_batched_tokens",
         )
 
@@ -75,8 +85,9 @@ class MemoryAdvice:
         fewer = sizes[: len(sizes) // 2]
         named = f"set cuda_graph_batch_sizes to {','.join(map(str, fewer))}, or " if fewer else ""
         return ConfigError(
-            f"recording decode steps of up to {sizes[-1]} sequences takes about {about} "
-            f"bytes{_and_free(free)}: {named}turn cuda_graphs off, or lower kv_cache_fraction",
+            f"recording decode steps of up to {sizes[-1]} sequences takes about "
+            f"{readable_bytes(about)}{_and_free(free)}: {named}turn cuda_graphs off, or "
+            "lower kv_cache_fraction",
             param="cuda_graph_batch_sizes",
         )
 
@@ -93,7 +104,8 @@ class MemoryAdvice:
             else "lora_device_bytes"
         )
         return ConfigError(
-            f"the KV cache takes {kv_bytes} bytes and the adapters' pool {adapter_bytes}"
+            f"the KV cache takes {readable_bytes(kv_bytes)} and the adapters' pool "
+            f"{readable_bytes(adapter_bytes)}"
             f"{_and_free(free)}: another process may have taken some meanwhile; lower {kv} or "
             f"{pool}{by}",
             param="kv_cache_bytes" if said else "kv_cache_fraction",
@@ -105,9 +117,10 @@ class MemoryAdvice:
         missing: bytes that it lacks. steps: as measured, or estimated.
         """
         return ConfigError(
-            f"weights, steps ({steps.workspace} bytes) and recorded steps ({steps.graphs} bytes) "
+            f"weights, steps ({readable_bytes(steps.workspace)}) and recorded steps "
+            f"({readable_bytes(steps.graphs)}) "
             f"leave too little for one KV block and one adapter of rank "
-            f"{self.settings.rank_limits}, by {missing} bytes: "
+            f"{self.settings.rank_limits}, by {readable_bytes(missing)}: "
             f"{'; or '.join(self._ways(missing, steps))}",
             param="max_num_batched_tokens",
         )
@@ -116,14 +129,15 @@ class MemoryAdvice:
         """Yield changes of settings; each is sufficient, or its text contains what it saves."""
         settings = self.settings
         if steps.graphs:
-            yield f"turn cuda_graphs off, which gives {steps.graphs}"
+            yield f"turn cuda_graphs off, which frees {readable_bytes(steps.graphs)}"
         per_token = bytes_per_token(settings, self.spec, self.dtype)
         num_tokens = settings.max_num_batched_tokens - -(-missing // per_token)
         if steps.workspace and num_tokens > 0:
             yield f"lower max_num_batched_tokens to about {num_tokens}"
         elif steps.workspace:
             yield (
-                f"lower max_num_batched_tokens and max_num_seqs, which give up to {steps.workspace}"
+                "lower max_num_batched_tokens and max_num_seqs, which frees up to "
+                f"{readable_bytes(steps.workspace)}"
             )
         if settings.rank_limits.largest > 1:
             yield "lower max_lora_rank, or max_lora_ranks"
@@ -139,7 +153,9 @@ class MemoryAdvice:
         }
         if not fitting:
             return "take a smaller model, or a device with more memory"
-        choices = " or ".join(f"{precision} ({size})" for precision, size in fitting.items())
+        choices = " or ".join(
+            f"{precision} ({readable_bytes(size)})" for precision, size in fitting.items()
+        )
         return f"set quantization to {choices}"
 
     def _weights_bytes(self, precision: WeightPrecision) -> int:
@@ -151,4 +167,4 @@ class MemoryAdvice:
 
 
 def _and_free(free: int | None) -> str:
-    return "" if free is None else f", and the device has {free} free for them"
+    return "" if free is None else f", and the device has {readable_bytes(free)} free for them"

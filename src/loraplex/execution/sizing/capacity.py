@@ -6,6 +6,7 @@ import msgspec
 import torch
 
 from loraplex.core.adapter import LM_HEAD, LoraTarget
+from loraplex.core.byte_sizes import readable_bytes
 from loraplex.core.errors import ConfigError
 from loraplex.core.plan import AdapterShare, PageGeometry, targets_by_stage
 from loraplex.core.rank_limits import RankLimits
@@ -95,7 +96,8 @@ def size_memory(
 
     spec: as `windowed` gives it.
     """
-    left = _left(settings, weights_bytes, free_bytes, steps)
+    advice = MemoryAdvice(settings, spec, dtype)
+    left = _left(settings, weights_bytes, free_bytes, steps, advice)
     if left is None:
         kv = size_kv(settings, spec, kv_dtype)
         return MemorySize(kv, size_adapter_pool(settings, spec, dtype))
@@ -103,7 +105,7 @@ def size_memory(
     block = block_bytes(attention_shapes(spec, settings.block_size), kv_dtype)
     missing = least.num_bytes + block - left
     if free_bytes is not None and missing > 0:
-        raise MemoryAdvice(settings, spec, dtype).too_small(missing, steps)
+        raise advice.too_small(missing, steps)
     if settings.kv_cache_bytes is None and settings.num_blocks is None:
         pool_bytes = least.num_bytes
         if settings.lora_device_bytes is not None:
@@ -135,8 +137,9 @@ def _too_much(
     missing = kv_bytes + pool_bytes - left
     said = "kv_cache_bytes" if settings.kv_cache_bytes is not None else "lora_device_bytes"
     return ConfigError(
-        f"weights take {weights_bytes} bytes, the KV cache {kv_bytes} and the adapters' pool "
-        f"{pool_bytes}: {together} together, and the device has {weights_bytes + left} for them: "
+        f"weights take {readable_bytes(weights_bytes)}, the KV cache {readable_bytes(kv_bytes)} "
+        f"and the adapters' pool {readable_bytes(pool_bytes)}: {readable_bytes(together)} "
+        f"together, and the device has {readable_bytes(weights_bytes + left)} for them: "
         f"lower {said} by {missing} bytes",
         param=said if settings.memory_bytes is None else "memory_bytes",
     )
@@ -194,7 +197,11 @@ def _tokens(kv: KVSize, settings: RunnerSettings) -> str:
 
 
 def _left(
-    settings: RunnerSettings, weights_bytes: int, free_bytes: int | None, steps: StepMemory
+    settings: RunnerSettings,
+    weights_bytes: int,
+    free_bytes: int | None,
+    steps: StepMemory,
+    advice: MemoryAdvice,
 ) -> int | None:
     """Return the bytes that weights and steps leave; None: unknown."""
     taken = steps.workspace + steps.graphs
@@ -202,10 +209,7 @@ def _left(
         return None if free_bytes is None else free_bytes - taken
     left = settings.memory_bytes - weights_bytes
     if left <= 0:
-        raise ConfigError(
-            f"memory_bytes {settings.memory_bytes} does not hold the weights, {weights_bytes}",
-            param="memory_bytes",
-        )
+        raise advice.limit(weights_bytes, settings.memory_bytes)
     return left - taken if free_bytes is None else min(left, free_bytes) - taken
 
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from loraplex.core.errors import ConfigError
+from loraplex.core.near_paths import near_paths
 
 _FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 _TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
@@ -36,14 +37,19 @@ def _folder_here(path_or_id: str) -> Path | None:
     if path.exists():
         raise ConfigError(f"{path_or_id} is a file; a model is a folder or a Hugging Face hub id")
     if not _may_be_hub_id(path_or_id):
-        raise ConfigError(f"there is no folder {path_or_id}")
+        raise ConfigError(f"there is no folder {path_or_id}{near_paths(path)}")
     return None
 
 
 def _may_be_hub_id(text: str) -> bool:
-    """`name` or `owner/name`; what begins or ends like a path is none."""
+    """Whether it is `name` or `owner/name`.
+
+    What begins or ends like a path is none, nor is what begins with a folder that exists.
+    """
     parts = text.split("/")
-    return len(parts) <= 2 and all(part and part[0] not in ".~" for part in parts)
+    if len(parts) > 2 or not all(part and part[0] not in ".~" for part in parts):
+        return False
+    return len(parts) == 1 or not Path(parts[0]).is_dir()
 
 
 def _download(hub_id: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
@@ -55,5 +61,6 @@ def _download(hub_id: str, revision: str | None, patterns: tuple[str, ...]) -> P
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(
-            f"{hub_id} is no folder here, and the Hugging Face hub does not give it: {reason}"
+            f"{hub_id} is no folder here{near_paths(Path(hub_id))}; the Hugging Face hub does not "
+            f"give it: {reason}"
         ) from error

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 
+from loraplex.core.byte_sizes import readable_bytes
 from loraplex.core.errors import ConfigError, StepFailedError
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.execution.sizing.advice import (
@@ -35,16 +36,16 @@ def advice(**settings: object) -> MemoryAdvice:
 class TestWeights:
     def test_every_precision_that_fits_is_named(self) -> None:
         error = advice().weights(WHOLE - 1)
-        assert f"the weights take {WHOLE} bytes" in error.message
-        assert f"has {WHOLE - 1} free" in error.message
-        assert f"int8 ({INT8})" in error.message
-        assert f"int4 ({INT4})" in error.message
+        assert f"the weights take {readable_bytes(WHOLE)}" in error.message
+        assert f"has {readable_bytes(WHOLE - 1)} free" in error.message
+        assert f"int8 ({readable_bytes(INT8)})" in error.message
+        assert f"int4 ({readable_bytes(INT4)})" in error.message
         assert error.param == "quantization"
 
     def test_one_that_does_not_is_not(self) -> None:
         message = advice().weights(INT8).message
         assert "int8" not in message
-        assert f"int4 ({INT4})" in message
+        assert f"int4 ({readable_bytes(INT4)})" in message
 
     def test_nothing_helps(self) -> None:
         assert "a device with more memory" in advice().weights(INT4).message
@@ -73,7 +74,7 @@ class TestGraphs:
     def test_half_of_the_sizes_or_none(self) -> None:
         error = advice(max_num_seqs=8).graphs(5)
         assert "up to 8 sequences" in error.message
-        assert "has 5 free" in error.message
+        assert "has 5 B free" in error.message
         assert "set cuda_graph_batch_sizes to 1,2, or turn cuda_graphs off" in error.message
         assert error.param == "cuda_graph_batch_sizes"
 
@@ -84,7 +85,7 @@ class TestGraphs:
 class TestPools:
     def test_shares(self) -> None:
         error = advice().pools(1000, 900, 150)
-        assert "the KV cache takes 900 bytes and the adapters' pool 150" in error.message
+        assert "the KV cache takes 900 B and the adapters' pool 150 B" in error.message
         assert "kv_cache_fraction (0.9) or lora_device_fraction (0.05) by at least 50 bytes" in (
             error.message
         )
@@ -100,8 +101,8 @@ class TestTooSmall:
     def test_what_gives_enough(self) -> None:
         per_token = bytes_per_token(RunnerSettings(), CONFIG, torch.bfloat16)
         message = advice().too_small(100 * per_token, StepMemory(70 * MIB, 30 * MIB)).message
-        assert f"by {100 * per_token} bytes" in message
-        assert f"turn cuda_graphs off, which gives {30 * MIB}" in message
+        assert f"by {readable_bytes(100 * per_token)}:" in message
+        assert "turn cuda_graphs off, which frees 30 MiB" in message
         assert f"lower max_num_batched_tokens to about {512 - 100}" in message
         assert "lower max_lora_rank" in message
 
@@ -115,7 +116,7 @@ class TestTooSmall:
         message = advice(max_lora_rank=1).too_small(1 << 40, StepMemory(70 * MIB)).message
         assert "cuda_graphs off" not in message
         assert "max_lora_rank" not in message
-        assert f"which give up to {70 * MIB}" in message
+        assert "which frees up to 70 MiB" in message
 
 
 @pytest.mark.parametrize(

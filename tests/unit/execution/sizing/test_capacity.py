@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 
+from loraplex.core.byte_sizes import readable_bytes
 from loraplex.core.errors import ConfigError
 from loraplex.core.rank_limits import RankLimits
 from loraplex.execution.sizing.capacity import (
@@ -195,11 +196,13 @@ class TestMemory:
         assert size.kv.capacities[0].num_blocks == 20
 
     def test_weights_that_do_not_fit(self) -> None:
-        with pytest.raises(ConfigError, match=f"does not hold the weights, {WEIGHTS}"):
+        with pytest.raises(ConfigError, match="raise it, or set quantization") as caught:
             memory(memory_bytes=WEIGHTS)
+        size = readable_bytes(WEIGHTS)
+        assert f"memory_bytes {size} does not hold the weights, {size}" in caught.value.message
 
     def test_what_was_said_does_not_fit(self) -> None:
-        with pytest.raises(ConfigError, match=r"together, and the device has 10485760") as caught:
+        with pytest.raises(ConfigError, match=r"together, and the device has 10 MiB") as caught:
             memory(memory_bytes=10 << 20, kv_cache_bytes=9 << 20, lora_device_bytes=9 << 20)
         assert caught.value.param == "memory_bytes"
 
@@ -224,7 +227,7 @@ class TestMemory:
         steps = StepMemory(60 << 20, 40 << 20)
         fits = memory((100 << 20) + least, steps)
         assert fits.kv.capacities[0].num_blocks == 1
-        with pytest.raises(ConfigError, match=r"by 7 bytes: turn cuda_graphs off") as caught:
+        with pytest.raises(ConfigError, match=r"by 7 B: turn cuda_graphs off") as caught:
             memory((100 << 20) + least - 7, steps)
         assert caught.value.param == "max_num_batched_tokens"
 

@@ -79,3 +79,23 @@ def test_errors_of_the_hub(
     install(monkeypatch, FakeHub(tmp_path, error))
     with pytest.raises(ConfigError, match=r"no folder here.*(offline|bad id)$"):
         resolve_model("owner/model")
+
+
+def test_a_name_below_a_folder_that_exists_is_a_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, None)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "llama").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"no folder models/lama; did you mean models/llama\?"):
+        resolve_model("models/lama")
+
+
+def test_a_name_near_a_folder_that_the_hub_does_not_know(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, FakeHub(tmp_path, HFValidationError("bad id")))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "llama").mkdir()
+    with pytest.raises(ConfigError, match=r"did you mean llama\?; .*bad id"):
+        resolve_model("lama")

@@ -1,0 +1,162 @@
+"""Checks before anything is loaded: a mistake in the configuration is reported within a second.
+
+Each of them is made again where the checked thing is used. This file must stay light: it imports
+neither torch nor the web stack.
+"""
+
+import contextlib
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from loraplex.adapters.sources.reference import SourceKind, parse
+from loraplex.adapters.state_lock import StateLock
+from loraplex.app.listener import bind
+from loraplex.core.byte_sizes import readable_bytes
+from loraplex.core.config import Config, ModelConfig
+from loraplex.core.environment import state_directory
+from loraplex.core.errors import ConfigError, InvalidAdapterError
+from loraplex.core.gpus import num_gpus
+from loraplex.core.near_paths import check_exists
+from loraplex.core.server_config import ServerConfig
+from loraplex.core.weight_precision import WeightPrecision
+from loraplex.models.registry import read_config
+from loraplex.models.spec import ModelSpec
+
+_BITS: Final = {"float32": 32, "float16": 16, "bfloat16": 16}
+_QUANTIZED_BITS: Final = {
+    WeightPrecision.INT8: 8,
+    WeightPrecision.INT4: 4,
+    WeightPrecision.FP8: 8,
+}
+_WSL_GPU: Final = Path("/dev/dxg")
+"""Device of a GPU under Windows, which has no device of NVIDIA's driver."""
+_CUDA_OF_TORCH: Final = re.compile(r"^cuda\b[^=]*= *None", re.MULTILINE)
+_TORCH_VERSION: Final = re.compile(r"^__version__ *= *'([^']*)'", re.MULTILINE)
+
+
+def check_start(config: Config) -> None:
+    """Check what needs no model: ports, the state directory, devices, paths. Raises ConfigError."""
+    for model in config.models.values():
+        _check_paths(model)
+        _check_device(model)
+    _check_ports(config.server)
+    if config.server.persist_adapters:
+        StateLock.own(state_directory(config.server.state_dir)).close()
+
+
+def _check_paths(model: ModelConfig) -> None:
+    for folder in (*model.adapter_dirs, model.lora_root or ""):
+        if folder:
+            check_exists(folder, "folder of adapters")
+    for file, what in ((model.multi_lora, "multi_lora"), (model.chat_template, "chat_template")):
+        if file:
+            check_exists(file, what)
+    for name, adapter in model.adapters.items():
+        if adapter.optional:
+            continue
+        try:
+            reference = parse(adapter.path)
+            if reference.kind is SourceKind.LOCAL:
+                check_exists(reference.location, "adapter")
+        except (ConfigError, InvalidAdapterError) as error:
+            raise ConfigError(f"adapter {name!r}: {error.message}") from error
+
+
+def _check_device(model: ModelConfig) -> None:
+    """Raise ConfigError for a GPU that is certainly not here; Ray may take one elsewhere."""
+    if model.device.startswith("cuda") and model.executor != "ray":
+        check_cuda(model.device, _torch_version_file(), has_gpu=num_gpus() > 0 or _WSL_GPU.exists())
+
+
+def check_cuda(device: str, version_file: str, *, has_gpu: bool) -> None:
+    """Raise ConfigError if torch or the machine has no CUDA. version_file: text of torch's."""
+    if _CUDA_OF_TORCH.search(version_file):
+        version = _TORCH_VERSION.search(version_file)
+        named = f"torch {version[1]}" if version else "the installed torch"
+        raise ConfigError(
+            f"device is {device}, but {named} is a build for CPUs: install a build with CUDA (see "
+            "https://pytorch.org/get-started/locally), or set --device cpu",
+            param="device",
+        )
+    if not has_gpu:
+        raise ConfigError(
+            f"device is {device}, but this machine has no NVIDIA GPU that this process may use: "
+            "set --device cpu, or check nvidia-smi, CUDA_VISIBLE_DEVICES and, in a container, the "
+            "runtime's GPU option",
+            param="device",
+        )
+
+
+def _torch_version_file() -> str:
+    """Return the text of torch's version.py, which is read because an import takes seconds."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return ""
+    try:
+        return Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
+def _check_ports(server: ServerConfig) -> None:
+    ports = [
+        (server.http, server.http_port),
+        (server.metrics, server.metrics_port),
+        (server.grpc, server.grpc_port),
+    ]
+    with contextlib.ExitStack() as stack:
+        # All at once, so that two of the settings cannot name the same port.
+        for is_used, port in ports:
+            if is_used and port:
+                stack.enter_context(contextlib.closing(bind(server.host, port)))
+
+
+def check_memory(config: Config) -> None:
+    """Check that memory_bytes holds the weights, by config.json. Raises ConfigError.
+
+    config: with local paths. Models on several ranks are left to the ranks.
+    """
+    for model in config.models.values():
+        is_alone = model.tensor_parallel_size * model.pipeline_parallel_size == 1
+        if model.memory_bytes is not None and is_alone:
+            check_weights_fit(model, read_config(Path(model.path)), model.memory_bytes)
+
+
+def check_weights_fit(model: ModelConfig, spec: ModelSpec, memory_bytes: int) -> None:
+    """Raise ConfigError with a remedy if the weights certainly take more than memory_bytes."""
+    sizes = dict(_sizes(model, spec))
+    present = sizes.pop(WeightPrecision(model.quantization))
+    if present < memory_bytes:
+        return
+    raise ConfigError(
+        f"memory_bytes {readable_bytes(memory_bytes)} does not hold the weights, "
+        f"{readable_bytes(present)}: raise --memory{_smaller(sizes, present)}",
+        param="memory_bytes",
+    )
+
+
+def _smaller(sizes: dict[WeightPrecision, int], present: int) -> str:
+    choices = " or ".join(
+        f"{precision} (about {readable_bytes(size)})"
+        for precision, size in sizes.items()
+        if precision is not WeightPrecision.FP8 and size < present
+    )
+    return f", or use --quantization {choices}" if choices else ""
+
+
+def _sizes(model: ModelConfig, spec: ModelSpec) -> Iterator[tuple[WeightPrecision, int]]:
+    """Yield the least size of the weights by precision: linear layers and embedding alone."""
+    dtype = (spec.dtype or "float32") if model.dtype == "auto" else model.dtype
+    num_linear = sum(
+        inputs * outputs * layer.num_experts.get(module, 1)
+        for layer in spec.layers
+        for module, (inputs, outputs) in layer.module_shapes.items()
+    )
+    num_ends = spec.vocab_size * (spec.embedding_size or spec.hidden_size)
+    for precision in WeightPrecision:
+        bits = _QUANTIZED_BITS.get(precision, _BITS[dtype])
+        head_bits = 0 if spec.tie_word_embeddings else min(max(bits, 8), _BITS[dtype])
+        yield precision, (num_linear * bits + num_ends * (_BITS[dtype] + head_bits)) // 8

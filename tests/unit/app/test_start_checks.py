@@ -1,0 +1,103 @@
+"""Mistakes that are reported before anything is loaded."""
+
+import contextlib
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from loraplex.adapters.state_lock import StateLock
+from loraplex.app.start_checks import check_cuda, check_start, check_weights_fit
+from loraplex.core.config import AdapterConfig, Config, ModelConfig
+from loraplex.core.errors import ConfigError
+from loraplex.core.server_config import ServerConfig
+from support.tiny_decoder import TINY_DECODER
+
+MODEL = ModelConfig(path="/m")
+CPU_BUILD = "from typing import Optional\n__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\n"
+CUDA_BUILD = "__version__ = '2.13.0'\ncuda: Optional[str] = '12.8'\n"
+
+
+@pytest.fixture
+def problem(tmp_path: Path) -> Callable[..., str]:
+    """Return the message of check_start for settings of a model and of the server."""
+
+    def of(model: ModelConfig = MODEL, **server: object) -> str:
+        ports = {"http_port": 0, "grpc_port": 0, "metrics_port": 0}
+        settings = ServerConfig(**{"state_dir": str(tmp_path / "state"), **ports, **server})
+        with pytest.raises(ConfigError) as caught:
+            check_start(Config(server=settings, models={"m": model}))
+        return caught.value.message
+
+    return of
+
+
+def test_a_missing_adapter(tmp_path: Path, problem: Callable[..., str]) -> None:
+    (tmp_path / "chinese").mkdir()
+    wrong = tmp_path / "chinees"
+    adapters = {"zh": AdapterConfig(path=str(wrong))}
+    assert problem(ModelConfig(path="/m", adapters=adapters)) == (
+        f"adapter 'zh': there is no adapter {wrong}; did you mean {tmp_path / 'chinese'}?"
+    )
+
+
+def test_adapters_that_may_be_missing_or_are_elsewhere(tmp_path: Path) -> None:
+    adapters = {
+        "optional": AdapterConfig(path="/nowhere", optional=True),
+        "hub": AdapterConfig(path="hf://owner/name"),
+        "here": AdapterConfig(path=str(tmp_path)),
+    }
+    settings = ServerConfig(state_dir=str(tmp_path), http_port=0, grpc_port=0, metrics_port=0)
+    model = ModelConfig(path="/m", adapters=adapters)
+    check_start(Config(server=settings, models={"m": model}))
+    # It can be started afterwards: nothing stays locked.
+    check_start(Config(server=settings, models={"m": model}))
+
+
+@pytest.mark.parametrize("setting", ["adapter_dirs", "lora_root", "multi_lora", "chat_template"])
+def test_other_missing_paths(setting: str, problem: Callable[..., str]) -> None:
+    value = ("/nowhere/at/all",) if setting == "adapter_dirs" else "/nowhere/at/all"
+    assert "/nowhere/at/all" in problem(ModelConfig(path="/m", **{setting: value}))
+
+
+@pytest.mark.parametrize("setting", ["http_port", "grpc_port", "metrics_port"])
+def test_a_port_in_use(setting: str, problem: Callable[..., str]) -> None:
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as other:
+        port = other.getsockname()[1]
+        message = problem(host="127.0.0.1", **{setting: port})
+    assert message.startswith(f"cannot listen on 127.0.0.1:{port}: Address already in use")
+
+
+def test_a_locked_state_directory(tmp_path: Path, problem: Callable[..., str]) -> None:
+    with contextlib.closing(StateLock.own(tmp_path)):
+        assert "is in use by another server" in problem(state_dir=str(tmp_path))
+
+
+def test_cuda_with_a_torch_for_cpus() -> None:
+    with pytest.raises(ConfigError, match=r"torch 2\.13\.0\+cpu is a build for CPUs"):
+        check_cuda("cuda", CPU_BUILD, has_gpu=True)
+
+
+def test_cuda_without_a_gpu() -> None:
+    with pytest.raises(ConfigError, match="device is cuda:1, but this machine has no NVIDIA GPU"):
+        check_cuda("cuda:1", CUDA_BUILD, has_gpu=False)
+
+
+def test_cuda_that_may_work() -> None:
+    check_cuda("cuda", CUDA_BUILD, has_gpu=True)
+    check_cuda("cuda", "", has_gpu=True)
+
+
+def test_memory_that_does_not_hold_the_weights() -> None:
+    model = ModelConfig(path="/m", dtype="float32", memory_bytes=1000)
+    with pytest.raises(ConfigError) as caught:
+        check_weights_fit(model, TINY_DECODER, 1000)
+    message = caught.value.message
+    assert message.startswith("memory_bytes 1000 B does not hold the weights, ")
+    assert "raise --memory, or use --quantization int8 (about " in message
+    assert caught.value.param == "memory_bytes"
+
+
+def test_memory_that_holds_them() -> None:
+    check_weights_fit(ModelConfig(path="/m"), TINY_DECODER, 1 << 30)
