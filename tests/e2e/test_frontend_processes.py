@@ -280,6 +280,12 @@ async def test_a_killed_process_takes_its_own_clients_with_it(server):
     assert all(map(text_of, await fetch_all(server, "/v1/completions", completion())))
     after = await asyncio.to_thread(metric, server, "loraplex_requests_total")
     assert after >= before + num_whole, "counters never fall"
+    shown = json.loads(await asyncio.to_thread(lambda: server.get("/v1/processes")[1]))
+    kinds = [process["kind"] for process in shown["processes"]]
+    assert kinds[0] == "server"
+    assert (kinds.count("front end"), kinds.count("engine")) == (1, 1)
+    assert [number for how, number in shown["frontend_restarts"].items() if "SIGKILL" in how] == [1]
+    assert all(process["memory_bytes"] > 1 << 20 for process in shown["processes"])
 
 
 async def test_a_stopped_process_is_replaced(server):

@@ -98,7 +98,7 @@ class FrontendProcesses:
         self._config = config
         self._given_keys = tuple(given_keys)
         self._desks = FrontendDesks(service, self._opened, self._lost)
-        self._numbers = shown.numbers
+        self._shown = shown
         shown.numbers.count = self._count
         shown.requests = self._requests
         self._process_numbers = itertools.count(1)
@@ -190,6 +190,7 @@ class FrontendProcesses:
                 return
             if not first.is_set():
                 raise ConfigError(f"a front-end process {end} as it started: see its log")
+            self._shown.restarts[end] += 1
             if loop.time() - began > _STABLE_SECONDS:
                 pause = _FIRST_PAUSE_SECONDS
             logger.error("a front-end process %s: it is started again in %g s", end, pause)
@@ -262,7 +263,7 @@ class FrontendProcesses:
             opened.set()
 
     def _lost(self, desk: FrontendDesk) -> None:
-        self._numbers.keep(desk.families)
+        self._shown.numbers.keep(desk.families)
 
 
 class _Paths(NamedTuple):

@@ -37,6 +37,7 @@ from loraplex.frontends.ops.health import health_routes
 from loraplex.frontends.ops.latencies import Latencies
 from loraplex.frontends.ops.metrics import described_metrics
 from loraplex.frontends.ops.other_frontends import OtherFrontends
+from loraplex.frontends.ops.processes import processes_route
 from loraplex.frontends.ops.requests import RequestEndpoint
 from loraplex.frontends.ops.responses import responding_to_errors
 from loraplex.frontends.ops.settings import settings_route
@@ -92,7 +93,7 @@ def http_app(
     routes = [
         *health_routes(backend, stats.report, authenticate),
         *drain_routes(draining, authenticate),
-        *_report_routes(config, authenticate, reporting, others or OtherFrontends()),
+        *_report_routes(backend, config, authenticate, reporting, others or OtherFrontends()),
         RecordedRoute("/metrics", described_metrics(metrics), methods=["GET"]),
     ]
     open_paths = () if settings.health_needs_key else OPEN_PATHS
@@ -121,11 +122,19 @@ def http_app(
 
 
 def _report_routes(
-    config: Config, authenticate: Authenticate, reporting: Reporting, others: OtherFrontends
+    backend: Backend,
+    config: Config,
+    authenticate: Authenticate,
+    reporting: Reporting,
+    others: OtherFrontends,
 ) -> list[RecordedRoute]:
     """Return the routes of requests, settings and processes."""
     requests = RequestEndpoint(reporting.telemetry, reporting.recent, authenticate, others)
-    return [requests.route(), settings_route(config, authenticate)]
+    return [
+        requests.route(),
+        settings_route(config, authenticate),
+        processes_route(backend, authenticate, others),
+    ]
 
 
 def _other_methods(routes: Sequence[RecordedRoute]) -> Iterator[RecordedRoute]:

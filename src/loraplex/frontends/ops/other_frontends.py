@@ -1,5 +1,6 @@
 """What the owner shows of the other front-end processes."""
 
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
 from loraplex.frontends.ops.frontend_numbers import FrontendNumbers
@@ -10,6 +11,8 @@ class OtherFrontends:
 
     def __init__(self) -> None:
         self.numbers = FrontendNumbers()
+        self.restarts = Counter[str]()
+        """Number of processes that ended and were replaced, by how they ended."""
         self.requests: Callable[[bytes], Awaitable[Sequence[bytes]]] = _no_pages
         """Function from a RequestQuery to the RequestPage of each process, as JSON; empty for a
         process that does not reply in time."""
