@@ -15,3 +15,17 @@ export const useMe = () => useContext(MeContext);
 
 /** Whether any adapter may be changed. @param {Me} me */
 export const manages = (me) => me.rights.manage.length > 0;
+
+/**
+ * Whether an own adapter of this name may be changed. Patterns are a shell's.
+ * @param {Me} me @param {string} name
+ */
+export function mayManage(me, name) {
+  return me.rights.manage.some((pattern) => expressionOf(pattern).test(name));
+}
+
+/** @param {string} pattern */
+function expressionOf(pattern) {
+  const text = pattern.replace(/[.+^${}()|\\[\]]/g, "\\$&").replace(/\*/g, ".*").replace(/\?/g, ".");
+  return new RegExp(`^${text}$`, "su");
+}
