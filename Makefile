@@ -8,6 +8,7 @@
 #   make test-all     all tests that CI runs
 #   make test-lowest  a part of the tests with the lowest versions that pyproject.toml allows
 #   make test-browser the console in a real browser (Chromium)
+#   make screenshots  the pictures of docs/console.md
 #   make vendor  copy the console's libraries from npm's registry again
 #   make ray-test     replicas on a Ray cluster of two nodes on this machine, with faults
 #   make soak    what takes too long for CI: long schedules, kills, many more examples
@@ -59,7 +60,7 @@ UV := $(BIN)/python .ci/install.py
 PYTEST := PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(CURDIR)/$(VENV)/pycache $(BIN)/python -m pytest
 INSTALL := $(UV) install --quiet --python $(BIN)/python -c constraints.txt $(PIP_ARGS)
 
-.PHONY: demo test coverage test-all test-browser test-lowest vendor ray-test soak charts lint types bench docs tables fmt lock clean .triton \
+.PHONY: demo test coverage test-all test-browser screenshots test-lowest vendor ray-test soak charts lint types bench docs tables fmt lock clean .triton \
 	gpu-wheels gpu-check gpu-bench
 
 $(BIN)/uv: constraints.txt
@@ -127,7 +128,11 @@ $(VENV)/.browser: $(VENV)/.dev
 # Here a browser that is missing fails; other verbs leave its tests out.
 test-browser: $(VENV)/.browser
 	.ci/install_chromium
-	LORAPLEX_REQUIRE_BROWSER=1 $(PYTEST) -m browser $(PYTEST_ARGS) tests/browser
+	REQUIRE_BROWSER=1 $(PYTEST) -m browser $(PYTEST_ARGS) tests/browser
+
+screenshots: $(VENV)/.browser
+	.ci/install_chromium
+	REQUIRE_BROWSER=1 WRITE_SCREENSHOTS=1 $(PYTEST) -n 0 -m browser tests/browser/test_screenshots.py
 
 # Needs Node's npm. Nobody who builds, tests or installs loraplex does.
 vendor:

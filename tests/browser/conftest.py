@@ -1,6 +1,6 @@
 """A real Chromium, and pages that fail their test for whatever a browser complains about.
 
-Without `LORAPLEX_REQUIRE_BROWSER` (`make test-browser` sets it) these tests are left out where no
+Without `REQUIRE_BROWSER` (`make test-browser` sets it) these tests are left out where no
 browser is. With it, a browser that is missing, a skipped test and fewer passed tests than
 pyproject.toml names are failures.
 """
@@ -20,7 +20,7 @@ import pytest
 from loraplex.serving.access.key_file_changes import create_key
 from loraplex.testing.running_server import RunningServer, serving
 
-IS_REQUIRED = bool(os.environ.get("LORAPLEX_REQUIRE_BROWSER"))
+IS_REQUIRED = bool(os.environ.get("REQUIRE_BROWSER"))
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 HAS_PLAYWRIGHT = importlib.util.find_spec("playwright") is not None
 if not HAS_PLAYWRIGHT and not IS_REQUIRED:
