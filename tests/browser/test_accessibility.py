@@ -47,7 +47,7 @@ def test_nothing_is_wider_than_a_phone(visits, screen, locale):
     assert (
         page.evaluate(
             "[...document.querySelectorAll('button, nav a, th')]"
-            ".filter(e => e.offsetParent && e.scrollWidth > e.clientWidth + 1)"
+            ".filter(e => e.checkVisibility() && e.scrollWidth > e.clientWidth + 1)"
             ".map(e => e.textContent)"
         )
         == []
@@ -60,7 +60,7 @@ def test_every_control_is_reached_by_tab(visits, screen):
     settle(page)
     wanted = page.evaluate(
         "[...document.querySelectorAll('button, a[href], input, select, textarea, summary')]"
-        ".filter(e => e.offsetParent && !e.disabled && e.tabIndex >= 0 && e.type !== 'radio')"
+        ".filter(e => e.checkVisibility() && !e.disabled && e.tabIndex >= 0 && e.type !== 'radio')"
         ".length"
     )
     page.evaluate("document.activeElement.blur()")
@@ -81,7 +81,8 @@ def test_targets_are_large_enough(visits, screen):
     page = visits.open(screen)
     settle(page)
     small = page.evaluate(
-        "[...document.querySelectorAll('button, select, nav a, input')].filter(e => e.offsetParent)"
+        "[...document.querySelectorAll('button, select, nav a, input')]"
+        ".filter(e => e.checkVisibility())"
         ".filter(e => !['checkbox', 'radio'].includes(e.type))"
         ".map(e => [e.getBoundingClientRect(), e.outerHTML.slice(0, 90)])"
         ".filter(([r]) => r.width < 24 || r.height < 24).map(([, h]) => h)"
