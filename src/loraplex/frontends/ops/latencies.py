@@ -14,7 +14,7 @@ from loraplex.serving.request_metrics import (
     RequestMetrics,
 )
 
-_FRESH_SECONDS = 0.4
+FRESH_SECONDS = 0.4
 """Viewers poll twice a second: the other processes count once for all of them."""
 
 
@@ -52,7 +52,7 @@ class Latencies:
     async def refresh(self) -> None:
         """Collect from the other processes; call it before `by_model`."""
         if self._others is not None:
-            await self._others.refresh(_FRESH_SECONDS)
+            await self._others.refresh(FRESH_SECONDS)
 
     def by_model(self, models: Iterable[str]) -> dict[str, LatencyCounts]:
         """Return the counts of these models."""

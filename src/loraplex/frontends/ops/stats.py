@@ -3,18 +3,24 @@
 Values are current, or counted since the start. Prometheus has more, and keeps history.
 """
 
+import math
 import time
+from collections import Counter
+from collections.abc import Callable
 
 import msgspec
 
 from loraplex.core.stats import EngineStats
 from loraplex.core.version import __version__
-from loraplex.frontends.ops.latencies import Latencies, LatencyBounds, LatencyCounts
+from loraplex.frontends.ops.latencies import FRESH_SECONDS, Latencies, LatencyBounds, LatencyCounts
 from loraplex.frontends.telemetry.connections import HttpConnections
 from loraplex.frontends.telemetry.line_writer import LineWriter
 from loraplex.frontends.telemetry.telemetry import Telemetry, TenantUse
 from loraplex.serving.backend import Backend
 from loraplex.serving.draining import Draining, DrainReport
+
+_MAX_WAITING = 32
+"""Adapters whose waiting sequences are reported."""
 
 
 class ConnectionReport(msgspec.Struct, frozen=True):
@@ -33,6 +39,8 @@ class ModelReport(msgspec.Struct, frozen=True):
     engine: EngineStats
     """`queue` and `adapters` are in it."""
     latencies: LatencyCounts
+    waiting: dict[str, int]
+    """Waiting sequences by adapter digest, of the adapters that most of them wait for."""
 
 
 class ServerReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +72,7 @@ class ServerStats:
         connections: HttpConnections,
         latencies: Latencies,
         access_log: LineWriter | None = None,
+        seconds: Callable[[], float] = time.monotonic,
     ) -> None:
         self._backend = backend
         self._telemetry = telemetry
@@ -71,7 +80,10 @@ class ServerStats:
         self._connections = connections
         self._latencies = latencies
         self._access_log = access_log
-        self._started_ns = time.monotonic_ns()
+        self._seconds = seconds
+        self._started = seconds()
+        self._waiting: dict[str, tuple[float, dict[str, int]]] = {}
+        """Time in seconds, and the waiting sequences at that time, by model."""
 
     async def report(self, models: list[str]) -> ServerReport:
         """Return a report with the engines of these models."""
@@ -80,7 +92,7 @@ class ServerStats:
         health = self._backend.health()
         return ServerReport(
             version=__version__,
-            uptime_seconds=round((time.monotonic_ns() - self._started_ns) / 1e9, 3),
+            uptime_seconds=round(self._seconds() - self._started, 3),
             live=health.live,
             ready=health.ready,
             reason=health.reason,
@@ -92,13 +104,24 @@ class ServerStats:
             access_log=self._log_report(),
             tenants=self._telemetry.tenants,
             latency_bounds=LatencyBounds(),
-            models={name: self._of_model(name, latencies[name]) for name in models},
+            models={name: await self._of_model(name, latencies[name]) for name in models},
         )
 
     def _log_report(self) -> LogReport | None:
         log = self._access_log
         return None if log is None else LogReport(log.num_waiting, log.num_dropped)
 
-    def _of_model(self, name: str, latencies: LatencyCounts) -> ModelReport:
+    async def _of_model(self, name: str, latencies: LatencyCounts) -> ModelReport:
         stats = self._backend.model(name).stats
-        return ModelReport(self._backend.model_ready(name), stats, latencies)
+        waiting = await self._waiting_of(name) if stats.num_waiting else {}
+        return ModelReport(self._backend.model_ready(name), stats, latencies, waiting)
+
+    async def _waiting_of(self, name: str) -> dict[str, int]:
+        """Return what the engine said, which is queried once for all viewers."""
+        since, waiting = self._waiting.get(name, (-math.inf, {}))
+        now = self._seconds()
+        if now - since >= FRESH_SECONDS:
+            activity = await self._backend.model(name).adapter_activity()
+            waiting = dict(Counter(activity.waiting).most_common(_MAX_WAITING))
+            self._waiting[name] = now, waiting
+        return waiting

@@ -10,7 +10,7 @@ from starlette.applications import Starlette
 
 from loraplex.core import errors
 from loraplex.core.clock import SystemClock
-from loraplex.core.stats import EngineStats, StepRecord
+from loraplex.core.stats import AdapterActivity, EngineStats, StepRecord
 from loraplex.core.version import __version__
 from loraplex.frontends.ops import responses
 from loraplex.frontends.ops.health import health_routes
@@ -169,6 +169,27 @@ async def test_stats(client):
     assert sum(body["models"]["one"]["latencies"]["e2e_latency"]) == 0
     one = (await client.get("/v1/internal/stats?model=two")).json()
     assert list(one["models"]) == ["two"]
+
+
+async def test_waiting_sequences_are_queried_once_for_many_viewers(backend, monkeypatch):
+    now, queries = [0.0], []
+    waiting = {f"d{i}": 1 for i in range(40)} | {"most": 5}
+
+    async def activity():
+        queries.append(now[0])
+        return AdapterActivity(waiting=waiting)
+
+    monkeypatch.setattr(backend.model("one"), "adapter_activity", activity)
+    draining = Draining(SystemClock(), lambda: 0, print)
+    parts = (backend, Telemetry(), draining, HttpConnections(), Latencies(RequestMetrics()))
+    stats = ServerStats(*parts, seconds=lambda: now[0])
+    assert (await stats.report(["one"])).models["one"].waiting == {}
+    assert queries == [], "nothing waits"
+    backend.engine_stats = EngineStats(num_waiting=45)
+    for now[0] in (1.0, 1.1, 1.3, 1.5):
+        reported = (await stats.report(["one"])).models["one"].waiting
+        assert (reported["most"], len(reported)) == (5, 32)
+    assert queries == [1.0, 1.5]
 
 
 async def test_every_error_has_a_status(client, backend, monkeypatch):
