@@ -88,6 +88,9 @@ LORAX_PARAMETERS: Final = _names(
 )
 """Fields of /generate, /generate_stream and /."""
 
+LLAMA_CPP: Final = _names("cache_prompt id_slot timings_per_token return_progress keep_alive")
+"""Those of llama.cpp's server, and Ollama's keep_alive."""
+
 LLGTRT: Final = _names(
     "lora_model load_lora_weights min_tokens min_p llg_log_level return_expanded_prompt "
     "response_format"

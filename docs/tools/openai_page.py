@@ -33,9 +33,9 @@ compares its names with those of the `openai` package.
 
 **works**: the field has the meaning of the original system, or the meaning in the note. **accepted
 without effect**: any value is accepted and changes nothing. **refused**: 400 with the code
-`unsupported_feature`, unless the value has no effect (null, empty, false). Unlisted fields are
-ignored. Values and limits are in [Request options](options.md), errors in
-[OpenAI errors](errors-openai.md)."""
+`unsupported_feature`, unless the value has no effect (null, empty, false). Other fields are
+refused with the nearest name, unless the setting `unknown_fields` is `ignore`. Values and
+limits are in [Request options](options.md), errors in [OpenAI errors](errors-openai.md)."""
 
 _STREAM_OPTIONS = "stream_options."
 _CONVERTER = re.compile(r":\w+}")
@@ -78,6 +78,7 @@ def sections() -> Iterator[Section]:
         tuple(_lorax(name) for name in names.LORAX_PARAMETERS),
         "Further fields: `inputs` and, in /, `stream`. A wrong field is 422, as there.",
     )
+    yield _section("llama.cpp and Ollama: completions and chat", CompletionBody, names.LLAMA_CPP)
     yield _section("llgtrt: completions and chat", CompletionBody, names.LLGTRT)
     yield _section("llgtrt: chat", ChatBody, names.LLGTRT_CHAT)
     yield Section("loraplex: completions and chat", tuple(_own()))

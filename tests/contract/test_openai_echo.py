@@ -160,7 +160,6 @@ def test_fields_of_vllm(client, backend):
             "include_stop_str_in_output": True,
             "add_special_tokens": False,
             "priority": 4,
-            "a_field_of_tomorrow": {"x": 1},
         },
     )
     [request] = backend.requests
@@ -568,6 +567,42 @@ def test_a_body_that_is_too_large_is_413(backend):
         assert chunked.status_code == 413
         prompts = httpx.post(f"{url}/v1/completions", json={"prompt": ["a"] * 3})
         assert "at most 2" in prompts.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("route", ["completions", "chat/completions", "responses"])
+def test_a_field_that_no_server_defines(backend, route):
+    prompt = {"messages": [{"role": "user", "content": "a"}], "prompt": "a", "input": "a"}
+    field = {"completions": "prompt", "responses": "input"}.get(route, "messages")
+    body = {field: prompt[field], "temprature": 0}
+    with served(openai_app(backend)) as url:
+        refused = httpx.post(f"{url}/v1/{route}", json=body)
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert (error["code"], error["param"]) == ("invalid_parameter", "temprature")
+    assert "there is no field 'temprature'; did you mean temperature?" in error["message"]
+    with served(openai_app(backend, options=OpenAIOptions(ignores_unknown=True))) as url:
+        assert httpx.post(f"{url}/v1/{route}", json=body).status_code == 200
+
+
+def test_fields_that_only_other_servers_use(client, backend):
+    """LangChain, LiteLLM, vLLM's and SGLang's benchmarks, llama.cpp's and Ollama's clients."""
+    client.chat.completions.create(
+        model="echo",
+        messages=[{"role": "user", "content": "a"}],
+        metadata={"tags": "x"},
+        user="u",
+        store=False,
+        service_tier="auto",
+        extra_body={
+            "cache_prompt": True,
+            "keep_alive": "5m",
+            "session_id": "s",
+            "adapter_source": "hub",
+            "return_hidden_states": False,
+            "guided_decoding_backend": "xgrammar",
+        },
+    )
+    assert len(backend.requests) == 1
 
 
 # Disconnects

@@ -193,6 +193,7 @@ def openai_options(settings: ServerConfig, dialect: Dialect, *, has_keys: bool) 
             max_seconds=settings.stored_responses_seconds,
         ),
         has_keys=has_keys,
+        ignores_unknown=settings.unknown_fields == "ignore",
     )
 
 

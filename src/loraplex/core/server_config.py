@@ -163,6 +163,16 @@ class ServerConfig(AdapterSourceSettings, frozen=True, kw_only=True):
             default="eight times `max_body_bytes`",
         ),
     ] = 0
+    unknown_fields: Annotated[
+        str,
+        _server(
+            "Request fields that no supported server defines: refuse or ignore",
+            "`refuse`: status 400 with the nearest name, so that a misspelt `max_tokens` is no "
+            "request without a limit. [OpenAI: what is supported](fields-openai.md) lists the "
+            "known fields. The dialects of llgtrt ignore them, as llgtrt does.",
+            choices=("refuse", "ignore"),
+        ),
+    ] = "refuse"
     max_json_bytes: Annotated[
         int,
         _limits(

@@ -82,7 +82,7 @@ class TokenEndpoints:
     async def tokenize(self, request: Request) -> Response:
         """The token ids of a text, or of a conversation."""
         principal = self._context.principal(request)
-        body = await self._context.body(request, TokenizeBody)
+        body = await self._context.open_body(request, TokenizeBody)
         refuse_unsupported(body.model_extra)
         card = (await self._context.target(body.model, principal)).model
         text, adds_special_tokens = await self._text(body, card)
@@ -119,7 +119,7 @@ class TokenEndpoints:
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
         principal = self._context.principal(request)
-        body = await self._context.body(request, DetokenizeBody)
+        body = await self._context.open_body(request, DetokenizeBody)
         card = (await self._context.target(body.model, principal)).model
         _check_vocabulary(body.tokens, card)
         text = await asyncio.to_thread(

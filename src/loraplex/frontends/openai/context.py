@@ -2,7 +2,7 @@
 
 import functools
 import hashlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -19,7 +19,7 @@ from loraplex.frontends.openai.errors import OPENAI_ERRORS, ErrorWriter, as_lora
 from loraplex.frontends.openai.expanded_prompt import ExpandedPromptWriter, ResponseWriter
 from loraplex.frontends.openai.logprobs import TokenTexts
 from loraplex.frontends.openai.schema import Body, ChatBody, CompletionBody, GenerationBody
-from loraplex.frontends.openai.unsupported import refuse_unknown
+from loraplex.frontends.openai.unsupported import refuse_undefined, refuse_unknown
 from loraplex.frontends.openai.writers import Call
 from loraplex.frontends.openapi.operation import Parameter, with_error_responses
 from loraplex.frontends.streams import ClientDisconnectedError
@@ -59,10 +59,10 @@ class Dialect:
     """Whether GET /v1/health/ready succeeds even while the server starts or drains."""
 
     async def completion_body(self, context: "TextContext", request: Request) -> CompletionBody:
-        return await context.body(request, CompletionBody)
+        return await context.open_body(request, CompletionBody)
 
     async def chat_body(self, context: "TextContext", request: Request) -> ChatBody:
-        return await context.body(request, ChatBody)
+        return await context.open_body(request, ChatBody)
 
     async def target(
         self, context: "TextContext", body: GenerationBody, principal: Principal
@@ -129,6 +129,8 @@ class OpenAIOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What is kept of the Responses API."""
     has_keys: bool = False
     """Whether the server requires API keys."""
+    ignores_unknown: bool = False
+    """Whether fields that no supported server defines are ignored instead of refused."""
 
 
 class TextContext(msgspec.Struct, frozen=True):
@@ -145,6 +147,16 @@ class TextContext(msgspec.Struct, frozen=True):
         limits = self.options.json
         body = await read_body(request, limits.max_bytes, self.options.max_discarded_bytes)
         return await parse(schema, body, limits)
+
+    async def open_body(
+        self, request: Request, schema: type[BodyT], more_known: Collection[str] = ()
+    ) -> BodyT:
+        """Parse a body that may have fields of other servers; a field that none of them defines is
+        an error, unless the server ignores it. more_known: see refuse_undefined."""
+        body = await self.body(request, schema)
+        if not self.options.ignores_unknown:
+            refuse_undefined(body, more_known)
+        return body
 
     async def strict_body(self, request: Request, schema: type[BodyT]) -> BodyT:
         """Parse a body; a field that is not in the schema is an error."""

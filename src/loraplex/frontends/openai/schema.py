@@ -1,8 +1,8 @@
 """Request bodies of the OpenAI API, with the fields of the servers that loraplex replaces.
 
 Types are strict (no "5" for 5) and every field may be null, which means absent. Ranges are not
-checked here: SamplingParams knows them. A field that is not declared is kept aside, not refused:
-`unsupported` names the ones that we know and do not serve, the rest is ignored as the originals do.
+checked here: SamplingParams knows them. A field that is not declared is kept aside:
+`unsupported` names the ones that we know and do not serve; TextContext.open_body refuses the rest.
 The text under a field is its row's note in docs/fields-openai.md.
 """
 

@@ -3,12 +3,13 @@ and that are refused, or have no effect here. A neutral value (null, an empty li
 the default) is never refused.
 """
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from loraplex.core.errors import InvalidParameterError, UnsupportedFeatureError
 from loraplex.core.support import Feature, Support
-from loraplex.frontends.openai.schema import Body
+from loraplex.frontends.openai.schema import Body, ChatBody, CompletionBody, TokenizeBody
 
 
 class Refused(NamedTuple):
@@ -116,8 +117,23 @@ WITHOUT_EFFECT = (
     # LoRAX's
     Feature("adapter_source", Support.NO_EFFECT, "adapters are loaded before: POST /v1/adapters"),
     Feature("api_token", Support.NO_EFFECT, "not needed for an adapter that is loaded"),
+    # llama.cpp's and Ollama's
+    Feature("cache_prompt", Support.NO_EFFECT, "equal beginnings are found by themselves"),
+    Feature("id_slot", Support.NO_EFFECT, "requests are not bound to a slot"),
+    Feature("timings_per_token", Support.NO_EFFECT, "see /v1/requests for the times of a request"),
+    Feature("return_progress", Support.NO_EFFECT, "see /v1/requests for the phase of a request"),
+    Feature("keep_alive", Support.NO_EFFECT, "base models stay loaded"),
 )
 """Fields that are accepted with any value: they change nothing that a response shows."""
+
+_KNOWN = frozenset(
+    [
+        *(name for body in (CompletionBody, ChatBody, TokenizeBody) for name in body.model_fields),
+        *_BY_FIELD,
+        *(feature.name for feature in WITHOUT_EFFECT),
+    ]
+)
+"""Fields that some server defines, for any of the routes that generate."""
 
 
 def refuse_unsupported(
@@ -130,6 +146,21 @@ def refuse_unsupported(
         if refused is not None and not _is_harmless(value, refused):
             advice = f"; {refused.advice}" if refused.advice else ""
             raise UnsupportedFeatureError(f"{field} is not supported{advice}", param=field)
+
+
+def refuse_undefined(body: Body, more_known: Collection[str] = ()) -> None:
+    """Raise InvalidParameterError for the first field that no supported server defines: a misspelt
+    limit must not be a request without a limit. more_known: further fields of the route."""
+    for field in body.model_extra or {}:
+        if field in _KNOWN or field in more_known:
+            continue
+        near = difflib.get_close_matches(field, type(body).model_fields, n=1)
+        meant = f"; did you mean {near[0]}?" if near else ""
+        raise InvalidParameterError(
+            f"there is no field {field!r}{meant} (the server's setting unknown_fields = ignore "
+            "accepts any)",
+            param=field,
+        )
 
 
 def refuse_unknown(body: Body) -> None:

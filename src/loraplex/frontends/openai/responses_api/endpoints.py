@@ -26,7 +26,7 @@ from loraplex.frontends.openai.context import (
 )
 from loraplex.frontends.openai.generation import origin
 from loraplex.frontends.openai.logprobs import TokenTexts
-from loraplex.frontends.openai.responses_api import convert
+from loraplex.frontends.openai.responses_api import convert, refusals
 from loraplex.frontends.openai.responses_api import objects as wire
 from loraplex.frontends.openai.responses_api.begun import begun
 from loraplex.frontends.openai.responses_api.errors import StreamErrors, in_own_words
@@ -191,7 +191,7 @@ class ResponsesEndpoints:
         return ResponseWriter(first, call, texts, chat.reading, keep)
 
     async def _body(self, request: Request) -> ResponsesBody:
-        body = await self._context.body(request, ResponsesBody)
+        body = await self._context.open_body(request, ResponsesBody, refusals.KNOWN)
         adopt_request_id(request, value_of(body, "request_id"))
         convert.check(body)
         return body

@@ -33,6 +33,9 @@ WITHOUT_EFFECT = (
 BY_FIELD = {refused.field: refused for refused in (*OF_CHAT, *REFUSED)}
 """What is known and not in the schema, of chats too."""
 
+KNOWN = {*BY_FIELD, *(feature.name for feature in WITHOUT_EFFECT)}
+"""Fields that are not in the schema and that a client may send."""
+
 RENAMED = {
     "max_tokens": "use max_output_tokens",
     "response_format": "use text.format",
