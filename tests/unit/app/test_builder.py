@@ -149,6 +149,21 @@ async def test_a_service_holds_its_state_directory(folder, tmp_path):
     await build_persistent().close()
 
 
+def test_uploads_and_shared_declarations_exclude_each_other(folder, tmp_path):
+    def build_with(**settings):
+        server = ServerConfig(
+            state_dir=str(tmp_path / "state"), persist_adapters=False, uploads=True, **settings
+        )
+        config = Config(server=server, models={"m": ModelConfig(path=str(folder))})
+        return build_service(config, lambda model: fake_engine_thread(), RequestMetrics())
+
+    with pytest.raises(ConfigError, match="uploads and adapter_declarations exclude each other"):
+        build_with(adapter_declarations=str(tmp_path))
+    service = build_with(max_adapter_bytes=77)
+    assert service.uploads.max_bytes == 77
+    service.uploads.close()
+
+
 class TestWhatAdaptersMayChange:
     SHAPES = read_config(BASE_PATH)
 

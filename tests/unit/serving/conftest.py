@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from loraplex.adapters.shapes import BaseShapes
-from loraplex.adapters.staged import StagedAdapter
+from loraplex.adapters.staged import Examination, StagedAdapter
 from loraplex.adapters.store import AdapterStore
 from loraplex.core.adapter import AdapterUse
 from loraplex.core.clock import SystemClock
@@ -91,6 +91,10 @@ class FakeStaging:
         if isinstance(staged, LoraplexError):
             raise staged
         return staged
+
+    async def examine(self, path: str, **options) -> Examination:
+        staged = await self.stage(path, **options)
+        return Examination(format="PEFT", num_tensors=staged.num_tensors)
 
     async def stage_tensors(self, lora_weights, lora_config, **options) -> StagedAdapter:
         """Stage an adapter whose path is given by the bytes of lora_weights."""

@@ -71,8 +71,8 @@ class BegunLoad:
             examined = await self.loader.examine(self.model, self.path, tenant, self.upload)
         except _REFUSALS:  # no tensor can be listed, and the load was refused for the same reason
             examined = Examination()
-        device = self.model.memory().device
-        free = device.pages - device.pages_used
+        engine = self.model.engine
+        free = engine.capacity.num_adapter_pages - engine.stats.adapters.device_pages_used
         return TrialReport(
             is_ok=error is None,
             refusal=None if error is None else TrialRefusal(error.code, error.message),
