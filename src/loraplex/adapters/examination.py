@@ -5,13 +5,20 @@ through the same steps apart from the others, so that what is wrong with one hid
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final
 
 from loraplex.adapters.base_check import check_cast, check_shapes
 from loraplex.adapters.canonical import CanonicalRow
-from loraplex.adapters.formats import peft
-from loraplex.adapters.formats.inputs import PeftFolder, open_input, read_fitting_rows
+from loraplex.adapters.formats import peft, trtllm
+from loraplex.adapters.formats.inputs import (
+    LoraFile,
+    PairFolder,
+    PeftFolder,
+    open_input,
+    read_fitting_rows,
+)
+from loraplex.adapters.formats.modules import LORA_MODULES
 from loraplex.adapters.formats.peft_names import PeftSlot, TensorName, is_of_other_tower, parse_name
 from loraplex.adapters.fused_modules import fit_modules
 from loraplex.adapters.shapes import other_layout
@@ -35,6 +42,8 @@ def examine(request: StageRequest) -> Examination:
     source = open_input(request.path, request.limits)
     if isinstance(source, PeftFolder):
         tensors = list(_of_peft(request, source))
+    elif isinstance(source, PairFolder | LoraFile) and (pair := source.read_pair(request.limits)):
+        tensors = list(_of_pair(request, *pair))
     else:
         rows = read_fitting_rows(source, request.shapes, request.limits)
         tensors = [tensor for row in rows for tensor in _of_row(row)]
@@ -71,8 +80,31 @@ def _of_peft(request: StageRequest, source: PeftFolder) -> Iterator[ExaminedTens
         )
 
 
+def _of_pair(
+    request: StageRequest, weights: RawTensor, config: RawTensor
+) -> Iterator[ExaminedTensor]:
+    limits = request.limits
+    rows = trtllm.single_rows(weights, config, request.shapes, limits.max_ranks)
+    for index, (columns, convert) in enumerate(rows):
+        module_id, layer, rank = columns[:3]
+        is_known = 0 <= module_id < len(LORA_MODULES)
+        reason = _problem(request, convert)
+        yield ExaminedTensor(
+            name=f"lora_weights[{index}]",
+            shape=weights.shape[-1:],
+            dtype=weights.dtype,
+            module=LORA_MODULES[module_id].name if is_known else None,
+            layer=layer,
+            expert=None,
+            rank=rank,
+            applied=reason is None,
+            refused=reason is not None,
+            reason=None if reason is None else reason[:_MAX_CHARS],
+        )
+
+
 def _of_row(row: CanonicalRow) -> Iterator[ExaminedTensor]:
-    """Yield the tensors of a format that names none: those of the modules that it changes."""
+    """Yield the tensors of a canonical adapter file, which names the modules that they change."""
     for slot, tensor in row.tensors.items():
         yield ExaminedTensor(
             name=f"{row.origin}.{slot}",
@@ -101,7 +133,7 @@ def _refusals(
         else:
             groups[place.layer, _family(place)][name] = place
     for group in groups.values():
-        reason = _problem(request, source, {name: tensors[name] for name in group})
+        reason = _problem_of(request, source, tensors, group)
         if reason is None:
             continue
         single = dict(_of_single_modules(request, source, tensors, group))
@@ -129,17 +161,24 @@ def _of_single_modules(
     if len(modules) == 1 or any(place.is_stacked for place in group.values()):
         return
     for names in modules.values():
-        reason = _problem(request, source, {name: tensors[name] for name in names})
+        reason = _problem_of(request, source, tensors, names)
         if reason is not None:
             yield from ((name, reason) for name in names)
 
 
-def _problem(request: StageRequest, source: PeftFolder, tensors: _Tensors) -> str | None:
-    """Return why these tensors cannot be applied, without regard to others."""
-    shapes = request.shapes
+def _problem_of(
+    request: StageRequest, source: PeftFolder, tensors: _Tensors, names: Iterable[str]
+) -> str | None:
+    """Return why the tensors of these names cannot be applied, without regard to others."""
+    of_names = {name: tensors[name] for name in names}
+    return _problem(request, lambda: peft.module_rows(source.config, of_names, request.shapes))
+
+
+def _problem(request: StageRequest, convert: Callable[[], Iterable[CanonicalRow]]) -> str | None:
+    """Return why rows cannot be applied; convert: returns them, or raises."""
     try:
-        rows = fit_modules(peft.module_rows(source.config, tensors, shapes), shapes)
-        check_shapes(rows, shapes, request.limits.max_ranks)
+        rows = fit_modules(convert(), request.shapes)
+        check_shapes(rows, request.shapes, request.limits.max_ranks)
         if request.pool_dtype:
             check_cast(rows, request.pool_dtype)
     except LoraplexError as error:

@@ -114,7 +114,38 @@ def test_numbers_and_texts_have_limits(examined, peft_folder, monkeypatch):
     assert len(found.tensors[0].name) == len(found.tensors[0].reason) == 1000
 
 
-def test_other_formats_list_what_they_change(examined, staged, peft_folder):
+def test_each_row_of_a_pair(examined, staged, pair, tmp_path):
+    found = examined(pair.write(tmp_path / "pair"))
+    assert (found.format, found.num_tensors, found.num_refused) == ("TensorRT-LLM", 3, 0)
+    assert [(t.module, t.layer, t.rank) for t in found.tensors] == [
+        ("attn_q", 0, 2),
+        ("mlp_4h_to_h", 1, 3),
+        ("attn_k", 1, 1),
+    ]
+    config = pair.CONFIG.copy()
+    config[0, 0], config[2, 1] = 99, 7
+    weights = pair.weights()
+    weights[1, 0] = np.nan
+    path = pair.write(tmp_path / "bad", weights, config)
+    refused = reasons(examined(path))
+    assert "module ids are 0 to" in refused["lora_weights[0]"]
+    assert "NaN" in refused["lora_weights[1]"]
+    assert "the base model has 2 layers" in refused["lora_weights[2]"]
+    with pytest.raises(InvalidAdapterError):
+        staged(path)
+
+
+def test_each_row_of_a_single_file(examined, pair, tmp_path):
+    path = tmp_path / "one.safetensors"
+    config = pair.CONFIG.copy()
+    config[1, 1] = 7
+    save_file({"weights": pair.weights(), "config": config}, path)
+    found = examined(path)
+    assert (found.format, found.num_tensors, found.num_refused) == ("safetensors", 3, 1)
+    assert found.tensors[0].name == "lora_weights[1]"
+
+
+def test_a_canonical_file_lists_what_it_changes(examined, staged, peft_folder):
     state = staged(peft_folder(rank=2).write()).source.path
     found = examined(state)
     assert (found.format, found.num_tensors, found.num_refused) == ("safetensors", 12, 0)

@@ -129,8 +129,12 @@ class PairFolder:
         self._folder, self._config = folder, config
         self.files: tuple[Path, ...] = (folder / trtllm.WEIGHTS_NAME, config)
 
+    def read_pair(self, limits: StagingLimits) -> tuple[RawTensor, RawTensor]:
+        """Read (lora_weights, lora_config)."""
+        return trtllm.read_pair(self._folder, self._config, limits.max_file_bytes)
+
     def read_rows(self, shapes: BaseShapes, limits: StagingLimits) -> tuple[CanonicalRow, ...]:
-        weights, config = trtllm.read_pair(self._folder, self._config, limits.max_file_bytes)
+        weights, config = self.read_pair(limits)
         return _rows_of_pair(str(self._folder), weights, config, shapes, limits)
 
     def warnings(
@@ -153,6 +157,11 @@ class LoraFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self.files: tuple[Path, ...] = (path,)
+
+    def read_pair(self, limits: StagingLimits) -> tuple[RawTensor, RawTensor] | None:
+        """Read (lora_weights, lora_config) of llgtrt's file; None: it is another."""
+        content = _read_file(self._path, limits)
+        return llgtrt.lora_tensors(content) if llgtrt.is_lora_file(content) else None
 
     def read_rows(self, shapes: BaseShapes, limits: StagingLimits) -> tuple[CanonicalRow, ...]:
         content = _read_file(self._path, limits)

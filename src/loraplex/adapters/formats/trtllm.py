@@ -11,8 +11,9 @@ search for.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -120,15 +121,11 @@ def canonical_rows(
     InvalidAdapterError for broken tensors, AdapterMismatchError for those of another base,
     AdapterTooLargeError for a rank above max_ranks, UnsupportedFeatureError for DoRA of experts.
     """
-    shape = _matrix_shape("lora_weights", weights)
-    config_shape = _matrix_shape("lora_keys", config)
-    _check_tensors(weights, config, shape, config_shape)
-    bits = np.ndarray(shape, _WEIGHT_TYPES[weights.dtype], weights.data)
-    table = np.ndarray(config_shape, "<i4", config.data)
+    bits, table = _matrices(weights, config)
     rows: list[CanonicalRow] = []
     owners: dict[tuple[int, str], _Entry] = {}
-    for index in range(len(table)):
-        entry = _entry(index, table[index].tolist(), bits[index], shapes, max_ranks)
+    for index, columns in enumerate(table):
+        entry = _entry(index, columns, bits[index], shapes, max_ranks)
         for part in entry.parts:
             first = owners.setdefault((entry.layer, part), entry)
             if first is not entry:
@@ -139,6 +136,31 @@ def canonical_rows(
     if not rows:
         raise InvalidAdapterError("the adapter changes nothing: every B of lora_weights is zero")
     return sort_rows(rows)
+
+
+def single_rows(
+    weights: RawTensor, config: RawTensor, shapes: BaseShapes, max_ranks: RankLimits
+) -> Iterator[tuple[list[int], Callable[[], list[CanonicalRow]]]]:
+    """Yield (row of lora_config, function that returns its canonical rows), each by itself.
+
+    Both raise as canonical_rows: the iterator for the tensors, the function for its row.
+    """
+    bits, table = _matrices(weights, config)
+
+    def rows(index: int) -> list[CanonicalRow]:
+        entry = _entry(index, table[index], bits[index], shapes, max_ranks)
+        return list(_rows_of(entry, bits[index], weights.dtype))
+
+    for index, columns in enumerate(table):
+        yield columns, functools.partial(rows, index)
+
+
+def _matrices(weights: RawTensor, config: RawTensor) -> tuple[Bits, list[list[int]]]:
+    shape = _matrix_shape("lora_weights", weights)
+    config_shape = _matrix_shape("lora_keys", config)
+    _check_tensors(weights, config, shape, config_shape)
+    bits = np.ndarray(shape, _WEIGHT_TYPES[weights.dtype], weights.data)
+    return bits, np.ndarray(config_shape, "<i4", config.data).tolist()
 
 
 def _matrix_shape(name: str, tensor: RawTensor) -> tuple[int, int]:
