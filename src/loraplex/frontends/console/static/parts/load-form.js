@@ -1,8 +1,11 @@
 // Loads an adapter from a path of the server, or from a URL.
 import { post } from "../lib/api.js";
 import { html, useState } from "../lib/html.js";
-import { bytes, count, t } from "../lib/texts.js";
+import { t } from "../lib/texts.js";
 import { Name } from "./name.js";
+import { Trial } from "./trial.js";
+
+const NOTHING = { isBusy: false, trial: null, loaded: null, error: null };
 
 /**
  * @param {{name: string, onLoaded: (name: string) => void}} props name: of the adapter that is
@@ -10,25 +13,27 @@ import { Name } from "./name.js";
  */
 export function LoadForm({ name, onLoaded }) {
   const [fields, setFields] = useState({ name, path: "", model: "", canary: false });
-  const [work, setWork] = useState({ isBusy: false, report: null, error: null });
+  const [work, setWork] = useState(NOTHING);
   const set = (change) => setFields((old) => ({ ...old, ...change }));
-  const load = async (dryRun) => {
-    setWork({ isBusy: true, report: null, error: null });
+  const send = async (further, done) => {
+    setWork({ ...NOTHING, isBusy: true });
     const { model, ...given } = fields;
-    const body = { ...given, ...(model ? { model } : {}), replace: name !== "", dry_run: dryRun };
+    const body = { ...given, ...(model ? { model } : {}), ...further, replace: name !== "" };
     try {
-      const report = await post("/v1/adapters", body);
-      setWork({ isBusy: false, report, error: null });
-      if (!dryRun) onLoaded(report.name);
+      setWork({ ...NOTHING, ...done(await post("/v1/adapters", body)) });
     } catch (error) {
-      setWork({ isBusy: false, report: null, error });
+      setWork({ ...NOTHING, error });
     }
   };
+  const tryOut = () => send({ dry_run: true, details: true }, (trial) => ({ trial }));
   const submit = (event) => {
     event.preventDefault();
-    load(false);
+    send({}, (loaded) => {
+      onLoaded(loaded.name);
+      return { loaded };
+    });
   };
-  const { isBusy, report, error } = work;
+  const { isBusy, trial, loaded, error } = work;
   return html`<form class="stack load-form" onSubmit=${submit}>
     <h2>${name ? t("adapters.replaceFrom") : t("adapters.loadFrom")}</h2>
     ${!name &&
@@ -43,11 +48,16 @@ export function LoadForm({ name, onLoaded }) {
       onChange=${(event) => set({ canary: event.target.checked })} />${t("adapters.canary")}</label>
     <div class="row">
       <button class="primary" disabled=${isBusy}>${name ? t("adapters.replace") : t("adapters.load")}</button>
-      <button type="button" disabled=${isBusy} onClick=${() => load(true)}>${t("adapters.dryRun")}</button>
+      <button type="button" disabled=${isBusy} onClick=${tryOut}>${t("adapters.dryRun")}</button>
       <span aria-live="polite">${isBusy ? t("adapters.busy") : ""}</span>
     </div>
     ${error && html`<p class="bad" role="alert">${error.message}</p>`}
-    ${report && html`<${Report} report=${report} />`}
+    ${trial && html`<${Trial} trial=${trial} />`}
+    ${loaded &&
+    html`<p class="good" role="status">
+      ${loaded.unchanged ? t("adapters.unchanged") : t("adapters.loaded")}
+      ${" "}<${Name} of=${loaded.name} /> v${loaded.version}
+    </p>`}
   </form>`;
 }
 
@@ -56,22 +66,4 @@ function Field({ label, value, onInput, error, param, placeholder = "", isOption
     <input value=${value} required=${!isOptional} placeholder=${placeholder} autocomplete="off"
       spellcheck=${false} aria-invalid=${error?.param === param}
       onInput=${(event) => onInput(event.target.value)} /></label>`;
-}
-
-function Report({ report }) {
-  const { content, warnings, canary } = report;
-  return html`<div role="status">
-    <p class="good">
-      ${report.dry_run ? t("adapters.wouldLoad") : report.unchanged ? t("adapters.unchanged") : t("adapters.loaded")}
-      ${" "}<${Name} of=${report.name} /> v${count(report.version)}
-    </p>
-    <p class="second">${t("adapters.content", {
-      tensors: content.num_tensors,
-      rank: report.rank,
-      size: bytes(content.host_bytes),
-      pages: content.device_pages,
-    })}</p>
-    ${canary && html`<p class="second">${t("adapters.differs", { most: count(canary.largest_difference) })}</p>`}
-    ${warnings.map((warning) => html`<p class="warn" key=${warning}>${warning}</p>`)}
-  </div>`;
 }

@@ -18,7 +18,7 @@ const PAGE = 100;
 const LIST_SECONDS = 5;
 const TYPING_MS = 60;
 const STATES = ["ready", "unvalidated", "missing", "unfit"];
-const TIERS = ["device", "host", "absent", "loading", "copying", "failed"];
+const TIERS = ["device", "host", "absent", "failed"];
 const SORTS = ["name", "-last_used", "-traffic", "-size", "-rank"];
 
 /** @param {{route: import("../lib/route.js").Route}} props */

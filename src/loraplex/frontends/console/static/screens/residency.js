@@ -2,7 +2,6 @@
 import { get } from "../lib/api.js";
 import { html } from "../lib/html.js";
 import { usePoll } from "../lib/poll.js";
-import { linkTo } from "../lib/route.js";
 import { bytes, count, t } from "../lib/texts.js";
 import { lookOf } from "../parts/mark.js";
 import { Name } from "../parts/name.js";
@@ -45,20 +44,18 @@ function Model({ model, tiers, isOne, placed }) {
   </div>`;
 }
 
-/** The pages of the device, in as wide pieces as adapters take of them. */
+/** A picture of the device's pages. Which adapters they are of, the list tells by its filter. */
 function Pages({ device, placed }) {
   const known = placed.reduce((sum, row) => sum + (row.device_pages ?? 0), 0);
   const rest = Math.max(0, device.pages_used - known);
   const piece = (pages) => ({ width: `${(100 * pages) / Math.max(1, device.pages)}%` });
-  return html`<div class="map">
+  const label = t("adapters.pagesUsed", { used: device.pages_used, of: device.pages });
+  return html`<div class="map" role="img" aria-label=${label}>
     ${placed.map((row) => {
       const { colour, texture } = lookOf(row.digest);
-      return html`<a key=${row.name} class="swatch c${colour} ${texture}" style=${piece(row.device_pages ?? 0)}
-        href=${linkTo("adapters", row.name)}>
-        <span class="hidden-text"><${Name} of=${row.name} />: ${t("adapters.pages", { n: row.device_pages ?? 0 })}</span>
-      </a>`;
+      return html`<span key=${row.name} class="swatch c${colour} ${texture}"
+        style=${piece(row.device_pages ?? 0)}></span>`;
     })}
-    ${rest > 0 && html`<span class="swatch base" style=${piece(rest)}>
-      <span class="hidden-text">${t("adapters.otherPages", { n: rest })}</span></span>`}
+    ${rest > 0 && html`<span class="swatch base" style=${piece(rest)}></span>`}
   </div>`;
 }
