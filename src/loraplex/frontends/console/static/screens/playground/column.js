@@ -35,7 +35,7 @@ export function Column({ label, output, reference, isRendered, head, onReply }) 
     ${output?.calls.map(
       (call) => html`<p class="call"><code><${Name} of=${`${call.name}(${call.arguments})`} /></code></p>`,
     )}
-    ${output && html`<${Facts} output=${output} digests=${digests} />`}
+    <div class="about">${output && html`<${Facts} output=${output} digests=${digests} />`}</div>
     ${onReply && output?.state === "done" &&
     html`<button class="small" onClick=${onReply}>${t("playground.reply")}</button>`}
   </section>`;
@@ -114,11 +114,21 @@ function speak(box, text) {
   else if (!box.lang && /[\u3400-\u9fff]/.test(text)) box.lang = "zh-Hans";
 }
 
+/** The character under the pointer; -1: none. A caret may be before it or behind it. */
 function offsetAt(x, y, node) {
-  const at = document.caretPositionFromPoint?.(x, y);
-  if (at) return at.offsetNode === node ? at.offset : -1;
-  const range = document.caretRangeFromPoint?.(x, y);
-  return range?.startContainer === node ? range.startOffset : -1;
+  const caret = document.caretPositionFromPoint?.(x, y);
+  const range = caret ? null : document.caretRangeFromPoint?.(x, y);
+  if ((caret?.offsetNode ?? range?.startContainer) !== node) return -1;
+  const offset = caret?.offset ?? range.startOffset;
+  const character = document.createRange();
+  for (const at of [offset - 1, offset]) {
+    if (at < 0 || at >= node.length) continue;
+    character.setStart(node, at);
+    character.setEnd(node, at + 1);
+    const { left, right, top, bottom } = character.getBoundingClientRect();
+    if (left <= x && x < right && top <= y && y < bottom) return at;
+  }
+  return -1;
 }
 
 function useMarks(name, node, units) {

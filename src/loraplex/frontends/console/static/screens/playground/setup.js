@@ -72,6 +72,6 @@ function entryOf(parts) {
 /** The field of the form that an error of the server is about. @param {string | null} param */
 export function fieldOf(param) {
   if (!param) return "";
-  if (/^(guided_|json_schema|regex|ebnf|response_format|structured)/.test(param)) return "structured_outputs";
+  if (/^(grammar|guided_|json_schema|regex|ebnf|response_format|structured)/.test(param)) return "structured_outputs";
   return param.split(/[.[]/)[0];
 }

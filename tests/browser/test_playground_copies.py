@@ -1,0 +1,92 @@
+"""What the playground copies, run as it is: the same outputs, and no key in it."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from loraplex.testing.running_server import serving
+from support.playground_page import CHINESE_PROMPT, OUTPUTS, send, text_of, wait_until_done
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory, keys):
+    with serving(tmp_path_factory.mktemp("copies"), "--api-keys-file", str(keys.path)) as server:
+        yield server
+
+
+def copied(page, label):
+    page.get_by_role("button", name=label, exact=True).click()
+    page.get_by_role("button", name="Copied").first.wait_for()
+    text = page.evaluate("navigator.clipboard.readText()")
+    page.get_by_role("button", name=label, exact=True).wait_for()
+    return text
+
+
+def run_as(command, code, key):
+    assert key not in code
+    done = subprocess.run(
+        [*command, code],
+        env=os.environ | {"LORAPLEX_API_KEY": key},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.fixture
+def page(visits, keys):
+    return visits.open(key=keys.of["ops"], permissions=["clipboard-read", "clipboard-write"])
+
+
+def texts_of_events(stream):
+    found: dict[int, str] = {}
+    *lines, end = [line.removeprefix("data: ") for line in stream.splitlines() if line]
+    assert end == "[DONE]"
+    for chunk in map(json.loads, lines):
+        if "text" in chunk:
+            found[chunk["index"]] = found.get(chunk["index"], "") + chunk["text"]
+    return [found[index].strip() for index in sorted(found)]
+
+
+def test_copies_of_a_completion_run(page, keys):
+    key = keys.of["ops"]
+    send(page)
+    wait_until_done(page)
+    shown = [text_of(page, name) for name in OUTPUTS]
+    assert shown == list(OUTPUTS.values())
+    assert texts_of_events(run_as(["bash", "-c"], copied(page, "curl"), key)) == shown
+    for label in ("Python openai", "Python tritonclient"):
+        out = run_as([sys.executable, "-c"], copied(page, label), key)
+        assert [line.strip() for line in out.splitlines()] == shown, label
+
+
+def test_copies_of_a_chat_with_a_scale_and_a_quote_run(page, keys):
+    key = keys.of["ops"]
+    page.get_by_label("Chat").check()
+    page.get_by_label("user 1").fill('What\'s the "capital" of $HOME `x` \\n France?')
+    page.get_by_label("Scale of chinese").fill("0.5")
+    page.get_by_role("button", name=re.compile("^Run")).click()
+    wait_until_done(page)
+    shown = [text.strip() for text in page.locator(".column .output").all_text_contents()]
+    assert texts_of_events(run_as(["bash", "-c"], copied(page, "curl"), key)) == shown
+    out = run_as([sys.executable, "-c"], copied(page, "Python openai"), key)
+    assert out.split() == " ".join(shown).split()
+    assert page.get_by_role("button", name="Python tritonclient").count() == 0
+
+
+def test_the_key_is_in_no_storage_and_no_history(page, keys):
+    send(page, CHINESE_PROMPT)
+    wait_until_done(page)
+    stored = page.evaluate(
+        "JSON.stringify([Object.entries(sessionStorage), Object.entries(localStorage)])"
+    )
+    assert "loraplex-history" in stored
+    assert keys.of["ops"] not in stored
+    assert keys.of["ops"] not in page.url

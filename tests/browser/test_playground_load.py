@@ -1,0 +1,139 @@
+"""Many outputs, long ones, and hostile ones."""
+
+import json
+
+from support.playground_page import (
+    STATES,
+    WAIT_MS,
+    column,
+    send,
+    set_option,
+    set_structure,
+    text_of,
+    wait_until_done,
+    write_for_long,
+)
+
+MEASURE = """() => {
+  const found = { frames: [], longTasks: [], shift: 0 };
+  window.measured = found;
+  new PerformanceObserver((list) => {
+    for (const entry of list.getEntries()) found.longTasks.push(entry.duration);
+  }).observe({ type: "longtask" });
+  new PerformanceObserver((list) => {
+    for (const entry of list.getEntries()) if (!entry.hadRecentInput) found.shift += entry.value;
+  }).observe({ type: "layout-shift" });
+  let last = performance.now();
+  const frame = (now) => {
+    found.frames.push(now - last);
+    last = now;
+    requestAnimationFrame(frame);
+  };
+  requestAnimationFrame(frame);
+}"""
+
+
+def test_32_outputs_side_by_side(visits, capsys):
+    setup = {
+        "kind": "completion",
+        "model": "",
+        "prompt": "The capital of France",
+        "messages": [{"role": "user", "content": ""}],
+        "columns": [
+            [] if i % 3 == 0 else [{"name": name, "digest": "", "scale": 1 - i / 64}]
+            for i, name in enumerate(("", "chinese", "japanese") * 11)
+        ][:32],
+        "options": {"max_tokens": "100", "ignore_eos": "true"},
+        "structured": {"kind": "none", "text": ""},
+    }
+    page = visits.open()
+    page.evaluate(
+        "setup => sessionStorage.setItem('loraplex-playground', setup)", json.dumps(setup)
+    )
+    page.reload()
+    page.locator(".column").nth(31).wait_for()
+    page.evaluate(MEASURE)
+    page.keyboard.press("Control+Enter")
+    wait_until_done(page)
+    assert page.get_by_text("100 tokens").count() == 32
+    measured = page.evaluate("window.measured")
+    frames = sorted(measured["frames"])
+    median, longest = frames[len(frames) // 2], max(measured["longTasks"], default=0)
+    with capsys.disabled():
+        print(
+            f"\n32 outputs: median frame {median:.1f} ms, {len(measured['longTasks'])} long tasks, "
+            f"the longest {longest:.0f} ms, layout shift {measured['shift']:.4f}"
+        )
+    assert median < 100
+    assert longest < 1000
+    assert measured["shift"] < 0.05
+
+
+HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>\u202e[x](javascript:alert(3))"
+
+
+def test_hostile_outputs_stay_text(visits):
+    page = visits.open()
+    page.on("dialog", lambda dialog: visits.complaints.found.append(f"dialog {dialog.message}"))
+    set_structure(page, "choice", HOSTILE)
+    set_option(page, "max_tokens", "200")
+    send(page)
+    wait_until_done(page)
+    assert text_of(page, "Base") == HOSTILE
+    page.get_by_label("Markdown").check()
+    output = column(page, "Base").locator(".output")
+    output.locator(".rendered").wait_for()
+    assert output.locator("img, script, a").count() == 0
+    assert HOSTILE in output.text_content().strip()
+
+
+def events(*chunks):
+    lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks]
+    return "".join(lines) + "data: [DONE]\n\n"
+
+
+def test_a_long_word_and_errors_of_single_outputs(visits):
+    page = visits.open()
+    page.on("dialog", lambda dialog: visits.complaints.found.append(f"dialog {dialog.message}"))
+    long = "\u202e" + "x" * 100_000
+    token = {"token": "x", "bytes": [120], "logprob": -1.0, "top_logprobs": []}
+    timing = {
+        **dict.fromkeys(("queue_ms", "adapter_load_ms", "prefill_ms", "decode_ms"), 1),
+        "first_step": 1,
+        "last_step": 2,
+        "num_cached_tokens": 0,
+        "restarts": 0,
+    }
+    end = {"done": True, "adapters": [], "finish_reason": "stop", "num_tokens": 1, "timing": timing}
+    error = {"message": f"no adapter {HOSTILE}", "param": None, "code": "adapter_not_found"}
+    body = events(
+        {"index": 1, "done": True, "error": error},
+        {"index": 0, "text": long, "token_ids": [7], "logprobs": [token], "finish_reason": "stop"},
+        {"index": 2, "text": HOSTILE, "token_ids": [7], "logprobs": [token]},
+        {"index": 0, **end, "versus_base": None},
+        {"index": 2, **end, "versus_base": None},
+        {"usage": {}, "seed": 1},
+    )
+    page.route(
+        "**/v1/compare",
+        lambda route: route.fulfill(body=body, headers={"content-type": "text/event-stream"}),
+    )
+    send(page)
+    page.wait_for_function(f"() => {STATES}.join() === 'done,failed,done'", timeout=WAIT_MS)
+    assert column(page, "Base").locator(".output").text_content() == long
+    assert HOSTILE in column(page, "chinese").get_by_role("alert").text_content()
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_a_long_output_is_followed_to_its_end(visits):
+    page = visits.open()
+    for name in ("chinese", "japanese"):
+        page.get_by_label(f"Remove the output of {name}").click()
+    write_for_long(page, 1500)
+    set_option(page, "temperature", "1")
+    send(page)
+    wait_until_done(page)
+    output = column(page, "Base").locator(".output")
+    assert output.evaluate("box => box.scrollHeight > box.clientHeight")
+    assert output.evaluate("box => box.scrollHeight - box.scrollTop - box.clientHeight < 30")
+    assert output.evaluate("box => box.childNodes.length") == 1
