@@ -205,3 +205,13 @@ def test_other_languages_run_as_well(visits, language):
     wait_until_done(page)
     assert page.locator(".column .output[lang=zh-Hans]").count() == 1
     assert page.locator(".column .output[lang=ja]").count() == 1
+
+
+def test_a_narrow_page_shows_one_output_at_a_time(visits):
+    page = visits.open(viewport={"width": 360, "height": 740})
+    send(page)
+    wait_until_done(page)
+    for name, text in OUTPUTS.items():
+        page.get_by_role("group", name="Outputs").get_by_role("button", name=name).click()
+        [shown] = page.locator(".column:visible .output").all_text_contents()
+        assert shown.strip() == text

@@ -69,6 +69,7 @@ function Playground({ setup, setSetup, models }) {
   const shownErrors = refused && run.setup === setup ? new Map([...errors, [refused, run.error.message]]) : errors;
   const start = () => {
     if (isRunning || errors.size) return;
+    saveSetup(setup);
     const next = new Run(setup, body, () => {});
     setRun(next);
     next.start();
@@ -79,10 +80,14 @@ function Playground({ setup, setSetup, models }) {
       start();
     } else if (event.key === "Escape" && isRunning && !document.querySelector("dialog[open]")) run.stop();
   };
+  // An effect of each render would come too late for who types and presses Enter at once.
+  const newest = useRef(onKeyDown);
+  newest.current = onKeyDown;
   useEffect(() => {
-    addEventListener("keydown", onKeyDown);
-    return () => removeEventListener("keydown", onKeyDown);
-  });
+    const listener = (event) => newest.current(event);
+    addEventListener("keydown", listener);
+    return () => removeEventListener("keydown", listener);
+  }, []);
   const open = ({ setup: earlier, texts }) => {
     const shown = new Run(earlier, bodyOf(earlier).body, () => {});
     shown.state = "done";
@@ -174,6 +179,7 @@ function batchText(timings) {
 
 function Columns({ setup, change, run, reference, isRendered, models }) {
   const [picking, setPicking] = useState(null);
+  const [shown, setShown] = useState(0);
   const { columns } = setup;
   const set = (index, parts) => change({ columns: columns.with(index, parts) });
   const pick = (adapter) => {
@@ -188,15 +194,22 @@ function Columns({ setup, change, run, reference, isRendered, models }) {
   const compared = reference === "none" ? null : run?.outputs[indexOfReference];
   const model = setup.model || models[0] || "";
   const reply = setup.kind === "chat" && ((index) => change({ messages: replied(setup.messages, run.outputs[index].text) }));
-  return html`<div class="columns" aria-busy=${run?.state === "running" ? "true" : "false"}>
+  const visible = Math.min(shown, columns.length - 1);
+  return html`<div class="tabs" role="group" aria-label=${t("playground.outputs")}>
       ${columns.map(
-        (parts, index) => html`<${Column} key=${index} label=${labelOf(parts)} output=${run?.outputs[index] ?? null}
+        (parts, index) => html`<button class="small" key=${index} aria-pressed=${index === visible ? "true" : "false"}
+          onClick=${() => setShown(index)}><${Mark} digest=${parts[0]?.digest ?? ""} short /> <${Name} of=${labelOf(parts)} /></button>`,
+      )}
+    </div>
+    <div class="columns" aria-busy=${run?.state === "running" ? "true" : "false"}>
+      ${columns.map(
+        (parts, index) => html`<${Column} key=${index} isShown=${index === visible} label=${labelOf(parts)} output=${run?.outputs[index] ?? null}
           reference=${compared ?? null} isRendered=${isRendered} onReply=${reply && (() => reply(index))}
           head=${html`<${Head} parts=${parts} onChange=${(changed) => set(index, changed)} onCompose=${() => setPicking(index)}
             onRemove=${columns.length > 1 ? () => change({ columns: columns.toSpliced(index, 1) }) : null} />`} />`,
       )}
     </div>
-    <button class="add" disabled=${columns.length >= MAX_COLUMNS} onClick=${() => setPicking("new")}>+ ${t("playground.add")}</button>
+    <button class="more" disabled=${columns.length >= MAX_COLUMNS} onClick=${() => setPicking("new")}>+ ${t("playground.add")}</button>
     ${picking !== null &&
     html`<${Picker} title=${t("playground.add")} model=${model} hasBase=${picking === "new"}
       isFull=${columns.length >= MAX_COLUMNS} onPick=${pick} onClose=${() => setPicking(null)} />`}`;

@@ -69,6 +69,7 @@ export const texts = {
     batches: "{rows} rows, steps {first}–{last}: several batches",
     base: "Base",
     add: "Add an output",
+    outputs: "Outputs",
     compose: "adapter",
     scaleOf: "Scale of {name}",
     drop: "Take {name} away",

@@ -69,6 +69,7 @@ export const texts = {
     batches: "{rows} 行、ステップ {first}–{last}：複数のバッチ",
     base: "ベース",
     add: "出力を追加",
+    outputs: "出力",
     compose: "アダプター",
     scaleOf: "{name} の強さ",
     drop: "{name} を外す",

@@ -69,6 +69,7 @@ export const texts = {
     batches: "{rows} 行，第 {first}–{last} 步：多个批次",
     base: "基础模型",
     add: "添加输出",
+    outputs: "输出",
     compose: "适配器",
     scaleOf: "{name} 的强度",
     drop: "移除 {name}",

@@ -17,14 +17,15 @@ const MARKS = new Map(
 for (const [name, mark] of MARKS) if (mark) CSS.highlights.set(`playground-${name}`, mark);
 
 /**
- * @param {{name: unknown, label: string, parts: import("./setup.js").Part[],
+ * @param {{label: string,
  *   output: import("./run.js").Output | null, reference: import("./run.js").Output | null,
- *   isRendered: boolean, head: unknown, onReply: (() => void) | null}} props
- *   label: the name as plain text; head: controls of the column
+ *   isRendered: boolean, isShown: boolean, head: unknown, onReply: (() => void) | null}} props
+ *   label: the name as plain text; isShown: the one that a narrow page shows; head: controls of the
+ *   column
  */
-export function Column({ label, output, reference, isRendered, head, onReply }) {
+export function Column({ label, output, reference, isRendered, isShown, head, onReply }) {
   const digests = output?.end?.adapters?.map(({ digest }) => digest) ?? [];
-  return html`<section class="column card" aria-label=${label} data-state=${output?.state ?? "empty"}>
+  return html`<section class=${`column card ${isShown ? "shown" : ""}`} aria-label=${label} data-state=${output?.state ?? "empty"}>
     ${head}
     ${output?.reasoning &&
     html`<details class="second"><summary>${t("playground.reasoning")}</summary><bdi>${output.reasoning}</bdi></details>`}
