@@ -1,6 +1,7 @@
 """Engines of several ranks under pressure: preempted, cached, with more adapters than fit."""
 
 import random
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,8 @@ SCARCE = {"num_blocks": 24}
 class RankLoader(RandomAdapters):
     """Puts each adapter on all ranks; the handle is the engine's."""
 
-    def __init__(self, ranks: RankThreads, folder: Path) -> None:
-        super().__init__(HostAdapters(), read_config(folder), RANKS)
+    def __init__(self, ranks: RankThreads, folder: Path, sizes: Sequence[int]) -> None:
+        super().__init__(HostAdapters(), read_config(folder), sizes)
         self._ranks = ranks
 
     def start(self, handle: AdapterHandle, source: AdapterSource) -> None:
@@ -56,7 +57,7 @@ class RankLoader(RandomAdapters):
             rank.host_adapters.discard(handle)
 
 
-def requests_of(sources: list[AdapterSource]) -> list[EngineRequest]:
+def few_adapters(sources: list[AdapterSource]) -> list[EngineRequest]:
     """Return requests whose prompts share beginnings, some of them sampled or with two adapters."""
     rng = random.Random(5)
     beginnings = [tuple(rng.randrange(VOCAB_SIZE) for _ in range(12)) for _ in range(3)]
@@ -85,21 +86,44 @@ def requests_of(sources: list[AdapterSource]) -> list[EngineRequest]:
     return requests
 
 
-def two_adapters(folder: Path, size: int) -> int:
-    """Return the bytes of two adapters of rank 8 on all modules: what one request may have."""
+def each_adapter(sources: list[AdapterSource]) -> list[EngineRequest]:
+    """Return a request of each adapter, and then another of each in the opposite order."""
+    rng = random.Random(6)
+    return [
+        engine_request(
+            tuple(rng.randrange(VOCAB_SIZE) for _ in range(5)),
+            SamplingParams(temperature=0, max_tokens=4, ignore_eos=True),
+            request_id=number,
+            adapters=(AdapterUse(source.digest),),
+            kv_salt=source.digest.encode(),
+            arrival_ns=number,
+        )
+        for number, source in enumerate(sources + sources[::-1], start=1)
+    ]
+
+
+def adapters_bytes(folder: Path, size: int, count: int) -> int:
+    """Return the bytes of so many adapters of rank 8 on all modules."""
     spec = shard(read_config(folder), TensorShard(0, size))
     pool = smallest_pool(RunnerSettings(max_lora_rank=8), spec, torch.float32)
-    return 2 * size * pool.num_pages * pool.page_bytes
+    return count * size * pool.num_pages * pool.page_bytes
 
 
 def outputs(
-    folder: Path, size: int, *, overlap: bool = False, together: bool = True, **settings: Any
+    folder: Path,
+    size: int,
+    *,
+    overlap: bool = False,
+    together: bool = True,
+    sizes: Sequence[int] = RANKS,
+    requests_of: Callable[[list[AdapterSource]], list[EngineRequest]] = few_adapters,
+    **settings: Any,
 ) -> tuple[dict[int, list[int]], EngineStats]:
-    """Return the tokens by request, and what the engine did."""
+    """Return the tokens by request, and what the engine did with adapters of these ranks."""
     fixed = {"block_size": 4, "max_num_seqs": 8, "max_model_len": 48, "max_lora_rank": 8}
-    with_sizes = RunnerSettings(**(fixed | {"lora_device_bytes": two_adapters(folder, size)}))
+    with_sizes = RunnerSettings(**(fixed | {"lora_device_bytes": adapters_bytes(folder, size, 2)}))
     with RankThreads(folder, msgspec.structs.replace(with_sizes, **settings), size) as ranks:
-        loader = RankLoader(ranks, folder)
+        loader = RankLoader(ranks, folder, sizes)
         engine = build_engine(
             ranks,
             loader,
@@ -153,3 +177,15 @@ def test_scarce_memory_changes_no_token(
     assert stats.preemptions > 0
     assert stats.cached_tokens > 0
     assert stats.adapters.device_evictions > 0
+
+
+def test_fifty_adapters_take_turns_in_memory_for_eight(tmp_path: Path) -> None:
+    CASES["gemma2"].save(tmp_path)
+    fifty = {"sizes": [8 - number % 3 for number in range(50)], "requests_of": each_adapter}
+    alone, _ = outputs(tmp_path, 1, together=False, **fifty, **AMPLE)
+    lora_bytes = adapters_bytes(tmp_path, 2, 8)
+    found, stats = outputs(tmp_path, 2, **fifty, num_blocks=200, lora_device_bytes=lora_bytes)
+    assert len(found) == 100
+    assert found == alone
+    assert len(set(map(tuple, found.values()))) > 50, "adapters differ"
+    assert stats.adapters.device_evictions >= 50 - 8
