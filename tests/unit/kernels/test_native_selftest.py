@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from loraplex.kernels.native.library import LIBRARY_FOLDER
+
 _NATIVE = Path(__file__).parents[3] / "native"
 _FEWEST_OPS = 20
 _CPU_CANNOT_RUN_IT = 77
@@ -19,8 +21,10 @@ def need(*tools: str) -> None:
         pytest.skip(f"there is no {' and no '.join(missing)}")
 
 
-def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+def run(*command: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 def check_report(finished: subprocess.CompletedProcess[str]) -> None:
@@ -29,17 +33,19 @@ def check_report(finished: subprocess.CompletedProcess[str]) -> None:
 
 
 def test_every_op_on_this_cpu(tmp_path: Path) -> None:
-    need("cmake", "c++")
-    options = ("-DCMAKE_BUILD_TYPE=Release", "-DLORAPLEX_SELFTEST=ON")
-    for command in (
-        ("cmake", "-S", _NATIVE, "-B", tmp_path, *options),
-        ("cmake", "--build", tmp_path, "--parallel", "2"),
-    ):
-        built = run(*command)
-        assert built.returncode == 0, built.stdout
-    programs = sorted(tmp_path.glob("selftest_*"))
-    reports = {program.name: run(program) for program in programs}
-    assert reports["selftest_generic"].returncode == 0
+    """The libraries that are served, whose C functions the tests call."""
+    need("c++")
+    compiler = ("c++", "-std=c++20", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror")
+    sources = sorted((_NATIVE / "tests").glob("*.cpp"))
+    compiled = run(*compiler, f"-I{_NATIVE / 'include'}", "-c", *sources, cwd=tmp_path)
+    assert compiled.returncode == 0, compiled.stdout
+    reports = {}
+    for library in LIBRARY_FOLDER.glob("libloraplex_*.so"):
+        program = tmp_path / library.stem
+        linked = run("c++", *tmp_path.glob("*.o"), library, "-pthread", "-o", program)
+        assert linked.returncode == 0, linked.stdout
+        reports[library.stem] = run(program)
+    assert reports["libloraplex_generic"].returncode == 0
     for report in reports.values():
         if report.returncode != _CPU_CANNOT_RUN_IT:
             check_report(report)
