@@ -4,12 +4,14 @@ import contextlib
 import importlib.metadata
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from gpu.check import run_tests
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -86,10 +88,18 @@ def test_a_part_measures_all_its_cells(part: str, num_cells: int, tmp_path: Path
     assert report["header"]["place"]["versions"].keys() == {"torch", "cuda", "triton"}
 
 
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Part e, complete: the journal and the report."""
+    output = tmp_path_factory.mktemp("e") / "found"
+    report = _bench("e", output)
+    return output.with_name("found.jsonl"), report
+
+
 @pytest.mark.slow
-def test_a_part_goes_on_where_it_was(tmp_path: Path) -> None:
-    first = _bench("e", tmp_path / "found")
-    journal = tmp_path / "found.jsonl"
+def test_a_part_goes_on_where_it_was(measured: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    complete, first = measured
+    journal = Path(shutil.copy(complete, tmp_path))
     lines = journal.read_text().splitlines(keepends=True)
     journal.write_text("".join(lines[:3]) + lines[3][:20])  # a crash within the third cell
     again = _bench("e", tmp_path / "found")
@@ -98,31 +108,39 @@ def test_a_part_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_journal_of_other_settings_is_refused(tmp_path: Path) -> None:
-    _bench("e", tmp_path / "found")
+def test_a_journal_of_other_settings_is_refused(
+    measured: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    shutil.copy(measured[0], tmp_path)
     done = _run("-m", "gpu.bench", "d", "--tiny", "--output", str(tmp_path / "found"))
     assert done.returncode != 0
     assert "remove it" in done.stderr
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_the_check_reports_what_failed_and_what_did_not_run(tmp_path: Path) -> None:
+def test_the_check_reports_what_failed(tmp_path: Path) -> None:
     tests = tmp_path / "tests"
     tests.mkdir()
     (tests / "test_a.py").write_text("def test_good(): pass\ndef test_bad(): assert 0\n")
-    (tests / "test_b.py").write_text("import time\ndef test_long(): time.sleep(600)\n")
-    (tests / "test_c.py").write_text("def test_late(): pass\n")
     output = tmp_path / "check.json"
     done = _run(
         *("-m", "gpu.check", "--tiny", "--tests", str(tests), "--marker", "not gpu"),
-        *("--seconds", "45", "--output", str(output)),
+        *("--output", str(output)),
     )
     assert done.returncode == 1, done.stderr
     report = json.loads(output.read_text())
     assert (report["tests"]["passed"], report["tests"]["failed"]) == (1, 1)
-    assert [Path(name).name for name in report["tests"]["not_run"]] == ["test_b.py", "test_c.py"]
+    assert report["tests"]["not_run"] == []
     assert done.stdout.splitlines()[-1].startswith("tests: 1 passed, 1 failed")
+
+
+@pytest.mark.slow
+def test_the_check_names_the_files_that_the_time_did_not_allow(tmp_path: Path) -> None:
+    (tmp_path / "test_b.py").write_text("import time\ndef test_long(): time.sleep(600)\n")
+    (tmp_path / "test_c.py").write_text("def test_late(): pass\n")
+    found = run_tests(tmp_path, seconds=2, marker="not gpu", num_cores=1)
+    assert [Path(name).name for name in found.not_run] == ["test_b.py", "test_c.py"]
+    assert not found.is_good
 
 
 @pytest.mark.slow
