@@ -4,8 +4,9 @@ Tiny checkpoints whose parameters, norms too, are all random: a norm of ones wou
 """
 
 import dataclasses
+import functools
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 CASES = {**first.CASES, **rest.CASES, **experts.CASES}
 QUICK = [name for name, case in CASES.items() if case.is_quick]
-QUICK_BACKEND = "fastest"
 NUM_NEW_TOKENS = 24
 MAX_RANK = 16
 RANK_LIMIT = 32
@@ -74,6 +74,14 @@ class Subject:
     folder: Path
     reference: PeftModel
     adapters: Mapping[str, HostAdapter]
+
+    @functools.cached_property
+    def expected(self) -> dict[str | None, tuple[torch.Tensor, list[int]]]:
+        """What the reference gives for PROMPTS, by adapter: its logits and its tokens."""
+        return {
+            adapter: reference_completion(self.reference, adapter, prompt, NUM_NEW_TOKENS)
+            for adapter, prompt in PROMPTS.items()
+        }
 
     def driver(
         self, *, scrambled: bool = False, **settings: Any
@@ -117,34 +125,28 @@ def saved(folder: Path, name: str, reference: PeftModel, case: FamilyCase) -> Ho
     return read_host_adapter(stage(request).source)
 
 
-def parameters() -> list[Any]:
-    """Return (case, backend) pairs: what `make test` leaves out is marked slow."""
-    return [
-        pytest.param(
-            (name, backend),
-            id=f"{name}-{backend}",
-            marks=() if case.is_quick and backend == QUICK_BACKEND else pytest.mark.slow,
-        )
-        for name, case in CASES.items()
-        for backend in (QUICK_BACKEND, "reference")
-    ]
-
-
-@pytest.fixture(scope="module", params=parameters())
+@pytest.fixture(scope="module")
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
-    name, _ = request.param
-    return make_subject(tmp_path_factory.mktemp("model"), CASES[name])
+    return make_subject(tmp_path_factory.mktemp("model"), CASES[request.param])
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What this machine would choose, or torch alone: both must be right."""
-    parameters = request.node.callspec.params
-    _, name = parameters.get("subject", (None, QUICK_BACKEND))
-    if name == "reference":
+    if request.param == "reference":
         monkeypatch.setattr(
             loading, "select_kernels", lambda device, *_, **__: ReferenceKernels(device)
         )
+
+
+def all_cases(test: Callable[..., None]) -> Callable[..., None]:
+    """Run a test with all cases on both backends; `make test` runs the quick ones on one."""
+    slow = pytest.mark.slow
+    cases = [pytest.param(name, marks=() if name in QUICK else slow) for name in CASES]
+    backends = ["fastest", pytest.param("reference", marks=slow)]
+    for name, values in (("backend", backends), ("subject", cases)):
+        test = pytest.mark.parametrize(name, values, indirect=True)(test)
+    return pytest.mark.usefixtures("backend")(test)
 
 
 def make_prompt(length: int, adapter: str | None) -> Prompt:
@@ -162,16 +164,17 @@ PROMPTS = {
 }
 
 
+@all_cases
 def test_same_logits_and_tokens_as_transformers(subject: Subject) -> None:
     driver, sampler = subject.driver()
-    for adapter, prompt in PROMPTS.items():
-        logits, tokens = reference_completion(subject.reference, adapter, prompt, NUM_NEW_TOKENS)
+    for adapter, (logits, tokens) in subject.expected.items():
         sampler.logits.clear()
-        (generated,) = driver.generate([prompt], NUM_NEW_TOKENS, prompt_logits=True)
+        (generated,) = driver.generate([PROMPTS[adapter]], NUM_NEW_TOKENS, prompt_logits=True)
         assert relative_error(sampler.logits[0], logits) < TOLERANCE, adapter
         assert generated == tokens, adapter
 
 
+@all_cases
 def test_same_bits_in_company_in_chunks_and_in_other_blocks(subject: Subject) -> None:
     prompts = list(PROMPTS.values())
     driver, sampler = subject.driver()
@@ -186,6 +189,7 @@ def test_same_bits_in_company_in_chunks_and_in_other_blocks(subject: Subject) ->
         assert driver.generate(prompts[::-1], NUM_NEW_TOKENS, chunk_size=chunk_size) == alone[::-1]
 
 
+@all_cases
 def test_adapters_change_the_logits(subject: Subject) -> None:
     """Or the other tests would prove nothing about them."""
     tokens = PROMPTS["all"].token_ids
