@@ -1,5 +1,6 @@
 """Records of steps for the iteration log: batch, memory and times."""
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -26,8 +27,7 @@ def launched_record(
     """
     prefill = [row.num_tokens for row in plan.rows if row.token_ids is not None]
     num_draft_tokens = sum(len(row.draft_token_ids) for row in plan.rows)
-    rows = Counter(handle for handles in row_adapters for handle in handles)
-    digests = {handle: adapters.digest(handle) for handle, _ in rows.most_common(MAX_ADAPTERS)}
+    most_used = Counter(itertools.chain.from_iterable(row_adapters)).most_common(MAX_ADAPTERS)
 
     def by_digest(kind: Iterable[bool]) -> dict[str, int]:
         """Return the number of uses in the rows of one kind."""
@@ -38,19 +38,20 @@ def launched_record(
             for handle in handles or (None,)
         )
         base = {"": counts[None]} if None in counts else {}
-        return base | {digests[one]: count for one, count in counts.items() if one in digests}
+        named = (handle for handle, _ in most_used if handle in counts)
+        return base | {adapters.digest(handle): counts[handle] for handle in named}
 
     return msgspec.structs.replace(
         record,
         num_prefill_tokens=sum(prefill),
         num_draft_tokens=num_draft_tokens,
         num_added=len(plan.added),
-        adapter_rows={digest: rows[handle] for handle, digest in digests.items()},
+        adapter_rows={adapters.digest(handle): count for handle, count in most_used},
         prefill_rows=by_digest(row.token_ids is not None for row in plan.rows) if prefill else {},
         draft_rows=(
             by_digest(bool(row.draft_token_ids) for row in plan.rows) if num_draft_tokens else {}
         ),
-        num_base_rows=sum(not handles for handles in row_adapters),
+        num_base_rows=row_adapters.count(()),
         block_offloads=len(plan.block_offloads),
         block_loads=len(plan.block_loads),
         block_copies=len(plan.block_copies),
