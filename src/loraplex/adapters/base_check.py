@@ -33,6 +33,7 @@ POOL_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 """safetensors' type names by torch's."""
 
 # The smallest value that rounds to infinity: half a step above the largest finite one.
+_ROUNDED = " are rounded to the"
 _TOO_LARGE = {"F16": 65520.0, "F32": 2.0**128 - 2.0**103, "BF16": 2.0**128 - 2.0**119}
 _WIDER = {"F16": ("F16",), "BF16": ("BF16",), "F32": ("F32", "F16", "BF16")}
 
@@ -87,12 +88,12 @@ def check_cast(rows: Iterable[CanonicalRow], pool_dtype: str) -> list[str]:
     Raises InvalidAdapterError, with the tensor's name, if a value is too large for it.
     """
     pool = POOL_TYPES[pool_dtype]
-    rounded: dict[str, int] = {}
+    rounded: set[str] = set()
     for row in rows:
         for name, tensor in row.tensors.items():
             if not tensor.is_float or tensor.dtype in _WIDER[pool]:
                 continue
-            rounded[tensor.dtype] = rounded.get(tensor.dtype, 0) + 1
+            rounded.add(tensor.dtype)
             largest = tensor.largest_magnitude()
             if largest >= _TOO_LARGE[pool]:
                 raise InvalidAdapterError(
@@ -100,10 +101,14 @@ def check_cast(rows: Iterable[CanonicalRow], pool_dtype: str) -> list[str]:
                     f"large for the {pool_dtype} that this server computes in"
                 )
     return [
-        f"{count} tensors are {dtype}: they are rounded to the {pool_dtype} that this server "
-        "computes in"
-        for dtype, count in sorted(rounded.items())
+        f"tensors in {dtype}{_ROUNDED} {pool_dtype} that this server computes in"
+        for dtype in sorted(rounded)
     ]
+
+
+def is_about_rounding(warning: str) -> bool:
+    """Whether a warning is one of check_cast's, which most adapters have."""
+    return _ROUNDED in warning
 
 
 def _check_place(row: CanonicalRow, shapes: BaseShapes) -> None:

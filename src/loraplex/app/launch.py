@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from loraplex.frontends.kserve.models.declaration import ModelDeclaration
     from loraplex.frontends.kserve.models.model_control import ModelControl
 
+logger = logging.getLogger(__name__)
+
 _FIRST_EPOCH = 1
 _CHATTY = ("asyncio", "grpc")
 """Loggers whose debug messages are about themselves."""
@@ -57,6 +59,8 @@ def run_server(
     set_up_logging(config.server.log_level)
     raise_open_file_limit(config.server.max_connections)
     check_start(config)
+    for name, model in config.models.items():
+        logger.info("loading %s from %s on %s", name, model.path, model.device)
     local = with_local_paths(config)
     check_memory(local)
     event_loop.run(_run_server(local, print_line, declarations, control, given_keys))

@@ -12,6 +12,7 @@ from loraplex.frontends.telemetry.access_log import AccessLog
 from loraplex.frontends.telemetry.connections import HttpConnections
 from loraplex.frontends.telemetry.line_writer import LineWriter
 from loraplex.frontends.telemetry.recent_requests import RecentRequests
+from loraplex.frontends.telemetry.request_lines import RequestLines
 from loraplex.frontends.telemetry.telemetry import Sink, Telemetry
 from loraplex.frontends.telemetry.tracing import Traces, open_traces
 
@@ -41,6 +42,8 @@ def reporting_requests(settings: ServerConfig) -> Iterator[Reporting]:
         recent = RecentRequests(settings.recent_requests)
         sinks: list[Sink] = [recent]
         access_log = traces = None
+        if settings.log_requests != "off":
+            sinks.append(RequestLines(is_sampled=settings.log_requests == "sampled"))
         if settings.access_log:
             access_log = LineWriter(settings.access_log)
             stack.callback(access_log.close)

@@ -5,6 +5,7 @@ Only this file, app.front_ends, app.engine and app.builder know the concrete cla
 
 import asyncio
 import contextlib
+import functools
 import logging
 import signal
 import time
@@ -14,13 +15,16 @@ from typing import Any
 import msgspec
 
 from loraplex.app.access import served_as_known_hosts
+from loraplex.app.banner import banner
 from loraplex.app.end_of_input import end_of_input
 from loraplex.app.front_ends import FrontEnds, front_ends
 from loraplex.app.frontend_processes import FrontendProcesses, check_frontends, share_of
 from loraplex.app.ports import Ports
 from loraplex.app.reporting import Reporting
+from loraplex.app.status_log import logging_progress, logging_throughput
 from loraplex.app.tls import certificates
 from loraplex.core.config import Config
+from loraplex.core.stats import EngineStats
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration
 from loraplex.frontends.kserve.models.model_control import ModelControl
 from loraplex.frontends.ops.other_frontends import OtherFrontends
@@ -96,16 +100,24 @@ class Server:
             if others is not None:
                 running = others.running(served.app, ports.bound["http"], self._seconds_left)
                 await stack.enter_async_context(running)
-            if await done_before(self._stop, _started(served, others)):
+            async with logging_progress():
+                is_started = await done_before(self._stop, _started(served, others))
+            if is_started:
                 for line in ports.lines():
                     self._print_line(line)
-                if not has_keys:
-                    logger.info(
-                        "no API keys: every client that reaches %s may use the server",
-                        settings.host,
-                    )
-                await self._stop.wait()
+                self._log_ready(service, has_keys=has_keys)
+                async with logging_throughput(functools.partial(_stats, service)):
+                    await self._stop.wait()
                 await self._drain(service)
+
+    def _log_ready(self, service: Service, *, has_keys: bool) -> None:
+        settings = self._config.server
+        served = [service.model(card.name) for card in service.models()]
+        logger.info("%s", banner(served, settings, self.bound_ports, has_keys=has_keys))
+        if not has_keys:
+            logger.info(
+                "no API keys: every client that reaches %s may use the server", settings.host
+            )
 
     def _own_config(self) -> Config:
         """Return the configuration of this process. Raises ConfigError."""
@@ -161,6 +173,10 @@ class Server:
         if self._draining is not None:
             self._draining.close()
         self._stop.set()
+
+
+def _stats(service: Service) -> dict[str, EngineStats]:
+    return {card.name: service.model(card.name).stats for card in service.models()}
 
 
 async def _started(served: FrontEnds, others: FrontendProcesses | None) -> None:

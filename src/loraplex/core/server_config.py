@@ -286,6 +286,15 @@ class ServerConfig(AdapterSourceSettings, frozen=True, kw_only=True):
         ),
     ] = ""
     access_log_prompts: Annotated[bool, _logs("Prompts in the access log")] = False
+    log_requests: Annotated[
+        str,
+        _logs(
+            "Requests in the server's log, one line each: off, sampled or all",
+            "`sampled`: requests that generate or fail, at most 5 a second; the next line has the "
+            "number of the others. `access_log` is complete, and JSON.",
+            choices=("off", "sampled", "all"),
+        ),
+    ] = "sampled"
     recent_requests: Annotated[
         int,
         _logs(

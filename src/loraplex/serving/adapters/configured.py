@@ -2,9 +2,11 @@
 
 import asyncio
 import logging
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from loraplex.adapters.base_check import is_about_rounding
 from loraplex.adapters.version import check_name
 from loraplex.core.config import AdapterConfig, ModelConfig
 from loraplex.core.errors import ConfigError, LoraplexError
@@ -18,6 +20,8 @@ from loraplex.serving.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
 
+_MAX_NAMED = 3
+"""Maximum number of adapters that a warning names."""
 _MAX_AT_ONCE = 16
 """Maximum number of adapters that wait for a staging worker at the start."""
 
@@ -60,11 +64,13 @@ async def _load_named(
 ) -> None:
     """Load adapters, several at a time. Raises ConfigError for the first one that cannot be."""
     turns = asyncio.Semaphore(_MAX_AT_ONCE)
+    warned: defaultdict[str, list[str]] = defaultdict(list)
 
     async def load(adapter: ConfiguredAdapter) -> None:
         async with turns:
             try:
-                await loader.register_configured(model, DEFAULT_TENANT, adapter)
+                for warning in await loader.register_configured(model, DEFAULT_TENANT, adapter):
+                    warned[warning].append(adapter.name)
             except LoraplexError as error:
                 _cannot_load(adapter, error)
 
@@ -75,6 +81,17 @@ async def _load_named(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+    for warning, names in warned.items():
+        log_adapter_warning(names, warning)
+
+
+def log_adapter_warning(names: Sequence[str], warning: str) -> None:
+    """Log what adapters have in common, once; it is information if it is usual."""
+    level = logging.INFO if is_about_rounding(warning) else logging.WARNING
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    shown = ", ".join(map(repr, names[:_MAX_NAMED]))
+    what = "adapter" if len(names) == 1 else "adapters"
+    logger.log(level, "%s %s%s: %s", what, shown, more, warning)
 
 
 def wanted_adapters(

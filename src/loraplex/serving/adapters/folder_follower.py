@@ -14,6 +14,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 
+from loraplex.adapters.base_check import is_about_rounding
 from loraplex.adapters.staging import OPERATOR
 from loraplex.adapters.version import VersionOrigin
 from loraplex.core.adapter import AdapterRef, ByName
@@ -28,6 +29,7 @@ from loraplex.core.principal import DEFAULT_TENANT
 from loraplex.serving.adapter_cards import UnloadMode
 from loraplex.serving.adapters.configured import (
     load_configured,
+    log_adapter_warning,
     named_adapter,
     task_id_of,
     wanted_adapters,
@@ -281,7 +283,12 @@ class FolderFollower:
         adapter, model = seen.adapter, followed.model
         name, failure = adapter.name, None
         try:
-            await self._loader.register_configured(model, DEFAULT_TENANT, adapter, tenant)
+            warnings = await self._loader.register_configured(
+                model, DEFAULT_TENANT, adapter, tenant
+            )
+            for warning in warnings:
+                if not is_about_rounding(warning):
+                    log_adapter_warning([name], warning)
         except CapacityError as error:
             logger.warning("adapter %r: %s; it is tried again", name, error.message)
             pause = 1

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from loraplex.adapters.base_check import BaseCheck
@@ -246,10 +246,10 @@ class CatalogLoader:
 
     async def register_configured(
         self, model: ServedModel, tenant: str, adapter: ConfiguredAdapter, turn: str = OPERATOR
-    ) -> None:
+    ) -> Sequence[str]:
         """Stage and register a configured adapter, which replaces any other one of its name.
 
-        turn: the tenant in whose turn it is staged.
+        Returns the warnings about its files. turn: the tenant in whose turn it is staged.
         """
         name, path = adapter.name, adapter.path
         staged = await self.stage(model, path, tenant=turn)
@@ -267,8 +267,7 @@ class CatalogLoader:
             replace=True,
             origin=VersionOrigin.CONFIGURED,
         )
-        for warning in staged.warnings:
-            logger.warning("adapter %r: %s", name, warning)
+        return staged.warnings
 
     async def stage(
         self,

@@ -20,10 +20,12 @@ from loraplex.core.errors import (
 )
 from loraplex.core.principal import LOCAL, Principal
 from loraplex.core.rank_limits import RankLimits
-from loraplex.serving.adapters.configured import find_adapters
+from loraplex.serving.adapters.configured import find_adapters, log_adapter_warning
 from loraplex.serving.adapters.folder_follower import FolderFollower
 from loraplex.serving.adapters.loading import CatalogLoader
 from loraplex.serving.catalog import ModelCatalog
+
+ROUNDING = "tensors in F32 are rounded to the bfloat16 that this server computes in"
 
 
 @pytest.fixture
@@ -392,3 +394,13 @@ async def test_one_that_cannot_be_loaded_ends_the_others(start, configure, stagi
     with pytest.raises(ConfigError, match="adapter '3': /nowhere is no adapter"):
         await configure(model)
     assert len(staging.requests) < 40
+
+
+def test_adapters_share_a_line_about_what_they_have_in_common(caplog):
+    caplog.set_level(logging.INFO)
+    log_adapter_warning(["a", "b", "c", "d"], ROUNDING)
+    log_adapter_warning(["zh"], "another base")
+    (usual, unusual) = caplog.records
+    assert (usual.levelname, unusual.levelname) == ("INFO", "WARNING")
+    assert usual.message == f"adapters 'a', 'b', 'c' and 1 more: {ROUNDING}"
+    assert unusual.message == "adapter 'zh': another base"
