@@ -22,10 +22,16 @@ export function Residency() {
         Object.entries(models).map(
           ([model, tiers]) => html`<${Model} key=${model} model=${model} tiers=${tiers}
             isOne=${Object.keys(models).length === 1}
-            placed=${(placed.data?.data ?? []).filter((row) => row.model === model)} />`,
+            placed=${contents(placed.data?.data ?? [], model)} />`,
         )}
     <//>
   </section>`;
+}
+
+/** The adapters of a model; names of one content share its pages. */
+function contents(rows, model) {
+  const ofModel = rows.filter((row) => row.model === model);
+  return [...new Map(ofModel.map((row) => [row.digest, row])).values()];
 }
 
 function Model({ model, tiers, isOne, placed }) {
@@ -53,7 +59,7 @@ function Pages({ device, placed }) {
   return html`<div class="map" role="img" aria-label=${label}>
     ${placed.map((row) => {
       const { colour, texture } = lookOf(row.digest);
-      return html`<span key=${row.name} class="swatch c${colour} ${texture}"
+      return html`<span key=${row.digest} class="swatch c${colour} ${texture}"
         style=${piece(row.device_pages ?? 0)}></span>`;
     })}
     ${rest > 0 && html`<span class="swatch base" style=${piece(rest)}></span>`}
