@@ -29,17 +29,18 @@ def server(total):
         yield types.SimpleNamespace(url=url, http_port=urlsplit(url).port)
 
 
-def wait_for_current(page, index):
-    """Wait until the current row is this one, loaded and in view."""
+def wait_for_current(page, index, row=None):
+    """Wait until the current row is this adapter's, loaded and in view."""
     page.wait_for_function(
-        "index => { const row = document.querySelector('[role=row][aria-selected=true]');"
-        " if (row?.getAttribute('aria-rowindex') !== String(index + 2)) return false;"
+        "([index, place]) => {"
+        " const row = document.querySelector('[role=row][aria-selected=true]');"
+        " if (row?.getAttribute('aria-rowindex') !== String(place + 2)) return false;"
         " const grid = document.querySelector('[role=grid]').getBoundingClientRect();"
         " const { top, bottom } = row.getBoundingClientRect();"
         " return row.getAttribute('aria-busy') === 'false' && top >= grid.top"
         " && bottom <= grid.bottom + 1"
         " && row.textContent.includes(`adapter-${String(index).padStart(5, '0')}`); }",
-        arg=index,
+        arg=[index, index if row is None else row],
     )
 
 
@@ -116,3 +117,20 @@ def test_what_is_known_is_not_sent_again(visits):
     with page.expect_response(lambda response: "offset=0" in response.url) as polled:
         pass
     assert polled.value.status == 304
+
+
+def test_what_is_scrolled_past_is_not_loaded(visits, total):
+    page = visits.open("adapters")
+    page.get_by_text("adapter-00000").wait_for()
+    requests = []
+    page.on("request", lambda request: requests.append(request.url))
+    page.get_by_role("grid").evaluate(
+        # Within one pause of loading, however slow the machine is.
+        "(grid, total) => { for (let row = 0; row < total; row += 50)"
+        " { grid.scrollTop = row * 40; grid.dispatchEvent(new Event('scroll')); } }",
+        total,
+    )
+    page.get_by_role("searchbox").fill(f"{total - 1:05}")
+    page.get_by_text("1 in all").wait_for()
+    wait_for_current(page, total - 1, row=0)
+    assert len([url for url in requests if "offset=" in url]) < 6

@@ -36,7 +36,7 @@ export function Table({ of, label, columns, total, rowAt, onRange, onOpen, sort,
     measure();
     return () => observer.disconnect();
   }, []);
-  useEffect(() => onRange(first, last), [first, last]);
+  useEffect(() => onRange(first, last), [first, last, of]);
   const listed = useRef(of);
   useLayoutEffect(() => {
     if (listed.current === of) return;

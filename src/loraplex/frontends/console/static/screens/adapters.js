@@ -17,6 +17,7 @@ import { Residency } from "./residency.js";
 const PAGE = 100;
 const LIST_SECONDS = 5;
 const TYPING_MS = 60;
+const SCROLLING_MS = 60;
 const STATES = ["ready", "unvalidated", "missing", "unfit"];
 const TIERS = ["device", "host", "absent", "failed"];
 const SORTS = ["name", "-last_used", "-traffic", "-size", "-rank"];
@@ -74,7 +75,9 @@ function asked(query) {
  */
 function usePages(key) {
   const kept = useRef({ key: "", total: 0, rows: new Map(), tags: new Map() });
-  const [[first, last], setPages] = useState([0, 0]);
+  const [seen, setSeen] = useState({ key, first: 0, last: 0 });
+  const resting = useRef(0);
+  const { first, last } = seen.key === key ? seen : { first: 0, last: 0 };
   const polled = usePoll(
     async (signal) => {
       let of = kept.current;
@@ -86,9 +89,11 @@ function usePages(key) {
     LIST_SECONDS,
     [key, first, last],
   );
+  // What is scrolled past is not loaded.
   const onRange = (from, to) => {
-    const next = [Math.floor(from / PAGE), Math.floor(Math.max(from, to - 1) / PAGE)];
-    if (next[0] !== first || next[1] !== last) setPages(next);
+    clearTimeout(resting.current);
+    const next = { key, first: Math.floor(from / PAGE), last: Math.floor(Math.max(from, to - 1) / PAGE) };
+    resting.current = setTimeout(() => setSeen(next), SCROLLING_MS);
   };
   return [{ ...polled, data: kept.current.key ? kept.current : null }, onRange];
 }
