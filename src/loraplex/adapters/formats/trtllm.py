@@ -141,10 +141,7 @@ def canonical_rows(
 def single_rows(
     weights: RawTensor, config: RawTensor, shapes: BaseShapes, max_ranks: RankLimits
 ) -> Iterator[tuple[list[int], Callable[[], list[CanonicalRow]]]]:
-    """Yield (row of lora_config, function that returns its canonical rows), each by itself.
-
-    Both raise as canonical_rows: the iterator for the tensors, the function for its row.
-    """
+    """Yield each row of lora_config, and a function that returns its canonical rows or raises."""
     bits, table = _matrices(weights, config)
 
     def rows(index: int) -> list[CanonicalRow]:
