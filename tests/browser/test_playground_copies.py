@@ -90,3 +90,19 @@ def test_the_key_is_in_no_storage_and_no_history(page, keys):
     assert "loraplex-history" in stored
     assert keys.of["ops"] not in stored
     assert keys.of["ops"] not in page.url
+
+
+def test_another_tenant_in_the_tab_finds_nothing_of_the_first(visits, keys):
+    page = visits.open(key=keys.of["acme"])
+    send(page, CHINESE_PROMPT)
+    wait_until_done(page)
+    page.get_by_role("button", name="Sign out").click()
+    visits.expect_status(401)
+    page.get_by_label("API key").fill(keys.of["umbrella"])
+    page.get_by_role("button", name="Sign in").click()
+    page.get_by_role("region", name="japanese").wait_for()
+    assert page.get_by_label("Prompt").input_value() == ""
+    assert page.get_by_role("region", name="chinese").count() == 0
+    stored = page.evaluate("JSON.stringify(Object.entries(sessionStorage))")
+    assert "美国" not in stored
+    assert "chinese" not in stored

@@ -51,6 +51,7 @@ def test_a_server_that_is_lost_leaves_the_text_and_can_run_again(visits, server,
     send(page)
     wait_for_text(page, "Base", 40)
     visits.expect_gone()
+    visits.expect_status(503)  # of its health, while it starts again
     server.process.kill()
     page.get_by_text("The server was lost. The text that came is kept.").wait_for()
     wait_for_states(page, "cut")

@@ -1,6 +1,7 @@
 /* One prompt or chat, the base and adapters side by side, as one batch. */
 import { get } from "../lib/api.js";
 import { html, useEffect, useMemo, useReducer, useRef, useState } from "../lib/html.js";
+import { useMe } from "../lib/me.js";
 import { usePoll } from "../lib/poll.js";
 import { count, t } from "../lib/texts.js";
 import { Copy } from "../parts/copy.js";
@@ -9,7 +10,7 @@ import { Name } from "../parts/name.js";
 import { Column } from "./playground/column.js";
 import { curl, openai, triton } from "./playground/copies.js";
 import { History } from "./playground/earlier.js";
-import { remember, saveSetup, savedSetup } from "./playground/history.js";
+import { keepOnlyOf, remember, saveSetup, savedSetup } from "./playground/history.js";
 import { CHAT_FIELDS, FIELDS, Options } from "./playground/options.js";
 import { Picker, adaptersLike } from "./playground/picker.js";
 import { Prompt } from "./playground/prompt.js";
@@ -19,11 +20,16 @@ import { MAX_COLUMNS, STRUCTURES, bodyOf, fieldOf, newSetup } from "./playground
 const SAVE_MS = 300;
 const NUM_FIRST = 2;
 /** What the screen was before the reader looked at another one. */
-let kept = { setup: null, run: null };
+let kept = { tenant: "", setup: null, run: null };
 
 /** @param {{route: import("../lib/route.js").Route}} props */
 export function Screen({ route }) {
-  const [setup, setSetup] = useState(() => kept.setup ?? savedSetup());
+  const { tenant } = useMe();
+  const [setup, setSetup] = useState(() => {
+    keepOnlyOf(tenant);
+    if (kept.tenant !== tenant) kept = { tenant, setup: null, run: null };
+    return kept.setup ?? savedSetup();
+  });
   const models = usePoll(async (signal) => baseNames(await get("/v1/models", signal)), 0);
   const named = route.query.get("adapter");
   useEffect(() => {
@@ -50,7 +56,7 @@ function Playground({ setup, setSetup, models }) {
   const [reference, setReference] = useState("base");
   const [isRendered, setRendered] = useState(false);
   const redrawn = useRef(redraw);
-  kept = { setup, run };
+  kept = { ...kept, setup, run };
   useEffect(() => {
     const timer = setTimeout(() => saveSetup(setup), SAVE_MS);
     return () => clearTimeout(timer);
@@ -97,9 +103,19 @@ function Playground({ setup, setSetup, models }) {
   };
   // Columns that were changed after a run show nothing of it.
   const shown = run && run.setup.columns === setup.columns ? run : null;
+  // Outputs change often: what does not depend on them is not drawn again.
+  const form = useMemo(
+    () => html`<${Request} setup=${setup} change=${change} models=${models} errors=${shownErrors} />`,
+    [setup, models, errors, run?.state],
+  );
+  const foot = useMemo(
+    () => html`<${Foot} setup=${setup} body=${body} models=${models} reference=${reference} onReference=${setReference}
+      isRendered=${isRendered} onRendered=${setRendered} />`,
+    [setup, models, reference, isRendered],
+  );
   return html`<h1 class="hidden-text">${t("playground.title")}</h1>
     <div class="playground stack">
-      <${Request} setup=${setup} change=${change} models=${models} errors=${shownErrors} />
+      ${form}
       <div class="row">
         <button class="primary" onClick=${start} disabled=${isRunning || errors.size > 0}>
           ${t(run?.state === "gone" || run?.state === "stopped" ? "playground.runAgain" : "playground.run")}
@@ -110,8 +126,7 @@ function Playground({ setup, setSetup, models }) {
       </div>
       <${Columns} setup=${setup} change=${change} run=${shown} reference=${reference} isRendered=${isRendered}
         models=${models} />
-      <${Foot} setup=${setup} body=${body} models=${models} reference=${reference} onReference=${setReference}
-        isRendered=${isRendered} onRendered=${setRendered} />
+      ${foot}
     </div>`;
 }
 
@@ -203,16 +218,26 @@ function Columns({ setup, change, run, reference, isRendered, models }) {
     </div>
     <div class="columns" aria-busy=${run?.state === "running" ? "true" : "false"}>
       ${columns.map(
-        (parts, index) => html`<${Column} key=${index} isShown=${index === visible} label=${labelOf(parts)} output=${run?.outputs[index] ?? null}
-          reference=${compared ?? null} isRendered=${isRendered} onReply=${reply && (() => reply(index))}
-          head=${html`<${Head} parts=${parts} onChange=${(changed) => set(index, changed)} onCompose=${() => setPicking(index)}
-            onRemove=${columns.length > 1 ? () => change({ columns: columns.toSpliced(index, 1) }) : null} />`} />`,
+        (parts, index) => {
+          const output = run?.outputs[index] ?? null;
+          const column = () => html`<${Column} isShown=${index === visible} label=${labelOf(parts)} output=${output}
+            reference=${compared ?? null} isRendered=${isRendered} onReply=${reply && (() => reply(index))}
+            head=${html`<${Head} parts=${parts} onChange=${(changed) => set(index, changed)} onCompose=${() => setPicking(index)}
+              onRemove=${columns.length > 1 ? () => change({ columns: columns.toSpliced(index, 1) }) : null} />`} />`;
+          const depends = [setup, output, output?.state, compared, compared?.state, isRendered, index === visible];
+          return html`<${Kept} key=${index} make=${column} depends=${depends} />`;
+        },
       )}
     </div>
     <button class="more" disabled=${columns.length >= MAX_COLUMNS} onClick=${() => setPicking("new")}>+ ${t("playground.add")}</button>
     ${picking !== null &&
     html`<${Picker} title=${t("playground.add")} model=${model} hasBase=${picking === "new"}
       isFull=${columns.length >= MAX_COLUMNS} onPick=${pick} onClose=${() => setPicking(null)} />`}`;
+}
+
+/** What is drawn again only when one of the values that it depends on changes. */
+function Kept({ make, depends }) {
+  return useMemo(make, depends);
 }
 
 const replied = (messages, content) => [...messages, { role: "assistant", content }, { role: "user", content: "" }];

@@ -2,11 +2,21 @@
 
 const STORED = "loraplex-history";
 const STORED_SETUP = "loraplex-playground";
+const STORED_TENANT = "loraplex-playground-tenant";
 const MAX_ENTRIES = 20;
 const MAX_TEXT = 4000;
 const MAX_SETUP = 200_000;
 
 /** @typedef {{at: number, setup: import("./setup.js").Setup, texts: string[]}} Entry */
+
+/** Forget what another tenant did in this tab. @param {string} tenant */
+export function keepOnlyOf(tenant) {
+  if (sessionStorage.getItem(STORED_TENANT) !== tenant) {
+    forget();
+    sessionStorage.removeItem(STORED_SETUP);
+  }
+  sessionStorage.setItem(STORED_TENANT, tenant);
+}
 
 /** @returns {Entry[]} newest first */
 export const entries = () => read(STORED) ?? [];
