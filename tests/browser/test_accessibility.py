@@ -15,7 +15,7 @@ RULES = {
 
 def settle(page):
     """Wait until a screen shows its data."""
-    page.get_by_text("Loading").wait_for(state="detached")
+    page.get_by_text("Loading …", exact=True).wait_for(state="detached")
     page.wait_for_timeout(300)
 
 

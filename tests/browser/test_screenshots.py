@@ -58,7 +58,7 @@ def test_a_picture_of_each_screen(visits, traffic, tmp_path, name, theme):
     page = visits.open(SCREENS[name], color_scheme=theme)
     if name == "playground":
         compare(page)
-    page.get_by_text("Loading").wait_for(state="detached")
+    page.get_by_text("Loading …", exact=True).wait_for(state="detached")
     page.wait_for_timeout(5000 if name == "live" else 1500)
     folder = IMAGES if IS_WRITING else tmp_path
     folder.mkdir(parents=True, exist_ok=True)

@@ -105,6 +105,16 @@ class RequestTiming(msgspec.Struct, frozen=True):
         return _seconds_between(self.arrival_ns, self.adapter_ready_ns)
 
     @property
+    def before_first_step_ns(self) -> int:
+        """Time from arrival to the first step; 0 if there was none."""
+        return max(0, self.first_scheduled_ns - self.arrival_ns)
+
+    @property
+    def adapters_moving_ns(self) -> int:
+        """Part of before_first_step_ns in which its adapters were read or copied."""
+        return min(self.before_first_step_ns, self.adapter_load_ns + self.adapter_copy_ns)
+
+    @property
     def adapter_load_seconds(self) -> float:
         return self.adapter_load_ns / 1e9
 

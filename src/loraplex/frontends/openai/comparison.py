@@ -270,8 +270,7 @@ class Compare(Struct, frozen=True, kw_only=True):
 
 def phase_times(timing: RequestTiming) -> PhaseTimes:
     """Return the phases of a request: what has not happened took no time."""
-    before_ns = max(0, timing.first_scheduled_ns - timing.arrival_ns)
-    load_ns = min(before_ns, timing.adapter_load_ns + timing.adapter_copy_ns)
+    before_ns, load_ns = timing.before_first_step_ns, timing.adapters_moving_ns
     return PhaseTimes(
         queue_ms=round((before_ns - load_ns) / 1e6, 3),
         adapter_load_ms=round(load_ns / 1e6, 3),

@@ -30,9 +30,9 @@ class Phases(Struct, frozen=True, kw_only=True):
     admit_ms: float | None = None
     """Time from the begin of the generation until the engine has it."""
     adapter_load_ms: float | None = None
-    """Time until the adapters are on the device; 0 for those that are there."""
+    """Time in which the adapters were read and copied to the device; 0 for those that are there."""
     queue_ms: float | None = None
-    """Time until the first step."""
+    """Rest of the time until the first step."""
     prefill_ms: float | None = None
     """Time until the first token."""
     decode_ms: float | None = None
@@ -293,9 +293,7 @@ def _phases(record: GenerationRecord, ended_ns: int) -> Phases:
             decode_ms=_ms(record.first_token_ns, record.ended_ns),
         )
     scheduled_ns = timing.first_scheduled_ns
-    ready_ns = min(max(timing.adapter_ready_ns, timing.arrival_ns), scheduled_ns)
-    if not record.adapters:
-        ready_ns = timing.arrival_ns
+    ready_ns = timing.arrival_ns + timing.adapters_moving_ns
     return Phases(
         admit_ms=_ms(record.started_ns, timing.arrival_ns),
         adapter_load_ms=_ms(timing.arrival_ns, ready_ns),
