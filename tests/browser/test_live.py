@@ -141,6 +141,46 @@ def test_a_hidden_page_polls_nothing(visits):
         page.evaluate(hide, False)
 
 
+def test_it_waits_as_long_as_the_server_says(visits):
+    page = visits.open("playground")
+    visits.expect_status(429)
+    times = []
+
+    def refuse(route):
+        times.append(time.monotonic())
+        error = {"error": {"message": "too many requests", "code": "rate_limited"}}
+        route.fulfill(status=429, json=error, headers={"retry-after": "2"})
+
+    page.route("**/v1/iterations*", refuse)
+    page.get_by_role("link", name="Live").click()
+    page.get_by_text("too many requests").wait_for()
+    page.wait_for_timeout(2500)
+    page.unroute("**/v1/iterations*")
+    page.get_by_text("too many requests").wait_for(state="detached")
+    assert len(times) == 2
+    assert times[1] - times[0] > 1.9
+
+
+def test_rows_that_wait_are_counted_by_adapter(visits, server):
+    work(server)
+    digest = next(iter(records(server)[-1]["adapter_rows"] or {"f" * 64: 1}))
+    page = visits.open("playground")
+
+    def with_queue(route):
+        body = json.loads(route.fetch().text())
+        body["models"]["capitals"]["waiting"] = {digest: 7}
+        body["models"]["capitals"]["engine"]["num_waiting"] = 9
+        route.fulfill(json=body)
+
+    page.route("**/v1/internal/stats*", with_queue)
+    page.get_by_role("link", name="Live").click()
+    page.locator(".queue li").first.wait_for()
+    rows = page.locator(".queue li").all_inner_texts()
+    assert [row.split()[-1] for row in rows] == ["7", "2"]
+    assert digest[:4] in rows[0]
+    assert "base model, others" in rows[1]
+
+
 def test_of_several_models_one_is_chosen(visits):
     page = visits.open("playground")
     polled = []

@@ -1,6 +1,6 @@
 // Curves over time.
-import { html, useEffect, useLayoutEffect, useReducer, useRef } from "../lib/html.js";
-import { paint } from "../lib/paint.js";
+import { html, useEffect, useLayoutEffect, useRef } from "../lib/html.js";
+import { paint, useRedraw } from "../lib/paint.js";
 import { moment } from "../lib/texts.js";
 import uPlot from "../vendor/uplot.mjs";
 
@@ -15,15 +15,8 @@ const HEIGHT = 110;
 export function Chart({ label, times, curves, shown, most }) {
   const box = useRef(null);
   const plot = useRef(null);
-  const [, redraw] = useReducer((n) => n + 1, 0);
-  useEffect(() => {
-    const observer = new ResizeObserver(redraw);
-    observer.observe(box.current);
-    return () => {
-      observer.disconnect();
-      plot.current?.chart.destroy();
-    };
-  }, []);
+  useRedraw(box);
+  useEffect(() => () => plot.current.chart.destroy(), []);
   useLayoutEffect(() => {
     const colour = paint(box.current);
     const look = [...curves.map((curve) => colour(curve.colour)), colour("second")].join();

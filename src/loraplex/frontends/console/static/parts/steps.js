@@ -1,7 +1,7 @@
 // Steps of an engine as columns of rows: the colour and texture of the adapter, dots on prefill,
 // hatching on drafts, and a tick for a preemption.
-import { html, useEffect, useLayoutEffect, useReducer, useRef } from "../lib/html.js";
-import { paint } from "../lib/paint.js";
+import { html, useLayoutEffect, useRef } from "../lib/html.js";
+import { paint, useRedraw } from "../lib/paint.js";
 import { lookOf } from "./mark.js";
 
 const HEIGHT = 168;
@@ -46,12 +46,7 @@ export function joint(before, step) {
  */
 export function Steps({ steps, selected, label, textOf, onSelect }) {
   const canvas = useRef(null);
-  const [, redraw] = useReducer((n) => n + 1, 0);
-  useEffect(() => {
-    const observer = new ResizeObserver(redraw);
-    observer.observe(canvas.current);
-    return () => observer.disconnect();
-  }, []);
+  useRedraw(canvas);
   const width = canvas.current?.clientWidth ?? 0;
   const shown = steps.slice(-Math.max(1, Math.floor(width / PITCH)));
   useLayoutEffect(() => draw(canvas.current, shown, selected));

@@ -276,15 +276,15 @@ function Latencies({ of }) {
 }
 
 function Queue({ waiting, all, names }) {
-  const rows = [...waiting].sort((one, other) => other[1] - one[1]);
-  const most = rows[0]?.[1] ?? 1;
+  const rest = all - [...waiting.values()].reduce((sum, number) => sum + number, 0);
+  const rows = [...waiting, ...(rest > 0 ? [["", rest]] : [])].sort((one, other) => other[1] - one[1]);
   return html`<${Tile} title=${t("live.queue")} now=${t("live.waiting", { waiting: all })}>
     ${rows.length
       ? html`<ul class="queue">${rows.map(
-          ([digest, number]) => html`<li key=${digest}><span><${Adapter} digest=${digest} names=${names} /></span>
-            <span class="bar-of" style=${{ inlineSize: `${(number / most) * 40}%` }}></span> ${count(number)}</li>`,
+          ([digest, number]) => html`<li key=${digest}><span>${digest ? html`<${Adapter} digest=${digest} names=${names} />` : t("live.rest")}</span>
+            <span class="bar-of" style=${{ inlineSize: `${(number / rows[0][1]) * 40}%` }}></span> ${count(number)}</li>`,
         )}</ul>`
-      : html`<p class="second">${t(all ? "live.baseWaits" : "live.nothingWaits")}</p>`}
+      : html`<p class="second">${t("live.nothingWaits")}</p>`}
   <//>`;
 }
 

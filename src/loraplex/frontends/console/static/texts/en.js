@@ -275,7 +275,7 @@ export const texts = {
     queue: "Queue by adapter",
     waiting: "{waiting} waiting",
     nothingWaits: "No sequence waits.",
-    baseWaits: "Only sequences of the base model wait.",
+    rest: "base model, others",
     table: "Newest steps as a table",
     step_id: "Step",
     num_rows: "Rows",

@@ -275,7 +275,7 @@ export const texts = {
     queue: "アダプター別の待ち行列",
     waiting: "待機中 {waiting}",
     nothingWaits: "待機中のシーケンスはありません。",
-    baseWaits: "待機中なのはベースモデルのシーケンスだけです。",
+    rest: "ベースモデルなど",
     table: "最新ステップの表",
     step_id: "ステップ",
     num_rows: "行",

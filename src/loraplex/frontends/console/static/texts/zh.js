@@ -275,7 +275,7 @@ export const texts = {
     queue: "各适配器的队列",
     waiting: "等待 {waiting}",
     nothingWaits: "没有序列在等待。",
-    baseWaits: "只有基座模型的序列在等待。",
+    rest: "基座模型及其他",
     table: "最新各步的表格",
     step_id: "步",
     num_rows: "行",
