@@ -9,6 +9,7 @@ import dataclasses
 import functools
 from collections.abc import AsyncIterator, Sequence
 
+from prometheus_client.registry import Collector
 from starlette.types import ASGIApp
 
 from loraplex.app.access import api_keys, authenticate_by, following, guarded_metrics
@@ -95,14 +96,11 @@ async def front_ends(
         )
         await stack.enter_async_context(following(keys))
         bodies = BodyMemory.of(settings, has_keys=has_keys)
-        collectors = [*triton.collectors(), *reporting.collectors()]
-        if service.declared_adapters is not None:
-            collectors.append(DeclarationCollector(service.declared_adapters.status))
         numbers = None if others is None else others.numbers
         scraped = metrics_app(
             service,
             metrics,
-            collectors,
+            _collectors(service, triton, reporting),
             triton.catalog.has_vllm_gauges,
             MetricsLimits.of(settings),
             numbers,
@@ -125,6 +123,13 @@ async def front_ends(
         yield FrontEnds(
             service, app, scraped, triton, reporting, keys, authenticate, bodies, config
         )
+
+
+def _collectors(service: Service, triton: TritonService, reporting: Reporting) -> list[Collector]:
+    collectors = [*triton.collectors(), *reporting.collectors()]
+    if service.declared_adapters is not None:
+        collectors.append(DeclarationCollector(service.declared_adapters.status))
+    return collectors
 
 
 async def _start_model(service: Service, state_dir: str, name: str, model: ModelConfig) -> None:
