@@ -63,6 +63,14 @@ def test_a_comparison(llm):
     assert llm.compare(PROMPT, []) == []
 
 
+def test_outputs_that_are_compared_begin_in_one_step(llm):
+    choices = [None, "chinese", "japanese"]
+    llm.compare(PROMPT, choices)  # from here on the adapters are on the device
+    timings = [output.timing for output in llm.compare(PROMPT, choices)]
+    assert len({timing.first_step for timing in timings}) == 1
+    assert all(timing.last_step > timing.first_step > 0 for timing in timings)
+
+
 def test_sampled_outputs_differ_by_their_adapters_only(llm):
     sampling = SamplingParams(max_tokens=12, temperature=2.0, ignore_eos=True)
     one, other = llm.compare(PROMPT, ["chinese", {"chinese": 1.0}], sampling)
