@@ -141,6 +141,30 @@ def test_a_hidden_page_polls_nothing(visits):
         page.evaluate(hide, False)
 
 
+def test_preemptions_and_rows_of_two_adapters_are_drawn(visits, server):
+    work(server)
+    page = visits.open("playground")
+    step = {**records(server)[-1], "num_rows": 3, "num_base_rows": 1, "num_preempted": 2}
+    step |= {"adapter_rows": {"a" * 64: 2, "b" * 64: 2}, "prefill_rows": {}, "draft_rows": {}}
+    page.route("**/v1/iterations*limit=300", lambda route: route.fulfill(json=[step]))
+    page.get_by_role("link", name="Live").click()
+    page.get_by_role("slider").wait_for()
+    page.get_by_role("button", name="Pause").click()
+    top, height = page.evaluate(
+        """() => {
+          const canvas = document.querySelector("canvas.steps");
+          const { width, height } = canvas;
+          const { data } = canvas.getContext("2d").getImageData(width - 4, 0, 1, height);
+          let first = 20;
+          while (!data[4 * first + 3]) first += 1;
+          return [[...data.slice(4, 7)], height - first];
+        }"""
+    )
+    assert top == [0xB3, 0x26, 0x1E]
+    # Four uses in three rows: the column is as high as three rows, of 20 px each.
+    assert abs(height - 60) <= 1
+
+
 def test_it_waits_as_long_as_the_server_says(visits):
     page = visits.open("playground")
     visits.expect_status(429)
