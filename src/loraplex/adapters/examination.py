@@ -4,11 +4,14 @@ A load is refused at the first tensor that cannot be applied. Here the tensors o
 through the same steps apart from the others, so that what is wrong with one hides nothing else.
 """
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Final
 
 from loraplex.adapters.base_check import check_cast, check_shapes
+from loraplex.adapters.base_copies import without_base_copies
 from loraplex.adapters.canonical import CanonicalRow
 from loraplex.adapters.formats import peft, trtllm
 from loraplex.adapters.formats.inputs import (
@@ -30,6 +33,8 @@ _MAX_TENSORS: Final = 10_000
 _MAX_CHARS: Final = 1000
 """Characters of a name or reason."""
 _OTHER_TOWER: Final = "left out: only images or sound pass through it"
+_BASE_COPY: Final = "left out: a copy of the base model's own weight, with the same values"
+_COPIES: Final = (PeftSlot.WEIGHT, PeftSlot.BASE_WEIGHT)
 _FACTORS: Final = {PeftSlot.A: 0, PeftSlot.B: 1}
 """Axis of the rank."""
 
@@ -59,12 +64,12 @@ def examine(request: StageRequest) -> Examination:
 def _of_peft(request: StageRequest, source: PeftFolder) -> Iterator[ExaminedTensor]:
     tensors = source.read_tensors(request.limits)
     parsed = {name: parse_name(name) for name in tensors}
-    reasons = dict(_refusals(request, source, tensors, parsed))
+    refused = dict(_refusals(request, source, tensors, parsed))
+    left_out = {name: _OTHER_TOWER for name in tensors if is_of_other_tower(name)}
+    left_out |= dict.fromkeys(_base_copies(request, source, tensors, parsed), _BASE_COPY)
     for name, tensor in tensors.items():
-        place, reason = parsed[name], reasons.get(name)
-        is_left_out = is_of_other_tower(name)
-        if is_left_out:
-            place, reason = None, _OTHER_TOWER
+        place = None if is_of_other_tower(name) else parsed[name]
+        reason = refused.get(name) or left_out.get(name)
         axis = None if place is None else _FACTORS.get(place.slot)
         yield ExaminedTensor(
             name=name[:_MAX_CHARS],
@@ -75,7 +80,7 @@ def _of_peft(request: StageRequest, source: PeftFolder) -> Iterator[ExaminedTens
             expert=None if place is None else place.expert,
             rank=tensor.shape[axis] if axis is not None and len(tensor.shape) == 2 else None,
             applied=reason is None,
-            refused=reason is not None and not is_left_out,
+            refused=name in refused,
             reason=None if reason is None else reason[:_MAX_CHARS],
         )
 
@@ -140,6 +145,22 @@ def _refusals(
         for name in group:
             if not single or name in single:
                 yield name, single.get(name, reason)
+
+
+def _base_copies(
+    request: StageRequest,
+    source: PeftFolder,
+    tensors: _Tensors,
+    parsed: Mapping[str, TensorName | None],
+) -> Iterator[str]:
+    """Yield the tensors that a load leaves out because they are the base's own weights."""
+    for name, place in parsed.items():
+        if place is None or place.layer is not None or place.slot not in _COPIES:
+            continue
+        with contextlib.suppress(LoraplexError):
+            rows = peft.module_rows(source.config, {name: tensors[name]}, request.shapes)
+            if without_base_copies(rows, Path(request.base_path), request.shapes)[1]:
+                yield name
 
 
 def _family(place: TensorName) -> str:

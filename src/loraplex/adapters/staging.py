@@ -133,6 +133,7 @@ class StagingWorker:
         *,
         shapes: BaseShapes,
         max_ranks: RankLimits,
+        base_path: str,
         pool_dtype: str,
         tenant: str,
         upload: Path | None = None,
@@ -148,6 +149,7 @@ class StagingWorker:
             shapes=shapes,
             limits=self._limits(max_ranks),
             policy=self._policy,
+            base_path=base_path,
             pool_dtype=pool_dtype,
         )
         reply = await self._request(self._pool(path, upload), request, tenant)

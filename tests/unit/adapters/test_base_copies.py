@@ -9,7 +9,9 @@ from safetensors.numpy import save_file
 
 from loraplex.adapters import base_copies
 from loraplex.adapters.canonical import RowKind, read_canonical
+from loraplex.adapters.examination import examine
 from loraplex.adapters.shapes import BaseShapes
+from loraplex.adapters.staged import StageRequest
 
 VOCAB, HIDDEN = 50, 8
 EMBEDDING = "model.embed_tokens"
@@ -131,3 +133,21 @@ def test_what_was_left_out_for_one_base_is_there_for_another(kinds_of, staged, a
     elsewhere = base(lm_head=weight).with_name("elsewhere")
     elsewhere.mkdir()
     assert kinds_of(folder, elsewhere)[0] == [RowKind.FULL, RowKind.LORA]
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_an_examination_names_the_copies_that_are_left_out(base, adapter, tmp_path, is_same):
+    weight = values(VOCAB, HIDDEN)
+    folder = adapter(weight if is_same else weight + 1)
+    request = StageRequest(
+        request_id=1,
+        path=str(folder),
+        state_dir=str(tmp_path / "state"),
+        shapes=SHAPES,
+        base_path=str(base(lm_head=weight)),
+    )
+    found = {t.name: t for t in examine(request).tensors}
+    copy = found["base_model.model.lm_head.base_layer.weight"]
+    assert (copy.applied, copy.refused) == (not is_same, False)
+    assert (copy.reason is not None and "left out" in copy.reason) == is_same
+    assert sum(tensor.applied for tensor in found.values()) == (2 if is_same else 3)

@@ -118,6 +118,7 @@ class CatalogLoader:
             path,
             shapes=model.shapes,
             max_ranks=model.config.rank_limits,
+            base_path=model.card.path,
             pool_dtype=model.card.dtype,
             tenant=tenant,
             upload=upload,
