@@ -1,8 +1,12 @@
 """Compare the app with its OpenAPI document: schemathesis sends valid and invalid requests."""
 
+import atexit
 import json
 import random
+import shutil
+import tempfile
 from collections import Counter
+from pathlib import Path
 
 import jsonschema_rs
 import pytest
@@ -22,6 +26,8 @@ from schemathesis.specs.openapi.checks import (
     unsupported_method,
 )
 
+from loraplex.adapters.uploads import UploadLimits, Uploads
+from loraplex.core.clock import SystemClock
 from loraplex.core.errors import (
     CapacityError,
     InternalError,
@@ -50,6 +56,12 @@ def backend() -> EchoBackend:
     made = EchoBackend()
     for name in ("0", "org/name"):
         made.register(name)
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder)
+    limits = UploadLimits(
+        max_bytes=1 << 20, max_tenant_bytes=1 << 20, max_uploads=4, max_seconds=60
+    )
+    made.uploads = Uploads(Path(folder) / "uploads", limits, SystemClock())
     made.model_memory = ModelMemory(
         weights_bytes=1,
         kv=KVMemory(num_bytes=1, block_tokens=16, blocks=1, tokens=16),
