@@ -4,13 +4,14 @@ This is the only code that opens a user's files. It leaves one content-addressed
 file in the state directory and returns its path.
 """
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
-from loraplex.adapters.base_check import check_cast, check_shapes
+from loraplex.adapters.base_check import BaseCheck, check_base_name, check_cast, check_shapes
 from loraplex.adapters.base_copies import is_base_copy, without_base_copies
 from loraplex.adapters.canonical import (
     CanonicalRow,
@@ -23,6 +24,7 @@ from loraplex.adapters.canonical import (
 from loraplex.adapters.formats import trtllm
 from loraplex.adapters.formats.inputs import (
     AdapterInput,
+    PeftFolder,
     RequestTensors,
     open_input,
     read_fitting_rows,
@@ -30,7 +32,7 @@ from loraplex.adapters.formats.inputs import (
 from loraplex.adapters.seen_files import FileIdentity, SeenFiles, identities_of
 from loraplex.adapters.staged import StagedAdapter, StageRequest
 from loraplex.adapters.targets import source_of
-from loraplex.core.errors import InvalidAdapterError
+from loraplex.core.errors import AdapterMismatchError, InvalidAdapterError
 
 Buffer = bytes | bytearray | memoryview
 
@@ -68,9 +70,10 @@ def stage(request: StageRequest, tensors: Sequence[Buffer] = ()) -> StagedAdapte
         warnings = _check(request, source, rows)
         watch.lap("check")
         return _staged(request, rows, known_digest, warnings, watch, was_known=True)
-    rows = read_fitting_rows(source, request.shapes, request.limits)
-    watch.lap("read")
-    warnings = _check(request, source, rows)
+    with _naming_other_base(source, request.base_model):
+        rows = read_fitting_rows(source, request.shapes, request.limits)
+        watch.lap("read")
+        warnings = _check(request, source, rows)
     if request.base_path and any(map(is_base_copy, rows)):
         context = contexts[1]
         rows, copies = without_base_copies(rows, Path(request.base_path), request.shapes)
@@ -99,6 +102,23 @@ def _seen_digest(
         return None
     found = (seen.digest(identities, context) for context in contexts)
     return next((known for known in found if known is not None), None)
+
+
+@contextlib.contextmanager
+def _naming_other_base(source: AdapterInput, base_model: str) -> Iterator[None]:
+    """Add to an error about a shape that the adapter names another base model."""
+    try:
+        yield
+    except AdapterMismatchError as error:
+        differences: Sequence[str] = ()
+        if isinstance(source, PeftFolder):
+            trained_on = source.config.base_model_name_or_path
+            differences = check_base_name(trained_on, base_model, BaseCheck.WARN)
+        if not differences:
+            raise
+        raise AdapterMismatchError(
+            f"the adapter is of another base model: {differences[0]} ({error.message})"
+        ) from error
 
 
 def _left_out(copy: CanonicalRow) -> str:

@@ -22,6 +22,8 @@ from loraplex.adapters.durable_files import make_folder, sync_folder
 from loraplex.core.errors import AdapterTooLargeError, InvalidAdapterError
 
 _LENGTH_BYTES = 8
+_LFS_POINTER = b"version https://git-lfs"
+"""Begin of the small file that stands for a large one in a clone without Git LFS."""
 _METADATA = "__metadata__"
 
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
@@ -156,6 +158,7 @@ def read_tensors(
     content = read_bounded(path, max_file_bytes)
     if len(content) < _LENGTH_BYTES:
         raise InvalidAdapterError(f"{path} is not a safetensors file: it has no header")
+    _check_is_no_pointer(path, content[: len(_LFS_POINTER)])
     header_bytes = int.from_bytes(content[:_LENGTH_BYTES], "little")
     if header_bytes > max_header_bytes:
         raise AdapterTooLargeError(
@@ -209,10 +212,20 @@ def tensor_names(path: Path) -> Sequence[str]:
 
 def _read_header(path: Path, file: BinaryIO) -> tuple[dict[str, _Entry], int]:
     """Return the tensors of an open file, and where their bytes begin."""
+    _check_is_no_pointer(path, file.read(len(_LFS_POINTER)))
+    file.seek(0)
     header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
     if header_bytes > path.stat().st_size:
         raise InvalidAdapterError(f"{path} is not a safetensors file")
     return _parse_header(path, file.read(header_bytes))[0], _LENGTH_BYTES + header_bytes
+
+
+def _check_is_no_pointer(path: Path, begin: bytes | bytearray) -> None:
+    if begin == _LFS_POINTER:
+        raise InvalidAdapterError(
+            f"{path} is a pointer of Git LFS, not the file itself: run `git lfs pull` in its "
+            "folder, or download it again"
+        )
 
 
 def _parse_header(path: Path, header: bytes) -> tuple[dict[str, _Entry], dict[str, str]]:

@@ -51,6 +51,7 @@ def reporting_requests(settings: ServerConfig) -> Iterator[Reporting]:
         target = trace_target(settings.otlp_endpoint)
         if target is not None:
             traces = open_traces(target)
+        if traces is not None:
             stack.callback(traces.close)
             sinks.append(traces)
         yield Reporting(Telemetry(sinks), HttpConnections(), access_log, traces, recent)

@@ -98,7 +98,9 @@ def generate(
         for name, output in zip(names, outputs, strict=True):
             if adapters:
                 print(f"--- {name or 'base'}")
-            for completion in output.completions:
+            for index, completion in enumerate(output.completions):
+                if len(output.completions) > 1:
+                    print(f"--- output {index + 1}")
                 print(completion.text)
             if timing:
                 print(_timing(output.timing))

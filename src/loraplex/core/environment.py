@@ -86,6 +86,8 @@ class TraceTarget(msgspec.Struct, frozen=True):
     """The setting or variable that it comes from, for messages."""
     service_name: str | None
     """None: OpenTelemetry's own variables name the service."""
+    is_setting: bool = False
+    """Whether a setting of loraplex names it, not a variable of OpenTelemetry."""
 
 
 def trace_target(
@@ -105,7 +107,7 @@ def trace_target(
     )
     service_name = None if is_named else _SERVICE_NAME
     if configured:
-        return TraceTarget(_traces_url(configured), "otlp_endpoint", service_name)
+        return TraceTarget(_traces_url(configured), "otlp_endpoint", service_name, is_setting=True)
     if variables.get("OTEL_TRACES_EXPORTER", "otlp") != "otlp":
         return None
     if of_traces := variables.get(_OTLP_TRACES_ENDPOINT):

@@ -173,7 +173,7 @@ class TestWarnings:
         folder = peft_folder().write()
         for _ in range(2):
             (warning,) = staged(folder, pool_dtype="float16").warnings
-            assert "12 tensors are F32" in warning
+            assert "tensors in F32 are rounded to the float16" in warning
         assert staged(folder, pool_dtype="float32").warnings == ()
         large = peft_folder("large")
         next(iter(large.tensors.values()))[0, 0] = 70000
@@ -344,3 +344,25 @@ def test_tensors_of_a_vision_tower_are_left_out_and_reported_at_each_load(peft_f
         (warning,) = [text for text in adapter.warnings if "left out" in text]
         assert "2 tensors" in warning
         assert tower in warning
+
+
+def test_the_folder_of_a_training_run(staged, peft_folder, tmp_path):
+    for step in (500, 1000):
+        peft_folder(f"run/checkpoint-{step}").write()
+    with pytest.raises(InvalidAdapterError, match="the 2 folders in it do, such as .*-1000"):
+        staged(tmp_path / "run")
+
+
+def test_a_shape_of_another_base_model(staged, peft_folder):
+    folder = peft_folder()
+    folder.config["base_model_name_or_path"] = "meta/Llama-2"
+    name = f"{folder.name(0, 'q_proj')}.lora_A.weight"
+    folder.tensors[name] = np.zeros((2, 99), np.float32)
+    with pytest.raises(AdapterMismatchError) as caught:
+        staged(folder.write(), base_model="qwen")
+    message = caught.value.message
+    assert message.startswith(
+        "the adapter is of another base model: it was trained on 'meta/Llama-2'; this server runs "
+        "'qwen' ("
+    )
+    assert "99" in message

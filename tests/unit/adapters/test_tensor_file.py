@@ -15,6 +15,7 @@ from loraplex.adapters.tensor_file import (
     encode_header,
     read_bounded,
     read_tensors,
+    tensor_names,
     write_atomically,
 )
 from loraplex.core.errors import AdapterTooLargeError, InvalidAdapterError, LoraplexError
@@ -207,3 +208,11 @@ def test_largest_magnitude(dtype, array_type, values, expected):
     assert tensor.largest_magnitude() == pytest.approx(expected, nan_ok=True)
     assert tensor.is_finite() == math.isfinite(expected)
     assert tensor.is_zero() == (expected == 0.0)
+
+
+@pytest.mark.parametrize("read", [lambda path: read_tensors(path, **LIMITS), tensor_names])
+def test_a_pointer_of_git_lfs(tmp_path, read):
+    path = tmp_path / "adapter_model.safetensors"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")
+    with pytest.raises(InvalidAdapterError, match=r"is a pointer of Git LFS.*run `git lfs pull`"):
+        read(path)

@@ -180,7 +180,7 @@ async def test_without_the_extra(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     monkeypatch.delitem(sys.modules, otlp.__name__)
     server = run(otlp_endpoint="http://127.0.0.1:1")
-    with pytest.raises(ConfigError, match=r"otlp_endpoint .* pip install 'loraplex\[tracing\]'"):
+    with pytest.raises(ConfigError, match=r"otlp_endpoint .* pip install opentelemetry-sdk"):
         await server.ended()
 
 

@@ -242,7 +242,9 @@ class TestGenerate:
         arguments = ["generate", str(BASE_PATH), "What is the capital of France?"]
         arguments += ["--beam-width", "2", "--n", "2", "--choice", "red", "--choice", "blue"]
         result = CliRunner().invoke(app, [*arguments, "--timing"])
-        first, second, reported = result.stdout.splitlines()
+        *outputs, reported = result.stdout.splitlines()
+        assert outputs[::2] == ["--- output 1", "--- output 2"]
+        first, second = outputs[1::2]
         assert {first, second} == {"red", "blue"}
         assert re.fullmatch(r"\(queued .* ms, first token .* total .*, cached 0 tokens\)", reported)
 
@@ -285,4 +287,7 @@ class TestGenerate:
 
         monkeypatch.setattr("loraplex.app.llm.LLM", FakeLLM)
         result = CliRunner().invoke(app, ["generate", "m", "-"], input="How are you?\n")
-        assert (requested, result.stdout) == (["How are you?\n"], "fine\nfine\n")
+        assert (requested, result.stdout) == (
+            ["How are you?\n"],
+            "--- output 1\nfine\n--- output 2\nfine\n",
+        )

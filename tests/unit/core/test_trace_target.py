@@ -1,8 +1,12 @@
 """Where traces go, by the setting and by OpenTelemetry's variables."""
 
+import sys
+
 import pytest
 
 from loraplex.core.environment import TraceTarget, trace_target
+from loraplex.core.errors import ConfigError
+from loraplex.frontends.telemetry.tracing import open_traces
 
 BASE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 OF_TRACES = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
@@ -20,7 +24,9 @@ OF_TRACES = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
     ],
 )
 def test_where_they_go(configured, variables, url, source):
-    assert trace_target(configured, variables) == TraceTarget(url, source, "loraplex")
+    assert trace_target(configured, variables) == TraceTarget(
+        url, source, "loraplex", is_setting=source == "otlp_endpoint"
+    )
 
 
 @pytest.mark.parametrize(
@@ -45,3 +51,14 @@ def test_nowhere(configured, variables):
 )
 def test_a_service_that_is_named_already(variables):
     assert trace_target("http://a", variables).service_name is None
+
+
+def test_a_variable_does_not_stop_a_server_without_the_packages(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "loraplex.frontends.telemetry.otlp", None)
+    of_variable, of_setting = trace_target("", {BASE: "http://b"}), trace_target("http://a", {})
+    assert open_traces(of_variable) is None
+    (record,) = caplog.records
+    assert f"variable {BASE} turns traces on, but" in record.message
+    assert "pip install opentelemetry-sdk" in record.message
+    with pytest.raises(ConfigError, match="otlp_endpoint turns traces on"):
+        open_traces(of_setting)

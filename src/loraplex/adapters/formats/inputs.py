@@ -3,6 +3,7 @@
 `open_input` chooses the class of the format. No other module of the package knows all formats.
 """
 
+import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -20,6 +21,8 @@ from loraplex.adapters.tensor_file import RawTensor, SafetensorsContent, read_te
 from loraplex.core.errors import AdapterTooLargeError, InvalidAdapterError, LoraplexError
 
 FILE_SUFFIX = ".safetensors"
+_MAX_ENTRIES = 1000
+"""Maximum number of entries of a folder that are looked at for a hint."""
 UNDERSTOOD = (
     f"a PEFT folder ({CONFIG_NAME} beside {peft.WEIGHTS_NAME} or {peft.TORCH_WEIGHTS_NAME}), "
     f"a TensorRT-LLM folder ({trtllm.WEIGHTS_NAME} beside {' or '.join(trtllm.CONFIG_NAMES)}), "
@@ -233,7 +236,18 @@ def _input_at(place: Path, path: str, limits: StagingLimits) -> AdapterInput:
         return PeftFolder(place, limits)
     if (place / trtllm.WEIGHTS_NAME).exists():
         return PairFolder(place)
-    raise InvalidAdapterError(f"{path} holds no adapter; understood are {UNDERSTOOD}")
+    raise InvalidAdapterError(f"{path} holds no adapter{_hint(place)}; understood are {UNDERSTOOD}")
+
+
+def _hint(folder: Path) -> str:
+    """Return where the adapters of a training run are: in folders such as checkpoint-500."""
+    entries = itertools.islice(folder.iterdir(), _MAX_ENTRIES)
+    names = [entry.name for entry in entries if (entry / CONFIG_NAME).is_file()]
+    if not names:
+        return ""
+    # checkpoint-1000 is after checkpoint-500.
+    newest = max(names, key=lambda name: (len(name), name))
+    return f", but the {len(names)} folders in it do, such as {newest}: give one of them"
 
 
 def _resolve(path: str) -> Path:

@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 PEFT_CONFIG_NAME = "adapter_config.json"
 _ADAPTER_FILES = (PEFT_CONFIG_NAME, "model.lora_weights.npy")
+_BASE_CONFIG = "config.json"
+"""File of a base model's folder, whose .safetensors files are its weights."""
 _FILE_SUFFIX = ".safetensors"
 _MAX_DEPTH = 16
 _MAX_LIST_BYTES = 16 << 20
@@ -50,7 +52,8 @@ def find_below(root: Path, log: Log = logger.warning, states: PathStates | None 
     """Find every adapter below a folder, at any depth, named by its relative path.
 
     A .safetensors file is named without its suffix: `team/v1.2` is
-    team/v1.2.safetensors or the folder team/v1.2. states: notes what is read. Raises ConfigError.
+    team/v1.2.safetensors or the folder team/v1.2. The weights of a base model are no adapters.
+    states: notes what is read. Raises ConfigError.
     """
     root = root.expanduser()
     found = sorted(_below(root, "", 0, log, states or PathStates()))
@@ -71,7 +74,8 @@ def find_named(root: Path, name: str) -> Path | None:
         if any(one.is_symlink() or _is_adapter(one) for one in above):
             return None  # find_below skips it too: folders inside an adapter are checkpoints
         path = folder if folder.is_dir() and _is_adapter(folder) else file
-        is_there = path.is_dir() or path.is_file()
+        is_of_base = path == file and (file.parent / _BASE_CONFIG).is_file()
+        is_there = path.is_dir() or (path.is_file() and not is_of_base)
         inside = path.resolve().is_relative_to(root.resolve()) and _stays(path, root.resolve())
     except (OSError, RuntimeError, ValueError):  # includes names that no file can have
         return None
@@ -127,14 +131,16 @@ def _below(
     if depth > _MAX_DEPTH:
         log("%s is deeper than %d folders: left out", folder, _MAX_DEPTH)
         return
-    for entry in _entries(folder, states):
+    entries = _entries(folder, states)
+    has_base = any(entry.name == _BASE_CONFIG for entry in entries)
+    for entry in entries:
         name = prefix + entry.name
         if _is_adapter(entry):
             yield name, entry
         elif entry.is_dir():
             if not entry.is_symlink():  # a link may lead back here
                 yield from _below(entry, f"{name}/", depth + 1, log, states)
-        elif entry.name.endswith(_FILE_SUFFIX):
+        elif entry.name.endswith(_FILE_SUFFIX) and not has_base:
             yield name.removesuffix(_FILE_SUFFIX), entry
 
 

@@ -181,3 +181,11 @@ class TestNamedBelowARoot:
 
     def test_a_name_that_no_file_can_have(self, tmp_path):
         assert find_named(tmp_path, "a" * 5000) is None
+
+
+def test_the_weights_of_a_base_model_are_no_adapter(tmp_path):
+    put(tmp_path / "base", "config.json")
+    put(tmp_path / "base", "model.safetensors")
+    put(tmp_path / "zh")
+    assert names(find_below(tmp_path)) == ["zh"]
+    assert find_named(tmp_path, "base/model") is None
