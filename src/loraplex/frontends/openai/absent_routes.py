@@ -3,7 +3,7 @@ is served instead. 404, because clients try again after a 5xx.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -28,7 +28,11 @@ class AbsentRoute(NamedTuple):
         return Feature(self.path, Support.REFUSED, self.instead)
 
 
+_READ: Final = "the document of this API is /openapi.json; a browser opens /console/"
+
 ABSENT = (
+    AbsentRoute("/docs", _READ),
+    AbsentRoute("/redoc", _READ),
     AbsentRoute("/v1/embeddings"),
     AbsentRoute("/v1/moderations"),
     AbsentRoute("/v1/images"),

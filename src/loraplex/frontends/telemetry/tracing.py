@@ -21,7 +21,7 @@ class Traces(Protocol):
 def open_traces(target: TraceTarget) -> Traces | None:
     """Open the destination; None if the packages for it are not installed.
 
-    Raises ConfigError in that case if a setting of loraplex asks for traces: a variable of the
+    Raises ConfigError in that case if a setting of loraplex names it: a variable of the
     environment may be meant for other programs.
     """
     try:
