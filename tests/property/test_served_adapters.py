@@ -7,8 +7,6 @@ tokens and the adapter's digest, and whose blocks know what they hold. The devic
 
 import asyncio
 import dataclasses
-import functools
-import hashlib
 import shutil
 import tempfile
 from pathlib import Path
@@ -18,9 +16,6 @@ import msgspec
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from loraplex.adapters.canonical import canonical_path
-from loraplex.adapters.shapes import BaseShapes
-from loraplex.adapters.staged import StagedAdapter
 from loraplex.adapters.staging import RequestTensor
 from loraplex.adapters.store import AdapterStore
 from loraplex.core.adapter import (
@@ -32,27 +27,19 @@ from loraplex.core.adapter import (
     LoadPolicy,
 )
 from loraplex.core.clock import SystemClock
-from loraplex.core.config import ModelConfig
 from loraplex.core.errors import AdapterNotFoundError, StepFailedError
 from loraplex.core.principal import LOCAL
 from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
-from loraplex.demo import BASE_PATH
 from loraplex.serving import admission
 from loraplex.serving.adapter_cards import UnloadMode
-from loraplex.serving.backend import ModelCard
-from loraplex.serving.engines.async_engine import AsyncEngine
 from loraplex.serving.request_metrics import RequestMetrics
-from loraplex.serving.served_model import ServedModel
 from loraplex.serving.service import Service
-from loraplex.serving.text.chat_renderer import ChatRenderer
-from loraplex.text.tokenizer import load_tokenizer
 from support.engine_requests import engine_request
 from support.examples import examples
-from support.fake_engine_process import FakeEngineSettings, fake_engine_thread
-from support.fake_loader import fake_source
 from support.fake_model import FakeModel
 from support.fake_runner import FAKE_CAPACITY
+from support.fake_served_model import FakeStaging, digest_of, fake_served_model
 
 CAPACITY = msgspec.structs.replace(FAKE_CAPACITY, vocab_size=1024, num_adapter_pages=2)
 MODEL = FakeModel(CAPACITY.vocab_size)
@@ -63,63 +50,10 @@ TASK_IDS = st.sampled_from([0, 7])
 CONTENTS = st.sampled_from("abcd")
 
 
-def digest_of(content: str) -> str:
-    return hashlib.sha256(content.encode()).hexdigest()
-
-
-@functools.cache
-def tokenizer():
-    return load_tokenizer(BASE_PATH)
-
-
-class FakeStaging:
-    """A path's or a tensor's name is its content. Canonical adapter files exist and are empty."""
-
-    def __init__(self, state_dir: Path) -> None:
-        self._state_dir = state_dir
-
-    async def stage(self, path: str, **_) -> StagedAdapter:
-        digest = digest_of(path)
-        file = canonical_path(self._state_dir, digest)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch()
-        source = fake_source(digest, CAPACITY.page_geometry)
-        return StagedAdapter(source=source, dtypes=("F32",), num_tensors=2)
-
-    async def stage_tensors(self, weights, config, **requested) -> StagedAdapter:
-        return await self.stage(bytes(weights.view).decode(), **requested)
-
-    async def start(self):
-        pass
-
-    async def close(self) -> None:
-        pass
-
-
 def build(state_dir: Path) -> Service:
-    card = ModelCard(
-        name="m",
-        path="/m",
-        created=1,
-        max_model_len=2048,
-        vocab_size=CAPACITY.vocab_size,
-        eos_token_id=0,
-        pad_token_id=0,
-        dtype="float32",
-        kv_dtype="float32",
-    )
-    engine = fake_engine_thread(FakeEngineSettings(capacity=CAPACITY))
-    model = ServedModel(
-        card=card,
-        tokenizer=tokenizer(),
-        chats=ChatRenderer({}),
-        eos_token_ids=(0,),
-        shapes=BaseShapes(20, {"q": (64, 64)}),
-        config=ModelConfig(path=card.path),
-        store=AdapterStore.open(state_dir),
-        engine=AsyncEngine("m", engine, SystemClock()),
-    )
-    return Service([model], FakeStaging(state_dir), RequestMetrics(["m"]), SystemClock())
+    model = fake_served_model(AdapterStore.open(state_dir), CAPACITY)
+    staging = FakeStaging(state_dir, CAPACITY)
+    return Service([model], staging, RequestMetrics(["m"]), SystemClock())
 
 
 def expected(digest: str, num_tokens: int) -> list[int]:

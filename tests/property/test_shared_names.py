@@ -5,8 +5,6 @@ server may miss any number of readings, restart, and fail to stage.
 """
 
 import asyncio
-import functools
-import hashlib
 import json
 import shutil
 import tempfile
@@ -16,15 +14,10 @@ import hypothesis.strategies as st
 import msgspec
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from loraplex.adapters.canonical import canonical_path
 from loraplex.adapters.declaration_places import open_place
-from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.shared_declarations import SharedDeclarations
-from loraplex.adapters.staged import StagedAdapter
 from loraplex.adapters.store import AdapterStore
 from loraplex.core.adapter import AdapterChoice, AdapterRef, ByName
-from loraplex.core.clock import SystemClock
-from loraplex.core.config import ModelConfig
 from loraplex.core.errors import (
     AdapterExistsError,
     AdapterLoadError,
@@ -35,58 +28,18 @@ from loraplex.core.errors import (
 from loraplex.core.principal import LOCAL
 from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
-from loraplex.demo import BASE_PATH
-from loraplex.serving.backend import ModelCard
-from loraplex.serving.engines.async_engine import AsyncEngine
 from loraplex.serving.request_metrics import RequestMetrics
-from loraplex.serving.served_model import ServedModel
 from loraplex.serving.service import Service
-from loraplex.serving.text.chat_renderer import ChatRenderer
 from loraplex.testing.fake_clock import FakeClock
-from loraplex.text.tokenizer import load_tokenizer
 from support.examples import examples
-from support.fake_engine_process import FakeEngineSettings, fake_engine_thread
-from support.fake_loader import fake_source
 from support.fake_runner import FAKE_CAPACITY
+from support.fake_served_model import FakeStaging, digest_of, fake_served_model
 
 CAPACITY = msgspec.structs.replace(FAKE_CAPACITY, vocab_size=1024)
 NAMES = st.sampled_from(["cats", "dogs"])
 CONTENTS = st.sampled_from(["/a", "/b", "/c"])
 SERVERS = st.sampled_from([0, 1])
 AN_HOUR = 3600
-
-
-def digest_of(content: str) -> str:
-    return hashlib.sha256(content.encode()).hexdigest()
-
-
-@functools.cache
-def tokenizer():
-    return load_tokenizer(BASE_PATH)
-
-
-class FakeStaging:
-    """A path is its content; one of them may be away. Canonical adapter files are empty."""
-
-    def __init__(self, state_dir: Path, away: set[str]) -> None:
-        self._state_dir = state_dir
-        self._away = away
-
-    async def stage(self, path: str, **_) -> StagedAdapter:
-        await asyncio.sleep(0)
-        if path in self._away:
-            raise AdapterLoadError(f"{path} is away")
-        file = canonical_path(self._state_dir, digest_of(path))
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch()
-        source = fake_source(digest_of(path), CAPACITY.page_geometry)
-        return StagedAdapter(source=source, dtypes=("F32",), num_tensors=2)
-
-    async def start(self):
-        pass
-
-    async def close(self) -> None:
-        pass
 
 
 class Server:
@@ -99,32 +52,10 @@ class Server:
         self.clock = FakeClock()
 
     async def start(self) -> None:
-        card = ModelCard(
-            name="m",
-            path="/m",
-            created=1,
-            max_model_len=2048,
-            vocab_size=CAPACITY.vocab_size,
-            eos_token_id=0,
-            pad_token_id=0,
-            dtype="float32",
-            kv_dtype="float32",
-        )
         self.store = AdapterStore.open(self.state_dir)
-        engine = fake_engine_thread(FakeEngineSettings(capacity=CAPACITY))
-        model = ServedModel(
-            card=card,
-            tokenizer=tokenizer(),
-            chats=ChatRenderer({}),
-            eos_token_ids=(0,),
-            shapes=BaseShapes(20, {"q": (64, 64)}),
-            config=ModelConfig(path=card.path),
-            store=self.store,
-            engine=AsyncEngine("m", engine, SystemClock()),
-        )
         self.service = Service(
-            [model],
-            FakeStaging(self.state_dir, self._away),
+            [fake_served_model(self.store, CAPACITY)],
+            FakeStaging(self.state_dir, CAPACITY, self._away),
             RequestMetrics(["m"]),
             self.clock,
             declarations=SharedDeclarations(open_place(self._folder), self._folder, 100),
