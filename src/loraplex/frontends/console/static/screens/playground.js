@@ -22,8 +22,7 @@ const NUM_FIRST = 2;
 /** What the screen was before the reader looked at another one. */
 let kept = { tenant: "", setup: null, run: null };
 
-/** @param {{route: import("../lib/route.js").Route}} props */
-export function Screen({ route }) {
+export function Screen() {
   const { tenant } = useMe();
   const [setup, setSetup] = useState(() => {
     keepOnlyOf(tenant);
@@ -31,9 +30,8 @@ export function Screen({ route }) {
     return kept.setup ?? savedSetup();
   });
   const models = usePoll(async (signal) => baseNames(await get("/v1/models", signal)), 0);
-  const named = route.query.get("adapter");
   useEffect(() => {
-    if (!setup) firstSetup(named).then(setSetup, () => setSetup(newSetup()));
+    if (!setup) firstSetup().then(setSetup, () => setSetup(newSetup()));
   }, []);
   if (!setup) return html`<h1>${t("playground.title")}</h1>`;
   return html`<${Playground} setup=${setup} setSetup=${setSetup} models=${models.data ?? []} />`;
@@ -42,10 +40,10 @@ export function Screen({ route }) {
 /** Base models, without their adapters. */
 const baseNames = ({ data }) => data.filter(({ parent }) => !parent).map(({ id }) => id);
 
-/** The base beside an adapter that a link names, or the first ones that there are. */
-async function firstSetup(named) {
-  const found = await adaptersLike(named ?? "", "");
-  const chosen = named ? found.filter(({ name }) => name === named) : found.slice(0, NUM_FIRST);
+/** The first base beside its first adapters. */
+async function firstSetup() {
+  const [base = ""] = baseNames(await get("/v1/models"));
+  const chosen = (await adaptersLike("", base)).slice(0, NUM_FIRST);
   const columns = chosen.map(({ name, digest }) => [{ name, digest, scale: 1 }]);
   return { ...newSetup(), columns: [[], ...columns] };
 }
