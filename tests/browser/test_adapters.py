@@ -268,3 +268,33 @@ def test_nothing_is_polled_while_the_page_is_hidden(visits):
     page.evaluate("delete document.hidden; document.dispatchEvent(new Event('visibilitychange'))")
     with page.expect_response(re.compile("/v1/adapters")):
         pass
+
+
+def test_the_list_stays_while_the_server_is_gone(visits):
+    visits.expect_gone()
+    page = visits.open("adapters")
+    row(page, "chinese").wait_for()
+    page.route("**/v1/adapters?limit*", lambda route: route.abort())
+    page.locator(".state.bad").get_by_text("cannot be reached").wait_for()
+    assert row(page, "chinese").count() == 1, "old rows stay"
+    page.unroute("**/v1/adapters?limit*")
+    page.get_by_role("button", name="Try again").click()
+    page.locator(".state.bad").wait_for(state="detached")
+    assert row(page, "chinese").count() == 1
+
+
+def test_without_adapters_the_page_names_the_command_that_loads_one(visits):
+    page = visits.open()
+    empty = {"object": "list", "data": [], "next": None, "total": 0}
+    page.route("**/v1/adapters?limit*", lambda route: route.fulfill(json=empty))
+    page.get_by_role("navigation").get_by_role("link", name="Adapters").click()
+    page.get_by_text("loraplex adapters load NAME").wait_for()
+
+
+def test_a_refusal_is_shown(visits):
+    visits.expect_status(403)
+    page = visits.open()
+    refusal = {"error": {"message": "tenant 'x' may not list adapters", "code": "denied"}}
+    page.route("**/v1/adapters?limit*", lambda route: route.fulfill(status=403, json=refusal))
+    page.get_by_role("navigation").get_by_role("link", name="Adapters").click()
+    page.get_by_role("alert").get_by_text("may not list adapters").wait_for()
