@@ -19,7 +19,11 @@ from support.eventually import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("uploads")]
 
-FLAGS = ("--frontend-processes", "2", "--uploads", "--max-body-bytes", "65536")
+MAX_BYTES = 8 << 20
+FLAGS = (
+    *("--frontend-processes", "2", "--uploads", "--max-body-bytes", "1048576"),
+    *("--max-adapter-bytes", str(MAX_BYTES)),
+)
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 NOW = datetime.datetime(2026, 1, 31, tzinfo=datetime.UTC)
 TABLES = '[tenants.acme]\nmanage = "all"\n[tenants.umbrella]\nmanage = "all"\n[tenants.reader]\n'
@@ -189,6 +193,25 @@ def test_a_dry_run_in_detail(site, server, tmp_path):
 
         taken = load(client, "upload://x", name="t", details=True)
         assert (taken.status_code, taken.json()["error"]["param"]) == (400, "details")
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_what_is_too_large_gets_a_response(site, server, is_chunked):
+    data = bytes(MAX_BYTES + 1)
+
+    def pieces():
+        for start in range(0, len(data), 65536):
+            yield data[start : start + 65536]
+
+    for _ in range(4):  # over either process
+        with site.client(server) as client:
+            path = client.post("/v1/uploads").json()["path"]
+            content = pieces() if is_chunked else data
+            response = client.put(f"{url_of(path)}/{FILES[1]}", content=content)
+            assert response.status_code == 413, response.text
+            assert "max_adapter_bytes" in response.json()["error"]["message"]
+            assert client.get(url_of(path)).json()["files"] == []
+            assert client.delete(url_of(path)).status_code == 200
 
 
 def test_without_the_right(site, server):
