@@ -160,7 +160,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     start = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=FrontendStart)
     settings = start.config.server
-    set_up_logging(settings.log_level)
+    set_up_logging(settings)
     raise_open_file_limit(settings.max_connections)
 
     async def run() -> None:

@@ -23,8 +23,10 @@ from loraplex.app.local_paths import with_local_paths
 from loraplex.app.open_files import raise_open_file_limit
 from loraplex.app.start_checks import check_memory, check_start
 from loraplex.core.config import Config, ModelConfig
+from loraplex.core.environment import set_log_format
 from loraplex.core.errors import LoraplexError
 from loraplex.core.log_lines import log_to_standard_error
+from loraplex.core.server_config import ServerConfig
 from loraplex.serving.engines.link import EngineLauncher, EngineLink, LinkFactory, ProcessLink
 from loraplex.serving.wire_request import current_request
 
@@ -56,7 +58,7 @@ def run_server(
     """
     if process_name:
         name_process(process_name)
-    set_up_logging(config.server.log_level)
+    set_up_logging(config.server)
     raise_open_file_limit(config.server.max_connections)
     check_start(config)
     for name, model in config.models.items():
@@ -72,9 +74,10 @@ def name_process(name: str) -> None:
         Path("/proc/self/comm").write_text(name, encoding="ascii")
 
 
-def set_up_logging(level: str) -> None:
-    """Log to standard error, from the level of the setting log_level on."""
-    log_to_standard_error(level, more="%(request)s")
+def set_up_logging(settings: ServerConfig) -> None:
+    """Log to standard error, by the settings log_level and log_format."""
+    set_log_format(settings.log_format)
+    log_to_standard_error(settings.log_level, more="%(request)s")
     for name in _CHATTY:
         logging.getLogger(name).setLevel(max(logging.INFO, logging.getLogger().level))
     for handler in logging.getLogger().handlers:

@@ -176,7 +176,7 @@ def _print(
 def _serve(config: Config, files: "LlgtrtConfig", api_key: str | None) -> None:
     from loraplex.app.launch import run_server, set_up_logging  # noqa: PLC0415
 
-    set_up_logging(config.server.log_level)
+    set_up_logging(config.server)
     for sentence in files.notes():
         logger.info("%s", sentence)
     if api_key is None:

@@ -59,7 +59,7 @@ def serve(
         # `--help` must not wait for what a server needs.
         from loraplex.app.launch import run_server, set_up_logging  # noqa: PLC0415
 
-        set_up_logging(resolved.server.log_level)
+        set_up_logging(resolved.server)
         refuse_if_open(resolved.server)
         run_server(resolved, functools.partial(print, flush=True))
 

@@ -109,7 +109,7 @@ def serve_repositories(
     )
     if "log_file" in theirs:
         send_standard_error_to(Path(theirs["log_file"]))
-    set_up_logging(config.server.log_level)
+    set_up_logging(config.server)
     _log_start(repository, theirs, config)
     run_server(
         config,

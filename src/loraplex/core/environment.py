@@ -21,6 +21,8 @@ _API_KEY_FILE = "LORAPLEX_API_KEY_FILE"
 _NO_SETTINGS = (_API_KEYS, _API_KEY, _API_KEY_FILE)
 KEY_HINT = f"this program takes its key from {_API_KEY}, or the file of {_API_KEY_FILE}"
 """Advice for the user whose key a server refuses."""
+_LOG_FORMAT = "LORAPLEX_LOG_FORMAT"
+"""Variable of the setting log_format, and what carries it to our own processes."""
 _OTLP_ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 _OTLP_TRACES_ENDPOINT = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 _TRACES_PATH = "/v1/traces"
@@ -152,10 +154,33 @@ def cache_directory() -> Path:
     return Path(base).expanduser() / "loraplex"
 
 
+def log_format() -> str:
+    """Return the format of log lines in this process: text or json."""
+    return os.environ.get(_LOG_FORMAT, "text")
+
+
+def set_log_format(chosen: str) -> None:
+    """Set the format of this process and of those that it starts."""
+    if chosen == "text":
+        os.environ.pop(_LOG_FORMAT, None)
+    else:
+        os.environ[_LOG_FORMAT] = chosen
+
+
+def has_colours(*, is_terminal: bool) -> bool:
+    """Return whether output may have colours, by the convention of https://no-color.org."""
+    return is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
 def child_environment() -> dict[str, str]:
-    """Return the environment of our own processes, which receive their settings by message."""
+    """Return the environment of our own processes, which receive their settings by message.
+
+    The format of log lines stays in it: a process logs before its first message.
+    """
     environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(ENVIRONMENT_PREFIX) or name == _LOG_FORMAT
     }
     environment.setdefault(*_SLEEPING_THREADS)
     return environment

@@ -320,6 +320,15 @@ class ServerConfig(AdapterSourceSettings, frozen=True, kw_only=True):
             choices=("debug", "info", "warning", "error"),
         ),
     ] = "info"
+    log_format: Annotated[
+        str,
+        _logs(
+            "Format of log lines: text or json",
+            "`json`: one object a line, with `time`, `level`, `source`, `message`, and in a "
+            "request `request_id` and `trace_id`.",
+            choices=("text", "json"),
+        ),
+    ] = "text"
     metrics_config: Annotated[
         tuple[str, ...],
         _logs(

@@ -113,7 +113,7 @@ class LoraplexReplica:
     async def __init__(self, settings: bytes) -> None:  # type: ignore[misc]
         """Start the server. settings: an encoded Config."""
         config = msgspec.msgpack.decode(settings, type=Config)
-        set_up_logging(config.server.log_level)
+        set_up_logging(config.server)
         raise_open_file_limit(config.server.max_connections)
         asyncio.get_running_loop().set_default_executor(FairThreadPool())
         self._stack = contextlib.AsyncExitStack()

@@ -1,7 +1,12 @@
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from loraplex.core.environment import has_colours
 
 PROGRAM = """
 import logging
@@ -31,6 +36,10 @@ def test_a_line_has_level_time_source_and_message():
 REDIRECTED = """
 import subprocess, sys
 from pathlib import Path
+
+import pytest
+
+from loraplex.core.environment import has_colours
 from loraplex.core.log_lines import log_to_standard_error, send_standard_error_to
 
 send_standard_error_to(Path(sys.argv[1]))
@@ -64,3 +73,47 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     done = redirected(tmp_path / "gone" / "log.txt")
     assert done.returncode == 1
     assert f"--log-file {tmp_path}/gone/log.txt cannot be written: No such file" in done.stderr
+
+
+AS_JSON = """
+import logging
+from loraplex.core.environment import child_environment, set_log_format
+from loraplex.core.log_lines import log_to_standard_error
+
+set_log_format("json")
+assert child_environment()["LORAPLEX_LOG_FORMAT"] == "json"
+log_to_standard_error("info", "engine", "%(request)s")
+logging.getLogger("a").info("two\\nlines", extra={"request": " [r t]"})
+try:
+    1 / 0
+except ZeroDivisionError:
+    logging.getLogger("a").exception("it failed")
+set_log_format("text")
+assert "LORAPLEX_LOG_FORMAT" not in child_environment()
+"""
+
+
+def test_json_has_one_object_a_line() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", AS_JSON], check=True, capture_output=True, text=True, timeout=60
+    )
+    first, second = map(json.loads, run.stderr.splitlines())
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", first.pop("time"))
+    assert first == {
+        "level": "info",
+        "source": "engine",
+        "message": "two\nlines",
+        "request_id": "r",
+        "trace_id": "t",
+    }
+    assert second["level"] == "error"
+    assert "ZeroDivisionError" in second["exception"]
+
+
+def test_colours_are_for_terminals_that_want_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert has_colours(is_terminal=True)
+    assert not has_colours(is_terminal=False)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not has_colours(is_terminal=True)
