@@ -13,6 +13,7 @@ thread, so that a core of two is left for the viewers. Writes results/console.js
 import argparse
 import itertools
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -35,6 +36,7 @@ MODELS = ("capitals", "chinese", "japanese")
 ROWS = 8
 TOKENS = 400
 POLL_SECONDS = 0.5
+NUM_POLLS = 200
 REQUEST = {"max_tokens": TOKENS, "ignore_eos": True, "temperature": 0}
 
 
@@ -96,6 +98,7 @@ def run(server: RunningServer, prompts: Iterator[int], num_viewers: int) -> dict
     lora = [step["timing"]["lora_ns"] / 1e6 for step in steps if step["num_rows"] == ROWS]
     return {
         "viewers": num_viewers,
+        "load": os.getloadavg()[0],
         "steps": len(full),
         "median_ms": statistics.median(full),
         "processor_ms": computed_ns / 1e6 / len(steps),
@@ -103,7 +106,30 @@ def run(server: RunningServer, prompts: Iterator[int], num_viewers: int) -> dict
     }
 
 
-def measure(rounds: int, consoles: int) -> list[dict[str, Any]]:
+def poll_cost(server: RunningServer) -> tuple[float, float]:
+    """Return the server's and the engine's processor time for a poll of 200 steps, in ms."""
+    engine = engine_pid(server)
+    assert engine is not None
+    since = json.loads(server.get("/v1/iterations?limit=201")[1])[0]["start_ns"]
+    paths = (
+        f"/v1/iterations?after_ns={since}&limit=1000",
+        "/v1/internal/stats?model=capitals",
+    )
+    pids = (server.process.pid, engine)
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        before = [processor_ns(pid) for pid in pids]
+        for _ in range(NUM_POLLS):
+            for path in paths:
+                client.get(path).raise_for_status()
+    own, of_engine = (
+        (processor_ns(pid) - start) / NUM_POLLS / 1e6
+        for pid, start in zip(pids, before, strict=True)
+    )
+    return own, of_engine
+
+
+def measure(rounds: int, consoles: int) -> tuple[list[dict[str, Any]], str]:
+    """Return the runs, and what a poll costs, as a sentence."""
     prompts = itertools.count()
     rows = []
     with (
@@ -116,7 +142,12 @@ def measure(rounds: int, consoles: int) -> list[dict[str, Any]]:
             for num_viewers in (0, consoles) if number % 2 else (consoles, 0):
                 rows.append({"round": number, **run(server, prompts, num_viewers)})
                 print(rows[-1], flush=True)
-    return rows
+        own, of_engine = poll_cost(server)
+    share = own * consoles / POLL_SECONDS / 10
+    return rows, (
+        f"A poll of 200 steps costs the server {own:.2f} ms of a core and the engine "
+        f"{of_engine:.3f} ms: {consoles} consoles take {share:.1f} % of a core from the server."
+    )
 
 
 def report(rows: list[dict[str, Any]], consoles: int) -> str:
@@ -133,6 +164,8 @@ def report(rows: list[dict[str, Any]], consoles: int) -> str:
         middle = [statistics.median(values) for values in (without, viewed, ratios)]
         values = [f"{value:.3f}" for value in (*middle, min(ratios), max(ratios))]
         lines.append(f"| {name} | {' | '.join(values)} |")
+    load = statistics.median(row["load"] for row in rows)
+    lines += ["", f"Processes that wanted a core meanwhile: {load:.1f} of {os.cpu_count()} cores."]
     return "\n".join(lines)
 
 
@@ -146,8 +179,8 @@ def main() -> None:
         for _ in range(arguments.consoles):
             threading.Thread(target=view, args=(arguments.view,)).start()
         return
-    rows = measure(arguments.rounds, arguments.consoles)
-    text = report(rows, arguments.consoles)
+    rows, cost = measure(arguments.rounds, arguments.consoles)
+    text = f"{report(rows, arguments.consoles)}\n\n{cost}"
     write_report("console", "Step time with open consoles", rows, text)
     print(text)
 
