@@ -1,12 +1,23 @@
 """Requests: the newest ones, what runs, filters and details."""
 
 import json
+import re
 import urllib.request
 
 import pytest
 
 from loraplex.testing.running_server import MODEL
 from support.listed_requests import complete, rows
+
+
+def set_hidden(page, *, is_hidden):
+    """Hide a page, or show it again, as another tab in front of it does."""
+    page.evaluate(
+        "(hidden) => { Object.defineProperty(document, 'hidden', "
+        "{ get: () => hidden, configurable: true });"
+        " document.dispatchEvent(new Event('visibilitychange')); }",
+        is_hidden,
+    )
 
 
 def test_nothing_yet_then_a_request(visits, server):
@@ -84,14 +95,28 @@ def test_rows_by_keys(visits, server):
 def test_a_hidden_page_sends_nothing(visits, server):
     page = visits.open("requests")
     page.get_by_role("heading", name="Requests").wait_for()
-    page.evaluate(
-        "Object.defineProperty(document, 'hidden', {get: () => true, configurable: true})"
-    )
+    set_hidden(page, is_hidden=True)
     page.wait_for_timeout(1500)
     sent = []
     page.on("request", lambda request: sent.append(request.url))
     page.wait_for_timeout(2500)
     assert [url for url in sent if "/v1/requests" in url] == []
+
+
+def test_more_requests_than_are_shown(visits, server):
+    page = visits.open("requests")
+    page.get_by_text(re.compile(r"\d+ open|Send one")).wait_for()
+    set_hidden(page, is_hidden=True)
+    page.wait_for_timeout(1500)
+    for _ in range(350):
+        complete(server, model="nowhere")
+    complete(server, model="chinese")
+    sent = []
+    page.on("request", lambda request: sent.append(request.url))
+    set_hidden(page, is_hidden=False)
+    rows(page).first.get_by_text("chinese").wait_for()
+    assert len([url for url in sent if "/v1/requests" in url]) <= 3
+    assert rows(page).count() == 100
 
 
 @pytest.mark.parametrize("width", [390, 360])

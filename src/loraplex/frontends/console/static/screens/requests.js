@@ -55,6 +55,8 @@ export function Screen({ route }) {
 async function newest(asked, signal, before) {
   const cursor = before ? `&after=${before.next}` : "";
   const page = await get(`/v1/requests?limit=${MAX_ROWS}${cursor}&${asked}`, signal);
+  // More came than are shown: only the newest matter.
+  if (before && page.requests.length === MAX_ROWS) return newest(asked, signal, null);
   const rows = [...page.requests].reverse();
   return { ...page, rows: [...rows, ...(before?.rows ?? [])].slice(0, MAX_ROWS) };
 }
