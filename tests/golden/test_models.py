@@ -4,6 +4,7 @@ Tiny random checkpoints; the runner is driven by hand-made plans.
 """
 
 import dataclasses
+import functools
 import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -168,6 +169,14 @@ class Subject:
     reference: PeftModel
     adapters: Mapping[int, HostAdapter]
 
+    @functools.cached_property
+    def expected(self) -> dict[str | None, tuple[torch.Tensor, list[int]]]:
+        """What the reference gives for PROMPTS, by adapter: its logits and its tokens."""
+        return {
+            adapter: reference_completion(self.reference, adapter, prompt, NUM_NEW_TOKENS)
+            for adapter, prompt in PROMPTS.items()
+        }
+
     def driver(
         self, *, scrambled: bool = False, **settings: Any
     ) -> tuple[StepDriver, RecordingSampler]:
@@ -213,19 +222,23 @@ PROMPTS = {
 }
 
 
+# Half precision is quick on both.
+quick_on_fastest = pytest.mark.parametrize(
+    "backend", ["fastest", pytest.param("reference", marks=pytest.mark.slow)], indirect=True
+)
+
+
+@quick_on_fastest
 def test_same_logits_and_tokens_as_transformers(subject: Subject) -> None:
     driver, sampler = subject.driver()
-    for adapter, prompt in PROMPTS.items():
-        logits, tokens = reference_completion(subject.reference, adapter, prompt, NUM_NEW_TOKENS)
+    for adapter, (logits, tokens) in subject.expected.items():
         sampler.logits.clear()
-        (generated,) = driver.generate([prompt], NUM_NEW_TOKENS, prompt_logits=True)
+        (generated,) = driver.generate([PROMPTS[adapter]], NUM_NEW_TOKENS, prompt_logits=True)
         assert relative_error(sampler.logits[0], logits) < FLOAT32_TOLERANCE, adapter
         assert generated == tokens, adapter
 
 
-@pytest.mark.parametrize(
-    "backend", ["fastest", pytest.param("reference", marks=pytest.mark.slow)], indirect=True
-)
+@quick_on_fastest
 def test_same_bits_in_company_in_chunks_and_in_other_blocks(subject: Subject) -> None:
     prompts = list(PROMPTS.values())
     driver, sampler = subject.driver()
@@ -240,6 +253,7 @@ def test_same_bits_in_company_in_chunks_and_in_other_blocks(subject: Subject) ->
         assert driver.generate(prompts[::-1], NUM_NEW_TOKENS, chunk_size=chunk_size) == alone[::-1]
 
 
+@quick_on_fastest
 def test_adapters_change_the_completions(subject: Subject) -> None:
     """Or the other tests would prove nothing about them."""
     tokens = PROMPTS["all"].token_ids
