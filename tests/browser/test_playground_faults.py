@@ -1,12 +1,16 @@
 """The playground while the engine or the server dies."""
 
+import contextlib
+import json
 import os
 import re
 import signal
+import threading
+import time
 
 import pytest
 
-from loraplex.testing.running_server import running, serving
+from loraplex.testing.running_server import MODEL, running, serving
 from support.engine_kills import engine_pid
 from support.playground_page import (
     column,
@@ -19,7 +23,9 @@ from support.playground_page import (
     write_for_long,
 )
 
-NUM_TOKENS = 700
+NUM_TOKENS = 1500
+"""So many that no output ends before the engine or the server does."""
+STATS = "/v1/internal/stats"
 
 
 @pytest.fixture
@@ -29,17 +35,31 @@ def server(tmp_path):
         yield server
 
 
+@contextlib.contextmanager
+def killing_its_engine(server):
+    """Kill the server's engine when it has generated a few tokens, however slow the browser is."""
+
+    def kill():
+        while json.loads(server.get(STATS)[1])["models"][MODEL]["engine"]["generation_tokens"] < 20:
+            time.sleep(0.01)
+        os.kill(engine_pid(server), signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    yield
+    killer.join()
+
+
 def test_an_engine_that_is_killed_leaves_the_outputs_whole(visits, server):
     page = visits.open()
     write_for_long(page, NUM_TOKENS)
-    send(page)
-    wait_for_text(page, "Base", 40)
     visits.expect_status(503)  # of its health, until the engine is back
-    os.kill(engine_pid(server), signal.SIGKILL)
-    wait_until_done(page)
+    with killing_its_engine(server):
+        send(page)
+        wait_until_done(page)
     page.get_by_text("The engine was restarted meanwhile, and the output went on.").wait_for()
     interrupted = {name: text_of(page, name) for name in ("Base", "chinese", "japanese")}
-    assert f"{NUM_TOKENS} tokens" in column(page, "Base").text_content()
+    assert f"{NUM_TOKENS:,} tokens" in column(page, "Base").text_content()
     run(page)
     wait_until_done(page)
     assert {name: text_of(page, name) for name in interrupted} == interrupted
