@@ -17,8 +17,15 @@ EXPERTS = {
 }
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
-@pytest.mark.parametrize("config", [{}, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    ("config", "overlap"),
+    [
+        pytest.param({}, True, id="dense-overlap"),
+        pytest.param(EXPERTS, False, id="experts"),
+        pytest.param({}, False, id="dense", marks=pytest.mark.slow),
+        pytest.param(EXPERTS, True, id="experts-overlap", marks=pytest.mark.slow),
+    ],
+)
 def test_no_token_is_another(tmp_path: Path, config: dict[str, Any], overlap: bool) -> None:
     settings = RunnerSettings(
         dtype="float32",

@@ -13,7 +13,7 @@ from loraplex.core.output import FinishReason
 from loraplex.execution.adapters.host_adapters import HostAdapters
 from loraplex.execution.loading import load_parts
 from loraplex.models import rope_config
-from support.examples import num_examples
+from support.examples import num_examples, quick_and_slow
 from support.feature_schedules import (
     DYNAMIC,
     FEATURE_SETTINGS,
@@ -37,6 +37,8 @@ ROPES: dict[str, tuple[dict[str, Any], bool]] = {
     "dynamic": (DYNAMIC, False),
 }
 """Fields of config.json, and whether sequences that outgrow the border are computed again."""
+QUICK = ("float32", "window-int8-kv", "longrope")
+"""Together they have all types, windows and a rope that depends on the length; CI runs all."""
 NUM_SCHEDULES = num_examples(0.4)
 """Number of schedules for each model; each model has seeds of its own."""
 ENOUGH = 200
@@ -83,7 +85,9 @@ def check(model: str, folder: Path, num_schedules: int) -> Counter[str]:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("model", [*MODELS, *ROPES])
+@pytest.mark.parametrize(
+    "model", quick_and_slow(QUICK, [name for name in [*MODELS, *ROPES] if name not in QUICK])
+)
 def test_schedules(tmp_path: Path, model: str) -> None:
     tally = check(model, tmp_path, NUM_SCHEDULES)
     assert tally["preemptions"] > 0
