@@ -61,10 +61,10 @@ def run_server(
     set_up_logging(config.server)
     raise_open_file_limit(config.server.max_connections)
     check_start(config)
-    for name, model in config.models.items():
-        logger.info("loading %s from %s on %s", name, model.path, model.device)
     local = with_local_paths(config)
     check_memory(local)
+    for name, model in local.models.items():
+        logger.info("loading %s from %s on %s", name, model.path, model.device)
     event_loop.run(_run_server(local, print_line, declarations, control, given_keys))
 
 

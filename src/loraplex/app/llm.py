@@ -14,13 +14,17 @@ from loraplex.app.engine import engine_thread
 from loraplex.app.launch import engine_process
 from loraplex.app.llm_arguments import (
     Adapter,
+    Chat,
     LoraArrays,
     RequestOptions,
     adapter_choices,
+    as_chats,
     as_prompts,
+    load_policy,
     lora_arrays,
     params_per_prompt,
     per_prompt,
+    with_key,
 )
 from loraplex.app.llm_outputs import Completion, Generated, Prompt, collect
 from loraplex.app.local_paths import with_local_paths
@@ -149,8 +153,27 @@ class LLM:
         params = params_per_prompt(sampling_params, len(listed))
         adapters = [adapter_choices(a) for a in per_prompt("adapter", adapter, len(listed))]
         arrays = lora_arrays(lora_task_id, lora_weights, lora_config, len(listed))
-        policy = _load_policy(load_lora_weights)
+        policy = load_policy(load_lora_weights)
         return self._wait(self._generate_all(listed, params, adapters, arrays, policy, options))
+
+    def chat(
+        self,
+        messages: Chat | Sequence[Chat],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        adapter: Adapter | Sequence[Adapter | None] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[Generated]:
+        """Continue conversations by the model's chat template, as `generate` completes prompts.
+
+        messages: one conversation, a list of {"role": ..., "content": ...}, or several.
+        """
+        model = self._service.model(self._model)
+        render = [model.render_chat(chat, tools=tools) for chat in as_chats(messages)]
+        texts = self._wait(_all_of(render))
+        prompts = [model.tokenize(text, add_special_tokens=False) for text in texts]
+        return self.generate(prompts, sampling_params, adapter=adapter, **options)
 
     def compare(
         self,
@@ -242,7 +265,7 @@ class LLM:
         options: RequestOptions,
     ) -> list[Generated]:
         keys = await _all_of(map(self._key, arrays))
-        choices = [_choices(*named) for named in zip(adapters, keys, strict=True)]
+        choices = [with_key(*named) for named in zip(adapters, keys, strict=True)]
         same = itertools.repeat(policy), itertools.repeat(options)
         requests = list(map(self._request, prompts, params, choices, *same))
         async with contextlib.AsyncExitStack() as stack:
@@ -339,16 +362,6 @@ async def _outputs(stream: Admission) -> list[RequestOutput]:
     return [output async for output in stream]
 
 
-def _choices(
-    adapters: tuple[AdapterChoice, ...], key: AdapterKey | None
-) -> tuple[AdapterChoice, ...]:
-    if key is None:
-        return adapters
-    if adapters:
-        raise InvalidRequestError("adapter and lora_task_id or lora_weights name two adapters")
-    return (AdapterChoice(key),)
-
-
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
     """Run the loop until it is stopped; then end its remaining tasks and threads."""
     asyncio.set_event_loop(loop)
@@ -359,16 +372,6 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
     loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
     loop.run_until_complete(loop.shutdown_default_executor())
     loop.close()
-
-
-def _load_policy(text: str) -> LoadPolicy:
-    try:
-        return LoadPolicy(text)
-    except ValueError:
-        known = ", ".join(LoadPolicy)
-        raise InvalidRequestError(
-            f"load_lora_weights must be one of {known}, got {text!r}", param="load_lora_weights"
-        ) from None
 
 
 def _config(

@@ -9,20 +9,23 @@ import dataclasses
 import operator
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 import numpy as np
 import torch
 
 from loraplex.adapters.staging import RequestTensor
 from loraplex.app.llm_outputs import Prompt
-from loraplex.core.adapter import AdapterChoice, ByName
+from loraplex.core.adapter import AdapterChoice, AdapterKey, ByName, LoadPolicy
 from loraplex.core.errors import InvalidRequestError, InvalidTensorError
 from loraplex.core.retention import KVRetention
 from loraplex.core.sampling_params import SamplingParams
 
 Adapter = str | Mapping[str, float]
 """A name, or names with the scales that they are composed with: {"fr": 0.7, "legal": 0.3}."""
+
+Chat = Sequence[Mapping[str, Any]]
+"""A conversation: messages with role and content."""
 
 _BFLOAT16 = "bfloat16"
 
@@ -189,3 +192,35 @@ def _tensor(name: str, value: Any) -> RequestTensor:
     little = np.ascontiguousarray(value, value.dtype.newbyteorder("<"))
     data = little.reshape(-1).view(np.uint8).data if little.size else b""
     return RequestTensor(dtype or value.dtype.name, value.shape, data)
+
+
+def load_policy(text: str) -> LoadPolicy:
+    try:
+        return LoadPolicy(text)
+    except ValueError:
+        known = ", ".join(LoadPolicy)
+        raise InvalidRequestError(
+            f"load_lora_weights must be one of {known}, got {text!r}", param="load_lora_weights"
+        ) from None
+
+
+def as_chats(messages: Chat | Sequence[Chat]) -> Sequence[Chat]:
+    """Return the conversations of one argument. Raises InvalidRequestError for an empty one."""
+    chats = [messages] if messages and isinstance(messages[0], Mapping) else messages
+    if not chats or not all(chats):
+        raise InvalidRequestError(
+            "give messages: a list of objects with role and content, or a list of such lists",
+            param="messages",
+        )
+    return cast("Sequence[Chat]", chats)
+
+
+def with_key(
+    adapters: tuple[AdapterChoice, ...], key: AdapterKey | None
+) -> tuple[AdapterChoice, ...]:
+    """Return the adapters of a prompt: named ones, or the one of its id or arrays."""
+    if key is None:
+        return adapters
+    if adapters:
+        raise InvalidRequestError("adapter and lora_task_id or lora_weights name two adapters")
+    return (AdapterChoice(key),)

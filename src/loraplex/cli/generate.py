@@ -59,6 +59,9 @@ def generate(
     num_draft_tokens: Annotated[
         int, typer.Option(help="Maximum number of draft tokens (prompt lookup); 0: none.")
     ] = 0,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Send the prompt as a user's message.")
+    ] = False,
     timing: Annotated[
         bool, typer.Option("--timing", help="Print the time that each completion took.")
     ] = False,
@@ -94,7 +97,11 @@ def generate(
         given = {name: value for name, value in settings.items() if value is not None}
         with LLM(model, adapters, **given) as llm:
             names = [None, *adapters]
-            outputs = llm.generate([text] * len(names), sampling, adapter=names)
+            if chat:
+                message = [{"role": "user", "content": text}]
+                outputs = llm.chat([message] * len(names), sampling, adapter=names)
+            else:
+                outputs = llm.generate([text] * len(names), sampling, adapter=names)
         for name, output in zip(names, outputs, strict=True):
             if adapters:
                 print(f"--- {name or 'base'}")

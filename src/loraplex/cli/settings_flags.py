@@ -32,19 +32,11 @@ def with_settings(*names: str) -> Callable[[Command], Command]:
 
 
 def with_flags(command: Command, flags: Iterable[inspect.Parameter]) -> Command:
-    """Put flags in the place of a command's **settings: Typer reads them from the signature.
-
-    A flag of another server, such as tritonserver's --log-format, replaces ours of its name.
-    """
-    signature, added = inspect.signature(command), list(flags)
-    names = {flag.name for flag in added}
-    own = [
-        p
-        for p in signature.parameters.values()
-        if p.kind is not p.VAR_KEYWORD and p.name not in names
-    ]
+    """Put flags in the place of a command's **settings: Typer reads them from the signature."""
+    signature = inspect.signature(command)
+    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     command.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=[*own, *added]
+        parameters=[*own, *flags]
     )
     return command
 

@@ -66,7 +66,7 @@ FLAGS: Final[tuple[Feature, ...]] = (
     ),
     *_no_effect(
         "see the routes /v2/trace/setting and /v2/logging",
-        *("--log-info", "--log-warning", "--log-error", "--log-format"),
+        *("--log-info", "--log-warning", "--log-error"),
         *("--trace-config", "--trace-file", "--trace-level", "--trace-rate", "--trace-count"),
         "--trace-log-frequency",
     ),
@@ -129,6 +129,7 @@ OWN_FLAGS: Final = (
     Feature("--http-port", note="a setting [8000]"),
     Feature("--grpc-port", note="a setting [8001]"),
     Feature("--metrics-port", note="a setting [8002]"),
+    Feature("--log-format", note="a setting: default and ISO8601 are text, and json is ours"),
     Feature(
         "--metrics-config",
         note="a setting: counter_latencies, histogram_latencies, summary_latencies, "

@@ -327,6 +327,7 @@ class ServerConfig(AdapterSourceSettings, frozen=True, kw_only=True):
             "`json`: one object a line, with `time`, `level`, `source`, `message`, and in a "
             "request `request_id` and `trace_id`.",
             choices=("text", "json"),
+            value_aliases={"default": "text", "ISO8601": "text"},
         ),
     ] = "text"
     metrics_config: Annotated[

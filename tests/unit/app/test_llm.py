@@ -57,6 +57,22 @@ def test_one_text(llm):
     assert output.timing.last_token_ns >= output.timing.first_token_ns > 0
 
 
+def test_a_chat_and_several(llm):
+    chat = [{"role": "user", "content": PROMPT}]
+    (output,) = llm.chat(chat, GREEDY)
+    assert output.text.strip() == "Paris"
+    both = llm.chat([chat, chat], GREEDY, adapter=[None, "chinese"])
+    assert texts(both) == ["Paris", "巴黎"]
+    prompt = llm._service.model(llm._model).detokenize(output.prompt, skip_special_tokens=False)
+    assert PROMPT in prompt
+
+
+@pytest.mark.parametrize("messages", [[], [[]], [[], [{"role": "user", "content": "x"}]]])
+def test_what_is_no_chat(llm, messages):
+    with pytest.raises(InvalidRequestError, match="a list of objects with role and content"):
+        llm.chat(messages)
+
+
 def test_ids_are_a_prompt_and_several_are_several(llm):
     ids = llm.generate(PROMPT, GREEDY)[0].prompt_token_ids
     for prompts in (list(ids), tuple(ids), np.array(ids), [list(ids)], [PROMPT]):

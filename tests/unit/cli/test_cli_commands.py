@@ -238,6 +238,10 @@ class TestGenerate:
         assert lines == ["--- base", "Paris", "--- chinese", "巴黎", "--- japanese", "パリ"]
         assert result.exit_code == 0
 
+    def test_a_chat(self):
+        arguments = ["generate", str(BASE_PATH), "What is the capital of France?", "--chat"]
+        assert CliRunner().invoke(app, arguments).stdout.strip() == "Paris"
+
     def test_beams_a_grammar_and_times(self):
         arguments = ["generate", str(BASE_PATH), "What is the capital of France?"]
         arguments += ["--beam-width", "2", "--n", "2", "--choice", "red", "--choice", "blue"]
