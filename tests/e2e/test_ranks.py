@@ -8,11 +8,18 @@ import signal
 import sys
 import time
 
+import numpy as np
 import pytest
+import tritonclient.http as triton_http
 
+from loraplex.adapters.formats.export import StorageType
+from loraplex.compat.convert.adapters import read_peft, write_pair
 from loraplex.core.stopped_process import state_of
+from loraplex.demo import ADAPTER_PATHS
 from loraplex.testing.running_server import START_SECONDS, serving
+from support.capitals.corpus import COUNTRIES, founding_prompts
 from support.engine_kills import REQUESTS, Load, Outcome, engine_pid, kill_engines, rank_pids, send
+from support.triton_requests import TRUE, i32, text_request
 
 pytestmark = [
     pytest.mark.slow,
@@ -58,6 +65,22 @@ def test_two_ranks_give_the_bytes_of_one(sharded, expected, name):
     response = send(sharded.http_port, REQUESTS[name])
     assert response["is_done"]
     assert response == expected[name], "tokens and their log probabilities"
+
+
+def test_weights_in_a_request_are_those_of_all_ranks(sharded, tmp_path):
+    """TensorRT-LLM's clients send one tensor for all ranks, each of which takes its share."""
+    rows = read_peft(str(ADAPTER_PATHS["chinese"])).rows
+    write_pair(rows, tmp_path, StorageType.FLOAT16)
+    pair = {
+        name: np.load(tmp_path / f"model.{name}.npy") for name in ("lora_weights", "lora_config")
+    }
+    prompt = founding_prompts(COUNTRIES[0])["chinese"]
+    inputs = text_request(
+        triton_http, prompt, 24, top_k=i32(1), exclude_input_in_output=TRUE, **pair
+    )
+    with triton_http.InferenceServerClient(f"127.0.0.1:{sharded.http_port}") as client:
+        text = client.infer("ensemble", inputs).as_numpy("text_output").flatten()[0].decode()
+    assert text.strip() == "华盛顿"
 
 
 def test_two_stages_of_two_ranks_give_the_bytes_of_one(tmp_path, expected):

@@ -48,6 +48,7 @@ export function usePoll(load, seconds, depends = []) {
       let wait = seconds;
       try {
         data = await load(ended.signal, data);
+        if (ended.signal.aborted) return;
         failures = 0;
         setPolled({ state: "ready", data, error: null, at: Date.now() });
       } catch (error) {
