@@ -6,6 +6,7 @@ import json
 import re
 
 import pytest
+from playwright.sync_api import expect
 
 from loraplex.demo import ADAPTER_PATHS
 from loraplex.testing.running_server import serving
@@ -56,6 +57,7 @@ def test_the_list_shows_where_adapters_are_and_their_use(visits, server):
     server.post("/v1/adapters/listed/pin", {"pinned": True})
     server.post("/v1/completions", {"model": "listed", "prompt": "a", "max_tokens": 2})
     page = visits.open("adapters?search=OTHER")
+    row(page, "listed").wait_for()
     cells = row(page, "listed").get_by_role("gridcell").all_inner_texts()
     assert "pinned" in cells[0]
     assert "other-name" in cells[0]
@@ -115,7 +117,7 @@ def test_load_from_a_path(visits, server):
     form.get_by_role("button", name="Dry run").click()
     form.get_by_role("region", name="Result").wait_for()
     form.get_by_text("24 of 24 tensors").wait_for()
-    assert row(page, "by-path").count() == 0
+    expect(row(page, "by-path")).to_have_count(0)
     form.get_by_role("button", name="Load", exact=True).click()
     form.get_by_text("Loaded:").wait_for()
     row(page, "by-path").wait_for()
@@ -276,11 +278,11 @@ def test_the_list_stays_while_the_server_is_gone(visits):
     row(page, "chinese").wait_for()
     page.route("**/v1/adapters?limit*", lambda route: route.abort())
     page.locator(".state.bad").get_by_text("cannot be reached").wait_for()
-    assert row(page, "chinese").count() == 1, "old rows stay"
+    expect(row(page, "chinese")).to_have_count(1)  # old rows stay
     page.unroute("**/v1/adapters?limit*")
     page.get_by_role("button", name="Try again").click()
     page.locator(".state.bad").wait_for(state="detached")
-    assert row(page, "chinese").count() == 1
+    expect(row(page, "chinese")).to_have_count(1)
 
 
 def test_without_adapters_the_page_names_the_command_that_loads_one(visits):

@@ -10,6 +10,7 @@ import time
 
 import httpx
 import pytest
+from playwright.sync_api import expect
 
 from loraplex.testing.running_server import serving
 from support.engine_kills import engine_pid
@@ -116,7 +117,7 @@ def test_a_step_is_picked_and_all_of_it_shown(visits, server):
     page.get_by_role("button", name="Resume").click()
     with page.expect_request("**/v1/iterations*"):
         pass
-    assert page.locator(".fields").count() == 0
+    expect(page.locator(".fields")).to_have_count(0)
     page.get_by_text("Newest steps as a table").click()
     rows = page.locator(".steps-table tbody tr")
     first = rows.first.locator("td").all_inner_texts()[:3]

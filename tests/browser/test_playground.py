@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+from playwright.sync_api import expect
 
 from support.playground_page import (
     CHINESE_PROMPT,
@@ -121,7 +122,7 @@ def test_columns_come_and_go(visits):
     dialog.get_by_role("button", name="Base").click()
     dialog.get_by_role("button", name="Close").click()
     page.get_by_label("Remove the output of chinese").click()
-    assert page.locator(".column").count() == 3
+    expect(page.locator(".column")).to_have_count(3)
     send(page)
     wait_until_done(page)
     assert [t.strip() for t in page.locator(".output").all_text_contents()] == [
@@ -140,7 +141,7 @@ def test_tokens_by_arrow_keys_and_pointer(visits):
     page.keyboard.press("ArrowRight")
     shown = column(page, "Base").locator(".token")
     assert re.search(r"Token 0: “Wash” -?\d", shown.text_content())
-    assert shown.locator("li").count() == 5
+    expect(shown.locator("li")).to_have_count(5)
     page.keyboard.press("End")
     assert re.search(r"Token 8: ", shown.text_content())
     # A character of several tokens is one; its parts are not shown as broken text.
@@ -203,8 +204,8 @@ def test_other_languages_run_as_well(visits, language):
     page.locator("textarea.prompt").fill(CHINESE_PROMPT)
     page.keyboard.press("Control+Enter")
     wait_until_done(page)
-    assert page.locator(".column .output[lang=zh-Hans]").count() == 1
-    assert page.locator(".column .output[lang=ja]").count() == 1
+    expect(page.locator(".column .output[lang=zh-Hans]")).to_have_count(1)
+    expect(page.locator(".column .output[lang=ja]")).to_have_count(1)
 
 
 def test_a_narrow_page_shows_one_output_at_a_time(visits):

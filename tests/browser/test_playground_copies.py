@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from playwright.sync_api import expect
 
 from loraplex.testing.running_server import serving
 from support.playground_page import CHINESE_PROMPT, OUTPUTS, send, text_of, wait_until_done
@@ -78,7 +79,7 @@ def test_copies_of_a_chat_with_a_scale_and_a_quote_run(page, keys):
     assert texts_of_events(run_as(["bash", "-c"], copied(page, "curl"), key)) == shown
     out = run_as([sys.executable, "-c"], copied(page, "Python openai"), key)
     assert out.split() == " ".join(shown).split()
-    assert page.get_by_role("button", name="Python tritonclient").count() == 0
+    expect(page.get_by_role("button", name="Python tritonclient")).to_have_count(0)
 
 
 def test_the_key_is_in_no_storage_and_no_history(page, keys):
@@ -102,7 +103,7 @@ def test_another_tenant_in_the_tab_finds_nothing_of_the_first(visits, keys):
     page.get_by_role("button", name="Sign in").click()
     page.get_by_role("region", name="japanese").wait_for()
     assert page.get_by_label("Prompt").input_value() == ""
-    assert page.get_by_role("region", name="chinese").count() == 0
+    expect(page.get_by_role("region", name="chinese")).to_have_count(0)
     stored = page.evaluate("JSON.stringify(Object.entries(sessionStorage))")
     assert "美国" not in stored
     assert "chinese" not in stored

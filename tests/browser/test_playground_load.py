@@ -2,6 +2,8 @@
 
 import json
 
+from playwright.sync_api import expect
+
 from support.playground_page import (
     STATES,
     WAIT_MS,
@@ -55,7 +57,7 @@ def test_32_outputs_side_by_side(visits, capsys):
     page.evaluate(MEASURE)
     page.keyboard.press("Control+Enter")
     wait_until_done(page)
-    assert page.get_by_text("100 tokens").count() == 32
+    expect(page.get_by_text("100 tokens")).to_have_count(32)
     measured = page.evaluate("window.measured")
     frames = sorted(measured["frames"])
     median, longest = frames[len(frames) // 2], max(measured["longTasks"], default=0)
@@ -84,7 +86,7 @@ def test_hostile_outputs_stay_text(visits):
     page.get_by_label("Markdown").check()
     output = column(page, "Base").locator(".output")
     output.locator(".rendered").wait_for()
-    assert output.locator("img, script, a").count() == 0
+    expect(output.locator("img, script, a")).to_have_count(0)
     assert HOSTILE in output.text_content().strip()
 
 

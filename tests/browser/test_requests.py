@@ -5,6 +5,7 @@ import re
 import urllib.request
 
 import pytest
+from playwright.sync_api import expect
 
 from loraplex.testing.running_server import MODEL
 from support.listed_requests import complete, rows
@@ -45,10 +46,10 @@ def test_what_comes_while_one_looks(visits, server):
     page.get_by_role("button", name="Pause").click()
     complete(server, model="japanese")
     page.wait_for_timeout(2500)
-    assert rows(page).count() == 1
+    expect(rows(page)).to_have_count(1)
     page.get_by_role("button", name="Go on").click()
     rows(page).nth(1).wait_for()
-    assert rows(page).count() == 2
+    expect(rows(page)).to_have_count(2)
 
 
 def test_an_open_request_moves(visits, server):
@@ -71,7 +72,7 @@ def test_filters_are_in_the_address(visits, server):
     page = visits.open("requests")
     page.get_by_label("Status").select_option("error")
     page.get_by_text("404 model_not_found").first.wait_for()
-    assert rows(page).filter(has_text="base model").count() == 0
+    expect(rows(page).filter(has_text="base model")).to_have_count(0)
     assert page.url.endswith("#/requests?status=error")
     page.reload()
     page.get_by_text("404 model_not_found").first.wait_for()
@@ -116,7 +117,7 @@ def test_more_requests_than_are_shown(visits, server):
     set_hidden(page, is_hidden=False)
     rows(page).first.get_by_text("chinese").wait_for()
     assert len([url for url in sent if "/v1/requests" in url]) <= 3
-    assert rows(page).count() == 100
+    expect(rows(page)).to_have_count(100)
 
 
 @pytest.mark.parametrize("width", [390, 360])

@@ -1,6 +1,7 @@
 """Requests on a server with keys: a tenant sees its own, an operator chooses."""
 
 import pytest
+from playwright.sync_api import expect
 
 from loraplex.testing.running_server import serving
 from support.listed_requests import complete, rows
@@ -23,9 +24,9 @@ def test_names_of_another_tenant_are_nowhere(visits, server, keys):
     page.on("response", lambda one: "/v1/requests" in one.url and bodies.append(one))
     page.get_by_role("link", name="Requests").click()
     rows(page).filter(has_text="chinese").wait_for()
-    assert rows(page).count() == 2
-    assert page.get_by_label("Tenant").count() == 0
-    assert page.get_by_role("link", name="Settings").count() == 0
+    expect(rows(page)).to_have_count(2)
+    expect(page.get_by_label("Tenant")).to_have_count(0)
+    expect(page.get_by_role("link", name="Settings")).to_have_count(0)
     texts = [page.content(), *(body.text() for body in bodies)]
     assert len(texts) > 1
     assert not any("umbrella" in text or "japanese" in text for text in texts)
@@ -41,7 +42,7 @@ def test_an_operator_chooses_a_tenant(visits, server, keys):
     page.keyboard.press("Enter")
     page.wait_for_url("**tenant=acme")
     rows(page).filter(has_text="acme").first.wait_for()
-    assert rows(page).filter(has_text="umbrella").count() == 0
+    expect(rows(page).filter(has_text="umbrella")).to_have_count(0)
 
 
 def test_hostile_texts_are_inert(visits, server, keys):
@@ -52,4 +53,4 @@ def test_hostile_texts_are_inert(visits, server, keys):
     row = rows(page).filter(has_text="base model").first
     row.get_by_role("button").click()
     row.get_by_text(hostile).wait_for()
-    assert page.locator("img").count() == 0
+    expect(page.locator("img")).to_have_count(0)

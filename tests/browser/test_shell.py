@@ -1,6 +1,7 @@
 """What is around every screen: headers, navigation, sign-in, languages, themes."""
 
 import pytest
+from playwright.sync_api import expect
 
 TITLES = {
     "en": ("Playground", "Adapters", "Live", "Requests", "Settings"),
@@ -34,7 +35,7 @@ def test_screens_open_by_keys(visits):
     page.keyboard.press("?")
     page.get_by_role("dialog", name="Keyboard").wait_for()
     page.keyboard.press("Escape")
-    assert page.get_by_role("dialog").count() == 0
+    expect(page.get_by_role("dialog")).to_have_count(0)
 
 
 def test_language_and_theme_are_kept(visits):

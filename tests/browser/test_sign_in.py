@@ -1,6 +1,7 @@
 """Signing in: the key's way, what a tenant sees, and keys that are wrong or revoked."""
 
 import pytest
+from playwright.sync_api import expect
 
 from loraplex.serving.access.key_file_changes import revoke_key
 from loraplex.testing.running_server import serving
@@ -16,7 +17,7 @@ def test_without_a_key_the_form_is_all(visits):
     visits.expect_status(401)
     page = visits.open()
     page.get_by_role("heading", name="Sign in").wait_for()
-    assert page.get_by_role("navigation").get_by_role("link").count() == 0
+    expect(page.get_by_role("navigation").get_by_role("link")).to_have_count(0)
 
 
 def test_a_wrong_key_is_refused(visits):

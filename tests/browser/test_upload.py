@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import expect
 from safetensors.numpy import load_file, save_file
 
 from browser.conftest import PHONE
@@ -135,7 +136,7 @@ def test_a_refused_tensor_is_shown_with_its_reason(visits, folder):
     found = result(page)
     found.get_by_text("It cannot be loaded.").wait_for()
     rows = found.get_by_role("table").locator("tbody tr:not(.reason)")
-    assert rows.count() == 3
+    expect(rows).to_have_count(3)
     text = found.get_by_role("table").inner_text()
     assert "<img src=x onerror=alert(1)>" in text
     assert "the base model needs" in text
@@ -157,7 +158,7 @@ def test_where_uploads_are_off(visits):
     page.reload()
     page.get_by_text("This server takes no uploads.").wait_for()
     assert "--uploads" in page.locator(".upload").inner_text()
-    assert page.locator(".drop").count() == 0
+    expect(page.locator(".drop")).to_have_count(0)
 
 
 def test_an_adapter_that_changes_nothing(visits, folder):
@@ -214,7 +215,7 @@ def test_progress_and_cancel(visits, server, folder):
     page.get_by_role("button", name="Cancel").click()
     page.get_by_role("button", name="Cancel").wait_for(state="detached")
     session.send("Network.emulateNetworkConditions", slow | {"uploadThroughput": -1})
-    assert page.locator(".upload-files").count() == 0
+    expect(page.locator(".upload-files")).to_have_count(0)
     for _ in range(100):
         if fetch(upload_url)[0] == 404:
             break

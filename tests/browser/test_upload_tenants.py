@@ -4,6 +4,7 @@ import shutil
 
 import httpx
 import pytest
+from playwright.sync_api import expect
 
 from browser.test_upload import drop, result
 from loraplex.demo import ADAPTER_PATHS
@@ -47,7 +48,7 @@ def test_a_name_without_the_right_can_be_changed(visits, server, keys, folder):
 def test_without_the_right_there_is_no_panel(visits, keys):
     page = visits.open("adapters?add=1", key=keys.of["reader"])
     page.wait_for_timeout(500)
-    assert page.locator(".upload").count() == 0
+    expect(page.locator(".upload")).to_have_count(0)
 
 
 def test_an_upload_is_its_tenants(visits, server, keys, folder):

@@ -142,8 +142,9 @@ async def test_requests_of_all_processes_are_listed(server):
     def listed(query="") -> dict:
         return json.loads(server.get(f"/v1/requests?limit=1000{query}")[1])
 
+    earlier = (await asyncio.to_thread(listed))["next"]
     streams = await begun_streams(server, NUM_CONNECTIONS)
-    seen = await asyncio.to_thread(listed)
+    seen = await asyncio.to_thread(listed, f"&after={earlier}")
     assert seen["is_complete"]
     assert 0 < seen["num_open"] == len(seen["open"]) <= NUM_CONNECTIONS
     assert all(map(is_whole, await asyncio.gather(*streams)))

@@ -225,7 +225,9 @@ def test_a_client_that_leaves_half_way(site, server):
         with socket.create_connection(("127.0.0.1", server.http_port)) as plain:
             tls = site.trust.wrap_socket(plain, server_hostname="localhost")
             head = f"PUT {url_of(path)}/{FILES[1]} HTTP/1.1\r\nhost: localhost\r\n"
-            head += f"authorization: Bearer {site.keys['acme']}\r\ncontent-length: 9999999\r\n\r\n"
+            head += (
+                f"authorization: Bearer {site.keys['acme']}\r\ncontent-length: {MAX_BYTES}\r\n\r\n"
+            )
             tls.sendall(head.encode() + b"x" * 3_000_000)
             assert eventually(lambda: any(name.endswith(".part") for name in site.files()))
             tls.close()

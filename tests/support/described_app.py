@@ -32,7 +32,8 @@ def described_app(
 ) -> ASGIApp:
     """authenticate: everyone_is_local is a server without keys."""
     triton = TritonService(backend, control=control)
-    settings = settings or ServerConfig(allowed_hosts=(TEST_HOST,))
+    # The console's pages are no part of the API.
+    settings = settings or ServerConfig(allowed_hosts=(TEST_HOST,), console="off")
     recent = RecentRequests(settings.recent_requests)
     has_keys = authenticate is not everyone_is_local
     metrics = RequestMetrics()

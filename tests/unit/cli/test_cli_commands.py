@@ -57,7 +57,10 @@ def modules_after(code: str, modules: tuple[str, ...] = HEAVY) -> set[str]:
 def one_line(done: "subprocess.CompletedProcess[str]") -> str:
     assert done.returncode == 1, done
     assert done.stdout == ""
-    (line,) = done.stderr.splitlines()
+    *logged, line = done.stderr.splitlines()
+    # What was found only when the model's folder was opened.
+    assert all(": loading " in early for early in logged[:1])
+    assert len(logged) <= 1
     assert line.startswith("loraplex: ")
     return line
 

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import torch
 
+from loraplex.core.byte_sizes import readable_bytes
 from loraplex.core.errors import ConfigError, RowFailedError, StepFailedError
 from loraplex.core.plan import Capacity, RowResult, StepPlan, StepResult
 from loraplex.execution import assembly, loading
@@ -177,7 +178,7 @@ def test_weights_that_cannot_fit_are_not_loaded(
     start.accelerator.take(TOTAL - 1000)
     error = refusal(start.parts)
     assert error.param == "quantization"
-    assert "the device has 1000 free for them" in error.message
+    assert "the device has 1000 B free for them" in error.message
 
 
 @pytest.mark.parametrize(
@@ -193,7 +194,7 @@ def test_a_largest_step_that_does_not_fit(start: Start, costs: dict[str, Any]) -
     error = refusal(start.parts)
     assert error.param == "max_num_batched_tokens"
     assert "the largest step, of 512 tokens and 4 sequences" in error.message
-    assert f"has {TOTAL} free" in error.message
+    assert f"has {readable_bytes(TOTAL)} free" in error.message
 
 
 def test_a_largest_step_that_fails_otherwise_is_not_hidden(start: Start) -> None:
@@ -211,7 +212,7 @@ def test_graphs_that_do_not_fit_at_the_trial(start: Start) -> None:
     start.costs.graph_error = OUT_OF_MEMORY
     error = refusal(start.parts)
     assert error.param == "cuda_graph_batch_sizes"
-    assert f"has {TOTAL - STEP} free" in error.message
+    assert f"has {readable_bytes(TOTAL - STEP)} free" in error.message
 
 
 def test_graphs_that_do_not_fit_at_last(start: Start) -> None:
@@ -244,7 +245,7 @@ def test_steps_that_leave_too_little(start: Start) -> None:
     error = refusal(start.parts)
     assert error.param == "max_num_batched_tokens"
     assert "leave too little" in error.message
-    assert f"turn cuda_graphs off, which gives {3 * GRAPH}" in error.message
+    assert f"turn cuda_graphs off, which frees {readable_bytes(3 * GRAPH)}" in error.message
 
 
 def test_pools_that_cannot_be_allocated(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
