@@ -75,7 +75,8 @@ def test_the_strip_is_the_records(visits, server):
           const to = canvas.getContext("2d");
           const rows = [];
           const { data, width, height } = to.getImageData(0, 0, canvas.width, canvas.height);
-          for (let x = width - 4; x > 0; x -= 8) {
+          for (let i = 0; i < Math.floor(width / 8); i += 1) {
+            const x = width - 4 - 8 * i;
             let runs = 0, before = 0;
             for (let y = 0; y < height; y += 1) {
               const alpha = data[4 * (y * width + x) + 3];
