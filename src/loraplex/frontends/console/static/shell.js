@@ -6,6 +6,7 @@ import { MeContext } from "./lib/me.js";
 import { usePoll } from "./lib/poll.js";
 import { go, linkTo, useRoute } from "./lib/route.js";
 import { LANGUAGES, choose, chosen, t } from "./lib/texts.js";
+import { Choice } from "./parts/choice.js";
 import { Dialog } from "./parts/dialog.js";
 import { Name } from "./parts/name.js";
 import { Loading, States } from "./parts/states.js";
@@ -116,9 +117,9 @@ function Bar({ me, health, onSignOut, onChange }) {
     </nav>
     <div class="row end">
       <${Health} of=${health} />
-      <${Choice} label=${t("shell.language")} value=${chosen()} options=${[...LANGUAGES]}
+      <${Choice} small label=${t("shell.language")} value=${chosen()} options=${[...LANGUAGES]}
         onChoice=${(name) => choose(name).then(onChange)} />
-      <${Choice} label=${t("shell.theme")} value=${theme()}
+      <${Choice} small label=${t("shell.theme")} value=${theme()}
         options=${THEMES.map((name) => [name, t(`shell.${name}`)])}
         onChoice=${(name) => { chooseTheme(name); onChange(); }} />
       <button class="small" aria-label=${t("shell.keys")} onClick=${() => setHelp(true)}>?</button>
@@ -140,13 +141,6 @@ function Health({ of }) {
         ? ["bad", t("shell.gone")]
         : ["warn", t("shell.unknown")];
   return html`<span class="health ${kind}" role="status">${text}</span>`;
-}
-
-function Choice({ label, value, options, onChoice }) {
-  return html`<select class="small" aria-label=${label} value=${value}
-    onChange=${(event) => onChoice(event.target.value)}>
-    ${options.map(([name, text]) => html`<option key=${name} value=${name}>${text}</option>`)}
-  </select>`;
 }
 
 function Help({ onClose }) {

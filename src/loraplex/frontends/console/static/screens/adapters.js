@@ -6,6 +6,7 @@ import { usePoll } from "../lib/poll.js";
 import { go, linkTo } from "../lib/route.js";
 import { bytes, count, moment, t } from "../lib/texts.js";
 import { AdapterState } from "../parts/adapter-state.js";
+import { Choice } from "../parts/choice.js";
 import { Mark } from "../parts/mark.js";
 import { Name } from "../parts/name.js";
 import { States } from "../parts/states.js";
@@ -144,14 +145,6 @@ function Filters({ query, set }) {
       options=${SORTS.map((name) => [name, t(`adapters.by_${name.replace("-", "")}`)])}
       onChoice=${(sort) => set({ sort })} />
   </div>`;
-}
-
-function Choice({ label, any, value, options, onChoice }) {
-  return html`<select aria-label=${label} value=${value ?? ""}
-    onChange=${(event) => onChoice(event.target.value)}>
-    ${any && html`<option value="">${any}</option>`}
-    ${options.map(([name, text]) => html`<option key=${name} value=${name}>${text}</option>`)}
-  </select>`;
 }
 
 function Empty({ isFiltered, mayLoad }) {
