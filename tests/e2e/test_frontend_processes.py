@@ -101,6 +101,13 @@ def metric(server: RunningServer, name: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
 
+def processes(server: RunningServer) -> tuple[list[dict], int]:
+    """Listed processes, and how many front-end processes SIGKILL has ended."""
+    shown = json.loads(server.get("/v1/processes")[1])
+    restarts = shown["frontend_restarts"].items()
+    return shown["processes"], sum(number for how, number in restarts if "SIGKILL" in how)
+
+
 def frontends(server: RunningServer) -> list[int]:
     """The front-end processes that the owner has started."""
     folder = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
@@ -269,6 +276,7 @@ def _flag(server: RunningServer, name: str) -> str:
 
 async def test_a_killed_process_takes_its_own_clients_with_it(server):
     before = await asyncio.to_thread(metric, server, "loraplex_requests_total")
+    killed_before = (await asyncio.to_thread(processes, server))[1]
     (victim,) = frontends(server)
     streams = await begun_streams(server, NUM_CONNECTIONS)
     os.kill(victim, signal.SIGKILL)
@@ -281,12 +289,12 @@ async def test_a_killed_process_takes_its_own_clients_with_it(server):
     assert all(map(text_of, await fetch_all(server, "/v1/completions", completion())))
     after = await asyncio.to_thread(metric, server, "loraplex_requests_total")
     assert after >= before + num_whole, "counters never fall"
-    shown = json.loads(await asyncio.to_thread(lambda: server.get("/v1/processes")[1]))
-    kinds = [process["kind"] for process in shown["processes"]]
+    listed, killed = await asyncio.to_thread(processes, server)
+    kinds = [process["kind"] for process in listed]
     assert kinds[0] == "server"
     assert (kinds.count("front end"), kinds.count("engine")) == (1, 1)
-    assert [number for how, number in shown["frontend_restarts"].items() if "SIGKILL" in how] == [1]
-    assert all(process["memory_bytes"] > 1 << 20 for process in shown["processes"])
+    assert killed == killed_before + 1
+    assert all(process["memory_bytes"] > 1 << 20 for process in listed)
 
 
 async def test_a_stopped_process_is_replaced(server):

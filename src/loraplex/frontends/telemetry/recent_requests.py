@@ -8,6 +8,7 @@ import collections
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -123,10 +124,13 @@ class RequestPage(Struct, frozen=True, kw_only=True):
     @classmethod
     def joined(cls, pages: Sequence["RequestPage"], query: RequestQuery) -> "RequestPage":
         """Return the page of all processes from a page of each."""
-        ended = sorted(row for page in pages for row in page.ended)
+        # Two processes may give requests the same microsecond.
+        order = itemgetter(0)
+        ended = sorted((row for page in pages for row in page.ended), key=order)
+        open_rows = sorted((row for page in pages for row in page.open), key=order)
         return cls(
             ended=query.cut(ended),
-            open=sorted(row for page in pages for row in page.open)[-query.limit :],
+            open=open_rows[-query.limit :],
             num_open=sum(page.num_open for page in pages),
         )
 

@@ -203,6 +203,13 @@ def test_pages_of_processes_are_joined():
         assert page.num_open == len(page.open) == 2
 
 
+def test_rows_of_the_same_microsecond_are_joined():
+    rows_of_one = [(1, msgspec.Raw(b"{}"))]
+    page = RequestPage(ended=rows_of_one, open=rows_of_one, num_open=1)
+    joined = RequestPage.joined([page, page], RequestQuery(until=9, limit=9))
+    assert [number for number, _ in joined.ended + joined.open] == [1, 1, 1, 1]
+
+
 def test_telemetry_knows_what_is_open():
     telemetry = Telemetry()
     stream = telemetry.begin("grpc", "", "/s/M", "", {})
