@@ -47,6 +47,8 @@ COMMIT := $(shell git rev-parse --short HEAD 2>/dev/null || echo unknown)
 VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := native/CMakeLists.txt $(wildcard native/src/*) $(wildcard native/include/loraplex/*)
+# Order and examples of the tests: CI's are the same each time, those of the other verbs are new.
+SEED ?= 1
 LOWEST := .venv-lowest
 SOAK_MINUTES ?= 30
 LOWEST_TESTS ?= tests/unit/core tests/unit/app tests/unit/serving tests/contract tests/e2e/test_serve.py
@@ -116,9 +118,10 @@ coverage: $(VENV)/.dev
 	COVERAGE_FILE=$(VENV)/coverage $(PYTEST) --cov=src/loraplex --cov-report= $(PYTEST_ARGS)
 	$(BIN)/python .ci/coverage_by_package.py $(VENV)/coverage
 
-# All that CI runs, with more examples of each property.
+# All that CI runs, with more examples of each property. Up to five tests that fail get a second run.
 test-all: $(VENV)/.dev $(OLDEST_TRITON) $(VENV)/clients .triton
-	$(PYTEST) --hypothesis-profile=ci --durations=30 \
+	.ci/with_second_run $(PYTEST) --hypothesis-profile=ci --hypothesis-seed=$(SEED) \
+		--randomly-seed=$(SEED) --durations=30 \
 		-m "not soak and not gpu and not network and not browser" $(PYTEST_ARGS)
 
 $(VENV)/.browser: $(VENV)/.dev
@@ -128,7 +131,7 @@ $(VENV)/.browser: $(VENV)/.dev
 # Here a browser that is missing fails; other verbs leave its tests out.
 test-browser: $(VENV)/.browser
 	.ci/install_chromium
-	REQUIRE_BROWSER=1 $(PYTEST) -m browser $(PYTEST_ARGS) tests/browser
+	.ci/with_second_run REQUIRE_BROWSER=1 $(PYTEST) -m browser --randomly-seed=$(SEED) $(PYTEST_ARGS) tests/browser
 
 screenshots: $(VENV)/.browser
 	.ci/install_chromium

@@ -45,6 +45,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     least = whole["tool"]["loraplex"]["browser-tests"]
     is_part = (
         bool(session.config.option.keyword)
+        or session.config.option.lf
         or len(session.config.args) > 1
         or any(arg.endswith(".py") or "::" in arg for arg in session.config.args)
     )
