@@ -15,8 +15,10 @@ import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import tritonclient.grpc.aio as triton
 from tokenizers import Tokenizer
 
@@ -70,7 +72,7 @@ def get(http_port: int, path: str) -> bytes:
 def tensor(
     name: str, values: list[int] | list[float] | list[bool], dtype: type
 ) -> triton.InferInput:
-    array = np.array([values], dtype=dtype)
+    array: npt.NDArray[Any] = np.array([values], dtype=dtype)
     tensor_types = {np.int32: "INT32", np.float32: "FP32", np.uint64: "UINT64", np.bool_: "BOOL"}
     infer_input = triton.InferInput(name, list(array.shape), tensor_types[dtype])
     infer_input.set_data_from_numpy(array)
@@ -103,6 +105,7 @@ async def generate(
     """Stream one completion."""
     prompt_ids = tokenizer.encode(prompt).ids
     end_id = tokenizer.token_to_id(END_TOKEN)
+    assert end_id is not None
 
     async def requests() -> AsyncIterator[dict[str, object]]:
         inputs = request_tensors(prompt_ids, end_id, TASK_IDS[adapter])
