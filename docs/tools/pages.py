@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+from tools import diagrams
 from tools.llgtrt_page import llgtrt_page
 from tools.models_page import models_page
 from tools.openai_page import openai_page
@@ -18,5 +19,9 @@ PAGES: Mapping[str, Callable[[], str]] = MappingProxyType(
         "openapi.json": openapi_page,
         "settings.md": settings_page,
         "models.md": models_page,
+        "images/architecture.svg": diagrams.architecture,
+        "images/adapter-memory.svg": diagrams.adapter_memory,
+        "images/batching.svg": diagrams.batching,
+        "images/determinism.svg": diagrams.determinism,
     }
 )

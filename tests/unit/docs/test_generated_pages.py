@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tools.drawing import Drawing
 from tools.pages import PAGES
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -16,5 +17,13 @@ def test_a_page_is_as_the_program_writes_it(name):
 
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_can_be_found(name):
-    places = (DOCS.parent / "mkdocs.yml", DOCS / "openapi.md")
+    places = (DOCS.parent / "mkdocs.yml", *DOCS.rglob("*.md"))
     assert any(name in place.read_text(encoding="utf-8") for place in places)
+
+
+def test_a_text_that_its_box_does_not_hold_is_refused():
+    drawing = Drawing("title", "description", 200, 100)
+    with pytest.raises(ValueError, match="too small for"):
+        drawing.box((0, 0), (60, 20), ["a text of more than 60 pixels"])
+    with pytest.raises(ValueError, match="lies outside of 200 x 100"):
+        drawing.text((150, 20), "a text at the edge")

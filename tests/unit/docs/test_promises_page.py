@@ -1,4 +1,4 @@
-"""Every promise of docs/promises.md names tests that exist."""
+"""Every promise of docs/promises.md, and every row of determinism, names tests that exist."""
 
 import ast
 import functools
@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "promises.md"
+EXPLANATION = ROOT / "docs" / "explanation" / "determinism.md"
 SUBJECTS = ("durability", "isolation", "determinism", "limits")
 TEST = re.compile(r"`(tests/[\w/]+\.py)::([\w:]+)`")
 
@@ -43,4 +44,10 @@ def test_a_promise_has_its_tests(row: list[str]) -> None:
     assert condition
     found = TEST.findall(tests)
     assert ", ".join(f"`{file}::{name}`" for file, name in found) == tests
+    assert [f"{file}::{name}" for file, name in found if name not in names(file)] == []
+
+
+def test_what_never_changes_an_output_has_its_tests() -> None:
+    found = TEST.findall(EXPLANATION.read_text(encoding="utf-8"))
+    assert len(found) >= 12
     assert [f"{file}::{name}" for file, name in found if name not in names(file)] == []
