@@ -97,7 +97,7 @@ OLDEST_TRITON := $(VENV)/triton-3.6.0
 $(OLDEST_TRITON): | $(VENV)/.dev
 	$(UV) install --quiet --python $(BIN)/python --no-deps --target $@ triton==3.6.0
 
-# The real Triton, in a Python of its own: what `loraplex triton export` writes is tested with it.
+# The real Triton, in a Python of its own: what `loraplex compat triton export` writes is tested with it.
 .triton: | $(BIN)/uv
 	$(BIN)/python benchmarks/install_triton.py $@ --pip-args="$(PIP_ARGS)"
 

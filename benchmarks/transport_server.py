@@ -2,7 +2,7 @@
 
     python benchmarks/transport_server.py [SETTING=VALUE ...]
 
-Settings are those of the server. It is wired as `loraplex triton` wires it: all frontends on
+Settings are those of the server. It is wired as `loraplex compat triton` wires it: all frontends on
 the HTTP port, gRPC on its own. Prints both addresses once they respond; ends with standard input.
 """
 

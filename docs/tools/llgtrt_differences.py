@@ -1,4 +1,4 @@
-"""Where `loraplex llgtrt` does not do as llgtrt does, and --llgtrt-compat does. One row each."""
+"""Where `loraplex compat llgtrt` does not do as llgtrt does, and --llgtrt-compat does. One row each."""
 
 from typing import Final, NamedTuple
 

@@ -613,7 +613,7 @@ async def rendered_by(service):
 
 
 def rendered(dialect, template):
-    """What `loraplex llgtrt` makes of a template, with the settings of a real server."""
+    """What `loraplex compat llgtrt` makes of a template, with the settings of a real server."""
     with tempfile.TemporaryDirectory() as folder:
         model = ModelConfig(path=str(BASE_PATH), tokenizer_config={"chat_template": template})
         server = ServerConfig(state_dir=folder, persist_adapters=False, dialect=dialect)

@@ -1,4 +1,4 @@
-"""What `loraplex triton export` writes, under the real tritonserver: `make .triton` installs it."""
+"""What `loraplex compat triton export` writes, under tritonserver; `make .triton` installs it."""
 
 import contextlib
 import json
@@ -37,7 +37,7 @@ ENDLESS = 1800
 
 
 def export(*arguments):
-    command = [sys.executable, "-m", "loraplex", "triton", "export", *map(str, arguments)]
+    command = [sys.executable, "-m", "loraplex", "compat", "triton", "export", *map(str, arguments)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 

@@ -24,7 +24,15 @@ PROMPT = "What is the capital of France?"
 
 @contextlib.contextmanager
 def serving_repository(repository, state_dir, *flags):
-    command = [sys.executable, "-m", "loraplex", "triton", "--model-repository", str(repository)]
+    command = [
+        sys.executable,
+        "-m",
+        "loraplex",
+        "compat",
+        "triton",
+        "--model-repository",
+        str(repository),
+    ]
     command += [*local_flags(state_dir), *flags]
     output = state_dir.parent / "output.txt"
     with output.open("w") as lines, running(command, lines) as server:

@@ -2,7 +2,7 @@
 
     python -m support.served_socket --request-socket=PATH
 
-ends when its standard input does, as a server does that `loraplex triton export` has started.
+ends when its standard input does, as a server does that `loraplex compat triton export` started.
 """
 
 import asyncio

@@ -73,7 +73,7 @@ def test_every_module_is_reached_from_an_entry_point():
 
 
 def client_programs() -> list[Path]:
-    """Return the modules that `loraplex client` imports by the names of its table."""
+    """Return the modules that `loraplex compat client` imports by the names of its table."""
     from loraplex.compat.client.programs import PROGRAMS
 
     return [ROOT / "compat" / "client" / f"{program.module}.py" for program in PROGRAMS]

@@ -1,10 +1,10 @@
 #!/bin/bash
-# docker/run.sh of llgtrt, without a container: MODEL [LORA_DIR] [flags of `loraplex llgtrt`].
+# docker/run.sh of llgtrt, without a container: MODEL [LORA_DIR] [flags of `loraplex compat llgtrt`].
 # PORT in the environment is the port, 3000 if it is not there.
 set -euo pipefail
 
 if [ $# -lt 1 ]; then
-    echo "usage: PORT=3000 $0 MODEL [LORA_DIR] [flags of loraplex llgtrt]" >&2
+    echo "usage: PORT=3000 $0 MODEL [LORA_DIR] [flags of loraplex compat llgtrt]" >&2
     exit 1
 fi
 model=$1

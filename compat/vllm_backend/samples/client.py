@@ -1,8 +1,8 @@
-"""client.py of the vLLM backend: `loraplex client client-lora`."""
+"""client.py of the vLLM backend: `loraplex compat client client-lora`."""
 
 import sys
 
 from loraplex.cli.main import app
 
 if __name__ == "__main__":
-    app(["client", "client-lora", *sys.argv[1:]], prog_name="loraplex")
+    app(["compat", "client", "client-lora", *sys.argv[1:]], prog_name="loraplex")

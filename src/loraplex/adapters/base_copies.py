@@ -20,7 +20,7 @@ from loraplex.core.errors import LoraplexError
 
 _CHECKPOINT = "model.safetensors"
 _BUILT = "rank0.safetensors"
-"""Weights file of a folder that `loraplex build` wrote."""
+"""Weights file of a folder that `loraplex compat build` wrote."""
 _INDEX = f"{_CHECKPOINT}.index.json"
 _PIECE_BYTES = 8 << 20
 

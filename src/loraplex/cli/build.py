@@ -1,4 +1,4 @@
-"""`loraplex convert-checkpoint` and `loraplex build`: TensorRT-LLM's two steps to an engine folder.
+"""`loraplex compat convert-checkpoint` and `build`: TensorRT-LLM's two steps to an engine folder.
 
 The flags are those of its scripts, in their spelling: convert.flags reads them.
 """
@@ -20,11 +20,11 @@ TAKES_ALL_FLAGS = {
 
 
 def convert_checkpoint(context: typer.Context) -> None:
-    """A Hugging Face folder as a checkpoint for `loraplex build` (convert_checkpoint.py)."""
+    """A Hugging Face folder as a checkpoint for `loraplex compat build` (convert_checkpoint.py)."""
     with errors_to_exit_code():
         flags = read_flags(
-            *(CHECKPOINT_FLAGS, context.args, "loraplex convert-checkpoint"),
-            "A Hugging Face folder as a checkpoint folder for loraplex build.",
+            *(CHECKPOINT_FLAGS, context.args, "loraplex compat convert-checkpoint"),
+            "A Hugging Face folder as a checkpoint folder for loraplex compat build.",
         )
         _log(flags)
         from loraplex.compat.convert import checkpoint  # noqa: PLC0415 - torch
@@ -37,7 +37,7 @@ def build(context: typer.Context) -> None:
     """An engine folder, which `loraplex serve` takes (trtllm-build, build.py)."""
     with errors_to_exit_code():
         flags = read_flags(
-            *(BUILD_FLAGS, context.args, "loraplex build"),
+            *(BUILD_FLAGS, context.args, "loraplex compat build"),
             "An engine folder for loraplex serve, of a checkpoint or a Hugging Face folder.",
         )
         _log(flags)

@@ -1,4 +1,4 @@
-"""`loraplex client`: the client programs of the original systems, with their own flags."""
+"""`loraplex compat client`: the client programs of the original systems, with their own flags."""
 
 import importlib
 import sys
@@ -31,7 +31,7 @@ def add_program(group: typer.Typer, program: Program) -> None:
     """Add the command of a program."""
 
     def command(context: typer.Context) -> None:
-        name = f"loraplex client {program.command}"
+        name = f"loraplex compat client {program.command}"
         with errors_to_exit_code():
             try:
                 options = read_flags(

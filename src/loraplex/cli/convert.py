@@ -1,4 +1,4 @@
-"""`loraplex convert-lora` and `loraplex extract-lora`: PEFT folders in other systems' formats.
+"""`loraplex compat convert-lora` and `extract-lora`: PEFT folders in other systems' formats.
 
 The flags are those of TensorRT-LLM's hf_lora_convert.py and llgtrt's extract_lora.py.
 """

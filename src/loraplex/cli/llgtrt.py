@@ -1,4 +1,4 @@
-"""`loraplex llgtrt`: serves a folder, its llgtrt.json5 and its adapters as llgtrt does."""
+"""`loraplex compat llgtrt`: serves a folder, its llgtrt.json5 and its adapters as llgtrt does."""
 
 import functools
 import logging
@@ -42,7 +42,7 @@ def _option(*names: str, text: str, **more: Any) -> Any:
 def llgtrt(
     engine: Annotated[
         Path,
-        _option("--engine", "-E", text="Hugging Face folder, or one of `loraplex build`."),
+        _option("--engine", "-E", text="Hugging Face folder, or one of `loraplex compat build`."),
     ],
     host: Annotated[
         str | None, _option("--host", "-H", text="Address to bind (default: 0.0.0.0).")
@@ -138,7 +138,7 @@ def build_config(engine: Path, files: list[Layer], flags: dict[str, Any]) -> Con
     opened = {_PORTS[port]: True for port in _PORTS if port in flags}
     return resolve(
         [
-            Layer("default of loraplex llgtrt", {"server": {**_SERVER, **opened}}),
+            Layer("default of loraplex compat llgtrt", {"server": {**_SERVER, **opened}}),
             Layer("flag --engine", {"models": {name: model}}),
             *gpu,
             *files,

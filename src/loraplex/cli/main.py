@@ -1,51 +1,51 @@
 """The `loraplex` command."""
 
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
-from loraplex.cli import adapters, client, keys
+from loraplex.cli import adapters, compat, keys
 from loraplex.cli.bench import bench_app
-from loraplex.cli.build import TAKES_ALL_FLAGS, build, convert_checkpoint
+from loraplex.cli.command_table import CommandRow, add_commands, group_in_order
 from loraplex.cli.compare import compare
-from loraplex.cli.convert import convert_lora, extract_lora
 from loraplex.cli.generate import generate
 from loraplex.cli.help_page import FlagPage
-from loraplex.cli.llgtrt import llgtrt
 from loraplex.cli.plan import plan
 from loraplex.cli.replay import replay
 from loraplex.cli.serve import serve
-from loraplex.cli.triton import triton_app
-from loraplex.cli.triton_tools import fill_template, launch_triton_server
 from loraplex.cli.vllm_flags import VllmFlagPage
 from loraplex.core.environment import leave_grpc_out_of_forks
 from loraplex.core.version import __version__
 
+_SERVE: Final = "Serve"
+_STATE: Final = "Adapters and keys"
+_MEASURE: Final = "Measure and plan"
+_OTHERS: Final = "Other systems"
+
+COMMANDS: Final = (
+    CommandRow("serve", serve, _SERVE, {"cls": VllmFlagPage}),
+    CommandRow("generate", generate, _SERVE),
+    CommandRow("compare", compare, _SERVE),
+    CommandRow("adapters", adapters.app, _STATE),
+    CommandRow("keys", keys.app, _STATE),
+    CommandRow("plan", plan, _MEASURE, {"cls": FlagPage}),
+    CommandRow("bench", bench_app, _MEASURE),
+    CommandRow("replay", replay, _MEASURE),
+    CommandRow("compat", compat.app, _OTHERS),
+)
+
 app = typer.Typer(
     name="loraplex",
+    cls=group_in_order(COMMANDS),
     help="Serve one base model with thousands of LoRA adapters.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-app.command(cls=VllmFlagPage)(serve)
-app.command(cls=FlagPage)(llgtrt)
-app.command()(generate)
-app.command()(compare)
-app.command(cls=FlagPage)(plan)
-app.command()(replay)
-app.command()(convert_lora)
-app.command()(extract_lora)
-app.command(context_settings=TAKES_ALL_FLAGS)(convert_checkpoint)
-app.command(context_settings=TAKES_ALL_FLAGS)(build)
-app.command()(fill_template)
-app.command(context_settings=TAKES_ALL_FLAGS)(launch_triton_server)
-app.add_typer(bench_app, name="bench")
-app.add_typer(adapters.app, name="adapters")
-app.add_typer(keys.app, name="keys")
-app.add_typer(triton_app, name="triton")
-app.add_typer(client.app, name="client")
+add_commands(app, COMMANDS)
+# The names that these commands had before they became a group.
+add_commands(app, compat.COMMANDS, is_hidden=True)
 
 
 def _print_version(is_given: bool) -> None:

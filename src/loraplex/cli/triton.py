@@ -1,4 +1,4 @@
-"""`loraplex triton`: serves repositories that were written for Triton, as tritonserver does."""
+"""`loraplex compat triton`: serves Triton's model repositories, as tritonserver does."""
 
 import functools
 import logging
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 _ALL_MODELS = "*"
 _CONTROL = "model_control_mode"
-_DEFAULTS = Layer("default of loraplex triton", {"server": {"host": "0.0.0.0"}})
+_DEFAULTS = Layer("default of loraplex compat triton", {"server": {"host": "0.0.0.0"}})
 
 triton_app = typer.Typer(
     help="Serve model repositories that were written for Triton.", rich_markup_mode="markdown"
@@ -63,7 +63,7 @@ def triton(
 def init(
     folder: Annotated[Path, typer.Argument(help="Repository to write: a new folder.")],
     model: Annotated[
-        str, typer.Option(help="Hugging Face folder, or folder written by `loraplex build`.")
+        str, typer.Option(help="Hugging Face folder, or folder written by `loraplex compat build`.")
     ],
     lora_dir: Annotated[
         str | None, typer.Option(help="Folder of adapters; names of digits are task ids.")
@@ -77,7 +77,7 @@ def init(
 
     with errors_to_exit_code():
         write_filled_models(folder, model, lora_dir=lora_dir, is_decoupled=decoupled)
-        print(f"wrote {folder}: loraplex triton --model-repository {folder}")
+        print(f"wrote {folder}: loraplex compat triton --model-repository {folder}")
 
 
 triton_app.command("export", cls=FlagPage)(export)

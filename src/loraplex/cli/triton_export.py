@@ -1,4 +1,4 @@
-"""`loraplex triton export`: writes a repository for the real Triton that forwards requests."""
+"""`loraplex compat triton export`: writes a repository for a real Triton."""
 
 import sys
 from pathlib import Path
@@ -23,17 +23,17 @@ def export(
     ] = None,
     model_repository: Annotated[
         list[Path] | None,
-        typer.Option(help="Repository that loraplex triton serves; repeatable."),
+        typer.Option(help="Repository that loraplex compat triton serves; repeatable."),
     ] = None,
     model: Annotated[
         str | None,
         typer.Option(help="Instead: model for TensorRT-LLM's five models."),
     ] = None,
     lora_dir: Annotated[
-        str | None, typer.Option(help="With --model: the option of loraplex triton init.")
+        str | None, typer.Option(help="With --model: the option of loraplex compat triton init.")
     ] = None,
     decoupled: Annotated[
-        bool, typer.Option(help="With --model: the option of loraplex triton init.")
+        bool, typer.Option(help="With --model: the option of loraplex compat triton init.")
     ] = False,
     backend_directory: Annotated[
         Path | None,
@@ -56,7 +56,9 @@ def export(
     ] = sys.executable,
     server_flag: Annotated[
         list[str] | None,
-        typer.Option(help="Flag for loraplex triton, as --server-flag=--memory=8GiB; repeatable."),
+        typer.Option(
+            help="Flag for loraplex compat triton, as --server-flag=--memory=8GiB; repeatable."
+        ),
     ] = None,
 ) -> None:
     """Write models for tritonserver that forward requests to loraplex."""

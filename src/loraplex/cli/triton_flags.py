@@ -1,4 +1,4 @@
-"""tritonserver's flags, which `loraplex triton` takes in addition to our own settings.
+"""tritonserver's flags, which `loraplex compat triton` takes in addition to our own settings.
 
 The table has the support of each flag: it works, it has no effect, which is logged once, or it
 requests a protection that does not exist here and is refused.

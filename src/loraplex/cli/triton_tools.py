@@ -1,4 +1,4 @@
-"""`loraplex fill-template` and `loraplex launch-triton-server`: tools of Triton's users."""
+"""`loraplex compat fill-template` and `launch-triton-server`: tools of Triton's users."""
 
 import sys
 from pathlib import Path
@@ -16,7 +16,7 @@ _LOG_FILE: Final = "triton_log.txt"
 _ONE_PROCESS: Final = "one process serves the model, without MPI"
 LAUNCH_FLAGS: Final = (
     here("world_size", _WHOLE, "more than 1 needs LORAPLEX_TENSOR_PARALLEL_SIZE [1]"),
-    here("tritonserver", _TEXT, "a program to start instead of loraplex triton"),
+    here("tritonserver", _TEXT, "a program to start instead of loraplex compat triton"),
     here("grpc_port", _WHOLE, "[8001]"),
     here("http_port", _WHOLE, "[8000]"),
     here("metrics_port", _WHOLE, "[8002]"),
@@ -57,13 +57,13 @@ def fill_template(
 
 
 def launch_triton_server(context: typer.Context) -> None:
-    """Start `loraplex triton` in the background and return (launch_triton_server.py)."""
+    """Start `loraplex compat triton` in the background and return (launch_triton_server.py)."""
     from loraplex.compat.triton.launching import Launch, launch  # noqa: PLC0415 - seldom needed
 
     with errors_to_exit_code():
         flags = read_flags(
-            *(LAUNCH_FLAGS, context.args, "loraplex launch-triton-server"),
-            "Start loraplex triton in the background and return.",
+            *(LAUNCH_FLAGS, context.args, "loraplex compat launch-triton-server"),
+            "Start loraplex compat triton in the background and return.",
         )
         repository = flags.get("model_repo")
         if repository is None:

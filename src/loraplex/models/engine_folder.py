@@ -1,4 +1,4 @@
-"""The folders that `loraplex convert-checkpoint` and `loraplex build` write, and build's limits.
+"""The folders that `loraplex compat convert-checkpoint` and `build` write, and build's limits.
 
 Both hold a config.json with TensorRT-LLM's keys and a table `loraplex`, the Hugging Face
 configuration as hf_config.json, and the weights under their Hugging Face names in
@@ -77,7 +77,7 @@ def model_fields(folder: Path) -> ConfigFields:
     if "build_config" in fields or "builder_config" in fields:
         raise UnsupportedModelError(
             f"{path}: an engine of TensorRT, which runs nowhere else: build it again from the "
-            "Hugging Face folder, with loraplex build"
+            "Hugging Face folder, with loraplex compat build"
         )
     return fields
 

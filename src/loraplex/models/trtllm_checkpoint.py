@@ -126,5 +126,5 @@ def _refuse_quantised(fields: ConfigFields) -> None:
         raise UnsupportedModelError(
             f"{fields.source}: quant_algo {algorithm}: weights that were quantised for TensorRT's "
             "kernels are not read: convert the Hugging Face folder again, with loraplex "
-            "convert-checkpoint"
+            "compat convert-checkpoint"
         )

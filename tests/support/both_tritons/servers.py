@@ -76,13 +76,21 @@ def _write_vllm(path: Path) -> None:
 
 
 def _triton(*arguments: str | Path) -> None:
-    command = [sys.executable, "-m", "loraplex", "triton", *map(str, arguments)]
+    command = [sys.executable, "-m", "loraplex", "compat", "triton", *map(str, arguments)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
 @contextlib.contextmanager
 def _ours(path: Path, folder: Path) -> Iterator[Address]:
-    command = [sys.executable, "-m", "loraplex", "triton", f"--model-repository={path}", _DEVICE]
+    command = [
+        sys.executable,
+        "-m",
+        "loraplex",
+        "compat",
+        "triton",
+        f"--model-repository={path}",
+        _DEVICE,
+    ]
     command += [*PORT_FLAGS, "--host=127.0.0.1", f"--state-dir={folder / 'state'}", *_EXPLICIT]
     with (folder / "ours.txt").open("w") as lines, running(command, lines) as server:
         yield Address(f"127.0.0.1:{server.http_port}", f"127.0.0.1:{server.grpc_port}")

@@ -14,6 +14,7 @@ import typer
 from typer.testing import CliRunner
 
 import loraplex
+from loraplex.cli import compat, main
 from loraplex.cli.main import app
 from loraplex.cli.serve import serve
 from loraplex.core.config import ModelConfig
@@ -31,7 +32,11 @@ HEAVY = (
     "tokenizers",
     "transformers",
 )
-COMMANDS = {c.callback.__name__.replace("_", "-"): c.callback for c in app.registered_commands}
+FUNCTIONS = {
+    row.name: row.target
+    for row in (*main.COMMANDS, *compat.COMMANDS)
+    if not isinstance(row.target, typer.Typer)
+}
 
 
 def loraplex_command(*arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
@@ -113,17 +118,42 @@ def test_the_version():
 
 def test_without_a_command_the_commands_are_reported():
     result = CliRunner().invoke(app, [])
-    assert all(name in result.output for name in COMMANDS)
+    assert all(f" {row.name} " in result.output for row in main.COMMANDS)
+    assert not any(f" {row.name} " in result.output for row in compat.COMMANDS)
     assert "Traceback" not in result.output
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [row.name for row in compat.COMMANDS])
+def test_both_spellings_of_a_compat_command(command):
+    """The old spelling is without the group."""
+    new, old = (
+        CliRunner().invoke(app, [*words, "--help"], prog_name="loraplex", env={"COLUMNS": "100"})
+        for words in (["compat", command], [command])
+    )
+    assert (new.exit_code, old.exit_code) == (0, 0)
+    assert f"loraplex compat {command}" in new.output
+    assert without_group(new.output) == without_group(old.output)
+
+
+def without_group(text):
+    return " ".join(text.replace(" compat ", " ").split())
+
+
+def test_commands_stand_below_the_titles_of_their_panels():
+    text = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "80"}).output
+    names = [text.index(f"│ {row.name} ") for row in main.COMMANDS]
+    assert names == sorted(names)
+    assert len(text.splitlines()) <= 45
+    assert all(f"─ {row.panel} ─" in text for row in main.COMMANDS)
+
+
+@pytest.mark.parametrize("command", FUNCTIONS)
 def test_help_reports_every_option_to_the_last_letter(command):
     """Brackets in help texts are easily taken for markup, and vanish."""
     result = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "250"})
     assert result.exit_code == 0
     shown = " ".join(result.output.replace("│", " ").replace("`", "").split())
-    for name, parameter in inspect.signature(COMMANDS[command], eval_str=True).parameters.items():
+    for name, parameter in inspect.signature(FUNCTIONS[command], eval_str=True).parameters.items():
         if parameter.annotation is typer.Context:
             continue  # its flags are in a table of its own
         info = parameter.annotation.__metadata__[0]
@@ -131,7 +161,9 @@ def test_help_reports_every_option_to_the_last_letter(command):
         assert text in shown, name
 
 
-@pytest.mark.parametrize("command", [[], ["serve"], ["llgtrt"], ["plan"], ["triton"]])
+@pytest.mark.parametrize(
+    "command", [[], ["serve"], ["compat", "llgtrt"], ["plan"], ["compat", "triton"]]
+)
 def test_help_cuts_no_flag_on_a_narrow_terminal(command):
     """What is piped to grep has 80 columns, too."""
     result = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "80"})

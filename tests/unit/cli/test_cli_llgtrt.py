@@ -1,4 +1,4 @@
-"""`loraplex llgtrt`: llgtrt's flags, its file and the environment; what it prints and refuses."""
+"""`loraplex compat llgtrt`: llgtrt's flags, file and environment; what it prints and refuses."""
 
 import json
 import shutil

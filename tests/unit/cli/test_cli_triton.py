@@ -1,4 +1,4 @@
-"""`loraplex triton`: tritonserver's flags, our settings over the repository's, and `init`."""
+"""`loraplex compat triton`: tritonserver's flags, settings over the repository's, `init`."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""`loraplex triton export`."""
+"""`loraplex compat triton export`."""
 
 import json
 

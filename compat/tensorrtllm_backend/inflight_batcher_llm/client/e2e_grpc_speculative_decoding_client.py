@@ -1,4 +1,4 @@
-"""e2e_grpc_speculative_decoding_client.py of the TensorRT-LLM backend: `loraplex client
+"""e2e_grpc_speculative_decoding_client.py of the TensorRT-LLM backend: `loraplex compat client
 speculative-decoding`.
 """
 
@@ -7,4 +7,4 @@ import sys
 from loraplex.cli.main import app
 
 if __name__ == "__main__":
-    app(["client", "speculative-decoding", *sys.argv[1:]], prog_name="loraplex")
+    app(["compat", "client", "speculative-decoding", *sys.argv[1:]], prog_name="loraplex")

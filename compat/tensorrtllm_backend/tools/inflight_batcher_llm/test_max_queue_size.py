@@ -1,8 +1,8 @@
-"""test_max_queue_size.py of the TensorRT-LLM backend: `loraplex client test-max-queue-size`."""
+"""test_max_queue_size.py: `loraplex compat client test-max-queue-size`."""
 
 import sys
 
 from loraplex.cli.main import app
 
 if __name__ == "__main__":
-    app(["client", "test-max-queue-size", *sys.argv[1:]], prog_name="loraplex")
+    app(["compat", "client", "test-max-queue-size", *sys.argv[1:]], prog_name="loraplex")

@@ -1,11 +1,11 @@
 #!/bin/bash
-# launch-llgtrt.sh of llgtrt: MODEL [flags of `loraplex llgtrt`].
+# launch-llgtrt.sh of llgtrt: MODEL [flags of `loraplex compat llgtrt`].
 set -euo pipefail
 
 if [ $# -lt 1 ]; then
-    echo "usage: $0 MODEL [flags of loraplex llgtrt]" >&2
+    echo "usage: $0 MODEL [flags of loraplex compat llgtrt]" >&2
     exit 1
 fi
 model=$1
 shift
-exec python3 -m loraplex llgtrt --engine "$model" "$@"
+exec python3 -m loraplex compat llgtrt --engine "$model" "$@"

@@ -1,7 +1,7 @@
 """Files that requests are made from: adapters, token ids, prompt tables and data sets.
 
-The pair of an adapter is what TensorRT-LLM's hf_lora_convert.py and `loraplex convert-lora` write.
-No file is unpickled.
+The pair of an adapter is what TensorRT-LLM's hf_lora_convert.py and `loraplex compat convert-lora`
+write. No file is unpickled.
 """
 
 import csv
@@ -36,7 +36,7 @@ def read_lora_pair(folder: str) -> dict[str, Array]:
     if config_path is None or not (path / WEIGHTS_NAME).is_file():
         raise ConfigError(
             f"--lora-path: {path} must have {WEIGHTS_NAME} and {' or '.join(CONFIG_NAMES)}; "
-            "loraplex convert-lora writes them from a PEFT folder"
+            "loraplex compat convert-lora writes them from a PEFT folder"
         )
     weights, config = _read(path / WEIGHTS_NAME), _read(config_path)
     if weights.dtype not in _FLOATS:

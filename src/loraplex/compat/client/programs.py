@@ -16,7 +16,7 @@ PROTOCOLS: Final = ("http", "grpc")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Program:
-    """One command of `loraplex client`."""
+    """One command of `loraplex compat client`."""
 
     command: str
     flags: tuple[FlagRow, ...]

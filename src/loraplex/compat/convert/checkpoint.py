@@ -1,4 +1,4 @@
-"""`loraplex convert-checkpoint`: a Hugging Face folder as a checkpoint folder for `loraplex build`.
+"""`loraplex compat convert-checkpoint`: a Hugging Face folder as a checkpoint folder.
 
 The weights keep their Hugging Face names and are one file, whatever --tp_size is: they are not
 split here.

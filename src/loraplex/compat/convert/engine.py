@@ -1,4 +1,4 @@
-"""`loraplex build`: write an engine folder, which is served as it is.
+"""`loraplex compat build`: write an engine folder, which is served as it is.
 
 It has the weights twice: in their own format, for GPUs and other processors, and packed for the
 kernels of this kind of CPU; a start maps the packed weights. Adapters of --lora_dir are

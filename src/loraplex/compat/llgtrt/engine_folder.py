@@ -1,4 +1,4 @@
-"""What llgtrt calls an engine: here a Hugging Face folder, or one that `loraplex build` wrote."""
+"""What llgtrt calls an engine: a Hugging Face folder, or one of `loraplex compat build`."""
 
 from pathlib import Path
 from typing import Final
@@ -8,7 +8,7 @@ from loraplex.models.engine_folder import PACKED_NAME, model_fields
 
 TEMPLATE_NAME: Final = "chat_template.j2"
 _TOKENIZERS: Final = ("tokenizer.json", "tokenizer.model")
-_GOOD: Final = "a Hugging Face folder, or one that loraplex build (trtllm-build) wrote"
+_GOOD: Final = "a Hugging Face folder, or one that loraplex compat build (trtllm-build) wrote"
 
 
 def check_engine(engine: Path, tokenizer: Path) -> None:

@@ -1,8 +1,8 @@
 """The folder that gpt_model_path means, and what is refused of the folders that it may mean.
 
 Served are a Hugging Face folder, a checkpoint folder of TensorRT-LLM's own tools, and what
-`loraplex build` and `loraplex convert-checkpoint` write: their config.json has the key `loraplex`
-in addition to TensorRT-LLM's own keys.
+`loraplex compat build` and `loraplex compat convert-checkpoint` write: their config.json has the
+key `loraplex` in addition to TensorRT-LLM's own keys.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from loraplex.models.config_fields import read_object
 PATH_PARAMETER = "gpt_model_path"
 _CONFIG = "config.json"
 _OURS = "loraplex"
-_BUILD = "use `loraplex build`, or give the Hugging Face folder itself"
+_BUILD = "use `loraplex compat build`, or give the Hugging Face folder itself"
 
 
 def find_engine_dir(folder: ModelFolder, notes: Notes) -> Path:
@@ -30,7 +30,7 @@ def find_engine_dir(folder: ModelFolder, notes: Notes) -> Path:
         raise folder.parameters.error(
             PATH_PARAMETER,
             "it is not filled in (engine_dir); it must be the path of a folder that "
-            "`loraplex build` wrote, or of a Hugging Face folder",
+            "`loraplex compat build` wrote, or of a Hugging Face folder",
         )
     found = folder.find_folder(written)
     if found is None:

@@ -41,7 +41,7 @@ _FLAGS: Final = (
 """Flags of a server that serves Triton alone. It forgets the adapters that requests sent, as the
 original backends do, so several servers may share a state directory."""
 
-_MODEL_TEXT: Final = f'''"""Written by `loraplex triton export`: a loraplex server runs it."""
+_MODEL_TEXT: Final = f'''"""Written by `loraplex compat triton export`: loraplex runs it."""
 
 import os
 import sys
@@ -65,7 +65,7 @@ class Export:
     python: str = sys.executable
     """The Python that loraplex is installed for."""
     server_flags: Sequence[str] = ()
-    """Flags of `loraplex triton`, in addition to its repository."""
+    """Flags of `loraplex compat triton`, in addition to its repository."""
     environment: str = ""
     """A virtual environment, or a packed one, for Triton's Python; empty: what Triton finds."""
 
@@ -73,7 +73,16 @@ class Export:
         """What starts the server, without its socket; nothing if it is not to be started."""
         if not self.starts_server:
             return []
-        return [self.python, "-m", "loraplex", "triton", *flags, *_FLAGS, *self.server_flags]
+        return [
+            self.python,
+            "-m",
+            "loraplex",
+            "compat",
+            "triton",
+            *flags,
+            *_FLAGS,
+            *self.server_flags,
+        ]
 
 
 def export_models(

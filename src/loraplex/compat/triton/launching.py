@@ -1,4 +1,4 @@
-"""Starts `loraplex triton` in the background, as the backend's launch_triton_server.py does."""
+"""Starts `loraplex compat triton` in the background, as launch_triton_server.py does."""
 
 import contextlib
 import dataclasses
@@ -27,11 +27,11 @@ class Launch:
     log_file: Path | None = None
     """Gets what the server prints, in detail; None: this process's own output does."""
     program: str | None = None
-    """Instead of `loraplex triton`: any program with tritonserver's flags."""
+    """Instead of `loraplex compat triton`: any program with tritonserver's flags."""
 
     @property
     def command(self) -> list[str]:
-        start = [sys.executable, "-m", "loraplex", "triton"]
+        start = [sys.executable, "-m", "loraplex", "compat", "triton"]
         flags = [
             f"--model-repository={self.model_repository}",
             f"--grpc-port={self.grpc_port}",
@@ -86,7 +86,9 @@ def running_servers() -> Iterator[int]:
 
 def is_server(arguments: Sequence[str]) -> bool:
     """Whether a command line is that of a Triton server."""
-    names = [Path(argument).name for argument in arguments[:4]]
+    names = [Path(argument).name for argument in arguments[:5]]
     if _SERVER in names[:2]:
         return True
-    return any(pair == ("loraplex", "triton") for pair in itertools.pairwise(names))
+    # Both `loraplex compat triton` and `loraplex triton` start one.
+    words = [name for name in names if name != "compat"]
+    return any(pair == ("loraplex", "triton") for pair in itertools.pairwise(words))

@@ -21,7 +21,9 @@ TENSORRT_LLM_PARAMETERS = (
     no_effect("FORCE_CPU_ONLY_INPUT_TENSORS", "inputs come to the host's memory anyway", Kind.TEXT),
     setting("gpt_model_type", Kind.TEXT, "batching"),
     here(
-        "gpt_model_path", Kind.TEXT, "the model: a Hugging Face folder, or one of `loraplex build`"
+        "gpt_model_path",
+        Kind.TEXT,
+        "the model: a Hugging Face folder, or one of `loraplex compat build`",
     ),
     refused("encoder_model_path", "an encoder-decoder model"),
     setting("max_tokens_in_paged_kv_cache", Kind.WHOLE),

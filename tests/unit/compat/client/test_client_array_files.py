@@ -52,7 +52,7 @@ def test_wrong_pairs(tmp_path, weights, config, words):
 
 
 def test_a_folder_without_a_pair(tmp_path):
-    with pytest.raises(ConfigError, match=r"loraplex convert-lora"):
+    with pytest.raises(ConfigError, match=r"loraplex compat convert-lora"):
         read_lora_pair(str(tmp_path))
 
 

@@ -60,8 +60,8 @@ def test_folders_that_are_not_there(written):
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
-        ({}, "has no config.json; use `loraplex build`"),
-        ({"rank0.engine": "x"}, "holds TensorRT engines; use `loraplex build`"),
+        ({}, "has no config.json; use `loraplex compat build`"),
+        ({"rank0.engine": "x"}, "holds TensorRT engines; use `loraplex compat build`"),
         ({"config.json": {"build_config": {}, "pretrained_config": {}}}, "only TensorRT can run"),
         ({"config.json": {"builder_config": {}}}, "only TensorRT can run"),
         ({"config.json": []}, "must be a JSON object"),

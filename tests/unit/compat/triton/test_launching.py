@@ -27,7 +27,7 @@ def what(repository: Path, **changes: object) -> Launch:
 
 def test_command(tmp_path: Path) -> None:
     assert what(tmp_path).command == [
-        *(sys.executable, "-m", "loraplex", "triton", f"--model-repository={tmp_path}"),
+        *(sys.executable, "-m", "loraplex", "compat", "triton", f"--model-repository={tmp_path}"),
         *("--grpc-port=1", "--http-port=2", "--metrics-port=3", "--disable-auto-complete-config"),
     ]
 
@@ -41,8 +41,10 @@ def test_another_program(tmp_path: Path) -> None:
     [
         (["/opt/tritonserver/bin/tritonserver", "--model-repository=/m"], True),
         (["python3", "/w/compat/bin/tritonserver"], True),
+        (["/venv/bin/python", "-m", "loraplex", "compat", "triton", "--http-port=1"], True),
         (["/venv/bin/python", "-m", "loraplex", "triton", "--http-port=1"], True),
         (["/venv/bin/python", "/venv/bin/loraplex", "triton"], True),
+        (["/venv/bin/python", "/venv/bin/loraplex", "compat", "triton"], True),
         (["/venv/bin/python", "-m", "loraplex", "serve", "triton"], False),
         (["tail", "-f", "/var/log/tritonserver"], False),
         (["vi", "notes", "tritonserver"], False),
