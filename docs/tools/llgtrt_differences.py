@@ -1,4 +1,4 @@
-"""Where `loraplex compat llgtrt` does not do as llgtrt does, and --llgtrt-compat does. One row each."""
+"""Where `loraplex compat llgtrt` does not do as llgtrt, and --llgtrt-compat does: a row each."""
 
 from typing import Final, NamedTuple
 

@@ -79,7 +79,9 @@ def sections() -> Iterator[Section]:
     yield Section("Headers", header_features())
     yield Section("Trace and log settings", setting_features())
     yield Section("Extensions", extension_features())
-    yield Section("Flags of tritonserver", (*OWN_FLAGS, *FLAGS), "As flags of `loraplex compat triton`.")
+    yield Section(
+        "Flags of tritonserver", (*OWN_FLAGS, *FLAGS), "As flags of `loraplex compat triton`."
+    )
     yield Section("Flags of convert_checkpoint.py", tuple(row.feature for row in CHECKPOINT_FLAGS))
     yield Section(
         "Flags of trtllm-build and build.py",
