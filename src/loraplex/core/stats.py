@@ -121,6 +121,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     """A snapshot, sent with the outputs of a step. Blocks of all KV groups are counted together."""
 
     steps: int = 0
+    step_ns: int = 0
+    """Counter: time of the steps that ended, each from the start of planning to the result."""
     num_running: int = 0
     num_waiting: int = 0
     blocks_held: int = 0

@@ -113,6 +113,7 @@ class Engine:
         """Steps in flight, the oldest first."""
         self._marker = StepMarker()
         self._rank_wait_ns: tuple[int, ...] = ()
+        self._step_ns = 0
 
     def mark_steps(self, marker: StepMarker) -> None:
         """Use a marker that notes which requests the steps in flight compute."""
@@ -236,9 +237,9 @@ class Engine:
 
     def stats(self) -> EngineStats:
         stats = self._scheduler.stats()
-        if not self._rank_wait_ns:
-            return stats
-        return msgspec.structs.replace(stats, rank_wait_ns=self._rank_wait_ns)
+        return msgspec.structs.replace(
+            stats, step_ns=self._step_ns, rank_wait_ns=self._rank_wait_ns
+        )
 
     def close(self) -> None:
         """Close the loader, the runner and the journal."""
@@ -323,6 +324,7 @@ class Engine:
 
     def _ended(self, step: _LaunchedStep, result: StepResult | None) -> StepRecord:
         duration_ns = self._clock.now_ns() - step.record.start_ns
+        self._step_ns += duration_ns
         return ended_record(step.record, step.plan, result, duration_ns)
 
 

@@ -17,8 +17,9 @@ from loraplex.core.principal import Principal
 from loraplex.core.request import GenerateRequest
 from loraplex.serving.wire_request import GenerationRecord, begin_generation
 
-MAX_ADAPTER_LABELS = 100
-OTHER_ADAPTERS = "other"
+MAX_LABELS = 100
+"""Maximum number of adapters, and of tenants, that are labels of their own."""
+OTHERS = "other"
 
 TTFT_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -32,8 +33,8 @@ REQUEST_BUCKETS = (
     *(0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0),
     *(60.0, 120.0, 300.0),
 )
-_ADAPTER_TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-"""Fewer: there is a set of them for every adapter."""
+_FEW_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+"""Fewer: there is a set of them for every adapter and every tenant."""
 _QUEUE_BUCKETS = (0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
@@ -64,6 +65,7 @@ class RequestMetrics:
         self._clock = clock or SystemClock()
         self._models = set(models)
         self._adapter_labels: set[str] = set()
+        self._tenant_labels: set[str] = set()
         by_adapter = ("model", "adapter")
         self.requests = self._counter(
             "requests", "Requests that ended, by their end.", (*by_adapter, "finish_reason")
@@ -82,7 +84,7 @@ class RequestMetrics:
             "loraplex_adapter_time_to_first_token_seconds",
             "The same by adapter; empty for the base model.",
             by_adapter,
-            buckets=_ADAPTER_TTFT_BUCKETS,
+            buckets=_FEW_BUCKETS,
             registry=self.registry,
         )
         self.inter_token_latency = self._histogram(
@@ -100,7 +102,13 @@ class RequestMetrics:
             "From arrival to the first step that computed the request.",
             _QUEUE_BUCKETS,
         )
-
+        self.tenant_queue_time = Histogram(
+            "loraplex_tenant_queue_time_seconds",
+            "From arrival to the first step that computed the request, by tenant.",
+            ("model", "tenant"),
+            buckets=_FEW_BUCKETS,
+            registry=self.registry,
+        )
         self.prefill_time = self._histogram(
             "request_prefill_time_seconds",
             "From the first step that computed the request to its first token.",
@@ -156,12 +164,11 @@ class RequestMetrics:
     def adapter_label(self, output: RequestOutput) -> str:
         """Its adapters' names; empty for the base model; from the 101st on `other`."""
         name = "+".join(adapter.name for adapter in output.adapters)
-        if not name or name in self._adapter_labels:
-            return name
-        if len(self._adapter_labels) >= MAX_ADAPTER_LABELS:
-            return OTHER_ADAPTERS
-        self._adapter_labels.add(name)
-        return name
+        return _bounded(name, self._adapter_labels) if name else ""
+
+    def tenant_label(self, tenant: str) -> str:
+        """Its name; from the 101st on `other`."""
+        return _bounded(tenant, self._tenant_labels)
 
     def _counter(self, name: str, text: str, labels: tuple[str, ...]) -> Counter:
         return Counter(f"loraplex_{name}", text, labels, registry=self.registry)
@@ -251,6 +258,10 @@ class ObservedOutputs(AsyncIterator[RequestOutput]):
         timing = output.timing
         if timing is None:
             return
+        if timing.queue_seconds is not None:
+            tenant = self._metrics.tenant_label(self._record.tenant)
+            by_tenant = self._metrics.tenant_queue_time.labels(self._model, tenant)
+            by_tenant.observe(max(timing.queue_seconds, 0.0))
         for histogram, seconds in (
             (self._metrics.queue_time, timing.queue_seconds),
             (self._metrics.prefill_time, timing.prefill_seconds),
@@ -266,6 +277,15 @@ class ObservedOutputs(AsyncIterator[RequestOutput]):
         if not self._is_over:
             self._is_over = True
             self._metrics.requests.labels(self._model, self._adapter or "", reason.value).inc()
+
+
+def _bounded(name: str, labels: set[str]) -> str:
+    """Return the name if it is a label or may become one."""
+    if name not in labels:
+        if len(labels) >= MAX_LABELS:
+            return OTHERS
+        labels.add(name)
+    return name
 
 
 def _seconds(nanoseconds: int) -> float:

@@ -122,3 +122,5 @@ def test_times(monkeypatch):
     fakes.step()
     record = fakes.records[-1]
     assert (record.timing, record.duration_ns) == (timing, 3 * MILLISECOND_NS)
+    fakes.step()
+    assert fakes.engine.stats().step_ns == 2 * 3 * MILLISECOND_NS

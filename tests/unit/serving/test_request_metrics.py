@@ -15,15 +15,15 @@ from loraplex.core.output import (
 )
 from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
-from loraplex.serving.request_metrics import MAX_ADAPTER_LABELS, RequestMetrics
+from loraplex.serving.request_metrics import MAX_LABELS, RequestMetrics
 from loraplex.serving.wire_request import GenerationRecord
 
 REQUEST = GenerateRequest(request_id=1, model="base", prompt="Hi")
 MS = 1_000_000
 
 
-def record() -> GenerationRecord:
-    return GenerationRecord(REQUEST, "tenant", 0)
+def record(tenant="tenant") -> GenerationRecord:
+    return GenerationRecord(REQUEST, tenant, 0)
 
 
 class ScriptedOutputs:
@@ -164,7 +164,7 @@ async def test_closing_a_finished_request_counts_nothing(metrics, clock):
 
 
 async def test_adapter_labels_are_bounded(metrics, clock):
-    for number in [*range(MAX_ADAPTER_LABELS + 50), 0]:
+    for number in [*range(MAX_LABELS + 50), 0]:
         last = output((0, 1, FinishReason.STOP), total=1, finished=True, adapters=[f"a{number}"])
         await run(metrics, clock, [(1, last)])
     tokens = [
@@ -173,9 +173,24 @@ async def test_adapter_labels_are_bounded(metrics, clock):
         for sample in family.samples
         if sample.name == "loraplex_generation_tokens_total"
     ]
-    assert len(tokens) == MAX_ADAPTER_LABELS + 1
+    assert len(tokens) == MAX_LABELS + 1
     assert value(metrics, "generation_tokens_total", adapter="other") == 50
     assert value(metrics, "generation_tokens_total", adapter="a0") == 2
+
+
+async def test_tenants_wait_each_in_its_own_series_up_to_a_bound(metrics, clock):
+    timing = RequestTiming(arrival_ns=1 * MS, first_scheduled_ns=21 * MS)
+    last = output((0, 1, FinishReason.STOP), total=1, finished=True, timing=timing)
+    for number in [*range(MAX_LABELS + 50), 0]:
+        outputs = metrics.observe(
+            REQUEST, ScriptedOutputs(clock, [(1, last)]), record(f"t{number}")
+        )
+        assert [one async for one in outputs] == [last]
+    name = "tenant_queue_time_seconds"
+    assert value(metrics, f"{name}_sum", tenant="t0") == pytest.approx(0.040)
+    assert value(metrics, f"{name}_count", tenant=f"t{MAX_LABELS - 1}") == 1
+    assert value(metrics, f"{name}_count", tenant=f"t{MAX_LABELS}") is None
+    assert value(metrics, f"{name}_count", tenant="other") == 50
 
 
 async def test_two_adapters_are_one_label(metrics, clock):

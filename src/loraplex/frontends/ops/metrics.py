@@ -106,6 +106,12 @@ _GAUGES: tuple[_Family, ...] = (
 _COUNTERS: tuple[_Family, ...] = (
     ("engine_steps", "Steps that the engine launched.", None, lambda stats: {"": stats.steps}),
     (
+        "engine_step_seconds",
+        "Time of the steps that ended, from planning to the result; steps in flight overlap.",
+        None,
+        lambda stats: {"": stats.step_ns / 1e9},
+    ),
+    (
         "preemptions",
         "Sequences that lost their KV blocks to others.",
         None,

@@ -19,6 +19,7 @@ from loraplex.testing.echo_backend import EchoBackend
 
 STATS = EngineStats(
     steps=11,
+    step_ns=22_000_000,
     num_running=2,
     num_waiting=3,
     blocks_held=5,
@@ -72,6 +73,7 @@ EXPECTED = {
     "adapter_host_lookups_total{miss}": 28,
     "adapter_copies_total": 29,
     "engine_steps_total": 11,
+    "engine_step_seconds_total": 0.022,
     "preemptions_total": 4,
     "prefix_cache_query_tokens_total": 100,
     "prefix_cache_hit_tokens_total": 40,
