@@ -12,6 +12,7 @@ import msgspec
 from loraplex.core.config import ModelConfig
 from loraplex.core.errors import ConfigError
 from loraplex.core.gpus import num_gpus
+from loraplex.core.step_sizes import wanted_step_sizes
 from loraplex.models.engine_folder import LORA_FOLDER, BuildLimits, read_build_limits
 
 logger = logging.getLogger(__name__)
@@ -31,18 +32,28 @@ def within_build(name: str, model: ModelConfig, folder: Path) -> ModelConfig:
         model,
         max_model_len=_at_most(name, "max_model_len", model.max_model_len, limits.max_seq_len),
         max_input_len=_at_most(name, "max_input_len", model.max_input_len, limits.max_input_len),
-        max_num_seqs=_lowered(
-            name, "max_num_seqs", model.max_num_seqs, limits.max_batch_size, "max_batch_size"
-        ),
-        max_num_batched_tokens=_lowered(
-            *(name, "max_num_batched_tokens", model.max_num_batched_tokens),
-            *(limits.max_num_tokens, "max_num_tokens"),
-        ),
+        **_step_sizes(name, model, limits),
         quantization=_quantization(name, model, limits),
         kv_dtype=limits.kv_dtype if model.kv_dtype == "auto" else model.kv_dtype,
         tensor_parallel_size=_num_ranks(name, model, limits),
         **_adapters(name, model, limits, folder),
     )
+
+
+def _step_sizes(name: str, model: ModelConfig, limits: BuildLimits) -> dict[str, int | None]:
+    """Return the sizes of a step. One that is not set stays so, unless the build allows less."""
+    usual = wanted_step_sizes(
+        model.device, model.num_threads, model.max_num_seqs, model.max_num_batched_tokens
+    )
+    built = {
+        "max_num_seqs": (limits.max_batch_size, "max_batch_size"),
+        "max_num_batched_tokens": (limits.max_num_tokens, "max_num_tokens"),
+    }
+    found: dict[str, int | None] = {}
+    for setting, wanted in usual._asdict().items():
+        size = _lowered(name, setting, wanted, *built[setting])
+        found[setting] = getattr(model, setting) if size == wanted else size
+    return found
 
 
 def _num_ranks(name: str, model: ModelConfig, limits: BuildLimits) -> int:

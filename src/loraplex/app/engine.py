@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from loraplex.app.rank import ModelRank, overlaps, rank_command, rank_of, world_of
+from loraplex.app.step_sizes import with_step_sizes
 from loraplex.core.clock import SystemClock
 from loraplex.core.config import ModelConfig
 from loraplex.core.errors import ConfigError, LoraplexError
@@ -44,6 +45,7 @@ def build_engine(
 
     logits_dir: a private folder for the logits that requests return. lose: see start_sharded.
     """
+    model = with_step_sizes(model)
     steps, loader = _start_ranks(model, logits_dir, lose)
     try:
         return engine_of(
@@ -125,7 +127,7 @@ def engine_thread(model: ModelConfig) -> LinkFactory:
 
 
 def scheduler_settings(model: ModelConfig) -> SchedulerSettings:
-    """Return the scheduler's part of a model's settings."""
+    """Return the scheduler's part of a model's settings, which have sizes of a step."""
     return msgspec.convert(model, SchedulerSettings, from_attributes=True)
 
 

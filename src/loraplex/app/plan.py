@@ -17,16 +17,21 @@ from loraplex.adapters.staging_limits import StagingLimits
 from loraplex.adapters.targets import source_of
 from loraplex.app.build_limits import within_build
 from loraplex.app.builder import served_shapes
-from loraplex.app.rank import runner_settings
+from loraplex.app.local_paths import with_device
+from loraplex.app.step_sizes import (
+    bytes_left,
+    largest_rank,
+    runner_settings,
+    weights_bytes,
+    with_step_sizes,
+)
 from loraplex.core.config import ModelConfig
 from loraplex.core.errors import InvalidAdapterError, LoraplexError
 from loraplex.core.plan import Capacity
 from loraplex.core.stats import EngineStats
 from loraplex.execution.sizing.capacity import (
-    choose_device,
     choose_dtype,
     choose_kv_dtype,
-    free_bytes,
     rank_share,
     size_memory,
 )
@@ -34,12 +39,9 @@ from loraplex.execution.sizing.kv import windowed
 from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.execution.sizing.step_memory import StepMemory, estimated_step_memory
 from loraplex.execution.weights.hub import resolve_model
-from loraplex.execution.weights.size import weights_size
 from loraplex.execution.weights.stored_head import read_model
 from loraplex.memory.adapter_pages import layer_targets, most_pages
-from loraplex.models.sharding import TensorShard, shard
 from loraplex.models.spec import ModelSpec
-from loraplex.models.stages import PipelineStage, stage
 from loraplex.serving.adapter_fit import check_fits_tiers
 from loraplex.serving.adapters.folders import find_below
 from loraplex.serving.expert_use import ExpertUse, expert_use
@@ -80,15 +82,14 @@ def plan_memory(model: ModelConfig, adapters: Sequence[str]) -> MemoryPlan:
     the model cannot be served with these settings, or a folder does not exist.
     """
     folder = resolve_model(model.path, model.revision)
-    model = within_build(str(folder), model, folder)
+    model = within_build(str(folder), with_device(str(folder), model), folder)
+    model = with_step_sizes(msgspec.structs.replace(model, path=str(folder)))
     settings = runner_settings(model)
     config = windowed(settings, read_model(folder))
-    num_ranks, num_stages = model.tensor_parallel_size, model.pipeline_parallel_size
     if torch.device(settings.device).type == "cpu":
-        settings = settings.share_of_host(num_ranks * num_stages)
-    of_rank = shard(config, TensorShard(0, num_ranks))
-    stages = [stage(of_rank, PipelineStage(index, num_stages)) for index in range(num_stages)]
-    capacity = _capacity(settings, max(stages, key=lambda spec: _weights_bytes(settings, spec)))
+        num_ranks = model.tensor_parallel_size * model.pipeline_parallel_size
+        settings = settings.share_of_host(num_ranks)
+    capacity = _capacity(settings, largest_rank(settings, config))
     memory = memory_of(
         capacity,
         EngineStats(),
@@ -109,7 +110,7 @@ def plan_memory(model: ModelConfig, adapters: Sequence[str]) -> MemoryPlan:
 def _capacity(settings: RunnerSettings, config: ModelSpec) -> Capacity:
     dtype = choose_dtype(settings, config)
     kv_dtype = choose_kv_dtype(settings, dtype)
-    weights_bytes = _weights_bytes(settings, config)
+    rank_weights = weights_bytes(settings, config)
     is_cpu = torch.device(settings.device).type == "cpu"
     steps = StepMemory() if is_cpu else estimated_step_memory(settings, config, dtype)
     size = size_memory(
@@ -117,8 +118,8 @@ def _capacity(settings: RunnerSettings, config: ModelSpec) -> Capacity:
         config,
         dtype=dtype,
         kv_dtype=kv_dtype,
-        weights_bytes=weights_bytes,
-        free_bytes=_free_bytes(settings, weights_bytes),
+        weights_bytes=rank_weights,
+        free_bytes=bytes_left(settings, rank_weights),
         steps=steps,
     )
     return Capacity(
@@ -136,25 +137,10 @@ def _capacity(settings: RunnerSettings, config: ModelSpec) -> Capacity:
         host_page_bytes=0 if is_cpu else size.adapters.page_bytes,
         keeps_host_copy=not is_cpu,
         kv_cache_bytes=size.kv.num_bytes,
-        weights_bytes=weights_bytes,
+        weights_bytes=rank_weights,
         workspace_bytes=steps.workspace,
         graph_bytes=steps.graphs,
     )
-
-
-def _weights_bytes(settings: RunnerSettings, config: ModelSpec) -> int:
-    return weights_size(config, choose_dtype(settings, config), settings.precision)
-
-
-def _free_bytes(settings: RunnerSettings, weights_bytes: int) -> int | None:
-    """Return the device memory without the weights. With memory_bytes the device need not be in
-    this machine."""
-    if torch.device(settings.device).type == "cpu":
-        return None
-    if settings.memory_bytes is not None:
-        return settings.memory_bytes - weights_bytes
-    free = free_bytes(choose_device(settings))
-    return None if free is None else free - weights_bytes
 
 
 def _found(path: str) -> list[tuple[str, str]]:

@@ -21,6 +21,7 @@ from loraplex.app.stage_channels import (
     rank_device,
     stage_channels,
 )
+from loraplex.app.step_sizes import runner_settings
 from loraplex.core.config import ModelConfig
 from loraplex.core.log_lines import log_to_standard_error
 from loraplex.core.version import __version__
@@ -29,7 +30,6 @@ from loraplex.execution.adapters.host_adapters import HostAdapters
 from loraplex.execution.adapters.loader import FileAdapterLoader
 from loraplex.execution.grammar.vocabulary import GrammarVocabulary, VocabularySource
 from loraplex.execution.loading import load_parts, start_runner
-from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.execution.steps.socket_links import SocketLinks
 from loraplex.execution.steps.threaded_runner import ThreadedRunner
 from loraplex.execution.weights.weight_files import weight_files
@@ -184,11 +184,6 @@ def overlaps(model: ModelConfig) -> bool:
     if model.overlap is None:
         return not model.device.startswith("cpu")
     return model.overlap
-
-
-def runner_settings(model: ModelConfig) -> RunnerSettings:
-    """Return the runner's part of a model's settings."""
-    return msgspec.convert(model, RunnerSettings, from_attributes=True)
 
 
 def vocabulary_source(model: ModelConfig) -> VocabularySource:

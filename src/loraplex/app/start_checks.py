@@ -5,8 +5,6 @@ neither torch nor the web stack.
 """
 
 import contextlib
-import importlib.util
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -16,9 +14,9 @@ from loraplex.adapters.state_lock import StateLock
 from loraplex.app.listener import bind
 from loraplex.core.byte_sizes import readable_bytes
 from loraplex.core.config import Config, ModelConfig
+from loraplex.core.devices import check_cuda, has_gpu, torch_version_file
 from loraplex.core.environment import state_directory
 from loraplex.core.errors import ConfigError, InvalidAdapterError
-from loraplex.core.gpus import num_gpus
 from loraplex.core.near_paths import check_exists
 from loraplex.core.server_config import ServerConfig
 from loraplex.core.weight_precision import WeightPrecision
@@ -31,10 +29,6 @@ _QUANTIZED_BITS: Final = {
     WeightPrecision.INT4: 4,
     WeightPrecision.FP8: 8,
 }
-_WSL_GPU: Final = Path("/dev/dxg")
-"""Device of a GPU under Windows, which has no device of NVIDIA's driver."""
-_CUDA_OF_TORCH: Final = re.compile(r"^cuda\b[^=]*= *None", re.MULTILINE)
-_TORCH_VERSION: Final = re.compile(r"^__version__ *= *'([^']*)'", re.MULTILINE)
 
 
 def check_start(config: Config) -> None:
@@ -68,37 +62,7 @@ def _check_paths(model: ModelConfig) -> None:
 def _check_device(model: ModelConfig) -> None:
     """Raise ConfigError for a GPU that is certainly not here; Ray may take one elsewhere."""
     if model.device.startswith("cuda") and model.executor != "ray":
-        check_cuda(model.device, _torch_version_file(), has_gpu=num_gpus() > 0 or _WSL_GPU.exists())
-
-
-def check_cuda(device: str, version_file: str, *, has_gpu: bool) -> None:
-    """Raise ConfigError if torch or the machine has no CUDA. version_file: text of torch's."""
-    if _CUDA_OF_TORCH.search(version_file):
-        version = _TORCH_VERSION.search(version_file)
-        named = f"torch {version[1]}" if version else "the installed torch"
-        raise ConfigError(
-            f"device is {device}, but {named} is a build for CPUs: install a build with CUDA (see "
-            "https://pytorch.org/get-started/locally), or set --device cpu",
-            param="device",
-        )
-    if not has_gpu:
-        raise ConfigError(
-            f"device is {device}, but this machine has no NVIDIA GPU that this process may use: "
-            "set --device cpu, or check nvidia-smi, CUDA_VISIBLE_DEVICES and, in a container, the "
-            "runtime's GPU option",
-            param="device",
-        )
-
-
-def _torch_version_file() -> str:
-    """Return the text of torch's version.py, which is read because an import takes seconds."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return ""
-    try:
-        return Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
-    except OSError:
-        return ""
+        check_cuda(model.device, torch_version_file(), has_gpu=has_gpu())
 
 
 def _check_ports(server: ServerConfig) -> None:

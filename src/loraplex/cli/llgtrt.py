@@ -126,7 +126,6 @@ def build_config(engine: Path, files: list[Layer], flags: dict[str, Any]) -> Con
     flags: those that were given, by setting. Raises ConfigError.
     """
     from loraplex.compat.llgtrt.engine_folder import check_engine, own_chat_template  # noqa: PLC0415
-    from loraplex.compat.triton.devices import has_gpu  # noqa: PLC0415
 
     check_engine(engine, Path(flags.get("tokenizer", engine)))
     name = _name(engine)
@@ -134,13 +133,11 @@ def build_config(engine: Path, files: list[Layer], flags: dict[str, Any]) -> Con
     template = own_chat_template(engine)
     if template is not None:
         model["chat_template"] = str(template)
-    gpu = [Layer("this machine's GPU", {"models": {name: {"device": "cuda"}}})] if has_gpu() else []
     opened = {_PORTS[port]: True for port in _PORTS if port in flags}
     return resolve(
         [
             Layer("default of loraplex compat llgtrt", {"server": {**_SERVER, **opened}}),
             Layer("flag --engine", {"models": {name: model}}),
-            *gpu,
             *files,
             *environment_layers([name]),
             *flag_layers(flags, [name]),

@@ -6,7 +6,7 @@ from typing import Annotated, Final
 import msgspec
 
 from loraplex.core.rank_limits import RankLimits, rank_by_kind
-from loraplex.core.scheduler_settings import SchedulerSettings
+from loraplex.core.scheduler_settings import SchedulingSettings
 from loraplex.core.setting import Setting, fraction, matching, within
 from loraplex.core.weight_precision import WeightPrecision
 
@@ -16,13 +16,15 @@ MAX_GRAPH_BATCH_SIZE: Final = 256
 """Largest recorded step: in larger ones the cost of launching kernels is small compared with what
 they compute."""
 
+AUTO_DEVICE: Final = "auto"
+
 _FLOATS: Final = ("auto", "float32", "float16", "bfloat16")
 _engine = functools.partial(Setting, "Engine")
 _memory = functools.partial(Setting, "Memory")
 _adapters = functools.partial(Setting, "Adapters")
 
 
-class EngineSettings(SchedulerSettings, frozen=True, kw_only=True):
+class EngineSettings(SchedulingSettings, frozen=True, kw_only=True):
     """What an engine process has to know in addition to the model's folder."""
 
     dtype: Annotated[
@@ -59,11 +61,12 @@ class EngineSettings(SchedulerSettings, frozen=True, kw_only=True):
     device: Annotated[
         str,
         _engine(
-            "Device: cpu, cuda or cuda:N",
-            "See [GPU](gpu.md).",
-            check=matching(r"cpu|cuda(:[0-9]+)?", "must be cpu, cuda or cuda:N"),
+            "Device: auto, cpu, cuda or cuda:N",
+            "`auto` is the first GPU if torch can use it, else the CPU; the log reports the choice "
+            "and the reason. See [GPU](gpu.md).",
+            check=matching(r"auto|cpu|cuda(:[0-9]+)?", "must be auto, cpu, cuda or cuda:N"),
         ),
-    ] = "cpu"
+    ] = AUTO_DEVICE
     attention_backend: Annotated[
         str,
         _engine(

@@ -67,20 +67,28 @@ def _always_on(value: bool) -> str | None:
     return "cannot be false: a prompt longer than a step is always computed in chunks"
 
 
-class SchedulerSettings(Settings, frozen=True, kw_only=True):
-    """Limits of one step and of the queue, and the policies that fill them."""
+_MAX_NUM_SEQS: Final = _scheduling(
+    "Maximum number of sequences in one step",
+    "On a CPU 64, or 4 for each core if that is more, up to 256. On a GPU 256, or fewer if steps "
+    "would take more than a quarter of the memory that the weights leave. The log reports the "
+    "choice; see [Operations](operations.md#sizes-by-device).",
+    default="by device",
+    minimum=1,
+)
+_MAX_NUM_BATCHED_TOKENS: Final = _scheduling(
+    "Maximum number of tokens in one step, of prompts and outputs together",
+    "Longer prompts are computed in chunks. On a CPU 512, or 16 for each core if that is more, up "
+    "to 2048. On a GPU 8192, or fewer, like `max_num_seqs`. Never less than `max_num_seqs`.",
+    default="by device",
+    minimum=1,
+)
 
-    max_num_seqs: Annotated[
-        int, _scheduling("Maximum number of sequences in one step", minimum=1)
-    ] = 64
-    max_num_batched_tokens: Annotated[
-        int,
-        _scheduling(
-            "Maximum number of tokens in one step, of prompts and outputs together",
-            "Longer prompts are computed in chunks.",
-            minimum=1,
-        ),
-    ] = 512
+
+class SchedulingSettings(Settings, frozen=True, kw_only=True):
+    """Limits of one step and of the queue, and the policies that fill them, as they are set."""
+
+    max_num_seqs: Annotated[int | None, _MAX_NUM_SEQS] = None
+    max_num_batched_tokens: Annotated[int | None, _MAX_NUM_BATCHED_TOKENS] = None
     max_queue_size: Annotated[
         int,
         _scheduling(
@@ -231,6 +239,13 @@ class SchedulerSettings(Settings, frozen=True, kw_only=True):
             minimum=1,
         ),
     ] = None
+
+
+class SchedulerSettings(SchedulingSettings, frozen=True, kw_only=True):
+    """The settings as the scheduler needs them: with the limits that the device determined."""
+
+    max_num_seqs: Annotated[int, _MAX_NUM_SEQS] = 64
+    max_num_batched_tokens: Annotated[int, _MAX_NUM_BATCHED_TOKENS] = 512
 
     @property
     def max_step_tokens(self) -> int:

@@ -13,10 +13,12 @@ from typing import Any, Final
 
 import msgspec
 
-from loraplex.core.config import Config
+from loraplex.app.local_paths import with_device
+from loraplex.core.config import Config, ModelConfig
 from loraplex.core.config_layers import Layer, field_layers, file_layer, resolve
 from loraplex.core.environment import environment_fields
 from loraplex.core.errors import ConfigError
+from loraplex.core.step_sizes import wanted_step_sizes
 
 logger = logging.getLogger(__name__)
 
@@ -72,12 +74,12 @@ class Deployment(msgspec.Struct, frozen=True):
     @property
     def num_slots(self) -> int:
         """Maximum number of sequences in one step of all models."""
-        return sum(model.max_num_seqs for model in self.config.models.values())
+        return sum(map(_num_seqs, self.config.models.values()))
 
     @property
     def max_ongoing_requests(self) -> int:
         """Requests that a replica may have; further ones wait where they can go to any replica."""
-        waiting = sum(m.max_queue_size or m.max_num_seqs for m in self.config.models.values())
+        waiting = sum(m.max_queue_size or _num_seqs(m) for m in self.config.models.values())
         return self.num_slots + waiting
 
     @property
@@ -88,6 +90,13 @@ class Deployment(msgspec.Struct, frozen=True):
             for model in self.config.models.values()
             if model.device != "cpu"
         )
+
+
+def _num_seqs(model: ModelConfig) -> int:
+    """Return the maximum number of sequences in one step; a replica's memory may allow fewer."""
+    return wanted_step_sizes(
+        model.device, model.num_threads, model.max_num_seqs, model.max_num_batched_tokens
+    ).max_num_seqs
 
 
 def read_arguments(arguments: Mapping[str, Any]) -> Deployment:
@@ -104,7 +113,7 @@ def read_arguments(arguments: Mapping[str, Any]) -> Deployment:
     settings = dict(arguments)
     counts = {name: _count(name, settings.pop(name)) for name in _COUNTS if name in settings}
     options = _options(settings, counts)
-    config = _config(settings)
+    config = _with_devices(_config(settings))
     if any(model.executor != "multiprocess" for model in config.models.values()):
         raise ConfigError(
             "executor must be multiprocess: the ranks of a replica are on its node, and Ray places "
@@ -140,6 +149,12 @@ def _config(settings: dict[str, Any]) -> Config:
             *field_layers("argument {name}", settings, names),
         ]
     )
+
+
+def _with_devices(config: Config) -> Config:
+    """Choose the devices here: Ray has to know how many GPUs a replica needs."""
+    models = {name: with_device(name, model) for name, model in config.models.items()}
+    return msgspec.structs.replace(config, models=models)
 
 
 def _adapters(own: Mapping[str, Any]) -> dict[str, Any]:

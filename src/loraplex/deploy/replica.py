@@ -89,7 +89,7 @@ class Replica:
                     if residency in tiers:
                         tiers[residency] += self._names_of(model, digest)
         return ReplicaReport(
-            num_slots=sum(model.config.max_num_seqs for model in models),
+            num_slots=sum(model.engine.capacity.max_num_seqs for model in models),
             num_requests=sum(model.stats.num_running + model.stats.num_waiting for model in models),
             on_device=bytes(Residents.of(tiers[Residency.DEVICE])),
             on_host=bytes(Residents.of(tiers[Residency.HOST])),

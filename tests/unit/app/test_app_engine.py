@@ -12,7 +12,8 @@ from tqdm import TMonitor
 from loraplex.app import engine as app_engine
 from loraplex.app import rank as app_rank
 from loraplex.app.engine import build_engine, run_engine
-from loraplex.app.rank import overlaps, runner_settings
+from loraplex.app.rank import overlaps
+from loraplex.app.step_sizes import runner_settings, with_step_sizes
 from loraplex.core.config import ModelConfig
 from loraplex.core.errors import ConfigError
 from loraplex.core.scheduler_settings import Batching, FairShare, SchedulerSettings
@@ -89,12 +90,13 @@ def test_a_gpu_overlaps_by_default(device, said, expected):
 def test_what_a_gpu_is_reported():
     model = ModelConfig(
         path="/m",
+        device="cpu",
         cuda_graphs=False,
         cuda_graph_batch_sizes=(1, 2),
         batch_invariant=True,
         attention_backend="triton",
     )
-    settings = runner_settings(model)
+    settings = runner_settings(with_step_sizes(model))
     assert (settings.cuda_graphs, settings.cuda_graph_batch_sizes) == (False, (1, 2))
     assert (settings.batch_invariant, settings.attention_backend) == (True, "triton")
 
@@ -122,7 +124,7 @@ def test_the_number_of_threads_is_torchs(monkeypatch, channel):
     [
         ({"path": "/nowhere"}, "/nowhere"),
         ({"kv_cache_bytes": 1}, "KV cache"),
-        ({"max_num_seqs": 600}, "max_num_batched_tokens"),
+        ({"max_num_seqs": 600, "max_num_batched_tokens": 512}, "max_num_batched_tokens"),
         ({"device": "cuda:99"}, "cuda"),
     ],
 )
@@ -190,5 +192,5 @@ def test_the_scheduler_gets_every_setting_of_its_own():
 
 
 def test_a_bare_configuration_means_the_schedulers_own_defaults():
-    settings = app_engine.scheduler_settings(ModelConfig(path="m"))
-    assert settings == SchedulerSettings()
+    model = with_step_sizes(ModelConfig(path="m", device="cpu", num_threads=2))
+    assert app_engine.scheduler_settings(model) == SchedulerSettings()

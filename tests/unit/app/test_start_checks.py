@@ -8,15 +8,13 @@ from pathlib import Path
 import pytest
 
 from loraplex.adapters.state_lock import StateLock
-from loraplex.app.start_checks import check_cuda, check_start, check_weights_fit
+from loraplex.app.start_checks import check_start, check_weights_fit
 from loraplex.core.config import AdapterConfig, Config, ModelConfig
 from loraplex.core.errors import ConfigError
 from loraplex.core.server_config import ServerConfig
 from support.tiny_decoder import TINY_DECODER
 
 MODEL = ModelConfig(path="/m")
-CPU_BUILD = "from typing import Optional\n__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\n"
-CUDA_BUILD = "__version__ = '2.13.0'\ncuda: Optional[str] = '12.8'\n"
 
 
 @pytest.fixture
@@ -72,21 +70,6 @@ def test_a_port_in_use(setting: str, problem: Callable[..., str]) -> None:
 def test_a_locked_state_directory(tmp_path: Path, problem: Callable[..., str]) -> None:
     with contextlib.closing(StateLock.own(tmp_path)):
         assert "is in use by another server" in problem(state_dir=str(tmp_path))
-
-
-def test_cuda_with_a_torch_for_cpus() -> None:
-    with pytest.raises(ConfigError, match=r"torch 2\.13\.0\+cpu is a build for CPUs"):
-        check_cuda("cuda", CPU_BUILD, has_gpu=True)
-
-
-def test_cuda_without_a_gpu() -> None:
-    with pytest.raises(ConfigError, match="device is cuda:1, but this machine has no NVIDIA GPU"):
-        check_cuda("cuda:1", CUDA_BUILD, has_gpu=False)
-
-
-def test_cuda_that_may_work() -> None:
-    check_cuda("cuda", CUDA_BUILD, has_gpu=True)
-    check_cuda("cuda", "", has_gpu=True)
 
 
 def test_memory_that_does_not_hold_the_weights() -> None:

@@ -31,11 +31,6 @@ def served(monkeypatch):
     return calls
 
 
-@pytest.fixture(autouse=True)
-def no_gpu(monkeypatch):
-    monkeypatch.setattr("loraplex.compat.triton.devices.has_gpu", lambda: False)
-
-
 def run(*arguments, **environment):
     return CliRunner().invoke(app, ["llgtrt", *map(str, arguments)], env=environment)
 
@@ -142,8 +137,7 @@ def test_an_engine_is_a_folder(served, tmp_path):
     assert run().exit_code == 2
 
 
-def test_a_gpu_is_used_by_default(engine, served, monkeypatch):
-    monkeypatch.setattr("loraplex.compat.triton.devices.has_gpu", lambda: True)
+def test_the_device_is_found_by_default(engine, served):
     run("-E", engine)
     run("-E", engine, "--device", "cpu")
-    assert [config.models["engine"].device for config, _ in served] == ["cuda", "cpu"]
+    assert [config.models["engine"].device for config, _ in served] == ["auto", "cpu"]

@@ -188,7 +188,7 @@ def test_a_gpu_that_is_not_here():
     assert steps > 100 << 20
     left = (1 << 30) - memory["weights_bytes"] - steps
     assert memory["kv"]["num_bytes"] == pytest.approx(0.9 * left, rel=0.01)
-    assert memory["device"]["num_bytes"] == pytest.approx(0.05 * 0.1 * left, rel=0.05)
+    assert memory["device"]["num_bytes"] == pytest.approx(0.05 * 0.1 * left, rel=0.1)
 
 
 def test_what_a_gpus_steps_take_is_an_estimate():

@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 
+from loraplex.core.devices import Device
 from loraplex.core.errors import ConfigError
 from loraplex.deploy.arguments import read_arguments
 
@@ -55,7 +56,14 @@ def test_paths_mean_the_same_in_the_working_folders_of_replicas(
 def test_a_replica_has_a_gpu_for_each_rank() -> None:
     ranks = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
     assert read_arguments({"model": "m", "device": "cuda", **ranks}).num_devices == 4
-    assert read_arguments({"model": "m", **ranks}).num_devices == 0
+    assert read_arguments({"model": "m", "device": "cpu", **ranks}).num_devices == 0
+
+
+def test_a_device_is_chosen_where_ray_counts_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Device("cuda", "NVIDIA H100")
+    monkeypatch.setattr("loraplex.app.local_paths.find_device", lambda: found)
+    read = read_arguments({"model": "m"})
+    assert (read.num_devices, read.num_slots) == (1, 256)
 
 
 def test_without_a_limit_of_the_queue_as_many_wait_as_run() -> None:

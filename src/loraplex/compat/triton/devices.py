@@ -1,4 +1,4 @@
-"""Which device a repository's models run on: a GPU, if this machine has one."""
+"""The GPU that a repository names for a model; `auto` is the choice for the others."""
 
 import re
 from collections.abc import Iterator
@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from loraplex.compat.triton.model_folder import ModelFolder
 from loraplex.compat.triton.notes import Notes
 from loraplex.core.config_layers import Layer
-from loraplex.core.gpus import num_gpus
+from loraplex.core.devices import find_device
 
 _KEY = "gpu_device_ids"
 
 
 def has_gpu() -> bool:
-    return num_gpus() > 0
+    """Return whether models run on a GPU where nothing sets their device."""
+    return find_device().name != "cpu"
 
 
 def device_layer(folder: ModelFolder, notes: Notes) -> Iterator[Layer]:
@@ -26,12 +27,12 @@ def device_layer(folder: ModelFolder, notes: Notes) -> Iterator[Layer]:
         raise folder.parameters.error(
             _KEY, f"{written!r} must be numbers of GPUs with commas between them, as 0 or 0,1"
         )
-    if not has_gpu():
-        if written is not None:
-            notes.info(f"{folder.name}: {_KEY} has no effect: this machine has no GPU")
+    if written is None:
         return
-    device = "cuda" if not numbers else f"cuda:{int(numbers[0])}"
+    if not has_gpu():
+        notes.info(f"{folder.name}: {_KEY} has no effect: this machine has no GPU for models")
+        return
+    device = f"cuda:{int(numbers[0])}"
     if len(numbers) > 1:
         notes.warning(f"{folder.name}: of the GPUs {written} one is used: {device}")
-    source = "this machine's GPU" if written is None else folder.parameters.place(_KEY)
-    yield Layer(source, {"models": {folder.name: {"device": device}}})
+    yield Layer(folder.parameters.place(_KEY), {"models": {folder.name: {"device": device}}})

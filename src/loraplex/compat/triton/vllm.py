@@ -150,9 +150,9 @@ class _Arguments:
             raise self._error("device", f"device: {device!r} is not auto, cuda or cpu")
         elif has_gpu():
             groups = self._folder.config.instance_group
-            gpus = [gpu for group in groups for gpu in group.gpus]
-            settings = {"device": f"cuda:{gpus[0]}" if gpus else "cuda"}
-            yield Layer("this machine's GPU", {"models": {self._folder.name: settings}})
+            if gpus := [gpu for group in groups for gpu in group.gpus]:
+                settings = {"device": f"cuda:{gpus[0]}"}
+                yield Layer("instance_group", {"models": {self._folder.name: settings}})
 
     def _ranks(self) -> Iterator[Layer]:
         """tensor_parallel_size is used if there are as many GPUs, and none is named."""

@@ -11,6 +11,10 @@ from loraplex.core.weight_precision import WeightPrecision
 class RunnerSettings(EngineSettings, frozen=True, kw_only=True):
     """The engine's settings, and what no operator sets."""
 
+    device: str = "cpu"
+    """The chosen one: never `auto`."""
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
     num_blocks: int | None = None
     """Number of KV blocks, in place of kv_cache_bytes."""
     logits_dir: Path | None = None

@@ -205,9 +205,9 @@ def test_tensors_are_completed(vllm):
 
 
 def test_devices(vllm, monkeypatch):
-    assert settings(vllm()).device == "cpu"
+    assert settings(vllm()).device == "auto"
     monkeypatch.setattr("loraplex.compat.triton.vllm.has_gpu", lambda: True)
-    assert settings(vllm()).device == "cuda"
+    assert settings(vllm()).device == "auto"
     pbtxt = 'backend: "vllm" instance_group [ { count: 1 kind: KIND_GPU gpus: [ 1 ] } ]'
     assert settings(vllm(pbtxt=pbtxt)).device == "cuda:1"
     assert settings(vllm({"device": "cpu"})).device == "cpu"
