@@ -62,7 +62,7 @@ class CanonicalFiles:
 
     def _delete(self, may_go: Callable[[str], bool], newest: float) -> Collected:
         num_files = num_bytes = 0
-        for entry in self._entries():
+        for entry in canonical_entries(self._state_dir):
             normal = _CANONICAL_NAME.fullmatch(entry.name)
             is_ours = may_go(normal[1]) if normal else _TEMPORARY_NAME.fullmatch(entry.name)
             # The staging worker may rename its files meanwhile.
@@ -74,13 +74,14 @@ class CanonicalFiles:
                     num_bytes += status.st_size
         return Collected(num_files, num_bytes)
 
-    def _entries(self) -> Iterator[os.DirEntry[str]]:
-        """Yield each regular file of these folders; links are not followed."""
-        root = self._state_dir / "adapters"
-        if not root.is_dir():
-            return
-        with os.scandir(root) as folders:
-            for folder in folders:
-                if folder.is_dir(follow_symlinks=False):
-                    with os.scandir(folder) as files:
-                        yield from (f for f in files if f.is_file(follow_symlinks=False))
+
+def canonical_entries(state_dir: Path) -> Iterator[os.DirEntry[str]]:
+    """Yield each regular file of the folders of canonical files; links are not followed."""
+    root = state_dir / "adapters"
+    if not root.is_dir():
+        return
+    with os.scandir(root) as folders:
+        for folder in folders:
+            if folder.is_dir(follow_symlinks=False):
+                with os.scandir(folder) as files:
+                    yield from (f for f in files if f.is_file(follow_symlinks=False))

@@ -10,6 +10,7 @@ from typing import Final
 import msgspec
 
 from loraplex.adapters.declaration_places import open_place
+from loraplex.adapters.earlier_state import adopt_state
 from loraplex.adapters.formats.modules import hf_modules
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.shared_declarations import SharedDeclarations
@@ -20,9 +21,9 @@ from loraplex.adapters.uploads import UploadLimits, Uploads
 from loraplex.core.adapter import LM_HEAD, ExpertLoraLayout
 from loraplex.core.clock import Clock, SystemClock
 from loraplex.core.config import Config, ModelConfig
-from loraplex.core.environment import state_directory
 from loraplex.core.errors import ConfigError
 from loraplex.core.server_config import ServerConfig
+from loraplex.core.state_places import state_place, state_root
 from loraplex.execution.weights.stored_head import read_model
 from loraplex.models.spec import ModelSpec
 from loraplex.serving.backend import ModelCard
@@ -55,10 +56,12 @@ def build_service(
     has_keys: API keys distinguish clients. The service locks the state directory until it is
     closed. Raises ConfigError.
     """
-    state_dir = _made(state_directory(config.server.state_dir))
-    clock, policy = SystemClock(), client_policy(config, state_dir, has_keys=has_keys)
+    root, state_dir = state_root(config), _made(state_place(config))
+    clock, policy = SystemClock(), client_policy(config, root, has_keys=has_keys)
     declarations = _declarations(config.server)
     persists = config.server.persist_adapters
+    if persists and state_dir != root:
+        adopt_state(root, state_dir)
     store = AdapterStore.open(state_dir) if persists else AdapterStore.in_memory(state_dir)
     json_indent = _JSON_INDENTS.get(config.server.dialect)
 

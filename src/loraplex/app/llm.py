@@ -76,7 +76,7 @@ class LLM:
         model: Hugging Face folder or hub id.
         adapters: paths of adapters by name.
         engine: "thread" runs the engine in this process, "process" in one of its own.
-        state_dir: folder of staged adapters (default: in the user's state directory).
+        state_dir: folder of staged adapters (default: the model's in the user's state directory).
         settings: any setting of a served model (see core.config.ModelConfig): dtype, device,
             max_model_len, max_num_seqs, kv_cache_bytes, max_lora_rank, ...
 

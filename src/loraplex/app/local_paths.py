@@ -10,6 +10,7 @@ from loraplex.core.config import Config, ModelConfig
 from loraplex.core.devices import find_device
 from loraplex.core.engine_settings import AUTO_DEVICE, NO_CACHE
 from loraplex.core.environment import weights_cache_directory
+from loraplex.core.state_places import state_name
 from loraplex.execution.weights.hub import resolve_model, resolve_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -21,7 +22,8 @@ def with_local_paths(config: Config) -> Config:
     models = {
         name: with_local_path(name, model, state_dir) for name, model in config.models.items()
     }
-    return msgspec.structs.replace(config, models=models)
+    # The state belongs to the model as the operator names it, not to one commit of it.
+    return msgspec.structs.replace(config, models=models, state_name=state_name(config))
 
 
 def with_local_path(name: str, model: ModelConfig, state_dir: str) -> ModelConfig:

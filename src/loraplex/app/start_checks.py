@@ -15,10 +15,10 @@ from loraplex.app.listener import bind
 from loraplex.core.byte_sizes import readable_bytes
 from loraplex.core.config import Config, ModelConfig
 from loraplex.core.devices import check_cuda, has_gpu, torch_version_file
-from loraplex.core.environment import state_directory
 from loraplex.core.errors import ConfigError, InvalidAdapterError
 from loraplex.core.near_paths import check_exists
 from loraplex.core.server_config import ServerConfig
+from loraplex.core.state_places import state_place
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.models.registry import read_config
 from loraplex.models.spec import ModelSpec
@@ -38,7 +38,7 @@ def check_start(config: Config) -> None:
         _check_device(model)
     _check_ports(config.server)
     if config.server.persist_adapters:
-        StateLock.own(state_directory(config.server.state_dir)).close()
+        StateLock.own(state_place(config)).close()
 
 
 def _check_paths(model: ModelConfig) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 
 from loraplex.cli.binding import warn_if_open
@@ -18,6 +19,7 @@ from loraplex.core.config import Config
 from loraplex.core.config_layers import Layer, field_layers, resolve
 from loraplex.core.errors import ConfigError
 from loraplex.core.log_lines import send_standard_error_to
+from loraplex.core.state_places import name_of
 
 if TYPE_CHECKING:
     from loraplex.compat.triton.repository import Repository
@@ -103,7 +105,10 @@ def serve_repositories(
     is_all = control != "explicit" or _ALL_MODELS in load_models
     wanted = None if is_all else list(dict.fromkeys(load_models))
     repository = read_repositories(repositories, wanted)
-    config = build_config(repository, theirs, ours)
+    # Models come and go; the repositories stay.
+    config = msgspec.structs.replace(
+        build_config(repository, theirs, ours), state_name=name_of(map(str, repositories))
+    )
     reloading = Reloading(
         repository, repositories, functools.partial(build_config, theirs=theirs, ours=ours)
     )

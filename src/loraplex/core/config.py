@@ -263,6 +263,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     models: dict[str, ModelConfig] = {}
     sources: Sources = Sources()
     """Written by `config_layers`; no source may set it."""
+    state_name: str = ""
+    """Name of the default state directory; empty: made of the models. No source may set it."""
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a name that two models have."""

@@ -65,8 +65,9 @@ class ServerConfig(AdapterSourceSettings, frozen=True, kw_only=True):
         str,
         _server(
             "Folder of staged adapters and of their names",
-            "One server at a time can use it, unless `persist_adapters` is off.",
-            default="loraplex in the user's state directory",
+            "One server at a time can use it, unless `persist_adapters` is off. By default each "
+            "base model has its own: see [Operations](operations.md#state-and-caches).",
+            default="loraplex/models/MODEL in the user's state directory",
         ),
     ] = ""
     frontend_processes: Annotated[

@@ -18,8 +18,8 @@ from loraplex.app.launch import engine_process, started_engines
 from loraplex.app.local_paths import with_local_paths
 from loraplex.core.adapter import Residency
 from loraplex.core.config import Config
-from loraplex.core.environment import state_directory
 from loraplex.core.errors import LoraplexError, NotReadyError
+from loraplex.core.state_places import state_place
 from loraplex.deploy.messages import Body, HttpCall, Message, Recorded, Start, decode_record
 from loraplex.deploy.routed_adapter import task_name
 from loraplex.deploy.routing import ReplicaReport, Residents
@@ -133,7 +133,7 @@ async def started_replica(
 @contextlib.contextmanager
 def _own_state(config: Config) -> Iterator[Config]:
     """Give the replica a folder; two may not share one, even on one machine."""
-    parent = state_directory(config.server.state_dir)
+    parent = state_place(config)
     parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=_FOLDER, dir=parent))
     server = msgspec.structs.replace(

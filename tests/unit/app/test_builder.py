@@ -122,10 +122,11 @@ def test_an_unknown_architecture_names_the_known_ones(build, folder):
 def test_local_paths(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    config = Config(models={"m": ModelConfig(path="~/model", block_size=8)})
+    config = Config(models={"m": ModelConfig(path="~/model", block_size=8, device="cpu")})
     assert with_local_paths(config).models["m"] == ModelConfig(
         path=str(folder),
         block_size=8,
+        device="cpu",
         weights_cache_dir=str(tmp_path / ".cache" / "loraplex" / "weights"),
     )
     with pytest.raises(ConfigError, match="no folder /nowhere/at/all"):
