@@ -89,14 +89,35 @@ class Checks {
 public:
     explicit Checks(std::string name) : name_(std::move(name)) {}
 
-    void expect(bool holds, const std::string &what);
+    void expect(bool holds, const char *what) {
+        ++num_checks_;
+        if (!holds) {
+            fail(what);
+        }
+    }
     void ok(loraplex_status status) { expect(status == LORAPLEX_OK, "status"); }
-    void near(double actual, double expected, double tolerance, const std::string &what);
+
+    // `what` is text, or a function that returns it: there are millions of checks, and an emulator
+    // is slow, so a text is made for a check that fails only.
+    template <typename What>
+    void near(double actual, double expected, double tolerance, const What &what) {
+        ++num_checks_;
+        if (!(std::abs(actual - expected) <= tolerance)) {
+            if constexpr (std::is_invocable_v<What>) {
+                fail(difference(what(), actual, expected, tolerance));
+            } else {
+                fail(difference(what, actual, expected, tolerance));
+            }
+        }
+    }
 
     template <typename T>
     void same_bits(const T *actual, const T *expected, std::int64_t count, const char *what) {
         const auto num_bytes = static_cast<std::size_t>(count) * sizeof(T);
-        expect(std::memcmp(actual, expected, num_bytes) == 0, std::string(what) + ": other bits");
+        ++num_checks_;
+        if (std::memcmp(actual, expected, num_bytes) != 0) {
+            fail(std::string(what) + ": other bits");
+        }
     }
 
     const std::string &name() const { return name_; }
@@ -104,6 +125,10 @@ public:
     int num_failures() const { return num_failures_; }
 
 private:
+    static std::string difference(const std::string &what, double actual, double expected,
+                                  double tolerance);
+    void fail(const std::string &what);
+
     std::string name_;
     int num_checks_ = 0;
     int num_failures_ = 0;

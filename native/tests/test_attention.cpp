@@ -56,6 +56,28 @@ struct Cache {
     }
 };
 
+// A cache as numbers, [slot, head, element]: what it stores is read once, not for each query.
+struct Contents {
+    std::int64_t head_dim;
+    std::vector<double> keys, values;
+
+    template <typename KV>
+    explicit Contents(const Cache<KV> &cache) : head_dim(cache.head_dim) {
+        for (std::int64_t slot = 0; slot < cache.num_blocks * kBlockSize; ++slot) {
+            for (std::int64_t head = 0; head < kKvHeads; ++head) {
+                for (std::int64_t d = 0; d < head_dim; ++d) {
+                    keys.push_back(cache.key(slot, head, d));
+                    values.push_back(cache.value(slot, head, d));
+                }
+            }
+        }
+    }
+
+    std::int64_t place(std::int64_t slot, std::int64_t head) const {
+        return (slot * kKvHeads + head) * head_dim;
+    }
+};
+
 template <typename T, typename KV>
 void write(Checks &checks, loraplex_pool *pool, Cache<KV> &cache, const std::vector<T> &key,
            const std::vector<T> &value, const std::vector<std::int64_t> &slots) {
@@ -191,17 +213,22 @@ std::vector<std::int64_t> seen(std::int64_t last, std::int64_t window, std::int6
 }
 
 // Attention of one head of one token that sees the positions, the last of them its own.
-template <typename T, typename KV>
-void check_head(Checks &checks, const Cache<KV> &cache, const Rows &rows, const Rules &rules,
+template <typename T>
+void check_head(Checks &checks, const Contents &contents, const Rows &rows, const Rules &rules,
                 std::int64_t row, const std::vector<std::int64_t> &positions, std::int64_t head,
                 const T *query, const T *output) {
-    const std::int64_t head_dim = cache.head_dim;
-    const std::int64_t kv_head = head / (kHeads / kKvHeads);
-    std::vector<double> weights;
+    const auto head_dim = static_cast<std::size_t>(contents.head_dim);
+    std::vector<double> wide(head_dim), weights, sums(head_dim), magnitudes(head_dim);
+    for (std::size_t d = 0; d < head_dim; ++d) {
+        wide[d] = widen(query[d]);
+    }
+    std::vector<std::int64_t> places;
     for (const std::int64_t position : positions) {
+        places.push_back(contents.place(rows.slot(row, position), head / (kHeads / kKvHeads)));
+        const double *key = contents.keys.data() + places.back();
         double score = 0.0;
-        for (std::int64_t d = 0; d < head_dim; ++d) {
-            score += widen(query[d]) * cache.key(rows.slot(row, position), kv_head, d);
+        for (std::size_t d = 0; d < head_dim; ++d) {
+            score += wide[d] * key[d];
         }
         weights.push_back(rules.score(score, head, position - positions.back()));
     }
@@ -211,18 +238,22 @@ void check_head(Checks &checks, const Cache<KV> &cache, const Rows &rows, const 
         weight = std::exp(weight - largest);
         total += weight;
     }
-    for (std::int64_t d = 0; d < head_dim; ++d) {
-        double sum = 0.0;
-        double magnitudes = 0.0;
-        for (std::size_t i = 0; i < positions.size(); ++i) {
-            const double share =
-                weights[i] / total * cache.value(rows.slot(row, positions[i]), kv_head, d);
-            sum += share;
-            magnitudes += std::abs(share);
+    for (std::size_t i = 0; i < positions.size(); ++i) {
+        const double *value = contents.values.data() + places[i];
+        const double weight = weights[i] / total;
+        for (std::size_t d = 0; d < head_dim; ++d) {
+            const double share = weight * value[d];
+            sums[d] += share;
+            magnitudes[d] += std::abs(share);
         }
-        checks.near(widen(output[d]), sum,
-                    2e-5 * magnitudes + kRounding<T> * std::abs(sum) * 1.01 + 0x1p-24,
-                    "head of " + std::to_string(head_dim) + ", element " + std::to_string(d));
+    }
+    for (std::size_t d = 0; d < head_dim; ++d) {
+        checks.near(widen(output[d]), sums[d],
+                    2e-5 * magnitudes[d] + kRounding<T> * std::abs(sums[d]) * 1.01 + 0x1p-24,
+                    [&] {
+                        return "head of " + std::to_string(head_dim) + ", element " +
+                               std::to_string(d);
+                    });
     }
 }
 
@@ -234,6 +265,7 @@ void check_attention(Checks &checks, Random &random, std::int64_t head_dim, cons
     const auto count = static_cast<std::int64_t>(slots.size()) * kKvHeads * head_dim;
     write(checks, Pool(2), cache, random_values<T>(random, count), random_values<T>(random, count),
           slots);
+    const Contents contents(cache);
     const Rows rows(random, {1, 3, 40, 1, 17}, {1, 50, 40, 133, 80}, num_blocks);
     const std::int64_t stride = kHeads * head_dim;
     const std::int64_t num_tokens = rows.query_start_loc.back();
@@ -254,8 +286,8 @@ void check_attention(Checks &checks, Random &random, std::int64_t head_dim, cons
             const auto positions = seen(last, rules.window, rules.num_sinks);
             for (std::int64_t head = 0; head < kHeads; ++head) {
                 const std::int64_t at = (first_token + i) * stride + head * head_dim;
-                check_head(checks, cache, rows, rules, static_cast<std::int64_t>(row), positions,
-                           head, query.data() + at, output.data() + at);
+                check_head(checks, contents, rows, rules, static_cast<std::int64_t>(row),
+                           positions, head, query.data() + at, output.data() + at);
             }
         }
         Rows alone = rows;

@@ -85,7 +85,7 @@ void test_rounds(Checks &checks, int num_ranks) {
             }
         }
     });
-    checks.expect(num_wrong == 0, std::to_string(num_ranks) + " ranks: bytes");
+    checks.expect(num_wrong == 0, (std::to_string(num_ranks) + " ranks: bytes").c_str());
 }
 
 // A program holds the gather: it is made again with what the memory then contains.

@@ -170,25 +170,28 @@ void check_grouped(Checks &checks, Random &random, std::int64_t num_experts,
     const auto x = random_values<T>(random, num_pairs * in_features);
     const auto bytes_of_one = packed.size() / static_cast<std::size_t>(num_experts);
     const std::int64_t num_blocks = blocks_of(in_features);
+    const Pool pool(1);
     for (const std::int64_t pairs_per_row : {std::int64_t{1}, num_chosen}) {
+        std::vector<T> alone(static_cast<std::size_t>(num_pairs * out_features));
+        for (std::int64_t pair = 0; pair < num_pairs; ++pair) {
+            const auto e = routes.experts[static_cast<std::size_t>(pair)];
+            checks.ok(loraplex_linear(
+                pool, kDtype<W>, 0, num_blocks, kDtype<T>,
+                x.data() + pair / pairs_per_row * in_features, in_features, 1,
+                packed.data() + static_cast<std::size_t>(e) * bytes_of_one, out_features,
+                in_features, bias.data() + e * out_features, nullptr,
+                alone.data() + pair * out_features, out_features));
+        }
         for (const int num_threads : {1, 3}) {
-            std::vector<T> y(static_cast<std::size_t>(num_pairs * out_features));
+            std::vector<T> y(alone.size());
             checks.ok(loraplex_grouped_linear(
                 Pool(num_threads), kDtype<W>, 0, num_blocks, kDtype<T>, x.data(), in_features,
                 num_pairs, pairs_per_row, routes.pairs.data(), routes.starts.data(), num_experts,
                 packed.data(), out_features, in_features, bias.data(), nullptr, y.data(),
                 out_features));
-            const Pool pool(1);
             for (std::int64_t pair = 0; pair < num_pairs; ++pair) {
-                const auto e = routes.experts[static_cast<std::size_t>(pair)];
-                std::vector<T> alone(static_cast<std::size_t>(out_features));
-                checks.ok(loraplex_linear(
-                    pool, kDtype<W>, 0, num_blocks, kDtype<T>,
-                    x.data() + pair / pairs_per_row * in_features, in_features, 1,
-                    packed.data() + static_cast<std::size_t>(e) * bytes_of_one, out_features,
-                    in_features, bias.data() + e * out_features, nullptr, alone.data(),
-                    out_features));
-                checks.same_bits(y.data() + pair * out_features, alone.data(), out_features,
+                checks.same_bits(y.data() + pair * out_features,
+                                 alone.data() + pair * out_features, out_features,
                                  "row of a pair");
             }
         }

@@ -106,21 +106,24 @@ void add_reference(const Table<P> &table, std::size_t place, double token_scale,
     const std::int64_t rank = table.ranks[place];
     const std::int64_t out_features = kOutFeatures[module];
     const P *b = a + rank * in_features;
+    std::vector<double> lows, low_magnitudes;
+    for (std::int64_t r = 0; r < rank; ++r) {
+        lows.push_back(0.0);
+        low_magnitudes.push_back(0.0);
+        for (std::int64_t i = 0; i < in_features; ++i) {
+            const double product = widen(x[i]) * double{widen(a[r * in_features + i])};
+            lows.back() += product;
+            low_magnitudes.back() += std::abs(product);
+        }
+    }
     for (std::int64_t o = 0; o < out_features && rank > 0; ++o) {
         double delta = 0.0;
         double magnitudes = 0.0;
         for (std::int64_t r = 0; r < rank; ++r) {
-            double low = 0.0;
-            double low_magnitudes = 0.0;
-            for (std::int64_t i = 0; i < in_features; ++i) {
-                const double product = widen(x[i]) * double{widen(a[r * in_features + i])};
-                low += product;
-                low_magnitudes += std::abs(product);
-            }
             const double factor =
                 table.scales[place] * token_scale * widen(b[r * out_features + o]);
-            delta += low * factor;
-            magnitudes += low_magnitudes * std::abs(factor);
+            delta += lows[static_cast<std::size_t>(r)] * factor;
+            magnitudes += low_magnitudes[static_cast<std::size_t>(r)] * std::abs(factor);
         }
         const std::int64_t column = kOutOffsets[module] + o;
         y[column] += delta;
