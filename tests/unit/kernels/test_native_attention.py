@@ -16,6 +16,7 @@ from loraplex.kernels.native.library import (
 )
 from loraplex.kernels.ops import AttentionRules, AttentionShape, KVStorage
 from loraplex.kernels.row_layout import RowLayout
+from support.cases_in_turn import in_turn
 from support.dense_attention import dense_attention, random_queries, relative_error
 
 try:
@@ -40,11 +41,11 @@ SHAPES = {
 }
 # Relative to the largest output. The queries and the result are rounded to the dtype.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
-WINDOWS = pytest.mark.parametrize(
-    ("window", "sinks"),
+WINDOWS = in_turn(
+    "window, sinks",
     [(None, 0), (1, 0), (70, 0), (600, 0), (1, 3), (40, 20), (70, 64), (30, 530)],
 )
-DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+DTYPES = in_turn("dtype", TOLERANCE)
 RULES = {
     "scale": {"scale": 0.1},
     "soft cap": {"soft_cap": 1.5},

@@ -15,6 +15,7 @@ from loraplex.kernels.native.library import (
     load_library,
 )
 from loraplex.kernels.reference import ReferenceKernels
+from support.cases_in_turn import in_turn
 
 try:
     INSTRUCTION_SETS = available_instruction_sets()
@@ -23,9 +24,9 @@ except NativeLibraryError as error:
 
 # Relative to each value: half a step of the dtype for the one rounding, and little else.
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8 + 1e-5, torch.float16: 2**-11 + 1e-5}
-DTYPES = pytest.mark.parametrize("dtype", list(ROUNDING), ids=str)
+DTYPES = in_turn("dtype", ROUNDING)
 REFERENCE = ReferenceKernels(torch.device("cpu"))
-SIZES = pytest.mark.parametrize("size", [1, 7, 8, 33, 64, 250, 2048])
+SIZES = in_turn("size", [1, 7, 8, 33, 64, 250, 2048])
 
 
 @pytest.fixture(params=INSTRUCTION_SETS)
@@ -79,7 +80,7 @@ def test_rms_norm_of_half_precision_sums_in_float32(kernel):
     assert torch.equal(kernel.rms_norm(x, weight, 1e-6), torch.ones_like(x))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@in_turn("dtype", [torch.bfloat16, torch.float16])
 @SIZES
 def test_rms_norm_by_a_float32_weight(kernel, size, dtype):
     x, weight = rows(40, size, dtype), 1 + 0.01 * torch.randn(size)
@@ -173,7 +174,7 @@ def test_layer_norm(kernel, size, dtype):
 
 @DTYPES
 @pytest.mark.parametrize("weight_dtype", [None, torch.float32], ids=str)
-@pytest.mark.parametrize("head_dim", [1, 20, 128])
+@in_turn("head_dim", [1, 20, 128])
 def test_layer_norm_of_heads_with_weights_of_their_own(kernel, head_dim, weight_dtype, dtype):
     """Inside a fused view."""
     heads = rows(9, 5 * head_dim, dtype)[:, head_dim : 4 * head_dim].view(9, 3, head_dim)
@@ -204,7 +205,7 @@ def test_add_layer_norm(kernel, size, dtype):
 
 
 @DTYPES
-@pytest.mark.parametrize("head_dim", [2, 6, 64, 128])
+@in_turn("head_dim", [2, 6, 64, 128])
 def test_rotary_turns_pairs_of_a_fused_view(kernel, head_dim, dtype):
     """Compare with complex numbers: (x_i, x_{i + D/2}) times e^{i angle}; the rest is untouched."""
     fused = torch.randn(30, 5 * head_dim).to(dtype)
@@ -223,7 +224,7 @@ def test_rotary_turns_pairs_of_a_fused_view(kernel, head_dim, dtype):
 
 
 @DTYPES
-@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(2, 2), (6, 4), (80, 32), (300, 260)])
+@in_turn("head_dim, rotary_dim", [(2, 2), (6, 4), (80, 32), (300, 260)])
 @pytest.mark.parametrize("is_interleaved", [False, True], ids=["halves", "interleaved"])
 def test_rotary_of_a_part_of_each_head(kernel, head_dim, rotary_dim, is_interleaved, dtype):
     query, key = torch.randn(2, 9, 3, head_dim).to(dtype)
@@ -326,7 +327,7 @@ def test_silu_of_extreme_values(kernel):
 
 
 @DTYPES
-@pytest.mark.parametrize("size", [33, 2048])
+@in_turn("size", [33, 2048])
 def test_bits_do_not_depend_on_company_or_threads(library, size, dtype):
     x, residual, weight = rows(65, size, dtype), rows(65, size, dtype), torch.randn(size).to(dtype)
     two, one = kernel_of(library, 2), kernel_of(library, 1)

@@ -16,6 +16,7 @@ from loraplex.kernels.native.library import (
 )
 from loraplex.kernels.native.lora import LoraKernel
 from loraplex.kernels.routing import Routes, sort_routes
+from support.cases_in_turn import in_turn
 
 try:
     INSTRUCTION_SETS = available_instruction_sets()
@@ -35,7 +36,7 @@ RANKS = (8, 1, 0, 33, 3)
 """0: the adapter has nothing for the expert."""
 # Relative to the largest output: a few roundings of the output dtype.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
-DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+DTYPES = in_turn("dtype", TOLERANCE)
 
 
 @pytest.fixture(params=INSTRUCTION_SETS)
@@ -124,9 +125,9 @@ def users_of(kind, num_tokens):
 
 
 @DTYPES
-@pytest.mark.parametrize("num_tokens", [1, 5, 70])
+@in_turn("num_tokens", [1, 5, 70])
 @pytest.mark.parametrize(("num_experts", "num_chosen"), COUNTS)
-@pytest.mark.parametrize("kind", ["distinct", "identical", "zipf"])
+@in_turn("kind", ["distinct", "identical", "zipf"])
 def test_against_the_reference(library, kind, num_experts, num_chosen, num_tokens, dtype):
     users = users_of(kind, num_tokens)
     users = [user % 12 if user >= 0 else user for user in users]

@@ -16,6 +16,7 @@ from loraplex.kernels.native.library import (
 from loraplex.kernels.reference import ReferenceKernels
 from loraplex.kernels.routing import Routes, sort_routes
 from loraplex.kernels.routing_rules import RoutingMode, RoutingRules
+from support.cases_in_turn import in_turn
 from support.kernel_cases.routers import ROUTERS, assert_routes_like_reference, assert_whole
 
 try:
@@ -24,7 +25,7 @@ except NativeLibraryError as error:
     pytest.skip(f"the native kernels are not built: {error}", allow_module_level=True)
 
 REFERENCE = ReferenceKernels(torch.device("cpu"))
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+DTYPES = in_turn("dtype", [torch.float32, torch.bfloat16, torch.float16])
 # Relative to the largest output: a few roundings of the output dtype.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
 COUNTS = [(1, 1), (3, 2), (8, 8), (64, 2)]
@@ -87,7 +88,7 @@ def one_by_one(
 
 @DTYPES
 @pytest.mark.parametrize(("num_experts", "num_chosen"), COUNTS)
-@pytest.mark.parametrize(("in_features", "out_features"), SIZES)
+@in_turn("in_features, out_features", SIZES)
 def test_grouped_linear_has_the_bits_of_each_experts_linear(
     instruction_set, in_features, out_features, num_experts, num_chosen, dtype
 ):
@@ -109,7 +110,7 @@ def test_grouped_linear_has_the_bits_of_each_experts_linear(
 
 
 @DTYPES
-@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@in_turn("weights", [torch.float32, torch.bfloat16, torch.float16])
 def test_types_of_weights_and_inputs_may_differ(kernels, weights, dtype):
     weight, bias = torch.randn(3, 40, 257).to(weights), torch.randn(3, 40).to(weights)
     routes = random_routes(9, 3, 2)
@@ -175,7 +176,7 @@ def test_packed_experts_are_kept_in_parts(kernels):
 
 
 @DTYPES
-@pytest.mark.parametrize("num_chosen", [1, 2, 8])
+@in_turn("num_chosen", [1, 2, 8])
 @pytest.mark.parametrize("shared", ["none", "shared", "gated"])
 def test_combine_experts(instruction_set, shared, num_chosen, dtype):
     for num_tokens in NUM_TOKENS:
@@ -221,7 +222,7 @@ def test_a_token_is_routed_alike_alone_and_on_any_number_of_threads(instruction_
 
 
 @pytest.mark.parametrize("router", ROUTERS)
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 0.0])
+@in_turn("value", [torch.nan, torch.inf, -torch.inf, 0.0])
 def test_equal_and_extreme_logits_have_experts(kernels, router, value):
     case = ROUTERS[router]
     logits = torch.full((3, case.rules.num_experts), value)

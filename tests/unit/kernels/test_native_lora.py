@@ -17,6 +17,7 @@ from loraplex.kernels.native.library import (
     load_library,
 )
 from loraplex.kernels.native.lora import LoraKernel
+from support.cases_in_turn import in_turn
 
 try:
     INSTRUCTION_SETS = available_instruction_sets()
@@ -34,7 +35,7 @@ SIZES = {  # in_features, and out_features of q, k and v
 RANKS = {"1": (1,), "8": (8,), "64": (64,), "mixed": (1, 64, 3, 8, 0, 17)}
 # Relative to the largest output: a few roundings of the output dtype.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
-DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+DTYPES = in_turn("dtype", TOLERANCE)
 
 
 @pytest.fixture(params=INSTRUCTION_SETS)
@@ -126,10 +127,10 @@ def relative_error(y, expected):
 
 
 @DTYPES
-@pytest.mark.parametrize("num_tokens", [1, 5, 60])
+@in_turn("num_tokens", [1, 5, 60])
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("kind", ["distinct", "identical", "zipf"])
+@in_turn("kind", ["distinct", "identical", "zipf"])
 def test_against_the_loop(library, kind, ranks, sizes, num_tokens, dtype):
     users = users_of(kind, num_tokens)
     case = Case(max(max(users), 0) + 1, RANKS[ranks], sizes=sizes, dtype=dtype)

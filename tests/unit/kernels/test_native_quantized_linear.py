@@ -21,6 +21,7 @@ from loraplex.kernels.native.library import (
 )
 from loraplex.kernels.native.linear import LinearKernel, PackedWeight
 from loraplex.kernels.quantization import QuantizedWeight, quantize, quantized_linear
+from support.cases_in_turn import in_turn
 
 pytestmark = pytest.mark.skipif(
     not LIBRARY_FOLDER.exists(), reason="loraplex was installed without a compiler"
@@ -93,7 +94,7 @@ def random_weight(
     return quantize(weight, precision, group_size), bias
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@in_turn("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_the_bits_of_the_reference(
     kernel: LinearKernel,
@@ -136,7 +137,7 @@ def test_the_number_of_threads_changes_no_bit(
         assert all(torch.equal(*pair) for pair in zip(results[0], others, strict=True))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@in_turn("dtype", DTYPES)
 @pytest.mark.parametrize("precision", [INT8, INT4])
 def test_a_row_keeps_to_itself(
     kernel: LinearKernel, precision: WeightPrecision, dtype: torch.dtype, generator: torch.Generator

@@ -16,13 +16,14 @@ from loraplex.kernels.native.library import (
 )
 from loraplex.kernels.native.sampling import SamplingKernel
 from loraplex.kernels.sampling import DrawOptions
+from support.cases_in_turn import in_turn
 
 try:
     INSTRUCTION_SETS = available_instruction_sets()
 except NativeLibraryError as error:
     pytest.skip(f"the native kernels are not built: {error}", allow_module_level=True)
 
-VOCABS = pytest.mark.parametrize("vocab_size", [1, 2, 31, 64, 65, 1000, 5003])
+VOCABS = in_turn("vocab_size", [1, 2, 31, 64, 65, 1000, 5003])
 FILTERS = list(
     itertools.product([0, 1, 3, 50, 4000, 2**31], [1.0, 0.9, 0.3, 1e-6, 1 - 1e-9], [0.0, 0.05, 1.0])
 )
@@ -149,7 +150,7 @@ def test_argmax_of_rows_that_are_not_numbers(library):
 
 
 @VOCABS
-@pytest.mark.parametrize("num_top", [0, 1, 5, 20])
+@in_turn("num_top", [0, 1, 5, 20])
 def test_top_logprobs(library, vocab_size, num_top):
     num_top = min(num_top, vocab_size)
     logits = rows_of_all_kinds(vocab_size)
