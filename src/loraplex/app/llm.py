@@ -4,8 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import os
-import threading
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, Literal, TypeVar, Unpack, cast
 
@@ -20,14 +19,17 @@ from loraplex.app.llm_arguments import (
     adapter_choices,
     as_chats,
     as_prompts,
+    is_chat,
     load_policy,
     lora_arrays,
     params_per_prompt,
     per_prompt,
     with_key,
 )
+from loraplex.app.llm_config import library_config
 from loraplex.app.llm_outputs import Completion, Generated, Prompt, collect
 from loraplex.app.local_paths import with_local_paths
+from loraplex.app.service_loop import ServiceLoop
 from loraplex.core.adapter import (
     AdapterChoice,
     AdapterKey,
@@ -36,9 +38,7 @@ from loraplex.core.adapter import (
     ByTaskId,
     LoadPolicy,
 )
-from loraplex.core.config import Config
-from loraplex.core.config_layers import Layer, resolve
-from loraplex.core.errors import ConfigError, InvalidRequestError, LoraplexError, NotReadyError
+from loraplex.core.errors import ConfigError, InvalidRequestError, LoraplexError
 from loraplex.core.output import RequestOutput
 from loraplex.core.principal import DEFAULT_TENANT, LOCAL
 from loraplex.core.request import GenerateRequest
@@ -52,7 +52,7 @@ from loraplex.serving.adapter_cards import (
     UnloadMode,
     VersionCard,
 )
-from loraplex.serving.backend import Admission, admit_together
+from loraplex.serving.backend import Admission, admit_together, close_outputs
 from loraplex.serving.compare import Compared, compare, comparison_requests
 from loraplex.serving.engines.link import EngineLauncher
 from loraplex.serving.request_metrics import RequestMetrics
@@ -96,15 +96,10 @@ class LLM:
         if launch is None:
             raise ConfigError(f"engine must be one of {', '.join(_LAUNCHERS)}, got {engine!r}")
         self._model = os.fspath(model)
-        config = _config(self._model, adapters or {}, state_dir, settings)
+        config = library_config(self._model, adapters or {}, state_dir, settings)
         self._service = build_service(with_local_paths(config), launch, RequestMetrics())
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=_run_loop, args=(self._loop,), name="loraplex-serving", daemon=True
-        )
-        self._lock = threading.RLock()
-        """Held while work is given to the loop, and while the loop ends."""
-        self._thread.start()
+        self._loop = ServiceLoop(self._service.close)
+        self._wait = self._loop.wait
         try:
             self._wait(self._service.start())
         except BaseException:
@@ -119,12 +114,7 @@ class LLM:
 
     def close(self) -> None:
         """Stop the engine; running prompts end with an error. Safe to call twice."""
-        with self._lock:
-            if self._loop.is_closed():
-                return
-            self._wait(self._service.close())
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
+        self._loop.close()
 
     def generate(
         self,
@@ -169,11 +159,32 @@ class LLM:
 
         messages: one conversation, a list of {"role": ..., "content": ...}, or several.
         """
-        model = self._service.model(self._model)
-        render = [model.render_chat(chat, tools=tools) for chat in as_chats(messages)]
-        texts = self._wait(_all_of(render))
-        prompts = [model.tokenize(text, add_special_tokens=False) for text in texts]
+        chats = [self._chat_prompt(chat, tools) for chat in as_chats(messages)]
+        prompts = self._wait(_all_of(chats))
         return self.generate(prompts, sampling_params, adapter=adapter, **options)
+
+    def stream(
+        self,
+        prompt: Prompt | Chat,
+        sampling_params: SamplingParams | None = None,
+        *,
+        adapter: Adapter | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Iterator[RequestOutput]:
+        """Complete a prompt, or continue a conversation; yield what is new after each step.
+
+            for output in llm.stream([{"role": "user", "content": "Hello"}], adapter="zh"):
+                print(output.text, end="", flush=True)
+
+        The last output has the timing. An iterator that is closed early ends the request.
+        """
+        sampling = SamplingParams() if sampling_params is None else sampling_params
+        return self._loop.iterate(self._stream(prompt, sampling, adapter_choices(adapter), options))
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Return whether the model has a chat template, which `chat` needs."""
+        return bool(self._service.model(self._model).chats.text)
 
     def compare(
         self,
@@ -276,6 +287,31 @@ class LLM:
             for prompt, of_prompt, sampling in zip(prompts, outputs, params, strict=True)
         ]
 
+    async def _stream(
+        self,
+        prompt: Prompt | Chat,
+        sampling: SamplingParams,
+        adapters: tuple[AdapterChoice, ...],
+        options: RequestOptions,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        if is_chat(prompt):
+            prompt = await self._chat_prompt(prompt)
+        [listed] = as_prompts([prompt])
+        request = self._request(listed, sampling, adapters, LoadPolicy.AUTO, options)
+        outputs = await self._service.generate(request, LOCAL)
+        try:
+            async for output in outputs:
+                yield output
+        finally:
+            await close_outputs(outputs)
+
+    async def _chat_prompt(
+        self, chat: Chat, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
+        model = self._service.model(self._model)
+        text = await model.render_chat(chat, tools=tools)
+        return model.tokenize(text, add_special_tokens=False)
+
     def _request(
         self,
         prompt: Prompt,
@@ -334,18 +370,6 @@ class LLM:
     def _ref(self, name: str) -> AdapterRef:
         return AdapterRef(self._model, DEFAULT_TENANT, ByName(name))
 
-    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do work on the loop of the service; an interrupt of this thread cancels it."""
-        with self._lock:
-            if self._loop.is_closed():
-                work.close()
-                raise NotReadyError("this LLM is closed")
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        finally:
-            future.cancel()
-
 
 async def _all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Do all the work to its end; return the results, or raise the first error in their order."""
@@ -360,39 +384,3 @@ async def _outputs(stream: Admission) -> list[RequestOutput]:
     if isinstance(stream, LoraplexError):
         raise stream
     return [output async for output in stream]
-
-
-def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
-    """Run the loop until it is stopped; then end its remaining tasks and threads."""
-    asyncio.set_event_loop(loop)
-    loop.run_forever()
-    tasks = asyncio.all_tasks(loop)
-    for task in tasks:
-        task.cancel()
-    loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-    loop.run_until_complete(loop.shutdown_default_executor())
-    loop.close()
-
-
-def _config(
-    model: str,
-    adapters: Mapping[str, str | os.PathLike[str]],
-    state_dir: str | os.PathLike[str],
-    settings: Mapping[str, Any],
-) -> Config:
-    if "path" in settings:
-        raise ConfigError("path is not a setting of LLM: it is the first argument, model")
-    values = {
-        **settings,
-        "path": model,
-        "adapters": {name: {"path": os.fspath(path)} for name, path in adapters.items()},
-    }
-    return resolve(
-        [
-            Layer("argument of LLM", {"models": {model: values}}),
-            Layer("argument of LLM", {"server": {"state_dir": os.fspath(state_dir)}}),
-            Layer("LLM", {"server": {"persist_adapters": False}}),
-            # The caller of a library could download the adapter, too.
-            Layer("LLM", {"server": {"allowed_adapter_hosts": ["*"]}}),
-        ]
-    )

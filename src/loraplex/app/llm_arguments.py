@@ -9,7 +9,7 @@ import dataclasses
 import operator
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any, TypedDict, cast
+from typing import Any, TypedDict, TypeGuard, cast
 
 import numpy as np
 import torch
@@ -213,6 +213,11 @@ def as_chats(messages: Chat | Sequence[Chat]) -> Sequence[Chat]:
             param="messages",
         )
     return cast("Sequence[Chat]", chats)
+
+
+def is_chat(prompt: Prompt | Chat) -> TypeGuard[Chat]:
+    """Return whether a prompt is a conversation."""
+    return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
 def with_key(

@@ -234,3 +234,8 @@ class RequestOutput(msgspec.Struct, frozen=True):
     """Set in the last output."""
     prompt_logits: tuple[Logits, ...] = ()
     """Logits of the prompt's positions, in order, if the request returns them."""
+
+    @property
+    def text(self) -> str:
+        """New text of the first sequence."""
+        return "".join(sequence.text for sequence in self.sequences if sequence.index == 0)
