@@ -15,4 +15,4 @@ def test_the_example_runs(tmp_path, monkeypatch, capsys):
     example = example.replace("path/to/model", str(BASE_PATH))
     example = example.replace("path/to/adapter", str(ADAPTER_PATHS["chinese"]))
     exec(compile(example, str(PAGE), "exec"), {"__name__": "example"})
-    assert len(capsys.readouterr().out.splitlines()) == 3
+    assert len(capsys.readouterr().out.splitlines()) == 4
