@@ -294,9 +294,8 @@ class LLM:
         adapters: tuple[AdapterChoice, ...],
         options: RequestOptions,
     ) -> AsyncGenerator[RequestOutput, None]:
-        if is_chat(prompt):
-            prompt = await self._chat_prompt(prompt)
-        [listed] = as_prompts([prompt])
+        given = await self._chat_prompt(prompt) if is_chat(prompt) else cast("Prompt", prompt)
+        [listed] = as_prompts([given])
         request = self._request(listed, sampling, adapters, LoadPolicy.AUTO, options)
         outputs = await self._service.generate(request, LOCAL)
         try:

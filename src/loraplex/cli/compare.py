@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from loraplex.cli.options import SERVER_URL, AsJson, Url, errors_to_exit_code, print_json
+from loraplex.cli.sampling_options import MaxTokens, Seed, Temperature
 from loraplex.cli.server_client import ServerClient
 from loraplex.core.errors import ConfigError
 
@@ -28,9 +29,9 @@ def compare(
     ] = None,
     model: Annotated[str | None, typer.Option(help="Base model (default: the first).")] = None,
     chat: Annotated[bool, typer.Option(help="Send the prompt as a user's message.")] = False,
-    max_tokens: Annotated[int, typer.Option(help="Maximum number of new tokens.")] = 64,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0: greedy.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
+    max_tokens: MaxTokens = 64,
+    temperature: Temperature = 0.0,
+    seed: Seed = None,
     url: Url = SERVER_URL,
     as_json: AsJson = False,
 ) -> None:

@@ -1,18 +1,52 @@
 """`loraplex generate`: one prompt with some adapters, without a server."""
 
 import json
+import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from loraplex.cli.options import errors_to_exit_code, parse_adapters
+from loraplex.cli.chat_sources import local_pieces, read_together
+from loraplex.cli.options import BASE, errors_to_exit_code, local_adapters
+from loraplex.cli.sampling_options import (
+    MaxTokens,
+    MinP,
+    RepetitionPenalty,
+    Seed,
+    Stop,
+    Temperature,
+    TopK,
+    TopP,
+)
 from loraplex.cli.settings_flags import with_settings
 from loraplex.core.beam_search import BeamSearch
 from loraplex.core.errors import ConfigError
 from loraplex.core.grammar import Grammar, GrammarKind
 from loraplex.core.output import RequestTiming
 from loraplex.core.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from loraplex.app.llm import LLM
+    from loraplex.app.llm_arguments import Chat
+    from loraplex.app.llm_outputs import Prompt
+
+_N = Annotated[int, typer.Option(help="Number of completions shown.")]
+_BestOf = Annotated[
+    int | None, typer.Option(help="Number of completions made; the best are shown.")
+]
+_BeamWidth = Annotated[int, typer.Option(help="Width of the beam search; 1: none.")]
+_LengthPenalty = Annotated[float, typer.Option(help="Length penalty of beams.")]
+_NoRepeat = Annotated[
+    int, typer.Option(help="Length of token sequences that may not repeat; 0: none.")
+]
+_BadWord = Annotated[list[str] | None, typer.Option(help="Text that may not occur; repeatable.")]
+_JsonSchema = Annotated[Path | None, typer.Option(help="File with the JSON schema of the output.")]
+_Regex = Annotated[str | None, typer.Option(help="Regular expression that the output matches.")]
+_Choice = Annotated[list[str] | None, typer.Option(help="One of the possible outputs; repeatable.")]
+_NumDraftTokens = Annotated[
+    int, typer.Option(help="Maximum number of draft tokens (prompt lookup); 0: none.")
+]
 
 
 @with_settings("dtype", "device", "quantization")
@@ -23,42 +57,24 @@ def generate(
         list[str] | None,
         typer.Option(help="Adapter as NAME=PATH, in addition to the base model; repeatable."),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help="Maximum number of new tokens.")] = 64,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0: greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Nucleus sampling; 1: off.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Number of likeliest tokens; 0: all.")] = 0,
-    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Stop string; repeatable.")] = None,
-    n: Annotated[int, typer.Option(help="Number of completions shown.")] = 1,
-    best_of: Annotated[
-        int | None, typer.Option(help="Number of completions made; the best are shown.")
-    ] = None,
-    beam_width: Annotated[int, typer.Option(help="Width of the beam search; 1: none.")] = 1,
-    length_penalty: Annotated[float, typer.Option(help="Length penalty of beams.")] = 1.0,
-    min_p: Annotated[
-        float, typer.Option(help="Minimum probability, relative to the likeliest token.")
-    ] = 0.0,
-    repetition_penalty: Annotated[
-        float, typer.Option(help="Repetition penalty; above 1: less repetition.")
-    ] = 1.0,
-    no_repeat_ngram_size: Annotated[
-        int, typer.Option(help="Length of token sequences that may not repeat; 0: none.")
-    ] = 0,
-    bad_word: Annotated[
-        list[str] | None, typer.Option(help="Text that may not occur; repeatable.")
-    ] = None,
-    json_schema: Annotated[
-        Path | None, typer.Option(help="File with the JSON schema of the output.")
-    ] = None,
-    regex: Annotated[
-        str | None, typer.Option(help="Regular expression that the output matches.")
-    ] = None,
-    choice: Annotated[
-        list[str] | None, typer.Option(help="One of the possible outputs; repeatable.")
-    ] = None,
-    num_draft_tokens: Annotated[
-        int, typer.Option(help="Maximum number of draft tokens (prompt lookup); 0: none.")
-    ] = 0,
+    max_tokens: MaxTokens = 64,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    seed: Seed = None,
+    stop: Stop = None,
+    n: _N = 1,
+    best_of: _BestOf = None,
+    beam_width: _BeamWidth = 1,
+    length_penalty: _LengthPenalty = 1.0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    no_repeat_ngram_size: _NoRepeat = 0,
+    bad_word: _BadWord = None,
+    json_schema: _JsonSchema = None,
+    regex: _Regex = None,
+    choice: _Choice = None,
+    num_draft_tokens: _NumDraftTokens = 0,
     chat: Annotated[
         bool, typer.Option("--chat", help="Send the prompt as a user's message.")
     ] = False,
@@ -88,29 +104,61 @@ def generate(
             num_draft_tokens=num_draft_tokens,
         )
         sampling.validate()
-        adapters = {name: table["path"] for name, table in parse_adapters(adapter or []).items()}
-        if "base" in adapters:
-            raise ConfigError("--adapter base=...: 'base' names the base model here")
+        adapters = local_adapters(adapter or [])
         # torch takes seconds to import: a wrong flag must not wait for it.
         from loraplex.app.llm import LLM  # noqa: PLC0415
 
         given = {name: value for name, value in settings.items() if value is not None}
+        prompted: Prompt | Chat = [{"role": "user", "content": text}] if chat else text
+        is_single = sampling.n == 1 and sampling.best_of is None and sampling.beam is None
         with LLM(model, adapters, **given) as llm:
             names = [None, *adapters]
-            if chat:
-                message = [{"role": "user", "content": text}]
-                outputs = llm.chat([message] * len(names), sampling, adapter=names)
+            if is_single and not timing and sys.stdout.isatty():
+                _stream(llm, prompted, names, sampling)
             else:
-                outputs = llm.generate([text] * len(names), sampling, adapter=names)
-        for name, output in zip(names, outputs, strict=True):
-            if adapters:
-                print(f"--- {name or 'base'}")
-            for index, completion in enumerate(output.completions):
-                if len(output.completions) > 1:
-                    print(f"--- output {index + 1}")
-                print(completion.text)
-            if timing:
-                print(_timing(output.timing))
+                _complete(llm, prompted, names, sampling, has_timing=timing)
+
+
+def _stream(
+    llm: "LLM", prompt: "Prompt | Chat", names: list[str | None], sampling: SamplingParams
+) -> None:
+    """Print one output after another, each as it is generated."""
+    streams = [local_pieces(llm, prompt, name, sampling) for name in names]
+    with read_together(streams) as outputs:
+        for name, pieces in zip(names, outputs, strict=True):
+            _print_name(name, names)
+            for piece in pieces:
+                print(piece.text, end="", flush=True)
+            print()
+
+
+def _complete(
+    llm: "LLM",
+    prompt: "Prompt | Chat",
+    names: list[str | None],
+    sampling: SamplingParams,
+    *,
+    has_timing: bool,
+) -> None:
+    """Print the outputs once all of them have ended."""
+    count = len(names)
+    if isinstance(prompt, str):
+        outputs = llm.generate([prompt] * count, sampling, adapter=names)
+    else:
+        outputs = llm.chat([cast("Chat", prompt)] * count, sampling, adapter=names)
+    for name, output in zip(names, outputs, strict=True):
+        _print_name(name, names)
+        for index, completion in enumerate(output.completions):
+            if len(output.completions) > 1:
+                print(f"--- output {index + 1}")
+            print(completion.text)
+        if has_timing:
+            print(_timing(output.timing))
+
+
+def _print_name(name: str | None, names: list[str | None]) -> None:
+    if len(names) > 1:
+        print(f"--- {name or BASE}")
 
 
 def _beam(width: int, length_penalty: float) -> BeamSearch | None:

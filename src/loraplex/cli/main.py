@@ -12,6 +12,7 @@ from loraplex.cli.generate import generate
 from loraplex.cli.help_page import FlagPage
 from loraplex.cli.plan import plan
 from loraplex.cli.replay import replay
+from loraplex.cli.run import run
 from loraplex.cli.serve import serve
 from loraplex.cli.vllm_flags import VllmFlagPage
 from loraplex.core.environment import leave_grpc_out_of_forks
@@ -24,6 +25,7 @@ _OTHERS: Final = "Other systems"
 
 COMMANDS: Final = (
     CommandRow("serve", serve, _SERVE, {"cls": VllmFlagPage}),
+    CommandRow("run", run, _SERVE),
     CommandRow("generate", generate, _SERVE),
     CommandRow("compare", compare, _SERVE),
     CommandRow("adapters", adapters.app, _STATE),

@@ -1,15 +1,20 @@
 """Options, output and errors that the commands have in common."""
 
 import contextlib
+import difflib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import typer
 
 from loraplex.core.errors import ConfigError, LoraplexError
 
+BASE = "base"
+"""Name of the base model where adapters are named."""
+_MAX_NAMES = 10
+"""Maximum number of names in an error message."""
 SERVER_URL = "http://127.0.0.1:8000"
 Url = Annotated[str, typer.Option(help="Address of the server.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the server's JSON.")]
@@ -39,6 +44,23 @@ def parse_adapters(specs: list[str]) -> dict[str, dict[str, Any]]:
                 raise ConfigError(f"--adapter {name}: task_id must be an integer, got {option!r}")
             adapters[name]["task_id"] = int(option)
     return adapters
+
+
+def local_adapters(specs: list[str]) -> dict[str, str]:
+    """Return the paths of --adapter NAME=PATH by name. Raises ConfigError."""
+    adapters = {name: table["path"] for name, table in parse_adapters(specs).items()}
+    if BASE in adapters:
+        raise ConfigError("--adapter base=...: 'base' names the base model here")
+    return adapters
+
+
+def near(name: str, names: Sequence[str]) -> str:
+    """Return the rest of an error message: the names that a wrong name may be a typo of, or the
+    first names that there are."""
+    if found := difflib.get_close_matches(name, names, 3):
+        return f"; did you mean {' or '.join(found)}?"
+    more = ", ..." if len(names) > _MAX_NAMES else ""
+    return f"; there are: {', '.join(names[:_MAX_NAMES]) or 'none'}{more}"
 
 
 @contextlib.contextmanager

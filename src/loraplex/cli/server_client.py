@@ -3,12 +3,14 @@
 It trusts the system's certificates, or those of the file that SSL_CERT_FILE names.
 """
 
+import contextlib
 import http.client
 import json
 import ssl
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Iterator
 from http import HTTPStatus
 from typing import Any
 
@@ -22,11 +24,13 @@ _TIMEOUT_SECONDS = 900.0
 class ServerClient:
     """One server. Every method raises the server's error, or ConfigError without a response."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        """api_key: None takes it from the environment."""
         scheme, _, host = url.partition("://")
         if scheme not in ("http", "https") or not host:
             raise ConfigError(f"--url must be http://HOST:PORT, got {url!r}")
         self._url = url.rstrip("/")
+        self._headers = client_headers(api_key)
 
     def get(self, path: str) -> Any:
         return self._send("GET", path)
@@ -39,22 +43,39 @@ class ServerClient:
     def delete(self, path: str) -> Any:
         return self._send("DELETE", path)
 
+    def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield the server-sent events of a response. Leaving it early aborts the request."""
+        with self._open("POST", path, json.dumps(body).encode()) as response:
+            for line in response:
+                data = line.removeprefix(b"data:").strip()
+                if data == b"[DONE]":
+                    return
+                if line.startswith(b"data:"):
+                    event = json.loads(data)
+                    if "error" in event:
+                        raise _error(HTTPStatus.OK, data)
+                    yield event
+
     def _send(self, method: str, path: str, data: bytes | None = None) -> Any:
+        with self._open(method, path, data) as response:
+            return json.load(response)
+
+    @contextlib.contextmanager
+    def _open(self, method: str, path: str, data: bytes | None) -> Iterator[Any]:
+        """Send a request, and yield its response; also errors of reading it are ConfigErrors."""
         request = urllib.request.Request(
             self._url + path, data, {"Content-Type": "application/json"}, method=method
         )
-        for (
-            name,
-            value,
-        ) in client_headers().items():  # for this server, not for one that it redirects to
+        # For this server, not for one that it redirects to.
+        for name, value in self._headers.items():
             request.add_unredirected_header(name.title(), value)
         try:
             with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS) as response:
-                return json.load(response)
+                yield response
         except urllib.error.HTTPError as error:
             with error:
                 raise _error(error.code, error.read()) from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
             raise ConfigError(
                 f"there is no response from {self._url}: {reason}{self._hint(error)}"

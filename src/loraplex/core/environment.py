@@ -69,14 +69,17 @@ def client_api_key() -> str:
             key = Path(path).expanduser().read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read {_API_KEY_FILE} {path}: {error}") from error
-    if not (key.isascii() and key.isprintable()):
-        raise ConfigError("the API key for clients is not one line of printable ASCII characters")
     return key
 
 
-def client_headers() -> dict[str, str]:
-    """Return the headers with which our own clients authenticate. Raises ConfigError."""
-    key = client_api_key()
+def client_headers(api_key: str | None = None) -> dict[str, str]:
+    """Return the headers with which our own clients authenticate. Raises ConfigError.
+
+    api_key: None takes it from the environment.
+    """
+    key = client_api_key() if api_key is None else api_key
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError("the API key for clients is not one line of printable ASCII characters")
     return {"authorization": f"Bearer {key}"} if key else {}
 
 
