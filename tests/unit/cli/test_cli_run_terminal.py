@@ -82,17 +82,16 @@ def test_a_conversation(terminal, tmp_path):
     assert all(text in compared for text in ("Paris", "巴黎", "パリ"))
     assert compared.index("--- base") < compared.index("--- chinese") < compared.index("--- jap")
 
-    # Nearly random tokens hardly ever end by themselves.
-    terminal.write("/set temperature 100\r/set seed 3\r")
+    # These make the model repeat itself up to its length.
+    terminal.write("/set presence_penalty -2\r/set frequency_penalty -2\r")
     terminal.until("base> ")
     terminal.until("base> ")
     terminal.write("Go on\r")
-    terminal.until("Go on\r\n")
-    time.sleep(0.5)
+    terminal.until("ススススス")
     terminal.write("\x03")
     terminal.until("(stopped)")
     terminal.until("base> ")
-    terminal.write("/set temperature 0\r/clear\r" + QUESTION)
+    terminal.write("/set presence_penalty none\r/set frequency_penalty none\r/clear\r" + QUESTION)
     assert "Paris" in terminal.until("tokens/s")
     terminal.until("base> ")
     terminal.write("\x04")
