@@ -19,7 +19,7 @@ fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 from loraplex.cli.main import app
 app(sys.argv[1:])
 """
-QUESTION = "What is the capital of France?\r"
+PROMPT = "What is the capital of France?\r"
 
 
 class Terminal:
@@ -68,16 +68,16 @@ def terminal(tmp_path):
 @pytest.mark.slow
 def test_a_conversation(terminal, tmp_path):
     assert "/help lists the commands" in terminal.until("chinese> ")
-    terminal.write(QUESTION)
+    terminal.write(PROMPT)
     assert "巴黎" in terminal.until("tokens/s")
     terminal.until("chinese> ")
     terminal.write("/adapter jap\t\r")
     terminal.until("japanese> ")
-    terminal.write(QUESTION)
+    terminal.write(PROMPT)
     assert "パリ" in terminal.until("japanese> ")
     terminal.write("/base\r")
     terminal.until("base> ")
-    terminal.write("/compare " + QUESTION)
+    terminal.write("/compare " + PROMPT)
     compared = terminal.until("base> ").replace("\r", "")
     assert all(text in compared for text in ("Paris", "巴黎", "パリ"))
     assert compared.index("--- base") < compared.index("--- chinese") < compared.index("--- jap")
@@ -91,7 +91,7 @@ def test_a_conversation(terminal, tmp_path):
     terminal.write("\x03")
     terminal.until("(stopped)")
     terminal.until("base> ")
-    terminal.write("/set presence_penalty none\r/set frequency_penalty none\r/clear\r" + QUESTION)
+    terminal.write("/set presence_penalty none\r/set frequency_penalty none\r/clear\r" + PROMPT)
     assert "Paris" in terminal.until("tokens/s")
     terminal.until("base> ")
     terminal.write("\x04")
