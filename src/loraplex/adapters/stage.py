@@ -114,7 +114,7 @@ def _naming_other_base(source: AdapterInput, base_model: str) -> Iterator[None]:
         if isinstance(source, PeftFolder):
             trained_on = source.config.base_model_name_or_path
             differences = check_base_name(trained_on, base_model, BaseCheck.WARN)
-        if not differences:
+        if not differences or differences[0] in error.message:
             raise
         raise AdapterMismatchError(
             f"the adapter is of another base model: {differences[0]} ({error.message})"
