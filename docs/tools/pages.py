@@ -9,6 +9,7 @@ from tools.models_page import models_page
 from tools.openai_page import openai_page
 from tools.openapi_page import openapi_page
 from tools.settings_page import settings_page
+from tools.sizing_page import sizing_page
 from tools.triton_page import triton_page
 
 PAGES: Mapping[str, Callable[[], str]] = MappingProxyType(
@@ -19,6 +20,7 @@ PAGES: Mapping[str, Callable[[], str]] = MappingProxyType(
         "openapi.json": openapi_page,
         "settings.md": settings_page,
         "models.md": models_page,
+        "sizing.md": sizing_page,
         "images/architecture.svg": diagrams.architecture,
         "images/adapter-memory.svg": diagrams.adapter_memory,
         "images/batching.svg": diagrams.batching,
