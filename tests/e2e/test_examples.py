@@ -1,16 +1,23 @@
 """Each program of examples/ against a real server, as its reader would run it."""
 
 import importlib.util
+import itertools
+import json
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
+
+from loraplex.demo import ADAPTER_PATHS, BASE_PATH
 
 pytestmark = pytest.mark.xdist_group("server")
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+PROMPT = r"美国的首都在哪里? \n答案:"
 
 
 def load(name):
@@ -92,3 +99,124 @@ def test_structured_outputs(server, capsys):
     assert schema.startswith(("schema: Paris", "schema: Rome", "schema: Tokyo"))
     assert choice in ("choice: yes", "choice: no")
     assert regex.removeprefix("regex: ").replace("-", "").isdigit()
+
+
+def batch_requests(path, num_requests):
+    models = ("capitals", "chinese", "japanese")
+    lines = [
+        json.dumps(
+            {
+                "custom_id": f"r{number}",
+                "method": "POST",
+                "url": "/v1/completions",
+                "body": {"model": models[number % 3], "prompt": PROMPT, "max_tokens": 12}
+                | {"temperature": 0},
+            }
+        )
+        for number in range(num_requests)
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    return [f"r{number}" for number in range(num_requests)]
+
+
+def ids_of(output):
+    return [json.loads(line)["custom_id"] for line in output.read_text().splitlines()]
+
+
+def test_a_batch_file_goes_on_after_an_interruption(server, capsys, tmp_path):
+    source, output = tmp_path / "requests.jsonl", tmp_path / "results.jsonl"
+    ids = batch_requests(source, 12)
+    arguments = (str(source), str(output), "--url", server.url, "--concurrency", "4")
+    assert lines_of(capsys, "batch_file", *arguments) == ["12 requests were sent, 0 of them failed"]
+    assert sorted(ids_of(output)) == sorted(ids)
+    result = json.loads(output.read_text().splitlines()[0])
+    assert result["response"]["status_code"] == 200
+    assert result["response"]["body"]["choices"][0]["text"]
+
+    # As after a kill: some results are missing, and the last line is cut off.
+    lines = output.read_text().splitlines(keepends=True)
+    output.write_text("".join(lines[:5]) + lines[5][:40])
+    assert lines_of(capsys, "batch_file", *arguments) == [
+        "5 requests have their results already",
+        "7 requests were sent, 0 of them failed",
+    ]
+    assert output.read_text().startswith("".join(lines[:5]))
+    assert sorted(ids_of(output)) == sorted(ids)
+
+
+def test_a_batch_file_without_a_server(server, capsys, tmp_path, monkeypatch):
+    source, output = tmp_path / "requests.jsonl", tmp_path / "results.jsonl"
+    example = load("batch_file")
+    monkeypatch.setattr(example, "MAX_TRIES", 1)
+    batch_requests(source, 1)
+    with socket.socket() as bound:  # it does not listen, so connections are refused
+        bound.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{bound.getsockname()[1]}"
+        assert example.main([str(source), str(output), "--url", url]) == 2
+    assert "The same command goes on later" in capsys.readouterr().err
+    assert output.read_text() == ""
+
+    source.write_text(source.read_text().replace('"capitals"', '"no-such-model"'))
+    assert example.main([str(source), str(output), "--url", server.url]) == 1
+    assert json.loads(output.read_text())["response"]["status_code"] == 404
+    source.write_text(source.read_text() * 2)
+    with pytest.raises(SystemExit, match="line 2: the id 'r0' is there twice"):
+        example.main([str(source), str(output), "--url", server.url])
+
+
+@pytest.mark.slow  # transformers and peft take seconds to be imported
+def test_adapter_updates(server, capsys, tmp_path, monkeypatch):
+    example = load("adapter_updates")
+    arguments = ["--url", server.url, "--base", str(BASE_PATH), "--folder", str(tmp_path)]
+    arguments += ["--adapter", "example-policy"]
+
+    def served():
+        status, text = server.get("/v1/adapters/example-policy")
+        return json.loads(text) if status == 200 else None
+
+    def completion(model):
+        body = {"model": model, "prompt": example.PROMPTS, "max_tokens": 8, "temperature": 2}
+        return server.post("/v1/completions", body | {"seed": 7})[1]["choices"]
+
+    try:
+        assert example.main([*arguments, "--rounds", "3"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.split(":")[0] for line in lines] == [f"round {n}" for n in range(1, 4)]
+        assert any(line.endswith("kept") for line in lines)
+        trained, outputs = served(), completion("example-policy")
+        assert outputs != completion("capitals")
+
+        # Another reward, which every new version earns less of: all of its rounds are undone.
+        earned = itertools.count(0, -1)
+        monkeypatch.setattr(example, "reward", lambda text: float(next(earned)))
+        client = httpx.Client(base_url=server.url, timeout=60)
+        with client:
+            policy = example.Policy(client, "capitals", "example-policy")
+            policy._digest = trained["digest"]
+            example.train(policy, example.Trainer(BASE_PATH), tmp_path / "worse", 2)
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.endswith("rolled back") for line in lines] == [True, True]
+        assert served()["digest"] == trained["digest"]
+        assert served()["version"] != trained["version"]
+        assert completion("example-policy") == outputs
+    finally:
+        server.delete("/v1/adapters/example-policy")
+
+
+@pytest.mark.slow  # an engine of its own
+def test_fastapi_app():
+    from fastapi.testclient import TestClient
+
+    adapters = {name: str(path) for name, path in ADAPTER_PATHS.items()}
+    app = load("fastapi_app").create_app(str(BASE_PATH), adapters)
+    with TestClient(app) as client:
+        assert client.get("/adapters").json() == ["chinese", "japanese"]
+        for adapter, text in ((None, "Washington, D.C."), ("chinese", "华盛顿")):
+            body = {"prompt": PROMPT, "adapter": adapter}
+            response = client.post("/completions", json=body)
+            assert response.json()["text"].strip() == text
+            assert response.json()["adapter"] == adapter
+        unknown = client.post("/completions", json={"prompt": "Hello", "adapter": "nix"})
+        assert unknown.status_code == 400
+        assert "'nix'" in unknown.json()["detail"]
+        assert client.post("/completions", json={"prompt": "x", "max_tokens": 0}).status_code == 422

@@ -6,6 +6,7 @@ import ssl
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -22,6 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("tenants")]
 NOW = datetime.datetime(2026, 1, 31, tzinfo=datetime.UTC)
 SOURCE = str(ADAPTER_PATHS["chinese"])
 PROMPT = "A prompt that is long enough for whole blocks of the cache: " * 4
+EXAMPLE = Path(__file__).parents[2] / "examples" / "tenant_keys.py"
 LORAPLEX = (sys.executable, "-m", "loraplex")
 TABLES = """
 [tenants.acme]
@@ -247,3 +249,20 @@ def test_tls_on_every_port(tmp_path, keys, folder):
             text=True,
         )
         assert "japanese" in listed.stdout
+
+
+def test_the_example_of_two_tenants(server, keys, tmp_path):
+    """examples/tenant_keys.py, whose tenants have the rights of these."""
+    command = [sys.executable, str(EXAMPLE), "--url", server.url]
+    for tenant, adapter in (("acme", "chinese"), ("umbrella", "japanese")):
+        (tmp_path / tenant).write_text(keys[tenant])
+        command += [f"--{tenant}-key-file", str(tmp_path / tenant)]
+        command += [f"--{tenant}-adapter", str(ADAPTER_PATHS[adapter])]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert run.stdout.splitlines() == [
+        "acme: 华盛顿",
+        "acme sees: chinese, own-style",
+        "umbrella: ワシントン D.C.",
+        "umbrella sees: chinese, japanese, own-style",
+    ]
+    assert (run.stderr, run.returncode) == ("", 0)
