@@ -52,7 +52,7 @@ class ServerInLoop:
         defaults |= {"state_dir": str(state_dir), "metrics_cache_seconds": 0.0}
         config = Config(
             server=ServerConfig(**(defaults | fields)),
-            models={"m": ModelConfig(path=str(BASE_PATH), **model)},
+            models={"m": ModelConfig(path=str(BASE_PATH), **{"device": "cpu", **model})},
         )
         return cls(config, lambda _: fake_engine_thread(settings))
 

@@ -39,7 +39,7 @@ def adopt_state(earlier: Path, state_dir: Path) -> None:
             ) from error
     logger.info(
         "took over %d adapter files from %s, where earlier versions kept the adapters of all "
-        "models; `loraplex cache clean` removes that folder when it is old",
+        "models; `loraplex cache clean --with-state` removes that folder",
         *(num_files, earlier),
     )
 

@@ -19,6 +19,11 @@ _PATIENCE_SECONDS = 1.0
 _POLL_SECONDS = 0.02
 
 
+def lock_files(state_dir: Path) -> tuple[Path, Path]:
+    """Return the files of a state directory that are locked while a process uses it."""
+    return state_dir / _OWNER_NAME, state_dir / _USERS_NAME
+
+
 class StateLock:
     """Lock on one file, held until close() or the end of the process.
 
@@ -53,6 +58,7 @@ class StateLock:
         """
         lock = cls._opened(state_dir / _USERS_NAME)
         lock.share()
+        os.utime(lock._descriptor)  # `loraplex cache` reads the time of the last use
         return lock
 
     @classmethod

@@ -4,7 +4,7 @@ from typing import Annotated, Final
 
 import typer
 
-from loraplex.cli import adapters, compat, keys
+from loraplex.cli import adapters, cache, compat, keys
 from loraplex.cli.bench import bench_app
 from loraplex.cli.command_table import CommandRow, add_commands, group_in_order
 from loraplex.cli.compare import compare
@@ -19,7 +19,7 @@ from loraplex.core.environment import leave_grpc_out_of_forks
 from loraplex.core.version import __version__
 
 _SERVE: Final = "Serve"
-_STATE: Final = "Adapters and keys"
+_STATE: Final = "Adapters, keys and caches"
 _MEASURE: Final = "Measure and plan"
 _OTHERS: Final = "Other systems"
 
@@ -30,6 +30,7 @@ COMMANDS: Final = (
     CommandRow("compare", compare, _SERVE),
     CommandRow("adapters", adapters.app, _STATE),
     CommandRow("keys", keys.app, _STATE),
+    CommandRow("cache", cache.app, _STATE),
     CommandRow("plan", plan, _MEASURE, {"cls": FlagPage}),
     CommandRow("bench", bench_app, _MEASURE),
     CommandRow("replay", replay, _MEASURE),

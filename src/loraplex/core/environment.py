@@ -157,6 +157,11 @@ def cache_directory() -> Path:
     return Path(base).expanduser() / "loraplex"
 
 
+def hub_records() -> Path:
+    """Return the folder with a file for each model that loraplex downloaded from the hub."""
+    return cache_directory() / "hub"
+
+
 def log_format() -> str:
     """Return the format of log lines in this process: text or json."""
     return os.environ.get(_LOG_FORMAT, "text")

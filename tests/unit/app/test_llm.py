@@ -286,7 +286,10 @@ class TestLife:
             ({"engine": "cloud"}, "engine must be one of thread, process"),
             ({"adapters": {"zh": "/nowhere"}}, "adapter 'zh': "),
             ({"max_model_len": 10**6}, "max_model_len 1000000 is more than the 2048"),
-            ({"max_num_seqs": 600}, r"max_num_batched_tokens \(512\)"),
+            (
+                {"max_num_seqs": 600, "max_num_batched_tokens": 512},
+                r"max_num_batched_tokens \(512\)",
+            ),
             ({"kv_cache_bytes": 1}, "KV cache holds 0 tokens"),
             ({"chat_template": "/nowhere"}, "cannot read chat_template /nowhere: No such file"),
         ],

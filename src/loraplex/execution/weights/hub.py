@@ -1,13 +1,23 @@
 """Finds the folder of a model or tokenizer: a path, or the download of a Hugging Face hub id."""
 
+import contextlib
+import os
 from pathlib import Path
+from typing import Final
 
+from loraplex.core.environment import hub_records
 from loraplex.core.errors import ConfigError
+from loraplex.core.file_locks import use
 from loraplex.core.near_paths import near_paths
 
 _FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 _TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 _OLD_WEIGHTS = ("*.bin", "*.bin.index.json")
+
+
+_CONFIG: Final = "config.json"
+_USED: Final[dict[Path, int]] = {}
+"""Locked records of models that this process uses, until it ends."""
 
 
 def resolve_model(path_or_id: str, revision: str | None = None) -> Path:
@@ -53,14 +63,36 @@ def _may_be_hub_id(text: str) -> bool:
 
 
 def _download(hub_id: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
-    from huggingface_hub import snapshot_download  # noqa: PLC0415 - slow import, seldom needed
+    # A slow import that is seldom needed.
+    from huggingface_hub import snapshot_download, try_to_load_from_cache  # noqa: PLC0415
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError  # noqa: PLC0415 - likewise
 
     try:
-        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=list(patterns)))
+        is_new = try_to_load_from_cache(hub_id, _CONFIG, revision=revision) is None
+        folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=list(patterns)))
+        _note_use(folder.parent.parent, is_new=is_new)
+        return folder
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(
             f"{hub_id} is no folder here{near_paths(Path(hub_id))}; the Hugging Face hub does not "
             f"give it: {reason}"
         ) from error
+
+
+def _note_use(folder: Path, *, is_new: bool) -> None:
+    """Record a model that loraplex downloaded, for `loraplex cache`, and that it is used now.
+
+    folder: the model's in the hub's cache. A model that was there before has no record.
+    """
+    record = hub_records() / folder.name
+    if record in _USED or not folder.name.startswith("models--"):
+        return
+    with contextlib.suppress(OSError):  # no record: the model is not listed
+        if is_new:
+            record.parent.mkdir(parents=True, exist_ok=True)
+            record.write_text(str(folder), encoding="utf-8")
+        if record.exists():
+            _USED[record] = os.open(record, os.O_RDONLY | os.O_CLOEXEC)
+            use(_USED[record])
+            os.utime(record)

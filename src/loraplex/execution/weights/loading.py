@@ -60,7 +60,7 @@ def _through_cache(
     files = weight_files(folder)
     identities = identities_of(files)
     key = packed_key(checkpoint_digest(files, cache.seen), spec, kernels, form)
-    with cache.turn(key):
+    with cache.turn(key, str(folder)):
         packed = cache.open(key)
         if packed is not None:
             return _mapped(packed, spec, kernels), str(packed.path)

@@ -61,9 +61,10 @@ class PackedCache:
             return None
 
     @contextlib.contextmanager
-    def turn(self, key: str) -> Iterator[None]:
+    def turn(self, key: str, model: str) -> Iterator[None]:
         """Be the only one that opens or stores `key`: who waits finds what the other stored.
 
+        model: its folder, which the lock then contains, for people who clean up.
         Where a file system has no locks several may store the same; the last one's file stays.
         """
         with contextlib.ExitStack() as stack:
@@ -73,7 +74,8 @@ class PackedCache:
                 )
                 stack.callback(os.close, lock)
                 _wait_for(lock)
-                os.utime(lock)
+                os.ftruncate(lock, 0)
+                os.pwrite(lock, model.encode(), 0)
             except OSError as error:
                 logger.warning("no lock in the weights cache %s: %s", self.folder, error.strerror)
             yield

@@ -18,6 +18,7 @@ import torch
 
 from loraplex.adapters.seen_files import FileIdentity
 from loraplex.adapters.tensor_file import write_atomically
+from loraplex.core.file_locks import use
 from loraplex.kernels.ops import LinearParts
 
 _MAGIC = b"LORAPLXW"
@@ -72,6 +73,8 @@ class PackedFile:
             num_bytes, wanted = self.identity[2], self._start + self._header.payload_bytes
             if num_bytes != wanted:
                 raise PackedFileError(f"it has {num_bytes} bytes and should have {wanted}")
+            # The mapping has a copy of the descriptor, and so the lock for as long as it lives.
+            use(descriptor)
             self._mapping = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
         finally:
             os.close(descriptor)
