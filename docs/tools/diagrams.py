@@ -12,6 +12,16 @@ _SCHEDULE = {
 """Requests with their colour and what each of eight steps computes of them: `p N` are N tokens of
 the prompt, `1` is an output token, `1+3` one with three draft tokens."""
 
+_ROWS = (
+    ("tenant 1: legal", "amber", 8, "part of a prompt"),
+    ("tenant 2: base model", "plain", 1, "next token"),
+    ("tenant 2: support", "blue", 1, "next token"),
+    ("tenant 3: legal", "amber", 1, "next token"),
+    ("tenant 3: sql", "green", 4, "next token and three draft tokens"),
+    ("tenant 4: support", "blue", 1, "next token"),
+)
+"""Rows of one step: owner and adapter, their colour, how many tokens, and which."""
+
 
 def architecture() -> str:
     drawing = Drawing(
@@ -50,6 +60,31 @@ def architecture() -> str:
     drawing.box((520, 374), (220, 36), ["State: adapter files"], kind="blue")
     drawing.arrow((120, 386), (120, 402), (520, 402))
     drawing.arrow((740, 392), (750, 392), (750, 319), (724, 319))
+    return drawing.svg()
+
+
+def mixed_batch() -> str:
+    drawing = Drawing(
+        "One batch with the requests of four tenants",
+        "Six requests with three adapters and the base model are computed in one step: the base "
+        "model's weights once for all rows, and each row's own adapter at its own rank.",
+        760,
+        266,
+    )
+    drawing.text((20, 24), "request")
+    drawing.text((180, 24), "tokens of one step")
+    drawing.text((560, 24), "one batch")
+    for row, (name, kind, tokens, about) in enumerate(_ROWS):
+        y = 36 + 36 * row
+        drawing.text((20, y + 18), name, kind="")
+        for token in range(tokens):
+            drawing.box((180 + 28 * token, y), (24, 26), kind=kind)
+        drawing.text((190 + 28 * tokens, y + 18), about)
+    drawing.box((560, 50), (180, 60), ["Base model's weights", "once for all rows"])
+    drawing.arrow((650, 110), (650, 134))
+    drawing.box((560, 134), (180, 60), ["Adapters' A and B", "each row its own"])
+    for number, kind in enumerate(("blue", "green", "amber")):
+        drawing.box((608 + 28 * number, 202), (24, 26), kind=kind)
     return drawing.svg()
 
 

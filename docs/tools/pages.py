@@ -23,6 +23,7 @@ PAGES: Mapping[str, Callable[[], str]] = MappingProxyType(
         "sizing.md": sizing_page,
         "images/architecture.svg": diagrams.architecture,
         "images/adapter-memory.svg": diagrams.adapter_memory,
+        "images/mixed-batch.svg": diagrams.mixed_batch,
         "images/batching.svg": diagrams.batching,
         "images/determinism.svg": diagrams.determinism,
     }

@@ -17,7 +17,7 @@ def test_a_page_is_as_the_program_writes_it(name):
 
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_can_be_found(name):
-    places = (DOCS.parent / "mkdocs.yml", *DOCS.rglob("*.md"))
+    places = (DOCS.parent / "mkdocs.yml", DOCS.parent / "README.md", *DOCS.rglob("*.md"))
     assert any(name in place.read_text(encoding="utf-8") for place in places)
 
 

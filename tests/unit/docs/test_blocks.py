@@ -1,0 +1,89 @@
+"""Every block of the documentation runs, is data, or has a reason why it does not run."""
+
+import tomllib
+
+import pytest
+import yaml
+
+from support.documentation import (
+    REASONS,
+    ROOT,
+    RUN,
+    SHOWN,
+    blocks,
+    console_commands,
+    is_printed,
+    pages,
+    parse,
+)
+
+ALL = [block for page in pages() for block in blocks(page)]
+READERS = {"toml": tomllib.loads, "yaml": yaml.safe_load}
+
+
+def test_blocks_are_found() -> None:
+    assert {"README.md", "docs/library.md"} <= {block.page for block in ALL}
+
+
+def test_every_block_names_a_known_language() -> None:
+    assert [str(block) for block in ALL if block.language not in RUN | SHOWN] == []
+
+
+def test_what_does_not_run_has_a_known_reason() -> None:
+    unknown = [(str(x), x.reason) for x in ALL if x.reason and x.reason not in REASONS]
+    assert unknown == []
+    assert [str(block) for block in ALL if block.reason and block.language not in RUN] == []
+
+
+def test_no_block_is_written_by_indentation_alone() -> None:
+    """Such a block has no language, so it is unknown whether it runs."""
+    found = []
+    for page in pages():
+        fenced = False
+        lines = page.read_text(encoding="utf-8").splitlines()
+        before = ""
+        for number, line in enumerate(lines, start=1):
+            fenced ^= line.lstrip().startswith("```")
+            in_list = before.lstrip().startswith(("- ", "* ", "1. ", "+ "))
+            if line.startswith("    ") and not fenced and not in_list and "```" not in line:
+                after_blank = number > 1 and not lines[number - 2].strip()
+                if after_blank and page.name != "ARCHITECTURE.md":
+                    found.append(f"{page.relative_to(ROOT)}:{number}")
+            elif line.strip() and not line.startswith("  "):
+                before = line
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "block", [block for block in ALL if block.language in READERS], ids=lambda block: str(block)
+)
+def test_data_can_be_read(block) -> None:
+    READERS[block.language](block.source)
+
+
+def test_commands_and_what_they_print() -> None:
+    source = "$ first \\\n    --flag\n$ second\none\ntwo\n"
+    assert list(console_commands(source)) == [
+        ("first \\\n    --flag", ""),
+        ("second", "one\ntwo\n"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("expected", "is_equal"),
+    [("a\nb", True), ("a ...\nb", False), ("...b", True), ("a", False), ("...", True)],
+)
+def test_dots_stand_for_any_text(expected: str, is_equal: bool) -> None:
+    assert is_printed(expected, "a  \nb\n") is is_equal
+
+
+def test_a_reason_is_read_from_the_line_above() -> None:
+    page = (
+        "```sh\none\n```\n\n<!-- not run: needs a GPU -->\n```sh\ntwo\n```\n\n```sh\nthree\n```\n"
+    )
+    assert [block.reason for block in parse("page.md", page)] == [None, "needs a GPU", None]
+
+
+def test_a_block_in_a_list_loses_its_indentation() -> None:
+    [block] = parse("page.md", "- first:\n\n  ```sh\n  if true; then\n    ls\n  fi\n  ```\n")
+    assert block.source == "if true; then\n  ls\nfi\n"
