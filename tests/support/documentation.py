@@ -57,6 +57,7 @@ FOLDERS: Mapping[str, Path] = {
     "MODEL": BASE_PATH,
     "PATH": CHINESE,
     "PEFT_FOLDER": CHINESE,
+    "adapters/zh": CHINESE,
     "DIR/zh": CHINESE,
     "DIR/ja": JAPANESE,
     "zh": CHINESE,
@@ -65,6 +66,7 @@ FOLDERS: Mapping[str, Path] = {
     "charent/self_cognition_Alice": CHINESE,
     "charent/self_cognition_Bob": JAPANESE,
     "models/llama": BASE_PATH,
+    "src/loraplex/demo": BASE_PATH.parent,
     "path/to/model": BASE_PATH,
     "path/to/Meta-Llama-3.1-8B-Instruct": BASE_PATH,
     "path/to/lora/zh": CHINESE,
@@ -83,6 +85,8 @@ _FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.DOTALL | re.MULTILIN
 _REASON = re.compile(r"<!-- not run: (.+?) -->\n\s*$")
 _VARYING = re.compile(r"\.\.\.|\b[0-9a-f]{8}\b|\d{4}-\d\d-\d\dT[\d:.+-]+")
 """What differs from run to run: `...`, ids of keys, times."""
+_ABSOLUTE = re.compile(r"(?<![\w.:/-])/(path/to|opt|srv|mnt|etc|var|shared|adapters)/")
+"""Absolute paths of the pages, which lie in the folder instead."""
 _SERVES = re.compile(
     r"^(?:\$ )?loraplex (?:compat )?(?:serve|triton(?= --)|llgtrt)\b", re.MULTILINE
 )
@@ -211,7 +215,7 @@ class Sandbox:
 
     def _named(self, source: str) -> str:
         """Return the source with this machine's ports and with paths below the folder."""
-        source = source.replace("/path/to/", "path/to/")
+        source = _ABSOLUTE.sub(rf"{self.folder}/\1/", source)
         if self._server is None:
             return source
         ports = {8000: self._server.http_port, 8001: self._server.grpc_port}
@@ -232,11 +236,13 @@ def console_commands(source: str) -> Iterator[tuple[str, str]]:
 
 
 def is_printed(expected: str, printed: str) -> bool:
-    """Compare line by line, without spaces at the ends, and leave out what varies."""
-    lines = "\n".join(line.strip() for line in expected.strip().splitlines())
-    pattern = ".*".join(re.escape(part) for part in _VARYING.split(lines))
-    text = "\n".join(line.strip() for line in printed.strip().splitlines())
-    return re.fullmatch(pattern, text, re.DOTALL) is not None
+    """Compare the words of each line, whatever is between them, and leave out what varies."""
+    pattern = ".*".join(re.escape(part) for part in _VARYING.split(_lines(expected)))
+    return re.fullmatch(pattern, _lines(printed), re.DOTALL) is not None
+
+
+def _lines(text: str) -> str:
+    return "\n".join(" ".join(line.split()) for line in text.strip().splitlines())
 
 
 @contextlib.contextmanager
@@ -263,7 +269,7 @@ _COMMANDS = {
 case "$1 $2 $3" in
     "compare "*|"adapters "*)
         set -- "$@" --url "$DOCUMENTED_URL";;
-    "serve "*|"compat triton --"*|"compat llgtrt "*|"triton --"*|"llgtrt "*)
+    "serve "*|"compat triton --"*|"compat llgtrt "*)
         if [ -n "${{DOCUMENTED_SERVER-}}" ]; then
             exec {_LORAPLEX} loraplex "$@" {" ".join(PORT_FLAGS)}
         fi
