@@ -1,6 +1,6 @@
 """Code blocks of the documentation, and a folder in which they run as a reader would run them.
 
-A block in ```sh, ```console or ```python runs, or has the reason why not in the line above it:
+A block in ```sh, ```bash, ```console or ```python runs, or has the reason why not in the line above it:
 
     <!-- not run: needs a GPU -->
 
@@ -30,7 +30,7 @@ from loraplex.testing.running_server import PORT_FLAGS, RunningServer, start
 ROOT = Path(__file__).parents[2]
 CHINESE, JAPANESE = ADAPTER_PATHS["chinese"], ADAPTER_PATHS["japanese"]
 
-RUN = frozenset({"sh", "console", "python"})
+RUN = frozenset({"sh", "bash", "console", "python"})
 """Languages of blocks that run."""
 SHOWN = frozenset({"json", "yaml", "toml", "text", "ini", "promql"})
 """Languages of blocks that are only shown: data, output, pictures of text."""
@@ -168,7 +168,7 @@ class Sandbox:
             self._start(block)
         elif block.language == "python":
             self._execute([sys.executable, "-c", self._named(block.source)], block)
-        elif block.language == "sh":
+        elif block.language in {"sh", "bash"}:
             self._execute(["bash", "-euo", "pipefail", "-c", self._named(block.source)], block)
         else:
             for command, expected in console_commands(block.source):
@@ -191,6 +191,7 @@ class Sandbox:
             command,
             cwd=self.folder,
             env={**self._environment, "DOCUMENTED_URL": url},
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
