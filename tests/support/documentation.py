@@ -1,6 +1,6 @@
 """Code blocks of the documentation, and a folder in which they run as a reader would run them.
 
-A block in ```sh, ```bash, ```console or ```python runs, or has the reason why not in the line above it:
+A block in sh, bash, console or python runs, or has the reason why not in the line above it:
 
     <!-- not run: needs a GPU -->
 
