@@ -99,7 +99,8 @@ def compare(
         if not wanted:
             names = ", ".join(system.name for system in systems)
             raise ConfigError(f"--only leaves no system of: {names or 'none'}")
-        with _Bar() as bar:
+        names = ", ".join(system.name for system in wanted)
+        with _Bar(f"compares {names} with {shape.name}, {rounds} rounds") as bar:
             paths = asyncio.run(
                 run_comparison(
                     wanted,
@@ -149,13 +150,13 @@ class _Bar(RunBar):
     """Implements bench.comparison.Progress."""
 
     def begin(self, num_runs: int) -> None:
-        self._bar.reset(num_runs)
+        self.begin_runs(num_runs)
 
     def doing(self, what: str) -> None:
-        self._bar.set_description(what)
+        self.describe(what)
 
     def done(self) -> None:
-        self._bar.update()
+        self.end_run()
 
 
 if __name__ == "__main__":

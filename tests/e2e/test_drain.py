@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -65,6 +66,25 @@ async def begun_streams(server: RunningServer, count: int) -> list["asyncio.Task
     async with asyncio.timeout(60):
         await asyncio.gather(*(event.wait() for event in events))
     return tasks
+
+
+async def test_ctrl_c_reports_what_it_waits_for_and_twice_stops(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "BODY", BODY.replace(b"400", b"1900"))
+    printed = ""
+    with serving(tmp_path, "--shutdown-seconds", "300", "--log-level", "warning") as server:
+        streams = await begun_streams(server, 8)
+        server.process.send_signal(signal.SIGINT)
+        async with asyncio.timeout(60):
+            while "requests have at most 300 s to end; press Ctrl-C again" not in printed:
+                await asyncio.sleep(0.02)
+                printed += capfd.readouterr().err
+        server.process.send_signal(signal.SIGINT)
+        assert await asyncio.to_thread(server.process.wait, 60) == 0
+        cut = [data for data in await asyncio.gather(*streams) if not is_whole(data)]
+    printed += capfd.readouterr().err
+    assert "stopping at once: running requests end with an error" in printed
+    assert cut
+    assert "Traceback" not in printed
 
 
 async def test_sigterm_loses_no_stream(tmp_path):

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -94,8 +95,8 @@ class ServerInLoop:
         """Send a request from another thread, so that the server's loop goes on meanwhile."""
         return fetch(self.url(path), data)
 
-    def signal(self) -> None:
-        self.server._on_signal()
+    def signal(self, number: int = signal.SIGTERM) -> None:
+        self.server._on_signal(number)
 
     async def ended(self) -> None:
         async with asyncio.timeout(20):

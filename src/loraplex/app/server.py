@@ -21,7 +21,7 @@ from loraplex.app.front_ends import FrontEnds, front_ends
 from loraplex.app.frontend_processes import FrontendProcesses, check_frontends, share_of
 from loraplex.app.ports import Ports
 from loraplex.app.reporting import Reporting
-from loraplex.app.status_log import logging_progress, logging_throughput
+from loraplex.app.status_log import logging_drain, logging_progress, logging_throughput
 from loraplex.app.tls import certificates
 from loraplex.core.config import Config
 from loraplex.core.stats import EngineStats
@@ -128,11 +128,11 @@ class Server:
 
     async def _drain(self, service: Service) -> None:
         seconds = self._config.server.shutdown_seconds
-        logger.info(
-            "stopping: running requests have %g s; a second signal ends them at once", seconds
-        )
         self._stop_deadline = time.monotonic() + seconds
-        await done_before(self._hurry, service.drain(seconds))
+        async with logging_drain(service.draining.report):
+            is_drained = await done_before(self._hurry, service.drain(seconds))
+        if not is_drained:
+            logger.warning("stopping at once: running requests end with an error")
         # Before the ports close: the remaining requests receive an error, and their connections
         # end.
         await service.close()
@@ -142,7 +142,7 @@ class Server:
     ) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._on_signal)
+            loop.add_signal_handler(number, self._on_signal, number)
 
         def on_hangup() -> None:
             if reporting.access_log is not None:
@@ -161,11 +161,31 @@ class Server:
         """Return the rest of the grace period, for clients that still read a response."""
         return 0.0 if self._hurry.is_set() else self._stop_deadline - time.monotonic()
 
-    def _on_signal(self) -> None:
+    def _on_signal(self, number: int) -> None:
         """Stop at the first signal; at the second, do not wait for running requests."""
         if self._stop.is_set():
             self._hurry.set()
+        elif number == signal.SIGINT:
+            self._log_interrupt()
+        else:
+            logger.info(
+                "stopping: running requests have %g s; a second signal ends them at once",
+                self._config.server.shutdown_seconds,
+            )
         self._begin_stop()
+
+    def _log_interrupt(self) -> None:
+        """Report to the user who pressed Ctrl-C what the server waits for, at any log level."""
+        num_running = 0 if self._draining is None else self._draining.num_in_flight
+        if num_running:
+            logger.warning(
+                "stopping: %d %s at most %g s to end; press Ctrl-C again to stop at once",
+                num_running,
+                "request has" if num_running == 1 else "requests have",
+                self._config.server.shutdown_seconds,
+            )
+        else:
+            logger.info("stopping: no request is running")
 
     def _begin_stop(self) -> None:
         # At once, so that no probe finds it ready: under load, what waits for the event runs some

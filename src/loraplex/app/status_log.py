@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any, Final
 
 from loraplex.core.stats import EngineStats
+from loraplex.serving.draining import DrainReport
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,15 @@ async def logging_throughput(
         yield
 
 
+@contextlib.asynccontextmanager
+async def logging_drain(
+    report: Callable[[], DrainReport], seconds: float = _PROGRESS_SECONDS
+) -> AsyncIterator[None]:
+    """Log every few seconds what a server that stops waits for."""
+    async with _repeating(_log_drain(report, seconds)):
+        yield
+
+
 def throughput(model: str, before: EngineStats, now: EngineStats, seconds: float) -> str:
     """Return a line for the time between two snapshots; empty without work."""
     # The counters of an engine that was started again begin at 0.
@@ -55,6 +65,17 @@ async def _log_progress(seconds: float) -> None:
         await asyncio.sleep(seconds)
         passed += seconds
         logger.info("still loading, %.0f s so far", passed)
+
+
+async def _log_drain(report: Callable[[], DrainReport], seconds: float) -> None:
+    while True:
+        await asyncio.sleep(seconds)
+        now = report()
+        logger.info(
+            "still stopping: %d in-flight prompts have %.0f s left",
+            now.in_work,
+            now.seconds_left or 0.0,
+        )
 
 
 async def _log_throughput(stats: Stats, seconds: float) -> None:

@@ -90,7 +90,8 @@ def bench_run(
             repeats=repeats,
             seed=seed,
         )
-        with _Bar() as bar:
+        target = url or _own_target(model, settings.num_adapters, rank)
+        with _Bar(_plan(target, settings)) as bar:
             if url is None:
                 session = _own_server(model, settings, bar, rank, serve_flags or [])
             elif model is None and not serve_flags:
@@ -137,16 +138,31 @@ def _show(report: Report, output: Path | None) -> None:
         raise typer.Exit(1)
 
 
+def _own_target(model: Path | None, num_adapters: int, rank: int) -> str:
+    name = f"the shipped model {_SHIPPED_MODEL}" if model is None else str(model)
+    return f"a new server with {name} and {num_adapters} random adapters of rank {rank}"
+
+
+def _plan(target: str, settings: Settings) -> str:
+    """Return a description of what will be measured."""
+    groups = settings.groups()
+    loads = ", ".join(str(group[0].arrivals) for group in groups)
+    popularities = ", ".join(str(workload.popularity) for workload in groups[0])
+    num_requests = sum(workload.num_requests for group in groups for workload in group)
+    return (
+        f"measures {target}: {loads}, each with {popularities}; {num_requests} requests in a pass, "
+        f"1 pass to warm up and {settings.repeats} that count"
+    )
+
+
 class _Bar(RunBar):
     """Implements bench.suite.Progress."""
 
     def begin(self, num_runs: int) -> None:
-        self._bar.set_description("measuring")
-        self._bar.reset(num_runs)
+        self.begin_runs(num_runs)
 
     def done(self, workload: Workload) -> None:
-        self._bar.set_postfix_str(f"{workload.arrivals}, {workload.popularity}", refresh=False)
-        self._bar.update()
+        self.end_run(f"{workload.arrivals}, {workload.popularity}")
 
 
 class _RunsByDefault(TyperGroup):

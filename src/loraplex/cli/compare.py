@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from loraplex.cli.options import SERVER_URL, AsJson, Url, errors_to_exit_code, print_json
+from loraplex.cli.options import SERVER_URL, AsJson, Url, errors_to_exit_code, near, print_json
 from loraplex.cli.sampling_options import MaxTokens, Seed, Temperature
-from loraplex.cli.server_client import ServerClient
-from loraplex.core.errors import ConfigError
+from loraplex.cli.server_client import ServerClient, quoted
+from loraplex.core.errors import AdapterNotFoundError, ConfigError, LoraplexError
 
 _NARROWEST = 26
 """Minimum width of a column; in a narrower terminal, outputs are printed below each other."""
@@ -47,7 +47,9 @@ def compare(
             "temperature": temperature,
             "seed": seed,
         }
-        comparison = ServerClient(url).post("/v1/compare", body)
+        client = ServerClient(url)
+        _check_known(client, body)
+        comparison = client.post("/v1/compare", body)
     if as_json:
         print_json(comparison)
     else:
@@ -55,6 +57,43 @@ def compare(
             print(line)
     if any(entry["error"] for entry in comparison["answers"]):
         raise typer.Exit(1)
+
+
+def _check_known(client: ServerClient, body: dict[str, Any]) -> None:
+    """Raise AdapterNotFoundError, before any output is computed, for an unknown adapter.
+
+    A server may find an adapter that it does not list, so it decides: a comparison of unknown
+    adapters alone is refused without computing anything.
+    """
+    names = {name for adapter in body["adapters"] for name in _names(adapter)}
+    unknown = sorted(name for name in names if not _is_listed(client, name))
+    for name in unknown:
+        try:
+            client.post("/v1/compare", {**body, "adapters": [name], "max_tokens": 1})
+        except AdapterNotFoundError as error:
+            models = client.get("/v1/models")["data"]
+            listed = [model["id"] for model in models if model["parent"]]
+            raise AdapterNotFoundError(
+                f"there is no adapter {name!r}{near(name, listed)}"
+            ) from error
+
+
+def _is_listed(client: ServerClient, name: str) -> bool:
+    try:
+        client.get(f"/v1/adapters/{quoted(name)}")
+    except AdapterNotFoundError:
+        return False
+    except LoraplexError:  # for example a key without the right to look
+        pass
+    return True
+
+
+def _names(adapter: Any) -> list[str]:
+    """Return the names in a value of --adapter."""
+    if isinstance(adapter, list):
+        return [name for entry in adapter for name in _names(entry)]
+    name = adapter.get("name") if isinstance(adapter, dict) else adapter
+    return [name] if isinstance(name, str) else []
 
 
 def side_by_side(entries: Sequence[Mapping[str, Any]], width: int) -> list[str]:

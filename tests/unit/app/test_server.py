@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import signal
 import socket
 
 import pytest
@@ -107,6 +108,32 @@ async def test_a_second_signal_does_not_wait(run):
     server.signal()
     await server.ended()
     assert (await completion)[0] == 503
+
+
+async def test_ctrl_c_reports_what_the_server_waits_for(run, caplog):
+    caplog.set_level("INFO")
+    server = run(FakeEngineSettings(step_seconds=0.05), shutdown_seconds=600)
+    completion = await server.running_completion()
+    server.signal(signal.SIGINT)
+    expected = "stopping: 1 request has at most 600 s to end; press Ctrl-C again to stop at once"
+    assert expected in caplog.messages
+    async with asyncio.timeout(60):
+        while not server.server._stop_deadline:
+            await asyncio.sleep(0.01)
+    server.signal(signal.SIGINT)
+    await server.ended()
+    assert "stopping at once: running requests end with an error" in caplog.messages
+    assert (await completion)[0] == 503
+
+
+async def test_ctrl_c_without_requests(run, caplog):
+    caplog.set_level("INFO")
+    server = run()
+    await server.until_ready()
+    server.signal(signal.SIGINT)
+    await server.ended()
+    assert "stopping: no request is running" in caplog.messages
+    assert "stopping at once: running requests end with an error" not in caplog.messages
 
 
 @pytest.mark.parametrize("port", ["http_port", "metrics_port", "grpc_port"])

@@ -5,8 +5,9 @@ import logging
 
 import pytest
 
-from loraplex.app.status_log import logging_progress, logging_throughput, throughput
+from loraplex.app.status_log import logging_drain, logging_progress, logging_throughput, throughput
 from loraplex.core.stats import AdapterTierStats, EngineStats
+from loraplex.serving.draining import DrainReport
 
 IDLE = EngineStats(prompt_tokens=100, generation_tokens=50)
 BUSY = EngineStats(
@@ -69,3 +70,12 @@ async def test_what_is_ready(run, caplog: pytest.LogCaptureFixture):
 
 async def _turn() -> None:
     await asyncio.sleep(0)
+
+
+async def test_a_drain_is_logged_until_it_is_over(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO)
+    report = DrainReport(draining=True, in_work=3, drained=False, seconds_left=24.6)
+    async with asyncio.timeout(60), logging_drain(lambda: report, 0.001):
+        while not caplog.messages:
+            await asyncio.sleep(0.001)
+    assert caplog.messages[0] == "still stopping: 3 in-flight prompts have 25 s left"

@@ -9,16 +9,22 @@ from typer.testing import CliRunner
 
 from loraplex.cli.compare import side_by_side
 from loraplex.cli.main import app
+from loraplex.core.errors import NotReadyError
 from loraplex.frontends.openai import openai_fallback_routes, openai_routes
 from loraplex.testing.echo_backend import EchoBackend
 from support.served import served
 
 
 @pytest.fixture(scope="module")
-def url():
+def backend():
     backend = EchoBackend()
     backend.register("fr")
     backend.register("org/legal")
+    return backend
+
+
+@pytest.fixture(scope="module")
+def url(backend):
     http = Starlette()
     http.routes.extend(openai_routes(backend))
     http.routes.extend(openai_fallback_routes())
@@ -72,11 +78,23 @@ def test_json_chat_and_standard_input(run):
     assert comparison["answers"][1]["text"] == "echo+fr: user: hello\nassistant: "
 
 
-def test_one_that_fails_is_reported_and_the_others_respond(run):
-    code, out, _ = run("hi", "--adapter", "no", "--adapter", "fr")
+def test_one_that_fails_is_reported_and_the_others_respond(run, backend):
+    backend.plant(NotReadyError("the engine is away"))
+    code, out, _ = run("hi", "--adapter", "fr")
     assert code == 1
-    assert "error: adapter 'no'" in out
+    assert "error: the engine is away" in out
     assert "echo+fr: hi" in out
+
+
+@pytest.mark.parametrize("adapter", ["frr", '["fr", "frr"]', '{"name": "frr", "scale": 2}'])
+def test_an_unknown_adapter_is_refused_before_anything_is_computed(run, backend, adapter):
+    before = len(backend.requests)
+    assert run("hi", "--adapter", "fr", "--adapter", adapter) == (
+        1,
+        "",
+        "loraplex: there is no adapter 'frr'; did you mean fr?\n",
+    )
+    assert all(request.adapters for request in backend.requests[before:])
 
 
 def test_errors_are_one_line(run):
