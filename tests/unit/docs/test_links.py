@@ -78,3 +78,10 @@ def test_documented_objects_exist() -> None:
     library = (DOCS / "library.md").read_text(encoding="utf-8")
     for name in re.findall(r"^::: ([\w.]+)$", library, re.MULTILINE):
         assert pkgutil.resolve_name(name)
+
+
+def test_a_term_of_the_glossary_is_explained_once() -> None:
+    glossary = (DOCS / "glossary.md").read_text(encoding="utf-8")
+    terms = re.findall(r"^- \*\*(.+?)\*\*", glossary, re.MULTILINE)
+    assert len(terms) > 70
+    assert len(terms) == len({term.lower() for term in terms})
