@@ -327,10 +327,6 @@ def sliding_layers(fields: ConfigFields, default: Sequence[bool]) -> tuple[bool,
 
 def refuse_fields(fields: ConfigFields, *, has_experts: bool = False) -> None:
     """Raise UnsupportedModelError for fields that no family supports, or not this one."""
-    if "quantization_config" in fields:
-        raise UnsupportedModelError(
-            f"{fields.source} has quantization_config: quantised checkpoints are not supported"
-        )
     for name in () if has_experts else _EXPERT_FIELDS:
         if name in fields:
             raise UnsupportedModelError(

@@ -67,7 +67,6 @@ _CLAMPED_SWIGLU: Final = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
 
 
 def read_config(fields: ConfigFields) -> ModelSpec:
-    _require_plain_weights(fields)
     fields = fields.renamed({}, _DEFAULTS)
     _require_known_gate(fields)
     routing = read_routing(fields, RoutingMode.CHOSEN_SOFTMAX, default_num_experts=128)
@@ -86,15 +85,6 @@ def read_config(fields: ConfigFields) -> ModelSpec:
 def _with_sinks(layer: LayerSpec, index: int) -> LayerSpec:
     attention = dataclasses.replace(layer.attention, sink_logits=_NAMES.layer(index) + _SINKS)
     return dataclasses.replace(layer, attention=attention)
-
-
-def _require_plain_weights(fields: ConfigFields) -> None:
-    quantization = fields.table("quantization_config")
-    if quantization is not None and quantization.text("quant_method", "") == "mxfp4":
-        raise UnsupportedModelError(
-            f"{fields.source}: weights in MXFP4 are not supported; supported is a checkpoint of "
-            "this model in bfloat16, float16 or float32, without quantization_config"
-        )
 
 
 def _require_known_gate(fields: ConfigFields) -> None:

@@ -40,6 +40,7 @@ from loraplex.models import (
 from loraplex.models.config_fields import ConfigFields, read_fields
 from loraplex.models.engine_folder import model_fields
 from loraplex.models.spec import ModelSpec
+from loraplex.models.stored_format import read_stored_format
 
 ReadConfig = Callable[[ConfigFields], ModelSpec]
 
@@ -117,7 +118,9 @@ def read_config(folder: Path) -> ModelSpec:
     Raises ConfigError for a broken file, UnsupportedModelError for what is not served yet.
     """
     fields = model_fields(folder)
-    config = _family(fields)(fields)
+    config = dataclasses.replace(
+        _family(fields)(fields), stored_format=read_stored_format(folder, fields)
+    )
     generation_path = folder / "generation_config.json"
     if generation_path.is_file():
         eos_token_ids = read_fields(generation_path).integers("eos_token_id")

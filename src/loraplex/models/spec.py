@@ -14,6 +14,7 @@ from loraplex.kernels.activations import Activation
 from loraplex.kernels.routing_rules import RoutingRules
 from loraplex.models.decoder_names import DecoderNames
 from loraplex.models.linear_group import LinearGroup, Share, Span
+from loraplex.models.stored_format import StoredFormat
 
 QKV: Final = "qkv"
 OUTPUT: Final = "o"
@@ -282,6 +283,8 @@ class ModelSpec:
     pad_token_id: int | None = None
     dtype: str | None = None
     """Type of the checkpoint by torch's name; None if config.json does not name one."""
+    stored_format: StoredFormat | None = None
+    """Format of a checkpoint whose linear layers are quantised; None: they are not."""
     own_logits: Span | None = None
     """Outputs of lm_head that a rank of several computes; None: all."""
     shard_of: "ModelSpec | None" = None

@@ -182,12 +182,7 @@ def test_several_shared_experts_are_one_of_their_size_together() -> None:
 @pytest.mark.parametrize(
     ("config", "changes", "message"),
     [
-        (
-            GPT_OSS_20B,
-            {"quantization_config": {"quant_method": "mxfp4"}},
-            "MXFP4 are not supported; supported is a checkpoint of this model in bfloat16",
-        ),
-        (GPT_OSS_20B, {"quantization_config": {"quant_method": "awq"}}, "quantised checkpoints"),
+        (GPT_OSS_20B, {"quantization_config": {"quant_method": "aqlm"}}, "quant_method 'aqlm'"),
         (GPT_OSS_20B, {"swiglu_limit": 5.0}, "swiglu_limit 5 is not supported; supported: 7.0"),
         (GPT_OSS_20B, {"swiglu_alpha": 1.0}, "swiglu_alpha 1 is not supported; supported: 1.702"),
         (PHI_3_5_MOE, {"num_experts_per_tok": 3}, "num_experts_per_tok 3 .* supported: 2"),

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from loraplex.core.errors import ConfigError
+from loraplex.execution.weights.quantized.files import QuantizedFiles
 from loraplex.execution.weights.stacked_experts import StackedPart, stacked_tensors
 from loraplex.execution.weights.tensor_files import (
     PickledFile,
@@ -145,13 +146,13 @@ def _common_order(entries: Iterable[_Entry]) -> bool | None:
     Those with an order of their own, or with two readings, do not count.
     """
     firsts = (
-        (entry.part.whole, entry.tensor)
+        (entry.part.whole, entry)
         for entry in entries
         if entry.part is not None and entry.part[1:] == (0, 0)
     )
     orders = {
-        whole.is_transposed(tensor.shape)
-        for whole, tensor in firsts
+        whole.is_transposed(entry.tensor.shape)
+        for whole, entry in firsts
         if whole.form.is_transposed is None and whole.in_features and not whole.has_two_readings
     }
     return orders.pop() if len(orders) == 1 else None
@@ -162,5 +163,14 @@ def open_files(folder: Path, spec: ModelSpec) -> Iterator[TensorFile]:
     if is_foreign_checkpoint(folder):
         yield TrtllmWeights(folder, spec)
         return
-    for path in weight_files(folder):
-        yield SafetensorsFile(path) if path.suffix == ".safetensors" else PickledFile(path)
+    files = [
+        SafetensorsFile(path) if path.suffix == ".safetensors" else PickledFile(path)
+        for path in weight_files(folder)
+    ]
+    if spec.stored_format is None:
+        yield from files
+    else:
+        yield QuantizedFiles(
+            *(folder, files, spec.stored_format),
+            has_transposed_weights=spec.names.has_transposed_weights,
+        )

@@ -58,5 +58,6 @@ def packed_key(digest: str, spec: ModelSpec, kernels: Kernels, form: WeightForma
     shapes = list(checkpoint_shapes(spec).items())
     parts = [(p.name, p.own_outputs, p.own_inputs, p.num_blocks) for p in linear_places(spec)]
     packing = (str(form.dtype), form.precision.value, kernels.packed_layout, __version__)
-    material = msgspec.json.encode((_VERSION, digest, shapes, parts, *packing))
+    stored = () if spec.stored_format is None else (spec.stored_format.values,)
+    material = msgspec.json.encode((_VERSION, digest, shapes, parts, *packing, *stored))
     return hashlib.sha256(material).hexdigest()

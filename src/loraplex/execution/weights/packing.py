@@ -8,9 +8,11 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from loraplex.core.byte_sizes import readable_bytes
 from loraplex.core.errors import ConfigError
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.execution.weights.checkpoint import Checkpoint
+from loraplex.execution.weights.weight_files import weight_files
 from loraplex.kernels.ops import Kernels, LinearParts, PackedLinear
 from loraplex.kernels.quantization import quantization_error
 from loraplex.models.parameters import (
@@ -51,7 +53,7 @@ class PackedWeights:
     entries: Sequence[LinearParts]
     """A tensor that is no linear layer is an entry without numbers."""
     summary: str = ""
-    """What quantisation cost, for people; empty without it."""
+    """What quantisation, or the reading of a quantised checkpoint, cost, for people; or empty."""
 
     @property
     def num_bytes(self) -> int:
@@ -61,10 +63,17 @@ class PackedWeights:
 def pack_checkpoint(
     folder: Path, spec: ModelSpec, kernels: Kernels, form: WeightFormat
 ) -> PackedWeights:
-    """Read and pack the weights in `folder`. Raises ConfigError.
+    """Read and pack the weights in `folder`. Raises ConfigError, also if weights that are stored
+    quantised are to be quantised once more.
 
     At any moment the memory holds what is packed, and one linear layer as it was read.
     """
+    if spec.stored_format is not None and form.precision is not WeightPrecision.NATIVE:
+        raise ConfigError(
+            f"quantization {form.precision}: the weights in {folder} are quantised already "
+            f"({spec.stored_format.method}), and are not quantised once more: leave it at none",
+            param="quantization",
+        )
     with (
         Checkpoint(folder, spec) as checkpoint,
         # disable=None: only where a person watches.
@@ -73,7 +82,23 @@ def pack_checkpoint(
         source = _CheckpointSource(checkpoint, kernels, form, bar.update)
         noting = _NotingSource(source, kernels)
         parameters = build_parameters(spec, noting)
-    return PackedWeights(parameters, noting.entries, source.errors.summary(form.precision))
+    summary = source.errors.summary(form.precision) or _widening(folder, spec, form, noting.entries)
+    return PackedWeights(parameters, noting.entries, summary)
+
+
+def _widening(
+    folder: Path, spec: ModelSpec, form: WeightFormat, entries: Sequence[LinearParts]
+) -> str:
+    """Return what reading a quantised checkpoint as plain weights costs, for people."""
+    if spec.stored_format is None:
+        return ""
+    stored = sum(path.stat().st_size for path in weight_files(folder))
+    packed = sum(entry.num_bytes for entry in entries)
+    dtype = str(form.dtype).removeprefix("torch.")
+    return (
+        f"weights that are stored as {spec.stored_format.method} are widened to {dtype}: "
+        f"{readable_bytes(packed)} in memory, {readable_bytes(stored)} in files"
+    )
 
 
 def join_entries(

@@ -8,7 +8,7 @@ has its weights in `.bin` files or in TensorRT-LLM's.
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -51,12 +51,20 @@ def _differ_in_safetensors(files: Sequence[Path], spec: ModelSpec) -> bool:
         spec.names.canonical(name): (file, name) for file in files for name in tensor_names(file)
     }
     head, embedding = _names(spec)
+    if spec.stored_format is not None and _has_parts(spec.names.lm_head, places):
+        return True
     if head not in places:
         return False
     pairs = itertools.zip_longest(
         _rows(*places[head], spec.vocab_size), _rows(*places[embedding], spec.vocab_size)
     )
     return any(not np.array_equal(row, other) for row, other in pairs)
+
+
+def _has_parts(module: str, places: Iterable[str | None]) -> bool:
+    """Whether the module has more tensors than a weight and a bias: it is quantised."""
+    own = {name for name in places if name is not None and name.startswith(f"{module}.")}
+    return bool(own - {f"{module}.weight", f"{module}.bias"})
 
 
 def _rows(path: Path, name: str, num_rows: int) -> Iterator[npt.NDArray[np.floating]]:

@@ -1,0 +1,156 @@
+"""compressed-tensors: int4 and int8 in words or bytes, FP8, MXFP4 and NVFP4.
+
+Several groups of layers may have different formats; each has `targets`: names, patterns (`re:`) or
+classes of modules. A layer's tensors show its format, the group its width.
+"""
+
+import functools
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from loraplex.core.errors import ConfigError
+from loraplex.execution.weights.quantized.bit_streams import num_words, unpacked
+from loraplex.execution.weights.quantized.four_bit_floats import decode_mxfp4, decode_nvfp4
+from loraplex.execution.weights.quantized.fp8 import IGNORED, decode_fp8
+from loraplex.execution.weights.quantized.scheme import (
+    Scheme,
+    Tensors,
+    require,
+    require_type,
+)
+from loraplex.execution.weights.quantized.stored_weight import StoredWeight, group_size
+from loraplex.models.config_fields import ConfigFields
+
+_PACKED, _SCALE, _ZERO = ".weight_packed", ".weight_scale", ".weight_zero_point"
+_SHAPE, _GROUPS, _GLOBAL = ".weight_shape", ".weight_g_idx", ".weight_global_scale"
+_PARTS = (".weight", _PACKED, _SCALE, _ZERO, _SHAPE, _GROUPS, _GLOBAL)
+_MAX_BITS = 8
+
+
+class _Group(NamedTuple):
+    targets: tuple[str, ...]
+    bits: int
+    block: tuple[int, ...] | None
+
+    def names(self, module: str) -> bool:
+        """Whether a target names the module, by itself or by a pattern."""
+        return any(_is_named(target, module) for target in self.targets)
+
+
+def scheme(fields: ConfigFields) -> Scheme:
+    """Return the scheme of a `quantization_config`. Raises ConfigError."""
+    decode = functools.partial(
+        _decode, groups=tuple(_groups(fields)), ignored=fields.texts("ignore")
+    )
+    return Scheme((_PACKED, _SCALE), _PARTS, decode, (*IGNORED, ".input_zero_point"))
+
+
+def _groups(fields: ConfigFields) -> Sequence[_Group]:
+    table = fields.table("config_groups")
+    if table is None:
+        raise ConfigError(f"{fields.source}: config_groups is missing")
+    groups = []
+    for name in table.tables():
+        group = table.table(name)
+        weights = None if group is None else group.table("weights")
+        if group is None or weights is None:
+            continue  # activations alone
+        bits = weights.integer("num_bits", _MAX_BITS)
+        if bits > _MAX_BITS:
+            raise ConfigError(f"{weights.source}: num_bits {bits} is not supported; at most 8 is")
+        block = weights.integers("block_structure") or None
+        groups.append(_Group(group.texts("targets"), bits, block))
+    return groups
+
+
+def _is_named(target: str, module: str) -> bool:
+    if target.startswith("re:"):
+        return re.match(target[3:], module) is not None
+    return module == target or module.endswith(f".{target}")
+
+
+def _decode(
+    name: str, tensors: Tensors, *, groups: Sequence[_Group], ignored: Sequence[str]
+) -> StoredWeight:
+    module = name.removesuffix(".weight")
+    if any(_is_named(target, module) for target in ignored):
+        raise ConfigError(f"{name} is quantised, but quantization_config lists it under ignore")
+    group = next((g for g in groups if g.names(module)), None) or (groups[0] if groups else None)
+    if group is None:
+        raise ConfigError(f"{name} is quantised, but quantization_config has no group for weights")
+    if _PACKED not in tensors:
+        return _unpacked(name, tensors, group)
+    packed, scales = require(name, tensors, _PACKED, _SCALE)
+    if packed.dtype == torch.uint8:
+        if _GLOBAL in tensors:
+            return decode_nvfp4(name, packed, scales, tensors[_GLOBAL])
+        return decode_mxfp4(name, packed, scales)
+    return _packed(name, tensors, group.bits)
+
+
+def _unpacked(name: str, tensors: Tensors, group: _Group) -> StoredWeight:
+    codes, scales = require(name, tensors, ".weight", _SCALE)
+    if codes.dtype != torch.int8:
+        return decode_fp8(name, tensors, group.block)
+    require_type(name, ".weight", codes, (torch.int8,), 2)
+    scales = _scales(scales, len(codes))
+    zeros = tensors.get(_ZERO)
+    return StoredWeight(
+        codes=codes,
+        scales=scales,
+        zeros=None if zeros is None else zeros.to(torch.int8).reshape(scales.shape),
+        group_size=group_size(codes.shape[1], scales.shape[1], name),
+        bits=8,
+    ).checked(name)
+
+
+def _packed(name: str, tensors: Tensors, bits: int) -> StoredWeight:
+    packed, scales, shape = require(name, tensors, _PACKED, _SCALE, _SHAPE)
+    require_type(name, _PACKED, packed, (torch.int32,), 2)
+    if shape.numel() != 2 or shape.is_floating_point():
+        raise ConfigError(f"{name}: its weight_shape must be two integers")
+    num_outputs, num_inputs = shape.flatten().tolist()
+    if packed.shape != (num_outputs, num_words(num_inputs, bits)):
+        raise ConfigError(
+            f"{name}{_PACKED} has shape {list(packed.shape)}, "
+            f"{[num_outputs, num_words(num_inputs, bits)]} is meant for {bits} bits"
+        )
+    scales = _scales(scales, num_outputs)
+    groups = tensors.get(_GROUPS)
+    size = -(-num_inputs // scales.shape[1])
+    if groups is not None:
+        groups = groups.flatten().long()
+        if torch.equal(groups, torch.arange(num_inputs) // size):
+            groups = None
+    return StoredWeight(
+        codes=unpacked(packed, bits, 1, num_inputs),
+        scales=scales,
+        zeros=_zeros(name, tensors, bits, scales.shape),
+        group_size=size,
+        groups_of_inputs=groups,
+        bits=bits,
+    ).checked(name)
+
+
+def _zeros(name: str, tensors: Tensors, bits: int, shape: torch.Size) -> torch.Tensor:
+    """Return the zeros of codes that are stored without a sign: the middle, if they have none."""
+    if _ZERO not in tensors:
+        return torch.full(shape, 1 << (bits - 1), dtype=torch.uint8)
+    words = tensors[_ZERO]
+    require_type(name, _ZERO, words, (torch.int32,), 2)
+    if words.shape != (num_words(shape[0], bits), shape[1]):
+        raise ConfigError(
+            f"{name}{_ZERO} has shape {list(words.shape)}, "
+            f"{[num_words(shape[0], bits), shape[1]]} is meant"
+        )
+    return unpacked(words, bits, 0, shape[0])
+
+
+def _scales(scales: torch.Tensor, num_outputs: int) -> torch.Tensor:
+    """Return scales [out, groups] from those of a tensor, of each output, or of groups."""
+    if scales.numel() == 1:
+        return scales.float().reshape(1, 1).expand(num_outputs, 1)
+    return scales.float().reshape(num_outputs, -1) if scales.dim() == 1 else scales.float()

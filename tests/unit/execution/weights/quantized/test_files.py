@@ -1,0 +1,219 @@
+"""Checkpoints that are quantised already: decoded to the bit, or refused by name."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
+
+from loraplex.core.errors import ConfigError, UnsupportedModelError
+from loraplex.core.weight_precision import WeightPrecision
+from loraplex.execution.weights.checkpoint import Checkpoint
+from loraplex.execution.weights.packing import WeightFormat, pack_checkpoint
+from loraplex.execution.weights.stored_head import read_model
+from loraplex.kernels.reference import ReferenceKernels
+from loraplex.models.parameters import checkpoint_shapes
+from support.checkpoints import save_random_model, tiny_sizes
+from support.quantized_checkpoints import CASES, quantize_folder
+
+LAYER = "model.layers.1.self_attn.q_proj"
+KERNELS = ReferenceKernels(torch.device("cpu"))
+
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_random_model(tmp_path, LlamaConfig(**tiny_sizes(48, hidden_size=64, intermediate_size=96)))
+    return tmp_path
+
+
+def change_tensors(folder: Path, change: Callable[[Tensors], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, folder / "model.safetensors")
+
+
+def change_config(folder: Path, **fields: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] |= fields
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def read_all(folder: Path) -> Tensors:
+    spec = read_model(folder)
+    with Checkpoint(folder, spec) as checkpoint:
+        return {name: checkpoint.read(name).clone() for name in checkpoint_shapes(spec)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_format_is_decoded_to_the_bit(name: str, folder: Path) -> None:
+    wanted = quantize_folder(folder, CASES[name])
+    found = read_all(folder)
+    assert found.keys() == wanted.keys()
+    for weight, tensor in wanted.items():
+        assert torch.equal(found[weight], tensor.float()), weight
+
+
+def test_a_number_that_is_wrong_by_one_is_seen(folder: Path) -> None:
+    wanted = quantize_folder(folder, CASES["gptq-4"])[f"{LAYER}.weight"]
+    change_tensors(folder, lambda tensors: tensors[f"{LAYER}.qzeros"].add_(1))
+    found = read_all(folder)[f"{LAYER}.weight"]
+    assert (found - wanted).norm() > 0.02 * wanted.norm()
+
+
+REFUSED = {
+    "without scales": ("gptq-4", lambda t: t.pop(f"{LAYER}.scales"), "has no scales"),
+    "short words": (
+        "gptq-4",
+        lambda t: t.update({f"{LAYER}.qweight": t[f"{LAYER}.qweight"][:-1]}),
+        "no weight of 64 inputs",
+    ),
+    "zeros of another shape": (
+        "gptq-4",
+        lambda t: t.update({f"{LAYER}.qzeros": t[f"{LAYER}.qzeros"][:2]}),
+        "qzeros has shape [2, 8], [4, 8] is meant",
+    ),
+    "a group that is not there": (
+        "gptq-4-order",
+        lambda t: t[f"{LAYER}.g_idx"].index_fill_(0, torch.tensor([3]), 4),
+        "one of 0 to 3",
+    ),
+    "zeros off the middle": (
+        "gptq-4-v2-undeclared",
+        lambda t: t[f"{LAYER}.qzeros"].fill_(0),
+        "the zeros are not all 8",
+    ),
+    "an infinite scale": (
+        "awq-gemm",
+        lambda t: t[f"{LAYER}.scales"].fill_(torch.inf),
+        "infinite or no number",
+    ),
+    "words of another type": (
+        "awq-gemm",
+        lambda t: t.update({f"{LAYER}.qweight": t[f"{LAYER}.qweight"].long()}),
+        "qweight is torch.int64",
+    ),
+    "blocks that do not fit": (
+        "fp8-block",
+        lambda t: t.update({f"{LAYER}.weight_scale_inv": t[f"{LAYER}.weight_scale_inv"][:1]}),
+        "is meant for blocks of [24, 24]",
+    ),
+    "codes that are no number": (
+        "fp8-tensor",
+        lambda t: t[f"{LAYER}.weight"].view(torch.uint8).fill_(0x7F),
+        "a weight is no number",
+    ),
+    "a shape of its own": (
+        "ct-int4",
+        lambda t: t.update({f"{LAYER}.weight_shape": torch.tensor([64, 4096])}),
+        "is meant for 4 bits",
+    ),
+    "an exponent that is no number": (
+        "ct-mxfp4",
+        lambda t: t[f"{LAYER}.weight_scale"].fill_(255),
+        "a scale is no number",
+    ),
+    "a broken state": (
+        "bnb-nf4",
+        lambda t: t[f"{LAYER}.weight.quant_state.bitsandbytes__nf4"].fill_(0),
+        "quant_state",
+    ),
+    "too few blocks": (
+        "bnb-nf4",
+        lambda t: t.update({f"{LAYER}.weight.absmax": t[f"{LAYER}.weight.absmax"][:-1]}),
+        "in blocks of 64",
+    ),
+    "a tensor without its layer": (
+        "gptq-4",
+        lambda t: t.pop(f"{LAYER}.qweight"),
+        "does not account for it",
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_files_that_are_refused(reason: str, folder: Path) -> None:
+    name, change, message = REFUSED[reason]
+    quantize_folder(folder, CASES[name])
+    change_tensors(folder, change)
+    with pytest.raises(ConfigError, match=re.escape(message)) as raised:
+        read_all(folder)
+    assert LAYER in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
+        ("gptq-4", {"quant_method": "hqq"}, "quant_method 'hqq' is not supported"),
+        ("gptq-4", {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
+        ("awq-gemm", {"version": "gemv_fast"}, "version 'gemv_fast'"),
+        ("awq-gemm", {"bits": 8}, "AWQ in 8 bits"),
+        ("ct-int4", {"transform_config": {"config_groups": {}}}, "transform_config"),
+        ("ct-int4", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
+        ("ct-int4", {"config_groups": None}, "config_groups is missing"),
+        ("ct-int4", {"ignore": ["re:.*q_proj"]}, "lists it under ignore"),
+        ("fp8-tensor", {"weight_scale_semantics": "inverse"}, "weight_scale_semantics"),
+    ],
+)
+def test_formats_that_are_refused(
+    name: str, fields: dict[str, Any], message: str, folder: Path
+) -> None:
+    quantize_folder(folder, CASES[name])
+    change_config(folder, **fields)
+    with pytest.raises((ConfigError, UnsupportedModelError), match=re.escape(message)):
+        read_all(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "fields", "name"),
+    [
+        ("quantize_config.json", {"bits": 4, "group_size": 16, "sym": False}, "gptq-4"),
+        ("quant_config.json", {"w_bit": 4, "q_group_size": 16, "version": "GEMM"}, "awq-gemm"),
+        ("hf_quant_config.json", {"quantization": {"quant_algo": "FP8"}}, "fp8-tensor"),
+    ],
+)
+def test_files_of_early_programs(
+    file: str, fields: dict[str, Any], name: str, folder: Path
+) -> None:
+    wanted = quantize_folder(folder, CASES[name])[f"{LAYER}.weight"]
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / file).write_text(json.dumps(fields))
+    assert torch.equal(read_all(folder)[f"{LAYER}.weight"], wanted)
+
+
+def test_an_output_layer_that_is_quantised_is_not_the_embedding(tmp_path: Path) -> None:
+    sizes = tiny_sizes(48, hidden_size=64, intermediate_size=96)
+    save_random_model(tmp_path, LlamaConfig(**sizes, tie_word_embeddings=True))
+    quantize_folder(tmp_path, CASES["gptq-4"])
+    encoded = CASES["gptq-4"].encode(48, 64)
+    head = {f"lm_head{end}": tensor for end, tensor in encoded.tensors.items()}
+    change_tensors(tmp_path, lambda tensors: tensors.update(head))
+    assert not read_model(tmp_path).tie_word_embeddings
+    assert torch.equal(read_all(tmp_path)["lm_head.weight"], encoded.decoded)
+
+
+def test_what_is_quantised_is_not_quantised_again(folder: Path) -> None:
+    quantize_folder(folder, CASES["awq-gemm"])
+    form = WeightFormat(dtype=torch.float32, precision=WeightPrecision.INT8)
+    with pytest.raises(ConfigError, match="quantised already") as raised:
+        pack_checkpoint(folder, read_model(folder), KERNELS, form)
+    assert raised.value.param == "quantization"
+
+
+def test_the_widening_is_reported(folder: Path) -> None:
+    quantize_folder(folder, CASES["ct-int4"])
+    weights = pack_checkpoint(
+        folder, read_model(folder), KERNELS, WeightFormat(dtype=torch.bfloat16)
+    )
+    assert weights.summary.startswith(
+        "weights that are stored as compressed-tensors are widened to bfloat16: "
+    )
