@@ -1,0 +1,165 @@
+"""Blocks of GGUF's types, as codes, scales and offsets (llama.cpp's ggml-quants.c).
+
+d and m are the float16 scale and minimum of a block. Blocks of 32 values: Q4_0 d (q - 8), Q4_1
+d q + m, Q5_0 d (q - 16), Q5_1 d q + m, Q8_0 d q; in those of 4 and 5 bits byte j has value j in its
+low half and value j + 16 in its high one. Blocks of 256 (K): d and m are multiplied by integers of
+sub-blocks: Q4_K and Q5_K d sc q - m mn for 32 values, Q6_K d sc (q - 32) for 16.
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Final
+
+import torch
+
+from loraplex.core.errors import ConfigError
+from loraplex.execution.weights.quantized.four_bit_floats import e2m1
+from loraplex.execution.weights.quantized.stored_weight import StoredWeight
+from loraplex.models.gguf import BlockType
+
+_IQ4_NL: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_SUB_BLOCKS: Final = 8
+"""Sub-blocks of a block of Q4_K and Q5_K."""
+
+
+def decoded_blocks(
+    name: str, data: bytearray, kind: BlockType, shape: tuple[int, ...]
+) -> torch.Tensor | StoredWeight:
+    """Return a tensor of floats, or a quantised weight [..., out, in]. Raises ConfigError."""
+    raw = torch.frombuffer(data, dtype=torch.uint8)
+    if kind in _FLOATS:
+        return raw.view(_FLOATS[kind]).view(shape)
+    if len(shape) < 2:
+        raise ConfigError(f"{name} of shape {list(shape)} is {kind.name}: only weights may be")
+    blocks = raw.view(*shape[:-1], -1, kind.num_bytes)
+    return _DECODERS[kind](blocks).checked(name)
+
+
+def _halves(blocks: torch.Tensor, start: int) -> torch.Tensor:
+    """Return the float16 at a byte of each block, as float32: [..., blocks]."""
+    return blocks[..., start : start + 2].contiguous().view(torch.float16).float().squeeze(-1)
+
+
+def _two_rows(packed: torch.Tensor) -> torch.Tensor:
+    """Return the low halves of all bytes, then the high ones: [..., n] -> [..., 2 n]."""
+    return torch.cat((packed & 15, packed >> 4), dim=-1)
+
+
+def _fifth_bits(blocks: torch.Tensor, start: int) -> torch.Tensor:
+    """Return bit j of the four bytes of each block for value j, as 16: [..., blocks, 32]."""
+    bits = blocks[..., start : start + 4, None] >> torch.arange(8, dtype=torch.uint8)
+    return (bits & 1).flatten(-2) << 4
+
+
+def _stored(
+    codes: torch.Tensor, scales: torch.Tensor, size: int, bits: int, **parts: torch.Tensor | None
+) -> StoredWeight:
+    """codes: [..., blocks, values]. Scales, and other parts, may have sub-blocks last."""
+    return StoredWeight(codes=codes.flatten(-2), scales=scales, group_size=size, bits=bits, **parts)
+
+
+def _constant(scales: torch.Tensor, zero: int) -> torch.Tensor:
+    return torch.full(scales.shape, zero, dtype=torch.uint8)
+
+
+def _q4_0(blocks: torch.Tensor) -> StoredWeight:
+    scales = _halves(blocks, 0)
+    return _stored(_two_rows(blocks[..., 2:]), scales, 32, 4, zeros=_constant(scales, 8))
+
+
+def _q4_1(blocks: torch.Tensor) -> StoredWeight:
+    offsets = -_halves(blocks, 2)
+    return _stored(_two_rows(blocks[..., 4:]), _halves(blocks, 0), 32, 4, offsets=offsets)
+
+
+def _q5_0(blocks: torch.Tensor) -> StoredWeight:
+    scales = _halves(blocks, 0)
+    codes = _two_rows(blocks[..., 6:]) | _fifth_bits(blocks, 2)
+    return _stored(codes, scales, 32, 5, zeros=_constant(scales, 16))
+
+
+def _q5_1(blocks: torch.Tensor) -> StoredWeight:
+    codes = _two_rows(blocks[..., 8:]) | _fifth_bits(blocks, 4)
+    return _stored(codes, _halves(blocks, 0), 32, 5, offsets=-_halves(blocks, 2))
+
+
+def _q8_0(blocks: torch.Tensor) -> StoredWeight:
+    return _stored(blocks[..., 2:].view(torch.int8), _halves(blocks, 0), 32, 8)
+
+
+def _iq4_nl(blocks: torch.Tensor) -> StoredWeight:
+    table = torch.tensor(_IQ4_NL, dtype=torch.float32)
+    return _stored(_two_rows(blocks[..., 2:]), _halves(blocks, 0), 32, 4, table=table)
+
+
+def _mxfp4(blocks: torch.Tensor) -> StoredWeight:
+    scales = torch.exp2(blocks[..., 0].float() - 127)
+    return _stored(_two_rows(blocks[..., 1:]), scales, 32, 4, table=e2m1())
+
+
+def _scales_and_minima(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return d sc and m mn of the sub-blocks of Q4_K and Q5_K: [..., blocks * 8].
+
+    Twelve bytes hold eight pairs of 6 bits: the first four pairs in the low bits of bytes 0 to 3
+    and 4 to 7, of the others the low halves in bytes 8 to 11 and the upper two bits above them.
+    """
+    packed = blocks[..., 4:16]
+    low, high, rest = packed[..., :4], packed[..., 4:8], packed[..., 8:]
+    scales = torch.cat((low & 63, (rest & 15) | (low >> 6 << 4)), dim=-1)
+    minima = torch.cat((high & 63, (rest >> 4) | (high >> 6 << 4)), dim=-1)
+    d, m = _halves(blocks, 0).unsqueeze(-1), _halves(blocks, 2).unsqueeze(-1)
+    return (d * scales.float()).flatten(-2), (m * minima.float()).flatten(-2)
+
+
+def _k_codes(packed: torch.Tensor) -> torch.Tensor:
+    """[..., 128] bytes -> [..., 8, 32]: 32 bytes have two sub-blocks, one in each half."""
+    pairs = packed.reshape(*packed.shape[:-1], 4, 1, 32)
+    return torch.cat((pairs & 15, pairs >> 4), dim=-2).flatten(-3, -2)
+
+
+def _q4_k(blocks: torch.Tensor) -> StoredWeight:
+    scales, offsets = _scales_and_minima(blocks)
+    return _stored(_k_codes(blocks[..., 16:]).flatten(-2), scales, 32, 4, offsets=offsets)
+
+
+def _q5_k(blocks: torch.Tensor) -> StoredWeight:
+    scales, offsets = _scales_and_minima(blocks)
+    # Bit j of byte k adds 16 to value k of sub-block j.
+    shifts = torch.arange(_SUB_BLOCKS, dtype=torch.uint8).unsqueeze(1)
+    fifth = (blocks[..., None, 16:48] >> shifts & 1) << 4
+    codes = _k_codes(blocks[..., 48:]) | fifth
+    return _stored(codes.flatten(-2), scales, 32, 5, offsets=offsets)
+
+
+def _q6_k(blocks: torch.Tensor) -> StoredWeight:
+    low = blocks[..., :128].reshape(*blocks.shape[:-1], 2, 2, 32)
+    high = blocks[..., 128:192].reshape(*blocks.shape[:-1], 2, 1, 32)
+    nibbles = torch.cat((low & 15, low >> 4), dim=-2)
+    shifts = torch.tensor((0, 2, 4, 6), dtype=torch.uint8).unsqueeze(1)
+    codes = nibbles | ((high >> shifts & 3) << 4)
+    factors = blocks[..., 192:208].contiguous().view(torch.int8).float()
+    scales = (_halves(blocks, 208).unsqueeze(-1) * factors).flatten(-2)
+    return _stored(codes.flatten(-3), scales, 16, 6, zeros=_constant(scales, 32))
+
+
+_FLOATS: Final = MappingProxyType(
+    {
+        BlockType.F32: torch.float32,
+        BlockType.F16: torch.float16,
+        BlockType.BF16: torch.bfloat16,
+    }
+)
+_DECODERS: Final[Mapping[BlockType, Callable[[torch.Tensor], StoredWeight]]] = MappingProxyType(
+    {
+        BlockType.Q4_0: _q4_0,
+        BlockType.Q4_1: _q4_1,
+        BlockType.Q5_0: _q5_0,
+        BlockType.Q5_1: _q5_1,
+        BlockType.Q8_0: _q8_0,
+        BlockType.Q4_K: _q4_k,
+        BlockType.Q5_K: _q5_k,
+        BlockType.Q6_K: _q6_k,
+        BlockType.IQ4_NL: _iq4_nl,
+        BlockType.MXFP4: _mxfp4,
+    }
+)

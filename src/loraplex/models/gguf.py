@@ -1,0 +1,241 @@
+"""GGUF files: metadata, and where each tensor lies. Free of torch.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian.
+Every length is checked against the file's, so a broken or hostile file is an error.
+"""
+
+import enum
+import math
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, Final, NamedTuple
+
+from loraplex.core.errors import ConfigError, UnsupportedModelError
+
+_MAGIC: Final = b"GGUF"
+_VERSIONS: Final = (2, 3)
+_DEFAULT_ALIGNMENT: Final = 32
+_MAX_DIMENSIONS: Final = 4
+_MAX_NAME_BYTES: Final = 1 << 16
+_SCALARS: Final = {
+    0: "<B",
+    1: "<b",
+    2: "<H",
+    3: "<h",
+    4: "<I",
+    5: "<i",
+    6: "<f",
+    7: "<?",
+    10: "<Q",
+    11: "<q",
+    12: "<d",
+}
+_STRING: Final = 8
+_ARRAY: Final = 9
+_SMALLEST_STRING: Final = 8
+"""Bytes of its length."""
+
+
+class BlockType(enum.Enum):
+    """Types of tensors that are read: their number in files, values in a block, and its bytes."""
+
+    F32 = (0, 1, 4)
+    F16 = (1, 1, 2)
+    BF16 = (30, 1, 2)
+    Q4_0 = (2, 32, 18)
+    Q4_1 = (3, 32, 20)
+    Q5_0 = (6, 32, 22)
+    Q5_1 = (7, 32, 24)
+    Q8_0 = (8, 32, 34)
+    Q4_K = (12, 256, 144)
+    Q5_K = (13, 256, 176)
+    Q6_K = (14, 256, 210)
+    IQ4_NL = (20, 32, 18)
+    MXFP4 = (39, 32, 17)
+
+    def __init__(self, number: int, num_values: int, num_bytes: int) -> None:
+        self.number = number
+        self.num_values = num_values
+        self.num_bytes = num_bytes
+
+
+_TYPES: Final = {kind.number: kind for kind in BlockType}
+_OTHER_TYPES: Final = {
+    9: "Q8_1",
+    10: "Q2_K",
+    11: "Q3_K",
+    15: "Q8_K",
+    16: "IQ2_XXS",
+    17: "IQ2_XS",
+    18: "IQ3_XXS",
+    19: "IQ1_S",
+    21: "IQ3_S",
+    22: "IQ2_S",
+    23: "IQ4_XS",
+    24: "I8",
+    25: "I16",
+    26: "I32",
+    27: "I64",
+    28: "F64",
+    29: "IQ1_M",
+    34: "TQ1_0",
+    35: "TQ2_0",
+    40: "NVFP4",
+}
+"""Types that are not read, for messages."""
+
+
+class GgufTensor(NamedTuple):
+    shape: tuple[int, ...]
+    """Outputs first, as torch has it."""
+    kind: BlockType
+    start: int
+    """Offset in the file."""
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) // self.kind.num_values * self.kind.num_bytes
+
+
+class GgufFile(NamedTuple):
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, GgufTensor]
+
+    def bytes_of(self, name: str) -> bytearray:
+        """Read a tensor's bytes. Raises ConfigError if the file has become shorter."""
+        tensor = self.tensors[name]
+        data = bytearray(tensor.num_bytes)
+        try:
+            with self.path.open("rb") as file:
+                file.seek(tensor.start)
+                num_read = file.readinto(data)
+        except OSError as error:
+            raise ConfigError(f"cannot read {self.path}: {error.strerror}") from error
+        if num_read != len(data):
+            raise ConfigError(f"{self.path} became shorter while it was read")
+        return data
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """Read metadata and descriptions of tensors. Raises ConfigError, UnsupportedModelError."""
+    try:
+        with path.open("rb") as file:
+            return _Reader(path, file).read()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+
+
+class _Reader:
+    """Reads one file from its begin."""
+
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self._path = path
+        self._file = file
+        self._size = path.stat().st_size
+
+    def read(self) -> GgufFile:
+        if self._bytes(len(_MAGIC)) != _MAGIC:
+            raise ConfigError(f"{self._path} is no GGUF file")
+        version = self._scalar("<I")
+        if version not in _VERSIONS:
+            raise UnsupportedModelError(
+                f"{self._path}: version {version} of GGUF is not supported; supported: 2, 3"
+            )
+        num_tensors, num_fields = self._scalar("<Q"), self._scalar("<Q")
+        metadata: dict[str, Any] = {}
+        for _ in range(self._count(num_fields, _SMALLEST_STRING + 5, "fields")):
+            name = self._name()
+            if name in metadata:
+                raise ConfigError(f"{self._path}: metadata {name} is there twice")
+            metadata[name] = self._value(self._scalar("<I"))
+        found: dict[str, tuple[tuple[int, ...], BlockType, int]] = {}
+        for _ in range(self._count(num_tensors, _SMALLEST_STRING + 24, "tensors")):
+            name = self._name()
+            if name in found:
+                raise ConfigError(f"{self._path}: tensor {name} is there twice")
+            found[name] = self._tensor(name)
+        return GgufFile(self._path, metadata, self._placed(found, metadata))
+
+    def _placed(
+        self, found: Mapping[str, tuple[tuple[int, ...], BlockType, int]], metadata: dict[str, Any]
+    ) -> dict[str, GgufTensor]:
+        alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 20:
+            raise ConfigError(f"{self._path}: general.alignment {alignment!r} is no alignment")
+        start = -(-self._file.tell() // alignment) * alignment
+        tensors: dict[str, GgufTensor] = {}
+        for name, (shape, kind, offset) in found.items():
+            tensor = GgufTensor(shape, kind, start + offset)
+            if shape and shape[-1] % kind.num_values:
+                raise ConfigError(
+                    f"{self._path}: tensor {name} of shape {list(shape)} cannot be {kind.name}, "
+                    f"whose blocks have {kind.num_values} values"
+                )
+            if tensor.start + tensor.num_bytes > self._size:
+                raise ConfigError(f"{self._path} is cut off: it ends within tensor {name}")
+            tensors[name] = tensor
+        return tensors
+
+    def _tensor(self, name: str) -> tuple[tuple[int, ...], BlockType, int]:
+        num_dimensions = self._scalar("<I")
+        if num_dimensions > _MAX_DIMENSIONS:
+            raise ConfigError(f"{self._path}: tensor {name} has {num_dimensions} dimensions")
+        shape = tuple(self._scalar("<Q") for _ in range(num_dimensions))[::-1]
+        number, offset = self._scalar("<I"), self._scalar("<Q")
+        if number not in _TYPES:
+            raise UnsupportedModelError(
+                f"{self._path}: tensor {name} is {_OTHER_TYPES.get(number, f'type {number}')}, "
+                f"which is not supported; supported: {', '.join(kind.name for kind in BlockType)}"
+            )
+        return shape, _TYPES[number], offset
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._text()
+        if kind == _ARRAY:
+            item, count = self._scalar("<I"), self._scalar("<Q")
+            if item == _STRING:
+                number = self._count(count, _SMALLEST_STRING, "items")
+                return [self._text() for _ in range(number)]
+            form = self._form(item)
+            number = self._count(count, struct.calcsize(form), "items")
+            data = self._bytes(number * struct.calcsize(form))
+            return [value for (value,) in struct.iter_unpack(form, data)]
+        return self._scalar(self._form(kind))
+
+    def _form(self, kind: int) -> str:
+        if kind not in _SCALARS:
+            raise ConfigError(f"{self._path}: metadata of type {kind} is not known")
+        return _SCALARS[kind]
+
+    def _name(self) -> str:
+        text = self._text(_MAX_NAME_BYTES)
+        if not text:
+            raise ConfigError(f"{self._path}: a name is empty")
+        return text
+
+    def _text(self, max_bytes: int | None = None) -> str:
+        length = self._scalar("<Q")
+        if max_bytes is not None and length > max_bytes:
+            raise ConfigError(f"{self._path}: a name of {length} bytes")
+        return self._bytes(length).decode(errors="replace")
+
+    def _scalar(self, form: str) -> Any:
+        (value,) = struct.unpack(form, self._bytes(struct.calcsize(form)))
+        return value
+
+    def _count(self, count: int, smallest: int, what: str) -> int:
+        """Return a count of things of at least `smallest` bytes, if the file can hold them."""
+        if count * smallest > self._size - self._file.tell():
+            raise ConfigError(f"{self._path} is cut off: it cannot hold {count} {what}")
+        return count
+
+    def _bytes(self, number: int) -> bytes:
+        if number > self._size - self._file.tell():
+            raise ConfigError(f"{self._path} is cut off: it ends within the header")
+        data = self._file.read(number)
+        if len(data) != number:
+            raise ConfigError(f"{self._path} became shorter while it was read")
+        return data
