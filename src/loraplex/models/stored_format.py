@@ -25,6 +25,7 @@ class StoredMethod(enum.StrEnum):
     AWQ = "awq"
     BITSANDBYTES = "bitsandbytes"
     MXFP4 = "mxfp4"
+    GGUF = "gguf"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

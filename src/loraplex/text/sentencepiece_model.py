@@ -32,7 +32,7 @@ class PieceType(enum.IntEnum):
     BYTE = 6
 
 
-_UNIGRAM, _BPE = 1, 2
+_UNIGRAM, BPE = 1, 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +76,7 @@ def read_sentencepiece_model(path: Path) -> SentencePieceModel:
             f"{path} is not a sentencepiece model ({error}); a tiktoken file has to be converted "
             "to a tokenizer.json first"
         ) from error
-    if model.model_type not in (_UNIGRAM, _BPE):
+    if model.model_type not in (_UNIGRAM, BPE):
         raise UnsupportedModelError(
             f"{path} is a word or character model; only BPE and Unigram are supported"
         )
@@ -90,7 +90,7 @@ def build_tokenizer(model: SentencePieceModel, config: Mapping[str, Any]) -> Tok
     the space that is put before a text is also put after each special token. Where legacy is
     absent, it is assumed for models that normalize text, not for Llama's.
     """
-    tokenizer = Tokenizer(_bpe(model) if model.model_type == _BPE else _unigram(model))
+    tokenizer = Tokenizer(_bpe(model) if model.model_type == BPE else _unigram(model))
     add_prefix_space = config.get("add_prefix_space")
     adds_prefix = model.adds_dummy_prefix if add_prefix_space is None else bool(add_prefix_space)
     rules = _normalizers(model)

@@ -14,6 +14,7 @@ import torch
 
 from loraplex.core.errors import ConfigError
 from loraplex.execution.weights.quantized.files import QuantizedFiles
+from loraplex.execution.weights.quantized.gguf_weights import GgufWeights
 from loraplex.execution.weights.stacked_experts import StackedPart, stacked_tensors
 from loraplex.execution.weights.tensor_files import (
     PickledFile,
@@ -23,6 +24,7 @@ from loraplex.execution.weights.tensor_files import (
 from loraplex.execution.weights.trtllm import TrtllmWeights
 from loraplex.execution.weights.weight_files import weight_files
 from loraplex.models.engine_folder import is_foreign_checkpoint
+from loraplex.models.gguf_config import FILE_NAME as GGUF_NAME
 from loraplex.models.parameters import checkpoint_shapes
 from loraplex.models.spec import ModelSpec
 
@@ -162,6 +164,9 @@ def open_files(folder: Path, spec: ModelSpec) -> Iterator[TensorFile]:
     """Yield the files of weights, open."""
     if is_foreign_checkpoint(folder):
         yield TrtllmWeights(folder, spec)
+        return
+    if (folder / GGUF_NAME).is_file():
+        yield GgufWeights(folder / GGUF_NAME, spec)
         return
     files = [
         SafetensorsFile(path) if path.suffix == ".safetensors" else PickledFile(path)

@@ -5,6 +5,7 @@ from pathlib import Path
 from loraplex.core.errors import ConfigError
 from loraplex.models.config_fields import read_fields
 from loraplex.models.engine_folder import CONFIG_NAME, WEIGHTS_NAME, is_foreign_checkpoint
+from loraplex.models.gguf_config import FILE_NAME as GGUF_NAME
 from loraplex.models.trtllm_checkpoint import read_mapping
 
 
@@ -12,6 +13,8 @@ def weight_files(folder: Path) -> list[Path]:
     """The files that hold the weights, safetensors before `.bin`."""
     if is_foreign_checkpoint(folder):
         return rank_files(folder)
+    if (folder / GGUF_NAME).is_file():
+        return [folder / GGUF_NAME]
     if (folder / WEIGHTS_NAME).is_file():
         return [folder / WEIGHTS_NAME]
     for stem in ("model.safetensors", "pytorch_model.bin"):

@@ -49,6 +49,16 @@ class StoredWeight:
             numbers -= self._spread(self.offsets)
         return numbers
 
+    def rows(self, rows: torch.Tensor) -> "StoredWeight":
+        """Return these rows [out], in this order, of a weight [out, in]."""
+        return dataclasses.replace(
+            self,
+            codes=self.codes[rows],
+            scales=self.scales[rows],
+            zeros=None if self.zeros is None else self.zeros[rows],
+            offsets=None if self.offsets is None else self.offsets[rows],
+        )
+
     def _spread(self, values: torch.Tensor) -> torch.Tensor:
         """Return a value for each input from one for each group."""
         num_inputs = self.shape[-1]

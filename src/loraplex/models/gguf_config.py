@@ -1,0 +1,253 @@
+"""What a GGUF file describes, in Hugging Face's terms: config.json, and the names of tensors.
+
+Free of torch. Keys of metadata and names of tensors are those of llama.cpp's gguf-py
+(gguf/constants.py).
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple
+
+from loraplex.core.errors import ConfigError, UnsupportedModelError
+from loraplex.models.gguf import GgufFile
+
+FILE_NAME: Final = "model.gguf"
+"""Name, in a folder that stands for a file, of the file itself."""
+
+_LAYER: Final = re.compile(r"blk\.(\d+)\.(\w+)\.(\w+)")
+_OUTSIDE: Final = {
+    "token_embd": "model.embed_tokens",
+    "output": "lm_head",
+    "output_norm": "model.norm",
+}
+_PARTS: Final = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_SANDWICH: Final = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_ROPE_FACTORS: Final = "rope_freqs.weight"
+_LONG_ROPE: Final = ("rope_factors_short.weight", "rope_factors_long.weight")
+
+Fields = dict[str, Any]
+
+
+class GgufFamily(NamedTuple):
+    """Differences of an architecture from a plain decoder."""
+
+    architecture: str
+    """Name in Hugging Face's config.json."""
+    parts: Mapping[str, str] = {}
+    """Names of parts of a layer, in addition to the usual ones."""
+    more: Callable[["_Keys"], Fields] | None = None
+    """Further fields of config.json."""
+    has_permuted_heads: bool = False
+    """Whether rows of queries and keys are in the order of rotations of neighbours."""
+    norm_offset: float = 0.0
+    """Number that is added to the weights of norms."""
+
+
+class _Keys:
+    """Metadata under an architecture's prefix."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self.file = file
+        self.architecture = file.metadata.get("general.architecture")
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        """Return an integer of at least 1. Without a default it is required."""
+        value = self._value(name, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self._wrong(name, "an integer of at least 1", value)
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """Return a positive number. Without a default it is required."""
+        value = self._value(name, default)
+        if not isinstance(value, int | float) or not value > 0:
+            raise self._wrong(name, "a positive number", value)
+        # It is a float32 in the file: the shortest decimal that is the same.
+        return float(f"{value:.7g}")
+
+    def text(self, name: str, default: str) -> str:
+        value = self._value(name, default)
+        if not isinstance(value, str):
+            raise self._wrong(name, "a text", value)
+        return value
+
+    def _value(self, name: str, default: Any) -> Any:
+        value = self.file.metadata.get(f"{self.architecture}.{name}", default)
+        if value is None:
+            raise ConfigError(f"{self.file.path}: metadata {self.architecture}.{name} is missing")
+        return value
+
+    def _wrong(self, name: str, wanted: str, got: object) -> ConfigError:
+        shown = str(got)[:80]
+        return ConfigError(
+            f"{self.file.path}: metadata {self.architecture}.{name} must be {wanted}, got {shown}"
+        )
+
+
+def _gemma_2(keys: _Keys) -> Fields:
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attn_logit_softcapping": keys.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": keys.number("final_logit_softcapping", 30.0),
+        "sliding_window": keys.integer("attention.sliding_window", 4096),
+        "query_pre_attn_scalar": _gemma_scale(keys),
+    }
+
+
+def _gemma_scale(keys: _Keys) -> int:
+    """Return the number whose root divides scores: not in the file, 144 in the largest Gemma 2."""
+    heads, size = keys.integer("attention.head_count"), keys.integer("embedding_length")
+    is_27b = (keys.integer("block_count"), size) == (46, 4608)
+    return size // heads if is_27b else keys.integer("attention.key_length", 256)
+
+
+def _gemma_3(keys: _Keys) -> Fields:
+    is_27b = keys.integer("block_count") == 62
+    heads, size = keys.integer("attention.head_count"), keys.integer("embedding_length")
+    head_dim = keys.integer("attention.key_length", 256)
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": keys.integer("attention.sliding_window"),
+        "rope_local_base_freq": keys.number("rope.local.freq_base", 10_000.0),
+        "query_pre_attn_scalar": size // heads if is_27b else head_dim,
+    }
+
+
+def _phi_3(keys: _Keys) -> Fields:
+    window = keys.integer("attention.sliding_window", 1 << 30)
+    return {"sliding_window": window if window < 1 << 30 else None}
+
+
+_FAMILIES: Final[Mapping[str, GgufFamily]] = {
+    "llama": GgufFamily("LlamaForCausalLM", has_permuted_heads=True),
+    "qwen2": GgufFamily("Qwen2ForCausalLM"),
+    "qwen3": GgufFamily("Qwen3ForCausalLM"),
+    "gemma2": GgufFamily("Gemma2ForCausalLM", _SANDWICH, _gemma_2, norm_offset=-1.0),
+    "gemma3": GgufFamily("Gemma3ForCausalLM", _SANDWICH, _gemma_3, norm_offset=-1.0),
+    "phi3": GgufFamily("Phi3ForCausalLM", {"ffn_up": "mlp.gate_up_proj"}, _phi_3),
+}
+
+
+def family_of(file: GgufFile) -> GgufFamily:
+    """Return the family of a file's model. Raises UnsupportedModelError."""
+    name = str(file.metadata.get("general.architecture", ""))[:80]
+    if name not in _FAMILIES:
+        raise UnsupportedModelError(
+            f"{file.path}: architecture {name!r} of GGUF is not supported; "
+            f"supported: {', '.join(_FAMILIES)}"
+        )
+    return _FAMILIES[name]
+
+
+def hugging_face_name(file: GgufFile, tensor: str) -> str | None:
+    """Return the name of a tensor in Hugging Face's checkpoints; None: config.json has it.
+
+    Raises ConfigError for a tensor that no supported model has.
+    """
+    if tensor == _ROPE_FACTORS or tensor in _LONG_ROPE:
+        return None
+    module, _, kind = tensor.rpartition(".")
+    if module in _OUTSIDE:
+        return f"{_OUTSIDE[module]}.{kind}"
+    found = _LAYER.fullmatch(tensor)
+    parts = {**_PARTS, **family_of(file).parts}
+    if found is None or found[2] not in parts:
+        raise ConfigError(f"{file.path}: unknown tensor {tensor}")
+    return f"model.layers.{found[1]}.{parts[found[2]]}.{found[3]}"
+
+
+def hugging_face_config(file: GgufFile) -> Fields:
+    """Return the fields of config.json. Raises ConfigError, UnsupportedModelError."""
+    family, keys = family_of(file), _Keys(file)
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise ConfigError(f"{file.path} has no tensor token_embd.weight of two axes")
+    heads, size = keys.integer("attention.head_count"), keys.integer("embedding_length")
+    fields: Fields = {
+        "architectures": [family.architecture],
+        "vocab_size": embedding.shape[0],
+        "hidden_size": size,
+        "intermediate_size": keys.integer("feed_forward_length"),
+        "num_hidden_layers": keys.integer("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys.integer("attention.head_count_kv", heads),
+        "head_dim": keys.integer("attention.key_length", size // heads),
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "rope_theta": keys.number("rope.freq_base", 10_000.0),
+        "max_position_embeddings": keys.integer("context_length"),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "torch_dtype": "bfloat16",
+        "quantization_config": {"quant_method": "gguf"},
+        **_token_ids(file),
+        **_rope_scaling(keys),
+    }
+    more = {} if family.more is None else family.more(keys)
+    return {name: value for name, value in {**fields, **more}.items() if value is not None}
+
+
+def _token_ids(file: GgufFile) -> Fields:
+    ends = [file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    return {
+        "eos_token_id": sorted({end for end in ends if isinstance(end, int)}) or None,
+        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
+        "pad_token_id": file.metadata.get("tokenizer.ggml.padding_token_id"),
+    }
+
+
+def _rope_scaling(keys: _Keys) -> Fields:
+    """Return rope_scaling. Factors in tensors divide the frequencies, as those of longrope do."""
+    length = keys.integer("rope.scaling.original_context_length", keys.integer("context_length"))
+    tensors = keys.file.tensors
+    if _ROPE_FACTORS in tensors:
+        factors = _numbers(keys.file, _ROPE_FACTORS)
+        return {"rope_scaling": _longrope(factors, factors, length, 1.0)}
+    if all(name in tensors for name in _LONG_ROPE):
+        short, long = (_numbers(keys.file, name) for name in _LONG_ROPE)
+        attention = keys.number("rope.scaling.attn_factor", 1.0)
+        return {"rope_scaling": _longrope(short, long, length, attention)}
+    kind = keys.text("rope.scaling.type", "none")
+    if kind == "none":
+        return {}
+    return {
+        "rope_scaling": {
+            "rope_type": kind,
+            "factor": keys.number("rope.scaling.factor"),
+            "original_max_position_embeddings": length,
+        }
+    }
+
+
+def _longrope(short: list[float], long: list[float], length: int, attention: float) -> Fields:
+    return {
+        "rope_type": "longrope",
+        "short_factor": short,
+        "long_factor": long,
+        "attention_factor": attention,
+        "original_max_position_embeddings": length,
+    }
+
+
+def _numbers(file: GgufFile, name: str) -> list[float]:
+    """Read a vector of float32. Raises ConfigError for another tensor."""
+    tensor = file.tensors[name]
+    if tensor.kind.name != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > 1 << 12:
+        raise ConfigError(f"{file.path}: tensor {name} must be a vector of float32")
+    return list(memoryview(file.bytes_of(name)).cast("f"))
