@@ -32,7 +32,7 @@ def with_local_path(name: str, model: ModelConfig, state_dir: str) -> ModelConfi
     Its weights cache is then a folder, too, or none, its device is chosen, and the limits of a
     built engine folder are applied.
     """
-    folder = resolve_model(model.path, model.revision)
+    folder = resolve_model(model.path, model.revision, state_dir)
     cache = weights_cache_directory(model.weights_cache_dir, state_dir)
     return msgspec.structs.replace(
         within_build(name, with_device(name, model), folder),

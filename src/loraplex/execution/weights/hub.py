@@ -5,10 +5,15 @@ import os
 from pathlib import Path
 from typing import Final
 
-from loraplex.core.environment import hub_records
+from loraplex.core.environment import hub_records, state_directory
 from loraplex.core.errors import ConfigError
 from loraplex.core.file_locks import use
 from loraplex.core.near_paths import near_paths
+from loraplex.execution.weights.gguf_folder import SUFFIX as GGUF_SUFFIX
+from loraplex.execution.weights.gguf_folder import gguf_folder
+
+GGUF_FOLDERS: Final = "gguf"
+"""Folder, in the state directory, of the folders that stand for GGUF files."""
 
 _FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 _TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
@@ -20,11 +25,15 @@ _USED: Final[dict[Path, int]] = {}
 """Locked records of models that this process uses, until it ends."""
 
 
-def resolve_model(path_or_id: str, revision: str | None = None) -> Path:
-    """The model's folder; a hub id is downloaded, or taken from the hub's cache.
+def resolve_model(path_or_id: str, revision: str | None = None, state_dir: str = "") -> Path:
+    """Return the model's folder; a hub id is downloaded, or taken from the hub's cache.
 
-    `revision` is a branch, tag or commit of the hub. Raises ConfigError if it is neither.
+    For a GGUF file the folder is made in state_dir, which is as configured. `revision` is a branch,
+    tag or commit of the hub. Raises ConfigError for what is neither a model nor a hub id.
     """
+    file = Path(path_or_id).expanduser()
+    if file.suffix == GGUF_SUFFIX and file.is_file():
+        return gguf_folder(file, state_directory(state_dir) / GGUF_FOLDERS)
     here = _folder_here(path_or_id)
     if here is not None:
         return here
@@ -45,7 +54,7 @@ def _folder_here(path_or_id: str) -> Path | None:
     if path.is_dir():
         return path
     if path.exists():
-        raise ConfigError(f"{path_or_id} is a file; a model is a folder or a Hugging Face hub id")
+        raise ConfigError(f"{path_or_id} is a file; a model is a folder, a GGUF file or a hub id")
     if not _may_be_hub_id(path_or_id):
         raise ConfigError(f"there is no folder {path_or_id}{near_paths(path)}")
     return None
