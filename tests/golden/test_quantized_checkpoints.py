@@ -13,9 +13,10 @@ from transformers import LlamaConfig
 
 from loraplex import LLM, SamplingParams
 from loraplex.app.llm_outputs import RequestOutput
-from loraplex.demo import BASE_PATH
+from loraplex.demo import ADAPTER_PATHS, BASE_PATH
 from support.checkpoints import add_random_adapters, save_random_model, tiny_sizes
 from support.examples import quick_and_slow
+from support.gguf_files import gguf_of_llama
 from support.quantized_checkpoints import CASES, quantize_folder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -69,3 +70,19 @@ def test_adapters_on_a_quantised_base(name: str, tmp_path: Path) -> None:
             wanted = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(prompt[1:])[:, None])
             got = torch.tensor(log_probabilities(output))
             assert torch.allclose(got, wanted.flatten(), rtol=0, atol=1e-3)
+
+
+def test_the_shipped_adapters_on_a_gguf_file(tmp_path: Path) -> None:
+    path = tmp_path / "capitals-Q8_0.gguf"
+    path.write_bytes(gguf_of_llama(BASE_PATH))
+    adapters = {name: str(folder) for name, folder in ADAPTER_PATHS.items()}
+    names = (None, *adapters)
+    prompts = ["The capital of France is"] * len(names)
+    sampling = SamplingParams(max_tokens=8, temperature=0)
+    texts = []
+    for model in (path, BASE_PATH):
+        with LLM(str(model), adapters, state_dir=str(tmp_path / "state")) as llm:
+            outputs = llm.generate(prompts, sampling, adapter=names)
+            texts.append([output.text for output in outputs])
+    assert texts[0] == texts[1]
+    assert len(set(texts[0])) == len(names)

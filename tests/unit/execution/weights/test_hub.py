@@ -65,9 +65,9 @@ def test_what_is_no_hub_id_is_a_missing_folder(text: str, monkeypatch: pytest.Mo
 
 
 def test_a_file(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").touch()
+    (tmp_path / "model.bin").touch()
     with pytest.raises(ConfigError, match="is a file"):
-        resolve_model(str(tmp_path / "model.gguf"))
+        resolve_model(str(tmp_path / "model.bin"))
 
 
 @pytest.mark.parametrize(

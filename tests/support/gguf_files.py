@@ -1,0 +1,261 @@
+"""GGUF files, written by the format's description, and blocks decoded number by number.
+
+Nothing here is shared with the code that reads them.
+"""
+
+import json
+import struct
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors.torch import load_file
+
+from support.quantized_checkpoints import E2M1
+
+IQ4_NL = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
+TYPES = {
+    "F32": (0, 1, 4),
+    "F16": (1, 1, 2),
+    "BF16": (30, 1, 2),
+    "Q4_0": (2, 32, 18),
+    "Q4_1": (3, 32, 20),
+    "Q5_0": (6, 32, 22),
+    "Q5_1": (7, 32, 24),
+    "Q8_0": (8, 32, 34),
+    "Q4_K": (12, 256, 144),
+    "Q5_K": (13, 256, 176),
+    "Q6_K": (14, 256, 210),
+    "IQ4_NL": (20, 32, 18),
+    "MXFP4": (39, 32, 17),
+}
+"""Number, values in a block, and its bytes."""
+_HALVES = {
+    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL"), (0,)),
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
+    "Q6_K": (208,),
+}
+"""Where a block has float16."""
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def text(value: str) -> bytes:
+    data = value.encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+def field(name: str, value: Any) -> bytes:
+    return text(name) + _value(value)
+
+
+def _value(value: Any) -> bytes:
+    match value:
+        case bool():
+            return struct.pack("<I?", 7, value)
+        case int():
+            return struct.pack("<II", 4, value)
+        case float():
+            return struct.pack("<If", 6, value)
+        case str():
+            return struct.pack("<I", 8) + text(value)
+    items = list(value)
+    head = struct.pack("<IIQ", 9, 8 if isinstance(items[0], str) else 5, len(items))
+    return head + b"".join(
+        text(item) if isinstance(item, str) else struct.pack("<i", item) for item in items
+    )
+
+
+def gguf_bytes(
+    metadata: Mapping[str, Any], tensors: Mapping[str, tuple[str, tuple[int, ...], bytes]]
+) -> bytes:
+    """tensors: type, shape with the outputs first, and bytes by name."""
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata))
+    head += b"".join(field(name, value) for name, value in metadata.items())
+    body = b""
+    for name, (kind, shape, data) in tensors.items():
+        head += text(name) + struct.pack("<I", len(shape))
+        head += b"".join(struct.pack("<Q", size) for size in reversed(shape))
+        head += struct.pack("<IQ", TYPES[kind][0], len(body))
+        body += data + bytes(-len(data) % 32)
+    return head + bytes(-len(head) % 32) + body
+
+
+def random_blocks(kind: str, num_outputs: int, num_inputs: int, seed: int = 0) -> Bytes:
+    """Return random bytes whose scales are small numbers: [outputs, bytes of a row]."""
+    rng = np.random.default_rng(seed)
+    _, values, size = TYPES[kind]
+    num_blocks = num_outputs * num_inputs // values
+    blocks = rng.integers(0, 256, (num_blocks, size), dtype=np.uint8)
+    for start in _HALVES.get(kind, ()):
+        halves = (0.01 + 0.1 * rng.random(num_blocks)).astype(np.float16)
+        blocks[:, start : start + 2] = halves.view(np.uint8).reshape(-1, 2)
+    if kind == "MXFP4":
+        blocks[:, 0] = rng.integers(118, 123, num_blocks)
+    if kind in ("F32", "F16"):
+        numbers = rng.standard_normal(num_blocks).astype("<f4" if kind == "F32" else "<f2")
+        blocks = numbers.view(np.uint8)
+    if kind == "BF16":
+        numbers = rng.standard_normal(num_blocks).astype("<f4")
+        blocks = numbers.view(np.uint8).reshape(-1, 4)[:, 2:].copy()
+    return blocks.reshape(num_outputs, -1)
+
+
+def decode(kind: str, rows: Bytes) -> torch.Tensor:
+    """Return the numbers of rows, one by one: float32 [outputs, inputs]."""
+    _, _, size = TYPES[kind]
+    decoded = [
+        [number for block in row.reshape(-1, size) for number in _DECODERS[kind](block)]
+        for row in rows
+    ]
+    return torch.tensor(np.array(decoded, dtype=np.float32))
+
+
+F = np.float32
+
+
+def _half(block: Bytes, start: int) -> Any:
+    return F(block[start : start + 2].view(np.float16)[0])
+
+
+def _nibble(data: Bytes, value: int) -> int:
+    """Return value `value` of 32: the low halves first, then the high ones."""
+    return int(data[value % 16] >> (4 * (value // 16))) & 15
+
+
+def _fifth(data: Bytes, value: int) -> int:
+    return (int(data.view(np.uint32)[0]) >> value & 1) << 4
+
+
+def _with_table(table: list[Any], d: Callable[[Bytes], Any], start: int) -> Any:
+    return lambda b: [d(b) * F(table[_nibble(b[start:], k)]) for k in range(32)]
+
+
+def _six_bits(packed: Bytes, sub_block: int) -> tuple[int, int]:
+    s, j = packed, sub_block
+    if j < 4:
+        return int(s[j]) & 63, int(s[j + 4]) & 63
+    scale = (int(s[j + 4]) & 15) | (int(s[j - 4]) >> 6 << 4)
+    return scale, (int(s[j + 4]) >> 4) | (int(s[j]) >> 6 << 4)
+
+
+def _k(block: Bytes, *, has_fifth: bool) -> list[Any]:
+    d, m = _half(block, 0), _half(block, 2)
+    codes = block[48:] if has_fifth else block[16:]
+    numbers = []
+    for value in range(256):
+        j, k = divmod(value, 32)
+        scale, minimum = _six_bits(block[4:16], j)
+        code = int(codes[32 * (j // 2) + k]) >> (4 * (j % 2)) & 15
+        if has_fifth:
+            code += (int(block[16 + k]) >> j & 1) << 4
+        numbers.append(d * F(scale) * F(code) - m * F(minimum))
+    return numbers
+
+
+def _q6_k(block: Bytes) -> list[Any]:
+    d, numbers = _half(block, 208), []
+    for value in range(256):
+        h, rest = divmod(value, 128)
+        k, n = divmod(rest, 32)
+        low = int(block[64 * h + 32 * (k % 2) + n]) >> (4 * (k // 2)) & 15
+        high = int(block[128 + 32 * h + n]) >> (2 * k) & 3
+        scale = block[192 + value // 16 : 193 + value // 16].view(np.int8)[0]
+        numbers.append(d * F(scale) * F((low | high << 4) - 32))
+    return numbers
+
+
+_DECODERS: dict[str, Callable[[Bytes], list[Any]]] = {
+    "F32": lambda b: [b.view("<f4")[0]],
+    "F16": lambda b: [F(b.view("<f2")[0])],
+    "BF16": lambda b: [np.array([0, 0, b[0], b[1]], np.uint8).view("<f4")[0]],
+    "Q4_0": lambda b: [_half(b, 0) * F(_nibble(b[2:], k) - 8) for k in range(32)],
+    "Q4_1": lambda b: [_half(b, 0) * F(_nibble(b[4:], k)) + _half(b, 2) for k in range(32)],
+    "Q5_0": lambda b: [
+        _half(b, 0) * F((_nibble(b[6:], k) | _fifth(b[2:6], k)) - 16) for k in range(32)
+    ],
+    "Q5_1": lambda b: [
+        _half(b, 0) * F(_nibble(b[8:], k) | _fifth(b[4:8], k)) + _half(b, 2) for k in range(32)
+    ],
+    "Q8_0": lambda b: [_half(b, 0) * F(b[2:].view(np.int8)[k]) for k in range(32)],
+    "Q4_K": lambda b: _k(b, has_fifth=False),
+    "Q5_K": lambda b: _k(b, has_fifth=True),
+    "Q6_K": _q6_k,
+    "IQ4_NL": _with_table(IQ4_NL, lambda b: _half(b, 0), 2),
+    "MXFP4": _with_table(E2M1, lambda b: F(2.0 ** (int(b[0]) - 127)), 1),
+}
+
+_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "lm_head": "output",
+    "model.norm": "output_norm",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    **{f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"},
+    "self_attn.o_proj": "attn_output",
+    **{f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
+}
+
+
+def gguf_of_llama(folder: Path) -> bytes:
+    """Return a Llama of a folder, with a byte-level tokenizer of GPT-2's rule, in Q8_0."""
+    config = json.loads((folder / "config.json").read_text())
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    metadata = {
+        "general.architecture": "llama",
+        "llama.block_count": config["num_hidden_layers"],
+        "llama.embedding_length": config["hidden_size"],
+        "llama.feed_forward_length": config["intermediate_size"],
+        "llama.context_length": config["max_position_embeddings"],
+        "llama.attention.head_count": heads,
+        "llama.attention.head_count_kv": kv_heads,
+        "llama.attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
+        "llama.rope.freq_base": float(config["rope_parameters"]["rope_theta"]),
+        **_tokenizer_fields(json.loads((folder / "tokenizer.json").read_text())),
+    }
+    tensors = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        numbers = tensor.float().numpy()
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            count = heads if "q_proj" in name else kv_heads
+            shape = (count, 2, len(numbers) // count // 2, -1)
+            numbers = numbers.reshape(shape).swapaxes(1, 2).reshape(numbers.shape)
+        is_weight = numbers.ndim == 2
+        data = _q8_0(numbers) if is_weight else numbers.astype("<f4").tobytes()
+        tensors[_own_name(name)] = ("Q8_0" if is_weight else "F32", numbers.shape, data)
+    return gguf_bytes(metadata, tensors)
+
+
+def _own_name(name: str) -> str:
+    module, _, kind = name.rpartition(".")
+    if not module.startswith("model.layers."):
+        return f"{_NAMES[module]}.{kind}"
+    _, _, layer, part = module.split(".", 3)
+    return f"blk.{layer}.{_NAMES[part]}.{kind}"
+
+
+def _q8_0(numbers: npt.NDArray[np.floating]) -> bytes:
+    blocks = numbers.reshape(-1, 32).astype(np.float32)
+    scales = (np.abs(blocks).max(1, keepdims=True) / 127).astype(np.float16)
+    codes = np.round(blocks / np.maximum(scales.astype(np.float32), 1e-9)).astype(np.int8)
+    return np.concatenate((scales.view(np.uint8), codes.view(np.uint8)), axis=1).tobytes()
+
+
+def _tokenizer_fields(tokenizer: dict[str, Any]) -> dict[str, Any]:
+    added = {token["id"]: token["content"] for token in tokenizer["added_tokens"]}
+    texts = {number: token for token, number in tokenizer["model"]["vocab"].items()} | added
+    merges = tokenizer["model"]["merges"]
+    named = {name: token for token, name in added.items()}
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": [texts[number] for number in range(len(texts))],
+        "tokenizer.ggml.token_type": [3 if n in added else 1 for n in range(len(texts))],
+        "tokenizer.ggml.merges": [m if isinstance(m, str) else " ".join(m) for m in merges],
+        "tokenizer.ggml.bos_token_id": named["<s>"],
+        "tokenizer.ggml.eos_token_id": named["</s>"],
+        "tokenizer.ggml.add_bos_token": True,
+    }
