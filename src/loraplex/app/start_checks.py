@@ -22,6 +22,7 @@ from loraplex.core.state_places import state_place
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.models.registry import read_config
 from loraplex.models.spec import ModelSpec
+from loraplex.models.stored_format import refuse_second_quantization
 
 _BITS: Final = {"float32": 32, "float16": 16, "bfloat16": 16}
 _QUANTIZED_BITS: Final = {
@@ -91,6 +92,7 @@ def check_memory(config: Config) -> None:
 
 def check_weights_fit(model: ModelConfig, spec: ModelSpec, memory_bytes: int) -> None:
     """Raise ConfigError with a remedy if the weights certainly take more than memory_bytes."""
+    refuse_second_quantization(spec.stored_format, WeightPrecision(model.quantization))
     sizes = dict(_sizes(model, spec))
     present = sizes.pop(WeightPrecision(model.quantization))
     if present < memory_bytes:
@@ -120,7 +122,7 @@ def _sizes(model: ModelConfig, spec: ModelSpec) -> Iterator[tuple[WeightPrecisio
         for module, (inputs, outputs) in layer.module_shapes.items()
     )
     num_ends = spec.vocab_size * (spec.embedding_size or spec.hidden_size)
-    for precision in WeightPrecision:
+    for precision in WeightPrecision if spec.stored_format is None else [WeightPrecision.NATIVE]:
         bits = _QUANTIZED_BITS.get(precision, _BITS[dtype])
         head_bits = 0 if spec.tie_word_embeddings else min(max(bits, 8), _BITS[dtype])
         yield precision, (num_linear * bits + num_ends * (_BITS[dtype] + head_bits)) // 8

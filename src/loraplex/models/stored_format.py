@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from loraplex.core.errors import UnsupportedModelError
+from loraplex.core.errors import ConfigError, UnsupportedModelError
+from loraplex.core.weight_precision import WeightPrecision
 from loraplex.models.config_fields import ConfigFields, read_fields
 
 _CONFIG: Final = "quantization_config"
@@ -38,6 +39,16 @@ class StoredFormat:
     def values(self) -> Mapping[str, Any]:
         """Fields that decide how tensors are read, for the key of packed weights."""
         return self.fields.values_and_nulls
+
+
+def refuse_second_quantization(stored: StoredFormat | None, precision: WeightPrecision) -> None:
+    """Raise ConfigError if weights that are stored quantised are to be quantised once more."""
+    if stored is not None and precision is not WeightPrecision.NATIVE:
+        raise ConfigError(
+            f"quantization {precision}: the weights are quantised already ({stored.method}, by "
+            f"{stored.fields.source}), and are not quantised once more: leave it at none",
+            param="quantization",
+        )
 
 
 _METHODS: Final = {

@@ -22,6 +22,7 @@ from loraplex.models.parameters import (
     build_parameters,
 )
 from loraplex.models.spec import ModelSpec
+from loraplex.models.stored_format import refuse_second_quantization
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,12 +69,7 @@ def pack_checkpoint(
 
     At any moment the memory holds what is packed, and one linear layer as it was read.
     """
-    if spec.stored_format is not None and form.precision is not WeightPrecision.NATIVE:
-        raise ConfigError(
-            f"quantization {form.precision}: the weights in {folder} are quantised already "
-            f"({spec.stored_format.method}), and are not quantised once more: leave it at none",
-            param="quantization",
-        )
+    refuse_second_quantization(spec.stored_format, form.precision)
     with (
         Checkpoint(folder, spec) as checkpoint,
         # disable=None: only where a person watches.

@@ -14,13 +14,15 @@ from loraplex.kernels.ops import PackedLinear
 from loraplex.kernels.quantization import group_size_of
 from loraplex.models.parameters import LinearPlace, build_parameters
 from loraplex.models.spec import ModelSpec
+from loraplex.models.stored_format import refuse_second_quantization
 
 _SCALE_BYTES = 4
 _BITS = {WeightPrecision.INT8: 8, WeightPrecision.INT4: 4, WeightPrecision.FP8: 8}
 
 
 def weights_size(spec: ModelSpec, dtype: torch.dtype, precision: WeightPrecision) -> int:
-    """Bytes. Raises ConfigError if a layer cannot be quantised like this."""
+    """Return bytes. Raises ConfigError if a layer cannot be quantised like this."""
+    refuse_second_quantization(spec.stored_format, precision)
     sizes = _Sizes(WeightFormat(dtype=dtype, precision=precision))
     build_parameters(spec, sizes)
     return sizes.num_bytes
