@@ -80,6 +80,8 @@ FOLDERS: Mapping[str, Path] = {
 
 SHARED_ADAPTERS = {"zh": CHINESE, "ja": JAPANESE, "summaries": CHINESE}
 SHARED_MODEL_NAMES = ("capitals", "base")
+MESSAGE = "What is the capital of France?\n"
+"""What a reader types into a program that reads standard input."""
 TIMEOUT_SECONDS = 300.0
 _FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
 _REASON = re.compile(r"<!-- not run: (.+?) -->\n\s*$")
@@ -191,7 +193,7 @@ class Sandbox:
             command,
             cwd=self.folder,
             env={**self._environment, "DOCUMENTED_URL": url},
-            stdin=subprocess.DEVNULL,
+            input=MESSAGE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
