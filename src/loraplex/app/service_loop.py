@@ -36,7 +36,8 @@ class ServiceLoop:
     def close(self) -> None:
         """Do the last work and end the thread. Safe to call twice."""
         with self._lock:
-            if self._loop.is_closed():
+            # The thread is not there in a child that was forked, which exits like any process.
+            if self._loop.is_closed() or not self._thread.is_alive():
                 return
             atexit.unregister(self.close)
             self.wait(self._last_work())

@@ -17,7 +17,7 @@ from loraplex.cli.settings_flags import with_settings
 from loraplex.core.errors import ConfigError
 
 _NO_MODEL = """give a model or a server:
-  loraplex run Qwen/Qwen2.5-0.5B-Instruct             a model of the Hugging Face Hub
+  loraplex run Qwen/Qwen2.5-1.5B-Instruct             a model of the Hugging Face Hub
   loraplex run path/to/model --adapter zh=path/to/zh  a folder, with an adapter
   loraplex run http://127.0.0.1:8000                  a running server"""
 

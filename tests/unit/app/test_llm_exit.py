@@ -6,7 +6,7 @@ import sys
 import pytest
 
 PROGRAM = """
-import sys
+import os, sys
 from loraplex import LLM, SamplingParams
 from loraplex.demo import BASE_PATH
 
@@ -15,6 +15,10 @@ first, second = (LLM(BASE_PATH, state_dir=f"{sys.argv[1]}/{n}", **small) for n i
 endless = SamplingParams(max_tokens=2000, ignore_eos=True)
 running = first.stream("What is the capital of France?", endless)
 next(running)
+child = os.fork()
+if child == 0:
+    sys.exit(0)
+os.waitpid(child, 0)
 print("done")
 if sys.argv[2] == "raise":
     raise ValueError("the program's own")

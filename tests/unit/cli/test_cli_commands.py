@@ -277,6 +277,16 @@ class TestGenerate:
         arguments = ["generate", str(BASE_PATH), "What is the capital of France?", "--chat"]
         assert CliRunner().invoke(app, arguments).stdout.strip() == "Paris"
 
+    def test_outputs_on_a_terminal_are_streamed(self, monkeypatch):
+        terminal = SimpleNamespace(stdout=SimpleNamespace(isatty=lambda: True))
+        monkeypatch.setattr("loraplex.cli.generate.sys", terminal)
+        monkeypatch.setattr("loraplex.cli.generate._complete", None)
+        adapters = [f"--adapter={name}={path}" for name, path in ADAPTER_PATHS.items()]
+        arguments = ["generate", str(BASE_PATH), "What is the capital of France?", *adapters]
+        result = CliRunner().invoke(app, arguments)
+        lines = [line.strip() for line in result.stdout.splitlines()]
+        assert lines == ["--- base", "Paris", "--- chinese", "巴黎", "--- japanese", "パリ"]
+
     def test_beams_a_grammar_and_times(self):
         arguments = ["generate", str(BASE_PATH), "What is the capital of France?"]
         arguments += ["--beam-width", "2", "--n", "2", "--choice", "red", "--choice", "blue"]

@@ -4,6 +4,7 @@ import json
 import os
 import stat
 import threading
+from types import SimpleNamespace
 
 import pytest
 from starlette.applications import Starlette
@@ -11,7 +12,7 @@ from starlette.responses import Response
 from typer.testing import CliRunner
 
 from loraplex.cli.chat_session import ChatSession
-from loraplex.cli.chat_sources import Piece, ServerSource
+from loraplex.cli.chat_sources import LocalSource, Piece, ServerSource
 from loraplex.cli.line_editor import line_editing
 from loraplex.cli.main import app
 from loraplex.cli.server_client import ServerClient
@@ -21,6 +22,7 @@ from loraplex.core.errors import (
     InvalidRequestError,
     NotReadyError,
 )
+from loraplex.core.sampling_params import SamplingParams
 from loraplex.frontends.openai import openai_fallback_routes, openai_routes
 from loraplex.testing.echo_backend import EchoBackend
 from support.served import served
@@ -338,6 +340,44 @@ class TestServer:
         assert result.exit_code == 1
         assert text in result.stderr
         assert result.stdout == ""
+
+
+class TestLocal:
+    class FakeLLM:
+        def __init__(self, *, has_chat_template=True):
+            self.has_chat_template = has_chat_template
+            self.prompts = []
+
+        def stream(self, prompt, sampling, *, adapter):
+            self.prompts.append((prompt, sampling, adapter))
+            sequence = SimpleNamespace(token_ids=(1, 2))
+            yield SimpleNamespace(text="fine", sequences=(sequence,))
+
+    def test_a_conversation(self):
+        llm = self.FakeLLM()
+        pieces = LocalSource(llm).stream([user("hi")], "fr", {"temperature": 0.5})
+        assert list(pieces) == [Piece("fine", 2)]
+        sampling = SamplingParams(max_tokens=None, temperature=0.5)
+        assert llm.prompts == [([user("hi")], sampling, "fr")]
+
+    def test_a_model_without_a_chat_template_completes_the_text(self):
+        llm = self.FakeLLM(has_chat_template=False)
+        list(LocalSource(llm).stream([user("a"), assistant("b"), user("c")], None, {}))
+        assert [prompt for prompt, _, _ in llm.prompts] == ["c"]
+
+
+def test_the_key_of_the_flag_is_sent():
+    keys = []
+
+    async def models(request):
+        keys.append(request.headers.get("authorization"))
+        return Response(status_code=401)
+
+    http = Starlette()
+    http.add_route("/v1/models", models)
+    with served(http) as url:
+        CliRunner().invoke(app, ["run", url, "--api-key", "secret"], input="hi")
+    assert keys == ["Bearer secret"]
 
 
 @pytest.mark.parametrize(
