@@ -12,6 +12,7 @@ from loraplex.core.errors import ConfigError, LoraplexError
 from loraplex.core.sampling_params import SamplingParams
 
 _QUOTES: Final = '"""'
+_NO_TEMPLATE: Final = "The model has no chat template: it completes each text without earlier ones."
 _MAX_SHOWN: Final = 50
 """Maximum number of adapters that are listed."""
 _MAX_COMPARED: Final = 16
@@ -70,6 +71,8 @@ class ChatSession:
         self._is_verbose = is_verbose
         self._system: list[Message] = []
         self._messages: list[Message] = []
+        if not source.has_chat_template:
+            print(_NO_TEMPLATE, file=sys.stderr)
         self._commands: Mapping[str, Callable[[str], None]] = {
             "/adapter": self._use,
             "/base": self._use_base,
@@ -83,8 +86,6 @@ class ChatSession:
 
     def run(self) -> None:
         """Read and reply until the user ends it."""
-        if not self._source.has_chat_template:
-            print("The model has no chat template: it completes each text without earlier ones.")
         was_interrupted = False
         while True:
             try:

@@ -239,11 +239,9 @@ def test_help_and_an_unknown_command(chat):
 
 
 def test_no_chat_template_is_said_once(chat):
-    lines = chat("a", "b", source=FakeSource(has_chat_template=False))
-    assert lines == [
-        "The model has no chat template: it completes each text without earlier ones.",
-        *("base: a", "base: b", ""),
-    ]
+    assert chat("a", "b", source=FakeSource(has_chat_template=False)) == ["base: a", "base: b", ""]
+    notice = "The model has no chat template: it completes each text without earlier ones.\n"
+    assert chat.stderr == notice
 
 
 def test_figures_are_on_standard_error(chat):
