@@ -2,29 +2,56 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+
+namespace {
+
+// What __builtin_cpu_supports does, which does not work with every compiler's run-time library.
+struct Cpuid {
+    unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+};
+
+Cpuid cpuid(unsigned leaf, unsigned subleaf) {
+    Cpuid found;
+    __get_cpuid_count(leaf, subleaf, &found.eax, &found.ebx, &found.ecx, &found.edx);
+    return found;
+}
+
+bool has_all(unsigned word, unsigned bits) { return (word & bits) == bits; }
+
+// Registers that the operating system saves. The CPU must have XSAVE.
+unsigned saved_registers() {
+    unsigned low = 0, high = 0;
+    __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return low;
+}
+
+constexpr unsigned kYmm = 0x6;   // XCR0: SSE, AVX
+constexpr unsigned kZmm = 0xe6;  // XCR0: those, and the masks and both halves of AVX-512
+constexpr unsigned kAvxVnni = 1U << 4;
+
+}  // namespace
 #endif
 
 uint64_t loraplex_cpu_features(void) {
     uint64_t features = 0;
 #if defined(__x86_64__)
-    // The builtin also asks whether the operating system saves the wide registers.
-    __builtin_cpu_init();
-    unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
-    const bool has_f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
-    if (has_f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-        __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2")) {
-        features |= LORAPLEX_CPU_X86_64_V3;
-        if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-            __builtin_cpu_supports("avx512cd")) {
-            features |= LORAPLEX_CPU_X86_64_V4;
-            if (__builtin_cpu_supports("avx512vnni")) {
-                features |= LORAPLEX_CPU_AVX512_VNNI;
-            }
+    const Cpuid basic = cpuid(1, 0), extended = cpuid(7, 0);
+    if (!has_all(basic.ecx, bit_OSXSAVE | bit_AVX | bit_FMA | bit_F16C | bit_MOVBE) ||
+        !has_all(extended.ebx, bit_AVX2 | bit_BMI | bit_BMI2) ||
+        !has_all(saved_registers(), kYmm)) {
+        return features;
+    }
+    features |= LORAPLEX_CPU_X86_64_V3;
+    if (has_all(extended.ebx,
+                bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ | bit_AVX512CD) &&
+        has_all(saved_registers(), kZmm)) {
+        features |= LORAPLEX_CPU_X86_64_V4;
+        if (has_all(extended.ecx, bit_AVX512VNNI)) {
+            features |= LORAPLEX_CPU_AVX512_VNNI;
         }
-        if (__builtin_cpu_supports("avxvnni")) {
-            features |= LORAPLEX_CPU_AVX_VNNI;
-        }
+    }
+    if (has_all(cpuid(7, 1).eax, kAvxVnni)) {
+        features |= LORAPLEX_CPU_AVX_VNNI;
     }
 #elif defined(__aarch64__)
     features |= LORAPLEX_CPU_NEON;

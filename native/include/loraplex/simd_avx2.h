@@ -61,7 +61,7 @@ inline Floats load_firsts(const Bfloat16 *pairs) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
 }
 
-inline constexpr std::uint32_t kHighHalves[kLanes] alignas(32) = {
+alignas(32) inline constexpr std::uint32_t kHighHalves[kLanes] = {
     0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u,
     0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u};
 
