@@ -16,6 +16,8 @@
 #   make lock    write constraints.txt anew; LOCK_ARGS=--upgrade takes the newest versions
 #   make bench   measure a server on this machine, and compare it with BENCH_PEERS
 #   make docs    build the documentation
+#   make wheel   the sdist and a wheel for each kind of CPU, in dist/
+#   make test-wheel  build them, check them, and run one where no compiler is
 #   make tables  write the pages of docs/ that are made from the code
 #   make .triton install the real Triton, to test what is exported for it
 #   make fmt     format and mend what can be mended
@@ -62,7 +64,7 @@ UV := $(BIN)/python .ci/install.py
 PYTEST := PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(CURDIR)/$(VENV)/pycache $(BIN)/python -m pytest
 INSTALL := $(UV) install --quiet --python $(BIN)/python -c constraints.txt $(PIP_ARGS)
 
-.PHONY: demo test coverage test-all test-browser screenshots test-lowest vendor ray-test soak charts lint types bench docs tables fmt lock clean .triton \
+.PHONY: demo test coverage test-all test-browser screenshots test-lowest vendor ray-test soak charts lint types bench docs wheel test-wheel tables fmt lock clean .triton \
 	gpu-wheels gpu-check gpu-bench
 
 $(BIN)/uv: constraints.txt
@@ -201,6 +203,18 @@ tables: $(VENV)/.runtime
 docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict
 
+# 600 MB of compilers and cmake, so they are installed for this verb only.
+$(VENV)/.wheel: $(BIN)/uv pyproject.toml
+	$(INSTALL) -r pyproject.toml --extra wheel
+	@touch $@
+
+wheel: $(VENV)/.wheel
+	rm -rf dist
+	$(BIN)/python .ci/wheels.py dist
+
+test-wheel: wheel $(VENV)/.dev
+	$(PYTEST) -n 0 -m "" --timeout=1800 --wheels=dist $(PYTEST_ARGS) tests/wheel
+
 fmt: $(VENV)/.dev
 	$(BIN)/ruff format $(CODE)
 	$(BIN)/ruff check --fix $(CODE)
@@ -209,12 +223,12 @@ fmt: $(VENV)/.dev
 # of torch in the versions that it wants. Versions that stand there already stay.
 lock: $(BIN)/uv
 	$(UV) compile --quiet --universal --python-version 3.11 --no-header --no-annotate \
-		--no-emit-index-url $(addprefix --extra ,dev browser bench docs tracing remote ray) \
+		--no-emit-index-url $(addprefix --extra ,dev browser bench docs tracing remote ray wheel) \
 		$(LOCK_ARGS) pyproject.toml --output-file constraints.txt
 	sed --in-place --regexp-extended '/^(cuda|nvidia)-/{/^nvidia-ml-py=/!d}' constraints.txt
 
 clean:
-	rm -rf $(VENV) $(LOWEST) site .mypy_cache .ruff_cache .pytest_cache .hypothesis .gpu .triton
+	rm -rf $(VENV) $(LOWEST) dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .gpu .triton
 
 GPU_RUN := PYTHONPATH=.gpu/site:src:benchmarks:tests $(GPU_PYTHON) -B
 
