@@ -213,7 +213,7 @@ wheel: $(VENV)/.wheel
 	$(BIN)/python .ci/wheels.py dist
 
 test-wheel: wheel $(VENV)/.dev
-	$(PYTEST) -n 0 -m "" --timeout=1800 --wheels=dist $(PYTEST_ARGS) tests/wheel
+	WHEELS=dist $(PYTEST) -n 0 --timeout=1800 $(PYTEST_ARGS) tests/wheel
 
 fmt: $(VENV)/.dev
 	$(BIN)/ruff format $(CODE)
