@@ -164,7 +164,8 @@ def test_a_batch_file_without_a_server(server, capsys, tmp_path, monkeypatch):
         example.main([str(source), str(output), "--url", server.url])
 
 
-@pytest.mark.slow  # transformers and peft take seconds to be imported
+@pytest.mark.slow  # transformers and peft take seconds to be imported, on a busy machine minutes
+@pytest.mark.timeout(600)
 def test_adapter_updates(server, capsys, tmp_path, monkeypatch):
     example = load("adapter_updates")
     arguments = ["--url", server.url, "--base", str(BASE_PATH), "--folder", str(tmp_path)]
@@ -204,9 +205,11 @@ def test_adapter_updates(server, capsys, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow  # an engine of its own
-def test_fastapi_app():
+def test_fastapi_app(tmp_path, monkeypatch):
     from fastapi.testclient import TestClient
 
+    for variable in ("XDG_STATE_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(variable, str(tmp_path))
     adapters = {name: str(path) for name, path in ADAPTER_PATHS.items()}
     app = load("fastapi_app").create_app(str(BASE_PATH), adapters)
     with TestClient(app) as client:
