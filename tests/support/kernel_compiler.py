@@ -42,11 +42,16 @@ class CompiledKernel:
 
 
 def compile_groups(
-    groups: Sequence[str], arch: int, match: str = "", processes: int = 1
+    groups: Sequence[str], arch: int, match: str = "", processes: int = 1, *, fewest: bool = False
 ) -> list[CompiledKernel]:
-    """Compile every kernel that is launched by cases of these groups with `match` in the name."""
+    """Compile every kernel that is launched by cases of these groups with `match` in the name.
+
+    fewest: leave out a kernel each of whose constants has had its value in an earlier one.
+    """
     launches = {group: _launches(group, arch, match) for group in groups}
     jobs = [(group, same) for group in groups for same in _by_key(launches[group])]
+    if fewest:
+        jobs = _with_new_values(jobs)
     # Forked processes have the jobs already: what a job names cannot travel.
     context = multiprocessing.get_context("fork")
     _JOBS.clear()
@@ -74,6 +79,21 @@ def _by_key(launches: Sequence[KernelLaunch]) -> list[list[KernelLaunch]]:
     for launch in launches:
         groups.setdefault(launch.key, []).append(launch)
     return list(groups.values())
+
+
+Job = tuple[str, list[KernelLaunch]]
+
+
+def _with_new_values(jobs: Sequence[Job]) -> list[Job]:
+    seen: set[tuple[str, str]] = set()
+    kept = []
+    for group, same in jobs:
+        constants = same[0].source.constants.items()
+        values = {(same[0].name, repr(constant)) for constant in constants}
+        if not values or values - seen:
+            kept.append((group, same))
+            seen |= values
+    return kept
 
 
 def _compile(index: int) -> CompiledKernel:
@@ -127,6 +147,9 @@ def _arguments() -> argparse.Namespace:
         "--what", default=",".join(GROUPS), help="comma-separated groups, or module:function"
     )
     parser.add_argument("--match", default="", help="only cases with this in their names")
+    parser.add_argument(
+        "--fewest", action="store_true", help="each value of a constant once, not all together"
+    )
     parser.add_argument("--json", action="store_true", help="JSON instead of a table")
     parser.add_argument("--constants", action="store_true", help="also what each is compiled for")
     parser.add_argument("--processes", type=int, default=2)
@@ -138,7 +161,11 @@ def main() -> int:
     if triton.knobs.runtime.interpret:
         sys.exit("Kernels that are interpreted cannot be compiled: set TRITON_INTERPRET=0.")
     kernels = compile_groups(
-        arguments.what.split(","), arguments.arch, arguments.match, arguments.processes
+        arguments.what.split(","),
+        arguments.arch,
+        arguments.match,
+        arguments.processes,
+        fewest=arguments.fewest,
     )
     if arguments.json:
         found = {"triton": triton.__version__, "arch": arguments.arch}

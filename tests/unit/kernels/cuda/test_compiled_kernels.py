@@ -20,6 +20,11 @@ from support import kernel_cases
 _OLDEST = Path(sys.prefix) / "triton-3.6.0"
 _HERE = "installed"
 _HOPPER, _AMPERE = 90, 80
+_USUAL = "--match=8b bf16"
+_FEWEST = "--fewest"
+"""Hopper's compiler takes what is usual in all its combinations. Others take each value of a
+constant once, and the combinations in `make soak`: there is little that one of them alone refuses.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,24 +108,30 @@ NARROW_HEADS = "heads of 64"
 @pytest.mark.timeout(900)
 @pytest.mark.xdist_group("kernel compiler")
 @pytest.mark.parametrize(
-    ("arch", "match"),
-    [(_HOPPER, "8b bf16"), (_AMPERE, "8b bf16"), pytest.param(_HOPPER, "", marks=pytest.mark.soak)],
+    ("arch", "flags"),
+    [
+        (_HOPPER, [_USUAL]),
+        (_AMPERE, [_USUAL, _FEWEST]),
+        pytest.param(_HOPPER, [], marks=pytest.mark.soak),
+        pytest.param(_AMPERE, [_USUAL], marks=pytest.mark.soak),
+    ],
 )
-def test_every_kernel_compiles_within_its_limits(arch: int, match: str) -> None:
-    found = _compile(arch, _HERE, f"--match={match}")
+def test_every_kernel_compiles_within_its_limits(arch: int, flags: list[str]) -> None:
+    found = _compile(arch, _HERE, *flags)
     assert not {kernel["kernel"] for kernel in found} - LIMITS.keys(), "kernels without a limit"
     problems = [problem for kernel in found for problem in _problems(kernel)]
     assert not problems, "\n".join(problems)
-    if not match:
+    if not flags:
         assert {kernel["kernel"] for kernel in found} == LIMITS.keys()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.xdist_group("kernel compiler")
-def test_the_oldest_triton_compiles_every_kernel() -> None:
+@pytest.mark.parametrize("flags", [[_FEWEST], pytest.param([], marks=pytest.mark.soak)], ids=str)
+def test_the_oldest_triton_compiles_every_kernel(flags: list[str]) -> None:
     """The limits are those of the installed one, which serves unless an operator pins another."""
-    found = _compile(_HOPPER, _OLDEST.name, "--match=8b bf16")
+    found = _compile(_HOPPER, _OLDEST.name, _USUAL, *flags)
     assert not [kernel["error"][-500:] for kernel in found if kernel["resources"] is None]
 
 
@@ -128,7 +139,7 @@ def test_the_oldest_triton_compiles_every_kernel() -> None:
 @pytest.mark.xdist_group("kernel compiler")
 def test_what_is_launched_is_what_a_gpu_would_compile() -> None:
     """Integers that 16 divides, and pointers that are aligned, are known to be so."""
-    kernels = _compile(_HOPPER, _HERE, "--match=8b bf16")
+    kernels = _compile(_HOPPER, _HERE, _USUAL)
     rotary = next(
         kernel
         for kernel in kernels
