@@ -133,7 +133,7 @@ CHECKS = [
 
 
 VALIDATORS = {}
-"""By document and schema. To close a document's objects takes longer than all else in a request."""
+"""Validators by document and schema: to close a document takes longer than the rest of a test."""
 
 
 def check(schema, value, case):
