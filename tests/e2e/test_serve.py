@@ -252,7 +252,7 @@ def test_a_client_that_leaves_stops_its_request(client, server):
     next(stream)
     assert num_running(server) == 1
     stream.close()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while num_running(server):
         assert time.monotonic() < deadline, "the request still runs"
         time.sleep(0.02)

@@ -97,7 +97,7 @@ async def generate(tokenizer, prompt, sampling, steps, merges):
         is_last = index == len(steps) - 1
         stream.put(EngineOutput(1, (delta,), finished=is_last))
         if is_last or not merges[index % len(merges)]:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 while True:
                     output = await anext(generation)
                     pieces += output.sequences

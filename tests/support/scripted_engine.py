@@ -85,7 +85,7 @@ class Script:
 
 async def until(condition: Callable[[], bool]) -> None:
     """Wait until it holds; for ten seconds at most."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.001)
 

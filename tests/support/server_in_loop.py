@@ -58,7 +58,7 @@ class ServerInLoop:
         return cls(config, lambda _: fake_engine_thread(settings))
 
     async def until_ready(self) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not self.lines:
                 if self.task.done():
                     await self.task
@@ -76,7 +76,7 @@ class ServerInLoop:
         """One that an engine has begun."""
         await self.until_ready()
         completion = asyncio.create_task(self.complete(**body))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while '"step_id"' not in (await self.get("/v1/iterations"))[1]:
                 pass
         return completion
@@ -99,5 +99,5 @@ class ServerInLoop:
         self.server._on_signal(number)
 
     async def ended(self) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await self.task

@@ -90,11 +90,11 @@ async def test_the_time_is_up(run, drain, caplog):
     server = run(SLOW)
     completion = await server.running_completion()
     await drain(server, "POST", {"timeout_seconds": 0.1})
-    status, body = await asyncio.wait_for(completion, 10)
+    status, body = await asyncio.wait_for(completion, 60)
     assert (status, body["error"]["code"]) == (503, "not_ready")
     assert "the shutdown grace period is over" in body["error"]["message"]
     assert (await drain(server))[1]["drained"]
-    async with asyncio.timeout(5):  # the engine is reported, too
+    async with asyncio.timeout(60):  # the engine is reported, too
         while (await stats_of(server))["models"]["m"]["engine"]["num_running"]:
             await asyncio.sleep(0.02)
     await drain(server, "DELETE")
@@ -106,7 +106,7 @@ async def test_a_stop_cannot_be_undone(run, drain):
     server = run(SLOW)
     completion = await server.running_completion(max_tokens=100)
     server.signal()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not (await drain(server))[1]["draining"]:
             pass
     status, body = await drain(server, "DELETE")
@@ -150,7 +150,7 @@ async def test_streams_go_on_to_their_end(run):
 
     port = server.port()
     early = [asyncio.create_task(stream()) for _ in range(8)]
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while (await stats_of(server))["drain"]["in_work"] < 8:
             await asyncio.sleep(0.01)
     server.signal()

@@ -34,7 +34,7 @@ def log(tmp_path) -> Path:
 
 async def noted(log: Path, method: str, path: str) -> tuple[int, str | None]:
     """(status, error) of the line of a method and path, once it is written."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             lines = map(json.loads, log.read_text().splitlines() if log.exists() else ())
             for line in lines:

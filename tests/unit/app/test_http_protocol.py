@@ -55,7 +55,7 @@ class RecordedServer:
     async def connected(self):
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 yield reader, writer
         finally:
             writer.close()

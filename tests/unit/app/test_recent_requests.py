@@ -15,14 +15,14 @@ async def listed(server, query=""):
 async def test_a_request_while_it_runs_and_after_its_end(run):
     server = run(FakeEngineSettings(step_seconds=0.005))
     completion = await server.running_completion(max_tokens=200)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not (now := await listed(server))["open"]:
             assert not now["requests"]
     (one,) = now["open"]
     assert (one["id"], one["tenant"], one["protocol"]) == (0, "default", "http")
     assert one["phase"] in ("admission", "waiting", "decode")
     assert (await completion)[0] == 200
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not (later := await listed(server, f"?after={now['next']}"))["requests"]:
             pass
     (same,) = later["requests"]

@@ -33,7 +33,7 @@ async def test_the_tree_is_found_and_ends_whole(tmp_path):
     tree = process_tree([process.pid])
     assert process.pid in tree
     await process.stop()
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while process_tree(tree) and time.monotonic() < end:
         time.sleep(0.01)
     assert process_tree(tree) == []
@@ -45,7 +45,7 @@ async def test_the_tree_is_found_and_ends_whole(tmp_path):
 async def test_memory_of_children_counts(tmp_path):
     process = await start(tmp_path, 64 << 20)
     try:
-        end = time.monotonic() + 10
+        end = time.monotonic() + 60
         while resident_bytes([process.pid]) < 64 << 20 and time.monotonic() < end:
             time.sleep(0.01)
         assert 64 << 20 <= resident_bytes([process.pid]) < 160 << 20

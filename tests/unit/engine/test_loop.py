@@ -94,7 +94,7 @@ class RunningLoop:
             self.channel.put(command)
 
     def event(self):
-        return self.events.get(timeout=5)
+        return self.events.get(timeout=60)
 
     def outputs_until_finished(self, request_id: int) -> list:
         outputs = []
@@ -299,7 +299,7 @@ def test_an_idle_engine_wakes_to_let_idle_adapters_leave():
     source = fake_source("d", GEOMETRY)
     running.put(RegisterAdapter(source), AddRequest(request(1, "d")))
     running.tokens(1)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while running.loader.host and time.monotonic() < deadline:
         time.sleep(0.005)
     assert running.loader.host == {}

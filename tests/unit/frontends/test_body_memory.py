@@ -76,7 +76,7 @@ async def test_of_a_hundred_long_bodies_those_over_the_limit_are_refused(path):
     assert {(upload.status, upload.retry_after) for upload in refused} == {(503, "1")}
     small = Upload(app, path=path)
     await small.add(SMALL, is_last=True)
-    await asyncio.wait_for(small.task, 10)
+    await asyncio.wait_for(small.task, 60)
     assert small.status == 400
     for upload in uploads:
         upload.task.cancel()
@@ -95,7 +95,7 @@ async def test_without_a_valid_key_nothing_is_read():
         for path in ("/v1/completions", "/v2/models/echo/infer", "/v1/adapters"):
             upload = Upload(app, path=path, **headers)
             await upload.add(MIB)
-            await asyncio.wait_for(upload.task, 10)
+            await asyncio.wait_for(upload.task, 60)
             assert (upload.status, upload.num_read) == (401, 0)
 
 

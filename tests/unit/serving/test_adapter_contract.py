@@ -91,7 +91,7 @@ async def digest_of(service, generation) -> str:
 
 
 async def becomes(condition) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not await condition():
             await asyncio.sleep(0.002)
 

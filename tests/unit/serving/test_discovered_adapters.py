@@ -67,7 +67,7 @@ async def use(service, *keys, principal=LOCAL):
         sampling=SamplingParams(max_tokens=1),
         adapters=tuple(AdapterChoice(key) for key in keys),
     )
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         outputs = [output async for output in await service.generate(request, principal)]
     return outputs[-1].adapters[0].digest
 
@@ -178,7 +178,7 @@ async def test_the_background_validates_the_others(start, folder, monkeypatch):
     monkeypatch.setattr(folder_follower, "_MAX_AT_ONCE", 2)
     service = await start(folder("de", "fr", "it", "es", "pl"))
     service._follower.start()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while "unvalidated" in states(service).values():
             await asyncio.sleep(0.01)
     assert states(service) == dict.fromkeys(["de", "es", "fr", "it", "pl"], "ready")

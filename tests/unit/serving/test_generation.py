@@ -74,11 +74,11 @@ class Case:
             self.say(SequenceDelta(index, (token_id,)))
 
     async def all(self) -> list:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             return [output async for output in self.generation]
 
     async def next(self):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             return await anext(self.generation)
 
 

@@ -61,7 +61,7 @@ def request(*names, max_tokens=4, prompt=(1, 2, 3)):
 
 
 async def generate(service, principal, *names, **fields):
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         async for _ in await service.generate(request(*names, **fields), principal):
             pass
 
@@ -91,7 +91,7 @@ async def test_running_requests_are_counted(service):
     [zh] = (await page(service, LOCAL)).data
     assert zh.num_running == 1
     await outputs.aclose()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while zh.num_running:  # the engine aborts it between two steps
             [zh] = (await page(service, LOCAL)).data
     assert zh.requests == 1

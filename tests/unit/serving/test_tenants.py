@@ -72,7 +72,7 @@ def request(model="a", *keys, prompt=(1, 2, 3), max_tokens=4, n=1):
 
 
 async def last_output_of(service, generation, principal):
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         outputs = [output async for output in await service.generate(generation, principal)]
     return outputs[-1]
 

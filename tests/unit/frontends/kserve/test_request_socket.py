@@ -78,9 +78,9 @@ def request(text="hi", max_tokens=50, *, stream=None, **more):
 def all_responses(connection, message):
     responses = queue.Queue()
     connection.submit(message, responses.put)
-    found = [responses.get(timeout=10)]
+    found = [responses.get(timeout=60)]
     while isinstance(found[-1], Response) and not found[-1].is_final:
-        found.append(responses.get(timeout=10))
+        found.append(responses.get(timeout=60))
     return found
 
 
@@ -118,7 +118,7 @@ def test_requests_of_one_connection_do_not_wait_for_each_other(backend, connecti
     backend.delay_seconds = 0.02
     slow = queue.Queue()
     connection.submit(request("a" * 40, 400, stream=True), slow.put)
-    slow.get(timeout=10)
+    slow.get(timeout=60)
     backend.delay_seconds = 0.0
     assert len(all_responses(connection, request("hi", 3))) == 1
 
@@ -177,11 +177,11 @@ def test_a_cancelled_request_is_aborted_and_says_so(backend, connection):
     backend.delay_seconds = 0.01
     responses = queue.Queue()
     number = connection.submit(request("hi", 4000, stream=True), responses.put)
-    responses.get(timeout=10)
+    responses.get(timeout=60)
     connection.cancel(number)
     last = None
     while not isinstance(last, Failure):
-        last = responses.get(timeout=10)
+        last = responses.get(timeout=60)
     assert (last.kind, last.message) == ("CANCELLED", "Request was cancelled")
     assert len(backend.aborted) == 1
     connection.cancel(number)  # it has ended
@@ -193,12 +193,12 @@ def test_requests_of_a_client_that_goes_away_are_aborted(served, backend):
     connection = Connection(served.path, lambda reason: None)
     responses = queue.Queue()
     connection.submit(request("hi", 4000, stream=True), responses.put)
-    responses.get(timeout=10)
+    responses.get(timeout=60)
     connection.close()
     assert eventually(lambda: len(backend.aborted) == 1)
-    last = responses.get(timeout=10)
+    last = responses.get(timeout=60)
     while isinstance(last, Response):
-        last = responses.get(timeout=10)
+        last = responses.get(timeout=60)
     assert last.message == "the model is unloaded"
 
 
@@ -225,13 +225,13 @@ def test_when_the_server_ends_every_request_fails_and_the_client_is_notified(
     responses = [queue.Queue(), queue.Queue()]
     for each in responses:
         connection.submit(request("hi", 4000, stream=True), each.put)
-        each.get(timeout=10)
+        each.get(timeout=60)
     served.stop.set()
-    assert "has ended" in lost.get(timeout=10)
+    assert "has ended" in lost.get(timeout=60)
     for each in responses:
-        last = each.get(timeout=10)
+        last = each.get(timeout=60)
         while isinstance(last, Response):
-            last = each.get(timeout=10)
+            last = each.get(timeout=60)
         assert last.kind == "UNAVAILABLE"
     with pytest.raises(ConnectionLost, match="has ended"):
         connection.submit(request(), print)
@@ -243,7 +243,7 @@ def test_a_server_that_falls_silent_is_taken_for_dead(path, lost):
         opened = threading.Thread(target=_greet_and_hang, args=(listener,), daemon=True)
         opened.start()
         connection = Connection(path, lost.put, silence_seconds=0.2)
-        assert "has fallen silent" in lost.get(timeout=10)
+        assert "has fallen silent" in lost.get(timeout=60)
         connection.close()
 
 
@@ -271,7 +271,7 @@ def test_a_server_that_ends_with_unread_requests_has_ended(path, lost):
         connection = Connection(path, lost.put)
         connection.ping()
         is_sent.set()
-        assert "has ended" in lost.get(timeout=10)
+        assert "has ended" in lost.get(timeout=60)
         connection.close()
 
 

@@ -122,7 +122,7 @@ async def test_a_reload_reads_what_looks_unchanged(loading, staging, start):
 async def test_a_loaded_adapter_is_brought_to_the_device(loading, staging, start):
     model = await start()
     await loading.load(model, LOCAL, name="zh", path=staging.put("/zh"))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not model.engine.stats.adapters.num_on_device:
             await asyncio.sleep(0.001)
 

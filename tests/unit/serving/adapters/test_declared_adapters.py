@@ -71,7 +71,7 @@ class Replica:
             adapters=(AdapterChoice(key),),
             load_policy=policy,
         )
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             outputs = [one async for one in await self.service.generate(request, principal)]
         return outputs[-1].adapters[0].digest
 

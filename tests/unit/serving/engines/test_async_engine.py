@@ -269,7 +269,7 @@ class TestClose:
         await engine.start()
         script.link.say(None)
         await until(lambda: engine.num_restarts == 1)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await engine.close()
 
     async def test_after_a_failed_start_and_twice(self, engine, script):

@@ -148,7 +148,7 @@ class TestRealEngines:
         )
         start = asyncio.create_task(engine.start())
         await asyncio.sleep(0.05)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await engine.close()
         with pytest.raises(NotReadyError):
             await start
