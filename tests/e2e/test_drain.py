@@ -92,9 +92,10 @@ async def test_sigterm_loses_no_stream(tmp_path):
     with serving(tmp_path / "state", "--access-log", str(log)) as server:
         early = await begun_streams(server, 6)
         server.process.send_signal(signal.SIGTERM)
-        await asyncio.sleep(0.2)
-        status, body = await asyncio.to_thread(server.get, "/health/ready")
-        assert (status, json.loads(body)["reason"]) == (503, "the server is stopping")
+        async with asyncio.timeout(60):
+            while (ready := await asyncio.to_thread(server.get, "/health/ready"))[0] == 200:
+                await asyncio.sleep(0.02)
+        assert (ready[0], json.loads(ready[1])["reason"]) == (503, "the server is stopping")
         late = await stream(server)
         assert late.startswith(b"HTTP/1.1 503")
         assert b"\r\nretry-after: " in late
