@@ -257,8 +257,17 @@ def computed(of, server, keys) -> Callable[..., int]:
         else:
             response = send(of, tenant, prompt)
             assert response.status_code == 200, response.text
-        time.sleep(0.1)  # the last step's record
-        return sum(step["num_prefill_tokens"] for step in steps()[before:])
+        return sum(step["num_prefill_tokens"] for step in recorded_after(before))
+
+    def recorded_after(before):
+        """Return the steps of a request that has its response: records come later."""
+        deadline, found = time.monotonic() + 60, []
+        while True:
+            time.sleep(0.2)
+            earlier, found = found, steps()[before:]
+            if found == earlier and sum(step["num_new_tokens"] for step in found):
+                return found
+            assert time.monotonic() < deadline, found
 
     return count
 
