@@ -28,6 +28,7 @@ from loraplex.adapters.staged import (
 from loraplex.adapters.staging_limits import StagingLimits
 from loraplex.adapters.staging_pool import StagingPool
 from loraplex.adapters.tensor_file import TensorHeader
+from loraplex.core.byte_sizes import readable_bytes
 from loraplex.core.errors import (
     AdapterTooLargeError,
     InvalidAdapterError,
@@ -175,8 +176,9 @@ class StagingWorker:
         limits = self._limits(max_ranks)
         if max(weights.num_bytes, config.num_bytes) > limits.max_file_bytes:
             raise AdapterTooLargeError(
-                f"lora_weights has {weights.num_bytes} bytes, lora_config {config.num_bytes}; at "
-                f"most {limits.max_file_bytes} are read"
+                f"lora_weights has {readable_bytes(weights.num_bytes)}, lora_config "
+                f"{readable_bytes(config.num_bytes)}; at most "
+                f"{readable_bytes(limits.max_file_bytes)} are read (max_adapter_bytes)"
             )
         request = StageRequest(
             request_id=next(self._request_ids),

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loraplex.adapters.durable_files import make_folder, sync_folder
+from loraplex.core.byte_sizes import readable_bytes
 from loraplex.core.errors import AdapterTooLargeError, InvalidAdapterError
 
 _LENGTH_BYTES = 8
@@ -136,7 +137,8 @@ def read_bounded(path: Path, max_bytes: int) -> bytearray:
     with os.fdopen(descriptor, "rb", buffering=0) as file:
         if status.st_size > max_bytes:
             raise AdapterTooLargeError(
-                f"{path} has {status.st_size} bytes; at most {max_bytes} are read"
+                f"{path} has {readable_bytes(status.st_size)}; at most {readable_bytes(max_bytes)} "
+                "are read"
             )
         content = bytearray(status.st_size)
         filled, view = 0, memoryview(content)

@@ -18,6 +18,7 @@ import msgspec
 
 from loraplex.adapters.durable_files import storage_full, storing
 from loraplex.adapters.sources.fetch import FILE_NAMES, SINGLE_NAME
+from loraplex.core.byte_sizes import readable_bytes
 from loraplex.core.clock import Clock
 from loraplex.core.errors import (
     InvalidParameterError,
@@ -210,18 +211,19 @@ class Uploads:
     def _check_size(self, upload: _Upload, num_bytes: int) -> None:
         if upload.num_bytes + num_bytes > self._limits.max_bytes:
             raise PayloadTooLargeError(
-                f"the upload would have {upload.num_bytes + num_bytes} bytes; an adapter may have "
-                f"{self._limits.max_bytes} (max_adapter_bytes)"
+                f"the upload would have {readable_bytes(upload.num_bytes + num_bytes)}; an adapter "
+                f"may have {readable_bytes(self._limits.max_bytes)} (max_adapter_bytes)"
             )
         held = sum(each.num_bytes for each in self._of(upload.tenant))
         if held + num_bytes > self._limits.max_tenant_bytes:
             raise PayloadTooLargeError(
-                f"the uploads of tenant {upload.tenant!r} would have {held + num_bytes} bytes; "
-                f"they may have {self._limits.max_tenant_bytes} together (upload_bytes): load or "
+                f"the uploads of tenant {upload.tenant!r} would have "
+                f"{readable_bytes(held + num_bytes)}; they may have "
+                f"{readable_bytes(self._limits.max_tenant_bytes)} together (upload_bytes): load or "
                 "delete one of them"
             )
         if shutil.disk_usage(self._folder.path).free < num_bytes + _SPARE_BYTES:
-            raise storage_full(f"less than {num_bytes + _SPARE_BYTES} bytes are free")
+            raise storage_full(f"less than {readable_bytes(num_bytes + _SPARE_BYTES)} are free")
 
     def _card(self, upload: _Upload) -> UploadCard:
         return UploadCard(

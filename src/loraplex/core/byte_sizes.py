@@ -7,6 +7,8 @@ from typing import Final
 _BYTES: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgt])(i?))?b?", re.IGNORECASE)
 _POWERS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
+_ROUNDING: Final = 100
+"""Values are rounded up by at most one part of so many."""
 
 
 def parse_bytes(text: str) -> int:
@@ -24,3 +26,13 @@ def readable_bytes(num_bytes: int) -> str:
     while size >= 1024 and unit < len(_UNITS) - 1:
         size, unit = size / 1024, unit + 1
     return f"{size:.4g} {_UNITS[unit]}"
+
+
+def enough_bytes(num_bytes: int) -> str:
+    """Return a value of a setting that is just enough: a whole number of a unit, as `124MiB`."""
+    for power in range(len(_UNITS) - 1, 0, -1):
+        unit = 1024**power
+        number = -(-num_bytes // unit)
+        if number * unit <= num_bytes + num_bytes // _ROUNDING:
+            return f"{number}{_UNITS[power]}"
+    return f"{num_bytes}B"

@@ -8,6 +8,7 @@ from typing import Final, Self
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from loraplex.core.byte_sizes import readable_bytes
 from loraplex.core.errors import NotReadyError
 from loraplex.core.server_config import ServerConfig
 from loraplex.serving.wire_request import current_tenant
@@ -50,8 +51,9 @@ class BodyMemory:
             or self._by_tenant[tenant] + num_bytes > self._max_tenant_bytes
         ):
             raise NotReadyError(
-                f"request bodies take all of their memory ({self._max_bytes} bytes in total, "
-                f"{self._max_tenant_bytes} for a tenant: max_bodies_bytes): please try again",
+                f"request bodies take all of their memory ({readable_bytes(self._max_bytes)} in "
+                f"total, {readable_bytes(self._max_tenant_bytes)} for a tenant: max_bodies_bytes): "
+                "please try again",
                 retry_after_seconds=_RETRY_SECONDS,
             )
         self._by_tenant[tenant] += num_bytes

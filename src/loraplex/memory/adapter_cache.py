@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from loraplex.core.adapter import AdapterHandle, Residency
+from loraplex.core.byte_sizes import enough_bytes, readable_bytes
 from loraplex.core.errors import AdapterTooLargeError, ErrorInfo
 from loraplex.core.plan import PageId
 from loraplex.core.stats import AdapterTierStats
@@ -73,8 +74,9 @@ class AdapterCache:
         assert handle not in self._entries, f"adapter {handle} is registered already"
         if num_bytes > self._host_bytes_total:
             raise AdapterTooLargeError(
-                f"the adapter has {num_bytes} bytes, the whole host cache for adapters "
-                f"{self._host_bytes_total}: raise lora_host_bytes"
+                f"the adapter takes {readable_bytes(num_bytes)}, and the whole host cache for "
+                f"adapters has {readable_bytes(self._host_bytes_total)}: raise lora_host_bytes to "
+                f"{enough_bytes(num_bytes)} or more"
             )
         self._require_pages(num_pages, self._pinned_pages, "the adapter needs")
         self._entries[handle] = AdapterEntry(handle, num_bytes, num_pages)

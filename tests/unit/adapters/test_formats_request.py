@@ -117,7 +117,7 @@ class TestTensorsOfARequest:
 
     async def test_too_many_bytes_are_not_sent(self, tmp_path, shapes, pair):
         worker = StagingWorker(tmp_path / "state", policy=SourcePolicy(max_bytes=100))
-        with pytest.raises(AdapterTooLargeError, match=r"864 bytes.* at most 100"):
+        with pytest.raises(AdapterTooLargeError, match=r"864 B.* at most 100 B"):
             await worker.stage_tensors(
                 *request_tensors(pair), shapes=shapes, max_ranks=RankLimits(8)
             )

@@ -181,7 +181,7 @@ class TestTooMuch:
 
     def fetch(self, web, state, page):
         web.pages["/zh.safetensors"] = page
-        with pytest.raises(AdapterTooLargeError, match=r"than 1000 bytes.*max_adapter_bytes"):
+        with pytest.raises(AdapterTooLargeError, match=r"than 1000 B.*max_adapter_bytes"):
             local_path(f"{web.url}/zh.safetensors", self.small, state)
         assert len(web.requests) == 1  # and is not tried again
         assert list(state.glob("sources/*/*")) == []

@@ -81,7 +81,7 @@ def test_limits(tmp_path):
     torch.save({str(i): torch.ones(1) for i in range(11)}, tmp_path / "x.bin")
     with pytest.raises(AdapterTooLargeError, match="11 tensors"):
         read_torch_file(tmp_path / "x.bin", **LIMITS)
-    with pytest.raises(AdapterTooLargeError, match="at most 10 are read"):
+    with pytest.raises(AdapterTooLargeError, match="at most 10 B are read"):
         read_torch_file(tmp_path / "x.bin", max_file_bytes=10, max_tensors=100)
 
 

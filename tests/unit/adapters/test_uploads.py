@@ -117,13 +117,13 @@ async def test_of_two_transfers_of_one_file_the_last_to_end_counts(uploads):
 
 async def test_limits_of_an_upload_and_of_a_tenant(uploads):
     card, other = await uploads.create("a"), await uploads.create("a")
-    with pytest.raises(PayloadTooLargeError, match=r"101 bytes; .* 100 \(max_adapter_bytes\)"):
+    with pytest.raises(PayloadTooLargeError, match=r"101 B; .* 100 B \(max_adapter_bytes\)"):
         uploads.begin_file(card.id, "a", CONFIG, 101)
     await put(uploads, card.id, WEIGHTS, b"x" * 90)
     with pytest.raises(PayloadTooLargeError, match="max_adapter_bytes"):
         await put(uploads, card.id, CONFIG, b"x" * 11)
     await put(uploads, other.id, WEIGHTS, b"x" * 60)
-    with pytest.raises(PayloadTooLargeError, match=r"151 bytes; .* 150 together \(upload_bytes\)"):
+    with pytest.raises(PayloadTooLargeError, match=r"151 B; .* 150 B together \(upload_bytes\)"):
         await put(uploads, other.id, CONFIG, b"x")
     with pytest.raises(RateLimitedError, match=r"2 uploads, .*max_uploads") as caught:
         await uploads.create("a")

@@ -22,9 +22,10 @@ from loraplex.adapters.staging_limits import StagingLimits
 from loraplex.adapters.state_lock import StateLock
 from loraplex.app.builder import served_shapes
 from loraplex.app.plan import plan_memory
-from loraplex.app.start_checks import check_cuda, check_start, check_weights_fit
+from loraplex.app.start_checks import check_start, check_weights_fit
 from loraplex.cli.binding import refuse_if_open
 from loraplex.core.config import AdapterConfig, Config, ModelConfig
+from loraplex.core.devices import check_cuda
 from loraplex.core.errors import LoraplexError
 from loraplex.core.rank_limits import RankLimits
 from loraplex.core.server_config import ServerConfig
@@ -255,7 +256,7 @@ SOURCES = {
     "/adapters/other is outside": "adapters/sources/policy.py",
     "adapters may not be loaded from": "adapters/sources/policy.py",
     "adapter 'legal' changes nothing": "serving/adapters/loading.py",
-    "the adapter has": "serving/adapter_fit.py",
+    "the adapter takes": "serving/adapter_fit.py",
     "the adapter needs": "serving/adapter_fit.py",
     "the device is out of memory": "execution/sizing/shortage.py",
     "no native CPU kernels": "kernels/dispatch.py",

@@ -52,7 +52,7 @@ def test_the_way_to_the_device():
 
 def test_what_can_never_fit_is_refused_at_once():
     cache = cache_with(host_bytes=100, num_pages=4)
-    with pytest.raises(AdapterTooLargeError, match=r"101 bytes.* 100: raise lora_host_bytes"):
+    with pytest.raises(AdapterTooLargeError, match=r"101 B, .* 100 B: .* lora_host_bytes to 101B"):
         cache.register(0, 101, 1)
     with pytest.raises(AdapterTooLargeError, match=r"needs 5 device pages.* has 4: raise lora_dev"):
         cache.register(0, 100, 5)

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from loraplex.adapters.sources.reference import OBJECT_SCHEMES
+from loraplex.core.byte_sizes import readable_bytes
 from loraplex.core.config import Config
 from loraplex.core.errors import (
     AdapterLoadError,
@@ -138,7 +139,8 @@ class SourcePolicy(msgspec.Struct, frozen=True, kw_only=True):
 
     def too_large(self, what: str) -> AdapterTooLargeError:
         return AdapterTooLargeError(
-            f"{what} has more than {self.max_bytes} bytes, the most that an adapter may have; "
+            f"{what} has more than {readable_bytes(self.max_bytes)}, the most that an adapter may "
+            "have; "
             "raise max_adapter_bytes",
             param="path",
         )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from loraplex.core.byte_sizes import readable_bytes
+from loraplex.core.byte_sizes import enough_bytes, readable_bytes
 from loraplex.core.errors import ConfigError
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.execution.sizing.settings import RunnerSettings
@@ -59,7 +59,8 @@ class MemoryAdvice:
         """Return the error for a memory_bytes that does not hold the weights."""
         return ConfigError(
             f"memory_bytes {readable_bytes(memory_bytes)} does not hold the weights, "
-            f"{readable_bytes(weights_bytes)}: raise it, or {self._smaller_weights(None)}",
+            f"{readable_bytes(weights_bytes)}: raise --memory above that, or "
+            f"{self._smaller_weights(None)}",
             param="memory_bytes",
         )
 
@@ -96,7 +97,7 @@ class MemoryAdvice:
         settings = self.settings
         said = settings.kv_cache_bytes is not None
         missing = None if free is None else kv_bytes + adapter_bytes - free
-        by = f" by at least {missing} bytes" if missing is not None and missing > 0 else ""
+        by = f" by at least {enough_bytes(missing)}" if missing is not None and missing > 0 else ""
         kv = "kv_cache_bytes" if said else f"kv_cache_fraction ({settings.kv_cache_fraction})"
         pool = (
             f"lora_device_fraction ({settings.lora_device_fraction})"

@@ -6,7 +6,7 @@ import msgspec
 import torch
 
 from loraplex.core.adapter import LM_HEAD, LoraTarget
-from loraplex.core.byte_sizes import readable_bytes
+from loraplex.core.byte_sizes import enough_bytes, readable_bytes
 from loraplex.core.errors import ConfigError
 from loraplex.core.plan import AdapterShare, PageGeometry, targets_by_stage
 from loraplex.core.rank_limits import RankLimits
@@ -140,9 +140,15 @@ def _too_much(
         f"weights take {readable_bytes(weights_bytes)}, the KV cache {readable_bytes(kv_bytes)} "
         f"and the adapters' pool {readable_bytes(pool_bytes)}: {readable_bytes(together)} "
         f"together, and the device has {readable_bytes(weights_bytes + left)} for them: "
-        f"lower {said} by {missing} bytes",
+        f"lower {said} by {enough_bytes(missing)}{_or_more_memory(settings, missing)}",
         param=said if settings.memory_bytes is None else "memory_bytes",
     )
+
+
+def _or_more_memory(settings: RunnerSettings, missing: int) -> str:
+    if settings.memory_bytes is None:
+        return ""
+    return f", or raise --memory to {enough_bytes(settings.memory_bytes + missing)}"
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -169,17 +175,19 @@ def describe_memory(
         for rank in sorted({usual, limits.largest})
     )
     return (
-        f"memory: weights {weights_bytes >> 20} MiB; {_of_steps(steps)}"
-        f"KV cache {size.kv.num_bytes >> 20} MiB, {_tokens(size.kv, settings)}; "
-        f"adapters {pool.num_bytes >> 20} MiB, tables {pool.table_bytes >> 20} of them, "
-        f"{pool.num_pages} pages of {pool.page_bytes} bytes: {' or '.join(holds)} on all modules"
+        f"memory: weights {readable_bytes(weights_bytes)}; {_of_steps(steps)}"
+        f"KV cache {readable_bytes(size.kv.num_bytes)}, {_tokens(size.kv, settings)}; "
+        f"adapters {readable_bytes(pool.num_bytes)}, with tables of "
+        f"{readable_bytes(pool.table_bytes)}, {pool.num_pages} pages of "
+        f"{readable_bytes(pool.page_bytes)}: {' or '.join(holds)} on all modules"
     )
 
 
 def _of_steps(steps: StepMemory) -> str:
     if steps == _NO_STEPS:
         return ""
-    return f"steps {steps.workspace >> 20} MiB; recorded steps {steps.graphs >> 20} MiB; "
+    workspace, graphs = readable_bytes(steps.workspace), readable_bytes(steps.graphs)
+    return f"steps {workspace}; recorded steps {graphs}; "
 
 
 def _tokens(kv: KVSize, settings: RunnerSettings) -> str:
@@ -227,9 +235,9 @@ def size_adapter_pool(
     num_pages = pages_for_bytes(settings.lora_device_bytes, geometry, dtype.itemsize)
     if num_pages < needed:
         raise ConfigError(
-            f"lora_device_bytes {settings.lora_device_bytes} does not hold one adapter of rank "
-            f"{settings.rank_limits} on all modules: lower max_lora_rank or "
-            f"max_lora_ranks, or set at least {needed * page_bytes}",
+            f"lora_device_bytes {readable_bytes(settings.lora_device_bytes)} does not hold one "
+            f"adapter of rank {settings.rank_limits} on all modules: lower max_lora_rank or "
+            f"max_lora_ranks, or set at least {enough_bytes(needed * page_bytes)}",
             param="lora_device_bytes",
         )
     return AdapterPoolSize(geometry, num_pages, *sizes)

@@ -5,10 +5,12 @@ window gets as many, but not more than max_num_seqs sequences need at once.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import torch
 
+from loraplex.core.byte_sizes import enough_bytes, readable_bytes
 from loraplex.core.errors import ConfigError
 from loraplex.core.plan import KVGroupCapacity
 from loraplex.execution.sizing.settings import RunnerSettings
@@ -163,18 +165,27 @@ def _too_small(settings: RunnerSettings, needs: _GroupNeeds, num_blocks: int) ->
     """Return the error, which names the setting to change and the size that is needed."""
     capped = _blocks_by_tokens(settings)
     if capped == num_blocks:
-        param, needed = "max_tokens_in_paged_kv_cache", needs.per_sequence * settings.block_size
+        param, enough = "max_tokens_in_paged_kv_cache", needs.per_sequence * settings.block_size
+        needed = str(enough)
     else:
-        param, needed = "kv_cache_bytes", needs.num_bytes(needs.per_sequence)
+        param, needed = "kv_cache_bytes", enough_bytes(needs.num_bytes(needs.per_sequence))
     window = needs.groups[0].window
     smaller = "max_model_len" if window is None else "max_attention_window_size"
     seen = "" if window is None else f" with a window of {window} and what one step computes"
     return ConfigError(
         f"the KV cache holds {num_blocks * settings.block_size} tokens, max_model_len is "
         f"{needs.max_model_len}{seen}: set {param} to at least {needed}, or a smaller {smaller}"
-        + ("" if settings.memory_bytes is None else ", or a larger memory_bytes"),
+        + _more_memory(settings, needs.num_bytes(needs.per_sequence)),
         param=param,
     )
+
+
+def _more_memory(settings: RunnerSettings, needed: int) -> str:
+    """needed: bytes of the KV cache for one sequence."""
+    if settings.memory_bytes is None or settings.kv_cache_bytes is None:
+        return ""
+    missing = math.ceil((needed - settings.kv_cache_bytes) / settings.kv_cache_fraction)
+    return f", or raise --memory to {enough_bytes(settings.memory_bytes + missing)}"
 
 
 def wanted_model_len(settings: RunnerSettings, spec: ModelSpec) -> int:
@@ -217,8 +228,8 @@ def _num_host_blocks(settings: RunnerSettings, needs: _GroupNeeds) -> int:
     num_bytes, per_block = settings.kv_cache_host_memory_bytes, sum(needs.block_bytes)
     if 0 < num_bytes < per_block:
         raise ConfigError(
-            f"kv_cache_host_memory_bytes {num_bytes} does not hold one block of {per_block} bytes: "
-            "set more, or 0 for none",
+            f"kv_cache_host_memory_bytes {readable_bytes(num_bytes)} does not hold one block: set "
+            f"at least {enough_bytes(per_block)}, or 0 for none",
             param="kv_cache_host_memory_bytes",
         )
     return needs.largest(num_bytes)

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from loraplex.adapters.seen_files import SeenFiles
+from loraplex.core.byte_sizes import enough_bytes, readable_bytes
 from loraplex.execution.weights.packed_file import (
     PackedFile,
     PackedFileError,
@@ -129,14 +130,19 @@ class PackedCache:
         """Raises _TooSmallError, before anything is deleted, if all removable files are too few."""
         if needed > self._max_bytes:
             raise _TooSmallError(
-                f"they have {needed} bytes, weights_cache_bytes is {self._max_bytes}"
+                f"they take {readable_bytes(needed)}, and weights_cache_bytes is "
+                f"{readable_bytes(self._max_bytes)}: raise it to {enough_bytes(needed)}"
             )
         self._delete_abandoned()
         others = [(last_use, size, p) for last_use, size, p in self._files() if p != path]
         used = sum(size for _, size, _ in others)
         free = shutil.disk_usage(self.folder).free
         if free + used < needed + self._min_free_bytes:
-            raise _TooSmallError(f"{self.folder} has {free} bytes free, they need {needed}")
+            raise _TooSmallError(
+                f"{self.folder} has {readable_bytes(free)} free, and they need "
+                f"{readable_bytes(needed + self._min_free_bytes)}: free space there, or set "
+                "weights_cache_dir to another disk"
+            )
         for _, size, other in sorted(others):
             if used + needed <= self._max_bytes and free >= needed + self._min_free_bytes:
                 return

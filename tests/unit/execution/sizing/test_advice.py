@@ -86,7 +86,7 @@ class TestPools:
     def test_shares(self) -> None:
         error = advice().pools(1000, 900, 150)
         assert "the KV cache takes 900 B and the adapters' pool 150 B" in error.message
-        assert "kv_cache_fraction (0.9) or lora_device_fraction (0.05) by at least 50 bytes" in (
+        assert "kv_cache_fraction (0.9) or lora_device_fraction (0.05) by at least 50B" in (
             error.message
         )
         assert error.param == "kv_cache_fraction"

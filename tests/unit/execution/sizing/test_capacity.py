@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from loraplex.core.byte_sizes import readable_bytes
+from loraplex.core.byte_sizes import enough_bytes, parse_bytes, readable_bytes
 from loraplex.core.errors import ConfigError
 from loraplex.core.rank_limits import RankLimits
 from loraplex.execution.sizing.capacity import (
@@ -61,7 +61,9 @@ def test_an_open_length_shrinks_to_the_cache() -> None:
 
 
 def test_a_wanted_length_that_does_not_fit() -> None:
-    with pytest.raises(ConfigError, match=f"set kv_cache_bytes to at least {4 * BLOCK_BYTES}"):
+    with pytest.raises(
+        ConfigError, match=f"set kv_cache_bytes to at least {enough_bytes(4 * BLOCK_BYTES)}"
+    ):
         kv(num_blocks=2, max_model_len=50)
     with pytest.raises(ConfigError, match="holds 0 tokens"):
         kv(kv_cache_bytes=1)
@@ -126,12 +128,12 @@ def test_a_pool_that_is_too_small_says_what_it_takes() -> None:
     settings = RunnerSettings(lora_device_bytes=1000)
     with pytest.raises(ConfigError, match=r"rank 64 on all modules: .*or set at least") as caught:
         size_adapter_pool(settings, TINY_DECODER, torch.bfloat16)
-    enough = int(caught.value.message.split()[-1])
+    enough = parse_bytes(caught.value.message.split()[-1])
     settings = RunnerSettings(lora_device_bytes=enough)
     assert size_adapter_pool(settings, TINY_DECODER, torch.bfloat16).num_pages > 0
     with pytest.raises(ConfigError):
         size_adapter_pool(
-            RunnerSettings(lora_device_bytes=enough - 1), TINY_DECODER, torch.bfloat16
+            RunnerSettings(lora_device_bytes=int(enough * 0.99) - 1), TINY_DECODER, torch.bfloat16
         )
 
 
@@ -196,7 +198,7 @@ class TestMemory:
         assert size.kv.capacities[0].num_blocks == 20
 
     def test_weights_that_do_not_fit(self) -> None:
-        with pytest.raises(ConfigError, match="raise it, or set quantization") as caught:
+        with pytest.raises(ConfigError, match="raise --memory above that, or set quant") as caught:
             memory(memory_bytes=WEIGHTS)
         size = readable_bytes(WEIGHTS)
         assert f"memory_bytes {size} does not hold the weights, {size}" in caught.value.message
@@ -208,8 +210,12 @@ class TestMemory:
 
     def test_a_length_that_does_not_fit_names_the_budget(self) -> None:
         least = smallest_pool(RunnerSettings(), TINY_DECODER, torch.float32).num_bytes
-        with pytest.raises(ConfigError, match="or a larger memory_bytes"):
+        with pytest.raises(ConfigError, match="or raise --memory to") as caught:
             memory(memory_bytes=WEIGHTS + least + 3 * BLOCK_BYTES, max_model_len=100)
+        enough = parse_bytes(caught.value.message.split()[-1])
+        assert memory(memory_bytes=enough, max_model_len=100).kv.max_model_len == 100
+        with pytest.raises(ConfigError, match="or raise --memory to"):
+            memory(memory_bytes=int(enough * 0.98), max_model_len=100)
 
     def test_steps_come_before_the_shares(self) -> None:
         free, steps = 200 << 20, StepMemory(60 << 20, 40 << 20)
@@ -232,10 +238,10 @@ class TestMemory:
         assert caught.value.param == "max_num_batched_tokens"
 
     def test_said_bytes_that_a_device_does_not_have(self) -> None:
-        with pytest.raises(ConfigError, match=r"lower kv_cache_bytes by \d+ bytes") as caught:
+        with pytest.raises(ConfigError, match=r"lower kv_cache_bytes by \d+[KM]?i?B") as caught:
             memory(100 << 20, kv_cache_bytes=100 << 20)
         assert caught.value.param == "kv_cache_bytes"
-        (by,) = map(int, re.findall(r"kv_cache_bytes by (\d+)", caught.value.message))
+        (by,) = map(parse_bytes, re.findall(r"kv_cache_bytes by (\w+)", caught.value.message))
         memory(100 << 20, kv_cache_bytes=(100 << 20) - by)
         with pytest.raises(ConfigError):
             memory(100 << 20, kv_cache_bytes=(100 << 20) - by + BLOCK_BYTES)

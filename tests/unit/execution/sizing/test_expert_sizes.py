@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from loraplex.core.byte_sizes import parse_bytes, readable_bytes
 from loraplex.core.errors import ConfigError
 from loraplex.core.plan import PageGeometry
 from loraplex.execution.adapters.entry_tables import EntryTables, head_modules
@@ -41,7 +42,7 @@ def test_the_pool_holds_the_largest_adapter_of_layers_that_differ() -> None:
     settings = RunnerSettings(max_lora_rank=8, max_lora_ranks={"experts": 2}, lora_device_bytes=1)
     with pytest.raises(ConfigError, match=r"rank 8 \(experts 2\) on all modules") as caught:
         size_adapter_pool(settings, DIFFERING, torch.bfloat16)
-    enough = int(caught.value.message.split()[-1])
+    enough = parse_bytes(caught.value.message.split()[-1])
     settings = RunnerSettings(
         max_lora_rank=8, max_lora_ranks={"experts": 2}, lora_device_bytes=enough
     )
@@ -80,7 +81,7 @@ def test_tables_are_part_of_the_memory() -> None:
         assert 1.1 * pool.num_bytes > 0.5 * (20 << 20)
     settings = RunnerSettings(memory_bytes=20 << 20)
     text = describe_memory(1, many, settings, mixtral(num_local_experts=64))
-    assert f"tables {many.adapters.table_bytes >> 20} of them" in text
+    assert f"with tables of {readable_bytes(many.adapters.table_bytes)}" in text
 
 
 def test_an_entry_has_the_bytes_that_are_counted() -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 
+from loraplex.core.byte_sizes import enough_bytes
 from loraplex.core.errors import ConfigError
 from loraplex.core.plan import KVGroupCapacity
 from loraplex.execution.sizing.capacity import describe_memory, size_memory
@@ -66,7 +67,7 @@ def test_host_blocks() -> None:
     assert [group.num_host_blocks for group in kv().capacities] == [0]
     size = kv(kv_cache_host_memory_bytes=5 * BLOCK_BYTES + 1)
     assert [group.num_host_blocks for group in size.capacities] == [5]
-    with pytest.raises(ConfigError, match=f"does not hold one block of {BLOCK_BYTES} bytes"):
+    with pytest.raises(ConfigError, match=f"at least {enough_bytes(BLOCK_BYTES)}, or 0 for none"):
         kv(kv_cache_host_memory_bytes=BLOCK_BYTES - 1)
 
 
@@ -103,7 +104,9 @@ def test_a_window_bounds_what_a_sequence_needs() -> None:
     size = kv(**changes, num_blocks=8, max_model_len=1000)
     expected = KVGroupCapacity(num_blocks=8, attention_window=64)
     assert (size.max_model_len, size.capacities) == (1000, (expected,))
-    with pytest.raises(ConfigError, match=f"kv_cache_bytes to at least {7 * BLOCK_BYTES}"):
+    with pytest.raises(
+        ConfigError, match=f"kv_cache_bytes to at least {enough_bytes(7 * BLOCK_BYTES)}"
+    ):
         kv(**changes, num_blocks=6, max_model_len=1000)
     size = kv(**changes, num_blocks=4)
     assert (size.max_model_len, size.capacities) == (64, (KVGroupCapacity(num_blocks=4),))
@@ -161,7 +164,7 @@ def test_no_group_has_less_than_an_equal_share_that_it_can_use(
 
 def test_too_few_bytes_for_one_sequence_in_every_group() -> None:
     needed = (63 + 24) * BLOCK_BYTES // 2
-    with pytest.raises(ConfigError, match=f"kv_cache_bytes to at least {needed}"):
+    with pytest.raises(ConfigError, match=f"kv_cache_bytes to at least {enough_bytes(needed)}"):
         kv(CONFIG, **FEW, kv_cache_bytes=needed - 1, max_model_len=1000)
     assert blocks(CONFIG, **FEW, kv_cache_bytes=needed, max_model_len=1000) == (63, 24)
 

@@ -322,7 +322,7 @@ def test_a_full_disk_costs_the_cache_only(
 
 @pytest.mark.parametrize(
     ("max_bytes", "min_free_bytes", "message"),
-    [(100, 0, "weights_cache_bytes is 100"), (GIB, 1 << 62, "bytes free, they need")],
+    [(100, 0, "weights_cache_bytes is 100 B: raise it to"), (GIB, 1 << 62, "free space there")],
 )
 def test_too_little_space_is_reported(
     checkpoint: TinyCheckpoint,

@@ -169,8 +169,8 @@ async def test_an_adapter_that_changes_nothing_is_refused(loading, staging, star
 @pytest.mark.parametrize(
     ("size", "reason"),
     [
-        ({"num_pages": 17}, r"17 pages of 256 bytes.* pool has 16; raise lora_device_bytes"),
-        ({"num_bytes": 1001}, r"1001 bytes.* adapters 1000; raise lora_host_bytes"),
+        ({"num_pages": 17}, r"17 pages of 256 B .* pool has 16; raise lora_device_bytes to 4352B"),
+        ({"num_bytes": 1001}, r"1001 B, .* adapters has 1000 B; raise lora_host_bytes to 1001B"),
     ],
 )
 async def test_what_can_never_fit_is_refused_at_once(loading, staging, start, size, reason):
