@@ -16,7 +16,6 @@ from typing import Any, Final
 from loraplex.core.errors import ConfigError
 from loraplex.models.gguf import GgufFile, read_gguf
 from loraplex.models.gguf_config import FILE_NAME, hugging_face_config
-from loraplex.text.gguf_tokenizer import gguf_tokenizer
 
 SUFFIX: Final = ".gguf"
 _TOKENIZER_FILES: Final = (
@@ -36,6 +35,9 @@ def gguf_folder(path: Path, folders: Path) -> Path:
     files: dict[str, Mapping[str, Any] | str] = {"config.json": hugging_face_config(file)}
     own = [name for name in _TOKENIZER_FILES if (path.parent / name).is_file()]
     if not {"tokenizer.json", "tokenizer.model"} & set(own):
+        # A server must not wait for this import before it starts its engines.
+        from loraplex.text.gguf_tokenizer import gguf_tokenizer  # noqa: PLC0415
+
         tokenizer = gguf_tokenizer(file.metadata, str(path))
         files |= {"tokenizer.json": tokenizer.tokenizer, "tokenizer_config.json": tokenizer.config}
         own = [name for name in own if name not in files]
