@@ -11,10 +11,12 @@ from tools.openapi_page import openapi_page
 from tools.settings_page import settings_page
 from tools.sizing_page import sizing_page
 from tools.triton_page import triton_page
+from tools.vllm_page import vllm_page
 
 PAGES: Mapping[str, Callable[[], str]] = MappingProxyType(
     {
         "support-triton.md": triton_page,
+        "support-vllm.md": vllm_page,
         "fields-openai.md": openai_page,
         "support-llgtrt.md": llgtrt_page,
         "openapi.json": openapi_page,

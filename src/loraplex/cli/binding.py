@@ -1,6 +1,7 @@
 """Protection of servers without API keys."""
 
 import logging
+from collections.abc import Sequence
 
 from loraplex.core.environment import server_api_keys
 from loraplex.core.errors import ConfigError
@@ -9,14 +10,14 @@ from loraplex.core.server_config import ServerConfig
 logger = logging.getLogger(__name__)
 
 
-def needs_keys(server: ServerConfig) -> bool:
-    return bool(server.api_keys_file or server_api_keys())
+def needs_keys(server: ServerConfig, given: Sequence[str] = ()) -> bool:
+    return bool(server.api_keys_file or server_api_keys() or given)
 
 
-def refuse_if_open(server: ServerConfig) -> None:
+def refuse_if_open(server: ServerConfig, given_keys: Sequence[str] = ()) -> None:
     """Raise ConfigError for a server that other machines reach without keys, unless the operator
     allows it: the rule of `loraplex serve`."""
-    if needs_keys(server) or server.is_on_loopback:
+    if needs_keys(server, given_keys) or server.is_on_loopback:
         return
     if server.allow_no_keys:
         _warn(server.host, "allow_no_keys is set")
@@ -33,6 +34,14 @@ def warn_if_open(server: ServerConfig, original: str) -> None:
     replace another server (`original`), which listens on all addresses."""
     if not needs_keys(server) and not server.is_on_loopback:
         _warn(server.host, f"{original}'s default has it")
+
+
+def warn_of_visible_key() -> None:
+    """Log a warning for a key that is given as a flag."""
+    logger.warning(
+        "the key of --api-key is visible in the list of processes of this machine: use a file "
+        "(--api-keys-file), or LORAPLEX_API_KEYS in the environment"
+    )
 
 
 def _warn(host: str, why: str) -> None:

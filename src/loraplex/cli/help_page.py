@@ -2,6 +2,7 @@
 read on a narrow terminal and found by grep. (Tables, which other commands have, cut long flags.)
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
@@ -17,7 +18,10 @@ class FlagPage(TyperCommand):
         super().__init__(*args, **settings | {"rich_markup_mode": None})
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        _write_flags(self, ctx, formatter)
+        _write_flags(self.shown_parameters(ctx), ctx, formatter)
+
+    def shown_parameters(self, ctx: Any) -> list[Any]:
+        return self.get_params(ctx)
 
 
 class GroupFlagPage(TyperGroup):
@@ -28,13 +32,13 @@ class GroupFlagPage(TyperGroup):
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         self.format_commands(ctx, formatter)
-        _write_flags(self, ctx, formatter)
+        _write_flags(self.get_params(ctx), ctx, formatter)
 
 
-def _write_flags(command: TyperCommand | TyperGroup, ctx: Any, formatter: Any) -> None:
+def _write_flags(parameters: Iterable[Any], ctx: Any, formatter: Any) -> None:
     """Panels come in the order of their first flags."""
     panels: dict[str, list[tuple[str, str]]] = {}
-    for parameter in command.get_params(ctx):
+    for parameter in parameters:
         record = parameter.get_help_record(ctx)
         if record is not None:
             panels.setdefault(_panel(parameter), []).append(record)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from loraplex.cli.binding import warn_if_open
+from loraplex.cli.binding import warn_if_open, warn_of_visible_key
 from loraplex.cli.options import errors_to_exit_code
 from loraplex.cli.settings_flags import environment_layers, flag_layers, with_settings
 from loraplex.core.config import Config, ModelConfig
@@ -179,10 +179,7 @@ def _serve(config: Config, files: "LlgtrtConfig", api_key: str | None) -> None:
     if api_key is None:
         warn_if_open(config.server, "llgtrt")
     else:
-        logger.warning(
-            "the key of --api-key is visible in the list of processes of this machine: use a file "
-            "(--api-keys-file), or LORAPLEX_API_KEYS in the environment"
-        )
+        warn_of_visible_key()
     given = () if api_key is None else (api_key,)
     run_server(
         config, functools.partial(print, flush=True), given_keys=given, process_name="llgtrt"

@@ -14,7 +14,7 @@ from loraplex.cli.plan import plan
 from loraplex.cli.replay import replay
 from loraplex.cli.run import run
 from loraplex.cli.serve import serve
-from loraplex.cli.vllm_flags import VllmFlagPage
+from loraplex.cli.serve_page import ServePage
 from loraplex.core.environment import leave_grpc_out_of_forks
 from loraplex.core.version import __version__
 
@@ -24,7 +24,7 @@ _MEASURE: Final = "Measure and plan"
 _OTHERS: Final = "Other systems"
 
 COMMANDS: Final = (
-    CommandRow("serve", serve, _SERVE, {"cls": VllmFlagPage}),
+    CommandRow("serve", serve, _SERVE, {"cls": ServePage}),
     CommandRow("run", run, _SERVE),
     CommandRow("generate", generate, _SERVE),
     CommandRow("compare", compare, _SERVE),
@@ -42,7 +42,7 @@ app = typer.Typer(
     cls=group_in_order(COMMANDS),
     help="Serve one base model with thousands of LoRA adapters.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )

@@ -1,19 +1,22 @@
 """`loraplex serve`: joins flags, file and environment into a Config, which app.server runs."""
 
 import functools
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
-from loraplex.cli.binding import refuse_if_open
+from loraplex.cli.binding import refuse_if_open, warn_of_visible_key
 from loraplex.cli.options import errors_to_exit_code, parse_adapters
+from loraplex.cli.serve_page import print_all_flags
 from loraplex.cli.settings_flags import environment_layers, flag_layers, with_settings
 from loraplex.cli.vllm_flags import (
     LORA_MODULES,
     SERVED_MODEL_NAME,
+    SHORT,
     split_flags,
     with_vllm_flags,
 )
@@ -21,11 +24,13 @@ from loraplex.core.config import Config
 from loraplex.core.config_layers import Layer, file_layer, resolve
 from loraplex.core.errors import ConfigError
 
-_LORA = "Adapters"
+logger = logging.getLogger(__name__)
+
+_LORA: Final = "Adapters"
 
 
 @with_vllm_flags
-@with_settings()
+@with_settings(short=SHORT)
 def serve(
     model: Annotated[
         str | None,
@@ -51,17 +56,29 @@ def serve(
             rich_help_panel=_LORA,
         ),
     ] = None,
+    help_all: Annotated[
+        bool,
+        typer.Option(
+            "--help-all", help="Show every flag, and exit.", is_eager=True, callback=print_all_flags
+        ),
+    ] = False,
     **settings: Any,
 ) -> None:
     """Serve a model and its adapters over the OpenAI and the Triton (KServe) protocols."""
+    del help_all
     with errors_to_exit_code():
         resolved = build_config(model, name, config, adapter or [], adapter_dir or [], settings)
+        given = split_flags(settings)
         # `--help` must not wait for what a server needs.
         from loraplex.app.launch import run_server, set_up_logging  # noqa: PLC0415
 
         set_up_logging(resolved.server)
-        refuse_if_open(resolved.server)
-        run_server(resolved, functools.partial(print, flush=True))
+        for sentence in given.without_effect:
+            logger.info("%s", sentence)
+        if given.api_keys:
+            warn_of_visible_key()
+        refuse_if_open(resolved.server, given.api_keys)
+        run_server(resolved, functools.partial(print, flush=True), given_keys=given.api_keys)
 
 
 def build_config(
@@ -86,6 +103,7 @@ def build_config(
             *environment_layers(served),
             arguments,
             *_adapter_layers(adapters, adapter_dirs, given.adapters, served),
+            *given.layers(served),
             *flag_layers(given.settings, served),
         ]
     )

@@ -2,7 +2,7 @@
 
 import inspect
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -15,9 +15,9 @@ from loraplex.core.setting import SettingField
 Command = TypeVar("Command", bound=Callable[..., None])
 
 
-def with_settings(*names: str) -> Callable[[Command], Command]:
+def with_settings(*names: str, short: Mapping[str, str] = {}) -> Callable[[Command], Command]:
     """Give a command that takes **settings one flag for each of these settings; no names: for all
-    that it does not take itself.
+    that it does not take itself. short: further flags, by setting.
 
     The value of a flag that is not given is None.
     """
@@ -26,7 +26,7 @@ def with_settings(*names: str) -> Callable[[Command], Command]:
         taken = inspect.signature(command).parameters
         fields = map(SETTINGS.__getitem__, names) if names else SETTINGS.values()
         flags = (f for f in fields if f.name not in taken and not f.setting.is_file_only)
-        return with_flags(command, map(_flag, flags))
+        return with_flags(command, (_flag(field, short.get(field.name)) for field in flags))
 
     return decorate
 
@@ -60,16 +60,30 @@ def flag_layers(flags: dict[str, Any], models: Iterable[str]) -> list[Layer]:
     return field_layers("flag --{flag}", given, models)
 
 
-def _flag(field: SettingField) -> inspect.Parameter:
+def _flag(field: SettingField, short: str | None) -> inspect.Parameter:
     names = [field.flag, *(alias.replace("_", "-") for alias in field.setting.aliases)]
     form = "--{0}/--no-{0}" if field.kind is bool else "--{0}"
     option = typer.Option(
         *(form.format(name) for name in names),
+        *([short] if short else []),
         help=field.help,
         metavar="<size>" if field.is_bytes else None,
         rich_help_panel=field.setting.group,
+        autocompletion=_completion(field),
     )
     return optional_flag(field.name, _kind(field), option)
+
+
+def _completion(field: SettingField) -> Callable[[str], list[str]] | None:
+    """Return what a shell completes a value with; None: names of files."""
+    words = field.choices
+    if not words:
+        return None
+
+    def complete(incomplete: str) -> list[str]:
+        return [word for word in words if word.startswith(incomplete)]
+
+    return complete
 
 
 def _kind(field: SettingField) -> Any:

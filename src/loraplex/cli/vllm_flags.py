@@ -1,65 +1,160 @@
-"""vLLM's flags that Kubernetes controllers write, for `loraplex serve`.
+"""Flags of `vllm serve`, for `loraplex serve`.
 
-KServe's LLMInferenceService names a model more than once, and gives adapters as JSON texts whose
-quotes no shell removes.
+The table has what each flag does here. A flag of the same name and meaning as one of our settings
+is that setting's. KServe's LLMInferenceService names a model more than once, and gives adapters as
+JSON texts whose quotes no shell removes.
 """
 
+import dataclasses
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeVar
 
 import typer
 
-from loraplex.cli.help_page import FlagPage
 from loraplex.cli.settings_flags import optional_flag, with_flags
-from loraplex.compat.triton.engine_args import row_of
+from loraplex.compat.triton.engine_args import ENGINE_ARGS, is_neutral, read_value, row_of
+from loraplex.compat.triton.setting_rows import Kind, SettingRow, here, no_effect, refused, setting
+from loraplex.core.config import SETTINGS
+from loraplex.core.config_layers import Layer, field_layers
 from loraplex.core.errors import ConfigError
+from loraplex.core.setting import SettingField
 from loraplex.core.support import Feature, Support
 
 _PANEL: Final = "vLLM"
+_GIB: Final = 1 << 30
 SERVED_MODEL_NAME: Final = "--served-model-name"
 LORA_MODULES: Final = "--lora-modules"
 
-FLAGS: Final[tuple[Feature, ...]] = (
-    Feature(SERVED_MODEL_NAME, note="names of the model; the first is as --name"),
-    Feature(LORA_MODULES, note='adapters, each as NAME=PATH or {"name": NAME, "path": PATH}'),
-    Feature("--port", note="as --http-port"),
-    Feature("--ssl-certfile", note="as --tls-cert"),
-    Feature("--ssl-keyfile", note="as --tls-key"),
-    Feature("--enable-ssl-refresh", Support.NO_EFFECT, "a new certificate is always read"),
-    *(
-        Feature(f"--{key.replace('_', '-')}", row_of(key).support, row_of(key).reason)
-        for key in ("max_loras", "max_cpu_loras")
-    ),
+SHORT: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "http_port": "-p",
+        "quantization": "-q",
+        "tensor_parallel_size": "-tp",
+        "pipeline_parallel_size": "-pp",
+    }
 )
-_LISTS: Final = (SERVED_MODEL_NAME, LORA_MODULES)
-_SWITCHES: Final = ("--enable-ssl-refresh",)
-_SETTINGS: Final = {
-    "--port": "http_port",
-    "--ssl-certfile": "tls_cert",
-    "--ssl-keyfile": "tls_key",
-}
+"""Short flags of settings: those of vLLM, and -p."""
+_OWN_FLAGS: Final = {field.flag: field for field in SETTINGS.values()}
+_SAME: Final = tuple(
+    row
+    for row in ENGINE_ARGS
+    if row.key.replace("_", "-") in _OWN_FLAGS and row.support is Support.WORKS
+)
+"""Arguments whose flag is that of a setting."""
+
+
+def _ignored(kind: Kind, keys: str) -> Iterator[SettingRow]:
+    return (dataclasses.replace(row_of(key), kind=kind) for key in keys.split())
+
+
+_ROWS: Final[tuple[SettingRow, ...]] = (
+    here("served_model_name", Kind.TEXT, "names of the model; the first is as --name"),
+    here("lora_modules", Kind.TEXT, 'adapters, each as NAME=PATH or {"name": NAME, "path": PATH}'),
+    here(
+        "api_key",
+        Kind.TEXT,
+        "a key that clients must send, in addition to the keys of --api-keys-file and "
+        "LORAPLEX_API_KEYS; repeatable",
+    ),
+    setting("port", Kind.TEXT, "http_port"),
+    setting("ssl_certfile", Kind.TEXT, "tls_cert"),
+    setting("ssl_keyfile", Kind.TEXT, "tls_key"),
+    no_effect("enable_ssl_refresh", "a new certificate is always read", Kind.BOOL),
+    no_effect("root_path", "routes are at /: a proxy removes its prefix", Kind.TEXT),
+    no_effect("uvicorn_log_level", "there is one log: see --log-level", Kind.TEXT),
+    here("disable_log_requests", Kind.BOOL, "as --log-requests off"),
+    here("disable_uvicorn_access_log", Kind.BOOL, "as --log-requests off"),
+    here("enable_log_requests", Kind.BOOL, "as --log-requests all, without prompts"),
+    no_effect(
+        "enable_auto_tool_choice", "tools are always served: see --tool-call-parser", Kind.BOOL
+    ),
+    *(
+        row
+        for row in ENGINE_ARGS
+        if row.setting and row not in _SAME and row.kind is not Kind.WHOLES
+    ),
+    here("enforce_eager", Kind.BOOL, "as --no-cuda-graphs"),
+    here("swap_space", Kind.NUMBER, "GiB of --kv-cache-host-memory-bytes"),
+    refused("data_parallel_size", "more than one replica (start a server for each)", "1"),
+    *_ignored(
+        Kind.TEXT,
+        "max_loras max_cpu_loras lora_dtype lora_extra_vocab_size seed download_dir "
+        "tokenizer_mode code_revision tokenizer_revision max_log_len max_logprobs "
+        "distributed_executor_backend generation_config scheduling_policy num_scheduler_steps "
+        "max_seq_len_to_capture guided_decoding_backend limit_mm_per_prompt "
+        "compilation_config",
+    ),
+    *_ignored(
+        Kind.BOOL,
+        "enable_chunked_prefill trust_remote_code fully_sharded_loras disable_custom_all_reduce "
+        "enable_expert_parallel",
+    ),
+    row_of("load_format"),
+)
+_SHORT: Final = MappingProxyType({"data_parallel_size": ("-dp",)})
+_LISTS: Final = (SERVED_MODEL_NAME, LORA_MODULES, "--api-key")
+_MANY_VALUES: Final = (SERVED_MODEL_NAME, LORA_MODULES)
+_SETTERS: Final[Mapping[str, Callable[[Any], Mapping[str, Any]]]] = MappingProxyType(
+    {
+        "disable_log_requests": lambda is_off: {"log_requests": "off"} if is_off else {},
+        "disable_uvicorn_access_log": lambda is_off: {"log_requests": "off"} if is_off else {},
+        "enable_log_requests": lambda is_on: {"log_requests": "all" if is_on else "off"},
+        "enforce_eager": lambda is_eager: {"cuda_graphs": not is_eager},
+        "swap_space": lambda gib: {"kv_cache_host_memory_bytes": int(gib * _GIB)},
+    }
+)
+"""Settings of flags whose value has another form here."""
 _QUOTES: Final = "'\""
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
 
-class VllmFlagPage(FlagPage):
-    """A command whose list flags take all values up to the next flag."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, list(_repeated(args)))
+def _flag(row: SettingRow) -> str:
+    return f"--{row.key.replace('_', '-')}"
 
 
-def _repeated(args: Sequence[str]) -> Iterator[str]:
-    """Yield `--flag a --flag b` for `--flag a b`."""
+def _feature(row: SettingRow) -> Feature:
+    note = f"as --{SETTINGS[row.setting].flag}" if row.setting else row.feature.note
+    return Feature(_flag(row), row.support, note, other_names=_SHORT.get(row.key, ()))
+
+
+def _own_feature(field: SettingField) -> Feature:
+    short = SHORT.get(field.name)
+    note = f"the setting `{field.name}`"
+    return Feature(f"--{field.flag}", note=note, other_names=(short,) if short else ())
+
+
+FLAGS: Final[tuple[Feature, ...]] = tuple(map(_feature, _ROWS))
+"""Flags that the command has in addition to those of the settings."""
+OWN_FLAGS: Final[tuple[Feature, ...]] = tuple(
+    _own_feature(_OWN_FLAGS[name])
+    for name in sorted(
+        {row.key.replace("_", "-") for row in _SAME}
+        | {"host", "chat-template", "tool-call-parser", "reasoning-parser", "enable-lora"}
+    )
+)
+"""Flags of our settings with vLLM's name and meaning."""
+
+
+def with_vllm_flags(command: Command) -> Command:
+    """Give a command the flags of the table, after those of with_settings.
+
+    The value of a flag that is not given is None.
+    """
+    return with_flags(command, map(_parameter, _ROWS))
+
+
+def repeated(args: Sequence[str]) -> Iterator[str]:
+    """Yield `--flag a --flag b` for `--flag a b`, for the flags that take several values."""
     flag = ""
     num_values = 0
     for argument in args:
         if argument.startswith("-"):
             flag, num_values = argument, 0
-        elif flag in _LISTS:
+        elif flag in _MANY_VALUES:
             num_values += 1
             if num_values > 1:
                 yield flag
@@ -73,30 +168,68 @@ class GivenFlags(NamedTuple):
     """Names of the model, the first of which is its own."""
     adapters: dict[str, dict[str, str]]
     """Table [models.X.adapters]."""
+    api_keys: tuple[str, ...]
     settings: dict[str, Any]
+    """Our own flags."""
+    translated: dict[str, dict[str, Any]]
+    """Settings of each flag of vLLM."""
+    without_effect: tuple[str, ...]
+    """A sentence about each given flag that has no effect."""
 
-
-def with_vllm_flags(command: Command) -> Command:
-    """Give a command the flags of the table, after those of with_settings.
-
-    The value of a flag that is not given is None.
-    """
-    return with_flags(command, map(_parameter, FLAGS))
+    def layers(self, models: Iterable[str]) -> Iterator[Layer]:
+        """Return the layers of the flags of vLLM. Raises ConfigError."""
+        names = list(models)
+        for flag, settings in self.translated.items():
+            yield from field_layers(f"flag {flag}", settings, names)
 
 
 def split_flags(flags: Mapping[str, Any]) -> GivenFlags:
     """Raises ConfigError for a wrong value, and for a flag that is given by both names."""
     given = {name: value for name, value in flags.items() if value is not None}
-    theirs = {flag.name: given.pop(_variable(flag.name), None) for flag in FLAGS}
-    for flag, setting in _SETTINGS.items():
-        if theirs[flag] is None:
+    theirs = {row.key: given.pop(row.key) for row in _ROWS if row.key in given}
+    translated: dict[str, dict[str, Any]] = {}
+    sources = {name: f"--{name.replace('_', '-')}" for name in given}
+    for row in _ROWS:
+        if row.key not in theirs:
             continue
-        if setting in given:
-            own = setting.replace("_", "-")
-            raise ConfigError(f"flags {flag} and --{own} are the same: give one of them")
-        given[setting] = theirs[flag]
-    names, modules = theirs[SERVED_MODEL_NAME] or [], theirs[LORA_MODULES] or []
-    return GivenFlags(names, _adapters(modules), given)
+        flag = _flag(row)
+        for name, value in _settings(row, theirs[row.key]).items():
+            if other := sources.get(name):
+                raise ConfigError(f"flags {flag} and {other} are the same: give one of them")
+            sources[name] = flag
+            translated.setdefault(flag, {})[name] = value
+    return GivenFlags(
+        theirs.get("served_model_name", []),
+        _adapters(theirs.get("lora_modules", [])),
+        _api_keys(theirs.get("api_key", [])),
+        given,
+        translated,
+        tuple(
+            f"flag {_flag(row)} has no effect: {row.reason}"
+            for row in _ROWS
+            if row.key in theirs and row.support is Support.NO_EFFECT
+        ),
+    )
+
+
+def _settings(row: SettingRow, value: Any) -> Mapping[str, Any]:
+    """Return what a flag sets. Raises ConfigError."""
+    if row.support is Support.REFUSED and not is_neutral(row, value):
+        raise ConfigError(f"flag {_flag(row)} {value}: {row.reason}, is not served; leave it out")
+    if row.setting:
+        return {row.setting: value}
+    if row.key not in _SETTERS:
+        return {}
+    try:
+        return _SETTERS[row.key](read_value(row, value))
+    except ValueError as error:
+        raise ConfigError(f"flag {_flag(row)}:{str(error).partition(':')[2]}") from None
+
+
+def _api_keys(keys: Sequence[str]) -> tuple[str, ...]:
+    if not all(key.strip() for key in keys):
+        raise ConfigError("flag --api-key is empty: give a key, or leave the flag out")
+    return tuple(keys)
 
 
 def _adapters(modules: Sequence[str]) -> dict[str, dict[str, str]]:
@@ -137,13 +270,13 @@ def _adapter(module: str) -> tuple[str, str]:
     return name, path
 
 
-def _variable(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", "_")
-
-
-def _parameter(flag: Feature) -> inspect.Parameter:
-    effect = "No effect: " if flag.support is Support.NO_EFFECT else ""
-    words = f"{effect}{flag.note}."
-    option = typer.Option(flag.name, help=words[0].upper() + words[1:], rich_help_panel=_PANEL)
-    kind: Any = list[str] if flag.name in _LISTS else str
-    return optional_flag(_variable(flag.name), bool if flag.name in _SWITCHES else kind, option)
+def _parameter(row: SettingRow) -> inspect.Parameter:
+    feature = _feature(row)
+    effect = {Support.NO_EFFECT: "No effect: ", Support.REFUSED: "Refused: "}.get(row.support, "")
+    words = f"{effect}{feature.note}."
+    flag = feature.name
+    is_switch = row.kind is Kind.BOOL
+    names = [f"{flag}/--no-{flag.removeprefix('--')}" if is_switch else flag, *feature.other_names]
+    option = typer.Option(*names, help=words[0].upper() + words[1:], rich_help_panel=_PANEL)
+    kind: Any = bool if is_switch else list[str] if flag in _LISTS else str
+    return optional_flag(row.key, kind, option)

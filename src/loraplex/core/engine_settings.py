@@ -1,6 +1,7 @@
 """Settings of one model's engine: its weights, its memory and its steps."""
 
 import functools
+from types import MappingProxyType
 from typing import Annotated, Final
 
 import msgspec
@@ -19,6 +20,7 @@ they compute."""
 AUTO_DEVICE: Final = "auto"
 
 _FLOATS: Final = ("auto", "float32", "float16", "bfloat16")
+_VLLM_FLOATS: Final = MappingProxyType({"half": "float16", "float": "float32"})
 _engine = functools.partial(Setting, "Engine")
 _memory = functools.partial(Setting, "Memory")
 _adapters = functools.partial(Setting, "Adapters")
@@ -33,6 +35,7 @@ class EngineSettings(SchedulingSettings, frozen=True, kw_only=True):
             "Data type of the model: auto, float32, float16 or bfloat16",
             "`auto` is the checkpoint's own type.",
             choices=_FLOATS,
+            value_aliases=_VLLM_FLOATS,
         ),
     ] = "auto"
     quantization: Annotated[

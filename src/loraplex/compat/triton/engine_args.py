@@ -60,7 +60,10 @@ ENGINE_ARGS = (
     here("data_parallel_size", Kind.WHOLE, "more than 1 is served as 1, with a warning"),
     here("device", Kind.TEXT, "auto, cuda, cuda:N or cpu"),
     here("speculative_config", Kind.ANY, "the method ngram, which needs no second model"),
-    *_none("requests are never logged", "disable_log_requests enable_log_requests max_log_len"),
+    *_none(
+        "the setting `log_requests` decides, and prompts are not logged",
+        "disable_log_requests enable_log_requests max_log_len",
+    ),
     *_none("the model's name in the repository counts", "served_model_name"),
     *_none(
         "adapters are held as far as lora_device_bytes and lora_host_bytes go",
@@ -214,10 +217,6 @@ A refused key may stay if it is null, false, 0 or empty.
 """
 
 _ROWS: Mapping[str, SettingRow] = MappingProxyType({row.key: row for row in ENGINE_ARGS})
-_VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
-    {"dtype": {"half": "float16", "float": "float32"}}
-)
-"""vLLM's words for values of settings."""
 
 
 def row_of(key: str) -> SettingRow:
@@ -238,11 +237,6 @@ def read_value(row: SettingRow, value: Any) -> Any:
         return _READERS[row.kind](value)
     except (TypeError, ValueError):
         raise ValueError(f"{row.key}: {value!r} is not {_MEANINGS[row.kind]}") from None
-
-
-def translated(key: str, value: Any) -> Any:
-    """The value of a SETTING in our words."""
-    return _VALUES.get(key, {}).get(value, value) if isinstance(value, str) else value
 
 
 def is_neutral(row: SettingRow, value: Any) -> bool:

@@ -14,7 +14,6 @@ from loraplex.compat.triton.engine_args import (
     is_neutral,
     read_value,
     row_of,
-    translated,
 )
 from loraplex.compat.triton.model_folder import ModelFolder
 from loraplex.compat.triton.notes import Notes
@@ -105,7 +104,7 @@ class _Arguments:
         for key, value in self._values.items():
             row = row_of(key)
             if row.setting and value is not None and not _is_unsaid(key, value):
-                yield self._layer(key, row.setting, translated(key, value))
+                yield self._layer(key, row.setting, value)
         yield from self._converted()
         yield from self._ranks()
 
