@@ -37,7 +37,7 @@ class ServePage(FlagPage):
             if not hasattr(error, "possibilities"):
                 raise
             flag = _whole_flag(str(getattr(error, "option_name", "")), words)
-            ctx.fail(f"No such option: {flag}. {hint(flag, known)}")
+            raise _UsageError(f"No such option: {flag}. {hint(flag, known)}", ctx) from None
 
     def shown_parameters(self, ctx: Any) -> list[Any]:
         parameters = super().shown_parameters(ctx)
