@@ -253,6 +253,8 @@ def test_a_state_directory_in_use(tmp_path: Path) -> None:
 
 
 SOURCES = {
+    "meta-llama/Llama-3.2-1B-Instruct is": "execution/weights/hub.py",
+    "the disk of the server": "adapters/durable_files.py",
     "/adapters/other is outside": "adapters/sources/policy.py",
     "adapters may not be loaded from": "adapters/sources/policy.py",
     "adapter 'legal' changes nothing": "serving/adapters/loading.py",
