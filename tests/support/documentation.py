@@ -143,7 +143,9 @@ class Sandbox:
         self._server = shared
         self._servers: list[RunningServer] = []
         for name, source in FOLDERS.items():
-            shutil.copytree(source, folder / name)
+            # The base model's files are large; adapters are not read through links.
+            copy = os.symlink if source == BASE_PATH else shutil.copy2
+            shutil.copytree(source, folder / name, copy_function=copy)
         write_filled_models(folder / "path/to/triton_model_repo", str(BASE_PATH))
         commands = folder / ".bin"
         commands.mkdir()

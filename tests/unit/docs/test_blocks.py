@@ -1,6 +1,7 @@
 """Every block of the documentation runs, is data, or has a reason why it does not run."""
 
 import tomllib
+from pathlib import Path
 
 import pytest
 import yaml
@@ -10,11 +11,13 @@ from support.documentation import (
     ROOT,
     RUN,
     SHOWN,
+    Block,
     blocks,
     console_commands,
     is_printed,
     pages,
     parse,
+    sandbox,
 )
 
 ALL = [block for page in pages() for block in blocks(page)]
@@ -87,3 +90,40 @@ def test_a_reason_is_read_from_the_line_above() -> None:
 def test_a_block_in_a_list_loses_its_indentation() -> None:
     [block] = parse("page.md", "- first:\n\n  ```sh\n  if true; then\n    ls\n  fi\n  ```\n")
     assert block.source == "if true; then\n  ls\nfi\n"
+
+
+def run_in_sandbox(folder: Path, language: str, source: str) -> None:
+    with sandbox(folder, shared=None) as opened:
+        opened.run(Block("page.md", 7, language, source, None))
+
+
+@pytest.mark.parametrize(
+    ("language", "source"),
+    [
+        ("sh", "ls MODEL/config.json zh/adapter_config.json path/to/triton_model_repo\n"),
+        ("console", "$ echo one; echo two\none\n...\n$ basename /srv/models\nmodels\n"),
+        ("python", "assert __import__('pathlib').Path('charent').is_dir()\n"),
+    ],
+)
+def test_a_block_that_ends_well(tmp_path: Path, language: str, source: str) -> None:
+    run_in_sandbox(tmp_path, language, source)
+
+
+@pytest.mark.parametrize(
+    ("language", "source", "message"),
+    [
+        ("sh", "true | false | true\n", "page.md:7 ended with status 1"),
+        ("sh", "echo $missing\n", "unbound variable"),
+        ("python", "assert False\n", "AssertionError"),
+        ("console", "$ echo one\ntwo\n", "prints\none"),
+    ],
+)
+def test_a_block_that_fails(tmp_path: Path, language: str, source: str, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        run_in_sandbox(tmp_path, language, source)
+
+
+def test_absolute_paths_of_a_page_stay_in_the_folder(tmp_path: Path) -> None:
+    run_in_sandbox(tmp_path, "sh", "mkdir -p /opt/made-by-a-page/ s3://bucket/x\n")
+    assert (tmp_path / "opt" / "made-by-a-page").is_dir()
+    assert (tmp_path / "s3:").is_dir()
