@@ -30,9 +30,9 @@
 #   make gpu-bench PART=a  there: a part of the benchmark, a to e, each of eight minutes at most
 #
 # Setting up installs the versions in constraints.txt with uv, from the indexes and folders of wheels
-# that pip is configured for. Where the index serves a CUDA build of torch, that is a download of
-# several GB; to take a CPU build from an index of yours:
-#   make demo PIP_ARGS="--extra-index-url URL"
+# that pip is configured for. On Linux that may be a CUDA build of torch of several GB, so without
+# an NVIDIA card torch comes from PyTorch's index of CPU builds, if that responds. To choose:
+#   make demo PIP_ARGS="--extra-index-url URL"     or     UV_TORCH_BACKEND=cu130 make demo
 
 PYTHON ?= python3
 PIP_ARGS ?=

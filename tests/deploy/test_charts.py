@@ -32,7 +32,9 @@ from loraplex.testing.echo_backend import EchoBackend
 DEPLOY = Path(__file__).parents[2] / "deploy"
 CHART = DEPLOY / "helm" / "loraplex"
 VALUES = sorted((CHART / "ci").glob("*-values.yaml"))
-EXAMPLES = sorted(path for path in DEPLOY.glob("*/*.yaml"))
+EXAMPLES = sorted(
+    path for path in DEPLOY.glob("*/*.yaml") if path.parent.name not in ("compose", "monitoring")
+)
 KUBERNETES = ("1.30", "1.37")
 CRDS = {
     (crd["apiVersion"], crd["kind"]): crd["schema"]
