@@ -71,6 +71,10 @@ class AdapterPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     model: str
+    device: str
+    dtype: str
+    max_num_seqs: int
+    max_num_batched_tokens: int
     memory: ModelMemory
     adapters: AdapterPlan
 
@@ -104,7 +108,15 @@ def plan_memory(model: ModelConfig, adapters: Sequence[str]) -> MemoryPlan:
         fit_device=any_fit([one.device_pages for one in served], capacity.num_adapter_pages),
         fit_host=any_fit([one.host_bytes for one in served], model.lora_host_bytes),
     )
-    return MemoryPlan(model=str(folder), memory=memory, adapters=plan)
+    return MemoryPlan(
+        model=str(folder),
+        device=settings.device,
+        dtype=str(choose_dtype(settings, config)).removeprefix("torch."),
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        memory=memory,
+        adapters=plan,
+    )
 
 
 def _capacity(settings: RunnerSettings, config: ModelSpec) -> Capacity:

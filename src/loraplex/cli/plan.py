@@ -52,6 +52,10 @@ def plan(
 def _print_plan(plan: "MemoryPlan") -> None:
     memory, device = plan.memory, plan.memory.device
     print(f"{plan.model}")
+    print(
+        f"  device          {plan.device}, {plan.dtype}; a step has at most {plan.max_num_seqs} "
+        f"sequences and {plan.max_num_batched_tokens} tokens"
+    )
     print(f"  weights         {readable_bytes(memory.weights_bytes)}")
     if memory.workspace_bytes:
         print(f"  steps           {readable_bytes(memory.workspace_bytes)}, estimated")

@@ -33,6 +33,16 @@ def engine():
     engine.close()
 
 
+def test_the_device_and_its_steps():
+    result = plan("--device", "cuda", "--memory", "64GiB")
+    assert (
+        "\n  device          cuda, bfloat16; a step has at most 256 sequences and 8192 tokens\n"
+    ) in result.stdout
+    found = json.loads(plan("--device", "cpu", "--max-num-seqs", "5", "--json").stdout)
+    assert (found["device"], found["max_num_seqs"]) == ("cpu", 5)
+    assert found["max_num_batched_tokens"] >= 512
+
+
 def test_it_is_what_an_engine_takes(engine):
     result = plan(*FLAGS, "--json")
     assert result.exit_code == 0, result.output
