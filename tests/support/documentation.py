@@ -42,6 +42,7 @@ REASONS = frozenset(
         "CI runs it",
         "installs packages",
         "needs a cluster",
+        "needs Docker",
         "needs a GPU",
         "needs an object store",
         "needs another system",
