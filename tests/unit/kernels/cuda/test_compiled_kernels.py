@@ -136,6 +136,7 @@ def test_the_oldest_triton_compiles_every_kernel(flags: list[str]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.xdist_group("kernel compiler")
 def test_what_is_launched_is_what_a_gpu_would_compile() -> None:
     """Integers that 16 divides, and pointers that are aligned, are known to be so."""
