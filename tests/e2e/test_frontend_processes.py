@@ -133,6 +133,12 @@ async def until(condition, seconds: float = 60) -> None:
         await asyncio.sleep(0.05)
 
 
+async def only_frontend(server) -> int:
+    """Return its id, as soon as what an earlier test has killed or stopped is replaced."""
+    await until(lambda: len(frontends(server)) == 1, 90)
+    return frontends(server)[0]
+
+
 async def test_all_processes_respond_alike_and_count_as_one(server):
     def counts() -> tuple[float, ...]:
         names = ("loraplex_requests_total", "loraplex_e2e_request_latency_seconds_count")
@@ -149,6 +155,7 @@ async def test_requests_of_all_processes_are_listed(server):
     def listed(query="") -> dict:
         return json.loads(server.get(f"/v1/requests?limit=1000{query}")[1])
 
+    await until(lambda: listed()["is_complete"], 90)  # an earlier test may have stopped a process
     earlier = (await asyncio.to_thread(listed))["next"]
     streams = await begun_streams(server, NUM_CONNECTIONS)
     seen = await asyncio.to_thread(listed, f"&after={earlier}")
@@ -277,7 +284,7 @@ def _flag(server: RunningServer, name: str) -> str:
 async def test_a_killed_process_takes_its_own_clients_with_it(server):
     before = await asyncio.to_thread(metric, server, "loraplex_requests_total")
     killed_before = (await asyncio.to_thread(processes, server))[1]
-    (victim,) = frontends(server)
+    victim = await only_frontend(server)
     streams = await begun_streams(server, NUM_CONNECTIONS)
     os.kill(victim, signal.SIGKILL)
     responses = await asyncio.gather(*streams)
@@ -298,7 +305,7 @@ async def test_a_killed_process_takes_its_own_clients_with_it(server):
 
 
 async def test_a_stopped_process_is_replaced(server):
-    (victim,) = frontends(server)
+    victim = await only_frontend(server)
     os.kill(victim, signal.SIGSTOP)
     await until(lambda: [pid for pid in frontends(server) if pid != victim], 90)
     assert all(map(text_of, await fetch_all(server, "/v1/completions", completion())))
