@@ -1,6 +1,7 @@
 """Names, tags, sizes and content of the distributions, and a run without a compiler."""
 
 import email
+import re
 import shutil
 import subprocess
 import sys
@@ -81,6 +82,13 @@ def test_libraries_are_of_the_machine_and_without_debug_information(
         assert content[:4] == b"\x7fELF"
         assert int.from_bytes(content[18:20], "little") == ELF_MACHINES[machine], name
         assert len(content) < MOST_LIBRARY_BYTES, name
+
+
+def test_libraries_need_no_newer_glibc(wheel: zipfile.ZipFile):
+    for name in (name for name in wheel.namelist() if name.endswith(".so")):
+        needed = re.findall(rb"\0GLIBC_(\d+)\.(\d+)", wheel.read(name))
+        assert needed, name
+        assert max((int(major), int(minor)) for major, minor in needed) <= (2, 28), name
 
 
 def test_metadata(wheel: zipfile.ZipFile, machine: str):
