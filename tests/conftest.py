@@ -1,8 +1,11 @@
 """Settings and fixtures of every test."""
 
+import atexit
 import gc
 import logging
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,10 @@ from support.examples import register_profiles
 # Tests start programs of `support` with `python -m`.
 _PATHS = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
 os.environ["PYTHONPATH"] = os.pathsep.join(_PATHS)
+
+# What a user of this machine keeps does not count, and tests leave nothing there.
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="loraplex-tests-")
+atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 # Several test processes share few cores: before anything imports torch.
 let_threads_sleep()
