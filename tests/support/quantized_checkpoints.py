@@ -32,7 +32,6 @@ class Case(NamedTuple):
     """The object quantization_config."""
     encode: Callable[[int, int], Encoded]
     """Makes a random weight of so many outputs and inputs."""
-    is_exact_in_bfloat16: bool = False
 
 
 def words_of(codes: torch.Tensor, bits: int) -> torch.Tensor:

@@ -41,10 +41,7 @@ def _decode_gemm(name: str, tensors: Tensors) -> StoredWeight:
     weight, zeros, scales = _checked(name, tensors)
     num_inputs, num_outputs = len(weight), weight.shape[1] * _PER_WORD
     if scales.shape[1] != num_outputs or zeros.shape != (len(scales), weight.shape[1]):
-        raise ConfigError(
-            f"{name}: qweight {list(weight.shape)}, qzeros {list(zeros.shape)} and scales "
-            f"{list(scales.shape)} do not fit together"
-        )
+        raise _misfit(name, weight, zeros, scales)
     return StoredWeight(
         codes=_in_order(weight).t().contiguous(),
         zeros=_in_order(zeros).t().contiguous(),
@@ -69,10 +66,7 @@ def _decode_gemv(name: str, tensors: Tensors, *, size: int) -> StoredWeight:
     if min(scales.shape[1], zeros.shape[1] * _PER_WORD) < num_groups or not (
         num_outputs == len(zeros) == len(scales)
     ):
-        raise ConfigError(
-            f"{name}: qweight {list(weight.shape)}, qzeros {list(zeros.shape)} and scales "
-            f"{list(scales.shape)} do not fit together"
-        )
+        raise _misfit(name, weight, zeros, scales)
     return StoredWeight(
         codes=unpacked(weight, _BITS, 1, num_inputs),
         zeros=unpacked(zeros, _BITS, 1, num_groups),
@@ -88,3 +82,12 @@ def _checked(name: str, tensors: Tensors) -> list[torch.Tensor]:
     for part, tensor, allowed in zip(_PARTS, found, dtypes, strict=True):
         require_type(name, part, tensor, allowed, 2)
     return found
+
+
+def _misfit(
+    name: str, weight: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor
+) -> ConfigError:
+    return ConfigError(
+        f"{name}: qweight {list(weight.shape)}, qzeros {list(zeros.shape)} and scales "
+        f"{list(scales.shape)} do not fit together"
+    )

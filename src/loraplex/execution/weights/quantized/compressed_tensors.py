@@ -21,7 +21,11 @@ from loraplex.execution.weights.quantized.scheme import (
     require,
     require_type,
 )
-from loraplex.execution.weights.quantized.stored_weight import StoredWeight, group_size
+from loraplex.execution.weights.quantized.stored_weight import (
+    StoredWeight,
+    group_size,
+    groups_in_order,
+)
 from loraplex.models.config_fields import ConfigFields
 
 _PACKED, _SCALE, _ZERO = ".weight_packed", ".weight_scale", ".weight_zero_point"
@@ -119,18 +123,13 @@ def _packed(name: str, tensors: Tensors, bits: int) -> StoredWeight:
             f"{[num_outputs, num_words(num_inputs, bits)]} is meant for {bits} bits"
         )
     scales = _scales(scales, num_outputs)
-    groups = tensors.get(_GROUPS)
     size = -(-num_inputs // scales.shape[1])
-    if groups is not None:
-        groups = groups.flatten().long()
-        if torch.equal(groups, torch.arange(num_inputs) // size):
-            groups = None
     return StoredWeight(
         codes=unpacked(packed, bits, 1, num_inputs),
         scales=scales,
         zeros=_zeros(name, tensors, bits, scales.shape),
         group_size=size,
-        groups_of_inputs=groups,
+        groups_of_inputs=groups_in_order(tensors.get(_GROUPS), num_inputs, size),
         bits=bits,
     ).checked(name)
 

@@ -85,11 +85,6 @@ class QuantizedFiles:
         self._last = None
         self._stack.close()
 
-    @property
-    def quantized_names(self) -> frozenset[str]:
-        """Names of the weights that are stored quantised."""
-        return frozenset(self._parts)
-
     def tensor(self, name: str) -> Any:
         """Return a tensor; a quantised weight as float32, in the order of the model's weights."""
         if name not in self._parts:

@@ -16,7 +16,7 @@ from loraplex.execution.weights.quantized.scheme import (
     require,
     require_type,
 )
-from loraplex.execution.weights.quantized.stored_weight import StoredWeight
+from loraplex.execution.weights.quantized.stored_weight import StoredWeight, groups_in_order
 from loraplex.models.config_fields import ConfigFields
 
 _PARTS = (".qweight", ".qzeros", ".scales", ".g_idx")
@@ -57,6 +57,7 @@ def _decode(
             f"{name}.qzeros has shape {list(zeros.shape)}, "
             f"{[num_groups, num_words(num_outputs, bits)]} is meant"
         )
+    size = -(-num_inputs // num_groups)
     stored_zeros = unpacked(zeros, bits, 1, num_outputs)
     return StoredWeight(
         codes=unpacked(weight, bits, 0, num_inputs).t().contiguous(),
@@ -67,8 +68,8 @@ def _decode(
         .t()
         .contiguous(),
         bits=bits,
-        group_size=-(-num_inputs // num_groups),
-        groups_of_inputs=_groups(groups, num_inputs, num_groups),
+        group_size=size,
+        groups_of_inputs=groups_in_order(groups, num_inputs, size),
     ).checked(name)
 
 
@@ -87,14 +88,3 @@ def _zeros(
     raise ConfigError(
         f"{name}.qzeros: quantization_config has sym, but the zeros are not all {middle}"
     )
-
-
-def _groups(stored: torch.Tensor | None, num_inputs: int, num_groups: int) -> torch.Tensor | None:
-    """Return the group of each input; None where groups are neighbouring inputs."""
-    if stored is None:
-        return None
-    groups = stored.flatten().long()
-    size = -(-num_inputs // num_groups)
-    if torch.equal(groups, torch.arange(num_inputs) // size):
-        return None
-    return groups

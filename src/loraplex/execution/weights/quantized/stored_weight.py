@@ -99,3 +99,11 @@ def group_size(num_inputs: int, num_groups: int, name: str) -> int:
     if num_groups < 1 or num_inputs % num_groups:
         raise ConfigError(f"{name}: {num_inputs} inputs cannot have {num_groups} equal groups")
     return num_inputs // num_groups
+
+
+def groups_in_order(stored: torch.Tensor | None, num_inputs: int, size: int) -> torch.Tensor | None:
+    """Return the stored group of each input; None where groups are neighbouring inputs."""
+    if stored is None:
+        return None
+    groups = stored.flatten().long()
+    return None if torch.equal(groups, torch.arange(num_inputs) // size) else groups
