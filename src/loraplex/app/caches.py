@@ -19,7 +19,7 @@ from loraplex.adapters.state_lock import lock_files
 from loraplex.core.config import Config
 from loraplex.core.environment import hub_records, weights_cache_directory
 from loraplex.core.file_locks import holders, unused
-from loraplex.core.state_places import MODELS, state_root
+from loraplex.core.state_places import GGUF_FOLDERS, MODELS, state_root
 
 _STATE_NAME: Final = re.compile(r"(.+)-[0-9a-f]{8}")
 _HUB_FOLDER: Final = re.compile(r"models--(.+)")
@@ -85,7 +85,8 @@ def _states(config: Config) -> Iterator[Cached]:
     for folder in _entries(root / MODELS):
         named = _STATE_NAME.fullmatch(folder.name)
         yield from _state(CacheKind.STATE, named[1] if named else folder.name, folder, [folder])
-    parts = [entry for entry in _entries(root) if entry.name != MODELS]
+    # Servers of GGUF files read their folders again when an engine restarts.
+    parts = [entry for entry in _entries(root) if entry.name not in (MODELS, GGUF_FOLDERS)]
     yield from _state(CacheKind.EARLIER_STATE, "", root, parts)
 
 

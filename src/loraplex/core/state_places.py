@@ -11,6 +11,8 @@ from loraplex.core.environment import state_directory
 
 MODELS: Final = "models"
 """Folder of the states by model, in the user's state directory."""
+GGUF_FOLDERS: Final = "gguf"
+"""Folder, in the state directory, of the folders that stand for GGUF files."""
 _MAX_NAME: Final = 60
 _DIGEST_DIGITS: Final = 8
 

@@ -192,6 +192,16 @@ def test_the_folder_of_earlier_versions(home: Path, state: Path) -> None:
     assert list(root.iterdir()) == [root / "models"]
 
 
+def test_the_folders_of_gguf_files_are_no_earlier_state(home: Path, state: Path) -> None:
+    root = home / "state" / "loraplex"
+    AdapterStore.open(root).close()
+    for file in root.glob("*.*"):
+        os.utime(file, (OLD, OLD))
+    (root / "gguf" / "tiny-Q8_0-0f0510f01dda").mkdir(parents=True)
+    run("clean", "--with-state")
+    assert sorted(root.iterdir()) == [root / "gguf", root / "models"]
+
+
 def test_a_state_directory_of_ones_own(home: Path, tmp_path: Path) -> None:
     AdapterStore.open(tmp_path / "mine").close()
     found = run("list", "--state-dir", str(tmp_path / "mine"))

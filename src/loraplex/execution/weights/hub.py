@@ -9,11 +9,9 @@ from loraplex.core.environment import hub_records, state_directory
 from loraplex.core.errors import ConfigError
 from loraplex.core.file_locks import use
 from loraplex.core.near_paths import near_paths
+from loraplex.core.state_places import GGUF_FOLDERS
 from loraplex.execution.weights.gguf_folder import SUFFIX as GGUF_SUFFIX
 from loraplex.execution.weights.gguf_folder import gguf_folder
-
-GGUF_FOLDERS: Final = "gguf"
-"""Folder, in the state directory, of the folders that stand for GGUF files."""
 
 _FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 _TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
