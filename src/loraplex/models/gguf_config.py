@@ -1,63 +1,19 @@
-"""What a GGUF file describes, in Hugging Face's terms: config.json, and the names of tensors.
+"""Model that a GGUF file describes, as the fields of a config.json.
 
-Free of torch. Keys of metadata and names of tensors are those of llama.cpp's gguf-py
-(gguf/constants.py).
+Free of torch. Keys of metadata are those of llama.cpp's gguf-py (gguf/constants.py).
 """
 
-import re
 from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-from loraplex.core.errors import ConfigError, UnsupportedModelError
-from loraplex.models.gguf import GgufFile
+from loraplex.core.errors import ConfigError
+from loraplex.core.gguf import GgufFile
+from loraplex.core.gguf_names import LONG_ROPE, ROPE_FACTORS, family_of
 
 FILE_NAME: Final = "model.gguf"
 """Name, in a folder that stands for a file, of the file itself."""
 
-_LAYER: Final = re.compile(r"blk\.(\d+)\.(\w+)\.(\w+)")
-_OUTSIDE: Final = {
-    "token_embd": "model.embed_tokens",
-    "output": "lm_head",
-    "output_norm": "model.norm",
-}
-_PARTS: Final = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_qkv": "self_attn.qkv_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_SANDWICH: Final = {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-_ROPE_FACTORS: Final = "rope_freqs.weight"
-_LONG_ROPE: Final = ("rope_factors_short.weight", "rope_factors_long.weight")
-
 Fields = dict[str, Any]
-
-
-class GgufFamily(NamedTuple):
-    """Differences of an architecture from a plain decoder."""
-
-    architecture: str
-    """Name in Hugging Face's config.json."""
-    parts: Mapping[str, str] = {}
-    """Names of parts of a layer, in addition to the usual ones."""
-    more: Callable[["_Keys"], Fields] | None = None
-    """Further fields of config.json."""
-    has_permuted_heads: bool = False
-    """Whether rows of queries and keys are in the order of rotations of neighbours."""
-    norm_offset: float = 0.0
-    """Number that is added to the weights of norms."""
 
 
 class _Keys:
@@ -135,42 +91,12 @@ def _phi_3(keys: _Keys) -> Fields:
     return {"sliding_window": window if window < 1 << 30 else None}
 
 
-_FAMILIES: Final[Mapping[str, GgufFamily]] = {
-    "llama": GgufFamily("LlamaForCausalLM", has_permuted_heads=True),
-    "qwen2": GgufFamily("Qwen2ForCausalLM"),
-    "qwen3": GgufFamily("Qwen3ForCausalLM"),
-    "gemma2": GgufFamily("Gemma2ForCausalLM", _SANDWICH, _gemma_2, norm_offset=-1.0),
-    "gemma3": GgufFamily("Gemma3ForCausalLM", _SANDWICH, _gemma_3, norm_offset=-1.0),
-    "phi3": GgufFamily("Phi3ForCausalLM", {"ffn_up": "mlp.gate_up_proj"}, _phi_3),
+_MORE: Final[Mapping[str, Callable[[_Keys], Fields]]] = {
+    "gemma2": _gemma_2,
+    "gemma3": _gemma_3,
+    "phi3": _phi_3,
 }
-
-
-def family_of(file: GgufFile) -> GgufFamily:
-    """Return the family of a file's model. Raises UnsupportedModelError."""
-    name = str(file.metadata.get("general.architecture", ""))[:80]
-    if name not in _FAMILIES:
-        raise UnsupportedModelError(
-            f"{file.path}: architecture {name!r} of GGUF is not supported; "
-            f"supported: {', '.join(_FAMILIES)}"
-        )
-    return _FAMILIES[name]
-
-
-def hugging_face_name(file: GgufFile, tensor: str) -> str | None:
-    """Return the name of a tensor in Hugging Face's checkpoints; None: config.json has it.
-
-    Raises ConfigError for a tensor that no supported model has.
-    """
-    if tensor == _ROPE_FACTORS or tensor in _LONG_ROPE:
-        return None
-    module, _, kind = tensor.rpartition(".")
-    if module in _OUTSIDE:
-        return f"{_OUTSIDE[module]}.{kind}"
-    found = _LAYER.fullmatch(tensor)
-    parts = {**_PARTS, **family_of(file).parts}
-    if found is None or found[2] not in parts:
-        raise ConfigError(f"{file.path}: unknown tensor {tensor}")
-    return f"model.layers.{found[1]}.{parts[found[2]]}.{found[3]}"
+"""Fields of config.json that only an architecture has."""
 
 
 def hugging_face_config(file: GgufFile) -> Fields:
@@ -181,7 +107,7 @@ def hugging_face_config(file: GgufFile) -> Fields:
         raise ConfigError(f"{file.path} has no tensor token_embd.weight of two axes")
     heads, size = keys.integer("attention.head_count"), keys.integer("embedding_length")
     fields: Fields = {
-        "architectures": [family.architecture],
+        "architectures": [family.architectures[0]],
         "vocab_size": embedding.shape[0],
         "hidden_size": size,
         "intermediate_size": keys.integer("feed_forward_length"),
@@ -199,8 +125,9 @@ def hugging_face_config(file: GgufFile) -> Fields:
         **_token_ids(file),
         **_rope_scaling(keys),
     }
-    more = {} if family.more is None else family.more(keys)
-    return {name: value for name, value in {**fields, **more}.items() if value is not None}
+    if family.name in _MORE:
+        fields |= _MORE[family.name](keys)
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _token_ids(file: GgufFile) -> Fields:
@@ -216,11 +143,11 @@ def _rope_scaling(keys: _Keys) -> Fields:
     """Return rope_scaling. Factors in tensors divide the frequencies, as those of longrope do."""
     length = keys.integer("rope.scaling.original_context_length", keys.integer("context_length"))
     tensors = keys.file.tensors
-    if _ROPE_FACTORS in tensors:
-        factors = _numbers(keys.file, _ROPE_FACTORS)
+    if ROPE_FACTORS in tensors:
+        factors = _numbers(keys.file, ROPE_FACTORS)
         return {"rope_scaling": _longrope(factors, factors, length, 1.0)}
-    if all(name in tensors for name in _LONG_ROPE):
-        short, long = (_numbers(keys.file, name) for name in _LONG_ROPE)
+    if all(name in tensors for name in LONG_ROPE):
+        short, long = (_numbers(keys.file, name) for name in LONG_ROPE)
         attention = keys.number("rope.scaling.attn_factor", 1.0)
         return {"rope_scaling": _longrope(short, long, length, attention)}
     kind = keys.text("rope.scaling.type", "none")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from loraplex.core.errors import ConfigError
-from loraplex.models.gguf import GgufFile, read_gguf
+from loraplex.core.gguf import GgufFile, read_gguf
 from loraplex.models.gguf_config import FILE_NAME, hugging_face_config
 
 SUFFIX: Final = ".gguf"
@@ -32,6 +32,10 @@ def gguf_folder(path: Path, folders: Path) -> Path:
     """
     path = path.resolve()
     file = read_gguf(path)
+    if file.metadata.get("general.type") == "adapter":
+        raise ConfigError(
+            f"{path} is a LoRA adapter, no model: serve its base with --adapter NAME={path}"
+        )
     files: dict[str, Mapping[str, Any] | str] = {"config.json": hugging_face_config(file)}
     own = [name for name in _TOKENIZER_FILES if (path.parent / name).is_file()]
     if not {"tokenizer.json", "tokenizer.model"} & set(own):
@@ -64,4 +68,6 @@ def _written(
         folder.mkdir(mode=0o700, exist_ok=True)
         (new / name).replace(folder / name)
     new.rmdir()
+    for name in {*_TOKENIZER_FILES} - {*files, *own}:  # of another state of the file's own folder
+        (folder / name).unlink(missing_ok=True)
     return folder

@@ -13,9 +13,9 @@ from typing import Final
 import torch
 
 from loraplex.core.errors import ConfigError
+from loraplex.core.gguf import BlockType
 from loraplex.execution.weights.quantized.four_bit_floats import e2m1
 from loraplex.execution.weights.quantized.stored_weight import StoredWeight
-from loraplex.models.gguf import BlockType
 
 _IQ4_NL: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _SUB_BLOCKS: Final = 8

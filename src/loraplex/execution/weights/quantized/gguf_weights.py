@@ -6,14 +6,11 @@ from typing import Any
 
 import torch
 
-from loraplex.core.errors import ConfigError
+from loraplex.core.gguf import read_gguf
+from loraplex.core.gguf_names import family_of, hugging_face_name
 from loraplex.execution.weights.quantized.gguf_blocks import decoded_blocks
 from loraplex.execution.weights.quantized.stored_weight import StoredWeight
-from loraplex.models.gguf import read_gguf
-from loraplex.models.gguf_config import family_of, hugging_face_name
 from loraplex.models.spec import ModelSpec
-
-_ROTATED = ("q_proj", "k_proj")
 
 
 class GgufWeights:
@@ -52,16 +49,7 @@ class GgufWeights:
         found = decoded_blocks(
             f"{self.path}: {own}", self._file.bytes_of(own), described.kind, described.shape
         )
-        if not self._family.has_permuted_heads or name.split(".")[-2] not in _ROTATED:
+        rows = self._family.file_rows(name, described.shape[0], self._head_dim)
+        if rows is None:
             return found
-        rows = self._rows(name, described.shape[0])
-        return found.rows(rows) if isinstance(found, StoredWeight) else found[rows]
-
-    def _rows(self, name: str, num_rows: int) -> torch.Tensor:
-        """Return the file's row of each row: within a head, pairs that rotate are neighbours."""
-        if num_rows % self._head_dim:
-            raise ConfigError(
-                f"{self.path}: {name} has {num_rows} rows, no multiple of {self._head_dim}"
-            )
-        rows = torch.arange(num_rows).view(-1, self._head_dim // 2, 2)
-        return rows.mT.flatten()
+        return found.rows(torch.tensor(rows)) if isinstance(found, StoredWeight) else found[rows]

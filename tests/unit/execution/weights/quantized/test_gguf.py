@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from loraplex.core.errors import ConfigError, UnsupportedModelError
+from loraplex.core.gguf import BlockType, read_gguf
 from loraplex.demo import BASE_PATH
 from loraplex.execution.weights.checkpoint import Checkpoint
 from loraplex.execution.weights.gguf_folder import gguf_folder
 from loraplex.execution.weights.quantized.gguf_blocks import decoded_blocks
 from loraplex.execution.weights.quantized.stored_weight import StoredWeight
 from loraplex.execution.weights.stored_head import read_model
-from loraplex.models.gguf import BlockType, read_gguf
 from loraplex.models.parameters import checkpoint_shapes
 from loraplex.text.tokenizer import load_tokenizer
 from support.gguf_files import TYPES, decode, field, gguf_bytes, gguf_of_llama, random_blocks
@@ -94,6 +94,25 @@ def test_a_tokenizer_in_the_folder_of_the_file_is_taken(file: Path, tmp_path: Pa
     (file.parent / "tokenizer.json").unlink()
     assert gguf_folder(file, tmp_path / "folders") == folder
     assert (folder / "tokenizer.json").read_text() != own
+
+
+def test_files_that_the_folder_of_the_file_lost_do_not_stay(file: Path, tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "special_tokens_map.json", "chat_template.jinja"):
+        (file.parent / name).write_text("{}")
+    folder = gguf_folder(file, tmp_path / "folders")
+    assert (folder / "special_tokens_map.json").is_file()
+    for name in ("tokenizer.json", "special_tokens_map.json", "chat_template.jinja"):
+        (file.parent / name).unlink()
+    assert gguf_folder(file, tmp_path / "folders") == folder
+    assert sorted(path.name for path in folder.iterdir()) == [
+        *("config.json", "model.gguf", "tokenizer.json", "tokenizer_config.json")
+    ]
+
+
+def test_an_adapter_is_no_model(tmp_path: Path) -> None:
+    path = write(tmp_path, gguf_bytes(ARCHITECTURE | {"general.type": "adapter"}, TENSOR))
+    with pytest.raises(ConfigError, match=f"is a LoRA adapter, .* --adapter NAME={path}"):
+        gguf_folder(path, tmp_path / "folders")
 
 
 def test_frequencies_are_divided_by_the_factors_of_a_tensor(file: Path, tmp_path: Path) -> None:
