@@ -5,6 +5,9 @@ w = q s, with q an integer: in int8 -127 .. 127, s = max |w| / 127; in int4 -8 .
 the sign that gives the largest weight of the group the number -8 (as llama.cpp's Q4_0). In fp8 the
 group is the whole row and q a number of e4m3, s = max |w| / 448. What is rounded is the same for
 every backend.
+
+Checkpoints that are quantised already have groups of other sizes, and more: w = q s - o with an
+offset o for each group, or w = t[q] s with a table t of 16 numbers.
 """
 
 import dataclasses
@@ -19,6 +22,9 @@ INT8_GROUP_SIZE = 512
 
 INT4_GROUP_SIZES = (128, 64, 32)
 
+GROUP_SIZES = (16, 32, 64, 128, 256, 512)
+"""Group sizes of weights that were quantised elsewhere."""
+
 FP8_DTYPE = torch.float8_e4m3fn
 FP8_MAX = 448.0
 
@@ -29,20 +35,57 @@ _INT16_MAX = 32767.0
 _SAMPLED_ROWS = 256
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class QuantizedWeight:
-    """Numbers and scales. The last group may be shorter."""
+    """Weight [..., out, in] as numbers and scales. The last group may be shorter."""
 
     precision: WeightPrecision
+    """Width of the numbers: INT8 -128 .. 127, INT4 -8 .. 7, or 0 .. 15 with a table; or FP8."""
     group_size: int
-    values: torch.Tensor  # [out, in] int8, or FP8_DTYPE
-    scales: torch.Tensor  # [out, groups] float32
+    values: torch.Tensor  # [..., out, in] int8, or FP8_DTYPE
+    scales: torch.Tensor  # [..., out, groups] float32
+    offsets: torch.Tensor | None = None  # [..., out, groups] float32, subtracted; None: 0
+    table: tuple[int, ...] | None = None  # what each of 16 numbers stands for; None: itself
 
     def dequantized(self) -> torch.Tensor:
-        """[out, in] float32"""
-        in_features = self.values.shape[1]
-        wide = self.scales.repeat_interleave(self.group_size, 1)[:, :in_features]
-        return self.values.float() * wide
+        """[..., out, in] float32"""
+        values = self.whole_numbers().float() * self._spread(self.scales)
+        return values if self.offsets is None else values - self._spread(self.offsets)
+
+    def whole_numbers(self) -> torch.Tensor:
+        """Return the factors of the scales: [..., out, in]."""
+        if self.table is None:
+            return self.values
+        return torch.tensor(self.table, device=self.values.device)[self.values.int()]
+
+    def _spread(self, groups: torch.Tensor) -> torch.Tensor:
+        """Return a number for each input from one for each group."""
+        return groups.repeat_interleave(self.group_size, -1)[..., : self.values.shape[-1]]
+
+
+def largest_entry(group_size: int) -> int:
+    """Return what no number of a table may exceed, so that the sum of a group fits in 32 bits."""
+    return (1 << 16) // group_size - 1
+
+
+def regrouped(weight: QuantizedWeight, group_size: int) -> QuantizedWeight:
+    """Return the same weight in smaller groups, of a size that divides the present one.
+
+    A single group has any size.
+    """
+    num_groups = -(-weight.values.shape[-1] // group_size)
+
+    def repeated(groups: torch.Tensor) -> torch.Tensor:
+        is_one = groups.shape[-1] == 1
+        times = num_groups if is_one else weight.group_size // group_size
+        return groups.repeat_interleave(times, -1)[..., :num_groups].contiguous()
+
+    return dataclasses.replace(
+        weight,
+        group_size=group_size,
+        scales=repeated(weight.scales),
+        offsets=None if weight.offsets is None else repeated(weight.offsets),
+    )
 
 
 def group_size_of(precision: WeightPrecision, in_features: int) -> int:
@@ -120,15 +163,19 @@ def quantized_linear(
 ) -> torch.Tensor:
     """x [T, in] -> [T, out] of x's type: the bits that the native kernels give, slowly.
 
-    Each row is rounded to 16 bits with a scale of its own. The sums of a group are whole numbers
-    and exact, in float64 as in int32.
+    Each row is rounded to 16 bits with a scale of its own. The sums of a group, of products and of
+    inputs alone, are whole numbers and exact, in float64 as in int32.
     """
     rows, row_scales = _quantize_rows(x.float())
-    y = torch.zeros(x.shape[0], weight.values.shape[0])
+    values = weight.whole_numbers().double()
+    y = torch.zeros(x.shape[0], values.shape[0])
     for group, first in enumerate(range(0, x.shape[1], weight.group_size)):
         inputs = slice(first, first + weight.group_size)
-        sums = rows[:, inputs] @ weight.values[:, inputs].double().t()
-        y += sums.float() * weight.scales[:, group]
+        share = (rows[:, inputs] @ values[:, inputs].t()).float() * weight.scales[:, group]
+        if weight.offsets is not None:
+            input_sums = rows[:, inputs].sum(1, keepdim=True).float()
+            share -= input_sums * weight.offsets[:, group]
+        y += share
     y *= row_scales
     if bias is not None:
         y += bias.float()

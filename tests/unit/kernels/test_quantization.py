@@ -8,12 +8,14 @@ from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels.dispatch import select_kernels
 from loraplex.kernels.ops import Kernels
 from loraplex.kernels.quantization import (
+    QuantizedWeight,
     fp8_linear,
     group_size_of,
     quantization_error,
     quantize,
     quantize_fp8_rows,
     quantized_linear,
+    regrouped,
 )
 from loraplex.kernels.reference import ReferenceKernels
 
@@ -172,3 +174,31 @@ def test_the_reference_backend_multiplies_rounded_weights() -> None:
     kernels = ReferenceKernels(CPU)
     y = kernels.linear(x, kernels.pack_linear(weight, None, FP8))
     assert error_of(y, x.double() @ quantize(weight, FP8).dequantized().double().t()) < 1e-6
+
+
+def test_weights_of_stored_formats_mean_what_their_formulas_say() -> None:
+    generator = torch.Generator().manual_seed(3)
+    values = torch.randint(-8, 8, (5, 48), generator=generator, dtype=torch.int8)
+    scales, offsets = torch.rand(2, 5, 3, generator=generator)
+    weight = QuantizedWeight(WeightPrecision.INT4, 16, values, scales, offsets=offsets)
+    wide = [group.repeat_interleave(16, 1) for group in (scales, offsets)]
+    assert torch.equal(weight.dequantized(), values.float() * wide[0] - wide[1])
+    assert torch.equal(regrouped(weight, 8).dequantized(), weight.dequantized())
+
+    table = tuple(range(-40, 40, 5))
+    codes = torch.randint(16, (5, 48), generator=generator, dtype=torch.int8)
+    by_table = QuantizedWeight(WeightPrecision.INT4, 16, codes, scales, table=table)
+    assert torch.equal(by_table.dequantized(), (codes.float() * 5 - 40) * wide[0])
+
+    x = torch.randn(4, 48, generator=generator)
+    for stored in (weight, by_table):
+        wanted = x.double() @ stored.dequantized().double().t()
+        assert torch.allclose(quantized_linear(x, stored, None).double(), wanted, atol=2e-2)
+
+
+def test_one_group_of_any_size_is_cut() -> None:
+    values = torch.ones(2, 20, dtype=torch.int8)
+    weight = QuantizedWeight(WeightPrecision.INT8, 20, values, torch.tensor([[2.0], [3.0]]))
+    cut = regrouped(weight, 16)
+    assert cut.scales.tolist() == [[2.0, 2.0], [3.0, 3.0]]
+    assert torch.equal(cut.dequantized(), weight.dequantized())
