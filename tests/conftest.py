@@ -14,6 +14,7 @@ import pytest
 
 from loraplex.core.environment import let_threads_sleep
 from support.examples import register_profiles
+from support.sampled_cases import left_to_ci
 
 # Tests start programs of `support` with `python -m`.
 _PATHS = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -36,8 +37,12 @@ register_profiles()
 _FOLDERS = ("e2e", "golden", "property", "unit/kernels", "contract", "")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(trylast=True)  # of what the marker expression leaves
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Sort tests by folder, in an order that pytest-randomly chose within each."""
+    left_out = set(left_to_ci(config, items))
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
 
     def rank(item: pytest.Item) -> int:
         return next(i for i, folder in enumerate(_FOLDERS) if f"tests/{folder}" in item.nodeid)

@@ -13,6 +13,7 @@ LANGUAGE_OF: dict[str | None, Language] = {
 }
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "settings",
     [

@@ -271,6 +271,7 @@ def test_a_fused_batch_of_chunks(case: Case) -> None:
                 check(found, want[index], scales)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("name", "other", "module"), REFUSED)
 def test_replaced_rows_have_no_sum(case: Case, name: str, other: str, module: str) -> None:
     with case.open() as llm:

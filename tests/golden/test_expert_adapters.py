@@ -139,6 +139,7 @@ def train(base: Base, folder: Path, **config: Any) -> Path:
     return folder
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize("name", MADE)
 def test_what_peft_made_is_served_as_peft_computes_it(
     name: str, bases: Callable[[str], Base], tmp_path: Path

@@ -50,6 +50,7 @@ def rows_of(shapes: BaseShapes) -> list[CanonicalRow]:
     return rows
 
 
+@pytest.mark.some(10)
 def test_tensors_of_tensorrt_llm_hold_every_module(shapes: BaseShapes) -> None:
     rows = rows_of(shapes)
     weights, config = lora_tensors(rows, StorageType.FLOAT32)
@@ -62,6 +63,7 @@ def test_tensors_of_tensorrt_llm_hold_every_module(shapes: BaseShapes) -> None:
     assert digest(read) == digest(rows)
 
 
+@pytest.mark.some(10)
 def test_peft_folders_hold_every_module(shapes: BaseShapes) -> None:
     rows = rows_of(shapes)
     config = parse_config(json.dumps(peft_config(rows)).encode())

@@ -73,6 +73,7 @@ def ops(monkeypatch: pytest.MonkeyPatch) -> TorchOps:
     return ops
 
 
+@pytest.mark.some(12)
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.is_quick])
 def test_the_decoder_computes_nothing_with_torch(name: str, tmp_path: Path, ops: TorchOps) -> None:
     """Whole prompts, chunks and decode steps, with adapters; the latter are run as programs."""

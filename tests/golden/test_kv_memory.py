@@ -105,6 +105,7 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
     return Subject(folder, save_random_model(folder, CONFIG))
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(("window", "num_sinks"), [(9, 0), (9, 5), (2, 3)])
 @pytest.mark.parametrize("num_blocks", [14, 200])
 def test_a_window_with_sinks(
@@ -125,6 +126,7 @@ def test_a_window_with_sinks(
     assert again == completions
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("windows", "num_sinks", "num_blocks", "max_num_batched_tokens"),
     [((9, 128), 0, 38, 8), ((128, 9), 0, 200, 64), ((9, 30), 5, 38, 8), ((2, 128), 3, 38, 8)],
@@ -183,6 +185,7 @@ def test_a_small_window_frees_blocks_while_its_sequence_runs(subject: Subject) -
     assert held[-1] == (0, 0)
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize(
     ("windows", "num_blocks", "num_host_blocks", "enable_prefix_cache"),
     [

@@ -228,6 +228,7 @@ quick_on_fastest = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.some(8)
 @quick_on_fastest
 def test_same_logits_and_tokens_as_transformers(subject: Subject) -> None:
     driver, sampler = subject.driver()
@@ -238,6 +239,7 @@ def test_same_logits_and_tokens_as_transformers(subject: Subject) -> None:
         assert generated == tokens, adapter
 
 
+@pytest.mark.some(8)
 @quick_on_fastest
 def test_same_bits_in_company_in_chunks_and_in_other_blocks(subject: Subject) -> None:
     prompts = list(PROMPTS.values())
@@ -253,6 +255,7 @@ def test_same_bits_in_company_in_chunks_and_in_other_blocks(subject: Subject) ->
         assert driver.generate(prompts[::-1], NUM_NEW_TOKENS, chunk_size=chunk_size) == alone[::-1]
 
 
+@pytest.mark.some(8)
 @quick_on_fastest
 def test_adapters_change_the_completions(subject: Subject) -> None:
     """Or the other tests would prove nothing about them."""
@@ -263,6 +266,7 @@ def test_adapters_change_the_completions(subject: Subject) -> None:
     assert len(completions) == len(prompts)
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("dtype", HALF_TOLERANCES, ids=str)
 @pytest.mark.parametrize("name", ["llama-default", "qwen3", "gpt2"])
 def test_half_precision_logits(name: str, dtype: torch.dtype, tmp_path: Path) -> None:

@@ -291,6 +291,7 @@ def test_features_matter(case: Case) -> None:
         assert difference > 100 * TOLERANCE * base.abs().max(), name
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize(
     ("backend", "num_ranks"),
     [("fastest", 1), ("reference", 1), ("fastest", 2), ("reference", 2), ("fastest", 4)],

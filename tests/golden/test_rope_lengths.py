@@ -97,6 +97,7 @@ def test_alone(case: Case) -> None:
             assert llm.generate([prompt], SAMPLING)[0].token_ids == expected, len(prompt)
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize(
     "settings",
     [
