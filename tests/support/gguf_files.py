@@ -4,6 +4,7 @@ Nothing here is shared with the code that reads them.
 """
 
 import json
+import re
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -220,13 +221,54 @@ def gguf_of_llama(folder: Path) -> bytes:
     for name, tensor in load_file(folder / "model.safetensors").items():
         numbers = tensor.float().numpy()
         if name.endswith(("q_proj.weight", "k_proj.weight")):
-            count = heads if "q_proj" in name else kv_heads
-            shape = (count, 2, len(numbers) // count // 2, -1)
-            numbers = numbers.reshape(shape).swapaxes(1, 2).reshape(numbers.shape)
+            numbers = _rotated(numbers, heads if "q_proj" in name else kv_heads)
         is_weight = numbers.ndim == 2
         data = _q8_0(numbers) if is_weight else numbers.astype("<f4").tobytes()
         tensors[_own_name(name)] = ("Q8_0" if is_weight else "F32", numbers.shape, data)
     return gguf_bytes(metadata, tensors)
+
+
+def gguf_of_lora(
+    folder: Path, base: Path, kind: str = "F32", *, permutes: bool = True, **changes: Any
+) -> bytes:
+    """Return a PEFT adapter of a Llama as llama.cpp stores it.
+
+    kind: of factors whose rows are whole blocks; others are F16, as the converter writes them.
+    permutes: False is a mistake that readers must show. changes: metadata, None removes it.
+    """
+    config = json.loads((folder / "adapter_config.json").read_text())
+    of_base = json.loads((base / "config.json").read_text())
+    heads = {
+        "q_proj": of_base["num_attention_heads"],
+        "k_proj": of_base["num_key_value_heads"],
+    }
+    metadata = {
+        "general.architecture": "llama",
+        "general.type": "adapter",
+        "adapter.type": "lora",
+        "adapter.lora.alpha": float(config["lora_alpha"]),
+    } | {name.replace("__", "."): value for name, value in changes.items()}
+    tensors = {}
+    for name, tensor in load_file(folder / "adapter_model.safetensors").items():
+        module, factor = re.fullmatch(  # type: ignore[union-attr]
+            r"base_model\.model\.(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?", name
+        ).groups()
+        numbers = tensor.float().numpy()
+        if permutes and factor == "B" and (count := heads.get(module.rpartition(".")[2])):
+            numbers = _rotated(numbers, count)
+        if factor == "A" and "embed_tokens" in module:
+            numbers = numbers.T
+        own = f"{_own_name(f'{module}.weight')}.lora_{factor.lower()}"
+        stored = kind if numbers.shape[1] % TYPES[kind][1] == 0 else "F16"
+        tensors[own] = (stored, numbers.shape, _ENCODERS[stored](numbers))
+    kept = {name: value for name, value in metadata.items() if value is not None}
+    return gguf_bytes(kept, tensors)
+
+
+def _rotated(rows: npt.NDArray[np.floating], num_heads: int) -> npt.NDArray[np.floating]:
+    """Put the two rows of each pair that rotates side by side."""
+    shape = (num_heads, 2, len(rows) // num_heads // 2, -1)
+    return rows.reshape(shape).swapaxes(1, 2).reshape(rows.shape)
 
 
 def _own_name(name: str) -> str:
@@ -242,6 +284,14 @@ def _q8_0(numbers: npt.NDArray[np.floating]) -> bytes:
     scales = (np.abs(blocks).max(1, keepdims=True) / 127).astype(np.float16)
     codes = np.round(blocks / np.maximum(scales.astype(np.float32), 1e-9)).astype(np.int8)
     return np.concatenate((scales.view(np.uint8), codes.view(np.uint8)), axis=1).tobytes()
+
+
+_ENCODERS: dict[str, Callable[[npt.NDArray[np.floating]], bytes]] = {
+    "F32": lambda numbers: numbers.astype("<f4").tobytes(),
+    "F16": lambda numbers: numbers.astype("<f2").tobytes(),
+    "BF16": lambda numbers: (numbers.astype("<f4").view("<u4") >> 16).astype("<u2").tobytes(),
+    "Q8_0": _q8_0,
+}
 
 
 def _tokenizer_fields(tokenizer: dict[str, Any]) -> dict[str, Any]:

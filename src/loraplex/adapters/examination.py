@@ -5,6 +5,7 @@ through the same steps apart from the others, so that what is wrong with one hid
 """
 
 import contextlib
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -14,7 +15,9 @@ from loraplex.adapters.base_check import check_cast, check_shapes
 from loraplex.adapters.base_copies import without_base_copies
 from loraplex.adapters.canonical import CanonicalRow
 from loraplex.adapters.formats import peft, trtllm
+from loraplex.adapters.formats.gguf_lora import B, GgufLora
 from loraplex.adapters.formats.inputs import (
+    GgufLoraFile,
     LoraFile,
     PairFolder,
     PeftFolder,
@@ -47,6 +50,8 @@ def examine(request: StageRequest) -> Examination:
     source = open_input(request.path, request.limits)
     if isinstance(source, PeftFolder):
         tensors = list(_of_peft(request, source))
+    elif isinstance(source, GgufLoraFile):
+        tensors = list(_of_gguf(request, source.lora))
     elif isinstance(source, PairFolder | LoraFile) and (pair := source.read_pair(request.limits)):
         tensors = list(_of_pair(request, *pair))
     else:
@@ -106,6 +111,33 @@ def _of_pair(
             refused=reason is not None,
             reason=None if reason is None else reason[:_MAX_CHARS],
         )
+
+
+def _of_gguf(request: StageRequest, lora: GgufLora) -> Iterator[ExaminedTensor]:
+    for weight, names in lora.factors.items():
+        reason = _problem(request, functools.partial(_gguf_rows, lora, weight, request))
+        place = None
+        with contextlib.suppress(LoraplexError):
+            place = lora.place(weight)
+        b = lora.file.tensors.get(weight + B)
+        for name in names:
+            described = lora.file.tensors[name]
+            yield ExaminedTensor(
+                name=name[:_MAX_CHARS],
+                shape=described.shape,
+                dtype=described.kind.name,
+                module=None if place is None else place.module,
+                layer=None if place is None else place.layer,
+                expert=None,
+                rank=b.shape[-1] if b is not None and len(b.shape) == 2 else None,
+                applied=reason is None,
+                refused=reason is not None,
+                reason=None if reason is None else reason[:_MAX_CHARS],
+            )
+
+
+def _gguf_rows(lora: GgufLora, weight: str, request: StageRequest) -> tuple[CanonicalRow, ...]:
+    return (lora.row(weight, request.shapes),)
 
 
 def _of_row(row: CanonicalRow) -> Iterator[ExaminedTensor]:

@@ -57,6 +57,10 @@ class BaseShapes(msgspec.Struct, frozen=True):
     """Whether transformers has the experts' weights as [experts, in, out], not [.., out, in]."""
     has_interleaved_experts: bool = False
     """Whether the outputs of gate and up alternate in transformers' gate_up_proj of experts."""
+    architecture: str = ""
+    """Hugging Face's name of the model's class, such as LlamaForCausalLM; empty if unknown."""
+    head_dim: int = 1
+    """Outputs of q_proj and k_proj for one head, by which GGUF files order their rows."""
     expert_lora_layout: tuple[ExpertLoraLayout, ...] = ()
     """The operator's words about LoRA of experts whose files can be read in more than one way."""
 

@@ -5,7 +5,9 @@ Format: https://huggingface.co/docs/safetensors. Files are read, never mapped: o
 under us is an error, not a signal. The meaning of the tensors is not known here.
 """
 
+import contextlib
 import dataclasses
+import io
 import json
 import math
 import os
@@ -120,8 +122,9 @@ class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data_offsets: tuple[int, int]
 
 
-def read_bounded(path: Path, max_bytes: int) -> bytearray:
-    """Read a regular file of at most max_bytes.
+@contextlib.contextmanager
+def open_bounded(path: Path, max_bytes: int) -> Iterator[tuple[io.BufferedReader, int]]:
+    """Open a regular file of at most max_bytes; yields it and its size.
 
     Raises InvalidAdapterError or AdapterTooLargeError.
     """
@@ -134,18 +137,21 @@ def read_bounded(path: Path, max_bytes: int) -> bytearray:
     if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)
         raise InvalidAdapterError(f"{path} is not a regular file")
-    with os.fdopen(descriptor, "rb", buffering=0) as file:
+    with os.fdopen(descriptor, "rb") as file:
         if status.st_size > max_bytes:
             raise AdapterTooLargeError(
                 f"{path} has {readable_bytes(status.st_size)}; at most {readable_bytes(max_bytes)} "
                 "are read"
             )
-        content = bytearray(status.st_size)
-        filled, view = 0, memoryview(content)
-        while filled < len(view) and (count := file.readinto(view[filled:])):
-            filled += count
-    if filled < len(content):
-        raise InvalidAdapterError(f"{path} became shorter while it was read")
+        yield file, status.st_size
+
+
+def read_bounded(path: Path, max_bytes: int) -> bytearray:
+    """Read a regular file of at most max_bytes. Raises as open_bounded."""
+    with open_bounded(path, max_bytes) as (file, size):
+        content = bytearray(size)
+        if file.readinto(content) < size:
+            raise InvalidAdapterError(f"{path} became shorter while it was read")
     return content
 
 
@@ -160,7 +166,7 @@ def read_tensors(
     content = read_bounded(path, max_file_bytes)
     if len(content) < _LENGTH_BYTES:
         raise InvalidAdapterError(f"{path} is not a safetensors file: it has no header")
-    _check_is_no_pointer(path, content[: len(_LFS_POINTER)])
+    check_is_no_pointer(path, io.BytesIO(content[: len(_LFS_POINTER)]))
     header_bytes = int.from_bytes(content[:_LENGTH_BYTES], "little")
     if header_bytes > max_header_bytes:
         raise AdapterTooLargeError(
@@ -214,15 +220,17 @@ def tensor_names(path: Path) -> Sequence[str]:
 
 def _read_header(path: Path, file: BinaryIO) -> tuple[dict[str, _Entry], int]:
     """Return the tensors of an open file, and where their bytes begin."""
-    _check_is_no_pointer(path, file.read(len(_LFS_POINTER)))
-    file.seek(0)
+    check_is_no_pointer(path, file)
     header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
     if header_bytes > path.stat().st_size:
         raise InvalidAdapterError(f"{path} is not a safetensors file")
     return _parse_header(path, file.read(header_bytes))[0], _LENGTH_BYTES + header_bytes
 
 
-def _check_is_no_pointer(path: Path, begin: bytes | bytearray) -> None:
+def check_is_no_pointer(path: Path, file: BinaryIO) -> None:
+    """Raise InvalidAdapterError for the small file that stands for a large one in Git."""
+    begin = file.read(len(_LFS_POINTER))
+    file.seek(0)
     if begin == _LFS_POINTER:
         raise InvalidAdapterError(
             f"{path} is a pointer of Git LFS, not the file itself: run `git lfs pull` in its "

@@ -17,7 +17,7 @@ from typing import BinaryIO, Final, Self
 import msgspec
 
 from loraplex.adapters.durable_files import storage_full, storing
-from loraplex.adapters.sources.fetch import FILE_NAMES, SINGLE_NAME
+from loraplex.adapters.sources.fetch import FILE_NAMES, SINGLE_NAMES
 from loraplex.core.byte_sizes import readable_bytes
 from loraplex.core.clock import Clock
 from loraplex.core.errors import (
@@ -31,7 +31,7 @@ from loraplex.core.private_folder import PrivateFolder
 UPLOADS_ARE_OFF: Final = (
     "this server takes no uploads of adapters: the operator allows them with the setting uploads"
 )
-UPLOADED_NAMES: Final = (*FILE_NAMES, SINGLE_NAME)
+UPLOADED_NAMES: Final = (*FILE_NAMES, *SINGLE_NAMES)
 """Files that an upload may have."""
 _SCHEME: Final = "upload://"
 _ID_BYTES: Final = 16
@@ -138,8 +138,9 @@ class Uploads:
         """
         upload = self._find(path.removeprefix(_SCHEME), tenant)
         upload.changed_ns = self._clock.now_ns()
-        is_single = list(upload.files) == [SINGLE_NAME]
-        return upload.folder / SINGLE_NAME if is_single else upload.folder
+        names = list(upload.files)
+        is_single = len(names) == 1 and names[0] in SINGLE_NAMES
+        return upload.folder / names[0] if is_single else upload.folder
 
     def begin_file(
         self, upload_id: str, tenant: str, name: str, num_bytes: int = 0

@@ -242,6 +242,8 @@ def base_shapes(config: ModelSpec) -> BaseShapes:
             for module, parts in layer.fused_modules.items()
         },
         ties_embeddings=config.tie_word_embeddings,
+        architecture=config.architecture,
+        head_dim=config.layers[0].attention.head_dim,
     )
 
 

@@ -198,7 +198,7 @@ class ModelConfig(EngineSettings, frozen=True, kw_only=True):
         str,
         _adapters(
             "Folder whose adapters, at any depth, are named by their path in it",
-            "An adapter is a folder, or a `.safetensors` file, which is named without its ending.",
+            "An adapter is a folder, or a file without its ending `.safetensors` or `.gguf`.",
         ),
     ] = ""
     multi_lora: Annotated[

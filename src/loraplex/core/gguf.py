@@ -122,18 +122,25 @@ def read_gguf(path: Path) -> GgufFile:
     """Read metadata and descriptions of tensors. Raises ConfigError, UnsupportedModelError."""
     try:
         with path.open("rb") as file:
-            return _Reader(path, file).read()
+            size = path.stat().st_size
+            return _Reader(path, file, size, size).read()
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
 
 
-class _Reader:
-    """Reads one file from its begin."""
+def parse_gguf(path: Path, content: BinaryIO, size: int, max_header_bytes: int) -> GgufFile:
+    """Return read_gguf's result for `size` bytes that were read before; path is for messages."""
+    return _Reader(path, content, size, min(size, max_header_bytes)).read()
 
-    def __init__(self, path: Path, file: BinaryIO) -> None:
+
+class _Reader:
+    """Reads one file from its begin. header_end: where metadata and descriptions end at most."""
+
+    def __init__(self, path: Path, file: BinaryIO, size: int, header_end: int) -> None:
         self._path = path
         self._file = file
-        self._size = path.stat().st_size
+        self._size = size
+        self._header_end = header_end
 
     def read(self) -> GgufFile:
         if self._bytes(len(_MAGIC)) != _MAGIC:
@@ -228,13 +235,18 @@ class _Reader:
 
     def _count(self, count: int, smallest: int, what: str) -> int:
         """Return a count of things of at least `smallest` bytes, if the file can hold them."""
-        if count * smallest > self._size - self._file.tell():
-            raise ConfigError(f"{self._path} is cut off: it cannot hold {count} {what}")
+        if count * smallest > self._header_end - self._file.tell():
+            raise ConfigError(
+                f"{self._path} is cut off: its header of at most {self._header_end} bytes cannot "
+                f"hold {count} {what}"
+            )
         return count
 
     def _bytes(self, number: int) -> bytes:
-        if number > self._size - self._file.tell():
-            raise ConfigError(f"{self._path} is cut off: it ends within the header")
+        if number > self._header_end - self._file.tell():
+            raise ConfigError(
+                f"{self._path} is cut off: its header does not end within {self._header_end} bytes"
+            )
         data = self._file.read(number)
         if len(data) != number:
             raise ConfigError(f"{self._path} became shorter while it was read")

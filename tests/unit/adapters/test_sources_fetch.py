@@ -127,6 +127,11 @@ class TestAFile:
         assert (again, identities_of([again])) == (path, before)
         assert "If-None-Match" in web.requests[1][1]
 
+    def test_a_gguf_file_keeps_its_ending(self, web, state):
+        web.pages["/My-LoRA-f16.gguf"] = b"GGUF"
+        path = local_path(f"{web.url}/My-LoRA-f16.gguf", LOCAL, state)
+        assert (path.name, path.read_bytes()) == ("adapter.gguf", b"GGUF")
+
     def test_changes(self, web, state):
         url = f"{web.url}/zh.safetensors"
         web.pages["/zh.safetensors"] = b"one"

@@ -56,6 +56,11 @@ class TestPaths:
             with pytest.raises(PermissionDeniedError, match="state directory"):
                 checked_path(str(place), policy, NAMES)
 
+    def test_a_gguf_file_that_leaves(self, root, tmp_path):
+        (root / "team" / "v1.2" / "any.gguf").symlink_to(tmp_path / "secret")
+        with pytest.raises(PermissionDeniedError, match=r"v1\.2/any\.gguf is outside"):
+            self.check(root / "team" / "v1.2", root)
+
     def test_links_that_leave(self, root, tmp_path):
         (root / "out").symlink_to(tmp_path / "secret")
         with pytest.raises(PermissionDeniedError, match="out is outside"):

@@ -9,26 +9,38 @@ SUM = "ab" * 32
 
 
 @pytest.mark.parametrize(
-    ("text", "kind", "location", "is_file"),
+    ("text", "kind", "location", "suffix"),
     [
-        ("/adapters/zh", SourceKind.LOCAL, "/adapters/zh", False),
-        ("v1.2", SourceKind.LOCAL, "v1.2", False),
-        ("./a/b", SourceKind.LOCAL, "./a/b", False),
-        ("~/a", SourceKind.LOCAL, "~/a", False),
-        ("a/b/c", SourceKind.LOCAL, "a/b/c", False),
-        ("/odd#name", SourceKind.LOCAL, "/odd#name", False),
-        ("file:///a%20b/zh.safetensors", SourceKind.LOCAL, "/a b/zh.safetensors", True),
-        ("owner/na.me-1", SourceKind.HUB, "owner/na.me-1", False),
-        ("hf://owner/name", SourceKind.HUB, "owner/name", False),
-        ("https://h/zh.safetensors?x=1", SourceKind.HTTP, "https://h/zh.safetensors?x=1", True),
-        ("HTTP://h:8/zh/", SourceKind.HTTP, "http://h:8/zh/", False),
-        ("s3://bucket/team/zh/", SourceKind.OBJECT, "s3://bucket/team/zh", False),
-        ("gs://bucket/zh.safetensors", SourceKind.OBJECT, "gs://bucket/zh.safetensors", True),
+        ("/adapters/zh", SourceKind.LOCAL, "/adapters/zh", ""),
+        ("v1.2", SourceKind.LOCAL, "v1.2", ""),
+        ("./a/b", SourceKind.LOCAL, "./a/b", ""),
+        ("~/a", SourceKind.LOCAL, "~/a", ""),
+        ("a/b/c", SourceKind.LOCAL, "a/b/c", ""),
+        ("/odd#name", SourceKind.LOCAL, "/odd#name", ""),
+        ("file:///a%20b/zh.safetensors", SourceKind.LOCAL, "/a b/zh.safetensors", ".safetensors"),
+        ("owner/na.me-1", SourceKind.HUB, "owner/na.me-1", ""),
+        ("hf://owner/name", SourceKind.HUB, "owner/name", ""),
+        (
+            "https://h/zh.safetensors?x=1",
+            SourceKind.HTTP,
+            "https://h/zh.safetensors?x=1",
+            ".safetensors",
+        ),
+        ("HTTP://h:8/zh/", SourceKind.HTTP, "http://h:8/zh/", ""),
+        ("s3://bucket/team/zh/", SourceKind.OBJECT, "s3://bucket/team/zh", ""),
+        ("https://h/zh.gguf?x=1", SourceKind.HTTP, "https://h/zh.gguf?x=1", ".gguf"),
+        (
+            "gs://bucket/zh.safetensors",
+            SourceKind.OBJECT,
+            "gs://bucket/zh.safetensors",
+            ".safetensors",
+        ),
     ],
 )
-def test_kinds(text, kind, location, is_file):
+def test_kinds(text, kind, location, suffix):
     reference = parse(text)
-    assert (reference.kind, reference.location, reference.is_file) == (kind, location, is_file)
+    assert (reference.kind, reference.location) == (kind, location)
+    assert reference.file_suffix == suffix
     assert reference.sha256 is None
 
 
@@ -36,7 +48,9 @@ def test_hub_revisions_and_folders():
     reference = parse(f"hf://owner/name@v1.2/deep/zh#sha256={SUM.upper()}")
     assert (reference.revision, reference.folder, reference.sha256) == ("v1.2", "deep/zh", SUM)
     assert str(reference) == "hf://owner/name@v1.2/deep/zh"
-    assert parse("hf://owner/name/zh.safetensors").is_file
+    assert parse("hf://owner/name/zh.safetensors").file_suffix == ".safetensors"
+    assert parse("hf://owner/name-GGUF/zh.gguf").file_suffix == ".gguf"
+    assert not parse("hf://owner/name.gguf").file_suffix
     assert parse("hf://owner/name").revision == "main"
 
 

@@ -61,10 +61,11 @@ async def test_files_and_their_place(uploads, clock):
     assert uploads.place(card.path, "a").parent.stat().st_mode & 0o777 == 0o700
 
 
-async def test_a_single_file_is_its_own_place(uploads):
+@pytest.mark.parametrize("name", ["adapter.safetensors", "adapter.gguf"])
+async def test_a_single_file_is_its_own_place(uploads, name):
     card = await uploads.create("a")
-    await put(uploads, card.id, "adapter.safetensors", b"1")
-    assert uploads.place(card.path, "a").name == "adapter.safetensors"
+    await put(uploads, card.id, name, b"1")
+    assert uploads.place(card.path, "a").name == name
 
 
 async def test_another_tenant_and_a_wrong_id_find_nothing(uploads):

@@ -11,10 +11,12 @@ from typing import Protocol
 from loraplex.adapters.base_check import BaseCheck, check_base_name
 from loraplex.adapters.canonical import FORMAT, CanonicalRow, parse_canonical
 from loraplex.adapters.formats import canonical_file, llgtrt, peft, torch_bin, trtllm
+from loraplex.adapters.formats.gguf_lora import GgufLora, read_gguf_lora
 from loraplex.adapters.formats.peft_config import CONFIG_NAME, PeftConfig, read_config
 from loraplex.adapters.formats.peft_coverage import target_warnings
 from loraplex.adapters.formats.peft_names import is_of_other_tower
 from loraplex.adapters.fused_modules import fit_modules
+from loraplex.adapters.gguf_files import GGUF_SUFFIX, gguf_files_of
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.staging_limits import StagingLimits
 from loraplex.adapters.tensor_file import RawTensor, SafetensorsContent, read_tensors
@@ -26,8 +28,8 @@ _MAX_ENTRIES = 1000
 UNDERSTOOD = (
     f"a PEFT folder ({CONFIG_NAME} beside {peft.WEIGHTS_NAME} or {peft.TORCH_WEIGHTS_NAME}), "
     f"a TensorRT-LLM folder ({trtllm.WEIGHTS_NAME} beside {' or '.join(trtllm.CONFIG_NAMES)}), "
-    f"a {FILE_SUFFIX} file with the tensors weights and config, or a canonical adapter file of "
-    "loraplex"
+    f"a {FILE_SUFFIX} file with the tensors weights and config, a canonical adapter file of "
+    f"loraplex, or a {GGUF_SUFFIX} file of LoRA"
 )
 
 
@@ -187,6 +189,36 @@ class LoraFile:
         return []
 
 
+class GgufLoraFile:
+    """GGUF file of an adapter."""
+
+    format = "GGUF"
+
+    left_out: Sequence[str] = ()
+
+    def __init__(self, path: Path, limits: StagingLimits) -> None:
+        self.files: tuple[Path, ...] = (path,)
+        self.lora: GgufLora = read_gguf_lora(path, limits)
+
+    def read_rows(self, shapes: BaseShapes, _limits: StagingLimits) -> tuple[CanonicalRow, ...]:
+        return self.lora.rows(shapes)
+
+    def warnings(
+        self,
+        rows: tuple[CanonicalRow, ...],
+        _shapes: BaseShapes,
+        base_model: str,
+        base_check: BaseCheck,
+    ) -> list[str]:
+        scales = ", ".join(f"{scale:g}" for scale in sorted({row.scale for row in rows}))
+        return [
+            *check_base_name(self.lora.trained_on, base_model, base_check),
+            f"it is a GGUF file, which has one alpha ({self.lora.alpha:g}) and not whether PEFT's "
+            "use_rslora or alpha_pattern were set: they would be lost. LoRA is multiplied by "
+            f"{scales} (alpha / rank); if that is wrong, load the PEFT folder",
+        ]
+
+
 class RequestTensors:
     """Tensors lora_weights and lora_config of a request."""
 
@@ -231,11 +263,21 @@ def _input_at(place: Path, path: str, limits: StagingLimits) -> AdapterInput:
     if not place.is_dir():
         if place.name.endswith(FILE_SUFFIX):
             return LoraFile(place)
+        if place.name.endswith(GGUF_SUFFIX):
+            return GgufLoraFile(place, limits)
         raise InvalidAdapterError(f"{path} is no adapter; understood are {UNDERSTOOD}")
     if any((place / name).exists() for name in (CONFIG_NAME, *peft.WEIGHTS_NAMES)):
         return PeftFolder(place, limits)
     if (place / trtllm.WEIGHTS_NAME).exists():
         return PairFolder(place)
+    gguf_files = gguf_files_of(place)
+    if len(gguf_files) > 1:
+        raise InvalidAdapterError(
+            f"{path} has several {GGUF_SUFFIX} files, such as {gguf_files[0].name} and "
+            f"{gguf_files[1].name}: give the path of one of them"
+        )
+    if gguf_files:
+        return GgufLoraFile(gguf_files[0], limits)
     raise InvalidAdapterError(f"{path} holds no adapter{_hint(place)}; understood are {UNDERSTOOD}")
 
 
@@ -254,7 +296,7 @@ def _resolve(path: str) -> Path:
     """Return the target of a path, links followed. Raises InvalidAdapterError or OSError."""
     if not path or "\0" in path:
         raise InvalidAdapterError(
-            "the path of an adapter must be the path of a folder or of a .safetensors file"
+            "the path of an adapter must be that of a folder, or of a .safetensors or .gguf file"
         )
     try:
         return Path(path).expanduser().resolve(strict=True)

@@ -24,9 +24,10 @@ import msgspec
 
 from loraplex.adapters.formats import peft, trtllm
 from loraplex.adapters.formats.peft_config import CONFIG_NAME
+from loraplex.adapters.gguf_files import GGUF_SUFFIX
 from loraplex.adapters.sources.download import Allowance, Arrived, Missing
 from loraplex.adapters.sources.policy import SourcePolicy, checked_path
-from loraplex.adapters.sources.reference import FILE_SUFFIX, Reference, SourceKind, parse
+from loraplex.adapters.sources.reference import FILE_SUFFIXES, Reference, SourceKind, parse
 from loraplex.adapters.tensor_file import write_atomically
 from loraplex.core.errors import AdapterLoadError, InvalidAdapterError
 
@@ -42,7 +43,8 @@ FOLDERS = (
 """Files of an adapter in a folder: of each group, the first that exists."""
 WEIGHTS_NAMES = frozenset((*peft.WEIGHTS_NAMES, trtllm.WEIGHTS_NAME))
 FILE_NAMES = tuple(name for groups in FOLDERS for group in groups for name in group)
-SINGLE_NAME = f"adapter{FILE_SUFFIX}"
+SINGLE_NAMES = tuple(f"adapter{suffix}" for suffix in FILE_SUFFIXES)
+"""Names at the server of single files, which may have any name at their source."""
 
 _NOTE_NAME = "note.json"
 _ARRIVING = ".arriving-"
@@ -112,7 +114,7 @@ class KeptSources:
             logger.info("fetched %s: %.1f MiB in %.1f s", reference, num_bytes / 2**20, seconds)
         self._trim(policy.max_kept_bytes, home)
         place = home / note.content
-        return place / SINGLE_NAME if reference.is_file else place
+        return place / f"adapter{reference.file_suffix}" if reference.file_suffix else place
 
     @staticmethod
     def _write_note(home: Path, note: _Note) -> None:
@@ -169,8 +171,8 @@ class _Download:
 
     def get_all(self, reference: Reference) -> None:
         """Download all files. Raises InvalidAdapterError if the source has no complete adapter."""
-        if reference.is_file:
-            if not self._get("", SINGLE_NAME):
+        if reference.file_suffix:
+            if not self._get("", f"adapter{reference.file_suffix}"):
                 raise InvalidAdapterError(f"there is no {reference}", param="path")
             return
         for first, *others in FOLDERS:
@@ -184,7 +186,11 @@ class _Download:
                     )
             return
         tried = " nor ".join(first[0] for first, *_ in FOLDERS)
-        raise InvalidAdapterError(f"{reference} holds no adapter: neither {tried}", param="path")
+        raise InvalidAdapterError(
+            f"{reference} holds no adapter: neither {tried}; a GGUF file is named, such as "
+            f"{reference}/FILE{GGUF_SUFFIX}",
+            param="path",
+        )
 
     def take_unchanged(self, home: Path) -> None:
         """Link the files that have not changed into the folder of those that have."""
@@ -241,7 +247,7 @@ def _check_sum(reference: Reference, files: dict[str, _File]) -> None:
     if reference.sha256 is None:
         return
     for name, file in files.items():
-        if (name == SINGLE_NAME or name in WEIGHTS_NAMES) and file.sha256 != reference.sha256:
+        if (name in SINGLE_NAMES or name in WEIGHTS_NAMES) and file.sha256 != reference.sha256:
             raise InvalidAdapterError(
                 f"the SHA-256 of {reference} is {file.sha256}, not {reference.sha256} as requested",
                 param="path",

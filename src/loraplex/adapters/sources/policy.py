@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from loraplex.adapters.gguf_files import gguf_files_of
 from loraplex.adapters.sources.reference import OBJECT_SCHEMES
 from loraplex.core.byte_sizes import readable_bytes
 from loraplex.core.config import Config
@@ -190,7 +191,7 @@ def checked_path(text: str, policy: SourcePolicy, file_names: Iterable[str]) -> 
     """
     if not text or "\0" in text:
         raise InvalidAdapterError(
-            "the path of an adapter must be the path of a folder or of a .safetensors file",
+            "the path of an adapter must be that of a folder, or of a .safetensors or .gguf file",
             param="path",
         )
     try:
@@ -199,6 +200,8 @@ def checked_path(text: str, policy: SourcePolicy, file_names: Iterable[str]) -> 
         policy.check_path(place, text)
         for name in file_names:
             policy.check_path((place / name).resolve(), f"{text}/{name}")
+        for file in gguf_files_of(place):
+            policy.check_path(file.resolve(), f"{text}/{file.name}")
         return place.resolve(strict=True)
     except OSError as error:
         raise InvalidAdapterError(f"cannot open the adapter {text}: {error.strerror}") from error

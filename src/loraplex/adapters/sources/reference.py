@@ -3,6 +3,7 @@
     /adapters/zh, v1.2/zh.safetensors, file:///adapters/zh     a path on this machine
     hf://owner/name@revision/folder, owner/name                the Hugging Face hub
     https://host/zh.safetensors, https://host/zh/              a file, or a folder of known files
+    hf://owner/name/zh.gguf                                    a GGUF file, from any of these
     s3://bucket/zh, gs://bucket/zh, az://container/zh          an object store
 
 `#sha256=HEX` after anything but a path is the checksum of the file, or of a folder's weights file.
@@ -14,9 +15,10 @@ import re
 import urllib.parse
 from pathlib import Path
 
+from loraplex.adapters.gguf_files import GGUF_SUFFIX
 from loraplex.core.errors import InvalidAdapterError
 
-FILE_SUFFIX = ".safetensors"
+FILE_SUFFIXES = (".safetensors", GGUF_SUFFIX)
 OBJECT_SCHEMES = ("s3", "gs", "gcs", "az", "abfs")
 DEFAULT_REVISION = "main"
 
@@ -53,14 +55,12 @@ class Reference:
     sha256: str | None = None
 
     @property
-    def is_file(self) -> bool:
-        """Whether it is one file; otherwise a folder, in which known file names are tried."""
-        if self.kind is SourceKind.HUB:
-            return self.folder.endswith(FILE_SUFFIX)
-        path = self.location
+    def file_suffix(self) -> str:
+        """Return the ending of one file; empty: a folder, in which known file names are tried."""
+        path = self.folder if self.kind is SourceKind.HUB else self.location
         if self.kind is SourceKind.HTTP:
             path = urllib.parse.urlsplit(self.location).path
-        return path.endswith(FILE_SUFFIX)
+        return next(filter(path.endswith, FILE_SUFFIXES), "")
 
     def __str__(self) -> str:
         """Return the text for messages, without the query, which may contain a signature."""
@@ -87,8 +87,8 @@ def parse(text: str) -> Reference:
         reference = _with_scheme(text, match[1].lower(), text[match.end() :])
     if str(reference).lower().endswith(_ARCHIVES):
         raise InvalidAdapterError(
-            f"{reference} is an archive, which is not unpacked: give a folder or a {FILE_SUFFIX} "
-            "file",
+            f"{reference} is an archive, which is not unpacked: give a folder, or a "
+            f"{' or '.join(FILE_SUFFIXES)} file",
             param="path",
         )
     return reference

@@ -21,7 +21,7 @@ PEFT_CONFIG_NAME = "adapter_config.json"
 _ADAPTER_FILES = (PEFT_CONFIG_NAME, "model.lora_weights.npy")
 _BASE_CONFIG = "config.json"
 """File of a base model's folder, whose .safetensors files are its weights."""
-_FILE_SUFFIX = ".safetensors"
+_FILE_SUFFIXES = (".safetensors", ".gguf")
 _MAX_DEPTH = 16
 _MAX_LIST_BYTES = 16 << 20
 
@@ -51,8 +51,8 @@ def find_adapters(
 def find_below(root: Path, log: Log = logger.warning, states: PathStates | None = None) -> Found:
     """Find every adapter below a folder, at any depth, named by its relative path.
 
-    A .safetensors file is named without its suffix: `team/v1.2` is
-    team/v1.2.safetensors or the folder team/v1.2. The weights of a base model are no adapters.
+    A .safetensors or .gguf file is named without its suffix: `team/v1.2` is the folder team/v1.2,
+    team/v1.2.safetensors or team/v1.2.gguf. The weights of a base model are no adapters.
     states: notes what is read. Raises ConfigError.
     """
     root = root.expanduser()
@@ -68,11 +68,13 @@ def find_named(root: Path, name: str) -> Path | None:
     parts = name.split("/")
     if len(parts) > _MAX_DEPTH or any(not part or part[0] == "." or "\0" in part for part in parts):
         return None
-    folder, file = root / name, root / f"{name}{_FILE_SUFFIX}"
+    folder = root / name
+    files = [root / f"{name}{suffix}" for suffix in _FILE_SUFFIXES]
     try:
         above = itertools.takewhile(lambda one: one != root, folder.parents)
         if any(one.is_symlink() or _is_adapter(one) for one in above):
             return None  # find_below skips it too: folders inside an adapter are checkpoints
+        file = next(filter(Path.is_file, files), files[0])
         path = folder if folder.is_dir() and _is_adapter(folder) else file
         is_of_base = path == file and (file.parent / _BASE_CONFIG).is_file()
         is_there = path.is_dir() or (path.is_file() and not is_of_base)
@@ -140,8 +142,8 @@ def _below(
         elif entry.is_dir():
             if not entry.is_symlink():  # a link may lead back here
                 yield from _below(entry, f"{name}/", depth + 1, log, states)
-        elif entry.name.endswith(_FILE_SUFFIX) and not has_base:
-            yield name.removesuffix(_FILE_SUFFIX), entry
+        elif entry.name.endswith(_FILE_SUFFIXES) and not has_base:
+            yield name.rpartition(".")[0], entry
 
 
 def _entries(folder: Path, states: PathStates) -> list[Path]:

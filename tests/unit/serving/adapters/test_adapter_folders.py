@@ -31,10 +31,12 @@ class TestBelowARoot:
         put(tmp_path / "team" / "deep" / "v1.2", "model.lora_weights.npy")
         put(tmp_path / "team", "v2.0.safetensors")
         put(tmp_path, "ja.safetensors")
+        put(tmp_path, "fr-v1.0.gguf")
         put(tmp_path, "readme.md")
         (tmp_path / "empty").mkdir()
         found = find_below(tmp_path)
         assert dict(found) == {
+            "fr-v1.0": tmp_path / "fr-v1.0.gguf",
             "ja": tmp_path / "ja.safetensors",
             "team/deep/v1.2": tmp_path / "team" / "deep" / "v1.2",
             "team/v2.0": tmp_path / "team" / "v2.0.safetensors",

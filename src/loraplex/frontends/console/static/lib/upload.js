@@ -3,8 +3,8 @@ import { ApiError, apiError, keyHeader, post, remove } from "./api.js";
 
 const CONFIG = "adapter_config.json";
 const WEIGHTS = "adapter_model.safetensors";
-const SINGLE = "adapter.safetensors";
-const SUFFIX = ".safetensors";
+const SINGLE = "adapter";
+const SUFFIXES = [".safetensors", ".gguf"];
 const MAX_FILES = 2000;
 const MAX_DEPTH = 5;
 
@@ -66,7 +66,11 @@ export function planOf(found, names) {
 }
 
 function isWanted(name, names) {
-  return names.includes(name) || name.endsWith(SUFFIX);
+  return names.includes(name) || suffixOf(name) !== undefined;
+}
+
+function suffixOf(name) {
+  return SUFFIXES.find((suffix) => name.endsWith(suffix));
 }
 
 /** A single file of weights may have any name: its name at the server says what it is. */
@@ -75,9 +79,11 @@ function named(found, names) {
     .filter(({ file }) => names.includes(file.name))
     .map((one) => ({ ...one, name: one.file.name }));
   const others = found.filter(({ file }) => !names.includes(file.name));
-  if (others.length !== 1 || taken.some(({ name }) => name.endsWith(SUFFIX) || name.endsWith(".bin"))) return taken;
+  if (others.length !== 1 || taken.some(({ name }) => suffixOf(name) || name.endsWith(".bin"))) return taken;
   const hasConfig = taken.some(({ name }) => name === CONFIG);
-  return [...taken, { ...others[0], name: hasConfig ? WEIGHTS : SINGLE }];
+  const suffix = suffixOf(others[0].file.name);
+  const isWeights = hasConfig && suffix === SUFFIXES[0];
+  return [...taken, { ...others[0], name: isWeights ? WEIGHTS : SINGLE + suffix }];
 }
 
 /** A name for the adapter: of its folder, or of its file. @param {Plan} plan */

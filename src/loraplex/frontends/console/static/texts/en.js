@@ -195,11 +195,11 @@ export const texts = {
   },
   upload: {
     title: "Upload",
-    drop: "Drop a folder or files of an adapter here: a PEFT folder, or one .safetensors file.",
+    drop: "Drop a folder or files of an adapter here: a PEFT folder, or one .safetensors or .gguf file.",
     folder: "Choose a folder",
     files: "Choose files",
     off: "This server takes no uploads. Its operator allows them with the setting uploads:",
-    none: "No adapter is among these files. Wanted: adapter_config.json with adapter_model.safetensors, or one .safetensors file. Not sent:",
+    none: "No adapter is among these files. Wanted: adapter_config.json with adapter_model.safetensors, or one .safetensors or .gguf file. Not sent:",
     tooLarge: "These files have {size}; an adapter may have {max}. Nothing was sent.",
     left: "Not part of an adapter, not sent ({n}):",
     sending: "Sending …",

@@ -195,11 +195,11 @@ export const texts = {
   },
   upload: {
     title: "アップロード",
-    drop: "アダプターのフォルダーまたはファイルをここにドロップ：PEFT フォルダー、または 1 つの .safetensors ファイル。",
+    drop: "アダプターのフォルダーまたはファイルをここにドロップ：PEFT フォルダー、または 1 つの .safetensors か .gguf ファイル。",
     folder: "フォルダーを選択",
     files: "ファイルを選択",
     off: "このサーバーはアップロードを受け付けません。運用者は設定 uploads で許可できます：",
-    none: "アダプターのファイルがありません。adapter_config.json と adapter_model.safetensors、または 1 つの .safetensors ファイルが必要です。送信しないもの：",
+    none: "アダプターのファイルがありません。adapter_config.json と adapter_model.safetensors、または 1 つの .safetensors か .gguf ファイルが必要です。送信しないもの：",
     tooLarge: "ファイルは合計 {size} です。アダプターの上限は {max} です。何も送信していません。",
     left: "アダプターに含まれないため送信しません（{n}）：",
     sending: "送信中…",

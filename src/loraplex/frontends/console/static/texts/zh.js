@@ -195,11 +195,11 @@ export const texts = {
   },
   upload: {
     title: "上传",
-    drop: "将适配器的文件夹或文件拖到此处：PEFT 文件夹，或单个 .safetensors 文件。",
+    drop: "将适配器的文件夹或文件拖到此处：PEFT 文件夹，或单个 .safetensors 或 .gguf 文件。",
     folder: "选择文件夹",
     files: "选择文件",
     off: "此服务器不接受上传。运维人员可通过设置 uploads 允许上传：",
-    none: "这些文件中没有适配器。需要 adapter_config.json 和 adapter_model.safetensors，或单个 .safetensors 文件。未发送：",
+    none: "这些文件中没有适配器。需要 adapter_config.json 和 adapter_model.safetensors，或单个 .safetensors 或 .gguf 文件。未发送：",
     tooLarge: "这些文件共 {size}，适配器最大为 {max}。未发送任何内容。",
     left: "不属于适配器，未发送（{n}）：",
     sending: "正在发送…",
