@@ -68,7 +68,8 @@ def largest_rank(settings: RunnerSettings, spec: ModelSpec) -> ModelSpec:
 
 
 def weights_bytes(settings: RunnerSettings, spec: ModelSpec) -> int:
-    return weights_size(spec, choose_dtype(settings, spec), settings.precision)
+    dtype = choose_dtype(settings, spec)
+    return weights_size(spec, dtype, settings.precision, settings.device)
 
 
 def bytes_left(settings: RunnerSettings, weights_bytes: int) -> int | None:

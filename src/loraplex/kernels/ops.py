@@ -15,6 +15,7 @@ from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels.activations import Activation
 from loraplex.kernels.kv_vectors import stored_size
 from loraplex.kernels.lora import LoraBatch
+from loraplex.kernels.quantization import QuantizedWeight
 from loraplex.kernels.routing import Routes
 from loraplex.kernels.routing_rules import RoutingRules
 from loraplex.kernels.row_layout import RowLayout
@@ -124,12 +125,15 @@ class Kernels(Protocol):
 
     def pack_linear(
         self,
-        weight: torch.Tensor,
+        weight: torch.Tensor | QuantizedWeight,
         bias: torch.Tensor | None,
         precision: WeightPrecision = WeightPrecision.NATIVE,
         num_blocks: int = 0,
     ) -> PackedLinear:
         """weight [out, in], bias [out] or None; of experts: [E, out, in], [E, out]. Done at load.
+
+        A weight that is quantised already must be one that `takes_quantized`, and stays as it is;
+        precision: NATIVE.
 
         num_blocks of 1 or more: a row layer, whose inputs are cut into so many equal blocks, which
         must divide in. Each block is quantised by itself, and has a sum of its own; neighbouring
@@ -138,6 +142,10 @@ class Kernels(Protocol):
 
         Raises ConfigError if the weight cannot be quantised to the precision (quantization.py).
         """
+        ...
+
+    def takes_quantized(self, weight: QuantizedWeight, num_blocks: int) -> bool:
+        """Whether `linear` multiplies a weight of this form without decoding it before."""
         ...
 
     @property

@@ -33,7 +33,7 @@ from loraplex.kernels.ops import (
     PackedLinear,
     Parameter,
 )
-from loraplex.kernels.quantization import quantize
+from loraplex.kernels.quantization import QuantizedWeight, quantize
 from loraplex.kernels.reference_attention import TilePlan, attend, plan_tiles
 from loraplex.kernels.routing import Routes, route
 from loraplex.kernels.routing_rules import RoutingRules
@@ -96,16 +96,21 @@ class ReferenceKernels:
 
     def pack_linear(
         self,
-        weight: torch.Tensor,
+        weight: torch.Tensor | QuantizedWeight,
         bias: torch.Tensor | None,
         precision: WeightPrecision = WeightPrecision.NATIVE,
         num_blocks: int = 0,
     ) -> PackedLinear:
         """Quantised weights are multiplied in their own type again: rounded, but no smaller."""
+        assert isinstance(weight, torch.Tensor)
         if precision is not WeightPrecision.NATIVE:
             rows = quantize(weight.flatten(0, -2), precision).dequantized()
             weight = rows.to(weight.dtype).view(weight.shape)
         return _Linear(weight, bias, num_blocks > 0)
+
+    def takes_quantized(self, weight: QuantizedWeight, num_blocks: int) -> bool:
+        del weight, num_blocks
+        return False
 
     @property
     def packed_layout(self) -> str:

@@ -3,13 +3,26 @@
 Free of torch. Keys of metadata are those of llama.cpp's gguf-py (gguf/constants.py).
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from loraplex.core.errors import ConfigError
-from loraplex.core.gguf import GgufFile
+from loraplex.core.gguf import BlockType, GgufFile
 from loraplex.core.gguf_names import LONG_ROPE, ROPE_FACTORS, family_of
 
+_BITS_IN_MEMORY: Final = {
+    BlockType.Q4_0: 4 + 32 / 32,
+    BlockType.Q4_1: 4 + 64 / 32,
+    BlockType.Q5_0: 8 + 32 / 32,
+    BlockType.Q5_1: 8 + 64 / 32,
+    BlockType.Q8_0: 8 + 32 / 32,
+    BlockType.Q4_K: 4 + 64 / 32,
+    BlockType.Q5_K: 8 + 64 / 32,
+    BlockType.Q6_K: 8 + 32 / 16,
+    BlockType.IQ4_NL: 4 + 32 / 32,
+    BlockType.MXFP4: 4 + 32 / 32,
+}
 FILE_NAME: Final = "model.gguf"
 """Name, in a folder that stands for a file, of the file itself."""
 
@@ -121,13 +134,26 @@ def hugging_face_config(file: GgufFile) -> Fields:
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "torch_dtype": "bfloat16",
-        "quantization_config": {"quant_method": "gguf"},
+        "quantization_config": {"quant_method": "gguf", "bits_in_memory": _bits_in_memory(file)},
         **_token_ids(file),
         **_rope_scaling(keys),
     }
     if family.name in _MORE:
         fields |= _MORE[family.name](keys)
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def _bits_in_memory(file: GgufFile) -> float:
+    """Return the mean over the weights of layers: 4 or 8 bits, and scales and offsets in float32.
+
+    Layers of two types, and those of 5 and 6 bits, are kept in 8 bits; plain floats in 16.
+    """
+    kinds = [
+        (math.prod(tensor.shape), _BITS_IN_MEMORY.get(tensor.kind, 16.0))
+        for name, tensor in file.tensors.items()
+        if len(tensor.shape) > 1 and name.startswith("blk.")
+    ]
+    return sum(size * bits for size, bits in kinds) / max(1, sum(size for size, _ in kinds))
 
 
 def _token_ids(file: GgufFile) -> Fields:

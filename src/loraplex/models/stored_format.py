@@ -6,7 +6,7 @@ The configuration names the format; which layers are quantised, and how, the ten
 
 import dataclasses
 import enum
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,6 +34,12 @@ class StoredFormat:
     method: StoredMethod
     fields: ConfigFields = dataclasses.field(compare=False)
     """The object that describes it."""
+
+    bits: float | None = None
+    """Bits of a weight in memory where kernels multiply it as it is stored, with its scales and
+    offsets in float32; None: it is widened. About: some layers may be widened all the same."""
+    has_experts_alone: bool = False
+    """Whether only weights of experts are quantised."""
 
     @property
     def values(self) -> Mapping[str, Any]:
@@ -84,9 +90,14 @@ def read_stored_format(folder: Path, fields: ConfigFields) -> StoredFormat | Non
     if found is None:
         return None
     table, method = found
-    stored = StoredFormat(method or _method(table), table)
-    _CHECKS.get(stored.method, _no_check)(table)
-    return stored
+    method = method or _method(table)
+    _CHECKS.get(method, _no_check)(table)
+    return StoredFormat(
+        method,
+        table,
+        bits=_BITS_IN_MEMORY[method](table),
+        has_experts_alone=method is StoredMethod.MXFP4,
+    )
 
 
 def _described(
@@ -165,4 +176,79 @@ _CHECKS: Final = {
     StoredMethod.AWQ: _check_awq,
     StoredMethod.COMPRESSED_TENSORS: _check_compressed_tensors,
     StoredMethod.FP8: _check_fp8,
+}
+
+
+_SCALE_BITS: Final = 32
+_LONGEST_GROUP: Final = 512
+"""Inputs that share a scale in memory where a whole row does in the file."""
+
+
+def _bits_in_memory(bits: int, group_size: int | None, *, has_offsets: bool) -> float:
+    """Return the bits of a weight, with its share of scales; 4 or 8, as kernels have them."""
+    size = group_size if group_size is not None and group_size > 0 else _LONGEST_GROUP
+    num_scales = 2 if has_offsets else 1
+    return (4 if bits <= 4 else 8) + num_scales * _SCALE_BITS / min(size, _LONGEST_GROUP)
+
+
+def _gptq_bits(table: ConfigFields) -> float | None:
+    if table.boolean("desc_act", default=False):
+        return None
+    is_symmetric = table.boolean("sym", default=False)
+    group_size = table.integer("group_size", -1)
+    return _bits_in_memory(table.integer("bits", 4), group_size, has_offsets=not is_symmetric)
+
+
+def _awq_bits(table: ConfigFields) -> float:
+    group_size = table.integer("group_size", table.optional_integer("q_group_size") or 128)
+    return _bits_in_memory(4, group_size, has_offsets=table.boolean("zero_point", default=True))
+
+
+def _bitsandbytes_bits(table: ConfigFields) -> float:
+    if table.boolean("load_in_8bit", default=False):
+        return _bits_in_memory(8, None, has_offsets=False)
+    return _bits_in_memory(4, _NF4_BLOCK, has_offsets=False)
+
+
+_NF4_BLOCK: Final = 64
+
+
+def _compressed_tensors_bits(table: ConfigFields) -> float | None:
+    """Return the largest of all groups of layers."""
+    groups = table.table("config_groups")
+    tables = [] if groups is None else [groups.table(name) for name in groups.tables()]
+    found = [
+        _compressed_tensors_group_bits(weights)
+        for weights in (group.table("weights") for group in tables if group is not None)
+        if weights is not None
+    ]
+    known = [bits for bits in found if bits is not None]
+    return max(known) if known and len(known) == len(found) else None
+
+
+def _compressed_tensors_group_bits(weights: ConfigFields) -> float | None:
+    bits = weights.integer("num_bits", 8)
+    if weights.text("type", "int") == "float" and bits > 4:
+        return None
+    has_offsets = not weights.boolean("symmetric", default=True)
+    return _bits_in_memory(bits, weights.optional_integer("group_size"), has_offsets=has_offsets)
+
+
+def _gguf_bits(table: ConfigFields) -> float | None:
+    """Return what models.gguf_config added up over the tensors of the file."""
+    return table.optional_number("bits_in_memory")
+
+
+def _widened(table: ConfigFields) -> None:
+    del table
+
+
+_BITS_IN_MEMORY: Final[Mapping[StoredMethod, Callable[[ConfigFields], float | None]]] = {
+    StoredMethod.FP8: _widened,
+    StoredMethod.COMPRESSED_TENSORS: _compressed_tensors_bits,
+    StoredMethod.GPTQ: _gptq_bits,
+    StoredMethod.AWQ: _awq_bits,
+    StoredMethod.BITSANDBYTES: _bitsandbytes_bits,
+    StoredMethod.MXFP4: lambda _: _bits_in_memory(4, 32, has_offsets=False),
+    StoredMethod.GGUF: _gguf_bits,
 }

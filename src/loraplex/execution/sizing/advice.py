@@ -162,9 +162,10 @@ class MemoryAdvice:
     def _weights_bytes(self, precision: WeightPrecision) -> int:
         """Return the size; weights that cannot be quantised like this keep their type."""
         try:
-            return weights_size(self.spec, self.dtype, precision)
+            return weights_size(self.spec, self.dtype, precision, self.settings.device)
         except ConfigError:
-            return weights_size(self.spec, self.dtype, WeightPrecision.NATIVE)
+            native = WeightPrecision.NATIVE
+            return weights_size(self.spec, self.dtype, native, self.settings.device)
 
 
 def _and_free(free: int | None) -> str:

@@ -6,7 +6,8 @@ error.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import torch
 from loraplex.core.errors import ConfigError
 from loraplex.execution.weights.quantized.files import QuantizedFiles
 from loraplex.execution.weights.quantized.gguf_weights import GgufWeights
+from loraplex.execution.weights.quantized.stored_weight import StoredWeight
 from loraplex.execution.weights.stacked_experts import StackedPart, stacked_tensors
 from loraplex.execution.weights.tensor_files import (
     PickledFile,
@@ -87,6 +89,21 @@ class Checkpoint:
         checked = _checked(tensor, shape, f"{path}: {whole.name}")
         return part.view(checked, is_transposed=is_transposed)
 
+    def stored(self, name: str, shape: tuple[int, int]) -> StoredWeight | None:
+        """Return a quantised weight [out, in] as it is stored; None: it is not quantised.
+
+        Raises ConfigError for one of another shape.
+        """
+        entry = self._entries[name]
+        if not isinstance(entry.file, QuantizedFiles | GgufWeights):
+            return None
+        stored = entry.file.stored(entry.name)
+        if stored is not None and entry.part is not None:
+            stored = stored.rows(functools.partial(entry.part.view, is_transposed=False))
+        if stored is not None and stored.shape != shape:
+            raise _other_shape(f"{entry.file.path}: {name}", stored.shape, shape)
+        return stored
+
     def _add(self, file: "TensorFile", spec: ModelSpec) -> None:
         for name in file.names:
             full_name = spec.names.canonical(name)
@@ -118,10 +135,14 @@ def _checked(tensor: Any, shape: tuple[int, ...], what: str) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor):
         raise ConfigError(f"{what} is no tensor but {type(tensor).__name__}")
     if tensor.shape != shape:
-        raise ConfigError(f"{what} has shape {list(tensor.shape)}, config.json means {list(shape)}")
+        raise _other_shape(what, tensor.shape, shape)
     if tensor.dtype not in _FLOATS:
         raise ConfigError(f"{what} is {tensor.dtype}; floating-point weights are supported")
     return tensor
+
+
+def _other_shape(what: str, found: Sequence[int], meant: Sequence[int]) -> ConfigError:
+    return ConfigError(f"{what} has shape {list(found)}, config.json means {list(meant)}")
 
 
 def _is_redundant(name: str, spec: ModelSpec) -> bool:

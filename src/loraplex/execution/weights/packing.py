@@ -12,9 +12,11 @@ from loraplex.core.byte_sizes import readable_bytes
 from loraplex.core.errors import ConfigError
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.execution.weights.checkpoint import Checkpoint
+from loraplex.execution.weights.quantized.packable import packable, stacked_experts
+from loraplex.execution.weights.quantized.stored_weight import StoredWeight
 from loraplex.execution.weights.weight_files import weight_files
 from loraplex.kernels.ops import Kernels, LinearParts, PackedLinear
-from loraplex.kernels.quantization import quantization_error
+from loraplex.kernels.quantization import QuantizedWeight, quantization_error
 from loraplex.models.parameters import (
     DecoderParameters,
     LinearPlace,
@@ -78,23 +80,16 @@ def pack_checkpoint(
         source = _CheckpointSource(checkpoint, kernels, form, bar.update)
         noting = _NotingSource(source, kernels)
         parameters = build_parameters(spec, noting)
-    summary = source.errors.summary(form.precision) or _widening(folder, spec, form, noting.entries)
+    summary = source.errors.summary(form.precision)
+    if spec.stored_format is not None:
+        stored = sum(path.stat().st_size for path in weight_files(folder))
+        packed = sum(entry.num_bytes for entry in noting.entries)
+        summary = (
+            f"weights that are stored as {spec.stored_format.method} "
+            f"{source.widened.summary(form.dtype)}: "
+            f"{readable_bytes(packed)} in memory, {readable_bytes(stored)} in files"
+        )
     return PackedWeights(parameters, noting.entries, summary)
-
-
-def _widening(
-    folder: Path, spec: ModelSpec, form: WeightFormat, entries: Sequence[LinearParts]
-) -> str:
-    """Return what reading a quantised checkpoint as plain weights costs, for people."""
-    if spec.stored_format is None:
-        return ""
-    stored = sum(path.stat().st_size for path in weight_files(folder))
-    packed = sum(entry.num_bytes for entry in entries)
-    dtype = str(form.dtype).removeprefix("torch.")
-    return (
-        f"weights that are stored as {spec.stored_format.method} are widened to {dtype}: "
-        f"{readable_bytes(packed)} in memory, {readable_bytes(stored)} in files"
-    )
 
 
 def join_entries(
@@ -112,13 +107,14 @@ class _CheckpointSource:
         checkpoint: Checkpoint,
         kernels: Kernels,
         form: WeightFormat,
-        progress: Callable[[], object],
+        progress: Callable[[int], object],
     ) -> None:
         self._checkpoint = checkpoint
         self._kernels = kernels
         self._form = form
         self._progress = progress
         self.errors = _QuantizationErrors()
+        self.widened = _WidenedLayers()
 
     def tensor(
         self, name: str, shape: tuple[int, ...], num_rows: int | None = None
@@ -131,13 +127,16 @@ class _CheckpointSource:
         precision = self._form.precision_of(place)
         num_outputs, num_inputs = place.shape
         experts = () if place.num_experts is None else (place.num_experts,)
-        weight = self._stored(place, "weight", (num_outputs, num_inputs))
+        bias = None
+        if place.has_bias:
+            bias = self._read(place, "bias", (num_outputs,)).view(*experts, num_outputs)
+        quantized = self._quantized(place)
+        if quantized is not None:
+            return self._kernels.pack_linear(quantized, bias, precision, place.num_blocks)
+        weight = self._read(place, "weight", (num_outputs, num_inputs))
         weight = weight.view(*experts, num_outputs, num_inputs)
         if place.has_unit_rows:
             weight = torch.nn.functional.normalize(weight.float()).to(weight.dtype)
-        bias = None
-        if place.has_bias:
-            bias = self._stored(place, "bias", (num_outputs,)).view(*experts, num_outputs)
         try:
             packed = self._kernels.pack_linear(weight, bias, precision, place.num_blocks)
         except ConfigError as error:
@@ -146,7 +145,29 @@ class _CheckpointSource:
             self.errors.note(place.name, quantization_error(weight.flatten(0, -2), precision))
         return packed
 
-    def _stored(self, place: LinearPlace, kind: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def _quantized(self, place: LinearPlace) -> QuantizedWeight | None:
+        """Read a layer that is stored quantised; None: its numbers are to be read instead.
+
+        What chooses experts is decoded: a product in whole numbers rounds its inputs.
+        """
+        stored = [
+            self._checkpoint.stored(f"{part}.weight", (size, place.in_features))
+            for part, size in place.stored_parts()
+        ]
+        weights = [weight for weight in stored if weight is not None]
+        if not weights:
+            return None
+        found = None
+        if len(weights) == len(stored) and not (place.is_choice or place.has_unit_rows):
+            found = _joined_weight(place, weights)
+        if found is not None and not self._kernels.takes_quantized(found, place.num_blocks):
+            found = None
+        self.widened.note(place.name, is_widened=found is None)
+        if found is not None:
+            self._progress(len(stored))
+        return found
+
+    def _read(self, place: LinearPlace, kind: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Read the weights, or the biases, of all parts: those of experts one after another.
 
         shape: of one expert, or of a layer without.
@@ -177,8 +198,30 @@ class _CheckpointSource:
             tensor = own(index, self._checkpoint.read(name))
             joined[start : start + len(tensor)] = tensor
             start += len(tensor)
-            self._progress()
+            self._progress(1)
         return joined
+
+
+def _joined_weight(place: LinearPlace, weights: Sequence[StoredWeight]) -> QuantizedWeight | None:
+    """Join the layer's own part of weights [out, in], expert after expert; None: no kernel has it.
+
+    The result is [out, in], or [E, out, in].
+    """
+    num_parts, inputs = len(place.parts), place.inputs
+    own = [
+        weight.inputs(inputs.first, inputs.end).rows(
+            functools.partial(place.own_rows, index % num_parts)
+        )
+        for index, weight in enumerate(weights)
+    ]
+    experts = [
+        packable(own[first : first + num_parts], max(1, place.num_blocks))
+        for first in range(0, len(own), num_parts)
+    ]
+    found = [expert for expert in experts if expert is not None]
+    if len(found) < len(experts):
+        return None
+    return found[0] if place.num_experts is None else stacked_experts(found)
 
 
 class _EntrySource:
@@ -220,6 +263,30 @@ class _NotingSource:
         packed = self._source.linear(place)
         self.entries.append(self._kernels.linear_parts(packed))
         return packed
+
+
+class _WidenedLayers:
+    """Layers that are stored quantised, and those of them that are decoded for the kernels."""
+
+    def __init__(self) -> None:
+        self._num_layers = 0
+        self._widened: list[str] = []
+
+    def note(self, name: str, *, is_widened: bool) -> None:
+        self._num_layers += 1
+        if is_widened:
+            self._widened.append(name)
+
+    def summary(self, dtype: torch.dtype) -> str:
+        widened = f"widened to {str(dtype).removeprefix('torch.')}"
+        if len(self._widened) == self._num_layers:
+            return f"are {widened}"
+        if not self._widened:
+            return "are kept as they are"
+        return (
+            f"are kept as they are, but {len(self._widened)} of {self._num_layers} layers, such as "
+            f"{self._widened[0]}, are {widened}"
+        )
 
 
 class _QuantizationErrors:

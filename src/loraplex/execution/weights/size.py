@@ -14,16 +14,24 @@ from loraplex.kernels.ops import PackedLinear
 from loraplex.kernels.quantization import group_size_of
 from loraplex.models.parameters import LinearPlace, build_parameters
 from loraplex.models.spec import ModelSpec
-from loraplex.models.stored_format import refuse_second_quantization
+from loraplex.models.stored_format import StoredFormat, StoredMethod, refuse_second_quantization
 
 _SCALE_BYTES = 4
 _BITS = {WeightPrecision.INT8: 8, WeightPrecision.INT4: 4, WeightPrecision.FP8: 8}
 
 
-def weights_size(spec: ModelSpec, dtype: torch.dtype, precision: WeightPrecision) -> int:
-    """Return bytes. Raises ConfigError if a layer cannot be quantised like this."""
-    refuse_second_quantization(spec.stored_format, precision)
-    sizes = _Sizes(WeightFormat(dtype=dtype, precision=precision))
+def weights_size(
+    spec: ModelSpec, dtype: torch.dtype, precision: WeightPrecision, device: str = "cpu"
+) -> int:
+    """Return bytes; about, if the weights are stored quantised.
+
+    device: type of the device; a GPU widens stored weights. Raises ConfigError if a layer cannot be
+    quantised like this.
+    """
+    stored = spec.stored_format
+    refuse_second_quantization(stored, precision)
+    form = WeightFormat(dtype=dtype, precision=precision)
+    sizes = _Sizes(form, stored if device == "cpu" else None)
     build_parameters(spec, sizes)
     return sizes.num_bytes
 
@@ -31,8 +39,9 @@ def weights_size(spec: ModelSpec, dtype: torch.dtype, precision: WeightPrecision
 class _Sizes:
     """ParameterSource that returns nothing and adds up the requested sizes."""
 
-    def __init__(self, form: WeightFormat) -> None:
+    def __init__(self, form: WeightFormat, stored: StoredFormat | None) -> None:
         self._form = form
+        self._stored = stored
         self.num_bytes = 0
 
     def tensor(
@@ -47,8 +56,8 @@ class _Sizes:
         precision = self._form.precision_of(place)
         num_outputs, num_inputs = place.shape
         num_outputs *= place.num_experts or 1
-        bits = _BITS.get(precision, 8 * self._form.dtype.itemsize)
-        self.num_bytes += num_outputs * num_inputs * bits // 8
+        bits = self._stored_bits(place) or _BITS.get(precision, 8 * self._form.dtype.itemsize)
+        self.num_bytes += int(num_outputs * num_inputs * bits) // 8
         try:
             block = num_inputs // max(1, place.num_blocks)
             group_size = group_size_of(precision, block)
@@ -61,3 +70,12 @@ class _Sizes:
         if place.has_bias:
             self.num_bytes += num_outputs * self._form.dtype.itemsize
         return None
+
+    def _stored_bits(self, place: LinearPlace) -> float | None:
+        """Return the bits of a weight that is stored quantised; None: it is not, or is widened."""
+        stored = self._stored
+        if stored is None or place.is_choice or place.has_unit_rows:
+            return None
+        if place.is_lm_head and stored.method is not StoredMethod.GGUF:
+            return None
+        return stored.bits if place.num_experts or not stored.has_experts_alone else None

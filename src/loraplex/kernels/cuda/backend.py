@@ -28,6 +28,7 @@ from loraplex.kernels.ops import (
     PackedLinear,
     Parameter,
 )
+from loraplex.kernels.quantization import QuantizedWeight
 from loraplex.kernels.routing import Routes
 from loraplex.kernels.routing_rules import RoutingRules
 from loraplex.kernels.row_layout import RowLayout
@@ -86,12 +87,18 @@ class CudaKernels:
 
     def pack_linear(
         self,
-        weight: torch.Tensor,
+        weight: torch.Tensor | QuantizedWeight,
         bias: torch.Tensor | None,
         precision: WeightPrecision = WeightPrecision.NATIVE,
         num_blocks: int = 0,
     ) -> PackedLinear:
+        assert isinstance(weight, torch.Tensor)
         return self._linear.pack(weight, bias, precision, is_row=num_blocks > 0)
+
+    def takes_quantized(self, weight: QuantizedWeight, num_blocks: int) -> bool:
+        """Triton's programs have the groups of int8 and int4 alone: others are decoded."""
+        del weight, num_blocks
+        return False
 
     @property
     def packed_layout(self) -> str:

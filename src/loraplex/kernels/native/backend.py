@@ -28,6 +28,7 @@ from loraplex.kernels.ops import (
     PackedLinear,
     Parameter,
 )
+from loraplex.kernels.quantization import QuantizedWeight
 from loraplex.kernels.routing import Routes
 from loraplex.kernels.routing_rules import RoutingRules
 from loraplex.kernels.row_layout import RowLayout
@@ -87,12 +88,17 @@ class NativeKernels:
 
     def pack_linear(
         self,
-        weight: torch.Tensor,
+        weight: torch.Tensor | QuantizedWeight,
         bias: torch.Tensor | None,
         precision: WeightPrecision = WeightPrecision.NATIVE,
         num_blocks: int = 0,
     ) -> PackedLinear:
+        assert isinstance(weight, torch.Tensor)
         return self._linear.pack(weight, bias, precision, num_blocks)
+
+    def takes_quantized(self, weight: QuantizedWeight, num_blocks: int) -> bool:
+        del weight, num_blocks
+        return False
 
     @property
     def packed_layout(self) -> str:

@@ -76,13 +76,15 @@ class QuantizedFiles:
             *(name for name in self._places if name not in taken | ignored),
             *self._parts,
         ]
+        # The experts of a layer are one tensor, of which each is read by itself.
         self._last: tuple[str, torch.Tensor] | None = None
+        self._last_stored: tuple[str, StoredWeight] | None = None
 
     def __enter__(self) -> "QuantizedFiles":
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._last = None
+        self._last = self._last_stored = None
         self._stack.close()
 
     def tensor(self, name: str) -> Any:
@@ -90,15 +92,26 @@ class QuantizedFiles:
         if name not in self._parts:
             return self._places[name].tensor(name)
         if self._last is None or self._last[0] != name:
-            # The experts of a layer are one tensor, of which each is read by itself.
-            decoded = self.stored(name).decoded()
+            stored = self.stored(name)
+            assert stored is not None
+            decoded = stored.decoded()
             self._last = name, decoded.mT if self._is_transposed else decoded
         return self._last[1]
 
-    def stored(self, name: str) -> StoredWeight:
-        """Return a quantised weight as it is. Raises ConfigError, which names it."""
-        parts = {part: self._places[full].tensor(full) for part, full in self._parts[name].items()}
-        return self._scheme.decode(name.removesuffix(self._scheme.weight), parts)
+    def stored(self, name: str) -> StoredWeight | None:
+        """Return a quantised weight [..., out, in] as it is, None for others.
+
+        Raises ConfigError, which names it.
+        """
+        if name not in self._parts:
+            return None
+        if self._last_stored is None or self._last_stored[0] != name:
+            parts = {
+                part: self._places[full].tensor(full) for part, full in self._parts[name].items()
+            }
+            stored = self._scheme.decode(name.removesuffix(self._scheme.weight), parts)
+            self._last_stored = name, stored
+        return self._last_stored[1]
 
     def _found(self) -> dict[str, dict[str, str]]:
         """Return the full names of each quantised weight's tensors, by their ends."""

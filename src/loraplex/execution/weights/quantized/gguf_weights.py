@@ -37,13 +37,17 @@ class GgufWeights:
 
     def tensor(self, name: str) -> Any:
         """Return a tensor; a quantised weight as float32."""
-        stored = self.stored(name)
+        stored = self._read(name)
         tensor = stored.decoded() if isinstance(stored, StoredWeight) else stored
         is_norm = name.endswith("norm.weight")
         return tensor.float() + self._family.norm_offset if is_norm else tensor
 
-    def stored(self, name: str) -> torch.Tensor | StoredWeight:
-        """Return a weight as it is, but for the order of its rows."""
+    def stored(self, name: str) -> StoredWeight | None:
+        """Return a quantised weight, but for the order of its rows as it is; None for others."""
+        found = self._read(name)
+        return found if isinstance(found, StoredWeight) else None
+
+    def _read(self, name: str) -> torch.Tensor | StoredWeight:
         own = self._tensors[name]
         described = self._file.tensors[own]
         found = decoded_blocks(
@@ -52,4 +56,6 @@ class GgufWeights:
         rows = self._family.file_rows(name, described.shape[0], self._head_dim)
         if rows is None:
             return found
-        return found.rows(torch.tensor(rows)) if isinstance(found, StoredWeight) else found[rows]
+        if isinstance(found, StoredWeight):
+            return found.rows(lambda tensor: tensor[rows])
+        return found[rows]

@@ -5,6 +5,8 @@ code * scale - offset for GGUF's blocks that have a minimum.
 """
 
 import dataclasses
+import math
+from collections.abc import Callable
 
 import torch
 
@@ -49,14 +51,41 @@ class StoredWeight:
             numbers -= self._spread(self.offsets)
         return numbers
 
-    def rows(self, rows: torch.Tensor) -> "StoredWeight":
-        """Return these rows [out], in this order, of a weight [out, in]."""
+    def rows(self, choose: Callable[[torch.Tensor], torch.Tensor]) -> "StoredWeight":
+        """Return what `choose` takes of the axes in front of the last one."""
         return dataclasses.replace(
             self,
-            codes=self.codes[rows],
-            scales=self.scales[rows],
-            zeros=None if self.zeros is None else self.zeros[rows],
-            offsets=None if self.offsets is None else self.offsets[rows],
+            codes=choose(self.codes),
+            scales=choose(self.scales),
+            zeros=None if self.zeros is None else choose(self.zeros),
+            offsets=None if self.offsets is None else choose(self.offsets),
+        )
+
+    def inputs(self, first: int, end: int) -> "StoredWeight":
+        """Return the weight of the inputs from first to end - 1."""
+        codes = self.codes[..., first:end]
+        if self.groups_of_inputs is not None:
+            groups = self.groups_of_inputs[first:end]
+            return dataclasses.replace(self, codes=codes, groups_of_inputs=groups)
+        if self.scales.shape[-1] == 1:
+            return dataclasses.replace(self, codes=codes, group_size=max(1, end - first))
+        size = math.gcd(self.group_size, first)
+
+        def own(values: torch.Tensor | None) -> torch.Tensor | None:
+            if values is None:
+                return None
+            fine = values.repeat_interleave(self.group_size // size, -1)
+            return fine[..., first // size : -(-end // size)]
+
+        scales = own(self.scales)
+        assert scales is not None
+        return dataclasses.replace(
+            self,
+            codes=codes,
+            scales=scales,
+            zeros=own(self.zeros),
+            offsets=own(self.offsets),
+            group_size=size,
         )
 
     def _spread(self, values: torch.Tensor) -> torch.Tensor:

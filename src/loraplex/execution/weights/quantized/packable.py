@@ -1,0 +1,135 @@
+"""Stored weights in the forms that kernels multiply, with the very numbers that they stand for.
+
+Integer codes are moved to be signed, which only changes the offset that is subtracted:
+(code - zero) scale - offset = (code - middle) scale - ((zero - middle) scale + offset).
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from loraplex.core.weight_precision import WeightPrecision
+from loraplex.execution.weights.quantized.stored_weight import StoredWeight
+from loraplex.kernels.quantization import (
+    GROUP_SIZES,
+    QuantizedWeight,
+    largest_entry,
+    regrouped,
+)
+
+_TABLE_GROUP: Final = 64
+"""Largest group of a table: the smaller it is, the finer the table's whole numbers may be."""
+_EXACT: Final = 1e-7
+
+
+def packable(parts: Sequence[StoredWeight], num_blocks: int) -> QuantizedWeight | None:
+    """Return one weight [sum of out, in] of parts [out, in]; None: only decoded numbers hold it.
+
+    num_blocks: 1 or more, the blocks of inputs of a row layer, each of which has whole groups.
+    """
+    found = [_signed(part, num_blocks) for part in parts]
+    weights = [weight for weight in found if weight is not None]
+    if len(weights) < len(found) or len({weight.table for weight in weights}) > 1:
+        return None
+    size = min(weight.group_size for weight in weights)
+    return _stacked([regrouped(weight, size) for weight in weights], dim=0)
+
+
+def stacked_experts(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """Return the weight [E, out, in] of experts [out, in], which have one form."""
+    return _stacked([regrouped(weight, min(w.group_size for w in weights)) for weight in weights])
+
+
+def _stacked(weights: Sequence[QuantizedWeight], dim: int | None = None) -> QuantizedWeight:
+    """Join along an axis that is there, or a new one in front. All have one group size.
+
+    Where some have 8 bits, those of 4 are kept in 8: the numbers are the same.
+    """
+    first = weights[0]
+    join = torch.stack if dim is None else functools.partial(torch.cat, dim=dim)
+    is_wide = any(weight.precision is WeightPrecision.INT8 for weight in weights)
+    offsets = None
+    if any(weight.offsets is not None for weight in weights):
+        offsets = join(
+            [torch.zeros_like(w.scales) if w.offsets is None else w.offsets for w in weights]
+        )
+    return QuantizedWeight(
+        WeightPrecision.INT8 if is_wide else WeightPrecision.INT4,
+        first.group_size,
+        join([weight.values for weight in weights]),
+        join([weight.scales for weight in weights]),
+        offsets=offsets,
+        table=first.table,
+    )
+
+
+def _signed(weight: StoredWeight, num_blocks: int) -> QuantizedWeight | None:
+    """Return the weight [out, in] with signed values; None: no kernel has its form."""
+    size = _group_size(weight, num_blocks)
+    if size is None:
+        return None
+    if weight.table is not None:
+        return _with_table(weight, size)
+    is_signed = weight.codes.dtype == torch.int8
+    middle = 0 if is_signed else 1 << (weight.bits - 1)
+    values = weight.codes if is_signed else (weight.codes.to(torch.int16) - middle).to(torch.int8)
+    zeros = 0.0 if weight.zeros is None else weight.zeros.float()
+    offsets = (zeros - middle) * weight.scales
+    if weight.offsets is not None:
+        offsets = offsets + weight.offsets
+    return regrouped(
+        QuantizedWeight(
+            WeightPrecision.INT4 if weight.bits <= 4 else WeightPrecision.INT8,
+            weight.group_size,
+            values,
+            weight.scales.contiguous(),
+            offsets=offsets if bool(offsets.any()) else None,
+        ),
+        size,
+    )
+
+
+def _group_size(weight: StoredWeight, num_blocks: int) -> int | None:
+    """Return the largest size of groups that kernels have and that cuts no stored group."""
+    if weight.groups_of_inputs is not None or weight.codes.is_floating_point():
+        return None
+    block = weight.shape[-1] // num_blocks
+    stored = weight.group_size if weight.scales.shape[-1] > 1 else max(GROUP_SIZES)
+    most = _TABLE_GROUP if weight.table is not None else max(GROUP_SIZES)
+    is_short = weight.bits > 4 and num_blocks == 1  # the last group of bytes may be shorter
+    fitting = (
+        size
+        for size in GROUP_SIZES
+        if size <= most and stored % size == 0 and (is_short or block % size == 0)
+    )
+    return max(fitting, default=None)
+
+
+def _with_table(weight: StoredWeight, size: int) -> QuantizedWeight:
+    """Return a weight whose table has whole numbers: exact, where some multiple of it has them."""
+    assert weight.table is not None
+    factor = _factor(tuple(weight.table.tolist()), largest_entry(size))
+    table = (weight.table.double() * factor).round().int().tolist()
+    return regrouped(
+        QuantizedWeight(
+            WeightPrecision.INT4,
+            weight.group_size,
+            weight.codes.to(torch.int8),
+            weight.scales / factor,
+            table=tuple(table),
+        ),
+        size,
+    )
+
+
+@functools.cache
+def _factor(table: tuple[float, ...], largest: int) -> int:
+    """Return the factor, the smallest of the best, that makes the entries nearly whole numbers."""
+    entries = torch.tensor(table, dtype=torch.float64)
+    most = int(largest / float(entries.abs().max()))
+    factors = torch.arange(1, most + 1, dtype=torch.float64).unsqueeze(1)
+    products = entries * factors
+    errors = ((products - products.round()).abs() / factors).amax(1)
+    return int((errors <= max(_EXACT, float(errors.min()))).nonzero()[0]) + 1
