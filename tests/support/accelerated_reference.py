@@ -23,7 +23,8 @@ from loraplex.execution.weights.loading import load_weights
 from loraplex.execution.weights.packing import WeightFormat
 from loraplex.kernels.accelerator import Accelerator
 from loraplex.kernels.cuda.graphs import StepGraphs
-from loraplex.kernels.lora import LoraBatch, LoraSegments, add_lora
+from loraplex.kernels.lora import LoraBatch, add_lora
+from loraplex.kernels.lora_segments import LoraSegments
 from loraplex.kernels.ops import (
     AttentionPlan,
     AttentionRules,

@@ -1,10 +1,12 @@
 """Random adapters in a pool as kernels read it, and what they give, worked out in float64."""
 
+import copy
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from loraplex.kernels.lora import (
@@ -17,6 +19,7 @@ from loraplex.kernels.lora import (
     lora_segments,
 )
 from loraplex.kernels.routing import Routes
+from loraplex.kernels.vector_table import FLAGS, MAX_VECTORS
 
 BASE = -1
 """Placeholder for no adapter."""
@@ -73,14 +76,37 @@ class PooledAdapters:
         for offset, size in zip(table.offsets.flat, sizes.flat, strict=True):
             pool[offset : offset + size].normal_(std=_deviation(shapes))
         self.pool = pool
-        self.table = dataclasses.replace(
-            table,
-            on_device=DeviceLoraTable(
-                torch.from_numpy(table.offsets).to(pool.device),
-                torch.from_numpy(table.ranks).to(pool.device),
-                torch.from_numpy(table.scales).to(pool.device),
-            ),
+        self.table = table
+        on_device = DeviceLoraTable(
+            torch.from_numpy(table.offsets).to(pool.device),
+            torch.from_numpy(table.ranks).to(pool.device),
+            torch.from_numpy(table.scales).to(pool.device),
+            torch.from_numpy(self._vectors).to(pool.device),
         )
+        self.table = dataclasses.replace(table, on_device=on_device)
+
+    def with_vectors(self, place: tuple[int, str], *kinds: int) -> "PooledAdapters":
+        """Return the same adapters, with vectors of these FACTOR and SHIFT flags at a place."""
+        cell = self.table.cells.cell_of(*place)
+        out_features = self.table.cells.shapes[cell][1]
+        unit = self.table.alignment
+        words, pools = self._vectors.copy(), [self.pool]
+        for entry, (number, flags) in itertools.product(range(len(words)), enumerate(kinds)):
+            pools.append(self.pool.new_empty(-sum(map(len, pools)) % unit))
+            words[entry, cell, number] = sum(map(len, pools)) // unit * FLAGS + flags
+            pools.append(torch.randn(2 * out_features).to(self.pool))
+        made = copy.copy(self)
+        made.pool = torch.cat(pools)
+        assert self.table.on_device is not None
+        sent = torch.from_numpy(words).to(self.pool.device)
+        on_device = dataclasses.replace(self.table.on_device, vectors=sent)
+        made.table = dataclasses.replace(self.table, vectors=words, on_device=on_device)
+        return made
+
+    @property
+    def _vectors(self) -> npt.NDArray[np.int32]:
+        shape = (*self.table.ranks.shape, MAX_VECTORS)
+        return np.zeros(shape, np.int32) if self.table.vectors is None else self.table.vectors
 
     def batch(
         self, uses: Sequence[LoraUse], num_tokens: int, longest: int | None = None

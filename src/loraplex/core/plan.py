@@ -201,7 +201,8 @@ class PageGeometry(msgspec.Struct, frozen=True):
         return -(-elements // self.slot_elements)
 
 
-_VECTORS = (TargetPart.FACTOR, TargetPart.BIAS, TargetPart.SHIFT)
+VECTORS = (TargetPart.FACTOR, TargetPart.BIAS, TargetPart.SHIFT)
+"""Parts that are vectors of a linear layer's outputs."""
 
 
 class AdapterShare(msgspec.Struct, frozen=True):
@@ -225,7 +226,7 @@ class AdapterShare(msgspec.Struct, frozen=True):
             yield target
             return
         in_features, out_features = shapes[target.module]
-        if target.part not in _VECTORS:
+        if target.part not in VECTORS:
             yield msgspec.structs.replace(
                 target, in_features=in_features, out_features=out_features
             )

@@ -13,8 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from loraplex.kernels.adapter_parts import PartsUse, add_vectors, of_rows
+from loraplex.kernels.adapter_parts import AdapterParts, PartsUse, add_vectors, of_rows
 from loraplex.kernels.host_tiles import tiled_product
+from loraplex.kernels.lora_segments import LoraSegments, section_starts, segments_in
+from loraplex.kernels.vector_table import MAX_VECTORS, vectors_at
 
 IntArray = npt.NDArray[np.int64]
 
@@ -30,9 +32,8 @@ _PIECE_SIZES = (16, 32, 64)
 CELL_BYTES = 16
 """Bytes of a cell of one adapter in a LoraTable: its offset, rank and scale."""
 
-_SECTION = 4
-"""Each array of LoraSegments begins at a multiple of so many elements, which are 16 bytes."""
-
+DEVICE_CELL_BYTES = CELL_BYTES + 4 * MAX_VECTORS
+"""Bytes of a cell of a table that an accelerator reads, with the words of its vectors."""
 
 ModuleShapes = Mapping[str, tuple[int, int]]
 """(in_features, out_features) by module."""
@@ -79,6 +80,7 @@ class DeviceLoraTable:
     offsets: torch.Tensor  # [entries, cells] int64
     ranks: torch.Tensor  # [entries, cells] int32
     scales: torch.Tensor  # [entries, cells] float32
+    vectors: torch.Tensor  # [entries, cells, MAX_VECTORS] int32: words of vector_table
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -100,6 +102,8 @@ class LoraTable:
     """Every offset that is ever in the table is a multiple of it."""
     max_rank: int = 256
     """No rank that is ever in the table is larger."""
+    vectors: npt.NDArray[np.int32] | None = None  # [entries, cells, MAX_VECTORS]
+    """Words of vector_table. None: vectors are in LoraBatch.parts."""
 
 
 class LoraUse(NamedTuple):
@@ -131,34 +135,6 @@ class Arrivals(Protocol):
         ...
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class LoraSegments:
-    """The groups of a LoraBatch in pieces, as an accelerator reads them: views of one array.
-
-    Piece i of wave w applies the adapter entries[w, i] to the tokens
-    token_indices[starts[w, i] : starts[w, i] + counts[w, i]]. After a wave's pieces there are
-    empty ones, whose entry is -1.
-    """
-
-    packed: torch.Tensor  # [any] int32, on the host at first
-    entries: torch.Tensor  # [waves, pieces] int32
-    starts: torch.Tensor  # [waves, pieces] int32
-    counts: torch.Tensor  # [waves, pieces] int32
-    token_indices: torch.Tensor  # [waves * num_tokens] int32
-    token_scales: torch.Tensor  # [waves * num_tokens] float32
-    longest: int
-    """Tokens of the longest piece that there may be."""
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        return (self.packed,)
-
-    def at(self, packed: torch.Tensor) -> "LoraSegments":
-        """The same in a copy of `packed`, such as one on a device."""
-        num_waves, num_pieces = self.entries.shape
-        return _segments(packed, num_waves, num_pieces, len(self.token_indices), self.longest)
-
-
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class LoraBatch:
     """The adapters of one step as flat arrays. Built once (`lora_batch`), used by every layer.
@@ -177,6 +153,8 @@ class LoraBatch:
     token_scales: torch.Tensor  # [n] float32, on the device
     parts: tuple[PartsUse, ...] = ()
     """Changes by adapters of this step in addition to LoRA, in the order of the groups."""
+    has_vectors: bool = False
+    """Whether the table has vectors of an adapter of this step."""
     head_table: LoraTable | None = None
     """Places of LoRA of lm_head, if an adapter of this step has some: one layer, whose modules are
     neighbouring blocks of outputs. It has the same entries."""
@@ -264,8 +242,8 @@ def lora_segments(batch: LoraBatch, num_tokens: int, longest: int | None = None)
     of_wave = np.diff(np.append(0, of_group.cumsum())[batch.wave_starts])
     num_pieces = num_tokens if longest <= FEW_TOKENS else int(of_wave.max(initial=1))
     shape = (batch.num_waves, num_pieces, batch.num_waves * num_tokens)
-    packed = torch.zeros(_section_starts(*shape)[-1], dtype=torch.int32)
-    segments = _segments(packed, *shape, longest)
+    packed = torch.zeros(section_starts(*shape)[-1], dtype=torch.int32)
+    segments = segments_in(packed, *shape, longest)
     groups = np.repeat(np.arange(len(of_group)), of_group)
     starts = batch.group_starts[groups] + _counted(of_group) * longest
     place = np.repeat(np.arange(batch.num_waves), of_wave), _counted(of_wave)
@@ -288,25 +266,6 @@ def _good_length(batch: LoraBatch, num_tokens: int) -> int:
 def _counted(sizes: IntArray) -> IntArray:
     """Return 0 .. n - 1 for each size n, concatenated."""
     return np.arange(sizes.sum()) - np.repeat(sizes.cumsum() - sizes, sizes)
-
-
-def _segments(
-    packed: torch.Tensor, num_waves: int, num_pieces: int, num_indices: int, longest: int
-) -> LoraSegments:
-    firsts = _section_starts(num_waves, num_pieces, num_indices)
-    entries, starts, counts = (
-        packed[first : first + num_waves * num_pieces].view(num_waves, num_pieces)
-        for first in firsts[:3]
-    )
-    indices, scales = (packed[first : first + num_indices] for first in firsts[3:5])
-    scales = scales.view(torch.float32)
-    return LoraSegments(packed, entries, starts, counts, indices, scales, longest)
-
-
-def _section_starts(num_waves: int, num_pieces: int, num_indices: int) -> list[int]:
-    """Where entries, starts, counts, token_indices and token_scales begin, and where all ends."""
-    sizes = [num_waves * num_pieces] * 3 + [num_indices] * 2
-    return list(itertools.accumulate((size + -size % _SECTION for size in sizes), initial=0))
 
 
 def head_blocks(table: LoraTable) -> tuple[tuple[str, ...], tuple[int, ...]]:
@@ -340,8 +299,7 @@ def add_lora(
     is applied to x A^T, which `reduce` adds over ranks first. Other changes of an adapter to the
     outputs come first.
     """
-    if batch.parts:
-        add_vectors(y, batch.parts, layer, modules, out_offsets)
+    add_vectors(y, (*vector_uses(batch, layer, modules), *batch.parts), layer, modules, out_offsets)
     wanted = [
         (batch.table.cells.cell_of(layer, module), first)
         for module, first in zip(modules, out_offsets, strict=True)
@@ -357,6 +315,23 @@ def add_lora(
             columns = y[:, first : first + delta.shape[1]]
             summed = columns[group.token_indices].float() + delta
             columns[group.token_indices] = summed.to(y.dtype)
+
+
+def vector_uses(batch: LoraBatch, layer: int, modules: Sequence[str]) -> Iterator[PartsUse]:
+    """Yield the vectors that the table has of these modules, in the order of the groups."""
+    words, table = batch.table.vectors, batch.table
+    if words is None:
+        return
+    cells = {(layer, module): table.cells.cell_of(layer, module) for module in modules}
+    for group in batch.groups():
+        vectors = {
+            place: vectors_at(
+                *(words[group.entry, cell], batch.pool, table.cells.shapes[cell][1]),
+                table.alignment,
+            )
+            for place, cell in cells.items()
+        }
+        yield PartsUse(AdapterParts(vectors), group.token_indices, group.token_scales)
 
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]

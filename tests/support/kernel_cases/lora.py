@@ -11,12 +11,13 @@ from loraplex.kernels.lora import (
     DeviceLoraTable,
     LoraBatch,
     LoraCells,
-    LoraSegments,
     LoraTable,
     LoraUse,
     lora_batch,
     lora_segments,
 )
+from loraplex.kernels.lora_segments import LoraSegments
+from loraplex.kernels.vector_table import MAX_VECTORS
 from support.kernel_cases import Cases
 from support.kernel_cases.llamas import DTYPES, GPU, LLAMA_2_7B, LLAMA_3_1_8B, Llama, empty
 
@@ -34,6 +35,7 @@ def cases() -> Cases:
     step = functools.partial(_step, LLAMA_3_1_8B, torch.bfloat16)
     made: Cases = {
         "8b bf16 decode": functools.partial(step, decode, _FUSED),
+        "8b bf16 decode, one wave": functools.partial(step, host_batch([1] * 32, 1), _FUSED),
         "8b bf16 prefill": functools.partial(step, prefill, _FUSED),
         "7b bf16 decode": functools.partial(_step, LLAMA_2_7B, torch.bfloat16, decode, _FUSED[3:]),
     }
@@ -75,7 +77,11 @@ def _table(cells: LoraCells, on_device: DeviceLoraTable | None = None) -> LoraTa
 
 
 def device_batch(
-    dtype: torch.dtype, made: tuple[LoraBatch, LoraSegments], cells: LoraCells
+    dtype: torch.dtype,
+    made: tuple[LoraBatch, LoraSegments],
+    cells: LoraCells,
+    *,
+    has_vectors: bool = False,
 ) -> LoraBatch:
     """The batch that `host_batch` made, where tensors are fake."""
     host, segments = made
@@ -84,6 +90,7 @@ def device_batch(
         empty(*shape, dtype=torch.int64),
         empty(*shape, dtype=torch.int32),
         empty(*shape, dtype=torch.float32),
+        empty(*shape, MAX_VECTORS, dtype=torch.int32),
     )
     sent = segments.at(empty(len(segments.packed), dtype=torch.int32))
     return LoraBatch(
@@ -95,6 +102,7 @@ def device_batch(
         sent.token_indices,
         sent.token_scales,
         segments=sent,
+        has_vectors=has_vectors,
     )
 
 
@@ -104,7 +112,7 @@ def _step(
     made: tuple[LoraBatch, LoraSegments],
     linears: Sequence[tuple[str, ...]],
 ) -> None:
-    batch = device_batch(dtype, made, _cells(llama))
+    batch = device_batch(dtype, made, _cells(llama), has_vectors=True)
     num_tokens = len(made[1].token_indices) // made[0].num_waves
     kernel = LoraKernel(GPU, batch_invariant=False)
     for modules in linears:

@@ -1,15 +1,21 @@
 """An accelerator's runner computes what a CPU's computes, whatever rows are in the steps."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
-from loraplex.core.adapter import LoraTarget
+from loraplex.core.adapter import LoraTarget, TargetPart
 from loraplex.core.plan import AdapterCopy, LogitsNeeded, RowAdded, RowStep, StepPlan
 from loraplex.core.sampling_params import SamplingParams
-from loraplex.execution.adapters.host_adapters import HostAdapter, HostAdapters, HostWeight
+from loraplex.execution.adapters.host_adapters import (
+    HostAdapter,
+    HostAdapters,
+    HostPart,
+    HostWeight,
+)
 from loraplex.execution.loading import load_parts
 from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.execution.steps.model_runner import ModelRunner
@@ -37,6 +43,7 @@ SHAPE = {
 BLOCK_SIZE = 16
 WINDOWS = (2, 1000)
 HANDLE = 3
+DORA = 4
 RANDOM = SamplingParams(temperature=1.0, top_k=30, top_p=0.9, seed=3)
 PROMPTS = [
     Prompt((3, 4, 5, 6, 7)),
@@ -67,8 +74,22 @@ def adapter() -> HostAdapter:
     return HostAdapter("digest", (HostWeight(target, a, b, 1.0),))
 
 
+def dora_adapter() -> HostAdapter:
+    """DoRA of q_proj, and a bias of lora_B."""
+    (weight,) = adapter().weights
+    generator = torch.Generator().manual_seed(2)
+    factor = LoraTarget(1, "q_proj", 1, 0, 64, TargetPart.FACTOR)
+    shift = LoraTarget(1, "q_proj", 1, 0, 64, TargetPart.SHIFT)
+    parts = (
+        HostPart(factor, 1 + torch.rand(64, generator=generator), is_quotient=True),
+        HostPart(shift, torch.randn(64, generator=generator), 0.5),
+    )
+    return HostAdapter("dora", (weight,), parts)
+
+
 def runner_of(parts: RunnerParts) -> ModelRunner:
     parts.host_adapters.put(HANDLE, parts.adapter_bank.prepare(adapter()))
+    parts.host_adapters.put(DORA, parts.adapter_bank.prepare(dora_adapter()))
     runner = ModelRunner(parts)
     runner.record_steps()
     return runner
@@ -126,6 +147,28 @@ def test_tokens_are_those_of_a_cpu(
     expected = generate(host, PROMPTS, 20, chunk_size)
     assert generate(runner, PROMPTS, 20, chunk_size) == expected
     assert (kernels.num_repeated > 0) == bool(recorded_sizes)
+
+
+def test_a_row_with_dora_leaves_its_neighbours_on_the_recorded_steps(
+    host: ModelRunner, accelerated: Callable[..., tuple[ModelRunner, AcceleratedReference]]
+) -> None:
+    """Every step that decodes is a recorded one, with the tokens of a CPU."""
+    prompts = [
+        *PROMPTS[:2],
+        Prompt((7, 7, 2), ((DORA, 1.0),)),
+        Prompt((5,), ((DORA, 0.5),), RANDOM),
+    ]
+    runner, kernels = accelerated(4)
+    outputs = []
+    for each in (host, runner):
+        driver = StepDriver(each)
+        for handle in (HANDLE, DORA):
+            assert driver.load(handle, 1).copies_done == (handle,)
+        outputs.append(driver.generate(prompts, 20))
+    assert outputs[0] == outputs[1]
+    plain = [dataclasses.replace(p, adapters=p.adapters and ((HANDLE, 1.0),)) for p in prompts]
+    assert StepDriver(host).generate(plain, 20)[2:] != outputs[0][2:], "DoRA matters"
+    assert kernels.num_repeated == 19
 
 
 @pytest.mark.parametrize("recorded_sizes", [(), (2, 4)])

@@ -9,11 +9,12 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from loraplex.core.adapter import OUTSIDE_LAYERS, AdapterHandle
 from loraplex.core.errors import AdapterMismatchError
-from loraplex.core.plan import PageGeometry, PageId
+from loraplex.core.plan import VECTORS, PageGeometry, PageId
 from loraplex.execution.adapters.dora import with_factors
 from loraplex.execution.adapters.entry_tables import EntryTables
 from loraplex.execution.adapters.host_adapters import AdapterLayout, HostAdapter
@@ -273,6 +274,7 @@ class AdapterBank:
             for group in batch.groups()
             if group.entry in self._views
         ]
+        batch = dataclasses.replace(batch, has_vectors=self._tables.have_vectors(batch.entries))
         if not changed:
             return batch
         has_head_lora = any(use.parts.has_head_lora for use in changed)
@@ -321,10 +323,19 @@ class AdapterBank:
             self._transfers.copies.start(handle, host.packed, layout.placement, page_ids)
         page_starts = np.array(page_ids, np.int64) * self._geometry.page_elements
         self._tables.write(entry, layout, page_starts)
+        self._note_parts(handle, host, layout.placement, page_starts)
         self._tables.send(entry)
-        self._note_parts(handle, host, layout.placement)
 
-    def _note_parts(self, handle: AdapterHandle, host: HostAdapter, placement: Placement) -> None:
+    def _note_parts(
+        self,
+        handle: AdapterHandle,
+        host: HostAdapter,
+        placement: Placement,
+        page_starts: npt.NDArray[np.int64],
+    ) -> None:
+        """Note what the adapter has besides LoRA: vectors in the table if it is read on the device,
+        other parts as views.
+        """
         entry, page_ids = self._residents[handle].entry, self._residents[handle].page_ids
         self._parts.pop(entry, None)
         self._views.pop(entry, None)
@@ -333,9 +344,22 @@ class AdapterBank:
             return
         views = PartsViews(ties_embeddings=self._ends.ties_embeddings)
         spots = {spot.target: spot for spot in placement.places}
-        for part in host.parts:
+        written = self._tables.write_vectors(
+            entry,
+            [
+                (
+                    part.target,
+                    int(page_starts[spots[part.target].page_index]) + spots[part.target].offset,
+                )
+                for part in host.parts
+                if part.target.part in VECTORS
+            ],
+        )
+        others = [p for p in host.parts if (p.target.layer, p.target.module) not in written]
+        for part in others:
             views.add(part, self._elements(page_ids, spots[part.target]))
-        self._views[entry] = views, has_head_lora
+        if others or has_head_lora:
+            self._views[entry] = views, has_head_lora
 
     def _elements(self, page_ids: Sequence[PageId], spot: TargetPlace) -> torch.Tensor:
         """Return a target's elements of the pool. page_ids: the adapter's pages."""

@@ -2,16 +2,23 @@
 
 import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
 
-from loraplex.core.adapter import LM_HEAD, OUTSIDE_LAYERS, LoraTarget, head_block_size
+from loraplex.core.adapter import (
+    LM_HEAD,
+    OUTSIDE_LAYERS,
+    LoraTarget,
+    TargetPart,
+    head_block_size,
+)
 from loraplex.core.errors import AdapterMismatchError
 from loraplex.execution.adapters.host_adapters import AdapterLayout, HostAdapter, TableCells
 from loraplex.kernels.accelerator import Accelerator, Event
 from loraplex.kernels.lora import DeviceLoraTable, IntArray, LoraCells, LoraTable, ModuleShapes
+from loraplex.kernels.vector_table import FACTOR, FLAGS, MAX_VECTORS, SHIFT
 from loraplex.memory.adapter_pages import Placement
 
 
@@ -43,6 +50,7 @@ class EntryTables:
         self._pinned: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Pairs of each field of each table, [entries, ...], on the host and on the device."""
         self._sent: dict[int, Event] = {}
+        self._has_vectors = np.zeros(num_entries, np.bool_)
         self.layers = self._table(num_entries, LoraCells(layers, num_experts))
         self.head = None if head is None else self._table(num_entries, LoraCells([head]))
 
@@ -77,10 +85,13 @@ class EntryTables:
             )
 
     def clear(self, entry: int) -> None:
-        """Set all ranks of an entry to 0. Call this ahead of `write`."""
+        """Set all ranks of an entry to 0, and forget its vectors. Call this ahead of `write`."""
         if entry in self._sent:
             self._sent.pop(entry).wait()
         self.layers.ranks[entry] = 0
+        if self.layers.vectors is not None:
+            self.layers.vectors[entry] = 0
+        self._has_vectors[entry] = False
         if self.head is not None:
             self.head.ranks[entry] = 0
 
@@ -110,6 +121,39 @@ class EntryTables:
                 table.ranks[entry, cells] = of_table.ranks
                 table.scales[entry, cells] = of_table.scales
 
+    def write_vectors(
+        self, entry: int, vectors: Iterable[tuple[LoraTarget, int]]
+    ) -> frozenset[tuple[int, str]]:
+        """Write vectors of an adapter, in the order in which they are applied.
+
+        vectors: the pieces, each with its first element of the pool. Returns the (layer, module)
+        whose vectors the table has: none without an accelerator, and none of a linear layer with a
+        vector in several pieces, which a page of a very small `max_lora_rank` may need.
+        """
+        table = self.layers
+        if table.vectors is None:
+            return frozenset()
+        by_place: dict[tuple[int, str], list[tuple[LoraTarget, int]]] = {}
+        for target, first in vectors:
+            by_place.setdefault((target.layer, target.module), []).append((target, first))
+        written = set()
+        for place, found in by_place.items():
+            if place not in table.cells:
+                continue
+            cell = table.cells.cell_of(*place)
+            if all(target.out_features == table.cells.shapes[cell][1] for target, _ in found):
+                words = [
+                    first // table.alignment * FLAGS + _flags(target) for target, first in found
+                ]
+                table.vectors[entry, cell, : len(words)] = words
+                written.add(place)
+        self._has_vectors[entry] = bool(written)
+        return frozenset(written)
+
+    def have_vectors(self, entries: IntArray) -> bool:
+        """Return whether the table has vectors of any of these entries."""
+        return bool(self._has_vectors[entries].any())
+
     def send(self, entry: int) -> None:
         """Send a written entry to the accelerator, if there is one."""
         if self._accelerator is None:
@@ -134,17 +178,18 @@ class EntryTables:
     def _with_copy(self, table: LoraTable, accelerator: Accelerator) -> LoraTable:
         """Return the table in pinned memory, with a copy on the accelerator's device."""
         pairs = []
-        for values in (table.offsets, table.ranks, table.scales):
+        vectors = np.zeros((*table.ranks.shape, MAX_VECTORS), np.int32)
+        for values in (table.offsets, table.ranks, table.scales, vectors):
             on_host = torch.from_numpy(values)
             pinned = accelerator.pinned(tuple(on_host.shape), on_host.dtype)
             with accelerator.compute():
                 on_device = torch.zeros_like(on_host, device=accelerator.device)
             pairs.append((pinned, on_device))
         self._pinned += pairs
-        offsets, ranks, scales = (pinned.numpy() for pinned, _ in pairs)
+        offsets, ranks, scales, vectors = (pinned.numpy() for pinned, _ in pairs)
         copy = DeviceLoraTable(*(tensor for _, tensor in pairs))
         return dataclasses.replace(
-            table, offsets=offsets, ranks=ranks, scales=scales, on_device=copy
+            table, offsets=offsets, ranks=ranks, scales=scales, vectors=vectors, on_device=copy
         )
 
     @staticmethod
@@ -158,6 +203,13 @@ class EntryTables:
                 f"the adapter targets lm_head {shape} from output {target.first} on; the model has "
                 f"{shapes[0][0]} to {vocab_size}, in blocks of {shapes[0][1]}"
             )
+
+
+def _flags(target: LoraTarget) -> int:
+    """Return the flags of a vector's word."""
+    if target.part is not TargetPart.FACTOR:
+        return SHIFT
+    return FACTOR | SHIFT if target.rank == 2 else FACTOR
 
 
 def _table_cells(found: Sequence[tuple[int, int, int, int, float]]) -> TableCells:

@@ -5,7 +5,7 @@ from collections import deque
 import torch
 
 from loraplex.kernels.accelerator import Accelerator, Event
-from loraplex.kernels.lora import LoraSegments
+from loraplex.kernels.lora_segments import LoraSegments
 
 _FIRST_SIZE = 1 << 16
 

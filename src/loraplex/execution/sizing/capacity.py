@@ -15,7 +15,7 @@ from loraplex.execution.sizing.advice import MemoryAdvice
 from loraplex.execution.sizing.kv import KVSize, block_bytes, size_kv
 from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.execution.sizing.step_memory import StepMemory
-from loraplex.kernels.lora import CELL_BYTES, ModuleShapes
+from loraplex.kernels.lora import CELL_BYTES, DEVICE_CELL_BYTES, ModuleShapes
 from loraplex.memory.adapter_pages import (
     layer_targets,
     page_geometry,
@@ -228,7 +228,7 @@ def size_adapter_pool(
     geometry = adapter_geometry(settings, spec)
     page_bytes = geometry.page_elements * dtype.itemsize
     needed = _pages_at_ranks(spec, settings.rank_limits, geometry)
-    sizes = (page_bytes, _entry_bytes(spec))
+    sizes = (page_bytes, _entry_bytes(settings, spec))
     if settings.lora_device_bytes is None:
         default = pages_for_bytes(_DEFAULT_ADAPTER_BYTES, geometry, dtype.itemsize)
         return AdapterPoolSize(geometry, max(default, needed), *sizes)
@@ -258,17 +258,18 @@ def smallest_pool(settings: RunnerSettings, spec: ModelSpec, dtype: torch.dtype)
     geometry = adapter_geometry(settings, spec)
     num_pages = _pages_at_ranks(spec, settings.rank_limits, geometry)
     page_bytes = geometry.page_elements * dtype.itemsize
-    return AdapterPoolSize(geometry, num_pages, page_bytes, _entry_bytes(spec))
+    return AdapterPoolSize(geometry, num_pages, page_bytes, _entry_bytes(settings, spec))
 
 
-def _entry_bytes(spec: ModelSpec) -> int:
+def _entry_bytes(settings: RunnerSettings, spec: ModelSpec) -> int:
     """Return the bytes of an adapter in the tables of layers and lm_head, of which each page has
     one: that many adapters of one page may be there."""
     head = head_of(spec)
     num_cells = sum(
         spec.num_experts.get(module, 1) for layer in spec.module_shapes for module in layer
     )
-    return (num_cells + len(head)) * CELL_BYTES
+    on_host = torch.device(settings.device).type == "cpu"
+    return (num_cells + len(head)) * (CELL_BYTES if on_host else DEVICE_CELL_BYTES)
 
 
 def head_of(spec: ModelSpec) -> ModuleShapes:

@@ -20,18 +20,17 @@ from loraplex.kernels.cuda.lora import (
     FEWEST_ROWS,
     MATRIX_OUTPUTS,
     LoraKernel,
-    LoraWork,
     few_tiles,
     many_options,
     splits_of_many,
 )
+from loraplex.kernels.cuda.lora_vectors import users_of
+from loraplex.kernels.cuda.lora_work import LoraWork
 from loraplex.kernels.cuda.programs.expert_lora import (
-    Users,
     expand_few_of_experts,
     expand_many_of_experts,
     shrink_few_of_experts,
     shrink_many_of_experts,
-    spread_users,
 )
 from loraplex.kernels.lora import LoraBatch
 from loraplex.kernels.routing import Routes
@@ -129,7 +128,7 @@ def _add_many(y: torch.Tensor, x: torch.Tensor, work: LoraWork, routes: Routes) 
     shrink, expand = many_options(work, num_splits, block_t)
     shape = (num_pairs, work.num_modules, num_splits, work.max_rank)
     partials = torch.empty(shape, dtype=torch.float32, device=y.device)
-    users = _users(work, len(routes.experts))
+    users = users_of(work, len(routes.experts))
     common = (work.pool, work.cells, users, routes.pairs, routes.starts)
     routing = {
         "NUM_EXPERTS": num_experts,
@@ -164,18 +163,3 @@ def _rows_of_tile(num_pairs: int, num_experts: int) -> int:
     """Rows that an expert has on average, as a power of two that matrix units can take."""
     average: int = triton.next_power_of_2(triton.cdiv(num_pairs, num_experts))
     return min(max(average, FEWEST_ROWS), _MOST_ROWS)
-
-
-def _users(work: LoraWork, num_tokens: int) -> Users:
-    segments = work.segments
-    num_waves, num_pieces = segments.entries.shape
-    shape, device = (num_waves, num_tokens), work.pool.device
-    users = Users(
-        torch.full(shape, -1, dtype=torch.int32, device=device),
-        torch.empty(shape, dtype=torch.float32, device=device),
-    )
-    spread_users[(num_waves * num_pieces,)](
-        *(users, work.pieces, num_tokens, num_pieces),
-        BLOCK_T=triton.next_power_of_2(segments.longest),
-    )
-    return users

@@ -26,36 +26,26 @@ the same in any company.
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 
 from loraplex.kernels.adapter_parts import add_vectors
-from loraplex.kernels.cuda.programs.lora import (
-    Cells,
-    LoraConstants,
-    Pieces,
-    expand_few,
-    shrink_few,
+from loraplex.kernels.cuda.lora_vectors import add_table_vectors
+from loraplex.kernels.cuda.lora_work import (
+    MATRIX_RANKS,
+    FusedLinear,
+    LinearKey,
+    LoraWork,
+    fused_linear,
+    table_on_device,
 )
+from loraplex.kernels.cuda.programs.lora import expand_few, shrink_few
 from loraplex.kernels.cuda.programs.lora_matrix import expand_many, shrink_many
 from loraplex.kernels.cuda.ranks import RankSums
-from loraplex.kernels.lora import (
-    FEW_TOKENS,
-    DeviceLoraTable,
-    LoraBatch,
-    LoraCells,
-    LoraSegments,
-    LoraTable,
-    lora_segments,
-)
-
-_ALIGNMENT = 16
-"""Elements. Where all begins at a multiple of it, matrices are read by 16 bytes at a time."""
+from loraplex.kernels.lora import FEW_TOKENS, LoraBatch, LoraTable, lora_segments, vector_uses
 
 _RANKS = 16
 """Ranks that a program takes at a time, of few tokens."""
@@ -65,9 +55,6 @@ _WIDTH_BYTES = 512
 
 _MOST_SPLITS_OF_FEW = 32
 """The expanding program reads the sums of all splits."""
-
-MATRIX_RANKS = 32
-"""And of many; a multiple of that."""
 
 FEWEST_ROWS = 16
 """Minimum rows of a matrix for matrix units."""
@@ -81,77 +68,6 @@ _PROGRAMS = 2 * 132
 _MOST_SPLITS = 8
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class FusedLinear:
-    """A fused linear layer: some modules of a table with one input."""
-
-    first_cell: int
-    """First of the modules' cells, among those of an entry."""
-    columns: tuple[int, ...]
-    """Offsets of the modules from first_cell. Layers of one form share them, and a program."""
-    in_features: int
-    out_features: tuple[int, ...]
-    out_offsets: tuple[int, ...]
-    is_aligned: bool
-
-
-_LinearKey = tuple[LoraCells, int, int, tuple[str, ...], tuple[int, ...]]
-"""A table's cells and alignment; the layer, its fused modules, the offsets of their outputs."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LoraWork:
-    """What the two kernels of one call share."""
-
-    linear: FusedLinear
-    table: DeviceLoraTable
-    pool: torch.Tensor
-    segments: LoraSegments
-    cells_of_entry: int
-    max_rank: int
-    """Rounded up to what a program takes at a time."""
-    sums: RankSums | None
-    """Sums over the ranks that have a part of the inputs each; None: this one has all."""
-
-    @property
-    def num_modules(self) -> int:
-        return len(self.linear.columns)
-
-    def partials(self, num_splits: int) -> torch.Tensor:
-        """Uninitialised sums of x A^T [slots, modules, splits, ranks]."""
-        num_slots = self.segments.token_indices.shape[0]
-        shape = (num_slots, self.num_modules, num_splits, self.max_rank)
-        return torch.empty(shape, dtype=torch.float32, device=self.pool.device)
-
-    def over_ranks(self, partials: torch.Tensor) -> torch.Tensor:
-        """Return the sums [..., splits, ranks] as the second kernel takes them."""
-        return partials if self.sums is None else self.sums.total_of_splits(partials)
-
-    def num_tiles(self, width: int) -> int:
-        """Number of tiles of all modules' outputs; a tile is of one module."""
-        return sum(triton.cdiv(size, width) for size in self.linear.out_features)
-
-    @property
-    def cells(self) -> Cells:
-        table = self.table
-        return Cells(table.offsets, table.ranks, table.scales)
-
-    @property
-    def pieces(self) -> Pieces:
-        pieces = self.segments
-        return Pieces(
-            *(pieces.entries, pieces.starts, pieces.counts),
-            *(pieces.token_indices, pieces.token_scales),
-        )
-
-    @property
-    def constants(self) -> LoraConstants:
-        """The constants that both programs are compiled for."""
-        linear = self.linear
-        values = (linear.in_features, self.max_rank, linear.is_aligned)
-        return LoraConstants(*map(tl.constexpr, values))
-
-
 class LoraKernel:
     """Remembers the fused linear layers that it has seen."""
 
@@ -162,7 +78,7 @@ class LoraKernel:
         self._device = device
         self._sums = sums
         self._batch_invariant = batch_invariant
-        self._linears: dict[_LinearKey, FusedLinear] = {}
+        self._linears: dict[LinearKey, FusedLinear] = {}
 
     def add(
         self,
@@ -179,13 +95,21 @@ class LoraKernel:
 
         is_row: ranks have a part of the inputs each.
         """
-        if batch.parts:
-            add_vectors(y, batch.parts, layer, modules, out_offsets)
         work = self.work(
             *(y, x, batch, layer, modules, out_offsets), num_tokens=len(x), is_row=is_row
         )
-        if self.takes_few(work):
-            _add_few(y, x, work)
+        is_few = self.takes_few(work)
+        # Recorded steps have one wave: its vectors cost no launch of their own.
+        has_vectors = is_few and len(work.segments.entries) == 1
+        if any((layer, name) in use.parts.vectors for use in batch.parts for name in modules):
+            # Each share is of the base's own outputs, so those of the table go with these.
+            uses = (*vector_uses(batch, layer, modules), *batch.parts)
+            add_vectors(y, uses, layer, modules, out_offsets)
+            has_vectors = False
+        elif batch.has_vectors and not has_vectors:
+            add_table_vectors(y, work)
+        if is_few:
+            _add_few(y, x, work, has_vectors=has_vectors)
         else:
             _add_many(y, x, work)
 
@@ -216,10 +140,11 @@ class LoraKernel:
         linear = self._linear(batch.table, layer, tuple(modules), tuple(out_offsets))
         return LoraWork(
             linear,
-            _on_device(batch.table),
+            table_on_device(batch.table),
             batch.pool,
             segments,
             cells_of_entry=len(batch.table.cells),
+            unit=batch.table.alignment,
             max_rank=triton.cdiv(batch.table.max_rank, MATRIX_RANKS) * MATRIX_RANKS,
             sums=self._sums if is_row else None,
         )
@@ -230,39 +155,8 @@ class LoraKernel:
         key = (table.cells, table.alignment, layer, modules, out_offsets)
         linear = self._linears.get(key)
         if linear is None:
-            linear = self._linears[key] = _linear(*key)
+            linear = self._linears[key] = fused_linear(*key)
         return linear
-
-
-def _linear(
-    cells: LoraCells,
-    alignment: int,
-    layer: int,
-    modules: tuple[str, ...],
-    out_offsets: tuple[int, ...],
-) -> FusedLinear:
-    indices = [cells.cell_of(layer, module) for module in modules]
-    first_cell = min(indices)
-    columns = tuple(index - first_cell for index in indices)
-    in_features = {cells.shapes[index][0] for index in indices}
-    assert len(in_features) == 1, "modules of one linear layer have one input"
-    out_features = tuple(cells.shapes[index][1] for index in indices)
-    common = math.gcd(alignment, *in_features, *out_features, *out_offsets)
-    is_aligned = common % _ALIGNMENT == 0
-    return FusedLinear(
-        first_cell, columns, in_features.pop(), out_features, out_offsets, is_aligned
-    )
-
-
-def _on_device(table: LoraTable) -> DeviceLoraTable:
-    """The table's own arrays where the device is the host."""
-    if table.on_device is not None:
-        return table.on_device
-    return DeviceLoraTable(
-        torch.from_numpy(table.offsets),
-        torch.from_numpy(table.ranks),
-        torch.from_numpy(table.scales),
-    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -296,12 +190,14 @@ def few_tiles(work: LoraWork) -> FewTiles:
     return FewTiles(num_splits, block_n, shrink, expand)
 
 
-def _add_few(y: torch.Tensor, x: torch.Tensor, work: LoraWork) -> None:
+def _add_few(y: torch.Tensor, x: torch.Tensor, work: LoraWork, *, has_vectors: bool) -> None:
+    """has_vectors: the second program applies the vectors of the table, too."""
     tiles = few_tiles(work)
     partials = work.partials(tiles.num_splits)
     _shrink(shrink_few, x, partials, work, tiles.shrink)
     partials = work.over_ranks(partials)
-    _expand(expand_few, y, partials, work, tiles.block_n, tiles.expand_options(partials))
+    options = tiles.expand_options(partials) | {"HAS_VECTORS": has_vectors, "UNIT": work.unit}
+    _expand(expand_few, y, partials, work, tiles.block_n, options)
 
 
 def _add_many(y: torch.Tensor, x: torch.Tensor, work: LoraWork) -> None:

@@ -42,6 +42,7 @@ LIMITS = {
     "expand_few": Limit(136, 0.7),
     "shrink_many": Limit(184, 0.85),
     "expand_many": Limit(224, 0.7),
+    "add_vectors": Limit(64, 0.7),
     # Attention
     "write_kv": Limit(64, 0.75),
     "decode_grouped": Limit(192, 0.75),

@@ -11,6 +11,7 @@ from loraplex.kernels.cuda import lora as launcher
 from loraplex.kernels.cuda.graphs import StepGraphs
 from loraplex.kernels.cuda.lora import LoraKernel
 from loraplex.kernels.lora import LoraUse, add_lora, batch_of_rows, head_blocks
+from loraplex.kernels.vector_table import FACTOR, SHIFT
 from support.pooled_adapters import BASE, PooledAdapters, token_uses, users
 
 pytestmark = pytest.mark.slow
@@ -220,6 +221,47 @@ def test_what_an_adapter_changes_of_the_outputs_comes_first():
     reference = y.clone()
     add_lora(reference, x, batch, 1, FUSED, OFFSETS)
     torch.testing.assert_close(added(y, x, batch), reference)
+
+
+@VARIANTS
+@pytest.mark.parametrize("second", [[], [2, BASE, 0]], ids=["one wave", "two waves"])
+def test_vectors_of_the_table_have_the_bits_of_the_reference(dtype, longest, second):
+    """A step of one wave and few tokens applies them without a launch of their own."""
+    adapters = PooledAdapters(3, (0,), SHAPES, dtype, alignment=16)
+    adapters = adapters.with_vectors((1, "k_proj"), SHIFT, FACTOR)
+    adapters = adapters.with_vectors((1, "q_proj"), SHIFT, SHIFT, FACTOR | SHIFT)
+    adapters = adapters.with_vectors((0, "q_proj"), FACTOR)
+    uses = token_uses([1, 1, 0, BASE]) + token_uses(second, wave=1)
+    batch = dataclasses.replace(adapters.batch(uses, 4, longest), has_vectors=True)
+    y, x = inputs(4, dtype)
+    reference = y.clone()
+    add_lora(reference, x, batch, 1, FUSED, OFFSETS)
+    result = added(y, x, batch)
+    assert not torch.equal(reference, y)
+    assert torch.equal(result, reference)
+    assert torch.equal(result[3], y[3])
+
+
+@BOTH
+def test_vectors_come_before_lora_of_the_same_module(dtype):
+    adapters = PooledAdapters(3, MIXED, SHAPES, dtype).with_vectors((1, "k_proj"), FACTOR | SHIFT)
+    batch = dataclasses.replace(adapters.batch(token_uses([2, BASE, 0]), 3), has_vectors=True)
+    y, x = inputs(3, dtype)
+    reference = y.clone()
+    add_lora(reference, x, batch, 1, FUSED, OFFSETS)
+    torch.testing.assert_close(added(y, x, batch), reference, rtol=2e-3, atol=2e-3)
+
+
+def test_vectors_in_and_outside_the_table_are_shares_of_the_same_outputs():
+    adapters = PooledAdapters(2, (0,), SHAPES, torch.float32).with_vectors((1, "k_proj"), FACTOR)
+    batch = adapters.batch(token_uses([0, 1]) + token_uses([1], wave=1), 2)
+    parts = AdapterParts({(1, "k_proj"): [OutputVector(4, torch.full((5,), 2.0), None)]})
+    changed = (PartsUse(parts, batch.token_indices[:1], batch.token_scales[:1]),)
+    batch = dataclasses.replace(batch, parts=changed, has_vectors=True)
+    y, x = inputs(2, torch.float32)
+    reference = y.clone()
+    add_lora(reference, x, batch, 1, FUSED, OFFSETS)
+    assert torch.equal(added(y, x, batch), reference)
 
 
 def test_lm_head_in_blocks_and_segments_that_are_not_made_yet():

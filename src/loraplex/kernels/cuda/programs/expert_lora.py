@@ -3,28 +3,17 @@
 The cells of a module's experts follow one another. Other terms are those of programs.lora.
 """
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
 from loraplex.kernels.cuda.programs.grouped_linear import rows_of_tile
 from loraplex.kernels.cuda.programs.lora import (
     expand_line,
-    module_of_tile,
-    pick,
     place_of,
     shrink_line,
 )
 from loraplex.kernels.cuda.programs.lora_matrix import expand_tile, shrink_tile
-
-
-class Users(NamedTuple):
-    """The adapter of each token in one wave."""
-
-    entries: Any
-    """Table entries; -1: none."""
-    scales: Any
+from loraplex.kernels.cuda.programs.modules import module_of_tile, pick
 
 
 @triton.jit(do_not_specialize=["first_cell", "cells_of_entry", "first_choice", "num_choices"])
@@ -134,25 +123,12 @@ def expand_few_of_experts(
             row = slot.to(tl.int64) * num_choices + choice
             partial = partials + (row * NUM_MODULES + module) * NUM_SPLITS * C.MAX_RANK
             scale = tl.load(cells.scales + cell) * tl.load(pieces.token_scales + slot)
+            line = y + pair * stride_y + first_output
+            before = tl.load(line + outputs, mask=outputs < out_features, other=0.0)
             expand_line(
-                *(y + pair * stride_y + first_output, partial, b, rank, scale),
+                *(line, before.to(tl.float32), partial, b, rank, scale),
                 *(outputs, out_features, C, NUM_SPLITS, SPLITS, BLOCK_N, BLOCK_R),
             )
-
-
-@triton.jit(do_not_specialize=["num_tokens", "num_pieces"])
-def spread_users(users, pieces, num_tokens, num_pieces, BLOCK_T: tl.constexpr):
-    """Write each piece's adapter to its tokens: users [waves, num_tokens]. One program: a piece."""
-    piece = tl.program_id(0)
-    first_user = (piece // num_pieces).to(tl.int64) * num_tokens
-    entry = tl.load(pieces.entries + piece)
-    start = tl.load(pieces.starts + piece)
-    slots = start + tl.arange(0, BLOCK_T)
-    is_token = slots < start + tl.load(pieces.counts + piece)
-    tokens = first_user + tl.load(pieces.token_indices + slots, mask=is_token, other=0)
-    scales = tl.load(pieces.token_scales + slots, mask=is_token, other=0.0)
-    tl.store(users.entries + tokens, tl.full((BLOCK_T,), 0, tl.int32) + entry, mask=is_token)
-    tl.store(users.scales + tokens, scales, mask=is_token)
 
 
 @triton.jit(

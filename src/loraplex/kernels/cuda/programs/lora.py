@@ -11,6 +11,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from loraplex.kernels.cuda.programs.lora_vectors import with_vectors
+from loraplex.kernels.cuda.programs.modules import module_of_tile, pick
+
 
 class Cells(NamedTuple):
     """The LoRA table on the device, per cell."""
@@ -19,6 +22,8 @@ class Cells(NamedTuple):
     """Where A begins in the pool; B follows it."""
     ranks: Any
     scales: Any
+    vectors: Any
+    """MAX_VECTORS words each: see kernels.vector_table."""
 
 
 class Pieces(NamedTuple):
@@ -43,28 +48,6 @@ class LoraConstants(NamedTuple):
     """Ranks that the partial sums of a split have space for."""
     IS_ALIGNED: Any
     """Whether all offsets and sizes are multiples of 16."""
-
-
-@triton.jit
-def pick(number, VALUES: tl.constexpr):
-    """VALUES[number], for a number that is known at run time only."""
-    value = tl.full((), VALUES[0], tl.int32)
-    for index in tl.static_range(1, len(VALUES)):
-        value = tl.where(number == index, VALUES[index], value)
-    return value
-
-
-@triton.jit
-def module_of_tile(tile, SIZES: tl.constexpr, BLOCK: tl.constexpr):
-    """Module of a tile among those of all modules, BLOCK columns each; and the tile within it."""
-    module = tl.full((), 0, tl.int32)
-    first = tl.full((), 0, tl.int32)
-    end = 0
-    for index in tl.static_range(1, len(SIZES)):
-        end += (SIZES[index - 1] + BLOCK - 1) // BLOCK
-        module = tl.where(tile >= end, index, module)
-        first = tl.where(tile >= end, end, first)
-    return module, tile - first
 
 
 @triton.jit
@@ -105,6 +88,7 @@ def shrink_line(
 @triton.jit
 def expand_line(
     row,  # the outputs
+    before,  # them, float32
     partial,  # of this row and module, all splits
     b,
     rank,
@@ -117,9 +101,8 @@ def expand_line(
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Add the splits of one row times some columns of a matrix B to the outputs."""
+    """Add the splits of one row times some columns of a matrix B to the outputs before it."""
     splits = tl.arange(0, SPLITS)
-    before = tl.load(row + outputs, mask=outputs < out_features, other=0.0)
     sums = tl.zeros((BLOCK_N,), tl.float32)
     for first_rank in range(0, rank, BLOCK_R):
         rows = first_rank + tl.arange(0, BLOCK_R)
@@ -132,7 +115,7 @@ def expand_line(
         )
         reduced = tl.sum(parts, axis=0) * scale
         sums += tl.sum(reduced[:, None] * matrix.to(tl.float32), axis=0)
-    after = (before.to(tl.float32) + sums).to(row.dtype.element_ty)
+    after = (before + sums).to(row.dtype.element_ty)
     tl.store(row + outputs, after, mask=outputs < out_features)
 
 
@@ -193,8 +176,13 @@ def expand_few(
     NUM_TILES: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    HAS_VECTORS: tl.constexpr,
+    UNIT: tl.constexpr,  # elements in which cells.vectors counts
 ):
-    """One program: BLOCK_N outputs of one module, one piece."""
+    """One program: BLOCK_N outputs of one module, one piece.
+
+    HAS_VECTORS: the outputs are the base's own, which the adapter's vectors change first.
+    """
     NUM_MODULES: tl.constexpr = len(COLUMNS)
     program = tl.program_id(0)
     piece = first_piece + program // NUM_TILES
@@ -217,8 +205,14 @@ def expand_few(
         token = tl.load(pieces.token_indices + slot).to(tl.int64)
         row = y + token * stride_y + first_output
         partial = partials + (slot.to(tl.int64) * NUM_MODULES + module) * NUM_SPLITS * C.MAX_RANK
-        token_scale = scale * tl.load(pieces.token_scales + slot)
+        token_scale = tl.load(pieces.token_scales + slot)
+        before = tl.load(row + outputs, mask=outputs < out_features, other=0.0).to(tl.float32)
+        if HAS_VECTORS:
+            before = with_vectors(
+                *(before, before, pool, cells.vectors, cell, token_scale),
+                *(outputs, out_features, row.dtype.element_ty, UNIT),
+            )
         expand_line(
-            *(row, partial, b, rank, token_scale, outputs, out_features, C),
+            *(row, before, partial, b, rank, scale * token_scale, outputs, out_features, C),
             *(NUM_SPLITS, SPLITS, BLOCK_N, BLOCK_R),
         )

@@ -6,7 +6,8 @@ How many splits there are differs from step to step: no kernel is compiled anew 
 import triton
 import triton.language as tl
 
-from loraplex.kernels.cuda.programs.lora import module_of_tile, pick, place_of
+from loraplex.kernels.cuda.programs.lora import place_of
+from loraplex.kernels.cuda.programs.modules import module_of_tile, pick
 
 
 @triton.jit
