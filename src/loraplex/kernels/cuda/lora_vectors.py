@@ -29,6 +29,7 @@ def add_table_vectors(y: torch.Tensor, work: LoraWork) -> None:
         NUM_TILES=num_tiles,
         UNIT=work.unit,
         BLOCK_N=block,
+        num_warps=2,  # 16 bytes for each thread
     )
 
 
