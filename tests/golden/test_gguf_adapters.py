@@ -38,7 +38,9 @@ def log_probabilities(output: RequestOutput) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("base_is_gguf", [False, True])
-def test_a_gguf_adapter_is_the_peft_adapter(base_is_gguf: bool, tmp_path: Path) -> None:
+def test_a_gguf_adapter_is_the_peft_adapter(
+    base_is_gguf: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     base = BASE_PATH
     model = AutoModelForCausalLM.from_pretrained(BASE_PATH, dtype=torch.float32)
     if base_is_gguf:
@@ -67,6 +69,10 @@ def test_a_gguf_adapter_is_the_peft_adapter(base_is_gguf: bool, tmp_path: Path) 
     settings = {"state_dir": str(tmp_path / "state"), "dtype": "float32"}
     with LLM(str(base), adapters, **settings) as llm:
         outputs = llm.generate([PROMPT] * len(adapters), SAMPLING, adapter=list(adapters))
+    # The PEFT folder names its base, whose folder is called base.
+    other = "runs 'base-Q8_0' (stored as gguf): the same model with other rounding"
+    assert (other in caplog.text) == base_is_gguf
+    assert ("this server runs" in caplog.text) == base_is_gguf
     errors = {
         name: float((log_probabilities(output) - wanted).abs().max())
         for name, output in zip(adapters, outputs, strict=True)

@@ -27,7 +27,17 @@ _SLOTS = {
     "magnitude": "lora_magnitude_vector",
     "base": "base_layer.weight",
 }
-_QUANTIZED = re.compile(r"(-unsloth)?-(bnb-[48]bit|(gptq|awq|fp8)(-int[48]|-[48]bit)?)$")
+_QUANTIZED = re.compile(
+    r"((-unsloth)?-(bnb-[48]bit|(gptq|awq|fp8)(-int[48]|-[48]bit)?)"
+    r"|[-.](q[2-8]_[01k](_[sml])?|iq4_nl|mxfp4|bf16|f16|f32))$"
+)
+"""Endings of the names of quantised checkpoints, and of GGUF files."""
+_AWQ = "awq"
+_FOLDED = (
+    "the base model is AWQ, which moves factors between norms and weights: an adapter that was "
+    "trained on the original gives other results here; serve the original, or train on this "
+    "checkpoint"
+)
 
 POOL_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 """safetensors' type names by torch's."""
@@ -45,17 +55,41 @@ class BaseCheck(enum.StrEnum):
     ERROR = "error"
 
 
-def check_base_name(trained_on: str | None, base_model: str, check: BaseCheck) -> list[str]:
-    """Return warnings, or raise AdapterMismatchError if so chosen. Unknown names match."""
-    if not trained_on or not base_model or _short(trained_on) == _short(base_model):
+def check_base_name(
+    trained_on: str | None, base_model: str, check: BaseCheck, stored_format: str = ""
+) -> list[str]:
+    """Return warnings, or raise AdapterMismatchError if so chosen. Unknown names match.
+
+    stored_format: that of quantised weights of the base, such as gptq. Names that differ only in
+    the form of the weights are never an error.
+    """
+    if trained_on and _last(trained_on) == _last(base_model):
         return []
-    difference = f"it was trained on {trained_on!r}; this server runs {base_model!r}"
+    folded = [_FOLDED] if stored_format == _AWQ else []
+    if not trained_on or not base_model:
+        return folded
+    other = other_base(trained_on, base_model, stored_format)
+    if other is None:
+        same = _difference(trained_on, base_model, stored_format)
+        return [f"{same}: the same model with other rounding of its weights", *folded]
     if check is BaseCheck.ERROR:
         raise AdapterMismatchError(
-            f"the adapter is of another base model: {difference}. Set adapter_base_check = warn to "
-            "load it all the same"
+            f"the adapter is of another base model: {other}. Set adapter_base_check = warn to load "
+            "it all the same"
         )
-    return [difference]
+    return [other, *folded]
+
+
+def other_base(trained_on: str | None, base_model: str, stored_format: str = "") -> str | None:
+    """Return how the base that was trained differs from the served one; None if it does not."""
+    if not trained_on or not base_model or _short(trained_on) == _short(base_model):
+        return None
+    return _difference(trained_on, base_model, stored_format)
+
+
+def _difference(trained_on: str, base_model: str, stored_format: str) -> str:
+    stored = f" (stored as {stored_format})" if stored_format else ""
+    return f"it was trained on {trained_on!r}; this server runs {base_model!r}{stored}"
 
 
 def check_shapes(rows: Iterable[CanonicalRow], shapes: BaseShapes, max_ranks: RankLimits) -> None:
@@ -276,6 +310,11 @@ def _slot(row: CanonicalRow) -> str:
     return _SLOTS.get(name, name)
 
 
+def _last(model: str) -> str:
+    """Return the last part of a hub id or path."""
+    return model.rstrip("/").rpartition("/")[2].casefold()
+
+
 def _short(model: str) -> str:
-    """Return the last part of a hub id or path, without the suffix of a quantised base."""
-    return _QUANTIZED.sub("", model.rstrip("/").rpartition("/")[2].casefold())
+    """Return the last part without the suffix of a quantised base."""
+    return _QUANTIZED.sub("", _last(model))

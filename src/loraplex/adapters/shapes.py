@@ -61,6 +61,8 @@ class BaseShapes(msgspec.Struct, frozen=True):
     """Hugging Face's name of the model's class, such as LlamaForCausalLM; empty if unknown."""
     head_dim: int = 1
     """Outputs of q_proj and k_proj for one head, by which GGUF files order their rows."""
+    stored_format: str = ""
+    """Format of weights that are stored quantised, such as gptq; empty: they are not."""
     expert_lora_layout: tuple[ExpertLoraLayout, ...] = ()
     """The operator's words about LoRA of experts whose files can be read in more than one way."""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from loraplex.adapters.base_check import BaseCheck, check_base_name, check_cast, check_shapes
+from loraplex.adapters.base_check import check_base_name, check_cast, check_shapes, other_base
 from loraplex.adapters.base_copies import is_base_copy, without_base_copies
 from loraplex.adapters.canonical import (
     CanonicalRow,
@@ -24,7 +24,6 @@ from loraplex.adapters.canonical import (
 from loraplex.adapters.formats import trtllm
 from loraplex.adapters.formats.inputs import (
     AdapterInput,
-    PeftFolder,
     RequestTensors,
     open_input,
     read_fitting_rows,
@@ -70,7 +69,7 @@ def stage(request: StageRequest, tensors: Sequence[Buffer] = ()) -> StagedAdapte
         warnings = _check(request, source, rows)
         watch.lap("check")
         return _staged(request, rows, known_digest, warnings, watch, was_known=True)
-    with _naming_other_base(source, request.base_model):
+    with _naming_other_base(source, request):
         rows = read_fitting_rows(source, request.shapes, request.limits)
         watch.lap("read")
         warnings = _check(request, source, rows)
@@ -105,19 +104,17 @@ def _seen_digest(
 
 
 @contextlib.contextmanager
-def _naming_other_base(source: AdapterInput, base_model: str) -> Iterator[None]:
+def _naming_other_base(source: AdapterInput, request: StageRequest) -> Iterator[None]:
     """Add to an error about a shape that the adapter names another base model."""
     try:
         yield
     except AdapterMismatchError as error:
-        differences: Sequence[str] = ()
-        if isinstance(source, PeftFolder):
-            trained_on = source.config.base_model_name_or_path
-            differences = check_base_name(trained_on, base_model, BaseCheck.WARN)
-        if not differences or differences[0] in error.message:
+        stored = request.shapes.stored_format
+        other = other_base(source.trained_on, request.base_model, stored)
+        if other is None or other in error.message:
             raise
         raise AdapterMismatchError(
-            f"the adapter is of another base model: {differences[0]} ({error.message})"
+            f"the adapter is of another base model: {other} ({error.message})"
         ) from error
 
 
@@ -157,7 +154,10 @@ def _check(
 ) -> tuple[str, ...]:
     """Return warnings. Raises if the adapter does not fit the base or the engine."""
     check_shapes(rows, request.shapes, request.limits.max_ranks)
-    warnings = source.warnings(rows, request.shapes, request.base_model, request.base_check)
+    warnings = check_base_name(
+        source.trained_on, request.base_model, request.base_check, request.shapes.stored_format
+    )
+    warnings += source.warnings(rows, request.shapes)
     if request.pool_dtype:
         warnings += check_cast(rows, request.pool_dtype)
     return tuple(warnings)

@@ -244,6 +244,7 @@ def base_shapes(config: ModelSpec) -> BaseShapes:
         ties_embeddings=config.tie_word_embeddings,
         architecture=config.architecture,
         head_dim=config.layers[0].attention.head_dim,
+        stored_format="" if config.stored_format is None else config.stored_format.method,
     )
 
 

@@ -198,14 +198,35 @@ def test_two_copies_of_one_tied_parameter_are_the_same():
 def test_names_of_bases():
     assert check_base_name("org/Model-8B", "model-8b", BaseCheck.ERROR) == []
     assert check_base_name(None, "a", BaseCheck.ERROR) == []
-    for quantized in ("o/Model-8B-unsloth-bnb-4bit", "Model-8B-GPTQ-Int4", "x/model-8b-awq/"):
-        assert check_base_name(quantized, "model-8b", BaseCheck.ERROR) == []
+    for quantized in (
+        *("o/Model-8B-unsloth-bnb-4bit", "Model-8B-GPTQ-Int4", "x/model-8b-awq/"),
+        *("model-8b.Q4_K_M", "model-8b-Q8_0", "Model-8B-f16"),
+    ):
+        (warning,) = check_base_name(quantized, "model-8b", BaseCheck.ERROR)
+        assert warning == (
+            f"it was trained on {quantized!r}; this server runs 'model-8b': the same model with "
+            "other rounding of its weights"
+        )
+        assert check_base_name(quantized, quantized, BaseCheck.ERROR, "gguf") == []
+    (warning,) = check_base_name("o/model-8b", "model-8b-GPTQ", BaseCheck.ERROR, "gptq")
+    assert "this server runs 'model-8b-GPTQ' (stored as gptq): the same" in warning
+    (warning,) = check_base_name("o/other", "model-8b-GPTQ", BaseCheck.WARN, "gptq")
+    assert warning.endswith("runs 'model-8b-GPTQ' (stored as gptq)")
     assert check_base_name("o/Model-8B-Instruct-AWQ", "model-8b", BaseCheck.WARN)
     assert check_base_name("a", "", BaseCheck.ERROR) == []
     (warning,) = check_base_name("org/other", "model", BaseCheck.WARN)
     assert "'org/other'" in warning
     with pytest.raises(AdapterMismatchError, match="adapter_base_check"):
         check_base_name("org/other", "model", BaseCheck.ERROR)
+
+
+@pytest.mark.parametrize("trained_on", [None, "o/Model-8B", "o/other"])
+def test_adapters_of_the_original_of_an_awq_base(trained_on):
+    *_, warning = check_base_name(trained_on, "model-8b-AWQ", BaseCheck.WARN, "awq")
+    assert "the base model is AWQ" in warning
+    assert check_base_name("me/Model-8B-AWQ", "model-8b-AWQ", BaseCheck.WARN, "awq") == []
+    for warning in check_base_name(trained_on, "model-8b-GPTQ", BaseCheck.WARN, "gptq"):
+        assert "AWQ" not in warning
 
 
 def test_rounded_tensors_are_reported_and_too_large_ones_refused():

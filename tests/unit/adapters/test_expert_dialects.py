@@ -166,7 +166,7 @@ def test_an_expert_whose_b_is_zero_has_no_row(tmp_path: Path) -> None:
             if (module, expert) not in silent
         }
     config = open_input(str(tmp_path), StagingLimits())
-    warnings = "; ".join(config.warnings(stacked, base(), "", "warn"))  # type: ignore[arg-type]
+    warnings = "; ".join(config.warnings(stacked, base()))
     assert "4 of 8 experts have LoRA of experts.gate_proj" in warnings
     assert "6 of 8 experts have LoRA of experts.down_proj" in warnings
 
@@ -184,7 +184,7 @@ def test_shared_outer_factors_are_repeated_and_reported(tmp_path: Path) -> None:
     rows = read(tmp_path, tensors, base())
     assert_rows(rows, factors)
     source = open_input(str(tmp_path), StagingLimits())
-    warnings = source.warnings(rows, base(), "", "warn")  # type: ignore[arg-type]
+    warnings = source.warnings(rows, base())
     repeated = len(LAYERS) * (NUM_EXPERTS - 1) * (2 + 1) * RANK * HIDDEN * 4
     assert any(f"{repeated} of the adapter's" in text for text in warnings)
     num_bytes = sum(row.num_bytes for row in rows)

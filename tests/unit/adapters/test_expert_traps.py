@@ -249,7 +249,7 @@ def test_a_target_that_reaches_the_shared_expert_alone_is_reported(tmp_path: Pat
     }
     rows = read(tmp_path, tensors, base(), target_parameters=None, target_modules=["up_proj"])
     source = open_input(str(tmp_path), StagingLimits())
-    warnings = source.warnings(rows, base(), "", "warn")  # type: ignore[arg-type]
+    warnings = source.warnings(rows, base())
     assert any("experts.up_proj of routed experts are targeted, but" in text for text in warnings)
 
 

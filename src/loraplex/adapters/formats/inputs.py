@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from loraplex.adapters.base_check import BaseCheck, check_base_name
 from loraplex.adapters.canonical import FORMAT, CanonicalRow, parse_canonical
 from loraplex.adapters.formats import canonical_file, llgtrt, peft, torch_bin, trtllm
 from loraplex.adapters.formats.gguf_lora import GgufLora, read_gguf_lora
@@ -51,17 +50,13 @@ class AdapterInput(Protocol):
 
     def read_rows(self, shapes: BaseShapes, limits: StagingLimits) -> tuple[CanonicalRow, ...]: ...
 
-    def warnings(
-        self,
-        rows: tuple[CanonicalRow, ...],
-        shapes: BaseShapes,
-        base_model: str,
-        base_check: BaseCheck,
-    ) -> list[str]:
-        """Return warnings; shapes and base_model (its name) are of the base.
+    @property
+    def trained_on(self) -> str | None:
+        """Name of the base model that it was trained on, if its files have it."""
+        ...
 
-        Raises AdapterMismatchError if it names another base and base_check requires an error.
-        """
+    def warnings(self, rows: tuple[CanonicalRow, ...], shapes: BaseShapes) -> list[str]:
+        """Return warnings; shapes are of the base."""
         ...
 
 
@@ -72,6 +67,7 @@ class PeftFolder:
 
     def __init__(self, folder: Path, limits: StagingLimits) -> None:
         self.config: PeftConfig = read_config(folder, limits.max_header_bytes)
+        self.trained_on = self.config.base_model_name_or_path
         self._weights = _peft_weights(folder)
         self.files: tuple[Path, ...] = (folder / CONFIG_NAME, self._weights)
         self.left_out: Sequence[str] = ()
@@ -99,16 +95,8 @@ class PeftFolder:
             )
         return rows
 
-    def warnings(
-        self,
-        rows: tuple[CanonicalRow, ...],
-        shapes: BaseShapes,
-        base_model: str,
-        base_check: BaseCheck,
-    ) -> list[str]:
-        trained_on = self.config.base_model_name_or_path
-        warnings = check_base_name(trained_on, base_model, base_check)
-        warnings += target_warnings(self.config, rows, shapes)
+    def warnings(self, rows: tuple[CanonicalRow, ...], shapes: BaseShapes) -> list[str]:
+        warnings = target_warnings(self.config, rows, shapes)
         if self.left_out:
             warnings.append(
                 f"{len(self.left_out)} tensors, the first of them {self.left_out[0]!r}, are of a "
@@ -122,6 +110,7 @@ class PairFolder:
 
     format = "TensorRT-LLM"
 
+    trained_on: str | None = None
     left_out: Sequence[str] = ()
 
     def __init__(self, folder: Path) -> None:
@@ -142,13 +131,7 @@ class PairFolder:
         weights, config = self.read_pair(limits)
         return _rows_of_pair(str(self._folder), weights, config, shapes, limits)
 
-    def warnings(
-        self,
-        _rows: tuple[CanonicalRow, ...],
-        _shapes: BaseShapes,
-        _base_model: str,
-        _base_check: BaseCheck,
-    ) -> list[str]:
+    def warnings(self, _rows: tuple[CanonicalRow, ...], _shapes: BaseShapes) -> list[str]:
         return []
 
 
@@ -157,6 +140,7 @@ class LoraFile:
 
     format = "safetensors"
 
+    trained_on: str | None = None
     left_out: Sequence[str] = ()
 
     def __init__(self, path: Path) -> None:
@@ -179,13 +163,7 @@ class LoraFile:
             f"{self._path} holds {_listed(content.tensors)}; understood are {UNDERSTOOD}"
         )
 
-    def warnings(
-        self,
-        _rows: tuple[CanonicalRow, ...],
-        _shapes: BaseShapes,
-        _base_model: str,
-        _base_check: BaseCheck,
-    ) -> list[str]:
+    def warnings(self, _rows: tuple[CanonicalRow, ...], _shapes: BaseShapes) -> list[str]:
         return []
 
 
@@ -199,20 +177,14 @@ class GgufLoraFile:
     def __init__(self, path: Path, limits: StagingLimits) -> None:
         self.files: tuple[Path, ...] = (path,)
         self.lora: GgufLora = read_gguf_lora(path, limits)
+        self.trained_on = self.lora.trained_on
 
     def read_rows(self, shapes: BaseShapes, _limits: StagingLimits) -> tuple[CanonicalRow, ...]:
         return self.lora.rows(shapes)
 
-    def warnings(
-        self,
-        rows: tuple[CanonicalRow, ...],
-        _shapes: BaseShapes,
-        base_model: str,
-        base_check: BaseCheck,
-    ) -> list[str]:
+    def warnings(self, rows: tuple[CanonicalRow, ...], _shapes: BaseShapes) -> list[str]:
         scales = ", ".join(f"{scale:g}" for scale in sorted({row.scale for row in rows}))
         return [
-            *check_base_name(self.lora.trained_on, base_model, base_check),
             f"it is a GGUF file, which has one alpha ({self.lora.alpha:g}) and not whether PEFT's "
             "use_rslora or alpha_pattern were set: they would be lost. LoRA is multiplied by "
             f"{scales} (alpha / rank); if that is wrong, load the PEFT folder",
@@ -224,6 +196,7 @@ class RequestTensors:
 
     format = "TensorRT-LLM"
 
+    trained_on: str | None = None
     files: tuple[Path, ...] = ()
     left_out: Sequence[str] = ()
 
@@ -233,13 +206,7 @@ class RequestTensors:
     def read_rows(self, shapes: BaseShapes, limits: StagingLimits) -> tuple[CanonicalRow, ...]:
         return trtllm.canonical_rows(self._weights, self._config, shapes, limits.max_ranks)
 
-    def warnings(
-        self,
-        _rows: tuple[CanonicalRow, ...],
-        _shapes: BaseShapes,
-        _base_model: str,
-        _base_check: BaseCheck,
-    ) -> list[str]:
+    def warnings(self, _rows: tuple[CanonicalRow, ...], _shapes: BaseShapes) -> list[str]:
         return []
 
 

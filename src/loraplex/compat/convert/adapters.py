@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from loraplex.adapters.base_check import BaseCheck
 from loraplex.adapters.canonical import CanonicalRow
 from loraplex.adapters.formats import llgtrt, trtllm
 from loraplex.adapters.formats.export import (
@@ -70,7 +69,7 @@ def read_peft(folder: str, shapes: BaseShapes | None = None) -> PeftAdapter:
             f"{folder} has LoRA of all experts in one tensor, which is read by the base model's "
             "sizes: name its folder (--model-dir)"
         ) from error
-    warnings = source.warnings(rows, shapes or _NO_BASE, "", BaseCheck.WARN)
+    warnings = source.warnings(rows, shapes or _NO_BASE)
     return PeftAdapter(rows, tuple(warnings))
 
 

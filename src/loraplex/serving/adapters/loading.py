@@ -17,6 +17,7 @@ from loraplex.core.errors import AdapterExistsError, AdapterLoadError, InvalidAd
 from loraplex.core.principal import Principal
 from loraplex.core.request import RequestId
 from loraplex.models.engine_folder import source_model
+from loraplex.models.gguf_config import FILE_NAME as GGUF_NAME
 from loraplex.serving.adapter_cards import (
     AdapterState,
     CanaryReport,
@@ -365,6 +366,9 @@ def _was_sent(version: AdapterVersion) -> bool:
 def _trained_name(model_path: str) -> str:
     """Return the likely name of this base in adapters: its folder's name, or its hub id."""
     folder = source_model(Path(model_path)).resolve()
+    gguf = folder / GGUF_NAME
+    if gguf.is_symlink():  # the folder stands for a file
+        return gguf.readlink().stem
     if folder.parent.name == "snapshots":  # the hub's cache: models--OWNER--NAME/snapshots/COMMIT
         return folder.parent.parent.name.removeprefix("models--").replace("--", "/")
     return folder.name

@@ -140,12 +140,16 @@ class TestSignatures:
 class TestNamedBelowARoot:
     @pytest.mark.parametrize(
         ("name", "path"),
-        [("zh", "zh"), ("team/v1.2", "team/v1.2"), ("team/v2.0", "team/v2.0.safetensors")],
+        [
+            *(("zh", "zh"), ("team/v1.2", "team/v1.2"), ("team/v2.0", "team/v2.0.safetensors")),
+            ("team/v3.0", "team/v3.0.gguf"),
+        ],
     )
     def test_what_find_below_would_call_so(self, tmp_path, name, path):
         put(tmp_path / "zh")
         put(tmp_path / "team" / "v1.2")
         put(tmp_path / "team", "v2.0.safetensors")
+        put(tmp_path / "team", "v3.0.gguf")
         assert dict(find_below(tmp_path))[name] == find_named(tmp_path, name) == tmp_path / path
 
     @pytest.mark.parametrize(
