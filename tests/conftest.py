@@ -37,6 +37,16 @@ register_profiles()
 _FOLDERS = ("e2e", "golden", "property", "unit/kernels", "contract", "")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect tests without a garbage collector: modules and thousands of tests are no garbage."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 @pytest.hookimpl(trylast=True)  # of what the marker expression leaves
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Sort tests by folder, in an order that pytest-randomly chose within each."""

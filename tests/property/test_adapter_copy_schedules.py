@@ -200,6 +200,7 @@ def found(table: LoraTable, entry: int, target: LoraTarget, pool: torch.Tensor) 
     return pool[first : first + target.num_elements]
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("seed", range(12))
 def test_a_step_reads_the_adapters_that_it_requested(seed: int) -> None:
     machine = Machine(seed)

@@ -266,6 +266,7 @@ def test_a_completion_goes_on_where_the_prompt_ended(family, tokenizers, before,
         assert settled + completion.push(output, final=True) == "x" + before + after
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("family", FAMILIES)
 @examples(0.6)
 @given(data=st.data())

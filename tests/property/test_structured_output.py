@@ -160,6 +160,7 @@ def as_tuple(completion: Completion) -> tuple:
     return completion.text, completion.token_ids, completion.finish_reason, chosen
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "settings",
     [

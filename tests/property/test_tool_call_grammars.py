@@ -66,6 +66,7 @@ def written(
     pytest.fail("the text has no end")
 
 
+@pytest.mark.some(10)
 @pytest.mark.parametrize("is_special", [False, True])
 @pytest.mark.parametrize("family", FORMATS)
 def test_what_the_grammar_lets_through_is_calls(family: str, is_special: bool) -> None:

@@ -125,6 +125,7 @@ class PagedRows:
         return list(output.split(counts))
 
 
+@pytest.mark.some(12)
 @DTYPES
 @WINDOWS
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -140,6 +141,7 @@ def test_ragged_rows(library, shape, window, sinks, dtype):
         assert relative_error(output, expected) < TOLERANCE[dtype]
 
 
+@pytest.mark.some(20)
 @DTYPES
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("name", ["grouped", "odd sizes", "small heads", "large heads"])
@@ -154,6 +156,7 @@ def test_rules_of_scores(library, name, rules, dtype):
         assert relative_error(output, expected) < 2 * TOLERANCE[dtype]
 
 
+@pytest.mark.some(15)
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float16, torch.int8], ids=str)
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
 def test_rules_of_scores_for_keys_of_another_dtype(library, rules, kv_dtype):
@@ -232,6 +235,7 @@ def test_a_later_token_that_is_not_finite_is_not_seen(library):
     assert torch.equal(output[:70], expected[:70])
 
 
+@pytest.mark.some(3)
 @DTYPES
 @pytest.mark.parametrize(
     ("window", "sinks"),
@@ -261,6 +265,7 @@ def test_bits_do_not_depend_on_company_chunks_or_threads(library, shape, window,
                     assert torch.equal(output, whole[start:end])
 
 
+@pytest.mark.some(16)
 @pytest.mark.parametrize("kv_dtype", [*TOLERANCE, torch.int8], ids=str)
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
 def test_bits_under_rules_do_not_depend_on_company_chunks_or_threads(library, rules, kv_dtype):

@@ -84,6 +84,7 @@ def by_blocks(
     return (total if bias is None else total + bias.float()).to(x.dtype)
 
 
+@pytest.mark.some(24)
 @KINDS
 @pytest.mark.parametrize("num_blocks", [1, 2, 4, 8])
 def test_each_block_has_a_sum_of_its_own(kernels, dtype, precision, num_blocks):
@@ -203,6 +204,7 @@ class Shrink:
             self.adapters.pool[middle : middle + rank * rank] = torch.eye(rank).flatten()
 
 
+@pytest.mark.some(12)
 @pytest.mark.parametrize("rank", RANKS)
 @DTYPES
 def test_lora_shrinks_by_blocks(kernels, rank, dtype):

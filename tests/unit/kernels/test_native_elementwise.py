@@ -95,6 +95,7 @@ def test_a_weight_of_another_dtype_is_refused(kernel):
         kernel.rms_norm(x, weight, 1e-6)
 
 
+@pytest.mark.some(8)
 @DTYPES
 @SIZES
 @pytest.mark.parametrize("factor", [1.0, 0.22, -3.0])
@@ -263,6 +264,7 @@ ACTIVATIONS = {
 }
 
 
+@pytest.mark.some(10)
 @DTYPES
 @SIZES
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -273,6 +275,7 @@ def test_activate(kernel, size, activation, dtype):
     assert_rounded(output, ACTIVATIONS[activation](x.double()), dtype)
 
 
+@pytest.mark.some(10)
 @DTYPES
 @SIZES
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -124,6 +124,7 @@ def users_of(kind, num_tokens):
     raise AssertionError(kind)
 
 
+@pytest.mark.some(4)
 @DTYPES
 @in_turn("num_tokens", [1, 5, 70])
 @pytest.mark.parametrize(("num_experts", "num_chosen"), COUNTS)

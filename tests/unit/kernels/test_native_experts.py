@@ -203,12 +203,14 @@ def test_combine_experts(instruction_set, shared, num_chosen, dtype):
                 assert torch.equal(alone[0], results[0][token])
 
 
+@pytest.mark.some(15)
 @DTYPES
 @pytest.mark.parametrize("router", ROUTERS)
 def test_routes_are_those_of_the_reference(kernels, router, dtype):
     assert_routes_like_reference(kernels.route, ROUTERS[router], torch.device("cpu"), dtype)
 
 
+@pytest.mark.some(15)
 @pytest.mark.parametrize("router", ROUTERS)
 def test_a_token_is_routed_alike_alone_and_on_any_number_of_threads(instruction_set, router):
     one, two = (kernels_of(instruction_set, num_threads) for num_threads in (1, 2))
@@ -221,6 +223,7 @@ def test_a_token_is_routed_alike_alone_and_on_any_number_of_threads(instruction_
         assert torch.equal(alone.weights, together.weights[first:end])
 
 
+@pytest.mark.some(15)
 @pytest.mark.parametrize("router", ROUTERS)
 @in_turn("value", [torch.nan, torch.inf, -torch.inf, 0.0])
 def test_equal_and_extreme_logits_have_experts(kernels, router, value):

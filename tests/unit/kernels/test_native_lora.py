@@ -126,6 +126,7 @@ def relative_error(y, expected):
     return (y.double() - expected).abs().max() / expected.abs().max()
 
 
+@pytest.mark.some(12)
 @DTYPES
 @in_turn("num_tokens", [1, 5, 60])
 @pytest.mark.parametrize("sizes", SIZES)

@@ -94,6 +94,7 @@ def random_weight(
     return quantize(weight, precision, group_size), bias
 
 
+@pytest.mark.some(20)
 @in_turn("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_the_bits_of_the_reference(

@@ -83,6 +83,7 @@ def all_equal(results: list[torch.Tensor], expected: torch.Tensor) -> bool:
     return all(torch.equal(result, expected) for result in results)
 
 
+@pytest.mark.some(20)
 @KINDS
 @SIZES
 @SLOTS
@@ -101,6 +102,7 @@ def test_a_row_layer(library, dtype, precision, size, slot_bytes):
             assert torch.equal(y, one.linear(x[: len(y)], packed))
 
 
+@pytest.mark.some(20)
 @KINDS
 @SIZES
 @SLOTS

@@ -197,6 +197,7 @@ class PagedRows:
         return list(output.split(counts))
 
 
+@pytest.mark.some(14)
 @pytest.mark.parametrize(
     "window", [(None, 0), (1, 0), (5, 0), (100, 0), (1, 1), (5, 70), (100, 17)], ids=str
 )

@@ -60,6 +60,7 @@ def assert_as_the_reference(logits, rows, options):
     assert drawn.tolist() == reference_draws(logits, rows, options).tolist()
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "vocab_size", [33, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 7, 1000))]
 )

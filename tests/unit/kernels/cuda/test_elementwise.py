@@ -37,6 +37,7 @@ def test_take_rows(size, dtype):
     assert torch.equal(elementwise.take_rows(table, indices), table[indices])
 
 
+@pytest.mark.some(6)
 @DTYPES
 @SIZES
 def test_rms_norm(size, dtype):
@@ -80,6 +81,7 @@ def test_float32_weight_of_rms_norm_is_rounded_with_the_product(size):
         assert not torch.equal(output, elementwise.rms_norm(x, weight.half(), 1e-6))
 
 
+@pytest.mark.some(6)
 @DTYPES
 @SIZES
 def test_add_rms_norm(size, dtype):
@@ -115,6 +117,7 @@ def test_a_factor_is_rounded_once():
     assert not torch.equal(once, residual + x * 0.1)
 
 
+@pytest.mark.some(10)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @DTYPES
 @SIZES
@@ -137,6 +140,7 @@ def test_soft_caps_of_small_and_extreme_values():
     torch.testing.assert_close(x, expected, rtol=5e-7, atol=0, equal_nan=True)
 
 
+@pytest.mark.some(6)
 @DTYPES
 @SIZES
 def test_layer_norm(size, dtype):
@@ -147,6 +151,7 @@ def test_layer_norm(size, dtype):
     assert_close(output, REFERENCE.layer_norm(x, weight, bias, 1e-3), atol=4e-6)
 
 
+@pytest.mark.some(6)
 @DTYPES
 @pytest.mark.parametrize("head_dim", [16, 80])
 @pytest.mark.parametrize("has_own_weights", [False, True])
@@ -160,6 +165,7 @@ def test_layer_norm_of_heads_inside_a_fused_view(head_dim, has_own_weights, is_w
     assert_close(output, REFERENCE.layer_norm(heads, weight, bias, 1e-6), atol=4e-6)
 
 
+@pytest.mark.some(6)
 @DTYPES
 @SIZES
 def test_add_layer_norm(size, dtype):
@@ -186,6 +192,7 @@ def test_rotary_turns_a_fused_view_and_nothing_else(num_heads, head_dim, dtype):
     assert torch.equal(ours[:, width + 2 * head_dim :], expected[:, width + 2 * head_dim :])
 
 
+@pytest.mark.some(20)
 @DTYPES
 @pytest.mark.parametrize("is_interleaved", [False, True])
 @pytest.mark.parametrize(("num_heads", "num_key_heads"), [(5, 2), (0, 3), (3, 0), (1, 6), (0, 0)])
@@ -205,6 +212,7 @@ def test_rotary_turns_the_first_numbers_of_heads(
     assert torch.equal(ours[:, -1], before[:, -1])
 
 
+@pytest.mark.some(20)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @DTYPES
 @SIZES
@@ -214,6 +222,7 @@ def test_gate(size, activation, dtype):
     assert_close(elementwise.gate(x, activation), REFERENCE.gate(x, activation))
 
 
+@pytest.mark.some(20)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # e^x overflows, as it should
 @DTYPES
 @SIZES

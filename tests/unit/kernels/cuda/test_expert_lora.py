@@ -76,6 +76,7 @@ def check(adapters, uses, routes, longest, *, is_by_pair=False) -> None:
         assert torch.equal(result[pairs], y[pairs])
 
 
+@pytest.mark.some(3)
 @VARIANTS
 @pytest.mark.parametrize(
     ("popularity", "routing"),

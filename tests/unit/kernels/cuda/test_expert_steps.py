@@ -52,6 +52,7 @@ class Layer:
         return kernels.combine_experts(down, routes, x)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("precision", [WeightPrecision.NATIVE, WeightPrecision.INT8])
 def test_a_recorded_layer_computes_other_steps(precision):
     torch.default_generator.manual_seed(0)

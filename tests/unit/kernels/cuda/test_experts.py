@@ -61,6 +61,7 @@ def assert_same_routes(found: Routes, expected: Routes) -> None:
     assert torch.equal(found.starts, expected.starts)
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize(("num_tokens", "dtype"), [(1, torch.float16), (7, torch.float32)], ids=str)
 @pytest.mark.parametrize("name", RULES)
 def test_routes_are_those_of_the_reference(name, num_tokens, dtype):
@@ -84,6 +85,7 @@ def test_a_bias_selects_and_does_not_weigh(name):
     assert not torch.equal(found.experts, experts.route(logits, rules).experts)
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("name", RULES)
 def test_of_equal_scores_the_lowest_expert_is_chosen(name):
     rules = RULES[name]
@@ -104,6 +106,7 @@ def test_logits_far_apart():
     assert experts.route(-logits.abs(), rules).weights.isfinite().all()
 
 
+@pytest.mark.some(4)
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
 @pytest.mark.parametrize("name", RULES)
@@ -147,6 +150,7 @@ def routes_of(num_tokens: int, num_chosen: int, num_experts: int) -> Routes:
     return route(torch.randn(num_tokens, num_experts), rules)
 
 
+@pytest.mark.some(6)
 @DTYPES
 @pytest.mark.parametrize("shared", ["none", "shared", "gated"])
 @pytest.mark.parametrize(

@@ -62,6 +62,7 @@ def error_of(y: torch.Tensor, expected: torch.Tensor) -> float:
     return float((y.double() - expected).norm() / expected.norm())
 
 
+@pytest.mark.some(8)
 @FIXED
 @DTYPES
 @pytest.mark.parametrize(("precision", "in_features", "out_features"), SIZES, ids=str)
@@ -78,6 +79,7 @@ def test_it_is_the_product_of_each_pair(
         assert error_of(y, product(x, weight, bias, precision, routes)) < TOLERANCE[dtype]
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize("popularity", POPULARITIES)
 @pytest.mark.parametrize(
     ("num_tokens", "num_chosen", "num_experts"), [(1, 1, 1), (1, 8, 9), (9, 1, 4), (20, 3, 5)]
@@ -118,6 +120,7 @@ def test_no_routes_need_more_tiles(rows, num_experts):
             assert needed <= most <= num_pairs
 
 
+@pytest.mark.some(3)
 @DTYPES
 @pytest.mark.parametrize("precision", list(WeightPrecision))
 def test_a_pair_has_the_same_bits_alone_and_in_company(precision, dtype):

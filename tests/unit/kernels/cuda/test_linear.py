@@ -47,6 +47,7 @@ def error_of(y: torch.Tensor, expected: torch.Tensor) -> float:
     return float((y.double() - expected).norm() / expected.norm())
 
 
+@pytest.mark.some(10)
 @pytest.mark.parametrize("batch_invariant", [False, True], ids=["free", "fixed"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("precision", "in_features", "out_features"), SIZES, ids=str)
@@ -66,6 +67,7 @@ def test_it_is_the_product(precision, in_features, out_features, dtype, batch_in
         assert error_of(y, expected) < TOLERANCE[dtype]
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("precision", [INT8, INT4])
 @pytest.mark.parametrize("num_rows", [1, 20, 70])
 def test_a_long_sum_is_split_and_added(monkeypatch, precision, num_rows):
@@ -130,6 +132,7 @@ def assert_rows_are_alike(precision: WeightPrecision, dtype: torch.dtype, counts
         assert torch.equal(kernel.apply(x[row : row + 1], packed)[0], expected[row])
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("precision", list(WeightPrecision))
 def test_a_row_has_the_same_bits_alone_and_in_company(precision, dtype):

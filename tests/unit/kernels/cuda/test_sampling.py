@@ -31,6 +31,7 @@ def logits_of(vocab_size: int) -> torch.Tensor:
     return logits
 
 
+@pytest.mark.some(8)
 @VOCABS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [[0, 1, 2, 3, 4, 5], [5, 1, 1, 3]], ids=str)
@@ -90,6 +91,7 @@ def test_the_first_rows_need_no_indices():
     assert indices.tolist() == [3, 2, 1, 0]
 
 
+@pytest.mark.some(4)
 @VOCABS
 @pytest.mark.parametrize("num_top", [0, 5])
 def test_top_logprobs(vocab_size, num_top, monkeypatch):

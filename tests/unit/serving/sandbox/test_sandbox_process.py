@@ -53,6 +53,7 @@ def resident_mib(pid: int) -> float:
         return int(numbers.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
+@pytest.mark.some(15)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_every_hostile_grammar_has_a_reply_in_time(process, name):
     process.compiled(GOOD)  # it may have to start again
