@@ -4,20 +4,26 @@ Float32: log probabilities within a thousandth, and the same bits in a mixed bat
 """
 
 import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
 from loraplex import LLM, SamplingParams
 from loraplex.app.llm_outputs import RequestOutput
 from loraplex.demo import ADAPTER_PATHS, BASE_PATH
+from loraplex.execution.weights.checkpoint import Checkpoint
+from loraplex.execution.weights.stored_head import read_model
+from loraplex.models.parameters import checkpoint_shapes
 from support.checkpoints import add_random_adapters, save_random_model, tiny_sizes
 from support.examples import quick_and_slow
 from support.gguf_files import gguf_of_llama
-from support.quantized_checkpoints import CASES, quantize_folder
+from support.reference_quantizers import QUANTIZERS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -25,12 +31,24 @@ VOCAB_SIZE = 199
 CONFIG = LlamaConfig(**tiny_sizes(VOCAB_SIZE, intermediate_size=96))
 ADAPTERS = {
     "plain": LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"),
+    "wide": LoraConfig(r=7, lora_alpha=8, target_modules=["v_proj", "o_proj", "up_proj"]),
     "dora": LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], use_dora=True),
 }
 NAMES = (None, *ADAPTERS)
 PROMPTS = [[(7 * i + 3 * k) % VOCAB_SIZE for k in range(9 + i)] for i in range(3)]
 SAMPLING = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, prompt_logprobs=0)
-TESTED = quick_and_slow(("gptq-4-order",), sorted(CASES.keys() - {"gptq-4-order"}))
+QUICK = ("gptq-4-order", "bnb-nf4-double", "ct-mixed")
+TESTED = quick_and_slow(QUICK, sorted(QUANTIZERS.keys() - set(QUICK)))
+
+
+TOLERANCE = 1e-3
+
+
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Return all weights of a folder as float32."""
+    spec = read_model(folder)
+    with Checkpoint(folder, spec) as checkpoint:
+        return {name: checkpoint.read(name).clone() for name in checkpoint_shapes(spec)}
 
 
 def log_probabilities(output: RequestOutput) -> list[float]:
@@ -45,7 +63,9 @@ def test_adapters_on_a_quantised_base(name: str, tmp_path: Path) -> None:
     model = save_random_model(tmp_path, CONFIG)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(BASE_PATH / file, tmp_path)
-    model.load_state_dict(quantize_folder(tmp_path, CASES[name]), strict=False)
+    QUANTIZERS[name](tmp_path)
+    # Unit tests compare these, to the bit, with what the program itself decodes.
+    model.load_state_dict(read_weights(tmp_path))
     peft_model = add_random_adapters(model, ADAPTERS)
     peft_model.save_pretrained(tmp_path / "adapters")
     adapters = {adapter: str(tmp_path / "adapters" / adapter) for adapter in ADAPTERS}
@@ -69,7 +89,52 @@ def test_adapters_on_a_quantised_base(name: str, tmp_path: Path) -> None:
                     logits = peft_model(torch.tensor([prompt])).logits[0]
             wanted = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(prompt[1:])[:, None])
             got = torch.tensor(log_probabilities(output))
-            assert torch.allclose(got, wanted.flatten(), rtol=0, atol=1e-3)
+            assert torch.allclose(got, wanted.flatten(), rtol=0, atol=TOLERANCE)
+
+
+def swapped(codes: torch.Tensor) -> torch.Tensor:
+    """Return bytes with their halves exchanged, of the type that they are stored as."""
+    data = codes.view(torch.uint8)
+    return (data >> 4 | data << 4).view(codes.dtype)
+
+
+WRONG: Mapping[str, tuple[str, str, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "halves of bytes in NF4": ("bnb-nf4-double", ".weight", swapped),
+    "halves of bytes in NVFP4": ("ct-nvfp4", ".weight_packed", swapped),
+    "halves of bytes in MXFP4": ("ct-mxfp4", ".weight_packed", swapped),
+    "the zeros of GPTQ": ("gptq-4-v2", ".qzeros", lambda zeros: zeros ^ 0x11111111),
+    "the zeros of AWQ": ("awq-gemm", ".qzeros", lambda zeros: zeros ^ 0x11111111),
+    "the order of outputs in AWQ": ("awq-gemm", ".qweight", lambda words: words.roll(1, 1)),
+    "the order of inputs in GPTQ": ("gptq-4-order", ".g_idx", lambda groups: groups.sort()[0]),
+    "a sign in compressed-tensors": ("ct-int4", ".weight_packed", lambda words: words ^ 0x11111111),
+    "the scales of FP8": ("fp8-block", ".weight_scale_inv", torch.reciprocal),
+    "the scale of NVFP4": ("modelopt-nvfp4", ".weight_scale_2", torch.reciprocal),
+    "the exponents of MXFP8": ("ct-mxfp8", ".weight_scale", lambda exponents: exponents + 1),
+    "the scales of LLM.int8": ("bnb-int8", ".SCB", lambda scales: scales.roll(1)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_in_one_place_is_far_off(name: str, tmp_path: Path) -> None:
+    case, end, change = WRONG[name]
+    model = save_random_model(tmp_path, CONFIG)
+    original = log_softmax(model)
+    QUANTIZERS[case](tmp_path)
+    model.load_state_dict(read_weights(tmp_path))
+    right = log_softmax(model)
+    stored = load_file(tmp_path / "model.safetensors")
+    codes = next(part for part in stored if part.endswith(f"0.self_attn.o_proj{end}"))
+    stored[codes] = change(stored[codes]).contiguous()
+    save_file(stored, tmp_path / "model.safetensors")
+    model.load_state_dict(read_weights(tmp_path))
+    assert (log_softmax(model) - right).abs().max() > 10 * TOLERANCE
+    assert (original - right).abs().max() > 10 * TOLERANCE
+
+
+@torch.inference_mode()
+def log_softmax(model: Any) -> torch.Tensor:
+    logits: torch.Tensor = model(torch.tensor(PROMPTS[:1])).logits
+    return logits.log_softmax(-1)
 
 
 def test_the_shipped_adapters_on_a_gguf_file(tmp_path: Path) -> None:

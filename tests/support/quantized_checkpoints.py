@@ -12,10 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
-NF4 = [
-    *(-1.0, -0.6961928, -0.5250731, -0.3949175, -0.2844414, -0.1847734, -0.0910500, 0.0),
-    *(0.0795803, 0.1609302, 0.2461123, 0.3379152, 0.4407098, 0.5626170, 0.7229568, 1.0),
-]
 _AWQ_OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)
 """Output, of eight, in each nibble of a word."""
 
@@ -140,103 +136,46 @@ def _fp8(num_outputs: int, num_inputs: int, kind: str) -> Encoded:
     return Encoded(tensors, codes.float() * scales)
 
 
+def _modelopt_blocks(num_outputs: int, num_inputs: int) -> Encoded:
+    codes = torch.randn(num_outputs, num_inputs).mul_(40).to(torch.float8_e4m3fn)
+    scales = _scales(-(-num_outputs // 128), 1, -(-num_inputs // 128), 1, dtype=torch.float32)
+    wide = scales[:, 0, :, 0].repeat_interleave(128, 0).repeat_interleave(128, 1)
+    decoded = codes.float() * wide[:num_outputs, :num_inputs]
+    return Encoded({".weight": codes, ".weight_scale": scales}, decoded)
+
+
+def _modelopt_nvfp4(num_outputs: int, num_inputs: int) -> Encoded:
+    codes = _codes(4, num_outputs, num_inputs)
+    scales = (1 + 100 * torch.rand(num_outputs, num_inputs // 16)).to(torch.float8_e4m3fn)
+    whole = torch.tensor(0.0007)
+    decoded = torch.tensor(E2M1)[codes] * (scales.float() * whole).repeat_interleave(16, 1)
+    packed = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)
+    tensors = {".weight": packed, ".weight_scale": scales, ".weight_scale_2": whole}
+    return Encoded({**tensors, ".input_scale": torch.tensor(0.5)}, decoded)
+
+
+def _modelopt_case(algorithm: str, encode: Callable[[int, int], Encoded]) -> Case:
+    return Case({"quant_method": "modelopt", "quant_algo": algorithm}, encode)
+
+
 def _fp8_case(kind: str, **config: Any) -> Case:
     return Case({"quant_method": "fp8", **config}, lambda out, n: _fp8(out, n, kind))
 
 
-def _ct_packed(
-    num_outputs: int, num_inputs: int, *, bits: int, size: int, has_zeros: bool
-) -> Encoded:
+def _ct_ordered(num_outputs: int, num_inputs: int, *, size: int) -> Encoded:
+    """compressed-tensors with `weight_g_idx`, which the program left out in version 0.19."""
     num_groups = num_inputs // size
-    codes = _codes(bits, num_outputs, num_inputs)
-    zeros = _codes(bits, num_outputs, num_groups) if has_zeros else None
+    codes = _codes(4, num_outputs, num_inputs)
     scales = _scales(num_outputs, num_groups, dtype=torch.bfloat16)
+    groups = (torch.arange(num_inputs) // size)[torch.randperm(num_inputs)]
     tensors = {
-        ".weight_packed": words_of(codes, bits),
+        ".weight_packed": words_of(codes, 4),
         ".weight_scale": scales,
         ".weight_shape": torch.tensor([num_outputs, num_inputs]),
+        ".weight_g_idx": groups.int(),
     }
-    if zeros is None:
-        zeros = torch.full((num_outputs, num_groups), 1 << (bits - 1))
-    else:
-        tensors[".weight_zero_point"] = words_of(zeros.t(), bits).t().contiguous()
-    groups = torch.arange(num_inputs) // size
+    zeros = torch.full((num_outputs, num_groups), 8)
     return Encoded(tensors, _affine(codes, zeros, scales, groups))
-
-
-def _ct_bytes(num_outputs: int, num_inputs: int) -> Encoded:
-    codes = torch.randint(-128, 128, (num_outputs, num_inputs), dtype=torch.int8)
-    scales = _scales(num_outputs, 1, dtype=torch.float32) / 8
-    return Encoded({".weight": codes, ".weight_scale": scales}, codes.float() * scales)
-
-
-def _ct_floats(num_outputs: int, num_inputs: int, *, size: int) -> Encoded:
-    codes = _codes(4, num_outputs, num_inputs)
-    packed = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)
-    numbers = torch.tensor(E2M1)[codes]
-    if size == 32:
-        exponents = torch.randint(118, 123, (num_outputs, num_inputs // 32), dtype=torch.uint8)
-        wide = torch.pow(2.0, exponents.float() - 127).repeat_interleave(32, 1)
-        return Encoded({".weight_packed": packed, ".weight_scale": exponents}, numbers * wide)
-    scales = (1 + 3 * torch.rand(num_outputs, num_inputs // 16)).to(torch.float8_e4m3fn)
-    divisor = torch.tensor([96.0])
-    tensors = {".weight_packed": packed, ".weight_scale": scales, ".weight_global_scale": divisor}
-    wide = (scales.float() / divisor).repeat_interleave(16, 1)
-    return Encoded(tensors, numbers * wide)
-
-
-def _ct_case(form: str, encode: Callable[[int, int], Encoded], **weights: Any) -> Case:
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
-    config = {"quant_method": "compressed-tensors", "format": form, "ignore": ["lm_head"]}
-    return Case({**config, "config_groups": {"group_0": group}}, encode)
-
-
-def _bnb_4(num_outputs: int, num_inputs: int, *, kind: str, is_double: bool) -> Encoded:
-    size, num_values = 64, num_outputs * num_inputs
-    codes = _codes(4, num_values)
-    table = torch.tensor(NF4 if kind == "nf4" else E2M1) / (1 if kind == "nf4" else 6)
-    num_blocks = -(-num_values // size)
-    state: dict[str, Any] = {"quant_type": kind, "blocksize": size, "dtype": "bfloat16"}
-    state["shape"] = [num_outputs, num_inputs]
-    packed = (codes[::2] << 4 | codes[1::2]).to(torch.uint8).unsqueeze(1)
-    tensors = {".weight": packed, ".weight.quant_map": table}
-    if is_double:
-        absmax = _codes(8, num_blocks).to(torch.uint8)
-        nested, nested_map = 0.05 * torch.rand(-(-num_blocks // 256)), torch.rand(256)
-        scales = nested_map[absmax.int()] * nested[torch.arange(num_blocks) // 256] + 0.125
-        state |= {"nested_offset": 0.125, "nested_blocksize": 256}
-        tensors[".weight.nested_absmax"], tensors[".weight.nested_quant_map"] = nested, nested_map
-    else:
-        scales = absmax = 0.05 + 0.1 * torch.rand(num_blocks)
-    tensors[".weight.absmax"] = absmax
-    data = bytearray(json.dumps(state).encode())
-    name = f".weight.quant_state.bitsandbytes__{kind}"
-    tensors[name] = torch.frombuffer(data, dtype=torch.uint8)
-    decoded = table[codes] * scales.repeat_interleave(size)[:num_values]
-    return Encoded(tensors, decoded.view(num_outputs, num_inputs))
-
-
-def _bnb_8(num_outputs: int, num_inputs: int) -> Encoded:
-    codes = torch.randint(-127, 128, (num_outputs, num_inputs), dtype=torch.int8)
-    scales = 0.3 + torch.rand(num_outputs)
-    tensors = {".weight": codes, ".SCB": scales, ".weight_format": torch.tensor(0).byte()}
-    return Encoded(tensors, codes.float() * (scales * 0.0078740157).unsqueeze(1))
-
-
-def _bnb_case(kind: str, *, is_double: bool) -> Case:
-    config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": kind}
-    return Case(config, lambda out, n: _bnb_4(out, n, kind=kind, is_double=is_double))
-
-
-def _ct_int(bits: int, size: int, *, has_zeros: bool) -> Case:
-    return _ct_case(
-        "pack-quantized",
-        lambda out, n: _ct_packed(out, n, bits=bits, size=size, has_zeros=has_zeros),
-        num_bits=bits,
-        type="int",
-        symmetric=not has_zeros,
-        strategy="group",
-    )
 
 
 CASES: Mapping[str, Case] = {
@@ -244,6 +183,8 @@ CASES: Mapping[str, Case] = {
     "fp8-channel": _fp8_case("channel"),
     "fp8-block": _fp8_case("block", weight_block_size=[24, 24]),
     "mxfp8": _fp8_case("exponents"),
+    "modelopt-blocks": _modelopt_case("FP8_PB_WO", _modelopt_blocks),
+    "modelopt-nvfp4": _modelopt_case("NVFP4", _modelopt_nvfp4),
     "gptq-4": _gptq_case(4, 16),
     "gptq-4-order": _gptq_case(4, 16, is_ordered=False),
     "gptq-4-v2": _gptq_case(4, 16, "gptq_v2", zero_offset=0),
@@ -253,24 +194,20 @@ CASES: Mapping[str, Case] = {
     "gptq-8": _gptq_case(8, 16, is_symmetric=True),
     "awq-gemm": _awq_case(is_gemm=True),
     "awq-gemv": _awq_case(is_gemm=False),
-    "ct-int4": _ct_int(4, 16, has_zeros=False),
-    "ct-int4-zeros": _ct_int(4, 16, has_zeros=True),
-    "ct-int3": _ct_int(3, 16, has_zeros=True),
-    "ct-int8-packed": _ct_int(8, 16, has_zeros=False),
-    "ct-int8": _ct_case("int-quantized", _ct_bytes, num_bits=8, type="int", strategy="channel"),
-    "ct-fp8": _ct_case(
-        "float-quantized", lambda out, n: _fp8(out, n, "channel"), num_bits=8, type="float"
+    "ct-int4-order": Case(
+        {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {
+                "group_0": {
+                    "targets": ["Linear"],
+                    "weights": {"num_bits": 4, "type": "int", "strategy": "group"},
+                }
+            },
+            "ignore": ["lm_head"],
+        },
+        lambda out, n: _ct_ordered(out, n, size=16),
     ),
-    "ct-mxfp4": _ct_case(
-        "mxfp4-pack-quantized", lambda out, n: _ct_floats(out, n, size=32), num_bits=4
-    ),
-    "ct-nvfp4": _ct_case(
-        "nvfp4-pack-quantized", lambda out, n: _ct_floats(out, n, size=16), num_bits=4
-    ),
-    "bnb-nf4": _bnb_case("nf4", is_double=False),
-    "bnb-nf4-double": _bnb_case("nf4", is_double=True),
-    "bnb-fp4": _bnb_case("fp4", is_double=False),
-    "bnb-int8": Case({"quant_method": "bitsandbytes", "load_in_8bit": True}, _bnb_8),
 }
 
 
@@ -294,5 +231,37 @@ def quantize_folder(folder: Path, case: Case, *, seed: int = 0) -> dict[str, tor
     save_file(stored, path, {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = dict(case.config)
+    (folder / "config.json").write_text(json.dumps(config))
+    return decoded
+
+
+def encode_experts(folder: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Replace the experts of a saved GPT-OSS by random MXFP4.
+
+    Returns gate, up and down by the name of a layer's experts: [experts, out, in].
+    """
+    torch.manual_seed(0)
+    path, decoded = folder / "model.safetensors", {}
+    stored = load_file(path)
+    for name in [name for name in stored if name.endswith("experts.gate_up_proj")]:
+        experts = name.removesuffix(".gate_up_proj")
+        found = []
+        for part in ("gate_up_proj", "down_proj"):
+            num_experts, num_inputs, num_outputs = stored.pop(f"{experts}.{part}").shape
+            codes = _codes(4, num_experts, num_outputs, num_inputs)
+            exponents = torch.randint(118, 123, (num_experts, num_outputs, num_inputs // 32))
+            packed = (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8)
+            stored[f"{experts}.{part}_blocks"] = packed.unflatten(-1, (-1, 16))
+            stored[f"{experts}.{part}_scales"] = exponents.to(torch.uint8)
+            scales = torch.pow(2.0, exponents.float() - 127).repeat_interleave(32, -1)
+            found.append(torch.tensor(E2M1)[codes] * scales)
+        both, down = found
+        decoded[experts] = both[:, ::2], both[:, 1::2], down
+    save_file(stored, path, {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"],
+    }
     (folder / "config.json").write_text(json.dumps(config))
     return decoded

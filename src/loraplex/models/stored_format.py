@@ -26,6 +26,7 @@ class StoredMethod(enum.StrEnum):
     AWQ = "awq"
     BITSANDBYTES = "bitsandbytes"
     MXFP4 = "mxfp4"
+    NVFP4 = "nvfp4"
     GGUF = "gguf"
 
 
@@ -58,13 +59,15 @@ def refuse_second_quantization(stored: StoredFormat | None, precision: WeightPre
 
 
 _METHODS: Final = {
-    **{method.value: method for method in StoredMethod},
+    **{method.value: method for method in StoredMethod if method is not StoredMethod.NVFP4},
     "fbgemm_fp8": StoredMethod.FP8,
 }
 _ALGORITHMS: Final = {
     "FP8": StoredMethod.FP8,
     "FP8_PER_CHANNEL_PER_TOKEN": StoredMethod.FP8,
     "FP8_PB_WO": StoredMethod.FP8,
+    "MXFP8": StoredMethod.FP8,
+    "NVFP4": StoredMethod.NVFP4,
 }
 """Values of `quant_algo`, which NVIDIA's ModelOpt writes."""
 _PACKINGS: Final = {

@@ -47,7 +47,7 @@ class _Group(NamedTuple):
 def scheme(fields: ConfigFields) -> Scheme:
     """Return the scheme of a `quantization_config`. Raises ConfigError."""
     decode = functools.partial(
-        _decode, groups=tuple(_groups(fields)), ignored=fields.texts("ignore")
+        _decode, groups=tuple(_groups(fields)), ignored=_targets(fields, "ignore")
     )
     return Scheme((_PACKED, _SCALE), _PARTS, decode, (*IGNORED, ".input_zero_point"))
 
@@ -66,8 +66,19 @@ def _groups(fields: ConfigFields) -> Sequence[_Group]:
         if bits > _MAX_BITS:
             raise ConfigError(f"{weights.source}: num_bits {bits} is not supported; at most 8 is")
         block = weights.integers("block_structure") or None
-        groups.append(_Group(group.texts("targets"), bits, block))
+        groups.append(_Group(_targets(group, "targets"), bits, block))
     return groups
+
+
+def _targets(fields: ConfigFields, name: str) -> tuple[str, ...]:
+    """Return a list of names and patterns. Raises ConfigError for what is no pattern."""
+    targets = tuple(fields.texts(name))
+    for target in targets:
+        try:
+            re.compile(target.removeprefix("re:") if target.startswith("re:") else "")
+        except re.error as error:
+            raise ConfigError(f"{fields.source}: {name} has {target!r}: {error}") from error
+    return targets
 
 
 def _is_named(target: str, module: str) -> bool:

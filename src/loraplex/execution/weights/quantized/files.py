@@ -20,7 +20,7 @@ from loraplex.execution.weights.quantized import (
     fp8,
     gptq,
 )
-from loraplex.execution.weights.quantized.scheme import Scheme
+from loraplex.execution.weights.quantized.scheme import Scheme, refuse_skipped
 from loraplex.execution.weights.quantized.stored_weight import StoredWeight
 from loraplex.execution.weights.tensor_files import TensorFile
 from loraplex.models.config_fields import ConfigFields
@@ -35,6 +35,7 @@ _SCHEMES: Final[Mapping[StoredMethod, Callable[[ConfigFields], Scheme]]] = {
     StoredMethod.AWQ: awq.scheme,
     StoredMethod.BITSANDBYTES: bitsandbytes.scheme,
     StoredMethod.MXFP4: four_bit_floats.scheme,
+    StoredMethod.NVFP4: four_bit_floats.modelopt_scheme,
 }
 
 
@@ -64,6 +65,7 @@ class QuantizedFiles:
                 if self._places.setdefault(name, file) is not file:
                     raise ConfigError(f"{file.path}: weight {name} is there twice")
         self._parts = self._found()
+        refuse_skipped(form.fields, [name.removesuffix(".weight") for name in self._parts])
         taken = {name for parts in self._parts.values() for name in parts.values()}
         ignored = {name for name in self._places if name.endswith(self._scheme.ignored)}
         if ignored - taken:

@@ -2,13 +2,15 @@
 
 MXFP4: one exponent for 32 inputs, w = E2M1[code] * 2^(scale - 127). GPT-OSS stores the weights of
 all experts as `<tensor>_blocks` [experts, out, in / 32, 16] and `<tensor>_scales`. NVFP4: one e4m3
-scale for 16 inputs, and one number for the tensor.
+scale for 16 inputs, and one number for the tensor, by which compressed-tensors divides
+(`weight_global_scale`) and ModelOpt multiplies (`weight_scale_2`).
 """
 
 import torch
 
 from loraplex.core.errors import ConfigError
 from loraplex.execution.weights.quantized.bit_streams import nibbles
+from loraplex.execution.weights.quantized.fp8 import IGNORED
 from loraplex.execution.weights.quantized.scheme import (
     Scheme,
     Tensors,
@@ -20,6 +22,7 @@ from loraplex.models.config_fields import ConfigFields
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BLOCKS, _SCALES = "_blocks", "_scales"
+_MODELOPT_SCALES = (".weight_scale", ".weight_scale_2")
 _EXPONENT_BIAS = 127
 _NO_NUMBER = 255
 
@@ -33,6 +36,19 @@ def scheme(fields: ConfigFields) -> Scheme:
     """Return the scheme of GPT-OSS."""
     del fields
     return Scheme((_BLOCKS,), (_BLOCKS, _SCALES), _decode_experts, weight="", is_transposed=True)
+
+
+def modelopt_scheme(fields: ConfigFields) -> Scheme:
+    """Return the scheme of ModelOpt's NVFP4."""
+    del fields
+    parts = (".weight", *_MODELOPT_SCALES)
+    return Scheme((".weight_scale_2",), parts, _decode_modelopt, IGNORED)
+
+
+def _decode_modelopt(name: str, tensors: Tensors) -> StoredWeight:
+    packed, scales, factor = require(name, tensors, ".weight", *_MODELOPT_SCALES)
+    require_type(name, ".weight", packed, (torch.uint8,), 2)
+    return _decode_nvfp4(name, packed, scales, scales.float() * _number(name, factor))
 
 
 def _decode_experts(name: str, tensors: Tensors) -> StoredWeight:
@@ -53,10 +69,21 @@ def decode_nvfp4(
     name: str, packed: torch.Tensor, scales: torch.Tensor, divisor: torch.Tensor
 ) -> StoredWeight:
     """packed: [out, in / 2] uint8. scales: [out, groups] e4m3. divisor: of all scales."""
+    return _decode_nvfp4(name, packed, scales, scales.float() / _number(name, divisor))
+
+
+def _number(name: str, scale: torch.Tensor) -> torch.Tensor:
+    if scale.numel() != 1:
+        raise ConfigError(f"{name}: its global scale has {scale.numel()} numbers, 1 is meant")
+    return scale.float().reshape(())
+
+
+def _decode_nvfp4(
+    name: str, packed: torch.Tensor, scales: torch.Tensor, products: torch.Tensor
+) -> StoredWeight:
+    """products: the scales with the number of the tensor."""
     require_type(name, " (scales)", scales, (torch.float8_e4m3fn,), packed.dim())
-    if divisor.numel() != 1:
-        raise ConfigError(f"{name}: its global scale has {divisor.numel()} numbers, 1 is meant")
-    return _stored(name, packed, scales.float() / divisor.float().reshape(()))
+    return _stored(name, packed, products)
 
 
 def _stored(name: str, packed: torch.Tensor, scales: torch.Tensor) -> StoredWeight:

@@ -6,7 +6,7 @@ DeepSeek), fbgemm_fp8, ModelOpt's FP8 algorithms, and compressed-tensors' float-
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -21,6 +21,8 @@ from loraplex.execution.weights.quantized.stored_weight import StoredWeight, gro
 from loraplex.models.config_fields import ConfigFields
 
 _SCALES = (".weight_scale", ".weight_scale_inv")
+_BLOCKS_OF_ALGORITHMS: Mapping[str, Sequence[int]] = {"FP8_PB_WO": (128, 128)}
+"""ModelOpt does not write the size of its blocks."""
 _EXPONENT_BIAS = 127
 IGNORED = (".input_scale", ".input_scale_ub", ".k_scale", ".v_scale", ".q_scale", ".output_scale")
 """Scales of activations and of the KV cache."""
@@ -28,7 +30,9 @@ IGNORED = (".input_scale", ".input_scale_ub", ".k_scale", ".v_scale", ".q_scale"
 
 def scheme(fields: ConfigFields) -> Scheme:
     """Return the scheme of a `quantization_config`."""
-    block = fields.integers("weight_block_size") or None
+    block = fields.integers("weight_block_size") or _BLOCKS_OF_ALGORITHMS.get(
+        fields.text("quant_algo", "")
+    )
     decode = functools.partial(decode_fp8, block=block)
     return Scheme(_SCALES, (".weight", *_SCALES), decode, IGNORED)
 
@@ -39,6 +43,9 @@ def decode_fp8(name: str, tensors: Tensors, block: Sequence[int] | None) -> Stor
     require_type(name, ".weight", codes, (torch.float8_e4m3fn,), 2)
     stored = next(tensors[part] for part in _SCALES if part in tensors)
     scales = _exponents(stored) if stored.dtype == torch.uint8 else stored.float()
+    if scales.dim() == 4:
+        # ModelOpt's blocks: [out blocks, 1, in blocks, 1].
+        scales = scales.flatten(2).flatten(0, 1)
     num_outputs, num_inputs = codes.shape
     if scales.numel() == 1:
         scales = scales.reshape(1, 1).expand(num_outputs, 1)

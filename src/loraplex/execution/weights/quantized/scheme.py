@@ -1,12 +1,14 @@
 """What a format's tensors are called, and the function that joins those of one layer."""
 
-from collections.abc import Callable, Mapping
+import fnmatch
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
 from loraplex.core.errors import ConfigError
 from loraplex.execution.weights.quantized.stored_weight import StoredWeight
+from loraplex.models.config_fields import ConfigFields
 
 Tensors = Mapping[str, torch.Tensor]
 """Tensors of one layer by the ends of their names."""
@@ -26,6 +28,36 @@ class Scheme(NamedTuple):
     """End of the name of what the tensors stand for."""
     is_transposed: bool = False
     """Whether that name means a weight [..., in, out]."""
+
+
+_SKIP_LISTS = (
+    "modules_to_not_convert",
+    "ignored_layers",
+    "llm_int8_skip_modules",
+    "exclude_modules",
+    "ignore",
+)
+"""Fields that list layers which are not quantised; each program has its own."""
+
+
+def refuse_skipped(fields: ConfigFields, modules: Sequence[str]) -> None:
+    """Raise ConfigError if a module is quantised, but a list of the configuration excludes it.
+
+    An entry is a name, its begin or its end, or a pattern with `*`.
+    """
+    for skip_list in _SKIP_LISTS:
+        for entry in fields.texts(skip_list):
+            found = next((module for module in modules if _is_listed(entry, module)), None)
+            if found is not None:
+                raise ConfigError(
+                    f"{found} is quantised, but {fields.source} lists {entry!r} under {skip_list}"
+                )
+
+
+def _is_listed(entry: str, module: str) -> bool:
+    if "*" in entry:
+        return fnmatch.fnmatchcase(module, entry)
+    return f".{entry.strip('.')}." in f".{module}."
 
 
 def require(name: str, tensors: Tensors, *parts: str) -> list[torch.Tensor]:
