@@ -251,7 +251,7 @@ def encode_experts(folder: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor, 
             codes = _codes(4, num_experts, num_outputs, num_inputs)
             exponents = torch.randint(118, 123, (num_experts, num_outputs, num_inputs // 32))
             packed = (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8)
-            stored[f"{experts}.{part}_blocks"] = packed.unflatten(-1, (-1, 16))
+            stored[f"{experts}.{part}_blocks"] = packed.view(*packed.shape[:-1], -1, 16)
             stored[f"{experts}.{part}_scales"] = exponents.to(torch.uint8)
             scales = torch.pow(2.0, exponents.float() - 127).repeat_interleave(32, -1)
             found.append(torch.tensor(E2M1)[codes] * scales)

@@ -1,7 +1,7 @@
 """Checkpoints that the formats' own programs write: bitsandbytes and compressed-tensors.
 
-Each function replaces the float32 model of a folder, and returns the weights of its quantised layers
-as the program itself decodes them, of the type in which it does.
+Each function replaces the float32 model of a folder, and returns the weights of its quantised
+layers as the program itself decodes them, of the type in which it does.
 """
 
 import copy
@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import loguru
 import torch
 from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_dequant
 from bitsandbytes.nn import Linear4bit, Linear8bitLt
@@ -31,6 +30,7 @@ Tensors = dict[str, torch.Tensor]
 Quantize = Callable[[Path], Tensors]
 
 _models: Any = AutoModelForCausalLM
+_bits_and_bytes_config: Any = BitsAndBytesConfig
 _LINEAR = "Linear"
 """Target of a scheme: the class of modules."""
 
@@ -41,11 +41,11 @@ def _load(folder: Path, **options: Any) -> Any:
 
 def _bitsandbytes(folder: Path, **options: Any) -> Tensors:
     """options: of BitsAndBytesConfig."""
-    model = _load(folder, quantization_config=BitsAndBytesConfig(**options), device_map="cpu")
+    model = _load(folder, quantization_config=_bits_and_bytes_config(**options), device_map="cpu")
     model.save_pretrained(folder)
     decoded = {}
     for name, module in model.named_modules():
-        weight = getattr(module, "weight", None)
+        weight: Any = getattr(module, "weight", None)
         if isinstance(module, Linear4bit):
             decoded[name] = _dequantized_4bit(weight)
         elif isinstance(module, Linear8bitLt):
@@ -60,7 +60,8 @@ def _dequantized_4bit(weight: Any) -> torch.Tensor:
     """
     state = copy.copy(weight.quant_state)
     state.shape = torch.Size((1, state.shape.numel()))
-    return dequantize_4bit(weight.data, state).view(weight.quant_state.shape)
+    decoded: torch.Tensor = dequantize_4bit(weight.data, state)
+    return decoded.view(weight.quant_state.shape)
 
 
 def _compressed_tensors(
@@ -68,8 +69,6 @@ def _compressed_tensors(
 ) -> Tensors:
     model = _load(folder)
     groups = {f"group_{index}": scheme for index, scheme in enumerate(schemes)}
-    # It warns of blocks that do not divide a weight.
-    loguru.logger.disable("compressed_tensors")
     apply_quantization_config(model, QuantizationConfig(config_groups=groups, ignore=[*ignored]))
     quantized = {
         name: module
@@ -104,12 +103,13 @@ def _set_scales(module: Any) -> None:
 def _blocks(weight: torch.Tensor, form: QuantizationArgs) -> tuple[torch.Tensor, tuple[int, ...]]:
     """Return the weight in blocks, and the axes of numbers that share a scale."""
     if form.group_size:
-        return weight.unflatten(-1, (-1, form.group_size)), (-1,)
+        return weight.view(len(weight), -1, form.group_size), (-1,)
     if form.block_structure:
         height, width = form.block_structure
         pads = (0, -weight.shape[1] % width, 0, -weight.shape[0] % height)
         padded = torch.nn.functional.pad(weight, pads)
-        return padded.unflatten(1, (-1, width)).unflatten(0, (-1, height)), (1, 3)
+        rows, columns = padded.shape[0] // height, padded.shape[1] // width
+        return padded.view(rows, height, columns, width), (1, 3)
     return weight, (1,) if form.strategy == "channel" else (0, 1)
 
 
@@ -175,7 +175,7 @@ QUANTIZERS: Mapping[str, Quantize] = {
         ignored=["model.layers.0.mlp.down_proj"],
     ),
 }
-"""By the case: what formulas make, and programs.
+"""What makes each case: formulas, and programs.
 
 The parts of `ct-mixed` that are computed together differ, and its output layer is quantised.
 """

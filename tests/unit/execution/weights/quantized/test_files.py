@@ -21,7 +21,7 @@ from loraplex.models.parameters import checkpoint_shapes
 from support.checkpoints import save_random_model, tiny_sizes
 from support.families.experts import gpt_oss
 from support.quantized_checkpoints import CASES, encode_experts, quantize_folder
-from support.reference_quantizers import ROUNDED_TWICE, QUANTIZERS
+from support.reference_quantizers import QUANTIZERS, ROUNDED_TWICE
 
 LAYER = "model.layers.1.self_attn.q_proj"
 KERNELS = ReferenceKernels(torch.device("cpu"))
