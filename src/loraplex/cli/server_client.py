@@ -82,8 +82,10 @@ class ServerClient:
             ) from error
 
     def _hint(self, error: Exception) -> str:
-        """Return advice for errors of TLS."""
+        """Return advice for a server that is not there, and for errors of TLS."""
         reason = getattr(error, "reason", error)
+        if isinstance(reason, ConnectionRefusedError):
+            return "; start one with `loraplex serve MODEL`, or give the address of one that runs"
         if isinstance(reason, ssl.SSLCertVerificationError):
             return "; SSL_CERT_FILE names a file of certificates to trust"
         if isinstance(error, http.client.RemoteDisconnected) and self._url.startswith("http:"):

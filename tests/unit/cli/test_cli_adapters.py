@@ -151,7 +151,7 @@ def test_a_server_that_hangs_up_may_speak_tls():
 @pytest.mark.parametrize(
     ("url", "text"),
     [
-        ("http://127.0.0.1:9", "there is no response from http://127.0.0.1:9"),
+        ("http://127.0.0.1:9", "refused; start one with `loraplex serve MODEL`"),
         ("localhost:8000", "--url must be http://HOST:PORT"),
         ("ftp://x", "--url must be http://HOST:PORT"),
     ],

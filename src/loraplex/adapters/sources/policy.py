@@ -148,8 +148,8 @@ class SourcePolicy(msgspec.Struct, frozen=True, kw_only=True):
 
     def _refused(self, host: str) -> PermissionDeniedError:
         return PermissionDeniedError(
-            f"adapters may not be loaded from {host}; the operator allows hosts with "
-            "allowed_adapter_hosts",
+            f"adapters may not be loaded from {host}; the operator allows it with "
+            f"--allowed-adapter-hosts {host} (allowed_adapter_hosts)",
             param="path",
         )
 
