@@ -21,6 +21,8 @@ def total(request):
 def server(total):
     with console_of_echo([f"adapter-{number:05}" for number in range(total)]) as (backend, url):
         backend.model_memory = ModelMemory(
+            max_num_seqs=64,
+            max_num_batched_tokens=512,
             weights_bytes=1,
             kv=KVMemory(num_bytes=1, block_tokens=16, blocks=1, tokens=16),
             device=DeviceTier(num_bytes=100, page_bytes=1, pages=100),

@@ -26,6 +26,8 @@ from loraplex.testing.echo_backend import EchoBackend
 from support.served import served
 
 MEMORY = ModelMemory(
+    max_num_seqs=64,
+    max_num_batched_tokens=512,
     weights_bytes=1,
     kv=KVMemory(num_bytes=1, block_tokens=16, blocks=60, tokens=640),
     device=DeviceTier(

@@ -63,6 +63,8 @@ def backend() -> EchoBackend:
     )
     made.uploads = Uploads(Path(folder) / "uploads", limits, SystemClock())
     made.model_memory = ModelMemory(
+        max_num_seqs=64,
+        max_num_batched_tokens=512,
         weights_bytes=1,
         kv=KVMemory(num_bytes=1, block_tokens=16, blocks=1, tokens=16),
         device=DeviceTier(num_bytes=1, page_bytes=1, pages=1),

@@ -36,6 +36,7 @@ FAKE_CAPACITY = Capacity(
     block_size=16,
     kv_groups=(KVGroupCapacity(num_blocks=256),),
     max_num_seqs=8,
+    max_num_batched_tokens=512,
     max_model_len=2048,
     vocab_size=1000,
     page_geometry=PageGeometry(slot_elements=8, slots_per_page=16),

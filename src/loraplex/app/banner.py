@@ -5,8 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from loraplex.core.byte_sizes import readable_bytes
+from loraplex.core.config import ModelConfig
 from loraplex.core.server_config import ServerConfig
 from loraplex.core.version import __version__
+from loraplex.serving.model_memory import ModelMemory
 from loraplex.serving.served_model import ServedModel
 
 _MAX_NAMES: Final = 5
@@ -30,7 +32,7 @@ def banner(
     lines = [f"  {title:{_WIDTH}} {text}" for title, text in rows]
     if "http" in ports:
         url = _url(settings, ports["http"])
-        lines.append(f"  {'try':{_WIDTH}} {_request(models[0], url, has_keys=has_keys)}")
+        lines.append(f"  {'try':{_WIDTH}} {_request(models[0], url, settings, has_keys=has_keys)}")
     return "\n".join([f"loraplex {__version__} is ready", *lines])
 
 
@@ -63,6 +65,11 @@ def _model(model: ServedModel) -> Iterator[tuple[str, str]]:
         f"{readable_bytes(memory.weights_bytes)}, KV cache {readable_bytes(memory.kv.num_bytes)} "
         f"({memory.kv.tokens} tokens)",
     )
+    yield "memory", _limit(model.config, memory)
+    yield (
+        "steps",
+        f"at most {memory.max_num_seqs} sequences and {memory.max_num_batched_tokens} tokens",
+    )
     if model.config.enable_lora:
         names = [name for name, _ in model.adapter_names()]
         fit = memory.device.fits[0]
@@ -72,6 +79,14 @@ def _model(model: ServedModel) -> Iterator[tuple[str, str]]:
         )
 
 
+def _limit(config: ModelConfig, memory: ModelMemory) -> str:
+    if config.memory_bytes is not None:
+        return f"at most {readable_bytes(config.memory_bytes)}"
+    if memory.accelerator is not None:
+        return f"all {readable_bytes(memory.accelerator.total)} of the device; --memory limits it"
+    return "no limit; --memory sets one"
+
+
 def _named(names: Sequence[str]) -> str:
     if not names:
         return "none yet"
@@ -79,10 +94,14 @@ def _named(names: Sequence[str]) -> str:
     return f"{len(names)}: {', '.join(names[:_MAX_NAMES])}{more}"
 
 
-def _request(model: ServedModel, url: str, *, has_keys: bool) -> str:
+def _request(model: ServedModel, url: str, settings: ServerConfig, *, has_keys: bool) -> str:
     """Return a curl command for the first adapter, or the base model without one."""
-    names = [name for name, _ in model.adapter_names()]
-    body: dict[str, object] = {"model": names[0] if names else model.card.name, "max_tokens": 32}
+    name = next((name for name, _ in model.adapter_names()), model.card.name)
+    body: dict[str, object] = {"model": name, "max_tokens": 32}
+    if settings.dialect != "openai":  # llgtrt's clients name the adapter in a field of its own
+        body["model"] = model.card.name
+        if model.config.lora_root and name != model.card.name:
+            body["lora_model"] = name
     text = "Hello"
     if model.chats.text:
         route, body["messages"] = "chat/completions", [{"role": "user", "content": text}]

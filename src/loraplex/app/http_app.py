@@ -132,7 +132,7 @@ def _report_routes(
     requests = RequestEndpoint(reporting.telemetry, reporting.recent, authenticate, others)
     return [
         requests.route(),
-        settings_route(config, authenticate),
+        settings_route(backend, config, authenticate),
         processes_route(backend, authenticate, others),
     ]
 

@@ -298,6 +298,8 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The index is the KVGroupId; the largest attention window is first."""
     max_num_seqs: int
     """Number of slots."""
+    max_num_batched_tokens: int
+    """Most tokens in a step."""
     num_stages: int = 1
     """Number of pipeline stages: as many plans may be in flight, and one more with overlap. With
     several stages no plan has a row whose token an earlier plan in flight samples."""

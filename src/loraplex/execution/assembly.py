@@ -191,6 +191,7 @@ class Assembly:
             block_size=settings.block_size,
             kv_groups=kv.capacities,
             max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
             num_stages=1 if self.links is None else self.links.stage.size,
             returns_logits=self.links is None,
             max_model_len=kv.max_model_len,

@@ -11,8 +11,8 @@ from loraplex.core.plan import Capacity
 _SMALLEST: Final = ("max_model_len", "num_adapter_pages")
 """Limits of which the smallest one counts."""
 _EQUAL: Final = (
-    *("block_size", "max_num_seqs", "num_stages", "vocab_size", "rotation_border"),
-    *("page_geometry", "keeps_host_copy"),
+    *("block_size", "max_num_seqs", "max_num_batched_tokens", "num_stages", "vocab_size"),
+    *("rotation_border", "page_geometry", "keeps_host_copy"),
 )
 
 

@@ -98,6 +98,10 @@ class AcceleratorMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
+    max_num_seqs: int
+    """Most sequences in a step."""
+    max_num_batched_tokens: int
+    """Most tokens in a step."""
     weights_bytes: int
     workspace_bytes: int = 0
     """Left for what a step computes with; 0 on a CPU."""
@@ -126,6 +130,8 @@ def memory_of(
 
     ranks = sorted({min(model.optimal_lora_rank, limits.largest), limits.largest})
     return ModelMemory(
+        max_num_seqs=capacity.max_num_seqs,
+        max_num_batched_tokens=capacity.max_num_batched_tokens,
         weights_bytes=capacity.weights_bytes,
         workspace_bytes=capacity.workspace_bytes,
         graph_bytes=capacity.graph_bytes,

@@ -65,6 +65,8 @@ async def test_what_is_ready(run, caplog: pytest.LogCaptureFixture):
     assert f"  console   {url}/console/\n" in text
     assert f"gRPC on port {server.port('grpc')}\n" in text
     assert " on cpu, " in text
+    assert "  memory    no limit; --memory sets one\n" in text
+    assert "  steps     at most 8 sequences and 512 tokens\n" in text
     assert f"  try       curl {url}/v1/" in text
 
 

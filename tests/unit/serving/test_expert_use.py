@@ -49,6 +49,7 @@ def test_reports_have_the_experts_and_the_pages_of_each() -> None:
         block_size=16,
         kv_groups=(KVGroupCapacity(num_blocks=1),),
         max_num_seqs=1,
+        max_num_batched_tokens=1,
         max_model_len=16,
         vocab_size=10,
         page_geometry=PageGeometry(slot_elements=16, slots_per_page=10),

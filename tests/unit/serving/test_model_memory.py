@@ -42,6 +42,8 @@ MODEL = ModelConfig(path="m", optimal_lora_rank=1, max_lora_rank=8, lora_host_by
 def test_every_number_is_in_its_place():
     memory = memory_of(CAPACITY, STATS, targets=TARGETS, model=MODEL)
     assert memory == ModelMemory(
+        max_num_seqs=8,
+        max_num_batched_tokens=512,
         weights_bytes=9000,
         kv=KVMemory(
             num_bytes=7000, block_tokens=16, blocks=256, tokens=4096, held=6, cached=50, free=200

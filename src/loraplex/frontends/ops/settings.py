@@ -8,12 +8,14 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from loraplex.core.config import Config
+from loraplex.core.config import Config, ModelConfig
+from loraplex.core.errors import ModelNotFoundError, NotReadyError
 from loraplex.core.setting import SettingField, Settings, setting_fields
 from loraplex.frontends.access import Authenticate
 from loraplex.frontends.openapi.operation import OF_KEYS, described, json_of
 from loraplex.frontends.ops.responses import for_operators, json_response, responding_to_errors
 from loraplex.frontends.telemetry.routes import RecordedRoute
+from loraplex.serving.backend import Backend
 
 MAX_ITEMS: Final = 100
 """Number of items of a list or table that are shown."""
@@ -46,17 +48,42 @@ class SettingList(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of each model that was configured at the start."""
 
 
-def settings_route(config: Config, authenticate: Authenticate) -> RecordedRoute:
+def settings_route(backend: Backend, config: Config, authenticate: Authenticate) -> RecordedRoute:
     """Return the route of GET /v1/settings."""
 
     @described(json_of(SettingList), tag="operations", errors=OF_KEYS)
     async def settings(request: Request) -> Response:
         """The settings in force with their sources. For operators."""
         del request
-        return json_response(setting_list(config))
+        models = {
+            name: with_found_sizes(backend, name, model) for name, model in config.models.items()
+        }
+        return json_response(setting_list(msgspec.structs.replace(config, models=models)))
 
     handler = responding_to_errors(for_operators(settings, authenticate))
     return RecordedRoute("/v1/settings", handler, methods=["GET"])
+
+
+def with_found_sizes(backend: Backend, name: str, model: ModelConfig) -> ModelConfig:
+    """Return the settings, with the sizes that the engine found in place of open ones.
+
+    Until the engine has started once, they are open.
+    """
+    try:
+        served = backend.model(name)
+        memory = served.memory()
+    except (NotReadyError, ModelNotFoundError):
+        return model
+    found = {
+        "max_num_seqs": memory.max_num_seqs,
+        "max_num_batched_tokens": memory.max_num_batched_tokens,
+        "max_model_len": served.card.max_model_len,
+        "kv_cache_bytes": memory.kv.num_bytes,
+        "lora_device_bytes": memory.device.num_bytes,
+        "memory_bytes": memory.accelerator and memory.accelerator.total,
+    }
+    is_open = {key: value for key, value in found.items() if getattr(model, key) is None}
+    return msgspec.structs.replace(model, **is_open)
 
 
 def setting_list(config: Config) -> SettingList:

@@ -94,7 +94,8 @@ def test_without_a_measurement_nothing_is_tried() -> None:
 
 
 def capacity(**changes: int) -> Capacity:
-    numbers = {"max_num_seqs": 3, "max_model_len": 100, "block_size": 16}
+    numbers = {"max_num_seqs": 3, "max_num_batched_tokens": 11}
+    numbers |= {"max_model_len": 100, "block_size": 16}
     return Capacity(
         **(numbers | changes),
         kv_groups=(KVGroupCapacity(num_blocks=4),),

@@ -26,6 +26,8 @@ from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.testing.echo_backend import EchoBackend
 
 MEMORY = ModelMemory(
+    max_num_seqs=64,
+    max_num_batched_tokens=512,
     weights_bytes=100,
     kv=KVMemory(num_bytes=200, block_tokens=16, blocks=4, tokens=64, free=4),
     device=DeviceTier(

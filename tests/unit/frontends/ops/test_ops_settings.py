@@ -9,9 +9,10 @@ from loraplex.core.config import SETTINGS, AdapterConfig, Config, ModelConfig
 from loraplex.core.config_layers import Layer, field_layers, resolve
 from loraplex.core.server_config import ServerConfig
 from loraplex.frontends.access import by_api_key
-from loraplex.frontends.ops.settings import MAX_ITEMS, setting_list
+from loraplex.frontends.ops.settings import MAX_ITEMS, setting_list, with_found_sizes
 from loraplex.serving.access.api_key_ring import ApiKeys
 from loraplex.serving.access.api_keys import new_key
+from loraplex.serving.model_memory import DeviceTier, HostTier, KVMemory, ModelMemory
 from loraplex.testing.echo_backend import EchoBackend
 from support.described_app import described_app
 
@@ -105,3 +106,32 @@ async def test_operators_only():
             assert response.status_code == status
         names = [entry["name"] for entry in json.loads(response.content)["server"]]
         assert "http_port" in names
+
+
+def test_sizes_that_the_engine_found_are_shown():
+    backend = EchoBackend()
+    backend.model_memory = ModelMemory(
+        max_num_seqs=64,
+        max_num_batched_tokens=512,
+        weights_bytes=1,
+        kv=KVMemory(num_bytes=100, block_tokens=16, blocks=1, tokens=16),
+        device=DeviceTier(num_bytes=200, page_bytes=1, pages=1),
+        host=HostTier(num_bytes=1),
+    )
+    name = backend.models()[0].name
+    given = ModelConfig(path="/m", kv_cache_bytes=7)
+    found = with_found_sizes(backend, name, given)
+    shown = model(Config(models={name: found}), name)
+    assert (shown["max_num_seqs"].value, shown["max_num_seqs"].source) == (64, "derived")
+    assert shown["max_num_batched_tokens"].value == 512
+    assert shown["lora_device_bytes"].value == 200
+    assert shown["kv_cache_bytes"].value == 7
+    assert shown["memory_bytes"].value is None
+    assert shown["max_model_len"].value == backend.models()[0].max_model_len
+
+
+def test_before_the_engine_was_there_its_sizes_are_open():
+    backend = EchoBackend()
+    given = ModelConfig(path="/m")
+    assert with_found_sizes(backend, backend.models()[0].name, given) == given
+    assert with_found_sizes(backend, "unloaded", given) == given
