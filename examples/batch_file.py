@@ -53,7 +53,7 @@ def open_requests(source: Path, finished: set[str]) -> Iterator[dict[str, Any]]:
             except (KeyError, TypeError, ValueError) as error:
                 raise SystemExit(f"{source}, line {number}: {error!r}") from error
             if custom_id in seen:
-                raise SystemExit(f"{source}, line {number}: the id {custom_id!r} is there twice")
+                raise SystemExit(f"{source}, line {number}: the id {custom_id!r} occurs twice")
             seen.add(custom_id)
             if custom_id not in finished:
                 yield request

@@ -209,7 +209,7 @@ ROWS = (
         400,
         "invalid_parameter",
         "adapters[0].sclae",
-        "has no field 'sclae'; known are name, task_id, digest, scale",
+        "has no field 'sclae'; known: name, task_id, digest, scale",
     ),
     Row(
         "an adapter without a name",
@@ -344,7 +344,7 @@ ROWS = (
         400,
         "invalid_request",
         None,
-        "has NaN, which is no number",
+        "has NaN, which is not a number",
     ),
     Row(
         "top_p 0",
@@ -534,7 +534,7 @@ ROWS = (
         400,
         "unsupported_feature",
         "structured_outputs.structural_tag",
-        "known are json, json_object, regex, choice, grammar",
+        "known: json, json_object, regex, choice, grammar",
     ),
     Row(
         "too many drafts",

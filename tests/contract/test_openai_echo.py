@@ -370,7 +370,7 @@ def test_an_unknown_field_of_an_adapter_is_refused(http, action):
     response = http.post(f"/v1/adapters{action}", json=sent)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "replcae"
-    assert "there is no field 'replcae'; known are" in response.json()["error"]["message"]
+    assert "there is no field 'replcae'; known:" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("key", ["model", "lora_model"])

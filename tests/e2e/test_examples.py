@@ -160,7 +160,7 @@ def test_a_batch_file_without_a_server(server, capsys, tmp_path, monkeypatch):
     assert example.main([str(source), str(output), "--url", server.url]) == 1
     assert json.loads(output.read_text())["response"]["status_code"] == 404
     source.write_text(source.read_text() * 2)
-    with pytest.raises(SystemExit, match="line 2: the id 'r0' is there twice"):
+    with pytest.raises(SystemExit, match="line 2: the id 'r0' occurs twice"):
         example.main([str(source), str(output), "--url", server.url])
 
 

@@ -48,6 +48,6 @@ def peers(places: Mapping[str, Path]) -> list[System]:
     systems: list[System] = []
     for name, place in places.items():
         if name not in _PEERS:
-            raise ConfigError(f"no peer is named {name}; known are {', '.join(PEERS)}")
+            raise ConfigError(f"no peer is named {name}; known: {', '.join(PEERS)}")
         systems += _PEERS[name](name, place)
     return systems

@@ -13,6 +13,7 @@ from loraplex.adapters.canonical import CanonicalRow, RowKind
 from loraplex.adapters.shapes import NO_MODULE, BaseShapes
 from loraplex.adapters.tensor_file import RawTensor
 from loraplex.core.adapter import EMBEDDING, LM_HEAD
+from loraplex.core.counts import counted
 from loraplex.core.errors import (
     AdapterMismatchError,
     InvalidAdapterError,
@@ -74,8 +75,8 @@ def check_base_name(
         return [f"{same}: the same model with other rounding of its weights", *folded]
     if check is BaseCheck.ERROR:
         raise AdapterMismatchError(
-            f"the adapter is of another base model: {other}. Set adapter_base_check = warn to load "
-            "it all the same"
+            f"the adapter belongs to another base model: {other}. Set adapter_base_check = warn to "
+            "load it all the same"
         )
     return [other, *folded]
 
@@ -89,7 +90,7 @@ def other_base(trained_on: str | None, base_model: str, stored_format: str = "")
 
 def _difference(trained_on: str, base_model: str, stored_format: str) -> str:
     stored = f" (stored as {stored_format})" if stored_format else ""
-    return f"it was trained on {trained_on!r}; this server runs {base_model!r}{stored}"
+    return f"trained on {trained_on!r}; this server runs {base_model!r}{stored}"
 
 
 def check_shapes(rows: Iterable[CanonicalRow], shapes: BaseShapes, max_ranks: RankLimits) -> None:
@@ -109,7 +110,7 @@ def check_shapes(rows: Iterable[CanonicalRow], shapes: BaseShapes, max_ranks: Ra
             _check_tokens(row, shapes)
         if row.kind is RowKind.BIAS and row.module not in shapes.biased_modules:
             raise AdapterMismatchError(
-                f"tensor {row.origin}.bias is of a bias that the base model does not have"
+                f"tensor {row.origin}.bias is for a bias that the base model does not have"
             )
     _check_together(rows)
     if shapes.ties_embeddings:
@@ -149,7 +150,7 @@ def _check_place(row: CanonicalRow, shapes: BaseShapes) -> None:
     what = f"tensor {row.origin}.{_slot(row)}"
     if row.layer is not None and not 0 <= row.layer < shapes.num_layers:
         raise AdapterMismatchError(
-            f"{what} is of layer {row.layer}; the base model has {shapes.num_layers} layers"
+            f"{what} belongs to layer {row.layer}; the base model has {shapes.num_layers} layers"
         )
     if not shapes.enables(row.module):
         raise AdapterMismatchError(f"{what}: {not_enabled(row.module, shapes)}")
@@ -158,27 +159,28 @@ def _check_place(row: CanonicalRow, shapes: BaseShapes) -> None:
     if row.layer is not None and is_linear and not shapes.has_module(row.layer, row.module):
         layers = shapes.module_layers[row.module]
         raise AdapterMismatchError(
-            f"{what}: layer {row.layer} of the base model has no {row.module}; {len(layers)} of "
-            f"its layers have one, from {layers[0]} to {layers[-1]}"
+            f"{what}: layer {row.layer} of the base model has no {row.module}; "
+            f"{counted(len(layers), 'layer has', 'layers have')} one, from {layers[0]} to "
+            f"{layers[-1]}"
         )
     is_end = row.layer is None and row.module in (EMBEDDING, LM_HEAD)
     is_norm = row.module in _VECTOR_NORMS and (row.layer is None) == (row.module == "norm")
     if shapes.vocab_size == 0:
         if is_end or is_norm or row.kind is not RowKind.LORA or "bias" in row.tensors:
             raise UnsupportedFeatureError(
-                f"{what}: here only LoRA of {', '.join(shapes.modules)} is served"
+                f"{what}: only LoRA of {', '.join(shapes.modules)} is served here"
             )
     elif (is_norm or is_linear) and row.kind is RowKind.FULL:
         raise UnsupportedFeatureError(
-            f"{what} is a whole copy of {row.module}; served are copies of {EMBEDDING} and "
-            f"{LM_HEAD}"
+            f"{what} is a whole copy of {row.module}; only copies of {EMBEDDING} and {LM_HEAD} "
+            "are served"
         )
     elif is_end:
         _check_end(row, shapes, what)
         return
     if not is_linear or not shapes.names_module(row.origin, row.module):
         raise AdapterMismatchError(
-            f"{what} is of module {row.module!r}; the base model can be adapted in "
+            f"{what} belongs to module {row.module!r}; the base model can be adapted in "
             f"{', '.join(shapes.modules)}{_nearest(row, shapes)}"
         )
 
@@ -188,7 +190,7 @@ def _check_expert(row: CanonicalRow, shapes: BaseShapes, what: str) -> None:
     if row.expert is not None and not 0 <= row.expert < (num_experts or 0):
         has = "no experts" if num_experts is None else f"{num_experts} experts"
         raise AdapterMismatchError(
-            f"{what} is of expert {row.expert} of {row.module}; the base model has {has} there"
+            f"{what} belongs to expert {row.expert} of {row.module}; the base model has {has} there"
         )
     if num_experts is None:
         return
@@ -210,8 +212,8 @@ def _check_end(row: CanonicalRow, shapes: BaseShapes, what: str) -> None:
     is_of_head = row.module == LM_HEAD or shapes.ties_embeddings
     if is_of_head and LM_HEAD in shapes.biased_modules and row.kind is not RowKind.LORA:
         raise UnsupportedFeatureError(
-            f"{what}: the base model's {LM_HEAD} has a bias; served is LoRA of it, without DoRA, "
-            "copies and trained tokens"
+            f"{what}: the base model's {LM_HEAD} has a bias; only LoRA of it is served, without "
+            "DoRA, copies and trained tokens"
         )
 
 
@@ -264,8 +266,8 @@ def _check_shape(
     is_end = row.layer is None and row.module in (EMBEDDING, LM_HEAD)
     if is_end and len(differing) == 1 and differing[0][1] == vocab_size:
         text += (
-            f": the vocabulary was resized to {differing[0][0]} tokens. Served are the base's "
-            f"{vocab_size}; other ones would need a tokenizer of their own. Resize the base "
+            f": the vocabulary was resized to {differing[0][0]} tokens, and this server has the "
+            f"base model's {vocab_size}: others need a tokenizer of their own. Resize the base "
             "model and serve that, or train again without resizing"
         )
     raise AdapterMismatchError(text)

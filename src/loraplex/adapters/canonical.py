@@ -150,13 +150,13 @@ def parse_canonical(path: Path, content: SafetensorsContent) -> CanonicalFile:
     metadata = content.metadata
     if (metadata.get("format"), metadata.get("format_version")) != (FORMAT, FORMAT_VERSION):
         raise InvalidAdapterError(
-            f"{path} is not a normal adapter file of version {FORMAT_VERSION}"
+            f"{path} is not a canonical adapter file of version {FORMAT_VERSION}"
         )
     try:
         headers = msgspec.json.decode(metadata["rows"], type=list[_RowHeader])
         return CanonicalFile(metadata["digest"], _rows(headers, content))
     except (KeyError, ValueError, OverflowError, msgspec.MsgspecError) as error:
-        raise InvalidAdapterError(f"{path} is a broken normal adapter file: {error}") from error
+        raise InvalidAdapterError(f"{path} is a broken canonical adapter file: {error}") from error
 
 
 def _rows(headers: Sequence[_RowHeader], content: SafetensorsContent) -> tuple[CanonicalRow, ...]:

@@ -16,6 +16,7 @@ from msgspec import Meta
 
 from loraplex.adapters.sources.reference import SourceKind, parse
 from loraplex.adapters.version import check_name, check_task_id
+from loraplex.core.byte_sizes import readable_bytes
 from loraplex.core.errors import ConfigError, InvalidAdapterError, LoraplexError
 from loraplex.core.principal import DEFAULT_TENANT
 
@@ -92,7 +93,7 @@ def written_version(file_name: str) -> tuple[str, int] | None:
 def read_declaration(body: bytes, file_name: str) -> Declaration:
     """Parse a document. Raises ConfigError, which names what is wrong."""
     if len(body) > MAX_DOCUMENT_BYTES:
-        raise ConfigError(f"{file_name} has more than {MAX_DOCUMENT_BYTES} bytes")
+        raise ConfigError(f"{file_name} has more than {readable_bytes(MAX_DOCUMENT_BYTES)}")
     try:
         declaration = msgspec.json.decode(body, type=Declaration)
         check_declaration(declaration)

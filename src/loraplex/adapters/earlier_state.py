@@ -12,6 +12,7 @@ from loraplex.adapters.canonical_files import canonical_entries
 from loraplex.adapters.durable_files import make_folder, sync_folder
 from loraplex.adapters.records import DATABASE_NAME
 from loraplex.adapters.state_lock import StateLock
+from loraplex.core.counts import counted
 from loraplex.core.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -38,9 +39,9 @@ def adopt_state(earlier: Path, state_dir: Path) -> None:
                 f"all models: {error}. Correct this, or set --state-dir"
             ) from error
     logger.info(
-        "took over %d adapter files from %s, where earlier versions kept the adapters of all "
-        "models; `loraplex cache clean --with-state` removes that folder",
-        *(num_files, earlier),
+        "took over %s from %s, where earlier versions kept the adapters of all models; "
+        "`loraplex cache clean --with-state` removes that folder",
+        *(counted(num_files, "adapter file"), earlier),
     )
 
 

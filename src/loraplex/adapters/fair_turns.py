@@ -42,8 +42,8 @@ class FairTurns:
         queue = self._waiting.setdefault(tenant, deque())
         if len(queue) >= MAX_WAITING:
             raise QueueFullError(
-                f"{len(queue)} adapters wait to be loaded, the most that may: load them a few at "
-                "a time",
+                f"{len(queue)} adapters wait to be loaded, which is the maximum: load fewer at a "
+                "time",
                 retry_after_seconds=1,
             )
         begun = asyncio.get_running_loop().create_future()

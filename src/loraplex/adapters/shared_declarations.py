@@ -22,6 +22,7 @@ from loraplex.adapters.declaration import (
     written_version,
 )
 from loraplex.adapters.declaration_places import DeclarationPlace, Listed
+from loraplex.core.byte_sizes import readable_bytes
 from loraplex.core.errors import (
     AdapterExistsError,
     AdapterLoadError,
@@ -89,7 +90,8 @@ class SharedDeclarations:
         body = msgspec.json.encode(declaration)
         if len(body) > MAX_DOCUMENT_BYTES:
             raise ConfigError(
-                f"the declaration of {declaration.name!r} has more than {MAX_DOCUMENT_BYTES} bytes"
+                f"the declaration of adapter {declaration.name!r} has more than "
+                f"{readable_bytes(MAX_DOCUMENT_BYTES)}"
             )
         with self._turn:
             self._require_newer(declaration)
@@ -137,14 +139,14 @@ class SharedDeclarations:
         declaration: Declaration | None
         try:
             if listed.num_bytes > MAX_DOCUMENT_BYTES:
-                raise ConfigError(f"{name} has more than {MAX_DOCUMENT_BYTES} bytes")
+                raise ConfigError(f"{name} has more than {readable_bytes(MAX_DOCUMENT_BYTES)}")
             declaration = read_declaration(self._place.read(name), name)
         except FileNotFoundError:
             return None
         except ConfigError as error:
             # An editor may be writing it: until it is valid again it means what it meant.
             declaration = None if before is None else before.declaration
-            stays = "" if declaration is None else "; it means what it meant before"
+            stays = "" if declaration is None else "; its earlier content stays in force"
             logger.warning("adapter declarations: %s%s", error.message, stays)
         return _Document(listed.tag, declaration)
 
@@ -157,8 +159,8 @@ class SharedDeclarations:
         if self._documents and not found:
             # So does a folder look that is not mounted.
             raise AdapterLoadError(
-                f"{self.what} has lost all its adapter declarations: the adapters stay until there "
-                "is one again"
+                f"{self.what} has lost all its adapter declarations: the adapters stay as they are "
+                "until there is one again"
             )
 
     def _require_newer(self, declaration: Declaration) -> None:

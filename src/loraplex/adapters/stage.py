@@ -31,6 +31,7 @@ from loraplex.adapters.formats.inputs import (
 from loraplex.adapters.seen_files import FileIdentity, SeenFiles, identities_of
 from loraplex.adapters.staged import StagedAdapter, StageRequest
 from loraplex.adapters.targets import source_of
+from loraplex.core.byte_sizes import readable_bytes
 from loraplex.core.errors import AdapterMismatchError, InvalidAdapterError
 
 Buffer = bytes | bytearray | memoryview
@@ -114,14 +115,14 @@ def _naming_other_base(source: AdapterInput, request: StageRequest) -> Iterator[
         if other is None or other in error.message:
             raise
         raise AdapterMismatchError(
-            f"the adapter is of another base model: {other} ({error.message})"
+            f"the adapter belongs to another base model: {other} ({error.message})"
         ) from error
 
 
 def _left_out(copy: CanonicalRow) -> str:
     return (
-        f"{copy.origin}: its copy of the base model's own weight ({copy.num_bytes} bytes, the same "
-        "values) is left out"
+        f"{copy.origin}: its copy of the base model's own weight "
+        f"({readable_bytes(copy.num_bytes)}, the same values) is left out"
     )
 
 

@@ -366,7 +366,7 @@ class AdapterStore:
                 return version
         kept = ", ".join(str(version.number) for version in history)
         raise AdapterNotFoundError(
-            f"adapter {present.name!r} has no version {number}; kept are: {kept}", param="version"
+            f"adapter {present.name!r} has no version {number}; kept: {kept}", param="version"
         )
 
     def _set_pinned(self, ref: AdapterRef, number: int | None, is_pinned: bool) -> AdapterVersion:

@@ -170,7 +170,8 @@ def read_tensors(
     header_bytes = int.from_bytes(content[:_LENGTH_BYTES], "little")
     if header_bytes > max_header_bytes:
         raise AdapterTooLargeError(
-            f"{path} declares a header of {header_bytes} bytes; at most {max_header_bytes} are read"
+            f"{path} declares a header of {readable_bytes(header_bytes)}; at most "
+            f"{readable_bytes(max_header_bytes)} are read"
         )
     data_start = _LENGTH_BYTES + header_bytes
     if data_start > len(content):

@@ -20,6 +20,7 @@ from loraplex.adapters.durable_files import storage_full, storing
 from loraplex.adapters.sources.fetch import FILE_NAMES, SINGLE_NAMES
 from loraplex.core.byte_sizes import readable_bytes
 from loraplex.core.clock import Clock
+from loraplex.core.counts import counted
 from loraplex.core.errors import (
     InvalidParameterError,
     PayloadTooLargeError,
@@ -115,7 +116,7 @@ class Uploads:
         own = self._of(tenant)
         if len(own) >= self._limits.max_uploads:
             raise RateLimitedError(
-                f"tenant {tenant!r} has {len(own)} uploads, the most that it may have "
+                f"tenant {tenant!r} has {counted(len(own), 'upload')}, its maximum "
                 "(max_uploads): load or delete one of them",
                 retry_after_seconds=max(1.0, min(map(self._seconds_left, own))),
             )
@@ -153,7 +154,7 @@ class Uploads:
         upload = self._find(upload_id, tenant)
         if name not in UPLOADED_NAMES:
             raise InvalidParameterError(
-                f"{name!r} is no file of an adapter; known are {', '.join(UPLOADED_NAMES)}",
+                f"{name!r} is not a file of an adapter; supported: {', '.join(UPLOADED_NAMES)}",
                 param="file",
             )
         self._check_size(upload, num_bytes)

@@ -63,7 +63,9 @@ def _num_ranks(name: str, model: ModelConfig, limits: BuildLimits) -> int:
         return model.tensor_parallel_size
     built_for = f"tensor parallel {limits.tp_size} x pipeline parallel {limits.pp_size}"
     if model.device == "cuda" and limits.pp_size == 1 and num_gpus() >= limits.tp_size:
-        logger.info("model %r uses %d GPUs: it was built for %s", name, limits.tp_size, built_for)
+        logger.info(
+            "model %r uses %d GPUs, as it was built for %s", name, limits.tp_size, built_for
+        )
         return limits.tp_size
     logger.warning(
         "model %r was built for %s: it runs as one process, unless tensor_parallel_size is set",

@@ -17,6 +17,7 @@ import torch
 from loraplex.adapters.staging import RequestTensor
 from loraplex.app.llm_outputs import Prompt
 from loraplex.core.adapter import AdapterChoice, AdapterKey, ByName, LoadPolicy
+from loraplex.core.counts import counted
 from loraplex.core.errors import InvalidRequestError, InvalidTensorError
 from loraplex.core.retention import KVRetention
 from loraplex.core.sampling_params import SamplingParams
@@ -145,7 +146,9 @@ def _listed(name: str, value: Any, count: int) -> list[Any]:
 
 def _of_length(name: str, values: list[Any], count: int) -> list[Any]:
     if len(values) != count:
-        raise InvalidRequestError(f"{name} has {len(values)} entries for {count} prompts")
+        raise InvalidRequestError(
+            f"{name} has {counted(len(values), 'entry', 'entries')} for {counted(count, 'prompt')}"
+        )
     return values
 
 

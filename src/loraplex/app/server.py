@@ -24,6 +24,7 @@ from loraplex.app.reporting import Reporting
 from loraplex.app.status_log import logging_drain, logging_progress, logging_throughput
 from loraplex.app.tls import certificates
 from loraplex.core.config import Config
+from loraplex.core.counts import counted
 from loraplex.core.stats import EngineStats
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration
 from loraplex.frontends.kserve.models.model_control import ModelControl
@@ -179,9 +180,8 @@ class Server:
         num_running = 0 if self._draining is None else self._draining.num_in_flight
         if num_running:
             logger.warning(
-                "stopping: %d %s at most %g s to end; press Ctrl-C again to stop at once",
-                num_running,
-                "request has" if num_running == 1 else "requests have",
+                "stopping: %s at most %g s to end; press Ctrl-C again to stop at once",
+                counted(num_running, "request has", "requests have"),
                 self._config.server.shutdown_seconds,
             )
         else:

@@ -98,8 +98,8 @@ def check_weights_fit(model: ModelConfig, spec: ModelSpec, memory_bytes: int) ->
     if present < memory_bytes:
         return
     raise ConfigError(
-        f"memory_bytes {readable_bytes(memory_bytes)} does not hold the weights, "
-        f"{readable_bytes(present)}: raise --memory{_smaller(sizes, present)}",
+        f"the weights take {readable_bytes(present)}, more than memory_bytes "
+        f"{readable_bytes(memory_bytes)}: raise --memory{_smaller(sizes, present)}",
         param="memory_bytes",
     )
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any, Final
 
+from loraplex.core.counts import counted
 from loraplex.core.stats import EngineStats
 from loraplex.serving.draining import DrainReport
 
@@ -72,8 +73,8 @@ async def _log_drain(report: Callable[[], DrainReport], seconds: float) -> None:
         await asyncio.sleep(seconds)
         now = report()
         logger.info(
-            "still stopping: %d in-flight prompts have %.0f s left",
-            now.in_work,
+            "still stopping: %s %.0f s left",
+            counted(now.in_work, "in-flight prompt has", "in-flight prompts have"),
             now.seconds_left or 0.0,
         )
 

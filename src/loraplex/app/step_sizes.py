@@ -37,7 +37,7 @@ def with_step_sizes(model: ModelConfig) -> ModelConfig:
     )
     sized = msgspec.structs.replace(model, **wanted._asdict())
     if model.device == "cpu":
-        logger.info("steps of at most %d sequences and %d tokens, by the cores", *wanted)
+        logger.info("steps of at most %d sequences and %d tokens, from the cores", *wanted)
         return sized
     settings = runner_settings(sized)
     spec = largest_rank(settings, windowed(settings, read_model(Path(model.path))))

@@ -131,6 +131,6 @@ def _check(certificate: str, key: str) -> None:
             ) from None
         reason = getattr(error, "reason", None) or str(error)
         raise ConfigError(
-            f"tls_cert {certificate} and tls_key {key} are no certificate and its key in PEM form: "
-            f"{reason}"
+            f"tls_cert {certificate} and tls_key {key} are not a certificate and its key in PEM "
+            f"form: {reason}"
         ) from None

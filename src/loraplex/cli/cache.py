@@ -13,6 +13,7 @@ from loraplex.cli.settings_flags import environment_layers, flag_layers, with_se
 from loraplex.core.byte_sizes import readable_bytes
 from loraplex.core.config import Config
 from loraplex.core.config_layers import Layer, resolve
+from loraplex.core.counts import counted
 from loraplex.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -44,7 +45,8 @@ def list_caches(
         now = time.time()
         for one in found:
             print(_line(one, now))
-        print(f"{len(found)} entries, {readable_bytes(sum(one.num_bytes for one in found))}")
+        total = readable_bytes(sum(one.num_bytes for one in found))
+        print(f"{counted(len(found), 'entry', 'entries')}, {total}")
 
 
 @app.command("clean")

@@ -9,6 +9,7 @@ from loraplex.cli.options import errors_to_exit_code
 from loraplex.cli.serve import build_config
 from loraplex.cli.settings_flags import with_settings
 from loraplex.core.byte_sizes import readable_bytes
+from loraplex.core.counts import counted
 
 if TYPE_CHECKING:
     from loraplex.app.plan import MemoryPlan, PlannedAdapter
@@ -73,7 +74,8 @@ def _print_plan(plan: "MemoryPlan") -> None:
         f"of {readable_bytes(device.page_bytes)}; tables {readable_bytes(device.table_bytes)}"
     )
     for fit in device.fits:
-        print(f"{'':18}{fit.holds} of rank {fit.rank} on all modules, {fit.pages} pages each")
+        pages = counted(fit.pages, "page")
+        print(f"{'':18}{fit.holds} of rank {fit.rank} on all modules, {pages} each")
     total = memory.weights_bytes + memory.workspace_bytes + memory.graph_bytes
     total += memory.kv.num_bytes + device.num_bytes + device.table_bytes
     print(f"  device, in all  {readable_bytes(total)}")
@@ -98,9 +100,9 @@ def _print_adapters(plan: "MemoryPlan") -> None:
 
 
 def _size_of(adapter: "PlannedAdapter") -> str:
-    pages = "page" if adapter.device_pages == 1 else "pages"
+    pages = counted(adapter.device_pages, "page")
     return (
-        f"rank {adapter.rank}, {adapter.device_pages} {pages} on the device "
+        f"rank {adapter.rank}, {pages} on the device "
         f"({readable_bytes(adapter.device_bytes)}), {readable_bytes(adapter.host_bytes)} on the "
         "host"
     )

@@ -62,6 +62,11 @@ _ROWS: Final[tuple[SettingRow, ...]] = (
     setting("port", Kind.TEXT, "http_port"),
     setting("ssl_certfile", Kind.TEXT, "tls_cert"),
     setting("ssl_keyfile", Kind.TEXT, "tls_key"),
+    setting("api_server_count", Kind.TEXT, "frontend_processes"),
+    setting("shutdown_timeout", Kind.TEXT, "shutdown_seconds"),
+    here("allowed_origins", Kind.ANY, "--cors-origins, as a JSON list"),
+    no_effect("enable_request_id_headers", "every response has x-request-id", Kind.BOOL),
+    no_effect("enable_prompt_tokens_details", "usage always has cached tokens", Kind.BOOL),
     no_effect("enable_ssl_refresh", "a new certificate is always read", Kind.BOOL),
     no_effect("root_path", "routes are at /: a proxy removes its prefix", Kind.TEXT),
     no_effect("uvicorn_log_level", "there is one log: see --log-level", Kind.TEXT),
@@ -84,17 +89,20 @@ _ROWS: Final[tuple[SettingRow, ...]] = (
         "max_loras max_cpu_loras lora_dtype lora_extra_vocab_size seed download_dir "
         "tokenizer_mode code_revision tokenizer_revision max_log_len max_logprobs "
         "distributed_executor_backend generation_config scheduling_policy num_scheduler_steps "
-        "max_seq_len_to_capture guided_decoding_backend limit_mm_per_prompt "
-        "compilation_config",
+        "max_seq_len_to_capture guided_decoding_backend structured_outputs_config "
+        "limit_mm_per_prompt mm_processor_cache_gb compilation_config prefix_caching_hash_algo "
+        "config_format model_impl",
     ),
     *_ignored(
         Kind.BOOL,
         "enable_chunked_prefill trust_remote_code fully_sharded_loras disable_custom_all_reduce "
-        "enable_expert_parallel",
+        "enable_expert_parallel language_model_only",
     ),
     row_of("load_format"),
+    row_of("task"),
+    row_of("runner"),
 )
-_SHORT: Final = MappingProxyType({"data_parallel_size": ("-dp",)})
+_SHORT: Final = MappingProxyType({"data_parallel_size": ("-dp",), "api_server_count": ("-asc",)})
 _LISTS: Final = (SERVED_MODEL_NAME, LORA_MODULES, "--api-key")
 _MANY_VALUES: Final = (SERVED_MODEL_NAME, LORA_MODULES)
 _SETTERS: Final[Mapping[str, Callable[[Any], Mapping[str, Any]]]] = MappingProxyType(
@@ -104,6 +112,7 @@ _SETTERS: Final[Mapping[str, Callable[[Any], Mapping[str, Any]]]] = MappingProxy
         "enable_log_requests": lambda is_on: {"log_requests": "all" if is_on else "off"},
         "enforce_eager": lambda is_eager: {"cuda_graphs": not is_eager},
         "swap_space": lambda gib: {"kv_cache_host_memory_bytes": int(gib * _GIB)},
+        "allowed_origins": lambda text: {"cors_origins": _origins(text)},
     }
 )
 """Settings of flags whose value has another form here."""
@@ -226,6 +235,17 @@ def _settings(row: SettingRow, value: Any) -> Mapping[str, Any]:
         raise ConfigError(f"flag {_flag(row)}:{str(error).partition(':')[2]}") from None
 
 
+def _origins(text: str) -> list[str]:
+    """Return a JSON list of texts; their form is that of the setting. Raises ValueError."""
+    try:
+        origins = json.loads(text)
+    except json.JSONDecodeError:
+        origins = None
+    if not isinstance(origins, list) or not all(isinstance(one, str) for one in origins):
+        raise ValueError(f'allowed_origins: must be a list as ["https://a.example"], got {text}')
+    return origins
+
+
 def _api_keys(keys: Sequence[str]) -> tuple[str, ...]:
     if not all(key.strip() for key in keys):
         raise ConfigError("flag --api-key is empty: give a key, or leave the flag out")
@@ -257,8 +277,8 @@ def _adapter(module: str) -> tuple[str, str]:
         unknown = fields.keys() - {"name", "path", "base_model_name"}
         if unknown:
             raise ConfigError(
-                f"flag {LORA_MODULES}: {module} has an unknown field {min(unknown)!r}; known are "
-                "name, path and base_model_name"
+                f"flag {LORA_MODULES}: {module} has an unknown field {min(unknown)!r}; known: "
+                "name, path, base_model_name"
             )
         name, path = fields.get("name"), fields.get("path")
     else:

@@ -169,7 +169,7 @@ def check_values(values: Mapping[str, Any], rows: Sequence[FlagRow], prefix: str
     read = {row.key: row.default for row in rows if row.default not in (ABSENT, REQUIRED)}
     for name, value in values.items():
         if name not in by_key:
-            raise ConfigError(f"{prefix}{name} is no setting; {_suggestion(name, rows)}")
+            raise ConfigError(f"{prefix}{name} is not a setting; {_suggestion(name, rows)}")
         read[name] = value if value is None else _value(by_key[name], value, prefix)
     effect_less = [by_key[key] for key in values if by_key[key].support is Support.NO_EFFECT]
     return Flags(read, tuple(effect_less), rows)
@@ -248,7 +248,7 @@ def _suggestion(word: str, rows: Sequence[FlagRow]) -> str:
     name = word.lstrip("-").partition("=")[0]
     names = [known for row in rows for known in (row.name, *row.aliases)]
     near = difflib.get_close_matches(name, names, n=3)
-    return f"meant is perhaps {' or '.join(f'--{n}' for n in near)}" if near else "see --help"
+    return f"did you mean {' or '.join(f'--{n}' for n in near)}?" if near else "see --help"
 
 
 def _value(row: FlagRow, given: Any, prefix: str) -> Any:

@@ -40,7 +40,7 @@ def read_choice(value: Any, path: str) -> AdapterChoice:
     for field in value:
         if field not in _FIELDS:
             raise InvalidParameterError(
-                f"{path} has no field {field!r}; known are {', '.join(_FIELDS)}",
+                f"{path} has no field {field!r}; known: {', '.join(_FIELDS)}",
                 param=f"{path}.{field}",
             )
     given = [field for field in _KEYS if value.get(field) is not None]

@@ -34,7 +34,7 @@ def structured_outputs(owner: str, fields: Mapping[str, Any]) -> Iterator[Gramma
             yield constraint(field, name, value)
         else:
             raise UnsupportedFeatureError(
-                f"{field} is not supported; known are {', '.join(SERVED_KINDS)}",
+                f"{field} is not supported; known: {', '.join(SERVED_KINDS)}",
                 param=field,
             )
 

@@ -12,6 +12,7 @@ from typing import Final
 
 import msgspec
 
+from loraplex.core.counts import counted
 from loraplex.core.environment import child_environment
 from loraplex.core.errors import ConfigError
 from loraplex.engine.process import framed
@@ -39,8 +40,8 @@ class MultiprocessExecutor:
         num_ranks, num_processors = len(starts) + 1, len(os.sched_getaffinity(0))
         if num_ranks > num_processors:
             logger.warning(
-                "%d ranks share %d processors: in each step the others wait for the slowest",
-                *(num_ranks, num_processors),
+                "%d ranks share %s: in each step the others wait for the slowest",
+                *(num_ranks, counted(num_processors, "processor")),
             )
         for start in starts:
             rank = start.world.rank

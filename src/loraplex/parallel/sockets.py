@@ -111,7 +111,7 @@ class RankServer:
             or event.rank in self._identities
             or not hmac.compare_digest(event.token.encode(), self._token)
         ):
-            logger.warning("dropped a message of a process that is no rank of this engine")
+            logger.warning("dropped a message of a process that is not a rank of this engine")
             return None
         self._ranks[identity], self._identities[event.rank] = event.rank, identity
         return event

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import msgspec
 
 from loraplex.core.clock import Clock
+from loraplex.core.counts import counted
 from loraplex.core.errors import NotReadyError
 
 logger = logging.getLogger(__name__)
@@ -88,9 +89,7 @@ class Draining:
             return self.report()
         now_ns = self._clock.now_ns()
         if not self.is_active:
-            logger.warning(
-                "draining: new requests are refused, %d are in flight", self.num_in_flight
-            )
+            logger.warning("draining: new requests are refused; in flight: %d", self.num_in_flight)
         self._began_ns = self._began_ns or now_ns
         self._stop_deadline()
         if timeout_seconds is not None:
@@ -148,7 +147,10 @@ class Draining:
         await asyncio.sleep(timeout_seconds)
         while self.num_in_flight:
             if self._num_running():
-                logger.warning("%d requests outlasted the drain and are ended", self._num_running())
+                logger.warning(
+                    "the drain's time is over: %s ended",
+                    counted(self._num_running(), "running request is", "running requests are"),
+                )
                 self._end_all(
                     NotReadyError("the shutdown grace period is over", retry_after_seconds=1)
                 )

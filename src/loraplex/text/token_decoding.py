@@ -143,7 +143,7 @@ def _with_part(decoding: TokenDecoding, part: Mapping[str, Any]) -> TokenDecodin
 def _not_served(part: Mapping[str, Any]) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"the tokenizer's decoder {part.get('type')!r} ({dict(part)}) is not served where it is; "
-        "served are ByteLevel, ByteFallback, Metaspace, Replace of a string and WordPiece, then "
+        "supported: ByteLevel, ByteFallback, Metaspace, Replace of a string and WordPiece, then "
         "Fuse, then Strip at the start, and Sequences of them"
     )
 

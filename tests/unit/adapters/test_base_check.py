@@ -87,7 +87,7 @@ def test_a_bias_of_the_output_layer_allows_only_its_lora(
         check_shapes([part], shapes, max_ranks=RankLimits(4))
         check_targets(targets, shapes, max_ranks=RankLimits(4))
         return
-    with pytest.raises(UnsupportedFeatureError, match="lm_head has a bias; served is LoRA of it"):
+    with pytest.raises(UnsupportedFeatureError, match="lm_head has a bias; only LoRA"):
         check_shapes([part], shapes, max_ranks=RankLimits(4))
     with pytest.raises(AdapterMismatchError, match="the base model has none"):
         check_targets(targets, shapes, max_ranks=RankLimits(4))
@@ -106,17 +106,17 @@ def test_a_match(good):
         (lora(num_out=4), r"q_proj.lora_B has shape \[4, 2\]; the base model needs \[12, 2\]"),
         (lora(module="o_proj"), "'o_proj'"),
         (lora(layer=2), "2 layers"),
-        (row(RowKind.BIAS, "v_proj", bias=raw(4)), "v_proj.bias is of a bias that the base model"),
+        (row(RowKind.BIAS, "v_proj", bias=raw(4)), "v_proj.bias is for a bias that the base model"),
         (row(RowKind.BIAS, bias=raw(13)), r"q_proj.bias has shape \[13\]"),
         (row(RowKind.MAGNITUDE, magnitude=raw(11)), "lora_magnitude_vector has shape"),
         (end(RowKind.LORA, a=raw(2, 8), b=raw(51, 2)), r"lm_head.lora_B has shape \[51, 2\]"),
         (
             end(RowKind.LORA, a=raw(2, 8), b=raw(51, 2)),
-            "resized to 51 tokens. Served are the base's 50",
+            "resized to 51 tokens, and this server has the base model's 50",
         ),
         (
             end(RowKind.LORA, "embed_tokens", a=raw(2, 47), b=raw(8, 2)),
-            "resized to 47 tokens. Served are the base's 50",
+            "resized to 47 tokens, and this server has the base model's 50",
         ),
         (end(RowKind.FULL, weight=raw(51, 8)), "resized to 51 tokens.*tokenizer"),
         (end(RowKind.FULL, "embed_tokens", base=raw(40, 8)), "resized to 40 tokens"),
@@ -204,7 +204,7 @@ def test_names_of_bases():
     ):
         (warning,) = check_base_name(quantized, "model-8b", BaseCheck.ERROR)
         assert warning == (
-            f"it was trained on {quantized!r}; this server runs 'model-8b': the same model with "
+            f"trained on {quantized!r}; this server runs 'model-8b': the same model with "
             "other rounding of its weights"
         )
         assert check_base_name(quantized, quantized, BaseCheck.ERROR, "gguf") == []

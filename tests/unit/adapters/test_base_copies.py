@@ -12,6 +12,7 @@ from loraplex.adapters.canonical import RowKind, read_canonical
 from loraplex.adapters.examination import examine
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.staged import StageRequest
+from loraplex.core.byte_sizes import readable_bytes
 
 VOCAB, HIDDEN = 50, 8
 EMBEDDING = "model.embed_tokens"
@@ -80,7 +81,7 @@ def test_the_base_s_own_values_are_left_out_and_reported(kinds_of, adapter, base
     found, (warning,) = kinds_of(adapter(weight, module), folder)
     assert found == [RowKind.LORA]
     assert module in warning
-    assert f"{weight.nbytes} bytes" in warning
+    assert readable_bytes(weight.nbytes) in warning
 
 
 def test_one_other_value_keeps_it(kinds_of, adapter, base, monkeypatch):

@@ -111,7 +111,7 @@ def test_another_file_is_not_a_normal_file(tmp_path):
     write_canonical(ROWS, "d" * 64, tmp_path / "x")
     content = (tmp_path / "x").read_bytes()
     (tmp_path / "x").write_bytes(content.replace(b"loraplex-adapter", b"another--adapter"))
-    with pytest.raises(InvalidAdapterError, match="not a normal adapter file"):
+    with pytest.raises(InvalidAdapterError, match="not a canonical adapter file"):
         read_canonical(tmp_path / "x")
     (tmp_path / "x").write_bytes(content[:-1])
     with pytest.raises(InvalidAdapterError, match="truncated"):

@@ -8,6 +8,7 @@ import pytest
 
 from loraplex.adapters.formats.inputs import open_input
 from loraplex.adapters.staging_limits import StagingLimits
+from loraplex.core.byte_sizes import readable_bytes
 from loraplex.core.errors import (
     AdapterTooLargeError,
     InvalidAdapterError,
@@ -186,10 +187,10 @@ def test_shared_outer_factors_are_repeated_and_reported(tmp_path: Path) -> None:
     source = open_input(str(tmp_path), StagingLimits())
     warnings = source.warnings(rows, base())
     repeated = len(LAYERS) * (NUM_EXPERTS - 1) * (2 + 1) * RANK * HIDDEN * 4
-    assert any(f"{repeated} of the adapter's" in text for text in warnings)
+    assert any(f"{readable_bytes(repeated)} of the adapter's" in text for text in warnings)
     num_bytes = sum(row.num_bytes for row in rows)
     limits = StagingLimits(max_file_bytes=num_bytes - 1)
-    with pytest.raises(AdapterTooLargeError, match=f"{num_bytes} bytes of single experts"):
+    with pytest.raises(AdapterTooLargeError, match=f"{readable_bytes(num_bytes)} once"):
         open_input(str(tmp_path), limits).read_rows(base(), limits)
 
 

@@ -128,7 +128,7 @@ def test_rows_that_fit() -> None:
         (lora(expert=-1), "expert -1"),
         (lora(expert=None), "names no expert; the base model has 4"),
         (lora("router", expert=1), "expert 1 of router; the base model has no experts there"),
-        (lora(layer=0), "layer 0 of the base model has no experts.up_proj; 2 of its layers"),
+        (lora(layer=0), "layer 0 of the base model has no experts.up_proj; 2 layers have one"),
         (lora("up_proj", layer=1, expert=None), "layer 1 of the base model has no up_proj"),
     ],
 )
@@ -164,7 +164,7 @@ def test_pieces_that_were_staged_for_another_base(change: dict[str, object]) -> 
 
 def test_an_expert_is_there_once() -> None:
     check_rows((lora(expert=1), lora(expert=2)))
-    with pytest.raises(InvalidAdapterError, match="expert 2 is there twice"):
+    with pytest.raises(InvalidAdapterError, match="expert 2 occurs twice"):
         check_rows((lora(expert=2), lora(expert=2)))
 
 

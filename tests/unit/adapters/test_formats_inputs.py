@@ -93,7 +93,7 @@ class TestWhatIsThere:
 
     def test_another_safetensors_file_is_detected_by_its_tensors(self, staged, tmp_path):
         save_file({f"t{i}": np.zeros(1, "f4") for i in range(9)}, tmp_path / "x.safetensors")
-        with pytest.raises(InvalidAdapterError, match=r"'t0', .* and 4 more tensors; understood"):
+        with pytest.raises(InvalidAdapterError, match=r"'t0', .* and 4 more tensors; supported"):
             staged(tmp_path / "x.safetensors")
 
     def test_half_a_pair(self, staged, tmp_path, pair):

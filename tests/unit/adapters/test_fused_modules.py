@@ -205,7 +205,7 @@ def test_the_nearest_names_are_reported() -> None:
     with pytest.raises(AdapterMismatchError, match=r"the nearest: h\.1\.attn\.query_key_value"):
         check_shapes([_at(row, "h.1.attn.query_key_values")], shapes, max_ranks=RankLimits(8))
     row = lora("query_key_value", 14, 2)
-    with pytest.raises(AdapterMismatchError, match="is of module 'query_key_value'"):
+    with pytest.raises(AdapterMismatchError, match="belongs to module 'query_key_value'"):
         check_shapes([_at(row, "h.1.mlp.query_key_value")], shapes, max_ranks=RankLimits(8))
     check_shapes(
         [_at(row, "transformer.h.1.attn.query_key_value")], shapes, max_ranks=RankLimits(8)

@@ -129,7 +129,7 @@ NEVER = ["169.254.169.254", "fe80::1", "fe80::1%eth0", "224.0.0.1", "ff02::1", "
 class TestAddresses:
     @pytest.mark.parametrize("address", [*PRIVATE, *NEVER])
     def test_what_is_not_public(self, address):
-        with pytest.raises(PermissionDeniedError, match="no public address"):
+        with pytest.raises(PermissionDeniedError, match="not a public address"):
             SourcePolicy().check_address("h", address)
 
     @pytest.mark.parametrize(
@@ -153,10 +153,10 @@ class TestAddresses:
         found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (a, 80)) for a in addresses]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
         monkeypatch.setattr(socket, "create_connection", lambda *_, **__: pytest.fail("connected"))
-        with pytest.raises(PermissionDeniedError, match="no public address"):
+        with pytest.raises(PermissionDeniedError, match="not a public address"):
             SourcePolicy().addresses("rebound.example.org", 80)
         client = httpx.Client(transport=PinnedTransport(SourcePolicy()))
-        with pytest.raises(PermissionDeniedError, match="no public address"):
+        with pytest.raises(PermissionDeniedError, match="not a public address"):
             client.get("http://rebound.example.org/")
 
     def test_the_connection_goes_to_the_checked_address(self, monkeypatch):
@@ -194,13 +194,13 @@ class TestNames:
         ["localhost", "LOCALHOST.", "a.localhost", "minio", "printer.local", "metadata.internal"],
     )
     def test_names_that_are_not_public(self, host):
-        with pytest.raises(PermissionDeniedError, match="no public host"):
+        with pytest.raises(PermissionDeniedError, match="not the name of a public host"):
             SourcePolicy().check_name(host)
         SourcePolicy(allow_private_addresses=True).check_name(host)
 
     @pytest.mark.parametrize("host", [*PRIVATE, *NEVER, "127.1", "0x7f000001", "2130706433", "0"])
     def test_addresses_however_they_are_written(self, host):
-        with pytest.raises(PermissionDeniedError, match="no public address"):
+        with pytest.raises(PermissionDeniedError, match="not a public address"):
             SourcePolicy().check_name(host)
 
     @pytest.mark.parametrize("host", ["example.org", "8.8.8.8", "2606:4700::1"])
@@ -208,7 +208,7 @@ class TestNames:
         SourcePolicy().check_name(host)
 
     def test_link_local_addresses_are_never_allowed(self):
-        with pytest.raises(PermissionDeniedError, match="no public address"):
+        with pytest.raises(PermissionDeniedError, match="not a public address"):
             SourcePolicy(allow_private_addresses=True).check_name("169.254.169.254")
 
 

@@ -197,7 +197,7 @@ class TestRollingBack:
         assert store.rollback(by_name("cats"), 3).digest == "d3"
         present = store.rollback(by_name("cats"), 3)
         assert (present.number, numbers(store)) == (5, [5, 4, 3, 2, 1])
-        with pytest.raises(AdapterNotFoundError, match="no version 9; kept are: 5, 4, 3, 2, 1"):
+        with pytest.raises(AdapterNotFoundError, match="no version 9; kept: 5, 4, 3, 2, 1"):
             store.rollback(by_name("cats"), 9)
 
     def test_a_new_version_has_the_source_of_the_old_one(self, store):

@@ -86,7 +86,7 @@ async def test_another_tenant_and_a_wrong_id_find_nothing(uploads):
 @pytest.mark.parametrize("name", ["../x", "README.md", "..", "", "adapter_config.json/", "/etc/x"])
 async def test_a_name_that_no_format_has(uploads, tmp_path, name):
     card = await uploads.create("a")
-    with pytest.raises(InvalidParameterError, match=r"known are adapter_config\.json, "):
+    with pytest.raises(InvalidParameterError, match=r"supported: adapter_config\.json, "):
         uploads.begin_file(card.id, "a", name)
     assert files(tmp_path) == []
 

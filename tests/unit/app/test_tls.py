@@ -68,7 +68,7 @@ def test_what_is_not_there_or_fits_not(pair, tmp_path):
     with pytest.raises(ConfigError, match=f"cannot read tls_key {nowhere}: No such file"):
         files(certificate, nowhere)
     (tmp_path / "text").write_text("no certificate")
-    with pytest.raises(ConfigError, match=r"tls_cert .*text .* are no certificate and its key"):
+    with pytest.raises(ConfigError, match=r"tls_cert .*text .* are not a certificate and its key"):
         files(str(tmp_path / "text"), key)
     with pytest.raises(ConfigError, match="KEY_VALUES_MISMATCH"):
         files(certificate, pair("other")[1])

@@ -108,7 +108,7 @@ def test_unload_and_pins(run, backend):
     [
         (["show", "no"], "no model or adapter 'no'"),
         (["load", "org/fr", "/x"], "adapter 'org/fr' already exists"),
-        (["rollback", "org/fr", "--version", "9"], "has no version 9; kept are: 1"),
+        (["rollback", "org/fr", "--version", "9"], "has no version 9; kept: 1"),
     ],
 )
 def test_what_the_server_refuses_is_one_line(run, arguments, text):

@@ -60,6 +60,16 @@ def test_kserves_command(config_of):
     )
 
 
+def test_flags_of_the_server(config_of):
+    config = config_of(
+        *("/m", "-asc", "4", "--shutdown-timeout", "7", "--runner", "generate"),
+        *("--allowed-origins", '["https://app.example.org"]', "--language-model-only"),
+    )
+    server = config.server
+    assert (server.frontend_processes, server.shutdown_seconds) == (4, 7)
+    assert server.cors_origins == ("https://app.example.org",)
+
+
 @pytest.mark.parametrize(
     "module",
     [
@@ -90,7 +100,7 @@ def error_of(**flags):
         ("{", "is not JSON"),
         ('{"name": "a"}', "must be NAME=PATH"),
         ('{"name": 1, "path": "/x"}', "must be NAME=PATH"),
-        ('{"name": "a", "path": "/x", "rank": 8}', "unknown field 'rank'; known are name, path"),
+        ('{"name": "a", "path": "/x", "rank": 8}', "unknown field 'rank'; known: name, path"),
         ("''a=/x''", "unknown"),
     ],
 )
@@ -117,6 +127,12 @@ def test_what_is_no_adapter(module, text):
         ({"kv_cache_dtype": "fp8"}, "flag --kv-cache-dtype: models.m.kv_dtype: must be one of"),
         ({"gpu_memory_utilization": "2"}, "flag --gpu-memory-utilization: models.m.kv_cache"),
         ({"api_key": [""]}, "flag --api-key is empty"),
+        ({"task": "embed"}, "flag --task embed: a model that does not generate"),
+        ({"api_server_count": "0"}, "server.frontend_processes: must be"),
+        ({"api_server_count": "2", "frontend_processes": 2}, "are the same"),
+        ({"allowed_origins": "*"}, "flag --allowed-origins: must be a list"),
+        ({"allowed_origins": "[1]"}, "flag --allowed-origins: must be a list"),
+        ({"allowed_origins": '["x"]'}, "server.cors_origins: must be origins"),
         ({"enforce_eager": True, "cuda_graphs": True}, "--enforce-eager and --cuda-graphs are"),
         (
             {"enable_log_requests": True, "disable_log_requests": True},

@@ -266,7 +266,7 @@ SOURCES = {
     "there is no field": "frontends/openai/unsupported.py",
     "the prompt has": "serving/admission.py",
     "this server needs an API key": "frontends/access.py",
-    "the API key is not known": "serving/access/api_key_ring.py",
+    "this server does not know": "serving/access/api_key_ring.py",
     "tenant 'acme' may not use": "serving/access/tenant_adapters.py",
     "there is no model or adapter": "serving/catalog.py",
     "64 requests wait": "scheduling/queue_bound.py",
@@ -289,13 +289,50 @@ def patterns(file: str) -> Iterator[str]:
                     for part in node.values
                 )
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield ".*".join(map(re.escape, node.value.split("%s")))
+            yield ".*".join(map(re.escape, re.split("%[drs]", node.value)))
 
 
 @pytest.mark.parametrize("begin", SOURCES)
 def test_messages_of_a_running_server(begin: str) -> None:
     [message] = [message for message in quoted() if message.startswith(begin)]
     assert any(re.fullmatch(pattern, message) for pattern in patterns(SOURCES[begin]))
+
+
+TUTORIALS = {
+    "... holds no adapter; supported: ...": "adapters/formats/inputs.py",
+    "there is no model or adapter 'zz' here; there are: ...": "serving/catalog.py",
+    "adapter 'zh' already exists (digest ...); remove it first, or replace it": "adapters/store.py",
+    "the adapter belongs to another base model: ... (...)": "adapters/stage.py",
+    "... has rank 128; the server holds ranks up to 64 on ...: raise ...": "core/rank_limits.py",
+    "... is an engine that TensorRT-LLM built, which only TensorRT can run; ...": (
+        "compat/triton/engine_dir.py"
+    ),
+    "LoRA task 7 not found in cache. Please send LoRA weights with request": (
+        "frontends/kserve/failures.py"
+    ),
+    "unknown key; did you mean ...? Known: ...": "compat/llgtrt/config_file.py",
+    "...: architecture 'rwkv7' of GGUF is not supported; supported: ...": "models/gguf_config.py",
+    "left out adapter 'zh': ...": "serving/adapters/configured.py",
+}
+"""Messages that the tutorials quote, whole but for values (`...`), and the files with the texts."""
+
+
+@pytest.mark.parametrize("message", TUTORIALS)
+def test_messages_of_the_tutorials(message: str) -> None:
+    assert any(re.fullmatch(pattern, message) for pattern in patterns(TUTORIALS[message]))
+
+
+def test_every_message_of_the_tutorials_is_checked() -> None:
+    """In "When it goes wrong" a code span is a message if it is first in its row or its item."""
+    found = set()
+    for page in (ROOT / "docs" / "tutorials").glob("*.md"):
+        section = page.read_text(encoding="utf-8").partition("\n## When it goes wrong\n")[2]
+        section = section.partition("\n## ")[0]
+        for row, item in re.findall(
+            r"^(?:\| `([^`]+)` \||- \*\*`([^`]+)`\*\*)", section, re.MULTILINE
+        ):
+            found.add(row or item)
+    assert found == set(TUTORIALS)
 
 
 def test_every_quoted_message_is_checked() -> None:

@@ -37,7 +37,7 @@ def test_every_way_to_name_an_adapter():
         (["fr", {}], "adapters[1]", "one of name, task_id and digest, got none"),
         ([{"scale": 1}], "adapters[0]", "got none"),
         ([{"name": "a", "task_id": 1}], "adapters[0]", "got name and task_id"),
-        ([{"name": "a", "sclae": 1}], "adapters[0].sclae", "has no field 'sclae'; known are name"),
+        ([{"name": "a", "sclae": 1}], "adapters[0].sclae", "has no field 'sclae'; known: name"),
         ([{"name": 5}], "adapters[0].name", "must be a string that is not empty, got 5"),
         ([{"digest": ["x"]}], "adapters[0].digest", "must be a string"),
         ([{"task_id": "5"}], "adapters[0].task_id", "must be an integer from 0 to 2**64 - 1"),

@@ -87,7 +87,7 @@ class FakeStaging:
     async def stage(self, path: str, **options) -> StagedAdapter:
         self.requests.append({"path": path} | options)
         await asyncio.sleep(0)
-        staged = self.staged.get(path, InvalidAdapterError(f"{path} is no adapter"))
+        staged = self.staged.get(path, InvalidAdapterError(f"{path} is not an adapter"))
         if isinstance(staged, LoraplexError):
             raise staged
         return staged

@@ -30,7 +30,7 @@ def check_rows(rows: tuple[CanonicalRow, ...]) -> tuple[CanonicalRow, ...]:
             where += f", expert {row.expert}"
         kinds = places.setdefault((row.layer, row.module, row.expert), set())
         if row.kind in kinds:
-            raise InvalidAdapterError(f"{where} is there twice")
+            raise InvalidAdapterError(f"{where} occurs twice")
         kinds.add(row.kind)
         _check_tensors(row, where)
     for (layer, module, _expert), kinds in places.items():

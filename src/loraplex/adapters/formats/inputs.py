@@ -19,14 +19,16 @@ from loraplex.adapters.gguf_files import GGUF_SUFFIX, gguf_files_of
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.staging_limits import StagingLimits
 from loraplex.adapters.tensor_file import RawTensor, SafetensorsContent, read_tensors
+from loraplex.core.byte_sizes import readable_bytes
+from loraplex.core.counts import counted
 from loraplex.core.errors import AdapterTooLargeError, InvalidAdapterError, LoraplexError
 
 FILE_SUFFIX = ".safetensors"
 _MAX_ENTRIES = 1000
 """Maximum number of entries of a folder that are looked at for a hint."""
 UNDERSTOOD = (
-    f"a PEFT folder ({CONFIG_NAME} beside {peft.WEIGHTS_NAME} or {peft.TORCH_WEIGHTS_NAME}), "
-    f"a TensorRT-LLM folder ({trtllm.WEIGHTS_NAME} beside {' or '.join(trtllm.CONFIG_NAMES)}), "
+    f"a PEFT folder ({CONFIG_NAME} and {peft.WEIGHTS_NAME} or {peft.TORCH_WEIGHTS_NAME}), "
+    f"a TensorRT-LLM folder ({trtllm.WEIGHTS_NAME} and {' or '.join(trtllm.CONFIG_NAMES)}), "
     f"a {FILE_SUFFIX} file with the tensors weights and config, a canonical adapter file of "
     f"loraplex, or a {GGUF_SUFFIX} file of LoRA"
 )
@@ -90,8 +92,9 @@ class PeftFolder:
         num_bytes = sum(row.num_bytes for row in rows)
         if num_bytes > limits.max_file_bytes:
             raise AdapterTooLargeError(
-                f"{self._weights} has {num_bytes} bytes of single experts, for which factors that "
-                f"all share are repeated; at most {limits.max_file_bytes} are held"
+                f"{self._weights} has {readable_bytes(num_bytes)} once the factors that experts "
+                f"share are repeated for each of them; at most "
+                f"{readable_bytes(limits.max_file_bytes)} are allowed (max_adapter_bytes)"
             )
         return rows
 
@@ -99,8 +102,8 @@ class PeftFolder:
         warnings = target_warnings(self.config, rows, shapes)
         if self.left_out:
             warnings.append(
-                f"{len(self.left_out)} tensors, the first of them {self.left_out[0]!r}, are of a "
-                "part that only images or sound pass through: they are left out"
+                f"{counted(len(self.left_out), 'tensor')} of a part that only images or sound "
+                f"pass through, such as {self.left_out[0]!r}: left out"
             )
         return warnings
 
@@ -160,7 +163,7 @@ class LoraFile:
             weights, config = llgtrt.lora_tensors(content)
             return _rows_of_pair(str(self._path), weights, config, shapes, limits)
         raise InvalidAdapterError(
-            f"{self._path} holds {_listed(content.tensors)}; understood are {UNDERSTOOD}"
+            f"{self._path} holds {_listed(content.tensors)}; supported: {UNDERSTOOD}"
         )
 
     def warnings(self, _rows: tuple[CanonicalRow, ...], _shapes: BaseShapes) -> list[str]:
@@ -232,7 +235,7 @@ def _input_at(place: Path, path: str, limits: StagingLimits) -> AdapterInput:
             return LoraFile(place)
         if place.name.endswith(GGUF_SUFFIX):
             return GgufLoraFile(place, limits)
-        raise InvalidAdapterError(f"{path} is no adapter; understood are {UNDERSTOOD}")
+        raise InvalidAdapterError(f"{path} is not an adapter; supported: {UNDERSTOOD}")
     if any((place / name).exists() for name in (CONFIG_NAME, *peft.WEIGHTS_NAMES)):
         return PeftFolder(place, limits)
     if (place / trtllm.WEIGHTS_NAME).exists():
@@ -245,7 +248,7 @@ def _input_at(place: Path, path: str, limits: StagingLimits) -> AdapterInput:
         )
     if gguf_files:
         return GgufLoraFile(gguf_files[0], limits)
-    raise InvalidAdapterError(f"{path} holds no adapter{_hint(place)}; understood are {UNDERSTOOD}")
+    raise InvalidAdapterError(f"{path} holds no adapter{_hint(place)}; supported: {UNDERSTOOD}")
 
 
 def _hint(folder: Path) -> str:
@@ -256,7 +259,8 @@ def _hint(folder: Path) -> str:
         return ""
     # checkpoint-1000 is after checkpoint-500.
     newest = max(names, key=lambda name: (len(name), name))
-    return f", but the {len(names)} folders in it do, such as {newest}: give one of them"
+    others = f", or {counted(len(names) - 1, 'other folder')} in it" if len(names) > 1 else ""
+    return f", but its folder {newest} does: give that{others}"
 
 
 def _resolve(path: str) -> Path:
@@ -299,4 +303,4 @@ def _read_file(path: Path, limits: StagingLimits) -> SafetensorsContent:
 def _listed(names: Iterable[str], most: int = 5) -> str:
     listed = sorted(names)
     more = f" and {len(listed) - most} more tensors" if len(listed) > most else ""
-    return (", ".join(repr(name) for name in listed[:most]) or "no tensor") + more
+    return (", ".join(repr(name) for name in listed[:most]) or "no tensors") + more

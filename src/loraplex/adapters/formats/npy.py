@@ -39,7 +39,7 @@ def read_npy(path: Path, max_bytes: int) -> RawTensor:
     header, data_start = _header(path, content)
     if header["kind"] not in _TYPES:
         raise InvalidAdapterError(
-            f"{path} holds elements of type {header['kind'].decode()}; needed are "
+            f"{path} holds elements of type {header['kind'].decode()}; supported: "
             f"{', '.join(_TYPES.values())} (bfloat16 as V2)"
         )
     dtype = np.dtype((header["order"] + header["kind"]).decode())
@@ -80,6 +80,6 @@ def _header(path: Path, content: bytearray) -> tuple[re.Match[bytes], int]:
     header = _HEADER.fullmatch(content[start:end]) if is_whole else None
     if header is None:
         raise InvalidAdapterError(
-            f"{path} is no plain NumPy array: its header is {bytes(content[start:end][:200])!r}"
+            f"{path} is not a plain NumPy array: its header is {bytes(content[start:end][:200])!r}"
         )
     return header, end

@@ -45,7 +45,7 @@ class Matcher:
                     compiled = re.compile(pattern)
             except (re.error, OverflowError, RecursionError) as error:
                 raise InvalidAdapterError(
-                    f"{_shown(pattern)} is no regular expression: {error}"
+                    f"{_shown(pattern)} is not a regular expression: {error}"
                 ) from error
             self._compiled[pattern] = compiled
         return compiled

@@ -153,7 +153,7 @@ def _check_complete(config: PeftConfig, rows: Sequence[CanonicalRow]) -> None:
 def _check_tensor(name: str, tensor: RawTensor) -> None:
     if not tensor.is_float:
         raise UnsupportedFeatureError(
-            f"tensor {name!r} has type {tensor.dtype}; served are {', '.join(FLOAT_TYPES)}"
+            f"tensor {name!r} has type {tensor.dtype}; supported: {', '.join(FLOAT_TYPES)}"
         )
     if not tensor.is_finite():
         raise InvalidAdapterError(f"tensor {name!r} holds NaN or infinity")
@@ -168,7 +168,9 @@ def foreign_error(
     also = f"; nor can be applied {listed}{more}" if others else ""
     for fragment, needed in _FOREIGN.items():
         if fragment in name:
-            return UnsupportedFeatureError(f"tensor {name!r} needs {needed}, not served{also}")
+            return UnsupportedFeatureError(
+                f"tensor {name!r} needs {needed}, which is not served{also}"
+            )
     return InvalidAdapterError(
         f"tensor {name!r} is of no module that an adapter may change; an adapter is applied whole "
         f"or not at all{also}"

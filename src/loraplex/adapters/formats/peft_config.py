@@ -205,7 +205,7 @@ class PeftConfig(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return Matcher()
 
     def check_patterns(self) -> None:
-        """Raise InvalidAdapterError for a pattern that is no regular expression."""
+        """Raise InvalidAdapterError for a pattern that is not a regular expression."""
         patterns = [*self.rank_pattern, *self.alpha_pattern, *self.modules_to_save]
         for value in (self.target_modules, self.exclude_modules, self.layers_pattern):
             if isinstance(value, str):
@@ -282,7 +282,9 @@ def _refuse_unsupported(values: dict[str, Any]) -> None:
         if key in _UNSUPPORTED:
             default, needed = _UNSUPPORTED[key]
             if value != default and value not in _EMPTY:
-                raise UnsupportedFeatureError(f"{key} = {value!r} needs {needed}, not served yet")
+                raise UnsupportedFeatureError(
+                    f"{key} = {value!r} needs {needed}, which is not served"
+                )
         elif key == "init_lora_weights":
             _refuse_base_changing_init(value)
         elif key not in _KNOWN and value not in _EMPTY:
@@ -302,7 +304,7 @@ def _refuse_other_parameters(names: list[str]) -> None:
     for name in names:
         if name.rpartition(".")[2] not in _PARAMETERS:
             raise UnsupportedFeatureError(
-                f"target_parameters names {name!r}; served are {', '.join(_PARAMETERS)}"
+                f"target_parameters names {name!r}; supported: {', '.join(_PARAMETERS)}"
             )
 
 

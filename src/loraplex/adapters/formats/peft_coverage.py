@@ -13,6 +13,7 @@ from loraplex.adapters.canonical import CanonicalRow, RowKind
 from loraplex.adapters.formats.peft_config import CONFIG_NAME, PeftConfig
 from loraplex.adapters.shapes import BaseShapes, other_layout
 from loraplex.adapters.tensor_file import RawTensor
+from loraplex.core.byte_sizes import readable_bytes
 
 _MAX_SHOWN = 20
 _PROBE_BYTES = 64
@@ -31,7 +32,7 @@ def target_warnings(
     missing = _missing_modules(config, lora)
     if missing:
         names = ", ".join(missing)
-        warnings.append(f"target_modules names {names}, but it has no such tensors")
+        warnings.append(f"target_modules names {names}, but there are no such tensors")
     missing = [name for name in config.target_parameters if not _has_parameter(name, lora)]
     if missing:
         names = ", ".join(missing)
@@ -60,8 +61,8 @@ def _expert_warnings(
         total = num_experts * len(layers.get(module, ()))
         if 0 < counts[module] < total:
             warnings.append(
-                f"{counts[module]} of {total} experts have LoRA of {module}: the others have no "
-                "tensors or a lora_B of zeros, and use the base model's own weights"
+                f"only {counts[module]} of {total} experts have LoRA of {module}: the others have "
+                "no tensors or a lora_B of zeros, and use the base model's own weights"
             )
     bare = [
         module
@@ -77,8 +78,8 @@ def _expert_warnings(
     if repeated:
         total = sum(row.num_bytes for row in rows)
         warnings.append(
-            f"experts share a lora_A or lora_B, which is repeated for each of them: {repeated} of "
-            f"the adapter's {total} bytes"
+            f"experts share a lora_A or lora_B, which is repeated for each of them: it takes "
+            f"{readable_bytes(repeated)} of the adapter's {readable_bytes(total)}"
         )
     return warnings
 

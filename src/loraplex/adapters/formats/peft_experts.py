@@ -131,7 +131,7 @@ def _check_stack(stack: _Stack, outer: set[int], config: PeftConfig, shapes: Bas
     if len(stack.tensors) < 2:
         ((slot, name),) = stack.names.items()
         missing = "B" if slot is PeftSlot.A else "A"
-        raise InvalidAdapterError(f"tensor {name!r} has no lora_{missing} beside it")
+        raise InvalidAdapterError(f"tensor {name!r} has no lora_{missing} to go with it")
     if any(0 in tensor.shape for tensor in stack.tensors.values()):
         raise InvalidAdapterError(f"{stack.what} are empty")
     if config.use_dora or config.lora_bias:
@@ -186,7 +186,7 @@ def _factors(stack: _Stack, projection: str, config: PeftConfig, shapes: BaseSha
     layout = StackLayout.of(len(a.shape), is_of_peft) if len(a.shape) == len(b.shape) else None
     if layout is None:
         raise InvalidAdapterError(
-            f"{stack.what} are of no layout of experts; known are "
+            f"{stack.what} have no known layout of experts; known: "
             f"{'; '.join(known.value for known in StackLayout)}"
         )
     num_experts = shapes.num_experts[_PARTS[projection][0]]

@@ -83,7 +83,7 @@ class PeftModule:
             )
         if settings.rank != a.shape[0]:
             raise InvalidAdapterError(
-                f"tensor {name!r} has rank {a.shape[0]}; {CONFIG_NAME} says {settings.rank}"
+                f"tensor {name!r} has rank {a.shape[0]}; {CONFIG_NAME} has {settings.rank}"
             )
         tensors = {"a": a, "b": b}
         self._check_flag("use_dora", config.use_dora, PeftSlot.MAGNITUDE)
@@ -97,7 +97,7 @@ class PeftModule:
         a, b = self._tensors.get(PeftSlot.A), self._tensors.get(PeftSlot.B)
         if a is None or b is None:
             missing, name = "B" if b is None else "A", next(iter(self._names.values()))
-            raise InvalidAdapterError(f"tensor {name!r} has no lora_{missing} beside it")
+            raise InvalidAdapterError(f"tensor {name!r} has no lora_{missing} to go with it")
         if a.shape[0] != b.shape[1]:
             raise InvalidAdapterError(
                 f"tensors {self._names[PeftSlot.A]!r} {list(a.shape)} and "
@@ -110,8 +110,8 @@ class PeftModule:
         """Refuse tensors that contradict the config."""
         if is_set and slot not in self._tensors:
             raise InvalidAdapterError(
-                f"{CONFIG_NAME} sets {key}, but {self._names[PeftSlot.A]!r} has no {slot.value} "
-                "beside it"
+                f"{CONFIG_NAME} sets {key}, but {self._names[PeftSlot.A]!r} has no {slot.value} to "
+                "go with it"
             )
         if not is_set and slot in self._tensors:
             raise InvalidAdapterError(
@@ -122,7 +122,7 @@ class PeftModule:
         name = self._names[PeftSlot.MAGNITUDE]
         if self._module == EMBEDDING:
             raise UnsupportedFeatureError(
-                f"tensor {name!r} needs DoRA of the token embedding, not served"
+                f"tensor {name!r} needs DoRA of the token embedding, which is not served"
             )
         magnitude = self._vector(PeftSlot.MAGNITUDE, self._tensors[PeftSlot.B].shape[0])
         return self._row(RowKind.MAGNITUDE, {"magnitude": magnitude})

@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 from loraplex.adapters.tensor_file import RawTensor, read_bounded
+from loraplex.core.byte_sizes import readable_bytes
 from loraplex.core.errors import AdapterTooLargeError, InvalidAdapterError
 
 
@@ -51,7 +52,7 @@ def read_torch_file(path: Path, *, max_file_bytes: int, max_tensors: int) -> dic
         # A view may repeat its few bytes over any shape.
         total += math.prod(tensor.shape) * tensor.element_size()
         if total > max_file_bytes:
-            raise AdapterTooLargeError(f"{path} unpacks to more than {max_file_bytes} bytes")
+            raise _too_large(path, max_file_bytes)
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         dtype = types.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
         tensors[name] = RawTensor(dtype, tuple(tensor.shape), flat.numpy().tobytes())
@@ -70,4 +71,10 @@ def _check_archive(path: Path, content: io.BytesIO, max_bytes: int) -> None:
     if any(member.compress_type != zipfile.ZIP_STORED for member in members):
         raise InvalidAdapterError(f"{path} is a compressed archive; torch.save writes none")
     if sum(member.file_size for member in members) > max_bytes:
-        raise AdapterTooLargeError(f"{path} unpacks to more than {max_bytes} bytes")
+        raise _too_large(path, max_bytes)
+
+
+def _too_large(path: Path, max_bytes: int) -> AdapterTooLargeError:
+    return AdapterTooLargeError(
+        f"{path} unpacks to more than {readable_bytes(max_bytes)} (max_adapter_bytes)"
+    )

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from loraplex.adapters.durable_files import storing
 from loraplex.adapters.sources.policy import SourcePolicy
+from loraplex.core.byte_sizes import readable_bytes
 from loraplex.core.errors import AdapterLoadError
 
 logger = logging.getLogger(__name__)
@@ -73,8 +74,9 @@ class Allowance:
         lowest = self.policy.min_bytes_per_second
         if self._measured_bytes < lowest * seconds:
             raise AdapterLoadError(
-                f"{self.what} arrives at {self._measured_bytes / seconds:.0f} bytes a second; the "
-                f"minimum is {lowest}: the operator lowers it with min_download_bytes_per_second",
+                f"{self.what} arrives at {readable_bytes(int(self._measured_bytes / seconds))}/s; "
+                f"the minimum is {readable_bytes(lowest)}/s: the operator lowers it with "
+                "min_download_bytes_per_second",
                 param="path",
             )
         self.measure_rate()
@@ -93,8 +95,8 @@ class Allowance:
         """Log the progress of a file every few seconds."""
         if self._monotonic() - self._last_logged >= _PROGRESS_SECONDS:
             self._last_logged = self._monotonic()
-            of = "" if total is None else f" of {total / 2**20:.1f}"
-            logger.info("fetching %s: %.1f%s MiB", self.what, num_bytes / 2**20, of)
+            of = "" if total is None else f" of {readable_bytes(total)}"
+            logger.info("fetching %s: %s%s", self.what, readable_bytes(num_bytes), of)
 
     def _require(self, seconds: float) -> None:
         if self._monotonic() + seconds > self._deadline:

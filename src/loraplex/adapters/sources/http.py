@@ -21,6 +21,7 @@ import httpx
 from loraplex.adapters.sources.download import Allowance, Arrived, Missing, write_stream
 from loraplex.adapters.sources.policy import SourcePolicy, matches
 from loraplex.adapters.sources.reference import shown
+from loraplex.core.byte_sizes import readable_bytes
 from loraplex.core.environment import proxy_for
 from loraplex.core.errors import AdapterLoadError, InvalidAdapterError, PermissionDeniedError
 from loraplex.core.version import __version__
@@ -147,7 +148,9 @@ class HttpClient:
                     allowance.require_rate(len(chunk))
                     body += chunk
                     if len(body) > max_bytes:
-                        raise InvalidAdapterError(f"{shown(url)} has more than {max_bytes} bytes")
+                        raise InvalidAdapterError(
+                            f"{shown(url)} has more than {readable_bytes(max_bytes)}"
+                        )
                 return bytes(body)
 
         return _tried(once, url, allowance)
@@ -176,7 +179,7 @@ class HttpClient:
                     linked = match[1] if match else None
                 url = _next_url(url, response.headers.get("Location", ""))
         raise InvalidAdapterError(
-            f"{shown(url)} is the end of more than {_MAX_REDIRECTS} redirects"
+            f"more than {_MAX_REDIRECTS} redirects lead to {shown(url)}, which are not followed"
         )
 
 
@@ -224,7 +227,7 @@ def _tried(once: Callable[[], T], url: str, allowance: Allowance) -> T:
         try:
             return once()
         except httpx.InvalidURL as error:
-            raise InvalidAdapterError(f"{shown(url)} is no address: {error}") from error
+            raise InvalidAdapterError(f"{shown(url)} is not an address: {error}") from error
         except (TryAgainError, OSError, httpx.TransportError) as error:
             refused = _certificate_error(error)
             if refused is not None:

@@ -104,7 +104,7 @@ class SourcePolicy(msgspec.Struct, frozen=True, kw_only=True):
             if never or not (ip.is_global or self.allow_private_addresses):
                 hint = "" if never else "; allow_private_addresses allows it"
                 raise PermissionDeniedError(
-                    f"{host} is at {address}, which is no public address{hint}", param="path"
+                    f"{host} is at {address}, which is not a public address{hint}", param="path"
                 )
 
     def addresses(self, host: str, port: int) -> list[str]:
@@ -134,15 +134,14 @@ class SourcePolicy(msgspec.Struct, frozen=True, kw_only=True):
         is_private = "." not in name or name.endswith(_PRIVATE_SUFFIXES)
         if is_private and not self.allow_private_addresses:
             raise PermissionDeniedError(
-                f"{host} is the name of no public host; allow_private_addresses allows it",
+                f"{host} is not the name of a public host; allow_private_addresses allows it",
                 param="path",
             )
 
     def too_large(self, what: str) -> AdapterTooLargeError:
         return AdapterTooLargeError(
-            f"{what} has more than {readable_bytes(self.max_bytes)}, the most that an adapter may "
-            "have; "
-            "raise max_adapter_bytes",
+            f"{what} has more than {readable_bytes(self.max_bytes)}, the maximum of an adapter; "
+            "the operator raises it with max_adapter_bytes",
             param="path",
         )
 
@@ -163,7 +162,7 @@ def client_policy(config: Config, state_dir: Path, *, has_keys: bool = False) ->
     for host in server.allowed_adapter_hosts:
         if not _HOST.fullmatch(host):
             raise ConfigError(
-                f"allowed_adapter_hosts: {host!r} is no host; write example.org, *.example.org, "
+                f"allowed_adapter_hosts: {host!r} is not a host; write example.org, *.example.org, "
                 "s3://bucket or *"
             )
     roots = server.allowed_adapter_roots

@@ -131,7 +131,7 @@ def _with_scheme(text: str, scheme: str, rest: str) -> Reference:
         return Reference(SourceKind.OBJECT, f"{scheme}://{bare.rstrip('/')}", sha256=sha256)
     known = ", ".join(f"{name}://" for name in ("file", "hf", "https", "http", *OBJECT_SCHEMES))
     raise InvalidAdapterError(
-        f"adapters do not come from {scheme}://; known are a path, {known}", param="path"
+        f"adapters do not come from {scheme}://; they come from a path, {known}", param="path"
     )
 
 
@@ -155,7 +155,7 @@ def _check_url(url: str) -> None:
         parts = urllib.parse.urlsplit(url)
         host, _ = parts.hostname, parts.port
     except ValueError as error:
-        raise InvalidAdapterError(f"{url!r} is no address: {error}", param="path") from error
+        raise InvalidAdapterError(f"{url!r} is not an address: {error}", param="path") from error
     if not host:
         raise InvalidAdapterError(f"{url!r} names no host", param="path")
     if "@" in parts.netloc:
@@ -179,7 +179,9 @@ def _checksum(text: str, fragment: str) -> str | None:
 
 
 def _invalid(text: str, wanted: str) -> InvalidAdapterError:
-    return InvalidAdapterError(f"{text!r} is no source of an adapter: write {wanted}", param="path")
+    return InvalidAdapterError(
+        f"{text!r} is not a source of an adapter: write {wanted}", param="path"
+    )
 
 
 def _is_here(path: str) -> bool:

@@ -99,7 +99,7 @@ def _source(flags: Flags) -> tuple[Path, ModelChoices]:
         # Raises if the folder is no model at all; else it is a Hugging Face folder.
         read_model(source)
         raise ConfigError(
-            f"--checkpoint_dir {checkpoint} is no folder of convert-checkpoint: for a Hugging "
+            f"--checkpoint_dir {checkpoint} was not written by convert-checkpoint: for a Hugging "
             "Face folder give --model_dir"
         )
     if not (source / WEIGHTS_NAME).is_file():

@@ -126,7 +126,7 @@ def _check_section(
         if is_open and (not nearest or _is_of_transformers(name)):
             continue
         hint = f"did you mean {'.'.join((*path, nearest[0]))}? " if nearest else ""
-        raise _error(files, (*path, name), f"unknown key; {hint}Known are {', '.join(known)}")
+        raise _error(files, (*path, name), f"unknown key; {hint}Known: {', '.join(known)}")
 
 
 def _is_of_transformers(name: str) -> bool:

@@ -77,12 +77,12 @@ def _unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(entries):
         names = [name for name, _ in entries]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice!r} is there twice")
+        raise ValueError(f"the key {twice!r} occurs twice")
     return found
 
 
 def _no_number(text: str) -> Any:
-    raise ValueError(f"{text} is no number that a setting can have")
+    raise ValueError(f"{text} is not a number that a setting can have")
 
 
 def _merge(

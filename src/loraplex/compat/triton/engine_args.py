@@ -68,7 +68,11 @@ ENGINE_ARGS = (
     *_none(
         "adapters are held as far as lora_device_bytes and lora_host_bytes go",
         "max_loras max_cpu_loras fully_sharded_loras lora_dtype lora_extra_vocab_size "
-        "enable_lora_bias enable_tower_connector_lora",
+        "enable_lora_bias enable_tower_connector_lora specialize_active_lora",
+    ),
+    *_none(
+        "the tensors of an adapter's experts determine their layout",
+        "enable_mixed_moe_lora_format enable_moe_shared_loras",
     ),
     *_none(
         "no code of a model's folder is run, and the tokenizer's files determine its type",
@@ -88,7 +92,9 @@ ENGINE_ARGS = (
         "worker_extension_cls disable_custom_all_reduce distributed_timeout_seconds "
         "data_parallel_rank data_parallel_start_rank data_parallel_size_local "
         "data_parallel_address data_parallel_rpc_port data_parallel_hybrid_lb "
-        "data_parallel_external_lb data_parallel_backend prefill_context_parallel_size "
+        "data_parallel_external_lb data_parallel_multi_port_external_lb data_parallel_backend "
+        "dp_sync_interval enable_batch_sharded_sampling enable_nccl_comm_suspend "
+        "dcp_q_replicate prefill_context_parallel_size "
         "decode_context_parallel_size dcp_kv_cache_interleave_size cp_kv_cache_interleave_size "
         "dcp_comm_backend disable_nccl_for_dp_synchronization api_process_count "
         "api_process_rank _api_process_count _api_process_rank cpu_distributed_timeout_seconds "
@@ -99,7 +105,7 @@ ENGINE_ARGS = (
         "enable_expert_parallel all2all_backend enable_dbo ubatch_size moe_backend "
         "dbo_decode_token_threshold dbo_prefill_token_threshold eplb_config enable_eplb "
         "expert_placement_strategy num_redundant_experts eplb_window_size eplb_step_interval "
-        "eplb_log_balancedness enable_ep_weight_filter",
+        "eplb_log_balancedness enable_ep_weight_filter enable_elastic_ep",
     ),
     *_none("requests for routed experts are refused", "enable_return_routed_experts"),
     *_none(
@@ -111,12 +117,17 @@ ENGINE_ARGS = (
         "disable_chunked_mm_input "
         "mm_tensor_ipc allowed_local_media_path allowed_media_domains io_processor_plugin "
         "default_mm_loras enable_mm_embeds image_input_type image_token_id image_input_shape "
-        "image_feature_size",
+        "image_feature_size ec_manager_config video_pruning_method mm_processor_device "
+        "mm_ipc_gpu_memory_gb mm_device_do_normalize mm_hasher_algorithm "
+        "mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path "
+        "mm_encoder_fp8_scale_save_margin",
     ),
     *_none(
         "of models with a state in addition to the KV cache",
         "mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size mamba_cache_mode mamba_backend "
-        "gdn_prefill_backend mamba_config prefix_match_unit replayssm_buffer_len use_replayssm",
+        "gdn_prefill_backend kda_prefill_backend mamba_config prefix_match_unit "
+        "replayssm_buffer_len use_replayssm mamba_ssu_algorithm mamba_cache_philox_rounds "
+        "enable_mamba_cache_stochastic_rounding",
     ),
     *_none(
         "the engine plans this itself",
@@ -130,8 +141,11 @@ ENGINE_ARGS = (
         "calculate_kv_scales override_attention_dtype optimization_level compilation_config "
         "attention_config attention_backend kernel_config linear_backend ir_op_priority "
         "performance_mode additional_config "
-        "override_neuron_config enable_flashinfer_autotune max_num_scheduled_tokens",
+        "override_neuron_config enable_flashinfer_autotune max_num_scheduled_tokens "
+        "prefix_cache_retention_interval use_fp64_gumbel enable_bf16x3_router_gemm "
+        "enable_cumem_allocator",
     ),
+    *_none("all models of a server have one: see shutdown_seconds", "shutdown_timeout"),
     *_none(
         "an engine that dies is always started again",
         "enable_fault_tolerance fault_tolerance_config",
@@ -160,7 +174,8 @@ ENGINE_ARGS = (
         "aggregate_engine_logging profiler_config observability_config kv_cache_metrics "
         "kv_cache_metrics_sample cudagraph_metrics enable_layerwise_nvtx_tracing "
         "enable_mfu_metrics enable_logging_iteration_details enable_mm_processor_stats "
-        "fail_on_environ_validation shutdown_timeout",
+        "fail_on_environ_validation per_request_spec_decode_metrics jit_monitor_mode "
+        "jit_monitor_verbose",
     ),
     refused("load_format", "weights that are not in the folder", "auto", "safetensors", "pt"),
     refused("task", "a model that does not generate", "auto", "generate"),
@@ -179,6 +194,11 @@ ENGINE_ARGS = (
     refused("logits_processors", "code of the operator's"),
     refused("logits_processor_pattern", "code of the operator's"),
     refused("logprobs_mode", "log probabilities of another kind", "raw_logprobs"),
+    refused("lora_target_modules", "adapters without a part of their modules"),
+    refused("device_ids", "devices by number: see device"),
+    refused("max_num_queued_reqs", "a limit of running and waiting requests: see max_queue_size"),
+    refused("max_num_queued_tokens", "a limit of waiting tokens: see max_queue_size"),
+    refused("enable_trace_replay", "requests of a recorded trace"),
     refused("kv_transfer_config", "KV that other servers share"),
     refused("ec_transfer_config", "KV that other servers share"),
     refused("kv_events_config", "KV that other servers share"),
@@ -224,8 +244,8 @@ def row_of(key: str) -> SettingRow:
     row = _ROWS.get(key)
     if row is None:
         close = difflib.get_close_matches(key, _ROWS, n=3)
-        hint = f"; meant is perhaps {' or '.join(close)}" if close else ""
-        raise ValueError(f"{key} is no engine argument of vLLM's{hint}")
+        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        raise ValueError(f"{key} is not an engine argument of vLLM{hint}")
     return row
 
 

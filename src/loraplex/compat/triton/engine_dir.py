@@ -25,7 +25,7 @@ def find_engine_dir(folder: ModelFolder, notes: Notes) -> Path:
     written = folder.parameters.text(PATH_PARAMETER)
     if written is None:
         if (folder.version_path / _CONFIG).is_file():
-            notes.info(f"{folder.name}: {PATH_PARAMETER} is not said: {folder.version_path} is it")
+            notes.info(f"{folder.name}: {PATH_PARAMETER} is not set: {folder.version_path} is used")
             return _checked(folder, folder.version_path, notes)
         raise folder.parameters.error(
             PATH_PARAMETER,
@@ -61,8 +61,7 @@ def _checked(folder: ModelFolder, engine: Path, notes: Notes) -> Path:
     if _OURS not in config and ("build_config" in config or "builder_config" in config):
         raise parameters.error(
             PATH_PARAMETER,
-            f"{engine} is an engine that TensorRT-LLM built, which only TensorRT can run; "
-            + _BUILD,
+            f"{engine} is an engine that TensorRT-LLM built, which only TensorRT can run; {_BUILD}",
         )
     _check_mapping(config, engine, notes)
     return engine

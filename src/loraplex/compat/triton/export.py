@@ -120,7 +120,7 @@ def export_vllm_backend(directory: Path, export: Export) -> Path:
     """
     backend = directory / VLLM_BACKEND
     if backend.exists():
-        raise ConfigError(f"{backend} exists already: take it away first")
+        raise ConfigError(f"{backend} exists already: remove it first")
     command = export.command(
         f"--model-repository={_MODEL_DIRECTORY}/..",
         "--model-control-mode=explicit",

@@ -67,7 +67,9 @@ def check_known(folder: ModelFolder, rows: Sequence[SettingRow], notes: Notes) -
             continue
         close = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
         if close:
-            raise folder.parameters.error(key, f"there is no such parameter; meant is {close[0]}?")
+            raise folder.parameters.error(
+                key, f"there is no such parameter; did you mean {close[0]}?"
+            )
         notes.warning(f"{folder.parameters.place(key)}: parameter {key} is not known: no effect")
 
 

@@ -96,7 +96,7 @@ def _what_would_be_right(reason: str) -> str:
 
 def _closest(word: str, names: Sequence[str]) -> str:
     meant = difflib.get_close_matches(word, names, n=1)
-    return f"meant is perhaps {meant[0]}" if meant else f"there are {', '.join(names)}"
+    return f"did you mean {meant[0]}?" if meant else f"there are {', '.join(names)}"
 
 
 def _blanked(code: str) -> str:

@@ -171,6 +171,6 @@ def _by_name(folders: Sequence[ModelFolder], problems: dict[str, str]) -> dict[s
         other = by_name.setdefault(folder.name, folder)
         if other is not folder:
             problems[folder.name] = (
-                f"model '{folder.name}' is twice: {other.path} and {folder.path}"
+                f"model '{folder.name}' exists twice: {other.path} and {folder.path}"
             )
     return {name: folder for name, folder in by_name.items() if name not in problems}

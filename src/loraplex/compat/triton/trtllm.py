@@ -91,7 +91,8 @@ class TensorrtLlmModels:
         if self._roles.get(inner) is not Role.TENSORRT_LLM:
             raise folder.parameters.error(
                 _BLS_INNER,
-                f"'{inner}' is no tensorrt_llm model; there are {', '.join(self._bases) or 'none'}",
+                f"'{inner}' is not a tensorrt_llm model; there are "
+                f"{', '.join(self._bases) or 'none'}",
             )
         return inner
 
@@ -114,9 +115,8 @@ class TensorrtLlmModels:
         only = self._only_base()
         if only is None:
             raise ConfigError(
-                f"{self._folders[name].pbtxt}: it is not said which tensorrt_llm model '{name}' "
-                f"belongs to: there are {', '.join(self._bases) or 'none'}; name it in the steps "
-                "of an ensemble"
+                f"{self._folders[name].pbtxt}: nothing names the tensorrt_llm model of '{name}': "
+                f"there are {', '.join(self._bases) or 'none'}; name it in the steps of an ensemble"
             )
         return only
 

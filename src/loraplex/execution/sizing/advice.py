@@ -58,9 +58,8 @@ class MemoryAdvice:
     def limit(self, weights_bytes: int, memory_bytes: int) -> ConfigError:
         """Return the error for a memory_bytes that does not hold the weights."""
         return ConfigError(
-            f"memory_bytes {readable_bytes(memory_bytes)} does not hold the weights, "
-            f"{readable_bytes(weights_bytes)}: raise --memory above that, or "
-            f"{self._smaller_weights(None)}",
+            f"the weights take {readable_bytes(weights_bytes)}, more than memory_bytes "
+            f"{readable_bytes(memory_bytes)}: raise --memory, or {self._smaller_weights(None)}",
             param="memory_bytes",
         )
 
@@ -153,7 +152,7 @@ class MemoryAdvice:
             if (size := self._weights_bytes(precision)) < min(limit, present)
         }
         if not fitting:
-            return "take a smaller model, or a device with more memory"
+            return "use a smaller model, or a device with more memory"
         choices = " or ".join(
             f"{precision} ({readable_bytes(size)})" for precision, size in fitting.items()
         )

@@ -140,6 +140,6 @@ class SocketLinks:
     def _take(self, frames: Sequence[bytes]) -> None:
         token, kind, *content = (*frames, b"", b"")[: max(2, len(frames))]
         if not hmac.compare_digest(token, self._token) or kind not in self._received:
-            logger.warning("dropped a message of a process that is no rank of this engine")
+            logger.warning("dropped a message of a process that is not a rank of this engine")
             return
         self._received[kind].append(content)

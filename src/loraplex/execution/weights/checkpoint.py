@@ -124,16 +124,16 @@ class Checkpoint:
         if other is entry:
             return
         if entry.part is other.part is None:
-            raise ConfigError(f"{entry.file.path}: weight {entry.name} is there twice")
+            raise ConfigError(f"{entry.file.path}: weight {entry.name} occurs twice")
         raise ConfigError(
-            f"{entry.file.path}: weight {name} is there twice: in {entry.name} and in {other.name}"
+            f"{entry.file.path}: weight {name} occurs twice: in {entry.name} and in {other.name}"
         )
 
 
 def _checked(tensor: Any, shape: tuple[int, ...], what: str) -> torch.Tensor:
     """Return what a file holds, if it is a tensor of floats of this shape."""
     if not isinstance(tensor, torch.Tensor):
-        raise ConfigError(f"{what} is no tensor but {type(tensor).__name__}")
+        raise ConfigError(f"{what} is not a tensor but {type(tensor).__name__}")
     if tensor.shape != shape:
         raise _other_shape(what, tensor.shape, shape)
     if tensor.dtype not in _FLOATS:

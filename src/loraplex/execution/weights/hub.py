@@ -82,8 +82,8 @@ def _download(hub_id: str, revision: str | None, patterns: tuple[str, ...]) -> P
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(
-            f"{hub_id} is no folder here{near_paths(Path(hub_id))}; the Hugging Face hub does not "
-            f"give it: {reason}"
+            f"{hub_id} is not a folder here{near_paths(Path(hub_id))}; the Hugging Face hub does "
+            f"not give it: {reason}"
         ) from error
 
 

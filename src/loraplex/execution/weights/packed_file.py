@@ -167,7 +167,7 @@ def _read_header(descriptor: int, key: str) -> tuple[_Header, int]:
     """The header, and where the payload begins."""
     head = os.pread(descriptor, _HEAD_BYTES, 0)
     if len(head) != _HEAD_BYTES or not head.startswith(_MAGIC):
-        raise PackedFileError("it is no file of packed weights")
+        raise PackedFileError("it is not a file of packed weights")
     length = int.from_bytes(head[8:16], "little")
     if length > _MAX_HEADER_BYTES:
         raise PackedFileError(f"its header claims {length} bytes")

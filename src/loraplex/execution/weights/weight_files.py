@@ -36,7 +36,7 @@ def _shards(folder: Path, index: Path) -> list[Path]:
     names = sorted({weight_map.text(name, "") for name in weight_map})
     for name in names:
         if Path(name).name != name or not (folder / name).is_file():
-            raise ConfigError(f"{index} names {name!r}, which is no file of the folder")
+            raise ConfigError(f"{index} names {name!r}, which is not a file of the folder")
     return [folder / name for name in names]
 
 

@@ -156,7 +156,7 @@ class SharedMemory:
         if place.offset + place.byte_size > size:
             raise InvalidRequestError(
                 f"Invalid offset + byte size for shared memory region: '{place.region}'; it has "
-                f"{size} bytes, requested are {place.byte_size} from {place.offset}"
+                f"{size} bytes, {place.byte_size} are requested from {place.offset}"
             )
         return held
 
@@ -197,8 +197,8 @@ def refuse_cuda() -> NoReturn:
 def _check_name(name: str) -> None:
     if not 0 < len(name) <= MAX_NAME_LENGTH or not name.isprintable():
         raise InvalidRequestError(
-            f"{name[:40]!r} is no name for a shared memory region; it has 1 to {MAX_NAME_LENGTH} "
-            "printable characters",
+            f"{name[:40]!r} is not a name for a shared memory region; a name has 1 to "
+            f"{MAX_NAME_LENGTH} printable characters",
             param="name",
         )
 
@@ -209,8 +209,8 @@ def _file_name(key: str) -> str:
     is_name = name.isprintable() and "/" not in name and name not in ("", ".", "..")
     if not is_name or len(name.encode(errors="replace")) > MAX_NAME_LENGTH:
         raise InvalidRequestError(
-            f"Unable to open shared memory region: '{key[:300]}' is no key; that is a name of 1 to "
-            f"{MAX_NAME_LENGTH} bytes, with at most one slash, in front of it",
+            f"Unable to open shared memory region: '{key[:300]}' is not a key; a key is a name of "
+            f"1 to {MAX_NAME_LENGTH} bytes, with at most one slash, in front of it",
             param="key",
         )
     return name
@@ -227,7 +227,7 @@ def _opened(path: Path, key: str) -> int:
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
         raise InvalidRequestError(
-            f"Unable to open shared memory region: '{key}' is no memory object", param="key"
+            f"Unable to open shared memory region: '{key}' is not a memory object", param="key"
         )
     return file
 

@@ -49,5 +49,5 @@ def _finite(text: str) -> None:
 
 def _refuse_number(text: str) -> NoReturn:
     raise InvalidRequestError(
-        f"the body has {text[:60]}, which is no number that JSON or a float has"
+        f"the body has {text[:60]}, which is not a number of JSON or of a float"
     )

@@ -79,7 +79,7 @@ def read_tools(tools: Sequence[Any] | None) -> tuple[FunctionTool, ...]:
     seen: set[str] = set()
     for index, function in enumerate(functions):
         if function.name in seen:
-            raise _invalid(f"tools[{index}].function.name", f"{function.name!r} is there twice")
+            raise _invalid(f"tools[{index}].function.name", f"{function.name!r} occurs twice")
         seen.add(function.name)
     return functions
 

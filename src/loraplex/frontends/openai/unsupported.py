@@ -168,7 +168,7 @@ def refuse_unknown(body: Body) -> None:
     field must not be a request without it."""
     for field in body.model_extra or {}:
         known = ", ".join(type(body).model_fields)
-        raise InvalidParameterError(f"there is no field {field!r}; known are {known}", param=field)
+        raise InvalidParameterError(f"there is no field {field!r}; known: {known}", param=field)
 
 
 def _is_harmless(value: Any, refused: Refused) -> bool:

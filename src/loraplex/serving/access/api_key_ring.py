@@ -48,7 +48,10 @@ class ApiKeys:
         file = EMPTY if path is None else read_key_file(path)
         self._principals = _principals_by_digest(file, self._of_environment)
         if not self._principals:
-            logger.warning("%s holds no valid key: every request is refused", path)
+            logger.warning(
+                "%s holds no valid key, so every request is refused: see `loraplex keys create`",
+                path,
+            )
 
     def principal(self, key: str) -> Principal:
         """Return the principal of a key.
@@ -57,7 +60,7 @@ class ApiKeys:
         """
         principal = self._principals.get(digest_of(key))
         if principal is None:
-            raise UnauthenticatedError("the API key is not known here")
+            raise UnauthenticatedError("this server does not know the API key")
         return principal
 
     def refresh(self) -> None:
@@ -82,7 +85,7 @@ class ApiKeys:
             logger.error("the API keys stay as they were: %s", error.message)
             return
         self._principals = principals
-        logger.info("%d API keys are valid after a change of %s", len(principals), path)
+        logger.info("%s after a change: valid API keys: %d", path, len(principals))
 
     async def follow(self) -> None:
         """Refresh periodically until cancelled."""
@@ -130,6 +133,6 @@ def _keys_of(variable: str) -> dict[bytes, str]:
         check_strength(key, _VARIABLE)
         if not is_tenant(tenant):
             # The text is left out: it may be a part of a key that has a colon.
-            raise ConfigError(f"{_VARIABLE}: what stands before a colon is no tenant's name")
+            raise ConfigError(f"{_VARIABLE}: the text before a colon is not a tenant's name")
         tenants[digest_of(key)] = tenant
     return tenants

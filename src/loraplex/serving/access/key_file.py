@@ -35,6 +35,7 @@ from typing import Any
 
 import msgspec
 
+from loraplex.core.byte_sizes import readable_bytes
 from loraplex.core.errors import ConfigError
 from loraplex.core.principal import (
     ALL,
@@ -133,7 +134,7 @@ def read_key_file(path: Path) -> KeyFile:
 def parse_key_file(content: bytes, where: str) -> KeyFile:
     """Read the bytes of a key file; errors contain its path."""
     if len(content) > MAX_FILE_BYTES:
-        raise ConfigError(f"{where}: a file of keys has at most {MAX_FILE_BYTES} bytes")
+        raise ConfigError(f"{where}: a file of keys has at most {readable_bytes(MAX_FILE_BYTES)}")
     try:
         tables = tomllib.loads(content.decode())
     except (ValueError, RecursionError) as error:  # too large a number, too deep a list
@@ -219,6 +220,6 @@ def _check_keys(keys: tuple[KeyEntry, ...], tenants: Mapping[str, Principal], wh
         if key.tenant not in tenants:
             raise ConfigError(f"{place}: there is no [tenants.{key.tenant[:80]}]")
         if key.id in ids or key.sha256 in hashes:
-            raise ConfigError(f"{place}: is there twice")
+            raise ConfigError(f"{place}: occurs twice")
         ids.add(key.id)
         hashes.add(key.sha256)

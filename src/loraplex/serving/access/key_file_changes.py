@@ -58,7 +58,8 @@ def create_key(
             added = (_NEW_OPERATOR if is_operator else _NEW_TENANT).format(tenant=tenant)
         elif is_operator and not known.tenants[tenant].rights.operator:
             raise ConfigError(
-                f"tenant {tenant!r} is in {path}, and no operator: write operator = true there"
+                f"tenant {tenant!r} is in {path}, but is not an operator: write operator = true "
+                "there"
             )
         created = now.astimezone(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         added += _NEW_KEY.format(

@@ -116,7 +116,7 @@ def wanted_adapters(
             check_name(name)
             catalog.check_is_no_base(name)
             if name in wanted:
-                raise ConfigError(f"{wanted[name].path} has this name already")
+                raise ConfigError(f"the adapter {wanted[name].path} has this name already")
             if task_id is not None and task_ids.setdefault(task_id, name) != name:
                 raise ConfigError(f"LoRA task {task_id} already is adapter {task_ids[task_id]!r}")
         except LoraplexError as error:

@@ -20,6 +20,7 @@ from loraplex.adapters.staging import StagedAdapter
 from loraplex.adapters.version import AdapterVersion, VersionOrigin
 from loraplex.core.adapter import AdapterRef, ByName
 from loraplex.core.clock import Clock
+from loraplex.core.counts import counted
 from loraplex.core.errors import (
     AdapterExistsError,
     AdapterLoadError,
@@ -240,7 +241,7 @@ class DeclaredAdapters:
         if declared is self._declared and not self._unreconciled and not self._left:
             return
         if self._declared is NO_DECLARATIONS:
-            logger.info("%s declares %d adapters", self._shared.what, len(declared))
+            logger.info("%s declares %s", self._shared.what, counted(len(declared), "adapter"))
         wanted, changed = await asyncio.to_thread(_changes, self._bindings.wanted, declared)
         self._declared, self._bindings.wanted = declared, wanted
         for name in self._unreconciled:

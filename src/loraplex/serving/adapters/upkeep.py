@@ -6,6 +6,8 @@ from collections.abc import Collection
 
 from loraplex.adapters.store import AdapterStore, AdapterVersion
 from loraplex.adapters.uploads import Uploads
+from loraplex.core.byte_sizes import readable_bytes
+from loraplex.core.counts import counted
 from loraplex.core.errors import LoraplexError
 from loraplex.serving.adapters.loading import CatalogLoader
 from loraplex.serving.served_model import ServedModel
@@ -71,7 +73,7 @@ class CatalogUpkeep:
     async def _repair_one(self, model: ServedModel, version: AdapterVersion) -> None:
         try:
             is_repaired = await self._loader.repair(model, version)
-            reason = "it is another adapter by now"
+            reason = "its source has another adapter now"
         except LoraplexError as error:
             is_repaired, reason = False, error.message
         if is_repaired:
@@ -79,8 +81,8 @@ class CatalogUpkeep:
         elif version.digest not in self._logged:
             self._logged.add(version.digest)
             logger.warning(
-                "adapter %r (%s) is missing: its file is gone, and from %s it cannot be restored: "
-                "%s",
+                "adapter %r (%s) cannot be used: its file is gone, and it cannot be restored from "
+                "%s: %s",
                 version.name,
                 version.digest[:12],
                 version.shown_path,
@@ -92,9 +94,9 @@ class CatalogUpkeep:
         collected = await asyncio.to_thread(store.collect_garbage, in_use)
         if collected.num_files:
             logger.info(
-                "deleted %d adapter files that nothing needs, %d bytes",
-                collected.num_files,
-                collected.num_bytes,
+                "deleted %s that nothing needed: %s",
+                counted(collected.num_files, "adapter file"),
+                readable_bytes(collected.num_bytes),
             )
 
 

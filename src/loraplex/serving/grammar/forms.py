@@ -55,7 +55,7 @@ def parse_json(kind: GrammarKind, text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise invalid(kind, f"it is no JSON: {error}") from error
+        raise invalid(kind, f"it is not JSON: {error}") from error
     except RecursionError as error:
         raise invalid(kind, _TOO_DEEP) from error
 

@@ -285,7 +285,8 @@ class TestBuild:
         assert (limits.max_batch_size, limits.max_seq_len, limits.allows_lora) == (2, 20, True)
         file.write_text('{"max_batch": 4}')
         with pytest.raises(
-            ConfigError, match=r"build.json: max_batch is no setting; meant is perhaps --max_batch"
+            ConfigError,
+            match=r"build.json: max_batch is not a setting; did you mean --max_batch",
         ):
             build(*words, "--build_config", str(file))
 

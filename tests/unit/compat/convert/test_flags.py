@@ -100,8 +100,8 @@ def test_a_refused_flag_may_request_nothing() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--max_batchsize", "8"], "knows no --max_batchsize; meant is perhaps --max_batch_size"),
-        (["--max_batch", "8"], "meant is perhaps --max_batch_size"),
+        (["--max_batchsize", "8"], "knows no --max_batchsize; did you mean --max_batch_size"),
+        (["--max_batch", "8"], "did you mean --max_batch_size"),
         (["--what"], "tool knows no --what; see --help"),
         (["stray"], "tool knows no stray"),
         (["--max_batch_size", "many"], "--max_batch_size must be a whole number, got 'many'"),
@@ -121,7 +121,7 @@ def test_values_of_a_file() -> None:
     assert found.values == {"max_batch_size": 4, "force": True, "modules": ["attn_q"]}
     with pytest.raises(ConfigError, match="f: max_batch_size must be a whole number, got True"):
         check_values({"max_batch_size": True}, ROWS, "f: ")
-    with pytest.raises(ConfigError, match="f: batch is no setting"):
+    with pytest.raises(ConfigError, match="f: batch is not a setting"):
         check_values({"batch": 1}, ROWS, "f: ")
 
 

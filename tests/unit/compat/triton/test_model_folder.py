@@ -46,7 +46,7 @@ def test_names_and_versions(tmp_path):
 def test_a_name_that_is_there_twice(tmp_path):
     for repository in ("a", "b"):
         model(tmp_path / repository / "same", 'backend: "vllm"')
-    with pytest.raises(ConfigError, match=r"model 'same' is twice: .*a/same and .*b/same"):
+    with pytest.raises(ConfigError, match=r"model 'same' exists twice: .*a/same and .*b/same"):
         read_repositories([tmp_path / "a", tmp_path / "b"])
 
 
@@ -72,7 +72,7 @@ def test_roles(tmp_path, text, role):
     ("text", "expected"),
     [
         ('\nbackend: "onnxruntime"', "line 2: model 'm' of backend 'onnxruntime' is not served"),
-        ('platform: "tensorrt_plan"', "of platform 'tensorrt_plan' is not served; served are"),
+        ('platform: "tensorrt_plan"', "of platform 'tensorrt_plan' is not supported; supported:"),
         ('backend: "python"' + inputs("text_input"), "of backend 'python' is not served"),
         ("", "of backend '' is not served"),
     ],

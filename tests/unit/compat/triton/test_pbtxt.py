@@ -53,7 +53,7 @@ def test_python_words_for_true(word: str) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("\n\nmax_batch_sise: 3", ["line 3", "max_batch_sise", "meant is perhaps max_batch_size"]),
+        ("\n\nmax_batch_sise: 3", ["line 3", "max_batch_sise", "did you mean max_batch_size"]),
         ("max_batch_size: 'a'", ["line 1", "integer"]),
         ("input [ { data_type: TYPE_FP31 } ]", ["line 1", "TYPE_FP31", "TYPE_FP32"]),
         ("input [ { data_type: whatever } ]", ["there are TYPE_INVALID", "TYPE_BF16"]),

@@ -135,7 +135,7 @@ def test_zeros_that_say_nothing(written):
 def test_unknown_parameters(written):
     written.replace("tensorrt_llm", max_tokens_in_paged_kv_cache="max_token_in_paged_kv_cache")
     written.fill("tensorrt_llm", max_token_in_paged_kv_cache="5")
-    with pytest.raises(ConfigError, match="meant is max_tokens_in_paged_kv_cache"):
+    with pytest.raises(ConfigError, match="did you mean max_tokens_in_paged_kv_cache"):
         written.read()
     written.replace("tensorrt_llm", max_token_in_paged_kv_cache="EXECUTION_ENV_PATH")
     (warning,) = written.read().notes.warnings
@@ -157,7 +157,7 @@ def test_parameters_of_the_parts(written):
 def test_unknown_parameters_of_the_parts(written):
     written.replace("postprocessing", skip_special_tokens="skip_special_token")
     written.fill("postprocessing", skip_special_token="False")
-    with pytest.raises(ConfigError, match="meant is skip_special_tokens"):
+    with pytest.raises(ConfigError, match="did you mean skip_special_tokens"):
         written.read()
 
 
@@ -189,7 +189,7 @@ def test_a_part_belongs_to_the_model_with_its_tokenizer(written):
     other = written.path.parent / "other_engine"
     shutil.copytree(written.engine, other)
     written.replace("other", **{str(written.engine): str(other)})
-    with pytest.raises(ConfigError, match="which tensorrt_llm model 'postprocessing' belongs to"):
+    with pytest.raises(ConfigError, match="names the tensorrt_llm model of 'postprocessing'"):
         written.read()
     written.fill("preprocessing", tokenizer_dir=str(other))
     written.fill("postprocessing", tokenizer_dir=str(written.engine))
@@ -211,7 +211,7 @@ def test_ensembles_that_lead_nowhere(written):
 def test_a_bls_of_no_model(written):
     written.fill("tensorrt_llm_bls", tensorrt_llm_model_name="gone")
     with pytest.raises(
-        ConfigError, match="'gone' is no tensorrt_llm model; there are tensorrt_llm"
+        ConfigError, match="'gone' is not a tensorrt_llm model; there are tensorrt_llm"
     ):
         written.read()
 

@@ -128,8 +128,8 @@ def test_texts_are_taken_for_values(vllm):
 @pytest.mark.parametrize(
     ("args", "expected"),
     [
-        ({"gpu_memory_utilisation": 0.5}, "line 3: .*meant is perhaps gpu_memory_utilization"),
-        ({"nothing_like_it_at_all": 1}, "is no engine argument of vLLM's"),
+        ({"gpu_memory_utilisation": 0.5}, "line 3: .*did you mean gpu_memory_utilization"),
+        ({"nothing_like_it_at_all": 1}, "is not an engine argument of vLLM"),
         ({"max_num_seqs": "many"}, "line 3: max_num_seqs: 'many' is not a whole number"),
         ({"max_num_seqs": 1.5}, "1.5 is not a whole number"),
         ({"enforce_eager": "perhaps"}, "'perhaps' is not true or false"),

@@ -201,7 +201,7 @@ class TestMemory:
         with pytest.raises(ConfigError, match="raise --memory above that, or set quant") as caught:
             memory(memory_bytes=WEIGHTS)
         size = readable_bytes(WEIGHTS)
-        assert f"memory_bytes {size} does not hold the weights, {size}" in caught.value.message
+        assert f"the weights take {size}, more than memory_bytes {size}" in caught.value.message
 
     def test_what_was_said_does_not_fit(self) -> None:
         with pytest.raises(ConfigError, match=r"together, and the device has 10 MiB") as caught:

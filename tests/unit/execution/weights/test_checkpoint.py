@@ -146,7 +146,7 @@ def test_what_is_wrong_is_named(
 def test_a_weight_that_is_there_twice(tiny_checkpoint: TinyCheckpoint) -> None:
     write_shards(tiny_checkpoint, "safetensors")
     save_file(tiny_checkpoint.tensors, tiny_checkpoint.folder / "model-00002-of-00002.safetensors")
-    with pytest.raises(ConfigError, match="there twice"):
+    with pytest.raises(ConfigError, match="occurs twice"):
         load(tiny_checkpoint)
 
 

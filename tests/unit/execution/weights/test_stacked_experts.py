@@ -200,7 +200,7 @@ def test_both_forms_in_one_folder(tmp_path: Path) -> None:
     tensors = save(tmp_path, "qwen3-moe")
     save_file(tensors | stacked(tensors, QWEN), tmp_path / "model.safetensors")
     message = (
-        r"weight model\.layers\.1\.mlp\.experts\.0\.\w+\.weight is there twice: in \S*experts\S+ "
+        r"weight model\.layers\.1\.mlp\.experts\.0\.\w+\.weight occurs twice: in \S*experts\S+ "
         r"and in \S*experts\S+"
     )
     with pytest.raises(ConfigError, match=message):

@@ -51,7 +51,7 @@ def test_a_region_is_a_window(memory, folder):
     ],
 )
 def test_what_is_no_name_in_the_folder_is_no_key(memory, key):
-    with pytest.raises(InvalidRequestError, match="is no key"):
+    with pytest.raises(InvalidRequestError, match="is not a key"):
         memory.register("t", "r", key, 0, 1)
     assert memory.status("t") == []
 

@@ -381,7 +381,7 @@ def test_the_socket_of_a_living_server_and_another_file_are_kept(served, tmp_pat
     with pytest.raises(ConfigError, match=r"request_socket: a server listens on .* already"):
         bind(served.path)
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(ConfigError, match="is no socket"):
+    with pytest.raises(ConfigError, match="is not a socket"):
         bind(str(tmp_path / "file"))
     assert (tmp_path / "file").read_text() == "mine"
 

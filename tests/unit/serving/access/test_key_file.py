@@ -107,12 +107,12 @@ def test_an_empty_file_has_no_keys():
         (
             f"[tenants.a]\n[[keys]]\nid = 'x'\ntenant = 'a'\nsha256 = '{HASH}'\n"
             f"[[keys]]\nid = 'y'\ntenant = 'a'\nsha256 = '{HASH}'",
-            "key 'y': is there twice",
+            "key 'y': occurs twice",
         ),
         (
             f"[tenants.a]\n[[keys]]\nid = 'x'\ntenant = 'a'\nsha256 = '{HASH}'\n"
             f"[[keys]]\nid = 'x'\ntenant = 'a'\nsha256 = '{'00' * 32}'",
-            "key 'x': is there twice",
+            "key 'x': occurs twice",
         ),
     ],
 )

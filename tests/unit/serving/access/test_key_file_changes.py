@@ -39,7 +39,7 @@ def test_an_operator(path):
     assert read_key_file(path).tenants["ops"].rights.operator
     create_key(path, "ops", NOW, is_operator=True)
     create_key(path, "acme", NOW)
-    with pytest.raises(ConfigError, match=r"'acme' is in .*, and no operator"):
+    with pytest.raises(ConfigError, match=r"'acme' is in .*, but is not an operator"):
         create_key(path, "acme", NOW, is_operator=True)
 
 

@@ -217,7 +217,7 @@ class TestConfigured:
 
     async def test_a_broken_one_that_is_named_stops_the_start(self, configure, start):
         model = await start(adapters={"zh": AdapterConfig("/nowhere")})
-        with pytest.raises(ConfigError, match="adapter 'zh': /nowhere is no adapter"):
+        with pytest.raises(ConfigError, match="adapter 'zh': /nowhere is not an adapter"):
             await configure(model)
 
     async def test_a_broken_one_that_was_found_is_left_out(
@@ -391,7 +391,7 @@ async def test_one_that_cannot_be_loaded_ends_the_others(start, configure, stagi
     adapters = {name: AdapterConfig(staging.put(f"/{name}")) for name in map(str, range(40))}
     adapters["3"] = AdapterConfig("/nowhere")
     model = await start(adapters=adapters)
-    with pytest.raises(ConfigError, match="adapter '3': /nowhere is no adapter"):
+    with pytest.raises(ConfigError, match="adapter '3': /nowhere is not an adapter"):
         await configure(model)
     assert len(staging.requests) < 40
 

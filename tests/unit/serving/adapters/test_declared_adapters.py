@@ -363,7 +363,7 @@ async def test_an_own_adapter_that_cannot_be_staged_is_not_replaced_by_the_serve
     one = await replica()
     await one.use()
     put("own", tenant="acme", uri="/nothing")
-    with pytest.raises(InvalidAdapterError, match="no adapter"):
+    with pytest.raises(InvalidAdapterError, match="not an adapter"):
         await one.use("own", principal=ACME)
 
 

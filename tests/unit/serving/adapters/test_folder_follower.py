@@ -331,7 +331,7 @@ async def test_a_list_that_cannot_be_kept_stops_the_start(watched, tmp_path):
         await watched.start(multi_lora=str(listing))
     await watched.model.engine.close()
     listing.write_text(json.dumps({"zh": "/nowhere"}))
-    with pytest.raises(ConfigError, match="adapter 'zh': /nowhere is no adapter"):
+    with pytest.raises(ConfigError, match="adapter 'zh': /nowhere is not an adapter"):
         await watched.start(multi_lora=str(listing))
 
 

@@ -91,7 +91,7 @@ PLACE = "at #/properties/not/items: "
 @pytest.mark.parametrize(
     ("kind", "grammar", "message"),
     [
-        ("json_schema", "{", "JSON schema is not valid: it is no JSON"),
+        ("json_schema", "{", "JSON schema is not valid: it is not JSON"),
         ("json_schema", "[1]", "it must be an object, got [1]"),
         ("json_schema", '{"items":' * 300 + "{}" + "}" * 300, "nested too deep"),
         ("json_schema", "[" * 100_000, "nested too deep"),
@@ -112,7 +112,7 @@ PLACE = "at #/properties/not/items: "
         ("choice", "[]", "the list of choices is not valid: it is empty"),
         ("choice", '{"a": 1}', "must be a list of strings"),
         ("choice", '["a", 1]', "must be a list of strings"),
-        ("choice", "a", "it is no JSON"),
+        ("choice", "a", "it is not JSON"),
         ("lark", "start: x", "at 1(8): unknown name"),
         ("lark", "start: <|nope|>", "unknown special token"),
         ("lark", 'start: %json {"uniqueItems": true}', '"uniqueItems"'),

@@ -52,7 +52,7 @@ def parse_config(name: str, config: str) -> Any:
     except (msgspec.DecodeError, json_format.ParseError, RecursionError, UnicodeError) as error:
         raise _bad(name, str(error)[:300]) from None
     except (TypeError, ValueError, AttributeError) as error:
-        raise _bad(name, f"it is no JSON object of that kind ({error})"[:300]) from None
+        raise _bad(name, f"it is not a JSON object of that kind ({error})"[:300]) from None
 
 
 def _fields(name: str, config: str) -> dict[str, Any]:

@@ -104,7 +104,7 @@ def _remove_stale(path: str) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise ConfigError(f"request_socket: {path} is there already, and is no socket")
+        raise ConfigError(f"request_socket: {path} exists already, and is not a socket")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(_PROBE_SECONDS)  # a server that hangs takes no more connections
         try:

@@ -129,7 +129,9 @@ class Connection:
         try:
             welcome = self._read()
         except (OSError, EOFError, NotAMessage) as error:
-            raise ConnectionLost(f"what listens on {self._path} is no loraplex: {error}") from error
+            raise ConnectionLost(
+                f"what listens on {self._path} is not a loraplex server: {error}"
+            ) from error
         if not isinstance(welcome, Welcome) or welcome.protocol != PROTOCOL:
             raise ConnectionLost(
                 f"the server at {self._path} speaks another version of the protocol: export the "

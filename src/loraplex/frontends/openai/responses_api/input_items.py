@@ -64,7 +64,7 @@ def _item(item: Mapping[str, Any], where: str) -> Item:
             return _reasoning(item, where)
         case str():
             raise UnsupportedFeatureError(
-                f"{where}.type is {kind[:64]!r}; served are {', '.join(_SERVED)}",
+                f"{where}.type is {kind[:64]!r}; supported: {', '.join(_SERVED)}",
                 param=f"{where}.type",
             )
     raise _invalid(f"{where}.type", f"must be one of {', '.join(_SERVED)}")

@@ -32,8 +32,8 @@ def chat_choice(choice: Any) -> Any:
             return choice
     kind = choice.get("type")
     raise UnsupportedFeatureError(
-        f"tool_choice.type is {str(kind)[:64]!r}; served are 'function' and 'allowed_tools', or "
-        f"one of {', '.join(_MODES)} as a text",
+        f"tool_choice.type is {str(kind)[:64]!r}; supported: 'function', 'allowed_tools', or one "
+        f"of {', '.join(_MODES)} as a text",
         param="tool_choice",
     )
 
