@@ -98,7 +98,7 @@ def check_weights_fit(model: ModelConfig, spec: ModelSpec, memory_bytes: int) ->
     if present < memory_bytes:
         return
     raise ConfigError(
-        f"the weights take {readable_bytes(present)}, more than memory_bytes "
+        f"the weights take {readable_bytes(present)}, and memory_bytes is "
         f"{readable_bytes(memory_bytes)}: raise --memory{_smaller(sizes, present)}",
         param="memory_bytes",
     )

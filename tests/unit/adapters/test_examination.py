@@ -153,7 +153,7 @@ def test_a_canonical_file_lists_what_it_changes(examined, staged, peft_folder):
 
 
 def test_files_without_tensors_raise_as_a_load(examined, tmp_path):
-    with pytest.raises(InvalidAdapterError, match="not an adapter"):
+    with pytest.raises(InvalidAdapterError, match="holds no adapter"):
         examined(tmp_path)
     path = tmp_path / "strange.safetensors"
     save_file({"x": np.ones(3, "f4")}, path)

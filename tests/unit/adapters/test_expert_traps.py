@@ -185,7 +185,7 @@ ZEROS = np.zeros((2, 2), "f4")
             changed(f"{OUTER}.lora_A.weight", np.zeros((4, RANK, INNER), "f4")),
             {},
             InvalidAdapterError,
-            "no layout of experts; known are A",
+            "no known layout of experts; known: A",
         ),
         (
             changed(f"{OUTER}.0.down_proj.lora_A.weight", ZEROS),

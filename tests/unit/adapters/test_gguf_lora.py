@@ -327,7 +327,7 @@ REFUSED: dict[str, tuple[bytes, type[LoraplexError], str]] = {
     "a wrong layer": (
         gguf_bytes(FIELDS, {f"blk.7{Q[5:]}a": A, f"blk.7{Q[5:]}b": B}),
         AdapterMismatchError,
-        "is of layer 7; the base model has 2 layers",
+        "belongs to layer 7; the base model has 2 layers",
     ),
     "NaN": (
         gguf_bytes(FIELDS, {f"{Q}a": ("F32", (2, 32), NAN), f"{Q}b": B}),

@@ -107,7 +107,7 @@ def without(name: str) -> dict[str, RawTensor]:
         (without("lora_B"), "no lora_B"),
         (without("lora_A"), "no lora_A"),
         (pair() | {f"{Q0}.lora_B.weight": raw(12, 3)}, "different ranks: 2 and 3"),
-        (pair(rank=3), "rank 3; adapter_config.json says 2"),  # language: quoted
+        (pair(rank=3), "rank 3; adapter_config.json has 2"),  # language: quoted
         (pair() | pair(Q0.removeprefix("base_model.model.")), "both lora_A of one module"),
         (pair() | {f"{Q0}.lora_A.weight": raw(2, 8, 1)}, r"shape \[2, 8, 1\]"),
         (pair() | {f"{Q0}.lora_A.weight": raw(0, 8)}, r"shape \[0, 8\]"),

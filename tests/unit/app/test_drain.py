@@ -99,7 +99,7 @@ async def test_the_time_is_up(run, drain, caplog):
             await asyncio.sleep(0.02)
     await drain(server, "DELETE")
     assert (await server.complete(max_tokens=2))[0] == 200
-    assert "outlasted the drain" in caplog.text
+    assert "the drain's time is over: " in caplog.text
 
 
 async def test_a_stop_cannot_be_undone(run, drain):

@@ -180,7 +180,7 @@ def test_a_host_tier_that_holds_one_of_two():
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("--memory", "1MB"), "memory_bytes 976.6 KiB does not hold the weights"),
+        (("--memory", "1MB"), "and memory_bytes is 976.6 KiB: raise --memory"),
         (("--lora-device-bytes", "100"), "does not hold one adapter of rank 64"),
         (("--kv-cache-fraction", "2"), "must be more than 0 and at most 1"),
     ],

@@ -311,7 +311,7 @@ TUTORIALS = {
         "frontends/kserve/failures.py"
     ),
     "unknown key; did you mean ...? Known: ...": "compat/llgtrt/config_file.py",
-    "...: architecture 'rwkv7' of GGUF is not supported; supported: ...": "models/gguf_config.py",
+    "...: architecture 'rwkv7' of GGUF is not supported; supported: ...": "core/gguf_names.py",
     "left out adapter 'zh': ...": "serving/adapters/configured.py",
 }
 """Messages that the tutorials quote, whole but for values (`...`), and the files with the texts."""
@@ -323,7 +323,7 @@ def test_messages_of_the_tutorials(message: str) -> None:
 
 
 def test_every_message_of_the_tutorials_is_checked() -> None:
-    """In "When it goes wrong" a code span is a message if it is first in its row or its item."""
+    """A code span of "When it goes wrong" is a message if it is first in its row or item."""
     found = set()
     for page in (ROOT / "docs" / "tutorials").glob("*.md"):
         section = page.read_text(encoding="utf-8").partition("\n## When it goes wrong\n")[2]

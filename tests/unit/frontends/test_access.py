@@ -28,8 +28,8 @@ def test_a_key(value):
         ("Bearer", "send the header"),
         (f"Basic {KEY}", "send the header"),
         (KEY, "send the header"),
-        (f"Bearer {KEY}x", "is not known here"),
-        ("Bearer \udcff\u20ac", "is not known here"),
+        (f"Bearer {KEY}x", "does not know the API key"),
+        ("Bearer \udcff\u20ac", "does not know the API key"),
     ],
 )
 def test_no_key_or_a_wrong_one(value, said):

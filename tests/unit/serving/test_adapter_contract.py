@@ -395,7 +395,7 @@ class TestStored:
         assert await digest_of(service, request("/1")) == digests[0]
         with pytest.raises(AdapterLoadError, match="load it again from /2"):
             await service.generate(request("/2"), LOCAL)
-        assert "it is another adapter by now" in caplog.text
+        assert "its source has another adapter now" in caplog.text
         assert caplog.text.count("gone, too") == 1, "logged once, however often it is tried"
 
     async def test_what_does_not_fit_is_refused_with_the_reason(

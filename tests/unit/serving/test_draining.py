@@ -59,7 +59,7 @@ async def test_the_log_mentions_a_drain_once(draining, caplog):
     draining.begin(60)
     draining.cancel()
     assert caplog.messages == [
-        "draining: new requests are refused, 0 are in flight",
+        "draining: new requests are refused; in flight: 0",
         "the drain is cancelled: requests are taken again",
     ]
 

@@ -66,7 +66,7 @@ def role_of(folder: ModelFolder) -> Role:
     what = f"platform {config.platform!r}" if config.platform else f"backend {config.backend!r}"
     raise ConfigError(
         f"{folder.line_of('platform' if config.platform else 'backend')}: model '{folder.name}' of "
-        f"{what} is not supported; supported: ensembles, the backends tensorrtllm and vllm, and "
+        f"{what} is not served; supported: ensembles, the backends tensorrtllm and vllm, and "
         "with the backend python TensorRT-LLM's preprocessing (input QUERY), postprocessing (input "
         "TOKENS_BATCH), tensorrt_llm (input_ids, request_output_len) and tensorrt_llm_bls "
         "(text_input, max_tokens)"

@@ -58,7 +58,7 @@ class MemoryAdvice:
     def limit(self, weights_bytes: int, memory_bytes: int) -> ConfigError:
         """Return the error for a memory_bytes that does not hold the weights."""
         return ConfigError(
-            f"the weights take {readable_bytes(weights_bytes)}, more than memory_bytes "
+            f"the weights take {readable_bytes(weights_bytes)}, and memory_bytes is "
             f"{readable_bytes(memory_bytes)}: raise --memory, or {self._smaller_weights(None)}",
             param="memory_bytes",
         )

@@ -72,7 +72,7 @@ def test_roles(tmp_path, text, role):
     ("text", "expected"),
     [
         ('\nbackend: "onnxruntime"', "line 2: model 'm' of backend 'onnxruntime' is not served"),
-        ('platform: "tensorrt_plan"', "of platform 'tensorrt_plan' is not supported; supported:"),
+        ('platform: "tensorrt_plan"', "of platform 'tensorrt_plan' is not served; supported:"),
         ('backend: "python"' + inputs("text_input"), "of backend 'python' is not served"),
         ("", "of backend '' is not served"),
     ],

@@ -77,7 +77,7 @@ def test_errors_of_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     install(monkeypatch, FakeHub(tmp_path, error))
-    with pytest.raises(ConfigError, match=r"no folder here.*(offline|bad id)$"):
+    with pytest.raises(ConfigError, match=r"not a folder here.*(offline|bad id)$"):
         resolve_model("owner/model")
 
 

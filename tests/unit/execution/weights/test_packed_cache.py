@@ -209,9 +209,9 @@ def test_another_reading_of_the_same_tensors_is_another_key(
 
 
 DAMAGES: dict[str, tuple[str, Callable[[bytearray], bytes | bytearray]]] = {
-    "empty": ("no file of packed weights", lambda data: b""),
-    "foreign": ("no file of packed weights", lambda data: b"something else" * 100),
-    "cut in the head": ("no file of packed weights", lambda data: data[:20]),
+    "empty": ("not a file of packed weights", lambda data: b""),
+    "foreign": ("not a file of packed weights", lambda data: b"something else" * 100),
+    "cut in the head": ("not a file of packed weights", lambda data: data[:20]),
     "cut in the header": ("header is damaged", lambda data: data[:80]),
     "cut in the payload": ("and should have", lambda data: data[:-64]),
     "longer": ("and should have", lambda data: data + bytes(64)),
