@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ _FOLDERS = ("e2e", "golden", "property", "unit/kernels", "contract", "")
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Iterator[None]:
+def pytest_collection() -> Generator[None, Any, Any]:
     """Collect tests without a garbage collector: modules and thousands of tests are no garbage."""
     gc.disable()
     try:
