@@ -157,7 +157,7 @@ async def regular_expression(target: Target, http: httpx.AsyncClient, number: in
 
 BODIES: Final = (
     *("gRPC, 16 MB of inputs, no key", "60 MB of token ids", "logit_bias of 1e6"),
-    *("5 MB of combining characters", "8 MB of escapes"),
+    *("5 MB of combining characters", "8 MB of escapes", "192 MB of weights"),
 )
 ATTACKS: Final[dict[str, Attack]] = {
     **{case: sending(case) for case in BODIES},
