@@ -11,6 +11,7 @@ from loraplex.cli.compare import compare
 from loraplex.cli.generate import generate
 from loraplex.cli.help_page import FlagPage
 from loraplex.cli.plan import plan
+from loraplex.cli.quantize import quantize
 from loraplex.cli.replay import replay
 from loraplex.cli.run import run
 from loraplex.cli.serve import serve
@@ -20,6 +21,7 @@ from loraplex.core.version import __version__
 
 _SERVE: Final = "Serve"
 _STATE: Final = "Adapters, keys and caches"
+_MODELS: Final = "Models"
 _MEASURE: Final = "Measure and plan"
 _OTHERS: Final = "Other systems"
 
@@ -31,6 +33,7 @@ COMMANDS: Final = (
     CommandRow("adapters", adapters.app, _STATE),
     CommandRow("keys", keys.app, _STATE),
     CommandRow("cache", cache.app, _STATE),
+    CommandRow("quantize", quantize, _MODELS),
     CommandRow("plan", plan, _MEASURE, {"cls": FlagPage}),
     CommandRow("bench", bench_app, _MEASURE),
     CommandRow("replay", replay, _MEASURE),

@@ -51,6 +51,17 @@ def stage(spec: ModelSpec, place: PipelineStage) -> ModelSpec:
     )
 
 
+def layer_alone(spec: ModelSpec, layer: int) -> ModelSpec:
+    """Return the stage that computes one layer of a whole model, in a pipeline of such stages."""
+    return dataclasses.replace(
+        spec,
+        layers=spec.layers[layer : layer + 1],
+        first_layer=layer,
+        first_layers=tuple(range(spec.num_layers)),
+        stage_of=spec,
+    )
+
+
 def _borders(spec: ModelSpec, num_stages: int) -> list[int]:
     """Return the first layer of each stage and the end: stages read about equally many weights.
 

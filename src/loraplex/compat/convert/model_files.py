@@ -18,6 +18,7 @@ from loraplex.compat.convert.flag_tables import NEMO
 from loraplex.core.errors import ConfigError
 from loraplex.execution.weights.checkpoint import Checkpoint
 from loraplex.execution.weights.hub import resolve_model
+from loraplex.execution.weights.weight_files import text_files
 from loraplex.models.config_fields import read_fields
 from loraplex.models.engine_folder import (
     CONFIG_NAME,
@@ -32,12 +33,6 @@ from loraplex.models.parameters import checkpoint_shapes
 from loraplex.models.spec import ModelSpec
 
 _FILE_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-_COPIED = (
-    *("generation_config.json", "tokenizer*.json", "tokenizer*.model", "special_tokens_map.json"),
-    *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.*"),
-    *("additional_chat_templates/*.jinja", "preprocessor*.json"),
-)
-"""The tokenizer, the chat template and what ends a text."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -64,9 +59,8 @@ def write_model(
     folder = _open_output(output, source)
     if has_weights:
         _write_weights(source, folder / WEIGHTS_NAME, config, torch_dtype(dtype))
-    for pattern in _COPIED:
-        for file in source.glob(pattern):
-            copy_file(file, folder / file.relative_to(source))
+    for file in text_files(source):
+        copy_file(file, folder / file.relative_to(source))
     values = dict(model_fields(source).values_and_nulls)
     values.pop("torch_dtype", None)
     write_json(folder / HF_CONFIG_NAME, values | {"dtype": dtype})

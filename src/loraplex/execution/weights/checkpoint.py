@@ -104,6 +104,11 @@ class Checkpoint:
             raise _other_shape(f"{entry.file.path}: {name}", stored.shape, shape)
         return stored
 
+    def stacked_names(self, names: Iterable[str]) -> set[str]:
+        """Return what files call the tensors that hold these together with others."""
+        entries = map(self._entries.__getitem__, names)
+        return {entry.name for entry in entries if entry.part is not None}
+
     def _add(self, file: "TensorFile", spec: ModelSpec) -> None:
         for name in file.names:
             full_name = spec.names.canonical(name)

@@ -64,7 +64,12 @@ class PackedWeights:
 
 
 def pack_checkpoint(
-    folder: Path, spec: ModelSpec, kernels: Kernels, form: WeightFormat
+    folder: Path,
+    spec: ModelSpec,
+    kernels: Kernels,
+    form: WeightFormat,
+    *,
+    shows_progress: bool = True,
 ) -> PackedWeights:
     """Read and pack the weights in `folder`. Raises ConfigError, also if weights that are stored
     quantised are to be quantised once more.
@@ -74,8 +79,13 @@ def pack_checkpoint(
     refuse_second_quantization(spec.stored_format, form.precision)
     with (
         Checkpoint(folder, spec) as checkpoint,
-        # disable=None: only where a person watches.
-        tqdm(total=len(checkpoint), desc="Loading weights", unit="tensor", disable=None) as bar,
+        tqdm(
+            total=len(checkpoint),
+            desc="Loading weights",
+            unit="tensor",
+            # None: only where a person watches.
+            disable=None if shows_progress else True,
+        ) as bar,
     ):
         source = _CheckpointSource(checkpoint, kernels, form, bar.update)
         noting = _NotingSource(source, kernels)

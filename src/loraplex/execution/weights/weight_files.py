@@ -1,5 +1,6 @@
-"""The files that hold the weights of a model folder. Free of torch."""
+"""The files of a model folder: those with weights, and those about texts. Free of torch."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from loraplex.core.errors import ConfigError
@@ -7,6 +8,18 @@ from loraplex.models.config_fields import read_fields
 from loraplex.models.engine_folder import CONFIG_NAME, WEIGHTS_NAME, is_foreign_checkpoint
 from loraplex.models.gguf_config import FILE_NAME as GGUF_NAME
 from loraplex.models.trtllm_checkpoint import read_mapping
+
+_TEXT_FILES = (
+    *("generation_config.json", "tokenizer*.json", "tokenizer*.model", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.*"),
+    *("additional_chat_templates/*.jinja", "preprocessor*.json"),
+)
+
+
+def text_files(folder: Path) -> Iterator[Path]:
+    """Yield the tokenizer's files, the chat template's, and what ends a text."""
+    for pattern in _TEXT_FILES:
+        yield from folder.glob(pattern)
 
 
 def weight_files(folder: Path) -> list[Path]:

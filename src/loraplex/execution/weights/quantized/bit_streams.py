@@ -26,6 +26,20 @@ def unpacked(words: torch.Tensor, bits: int, dim: int, num_values: int) -> torch
     return codes.flatten(-2)[..., :num_values].movedim(-1, dim)
 
 
+def packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the words of codes along the last axis: [..., n] uint8 -> [..., num_words] int32."""
+    num_values = codes.shape[-1]
+    codes = torch.nn.functional.pad(codes, (0, -num_values % _WORD_BITS))
+    rounds = codes.reshape(*codes.shape[:-1], -1, _WORD_BITS).int()
+    words = torch.zeros((*rounds.shape[:-1], bits), dtype=torch.int32)
+    for index in range(_WORD_BITS):
+        word, shift = divmod(index * bits, _WORD_BITS)
+        words[..., word] |= rounds[..., index] << shift
+        if shift + bits > _WORD_BITS:
+            words[..., word + 1] |= rounds[..., index] >> (_WORD_BITS - shift)
+    return words.flatten(-2)[..., : num_words(num_values, bits)].contiguous()
+
+
 def num_words(num_values: int, bits: int) -> int:
     """Return how many words so many codes take."""
     return -(-num_values * bits // _WORD_BITS)

@@ -6,13 +6,13 @@ classes of modules. A layer's tensors show its format, the group its width.
 
 import functools
 import re
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from loraplex.core.errors import ConfigError
-from loraplex.execution.weights.quantized.bit_streams import num_words, unpacked
+from loraplex.execution.weights.quantized.bit_streams import num_words, packed, unpacked
 from loraplex.execution.weights.quantized.four_bit_floats import decode_mxfp4, decode_nvfp4
 from loraplex.execution.weights.quantized.fp8 import IGNORED, decode_fp8
 from loraplex.execution.weights.quantized.scheme import (
@@ -32,6 +32,7 @@ _PACKED, _SCALE, _ZERO = ".weight_packed", ".weight_scale", ".weight_zero_point"
 _SHAPE, _GROUPS, _GLOBAL = ".weight_shape", ".weight_g_idx", ".weight_global_scale"
 _PARTS = (".weight", _PACKED, _SCALE, _ZERO, _SHAPE, _GROUPS, _GLOBAL)
 _MAX_BITS = 8
+_FORMAT = "pack-quantized"
 
 
 class _Group(NamedTuple):
@@ -50,6 +51,58 @@ def scheme(fields: ConfigFields) -> Scheme:
         _decode, groups=tuple(_groups(fields)), ignored=_targets(fields, "ignore")
     )
     return Scheme((_PACKED, _SCALE), _PARTS, decode, (*IGNORED, ".input_zero_point"))
+
+
+def encode(stored: StoredWeight, dtype: torch.dtype) -> Tensors:
+    """Return the tensors of a weight [out, in] as pack-quantized, by the ends of their names.
+
+    stored: codes from 0 with the zero in the middle, in equal groups. dtype: of the scales, which
+    it must hold exactly.
+    """
+    return {
+        _PACKED: packed(stored.codes, stored.bits),
+        _SCALE: stored.scales.to(dtype).contiguous(),
+        _SHAPE: torch.tensor(stored.shape, dtype=torch.int64),
+    }
+
+
+def describe_group(targets: Sequence[str], bits: int, group_size: int | None) -> dict[str, Any]:
+    """Return an entry of config_groups for symmetric integers; group_size None: whole rows.
+
+    The fields are those of QuantizationScheme in compressed-tensors.
+    """
+    weights = {
+        "num_bits": bits,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "channel" if group_size is None else "group",
+        "group_size": group_size,
+        "block_structure": None,
+        "actorder": None,
+        "dynamic": False,
+        "observer": "minmax",
+        "observer_kwargs": {},
+    }
+    return {
+        "targets": list(targets),
+        "weights": weights,
+        "input_activations": None,
+        "output_activations": None,
+        "format": _FORMAT,
+    }
+
+
+def describe(groups: Mapping[str, Any], ignored: Sequence[str]) -> dict[str, Any]:
+    """Return a `quantization_config`. groups: entries of describe_group by name."""
+    return {
+        "quant_method": "compressed-tensors",
+        "format": _FORMAT,
+        "quantization_status": "compressed",
+        "config_groups": dict(groups),
+        "ignore": list(ignored),
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }
 
 
 def _groups(fields: ConfigFields) -> Sequence[_Group]:

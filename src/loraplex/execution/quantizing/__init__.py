@@ -1,0 +1,1 @@
+"""Writes a model folder anew, with its linear layers quantised."""

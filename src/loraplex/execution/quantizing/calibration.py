@@ -1,0 +1,149 @@
+"""Inputs of a model's linear layers, from texts that it computes layer by layer.
+
+A layer reads what the quantised layers before it give. One layer is in memory at a time, as
+float32, and the hidden states of all texts.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from loraplex.execution.weights.packing import WeightFormat, pack_checkpoint
+from loraplex.kernels.ops import KVStorage, PackedLinear
+from loraplex.kernels.reference import ReferenceKernels
+from loraplex.kernels.routing import Routes
+from loraplex.kernels.row_layout import RowLayout
+from loraplex.models.attention import attention_shapes
+from loraplex.models.batch import ForwardBatch
+from loraplex.models.decoder import Decoder
+from loraplex.models.parameters import DecoderParameters
+from loraplex.models.rope import rotary_tables
+from loraplex.models.spec import ModelSpec, kv_groups
+from loraplex.models.stages import layer_alone
+
+_BLOCK_SIZE = 32
+_FORM = WeightFormat(dtype=torch.float32)
+
+
+class TextInputs:
+    """Implements `Inputs`. The experts of a layer share the inputs of all of them."""
+
+    def __init__(self, source: Path, spec: ModelSpec, texts: Sequence[Sequence[int]]) -> None:
+        """texts: token ids, none empty, none longer than spec.default_max_model_len."""
+        self._source = source
+        self._spec = spec
+        self._texts = texts
+        self._hidden: list[torch.Tensor | None] = [None for _ in texts]
+        self._layer: _Layer | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self._texts))
+
+    def moments(self, layer: int) -> Mapping[str, torch.Tensor]:
+        self._layer = _Layer(
+            self._source, layer_alone(self._spec, layer), max(map(len, self._texts))
+        )
+        for text, hidden in zip(self._texts, self._hidden, strict=True):
+            self._layer.run(text, hidden)
+        return self._layer.kernels.moments
+
+    def proceed(self, layer: int, weights: Mapping[str, torch.Tensor]) -> None:
+        computed, self._layer = self._layer, None
+        if computed is None or layer == self._spec.num_layers - 1:
+            return
+        computed.replace(weights)
+        self._hidden = [
+            computed.run(text, hidden)
+            for text, hidden in zip(self._texts, self._hidden, strict=True)
+        ]
+
+
+class _Layer:
+    """Decoder of one layer, with the embedding if it is the first."""
+
+    def __init__(self, source: Path, spec: ModelSpec, max_len: int) -> None:
+        self.kernels = _ObservingKernels(torch.device("cpu"))
+        self._spec = spec
+        self._parameters: DecoderParameters = pack_checkpoint(
+            source, spec, self.kernels, _FORM, shows_progress=False
+        ).parameters
+        num_blocks = -(-max_len // _BLOCK_SIZE)
+        groups = kv_groups(spec, max_len)
+        self._num_groups = len(groups)
+        self._blocks = torch.arange(num_blocks).unsqueeze(0)
+        self._storages: tuple[KVStorage, ...] = tuple(
+            self.kernels.allocate_kv(num_blocks, shape, torch.float32)
+            for shape in attention_shapes(spec, _BLOCK_SIZE)
+        )
+        self._decoder = Decoder(
+            spec,
+            self._parameters,
+            rotary_tables(spec, max_len, torch.device("cpu")),
+            self.kernels,
+            kv_groups=groups,
+            block_size=_BLOCK_SIZE,
+        )
+        (packed,) = self._parameters.layers
+        self.kernels.watch(packed.linears)
+
+    def run(self, text: Sequence[int], hidden: torch.Tensor | None) -> torch.Tensor:
+        """Return the hidden states [T, hidden] after the layer; logits after the last one."""
+        num_tokens = len(text)
+        places = torch.arange(num_tokens)
+        rows = RowLayout((0, num_tokens), (num_tokens,), self._blocks)
+        batch = ForwardBatch(
+            token_ids=torch.tensor(text),
+            positions=places,
+            slot_mappings=(places,) * self._num_groups,
+            rows=(rows,) * self._num_groups,
+            logits_indices=places[-1:],
+        )
+        # A stage may overwrite what it is given.
+        given = None if hidden is None else hidden.clone()
+        return self._decoder.forward(batch, self._storages, given).clone()
+
+    def replace(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Put weights [out, in] by full name in the place of the checkpoint's; observe no more."""
+        self.kernels.watch({})
+        (layer,), (packed,) = self._spec.layers, self._parameters.layers
+        for name, group in layer.linears.items():
+            (whole, _) = self.kernels.linear_parts(packed.linears[name]).tensors
+            assert whole is not None
+            # The rows of experts, and of the parts of each, follow one another.
+            rows = whole.flatten(0, -2)
+            sizes = tuple(group.outputs.values())
+            names = (
+                f"{path.format(expert=expert)}.weight"
+                for expert in range(group.num_experts or 1)
+                for path in group.paths
+            )
+            for part, weight in zip(
+                torch.split(rows, sizes * (group.num_experts or 1)), names, strict=True
+            ):
+                if weight in weights:
+                    part.copy_(weights[weight])
+
+
+class _ObservingKernels(ReferenceKernels):
+    """Adds up X^T X of the inputs X of the linear layers that it watches."""
+
+    def watch(self, linears: Mapping[str, PackedLinear]) -> None:
+        """linears: by the name of their group; they must outlive the watching."""
+        self._names = {id(packed): name for name, packed in linears.items()}
+        self.moments: dict[str, torch.Tensor] = {}
+
+    def linear(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+        self._note(x, packed)
+        return super().linear(x, packed)
+
+    def grouped_linear(self, x: torch.Tensor, packed: PackedLinear, routes: Routes) -> torch.Tensor:
+        self._note(x, packed)
+        return super().grouped_linear(x, packed, routes)
+
+    def _note(self, x: torch.Tensor, packed: PackedLinear) -> None:
+        name = self._names.get(id(packed))
+        if name is not None:
+            known = self.moments.setdefault(name, torch.zeros(x.shape[1], x.shape[1]))
+            known.addmm_(x.t(), x)
