@@ -113,7 +113,7 @@ class _Layer:
             assert whole is not None
             # The rows of experts, and of the parts of each, follow one another.
             rows = whole.flatten(0, -2)
-            sizes = tuple(group.outputs.values())
+            sizes = list(group.outputs.values())
             names = (
                 f"{path.format(expert=expert)}.weight"
                 for expert in range(group.num_experts or 1)

@@ -151,11 +151,12 @@ class _Job:
         Group sizes other than the most frequent one have a group that lists its modules; other
         servers fuse layers, and recognise those of the group for the class Linear only.
         """
-        by_frequency = [size for size, _ in Counter(self._sizes.values()).most_common()]
+        (most, _), *others = Counter(self._sizes.values()).most_common()
         groups = {}
-        for number, size in enumerate(by_frequency):
+        # The class comes last: programs take the first target that fits.
+        for number, size in enumerate([*(size for size, _ in others), most]):
             own = [module for module, other in self._sizes.items() if other == size]
-            targets = own if number else ["Linear"]
+            targets = ["Linear"] if size == most else own
             groups[f"group_{number}"] = compressed_tensors.describe_group(
                 targets, self._form.bits, size
             )

@@ -1,0 +1,101 @@
+"""`loraplex quantize` over the capitals model."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from loraplex.cli.main import app
+from loraplex.demo import BASE_PATH
+
+
+def quantize(output: Path, *arguments: str, model: Path = BASE_PATH) -> Result:
+    return CliRunner().invoke(app, ["quantize", str(model), *arguments, str(output)])
+
+
+def test_the_report(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    result = quantize(tmp_path / "output", "--to", "int8", "--report", str(file))
+    assert result.exit_code == 0, result.output
+    rows = re.findall(
+        r"^(model\.layers\.\S+) +(\d+) x (\d+) +all +([\d.]+)% +-$", result.stdout, re.M
+    )
+    report = json.loads(file.read_text())
+    assert len(rows) == len(report["layers"]) == 28
+    for (name, *shape, error), layer in zip(rows, report["layers"], strict=True):
+        assert (name, list(map(int, shape))) == (layer["name"], layer["shape"])
+        assert float(error) == pytest.approx(100 * layer["weight_error"], abs=1e-3)
+    assert 0.004 < report["total"]["weight_error"] < 0.01
+    assert report["written_bytes"] < 0.62 * report["source_bytes"]
+    assert "no texts: each weight is rounded by itself" in result.stdout
+
+
+def test_texts_of_each_kind(tmp_path: Path) -> None:
+    paragraphs, lines = tmp_path / "texts.txt", tmp_path / "texts.jsonl"
+    paragraphs.write_text("The capital of France.\nIt is large.\n\n\n\nAnother text.\n")
+    messages = [{"role": "user", "content": "The capital of France?"}]
+    lines.write_text(
+        json.dumps({"text": "The capital"}) + "\n\n" + json.dumps({"messages": messages}) + "\n"
+    )
+    for file in (paragraphs, lines):
+        output = tmp_path / f"from{file.suffix}"
+        result = quantize(output, "--to", "int4", "--calibrate", str(file))
+        assert result.exit_code == 0, result.output
+        assert re.search(rf"2 texts with \d+ tokens of {re.escape(str(file))}", result.stdout)
+        assert re.search(r"^all +[\d.]+% +[\d.]+%$", result.stdout, re.M)
+
+
+def test_no_more_tokens_than_wanted(tmp_path: Path) -> None:
+    file = tmp_path / "texts.txt"
+    file.write_text("The capital of France is.\n\n" * 50)
+    arguments = ("--to", "int8", "--calibrate", str(file), "--calibrate-tokens", "20")
+    result = quantize(tmp_path / "output", *arguments)
+    assert " with 20 tokens of " in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("\n \n", "has no text to calibrate with"),
+        ('{"txt": "x"}', 'line 1: a line must be {"text": "..."} or {"messages": [...]}'),
+        ("[1]", "line 1: Expected `object`, got `array`"),
+        ('{"text": "x"}\n{"messages": [{"role": 3}]}', "line 2: "),
+    ],
+)
+def test_files_that_hold_no_texts(content: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "texts.jsonl"
+    file.write_text(content)
+    result = quantize(tmp_path / "output", "--to", "int4", "--calibrate", str(file))
+    assert result.exit_code == 1
+    assert message in result.stderr
+    assert not (tmp_path / "output").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("--group-size", "48"),
+            "--group-size must be one of 0, 16, 32, 64, 128, 256, 512, got 48",
+        ),
+        (("--max-shard-size", "big"), "--max-shard-size: 'big' is not a number of bytes"),
+        (("--max-shard-size", "0"), "--max-shard-size must be positive, got 0"),
+        (("--calibrate", "/nowhere.txt"), "cannot read /nowhere.txt: No such file or directory"),
+    ],
+)
+def test_arguments_that_are_refused(
+    arguments: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    result = quantize(tmp_path / "output", "--to", "int4", *arguments)
+    assert result.exit_code == 1
+    assert message in result.stderr
+
+
+def test_a_copy_is_not_quantised_once_more(tmp_path: Path) -> None:
+    quantize(tmp_path / "once", "--to", "int8")
+    result = quantize(tmp_path / "twice", "--to", "int4", model=tmp_path / "once")
+    assert result.exit_code == 1
+    assert "its weights are quantised already (compressed-tensors)" in result.stderr
