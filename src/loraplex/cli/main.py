@@ -20,8 +20,7 @@ from loraplex.core.environment import leave_grpc_out_of_forks
 from loraplex.core.version import __version__
 
 _SERVE: Final = "Serve"
-_STATE: Final = "Adapters, keys and caches"
-_MODELS: Final = "Models"
+_STATE: Final = "Models, adapters, keys and caches"
 _MEASURE: Final = "Measure and plan"
 _OTHERS: Final = "Other systems"
 
@@ -33,7 +32,7 @@ COMMANDS: Final = (
     CommandRow("adapters", adapters.app, _STATE),
     CommandRow("keys", keys.app, _STATE),
     CommandRow("cache", cache.app, _STATE),
-    CommandRow("quantize", quantize, _MODELS),
+    CommandRow("quantize", quantize, _STATE),
     CommandRow("plan", plan, _MEASURE, {"cls": FlagPage}),
     CommandRow("bench", bench_app, _MEASURE),
     CommandRow("replay", replay, _MEASURE),
