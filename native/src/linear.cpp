@@ -35,13 +35,11 @@ template <typename W, typename T>
 class Linear {
 public:
     Linear(loraplex_pool &pool, const T *x, std::int64_t x_stride, const W *packed,
-           std::int64_t group_size, std::int64_t num_blocks, std::int64_t out_features,
-           std::int64_t in_features, const float *bias, loraplex_channel *channel, T *y,
-           std::int64_t y_stride)
-        : pool_(pool), x_(x), x_stride_(x_stride), packed_(packed), group_size_(group_size),
-          layout_(in_features, num_blocks, group_size), pieces_(in_features, num_blocks),
-          out_features_(out_features), in_features_(in_features), bias_(bias), channel_(channel),
-          y_(y), y_stride_(y_stride), inputs_(nullptr, 0, pieces_) {
+           const PanelLayout<W> &layout, std::int64_t out_features, std::int64_t in_features,
+           const float *bias, loraplex_channel *channel, T *y, std::int64_t y_stride)
+        : pool_(pool), x_(x), x_stride_(x_stride), packed_(packed), layout_(layout),
+          pieces_(layout), out_features_(out_features), in_features_(in_features), bias_(bias),
+          channel_(channel), y_(y), y_stride_(y_stride), inputs_(nullptr, 0, pieces_) {
         if (channel != nullptr && channel->capacity() < out_features) {
             throw std::invalid_argument("linear: a slot of the channel is less than a row");
         }
@@ -196,7 +194,9 @@ private:
         const std::int64_t num_row_blocks = divide_up(rows.size, shape.rows);
         BlockWeights<W> block = {
             values(panel, piece), layout_.stride(),
-            layout_.scales(panel, piece.block, piece.first), group_size_, {}};
+            layout_.scales(panel, piece.block, piece.first),
+            layout_.offsets(panel, piece.block, piece.first), layout_.table(panel, piece.block),
+            layout_.group_size(), {}};
         for (std::int64_t i = 0; i < num_row_blocks; ++i) {
             const Range part_rows = part(rows.size, num_row_blocks, i);
             const Range next_rows = part(rows.size, num_row_blocks, (i + 1) % num_row_blocks);
@@ -272,7 +272,6 @@ private:
     const T *x_;
     std::int64_t x_stride_;
     const W *packed_;
-    std::int64_t group_size_;
     PanelLayout<W> layout_;
     InputPieces<W> pieces_;
     std::int64_t out_features_;
@@ -322,8 +321,9 @@ loraplex_status loraplex_linear(loraplex_pool *pool, loraplex_weight_kind kind,
     return guarded([&] {
         return for_types(kind, dtype, [&]<typename W, typename T>(W, T) {
             Linear<W, T>(*pool, static_cast<const T *>(x), x_stride,
-                         static_cast<const W *>(packed), group_size, num_blocks, out_features,
-                         in_features, bias, channel, static_cast<T *>(y), y_stride)
+                         static_cast<const W *>(packed),
+                         PanelLayout<W>(in_features, num_blocks, group_size, has_offsets(kind)),
+                         out_features, in_features, bias, channel, static_cast<T *>(y), y_stride)
                 .run(num_rows);
         });
     });
@@ -351,8 +351,9 @@ loraplex_status loraplex_grouped_linear(loraplex_pool *pool, loraplex_weight_kin
     return guarded([&] {
         return for_types(kind, dtype, [&]<typename W, typename T>(W, T) {
             Linear<W, T>(*pool, static_cast<const T *>(x), x_stride,
-                         static_cast<const W *>(packed), group_size, num_blocks, out_features,
-                         in_features, bias, channel, static_cast<T *>(y), y_stride)
+                         static_cast<const W *>(packed),
+                         PanelLayout<W>(in_features, num_blocks, group_size, has_offsets(kind)),
+                         out_features, in_features, bias, channel, static_cast<T *>(y), y_stride)
                 .run_pairs(num_pairs, pairs_per_row, pairs, starts, num_experts);
         });
     });

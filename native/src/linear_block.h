@@ -22,16 +22,24 @@ using Input = std::conditional_t<kIsQuantized<W>, std::int16_t, float>;
 // Inputs that one call takes: the share of its panels, that of the next call and the rows' inputs
 // are in the first cache at the same time.
 template <typename W>
-inline constexpr int kMaxDepth = kIsQuantized<W>              ? LORAPLEX_INT8_GROUP_SIZE
+inline constexpr int kMaxDepth = kIsQuantized<W>              ? LORAPLEX_MAX_GROUP_SIZE
                                  : std::is_same_v<W, float> ? 128
                                                               : 256;
 
 // So far ahead one block of rows reads weights, in bytes of each panel: the memory's latency.
 inline constexpr int kReadAheadBytes = 1024;
 
+// After a row's inputs come, for quantised weights with offsets, the float32 sums of their groups.
+template <typename W>
+inline constexpr int kGroupSums =
+    kIsQuantized<W> ? kMaxDepth<W> / LORAPLEX_MIN_GROUP_SIZE *
+                          static_cast<int>(sizeof(float) / sizeof(Input<W>))
+                    : 0;
+
 // From row to row of the inputs; not a power of two, so that rows fall into different cache sets.
 template <typename W>
-inline constexpr int kRowStride = kMaxDepth<W> + 64 / static_cast<int>(sizeof(Input<W>));
+inline constexpr int kRowStride =
+    kMaxDepth<W> + kGroupSums<W> + 64 / static_cast<int>(sizeof(Input<W>));
 
 // What a call brings into the cache, evenly over its steps: the memory has a speed, too. A step is
 // the inputs that are interleaved.
@@ -69,6 +77,8 @@ struct BlockWeights {
     const W *values;
     std::int64_t stride;  // to the same input of the next panel
     const float *scales;  // of the first group in the call; from panel to panel as the values
+    const float *offsets;       // likewise; null if there are none
+    const std::uint8_t *table;  // of Table4
     std::int64_t group_size;
     ReadAhead ahead;
 };

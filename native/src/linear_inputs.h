@@ -26,13 +26,17 @@ struct InputPiece {
 template <typename W>
 class InputPieces {
 public:
-    InputPieces(std::int64_t in_features, std::int64_t num_blocks)
-        : num_blocks_(num_blocks), block_inputs_(in_features / num_blocks),
-          per_block_(divide_up(block_inputs_, kMaxDepth<W>)) {}
+    explicit InputPieces(const PanelLayout<W> &layout)
+        : num_blocks_(layout.num_blocks()), block_inputs_(layout.block_inputs()),
+          per_block_(divide_up(block_inputs_, kMaxDepth<W>)),
+          summed_inputs_(layout.has_offsets() ? layout.group_size() : 0) {}
 
     std::int64_t size() const { return num_blocks_ * per_block_; }
     std::int64_t num_blocks() const { return num_blocks_; }
     std::int64_t block_inputs() const { return block_inputs_; }
+
+    // Inputs of a group, whose sum the weight's offsets are multiplied by; 0 if it has none.
+    std::int64_t summed_inputs() const { return summed_inputs_; }
 
     InputPiece start(std::int64_t block) const { return piece(block * per_block_, block, 0); }
 
@@ -52,9 +56,12 @@ private:
     std::int64_t num_blocks_;
     std::int64_t block_inputs_;
     std::int64_t per_block_;
+    std::int64_t summed_inputs_;
 };
 
 // [piece][row][kRowStride]; for quantised weights, then one float32 for each row and block.
+// A row of a piece is its inputs, then the sums of its groups at kMaxDepth, where the weight has
+// offsets.
 template <typename W>
 class Inputs {
 public:
@@ -128,9 +135,27 @@ private:
             : is_zero  ? 0.0f
                        : magnitude / kLargest;
         const float factor = is_finite && !is_zero ? kLargest / magnitude : 0.0f;
-        for_each_piece(row, block, x, [factor](const T *source, int depth, std::int16_t *target) {
+        const auto summed = static_cast<int>(pieces_.summed_inputs());
+        for_each_piece(row, block, x, [=](const T *source, int depth, std::int16_t *target) {
             quantize(source, depth, factor, target);
+            if (summed > 0) {
+                sum_groups(target, depth, summed, target + kMaxDepth<W>);
+            }
         });
+    }
+
+    // sums: of neighbouring group_size inputs each, as float32. They are whole and exact.
+    static void sum_groups(const std::int16_t *inputs, int depth, int group_size,
+                           std::int16_t *sums) {
+        for (int first = 0; first < depth; first += group_size) {
+            std::int32_t total = 0;
+            for (int i = first; i < std::min(depth, first + group_size); ++i) {
+                total += inputs[i];
+            }
+            const auto sum = static_cast<float>(total);
+            std::memcpy(sums, &sum, sizeof(sum));
+            sums += sizeof(sum) / sizeof(*sums);
+        }
     }
 
     // Infinite or NaN if one of the elements is; both have larger bits than every number.

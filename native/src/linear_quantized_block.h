@@ -1,13 +1,15 @@
 // The innermost loop of `linear` over quantised weights: pairs of 16-bit inputs times pairs of
 // weights that were widened to 16 bits, added in 32 bits.
 //
-// Within a group the sums are integers and exact. A group's sum times the scale of its weights is
-// added in float32, group after group, in two roundings. So every shape of block and every
-// instruction set gives the same bits.
+// Within a group the sums are integers and exact. A group's sum times the scale of its weights, less
+// the sum of its inputs times their offset, is added in float32, group after group, each operation
+// rounded. So every shape of block and every instruction set gives the same bits.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
+#include <type_traits>
 
 #include "linear_block.h"
 #include "loraplex/abi.h"
@@ -25,8 +27,22 @@ struct PlainDot {
     Ints operator()(Ints sum, Pairs a, Pairs b) const { return dot_add(sum, a, b); }
 };
 
+// The float32 sum of a group of a row's inputs, which come at x.
+template <typename W>
+inline float sum_of_inputs(const std::int16_t *x, int group) {
+    float sum;
+    std::memcpy(&sum, x + kMaxDepth<W> + group * 2, sizeof(sum));
+    return sum;
+}
+
+struct NoTable {
+    explicit NoTable(const std::uint8_t *) {}
+};
+
 template <typename W, typename Dot>
 struct QuantizedBlock {
+    using Table = std::conditional_t<std::is_same_v<W, Table4>, TableEntries, NoTable>;
+
     template <int kRows, int kPanels>
     struct Of {
         static constexpr int kVectors = kPanels * kVectorsPerPanel;
@@ -59,7 +75,8 @@ struct QuantizedBlock {
 
         __attribute__((always_inline)) static void multiply(Sums &sums, const std::int16_t *x,
                                                             const Int8 *values, ReadAhead ahead,
-                                                            std::int64_t stride, int depth) {
+                                                            std::int64_t stride, int depth,
+                                                            const Table &) {
             for (int input = 0; input < depth; input += 2) {
                 prefetch<kPanels, Int8>(ahead, input / 2, stride);
                 step(sums, x + input, [&](int vector) __attribute__((always_inline)) {
@@ -71,7 +88,8 @@ struct QuantizedBlock {
 
         __attribute__((always_inline)) static void multiply(Sums &sums, const std::int16_t *x,
                                                             const Int4 *values, ReadAhead ahead,
-                                                            std::int64_t stride, int depth) {
+                                                            std::int64_t stride, int depth,
+                                                            const Table &) {
             for (int input = 0; input < depth; input += 8) {
                 prefetch<kPanels, Int4>(ahead, input / 8, stride);
                 nibble_step<0>(sums, x + input, values, stride);
@@ -82,10 +100,34 @@ struct QuantizedBlock {
             }
         }
 
+        template <int kPair>
+        __attribute__((always_inline)) static void table_step(Sums &sums, const std::int16_t *x,
+                                                              const Table4 *values,
+                                                              std::int64_t stride,
+                                                              const TableEntries &table) {
+            step(sums, x + 2 * kPair, [&](int vector) __attribute__((always_inline)) {
+                const Table4 *fours = values + vector / kVectorsPerPanel * stride;
+                return load_entries<kPair>(&fours->two_values, vector % kVectorsPerPanel, table);
+            });
+        }
+
+        __attribute__((always_inline)) static void multiply(Sums &sums, const std::int16_t *x,
+                                                            const Table4 *values, ReadAhead ahead,
+                                                            std::int64_t stride, int depth,
+                                                            const TableEntries &table) {
+            for (int input = 0; input < depth; input += 4) {
+                prefetch<kPanels, Table4>(ahead, input / 4, stride);
+                table_step<0>(sums, x + input, values, stride, table);
+                table_step<1>(sums, x + input, values, stride, table);
+                values += 4 * kInputSize<Table4>;
+            }
+        }
+
         static void run(const std::int16_t *x, const BlockWeights<W> &weights, int depth,
                         float *sums_in_memory, bool first) {
             const auto group_size = static_cast<int>(weights.group_size);
-            const float *scales = weights.scales;
+            const Table table(weights.table);
+            int group = 0;
             for (int input = 0; input < depth; input += group_size) {
                 Sums sums;
 #pragma GCC unroll 16
@@ -97,24 +139,38 @@ struct QuantizedBlock {
                 }
                 multiply(sums, x + input, weights.values + input * kInputSize<W>,
                          weights.ahead.from_step(input / kInterleaved<W>), weights.stride,
-                         std::min(group_size, depth - input));
-                add_group(sums, scales, weights.stride, sums_in_memory, first && input == 0);
-                scales += kPanelWidth;
+                         std::min(group_size, depth - input), table);
+                if (weights.offsets == nullptr) {
+                    add_group<false>(sums, x, weights, group, sums_in_memory, first && group == 0);
+                } else {
+                    add_group<true>(sums, x, weights, group, sums_in_memory, first && group == 0);
+                }
+                ++group;
             }
         }
 
-        __attribute__((always_inline)) static void add_group(const Sums &sums, const float *scales,
-                                                             std::int64_t stride,
-                                                             float *sums_in_memory, bool first) {
+        template <bool kHasOffsets>
+        __attribute__((always_inline)) static void add_group(const Sums &sums,
+                                                             const std::int16_t *x,
+                                                             const BlockWeights<W> &weights,
+                                                             int group, float *sums_in_memory,
+                                                             bool first) {
             constexpr auto kScaleSize = static_cast<std::int64_t>(sizeof(float) / sizeof(W));
 #pragma GCC unroll 16
             for (int vector = 0; vector < kVectors; ++vector) {
-                const Floats scale = load(scales + vector / kVectorsPerPanel * stride / kScaleSize +
-                                          vector % kVectorsPerPanel * kLanes);
+                const std::int64_t place = vector / kVectorsPerPanel * weights.stride / kScaleSize +
+                                           vector % kVectorsPerPanel * kLanes +
+                                           group * kPanelWidth;
+                const Floats scale = load(weights.scales + place);
 #pragma GCC unroll 16
                 for (int row = 0; row < kRows; ++row) {
                     float *target = sums_in_memory + (row * kVectors + vector) * kLanes;
-                    const Floats share = loraplex::multiply(to_floats(sums[row][vector]), scale);
+                    Floats share = loraplex::multiply(to_floats(sums[row][vector]), scale);
+                    if constexpr (kHasOffsets) {
+                        const float inputs = sum_of_inputs<W>(x + row * kRowStride<W>, group);
+                        share = subtract(share, loraplex::multiply(broadcast(inputs),
+                                                                   load(weights.offsets + place)));
+                    }
                     store(target, add(first ? zeros() : load(target), share));
                 }
             }

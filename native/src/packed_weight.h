@@ -9,9 +9,13 @@
 //   Int8      pairs, as a multiplication of pairs of int16 takes them
 //   Int4      eights: two 16-bit words for each output, the even and the odd inputs, each with the
 //             first input in the lowest four bits: a shift or two widen one pair
+//   Table4    fours, 32 bytes: byte 16 l + k is of output 8 (k / 8) + 4 l + k % 8 / 2, inputs k % 2
+//             (its low four bits) and 2 + k % 2. So the halves of an entry that are looked up with
+//             16 bytes at a time are interleaved to pairs of neighbouring outputs
 //
 // What is missing at the end is 0. After the values of a quantised panel come its scales:
-// [groups of inputs][kPanelWidth] float32.
+// [groups of inputs][kPanelWidth] float32; then its offsets, if there are any, likewise; then the
+// table of Table4: the low bytes of the 16 entries, then their high bytes.
 //
 // The inputs of a panel may be cut into equal blocks, which lie one after another, each like a panel
 // of its own.
@@ -26,7 +30,8 @@
 
 namespace loraplex {
 
-// Elements of quantised weights, -127 .. 127 and -8 .. 7. In memory Int4 is two of them.
+// Elements of quantised weights, -128 .. 127, -8 .. 7 and 0 .. 15. In memory Int4 and Table4 are two
+// of them.
 struct Int8 {
     std::int8_t value;
 };
@@ -35,8 +40,15 @@ struct Int4 {
     std::uint8_t two_values;
 };
 
+struct Table4 {
+    std::uint8_t two_values;
+};
+
 template <typename W>
-inline constexpr bool kIsQuantized = std::is_same_v<W, Int8> || std::is_same_v<W, Int4>;
+inline constexpr bool kHasNibbles = std::is_same_v<W, Int4> || std::is_same_v<W, Table4>;
+
+template <typename W>
+inline constexpr bool kIsQuantized = std::is_same_v<W, Int8> || kHasNibbles<W>;
 
 inline constexpr std::int64_t kPanelWidth = 16;
 inline constexpr std::int64_t kPanelMultiple = 8;
@@ -49,10 +61,16 @@ template <>
 inline constexpr std::int64_t kInterleaved<Int8> = 2;
 template <>
 inline constexpr std::int64_t kInterleaved<Int4> = 8;
+template <>
+inline constexpr std::int64_t kInterleaved<Table4> = 4;
+
+inline constexpr std::int64_t kTableEntries = 16;
+template <typename W>
+inline constexpr std::int64_t kTableSize = std::is_same_v<W, Table4> ? 2 * kTableEntries : 0;
 
 // Elements in memory of one input of a panel.
 template <typename W>
-inline constexpr std::int64_t kInputSize = std::is_same_v<W, Int4> ? kPanelWidth / 2 : kPanelWidth;
+inline constexpr std::int64_t kInputSize = kHasNibbles<W> ? kPanelWidth / 2 : kPanelWidth;
 
 // With those that hold nothing.
 constexpr std::int64_t num_panels(std::int64_t out_features) {
@@ -65,15 +83,19 @@ constexpr std::int64_t num_panels(std::int64_t out_features) {
 template <typename W>
 class PanelLayout {
 public:
-    PanelLayout(std::int64_t in_features, std::int64_t num_blocks, std::int64_t group_size)
+    PanelLayout(std::int64_t in_features, std::int64_t num_blocks, std::int64_t group_size,
+                bool has_offsets)
         : num_blocks_(num_blocks), block_inputs_(in_features / num_blocks),
           padded_inputs_((block_inputs_ + kInterleaved<W> - 1) / kInterleaved<W> *
                          kInterleaved<W>),
           group_size_(group_size),
-          num_groups_(kIsQuantized<W> ? (block_inputs_ + group_size - 1) / group_size : 0) {}
+          num_groups_(kIsQuantized<W> ? (block_inputs_ + group_size - 1) / group_size : 0),
+          scales_size_(num_groups_ * kPanelWidth * kScaleSize), has_offsets_(has_offsets) {}
 
     std::int64_t num_blocks() const { return num_blocks_; }
     std::int64_t block_inputs() const { return block_inputs_; }
+    std::int64_t group_size() const { return group_size_; }
+    bool has_offsets() const { return has_offsets_; }
 
     // Of one block.
     std::int64_t num_groups() const { return num_groups_; }
@@ -83,12 +105,14 @@ public:
 
     // From one block of a panel to the next.
     std::int64_t block_stride() const {
-        constexpr auto kScaleSize = static_cast<std::int64_t>(sizeof(float) / sizeof(W));
-        return values_size() + num_groups_ * kPanelWidth * kScaleSize;
+        return values_size() + (has_offsets_ ? 2 : 1) * scales_size_ + kTableSize<W>;
     }
 
     // Of one block.
     std::int64_t values_size() const { return padded_inputs_ * kInputSize<W>; }
+
+    // From a group's scales to its offsets.
+    std::int64_t scales_size() const { return scales_size_; }
 
     // first_input counts in the block, here and below.
     const W *values(const W *panel, std::int64_t block, std::int64_t first_input) const {
@@ -106,12 +130,28 @@ public:
         }
     }
 
+    // Of the group that starts at first_input; null where there are no offsets.
+    const float *offsets(const W *panel, std::int64_t block, std::int64_t first_input) const {
+        return has_offsets_ ? scales(panel, block, first_input) + scales_size_ / kScaleSize
+                            : nullptr;
+    }
+
+    // Nothing lies there but in Table4.
+    const std::uint8_t *table(const W *panel, std::int64_t block) const {
+        return reinterpret_cast<const std::uint8_t *>(panel + (block + 1) * block_stride() -
+                                                      kTableSize<W>);
+    }
+
 private:
+    static constexpr auto kScaleSize = static_cast<std::int64_t>(sizeof(float) / sizeof(W));
+
     std::int64_t num_blocks_;
     std::int64_t block_inputs_;
     std::int64_t padded_inputs_;
     std::int64_t group_size_;
     std::int64_t num_groups_;
+    std::int64_t scales_size_;  // of one block, in elements
+    bool has_offsets_;
 };
 
 // Blocks of inputs: what the kernels can add up.
@@ -122,14 +162,15 @@ constexpr bool are_blocks(std::int64_t num_blocks, std::int64_t in_features) {
 
 // Inputs that share a scale: what the kernels of a kind can do.
 constexpr bool is_group_size(loraplex_weight_kind kind, std::int64_t group_size) {
-    switch (kind) {
-        case LORAPLEX_WEIGHT_INT8:
-            return group_size == LORAPLEX_INT8_GROUP_SIZE;
-        case LORAPLEX_WEIGHT_INT4:
-            return group_size == 32 || group_size == 64 || group_size == 128;
-        default:
-            return group_size == 0;
+    if (kind < LORAPLEX_WEIGHT_INT8) {
+        return group_size == 0;
     }
+    return group_size >= LORAPLEX_MIN_GROUP_SIZE && group_size <= LORAPLEX_MAX_GROUP_SIZE &&
+           (group_size & (group_size - 1)) == 0;
+}
+
+constexpr bool has_offsets(loraplex_weight_kind kind) {
+    return kind == LORAPLEX_WEIGHT_INT8_OFFSETS || kind == LORAPLEX_WEIGHT_INT4_OFFSETS;
 }
 
 // body(W{}) with the element type of a kind; what it returns.
@@ -143,9 +184,13 @@ loraplex_status for_weight_kind(loraplex_weight_kind kind, const Body &body) {
         case LORAPLEX_WEIGHT_FLOAT16:
             return body(Float16{});
         case LORAPLEX_WEIGHT_INT8:
+        case LORAPLEX_WEIGHT_INT8_OFFSETS:
             return body(Int8{});
         case LORAPLEX_WEIGHT_INT4:
+        case LORAPLEX_WEIGHT_INT4_OFFSETS:
             return body(Int4{});
+        case LORAPLEX_WEIGHT_TABLE4:
+            return body(Table4{});
         default:
             return LORAPLEX_INVALID_ARGUMENT;
     }

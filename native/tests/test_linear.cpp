@@ -36,7 +36,8 @@ struct Weight {
 
 template <typename W>
 Weight pack(Checks &checks, loraplex_weight_kind kind, Size size, const std::vector<W> &weight,
-            const std::vector<float> &scales, std::vector<double> values) {
+            const std::vector<float> &scales, std::vector<double> values,
+            const std::vector<float> &offsets = {}, const std::int16_t *table = nullptr) {
     const std::int64_t num_bytes = loraplex_packed_weight_bytes(
         kind, size.group_size, size.num_blocks, size.out_features, size.in_features);
     checks.expect(num_bytes > 0, "packed bytes");
@@ -46,7 +47,8 @@ Weight pack(Checks &checks, loraplex_weight_kind kind, Size size, const std::vec
         scales.empty() ? 0 : static_cast<std::int64_t>(scales.size()) / size.out_features;
     checks.ok(loraplex_pack_weight(Pool(2), kind, size.group_size, size.num_blocks, weight.data(),
                                    size.in_features, scales.empty() ? nullptr : scales.data(),
-                                   num_groups, size.out_features, size.in_features,
+                                   num_groups, offsets.empty() ? nullptr : offsets.data(), table,
+                                   size.out_features, size.in_features,
                                    result.packed.data()));
     return result;
 }
@@ -61,25 +63,59 @@ Weight float_weight(Checks &checks, Random &random, Size size) {
     return pack(checks, kDtype<W>, size, weight, {}, std::move(values));
 }
 
+// Values of a kind: from, how many, and what they stand for.
+struct Numbers {
+    int lowest;
+    int count;
+    std::vector<std::int16_t> table;
+};
+
+Numbers numbers_of(Random &random, loraplex_weight_kind kind, std::int64_t group_size) {
+    if (kind == LORAPLEX_WEIGHT_INT8 || kind == LORAPLEX_WEIGHT_INT8_OFFSETS) {
+        return {-128, 256, {}};
+    }
+    if (kind != LORAPLEX_WEIGHT_TABLE4) {
+        return {-8, 16, {}};
+    }
+    const std::int64_t largest = std::min<std::int64_t>(65536 / group_size - 1, 1000);
+    Numbers numbers = {0, 16, {}};
+    for (int i = 0; i < numbers.count; ++i) {
+        numbers.table.push_back(static_cast<std::int16_t>(
+            static_cast<std::int64_t>(random.below(2 * largest + 1)) - largest));
+    }
+    return numbers;
+}
+
 Weight quantized_weight(Checks &checks, Random &random, loraplex_weight_kind kind, Size size) {
-    const bool is_int8 = kind == LORAPLEX_WEIGHT_INT8;
+    const Numbers numbers = numbers_of(random, kind, size.group_size);
+    const bool has_offsets =
+        kind == LORAPLEX_WEIGHT_INT8_OFFSETS || kind == LORAPLEX_WEIGHT_INT4_OFFSETS;
     const std::int64_t num_groups = size.num_blocks * size.block_groups();
     std::vector<std::int8_t> weight;
     std::vector<float> scales;
+    std::vector<float> offsets;
     std::vector<double> values;
     for (std::int64_t i = 0; i < size.out_features * num_groups; ++i) {
         scales.push_back(static_cast<float>(random.uniform(0.001, 0.1)));
+        if (has_offsets) {
+            offsets.push_back(static_cast<float>(random.uniform(-1.0, 1.0)));
+        }
     }
     for (std::int64_t i = 0; i < size.out_features * size.in_features; ++i) {
-        weight.push_back(static_cast<std::int8_t>(is_int8 ? random.below(255) - 127
-                                                          : random.below(16) - 8));
+        const auto number = static_cast<int>(random.below(numbers.count));
+        weight.push_back(static_cast<std::int8_t>(numbers.lowest + number));
         const std::int64_t input = i % size.in_features;
         const std::int64_t group = input / size.block_inputs() * size.block_groups() +
                                    input % size.block_inputs() / size.group_size;
         const auto scale = static_cast<std::size_t>(i / size.in_features * num_groups + group);
-        values.push_back(double{scales[scale]} * weight.back());
+        const double factor = numbers.table.empty()
+                                  ? weight.back()
+                                  : numbers.table[static_cast<std::size_t>(number)];
+        values.push_back(double{scales[scale]} * factor -
+                         (has_offsets ? double{offsets[scale]} : 0.0));
     }
-    return pack(checks, kind, size, weight, scales, std::move(values));
+    return pack(checks, kind, size, weight, scales, std::move(values), offsets,
+                numbers.table.empty() ? nullptr : numbers.table.data());
 }
 
 // [num_rows, out] of the first rows of x.
@@ -197,6 +233,11 @@ void test_linear_int8(Checks &checks) {
         const Weight weight = quantized_weight(checks, random, LORAPLEX_WEIGHT_INT8, size);
         for_each_dtype([&]<typename T>(T) { test_weight<T>(checks, random, weight); });
     }
+    for (const Size size : {Size{5, 37, 16}, Size{33, 1030, 64, 2}}) {
+        for (const auto kind : {LORAPLEX_WEIGHT_INT8, LORAPLEX_WEIGHT_INT8_OFFSETS}) {
+            test_weight<float>(checks, random, quantized_weight(checks, random, kind, size));
+        }
+    }
 }
 
 void test_linear_int4(Checks &checks) {
@@ -205,6 +246,11 @@ void test_linear_int4(Checks &checks) {
                             Size{33, 768, 64, 4}}) {
         const Weight weight = quantized_weight(checks, random, LORAPLEX_WEIGHT_INT4, size);
         for_each_dtype([&]<typename T>(T) { test_weight<T>(checks, random, weight); });
+    }
+    for (const Size size : {Size{5, 48, 16}, Size{33, 1024, 64, 2}, Size{130, 512, 512}}) {
+        for (const auto kind : {LORAPLEX_WEIGHT_INT4_OFFSETS, LORAPLEX_WEIGHT_TABLE4}) {
+            test_weight<float>(checks, random, quantized_weight(checks, random, kind, size));
+        }
     }
 }
 

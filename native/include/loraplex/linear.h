@@ -14,29 +14,39 @@ enum {
     LORAPLEX_WEIGHT_FLOAT32 = 0,
     LORAPLEX_WEIGHT_BFLOAT16 = 1,
     LORAPLEX_WEIGHT_FLOAT16 = 2,
-    LORAPLEX_WEIGHT_INT8 = 3, /* -127 .. 127, a scale per output and LORAPLEX_INT8_GROUP_SIZE inputs */
-    LORAPLEX_WEIGHT_INT4 = 4, /* -8 .. 7, a scale per output and 32, 64 or 128 inputs */
+    /* The others have a scale per output and group of inputs, and w = value * scale. The groups
+     * have 2^n inputs, from LORAPLEX_MIN_GROUP_SIZE to LORAPLEX_MAX_GROUP_SIZE. */
+    LORAPLEX_WEIGHT_INT8 = 3, /* -128 .. 127 */
+    LORAPLEX_WEIGHT_INT4 = 4, /* -8 .. 7 */
+    /* An offset per output and group: w = value * scale - offset. */
+    LORAPLEX_WEIGHT_INT8_OFFSETS = 5,
+    LORAPLEX_WEIGHT_INT4_OFFSETS = 6,
+    LORAPLEX_WEIGHT_TABLE4 = 7, /* 0 .. 15, w = table[value] * scale */
 };
 
-/* 512 products of 127 and 32767 are less than 2^31. */
-#define LORAPLEX_INT8_GROUP_SIZE 512
+#define LORAPLEX_MIN_GROUP_SIZE 16
+/* 512 products of -128 and 32767 fit in 32 bits, and 512 inputs of 16 bits in a float32's 24. */
+#define LORAPLEX_MAX_GROUP_SIZE 512
 
 /* The inputs may be cut into so many equal blocks at most; their number is a power of two. */
 #define LORAPLEX_MAX_BLOCKS 8
 
 /* Bytes of a packed weight; 0 if an argument is invalid. group_size: inputs that share a scale, 0
- * where there are no scales. It divides the inputs of a block of int4. num_blocks, from 1 on, divides
- * the inputs; each block has groups of its own. */
+ * where there are no scales. It divides the inputs of a block of 4-bit kinds. num_blocks, from 1 on,
+ * divides the inputs; each block has groups of its own. */
 LORAPLEX_API int64_t loraplex_packed_weight_bytes(loraplex_weight_kind kind, int64_t group_size,
                                                   int64_t num_blocks, int64_t out_features,
                                                   int64_t in_features);
 
-/* weight [out_features, in_features] of the kind's own type; int8_t for int8 and int4.
- * scales [out_features, num_blocks * groups of a block] float32, null where there are none. */
+/* weight [out_features, in_features] of the kind's own type; int8_t for kinds with scales.
+ * scales [out_features, num_blocks * groups of a block] float32, offsets likewise and with the same
+ * stride, table [16]: each null where the kind has none. No entry of the table is above
+ * 65536 / group_size - 1 or below its negative, so that a group's sum fits in 32 bits. */
 LORAPLEX_API loraplex_status loraplex_pack_weight(loraplex_pool *pool, loraplex_weight_kind kind,
                                                   int64_t group_size, int64_t num_blocks,
                                                   const void *weight, int64_t weight_stride,
                                                   const float *scales, int64_t scales_stride,
+                                                  const float *offsets, const int16_t *table,
                                                   int64_t out_features, int64_t in_features,
                                                   void *packed);
 
@@ -49,9 +59,10 @@ LORAPLEX_API loraplex_status loraplex_pack_weight(loraplex_pool *pool, loraplex_
  *
  * float32, bfloat16, float16: every sum runs over the block's inputs in their order.
  *
- * int8, int4: a block of a row of x is rounded to 16 bits, x = round(x / s) s with
+ * Kinds with scales: a block of a row of x is rounded to 16 bits, x = round(x / s) s with
  * s = max |x| / 32767. The products of a group are added as integers, exactly; the groups' sums times
- * their scales are added in float32 in their order; the block's s is multiplied last. Bits are the
+ * their scales, less the exact sums of their inputs times their offsets, each rounded, are added in
+ * float32 in their order; the block's s is multiplied last. Bits are the
  * same on every instruction set. A block whose max |x| is less than 2^-100 counts as zeros; one that
  * holds an infinity or a NaN makes the row's result NaN. */
 LORAPLEX_API loraplex_status loraplex_linear(loraplex_pool *pool, loraplex_weight_kind kind,

@@ -129,6 +129,45 @@ inline Pairs load_nibbles(const std::uint8_t *words) {
     return nibbles;
 }
 
+// 16 int16 by number: their low bytes, then their high bytes.
+struct TableEntries {
+    const std::uint8_t *bytes;
+
+    explicit TableEntries(const std::uint8_t *table) : bytes(table) {}
+};
+
+alignas(32) inline constexpr std::uint32_t kLowNibbles[kLanes] = {
+    0x0f0f0f0fu, 0x0f0f0f0fu, 0x0f0f0f0fu, 0x0f0f0f0fu,
+    0x0f0f0f0fu, 0x0f0f0f0fu, 0x0f0f0f0fu, 0x0f0f0f0fu};
+
+// Of a panel's four inputs, as Table4 has them: the entries of pair kPair of the outputs of one of
+// its vectors. In assembly: a compiler would keep both halves of the table in registers.
+template <int kPair>
+inline Pairs load_entries(const std::uint8_t *fours, int vector, const TableEntries &table) {
+    struct Fours {
+        std::uint8_t bytes[32];
+    };
+    struct Half {
+        std::uint8_t bytes[16];
+    };
+    __m256i numbers;
+    const auto &bytes = *reinterpret_cast<const Fours *>(fours);
+    if constexpr (kPair == 0) {
+        asm("vmovdqu %1, %0\n\tvpand %2, %0, %0" : "=x"(numbers) : "m"(bytes), "m"(kLowNibbles));
+    } else {
+        asm("vmovdqu %1, %0\n\tvpsrlw $4, %0, %0\n\tvpand %2, %0, %0"
+            : "=x"(numbers)
+            : "m"(bytes), "m"(kLowNibbles));
+    }
+    const auto *halves = reinterpret_cast<const Half *>(table.bytes);
+    __m256i low, high;
+    asm("vbroadcasti128 %2, %0\n\tvpshufb %1, %0, %0" : "=&x"(low) : "x"(numbers), "m"(halves[0]));
+    asm("vbroadcasti128 %2, %0\n\tvpshufb %1, %0, %0"
+        : "=&x"(high)
+        : "x"(numbers), "m"(halves[1]));
+    return vector == 0 ? _mm256_unpacklo_epi8(low, high) : _mm256_unpackhi_epi8(low, high);
+}
+
 // sum + a0 * b0 + a1 * b1 of each pair; nothing overflows. In assembly: a compiler would do all
 // multiplications of a step first, and has no registers for what they give.
 inline Ints dot_add(Ints sum, Pairs a, Pairs b) {

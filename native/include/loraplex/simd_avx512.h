@@ -110,6 +110,32 @@ inline Pairs load_nibbles(const std::uint8_t *words) {
     return _mm512_srai_epi16(top, 12);
 }
 
+// 16 int16 by number, twice: the fifth bit of a number makes no difference.
+struct TableEntries {
+    __m512i entries;
+
+    // table: their low bytes, then their high bytes
+    explicit TableEntries(const std::uint8_t *table) {
+        const __m128i low = _mm_loadu_si128(reinterpret_cast<const __m128i *>(table));
+        const __m128i high = _mm_loadu_si128(reinterpret_cast<const __m128i *>(table + 16));
+        const __m256i once = _mm256_set_m128i(_mm_unpackhi_epi8(low, high),
+                                              _mm_unpacklo_epi8(low, high));
+        entries = _mm512_inserti64x4(_mm512_castsi256_si512(once), once, 1);
+    }
+};
+
+// Of a panel's four inputs, as Table4 has them: the entries of pair kPair of the outputs of one of
+// its vectors, of which there is one.
+template <int kPair>
+inline Pairs load_entries(const std::uint8_t *fours, int, const TableEntries &table) {
+    const __m512i words = _mm512_cvtepu8_epi16(
+        _mm256_loadu_si256(reinterpret_cast<const __m256i *>(fours)));
+    // The outputs are 0..3, 8..11, 4..7, 12..15.
+    const __m512i ordered = _mm512_shuffle_i32x4(words, words, 0xd8);
+    return _mm512_permutexvar_epi16(kPair == 0 ? ordered : _mm512_srli_epi16(ordered, 4),
+                                    table.entries);
+}
+
 // sum + a0 * b0 + a1 * b1 of each pair; nothing overflows. In assembly: a compiler would do all
 // multiplications of a step first, and has no registers for what they give.
 inline Ints dot_add(Ints sum, Pairs a, Pairs b) {

@@ -113,6 +113,30 @@ inline Pairs load_nibbles(const std::uint8_t *words) {
     return (bits << (12 - 4 * kNibble)) >> 12;
 }
 
+// 16 int16 by number.
+struct TableEntries {
+    std::int16_t entries[16];
+
+    // table: their low bytes, then their high bytes
+    explicit TableEntries(const std::uint8_t *table) {
+        for (int i = 0; i < 16; ++i) {
+            entries[i] = static_cast<std::int16_t>(table[i] | table[16 + i] << 8);
+        }
+    }
+};
+
+// Of a panel's four inputs, as Table4 has them: the entries of pair kPair of the outputs of one of
+// its vectors.
+template <int kPair>
+inline Pairs load_entries(const std::uint8_t *fours, int vector, const TableEntries &table) {
+    const std::uint8_t *bytes = fours + vector % 2 * 16 + vector / 2 * 8;
+    Pairs pairs;
+    for (int i = 0; i < 2 * kLanes; ++i) {
+        pairs[i] = table.entries[bytes[i] >> 4 * kPair & 0xf];
+    }
+    return pairs;
+}
+
 // sum + a0 * b0 + a1 * b1 of each pair; nothing overflows.
 inline Ints dot_add(Ints sum, Pairs a, Pairs b) {
 #if defined(__SSE2__)

@@ -109,6 +109,26 @@ inline Pairs load_nibbles(const std::uint8_t *words) {
     return vshrq_n_s16(vshlq_n_s16(bits, 12 - 4 * kNibble), 12);
 }
 
+// 16 int16 by number: their low bytes, and their high bytes.
+struct TableEntries {
+    uint8x16_t low;
+    uint8x16_t high;
+
+    explicit TableEntries(const std::uint8_t *table)
+        : low(vld1q_u8(table)), high(vld1q_u8(table + 16)) {}
+};
+
+// Of a panel's four inputs, as Table4 has them: the entries of pair kPair of the outputs of one of
+// its vectors. Little endian.
+template <int kPair>
+inline Pairs load_entries(const std::uint8_t *fours, int vector, const TableEntries &table) {
+    const uint8x8_t bytes = vld1_u8(fours + vector % 2 * 16 + vector / 2 * 8);
+    const uint8x8_t numbers = kPair == 0 ? vand_u8(bytes, vdup_n_u8(0xf)) : vshr_n_u8(bytes, 4);
+    const uint8x8_t low = vqtbl1_u8(table.low, numbers);
+    const uint8x8_t high = vqtbl1_u8(table.high, numbers);
+    return vreinterpretq_s16_u8(vcombine_u8(vzip1_u8(low, high), vzip2_u8(low, high)));
+}
+
 // sum + a0 * b0 + a1 * b1 of each pair; nothing overflows.
 inline Ints dot_add(Ints sum, Pairs a, Pairs b) {
     const int32x4_t low = vmull_s16(vget_low_s16(a), vget_low_s16(b));

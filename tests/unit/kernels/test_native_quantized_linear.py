@@ -104,7 +104,7 @@ def test_the_bits_of_the_reference(
     generator: torch.Generator,
 ) -> None:
     weight, bias = random_weight(*size, generator)
-    with_bias, without = kernel.pack_quantized(weight, bias), kernel.pack_quantized(weight, None)
+    with_bias, without = kernel.pack(weight, bias), kernel.pack(weight, None)
     x = torch.randn(140, size[2], generator=generator).to(dtype)
     expected = quantized_linear(x, weight, bias)
     for num_rows in (*range(1, 41), 64, 140):
@@ -118,7 +118,7 @@ def test_extreme_numbers_do_not_overflow(kernel: LinearKernel, precision: Weight
     for sign in (1.0, -1.0):
         weight = quantize(torch.full((20, 1024), sign), precision)
         x = torch.full((3, 1024), 2.0)
-        packed = kernel.pack_quantized(weight, None)
+        packed = kernel.pack(weight, None)
         torch.testing.assert_close(kernel.apply(x, packed), torch.full((3, 20), sign * 2048.0))
 
 
@@ -194,10 +194,12 @@ def test_sizes_that_no_kernel_takes(kernel: LinearKernel) -> None:
         for precision in (INT8, INT4)
     }
     assert kernel.packed_bytes(kinds[INT8], 512, 0, 16, 100) > 0
-    assert kernel.packed_bytes(kinds[INT8], 128, 0, 16, 128) == 0
+    assert kernel.packed_bytes(kinds[INT8], 48, 0, 16, 96) == 0
+    assert kernel.packed_bytes(kinds[INT8], 8, 0, 16, 96) == 0
+    assert kernel.packed_bytes(kinds[INT8], 1024, 0, 16, 2048) == 0
     assert kernel.packed_bytes(kinds[INT4], 128, 0, 16, 128) > 0
     assert kernel.packed_bytes(kinds[INT4], 128, 0, 16, 192) == 0
-    assert kernel.packed_bytes(kinds[INT4], 16, 0, 16, 32) == 0
+    assert kernel.packed_bytes(kinds[INT4], 16, 0, 16, 40) == 0
 
 
 def test_fp8_is_for_a_gpu(kernel: LinearKernel) -> None:

@@ -12,6 +12,7 @@ from loraplex.kernels.native.linear import LinearKernel
 from loraplex.kernels.native.row_norms import squared_row_norms
 from loraplex.kernels.quantization import quantize
 from loraplex.kernels.reference import ReferenceKernels
+from support.stored_weights import FORMS, stored_weight
 
 pytestmark = pytest.mark.skipif(
     not LIBRARY_FOLDER.exists(), reason="loraplex was installed without a compiler"
@@ -57,8 +58,22 @@ def test_of_floats(linear, dtype, size):
 )
 def test_of_quantised_weights(linear, precision, size):
     quantized = quantize(weight_of(*size), precision)
-    found = squared_row_norms(linear.pack_quantized(quantized, None))
+    found = squared_row_norms(linear.pack(quantized, None))
     torch.testing.assert_close(found, squares(quantized.dequantized()), rtol=5e-6, atol=0)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("num_blocks", [0, 2])
+def test_of_stored_weights(linear, form, num_blocks):
+    stored = stored_weight(form, 32, 192, 37, torch.Generator().manual_seed(1))
+    found = squared_row_norms(linear.pack(stored, None, num_blocks=num_blocks))
+    torch.testing.assert_close(found, squares(stored.dequantized()), rtol=1e-5, atol=0)
+
+
+def test_a_short_last_group_with_offsets(linear):
+    stored = stored_weight("int8 offsets", 64, 131, 20, torch.Generator().manual_seed(2))
+    found = squared_row_norms(linear.pack(stored, None))
+    torch.testing.assert_close(found, squares(stored.dequantized()), rtol=1e-5, atol=0)
 
 
 def test_in_many_pieces(linear, monkeypatch):

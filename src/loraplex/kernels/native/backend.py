@@ -93,7 +93,6 @@ class NativeKernels:
         precision: WeightPrecision = WeightPrecision.NATIVE,
         num_blocks: int = 0,
     ) -> PackedLinear:
-        assert isinstance(weight, torch.Tensor)
         return self._linear.pack(weight, bias, precision, num_blocks)
 
     def takes_quantized(self, weight: QuantizedWeight, num_blocks: int) -> bool:

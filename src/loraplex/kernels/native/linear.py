@@ -18,7 +18,12 @@ from loraplex.kernels.native.library import (
     ThreadPool,
     Value,
 )
-from loraplex.kernels.quantization import QuantizedWeight, group_size_of, quantize
+from loraplex.kernels.quantization import (
+    QuantizedWeight,
+    group_size_of,
+    largest_entry,
+    quantize,
+)
 from loraplex.kernels.routing import Routes
 
 PACKED_LAYOUT = "panels-2"
@@ -37,6 +42,9 @@ class WeightKind(enum.IntEnum):
     FLOAT16 = 2
     INT8 = 3
     INT4 = 4
+    INT8_OFFSETS = 5
+    INT4_OFFSETS = 6
+    TABLE4 = 7
 
 
 _KINDS = {
@@ -48,6 +56,11 @@ _QUANTIZED_KINDS = {
     WeightPrecision.INT8: WeightKind.INT8,
     WeightPrecision.INT4: WeightKind.INT4,
 }
+_KINDS_WITH_OFFSETS = {
+    WeightPrecision.INT8: WeightKind.INT8_OFFSETS,
+    WeightPrecision.INT4: WeightKind.INT4_OFFSETS,
+}
+_KINDS_WITH_TABLE = {WeightPrecision.INT4: WeightKind.TABLE4}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,6 +89,14 @@ class _Form(NamedTuple):
     in_features: int
 
 
+class _Matrix(NamedTuple):
+    """One matrix to be packed: values [out, in], and what belongs to its groups."""
+
+    values: torch.Tensor
+    scales: torch.Tensor | None = None  # [out, groups] float32
+    offsets: torch.Tensor | None = None  # likewise
+
+
 class LinearKernel:
     """Packs weights and applies them. The sums are float32 whatever the types."""
 
@@ -91,7 +112,7 @@ class LinearKernel:
         self._pack = library.function(
             "loraplex_pack_weight",
             *(Pointer, Int, Size, Size),
-            *(Pointer, Size, Pointer, Size),
+            *(Pointer, Size, Pointer, Size, Pointer, Pointer),
             *(Size, Size, Pointer),
         )
         self._gather_columns = library.function(
@@ -128,15 +149,20 @@ class LinearKernel:
 
     def pack(
         self,
-        weight: torch.Tensor,
+        weight: torch.Tensor | QuantizedWeight,
         bias: torch.Tensor | None,
         precision: WeightPrecision = WeightPrecision.NATIVE,
         num_blocks: int = 0,
     ) -> PackedWeight:
         """weight [out, in] or [E, out, in] float32, bfloat16 or float16; bias [..., out] or None.
 
-        Raises ConfigError if the weight cannot be quantised to the precision, or cut into blocks.
+        A weight that is quantised already keeps its numbers; `precision` is of others.
+
+        Raises ConfigError if the weight cannot be quantised to the precision, or cut into blocks,
+        or if the kernels cannot multiply a quantised one.
         """
+        if isinstance(weight, QuantizedWeight):
+            return self._pack_quantized(weight, bias, num_blocks)
         if precision is WeightPrecision.FP8:
             raise ConfigError("fp8 needs a GPU; on a CPU int8 takes as little memory")
         matrices = weight.unsqueeze(0) if weight.dim() == 2 else weight
@@ -145,32 +171,55 @@ class LinearKernel:
         sizes = (num_blocks, out_features, in_features)
         if precision is WeightPrecision.NATIVE:
             form = _Form(_KINDS[weight.dtype], 0, *sizes)
-            return self._pack_all(form, ((matrix, None) for matrix in matrices), bias, num_experts)
+            return self._pack_all(form, map(_Matrix, matrices), bias, num_experts)
         block_inputs = in_features // max(1, num_blocks)
         group_size = group_size_of(precision, block_inputs)
         form = _Form(_QUANTIZED_KINDS[precision], group_size, *sizes)
         rows = (_quantized_by_block(matrix, precision, block_inputs) for matrix in matrices)
         return self._pack_all(form, rows, bias, num_experts)
 
-    def pack_quantized(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> PackedWeight:
-        form = _Form(_QUANTIZED_KINDS[weight.precision], weight.group_size, 0, *weight.values.shape)
-        return self._pack_all(form, [(weight.values, weight.scales)], bias)
+    def takes(self, weight: QuantizedWeight, num_blocks: int = 0) -> bool:
+        """Whether the kernels multiply the weight as it is, with its inputs in so many blocks."""
+        return self._form_of(weight, num_blocks) is not None
+
+    def _form_of(self, weight: QuantizedWeight, num_blocks: int) -> _Form | None:
+        """Return the form of a packed weight that keeps the numbers; None if there is none."""
+        kind = _kind_of(weight)
+        out_features, in_features = weight.values.shape[-2:]
+        is_cut = num_blocks > 1 and in_features // num_blocks % weight.group_size
+        if kind is None or is_cut:
+            return None
+        form = _Form(kind, weight.group_size, num_blocks, out_features, in_features)
+        return form if self.packed_bytes(*form) else None
+
+    def _pack_quantized(
+        self, weight: QuantizedWeight, bias: torch.Tensor | None, num_blocks: int
+    ) -> PackedWeight:
+        _check_blocks(num_blocks, weight.values.shape[-1])
+        form = self._form_of(weight, num_blocks)
+        if form is None:
+            raise ConfigError(_why_not(weight, num_blocks))
+        table = None if weight.table is None else torch.tensor(weight.table, dtype=torch.int16)
+        num_experts = weight.values.shape[:-2].numel()
+        return self._pack_all(form, _matrices_of(weight), bias, num_experts, table)
 
     def _pack_all(
         self,
         form: _Form,
-        matrices: Iterable[tuple[torch.Tensor, torch.Tensor | None]],
+        matrices: Iterable[_Matrix],
         bias: torch.Tensor | None,
         num_experts: int = 1,
+        table: torch.Tensor | None = None,
     ) -> PackedWeight:
-        """matrices: the values and scales of each expert, one after another."""
+        """matrices: of each expert, one after another. table: [16] int16."""
         panels = torch.empty(num_experts, self.packed_bytes(*form), dtype=torch.uint8)
-        for (values, scales), place in zip(matrices, panels, strict=True):
+        for (values, scales, offsets), place in zip(matrices, panels, strict=True):
             rows = values if values.stride(1) == 1 else values.contiguous()
             self._pack(
                 *(self._pool.address, form.kind, form.group_size, max(1, form.num_blocks)),
                 *(rows.data_ptr(), rows.stride(0)),
                 *((None, 0) if scales is None else (scales.data_ptr(), scales.stride(0))),
+                *(None if tensor is None else tensor.data_ptr() for tensor in (offsets, table)),
                 *(form.out_features, form.in_features, place.data_ptr()),
             )
         wide_bias = None if bias is None else bias.float().contiguous()
@@ -252,10 +301,49 @@ def _check_blocks(num_blocks: int, in_features: int) -> None:
         )
 
 
+def _kind_of(weight: QuantizedWeight) -> WeightKind | None:
+    """Return the kind with the weight's numbers and what belongs to them; None if there is none."""
+    if weight.table is None:
+        kinds = _QUANTIZED_KINDS if weight.offsets is None else _KINDS_WITH_OFFSETS
+        return kinds.get(weight.precision)
+    largest = largest_entry(weight.group_size)
+    is_table = len(weight.table) == 16 and all(abs(entry) <= largest for entry in weight.table)
+    return _KINDS_WITH_TABLE.get(weight.precision) if is_table and weight.offsets is None else None
+
+
+def _matrices_of(weight: QuantizedWeight) -> Iterable[_Matrix]:
+    """Return each expert's matrix, or the only one."""
+    values, scales, offsets = (
+        None if tensor is None else tensor.contiguous().view(-1, *tensor.shape[-2:])
+        for tensor in (weight.values, weight.scales, weight.offsets)
+    )
+    assert values is not None
+    assert scales is not None
+    return map(_Matrix, values, scales, [None] * len(values) if offsets is None else offsets)
+
+
+def _why_not(weight: QuantizedWeight, num_blocks: int) -> str:
+    what = weight.precision.value
+    if weight.table is not None:
+        what += " numbers of a table"
+    if weight.offsets is not None:
+        what += " with offsets"
+    inputs = f"{weight.values.shape[-1]} inputs"
+    if num_blocks > 1:
+        inputs += f" in {num_blocks} blocks"
+    return (
+        f"no kernel of a CPU multiplies a quantised weight of {what}, {inputs} and groups of "
+        f"{weight.group_size}: they multiply int8 and int4 numbers, with offsets or without, and "
+        f"int4 numbers of a table of 16 up to {largest_entry(weight.group_size)}, in groups of "
+        "16, 32, 64, 128, 256 or 512 inputs, which divide those of int4 and of each block; widen "
+        "the weight to float16 instead"
+    )
+
+
 def _quantized_by_block(
     matrix: torch.Tensor, precision: WeightPrecision, block_inputs: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the values [out, in], and the scales [out, groups] of one block after another."""
+) -> _Matrix:
+    """Return the matrix with the groups of one block after another."""
     blocks = [quantize(block, precision) for block in torch.split(matrix, block_inputs, 1)]
     values = torch.cat([block.values for block in blocks], dim=1)
-    return values, torch.cat([block.scales for block in blocks], dim=1)
+    return _Matrix(values, torch.cat([block.scales for block in blocks], dim=1))

@@ -12,8 +12,18 @@ _FLOATS = {
     WeightKind.BFLOAT16: torch.bfloat16,
     WeightKind.FLOAT16: torch.float16,
 }
-_INTERLEAVED = {WeightKind.BFLOAT16: 2, WeightKind.INT8: 2, WeightKind.INT4: 8}
+_INTERLEAVED = {
+    WeightKind.BFLOAT16: 2,
+    WeightKind.INT8: 2,
+    WeightKind.INT8_OFFSETS: 2,
+    WeightKind.INT4: 8,
+    WeightKind.INT4_OFFSETS: 8,
+    WeightKind.TABLE4: 4,
+}
+_BYTES = (WeightKind.INT8, WeightKind.INT8_OFFSETS)
+_WITH_OFFSETS = (WeightKind.INT8_OFFSETS, WeightKind.INT4_OFFSETS)
 _NIBBLES = (12, 8, 4, 0)
+_TABLE_BYTES = 32
 _VALUES_AT_ONCE = 1 << 18  # in float32 they fit into a cache
 
 
@@ -43,36 +53,65 @@ def _block_norms(block: PackedWeight, panels: torch.Tensor) -> torch.Tensor:
 def _sums(weight: PackedWeight, panels: torch.Tensor) -> torch.Tensor:
     """[panels, 16] float64, to float32's precision."""
     depth = _INTERLEAVED.get(weight.kind, 1)
-    num_blocks = -(-weight.in_features // depth)
-    columns = _WIDTH * depth
-    value_bytes = num_blocks * columns
+    num_steps = -(-weight.in_features // depth)
     if weight.kind in _FLOATS:
-        values = panels.view(_FLOATS[weight.kind])
-    elif weight.kind is WeightKind.INT8:
-        values = panels[:, :value_bytes].view(torch.int8)
-    else:
-        # Two words of four nibbles; the squares of a word are at most 4 * 8 * 8.
-        columns, value_bytes = 2 * _WIDTH, value_bytes // 2
-        words = panels[:, :value_bytes].contiguous().view(torch.int16)
-        values = _word_norms(words)
-    squares = values.float().square().view(len(panels), num_blocks, columns)
-    if weight.kind in _FLOATS:
-        return _of_outputs(squares.sum(1))
-    scales = panels[:, value_bytes:].contiguous().view(torch.float32).view(len(panels), -1, _WIDTH)
+        squares = panels.view(_FLOATS[weight.kind]).float().square()
+        return _of_outputs(squares.view(len(panels), num_steps, -1).sum(1))
+    value_bytes = num_steps * _WIDTH * depth // (1 if weight.kind in _BYTES else 2)
+    values, rest = panels[:, :value_bytes].contiguous(), panels[:, value_bytes:].contiguous()
     per_group = weight.group_size // depth
-    missing = scales.shape[1] * per_group - num_blocks
-    if missing:
-        squares = torch.nn.functional.pad(squares, (0, 0, 0, missing))
-    groups = squares.view(len(panels), -1, per_group, columns).sum(2)
-    return (_of_outputs(groups) * scales.double().square()).sum(1)
+    powers = [
+        _of_outputs(_in_groups(sums, num_steps, per_group))
+        for exponent in ((2, 1) if weight.kind in _WITH_OFFSETS else (2,))
+        for sums in [_powers(weight.kind, values, rest[0, -_TABLE_BYTES:], exponent)]
+    ]
+    if weight.kind is WeightKind.TABLE4:
+        rest = rest[:, :-_TABLE_BYTES].contiguous()
+    terms = rest.view(torch.float32).view(len(panels), -1, _WIDTH).double()
+    if weight.kind not in _WITH_OFFSETS:
+        return (powers[0] * terms.square()).sum(1)
+    # (q s - o)^2 = q^2 s^2 - 2 q s o + o^2
+    scales, offsets = terms.chunk(2, 1)
+    firsts = torch.arange(scales.shape[1]) * weight.group_size
+    sizes = (weight.in_features - firsts).clamp(max=weight.group_size).view(-1, 1)
+    squares, numbers = powers
+    norms = squares * scales.square() - 2 * numbers * scales * offsets + sizes * offsets.square()
+    return norms.sum(1)
 
 
-def _word_norms(words: torch.Tensor) -> torch.Tensor:
-    """The root of the sum of each word's squares."""
-    squares = torch.zeros_like(words)
+def _powers(
+    kind: WeightKind, values: torch.Tensor, table: torch.Tensor, exponent: int
+) -> torch.Tensor:
+    """Return the numbers to a power, or the sums of an output's neighbours: [panels, n] float32.
+
+    values: the panels' bytes [panels, bytes]. table: the low bytes of its entries and then their
+    high ones, as int16s are cut.
+    """
+    if kind is WeightKind.TABLE4:
+        low, high = table.view(2, -1).short()
+        entries = (low | high << 8).float() ** exponent
+        # Bits 4 to 7 of a byte are the number of another input of the same output.
+        bytes_of_outputs = values.view(len(values), -1, 2, 2, 8).transpose(2, 3)
+        both: torch.Tensor = entries + entries.unsqueeze(1)
+        return both.flatten()[bytes_of_outputs.int()].flatten(1)
+    if kind in _BYTES:
+        numbers: torch.Tensor = values.view(torch.int8).float() ** exponent
+        return numbers
+    # Words of four nibbles; their squares are at most 4 * 8 * 8.
+    words = values.view(torch.int16)
+    sums = torch.zeros_like(words)
     for shift in _NIBBLES:
-        squares += ((words << shift) >> 12).square_()
-    return squares.float().sqrt_()
+        sums += ((words << shift) >> 12) ** exponent
+    return sums.float()
+
+
+def _in_groups(numbers: torch.Tensor, num_steps: int, per_group: int) -> torch.Tensor:
+    """[panels, steps * columns] -> the sums of a group's steps [panels, groups, columns]"""
+    steps = numbers.view(len(numbers), num_steps, -1)
+    missing = -num_steps % per_group
+    if missing:
+        steps = torch.nn.functional.pad(steps, (0, 0, 0, missing))
+    return steps.view(len(steps), -1, per_group, steps.shape[-1]).sum(2)
 
 
 def _of_outputs(sums: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,30 @@
+"""Random weights in the forms that quantised checkpoints have and native kernels multiply."""
+
+import torch
+
+from loraplex.core.weight_precision import WeightPrecision
+from loraplex.kernels.quantization import QuantizedWeight, largest_entry
+
+FORMS = ("int8", "int8 offsets", "int4", "int4 offsets", "table")
+
+
+def stored_weight(
+    form: str, group_size: int, in_features: int, out_features: int, generator: torch.Generator
+) -> QuantizedWeight:
+    """Weight [out, in] of the form, with every number that it may have; offsets are large."""
+    name = form.split()[0]
+    low, high = {"int8": (-128, 127), "int4": (-8, 7), "table": (0, 15)}[name]
+    sizes = (out_features, in_features)
+    values = torch.randint(low, high + 1, sizes, generator=generator).to(torch.int8)
+    scales = torch.randn(out_features, -(-in_features // group_size), generator=generator)
+    offsets = 100 * torch.randn(scales.shape, generator=generator)
+    largest = largest_entry(group_size)
+    entries = torch.randint(-largest, largest + 1, (14,), generator=generator)
+    return QuantizedWeight(
+        WeightPrecision.INT8 if name == "int8" else WeightPrecision.INT4,
+        group_size,
+        values,
+        scales,
+        offsets=offsets if form.endswith("offsets") else None,
+        table=(-largest, largest, *entries.tolist()) if name == "table" else None,
+    )
