@@ -14,6 +14,7 @@ import dataclasses
 import itertools
 import json
 import platform
+import re
 import statistics
 import time
 import warnings
@@ -32,6 +33,7 @@ from loraplex.kernels.native.library import (
     load_library,
 )
 from loraplex.kernels.native.linear import LinearKernel
+from loraplex.kernels.quantization import QuantizedWeight
 
 WEIGHTS = {
     "fp32": (torch.float32, WeightPrecision.NATIVE),
@@ -40,6 +42,12 @@ WEIGHTS = {
     "int8": (torch.bfloat16, WeightPrecision.INT8),
     "int4": (torch.bfloat16, WeightPrecision.INT4),
 }
+STORED = {
+    "int8": (WeightPrecision.INT8, False),
+    "int4": (WeightPrecision.INT4, False),
+    "table": (WeightPrecision.INT4, True),
+}
+_STORED_NAME = re.compile(r"(int8|int4|table)-g([0-9]+)(-offsets)?")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,10 +70,35 @@ class Shape:
         return max(2, self.num_bytes // weight_bytes)
 
 
+def stored_weight(name: str, shape: Shape) -> QuantizedWeight:
+    """Random weight as a checkpoint holds it, such as int8-g32, int4-g128-offsets or table-g64."""
+    found = _STORED_NAME.fullmatch(name)
+    if found is None:
+        raise SystemExit(
+            f"--weights: {name!r} is none of {', '.join(WEIGHTS)}, and not of the form "
+            "int8-gN, int4-gN or table-gN with N inputs in a group, with -offsets or without"
+        )
+    (precision, has_table), group_size = STORED[found[1]], int(found[2])
+    sizes = (shape.out_features, shape.in_features)
+    lowest = 0 if has_table else -8
+    scales = torch.rand(shape.out_features, -(-shape.in_features // group_size))
+    return QuantizedWeight(
+        precision,
+        group_size,
+        torch.randint(lowest, lowest + 16, sizes, dtype=torch.int8),
+        scales,
+        offsets=scales.clone() if found[3] else None,
+        table=tuple(range(-64, 64, 8)) if has_table else None,
+    )
+
+
 def native_case(kernel: LinearKernel, shape: Shape, name: str, label: str) -> Case:
-    dtype, precision = WEIGHTS[name]
-    weight = torch.randn(shape.out_features, shape.in_features).to(dtype)
-    packed = kernel.pack(weight, None, precision)
+    if name in WEIGHTS:
+        dtype, precision = WEIGHTS[name]
+        weight = torch.randn(shape.out_features, shape.in_features).to(dtype)
+        packed = kernel.pack(weight, None, precision)
+    else:
+        dtype, packed = torch.bfloat16, kernel.pack(stored_weight(name, shape), None)
     turn = itertools.cycle(
         [
             dataclasses.replace(packed, panels=packed.panels.clone())
@@ -136,7 +169,11 @@ def arguments_of_command_line() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--shapes", default="2048x2048,5632x2048,2048x5632", help="OUTxIN,...")
     parser.add_argument("--rows", default="1,4,8,16,32,128,512")
-    parser.add_argument("--weights", default=",".join(WEIGHTS))
+    parser.add_argument(
+        "--weights",
+        default=",".join(WEIGHTS),
+        help="also int8-g32, int4-g128-offsets, table-g64: of checkpoints, in groups of so many",
+    )
     parser.add_argument("--instruction-sets", help="of those that this CPU has; usually the best")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=3.0, help="for each line of the table")
