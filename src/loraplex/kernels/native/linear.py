@@ -19,6 +19,7 @@ from loraplex.kernels.native.library import (
     Value,
 )
 from loraplex.kernels.quantization import (
+    GROUP_SIZES,
     QuantizedWeight,
     group_size_of,
     largest_entry,
@@ -335,8 +336,8 @@ def _why_not(weight: QuantizedWeight, num_blocks: int) -> str:
         f"no kernel of a CPU multiplies a quantised weight of {what}, {inputs} and groups of "
         f"{weight.group_size}: they multiply int8 and int4 numbers, with offsets or without, and "
         f"int4 numbers of a table of 16 up to {largest_entry(weight.group_size)}, in groups of "
-        "16, 32, 64, 128, 256 or 512 inputs, which divide those of int4 and of each block; widen "
-        "the weight to float16 instead"
+        f"{', '.join(map(str, sorted(GROUP_SIZES)))} inputs, which divide those of int4 and of "
+        "each block; widen the weight to float16 instead"
     )
 
 
