@@ -124,7 +124,7 @@ def hugging_face_config(file: GgufFile) -> Fields:
         "vocab_size": embedding.shape[0],
         "hidden_size": size,
         "intermediate_size": keys.integer("feed_forward_length"),
-        "num_hidden_layers": keys.integer("block_count"),
+        "num_hidden_layers": _num_layers(keys),
         "num_attention_heads": heads,
         "num_key_value_heads": keys.integer("attention.head_count_kv", heads),
         "head_dim": keys.integer("attention.key_length", size // heads),
@@ -154,6 +154,17 @@ def _bits_in_memory(file: GgufFile) -> float:
         if len(tensor.shape) > 1 and name.startswith("blk.")
     ]
     return sum(size * bits for size, bits in kinds) / max(1, sum(size for size, _ in kinds))
+
+
+def _num_layers(keys: _Keys) -> int:
+    """Return how many layers there are. A number far off would make a description of each."""
+    count, stored = keys.integer("block_count"), len(keys.file.tensors)
+    if count > stored:
+        raise ConfigError(
+            f"{keys.file.path}: metadata {keys.architecture}.block_count is {count}, but the file "
+            f"has {stored} tensors"
+        )
+    return count
 
 
 def _token_ids(file: GgufFile) -> Fields:

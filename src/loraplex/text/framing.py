@@ -6,15 +6,23 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
+from loraplex.core.errors import ConfigError
+
 _SOME_TEXT = "a"
 
 
 def set_frame(tokenizer: Tokenizer, before: Sequence[str], after: Sequence[str]) -> None:
-    """Let encode put these (texts of tokens) around a text."""
+    """Let encode put these (texts of tokens) around a text. Raises ConfigError."""
     ids = [(token, tokenizer.token_to_id(token)) for token in dict.fromkeys((*before, *after))]
-    tokenizer.post_processor = TemplateProcessing(
-        single=[*before, "$A", *after], special_tokens=ids
-    )
+    try:
+        tokenizer.post_processor = TemplateProcessing(
+            single=[*before, "$A", *after], special_tokens=ids
+        )
+    except ValueError as error:
+        # A text that begins with $ or ends with a colon and a number has a meaning in templates.
+        raise ConfigError(
+            f"the tokens {[*before, *after]} cannot be put around texts: {error}"
+        ) from error
 
 
 def override_frame(

@@ -112,7 +112,11 @@ class _Tokens:
     def scores(self) -> list[float]:
         """Return a number for each token. Raises ConfigError."""
         values = self._metadata.get(f"{_PREFIX}scores")
-        if not isinstance(values, list) or len(values) != len(self.texts):
+        if (
+            not isinstance(values, list)
+            or len(values) != len(self.texts)
+            or not all(isinstance(value, int | float) for value in values)
+        ):
             raise ConfigError(f"{self.source}: {_PREFIX}scores must have a number for each token")
         return [float(value) for value in values]
 

@@ -184,6 +184,7 @@ def test_files_cut_off_anywhere_are_refused(tmp_path: Path) -> None:
     [
         ({"general.architecture": "mamba"}, "architecture 'mamba' of GGUF is not supported"),
         ({"llama.block_count": 0}, "llama.block_count must be an integer of at least 1, got 0"),
+        ({"llama.block_count": 1 << 31}, "block_count is 2147483648, but the file has"),
         ({"llama.embedding_length": "x"}, "llama.embedding_length must be an integer"),
         ({"tokenizer.ggml.pre": "odd"}, "pre 'odd' is not supported"),
         ({"tokenizer.ggml.model": "bert"}, "tokenizer 'bert' of GGUF is not supported"),
@@ -202,6 +203,13 @@ def test_models_that_are_refused(
     }
     path = write(tmp_path, gguf_bytes({**read.metadata, **changes}, tensors))
     with pytest.raises((ConfigError, UnsupportedModelError), match=re.escape(message)):
+        gguf_folder(path, tmp_path / "folders")
+
+
+def test_a_first_token_that_cannot_be_put_before_texts(file: Path, tmp_path: Path) -> None:
+    # In the templates of the tokenizers library $ begins a name.
+    path = write(tmp_path, file.read_bytes().replace(b"<s>", b"$s>"))
+    with pytest.raises(ConfigError, match=re.escape("['$s>'] cannot be put around texts")):
         gguf_folder(path, tmp_path / "folders")
 
 
