@@ -66,6 +66,7 @@ def _gptq(
     is_symmetric: bool = False,
     is_ordered: bool = True,
 ) -> Encoded:
+    size = size if size > 0 else num_inputs
     num_groups = num_inputs // size
     codes, zeros = _codes(bits, num_outputs, num_inputs), _codes(bits, num_outputs, num_groups)
     if is_symmetric:
@@ -189,6 +190,7 @@ CASES: Mapping[str, Case] = {
     "gptq-4-order": _gptq_case(4, 16, is_ordered=False),
     "gptq-4-v2": _gptq_case(4, 16, "gptq_v2", zero_offset=0),
     "gptq-4-v2-undeclared": _gptq_case(4, 16, zero_offset=0, is_symmetric=True),
+    "gptq-4-rows": _gptq_case(4, -1),
     "gptq-2": _gptq_case(2, 16),
     "gptq-3": _gptq_case(3, 16),
     "gptq-8": _gptq_case(8, 16, is_symmetric=True),

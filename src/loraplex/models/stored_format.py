@@ -198,7 +198,7 @@ def _gptq_bits(table: ConfigFields) -> float | None:
     if table.boolean("desc_act", default=False):
         return None
     is_symmetric = table.boolean("sym", default=False)
-    group_size = table.integer("group_size", -1)
+    group_size = table.optional_integer("group_size")  # -1: a whole row
     return _bits_in_memory(table.integer("bits", 4), group_size, has_offsets=not is_symmetric)
 
 
@@ -253,5 +253,6 @@ _BITS_IN_MEMORY: Final[Mapping[StoredMethod, Callable[[ConfigFields], float | No
     StoredMethod.AWQ: _awq_bits,
     StoredMethod.BITSANDBYTES: _bitsandbytes_bits,
     StoredMethod.MXFP4: lambda _: _bits_in_memory(4, 32, has_offsets=False),
+    StoredMethod.NVFP4: lambda _: _bits_in_memory(4, 16, has_offsets=False),
     StoredMethod.GGUF: _gguf_bits,
 }
