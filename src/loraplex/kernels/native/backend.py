@@ -96,8 +96,7 @@ class NativeKernels:
         return self._linear.pack(weight, bias, precision, num_blocks)
 
     def takes_quantized(self, weight: QuantizedWeight, num_blocks: int) -> bool:
-        del weight, num_blocks
-        return False
+        return self._linear.takes(weight, num_blocks)
 
     @property
     def packed_layout(self) -> str:

@@ -2,17 +2,21 @@
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from loraplex.core.errors import ConfigError
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.demo import BASE_PATH
 from loraplex.execution.weights.packing import WeightFormat, pack_checkpoint
 from loraplex.execution.weights.size import weights_size
+from loraplex.execution.weights.stored_head import read_model
 from loraplex.kernels.accelerator import HostAccelerator
 from loraplex.kernels.cuda.backend import CudaKernels
 from loraplex.kernels.dispatch import select_kernels
 from loraplex.kernels.ops import Kernels
 from loraplex.models.registry import read_config
+from support.checkpoints import save_random_model, tiny_sizes
+from support.quantized_checkpoints import CASES, quantize_folder
 
 
 def backends() -> dict[str, Kernels]:
@@ -36,6 +40,29 @@ def test_it_is_what_is_packed(backend, precision):
     form = WeightFormat(dtype=torch.bfloat16, precision=precision)
     packed = pack_checkpoint(BASE_PATH, config, kernels, form).num_bytes
     assert weights_size(config, torch.bfloat16, precision) == pytest.approx(packed, rel=0.02)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_stored_weights_take_about_what_is_said(name, tmp_path):
+    """Groups of 16 inputs, as in these cases, have the largest share of scales."""
+    save_random_model(
+        tmp_path,
+        LlamaConfig(
+            **tiny_sizes(
+                128, hidden_size=256, intermediate_size=512, num_key_value_heads=4, head_dim=64
+            )
+        ),
+    )
+    quantize_folder(tmp_path, CASES[name])
+    spec, form = read_model(tmp_path), WeightFormat(dtype=torch.bfloat16)
+    packed = pack_checkpoint(tmp_path, spec, select_kernels(torch.device("cpu")), form)
+    expected = weights_size(spec, torch.bfloat16, WeightPrecision.NATIVE)
+    assert expected == pytest.approx(packed.num_bytes, rel=0.15)
+    assert spec.stored_format is not None
+    is_widened = spec.stored_format.bits is None
+    assert ("are kept as they are" in packed.summary) == (not is_widened)
+    widened = weights_size(spec, torch.bfloat16, WeightPrecision.NATIVE, "cuda")
+    assert (expected == widened) == is_widened
 
 
 def test_a_layer_that_cannot_be_quantised_is_named(monkeypatch):
