@@ -71,7 +71,7 @@ def _gptq(
     codes, zeros = _codes(bits, num_outputs, num_inputs), _codes(bits, num_outputs, num_groups)
     if is_symmetric:
         zeros.fill_(1 << (bits - 1))
-    scales = _scales(num_outputs, num_groups)
+    scales = _scales(num_outputs, num_groups) / (1 << max(0, bits - 4))
     groups = torch.arange(num_inputs) // size
     if not is_ordered:
         groups = groups[torch.randperm(num_inputs)]
@@ -203,7 +203,13 @@ CASES: Mapping[str, Case] = {
             "config_groups": {
                 "group_0": {
                     "targets": ["Linear"],
-                    "weights": {"num_bits": 4, "type": "int", "strategy": "group"},
+                    "weights": {
+                        "num_bits": 4,
+                        "type": "int",
+                        "strategy": "group",
+                        "group_size": 16,
+                        "actorder": "group",
+                    },
                 }
             },
             "ignore": ["lm_head"],

@@ -123,12 +123,12 @@ def _sizes(model: ModelConfig, spec: ModelSpec) -> Iterator[tuple[WeightPrecisio
     )
     num_ends = spec.vocab_size * (spec.embedding_size or spec.hidden_size)
     for precision in WeightPrecision if spec.stored_format is None else [WeightPrecision.NATIVE]:
-        bits = _stored_bits(model, spec) or _QUANTIZED_BITS.get(precision, _BITS[dtype])
+        bits = _stored_bits(model, spec, dtype) or _QUANTIZED_BITS.get(precision, _BITS[dtype])
         head_bits = 0 if spec.tie_word_embeddings else min(max(bits, 8), _BITS[dtype])
         yield precision, int(num_linear * bits + num_ends * (_BITS[dtype] + head_bits)) // 8
 
 
-def _stored_bits(model: ModelConfig, spec: ModelSpec) -> float | None:
+def _stored_bits(model: ModelConfig, spec: ModelSpec, dtype: str) -> float | None:
     """Return the bits of a weight that is kept as it is stored, as only a CPU does; or None."""
     stored = spec.stored_format
-    return None if stored is None or model.device.startswith("cuda") else stored.bits
+    return None if stored is None or model.device.startswith("cuda") else stored.bits_in(dtype)

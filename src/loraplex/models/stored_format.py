@@ -39,8 +39,14 @@ class StoredFormat:
     bits: float | None = None
     """Bits of a weight in memory where kernels multiply it as it is stored, with its scales and
     offsets in float32; None: it is widened. About: some layers may be widened all the same."""
+    has_rounded_table: bool = False
+    """Whether kernels round its table: in float32 it is widened instead."""
     has_experts_alone: bool = False
     """Whether only weights of experts are quantised."""
+
+    def bits_in(self, dtype: str) -> float | None:
+        """Return `bits` for a model of this dtype."""
+        return None if self.has_rounded_table and dtype == "float32" else self.bits
 
     @property
     def values(self) -> Mapping[str, Any]:
@@ -99,6 +105,7 @@ def read_stored_format(folder: Path, fields: ConfigFields) -> StoredFormat | Non
         method,
         table,
         bits=_BITS_IN_MEMORY[method](table),
+        has_rounded_table=table.text("bnb_4bit_quant_type", "") == "nf4",
         has_experts_alone=method is StoredMethod.MXFP4,
     )
 
@@ -187,6 +194,9 @@ _LONGEST_GROUP: Final = 512
 """Inputs that share a scale in memory where a whole row does in the file."""
 
 
+_LONGEST_GROUP_OF_TABLES: Final = 64
+
+
 def _bits_in_memory(bits: int, group_size: int | None, *, has_offsets: bool) -> float:
     """Return the bits of a weight, with its share of scales; 4 or 8, as kernels have them."""
     size = group_size if group_size is not None and group_size > 0 else _LONGEST_GROUP
@@ -210,10 +220,7 @@ def _awq_bits(table: ConfigFields) -> float:
 def _bitsandbytes_bits(table: ConfigFields) -> float:
     if table.boolean("load_in_8bit", default=False):
         return _bits_in_memory(8, None, has_offsets=False)
-    return _bits_in_memory(4, _NF4_BLOCK, has_offsets=False)
-
-
-_NF4_BLOCK: Final = 64
+    return _bits_in_memory(4, _LONGEST_GROUP_OF_TABLES, has_offsets=False)
 
 
 def _compressed_tensors_bits(table: ConfigFields) -> float | None:
@@ -231,7 +238,8 @@ def _compressed_tensors_bits(table: ConfigFields) -> float | None:
 
 def _compressed_tensors_group_bits(weights: ConfigFields) -> float | None:
     bits = weights.integer("num_bits", 8)
-    if weights.text("type", "int") == "float" and bits > 4:
+    is_float = weights.text("type", "int") == "float"
+    if (is_float and bits > 4) or weights.text("actorder", "") == "group":
         return None
     has_offsets = not weights.boolean("symmetric", default=True)
     return _bits_in_memory(bits, weights.optional_integer("group_size"), has_offsets=has_offsets)

@@ -169,7 +169,7 @@ class _CheckpointSource:
             return None
         found = None
         if len(weights) == len(stored) and not (place.is_choice or place.has_unit_rows):
-            found = _joined_weight(place, weights)
+            found = _joined_weight(place, weights, self._form)
         if found is not None and not self._kernels.takes_quantized(found, place.num_blocks):
             found = None
         self.widened.note(place.name, is_widened=found is None)
@@ -212,11 +212,14 @@ class _CheckpointSource:
         return joined
 
 
-def _joined_weight(place: LinearPlace, weights: Sequence[StoredWeight]) -> QuantizedWeight | None:
+def _joined_weight(
+    place: LinearPlace, weights: Sequence[StoredWeight], form: WeightFormat
+) -> QuantizedWeight | None:
     """Join the layer's own part of weights [out, in], expert after expert; None: no kernel has it.
 
-    The result is [out, in], or [E, out, in].
+    The result is [out, in], or [E, out, in]. In float32 it has the very numbers that are stored.
     """
+    is_exact = form.dtype is torch.float32
     num_parts, inputs = len(place.parts), place.inputs
     own = [
         weight.inputs(inputs.first, inputs.end).rows(
@@ -225,7 +228,7 @@ def _joined_weight(place: LinearPlace, weights: Sequence[StoredWeight]) -> Quant
         for index, weight in enumerate(weights)
     ]
     experts = [
-        packable(own[first : first + num_parts], max(1, place.num_blocks))
+        packable(own[first : first + num_parts], max(1, place.num_blocks), is_exact=is_exact)
         for first in range(0, len(own), num_parts)
     ]
     found = [expert for expert in experts if expert is not None]

@@ -78,4 +78,6 @@ class _Sizes:
             return None
         if place.is_lm_head and stored.method is not StoredMethod.GGUF:
             return None
-        return stored.bits if place.num_experts or not stored.has_experts_alone else None
+        if stored.has_experts_alone and not place.num_experts:
+            return None
+        return stored.bits_in(str(self._form.dtype).removeprefix("torch."))

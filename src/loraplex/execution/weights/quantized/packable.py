@@ -24,12 +24,15 @@ _TABLE_GROUP: Final = 64
 _EXACT: Final = 1e-7
 
 
-def packable(parts: Sequence[StoredWeight], num_blocks: int) -> QuantizedWeight | None:
+def packable(
+    parts: Sequence[StoredWeight], num_blocks: int, *, is_exact: bool = False
+) -> QuantizedWeight | None:
     """Return one weight [sum of out, in] of parts [out, in]; None: only decoded numbers hold it.
 
     num_blocks: 1 or more, the blocks of inputs of a row layer, each of which has whole groups.
+    is_exact: no table may be rounded, as NF4's is.
     """
-    found = [_signed(part, num_blocks) for part in parts]
+    found = [_signed(part, num_blocks, is_exact=is_exact) for part in parts]
     weights = [weight for weight in found if weight is not None]
     if len(weights) < len(found) or len({weight.table for weight in weights}) > 1:
         return None
@@ -65,13 +68,13 @@ def _stacked(weights: Sequence[QuantizedWeight], dim: int | None = None) -> Quan
     )
 
 
-def _signed(weight: StoredWeight, num_blocks: int) -> QuantizedWeight | None:
+def _signed(weight: StoredWeight, num_blocks: int, *, is_exact: bool) -> QuantizedWeight | None:
     """Return the weight [out, in] with signed values; None: no kernel has its form."""
     size = _group_size(weight, num_blocks)
     if size is None:
         return None
     if weight.table is not None:
-        return _with_table(weight, size)
+        return _with_table(weight, size, is_exact=is_exact)
     is_signed = weight.codes.dtype == torch.int8
     middle = 0 if is_signed else 1 << (weight.bits - 1)
     values = weight.codes if is_signed else (weight.codes.to(torch.int16) - middle).to(torch.int8)
@@ -107,11 +110,14 @@ def _group_size(weight: StoredWeight, num_blocks: int) -> int | None:
     return max(fitting, default=None)
 
 
-def _with_table(weight: StoredWeight, size: int) -> QuantizedWeight:
+def _with_table(weight: StoredWeight, size: int, *, is_exact: bool) -> QuantizedWeight | None:
     """Return a weight whose table has whole numbers: exact, where some multiple of it has them."""
     assert weight.table is not None
     factor = _factor(tuple(weight.table.tolist()), largest_entry(size))
-    table = (weight.table.double() * factor).round().int().tolist()
+    products = weight.table.double() * factor
+    table = products.round().int().tolist()
+    if is_exact and bool((products - products.round()).abs().max() > _EXACT * factor):
+        return None
     return regrouped(
         QuantizedWeight(
             WeightPrecision.INT4,

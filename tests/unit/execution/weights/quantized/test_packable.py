@@ -99,6 +99,8 @@ def test_a_table_of_fractions_is_nearly_exact() -> None:
     assert found.table is not None
     assert max(map(abs, found.table)) <= largest_entry(64)
     assert_same(found, weight, error=4.6e-4)
+    assert packable([weight], 1, is_exact=True) is None
+    assert packable([stored(table=e2m1())], 1, is_exact=True) is not None
 
 
 @pytest.mark.parametrize(
