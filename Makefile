@@ -75,7 +75,7 @@ $(BIN)/uv: constraints.txt
 	@touch $@
 
 $(VENV)/.runtime: $(BIN)/uv pyproject.toml constraints.txt $(NATIVE)
-	@echo "Installing loraplex and torch into $(VENV) (a minute or two the first time) ..."
+	@echo "Downloading torch and compiling the kernels into $(VENV) (two to five minutes the first time) ..."
 	$(INSTALL) -e .
 	@touch $@
 

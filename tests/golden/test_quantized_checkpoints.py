@@ -22,7 +22,9 @@ from loraplex.execution.weights.stored_head import read_model
 from loraplex.models.parameters import checkpoint_shapes
 from support.checkpoints import add_random_adapters, save_random_model, tiny_sizes
 from support.examples import quick_and_slow
+from support.families.experts import gpt_oss
 from support.gguf_files import gguf_of_llama
+from support.quantized_checkpoints import encode_experts
 from support.reference_quantizers import QUANTIZERS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -135,6 +137,27 @@ def test_what_is_wrong_in_one_place_is_far_off(name: str, tmp_path: Path) -> Non
 def log_softmax(model: Any) -> torch.Tensor:
     logits: torch.Tensor = model(torch.tensor(PROMPTS[:1])).logits
     return logits.log_softmax(-1)
+
+
+def test_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
+    """The experts stay in 4 bits, whose table is whole numbers: nothing is rounded but inputs."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    model = save_random_model(tmp_path, gpt_oss(**sizes))
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(BASE_PATH / file, tmp_path)
+    state = model.state_dict()
+    for name, (gate, up, down) in encode_experts(tmp_path).items():
+        state[f"{name}.gate_up_proj"] = torch.stack((gate, up), 2).flatten(1, 2).mT
+        state[f"{name}.down_proj"] = down.mT
+    model.load_state_dict(state)
+    prompt = [(7 * i) % model.config.vocab_size for i in range(20)]
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    wanted = logits[:-1].gather(1, torch.tensor(prompt[1:])[:, None]).flatten()
+    with LLM(str(tmp_path), state_dir=str(tmp_path / "state")) as llm:
+        (output,) = llm.generate([prompt], SAMPLING)
+    got = torch.tensor(log_probabilities(output))
+    assert torch.allclose(got, wanted, rtol=0, atol=TOLERANCE)
 
 
 def test_the_shipped_adapters_on_a_gguf_file(tmp_path: Path) -> None:

@@ -213,7 +213,8 @@ def _gptq_bits(table: ConfigFields) -> float | None:
 
 
 def _awq_bits(table: ConfigFields) -> float:
-    group_size = table.integer("group_size", table.optional_integer("q_group_size") or 128)
+    size = table.optional_integer("group_size")  # -1: a whole row
+    group_size = size or table.optional_integer("q_group_size") or 128
     return _bits_in_memory(4, group_size, has_offsets=table.boolean("zero_point", default=True))
 
 

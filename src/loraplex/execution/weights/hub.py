@@ -30,10 +30,17 @@ def resolve_model(path_or_id: str, revision: str | None = None, state_dir: str =
     tag or commit of the hub. Raises ConfigError for what is neither a model nor a hub id.
     """
     file = Path(path_or_id).expanduser()
-    if file.suffix == GGUF_SUFFIX and file.is_file():
+    if file.suffix == GGUF_SUFFIX and not file.is_dir():
+        if not file.exists():
+            raise ConfigError(f"there is no file {path_or_id}{near_paths(file)}")
         return gguf_folder(file, state_directory(state_dir) / GGUF_FOLDERS)
     here = _folder_here(path_or_id)
     if here is not None:
+        if (here / "adapter_config.json").is_file() and not (here / _CONFIG).is_file():
+            raise ConfigError(
+                f"{path_or_id} is a LoRA adapter, no model: serve its base with "
+                f"--adapter NAME={path_or_id}"
+            )
         return here
     folder = _download(path_or_id, revision, _FILES)
     if not any(folder.glob("*.safetensors")):
@@ -83,7 +90,8 @@ def _download(hub_id: str, revision: str | None, patterns: tuple[str, ...]) -> P
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(
             f"{hub_id} is not a folder here{near_paths(Path(hub_id))}; the Hugging Face hub does "
-            f"not give it: {reason}"
+            f"not give it: {reason.removeprefix('Got: ').rstrip('.')}; check the name and the "
+            "network, or download the model elsewhere and give its folder"
         ) from error
 
 

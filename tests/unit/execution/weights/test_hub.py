@@ -64,6 +64,22 @@ def test_what_is_no_hub_id_is_a_missing_folder(text: str, monkeypatch: pytest.Mo
         resolve_model(text)
 
 
+def test_an_adapter_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").touch()
+    with pytest.raises(ConfigError, match=rf"is a LoRA adapter, .*--adapter NAME={tmp_path}$"):
+        resolve_model(str(tmp_path))
+    (tmp_path / "config.json").touch()
+    assert resolve_model(str(tmp_path)) == tmp_path
+
+
+def test_a_missing_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, None)
+    (tmp_path / "model.gguf").touch()
+    wanted = rf"no file {tmp_path}/modle.gguf; did you mean {tmp_path}/model.gguf\?"
+    with pytest.raises(ConfigError, match=wanted):
+        resolve_model(str(tmp_path / "modle.gguf"))
+
+
 def test_a_file(tmp_path: Path) -> None:
     (tmp_path / "model.bin").touch()
     with pytest.raises(ConfigError, match="is a file"):
@@ -77,7 +93,7 @@ def test_errors_of_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     install(monkeypatch, FakeHub(tmp_path, error))
-    with pytest.raises(ConfigError, match=r"not a folder here.*(offline|bad id)$"):
+    with pytest.raises(ConfigError, match=r"not a folder here.*(offline|bad id); check the name"):
         resolve_model("owner/model")
 
 
