@@ -107,7 +107,7 @@ def test_parts_follow_each_other(path):
 
 
 def test_the_oldest_part_goes(path):
-    max_bytes = NUM_PARTS * 1000
+    max_bytes = NUM_PARTS * 1500
     file = journal(path, max_bytes)
     for index in range(1000):
         file.write(PlanMade(index))

@@ -27,7 +27,7 @@ def test_a_place_that_is_no_venv_is_reported(tmp_path):
 
 
 def test_an_unknown_name_is_reported():
-    with pytest.raises(ConfigError, match=r"no peer is named sglang; known are transformers, "):
+    with pytest.raises(ConfigError, match=r"no peer is named sglang; known: transformers, "):
         peers({"sglang": Path("/")})
 
 

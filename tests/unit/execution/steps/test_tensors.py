@@ -30,6 +30,7 @@ CAPACITY = Capacity(
     block_size=BLOCK_SIZE,
     kv_groups=(KVGroupCapacity(num_blocks=100),),
     max_num_seqs=6,
+    max_num_batched_tokens=64,
     max_model_len=40,
     vocab_size=1000,
     page_geometry=PageGeometry(1, 1),

@@ -130,7 +130,7 @@ def test_limits(memory, monkeypatch):
     with pytest.raises(InvalidRequestError, match="unregister one first"):
         memory.register("t", "c", "key", 0, 10)
     for name in ("", "n" * 256, "a\nb"):
-        with pytest.raises(RequestError, match="no name for a shared memory region"):
+        with pytest.raises(RequestError, match="not a name for a shared memory region"):
             memory.register("t", name, "key", 0, 10)
 
 
