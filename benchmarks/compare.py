@@ -64,7 +64,7 @@ def compare(
     """Compare loraplex with other systems on random-weight models, taking turns in one run.
 
     Before a system is timed with adapters, its outputs in a mixed batch are checked. Start it again
-    with the same OUTPUT to go on after a crash or a budget.
+    with the same OUTPUT to go on after a crash, a signal or a budget.
     """
     with errors_to_exit_code():
         _need_extra()
@@ -72,6 +72,7 @@ def compare(
         from comparison.cases import stages  # noqa: PLC0415
         from comparison.comparing import run_comparison  # noqa: PLC0415
         from comparison.fixtures import Fixture, find_shape  # noqa: PLC0415
+        from comparison.interrupts import Interrupted, run_until_signal  # noqa: PLC0415
         from comparison.journal import ComparisonSettings  # noqa: PLC0415
         from comparison.loraplex_system import LoraplexSystem  # noqa: PLC0415
         from comparison.peers import peers  # noqa: PLC0415
@@ -101,17 +102,23 @@ def compare(
             raise ConfigError(f"--only leaves no system of: {names or 'none'}")
         names = ", ".join(system.name for system in wanted)
         with _Bar(f"compares {names} with {shape.name}, {rounds} rounds") as bar:
-            paths = asyncio.run(
-                run_comparison(
-                    wanted,
-                    Fixture(shape, fixtures or cache_directory() / "bench"),
-                    stages([*groups], many, seed),
-                    settings,
-                    limits=TimeLimits(run_seconds, budget_seconds),
-                    progress=bar,
-                    output=output,
-                )
+            comparison = run_comparison(
+                wanted,
+                Fixture(shape, fixtures or cache_directory() / "bench"),
+                stages([*groups], many, seed),
+                settings,
+                limits=TimeLimits(run_seconds, budget_seconds),
+                progress=bar,
+                output=output,
             )
+            try:
+                paths = asyncio.run(run_until_signal(comparison, bar.say))
+            except Interrupted as interrupted:
+                bar.say(
+                    f"ended by {interrupted}, with all that was started; {output}.jsonl has what "
+                    "was measured: the same command goes on from there"
+                )
+                raise typer.Exit(128 + interrupted.number) from None
         for path in paths:
             if path.suffix == ".md":
                 print(path.read_text(encoding="utf-8"), end="")

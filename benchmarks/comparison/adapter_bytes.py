@@ -1,13 +1,12 @@
 """What an adapter takes in each tier, in bytes: as `loraplex plan` counts, and so a server."""
 
-import asyncio
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from loraplex.core.environment import child_environment
+from comparison.processes import ServerProcess
 from loraplex.core.errors import ConfigError
 
 
@@ -27,21 +26,22 @@ class AdapterBytes(msgspec.Struct, frozen=True, kw_only=True):
         return ["--lora-device-bytes", str(device_bytes), "--lora-host-bytes", str(host_bytes)]
 
 
-async def adapter_bytes(model: Path, adapter: Path, flags: Sequence[str]) -> AdapterBytes:
-    """flags: those of the server that decide it. Raises ConfigError."""
+async def adapter_bytes(
+    model: Path, adapter: Path, flags: Sequence[str], log: Path
+) -> AdapterBytes:
+    """flags: those of the server that decide it. log: for its messages. Raises ConfigError."""
     command = [sys.executable, "-m", "loraplex", "plan", str(model), "--json"]
-    process = await asyncio.create_subprocess_exec(
-        *(*command, "--adapters", str(adapter), *flags),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env=child_environment(),
+    process = await ServerProcess.start(
+        [*command, "--adapters", str(adapter), *flags], log, pipes=True
     )
-    output, errors = await process.communicate()
+    try:
+        output = await process.stdout.read()
+    finally:
+        await process.stop()
     try:
         plan = msgspec.json.decode(output, type=_Plan)
     except msgspec.DecodeError:
-        reason = errors.decode(errors="replace").strip()
-        raise ConfigError(f"loraplex plan failed for {model}: {reason}") from None
+        raise ConfigError(f"loraplex plan failed for {model}: {process.log_tail()}") from None
     (planned,) = plan.adapters.adapters
     if planned.problem:
         raise ConfigError(f"{adapter} cannot be served: {planned.problem}")

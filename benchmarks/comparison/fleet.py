@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from comparison.journal import Journal, Started
-from comparison.processes import cpu_seconds, resident_bytes
+from comparison.processes import cpu_seconds, resident_bytes, variables_of_children
 from comparison.systems import Running, Setup, System
 from loraplex.core.errors import ConfigError
 
@@ -61,9 +61,8 @@ class Fleet:
 
     async def stop_others(self, system: System | None) -> None:
         """All but this one."""
-        for name in [*self._running]:
-            if system is None or name != system.name:
-                await self._stop(name)
+        names = [name for name in self._running if system is None or name != system.name]
+        await asyncio.gather(*(self._stop(name) for name in names))
 
     async def _stop(self, name: str) -> None:
         """Its folder goes, too; its log stays."""
@@ -98,5 +97,7 @@ class Fleet:
                 seconds=seconds,
                 resident_bytes=resident_bytes(running.process_ids),
                 idle_cores=busy / _IDLE_SECONDS,
+                launch=running.launch,
+                children=variables_of_children(running.process_ids),
             )
         )

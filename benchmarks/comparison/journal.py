@@ -11,12 +11,13 @@ from typing import TypeVar
 import msgspec
 
 from comparison.first_use import FirstUseFigures
+from comparison.processes import Launch
 from comparison.right_answers import Verdict
 from loraplex.bench.machine import Code, Machine
 from loraplex.bench.statistics import RunStatistics
 from loraplex.core.errors import ConfigError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 class Subject(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,6 +76,9 @@ class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
     resident_bytes: int
     idle_cores: float
     """Cores that it keeps busy while it has nothing to do: it takes them from the others."""
+    launch: Launch
+    children: dict[str, str] = {}
+    """Variables of OpenMP and the like that its other processes run with."""
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True, tag="measured"):

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 
 from comparison.adapter_bytes import AdapterBytes, adapter_bytes
-from comparison.processes import ServerProcess
+from comparison.processes import Launch, ServerProcess
 from comparison.systems import Adapter, Setup
 from loraplex.bench.completions import PATH, completion_body, read_completion
 from loraplex.bench.exchange import Completion, Exchange
@@ -69,7 +69,11 @@ class LoraplexSystem:
         async def is_ready() -> bool:
             return LAST_LINE in _read(setup.log)
 
-        await process.wait_until(is_ready, _START_SECONDS)
+        try:
+            await process.wait_until(is_ready, _START_SECONDS)
+        except BaseException:
+            await process.stop()
+            raise
         return RunningLoraplex(process, setup, _read(setup.log))
 
     async def _tier_flags(self, setup: Setup) -> list[str]:
@@ -80,7 +84,7 @@ class LoraplexSystem:
         key = (setup.model, largest.path, setup.max_lora_rank)
         if key not in self._sizes:
             flags = [*_FLAGS[self.weight_bits], "--max-lora-rank", str(setup.max_lora_rank)]
-            self._sizes[key] = await adapter_bytes(setup.model, largest.path, flags)
+            self._sizes[key] = await adapter_bytes(setup.model, largest.path, flags, setup.log)
         return self._sizes[key].flags(setup.num_resident_adapters)
 
 
@@ -109,6 +113,10 @@ class RunningLoraplex:
         self._models: list[str | None] = [adapter.name for adapter in setup.adapters]
         self._client = StreamingClient(f"http://{http[1]}")
         self._metrics_url = f"http://{metrics[1]}/metrics"
+
+    @property
+    def launch(self) -> Launch:
+        return self._process.launch
 
     @property
     def process_ids(self) -> tuple[int, ...]:

@@ -31,6 +31,9 @@ _COLUMNS = (
 )
 _FIRST_USE_COLUMNS = ("workload", "system", "first - warm ms", "register ms", "warm TTFT ms", "GiB")
 _MAX_ERROR_LENGTH = 200
+_MAX_ARGUMENT_LENGTH = 160
+_KEPT = 80
+"""Characters of an argument that is longer."""
 
 
 class ComparisonReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +71,7 @@ def comparison_markdown(report: ComparisonReport) -> str:
         tables = [*_width_lines(report.findings, width)]
         lines += ["", f"## {width}-bit weights", "", *(tables[:-1] or ["nothing was measured"])]
     for title, section in (
+        ("Command lines and environment", _launch_lines(report.started)),
         ("Cost of adapters", _ratio_lines(report.findings)),
         ("Outputs in mixed batches", _verdict_lines(report.checked)),
         ("Starts", _start_lines(report.started)),
@@ -164,6 +168,36 @@ def _verdict_lines(checked: Sequence[Checked]) -> Iterator[str]:
             )
         else:
             yield f"- {entry.system} ({entry.stage}): WRONG: {'; '.join(verdict.problems)}"
+
+
+def _launch_lines(started: Sequence[Started]) -> Iterator[str]:
+    """The last start of each system: stages differ in their adapters alone."""
+    last = {entry.system: entry for entry in started}
+    for entry in last.values():
+        launch = entry.launch
+        yield f"- {entry.system}: `{' '.join(map(_shortened, launch.command))}`"
+        for title, variables in (
+            ("added to the environment", launch.added),
+            ("of the user's environment", launch.inherited),
+            ("set by the program for its own processes", _differing(entry)),
+        ):
+            values = " ".join(f"{name}={value}" for name, value in variables.items())
+            yield f"  - {title}: {f'`{values}`' if values else 'none'}"
+    if last:
+        yield (
+            "- each runs with the environment of the person who measured; shown are the variables "
+            "of threads (OMP_*, GOMP_*, KMP_*, MKL_*, OPENBLAS_*, LD_PRELOAD) and those added"
+        )
+
+
+def _differing(entry: Started) -> dict[str, str]:
+    known = entry.launch.inherited | entry.launch.added
+    return {k: v for k, v in entry.children.items() if known.get(k) != v}
+
+
+def _shortened(argument: str) -> str:
+    """Lists of adapters and the options of a worker have thousands of characters."""
+    return argument if len(argument) <= _MAX_ARGUMENT_LENGTH else f"{argument[:_KEPT]}..."
 
 
 def _start_lines(started: Sequence[Started]) -> Iterator[str]:

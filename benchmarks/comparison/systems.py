@@ -11,6 +11,7 @@ from typing import Protocol
 
 import msgspec
 
+from comparison.processes import Launch
 from loraplex.bench.exchange import Completion, Exchange
 from loraplex.bench.load_generator import exchange_all, record_of
 from loraplex.bench.statistics import RunStatistics, summarize
@@ -56,6 +57,11 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
 class Running(Protocol):
     """A started system."""
+
+    @property
+    def launch(self) -> Launch:
+        """How its first process was started."""
+        ...
 
     @property
     def process_ids(self) -> tuple[int, ...]:

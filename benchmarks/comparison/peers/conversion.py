@@ -1,14 +1,12 @@
 """Files that a peer makes of the fixtures: made once, and kept whole or not at all."""
 
-import asyncio
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from loraplex.core.environment import child_environment
+from comparison.processes import ServerProcess
 from loraplex.core.errors import ConfigError
 
-_LOG_TAIL_CHARACTERS = 2000
 # A converter finds what it needs in the folder that it is given.
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 
@@ -24,31 +22,21 @@ async def made_once(target: Path, command: Callable[[Path], Sequence[str]], log:
         draft.parent.mkdir(parents=True, exist_ok=True)
         await _run(command(draft), log)
         if not draft.exists():
-            raise ConfigError(f"{command(draft)[0]} made no {target.name}: {_tail(log)}")
+            raise ConfigError(
+                f"{command(draft)[0]} made no {target.name}; its messages are in {log}"
+            )
         draft.rename(target)
     return target
 
 
 async def _run(command: Sequence[str], log: Path) -> None:
-    try:
-        with log.open("ab") as output:
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=child_environment() | _OFFLINE,
-            )
-    except OSError as error:
-        raise ConfigError(f"cannot run {command[0]}: {error.strerror}") from error
+    process = await ServerProcess.start(command, log, _OFFLINE)
     try:
         status = await process.wait()
-    except asyncio.CancelledError:
-        process.kill()
-        await process.wait()
-        raise
+    finally:
+        await process.stop()
     if status:
-        raise ConfigError(f"{' '.join(command)} ended with status {status}: {_tail(log)}")
+        raise ConfigError(f"{' '.join(command)} ended with status {status}: {process.log_tail()}")
 
 
 def _remove(path: Path) -> None:
@@ -56,7 +44,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def _tail(log: Path) -> str:
-    return log.read_text(errors="replace")[-_LOG_TAIL_CHARACTERS:].strip()

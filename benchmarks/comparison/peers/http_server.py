@@ -4,7 +4,7 @@ import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from comparison.processes import ServerProcess
+from comparison.processes import Launch, ServerProcess
 from loraplex.bench.streaming import StreamingClient
 
 _HOST = "127.0.0.1"
@@ -43,6 +43,10 @@ class HttpServer:
             await server.stop()
             raise
         return server
+
+    @property
+    def launch(self) -> Launch:
+        return self._process.launch
 
     @property
     def pid(self) -> int:

@@ -4,6 +4,7 @@ So a library is measured at its own API, without the cost of a server that it do
 """
 
 from comparison.peers.worker_process import WorkerProcess, decode
+from comparison.processes import Launch
 from comparison.systems import Adapter, Setup
 from loraplex.bench.exchange import Completion, Exchange
 from loraplex.core.errors import ConfigError, UnsupportedFeatureError
@@ -16,6 +17,10 @@ class RunningWorker:
         self._worker = worker
         self._tokens = setup.tokens
         self._adapters: list[str | None] = [adapter.name for adapter in setup.adapters]
+
+    @property
+    def launch(self) -> Launch:
+        return self._worker.launch
 
     @property
     def process_ids(self) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ import msgspec
 
 from comparison.peers.conversion import made_once
 from comparison.peers.http_server import HttpServer
+from comparison.processes import Launch
 from comparison.systems import Adapter, Setup
 from loraplex.bench.exchange import Completion, Exchange
 from loraplex.bench.streaming import lines
@@ -149,6 +150,10 @@ class RunningLlamaCpp:
         self._server = server
         self._tokens = setup.tokens
         self._num_adapters = len(setup.adapters)
+
+    @property
+    def launch(self) -> Launch:
+        return self._server.launch
 
     @property
     def process_ids(self) -> tuple[int, ...]:

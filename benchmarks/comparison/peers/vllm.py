@@ -10,6 +10,7 @@ import msgspec
 
 from comparison.peers.http_server import HttpServer
 from comparison.peers.places import package_versions
+from comparison.processes import Launch
 from comparison.systems import Adapter, Setup
 from loraplex.bench.completions import PATH, completion_body, read_completion
 from loraplex.bench.exchange import Completion, Exchange
@@ -113,6 +114,10 @@ class RunningVllm:
     def __init__(self, server: HttpServer, setup: Setup) -> None:
         self._server = server
         self._models: list[str | None] = [adapter.name for adapter in setup.adapters]
+
+    @property
+    def launch(self) -> Launch:
+        return self._server.launch
 
     @property
     def process_ids(self) -> tuple[int, ...]:

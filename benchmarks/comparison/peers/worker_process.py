@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from comparison.processes import ServerProcess
+from comparison.processes import Launch, ServerProcess
 from loraplex.core.errors import ConfigError
 
 _SERVE = Path(__file__).with_name("workers") / "serve.py"
@@ -76,6 +76,10 @@ class WorkerProcess:
             await worker.stop()
             raise
         return worker
+
+    @property
+    def launch(self) -> Launch:
+        return self._process.launch
 
     @property
     def pid(self) -> int:

@@ -7,6 +7,7 @@ import time
 
 import msgspec
 import pytest
+from comparison.processes import Launch
 from comparison.systems import Setup
 
 from loraplex.bench.exchange import Completion, Exchange
@@ -66,6 +67,7 @@ class FakeSystem:
 
 class FakeRunning:
     process_ids = ()
+    launch = Launch(command=("fake", "serve"))
 
     def __init__(self, system: FakeSystem, num_adapters: int) -> None:
         self.system = system

@@ -33,7 +33,7 @@ def fixture(tmp_path: Path) -> Fixture:
 async def test_so_many_and_no_more(fixture: Fixture) -> None:
     adapters = fixture.adapters(RANK_8, 12)
     flags = ["--dtype", "float32", "--max-lora-rank", "8"]
-    capacity = await adapter_bytes(fixture.model, adapters[0].path, flags)
+    capacity = await adapter_bytes(fixture.model, adapters[0].path, flags, fixture.model / "log")
     _, device_bytes, _, host_bytes = capacity.flags(9)
     config = ModelConfig(
         path=str(fixture.model),
@@ -48,7 +48,7 @@ async def test_so_many_and_no_more(fixture: Fixture) -> None:
 
 async def test_what_cannot_be_planned_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"(?s)loraplex plan failed for .*no-such-flag"):
-        await adapter_bytes(tmp_path, tmp_path, ["--no-such-flag"])
+        await adapter_bytes(tmp_path, tmp_path, ["--no-such-flag"], tmp_path / "log")
 
 
 def test_a_server_takes_one_of_the_largest_rank_at_least() -> None:

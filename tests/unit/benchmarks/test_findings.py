@@ -15,6 +15,7 @@ from comparison.journal import (
     Started,
     Subject,
 )
+from comparison.processes import Launch
 from comparison.report import (
     ComparisonReport,
     comparison_markdown,
@@ -110,6 +111,22 @@ def journal(tmp_path) -> Journal:
             seconds=2.5,
             resident_bytes=1 << 29,
             idle_cores=0.0,
+            launch=Launch(
+                command=("loraplex", "serve", "--adapters=" + "a," * 100),
+                inherited={"OMP_NUM_THREADS": "4"},
+            ),
+            children={"OMP_NUM_THREADS": "4", "OMP_WAIT_POLICY": "PASSIVE"},
+        )
+    )
+    journal.add(
+        Started(
+            system=PEER.name,
+            stage="standard",
+            seconds=1.0,
+            resident_bytes=1 << 29,
+            idle_cores=1.0,
+            launch=Launch(command=("peer", "--poll", "0"), added={"OMP_NUM_THREADS": "2"}),
+            children={"OMP_NUM_THREADS": "2"},
         )
     )
     return journal
