@@ -17,7 +17,9 @@ from loraplex.core.environment import cache_directory
 from loraplex.core.errors import ConfigError
 
 _WORKLOADS = "W1,W2,W3,W4,W5"
-_WIDTHS = "32,16"
+_WEIGHTS = "32,16,8"
+_WIDTHS = ("32", "16", "8")
+_GGUF = "gguf:"
 _NEEDED = ("httpx", "matplotlib")
 
 
@@ -33,9 +35,13 @@ def compare(
     workloads: Annotated[
         str, typer.Option(help="Of W1, W2, W3, W4, W5, W6 and tax, by commas.")
     ] = _WORKLOADS,
-    widths: Annotated[
-        str, typer.Option(help="loraplex's weight widths in bits: 32, 16, 8, by commas.")
-    ] = _WIDTHS,
+    weights: Annotated[
+        str,
+        typer.Option(
+            help="Widths in bits (32, 16, 8), and gguf:TYPE (such as gguf:Q4_K_M) for one file "
+            "that loraplex and llama.cpp both serve, by commas."
+        ),
+    ] = _WEIGHTS,
     peer: Annotated[
         list[str] | None,
         typer.Option(help="NAME=PATH of another system, repeatable; see benchmarks/README.md."),
@@ -90,10 +96,10 @@ def compare(
             seed=seed,
             is_restarting=restart,
         )
-        systems = [
-            *(LoraplexSystem(_bits(width)) for width in _parts(widths)),
-            *peers(dict(_place(text) for text in peer or [])),
-        ]
+        formats = [_weights(text) for text in _parts(weights)]
+        others = peers(dict(_place(text) for text in peer or []), formats)
+        ours = [LoraplexSystem.with_weights(each, others) for each in formats]
+        systems = [*ours, *others]
         wanted = [
             system for system in systems if not only or any(part in system.name for part in only)
         ]
@@ -140,10 +146,13 @@ def _parts(text: str) -> list[str]:
     return parts
 
 
-def _bits(text: str) -> int:
-    if text not in {"32", "16", "8"}:
-        raise ConfigError(f"--widths are 32, 16 and 8 bits; {text!r} is none")
-    return int(text)
+def _weights(text: str) -> str:
+    """Return the weights as systems name them: 32-bit, gguf:Q4_K_M. Raises ConfigError."""
+    if not (text in _WIDTHS or text.startswith(_GGUF)):
+        raise ConfigError(
+            f"--weights are {', '.join(_WIDTHS)} (bits) and {_GGUF}TYPE; {text!r} is none"
+        )
+    return f"{text}-bit" if text in _WIDTHS else text
 
 
 def _place(text: str) -> tuple[str, Path]:

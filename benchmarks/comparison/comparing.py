@@ -71,6 +71,7 @@ def _beside(output: Path, suffix: str) -> Path:
 def _subject(system: System) -> Subject:
     return Subject(
         name=system.name,
+        weights=system.weights,
         weight_bits=system.weight_bits,
         is_http=system.is_http,
         mixes_adapters=system.mixes_adapters,

@@ -56,7 +56,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find(journal: Journal) -> list[Finding]:
-    """Figures by stage and case in the order of their first runs, weight width and system."""
+    """Figures by stage and case in the order of their first runs, weight format and system."""
     places = dict.fromkeys((entry.stage, entry.case) for entry in journal.of(Measured))
     subjects = sorted(journal.header.subjects, key=lambda subject: -subject.weight_bits)
     return [
@@ -114,15 +114,15 @@ def throughput_over(finding: Finding, other: Finding) -> Ratio | None:
 
 
 def ours_for(finding: Finding, findings: Sequence[Finding]) -> Finding | None:
-    """loraplex's own finding of the same case and width; None for one that is ours."""
+    """loraplex's own finding of the same case and weights; None for one that is ours."""
     if is_ours(finding.subject):
         return None
-    place = (finding.stage, finding.case, finding.subject.weight_bits)
+    place = (finding.stage, finding.case, finding.subject.weights)
     for other in findings:
         if is_ours(other.subject) and place == (
             other.stage,
             other.case,
-            other.subject.weight_bits,
+            other.subject.weights,
         ):
             return other
     return None

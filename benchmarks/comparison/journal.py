@@ -24,6 +24,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     """A system, as the report shows it."""
 
     name: str
+    weights: str
     weight_bits: int
     is_http: bool
     mixes_adapters: bool
@@ -81,6 +82,16 @@ class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
     """Variables of OpenMP and the like that its other processes run with."""
 
 
+class Calibrated(msgspec.Struct, frozen=True, kw_only=True, tag="calibrated"):
+    """A setting of threads that was tried, or why it could not be."""
+
+    system: str
+    variant: str
+    tokens_per_second: dict[str, float] = {}
+    """Median of output tokens per second, by workload."""
+    error: str | None = None
+
+
 class Measured(msgspec.Struct, frozen=True, kw_only=True, tag="measured"):
     """One run, or why there is none."""
 
@@ -106,8 +117,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, tag="measured"):
         return self.error is None and (self.figures is None or not self.figures.num_failed)
 
 
-Entry = Header | Checked | Started | Measured
-EntryT = TypeVar("EntryT", Checked, Started, Measured)
+Entry = Header | Checked | Started | Calibrated | Measured
+EntryT = TypeVar("EntryT", Checked, Started, Calibrated, Measured)
 
 
 class Journal:
@@ -133,7 +144,7 @@ class Journal:
             raise ConfigError(f"cannot write {path}: {error.strerror}") from error
         return journal
 
-    def add(self, entry: Checked | Started | Measured) -> None:
+    def add(self, entry: Checked | Started | Calibrated | Measured) -> None:
         with self._path.open("ab") as file:
             file.write(msgspec.json.encode(entry) + b"\n")
         self._entries.append(entry)

@@ -2,14 +2,15 @@
 
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import httpx
 
 from comparison.adapter_bytes import AdapterBytes, adapter_bytes
+from comparison.peers.llama_cpp import LlamaCpp
 from comparison.processes import Launch, ServerProcess
-from comparison.systems import Adapter, Setup
+from comparison.systems import Adapter, Setup, System
 from loraplex.bench.completions import PATH, completion_body, read_completion
 from loraplex.bench.exchange import Completion, Exchange
 from loraplex.bench.server import HTTP_LINE, LAST_LINE, serve_command
@@ -18,12 +19,19 @@ from loraplex.core.errors import ConfigError
 from loraplex.core.version import __version__
 
 _START_SECONDS = 600.0
-_FLAGS = {
-    32: ("--dtype", "float32"),
-    16: ("--dtype", "bfloat16"),
-    8: ("--dtype", "bfloat16", "--quantization", "int8"),
+_ModelFile = Callable[[Setup], Awaitable[Path]]
+# The width in bits, its name and the flags.
+_WIDTHS = {
+    "32-bit": (32, "fp32", ("--dtype", "float32")),
+    "16-bit": (16, "bf16", ("--dtype", "bfloat16")),
+    "8-bit": (8, "int8", ("--dtype", "bfloat16", "--quantization", "int8")),
 }
-_WIDTH_NAMES = {32: "fp32", 16: "bf16", 8: "int8"}
+
+
+async def _folder(setup: Setup) -> Path:
+    return setup.model
+
+
 _METRICS_LINE = re.compile(r"Started Metrics Service at (\S+:\d+)")
 _LOADS_METRIC = re.compile(r"^\w*adapter_loads(?:_total)?(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
@@ -34,13 +42,40 @@ class LoraplexSystem:
     is_http = True
     mixes_adapters = True
 
-    def __init__(self, weight_bits: int, serve_flags: Sequence[str] = ()) -> None:
-        if weight_bits not in _FLAGS:
-            raise ConfigError(f"the widths are {sorted(_FLAGS)} bits; {weight_bits} is none")
+    def __init__(
+        self,
+        weights: str,
+        weight_bits: int,
+        name: str,
+        flags: Sequence[str] = (),
+        model_file: _ModelFile = _folder,
+    ) -> None:
+        """model_file: the folder or file that is served, of the setup's model."""
+        self.weights = weights
         self.weight_bits = weight_bits
-        self.name = f"loraplex {_WIDTH_NAMES[weight_bits]}"
-        self._serve_flags = serve_flags
+        self.name = f"loraplex {name}"
+        self._flags = flags
+        self.file = model_file
         self._sizes: dict[tuple[Path, Path, int], AdapterBytes] = {}
+
+    @classmethod
+    def with_weights(cls, weights: str, peers: Sequence[System]) -> "LoraplexSystem":
+        """weights: "32-bit", "16-bit", "8-bit" of the model's folder, or "gguf:TYPE": the very file
+        that one of the peers serves. Raises ConfigError.
+        """
+        if weights in _WIDTHS:
+            return cls(weights, *_WIDTHS[weights])
+        for peer in peers:
+            if isinstance(peer, LlamaCpp) and peer.weights == weights:
+                return cls(weights, peer.weight_bits, weights, (), peer.model_file)
+        raise ConfigError(
+            f"{weights} needs --peer llama.cpp=FOLDER: its llama-quantize makes the file"
+        )
+
+    @property
+    def variants(self) -> dict[str, System]:
+        """Its own defaults alone."""
+        return {"default": self}
 
     def version(self) -> str:
         return __version__
@@ -54,16 +89,16 @@ class LoraplexSystem:
         for adapter in setup.adapters:
             _link(adapter.path, adapter_dir / adapter.name)
         flags = [
-            *_FLAGS[self.weight_bits],
+            *self._flags,
             "--no-prefix-cache",
             *("--max-num-seqs", str(setup.max_num_seqs)),
             *("--max-model-len", str(setup.max_model_len)),
             *("--num-threads", str(setup.num_threads)),
             *("--max-lora-rank", str(setup.max_lora_rank)),
             *await self._tier_flags(setup),
-            *self._serve_flags,
         ]
-        command = serve_command(setup.model, setup.model.name, adapter_dir, state_dir, flags)
+        model = await self.file(setup)
+        command = serve_command(model, setup.model.name, adapter_dir, state_dir, flags)
         process = await ServerProcess.start(command, setup.log)
 
         async def is_ready() -> bool:
@@ -81,10 +116,11 @@ class LoraplexSystem:
         if not setup.adapters:
             return []
         largest = max(setup.adapters, key=lambda adapter: adapter.rank)
-        key = (setup.model, largest.path, setup.max_lora_rank)
+        model = await self.file(setup)
+        key = (model, largest.path, setup.max_lora_rank)
         if key not in self._sizes:
-            flags = [*_FLAGS[self.weight_bits], "--max-lora-rank", str(setup.max_lora_rank)]
-            self._sizes[key] = await adapter_bytes(setup.model, largest.path, flags, setup.log)
+            flags = [*self._flags, "--max-lora-rank", str(setup.max_lora_rank)]
+            self._sizes[key] = await adapter_bytes(model, largest.path, flags, setup.log)
         return self._sizes[key].flags(setup.num_resident_adapters)
 
 

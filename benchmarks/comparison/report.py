@@ -5,6 +5,7 @@ from pathlib import Path
 
 import msgspec
 
+from comparison import calibration
 from comparison.findings import (
     Finding,
     find,
@@ -12,7 +13,7 @@ from comparison.findings import (
     pairs,
     throughput_over,
 )
-from comparison.journal import Checked, Header, Journal, Started
+from comparison.journal import Calibrated, Checked, Header, Journal, Started
 from loraplex.bench.machine import machine_lines
 from loraplex.bench.report_files import markdown_table, write_pair
 from loraplex.bench.statistics import Percentiles, Ratio
@@ -43,6 +44,7 @@ class ComparisonReport(msgspec.Struct, frozen=True, kw_only=True):
     findings: tuple[Finding, ...]
     checked: tuple[Checked, ...]
     started: tuple[Started, ...]
+    calibrated: tuple[Calibrated, ...]
 
 
 def comparison_report(journal: Journal) -> ComparisonReport:
@@ -50,7 +52,8 @@ def comparison_report(journal: Journal) -> ComparisonReport:
         header=journal.header,
         findings=tuple(find(journal)),
         checked=tuple(journal.of(Checked)),
-        started=tuple(journal.of(Started)),
+        started=tuple(e for e in journal.of(Started) if e.stage != calibration.STAGE.name),
+        calibrated=tuple(journal.of(Calibrated)),
     )
 
 
@@ -64,13 +67,14 @@ def write_comparison(report: ComparisonReport, stem: Path) -> tuple[Path, Path]:
 
 
 def comparison_markdown(report: ComparisonReport) -> str:
-    """A heading, the circumstances, a table for each weight width, what was checked and failed."""
+    """A heading, the circumstances, a table for each weight format, what was checked and failed."""
     lines = ["# Comparison", "", *(f"- {line}" for line in _circumstances(report))]
-    widths = dict.fromkeys(finding.subject.weight_bits for finding in report.findings)
-    for width in widths:
-        tables = [*_width_lines(report.findings, width)]
-        lines += ["", f"## {width}-bit weights", "", *(tables[:-1] or ["nothing was measured"])]
+    formats = dict.fromkeys(finding.subject.weights for finding in report.findings)
+    for weights in formats:
+        tables = [*_weights_lines(report.findings, weights)]
+        lines += ["", f"## {weights} weights", "", *(tables[:-1] or ["nothing was measured"])]
     for title, section in (
+        ("Thread settings", _calibration_lines(report.calibrated)),
         ("Command lines and environment", _launch_lines(report.started)),
         ("Cost of adapters", _ratio_lines(report.findings)),
         ("Outputs in mixed batches", _verdict_lines(report.checked)),
@@ -94,19 +98,19 @@ def _circumstances(report: ComparisonReport) -> Iterator[str]:
     for subject in header.subjects:
         version = subject.version or "of unknown version"
         way = "over HTTP" if subject.is_http else "called in its process"
-        yield f"{subject.name}: {version}, {subject.weight_bits}-bit weights, {way}"
+        yield f"{subject.name}: {version}, {subject.weights} weights, {way}"
     yield (
         "tok/s: output tokens, median (lowest-highest) over the rounds; TTFT and ITL: medians over "
         'the rounds of the 50th / 99th percentile; "loraplex is" so many times as fast, at one '
-        "weight width, round by round; GiB: all processes of the system, shared pages counted once"
+        "weight format, round by round; GiB: all processes of the system, shared pages counted once"
     )
 
 
-def _width_lines(findings: Sequence[Finding], width: int) -> Iterator[str]:
-    of_width = [finding for finding in findings if finding.subject.weight_bits == width]
-    stages = dict.fromkeys(finding.stage for finding in of_width)
+def _weights_lines(findings: Sequence[Finding], weights: str) -> Iterator[str]:
+    chosen = [finding for finding in findings if finding.subject.weights == weights]
+    stages = dict.fromkeys(finding.stage for finding in chosen)
     for stage in stages:
-        good = [finding for finding in of_width if finding.stage == stage and finding.runs]
+        good = [finding for finding in chosen if finding.stage == stage and finding.runs]
         timed = [_row(finding, findings) for finding in good if finding.median is not None]
         first_uses = [_first_use_row(finding) for finding in good if finding.first_uses]
         if timed:
@@ -168,6 +172,26 @@ def _verdict_lines(checked: Sequence[Checked]) -> Iterator[str]:
             )
         else:
             yield f"- {entry.system} ({entry.stage}): WRONG: {'; '.join(verdict.problems)}"
+
+
+def _calibration_lines(calibrated: Sequence[Calibrated]) -> Iterator[str]:
+    """What was tried; the last result of each variant counts."""
+    if not calibrated:
+        return
+    yield (
+        "Before the rounds, each variant ran alone on short forms of W1 and W2-8, with outputs of "
+        "32 tokens: tok/s, medians. The one with the largest geometric mean is measured."
+    )
+    yield ""
+    last = {(entry.system, entry.variant): entry for entry in calibrated}
+    rows = []
+    for (system, variant), entry in last.items():
+        rates = [f"{rate:.0f}" for rate in entry.tokens_per_second.values()]
+        is_best = variant == calibration.best_variant(last.values(), system)
+        error = (entry.error or "").strip().splitlines()[-1:]
+        result = ("chosen" if is_best else "") if entry.error is None else error[0].strip()
+        rows.append((system, variant, *(rates or (_NONE, _NONE)), result[:_MAX_ERROR_LENGTH]))
+    yield markdown_table(("system", "threads", "W1", "W2-8", ""), rows)
 
 
 def _launch_lines(started: Sequence[Started]) -> Iterator[str]:

@@ -14,6 +14,8 @@ from typing import Protocol
 
 import msgspec
 
+from comparison import calibration
+from comparison.calibration import Calibration
 from comparison.cases import Case, Load, Stage
 from comparison.first_use import FirstUse, measure_first_use
 from comparison.fixtures import RANK_8, RANK_64, Fixture
@@ -94,6 +96,7 @@ class Comparison:
 
     async def run(self, stages: Sequence[Stage]) -> None:
         """Raises ConfigError if the fixture cannot be written; nothing else ends it early."""
+        await self._choose_variants()
         num_cases = sum(len(stage.cases) for stage in stages)
         self._progress.begin(num_cases * len(self._systems) * self._settings.rounds)
         for stage in stages:
@@ -103,6 +106,22 @@ class Comparison:
                 await self._run_stage(stage, fleet)
             finally:
                 await fleet.stop_others(None)
+
+    async def _choose_variants(self) -> None:
+        """Replace each system by its fastest variant; the journal has what was tried before."""
+        setup = await asyncio.to_thread(self._setup, calibration.STAGE)
+        vocabulary, seed = self._fixture.vocabulary, self._settings.seed
+        trials = Calibration(setup, vocabulary, self._work, self._journal, seed)
+        for system in self._systems:
+            for name, variant in trials.untried(system).items():
+                if self._limits.is_over:
+                    return
+                self._progress.doing(f"calibration, {system.name}, {name}")
+                await trials.try_out(name, variant, self._limits.run_seconds)
+        chosen = {system.name: trials.best(system) for system in self._systems}
+        self._systems = [*chosen.values()]
+        if self._reference is not None:
+            self._reference = chosen.get(self._reference.name, self._reference)
 
     async def _run_stage(self, stage: Stage, fleet: Fleet) -> None:
         for number, case, system in self._turns(stage):

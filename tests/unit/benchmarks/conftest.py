@@ -39,6 +39,8 @@ class FakeSystem:
     def __init__(self, name="loraplex fp32", weight_bits=32, *, mix=None, noise=None) -> None:
         self.name = name
         self.weight_bits = weight_bits
+        self.weights = f"{weight_bits}-bit"
+        self.variants = {"default": self}
         self.mix = mix or (lambda adapters, position: adapters[position])
         self.noise = noise or (lambda adapter, text, batch_size: text)
         self.seconds_per_token = 0.0

@@ -25,7 +25,7 @@ def run_compare(*arguments: str):
         (["--model", "huge"], "'huge' is none"),
         (["--workloads", "W1,W9"], "W9 is none"),
         (["--workloads", ","], "names nothing"),
-        (["--widths", "4"], "'4' is none"),
+        (["--weights", "4"], "'4' is none"),
         (["--peer", "vllm"], "NAME=PATH"),
         (["--peer", "unheard-of=/"], "no peer is named"),
         (["--only", "nobody"], "leaves no system of: loraplex fp32, loraplex bf16"),
@@ -55,7 +55,7 @@ def test_compares_loraplex_with_itself(monkeypatch, tmp_path):
     half = msgspec.structs.replace(TINY, num_layers=TINY.num_layers // 2)
     monkeypatch.setitem(SHAPES, "tiny", half)
     out = tmp_path / "out"
-    arguments = ["--widths", "32,16", "--workloads", "W2,W3", "--rounds", "1"]
+    arguments = ["--weights", "32,16", "--workloads", "W2,W3", "--rounds", "1"]
     result = run_compare(str(out), *arguments, "--fixtures", str(tmp_path / "fixtures"))
     assert result.exit_code == 0, result.output
     assert result.stdout.count("right; 30 of 30") == 2
@@ -66,9 +66,10 @@ def test_compares_loraplex_with_itself(monkeypatch, tmp_path):
     assert again.stdout == result.stdout
 
 
-def test_the_widths_are_three():
-    assert [LoraplexSystem(bits).name for bits in (32, 16, 8)] == [
+def test_a_gguf_file_needs_its_maker():
+    weights = ("32-bit", "16-bit", "8-bit")
+    assert [LoraplexSystem.with_weights(each, []).name for each in weights] == [
         *("loraplex fp32", "loraplex bf16", "loraplex int8")
     ]
-    with pytest.raises(ConfigError, match="4 is none"):
-        LoraplexSystem(4)
+    with pytest.raises(ConfigError, match=r"gguf:Q4_0 needs --peer llama\.cpp=FOLDER"):
+        LoraplexSystem.with_weights("gguf:Q4_0", [])

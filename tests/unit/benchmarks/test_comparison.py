@@ -2,11 +2,13 @@
 
 import msgspec
 import pytest
-from comparison.cases import Case, Stage, stages
+from comparison.calibration import best_variant
+from comparison.cases import Case, Stage
 from comparison.first_use import FirstUse
 from comparison.fixture_tokenizer import FIRST_WORD_ID
 from comparison.fixtures import Fixture, LlamaShape
 from comparison.journal import (
+    Calibrated,
     Checked,
     ComparisonSettings,
     Header,
@@ -16,9 +18,10 @@ from comparison.journal import (
     Subject,
     read_journal,
 )
+from comparison.report import comparison_markdown, comparison_report
 from comparison.runner import Comparison, TimeLimits
 
-from loraplex.bench.arrivals import Burst, ClosedLoop
+from loraplex.bench.arrivals import Burst
 from loraplex.bench.machine import Code, Machine
 from loraplex.bench.popularity import BaseOnly, Distinct
 from loraplex.bench.workload import Lengths, Workload
@@ -98,6 +101,7 @@ def header(systems, settings=SETTINGS, commit="a") -> Header:
         subjects=tuple(
             Subject(
                 name=system.name,
+                weights=system.weights,
                 weight_bits=system.weight_bits,
                 is_http=True,
                 mixes_adapters=True,
@@ -131,7 +135,8 @@ def compare(tmp_path):
             reference=reference,
         )
         await comparison.run(wanted or (STAGE,))
-        assert all(system.num_up == 0 for system in systems)
+        variants = [each for system in systems for each in system.variants.values()]
+        assert all(system.num_up == 0 for system in [*systems, *variants])
         return read_journal(tmp_path / "journal.jsonl"), log
 
     return compare
@@ -343,17 +348,51 @@ def test_what_is_no_journal_is_said(tmp_path, content, message):
         read_journal(path)
 
 
-def test_the_workloads_by_name():
-    found = stages(["W1", "W2", "W3", "W4", "W5", "W6", "tax"], 2000, 0)
-    assert [stage.name for stage in found] == [
-        *("standard", "first use", "many, resident", "many, from disk")
-    ]
-    names = [case.name for case in found[0].cases]
-    assert names[:6] == ["W1", "W2-8", "W2-32", "W3-8", "W3-32", "W4"]
-    assert [case.uses_adapters for case in found[0].cases[:4]] == [False, False, False, True]
-    many = {case.name: case.load for case in found[2].cases}
-    assert many["W6-n2000"].num_requests == many["W6-n5"].num_requests == 4000
-    assert many["W6-n2000"].arrivals == ClosedLoop(32)
-    assert (found[2].num_resident, found[3].num_resident) == (2000, 100)
-    with pytest.raises(ConfigError, match="W7 is none"):
-        stages(["W7"], 10, 0)
+def with_variants(fake_system, **seconds_per_token):
+    """A system of name "peer f32" with variants of these speeds; the values are the starts."""
+    peer = fake_system("peer f32")
+    peer.variants = {name: fake_system("peer f32") for name in seconds_per_token}
+    for name, seconds in seconds_per_token.items():
+        peer.variants[name].seconds_per_token = seconds
+    return peer
+
+
+async def test_the_fastest_variant_is_measured(compare, fake_system):
+    peer = with_variants(fake_system, default=0.02, sleepy=0.01, keen=0.0, broken=0.0)
+    peer.variants["broken"].start_failures = [ConfigError("no such build")] * 9
+    ours = fake_system()
+    journal, _ = await compare([ours, peer])
+    tried = {entry.variant: entry for entry in journal.of(Calibrated)}
+    assert [*tried] == ["default", "sleepy", "keen", "broken"]
+    assert tried["broken"].error == "no such build"
+    assert tried["keen"].tokens_per_second.keys() == {"W1", "W2-8"}
+    assert best_variant(tried.values(), "peer f32") == "keen"
+    # One start to try each, and one of the chosen to measure it; a system without a choice has one.
+    starts = {name: len(variant.starts) for name, variant in peer.variants.items()}
+    assert starts == {"default": 1, "sleepy": 1, "keen": 2, "broken": 0}
+    assert len(ours.starts) == 1
+    text = comparison_markdown(comparison_report(journal))
+    rows = [row.split("|") for row in text.splitlines() if row.startswith("| peer f32 ")]
+    assert {row[2].strip(): row[5].strip() for row in rows} == {
+        "default": "",
+        "sleepy": "",
+        "keen": "chosen",
+        "broken": "no such build",
+    }
+
+
+async def test_variants_are_tried_once(compare, fake_system):
+    await compare([with_variants(fake_system, slow=0.02, quick=0.0)])
+    again = with_variants(fake_system, slow=0.0, quick=0.0)
+    await compare([again])
+    assert not any(variant.starts for variant in again.variants.values())
+
+
+async def test_without_figures_the_default_is_measured(compare, fake_system):
+    peer = with_variants(fake_system, default=0.0, other=0.0)
+    for variant in peer.variants.values():
+        variant.start_failures = [ConfigError("not yet")]
+    journal, _ = await compare([peer])
+    assert [entry.error for entry in journal.of(Calibrated)] == ["not yet"] * 2
+    assert len(peer.variants["default"].starts) == 1
+    assert not peer.variants["other"].starts

@@ -28,9 +28,21 @@ from loraplex.bench.machine import Code, Machine
 from loraplex.bench.statistics import Ratio, RequestRecord, summarize
 
 OURS = Subject(
-    name="loraplex fp32", weight_bits=32, is_http=True, mixes_adapters=True, version="0.1.0"
+    name="loraplex fp32",
+    weights="32-bit",
+    weight_bits=32,
+    is_http=True,
+    mixes_adapters=True,
+    version="0.1.0",
 )
-PEER = Subject(name="peer f32", weight_bits=32, is_http=False, mixes_adapters=False, version="9")
+PEER = Subject(
+    name="peer f32",
+    weights="32-bit",
+    weight_bits=32,
+    is_http=False,
+    mixes_adapters=False,
+    version="9",
+)
 SECOND = 10**9
 
 GOLDEN = Path(__file__).parent / "golden" / "comparison.md"

@@ -108,6 +108,11 @@ class FakeServer:
     def command(self) -> list[str]:
         return json.loads((self.folder / "command.json").read_text())
 
+    def environment(self) -> dict[str, str]:
+        environment = json.loads((self.folder / "environment.json").read_text())
+        # pytest changes it between the start of a fixture and its test.
+        return {k: v for k, v in environment.items() if k != "PYTEST_CURRENT_TEST"}
+
     def flag(self, name: str) -> str:
         command = self.command()
         return command[command.index(name) + 1]

@@ -3,10 +3,12 @@
     python fake_peer_server.py FOLDER --port N ...
 
 FOLDER/stream.json holds the lines of a response, "{body}" in them is the request's body;
-FOLDER/requests.jsonl gets a line [path, body] for each POST, FOLDER/command.json the arguments.
+FOLDER/requests.jsonl gets a line [path, body] for each POST, FOLDER/command.json the arguments,
+FOLDER/environment.json the environment.
 """
 
 import json
+import os
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -39,6 +41,7 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+(FOLDER / "environment.json").write_text(json.dumps(dict(os.environ)))
 (FOLDER / "command.json").write_text(json.dumps(sys.argv[2:]))
 port = int(sys.argv[sys.argv.index("--port") + 1])
 ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()

@@ -23,13 +23,12 @@ SHAPES["tiny"] = LlamaShape(
 )
 typer.run(compare.compare)
 """
-# Ignores SIGTERM, has a child in a session of its own, and writes down both.
+# Has a child in a session of its own, and writes down both ids.
 STUBBORN = """
 import os, signal, subprocess, sys
 from pathlib import Path
 if "--version" in sys.argv:
     sys.exit("version: 1")
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
 sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
 child = subprocess.Popen(sleep, start_new_session=True)
 def write_pids(name):
@@ -37,7 +36,12 @@ def write_pids(name):
     draft.write_text(f"{{os.getpid()}} {{child.pid}}")
     draft.rename(Path({folder!r}, f"{{name}}-{{os.getpid()}}.pids"))
 """
-HANGS = "import time\nwrite_pids({name!r})\ntime.sleep(600)\n"
+HANGS = """
+import time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+write_pids({name!r})
+time.sleep(600)
+"""
 CONVERTS = """
 import pathlib, sys
 pathlib.Path(sys.argv[sys.argv.index("--outfile") + 1]).touch()
@@ -73,7 +77,9 @@ ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 
 @pytest.fixture
 def llama_cpp(executable, tmp_path):
-    """A function (hangs_in) -> a folder like llama.cpp's. One that hangs ignores SIGTERM, too.
+    """A function (hangs_in) -> a folder like llama.cpp's.
+
+    What hangs in its start or conversion ignores SIGTERM.
 
     hangs_in: "converting", "starting", "running", or "" for none of them.
     """
@@ -100,7 +106,8 @@ def compare(tmp_path):
     started = []
 
     def start(folder: Path) -> subprocess.Popen:
-        arguments = [str(tmp_path / "out"), "--peer", f"llama.cpp={folder}", "--only", "F16"]
+        arguments = [str(tmp_path / "out"), "--peer", f"llama.cpp={folder}", "--weights", "16"]
+        arguments += ["--only", "F16"]
         arguments += ["--workloads", "W1,W2", "--rounds", "1", "--fixtures", str(tmp_path / "made")]
         started.append(
             subprocess.Popen(

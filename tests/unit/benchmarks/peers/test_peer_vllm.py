@@ -1,9 +1,12 @@
+import os
+
 import msgspec
 import pytest
 from comparison.peers.vllm import VllmCpu
 
 from loraplex.core.errors import ConfigError
 
+NOT_THE_USERS = ("LORAPLEX_", "PYTEST_CURRENT_TEST")
 STREAM = (
     'data: {"choices": [{"text": "ab"}]}',
     'data: {"choices": [{"text": "cd"}]}',
@@ -82,3 +85,17 @@ async def test_a_server_that_ends_is_reported(executable, setup, tmp_path):
     python = executable(tmp_path / "bin" / "python", "raise SystemExit('no package vllm')")
     with pytest.raises(ConfigError, match=r"ended with status 1 .*: no package vllm"):
         await VllmCpu(python).start(setup)
+
+
+async def test_its_environment_is_the_users_and_what_it_documents(running, fake_server):
+    added = running.launch.added
+    assert sorted(added) == [
+        "HF_HUB_OFFLINE",
+        "OMP_NUM_THREADS",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
+        "VLLM_CPU_KVCACHE_SPACE",
+        "VLLM_CPU_OMP_THREADS_BIND",
+        "VLLM_NO_USAGE_STATS",
+    ]
+    users = {k: v for k, v in os.environ.items() if not k.startswith(NOT_THE_USERS)}
+    assert fake_server.environment() == users | added

@@ -1,0 +1,21 @@
+import pytest
+from comparison.cases import stages
+
+from loraplex.bench.arrivals import ClosedLoop
+from loraplex.core.errors import ConfigError
+
+
+def test_the_workloads_by_name():
+    found = stages(["W1", "W2", "W3", "W4", "W5", "W6", "tax"], 2000, 0)
+    assert [stage.name for stage in found] == [
+        *("standard", "first use", "many, resident", "many, from disk")
+    ]
+    names = [case.name for case in found[0].cases]
+    assert names[:6] == ["W1", "W2-8", "W2-32", "W3-8", "W3-32", "W4"]
+    assert [case.uses_adapters for case in found[0].cases[:4]] == [False, False, False, True]
+    many = {case.name: case.load for case in found[2].cases}
+    assert many["W6-n2000"].num_requests == many["W6-n5"].num_requests == 4000
+    assert many["W6-n2000"].arrivals == ClosedLoop(32)
+    assert (found[2].num_resident, found[3].num_resident) == (2000, 100)
+    with pytest.raises(ConfigError, match="W7 is none"):
+        stages(["W7"], 10, 0)
