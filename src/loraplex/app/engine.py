@@ -12,8 +12,8 @@ from pathlib import Path
 
 import msgspec
 
+from loraplex.app.open_step_sizes import with_step_sizes
 from loraplex.app.rank import ModelRank, overlaps, rank_command, rank_of, world_of
-from loraplex.app.step_sizes import with_step_sizes
 from loraplex.core.clock import SystemClock
 from loraplex.core.config import ModelConfig
 from loraplex.core.errors import ConfigError, LoraplexError

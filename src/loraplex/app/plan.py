@@ -18,7 +18,7 @@ from loraplex.adapters.targets import source_of
 from loraplex.app.build_limits import within_build
 from loraplex.app.builder import served_shapes
 from loraplex.app.local_paths import with_device
-from loraplex.app.step_sizes import (
+from loraplex.app.open_step_sizes import (
     bytes_left,
     largest_rank,
     runner_settings,

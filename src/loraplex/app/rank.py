@@ -15,13 +15,13 @@ from pathlib import Path
 import msgspec
 import torch
 
+from loraplex.app.open_step_sizes import runner_settings
 from loraplex.app.stage_channels import (
     StageChannels,
     native_library,
     rank_device,
     stage_channels,
 )
-from loraplex.app.step_sizes import runner_settings
 from loraplex.core.config import ModelConfig
 from loraplex.core.log_lines import log_to_standard_error
 from loraplex.core.version import __version__

@@ -12,8 +12,8 @@ from tqdm import TMonitor
 from loraplex.app import engine as app_engine
 from loraplex.app import rank as app_rank
 from loraplex.app.engine import build_engine, run_engine
+from loraplex.app.open_step_sizes import runner_settings, with_step_sizes
 from loraplex.app.rank import overlaps
-from loraplex.app.step_sizes import runner_settings, with_step_sizes
 from loraplex.core.config import ModelConfig
 from loraplex.core.errors import ConfigError
 from loraplex.core.scheduler_settings import Batching, FairShare, SchedulerSettings

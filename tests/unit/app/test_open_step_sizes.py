@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from loraplex.app import step_sizes
+from loraplex.app import open_step_sizes
 from loraplex.app.local_paths import with_device
-from loraplex.app.step_sizes import with_step_sizes
+from loraplex.app.open_step_sizes import with_step_sizes
 from loraplex.core.config import ModelConfig
 from loraplex.core.devices import Device
 
@@ -33,8 +33,8 @@ def model(tmp_path: Path) -> ModelConfig:
 
 
 def free(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
-    monkeypatch.setattr(step_sizes, "choose_device", lambda _: "a GPU that is not there")
-    monkeypatch.setattr(step_sizes, "free_bytes", lambda _: num_bytes)
+    monkeypatch.setattr(open_step_sizes, "choose_device", lambda _: "a GPU that is not there")
+    monkeypatch.setattr(open_step_sizes, "free_bytes", lambda _: num_bytes)
 
 
 def sizes(model: ModelConfig) -> tuple[int | None, int | None]:
