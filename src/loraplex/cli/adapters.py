@@ -221,7 +221,15 @@ def _print_adapter(adapter: dict[str, Any]) -> None:
         if value not in (None, ""):
             print(f"{label:<8} {value}")
     for warning in adapter["warnings"]:
-        print(f"warning: {warning}")
+        print(_remark(warning))
+
+
+def _remark(warning: str) -> str:
+    """Return the line of a warning; what most adapters have, and needs no action, is a note."""
+    # Imported late: it needs numpy, for which shell completion must not wait.
+    from loraplex.adapters.base_check import is_about_rounding  # noqa: PLC0415
+
+    return f"{'note' if is_about_rounding(warning) else 'warning'}: {warning}"
 
 
 def _experts(experts: dict[str, dict[str, Any]]) -> str:

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from typer.testing import CliRunner
 
-from loraplex.cli.adapters import _experts
+from loraplex.cli.adapters import _experts, _remark
 from loraplex.cli.main import app
 from loraplex.core.adapter import Residency
 from loraplex.core.principal import LOCAL
@@ -79,6 +79,12 @@ def test_experts_are_shown_by_layers():
         "experts.down_proj 5 (layers 3), experts.up_proj 3,7 (layers 0), "
         "experts.up_proj 0-127 (layers 1-47)"
     )
+
+
+def test_rounding_is_a_note_and_another_base_a_warning():
+    rounding = "tensors in F16 are rounded to the bfloat16 that this server computes in"
+    assert _remark(rounding) == f"note: {rounding}"
+    assert _remark("it was trained on 'a/b'") == "warning: it was trained on 'a/b'"
 
 
 def test_a_load_reports_what_it_loaded(run, backend):
