@@ -1,10 +1,15 @@
 """Rows of commands, and how a group takes them."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import typer
 from typer.core import TyperGroup
+
+from loraplex.cli.flag_hints import UsageError, with_hint
+
+_WORDS: Final = "loraplex.words"
+"""Key of the words after the group's name."""
 
 
 class CommandRow(NamedTuple):
@@ -34,11 +39,25 @@ def add_commands(
 
 
 def group_in_order(rows: Iterable[CommandRow]) -> type[TyperGroup]:
-    """Return a group that lists its commands in the order of the rows: Typer lists groups last."""
+    """Return a group that lists its commands in the order of the rows: Typer lists groups last.
+
+    Errors about flags that its commands do not have name the flag that was probably meant.
+    """
     names = [row.name for row in rows]
 
     class OrderedGroup(TyperGroup):
         def list_commands(self, ctx: Any) -> list[str]:
             return sorted(super().list_commands(ctx), key=lambda name: (*names, name).index(name))
+
+        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+            ctx.meta[_WORDS] = list(args)
+            return super().parse_args(ctx, args)
+
+        def invoke(self, ctx: Any) -> Any:
+            words = ctx.meta[_WORDS]
+            try:
+                return super().invoke(ctx)
+            except UsageError as error:
+                raise with_hint(error, words) from None
 
     return OrderedGroup

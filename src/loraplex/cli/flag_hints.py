@@ -1,22 +1,21 @@
-"""Hints for flags that `loraplex serve` does not have: the flag that was probably meant."""
+"""Hints for flags that a command does not have: the flag that was probably meant."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Sequence, Set
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final, cast
+
+import typer
 
 from loraplex.compat.triton.engine_args import row_of
 from loraplex.core.support import Support
 
-_MODEL: Final = "give the model as the argument: `loraplex serve MODEL`"
+UsageError: Final = cast("type[Exception]", typer.BadParameter.__mro__[1])
+"""Typer exports only subclasses of the error for a wrong command line."""
+_MODEL: Final = "give the model as the argument"
 _ALWAYS_FULL: Final = "with --device cuda all layers are on the GPU"
 OF_OTHERS: Final = MappingProxyType(
     {
-        "-m": _MODEL,
-        "--model": _MODEL,
-        "--model-path": _MODEL,
-        "-hf": _MODEL,
-        "--hf-repo": _MODEL,
         "-a": "use --name",
         "--alias": "use --name",
         "-c": "use --max-model-len",
@@ -53,20 +52,71 @@ OF_OTHERS: Final = MappingProxyType(
     }
 )
 """Flags of llama.cpp, Ollama and SGLang, and those of vLLM that are another setting here."""
+OF_MODELS: Final = frozenset({"-m", "--model", "--model-path", "-hf", "--hf-repo"})
+"""Other systems' flags for the model, which is an argument here."""
+_TAKEN_BY_SERVE: Final = frozenset({"--max-num-seqs", "--help-all"})
+"""Flags of the command that takes flags of vLLM, `loraplex serve`."""
+_HELP: Final = frozenset({"--help", "--help-all"})
 _SIMILARITY: Final = 0.72
 """Least likeness of a name that is suggested, from 0 to 1: less likely ones mislead."""
 
 
-def hint(flag: str, known: Iterable[str]) -> str:
-    """Return a sentence about a flag that does not exist; known: all that do."""
-    if flag in OF_OTHERS:
-        return f"{_capital(OF_OTHERS[flag])}."
-    if text := _of_vllm(flag):
+def with_hint(error: Exception, words: Sequence[str]) -> Exception:
+    """Return an error about a flag that does not exist with a hint; other errors as they are.
+
+    words: the command line, for flags of which the parser names only the first letter.
+    """
+    if not hasattr(error, "possibilities"):
+        return error
+    context = cast("Any", error).ctx
+    flag = _whole_flag(str(getattr(error, "option_name", "")), words)
+    return UsageError(f"No such option: {flag}. {_hint(flag, context)}", context)
+
+
+def flags_of(context: Any) -> set[str]:
+    """Return all flags of a context's command."""
+    parameters = context.command.get_params(context)
+    return {
+        flag
+        for p in parameters
+        if p.param_type_name == "option"
+        for flag in (*p.opts, *p.secondary_opts)
+    }
+
+
+def _hint(flag: str, context: Any) -> str:
+    known = flags_of(context)
+    path = context.command_path
+    if text := _of_others(flag, known):
+        return f"{_capital(text)}."
+    if flag in OF_MODELS and any(p.name == "model" for p in context.command.params):
+        return f"{_capital(_MODEL)}: `{path} MODEL`."
+    if known >= _TAKEN_BY_SERVE and (text := _of_vllm(flag)):
         return text
     by_name = {name.lstrip("-"): name for name in known if name.startswith("--")}
     close = difflib.get_close_matches(flag.lstrip("-"), by_name, 3, _SIMILARITY)
-    names = " or ".join(by_name[name] for name in close)
-    return f"Did you mean {names}?" if names else "See `loraplex serve --help-all`."
+    if close:
+        return f"Did you mean {' or '.join(by_name[name] for name in close)}?"
+    return f"See `{path} {max(known & _HELP, key=len)}`."
+
+
+def _of_others(flag: str, known: Set[str]) -> str:
+    """Return what replaces a flag of another server; empty: the command has no such flag."""
+    text = OF_OTHERS.get(flag, "")
+    return text if named_flags(text) <= known else ""
+
+
+def named_flags(text: str) -> set[str]:
+    """Return the flags that a text names."""
+    return {word.rstrip(":;,") for word in text.split() if word.startswith("-")}
+
+
+def _whole_flag(flag: str, words: Sequence[str]) -> str:
+    """Return the word of a flag of which the parser names only the first letter."""
+    names = [word.partition("=")[0] for word in words]
+    if flag in names:
+        return flag
+    return next((n for n in names if n.startswith(flag) and not n.startswith("--")), flag)
 
 
 def _of_vllm(flag: str) -> str:

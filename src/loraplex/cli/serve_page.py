@@ -1,11 +1,11 @@
 """The command line of `loraplex serve`: its words, its --help and its errors."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import typer
 
-from loraplex.cli.flag_hints import hint
+from loraplex.cli.flag_hints import flags_of
 from loraplex.cli.help_page import FlagPage
 from loraplex.cli.vllm_flags import repeated
 
@@ -21,33 +21,19 @@ _COMMON: Final = frozenset(
 )
 """Parameters that --help shows; --help-all has all."""
 _ALL: Final = "loraplex.all_flags"
-_UsageError: Final = cast("type[Exception]", typer.BadParameter.__mro__[1])
-"""Typer exports only subclasses of the error for a wrong command line."""
 
 
 class ServePage(FlagPage):
-    """A command that takes flags as vLLM does, and suggests flags for those that it has not."""
+    """A command that takes flags as vLLM does."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        known = self._flags(ctx)
-        words = list(_hyphened(args, known))
-        try:
-            return super().parse_args(ctx, list(repeated(words)))
-        except _UsageError as error:
-            if not hasattr(error, "possibilities"):
-                raise
-            flag = _whole_flag(str(getattr(error, "option_name", "")), words)
-            raise _UsageError(f"No such option: {flag}. {hint(flag, known)}", ctx) from None
+        return super().parse_args(ctx, list(repeated(list(_hyphened(args, flags_of(ctx))))))
 
     def shown_parameters(self, ctx: Any) -> list[Any]:
         parameters = super().shown_parameters(ctx)
         if ctx.meta.get(_ALL):
             return parameters
         return [parameter for parameter in parameters if parameter.name in _COMMON]
-
-    def _flags(self, ctx: Any) -> set[str]:
-        parameters = self.get_params(ctx)
-        return {flag for p in parameters for flag in (*p.opts, *p.secondary_opts)}
 
 
 def print_all_flags(context: typer.Context, is_given: bool) -> None:
@@ -65,11 +51,3 @@ def _hyphened(args: Sequence[str], known: set[str]) -> Iterator[str]:
         hyphened = name.replace("_", "-")
         is_flag = name.startswith("--") and hyphened in known
         yield f"{hyphened}{equals}{value}" if is_flag else word
-
-
-def _whole_flag(flag: str, words: Sequence[str]) -> str:
-    """Return the word of a flag of which the parser names only the first letter."""
-    names = [word.partition("=")[0] for word in words]
-    if flag in names:
-        return flag
-    return next((n for n in names if n.startswith(flag) and not n.startswith("--")), flag)

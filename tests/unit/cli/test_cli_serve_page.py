@@ -9,7 +9,7 @@ import typer.main
 from typer.testing import CliRunner
 
 from loraplex.cli import compat, main
-from loraplex.cli.flag_hints import OF_OTHERS
+from loraplex.cli.flag_hints import OF_MODELS, OF_OTHERS, named_flags
 from loraplex.cli.main import app
 from loraplex.cli.vllm_flags import FLAGS
 
@@ -42,7 +42,7 @@ def test_the_short_flag_of_help(words):
 
 
 def error_of(*words):
-    result = CliRunner().invoke(app, ["serve", "/m", *words], env={"COLUMNS": "300"})
+    result = CliRunner().invoke(app, [*words], prog_name="loraplex", env={"COLUMNS": "300"})
     assert result.exit_code == 2
     assert result.stdout == ""
     return " ".join(result.output.replace("│", " ").split())
@@ -69,16 +69,37 @@ def error_of(*words):
     ],
 )
 def test_a_flag_that_is_not_there(word, hint_text):
-    assert hint_text in error_of(word, "1")
+    assert hint_text in error_of("serve", "/m", word, "1")
+
+
+@pytest.mark.parametrize(
+    ("line", "hint_text"),
+    [
+        (
+            "generate --model X",
+            "--model. Give the model as the argument: `loraplex generate MODEL`.",
+        ),
+        ("generate -m X", "-m. Give the model as the argument: `loraplex generate MODEL`."),
+        ("plan --memry 3", "--memry. Did you mean --memory"),
+        ("adapters load a b --repalce", "--repalce. Did you mean --replace?"),
+        ("bench --duration 3", "--duration. See `loraplex bench run --help`."),
+        # No flag of the command does it: what another command has would mislead.
+        ("adapters load a b -np 3", "-np. See `loraplex adapters load --help`."),
+        ("adapters load a b --swap-space 3", "See `loraplex adapters load --help`."),
+        ("compat triton --modl 1", "--modl. "),
+        ("keys list -m X", "-m. See `loraplex keys list --help`."),
+    ],
+)
+def test_a_flag_that_another_command_has_not(line, hint_text):
+    assert hint_text in error_of(*line.split())
 
 
 def test_every_hint_names_flags_that_are_there():
     command = typer.main.get_command(app).commands["serve"]
     flags = {flag for parameter in command.params for flag in parameter.opts}
     hints = OF_OTHERS
-    named = {word.rstrip(":;,") for text in hints.values() for word in text.split()}
-    assert {word for word in named if word.startswith("-")} <= flags
-    assert not hints.keys() & flags
+    assert {flag for text in hints.values() for flag in named_flags(text)} <= flags
+    assert not (hints.keys() | OF_MODELS) & flags
 
 
 def completions(line):
