@@ -26,6 +26,8 @@ OPEN_PATHS = (
     *("/v2/health/live", "/v2/health/ready"),
 )
 """Paths that load balancers probe."""
+PROBED_PATHS = (*OPEN_PATHS, "/metrics")
+"""Paths that are polled."""
 _SHOWN_HEADERS = ("x-request-id", "retry-after", DIGESTS_HEADER)
 
 

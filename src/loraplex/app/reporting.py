@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from prometheus_client.registry import Collector
 
+from loraplex.app.access import PROBED_PATHS
 from loraplex.core.environment import trace_target
 from loraplex.core.server_config import ServerConfig
 from loraplex.frontends.telemetry.access_log import AccessLog
@@ -43,7 +44,8 @@ def reporting_requests(settings: ServerConfig) -> Iterator[Reporting]:
         sinks: list[Sink] = [recent]
         access_log = traces = None
         if settings.log_requests != "off":
-            sinks.append(RequestLines(is_sampled=settings.log_requests == "sampled"))
+            is_sampled = settings.log_requests == "sampled"
+            sinks.append(RequestLines(is_sampled=is_sampled, probes=PROBED_PATHS))
         if settings.access_log:
             access_log = LineWriter(settings.access_log)
             stack.callback(access_log.close)

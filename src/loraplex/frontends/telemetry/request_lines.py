@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from collections.abc import Collection
 from typing import Final
 
 from loraplex.core.clock import Clock, SystemClock
@@ -18,8 +19,14 @@ _FIRST_ERROR: Final = 400
 class RequestLines:
     """A sink of `Telemetry`. Thread-safe."""
 
-    def __init__(self, *, is_sampled: bool, clock: Clock | None = None) -> None:
-        """is_sampled: only requests that generate or fail, and a few of them each second."""
+    def __init__(
+        self, *, is_sampled: bool, probes: Collection[str] = (), clock: Clock | None = None
+    ) -> None:
+        """is_sampled: only requests that generate or fail, and a few of them each second.
+
+        probes: paths that are polled, with any status; their lines have the level debug.
+        """
+        self._probes = frozenset(probes)
         self._is_sampled = is_sampled
         self._clock = clock or SystemClock()
         self._lock = threading.Lock()
@@ -28,6 +35,11 @@ class RequestLines:
         self._num_skipped = 0
 
     def __call__(self, request: WireRequest) -> None:
+        if request.path in self._probes:
+            # A probe of a server that starts fails each second: that is no error.
+            if logger.isEnabledFor(logging.DEBUG):
+                logger.debug("%s", request_line(request))
+            return
         if self._is_sampled and not (request.generations or _failed(request)):
             return
         with self._lock:

@@ -81,3 +81,15 @@ def test_a_sample_is_limited_and_counts_the_others(logged: pytest.LogCaptureFixt
     clock.advance_seconds(1)
     lines(wire_request(**FAILED))
     assert logged.records[-1].message.endswith(" (3 more requests are not listed)")
+
+
+@pytest.mark.parametrize("is_sampled", [True, False])
+@pytest.mark.parametrize("status", ["200", "503"])
+def test_probes_are_logged_only_at_debug(
+    caplog: pytest.LogCaptureFixture, is_sampled: bool, status: str
+):
+    lines = RequestLines(is_sampled=is_sampled, probes=["/health/ready"], clock=FakeClock())
+    caplog.set_level(logging.DEBUG)
+    lines(wire_request(method="GET", path="/health/ready", status=status))
+    lines(wire_request(**FAILED))
+    assert [record.levelno for record in caplog.records] == [logging.DEBUG, logging.INFO]
