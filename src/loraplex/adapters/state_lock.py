@@ -6,6 +6,7 @@ know what either holds.
 
 import fcntl
 import os
+import shlex
 import time
 from pathlib import Path
 
@@ -46,8 +47,8 @@ class StateLock:
         lock.close()
         raise ConfigError(
             f"the state directory {state_dir} is in use by another server, process "
-            f"{other or 'unknown'} ({path} is locked); stop it, or give this one a --state-dir of "
-            "its own"
+            f"{other or 'unknown'} ({path} is locked); stop it, or give this one a state of "
+            f"its own: --state-dir {shlex.quote(f'{state_dir}-2')}"
         )
 
     @classmethod

@@ -20,6 +20,7 @@ from loraplex.core.near_paths import check_exists
 from loraplex.core.server_config import ServerConfig
 from loraplex.core.state_places import state_place
 from loraplex.core.weight_precision import WeightPrecision
+from loraplex.execution.weights.hub import model_here
 from loraplex.models.registry import read_config
 from loraplex.models.spec import ModelSpec
 from loraplex.models.stored_format import refuse_second_quantization
@@ -38,11 +39,15 @@ def check_start(config: Config) -> None:
         _check_paths(model)
         _check_device(model)
     _check_ports(config.server)
-    if config.server.persist_adapters:
-        StateLock.own(state_place(config)).close()
+    place = state_place(config)
+    # A default place that does not exist is in use by no server: it is made once the model is
+    # found, so that a mistyped model creates no state folder.
+    if config.server.persist_adapters and (config.server.state_dir or place.exists()):
+        StateLock.own(place).close()
 
 
 def _check_paths(model: ModelConfig) -> None:
+    model_here(model.path)
     for folder in (*model.adapter_dirs, model.lora_root or ""):
         if folder:
             check_exists(folder, "folder of adapters")

@@ -184,7 +184,7 @@ def start(**server: object) -> Callable[[Path], None]:
     def check(folder: Path) -> None:
         ports = {"http_port": 0, "grpc_port": 0, "metrics_port": 0}
         settings = ServerConfig(**{"state_dir": str(folder / "state"), **ports, **server})
-        check_start(Config(server=settings, models={"m": ModelConfig(path="/m")}))
+        check_start(Config(server=settings, models={"m": ModelConfig(path="/")}))
 
     return check
 
@@ -192,7 +192,7 @@ def start(**server: object) -> Callable[[Path], None]:
 def missing_adapter(folder: Path) -> None:
     (folder / "legal").mkdir()
     adapters = {"legal": AdapterConfig(path=str(folder / "lega"))}
-    model = ModelConfig(path="/m", adapters=adapters)
+    model = ModelConfig(path="/", adapters=adapters)
     settings = ServerConfig(
         state_dir=str(folder / "state"), http_port=0, grpc_port=0, metrics_port=0
     )

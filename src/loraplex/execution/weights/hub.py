@@ -29,23 +29,34 @@ def resolve_model(path_or_id: str, revision: str | None = None, state_dir: str =
     For a GGUF file the folder is made in state_dir, which is as configured. `revision` is a branch,
     tag or commit of the hub. Raises ConfigError for what is neither a model nor a hub id.
     """
-    file = Path(path_or_id).expanduser()
-    if file.suffix == GGUF_SUFFIX and not file.is_dir():
-        if not file.exists():
-            raise ConfigError(f"there is no file {path_or_id}{near_paths(file)}")
-        return gguf_folder(file, state_directory(state_dir) / GGUF_FOLDERS)
-    here = _folder_here(path_or_id)
+    here = model_here(path_or_id)
     if here is not None:
-        if (here / "adapter_config.json").is_file() and not (here / _CONFIG).is_file():
-            raise ConfigError(
-                f"{path_or_id} is a LoRA adapter, no model: serve its base with "
-                f"--adapter NAME={path_or_id}"
-            )
-        return here
+        return (
+            gguf_folder(here, state_directory(state_dir) / GGUF_FOLDERS) if here.is_file() else here
+        )
     folder = _download(path_or_id, revision, _FILES)
     if not any(folder.glob("*.safetensors")):
         folder = _download(path_or_id, revision, _OLD_WEIGHTS)
     return folder
+
+
+def model_here(path_or_id: str) -> Path | None:
+    """Return a model's local folder or GGUF file; None for a hub id.
+
+    Raises ConfigError for what is neither a model nor a hub id.
+    """
+    file = Path(path_or_id).expanduser()
+    if file.suffix == GGUF_SUFFIX and not file.is_dir():
+        if not file.exists():
+            raise ConfigError(f"there is no file {path_or_id}{near_paths(file)}")
+        return file
+    here = _folder_here(path_or_id)
+    if here and (here / "adapter_config.json").is_file() and not (here / _CONFIG).is_file():
+        raise ConfigError(
+            f"{path_or_id} is a LoRA adapter, no model: serve its base with "
+            f"--adapter NAME={path_or_id}"
+        )
+    return here
 
 
 def resolve_tokenizer(path_or_id: str) -> Path:
