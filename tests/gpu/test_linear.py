@@ -1,5 +1,7 @@
 """Linear layers on a GPU: real shapes and bfloat16, against float64."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from loraplex.kernels import quantization
 from loraplex.kernels.cuda import linear_fp8
 from loraplex.kernels.cuda.linear import LinearKernel
 from loraplex.kernels.quantization import quantize
+from support.stored_weights import FORMS, stored_weight
 
 pytestmark = pytest.mark.gpu
 
@@ -55,6 +58,28 @@ def test_it_is_the_product(in_features, out_features, precision, dtype, batch_in
         x = gaussian(num_rows, in_features, dtype=dtype)
         expected = x.double() @ exact.t() + bias.double()
         assert error_of(kernel.apply(x, packed), expected) < TOLERANCE[dtype], num_rows
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True], ids=["free", "fixed"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("group_size", [16, 32, 128, 512])
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_of_checkpoints_are_the_product(form, group_size, dtype, batch_invariant):
+    """bfloat16 rounds the entries of a table."""
+    kernel = LinearKernel(CUDA, batch_invariant=batch_invariant)
+    made = stored_weight(form, group_size, 1536, 200, torch.Generator().manual_seed(group_size))
+    scales = made.scales / 1000
+    offsets = None if made.offsets is None else made.offsets / 10000
+    weight = dataclasses.replace(made, scales=scales, offsets=offsets).to(CUDA)
+    packed = kernel.pack(weight, None, NATIVE)
+    exact = weight.dequantized().double()
+    tolerance = 4e-3 if made.table and dtype == torch.bfloat16 else TOLERANCE[dtype]
+    for num_rows in COUNTS:
+        x = gaussian(num_rows, 1536, dtype=dtype)
+        y = kernel.apply(x, packed)
+        assert error_of(y, x.double() @ exact.t()) < tolerance, num_rows
+        if batch_invariant:
+            assert torch.equal(kernel.apply(x[:1], packed), y[:1])
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True], ids=["free", "fixed"])

@@ -69,7 +69,7 @@ def largest_rank(settings: RunnerSettings, spec: ModelSpec) -> ModelSpec:
 
 def weights_bytes(settings: RunnerSettings, spec: ModelSpec) -> int:
     dtype = choose_dtype(settings, spec)
-    return weights_size(spec, dtype, settings.precision, settings.device)
+    return weights_size(spec, dtype, settings.precision)
 
 
 def bytes_left(settings: RunnerSettings, weights_bytes: int) -> int | None:

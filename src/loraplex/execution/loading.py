@@ -171,7 +171,7 @@ def _check_fit(settings: RunnerSettings, spec: ModelSpec, free: int | None) -> N
     sizes = functools.partial(
         size_memory, settings, spec, dtype=dtype, kv_dtype=choose_kv_dtype(settings, dtype)
     )
-    expected = weights_size(spec, dtype, settings.precision, settings.device)
+    expected = weights_size(spec, dtype, settings.precision)
     if free is None:
         sizes(weights_bytes=expected)
         return

@@ -47,6 +47,15 @@ class QuantizedWeight:
     offsets: torch.Tensor | None = None  # [..., out, groups] float32, subtracted; None: 0
     table: tuple[int, ...] | None = None  # what each of 16 numbers stands for; None: itself
 
+    def to(self, device: torch.device) -> "QuantizedWeight":
+        """Return the same weight on this device."""
+        return dataclasses.replace(
+            self,
+            values=self.values.to(device),
+            scales=self.scales.to(device),
+            offsets=None if self.offsets is None else self.offsets.to(device),
+        )
+
     def dequantized(self) -> torch.Tensor:
         """[..., out, in] float32"""
         values = self.whole_numbers().float() * self._spread(self.scales)

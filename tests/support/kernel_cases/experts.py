@@ -15,6 +15,7 @@ from loraplex.kernels.lora_segments import LoraSegments
 from loraplex.kernels.routing import Routes
 from loraplex.kernels.routing_rules import RoutingMode, RoutingRules
 from support.kernel_cases import Cases
+from support.kernel_cases.linear import STORED
 from support.kernel_cases.llamas import DTYPES, GPU, empty
 from support.kernel_cases.lora import device_batch, host_batch
 
@@ -60,6 +61,10 @@ def cases() -> Cases:
     some = functools.partial(_products, torch.bfloat16, 300)
     for precision in WeightPrecision:
         made[f"a3b {precision.value} bf16 experts mixed"] = functools.partial(some, precision)
+    for form in STORED:
+        for count in (4, 300, 4096):
+            stored = functools.partial(_stored_products, form, count)
+            made[f"a3b stored {form} bf16 experts {count}"] = stored
     made["other rules of experts"] = _other_rules
     return made
 
@@ -96,6 +101,14 @@ def _products(
     kernel.apply(x, _packed(2 * INNER, HIDDEN, dtype, precision), routes)
     inner = empty(num_tokens * RULES.num_chosen, INNER, dtype=dtype)
     return kernel.apply(inner, _packed(HIDDEN, INNER, dtype, precision), routes)
+
+
+def _stored_products(form: str, num_tokens: int) -> None:
+    routes = experts.route(empty(num_tokens, RULES.num_experts, dtype=torch.bfloat16), RULES)
+    weight = empty(RULES.num_experts, HIDDEN, INNER, dtype=torch.bfloat16)
+    inner = empty(num_tokens * RULES.num_chosen, INNER, dtype=torch.bfloat16)
+    kernel = GroupedLinear(GPU, batch_invariant=False)
+    kernel.apply(inner, STORED[form].empty(weight, None), routes)
 
 
 def _packed(

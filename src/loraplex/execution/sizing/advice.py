@@ -161,10 +161,10 @@ class MemoryAdvice:
     def _weights_bytes(self, precision: WeightPrecision) -> int:
         """Return the size; weights that cannot be quantised like this keep their type."""
         try:
-            return weights_size(self.spec, self.dtype, precision, self.settings.device)
+            return weights_size(self.spec, self.dtype, precision)
         except ConfigError:
             native = WeightPrecision.NATIVE
-            return weights_size(self.spec, self.dtype, native, self.settings.device)
+            return weights_size(self.spec, self.dtype, native)
 
 
 def _and_free(free: int | None) -> str:

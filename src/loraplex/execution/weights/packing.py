@@ -142,6 +142,7 @@ class _CheckpointSource:
             bias = self._read(place, "bias", (num_outputs,)).view(*experts, num_outputs)
         quantized = self._quantized(place)
         if quantized is not None:
+            quantized = quantized.to(self._form.device)
             return self._kernels.pack_linear(quantized, bias, precision, place.num_blocks)
         weight = self._read(place, "weight", (num_outputs, num_inputs))
         weight = weight.view(*experts, num_outputs, num_inputs)

@@ -20,18 +20,15 @@ _SCALE_BYTES = 4
 _BITS = {WeightPrecision.INT8: 8, WeightPrecision.INT4: 4, WeightPrecision.FP8: 8}
 
 
-def weights_size(
-    spec: ModelSpec, dtype: torch.dtype, precision: WeightPrecision, device: str = "cpu"
-) -> int:
+def weights_size(spec: ModelSpec, dtype: torch.dtype, precision: WeightPrecision) -> int:
     """Return bytes; about, if the weights are stored quantised.
 
-    device: type of the device; a GPU widens stored weights. Raises ConfigError if a layer cannot be
-    quantised like this.
+    Raises ConfigError if a layer cannot be quantised like this.
     """
     stored = spec.stored_format
     refuse_second_quantization(stored, precision)
     form = WeightFormat(dtype=dtype, precision=precision)
-    sizes = _Sizes(form, stored if device == "cpu" else None)
+    sizes = _Sizes(form, stored)
     build_parameters(spec, sizes)
     return sizes.num_bytes
 

@@ -28,7 +28,7 @@ from loraplex.kernels.ops import (
     PackedLinear,
     Parameter,
 )
-from loraplex.kernels.quantization import QuantizedWeight
+from loraplex.kernels.quantization import GROUP_SIZES, QuantizedWeight
 from loraplex.kernels.routing import Routes
 from loraplex.kernels.routing_rules import RoutingRules
 from loraplex.kernels.row_layout import RowLayout
@@ -92,13 +92,13 @@ class CudaKernels:
         precision: WeightPrecision = WeightPrecision.NATIVE,
         num_blocks: int = 0,
     ) -> PackedLinear:
-        assert isinstance(weight, torch.Tensor)
         return self._linear.pack(weight, bias, precision, is_row=num_blocks > 0)
 
     def takes_quantized(self, weight: QuantizedWeight, num_blocks: int) -> bool:
-        """Triton's programs have the groups of int8 and int4 alone: others are decoded."""
-        del weight, num_blocks
-        return False
+        """All but fp8: a rank packs its own inputs, so the blocks of ranks do not matter."""
+        del num_blocks
+        is_narrow = weight.precision in (WeightPrecision.INT8, WeightPrecision.INT4)
+        return is_narrow and weight.group_size in GROUP_SIZES
 
     @property
     def packed_layout(self) -> str:

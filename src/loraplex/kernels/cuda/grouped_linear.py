@@ -16,7 +16,7 @@ from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels import quantization
 from loraplex.kernels.cuda.generations import keeps_products_in_registers
 from loraplex.kernels.cuda.linear_fp8 import quantize_fp8_rows
-from loraplex.kernels.cuda.linear_packing import BLOCK, PackedWeight
+from loraplex.kernels.cuda.linear_packing import PackedWeight
 from loraplex.kernels.cuda.linear_products import Tile
 from loraplex.kernels.cuda.programs.grouped_linear import (
     grouped_linear,
@@ -127,6 +127,8 @@ class GroupedLinear:
         else:
             is_native = packed.precision is WeightPrecision.NATIVE
             tiles = _NARROW if is_native else self._quantized
+            if packed.offsets is not None:  # the sums of inputs need registers
+                tiles = dataclasses.replace(tiles, many=tiles.some)
         return tiles.pick(num_pairs / packed.num_experts, is_fixed=self._is_fixed)
 
 
@@ -154,11 +156,11 @@ def _launch_quantized(
 ) -> None:
     grid, arguments, options = _common(y, x, packed, routes, tile)
     grouped_quantized_linear[grid](
-        *(y, x, packed.weight, packed.bias, packed.scales),
+        *(y, x, packed.weight, packed.bias, packed.scales, packed.offsets, packed.table),
         *arguments,
         IS_INT4=packed.precision is WeightPrecision.INT4,
         GROUP_SIZE=packed.group_size,
-        EVEN_K=packed.in_features % BLOCK == 0,
+        EVEN_K=packed.in_features % packed.block == 0,
         **options,
     )
 

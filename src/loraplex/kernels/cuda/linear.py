@@ -14,8 +14,9 @@ from loraplex.kernels.cuda.linear_packing import PackedWeight, pack_weight, squa
 from loraplex.kernels.cuda.linear_products import ScaledLinear, fixed_linear
 from loraplex.kernels.cuda.ranks import RankSums
 from loraplex.kernels.ops import LinearParts, PackedLinear
+from loraplex.kernels.quantization import QuantizedWeight
 
-PACKED_LAYOUT = "cuda-3"
+PACKED_LAYOUT = "cuda-4"
 """Layout of PackedWeight's tensors; the name changes whenever they do."""
 
 _PRECISIONS = tuple(WeightPrecision)
@@ -43,7 +44,7 @@ class LinearKernel:
 
     def pack(
         self,
-        weight: torch.Tensor,
+        weight: torch.Tensor | QuantizedWeight,
         bias: torch.Tensor | None,
         precision: WeightPrecision,
         *,
@@ -51,12 +52,13 @@ class LinearKernel:
     ) -> PackedWeight:
         """weight [out, in], bias [out] or None, both of the model's type, on the device.
 
+        A weight that is quantised already keeps its numbers, whatever the precision.
         Or of experts: weight [E, out, in], bias [E, out]. is_row: ranks have a part of the inputs.
 
         Raises ConfigError if the weight cannot be quantised to the precision, or the device cannot
         multiply it.
         """
-        if precision is WeightPrecision.FP8:
+        if precision is WeightPrecision.FP8 and isinstance(weight, torch.Tensor):
             check_fp8(weight)
         return dataclasses.replace(pack_weight(weight, bias, precision), is_row=is_row)
 
@@ -65,16 +67,16 @@ class LinearKernel:
         precision = _PRECISIONS.index(packed.precision)
         sizes = (packed.group_size, packed.in_features, packed.num_experts)
         numbers = (precision, *sizes, int(packed.is_row))
-        return LinearParts(numbers, (packed.weight, packed.bias, packed.scales))
+        tensors = (packed.weight, packed.bias, packed.scales, packed.offsets, packed.table)
+        return LinearParts(numbers, tensors)
 
     def join(self, parts: LinearParts) -> PackedWeight:
         precision, group_size, in_features, num_experts, is_row = parts.numbers
-        weight, bias, scales = parts.tensors
+        weight, bias, scales, offsets, table = parts.tensors
         assert weight is not None
-        sizes = (group_size, in_features)
-        return PackedWeight(
-            *(_PRECISIONS[precision], *sizes, weight), bias, scales, num_experts, bool(is_row)
-        )
+        form = (_PRECISIONS[precision], group_size, in_features)
+        added = (num_experts, bool(is_row), offsets, table)
+        return PackedWeight(*form, weight, bias, scales, *added)
 
     def apply(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
         """x [T, in] of the model's type -> [T, out]."""

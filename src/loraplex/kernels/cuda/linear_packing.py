@@ -2,8 +2,9 @@
 
 The numbers of an output lie together, so that a thread loads 16 bytes of them at once. fp8: as they
 are, which is how cuBLAS takes them. int8 and int4: padded to blocks of 128 inputs, in words of 16
-bits. A word holds 2 or 4 numbers, which are 64 or 32 inputs apart (programs/linear_quantized.py).
-Scales are [groups, out]: neighbouring outputs are loaded together.
+bits. A word holds 2 or 4 numbers, which are 64 or 32 inputs apart (programs/linear_quantized.py),
+or as many as a smaller group has. Scales and offsets are [groups, out]: neighbouring
+outputs are loaded together.
 """
 
 import dataclasses
@@ -15,9 +16,10 @@ from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels.quantization import FP8_DTYPE, QuantizedWeight, group_size_of, quantize
 
 BLOCK = 128
-"""Inputs of int8 and int4 that are summed in one step."""
+"""Inputs of int8 and int4 that are summed in one step, at most."""
 _BITS = {WeightPrecision.INT8: 8, WeightPrecision.INT4: 4}
 _WORD_BITS = 16
+_TABLE_DTYPES = (torch.float16, torch.bfloat16)
 _VALUES_AT_ONCE = 1 << 24
 """Values converted at once: there is never a float32 copy of a whole lm_head."""
 
@@ -38,6 +40,13 @@ class PackedWeight:
     num_experts: int = 1
     is_row: bool = False
     """Whether ranks have a part of the inputs each."""
+    offsets: torch.Tensor | None = None  # [groups, outputs] float32
+    table: torch.Tensor | None = None  # [2, 16] int16: bits of float16, of bfloat16
+
+    @property
+    def block(self) -> int:
+        """Inputs that are summed in one step."""
+        return _words_per_block(self.precision, self.group_size) * _parts(self.precision)
 
     @property
     def num_outputs(self) -> int:
@@ -50,13 +59,17 @@ class PackedWeight:
 
 
 def pack_weight(
-    weight: torch.Tensor, bias: torch.Tensor | None, precision: WeightPrecision
+    weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None, precision: WeightPrecision
 ) -> PackedWeight:
     """weight [out, in], bias [out], or [E, out, in] and [E, out], of experts.
+
+    A weight that is quantised already keeps its numbers, whatever the precision.
 
     A weight that is not quantised is kept itself, if it is contiguous. A quantised one is converted
     some rows at a time, where it lies. Raises ConfigError if it cannot be quantised.
     """
+    if isinstance(weight, QuantizedWeight):
+        return _pack_quantized(weight, bias)
     in_features = weight.shape[-1]
     group_size = group_size_of(precision, in_features)
     if precision is WeightPrecision.NATIVE:
@@ -74,16 +87,43 @@ def pack_weight(
     return packed
 
 
+def _pack_quantized(weight: QuantizedWeight, bias: torch.Tensor | None) -> PackedWeight:
+    """weight [out, in], or [E, out, in], and its bias."""
+    packed = empty_weight(weight.values, bias, weight.precision, weight.group_size)
+    assert packed.scales is not None
+    num_groups = weight.scales.shape[-1]
+    packed.scales[:num_groups] = weight.scales.flatten(0, -2).t()
+    offsets, table = None, None
+    if weight.offsets is not None:
+        offsets = torch.zeros_like(packed.scales)
+        offsets[:num_groups] = weight.offsets.flatten(0, -2).t()
+    if weight.table is not None:
+        entries = torch.tensor(weight.table, device=weight.values.device)
+        table = torch.stack([entries.to(dtype).view(torch.int16) for dtype in _TABLE_DTYPES])
+    values = weight.values.flatten(0, -2)
+    for rows in _slabs(values):
+        # The numbers of a table are 0 .. 15, which is what the nibbles of others are, too.
+        numbers = values[rows] if table is None else values[rows] - 8
+        packed.weight[rows] = _words(numbers, weight.precision, weight.group_size)
+    return dataclasses.replace(packed, offsets=offsets, table=table)
+
+
 def empty_weight(
-    weight: torch.Tensor, bias: torch.Tensor | None, precision: WeightPrecision
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    precision: WeightPrecision,
+    group_size: int | None = None,
 ) -> PackedWeight:
-    """What a weight [out, in], or [E, out, in], is quantised into: zeros."""
+    """What a weight [out, in], or [E, out, in], is quantised into: zeros.
+
+    group_size: where it is not the usual one.
+    """
     in_features = weight.shape[-1]
     num_outputs = weight.numel() // in_features
-    group_size = group_size_of(precision, in_features)
+    group_size = group_size or group_size_of(precision, in_features)
     padded, columns, dtype = in_features, in_features, FP8_DTYPE
     if precision in _BITS:
-        padded += -in_features % BLOCK
+        padded += -in_features % (_words_per_block(precision, group_size) * _parts(precision))
         columns, dtype = padded * _BITS[precision] // _WORD_BITS, torch.int16
     numbers = torch.zeros(num_outputs, columns, dtype=dtype, device=weight.device)
     scales = torch.zeros(
@@ -104,9 +144,15 @@ def dequantized_rows(packed: PackedWeight, rows: slice) -> torch.Tensor:
         return packed.weight[rows].float()
     numbers = packed.weight[rows]
     if packed.precision in _BITS:
-        numbers = _numbers(numbers, _BITS[packed.precision])[:, : packed.in_features]
+        numbers = _numbers(numbers, packed.precision, packed.group_size)[:, : packed.in_features]
     scales = packed.scales[:, rows].t()
-    return QuantizedWeight(packed.precision, packed.group_size, numbers, scales).dequantized()
+    offsets = None if packed.offsets is None else packed.offsets[:, rows].t()
+    table = None
+    if packed.table is not None:
+        numbers = numbers + 8
+        table = tuple(int(entry) for entry in packed.table[0].view(_TABLE_DTYPES[0]))
+    form = (packed.precision, packed.group_size, numbers, scales)
+    return QuantizedWeight(*form, offsets=offsets, table=table).dequantized()
 
 
 def squared_row_norms(packed: PackedWeight) -> torch.Tensor:
@@ -130,14 +176,25 @@ def _arranged(quantized: QuantizedWeight) -> torch.Tensor:
     values = quantized.values
     if quantized.precision not in _BITS:
         return values
-    return _words(values, _BITS[quantized.precision])
+    return _words(values, quantized.precision, quantized.group_size)
 
 
-def _words(values: torch.Tensor, bits: int) -> torch.Tensor:
+def _parts(precision: WeightPrecision) -> int:
+    """Numbers of a word."""
+    return _WORD_BITS // _BITS[precision]
+
+
+def _words_per_block(precision: WeightPrecision, group_size: int) -> int:
+    """Words of a block: no more than the inputs of a group, so that a part has one scale."""
+    return min(BLOCK // _parts(precision), group_size)
+
+
+def _words(values: torch.Tensor, precision: WeightPrecision, group_size: int) -> torch.Tensor:
     """int8 [rows, in] -> int16 [rows, words]. Bytes are signed; nibbles are 8 too large."""
-    padded = torch.nn.functional.pad(values, (0, -values.shape[1] % BLOCK))
-    num_parts = _WORD_BITS // bits
-    numbers = padded.view(len(values), -1, num_parts, BLOCK // num_parts).to(torch.int32)
+    bits, num_parts = _BITS[precision], _parts(precision)
+    num_words = _words_per_block(precision, group_size)
+    padded = torch.nn.functional.pad(values, (0, -values.shape[1] % (num_words * num_parts)))
+    numbers = padded.view(len(values), -1, num_parts, num_words).to(torch.int32)
     numbers = numbers + 8 if bits == _BITS[WeightPrecision.INT4] else numbers & 0xFF
     words = numbers[:, :, 0]
     for part in range(1, num_parts):
@@ -145,10 +202,10 @@ def _words(values: torch.Tensor, bits: int) -> torch.Tensor:
     return words.to(torch.int16).reshape(len(values), -1)
 
 
-def _numbers(words: torch.Tensor, bits: int) -> torch.Tensor:
+def _numbers(words: torch.Tensor, precision: WeightPrecision, group_size: int) -> torch.Tensor:
     """int16 [rows, words] -> int8 [rows, padded inputs]."""
-    num_parts = _WORD_BITS // bits
-    blocks = words.view(len(words), -1, 1, BLOCK // num_parts)
+    bits, num_parts = _BITS[precision], _parts(precision)
+    blocks = words.view(len(words), -1, 1, _words_per_block(precision, group_size))
     parts = [blocks >> (part * bits) for part in range(num_parts)]
     numbers = torch.cat(parts, 2).view(len(words), -1)
     if bits == _BITS[WeightPrecision.INT4]:

@@ -13,7 +13,7 @@ import torch
 
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels.cuda.generations import keeps_products_in_registers
-from loraplex.kernels.cuda.linear_packing import BLOCK, PackedWeight
+from loraplex.kernels.cuda.linear_packing import PackedWeight
 from loraplex.kernels.cuda.programs.linear import invariant_linear
 from loraplex.kernels.cuda.programs.linear_quantized import (
     add_splits,
@@ -58,7 +58,8 @@ _MANY_ROWS = Tile(rows=128, outputs=128, num_warps=8, num_stages=2, programs=132
 # Products of float32 are no matrix instructions: small tiles keep the factors in registers.
 _WIDE = Tile(rows=16, outputs=32, num_warps=4, num_stages=3, programs=512)
 _FIXED = dataclasses.replace(_FEW_ROWS, programs=1)
-_FIXED_WIDE = dataclasses.replace(_WIDE, programs=1)
+# Addresses of a table need registers, too.
+_WIDE_TABLE = dataclasses.replace(_WIDE, num_stages=2)
 
 _DENSE = Tile(rows=64, outputs=64, num_warps=4, num_stages=4)
 _DENSE_INPUTS = 64
@@ -106,7 +107,7 @@ class ScaledLinear:
     def apply(self, x: torch.Tensor, packed: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
         """x [T, in] -> [T, out] of this dtype."""
         num_rows = x.shape[0]
-        tile = self._tile(num_rows, x.dtype)
+        tile = self._tile(num_rows, x.dtype, packed)
         y = torch.empty(num_rows, packed.out_features, dtype=dtype, device=x.device)
         num_splits, blocks_per_split = _splits(tile, num_rows, packed)
         if num_splits == 1:
@@ -123,14 +124,17 @@ class ScaledLinear:
         )
         return y
 
-    def _tile(self, num_rows: int, dtype: torch.dtype) -> Tile:
+    def _tile(self, num_rows: int, dtype: torch.dtype, packed: PackedWeight) -> Tile:
         if dtype == torch.float32:
-            return _FIXED_WIDE if self._is_fixed else _WIDE
+            tile = _WIDE if packed.table is None else _WIDE_TABLE
+            return dataclasses.replace(tile, programs=1) if self._is_fixed else tile
         if self._is_fixed:
             return _FIXED
         if num_rows <= _DECODE.rows:
             return _DECODE
-        return _FEW_ROWS if num_rows <= _FEW_ROWS.rows else self._many_rows
+        # Sums of inputs need registers that the largest tiles do not leave.
+        is_small = num_rows <= _FEW_ROWS.rows or packed.offsets is not None
+        return _FEW_ROWS if is_small else self._many_rows
 
 
 def _launch(
@@ -145,13 +149,13 @@ def _launch(
     num_rows = x.shape[0]
     num_splits, blocks_per_split = splits
     quantized_linear[(tile.count(num_rows, packed.out_features), num_splits)](
-        *(y, x, packed.weight, packed.scales, bias),
+        *(y, x, packed.weight, packed.scales, packed.offsets, packed.table, bias),
         *(num_rows, packed.out_features, packed.in_features),
         *(y.stride(0), x.stride(0), packed.weight.stride(0), blocks_per_split),
         IS_INT4=packed.precision is WeightPrecision.INT4,
         GROUP_SIZE=packed.group_size,
         HAS_BIAS=bias is not None,
-        EVEN_K=packed.in_features % BLOCK == 0,
+        EVEN_K=packed.in_features % packed.block == 0,
         **tile.options,
     )
 
@@ -161,7 +165,7 @@ def _splits(tile: Tile, num_rows: int, packed: PackedWeight) -> tuple[int, int]:
 
     All splits together have no more programs than the tile wants, so no more partial sums either.
     """
-    num_blocks = -(-packed.in_features // BLOCK)
+    num_blocks = -(-packed.in_features // packed.block)
     tiles = tile.count(num_rows, packed.out_features)
     return _split_blocks(num_blocks, min(tile.programs // tiles, _MAX_SPLITS))
 

@@ -110,7 +110,7 @@ def test_a_fixed_product_has_one_tile_and_no_splits(precision, dtype):
     """Other tiles may on a GPU mean other instructions, which add in another order."""
     kernel = ScaledLinear(CPU, batch_invariant=True)
     packed = empty_weight(torch.empty(1024, 14336, device="meta"), None, precision)
-    tiles = {kernel._tile(num_rows, dtype) for num_rows in (1, 16, 17, 64, 65, 4096)}
+    tiles = {kernel._tile(num_rows, dtype, packed) for num_rows in (1, 16, 17, 64, 65, 4096)}
     assert len(tiles) == 1
     for num_rows in (1, 65, 4096):
         assert linear_products._splits(*tiles, num_rows, packed) == (1, 112)

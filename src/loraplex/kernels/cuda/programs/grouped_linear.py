@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from loraplex.kernels.cuda.programs.linear import tile_of, tile_sums
-from loraplex.kernels.cuda.programs.linear_quantized import INPUTS_PER_BLOCK, block_sums
+from loraplex.kernels.cuda.programs.linear_quantized import block_sums, num_blocks_of
 
 
 @triton.jit
@@ -87,6 +87,8 @@ def grouped_quantized_linear(
     weight,
     bias,  # [E * num_outputs], or None
     scales,  # [groups, E * num_outputs]
+    offsets,  # likewise, or None
+    table,  # or None
     pairs,
     starts,
     num_tiles,  # of rows, at most
@@ -118,9 +120,9 @@ def grouped_quantized_linear(
     x_columns = x + (pair // DIVISOR)[None, :] * x_stride
     weight_rows = weight + outputs[:, None] * weight_stride
     sums = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    for block in range(tl.cdiv(num_inputs, INPUTS_PER_BLOCK)):
+    for block in range(num_blocks_of(num_inputs, IS_INT4, GROUP_SIZE)):
         sums = block_sums(
-            *(sums, x_columns, m < end, weight_rows, scales, outputs, block),
+            *(sums, x_columns, m < end, weight_rows, scales, offsets, table, outputs, block),
             *(num_outputs * NUM_EXPERTS, num_inputs),
             *(IS_INT4, GROUP_SIZE, EVEN_K, x.dtype.element_ty),
         )

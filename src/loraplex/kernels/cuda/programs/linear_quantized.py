@@ -10,8 +10,22 @@ import triton.language as tl
 from loraplex.kernels.cuda.programs.linear import tile_of
 
 INPUTS_PER_BLOCK = tl.constexpr(128)
-"""Inputs of one step of a sum: 32 words of four nibbles, or 64 of two bytes. Part i of word j is
-input i * words + j of the block, so no number moves to another thread."""
+"""Inputs of one step of a sum, at most: 32 words of four nibbles, or 64 of two bytes. Part i of
+word j is input i * words + j of the block, so no number moves to another thread. A block has no
+more words than a group has inputs, so that all products of a part have one scale."""
+
+
+@triton.jit
+def words_of(IS_INT4: tl.constexpr, GROUP_SIZE: tl.constexpr) -> tl.constexpr:
+    """Words of a block."""
+    MOST: tl.constexpr = INPUTS_PER_BLOCK // (4 if IS_INT4 else 2)
+    return GROUP_SIZE if GROUP_SIZE < MOST else MOST
+
+
+@triton.jit
+def num_blocks_of(num_inputs, IS_INT4: tl.constexpr, GROUP_SIZE: tl.constexpr):
+    """Number of blocks of an output."""
+    return tl.cdiv(num_inputs, words_of(IS_INT4, GROUP_SIZE) * (4 if IS_INT4 else 2))
 
 
 @triton.jit
@@ -43,6 +57,19 @@ def nibble_of(words, part: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def entry_of(words, part: tl.constexpr, table, DTYPE: tl.constexpr):
+    """int16 words -> DTYPE: what the nibbles stand for in a table [2, 16] int16.
+
+    The table has the bits of float16 and then those of bfloat16: loads need no conversion. It is 32
+    bytes of one cache line, so a warp reads it at once.
+    """
+    nibbles = (words >> (4 * part)) & 15
+    if tl.bfloat16 == DTYPE:
+        return tl.load(table + 16 + nibbles).to(tl.bfloat16, bitcast=True)
+    return tl.load(table + nibbles).to(tl.float16, bitcast=True).to(DTYPE)
+
+
+@triton.jit
 def inputs_of(x_columns, has_row, inputs, num_inputs, EVEN_K: tl.constexpr):
     """x^T of some inputs; zeros, which cost no load, beyond the last row and the last input."""
     inside = has_row[None, :]
@@ -64,6 +91,8 @@ def block_sums(
     has_row,
     weight_rows,
     scales,
+    offsets,  # or None
+    table,  # or None
     n,
     block,
     num_outputs,
@@ -73,21 +102,33 @@ def block_sums(
     EVEN_K: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """sums + the products of one block of inputs."""
+    """sums + the products of one block of inputs.
+
+    An offset of a group is subtracted times the sum of its inputs, which is float32.
+    """
     NUM_PARTS: tl.constexpr = 4 if IS_INT4 else 2
-    PART: tl.constexpr = INPUTS_PER_BLOCK // NUM_PARTS
+    PART: tl.constexpr = words_of(IS_INT4, GROUP_SIZE)
     k = tl.arange(0, PART)
     words = tl.load(weight_rows + (k + block * PART)[None, :])
-    first = block * INPUTS_PER_BLOCK
+    first = block * (PART * NUM_PARTS)
     partial = tl.zeros_like(sums)
+    input_sums = tl.zeros((sums.shape[1],), dtype=tl.float32)
     for part in tl.static_range(NUM_PARTS):
-        a = nibble_of(words, part, DTYPE) if IS_INT4 else byte_of(words, part, DTYPE)
+        if table is not None:
+            a = entry_of(words, part, table, DTYPE)
+        else:
+            a = nibble_of(words, part, DTYPE) if IS_INT4 else byte_of(words, part, DTYPE)
         b = inputs_of(x_columns, has_row, k + (first + part * PART), num_inputs, EVEN_K)
         partial = tl.dot(a, b, partial, input_precision="ieee")
+        if offsets is not None:
+            input_sums += tl.sum(b.to(tl.float32), 0)
         if (part + 1) * PART % GROUP_SIZE == 0 or part == NUM_PARTS - 1:
             group = (first + part * PART) // GROUP_SIZE
             sums += partial * scales_of(scales, group, n, num_outputs)
             partial = tl.zeros_like(sums)
+            if offsets is not None:
+                sums -= input_sums[None, :] * scales_of(offsets, group, n, num_outputs)
+                input_sums = tl.zeros((sums.shape[1],), dtype=tl.float32)
     return sums
 
 
@@ -97,6 +138,8 @@ def quantized_linear(
     x,
     weight,
     scales,
+    offsets,  # or None
+    table,  # or None
     bias,
     num_rows,
     num_outputs,
@@ -115,8 +158,9 @@ def quantized_linear(
 ):
     """One tile of y per program of axis 0; y [splits, num_rows, num_outputs] with axis 1.
 
-    weight [num_outputs, words] int16, a word of four nibbles or two bytes; scales
-    [groups, num_outputs] float32, one for each GROUP_SIZE inputs of the blocks.
+    weight [num_outputs, words] int16, a word of four nibbles or two bytes; scales and offsets
+    [groups, num_outputs] float32, one for each GROUP_SIZE inputs of the blocks. Nibbles have a
+    table [2, 16], or stand for themselves.
     """
     num_tiles_m, num_tiles_n = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(num_outputs, BLOCK_N)
     tile_m, tile_n = tile_of(tl.program_id(0), num_tiles_m, num_tiles_n, GROUP_M)
@@ -129,10 +173,10 @@ def quantized_linear(
     weight_rows = weight + outputs.to(tl.int64)[:, None] * weight_stride
     sums = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     first = split * blocks_per_split
-    last = tl.minimum(first + blocks_per_split, tl.cdiv(num_inputs, INPUTS_PER_BLOCK))
+    last = tl.minimum(first + blocks_per_split, num_blocks_of(num_inputs, IS_INT4, GROUP_SIZE))
     for block in range(first, last):
         sums = block_sums(
-            *(sums, x_columns, m < num_rows, weight_rows, scales, outputs, block),
+            *(sums, x_columns, m < num_rows, weight_rows, scales, offsets, table, outputs, block),
             *(num_outputs, num_inputs),
             *(IS_INT4, GROUP_SIZE, EVEN_K, x.dtype.element_ty),
         )
