@@ -64,6 +64,11 @@ _QUANTIZED = _Tiles(
     Tile(rows=64, outputs=64, num_warps=4, num_stages=3),
     Tile(rows=128, outputs=128, num_warps=8, num_stages=2),
 )
+# Sums of inputs need registers.
+_SOME_OFFSETS = Tile(rows=64, outputs=64, num_warps=8, num_stages=2)
+_OFFSETS = _Tiles(
+    Tile(rows=16, outputs=128, num_warps=4, num_stages=4), _SOME_OFFSETS, _SOME_OFFSETS
+)
 
 
 def most_tiles(num_pairs: int, num_experts: int, rows: int) -> int:
@@ -127,8 +132,10 @@ class GroupedLinear:
         else:
             is_native = packed.precision is WeightPrecision.NATIVE
             tiles = _NARROW if is_native else self._quantized
-            if packed.offsets is not None:  # the sums of inputs need registers
+            if packed.table is not None:
                 tiles = dataclasses.replace(tiles, many=tiles.some)
+            if packed.offsets is not None:
+                tiles = _OFFSETS
         return tiles.pick(num_pairs / packed.num_experts, is_fixed=self._is_fixed)
 
 

@@ -75,8 +75,12 @@ class LinearKernel:
         weight, bias, scales, offsets, table = parts.tensors
         assert weight is not None
         form = (_PRECISIONS[precision], group_size, in_features)
-        added = (num_experts, bool(is_row), offsets, table)
-        return PackedWeight(*form, weight, bias, scales, *added)
+        return PackedWeight(
+            *(*form, weight, bias, scales, num_experts),
+            is_row=bool(is_row),
+            offsets=offsets,
+            table=table,
+        )
 
     def apply(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
         """x [T, in] of the model's type -> [T, out]."""

@@ -57,9 +57,9 @@ _FEW_ROWS = Tile(rows=64, outputs=64, num_warps=4, num_stages=3, programs=264)
 _MANY_ROWS = Tile(rows=128, outputs=128, num_warps=8, num_stages=2, programs=132)
 # Products of float32 are no matrix instructions: small tiles keep the factors in registers.
 _WIDE = Tile(rows=16, outputs=32, num_warps=4, num_stages=3, programs=512)
-_FIXED = dataclasses.replace(_FEW_ROWS, programs=1)
-# Addresses of a table need registers, too.
-_WIDE_TABLE = dataclasses.replace(_WIDE, num_stages=2)
+# Sums of inputs, and addresses of a table, need registers: tiles are smaller, or have more threads.
+_OFFSETS = dataclasses.replace(_FEW_ROWS, num_warps=8, num_stages=2)
+_WIDE_TABLE = dataclasses.replace(_WIDE, num_warps=8, num_stages=2)
 
 _DENSE = Tile(rows=64, outputs=64, num_warps=4, num_stages=4)
 _DENSE_INPUTS = 64
@@ -127,14 +127,15 @@ class ScaledLinear:
     def _tile(self, num_rows: int, dtype: torch.dtype, packed: PackedWeight) -> Tile:
         if dtype == torch.float32:
             tile = _WIDE if packed.table is None else _WIDE_TABLE
-            return dataclasses.replace(tile, programs=1) if self._is_fixed else tile
-        if self._is_fixed:
-            return _FIXED
-        if num_rows <= _DECODE.rows:
-            return _DECODE
-        # Sums of inputs need registers that the largest tiles do not leave.
-        is_small = num_rows <= _FEW_ROWS.rows or packed.offsets is not None
-        return _FEW_ROWS if is_small else self._many_rows
+        elif num_rows <= _DECODE.rows and not self._is_fixed:
+            tile = _DECODE
+        elif packed.offsets is not None:
+            tile = _OFFSETS
+        elif num_rows <= _FEW_ROWS.rows or self._is_fixed or packed.table is not None:
+            tile = _FEW_ROWS
+        else:
+            tile = self._many_rows
+        return dataclasses.replace(tile, programs=1) if self._is_fixed else tile
 
 
 def _launch(
