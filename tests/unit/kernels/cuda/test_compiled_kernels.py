@@ -78,7 +78,7 @@ LIMITS = {
     "shrink_many_of_experts": Limit(152, 0.75),
     "expand_many_of_experts": Limit(112, 0.7),
     "grouped_linear": Limit(168, 0.85),
-    "grouped_quantized_linear": Limit(240, 0.8),
+    "grouped_quantized_linear": Limit(248, 0.8),
     # Sampling
     "argmax_of_splits": Limit(72, 0.6),
     "argmax_of_rows": Limit(24),
@@ -97,8 +97,12 @@ SHARES_OF_CASES = {
     "int8 kv": {"decode_grouped": 0.3, "prefill": 0.25, "attend_chunks": 0.4},
     "fp8": {"grouped_linear": 0.25},
     "int4": {"grouped_quantized_linear": 0.45},
+    "stored int8": {"grouped_quantized_linear": 0.55},
+    "of 16": {"quantized_linear": 0.0, "grouped_quantized_linear": 0.0},
+    "table": {"quantized_linear": 0.1, "grouped_quantized_linear": 0.05},
+    "table of 16": {"quantized_linear": 0.0},
 }
-"""Instead of `wide_share`: of 8 or 4 bits a thread loads 8 bytes, and there are scales."""
+"""Groups of 16 have short loads, and each number of a table has one of 16 bits. Instead of `wide_share`: of 8 or 4 bits a thread loads 8 bytes, and there are scales."""
 
 
 NARROW_HEADS = "heads of 64"

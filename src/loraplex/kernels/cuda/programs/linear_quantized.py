@@ -16,16 +16,12 @@ more words than a group has inputs, so that all products of a part have one scal
 
 
 @triton.jit
-def words_of(IS_INT4: tl.constexpr, GROUP_SIZE: tl.constexpr) -> tl.constexpr:
-    """Words of a block."""
-    MOST: tl.constexpr = INPUTS_PER_BLOCK // (4 if IS_INT4 else 2)
-    return GROUP_SIZE if GROUP_SIZE < MOST else MOST
-
-
-@triton.jit
 def num_blocks_of(num_inputs, IS_INT4: tl.constexpr, GROUP_SIZE: tl.constexpr):
     """Number of blocks of an output."""
-    return tl.cdiv(num_inputs, words_of(IS_INT4, GROUP_SIZE) * (4 if IS_INT4 else 2))
+    NUM_PARTS: tl.constexpr = 4 if IS_INT4 else 2
+    MOST: tl.constexpr = INPUTS_PER_BLOCK // NUM_PARTS
+    PART: tl.constexpr = GROUP_SIZE if GROUP_SIZE < MOST else MOST
+    return tl.cdiv(num_inputs, PART * NUM_PARTS)
 
 
 @triton.jit
@@ -107,7 +103,8 @@ def block_sums(
     An offset of a group is subtracted times the sum of its inputs, which is float32.
     """
     NUM_PARTS: tl.constexpr = 4 if IS_INT4 else 2
-    PART: tl.constexpr = words_of(IS_INT4, GROUP_SIZE)
+    MOST: tl.constexpr = INPUTS_PER_BLOCK // NUM_PARTS
+    PART: tl.constexpr = GROUP_SIZE if GROUP_SIZE < MOST else MOST
     k = tl.arange(0, PART)
     words = tl.load(weight_rows + (k + block * PART)[None, :])
     first = block * (PART * NUM_PARTS)
