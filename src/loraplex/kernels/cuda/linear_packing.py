@@ -3,7 +3,7 @@
 The numbers of an output lie together, so that a thread loads 16 bytes of them at once. fp8: as they
 are, which is how cuBLAS takes them. int8 and int4: padded to blocks of 128 inputs, in words of 16
 bits. A word holds 2 or 4 numbers, which are 64 or 32 inputs apart (programs/linear_quantized.py),
-or as many as a smaller group has. Scales and offsets are [groups, out]: neighbouring
+or the inputs of a smaller group. Scales and offsets are [groups, out]: neighbouring
 outputs are loaded together.
 """
 
@@ -185,7 +185,7 @@ def _parts(precision: WeightPrecision) -> int:
 
 
 def _words_per_block(precision: WeightPrecision, group_size: int) -> int:
-    """Words of a block: no more than the inputs of a group, so that a part has one scale."""
+    """Words of a block: its parts are not larger than a group, so that each has one scale."""
     return min(BLOCK // _parts(precision), group_size)
 
 

@@ -44,8 +44,9 @@ def test_it_is_what_is_packed(backend, precision):
     assert weights_size(config, torch.bfloat16, precision) == pytest.approx(packed, rel=0.02)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
 @pytest.mark.parametrize("name", CASES)
-def test_stored_weights_take_about_what_is_said(name, tmp_path):
+def test_stored_weights_take_about_what_is_said(name, backend, tmp_path):
     """Groups of 16 inputs, as in these cases, have the largest share of scales."""
     save_random_model(
         tmp_path,
@@ -57,7 +58,7 @@ def test_stored_weights_take_about_what_is_said(name, tmp_path):
     )
     quantize_folder(tmp_path, CASES[name])
     spec, form = read_model(tmp_path), WeightFormat(dtype=torch.bfloat16)
-    packed = pack_checkpoint(tmp_path, spec, select_kernels(torch.device("cpu")), form)
+    packed = pack_checkpoint(tmp_path, spec, backends()[backend], form)
     expected = weights_size(spec, torch.bfloat16, WeightPrecision.NATIVE)
     assert expected == pytest.approx(packed.num_bytes, rel=0.15)
     assert spec.stored_format is not None

@@ -102,7 +102,8 @@ SHARES_OF_CASES = {
     "table": {"quantized_linear": 0.1, "grouped_quantized_linear": 0.05},
     "table of 16": {"quantized_linear": 0.0},
 }
-"""Groups of 16 have short loads, and each number of a table has one of 16 bits. Instead of `wide_share`: of 8 or 4 bits a thread loads 8 bytes, and there are scales."""
+"""Instead of `wide_share`: of 8 or 4 bits a thread loads 8 bytes, and there are scales. Groups of
+16 have short loads, and each number of a table has a load of 16 bits."""
 
 
 NARROW_HEADS = "heads of 64"

@@ -53,7 +53,7 @@ def test_nothing_is_lost_in_packing(form, group_size):
 @pytest.mark.parametrize("group_size", GROUP_SIZES)
 @pytest.mark.parametrize("form", FORMS)
 def test_it_is_the_product(form, group_size, batch_invariant, dtype):
-    """Of inputs that fill no block, and of rows that fill no tile."""
+    """Inputs fill no block, and rows fill no tile."""
     in_features = group_size + (7 if form.startswith("int8") else group_size)
     weight = stored(form, group_size, in_features, 33)
     bias = 10 * gaussian(33, dtype=dtype)
