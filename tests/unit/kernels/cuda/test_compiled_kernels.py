@@ -101,9 +101,11 @@ SHARES_OF_CASES = {
     "of 16": {"quantized_linear": 0.0, "grouped_quantized_linear": 0.0},
     "table": {"quantized_linear": 0.1, "grouped_quantized_linear": 0.05},
     "table of 16": {"quantized_linear": 0.0},
+    "table of 64 fp32": {"quantized_linear": 0.0},
 }
 """Instead of `wide_share`: of 8 or 4 bits a thread loads 8 bytes, and there are scales. Groups of
-16 have short loads, and each number of a table has a load of 16 bits."""
+16 have short loads, and each number of a table has a load of 16 bits:
+in float32 the words have no wider ones."""
 
 
 NARROW_HEADS = "heads of 64"
