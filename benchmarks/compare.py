@@ -33,7 +33,7 @@ def compare(
     ],
     model: Annotated[str, typer.Option(help="tiny (56M) or small (853M).")] = "tiny",
     workloads: Annotated[
-        str, typer.Option(help="Of W1, W2, W3, W4, W5, W6 and tax, by commas.")
+        str, typer.Option(help="Of W1 to W6 and tax, or one of these, such as W3-8; by commas.")
     ] = _WORKLOADS,
     weights: Annotated[
         str,

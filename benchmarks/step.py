@@ -1,16 +1,20 @@
 r"""Where the time of a decoding step goes: native kernels, scheduler, and the Python in between.
 
     PYTHONPATH=tests python benchmarks/step.py MODEL [--batches 1 8 32] [--dtype bfloat16] \
-        [--threads 2] [--json]
+        [--quantization int8] [--threads 2] [--json] [--compare BASELINE]
 
-MODEL is a folder of a Llama, such as the fixtures of comparison.fixtures. One engine
-runs in this thread, every row with an adapter of its own (rank 8 on q, k and v), contexts of about
-256 tokens, greedy. A section's time is its own, without that of the sections inside it, and the
-least of all steps: the machine is shared. What a C call costs before it reaches C counts as Python,
-and so does what torch computes.
+MODEL is a folder of a Llama, such as the fixtures of comparison.fixtures, or its GGUF file. One
+engine runs in this thread, every row with an adapter of its own (rank 8 on q, k and v), contexts of
+about 256 tokens, greedy. A section's time is its own, without that of the sections inside it, and
+the least of all steps: the machine is shared. What a C call costs before it reaches C counts as
+Python, and so does what torch computes.
 
-The floor is that of the model, not of a kernel: max(bytes of the linear layers / bandwidth, flops /
-peak) + (KV bytes + adapter bytes) / bandwidth, by the limits that machine_limits.py measures.
+The floor is that of the model, not of a kernel: max(bytes of the linear layers as they are held /
+bandwidth, flops / peak) + (KV bytes + adapter bytes) / bandwidth, by the limits that
+machine_limits.py measures.
+
+BASELINE is what --json printed before. A row whose best share of the floor is more than the
+tolerance below that of the baseline is named, and the program ends with 1.
 """
 
 import argparse
@@ -18,9 +22,10 @@ import ctypes
 import dataclasses
 import json
 import statistics
+import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,11 +40,13 @@ from loraplex.core.clock import SystemClock
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.scheduler_settings import SchedulerSettings
+from loraplex.core.weight_precision import WeightPrecision
 from loraplex.engine.engine import Engine, build_engine
 from loraplex.execution.adapters.host_adapters import HostAdapter, HostAdapters, HostWeight
 from loraplex.execution.loading import load_runner
 from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.execution.steps.model_runner import ModelRunner
+from loraplex.execution.weights.gguf_folder import SUFFIX, gguf_folder
 from loraplex.kernels.native.library import NativeLibrary
 from loraplex.models.registry import read_config
 from loraplex.models.spec import ModelSpec
@@ -149,20 +156,29 @@ class Subject:
     engine: Engine
     config: ModelSpec
     ledger: Ledger
-    itemsize: int
+    linear_bytes: int
+    itemsize: int  # of keys, values and adapters
 
 
-def make_subject(folder: Path, dtype: str, max_num_seqs: int) -> Subject:
+def make_subject(folder: Path, dtype: str, quantization: str, max_num_seqs: int) -> Subject:
     ledger = Ledger()
     with _timed_library(ledger):
         host = HostAdapters()
-        settings = RunnerSettings(dtype=dtype, max_model_len=2 * CONTEXT, max_num_seqs=max_num_seqs)
+        settings = RunnerSettings(
+            dtype=dtype,
+            quantization=quantization,
+            max_model_len=2 * CONTEXT,
+            max_num_seqs=max_num_seqs,
+        )
         runner = load_runner(folder, settings, host)
     loader = InstantLoader(host, lambda source: random_adapter(source, getattr(torch, dtype)))
     scheduling = SchedulerSettings(enable_prefix_cache=False)
     engine = build_engine(runner, loader, SystemClock(), scheduling, adapter_host_bytes=1 << 30)
     _time_sections(engine, runner, ledger)
-    return Subject(engine, read_config(folder), ledger, getattr(torch, dtype).itemsize)
+    config, itemsize = read_config(folder), getattr(torch, dtype).itemsize
+    embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    linear_bytes = runner.capacity().weights_bytes - embedding * itemsize
+    return Subject(engine, config, ledger, linear_bytes, itemsize)
 
 
 @contextmanager
@@ -242,12 +258,12 @@ def add_requests(subject: Subject, batch: int, num_prompt_tokens: int, num_token
         subject.engine.add(request)
 
 
-def floor_seconds(config: ModelSpec, limits: MachineLimits, batch: int, itemsize: int) -> float:
-    """itemsize: of weights, keys, values and adapters."""
+def floor_seconds(subject: Subject, limits: MachineLimits, batch: int) -> float:
+    config, itemsize = subject.config, subject.itemsize
     shapes = config.module_shapes[0]
     per_layer = sum(in_features * out_features for in_features, out_features in shapes.values())
     num_weights = config.num_layers * per_layer + config.vocab_size * config.hidden_size
-    of_weights = limits.floor_seconds(num_weights * itemsize, 2 * batch * num_weights)
+    of_weights = limits.floor_seconds(subject.linear_bytes, 2 * batch * num_weights)
     kv = 2 * CONTEXT * config.layers[0].attention.kv_size
     lora = RANK * sum(sum(shapes[module]) for module in MODULES)
     per_row = config.num_layers * (kv + lora) * itemsize
@@ -261,7 +277,7 @@ def row_of(
     names = sorted({name for sections in watched for name in sections})
     sections = {n: 1e3 * min(s.get(n, 0.0) for s in watched) for n in names}
     total = sum(sections.values())
-    floor = floor_seconds(subject.config, limits, batch, subject.itemsize)
+    floor = floor_seconds(subject, limits, batch)
     step_ms = 1e3 * statistics.median(plain)
     return {
         "batch": batch,
@@ -292,7 +308,36 @@ def markdown(report: dict[str, Any]) -> str:
         ]
         lines.append(" | ".join(cells))
     table = "\n".join(f"| {line} |" for line in lines)
-    return f"{report['model']}, {report['dtype']}, {report['threads']} threads\n\n{table}\n"
+    subject = f"{report['model']}, {report['dtype']}, quantization: {report['quantization']}"
+    return f"{subject}, {report['threads']} threads\n\n{table}\n"
+
+
+def slower_rows(
+    report: Mapping[str, Any], baseline: Mapping[str, Any], tolerance: float
+) -> list[str]:
+    """A line for each row that is slower than in the baseline, in floors of its machine.
+
+    tolerance: share of the baseline's speed that may be missing. Raises ValueError if the two
+    measured different things.
+    """
+    for name in ("model", "dtype", "quantization", "threads", "vector_bytes"):
+        now, before = _setting(report, name), _setting(baseline, name)
+        if now != before:
+            raise ValueError(f"the baseline has {name} {before}, this run has {now}")
+    before = {row["batch"]: row["best_share_of_floor"] for row in baseline["rows"]}
+    missing = [row["batch"] for row in report["rows"] if row["batch"] not in before]
+    if missing:
+        raise ValueError(f"the baseline has no batch of {missing[0]}, only {sorted(before)}")
+    return [
+        f"batch {row['batch']}: {row['best_share_of_floor']:.0%} of the floor, "
+        f"{before[row['batch']]:.0%} in the baseline"
+        for row in report["rows"]
+        if row["best_share_of_floor"] < (1 - tolerance) * before[row["batch"]]
+    ]
+
+
+def _setting(report: Mapping[str, Any], name: str) -> object:
+    return report["limits"][name] if name == "vector_bytes" else report[name]
 
 
 def main() -> None:
@@ -300,24 +345,51 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument(
+        "--quantization",
+        choices=[one.value for one in WeightPrecision],
+        default=WeightPrecision.NATIVE.value,
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--compare", type=Path, metavar="BASELINE")
+    parser.add_argument("--tolerance", type=float, default=0.15)
     arguments = parser.parse_args()
+    report = measure(arguments)
+    print(json.dumps(report, indent=2) if arguments.json else markdown(report))
+    if arguments.compare is not None:
+        baseline = json.loads(arguments.compare.read_text(encoding="utf-8"))
+        try:
+            slower = slower_rows(report, baseline, arguments.tolerance)
+        except ValueError as error:
+            parser.error(f"--compare {arguments.compare}: {error}")
+        if slower:
+            raise SystemExit("slower than the baseline\n" + "\n".join(slower))
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     limits = measure_limits(arguments.threads)
-    subject = make_subject(arguments.model, arguments.dtype, max(arguments.batches))
-    report = {
+    with tempfile.TemporaryDirectory() as folders:
+        model = arguments.model
+        folder = gguf_folder(model, Path(folders)) if model.suffix == SUFFIX else model
+        subject = make_subject(
+            folder, arguments.dtype, arguments.quantization, max(arguments.batches)
+        )
+        rows = [row_of(subject, limits, b, arguments.steps) for b in arguments.batches]
+    return {
         "model": arguments.model.name,
         "dtype": arguments.dtype,
+        "quantization": arguments.quantization,
         "threads": arguments.threads,
+        "linear_bytes": subject.linear_bytes,
         "limits": dataclasses.asdict(limits),
         "machine": msgspec.to_builtins(this_machine()),
         "code": msgspec.to_builtins(this_code()),
-        "rows": [row_of(subject, limits, b, arguments.steps) for b in arguments.batches],
+        "rows": rows,
     }
-    print(json.dumps(report, indent=2) if arguments.json else markdown(report))
 
 
 if __name__ == "__main__":

@@ -56,14 +56,22 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def stages(groups: list[str], num_many: int, seed: int) -> list[Stage]:
-    """The stages of the named groups. Raises ConfigError.
+    """The stages of the named groups, or of single workloads such as W3-8. Raises ConfigError.
 
     num_many: adapters of W6's large side.
     """
-    unknown = [group for group in groups if group not in GROUPS]
+    plain, unknown = [], []
+    for group in groups:
+        family = group.partition("-")[0]
+        cases = [case for case in _plain_cases(family, seed) if group in (family, case.name)]
+        plain += cases
+        if not cases and group not in ("W5", "W6"):
+            unknown.append(group)
     if unknown:
-        raise ConfigError(f"the workloads are {', '.join(GROUPS)}; {', '.join(unknown)} is none")
-    plain = [case for group in groups for case in _plain_cases(group, seed)]
+        raise ConfigError(
+            f"the workloads are {', '.join(GROUPS)}, or one of a group, such as W3-8; "
+            f"{', '.join(unknown)} is none"
+        )
     found = []
     if plain:
         found.append(_stage("standard", NUM_ADAPTERS, NUM_ADAPTERS, plain))

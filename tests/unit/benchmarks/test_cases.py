@@ -19,3 +19,10 @@ def test_the_workloads_by_name():
     assert (found[2].num_resident, found[3].num_resident) == (2000, 100)
     with pytest.raises(ConfigError, match="W7 is none"):
         stages(["W7"], 10, 0)
+
+
+def test_single_workloads_of_groups():
+    (found,) = stages(["W1", "W3-8"], 10, 0)
+    assert [case.name for case in found.cases] == ["W1", "W3-8"]
+    with pytest.raises(ConfigError, match="W3-9, W5-8 is none"):
+        stages(["W3-9", "W5-8"], 10, 0)
