@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from loraplex import LLM, SamplingParams
 from loraplex.app.quantize import Calibration, quantize
@@ -61,6 +61,24 @@ def test_adapters_on_a_quantised_model(name: str, tmp_path: Path) -> None:
         assert found.prompt_logprobs is not None
         got = [entry.logprob for entry in found.prompt_logprobs[1:] if entry is not None]
         assert torch.allclose(torch.tensor(got), wanted, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "form", [*FORMS.values(), IntegerForm(4, 64), IntegerForm(4, None)], ids=str
+)
+def test_transformers_reads_what_is_written(form: IntegerForm, tmp_path: Path) -> None:
+    """By compressed-tensors, which vLLM reads such folders with, too."""
+    config = LlamaConfig(**tiny_sizes(VOCAB_SIZE, hidden_size=64, intermediate_size=128))
+    model = save_random_model(tmp_path / "source", config)
+    quantize(str(tmp_path / "source"), tmp_path / "output", form, None, 1 << 30)
+    weights = decoded(tmp_path / "output")
+    model.load_state_dict(weights)
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "output", dtype=torch.float32)
+    prompt = torch.tensor(PROMPTS[:1])
+    with torch.inference_mode():
+        assert torch.allclose(read(prompt).logits, model(prompt).logits, rtol=0, atol=1e-3)
+    found = read.state_dict()
+    assert all(torch.equal(found[name], weight) for name, weight in weights.items())
 
 
 def test_the_shipped_model_keeps_its_capitals(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Client side of one staging worker's process: starts it when needed, sends requests, replaces it.
 
 It sends one request at a time. After a crash, a timeout or a cancelled caller, the next request
-starts a new process; a cancelled caller never waits for the work that it gave up.
+starts a new process; a cancelled caller never waits for the work that it gave up. A request whose
+process a signal stopped or killed is repeated: that is seldom the adapter's fault.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ import msgspec
 from loraplex.adapters.staged import StageReply
 from loraplex.core.environment import child_environment
 from loraplex.core.errors import AdapterLoadError
-from loraplex.core.stopped_process import ProcessStopped, while_running
+from loraplex.core.stopped_process import ProcessStopped, how_it_ended, while_running
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +27,12 @@ _CLOSE_SECONDS = 5.0
 _EXIT_SECONDS = 1.0  # from the end of its output to the end of the process
 _CHUNK_BYTES = 1 << 20
 _MAX_ATTEMPTS = 2
-"""Number of processes that a request is given to, if processes are stopped."""
+"""Number of processes that a request is given to, if signals stop or kill them."""
 _LEVELS = {"DEBUG": logging.DEBUG, "INFO": logging.INFO, "ERROR": logging.ERROR}
+
+
+class _WorkerLost(Exception):
+    """A signal stopped or killed the process; the text is how, as a verb."""
 
 
 class StagingProcess:
@@ -42,16 +47,20 @@ class StagingProcess:
     async def request(self, request_id: int, what: str, pieces: Sequence[memoryview]) -> StageReply:
         """Send an encoded request with its tensors (`pieces`) and return the reply.
 
-        `what` names the adapter in messages. A process that a signal stopped is replaced, and the
-        request repeated once. Raises AdapterLoadError if the process died or exceeded its time
-        limit.
+        `what` names the adapter in messages. A process that a signal stopped or killed is replaced,
+        and the request repeated once. Raises AdapterLoadError if the process died or exceeded its
+        time limit.
         """
+        how = ""
         for _ in range(_MAX_ATTEMPTS):
-            with contextlib.suppress(ProcessStopped):
+            try:
                 return await self._request(request_id, what, pieces)
-            logger.error("the staging worker was stopped while it read %s: it is killed", what)
+            except _WorkerLost as lost:
+                how = str(lost)
+            logger.error("the staging worker that read %s %s", what, how)
         raise AdapterLoadError(
-            f"staging workers were stopped by a signal while they read {what}: please try again"
+            f"two staging workers were lost while they read {what}; the last one {how}: please try "
+            "again"
         )
 
     async def start(self) -> None:
@@ -85,10 +94,15 @@ class StagingProcess:
             ) from error
         except (OSError, asyncio.IncompleteReadError) as error:
             status = await self._stop(_EXIT_SECONDS)
+            if status is not None and status < 0:
+                raise _WorkerLost(how_it_ended(status)) from error
             raise AdapterLoadError(
                 f"the staging worker died (exit status {status}) while it read {what}"
             ) from error
-        except (asyncio.CancelledError, ProcessStopped):
+        except ProcessStopped as error:
+            await self._stop(0.0)
+            raise _WorkerLost("was stopped by a signal, and is killed") from error
+        except asyncio.CancelledError:
             # Its reply would be taken for the reply to the next request.
             await self._stop(0.0)
             raise

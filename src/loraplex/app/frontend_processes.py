@@ -20,10 +20,9 @@ from loraplex.core.environment import child_environment, server_api_keys
 from loraplex.core.errors import ConfigError
 from loraplex.core.private_folder import PrivateFolder
 from loraplex.core.server_config import ServerConfig
-from loraplex.core.stopped_process import is_stopped
+from loraplex.core.stopped_process import how_it_ended, is_stopped
 from loraplex.frontends.ops.other_frontends import OtherFrontends
 from loraplex.frontends.telemetry.connections import HttpConnections
-from loraplex.serving.engines.link import how_it_ended
 from loraplex.serving.remote.messages import Refresh, Stop
 from loraplex.serving.remote.owner import FrontendDesk, FrontendDesks
 from loraplex.serving.service import Service

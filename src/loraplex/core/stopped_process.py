@@ -1,10 +1,11 @@
-"""Detection of stopped processes: they are alive, and neither work nor end.
+"""How processes ended, and detection of stopped ones: they are alive, and neither work nor end.
 
 A worker that crashes closes its pipes, and one that takes too long exceeds its limits. One that a
 signal stopped does neither, so its client looks at it while it waits.
 """
 
 import asyncio
+import signal
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -66,3 +67,14 @@ async def while_running(pid: int, work: Coroutine[Any, Any, T]) -> T:
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+def how_it_ended(status: int | None) -> str:
+    """How a process ended, from its exit status; None: it did not, though it was killed."""
+    if status is None:
+        return "was given up"
+    if status >= 0:
+        return f"ended with status {status}"
+    names = {int(number): number.name for number in signal.Signals}
+    hint = "; a system short of memory does that, and logs it" if -status == signal.SIGKILL else ""
+    return f"was killed by {names.get(-status, f'signal {-status}')}{hint}"

@@ -9,6 +9,8 @@ from loraplex.core.errors import ConfigError
 
 _MAX_FILE_BYTES = 64 << 20
 """The index of a large checkpoint has some millions."""
+_MAX_LAYERS = 4096
+"""Models of 2026 have up to some hundreds."""
 
 
 class ConfigFields:
@@ -75,6 +77,18 @@ class ConfigFields:
                 f"{self.source}: {self.own_name(name)} must be at least 1, got {value}"
             )
         return value
+
+    @property
+    def num_layers(self) -> int:
+        """num_hidden_layers, which is required. A number far off would make a description of each.
+
+        Raises ConfigError.
+        """
+        count = self.integer("num_hidden_layers")
+        if count > _MAX_LAYERS:
+            name = self.own_name("num_hidden_layers")
+            raise ConfigError(f"{self.source}: {name} must be at most {_MAX_LAYERS}, got {count}")
+        return count
 
     def optional_integer(self, name: str) -> int | None:
         value = self._values.get(name)

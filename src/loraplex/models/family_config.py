@@ -134,7 +134,7 @@ def read_decoder(fields: ConfigFields, architecture: str, traits: Traits) -> Mod
             feed_forward,
         )
         for index, window, rope in zip(
-            range(fields.integer("num_hidden_layers")),
+            range(fields.num_layers),
             itertools.cycle(traits.windows),
             itertools.cycle(ropes),
             strict=False,
@@ -310,7 +310,7 @@ def sliding_layers(fields: ConfigFields, default: Sequence[bool]) -> tuple[bool,
     layer_types = fields.texts("layer_types")
     if not layer_types:
         return tuple(default)
-    num_layers = fields.integer("num_hidden_layers")
+    num_layers = fields.num_layers
     if len(layer_types) != num_layers:
         raise ConfigError(
             f"{fields.source}: layer_types has {len(layer_types)} entries, "

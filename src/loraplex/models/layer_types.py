@@ -16,7 +16,7 @@ from loraplex.models.spec import RopeConfig
 def periodic_windows(fields: ConfigFields, period: int) -> tuple[int | None, ...]:
     """Return the window of each layer; 4096 where none is stated, as in transformers."""
     window = fields.positive_or_null("sliding_window", 4096)
-    default = [(index + 1) % period != 0 for index in range(fields.integer("num_hidden_layers"))]
+    default = [(index + 1) % period != 0 for index in range(fields.num_layers)]
     return tuple(
         int(window) if is_sliding and window is not None else None
         for is_sliding in sliding_layers(fields, default)
@@ -36,7 +36,7 @@ def windows_by_switch(
         window = fields.positive_or_null("sliding_window", 4096)
     limit = fields.optional_integer("max_window_layers")
     limit = 28 if limit is None else limit
-    default = [has_window(index, limit) for index in range(fields.integer("num_hidden_layers"))]
+    default = [has_window(index, limit) for index in range(fields.num_layers)]
     return tuple(
         int(window) if is_sliding and window is not None else None
         for is_sliding in sliding_layers(fields, default)

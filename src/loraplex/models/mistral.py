@@ -24,5 +24,5 @@ def _read(fields: ConfigFields, architecture: str) -> ModelSpec:
     defaults = {"max_position_embeddings": 131_072, "num_key_value_heads": 8}
     fields = fields.renamed({}, defaults)
     # Without layer_types no layer ends a period: all have the window.
-    windows = periodic_windows(fields, period=fields.integer("num_hidden_layers") + 1)
+    windows = periodic_windows(fields, period=fields.num_layers + 1)
     return read_decoder(fields, architecture, Traits(windows=windows, rotates_whole_heads=True))

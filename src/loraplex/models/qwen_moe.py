@@ -69,7 +69,7 @@ def _read_experts(fields: ConfigFields, *, default_num_experts: int) -> ExpertTr
     """Read what both have: a layer is dense if it is listed, or if the step leaves it out."""
     step = fields.integer("decoder_sparse_step", 1)
     dense = frozenset(fields.integers("mlp_only_layers"))
-    layers = range(fields.integer("num_hidden_layers"))
+    layers = range(fields.num_layers)
     routing = read_routing(
         fields,
         RoutingMode.SOFTMAX,

@@ -38,7 +38,7 @@ def read_config(fields: ConfigFields) -> ModelSpec:
 
 def _rotating_layers(fields: ConfigFields) -> tuple[bool, ...]:
     """Read `no_rope_layers`, which has a 1 for a layer that rotates, or else its period."""
-    num_layers = fields.integer("num_hidden_layers")
+    num_layers = fields.num_layers
     flags = fields.integers("no_rope_layers")
     if not flags:
         period = fields.integer("no_rope_layer_interval", _DEFAULT_PERIOD)

@@ -102,7 +102,7 @@ class TestTheRealWorker:
         again = await worker.stage(folder, shapes=shapes, max_ranks=RankLimits(8))
         assert again.source == staged.source
         assert await stopped.wait() == -signal.SIGKILL
-        assert "the staging worker was stopped while it read" in caplog.text
+        assert "was stopped by a signal, and is killed" in caplog.text
 
     @pytest.mark.skipif(sys.platform != "linux", reason="finds stopped processes in /proc")
     async def test_an_idle_worker_that_is_stopped_is_found_in_its_turn(
@@ -184,6 +184,29 @@ class TestMisbehaviour:
             await worker.stage("x", shapes=shapes, max_ranks=RankLimits(8))
         assert process_of(worker) is None
         await worker.close()
+
+    async def test_a_worker_that_is_killed_at_work_is_replaced(
+        self, tmp_path, shapes, peft_folder, caplog
+    ):
+        marker = tmp_path / "killed"
+        code = (
+            "import os, pathlib, runpy, signal, sys\n"
+            f"marker = pathlib.Path({str(marker)!r})\n"
+            "if not marker.exists():\n"
+            "    sys.stdin.buffer.read(8); marker.touch(); os.kill(os.getpid(), signal.SIGKILL)\n"
+            "runpy.run_module('loraplex.adapters.staging_worker', run_name='__main__')\n"
+        )
+        worker = StagingWorker(tmp_path / "state", command=python(code))
+        folder = str(peft_folder().write())
+        staged = await worker.stage(folder, shapes=shapes, max_ranks=RankLimits(8))
+        await worker.close()
+        assert staged.source.digest
+        assert f"{folder} was killed by SIGKILL; a system short of memory" in caplog.text
+
+    async def test_workers_that_are_killed_again_are_a_retryable_error(self, tmp_path, shapes):
+        code = "import os, signal, sys; sys.stdin.buffer.read(8); os.kill(os.getpid(), 9)"
+        with pytest.raises(AdapterLoadError, match=r"killed by SIGKILL.*: please try again"):
+            await self.stage(tmp_path, shapes, code)
 
     async def test_a_hang_ends_at_the_time_limit(self, tmp_path, shapes):
         code = "import time; time.sleep(60)"

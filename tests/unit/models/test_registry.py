@@ -261,6 +261,7 @@ def test_an_unknown_architecture_is_refused_with_all_known_ones(tmp_path: Path) 
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"hidden_size": "64"}, 'hidden_size must be an integer, got "64"'),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be at least 1"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 4096"),
         ({"vocab_size": True}, "vocab_size must be an integer"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps must be a number"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false"),

@@ -21,7 +21,7 @@ from loraplex.core.environment import child_environment
 from loraplex.core.errors import ConfigError
 from loraplex.core.private_folder import PrivateFolder
 from loraplex.core.request import RequestId
-from loraplex.core.stopped_process import is_stopped
+from loraplex.core.stopped_process import how_it_ended, is_stopped
 from loraplex.engine.channel import EPOCH_BYTES, EngineChannel, ThreadChannel
 from loraplex.engine.messages import EngineCommand, EngineEvent, Shutdown, decode_event, encode
 from loraplex.engine.process import EngineStart, framed
@@ -289,14 +289,3 @@ def _require_files(count: int) -> None:
     finally:
         for number in opened:
             os.close(number)
-
-
-def how_it_ended(status: int | None) -> str:
-    """How a process ended, from its exit status; None: it did not, though it was killed."""
-    if status is None:
-        return "was given up"
-    if status >= 0:
-        return f"ended with status {status}"
-    names = {int(number): number.name for number in signal.Signals}
-    hint = "; a system short of memory does that, and logs it" if -status == signal.SIGKILL else ""
-    return f"was killed by {names.get(-status, f'signal {-status}')}{hint}"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from loraplex.core.errors import ConfigError, UnsupportedModelError
 from loraplex.core.gguf import BlockType, read_gguf
@@ -75,6 +76,19 @@ def test_a_model_is_the_one_it_was_made_of(file: Path, tmp_path: Path) -> None:
             tensor = original.read(name).float()
             error = (found.read(name).float() - tensor).norm() / tensor.norm()
             assert error < (0.01 if tensor.dim() == 2 else 1e-6), name
+
+
+def test_transformers_reads_the_same_weights(file: Path, tmp_path: Path) -> None:
+    """It decodes blocks, and undoes the order of rows of q and k, by code of its own and gguf's."""
+    folder = gguf_folder(file, tmp_path / "folders")
+    spec = read_model(folder)
+    model = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.float32
+    )
+    wanted = model.state_dict()
+    with Checkpoint(folder, spec) as found:
+        for name in checkpoint_shapes(spec):
+            assert torch.equal(found.read(name).float(), wanted[name]), name
 
 
 def test_the_tokenizer_gives_the_same_tokens(file: Path, tmp_path: Path) -> None:
