@@ -54,6 +54,15 @@ async def test_a_stop_while_it_starts(run):
     assert server.lines == []
 
 
+async def test_no_probe_finds_it_ready_after_the_signal(run):
+    server = run()
+    await server.until_ready()
+    server.server._on_signal(signal.SIGTERM)
+    # Before any other turn of the event loop.
+    assert server.server._draining.reason == "the server is stopping"
+    await server.ended()
+
+
 async def test_an_engine_that_cannot_start_ends_it(run):
     server = run(FakeEngineSettings(failure=ConfigError("no weights").to_info()))
     with pytest.raises(ConfigError, match="no weights"):
