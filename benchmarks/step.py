@@ -337,7 +337,7 @@ def slower_rows(
 
 
 def _setting(report: Mapping[str, Any], name: str) -> object:
-    return report["limits"][name] if name == "vector_bytes" else report[name]
+    return report["limits"][name] if name == "vector_bytes" else report.get(name)
 
 
 def main() -> None:
@@ -356,10 +356,15 @@ def main() -> None:
     parser.add_argument("--compare", type=Path, metavar="BASELINE")
     parser.add_argument("--tolerance", type=float, default=0.15)
     arguments = parser.parse_args()
+    baseline = None
+    if arguments.compare is not None:
+        try:
+            baseline = json.loads(arguments.compare.read_bytes())
+        except (OSError, ValueError) as error:
+            parser.error(f"--compare {arguments.compare}: {error}")
     report = measure(arguments)
     print(json.dumps(report, indent=2) if arguments.json else markdown(report))
-    if arguments.compare is not None:
-        baseline = json.loads(arguments.compare.read_text(encoding="utf-8"))
+    if baseline is not None:
         try:
             slower = slower_rows(report, baseline, arguments.tolerance)
         except ValueError as error:

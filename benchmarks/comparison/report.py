@@ -228,7 +228,8 @@ def _start_lines(started: Sequence[Started]) -> Iterator[str]:
     for entry in started:
         yield (
             f"- {entry.system} ({entry.stage}): ready in {entry.seconds:.1f} s, "
-            f"{entry.resident_bytes / 2**30:.2f} GiB; {entry.idle_cores:.2f} cores busy while idle"
+            f"{entry.resident_bytes / 2**30:.2f} GiB; {entry.idle_cores:.2f} cores busy in the "
+            "first second"
         )
 
 

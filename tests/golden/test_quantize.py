@@ -67,7 +67,7 @@ def test_adapters_on_a_quantised_model(name: str, tmp_path: Path) -> None:
     "form", [*FORMS.values(), IntegerForm(4, 64), IntegerForm(4, None)], ids=str
 )
 def test_transformers_reads_what_is_written(form: IntegerForm, tmp_path: Path) -> None:
-    """By compressed-tensors, which vLLM reads such folders with, too."""
+    """transformers uses the package compressed-tensors, as vLLM does."""
     config = LlamaConfig(**tiny_sizes(VOCAB_SIZE, hidden_size=64, intermediate_size=128))
     model = save_random_model(tmp_path / "source", config)
     quantize(str(tmp_path / "source"), tmp_path / "output", form, None, 1 << 30)
