@@ -1,6 +1,8 @@
 """Cost of requests that each may use another adapter, while few of them are in memory.
 
     python benchmarks/adapter_churn.py [--adapters 2000] [--few 5] [-- SERVE FLAGS]
+    python benchmarks/adapter_churn.py --adapters 10000 --used 2000 --popularity zipf:1 \
+        --on-device 100 --requests 4000
 
 A closed loop uses every adapter twice, in any order, from a server whose device tier holds
 exactly 8 of them and whose host tier 64. As many requests go to a few adapters that stay on the
@@ -42,14 +44,19 @@ from comparison.systems import Adapter
 from loraplex.bench.arrivals import ClosedLoop
 from loraplex.bench.client import Target, discover, run
 from loraplex.bench.machine import this_code, this_machine
-from loraplex.bench.popularity import Shuffled
 from loraplex.bench.server import running_server, serve_command
 from loraplex.bench.statistics import throughput_ratio
-from loraplex.bench.workload import Lengths, PlannedRequest, Workload, generate
+from loraplex.bench.workload import (
+    Lengths,
+    PlannedRequest,
+    Workload,
+    generate,
+    parse_popularity,
+)
 from loraplex.core.environment import cache_directory, child_environment
 from loraplex.core.errors import ConfigError
 
-NUM_DEVICE, NUM_HOST = 8, 64
+NUM_HOST = 64
 NUM_CLIENTS = 8
 LENGTHS = Lengths(16, 16)
 MAX_MODEL_LEN = 64
@@ -90,17 +97,19 @@ async def get(url: str) -> str:
         return (await http.get(url)).raise_for_status().text
 
 
-def size_tiers(model: Path, adapters: Sequence[Adapter], flags: Sequence[str]) -> Tiers:
+def size_tiers(
+    model: Path, adapters: Sequence[Adapter], flags: Sequence[str], num_device: int
+) -> Tiers:
     """Size tiers as `loraplex plan` computes, and check that they hold exactly this number."""
     (one,) = plan(model, adapters[:1], flags)["adapters"]
     tiers = Tiers(
-        num_device=NUM_DEVICE,
+        num_device=num_device,
         num_host=NUM_HOST,
-        device_bytes=NUM_DEVICE * one["device_bytes"],
+        device_bytes=num_device * one["device_bytes"],
         host_bytes=NUM_HOST * one["host_bytes"],
     )
-    proof = plan(model, adapters[: NUM_HOST + 1], [*flags, *tier_flags(tiers)])
-    if (proof["fit_device"], proof["fit_host"]) != (NUM_DEVICE, NUM_HOST):
+    proof = plan(model, adapters[: max(num_device, NUM_HOST) + 1], [*flags, *tier_flags(tiers)])
+    if (proof["fit_device"], proof["fit_host"]) != (num_device, NUM_HOST):
         raise ConfigError(
             f"{tiers} holds {proof['fit_device']} adapters on the device and {proof['fit_host']} "
             "on the host"
@@ -136,7 +145,7 @@ def engine_flags(options: argparse.Namespace) -> list[str]:
 async def measure(fixture: Fixture, options: argparse.Namespace) -> ChurnReport:
     fixture.ensure_model()
     adapters = fixture.adapters(RANK_8, options.adapters)
-    tiers = size_tiers(fixture.model, adapters, engine_flags(options))
+    tiers = size_tiers(fixture.model, adapters, engine_flags(options), options.on_device)
     own = ["--no-prefix-cache", "--log-level", "error"]
     flags = [*engine_flags(options), *tier_flags(tiers), *own, *options.flags]
     created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -157,6 +166,7 @@ async def measure(fixture: Fixture, options: argparse.Namespace) -> ChurnReport:
         ready_seconds=ready_seconds,
         few=few,
         many=many,
+        num_registered=len(adapters),
         throughput_ratio=throughput_ratio(many.runs, few.runs),
         num_listed=len({*listed} & {adapter.name for adapter in adapters}),
         num_on_device=memory["device"]["adapters"],
@@ -200,7 +210,7 @@ async def take_turns(
     server: Server, tiers: Tiers, options: argparse.Namespace
 ) -> tuple[Side, Side]:
     """The few and the many, each in as many turns as there are rounds."""
-    few, many = (workload_of(count, options) for count in (options.few, options.adapters))
+    few, many = (workload_of(count, options) for count in (options.few, options.used))
     warm_up = msgspec.structs.replace(few, num_requests=4 * NUM_CLIENTS)
     vocabulary = server.target.vocabulary
     turns = [await server.run(warm_up, generate(warm_up, 1, vocabulary))]
@@ -214,12 +224,11 @@ async def take_turns(
 
 
 def workload_of(num_adapters: int, options: argparse.Namespace) -> Workload:
-    """Enough requests to use each of the many adapters twice."""
     return Workload(
-        num_requests=2 * options.adapters,
+        num_requests=options.requests,
         prompt_tokens=LENGTHS,
         output_tokens=LENGTHS,
-        popularity=Shuffled(),
+        popularity=parse_popularity(options.popularity),
         num_adapters=num_adapters,
         arrivals=ClosedLoop(NUM_CLIENTS),
         seed=options.seed,
@@ -244,6 +253,10 @@ def show_progress(place: str, turn: Turn) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--adapters", type=int, default=2000, help="registered")
+    parser.add_argument("--used", type=int, help="number of these that requests use [all]")
+    parser.add_argument("--popularity", default="shuffled", help="such as zipf:1")
+    parser.add_argument("--requests", type=int, help="of each side [two for each used adapter]")
+    parser.add_argument("--on-device", type=int, default=8, help="that the device tier holds")
     parser.add_argument("--few", type=int, default=5, help="that stay on the device")
     parser.add_argument("--rounds", type=int, default=4, help="turns of each side")
     parser.add_argument("--seed", type=int, default=0)
@@ -253,10 +266,15 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the report")
     parser.add_argument("flags", nargs="*", help="more flags for `loraplex serve`, after --")
     options = parser.parse_args()
-    if not 0 < options.few <= NUM_DEVICE or options.adapters <= NUM_DEVICE + NUM_HOST:
-        parser.error(f"--few must be 1 to {NUM_DEVICE}, --adapters above {NUM_DEVICE + NUM_HOST}")
-    if not 0 < options.rounds <= options.adapters:
-        parser.error("--rounds must be at least 1")
+    options.used = options.used or options.adapters
+    options.requests = options.requests or 2 * options.used
+    most = options.on_device
+    if not 0 < options.few <= most or options.adapters <= most + NUM_HOST:
+        parser.error(f"--few must be 1 to {most}, --adapters above {most + NUM_HOST}")
+    if not 0 < options.used <= options.adapters:
+        parser.error("--used must be 1 to the number of --adapters")
+    if not 0 < options.rounds <= options.requests:
+        parser.error("--rounds must be 1 to the number of requests")
     try:
         report = asyncio.run(measure(Fixture(TINY, options.fixtures), options))
         paths = write_churn(report, options.output)

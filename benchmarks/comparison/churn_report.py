@@ -106,6 +106,7 @@ class ChurnReport(msgspec.Struct, frozen=True, kw_only=True):
     """Time from the start of the server, in an empty state, until all adapters are registered."""
     few: Side
     many: Side
+    num_registered: int
     throughput_ratio: Ratio | None
     """Ratio of many to few, turn by turn; None if requests failed."""
     num_listed: int
@@ -117,7 +118,7 @@ class ChurnReport(msgspec.Struct, frozen=True, kw_only=True):
     def is_whole(self) -> bool:
         """Whether every request was complete, and every adapter is still there."""
         num_failed = self.few.median.num_failed + self.many.median.num_failed
-        return num_failed == 0 and self.num_listed == self.many.num_adapters
+        return num_failed == 0 and self.num_listed == self.num_registered
 
 
 def side_of(workload: Workload, turns: Sequence[Turn], tiers: Tiers) -> Side:
@@ -168,14 +169,15 @@ def _circumstances(report: ChurnReport) -> Iterator[str]:
     yield f"model {report.model}, `loraplex serve` with {' '.join(report.serve_flags)}"
     many, tiers = report.many, report.tiers
     yield (
-        f"{many.num_adapters} random adapters of one size, registered from an empty state and "
+        f"{report.num_registered} random adapters of one size, registered from an empty state and "
         f"ready {report.ready_seconds:.0f} s after the start; {tiers.device_bytes} bytes on the "
         f"device hold {tiers.num_device}, {tiers.host_bytes} on the host {tiers.num_host}"
     )
     workload = many.workload
     yield (
         f"{workload.arrivals}, {workload.prompt_tokens} prompt and {workload.output_tokens} output "
-        f"tokens, {workload.popularity} order, seed {workload.seed}; {len(many.runs)} turns each"
+        f"tokens, popularity {workload.popularity}, seed {workload.seed}; "
+        f"{len(many.runs)} turns each"
     )
     yield (
         f"afterwards: {report.num_listed} adapters listed, {report.num_on_device} on the device, "

@@ -79,6 +79,7 @@ def report(turns, workloads) -> ChurnReport:
         ready_seconds=12.3,
         few=few,
         many=many,
+        num_registered=5,
         throughput_ratio=throughput_ratio(many.runs, few.runs),
         num_listed=5,
         num_on_device=1,
