@@ -1,5 +1,14 @@
-"""`python -m loraplex`: the same as the `loraplex` command."""
+"""`python -m loraplex`, and the `loraplex` command."""
 
-from loraplex.cli.main import app
+from loraplex.core.imports import without_collection
 
-app()
+
+def main() -> None:
+    """Run the command line."""
+    with without_collection():
+        from loraplex.cli.main import app  # noqa: PLC0415
+    app()
+
+
+if __name__ == "__main__":
+    main()

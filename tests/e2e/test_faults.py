@@ -61,7 +61,7 @@ def _words(path: Path | str) -> list[str]:
 
 
 def engine_pid(server: RunningServer) -> int:
-    return child_pid(server, "loraplex.app.engine")
+    return child_pid(server, "loraplex.app.engine_process")
 
 
 def hangs(server: RunningServer) -> float:

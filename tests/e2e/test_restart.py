@@ -35,7 +35,7 @@ def engine_pid(server: RunningServer) -> int:
     return next(
         int(child)
         for child in children
-        if "loraplex.app.engine" in Path(f"/proc/{child}/cmdline").read_text()
+        if "loraplex.app.engine_process" in Path(f"/proc/{child}/cmdline").read_text()
     )
 
 

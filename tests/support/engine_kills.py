@@ -108,7 +108,7 @@ def gather(lines: Iterable[str]) -> dict[str, Any]:
 
 def engine_pid(server: RunningServer) -> int | None:
     """None while there is no engine."""
-    return next(iter(_children(server.process.pid, "loraplex.app.engine")), None)
+    return next(iter(_children(server.process.pid, "loraplex.app.engine_process")), None)
 
 
 def rank_pids(server: RunningServer) -> list[int]:

@@ -1,6 +1,6 @@
 """An engine on fake parts, in a thread or in its own process: serving's tests need no model.
 
-`python -m support.fake_engine_process` stands in for `loraplex.app.engine`.
+`python -m support.fake_engine_process` stands in for `loraplex.app.engine_process`.
 """
 
 import os

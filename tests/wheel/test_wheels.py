@@ -101,7 +101,7 @@ def test_metadata(wheel: zipfile.ZipFile, machine: str):
     assert metadata.project_urls in (None, {})
     for name in metadata.license_files or ["none"]:
         assert wheel.read(f"{folder}/licenses/{name}")
-    assert b"loraplex = loraplex.cli.main:app" in wheel.read(f"{folder}/entry_points.txt")
+    assert b"loraplex = loraplex.__main__:main" in wheel.read(f"{folder}/entry_points.txt")
 
 
 def test_the_sdist_has_the_sources_and_nothing_built(built: Path):

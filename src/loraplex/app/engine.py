@@ -1,12 +1,7 @@
-"""The engine of one model: built from its settings, run in a thread or as a process of its own.
-
-`python -m loraplex.app.engine LOG_LEVEL` is the engine process (engine.process describes its
-start).
-"""
+"""The engine of one model: built from its settings, run in a thread or as a process of its own."""
 
 import gc
 import logging
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +12,6 @@ from loraplex.app.rank import ModelRank, overlaps, rank_command, rank_of, world_
 from loraplex.core.clock import SystemClock
 from loraplex.core.config import ModelConfig
 from loraplex.core.errors import ConfigError, LoraplexError
-from loraplex.core.log_lines import log_to_standard_error
 from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.engine.channel import EngineChannel
 from loraplex.engine.engine import Engine
@@ -26,7 +20,6 @@ from loraplex.engine.journal import Journal
 from loraplex.engine.journal_file import JournalFile
 from loraplex.engine.loop import EngineLoop
 from loraplex.engine.messages import EngineFailed
-from loraplex.engine.process import be_engine_process
 from loraplex.engine.runner import AdapterLoader, Runner
 from loraplex.parallel.executors import Executor, RankEnd
 from loraplex.parallel.multiprocess import MultiprocessExecutor
@@ -135,18 +128,3 @@ def _journal(model: ModelConfig) -> Journal | None:
     if not model.iteration_log:
         return None
     return JournalFile(Path(model.iteration_log).expanduser(), model.iteration_log_bytes)
-
-
-def main() -> None:
-    """Run an engine process."""
-    (log_level,) = sys.argv[1:]
-    log_to_standard_error(log_level, "engine")
-    be_engine_process(
-        lambda settings, channel: run_engine(
-            msgspec.msgpack.decode(settings, type=ModelConfig), channel, is_alone=True
-        )
-    )
-
-
-if __name__ == "__main__":
-    main()

@@ -25,6 +25,7 @@ from loraplex.app.start_checks import check_memory, check_start
 from loraplex.core.config import Config, ModelConfig
 from loraplex.core.environment import set_log_format
 from loraplex.core.errors import LoraplexError
+from loraplex.core.imports import without_collection
 from loraplex.core.log_lines import log_to_standard_error
 from loraplex.core.server_config import ServerConfig
 from loraplex.serving.engines.link import EngineLauncher, EngineLink, LinkFactory, ProcessLink
@@ -102,7 +103,8 @@ async def _run_server(
     launch_process = functools.partial(engine_process, log_level=config.server.log_level)
     async with started_engines(config, launch_process) as launch:
         # The engines start meanwhile.
-        from loraplex.app.server import Server  # noqa: PLC0415
+        with without_collection():
+            from loraplex.app.server import Server  # noqa: PLC0415
 
         # A Ctrl-C during the import takes effect here, not while a port is being opened.
         await asyncio.sleep(0)
@@ -120,7 +122,7 @@ def _print_settled(print_line: Callable[[str], None], line: str) -> None:
 
 def engine_process(model: ModelConfig, log_level: str = "info") -> LinkFactory:
     """Return the factory of an engine in a process of its own."""
-    command = [sys.executable, "-m", "loraplex.app.engine", log_level]
+    command = [sys.executable, "-m", "loraplex.app.engine_process", log_level]
     settings = msgspec.msgpack.encode(model)
 
     def start(epoch: int) -> Awaitable[EngineLink]:

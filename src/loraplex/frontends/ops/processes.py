@@ -23,7 +23,7 @@ from loraplex.serving.backend import Backend
 
 MAX_PROCESSES: Final = 1000
 _KINDS: Final = {
-    b"loraplex.app.engine": "engine",
+    b"loraplex.app.engine_process": "engine",
     b"loraplex.app.rank": "rank",
     b"loraplex.app.frontend_process": "front end",
     b"loraplex.adapters.staging_worker": "staging worker",

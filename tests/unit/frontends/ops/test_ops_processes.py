@@ -20,7 +20,7 @@ from support.scripted_engine import record_of
 
 PROGRAM = (
     "import subprocess, sys\n"
-    "subprocess.run([sys.executable, '-c', 'input()', 'loraplex.app.engine'])\n"
+    "subprocess.run([sys.executable, '-c', 'input()', 'loraplex.app.engine_process'])\n"
 )
 
 
