@@ -2,6 +2,10 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace {
 
@@ -27,7 +31,21 @@ unsigned saved_registers() {
 
 constexpr unsigned kYmm = 0x6;   // XCR0: SSE, AVX
 constexpr unsigned kZmm = 0xe6;  // XCR0: those, and the masks and both halves of AVX-512
+constexpr unsigned kTiles = 0x60000;  // XCR0: shapes and contents of AMX's tile registers
 constexpr unsigned kAvxVnni = 1U << 4;
+constexpr unsigned kAmxBf16 = 1U << 22, kAmxTile = 1U << 24, kAmxInt8 = 1U << 25;
+
+// Linux gives a process the tile registers when it asks for them.
+bool may_use_tiles() {
+#if defined(__linux__)
+    constexpr int kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
+    constexpr int kTileData = 18;
+    return has_all(saved_registers(), kTiles) &&
+           syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+    return false;
+#endif
+}
 
 }  // namespace
 #endif
@@ -48,6 +66,10 @@ uint64_t loraplex_cpu_features(void) {
         features |= LORAPLEX_CPU_X86_64_V4;
         if (has_all(extended.ecx, bit_AVX512VNNI)) {
             features |= LORAPLEX_CPU_AVX512_VNNI;
+        }
+        if (has_all(extended.edx, kAmxTile) && may_use_tiles()) {
+            features |= has_all(extended.edx, kAmxInt8) ? LORAPLEX_CPU_AMX_INT8 : 0;
+            features |= has_all(extended.edx, kAmxBf16) ? LORAPLEX_CPU_AMX_BF16 : 0;
         }
     }
     if (has_all(cpuid(7, 1).eax, kAvxVnni)) {

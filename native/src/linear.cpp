@@ -9,13 +9,15 @@
 #include <stdexcept>
 
 #include "channel_rounds.h"
-#include "linear_float_block.h"
-#include "linear_inputs.h"
-#include "linear_quantized_block.h"
 #include "linear_tiles.h"
+#include "linear_vectors.h"
 #include "loraplex/experts.h"
 #include "loraplex/guard.h"
 #include "loraplex/pool.h"
+
+#if defined(LORAPLEX_ISA_X86_64_V4)
+#include "linear_amx.h"
+#endif
 
 namespace loraplex {
 namespace {
@@ -31,14 +33,17 @@ constexpr std::int64_t kMaxPairs = 2048;
 constexpr std::int64_t kRankSums = 512;
 
 // The arguments that `linear` and `grouped_linear` have in common, and their work.
-template <typename W, typename T>
+template <typename Products, typename T>
 class Linear {
+    using W = typename Products::Weight;
+    using RowInputs = typename Products::template RowInputs<T>;
+
 public:
     Linear(loraplex_pool &pool, const T *x, std::int64_t x_stride, const W *packed,
            const PanelLayout<W> &layout, std::int64_t out_features, std::int64_t in_features,
            const float *bias, loraplex_channel *channel, T *y, std::int64_t y_stride)
         : pool_(pool), x_(x), x_stride_(x_stride), packed_(packed), layout_(layout),
-          pieces_(layout), out_features_(out_features), in_features_(in_features), bias_(bias),
+          pieces_(layout, RowInputs::kDepth), block_products_(layout, pool.cpu_features()), out_features_(out_features), in_features_(in_features), bias_(bias),
           channel_(channel), y_(y), y_stride_(y_stride), inputs_(nullptr, 0, pieces_) {
         if (channel != nullptr && channel->capacity() < out_features) {
             throw std::invalid_argument("linear: a slot of the channel is less than a row");
@@ -49,7 +54,8 @@ public:
         const Op op(pool_);
         const std::int64_t most = rows_at_once(num_rows);
         for (first_row_ = 0; first_row_ < num_rows; first_row_ += most) {
-            const Product product(0, {0, std::min(most, num_rows - first_row_)}, out_features_, 0);
+            const Range rows = {0, std::min(most, num_rows - first_row_)};
+            const Product product(0, rows, Products::cut(rows.size), out_features_, 0);
             multiply({&product, 1}, product.rows.size);
         }
     }
@@ -73,8 +79,9 @@ public:
                     ++expert;
                 }
                 const std::int64_t next = std::min<std::int64_t>(end, starts[expert + 1]);
+                const Range rows = {pair - first, next - pair};
                 const auto *product = new (products + num_products++)
-                    Product(expert, {pair - first, next - pair}, out_features_, num_tiles);
+                    Product(expert, rows, Products::cut(rows.size), out_features_, num_tiles);
                 num_tiles += product->num_tiles();
                 pair = next;
             }
@@ -94,7 +101,7 @@ private:
     void multiply(std::span<const Product> products, std::int64_t num_rows) {
         products_ = products;
         slot_ = channel_ == nullptr ? nullptr : channel_->begin();
-        void *memory = pool_.shared_scratch(Inputs<W>::num_bytes(num_rows, pieces_));
+        void *memory = pool_.shared_scratch(RowInputs::num_bytes(num_rows, pieces_));
         inputs_ = {memory, num_rows, pieces_};
         sums_bytes_ = 0;
         for (const Product &product : products) {
@@ -151,10 +158,11 @@ private:
         const std::int64_t first_panel = tile % product.num_column_tiles * product.tile_panels();
         const auto stride = loraplex_pool::worker_scratch_stride(sums_bytes_);
         auto *sums = reinterpret_cast<float *>(sums_ + stride * static_cast<std::size_t>(worker));
-        const std::int64_t panels = product.shape.panels;
+        const std::int64_t panels = product.cut.shape.panels;
         const std::int64_t num_blocks = std::min<std::int64_t>(
-            product.tile_blocks, divide_up(num_panels(out_features_) - first_panel, panels));
-        const std::int64_t block_sums = rows.size * product.block_outputs();
+            product.cut.tile_blocks, divide_up(num_panels(out_features_) - first_panel, panels));
+        const std::int64_t block_sums = padded_rows(rows.size) * product.block_outputs();
+        [[maybe_unused]] const auto registers = block_products_.registers();
         const std::int64_t first_of_all = product.weight * num_panels(out_features_) + first_panel;
         const W *first_weights = packed_ + first_of_all * layout_.stride();
         for (InputPiece piece = pieces_.start(0); piece.block < pieces_.num_blocks();) {
@@ -162,17 +170,8 @@ private:
             // After those of the blocks that wait for their neighbours.
             float *own_sums = sums + std::popcount(static_cast<std::uint64_t>(piece.block)) *
                                          num_blocks * block_sums;
-            const W *panel = first_weights;
-            for (std::int64_t block = 0; block < num_blocks; ++block) {
-                const W *next_panel = panel + panels * layout_.stride();
-                // The tile's next call, or the next tile's first.
-                const W *next = block + 1 < num_blocks                ? values(next_panel, piece)
-                                : after.block < pieces_.num_blocks() ? values(first_weights, after)
-                                                                     : next_panel;
-                add_products(product.shape, rows, panel, piece, next,
-                             own_sums + block * block_sums);
-                panel = next_panel;
-            }
+            block_products_.add(inputs_, product.cut.shape, rows, {first_weights, num_blocks}, piece,
+                                after, own_sums);
             if (after.block != piece.block) {
                 finish_block(product, piece.block, rows, own_sums, num_blocks * block_sums);
             }
@@ -183,45 +182,17 @@ private:
         }
     }
 
-    const W *values(const W *panel, const InputPiece &piece) const {
-        return layout_.values(panel, piece.block, piece.first);
-    }
-
-    // sums [rows][outputs of a block] += the share of a piece of the inputs. next: the weights of
-    // the call after this one.
-    void add_products(BlockShape shape, Range rows, const W *panel, const InputPiece &piece,
-                      const W *next, float *sums) {
-        const std::int64_t num_row_blocks = divide_up(rows.size, shape.rows);
-        BlockWeights<W> block = {
-            values(panel, piece), layout_.stride(),
-            layout_.scales(panel, piece.block, piece.first),
-            layout_.offsets(panel, piece.block, piece.first), layout_.table(panel, piece.block),
-            layout_.group_size(), {}};
-        for (std::int64_t i = 0; i < num_row_blocks; ++i) {
-            const Range part_rows = part(rows.size, num_row_blocks, i);
-            const Range next_rows = part(rows.size, num_row_blocks, (i + 1) % num_row_blocks);
-            block.ahead = num_row_blocks == 1
-                              ? ReadAhead::whole(block.values + kReadAheadBytes / sizeof(W))
-                              : ReadAhead::part(next, piece.depth, num_row_blocks, i);
-            block.ahead.inputs = reinterpret_cast<const std::byte *>(
-                inputs_.at(piece, rows.first + next_rows.first));
-            const BlockShape part_shape = {static_cast<int>(part_rows.size), shape.panels};
-            block_function<W>(part_shape, pool_.cpu_features())(
-                inputs_.at(piece, rows.first + part_rows.first), block, piece.depth,
-                sums + part_rows.first * shape.panels * kPanelWidth, piece.first == 0);
-        }
-    }
-
     // sums: those of a tile, of one block of inputs. Before them are those that wait.
     void finish_block([[maybe_unused]] const Product &product, std::int64_t input_block,
                       [[maybe_unused]] Range rows, float *sums, std::int64_t size) {
         if constexpr (kIsQuantized<W>) {
-            for (float *row_sums = sums; row_sums < sums + size;) {
-                for (std::int64_t row = rows.first; row < rows.first + rows.size; ++row) {
-                    const Floats scale = broadcast(inputs_.scale(row, input_block));
-                    for (const float *end = row_sums + product.block_outputs(); row_sums < end;
-                         row_sums += kLanes) {
-                        store(row_sums, loraplex::multiply(load(row_sums), scale));
+            const std::int64_t row_size = product.block_outputs();
+            for (float *block = sums; block < sums + size; block += padded_rows(rows.size) * row_size) {
+                for (std::int64_t row = 0; row < rows.size; ++row) {
+                    const Floats scale = broadcast(inputs_.scale(rows.first + row, input_block));
+                    for (float *at = block + row * row_size; at < block + (row + 1) * row_size;
+                         at += kLanes) {
+                        store(at, loraplex::multiply(load(at), scale));
                     }
                 }
             }
@@ -274,6 +245,7 @@ private:
     const W *packed_;
     PanelLayout<W> layout_;
     InputPieces<W> pieces_;
+    Products block_products_;
     std::int64_t out_features_;
     std::int64_t in_features_;
     const float *bias_;
@@ -285,20 +257,40 @@ private:
     std::int64_t pairs_per_row_ = 1;
     std::span<const Product> products_;
     float *slot_ = nullptr;
-    Inputs<W> inputs_;
+    RowInputs inputs_;
     std::byte *sums_ = nullptr;
     std::size_t sums_bytes_ = 0;
 };
 
-// body(W{}, T{}) with the element types
-template <typename Body>
-loraplex_status for_types(loraplex_weight_kind kind, loraplex_dtype dtype, const Body &body) {
-    return for_weight_kind(kind, [&]<typename W>(W weight) {
-        return for_dtype(dtype, [&]<typename T>(T element) {
-            body(weight, element);
-            return LORAPLEX_OK;
+// run(linear) with a Linear of the weight's and the inputs' types. num_rows: the most of one weight.
+template <typename Run>
+loraplex_status run_linear(loraplex_pool &pool, loraplex_weight_kind kind, std::int64_t group_size,
+                           std::int64_t num_blocks, loraplex_dtype dtype, std::int64_t num_rows,
+                           const void *x, std::int64_t x_stride, const void *packed,
+                           std::int64_t out_features, std::int64_t in_features, const float *bias,
+                           loraplex_channel *channel, void *y, std::int64_t y_stride,
+                           const Run &run) {
+    return for_weight_kind(kind, [&]<typename W>(W) {
+        return for_dtype(dtype, [&]<typename T>(T) {
+            const auto body = [&]<typename Products>(std::type_identity<Products>) {
+                run(Linear<Products, T>(
+                    pool, static_cast<const T *>(x), x_stride, static_cast<const W *>(packed),
+                    PanelLayout<W>(in_features, num_blocks, group_size, has_offsets(kind)),
+                    out_features, in_features, bias, channel, static_cast<T *>(y), y_stride));
+                return LORAPLEX_OK;
+            };
+            return with_products<W, T>(pool.cpu_features(), num_rows, body);
         });
     });
+}
+
+// The most rows that one expert has.
+std::int64_t most_rows(const std::int32_t *starts, std::int64_t num_experts) {
+    std::int32_t most = 0;
+    for (std::int64_t expert = 0; expert < num_experts; ++expert) {
+        most = std::max(most, starts[expert + 1] - starts[expert]);
+    }
+    return most;
 }
 
 }  // namespace
@@ -319,13 +311,9 @@ loraplex_status loraplex_linear(loraplex_pool *pool, loraplex_weight_kind kind,
         return LORAPLEX_OK;
     }
     return guarded([&] {
-        return for_types(kind, dtype, [&]<typename W, typename T>(W, T) {
-            Linear<W, T>(*pool, static_cast<const T *>(x), x_stride,
-                         static_cast<const W *>(packed),
-                         PanelLayout<W>(in_features, num_blocks, group_size, has_offsets(kind)),
-                         out_features, in_features, bias, channel, static_cast<T *>(y), y_stride)
-                .run(num_rows);
-        });
+        return run_linear(*pool, kind, group_size, num_blocks, dtype, num_rows, x, x_stride, packed,
+                          out_features, in_features, bias, channel, y, y_stride,
+                          [&](auto linear) { linear.run(num_rows); });
     });
 }
 
@@ -349,12 +337,10 @@ loraplex_status loraplex_grouped_linear(loraplex_pool *pool, loraplex_weight_kin
         return LORAPLEX_OK;
     }
     return guarded([&] {
-        return for_types(kind, dtype, [&]<typename W, typename T>(W, T) {
-            Linear<W, T>(*pool, static_cast<const T *>(x), x_stride,
-                         static_cast<const W *>(packed),
-                         PanelLayout<W>(in_features, num_blocks, group_size, has_offsets(kind)),
-                         out_features, in_features, bias, channel, static_cast<T *>(y), y_stride)
-                .run_pairs(num_pairs, pairs_per_row, pairs, starts, num_experts);
-        });
+        return run_linear(
+            *pool, kind, group_size, num_blocks, dtype, most_rows(starts, num_experts), x, x_stride,
+            packed, out_features, in_features, bias, channel, y, y_stride, [&](auto linear) {
+                linear.run_pairs(num_pairs, pairs_per_row, pairs, starts, num_experts);
+            });
     });
 }

@@ -15,7 +15,7 @@ namespace loraplex {
 
 constexpr std::int64_t divide_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
-// Inputs that one call of an inner loop takes: of a block, kMaxDepth at most.
+// Inputs that one call of an inner loop takes: of a block, and a maximum number.
 struct InputPiece {
     std::int64_t index;  // of all
     std::int64_t block;
@@ -26,9 +26,9 @@ struct InputPiece {
 template <typename W>
 class InputPieces {
 public:
-    explicit InputPieces(const PanelLayout<W> &layout)
+    InputPieces(const PanelLayout<W> &layout, std::int64_t max_depth)
         : num_blocks_(layout.num_blocks()), block_inputs_(layout.block_inputs()),
-          per_block_(divide_up(block_inputs_, kMaxDepth<W>)),
+          max_depth_(max_depth), per_block_(divide_up(block_inputs_, max_depth)),
           summed_inputs_(layout.has_offsets() ? layout.group_size() : 0) {}
 
     std::int64_t size() const { return num_blocks_ * per_block_; }
@@ -42,19 +42,20 @@ public:
 
     // After the last one comes the start of a block that is none.
     InputPiece after(const InputPiece &last) const {
-        const std::int64_t first = last.first + kMaxDepth<W>;
+        const std::int64_t first = last.first + max_depth_;
         return first < block_inputs_ ? piece(last.index + 1, last.block, first)
                                      : start(last.block + 1);
     }
 
 private:
     InputPiece piece(std::int64_t index, std::int64_t block, std::int64_t first) const {
-        const auto depth = std::min<std::int64_t>(kMaxDepth<W>, block_inputs_ - first);
+        const auto depth = std::min(max_depth_, block_inputs_ - first);
         return {index, block, first, static_cast<int>(depth)};
     }
 
     std::int64_t num_blocks_;
     std::int64_t block_inputs_;
+    std::int64_t max_depth_;
     std::int64_t per_block_;
     std::int64_t summed_inputs_;
 };
@@ -65,6 +66,8 @@ private:
 template <typename W>
 class Inputs {
 public:
+    static constexpr int kDepth = kMaxDepth<W>;
+
     static std::size_t num_bytes(std::int64_t num_rows, const InputPieces<W> &pieces) {
         const std::int64_t num_scales = kIsQuantized<W> ? num_rows * pieces.num_blocks() : 0;
         return values_size(num_rows, pieces) * sizeof(Input<W>) +

@@ -27,30 +27,51 @@ constexpr Range part(std::int64_t total, std::int64_t parts, std::int64_t i) {
     return {first, total * (i + 1) / parts - first};
 }
 
+// How rows are cut into tiles, and tiles into blocks.
+struct Cut {
+    BlockShape shape;
+    std::int64_t tile_blocks;
+    std::int64_t max_tile_rows;
+};
+
+// Sums of a tile have rows up to a multiple of this: some kernels write so many at once.
+inline constexpr std::int64_t kRowMultiple = 16;
+
+constexpr std::int64_t padded_rows(std::int64_t num_rows) {
+    return divide_up(num_rows, kRowMultiple) * kRowMultiple;
+}
+
+// Panels of a tile: blocks of as many as the shape has.
+template <typename W>
+struct TilePanels {
+    const W *first;
+    std::int64_t num_blocks;
+};
+
 // Neighbouring rows that are multiplied with one weight, cut into tiles.
 struct Product {
     std::int64_t weight;  // its number
     Range rows;           // of the inputs
-    BlockShape shape;
-    std::int64_t tile_blocks;
+    Cut cut;
     std::int64_t num_row_tiles;
     std::int64_t num_column_tiles;
     std::int64_t first_tile;  // of all products of a call
 
-    Product(std::int64_t weight, Range rows, std::int64_t out_features, std::int64_t first_tile)
-        : weight(weight), rows(rows), shape(block_shape(rows.size)),
-          tile_blocks(rows.size <= kManyRows.rows ? 1 : std::max(1, kTilePanels / shape.panels)),
-          num_row_tiles(divide_up(rows.size, kMaxTileRows)),
+    Product(std::int64_t weight, Range rows, Cut cut, std::int64_t out_features,
+            std::int64_t first_tile)
+        : weight(weight), rows(rows), cut(cut),
+          num_row_tiles(divide_up(rows.size, cut.max_tile_rows)),
           num_column_tiles(divide_up(num_panels(out_features), tile_panels())),
           first_tile(first_tile) {}
 
     std::int64_t num_tiles() const { return num_row_tiles * num_column_tiles; }
-    std::int64_t tile_panels() const { return shape.panels * tile_blocks; }
-    std::int64_t block_outputs() const { return shape.panels * kPanelWidth; }
+    std::int64_t tile_panels() const { return cut.shape.panels * cut.tile_blocks; }
+    std::int64_t block_outputs() const { return cut.shape.panels * kPanelWidth; }
 
     std::size_t sums_bytes() const {
-        const std::int64_t tile_rows = std::min(rows.size, kMaxTileRows);
-        return static_cast<std::size_t>(tile_rows * block_outputs() * tile_blocks) * sizeof(float);
+        const std::int64_t tile_rows = padded_rows(std::min(rows.size, cut.max_tile_rows));
+        return static_cast<std::size_t>(tile_rows * block_outputs() * cut.tile_blocks) *
+               sizeof(float);
     }
 };
 

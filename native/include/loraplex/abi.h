@@ -56,6 +56,8 @@ enum {
     LORAPLEX_CPU_NEON = 4,      /* aarch64 with NEON */
     LORAPLEX_CPU_AVX512_VNNI = 8,
     LORAPLEX_CPU_AVX_VNNI = 16,
+    LORAPLEX_CPU_AMX_INT8 = 32,
+    LORAPLEX_CPU_AMX_BF16 = 64, /* changes the bits of bfloat16 weights (linear.h) */
 };
 
 typedef struct loraplex_pool loraplex_pool;
@@ -85,7 +87,7 @@ LORAPLEX_API int64_t loraplex_pool_num_threads(const loraplex_pool *pool);
 LORAPLEX_API int64_t loraplex_pool_lora_ns(const loraplex_pool *pool);
 
 /* From now on an op uses, of what a CPU may have beyond the instruction set, at most this
- * (LORAPLEX_CPU_*). At first it uses all that the CPU has. Changes no result. */
+ * (LORAPLEX_CPU_*). At first it uses all that the CPU has. */
 LORAPLEX_API loraplex_status loraplex_pool_limit_cpu_features(loraplex_pool *pool,
                                                               uint64_t features);
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from loraplex.kernels.native.library import (
+    CPU_AMX_BF16,
     LIBRARY_FOLDER,
     NativeLibraryError,
     ThreadPool,
@@ -44,9 +45,15 @@ def kernel(request: pytest.FixtureRequest) -> LinearKernel:
     return make_kernel(request.param, 2)
 
 
-def make_kernel(instruction_set: str, num_threads: int) -> LinearKernel:
+def make_kernel(instruction_set: str, num_threads: int, features: int = ~0) -> LinearKernel:
     library = load_library((instruction_set,))
-    return LinearKernel(library, ThreadPool(library, num_threads))
+    pool = ThreadPool(library, num_threads)
+    pool.limit_cpu_features(features & (1 << 64) - 1)
+    return LinearKernel(library, pool)
+
+
+def has_amx_bfloat16() -> bool:
+    return bool(load_library().cpu_features() & CPU_AMX_BF16)
 
 
 def random_weight(
@@ -114,10 +121,45 @@ def test_the_number_of_threads_changes_no_bit(instruction_set: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_instruction_sets_with_fused_multiply_add_agree_to_the_bit(dtype: torch.dtype) -> None:
     """So a cache of packed weights and a replayed request may move from one machine to another."""
-    kernels = [make_kernel(name, 2) for name in instruction_sets() if name != "generic"]
+    sets = (name for name in instruction_sets() if name != "generic")
+    kernels = [make_kernel(name, 2, ~CPU_AMX_BF16) for name in sets]
     x = random_rows(37, 515, dtype)
     results = [kernel.apply(x, kernel.pack(*random_weight(300, 515, dtype))) for kernel in kernels]
     assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+@pytest.mark.skipif(not has_amx_bfloat16(), reason="needs AMX")
+def test_tiles_add_even_and_odd_inputs_of_each_32_apart() -> None:
+    kernel = make_kernel("x86-64-v4", 2)
+    weight, _ = random_weight(48, 333, torch.bfloat16)
+    x = random_rows(40, 333, torch.bfloat16)
+    sums = torch.zeros(40, 48)
+    for step in range(0, 333, 32):
+        chains = torch.zeros(2, 40, 48)
+        for i in range(step, min(333, step + 32)):
+            # A product of two bfloat16 is exact in float32, and float64 rounds no sum of these sizes.
+            product = x[:, i, None].double() * weight[:, i].double()
+            chains[i % 2] = (chains[i % 2].double() + product).float()
+        sums += chains[0] + chains[1]
+    packed = kernel.pack(weight, None)
+    assert torch.equal(kernel.apply(x, packed), sums.bfloat16())
+    assert torch.equal(one_by_one(kernel, x, packed), sums.bfloat16())
+
+
+@pytest.mark.parametrize("magnitude", [1e-38, 1e-30, 1e-20, 1e20, 3e38])
+def test_tiny_and_huge_numbers_have_the_same_bits_alone_and_in_company(
+    kernel: LinearKernel, magnitude: float
+) -> None:
+    generator = torch.Generator().manual_seed(3)
+    spread = torch.exp(4 * torch.randn(37, 517, generator=generator))
+    factor = magnitude**0.5
+    x = (torch.randn(37, 517, generator=generator) * spread * factor).bfloat16()
+    weight = (torch.randn(300, 517, generator=generator) * factor).bfloat16()
+    x[5, 7], x[6, 8], weight[9, 10] = torch.inf, torch.nan, torch.inf
+    packed = kernel.pack(weight, None)
+    together, alone = kernel.apply(x, packed), one_by_one(kernel, x, packed)
+    assert torch.equal(together.isnan(), alone.isnan())
+    assert torch.equal(together.nan_to_num(0.0), alone.nan_to_num(0.0))
 
 
 def test_the_packed_layout_is_the_same_for_every_instruction_set() -> None:

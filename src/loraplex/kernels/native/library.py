@@ -64,6 +64,10 @@ Watch = Callable[[str, NativeFunction, Sequence[Any]], NativeFunction]
 """Given the name, the function and its argument types: a function to call instead."""
 
 
+CPU_AMX_BF16 = 64
+"""Of LORAPLEX_CPU_* in abi.h: the one that changes bits, those of bfloat16 products (ADR 47)."""
+
+
 class NativeLibraryError(Exception):
     """No library works here; the message contains the reason."""
 

@@ -1,0 +1,98 @@
+// Products by vector registers: weights of every kind, on every instruction set.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+#include "linear_float_block.h"
+#include "linear_inputs.h"
+#include "linear_quantized_block.h"
+#include "linear_tiles.h"
+
+namespace loraplex {
+
+template <typename W>
+class VectorProducts {
+public:
+    using Weight = W;
+    template <typename T>
+    using RowInputs = Inputs<W>;
+
+    static Cut cut(std::int64_t num_rows) {
+        const BlockShape shape = block_shape(num_rows);
+        const bool is_few = num_rows <= kManyRows.rows;
+        return {shape, is_few ? 1 : std::max(1, kTilePanels / shape.panels), kMaxTileRows};
+    }
+
+    using FindFunction = BlockFunction<W> (*)(BlockShape shape, std::uint64_t cpu_features);
+
+    VectorProducts(const PanelLayout<W> &layout, std::uint64_t cpu_features,
+                   FindFunction find_function = &block_function<W>)
+        : layout_(layout), cpu_features_(cpu_features), find_function_(find_function) {}
+
+    // What is to be kept while a tile is computed: nothing.
+    struct NoRegisters {};
+    NoRegisters registers() const { return {}; }
+
+    // sums [blocks][rows, padded][outputs of a block] += the share of a piece of the inputs. next:
+    // the piece after it, of a block that is none if it is the last.
+    void add(const Inputs<W> &inputs, BlockShape shape, Range rows, TilePanels<W> panels,
+             const InputPiece &piece, const InputPiece &next, float *sums) const {
+        const W *panel = panels.first;
+        for (std::int64_t i = 0; i < panels.num_blocks; ++i) {
+            const W *next_panel = panel + shape.panels * layout_.stride();
+            // The tile's next call, or the next tile's first.
+            const W *ahead = i + 1 < panels.num_blocks ? values(next_panel, piece)
+                             : next.block < layout_.num_blocks()
+                                 ? values(panels.first, next)
+                                 : next_panel;
+            add_block(inputs, shape, rows, panel, piece, ahead, sums);
+            panel = next_panel;
+            sums += padded_rows(rows.size) * shape.panels * kPanelWidth;
+        }
+    }
+
+private:
+    const W *values(const W *panel, const InputPiece &piece) const {
+        return layout_.values(panel, piece.block, piece.first);
+    }
+
+    // next: the weights of the call after this one.
+    void add_block(const Inputs<W> &inputs, BlockShape shape, Range rows, const W *panel,
+                   const InputPiece &piece, const W *next, float *sums) const {
+        const std::int64_t num_row_blocks = divide_up(rows.size, shape.rows);
+        BlockWeights<W> block = {
+            values(panel, piece), layout_.stride(),
+            layout_.scales(panel, piece.block, piece.first),
+            layout_.offsets(panel, piece.block, piece.first), layout_.table(panel, piece.block),
+            layout_.group_size(), {}};
+        for (std::int64_t i = 0; i < num_row_blocks; ++i) {
+            const Range part_rows = part(rows.size, num_row_blocks, i);
+            const Range next_rows = part(rows.size, num_row_blocks, (i + 1) % num_row_blocks);
+            block.ahead = num_row_blocks == 1
+                              ? ReadAhead::whole(block.values + kReadAheadBytes / sizeof(W))
+                              : ReadAhead::part(next, piece.depth, num_row_blocks, i);
+            block.ahead.inputs = reinterpret_cast<const std::byte *>(
+                inputs.at(piece, rows.first + next_rows.first));
+            const BlockShape part_shape = {static_cast<int>(part_rows.size), shape.panels};
+            find_function_(part_shape, cpu_features_)(
+                inputs.at(piece, rows.first + part_rows.first), block, piece.depth,
+                sums + part_rows.first * shape.panels * kPanelWidth, piece.first == 0);
+        }
+    }
+
+    PanelLayout<W> layout_;
+    std::uint64_t cpu_features_;
+    FindFunction find_function_;
+};
+
+#if !defined(LORAPLEX_ISA_X86_64_V4)
+// body(std::type_identity<Products>{}) with how products of T's and W's are made: here in one way.
+template <typename W, typename T, typename Body>
+auto with_products(std::uint64_t /*cpu_features*/, std::int64_t /*num_rows*/, const Body &body) {
+    return body(std::type_identity<VectorProducts<W>>{});
+}
+#endif
+
+}  // namespace loraplex
