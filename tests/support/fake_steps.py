@@ -19,9 +19,10 @@ from loraplex.kernels.lora import LoraBatch, LoraCells
 from loraplex.kernels.ops import AttentionShape, PackedLinear
 from loraplex.models.batch import ForwardBatch
 from loraplex.models.decoder import Decoder
+from loraplex.models.kv_groups import kv_groups
 from loraplex.models.parameters import LinearPlace, build_parameters
 from loraplex.models.rope import rotary_tables
-from loraplex.models.spec import ModelSpec, kv_groups
+from loraplex.models.spec import ModelSpec
 from support.kernel_cases.experts import HIDDEN, INNER, RULES
 from support.kernel_cases.llamas import BLOCK_SIZE, GPU, LLAMAS, Llama, empty, mixed_rows
 from support.kernel_cases.lora import device_batch, host_batch

@@ -8,7 +8,7 @@ from loraplex.core.plan import KVGroupCapacity
 from loraplex.execution.steps.kv_cache import KVCache
 from loraplex.kernels.accelerator import Accelerator
 from loraplex.kernels.ops import AttentionShape, Kernels
-from loraplex.models.spec import KVGroup
+from loraplex.models.kv_groups import KVGroup
 
 
 def kv_cache(

@@ -177,10 +177,8 @@ class Kernels(Protocol):
     ) -> torch.Tensor:
         """Compute `linear` without its bias, in another thread than the other ops; slower.
 
-        Of a row layer only what this rank's inputs give.
-
-        x [T, in] float32 is rounded to dtype, the model's, if the backend needs it; the result has
-        the type that was computed in.
+        Of a row layer only what this rank's inputs give. x [T, in] float32 is rounded to dtype, the
+        model's, if the backend needs it; the result has the type that was computed in.
         """
         ...
 

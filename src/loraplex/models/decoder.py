@@ -20,10 +20,11 @@ from loraplex.models.attention import (
 from loraplex.models.base_linears import BaseLinears, base_linears
 from loraplex.models.batch import ForwardBatch
 from loraplex.models.feed_forward import feed_forward
+from loraplex.models.kv_groups import KVGroup
 from loraplex.models.norm import HiddenState, NoNorm, make_norm
 from loraplex.models.parameters import DecoderParameters, LayerParameters
 from loraplex.models.rope import RotaryTable
-from loraplex.models.spec import KVGroup, LayerSpec, ModelSpec, NormPlace, RopeConfig
+from loraplex.models.spec import LayerSpec, ModelSpec, NormPlace, RopeConfig
 
 _MAX_REPEATED_TOKENS = 256
 """Maximum of a repeated step: in larger ones the calls of the ops cost little compared with what

@@ -20,8 +20,8 @@ from loraplex.memory.adapter_pages import layer_targets, page_geometry, place
 from loraplex.models.attention import attention_shapes
 from loraplex.models.batch import ForwardBatch
 from loraplex.models.decoder import Decoder
+from loraplex.models.kv_groups import kv_groups
 from loraplex.models.rope import rotary_tables
-from loraplex.models.spec import kv_groups
 from support.delayed_accelerator import DelayedAccelerator
 from support.kv_caches import kv_cache
 from support.tiny_model import TinyCheckpoint

@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from loraplex.models.spec import KVGroup, ModelSpec, kv_groups, with_attention_windows
+from loraplex.models.kv_groups import KVGroup, kv_groups, with_attention_windows
+from loraplex.models.spec import ModelSpec
 from support.tiny_decoder import tiny_spec
 
 SPEC = tiny_spec(num_hidden_layers=4)

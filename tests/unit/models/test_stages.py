@@ -9,9 +9,10 @@ from loraplex.core.adapter import LM_HEAD, OUTSIDE_LAYERS, LoraTarget
 from loraplex.core.errors import AdapterMismatchError, ConfigError
 from loraplex.execution.adapters.host_adapters import HostAdapter, HostWeight
 from loraplex.execution.adapters.rank_share import AdapterCutter
+from loraplex.models.kv_groups import kv_groups
 from loraplex.models.parameters import checkpoint_shapes, linear_places
 from loraplex.models.sharding import TensorShard, shard
-from loraplex.models.spec import ModelSpec, kv_groups
+from loraplex.models.spec import ModelSpec
 from loraplex.models.stages import ONLY_STAGE, PipelineStage, stage
 from support.tiny_decoder import tiny_spec
 

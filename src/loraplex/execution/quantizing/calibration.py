@@ -17,9 +17,10 @@ from loraplex.kernels.row_layout import RowLayout
 from loraplex.models.attention import attention_shapes
 from loraplex.models.batch import ForwardBatch
 from loraplex.models.decoder import Decoder
+from loraplex.models.kv_groups import kv_groups
 from loraplex.models.parameters import DecoderParameters
 from loraplex.models.rope import rotary_tables
-from loraplex.models.spec import ModelSpec, kv_groups
+from loraplex.models.spec import ModelSpec
 from loraplex.models.stages import layer_alone
 
 _BLOCK_SIZE = 32

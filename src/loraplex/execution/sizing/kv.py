@@ -17,7 +17,8 @@ from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.kernels.ops import AttentionShape
 from loraplex.memory.attention_window import AttentionWindow
 from loraplex.models.attention import attention_shapes
-from loraplex.models.spec import KVGroup, ModelSpec, kv_groups, with_attention_windows
+from loraplex.models.kv_groups import KVGroup, kv_groups, with_attention_windows
+from loraplex.models.spec import ModelSpec
 
 _DEFAULT_KV_BYTES = 2 << 30
 

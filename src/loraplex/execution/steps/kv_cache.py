@@ -10,7 +10,7 @@ from loraplex.execution.steps.kv_transfers import KVTransfers
 from loraplex.kernels.accelerator import Accelerator
 from loraplex.kernels.host_memory import zeroed
 from loraplex.kernels.ops import AttentionShape, Kernels, KVStorage
-from loraplex.models.spec import KVGroup
+from loraplex.models.kv_groups import KVGroup
 
 _Pairs = Sequence[tuple[BlockId, BlockId]]
 """(block of the source, block of the target)"""

@@ -15,7 +15,8 @@ from loraplex.execution.sizing.kv import KVSize, block_bytes, size_kv, trial_kv_
 from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.memory.attention_window import AttentionWindow
 from loraplex.models.attention import attention_shapes
-from loraplex.models.spec import ModelSpec, kv_groups
+from loraplex.models.kv_groups import kv_groups
+from loraplex.models.spec import ModelSpec
 from support.tiny_decoder import tiny_spec
 
 CONFIG = tiny_spec(
