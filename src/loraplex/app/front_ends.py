@@ -9,7 +9,6 @@ import dataclasses
 import functools
 from collections.abc import AsyncIterator, Sequence
 
-from prometheus_client.registry import Collector
 from starlette.types import ASGIApp
 
 from loraplex.app.access import api_keys, authenticate_by, following, guarded_metrics
@@ -21,12 +20,14 @@ from loraplex.app.reporting import Reporting, reporting_requests
 from loraplex.core.config import Config, ModelConfig
 from loraplex.core.errors import ConfigError
 from loraplex.core.metrics_config import read_metrics_config
+from loraplex.core.server_config import ServerConfig
 from loraplex.frontends.access import Authenticate
 from loraplex.frontends.body_memory import BodyMemory
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration
 from loraplex.frontends.kserve.models.model_control import ModelControl
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.ops.declaration_metrics import DeclarationCollector
+from loraplex.frontends.ops.frontend_numbers import FrontendNumbers
 from loraplex.frontends.ops.latencies import Latencies
 from loraplex.frontends.ops.metrics import MetricsLimits, metrics_app
 from loraplex.frontends.ops.other_frontends import OtherFrontends
@@ -97,15 +98,8 @@ async def front_ends(
         await stack.enter_async_context(following(keys))
         bodies = BodyMemory.of(settings, has_keys=has_keys)
         numbers = None if others is None else others.numbers
-        scraped = metrics_app(
-            service,
-            metrics,
-            _collectors(service, triton, reporting),
-            triton.catalog.has_vllm_gauges,
-            MetricsLimits.of(settings),
-            numbers,
-        )
-        scraped = guarded_metrics(scraped, authenticate)
+        exposed = _exposed_metrics(service, metrics, triton, reporting, settings, numbers)
+        scraped = guarded_metrics(exposed, authenticate)
         app = http_app(
             service,
             service.draining,
@@ -125,11 +119,26 @@ async def front_ends(
         )
 
 
-def _collectors(service: Service, triton: TritonService, reporting: Reporting) -> list[Collector]:
+def _exposed_metrics(
+    service: Service,
+    metrics: RequestMetrics,
+    triton: TritonService,
+    reporting: Reporting,
+    settings: ServerConfig,
+    numbers: FrontendNumbers | None,
+) -> ASGIApp:
+    """Return the app of the metrics of all parts of the server."""
     collectors = [*triton.collectors(), *reporting.collectors()]
     if service.declared_adapters is not None:
         collectors.append(DeclarationCollector(service.declared_adapters.status))
-    return collectors
+    return metrics_app(
+        service,
+        metrics,
+        collectors,
+        triton.catalog.has_vllm_gauges,
+        MetricsLimits.of(settings),
+        numbers,
+    )
 
 
 async def _start_model(service: Service, state_dir: str, name: str, model: ModelConfig) -> None:

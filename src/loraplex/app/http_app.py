@@ -82,17 +82,8 @@ def http_app(
         max_body_bytes=settings.max_body_bytes,
         json_limits=JsonLimits.of(settings),
     )
-    stats = ServerStats(
-        backend,
-        reporting.telemetry,
-        draining,
-        reporting.connections,
-        latencies,
-        reporting.access_log,
-    )
     routes = [
-        *health_routes(backend, stats.report, authenticate),
-        *drain_routes(draining, authenticate),
+        *_health_routes(backend, draining, authenticate, reporting, latencies),
         *_report_routes(backend, config, authenticate, reporting, others or OtherFrontends()),
         RecordedRoute("/metrics", described_metrics(metrics), methods=["GET"]),
     ]
@@ -119,6 +110,28 @@ def http_app(
         reporting.telemetry,
         is_draining=lambda: draining.is_active,
     )
+
+
+def _health_routes(
+    backend: Backend,
+    draining: Draining,
+    authenticate: Authenticate,
+    reporting: Reporting,
+    latencies: Latencies,
+) -> list[RecordedRoute]:
+    """Return the routes of health, statistics and draining."""
+    stats = ServerStats(
+        backend,
+        reporting.telemetry,
+        draining,
+        reporting.connections,
+        latencies,
+        reporting.access_log,
+    )
+    return [
+        *health_routes(backend, stats.report, authenticate),
+        *drain_routes(draining, authenticate),
+    ]
 
 
 def _report_routes(

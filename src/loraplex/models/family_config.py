@@ -216,7 +216,7 @@ def build_layer(
 
     feed_forward: of a dense layer.
     """
-    names, norm = traits.names, traits.norm
+    names = traits.names
     prefix = names.layer(index)
     qkv_sizes: tuple[int, ...] = (attention.q_size, attention.kv_size, attention.kv_size)
     if len(names.qkv) == 1:
@@ -251,19 +251,10 @@ def build_layer(
         feed_forward = with_experts(feed_forward, traits.experts, names, prefix)
         inner = expert_groups(feed_forward, traits.experts, names.experts, hidden_size, group)
 
-    norms = {
-        place: _norm_at(norm, prefix, name, hidden_size)
-        for place, name in (
-            (NormPlace.BEFORE_ATTENTION, names.input_norm),
-            (NormPlace.AFTER_ATTENTION, names.attention_output_norm),
-            (NormPlace.BEFORE_FEED_FORWARD, names.feed_forward_norm),
-            (NormPlace.AFTER_FEED_FORWARD, names.feed_forward_output_norm),
-        )
-    }
     return LayerSpec(
         attention=_with_head_norms(attention, traits, prefix),
         feed_forward=feed_forward,
-        norms={place: norm for place, norm in norms.items() if norm is not None},
+        norms=_layer_norms(traits, prefix, hidden_size),
         linears={
             QKV: group(QKV, names.qkv, qkv_sizes, hidden_size),
             OUTPUT: group(OUTPUT, (names.o,), (hidden_size,), attention.q_size),
@@ -272,6 +263,21 @@ def build_layer(
         is_parallel=traits.is_parallel,
         residual_factor=traits.residual_factor,
     )
+
+
+def _layer_norms(traits: Traits, prefix: str, hidden_size: int) -> dict[NormPlace, NormSpec]:
+    """Return the norms of a layer, of those places that the family has a name for."""
+    names = traits.names
+    norms = {
+        place: _norm_at(traits.norm, prefix, name, hidden_size)
+        for place, name in (
+            (NormPlace.BEFORE_ATTENTION, names.input_norm),
+            (NormPlace.AFTER_ATTENTION, names.attention_output_norm),
+            (NormPlace.BEFORE_FEED_FORWARD, names.feed_forward_norm),
+            (NormPlace.AFTER_FEED_FORWARD, names.feed_forward_output_norm),
+        )
+    }
+    return {place: norm for place, norm in norms.items() if norm is not None}
 
 
 def _norm_at(norm: NormSpec, prefix: str, name: str, size: int) -> NormSpec | None:

@@ -80,12 +80,11 @@ class RequestMetrics:
         self.time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "From admission to the first token.", TTFT_BUCKETS
         )
-        self.adapter_time_to_first_token = Histogram(
-            "loraplex_adapter_time_to_first_token_seconds",
+        self.adapter_time_to_first_token = self._histogram(
+            "adapter_time_to_first_token_seconds",
             "The same by adapter; empty for the base model.",
+            _FEW_BUCKETS,
             by_adapter,
-            buckets=_FEW_BUCKETS,
-            registry=self.registry,
         )
         self.inter_token_latency = self._histogram(
             "inter_token_latency_seconds",
@@ -102,12 +101,11 @@ class RequestMetrics:
             "From arrival to the first step that computed the request.",
             _QUEUE_BUCKETS,
         )
-        self.tenant_queue_time = Histogram(
-            "loraplex_tenant_queue_time_seconds",
+        self.tenant_queue_time = self._histogram(
+            "tenant_queue_time_seconds",
             "From arrival to the first step that computed the request, by tenant.",
+            _FEW_BUCKETS,
             ("model", "tenant"),
-            buckets=_FEW_BUCKETS,
-            registry=self.registry,
         )
         self.prefill_time = self._histogram(
             "request_prefill_time_seconds",
@@ -173,10 +171,14 @@ class RequestMetrics:
     def _counter(self, name: str, text: str, labels: tuple[str, ...]) -> Counter:
         return Counter(f"loraplex_{name}", text, labels, registry=self.registry)
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(
-            f"loraplex_{name}", text, ("model",), buckets=buckets, registry=self.registry
-        )
+    def _histogram(
+        self,
+        name: str,
+        text: str,
+        buckets: tuple[float, ...],
+        labels: tuple[str, ...] = ("model",),
+    ) -> Histogram:
+        return Histogram(f"loraplex_{name}", text, labels, buckets=buckets, registry=self.registry)
 
 
 class ObservedOutputs(AsyncIterator[RequestOutput]):

@@ -159,20 +159,13 @@ class CatalogLoader:
         def change() -> tuple[AdapterVersion | None, AdapterVersion]:
             # In one change: two requests with one new task id must not both find it free.
             before = model.store.find(ref)
-            if before is None:
-                of_digest = f"{_INLINE}{digest[:_NUM_NAME_DIGITS]}"
-                name = of_digest if task_id is None else str(task_id)
-                self._catalog.check_is_no_base(name)
-            elif before.digest == digest and model.state_of(before) is AdapterState.READY:
+            if (
+                before is not None
+                and before.digest == digest
+                and model.state_of(before) is AdapterState.READY
+            ):
                 return before, before
-            elif before.origin is VersionOrigin.DECLARED:
-                raise AdapterExistsError(
-                    f"adapter {before.name!r} is declared for several servers: {REQUEST_TENSORS} "
-                    "must not replace it on one; use another task id",
-                    param="task_id",
-                )
-            else:
-                name = before.name
+            name = self._name_of_tensors(before, digest, task_id)
             registration = model.store.register(
                 model.card.name,
                 tenant,
@@ -191,6 +184,26 @@ class CatalogLoader:
 
         await self._catalog.change(change, then)
         return key
+
+    def _name_of_tensors(
+        self, before: AdapterVersion | None, digest: str, task_id: int | None
+    ) -> str:
+        """Return the name of a request's tensors. before: the version that they replace.
+
+        Raises AdapterExistsError if they must not have the name or replace the version.
+        """
+        if before is None:
+            of_digest = f"{_INLINE}{digest[:_NUM_NAME_DIGITS]}"
+            name = of_digest if task_id is None else str(task_id)
+            self._catalog.check_is_no_base(name)
+            return name
+        if before.origin is VersionOrigin.DECLARED:
+            raise AdapterExistsError(
+                f"adapter {before.name!r} is declared for several servers: {REQUEST_TENSORS} "
+                "must not replace it on one; use another task id",
+                param="task_id",
+            )
+        return before.name
 
     async def reload(self, model: ServedModel, version: AdapterVersion) -> bool:
         """Stage a version's source again; return whether it has other bytes, the next version.
