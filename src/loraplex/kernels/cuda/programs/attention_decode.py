@@ -121,6 +121,29 @@ def decode_grouped(
     )
 
 
+@triton.jit
+def _add_keys(maxima, sums, values, queries, slope, keys, position, read, head, table, stored, S):
+    """Add key n of a tile to sum n: maxima, sums [N], values [N, BLOCK_D], queries [BLOCK_D]."""
+    blocks = tl.load(table + keys // S.BLOCK_SIZE, mask=read, other=0).to(tl.int64)
+    at = keys % S.BLOCK_SIZE
+    key = load_vectors(stored.key_numbers, blocks, at, read, head, S, True)
+    value = load_vectors(stored.value_numbers, blocks, at, read, head, S, True)
+    products = tl.sum(key.to(tl.float32) * queries[None, :], 1)
+    if stored.key_scales is not None:
+        products = products * load_scales(stored.key_scales, blocks, at, read, head, S)
+    scores = scores_of(products, slope, keys, position, S)
+    scores = tl.where(read, scores, float("-inf"))
+    joint = tl.maximum(maxima, scores)
+    base = finite_or_zero(joint)
+    factor = tl.exp2(maxima - base)
+    weights = tl.exp2(scores - base)
+    sums = sums * factor + weights
+    if stored.value_scales is not None:
+        weights = weights * load_scales(stored.value_scales, blocks, at, read, head, S)
+    values = values * factor[:, None] + weights[:, None] * value.to(tl.float32)
+    return joint, sums, values
+
+
 @triton.jit(do_not_specialize=["table_stride", "num_shares"])
 def decode_single(
     output,
@@ -167,24 +190,10 @@ def decode_single(
         tile = tile_at(number, num_sink_tiles, first)
         keys = tile * BLOCK_N + in_tile
         read = is_read(keys, position, end, S)
-        blocks = tl.load(table + keys // S.BLOCK_SIZE, mask=read, other=0).to(tl.int64)
-        at = keys % S.BLOCK_SIZE
-        key = load_vectors(stored.key_numbers, blocks, at, read, head, S, True)
-        value = load_vectors(stored.value_numbers, blocks, at, read, head, S, True)
-        products = tl.sum(key.to(tl.float32) * queries[None, :], 1)
-        if stored.key_scales is not None:
-            products = products * load_scales(stored.key_scales, blocks, at, read, head, S)
-        scores = scores_of(products, slope, keys, position, S)
-        scores = tl.where(read, scores, float("-inf"))
-        joint = tl.maximum(maxima, scores)
-        base = finite_or_zero(joint)
-        factor = tl.exp2(maxima - base)
-        weights = tl.exp2(scores - base)
-        sums = sums * factor + weights
-        if stored.value_scales is not None:
-            weights = weights * load_scales(stored.value_scales, blocks, at, read, head, S)
-        values = values * factor[:, None] + weights[:, None] * value.to(tl.float32)
-        maxima = joint
+        maxima, sums, values = _add_keys(
+            *(maxima, sums, values, queries, slope, keys, position, read),
+            *(head, table, stored, S),
+        )
     largest = tl.max(maxima, 0)
     factor = tl.exp2(maxima - tl.where(largest == float("-inf"), 0.0, largest))
     one = tl.zeros([1], tl.float32)

@@ -21,6 +21,37 @@ from loraplex.kernels.cuda.programs.attention_tile import (
 )
 
 
+@triton.jit
+def _chunk_sums(
+    number,
+    num_sink_chunks,
+    first,
+    queries,
+    positions,
+    slopes,
+    first_position,
+    end,
+    kv_head,
+    table,
+    stored,
+    S,
+    CHUNK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Sums over the keys of the chunk that is read as number `number`, and of nothing else."""
+    first_tile = tile_at(number, num_sink_chunks, first) * (CHUNK // BLOCK_N)
+    end_tile = tl.minimum(first_tile + CHUNK // BLOCK_N, tl.cdiv(end, BLOCK_N))
+    maxima = tl.full(positions.shape, float("-inf"), tl.float32)
+    sums = tl.zeros(positions.shape, tl.float32)
+    values = tl.zeros(queries.shape, tl.float32)
+    for tile in range(first_tile, end_tile):
+        maxima, sums, values = add_tile(
+            *(maxima, sums, values, queries, positions, slopes, tile),
+            *(first_position, end, kv_head, table, stored, S, BLOCK_N, True),
+        )
+    return maxima, sums, values
+
+
 @triton.jit(do_not_specialize=["table_stride", "num_shares", "chunks_per_program"])
 def attend_chunks(
     output,
@@ -68,16 +99,10 @@ def attend_chunks(
     maxima, sums = first_sums(terms, heads, is_row & (num_shares == 1))
     values = tl.zeros([BLOCK_M, S.BLOCK_D], tl.float32)
     for number in range(first_chunk, end_chunk):
-        first_tile = tile_at(number, num_sink_chunks, first) * (CHUNK // BLOCK_N)
-        end_tile = tl.minimum(first_tile + CHUNK // BLOCK_N, tl.cdiv(end, BLOCK_N))
-        chunk_maxima = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        chunk_sums = tl.zeros([BLOCK_M], tl.float32)
-        chunk_values = tl.zeros([BLOCK_M, S.BLOCK_D], tl.float32)
-        for tile in range(first_tile, end_tile):
-            chunk_maxima, chunk_sums, chunk_values = add_tile(
-                *(chunk_maxima, chunk_sums, chunk_values, queries, positions, slopes, tile),
-                *(first_position, end, kv_head, table, stored, S, BLOCK_N, True),
-            )
+        chunk_maxima, chunk_sums, chunk_values = _chunk_sums(
+            *(number, num_sink_chunks, first, queries, positions, slopes, first_position, end),
+            *(kv_head, table, stored, S, CHUNK, BLOCK_N),
+        )
         maxima, sums, values = fold(maxima, sums, values, chunk_maxima, chunk_sums, chunk_values)
     if num_shares == 1:
         total = tl.where(end > 0, sums, 1.0)

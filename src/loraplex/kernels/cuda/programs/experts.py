@@ -46,6 +46,32 @@ def _without_other_groups(
 
 
 @triton.jit
+def _shares(row, MODE: tl.constexpr):
+    """What the weights of experts are taken from, by their logits."""
+    if MODE == "softmax":
+        powers = tl.exp(row - tl.max(row, 0))
+        shares = powers / tl.sum(powers, 0)
+    elif MODE == "sigmoid":
+        shares = 1.0 / (1.0 + tl.exp(-row))
+    else:
+        shares = row
+    return shares
+
+
+@triton.jit
+def _weight_of(expert, largest, row, shares, numbers, is_left, jitter, MODE: tl.constexpr):
+    """Weight of an expert whose score is the largest of those that are left."""
+    if MODE == "sparse_mixer":
+        distance = (largest - row) / tl.maximum(tl.abs(row), largest)
+        # Not "<=": of equal logits of 0 the distance is NaN, and they are near.
+        is_near = is_left & ~(distance > 2.0 * jitter)
+        weight = 1.0 / tl.sum(tl.where(is_near, tl.exp(row - largest), 0.0), 0)
+    else:
+        weight = tl.sum(tl.where(numbers == expert, shares, 0.0), 0)
+    return weight
+
+
+@triton.jit
 def choose_experts(
     experts,  # [T, NUM_CHOSEN] int32
     weights,  # [T, NUM_CHOSEN] float32
@@ -75,15 +101,8 @@ def choose_experts(
     is_left = numbers < NUM_EXPERTS
     row = tl.load(logits + token * row_stride + numbers, mask=is_left, other=float("-inf"))
     row = row.to(tl.float32)
-    scores = row
-    if MODE == "softmax":
-        powers = tl.exp(row - tl.max(row, 0))
-        shares = powers / tl.sum(powers, 0)
-    elif MODE == "sigmoid":
-        shares = 1.0 / (1.0 + tl.exp(-row))
-        scores = shares
-    else:
-        shares = row
+    shares = _shares(row, MODE)
+    scores = shares if MODE == "sigmoid" else row
     if selection_bias is not None:
         scores += tl.load(selection_bias + numbers, mask=is_left, other=0.0)
     scores = _comparable(scores)
@@ -96,13 +115,7 @@ def choose_experts(
     given = tl.zeros((BLOCK_K,), tl.float32)
     for place in tl.static_range(NUM_CHOSEN):
         largest, expert = tl.max(tl.where(is_left, scores, float("-inf")), 0, return_indices=True)
-        if MODE == "sparse_mixer":
-            distance = (largest - row) / tl.maximum(tl.abs(row), largest)
-            # Not "<=": of equal logits of 0 the distance is NaN, and they are near.
-            is_near = is_left & ~(distance > 2.0 * jitter)
-            weight = 1.0 / tl.sum(tl.where(is_near, tl.exp(row - largest), 0.0), 0)
-        else:
-            weight = tl.sum(tl.where(numbers == expert, shares, 0.0), 0)
+        weight = _weight_of(expert, largest, row, shares, numbers, is_left, jitter, MODE)
         chosen = tl.where(places == place, expert, chosen)
         given = tl.where(places == place, weight, given)
         is_left = is_left & (numbers != expert)
