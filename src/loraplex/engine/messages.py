@@ -4,6 +4,9 @@ Every message is sent with the engine's epoch, so that no message for a dead eng
 that took its place.
 """
 
+from collections.abc import Callable
+from typing import Final
+
 import msgspec
 
 from loraplex.core.adapter import AdapterSource
@@ -136,20 +139,10 @@ EngineEvent = (
     EngineReady | EngineFailed | StepDone | AdapterRejected | AdaptersReport | AdapterPinned
 )
 
-_COMMAND_DECODER = msgspec.msgpack.Decoder(EngineCommand)
-_EVENT_DECODER = msgspec.msgpack.Decoder(EngineEvent)
-
-
-def encode(message: EngineCommand | EngineEvent) -> bytes:
-    return msgspec.msgpack.encode(message)
-
-
-def decode_command(data: bytes) -> EngineCommand:
-    """Raises msgspec.DecodeError or ValidationError on anything but a command."""
-    command: EngineCommand = _COMMAND_DECODER.decode(data)
-    return command
-
-
-def decode_event(data: bytes) -> EngineEvent:
-    event: EngineEvent = _EVENT_DECODER.decode(data)
-    return event
+encode: Final[Callable[[EngineCommand | EngineEvent], bytes]] = msgspec.msgpack.encode
+decode_command: Final[Callable[[bytes], EngineCommand]] = msgspec.msgpack.Decoder(
+    EngineCommand
+).decode
+"""Read a command. Raises msgspec.DecodeError or ValidationError on anything else."""
+decode_event: Final[Callable[[bytes], EngineEvent]] = msgspec.msgpack.Decoder(EngineEvent).decode
+"""Read an event. Raises as decode_command."""

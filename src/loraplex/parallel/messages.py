@@ -1,6 +1,8 @@
 """Messages between rank 0 of an engine and its other ranks. Encoded as msgpack, never pickled."""
 
 import hashlib
+from collections.abc import Callable
+from typing import Final
 
 import msgspec
 
@@ -113,24 +115,11 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
 
 RankCommand = Begin | Plan | Wait | Load | Discard | Stop
 
-_EVENT_DECODER = msgspec.msgpack.Decoder(RankEvent)
-_COMMAND_DECODER = msgspec.msgpack.Decoder(RankCommand)
-
-
-def encode(message: RankEvent | RankCommand) -> bytes:
-    return msgspec.msgpack.encode(message)
-
-
-def decode_event(data: bytes) -> RankEvent:
-    """Raises msgspec.DecodeError or ValidationError on anything but an event."""
-    event: RankEvent = _EVENT_DECODER.decode(data)
-    return event
-
-
-def decode_command(data: bytes) -> RankCommand:
-    """Raises msgspec.DecodeError or ValidationError on anything but a command."""
-    command: RankCommand = _COMMAND_DECODER.decode(data)
-    return command
+encode: Final[Callable[[RankCommand | RankEvent], bytes]] = msgspec.msgpack.encode
+decode_command: Final[Callable[[bytes], RankCommand]] = msgspec.msgpack.Decoder(RankCommand).decode
+"""Read a command. Raises msgspec.DecodeError or ValidationError on anything else."""
+decode_event: Final[Callable[[bytes], RankEvent]] = msgspec.msgpack.Decoder(RankEvent).decode
+"""Read an event. Raises as decode_command."""
 
 
 def rows_digest(result: StepResult) -> bytes:
