@@ -13,7 +13,6 @@ from loraplex.adapters.formats.storage_type import StorageType
 from loraplex.cli.options import errors_to_exit_code
 
 if TYPE_CHECKING:
-    from loraplex.adapters.shapes import BaseShapes
     from loraplex.compat.convert.adapters import PeftAdapter, Written
 
 InFile = Annotated[str, typer.Option("-i", "--in-file", help="A PEFT folder.", show_default=False)]
@@ -43,13 +42,12 @@ def convert_lora(
     verbose: Verbose = False,
 ) -> None:
     """Write a PEFT adapter as TensorRT-LLM's model.lora_weights.npy and model.lora_config.npy."""
-    from loraplex.compat.convert.adapters import read_peft, write_pair  # noqa: PLC0415 - numpy
+    from loraplex.compat.convert.adapters import write_pair  # noqa: PLC0415 - numpy
 
     with errors_to_exit_code():
-        shapes = _shapes(model_dir)
-        adapter = read_peft(in_file, shapes)
+        adapter, num_experts = _read(in_file, model_dir)
         written = write_pair(
-            adapter.rows, out_dir, storage_type, num_experts=_num_experts(shapes), force=force
+            adapter.rows, out_dir, storage_type, num_experts=num_experts, force=force
         )
         _print_report(adapter, written, verbose)
 
@@ -68,28 +66,27 @@ def extract_lora(
     verbose: Verbose = False,
 ) -> None:
     """Write a PEFT adapter as llgtrt's .safetensors file with weights and config."""
-    from loraplex.compat.convert.adapters import read_peft, write_lora_file  # noqa: PLC0415 - numpy
+    from loraplex.compat.convert.adapters import write_lora_file  # noqa: PLC0415 - numpy
 
     with errors_to_exit_code():
-        shapes = _shapes(model_dir)
-        adapter = read_peft(in_file, shapes)
+        adapter, num_experts = _read(in_file, model_dir)
         written = write_lora_file(
-            adapter.rows, out_file, dtype, num_experts=_num_experts(shapes), force=force
+            adapter.rows, out_file, dtype, num_experts=num_experts, force=force
         )
         _print_report(adapter, written, verbose)
 
 
-def _shapes(model_dir: Path | None) -> "BaseShapes | None":
+def _read(in_file: str, model_dir: Path | None) -> tuple["PeftAdapter", int | None]:
+    """Return the adapter, and the number of the base's experts if its folder is given."""
+    from loraplex.compat.convert.adapters import read_peft  # noqa: PLC0415 - numpy
+
     if model_dir is None:
-        return None
+        return read_peft(in_file), None
     from loraplex.app.builder import base_shapes  # noqa: PLC0415 - torch
     from loraplex.models.registry import read_config  # noqa: PLC0415
 
-    return base_shapes(read_config(model_dir))
-
-
-def _num_experts(shapes: "BaseShapes | None") -> int | None:
-    return max(shapes.num_experts.values(), default=None) if shapes is not None else None
+    shapes = base_shapes(read_config(model_dir))
+    return read_peft(in_file, shapes), max(shapes.num_experts.values(), default=None)
 
 
 def _print_report(adapter: "PeftAdapter", written: "Sequence[Written]", verbose: bool) -> None:

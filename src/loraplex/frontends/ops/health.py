@@ -18,7 +18,6 @@ from loraplex.frontends.openapi.operation import (
     json_of,
 )
 from loraplex.frontends.ops.iterations import AFTER_NS, ITERATIONS, LIMIT, iterations_response
-from loraplex.frontends.ops.memory import MemoryReport, memory_report
 from loraplex.frontends.ops.responses import (
     Handler,
     for_operators,
@@ -28,9 +27,14 @@ from loraplex.frontends.ops.responses import (
 from loraplex.frontends.ops.stats import ServerReport
 from loraplex.frontends.telemetry.routes import RecordedRoute
 from loraplex.serving.backend import Backend
+from loraplex.serving.model_memory import ModelMemory, StoredAdapters
 
 Report = Callable[[list[str]], Awaitable[ServerReport]]
 """Function from the names of models to a report of the server and these models."""
+
+
+class MemoryReport(ModelMemory, frozen=True, kw_only=True):
+    store: StoredAdapters
 
 
 def health_routes(
@@ -105,7 +109,7 @@ class _Endpoints:
     @described(json_of(dict[str, MemoryReport]), tag="operations", query=(_MODEL,), errors=OF_NAMES)
     async def memory(self, request: Request) -> Response:
         """What lies where, by model; of one model if the query names it."""
-        return json_response(await memory_report(self._backend, self._models(request)))
+        return json_response(await _memory(self._backend, self._models(request)))
 
     def _models(self, request: Request) -> list[str]:
         if "model" in request.query_params:
@@ -118,3 +122,16 @@ class _Endpoints:
         if name is None and models:
             return models[0].name
         return self._backend.model(name or "").card.name
+
+
+async def _memory(backend: Backend, models: list[str]) -> dict[str, MemoryReport]:
+    """Return a report for each model. Raises NotReadyError until its engine has started once."""
+    return {model: await _memory_of(backend, model) for model in models}
+
+
+async def _memory_of(backend: Backend, model: str) -> MemoryReport:
+    store = await backend.model(model).stored_adapters()
+    await backend.model(model).adapter_activity()  # so that the numbers are of now
+    memory = backend.model(model).memory()
+    tiers = {name: getattr(memory, name) for name in ModelMemory.__struct_fields__}
+    return MemoryReport(**tiers, store=store)

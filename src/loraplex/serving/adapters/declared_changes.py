@@ -199,7 +199,3 @@ def check_may_roll_back(version: AdapterVersion | None) -> None:
             f"adapter {version.name!r} is declared for several servers: load the source of the "
             "older version under its name (replace)"
         )
-
-
-def _meaning(declaration: Declaration) -> tuple[str, int | None]:
-    return declaration.uri, declaration.task_id

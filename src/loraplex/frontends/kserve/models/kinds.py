@@ -188,27 +188,6 @@ def adapter(
     )
 
 
-def no_effect(
-    name: str,
-    datatype: str,
-    dims: tuple[int, ...] = (1,),
-    *,
-    reason: str,
-    ragged: bool = False,
-    is_declared: bool = True,
-) -> InputSpec:
-    """A row whose tensor changes nothing in the original either."""
-    return InputSpec(
-        name,
-        datatype,
-        dims,
-        Support.NO_EFFECT,
-        is_ragged=ragged,
-        is_declared=is_declared,
-        reason=reason,
-    )
-
-
 def refused(
     name: str,
     datatype: str,
@@ -218,18 +197,23 @@ def refused(
     neutral: tuple[object, ...] = (),
     ragged: bool = False,
     is_declared: bool = True,
+    support: Support = Support.REFUSED,
 ) -> InputSpec:
     """A row whose tensor we do not serve (yet)."""
     return InputSpec(
         name,
         datatype,
         dims,
-        Support.REFUSED,
+        support,
         is_ragged=ragged,
         is_declared=is_declared,
         neutral=neutral,
         reason=reason,
     )
+
+
+no_effect = functools.partial(refused, support=Support.NO_EFFECT)
+"""A row whose tensor changes nothing in the original either."""
 
 
 def scalar(row: InputSpec) -> InputSpec:
