@@ -25,7 +25,7 @@ def _llama_cpp(_name: str, place: Path, weights: Sequence[str]) -> list[System]:
 
 
 def _openvino(name: str, place: Path, _weights: Sequence[str]) -> list[System]:
-    return [OpenVinoGenAI(venv_python(name, place), weight_bits) for weight_bits in (32, 8)]
+    return [OpenVinoGenAI(venv_python(name, place), weight_bits) for weight_bits in (32, 16, 8)]
 
 
 _PEERS: dict[str, Callable[[str, Path, Sequence[str]], list[System]]] = {

@@ -15,7 +15,7 @@ from comparison.systems import Setup, System
 from loraplex.core.errors import ConfigError
 
 _START_SECONDS = 600.0
-_WIDTHS = {32: "fp32", 8: "int8"}
+_WIDTHS = {32: "fp32", 16: "fp16", 8: "int8"}
 # docs.openvino.ai, "Performance Hints" and "CPU Device: Optimization": INFERENCE_NUM_THREADS in any
 # case (the worker sets it), and these.
 _VARIANTS: tuple[dict[str, Any], ...] = (
@@ -24,12 +24,10 @@ _VARIANTS: tuple[dict[str, Any], ...] = (
     {"PERFORMANCE_HINT": "THROUGHPUT"},
     {"ENABLE_CPU_PINNING": False},
 )
-_PROPERTIES: dict[int, dict[str, Any]] = {
-    # A processor that knows bfloat16 computes in it by default, and the KV cache is of
-    # 8 bits: with 32-bit weights that would compare another arithmetic.
-    32: {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"},
-    8: {"INFERENCE_PRECISION_HINT": "f32"},
-}
+# A processor that knows bfloat16 computes in it by default, and the KV cache is of 8 bits. With
+# 32-bit weights that would compare another arithmetic; with narrower ones it is what the library's
+# users get, and without it a processor with AMX would multiply without it.
+_FULL_PRECISION = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
 
 
 class OpenVinoGenAI:
@@ -70,7 +68,7 @@ class OpenVinoGenAI:
             "threads": setup.num_threads,
             "max_num_seqs": setup.max_num_seqs,
             "max_model_len": setup.max_model_len,
-            "properties": _PROPERTIES[self.weight_bits] | self._properties,
+            "properties": (_FULL_PRECISION if self.weight_bits == 32 else {}) | self._properties,
             "adapters": {adapter.name: str(adapter.path) for adapter in setup.adapters},
         }
         worker = await WorkerProcess.start(

@@ -123,20 +123,29 @@ async def test_there_is_memory_for_all_sequences_and_no_prefix_cache(running, lo
     scheduler, properties = log()[0]
     assert dict(scheduler)["num_kv_blocks"] == 4 * (64 // 32 + 1)
     assert dict(scheduler)["enable_prefix_caching"] is False
-    assert "INFERENCE_PRECISION_HINT" in properties
+    assert {"INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION"} <= set(properties)
 
 
-async def test_the_model_is_exported_once_in_its_width(venv, setup):
+@pytest.mark.parametrize("weight_bits", [16, 8])
+async def test_narrow_weights_run_in_the_precision_of_the_library(venv, setup, log, weight_bits):
+    running = await OpenVinoGenAI(venv, weight_bits).start(setup)
+    await running.stop()
+    _, properties = log()[0]
+    assert properties == ["INFERENCE_NUM_THREADS", "adapters"]
+
+
+@pytest.mark.parametrize(("weight_bits", "width"), [(16, "fp16"), (8, "int8")])
+async def test_the_model_is_exported_once_in_its_width(venv, setup, weight_bits, width):
     for _ in range(2):
-        running = await OpenVinoGenAI(venv, 8).start(setup)
+        running = await OpenVinoGenAI(venv, weight_bits).start(setup)
         await running.stop()
-    command = (setup.cache / "openvino" / "int8" / "command").read_text()
-    assert command.endswith(f"--model {setup.model} --weight-format int8")
+    command = (setup.cache / "openvino" / width / "command").read_text()
+    assert command.endswith(f"--model {setup.model} --weight-format {width}")
     os.remove(venv.parent / "optimum-cli")
     with pytest.raises(ConfigError, match=r"cannot run .*optimum-cli"):
         await OpenVinoGenAI(venv, 32).start(setup)
 
 
 def test_a_width_it_has_not_is_reported(venv):
-    with pytest.raises(ConfigError, match=r"the widths are \[8, 32\] bits; 16 is none"):
-        OpenVinoGenAI(venv, 16)
+    with pytest.raises(ConfigError, match=r"the widths are \[8, 16, 32\] bits; 4 is none"):
+        OpenVinoGenAI(venv, 4)

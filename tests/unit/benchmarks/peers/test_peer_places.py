@@ -50,6 +50,7 @@ def test_each_place_gives_a_system_for_each_weight_width(executable, tmp_path):
         ("llama.cpp Q8_0", 8),
         ("llama.cpp gguf:Q4_K_M", 4),
         ("OpenVINO fp32", 32),
+        ("OpenVINO fp16", 16),
         ("OpenVINO int8", 8),
     }
     narrow = peers(places, ["8-bit", "gguf:Q8_0"])
