@@ -35,6 +35,8 @@ _WIDTHS = {
     "32-bit": (32, "F32", "f32", "f32"),
     "16-bit": (16, "F16", "f16", "f16"),
     "8-bit": (8, "Q8_0", "q8_0", "f16"),
+    # Where the processor multiplies bfloat16 this type is multiplied as it is; F16 is widened.
+    "gguf:BF16": (16, "gguf:BF16", "bf16", "f16"),
 }
 _GGUF_TYPE = re.compile(r"gguf:(I?Q(\d)_\w+)")
 
@@ -84,8 +86,8 @@ class LlamaCpp:
     mixes_adapters = False
 
     def __init__(self, folder: Path, weights: str, threads: ThreadSettings = _THREADS[0]) -> None:
-        """weights: "32-bit", "16-bit", "8-bit" or, for a file that llama-quantize makes of the
-        16-bit one, "gguf:TYPE" with one of its types: gguf:Q4_K_M.
+        """weights: "32-bit", "16-bit" (F16), "8-bit", "gguf:BF16" or, for a file that
+        llama-quantize makes of the 16-bit one, "gguf:TYPE" with one of its types: gguf:Q4_K_M.
 
         Raises ConfigError for others, and if the folder lacks the server or the converters.
         """

@@ -163,7 +163,7 @@ def test_what_a_folder_lacks_is_reported(folder, tmp_path):
     (folder / "convert_lora_to_gguf.py").unlink()
     with pytest.raises(ConfigError, match=r"has no convert_lora_to_gguf.py"):
         LlamaCpp(folder, "16-bit")
-    with pytest.raises(ConfigError, match=r"32-bit, 16-bit, 8-bit and gguf:TYPE, .*; '4-bit' is"):
+    with pytest.raises(ConfigError, match=r"8-bit, gguf:BF16 and gguf:TYPE, .*; '4-bit' is"):
         LlamaCpp(folder, "4-bit")
 
 
@@ -182,6 +182,16 @@ async def test_a_gguf_file_is_quantized_once_from_16_bits(folder, executable, se
     assert (folder / "runs").read_text().split() == ["f16"] * 3
     # Ours serves that very file.
     assert await LoraplexSystem.with_weights(quantized.weights, [quantized]).file(setup) == file
+
+
+async def test_a_gguf_file_in_bfloat16_is_converted_without_quantization(folder, setup):
+    converted = LlamaCpp(folder, "gguf:BF16")
+    assert (converted.name, converted.weight_bits) == ("llama.cpp gguf:BF16", 16)
+    file = await converted.model_file(setup)
+    assert file.name == "model-BF16.gguf"
+    assert (folder / "runs").read_text().split() == ["bf16"]
+    ours = LoraplexSystem.with_weights(converted.weights, [converted])
+    assert (ours.weight_bits, await ours.file(setup)) == (16, file)
 
 
 async def test_the_documented_settings_of_threads(folder, executable, setup, fake_server):
