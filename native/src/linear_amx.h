@@ -135,6 +135,44 @@ inline constexpr std::int64_t kFewestByteRows = 16;
 // Of the registers, the first ones are for sums.
 inline constexpr int kNumSums = 4;
 
+// Brings into the second cache what the next call reads of two panels: a part for each of the calls that
+// read the same weights, evenly over their steps.
+template <typename W>
+class WeightsAhead {
+public:
+    // weights: of the next call, from its first input on. num_bytes: of each panel.
+    WeightsAhead(const W *weights, std::int64_t stride, std::int64_t num_bytes, int num_steps)
+        : weights_(reinterpret_cast<const char *>(weights)),
+          stride_(stride * static_cast<std::int64_t>(sizeof(W))),
+          pace_(divide_up(num_bytes, std::int64_t{num_steps} * kLine) * kLine) {}
+
+    void step() {
+        for (std::int64_t line = 0; line < pace_; line += kLine) {
+            __builtin_prefetch(weights_ + line, 0, 2);
+            __builtin_prefetch(weights_ + stride_ + line, 0, 2);
+        }
+        weights_ += pace_;
+    }
+
+private:
+    static constexpr std::int64_t kLine = 64;
+
+    const char *weights_;
+    std::int64_t stride_;
+    std::int64_t pace_;
+};
+
+// The weights of the call after that of block i of a piece: of the tile's next block, or of the first
+// one and the next piece, or of the next tile.
+template <typename W>
+const W *weights_after(const PanelLayout<W> &layout, const TilePanels<W> &panels, int block_panels,
+                       std::int64_t i, const InputPiece &piece, const InputPiece &next) {
+    const W *next_panel = panels.first + (i + 1) * block_panels * layout.stride();
+    return i + 1 < panels.num_blocks            ? layout.values(next_panel, piece.block, piece.first)
+           : next.block < layout.num_blocks() ? layout.values(panels.first, next.block, next.first)
+                                              : next_panel;
+}
+
 // Subnormal numbers count as 0, as they do for tiles.
 class FlushSubnormals {
 public:
@@ -380,11 +418,14 @@ public:
 
     // sums [blocks][rows, padded][outputs of a block] += the share of a piece of the inputs.
     void add(const ByteInputs<W> &inputs, BlockShape /*shape*/, Range rows, TilePanels<W> panels,
-             const InputPiece &piece, const InputPiece & /*next*/, float *sums) const {
-        const W *panel = panels.first;
+             const InputPiece &piece, const InputPiece &next, float *sums) const {
+        const auto num_steps = static_cast<int>(divide_up(piece.depth, step_inputs_) *
+                                                divide_up(rows.size, amx::kTileRows));
         for (std::int64_t block = 0; block < panels.num_blocks; ++block) {
-            add_block(inputs, rows, panel, piece, sums);
-            panel += kPanels * layout_.stride();
+            WeightsAhead<W> ahead(weights_after(layout_, panels, kPanels, block, piece, next),
+                                  layout_.stride(), piece.depth * kInputSize<W>, num_steps);
+            add_block(inputs, rows, panels.first + block * kPanels * layout_.stride(), piece, ahead,
+                      sums);
             sums += padded_rows(rows.size) * kPanels * kPanelWidth;
         }
     }
@@ -403,7 +444,7 @@ private:
     int group_size() const { return static_cast<int>(layout_.group_size()); }
 
     void add_block(const ByteInputs<W> &inputs, Range rows, const W *panel, const InputPiece &piece,
-                   float *sums) const {
+                   WeightsAhead<W> &ahead, float *sums) const {
         alignas(64) std::int8_t weights[kPanels][kMaxDepth<W> * kPanelWidth];
         for (int i = 0; i < kPanels; ++i) {
             unpack(layout_.values(panel + i * layout_.stride(), piece.block, piece.first),
@@ -416,7 +457,7 @@ private:
             for (int input = 0; input < piece.depth; input += group_size()) {
                 multiply(reinterpret_cast<const std::int8_t *>(x) + input,
                          weights[0] + input * kPanelWidth,
-                         std::min(group_size(), piece.depth - input));
+                         std::min(group_size(), piece.depth - input), ahead);
                 const Group group = {x, input / group_size(), panel, piece};
                 float *target = sums + first * kPanels * kPanelWidth;
                 if (layout_.has_offsets()) {
@@ -434,7 +475,6 @@ private:
         const auto *bytes = reinterpret_cast<const std::int8_t *>(values);
         for (int input = 0; input < depth; input += kVectorInputs) {
             const __m512i vector = _mm512_loadu_si512(bytes);
-            __builtin_prefetch(bytes + kReadAheadBytes);
             bytes += 64;
             if constexpr (std::is_same_v<W, Int4>) {
                 const __m512i numbers = _mm512_broadcast_i32x4(
@@ -458,11 +498,13 @@ private:
     }
 
     // Sums 0 and 1 of the high bytes, 2 and 3 of the low ones, of each panel.
-    void multiply(const std::int8_t *x, const std::int8_t *weights, int depth) const {
+    void multiply(const std::int8_t *x, const std::int8_t *weights, int depth,
+                  WeightsAhead<W> &ahead) const {
         constexpr std::int64_t kRowBytes = kRowStride<W> * sizeof(Input<W>);
         unrolled<kNumSums>([]<int kTile>() { amx::zero<kTile>(); });
         for (int input = 0; input < depth; input += step_inputs_) {
             const std::int8_t *values = weights + input * kPanelWidth;
+            ahead.step();
             amx::load<4>(x + input, kRowBytes);
             amx::load<5>(x + input + kMaxDepth<W>, kRowBytes);
             amx::load<6>(values, amx::kTileBytes);
