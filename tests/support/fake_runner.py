@@ -102,6 +102,7 @@ class FakeRunner:
         self._copies: dict[AdapterHandle, _Copy] = {}
         self._last_step_id = 0
         self._num_failing_rows = 0
+        self._num_deferred_rows = 0
         self._num_failing_copies = 0
         self._failing_steps: list[bool] = []
         self._step_failed = False
@@ -109,6 +110,10 @@ class FakeRunner:
     def fail_rows(self, num_rows: int = 1) -> None:
         """Let the next rows fail, one after the other."""
         self._num_failing_rows += num_rows
+
+    def defer_rows(self, num_rows: int = 1) -> None:
+        """Let the next rows that sample be deferred, as rows are whose grammar is not ready."""
+        self._num_deferred_rows += num_rows
 
     def fail_copies(self, num_copies: int = 1) -> None:
         """Let the next adapter copies fail."""
@@ -239,6 +244,10 @@ class FakeRunner:
         extended = self.model.extend(row.states[-1], step.draft_token_ids, row.adapters)
         for position, state in enumerate([*row.states, *extended][step.start : stop], step.start):
             self._write(row, position, state)
+        if self._num_deferred_rows and step.logits is LogitsNeeded.LAST:
+            self._num_deferred_rows -= 1
+            row.num_computed_tokens = stop - len(step.draft_token_ids) - 1
+            return RowResult(step.slot, is_deferred=True)
         result = self._result(row, step)
         # The state of a rejected draft token is not there.
         num_right = max(0, len(result.token_ids) - 1)

@@ -3,11 +3,11 @@
 import dataclasses
 import random
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from loraplex.core.errors import StepFailedError
-from loraplex.core.plan import Capacity
+from loraplex.core.plan import Capacity, Slot
 from loraplex.core.request import EngineRequest
 from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.engine.engine import Engine, build_engine
@@ -35,6 +35,7 @@ PLANNED_FAILURE = StepFailedError("it was to fail")
 Failures = Collection[tuple[str, int]]
 """Failures as in Conditions.failures."""
 _LARGE = 1 << 30
+_LATE_MASKS = 0.3
 
 
 class FeatureEngines:
@@ -81,6 +82,7 @@ class FeatureEngines:
             capacity,
             logits_dir,
             fast_forward=conditions.fast_forward,
+            late_masks=_LATE_MASKS,
             failures=failures,
         )
         needs_thread = conditions.overlap or conditions.num_stages > 1
@@ -114,6 +116,7 @@ class FeatureEngines:
         logits_dir: Path,
         *,
         fast_forward: bool,
+        late_masks: float = 0.0,
         failures: Failures = (),
     ) -> "_FailingRunner":
         parts, vocab_size = self._parts, capacity.vocab_size
@@ -123,7 +126,7 @@ class FeatureEngines:
             vocab_size,
             device=parts.device,
             kernels=self._kernels,
-            grammars=GrammarRows(vocab_size, vocabulary, fast_forward=fast_forward),
+            grammars=_SlowGrammars(vocab_size, late_masks, fast_forward=fast_forward),
             logits_dir=logits_dir,
         )
         parts = dataclasses.replace(parts, capacity=capacity, sampler=sampler)
@@ -145,6 +148,19 @@ class _LateAdapters(RandomAdapters):
         loads = [*self._late, *super().poll()]
         self._late = [load for load in loads if self._draws.random() < 0.5]
         return [load for load in loads if load not in self._late]
+
+
+class _SlowGrammars(GrammarRows):
+    """This share of the masks comes too late for its step."""
+
+    def __init__(self, vocab_size: int, late_masks: float, *, fast_forward: bool) -> None:
+        super().__init__(vocab_size, vocabulary, fast_forward=fast_forward, defers=False)
+        self._late_masks = late_masks
+        self._draws = random.Random(vocab_size)
+
+    def unready(self, slots: Iterable[Slot]) -> frozenset[Slot]:
+        late = {slot for slot in slots if self._draws.random() < self._late_masks}
+        return super().unready(set(slots) - late) | late
 
 
 class _FailingRunner(ModelRunner):

@@ -225,5 +225,5 @@ def _added(sequence: _Running) -> RowAdded:
 def _absorb(sequence: _Running, step: RowStep, row: RowResult) -> None:
     if row.error is not None:
         raise error_from_info(row.error)
-    sequence.num_computed += step.num_tokens
+    sequence.num_computed += step.num_tokens - row.is_deferred
     sequence.output.extend(row.token_ids)

@@ -152,6 +152,9 @@ class RowResult(msgspec.Struct, frozen=True, omit_defaults=True):
     """One row per new token, of a request that returns them."""
     prompt_logits: LogitsFile | None = None
     """One row per computed position of the prompt, of a request that returns them."""
+    is_deferred: bool = False
+    """The row was computed and not sampled, because its grammar was not ready: its newest token is
+    computed again in a later step."""
     error: ErrorInfo | None = None
 
 

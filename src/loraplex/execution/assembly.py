@@ -158,11 +158,12 @@ class Assembly:
 
     def _sampler(self, vocabulary: VocabularySource | None) -> Sampler:
         size = self.spec.vocab_size
+        is_alone = self.channels is None and self.links is None
         return Sampler(
             size,
             device=self.device,
             kernels=self.kernels,
-            grammars=GrammarRows(size, vocabulary),
+            grammars=GrammarRows(size, vocabulary, defers=is_alone),
             logits_dir=self.settings.logits_dir,
         )
 

@@ -26,6 +26,10 @@ class ResultAbsorber:
         if error is not None:
             self._state.fail_request(request, error)
             return
+        if result.is_deferred:
+            sequence.num_computed_tokens += num_known - 1
+            self._publish(sequence)
+            return
         num_new, stop = _append(sequence, result)
         # The KV of a draft token is of use if the draft token is a token now.
         num_accepted = min(num_new, len(result.token_ids) - 1) if row.draft_token_ids else 0
@@ -124,7 +128,7 @@ def _result_error(
 ) -> ErrorInfo | None:
     """Return why a result does not fit its row. That fails the row, not the engine."""
     request = sequence.request
-    if samples and not request.has_sample(result):
+    if samples and not (result.is_deferred or request.has_sample(result)):
         return RowFailedError("the model runner gave no token for a row that samples").to_info()
     num_drafted = max(0, len(result.token_ids) - 1)
     if result.token_ids[:num_drafted] != row.draft_token_ids[:num_drafted]:

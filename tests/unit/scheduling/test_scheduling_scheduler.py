@@ -3,6 +3,7 @@
 import pytest
 
 from loraplex.core.errors import ConfigError
+from loraplex.core.grammar import Grammar, GrammarKind
 from loraplex.core.plan import LogitsNeeded
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.scheduler_settings import SchedulerSettings
@@ -12,10 +13,10 @@ from support.fake_model import FakeModel
 from support.fake_runner import FAKE_CAPACITY, fake_logprob
 
 
-def fake_engine(settings=None, *, model=None, **capacity):
+def fake_engine(settings=None, *, model=None, overlap=False, **capacity):
     capacity = {"block_size": 4, "num_blocks": 32, "max_num_seqs": 4, **capacity}
     fakes = changed_capacity(FAKE_CAPACITY, **capacity)
-    return FakeEngine(fakes, SchedulerSettings(**(settings or {})), model=model)
+    return FakeEngine(fakes, SchedulerSettings(**(settings or {})), model=model, overlap=overlap)
 
 
 def rows_of(fakes, step=-1):
@@ -54,6 +55,28 @@ def test_a_decode_row_names_no_tokens():
     rows = [plan.rows[0] for plan in fakes.runner.plans]
     assert [row.token_ids for row in rows] == [(1, 2, 3), None, None]
     assert [row.start for row in rows] == [0, 3, 4]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_deferred_row_computes_its_newest_token_again(overlap):
+    """Its neighbour goes on meanwhile, and the outputs are those of both alone."""
+    grammar = Grammar(GrammarKind.LLGUIDANCE, "{}")
+    sampling = SamplingParams(max_tokens=4, grammar=grammar)
+    fakes = fake_engine(overlap=overlap)
+    first = fakes.add([1, 2, 3, 4, 5], sampling=sampling)
+    fakes.runner.defer_rows(2)
+    fakes.step(2)
+    second = fakes.add([7, 8], max_tokens=4)
+    fakes.run()
+    fakes.runner.defer_rows(1)
+    third = fakes.add([1, 2, 9], sampling=sampling)
+    fakes.run()
+    rows = [row for plan in fakes.runner.plans for row in plan.rows if row.slot == 0]
+    assert [(row.start, row.num_tokens) for row in rows][:4] == [(0, 5), (4, 1), (4, 1), (5, 1)]
+    assert rows[1].token_ids == (5,), "the runner has sampled nothing yet"
+    for request_id in (first, second, third):
+        assert fakes.completions[request_id].token_ids == {0: fakes.alone(request_id)}
+    fakes.engine.check()
 
 
 def test_prompts_are_chunked_beside_decode_rows():

@@ -1,10 +1,9 @@
 """The grammars of the rows: matchers, and masks that are filled while the model computes."""
 
 import concurrent.futures
-import dataclasses
 import logging
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -20,25 +19,37 @@ if TYPE_CHECKING:
 _LOGGER = logging.getLogger(__name__)
 
 
+_WAIT_SECONDS: Final = 0.01
+"""Time that a step waits for masks after its logits are there. Most masks take less than a
+millisecond; a new grammar takes up to half a second, and its masks may, too."""
+
+
 class GrammarRows:
     """Rows whose sampling has a grammar; it ignores all others.
 
-    Used by one thread, and one of its own computes. `begin` starts the masks of a step, `bitmasks`
-    waits for them. A grammar is compiled (and at the first row the tokenizer) while the row's
-    prompt is computed; what is left of that when the row samples delays the step.
+    Used by one thread. `begin` starts the masks of a step, `unready` and `bitmasks` wait for them.
+    Two threads compute: one compiles grammars (and at the first row the tokenizer) and fills the
+    first masks of their rows, so that a long compilation delays no mask of another row.
     """
 
     def __init__(
-        self, vocab_size: int, source: VocabularySource | None, *, fast_forward: bool = True
+        self,
+        vocab_size: int,
+        source: VocabularySource | None,
+        *,
+        fast_forward: bool = True,
+        defers: bool = True,
     ) -> None:
         """source: None where the model has no tokenizer: its rows fail by name. fast_forward:
-        make draft tokens, too."""
+        make draft tokens, too. defers: False waits for every mask, so that all ranks sample the
+        same rows in a step."""
         self._vocab_size = vocab_size
         self._fast_forward = fast_forward
+        self._wait_seconds = _WAIT_SECONDS if defers else None
         self._source = source
         self._rows: dict[Slot, _Row] = {}
-        self._thread: concurrent.futures.ThreadPoolExecutor | None = None
-        self._masks: concurrent.futures.Future[dict[Slot, BitmaskArray]] | None = None
+        self._compiling = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._filling = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="masks")
         self._compiler: GrammarCompiler | LoraplexError | None = None
 
     def add_row(self, row: RowAdded) -> None:
@@ -46,33 +57,40 @@ class GrammarRows:
         if row.sampling.grammar is not None:
             joined = self._rows[row.slot] = _Row(row)
             # The steps of its prompt need not wait until its grammar is compiled.
-            self._worker().submit(self._make_matcher, joined)
+            self._compiling.submit(self._make_matcher, joined)
 
     def remove_row(self, slot: Slot) -> None:
-        self._rows.pop(slot, None)
+        row = self._rows.pop(slot, None)
+        if row is not None:
+            row.is_removed = True
 
     def begin(self, steps: Sequence[RowStep]) -> None:
         """Fill the masks of the rows that sample in this step, while the caller works."""
-        jobs = []
         for step in steps:
             row = self._rows.get(step.slot)
             if row is not None:
                 row.learn(step)
                 if row.samples(step):
-                    jobs.append(_MaskJob(step.slot, row, step.draft_token_ids))
-        self._masks = self._start(jobs) if jobs else None
+                    self._begin(row, step.draft_token_ids)
+
+    def unready(self, slots: Iterable[Slot]) -> frozenset[Slot]:
+        """Wait for the masks of these rows, not for long; see RowGrammars.unready."""
+        masks = {slot: self._masks(slot) for slot in slots}
+        _, late = concurrent.futures.wait(masks.values(), self._wait_seconds)
+        return frozenset(slot for slot, future in masks.items() if future in late)
 
     def bitmasks(self, positions: Sequence[tuple[Slot, tuple[int, ...]]]) -> BitmaskArray:
         """Bitmasks of the step that has begun; see RowGrammars.bitmasks."""
-        assert self._masks is not None, "no step has begun that samples a row with a grammar"
-        masks = self._masks.result()
         words = bitmask_words(self._vocab_size)
-        return np.stack([masks[slot][len(drafts), :words] for slot, drafts in positions])
+        return np.stack(
+            [self._masks(slot).result()[len(drafts), :words] for slot, drafts in positions]
+        )
 
     def accept(self, slot: Slot, token_ids: Sequence[int]) -> tuple[int, ...]:
         """Accept the row's new tokens. Return draft tokens that may follow them."""
         row = self._rows[slot]
         row.num_known += len(token_ids)
+        row.masks = None
         assert row.matcher is not None, "its masks have been filled"
         row.matcher.accept(token_ids)
         return row.matcher.forced() if self._fast_forward else ()
@@ -83,32 +101,37 @@ class GrammarRows:
         return row.problem if row.matcher is None else row.matcher.problem
 
     def close(self) -> None:
-        if self._thread is not None:
-            self._thread.shutdown()
+        for row in self._rows.values():
+            row.is_removed = True
+        self._compiling.shutdown()
+        self._filling.shutdown()
 
-    def _start(
-        self, jobs: "Sequence[_MaskJob]"
-    ) -> concurrent.futures.Future[dict[Slot, BitmaskArray]]:
-        return self._worker().submit(self._fill, jobs)
+    def _begin(self, row: "_Row", drafts: tuple[int, ...]) -> None:
+        learnt = row.take_learnt()
+        if row.masks is not None and row.drafts == drafts and not learnt:
+            return  # those of an earlier step in which the row was not sampled
+        has_compiled = row.matcher is not None or row.problem is not None
+        thread = self._filling if has_compiled else self._compiling
+        if row.masks is not None and not row.masks.done():
+            thread = row.thread  # one thread at a time uses a matcher
+        row.drafts, row.thread = drafts, thread
+        row.masks = thread.submit(self._fill, row, drafts, learnt)
 
-    def _worker(self) -> concurrent.futures.ThreadPoolExecutor:
-        if self._thread is None:
-            self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="grammar")
-        return self._thread
+    def _masks(self, slot: Slot) -> concurrent.futures.Future[BitmaskArray]:
+        masks = self._rows[slot].masks
+        assert masks is not None, "no step has begun that samples this row"
+        return masks
 
-    def _fill(self, jobs: "Sequence[_MaskJob]") -> dict[Slot, BitmaskArray]:
-        words = bitmask_words(self._vocab_size + 1)
-        masks = {}
-        for job in jobs:
-            mask = masks[job.slot] = np.zeros((1 + len(job.drafts), words), dtype=np.int32)
-            self._make_matcher(job.row)
-            if job.row.matcher is not None:
-                job.row.matcher.accept(job.row.take_learnt())
-                job.row.matcher.fill(job.drafts, mask)
+    def _fill(self, row: "_Row", drafts: Sequence[int], learnt: Sequence[int]) -> BitmaskArray:
+        masks = np.zeros((1 + len(drafts), bitmask_words(self._vocab_size + 1)), dtype=np.int32)
+        self._make_matcher(row)
+        if row.matcher is not None and not row.is_removed:
+            row.matcher.accept(learnt)
+            row.matcher.fill(drafts, masks)
         return masks
 
     def _make_matcher(self, row: "_Row") -> None:
-        if row.matcher is not None or row.problem is not None:
+        if row.matcher is not None or row.problem is not None or row.is_removed:
             return
         try:
             matcher = self._ready_compiler().matcher(row.grammar_text)
@@ -136,9 +159,15 @@ class GrammarRows:
 class _Row:
     def __init__(self, added: RowAdded) -> None:
         self.added = added
-        self.matcher: RowMatcher | None = None  # made with the row's first mask
+        self.matcher: RowMatcher | None = None  # made by the thread that compiles
         self.problem: ErrorInfo | None = None  # why it could not be made
         self.num_known = len(added.token_ids)
+        self.masks: concurrent.futures.Future[BitmaskArray] | None = None
+        """Masks of its next token and after each of `drafts`."""
+        self.drafts: tuple[int, ...] = ()
+        self.thread: concurrent.futures.ThreadPoolExecutor
+        """Executor of `masks`."""
+        self.is_removed = False
         self._learnt: list[int] = []
 
     @property
@@ -165,10 +194,3 @@ class _Row:
     def take_learnt(self) -> list[int]:
         learnt, self._learnt = self._learnt, []
         return learnt
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _MaskJob:
-    slot: Slot
-    row: _Row
-    drafts: tuple[int, ...]

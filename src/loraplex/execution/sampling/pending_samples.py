@@ -1,12 +1,13 @@
 """Samples in two phases: launched, and finished when the host wants to know."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from loraplex.core.errors import RowFailedError
 from loraplex.core.plan import LogitsNeeded, RowResult, RowStep, Slot
 from loraplex.execution.sampling.rows import SampledRow
-from loraplex.execution.sampling.token_feed import NO_TOKEN, SentTokens
+from loraplex.execution.sampling.token_feed import SentTokens
 from loraplex.kernels.accelerator import Event
 
 
@@ -64,34 +65,38 @@ class SentSample:
     is_late = False
 
     def __init__(
-        self, steps: Sequence[RowStep], rows: Sequence[SampledRow], sent: SentTokens
+        self,
+        steps: Sequence[RowStep],
+        rows: Sequence[SampledRow | None],
+        sent: SentTokens,
+        take: Callable[[RowStep, SampledRow, Sequence[int]], RowResult],
     ) -> None:
-        """rows: of the steps that draw a token, one each."""
+        """rows: of each step; None: its row is deferred. take: gives a row its tokens, of which
+        there is one more than draft tokens."""
         self._steps = steps
         self._rows = rows
         self._sent = sent
-        for row in rows:
-            row.num_pending += 1
+        self._take = take
+        for step, row in zip(steps, rows, strict=True):
+            if row is not None and step.logits is not LogitsNeeded.NONE:
+                row.num_pending += 1
 
     def wait(self) -> None:
         self._sent.wait()
 
     def finish(self) -> list[RowResult]:
-        drawn = iter(zip(self._rows, self._sent.take(), strict=True))
-        return [
-            RowResult(step.slot)
-            if step.logits is LogitsNeeded.NONE
-            else _taken(step.slot, *next(drawn))
-            for step in self._steps
-        ]
-
-
-def _taken(slot: Slot, row: SampledRow, token_id: int) -> RowResult:
-    row.num_pending -= 1
-    if token_id == NO_TOKEN:
-        return not_finite(slot)
-    row.append((token_id,))
-    return RowResult(slot, (token_id,))
+        tokens = iter(self._sent.take())
+        results = []
+        for step, row in zip(self._steps, self._rows, strict=True):
+            if step.logits is LogitsNeeded.NONE:
+                results.append(RowResult(step.slot))
+            elif row is None:
+                results.append(RowResult(step.slot, is_deferred=True))
+            else:
+                row.num_pending -= 1
+                drawn = list(itertools.islice(tokens, 1 + len(step.draft_token_ids)))
+                results.append(self._take(step, row, drawn))
+        return results
 
 
 def not_finite(slot: Slot) -> RowResult:

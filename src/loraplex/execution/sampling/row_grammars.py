@@ -1,6 +1,6 @@
 """What the sampler needs of its rows' grammars: masks before a token, a word with each after."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -23,6 +23,13 @@ class RowGrammars(Protocol):
 
     def begin(self, steps: Sequence[RowStep]) -> None:
         """Start a step: its masks may be made while it is computed."""
+        ...
+
+    def unready(self, slots: Iterable[Slot]) -> frozenset[Slot]:
+        """Wait a short time for the masks of these rows; return the slots whose masks are missing.
+
+        Such a row is not sampled in this step, so that the others do not wait for its grammar.
+        """
         ...
 
     def bitmasks(self, positions: Sequence[tuple[Slot, tuple[int, ...]]]) -> npt.NDArray[np.int32]:

@@ -1,10 +1,12 @@
 """The rows of a step as the sampler sees them: what it knows of each, and what it is to draw."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import NamedTuple
 
-from loraplex.core.plan import LogitsNeeded, RowAdded, RowStep
+import numpy as np
+
+from loraplex.core.plan import LogitsNeeded, RowAdded, RowStep, Slot
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.execution.sampling.row_rules import RowRules
 from loraplex.execution.sampling.top_p_decay import DecayingTopP
@@ -22,6 +24,13 @@ def num_logits_rows(step: RowStep) -> int:
     return 1 + len(step.draft_token_ids)
 
 
+def logits_rows_without(steps: Sequence[RowStep], slots: Container[Slot]) -> list[int]:
+    """Indices of the logits of a step that belong to other slots."""
+    is_kept = [step.slot not in slots for step in steps]
+    kept: list[int] = np.flatnonzero(np.repeat(is_kept, list(map(num_logits_rows, steps)))).tolist()
+    return kept
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class SampledRow:
     """What the sampler keeps of a sequence in a slot."""
@@ -37,7 +46,8 @@ class SampledRow:
     takes_likeliest: bool
     """Whatever the step: its next token is the likeliest, and needs no edit of the logits."""
     draws_blindly: bool
-    """Whatever the step: its next token does not depend on what the ones before it are."""
+    """Whatever the step: its next token depends on the ones before it only by its grammar, whose
+    masks are there before the logits."""
     num_pending: int = 0
     """Tokens that were drawn, and are not known here yet."""
 
@@ -46,7 +56,7 @@ class SampledRow:
         rules = RowRules.of(added, vocab_size)
         sampling, output = added.sampling, added.token_ids[added.num_prompt_tokens :]
         top_p = DecayingTopP(sampling, output) if DecayingTopP.matters(sampling) else None
-        is_free = rules is None and sampling.grammar is None and not sampling.return_logits
+        is_free = rules is None and not sampling.return_logits
         return cls(
             added=added,
             sampling=sampling,
@@ -54,7 +64,7 @@ class SampledRow:
             rules=rules,
             top_p=top_p,
             is_greedy=sampling.is_greedy,
-            takes_likeliest=sampling.is_greedy and is_free,
+            takes_likeliest=sampling.is_greedy and is_free and sampling.grammar is None,
             draws_blindly=is_free and (sampling.is_greedy or top_p is None),
         )
 

@@ -17,7 +17,12 @@ from loraplex.core.errors import ErrorInfo, InvalidParameterError, RowFailedErro
 from loraplex.core.plan import LogitsNeeded, RowAdded, RowResult, RowStep, Slot
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.execution.sampling.beam_candidates import find_candidates
-from loraplex.execution.sampling.blind_draws import draw_blindly, draw_options, is_drawn_blindly
+from loraplex.execution.sampling.blind_draws import (
+    BlindDraws,
+    draw_blindly,
+    draw_options,
+    is_drawn_blindly,
+)
 from loraplex.execution.sampling.logits_edits import LogitsEdits
 from loraplex.execution.sampling.logits_files import LogitsFiles
 from loraplex.execution.sampling.logits_processors import LogitsProcessors
@@ -35,9 +40,10 @@ from loraplex.execution.sampling.rows import (
     StepRow,
     accept,
     draws_of,
+    logits_rows_without,
     num_logits_rows,
 )
-from loraplex.execution.sampling.token_feed import TokenFeed
+from loraplex.execution.sampling.token_feed import NO_TOKEN, NOTHING_LEFT, TokenFeed
 from loraplex.execution.sampling.token_logprobs import (
     find_logprobs,
     wanted_of_prompts,
@@ -125,16 +131,25 @@ class Sampler:
             return LateSample(lambda: self.sample(logits, steps), feed.event())
         for step in steps:
             self._learn(step)
+        unready = self._unready(steps)
+        if unready:
+            logits = logits.index_select(0, feed.rows(logits_rows_without(steps, unready)))
         drawing = [
             (step, row)
             for step, row in zip(steps, rows, strict=True)
-            if step.logits is not LogitsNeeded.NONE
+            if step.logits is not LogitsNeeded.NONE and step.slot not in unready
         ]
-        drawn = [row for _, row in drawing]
-        assert logits.shape == (len(drawn), self._vocab_size), "one logits row per row that draws"
-        tokens = draw_blindly(self._kernels, logits, drawn, feed)
-        sent = feed.put([step.slot for step, _ in drawing], tokens)
-        return SentSample(steps, drawn, sent)
+        draws = BlindDraws.of(drawing)
+        assert logits.shape == (len(draws.rows), self._vocab_size), "one logits row per draw"
+        bitmasks = None
+        if draws.constrained and self._grammars is not None:
+            bitmasks = self._grammars.bitmasks(draws.positions)
+        tokens = draw_blindly(self._kernels, logits, draws, bitmasks, feed)
+        places = draws.of_rows_without_drafts if draws.accepted else None
+        slots = [step.slot for step, _ in drawing if not step.draft_token_ids]
+        sent = feed.put(slots, tokens, places)
+        kept = [None if row.added.slot in unready else row for row in rows]
+        return SentSample(steps, kept, sent, self._take)
 
     def sample(self, logits: torch.Tensor, steps: Sequence[RowStep]) -> list[RowResult]:
         """Sample the rows of a step; one result per step row, in their order.
@@ -145,10 +160,14 @@ class Sampler:
         token; its prompt_logprobs are of the token after each computed position, where it is known.
         A row with num_candidates gives these instead of a token. Tokens of a step that are beyond
         what is known of its row become known. A row whose logits are not finite gets a
-        RowFailedError of its own; the others are not touched by it.
+        RowFailedError of its own; the others are not touched by it. A row whose masks are not ready
+        is deferred.
         """
         for step in steps:
             self._learn(step)
+        unready = self._unready(steps)
+        if unready:
+            return self._sample_without(unready, logits, steps)
         is_plain = [self._is_plain(step) for step in steps]
         if all(is_plain):
             assert logits.shape == (len(steps), self._vocab_size), "one logits row per step"
@@ -171,6 +190,32 @@ class Sampler:
         plain = self._take_likeliest(list(itertools.compress(steps, is_plain)), *likeliest)
         results = {result.slot: result for result in (*plain, *rest)}
         return [results[step.slot] for step in steps]
+
+    def _unready(self, steps: Sequence[RowStep]) -> frozenset[Slot]:
+        """Rows that are not sampled in this step. A step of a beam is that of all its beams."""
+        if self._grammars is None:
+            return frozenset()
+        slots = [
+            step.slot
+            for step in steps
+            if self._rows[step.slot].sampling.grammar is not None
+            and step.logits is LogitsNeeded.LAST
+            and not step.num_candidates
+        ]
+        return self._grammars.unready(slots) if slots else frozenset()
+
+    def _sample_without(
+        self, unready: frozenset[Slot], logits: torch.Tensor, steps: Sequence[RowStep]
+    ) -> list[RowResult]:
+        kept = torch.tensor(
+            logits_rows_without(steps, unready), dtype=torch.int64, device=logits.device
+        )
+        rest = [step for step in steps if step.slot not in unready]
+        results = iter(self.sample(logits[kept], rest) if rest else ())
+        return [
+            RowResult(step.slot, is_deferred=True) if step.slot in unready else next(results)
+            for step in steps
+        ]
 
     def _sample_any(
         self, logits: torch.Tensor, steps: Sequence[RowStep], sizes: Sequence[int]
@@ -271,6 +316,16 @@ class Sampler:
             logits=output_logits,
             prompt_logits=prompt_logits,
         )
+
+    def _take(self, step: RowStep, row: SampledRow, token_ids: Sequence[int]) -> RowResult:
+        """The row gets the tokens that were drawn for its step, as far as drafts are right."""
+        if NO_TOKEN in token_ids:
+            return not_finite(step.slot)
+        drawn = [None if token_id == NOTHING_LEFT else token_id for token_id in token_ids]
+        accepted = tuple(accept(step.draft_token_ids, drawn))
+        if not accepted:
+            return self._nothing_left(row)
+        return RowResult(step.slot, accepted, forced_token_ids=self._append(row, accepted))
 
     def _nothing_left(self, row: SampledRow) -> RowResult:
         slot, problem = row.added.slot, None

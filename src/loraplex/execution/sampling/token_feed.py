@@ -4,6 +4,7 @@ So a step can be launched before the host knows what the step before it gave.
 """
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from loraplex.core.plan import Slot
@@ -12,6 +13,8 @@ from loraplex.kernels.accelerator import Accelerator, Event
 
 NO_TOKEN = -1
 """Token of a row whose logits are not finite."""
+NOTHING_LEFT = -2
+"""Token of a row whose grammar allows none."""
 
 
 class TokenFeed:
@@ -21,9 +24,11 @@ class TokenFeed:
         self._accelerator = accelerator
         self._max_num_seqs = max_num_seqs
         self.newest = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=accelerator.device)
-        """Newest token by slot, or NO_TOKEN; the last element stands for no slot and is 0."""
+        """Newest token by slot, negative if there is none; the last element stands for no slot and
+        is 0."""
         self._slots = _Indices(accelerator, max_num_seqs)
         self._rows = _Indices(accelerator, max_num_seqs)
+        self._bitmasks = Mirror(accelerator, 0)
         self._free: list[torch.Tensor] = []
 
     def event(self) -> Event:
@@ -34,18 +39,32 @@ class TokenFeed:
         """[n] int64 on the device, until the next call."""
         return self._rows.tensor(rows)
 
-    def put(self, slots: list[Slot], tokens: torch.Tensor) -> "SentTokens":
-        """They are the newest of these slots, and on their way to the host. tokens [n] int64."""
+    def bitmasks(self, bitmasks: npt.NDArray[np.int32]) -> torch.Tensor:
+        """Return [n, words] int32 on the device, until the next call."""
+        (sent,) = self._bitmasks.send([bitmasks.reshape(-1)])
+        return sent.view(bitmasks.shape)
+
+    def put(
+        self, slots: list[Slot], tokens: torch.Tensor, places: list[int] | None = None
+    ) -> "SentTokens":
+        """Send tokens [n] int64 to the host, and keep the newest ones of these slots.
+
+        places: where the token of each slot is; None: there are as many tokens as slots. The other
+        tokens are of rows with draft tokens, whose newest token only the host finds.
+        """
         if slots:
-            self.newest.index_copy_(0, self._slots.tensor(slots), tokens)
-        buffer = self._free.pop() if self._free else self._pinned()
-        returned = buffer[: len(slots)]
-        if slots:
+            newest = tokens if places is None else tokens.index_select(0, self.rows(places))
+            self.newest.index_copy_(0, self._slots.tensor(slots), newest)
+        num_tokens = len(tokens)
+        is_usual = num_tokens <= self._max_num_seqs
+        buffer = self._free.pop() if self._free and is_usual else self._pinned(num_tokens)
+        returned = buffer[:num_tokens]
+        if num_tokens:
             self._accelerator.copy(tokens, returned)
         return SentTokens(self._free, buffer, returned, self._accelerator.event())
 
-    def _pinned(self) -> torch.Tensor:
-        return self._accelerator.pinned((self._max_num_seqs,), torch.int64)
+    def _pinned(self, num_tokens: int) -> torch.Tensor:
+        return self._accelerator.pinned((max(num_tokens, self._max_num_seqs),), torch.int64)
 
 
 class SentTokens:

@@ -9,6 +9,7 @@ import pytest
 
 from loraplex.core.errors import ConfigError
 from loraplex.core.plan import LogitsNeeded, RowStep
+from loraplex.execution.grammar.matcher import RowMatcher
 from loraplex.execution.grammar.rows import GrammarRows
 from loraplex.execution.grammar.vocabulary import GrammarVocabulary
 from support.grammar_tokens import (
@@ -328,6 +329,59 @@ def test_masks_are_filled_beside_the_caller():
     may_read.set()
 
     assert rows.bitmasks([(0, ())]).any()
+    rows.close()
+
+
+def test_a_step_does_not_wait_for_a_long_compilation(rows):
+    """Masks of a row that has its grammar are filled meanwhile, and those of the other one later
+    serve the step that comes then."""
+    goes_on = threading.Event()
+    rows.add_row(row(regex("a"), slot=0))
+    first = allowed(rows, 0)
+    rows._compiling.submit(goes_on.wait, 60)  # as a large grammar would
+    rows.add_row(row(regex("b"), slot=1))
+
+    for _ in range(3):
+        rows.begin([decode_step(0), decode_step(1)])
+        assert rows.unready([0, 1]) == {1}
+        assert rows.bitmasks([(0, ())]).any()
+    goes_on.set()
+    while rows.unready([1]):
+        pass
+    rows.begin([decode_step(1)])
+
+    assert not rows.unready([1])
+    assert allowed(rows, 0) == first
+    assert allowed(rows, 1) == [ids_of(b"b")]
+
+
+def test_a_row_that_leaves_is_not_compiled(rows, monkeypatch):
+    goes_on = threading.Event()
+    rows._compiling.submit(goes_on.wait, 60)
+    compiled = []
+    monkeypatch.setattr(RowMatcher, "__init__", lambda *_: compiled.append(1))
+    rows.add_row(row(regex("b")))
+    rows.begin([decode_step()])
+    rows.remove_row(0)
+    goes_on.set()
+    rows.close()
+
+    assert not compiled
+
+
+def test_several_ranks_wait_for_every_mask():
+    may_read = threading.Event()
+
+    def slow() -> GrammarVocabulary:
+        assert may_read.wait(timeout=60)
+        return vocabulary()
+
+    rows = GrammarRows(VOCAB_SIZE, slow, defers=False)
+    rows.add_row(row(regex("a")))
+    rows.begin([decode_step()])
+    threading.Timer(0.05, may_read.set).start()
+
+    assert not rows.unready([0])
     rows.close()
 
 
