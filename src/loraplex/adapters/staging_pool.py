@@ -33,7 +33,7 @@ class StagingPool:
         async with self._turns.turn(tenant):
             if self._is_closed:
                 raise AdapterLoadError(f"the server stops: {what} is not loaded")
-            # In turns, so that one which a signal stopped is soon found and replaced.
+            await self._end_stopped()
             process = self._idle.pop(0) if self._idle else self._new_process()
             self._busy.add(process)
             try:
@@ -56,6 +56,12 @@ class StagingPool:
         """End the processes; loads in progress fail, and so do those that wait."""
         self._is_closed = True
         await asyncio.gather(*(process.close() for process in self.processes))
+
+    async def _end_stopped(self) -> None:
+        """Kill the idle processes that a signal stopped, so that no load waits for one."""
+        stopped = [process for process in self._idle if process.is_stopped]
+        self._idle = [process for process in self._idle if process not in stopped]
+        await asyncio.gather(*(process.kill_stopped() for process in stopped))
 
     def _new_process(self) -> StagingProcess:
         return StagingProcess(self._command, self._timeout_seconds)

@@ -16,7 +16,12 @@ import msgspec
 from loraplex.adapters.staged import StageReply
 from loraplex.core.environment import child_environment
 from loraplex.core.errors import AdapterLoadError
-from loraplex.core.stopped_process import ProcessStopped, how_it_ended, while_running
+from loraplex.core.stopped_process import (
+    ProcessStopped,
+    how_it_ended,
+    is_stopped,
+    while_running,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +72,17 @@ class StagingProcess:
         """Start the process before it is needed. The first request raises what prevented it."""
         with contextlib.suppress(OSError):
             await self._running()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal stopped the process."""
+        process = self.process
+        return process is not None and process.returncode is None and is_stopped(process.pid)
+
+    async def kill_stopped(self) -> None:
+        """Kill the process, which a signal stopped while it was idle."""
+        logger.error("an idle staging worker was stopped by a signal, and is killed")
+        await self._stop(0.0)
 
     async def close(self) -> None:
         """End the process; a request in progress fails."""

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from loraplex.adapters.staging import RequestTensor, StagingWorker
+from loraplex.core import stopped_process
 from loraplex.core.errors import (
     AdapterLoadError,
     AdapterMismatchError,
@@ -18,6 +19,7 @@ from loraplex.core.errors import (
     InvalidAdapterError,
 )
 from loraplex.core.rank_limits import RankLimits
+from loraplex.core.stopped_process import is_stopped
 from support.eventually import eventually
 
 
@@ -105,18 +107,22 @@ class TestTheRealWorker:
         assert "was stopped by a signal, and is killed" in caplog.text
 
     @pytest.mark.skipif(sys.platform != "linux", reason="finds stopped processes in /proc")
-    async def test_an_idle_worker_that_is_stopped_is_found_in_its_turn(
-        self, worker, peft_folder, shapes
+    async def test_no_load_waits_for_idle_workers_that_are_stopped(
+        self, worker, peft_folder, shapes, monkeypatch, caplog
     ):
+        """The next load replaces all of them, without a look at a worker that has it."""
+        monkeypatch.setattr(stopped_process, "LOOK_SECONDS", 600.0)
         folder = str(peft_folder().write())
         stage = functools.partial(worker.stage, folder, shapes=shapes, max_ranks=RankLimits(8))
         await asyncio.gather(stage(), stage())
-        first, second = [each.process for each in worker._local.processes]
-        for stopped in (first, second):
-            os.kill(stopped.pid, signal.SIGSTOP)
-            await stage()
-            await stage()
-            assert await stopped.wait() == -signal.SIGKILL
+        stopped = [each.process for each in worker._local.processes]
+        assert len(stopped) == 2
+        for process in stopped:
+            os.kill(process.pid, signal.SIGSTOP)
+            assert eventually(lambda pid=process.pid: is_stopped(pid))
+        assert (await stage()).was_known
+        assert [await process.wait() for process in stopped] == [-signal.SIGKILL] * 2
+        assert caplog.text.count("an idle staging worker was stopped by a signal") == 2
 
     async def test_close_ends_it_and_may_come_twice(self, worker, peft_folder, shapes):
         await worker.stage(str(peft_folder().write()), shapes=shapes, max_ranks=RankLimits(8))

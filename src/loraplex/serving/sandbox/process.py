@@ -25,7 +25,7 @@ from loraplex.core.errors import (
     RequestError,
     error_from_info,
 )
-from loraplex.core.stopped_process import LOOK_SECONDS, ProcessStopped, StopWatch
+from loraplex.core.stopped_process import LOOK_SECONDS, ProcessStopped, StopWatch, is_stopped
 from loraplex.serving.fair_thread_pool import FairThreadPool
 from loraplex.serving.sandbox.worker import LENGTH, Reply
 from loraplex.serving.wire_request import current_tenant
@@ -197,6 +197,9 @@ class SandboxProcess:
         with self._lock:
             if self._is_closed:
                 raise InternalError("the server is closing")
+            if self._process is not None and is_stopped(self._process.pid):
+                logger.error("the process for %s was stopped: it is killed", self._kind.work)
+                _end(self._process, 0.0)
             if self._process is None or self._process.poll() is not None:
                 self._process = self._started()
             return self._process

@@ -11,11 +11,13 @@ import pytest
 
 from loraplex.core.errors import InternalError, InvalidParameterError, NotReadyError
 from loraplex.core.grammar import Grammar, GrammarKind, GrammarLimits
+from loraplex.core.stopped_process import is_stopped
 from loraplex.serving.grammar.grammar_worker import GrammarSetup
 from loraplex.serving.grammar.grammars import GRAMMARS
 from loraplex.serving.sandbox import process as sandbox_process
 from loraplex.serving.sandbox.process import SandboxKind, SandboxProcess
 from loraplex.serving.sandbox.worker import LENGTH, Reply
+from support.eventually import eventually
 from support.hostile_grammars import hostile_grammars
 
 SETUP = msgspec.msgpack.encode(GrammarSetup({0: b"</s>"}, 300, GrammarLimits()))
@@ -180,7 +182,11 @@ def stop(process: SandboxProcess) -> int:
     """Stop the running process, and return its number."""
     pid = process._process.pid
     os.kill(pid, signal.SIGSTOP)
+    assert eventually(lambda: is_stopped(pid))
     return pid
+
+
+STOPS_ITSELF = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds stopped processes in /proc")
@@ -193,16 +199,23 @@ class TestStopped:
         assert not os.path.exists(f"/proc/{stopped}")
         assert "the process for grammars was stopped: it is killed" in caplog.text
 
-    def test_a_task_larger_than_the_pipe_does_not_block(self, process):
+    def test_a_task_larger_than_the_pipe_does_not_block(self):
         """The process reads nothing: neither does the write return."""
+        stopping = Grammars(sys.executable, "-c", STOPS_ITSELF)
+        with pytest.raises(NotReadyError):
+            stopping.compiled(Grammar(GrammarKind.REGEX, "(" * (1 << 20)))
+        stopping.close()
+
+    def test_no_task_waits_for_an_idle_process_that_is_stopped(self, process, monkeypatch):
+        """It is replaced without a look at a process that has the task."""
+        monkeypatch.setattr(sandbox_process, "LOOK_SECONDS", 600.0)
         process.compiled(GOOD)
-        stop(process)
-        with pytest.raises(InvalidParameterError):
-            process.compiled(Grammar(GrammarKind.REGEX, "(" * (1 << 20)))
+        stopped = stop(process)
+        assert process.compiled(GOOD)
+        assert process._process.pid != stopped
 
     def test_processes_that_are_stopped_again_are_a_retryable_error(self):
-        program = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
-        stopping = Grammars(sys.executable, "-c", program)
+        stopping = Grammars(sys.executable, "-c", STOPS_ITSELF)
         with pytest.raises(NotReadyError, match="stopped by a signal: please try again") as error:
             stopping.compiled(GOOD)
         assert error.value.retry_after_seconds == 1
