@@ -22,6 +22,7 @@ from loraplex.execution.steps.model_runner import ModelRunner
 from loraplex.execution.steps.runner_parts import RunnerParts
 from loraplex.kernels.accelerator import HostAccelerator
 from loraplex.kernels.reference import ReferenceKernels
+from loraplex.memory.adapter_pages import place
 from support.accelerated_reference import AcceleratedReference, load_parts_with
 from support.delayed_accelerator import DelayedAccelerator
 from support.step_driver import (
@@ -44,6 +45,7 @@ BLOCK_SIZE = 16
 WINDOWS = (2, 1000)
 HANDLE = 3
 DORA = 4
+WIDE = 5
 RANDOM = SamplingParams(temperature=1.0, top_k=30, top_p=0.9, seed=3)
 PROMPTS = [
     Prompt((3, 4, 5, 6, 7)),
@@ -74,6 +76,17 @@ def adapter() -> HostAdapter:
     return HostAdapter("digest", (HostWeight(target, a, b, 1.0),))
 
 
+def wide_adapter() -> HostAdapter:
+    """As many ranks as the settings allow, in both layers."""
+    generator = torch.Generator().manual_seed(3)
+    weights = []
+    for layer in (0, 1):
+        a, b = torch.randn(8, 64, generator=generator), torch.randn(64, 8, generator=generator)
+        target = LoraTarget(layer, "q_proj", 8, 64, 64)
+        weights.append(HostWeight(target, a, b, 1.0))
+    return HostAdapter("wide", tuple(weights))
+
+
 def dora_adapter() -> HostAdapter:
     """DoRA of q_proj, and a bias of lora_B."""
     (weight,) = adapter().weights
@@ -90,6 +103,7 @@ def dora_adapter() -> HostAdapter:
 def runner_of(parts: RunnerParts) -> ModelRunner:
     parts.host_adapters.put(HANDLE, parts.adapter_bank.prepare(adapter()))
     parts.host_adapters.put(DORA, parts.adapter_bank.prepare(dora_adapter()))
+    parts.host_adapters.put(WIDE, parts.adapter_bank.prepare(wide_adapter()))
     runner = ModelRunner(parts)
     runner.record_steps()
     return runner
@@ -149,26 +163,54 @@ def test_tokens_are_those_of_a_cpu(
     assert (kernels.num_repeated > 0) == bool(recorded_sizes)
 
 
-def test_a_row_with_dora_leaves_its_neighbours_on_the_recorded_steps(
-    host: ModelRunner, accelerated: Callable[..., tuple[ModelRunner, AcceleratedReference]]
+@pytest.mark.parametrize("handle", [DORA, WIDE], ids=["DoRA", "the largest rank"])
+def test_such_a_row_leaves_its_neighbours_on_the_recorded_steps(
+    host: ModelRunner,
+    accelerated: Callable[..., tuple[ModelRunner, AcceleratedReference]],
+    handle: int,
 ) -> None:
     """Every step that decodes is a recorded one, with the tokens of a CPU."""
     prompts = [
         *PROMPTS[:2],
-        Prompt((7, 7, 2), ((DORA, 1.0),)),
-        Prompt((5,), ((DORA, 0.5),), RANDOM),
+        Prompt((7, 7, 2), ((handle, 1.0),)),
+        Prompt((5,), ((handle, 0.5),), RANDOM),
     ]
     runner, kernels = accelerated(4)
+    geometry = runner.capacity().page_geometry
+    wide_pages = place([w.target for w in wide_adapter().weights], geometry).num_pages
     outputs = []
     for each in (host, runner):
         driver = StepDriver(each)
-        for handle in (HANDLE, DORA):
-            assert driver.load(handle, 1).copies_done == (handle,)
+        for loaded, num_pages in ((HANDLE, 1), (handle, 1 if handle == DORA else wide_pages)):
+            assert driver.load(loaded, num_pages).copies_done == (loaded,)
         outputs.append(driver.generate(prompts, 20))
     assert outputs[0] == outputs[1]
     plain = [dataclasses.replace(p, adapters=p.adapters and ((HANDLE, 1.0),)) for p in prompts]
-    assert StepDriver(host).generate(plain, 20)[2:] != outputs[0][2:], "DoRA matters"
+    assert StepDriver(host).generate(plain, 20)[2:] != outputs[0][2:], "the adapter matters"
     assert kernels.num_repeated == 19
+
+
+def test_a_row_with_draft_tokens_leaves_its_neighbours_on_the_recorded_steps(
+    host: ModelRunner, accelerated: Callable[..., tuple[ModelRunner, AcceleratedReference]]
+) -> None:
+    """The drafts are right, or wrong from the third on; the tokens are those of a CPU."""
+    plans = decoding_plans(12, [SamplingParams(temperature=0.0), RANDOM])
+    results = [result.rows for result in run_in_turn(host, plans)]
+    expected = [[row.token_ids[0] for row in rows] for rows in zip(*results, strict=True)]
+    runner, kernels = accelerated(5)
+    found = [list(row.token_ids) for row in run_in_turn(runner, plans[:1])[0].rows]
+    for number in range(3):
+        first, second = (len(tokens) for tokens in found)
+        drafts = (*expected[0][first : first + 2], (99, expected[0][first + 2])[number % 2])
+        rows = (
+            RowStep(0, 2 + first, 4, draft_token_ids=drafts),
+            RowStep(1, 2 + second, 1),
+        )
+        (result,) = run_in_turn(runner, [StepPlan(2 + number, rows=rows)])
+        for tokens, row in zip(found, result.rows, strict=True):
+            tokens.extend(row.token_ids)
+    assert found == [expected[0][:11], expected[1][:4]]
+    assert kernels.num_repeated == 3
 
 
 @pytest.mark.parametrize("recorded_sizes", [(), (2, 4)])

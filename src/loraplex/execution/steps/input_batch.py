@@ -58,7 +58,7 @@ class StepInputs:
     logits_indices: IntArray  # [S]
     block_tables: tuple[IntArray, ...]  # [R, most blocks of these rows] of each KV group
     new_blocks: tuple[NewBlocks, ...]
-    adapters: tuple[RowAdapters, ...]
+    adapters: tuple[RowAdapters, ...]  # of each step of a row
     rotated_spans: tuple[RotatedSpan, ...] = ()
     num_padding: int = 0
     """Number of additional tokens whose results no row reads."""
@@ -69,10 +69,23 @@ class StepInputs:
         return self.query_start_loc[-1]
 
     @property
-    def only_decodes(self) -> bool:
-        """Every row computes one token, and wants its logits."""
-        num_rows = len(self.seq_lens)
-        return self.num_tokens == num_rows == len(self.logits_indices) > 0
+    def wants_all_logits(self) -> bool:
+        """Whether the step computes newest tokens and draft tokens only."""
+        return self.num_tokens == len(self.logits_indices) > 0
+
+    def with_row_per_token(self) -> "StepInputs":
+        """Return the step with a row for each token; `adapters` stay those of the original rows.
+
+        A layer writes the KV of all tokens before it attends, so a token sees those before it.
+        """
+        return dataclasses.replace(
+            self,
+            slots=self.slots[self.row_of_token],
+            query_start_loc=list(range(self.num_tokens + 1)),
+            seq_lens=(self.positions + 1).tolist(),
+            row_of_token=np.arange(self.num_tokens),
+            block_tables=tuple(tables[self.row_of_token] for tables in self.block_tables),
+        )
 
     def of_rows(self, rows: Sequence[int]) -> "StepInputs":
         """The step with these rows alone, which are named in their order."""

@@ -202,7 +202,7 @@ def test_some_rows_of_a_step(kept: list[int]) -> None:
     some, alone = batch([0, 1, 2]).of_rows(kept), batch(kept)
     for name in ("slots", "row_of_token", "positions", "logits_indices"):
         assert getattr(some, name).tolist() == getattr(alone, name).tolist(), name
-    for name in ("query_start_loc", "seq_lens", "adapters", "num_tokens", "only_decodes"):
+    for name in ("query_start_loc", "seq_lens", "adapters", "num_tokens", "wants_all_logits"):
         assert getattr(some, name) == getattr(alone, name), name
     assert all(map(np.array_equal, some.slot_mappings, alone.slot_mappings))
     (some_tables,), (alone_tables,) = some.block_tables, alone.block_tables
