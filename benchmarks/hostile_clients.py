@@ -9,13 +9,15 @@ worst from a process of its own. `--before` is a checkout of older code with its
 served in turns with this one, in each round. The rows have the medians of the rounds, and the
 ratios are medians of the rounds' ratios. Clients and server share the machine, which may be busy
 with other programs: compare the rows of one kind, not the seconds.
-Against those who hold up the loading of adapters, the small request is a load.
+The small request is a load against clients that delay loads of adapters; some kinds are measured
+with small chats and with a new small grammar in each request, too.
 """
 
 import argparse
 import asyncio
 import contextlib
 import datetime
+import itertools
 import json
 import multiprocessing
 import os
@@ -140,6 +142,48 @@ async def long_chats(target: Target, http: httpx.AsyncClient, number: int) -> No
     await target.post(http, "/v1/chat/completions", json.dumps(body).encode())
 
 
+async def slow_grammars(target: Target, http: httpx.AsyncClient, number: int) -> None:
+    """Grammars that take a quarter of a second to compile, and as long for a mask, each new."""
+    names = [f"part-{number}-{index}" for index in range(700)]
+    parts: dict[str, Any] = {names[-1]: {"type": "string"}}
+    for name, following in itertools.pairwise(names):
+        reference = {"$ref": f"#/$defs/{following}"}
+        parts[name] = {"anyOf": [reference, {"items": reference}]}
+    schema = {"$defs": parts, "$ref": f"#/$defs/{names[0]}"}
+    body = {"model": "capitals", "prompt": "x", "max_tokens": 4}
+    body |= {"structured_outputs": {"json": schema}}
+    await target.post(http, "/v1/completions", json.dumps(body).encode())
+
+
+async def long_texts(target: Target, http: httpx.AsyncClient, number: int) -> None:
+    """Texts of 1 MB to tokenize, each a new one."""
+    body = {"model": "capitals", "prompt": f"capital {number} of " * 60_000, "max_tokens": 1}
+    await target.post(http, "/v1/completions", json.dumps(body).encode())
+
+
+async def new_adapters(target: Target, http: httpx.AsyncClient, number: int) -> None:
+    """An adapter under a new name with each request."""
+    body = {"name": f"new-{number}", "path": str(ADAPTER_PATHS["japanese"])}
+    await target.post(http, "/v1/adapters", json.dumps(body).encode())
+
+
+async def slow_host(target: Target, http: httpx.AsyncClient, number: int) -> None:
+    """An adapter of a host that sends a byte a second."""
+
+    async def drip(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = b"HTTP/1.1 200 OK\r\ncontent-length: 1000000\r\n\r\n"
+        with contextlib.suppress(ConnectionError):
+            for size in itertools.chain([len(head)], itertools.repeat(1)):
+                writer.write(head[:size])
+                await writer.drain()
+                await asyncio.sleep(1.0)
+
+    async with await asyncio.start_server(drip, "127.0.0.1", 0) as host:
+        port = host.sockets[0].getsockname()[1]
+        body = {"name": f"slow-{number}", "path": f"http://127.0.0.1:{port}/adapter/"}
+        await target.post(http, "/v1/adapters", json.dumps(body).encode())
+
+
 async def regular_expression(target: Target, http: httpx.AsyncClient, number: int) -> None:
     """An adapter whose target_modules match catastrophically."""
     folder = Path(target.folder) / f"adapter-{number % NUM_CALLERS}"
@@ -156,18 +200,39 @@ async def regular_expression(target: Target, http: httpx.AsyncClient, number: in
 
 
 BODIES: Final = (
-    *("gRPC, 16 MB of inputs, no key", "60 MB of token ids", "logit_bias of 1e6"),
+    *("gRPC, 16 MB of inputs, no key", "gRPC, 16 MB of inputs"),
+    *("60 MB of token ids", "logit_bias of 1e6"),
     *("5 MB of combining characters", "8 MB of escapes", "192 MB of weights"),
 )
 ATTACKS: Final[dict[str, Attack]] = {
     **{case: sending(case) for case in BODIES},
     "n = 64": many_sequences,
     "grammars": grammars,
+    "grammars that compile for long": slow_grammars,
+    "texts of 1 MB": long_texts,
     "chats of 2,000 messages": long_chats,
+    "new adapters": new_adapters,
+    "small grammars beside such": slow_grammars,
+    "small chats beside such": long_chats,
+    "loads beside new adapters": new_adapters,
+    "slow host of adapters": slow_host,
     "regular expression": regular_expression,
 }
-LOADS: Final = {"regular expression"}
-"""Attacks on the loading of adapters."""
+COMPLETION: Final = {"model": "chinese", "prompt": "x", "max_tokens": 1, "temperature": 0}
+
+
+def small_request(attack: str | None, number: int) -> tuple[str, dict[str, Any]]:
+    """Return the path and the body of a small request that is measured during an attack."""
+    if attack in ("loads beside new adapters", "slow host of adapters", "regular expression"):
+        path = str(ADAPTER_PATHS["chinese"])
+        return "/v1/adapters", {"name": "small", "path": path, "replace": True}
+    if attack == "small grammars beside such":
+        return "/v1/completions", COMPLETION | {"structured_outputs": {"regex": f"[a-z]{number}?"}}
+    if attack == "small chats beside such":
+        messages = [{"role": "user", "content": f"{number}"}]
+        body = {key: value for key, value in COMPLETION.items() if key != "prompt"}
+        return "/v1/chat/completions", body | {"messages": messages}
+    return "/v1/completions", COMPLETION
 
 
 def attack_until_killed(name: str, target: Target) -> None:
@@ -216,6 +281,7 @@ def running_server(checkout: Path, folder: Path) -> Iterator[tuple[RunningServer
     command += ["--api-keys-file", str(keys_file), "--max-body-bytes", str(256 * MEBIBYTE)]
     for root in (folder, BASE_PATH.parent):
         command += ["--allowed-adapter-roots", str(root)]
+    command += ["--allowed-adapter-hosts", "127.0.0.1", "--allow-private-addresses"]
     environment = {**child_environment(), "PYTHONPATH": str(checkout / "src")}
     process = subprocess.Popen(command, text=True, env=environment)
     server = RunningServer(process, *ports)
@@ -236,19 +302,16 @@ def _free_port() -> int:
 
 
 async def small_requests(
-    server: RunningServer, key: str, seconds: float, *, loads: bool = False
+    server: RunningServer, key: str, seconds: float, attack: str | None = None
 ) -> Result:
-    """Send small requests one after another for so many seconds; with `loads`, load an adapter."""
+    """Send small requests one after another for so many seconds."""
     durations: list[float] = []
     num_failed = most = 0
-    path = "/v1/adapters" if loads else "/v1/completions"
-    body: dict[str, Any] = {"model": "chinese", "prompt": "x", "max_tokens": 1, "temperature": 0}
-    if loads:
-        body = {"name": "small", "path": str(ADAPTER_PATHS["chinese"]), "replace": True}
     start = time.monotonic()
     headers = {"authorization": f"Bearer {key}"}
     async with httpx.AsyncClient(timeout=LIMIT_SECONDS, headers=headers, trust_env=False) as http:
         while time.monotonic() - start < seconds:
+            path, body = small_request(attack, len(durations))
             before = time.monotonic()
             try:
                 response = await http.post(server.url + path, json=body)
@@ -281,8 +344,7 @@ def measure(name: str | None, checkout: Path, seconds: float) -> Result:
         client.start()
         time.sleep(2.0)  # until it has imported what it needs
         try:
-            loads = name in LOADS
-            return asyncio.run(small_requests(server, keys["quiet"], seconds, loads=loads))
+            return asyncio.run(small_requests(server, keys["quiet"], seconds, name))
         finally:
             client.kill()
             client.join()
