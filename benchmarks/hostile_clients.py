@@ -212,9 +212,9 @@ ATTACKS: Final[dict[str, Attack]] = {
     "texts of 1 MB": long_texts,
     "chats of 2,000 messages": long_chats,
     "new adapters": new_adapters,
-    "small grammars beside such": slow_grammars,
-    "small chats beside such": long_chats,
-    "loads beside new adapters": new_adapters,
+    "small grammars, slow grammars": slow_grammars,
+    "small chats, long chats": long_chats,
+    "small loads, new adapters": new_adapters,
     "slow host of adapters": slow_host,
     "regular expression": regular_expression,
 }
@@ -223,12 +223,12 @@ COMPLETION: Final = {"model": "chinese", "prompt": "x", "max_tokens": 1, "temper
 
 def small_request(attack: str | None, number: int) -> tuple[str, dict[str, Any]]:
     """Return the path and the body of a small request that is measured during an attack."""
-    if attack in ("loads beside new adapters", "slow host of adapters", "regular expression"):
+    if attack in ("small loads, new adapters", "slow host of adapters", "regular expression"):
         path = str(ADAPTER_PATHS["chinese"])
         return "/v1/adapters", {"name": "small", "path": path, "replace": True}
-    if attack == "small grammars beside such":
+    if attack == "small grammars, slow grammars":
         return "/v1/completions", COMPLETION | {"structured_outputs": {"regex": f"[a-z]{number}?"}}
-    if attack == "small chats beside such":
+    if attack == "small chats, long chats":
         messages = [{"role": "user", "content": f"{number}"}]
         body = {key: value for key, value in COMPLETION.items() if key != "prompt"}
         return "/v1/chat/completions", body | {"messages": messages}

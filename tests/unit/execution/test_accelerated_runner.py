@@ -77,7 +77,7 @@ def adapter() -> HostAdapter:
 
 
 def wide_adapter() -> HostAdapter:
-    """As many ranks as the settings allow, in both layers."""
+    """Adapter of the largest rank that the settings allow, in both layers."""
     generator = torch.Generator().manual_seed(3)
     weights = []
     for layer in (0, 1):
