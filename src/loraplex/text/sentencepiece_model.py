@@ -9,12 +9,11 @@ As in transformers, one space before the text is not distinguished from the one 
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-from google.protobuf.message import DecodeError
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 from tokenizers import decoders as token_decoders
 
@@ -67,6 +66,8 @@ class SentencePieceModel:
 
 def read_sentencepiece_model(path: Path) -> SentencePieceModel:
     """Read a file; raises ConfigError if it is not a sentencepiece model."""
+    from google.protobuf.message import DecodeError  # noqa: PLC0415 - slow import, few models
+
     try:
         model = _parse_model(path.read_bytes())
     except OSError as error:
@@ -163,7 +164,7 @@ def _decoder(adds_prefix: bool) -> token_decoders.Decoder:
 
 
 def _parse_model(data: bytes) -> SentencePieceModel:
-    message = _MODEL.FromString(data)
+    message = _model_message().FromString(data)
     if not message.pieces:
         raise ValueError("it has no pieces")
     trainer, normalizer = message.trainer_spec, message.normalizer_spec
@@ -180,8 +181,15 @@ def _parse_model(data: bytes) -> SentencePieceModel:
     )
 
 
+@functools.cache
 def _model_message() -> Any:
     """Return the class of ModelProto, with the fields that are read here and their defaults."""
+    from google.protobuf import (  # noqa: PLC0415 - slow import, few models
+        descriptor_pb2,
+        descriptor_pool,
+        message_factory,
+    )
+
     field = descriptor_pb2.FieldDescriptorProto
     text, data, decimal = field.TYPE_STRING, field.TYPE_BYTES, field.TYPE_FLOAT
     number, flag = field.TYPE_INT32, field.TYPE_BOOL  # numbers for enums: none is unknown
@@ -218,6 +226,3 @@ def _model_message() -> Any:
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("model.ModelProto"))
-
-
-_MODEL: Final = _model_message()
