@@ -4,18 +4,20 @@ import asyncio
 import importlib.util
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from loraplex.bench.report import Report, markdown, write_report
 from loraplex.bench.settings import Settings
 from loraplex.bench.workload import Workload, parse_arrivals, parse_lengths, parse_popularity
 from loraplex.cli.options import errors_to_exit_code
 from loraplex.cli.run_bar import RunBar
 from loraplex.core.errors import ConfigError
 from loraplex.demo import BASE_PATH
+
+if TYPE_CHECKING:
+    from loraplex.bench.report import Report
 
 _LOADS = ("closed:1", "closed:8", "closed:32")
 _POPULARITIES = ("identical", "distinct")
@@ -102,7 +104,7 @@ def bench_run(
         _show(report, output)
 
 
-Session = Coroutine[Any, Any, Report]
+Session = Coroutine[Any, Any, "Report"]
 
 
 def _own_server(
@@ -128,8 +130,10 @@ def _need_httpx() -> None:
         raise ConfigError("loraplex bench needs httpx: pip install 'loraplex[bench]'")
 
 
-def _show(report: Report, output: Path | None) -> None:
+def _show(report: "Report", output: Path | None) -> None:
     """Print the report and write it. Raises typer.Exit if a request failed."""
+    from loraplex.bench.report import markdown, write_report  # noqa: PLC0415 - slow import
+
     print(markdown(report), end="")
     if output is not None:
         for path in write_report(report, output):

@@ -4,7 +4,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
@@ -12,8 +12,9 @@ from tqdm import tqdm
 
 from loraplex.engine.journal import PlanMade
 from loraplex.engine.journal_file import JournalError, JournalLine, JournalReader
-from loraplex.engine.replay import ReplayDifference, ReplayRefusedError, ReplaySummary
-from loraplex.engine.replay import replay as replay_journal
+
+if TYPE_CHECKING:
+    from loraplex.engine.replay import ReplayDifference, ReplaySummary
 
 MAX_CHANGES = 20
 """Maximum number of listed differences between two plans."""
@@ -31,6 +32,10 @@ def replay(
 
     Exit code 1: a plan differs, or the scheduler failed; 2: the file is not a complete log.
     """
+    # No other command should wait for the import of the scheduler.
+    from loraplex.engine.replay import ReplayRefusedError  # noqa: PLC0415
+    from loraplex.engine.replay import replay as replay_journal  # noqa: PLC0415
+
     logging.disable(logging.CRITICAL)  # steps that failed then fail again
     try:
         reader = JournalReader(log)
@@ -56,13 +61,13 @@ def replay(
         raise typer.Exit(1)
 
 
-def _numbers(summary: ReplaySummary) -> dict[str, Any]:
+def _numbers(summary: "ReplaySummary") -> dict[str, Any]:
     numbers = {name: getattr(summary, name) for name in summary.__dataclass_fields__}
     numbers["difference"] = None if summary.difference is None else _where(summary.difference)
     return numbers
 
 
-def _print_summary(reader: JournalReader, summary: ReplaySummary) -> None:
+def _print_summary(reader: JournalReader, summary: "ReplaySummary") -> None:
     print(
         f"{summary.steps} steps ({summary.failed_steps} failed), {summary.requests} requests, "
         f"{summary.aborts} aborts, {summary.preemptions} preemptions, {summary.adapter_loads} "
@@ -78,7 +83,7 @@ def _print_summary(reader: JournalReader, summary: ReplaySummary) -> None:
         _print_difference(summary.difference)
 
 
-def _print_difference(difference: ReplayDifference) -> None:
+def _print_difference(difference: "ReplayDifference") -> None:
     line = difference.line
     print(_where(difference))
     logged = line.entry.plan if isinstance(line.entry, PlanMade) else None
@@ -94,7 +99,7 @@ def _print_difference(difference: ReplayDifference) -> None:
     print(f"planned:    {msgspec.json.encode(planned).decode()}")
 
 
-def _where(difference: ReplayDifference) -> str:
+def _where(difference: "ReplayDifference") -> str:
     line: JournalLine = difference.line
     return f"{line.path}, line {line.number}: {difference.problem}"
 

@@ -4,12 +4,8 @@ It trusts the system's certificates, or those of the file that SSL_CERT_FILE nam
 """
 
 import contextlib
-import http.client
 import json
-import ssl
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Iterator
 from http import HTTPStatus
 from typing import Any
@@ -63,6 +59,11 @@ class ServerClient:
     @contextlib.contextmanager
     def _open(self, method: str, path: str, data: bytes | None) -> Iterator[Any]:
         """Send a request, and yield its response; also errors of reading it are ConfigErrors."""
+        # Commands that use no server, such as serve, should not wait for these imports.
+        import http.client  # noqa: PLC0415
+        import urllib.error  # noqa: PLC0415
+        import urllib.request  # noqa: PLC0415
+
         request = urllib.request.Request(
             self._url + path, data, {"Content-Type": "application/json"}, method=method
         )
@@ -83,6 +84,9 @@ class ServerClient:
 
     def _hint(self, error: Exception) -> str:
         """Return advice for a server that is not there, and for errors of TLS."""
+        import http.client  # noqa: PLC0415 - as above
+        import ssl  # noqa: PLC0415
+
         reason = getattr(error, "reason", error)
         if isinstance(reason, ConnectionRefusedError):
             return "; start one with `loraplex serve MODEL`, or give the address of one that runs"
