@@ -78,10 +78,13 @@ def run(
 
 
 def _print_table(results: Sequence[dict[str, Any]]) -> None:
-    print("| case | dtype | native ms | reference ms | ratio | GB/s | GFLOP/s |")
-    print("|---|---|---|---|---|---|---|")
+    print("| case | dtype | native ms | reference ms | ratio | GB/s | GFLOP/s | of the floor |")
+    print("|---|---|---|---|---|---|---|---|")
     for result in results:
+        share = f"{result['share_of_floor']:.0%}" if "share_of_floor" in result else ""
         print(
             "| {case} | {dtype} | {native_ms:.3f} | {reference_ms:.3f} | {ratio:.1f} "
-            "| {gb_per_second:.1f} | {gflop_per_second:.0f} |".format(**result)
+            "| {gb_per_second:.1f} | {gflop_per_second:.0f} | {share} |".format(
+                share=share, **result
+            )
         )
