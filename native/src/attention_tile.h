@@ -209,6 +209,10 @@ private:
         const std::int64_t block_size = step.block_size;
         first = std::max(tile_start, first / block_size * block_size);
         end = std::min(tile_start + kTileKeys, (end + block_size - 1) / block_size * block_size);
+        if (block_size == kLanes) {
+            score_vectors(tile_start, first, end);
+            return;
+        }
         for_each_piece(first, end, [&](auto block, auto offset, auto key, auto count) {
             prefetch_values(block);
             const KV *stored = storage.keys + block * part().num_elements();
@@ -217,6 +221,22 @@ private:
                             Matrix<const KV>{stored + offset, block_size}, products);
             part().scale_columns(stored, offset, count, num_queries * heads_per_kv, products);
         });
+    }
+
+    // Blocks of one vector: several are multiplied together.
+    void score_vectors(std::int64_t tile_start, std::int64_t first, std::int64_t end) const {
+        const KV *blocks[kTileKeys / kLanes];
+        int num_blocks = 0;
+        for_each_piece(first, end, [&](auto block, auto, auto, auto) {
+            prefetch_values(block);
+            blocks[num_blocks++] = storage.keys + block * part().num_elements();
+        });
+        const std::int64_t num_rows = num_queries * heads_per_kv;
+        const Matrix<float> products{scores + first - tile_start, kTileKeys};
+        multiply_apart(num_rows, num_blocks, step.head_dim, queries, blocks, kLanes, products);
+        for (int i = 0; i < num_blocks; ++i) {
+            part().scale_columns(blocks[i], 0, kLanes, num_rows, products.at(0, i * kLanes));
+        }
     }
 
     // Applies the cap and the slopes to the scores of a query, those that nobody reads included.

@@ -128,4 +128,74 @@ inline void multiply(std::int64_t rows, std::int64_t columns, std::int64_t depth
     }
 }
 
+// multiply_full for a `b` whose vectors of columns lie apart, with the rows of each `stride` apart.
+template <int kRows, int kVectors, typename T>
+inline void multiply_apart(std::int64_t depth, Matrix<const float> a, const T *const *columns,
+                           std::int64_t stride, Matrix<float> c) {
+    Floats sums[kRows][kVectors];
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 16
+        for (int v = 0; v < kVectors; ++v) {
+            sums[r][v] = zeros();
+        }
+    }
+    for (std::int64_t i = 0; i < depth; ++i) {
+        Floats row[kVectors];
+#pragma GCC unroll 16
+        for (int v = 0; v < kVectors; ++v) {
+            row[v] = load(columns[v] + i * stride);
+        }
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; ++r) {
+            const Floats factor = broadcast(a.row(r)[i]);
+#pragma GCC unroll 16
+            for (int v = 0; v < kVectors; ++v) {
+                sums[r][v] = multiply_add(factor, row[v], sums[r][v]);
+            }
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 16
+        for (int v = 0; v < kVectors; ++v) {
+            store(c.row(r) + v * kLanes, sums[r][v]);
+        }
+    }
+}
+
+template <int kRows, typename T>
+inline void multiply_piece_apart(std::int64_t rows, int num_vectors, std::int64_t depth,
+                                 Matrix<const float> a, const T *const *columns,
+                                 std::int64_t stride, Matrix<float> c) {
+    if (rows == kRows) {
+        constexpr int kMany = std::min(4, product_vectors(kRows));
+        int done = 0;
+        for (; num_vectors - done >= kMany; done += kMany) {
+            multiply_apart<kRows, kMany>(depth, a, columns + done, stride, c.at(0, done * kLanes));
+        }
+        for (; done < num_vectors; ++done) {
+            multiply_apart<kRows, 1>(depth, a, columns + done, stride, c.at(0, done * kLanes));
+        }
+    } else if constexpr (kRows > 1) {
+        multiply_piece_apart<kRows - 1>(rows, num_vectors, depth, a, columns, stride, c);
+    }
+}
+
+// multiply<false> with vectors of columns from several places: with one vector at a time, few rows
+// have too few chains to cover the latency of a multiply_add. The bits are those of multiply.
+template <typename T>
+inline void multiply_apart(std::int64_t rows, int num_vectors, std::int64_t depth,
+                           Matrix<const float> a, const T *const *columns, std::int64_t stride,
+                           Matrix<float> c) {
+    while (rows > 0) {
+        const std::int64_t num_pieces = (rows + kMaxProductRows - 1) / kMaxProductRows;
+        const std::int64_t piece = (rows + num_pieces - 1) / num_pieces;
+        multiply_piece_apart<kMaxProductRows>(piece, num_vectors, depth, a, columns, stride, c);
+        a = a.at(piece, 0);
+        c = c.at(piece, 0);
+        rows -= piece;
+    }
+}
+
 }  // namespace loraplex
