@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from loraplex.core.environment import let_threads_sleep
+from support.covering_cases import mark_what_soak_takes
 from support.examples import register_profiles
 from support.sampled_cases import left_to_ci
 
@@ -47,9 +48,13 @@ def pytest_collection() -> Generator[None, Any, Any]:
         gc.enable()
 
 
-@pytest.hookimpl(trylast=True)  # of what the marker expression leaves
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Sort tests by folder, in an order that pytest-randomly chose within each."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Generator[None, Any, Any]:
+    """Choose cases, and sort tests by folder, in an order that pytest-randomly chose within each."""
+    mark_what_soak_takes(config, items)  # before the marker expression is applied
+    result = yield
     left_out = set(left_to_ci(config, items))
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
@@ -58,6 +63,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return next(i for i, folder in enumerate(_FOLDERS) if f"tests/{folder}" in item.nodeid)
 
     items.sort(key=rank)
+    return result
 
 
 def pytest_collection_finish() -> None:
