@@ -52,7 +52,7 @@ def pytest_collection() -> Generator[None, Any, Any]:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> Generator[None, Any, Any]:
-    """Choose cases, and sort tests by folder, in an order that pytest-randomly chose within each."""
+    """Choose cases, and sort tests by folder, in the order that pytest-randomly chose in each."""
     mark_what_soak_takes(config, items)  # before the marker expression is applied
     result = yield
     left_out = set(left_to_ci(config, items))

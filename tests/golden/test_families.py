@@ -140,12 +140,16 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def all_cases(test: Callable[..., None]) -> Callable[..., None]:
-    """Run a test with all cases on both backends; `make test` runs some quick ones on one."""
-    slow = pytest.mark.slow
-    cases = [pytest.param(name, marks=() if name in QUICK else slow) for name in CASES]
-    backends = ["fastest", pytest.param("reference", marks=slow)]
-    for name, values in (("backend", backends), ("subject", cases)):
-        test = pytest.mark.parametrize(name, values, indirect=True)(test)
+    """Run a test with all cases; `make test` runs some quick ones.
+
+    On torch alone CI runs the quick ones, which have each family once, and `make soak` the others.
+    """
+    slow, soak = pytest.mark.slow, pytest.mark.soak
+    cases = [
+        *(pytest.param(name, "fastest", marks=() if name in QUICK else slow) for name in CASES),
+        *(pytest.param(name, "reference", marks=slow if name in QUICK else soak) for name in CASES),
+    ]
+    test = pytest.mark.parametrize(("subject", "backend"), cases, indirect=True)(test)
     return pytest.mark.some(14)(pytest.mark.usefixtures("backend")(test))
 
 

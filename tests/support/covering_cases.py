@@ -2,15 +2,12 @@
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
 
 MARKER = "pairs"
-
-Value = tuple[str, int]
-"""Name of a parameter, and the index of its value."""
 
 
 def mark_what_soak_takes(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
@@ -35,21 +32,21 @@ def mark_what_soak_takes(config: pytest.Config, items: Sequence[pytest.Item]) ->
 
 def covering(cases: Sequence[Any]) -> list[Any]:
     """Return cases with each pair of values that any case has: always the same ones."""
-    left = {case.nodeid: (case, set(_pairs(case))) for case in sorted(cases, key=_place)}
-    missing = set[tuple[Value, ...]]().union(*(pairs for _, pairs in left.values()))
+    left = {case.nodeid: case for case in sorted(cases, key=lambda case: case.nodeid)}
+    pairs = {name: set(_pairs(case.callspec.params)) for name, case in left.items()}
+    missing = set[tuple[_Value, ...]]().union(*pairs.values())
     kept = []
     while missing:
-        best = max(left, key=lambda name: len(left[name][1] & missing))
-        case, pairs = left.pop(best)
-        kept.append(case)
-        missing -= pairs
+        best = max(left, key=lambda name: len(pairs[name] & missing))
+        kept.append(left.pop(best))
+        missing -= pairs[best]
     return kept
 
 
-def _place(case: Any) -> tuple[list[Value], str]:
-    return sorted(case.callspec.indices.items()), case.nodeid
+_Value = tuple[str, int]
+"""Name of a parameter, and the identity of its value, which the cases share."""
 
 
-def _pairs(case: Any) -> Iterator[tuple[Value, ...]]:
-    values = sorted(case.callspec.indices.items())
+def _pairs(params: Mapping[str, object]) -> Iterator[tuple[_Value, ...]]:
+    values = [(name, id(value)) for name, value in sorted(params.items())]
     return itertools.combinations(values, min(2, len(values)))

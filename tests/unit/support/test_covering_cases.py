@@ -10,12 +10,12 @@ from support.covering_cases import covering, mark_what_soak_takes
 SIZES = {"dtype": 3, "form": 5, "group": 6, "invariant": 2}
 
 
-def case(**indices):
+def case(**params):
     marks = []
-    name = "-".join(map(str, indices.values()))
+    name = "-".join(map(str, params.values()))
     return SimpleNamespace(
         nodeid=f"test_file.py::test_many[{name}]",
-        callspec=SimpleNamespace(indices=indices),
+        callspec=SimpleNamespace(params=params),
         marks=marks,
         add_marker=marks.append,
         get_closest_marker=lambda _: True,
@@ -31,7 +31,7 @@ def pairs(cases):
     return {
         pair
         for case in cases
-        for pair in itertools.combinations(sorted(case.callspec.indices.items()), 2)
+        for pair in itertools.combinations(sorted(case.callspec.params.items()), 2)
     }
 
 

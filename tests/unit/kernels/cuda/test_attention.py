@@ -81,6 +81,7 @@ def test_equals_the_formula(shape, step):
     assert error(PagedRows(ManyShares(), shape, seq_lens), counts) < 1e-6
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     "shape", [SHAPE, pytest.param(SHAPES["no groups"], marks=pytest.mark.slow)], ids=["4", "1"]
 )
@@ -91,6 +92,7 @@ def test_windows_and_sinks(shape, rules, step):
     assert error(PagedRows(ManyShares(), shape, seq_lens), counts, rules) < 1e-6
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("invariant", [False, True], ids=["", "invariant"])
 @pytest.mark.parametrize("shape", [SHAPE, SHAPES["no groups"]], ids=["grouped", "single"])
 @pytest.mark.parametrize("kind", ["cap", "slopes", "sinks", "all, in a window"])
@@ -156,6 +158,7 @@ def test_many_shares_equal_the_formula(invariant):
     assert error(rows, [1, 1], window(1000, 20)) < 1e-6
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("head_dim", [6, 16, 64, 80, 96, 128, 256, 512])
 @pytest.mark.parametrize("num_heads", [1, 2])
 @pytest.mark.parametrize("invariant", [False, True], ids=["", "invariant"])

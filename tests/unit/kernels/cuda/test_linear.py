@@ -47,6 +47,7 @@ def error_of(y: torch.Tensor, expected: torch.Tensor) -> float:
     return float((y.double() - expected).norm() / expected.norm())
 
 
+@pytest.mark.pairs
 @pytest.mark.some(10)
 @pytest.mark.parametrize("batch_invariant", [False, True], ids=["free", "fixed"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
