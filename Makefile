@@ -143,7 +143,7 @@ screenshots: $(VENV)/.browser
 vendor:
 	$(PYTHON) .ci/vendor.py
 
-# Minutes for each test: long schedules, kills, every property with 20 times CI's examples, and a
+# Minutes for each test: long schedules, kills, every property with 60 times CI's examples, and a
 # server under faults for half an hour.
 soak: $(VENV)/.dev $(OLDEST_TRITON) $(VENV)/clients .triton
 	$(PYTEST) --hypothesis-profile=soak --timeout=7200 -m soak $(PYTEST_ARGS)

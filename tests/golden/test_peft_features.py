@@ -394,7 +394,7 @@ def test_what_is_written_as_peft_is_read_by_peft_and_by_us(case: Case, tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FEATURES)
-def test_alone(case: Case, name: str) -> None:
-    with case.open([name]) as llm:
-        check(case, [name], llm.generate([PROMPTS[0]], SAMPLING, adapter=[name]), [0])
+def test_alone(case: Case) -> None:
+    with case.open(FEATURES) as llm:
+        for name in FEATURES:
+            check(case, [name], llm.generate([PROMPTS[0]], SAMPLING, adapter=[name]), [0])

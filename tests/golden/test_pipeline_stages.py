@@ -19,6 +19,7 @@ from loraplex.memory.kv_salt import kv_salt
 from loraplex.testing.fake_clock import FakeClock
 from support.checkpoints import save_random_model, tiny_sizes
 from support.families import experts, first, rest
+from support.families.case import parameters
 from support.random_schedules import RandomAdapters
 from support.stage_threads import queue_links, staged
 
@@ -26,7 +27,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 CASES = {**first.CASES, **rest.CASES, **experts.CASES}
 QUICK = ("gemma3", "granite", "opt-350m", "qwen2-moe-windows", "olmo2")
-"""Cases that `make test` runs. CI also runs one of each family, and `make soak` the others."""
 SETTINGS = RunnerSettings(block_size=4, num_blocks=40, max_num_seqs=6, max_lora_rank=8)
 SCHEDULING = SchedulerSettings(
     max_num_batched_tokens=12,
@@ -95,13 +95,7 @@ def _completion(
     return [token for delta in deltas for token in delta.token_ids], scores
 
 
-def marks(name: str) -> tuple[pytest.MarkDecorator, ...]:
-    if name in QUICK:
-        return ()
-    return (pytest.mark.slow if CASES[name].is_quick else pytest.mark.soak,)
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in CASES])
+@pytest.mark.parametrize("name", parameters(CASES, QUICK))
 def test_two_stages_have_the_bits_of_one(name: str, tmp_path: Path) -> None:
     CASES[name].save(tmp_path)
     expected = completions(tmp_path, 1)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 # For `make test`, for CI's second stage, and for `make soak`.
-PROFILES = {"dev": 15, "ci": 60, "soak": 2000}
+PROFILES = {"dev": 15, "ci": 30, "soak": 2000}
 
 _FEWEST = 5
 

@@ -1,10 +1,11 @@
 """Tiny configuration of a model family, with the names that adapters of the family have."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
@@ -47,6 +48,19 @@ class FamilyCase:
         if self.convert is not None:
             self.convert(folder)
         return model.eval()
+
+
+def parameters(cases: Mapping[str, FamilyCase], quick: Collection[str]) -> list[Any]:
+    """Return names of cases: `make test` runs those in `quick`, CI also one of each family, and
+    `make soak` the others.
+    """
+
+    def marks(name: str) -> tuple[pytest.MarkDecorator, ...]:
+        if name in quick:
+            return ()
+        return (pytest.mark.slow if cases[name].is_quick else pytest.mark.soak,)
+
+    return [pytest.param(name, marks=marks(name)) for name in cases]
 
 
 def sizes(**changes: Any) -> dict[str, Any]:

@@ -22,9 +22,8 @@ from loraplex.execution.weights.checkpoint import Checkpoint
 from loraplex.execution.weights.stored_head import read_model
 from loraplex.models.parameters import checkpoint_shapes
 from support.checkpoints import save_random_model, tiny_gpt2, tiny_sizes
-from support.examples import quick_and_slow
 from support.families import experts, first, rest
-from support.families.case import VOCAB_SIZE
+from support.families.case import VOCAB_SIZE, parameters
 from support.quantized_checkpoints import CASES as STORED_CASES
 from support.quantized_checkpoints import quantize_folder as store_quantised
 
@@ -61,9 +60,7 @@ def save(name: str, folder: Path) -> None:
         FAMILIES[name].save(folder)
 
 
-@pytest.mark.parametrize(
-    "name", quick_and_slow(("gpt2", *QUICK), sorted(FAMILIES.keys() - set(QUICK)))
-)
+@pytest.mark.parametrize("name", ["gpt2", *parameters(FAMILIES, QUICK)])
 def test_a_family(name: str, tmp_path: Path) -> None:
     save(name, tmp_path / "source")
     wanted = read_all(tmp_path / "source")
