@@ -59,8 +59,12 @@ def check(schedules: FeatureSchedules, seeds: range, name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "fields"),
-    [(SETTINGS, {}), (TWO_KV_GROUPS, {}), (SETTINGS, LONGROPE), (SETTINGS, DYNAMIC)],
-    ids=["", "two KV groups", "longrope", "dynamic"],
+    [
+        pytest.param(TWO_KV_GROUPS, {}, id="two KV groups"),
+        pytest.param(SETTINGS, DYNAMIC, id="dynamic"),
+        pytest.param(SETTINGS, {}, id="", marks=pytest.mark.soak),
+        pytest.param(SETTINGS, LONGROPE, id="longrope", marks=pytest.mark.soak),
+    ],
 )
 def test_late_copies_change_no_output(
     tmp_path: Path, settings: RunnerSettings, fields: dict[str, Any]

@@ -63,7 +63,7 @@ QUICK = {
     *("range", "nested string loops", "macro recursion", "times", "power chain", "plus list"),
     *("join", "center", "dunder", "globals", "empty output", "deep json"),
 }
-"""One for each way to take time or memory; the others take minutes together."""
+"""One for each way to take time or memory; `make soak` runs the others, which take minutes."""
 
 
 def attacks() -> Iterator[tuple[str, str]]:
@@ -91,7 +91,7 @@ def peak_bytes() -> int:
 @pytest.mark.parametrize(
     ("name", "template"),
     [
-        pytest.param(*each, id=each[0], marks=() if each[0] in QUICK else pytest.mark.slow)
+        pytest.param(*each, id=each[0], marks=() if each[0] in QUICK else pytest.mark.soak)
         for each in attacks()
     ],
 )
