@@ -100,7 +100,16 @@ def test_the_time_of_waiting_is_reported(sharded):
     wait_for(lambda: all(wait_seconds(sharded, rank) > 0 for rank in (0, 1)))
 
 
-@pytest.mark.parametrize(("number", "reason"), [(signal.SIGKILL, "kill"), (signal.SIGSTOP, "hang")])
+@pytest.mark.parametrize(
+    ("sharded", "number", "reason"),
+    [
+        ("tensor", signal.SIGKILL, "kill"),
+        ("pipeline", signal.SIGSTOP, "hang"),
+        pytest.param("pipeline", signal.SIGKILL, "kill", marks=pytest.mark.soak),
+        pytest.param("tensor", signal.SIGSTOP, "hang", marks=pytest.mark.soak),
+    ],
+    indirect=["sharded"],
+)
 def test_requests_continue_when_a_rank_ends(sharded, expected, number, reason):
     sharded.wait_until(ready=True)
     before, outcome = restarts(sharded, reason), Outcome()

@@ -3,10 +3,12 @@
 Each folder is then served, and outputs the tokens of the model that it was made from.
 """
 
+import functools
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -180,8 +182,28 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(shutil.copytree(COMPAT, copy, symlinks=True))
 
 
-def replay(block: str, root: Path, out: Path, model: Path = BASE_PATH) -> Path:
-    """Run the block; gives the engine folder."""
+@pytest.fixture(scope="module")
+def built(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function from a block to the folder with its outputs; each runs once."""
+
+    @functools.cache
+    def build(block: str) -> Path:
+        out = tmp_path_factory.mktemp("built")
+        replay(block, root, out)
+        return out
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def source_tokens(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[object]]:
+    """Return a function from a dtype to the tokens of the model that was built from."""
+    state = tmp_path_factory.mktemp("source")
+    return functools.cache(lambda dtype: tokens(BASE_PATH, state, dtype=dtype))
+
+
+def replay(block: str, root: Path, out: Path, model: Path = BASE_PATH) -> None:
+    """Run the block."""
     engine = out / "engine"
     paths = {
         "ROOT": root,
@@ -198,7 +220,6 @@ def replay(block: str, root: Path, out: Path, model: Path = BASE_PATH) -> Path:
         ["bash", "-e", "-c", block], env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
-    return engine
 
 
 def tokens(model: Path, state: Path, adapter: str | None = None, **settings: str) -> list[object]:
@@ -219,27 +240,29 @@ def tokens(model: Path, state: Path, adapter: str | None = None, **settings: str
     ids=["tensorrtllm_backend", "llgtrt", "older", "older-lora", "tensorrt_llm"],
 )
 def test_what_was_built_responds_as_its_source(
-    block: str, dtype: str, root: Path, tmp_path: Path
+    block: str,
+    dtype: str,
+    built: Callable[[str], Path],
+    source_tokens: Callable[[str], list[object]],
+    tmp_path: Path,
 ) -> None:
-    engine = replay(block, root, tmp_path)
+    engine = built(block) / "engine"
     assert (engine / "rank0.engine").is_file()
-    source = tokens(BASE_PATH, tmp_path / "state", dtype=dtype)
-    assert tokens(engine, tmp_path / "state") == source
+    assert tokens(engine, tmp_path / "state") == source_tokens(dtype)
 
 
-def test_the_adapter_of_a_build_is_served(root: Path, tmp_path: Path) -> None:
-    engine = replay(TENSORRT_LLM, root, tmp_path)
+def test_the_adapter_of_a_build_is_served(built: Callable[[str], Path], tmp_path: Path) -> None:
+    out = built(TENSORRT_LLM)
     with LLM(BASE_PATH, {"japanese": ADAPTER_PATHS["japanese"]}, dtype="float16") as llm:
         expected = llm.generate(PROMPTS, GREEDY, adapter="japanese")
-    found = tokens(engine, tmp_path / "state", adapter="japanese")
+    found = tokens(out / "engine", tmp_path / "state", adapter="japanese")
     assert found == [response.completions[0].token_ids for response in expected]
-    written = {path.name for path in (tmp_path / "japanese-weights").iterdir()}
+    written = {path.name for path in (out / "japanese-weights").iterdir()}
     assert written == {"model.lora_weights.npy", "model.lora_config.npy"}
 
 
-def test_limits_of_a_build_hold(root: Path, tmp_path: Path) -> None:
-    engine = replay(OLDER_BACKEND_LORA, root, tmp_path)
-    with LLM(engine, state_dir=tmp_path / "state") as llm:
+def test_limits_of_a_build_hold(built: Callable[[str], Path], tmp_path: Path) -> None:
+    with LLM(built(OLDER_BACKEND_LORA) / "engine", state_dir=tmp_path / "state") as llm:
         with pytest.raises(LoraplexError, match=r"Prompt length \(513\) exceeds maximum input"):
             llm.generate([[5] * 513], GREEDY)
         with pytest.raises(LoraplexError, match="at most 52"):
@@ -247,9 +270,8 @@ def test_limits_of_a_build_hold(root: Path, tmp_path: Path) -> None:
         assert llm.generate([[5] * 510], GREEDY)
 
 
-def test_adapters_on_a_build_without_them(root: Path, tmp_path: Path) -> None:
-    engine = replay(OLDER_BACKEND, root, tmp_path)
-    with LLM(engine, state_dir=tmp_path / "state") as llm:
+def test_adapters_on_a_build_without_them(built: Callable[[str], Path], tmp_path: Path) -> None:
+    with LLM(built(OLDER_BACKEND) / "engine", state_dir=tmp_path / "state") as llm:
         with pytest.raises(LoraplexError, match="not enabled for this model"):
             llm.add_adapter("chinese", ADAPTER_PATHS["chinese"])
         with pytest.raises(LoraplexError, match="not enabled for this model"):
