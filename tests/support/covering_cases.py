@@ -7,39 +7,40 @@ from typing import Any
 
 import pytest
 
-MARKER = "pairs"
+MARKER = "covering"
 
 
 def mark_what_soak_takes(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
-    """Mark cases of tests marked `pairs` as `soak`, except a set that covers every pair of values.
+    """Mark cases of tests marked `covering(strength)` as `soak`, except some that cover the values.
 
-    Most bugs of a grid show with one value of one parameter, nearly all others with a pair of
-    values. Each parameter's values, and each two parameters' pairs of values, are in the set. All
+    With strength 1 each value of each parameter is in a case that stays, with strength 2 each pair
+    of values of two parameters: nearly all bugs of a grid show with one value, or with a pair. All
     cases run where tests are named (`FILE::TEST`).
     """
     if any("::" in arg for arg in config.args):
         return
-    by_test = defaultdict[str, list[Any]](list)
+    by_test = defaultdict[tuple[str, int], list[Any]](list)
     for item in items:
-        if item.get_closest_marker(MARKER):
-            by_test[item.nodeid.partition("[")[0]].append(item)
-    for cases in by_test.values():
-        kept = covering(cases)
+        if marker := item.get_closest_marker(MARKER):
+            (strength,) = marker.args
+            by_test[item.nodeid.partition("[")[0], strength].append(item)
+    for (_, strength), cases in by_test.items():
+        kept = covering(cases, strength)
         for case in cases:
             if case not in kept:
                 case.add_marker(pytest.mark.soak)
 
 
-def covering(cases: Sequence[Any]) -> list[Any]:
-    """Return cases with each pair of values that any case has: always the same ones."""
+def covering(cases: Sequence[Any], strength: int) -> list[Any]:
+    """Return cases with all values, or pairs of values, that any case has: always the same ones."""
     left = {case.nodeid: case for case in sorted(cases, key=lambda case: case.nodeid)}
-    pairs = {name: set(_pairs(case.callspec.params)) for name, case in left.items()}
-    missing = set[tuple[_Value, ...]]().union(*pairs.values())
+    found = {name: set(_values(case.callspec.params, strength)) for name, case in left.items()}
+    missing = set[tuple[_Value, ...]]().union(*found.values())
     kept = []
     while missing:
-        best = max(left, key=lambda name: len(pairs[name] & missing))
+        best = max(left, key=lambda name: len(found[name] & missing))
         kept.append(left.pop(best))
-        missing -= pairs[best]
+        missing -= found[best]
     return kept
 
 
@@ -47,6 +48,6 @@ _Value = tuple[str, int]
 """Name of a parameter, and the identity of its value, which the cases share."""
 
 
-def _pairs(params: Mapping[str, object]) -> Iterator[tuple[_Value, ...]]:
+def _values(params: Mapping[str, object], strength: int) -> Iterator[tuple[_Value, ...]]:
     values = [(name, id(value)) for name, value in sorted(params.items())]
-    return itertools.combinations(values, min(2, len(values)))
+    return itertools.combinations(values, min(strength, len(values)))

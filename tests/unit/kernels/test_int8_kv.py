@@ -113,7 +113,7 @@ def test_bytes_of_a_storage(kernels, shape):
         assert kernels.allocate_kv(7, shape, dtype).num_bytes == 7 * shape.block_bytes(dtype)
 
 
-@pytest.mark.pairs
+@pytest.mark.covering(2)
 @pytest.mark.some(15)
 @ALL_SHAPES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -150,7 +150,7 @@ def test_a_vector_is_rounded_by_at_most_half_a_step():
     assert rounded(torch.tensor([[1.0, torch.inf], [torch.nan, 1.0]])).isnan().all()
 
 
-@pytest.mark.pairs
+@pytest.mark.covering(2)
 @pytest.mark.some(25)
 @ALL_SHAPES
 @pytest.mark.parametrize(("window", "sinks"), [(None, 0), (1, 0), (70, 0), (1, 5), (70, 40)])
@@ -166,7 +166,7 @@ def test_attention_is_that_of_the_rounded_vectors(kernels, shape, window, sinks)
         assert relative_error(output, dense_attention(query, key, value, window, sinks)) < 0.03
 
 
-@pytest.mark.pairs
+@pytest.mark.covering(2)
 @pytest.mark.some(16)
 @pytest.mark.parametrize(("window", "sinks"), [(None, 0), (40, 0), (600, 0), (40, 70)])
 @pytest.mark.parametrize("shape", [SHAPE, SHAPES["odd sizes"]], ids=str)

@@ -122,7 +122,7 @@ def inputs(num_tokens, dtype):
     return y.to(dtype), x
 
 
-@pytest.mark.pairs
+@pytest.mark.covering(2)
 @pytest.mark.some(60)
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("num_tokens", [1, 2, 17, 40])

@@ -141,7 +141,7 @@ def test_ragged_rows(library, shape, window, sinks, dtype):
         assert relative_error(output, expected) < TOLERANCE[dtype]
 
 
-@pytest.mark.pairs
+@pytest.mark.covering(2)
 @pytest.mark.some(20)
 @DTYPES
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
@@ -157,7 +157,7 @@ def test_rules_of_scores(library, name, rules, dtype):
         assert relative_error(output, expected) < 2 * TOLERANCE[dtype]
 
 
-@pytest.mark.pairs
+@pytest.mark.covering(2)
 @pytest.mark.some(15)
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float16, torch.int8], ids=str)
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
@@ -237,7 +237,7 @@ def test_a_later_token_that_is_not_finite_is_not_seen(library):
     assert torch.equal(output[:70], expected[:70])
 
 
-@pytest.mark.pairs
+@pytest.mark.covering(2)
 @pytest.mark.some(3)
 @DTYPES
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ def test_bits_do_not_depend_on_company_chunks_or_threads(library, shape, window,
                     assert torch.equal(output, whole[start:end])
 
 
-@pytest.mark.pairs
+@pytest.mark.covering(2)
 @pytest.mark.some(16)
 @pytest.mark.parametrize("kv_dtype", [*TOLERANCE, torch.int8], ids=str)
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)

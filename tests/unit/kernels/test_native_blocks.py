@@ -84,7 +84,7 @@ def by_blocks(
     return (total if bias is None else total + bias.float()).to(x.dtype)
 
 
-@pytest.mark.pairs
+@pytest.mark.covering(2)
 @pytest.mark.some(24)
 @KINDS
 @pytest.mark.parametrize("num_blocks", [1, 2, 4, 8])
@@ -142,7 +142,7 @@ def test_a_block_that_is_not_finite_or_zero_in_a_quantised_layer(kernels):
         assert torch.equal(y[1:], by_blocks(kernels, x[1:], weight, None, precision, 4))
 
 
-@pytest.mark.pairs
+@pytest.mark.covering(2)
 @KINDS
 def test_experts_have_the_bits_of_a_layer(kernels, dtype, precision):
     num_experts, block_inputs = 5, 96
@@ -158,7 +158,7 @@ def test_experts_have_the_bits_of_a_layer(kernels, dtype, precision):
         assert torch.equal(y[pair], kernels.linear(x[pair : pair + 1], alone[expert])[0])
 
 
-@pytest.mark.pairs
+@pytest.mark.covering(2)
 @KINDS
 def test_row_norms_are_of_what_the_weight_stands_for(kernels, dtype, precision):
     for block_inputs, out_features in sizes_of(precision):
@@ -207,7 +207,7 @@ class Shrink:
             self.adapters.pool[middle : middle + rank * rank] = torch.eye(rank).flatten()
 
 
-@pytest.mark.pairs
+@pytest.mark.covering(2)
 @pytest.mark.some(12)
 @pytest.mark.parametrize("rank", RANKS)
 @DTYPES

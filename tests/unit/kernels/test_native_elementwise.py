@@ -95,7 +95,7 @@ def test_a_weight_of_another_dtype_is_refused(kernel):
         kernel.rms_norm(x, weight, 1e-6)
 
 
-@pytest.mark.pairs
+@pytest.mark.covering(2)
 @pytest.mark.some(8)
 @DTYPES
 @SIZES
@@ -114,7 +114,7 @@ def test_add(kernel, size, dtype, factor):
     assert torch.equal(output, kernel.layer_norm(total, weight, weight, 1e-6))
 
 
-@pytest.mark.pairs
+@pytest.mark.covering(2)
 @DTYPES
 @SIZES
 @pytest.mark.parametrize("soft_cap", [None, 30.0])
@@ -175,7 +175,7 @@ def test_layer_norm(kernel, size, dtype):
     )
 
 
-@pytest.mark.pairs
+@pytest.mark.covering(2)
 @DTYPES
 @pytest.mark.parametrize("weight_dtype", [None, torch.float32], ids=str)
 @in_turn("head_dim", [1, 20, 128])
@@ -227,7 +227,7 @@ def test_rotary_turns_pairs_of_a_fused_view(kernel, head_dim, dtype):
     assert torch.equal(fused[:, 4 * head_dim :], before[:, 4 * head_dim :])
 
 
-@pytest.mark.pairs
+@pytest.mark.covering(2)
 @DTYPES
 @in_turn("head_dim, rotary_dim", [(2, 2), (6, 4), (80, 32), (300, 260)])
 @pytest.mark.parametrize("is_interleaved", [False, True], ids=["halves", "interleaved"])
@@ -268,7 +268,7 @@ ACTIVATIONS = {
 }
 
 
-@pytest.mark.pairs
+@pytest.mark.covering(2)
 @pytest.mark.some(10)
 @DTYPES
 @SIZES
@@ -280,7 +280,7 @@ def test_activate(kernel, size, activation, dtype):
     assert_rounded(output, ACTIVATIONS[activation](x.double()), dtype)
 
 
-@pytest.mark.pairs
+@pytest.mark.covering(2)
 @pytest.mark.some(10)
 @DTYPES
 @SIZES
@@ -293,7 +293,7 @@ def test_gate(kernel, size, activation, dtype):
     assert_rounded(output, ACTIVATIONS[activation](gate) * up, dtype)
 
 
-@pytest.mark.pairs
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations_of_extreme_values(kernel, activation):
     x = torch.tensor([[-3e38, -120.0, -16.0, -5.5, -0.0, 5.5, 16.0, 3e38, torch.inf, torch.nan]])

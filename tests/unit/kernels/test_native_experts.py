@@ -119,7 +119,7 @@ def test_types_of_weights_and_inputs_may_differ(kernels, weights, dtype):
     assert torch.equal(result, one_by_one(kernels, x, weight, bias, routes))
 
 
-@pytest.mark.pairs
+@pytest.mark.covering(2)
 @DTYPES
 @pytest.mark.parametrize("precision", [WeightPrecision.INT8, WeightPrecision.INT4])
 @pytest.mark.parametrize("is_capped", [False, True], ids=["all of the CPU", "capped"])

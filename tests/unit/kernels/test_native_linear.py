@@ -74,7 +74,7 @@ def one_by_one(kernel: LinearKernel, x: torch.Tensor, weight: PackedWeight) -> t
     return torch.cat([kernel.apply(row.unsqueeze(0), weight) for row in x])
 
 
-@pytest.mark.pairs
+@pytest.mark.covering(2)
 @pytest.mark.some(18)
 @pytest.mark.parametrize("activations", DTYPES, ids=str)
 @pytest.mark.parametrize("weights", DTYPES, ids=str)

@@ -126,7 +126,7 @@ def relative_error(y, expected):
     return (y.double() - expected).abs().max() / expected.abs().max()
 
 
-@pytest.mark.pairs
+@pytest.mark.covering(2)
 @pytest.mark.some(12)
 @DTYPES
 @in_turn("num_tokens", [1, 5, 60])
@@ -261,7 +261,7 @@ def random_parts(case: Case, seed: int) -> AdapterParts:
     return parts
 
 
-@pytest.mark.pairs
+@pytest.mark.covering(2)
 @DTYPES
 @pytest.mark.parametrize("sizes", list(SIZES))
 @pytest.mark.parametrize("num_threads", [1, 2])

@@ -83,7 +83,7 @@ def all_equal(results: list[torch.Tensor], expected: torch.Tensor) -> bool:
     return all(torch.equal(result, expected) for result in results)
 
 
-@pytest.mark.pairs
+@pytest.mark.covering(2)
 @pytest.mark.some(20)
 @KINDS
 @SIZES
@@ -103,7 +103,7 @@ def test_a_row_layer(library, dtype, precision, size, slot_bytes):
             assert torch.equal(y, one.linear(x[: len(y)], packed))
 
 
-@pytest.mark.pairs
+@pytest.mark.covering(2)
 @pytest.mark.some(20)
 @KINDS
 @SIZES
@@ -142,7 +142,7 @@ def adapters_of_rank(all_of: PooledAdapters, rank: int, size: int) -> PooledAdap
     return own
 
 
-@pytest.mark.pairs
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @SIZES
 @SLOTS
@@ -164,7 +164,7 @@ def test_lora(library, dtype, size, slot_bytes):
     assert all_equal(run_ranks(library, size, body, slot_bytes), expected)
 
 
-@pytest.mark.pairs
+@pytest.mark.covering(2)
 @SIZES
 @SLOTS
 def test_lora_of_experts(library, size, slot_bytes):
@@ -191,7 +191,7 @@ def test_lora_of_experts(library, size, slot_bytes):
     assert all_equal(run_ranks(library, size, body, slot_bytes), expected)
 
 
-@pytest.mark.pairs
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("size", [1, 2, 3])
 @SLOTS
 def test_columns_of_all_ranks(library, size, slot_bytes):

@@ -39,7 +39,7 @@ def generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
-@pytest.mark.pairs
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("group_size", GROUP_SIZES)
 @pytest.mark.parametrize("form", FORMS)
 def test_the_bits_of_the_reference(
@@ -81,7 +81,7 @@ def by_blocks(
     return sums[0] if bias is None else sums[0] + bias
 
 
-@pytest.mark.pairs
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("num_blocks", [1, 2, 4])
 @pytest.mark.parametrize("form", FORMS)
 def test_blocks_of_inputs(
@@ -94,7 +94,7 @@ def test_blocks_of_inputs(
     assert torch.equal(y, by_blocks(x, weight, num_blocks, bias))
 
 
-@pytest.mark.pairs
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("group_size", GROUP_SIZES)

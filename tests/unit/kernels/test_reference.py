@@ -33,7 +33,7 @@ def test_linear(kernels: Kernels) -> None:
     torch.testing.assert_close(kernels.linear(x, packed), x @ weight.t())
 
 
-@pytest.mark.pairs
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 96), (520, 264), (1376, 40)])
 def test_linear_gives_a_row_the_same_bits_in_any_company(
@@ -198,7 +198,7 @@ class PagedRows:
         return list(output.split(counts))
 
 
-@pytest.mark.pairs
+@pytest.mark.covering(2)
 @pytest.mark.some(14)
 @pytest.mark.parametrize(
     "window", [(None, 0), (1, 0), (5, 0), (100, 0), (1, 1), (5, 70), (100, 17)], ids=str

@@ -18,7 +18,7 @@ def case(**params):
         callspec=SimpleNamespace(params=params),
         marks=marks,
         add_marker=marks.append,
-        get_closest_marker=lambda _: True,
+        get_closest_marker=lambda _: SimpleNamespace(args=(2,)),
     )
 
 
@@ -41,26 +41,34 @@ def names(cases):
 
 def test_few_cases_have_every_pair_of_values():
     cases = grid(SIZES)
-    kept = covering(cases)
+    kept = covering(cases, 2)
     assert pairs(kept) == pairs(cases)
     assert 5 * 6 <= len(kept) <= 1.3 * 5 * 6
     assert len(cases) == 180
 
 
+def test_fewer_have_every_value():
+    cases = grid(SIZES)
+    kept = covering(cases, 1)
+    assert len(kept) == max(SIZES.values())
+    for name, size in SIZES.items():
+        assert {case.callspec.params[name] for case in kept} == set(range(size))
+
+
 def test_the_order_of_cases_does_not_matter():
     cases = grid(SIZES)
-    assert names(covering(cases)) == names(covering(cases[::-1]))
+    assert names(covering(cases, 2)) == names(covering(cases[::-1], 2))
 
 
 @pytest.mark.parametrize("sizes", [{"form": 7}, {"form": 7, "dtype": 3}], ids=str)
 def test_there_is_nothing_to_leave_out_of_one_or_two_parameters(sizes):
     cases = grid(sizes)
-    assert names(covering(cases)) == names(cases)
+    assert names(covering(cases, 2)) == names(cases)
 
 
 def test_values_that_come_together_count_once():
     cases = [case(rows=i, columns=i, dtype=dtype) for i in range(4) for dtype in range(2)]
-    assert names(covering(cases)) == names(cases)
+    assert names(covering(cases, 2)) == names(cases)
 
 
 @pytest.mark.parametrize(

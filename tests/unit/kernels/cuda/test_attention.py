@@ -74,6 +74,7 @@ def error(rows: PagedRows, counts: list[int], rules=None, sink_logits=None) -> f
     return relative_error(rows.attended(queries, rules, sink_logits), expected)
 
 
+@pytest.mark.covering(1)
 @ALL_SHAPES
 @ALL_STEPS
 def test_equals_the_formula(shape, step):
@@ -81,7 +82,7 @@ def test_equals_the_formula(shape, step):
     assert error(PagedRows(ManyShares(), shape, seq_lens), counts) < 1e-6
 
 
-@pytest.mark.pairs
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(
     "shape", [SHAPE, pytest.param(SHAPES["no groups"], marks=pytest.mark.slow)], ids=["4", "1"]
 )
@@ -92,7 +93,7 @@ def test_windows_and_sinks(shape, rules, step):
     assert error(PagedRows(ManyShares(), shape, seq_lens), counts, rules) < 1e-6
 
 
-@pytest.mark.pairs
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("invariant", [False, True], ids=["", "invariant"])
 @pytest.mark.parametrize("shape", [SHAPE, SHAPES["no groups"]], ids=["grouped", "single"])
 @pytest.mark.parametrize("kind", ["cap", "slopes", "sinks", "all, in a window"])
@@ -132,6 +133,7 @@ def test_a_sink_that_outweighs_all_keys_leaves_nothing():
     )
 
 
+@pytest.mark.covering(1)
 @ALL_WINDOWS
 @ALL_STEPS
 def test_batch_invariant_equals_the_formula(rules, step):
@@ -158,7 +160,7 @@ def test_many_shares_equal_the_formula(invariant):
     assert error(rows, [1, 1], window(1000, 20)) < 1e-6
 
 
-@pytest.mark.pairs
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("head_dim", [6, 16, 64, 80, 96, 128, 256, 512])
 @pytest.mark.parametrize("num_heads", [1, 2])
 @pytest.mark.parametrize("invariant", [False, True], ids=["", "invariant"])
@@ -286,6 +288,7 @@ def repeated(
     )
 
 
+@pytest.mark.covering(1)
 @pytest.mark.slow
 @ALL_WINDOWS
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8], ids=str)

@@ -60,6 +60,7 @@ def assert_as_the_reference(logits, rows, options):
     assert drawn.tolist() == reference_draws(logits, rows, options).tolist()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.some(2)
 @pytest.mark.parametrize(
     "vocab_size", [33, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 7, 1000))]
@@ -81,6 +82,7 @@ def test_tokens_of_every_kind_of_row(vocab_size, choices):
     assert_as_the_reference(rows_of_all_kinds(vocab_size), rows, options_of(len(rows), **choices))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("vocab_size", [2, 1030, 2500])
 @pytest.mark.parametrize(

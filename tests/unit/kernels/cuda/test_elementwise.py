@@ -117,7 +117,7 @@ def test_a_factor_is_rounded_once():
     assert not torch.equal(once, residual + x * 0.1)
 
 
-@pytest.mark.pairs
+@pytest.mark.covering(2)
 @pytest.mark.some(10)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @DTYPES
@@ -152,7 +152,7 @@ def test_layer_norm(size, dtype):
     assert_close(output, REFERENCE.layer_norm(x, weight, bias, 1e-3), atol=4e-6)
 
 
-@pytest.mark.pairs
+@pytest.mark.covering(2)
 @pytest.mark.some(6)
 @DTYPES
 @pytest.mark.parametrize("head_dim", [16, 80])
@@ -194,7 +194,7 @@ def test_rotary_turns_a_fused_view_and_nothing_else(num_heads, head_dim, dtype):
     assert torch.equal(ours[:, width + 2 * head_dim :], expected[:, width + 2 * head_dim :])
 
 
-@pytest.mark.pairs
+@pytest.mark.covering(2)
 @pytest.mark.some(20)
 @DTYPES
 @pytest.mark.parametrize("is_interleaved", [False, True])
@@ -215,7 +215,7 @@ def test_rotary_turns_the_first_numbers_of_heads(
     assert torch.equal(ours[:, -1], before[:, -1])
 
 
-@pytest.mark.pairs
+@pytest.mark.covering(2)
 @pytest.mark.some(20)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @DTYPES
@@ -226,7 +226,7 @@ def test_gate(size, activation, dtype):
     assert_close(elementwise.gate(x, activation), REFERENCE.gate(x, activation))
 
 
-@pytest.mark.pairs
+@pytest.mark.covering(2)
 @pytest.mark.some(20)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # e^x overflows, as it should
 @DTYPES

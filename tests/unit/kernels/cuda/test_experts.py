@@ -150,7 +150,7 @@ def routes_of(num_tokens: int, num_chosen: int, num_experts: int) -> Routes:
     return route(torch.randn(num_tokens, num_experts), rules)
 
 
-@pytest.mark.pairs
+@pytest.mark.covering(2)
 @pytest.mark.some(6)
 @DTYPES
 @pytest.mark.parametrize("shared", ["none", "shared", "gated"])

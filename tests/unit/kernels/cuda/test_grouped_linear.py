@@ -62,7 +62,7 @@ def error_of(y: torch.Tensor, expected: torch.Tensor) -> float:
     return float((y.double() - expected).norm() / expected.norm())
 
 
-@pytest.mark.pairs
+@pytest.mark.covering(2)
 @pytest.mark.some(8)
 @FIXED
 @DTYPES
@@ -80,7 +80,7 @@ def test_it_is_the_product_of_each_pair(
         assert error_of(y, product(x, weight, bias, precision, routes)) < TOLERANCE[dtype]
 
 
-@pytest.mark.pairs
+@pytest.mark.covering(2)
 @pytest.mark.some(8)
 @pytest.mark.parametrize("popularity", POPULARITIES)
 @pytest.mark.parametrize(

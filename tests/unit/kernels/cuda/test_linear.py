@@ -47,7 +47,7 @@ def error_of(y: torch.Tensor, expected: torch.Tensor) -> float:
     return float((y.double() - expected).norm() / expected.norm())
 
 
-@pytest.mark.pairs
+@pytest.mark.covering(2)
 @pytest.mark.some(10)
 @pytest.mark.parametrize("batch_invariant", [False, True], ids=["free", "fixed"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -133,6 +133,7 @@ def assert_rows_are_alike(precision: WeightPrecision, dtype: torch.dtype, counts
         assert torch.equal(kernel.apply(x[row : row + 1], packed)[0], expected[row])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.some(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("precision", list(WeightPrecision))
@@ -140,6 +141,7 @@ def test_a_row_has_the_same_bits_alone_and_in_company(precision, dtype):
     assert_rows_are_alike(precision, dtype, (1, 2, 16, 17, 40))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("precision", list(WeightPrecision))

@@ -47,7 +47,7 @@ def test_nothing_is_lost_in_packing(form, group_size):
     assert kernel.join(kernel.parts(packed)) == packed
 
 
-@pytest.mark.pairs
+@pytest.mark.covering(2)
 @pytest.mark.some(12)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("batch_invariant", [False, True], ids=["free", "fixed"])

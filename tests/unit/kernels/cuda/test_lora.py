@@ -74,7 +74,7 @@ def error(result, expected) -> float:
     return float((result.double() - expected).abs().max() / expected.abs().max())
 
 
-@pytest.mark.pairs
+@pytest.mark.covering(2)
 @VARIANTS
 @pytest.mark.parametrize("popularity", ["identical", "distinct", "skewed"])
 @pytest.mark.parametrize("ranks", [slow((1,)), slow((8,)), MIXED], ids=str)

@@ -31,7 +31,7 @@ def logits_of(vocab_size: int) -> torch.Tensor:
     return logits
 
 
-@pytest.mark.pairs
+@pytest.mark.covering(2)
 @pytest.mark.some(8)
 @VOCABS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
