@@ -209,6 +209,7 @@ def test_each_adapter_changes_the_logits(subject: Subject) -> None:
         assert relative_error(logits, base) > 10 * TOLERANCE
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("backend", "changes"),
     [

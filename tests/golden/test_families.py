@@ -139,18 +139,24 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         )
 
 
-def all_cases(test: Callable[..., None]) -> Callable[..., None]:
+def all_cases(*, is_of_families: bool = False) -> Callable[..., Any]:
     """Run a test with all cases; `make test` runs some quick ones.
 
     On torch alone CI runs the quick ones, which have each family once, and `make soak` the others.
+    is_of_families: the same on the kernels, for what `test_family_schedules` tests by trait.
     """
     slow, soak = pytest.mark.slow, pytest.mark.soak
+    others = soak if is_of_families else slow
     cases = [
-        *(pytest.param(name, "fastest", marks=() if name in QUICK else slow) for name in CASES),
+        *(pytest.param(name, "fastest", marks=() if name in QUICK else others) for name in CASES),
         *(pytest.param(name, "reference", marks=slow if name in QUICK else soak) for name in CASES),
     ]
-    test = pytest.mark.parametrize(("subject", "backend"), cases, indirect=True)(test)
-    return pytest.mark.some(14)(pytest.mark.usefixtures("backend")(test))
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        test = pytest.mark.parametrize(("subject", "backend"), cases, indirect=True)(test)
+        return pytest.mark.some(14)(pytest.mark.usefixtures("backend")(test))
+
+    return decorate
 
 
 def make_prompt(length: int, adapter: str | None) -> Prompt:
@@ -168,7 +174,7 @@ PROMPTS = {
 }
 
 
-@all_cases
+@all_cases()
 def test_same_logits_and_tokens_as_transformers(subject: Subject) -> None:
     driver, sampler = subject.driver()
     for adapter, (logits, tokens) in subject.expected.items():
@@ -178,7 +184,7 @@ def test_same_logits_and_tokens_as_transformers(subject: Subject) -> None:
         assert generated == tokens, adapter
 
 
-@all_cases
+@all_cases(is_of_families=True)
 def test_same_bits_in_company_in_chunks_and_in_other_blocks(subject: Subject) -> None:
     prompts = list(PROMPTS.values())
     driver, sampler = subject.driver()
@@ -193,7 +199,7 @@ def test_same_bits_in_company_in_chunks_and_in_other_blocks(subject: Subject) ->
         assert driver.generate(prompts[::-1], NUM_NEW_TOKENS, chunk_size=chunk_size) == alone[::-1]
 
 
-@all_cases
+@all_cases()
 def test_adapters_change_the_logits(subject: Subject) -> None:
     """Or the other tests would prove nothing about them."""
     tokens = PROMPTS["all"].token_ids

@@ -42,11 +42,13 @@ TRAITS = {
 
 
 def parameters() -> list[object]:
-    """Return the cases by trait: all but one are marked slow."""
-    slow = [
-        pytest.param(name, marks=pytest.mark.slow) for names in TRAITS.values() for name in names
+    """Return the cases by trait. CI runs the first of each, and `make soak` the others."""
+    others = [
+        pytest.param(name, marks=pytest.mark.soak if i else pytest.mark.slow)
+        for names in TRAITS.values()
+        for i, name in enumerate(names)
     ]
-    return [QUICK, *slow]
+    return [QUICK, *others]
 
 
 @pytest.mark.parametrize("name", parameters())

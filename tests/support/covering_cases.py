@@ -21,7 +21,8 @@ def mark_what_soak_takes(config: pytest.Config, items: Sequence[pytest.Item]) ->
         return
     by_test = defaultdict[tuple[str, int], list[Any]](list)
     for item in items:
-        if marker := item.get_closest_marker(MARKER):
+        marker = item.get_closest_marker(MARKER)
+        if marker and not item.get_closest_marker("soak"):
             (strength,) = marker.args
             by_test[item.nodeid.partition("[")[0], strength].append(item)
     for (_, strength), cases in by_test.items():

@@ -12,13 +12,19 @@ SIZES = {"dtype": 3, "form": 5, "group": 6, "invariant": 2}
 
 def case(**params):
     marks = []
+
+    def closest(name):
+        if name == "covering":
+            return SimpleNamespace(args=(2,))
+        return next((mark for mark in marks if mark.name == name), None)
+
     name = "-".join(map(str, params.values()))
     return SimpleNamespace(
         nodeid=f"test_file.py::test_many[{name}]",
         callspec=SimpleNamespace(params=params),
         marks=marks,
         add_marker=marks.append,
-        get_closest_marker=lambda _: SimpleNamespace(args=(2,)),
+        get_closest_marker=closest,
     )
 
 
@@ -79,6 +85,13 @@ def test_the_others_are_for_soak_unless_named(args, num_kept):
     mark_what_soak_takes(SimpleNamespace(args=args), cases)
     assert sum(not case.marks for case in cases) == num_kept
     assert {mark.name for case in cases for mark in case.marks} <= {"soak"}
+
+
+def test_a_case_that_soak_takes_anyway_covers_nothing():
+    cases = grid({"a": 2, "b": 2})
+    cases[3].marks.append(pytest.mark.soak)
+    mark_what_soak_takes(SimpleNamespace(args=["tests"]), cases)
+    assert [len(case.marks) for case in cases] == [0, 0, 0, 1]
 
 
 def test_tests_without_the_marker_are_whole():
