@@ -9,6 +9,8 @@ from loraplex.testing.running_server import RunningServer, serving
 from support.capitals.corpus import COUNTRIES, founding_prompts
 from support.eventually import eventually
 
+pytestmark = pytest.mark.slow
+
 NEVER, SOON = "--adapter-watch-seconds=3600", "--adapter-watch-seconds=0.2"
 
 

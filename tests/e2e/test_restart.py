@@ -15,6 +15,7 @@ from loraplex.demo import BASE_PATH
 from loraplex.testing.running_server import RunningServer, serving
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="finds child processes in /proc"),
     pytest.mark.xdist_group("restart"),
 ]
@@ -81,7 +82,6 @@ def test_a_killed_engine_comes_back_and_goes_on(tmp_path):
         assert server.stop() == 0
 
 
-@pytest.mark.slow
 def test_an_engine_that_cannot_come_back(tmp_path):
     """Its model's folder is gone: what was accepted ends with an error, and the server stands."""
     folder = tmp_path / "model"
@@ -104,7 +104,6 @@ def test_an_engine_that_cannot_come_back(tmp_path):
         assert server.stop() == 0
 
 
-@pytest.mark.slow
 def test_sigterm_lets_requests_end_and_leaves_no_process(tmp_path):
     with serving(tmp_path) as server, concurrent.futures.ThreadPoolExecutor(1) as pool:
         job = pool.submit(server.post, "/v1/completions", {**LONG, "max_tokens": 200})
@@ -117,7 +116,6 @@ def test_sigterm_lets_requests_end_and_leaves_no_process(tmp_path):
         assert is_gone(engine)
 
 
-@pytest.mark.slow
 def test_an_engine_ends_when_serving_is_killed(tmp_path):
     with serving(tmp_path) as server:
         engine = engine_pid(server)

@@ -39,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 CASES = {**first.CASES, **rest.CASES, **experts.CASES}
 QUICK = [name for name, case in CASES.items() if case.is_quick]
-NUM_NEW_TOKENS = 24
+NUM_NEW_TOKENS = 12
 MAX_RANK = 16
 RANK_LIMIT = 32
 """Adapters of separate q, k and v that a case fuses have the sum of their ranks."""

@@ -202,7 +202,7 @@ def reference(model: Any, prompt: list[int]) -> Completion:
     return Completion(tuple(output[0, len(prompt) :].tolist()), logits)
 
 
-@pytest.fixture(scope="module", params=quick_and_slow(("llama", "qwen2"), ("mistral", "qwen3")))
+@pytest.fixture(scope="module", params=quick_and_slow(("llama",), ("qwen2", "mistral", "qwen3")))
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     folder = tmp_path_factory.mktemp(request.param)
     base = save_random_model(folder, FAMILIES[request.param])

@@ -124,6 +124,7 @@ def test_any_rows_and_options(data):
     assert_as_the_reference(logits, np.array(rows), options)
 
 
+@pytest.mark.slow
 def test_a_cut_among_more_logits_than_are_listed(monkeypatch):
     monkeypatch.setattr(drawing, "_CAPACITY", 16)
     torch.default_generator.manual_seed(0)
@@ -133,6 +134,7 @@ def test_a_cut_among_more_logits_than_are_listed(monkeypatch):
     assert_as_the_reference(logits, np.arange(2), options)
 
 
+@pytest.mark.slow
 def test_splits_of_several_blocks(monkeypatch):
     monkeypatch.setattr(logit_rows, "MAX_SPLITS", 2)
     torch.default_generator.manual_seed(0)
@@ -192,6 +194,7 @@ def test_ties_of_several_blocks_stay_by_token_id(max_splits, monkeypatch):
     assert draw_tokens(logits, np.array([0, 0]), options).tolist() == [1065, 1099]
 
 
+@pytest.mark.slow
 def test_each_row_has_its_own_options_and_place():
     torch.default_generator.manual_seed(0)
     logits = torch.randn(5, 300)[:, 20:290]
@@ -229,6 +232,7 @@ def test_nearly_all_tokens_are_those_of_the_reference_from_end_to_end():
     assert (drawn != sampling.draw_tokens(logits, np.arange(25), options)).sum() <= 1
 
 
+@pytest.mark.slow
 def test_a_row_that_breaks_the_rules_gets_some_token():
     """It fails elsewhere; but its token may be looked up before that is known."""
     logits = torch.zeros(3, 50)

@@ -30,7 +30,7 @@ VARIANTS = pytest.mark.parametrize(
     [
         pytest.param(torch.float32, 4, id="fp32-few"),
         pytest.param(torch.float16, 4, id="fp16-few", marks=pytest.mark.slow),
-        pytest.param(torch.float16, 16, id="fp16-many"),
+        pytest.param(torch.float16, 16, id="fp16-many", marks=pytest.mark.slow),
     ],
 )
 
