@@ -80,7 +80,7 @@ def test_values_that_come_together_count_once():
 @pytest.mark.parametrize(
     ("args", "num_kept"), [(["tests"], 6), (["tests", "test_file.py::test_many"], 12)], ids=str
 )
-def test_the_others_are_for_soak_unless_named(args, num_kept):
+def test_soak_takes_the_others_of_a_test_that_is_not_named(args, num_kept):
     cases = grid({"a": 2, "b": 3, "c": 2})
     mark_what_soak_takes(SimpleNamespace(args=args), cases)
     assert sum(not case.marks for case in cases) == num_kept
