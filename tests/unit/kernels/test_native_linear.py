@@ -138,7 +138,7 @@ def test_tiles_add_even_and_odd_inputs_of_each_32_apart() -> None:
     for step in range(0, 333, 32):
         chains = torch.zeros(2, 40, 48)
         for i in range(step, min(333, step + 32)):
-            # A product of two bfloat16 is exact in float32, and float64 rounds no sum of these sizes.
+            # Products of bfloat16 are exact in float32; float64 rounds no sum of these sizes.
             product = x[:, i, None].double() * weight[:, i].double()
             chains[i % 2] = (chains[i % 2].double() + product).float()
         sums += chains[0] + chains[1]

@@ -65,7 +65,7 @@ Watch = Callable[[str, NativeFunction, Sequence[Any]], NativeFunction]
 
 
 CPU_AMX_BF16 = 64
-"""Of LORAPLEX_CPU_* in abi.h: the one that changes bits, those of bfloat16 products (ADR 47)."""
+"""LORAPLEX_CPU_AMX_BF16 of abi.h, which changes the bits of bfloat16 products (ADR 47)."""
 
 
 class NativeLibraryError(Exception):
