@@ -154,7 +154,7 @@ class ModelRank:
     def _processor(self) -> str:
         if self._model.device.startswith("cuda"):
             return torch.cuda.get_device_name(self._device)
-        return native_library().instruction_set
+        return native_library().arithmetic
 
     @property
     def _device(self) -> str:

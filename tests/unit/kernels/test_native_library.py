@@ -14,6 +14,7 @@ from loraplex.kernels import dispatch
 from loraplex.kernels.native import library as native
 from loraplex.kernels.native.backend import NativeKernels
 from loraplex.kernels.native.library import (
+    CPU_AMX_BF16,
     INSTRUCTION_SETS,
     LIBRARY_FOLDER,
     NativeLibrary,
@@ -62,6 +63,17 @@ def test_a_cpu_gets_no_library_that_it_cannot_run(monkeypatch: pytest.MonkeyPatc
     assert available_instruction_sets() == ("generic",)
     with pytest.raises(NativeLibraryError, match=r"none of x86-64-v3 in .*; there are generic"):
         load_library(("x86-64-v3",))
+
+
+@needs_library
+def test_amx_is_part_of_what_decides_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    generic, best = load_library(("generic",)), load_library()
+    monkeypatch.setattr(NativeLibrary, "cpu_features", lambda self: CPU_AMX_BF16)
+    assert generic.arithmetic == "generic"
+    has_kernels = best.instruction_set == "x86-64-v4"
+    assert best.arithmetic == best.instruction_set + (" with AMX" if has_kernels else "")
+    monkeypatch.setattr(NativeLibrary, "cpu_features", lambda self: ~CPU_AMX_BF16)
+    assert best.arithmetic == best.instruction_set
 
 
 @pytest.mark.slow

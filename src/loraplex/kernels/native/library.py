@@ -64,6 +64,9 @@ Watch = Callable[[str, NativeFunction, Sequence[Any]], NativeFunction]
 """Given the name, the function and its argument types: a function to call instead."""
 
 
+_AMX_SET = "x86-64-v4"
+"""Instruction set whose library has AMX's kernels."""
+
 CPU_AMX_BF16 = 64
 """LORAPLEX_CPU_AMX_BF16 of abi.h, which changes the bits of bfloat16 products (ADR 47)."""
 
@@ -89,6 +92,12 @@ class NativeLibrary:
             )
         self._watch: Watch | None = None
         self.instruction_set = self.text_function("loraplex_instruction_set")()
+
+    @property
+    def arithmetic(self) -> str:
+        """Name of the instructions that decide the bits of results: equal on equal names."""
+        has_tiles = self.instruction_set == _AMX_SET and self.cpu_features() & CPU_AMX_BF16
+        return f"{self.instruction_set} with AMX" if has_tiles else self.instruction_set
 
     def watched(self, watch: Watch) -> "NativeLibrary":
         """The same library; its functions are what `watch` makes of them."""
