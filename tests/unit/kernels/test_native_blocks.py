@@ -8,11 +8,14 @@ import pytest
 import torch
 from tests.support.pooled_adapters import PooledAdapters, token_uses
 from tests.support.routed_pairs import routes_by
+from tests.support.tile_sums import has_tiles, tile_sums
 
 from loraplex.core.errors import ConfigError
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels.native.backend import NativeKernels
 from loraplex.kernels.native.library import (
+    CPU_AMX_BF16,
+    NativeLibrary,
     NativeLibraryError,
     available_instruction_sets,
     load_library,
@@ -49,9 +52,14 @@ RANKS = (1, 3, 8, 64)
 
 
 @pytest.fixture(params=INSTRUCTION_SETS)
-def kernels(request) -> NativeKernels:
+def library(request) -> NativeLibrary:
+    return load_library([request.param])
+
+
+@pytest.fixture
+def kernels(library) -> NativeKernels:
     torch.default_generator.manual_seed(0)
-    return NativeKernels(load_library([request.param]), 2)
+    return NativeKernels(library, 2)
 
 
 def sizes_of(precision: WeightPrecision) -> list[tuple[int, int]]:
@@ -80,21 +88,33 @@ def by_blocks(
 ) -> torch.Tensor:
     """The definition of a row layer, by plain layers."""
     pairs = zip(x.float().chunk(num_blocks, 1), weight.chunk(num_blocks, 1), strict=True)
-    total = tree([kernels.linear(i, kernels.pack_linear(w, None, precision)) for i, w in pairs])
-    return (total if bias is None else total + bias.float()).to(x.dtype)
+    sums = [kernels.linear(i, kernels.pack_linear(w, None, precision)) for i, w in pairs]
+    return of_sums(sums, bias, x.dtype)
+
+
+def of_sums(
+    sums: list[torch.Tensor], bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    total = tree(sums)
+    return (total if bias is None else total + bias.float()).to(dtype)
 
 
 @pytest.mark.covering(2)
 @pytest.mark.some(24)
 @KINDS
 @pytest.mark.parametrize("num_blocks", [1, 2, 4, 8])
-def test_each_block_has_a_sum_of_its_own(kernels, dtype, precision, num_blocks):
+def test_each_block_has_a_sum_of_its_own(library, kernels, dtype, precision, num_blocks):
+    is_of_tiles = has_tiles(library) and dtype is torch.bfloat16 and precision is NATIVE
     for block_inputs, out_features in sizes_of(precision):
         weight = torch.randn(out_features, num_blocks * block_inputs).to(dtype)
         for bias in (torch.randn(out_features).to(dtype), None):
             packed = kernels.pack_linear(weight, bias, precision, num_blocks)
             x = torch.randn(40, weight.shape[1]).to(dtype)
-            expected = by_blocks(kernels, x, weight, bias, precision, num_blocks)
+            if is_of_tiles:
+                pairs = zip(x.chunk(num_blocks, 1), weight.chunk(num_blocks, 1), strict=True)
+                expected = of_sums([tile_sums(*pair) for pair in pairs], bias, dtype)
+            else:
+                expected = by_blocks(kernels, x, weight, bias, precision, num_blocks)
             for num_rows in ROWS:
                 assert torch.equal(kernels.linear(x[:num_rows], packed), expected[:num_rows])
 
@@ -128,6 +148,7 @@ def test_instruction_sets_with_fused_multiply_add_agree_to_the_bit(dtype, precis
     for name in INSTRUCTION_SETS:
         if name != "generic" or precision is not NATIVE:
             kernels = NativeKernels(load_library([name]), 2)
+            kernels._pool.limit_cpu_features(~CPU_AMX_BF16 & (1 << 64) - 1)
             results.append(kernels.linear(x, kernels.pack_linear(weight, None, precision, 4)))
     assert all(torch.equal(results[0], other) for other in results[1:])
 

@@ -17,6 +17,7 @@ from loraplex.kernels.native.library import (
     load_library,
 )
 from loraplex.kernels.native.linear import LinearKernel, PackedWeight
+from support.tile_sums import best_library_has_tiles, tile_sums
 
 pytestmark = pytest.mark.skipif(
     not LIBRARY_FOLDER.exists(), reason="loraplex was installed without a compiler"
@@ -50,10 +51,6 @@ def make_kernel(instruction_set: str, num_threads: int, features: int = ~0) -> L
     pool = ThreadPool(library, num_threads)
     pool.limit_cpu_features(features & (1 << 64) - 1)
     return LinearKernel(library, pool)
-
-
-def has_amx_bfloat16() -> bool:
-    return bool(load_library().cpu_features() & CPU_AMX_BF16)
 
 
 def random_weight(
@@ -129,22 +126,16 @@ def test_instruction_sets_with_fused_multiply_add_agree_to_the_bit(dtype: torch.
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
-@pytest.mark.skipif(not has_amx_bfloat16(), reason="needs AMX")
 def test_tiles_add_even_and_odd_inputs_of_each_32_apart() -> None:
+    if not (LIBRARY_FOLDER.exists() and best_library_has_tiles()):
+        pytest.skip("needs AMX")
     kernel = make_kernel("x86-64-v4", 2)
     weight, _ = random_weight(48, 333, torch.bfloat16)
     x = random_rows(40, 333, torch.bfloat16)
-    sums = torch.zeros(40, 48)
-    for step in range(0, 333, 32):
-        chains = torch.zeros(2, 40, 48)
-        for i in range(step, min(333, step + 32)):
-            # Products of bfloat16 are exact in float32; float64 rounds no sum of these sizes.
-            product = x[:, i, None].double() * weight[:, i].double()
-            chains[i % 2] = (chains[i % 2].double() + product).float()
-        sums += chains[0] + chains[1]
+    expected = tile_sums(x, weight).bfloat16()
     packed = kernel.pack(weight, None)
-    assert torch.equal(kernel.apply(x, packed), sums.bfloat16())
-    assert torch.equal(one_by_one(kernel, x, packed), sums.bfloat16())
+    assert torch.equal(kernel.apply(x, packed), expected)
+    assert torch.equal(one_by_one(kernel, x, packed), expected)
 
 
 @pytest.mark.parametrize("magnitude", [1e-38, 1e-30, 1e-20, 1e20, 3e38])
