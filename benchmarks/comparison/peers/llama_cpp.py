@@ -42,9 +42,10 @@ _GGUF_TYPE = re.compile(r"gguf:(I?Q(\d)_\w+)")
 
 
 class ThreadSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of threads that llama.cpp documents: tools/server/README.md (--threads,
-    --threads-batch, --poll), docs/development/token_generation_performance_tips.md (fewer threads
-    than processors, which may be halves of cores) and docs/build.md (GGML_OPENMP)."""
+    """Settings of threads and weights that llama.cpp documents: tools/server/README.md (--threads,
+    --threads-batch, --poll, --no-repack), docs/build.md (GGML_OPENMP) and
+    docs/development/token_generation_performance_tips.md (fewer threads than processors, which may
+    be halves of cores)."""
 
     poll: int = 50
     """Its default. Only threads that are not OpenMP's poll."""
@@ -52,17 +53,20 @@ class ThreadSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Number of threads for prompts over that for decoding."""
     has_openmp: bool = True
     """The default of a build; without it: cmake -B build-no-openmp -DGGML_OPENMP=OFF."""
+    repacks: bool = True
+    """Its default. Without it quantised weights stay as they are in the file, and AMX is not used:
+    some builds for AMX end with an illegal instruction in a virtual machine."""
 
     @property
     def name(self) -> str:
         build = "as built" if self.has_openmp else "OpenMP off"
         part = f", --threads / {self.threads_divisor}" if self.threads_divisor > 1 else ""
-        return f"{build}, --poll {self.poll}{part}"
+        return f"{build}, --poll {self.poll}{part}{'' if self.repacks else ', --no-repack'}"
 
     def flags(self, num_threads: int) -> list[str]:
         decoding = max(1, num_threads // self.threads_divisor)
         threads = ["--threads", str(decoding), "--threads-batch", str(num_threads)]
-        return [*threads, "--poll", str(self.poll)]
+        return [*threads, "--poll", str(self.poll), *([] if self.repacks else ["--no-repack"])]
 
 
 _THREADS = (
@@ -72,6 +76,8 @@ _THREADS = (
     ThreadSettings(has_openmp=False),
     ThreadSettings(has_openmp=False, poll=0),
     ThreadSettings(has_openmp=False, poll=100),
+    ThreadSettings(repacks=False),
+    ThreadSettings(has_openmp=False, poll=100, repacks=False),
 )
 
 

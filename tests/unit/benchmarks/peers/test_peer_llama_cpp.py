@@ -212,6 +212,7 @@ async def test_the_documented_settings_of_threads(folder, executable, setup, fak
         )
         place.unlink(missing_ok=True)
         flags[name] = [fake_server.flag(f) for f in ("--threads", "--threads-batch", "--poll")]
+        assert ("--no-repack" in running.launch.command) == ("--no-repack" in name)
     assert flags == {
         "as built, --poll 50": ["4", "4", "50"],
         "as built, --poll 0": ["4", "4", "0"],
@@ -219,6 +220,8 @@ async def test_the_documented_settings_of_threads(folder, executable, setup, fak
         "OpenMP off, --poll 50": ["4", "4", "50"],
         "OpenMP off, --poll 0": ["4", "4", "0"],
         "OpenMP off, --poll 100": ["4", "4", "100"],
+        "as built, --poll 50, --no-repack": ["4", "4", "50"],
+        "OpenMP off, --poll 100, --no-repack": ["4", "4", "100"],
     }
 
 
