@@ -35,9 +35,12 @@ constexpr int product_vectors(int rows) {
     return most >= 8 ? 8 : most >= 4 ? 4 : 2;
 }
 
-template <bool kAccumulate, int kRows, int kVectors, typename T>
-inline void multiply_full(std::int64_t depth, Matrix<const float> a, Matrix<const T> b,
-                          Matrix<float> c) {
+// vector(i, v): vector v of row i of b
+template <bool kAccumulate, int kRows, int kVectors, typename GetVector>
+__attribute__((always_inline)) inline void multiply_vectors(std::int64_t depth,
+                                                            Matrix<const float> a,
+                                                            const GetVector &vector,
+                                                            Matrix<float> c) {
     Floats sums[kRows][kVectors];
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
@@ -50,7 +53,7 @@ inline void multiply_full(std::int64_t depth, Matrix<const float> a, Matrix<cons
         Floats row[kVectors];
 #pragma GCC unroll 16
         for (int v = 0; v < kVectors; ++v) {
-            row[v] = load(b.row(i) + v * kLanes);
+            row[v] = vector(i, v);
         }
 #pragma GCC unroll 16
         for (int r = 0; r < kRows; ++r) {
@@ -68,6 +71,17 @@ inline void multiply_full(std::int64_t depth, Matrix<const float> a, Matrix<cons
             store(c.row(r) + v * kLanes, sums[r][v]);
         }
     }
+}
+
+template <bool kAccumulate, int kRows, int kVectors, typename T>
+inline void multiply_full(std::int64_t depth, Matrix<const float> a, Matrix<const T> b,
+                          Matrix<float> c) {
+    multiply_vectors<kAccumulate, kRows, kVectors>(
+        depth, a,
+        [&](std::int64_t i, int v) __attribute__((always_inline)) {
+            return load(b.row(i) + v * kLanes);
+        },
+        c);
 }
 
 // Fewer columns than lanes.
@@ -132,36 +146,12 @@ inline void multiply(std::int64_t rows, std::int64_t columns, std::int64_t depth
 template <int kRows, int kVectors, typename T>
 inline void multiply_apart(std::int64_t depth, Matrix<const float> a, const T *const *columns,
                            std::int64_t stride, Matrix<float> c) {
-    Floats sums[kRows][kVectors];
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 16
-        for (int v = 0; v < kVectors; ++v) {
-            sums[r][v] = zeros();
-        }
-    }
-    for (std::int64_t i = 0; i < depth; ++i) {
-        Floats row[kVectors];
-#pragma GCC unroll 16
-        for (int v = 0; v < kVectors; ++v) {
-            row[v] = load(columns[v] + i * stride);
-        }
-#pragma GCC unroll 16
-        for (int r = 0; r < kRows; ++r) {
-            const Floats factor = broadcast(a.row(r)[i]);
-#pragma GCC unroll 16
-            for (int v = 0; v < kVectors; ++v) {
-                sums[r][v] = multiply_add(factor, row[v], sums[r][v]);
-            }
-        }
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 16
-        for (int v = 0; v < kVectors; ++v) {
-            store(c.row(r) + v * kLanes, sums[r][v]);
-        }
-    }
+    multiply_vectors<false, kRows, kVectors>(
+        depth, a,
+        [&](std::int64_t i, int v) __attribute__((always_inline)) {
+            return load(columns[v] + i * stride);
+        },
+        c);
 }
 
 template <int kRows, typename T>

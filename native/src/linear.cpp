@@ -43,8 +43,9 @@ public:
            const PanelLayout<W> &layout, std::int64_t out_features, std::int64_t in_features,
            const float *bias, loraplex_channel *channel, T *y, std::int64_t y_stride)
         : pool_(pool), x_(x), x_stride_(x_stride), packed_(packed), layout_(layout),
-          pieces_(layout, RowInputs::kDepth), block_products_(layout, pool.cpu_features()), out_features_(out_features), in_features_(in_features), bias_(bias),
-          channel_(channel), y_(y), y_stride_(y_stride), inputs_(nullptr, 0, pieces_) {
+          pieces_(layout, RowInputs::kDepth), block_products_(layout, pool.cpu_features()),
+          out_features_(out_features), in_features_(in_features), bias_(bias), channel_(channel),
+          y_(y), y_stride_(y_stride), inputs_(nullptr, 0, pieces_) {
         if (channel != nullptr && channel->capacity() < out_features) {
             throw std::invalid_argument("linear: a slot of the channel is less than a row");
         }
@@ -187,7 +188,8 @@ private:
                       [[maybe_unused]] Range rows, float *sums, std::int64_t size) {
         if constexpr (kIsQuantized<W>) {
             const std::int64_t row_size = product.block_outputs();
-            for (float *block = sums; block < sums + size; block += padded_rows(rows.size) * row_size) {
+            const std::int64_t block_size = padded_rows(rows.size) * row_size;
+            for (float *block = sums; block < sums + size; block += block_size) {
                 for (std::int64_t row = 0; row < rows.size; ++row) {
                     const Floats scale = broadcast(inputs_.scale(rows.first + row, input_block));
                     for (float *at = block + row * row_size; at < block + (row + 1) * row_size;

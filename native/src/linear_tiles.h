@@ -48,6 +48,17 @@ struct TilePanels {
     std::int64_t num_blocks;
 };
 
+// The weights of the call after that of block i of a piece: of the tile's next block, or of the first
+// one and the next piece, or of the next tile.
+template <typename W>
+const W *weights_after(const PanelLayout<W> &layout, const TilePanels<W> &panels, int block_panels,
+                       std::int64_t i, const InputPiece &piece, const InputPiece &next) {
+    const W *next_panel = panels.first + (i + 1) * block_panels * layout.stride();
+    return i + 1 < panels.num_blocks            ? layout.values(next_panel, piece.block, piece.first)
+           : next.block < layout.num_blocks() ? layout.values(panels.first, next.block, next.first)
+                                              : next_panel;
+}
+
 // Neighbouring rows that are multiplied with one weight, cut into tiles.
 struct Product {
     std::int64_t weight;  // its number

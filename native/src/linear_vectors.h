@@ -39,31 +39,21 @@ public:
     // the piece after it, of a block that is none if it is the last.
     void add(const Inputs<W> &inputs, BlockShape shape, Range rows, TilePanels<W> panels,
              const InputPiece &piece, const InputPiece &next, float *sums) const {
-        const W *panel = panels.first;
         for (std::int64_t i = 0; i < panels.num_blocks; ++i) {
-            const W *next_panel = panel + shape.panels * layout_.stride();
-            // The tile's next call, or the next tile's first.
-            const W *ahead = i + 1 < panels.num_blocks ? values(next_panel, piece)
-                             : next.block < layout_.num_blocks()
-                                 ? values(panels.first, next)
-                                 : next_panel;
-            add_block(inputs, shape, rows, panel, piece, ahead, sums);
-            panel = next_panel;
+            const W *ahead = weights_after(layout_, panels, shape.panels, i, piece, next);
+            add_block(inputs, shape, rows, panels.first + i * shape.panels * layout_.stride(),
+                      piece, ahead, sums);
             sums += padded_rows(rows.size) * shape.panels * kPanelWidth;
         }
     }
 
 private:
-    const W *values(const W *panel, const InputPiece &piece) const {
-        return layout_.values(panel, piece.block, piece.first);
-    }
-
     // next: the weights of the call after this one.
     void add_block(const Inputs<W> &inputs, BlockShape shape, Range rows, const W *panel,
                    const InputPiece &piece, const W *next, float *sums) const {
         const std::int64_t num_row_blocks = divide_up(rows.size, shape.rows);
         BlockWeights<W> block = {
-            values(panel, piece), layout_.stride(),
+            layout_.values(panel, piece.block, piece.first), layout_.stride(),
             layout_.scales(panel, piece.block, piece.first),
             layout_.offsets(panel, piece.block, piece.first), layout_.table(panel, piece.block),
             layout_.group_size(), {}};
