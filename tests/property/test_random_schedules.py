@@ -21,7 +21,7 @@ SHAPE = {
     "vocab_size": 199,
 }
 SETTINGS = RunnerSettings(block_size=4, num_blocks=80, max_num_seqs=8, max_lora_rank=8)
-NUM_SCHEDULES = num_examples(0.8)
+NUM_SCHEDULES = num_examples(1.6)
 
 
 @pytest.fixture(autouse=True)

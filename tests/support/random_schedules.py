@@ -105,7 +105,7 @@ class Schedules:
         num_requests: int = 24,
         max_prompt_tokens: int = 40,
         max_tokens: int = 10,
-        ranks: Sequence[int] = (1, 4, 8, 3),
+        ranks: Sequence[int] = (8, 7, 8, 8),
     ) -> None:
         """parts.sampler is not used; parts.host_adapters is filled."""
         self.tally = Tally()
@@ -136,7 +136,7 @@ class Schedules:
         """Return the differences between this seed's schedule and lone requests; empty if none."""
         draws = random.Random(f"schedule {seed}")
         engine = self._random_engine(draws)
-        requests = draws.sample(self._requests, draws.randint(2, min(8, len(self._requests))))
+        requests = draws.sample(self._requests, draws.randint(2, min(12, len(self._requests))))
         arrivals = sorted((draws.randint(0, 12), index) for index in range(len(requests)))
         aborts = {draws.randint(1, 20): r.request_id for r in requests if draws.random() < 0.1}
         last_step = draws.choice([_NEVER, draws.randint(2, 20)])
@@ -210,7 +210,7 @@ class Schedules:
                     for group in capacity.kv_groups
                 ),
                 num_adapter_pages=min(
-                    capacity.num_adapter_pages, draws.randint(least_pages, 2 * least_pages)
+                    capacity.num_adapter_pages, draws.randint(least_pages, 3 * least_pages // 2)
                 ),
                 max_num_seqs=draws.randint(1, capacity.max_num_seqs),
             ),
