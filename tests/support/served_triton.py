@@ -1,14 +1,10 @@
 """The Triton front ends over a Backend, on free loopback ports, for tests of their clients."""
 
-import asyncio
 import dataclasses
-import socket
-import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 
-import uvicorn
+from anyio.from_thread import start_blocking_portal
 
 from loraplex.frontends.access import Authenticate, everyone_is_local
 from loraplex.frontends.kserve.grpc.server import GrpcServer
@@ -18,8 +14,7 @@ from loraplex.frontends.kserve.models.declaration import ModelDeclaration
 from loraplex.frontends.kserve.models.model_control import ModelControl
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.serving.backend import Backend
-
-START_TIMEOUT_SECONDS = 30.0
+from support.served import serving
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,33 +36,19 @@ def served_triton(
     control: ModelControl | None = None,
 ) -> Iterator[ServedTriton]:
     """Serve backend over HTTP and gRPC; its event loop runs in a thread of its own."""
-    service = TritonService(backend, declarations=declarations, control=control)
-    started: Future[ServedTriton] = Future()
-    stop = threading.Event()
 
-    async def serve() -> None:
+    @asynccontextmanager
+    async def serving_both() -> AsyncIterator[ServedTriton]:
+        service = TritonService(backend, declarations=declarations, control=control)
         routes = kserve_routes(service, authenticate=authenticate, max_body_bytes=max_body_bytes)
-        app = PathRouter(routes)
-        config = uvicorn.Config(
-            app, interface="asgi3", log_level="warning", lifespan="off", ws="none"
-        )
-        listener = socket.create_server(("127.0.0.1", 0))
-        http = uvicorn.Server(config)
-        serving = asyncio.create_task(http.serve(sockets=[listener]))
         grpc = GrpcServer(service, "127.0.0.1", 0, authenticate=authenticate)
-        await grpc.start()
-        http_address = f"127.0.0.1:{listener.getsockname()[1]}"
-        started.set_result(ServedTriton(http_address, f"127.0.0.1:{grpc.port}", service))
-        await asyncio.to_thread(stop.wait)
-        await grpc.stop(grace_seconds=0.0)
-        http.should_exit = True
-        await serving
-        listener.close()
+        async with serving(PathRouter(routes)) as http:
+            await grpc.start()
+            yield ServedTriton(http, f"127.0.0.1:{grpc.port}", service)
+            await grpc.stop(grace_seconds=0.0)
 
-    thread = threading.Thread(target=asyncio.run, args=(serve(),), daemon=True)
-    thread.start()
-    try:
-        yield started.result(START_TIMEOUT_SECONDS)
-    finally:
-        stop.set()
-        thread.join()
+    with (
+        start_blocking_portal() as portal,
+        portal.wrap_async_context_manager(serving_both()) as triton,
+    ):
+        yield triton

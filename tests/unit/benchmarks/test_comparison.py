@@ -358,7 +358,7 @@ def with_variants(fake_system, **seconds_per_token):
 
 
 async def test_the_fastest_variant_is_measured(compare, fake_system):
-    peer = with_variants(fake_system, default=0.02, sleepy=0.01, keen=0.0, broken=0.0)
+    peer = with_variants(fake_system, default=0.004, sleepy=0.002, keen=0.0, broken=0.0)
     peer.variants["broken"].start_failures = [ConfigError("no such build")] * 9
     ours = fake_system()
     journal, _ = await compare([ours, peer])
@@ -382,7 +382,7 @@ async def test_the_fastest_variant_is_measured(compare, fake_system):
 
 
 async def test_variants_are_tried_once(compare, fake_system):
-    await compare([with_variants(fake_system, slow=0.02, quick=0.0)])
+    await compare([with_variants(fake_system, slow=0.002, quick=0.0)])
     again = with_variants(fake_system, slow=0.0, quick=0.0)
     await compare([again])
     assert not any(variant.starts for variant in again.variants.values())

@@ -146,6 +146,8 @@ def assert_gone(pids: list[int]) -> None:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.some(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("hangs_in", ["converting", "starting", "running"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_all_and_a_second_start_goes_on(
