@@ -53,6 +53,7 @@ def row(
     slot: int = 0,
     outputs: Sequence[int] = (),
     ends: tuple[int, ...] = (EOS,),
+    tenant: str = "",
     **sampling: Any,
 ) -> RowAdded:
     return RowAdded(
@@ -64,6 +65,7 @@ def row(
         token_ids=(5, 6, 7, *outputs),
         num_prompt_tokens=3,
         end_token_ids=ends,
+        tenant=tenant,
     )
 
 

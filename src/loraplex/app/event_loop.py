@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-from loraplex.serving.fair_thread_pool import FairThreadPool
+from loraplex.serving.tenant_threads import default_executor
 
 try:
     import uvloop
@@ -17,5 +17,5 @@ else:
 def run(main: Coroutine[Any, Any, None]) -> None:
     """asyncio.run, on the loop that costs a request less; tenants take turns in its threads."""
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        runner.get_loop().set_default_executor(FairThreadPool())
+        runner.get_loop().set_default_executor(default_executor())
         runner.run(main)

@@ -63,6 +63,8 @@ class RowAdded(msgspec.Struct, frozen=True, omit_defaults=True):
     """End tokens that may come where the grammar of the row may end."""
     adapters: tuple[tuple[AdapterHandle, float], ...] = ()
     """(handle, scale); empty is the base model."""
+    tenant: str = ""
+    """Whose row it is: tenants take turns where grammars are compiled."""
 
 
 class RowStep(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -53,7 +53,7 @@ from loraplex.deploy.replica import started_replica
 from loraplex.deploy.routed_adapter import routed_adapter
 from loraplex.frontends.body_memory import BodyLease, BodyMemory
 from loraplex.frontends.telemetry.request_ids import HEADER, request_id
-from loraplex.serving.fair_thread_pool import FairThreadPool
+from loraplex.serving.tenant_threads import default_executor
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class LoraplexReplica:
         config = msgspec.msgpack.decode(settings, type=Config)
         set_up_logging(config.server)
         raise_open_file_limit(config.server.max_connections)
-        asyncio.get_running_loop().set_default_executor(FairThreadPool())
+        asyncio.get_running_loop().set_default_executor(default_executor())
         self._stack = contextlib.AsyncExitStack()
         self._replica = await self._stack.enter_async_context(started_replica(config))
 

@@ -90,6 +90,7 @@ class PlanBuilder:
                 suppressed_token_ids=request.stop_rules.suppressed_token_ids,
                 end_token_ids=request.stop_rules.grammar_end_ids,
                 adapters=request.adapters,
+                tenant=request.engine_request.tenant,
             )
         )
 

@@ -4,6 +4,7 @@ The only module of the engine that needs llguidance when it is imported.
 """
 
 import collections
+import threading
 from typing import Final
 
 import llguidance
@@ -23,7 +24,7 @@ _SENTINEL: Final = "\x02"
 
 
 class GrammarCompiler:
-    """Used by one thread."""
+    """Any number of threads may call it."""
 
     def __init__(self, vocab_size: int, source: VocabularySource | None) -> None:
         """Takes about a second per 50,000 tokens. Raises why the model has no vocabulary."""
@@ -37,20 +38,24 @@ class GrammarCompiler:
             verbose_errors=False, **msgspec.structs.asdict(vocabulary.limits)
         )
         self._tokenizer = build_tokenizer(vocabulary, vocab_size)
+        self._lock = threading.Lock()
         self._prototypes: collections.OrderedDict[str, llguidance.LLMatcher] = (
             collections.OrderedDict()
         )
 
     def matcher(self, text: str) -> llguidance.LLMatcher:
         """Return a matcher. It may be in an error state, which it reports itself."""
-        prototype = self._prototypes.pop(text, None)
+        with self._lock:
+            prototype = self._prototypes.get(text)
         if prototype is None:
             prototype = llguidance.LLMatcher(
                 self._tokenizer, text, log_level=0, limits=self._limits
             )
-        self._prototypes[text] = prototype
-        if len(self._prototypes) > _MAX_PROTOTYPES:
-            self._prototypes.popitem(last=False)
+        with self._lock:
+            self._prototypes[text] = prototype
+            self._prototypes.move_to_end(text)
+            if len(self._prototypes) > _MAX_PROTOTYPES:
+                self._prototypes.popitem(last=False)
         return prototype.deep_copy()
 
 

@@ -2,12 +2,14 @@
 
 import concurrent.futures
 import logging
+import threading
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from loraplex.core.errors import ErrorInfo, InternalError, LoraplexError
+from loraplex.core.fair_thread_pool import FairThreadPool
 from loraplex.core.grammar import GrammarKind
 from loraplex.core.plan import LogitsNeeded, RowAdded, RowStep, Slot
 from loraplex.execution.grammar.matcher import BitmaskArray, RowMatcher, bitmask_words
@@ -28,8 +30,10 @@ class GrammarRows:
     """Rows whose sampling has a grammar; it ignores all others.
 
     Used by one thread. `begin` starts the masks of a step, `unready` and `bitmasks` wait for them.
-    Two threads compute: one compiles grammars (and at the first row the tokenizer) and fills the
-    first masks of their rows, so that a long compilation delays no mask of another row.
+    Some threads compile grammars (and at the first row the tokenizer) and fill the first masks of
+    their rows, others fill all other masks: a long compilation delays no mask of another row.
+    Tenants take turns in both. One has a thread at most, in which its tasks run in order, and there
+    is one more for the others.
     """
 
     def __init__(
@@ -48,8 +52,9 @@ class GrammarRows:
         self._wait_seconds = _WAIT_SECONDS if defers else None
         self._source = source
         self._rows: dict[Slot, _Row] = {}
-        self._compiling = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="grammar")
-        self._filling = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="masks")
+        self._compiling = FairThreadPool(2, 1, "grammar")
+        self._filling = FairThreadPool(2, 1, "masks")
+        self._making_compiler = threading.Lock()
         self._compiler: GrammarCompiler | LoraplexError | None = None
 
     def add_row(self, row: RowAdded) -> None:
@@ -57,7 +62,7 @@ class GrammarRows:
         if row.sampling.grammar is not None:
             joined = self._rows[row.slot] = _Row(row)
             # The steps of its prompt need not wait until its grammar is compiled.
-            self._compiling.submit(self._make_matcher, joined)
+            self._compiling.submit_for(row.tenant, self._make_matcher, joined)
 
     def remove_row(self, slot: Slot) -> None:
         row = self._rows.pop(slot, None)
@@ -115,7 +120,7 @@ class GrammarRows:
         if row.masks is not None and not row.masks.done():
             thread = row.thread  # one thread at a time uses a matcher
         row.drafts, row.thread = drafts, thread
-        row.masks = thread.submit(self._fill, row, drafts, learnt)
+        row.masks = thread.submit_for(row.added.tenant, self._fill, row, drafts, learnt)
 
     def _masks(self, slot: Slot) -> concurrent.futures.Future[BitmaskArray]:
         masks = self._rows[slot].masks
@@ -140,20 +145,24 @@ class GrammarRows:
             row.problem = error.to_info()
 
     def _ready_compiler(self) -> "GrammarCompiler":
-        if self._compiler is None:
-            # Not at the top: no start of an engine is to wait for llguidance.
-            from loraplex.execution.grammar.compiler import GrammarCompiler  # noqa: PLC0415
-
-            try:
-                self._compiler = GrammarCompiler(self._vocab_size, self._source)
-            except LoraplexError as error:
-                self._compiler = error
-            except Exception as error:  # whatever a foreign tokenizer raises: not the step's end
-                _LOGGER.exception("grammars have no tokenizer")
-                self._compiler = InternalError(f"the model's tokens cannot be read: {error}")
+        with self._making_compiler:
+            if self._compiler is None:
+                self._compiler = self._made_compiler()
         if isinstance(self._compiler, LoraplexError):
             raise self._compiler
         return self._compiler
+
+    def _made_compiler(self) -> "GrammarCompiler | LoraplexError":
+        # Not at the top: no start of an engine is to wait for llguidance.
+        from loraplex.execution.grammar.compiler import GrammarCompiler  # noqa: PLC0415
+
+        try:
+            return GrammarCompiler(self._vocab_size, self._source)
+        except LoraplexError as error:
+            return error
+        except Exception as error:  # whatever a foreign tokenizer raises: not the step's end
+            _LOGGER.exception("grammars have no tokenizer")
+            return InternalError(f"the model's tokens cannot be read: {error}")
 
 
 class _Row:
@@ -165,7 +174,7 @@ class _Row:
         self.masks: concurrent.futures.Future[BitmaskArray] | None = None
         """Masks of its next token and after each of `drafts`."""
         self.drafts: tuple[int, ...] = ()
-        self.thread: concurrent.futures.ThreadPoolExecutor
+        self.thread: FairThreadPool
         """Executor of `masks`."""
         self.is_removed = False
         self._learnt: list[int] = []

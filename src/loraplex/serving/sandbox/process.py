@@ -26,8 +26,8 @@ from loraplex.core.errors import (
     error_from_info,
 )
 from loraplex.core.stopped_process import LOOK_SECONDS, ProcessStopped, StopWatch, is_stopped
-from loraplex.serving.fair_thread_pool import FairThreadPool
 from loraplex.serving.sandbox.worker import LENGTH, Reply
+from loraplex.serving.tenant_threads import TenantThreads
 from loraplex.serving.wire_request import current_tenant
 
 logger = logging.getLogger(__name__)
@@ -37,6 +37,8 @@ _WALL_SECONDS: Final = 30.0
 to give."""
 _EXIT_SECONDS: Final = 5.0
 """Limit from the end of the output to the end of the process."""
+_NUM_PROCESSES: Final = 2
+"""Of one kind, for one model: one for any tenant, one for the others."""
 _MAX_ATTEMPTS: Final = 2
 """Number of processes that a task is given to, if processes are stopped or killed."""
 
@@ -75,17 +77,18 @@ class _ProcessKilled(Exception):
 
 
 class Sandbox:
-    """Runs tasks of one kind in one process, one after another, off the event loop.
+    """Runs tasks of one kind in two processes, off the event loop.
 
-    Tenants take turns.
+    Tenants take turns, and none has both processes: a task of another tenant does not wait for
+    those of one. Nothing starts before the first task.
     """
 
     def __init__(self, kind: SandboxKind, setup: Callable[[], bytes]) -> None:
-        """`setup` makes the first message to each process; it is called in the thread."""
+        """`setup` makes the first message to each process; it is called in a thread."""
         self._kind = kind
-        self._process = SandboxProcess(kind, setup)
-        # No thread starts before the first task.
-        self._thread = FairThreadPool(1, "sandbox")
+        self._processes = [SandboxProcess(kind, setup) for _ in range(_NUM_PROCESSES)]
+        self._idle = self._processes.copy()
+        self._threads = TenantThreads(_NUM_PROCESSES, _NUM_PROCESSES - 1, "sandbox")
         self._waiting_bytes: collections.Counter[str] = collections.Counter()
         """Sizes of the tasks that wait or run, by tenant."""
 
@@ -105,16 +108,29 @@ class Sandbox:
         loop = asyncio.get_running_loop()
         waiting[tenant] += len(task)
         try:
-            return await loop.run_in_executor(self._thread, self._process.run, task)
+            return await loop.run_in_executor(self._threads, self._run, task)
         finally:
             waiting[tenant] -= len(task)
             if not waiting[tenant]:
                 del waiting[tenant]
 
     def close(self) -> None:
-        """End the process; the running task and those that wait fail."""
-        self._thread.shutdown(wait=False)
-        self._process.close()
+        """End the processes; the running tasks and those that wait fail."""
+        self._threads.shutdown(wait=False)
+        for process in self._processes:
+            process.close()
+
+    def _run(self, task: bytes) -> bytes:
+        """Run a task in a process that has been started already, if one is idle."""
+        process = max(self._idle, key=lambda process: process.is_running)
+        self._idle.remove(process)
+        try:
+            for spare in self._idle:
+                spare.prepare()
+            return process.run(task)
+        finally:
+            process.prepare()
+            self._idle.append(process)
 
 
 class SandboxProcess:
@@ -151,6 +167,24 @@ class SandboxProcess:
             f"the processes for {self._kind.work} were stopped by a signal: please try again",
             retry_after_seconds=1,
         )
+
+    @property
+    def is_running(self) -> bool:
+        """Whether there is a process: the next task does not wait for its start."""
+        process = self._process
+        return process is not None and process.returncode is None
+
+    def prepare(self) -> None:
+        """Start the process if there is none and no task starts it. A failure is the next task's.
+
+        It imports what it needs while nobody waits.
+        """
+        if self._in_use.acquire(blocking=False):
+            try:
+                with contextlib.suppress(InternalError):
+                    self._running()
+            finally:
+                self._in_use.release()
 
     def close(self) -> None:
         """End the process; the running task fails."""

@@ -355,6 +355,19 @@ def test_a_step_does_not_wait_for_a_long_compilation(rows):
     assert allowed(rows, 1) == [ids_of(b"b")]
 
 
+def test_rows_of_another_tenant_wait_for_no_grammar_and_no_mask(rows, request):
+    goes_on = threading.Event()
+    request.addfinalizer(goes_on.set)
+    for pool in (rows._compiling, rows._filling):
+        for _ in range(10):
+            pool.submit_for("hostile", goes_on.wait, 60)
+    rows.add_row(row(regex("(abd|12)"), tenant="quiet"))
+
+    assert allowed(rows) == [ids_of(b"a", b"ab", b"1", b"12")]
+    rows.accept(0, encode("12"))
+    assert allowed(rows) == [{EOS}]
+
+
 def test_a_row_that_leaves_is_not_compiled(rows, monkeypatch):
     goes_on = threading.Event()
     rows._compiling.submit(goes_on.wait, 60)

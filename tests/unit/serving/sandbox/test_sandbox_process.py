@@ -1,5 +1,6 @@
 """A sandbox process, here of grammars: its limits, the errors for them, and its replacement."""
 
+import asyncio
 import os
 import signal
 import sys
@@ -15,10 +16,11 @@ from loraplex.core.stopped_process import is_stopped
 from loraplex.serving.grammar.grammar_worker import GrammarSetup
 from loraplex.serving.grammar.grammars import GRAMMARS
 from loraplex.serving.sandbox import process as sandbox_process
-from loraplex.serving.sandbox.process import SandboxKind, SandboxProcess
+from loraplex.serving.sandbox.process import Sandbox, SandboxKind, SandboxProcess
 from loraplex.serving.sandbox.worker import LENGTH, Reply
 from support.eventually import eventually
 from support.hostile_grammars import hostile_grammars
+from support.wire_requests import of_tenant
 
 SETUP = msgspec.msgpack.encode(GrammarSetup({0: b"</s>"}, 300, GrammarLimits()))
 GOOD = Grammar(GrammarKind.REGEX, "a+")
@@ -257,6 +259,29 @@ def test_closing_leaves_the_pipes_to_their_readers(monkeypatch):
         silent.compiled(GOOD)
     closing.join()
     assert silent._process.returncode == -signal.SIGKILL
+
+
+async def test_a_task_does_not_wait_for_those_of_another_tenant():
+    """Nor for the start of a process: one is started beside that of the first task, and anew."""
+    sandbox = Sandbox(GRAMMARS, lambda: SETUP)
+    slow = msgspec.msgpack.encode(SLOW)
+    try:
+        with of_tenant("hostile"):
+            hostile = [asyncio.ensure_future(sandbox.run(slow)) for _ in range(4)]
+        while not all(process.is_running for process in sandbox._processes):
+            await asyncio.sleep(0.001)
+        with of_tenant("quiet"):
+            for _ in range(10):
+                assert await sandbox.run(msgspec.msgpack.encode(GOOD))
+        assert not hostile[-1].done()
+        with of_tenant("hostile"):
+            assert await asyncio.gather(*hostile, return_exceptions=True)
+        assert all(process.is_running for process in sandbox._processes)
+        assert [str(each.exception()) for each in hostile] == [GRAMMARS.too_slow] * 4
+    finally:
+        sandbox.close()
+    with pytest.raises((InternalError, RuntimeError)):
+        await sandbox.run(slow)
 
 
 def test_it_is_let_go_when_a_grammar_took_much_memory(process):
