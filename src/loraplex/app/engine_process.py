@@ -12,6 +12,7 @@ import msgspec
 from loraplex.core.config import ModelConfig
 from loraplex.core.imports import deferred, without_collection
 from loraplex.core.log_lines import log_to_standard_error
+from loraplex.core.threads import switch_threads_often
 from loraplex.engine.channel import EngineChannel
 from loraplex.engine.process import be_engine_process
 
@@ -25,6 +26,7 @@ def main() -> None:
     """Run an engine process."""
     (log_level,) = sys.argv[1:]
     log_to_standard_error(log_level, "engine")
+    switch_threads_often()
     be_engine_process(_run)
 
 

@@ -64,7 +64,7 @@ class RowAdded(msgspec.Struct, frozen=True, omit_defaults=True):
     adapters: tuple[tuple[AdapterHandle, float], ...] = ()
     """(handle, scale); empty is the base model."""
     tenant: str = ""
-    """Whose row it is: tenants take turns where grammars are compiled."""
+    """Tenant of the request: tenants take turns where grammars are compiled."""
 
 
 class RowStep(msgspec.Struct, frozen=True, omit_defaults=True):

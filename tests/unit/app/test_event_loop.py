@@ -42,6 +42,17 @@ def test_tenants_take_turns_in_its_threads():
     assert order.index("b") < 2
 
 
+def test_a_thread_that_computes_holds_up_no_wake_up():
+    """Python's own 5 ms would be waited for each time."""
+    before = sys.getswitchinterval()
+
+    try:
+        event_loop.run(asyncio.sleep(0))
+        assert sys.getswitchinterval() <= 0.001
+    finally:
+        sys.setswitchinterval(before)
+
+
 def test_what_fails_is_raised():
     async def main() -> None:
         raise OSError("no port")

@@ -34,7 +34,7 @@ class SocketEnd:
         self.identity = b""
 
     def receive(self) -> tuple[bytes, bytes]:
-        assert self.socket.poll(5000)
+        assert self.socket.poll(60_000)
         self.identity, epoch, payload = self.socket.recv_multipart()
         return epoch, payload
 

@@ -7,7 +7,7 @@ from loraplex.serving.tenant_threads import default_executor
 from support.wire_requests import of_tenant
 
 
-async def test_a_tenant_leaves_a_thread_to_the_others():
+async def test_a_tenant_leaves_threads_to_the_others():
     pool = default_executor()
     asyncio.get_running_loop().set_default_executor(pool)
     goes_on = threading.Event()

@@ -38,7 +38,7 @@ to give."""
 _EXIT_SECONDS: Final = 5.0
 """Limit from the end of the output to the end of the process."""
 _NUM_PROCESSES: Final = 2
-"""Of one kind, for one model: one for any tenant, one for the others."""
+"""Number for each kind and model: a tenant has one at most, so the others have one, too."""
 _MAX_ATTEMPTS: Final = 2
 """Number of processes that a task is given to, if processes are stopped or killed."""
 
@@ -177,7 +177,7 @@ class SandboxProcess:
     def prepare(self) -> None:
         """Start the process if there is none and no task starts it. A failure is the next task's.
 
-        It imports what it needs while nobody waits.
+        It imports what it needs before a task waits.
         """
         if self._in_use.acquire(blocking=False):
             try:

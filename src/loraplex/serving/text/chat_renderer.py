@@ -1,5 +1,7 @@
 """Renders chats in a sandbox process, so that no template and no chat can stop the event loop."""
 
+import asyncio
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -20,6 +22,10 @@ CHATS: Final = SandboxKind(
     too_slow=f"the chat template takes more than {MAX_SECONDS:g} s for these messages",
     too_big=TOO_BIG,
 )
+
+
+_INLINE_MESSAGES: Final = 32
+"""Shorter chats are written as JSON on the event loop: a thread would take longer."""
 
 
 class ChatRenderer:
@@ -57,15 +63,21 @@ class ChatRenderer:
         """
         if not self._has_templates:
             raise InvalidRequestError(NO_TEMPLATE, param="messages")
-        try:
-            chat = json.dumps({"messages": messages, **options}, ensure_ascii=False, default=dict)
-        except RecursionError:
-            raise InvalidRequestError(
-                "the chat has values that are nested too deep", param="messages"
-            ) from None
-        text = await self._sandbox.run(chat.encode(errors="surrogatepass"))
+        chat = functools.partial(_as_json, {"messages": messages, **options})
+        is_short = len(messages) <= _INLINE_MESSAGES
+        text = await self._sandbox.run(chat() if is_short else await asyncio.to_thread(chat))
         return text.decode(errors="surrogatepass")
 
     def close(self) -> None:
         """End the process; chats that are being rendered fail."""
         self._sandbox.close()
+
+
+def _as_json(chat: Mapping[str, Any]) -> bytes:
+    try:
+        text = json.dumps(chat, ensure_ascii=False, default=dict)
+    except RecursionError:
+        raise InvalidRequestError(
+            "the chat has values that are nested too deep", param="messages"
+        ) from None
+    return text.encode(errors="surrogatepass")

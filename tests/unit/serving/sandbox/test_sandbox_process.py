@@ -262,7 +262,7 @@ def test_closing_leaves_the_pipes_to_their_readers(monkeypatch):
 
 
 async def test_a_task_does_not_wait_for_those_of_another_tenant():
-    """Nor for the start of a process: one is started beside that of the first task, and anew."""
+    """Nor for the start of a process: one is started after that of the first task, and anew."""
     sandbox = Sandbox(GRAMMARS, lambda: SETUP)
     slow = msgspec.msgpack.encode(SLOW)
     try:
