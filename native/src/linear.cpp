@@ -9,15 +9,11 @@
 #include <stdexcept>
 
 #include "channel_rounds.h"
+#include "linear_products.h"
 #include "linear_tiles.h"
-#include "linear_vectors.h"
 #include "loraplex/experts.h"
 #include "loraplex/guard.h"
 #include "loraplex/pool.h"
-
-#if defined(LORAPLEX_ISA_X86_64_V4)
-#include "linear_amx.h"
-#endif
 
 namespace loraplex {
 namespace {

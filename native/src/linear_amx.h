@@ -35,39 +35,17 @@ inline constexpr std::int64_t kMaxAmxRows = 512;
 // Inputs of one multiplication of bfloat16.
 inline constexpr int kStepInputs = amx::kTileBytes / static_cast<int>(sizeof(Bfloat16));
 
-// [piece][row][kStride]: inputs, with zeros up to the end of a tile.
-class TileInputs {
+// Inputs of tiles, which read whole ones.
+class TileInputs : public PairInputs<512> {
 public:
-    static constexpr int kDepth = 512;
-    // Not a power of two, so that rows fall into different cache sets.
-    static constexpr std::int64_t kStride = kDepth + kStepInputs;
+    static_assert(kMultiple == kStepInputs);
 
     static std::size_t num_bytes(std::int64_t num_rows, const InputPieces<Bfloat16> &pieces) {
-        const std::int64_t count = pieces.size() * num_rows + amx::kTileRows;
-        return static_cast<std::size_t>(count * kStride) * sizeof(Bfloat16);
+        return PairInputs::num_bytes(num_rows, pieces) +
+               static_cast<std::size_t>(amx::kTileRows * kStride) * sizeof(Bfloat16);
     }
 
-    TileInputs(void *memory, std::int64_t num_rows, const InputPieces<Bfloat16> &pieces)
-        : values_(static_cast<Bfloat16 *>(memory)), num_rows_(num_rows), pieces_(pieces) {}
-
-    const Bfloat16 *at(const InputPiece &piece, std::int64_t row) const {
-        return values_ + (piece.index * num_rows_ + row) * kStride;
-    }
-
-    void set_row(std::int64_t row, const Bfloat16 *x) {
-        for (InputPiece piece = pieces_.start(0); piece.block < pieces_.num_blocks();
-             piece = pieces_.after(piece)) {
-            const Bfloat16 *source = x + piece.block * pieces_.block_inputs() + piece.first;
-            auto *target = const_cast<Bfloat16 *>(at(piece, row));
-            std::copy_n(source, piece.depth, target);
-            std::fill_n(target + piece.depth, -piece.depth & (kStepInputs - 1), Bfloat16{});
-        }
-    }
-
-private:
-    Bfloat16 *values_;
-    std::int64_t num_rows_;
-    InputPieces<Bfloat16> pieces_;
+    using PairInputs::PairInputs;
 };
 
 // Inputs of quantised weights, of which a row of a piece is all high bytes, then all low bytes, both
@@ -536,23 +514,5 @@ private:
     PanelLayout<W> layout_;
     int step_inputs_;
 };
-
-// body(std::type_identity<Products>{}) with how the CPU makes the products of T's and W's in the fixed
-// order that it has for them, or with VectorProducts. num_rows: the most of one weight.
-template <typename W, typename T, typename Body>
-auto with_products(std::uint64_t cpu_features, std::int64_t num_rows, const Body &body) {
-    if constexpr (std::is_same_v<W, Bfloat16> && std::is_same_v<T, Bfloat16>) {
-        if ((cpu_features & LORAPLEX_CPU_AMX_BF16) != 0) {
-            return num_rows <= PairedProducts::kMaxRows
-                       ? body(std::type_identity<PairedProducts>{})
-                       : body(std::type_identity<AmxProducts<W>>{});
-        }
-    } else if constexpr (std::is_same_v<W, Int8> || std::is_same_v<W, Int4>) {
-        if ((cpu_features & LORAPLEX_CPU_AMX_INT8) != 0 && num_rows >= kFewestByteRows) {
-            return body(std::type_identity<AmxProducts<W>>{});
-        }
-    }
-    return body(std::type_identity<VectorProducts<W>>{});
-}
 
 }  // namespace loraplex

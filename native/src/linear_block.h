@@ -83,11 +83,11 @@ struct BlockWeights {
     ReadAhead ahead;
 };
 
-// x: rows kRowStride apart. sums: [rows][panels * kPanelWidth] float32, added to unless this is the
+// x: rows kRowStride apart, or what their type has. sums: [rows][panels * kPanelWidth] float32, added to unless this is the
 // first call.
-template <typename W>
-using BlockFunction = void (*)(const Input<W> *x, const BlockWeights<W> &weights, int depth,
-                               float *sums, bool first);
+template <typename W, typename X = Input<W>>
+using BlockFunction = void (*)(const X *x, const BlockWeights<W> &weights, int depth, float *sums,
+                               bool first);
 
 // How many rows and panels a block has. The registers for sums bound the product.
 struct BlockShape {
@@ -190,28 +190,28 @@ __attribute__((always_inline)) inline void outer_product(Sum (&sums)[kRows][kVec
 }
 
 // The Block<rows, kPanels>::run of the rows that are used with so many panels.
-template <typename W, template <int, int> typename Block, int kPanels,
+template <typename Function, template <int, int> typename Block, int kPanels,
           int kRows = block_rows(kPanels).lowest>
-constexpr BlockFunction<W> block_of_panels(int rows) {
+constexpr Function block_of_panels(int rows) {
     if constexpr (kRows <= block_rows(kPanels).highest) {
         return rows == kRows ? &Block<kRows, kPanels>::run
-                             : block_of_panels<W, Block, kPanels, kRows + 1>(rows);
+                             : block_of_panels<Function, Block, kPanels, kRows + 1>(rows);
     } else {
         return nullptr;
     }
 }
 
-template <typename W, template <int, int> typename Block>
-BlockFunction<W> block_of(BlockShape shape) {
+template <typename Function, template <int, int> typename Block>
+Function block_of(BlockShape shape) {
     switch (shape.panels) {
         case 8:
-            return block_of_panels<W, Block, 8>(shape.rows);
+            return block_of_panels<Function, Block, 8>(shape.rows);
         case 4:
-            return block_of_panels<W, Block, 4>(shape.rows);
+            return block_of_panels<Function, Block, 4>(shape.rows);
         case 2:
-            return block_of_panels<W, Block, 2>(shape.rows);
+            return block_of_panels<Function, Block, 2>(shape.rows);
         default:
-            return block_of_panels<W, Block, 1>(shape.rows);
+            return block_of_panels<Function, Block, 1>(shape.rows);
     }
 }
 

@@ -97,7 +97,7 @@ struct FloatBlock {
 template <typename W>
     requires(!kIsQuantized<W>)
 BlockFunction<W> block_function(BlockShape shape, std::uint64_t /*cpu_features*/) {
-    return block_of<W, FloatBlock<W>::template Of>(shape);
+    return block_of<BlockFunction<W>, FloatBlock<W>::template Of>(shape);
 }
 
 }  // namespace loraplex

@@ -205,4 +205,40 @@ private:
     float *scales_;
 };
 
+// bfloat16 as it is: [piece][row][kStride], each row with zeros up to a multiple of kMultiple.
+template <int kMaxInputs>
+class PairInputs {
+public:
+    static constexpr int kDepth = kMaxInputs;
+    static constexpr int kMultiple = 32;
+    // Not a power of two, so that rows fall into different cache sets.
+    static constexpr std::int64_t kStride = kDepth + kMultiple;
+
+    static std::size_t num_bytes(std::int64_t num_rows, const InputPieces<Bfloat16> &pieces) {
+        return static_cast<std::size_t>(pieces.size() * num_rows * kStride) * sizeof(Bfloat16);
+    }
+
+    PairInputs(void *memory, std::int64_t num_rows, const InputPieces<Bfloat16> &pieces)
+        : values_(static_cast<Bfloat16 *>(memory)), num_rows_(num_rows), pieces_(pieces) {}
+
+    const Bfloat16 *at(const InputPiece &piece, std::int64_t row) const {
+        return values_ + (piece.index * num_rows_ + row) * kStride;
+    }
+
+    void set_row(std::int64_t row, const Bfloat16 *x) {
+        for (InputPiece piece = pieces_.start(0); piece.block < pieces_.num_blocks();
+             piece = pieces_.after(piece)) {
+            const Bfloat16 *source = x + piece.block * pieces_.block_inputs() + piece.first;
+            auto *target = const_cast<Bfloat16 *>(at(piece, row));
+            std::copy_n(source, piece.depth, target);
+            std::fill_n(target + piece.depth, -piece.depth & (kMultiple - 1), Bfloat16{});
+        }
+    }
+
+private:
+    Bfloat16 *values_;
+    std::int64_t num_rows_;
+    InputPieces<Bfloat16> pieces_;
+};
+
 }  // namespace loraplex

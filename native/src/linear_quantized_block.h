@@ -183,10 +183,10 @@ template <typename W>
 BlockFunction<W> block_function(BlockShape shape, [[maybe_unused]] std::uint64_t cpu_features) {
 #if defined(LORAPLEX_ISA_X86_64_V4) || defined(LORAPLEX_ISA_X86_64_V3)
     if ((cpu_features & kVnniFeature) != 0) {
-        return block_of<W, QuantizedBlock<W, VnniDot>::template Of>(shape);
+        return block_of<BlockFunction<W>, QuantizedBlock<W, VnniDot>::template Of>(shape);
     }
 #endif
-    return block_of<W, QuantizedBlock<W, PlainDot>::template Of>(shape);
+    return block_of<BlockFunction<W>, QuantizedBlock<W, PlainDot>::template Of>(shape);
 }
 
 }  // namespace loraplex

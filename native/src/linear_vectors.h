@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
+#include <utility>
 
 #include "linear_float_block.h"
 #include "linear_inputs.h"
@@ -12,12 +13,12 @@
 
 namespace loraplex {
 
-template <typename W>
+template <typename W, typename AnyInputs = Inputs<W>>
 class VectorProducts {
 public:
     using Weight = W;
     template <typename T>
-    using RowInputs = Inputs<W>;
+    using RowInputs = AnyInputs;
 
     static Cut cut(std::int64_t num_rows) {
         const BlockShape shape = block_shape(num_rows);
@@ -25,7 +26,9 @@ public:
         return {shape, is_few ? 1 : std::max(1, kTilePanels / shape.panels), kMaxTileRows};
     }
 
-    using FindFunction = BlockFunction<W> (*)(BlockShape shape, std::uint64_t cpu_features);
+    using X = std::remove_pointer_t<decltype(std::declval<AnyInputs>().at({}, 0))>;
+    using Function = BlockFunction<W, std::remove_const_t<X>>;
+    using FindFunction = Function (*)(BlockShape shape, std::uint64_t cpu_features);
 
     VectorProducts(const PanelLayout<W> &layout, std::uint64_t cpu_features,
                    FindFunction find_function = &block_function<W>)
@@ -37,7 +40,7 @@ public:
 
     // sums [blocks][rows, padded][outputs of a block] += the share of a piece of the inputs. next:
     // the piece after it, of a block that is none if it is the last.
-    void add(const Inputs<W> &inputs, BlockShape shape, Range rows, TilePanels<W> panels,
+    void add(const AnyInputs &inputs, BlockShape shape, Range rows, TilePanels<W> panels,
              const InputPiece &piece, const InputPiece &next, float *sums) const {
         for (std::int64_t i = 0; i < panels.num_blocks; ++i) {
             const W *ahead = weights_after(layout_, panels, shape.panels, i, piece, next);
@@ -49,7 +52,7 @@ public:
 
 private:
     // next: the weights of the call after this one.
-    void add_block(const Inputs<W> &inputs, BlockShape shape, Range rows, const W *panel,
+    void add_block(const AnyInputs &inputs, BlockShape shape, Range rows, const W *panel,
                    const InputPiece &piece, const W *next, float *sums) const {
         const std::int64_t num_row_blocks = divide_up(rows.size, shape.rows);
         BlockWeights<W> block = {
@@ -76,13 +79,5 @@ private:
     std::uint64_t cpu_features_;
     FindFunction find_function_;
 };
-
-#if !defined(LORAPLEX_ISA_X86_64_V4)
-// body(std::type_identity<Products>{}) with how products of T's and W's are made: here in one way.
-template <typename W, typename T, typename Body>
-auto with_products(std::uint64_t /*cpu_features*/, std::int64_t /*num_rows*/, const Body &body) {
-    return body(std::type_identity<VectorProducts<W>>{});
-}
-#endif
 
 }  // namespace loraplex

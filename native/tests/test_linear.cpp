@@ -15,7 +15,8 @@ constexpr std::int64_t kSharedRowCounts[] = {1, 6, 33, kMaxRows};
 constexpr std::int64_t kManyInputs = 300;
 // What a CPU may have beyond what the library needs: then it multiplies with them, or without.
 constexpr std::uint64_t kOptionalFeatures = LORAPLEX_CPU_AVX512_VNNI | LORAPLEX_CPU_AVX_VNNI |
-                                            LORAPLEX_CPU_AMX_INT8 | LORAPLEX_CPU_AMX_BF16;
+                                            LORAPLEX_CPU_AMX_INT8 | LORAPLEX_CPU_AMX_BF16 |
+                                            LORAPLEX_CPU_AVX512_BF16;
 
 struct Size {
     std::int64_t out_features;

@@ -6,15 +6,15 @@ itself in float32, added as (b0 + b1) + (b2 + b3), with the bias, and rounded on
 
 import pytest
 import torch
+from tests.support.bfloat16_sums import sums_of
 from tests.support.pooled_adapters import PooledAdapters, token_uses
 from tests.support.routed_pairs import routes_by
-from tests.support.tile_sums import has_tiles, tile_sums
 
 from loraplex.core.errors import ConfigError
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels.native.backend import NativeKernels
 from loraplex.kernels.native.library import (
-    CPU_AMX_BF16,
+    CPU_BFLOAT16_ORDERS,
     NativeLibrary,
     NativeLibraryError,
     available_instruction_sets,
@@ -104,15 +104,15 @@ def of_sums(
 @KINDS
 @pytest.mark.parametrize("num_blocks", [1, 2, 4, 8])
 def test_each_block_has_a_sum_of_its_own(library, kernels, dtype, precision, num_blocks):
-    is_of_tiles = has_tiles(library) and dtype is torch.bfloat16 and precision is NATIVE
+    sums = sums_of(library) if dtype is torch.bfloat16 and precision is NATIVE else None
     for block_inputs, out_features in sizes_of(precision):
         weight = torch.randn(out_features, num_blocks * block_inputs).to(dtype)
         for bias in (torch.randn(out_features).to(dtype), None):
             packed = kernels.pack_linear(weight, bias, precision, num_blocks)
             x = torch.randn(40, weight.shape[1]).to(dtype)
-            if is_of_tiles:
+            if sums is not None:
                 pairs = zip(x.chunk(num_blocks, 1), weight.chunk(num_blocks, 1), strict=True)
-                expected = of_sums([tile_sums(*pair) for pair in pairs], bias, dtype)
+                expected = of_sums([sums(*pair) for pair in pairs], bias, dtype)
             else:
                 expected = by_blocks(kernels, x, weight, bias, precision, num_blocks)
             for num_rows in ROWS:
@@ -148,7 +148,7 @@ def test_instruction_sets_with_fused_multiply_add_agree_to_the_bit(dtype, precis
     for name in INSTRUCTION_SETS:
         if name != "generic" or precision is not NATIVE:
             kernels = NativeKernels(load_library([name]), 2)
-            kernels._pool.limit_cpu_features(~CPU_AMX_BF16 & (1 << 64) - 1)
+            kernels._pool.limit_cpu_features(~CPU_BFLOAT16_ORDERS & (1 << 64) - 1)
             results.append(kernels.linear(x, kernels.pack_linear(weight, None, precision, 4)))
     assert all(torch.equal(results[0], other) for other in results[1:])
 

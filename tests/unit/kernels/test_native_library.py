@@ -15,6 +15,8 @@ from loraplex.kernels.native import library as native
 from loraplex.kernels.native.backend import NativeKernels
 from loraplex.kernels.native.library import (
     CPU_AMX_BF16,
+    CPU_AVX512_BF16,
+    CPU_BFLOAT16_ORDERS,
     INSTRUCTION_SETS,
     LIBRARY_FOLDER,
     NativeLibrary,
@@ -66,13 +68,23 @@ def test_a_cpu_gets_no_library_that_it_cannot_run(monkeypatch: pytest.MonkeyPatc
 
 
 @needs_library
-def test_amx_is_part_of_what_decides_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("features", "name"),
+    [
+        (CPU_AMX_BF16, "AMX"),
+        (CPU_AVX512_BF16, "AVX512-BF16"),
+        (CPU_AMX_BF16 | CPU_AVX512_BF16, "AMX"),
+    ],
+)
+def test_instructions_for_bfloat16_are_part_of_what_decides_bits(
+    features: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     generic, best = load_library(("generic",)), load_library()
-    monkeypatch.setattr(NativeLibrary, "cpu_features", lambda self: CPU_AMX_BF16)
+    monkeypatch.setattr(NativeLibrary, "cpu_features", lambda self: features)
     assert generic.arithmetic == "generic"
     has_kernels = best.instruction_set == "x86-64-v4"
-    assert best.arithmetic == best.instruction_set + (" with AMX" if has_kernels else "")
-    monkeypatch.setattr(NativeLibrary, "cpu_features", lambda self: ~CPU_AMX_BF16)
+    assert best.arithmetic == best.instruction_set + (f" with {name}" if has_kernels else "")
+    monkeypatch.setattr(NativeLibrary, "cpu_features", lambda self: ~CPU_BFLOAT16_ORDERS)
     assert best.arithmetic == best.instruction_set
 
 

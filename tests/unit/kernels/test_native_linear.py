@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from loraplex.kernels.native.library import (
-    CPU_AMX_BF16,
+    CPU_BFLOAT16_ORDERS,
     LIBRARY_FOLDER,
     NativeLibraryError,
     ThreadPool,
@@ -17,7 +17,7 @@ from loraplex.kernels.native.library import (
     load_library,
 )
 from loraplex.kernels.native.linear import LinearKernel, PackedWeight
-from support.tile_sums import best_library_has_tiles, tile_sums
+from support.bfloat16_sums import sums_of
 
 pytestmark = pytest.mark.skipif(
     not LIBRARY_FOLDER.exists(), reason="loraplex was installed without a compiler"
@@ -120,19 +120,20 @@ def test_the_number_of_threads_changes_no_bit(instruction_set: str) -> None:
 def test_instruction_sets_with_fused_multiply_add_agree_to_the_bit(dtype: torch.dtype) -> None:
     """So a cache of packed weights and a replayed request may move from one machine to another."""
     sets = (name for name in instruction_sets() if name != "generic")
-    kernels = [make_kernel(name, 2, ~CPU_AMX_BF16) for name in sets]
+    kernels = [make_kernel(name, 2, ~CPU_BFLOAT16_ORDERS) for name in sets]
     x = random_rows(37, 515, dtype)
     results = [kernel.apply(x, kernel.pack(*random_weight(300, 515, dtype))) for kernel in kernels]
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
-def test_tiles_add_even_and_odd_inputs_of_each_32_apart() -> None:
-    if not (LIBRARY_FOLDER.exists() and best_library_has_tiles()):
-        pytest.skip("needs AMX")
+def test_instructions_for_bfloat16_add_in_their_own_order() -> None:
+    sums = sums_of(load_library()) if LIBRARY_FOLDER.exists() else None
+    if sums is None:
+        pytest.skip("needs AMX, or AVX512-BF16 at full speed")
     kernel = make_kernel("x86-64-v4", 2)
     weight, _ = random_weight(48, 333, torch.bfloat16)
     x = random_rows(40, 333, torch.bfloat16)
-    expected = tile_sums(x, weight).bfloat16()
+    expected = sums(x, weight).bfloat16()
     packed = kernel.pack(weight, None)
     assert torch.equal(kernel.apply(x, packed), expected)
     assert torch.equal(one_by_one(kernel, x, packed), expected)

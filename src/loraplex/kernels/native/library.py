@@ -64,11 +64,12 @@ Watch = Callable[[str, NativeFunction, Sequence[Any]], NativeFunction]
 """Given the name, the function and its argument types: a function to call instead."""
 
 
-_AMX_SET = "x86-64-v4"
-"""Instruction set whose library has AMX's kernels."""
-
 CPU_AMX_BF16 = 64
-"""LORAPLEX_CPU_AMX_BF16 of abi.h, which changes the bits of bfloat16 products (ADR 47)."""
+CPU_AVX512_BF16 = 128
+"""LORAPLEX_CPU_* of abi.h that change the bits of bfloat16 products (ADR 47, ADR 49)."""
+CPU_BFLOAT16_ORDERS = CPU_AMX_BF16 | CPU_AVX512_BF16
+_SET_WITH_ORDERS = "x86-64-v4"
+"""Instruction set whose library has kernels for them."""
 
 
 class NativeLibraryError(Exception):
@@ -96,8 +97,12 @@ class NativeLibrary:
     @property
     def arithmetic(self) -> str:
         """Name of the instructions that decide the bits of results: equal on equal names."""
-        has_tiles = self.instruction_set == _AMX_SET and self.cpu_features() & CPU_AMX_BF16
-        return f"{self.instruction_set} with AMX" if has_tiles else self.instruction_set
+        features = self.cpu_features() if self.instruction_set == _SET_WITH_ORDERS else 0
+        if features & CPU_AMX_BF16:
+            return f"{self.instruction_set} with AMX"
+        if features & CPU_AVX512_BF16:
+            return f"{self.instruction_set} with AVX512-BF16"
+        return self.instruction_set
 
     def watched(self, watch: Watch) -> "NativeLibrary":
         """The same library; its functions are what `watch` makes of them."""

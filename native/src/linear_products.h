@@ -1,0 +1,40 @@
+// How the CPU makes the products of `linear`.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "linear_vectors.h"
+
+#if defined(LORAPLEX_ISA_X86_64_V4)
+#include "linear_amx.h"
+#include "linear_dots.h"
+#endif
+
+namespace loraplex {
+
+// body(std::type_identity<Products>{}) with how products of T's and W's are made, in the order that the
+// CPU has for them. num_rows: the most of one weight.
+template <typename W, typename T, typename Body>
+auto with_products([[maybe_unused]] std::uint64_t cpu_features,
+                   [[maybe_unused]] std::int64_t num_rows, const Body &body) {
+#if defined(LORAPLEX_ISA_X86_64_V4)
+    if constexpr (std::is_same_v<W, Bfloat16> && std::is_same_v<T, Bfloat16>) {
+        if ((cpu_features & LORAPLEX_CPU_AMX_BF16) != 0) {
+            return num_rows <= PairedProducts::kMaxRows
+                       ? body(std::type_identity<PairedProducts>{})
+                       : body(std::type_identity<AmxProducts<W>>{});
+        }
+        if ((cpu_features & LORAPLEX_CPU_AVX512_BF16) != 0) {
+            return body(std::type_identity<DotProducts>{});
+        }
+    } else if constexpr (std::is_same_v<W, Int8> || std::is_same_v<W, Int4>) {
+        if ((cpu_features & LORAPLEX_CPU_AMX_INT8) != 0 && num_rows >= kFewestByteRows) {
+            return body(std::type_identity<AmxProducts<W>>{});
+        }
+    }
+#endif
+    return body(std::type_identity<VectorProducts<W>>{});
+}
+
+}  // namespace loraplex
