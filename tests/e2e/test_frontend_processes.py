@@ -41,9 +41,12 @@ def completion(**fields) -> bytes:
     return json.dumps(fields).encode()
 
 
-STREAM = completion(
-    max_tokens=TOKENS, ignore_eos=True, stream=True, stream_options={"include_usage": True}
-)
+def stream_of(num_tokens: int) -> bytes:
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    return completion(max_tokens=num_tokens, ignore_eos=True, **options)
+
+
+STREAM = stream_of(TOKENS)
 
 
 async def fetch(
@@ -91,8 +94,8 @@ def text_of(response: bytes) -> str:
     return json.loads(body)["choices"][0]["text"]
 
 
-def is_whole(response: bytes) -> bool:
-    usage = f'"completion_tokens":{TOKENS}'.encode()
+def is_whole(response: bytes, num_tokens: int = TOKENS) -> bool:
+    usage = f'"completion_tokens":{num_tokens}'.encode()
     return status(response) == 200 and usage in response and b"[DONE]" in response
 
 
@@ -318,9 +321,10 @@ async def test_limits_hold_for_all_processes_together(tmp_path):
     with serving(tmp_path / "state", *FLAGS, "--api-keys-file", str(path)) as server:
         bad = await fetch_all(server, "/v1/completions", completion())
         assert set(map(status, bad)) == {401}
-        responses = await fetch_all(server, "/v1/completions", STREAM, key)
+        # Long ones: none ends before the last request has come.
+        responses = await fetch_all(server, "/v1/completions", stream_of(4 * TOKENS), key)
         assert sorted(map(status, responses)) == [200] * 3 + [429] * (NUM_CONNECTIONS - 3)
-        assert all(is_whole(r) for r in responses if status(r) == 200)
+        assert all(is_whole(r, 4 * TOKENS) for r in responses if status(r) == 200)
         for _ in range(37):
             assert status(await fetch(server, "/v1/completions", completion(), key)) == 200
         assert status(await fetch(server, "/v1/completions", completion(), key)) == 429
