@@ -53,7 +53,9 @@ def _element(text: bytes) -> bytes:
 
 
 def _post(path: str, body: bytes, headers: str = "") -> bytes:
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n{headers}\r\n"
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n{headers}\r\n"
+    )
     return head.encode() + body
 
 
