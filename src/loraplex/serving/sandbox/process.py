@@ -88,6 +88,7 @@ class Sandbox:
         self._kind = kind
         self._processes = [SandboxProcess(kind, setup) for _ in range(_NUM_PROCESSES)]
         self._idle = self._processes.copy()
+        self._choosing = threading.Lock()
         self._threads = TenantThreads(_NUM_PROCESSES, _NUM_PROCESSES - 1, "sandbox")
         self._waiting_bytes: collections.Counter[str] = collections.Counter()
         """Sizes of the tasks that wait or run, by tenant."""
@@ -122,10 +123,12 @@ class Sandbox:
 
     def _run(self, task: bytes) -> bytes:
         """Run a task in a process that has been started already, if one is idle."""
-        process = max(self._idle, key=lambda process: process.is_running)
-        self._idle.remove(process)
+        with self._choosing:
+            process = max(self._idle, key=lambda process: process.is_running)
+            self._idle.remove(process)
+            spares = self._idle.copy()
         try:
-            for spare in self._idle:
+            for spare in spares:
                 spare.prepare()
             return process.run(task)
         finally:

@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import pytest
@@ -282,6 +283,25 @@ async def test_a_task_does_not_wait_for_those_of_another_tenant():
         sandbox.close()
     with pytest.raises((InternalError, RuntimeError)):
         await sandbox.run(slow)
+
+
+def test_two_threads_never_choose_one_process(monkeypatch):
+    sandbox = Sandbox(GRAMMARS, lambda: SETUP)
+
+    def look(process: SandboxProcess) -> bool:
+        time.sleep(0.0001)  # the other thread chooses meanwhile
+        return False
+
+    def run(process: SandboxProcess, task: bytes) -> bytes:
+        time.sleep(0.001)
+        return task
+
+    monkeypatch.setattr(SandboxProcess, "run", run)
+    monkeypatch.setattr(SandboxProcess, "prepare", lambda process: None)
+    monkeypatch.setattr(SandboxProcess, "is_running", property(look))
+    with ThreadPoolExecutor(2) as threads:
+        assert all(threads.map(sandbox._run, [b"task"] * 300))
+    assert sorted(map(id, sandbox._idle)) == sorted(map(id, sandbox._processes))
 
 
 def test_it_is_let_go_when_a_grammar_took_much_memory(process):
