@@ -37,7 +37,7 @@ _MAX_REFUSED: Final = 256
 
 
 class Grammars:
-    """Compiler of one model's grammars. They wait for each other; other requests do not wait."""
+    """Compiler of one model's grammars. Those of a tenant wait for each other; no others do."""
 
     def __init__(self, tokenizer: Tokenizer, limits: GrammarLimits = DEFAULT_LIMITS) -> None:
         self._tokenizer = tokenizer
@@ -61,7 +61,7 @@ class Grammars:
         return len(self._compiled)
 
     def close(self) -> None:
-        """End the process; grammars that are being compiled fail."""
+        """End the processes; grammars that are being compiled fail."""
         self._sandbox.close()
 
     async def _compile(self, grammar: Grammar) -> Grammar:

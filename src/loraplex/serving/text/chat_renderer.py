@@ -23,13 +23,12 @@ CHATS: Final = SandboxKind(
     too_big=TOO_BIG,
 )
 
-
 _INLINE_MESSAGES: Final = 32
 """Shorter chats are written as JSON on the event loop: a thread would take longer."""
 
 
 class ChatRenderer:
-    """Renderer of one model's chats. They wait for each other; other requests do not wait."""
+    """Renderer of one model's chats. Those of a tenant wait for each other; no others do."""
 
     def __init__(
         self,
@@ -69,7 +68,7 @@ class ChatRenderer:
         return text.decode(errors="surrogatepass")
 
     def close(self) -> None:
-        """End the process; chats that are being rendered fail."""
+        """End the processes; chats that are being rendered fail."""
         self._sandbox.close()
 
 
