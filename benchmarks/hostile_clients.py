@@ -335,7 +335,8 @@ def measure(name: str | None, checkout: Path, seconds: float) -> Result:
         tempfile.TemporaryDirectory(prefix="hostile-") as folder,
         running_server(checkout, Path(folder)) as (server, keys),
     ):
-        asyncio.run(small_requests(server, keys["quiet"], 1.0))  # the first ones load the adapter
+        # The first ones load the adapter, and start the processes that they need.
+        asyncio.run(small_requests(server, keys["quiet"], 1.0, name))
         if name is None:
             return asyncio.run(small_requests(server, keys["quiet"], seconds))
         target = Target(server.http_port, server.grpc_port, keys["hostile"], folder)

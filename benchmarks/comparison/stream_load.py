@@ -3,6 +3,7 @@ what the server's processes hold meanwhile. Speaks OpenAI's streams over HTTP.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import os
@@ -144,21 +145,22 @@ def _text_of(choice: Mapping[str, Any]) -> str:
 
 def held_by(pid: int, num_requests: int) -> Held:
     """Return the memory of a server's process and its children."""
-    processes = list(_names(pid))
-    return Held(
-        num_requests=num_requests,
-        resident_bytes={name: _resident_bytes(each) for name, each in processes},
-        num_files={name: len(os.listdir(f"/proc/{each}/fd")) for name, each in processes},
-    )
+    resident_bytes, num_files = {}, {}
+    for name, process in _names(pid):
+        with contextlib.suppress(FileNotFoundError):  # it has ended meanwhile
+            resident_bytes[name] = _resident_bytes(process)
+            num_files[name] = len(os.listdir(f"/proc/{process}/fd"))
+    return Held(num_requests=num_requests, resident_bytes=resident_bytes, num_files=num_files)
 
 
 def _names(pid: int) -> Iterator[tuple[str, int]]:
     yield "serving", pid
     for child in Path(f"/proc/{pid}/task").glob("*/children"):
-        for number in map(int, child.read_text().split()):
-            command = Path(f"/proc/{number}/cmdline").read_bytes().decode().replace("\0", " ")
-            known = ("engine", "staging_worker", "grammar_worker", "chat_worker")
-            yield next((name for name in known if name in command), "other"), number
+        with contextlib.suppress(FileNotFoundError):
+            for number in map(int, child.read_text().split()):
+                command = Path(f"/proc/{number}/cmdline").read_bytes().decode().replace("\0", " ")
+                known = ("engine", "staging_worker", "grammar_worker", "chat_worker")
+                yield next((name for name in known if name in command), "other"), number
 
 
 def _resident_bytes(pid: int) -> int:

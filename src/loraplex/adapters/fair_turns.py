@@ -38,6 +38,10 @@ class FairTurns:
         finally:
             self._end(tenant)
 
+    def num_running(self, tenant: str) -> int:
+        """Return the number of a tenant's loads in progress."""
+        return self._running[tenant]
+
     async def _wait(self, tenant: str) -> None:
         queue = self._waiting.setdefault(tenant, deque())
         if len(queue) >= MAX_WAITING:

@@ -10,13 +10,17 @@ from loraplex.core.errors import AdapterLoadError
 
 
 class StagingPool:
-    """Processes that stage one adapter each at a time. They start when they are needed."""
+    """Processes that stage one adapter each at a time.
+
+    They start when they are needed. While loads of a tenant run, a spare one is idle: a load of
+    another tenant does not wait for a process to start, which takes half a second.
+    """
 
     def __init__(self, command: tuple[str, ...], timeout_seconds: float, max_idle: int) -> None:
-        """max_idle: number of processes that are kept, and of loads that one tenant may run."""
+        """max_idle: number of loads that one tenant may run. One process more is kept."""
         self._command = command
         self._timeout_seconds = timeout_seconds
-        self._max_idle = max_idle
+        self._max_idle = max_idle + 1
         self._turns = FairTurns(max_idle)
         self._idle: list[StagingProcess] = []
         self._busy: set[StagingProcess] = set()
@@ -34,28 +38,37 @@ class StagingPool:
             if self._is_closed:
                 raise AdapterLoadError(f"the server stops: {what} is not loaded")
             await self._end_stopped()
-            process = self._idle.pop(0) if self._idle else self._new_process()
+            # The last idle process is left to a tenant that has no other load.
+            num_left = 0 if self._turns.num_running(tenant) == 1 else 1
+            # The one that was used last has been started for certain.
+            process = self._idle.pop() if len(self._idle) > num_left else self._new_process()
             self._busy.add(process)
             try:
+                if tenant:  # the server's own loads come at its start, before any tenant's
+                    await self._start_spare()
                 return await process.request(request_id, what, pieces)
             finally:
                 self._busy.discard(process)
-                if len(self._idle) < self._max_idle:
+                if process.is_running and len(self._idle) < self._max_idle:
                     self._idle.append(process)
                 else:
                     await process.close()
 
     async def start(self) -> None:
         """Start one process before it is needed."""
-        if not self.processes:
-            self._idle.append(self._new_process())
-        for process in self._idle[:1]:
-            await process.start()
+        await self._start_spare()
 
     async def close(self) -> None:
         """End the processes; loads in progress fail, and so do those that wait."""
         self._is_closed = True
         await asyncio.gather(*(process.close() for process in self.processes))
+
+    async def _start_spare(self) -> None:
+        """Start a process for the next load, unless one is idle."""
+        if not self._idle:
+            spare = self._new_process()
+            self._idle.append(spare)
+            await spare.start()
 
     async def _end_stopped(self) -> None:
         """Kill the idle processes that a signal stopped, so that no load waits for one."""

@@ -41,12 +41,14 @@ class _WorkerLost(Exception):
 
 
 class StagingProcess:
-    """Process of a staging worker, for one caller at a time."""
+    """Process of a staging worker, for one request at a time."""
 
     def __init__(self, command: tuple[str, ...], timeout_seconds: float) -> None:
         self._command = command
         self._timeout_seconds = timeout_seconds
         self._log_task: asyncio.Task[None] | None = None
+        self._starting = asyncio.Lock()
+        """Held while the process is started: the first request may come meanwhile."""
         self.process: asyncio.subprocess.Process | None = None
 
     async def request(self, request_id: int, what: str, pieces: Sequence[memoryview]) -> StageReply:
@@ -74,10 +76,14 @@ class StagingProcess:
             await self._running()
 
     @property
+    def is_running(self) -> bool:
+        """Whether there is a process: the next request does not wait for its start."""
+        return self.process is not None and self.process.returncode is None
+
+    @property
     def is_stopped(self) -> bool:
         """Whether a signal stopped the process."""
-        process = self.process
-        return process is not None and process.returncode is None and is_stopped(process.pid)
+        return self.process is not None and self.is_running and is_stopped(self.process.pid)
 
     async def kill_stopped(self) -> None:
         """Kill the process, which a signal stopped while it was idle."""
@@ -131,19 +137,23 @@ class StagingProcess:
         return reply
 
     async def _running(self) -> asyncio.subprocess.Process:
-        if self.process is None or self.process.returncode is not None:
-            await self._stop(0.0)
-            self.process = await asyncio.create_subprocess_exec(
-                *self._command,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                env=child_environment(),  # a process that reads users' files must not have API keys
-                start_new_session=True,  # a Ctrl-C in the terminal must reach serving alone
-            )
-            assert self.process.stderr is not None
-            self._log_task = asyncio.create_task(_log_lines(self.process.stderr))
-        return self.process
+        async with self._starting:
+            if self.process is None or self.process.returncode is not None:
+                await self._stop(0.0)
+                self.process = await self._started()
+                assert self.process.stderr is not None
+                self._log_task = asyncio.create_task(_log_lines(self.process.stderr))
+            return self.process
+
+    async def _started(self) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            *self._command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=child_environment(),  # a process that reads users' files must not have API keys
+            start_new_session=True,  # a Ctrl-C in the terminal must reach serving alone
+        )
 
     async def _stop(self, grace_seconds: float) -> int | None:
         """Wait for the process to end, kill it after the grace; return its exit status."""

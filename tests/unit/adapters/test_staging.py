@@ -188,7 +188,7 @@ class TestMisbehaviour:
         worker = StagingWorker(tmp_path, command=stopping)
         with pytest.raises(AdapterLoadError, match=r"stopped by a signal.*please try again"):
             await worker.stage("x", shapes=shapes, max_ranks=RankLimits(8))
-        assert process_of(worker) is None
+        assert not worker._local.processes
         await worker.close()
 
     async def test_a_worker_that_is_killed_at_work_is_replaced(
@@ -250,9 +250,9 @@ class TestMisbehaviour:
 
 # Marks itself and waits for ever if a file is there when it starts; stages otherwise.
 STUCK_WHILE = """
-import os, pathlib, runpy, time
+import os, pathlib, runpy, sys, time
 file = pathlib.Path({stuck!r})
-if file.exists():
+if sys.stdin.buffer.peek(1) and file.exists():
     file.with_name(f"{{os.getpid()}}.stuck").touch()
     while True:
         time.sleep(60)
@@ -263,7 +263,7 @@ runpy.run_module("loraplex.adapters.staging_worker", run_name="__main__")
 class TestTenantsShareTheWorkers:
     @pytest.fixture
     async def stuck(self, tmp_path):
-        """Workers that never reply, as long as the file exists when they start."""
+        """Workers that never reply, as long as the file exists at their first request."""
         file = tmp_path / "stuck"
         file.touch()
         command = python(STUCK_WHILE.format(stuck=str(file)))
@@ -272,18 +272,18 @@ class TestTenantsShareTheWorkers:
         yield worker
         await worker.close()
 
-    async def occupy(self, stuck, shapes, tenant, num_loads):
+    async def occupy(self, stuck, shapes, tenant, num_loads, num_stuck=2):
         tasks = [
             asyncio.create_task(
                 stuck.stage(f"/{tenant}/{i}", shapes=shapes, max_ranks=RankLimits(8), tenant=tenant)
             )
             for i in range(num_loads)
         ]
-        await self.two_are_stuck(stuck)
+        await self.are_stuck(stuck, num_stuck)
         return tasks
 
-    async def two_are_stuck(self, stuck):
-        while len(list(stuck.file.parent.glob("*.stuck"))) < 2:
+    async def are_stuck(self, stuck, num_stuck):
+        while len(list(stuck.file.parent.glob("*.stuck"))) < num_stuck:
             await asyncio.sleep(0.01)
 
     async def test_loads_of_a_tenant_wait_for_no_other_tenant(self, stuck, shapes, peft_folder):
@@ -294,6 +294,45 @@ class TestTenantsShareTheWorkers:
             assert await stuck.stage(folder, shapes=shapes, max_ranks=RankLimits(8), tenant=tenant)
         assert not any(task.done() for task in tasks)
         await end(tasks)
+
+    async def test_the_first_load_of_a_tenant_finds_a_process(self, stuck, shapes, peft_folder):
+        tasks = await self.occupy(stuck, shapes, "hostile", 5)
+        stuck.file.unlink()
+        before = [one.process.pid for one in stuck._local.processes]
+        assert len(before) == 3  # two are stuck, one is idle
+        folder = str(peft_folder().write())
+        await stuck.stage(folder, shapes=shapes, max_ranks=RankLimits(8), tenant="quick")
+        after = [one.process.pid for one in stuck._local.processes]
+        assert set(before) < set(after)
+        assert len(after) == 4  # a spare one started for the load after it
+        await end(tasks)
+
+    async def test_a_started_process_is_left_to_a_tenant_without_loads(
+        self, stuck, shapes, peft_folder
+    ):
+        await stuck.start()
+        (first,) = stuck._local.processes
+        tasks = await self.occupy(stuck, shapes, "hostile", 1, num_stuck=1)
+        (idle,) = stuck._local._idle
+        tasks += await self.occupy(stuck, shapes, "hostile", 1)
+        assert stuck._local._idle == [idle]
+        stuck.file.unlink()
+        folder = str(peft_folder().write())
+        await stuck.stage(folder, shapes=shapes, max_ranks=RankLimits(8), tenant="quick")
+        assert first not in stuck._local._idle
+        assert stuck._local._idle[-1] is idle  # the next load takes it again, not the spare one
+        await end(tasks)
+
+    async def test_more_processes_than_needed_are_not_kept(self, tmp_path, shapes, peft_folder):
+        worker = StagingWorker(tmp_path / "state", num_workers=1)
+        folder = str(peft_folder().write())
+        loads = (
+            worker.stage(folder, shapes=shapes, max_ranks=RankLimits(8), tenant=f"tenant-{i}")
+            for i in range(4)
+        )
+        await asyncio.gather(*loads)
+        assert len(worker._local.processes) == 2
+        await worker.close()
 
     async def test_a_client_that_leaves_frees_the_worker(self, stuck, shapes, peft_folder):
         tasks = await self.occupy(stuck, shapes, "one", 2)
@@ -326,7 +365,7 @@ class TestTenantsShareTheWorkers:
             )
             for i in range(3)
         ]
-        await self.two_are_stuck(stuck)
+        await self.are_stuck(stuck, 2)
         stuck.file.unlink()
         tensor = RequestTensor("FP32", (1, 1, 1), bytes(4))
         with pytest.raises(InvalidAdapterError):

@@ -37,4 +37,6 @@ def make_task(setup: bytes) -> worker.Task:
 
 
 if __name__ == "__main__":
+    import loraplex.serving.grammar.check  # noqa: F401 - before a task waits for it
+
     worker.main(make_task)
