@@ -1,4 +1,4 @@
-"""Order in which the tenants' loads get the processes of a pool. It knows no process."""
+"""Order in which the tenants' loads and changes have their turns. It knows no process."""
 
 import asyncio
 import contextlib
@@ -17,12 +17,13 @@ class FairTurns:
     """Limit of loads in progress, under which no tenant waits for the loads of another.
 
     A load begins while fewer than `limit` are in progress; the first one of a tenant also while
-    fewer than `limit + EXTRA_TENANTS` are. Of those that wait, the next one is of the tenant with
+    fewer than `limit + num_extra` are. Of those that wait, the next one is of the tenant with
     the fewest loads in progress.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, num_extra: int = EXTRA_TENANTS) -> None:
         self._limit = limit
+        self._num_extra = num_extra
         self._running: Counter[str] = Counter()
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
 
@@ -63,7 +64,7 @@ class FairTurns:
             raise
 
     def _may_begin(self, tenant: str) -> bool:
-        extra = 0 if self._running[tenant] else EXTRA_TENANTS
+        extra = 0 if self._running[tenant] else self._num_extra
         return self._running.total() < self._limit + extra
 
     def _end(self, tenant: str) -> None:

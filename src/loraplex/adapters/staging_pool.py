@@ -17,10 +17,13 @@ class StagingPool:
     """
 
     def __init__(self, command: tuple[str, ...], timeout_seconds: float, max_idle: int) -> None:
-        """max_idle: number of loads that one tenant may run. One process more is kept."""
+        """max_idle: number of loads that one tenant may run.
+
+        Two processes more are kept: for the load of another tenant, and the spare one.
+        """
         self._command = command
         self._timeout_seconds = timeout_seconds
-        self._max_idle = max_idle + 1
+        self._max_idle = max_idle + 2
         self._turns = FairTurns(max_idle)
         self._idle: list[StagingProcess] = []
         self._busy: set[StagingProcess] = set()

@@ -3,8 +3,10 @@
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from loraplex.adapters.fair_turns import FairTurns
 from loraplex.adapters.staged import StagedAdapter
 from loraplex.adapters.store import AdapterStore, AdapterVersion, Registration, VersionOrigin
 from loraplex.core.adapter import AdapterKey, AdapterRef, ByName, Residency
@@ -30,6 +32,7 @@ from loraplex.serving.adapter_cards import (
 )
 from loraplex.serving.model_names import base_of, readings
 from loraplex.serving.served_model import ServedModel, label
+from loraplex.serving.wire_request import current_tenant
 
 logger = logging.getLogger(__name__)
 
@@ -41,12 +44,14 @@ class ModelCatalog:
 
     Errors and listings never show what a tenant has no right to see. Changes of adapters run one
     after another in a thread, since they wait for a disk and the event loop must not; the engines
-    then follow.
+    then follow. Tenants take turns: a change waits for two changes of each other tenant at most.
     """
 
     def __init__(self, models: Sequence[ServedModel]) -> None:
         self.models = {model.card.name: model for model in models}
-        self._turn = asyncio.Lock()
+        self._turns = FairTurns(1, num_extra=0)
+        # Its own thread: those of a tenant may all be busy, and the others would wait for its turn.
+        self._thread = ThreadPoolExecutor(1, "catalog")
         self._pinning: set[asyncio.Task[None]] = set()
 
     def of(self, principal: Principal) -> Mapping[str, ServedModel]:
@@ -100,8 +105,8 @@ class ModelCatalog:
         Once begun both complete, even if the caller is cancelled, and the caller waits for them. A
         task that `then` returns completes after the turn, also if the caller is cancelled.
         """
-        async with self._turn:
-            work = asyncio.ensure_future(asyncio.to_thread(change))
+        async with self._turns.turn(current_tenant()):
+            work = asyncio.get_running_loop().run_in_executor(self._thread, change)
             cancelled: asyncio.CancelledError | None = None
             while not work.done():
                 # A second cancellation must not skip `then`: the store has changed by then, and

@@ -36,7 +36,9 @@ from loraplex.serving.adapters import canary
 from loraplex.serving.catalog import ModelCatalog
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.service import Service
+from loraplex.serving.tenant_threads import TenantThreads
 from support.fake_engine_process import FakeEngineSettings
+from support.wire_requests import of_tenant
 
 ZH = AdapterRef("a", "default", ByName("zh"))
 
@@ -512,6 +514,35 @@ async def test_the_next_change_waits_for_one_whose_caller_left():
     release.set()
     await next_one
     assert order == ["first", "next"]
+
+
+async def test_a_change_waits_for_two_changes_of_another_tenant_at_most():
+    catalog, order, release = ModelCatalog(()), [], threading.Event()
+
+    def hostile():
+        release.wait(20)
+        order.append("hostile")
+
+    with of_tenant("hostile"):
+        changes = [asyncio.create_task(catalog.change(hostile)) for _ in range(5)]
+    with of_tenant("quiet"):
+        changes.append(asyncio.create_task(catalog.change(lambda: order.append("quiet"))))
+    await asyncio.sleep(0)  # all have asked for their turn
+    release.set()
+    await asyncio.gather(*changes)
+    assert order.index("quiet") <= 2  # the one that ran, and the one whose turn came first
+
+
+async def test_a_change_does_not_wait_for_the_other_work_of_its_tenant():
+    """The changes of all others would wait with it."""
+    asyncio.get_running_loop().set_default_executor(TenantThreads(2, 1))
+    goes_on = threading.Event()
+    with of_tenant("hostile"):
+        texts = asyncio.ensure_future(asyncio.to_thread(goes_on.wait, 60))
+        assert await ModelCatalog(()).change(lambda: "changed") == "changed"
+    assert not texts.done()
+    goes_on.set()
+    await texts
 
 
 def test_a_store_in_memory_collects_nothing(tmp_path):
