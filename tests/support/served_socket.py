@@ -8,10 +8,10 @@ ends when its standard input does, as a server does that `loraplex compat triton
 import asyncio
 import dataclasses
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+from anyio.from_thread import start_blocking_portal
 
 from loraplex.app.end_of_input import end_of_input
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration
@@ -21,7 +21,6 @@ from loraplex.frontends.kserve.stub.wire import SILENCE_SECONDS
 from loraplex.serving.backend import Backend
 from loraplex.testing.echo_backend import EchoBackend
 
-START_SECONDS = 30.0
 FLAG = "--request-socket="
 
 
@@ -29,8 +28,8 @@ FLAG = "--request-socket="
 class ServedSocket:
     path: str
     service: TritonService
-    stop: threading.Event
-    """Set it: connections are closed, as when the server ends."""
+    stop: Callable[[], object]
+    """Close the connections, as when the server ends."""
 
 
 @contextmanager
@@ -44,27 +43,12 @@ def served_socket(
 ) -> Iterator[ServedSocket]:
     """Serve until the context ends; the event loop runs in its own thread."""
     service = TritonService(backend, declarations=declarations)
-    served = ServedSocket(path, service, threading.Event())
-    started: Future[None] = Future()
-
-    async def serve() -> None:
-        async with serving_socket(
-            served.service,
-            path,
-            max_message_bytes=max_message_bytes,
-            silence_seconds=silence_seconds,
-        ):
-            started.set_result(None)
-            await asyncio.to_thread(served.stop.wait)
-
-    thread = threading.Thread(target=asyncio.run, args=(serve(),), daemon=True)
-    thread.start()
-    try:
-        started.result(START_SECONDS)
-        yield served
-    finally:
-        served.stop.set()
-        thread.join()
+    with start_blocking_portal() as portal, ExitStack() as stack:
+        serving = serving_socket(
+            service, path, max_message_bytes=max_message_bytes, silence_seconds=silence_seconds
+        )
+        stack.enter_context(portal.wrap_async_context_manager(serving))
+        yield ServedSocket(path, service, stack.close)
 
 
 async def _serve_until_input_ends(path: str) -> None:

@@ -226,7 +226,7 @@ def test_when_the_server_ends_every_request_fails_and_the_client_is_notified(
     for each in responses:
         connection.submit(request("hi", 4000, stream=True), each.put)
         each.get(timeout=60)
-    served.stop.set()
+    served.stop()
     assert "has ended" in lost.get(timeout=60)
     for each in responses:
         last = each.get(timeout=60)

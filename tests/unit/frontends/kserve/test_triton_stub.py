@@ -206,7 +206,7 @@ def test_a_lost_server_fails_its_requests_and_the_next_one_is_joined(model, back
     submitted = request("hi" * 500, 4000, STREAM)
     model.execute([submitted])
     submitted.sender.responses.get(timeout=30)
-    model.served.stop.set()
+    model.served.stop()
     failed = submitted.sender.all()[-1]
     assert failed.error.code == "UNAVAILABLE"
     assert "has ended" in failed.error.message
