@@ -527,7 +527,7 @@ async def test_a_change_waits_for_two_changes_of_another_tenant_at_most():
         changes = [asyncio.create_task(catalog.change(hostile)) for _ in range(5)]
     with of_tenant("quiet"):
         changes.append(asyncio.create_task(catalog.change(lambda: order.append("quiet"))))
-    await asyncio.sleep(0)  # all have asked for their turn
+    await asyncio.sleep(0)  # all wait for their turn
     release.set()
     await asyncio.gather(*changes)
     assert order.index("quiet") <= 2  # the one that ran, and the one whose turn came first

@@ -32,6 +32,8 @@ GRAMMARS: Final = SandboxKind(
     too_big="the grammar is too large: it takes too much memory to compile",
 )
 _MAX_REMEMBERED_CHARACTERS: Final = 1 << 23
+_ENTRY_CHARACTERS: Final = 512
+"""What a remembered grammar takes in addition to its text, and that of its form, at a byte each."""
 _MAX_REFUSED: Final = 256
 """Refused grammars whose error is remembered: each may have taken long."""
 
@@ -103,8 +105,13 @@ class Grammars:
 
     def _remember(self, grammar: Grammar, compiled: Grammar) -> None:
         if grammar not in self._compiled:
-            self._num_characters += len(grammar.text) + len(compiled.text)
+            self._num_characters += _num_characters(grammar, compiled)
         self._compiled[grammar] = compiled
         while self._num_characters > _MAX_REMEMBERED_CHARACTERS:
             oldest, form = self._compiled.popitem(last=False)
-            self._num_characters -= len(oldest.text) + len(form.text)
+            self._num_characters -= _num_characters(oldest, form)
+
+
+def _num_characters(grammar: Grammar, compiled: Grammar) -> int:
+    """Return what a remembered grammar counts for."""
+    return len(grammar.text) + len(compiled.text) + _ENTRY_CHARACTERS

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+import tracemalloc
 
 import pytest
 
@@ -192,6 +193,20 @@ async def test_what_is_remembered_is_bounded(tokenizer):
         await grammars.compiled(SamplingParams(grammar=Grammar(GrammarKind.LARK, text)))
 
     assert grammars.num_remembered < 50
+    grammars.close()
+
+
+def test_of_short_grammars_no_more_memory_is_remembered(tokenizer):
+    """Their objects take several times as much as their characters."""
+    grammars = Grammars(tokenizer)
+    tracemalloc.start()
+    for index in range(40_000):
+        form = Grammar(GrammarKind.LLGUIDANCE, f"the form of {index} {'x' * 80}")
+        grammars._remember(Grammar(GrammarKind.REGEX, f"number {index}"), form)
+    num_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert grammars.num_remembered > 0
+    assert num_bytes < 1.5 * (1 << 23)
     grammars.close()
 
 
