@@ -52,7 +52,7 @@ public:
         const std::int64_t most = rows_at_once(num_rows);
         for (first_row_ = 0; first_row_ < num_rows; first_row_ += most) {
             const Range rows = {0, std::min(most, num_rows - first_row_)};
-            const Product product(0, rows, Products::cut(rows.size), out_features_, 0);
+            const Product product(0, rows, cut(rows.size), out_features_, 0);
             multiply({&product, 1}, product.rows.size);
         }
     }
@@ -78,7 +78,7 @@ public:
                 const std::int64_t next = std::min<std::int64_t>(end, starts[expert + 1]);
                 const Range rows = {pair - first, next - pair};
                 const auto *product = new (products + num_products++)
-                    Product(expert, rows, Products::cut(rows.size), out_features_, num_tiles);
+                    Product(expert, rows, cut(rows.size), out_features_, num_tiles);
                 num_tiles += product->num_tiles();
                 pair = next;
             }
@@ -88,6 +88,8 @@ public:
     }
 
 private:
+    Cut cut(std::int64_t num_rows) const { return Products::cut(num_rows, pieces_.num_blocks()); }
+
     // A round of the channel takes so many.
     std::int64_t rows_at_once(std::int64_t num_rows) const {
         return channel_ == nullptr ? num_rows
@@ -182,7 +184,7 @@ private:
     // sums: those of a tile, of one block of inputs. Before them are those that wait.
     void finish_block([[maybe_unused]] const Product &product, std::int64_t input_block,
                       [[maybe_unused]] Range rows, float *sums, std::int64_t size) {
-        if constexpr (kIsQuantized<W>) {
+        if constexpr (RowInputs::kScalesBlocks) {
             const std::int64_t row_size = product.block_outputs();
             const std::int64_t block_size = padded_rows(rows.size) * row_size;
             for (float *block = sums; block < sums + size; block += block_size) {
@@ -277,7 +279,9 @@ loraplex_status run_linear(loraplex_pool &pool, loraplex_weight_kind kind, std::
                     out_features, in_features, bias, channel, static_cast<T *>(y), y_stride));
                 return LORAPLEX_OK;
             };
-            return with_products<W, T>(pool.cpu_features(), num_rows, body);
+            return has_byte_inputs(kind)
+                       ? with_group_products<W>(pool.cpu_features(), num_rows, body)
+                       : with_products<W, T>(pool.cpu_features(), num_rows, body);
         });
     });
 }

@@ -71,6 +71,10 @@ struct ReadAhead {
     }
 };
 
+// What a row of inputs has for each group: nothing, the sum of its inputs, which the weight's offsets are
+// multiplied by, or their scale.
+enum class OfGroups { kNothing, kSums, kScales };
+
 // The weights of one call: the first panel's from the call's first input on.
 template <typename W>
 struct BlockWeights {
@@ -79,6 +83,7 @@ struct BlockWeights {
     const float *scales;  // of the first group in the call; from panel to panel as the values
     const float *offsets;       // likewise; null if there are none
     const std::uint8_t *table;  // of Table4
+    OfGroups of_groups;
     std::int64_t group_size;
     ReadAhead ahead;
 };

@@ -1,4 +1,5 @@
-// The inputs of `linear` as its inner loops read them: float32, or int16 and a scale for each row.
+// The inputs of `linear` as its inner loops read them: float32, bfloat16, or int16 and a scale for each
+// row and block.
 #pragma once
 
 #include <algorithm>
@@ -29,14 +30,16 @@ public:
     InputPieces(const PanelLayout<W> &layout, std::int64_t max_depth)
         : num_blocks_(layout.num_blocks()), block_inputs_(layout.block_inputs()),
           max_depth_(max_depth), per_block_(divide_up(block_inputs_, max_depth)),
-          summed_inputs_(layout.has_offsets() ? layout.group_size() : 0) {}
+          group_size_(layout.group_size()), has_offsets_(layout.has_offsets()) {}
 
     std::int64_t size() const { return num_blocks_ * per_block_; }
     std::int64_t num_blocks() const { return num_blocks_; }
     std::int64_t block_inputs() const { return block_inputs_; }
 
-    // Inputs of a group, whose sum the weight's offsets are multiplied by; 0 if it has none.
-    std::int64_t summed_inputs() const { return summed_inputs_; }
+    std::int64_t group_size() const { return group_size_; }
+
+    // Whether the weight has offsets, which the sum of a group's inputs is multiplied by.
+    bool has_offsets() const { return has_offsets_; }
 
     InputPiece start(std::int64_t block) const { return piece(block * per_block_, block, 0); }
 
@@ -57,8 +60,82 @@ private:
     std::int64_t block_inputs_;
     std::int64_t max_depth_;
     std::int64_t per_block_;
-    std::int64_t summed_inputs_;
+    std::int64_t group_size_;
+    bool has_offsets_;
 };
+
+// What x / scale rounded has at most `largest` as its magnitude, for the largest magnitude of some x.
+// Tiny numbers count as zeros; if one of them is an infinity or a NaN, so is the scale a NaN.
+struct Rounding {
+    float scale;
+    float factor;  // 1 / scale
+
+    Rounding(float magnitude, float largest) {
+        const bool is_finite = magnitude <= std::numeric_limits<float>::max();
+        const bool is_zero = magnitude < 0x1p-100f;
+        scale = !is_finite ? std::numeric_limits<float>::quiet_NaN()
+                : is_zero  ? 0.0f
+                           : magnitude / largest;
+        factor = is_finite && !is_zero ? largest / magnitude : 0.0f;
+    }
+};
+
+template <typename T>
+inline void widen_inputs(const T *source, int count, float *target) {
+    int input = 0;
+    for (; input + kLanes <= count; input += kLanes) {
+        store(target + input, load(source + input));
+    }
+    for (; input < count; ++input) {
+        target[input] = widen(source[input]);
+    }
+}
+
+// body(first, count) for parts of so many inputs; their usual size is known when it is compiled.
+template <typename Body>
+__attribute__((always_inline)) inline void for_each_part(std::int64_t num_inputs,
+                                                         const Body &body) {
+    constexpr int kUsual = 64;
+    std::int64_t first = 0;
+    for (; first + kUsual <= num_inputs; first += kUsual) {
+        body(first, kUsual);
+    }
+    if (first < num_inputs) {
+        body(first, static_cast<int>(num_inputs - first));
+    }
+}
+
+// Infinite or NaN if one of the elements is; both have larger bits than every number.
+template <typename T>
+inline float largest_magnitude(const T *x, std::int64_t num_inputs) {
+    std::uint32_t largest = 0;
+    for_each_part(num_inputs, [&](std::int64_t first, int count) __attribute__((always_inline)) {
+        float values[64];
+        widen_inputs(x + first, count, values);
+        std::uint32_t bits[64];
+        std::memcpy(bits, values, sizeof(bits));
+        for (int i = 0; i < count; ++i) {
+            largest = std::max(largest, bits[i] & 0x7fffffffu);
+        }
+    });
+    return std::bit_cast<float>(largest);
+}
+
+// target = round(source * factor)
+template <typename T, typename X>
+inline void round_inputs(const T *source, int depth, float factor, X *target) {
+    const Floats factors = broadcast(factor);
+    for_each_part(depth, [&](std::int64_t first, int count) __attribute__((always_inline)) {
+        float values[64 + kLanes] = {};
+        widen_inputs(source + first, count, values);
+        for (int i = 0; i < count; i += kLanes) {
+            store(values + i, round_to_integer(multiply(load(values + i), factors)));
+        }
+        for (int i = 0; i < count; ++i) {
+            target[first + i] = static_cast<X>(static_cast<std::int32_t>(values[i]));
+        }
+    });
+}
 
 // [piece][row][kRowStride]; for quantised weights, then one float32 for each row and block.
 // A row of a piece is its inputs, then the sums of its groups at kMaxDepth, where the weight has
@@ -67,6 +144,12 @@ template <typename W>
 class Inputs {
 public:
     static constexpr int kDepth = kMaxDepth<W>;
+    // Whether a row's sums of a block are to be multiplied by scale().
+    static constexpr bool kScalesBlocks = kIsQuantized<W>;
+
+    static OfGroups of_groups(const PanelLayout<W> &layout) {
+        return layout.has_offsets() ? OfGroups::kSums : OfGroups::kNothing;
+    }
 
     static std::size_t num_bytes(std::int64_t num_rows, const InputPieces<W> &pieces) {
         const std::int64_t num_scales = kIsQuantized<W> ? num_rows * pieces.num_blocks() : 0;
@@ -83,7 +166,6 @@ public:
         return values_ + (piece.index * num_rows_ + row) * kRowStride<W>;
     }
 
-    // What the row's sums of a block are to be multiplied by; only for quantised weights.
     float scale(std::int64_t row, std::int64_t block) const {
         return scales_[row * pieces_.num_blocks() + block];
     }
@@ -96,7 +178,7 @@ public:
                 quantize_block(row, block, source);
             } else {
                 for_each_piece(row, block, source, [](const T *from, int depth, float *target) {
-                    widen(from, depth, target);
+                    widen_inputs(from, depth, target);
                 });
             }
         }
@@ -117,32 +199,15 @@ private:
     }
 
     template <typename T>
-    static void widen(const T *source, int depth, float *target) {
-        int input = 0;
-        for (; input + kLanes <= depth; input += kLanes) {
-            store(target + input, load(source + input));
-        }
-        for (; input < depth; ++input) {
-            target[input] = loraplex::widen(source[input]);
-        }
-    }
-
-    template <typename T>
     void quantize_block(std::int64_t row, std::int64_t block, const T *x) {
-        constexpr float kLargest = std::numeric_limits<std::int16_t>::max();
-        const float magnitude = largest_magnitude(x);
-        const bool is_finite = magnitude <= std::numeric_limits<float>::max();
-        const bool is_zero = magnitude < 0x1p-100f;
-        scales_[row * pieces_.num_blocks() + block] =
-            !is_finite ? std::numeric_limits<float>::quiet_NaN()
-            : is_zero  ? 0.0f
-                       : magnitude / kLargest;
-        const float factor = is_finite && !is_zero ? kLargest / magnitude : 0.0f;
-        const auto summed = static_cast<int>(pieces_.summed_inputs());
-        for_each_piece(row, block, x, [=](const T *source, int depth, std::int16_t *target) {
-            quantize(source, depth, factor, target);
-            if (summed > 0) {
-                sum_groups(target, depth, summed, target + kMaxDepth<W>);
+        const Rounding rounding(largest_magnitude(x, pieces_.block_inputs()),
+                                std::numeric_limits<std::int16_t>::max());
+        scales_[row * pieces_.num_blocks() + block] = rounding.scale;
+        for_each_piece(row, block, x, [&](const T *source, int depth, std::int16_t *target) {
+            round_inputs(source, depth, rounding.factor, target);
+            if (pieces_.has_offsets()) {
+                sum_groups(target, depth, static_cast<int>(pieces_.group_size()),
+                           target + kMaxDepth<W>);
             }
         });
     }
@@ -161,44 +226,6 @@ private:
         }
     }
 
-    // Infinite or NaN if one of the elements is; both have larger bits than every number.
-    template <typename T>
-    float largest_magnitude(const T *x) const {
-        float values[kAtOnce];
-        std::uint32_t largest = 0;
-        const std::int64_t num_inputs = pieces_.block_inputs();
-        for (std::int64_t first = 0; first < num_inputs; first += kAtOnce) {
-            const auto count =
-                static_cast<int>(std::min<std::int64_t>(kAtOnce, num_inputs - first));
-            widen(x + first, count, values);
-            std::uint32_t bits[kAtOnce];
-            std::memcpy(bits, values, sizeof(bits));
-            for (int i = 0; i < count; ++i) {
-                largest = std::max(largest, bits[i] & 0x7fffffffu);
-            }
-        }
-        return std::bit_cast<float>(largest);
-    }
-
-    // target = round(source * factor). What follows an odd last one meets a weight of 0.
-    template <typename T>
-    static void quantize(const T *source, int depth, float factor, std::int16_t *target) {
-        const Floats factors = broadcast(factor);
-        for (int first = 0; first < depth; first += kAtOnce) {
-            const int count = std::min(kAtOnce, depth - first);
-            float values[kAtOnce + kLanes] = {};
-            widen(source + first, count, values);
-            for (int i = 0; i < count; i += kLanes) {
-                store(values + i, round_to_integer(multiply(load(values + i), factors)));
-            }
-            for (int i = 0; i < count; ++i) {
-                target[first + i] = static_cast<std::int16_t>(values[i]);
-            }
-        }
-    }
-
-    static constexpr int kAtOnce = 64;  // elements at a time
-
     Input<W> *values_;
     std::int64_t num_rows_;
     InputPieces<W> pieces_;
@@ -210,6 +237,10 @@ template <int kMaxInputs>
 class PairInputs {
 public:
     static constexpr int kDepth = kMaxInputs;
+    static constexpr bool kScalesBlocks = false;
+
+    static OfGroups of_groups(const PanelLayout<Bfloat16> &) { return OfGroups::kNothing; }
+
     static constexpr int kMultiple = 32;
     // Not a power of two, so that rows fall into different cache sets.
     static constexpr std::int64_t kStride = kDepth + kMultiple;

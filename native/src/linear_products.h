@@ -8,6 +8,8 @@
 
 #if defined(LORAPLEX_ISA_X86_64_V4)
 #include "linear_amx.h"
+#include "linear_amx_quantized.h"
+#include "linear_bytes.h"
 #include "linear_dots.h"
 #endif
 
@@ -23,18 +25,37 @@ auto with_products([[maybe_unused]] std::uint64_t cpu_features,
         if ((cpu_features & LORAPLEX_CPU_AMX_BF16) != 0) {
             return num_rows <= PairedProducts::kMaxRows
                        ? body(std::type_identity<PairedProducts>{})
-                       : body(std::type_identity<AmxProducts<W>>{});
+                       : body(std::type_identity<AmxProducts>{});
         }
         if ((cpu_features & LORAPLEX_CPU_AVX512_BF16) != 0) {
             return body(std::type_identity<DotProducts>{});
         }
     } else if constexpr (std::is_same_v<W, Int8> || std::is_same_v<W, Int4>) {
         if ((cpu_features & LORAPLEX_CPU_AMX_INT8) != 0 && num_rows >= kFewestByteRows) {
-            return body(std::type_identity<AmxProducts<W>>{});
+            return body(std::type_identity<AmxQuantizedProducts<W, SplitInputs<W>>>{});
         }
     }
 #endif
     return body(std::type_identity<VectorProducts<W>>{});
+}
+
+// The same for weights whose inputs have 8 bits, too.
+template <typename W, typename Body>
+auto with_group_products([[maybe_unused]] std::uint64_t cpu_features,
+                         [[maybe_unused]] std::int64_t num_rows, const Body &body) {
+    if constexpr (std::is_same_v<W, Int8> || std::is_same_v<W, Int4>) {
+#if defined(LORAPLEX_ISA_X86_64_V4)
+        if ((cpu_features & LORAPLEX_CPU_AMX_INT8) != 0 && num_rows >= kFewestByteRows) {
+            return body(std::type_identity<AmxQuantizedProducts<W, ByteTileInputs<W>>>{});
+        }
+        if ((cpu_features & LORAPLEX_CPU_AVX512_VNNI) != 0) {
+            return body(std::type_identity<ByteProducts<W>>{});
+        }
+#endif
+        return body(std::type_identity<GroupProducts<W>>{});
+    } else {
+        return LORAPLEX_INVALID_ARGUMENT;
+    }
 }
 
 }  // namespace loraplex

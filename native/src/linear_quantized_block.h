@@ -2,8 +2,8 @@
 // weights that were widened to 16 bits, added in 32 bits.
 //
 // Within a group the sums are integers and exact. A group's sum times the scale of its weights, less
-// the sum of its inputs times their offset, is added in float32, group after group, each operation
-// rounded. So every shape of block and every instruction set gives the same bits.
+// the sum of its inputs times their offset, or times the scale of its inputs, is added in float32, group
+// after group, each operation rounded. So every shape of block and every instruction set gives the same bits.
 #pragma once
 
 #include <algorithm>
@@ -27,12 +27,12 @@ struct PlainDot {
     Ints operator()(Ints sum, Pairs a, Pairs b) const { return dot_add(sum, a, b); }
 };
 
-// The float32 sum of a group of a row's inputs, which come at x.
+// What a row of inputs, at x, has for each group: their sum or their scale.
 template <typename W>
-inline float sum_of_inputs(const std::int16_t *x, int group) {
-    float sum;
-    std::memcpy(&sum, x + kMaxDepth<W> + group * 2, sizeof(sum));
-    return sum;
+inline float number_of_group(const std::int16_t *x, int group) {
+    float number;
+    std::memcpy(&number, x + kMaxDepth<W> + group * 2, sizeof(number));
+    return number;
 }
 
 struct NoTable {
@@ -71,6 +71,8 @@ struct QuantizedBlock {
             step(sums, x + 2 * kNibble, [&](int vector) __attribute__((always_inline)) {
                 return load_nibbles<kNibble>(&values[place(vector, stride)].two_values);
             });
+            // The weights of the next step are not loaded earlier: there are no registers for them.
+            asm volatile("" ::: "memory");
         }
 
         __attribute__((always_inline)) static void multiply(Sums &sums, const std::int16_t *x,
@@ -140,16 +142,21 @@ struct QuantizedBlock {
                 multiply(sums, x + input, weights.values + input * kInputSize<W>,
                          weights.ahead.from_step(input / kInterleaved<W>), weights.stride,
                          std::min(group_size, depth - input), table);
-                if (weights.offsets == nullptr) {
-                    add_group<false>(sums, x, weights, group, sums_in_memory, first && group == 0);
+                if (weights.of_groups == OfGroups::kNothing) {
+                    add_group<OfGroups::kNothing>(sums, x, weights, group, sums_in_memory,
+                                                  first && group == 0);
+                } else if (weights.of_groups == OfGroups::kSums) {
+                    add_group<OfGroups::kSums>(sums, x, weights, group, sums_in_memory,
+                                               first && group == 0);
                 } else {
-                    add_group<true>(sums, x, weights, group, sums_in_memory, first && group == 0);
+                    add_group<OfGroups::kScales>(sums, x, weights, group, sums_in_memory,
+                                                 first && group == 0);
                 }
                 ++group;
             }
         }
 
-        template <bool kHasOffsets>
+        template <OfGroups kOfGroups>
         __attribute__((always_inline)) static void add_group(const Sums &sums,
                                                              const std::int16_t *x,
                                                              const BlockWeights<W> &weights,
@@ -166,10 +173,15 @@ struct QuantizedBlock {
                 for (int row = 0; row < kRows; ++row) {
                     float *target = sums_in_memory + (row * kVectors + vector) * kLanes;
                     Floats share = loraplex::multiply(to_floats(sums[row][vector]), scale);
-                    if constexpr (kHasOffsets) {
-                        const float inputs = sum_of_inputs<W>(x + row * kRowStride<W>, group);
-                        share = subtract(share, loraplex::multiply(broadcast(inputs),
-                                                                   load(weights.offsets + place)));
+                    if constexpr (kOfGroups != OfGroups::kNothing) {
+                        const float number = number_of_group<W>(x + row * kRowStride<W>, group);
+                        if constexpr (kOfGroups == OfGroups::kScales) {
+                            share = loraplex::multiply(broadcast(number), share);
+                        } else {
+                            share = subtract(share,
+                                             loraplex::multiply(broadcast(number),
+                                                                load(weights.offsets + place)));
+                        }
                     }
                     store(target, add(first ? zeros() : load(target), share));
                 }
@@ -183,7 +195,8 @@ template <typename W>
 BlockFunction<W> block_function(BlockShape shape, [[maybe_unused]] std::uint64_t cpu_features) {
 #if defined(LORAPLEX_ISA_X86_64_V4) || defined(LORAPLEX_ISA_X86_64_V3)
     if ((cpu_features & kVnniFeature) != 0) {
-        return block_of<BlockFunction<W>, QuantizedBlock<W, VnniDot>::template Of>(shape);
+        return block_of<BlockFunction<W>, QuantizedBlock<W, VnniDot>::template Of>(
+            shape);
     }
 #endif
     return block_of<BlockFunction<W>, QuantizedBlock<W, PlainDot>::template Of>(shape);

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "linear_float_block.h"
+#include "linear_group_inputs.h"
 #include "linear_inputs.h"
 #include "linear_quantized_block.h"
 #include "linear_tiles.h"
@@ -20,10 +21,11 @@ public:
     template <typename T>
     using RowInputs = AnyInputs;
 
-    static Cut cut(std::int64_t num_rows) {
+    static Cut cut(std::int64_t num_rows, std::int64_t num_blocks) {
         const BlockShape shape = block_shape(num_rows);
         const bool is_few = num_rows <= kManyRows.rows;
-        return {shape, is_few ? 1 : std::max(1, kTilePanels / shape.panels), kMaxTileRows};
+        return {shape, is_few ? 1 : std::max(1, kTilePanels / shape.panels),
+                num_blocks == 1 ? kMaxTileRows : kMaxBlockedTileRows};
     }
 
     using X = std::remove_pointer_t<decltype(std::declval<AnyInputs>().at({}, 0))>;
@@ -59,7 +61,7 @@ private:
             layout_.values(panel, piece.block, piece.first), layout_.stride(),
             layout_.scales(panel, piece.block, piece.first),
             layout_.offsets(panel, piece.block, piece.first), layout_.table(panel, piece.block),
-            layout_.group_size(), {}};
+            AnyInputs::of_groups(layout_), layout_.group_size(), {}};
         for (std::int64_t i = 0; i < num_row_blocks; ++i) {
             const Range part_rows = part(rows.size, num_row_blocks, i);
             const Range next_rows = part(rows.size, num_row_blocks, (i + 1) % num_row_blocks);
@@ -79,5 +81,9 @@ private:
     std::uint64_t cpu_features_;
     FindFunction find_function_;
 };
+
+// Of inputs that have a scale for each group, by products of pairs.
+template <typename W>
+using GroupProducts = VectorProducts<W, GroupInputs<W, std::int16_t>>;
 
 }  // namespace loraplex

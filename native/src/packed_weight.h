@@ -173,6 +173,11 @@ constexpr bool has_offsets(loraplex_weight_kind kind) {
     return kind == LORAPLEX_WEIGHT_INT8_OFFSETS || kind == LORAPLEX_WEIGHT_INT4_OFFSETS;
 }
 
+// Whether the inputs are rounded to 8 bits, group by group.
+constexpr bool has_byte_inputs(loraplex_weight_kind kind) {
+    return kind == LORAPLEX_WEIGHT_INT8_BY_INT8 || kind == LORAPLEX_WEIGHT_INT4_BY_INT8;
+}
+
 // body(W{}) with the element type of a kind; what it returns.
 template <typename Body>
 loraplex_status for_weight_kind(loraplex_weight_kind kind, const Body &body) {
@@ -185,9 +190,11 @@ loraplex_status for_weight_kind(loraplex_weight_kind kind, const Body &body) {
             return body(Float16{});
         case LORAPLEX_WEIGHT_INT8:
         case LORAPLEX_WEIGHT_INT8_OFFSETS:
+        case LORAPLEX_WEIGHT_INT8_BY_INT8:
             return body(Int8{});
         case LORAPLEX_WEIGHT_INT4:
         case LORAPLEX_WEIGHT_INT4_OFFSETS:
+        case LORAPLEX_WEIGHT_INT4_BY_INT8:
             return body(Int4{});
         case LORAPLEX_WEIGHT_TABLE4:
             return body(Table4{});

@@ -73,7 +73,8 @@ struct Numbers {
 };
 
 Numbers numbers_of(Random &random, loraplex_weight_kind kind, std::int64_t group_size) {
-    if (kind == LORAPLEX_WEIGHT_INT8 || kind == LORAPLEX_WEIGHT_INT8_OFFSETS) {
+    if (kind == LORAPLEX_WEIGHT_INT8 || kind == LORAPLEX_WEIGHT_INT8_OFFSETS ||
+        kind == LORAPLEX_WEIGHT_INT8_BY_INT8) {
         return {-128, 256, {}};
     }
     if (kind != LORAPLEX_WEIGHT_TABLE4) {
@@ -132,7 +133,7 @@ std::vector<T> apply(Checks &checks, loraplex_pool *pool, const Weight &weight, 
     return y;
 }
 
-// Half a step of the inputs' 16 bits, for every weight.
+// Half a step of the inputs' 16 or 8 bits, for every weight.
 double input_rounding(const Weight &weight, const double *x, const double *w) {
     if (weight.size.group_size == 0) {
         return 0.0;
@@ -143,7 +144,9 @@ double input_rounding(const Weight &weight, const double *x, const double *w) {
         largest = std::max(largest, std::abs(x[i]));
         sum += std::abs(w[i]);
     }
-    return 0.51 * largest / 32767.0 * sum;
+    const bool has_bytes = weight.kind == LORAPLEX_WEIGHT_INT8_BY_INT8 ||
+                           weight.kind == LORAPLEX_WEIGHT_INT4_BY_INT8;
+    return 0.51 * largest / (has_bytes ? 127.0 : 32767.0) * sum;
 }
 
 template <typename T>
@@ -241,9 +244,15 @@ void test_linear_int8(Checks &checks) {
         for_each_dtype([&]<typename T>(T) { test_weight<T>(checks, random, weight); });
     }
     for (const Size size : {Size{5, 37, 16}, Size{33, 1030, 64, 2}}) {
-        for (const auto kind : {LORAPLEX_WEIGHT_INT8, LORAPLEX_WEIGHT_INT8_OFFSETS}) {
+        for (const auto kind : {LORAPLEX_WEIGHT_INT8, LORAPLEX_WEIGHT_INT8_OFFSETS,
+                                LORAPLEX_WEIGHT_INT8_BY_INT8}) {
             test_weight<float>(checks, random, quantized_weight(checks, random, kind, size));
         }
+    }
+    for (const Size size : {Size{5, 7, 128}, Size{129, 1030, 128, 2}}) {
+        const Weight weight =
+            quantized_weight(checks, random, LORAPLEX_WEIGHT_INT8_BY_INT8, size);
+        for_each_dtype([&]<typename T>(T) { test_weight<T>(checks, random, weight); });
     }
 }
 
@@ -255,7 +264,8 @@ void test_linear_int4(Checks &checks) {
         for_each_dtype([&]<typename T>(T) { test_weight<T>(checks, random, weight); });
     }
     for (const Size size : {Size{5, 48, 16}, Size{33, 1024, 64, 2}, Size{130, 512, 512}}) {
-        for (const auto kind : {LORAPLEX_WEIGHT_INT4_OFFSETS, LORAPLEX_WEIGHT_TABLE4}) {
+        for (const auto kind : {LORAPLEX_WEIGHT_INT4_OFFSETS, LORAPLEX_WEIGHT_TABLE4,
+                                LORAPLEX_WEIGHT_INT4_BY_INT8}) {
             test_weight<float>(checks, random, quantized_weight(checks, random, kind, size));
         }
     }

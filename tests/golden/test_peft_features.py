@@ -50,7 +50,7 @@ from loraplex.models.registry import read_config
 from support.checkpoints import save_random_model, tiny_sizes
 from support.examples import quick_and_slow
 from support.rank_threads import RankThreads
-from support.rounded_weights import rounded
+from support.rounded_weights import rounded, rounded_inputs
 from support.step_driver import Prompt, StepDriver
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -59,6 +59,8 @@ NUM_NEW_TOKENS = 6
 MAX_RANK = 8
 VOCAB_SIZE = 199
 TOLERANCE = 1e-4
+ROUNDED_TOLERANCE = 5e-2
+"""Inputs are rounded to 8 bits: a sum that differs in its last bit may become the next number."""
 HALF_TOLERANCES = {"float16": 1e-2, "bfloat16": 6e-2}
 """Relative to the largest logit."""
 
@@ -369,13 +371,22 @@ def test_a_base_that_is_packed_in_int8(case: Case) -> None:
     names = [
         name for name in IN_LAYERS if name != "tokens" or not case.base.config.tie_word_embeddings
     ]
-    expected: dict[str | None, list[Completion]] = {None: [reference(base, p) for p in PROMPTS]}
+    models: dict[str | None, Any] = {None: base}
     computed = Computed(case, quantization=WeightPrecision.INT8)
     for name in names:
-        model = load_peft(base, case.adapter(name))
-        expected[name] = [reference(model, prompt) for prompt in PROMPTS]
+        models[name] = load_peft(base, case.adapter(name))
         computed.load(name)
-    assert not too_large(computed.errors([None, *names], expected), 3 * TOLERANCE)
+    expected: dict[str | None, list[Completion]] = {}
+    for adapter, model in models.items():
+        with rounded_inputs(
+            {
+                f"{name}.": module.weight
+                for name, module in model.named_modules()
+                if isinstance(module, torch.nn.Linear) and "lora_" not in name
+            }
+        ):
+            expected[adapter] = [reference(model, prompt) for prompt in PROMPTS]
+    assert not too_large(computed.errors([None, *names], expected), ROUNDED_TOLERANCE)
 
 
 @pytest.mark.slow

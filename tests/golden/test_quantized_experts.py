@@ -17,7 +17,7 @@ from loraplex.models.registry import read_config
 from support.families.case import FamilyCase
 from support.families.experts import mixtral, qwen2_moe
 from support.reference_completions import completion, recorded_driver, relative_error
-from support.rounded_weights import rounded
+from support.rounded_weights import rounded, rounded_inputs
 from support.step_driver import Prompt
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -32,27 +32,36 @@ CASES = {
     ),
 }
 NEVER_QUANTIZED = ("norm", "embed_tokens", "mlp.gate.", "shared_expert_gate", "bias")
-TOLERANCE = 1e-3
-"""Relative to the largest logit; the kernels round activations to 16 bits."""
+TOLERANCE = 3e-2
+"""Relative to the largest logit. Inputs are rounded to 8 bits: a sum that differs in its last bit may
+become the next number."""
 PROMPT = Prompt(tuple(range(3, 29)))
 NUM_NEW_TOKENS = 8
 INT8, INT4 = WeightPrecision.INT8, WeightPrecision.INT4
 
 
 @torch.no_grad()
-def round_weights(model: PreTrainedModel, precision: WeightPrecision) -> None:
-    for name, parameter in model.named_parameters():
-        if not any(part in name for part in NEVER_QUANTIZED):
-            of_head = INT8 if name == "lm_head.weight" else precision
-            parameter.copy_(rounded(name, parameter, of_head))
+def round_weights(model: PreTrainedModel, precision: WeightPrecision) -> dict[str, torch.Tensor]:
+    """Return what was rounded."""
+    weights = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if not any(part in name for part in NEVER_QUANTIZED)
+    }
+    for name, parameter in weights.items():
+        of_head = INT8 if name == "lm_head.weight" else precision
+        parameter.copy_(rounded(name, parameter, of_head))
+    return weights
 
 
 @pytest.mark.parametrize("precision", [INT8, INT4])
 @pytest.mark.parametrize("name", CASES)
 def test_logits_of_rounded_weights(name: str, precision: WeightPrecision, tmp_path: Path) -> None:
     model = CASES[name].save(tmp_path)
-    round_weights(model, precision)
-    logits, tokens = completion(model, PROMPT, NUM_NEW_TOKENS)
+    # Otherwise experts are one product.
+    model.set_experts_implementation("eager")
+    with rounded_inputs(round_weights(model, precision)):
+        logits, tokens = completion(model, PROMPT, NUM_NEW_TOKENS)
     driver, sampler = recorded_driver(tmp_path, {}, is_scrambled=False, quantization=precision)
     (generated,) = driver.generate([PROMPT], NUM_NEW_TOKENS, prompt_logits=True)
     assert relative_error(sampler.logits[0], logits) < TOLERANCE

@@ -22,6 +22,9 @@ enum {
     LORAPLEX_WEIGHT_INT8_OFFSETS = 5,
     LORAPLEX_WEIGHT_INT4_OFFSETS = 6,
     LORAPLEX_WEIGHT_TABLE4 = 7, /* 0 .. 15, w = table[value] * scale */
+    /* As INT8 and INT4, but the inputs are rounded to 8 bits instead of 16. */
+    LORAPLEX_WEIGHT_INT8_BY_INT8 = 8,
+    LORAPLEX_WEIGHT_INT4_BY_INT8 = 9,
 };
 
 #define LORAPLEX_MIN_GROUP_SIZE 16
@@ -68,7 +71,10 @@ LORAPLEX_API loraplex_status loraplex_pack_weight(loraplex_pool *pool, loraplex_
  * their scales, less the exact sums of their inputs times their offsets, each rounded, are added in
  * float32 in their order; the block's s is multiplied last. Bits are the
  * same on every instruction set. A block whose max |x| is less than 2^-100 counts as zeros; one that
- * holds an infinity or a NaN makes the row's result NaN. */
+ * holds an infinity or a NaN makes the row's result NaN.
+ *
+ * INT8_BY_INT8 and INT4_BY_INT8: the same with groups instead of blocks and with s = max |x| / 127: a
+ * group's sum times the weight's scale, rounded, times s, rounded, is added in float32. */
 LORAPLEX_API loraplex_status loraplex_linear(loraplex_pool *pool, loraplex_weight_kind kind,
                                              int64_t group_size, int64_t num_blocks,
                                              loraplex_dtype dtype, const void *x, int64_t x_stride,

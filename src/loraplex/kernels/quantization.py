@@ -11,14 +11,14 @@ offset o for each group, or w = t[q] s with a table t of 16 numbers.
 """
 
 import dataclasses
+from collections.abc import Iterator
 
 import torch
 
 from loraplex.core.errors import ConfigError
 from loraplex.core.weight_precision import WeightPrecision
 
-INT8_GROUP_SIZE = 512
-"""So many products of 127 and 32767 fit in 32 bits (native/include/loraplex/linear.h)."""
+INT8_GROUP_SIZE = 128
 
 INT4_GROUP_SIZES = (128, 64, 32)
 
@@ -31,6 +31,7 @@ FP8_MAX = 448.0
 SMALLEST_ROW = 2.0**-100
 """A row or group of numbers that are all smaller counts as zeros: its scale has no reciprocal."""
 
+_INT8_MAX = 127.0
 _INT16_MAX = 32767.0
 _SAMPLED_ROWS = 256
 
@@ -175,11 +176,10 @@ def quantized_linear(
     Each row is rounded to 16 bits with a scale of its own. The sums of a group, of products and of
     inputs alone, are whole numbers and exact, in float64 as in int32.
     """
-    rows, row_scales = _quantize_rows(x.float())
+    rows, row_scales = _rounded_rows(x.float(), _INT16_MAX)
     values = weight.whole_numbers().double()
     y = torch.zeros(x.shape[0], values.shape[0])
-    for group, first in enumerate(range(0, x.shape[1], weight.group_size)):
-        inputs = slice(first, first + weight.group_size)
+    for group, inputs in enumerate(_groups(weight)):
         share = (rows[:, inputs] @ values[:, inputs].t()).float() * weight.scales[:, group]
         if weight.offsets is not None:
             input_sums = rows[:, inputs].sum(1, keepdim=True).float()
@@ -191,17 +191,40 @@ def quantized_linear(
     return y.to(x.dtype)
 
 
-def _quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whole numbers [T, in] in float64, and scales [T, 1].
+def rounded_linear(
+    x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Do the same with inputs that are rounded to 8 bits: each row has a scale for each group.
+
+    For weights without offsets.
+    """
+    values = weight.whole_numbers().double()
+    y = torch.zeros(x.shape[0], values.shape[0])
+    for group, inputs in enumerate(_groups(weight)):
+        rows, row_scales = _rounded_rows(x[:, inputs].float(), _INT8_MAX)
+        share = (rows @ values[:, inputs].t()).float() * weight.scales[:, group]
+        y += share * row_scales
+    if bias is not None:
+        y += bias.float()
+    return y.to(x.dtype)
+
+
+def _groups(weight: QuantizedWeight) -> Iterator[slice]:
+    for first in range(0, weight.values.shape[-1], weight.group_size):
+        yield slice(first, first + weight.group_size)
+
+
+def _rounded_rows(x: torch.Tensor, most: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whole numbers [T, in] in float64, of magnitudes up to `most`, and scales [T, 1].
 
     A row of tiny numbers counts as zeros; the scale of one that holds an infinity or a NaN is NaN.
     """
     largest = x.abs().amax(1, keepdim=True)
     is_finite, is_zero = largest.isfinite(), largest < SMALLEST_ROW
-    scales = torch.where(is_finite, largest / _INT16_MAX, torch.nan)
+    scales = torch.where(is_finite, largest / most, torch.nan)
     scales = torch.where(is_zero, 0.0, scales)
     # A number over a tensor would be rounded twice: torch multiplies by the reciprocal.
-    factors = torch.full_like(largest, _INT16_MAX) / largest
+    factors = torch.full_like(largest, most) / largest
     factors = torch.where(is_finite & ~is_zero, factors, 0.0)
     rows = torch.where(is_finite, x, 0.0) * factors
     return rows.round().double(), scales

@@ -20,7 +20,12 @@ from loraplex.kernels.native.library import (
     load_library,
 )
 from loraplex.kernels.native.linear import LinearKernel, PackedWeight
-from loraplex.kernels.quantization import QuantizedWeight, quantize, quantized_linear
+from loraplex.kernels.quantization import (
+    QuantizedWeight,
+    quantize,
+    quantized_linear,
+    rounded_linear,
+)
 from support.cases_in_turn import in_turn
 
 pytestmark = pytest.mark.skipif(
@@ -112,13 +117,68 @@ def test_the_bits_of_the_reference(
     assert torch.equal(kernel.apply(x[:9], without), quantized_linear(x[:9], weight, None))
 
 
+@pytest.mark.some(20)
+@in_turn("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("precision", "in_features", "out_features"),
+    [
+        (INT8, 1, 1),
+        (INT8, 7, 5),
+        (INT8, 130, 130),
+        (INT8, 513, 129),
+        (INT8, 1376, 300),
+        (INT4, 32, 1),
+        (INT4, 96, 130),
+        (INT4, 576, 128),
+        (INT4, 1408, 300),
+    ],
+)
+def test_inputs_of_weights_that_are_rounded_here_are_rounded_group_by_group(
+    kernel: LinearKernel,
+    dtype: torch.dtype,
+    precision: WeightPrecision,
+    in_features: int,
+    out_features: int,
+    generator: torch.Generator,
+) -> None:
+    weight = torch.randn(out_features, in_features, generator=generator)
+    bias = torch.randn(out_features, generator=generator)
+    packed = kernel.pack(weight, bias, precision)
+    x = torch.randn(140, in_features, generator=generator).to(dtype)
+    expected = rounded_linear(x, quantize(weight, precision), bias)
+    for num_rows in (*range(1, 41), 64, 140):
+        assert torch.equal(kernel.apply(x[:num_rows], packed), expected[:num_rows])
+
+
+@pytest.mark.parametrize("num_blocks", [2, 8])
 @pytest.mark.parametrize("precision", [INT8, INT4])
-def test_extreme_numbers_do_not_overflow(kernel: LinearKernel, precision: WeightPrecision) -> None:
+def test_groups_of_rounded_inputs_end_with_a_block(
+    kernel: LinearKernel, precision: WeightPrecision, num_blocks: int, generator: torch.Generator
+) -> None:
+    weight = torch.randn(90, 1408 if precision is INT8 else 1536, generator=generator)
+    x = torch.randn(33, weight.shape[1], generator=generator)
+    blocks = torch.split(weight, weight.shape[1] // num_blocks, 1)
+    inputs = torch.split(x, weight.shape[1] // num_blocks, 1)
+    sums = [
+        rounded_linear(part, quantize(block, precision), None)
+        for part, block in zip(inputs, blocks, strict=True)
+    ]
+    while len(sums) > 1:
+        sums = [left + right for left, right in zip(sums[::2], sums[1::2], strict=True)]
+    assert torch.equal(kernel.apply(x, kernel.pack(weight, None, precision, num_blocks)), sums[0])
+
+
+@pytest.mark.parametrize("is_rounded_here", [True, False])
+@pytest.mark.parametrize("precision", [INT8, INT4])
+def test_extreme_numbers_do_not_overflow(
+    kernel: LinearKernel, precision: WeightPrecision, is_rounded_here: bool
+) -> None:
     """Every product of a group is the largest one there is, all of one sign."""
     for sign in (1.0, -1.0):
-        weight = quantize(torch.full((20, 1024), sign), precision)
+        weight = torch.full((20, 1024), sign)
+        stored = quantize(weight, precision, 512)
         x = torch.full((3, 1024), 2.0)
-        packed = kernel.pack(weight, None)
+        packed = kernel.pack(weight if is_rounded_here else stored, None, precision)
         torch.testing.assert_close(kernel.apply(x, packed), torch.full((3, 20), sign * 2048.0))
 
 

@@ -16,7 +16,7 @@ _FUNCTION = re.compile(r"[0-9a-f]+ <(.+)>:")
 _VECTOR_ON_STACK = re.compile(r"%[xyz]mm.*\(%r[sb]p\)|\(%r[sb]p\).*%[xyz]mm")
 # Pointers, which a compiler moves through vector registers before a loop.
 _POINTER = re.compile(r"\tvmovq ")
-_HOT_LOOP = re.compile(r"loraplex::(Float|Quantized|Paired)Block<.*>::run\(")
+_HOT_LOOP = re.compile(r"loraplex::(Float|Quantized|Paired|Byte|Dot)Block<.*>::run\(")
 _FEWEST_HOT_LOOPS = 30
 
 

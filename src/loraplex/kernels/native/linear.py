@@ -46,6 +46,8 @@ class WeightKind(enum.IntEnum):
     INT8_OFFSETS = 5
     INT4_OFFSETS = 6
     TABLE4 = 7
+    INT8_BY_INT8 = 8
+    INT4_BY_INT8 = 9
 
 
 _KINDS = {
@@ -56,6 +58,11 @@ _KINDS = {
 _QUANTIZED_KINDS = {
     WeightPrecision.INT8: WeightKind.INT8,
     WeightPrecision.INT4: WeightKind.INT4,
+}
+# Of weights that are rounded here: their inputs are, too.
+_ROUNDED_KINDS = {
+    WeightPrecision.INT8: WeightKind.INT8_BY_INT8,
+    WeightPrecision.INT4: WeightKind.INT4_BY_INT8,
 }
 _KINDS_WITH_OFFSETS = {
     WeightPrecision.INT8: WeightKind.INT8_OFFSETS,
@@ -175,7 +182,7 @@ class LinearKernel:
             return self._pack_all(form, map(_Matrix, matrices), bias, num_experts)
         block_inputs = in_features // max(1, num_blocks)
         group_size = group_size_of(precision, block_inputs)
-        form = _Form(_QUANTIZED_KINDS[precision], group_size, *sizes)
+        form = _Form(_ROUNDED_KINDS[precision], group_size, *sizes)
         rows = (_quantized_by_block(matrix, precision, block_inputs) for matrix in matrices)
         return self._pack_all(form, rows, bias, num_experts)
 

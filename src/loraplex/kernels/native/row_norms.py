@@ -16,11 +16,13 @@ _INTERLEAVED = {
     WeightKind.BFLOAT16: 2,
     WeightKind.INT8: 2,
     WeightKind.INT8_OFFSETS: 2,
+    WeightKind.INT8_BY_INT8: 2,
     WeightKind.INT4: 8,
     WeightKind.INT4_OFFSETS: 8,
+    WeightKind.INT4_BY_INT8: 8,
     WeightKind.TABLE4: 4,
 }
-_BYTES = (WeightKind.INT8, WeightKind.INT8_OFFSETS)
+_BYTES = (WeightKind.INT8, WeightKind.INT8_OFFSETS, WeightKind.INT8_BY_INT8)
 _WITH_OFFSETS = (WeightKind.INT8_OFFSETS, WeightKind.INT4_OFFSETS)
 _NIBBLES = (12, 8, 4, 0)
 _TABLE_BYTES = 32

@@ -62,7 +62,9 @@ def test_of_what_the_base_really_computes(precision):
     whole = rounded[12:].double() + SCALE * b.double() @ random(RANK, NUM_IN, seed=1).double()
     found = dora_factors(adapter(b), linears, CPU)[0, "k_proj"]
     expected = random(6, seed=3).double() / whole.norm(dim=1)
-    torch.testing.assert_close(found, expected, rtol=2e-5, atol=1e-6)
+    # The product with A rounds it, as it does all inputs of an int8 layer.
+    rtol = 1e-3 if precision is WeightPrecision.INT8 else 2e-5
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=1e-6)
     torch.testing.assert_close(linears.bias(0, "k_proj"), random(18, seed=5)[12:].double())
 
 
