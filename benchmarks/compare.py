@@ -80,7 +80,7 @@ def compare(
         from comparison.fixtures import Fixture, find_shape  # noqa: PLC0415
         from comparison.interrupts import Interrupted, run_until_signal  # noqa: PLC0415
         from comparison.journal import ComparisonSettings  # noqa: PLC0415
-        from comparison.loraplex_system import LoraplexSystem  # noqa: PLC0415
+        from comparison.loraplex_system import LoraplexLibrary, LoraplexServer  # noqa: PLC0415
         from comparison.peers import peers  # noqa: PLC0415
         from comparison.runner import TimeLimits  # noqa: PLC0415
 
@@ -98,7 +98,11 @@ def compare(
         )
         formats = [_weights(text) for text in _parts(weights)]
         others = peers(dict(_place(text) for text in peer or []), formats)
-        ours = [LoraplexSystem.with_weights(each, others) for each in formats]
+        ours = [
+            way.with_weights(each, others)
+            for each in formats
+            for way in (LoraplexServer, LoraplexLibrary)
+        ]
         systems = [*ours, *others]
         wanted = [
             system for system in systems if not only or any(part in system.name for part in only)

@@ -19,11 +19,12 @@ class AdapterBytes(msgspec.Struct, frozen=True, kw_only=True):
     least_device_bytes: int
     """That a server takes for the device tier: one adapter of the largest rank."""
 
-    def flags(self, num_adapters: int) -> list[str]:
-        """Return the flags of a server whose tiers hold exactly this number of adapters."""
-        device_bytes = max(num_adapters * self.device_bytes, self.least_device_bytes)
-        host_bytes = num_adapters * self.host_bytes
-        return ["--lora-device-bytes", str(device_bytes), "--lora-host-bytes", str(host_bytes)]
+    def settings(self, num_adapters: int) -> dict[str, int]:
+        """Return the settings of tiers that hold exactly this number of adapters."""
+        return {
+            "lora_device_bytes": max(num_adapters * self.device_bytes, self.least_device_bytes),
+            "lora_host_bytes": num_adapters * self.host_bytes,
+        }
 
 
 async def adapter_bytes(

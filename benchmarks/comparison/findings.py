@@ -114,18 +114,19 @@ def throughput_over(finding: Finding, other: Finding) -> Ratio | None:
 
 
 def ours_for(finding: Finding, findings: Sequence[Finding]) -> Finding | None:
-    """loraplex's own finding of the same case and weights; None for one that is ours."""
+    """loraplex's own finding of the same case and weights, called in the same way: over HTTP or as
+    a library; None for one that is ours.
+    """
     if is_ours(finding.subject):
         return None
-    place = (finding.stage, finding.case, finding.subject.weights)
     for other in findings:
-        if is_ours(other.subject) and place == (
-            other.stage,
-            other.case,
-            other.subject.weights,
-        ):
+        if is_ours(other.subject) and _place(other) == _place(finding):
             return other
     return None
+
+
+def _place(finding: Finding) -> tuple[str, str, str, bool]:
+    return finding.stage, finding.case, finding.subject.weights, finding.subject.is_http
 
 
 def is_ours(subject: Subject) -> bool:

@@ -1,16 +1,24 @@
-"""loraplex itself as a system of a comparison: `loraplex serve`, spoken to as OpenAI's is."""
+"""loraplex itself as a system of a comparison: `loraplex serve` over HTTP, and the library.
+
+A peer over HTTP is compared with the first, a library with the second.
+"""
 
 import re
 import shutil
-from collections.abc import Awaitable, Callable, Sequence
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
+from typing import ClassVar, Self
 
 import httpx
 
 from comparison.adapter_bytes import AdapterBytes, adapter_bytes
+from comparison.peers.in_process import RunningWorker
 from comparison.peers.llama_cpp import LlamaCpp
+from comparison.peers.worker_process import WorkerProcess
 from comparison.processes import Launch, ServerProcess
-from comparison.systems import Adapter, Setup, System
+from comparison.systems import Adapter, Running, Setup, System
 from loraplex.bench.completions import PATH, completion_body, read_completion
 from loraplex.bench.exchange import Completion, Exchange
 from loraplex.bench.server import HTTP_LINE, LAST_LINE, serve_command
@@ -20,11 +28,13 @@ from loraplex.core.version import __version__
 
 _START_SECONDS = 600.0
 _ModelFile = Callable[[Setup], Awaitable[Path]]
-# The width in bits, its name and the flags.
-_WIDTHS = {
-    "32-bit": (32, "fp32", ("--dtype", "float32")),
-    "16-bit": (16, "bf16", ("--dtype", "bfloat16")),
-    "8-bit": (8, "int8", ("--dtype", "bfloat16", "--quantization", "int8")),
+_Settings = Mapping[str, str | int]
+"""Settings of a served model by name, as the library takes them; flags have the same names."""
+# The width in bits, its name and the settings.
+_WIDTHS: dict[str, tuple[int, str, _Settings]] = {
+    "32-bit": (32, "fp32", {"dtype": "float32"}),
+    "16-bit": (16, "bf16", {"dtype": "bfloat16"}),
+    "8-bit": (8, "int8", {"dtype": "bfloat16", "quantization": "int8"}),
 }
 
 
@@ -36,30 +46,32 @@ _METRICS_LINE = re.compile(r"Started Metrics Service at (\S+:\d+)")
 _LOADS_METRIC = re.compile(r"^\w*adapter_loads(?:_total)?(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
 
-class LoraplexSystem:
-    """Implements bench.systems.System."""
+class LoraplexSystem(ABC):
+    """Implements bench.systems.System but for `start`."""
 
-    is_http = True
+    is_http: ClassVar[bool]
     mixes_adapters = True
+    _suffix: ClassVar[str]
+    """End of the name, for the way it is called."""
 
     def __init__(
         self,
         weights: str,
         weight_bits: int,
         name: str,
-        flags: Sequence[str] = (),
+        settings: _Settings,
         model_file: _ModelFile = _folder,
     ) -> None:
         """model_file: the folder or file that is served, of the setup's model."""
         self.weights = weights
         self.weight_bits = weight_bits
-        self.name = f"loraplex {name}"
-        self._flags = flags
+        self.name = f"loraplex {name}{self._suffix}"
+        self._settings = settings
         self.file = model_file
         self._sizes: dict[tuple[Path, Path, int], AdapterBytes] = {}
 
     @classmethod
-    def with_weights(cls, weights: str, peers: Sequence[System]) -> "LoraplexSystem":
+    def with_weights(cls, weights: str, peers: Sequence[System]) -> Self:
         """weights: "32-bit", "16-bit", "8-bit" of the model's folder, or "gguf:TYPE": the very file
         that one of the peers serves. Raises ConfigError.
         """
@@ -67,7 +79,7 @@ class LoraplexSystem:
             return cls(weights, *_WIDTHS[weights])
         for peer in peers:
             if isinstance(peer, LlamaCpp) and peer.weights == weights:
-                return cls(weights, peer.weight_bits, weights, (), peer.model_file)
+                return cls(weights, peer.weight_bits, weights, {}, peer.model_file)
         raise ConfigError(
             f"{weights} needs --peer llama.cpp=FOLDER: its llama-quantize makes the file"
         )
@@ -81,24 +93,52 @@ class LoraplexSystem:
         return __version__
 
     async def prepare(self, setup: Setup) -> None:
-        await self._tier_flags(setup)
+        await self._tiers(setup)
+
+    @abstractmethod
+    async def start(self, setup: Setup) -> Running: ...
+
+    async def _settings_for(self, setup: Setup) -> _Settings:
+        """Return all settings but the switch of the prefix cache, which is a flag by another name,
+        and the folder of adapters.
+        """
+        return {
+            **self._settings,
+            "max_num_seqs": setup.max_num_seqs,
+            "max_model_len": setup.max_model_len,
+            "num_threads": setup.num_threads,
+            "max_lora_rank": setup.max_lora_rank,
+            **await self._tiers(setup),
+        }
+
+    async def _tiers(self, setup: Setup) -> _Settings:
+        """Return the settings of tiers that each hold the resident adapters."""
+        if not setup.adapters:
+            return {}
+        largest = max(setup.adapters, key=lambda adapter: adapter.rank)
+        model = await self.file(setup)
+        key = (model, largest.path, setup.max_lora_rank)
+        if key not in self._sizes:
+            flags = _flags({**self._settings, "max_lora_rank": setup.max_lora_rank})
+            self._sizes[key] = await adapter_bytes(model, largest.path, flags, setup.log)
+        return self._sizes[key].settings(setup.num_resident_adapters)
+
+
+class LoraplexServer(LoraplexSystem):
+    """`loraplex serve`, over HTTP."""
+
+    is_http = True
+    _suffix = ""
 
     async def start(self, setup: Setup) -> "RunningLoraplex":
-        adapter_dir, state_dir = setup.work / "adapters", setup.work / "state"
-        adapter_dir.mkdir()
-        for adapter in setup.adapters:
-            _link(adapter.path, adapter_dir / adapter.name)
-        flags = [
-            *self._flags,
-            "--no-prefix-cache",
-            *("--max-num-seqs", str(setup.max_num_seqs)),
-            *("--max-model-len", str(setup.max_model_len)),
-            *("--num-threads", str(setup.num_threads)),
-            *("--max-lora-rank", str(setup.max_lora_rank)),
-            *await self._tier_flags(setup),
-        ]
-        model = await self.file(setup)
-        command = serve_command(model, setup.model.name, adapter_dir, state_dir, flags)
+        flags = ["--no-prefix-cache", *_flags(await self._settings_for(setup))]
+        command = serve_command(
+            await self.file(setup),
+            setup.model.name,
+            _adapter_folder(setup),
+            setup.work / "state",
+            flags,
+        )
         process = await ServerProcess.start(command, setup.log)
 
         async def is_ready() -> bool:
@@ -111,17 +151,46 @@ class LoraplexSystem:
             raise
         return RunningLoraplex(process, setup, _read(setup.log))
 
-    async def _tier_flags(self, setup: Setup) -> list[str]:
-        """Return the flags of tiers that each hold the resident adapters."""
-        if not setup.adapters:
-            return []
-        largest = max(setup.adapters, key=lambda adapter: adapter.rank)
-        model = await self.file(setup)
-        key = (model, largest.path, setup.max_lora_rank)
-        if key not in self._sizes:
-            flags = [*self._flags, "--max-lora-rank", str(setup.max_lora_rank)]
-            self._sizes[key] = await adapter_bytes(model, largest.path, flags, setup.log)
-        return self._sizes[key].flags(setup.num_resident_adapters)
+
+class LoraplexLibrary(LoraplexSystem):
+    """`loraplex.app.llm.LLM`, without a server: compared with other libraries."""
+
+    is_http = False
+    _suffix = ", library"
+
+    async def start(self, setup: Setup) -> RunningWorker:
+        options = {
+            "model": str(await self.file(setup)),
+            # As a server runs its engine: apart from the threads that read the streams.
+            "engine": "process",
+            "state_dir": str(setup.work / "state"),
+            "adapter_dirs": [str(_adapter_folder(setup))],
+            "enable_prefix_cache": False,
+            **await self._settings_for(setup),
+        }
+        worker = await WorkerProcess.start(
+            Path(sys.executable),
+            "loraplex_worker",
+            options,
+            log=setup.log,
+            variables={},
+            seconds=_START_SECONDS,
+        )
+        return RunningWorker(worker, setup)
+
+
+def _flags(settings: _Settings) -> list[str]:
+    flags = ((f"--{name.replace('_', '-')}", str(value)) for name, value in settings.items())
+    return [part for flag in flags for part in flag]
+
+
+def _adapter_folder(setup: Setup) -> Path:
+    """Make the folder of adapters; a list of thousands would be too long for a command line."""
+    folder = setup.work / "adapters"
+    folder.mkdir()
+    for adapter in setup.adapters:
+        _link(adapter.path, folder / adapter.name)
+    return folder
 
 
 def _link(folder: Path, place: Path) -> None:

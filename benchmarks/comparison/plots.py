@@ -15,7 +15,15 @@ from loraplex.bench.statistics import Percentiles, RunStatistics
 
 _HEIGHT_INCHES = 4.2
 _WIDTH_INCHES = 9.0
-_OUR_COLORS = {32: "#0b3d91", 16: "#2f7ed8", 8: "#8cc5f0"}
+_OUR_COLORS = {
+    (32, True): "#0b3d91",
+    (16, True): "#2f7ed8",
+    (8, True): "#8cc5f0",
+    (32, False): "#0b6e6e",
+    (16, False): "#17a2a2",
+    (8, False): "#86d5d0",
+}
+"""Colours by weight bits, and whether requests come over HTTP."""
 _PEER_COLORS = (
     "#b5651d",
     "#d98b4a",
@@ -139,12 +147,14 @@ def _lora_tax(axes: Axes, findings: Sequence[Finding]) -> bool:
 
 
 def _systems(findings: Sequence[Finding]) -> dict[str, str]:
-    """Colours by name: ours in blue."""
+    """Colours by name: ours in blue over HTTP, in teal as a library."""
     colors: dict[str, str] = {}
     peers = 0
     for subject in dict.fromkeys(finding.subject for finding in findings):
         if is_ours(subject):
-            colors[subject.name] = _OUR_COLORS.get(subject.weight_bits, _OUR_COLORS[32])
+            colors[subject.name] = _OUR_COLORS.get(
+                (subject.weight_bits, subject.is_http), _OUR_COLORS[32, True]
+            )
         else:
             colors[subject.name] = _PEER_COLORS[peers % len(_PEER_COLORS)]
             peers += 1

@@ -97,12 +97,13 @@ def _circumstances(report: ComparisonReport) -> Iterator[str]:
     yield f"{settings.num_threads} threads each; {settings.rounds} rounds, {turns}"
     for subject in header.subjects:
         version = subject.version or "of unknown version"
-        way = "over HTTP" if subject.is_http else "called in its process"
+        way = "over HTTP" if subject.is_http else "called as a library"
         yield f"{subject.name}: {version}, {subject.weights} weights, {way}"
     yield (
         "tok/s: output tokens, median (lowest-highest) over the rounds; TTFT and ITL: medians over "
         'the rounds of the 50th / 99th percentile; "loraplex is" so many times as fast, at one '
-        "weight format, round by round; GiB: all processes of the system, shared pages counted once"
+        "weight format and called in the same way, round by round; GiB: all processes of the "
+        "system, shared pages counted once"
     )
 
 

@@ -128,7 +128,7 @@ class System(Protocol):
 
     @property
     def is_http(self) -> bool:
-        """Whether requests reach it over HTTP; else it is called in a process of its own."""
+        """Whether requests reach it over HTTP; else it is a library, called in a worker process."""
         ...
 
     @property

@@ -34,13 +34,11 @@ async def test_so_many_and_no_more(fixture: Fixture) -> None:
     adapters = fixture.adapters(RANK_8, 12)
     flags = ["--dtype", "float32", "--max-lora-rank", "8"]
     capacity = await adapter_bytes(fixture.model, adapters[0].path, flags, fixture.model / "log")
-    _, device_bytes, _, host_bytes = capacity.flags(9)
     config = ModelConfig(
         path=str(fixture.model),
         dtype="float32",
         max_lora_rank=8,
-        lora_device_bytes=int(device_bytes),
-        lora_host_bytes=int(host_bytes),
+        **capacity.settings(9),
     )
     plan = plan_memory(config, [str(adapter.path) for adapter in adapters])
     assert (plan.adapters.fit_device, plan.adapters.fit_host) == (9, 9)
@@ -53,5 +51,5 @@ async def test_what_cannot_be_planned_is_said(tmp_path: Path) -> None:
 
 def test_a_server_takes_one_of_the_largest_rank_at_least() -> None:
     capacity = AdapterBytes(device_bytes=10, host_bytes=3, least_device_bytes=25)
-    assert capacity.flags(2) == ["--lora-device-bytes", "25", "--lora-host-bytes", "6"]
-    assert capacity.flags(4) == ["--lora-device-bytes", "40", "--lora-host-bytes", "12"]
+    assert capacity.settings(2) == {"lora_device_bytes": 25, "lora_host_bytes": 6}
+    assert capacity.settings(4) == {"lora_device_bytes": 40, "lora_host_bytes": 12}

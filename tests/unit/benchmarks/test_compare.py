@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import typer
 from comparison.fixtures import SHAPES, TINY
-from comparison.loraplex_system import LoraplexSystem
+from comparison.loraplex_system import LoraplexLibrary, LoraplexServer
 from typer.testing import CliRunner
 
 from loraplex.core.errors import ConfigError
@@ -28,7 +28,7 @@ def run_compare(*arguments: str):
         (["--weights", "4"], "'4' is none"),
         (["--peer", "vllm"], "NAME=PATH"),
         (["--peer", "unheard-of=/"], "no peer is named"),
-        (["--only", "nobody"], "leaves no system of: loraplex fp32, loraplex bf16"),
+        (["--only", "nobody"], "leaves no system of: loraplex fp32, loraplex fp32, library"),
     ],
 )
 def test_a_bad_comparison_is_one_line(tmp_path, arguments, message):
@@ -57,7 +57,7 @@ def test_compares_loraplex_with_itself(monkeypatch, tmp_path):
     arguments = ["--weights", "32,16", "--workloads", "W2-32,W3-32", "--rounds", "1"]
     result = run_compare(str(out), *arguments, "--fixtures", str(tmp_path / "fixtures"))
     assert result.exit_code == 0, result.output
-    assert result.stdout.count("right; 30 of 30") == 2
+    assert result.stdout.count("right; 30 of 30") == 4
     assert "W3-32 is" in result.stdout
     assert "Not measured" not in result.stdout
     assert (tmp_path / "out-throughput.svg").stat().st_size > 1000
@@ -67,8 +67,9 @@ def test_compares_loraplex_with_itself(monkeypatch, tmp_path):
 
 def test_a_gguf_file_needs_its_maker():
     weights = ("32-bit", "16-bit", "8-bit")
-    assert [LoraplexSystem.with_weights(each, []).name for each in weights] == [
+    assert [LoraplexServer.with_weights(each, []).name for each in weights] == [
         *("loraplex fp32", "loraplex bf16", "loraplex int8")
     ]
+    assert LoraplexLibrary.with_weights("8-bit", []).name == "loraplex int8, library"
     with pytest.raises(ConfigError, match=r"gguf:Q4_0 needs --peer llama\.cpp=FOLDER"):
-        LoraplexSystem.with_weights("gguf:Q4_0", [])
+        LoraplexServer.with_weights("gguf:Q4_0", [])

@@ -35,6 +35,7 @@ OURS = Subject(
     mixes_adapters=True,
     version="0.1.0",
 )
+LIBRARY = msgspec.structs.replace(OURS, name="loraplex fp32, library", is_http=False)
 PEER = Subject(
     name="peer f32",
     weights="32-bit",
@@ -91,12 +92,13 @@ def journal(tmp_path) -> Journal:
             seed=0,
             is_restarting=False,
         ),
-        subjects=(OURS, PEER),
+        subjects=(OURS, LIBRARY, PEER),
     )
     journal = Journal.open(tmp_path / "journal.jsonl", header)
     for number, (ours, theirs) in enumerate([(100, 100), (400, 200), (200, 100)]):
         size = (number + 1) << 30
         journal.add(run(OURS, "W2-8", number, figures=figures(ours), resident_bytes=size))
+        journal.add(run(LIBRARY, "W2-8", number, figures=figures(2 * ours)))
         journal.add(run(PEER, "W2-8", number, figures=figures(theirs)))
     journal.add(run(OURS, "W3-8", 0, figures=figures(50, "status 500")))
     for number, rate in enumerate([100, 200, 100]):
@@ -145,12 +147,22 @@ def journal(tmp_path) -> Journal:
 
 
 def test_ratios_are_paired_by_round(journal):
-    ours, theirs, *_ = find(journal)
+    ours, _, theirs, *_ = find(journal)
     # The median of 1, 2 and 2, and not 200 over 100 of the medians' own rounds.
     assert throughput_over(ours, theirs) == Ratio(2.0, 1.0, 2.0)
     assert throughput_over(theirs, ours) == Ratio(0.5, 0.5, 1.0)
-    assert ours_for(theirs, find(journal)) == ours
-    assert ours_for(ours, find(journal)) is None
+
+
+def test_each_is_compared_with_ours_that_is_called_in_the_same_way(journal):
+    ours, library, theirs, *_ = findings = find(journal)
+    assert ours_for(theirs, findings) == library
+    served = msgspec.structs.replace(
+        theirs, subject=msgspec.structs.replace(PEER, name="server f32", is_http=True)
+    )
+    assert ours_for(served, findings) == ours
+    assert ours_for(theirs, [ours, theirs]) is None
+    assert ours_for(ours, findings) is None
+    assert ours_for(library, findings) is None
 
 
 def test_only_rounds_that_both_have_are_compared(journal):

@@ -25,6 +25,7 @@ import json
 import os
 import select
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -120,10 +121,13 @@ def _sender() -> Send:
     """Replies go where standard output went; what a library prints goes to standard error."""
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    lock = threading.Lock()  # a worker may have threads of its own
 
     def send(reply: dict[str, Any]) -> None:
-        replies.write(json.dumps(reply) + "\n")
-        replies.flush()
+        line = json.dumps(reply) + "\n"
+        with lock:
+            replies.write(line)
+            replies.flush()
 
     return send
 

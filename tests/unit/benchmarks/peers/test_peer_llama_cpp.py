@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from comparison.loraplex_system import LoraplexSystem
+from comparison.loraplex_system import LoraplexServer
 from comparison.peers.llama_cpp import LlamaCpp
 
 from loraplex.core.errors import ConfigError, UnsupportedFeatureError
@@ -181,7 +181,7 @@ async def test_a_gguf_file_is_quantized_once_from_16_bits(folder, executable, se
         assert fake_server.flag("--model") == str(file)
     assert (folder / "runs").read_text().split() == ["f16"] * 3
     # Ours serves that very file.
-    assert await LoraplexSystem.with_weights(quantized.weights, [quantized]).file(setup) == file
+    assert await LoraplexServer.with_weights(quantized.weights, [quantized]).file(setup) == file
 
 
 async def test_a_gguf_file_in_bfloat16_is_converted_without_quantization(folder, setup):
@@ -190,7 +190,7 @@ async def test_a_gguf_file_in_bfloat16_is_converted_without_quantization(folder,
     file = await converted.model_file(setup)
     assert file.name == "model-BF16.gguf"
     assert (folder / "runs").read_text().split() == ["bf16"]
-    ours = LoraplexSystem.with_weights(converted.weights, [converted])
+    ours = LoraplexServer.with_weights(converted.weights, [converted])
     assert (ours.weight_bits, await ours.file(setup)) == (16, file)
 
 
