@@ -20,7 +20,7 @@ _WORKLOADS = "W1,W2,W3,W4,W5"
 _WEIGHTS = "32,16,8"
 _WIDTHS = ("32", "16", "8")
 _GGUF = "gguf:"
-_NEEDED = ("httpx", "matplotlib")
+_NEEDED = ("aiohttp", "matplotlib")
 
 
 def compare(

@@ -14,7 +14,7 @@ from loraplex.core.version import __version__
 
 _PACKAGE = Path(__file__).parent.parent
 _CPU_INFO = Path("/proc/cpuinfo")
-_PACKAGES = ("torch", "numpy", "httpx", "uvicorn")
+_PACKAGES = ("torch", "numpy", "aiohttp", "uvicorn")
 _RELEVANT_FLAGS = (
     "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "avx_vnni",
     "amx_bf16", "amx_int8", "asimd", "asimdhp", "asimddp", "i8mm", "bf16", "sve",

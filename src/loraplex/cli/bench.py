@@ -110,7 +110,7 @@ Session = Coroutine[Any, Any, "Report"]
 def _own_server(
     model: Path | None, settings: Settings, bar: "_Bar", rank: int, serve_flags: list[str]
 ) -> Session:
-    _need_httpx()
+    _need_aiohttp()
     from loraplex.bench.session import bench_model  # noqa: PLC0415 (the bench extra)
 
     folder = BASE_PATH if model is None else model
@@ -119,15 +119,15 @@ def _own_server(
 
 
 def _running_server(url: str, settings: Settings, bar: "_Bar", *, all_adapters: bool) -> Session:
-    _need_httpx()
+    _need_aiohttp()
     from loraplex.bench.session import bench_url  # noqa: PLC0415 (the bench extra)
 
     return bench_url(url, settings, bar, all_adapters=all_adapters)
 
 
-def _need_httpx() -> None:
-    if importlib.util.find_spec("httpx") is None:
-        raise ConfigError("loraplex bench needs httpx: pip install 'loraplex[bench]'")
+def _need_aiohttp() -> None:
+    if importlib.util.find_spec("aiohttp") is None:
+        raise ConfigError("loraplex bench needs aiohttp: pip install 'loraplex[bench]'")
 
 
 def _show(report: "Report", output: Path | None) -> None:

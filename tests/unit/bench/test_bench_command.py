@@ -61,10 +61,10 @@ def test_a_bad_argument_is_one_line(arguments, message):
     assert "Traceback" not in result.stderr
 
 
-def test_without_httpx_it_says_what_to_install(monkeypatch):
+def test_without_aiohttp_it_says_what_to_install(monkeypatch):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "httpx" else find_spec(name)
+        importlib.util, "find_spec", lambda name: None if name == "aiohttp" else find_spec(name)
     )
     result = bench("--url", "http://127.0.0.1:9")
     assert result.exit_code == 1
@@ -72,7 +72,8 @@ def test_without_httpx_it_says_what_to_install(monkeypatch):
 
 
 def test_the_other_commands_need_none_of_it():
-    code = "import sys, loraplex.cli.main; print({'httpx', 'safetensors'} & set(sys.modules))"
+    packages = "{'aiohttp', 'httpx', 'safetensors'}"
+    code = f"import sys, loraplex.cli.main; print({packages} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
 

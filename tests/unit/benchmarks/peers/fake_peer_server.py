@@ -26,7 +26,7 @@ class Handler(BaseHTTPRequestHandler):
         with (FOLDER / "requests.jsonl").open("a") as log:
             log.write(json.dumps([self.path, body]) + "\n")
         with (FOLDER / "connections").open("a") as log:
-            log.write(self.headers["connection"] + "\n")
+            log.write(self.headers.get("connection", "keep-alive") + "\n")
         if body.get("prompt") == [99]:
             self.send_response(400)
             self.end_headers()
