@@ -33,8 +33,8 @@ CASES = {
 }
 NEVER_QUANTIZED = ("norm", "embed_tokens", "mlp.gate.", "shared_expert_gate", "bias")
 TOLERANCE = 3e-2
-"""Relative to the largest logit. Inputs are rounded to 8 bits: a sum that differs in its last bit may
-become the next number."""
+"""Relative to the largest logit. Inputs are rounded to 8 bits: a sum that differs in its last bit
+may become the next number."""
 PROMPT = Prompt(tuple(range(3, 29)))
 NUM_NEW_TOKENS = 8
 INT8, INT4 = WeightPrecision.INT8, WeightPrecision.INT4

@@ -1,4 +1,7 @@
-"""Models of transformers with weights and inputs rounded as ours are, in row layers block by block."""
+"""Models of transformers with weights and inputs rounded as ours are.
+
+In row layers, that is block by block of inputs.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -23,7 +26,7 @@ def rounded(name: str, weight: torch.Tensor, precision: WeightPrecision) -> torc
 
 
 def rounded_inputs(weights: Mapping[str, torch.Tensor]) -> AbstractContextManager[Any]:
-    """Within the context, products with these weights of such names round their inputs to 8 bits."""
+    """Round the inputs of products with these weights to 8 bits. weights: by name."""
     return _RoundedInputs(
         {
             weight.untyped_storage().data_ptr(): _num_blocks(name, weight)
@@ -55,7 +58,9 @@ class _RoundedInputs(TorchFunctionMode):
 def _rounded_by_group(x: torch.Tensor, num_blocks: int) -> torch.Tensor:
     size = group_size_of(WeightPrecision.INT8, x.shape[-1] // num_blocks)
     groups = [
-        group for block in x.tensor_split(num_blocks, dim=-1) for group in block.split(size, dim=-1)
+        group
+        for block in x.tensor_split(num_blocks, dim=-1)
+        for group in torch.split(block, size, dim=-1)
     ]
     scales = [group.abs().amax(-1, keepdim=True) / _LARGEST_INPUT for group in groups]
     return torch.cat(

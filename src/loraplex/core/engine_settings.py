@@ -44,7 +44,8 @@ class EngineSettings(SchedulingSettings, frozen=True, kw_only=True):
             "Precision of the linear layers' weights: none, int8, int4 or, on a GPU, fp8",
             "The weights are quantised when they are loaded, and the log reports by how much they "
             "differ. With int4 and fp8 the lm_head is int8; embedding, norms and what "
-            "chooses experts stay as they are. "
+            "chooses experts stay as they are. With int8 and int4 a CPU rounds the inputs of these "
+            "layers to 8 bits, with a scale for each row and group. "
             "fp8 needs a GPU of compute capability 8.9 or more, and rounds the activations, too.",
             choices=tuple(WeightPrecision),
         ),

@@ -27,7 +27,7 @@ from loraplex.kernels.quantization import (
 )
 from loraplex.kernels.routing import Routes
 
-PACKED_LAYOUT = "panels-2"
+PACKED_LAYOUT = "panels-3"
 """Layout of the bytes of PackedWeight.panels; another name whenever they change. Little endian, the
 same for every instruction set."""
 
