@@ -10,7 +10,7 @@ from loraplex.core.errors import QueueFullError
 EXTRA_TENANTS = 12
 """Loads in addition to the limit, one for each tenant that would have none in progress."""
 MAX_WAITING = 1000
-"""Maximum number of a tenant's loads that wait."""
+"""Maximum number of a tenant's loads, or changes, that wait."""
 
 
 class FairTurns:
@@ -47,8 +47,8 @@ class FairTurns:
         queue = self._waiting.setdefault(tenant, deque())
         if len(queue) >= MAX_WAITING:
             raise QueueFullError(
-                f"{len(queue)} adapters wait to be loaded, which is the maximum: load fewer at a "
-                "time",
+                f"{len(queue)} adapters wait to be loaded or changed, which is the maximum: load "
+                "or change fewer at a time",
                 retry_after_seconds=1,
             )
         begun = asyncio.get_running_loop().create_future()

@@ -1,6 +1,7 @@
 """Catalog of base models and adapters: names, tenants' rights, and changes."""
 
 import asyncio
+import contextvars
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -106,7 +107,8 @@ class ModelCatalog:
         task that `then` returns completes after the turn, also if the caller is cancelled.
         """
         async with self._turns.turn(current_tenant()):
-            work = asyncio.get_running_loop().run_in_executor(self._thread, change)
+            in_context = contextvars.copy_context().run
+            work = asyncio.get_running_loop().run_in_executor(self._thread, in_context, change)
             cancelled: asyncio.CancelledError | None = None
             while not work.done():
                 # A second cancellation must not skip `then`: the store has changed by then, and
