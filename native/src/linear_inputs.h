@@ -91,14 +91,15 @@ inline void widen_inputs(const T *source, int count, float *target) {
     }
 }
 
-// body(first, count) for parts of so many inputs; their usual size is known when it is compiled.
+inline constexpr int kPartInputs = 64;
+
+// body(first, count) for parts of kPartInputs, a size that is known when it is compiled, and the rest.
 template <typename Body>
 __attribute__((always_inline)) inline void for_each_part(std::int64_t num_inputs,
                                                          const Body &body) {
-    constexpr int kUsual = 64;
     std::int64_t first = 0;
-    for (; first + kUsual <= num_inputs; first += kUsual) {
-        body(first, kUsual);
+    for (; first + kPartInputs <= num_inputs; first += kPartInputs) {
+        body(first, kPartInputs);
     }
     if (first < num_inputs) {
         body(first, static_cast<int>(num_inputs - first));
@@ -110,9 +111,9 @@ template <typename T>
 inline float largest_magnitude(const T *x, std::int64_t num_inputs) {
     std::uint32_t largest = 0;
     for_each_part(num_inputs, [&](std::int64_t first, int count) __attribute__((always_inline)) {
-        float values[64];
+        float values[kPartInputs];
         widen_inputs(x + first, count, values);
-        std::uint32_t bits[64];
+        std::uint32_t bits[kPartInputs];
         std::memcpy(bits, values, sizeof(bits));
         for (int i = 0; i < count; ++i) {
             largest = std::max(largest, bits[i] & 0x7fffffffu);
@@ -126,7 +127,7 @@ template <typename T, typename X>
 inline void round_inputs(const T *source, int depth, float factor, X *target) {
     const Floats factors = broadcast(factor);
     for_each_part(depth, [&](std::int64_t first, int count) __attribute__((always_inline)) {
-        float values[64 + kLanes] = {};
+        float values[kPartInputs + kLanes] = {};
         widen_inputs(source + first, count, values);
         for (int i = 0; i < count; i += kLanes) {
             store(values + i, round_to_integer(multiply(load(values + i), factors)));

@@ -4,7 +4,6 @@ import asyncio
 import contextvars
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from loraplex.adapters.fair_turns import FairTurns
@@ -51,8 +50,6 @@ class ModelCatalog:
     def __init__(self, models: Sequence[ServedModel]) -> None:
         self.models = {model.card.name: model for model in models}
         self._turns = FairTurns(1, num_extra=0)
-        # Its own thread: those of a tenant may all be busy, and the others would wait for its turn.
-        self._thread = ThreadPoolExecutor(1, "catalog")
         self._pinning: set[asyncio.Task[None]] = set()
 
     def of(self, principal: Principal) -> Mapping[str, ServedModel]:
@@ -107,8 +104,7 @@ class ModelCatalog:
         task that `then` returns completes after the turn, also if the caller is cancelled.
         """
         async with self._turns.turn(current_tenant()):
-            in_context = contextvars.copy_context().run
-            work = asyncio.get_running_loop().run_in_executor(self._thread, in_context, change)
+            work = _without_tenant(change)
             cancelled: asyncio.CancelledError | None = None
             while not work.done():
                 # A second cancellation must not skip `then`: the store has changed by then, and
@@ -267,6 +263,17 @@ class ModelCatalog:
             f"there is no model or adapter {name!r} here; there are: {_listing(known)}",
             param="model",
         )
+
+
+def _without_tenant(change: Callable[[], T]) -> asyncio.Future[T]:
+    """Run a change in one of the server's own threads, in the present context.
+
+    Those of a tenant may all be busy, and the changes of all others would wait with its change.
+    """
+    loop, context = asyncio.get_running_loop(), contextvars.copy_context()
+    return contextvars.Context().run(
+        lambda: loop.run_in_executor(None, lambda: context.run(change))
+    )
 
 
 def apply_version(
