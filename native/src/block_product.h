@@ -105,11 +105,6 @@ inline void multiply_columns(std::int64_t columns, std::int64_t depth, Matrix<co
     for (; columns - done >= kMany * kLanes; done += kMany * kLanes) {
         multiply_full<kAccumulate, kRows, kMany>(depth, a, b.at(0, done), c.at(0, done));
     }
-    if constexpr (kMany > 4) {
-        for (; columns - done >= 4 * kLanes; done += 4 * kLanes) {
-            multiply_full<kAccumulate, kRows, 4>(depth, a, b.at(0, done), c.at(0, done));
-        }
-    }
     for (; columns - done >= 2 * kLanes; done += 2 * kLanes) {
         multiply_full<kAccumulate, kRows, 2>(depth, a, b.at(0, done), c.at(0, done));
     }

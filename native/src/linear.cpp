@@ -52,7 +52,7 @@ public:
         const std::int64_t most = rows_at_once(num_rows);
         for (first_row_ = 0; first_row_ < num_rows; first_row_ += most) {
             const Range rows = {0, std::min(most, num_rows - first_row_)};
-            const Product product(0, rows, cut(rows.size), out_features_, 0);
+            const Product product(0, rows, Products::cut(rows.size), out_features_, 0);
             multiply({&product, 1}, product.rows.size);
         }
     }
@@ -78,7 +78,7 @@ public:
                 const std::int64_t next = std::min<std::int64_t>(end, starts[expert + 1]);
                 const Range rows = {pair - first, next - pair};
                 const auto *product = new (products + num_products++)
-                    Product(expert, rows, cut(rows.size), out_features_, num_tiles);
+                    Product(expert, rows, Products::cut(rows.size), out_features_, num_tiles);
                 num_tiles += product->num_tiles();
                 pair = next;
             }
@@ -88,8 +88,6 @@ public:
     }
 
 private:
-    Cut cut(std::int64_t num_rows) const { return Products::cut(num_rows, pieces_.num_blocks()); }
-
     // A round of the channel takes so many.
     std::int64_t rows_at_once(std::int64_t num_rows) const {
         return channel_ == nullptr ? num_rows

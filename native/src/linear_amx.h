@@ -126,7 +126,7 @@ class PairedProducts : public VectorProducts<Bfloat16> {
 public:
     static constexpr std::int64_t kMaxRows = 2;
 
-    static Cut cut(std::int64_t num_rows, std::int64_t /*num_blocks*/) {
+    static Cut cut(std::int64_t num_rows) {
         return {block_shape(std::min(num_rows, kMaxRows)), 1, kMaxRows};
     }
 
@@ -151,7 +151,7 @@ public:
     template <typename T>
     using RowInputs = TileInputs;
 
-    static Cut cut(std::int64_t num_rows, std::int64_t /*num_blocks*/) {
+    static Cut cut(std::int64_t num_rows) {
         return num_rows <= amx::kTileRows ? Cut{{amx::kTileRows, 4}, 1, kMaxAmxRows}
                                           : Cut{{2 * amx::kTileRows, 2}, 2, kMaxAmxRows};
     }

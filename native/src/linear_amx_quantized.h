@@ -138,7 +138,7 @@ public:
     template <typename T>
     using RowInputs = TileInputs;
 
-    static Cut cut(std::int64_t /*num_rows*/, std::int64_t /*num_blocks*/) {
+    static Cut cut(std::int64_t /*num_rows*/) {
         return {{amx::kTileRows, kPanels}, kTilePanels / kPanels, kMaxAmxRows};
     }
 

@@ -13,8 +13,6 @@ namespace loraplex {
 
 // Rows of one tile: their inputs of one depth stay in the second cache.
 inline constexpr std::int64_t kMaxTileRows = 128;
-// The same where inputs are cut into blocks, whose sums wait for each other: they stay in the first one.
-inline constexpr std::int64_t kMaxBlockedTileRows = 48;
 // Outputs of one tile with many rows: so often the inputs are used when they are there.
 inline constexpr int kTilePanels = 4;
 

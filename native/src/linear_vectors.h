@@ -21,11 +21,10 @@ public:
     template <typename T>
     using RowInputs = AnyInputs;
 
-    static Cut cut(std::int64_t num_rows, std::int64_t num_blocks) {
+    static Cut cut(std::int64_t num_rows) {
         const BlockShape shape = block_shape(num_rows);
         const bool is_few = num_rows <= kManyRows.rows;
-        return {shape, is_few ? 1 : std::max(1, kTilePanels / shape.panels),
-                num_blocks == 1 ? kMaxTileRows : kMaxBlockedTileRows};
+        return {shape, is_few ? 1 : std::max(1, kTilePanels / shape.panels), kMaxTileRows};
     }
 
     using X = std::remove_pointer_t<decltype(std::declval<AnyInputs>().at({}, 0))>;

@@ -48,7 +48,7 @@ class StagingPool:
             self._busy.add(process)
             try:
                 if tenant:  # the server's own loads come at its start, before any tenant's
-                    await self._start_spare()
+                    await self.start()
                 return await process.request(request_id, what, pieces)
             finally:
                 self._busy.discard(process)
@@ -58,20 +58,16 @@ class StagingPool:
                     await process.close()
 
     async def start(self) -> None:
-        """Start one process before it is needed."""
-        await self._start_spare()
-
-    async def close(self) -> None:
-        """End the processes; loads in progress fail, and so do those that wait."""
-        self._is_closed = True
-        await asyncio.gather(*(process.close() for process in self.processes))
-
-    async def _start_spare(self) -> None:
         """Start a process for the next load, unless one is idle."""
         if not self._idle:
             spare = self._new_process()
             self._idle.append(spare)
             await spare.start()
+
+    async def close(self) -> None:
+        """End the processes; loads in progress fail, and so do those that wait."""
+        self._is_closed = True
+        await asyncio.gather(*(process.close() for process in self.processes))
 
     async def _end_stopped(self) -> None:
         """Kill the idle processes that a signal stopped, so that no load waits for one."""
