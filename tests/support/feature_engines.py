@@ -158,9 +158,9 @@ class _SlowGrammars(GrammarRows):
         self._late_masks = late_masks
         self._draws = random.Random(vocab_size)
 
-    def unready(self, slots: Iterable[Slot]) -> frozenset[Slot]:
+    def unready(self, slots: Iterable[Slot], *, has_others: bool) -> frozenset[Slot]:
         late = {slot for slot in slots if self._draws.random() < self._late_masks}
-        return super().unready(set(slots) - late) | late
+        return super().unready(set(slots) - late, has_others=has_others) | late
 
 
 class _FailingRunner(ModelRunner):

@@ -21,6 +21,8 @@ _START_SECONDS: Final = 1.0
 """Processor time that a row's grammar may take at any moment."""
 _TOKEN_SECONDS: Final = 0.02
 """Further time per output token: the step's other rows wait for it."""
+_SLOW_SECONDS: Final = 0.005
+"""Processor time of masks after which the next token may take long, too."""
 _MOST_SECONDS: Final = 0.4
 """That one call counts for: a machine that stood still meanwhile shows that as processor time."""
 
@@ -41,6 +43,8 @@ class RowMatcher:
         """matcher: at the start of the row's grammar; its end-of-text id is `vocab_size`."""
         self.problem: ErrorInfo | None = None
         """Why the row cannot go on."""
+        self.is_slow = False
+        """Whether the newest masks took long: the next tokens may, too."""
         self._matcher = matcher
         self._vocab_size = vocab_size
         self._end_ids = row.end_token_ids
@@ -53,6 +57,8 @@ class RowMatcher:
 
     def accept(self, token_ids: Sequence[int]) -> None:
         """The sequence goes on with these tokens. What comes after an end token counts no more."""
+        if self.is_slow and token_ids and self.problem is None:
+            self._rehearse(token_ids)
         start = time.thread_time()
         self._num_outputs += len(token_ids)
         self._accept(token_ids)
@@ -70,6 +76,20 @@ class RowMatcher:
                     f"after {self._num_outputs} tokens the model's vocabulary cannot spell what "
                     f"follows ({reason})"
                 )
+
+    def _rehearse(self, token_ids: Sequence[int]) -> None:
+        """Make these tokens quick to accept, without the interpreter.
+
+        llguidance holds it while it consumes a token, for up to 30 ms after slow masks. Its masks
+        after drafts are computed without it, and what they have parsed is not parsed again.
+        """
+        from llguidance import LLExecutor  # noqa: PLC0415 - see GrammarRows._made_compiler
+
+        num_masks = 1 + len(token_ids)
+        unused = np.empty((num_masks, bitmask_words(self._vocab_size + 1)), dtype=np.int32)
+        LLExecutor(num_threads=1).unsafe_compute_mask_ptr_with_draft_token(
+            [(self._matcher, 0, list(token_ids))], unused.ctypes.data, unused[0].nbytes, num_masks
+        )
 
     def forced(self) -> tuple[int, ...]:
         """Draft tokens: those that llguidance expects next, if only one text is possible."""
@@ -95,16 +115,18 @@ class RowMatcher:
             num_consumed += 1
         if num_consumed and not self._matcher.rollback(num_consumed):
             self._note_error()
-        self._pay(start)
+        self.is_slow = self._pay(start) > _SLOW_SECONDS
 
-    def _pay(self, start: float) -> None:
-        """Charge the time since then. Too much ends the row with its next mask."""
-        self._seconds += min(time.thread_time() - start, _MOST_SECONDS)
+    def _pay(self, start: float) -> float:
+        """Charge the time since then, and return it. Too much ends the row with its next mask."""
+        seconds = time.thread_time() - start
+        self._seconds += min(seconds, _MOST_SECONDS)
         allowed = _START_SECONDS + _TOKEN_SECONDS * self._num_outputs
         if self._seconds > allowed and self.problem is None:
             self.problem = _problem(
                 f"after {self._num_outputs} tokens that has taken more than {allowed:.1f} s"
             )
+        return seconds
 
     def _fill_one(self, mask: BitmaskArray, num_outputs: int) -> None:
         if self._is_over:

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 _LOGGER = logging.getLogger(__name__)
 
 
-_WAIT_SECONDS: Final = 0.01
-"""Time that a step waits for masks after its logits are there. Most masks take less than a
+_WAIT_SECONDS: Final = 0.005
+"""Time that a step waits for new masks after its logits are there. Most masks take less than a
 millisecond; a new grammar takes up to half a second, and its masks may, too."""
 
 
@@ -78,11 +78,23 @@ class GrammarRows:
                 if row.samples(step):
                     self._begin(row, step.draft_token_ids)
 
-    def unready(self, slots: Iterable[Slot]) -> frozenset[Slot]:
-        """Wait for the masks of these rows, not for long; see RowGrammars.unready."""
+    def unready(self, slots: Iterable[Slot], *, has_others: bool) -> frozenset[Slot]:
+        """Wait for the masks of these rows, not for long; see RowGrammars.unready.
+
+        Only masks that no earlier step has waited for delay other rows.
+        """
         masks = {slot: self._masks(slot) for slot in slots}
-        _, late = concurrent.futures.wait(masks.values(), self._wait_seconds)
-        return frozenset(slot for slot, future in masks.items() if future in late)
+        new = [future for slot, future in masks.items() if not self._rows[slot].is_late]
+        if self._wait_seconds is None:
+            concurrent.futures.wait(masks.values())
+        elif new:
+            concurrent.futures.wait(new, self._wait_seconds)
+        elif not has_others:
+            first = concurrent.futures.FIRST_COMPLETED
+            concurrent.futures.wait(masks.values(), self._wait_seconds, first)
+        for slot, future in masks.items():
+            self._rows[slot].is_late = not future.done()
+        return frozenset(slot for slot in masks if self._rows[slot].is_late)
 
     def bitmasks(self, positions: Sequence[tuple[Slot, tuple[int, ...]]]) -> BitmaskArray:
         """Bitmasks of the step that has begun; see RowGrammars.bitmasks."""
@@ -97,6 +109,9 @@ class GrammarRows:
         row.num_known += len(token_ids)
         row.masks = None
         assert row.matcher is not None, "its masks have been filled"
+        if row.matcher.is_slow:
+            row.learnt.extend(token_ids)  # its thread accepts them ahead of the next masks
+            return ()
         row.matcher.accept(token_ids)
         return row.matcher.forced() if self._fast_forward else ()
 
@@ -112,14 +127,14 @@ class GrammarRows:
         self._filling.shutdown()
 
     def _begin(self, row: "_Row", drafts: tuple[int, ...]) -> None:
-        learnt = row.take_learnt()
+        learnt, row.learnt = row.learnt, []
         if row.masks is not None and row.drafts == drafts and not learnt:
             return  # those of an earlier step in which the row was not sampled
         has_compiled = row.matcher is not None or row.problem is not None
         thread = self._filling if has_compiled else self._compiling
         if row.masks is not None and not row.masks.done():
             thread = row.thread  # one thread at a time uses a matcher
-        row.drafts, row.thread = drafts, thread
+        row.drafts, row.thread, row.is_late = drafts, thread, False
         row.masks = thread.submit_for(row.added.tenant, self._fill, row, drafts, learnt)
 
     def _masks(self, slot: Slot) -> concurrent.futures.Future[BitmaskArray]:
@@ -176,8 +191,11 @@ class _Row:
         self.drafts: tuple[int, ...] = ()
         self.thread: FairThreadPool
         """Executor of `masks`."""
+        self.is_late = False
+        """Whether a step has waited for `masks` in vain."""
         self.is_removed = False
-        self._learnt: list[int] = []
+        self.learnt: list[int] = []
+        """Tokens that the matcher has not accepted yet."""
 
     @property
     def grammar_text(self) -> str:
@@ -198,8 +216,4 @@ class _Row:
         if step.token_ids is not None:
             new_ids = step.token_ids[max(self.num_known - step.start, 0) :]
             self.num_known += len(new_ids)
-            self._learnt.extend(new_ids)
-
-    def take_learnt(self) -> list[int]:
-        learnt, self._learnt = self._learnt, []
-        return learnt
+            self.learnt.extend(new_ids)

@@ -25,10 +25,11 @@ class RowGrammars(Protocol):
         """Start a step: its masks may be made while it is computed."""
         ...
 
-    def unready(self, slots: Iterable[Slot]) -> frozenset[Slot]:
+    def unready(self, slots: Iterable[Slot], *, has_others: bool) -> frozenset[Slot]:
         """Wait a short time for the masks of these rows; return the slots whose masks are missing.
 
-        Such a row is not sampled in this step, so that the others do not wait for its grammar.
+        has_others: whether the step has further rows, which wait, too. Such a row is not sampled in
+        this step, so that the others do not wait for its grammar.
         """
         ...
 

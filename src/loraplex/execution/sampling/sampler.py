@@ -202,7 +202,9 @@ class Sampler:
             and step.logits is LogitsNeeded.LAST
             and not step.num_candidates
         ]
-        return self._grammars.unready(slots) if slots else frozenset()
+        if not slots:
+            return frozenset()
+        return self._grammars.unready(slots, has_others=len(slots) < len(steps))
 
     def _sample_without(
         self, unready: frozenset[Slot], logits: torch.Tensor, steps: Sequence[RowStep]

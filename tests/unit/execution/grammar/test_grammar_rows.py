@@ -1,14 +1,17 @@
 """Masks and draft tokens of constrained rows: allowed tokens, ends, and failures."""
 
+import concurrent.futures
 import itertools
 import random
 import threading
 import time
+from collections.abc import Sequence
 
 import pytest
 
 from loraplex.core.errors import ConfigError
 from loraplex.core.plan import LogitsNeeded, RowStep
+from loraplex.execution.grammar import matcher
 from loraplex.execution.grammar.matcher import RowMatcher
 from loraplex.execution.grammar.rows import GrammarRows
 from loraplex.execution.grammar.vocabulary import GrammarVocabulary
@@ -196,8 +199,11 @@ def test_no_draft_tokens_without_fast_forward():
     rows.close()
 
 
-def test_masks_depend_on_the_tokens_only(rows):
-    """Rejected drafts, requested drafts and a copy of a used grammar change nothing."""
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_masks_depend_on_the_tokens_only(rows, monkeypatch, is_slow):
+    """Rejected drafts, requested drafts and a copy of a used grammar change nothing, nor does the
+    time that masks take."""
+    monkeypatch.setattr(matcher, "_SLOW_SECONDS", -1.0 if is_slow else 60.0)
     draw = random.Random(3)
     grammar = schema(NAMED)
     for case in range(30):
@@ -343,16 +349,60 @@ def test_a_step_does_not_wait_for_a_long_compilation(rows):
 
     for _ in range(3):
         rows.begin([decode_step(0), decode_step(1)])
-        assert rows.unready([0, 1]) == {1}
+        assert rows.unready([0, 1], has_others=False) == {1}
         assert rows.bitmasks([(0, ())]).any()
     goes_on.set()
-    while rows.unready([1]):
+    while rows.unready([1], has_others=False):
         pass
     rows.begin([decode_step(1)])
 
-    assert not rows.unready([1])
+    assert not rows.unready([1], has_others=False)
     assert allowed(rows, 0) == first
     assert allowed(rows, 1) == [ids_of(b"b")]
+
+
+def test_no_step_with_other_rows_waits_twice_for_a_mask(rows, request, monkeypatch):
+    goes_on = threading.Event()
+    request.addfinalizer(goes_on.set)
+    rows._compiling.submit(goes_on.wait, 60)
+    rows.add_row(row(regex("a"), slot=0))
+    rows.begin([decode_step(0)])
+    assert rows.unready([0], has_others=True) == {0}
+    waits = []
+    wait = concurrent.futures.wait
+    monkeypatch.setattr(
+        concurrent.futures,
+        "wait",
+        lambda masks, *rest: waits.append([*masks]) or wait(masks, *rest),
+    )
+
+    rows.begin([decode_step(0)])
+    assert rows.unready([0], has_others=True) == {0}
+    assert not waits
+    assert rows.unready([0], has_others=False) == {0}
+    assert len(waits) == 1, "nothing else is to be done"
+
+
+@pytest.mark.parametrize("token", ["a", "x"])
+def test_the_thread_of_the_masks_accepts_what_comes_after_slow_ones(rows, monkeypatch, token):
+    """llguidance holds the interpreter, and so would a step, while it consumes such a token."""
+    monkeypatch.setattr(matcher, "_SLOW_SECONDS", -1.0)
+    accept, threads = RowMatcher.accept, []
+
+    def noted(self: RowMatcher, token_ids: Sequence[int]) -> None:
+        if token_ids:
+            threads.append(threading.current_thread())
+        accept(self, token_ids)
+
+    monkeypatch.setattr(RowMatcher, "accept", noted)
+    rows.add_row(row(regex("a[bd]")))
+    allowed(rows)
+
+    assert rows.accept(0, encode(token)) == (), "and forces nothing"
+    assert allowed(rows) == [ids_of(b"b", b"d") if token == "a" else set()]
+    assert (rows.problem(0) is None) == (token == "a")
+    assert threads
+    assert threading.current_thread() not in threads
 
 
 def test_rows_of_another_tenant_wait_for_no_grammar_and_no_mask(rows, request):
@@ -394,7 +444,7 @@ def test_several_ranks_wait_for_every_mask():
     rows.begin([decode_step()])
     threading.Timer(0.05, may_read.set).start()
 
-    assert not rows.unready([0])
+    assert not rows.unready([0], has_others=False)
     rows.close()
 
 

@@ -183,7 +183,7 @@ class Masks:
 
     def close(self) -> None: ...
 
-    def unready(self, slots: Iterable[int]) -> frozenset[int]:
+    def unready(self, slots: Iterable[int], *, has_others: bool) -> frozenset[int]:
         return self.late & set(slots)
 
     def bitmasks(self, positions: Sequence[tuple[int, tuple[int, ...]]]) -> Any:
