@@ -152,7 +152,6 @@ class StagingProcess:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             env=child_environment(),  # a process that reads users' files must not have API keys
-            start_new_session=True,  # a Ctrl-C in the terminal must reach serving alone
         )
 
     async def _stop(self, grace_seconds: float) -> int | None:

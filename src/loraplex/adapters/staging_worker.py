@@ -26,6 +26,7 @@ from loraplex.adapters.stage import stage
 from loraplex.adapters.staged import Examination, StagedAdapter, StageReply, StageRequest
 from loraplex.core.errors import InternalError, InvalidAdapterError, LoraplexError
 from loraplex.core.log_lines import log_to_standard_error
+from loraplex.core.process_group import leave_group
 
 logger = logging.getLogger(__name__)
 
@@ -128,6 +129,7 @@ def _read_tensors(stream: BinaryIO, request: StageRequest) -> list[bytes] | None
 
 def main() -> None:
     """Serve stdin. Anything that prints to stdout goes to stderr instead, away from the replies."""
+    leave_group()
     log_to_standard_error("info", "staging")
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

@@ -34,6 +34,7 @@ from loraplex.app.launch import set_up_logging
 from loraplex.app.open_files import raise_open_file_limit
 from loraplex.app.reporting import Reporting, reporting_requests
 from loraplex.app.tls import certificates
+from loraplex.core.process_group import leave_group
 from loraplex.frontends.access import Authenticate
 from loraplex.frontends.body_memory import BodyMemory, BodyMemoryGuard
 from loraplex.frontends.openai.app import text_routes
@@ -155,7 +156,8 @@ class FrontendProcess:
 
 
 def main() -> None:
-    # The owner decides when it ends: a signal to the whole process group is meant for the owner.
+    leave_group()
+    # The owner decides when it ends.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     start = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=FrontendStart)

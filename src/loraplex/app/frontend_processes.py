@@ -203,7 +203,6 @@ class FrontendProcesses:
                 *_COMMAND,
                 stdin=asyncio.subprocess.PIPE,
                 env=child_environment(),
-                start_new_session=True,  # a Ctrl-C in the terminal is for the owner alone
             )
         except OSError as error:
             return f"cannot be started ({error})"

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
+from loraplex.core.process_group import leave_group
 from loraplex.engine.channel import EngineChannel, SocketChannel
 from loraplex.engine.step_marker import open_marker_file
 
@@ -37,7 +38,8 @@ class EngineStart(msgspec.Struct, frozen=True):
 
 def be_engine_process(run: Callable[[bytes, EngineChannel], None]) -> None:
     """Run an engine with the settings that serving gave, at most as long as serving lives."""
-    # A signal to the whole process group is meant for serving, which decides when an engine stops.
+    leave_group()
+    # Serving decides when an engine stops.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     pipe = open_start_pipe()

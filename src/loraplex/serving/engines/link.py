@@ -159,7 +159,6 @@ class ProcessLink:
                 *command,
                 stdin=asyncio.subprocess.PIPE,
                 env=child_environment(),
-                start_new_session=True,  # a Ctrl-C in the terminal is for serving alone
             )
         except BaseException:
             endpoint.close()

@@ -20,6 +20,7 @@ import msgspec
 from loraplex.core.environment import child_environment
 from loraplex.core.errors import (
     InternalError,
+    LoraplexError,
     NotReadyError,
     QueueFullError,
     RequestError,
@@ -132,7 +133,8 @@ class Sandbox:
                 spare.prepare()
             return process.run(task)
         finally:
-            process.prepare()
+            if not process.is_running:
+                process.make_ready()  # the tenant that wore it out waits, and not the next one
             self._idle.append(process)
 
 
@@ -143,8 +145,8 @@ class SandboxProcess:
         self._kind = kind
         self._setup = setup
         self._process: Process | None = None
-        self._unsent = b""
-        """Setup of a new process, which it receives with its first task."""
+        self._unsent: bytes | None = None
+        """Setup of a new process, which it receives before its first task."""
         self._lock = threading.Lock()
         self._in_use = threading.Lock()
         """Held from a task to its reply, so that close() does not close pipes being read."""
@@ -189,6 +191,14 @@ class SandboxProcess:
             finally:
                 self._in_use.release()
 
+    def make_ready(self) -> None:
+        """Start the process if there is none, and wait until it takes tasks.
+
+        A failure is the next task's.
+        """
+        with self._in_use, contextlib.suppress(LoraplexError, ProcessStopped, _ProcessKilled):
+            self._ready()
+
     def close(self) -> None:
         """End the process; the running task fails."""
         with self._lock:
@@ -200,10 +210,26 @@ class SandboxProcess:
                 _end(process, _EXIT_SECONDS)
 
     def _run(self, task: bytes) -> bytes:
+        process = self._ready()
+        reply = self._reply(process, task)
+        if reply.is_last:
+            _end(process, _EXIT_SECONDS)
+        if reply.error is not None:
+            raise error_from_info(reply.error)
+        return reply.result
+
+    def _ready(self) -> Process:
+        """Return the process, started and set up."""
         process = self._running()
+        setup, self._unsent = self._unsent, None
+        if setup is not None:
+            self._reply(process, setup)
+        return process
+
+    def _reply(self, process: Process, body: bytes) -> Reply:
+        """Return the reply to a message. If it raises, the process has ended."""
         try:
-            setup, self._unsent = self._unsent, b""
-            reply = _Exchange(process).reply(setup + _message(task))
+            return _Exchange(process).reply(_message(body))
         except ProcessStopped:
             _end(process, 0.0)
             raise
@@ -221,11 +247,6 @@ class SandboxProcess:
                 raise _ProcessKilled from None
             is_slow = status == -signal.SIGPROF
             raise self._exceeded(self._kind.too_slow if is_slow else self._kind.too_big) from None
-        if reply.is_last:
-            _end(process, _EXIT_SECONDS)
-        if reply.error is not None:
-            raise error_from_info(reply.error)
-        return reply.result
 
     def _exceeded(self, message: str) -> RequestError:
         return self._kind.error(message, param=self._kind.param)
@@ -242,7 +263,7 @@ class SandboxProcess:
             return self._process
 
     def _started(self) -> Process:
-        self._unsent = _message(self._setup())
+        self._unsent = self._setup()
         try:
             process = subprocess.Popen(
                 self._kind.command,
@@ -250,7 +271,7 @@ class SandboxProcess:
                 stdout=subprocess.PIPE,
                 bufsize=0,
                 env=child_environment(),
-                start_new_session=True,  # a Ctrl-C in the terminal is for serving alone
+                process_group=0,  # see core.process_group
             )
         except OSError as error:
             message = f"no process for {self._kind.work} can be started: {error}"

@@ -1,10 +1,10 @@
 """Main loop of a sandbox process: run one task at a time within limits of time and memory.
 
 The process reads from stdin and replies on stdout. Each message is its length and its bytes: first
-the setup, then one task for each `Reply`. Nothing is pickled. A task that takes more than its
-processor time is ended by the system, which kills the whole process with SIGPROF, so that neither
-native code nor a caught exception can escape it. Memory that is refused ends the task or the
-process. The process ends when stdin does.
+the setup, then one task after the other. Each has a `Reply`. Nothing is pickled. A task that takes
+more than its processor time is ended by the system, which kills the whole process with SIGPROF, so
+that neither native code nor a caught exception can escape it. Memory that is refused ends the task
+or the process. The process ends when stdin does.
 """
 
 import os
@@ -19,6 +19,7 @@ from typing import BinaryIO, Final
 import msgspec
 
 from loraplex.core.errors import ErrorInfo, LoraplexError
+from loraplex.core.process_group import let_others_go_first
 
 LENGTH: Final = struct.Struct("<I")
 """Length of the message that follows."""
@@ -44,6 +45,7 @@ def main(make_task: Callable[[bytes], Task]) -> None:
     `make_task` is called with the setup. Whatever prints to stdout goes to stderr instead.
     """
     max_seconds, max_bytes = float(sys.argv[1]), int(sys.argv[2])
+    let_others_go_first()
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -64,13 +66,11 @@ def serve(
     if setup is None:
         return
     task = make_task(setup)
-    while (request := _read(requests)) is not None:
+    reply = Reply()
+    _write(replies, reply)
+    while not reply.is_last and (request := _read(requests)) is not None:
         reply = run(task, request, max_seconds)
-        body = msgspec.msgpack.encode(reply)
-        replies.write(LENGTH.pack(len(body)) + body)
-        replies.flush()
-        if reply.is_last:
-            return
+        _write(replies, reply)
 
 
 def run(task: Task, request: bytes, max_seconds: float) -> Reply:
@@ -96,6 +96,12 @@ def _peak_kib() -> int:
     except OSError:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
+
+
+def _write(stream: BinaryIO, reply: Reply) -> None:
+    body = msgspec.msgpack.encode(reply)
+    stream.write(LENGTH.pack(len(body)) + body)
+    stream.flush()
 
 
 def _read(stream: BinaryIO) -> bytes | None:

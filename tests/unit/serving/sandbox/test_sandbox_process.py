@@ -53,6 +53,15 @@ def process():
     made.close()
 
 
+def message(reply: Reply) -> bytes:
+    body = msgspec.msgpack.encode(reply)
+    return LENGTH.pack(len(body)) + body
+
+
+READY = message(Reply())
+"""Reply to the setup."""
+
+
 def resident_mib(pid: int) -> float:
     with open(f"/proc/{pid}/statm") as numbers:
         return int(numbers.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
@@ -112,13 +121,13 @@ def test_memory_that_is_refused_ends_the_process_and_is_said():
 
 
 def test_a_killed_process_is_replaced_and_the_task_repeated(tmp_path, caplog):
-    body = msgspec.msgpack.encode(Reply(b"{}", is_last=True))
+    replies = READY + message(Reply(b"{}", is_last=True))
     marker = tmp_path / "killed"
     program = (
         "import os, pathlib, signal, sys; sys.stdin.buffer.read(50);"
         f"marker = pathlib.Path({str(marker)!r});"
         "marker.exists() or (marker.touch(), os.kill(os.getpid(), signal.SIGKILL));"
-        f"os.write(1, {LENGTH.pack(len(body)) + body!r})"
+        f"os.write(1, {replies!r})"
     )
     killed_once = Grammars(sys.executable, "-c", program)
     assert killed_once.compiled(GOOD) == "{}"
@@ -152,10 +161,9 @@ def test_one_that_does_not_even_read_is_our_fault():
 
 def test_the_last_reply_of_a_process_is_waited_out(monkeypatch):
     monkeypatch.setattr(sandbox_process, "_EXIT_SECONDS", 0.1)
-    body = msgspec.msgpack.encode(Reply(b"{}", is_last=True))
     program = (
         "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
-        f"os.write(1, {LENGTH.pack(len(body)) + body!r}); time.sleep(60)"
+        f"os.write(1, {READY + message(Reply(b'{}', is_last=True))!r}); time.sleep(60)"
     )
     ending = Grammars(sys.executable, "-c", program)
     assert ending.compiled(GOOD) == "{}"
@@ -169,7 +177,11 @@ def test_the_last_reply_of_a_process_is_waited_out(monkeypatch):
 
 def test_a_terminals_signals_are_for_serving_alone(process):
     process.compiled(GOOD)
-    assert os.getsid(process._process.pid) == process._process.pid
+    pid = process._process.pid
+    assert os.getpgid(pid) == pid
+    assert os.getsid(pid) == os.getsid(0), "else Linux gives it as much time as all of us"
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert os.getpriority(os.PRIO_PROCESS, pid) > own
 
 
 def test_one_that_never_replies_is_ended(monkeypatch):
@@ -285,6 +297,18 @@ async def test_a_task_does_not_wait_for_those_of_another_tenant():
         await sandbox.run(slow)
 
 
+async def test_a_process_that_a_task_ended_takes_the_next_one_when_it_is_ready():
+    """Another tenant's task does not wait until it has imported what it needs."""
+    sandbox = Sandbox(GRAMMARS, lambda: SETUP)
+    try:
+        with pytest.raises(InvalidParameterError, match="takes more than"):
+            await sandbox.run(msgspec.msgpack.encode(SLOW))
+        assert [each.is_running for each in sandbox._idle] == [True, True]
+        assert sandbox._idle[-1]._unsent is None, "it has the setup, and has replied to it"
+    finally:
+        sandbox.close()
+
+
 def test_two_threads_never_choose_one_process(monkeypatch):
     sandbox = Sandbox(GRAMMARS, lambda: SETUP)
 
@@ -298,6 +322,7 @@ def test_two_threads_never_choose_one_process(monkeypatch):
 
     monkeypatch.setattr(SandboxProcess, "run", run)
     monkeypatch.setattr(SandboxProcess, "prepare", lambda process: None)
+    monkeypatch.setattr(SandboxProcess, "make_ready", lambda process: None)
     monkeypatch.setattr(SandboxProcess, "is_running", property(look))
     with ThreadPoolExecutor(2) as threads:
         assert all(threads.map(sandbox._run, [b"task"] * 300))

@@ -42,6 +42,7 @@ def message(value):
 
 
 def replies_to(bytes_in):
+    """Replies after that to the setup, which says that the process takes tasks."""
     written = io.BytesIO()
     worker.serve(io.BytesIO(bytes_in), written, make_task, 0.5)
     data, replies = written.getvalue(), []
@@ -49,7 +50,8 @@ def replies_to(bytes_in):
         (length,) = LENGTH.unpack_from(data)
         data, body = data[LENGTH.size + length :], data[LENGTH.size : LENGTH.size + length]
         replies.append(msgspec.msgpack.decode(body, type=Reply))
-    return replies
+    assert replies[:1] in ([], [Reply()])
+    return replies[1:]
 
 
 def test_one_reply_for_each_grammar():
