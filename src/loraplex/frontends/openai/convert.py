@@ -220,39 +220,26 @@ def check_priority(body: SamplingBody) -> None:
         )
 
 
-def chat_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def chat_messages(messages: Sequence[Message]) -> list[Mapping[str, Any]]:
     """What the chat template reads: content as one text or text parts, all else as it came."""
     if not messages:
         raise InvalidParameterError("messages must hold at least one message", param="messages")
-    return [
-        {
-            **_extra(message, index),
-            "role": message.role,
-            "content": _message_content(message, f"messages[{index}].content"),
-        }
-        for index, message in enumerate(messages)
-    ]
+    return [_shown(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
-def _message_content(message: Message, path: str) -> str | list[dict[str, str]] | None:
-    """None for a message that is nothing but calls: templates look whether there is content."""
-    if message.content is None:
-        return None if (message.model_extra or {}).get("tool_calls") else ""
-    if isinstance(message.content, str):
-        return message.content
-    texts = [_part_text(part, f"{path}[{i}]") for i, part in enumerate(message.content)]
-    return [{"type": "text", "text": text} for text in texts]
-
-
-def _extra(message: Message, index: int) -> dict[str, Any]:
-    """Fields of a message other than role and content."""
-    extra = message.model_extra or {}
-    if message.role == "tool" and not isinstance(extra.get("tool_call_id"), str):
-        where = f"messages[{index}].tool_call_id"
+def _shown(message: Message, path: str) -> Mapping[str, Any]:
+    if message["role"] == "tool" and not isinstance(message.get("tool_call_id"), str):
+        where = f"{path}.tool_call_id"
         raise InvalidRequestError(
             f"{where} must be the id of the call whose result the message is", param=where
         )
-    return extra
+    content = message.get("content")
+    if isinstance(content, str):
+        return message
+    if content is None:  # templates look whether there is content: not so in nothing but calls
+        return {**message, "content": None if message.get("tool_calls") else ""}
+    texts = [_part_text(part, f"{path}.content[{i}]") for i, part in enumerate(content)]
+    return {**message, "content": [{"type": "text", "text": text} for text in texts]}
 
 
 def begins_a_turn(body: ChatBody | TokenizeBody) -> bool:
@@ -262,15 +249,15 @@ def begins_a_turn(body: ChatBody | TokenizeBody) -> bool:
 
 def output_role(body: ChatBody) -> str:
     """Role of the generated message: the last one's, if that is continued."""
-    return "assistant" if begins_a_turn(body) else body.messages[-1].role
+    return "assistant" if begins_a_turn(body) else body.messages[-1]["role"]
 
 
 def echoed_message(body: ChatBody) -> str:
     """vLLM's echo: the text of the last message, if the output is of the same role."""
     last = body.messages[-1]
-    if not body.echo or last.role != output_role(body):
+    if not body.echo or last["role"] != output_role(body):
         return ""
-    return _content(last.content, f"messages[{len(body.messages) - 1}].content")
+    return _content(last.get("content"), f"messages[{len(body.messages) - 1}].content")
 
 
 def _content(content: str | Sequence[ContentPart] | None, path: str) -> str:
@@ -282,10 +269,11 @@ def _content(content: str | Sequence[ContentPart] | None, path: str) -> str:
 
 
 def _part_text(part: ContentPart, path: str) -> str:
-    if part.type != "text":
+    if part["type"] != "text":
         raise UnsupportedFeatureError(
-            f"{path} has type {part.type!r}; only 'text' parts are supported", param=path
+            f"{path} has type {part['type']!r}; only 'text' parts are supported", param=path
         )
-    if part.text is None:
+    text = part.get("text")
+    if text is None:
         raise InvalidRequestError(f"{path}.text is required", param=f"{path}.text")
-    return part.text
+    return text

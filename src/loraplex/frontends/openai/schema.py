@@ -6,11 +6,25 @@ checked here: SamplingParams knows them. A field that is not declared is kept as
 The text under a field is its row's note in docs/fields-openai.md.
 """
 
-from typing import Annotated, Any, Literal, Self
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NotRequired,  # typing's own is too old before Python 3.12
+    TypeVar,
+)
 
-from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    with_config,
+)
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
+from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
 from loraplex.core.sampling_params import RANGES, Range
 
@@ -252,28 +266,42 @@ class CompletionBody(GenerationBody):
     """The output begins with the prompt."""
 
 
-class _Element(Body):
-    """Body of which a request may have thousands."""
-
-    @model_validator(mode="after")
-    def _let_others_run(self) -> Self:
-        """Do nothing: while pydantic parses, other threads run only where it calls Python."""
-        return self
+_Element = TypeVar("_Element")
 
 
-class ContentPart(_Element):
+def _let_others_run(element: _Element) -> _Element:
+    """Do nothing: while pydantic parses, other threads run only where it calls Python."""
+    return element
+
+
+_AS_SENT = ConfigDict(strict=True, extra="allow")
+
+
+@with_config(_AS_SENT)
+class ContentPart(TypedDict):
+    """One part of a message as the client sent it."""
+
     type: str
-    text: str | None = None
+    text: NotRequired[str | None]
 
 
-class Message(_Element):
-    """One turn; fields for the chat template other than role and content are in `model_extra`."""
+ContentParts = list[Annotated[ContentPart, AfterValidator(_let_others_run)]]
+
+
+@with_config(_AS_SENT)
+class Message(TypedDict):
+    """One turn as the client sent it, with any further fields for the chat template."""
 
     role: str
-    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
+    content: NotRequired[str | Annotated[ContentParts, Field(fail_fast=True)] | None]
+    tool_calls: NotRequired[Any]
+    tool_call_id: NotRequired[Any]
 
 
-Messages = Annotated[list[Message], Field(fail_fast=True, max_length=MAX_MESSAGES)]
+Messages = Annotated[
+    list[Annotated[Message, AfterValidator(_let_others_run)]],
+    Field(fail_fast=True, max_length=MAX_MESSAGES),
+]
 
 
 class ChatBody(GenerationBody):

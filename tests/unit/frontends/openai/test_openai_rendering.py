@@ -62,8 +62,8 @@ async def test_a_short_conversation_is_converted_on_the_event_loop(
     [
         ([Message(role="user", content="x" * 40_000)], {}),
         (SHORT * 30, {}),
-        ([Message.model_validate({"role": "user", "content": PARTS})], {}),
-        ([Message.model_validate({"role": "user", "content": "", "name": "n" * 40_000})], {}),
+        ([Message(role="user", content=PARTS)], {}),
+        ([Message(role="user", content="", name="n" * 40_000)], {}),
         (SHORT, {"tools": [TOOL]}),
         (SHORT, {"arguments": {"documents": [{"text": "x" * 40_000}]}}),
         (SHORT, {"arguments": {"template_kwargs": {"k": ["v"] * 99}}}),
@@ -87,7 +87,7 @@ async def test_the_loop_goes_on_while_a_long_one_is_converted(
 
 
 async def test_a_long_one_says_what_a_short_one_would(backend: EchoBackend) -> None:
-    wrong = Message.model_validate({"role": "tool", "content": "1"})
+    wrong = {"role": "tool", "content": "1"}
     for messages in ([*SHORT, wrong], [*SHORT * 40, wrong]):
         with pytest.raises(InvalidRequestError) as raised:
             await render(backend, messages)

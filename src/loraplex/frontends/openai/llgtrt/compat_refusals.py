@@ -68,9 +68,10 @@ def check_shape(body: GenerationBody) -> None:
     if not isinstance(body, ChatBody):
         return
     for index, message in enumerate(body.messages):
-        if message.role not in ROLES:
+        role = message["role"]
+        if role not in ROLES:
             raise ShapeError(
-                f"messages[{index}].role must be one of {', '.join(ROLES)}, got {message.role!r}",
+                f"messages[{index}].role must be one of {', '.join(ROLES)}, got {role!r}",
                 422,
                 param=f"messages[{index}].role",
             )
@@ -82,8 +83,9 @@ def _is_one_text(prompt: Any) -> bool:
 
 
 def _has_image(body: ChatBody) -> bool:
-    parts = [p for m in body.messages if isinstance(m.content, list) for p in m.content]
-    return any(part.type == "image_url" for part in parts)
+    contents = [message.get("content") for message in body.messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return any(part["type"] == "image_url" for part in parts)
 
 
 def _extra(body: GenerationBody, field: str) -> Any:

@@ -49,8 +49,8 @@ def _max_prompt_tokens(body: ChatBody, target: Target) -> int:
 def _choices(messages: Sequence[Message]) -> list[list[Message]]:
     """All of them, then fewer and fewer: each begins with a turn of the user."""
     num_head = next(
-        (i for i, one in enumerate(messages) if one.role not in ("system", "developer")), 0
+        (i for i, one in enumerate(messages) if one["role"] not in ("system", "developer")), 0
     )
     head, rest = list(messages[:num_head]), list(messages[num_head:])
-    starts = [i for i, one in enumerate(rest) if one.role == "user" and i > 0]
+    starts = [i for i, one in enumerate(rest) if one["role"] == "user" and i > 0]
     return [list(messages), *(head + rest[start:] for start in starts)]
