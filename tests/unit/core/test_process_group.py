@@ -1,4 +1,4 @@
-"""Where processes of the server stand: a group of their own, the server's session, a low priority."""
+"""Processes of the server: a group of their own, the server's session, and a low priority."""
 
 import subprocess
 import sys
