@@ -8,7 +8,8 @@ time, and each must have the text of the same request alone. Each tenant loads, 
 deletes adapters; what was acknowledged must be there, with the right weights. Meanwhile the
 engine, the workers and the server itself are killed and stopped, and the disk of the state
 directory is filled and freed. The server is killed in the first half only. The second half measures
-its memory, from when it remembers as many grammars as it ever does. Prints a report and writes it; exit code 1 if anything was lost, wrong or left over.
+its memory, from when it remembers as many grammars as it ever does. Prints a report and writes it;
+exit code 1 if anything was lost, wrong or left over.
 """
 
 import argparse
@@ -262,7 +263,7 @@ async def fill_memory(soak: Soak, seconds: float) -> None:
 
     async def fill() -> None:
         async with soak.client(TENANTS[0]) as http:
-            for _ in numbers:
+            for _ in itertools.takewhile(lambda _: not soak.is_over, numbers):
                 request, text = with_new_grammar("capitals")
                 result = await send_one(http, request)
                 if result.error or not text.startswith(result.text):
@@ -270,7 +271,8 @@ async def fill_memory(soak: Soak, seconds: float) -> None:
                     soak.tally.wrong.append(f"filling grammar: {reason}")
 
     await asyncio.gather(*(fill() for _ in range(NUM_FILLERS)))
-    soak.held.clear()
+    if not soak.is_over:
+        soak.held.clear()
 
 
 # ---------------------------------------------------------------- adapters

@@ -305,6 +305,8 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Number of slots."""
     max_num_batched_tokens: int
     """Most tokens in a step."""
+    num_balanced_tokens: int = 0
+    """Tokens of a step whose arithmetic takes as long as reading the weights; 0: not known."""
     num_stages: int = 1
     """Number of pipeline stages: as many plans may be in flight, and one more with overlap. With
     several stages no plan has a row whose token an earlier plan in flight samples."""

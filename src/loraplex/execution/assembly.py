@@ -60,6 +60,9 @@ from loraplex.models.parameters import DecoderParameters
 from loraplex.models.rope import rotary_tables, rotation_border
 from loraplex.models.spec import ModelSpec
 
+_BALANCED_TOKENS_OF_CPU = 12
+"""5632 x 2048 in bfloat16 or int8 takes as long for the bytes of its weights as for the arithmetic
+of 12 rows, on CPUs with AVX-512 and VNNI; in int4 7, with AMX up to 38 (docs/performance.md)."""
 _TRIAL_BLOCKS = 64
 """Number of KV blocks of a trial: its results have no meaning, so its rows may share them."""
 
@@ -193,6 +196,7 @@ class Assembly:
             kv_groups=kv.capacities,
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
+            num_balanced_tokens=_BALANCED_TOKENS_OF_CPU if self.device.type == "cpu" else 0,
             num_stages=1 if self.links is None else self.links.stage.size,
             returns_logits=self.links is None,
             max_model_len=kv.max_model_len,

@@ -22,12 +22,14 @@ class StepBudget:
 
     def __init__(self, max_num_batched_tokens: int, max_prefill_chunk: int | None = None) -> None:
         self.num_left = max_num_batched_tokens
+        self.num_spent = 0
         self.max_per_row = max_prefill_chunk or max_num_batched_tokens
         """Maximum number of tokens that one row computes."""
 
     def spend(self, num_tokens: int) -> None:
         assert 0 < num_tokens <= self.num_left
         self.num_left -= num_tokens
+        self.num_spent += num_tokens
 
 
 class PlanBuilder:

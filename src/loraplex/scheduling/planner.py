@@ -25,11 +25,14 @@ class Planner:
         batching: InflightBatching,
         beams: BeamScheduling,
         settings: SchedulerSettings,
+        num_balanced_tokens: int,
     ) -> None:
+        """num_balanced_tokens: see Capacity."""
         self._state = state
         self._batching = batching
         self._beams = beams
         self._settings = settings
+        self._num_balanced_tokens = num_balanced_tokens
 
     def plan(self, now_ns: int, *, is_ahead: bool) -> PlanBuilder:
         """Return the next plan under construction.
@@ -55,7 +58,7 @@ class Planner:
             # Planning an earlier row may have preempted this one.
             if sequence.status is SequenceStatus.RUNNING:
                 self._compute(sequence, num_tokens, builder)
-        add_draft_tokens(self._state, builder)
+        add_draft_tokens(self._state, builder, self._num_balanced_tokens)
         return builder
 
     def _requeue_outgrown(self) -> None:

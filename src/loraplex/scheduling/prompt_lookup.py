@@ -12,6 +12,10 @@ FIRST_PAUSE = 8
 """Tokens without a draft after MAX_MISSES drafts in a row without an accepted token."""
 LAST_PAUSE = 128
 MAX_MISSES = 2
+FIRST_ACCEPTED = 4
+"""Accepted draft tokens that a sequence begins with, so that the first miss says little."""
+RECENT_TOKENS = 32
+"""Number of draft tokens that count fully for the share that is accepted; older ones count half."""
 
 
 class NgramIndex:
@@ -65,8 +69,9 @@ class DraftPace:
     After a draft that was accepted as a whole the next one may be 2 tokens longer; otherwise it has
     one token more than were accepted. After MAX_MISSES drafts in a row without an accepted token
     there is no draft for FIRST_PAUSE tokens, then one draft is tried. Each further miss doubles the
-    pause, up to LAST_PAUSE. An accepted token ends this. Only tokens count, so the pace is the same
-    in every run.
+    pause, up to LAST_PAUSE. An accepted token ends this. Where the share of draft tokens that were
+    accepted is less than a step needs, there is one draft in LAST_PAUSE tokens. Only tokens count,
+    so the same inputs give the same plans again.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -74,13 +79,27 @@ class DraftPace:
         self._num_wanted = max_tokens
         self._num_misses = 0
         self._resumes_at = 0
+        self._num_drafted = FIRST_ACCEPTED
+        self._num_accepted = FIRST_ACCEPTED
+        self._verified_at = 0
 
-    def num_wanted(self, num_tokens: int) -> int:
-        """Return the length of the next draft for a sequence that has num_tokens tokens."""
-        return 0 if num_tokens < self._resumes_at else self._num_wanted
+    def num_wanted(self, num_tokens: int, needed_share: float = 0.0) -> int:
+        """Return the length of the next draft for a sequence that has num_tokens tokens.
+
+        needed_share: of the draft tokens that must be accepted for a draft to gain time.
+        """
+        is_poor = self._num_accepted < needed_share * self._num_drafted
+        pause_ends_at = self._verified_at + LAST_PAUSE if is_poor else self._resumes_at
+        return 0 if num_tokens < pause_ends_at else self._num_wanted
 
     def verified(self, num_drafted: int, num_accepted: int, num_tokens: int) -> None:
         """Note the lengths of a draft and of its accepted part; num_tokens: the sequence's now."""
+        if self._num_drafted >= RECENT_TOKENS:
+            self._num_drafted //= 2
+            self._num_accepted //= 2
+        self._num_drafted += num_drafted
+        self._num_accepted += num_accepted
+        self._verified_at = num_tokens
         if num_accepted == num_drafted:
             self._num_wanted = min(self._max_tokens, num_drafted + 2)
         else:
@@ -123,14 +142,19 @@ class Drafter:
         num_of_output = self._output.index(token_ids, len(token_ids), max_tokens - num_of_prompt)
         return num_of_prompt + num_of_output
 
-    def propose(self, token_ids: Sequence[int], max_tokens: int) -> tuple[int, ...]:
-        """Return up to max_tokens draft tokens; none from a text that is not indexed whole."""
+    def propose(
+        self, token_ids: Sequence[int], max_tokens: int, needed_share: float = 0.0
+    ) -> tuple[int, ...]:
+        """Return up to max_tokens draft tokens; none from a text that is not indexed whole.
+
+        needed_share: see DraftPace.num_wanted. What a grammar forces is always accepted.
+        """
         self._is_from_text = not self._forced
         if self._forced:
             return self._forced[:max_tokens]
         if self._pace is None:
             return ()
-        num_wanted = min(max_tokens, self._pace.num_wanted(len(token_ids)))
+        num_wanted = min(max_tokens, self._pace.num_wanted(len(token_ids), needed_share))
         return self._look_up(token_ids, num_wanted) if num_wanted > 0 else ()
 
     def verified(self, num_drafted: int, num_accepted: int, num_tokens: int) -> None:

@@ -91,7 +91,9 @@ class Scheduler:
         admitter = Admitter(self._state, self._beams, settings)
         batching = StaticBatching if settings.batching is Batching.STATIC else InflightBatching
         self._batching = batching(self._state, admitter, settings, capacity.max_num_seqs)
-        self._planner = Planner(self._state, self._batching, self._beams, settings)
+        self._planner = Planner(
+            self._state, self._batching, self._beams, settings, capacity.num_balanced_tokens
+        )
         self._absorber = ResultAbsorber(self._state, self._beams)
         self._deadlines = Deadlines(self._state.find)
         self._steps = PendingSteps(self._state, num_stages=capacity.num_stages, overlap=overlap)

@@ -30,7 +30,17 @@ def new_drafter(
     return Drafter(num_draft_tokens, prompt)
 
 
-def add_draft_tokens(state: SchedulerState, builder: PlanBuilder) -> None:
+def needed_share(num_tokens: int, num_balanced_tokens: int) -> float:
+    """Return the share of draft tokens that must be accepted for drafts to gain time in a step.
+
+    A step of n tokens takes about c + n, in units of the time that a token's arithmetic takes; c
+    is Capacity.num_balanced_tokens. A draft token adds 1 to that time and, if it is accepted, saves
+    the time that the step takes for each of its tokens, (c + n) / n. 0.0 if c is not known.
+    """
+    return num_tokens / (num_tokens + num_balanced_tokens) if num_balanced_tokens else 0.0
+
+
+def add_draft_tokens(state: SchedulerState, builder: PlanBuilder, num_balanced_tokens: int) -> None:
     """Lengthen decoding rows by draft tokens, after all rows are planned.
 
     So a draft token takes no budget that another row could use, and causes no preemption. It takes
@@ -39,6 +49,7 @@ def add_draft_tokens(state: SchedulerState, builder: PlanBuilder) -> None:
     A plan indexes a limited number of tokens. Prompts are indexed while they are computed, the
     rows in their order; a sequence that is not indexed whole has no draft tokens yet.
     """
+    share = needed_share(builder.budget.num_spent, num_balanced_tokens)
     num_to_index = MAX_INDEXED_TOKENS
     for index, sequence in enumerate(builder.sequences):
         if sequence.drafter is None:
@@ -53,7 +64,7 @@ def add_draft_tokens(state: SchedulerState, builder: PlanBuilder) -> None:
         num_left = min(num_left, builder.budget.num_left, builder.budget.max_per_row - 1)
         if sequence.num_tokens_to_border is not None:
             num_left = min(num_left, sequence.num_tokens_to_border)
-        token_ids = sequence.drafter.propose(sequence.token_ids, num_left)
+        token_ids = sequence.drafter.propose(sequence.token_ids, num_left, share)
         if token_ids:
             num_fitting, new_block_ids = _take_blocks(state, sequence, len(token_ids))
             if num_fitting:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from loraplex.scheduling.prompt_lookup import Drafter, DraftPace, PromptIndex
+from loraplex.scheduling.prompt_lookup import LAST_PAUSE, Drafter, DraftPace, PromptIndex
 
 
 def new_drafter(max_ngram, *, num_draft_tokens=8, num_prompt_tokens=0, window=10_000):
@@ -139,6 +139,19 @@ def test_poor_drafts_pause_and_are_tried_again():
     assert [pace.num_wanted(n) for n in (1127, 1128)] == [0, 1]
     pace.verified(1, 1, 1130)
     assert pace.num_wanted(1130) == 3
+
+
+def test_a_draft_that_gains_no_time_is_tried_from_time_to_time():
+    pace = DraftPace(4)
+    assert pace.num_wanted(10, needed_share=0.9) == 4, "nothing is known yet"
+    pace.verified(4, 2, 20)
+    assert [pace.num_wanted(21, needed_share=share) for share in (0.0, 0.7, 0.8)] == [3, 3, 0]
+    assert [
+        pace.num_wanted(n, needed_share=0.8) for n in (20 + LAST_PAUSE - 1, 20 + LAST_PAUSE)
+    ] == [0, 3]
+    for num_tokens in range(200, 230):
+        pace.verified(4, 4, num_tokens)
+    assert pace.num_wanted(230, needed_share=0.9) == 4, "what is long ago counts little"
 
 
 def test_forced_tokens_come_first_and_do_not_change_the_pace():

@@ -9,7 +9,7 @@ from loraplex.core.plan import RowResult, StepResult
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.scheduler_settings import BatchSchedulerPolicy, SchedulerSettings
 from loraplex.scheduling.prompt_lookup import NgramIndex
-from loraplex.scheduling.speculation import MAX_INDEXED_TOKENS
+from loraplex.scheduling.speculation import MAX_INDEXED_TOKENS, needed_share
 from support.capacities import changed_capacity
 from support.fake_engine import FakeEngine
 from support.fake_model import FakeModel
@@ -60,6 +60,28 @@ def test_fewer_steps_where_the_text_repeats():
         steps[num_draft_tokens] = fakes.engine.stats().steps
     assert steps[0] == 50
     assert steps[4] <= 14  # only one token can be chosen: every draft token is accepted
+
+
+def test_the_share_that_drafts_need_grows_with_the_step():
+    assert [needed_share(count, 12) for count in (1, 12, 36)] == [1 / 13, 1 / 2, 3 / 4]
+    assert needed_share(512, 0) == 0.0, "nothing is known of the device"
+
+
+def test_a_large_step_has_drafts_only_of_sequences_whose_drafts_are_accepted():
+    """A third of the draft tokens are accepted, and all of them where one token can be chosen."""
+    drafted = {}
+    for vocab_size in (2, 3):
+        for num_balanced_tokens in (0, 1, 100):
+            fakes = fake_engine(
+                model=FakeModel(vocab_size=vocab_size), num_balanced_tokens=num_balanced_tokens
+            )
+            request_ids = [fakes.add([1] * (1 + number), max_tokens=60) for number in range(4)]
+            fakes.run()
+            drafted[vocab_size, num_balanced_tokens] = fakes.engine.stats().draft_tokens
+            assert all(fakes.tokens(each) == fakes.alone(each) for each in request_ids)
+    assert drafted[2, 1] == drafted[2, 100] == drafted[2, 0]
+    assert 0 < drafted[3, 1] < drafted[3, 0] / 4
+    assert drafted[3, 100] == drafted[3, 0]
 
 
 def test_a_request_may_enable_or_disable_drafts():

@@ -169,11 +169,11 @@ class Sampler:
         if unready:
             return self._sample_without(unready, logits, steps)
         is_plain = [self._is_plain(step) for step in steps]
-        if all(is_plain):
-            assert logits.shape == (len(steps), self._vocab_size), "one logits row per step"
-            return self._take_likeliest(steps, *self._kernels.argmax(logits, np.arange(len(steps))))
         sizes = [num_logits_rows(step) for step in steps]
         assert logits.shape == (sum(sizes), self._vocab_size), "one logits row per wanted position"
+        if all(is_plain):
+            likeliest = self._kernels.argmax(logits, np.arange(len(logits)))
+            return self._take_likeliest(steps, *likeliest)
         if not any(is_plain):
             return self._sample_any(logits, steps, sizes)
         # Rows with options must not slow down those that need only the likeliest token.
@@ -252,11 +252,10 @@ class Sampler:
             row.append([i if 0 <= i < self._vocab_size else 0 for i in beyond])
 
     def _is_plain(self, step: RowStep) -> bool:
-        """Whether all that the step wants of its row is the likeliest token."""
+        """Whether all that the step wants of its row are the likeliest tokens."""
         return (
             step.logits is LogitsNeeded.LAST
             and step.num_logprobs is None
-            and not step.draft_token_ids
             and not step.num_candidates
             and self._rows[step.slot].takes_likeliest
         )
@@ -267,13 +266,17 @@ class Sampler:
         """Sample steps that need only these tokens; most steps of greedy requests are such, so it
         does nothing that is not needed.
         """
-        results = []
-        for step, token_id, maximum in zip(steps, token_ids.tolist(), maxima.tolist(), strict=True):
-            if math.isfinite(maximum):
-                self._rows[step.slot].token_ids.append(token_id)
-                results.append(RowResult(step.slot, (token_id,)))
+        likeliest, maximum_of = token_ids.tolist(), maxima.tolist()
+        results, first = [], 0
+        for step in steps:
+            end = first + 1 + len(step.draft_token_ids)
+            accepted = tuple(accept(step.draft_token_ids, likeliest[first:end]))
+            if all(map(math.isfinite, maximum_of[first:end])):
+                self._rows[step.slot].token_ids.extend(accepted)
+                results.append(RowResult(step.slot, accepted))
             else:
                 results.append(not_finite(step.slot))
+            first = end
         return results
 
     def _sample(
