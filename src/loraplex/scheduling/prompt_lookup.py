@@ -13,7 +13,7 @@ FIRST_PAUSE = 8
 LAST_PAUSE = 128
 MAX_MISSES = 2
 FIRST_ACCEPTED = 4
-"""Accepted draft tokens that a sequence begins with, so that the first miss says little."""
+"""Accepted draft tokens that a sequence begins with, so that the first miss changes little."""
 RECENT_TOKENS = 32
 """Number of draft tokens that count fully for the share that is accepted; older ones count half."""
 
@@ -129,12 +129,13 @@ class Drafter:
         """Set the tokens that a grammar makes likely to come next; empty if there are none."""
         self._forced = token_ids
 
-    def index(self, token_ids: Sequence[int], max_tokens: int) -> int:
+    def index(self, token_ids: Sequence[int], max_tokens: int, needed_share: float = 0.0) -> int:
         """Index at most max_tokens more tokens of the sequence; return how many.
 
-        The tokens must continue those of the previous call.
+        None during a pause: they wait for its end. needed_share: that of `propose`. The tokens must
+        continue those of the previous call.
         """
-        if self._pace is None:
+        if self._pace is None or not self._pace.num_wanted(len(token_ids), needed_share):
             return 0
         num_prompt_tokens = self._prompt.num_prompt_tokens
         num_of_prompt = self._prompt.ngrams.index(token_ids, num_prompt_tokens, max_tokens)

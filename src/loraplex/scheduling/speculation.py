@@ -54,7 +54,7 @@ def add_draft_tokens(state: SchedulerState, builder: PlanBuilder, num_balanced_t
     for index, sequence in enumerate(builder.sequences):
         if sequence.drafter is None:
             continue
-        num_to_index -= sequence.drafter.index(sequence.token_ids, num_to_index)
+        num_to_index -= sequence.drafter.index(sequence.token_ids, num_to_index, share)
         row = builder.row(index)
         if not builder.budget.num_left or row.token_ids is not None or row.num_tokens != 1:
             continue

@@ -42,7 +42,7 @@ def message(value):
 
 
 def replies_to(bytes_in):
-    """Replies after that to the setup, which says that the process takes tasks."""
+    """Replies after that to the setup."""
     written = io.BytesIO()
     worker.serve(io.BytesIO(bytes_in), written, make_task, 0.5)
     data, replies = written.getvalue(), []
