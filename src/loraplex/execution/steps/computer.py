@@ -141,18 +141,15 @@ class StepComputer:
         return self._hidden[:num_tokens].copy_(received)
 
     def _as_recorded(self, inputs: StepInputs) -> StepInputs:
-        """Return the inputs as a recorded step takes them, if there may be one for such a step.
+        """Add padding up to a recorded size, if there is one for such a step.
 
-        Recorded steps have rows of one token, so a row with draft tokens becomes several. Those of
-        an accelerator have some sizes, up to which there is padding.
+        Recorded steps have rows of one token, so a row with draft tokens becomes several.
         """
         sizes = self._recorded_sizes
-        if not inputs.wants_all_logits or (sizes and inputs.num_tokens > sizes[-1]):
+        if not sizes or not inputs.wants_all_logits or inputs.num_tokens > sizes[-1]:
             return inputs
         if inputs.num_tokens > len(inputs.seq_lens):
             inputs = inputs.with_row_per_token()
-        if not sizes:
-            return inputs
         size = sizes[bisect.bisect_left(sizes, inputs.num_tokens)]
         return dataclasses.replace(inputs, num_padding=size - inputs.num_tokens)
 

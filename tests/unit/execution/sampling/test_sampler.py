@@ -199,6 +199,7 @@ class TestDrafts:
         result = self.sample(drafts, chosen, num_logprobs=0)
         assert result.token_ids == accepted
         assert [logprob.token_id for logprob in result.logprobs] == list(accepted)
+        assert self.sample(drafts, chosen).token_ids == accepted, "needs the likeliest only"
 
     def test_speculation_changes_no_token(self):
         sampling = SamplingParams(frequency_penalty=1.0, repetition_penalty=1.2, top_p=0.9)
