@@ -28,7 +28,6 @@ from loraplex.bench.machine import Code, Machine, machine_lines, this_code, this
 from loraplex.bench.report_files import markdown_table, write_pair
 from loraplex.core.clock import SystemClock
 from loraplex.core.environment import cache_directory
-from loraplex.core.request import EngineRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.demo import BASE_PATH
@@ -36,6 +35,7 @@ from loraplex.engine.engine import build_engine
 from loraplex.execution.adapters.host_adapters import HostAdapters
 from loraplex.execution.loading import load_runner
 from loraplex.execution.sizing.settings import RunnerSettings
+from support.engine_requests import engine_request
 from support.instant_loader import InstantLoader
 
 NUM_OUTPUTS: Final = 128
@@ -130,20 +130,8 @@ class Subject:
                 seed=number,
                 num_draft_tokens=num_drafts,
             )
-            engine.add(
-                EngineRequest(
-                    request_id=request_id,
-                    prompt_token_ids=self.prompt(text, number),
-                    sampling=sampling,
-                    eos_token_ids=(2,),
-                    adapters=(),
-                    kv_salt=b"",
-                    tenant="",
-                    priority=0,
-                    arrival_ns=time.monotonic_ns(),
-                    deadline_ns=None,
-                )
-            )
+            prompt = self.prompt(text, number)
+            engine.add(engine_request(prompt, sampling, request_id=request_id))
         num_steps = 0
         start = time.perf_counter()
         while not engine.is_idle:

@@ -44,6 +44,7 @@ from loraplex.execution.steps.runner_parts import RunnerParts
 from loraplex.kernels.dispatch import select_kernels
 from loraplex.models.registry import read_config
 from loraplex.serving.grammar.forms import llguidance_form
+from support.engine_requests import engine_request
 from support.instant_loader import InstantLoader
 
 NUM_ROWS = 32
@@ -182,23 +183,15 @@ class Subject:
     def _request(self, number: int, *, is_constrained: bool) -> EngineRequest:
         generator = torch.Generator().manual_seed(number)
         prompt = torch.randint(self._vocab_size, (NUM_PROMPT_TOKENS,), generator=generator)
-        return EngineRequest(
-            request_id=number,
-            prompt_token_ids=tuple(prompt.tolist()),
-            sampling=SamplingParams(
-                temperature=0.0,
-                max_tokens=900,
-                ignore_eos=True,
-                seed=0,
-                grammar=self._grammar if is_constrained else None,
-            ),
-            eos_token_ids=(2,),
-            adapters=(),
-            kv_salt=b"",
-            tenant="",
-            priority=0,
-            arrival_ns=time.monotonic_ns(),
-            deadline_ns=None,
+        sampling = SamplingParams(
+            temperature=0.0,
+            max_tokens=900,
+            ignore_eos=True,
+            seed=0,
+            grammar=self._grammar if is_constrained else None,
+        )
+        return engine_request(
+            tuple(prompt.tolist()), sampling, request_id=number, eos_token_ids=(2,)
         )
 
 

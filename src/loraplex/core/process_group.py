@@ -7,6 +7,7 @@ serve, and its priority would count for nothing.
 """
 
 import os
+import signal
 from typing import Final
 
 _NICENESS: Final = 10
@@ -14,7 +15,11 @@ _NICENESS: Final = 10
 
 
 def leave_group() -> None:
-    """Make this process a group of its own, if it is none yet."""
+    """Make this process a group of its own, if it is none yet.
+
+    What it writes to a terminal does not stop it, as it would after `stty tostop`.
+    """
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
 

@@ -1,7 +1,11 @@
 """Processes of the server: a group of their own, the server's session, and a low priority."""
 
+import contextlib
+import os
+import pty
 import subprocess
 import sys
+import termios
 
 CALL = """
 import os
@@ -31,3 +35,22 @@ def test_a_process_leaves_the_group_and_stays_in_the_session():
 def test_the_leader_of_a_session_has_a_group_already():
     process, group, session, _ = numbers(start_new_session=True)
     assert group == session == process
+
+
+def test_no_terminal_stops_a_process_that_writes_to_it():
+    """With `stty tostop` it stops background groups that do."""
+    write = "from loraplex.core.process_group import leave_group; leave_group(); print('written')"
+    server, terminal = pty.fork()
+    if server == 0:
+        with contextlib.suppress(BaseException):
+            mode = termios.tcgetattr(0)
+            mode[3] |= termios.TOSTOP
+            termios.tcsetattr(0, termios.TCSANOW, mode)
+            os._exit(subprocess.run([sys.executable, "-c", write], timeout=20).returncode)
+        os._exit(1)
+    written = b""
+    with contextlib.suppress(OSError):  # Linux's end of a terminal
+        while piece := os.read(terminal, 1000):
+            written += piece
+    assert os.waitstatus_to_exitcode(os.waitpid(server, 0)[1]) == 0
+    assert b"written" in written

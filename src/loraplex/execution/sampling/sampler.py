@@ -169,11 +169,11 @@ class Sampler:
         if unready:
             return self._sample_without(unready, logits, steps)
         is_plain = [self._is_plain(step) for step in steps]
-        sizes = [num_logits_rows(step) for step in steps]
-        assert logits.shape == (sum(sizes), self._vocab_size), "one logits row per wanted position"
         if all(is_plain):
             likeliest = self._kernels.argmax(logits, np.arange(len(logits)))
             return self._take_likeliest(steps, *likeliest)
+        sizes = [num_logits_rows(step) for step in steps]
+        assert logits.shape == (sum(sizes), self._vocab_size), "one logits row per wanted position"
         if not any(is_plain):
             return self._sample_any(logits, steps, sizes)
         # Rows with options must not slow down those that need only the likeliest token.
@@ -270,13 +270,16 @@ class Sampler:
         results, first = [], 0
         for step in steps:
             end = first + 1 + len(step.draft_token_ids)
-            accepted = tuple(accept(step.draft_token_ids, likeliest[first:end]))
+            accepted = tuple(likeliest[first:end])
+            if step.draft_token_ids:
+                accepted = tuple(accept(step.draft_token_ids, accepted))
             if all(map(math.isfinite, maximum_of[first:end])):
                 self._rows[step.slot].token_ids.extend(accepted)
                 results.append(RowResult(step.slot, accepted))
             else:
                 results.append(not_finite(step.slot))
             first = end
+        assert first == len(likeliest), "one logits row per wanted position"
         return results
 
     def _sample(

@@ -271,7 +271,7 @@ class SandboxProcess:
                 stdout=subprocess.PIPE,
                 bufsize=0,
                 env=child_environment(),
-                process_group=0,  # see core.process_group
+                process_group=0,  # no Ctrl-C meets its first moments; see core.process_group
             )
         except OSError as error:
             message = f"no process for {self._kind.work} can be started: {error}"

@@ -19,7 +19,7 @@ from typing import BinaryIO, Final
 import msgspec
 
 from loraplex.core.errors import ErrorInfo, LoraplexError
-from loraplex.core.process_group import let_others_go_first
+from loraplex.core.process_group import leave_group, let_others_go_first
 
 LENGTH: Final = struct.Struct("<I")
 """Length of the message that follows."""
@@ -45,6 +45,7 @@ def main(make_task: Callable[[bytes], Task]) -> None:
     `make_task` is called with the setup. Whatever prints to stdout goes to stderr instead.
     """
     max_seconds, max_bytes = float(sys.argv[1]), int(sys.argv[2])
+    leave_group()
     let_others_go_first()
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
