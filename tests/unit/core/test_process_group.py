@@ -38,7 +38,7 @@ def test_the_leader_of_a_session_has_a_group_already():
 
 
 def test_no_terminal_stops_a_process_that_writes_to_it():
-    """With `stty tostop` it stops background groups that do."""
+    """A terminal after `stty tostop` stops other processes of the background that write."""
     write = "from loraplex.core.process_group import leave_group; leave_group(); print('written')"
     server, terminal = pty.fork()
     if server == 0:
