@@ -11,6 +11,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 #include "attention_tile.h"
 #include "loraplex/guard.h"
@@ -128,8 +129,8 @@ void fill(const loraplex_attention_step &step, std::int64_t splits_of_a_unit, Cu
     });
 }
 
-// One call of the op.
-template <typename T, typename KV>
+// One call of the op. A is what meets keys and values (attention_tile.h).
+template <typename T, typename KV, typename A>
 class PagedAttention {
 public:
     PagedAttention(loraplex_pool &pool, const loraplex_attention_step &step, PagedKeys<KV> keys,
@@ -166,9 +167,11 @@ private:
         partials_ = reinterpret_cast<float *>(memory);
         cut_.tiles = reinterpret_cast<QueryTile *>(memory + state_bytes);
         cut_.units = reinterpret_cast<Unit *>(memory + state_bytes + tile_bytes);
-        const std::int64_t worker_floats =
-            2 * state_floats_ + rows_ * (step_.head_dim + kTileKeys);
-        const std::size_t worker_bytes = static_cast<std::size_t>(worker_floats) * sizeof(float);
+        const std::int64_t worker_floats = 2 * state_floats_ + rows_ * kTileKeys;
+        const std::int64_t worker_factors = rows_ * (step_.head_dim + kTileKeys);
+        const std::size_t worker_bytes =
+            static_cast<std::size_t>(worker_floats) * sizeof(float) +
+            static_cast<std::size_t>(worker_factors) * sizeof(A);
         worker_memory_ = static_cast<std::byte *>(pool_.worker_scratch(worker_bytes));
         worker_stride_ = loraplex_pool::worker_scratch_stride(worker_bytes);
     }
@@ -194,13 +197,14 @@ private:
         float *memory = worker_floats(worker);
         SoftmaxState total = state_at(memory, num_rows);
         SoftmaxState of_split = state_at(memory + state_floats_, num_rows);
-        const Matrix<float> queries{memory + 2 * state_floats_, step_.head_dim};
-        float *scores = queries.row(rows_);
+        float *scores = memory + 2 * state_floats_;
+        A *weights = reinterpret_cast<A *>(scores + rows_ * kTileKeys);
+        const Matrix<A> queries{weights + rows_ * kTileKeys, step_.head_dim};
         read_queries(tile, head, queries);
-        const TileAttention<KV> attention{
+        const TileAttention<KV, A> attention{
             step_, keys_, step_.block_tables + tile.row * step_.block_table_stride, head,
             tile.first_position, tile.num_queries, heads_per_kv_,
-            {queries.data, queries.stride}, scores};
+            {queries.data, queries.stride}, scores, weights};
         if (tile.first_partial >= 0) {
             attention.run_split(tile.split(unit.first_index),
                                 partial(tile, unit.first_index, head));
@@ -226,18 +230,14 @@ private:
         write_output(tile, head, total);
     }
 
-    // Row q * heads_per_kv + h is query q's head h of those that share the key head. The scale goes
-    // into the query, and so does log2(e), so that exp2 gives the softmax's exponentials; where
-    // scores have a cap, its inverse goes there, and log2(e) to the capped scores.
-    void read_queries(const QueryTile &tile, std::int64_t head, Matrix<float> queries) const {
-        const float scale = step_.soft_cap > 0.0f ? step_.scale / step_.soft_cap
-                                                  : step_.scale * kLog2E;
+    // Row q * heads_per_kv + h is query q's head h of those that share the key head.
+    void read_queries(const QueryTile &tile, std::int64_t head, Matrix<A> queries) const {
         const std::int64_t row_size = heads_per_kv_ * step_.head_dim;
         for (std::int64_t q = 0; q < tile.num_queries; ++q) {
             const T *source = query_.row(tile.first_token + q) + head * row_size;
-            float *target = queries.row(q * heads_per_kv_);
+            A *target = queries.row(q * heads_per_kv_);
             for (std::int64_t i = 0; i < row_size; ++i) {
-                target[i] = widen(source[i]) * scale;
+                target[i] = narrow<A>(widen(source[i]));
             }
         }
     }
@@ -251,8 +251,8 @@ private:
             T *target = output_.row(tile.first_token + q) + first_head * dim;
             for (std::int64_t h = 0; h < heads_per_kv_; ++h) {
                 const std::int64_t row = q * heads_per_kv_ + h;
-                const float *values = total.values.row(row);
-                float sum = total.sums[row], factor = 1.0f;
+                const float *values = total.values().row(row);
+                float sum = total.sum_of_weights(row), factor = 1.0f;
                 if (sink_logits_ != nullptr) {
                     const float sink = sink_logits_[first_head + h] * kLog2E;
                     const float largest = std::max(total.maxima[row], sink);
@@ -281,6 +281,20 @@ private:
     Cut cut_{};
 };
 
+// body(A{}): products by pairs of bfloat16 where the CPU has fast ones.
+template <typename T, typename KV, typename Body>
+void with_arithmetic([[maybe_unused]] std::uint64_t cpu_features, const Body &body) {
+#if defined(LORAPLEX_ISA_X86_64_V4)
+    if constexpr (std::is_same_v<T, Bfloat16> && std::is_same_v<KV, Bfloat16>) {
+        if ((cpu_features & LORAPLEX_CPU_AVX512_BF16) != 0) {
+            body(Bfloat16{});
+            return;
+        }
+    }
+#endif
+    body(float{});
+}
+
 }  // namespace
 }  // namespace loraplex
 
@@ -298,11 +312,14 @@ loraplex_status loraplex_paged_attention(loraplex_pool *pool, const loraplex_att
                 using T = decltype(element);
                 using KV = decltype(kv_element);
                 const Op op(*pool);
-                PagedAttention<T, KV>(
-                    *pool, *step, {static_cast<const KV *>(keys), static_cast<const KV *>(values)},
-                    sink_logits, {static_cast<const T *>(query), query_stride},
-                    {static_cast<T *>(output), output_stride})
-                    .run();
+                with_arithmetic<T, KV>(pool->cpu_features(), [&](auto factor) {
+                    PagedAttention<T, KV, decltype(factor)>(
+                        *pool, *step,
+                        {static_cast<const KV *>(keys), static_cast<const KV *>(values)},
+                        sink_logits, {static_cast<const T *>(query), query_stride},
+                        {static_cast<T *>(output), output_stride})
+                        .run();
+                });
                 return LORAPLEX_OK;
             });
         });

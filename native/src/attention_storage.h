@@ -35,13 +35,14 @@ struct HeadPart {
     }
 
     // Multiplies column i of the products by the scale of position offset + i.
+    template <typename A>
     void scale_columns([[maybe_unused]] const KV *part, [[maybe_unused]] std::int64_t offset,
                        [[maybe_unused]] std::int64_t count, [[maybe_unused]] std::int64_t num_rows,
-                       [[maybe_unused]] Matrix<float> products) const {
+                       [[maybe_unused]] Matrix<A> products) const {
         if constexpr (kHasScales<KV>) {
             const KV *scales = part + head_dim * block_size + offset * sizeof(float);
             for (std::int64_t row = 0; row < num_rows; ++row) {
-                float *target = products.row(row);
+                A *target = products.row(row);
                 for (std::int64_t i = 0; i < count; ++i) {
                     float scale;
                     std::memcpy(&scale, scales + i * sizeof(float), sizeof(float));

@@ -32,73 +32,73 @@ inline std::int64_t first_key(const loraplex_attention_step &step, std::int64_t 
     return step.sliding_window == 0 || first <= step.num_sink_tokens ? 0 : first;
 }
 
-// The chains of a sum over a tile: as many on every instruction set, so that all give its bits.
+// The chains of a sum of weights: as many on every instruction set, so that all give its bits.
 inline constexpr int kSumChains = 16;
-
-inline float sum_chains(float *chains) {
-    for (int width = kSumChains / 2; width > 0; width /= 2) {
-        for (int i = 0; i < width; ++i) {
-            chains[i] += chains[i + width];
-        }
-    }
-    return chains[0];
-}
 
 // What an online softmax keeps per row: the largest score, and sums with weights 2^(score - it).
 struct SoftmaxState {
     SoftmaxState(float *memory, std::int64_t num_rows, std::int64_t head_dim)
-        : num_rows(num_rows), head_dim(head_dim), maxima(memory), sums(memory + num_rows),
-          values{memory + 2 * num_rows, head_dim} {}
+        : num_rows(num_rows), maxima(memory), sums{maxima + num_rows, kSumChains + head_dim} {}
 
     static std::int64_t num_floats(std::int64_t num_rows, std::int64_t head_dim) {
-        return num_rows * (2 + head_dim);
+        return num_rows * (1 + kSumChains + head_dim);
     }
 
     void clear() {
         std::fill_n(maxima, num_rows, -std::numeric_limits<float>::infinity());
-        std::fill_n(sums, num_rows * (1 + head_dim), 0.0f);
+        std::fill_n(sums.data, num_rows * sums.stride, 0.0f);
     }
 
-    // Multiplies a row's sums; the identity changes no bit, so it need not be done.
-    void scale(std::int64_t row, float factor) {
-        if (factor == 1.0f) {
+    Matrix<float> values() const { return sums.at(0, kSumChains); }
+
+    float sum_of_weights(std::int64_t row) const {
+        float chains[kSumChains];
+        std::copy_n(sums.row(row), kSumChains, chains);
+        for (int width = kSumChains / 2; width > 0; width /= 2) {
+            for (int i = 0; i < width; ++i) {
+                chains[i] += chains[i + width];
+            }
+        }
+        return chains[0];
+    }
+
+    // Not below the row's largest score so far.
+    void set_maximum(std::int64_t row, float largest) {
+        if (maxima[row] == largest) {
             return;
         }
-        sums[row] *= factor;
-        float *target = values.row(row);
-        for (std::int64_t d = 0; d < head_dim; ++d) {
-            target[d] *= factor;
+        const float factor = exp2(maxima[row] - largest);
+        float *target = sums.row(row);
+        for (std::int64_t i = 0; i < sums.stride; ++i) {
+            target[i] *= factor;
         }
+        maxima[row] = largest;
     }
 
     // Adds what another state saw. A row that saw nothing changes nothing.
     void fold(const SoftmaxState &other) {
         for (std::int64_t row = 0; row < num_rows; ++row) {
-            if (other.sums[row] == 0.0f) {
+            if (other.sum_of_weights(row) == 0.0f) {
                 continue;
             }
-            const float largest = std::max(maxima[row], other.maxima[row]);
-            scale(row, exp2(maxima[row] - largest));
-            const float factor = exp2(other.maxima[row] - largest);
-            sums[row] += other.sums[row] * factor;
-            float *target = values.row(row);
-            const float *source = other.values.row(row);
-            for (std::int64_t d = 0; d < head_dim; ++d) {
-                target[d] += source[d] * factor;
+            set_maximum(row, std::max(maxima[row], other.maxima[row]));
+            const float factor = exp2(other.maxima[row] - maxima[row]);
+            float *target = sums.row(row);
+            const float *source = other.sums.row(row);
+            for (std::int64_t i = 0; i < sums.stride; ++i) {
+                target[i] += source[i] * factor;
             }
-            maxima[row] = largest;
         }
     }
 
     std::int64_t num_rows;
-    std::int64_t head_dim;
-    float *maxima;         // [num_rows]
-    float *sums;           // [num_rows]
-    Matrix<float> values;  // [num_rows, head_dim], behind sums
+    float *maxima;       // [num_rows]
+    Matrix<float> sums;  // [num_rows, kSumChains + head_dim]: of weights, and of weighted values
 };
 
-// Neighbouring queries of one sequence with all heads that share one key head.
-template <typename KV>
+// Neighbouring queries of one sequence with all heads that share one key head. A is what meets keys
+// and values (block_product.h): queries and weights are of it.
+template <typename KV, typename A>
 struct TileAttention {
     const loraplex_attention_step &step;
     PagedKeys<KV> storage;
@@ -107,8 +107,9 @@ struct TileAttention {
     std::int64_t first_position;
     std::int64_t num_queries;
     std::int64_t heads_per_kv;
-    Matrix<const float> queries;  // [num_queries * heads_per_kv, head_dim], scaled
-    float *scores;                // [num_queries * heads_per_kv, kTileKeys]
+    Matrix<const A> queries;  // [num_queries * heads_per_kv, head_dim]
+    float *scores;            // [num_queries * heads_per_kv, kTileKeys]
+    A *weights;               // the same, 2^(score - the largest)
 
     // Overwrites the state.
     void run_split(std::int64_t split, SoftmaxState state) const {
@@ -239,16 +240,18 @@ private:
         }
     }
 
-    // Applies the cap and the slopes to the scores of a query, those that nobody reads included.
+    // Applies scale, cap and slopes to the scores of a query, those that nobody reads included, and
+    // log2(e), so that exp2 gives the softmax's exponentials.
     void finish_scores(std::int64_t tile_start, std::int64_t query) const {
+        const bool has_cap = step.soft_cap > 0.0f;
+        const Floats scale = broadcast(has_cap ? step.scale / step.soft_cap : step.scale * kLog2E);
         const Floats cap = broadcast(step.soft_cap * kLog2E);
         const Floats distance = broadcast(static_cast<float>(tile_start - first_position - query));
         for (std::int64_t head = 0; head < heads_per_kv; ++head) {
             float *row = scores + (query * heads_per_kv + head) * kTileKeys;
-            if (step.soft_cap > 0.0f) {
-                for (std::int64_t i = 0; i < kTileKeys; i += kLanes) {
-                    store(row + i, multiply(cap, tanh(load(row + i))));
-                }
+            for (std::int64_t i = 0; i < kTileKeys; i += kLanes) {
+                const Floats score = multiply(scale, load(row + i));
+                store(row + i, has_cap ? multiply(cap, tanh(score)) : score);
             }
             if (step.alibi_slopes != nullptr) {
                 const float slope = step.alibi_slopes[kv_head * heads_per_kv + head] * kLog2E;
@@ -260,29 +263,28 @@ private:
         }
     }
 
-    // Scores become weights, and the state is prepared for their values.
+    // Scores give weights, and the state is prepared for their values. Weights are summed as they
+    // are rounded: together they are exactly 1.
     void exponentiate(std::int64_t query, Visible keys, SoftmaxState &state) const {
         for (std::int64_t row = query * heads_per_kv; row < (query + 1) * heads_per_kv; ++row) {
-            float *weights = scores + row * kTileKeys;
-            std::fill(weights + keys.end_sinks, weights + keys.first,
+            float *of_row = scores + row * kTileKeys;
+            std::fill(of_row + keys.end_sinks, of_row + keys.first,
                       -std::numeric_limits<float>::infinity());
-            std::fill(weights + keys.end, weights + kTileKeys,
+            std::fill(of_row + keys.end, of_row + kTileKeys,
                       -std::numeric_limits<float>::infinity());
-            Floats maxima = load(weights);
+            Floats maxima = load(of_row);
             for (std::int64_t i = kLanes; i < kTileKeys; i += kLanes) {
-                maxima = maximum(maxima, load(weights + i));
+                maxima = maximum(maxima, load(of_row + i));
             }
-            const float largest = std::max(state.maxima[row], max_lane(maxima));
-            float sums[kSumChains] = {};
+            state.set_maximum(row, std::max(state.maxima[row], max_lane(maxima)));
+            const Floats largest = broadcast(state.maxima[row]);
+            float *sums = state.sums.row(row);
             for (std::int64_t i = 0; i < kTileKeys; i += kLanes) {
-                const Floats weight = exp2(subtract(load(weights + i), broadcast(largest)));
-                store(weights + i, weight);
+                A *target = weights + row * kTileKeys + i;
+                Arithmetic<A>::store_factor(target, exp2(subtract(load(of_row + i), largest)));
                 float *chains = sums + i % kSumChains;
-                store(chains, add(load(chains), weight));
+                store(chains, add(load(chains), load(target)));
             }
-            state.scale(row, exp2(state.maxima[row] - largest));
-            state.sums[row] += sum_chains(sums);
-            state.maxima[row] = largest;
         }
     }
 
@@ -298,15 +300,16 @@ private:
         const std::int64_t first_row = first_query * heads_per_kv;
         const std::int64_t num_rows = end_query * heads_per_kv - first_row;
         const std::int64_t dim = step.head_dim;
-        const Matrix<float> weights{scores + first_row * kTileKeys, kTileKeys};
+        const Matrix<A> of_rows{weights + first_row * kTileKeys, kTileKeys};
         for_each_piece(tile_start + first, tile_start + end,
                        [&](auto block, auto offset, auto key, auto count) {
                            const KV *stored = storage.values + block * part().num_elements();
-                           const Matrix<float> of_piece = weights.at(0, key - tile_start);
+                           const Matrix<A> of_piece = of_rows.at(0, key - tile_start);
                            part().scale_columns(stored, offset, count, num_rows, of_piece);
-                           multiply<true>(num_rows, dim, count, {of_piece.data, kTileKeys},
+                           multiply<true>(num_rows, dim, count,
+                                          Matrix<const A>{of_piece.data, kTileKeys},
                                           Matrix<const KV>{stored + offset * dim, dim},
-                                          state.values.at(first_row, 0));
+                                          state.values().at(first_row, 0));
                        });
     }
 };

@@ -1,14 +1,21 @@
 // c[r][0 : columns] (+)= sum over i of a[r][i] * b[i][0 : columns]: few rows, and a `b` as stored.
 //
 // The one product of attention (scores; weighted values) and of the LoRA expansion. Every element
-// of c is one chain of multiply_add over rising i, whatever the numbers of rows and columns and
-// however i is cut into calls: so a row has the same bits alone and in company.
+// of c is one chain over rising i, whatever the numbers of rows and columns: so a row has the same
+// bits alone and in company. Where `a` is float32 the chain is of multiply_add, and i may be cut
+// into calls anywhere; where it is bfloat16, of pairs of i (bfloat16_pairs.h), and i may be cut
+// before even ones.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 
 #include "loraplex/simd.h"
+#include "outer_product.h"
+
+#if defined(LORAPLEX_ISA_X86_64_V4)
+#include "bfloat16_pairs.h"
+#endif
 
 namespace loraplex {
 
@@ -35,12 +42,47 @@ constexpr int product_vectors(int rows) {
     return most >= 8 ? 8 : most >= 4 ? 4 : 2;
 }
 
-// vector(i, v): vector v of row i of b
-template <bool kAccumulate, int kRows, int kVectors, typename GetVector>
-__attribute__((always_inline)) inline void multiply_vectors(std::int64_t depth,
-                                                            Matrix<const float> a,
-                                                            const GetVector &vector,
+// How an element of c meets kDepth columns of a and as many rows of b.
+template <typename A>
+struct Arithmetic;
+
+template <>
+struct Arithmetic<float> {
+    static constexpr int kDepth = 1;
+
+    static Floats factor(const float *a) { return broadcast(*a); }
+    template <typename T>
+    static Floats vector(const T *row, const T * /*next_row*/) {
+        return load(row);
+    }
+    static Floats add(Floats a, Floats b, Floats sum) { return multiply_add(a, b, sum); }
+    static void store_factor(float *target, Floats value) { store(target, value); }
+};
+
+#if defined(LORAPLEX_ISA_X86_64_V4)
+template <>
+struct Arithmetic<Bfloat16> {
+    static constexpr int kDepth = 2;
+
+    static Bfloat16Pairs factor(const Bfloat16 *a) { return broadcast_pair(a); }
+    static Bfloat16Pairs last_factor(const Bfloat16 *a) { return broadcast_single(*a); }
+    static Bfloat16Pairs vector(const Bfloat16 *row, const Bfloat16 *next_row) {
+        return interleave(row, next_row);
+    }
+    static Bfloat16Pairs last_vector(const Bfloat16 *row) { return singles(row); }
+    static Floats add(Bfloat16Pairs a, Bfloat16Pairs b, Floats sum) {
+        return add_products(a, b, sum);
+    }
+    static void store_factor(Bfloat16 *target, Floats value) { store_normal(target, value); }
+};
+#endif
+
+// place(i, v): where vector v of row i of b is
+template <bool kAccumulate, int kRows, int kVectors, typename A, typename GetPlace>
+__attribute__((always_inline)) inline void multiply_vectors(std::int64_t depth, Matrix<const A> a,
+                                                            const GetPlace &place,
                                                             Matrix<float> c) {
+    using Products = Arithmetic<A>;
     Floats sums[kRows][kVectors];
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
@@ -49,19 +91,17 @@ __attribute__((always_inline)) inline void multiply_vectors(std::int64_t depth,
             sums[r][v] = kAccumulate ? load(c.row(r) + v * kLanes) : zeros();
         }
     }
-    for (std::int64_t i = 0; i < depth; ++i) {
-        Floats row[kVectors];
-#pragma GCC unroll 16
-        for (int v = 0; v < kVectors; ++v) {
-            row[v] = vector(i, v);
-        }
-#pragma GCC unroll 16
-        for (int r = 0; r < kRows; ++r) {
-            const Floats factor = broadcast(a.row(r)[i]);
-#pragma GCC unroll 16
-            for (int v = 0; v < kVectors; ++v) {
-                sums[r][v] = multiply_add(factor, row[v], sums[r][v]);
-            }
+    std::int64_t i = 0;
+    for (; i + Products::kDepth <= depth; i += Products::kDepth) {
+        outer_product(
+            sums, [&](int r) { return Products::factor(a.row(r) + i); },
+            [&](int v) { return Products::vector(place(i, v), place(i + 1, v)); }, Products::add);
+    }
+    if constexpr (Products::kDepth > 1) {
+        if (i < depth) {
+            outer_product(
+                sums, [&](int r) { return Products::last_factor(a.row(r) + i); },
+                [&](int v) { return Products::last_vector(place(i, v)); }, Products::add);
         }
     }
 #pragma GCC unroll 16
@@ -73,37 +113,48 @@ __attribute__((always_inline)) inline void multiply_vectors(std::int64_t depth,
     }
 }
 
-template <bool kAccumulate, int kRows, int kVectors, typename T>
-inline void multiply_full(std::int64_t depth, Matrix<const float> a, Matrix<const T> b,
+template <bool kAccumulate, int kRows, int kVectors, typename A, typename T>
+inline void multiply_full(std::int64_t depth, Matrix<const A> a, Matrix<const T> b,
                           Matrix<float> c) {
     multiply_vectors<kAccumulate, kRows, kVectors>(
-        depth, a,
-        [&](std::int64_t i, int v) __attribute__((always_inline)) {
-            return load(b.row(i) + v * kLanes);
-        },
-        c);
+        depth, a, [&](std::int64_t i, int v) { return b.row(i) + v * kLanes; }, c);
 }
 
-// Fewer columns than lanes.
-template <bool kAccumulate, typename T>
-inline void multiply_rest(int rows, int columns, std::int64_t depth, Matrix<const float> a,
+// Fewer columns than lanes: as many rows of b as `a` has columns at a time, with zeros behind them.
+template <bool kAccumulate, typename A, typename T>
+inline void multiply_rest(int rows, int columns, std::int64_t depth, Matrix<const A> a,
                           Matrix<const T> b, Matrix<float> c) {
+    constexpr int kDepth = Arithmetic<A>::kDepth;
     for (int r = 0; r < rows; ++r) {
-        Floats sum = kAccumulate ? load_first(c.row(r), columns) : zeros();
-        for (std::int64_t i = 0; i < depth; ++i) {
-            sum = multiply_add(broadcast(a.row(r)[i]), load_first(b.row(i), columns), sum);
+        float sums[kLanes] = {};
+        if (kAccumulate) {
+            std::copy_n(c.row(r), columns, sums);
         }
-        store_first(c.row(r), sum, columns);
+        for (std::int64_t i = 0; i < depth; i += kDepth) {
+            const std::int64_t count = std::min<std::int64_t>(kDepth, depth - i);
+            T whole[kDepth * kLanes] = {};
+            for (std::int64_t row = 0; row < count; ++row) {
+                std::copy_n(b.row(i + row), columns, whole + row * kLanes);
+            }
+            multiply_full<true, 1, 1>(count, a.at(r, i), Matrix<const T>{whole, kLanes},
+                                      Matrix<float>{sums, kLanes});
+        }
+        std::copy_n(sums, columns, c.row(r));
     }
 }
 
-template <bool kAccumulate, int kRows, typename T>
-inline void multiply_columns(std::int64_t columns, std::int64_t depth, Matrix<const float> a,
+template <bool kAccumulate, int kRows, typename A, typename T>
+inline void multiply_columns(std::int64_t columns, std::int64_t depth, Matrix<const A> a,
                              Matrix<const T> b, Matrix<float> c) {
     constexpr int kMany = product_vectors(kRows);
     std::int64_t done = 0;
     for (; columns - done >= kMany * kLanes; done += kMany * kLanes) {
         multiply_full<kAccumulate, kRows, kMany>(depth, a, b.at(0, done), c.at(0, done));
+    }
+    if constexpr (kMany > 4) {
+        for (; columns - done >= 4 * kLanes; done += 4 * kLanes) {
+            multiply_full<kAccumulate, kRows, 4>(depth, a, b.at(0, done), c.at(0, done));
+        }
     }
     for (; columns - done >= 2 * kLanes; done += 2 * kLanes) {
         multiply_full<kAccumulate, kRows, 2>(depth, a, b.at(0, done), c.at(0, done));
@@ -118,9 +169,9 @@ inline void multiply_columns(std::int64_t columns, std::int64_t depth, Matrix<co
     }
 }
 
-template <bool kAccumulate, int kRows, typename T>
+template <bool kAccumulate, int kRows, typename A, typename T>
 inline void multiply_piece(std::int64_t rows, std::int64_t columns, std::int64_t depth,
-                           Matrix<const float> a, Matrix<const T> b, Matrix<float> c) {
+                           Matrix<const A> a, Matrix<const T> b, Matrix<float> c) {
     if (rows == kRows) {
         multiply_columns<kAccumulate, kRows>(columns, depth, a, b, c);
     } else if constexpr (kRows > 1) {
@@ -129,9 +180,9 @@ inline void multiply_piece(std::int64_t rows, std::int64_t columns, std::int64_t
 }
 
 // The rows are cut into pieces of nearly equal size; `depth` is the number of columns of a.
-template <bool kAccumulate, typename T>
+template <bool kAccumulate, typename A, typename T>
 inline void multiply(std::int64_t rows, std::int64_t columns, std::int64_t depth,
-                     Matrix<const float> a, Matrix<const T> b, Matrix<float> c) {
+                     Matrix<const A> a, Matrix<const T> b, Matrix<float> c) {
     while (rows > 0) {
         const std::int64_t num_pieces = (rows + kMaxProductRows - 1) / kMaxProductRows;
         const std::int64_t piece = (rows + num_pieces - 1) / num_pieces;
@@ -143,20 +194,16 @@ inline void multiply(std::int64_t rows, std::int64_t columns, std::int64_t depth
 }
 
 // multiply_full for a `b` whose vectors of columns lie apart, with the rows of each `stride` apart.
-template <int kRows, int kVectors, typename T>
-inline void multiply_apart(std::int64_t depth, Matrix<const float> a, const T *const *columns,
+template <int kRows, int kVectors, typename A, typename T>
+inline void multiply_apart(std::int64_t depth, Matrix<const A> a, const T *const *columns,
                            std::int64_t stride, Matrix<float> c) {
     multiply_vectors<false, kRows, kVectors>(
-        depth, a,
-        [&](std::int64_t i, int v) __attribute__((always_inline)) {
-            return load(columns[v] + i * stride);
-        },
-        c);
+        depth, a, [&](std::int64_t i, int v) { return columns[v] + i * stride; }, c);
 }
 
-template <int kRows, typename T>
+template <int kRows, typename A, typename T>
 inline void multiply_piece_apart(std::int64_t rows, int num_vectors, std::int64_t depth,
-                                 Matrix<const float> a, const T *const *columns,
+                                 Matrix<const A> a, const T *const *columns,
                                  std::int64_t stride, Matrix<float> c) {
     if (rows == kRows) {
         constexpr int kMany = std::min(4, product_vectors(kRows));
@@ -174,9 +221,9 @@ inline void multiply_piece_apart(std::int64_t rows, int num_vectors, std::int64_
 
 // multiply<false> with vectors of columns from several places: with one vector at a time, few rows
 // have too few chains to cover the latency of a multiply_add. The bits are those of multiply.
-template <typename T>
+template <typename A, typename T>
 inline void multiply_apart(std::int64_t rows, int num_vectors, std::int64_t depth,
-                           Matrix<const float> a, const T *const *columns, std::int64_t stride,
+                           Matrix<const A> a, const T *const *columns, std::int64_t stride,
                            Matrix<float> c) {
     while (rows > 0) {
         const std::int64_t num_pieces = (rows + kMaxProductRows - 1) / kMaxProductRows;

@@ -4,11 +4,9 @@
 // give the same bits, as those of multiply-adds do.
 #pragma once
 
-#include <immintrin.h>
-
 #include <cstdint>
-#include <cstring>
 
+#include "bfloat16_pairs.h"
 #include "linear_inputs.h"
 #include "linear_vectors.h"
 
@@ -31,7 +29,7 @@ struct DotBlock {
         for (int input = 0; input < depth; input += 2) {
             prefetch<kPanels, Bfloat16>(weights.ahead, input / 2, weights.stride);
             outer_product(
-                sums, [&](int row) { return pair_at(x + row * DotInputs::kStride + input); },
+                sums, [&](int row) { return broadcast_pair(x + row * DotInputs::kStride + input); },
                 [&](int panel) { return _mm512_loadu_si512(values + panel * weights.stride); },
                 add_products);
             values += 2 * kPanelWidth;
@@ -40,19 +38,6 @@ struct DotBlock {
         for (int i = 0; i < kRows * kPanels; ++i) {
             store(sums_in_memory + i * kLanes, sums[i / kPanels][i % kPanels]);
         }
-    }
-
-private:
-    __attribute__((always_inline)) static __m512i pair_at(const Bfloat16 *x) {
-        std::int32_t pair = 0;
-        std::memcpy(&pair, x, sizeof(pair));
-        return _mm512_set1_epi32(pair);
-    }
-
-    // In assembly: the library must load without it.
-    __attribute__((always_inline)) static Floats add_products(__m512i a, __m512i b, Floats sum) {
-        asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
-        return sum;
     }
 };
 

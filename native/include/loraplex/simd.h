@@ -54,11 +54,12 @@ inline float sum_lanes(Floats value) {
 inline float max_lane(Floats value) {
     float lanes[kLanes];
     store(lanes, value);
-    float largest = lanes[0];
-    for (int lane = 1; lane < kLanes; ++lane) {
-        largest = lanes[lane] > largest ? lanes[lane] : largest;
+    for (int width = kLanes / 2; width > 0; width /= 2) {
+        for (int lane = 0; lane < width; ++lane) {
+            lanes[lane] = lanes[lane] > lanes[lane + width] ? lanes[lane] : lanes[lane + width];
+        }
     }
-    return largest;
+    return lanes[0];
 }
 
 }  // namespace loraplex
