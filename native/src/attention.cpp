@@ -1,7 +1,7 @@
 // Paged attention: the cut of a step into units of work, and their numbers' way to the output.
 //
-// A unit is a tile of neighbouring queries of one row, with one key head and all query heads that
-// share it, over a range of splits. Splits and key tiles begin at absolute positions, so a query's
+// A unit is a tile of neighbouring queries of one row, with some key heads and all query heads that
+// share these, over a range of splits. Splits and key tiles begin at absolute positions, so a query's
 // sums depend on its position only: not on its chunk, nor on who computed which split. A query's
 // state within a split is an online softmax over key tiles; splits are then folded together in
 // rising order, by one thread or after several.
@@ -16,11 +16,13 @@
 #include "attention_tile.h"
 #include "loraplex/guard.h"
 #include "loraplex/pool.h"
+#include "tiles.h"
 
 namespace loraplex {
 namespace {
 
 constexpr std::int64_t kTileRows = 24;  // queries times heads: a multiple of kMaxProductRows
+constexpr std::int64_t kUnitRows = 64;  // queries times heads of a unit that has several key heads
 constexpr std::int64_t kUnitsPerThread = 4;
 
 // Queries of one row.
@@ -41,21 +43,30 @@ struct QueryTile {
     }
 };
 
-// All key heads of a tile: the whole tile, or one split of it. Indices count the tile's splits.
+// Some key heads of a tile: the whole tile, or one split of it. Indices count the tile's splits.
 struct Unit {
     std::int64_t tile;
     std::int64_t first_index;
     std::int64_t end_index;
+    std::int64_t first_head;
+    std::int64_t end_head;
 };
 
 // The cut of one step.
 struct Cut {
     std::int64_t queries_per_tile;
+    std::int64_t splits_per_unit = 0;
+    std::int64_t heads_per_unit = 0;  // at most
     std::int64_t num_tiles = 0;
     std::int64_t num_units = 0;
     std::int64_t num_partials = 0;
     QueryTile *tiles = nullptr;
     Unit *units = nullptr;
+
+    // The units that a tile's splits become.
+    std::int64_t split_units(const QueryTile &tile) const {
+        return tile.num_splits() > splits_per_unit ? tile.num_splits() : 1;
+    }
 };
 
 void check(const loraplex_attention_step &step) {
@@ -75,7 +86,7 @@ void for_each_tile(const loraplex_attention_step &step, std::int64_t queries_per
         const std::int64_t num_queries = step.query_start_loc[row + 1] - first_token;
         const std::int64_t first_position = step.seq_lens[row] - num_queries;
         // The last queries see most: they come first, so that the end of the op is short.
-        const std::int64_t num_tiles = (num_queries + queries_per_tile - 1) / queries_per_tile;
+        const std::int64_t num_tiles = divide_up(num_queries, queries_per_tile);
         for (std::int64_t tile = num_tiles - 1; tile >= 0; --tile) {
             const std::int64_t done = tile * queries_per_tile;
             QueryTile result{row, first_token + done, first_position + done,
@@ -90,40 +101,54 @@ void for_each_tile(const loraplex_attention_step &step, std::int64_t queries_per
     }
 }
 
+// Key heads of a block lie next to each other, and memory is read fastest in its order: so a unit
+// has all heads where there are enough units and where their states fit in the first cache.
+std::int64_t heads_of_a_unit(const loraplex_attention_step &step, const Cut &cut,
+                             const QueryTile &tile) {
+    const std::int64_t rows_per_head = tile.num_queries * step.num_heads / step.num_kv_heads;
+    return std::clamp<std::int64_t>(kUnitRows / rows_per_head, 1, cut.heads_per_unit);
+}
+
 // Where all the units of a step, spread over the threads, would wait for one tile, its splits
-// become units. This changes no bit.
-Cut count(const loraplex_attention_step &step, int num_threads, std::int64_t &splits_of_a_unit) {
+// become units, and where these are too few, so do their heads. This changes no bit.
+Cut count(const loraplex_attention_step &step, int num_threads) {
     Cut cut{std::max<std::int64_t>(1, kTileRows * step.num_kv_heads / step.num_heads)};
-    std::int64_t num_splits = 0;
+    const std::int64_t enough_units = num_threads == 1 ? 1 : kUnitsPerThread * num_threads;
+    std::int64_t num_splits = 0, num_units = 0;
     for_each_tile(step, cut.queries_per_tile, [&](const QueryTile &tile) {
         ++cut.num_tiles;
         num_splits += tile.num_splits();
     });
-    splits_of_a_unit = num_threads == 1
-                           ? std::numeric_limits<std::int64_t>::max()
-                           : std::max<std::int64_t>(1, num_splits * step.num_kv_heads /
-                                                           (kUnitsPerThread * num_threads));
+    cut.splits_per_unit = divide_up(num_splits, enough_units);
     for_each_tile(step, cut.queries_per_tile, [&](const QueryTile &tile) {
-        const std::int64_t splits = tile.num_splits();
-        const bool is_cut = splits > splits_of_a_unit;
-        cut.num_units += is_cut ? splits : 1;
-        cut.num_partials += is_cut ? splits : 0;
+        num_units += cut.split_units(tile);
+    });
+    const std::int64_t head_units = divide_up(enough_units, std::max<std::int64_t>(1, num_units));
+    cut.heads_per_unit = std::max<std::int64_t>(1, step.num_kv_heads / head_units);
+    for_each_tile(step, cut.queries_per_tile, [&](const QueryTile &tile) {
+        const std::int64_t units = cut.split_units(tile);
+        cut.num_units += units * divide_up(step.num_kv_heads, heads_of_a_unit(step, cut, tile));
+        cut.num_partials += units > 1 ? units : 0;
     });
     return cut;
 }
 
-void fill(const loraplex_attention_step &step, std::int64_t splits_of_a_unit, Cut &cut) {
+void fill(const loraplex_attention_step &step, Cut &cut) {
     std::int64_t num_tiles = 0, num_units = 0, num_partials = 0;
     for_each_tile(step, cut.queries_per_tile, [&](QueryTile tile) {
-        const std::int64_t splits = tile.num_splits();
-        if (splits > splits_of_a_unit) {
+        const std::int64_t split_units = cut.split_units(tile);
+        const std::int64_t splits_per_unit = tile.num_splits() / split_units;
+        if (split_units > 1) {
             tile.first_partial = num_partials;
-            num_partials += splits;
-            for (std::int64_t index = 0; index < splits; ++index) {
-                cut.units[num_units++] = {num_tiles, index, index + 1};
+            num_partials += split_units;
+        }
+        const std::int64_t num_heads = heads_of_a_unit(step, cut, tile);
+        for (std::int64_t index = 0; index < split_units; ++index) {
+            for (std::int64_t head = 0; head < step.num_kv_heads; head += num_heads) {
+                cut.units[num_units++] = {num_tiles, index * splits_per_unit,
+                                          (index + 1) * splits_per_unit, head,
+                                          std::min(head + num_heads, step.num_kv_heads)};
             }
-        } else {
-            cut.units[num_units++] = {num_tiles, 0, splits};
         }
         cut.tiles[num_tiles++] = tile;
     });
@@ -139,16 +164,15 @@ public:
           output_(output), heads_per_kv_(step.num_heads / step.num_kv_heads) {}
 
     void run() {
-        std::int64_t splits_of_a_unit = 0;
-        cut_ = count(step_, pool_.num_threads(), splits_of_a_unit);
-        rows_ = cut_.queries_per_tile * heads_per_kv_;
+        cut_ = count(step_, pool_.num_threads());
+        tile_rows_ = cut_.queries_per_tile * heads_per_kv_;
         allocate();
-        fill(step_, splits_of_a_unit, cut_);
-        const std::int64_t num_heads = step_.num_kv_heads;
-        pool_.parallel_for_tiles(cut_.num_units * num_heads, [&](std::int64_t i, int worker) {
-            run_unit(cut_.units[i / num_heads], i % num_heads, worker);
+        fill(step_, cut_);
+        pool_.parallel_for_tiles(cut_.num_units, [&](std::int64_t i, int worker) {
+            run_unit(cut_.units[i], worker);
         });
         if (cut_.num_partials > 0) {
+            const std::int64_t num_heads = step_.num_kv_heads;
             pool_.parallel_for_tiles(cut_.num_tiles * num_heads, [&](std::int64_t i, int worker) {
                 fold_partials(cut_.tiles[i / num_heads], i % num_heads, worker);
             });
@@ -157,9 +181,8 @@ public:
 
 private:
     void allocate() {
-        state_floats_ = SoftmaxState::num_floats(rows_, step_.head_dim);
-        const std::int64_t num_states = cut_.num_partials * step_.num_kv_heads;
-        const std::size_t state_bytes = static_cast<std::size_t>(num_states * state_floats_) * 4;
+        const std::int64_t partial_rows = cut_.num_partials * step_.num_kv_heads * tile_rows_;
+        const std::size_t state_bytes = static_cast<std::size_t>(state_floats(partial_rows)) * 4;
         const std::size_t tile_bytes = static_cast<std::size_t>(cut_.num_tiles) * sizeof(QueryTile);
         const std::size_t unit_bytes = static_cast<std::size_t>(cut_.num_units) * sizeof(Unit);
         auto *memory =
@@ -167,11 +190,11 @@ private:
         partials_ = reinterpret_cast<float *>(memory);
         cut_.tiles = reinterpret_cast<QueryTile *>(memory + state_bytes);
         cut_.units = reinterpret_cast<Unit *>(memory + state_bytes + tile_bytes);
-        const std::int64_t worker_floats = 2 * state_floats_ + rows_ * kTileKeys;
-        const std::int64_t worker_factors = rows_ * (step_.head_dim + kTileKeys);
-        const std::size_t worker_bytes =
-            static_cast<std::size_t>(worker_floats) * sizeof(float) +
-            static_cast<std::size_t>(worker_factors) * sizeof(A);
+        const std::int64_t unit_rows = std::max(tile_rows_, kUnitRows);
+        const std::int64_t floats = state_floats(2 * unit_rows) + tile_rows_ * kTileKeys;
+        const std::int64_t factors = tile_rows_ * kTileKeys + unit_rows * step_.head_dim;
+        const std::size_t worker_bytes = static_cast<std::size_t>(floats) * sizeof(float) +
+                                         static_cast<std::size_t>(factors) * sizeof(A);
         worker_memory_ = static_cast<std::byte *>(pool_.worker_scratch(worker_bytes));
         worker_stride_ = loraplex_pool::worker_scratch_stride(worker_bytes);
     }
@@ -181,48 +204,76 @@ private:
                                          static_cast<std::size_t>(worker) * worker_stride_);
     }
 
-    SoftmaxState state_at(float *memory, std::int64_t num_rows) const {
-        return SoftmaxState(memory, num_rows, step_.head_dim);
+    std::int64_t state_floats(std::int64_t num_rows) const {
+        return SoftmaxState::num_floats(num_rows, step_.head_dim);
+    }
+
+    // Of one of several heads whose states begin at `memory`.
+    SoftmaxState state(float *memory, const QueryTile &tile, std::int64_t head) const {
+        const std::int64_t num_rows = tile.num_queries * heads_per_kv_;
+        return SoftmaxState(memory + head * state_floats(num_rows), num_rows, step_.head_dim);
     }
 
     SoftmaxState partial(const QueryTile &tile, std::int64_t index, std::int64_t head) const {
-        const std::int64_t number = tile.first_partial + index;
-        float *memory = partials_ + (number * step_.num_kv_heads + head) * state_floats_;
-        return state_at(memory, tile.num_queries * heads_per_kv_);
+        const std::int64_t first_row =
+            (tile.first_partial + index) * step_.num_kv_heads * tile_rows_;
+        return state(partials_ + state_floats(first_row), tile, head);
     }
 
-    void run_unit(const Unit &unit, std::int64_t head, int worker) const {
+    void run_unit(const Unit &unit, int worker) const {
         const QueryTile &tile = cut_.tiles[unit.tile];
+        const std::int64_t num_heads = unit.end_head - unit.first_head;
         const std::int64_t num_rows = tile.num_queries * heads_per_kv_;
-        float *memory = worker_floats(worker);
-        SoftmaxState total = state_at(memory, num_rows);
-        SoftmaxState of_split = state_at(memory + state_floats_, num_rows);
-        float *scores = memory + 2 * state_floats_;
-        A *weights = reinterpret_cast<A *>(scores + rows_ * kTileKeys);
-        const Matrix<A> queries{weights + rows_ * kTileKeys, step_.head_dim};
-        read_queries(tile, head, queries);
-        const TileAttention<KV, A> attention{
-            step_, keys_, step_.block_tables + tile.row * step_.block_table_stride, head,
-            tile.first_position, tile.num_queries, heads_per_kv_,
-            {queries.data, queries.stride}, scores, weights};
+        float *totals = worker_floats(worker);
+        float *of_split = totals + state_floats(num_heads * num_rows);
+        float *scores = of_split + state_floats(num_heads * num_rows);
+        A *weights = reinterpret_cast<A *>(scores + num_rows * kTileKeys);
+        const Matrix<A> queries{weights + num_rows * kTileKeys, step_.head_dim};
+        for (std::int64_t head = 0; head < num_heads; ++head) {
+            read_queries(tile, unit.first_head + head, queries.at(head * num_rows, 0));
+        }
+        const auto attention = [&](std::int64_t head) {
+            return TileAttention<KV, A>{
+                step_, keys_, step_.block_tables + tile.row * step_.block_table_stride,
+                unit.first_head + head, tile.first_position, tile.num_queries, heads_per_kv_,
+                {queries.row(head * num_rows), queries.stride}, scores, weights};
+        };
+        const auto run_split = [&](std::int64_t split, const auto &state_of) {
+            for (std::int64_t head = 0; head < num_heads; ++head) {
+                state_of(head).clear();
+            }
+            attention(0).for_each_key_tile(split, [&](const KeyTile &keys) {
+                for (std::int64_t head = 0; head < num_heads; ++head) {
+                    attention(head).run_tile(keys, state_of(head));
+                }
+            });
+        };
         if (tile.first_partial >= 0) {
-            attention.run_split(tile.split(unit.first_index),
-                                partial(tile, unit.first_index, head));
+            run_split(tile.split(unit.first_index), [&](std::int64_t head) {
+                return partial(tile, unit.first_index, unit.first_head + head);
+            });
             return;
         }
-        total.clear();
-        for (std::int64_t index = unit.first_index; index < unit.end_index; ++index) {
-            attention.run_split(tile.split(index), of_split);
-            total.fold(of_split);
+        for (std::int64_t head = 0; head < num_heads; ++head) {
+            state(totals, tile, head).clear();
         }
-        write_output(tile, head, total);
+        for (std::int64_t index = unit.first_index; index < unit.end_index; ++index) {
+            run_split(tile.split(index),
+                      [&](std::int64_t head) { return state(of_split, tile, head); });
+            for (std::int64_t head = 0; head < num_heads; ++head) {
+                state(totals, tile, head).fold(state(of_split, tile, head));
+            }
+        }
+        for (std::int64_t head = 0; head < num_heads; ++head) {
+            write_output(tile, unit.first_head + head, state(totals, tile, head));
+        }
     }
 
     void fold_partials(const QueryTile &tile, std::int64_t head, int worker) const {
         if (tile.first_partial < 0) {
             return;
         }
-        SoftmaxState total = state_at(worker_floats(worker), tile.num_queries * heads_per_kv_);
+        SoftmaxState total = state(worker_floats(worker), tile, 0);
         total.clear();
         for (std::int64_t index = 0; index < tile.num_splits(); ++index) {
             total.fold(partial(tile, index, head));
@@ -273,8 +324,7 @@ private:
     Matrix<const T> query_;
     Matrix<T> output_;
     std::int64_t heads_per_kv_;
-    std::int64_t rows_ = 0;  // of a whole tile
-    std::int64_t state_floats_ = 0;
+    std::int64_t tile_rows_ = 0;  // of a whole tile and one key head
     float *partials_ = nullptr;
     std::byte *worker_memory_ = nullptr;
     std::size_t worker_stride_ = 0;

@@ -96,6 +96,14 @@ struct SoftmaxState {
     Matrix<float> sums;  // [num_rows, kSumChains + head_dim]: of weights, and of weighted values
 };
 
+// Neighbouring keys of a split, from `start` on. [first, end) are the keys but sinks that any of the
+// queries sees in the split.
+struct KeyTile {
+    std::int64_t start;
+    std::int64_t first;
+    std::int64_t end;
+};
+
 // Neighbouring queries of one sequence with all heads that share one key head. A is what meets keys
 // and values (block_product.h): queries and weights are of it.
 template <typename KV, typename A>
@@ -111,18 +119,47 @@ struct TileAttention {
     float *scores;            // [num_queries * heads_per_kv, kTileKeys]
     A *weights;               // the same, 2^(score - the largest)
 
-    // Overwrites the state.
-    void run_split(std::int64_t split, SoftmaxState state) const {
-        state.clear();
+    // Tiles of the keys that any of the queries sees in the split, for all heads the same:
+    // body(KeyTile).
+    template <typename Body>
+    void for_each_key_tile(std::int64_t split, const Body &body) const {
         const std::int64_t last_position = first_position + num_queries - 1;
         const std::int64_t first = std::max(split * kSplitKeys, first_key(step, first_position));
         const std::int64_t end = std::min((split + 1) * kSplitKeys, last_position + 1);
         std::int64_t next = split * kSplitKeys;
         for (; next < std::min(end, step.num_sink_tokens); next += kTileKeys) {
-            run_tile(next, first, end, state);
+            body(KeyTile{next, first, end});
         }
         for (next = std::max(next, first / kTileKeys * kTileKeys); next < end; next += kTileKeys) {
-            run_tile(next, first, end, state);
+            body(KeyTile{next, first, end});
+        }
+    }
+
+    void run_tile(const KeyTile &keys, SoftmaxState state) const {
+        const std::int64_t tile_start = keys.start;
+        const std::int64_t tile_end = std::min(keys.end, tile_start + kTileKeys);
+        const std::int64_t tile_first = std::max(keys.first, tile_start);
+        const std::int64_t end_sinks = std::min(step.num_sink_tokens, tile_end);
+        if (tile_start < end_sinks && tile_start < keys.first) {
+            score(tile_start, tile_start, end_sinks);
+        }
+        score(tile_start, tile_first, tile_end);
+        for (std::int64_t query = 0; query < num_queries; ++query) {
+            const Visible visible_keys = visible(tile_start, query);
+            if (visible_keys.end_sinks > 0 || visible_keys.first < visible_keys.end) {
+                finish_scores(tile_start, query);
+                exponentiate(query, visible_keys, state);
+            }
+        }
+        // Queries that see the same keys share the loads of values.
+        for (std::int64_t query = 0; query < num_queries;) {
+            const Visible visible_keys = visible(tile_start, query);
+            std::int64_t end_query = query + 1;
+            while (end_query < num_queries && visible(tile_start, end_query) == visible_keys) {
+                ++end_query;
+            }
+            add_values(tile_start, visible_keys, query, end_query, state);
+            query = end_query;
         }
     }
 
@@ -144,35 +181,6 @@ private:
         return {std::clamp<std::int64_t>(end_sinks, 0, kTileKeys),
                 std::clamp<std::int64_t>(first - tile_start, 0, kTileKeys),
                 std::clamp<std::int64_t>(position + 1 - tile_start, 0, kTileKeys)};
-    }
-
-    // first, end: of the keys but sinks that any of the queries sees in this split.
-    void run_tile(std::int64_t tile_start, std::int64_t first, std::int64_t end,
-                  SoftmaxState &state) const {
-        const std::int64_t tile_end = std::min(end, tile_start + kTileKeys);
-        const std::int64_t tile_first = std::max(first, tile_start);
-        const std::int64_t end_sinks = std::min(step.num_sink_tokens, tile_end);
-        if (tile_start < end_sinks && tile_start < first) {
-            score(tile_start, tile_start, end_sinks);
-        }
-        score(tile_start, tile_first, tile_end);
-        for (std::int64_t query = 0; query < num_queries; ++query) {
-            const Visible keys = visible(tile_start, query);
-            if (keys.end_sinks > 0 || keys.first < keys.end) {
-                finish_scores(tile_start, query);
-                exponentiate(query, keys, state);
-            }
-        }
-        // Queries that see the same keys share the loads of values.
-        for (std::int64_t query = 0; query < num_queries;) {
-            const Visible keys = visible(tile_start, query);
-            std::int64_t end_query = query + 1;
-            while (end_query < num_queries && visible(tile_start, end_query) == keys) {
-                ++end_query;
-            }
-            add_values(tile_start, keys, query, end_query, state);
-            query = end_query;
-        }
     }
 
     // Pieces of [first, end) that lie in one block: body(block, offset in it, first, count).

@@ -11,10 +11,9 @@
 
 #include "linear_block.h"
 #include "loraplex/simd.h"
+#include "tiles.h"
 
 namespace loraplex {
-
-constexpr std::int64_t divide_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
 // Inputs that one call of an inner loop takes: of a block, and a maximum number.
 struct InputPiece {

@@ -1,4 +1,4 @@
-// Rows of small work as tiles for the pool: enough rows in each to be worth a claim.
+// Work cut into tiles for the pool: rows of small work, enough in each to be worth a claim.
 #pragma once
 
 #include <algorithm>
@@ -7,6 +7,8 @@
 #include "loraplex/pool.h"
 
 namespace loraplex {
+
+constexpr std::int64_t divide_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
 inline constexpr std::int64_t kElementsPerTile = 16 * 1024;  // a few microseconds
 
@@ -23,7 +25,7 @@ void for_each_row(loraplex_pool &pool, std::int64_t num_rows, std::int64_t row_e
             body(row);
         }
     };
-    const std::int64_t num_tiles = (num_rows + rows_per_tile - 1) / rows_per_tile;
+    const std::int64_t num_tiles = divide_up(num_rows, rows_per_tile);
     if (num_tiles <= 1) {
         run(0, 0);
         return;

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cmath>
+#include <string_view>
 
 #include "loraplex/attention.h"
 #include "selftest.h"
@@ -212,11 +213,12 @@ std::vector<std::int64_t> seen(std::int64_t last, std::int64_t window, std::int6
     return positions;
 }
 
-// Attention of one head of one token that sees the positions, the last of them its own.
+// Attention of one head of one token that sees the positions, the last of them its own. rounding:
+// that of the weights.
 template <typename T>
 void check_head(Checks &checks, const Contents &contents, const Rows &rows, const Rules &rules,
                 std::int64_t row, const std::vector<std::int64_t> &positions, std::int64_t head,
-                const T *query, const T *output) {
+                double rounding, const T *query, const T *output) {
     const auto head_dim = static_cast<std::size_t>(contents.head_dim);
     std::vector<double> wide(head_dim), weights, sums(head_dim), magnitudes(head_dim);
     for (std::size_t d = 0; d < head_dim; ++d) {
@@ -249,7 +251,8 @@ void check_head(Checks &checks, const Contents &contents, const Rows &rows, cons
     }
     for (std::size_t d = 0; d < head_dim; ++d) {
         checks.near(widen(output[d]), sums[d],
-                    2e-5 * magnitudes[d] + kRounding<T> * std::abs(sums[d]) * 1.01 + 0x1p-24,
+                    (2e-5 + rounding) * magnitudes[d] +
+                        kRounding<T> * std::abs(sums[d]) * 1.01 + 0x1p-24,
                     [&] {
                         return "head of " + std::to_string(head_dim) + ", element " +
                                std::to_string(d);
@@ -257,8 +260,19 @@ void check_head(Checks &checks, const Contents &contents, const Rows &rows, cons
     }
 }
 
+// Whether weights and values are multiplied by pairs of bfloat16, which rounds weights.
 template <typename T, typename KV>
-void check_attention(Checks &checks, Random &random, std::int64_t head_dim, const Rules &rules) {
+bool multiplies_pairs(std::uint64_t features) {
+    return std::is_same_v<T, Bfloat16> && std::is_same_v<KV, Bfloat16> &&
+           std::string_view(loraplex_instruction_set()) == "x86-64-v4" &&
+           (features & loraplex_cpu_features() & LORAPLEX_CPU_AVX512_BF16) != 0;
+}
+
+template <typename T, typename KV>
+void check_attention(Checks &checks, Random &random, std::int64_t head_dim, const Rules &rules,
+                     std::uint64_t features = ~std::uint64_t{0}) {
+    const bool has_pairs = multiplies_pairs<T, KV>(features);
+    const double rounding = has_pairs ? kRounding<Bfloat16> : 0.0;
     const std::int64_t num_blocks = 9;
     Cache<KV> cache(num_blocks, head_dim);
     const auto slots = shuffled_slots(random, num_blocks);
@@ -273,7 +287,9 @@ void check_attention(Checks &checks, Random &random, std::int64_t head_dim, cons
     std::vector<T> output(query.size());
     const auto run = [&](int num_threads, const Rows &some, const T *q, T *out) {
         const auto step = some.step(head_dim, rules);
-        checks.ok(loraplex_paged_attention(Pool(num_threads), &step, kDtype<KV>, cache.keys.data(),
+        const Pool pool(num_threads);
+        checks.ok(loraplex_pool_limit_cpu_features(pool, features));
+        checks.ok(loraplex_paged_attention(pool, &step, kDtype<KV>, cache.keys.data(),
                                            cache.values.data(),
                                            rules.has_sink_logits ? kSinkLogits : nullptr,
                                            kDtype<T>, q, stride, out, stride));
@@ -287,7 +303,7 @@ void check_attention(Checks &checks, Random &random, std::int64_t head_dim, cons
             for (std::int64_t head = 0; head < kHeads; ++head) {
                 const std::int64_t at = (first_token + i) * stride + head * head_dim;
                 check_head(checks, contents, rows, rules, static_cast<std::int64_t>(row),
-                           positions, head, query.data() + at, output.data() + at);
+                           positions, head, rounding, query.data() + at, output.data() + at);
             }
         }
         Rows alone = rows;
@@ -304,6 +320,9 @@ void check_attention(Checks &checks, Random &random, std::int64_t head_dim, cons
     std::vector<T> shared(query.size());
     run(3, rows, query.data(), shared.data());
     checks.same_bits(shared.data(), output.data(), num_tokens * stride, "three threads");
+    if (has_pairs) {
+        check_attention<T, KV>(checks, random, head_dim, rules, 0);
+    }
 }
 
 template <typename Body>
