@@ -287,11 +287,18 @@ private:
             state.set_maximum(row, std::max(state.maxima[row], max_lane(maxima)));
             const Floats largest = broadcast(state.maxima[row]);
             float *sums = state.sums.row(row);
+            Floats chains[kSumChains / kLanes];
+            for (int i = 0; i < kSumChains / kLanes; ++i) {
+                chains[i] = load(sums + i * kLanes);
+            }
             for (std::int64_t i = 0; i < kTileKeys; i += kLanes) {
                 A *target = weights + row * kTileKeys + i;
                 Arithmetic<A>::store_factor(target, exp2(subtract(load(of_row + i), largest)));
-                float *chains = sums + i % kSumChains;
-                store(chains, add(load(chains), load(target)));
+                Floats &chain = chains[i / kLanes % (kSumChains / kLanes)];
+                chain = add(chain, load(target));
+            }
+            for (int i = 0; i < kSumChains / kLanes; ++i) {
+                store(sums + i * kLanes, chains[i]);
             }
         }
     }
@@ -299,7 +306,9 @@ private:
     // Only values that these queries see are read: the others may be NaN, and 0 * NaN is NaN.
     void add_values(std::int64_t tile_start, Visible keys, std::int64_t first_query,
                     std::int64_t end_query, SoftmaxState &state) const {
-        add_values(tile_start, 0, keys.end_sinks, first_query, end_query, state);
+        if (keys.end_sinks > 0) {
+            add_values(tile_start, 0, keys.end_sinks, first_query, end_query, state);
+        }
         add_values(tile_start, keys.first, keys.end, first_query, end_query, state);
     }
 
@@ -309,16 +318,17 @@ private:
         const std::int64_t num_rows = end_query * heads_per_kv - first_row;
         const std::int64_t dim = step.head_dim;
         const Matrix<A> of_rows{weights + first_row * kTileKeys, kTileKeys};
+        typename RowPieces<KV>::Piece pieces[kTileKeys];
+        std::size_t num_pieces = 0;
         for_each_piece(tile_start + first, tile_start + end,
                        [&](auto block, auto offset, auto key, auto count) {
                            const KV *stored = storage.values + block * part().num_elements();
-                           const Matrix<A> of_piece = of_rows.at(0, key - tile_start);
-                           part().scale_columns(stored, offset, count, num_rows, of_piece);
-                           multiply<true>(num_rows, dim, count,
-                                          Matrix<const A>{of_piece.data, kTileKeys},
-                                          Matrix<const KV>{stored + offset * dim, dim},
-                                          state.values().at(first_row, 0));
+                           part().scale_columns(stored, offset, count, num_rows,
+                                                of_rows.at(0, key - tile_start));
+                           pieces[num_pieces++] = {stored + offset * dim, count};
                        });
+        multiply<true>(num_rows, dim, Matrix<const A>{of_rows.row(0) + first, kTileKeys},
+                       RowPieces<KV>{{pieces, num_pieces}, dim}, state.values().at(first_row, 0));
     }
 };
 

@@ -2,13 +2,13 @@
 //
 // The one product of attention (scores; weighted values) and of the LoRA expansion. Every element
 // of c is one chain over rising i, whatever the numbers of rows and columns: so a row has the same
-// bits alone and in company. Where `a` is float32 the chain is of multiply_add, and i may be cut
-// into calls anywhere; where it is bfloat16, of pairs of i (bfloat16_pairs.h), and i may be cut
-// before even ones.
+// bits alone and in company. Where `a` is float32 the chain is of multiply_add, however i is cut
+// into calls or pieces; where it is bfloat16, of pairs of a piece's i (bfloat16_pairs.h).
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+#include <span>
 
 #include "loraplex/simd.h"
 #include "outer_product.h"
@@ -33,6 +33,24 @@ struct Matrix {
     T *row(std::int64_t index) const { return data + index * stride; }
     Matrix at(std::int64_t row, std::int64_t column) const {
         return {data + row * stride + column, stride};
+    }
+};
+
+// A `b` whose rows lie in several places.
+template <typename T>
+struct RowPieces {
+    struct Piece {
+        const T *rows;
+        std::int64_t count;
+    };
+
+    std::span<const Piece> pieces;
+    std::int64_t stride;
+    std::int64_t first_column = 0;
+
+    RowPieces from(std::int64_t column) const { return {pieces, stride, first_column + column}; }
+    const T *row(const Piece &piece, std::int64_t i) const {
+        return piece.rows + i * stride + first_column;
     }
 };
 
@@ -77,9 +95,10 @@ struct Arithmetic<Bfloat16> {
 };
 #endif
 
-// place(i, v): where vector v of row i of b is
-template <bool kAccumulate, int kRows, int kVectors, typename A, typename GetPlace>
-__attribute__((always_inline)) inline void multiply_vectors(std::int64_t depth, Matrix<const A> a,
+// place(piece, i, v): where vector v of row i of a piece is
+template <bool kAccumulate, int kRows, int kVectors, typename A, typename T, typename GetPlace>
+__attribute__((always_inline)) inline void multiply_vectors(Matrix<const A> a,
+                                                            const RowPieces<T> &b,
                                                             const GetPlace &place,
                                                             Matrix<float> c) {
     using Products = Arithmetic<A>;
@@ -91,18 +110,25 @@ __attribute__((always_inline)) inline void multiply_vectors(std::int64_t depth, 
             sums[r][v] = kAccumulate ? load(c.row(r) + v * kLanes) : zeros();
         }
     }
-    std::int64_t i = 0;
-    for (; i + Products::kDepth <= depth; i += Products::kDepth) {
-        outer_product(
-            sums, [&](int r) { return Products::factor(a.row(r) + i); },
-            [&](int v) { return Products::vector(place(i, v), place(i + 1, v)); }, Products::add);
-    }
-    if constexpr (Products::kDepth > 1) {
-        if (i < depth) {
+    for (const auto &piece : b.pieces) {
+        std::int64_t i = 0;
+        for (; i + Products::kDepth <= piece.count; i += Products::kDepth) {
             outer_product(
-                sums, [&](int r) { return Products::last_factor(a.row(r) + i); },
-                [&](int v) { return Products::last_vector(place(i, v)); }, Products::add);
+                sums, [&](int r) { return Products::factor(a.row(r) + i); },
+                [&](int v) {
+                    return Products::vector(place(piece, i, v), place(piece, i + 1, v));
+                },
+                Products::add);
         }
+        if constexpr (Products::kDepth > 1) {
+            if (i < piece.count) {
+                outer_product(
+                    sums, [&](int r) { return Products::last_factor(a.row(r) + i); },
+                    [&](int v) { return Products::last_vector(place(piece, i, v)); },
+                    Products::add);
+            }
+        }
+        a = a.at(0, piece.count);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
@@ -114,91 +140,106 @@ __attribute__((always_inline)) inline void multiply_vectors(std::int64_t depth, 
 }
 
 template <bool kAccumulate, int kRows, int kVectors, typename A, typename T>
-inline void multiply_full(std::int64_t depth, Matrix<const A> a, Matrix<const T> b,
-                          Matrix<float> c) {
+inline void multiply_full(Matrix<const A> a, const RowPieces<T> &b, Matrix<float> c) {
     multiply_vectors<kAccumulate, kRows, kVectors>(
-        depth, a, [&](std::int64_t i, int v) { return b.row(i) + v * kLanes; }, c);
+        a, b,
+        [&](const auto &piece, std::int64_t i, int v) { return b.row(piece, i) + v * kLanes; }, c);
 }
 
 // Fewer columns than lanes: as many rows of b as `a` has columns at a time, with zeros behind them.
 template <bool kAccumulate, typename A, typename T>
-inline void multiply_rest(int rows, int columns, std::int64_t depth, Matrix<const A> a,
-                          Matrix<const T> b, Matrix<float> c) {
+inline void multiply_rest(int rows, int columns, Matrix<const A> a, const RowPieces<T> &b,
+                          Matrix<float> c) {
     constexpr int kDepth = Arithmetic<A>::kDepth;
     for (int r = 0; r < rows; ++r) {
         float sums[kLanes] = {};
         if (kAccumulate) {
             std::copy_n(c.row(r), columns, sums);
         }
-        for (std::int64_t i = 0; i < depth; i += kDepth) {
-            const std::int64_t count = std::min<std::int64_t>(kDepth, depth - i);
-            T whole[kDepth * kLanes] = {};
-            for (std::int64_t row = 0; row < count; ++row) {
-                std::copy_n(b.row(i + row), columns, whole + row * kLanes);
+        std::int64_t first = 0;
+        for (const auto &piece : b.pieces) {
+            for (std::int64_t i = 0; i < piece.count; i += kDepth) {
+                const std::int64_t count = std::min<std::int64_t>(kDepth, piece.count - i);
+                T whole[kDepth * kLanes] = {};
+                for (std::int64_t row = 0; row < count; ++row) {
+                    std::copy_n(b.row(piece, i + row), columns, whole + row * kLanes);
+                }
+                const typename RowPieces<T>::Piece filled{whole, count};
+                multiply_full<true, 1, 1>(a.at(r, first + i), RowPieces<T>{{&filled, 1}, kLanes},
+                                          Matrix<float>{sums, kLanes});
             }
-            multiply_full<true, 1, 1>(count, a.at(r, i), Matrix<const T>{whole, kLanes},
-                                      Matrix<float>{sums, kLanes});
+            first += piece.count;
         }
         std::copy_n(sums, columns, c.row(r));
     }
 }
 
 template <bool kAccumulate, int kRows, typename A, typename T>
-inline void multiply_columns(std::int64_t columns, std::int64_t depth, Matrix<const A> a,
-                             Matrix<const T> b, Matrix<float> c) {
+inline void multiply_columns(std::int64_t columns, Matrix<const A> a, const RowPieces<T> &b,
+                             Matrix<float> c) {
     constexpr int kMany = product_vectors(kRows);
     std::int64_t done = 0;
     for (; columns - done >= kMany * kLanes; done += kMany * kLanes) {
-        multiply_full<kAccumulate, kRows, kMany>(depth, a, b.at(0, done), c.at(0, done));
+        multiply_full<kAccumulate, kRows, kMany>(a, b.from(done), c.at(0, done));
     }
     if constexpr (kMany > 4) {
         for (; columns - done >= 4 * kLanes; done += 4 * kLanes) {
-            multiply_full<kAccumulate, kRows, 4>(depth, a, b.at(0, done), c.at(0, done));
+            multiply_full<kAccumulate, kRows, 4>(a, b.from(done), c.at(0, done));
         }
     }
     for (; columns - done >= 2 * kLanes; done += 2 * kLanes) {
-        multiply_full<kAccumulate, kRows, 2>(depth, a, b.at(0, done), c.at(0, done));
+        multiply_full<kAccumulate, kRows, 2>(a, b.from(done), c.at(0, done));
     }
     if (columns - done >= kLanes) {
-        multiply_full<kAccumulate, kRows, 1>(depth, a, b.at(0, done), c.at(0, done));
+        multiply_full<kAccumulate, kRows, 1>(a, b.from(done), c.at(0, done));
         done += kLanes;
     }
     if (columns > done) {
-        multiply_rest<kAccumulate>(kRows, static_cast<int>(columns - done), depth, a,
-                                   b.at(0, done), c.at(0, done));
+        multiply_rest<kAccumulate>(kRows, static_cast<int>(columns - done), a, b.from(done),
+                                   c.at(0, done));
     }
 }
 
 template <bool kAccumulate, int kRows, typename A, typename T>
-inline void multiply_piece(std::int64_t rows, std::int64_t columns, std::int64_t depth,
-                           Matrix<const A> a, Matrix<const T> b, Matrix<float> c) {
+inline void multiply_piece(std::int64_t rows, std::int64_t columns, Matrix<const A> a,
+                           const RowPieces<T> &b, Matrix<float> c) {
     if (rows == kRows) {
-        multiply_columns<kAccumulate, kRows>(columns, depth, a, b, c);
+        multiply_columns<kAccumulate, kRows>(columns, a, b, c);
     } else if constexpr (kRows > 1) {
-        multiply_piece<kAccumulate, kRows - 1>(rows, columns, depth, a, b, c);
+        multiply_piece<kAccumulate, kRows - 1>(rows, columns, a, b, c);
     }
 }
 
-// The rows are cut into pieces of nearly equal size; `depth` is the number of columns of a.
+// The rows of a are cut into pieces of nearly equal size.
 template <bool kAccumulate, typename A, typename T>
-inline void multiply(std::int64_t rows, std::int64_t columns, std::int64_t depth,
-                     Matrix<const A> a, Matrix<const T> b, Matrix<float> c) {
+inline void multiply(std::int64_t rows, std::int64_t columns, Matrix<const A> a,
+                     const RowPieces<T> &b, Matrix<float> c) {
     while (rows > 0) {
         const std::int64_t num_pieces = (rows + kMaxProductRows - 1) / kMaxProductRows;
         const std::int64_t piece = (rows + num_pieces - 1) / num_pieces;
-        multiply_piece<kAccumulate, kMaxProductRows>(piece, columns, depth, a, b, c);
+        multiply_piece<kAccumulate, kMaxProductRows>(piece, columns, a, b, c);
         a = a.at(piece, 0);
         c = c.at(piece, 0);
         rows -= piece;
     }
 }
 
+// `depth` is the number of columns of a.
+template <bool kAccumulate, typename A, typename T>
+inline void multiply(std::int64_t rows, std::int64_t columns, std::int64_t depth,
+                     Matrix<const A> a, Matrix<const T> b, Matrix<float> c) {
+    const typename RowPieces<T>::Piece whole{b.data, depth};
+    multiply<kAccumulate>(rows, columns, a, RowPieces<T>{{&whole, 1}, b.stride}, c);
+}
+
 // multiply_full for a `b` whose vectors of columns lie apart, with the rows of each `stride` apart.
 template <int kRows, int kVectors, typename A, typename T>
 inline void multiply_apart(std::int64_t depth, Matrix<const A> a, const T *const *columns,
                            std::int64_t stride, Matrix<float> c) {
+    const typename RowPieces<T>::Piece all{nullptr, depth};
     multiply_vectors<false, kRows, kVectors>(
-        depth, a, [&](std::int64_t i, int v) { return columns[v] + i * stride; }, c);
+        a, RowPieces<T>{{&all, 1}, stride},
+        [&](const auto & /*piece*/, std::int64_t i, int v) { return columns[v] + i * stride; }, c);
 }
 
 template <int kRows, typename A, typename T>

@@ -58,7 +58,8 @@ enum {
     LORAPLEX_CPU_AVX_VNNI = 16,
     LORAPLEX_CPU_AMX_INT8 = 32,
     LORAPLEX_CPU_AMX_BF16 = 64, /* changes the bits of bfloat16 weights (linear.h) */
-    LORAPLEX_CPU_AVX512_BF16 = 128, /* at full speed; likewise, without the above */
+    LORAPLEX_CPU_AVX512_BF16 = 128, /* at full speed; likewise, without the above, and the bits of
+                                     * attention in bfloat16 (attention.h) */
 };
 
 typedef struct loraplex_pool loraplex_pool;

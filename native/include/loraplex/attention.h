@@ -42,7 +42,8 @@ typedef struct loraplex_attention_step {
  * soft_cap) if there is a cap, then + the head's slope * (key position - query position) if there
  * are slopes. sink_logits [num_heads] or null: one more score per head, of no key and no value. query
  * and output [num_tokens, num_heads, D], of one dtype; a token's heads are contiguous, tokens have a
- * stride. */
+ * stride. With queries and storage of bfloat16, LORAPLEX_CPU_AVX512_BF16 rounds the softmax's
+ * weights to bfloat16. */
 LORAPLEX_API loraplex_status loraplex_paged_attention(
     loraplex_pool *pool, const loraplex_attention_step *step, loraplex_dtype kv_dtype,
     const void *keys, const void *values, const float *sink_logits, loraplex_dtype dtype,

@@ -66,7 +66,7 @@ Watch = Callable[[str, NativeFunction, Sequence[Any]], NativeFunction]
 
 CPU_AMX_BF16 = 64
 CPU_AVX512_BF16 = 128
-"""LORAPLEX_CPU_* of abi.h that change the bits of bfloat16 products (ADR 47, ADR 49)."""
+"""LORAPLEX_CPU_* of abi.h that change the bits of bfloat16 products (ADR 47, 49, 52)."""
 CPU_BFLOAT16_ORDERS = CPU_AMX_BF16 | CPU_AVX512_BF16
 _SET_WITH_ORDERS = "x86-64-v4"
 """Instruction set whose library has kernels for them."""
