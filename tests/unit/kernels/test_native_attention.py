@@ -270,13 +270,24 @@ def test_bits_do_not_depend_on_company_chunks_or_threads(library, shape, window,
 
 @pytest.mark.covering(2)
 @pytest.mark.some(16)
-@pytest.mark.parametrize("kv_dtype", [*TOLERANCE, torch.int8], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [
+        *((torch.float32, stored) for stored in (*TOLERANCE, torch.int8)),
+        (torch.bfloat16, torch.bfloat16),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
-def test_bits_under_rules_do_not_depend_on_company_chunks_or_threads(library, rules, kv_dtype):
+def test_bits_under_rules_do_not_depend_on_company_chunks_or_threads(
+    library, rules, dtype, kv_dtype
+):
     shape, seq_lens = SHAPES["odd sizes"], [1, 65, 600]
     rules = for_heads(shape, **rules)
-    rows = PagedRows(kernel_of(library, 2), seq_lens, shape=shape, kv_dtype=kv_dtype)
-    queries = random_queries(seq_lens, shape)
+    rows = PagedRows(
+        kernel_of(library, 2), seq_lens, shape=shape, dtype=dtype, kv_dtype=kv_dtype
+    )
+    queries = random_queries(seq_lens, shape, dtype)
     together = rows.attend(queries, seq_lens, **rules)
     kernels = [rows.kernel, kernel_of(library, 1), kernel_of(library, 7)]
     for kernel, (start, end) in itertools.product(kernels, ((0, 1), (60, 68), (597, 600))):
@@ -284,6 +295,15 @@ def test_bits_under_rules_do_not_depend_on_company_chunks_or_threads(library, ru
         assert torch.equal(output, together[2][start:end])
     (alone,) = rows.attend([queries[1]], [65], [1], kernel=kernels[1], **rules)
     assert torch.equal(alone, together[1])
+
+
+@DTYPES
+def test_weights_are_one_together_however_they_are_rounded(library, dtype):
+    rows = PagedRows(kernel_of(library), [300], dtype=dtype)
+    positions = rows.slots(0, torch.arange(300))
+    rows.kernel.write(rows.storage, rows.keys[0], torch.ones_like(rows.keys[0]), positions)
+    (output,) = rows.attend(random_queries([300], SHAPE, dtype), [300])
+    assert (output - 1).abs().max() <= (1e-6 if dtype == torch.float32 else 0)
 
 
 def test_bits_of_decoding_rows_do_not_depend_on_other_long_rows(library):
