@@ -1,17 +1,18 @@
 r"""Where the time of a decoding step goes: native kernels, scheduler, and the Python in between.
 
     PYTHONPATH=tests python benchmarks/step.py MODEL [--batches 1 8 32] [--dtype bfloat16] \
-        [--quantization int8] [--threads 2] [--json] [--compare BASELINE]
+        [--quantization int8] [--context 256] [--threads 2] [--json] [--compare BASELINE]
 
 MODEL is a folder of a Llama, such as the fixtures of comparison.fixtures, or its GGUF file. One
 engine runs in this thread, every row with an adapter of its own (rank 8 on q, k and v), contexts of
-about 256 tokens, greedy. A section's time is its own, without that of the sections inside it, and
+about 256 tokens, greedy. A prompt of as many tokens, alone, comes first. A section's time is its own, without that of the sections inside it, and
 the least of all steps: the machine is shared. What a C call costs before it reaches C counts as
 Python, and so does what torch computes.
 
 The floor is that of the model, not of a kernel: max(bytes of the linear layers as they are held /
 bandwidth, flops / peak) + (KV bytes + adapter bytes) / bandwidth, by the limits that
-machine_limits.py measures.
+machine_limits.py measures; of a prompt, its flops / peak, attention included. The peak is that of
+float32, which processors with products of pairs or bytes surpass.
 
 BASELINE is what --json printed before. A row whose best share of the floor is more than the
 tolerance below that of the baseline is named, and the program ends with 1.
@@ -54,7 +55,8 @@ from support.instant_loader import InstantLoader
 
 RANK = 8
 MODULES = ("q_proj", "k_proj", "v_proj")
-CONTEXT = 256
+QUICK_SECONDS = 2.0
+"""A prompt that takes less is measured again, and its least time counts."""
 NATIVE = "native"
 
 
@@ -158,17 +160,19 @@ class Subject:
     ledger: Ledger
     linear_bytes: int
     itemsize: int  # of keys, values and adapters
+    context: int
 
 
-def make_subject(folder: Path, dtype: str, quantization: str, max_num_seqs: int) -> Subject:
+def make_subject(folder: Path, arguments: argparse.Namespace) -> Subject:
+    dtype, context = arguments.dtype, arguments.context
     ledger = Ledger()
     with _timed_library(ledger):
         host = HostAdapters()
         settings = RunnerSettings(
             dtype=dtype,
-            quantization=quantization,
-            max_model_len=2 * CONTEXT,
-            max_num_seqs=max_num_seqs,
+            quantization=arguments.quantization,
+            max_model_len=context + 2 * arguments.steps,
+            max_num_seqs=max(arguments.batches),
         )
         runner = load_runner(folder, settings, host)
     loader = InstantLoader(host, lambda source: random_adapter(source, getattr(torch, dtype)))
@@ -178,7 +182,7 @@ def make_subject(folder: Path, dtype: str, quantization: str, max_num_seqs: int)
     config, itemsize = read_config(folder), getattr(torch, dtype).itemsize
     embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     linear_bytes = runner.capacity().weights_bytes - embedding * itemsize
-    return Subject(engine, config, ledger, linear_bytes, itemsize)
+    return Subject(engine, config, ledger, linear_bytes, itemsize, context)
 
 
 @contextmanager
@@ -212,7 +216,7 @@ def measure_steps(
     """Measure in turn the seconds of a plain step and the sections of a traced one."""
     engine, ledger = subject.engine, subject.ledger
     num_tokens = 2 * num_steps + 4
-    add_requests(subject, batch, CONTEXT - num_steps, num_tokens)
+    add_requests(subject, batch, subject.context - num_steps, num_tokens)
     num_wanted = engine.stats().generation_tokens + 2 * batch
     while engine.stats().generation_tokens < num_wanted:
         engine.step()
@@ -261,13 +265,42 @@ def add_requests(subject: Subject, batch: int, num_prompt_tokens: int, num_token
 def floor_seconds(subject: Subject, limits: MachineLimits, batch: int) -> float:
     config, itemsize = subject.config, subject.itemsize
     shapes = config.module_shapes[0]
-    per_layer = sum(in_features * out_features for in_features, out_features in shapes.values())
-    num_weights = config.num_layers * per_layer + config.vocab_size * config.hidden_size
+    num_weights = _layer_weights(config) + config.vocab_size * config.hidden_size
     of_weights = limits.floor_seconds(subject.linear_bytes, 2 * batch * num_weights)
-    kv = 2 * CONTEXT * config.layers[0].attention.kv_size
+    kv = 2 * subject.context * config.layers[0].attention.kv_size
     lora = RANK * sum(sum(shapes[module]) for module in MODULES)
     per_row = config.num_layers * (kv + lora) * itemsize
     return of_weights + batch * per_row / limits.read_bytes
+
+
+def _layer_weights(config: ModelSpec) -> int:
+    """Of the linear layers of all layers."""
+    shapes = config.module_shapes[0].values()
+    return config.num_layers * sum(inputs * outputs for inputs, outputs in shapes)
+
+
+def prompt_of(subject: Subject, limits: MachineLimits) -> dict[str, float]:
+    """A prompt alone, from its arrival to its first token."""
+    engine, config, num_tokens = subject.engine, subject.config, subject.context
+    times: list[float] = []
+    while len(times) < 3 and sum(times) < QUICK_SECONDS:
+        add_requests(subject, 1, num_tokens, 1)
+        start = time.perf_counter()
+        while not engine.is_idle:
+            engine.step()
+        times.append(time.perf_counter() - start)
+    attention = config.layers[0].attention
+    pairs = config.num_layers * attention.num_heads * num_tokens * (num_tokens + 1) // 2
+    flops = 2 * num_tokens * _layer_weights(config) + 4 * pairs * attention.head_dim
+    flops += 2 * config.vocab_size * config.hidden_size
+    floor = limits.floor_seconds(subject.linear_bytes, flops)
+    return {
+        "num_tokens": num_tokens,
+        "ms": 1e3 * min(times),
+        "gflops": flops / min(times) / 1e9,
+        "floor_ms": 1e3 * floor,
+        "share_of_floor": floor / min(times),
+    }
 
 
 def row_of(
@@ -309,7 +342,12 @@ def markdown(report: dict[str, Any]) -> str:
         lines.append(" | ".join(cells))
     table = "\n".join(f"| {line} |" for line in lines)
     subject = f"{report['model']}, {report['dtype']}, quantization: {report['quantization']}"
-    return f"{subject}, {report['threads']} threads\n\n{table}\n"
+    prompt = report["prompt"]
+    of_prompt = (
+        f"a prompt of {prompt['num_tokens']} tokens: {prompt['ms']:.0f} ms, "
+        f"{prompt['gflops']:.0f} GFLOP/s, {prompt['share_of_floor']:.0%} of the floor"
+    )
+    return f"{subject}, {report['threads']} threads\n\n{of_prompt}\n\n{table}\n"
 
 
 def slower_rows(
@@ -320,7 +358,7 @@ def slower_rows(
     tolerance: share of the baseline's speed that may be missing. Raises ValueError if the two
     measured different things.
     """
-    for name in ("model", "dtype", "quantization", "threads", "vector_bytes"):
+    for name in ("model", "dtype", "quantization", "context", "threads", "vector_bytes"):
         now, before = _setting(report, name), _setting(baseline, name)
         if now != before:
             raise ValueError(f"the baseline has {name} {before}, this run has {now}")
@@ -350,6 +388,7 @@ def main() -> None:
         choices=[one.value for one in WeightPrecision],
         default=WeightPrecision.NATIVE.value,
     )
+    parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--json", action="store_true")
@@ -380,19 +419,20 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folders:
         model = arguments.model
         folder = gguf_folder(model, Path(folders)) if model.suffix == SUFFIX else model
-        subject = make_subject(
-            folder, arguments.dtype, arguments.quantization, max(arguments.batches)
-        )
+        subject = make_subject(folder, arguments)
+        prompt = prompt_of(subject, limits)
         rows = [row_of(subject, limits, b, arguments.steps) for b in arguments.batches]
     return {
         "model": arguments.model.name,
         "dtype": arguments.dtype,
         "quantization": arguments.quantization,
+        "context": arguments.context,
         "threads": arguments.threads,
         "linear_bytes": subject.linear_bytes,
         "limits": dataclasses.asdict(limits),
         "machine": msgspec.to_builtins(this_machine()),
         "code": msgspec.to_builtins(this_code()),
+        "prompt": prompt,
         "rows": rows,
     }
 

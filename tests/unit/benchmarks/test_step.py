@@ -11,6 +11,7 @@ def report():
         "model": "llama-small",
         "dtype": "bfloat16",
         "quantization": "int8",
+        "context": 256,
         "threads": 2,
         "limits": {"vector_bytes": 64},
         "rows": rows,
@@ -33,7 +34,7 @@ def test_within_the_tolerance_and_faster(report):
     assert slower_rows(with_share(report, 0, 0.95), report, 0.15) == []
 
 
-@pytest.mark.parametrize(("name", "value"), [("model", "llama-tiny"), ("threads", 4)])
+@pytest.mark.parametrize(("name", "value"), [("model", "llama-tiny"), ("context", 8192), ("threads", 4)])
 def test_another_subject_is_refused(report, name, value):
     with pytest.raises(ValueError, match=f"the baseline has {name} {report[name]}"):
         slower_rows({**report, name: value}, report, 0.15)
