@@ -40,7 +40,7 @@ class Lap(NamedTuple):
 
 
 def environment() -> dict[str, str]:
-    """Of a user's processes: Python keeps what it compiled, as it does in an installation."""
+    """Variables of a user's processes: Python keeps what it compiled, as in an installation."""
     return {k: v for k, v in child_environment().items() if k != "PYTHONDONTWRITEBYTECODE"}
 
 

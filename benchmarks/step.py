@@ -5,9 +5,9 @@ r"""Where the time of a decoding step goes: native kernels, scheduler, and the P
 
 MODEL is a folder of a Llama, such as the fixtures of comparison.fixtures, or its GGUF file. One
 engine runs in this thread, every row with an adapter of its own (rank 8 on q, k and v), contexts of
-about 256 tokens, greedy. A prompt of as many tokens, alone, comes first. A section's time is its own, without that of the sections inside it, and
-the least of all steps: the machine is shared. What a C call costs before it reaches C counts as
-Python, and so does what torch computes.
+about 256 tokens, greedy. A prompt of as many tokens, alone, comes first. A section's time is its
+own, without that of the sections inside it, and the least of all steps: the machine is shared. What
+a C call costs before it reaches C counts as Python, and so does what torch computes.
 
 The floor is that of the model, not of a kernel: max(bytes of the linear layers as they are held /
 bandwidth, flops / peak) + (KV bytes + adapter bytes) / bandwidth, by the limits that
@@ -274,7 +274,7 @@ def floor_seconds(subject: Subject, limits: MachineLimits, batch: int) -> float:
 
 
 def _layer_weights(config: ModelSpec) -> int:
-    """Of the linear layers of all layers."""
+    """Number of weights in the linear layers, without the one of the vocabulary."""
     shapes = config.module_shapes[0].values()
     return config.num_layers * sum(inputs * outputs for inputs, outputs in shapes)
 

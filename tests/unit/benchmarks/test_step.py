@@ -34,7 +34,9 @@ def test_within_the_tolerance_and_faster(report):
     assert slower_rows(with_share(report, 0, 0.95), report, 0.15) == []
 
 
-@pytest.mark.parametrize(("name", "value"), [("model", "llama-tiny"), ("context", 8192), ("threads", 4)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("model", "llama-tiny"), ("context", 8192), ("threads", 4)]
+)
 def test_another_subject_is_refused(report, name, value):
     with pytest.raises(ValueError, match=f"the baseline has {name} {report[name]}"):
         slower_rows({**report, name: value}, report, 0.15)

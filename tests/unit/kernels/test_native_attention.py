@@ -284,9 +284,7 @@ def test_bits_under_rules_do_not_depend_on_company_chunks_or_threads(
 ):
     shape, seq_lens = SHAPES["odd sizes"], [1, 65, 600]
     rules = for_heads(shape, **rules)
-    rows = PagedRows(
-        kernel_of(library, 2), seq_lens, shape=shape, dtype=dtype, kv_dtype=kv_dtype
-    )
+    rows = PagedRows(kernel_of(library, 2), seq_lens, shape=shape, dtype=dtype, kv_dtype=kv_dtype)
     queries = random_queries(seq_lens, shape, dtype)
     together = rows.attend(queries, seq_lens, **rules)
     kernels = [rows.kernel, kernel_of(library, 1), kernel_of(library, 7)]
