@@ -272,7 +272,7 @@ private:
     }
 
     // Scores give weights, and the state is prepared for their values. Weights are summed as they
-    // are rounded: together they are exactly 1.
+    // are rounded, so that the shares of values are 1 together.
     void exponentiate(std::int64_t query, Visible keys, SoftmaxState &state) const {
         for (std::int64_t row = query * heads_per_kv; row < (query + 1) * heads_per_kv; ++row) {
             float *of_row = scores + row * kTileKeys;
@@ -306,14 +306,15 @@ private:
     // Only values that these queries see are read: the others may be NaN, and 0 * NaN is NaN.
     void add_values(std::int64_t tile_start, Visible keys, std::int64_t first_query,
                     std::int64_t end_query, SoftmaxState &state) const {
-        if (keys.end_sinks > 0) {
-            add_values(tile_start, 0, keys.end_sinks, first_query, end_query, state);
-        }
+        add_values(tile_start, 0, keys.end_sinks, first_query, end_query, state);
         add_values(tile_start, keys.first, keys.end, first_query, end_query, state);
     }
 
     void add_values(std::int64_t tile_start, std::int64_t first, std::int64_t end,
                     std::int64_t first_query, std::int64_t end_query, SoftmaxState &state) const {
+        if (first >= end) {
+            return;
+        }
         const std::int64_t first_row = first_query * heads_per_kv;
         const std::int64_t num_rows = end_query * heads_per_kv - first_row;
         const std::int64_t dim = step.head_dim;
