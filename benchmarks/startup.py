@@ -4,8 +4,8 @@
 
 Every figure is the least of the repeats, each a new process, of which the first compiles modules
 where they are not; so is its processor time, with that of the processes that it started, which
-other work on the machine disturbs less. A first start has
-an empty state directory, so it packs the weights; a second finds them packed.
+other work on the machine disturbs less. A first start has an empty state directory, so it packs the
+weights; a second finds them packed.
 """
 
 import argparse

@@ -4,19 +4,15 @@
 #include <immintrin.h>
 
 #include <cstdint>
-#include <cstring>
 
 #include "loraplex/simd.h"
 
 namespace loraplex {
 
-// kLanes pairs.
-using Bfloat16Pairs = __m512i;
+using Bfloat16Pairs = Pairs;
 
 __attribute__((always_inline)) inline Bfloat16Pairs broadcast_pair(const Bfloat16 *pair) {
-    std::int32_t bits;
-    std::memcpy(&bits, pair, sizeof(bits));
-    return _mm512_set1_epi32(bits);
+    return broadcast_pair(reinterpret_cast<const std::int16_t *>(pair));
 }
 
 // The pair of one number and 0.
