@@ -56,6 +56,9 @@ bool may_use_tiles() {
 }
 
 }  // namespace
+#elif defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
 #endif
 
 uint64_t loraplex_cpu_features(void) {
@@ -86,6 +89,10 @@ uint64_t loraplex_cpu_features(void) {
     }
 #elif defined(__aarch64__)
     features |= LORAPLEX_CPU_NEON;
+#if defined(__linux__)
+    features |= (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0 ? LORAPLEX_CPU_NEON_DOTPROD : 0;
+    features |= (getauxval(AT_HWCAP2) & HWCAP2_BF16) != 0 ? LORAPLEX_CPU_NEON_BF16 : 0;
+#endif
 #endif
     return features;
 }

@@ -16,6 +16,13 @@ namespace loraplex {
 // Bytes that products take at once: inputs of int8 have zeros up to a multiple of it.
 inline constexpr int kByteMultiple = 64;
 
+// Whether products of bytes take signed weights.
+#if defined(LORAPLEX_ISA_NEON)
+inline constexpr bool kHasSignedDots = true;
+#else
+inline constexpr bool kHasSignedDots = false;
+#endif
+
 // [piece][row][kStride]. X: int16 in their order, for products of pairs; or int8 in the order of
 // `order_bytes`, for products of four. A row of a piece is its inputs, then at kMaxDepth a scale for
 // each group, float32; of int8, then an int32 for each, which its sums of products lack.
@@ -29,8 +36,8 @@ public:
 
     static constexpr int kMaxGroups = kDepth / LORAPLEX_MIN_GROUP_SIZE;
     static constexpr bool kHasMissing = std::is_same_v<X, std::int8_t>;
-    // What is added to weights, so that none is below 0.
-    static constexpr std::int32_t kZero = std::is_same_v<W, Int4> ? 8 : 128;
+    // What is added to weights, so that none is below 0 where products of bytes want that.
+    static constexpr std::int32_t kZero = std::is_same_v<W, Int4> ? 8 : kHasSignedDots ? 0 : 128;
     // Not a power of two, so that rows fall into different cache sets.
     static constexpr std::int64_t kStride =
         kDepth + ((kHasMissing ? 2 : 1) * kMaxGroups * sizeof(float) + 64) / sizeof(X);

@@ -11,6 +11,9 @@
 #include "linear_amx_quantized.h"
 #include "linear_bytes.h"
 #include "linear_dots.h"
+#elif defined(LORAPLEX_ISA_NEON)
+#include "linear_bytes.h"
+#include "linear_matrices.h"
 #endif
 
 namespace loraplex {
@@ -35,6 +38,12 @@ auto with_products([[maybe_unused]] std::uint64_t cpu_features,
             return body(std::type_identity<AmxQuantizedProducts<W, SplitInputs<W>>>{});
         }
     }
+#elif defined(LORAPLEX_ISA_NEON)
+    if constexpr (std::is_same_v<W, Bfloat16> && std::is_same_v<T, Bfloat16>) {
+        if ((cpu_features & LORAPLEX_CPU_NEON_BF16) != 0) {
+            return body(std::type_identity<MatrixProducts>{});
+        }
+    }
 #endif
     return body(std::type_identity<VectorProducts<W>>{});
 }
@@ -49,6 +58,10 @@ auto with_group_products([[maybe_unused]] std::uint64_t cpu_features,
             return body(std::type_identity<AmxQuantizedProducts<W, ByteTileInputs<W>>>{});
         }
         if ((cpu_features & LORAPLEX_CPU_AVX512_VNNI) != 0) {
+            return body(std::type_identity<ByteProducts<W>>{});
+        }
+#elif defined(LORAPLEX_ISA_NEON)
+        if ((cpu_features & LORAPLEX_CPU_NEON_DOTPROD) != 0) {
             return body(std::type_identity<ByteProducts<W>>{});
         }
 #endif

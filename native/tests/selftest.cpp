@@ -79,7 +79,9 @@ int run_all() {
 
 int main() {
     using namespace loraplex::selftest;
-    std::printf("%s, ABI %d\n", loraplex_instruction_set(), loraplex_abi_version());
+    std::printf("%s, ABI %d, CPU features 0x%llx\n", loraplex_instruction_set(),
+                loraplex_abi_version(),
+                static_cast<unsigned long long>(loraplex_cpu_features()));
     const std::uint64_t needed = needed_cpu_features();
     if ((loraplex_cpu_features() & needed) != needed) {
         std::printf("this CPU cannot run it\n");

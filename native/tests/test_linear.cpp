@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <span>
 
@@ -16,7 +17,8 @@ constexpr std::int64_t kManyInputs = 300;
 // What a CPU may have beyond what the library needs: then it multiplies with them, or without.
 constexpr std::uint64_t kOptionalFeatures = LORAPLEX_CPU_AVX512_VNNI | LORAPLEX_CPU_AVX_VNNI |
                                             LORAPLEX_CPU_AMX_INT8 | LORAPLEX_CPU_AMX_BF16 |
-                                            LORAPLEX_CPU_AVX512_BF16;
+                                            LORAPLEX_CPU_AVX512_BF16 | LORAPLEX_CPU_NEON_DOTPROD |
+                                            LORAPLEX_CPU_NEON_BF16;
 
 struct Size {
     std::int64_t out_features;
@@ -216,6 +218,50 @@ void test_weight(Checks &checks, Random &random, const Weight &weight) {
     check_fewer_rows(checks, weight, x, bias.data(), all);
 }
 
+// Towards 0, but to the odd one of two neighbours where that loses bits. Of normal numbers.
+double round_to_odd(double exact) {
+    constexpr std::uint64_t kOne = std::uint64_t{1} << 29;  // the last place of a float32
+    const auto bits = std::bit_cast<std::uint64_t>(exact);
+    return std::bit_cast<double>(bits % kOne == 0 ? bits : (bits - bits % kOne) | kOne);
+}
+
+// The order of aarch64's instruction for bfloat16: the sum of a pair's products joins the others. The
+// first input's products are large, and the last one's their opposites, so that all roundings show.
+void test_sums_of_matrices(Checks &checks, Random &random) {
+    if ((loraplex_cpu_features() & LORAPLEX_CPU_NEON_BF16) == 0) {
+        return;
+    }
+    constexpr std::int64_t kOutputs = 50, kInputs = 333, kRows = 7;
+    auto x = random_values<Bfloat16>(random, kRows * kInputs);
+    auto weight = random_values<Bfloat16>(random, kOutputs * kInputs);
+    for (auto row = x.begin(); row < x.end(); row += kInputs) {
+        row[0] = narrow<Bfloat16>(0x1p18f);
+        row[kInputs - 1] = narrow<Bfloat16>(-0x1p18f);
+    }
+    for (auto output = weight.begin(); output < weight.end(); output += kInputs) {
+        output[kInputs - 1] = output[0];
+    }
+    std::vector<Bfloat16> expected;
+    for (auto row = x.begin(); row < x.end(); row += kInputs) {
+        for (auto output = weight.begin(); output < weight.end(); output += kInputs) {
+            const auto product = [&](std::int64_t i) {
+                return i < kInputs ? double{widen(row[i])} * widen(output[i]) : 0.0;
+            };
+            double sum = 0.0;
+            for (std::int64_t i = 0; i < kInputs; i += 2) {
+                sum = round_to_odd(sum + round_to_odd(product(i) + product(i + 1)));
+            }
+            expected.push_back(narrow<Bfloat16>(static_cast<float>(sum)));
+        }
+    }
+    const Size size = {kOutputs, kInputs, 0};
+    const std::vector<float> no_bias(kOutputs);
+    const auto y = apply(checks, Pool(2),
+                         pack(checks, LORAPLEX_WEIGHT_BFLOAT16, size, weight, {}, {}), x.data(),
+                         kRows, no_bias.data());
+    checks.same_bits(y.data(), expected.data(), static_cast<std::int64_t>(y.size()), "order");
+}
+
 }  // namespace
 
 void test_linear_float(Checks &checks) {
@@ -234,6 +280,7 @@ void test_linear_float(Checks &checks) {
             });
         });
     }
+    test_sums_of_matrices(checks, random);
 }
 
 void test_linear_int8(Checks &checks) {

@@ -1,4 +1,4 @@
-"""Products of bfloat16 in the orders of addition of instructions for them (ADR 47, ADR 49)."""
+"""Products of bfloat16 in the orders of addition of instructions for them (ADR 47, 49, 53)."""
 
 from collections.abc import Callable, Iterator
 
@@ -15,7 +15,12 @@ _TILE_STEP = 32
 def sums_of(library: NativeLibrary) -> Sums | None:
     """What the kernels of this library compute on this CPU; None: the sum of multiply-adds."""
     _, _, instructions = library.arithmetic.partition(" with ")
-    return {"AMX": tile_sums, "AVX512-BF16": pair_sums, "": None}[instructions]
+    return {
+        "AMX": tile_sums,
+        "AVX512-BF16": pair_sums,
+        "BF16": matrix_sums,
+        "": None,
+    }[instructions]
 
 
 def tile_sums(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -40,6 +45,25 @@ def pair_sums(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         for product in reversed(products[first : first + 2]):
             sums = (sums.double() + product).float()
     return sums
+
+
+def matrix_sums(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Add the sum of each pair's products to one chain; both sums are rounded to odd."""
+    sums = torch.zeros(len(x), len(weight))
+    products = list(_products(x, weight))
+    for first in range(0, len(products), 2):
+        pair = _round_to_odd(torch.stack(products[first : first + 2]).sum(0))
+        sums = _round_to_odd(sums.double() + pair.double())
+    return sums
+
+
+def _round_to_odd(exact: torch.Tensor) -> torch.Tensor:
+    """Round float64 to float32 towards 0, but to the odd one of two neighbours where bits are
+    lost.
+    """
+    bits = exact.view(torch.int64)
+    lost = bits & ((1 << 29) - 1)
+    return (bits - lost | (lost != 0).long() << 29).view(torch.float64).float()
 
 
 def _products(x: torch.Tensor, weight: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -60,6 +60,8 @@ enum {
     LORAPLEX_CPU_AMX_BF16 = 64, /* changes the bits of bfloat16 weights (linear.h) */
     LORAPLEX_CPU_AVX512_BF16 = 128, /* at full speed; likewise, without the above, and the bits of
                                      * attention in bfloat16 (attention.h) */
+    LORAPLEX_CPU_NEON_DOTPROD = 256,
+    LORAPLEX_CPU_NEON_BF16 = 512, /* changes the bits of bfloat16 weights (linear.h) */
 };
 
 typedef struct loraplex_pool loraplex_pool;

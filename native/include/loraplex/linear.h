@@ -65,6 +65,8 @@ LORAPLEX_API loraplex_status loraplex_pack_weight(loraplex_pool *pool, loraplex_
  * of each 32 inputs of a block, those with even numbers are one chain, those with odd ones another;
  * both are added, then that to the sum; subnormal numbers count as 0. With LORAPLEX_CPU_AVX512_BF16
  * instead, of each pair of inputs the second one is added first; subnormal numbers count as 0, too.
+ * With LORAPLEX_CPU_NEON_BF16 the sum of a pair's products is added; both sums are rounded towards 0,
+ * or to the odd one of two neighbours where that loses bits; subnormal numbers count as 0, too.
  *
  * Kinds with scales: a block of a row of x is rounded to 16 bits, x = round(x / s) s with
  * s = max |x| / 32767. The products of a group are added as integers, exactly; the groups' sums times

@@ -17,6 +17,7 @@ from loraplex.kernels.native.library import (
     CPU_AMX_BF16,
     CPU_AVX512_BF16,
     CPU_BFLOAT16_ORDERS,
+    CPU_NEON_BF16,
     INSTRUCTION_SETS,
     LIBRARY_FOLDER,
     NativeLibrary,
@@ -69,23 +70,25 @@ def test_a_cpu_gets_no_library_that_it_cannot_run(monkeypatch: pytest.MonkeyPatc
 
 @needs_library
 @pytest.mark.parametrize(
-    ("features", "name"),
+    ("instruction_set", "features", "arithmetic"),
     [
-        (CPU_AMX_BF16, "AMX"),
-        (CPU_AVX512_BF16, "AVX512-BF16"),
-        (CPU_AMX_BF16 | CPU_AVX512_BF16, "AMX"),
+        ("x86-64-v4", CPU_AMX_BF16, "x86-64-v4 with AMX"),
+        ("x86-64-v4", CPU_AVX512_BF16, "x86-64-v4 with AVX512-BF16"),
+        ("x86-64-v4", CPU_AMX_BF16 | CPU_AVX512_BF16, "x86-64-v4 with AMX"),
+        ("x86-64-v4", ~CPU_BFLOAT16_ORDERS, "x86-64-v4"),
+        ("x86-64-v3", CPU_BFLOAT16_ORDERS, "x86-64-v3"),
+        ("aarch64-neon", CPU_NEON_BF16, "aarch64-neon with BF16"),
+        ("aarch64-neon", ~CPU_BFLOAT16_ORDERS, "aarch64-neon"),
+        ("generic", CPU_BFLOAT16_ORDERS, "generic"),
     ],
 )
 def test_instructions_for_bfloat16_are_part_of_what_decides_bits(
-    features: int, name: str, monkeypatch: pytest.MonkeyPatch
+    instruction_set: str, features: int, arithmetic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    generic, best = load_library(("generic",)), load_library()
+    library = load_library(("generic",))
     monkeypatch.setattr(NativeLibrary, "cpu_features", lambda self: features)
-    assert generic.arithmetic == "generic"
-    has_kernels = best.instruction_set == "x86-64-v4"
-    assert best.arithmetic == best.instruction_set + (f" with {name}" if has_kernels else "")
-    monkeypatch.setattr(NativeLibrary, "cpu_features", lambda self: ~CPU_BFLOAT16_ORDERS)
-    assert best.arithmetic == best.instruction_set
+    monkeypatch.setattr(library, "instruction_set", instruction_set)
+    assert library.arithmetic == arithmetic
 
 
 @pytest.mark.slow

@@ -8,6 +8,9 @@ import pytest
 from loraplex.kernels.native.library import LIBRARY_FOLDER
 from support.native_selftest import CPU_CANNOT_RUN_IT, NATIVE, check_report, need, run, selftest
 
+ALL_OF_AARCH64 = 4 | 256 | 512
+"""LORAPLEX_CPU_NEON, _DOTPROD and _BF16 of abi.h: the emulator has them."""
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
@@ -23,4 +26,5 @@ def test_every_op_on_neon(tmp_path: Path) -> None:
     need("cmake", "aarch64-linux-gnu-g++", "qemu-aarch64")
     report = run(NATIVE / "tests" / "run_neon.sh", tmp_path)
     assert report.returncode != CPU_CANNOT_RUN_IT
+    assert f"CPU features {ALL_OF_AARCH64:#x}\n" in report.stdout
     check_report(report)

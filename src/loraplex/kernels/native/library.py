@@ -66,10 +66,14 @@ Watch = Callable[[str, NativeFunction, Sequence[Any]], NativeFunction]
 
 CPU_AMX_BF16 = 64
 CPU_AVX512_BF16 = 128
-"""LORAPLEX_CPU_* of abi.h that change the bits of bfloat16 products (ADR 47, 49, 52)."""
-CPU_BFLOAT16_ORDERS = CPU_AMX_BF16 | CPU_AVX512_BF16
-_SET_WITH_ORDERS = "x86-64-v4"
-"""Instruction set whose library has kernels for them."""
+CPU_NEON_BF16 = 512
+"""LORAPLEX_CPU_* of abi.h that change the bits of bfloat16 products (ADR 47, 49, 52, 53)."""
+CPU_BFLOAT16_ORDERS = CPU_AMX_BF16 | CPU_AVX512_BF16 | CPU_NEON_BF16
+_ORDERS = {
+    "x86-64-v4": {CPU_AMX_BF16: "AMX", CPU_AVX512_BF16: "AVX512-BF16"},
+    "aarch64-neon": {CPU_NEON_BF16: "BF16"},
+}
+"""Their names, by the instruction set whose library has kernels for them; the first is used."""
 
 
 class NativeLibraryError(Exception):
@@ -97,12 +101,9 @@ class NativeLibrary:
     @property
     def arithmetic(self) -> str:
         """Name of the instructions that decide the bits of results: equal on equal names."""
-        features = self.cpu_features() if self.instruction_set == _SET_WITH_ORDERS else 0
-        if features & CPU_AMX_BF16:
-            return f"{self.instruction_set} with AMX"
-        if features & CPU_AVX512_BF16:
-            return f"{self.instruction_set} with AVX512-BF16"
-        return self.instruction_set
+        orders = _ORDERS.get(self.instruction_set, {})
+        used = next((name for bit, name in orders.items() if self.cpu_features() & bit), None)
+        return self.instruction_set if used is None else f"{self.instruction_set} with {used}"
 
     def watched(self, watch: Watch) -> "NativeLibrary":
         """The same library; its functions are what `watch` makes of them."""
