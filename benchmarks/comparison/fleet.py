@@ -14,6 +14,10 @@ from loraplex.core.errors import ConfigError
 
 _MAX_FAILURES = 2
 _IDLE_SECONDS = 1.0
+_SETTLE_SECONDS = 0.2
+_MAX_SETTLE_PAUSES = 25
+_BUSY_CORES = 0.25
+"""A system that takes as much is not idle yet; one that always does is waited for in vain."""
 
 
 class Fleet:
@@ -53,6 +57,18 @@ class Fleet:
         self._running[system.name] = running
         await self._report(system, running, seconds)
         return running
+
+    async def settle(self) -> None:
+        """Wait until no system computes: the threads of some poll for a while after a run's end.
+
+        llama.cpp's do for up to 0.35 s, on all cores but one.
+        """
+        roots = [pid for running in self._running.values() for pid in running.process_ids]
+        for _ in range(_MAX_SETTLE_PAUSES):
+            before = cpu_seconds(roots)
+            await asyncio.sleep(_SETTLE_SECONDS)
+            if cpu_seconds(roots) - before < _BUSY_CORES * _SETTLE_SECONDS:
+                return
 
     async def stop_failed(self, system: System) -> None:
         """Stop it if it is up; after some failures it is not started again."""

@@ -153,6 +153,7 @@ class Comparison:
             verdict = self._journal.verdict(system.name, stage.name)
             if verdict is not None and not verdict.is_right and case.uses_adapters:
                 return _failed(run, f"not timed, its outputs are wrong: {verdict.problems[0]}")
+            await fleet.settle()
             async with asyncio.timeout(self._limits.run_seconds):
                 done = await self._measure(run, case, running)
         except UnsupportedFeatureError as error:

@@ -1,5 +1,7 @@
 """Who goes when, what a failure costs, what is not run again."""
 
+import itertools
+
 import msgspec
 import pytest
 from comparison.calibration import best_variant
@@ -7,6 +9,7 @@ from comparison.cases import Case, Stage
 from comparison.first_use import FirstUse
 from comparison.fixture_tokenizer import FIRST_WORD_ID
 from comparison.fixtures import Fixture, LlamaShape
+from comparison.fleet import Fleet
 from comparison.journal import (
     Calibrated,
     Checked,
@@ -115,6 +118,7 @@ def header(systems, settings=SETTINGS, commit="a") -> Header:
 @pytest.fixture(autouse=True)
 def no_idling(monkeypatch):
     monkeypatch.setattr("comparison.fleet._IDLE_SECONDS", 0.001)
+    monkeypatch.setattr("comparison.fleet._SETTLE_SECONDS", 0.001)
 
 
 @pytest.fixture
@@ -140,6 +144,33 @@ def compare(tmp_path):
         return read_journal(tmp_path / "journal.jsonl"), log
 
     return compare
+
+
+async def test_waits_until_no_system_computes(monkeypatch, tmp_path):
+    used = iter([0.0, 0.1, 0.1, 0.2, 0.2, 0.2])  # busy in two pauses, idle in the third
+    monkeypatch.setattr("comparison.fleet.cpu_seconds", lambda roots: next(used))
+    await Fleet("standard", None, tmp_path, None).settle()
+    assert next(used, None) is None
+
+
+async def test_a_system_that_is_never_idle_is_not_waited_for(monkeypatch, tmp_path):
+    used = itertools.count()
+    monkeypatch.setattr("comparison.fleet.cpu_seconds", lambda roots: next(used))
+    await Fleet("standard", None, tmp_path, None).settle()
+    assert next(used) == 2 * 25
+
+
+async def test_each_run_waits_for_other_systems(compare, fake_system, monkeypatch):
+    system, num_sent = fake_system("loraplex fp32"), []
+
+    async def settle(fleet):
+        num_sent.append(len(system.sent))
+
+    monkeypatch.setattr(Fleet, "settle", settle)
+    await compare([system], rounds=1)
+    base, mixed = num_sent
+    assert mixed == base + 3
+    assert len(system.sent) == mixed + 3
 
 
 async def test_systems_take_turns_and_change_places(compare, fake_system):
