@@ -59,10 +59,7 @@ class Fleet:
         return running
 
     async def settle(self) -> None:
-        """Wait until no system computes: the threads of some poll for a while after a run's end.
-
-        llama.cpp's do for up to 0.35 s, on all cores but one.
-        """
+        """Wait until no system computes: threads of llama.cpp poll for up to 0.35 s after a run."""
         roots = [pid for running in self._running.values() for pid in running.process_ids]
         for _ in range(_MAX_SETTLE_PAUSES):
             before = cpu_seconds(roots)

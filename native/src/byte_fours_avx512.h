@@ -7,14 +7,11 @@
 #include <cstdint>
 #include <iterator>
 
+#include "linear_group_inputs.h"
 #include "loraplex/simd.h"
 #include "packed_weight.h"
 
 namespace loraplex {
-
-// How many times a vector of a panel has four inputs of each output.
-template <typename W>
-inline constexpr int kFours = kHasNibbles<W> ? 2 : 1;
 
 // The fours of a panel's outputs, as unsigned bytes: value + GroupInputs::kZero.
 template <typename W>
@@ -62,8 +59,6 @@ private:
 inline Ints add_to_all(Ints sums, std::int32_t value) {
     return _mm512_add_epi32(sums, _mm512_set1_epi32(value));
 }
-
-using FourBytes __attribute__((may_alias)) = std::int32_t;
 
 // In assembly: the library must load without it. Inputs from memory: a compiler would load those of
 // all rows first, and has no registers for them.

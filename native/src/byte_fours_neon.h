@@ -5,14 +5,11 @@
 
 #include <cstdint>
 
+#include "linear_group_inputs.h"
 #include "loraplex/simd.h"
 #include "packed_weight.h"
 
 namespace loraplex {
-
-// How many times 64 bytes of a panel have four inputs of each output.
-template <typename W>
-inline constexpr int kFours = kHasNibbles<W> ? 2 : 1;
 
 // The fours of one vector of a panel's outputs: value + GroupInputs::kZero.
 template <typename W>
@@ -37,8 +34,6 @@ struct ByteUnpacking {
 inline Ints add_to_all(Ints sums, std::int32_t value) {
     return vaddq_s32(sums, vdupq_n_s32(value));
 }
-
-using FourBytes __attribute__((may_alias)) = std::int32_t;
 
 // In assembly: the library must load without it.
 __attribute__((always_inline)) inline Ints add_fours(const FourBytes *inputs, int8x16_t weights,

@@ -19,6 +19,10 @@
 
 namespace loraplex {
 
+// How many times 64 bytes of a panel have four inputs of each output.
+template <typename W>
+inline constexpr int kFours = kHasNibbles<W> ? 2 : 1;
+
 template <typename W>
 struct ByteBlock {
     using RowInputs = GroupInputs<W, std::int8_t>;
