@@ -50,6 +50,7 @@ def loaded(server: RunningServer) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 def test_a_pod_of_kserve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # As if a service of the namespace were called loraplex.
     monkeypatch.setenv("LORAPLEX_SERVICE_HOST", "10.0.0.1")

@@ -145,6 +145,7 @@ def assert_gone(pids: list[int]) -> None:
     assert process_tree(pids) == []
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.some(2)
 @pytest.mark.covering(1)

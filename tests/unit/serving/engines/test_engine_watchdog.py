@@ -210,6 +210,7 @@ async def test_a_link_reports_that_its_process_is_stopped(temporary_folder):
     await engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="stops a process")
 async def test_a_stopped_process_is_killed_and_its_requests_continue(
     temporary_folder, make_request, monkeypatch, caplog
