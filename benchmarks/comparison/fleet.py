@@ -3,6 +3,7 @@
 import asyncio
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -62,9 +63,7 @@ class Fleet:
         """Wait until no system computes: threads of llama.cpp poll for up to 0.35 s after a run."""
         roots = [pid for running in self._running.values() for pid in running.process_ids]
         for _ in range(_MAX_SETTLE_PAUSES):
-            before = cpu_seconds(roots)
-            await asyncio.sleep(_SETTLE_SECONDS)
-            if cpu_seconds(roots) - before < _BUSY_CORES * _SETTLE_SECONDS:
+            if await _busy_cores(roots, _SETTLE_SECONDS) < _BUSY_CORES:
                 return
 
     async def stop_failed(self, system: System) -> None:
@@ -100,17 +99,22 @@ class Fleet:
         return msgspec.structs.replace(self._setup, work=work, log=log)
 
     async def _report(self, system: System, running: Running, seconds: float) -> None:
-        before = cpu_seconds(running.process_ids)
-        await asyncio.sleep(_IDLE_SECONDS)
-        busy = cpu_seconds(running.process_ids) - before
+        idle_cores = await _busy_cores(running.process_ids, _IDLE_SECONDS)
         self._journal.add(
             Started(
                 system=system.name,
                 stage=self._stage,
                 seconds=seconds,
                 resident_bytes=resident_bytes(running.process_ids),
-                idle_cores=busy / _IDLE_SECONDS,
+                idle_cores=idle_cores,
                 launch=running.launch,
                 children=variables_of_children(running.process_ids),
             )
         )
+
+
+async def _busy_cores(roots: Sequence[int], seconds: float) -> float:
+    """Return how many cores the process trees use, measured for so long."""
+    before = cpu_seconds(roots)
+    await asyncio.sleep(seconds)
+    return (cpu_seconds(roots) - before) / seconds
