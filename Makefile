@@ -2,20 +2,22 @@
 #
 #   make demo    set up, serve the shipped tiny model, run the founding example
 #   make test    set up, run the tests (no GPU, no network but loopback)
+#   make test-busy  the same beside four busy processes; BUSY_TESTS="PATH ..." takes a part
 #   make coverage   what of src the tests of `make test` run, by package
-#   make lint    format check, lint, import contracts
+#   make lint    format check, lint, import contracts, language, budget of code
 #   make types   mypy --strict
-#   make test-all     all tests that CI runs
+#   make test-all     all tests that need neither a GPU nor a browser; CI takes a third of the slow ones
 #   make test-lowest  a part of the tests with the lowest versions that pyproject.toml allows
-#   make test-browser the console in a real browser (Chromium)
+#   make test-browser the console in a real browser (Chromium); BUSY=.ci/busy beside busy processes
 #   make screenshots  the pictures of docs/console.md
 #   make vendor  copy the console's libraries from npm's registry again
 #   make ray-test     replicas on a Ray cluster of two nodes on this machine, with faults
 #   make soak    what takes too long for CI: long schedules, kills, many more examples
+#   make originals ORIGINALS=FOLDER   the programs of the TensorRT-LLM backend's checkouts in a folder
 #   make charts  check the Helm chart and the other objects of deploy/ without a cluster
 #   make lock    write constraints.txt anew; LOCK_ARGS=--upgrade takes the newest versions
 #   make bench   measure a server on this machine, and compare it with BENCH_PEERS
-#   make docs    build the documentation
+#   make docs    build the documentation, with docs/openapi.json
 #   make wheel   the sdist and a wheel for each kind of CPU, in dist/
 #   make test-wheel  build them, check them, and run one where no compiler is
 #   make tables  write the pages of docs/ that are made from the code
@@ -52,7 +54,12 @@ NATIVE := native/CMakeLists.txt $(wildcard native/src/*) $(wildcard native/inclu
 # Order and examples of the tests: CI's are the same each time, those of the other verbs are new.
 SEED ?= 1
 LOWEST := .venv-lowest
+# What `make test-busy` runs, and what runs the browser's tests.
+BUSY_TESTS ?=
+BUSY ?=
 SOAK_MINUTES ?= 30
+# Checkouts of triton-inference-server/tensorrtllm_backend, such as c2e65b8, cad2233 and v0.5.0.
+ORIGINALS ?=
 LOWEST_TESTS ?= tests/unit/core tests/unit/app tests/unit/serving tests/contract tests/e2e/test_serve.py
 CODE := src tests examples benchmarks docs .ci
 # Code and pages whose words are checked. Results stay as they were recorded.
@@ -64,7 +71,7 @@ UV := $(BIN)/python .ci/install.py
 PYTEST := PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(CURDIR)/$(VENV)/pycache $(BIN)/python -m pytest
 INSTALL := $(UV) install --quiet --python $(BIN)/python -c constraints.txt $(PIP_ARGS)
 
-.PHONY: demo test coverage test-all test-browser screenshots test-lowest vendor ray-test soak charts lint types bench docs wheel test-wheel tables fmt lock clean .triton \
+.PHONY: demo test test-busy coverage test-all test-browser screenshots test-lowest vendor ray-test soak originals charts lint types bench docs wheel test-wheel tables fmt lock clean .triton \
 	gpu-wheels gpu-check gpu-bench
 
 $(BIN)/uv: constraints.txt
@@ -107,7 +114,7 @@ $(OLDEST_TRITON): | $(VENV)/.dev
 # needs: they have a folder of their own, and the tests run them in processes of their own.
 $(VENV)/clients: | $(VENV)/.dev
 	$(UV) install --quiet --python $(BIN)/python --no-deps --target $@ \
-		guidance==0.3.1 llguidance==1.5.0 lorax-client==0.6.3
+		guidance==0.3.1 llguidance==1.5.0 lm-eval==0.4.13 lorax-client==0.6.3
 
 demo: $(VENV)/.runtime
 	$(BIN)/python examples/capitals.py
@@ -120,9 +127,13 @@ coverage: $(VENV)/.dev
 	COVERAGE_FILE=$(VENV)/coverage $(PYTEST) --cov=src/loraplex --cov-report= $(PYTEST_ARGS)
 	$(BIN)/python .ci/coverage_by_package.py $(VENV)/coverage
 
-# All that CI runs, with more examples of each property. Up to five tests that fail get a second run.
+# Beside four busy processes: no test may depend on how fast the machine is.
+test-busy: $(VENV)/.dev
+	.ci/busy $(PYTEST) $(PYTEST_ARGS) $(BUSY_TESTS)
+
+# With more examples of each property. CI takes a part of the slow tests: --slow-part=K/3.
 test-all: $(VENV)/.dev $(OLDEST_TRITON) $(VENV)/clients .triton
-	.ci/with_second_run $(PYTEST) --hypothesis-profile=ci --hypothesis-seed=$(SEED) \
+	$(PYTEST) --hypothesis-profile=ci --hypothesis-seed=$(SEED) \
 		--randomly-seed=$(SEED) --durations=30 \
 		-m "not soak and not gpu and not network and not browser" $(PYTEST_ARGS)
 
@@ -133,7 +144,7 @@ $(VENV)/.browser: $(VENV)/.dev
 # Here a browser that is missing fails; other verbs leave its tests out.
 test-browser: $(VENV)/.browser
 	.ci/install_chromium
-	.ci/with_second_run REQUIRE_BROWSER=1 $(PYTEST) -m browser --randomly-seed=$(SEED) $(PYTEST_ARGS) tests/browser
+	$(BUSY) env REQUIRE_BROWSER=1 $(PYTEST) -m browser --randomly-seed=$(SEED) $(PYTEST_ARGS) tests/browser
 
 screenshots: $(VENV)/.browser
 	.ci/install_chromium
@@ -150,7 +161,15 @@ soak: $(VENV)/.dev $(OLDEST_TRITON) $(VENV)/clients .triton
 	$(PYTEST) --hypothesis-profile=soak --timeout=7200 \
 		-m "not gpu and not network and not browser" $(PYTEST_ARGS) tests/property tests/contract/test_openapi.py
 	PYTHONPATH=tests $(BIN)/python benchmarks/soak.py --minutes $(SOAK_MINUTES)
-	$(MAKE) test-lowest charts ray-test
+	$(MAKE) originals test-lowest charts ray-test
+
+# What the originals' programs need in addition, beside loraplex's own packages.
+$(VENV)/originals: | $(VENV)/.dev
+	$(UV) install --quiet --python $(BIN)/python --no-deps --target $@ \
+		pandas python-dateutil six tabulate
+
+originals: $(VENV)/.dev $(if $(ORIGINALS),$(VENV)/originals)
+	PYTHONPATH=tests:$(CURDIR)/$(VENV)/originals $(BIN)/python benchmarks/originals.py $(ORIGINALS)
 
 # Helm as a library has 244 MB, so it is installed for this verb only.
 $(VENV)/.charts: $(VENV)/.dev tests/deploy/requirements.txt
@@ -187,6 +206,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python docs/tools/check_language.py $(LANGUAGE)
+	$(BIN)/python docs/tools/check_budget.py
 
 types: $(VENV)/.dev
 	$(BIN)/mypy
@@ -201,6 +221,7 @@ tables: $(VENV)/.runtime
 	PYTHONPATH=docs:tests $(BIN)/python -m tools docs
 
 docs: $(VENV)/.docs
+	PYTHONPATH=docs:tests $(BIN)/python -m tools docs --built
 	$(BIN)/mkdocs build --strict
 
 # 600 MB of compilers and cmake, so they are installed for this verb only.

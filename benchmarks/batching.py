@@ -43,6 +43,7 @@ from loraplex.core.environment import cache_directory
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.scheduler_settings import Batching, BatchSchedulerPolicy, SchedulerSettings
+from loraplex.core.task import Generate
 from loraplex.engine.engine import Engine, build_engine
 from loraplex.execution.adapters.host_adapters import HostAdapters
 from loraplex.execution.loading import load_runner
@@ -141,11 +142,11 @@ class Subject:
         self.folder = folder
         self.config = read_config(folder)
         torch.set_num_threads(threads)
-        shapes = self.config.module_shapes[0]
         self._targets = tuple(
             LoraTarget(layer, module, RANK, *shapes[module])
-            for layer in range(self.config.num_layers)
+            for layer, shapes in enumerate(self.config.module_shapes)
             for module in MODULES
+            if module in shapes
         )
 
     def engine(self, variant: Variant) -> Engine:
@@ -272,8 +273,10 @@ def _engine_request(number: int, request: PlannedRequest) -> EngineRequest:
     return EngineRequest(
         request_id=number,
         prompt_token_ids=request.prompt_token_ids,
-        sampling=SamplingParams(
-            temperature=0.0, max_tokens=request.num_output_tokens, ignore_eos=True, seed=0
+        task=Generate(
+            SamplingParams(
+                temperature=0.0, max_tokens=request.num_output_tokens, ignore_eos=True, seed=0
+            )
         ),
         eos_token_ids=(),
         adapters=(AdapterUse(digest),),

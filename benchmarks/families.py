@@ -29,13 +29,15 @@ from loraplex.core.clock import SystemClock
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.scheduler_settings import SchedulerSettings
+from loraplex.core.task import Generate
 from loraplex.engine.engine import build_engine
 from loraplex.execution.adapters.host_adapters import HostAdapters
 from loraplex.execution.loading import load_runner
 from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.models.parameters import checkpoint_shapes
 from loraplex.models.registry import read_config
-from loraplex.models.spec import QKV, ModelSpec
+from loraplex.models.spec import ModelSpec
+from loraplex.models.specs.attention import QKV
 from support.instant_loader import InstantLoader
 
 SIZES = {
@@ -110,7 +112,7 @@ def targets_of(spec: ModelSpec, modules: Collection[str]) -> tuple[LoraTarget, .
         for layer, shapes in enumerate(spec.module_shapes)
         for module, shape in shapes.items()
         if module in modules
-        for expert in range(spec.num_experts.get(module, 1))
+        for expert in range(spec.num_experts[layer].get(module, 1))
     )
 
 
@@ -121,7 +123,7 @@ def begin(
     engine = subject.engine
     targets = targets_of(subject.config, modules)
     for index in range(batch):
-        digest = f"{modules} {index}"
+        digest = f"{sorted(modules)} {index}"
         if targets:
             num_bytes = 2 * sum(target.num_elements for target in targets)
             engine.register_adapter(AdapterSource(digest, "", num_bytes, targets))
@@ -130,8 +132,10 @@ def begin(
             EngineRequest(
                 request_id=time.monotonic_ns(),
                 prompt_token_ids=tuple(prompt),
-                sampling=SamplingParams(
-                    temperature=0.0, max_tokens=num_steps + 8, ignore_eos=True, seed=0
+                task=Generate(
+                    SamplingParams(
+                        temperature=0.0, max_tokens=num_steps + 8, ignore_eos=True, seed=0
+                    )
                 ),
                 eos_token_ids=(),
                 adapters=(AdapterUse(digest),) if targets else (),
@@ -161,7 +165,8 @@ def finish(subject: Subject) -> None:
 def compare(llama: Subject, other: Subject, batch: int, num_steps: int) -> dict[str, float]:
     """Return the median step times in milliseconds, and the median of the ratios."""
     for subject in (llama, other):
-        modules = subject.config.layers[0].linears[QKV].modules
+        groups = (layer.linears.get(QKV) for layer in subject.config.layers)
+        modules = {module for group in groups if group is not None for module in group.modules}
         begin(subject, modules, batch, num_steps)
     pairs = [(seconds_of_step(llama), seconds_of_step(other)) for _ in range(num_steps)]
     for subject in (llama, other):

@@ -10,7 +10,9 @@ served in turns with this one, in each round. The rows have the medians of the r
 ratios are medians of the rounds' ratios. Clients and server share the machine, which may be busy
 with other programs: compare the rows of one kind, not the seconds.
 The small request is a load against clients that delay loads of adapters; some kinds are measured
-with small chats and with a new small grammar in each request, too.
+with small chats and with a new small grammar in each request, too. Against clients that keep the
+base model busy it is two tokens of the base. `first loads, slow host` measures the first loads of a
+tenant, so nothing is loaded before; `idle connections` are to a server with few descriptors.
 """
 
 import argparse
@@ -22,6 +24,7 @@ import json
 import multiprocessing
 import os
 import queue
+import resource
 import signal
 import socket
 import statistics
@@ -199,6 +202,86 @@ async def regular_expression(target: Target, http: httpx.AsyncClient, number: in
     await target.post(http, "/v1/adapters", json.dumps(body).encode())
 
 
+async def prompt_logprobs(target: Target, http: httpx.AsyncClient, number: int) -> None:
+    """The 20 likeliest tokens at each position of 16 long prompts."""
+    await target.post(http, "/v1/completions", long_prompts(number, prompt_logprobs=20))
+
+
+async def echoed_logprobs(target: Target, http: httpx.AsyncClient, number: int) -> None:
+    """The same in the form of the echo."""
+    await target.post(http, "/v1/completions", long_prompts(number, echo=True, logprobs=20))
+
+
+def long_prompts(number: int, **fields: Any) -> bytes:
+    """Return a request for one token each after 16 prompts of 1,650 tokens."""
+    prompts = [[10 + (number + i + at) % 90 for at in range(1650)] for i in range(16)]
+    return json.dumps({"model": "capitals", "prompt": prompts, "max_tokens": 1, **fields}).encode()
+
+
+async def many_logprobs(target: Target, http: httpx.AsyncClient, number: int) -> None:
+    """64 outputs of 400 tokens, with the 20 likeliest ones at each position."""
+    body = {"model": "capitals", "prompt": f"{number}", "n": 64, "max_tokens": 400}
+    body |= {"ignore_eos": True, "logprobs": 20}
+    await target.post(http, "/v1/completions", json.dumps(body).encode())
+
+
+async def context_logits(target: Target, http: httpx.AsyncClient, number: int) -> None:
+    """All logits of a long prompt, as JSON."""
+    prompt = f"{number} " + "the capital of France is Paris. " * 120
+    body = {"text_input": prompt, "max_tokens": 1, "return_context_logits": True}
+    await target.post(http, "/v2/models/ensemble/generate", json.dumps(body).encode())
+
+
+async def unread_responses(target: Target, http: httpx.AsyncClient, number: int) -> None:
+    """A connection whose responses, of tens of megabytes, are never read."""
+    del http
+    body = long_prompts(number, prompt_logprobs=20)
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {target.key}\r\n"
+    head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    _, writer = await asyncio.open_connection("127.0.0.1", target.http_port, limit=1)
+    try:
+        writer.write(head.encode() + body)
+        await asyncio.sleep(2 * LIMIT_SECONDS)
+    finally:
+        writer.close()
+
+
+_THREE: Final = asyncio.Semaphore(3)
+
+
+async def sequences_on_the_base(target: Target, http: httpx.AsyncClient, number: int) -> None:
+    """Three requests at a time of 64 outputs of 800 tokens."""
+    body = {"model": "capitals", "prompt": f"{number}", "n": 64, "max_tokens": 800}
+    async with _THREE:
+        await target.post(http, "/v1/completions", json.dumps(body | {"ignore_eos": True}).encode())
+
+
+async def beams(target: Target, http: httpx.AsyncClient, number: int) -> None:
+    """Beam searches of 64 beams."""
+    body = {"model": "capitals", "prompt": f"{number}", "n": 64, "max_tokens": 800}
+    body |= {"use_beam_search": True, "temperature": 0, "ignore_eos": True}
+    async with _THREE:
+        await target.post(http, "/v1/completions", json.dumps(body).encode())
+
+
+async def idle_connections(target: Target, http: httpx.AsyncClient, number: int) -> None:
+    """Connections that send nothing, and are opened again when the server closes them."""
+    del http, number
+    with contextlib.suppress(OSError):
+        _, writer = await asyncio.open_connection("127.0.0.1", target.http_port)
+        async with asyncio.TaskGroup() as group:
+            for _ in range(NUM_IDLE // NUM_CALLERS):
+                group.create_task(_idle_connection(target.http_port))
+        writer.close()
+
+
+async def _idle_connection(port: int) -> None:
+    with contextlib.suppress(OSError):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        await reader.read()
+        writer.close()
+
+
 BODIES: Final = (
     *("gRPC, 16 MB of inputs, no key", "gRPC, 16 MB of inputs"),
     *("60 MB of token ids", "logit_bias of 1e6"),
@@ -207,6 +290,15 @@ BODIES: Final = (
 ATTACKS: Final[dict[str, Attack]] = {
     **{case: sending(case) for case in BODIES},
     "n = 64": many_sequences,
+    "prompt_logprobs": prompt_logprobs,
+    "echo with logprobs": echoed_logprobs,
+    "n = 64 with logprobs": many_logprobs,
+    "context logits": context_logits,
+    "unread responses": unread_responses,
+    "n = 64 on the base": sequences_on_the_base,
+    "64 beams": beams,
+    "idle connections": idle_connections,
+    "first loads, slow host": slow_host,
     "grammars": grammars,
     "grammars that compile for long": slow_grammars,
     "texts of 1 MB": long_texts,
@@ -218,14 +310,26 @@ ATTACKS: Final[dict[str, Attack]] = {
     "slow host of adapters": slow_host,
     "regular expression": regular_expression,
 }
+ON_THE_BASE: Final = ("n = 64 on the base", "64 beams")
+OF_LOADS: Final = (
+    *("small loads, new adapters", "slow host of adapters", "regular expression"),
+    "idle connections",
+)
+FIRST_LOADS: Final = "first loads, slow host"
+MAX_FILES: Final = {"idle connections": 300}
+"""Descriptors of the server under an attack; others have those of the machine."""
+NUM_IDLE: Final = 320
 COMPLETION: Final = {"model": "chinese", "prompt": "x", "max_tokens": 1, "temperature": 0}
 
 
 def small_request(attack: str | None, number: int) -> tuple[str, dict[str, Any]]:
     """Return the path and the body of a small request that is measured during an attack."""
-    if attack in ("small loads, new adapters", "slow host of adapters", "regular expression"):
+    if attack in OF_LOADS or attack == FIRST_LOADS:
         path = str(ADAPTER_PATHS["chinese"])
-        return "/v1/adapters", {"name": "small", "path": path, "replace": True}
+        name = f"small-{number}" if attack == FIRST_LOADS else "small"
+        return "/v1/adapters", {"name": name, "path": path, "replace": True}
+    if attack in ON_THE_BASE:
+        return "/v1/completions", COMPLETION | {"model": "capitals", "max_tokens": 2}
     if attack == "small grammars, slow grammars":
         return "/v1/completions", COMPLETION | {"structured_outputs": {"regex": f"[a-z]{number}?"}}
     if attack == "small chats, long chats":
@@ -256,8 +360,13 @@ def attack_until_killed(name: str, target: Target) -> None:
 
 
 @contextlib.contextmanager
-def running_server(checkout: Path, folder: Path) -> Iterator[tuple[RunningServer, dict[str, str]]]:
-    """Yield a server of the code in `checkout`, and the tenants' keys."""
+def running_server(
+    checkout: Path, folder: Path, max_files: int | None = None
+) -> Iterator[tuple[RunningServer, dict[str, str]]]:
+    """Yield a server of the code in `checkout`, and the tenants' keys.
+
+    max_files: limit of its open files.
+    """
     keys_file = folder / "keys.toml"
     keys_file.write_text("".join(TABLE.format(tenant=tenant) for tenant in TENANTS))
     now = datetime.datetime.now(datetime.UTC)
@@ -284,6 +393,8 @@ def running_server(checkout: Path, folder: Path) -> Iterator[tuple[RunningServer
     command += ["--allowed-adapter-hosts", "127.0.0.1", "--allow-private-addresses"]
     environment = {**child_environment(), "PYTHONPATH": str(checkout / "src")}
     process = subprocess.Popen(command, text=True, env=environment)
+    if max_files is not None:
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (max_files, max_files))
     server = RunningServer(process, *ports)
     try:
         server.wait_until(ready=True)
@@ -333,10 +444,11 @@ def measure(name: str | None, checkout: Path, seconds: float) -> Result:
     """Measure during one kind of attack; None: without an attack."""
     with (
         tempfile.TemporaryDirectory(prefix="hostile-") as folder,
-        running_server(checkout, Path(folder)) as (server, keys),
+        running_server(checkout, Path(folder), MAX_FILES.get(name or "")) as (server, keys),
     ):
-        # The first ones load the adapter, and start the processes that they need.
-        asyncio.run(small_requests(server, keys["quiet"], 1.0, name))
+        if name != FIRST_LOADS:
+            # The first ones load the adapter, and start the processes that they need.
+            asyncio.run(small_requests(server, keys["quiet"], 1.0, name))
         if name is None:
             return asyncio.run(small_requests(server, keys["quiet"], seconds))
         target = Target(server.http_port, server.grpc_port, keys["hostile"], folder)

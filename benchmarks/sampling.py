@@ -16,6 +16,7 @@ from against_reference import least_time
 
 from loraplex.core.plan import RowAdded, RowStep
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.task import Generate
 from loraplex.execution.sampling.sampler import Sampler
 from loraplex.kernels.native.backend import NativeKernels
 from loraplex.kernels.native.library import load_library
@@ -51,11 +52,10 @@ def step_of(kernels: Kernels, logits: torch.Tensor, kind: str, *, mixed: bool = 
             RowAdded(
                 slot=slot,
                 sequence_id=slot,
-                sampling=params_of(kind, slot if mixed else 0),
+                task=Generate(params_of(kind, slot if mixed else 0), seed=slot),
+                sequence_index=0,
                 token_ids=(1,),
                 num_prompt_tokens=1,
-                seed=slot,
-                sequence_index=0,
             )
         )
     steps = [

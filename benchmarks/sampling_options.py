@@ -21,6 +21,7 @@ import torch
 
 from loraplex.core.plan import RowAdded, RowStep
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.task import Generate
 from loraplex.execution.sampling.sampler import Sampler
 from loraplex.kernels.native.backend import NativeKernels
 from loraplex.kernels.native.library import load_library
@@ -101,12 +102,10 @@ class Steps:
                 RowAdded(
                     slot=slot,
                     sequence_id=slot,
-                    sampling=sampling,
+                    task=Generate(sampling, seed=slot, suppressed_token_ids=(1, 2)),
+                    sequence_index=0,
                     token_ids=prompt,
                     num_prompt_tokens=len(prompt),
-                    suppressed_token_ids=(1, 2),
-                    seed=slot,
-                    sequence_index=0,
                 )
             )
             steps.append(RowStep(slot=slot, start=0, num_tokens=1, num_logprobs=sampling.logprobs))

@@ -41,6 +41,7 @@ from loraplex.core.clock import SystemClock
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.scheduler_settings import SchedulerSettings
+from loraplex.core.task import Generate
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.engine.engine import Engine, build_engine
 from loraplex.execution.adapters.host_adapters import HostAdapter, HostAdapters, HostWeight
@@ -51,6 +52,7 @@ from loraplex.execution.weights.gguf_folder import SUFFIX, gguf_folder
 from loraplex.kernels.native.library import NativeLibrary
 from loraplex.models.registry import read_config
 from loraplex.models.spec import ModelSpec
+from loraplex.models.specs.attention import AttentionSpec
 from support.instant_loader import InstantLoader
 
 RANK = 8
@@ -233,13 +235,20 @@ def measure_steps(
     return plain, sections
 
 
-def add_requests(subject: Subject, batch: int, num_prompt_tokens: int, num_tokens: int) -> None:
-    """Random prompts; request i uses adapter i."""
-    shapes = subject.config.module_shapes[0]
+def add_requests(
+    subject: Subject,
+    batch: int,
+    num_prompt_tokens: int,
+    num_tokens: int,
+    *,
+    has_adapters: bool = True,
+) -> None:
+    """Random prompts; request i uses adapter i, or none of them any."""
     targets = tuple(
         LoraTarget(layer, module, RANK, *shapes[module])
-        for layer in range(subject.config.num_layers)
+        for layer, shapes in enumerate(subject.config.module_shapes)
         for module in MODULES
+        if module in shapes
     )
     for index in range(batch):
         digest = f"adapter {index}"
@@ -248,11 +257,11 @@ def add_requests(subject: Subject, batch: int, num_prompt_tokens: int, num_token
         request = EngineRequest(
             request_id=time.monotonic_ns(),
             prompt_token_ids=tuple(prompt),
-            sampling=SamplingParams(
-                temperature=0.0, max_tokens=num_tokens, ignore_eos=True, seed=0
+            task=Generate(
+                SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, seed=0)
             ),
             eos_token_ids=(),
-            adapters=(AdapterUse(digest),),
+            adapters=(AdapterUse(digest),) if has_adapters else (),
             kv_salt=b"",
             tenant="",
             priority=0,
@@ -264,19 +273,32 @@ def add_requests(subject: Subject, batch: int, num_prompt_tokens: int, num_token
 
 def floor_seconds(subject: Subject, limits: MachineLimits, batch: int) -> float:
     config, itemsize = subject.config, subject.itemsize
-    shapes = config.module_shapes[0]
     num_weights = _layer_weights(config) + config.vocab_size * config.hidden_size
     of_weights = limits.floor_seconds(subject.linear_bytes, 2 * batch * num_weights)
-    kv = 2 * subject.context * config.layers[0].attention.kv_size
-    lora = RANK * sum(sum(shapes[module]) for module in MODULES)
-    per_row = config.num_layers * (kv + lora) * itemsize
-    return of_weights + batch * per_row / limits.read_bytes
+    kv = sum(
+        2 * min(subject.context, attention.window or subject.context) * attention.kv_size
+        for attention in config.mixers_of(AttentionSpec)
+    )
+    lora = RANK * sum(
+        sum(shapes[module])
+        for shapes in config.module_shapes
+        for module in MODULES
+        if module in shapes
+    )
+    return of_weights + batch * (kv + lora) * itemsize / limits.read_bytes
 
 
 def _layer_weights(config: ModelSpec) -> int:
     """Number of weights in the linear layers, without the one of the vocabulary."""
-    shapes = config.module_shapes[0].values()
-    return config.num_layers * sum(inputs * outputs for inputs, outputs in shapes)
+    return sum(
+        inputs * outputs for shapes in config.module_shapes for inputs, outputs in shapes.values()
+    )
+
+
+def _num_pairs(window: int | None, num_tokens: int) -> int:
+    """Pairs of a token and one that it sees, itself included."""
+    seen = min(num_tokens, window or num_tokens)
+    return seen * (seen + 1) // 2 + (num_tokens - seen) * seen
 
 
 def prompt_of(subject: Subject, limits: MachineLimits) -> dict[str, float]:
@@ -289,9 +311,11 @@ def prompt_of(subject: Subject, limits: MachineLimits) -> dict[str, float]:
         while not engine.is_idle:
             engine.step()
         times.append(time.perf_counter() - start)
-    attention = config.layers[0].attention
-    pairs = config.num_layers * attention.num_heads * num_tokens * (num_tokens + 1) // 2
-    flops = 2 * num_tokens * _layer_weights(config) + 4 * pairs * attention.head_dim
+    products = sum(
+        attention.q_size * _num_pairs(attention.window, num_tokens)
+        for attention in config.mixers_of(AttentionSpec)
+    )
+    flops = 2 * num_tokens * _layer_weights(config) + 4 * products
     flops += 2 * config.vocab_size * config.hidden_size
     floor = limits.floor_seconds(subject.linear_bytes, flops)
     return {

@@ -1,6 +1,6 @@
 """Our Triton front ends over a model that only echoes, in a process of its own: see transport.py.
 
-    python benchmarks/transport_server.py [SETTING=VALUE ...]
+    PYTHONPATH=tests python benchmarks/transport_server.py [SETTING=VALUE ...]
 
 Settings are those of the server. It is wired as `loraplex compat triton` wires it: all frontends on
 the HTTP port, gRPC on its own. Prints both addresses once they respond; ends with standard input.
@@ -33,13 +33,14 @@ from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.ops.latencies import Latencies
 from loraplex.serving.draining import Draining
 from loraplex.serving.request_metrics import RequestMetrics
-from loraplex.testing.echo_backend import EchoBackend
+from loraplex.serving.response_memory import ResponseMemory
+from support.echo_service import EchoService
 
 UNARY, STREAMED, ENSEMBLE_OF_THREE = "echo", "echo_stream", "ensemble"
 MAX_BATCH_SIZE = 8
 
 
-class OneStepEcho(EchoBackend):
+class OneStepEcho(EchoService):
     """Respond without a model: one output for each requested token, each with the prompt."""
 
     async def generate(
@@ -111,6 +112,7 @@ async def serve(values: dict[str, Any]) -> None:
             metrics=_no_metrics,
             latencies=Latencies(RequestMetrics()),
             bodies=bodies,
+            responses=ResponseMemory.of(settings, has_keys=False),
         )
         ports = Ports(stack, settings, None)
         await ports.open_http(app, reporting.connections)

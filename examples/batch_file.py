@@ -40,8 +40,20 @@ def finished_ids(output: Path) -> set[str]:
     return finished
 
 
+class InputError(Exception):
+    """A line of the input is no request, or repeats an id."""
+
+
+class UnavailableError(Exception):
+    """The server did not take a request, however often it was sent."""
+
+
 def open_requests(source: Path, finished: set[str]) -> Iterator[dict[str, Any]]:
-    """Read the requests that have no result; one line is in memory at a time."""
+    """Read the requests that have no result; one line is in memory at a time.
+
+    Raises InputError. Tasks read it, and a SystemExit there would stop the event loop in the middle
+    of the other tasks.
+    """
     seen = set()
     with source.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
@@ -51,16 +63,12 @@ def open_requests(source: Path, finished: set[str]) -> Iterator[dict[str, Any]]:
                 request = json.loads(line)
                 custom_id, _ = request["custom_id"], (request["url"], request["body"])
             except (KeyError, TypeError, ValueError) as error:
-                raise SystemExit(f"{source}, line {number}: {error!r}") from error
+                raise InputError(f"{source}, line {number}: {error!r}") from error
             if custom_id in seen:
-                raise SystemExit(f"{source}, line {number}: the id {custom_id!r} occurs twice")
+                raise InputError(f"{source}, line {number}: the id {custom_id!r} occurs twice")
             seen.add(custom_id)
             if custom_id not in finished:
                 yield request
-
-
-class UnavailableError(Exception):
-    """The server did not take a request, however often it was sent."""
 
 
 async def send(client: httpx.AsyncClient, request: dict[str, Any]) -> dict[str, Any]:
@@ -128,9 +136,11 @@ async def process(args: argparse.Namespace) -> int:
             try:
                 num_results, num_errors = await run(client, requests, output, args.concurrency)
             except* UnavailableError as group:
-                problem = str(group.exceptions[0])
+                problem = f"{group.exceptions[0]}. The same command goes on later."
+            except* InputError as group:
+                problem = f"{group.exceptions[0]}. The same command goes on with a correct line."
     if problem:
-        print(f"{problem}. The same command goes on later.", file=sys.stderr)
+        print(problem, file=sys.stderr)
         return 2
     print(f"{num_results} requests were sent, {num_errors} of them failed")
     return 1 if num_errors else 0

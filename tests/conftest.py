@@ -15,7 +15,7 @@ import pytest
 from loraplex.core.environment import let_threads_sleep
 from support.covering_cases import mark_what_soak_takes
 from support.examples import register_profiles
-from support.sampled_cases import left_to_ci
+from support.sampled_cases import left_to_others, part_of_slow
 
 # Tests start programs of `support` with `python -m`.
 _PATHS = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -38,6 +38,11 @@ register_profiles()
 _FOLDERS = ("e2e", "golden", "property", "unit/kernels", "contract", "")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    help_text = "take the K-th of N parts of the slow tests"
+    parser.addoption("--slow-part", metavar="K/N", type=part_of_slow, help=help_text)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, Any, Any]:
     """Collect tests without a garbage collector: modules and thousands of tests are no garbage."""
@@ -55,7 +60,7 @@ def pytest_collection_modifyitems(
     """Choose cases, and sort tests by folder, in the order that pytest-randomly chose in each."""
     mark_what_soak_takes(config, items)  # before the marker expression is applied
     result = yield
-    left_out = set(left_to_ci(config, items))
+    left_out = set(left_to_others(config, items))
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
 

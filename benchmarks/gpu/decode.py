@@ -133,7 +133,7 @@ def measure_case(
     bandwidth = journal.cells["copy"].figures["bytes_per_second"]
 
     def work() -> Figures:
-        if case.batch * blocks > rig.runner.capacity().kv_groups[0].num_blocks:
+        if case.batch * blocks > rig.runner.capacity().cache_groups[0].num_blocks:
             raise MemoryError("its keys and values do not fit")
         if needed > len(handles):
             raise MemoryError("its adapters do not fit")

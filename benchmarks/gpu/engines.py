@@ -16,6 +16,7 @@ from loraplex.core.clock import SystemClock
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.scheduler_settings import SchedulerSettings
+from loraplex.core.task import Generate
 from loraplex.engine.engine import Engine, build_engine
 from loraplex.engine.runner import AdapterLoader
 from loraplex.execution.adapters.host_adapters import HostAdapter
@@ -81,8 +82,10 @@ def request_of(number: int, planned: PlannedRequest, digests: Sequence[str]) -> 
     return EngineRequest(
         request_id=number,
         prompt_token_ids=planned.prompt_token_ids,
-        sampling=SamplingParams(
-            temperature=0.0, max_tokens=planned.num_output_tokens, ignore_eos=True, seed=0
+        task=Generate(
+            SamplingParams(
+                temperature=0.0, max_tokens=planned.num_output_tokens, ignore_eos=True, seed=0
+            )
         ),
         eos_token_ids=(),
         adapters=uses,

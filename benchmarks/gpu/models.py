@@ -20,6 +20,7 @@ from loraplex.kernels.ops import Kernels, PackedLinear
 from loraplex.models.parameters import LinearPlace, build_parameters
 from loraplex.models.registry import read_config
 from loraplex.models.spec import ModelSpec
+from loraplex.models.specs.attention import AttentionSpec
 
 _SPREAD = 0.02
 
@@ -137,17 +138,22 @@ MODULES = {
 
 def step_bytes(config: ModelSpec, itemsize: int) -> int:
     """Bytes of the weights that a decode step reads: all but the embedding table."""
-    per_layer = sum(rows * columns for rows, columns in config.module_shapes[0].values())
-    weights = config.num_layers * per_layer + config.vocab_size * config.hidden_size
-    return weights * itemsize
+    layers = sum(
+        rows * columns for shapes in config.module_shapes for rows, columns in shapes.values()
+    )
+    return (layers + config.vocab_size * config.hidden_size) * itemsize
 
 
 def adapter_bytes(config: ModelSpec, rank: int, modules: str, itemsize: int) -> int:
-    shapes = config.module_shapes[0]
-    per_layer = sum(sum(shapes[module]) for module in MODULES[modules])
-    return config.num_layers * rank * per_layer * itemsize
+    features = sum(
+        sum(shapes[module])
+        for shapes in config.module_shapes
+        for module in MODULES[modules]
+        if module in shapes
+    )
+    return rank * features * itemsize
 
 
 def kv_bytes(config: ModelSpec, itemsize: int) -> int:
     """Bytes of one position."""
-    return 2 * config.num_layers * config.layers[0].attention.kv_size * itemsize
+    return 2 * sum(attention.kv_size for attention in config.mixers_of(AttentionSpec)) * itemsize

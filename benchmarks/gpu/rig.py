@@ -14,9 +14,10 @@ import torch
 from gpu.card import finish
 from gpu.models import MODULES, decoder_config, random_runner
 from loraplex.core.adapter import AdapterHandle, AdapterSource, LoraTarget
-from loraplex.core.plan import AdapterCopy, LogitsNeeded, RowAdded, RowStep, StepPlan, StepResult
+from loraplex.core.plan import AdapterCopy, RowAdded, RowStep, StepPlan, StepResult, Wanted
 from loraplex.core.rank_limits import RankLimits
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.task import Generate
 from loraplex.execution.adapters.host_adapters import HostAdapter, HostAdapters, HostWeight
 from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.memory.adapter_pages import pages_at_ranks
@@ -144,9 +145,7 @@ class Rig:
             ids = tuple(range(first, first + blocks))
             first += blocks
             tokens = added[slot].token_ids
-            rows.append(
-                RowStep(slot, 0, length, tokens, new_block_ids=(ids,), logits=LogitsNeeded.LAST)
-            )
+            rows.append(RowStep(slot, 0, length, tokens, new_block_ids=(ids,), wanted=Wanted.LAST))
         finish(self.device)
         start = time.perf_counter()
         self._launch(added=added, rows=tuple(rows)).wait()
@@ -160,8 +159,7 @@ class Rig:
         return RowAdded(
             slot=slot,
             sequence_id=slot,
-            sampling=_GREEDY,
-            seed=0,
+            task=Generate(_GREEDY),
             sequence_index=0,
             token_ids=tuple(draws.choices(range(self.config.vocab_size), k=length)),
             num_prompt_tokens=length,
@@ -172,12 +170,10 @@ class Rig:
         """It has all the blocks that the row will ever need."""
         blocks = self._blocks(last)
         ids = tuple(range(slot * blocks, (slot + 1) * blocks))
-        return RowStep(
-            slot, context - 1, 1, (slot,), new_block_ids=(ids,), logits=LogitsNeeded.LAST
-        )
+        return RowStep(slot, context - 1, 1, (slot,), new_block_ids=(ids,), wanted=Wanted.LAST)
 
     def _decode_row(self, slot: int, start: int, _last: int) -> RowStep:
-        return RowStep(slot, start, 1, None, logits=LogitsNeeded.LAST)
+        return RowStep(slot, start, 1, None, wanted=Wanted.LAST)
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._capacity.block_size)
@@ -213,12 +209,12 @@ class Handle:
 
 
 def lora_targets(config: ModelSpec, rank: int, modules: str) -> tuple[LoraTarget, ...]:
-    shapes = config.module_shapes[0]
     return tuple(
         sorted(
             LoraTarget(layer, module, rank, *shapes[module])
-            for layer in range(config.num_layers)
+            for layer, shapes in enumerate(config.module_shapes)
             for module in MODULES[modules]
+            if module in shapes
         )
     )
 

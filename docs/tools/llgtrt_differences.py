@@ -38,8 +38,8 @@ DIFFERENCES: Final = (
     Difference("special tokens of an output", "shown, such as <|python_tag|>", "skipped"),
     Difference("tojson of a chat template", "indents by 4 by default",
                "one line, as in transformers"),
-    Difference("unready", "500 of live and model; ready is always 200",
-               "503; ready returns the reason"),
+    Difference("unready", "500 of live and model; ready is always 200, as the port opens when "
+               "the model is loaded", "503; ready returns the reason"),
 )  # fmt: skip
 
 

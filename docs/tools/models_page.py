@@ -1,6 +1,7 @@
 """docs/models.md, made from the registry of architectures and the families' own descriptions."""
 
 import inspect
+import itertools
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -11,6 +12,7 @@ from typing import Any, Final
 from loraplex.models.config_fields import ConfigFields
 from loraplex.models.registry import ARCHITECTURES
 from loraplex.models.spec import ModelSpec
+from loraplex.models.specs.attention import AttentionSpec
 
 _ABOUT: Final = Path(__file__).with_name("models_about.md")
 _TABLE: Final = "<!-- tables -->"
@@ -53,7 +55,8 @@ def _table() -> Iterator[str]:
         description = inspect.getdoc(sys.modules[read.__module__]) or ""
         family = description.partition(":")[0]
         spec = _spec(architecture)
-        modules = ", ".join(f"`{name}`" for name in spec.layers[0].module_shapes)
+        names = dict.fromkeys(itertools.chain.from_iterable(spec.module_shapes))
+        modules = ", ".join(f"`{name}`" for name in names)
         cells = (family, f"`{architecture}`", modules, _positions(spec), _windows(spec))
         yield f"| {' | '.join(cells)} |"
 
@@ -66,10 +69,11 @@ def _spec(architecture: str) -> ModelSpec:
 def _positions(spec: ModelSpec) -> str:
     if spec.has_position_table:
         return "learned"
-    ropes = [layer.attention.rope for layer in spec.layers]
+    mixers = list(spec.mixers_of(AttentionSpec))
+    ropes = [attention.rope for attention in mixers]
     rotating = next((rope for rope in ropes if rope is not None), None)
     if rotating is None:
-        return "ALiBi"
+        return "ALiBi" if any(attention.alibi_slopes for attention in mixers) else "none"
     part = rotating.rotary_dim(1000) / 1000
     kind = "rotary in pairs" if rotating.is_interleaved else "rotary"
     kind += f", {part:.3g} of a head" if part < 1 else ""
@@ -77,6 +81,6 @@ def _positions(spec: ModelSpec) -> str:
 
 
 def _windows(spec: ModelSpec) -> str:
-    windows = [layer.attention.window for layer in spec.layers]
+    windows = [attention.window for attention in spec.mixers_of(AttentionSpec)]
     num_windowed = sum(window is not None for window in windows)
-    return {0: "none", len(windows): "all layers"}.get(num_windowed, "some layers")
+    return {len(windows): "all layers", 0: "none"}.get(num_windowed, "some layers")

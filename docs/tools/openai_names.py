@@ -90,6 +90,8 @@ LORAX_PARAMETERS: Final = _names(
 
 LLAMA_CPP: Final = _names("cache_prompt id_slot timings_per_token return_progress keep_alive")
 """Those of llama.cpp's server, and Ollama's keep_alive."""
+CODEX: Final = _names("client_metadata")
+"""Sent by coding agents."""
 
 LLGTRT: Final = _names(
     "lora_model load_lora_weights min_tokens min_p llg_log_level return_expanded_prompt "

@@ -23,7 +23,7 @@ from loraplex.frontends.openai.schema import (
 )
 from loraplex.frontends.openai.unsupported import REFUSED, WITHOUT_EFFECT
 from loraplex.frontends.structured_outputs import SERVED_KINDS
-from loraplex.testing.echo_backend import EchoBackend
+from support.echo_service import EchoService
 from tools import openai_names as names
 from tools.markdown import page
 
@@ -79,6 +79,7 @@ def sections() -> Iterator[Section]:
         "Further fields: `inputs` and, in /, `stream`. A wrong field is 422, as there.",
     )
     yield _section("llama.cpp and Ollama: completions and chat", CompletionBody, names.LLAMA_CPP)
+    yield _section("Codex: completions and chat", CompletionBody, names.CODEX)
     yield _section("llgtrt: completions and chat", CompletionBody, names.LLGTRT)
     yield _section("llgtrt: chat", ChatBody, names.LLGTRT_CHAT)
     yield Section("loraplex: completions and chat", tuple(_own()))
@@ -169,7 +170,11 @@ def _messages() -> Section:
             for kind in ("image_url", "input_audio", "file", "video_url", "audio_url")
         ),
         Feature("name", note="for the template"),
-        Feature("tool_calls", note="of an assistant message; arguments are JSON"),
+        Feature(
+            "tool_calls",
+            note="of an assistant message; an empty list is as absent, and arguments that are no "
+            "JSON object are `{}`",
+        ),
         Feature("tool_call_id", note="of a tool message"),
         Feature("reasoning_content", note="for the template; as thinking or reasoning, too"),
     )
@@ -201,7 +206,7 @@ def _own() -> Iterator[Feature]:
 
 
 def _routes() -> Iterator[Feature]:
-    for route in openai_routes(EchoBackend()):
+    for route in openai_routes(EchoService()):
         if route.include_in_schema:
             for method in sorted((route.methods or set()) - {"HEAD"}):
                 yield Feature(f"{method} {_CONVERTER.sub('}', route.path)}")

@@ -7,8 +7,8 @@ from starlette.types import Message
 
 from loraplex.app.http_app import DOCUMENT_PATH
 from loraplex.core.principal import LOCAL, Principal
-from loraplex.testing.echo_backend import EchoBackend
 from support.described_app import described_app
+from support.echo_service import EchoService
 
 
 def openapi_page() -> str:
@@ -21,7 +21,7 @@ def _with_a_key(headers: Mapping[str, str]) -> Principal:
 
 
 async def _document() -> bytes:
-    app = described_app(EchoBackend(), _with_a_key)
+    app = described_app(EchoService(), _with_a_key)
     parts: list[bytes] = []
 
     async def receive() -> Message:

@@ -1,4 +1,4 @@
-"""The generated pages of docs/, by file name."""
+"""The generated files of docs/, by file name."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -19,7 +19,6 @@ PAGES: Mapping[str, Callable[[], str]] = MappingProxyType(
         "support-vllm.md": vllm_page,
         "fields-openai.md": openai_page,
         "support-llgtrt.md": llgtrt_page,
-        "openapi.json": openapi_page,
         "settings.md": settings_page,
         "models.md": models_page,
         "sizing.md": sizing_page,
@@ -30,3 +29,6 @@ PAGES: Mapping[str, Callable[[], str]] = MappingProxyType(
         "images/determinism.svg": diagrams.determinism,
     }
 )
+"""Files that are committed."""
+BUILT: Mapping[str, Callable[[], str]] = MappingProxyType({"openapi.json": openapi_page})
+"""Files that only the built documentation has."""

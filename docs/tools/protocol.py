@@ -25,7 +25,7 @@ from loraplex.frontends.ops.gateway_metrics import GatewayCollector
 from loraplex.frontends.ops.metrics import metrics_registry
 from loraplex.frontends.prometheus_text import ExactCounter
 from loraplex.serving.request_metrics import RequestMetrics
-from loraplex.testing.echo_backend import EchoBackend
+from support.echo_service import EchoService
 from tools.not_served import ABSENT_METRICS
 
 _SERVICE = "GRPCInferenceService"
@@ -38,7 +38,7 @@ _FREE_LABELS = frozenset(
     }
 )
 _OURS = "loraplex_"
-_MODEL = EchoBackend().models()[0].name
+_MODEL = EchoService().models()[0].name
 _DECLARATIONS = tuple(
     ModelDeclaration(
         name=name,
@@ -52,7 +52,7 @@ _DECLARATIONS = tuple(
 
 
 def route_features() -> tuple[Feature, ...]:
-    routes = kserve_routes(TritonService(EchoBackend()))
+    routes = kserve_routes(TritonService(EchoService()))
     rows = []
     for route in routes:
         assert isinstance(route.endpoint, Resource)
@@ -133,7 +133,7 @@ def label_features() -> tuple[Feature, ...]:
 
 def _families() -> Iterable[Metric]:
     """Return the metrics of a server with a model of each kind of batching."""
-    backend = EchoBackend()
+    backend = EchoService()
     everything = MetricsConfig(histogram_latencies=True, summary_latencies=True)
     service = TritonService(backend, declarations=_DECLARATIONS, metrics=everything)
     collectors = [GatewayCollector(backend), *service.collectors()]

@@ -33,6 +33,8 @@ FLAGS = (
 )
 WIDE = {"width": 1280, "height": 800}
 PHONE = {"width": 390, "height": 844}
+TIMEOUT_MS = 120_000
+"""Limit for what never comes about: a busy machine takes its time."""
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -63,7 +65,9 @@ def browser() -> Iterator[object]:
     if CHROMIUM is None:
         message = "chromium is not installed: run .ci/install_chromium"
         pytest.fail(message) if IS_REQUIRED else pytest.skip(message)
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import expect, sync_playwright
+
+    expect.set_options(timeout=TIMEOUT_MS)
 
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(
@@ -167,7 +171,7 @@ class Visits:
         """Open the console at a hash path, such as `adapters/zh`. key: sign in with it."""
         options = {"viewport": viewport, "locale": "en-US", "reduced_motion": "reduce"} | context
         opened = self._browser.new_context(**options)
-        opened.set_default_timeout(30_000)
+        opened.set_default_timeout(TIMEOUT_MS)
         self._contexts.append(opened)
         page = opened.new_page()
         self.complaints.watch(page)
@@ -191,6 +195,10 @@ class Visits:
 
     def close(self) -> None:
         for context in self._contexts:
+            for page in context.pages:
+                # A page polls: a route may still be waiting for the response that it changes, and
+                # its error would be raised in the next test.
+                page.unroute_all(behavior="ignoreErrors")
             context.close()
 
 

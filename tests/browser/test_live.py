@@ -3,8 +3,8 @@
 import concurrent.futures
 import json
 import os
+import re
 import signal
-import statistics
 import threading
 import time
 
@@ -13,6 +13,7 @@ import pytest
 from playwright.sync_api import expect
 
 from loraplex.testing.running_server import serving
+from support.cpu_seconds import cpu_seconds
 from support.engine_kills import engine_pid
 
 REQUEST = {"prompt": ["The capital of France is "] * 2, "max_tokens": 12, "ignore_eos": True}
@@ -97,9 +98,9 @@ def test_a_step_is_picked_and_all_of_it_shown(visits, server):
     work(server)
     page = visits.open("live")
     strip = page.get_by_role("slider")
-    strip.wait_for()
-    page.wait_for_timeout(600)
     steps = records(server)
+    newest = re.compile(f"Step {steps[-1]['step_id']:,}: ")
+    expect(strip).to_have_attribute("aria-valuetext", newest)
     strip.press("ArrowLeft")
     page.get_by_role("heading", name=f"Step {steps[-2]['step_id']:,}", exact=True).wait_for()
     strip.press("End")
@@ -180,10 +181,10 @@ def test_it_waits_as_long_as_the_server_says(visits):
     page.route("**/v1/iterations*", refuse)
     page.get_by_role("link", name="Live").click()
     page.get_by_text("too many requests").wait_for()
-    page.wait_for_timeout(2500)
+    while len(times) < 2:
+        page.wait_for_timeout(50)
     page.unroute("**/v1/iterations*")
     page.get_by_text("too many requests").wait_for(state="detached")
-    assert len(times) == 2
     assert times[1] - times[0] > 1.9
 
 
@@ -347,21 +348,19 @@ def test_fifty_viewers_leave_the_server_quick(server):
                 polled.append(client.get("/v1/internal/stats").status_code)
                 is_over.wait(0.5)
 
+    before = cpu_seconds(server.process.pid)
     viewers = [threading.Thread(target=view) for _ in range(50)]
     for viewer in viewers:
         viewer.start()
-    times = []
     with httpx.Client(base_url=server.url, timeout=60) as client:
         while len(polled) < 400:
-            begin = time.monotonic()
             assert client.get("/ping").status_code == 200
-            times.append(time.monotonic() - begin)
             time.sleep(0.05)
     is_over.set()
     for viewer in viewers:
         viewer.join()
     assert set(polled) == {200}
-    median = statistics.median(times)
-    print(f"/ping with 50 viewers: median {median * 1000:.1f} ms, most {max(times) * 1000:.0f} ms")
-    # 50 ms on an idle machine; here the viewers' own threads compete for its cores, too.
-    assert median < 0.5
+    # Processor time, for the viewers' own threads compete for the cores.
+    used = cpu_seconds(server.process.pid) - before
+    print(f"{1000 * used / len(polled):.1f} ms of the server's time for two polls of a viewer")
+    assert used / len(polled) < 0.05

@@ -107,3 +107,21 @@ def test_another_tenant_in_the_tab_finds_nothing_of_the_first(visits, keys):
     stored = page.evaluate("JSON.stringify(Object.entries(sessionStorage))")
     assert "美国" not in stored
     assert "chinese" not in stored
+
+
+def test_a_run_that_ends_late_is_not_in_the_history_of_the_next_tenant(visits, keys):
+    page = visits.open(key=keys.of["acme"])
+    held = []
+    page.route("**/v1/compare", lambda route: held.append(route))
+    with page.expect_request("**/v1/compare"):
+        send(page, CHINESE_PROMPT)
+    page.get_by_role("button", name="Sign out").click()
+    visits.expect_status(400, 401)
+    page.get_by_label("API key").fill(keys.of["umbrella"])
+    page.get_by_role("button", name="Sign in").click()
+    page.get_by_role("region", name="japanese").wait_for()
+    with page.expect_response("**/v1/compare"):
+        held[0].fulfill(status=400, json={"error": {"message": "late", "code": "late"}})
+    page.get_by_role("button", name="History").click()
+    page.get_by_text("Nothing has run in this tab yet.").wait_for()
+    assert "美国" not in page.evaluate("JSON.stringify(Object.entries(sessionStorage))")

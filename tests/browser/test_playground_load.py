@@ -49,6 +49,9 @@ def test_32_outputs_side_by_side(visits, capsys):
         "structured": {"kind": "none", "text": ""},
     }
     page = visits.open()
+    # After a moment the page saves what it begins with, and would replace what is set before.
+    while page.evaluate("sessionStorage.getItem('loraplex-playground')") is None:
+        page.wait_for_timeout(50)
     page.evaluate(
         "setup => sessionStorage.setItem('loraplex-playground', setup)", json.dumps(setup)
     )

@@ -59,4 +59,4 @@ def test_an_upload_is_its_tenants(visits, server, keys, folder):
     url = f"{server.url}/v1/uploads/{begun.value.json()['id']}"
     for tenant, status in (("ops", 200), ("acme", 404), ("reader", 403)):
         headers = {"authorization": f"Bearer {keys.of[tenant]}"}
-        assert httpx.get(url, headers=headers).status_code == status
+        assert httpx.get(url, headers=headers, timeout=60).status_code == status

@@ -33,7 +33,7 @@ class RayRanks:
         self.lost, self.has_lost = [], threading.Event()
         body = msgspec.msgpack.encode(FakeRankSettings(**settings))
         self.executor = RayExecutor(FakeRankProgram)
-        runner, loader = start_sharded(world, body, self._program_of, self.executor, self._lose)
+        runner, loader, _ = start_sharded(world, body, self._program_of, self.executor, self._lose)
         self.engine = FakeEngine(parts=EngineParts(self.program.runner, runner, loader))
         self.runner = runner
 

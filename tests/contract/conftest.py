@@ -1,4 +1,4 @@
-"""A Triton server over an EchoBackend and its clients; a file may bring a backend of its own."""
+"""A Triton server over an EchoService and its clients; a file may bring a backend of its own."""
 
 from collections.abc import Iterator
 from types import ModuleType
@@ -10,17 +10,17 @@ import tritonclient.http
 
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration
 from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
-from loraplex.testing.echo_backend import EchoBackend
+from support.echo_service import EchoService
 from support.served_triton import ServedTriton, served_triton
 
 
 @pytest.fixture
-def backend() -> EchoBackend:
-    return EchoBackend()
+def backend() -> EchoService:
+    return EchoService()
 
 
 @pytest.fixture
-def triton(backend: EchoBackend) -> Iterator[ServedTriton]:
+def triton(backend: EchoService) -> Iterator[ServedTriton]:
     with served_triton(backend) as triton:
         yield triton
     assert triton.service.num_active == 0
@@ -56,5 +56,5 @@ def decoupled() -> Iterator[ServedTriton]:
         max_batch_size=4,
         is_decoupled=True,
     )
-    with served_triton(EchoBackend(), declarations=[only]) as triton:
+    with served_triton(EchoService(), declarations=[only]) as triton:
         yield triton

@@ -11,7 +11,7 @@ from loraplex.frontends.openai.app import openai_fallback_routes, openai_routes
 from loraplex.serving.access.api_key_ring import ApiKeys
 from loraplex.serving.access.api_keys import new_key
 from loraplex.serving.adapter_usage import UsedAdapter
-from loraplex.testing.echo_backend import EchoBackend
+from support.echo_service import EchoService
 
 OPERATOR, TENANT = new_key(), new_key()
 HOSTILE = "<img src=x onerror=alert(1)>"
@@ -19,7 +19,7 @@ HOSTILE = "<img src=x onerror=alert(1)>"
 
 @pytest.fixture
 def backend():
-    backend = EchoBackend()
+    backend = EchoService()
     for name in ("fr", "legal", "org/de", HOSTILE):
         backend.register(name)
     usage = backend.adapter_usage

@@ -29,7 +29,7 @@ from loraplex.frontends.ops.metrics import metrics_app
 from loraplex.serving.access.api_key_ring import ApiKeys
 from loraplex.serving.access.api_keys import new_key
 from loraplex.serving.request_metrics import RequestMetrics
-from loraplex.testing.echo_backend import EchoBackend
+from support.echo_service import EchoService
 from support.program_options import program_options
 from support.served import served
 from support.served_triton import served_triton
@@ -48,7 +48,7 @@ def authenticate():
 
 @pytest.fixture
 def backend():
-    return EchoBackend()
+    return EchoService()
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
-"""The other client programs against a Triton server over an EchoBackend.
+"""The other client programs against a Triton server over an EchoService.
 
-A token is a byte, and the output for "hi" is "echo: hi"; see echo_backend.
+A token is a byte, and the output for "hi" is "echo: hi"; see support.echo_service.
 """
 
 import json
@@ -21,8 +21,8 @@ from loraplex.core.adapter import ByName
 from loraplex.core.errors import ConfigError, QueueFullError
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration
 from loraplex.frontends.kserve.models.vllm import VLLM
-from loraplex.testing.echo_model import EchoModel
 from loraplex.text.tokenizer import load_tokenizer
+from support.echo_service import EchoModel
 from support.program_options import program_options
 from support.served_triton import served_triton
 from support.tiny_tokenizers import write_byte_level

@@ -1,6 +1,6 @@
-"""inflight_batcher_llm_client.py against a Triton server over an EchoBackend: what it prints.
+"""inflight_batcher_llm_client.py against a Triton server over an EchoService: what it prints.
 
-A token is a byte, and the output for "hi" is "echo: hi"; see echo_backend.
+A token is a byte, and the output for "hi" is "echo: hi"; see support.echo_service.
 """
 
 import json
@@ -15,7 +15,7 @@ from loraplex.core.errors import ConfigError
 from loraplex.demo import BASE_PATH
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration
 from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
-from loraplex.testing.echo_backend import EchoBackend
+from support.echo_service import EchoService
 from support.program_options import program_options
 from support.served_triton import served_triton
 
@@ -259,7 +259,7 @@ def test_a_server_that_cannot_tokenize(said):
         name="tensorrt_llm", kind=TENSORRT_LLM, base_model="echo", max_batch_size=4
     )
     with (
-        served_triton(EchoBackend(), declarations=[only]) as triton,
+        served_triton(EchoService(), declarations=[only]) as triton,
         pytest.raises(ConfigError, match="no model 'preprocessing' to tokenize with"),
     ):
         token_client.run(program_options(TOKEN_FLAGS, url=triton.grpc), said.append)

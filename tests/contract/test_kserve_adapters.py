@@ -10,14 +10,14 @@ from tritonclient.utils import InferenceServerException
 
 from loraplex.core.adapter import ByName, ByTaskId
 from loraplex.core.principal import LOCAL
-from loraplex.testing.echo_backend import EchoBackend
+from support.echo_service import EchoService
 from support.served_triton import ServedTriton
 from support.triton_requests import TRUE, tensors, text_request
 
 
 @pytest.fixture
-def backend() -> EchoBackend:
-    backend = EchoBackend()
+def backend() -> EchoService:
+    backend = EchoService()
     backend.register("fr", task_id=5)
     backend.register("legal")
     return backend
@@ -29,7 +29,7 @@ def infer(wire, adapters: Any, *more: Any) -> Any:
     return client.infer("ensemble", inputs, parameters={"adapters": adapters})
 
 
-def test_the_parameter_is_a_json_text(wire, backend: EchoBackend):
+def test_the_parameter_is_a_json_text(wire, backend: EchoService):
     adapters = json.dumps([{"task_id": 5, "scale": 0.5}, {"name": "legal", "scale": -1}])
     result = infer(wire, adapters)
     assert result.as_numpy("text_output")[0].decode().startswith("echo+fr+legal: ")
@@ -37,10 +37,10 @@ def test_the_parameter_is_a_json_text(wire, backend: EchoBackend):
     assert [(c.key, c.scale) for c in chosen] == [(ByTaskId(5), 0.5), (ByName("legal"), -1.0)]
 
 
-def test_the_response_names_all(triton: ServedTriton, backend: EchoBackend):
+def test_the_response_names_all(triton: ServedTriton, backend: EchoService):
     body = {"text_input": "hi", "max_tokens": 5, "adapters": '["fr", "legal"]'}
     url = f"http://{triton.http}/v2/models/ensemble/generate"
-    response = httpx.post(url, json=body).json()
+    response = httpx.post(url, json=body, timeout=60).json()
     assert response["adapter"] == "fr,legal"
     digests = {a.name: a.digest for a in backend.adapters(LOCAL)}
     assert response["adapter_digest"] == f"{digests['fr']},{digests['legal']}"

@@ -15,13 +15,13 @@ from tritonclient.utils import InferenceServerException
 
 from loraplex.core.principal import NONE, Principal, Rights
 from loraplex.frontends.kserve.models.model_control import ControlMode, ModelControl
-from loraplex.testing.echo_backend import EchoBackend
+from support.echo_service import EchoService
 from support.served_triton import ServedTriton, served_triton
 from support.triton_requests import TRUE, tensors, text_request, token_request
 
 
 @pytest.fixture
-def triton(backend: EchoBackend) -> Iterator[ServedTriton]:
+def triton(backend: EchoService) -> Iterator[ServedTriton]:
     with served_triton(backend, control=ModelControl(ControlMode.EXPLICIT)) as triton:
         yield triton
     assert triton.service.num_active == 0

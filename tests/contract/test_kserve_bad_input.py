@@ -19,10 +19,11 @@ from loraplex.core.errors import (
     InvalidAdapterError,
     LoraplexError,
     PermissionDeniedError,
+    PromptTooLongError,
     QueueFullError,
     RowFailedError,
 )
-from loraplex.testing.echo_backend import EchoBackend
+from support.echo_service import EchoService
 from support.served_triton import ServedTriton, served_triton
 from support.triton_requests import f32, i32
 
@@ -55,7 +56,7 @@ class Case(NamedTuple):
     model: str = "ensemble"
     version: str = ""
     outputs: tuple[str, ...] = ()
-    prepare: Callable[[EchoBackend], None] = lambda backend: None
+    prepare: Callable[[EchoService], None] = lambda backend: None
     spoil: Callable[[dict[str, Any]], None] = lambda inputs: None
 
 
@@ -133,12 +134,16 @@ CASES = {
     "prompt not UTF-8": ensemble(text_input=text(b"a\xff")),
     "empty prompt": ensemble(text_input=text("")),
     "empty input_ids": tensorrt(input_ids=np.zeros((1, 0), dtype=np.int32)),
-    "input_lengths too large": tensorrt(input_lengths=i32(9)),
+    "input_lengths 0": tensorrt(input_lengths=i32(0)),
     "prompt too long": ensemble(text_input=text("x" * 5000)),
     "token id out of the vocabulary": tensorrt(input_ids=i32(1, 70000, 3)),
-    "end_id out of the vocabulary": tensorrt(end_id=i32(70000)),
     "max_tokens 0": ensemble(max_tokens=i32(0)),
     "request_output_len 0": tensorrt(request_output_len=i32(0)),
+    "longer than the model": tensorrt(request_output_len=i32(9999))._replace(
+        prepare=lambda backend: backend.plant(
+            PromptTooLongError("the prompt has 3 tokens and max_tokens is 9999", param="max_tokens")
+        )
+    ),
     "temperature below 0": ensemble(temperature=f32(-1)),
     "runtime_top_p above 1": tensorrt(runtime_top_p=f32(1.5)),
     "broken stop_words_list": tensorrt(
@@ -191,12 +196,12 @@ HTTP_ONLY = {"not JSON": b'{"inputs": ', "body too large": b" " * (2**20 + 1)}
 
 
 @pytest.fixture(scope="module")
-def backend() -> EchoBackend:
-    return EchoBackend()
+def backend() -> EchoService:
+    return EchoService()
 
 
 @pytest.fixture(scope="module")
-def triton(backend: EchoBackend) -> Iterator[ServedTriton]:
+def triton(backend: EchoService) -> Iterator[ServedTriton]:
     with served_triton(backend) as triton:
         yield triton
 
@@ -245,7 +250,7 @@ def test_over_grpc(triton, backend, mistake):
 @pytest.mark.parametrize("action", ["infer", "generate", "generate_stream"])
 def test_bad_bodies(triton, mistake, action):
     url = f"http://{triton.http}/v2/models/ensemble/{action}"
-    response = httpx.post(url, content=HTTP_ONLY[mistake])
+    response = httpx.post(url, content=HTTP_ONLY[mistake], timeout=60)
     assert response.status_code == EXPECTED[mistake].http
     assert EXPECTED[mistake].grpc is None
     assert EXPECTED[mistake].fragment in response.json()["error"]

@@ -11,7 +11,7 @@ from tritonclient.utils import InferenceServerException
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration, ModelOptions
 from loraplex.frontends.kserve.models.ensemble import ENSEMBLE
 from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
-from loraplex.testing.echo_backend import EchoBackend
+from support.echo_service import EchoService
 from support.served_triton import served_triton
 from support.triton_requests import TRUE, i32, tensors, text_request, token_request
 
@@ -19,7 +19,7 @@ NARROW = ModelOptions(max_beam_width=2)
 
 
 def declared(name, kind, *, is_decoupled):
-    base = EchoBackend().models()[0].name
+    base = EchoService().models()[0].name
     return ModelDeclaration(
         name=name,
         kind=kind,

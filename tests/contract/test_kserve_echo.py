@@ -1,6 +1,6 @@
 """The Triton front ends as their real client sees them: tritonclient over sockets.
 
-The backend is an EchoBackend: a token is a byte, and the output for "hi" is "echo: hi".
+The backend is an EchoService: a token is a byte, and the output for "hi" is "echo: hi".
 """
 
 import functools
@@ -14,14 +14,14 @@ from tritonclient.utils import InferenceServerException
 
 from loraplex.core.errors import UnauthenticatedError
 from loraplex.core.principal import LOCAL
-from loraplex.testing.echo_backend import EchoBackend
+from support.echo_service import EchoService
 from support.served_triton import ServedTriton, served_triton
 from support.triton_requests import TRUE, i32, tensors, text_request, token_request
 
 
 @pytest.fixture
-def backend() -> EchoBackend:
-    backend = EchoBackend(("echo", "other/echo"))
+def backend() -> EchoService:
+    backend = EchoService(("echo", "other/echo"))
     backend.register("sheep", task_id=0)
     backend.register("goat", task_id=2**63 + 1)
     return backend
@@ -77,7 +77,11 @@ def test_repository_index(backend, http_client, grpc_client):
     assert [row["name"] for row in http_client.get_model_repository_index()] == names
     backend.unready_reason = "loading"
     models = grpc_client.get_model_repository_index().models
-    assert [(m.state, m.reason) for m in models] == [("UNAVAILABLE", "loading")] * 7
+    for model in models:
+        base = model.name if model.name == "other/echo" else "echo"
+        reason = f"the engine of model {base!r} is restarting: loading"
+        assert (model.state, model.reason) == ("UNAVAILABLE", reason)
+    assert len(models) == 7
 
 
 def test_statistics_count_truly(wire):

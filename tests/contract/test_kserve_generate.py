@@ -1,6 +1,6 @@
 """The generate extension and the edges of HTTP, with a plain HTTP client over sockets.
 
-The backend is an EchoBackend: the output for "hi" is "echo: hi".
+The backend is an EchoService: the output for "hi" is "echo: hi".
 """
 
 import gzip
@@ -13,21 +13,21 @@ import httpx
 import pytest
 
 from loraplex.core.errors import InternalError, QueueFullError
-from loraplex.testing.echo_backend import EchoBackend
+from support.echo_service import EchoService
 from support.eventually import eventually
 from support.served_triton import ServedTriton
 
 
 @pytest.fixture
-def backend() -> EchoBackend:
-    backend = EchoBackend(("echo", "other/echo"))
+def backend() -> EchoService:
+    backend = EchoService(("echo", "other/echo"))
     backend.register("sheep", task_id=0)
     return backend
 
 
 @pytest.fixture
 def http(triton: ServedTriton) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=f"http://{triton.http}/v2/models/ensemble") as http:
+    with httpx.Client(base_url=f"http://{triton.http}/v2/models/ensemble", timeout=60) as http:
         yield http
 
 
@@ -100,7 +100,7 @@ def test_a_client_that_goes_aborts_its_request(backend, triton, action):
     if action == "infer":
         rows = {
             "text_input": ("BYTES", "hi"),
-            "max_tokens": ("INT32", 9999),
+            "max_tokens": ("INT32", 4000),
             "end_id": ("INT32", -1),
         }
         inputs = [
@@ -119,7 +119,7 @@ def test_a_client_that_goes_aborts_its_request(backend, triton, action):
 
 
 def test_unknown_paths_and_methods(triton):
-    with httpx.Client(base_url=f"http://{triton.http}") as http:
+    with httpx.Client(base_url=f"http://{triton.http}", timeout=60) as http:
         missing = http.get("/v2/nothing/here")
         assert (missing.status_code, missing.json()) == (404, {"error": "Not Found"})
         wrong = http.get("/v2/models/ensemble/infer")
@@ -133,5 +133,6 @@ def test_a_bomb_is_not_unpacked(triton):
         f"http://{triton.http}/v2/models/ensemble/infer",
         content=bomb,
         headers={"Content-Encoding": "gzip"},
+        timeout=60,
     )
     assert response.status_code == 413

@@ -1,4 +1,4 @@
-"""Adapters inside requests, as tritonclient sends them over both wires, before an EchoBackend."""
+"""Adapters inside requests, as tritonclient sends them over both wires, before an EchoService."""
 
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType

@@ -13,10 +13,10 @@ from tritonclient.utils import InferenceServerException
 from loraplex.core.beam_search import BeamSearch, EarlyStopping
 from loraplex.core.grammar import Grammar, GrammarKind
 from loraplex.core.retention import KVRetention, TokenRangeRetention
-from loraplex.testing import echo_tokenizer
+from support import byte_tokenizer
 from support.triton_requests import TRUE, f32, i32, tensors, text_request, token_request
 
-VOCABULARY = echo_tokenizer.VOCAB_SIZE
+VOCABULARY = byte_tokenizer.VOCAB_SIZE
 HI = "echo: hi"
 
 
@@ -75,7 +75,7 @@ def test_over_a_stream_beams_share_one_response(triton, is_streamed):
         client.start_stream(lambda result, error: results.put((result, error)))
         inputs = beams(tritonclient.grpc, streaming=np.array([[is_streamed]]))
         client.async_stream_infer("tensorrt_llm", inputs, enable_empty_final_response=True)
-        result, error = results.get(timeout=30)
+        result, error = results.get(timeout=60)
         client.stop_stream()
     assert error is None
     assert result.as_numpy("output_ids").shape[:2] == (1, 2)
@@ -130,6 +130,9 @@ def test_performance_metrics(wire, backend):
     }
     assert value.pop("kv_cache_alloc_total_blocks") == [[1]]
     assert value.pop("kv_cache_alloc_new_blocks") == [[1]]
+    times = [value.pop(name)[0][0] for name in list(value) if name.endswith("_time_ns")]
+    assert times == sorted(times), "in the order in which they happen"
+    assert times[0] > 0
     assert all(tensor == [[0]] for tensor in value.values())
     if module is tritonclient.http:
         assert response["parameters"]["num_cached_tokens"] == 1

@@ -155,7 +155,7 @@ def test_authentication_covers_all_that_is_the_servers(backend):
                 with pytest.raises(InferenceServerException, match="the key is not known"):
                     send()
         for path in ("v2/systemsharedmemory/status", "v2/logging", "v2/trace/setting"):
-            assert httpx.get(f"http://{triton.http}/{path}").status_code == 401
+            assert httpx.get(f"http://{triton.http}/{path}", timeout=60).status_code == 401
 
 
 ROUTES = {
@@ -197,7 +197,7 @@ ROUTES = {
 
 
 def test_every_route_is_there_with_its_verbs(triton):
-    with httpx.Client(base_url=f"http://{triton.http}") as client:
+    with httpx.Client(base_url=f"http://{triton.http}", timeout=60) as client:
         for path, verbs in ROUTES.items():
             for verb in ("GET", "POST", "DELETE", "PUT", "PATCH"):
                 response = client.request(verb, path)
@@ -213,5 +213,5 @@ def test_every_route_is_there_with_its_verbs(triton):
 def test_other_paths_are_not_found(triton):
     for path in ("v2/nope", "v2/systemsharedmemory", "v2/repository", "v2/logging/x"):
         for verb in ("GET", "POST", "DELETE"):
-            response = httpx.request(verb, f"http://{triton.http}/{path}")
+            response = httpx.request(verb, f"http://{triton.http}/{path}", timeout=60)
             assert (response.status_code, response.json()) == (404, {"error": "Not Found"})

@@ -15,7 +15,7 @@ from loraplex.frontends.kserve.models.ensemble import ENSEMBLE
 from loraplex.frontends.kserve.models.postprocessing import POSTPROCESSING
 from loraplex.frontends.kserve.models.preprocessing import PREPROCESSING
 from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
-from loraplex.testing.echo_tokenizer import BOS_TOKEN_ID, EOS_TOKEN_ID, PAD_TOKEN_ID, VOCAB_SIZE
+from support.byte_tokenizer import BOS_TOKEN_ID, EOS_TOKEN_ID, PAD_TOKEN_ID, VOCAB_SIZE
 from support.served_triton import served_triton
 from support.triton_requests import TRUE, f32, i32, tensors, text_request
 
@@ -176,7 +176,7 @@ def test_over_a_stream_there_is_one_response(triton):
         client.start_stream(lambda result, error: results.put((result, error)))
         inputs = tensors(tritonclient.grpc, QUERY=words("a"), REQUEST_OUTPUT_LEN=i32(1))
         client.async_stream_infer("preprocessing", inputs, request_id="7")
-        result, error = results.get(timeout=30)
+        result, error = results.get(timeout=60)
         client.stop_stream()
     assert error is None
     response = result.get_response()
@@ -323,7 +323,7 @@ def streamed(declarations: list[ModelDeclaration], backend: Any, inputs: Any) ->
         client.async_stream_infer("tensorrt_llm_bls", inputs)
         is_final = False
         while not is_final:
-            result, error = results.get(timeout=30)
+            result, error = results.get(timeout=60)
             assert error is None
             texts.append(result.as_numpy("text_output")[0].decode())
             is_final = result.get_response().parameters["triton_final_response"].bool_param

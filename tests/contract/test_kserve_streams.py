@@ -1,6 +1,6 @@
 """Streams, cancellation and stop requests over gRPC, with tritonclient over sockets.
 
-The backend is an EchoBackend: a token is a byte, and the output for "hi" is "echo: hi".
+The backend is an EchoService: a token is a byte, and the output for "hi" is "echo: hi".
 """
 
 import asyncio
@@ -127,7 +127,7 @@ def test_errors_end_the_stream_if_the_client_says_so(grpc_client):
 def test_cancelling_a_stream_aborts_its_requests(backend, grpc_client):
     backend.delay_seconds = 0.01
     stream = Stream(grpc_client)
-    endless = {"max_tokens": 5000, "end_id": i32(-1), "stream": TRUE}
+    endless = {"max_tokens": 4000, "end_id": i32(-1), "stream": TRUE}
     for prompt in ("a", "b"):
         stream.send("ensemble", text_request(tritonclient.grpc, prompt, **endless))
     stream.next()
@@ -142,7 +142,7 @@ def test_cancelling_a_unary_call_aborts_its_request(backend, grpc_client):
     ended: queue.Queue[Exception | None] = queue.Queue()
     call = grpc_client.async_infer(
         "ensemble",
-        text_request(tritonclient.grpc, max_tokens=5000, end_id=i32(-1)),
+        text_request(tritonclient.grpc, max_tokens=4000, end_id=i32(-1)),
         callback=lambda result, error: ended.put(error),
     )
     assert eventually(lambda: len(backend.requests) == 1)
@@ -163,7 +163,7 @@ def test_a_client_that_does_not_read_delays_no_other(backend, triton):
         unread = stub.ModelStreamInfer(iter([request] * 8))
         assert eventually(lambda: len(backend.requests) == 8)
         with tritonclient.grpc.InferenceServerClient(triton.grpc) as client:
-            result = client.infer("ensemble", text_request(tritonclient.grpc), client_timeout=5)
+            result = client.infer("ensemble", text_request(tritonclient.grpc), client_timeout=60)
             assert result.as_numpy("text_output").tolist() == [b"hiecho: hi"]
         unread.cancel()
     assert eventually(lambda: triton.service.num_active == 0)

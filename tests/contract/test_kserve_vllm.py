@@ -84,7 +84,7 @@ class Stream:
         self._client.async_stream_infer(MODEL, inputs, parameters=parameters)
         results = []
         while True:
-            result, error = self._results.get(timeout=30)
+            result, error = self._results.get(timeout=60)
             if error is not None:
                 raise error
             results.append(result)
@@ -197,15 +197,6 @@ def test_adapters_of_a_model_without_lora(stream):
     assert texts(stream.generate(GREEDY)) == ["hiecho: hi"]
 
 
-@pytest.mark.parametrize("options", [{"unusable_adapters": {"wolf": "there is no /wolf"}}])
-def test_adapters_that_could_not_be_loaded(stream, backend):
-    assert failed(stream, {"lora_name": "wolf"}) == (
-        "LoRA wolf could not be loaded: there is no /wolf"
-    )
-    backend.register("wolf")
-    assert texts(stream.generate(GREEDY | {"lora_name": "wolf"})) == ["hiecho+wolf: hi"]
-
-
 def test_adapters_whose_files_are_broken(stream, backend):
     backend.plant(AdapterNotFoundError("adapter 'wolf' could not be loaded: torn", reason="torn"))
     assert failed(stream, {"lora_name": "wolf"}) == "LoRA wolf could not be loaded: torn"
@@ -259,7 +250,7 @@ def post(triton: ServedTriton, body: dict[str, Any], path: str = "generate") -> 
         f"http://{triton.http}/v2/models/{MODEL}/{path}", json.dumps(body).encode()
     )
     try:
-        with urllib.request.urlopen(request, timeout=30) as response:
+        with urllib.request.urlopen(request, timeout=60) as response:
             return response.status, response.read().decode()
     except urllib.error.HTTPError as error:
         with error:

@@ -1,4 +1,4 @@
-"""Programs of Kubernetes that manage adapters or read metrics, before an EchoBackend.
+"""Programs of Kubernetes that manage adapters or read metrics, before an EchoService.
 
 Each fake does what its original does: its requests, its bodies, and the statuses that it takes for
 success. Sources: the lora-syncer of the Gateway API inference extension, AIBrix' ModelAdapter
@@ -22,7 +22,7 @@ from loraplex.frontends.ops.health import health_routes
 from loraplex.frontends.ops.metrics import metrics_routes
 from loraplex.serving.model_memory import DeviceTier, HostTier, KVMemory, ModelMemory, RankFit
 from loraplex.serving.request_metrics import RequestMetrics
-from loraplex.testing.echo_backend import EchoBackend
+from support.echo_service import EchoService
 from support.served import served
 
 MEMORY = ModelMemory(
@@ -38,8 +38,8 @@ MEMORY = ModelMemory(
 
 
 @pytest.fixture
-def backend() -> EchoBackend:
-    backend = EchoBackend()
+def backend() -> EchoService:
+    backend = EchoService()
     backend.model_memory = MEMORY
     return backend
 
@@ -50,12 +50,12 @@ def authenticate(headers) -> Principal:
 
 
 @pytest.fixture
-def http(backend: EchoBackend) -> Iterator[httpx.Client]:
+def http(backend: EchoService) -> Iterator[httpx.Client]:
     app = Starlette(routes=metrics_routes(backend, RequestMetrics()))
     app.routes.extend(health_routes(backend, AsyncMock(return_value={})))
     app.routes.extend(openai_routes(backend, authenticate=authenticate))
     app.routes.extend(openai_fallback_routes())
-    with served(app) as url, httpx.Client(base_url=url) as client:
+    with served(app) as url, httpx.Client(base_url=url, timeout=60) as client:
         yield client
 
 
@@ -86,7 +86,7 @@ class LoraSyncer:
         return None if response.status_code == 200 else response.text
 
 
-def test_the_lora_syncer(http: httpx.Client, backend: EchoBackend):
+def test_the_lora_syncer(http: httpx.Client, backend: EchoService):
     syncer = LoraSyncer(http, "echo")
     assert syncer.is_healthy()
     assert syncer.load("fr", "/mnt/lora/fr") is None
@@ -99,7 +99,7 @@ def test_the_lora_syncer(http: httpx.Client, backend: EchoBackend):
     assert not syncer.is_healthy()
 
 
-def test_probes_of_a_pod(http: httpx.Client, backend: EchoBackend):
+def test_probes_of_a_pod(http: httpx.Client, backend: EchoService):
     """A restarting engine takes the pod out of the service, and does not end it."""
     paths = ("/health/live", "/health/ready", "/health", "/ping")
     assert [http.get(path).status_code for path in paths] == [200, 200, 200, 200]
@@ -130,7 +130,7 @@ class Aibrix:
         return response.status_code in (*self.TAKEN, 404)
 
 
-def test_aibrix(http: httpx.Client, backend: EchoBackend):
+def test_aibrix(http: httpx.Client, backend: EchoService):
     controller = Aibrix(http)
     backend.plant_load(InvalidAdapterError("adapter_config.json has no r"))
     assert not controller.reconcile("fr", "org/fr")
@@ -156,7 +156,7 @@ class DynamoOperator:
         return self._http.delete(f"/v1/loras/{name}", headers=self._headers)
 
 
-def test_dynamo(http: httpx.Client, backend: EchoBackend):
+def test_dynamo(http: httpx.Client, backend: EchoService):
     operator = DynamoOperator(http)
     first = operator.load("org/fr", "s3://bucket/fr")
     assert first.status_code == 200
@@ -179,7 +179,7 @@ def test_dynamo(http: httpx.Client, backend: EchoBackend):
     assert [card.source for card in backend.adapters(LOCAL)] == ["file:///mnt/lora/de"]
 
 
-def test_dynamo_has_the_rights_of_its_key(http: httpx.Client, backend: EchoBackend):
+def test_dynamo_has_the_rights_of_its_key(http: httpx.Client, backend: EchoService):
     backend.register("de")
     reader = DynamoOperator(http, "reader")
     assert reader.load("fr", "s3://bucket/fr").status_code == 403
@@ -234,7 +234,7 @@ class LlmdScorers:
         return min(levels, default=None, key=("gpu", "cpu").index)
 
 
-def test_llmds_scorers(http: httpx.Client, backend: EchoBackend):
+def test_llmds_scorers(http: httpx.Client, backend: EchoService):
     for name in ("fr", "de", "it", "es", "nl"):
         backend.register(name)
     digests = {card.name: card.digest for card in backend.adapters(LOCAL)}

@@ -1,6 +1,6 @@
 """llgtrt's dialect of the OpenAI protocol as its clients see it, over sockets.
 
-The backend is an EchoBackend; each row of DIFFERENCES has a test.
+The backend is an EchoService; each row of DIFFERENCES has a test.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from loraplex.demo import BASE_PATH
 from loraplex.frontends.openai import OpenAIOptions, openai_fallback_routes, openai_routes
 from loraplex.frontends.openai.llgtrt import CompatDialect, LlgtrtDialect
 from loraplex.serving.request_metrics import RequestMetrics
-from loraplex.testing.echo_backend import EchoBackend
+from support.echo_service import EchoService
 from support.served import served
 from tools.llgtrt_differences import DIFFERENCES
 
@@ -39,6 +39,10 @@ class Switch:
         await self.app(scope, receive, send)
 
 
+TOOL_START = "<pad>"
+"""A special token that the model has."""
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[tuple[Switch, str]]:
     switch = Switch()
@@ -47,8 +51,8 @@ def server() -> Iterator[tuple[Switch, str]]:
 
 
 @pytest.fixture
-def backend() -> EchoBackend:
-    backend = EchoBackend()
+def backend() -> EchoService:
+    backend = EchoService()
     backend.register("fr", task_id=7)
     backend.register("team/v1.2")
     return backend
@@ -66,10 +70,10 @@ class DialectClient:
         self.url = url
 
     def get(self, path: str) -> httpx.Response:
-        return httpx.get(f"{self.url}{path}")
+        return httpx.get(f"{self.url}{path}", timeout=60)
 
     def post(self, path: str, body, **options) -> httpx.Response:
-        return httpx.post(f"{self.url}{path}", json=body, **options)
+        return httpx.post(f"{self.url}{path}", json=body, **options, timeout=60)
 
     def chat(self, **fields):
         body = {"model": "llama", "messages": HELLO, **fields}
@@ -93,7 +97,7 @@ def without_root(server, backend) -> DialectClient:
 @pytest.fixture
 def theirs(server, backend) -> DialectClient:
     return DialectClient(
-        server, backend, CompatDialect(has_lora_root=True, json_start_token="<|tool|>")
+        server, backend, CompatDialect(has_lora_root=True, json_start_token=TOOL_START)
     )
 
 
@@ -149,6 +153,18 @@ def test_a_path_outside_the_root_is_refused(ours, backend, name):
     assert status == 400
     assert "is outside the LoRA base directory" in message
     assert backend.requests == []
+
+
+@pytest.mark.parametrize("send", [DialectClient.chat, DialectClient.complete])
+def test_a_server_without_a_model(server, send):
+    client = DialectClient(
+        server,
+        EchoService(models=()),
+        LlgtrtDialect(has_lora_root=True),
+    )
+    response = send(client)
+    assert response.status_code == 404
+    assert response.json()["error"]["code"] == "model_not_found"
 
 
 def test_without_a_root_llgtrts_words(without_root, backend):
@@ -218,7 +234,7 @@ def test_a_format_and_tools_are_an_error(ours, theirs):
 
 
 def test_what_the_template_sees(server):
-    backend = EchoBackend()
+    backend = EchoService()
     client = DialectClient(server, backend, LlgtrtDialect(has_lora_root=True))
     client.chat(response_format=schema_format())
     variables = backend.renderings[-1]["template_kwargs"]
@@ -234,7 +250,7 @@ def test_what_the_template_sees(server):
 
 
 def test_tools_of_compat_are_seen_by_the_template(server):
-    backend = EchoBackend()
+    backend = EchoService()
     client = DialectClient(server, backend, CompatDialect(has_lora_root=True))
     client.chat(tools=[TOOL])
     assert backend.renderings[-1]["tools"] == [TOOL]
@@ -372,7 +388,7 @@ def test_difference(name, server, backend):
 
     ROWS[name](
         lambda: client(LlgtrtDialect(has_lora_root=True)),
-        lambda: client(CompatDialect(has_lora_root=True, json_start_token="<|tool|>")),
+        lambda: client(CompatDialect(has_lora_root=True, json_start_token=TOOL_START)),
         backend,
     )
 
@@ -469,11 +485,14 @@ def _(ours, theirs, backend):
         bodies = (b"{", b"[]", b'{"model": 5, "messages": []}')
         responses = [
             httpx.post(
-                f"{client.url}{CHAT}", content=body, headers={"content-type": "application/json"}
+                f"{client.url}{CHAT}",
+                content=body,
+                headers={"content-type": "application/json"},
+                timeout=60,
             )
             for body in bodies
         ]
-        responses.append(httpx.post(f"{client.url}{CHAT}", content=b"{}"))
+        responses.append(httpx.post(f"{client.url}{CHAT}", content=b"{}", timeout=60))
         return responses
 
     assert [response.status_code for response in statuses(ours())] == [400] * 4
@@ -577,8 +596,8 @@ def _(ours, theirs, backend):
 @row("tool calls")
 def _(ours, theirs, backend):
     for choice, start in (
-        ("required", "start: <|tool|> call"),
-        (..., "start: TEXT | <|tool|> call"),
+        ("required", f"start: {TOOL_START} call"),
+        (..., f"start: TEXT | {TOOL_START} call"),
         ("none", None),
     ):
         response = theirs().chat(tools=[TOOL], tool_choice=choice).json()
@@ -626,7 +645,10 @@ def rendered(dialect, template):
 def _(ours, theirs, backend):
     backend.unready_reason = "it starts"
     response = ours().get("/v1/health/ready")
-    assert (response.status_code, response.text) == (503, "it starts")
+    assert (response.status_code, response.text) == (
+        503,
+        "the engine of model 'echo' is restarting: it starts",
+    )
     assert theirs().get("/v1/health/ready").status_code == 200
     backend.plant(QueueFullError("full"))
     assert theirs().get("/v1/health/model").status_code == 500

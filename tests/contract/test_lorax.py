@@ -15,7 +15,7 @@ from loraplex.core.errors import InternalError, QueueFullError
 from loraplex.core.grammar import GrammarKind
 from loraplex.core.request import PromptTruncation
 from loraplex.frontends.openai import openai_routes
-from loraplex.testing.echo_backend import EchoBackend
+from support.echo_service import EchoService
 from support.served import served
 
 CLIENTS = Path(sys.prefix) / "clients"
@@ -24,8 +24,8 @@ PROGRAM = Path(__file__).parent / "lorax_program.py"
 
 
 @pytest.fixture(scope="module")
-def backend() -> EchoBackend:
-    backend = EchoBackend()
+def backend() -> EchoService:
+    backend = EchoService()
     backend.register("fr")
     return backend
 
@@ -40,7 +40,7 @@ def url(backend) -> Iterator[str]:
 
 @pytest.fixture
 def http(url) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=url) as http:
+    with httpx.Client(base_url=url, timeout=60) as http:
         yield http
 
 

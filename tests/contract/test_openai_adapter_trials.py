@@ -1,4 +1,4 @@
-"""POST /v1/adapters with details, before an EchoBackend."""
+"""POST /v1/adapters with details, before an EchoService."""
 
 from collections.abc import Iterator
 
@@ -8,22 +8,22 @@ from starlette.applications import Starlette
 
 from loraplex.core.errors import AdapterLoadError, InvalidAdapterError
 from loraplex.frontends.openai import openai_routes
-from loraplex.testing.echo_backend import EchoBackend
+from support.echo_service import EchoService
 from support.served import served
 
 TRIAL = {"name": "zh", "path": "/zh", "dry_run": True, "details": True}
 
 
 @pytest.fixture
-def backend() -> EchoBackend:
-    return EchoBackend()
+def backend() -> EchoService:
+    return EchoService()
 
 
 @pytest.fixture
-def http(backend: EchoBackend) -> Iterator[httpx.Client]:
+def http(backend: EchoService) -> Iterator[httpx.Client]:
     app = Starlette()
     app.routes.extend(openai_routes(backend))
-    with served(app) as url, httpx.Client(base_url=url) as client:
+    with served(app) as url, httpx.Client(base_url=url, timeout=60) as client:
         yield client
 
 
@@ -38,7 +38,7 @@ def test_a_trial_registers_nothing(http: httpx.Client):
     assert http.get("/v1/adapters").json()["data"] == []
 
 
-def test_a_refusal_is_reported_and_without_details_raised(http: httpx.Client, backend: EchoBackend):
+def test_a_refusal_is_reported_and_without_details_raised(http: httpx.Client, backend: EchoService):
     backend.plant_load(InvalidAdapterError("tensor 'x' is strange"))
     trial = http.post("/v1/adapters", json=TRIAL)
     assert (trial.status_code, trial.json()["ok"], trial.json()["adapter"]) == (200, False, None)
@@ -48,7 +48,7 @@ def test_a_refusal_is_reported_and_without_details_raised(http: httpx.Client, ba
     assert http.post("/v1/adapters", json=TRIAL | {"details": False}).status_code == 422
 
 
-def test_errors_that_are_not_about_the_adapter_are_raised(http: httpx.Client, backend: EchoBackend):
+def test_errors_that_are_not_about_the_adapter_are_raised(http: httpx.Client, backend: EchoService):
     backend.plant_load(AdapterLoadError("the source does not respond"))
     assert http.post("/v1/adapters", json=TRIAL).status_code == 503
     wrong = http.post("/v1/adapters", json=TRIAL | {"dry_run": False})

@@ -17,7 +17,7 @@ from loraplex.core import errors
 from loraplex.frontends.body_limits import JsonLimits
 from loraplex.frontends.openai import OpenAIOptions, openai_fallback_routes, openai_routes
 from loraplex.frontends.openai.errors import WIRE_ERRORS
-from loraplex.testing.echo_backend import EchoBackend
+from support.echo_service import EchoService
 from support.served import served
 
 DOC = Path(__file__).parents[2] / "docs" / "errors-openai.md"
@@ -164,7 +164,7 @@ ROWS = (
         404,
         "model_not_found",
         "model",
-        "there are: echo, fr",
+        "there are: 'echo', 'fr'",
     ),
     Row(
         "unknown lora_model",
@@ -606,7 +606,7 @@ ROWS = (
         {"messages": [{"role": "wizard", "content": "hi"}]},
         400,
         "invalid_request",
-        None,
+        "messages[0].role",
         "wizard",
     ),
     Row(
@@ -846,9 +846,9 @@ ROWS = (
         "only text is served",
     ),
     Row(
-        "tool that OpenAI runs",
+        "tool of an unknown type",
         RESPONSES,
-        {"input": "a", "tools": [{"type": "web_search"}]},
+        {"input": "a", "tools": [{"type": "browse"}]},
         400,
         "unsupported_feature",
         "tools[0].type",
@@ -895,13 +895,13 @@ ROWS = (
 
 @pytest.fixture(scope="module")
 def http() -> Iterator[httpx.Client]:
-    backend = EchoBackend(max_model_len=64)
+    backend = EchoService(max_model_len=64)
     backend.register("fr")
     app = Starlette()
     options = OpenAIOptions(json=JsonLimits(max_bytes=2000, max_values=100_000), max_prompts=8)
     app.routes.extend(openai_routes(backend, options))
     app.routes.extend(openai_fallback_routes())
-    with served(app) as url, httpx.Client(base_url=url) as client:
+    with served(app) as url, httpx.Client(base_url=url, timeout=60) as client:
         yield client
 
 

@@ -12,7 +12,7 @@ from starlette.applications import Starlette
 
 from loraplex.core.errors import InternalError, NotReadyError, QueueFullError
 from loraplex.frontends.openai import openai_fallback_routes, openai_routes
-from loraplex.testing.echo_backend import EchoBackend
+from support.echo_service import EchoService
 from support.eventually import eventually
 from support.served import served
 
@@ -21,8 +21,8 @@ OUTPUT = "echo: user: hello\nassistant: "
 
 
 @pytest.fixture(scope="module")
-def backend() -> EchoBackend:
-    backend = EchoBackend()
+def backend() -> EchoService:
+    backend = EchoService()
     backend.register("fr")
     return backend
 
@@ -91,13 +91,14 @@ def test_what_no_attempt_helps_is_not(client, backend, send, code):
 
 
 def test_a_time_out_of_the_client_aborts_the_request(client, backend):
-    backend.delay_seconds = 0.02
+    backend.delay_seconds = 600
+    num_before, seconds = len(backend.requests), 0.1
     try:
-        with pytest.raises(openai.APITimeoutError):
-            client.with_options(timeout=0.2).completions.create(
-                model="echo", prompt="x", max_tokens=4000, extra_body={"ignore_eos": True}
-            )
-        request = backend.requests[-1]
+        while len(backend.requests) == num_before:  # none has arrived before its client left
+            seconds *= 2
+            with pytest.raises(openai.APITimeoutError):
+                client.with_options(timeout=seconds).completions.create(model="echo", prompt="x")
+        request = backend.requests[num_before]
         assert eventually(lambda: request.request_id in backend.aborted)
     finally:
         backend.delay_seconds = 0.0

@@ -10,7 +10,7 @@ from starlette.applications import Starlette
 from loraplex.core.grammar import Grammar, GrammarKind
 from loraplex.core.request import PromptTruncation, TruncationSide
 from loraplex.frontends.openai import openai_fallback_routes, openai_routes
-from loraplex.testing.echo_backend import EchoBackend
+from support.echo_service import EchoService
 from support.served import served
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -18,8 +18,8 @@ PREFILL = [*HELLO, {"role": "assistant", "content": "Hel"}]
 
 
 @pytest.fixture(scope="module")
-def backend() -> EchoBackend:
-    backend = EchoBackend()
+def backend() -> EchoService:
+    backend = EchoService()
     backend.register("fr")
     backend.register("de")
     return backend
@@ -30,7 +30,7 @@ def http(backend) -> Iterator[httpx.Client]:
     app = Starlette()
     app.routes.extend(openai_routes(backend))
     app.routes.extend(openai_fallback_routes())
-    with served(app) as url, httpx.Client(base_url=url) as http:
+    with served(app) as url, httpx.Client(base_url=url, timeout=60) as http:
         yield http
 
 
@@ -388,10 +388,10 @@ def test_probes(http, backend):
     assert [http.get(path).status_code for path in ("/health", "/ping", "/version")] == [200] * 3
     assert http.post("/ping").status_code == 200
     assert set(http.get("/version").json()) == {"version"}
-    backend.unready_reason = "the engine is starting"
+    backend.unready_reason = "it starts"
     try:
         response = http.get("/health")
         assert response.status_code == 503
-        assert response.json()["error"]["message"] == "the engine is starting"
+        assert response.json()["error"]["message"].endswith("restarting: it starts")
     finally:
         backend.unready_reason = ""

@@ -19,7 +19,7 @@ from loraplex.frontends.openai import openai_fallback_routes, openai_routes
 from loraplex.frontends.openai.context import OpenAIOptions, StoreLimits
 from loraplex.serving.text.chat_format import ChatFormat
 from loraplex.serving.text.completion_grammar import read_completion_grammar
-from loraplex.testing.echo_backend import EchoBackend
+from support.echo_service import EchoService
 from support.eventually import eventually
 from support.served import served
 
@@ -55,9 +55,9 @@ def by_tenant(headers: Any) -> Principal:
 
 
 @pytest.fixture
-def backend(server: tuple[Switch, str]) -> EchoBackend:
+def backend(server: tuple[Switch, str]) -> EchoService:
     switch, _ = server
-    backend = EchoBackend(chat=ChatFormat(tool_calls="hermes", reasoning="think"))
+    backend = EchoService(chat=ChatFormat(tool_calls="hermes", reasoning="think"))
     options = OpenAIOptions(stored_responses=StoreLimits(max_responses=MAX_STORED))
     switch.app = Starlette()
     switch.app.routes.extend(openai_routes(backend, options, by_tenant))
@@ -66,14 +66,14 @@ def backend(server: tuple[Switch, str]) -> EchoBackend:
 
 
 @pytest.fixture
-def client(server: tuple[Switch, str], backend: EchoBackend) -> Iterator[openai.OpenAI]:
+def client(server: tuple[Switch, str], backend: EchoService) -> Iterator[openai.OpenAI]:
     _, url = server
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
 @pytest.fixture
-def stranger(server: tuple[Switch, str], backend: EchoBackend) -> Iterator[openai.OpenAI]:
+def stranger(server: tuple[Switch, str], backend: EchoService) -> Iterator[openai.OpenAI]:
     _, url = server
     headers = {"x-tenant": "other"}
     with openai.OpenAI(
@@ -86,14 +86,14 @@ def create(client: openai.OpenAI, given: Any = "Hello", **fields: Any) -> Any:
     return client.responses.create(**{"model": "echo", "input": given} | fields)
 
 
-def prompt_of(backend: EchoBackend, number: int = -1) -> str:
+def prompt_of(backend: EchoService, number: int = -1) -> str:
     return str(backend.requests[number].prompt)
 
 
 # ---------------------------------------------------------------- whole
 
 
-def test_a_text(client: openai.OpenAI, backend: EchoBackend) -> None:
+def test_a_text(client: openai.OpenAI, backend: EchoService) -> None:
     backend.scripts.append(("Good day.",))
     backend.num_cached_tokens = 3
     response = create(
@@ -126,7 +126,7 @@ def test_a_text(client: openai.OpenAI, backend: EchoBackend) -> None:
     assert len(response.model_extra["loraplex"]["timing"]) == 1
 
 
-def test_the_model_of_an_adapter(client: openai.OpenAI, backend: EchoBackend) -> None:
+def test_the_model_of_an_adapter(client: openai.OpenAI, backend: EchoService) -> None:
     digest = backend.register("fr").digest
     raw = client.responses.with_raw_response.create(model="fr", input="Hello")
     assert raw.headers["x-loraplex-adapter"] == digest
@@ -135,7 +135,7 @@ def test_the_model_of_an_adapter(client: openai.OpenAI, backend: EchoBackend) ->
     assert backend.requests[-1].adapters == backend.requests[0].adapters
 
 
-def test_sampling_and_its_extensions(client: openai.OpenAI, backend: EchoBackend) -> None:
+def test_sampling_and_its_extensions(client: openai.OpenAI, backend: EchoService) -> None:
     extra = {"top_k": 5, "seed": 7, "stop": ["\n"], "min_tokens": 2, "cache_salt": "x"}
     create(client, max_output_tokens=9, top_p=0.5, extra_body=extra)
     request = backend.requests[0]
@@ -145,7 +145,7 @@ def test_sampling_and_its_extensions(client: openai.OpenAI, backend: EchoBackend
     assert request.cache_salt == "x"
 
 
-def test_what_max_output_tokens_cuts(client: openai.OpenAI, backend: EchoBackend) -> None:
+def test_what_max_output_tokens_cuts(client: openai.OpenAI, backend: EchoService) -> None:
     backend.scripts.append(("Good day.",))
     response = create(client, max_output_tokens=4)
     assert (response.status, response.output_text) == ("incomplete", "Good")
@@ -154,14 +154,14 @@ def test_what_max_output_tokens_cuts(client: openai.OpenAI, backend: EchoBackend
     assert response.completed_at is None
 
 
-def test_an_empty_output(client: openai.OpenAI, backend: EchoBackend) -> None:
+def test_an_empty_output(client: openai.OpenAI, backend: EchoService) -> None:
     backend.scripts.append(("<think></think>",))
     response = create(client)
     assert [item.type for item in response.output] == ["message"]
     assert (response.status, response.output_text) == ("completed", "")
 
 
-def test_items_of_every_kind(client: openai.OpenAI, backend: EchoBackend) -> None:
+def test_items_of_every_kind(client: openai.OpenAI, backend: EchoService) -> None:
     backend.scripts.append((f"<think>Hm.</think>\n\nLet me look.\n{CALL}\n{OTHER_CALL}",))
     response = create(client, tools=[WEATHER, CLOCK])
     thought, message, first, second = response.output
@@ -184,17 +184,17 @@ def test_items_of_every_kind(client: openai.OpenAI, backend: EchoBackend) -> Non
     assert backend.renderings[0]["tools"][1] == {"type": "function", "function": shown}
 
 
-def test_reasoning_may_be_left_out(client: openai.OpenAI, backend: EchoBackend) -> None:
+def test_reasoning_may_be_left_out(client: openai.OpenAI, backend: EchoService) -> None:
     backend.scripts.append(("<think>Hm.</think>Yes.",))
     response = create(client, extra_body={"include_reasoning": False})
     assert [item.type for item in response.output] == ["message"]
 
 
-def test_log_probabilities(client: openai.OpenAI, backend: EchoBackend) -> None:
+def test_log_probabilities(client: openai.OpenAI, backend: EchoService) -> None:
     backend.scripts.append(("<think>Hm.</think>Yes.",))
     response = create(client, include=["message.output_text.logprobs"], top_logprobs=2)
     logprobs = response.output[1].content[0].logprobs
-    assert [entry.token for entry in logprobs] == list("Yes.")
+    assert [entry.token for entry in logprobs] == [*"Yes.", "</s>"]
     assert len(logprobs[0].top_logprobs) == 2
     assert response.top_logprobs == 2
     create(client, top_logprobs=2)
@@ -204,7 +204,7 @@ def test_log_probabilities(client: openai.OpenAI, backend: EchoBackend) -> None:
 # ---------------------------------------------------------------- tools
 
 
-def test_a_round_trip_of_a_function(client: openai.OpenAI, backend: EchoBackend) -> None:
+def test_a_round_trip_of_a_function(client: openai.OpenAI, backend: EchoService) -> None:
     backend.scripts.append((f"<think>Hm.</think>{CALL}",))
     first = create(client, "weather?", tools=[WEATHER])
     call = first.output[1]
@@ -218,6 +218,26 @@ def test_a_round_trip_of_a_function(client: openai.OpenAI, backend: EchoBackend)
     assert again.output_text == "Sun."
     assert prompt_of(backend) == prompt_of(backend, -2)
     assert again.previous_response_id == first.id
+
+
+def test_a_call_that_was_cut_is_a_part_of_the_conversation(
+    client: openai.OpenAI, backend: EchoService
+) -> None:
+    backend.scripts.append((CALL,))
+    first = create(client, "weather?", tools=[WEATHER], max_output_tokens=CALL.index("ris"))
+    [call] = first.output
+    assert (first.status, call.arguments) == ("incomplete", '{"city": "Pa')
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "no such city"}
+    given = [{"role": "user", "content": "weather?"}, call, output]
+    backend.scripts.append(("Sun.",))
+    assert create(client, given, tools=[WEATHER]).output_text == "Sun."
+    assert prompt_of(backend).endswith("assistant: \ntool: no such city\nassistant: ")
+    backend.scripts.append(("Sun.",))
+    create(client, [output], tools=[WEATHER], previous_response_id=first.id)
+    assert prompt_of(backend) == prompt_of(backend, -2)
+    backend.scripts.append(("Sun.",))
+    create(client, "Go on.", tools=[WEATHER], previous_response_id=first.id)
+    assert prompt_of(backend) == "<s>user: weather?\nuser: Go on.\nassistant: "
 
 
 @pytest.mark.parametrize(
@@ -236,7 +256,7 @@ def test_a_round_trip_of_a_function(client: openai.OpenAI, backend: EchoBackend)
     ],
 )
 def test_a_choice_of_tools(
-    client: openai.OpenAI, backend: EchoBackend, choice: Any, names: list[str]
+    client: openai.OpenAI, backend: EchoService, choice: Any, names: list[str]
 ) -> None:
     backend.scripts.append((OTHER_CALL,))
     response = create(client, tools=[WEATHER, CLOCK], tool_choice=choice)
@@ -249,7 +269,7 @@ def test_a_choice_of_tools(
     assert [tool.name for tool in tool_use.tools] == names
 
 
-def test_no_tool_may_be_called(client: openai.OpenAI, backend: EchoBackend) -> None:
+def test_no_tool_may_be_called(client: openai.OpenAI, backend: EchoService) -> None:
     backend.scripts.append((CALL,))
     response = create(client, tools=[WEATHER], tool_choice="none")
     assert response.output_text == CALL
@@ -263,7 +283,7 @@ class Capital(pydantic.BaseModel):
     city: str
 
 
-def test_parse(client: openai.OpenAI, backend: EchoBackend) -> None:
+def test_parse(client: openai.OpenAI, backend: EchoService) -> None:
     backend.scripts.append(('{"city": "Paris"}',))
     response = client.responses.parse(model="echo", input="Hello", text_format=Capital)
     assert response.output_parsed == Capital(city="Paris")
@@ -275,7 +295,7 @@ def test_parse(client: openai.OpenAI, backend: EchoBackend) -> None:
     assert json.loads(content.text)["required"] == ["city"]
 
 
-def test_any_object(client: openai.OpenAI, backend: EchoBackend) -> None:
+def test_any_object(client: openai.OpenAI, backend: EchoService) -> None:
     create(client, text={"format": {"type": "json_object"}, "verbosity": "low"})
     grammar = backend.requests[0].sampling.grammar
     assert grammar is not None
@@ -287,7 +307,7 @@ def test_any_object(client: openai.OpenAI, backend: EchoBackend) -> None:
 # ---------------------------------------------------------------- streams
 
 
-def test_events_of_a_text(client: openai.OpenAI, backend: EchoBackend) -> None:
+def test_events_of_a_text(client: openai.OpenAI, backend: EchoService) -> None:
     backend.scripts.append(("Hi.",))
     events = list(create(client, stream=True))
     assert [event.type for event in events] == [
@@ -316,7 +336,7 @@ def test_events_of_a_text(client: openai.OpenAI, backend: EchoBackend) -> None:
     assert client.responses.retrieve(events[0].response.id) == events[-1].response
 
 
-def test_events_of_every_kind(client: openai.OpenAI, backend: EchoBackend) -> None:
+def test_events_of_every_kind(client: openai.OpenAI, backend: EchoService) -> None:
     backend.scripts.append((f"<think>Hm.</think>Look.\n{CALL}\n{OTHER_CALL}",))
     events = list(create(client, stream=True, tools=[WEATHER, CLOCK]))
     added = [e for e in events if e.type == "response.output_item.added"]
@@ -342,7 +362,7 @@ def test_events_of_every_kind(client: openai.OpenAI, backend: EchoBackend) -> No
     assert [item.status for item in items] == ["completed"] * 4
 
 
-def test_the_clients_accumulator(client: openai.OpenAI, backend: EchoBackend) -> None:
+def test_the_clients_accumulator(client: openai.OpenAI, backend: EchoService) -> None:
     backend.scripts.append((f"Look.\n{CALL}",))
     with client.responses.stream(model="echo", input="Hello", tools=[WEATHER]) as stream:
         list(stream)
@@ -354,7 +374,7 @@ def test_the_clients_accumulator(client: openai.OpenAI, backend: EchoBackend) ->
         assert parsed.get_final_response().output_parsed == Capital(city="Rome")
 
 
-def test_a_stream_that_is_cut(client: openai.OpenAI, backend: EchoBackend) -> None:
+def test_a_stream_that_is_cut(client: openai.OpenAI, backend: EchoService) -> None:
     backend.scripts.append((CALL,))
     last = list(create(client, stream=True, tools=[WEATHER], max_output_tokens=len(CALL) - 18))[-1]
     assert last.type == "response.incomplete"
@@ -366,7 +386,7 @@ def test_a_stream_that_is_cut(client: openai.OpenAI, backend: EchoBackend) -> No
     assert prompt_of(backend) == "<s>user: Hello\nuser: Hello\nassistant: "
 
 
-def test_a_stream_that_fails(client: openai.OpenAI, backend: EchoBackend) -> None:
+def test_a_stream_that_fails(client: openai.OpenAI, backend: EchoService) -> None:
     backend.scripts.append(("Good day.",))
     backend.plant(RowFailedError("the row failed"), after_outputs=4)
     *_, error, failed = list(create(client, stream=True))
@@ -380,17 +400,17 @@ def test_a_stream_that_fails(client: openai.OpenAI, backend: EchoBackend) -> Non
         client.responses.retrieve(failed.response.id)
 
 
-def test_the_wire_of_a_stream(server: tuple[Switch, str], backend: EchoBackend) -> None:
+def test_the_wire_of_a_stream(server: tuple[Switch, str], backend: EchoService) -> None:
     backend.scripts.append(("Hi.",))
     body = {"model": "echo", "input": "Hello", "stream": True}
-    text = httpx.post(f"{server[1]}/v1/responses", json=body).text
+    text = httpx.post(f"{server[1]}/v1/responses", json=body, timeout=60).text
     events = [event.split("\n") for event in text.removesuffix("\n\n").split("\n\n")]
     for name, data in events:
         assert name == f"event: {json.loads(data.removeprefix('data: '))['type']}"
     assert "[DONE]" not in text
 
 
-async def test_a_client_that_leaves(server: tuple[Switch, str], backend: EchoBackend) -> None:
+async def test_a_client_that_leaves(server: tuple[Switch, str], backend: EchoService) -> None:
     backend.delay_seconds = 0.02
     backend.scripts.append(("x" * 2000,))
     async with openai.AsyncOpenAI(base_url=f"{server[1]}/v1", api_key="x") as client:
@@ -403,7 +423,7 @@ async def test_a_client_that_leaves(server: tuple[Switch, str], backend: EchoBac
 # ---------------------------------------------------------------- what is kept
 
 
-def test_a_conversation_goes_on(client: openai.OpenAI, backend: EchoBackend) -> None:
+def test_a_conversation_goes_on(client: openai.OpenAI, backend: EchoService) -> None:
     backend.scripts.extend([("one",), ("two",), ("three",)])
     first = create(client, "1", instructions="Count.")
     second = create(client, "2", previous_response_id=first.id)
@@ -421,7 +441,7 @@ def test_a_conversation_goes_on(client: openai.OpenAI, backend: EchoBackend) -> 
 
 
 def test_a_conversation_goes_on_behind_a_text_that_was_cut(
-    client: openai.OpenAI, backend: EchoBackend
+    client: openai.OpenAI, backend: EchoService
 ) -> None:
     backend.scripts.extend([("<think>Hm.</think>Good day.",), ("two",)])
     first = create(client, "1", max_output_tokens=len("<think>Hm.</think>Good"))
@@ -429,7 +449,7 @@ def test_a_conversation_goes_on_behind_a_text_that_was_cut(
     assert prompt_of(backend) == "<s>user: 1\nassistant: Good\nuser: 2\nassistant: "
 
 
-def test_get_and_delete(client: openai.OpenAI, backend: EchoBackend) -> None:
+def test_get_and_delete(client: openai.OpenAI, backend: EchoService) -> None:
     response = create(client)
     assert client.responses.retrieve(response.id) == response
     with pytest.raises(openai.BadRequestError, match="background"):
@@ -450,8 +470,8 @@ def test_what_is_kept_does_not_come_as_a_stream(
     server: tuple[Switch, str], client: openai.OpenAI
 ) -> None:
     url = f"{server[1]}/v1/responses/{create(client).id}"
-    assert httpx.get(f"{url}?stream=false").status_code == 200
-    response = httpx.get(f"{url}?stream=true")
+    assert httpx.get(f"{url}?stream=false", timeout=60).status_code == 200
+    response = httpx.get(f"{url}?stream=true", timeout=60)
     assert (response.status_code, response.json()["error"]["param"]) == (400, "stream")
 
 
@@ -464,7 +484,7 @@ def test_nothing_is_kept_of_what_shall_not_be(client: openai.OpenAI) -> None:
 
 
 def test_a_server_that_keeps_nothing(
-    server: tuple[Switch, str], client: openai.OpenAI, backend: EchoBackend
+    server: tuple[Switch, str], client: openai.OpenAI, backend: EchoService
 ) -> None:
     switch, _ = server
     options = OpenAIOptions(stored_responses=StoreLimits(max_responses=0))
@@ -496,7 +516,7 @@ def test_a_tenant_sees_its_own_alone(client: openai.OpenAI, stranger: openai.Ope
 
 
 def test_truncation_leaves_out_the_oldest_turns(
-    client: openai.OpenAI, backend: EchoBackend
+    client: openai.OpenAI, backend: EchoService
 ) -> None:
     turns: list[Any] = [{"role": "developer", "content": "Rule."}]
     for number in range(9):
@@ -513,7 +533,7 @@ def test_truncation_leaves_out_the_oldest_turns(
     assert prompt.endswith("user: last\nassistant: ")
 
 
-def test_input_tokens(client: openai.OpenAI, backend: EchoBackend) -> None:
+def test_input_tokens(client: openai.OpenAI, backend: EchoService) -> None:
     counted = client.responses.input_tokens.count(model="echo", input="Hello")
     assert counted.input_tokens == create(client).usage.input_tokens
 
@@ -542,10 +562,8 @@ def message(**fields: Any) -> list[Any]:
         ({"input": [{"type": "function_call", "call_id": "c"}]}, "input[0].name"),
         ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input"),
         ({"input": [{"type": "reasoning", "content": [5]}]}, "input[0].content[0]"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"tools": [{"type": "file_search"}]}, "tools[0].type"),
-        ({"tools": [{"type": "mcp"}]}, "tools[0].type"),
-        ({"tools": [{"type": "code_interpreter"}]}, "tools[0].type"),
+        ({"tools": [{"type": "web_serch"}]}, "tools[0].type"),
+        ({"tools": [CLOCK, {"type": "mcp"}, {"type": "web_searches"}]}, "tools[2].type"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
         ({"tools": [CLOCK], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
         ({"tools": [CLOCK], "tool_choice": {"type": "function"}}, "tool_choice.name"),
@@ -573,7 +591,7 @@ def message(**fields: Any) -> list[Any]:
     ],
 )
 def test_what_is_wrong_is_named(
-    client: openai.OpenAI, backend: EchoBackend, fields: dict[str, Any], param: str
+    client: openai.OpenAI, backend: EchoService, fields: dict[str, Any], param: str
 ) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.responses.create(**{"model": "echo", "input": "Hello"} | fields)
@@ -587,7 +605,7 @@ def test_a_wrong_page_is_named(
     server: tuple[Switch, str], client: openai.OpenAI, query: str
 ) -> None:
     response_id = create(client).id
-    response = httpx.get(f"{server[1]}/v1/responses/{response_id}/input_items?{query}")
+    response = httpx.get(f"{server[1]}/v1/responses/{response_id}/input_items?{query}", timeout=60)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == query.split("=", maxsplit=1)[0]
 

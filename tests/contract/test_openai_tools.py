@@ -13,7 +13,7 @@ from loraplex.core.tools import ToolMode
 from loraplex.frontends.openai import openai_fallback_routes, openai_routes
 from loraplex.serving.text.chat_format import ChatFormat
 from loraplex.serving.text.completion_grammar import read_completion_grammar
-from loraplex.testing.echo_backend import EchoBackend
+from support.echo_service import EchoService
 from support.served import served
 
 HELLO = [{"role": "user", "content": "weather in Paris?"}]
@@ -45,9 +45,9 @@ def server() -> Iterator[tuple[Switch, str]]:
 
 
 @pytest.fixture
-def backend(server: tuple[Switch, str]) -> EchoBackend:
+def backend(server: tuple[Switch, str]) -> EchoService:
     switch, _ = server
-    backend = EchoBackend(chat=ChatFormat(tool_calls="hermes", reasoning="think"))
+    backend = EchoService(chat=ChatFormat(tool_calls="hermes", reasoning="think"))
     switch.app = Starlette()
     switch.app.routes.extend(openai_routes(backend))
     switch.app.routes.extend(openai_fallback_routes())
@@ -55,7 +55,7 @@ def backend(server: tuple[Switch, str]) -> EchoBackend:
 
 
 @pytest.fixture
-def client(server: tuple[Switch, str], backend: EchoBackend) -> Iterator[openai.OpenAI]:
+def client(server: tuple[Switch, str], backend: EchoService) -> Iterator[openai.OpenAI]:
     _, url = server
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         yield client
@@ -66,7 +66,7 @@ def complete(client: openai.OpenAI, **fields: Any) -> Any:
     return client.chat.completions.create(**fields)
 
 
-def test_a_call_is_distinguished_from_content(client: openai.OpenAI, backend: EchoBackend) -> None:
+def test_a_call_is_distinguished_from_content(client: openai.OpenAI, backend: EchoService) -> None:
     backend.scripts.append((f"Let me look.\n\n{CALL}\n{OTHER_CALL}",))
     response = complete(client)
     [choice] = response.choices
@@ -84,7 +84,7 @@ def test_a_call_is_distinguished_from_content(client: openai.OpenAI, backend: Ec
 
 
 def test_content_is_null_if_there_are_only_calls(
-    client: openai.OpenAI, backend: EchoBackend
+    client: openai.OpenAI, backend: EchoService
 ) -> None:
     backend.scripts.append((CALL,))
     message = complete(client).choices[0].message
@@ -92,7 +92,7 @@ def test_content_is_null_if_there_are_only_calls(
     assert message.tool_calls
 
 
-def test_a_response_without_calls_is_unchanged(client: openai.OpenAI, backend: EchoBackend) -> None:
+def test_a_response_without_calls_is_unchanged(client: openai.OpenAI, backend: EchoService) -> None:
     backend.scripts.append(("It is 5 < 7.\n",))
     [choice] = complete(client).choices
     assert choice.message.content == "It is 5 < 7.\n"
@@ -100,7 +100,7 @@ def test_a_response_without_calls_is_unchanged(client: openai.OpenAI, backend: E
     assert choice.finish_reason == "stop"
 
 
-def test_streamed_deltas(client: openai.OpenAI, backend: EchoBackend) -> None:
+def test_streamed_deltas(client: openai.OpenAI, backend: EchoService) -> None:
     backend.scripts.append((f"Well.\n{CALL}\n{OTHER_CALL}",))
     chunks = list(complete(client, stream=True, stream_options={"include_usage": True}))
     *deltas, last = [chunk.choices[0] for chunk in chunks if chunk.choices]
@@ -119,7 +119,7 @@ def test_streamed_deltas(client: openai.OpenAI, backend: EchoBackend) -> None:
     assert chunks[-1].usage.completion_tokens > 0
 
 
-def test_the_clients_accumulator(client: openai.OpenAI, backend: EchoBackend) -> None:
+def test_the_clients_accumulator(client: openai.OpenAI, backend: EchoService) -> None:
     backend.scripts.append((f"<think>\nHm.\n</think>\n\n{CALL}\n{OTHER_CALL}",))
     with client.chat.completions.stream(
         model="echo", messages=HELLO, tools=[WEATHER, CLOCK]
@@ -133,7 +133,7 @@ def test_the_clients_accumulator(client: openai.OpenAI, backend: EchoBackend) ->
     assert choice.finish_reason == "tool_calls"
 
 
-def test_each_choice_has_its_own_calls(client: openai.OpenAI, backend: EchoBackend) -> None:
+def test_each_choice_has_its_own_calls(client: openai.OpenAI, backend: EchoService) -> None:
     backend.scripts.append((CALL, "No.", f"{OTHER_CALL}{CALL}"))
     choices = complete(client, n=3).choices
     names = [[c.function.name for c in x.message.tool_calls or ()] for x in choices]
@@ -143,7 +143,7 @@ def test_each_choice_has_its_own_calls(client: openai.OpenAI, backend: EchoBacke
     assert [x.finish_reason for x in choices] == ["tool_calls", "stop", "tool_calls"]
 
 
-def test_each_stream_has_its_own_calls(client: openai.OpenAI, backend: EchoBackend) -> None:
+def test_each_stream_has_its_own_calls(client: openai.OpenAI, backend: EchoService) -> None:
     backend.scripts.append((CALL, OTHER_CALL))
     found: dict[int, str] = {0: "", 1: ""}
     for chunk in complete(client, n=2, stream=True):
@@ -155,28 +155,28 @@ def test_each_stream_has_its_own_calls(client: openai.OpenAI, backend: EchoBacke
     assert found == {0: 'get_weather{"city": "Paris"}', 1: "clock{}"}
 
 
-def test_a_cut_call_ends_by_length(client: openai.OpenAI, backend: EchoBackend) -> None:
+def test_a_cut_call_ends_by_length(client: openai.OpenAI, backend: EchoService) -> None:
     backend.scripts.append((CALL,))
     [choice] = complete(client, max_tokens=len(CALL) - 18).choices
     assert choice.finish_reason == "length"
     assert '{"city": "Paris"}'.startswith(choice.message.tool_calls[0].function.arguments)
 
 
-def test_log_probabilities_are_of_all_tokens(client: openai.OpenAI, backend: EchoBackend) -> None:
+def test_log_probabilities_are_of_all_tokens(client: openai.OpenAI, backend: EchoService) -> None:
     backend.scripts.append((CALL,))
     [choice] = complete(client, logprobs=True).choices
-    assert "".join(entry.token for entry in choice.logprobs.content) == CALL
+    assert "".join(entry.token for entry in choice.logprobs.content) == f"{CALL}</s>"
     backend.scripts.append((CALL,))
     pieces = [
         entry.token
         for chunk in complete(client, logprobs=True, stream=True)
         for entry in (chunk.choices[0].logprobs.content if chunk.choices[0].logprobs else ())
     ]
-    assert "".join(pieces) == CALL
+    assert "".join(pieces) == f"{CALL}</s>"
 
 
 def test_a_required_call_is_held_to_the_grammar(
-    client: openai.OpenAI, backend: EchoBackend
+    client: openai.OpenAI, backend: EchoService
 ) -> None:
     backend.scripts.append((CALL,))
     assert complete(client, tool_choice="required").choices[0].finish_reason == "tool_calls"
@@ -189,7 +189,7 @@ def test_a_required_call_is_held_to_the_grammar(
     assert [tool.name for tool in tool_use.tools] == ["get_weather", "clock"]
 
 
-def test_a_named_function_ends_with_stop(client: openai.OpenAI, backend: EchoBackend) -> None:
+def test_a_named_function_ends_with_stop(client: openai.OpenAI, backend: EchoService) -> None:
     backend.scripts.append((OTHER_CALL,))
     choice = {"type": "function", "function": {"name": "clock"}}
     [response] = complete(client, tool_choice=choice).choices
@@ -202,7 +202,7 @@ def test_a_named_function_ends_with_stop(client: openai.OpenAI, backend: EchoBac
     assert [tool.name for tool in tool_use.tools] == ["clock"]
 
 
-def test_allowed_tools(client: openai.OpenAI, backend: EchoBackend) -> None:
+def test_allowed_tools(client: openai.OpenAI, backend: EchoService) -> None:
     backend.scripts.append((OTHER_CALL,))
     allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "clock"}}]}
     complete(client, tool_choice={"type": "allowed_tools", "allowed_tools": allowed})
@@ -210,7 +210,7 @@ def test_allowed_tools(client: openai.OpenAI, backend: EchoBackend) -> None:
     assert backend.requests[0].sampling.grammar is not None
 
 
-def test_no_tool_may_be_called(client: openai.OpenAI, backend: EchoBackend) -> None:
+def test_no_tool_may_be_called(client: openai.OpenAI, backend: EchoService) -> None:
     backend.scripts.append((CALL,))
     [choice] = complete(client, tool_choice="none").choices
     assert choice.message.content == CALL
@@ -219,7 +219,7 @@ def test_no_tool_may_be_called(client: openai.OpenAI, backend: EchoBackend) -> N
 
 
 def test_the_response_format_binds_where_no_tool_is_called(
-    client: openai.OpenAI, backend: EchoBackend
+    client: openai.OpenAI, backend: EchoService
 ) -> None:
     backend.scripts.append((CALL,))
     complete(client, response_format={"type": "json_object"})
@@ -231,7 +231,7 @@ def test_the_response_format_binds_where_no_tool_is_called(
     assert parts.tool_use is not None
 
 
-def test_a_conversation_with_calls(client: openai.OpenAI, backend: EchoBackend) -> None:
+def test_a_conversation_with_calls(client: openai.OpenAI, backend: EchoService) -> None:
     call = {"id": "call_1", "type": "function"}
     call["function"] = {"name": "clock", "arguments": "{}"}  # type: ignore[assignment]
     messages = [
@@ -249,7 +249,7 @@ def test_a_conversation_with_calls(client: openai.OpenAI, backend: EchoBackend) 
 def test_a_conversation_with_calls_for_a_template_that_knows_none(
     server: tuple[Switch, str], client: openai.OpenAI
 ) -> None:
-    backend = EchoBackend(chat=ChatFormat(knows_tools=False, writes_calls=False))
+    backend = EchoService(chat=ChatFormat(knows_tools=False, writes_calls=False))
     app = Starlette()
     app.routes.extend(openai_routes(backend))
     server[0].app = app
@@ -270,7 +270,7 @@ def test_a_conversation_with_calls_for_a_template_that_knows_none(
 # ---------------------------------------------------------------- reasoning
 
 
-def test_reasoning_is_apart(client: openai.OpenAI, backend: EchoBackend) -> None:
+def test_reasoning_is_apart(client: openai.OpenAI, backend: EchoService) -> None:
     backend.scripts.append(("<think>\nIt is <near>.\n</think>\n\nParis.",))
     message = complete(client, tools=openai.NOT_GIVEN).choices[0].message
     assert message.content == "Paris."
@@ -278,7 +278,7 @@ def test_reasoning_is_apart(client: openai.OpenAI, backend: EchoBackend) -> None
     assert message.reasoning == "It is <near>."
 
 
-def test_reasoning_that_the_prompt_began(client: openai.OpenAI, backend: EchoBackend) -> None:
+def test_reasoning_that_the_prompt_began(client: openai.OpenAI, backend: EchoService) -> None:
     backend.prompt_ending = "<think>\n"
     backend.scripts.append((f"So.\n</think>\n{CALL}",))
     [choice] = complete(client).choices
@@ -287,7 +287,7 @@ def test_reasoning_that_the_prompt_began(client: openai.OpenAI, backend: EchoBac
     assert choice.message.tool_calls[0].function.name == "get_weather"
 
 
-def test_streamed_reasoning(client: openai.OpenAI, backend: EchoBackend) -> None:
+def test_streamed_reasoning(client: openai.OpenAI, backend: EchoService) -> None:
     backend.scripts.append((f"<think>a </thin b</think>\n\nOne.\n{CALL}",))
     deltas = [chunk.choices[0].delta for chunk in complete(client, stream=True)]
     assert "".join(getattr(d, "reasoning_content", None) or "" for d in deltas) == "a </thin b"
@@ -295,7 +295,7 @@ def test_streamed_reasoning(client: openai.OpenAI, backend: EchoBackend) -> None
     assert sum(len(d.tool_calls or ()) for d in deltas) > 5
 
 
-def test_reasoning_is_left_out_or_left_in(client: openai.OpenAI, backend: EchoBackend) -> None:
+def test_reasoning_is_left_out_or_left_in(client: openai.OpenAI, backend: EchoService) -> None:
     text = "<think>Hm.</think>Paris."
     backend.scripts.extend([(text,), (text,)])
     out = complete(client, extra_body={"include_reasoning": False}).choices[0].message
@@ -316,7 +316,7 @@ def named(name: Any, **function: Any) -> dict[str, Any]:
     ("fields", "param"),
     [
         ({"tools": ["x"]}, "tools[0]"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "web_serch"}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [named("")]}, "tools[0].function.name"),
         ({"tools": [named("a b")]}, "tools[0].function.name"),
@@ -341,7 +341,7 @@ def named(name: Any, **function: Any) -> dict[str, Any]:
     ],
 )
 def test_wrong_tools_are_named(
-    client: openai.OpenAI, backend: EchoBackend, fields: dict[str, Any], param: str
+    client: openai.OpenAI, backend: EchoService, fields: dict[str, Any], param: str
 ) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         complete(client, **fields)

@@ -38,8 +38,8 @@ from loraplex.core.errors import (
 from loraplex.core.principal import LOCAL
 from loraplex.frontends.kserve.models.model_control import ControlMode, ModelControl
 from loraplex.serving.model_memory import DeviceTier, HostTier, KVMemory, ModelMemory
-from loraplex.testing.echo_backend import EchoBackend
 from support.described_app import described_app
+from support.echo_service import EchoService
 from support.examples import num_examples
 
 pytestmark = pytest.mark.slow
@@ -51,9 +51,9 @@ NOT_SERVED = 501
 """Triton's own status for what a server does not have."""
 
 
-def backend() -> EchoBackend:
+def backend() -> EchoService:
     """Return a backend with two adapters and a known memory layout."""
-    made = EchoBackend()
+    made = EchoService()
     for name in ("0", "org/name"):
         made.register(name)
     folder = tempfile.mkdtemp()
@@ -257,7 +257,7 @@ BODIES = {
 @pytest.mark.parametrize("error", PLANTED, ids=lambda error: error.__name__)
 def test_every_error_that_generation_can_raise_is_documented(label, error):
     """Plant each engine error in the backend, because no request can provoke it."""
-    made = EchoBackend()
+    made = EchoService()
     app = described_app(made)
     operation = operation_of(schemathesis.openapi.from_dict(OPEN.raw_schema), label)
     made.plant(error("planted", retry_after_seconds=1))

@@ -27,7 +27,7 @@ from loraplex.frontends.ops.gateway_metrics import GatewayCollector
 from loraplex.frontends.ops.health import health_routes
 from loraplex.frontends.ops.metrics import metrics_registry, metrics_routes
 from loraplex.serving.request_metrics import RequestMetrics
-from loraplex.testing.echo_backend import EchoBackend
+from support.echo_service import EchoService
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 CHART = DEPLOY / "helm" / "loraplex"
@@ -293,7 +293,7 @@ def probes(main: Document) -> dict[str, Document]:
 
 
 def test_probes_are_routes_that_need_no_key(documents: list[Document]) -> None:
-    backend = EchoBackend()
+    backend = EchoService()
     routes = [*openai_routes(backend), *health_routes(backend, AsyncMock(return_value={}))]
     paths = {route.path for route in routes if isinstance(route, Route)}
     (kserve,) = read(DEPLOY / "kserve" / "config.yaml")["spec"]["template"]["containers"]
@@ -310,7 +310,7 @@ def test_probes_are_routes_that_need_no_key(documents: list[Document]) -> None:
 
 
 def metric_names() -> set[str]:
-    backend = EchoBackend()
+    backend = EchoService()
     gateway = GatewayCollector(backend)
     registry = metrics_registry(backend, RequestMetrics(), [gateway])
     families: list[Metric] = list(registry.collect())
@@ -326,7 +326,7 @@ def test_metrics_exist(chart: helm_python.Chart) -> None:
 
 
 def test_monitors_scrape_a_route(documents: list[Document]) -> None:
-    (route,) = metrics_routes(EchoBackend(), RequestMetrics())
+    (route,) = metrics_routes(EchoService(), RequestMetrics())
     ports = {port["name"] for port in container(documents)["ports"]}
     for monitor in of_kind(documents, "PodMonitor", "ServiceMonitor"):
         spec = monitor["spec"]

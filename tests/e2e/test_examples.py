@@ -159,9 +159,27 @@ def test_a_batch_file_without_a_server(server, capsys, tmp_path, monkeypatch):
     source.write_text(source.read_text().replace('"capitals"', '"no-such-model"'))
     assert example.main([str(source), str(output), "--url", server.url]) == 1
     assert json.loads(output.read_text())["response"]["status_code"] == 404
-    source.write_text(source.read_text() * 2)
-    with pytest.raises(SystemExit, match="line 2: the id 'r0' occurs twice"):
-        example.main([str(source), str(output), "--url", server.url])
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [('{"custom_id": "r0", "url": "/", "body": {}}', "'r0' occurs twice"), ("{}", "'custom_id'")],
+)
+def test_a_batch_file_with_a_bad_line(server, capfd, tmp_path, line, problem):
+    source, output = tmp_path / "requests.jsonl", tmp_path / "results.jsonl"
+    batch_requests(source, 6)
+    lines = source.read_text().splitlines()
+    source.write_text("\n".join([*lines[:4], line, *lines[4:]]))
+    arguments = [str(source), str(output), "--url", server.url, "--concurrency", "2"]
+    assert load("batch_file").main(arguments) == 2
+    (report,) = capfd.readouterr().err.splitlines()
+    assert "requests.jsonl, line 5: " in report
+    assert problem in report
+    assert len(ids_of(output)) >= 3  # two are in flight at most
+
+    source.write_text("\n".join(lines))
+    assert load("batch_file").main(arguments) == 0
+    assert sorted(ids_of(output)) == [f"r{number}" for number in range(6)]
 
 
 @pytest.mark.slow  # transformers and peft take seconds to be imported, on a busy machine minutes

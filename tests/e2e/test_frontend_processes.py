@@ -224,7 +224,7 @@ async def test_grpc_is_the_owners(server):
     def infer() -> pb.ServerMetadataResponse:
         with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
             stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-            return stub.ServerMetadata(pb.ServerMetadataRequest(), timeout=30)
+            return stub.ServerMetadata(pb.ServerMetadataRequest(), timeout=60)
 
     assert (await asyncio.to_thread(infer)).name
 

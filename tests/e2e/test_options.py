@@ -61,7 +61,7 @@ def test_one_beam_is_greedy(client, model):
 
 
 def test_the_best_of_several_has_the_highest_mean(client):
-    # No end token: it would count in the mean, and is not shown.
+    # Without an end token: the outputs of this model are short, and would all be the same.
     extra = {"extra_body": {"ignore_eos": True}}
     fields = {"temperature": 1.5, "seed": 5, "logprobs": 0, "max_tokens": 6, **extra}
     every = complete(client, n=6, **fields).choices
@@ -92,7 +92,17 @@ def test_structured_output(client, model, extra):
 def test_a_grammar_that_is_none_is_a_bad_request(client):
     with pytest.raises(openai.BadRequestError) as caught:
         complete(client, extra_body={"guided_regex": "("})
-    assert caught.value.param == "grammar"
+    assert (caught.value.param, caught.value.code) == ("guided_regex", "invalid_parameter")
+    with pytest.raises(openai.BadRequestError) as caught:
+        complete(client, extra_body={"guided_json": {"not": {}}})
+    assert (caught.value.param, caught.value.code) == ("guided_json", "unsupported_feature")
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(
+            model="capitals",
+            messages=[{"role": "user", "content": "Hello"}],
+            max_completion_tokens=9999,
+        )
+    assert caught.value.param == "max_completion_tokens"
 
 
 def test_bad_words_do_not_come(client):

@@ -1,9 +1,11 @@
 """A server whose engine has two ranks: clients get the bytes that one rank gives, whatever happens
 to a rank."""
 
+import json
 import os
 import random
 import re
+import shutil
 import signal
 import sys
 import time
@@ -27,7 +29,7 @@ pytestmark = [
     pytest.mark.xdist_group("server"),
 ]
 
-FLAGS = ("--step-timeout-seconds=5",)
+FLAGS = ("--step-timeout-seconds=5", "--engine-wait-seconds=300")
 SIZES = {
     "tensor": ("--tensor-parallel-size=2",),
     "pipeline": ("--pipeline-parallel-size=2",),
@@ -120,6 +122,35 @@ def test_requests_continue_when_a_rank_ends(sharded, expected, number, reason):
         wait_for(lambda: restarts(sharded, reason) == before + 1)
         sharded.wait_until(ready=True)
     assert outcome.wrong == []
+    wait_for(lambda: state_of(pid) in (None, "Z"))
+
+
+@pytest.fixture
+def stronger(tmp_path):
+    """Folder of an adapter that no server has loaded."""
+    folder = shutil.copytree(ADAPTER_PATHS["chinese"], tmp_path / "stronger")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config["lora_alpha"] *= 1.25
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_rank_that_stops_while_the_server_is_idle_is_found(sharded, server, stronger):
+    """A load waits for all ranks, and there is no step that would hang."""
+    body, request = {"name": "new", "path": str(stronger)}, {**REQUESTS["adapter"], "model": "new"}
+    assert server.post("/v1/adapters", body)[0] == 201
+    expected = send(server.http_port, request)
+    server.delete("/v1/adapters/new")
+    sharded.wait_until(ready=True)
+    before = restarts(sharded, "hang")
+    (pid,) = rank_pids(sharded)
+    os.kill(pid, signal.SIGSTOP)
+    assert sharded.post("/v1/adapters", body)[0] == 201
+    assert sharded.post("/v1/adapters/new/pin", {})[0] == 503
+    assert send(sharded.http_port, request) == expected
+    assert restarts(sharded, "hang") == before + 1
+    assert sharded.post("/v1/adapters/new/pin", {})[0] == 200
+    assert sharded.delete("/v1/adapters/new") == 200
     wait_for(lambda: state_of(pid) in (None, "Z"))
 
 

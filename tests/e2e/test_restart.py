@@ -121,4 +121,4 @@ def test_an_engine_ends_when_serving_is_killed(tmp_path):
         engine = engine_pid(server)
         server.process.kill()
         server.process.wait()
-        wait_for(lambda: is_gone(engine), seconds=10)
+        wait_for(lambda: is_gone(engine))

@@ -258,7 +258,7 @@ def test_the_cache_that_the_page_describes(machine: Machine) -> None:
 def test_the_key_of_the_original_is_required_everywhere(machine: Machine) -> None:
     line = f"{RUN.removesuffix(' models/lora')} --api-key secret-of-the-test -q --llgtrt-compat"
     headers = {"Authorization": "Bearer secret-of-the-test"}
-    with machine.serving(line) as server, httpx.Client(base_url=server.url) as client:
+    with machine.serving(line) as server, httpx.Client(base_url=server.url, timeout=60) as client:
         for path in ("/v1/health/live", "/v1/health/ready", "/v1/health/model", "/health/ready"):
             refused = client.get(path)
             assert (refused.status_code, refused.content) == (401, b"")

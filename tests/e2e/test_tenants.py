@@ -108,7 +108,7 @@ def test_operators_see_what_others_do_not(of, server, keys):
     url = f"http://127.0.0.1:{server.metrics_port}/metrics"
     for tenant, status in (("acme", 403), ("ops", 200)):
         headers = {"authorization": f"Bearer {keys[tenant]}"}
-        assert httpx.get(url, headers=headers).status_code == status
+        assert httpx.get(url, headers=headers, timeout=60).status_code == status
 
 
 def test_the_servers_adapters_are_there_by_right(of):
@@ -201,7 +201,7 @@ def test_a_new_key_and_a_revoked_one(of, server, folder):
     headers = {"authorization": f"Bearer {key}"}
 
     def status():
-        return httpx.get(f"{server.url}/v1/models", headers=headers).status_code
+        return httpx.get(f"{server.url}/v1/models", headers=headers, timeout=60).status_code
 
     def becomes(wanted):
         deadline = time.monotonic() + 60
@@ -228,11 +228,11 @@ def test_tls_on_every_port(tmp_path, keys, folder):
         for port, path in ((server.http_port, "/v1/models"), (server.metrics_port, "/metrics")):
             url = f"https://127.0.0.1:{port}{path}"
             trusting = ssl.create_default_context(cafile=certificate)
-            assert httpx.get(url, headers=headers, verify=trusting).status_code == 200
+            assert httpx.get(url, headers=headers, verify=trusting, timeout=60).status_code == 200
             with pytest.raises(httpx.ConnectError):
-                httpx.get(url, headers=headers)
+                httpx.get(url, headers=headers, timeout=60)
             with pytest.raises(httpx.HTTPError):
-                httpx.get(url.replace("https", "http"), headers=headers)
+                httpx.get(url.replace("https", "http"), headers=headers, timeout=60)
         address = f"localhost:{server.grpc_port}"
         trust = {"ssl": True, "root_certificates": str(certificate)}
         with triton_grpc.InferenceServerClient(address, **trust) as client:

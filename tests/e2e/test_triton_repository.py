@@ -136,9 +136,11 @@ def test_a_repository_of_the_vllm_backend(tmp_path):
     broken = tmp_path / "broken"
     shutil.copytree(ADAPTER_PATHS["japanese"], broken)
     (broken / "adapter_model.safetensors").write_bytes(b"torn")
+    later = tmp_path / "later"
     adapters = {
         "chinese": str(ADAPTER_PATHS["chinese"]),
         "lost": "/nowhere/lost",
+        "later": str(later),
         "japanese": str(broken),
     }
     (files / "multi_lora.json").write_text(json.dumps(adapters))
@@ -153,7 +155,11 @@ def test_a_repository_of_the_vllm_backend(tmp_path):
         assert generate(lora_name="chinese")[1]["text_output"] == "巴黎"
         status, response = generate(lora_name="lost")
         assert status in (400, 404)
-        assert "names /nowhere/lost, which does not exist" in response["error"]
+        assert response["error"].startswith("LoRA lost could not be loaded: ")
+        assert "/nowhere/lost" in response["error"]
+        assert generate(lora_name="later")[0] == status
+        shutil.copytree(ADAPTER_PATHS["chinese"], later)
+        assert generate(lora_name="later")[1]["text_output"] == "巴黎"
         status, response = generate(lora_name="japanese")
         assert status in (400, 404)
         assert response["error"].startswith("LoRA japanese could not be loaded: ")
@@ -210,4 +216,27 @@ def test_models_are_loaded_while_the_server_runs(tmp_path):
             reply = response.as_numpy("reply")
             assert reply.shape == (1, 1)
             assert reply.flat[0].decode().startswith(f"{PROMPT}Paris")
+        assert server.stop() == 0
+
+
+def test_a_server_starts_with_nothing_loaded(tmp_path):
+    repository = tmp_path / "models"
+    files = repository / "chat" / "1"
+    files.mkdir(parents=True)
+    (repository / "chat" / "config.pbtxt").write_text('backend: "vllm"')
+    (files / "model.json").write_text(json.dumps({"model": str(BASE_PATH)}))
+    explicit = "--model-control-mode=explicit"
+    with serving_repository(repository, tmp_path / "state", explicit) as (server, _):
+        assert server.get("/v2/health/ready")[0] == 200
+        rows = server.post("/v2/repository/index", {})[1]
+        assert [(row["name"], row["state"]) for row in rows] == [("chat", "UNAVAILABLE")]
+        assert json.loads(server.get("/v1/models")[1])["data"] == []
+        assert server.get("/metrics", server.metrics_port)[0] == 200
+        body = {"model": "chat", "prompt": PROMPT}
+        status, response = server.post("/v1/completions", body)
+        assert (status, response["error"]["code"]) == (404, "model_not_found")
+        assert server.post("/v2/repository/models/chat/load", {})[0] == 200
+        body = {"text_input": PROMPT, "parameters": {"temperature": 0, "max_tokens": 8}}
+        status, response = server.post("/v2/models/chat/generate", body)
+        assert (status, response["text_output"]) == (200, f"{PROMPT}Paris")
         assert server.stop() == 0

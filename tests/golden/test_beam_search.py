@@ -289,7 +289,7 @@ def test_preempted_searches_agree(subject: Subject) -> None:
     engine = subject.engine(num_blocks=32, enable_prefix_cache=False, max_num_batched_tokens=24)
     check_completions(subject, requests, completed(engine, requests))
     # With a window in each layer hardly anybody needs more and more blocks.
-    if engine.capacity.kv_groups[0].attention_window is None:
+    if engine.capacity.cache_groups[0].spec.window is None:
         assert engine.stats().preemptions > 0
 
 

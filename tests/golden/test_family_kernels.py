@@ -90,7 +90,7 @@ def test_the_decoder_computes_nothing_with_torch(name: str, tmp_path: Path, ops:
     schedules.run(0)
     assert ops.num_steps > num_steps
     has_spans = any(
-        layer.attention.rope and layer.attention.rope.rope_type in {"longrope", "dynamic"}
+        layer.mixer.rope and layer.mixer.rope.rope_type in {"longrope", "dynamic"}
         for layer in parts.decoder.spec.layers
     )
     assert set(ops.counts) <= (SPAN_COPIES if has_spans else set())

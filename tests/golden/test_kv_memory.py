@@ -176,7 +176,7 @@ def test_a_small_window_frees_blocks_while_its_sequence_runs(subject: Subject) -
     while not engine.is_idle:
         engine.step()
         engine.check()
-        held.append(tuple(group.held for group in engine.stats().kv_groups))
+        held.append(tuple(group.held for group in engine.stats().cache_groups))
     engine.close()
     most_of_all, most_of_window = map(max, zip(*held, strict=True))
     # Without the last step, which frees all.

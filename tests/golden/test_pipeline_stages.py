@@ -11,12 +11,16 @@ from loraplex.core.output import EngineOutput
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.scheduler_settings import BatchSchedulerPolicy, SchedulerSettings
+from loraplex.core.task import Generate
 from loraplex.engine.engine import build_engine
 from loraplex.execution.adapters.host_adapters import HostAdapters
 from loraplex.execution.loading import load_parts
 from loraplex.execution.sizing.settings import RunnerSettings
+from loraplex.kernels.accelerator import HostAccelerator
 from loraplex.memory.kv_salt import kv_salt
+from loraplex.models.cache_groups import cache_groups
 from loraplex.testing.fake_clock import FakeClock
+from support.accelerated_reference import AcceleratedReference, load_parts_with
 from support.checkpoints import save_random_model, tiny_sizes
 from support.families import experts, first, rest
 from support.families.case import parameters
@@ -64,14 +68,16 @@ def _request(index: int) -> EngineRequest:
     return EngineRequest(
         request_id=index + 1,
         prompt_token_ids=tuple((index // 2 + 3 * place) % 7 for place in range(5 + 4 * index)),
-        sampling=SamplingParams(
-            max_tokens=14,
-            temperature=float(index % 2),
-            seed=index,
-            logprobs=3,
-            prompt_logprobs=0 if index == 5 else None,
-            ignore_eos=True,
-            repetition_penalty=1.3 if index == 3 else 1.0,
+        task=Generate(
+            SamplingParams(
+                max_tokens=14,
+                temperature=float(index % 2),
+                seed=index,
+                logprobs=3,
+                prompt_logprobs=0 if index == 5 else None,
+                ignore_eos=True,
+                repetition_penalty=1.3 if index == 3 else 1.0,
+            )
         ),
         eos_token_ids=(),
         adapters=tuple(AdapterUse(digest, 1.0) for digest in digests),
@@ -101,6 +107,20 @@ def test_two_stages_have_the_bits_of_one(name: str, tmp_path: Path) -> None:
     expected = completions(tmp_path, 1)
     assert any(tokens for tokens, _ in expected)
     assert completions(tmp_path, 2) == expected
+
+
+def test_stages_of_an_accelerator_start_without_layers_of_a_cache_group(tmp_path: Path) -> None:
+    save_random_model(tmp_path, LlamaConfig(**tiny_sizes(101, num_hidden_layers=4)))
+    settings = msgspec.structs.replace(
+        SETTINGS, dtype="float32", max_attention_window_size=(9, 9, 64, 64), max_model_len=64
+    )
+    for index, link in enumerate(queue_links(2)):
+        accelerator = HostAccelerator()
+        kernels = AcceleratedReference(accelerator)
+        parts = load_parts_with(kernels, accelerator, tmp_path, settings, HostAdapters(), link)
+        groups = cache_groups(parts.decoder.spec, 64)
+        assert [bool(group.layers) for group in groups] == [index == 1, index == 0]
+        assert len(parts.capacity.cache_groups) == 2
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])

@@ -18,6 +18,7 @@ from loraplex import LLM, SamplingParams
 from loraplex.app.llm_outputs import RequestOutput
 from loraplex.demo import ADAPTER_PATHS, BASE_PATH
 from loraplex.execution.weights.checkpoint import Checkpoint
+from loraplex.execution.weights.gguf_folder import gguf_folder
 from loraplex.execution.weights.stored_head import read_model
 from loraplex.models.parameters import checkpoint_shapes
 from support.checkpoints import add_random_adapters, save_random_model, tiny_sizes
@@ -66,8 +67,33 @@ def test_adapters_on_a_quantised_base(name: str, tmp_path: Path) -> None:
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(BASE_PATH / file, tmp_path)
     QUANTIZERS[name](tmp_path)
+    check_adapters(tmp_path, tmp_path, model, tmp_path)
+
+
+GGUF_MIXES = {
+    "Q2_K": {"v_proj": "Q3_K", "down_proj": "Q3_K", "lm_head": "Q6_K", "": "Q2_K"},
+    "Q3_K_M": {"v_proj": "Q5_K", "down_proj": "Q4_K", "": "Q3_K"},
+    "IQ4_XS": {"v_proj": "Q5_K", "down_proj": "IQ4_NL", "": "IQ4_XS"},
+}
+
+
+@pytest.mark.parametrize("name", quick_and_slow(("Q2_K", "IQ4_XS"), ["Q3_K_M"]))
+def test_adapters_on_gguf_mixes(name: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    config = LlamaConfig(**tiny_sizes(1024, **sizes, **heads))
+    model = save_random_model(tmp_path / "original", config)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(BASE_PATH / file, tmp_path / "original")
+    path = tmp_path / f"{name}.gguf"
+    path.write_bytes(gguf_of_llama(tmp_path / "original", GGUF_MIXES[name]))
+    check_adapters(path, gguf_folder(path, tmp_path / "folders"), model, tmp_path)
+
+
+def check_adapters(path: Path, folder: Path, model: Any, tmp_path: Path) -> None:
+    """Compare the model of a path, with and without adapters, with `model` with its weights."""
     # Unit tests compare these, to the bit, with what the program itself decodes.
-    model.load_state_dict(read_weights(tmp_path))
+    model.load_state_dict(read_weights(folder))
     peft_model = add_random_adapters(model, ADAPTERS)
     peft_model.save_pretrained(tmp_path / "adapters")
     adapters = {adapter: str(tmp_path / "adapters" / adapter) for adapter in ADAPTERS}
@@ -75,7 +101,7 @@ def test_adapters_on_a_quantised_base(name: str, tmp_path: Path) -> None:
     pairs = [(prompt, adapter) for prompt in PROMPTS for adapter in NAMES]
     prompts, names = [prompt for prompt, _ in pairs], [adapter for _, adapter in pairs]
     settings = {"state_dir": str(tmp_path / "state"), "enable_prefix_cache": False}
-    with LLM(str(tmp_path), adapters, **settings) as llm:
+    with LLM(str(path), adapters, dtype="float32", **settings) as llm:
         mixed = llm.generate(prompts, SAMPLING, adapter=names)
         for (prompt, adapter), output in zip(pairs, mixed, strict=True):
             (alone,) = llm.generate([prompt], SAMPLING, adapter=adapter)

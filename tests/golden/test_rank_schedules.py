@@ -19,8 +19,9 @@ from loraplex.engine.engine import build_engine
 from loraplex.execution.adapters.host_adapters import HostAdapters
 from loraplex.execution.sizing.capacity import smallest_pool
 from loraplex.execution.sizing.settings import RunnerSettings
+from loraplex.models.linear_group import TensorShard
 from loraplex.models.registry import read_config
-from loraplex.models.sharding import TensorShard, shard
+from loraplex.models.sharding import shard
 from support.engine_requests import engine_request
 from support.fake_loader import FakeLoad
 from support.families import experts, first
@@ -188,4 +189,5 @@ def test_fifty_adapters_take_turns_in_memory_for_eight(tmp_path: Path) -> None:
     assert len(found) == 100
     assert found == alone
     assert len(set(map(tuple, found.values()))) > 50, "adapters differ"
-    assert stats.adapters.device_evictions >= 50 - 8
+    # Adapters of a lower rank take fewer pages: in some orders more than eight stay.
+    assert stats.adapters.device_evictions >= 50 - stats.adapters.device_pages_total

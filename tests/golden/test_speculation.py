@@ -15,6 +15,7 @@ from loraplex.core.output import EngineOutput, TokenLogprob
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.scheduler_settings import SchedulerSettings
+from loraplex.core.task import Generate
 from loraplex.engine.engine import Engine, build_engine
 from loraplex.execution.adapters.host_adapters import HostAdapters
 from loraplex.execution.loading import load_parts
@@ -100,7 +101,7 @@ def random_requests() -> list[EngineRequest]:
             EngineRequest(
                 request_id=index,
                 prompt_token_ids=tuple(prompt),
-                sampling=sampling,
+                task=Generate(sampling),
                 eos_token_ids=(draws.randrange(VOCAB_SIZE),),
                 adapters=uses,
                 kv_salt=repr(uses).encode(),
@@ -141,7 +142,7 @@ def test_drafts_change_no_token_and_no_bit(subject: Subject, dtype: str) -> None
     plain = subject.engine(dtype, 200)
     expected = completions_of(plain, requests)
     assert not plain.stats().draft_tokens
-    has_window = plain.capacity.kv_groups[0].attention_window is not None
+    has_window = plain.capacity.cache_groups[0].spec.window is not None
     few_blocks = 22 if has_window else 24
     for num_blocks, settings in (
         (200, {"num_draft_tokens": 5}),

@@ -84,18 +84,18 @@ def test_blocks_move_between_device_and_host(dtype: torch.dtype) -> None:
     cache = kv_cache([(200, 100)], [shape] * 8, dtype, kernels, accelerator)
     with accelerator.compute():
         for number, storage in enumerate(cache.storages):
-            storage.key.copy_(torch.randn_like(storage.key.float()) + number)
-            storage.value.copy_(torch.randn_like(storage.value.float()) - number)
-        before = [(s.key.clone(), s.value.clone()) for s in cache.storages]
+            storage.tensors[0].copy_(torch.randn_like(storage.tensors[0].float()) + number)
+            storage.tensors[1].copy_(torch.randn_like(storage.tensors[1].float()) - number)
+        before = [(s.tensors[0].clone(), s.tensors[1].clone()) for s in cache.storages]
         cache.offload_blocks([BlockTransfer(0, block, 99 - block) for block in range(100)])
         for storage in cache.storages:
-            storage.key[:100].zero_()
-            storage.value[:100].zero_()
+            storage.tensors[0][:100].zero_()
+            storage.tensors[1][:100].zero_()
         cache.load_blocks([BlockTransfer(0, block + 50, 99 - block) for block in range(50)])
         cache.copy_blocks([BlockCopy(0, 50, 51), BlockCopy(0, 51, 50), BlockCopy(0, 150, 0)])
     accelerator.synchronize()
     for storage, tensors in zip(cache.storages, before, strict=True):
-        for tensor, was in zip((storage.key, storage.value), tensors, strict=True):
+        for tensor, was in zip(storage.tensors, tensors, strict=True):
             assert torch.equal(tensor[[50, 51, 0]], was[[1, 0, 150]])
             assert torch.equal(tensor[52:100], was[2:50])
             assert torch.equal(tensor[100:], was[100:])

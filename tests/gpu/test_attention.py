@@ -132,7 +132,7 @@ def test_write_rounds_as_the_reference(dtype, kv_dtype):
     slots[[7, 400]] = -1
     kernel.write(storage, key, value, slots)
     written = slots >= 0
-    for tensor, given in ((storage.key, key), (storage.value, value)):
+    for tensor, given in ((storage.tensors[0], key), (storage.tensors[1], value)):
         stored = tensor
         if kv_dtype == torch.int8:
             stored = torch.cat(stored_parts(tensor, LLAMA), -1)

@@ -60,7 +60,7 @@ def check(schedules: FeatureSchedules, seeds: range, name: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "fields"),
     [
-        pytest.param(TWO_KV_GROUPS, {}, id="two KV groups"),
+        pytest.param(TWO_KV_GROUPS, {}, id="two cache groups"),
         pytest.param(SETTINGS, DYNAMIC, id="dynamic"),
         pytest.param(SETTINGS, {}, id="", marks=pytest.mark.soak),
         pytest.param(SETTINGS, LONGROPE, id="longrope", marks=pytest.mark.soak),

@@ -89,6 +89,9 @@ class FakeTransport(asyncio.Transport):
         if not self._is_closing:
             self.sent += data
 
+    def get_write_buffer_size(self) -> int:
+        return 0
+
     def close(self) -> None:
         self._is_closing = True
         self.may_read.set()
@@ -132,7 +135,7 @@ async def said_to(pieces: Sequence[bytes], turns: Callable[[], int]) -> tuple[by
         CONFIG.http_protocol_class,
         LIMITS,
         HttpConnections(),
-        set(),
+        {},
         config=CONFIG,
         server_state=state,
         app_state={},

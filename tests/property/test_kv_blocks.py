@@ -1,7 +1,7 @@
 """Forks, offload and windows: every live sequence reads its own KV, wherever its blocks have been.
 
 As in test_prefix_cache the machine plays scheduler and runner, and writes into a shadow of each
-block, on the device and on the host, what a model would compute there, in every KV group.
+block, on the device and on the host, what a model would compute there, in every cache group.
 """
 
 import dataclasses
@@ -9,7 +9,8 @@ import dataclasses
 import hypothesis.strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from loraplex.core.plan import NO_BLOCK, KVGroupCapacity
+from loraplex.core.cache import Blocks, Chunk
+from loraplex.core.plan import NO_BLOCK, CacheGroupCapacity
 from loraplex.core.retention import KVRetention, TokenRangeRetention
 from loraplex.memory.kv_blocks import KVBlocks
 from support.examples import examples
@@ -43,13 +44,21 @@ class LiveSequence:
         return self.salt, tuple(self.token_ids[: position + 1])
 
 
-def group(window=None, num_sinks=0, *, num_blocks=NUM_BLOCKS, num_host_blocks=NUM_HOST_BLOCKS):
-    return KVGroupCapacity(
+def group(
+    window=None, num_sinks=0, *, spec=None, num_blocks=NUM_BLOCKS, num_host_blocks=NUM_HOST_BLOCKS
+):
+    return CacheGroupCapacity(
         num_blocks=num_blocks,
         num_host_blocks=num_host_blocks,
-        attention_window=window,
-        num_sink_tokens=num_sinks,
+        spec=spec or Blocks(window, num_sinks),
     )
+
+
+def first_read(spec, num_computed_tokens):
+    """Return the first position that later ones read, sinks apart."""
+    if isinstance(spec, Chunk):
+        return num_computed_tokens // spec.size * spec.size - spec.before
+    return num_computed_tokens - spec.window + 1
 
 
 def empty_shadow(num_blocks):
@@ -75,9 +84,9 @@ class KVBlocksMachine(RuleBasedStateMachine):
 
     def sees(self, group, seq, position):
         """Does any position that is still to come see this one?"""
-        if group.attention_window is None or position < group.num_sink_tokens:
+        if group.spec.reach is None or position < getattr(group.spec, "sinks", 0):
             return True
-        return position > seq.num_computed_tokens - group.attention_window
+        return position >= first_read(group.spec, seq.num_computed_tokens)
 
     @rule(ms=st.integers(1, 4))
     def advance(self, ms):
@@ -162,7 +171,7 @@ class KVBlocksMachine(RuleBasedStateMachine):
             retention=seq.retention,
             num_prompt_tokens=5,
         )
-        self.blocks.release_passed(seq.block_tables, end, seq.num_hashed_blocks)
+        self.blocks.release_passed(seq.block_tables, end)
         seq.is_shared = False
 
     def own(self, seq, position):
@@ -173,9 +182,9 @@ class KVBlocksMachine(RuleBasedStateMachine):
             assert self.blocks.num_available == before
             return False
         for copy in copies:
-            written = self.written[copy.kv_group]
+            written = self.written[copy.cache_group]
             written[copy.target] = list(written[copy.source])
-            seq.block_tables[copy.kv_group][position // BLOCK_SIZE] = copy.target
+            assert seq.block_tables[copy.cache_group][position // BLOCK_SIZE] == copy.target
         assert self.blocks.make_writable(seq.block_tables, position) == ()
         return True
 
@@ -202,13 +211,15 @@ class KVBlocksMachine(RuleBasedStateMachine):
             assert self.blocks.num_on_host == before
             num_blocks = self.blocks.num_blocks_for(seq.num_computed_tokens)
             assert any(
-                sum(block_id != NO_BLOCK for block_id in table[:num_blocks]) > group.host.num_free
-                for group, table in zip(self.blocks.groups, seq.block_tables, strict=True)
+                sum(block_id != NO_BLOCK for block_id in table[:count]) > group.host.num_free
+                for group, table, count in zip(
+                    self.blocks.groups, seq.block_tables, num_blocks, strict=True
+                )
             )
             return
         for transfer in offload.transfers:
-            source = self.written[transfer.kv_group][transfer.device_block]
-            self.host[transfer.kv_group][transfer.host_block] = list(source)
+            source = self.written[transfer.cache_group][transfer.device_block]
+            self.host[transfer.cache_group][transfer.host_block] = list(source)
         self.blocks.release(seq.block_tables)
         self.live.remove(seq)
         seq.block_tables = offload.host_tables
@@ -227,7 +238,7 @@ class KVBlocksMachine(RuleBasedStateMachine):
             seq.salt,
             seq.block_tables,
             seq.num_computed_tokens,
-            len(seq.token_ids) if self.blocks.has_window else num_tokens,
+            len(seq.token_ids) if self.blocks.frees_early else num_tokens,
             max_step_tokens=MAX_STEP,
             num_reserved_blocks=reserved,
         )
@@ -237,10 +248,10 @@ class KVBlocksMachine(RuleBasedStateMachine):
         pairs = zip(self.blocks.num_available, reserved, strict=True)
         assert all(available >= kept for available, kept in pairs)
         for transfer in loaded.transfers:
-            source = self.host[transfer.kv_group][transfer.host_block]
-            self.written[transfer.kv_group][transfer.device_block] = list(source)
+            source = self.host[transfer.cache_group][transfer.host_block]
+            self.written[transfer.cache_group][transfer.device_block] = list(source)
         num_blocks = self.blocks.num_blocks_for(num_tokens)
-        assert {len(table) for table in loaded.block_tables} == {num_blocks}
+        assert tuple(len(table) for table in loaded.block_tables) == num_blocks
         self.offloaded.remove(seq)
         seq.block_tables, seq.num_hashed_blocks = loaded.block_tables, loaded.num_hashed_blocks
         seq.is_shared = True
@@ -283,11 +294,11 @@ class KVBlocksMachine(RuleBasedStateMachine):
         """Every whole block before the window is a gap, except the sinks and the last hashed."""
         for seq in self.live:
             for group, table in zip(self.groups, seq.block_tables, strict=True):
-                if group.attention_window is None or seq.is_shared:
+                if group.spec.reach is None or seq.is_shared:
                     continue
-                first_seen = max(0, seq.num_computed_tokens - group.attention_window + 1)
+                first_seen = max(0, first_read(group.spec, seq.num_computed_tokens))
                 end = min(first_seen // BLOCK_SIZE, seq.num_hashed_blocks - 1)
-                first = -(-group.num_sink_tokens // BLOCK_SIZE)
+                first = -(-getattr(group.spec, "sinks", 0) // BLOCK_SIZE)
                 assert all(block_id == NO_BLOCK for block_id in table[first : max(end, 0)])
 
     def teardown(self):
@@ -325,6 +336,14 @@ class ThreeGroupsMachine(KVBlocksMachine):
     groups = (group(num_blocks=10), group(5, 3, num_blocks=7), group(1, num_blocks=8))
 
 
+class ChunkMachine(KVBlocksMachine):
+    groups = (group(spec=Chunk(4)),)
+
+
+class FullAndChunkMachine(KVBlocksMachine):
+    groups = (group(num_host_blocks=9), group(spec=Chunk(3, 2), num_blocks=7))
+
+
 def case_of(machine):
     case = machine.TestCase
     case.settings = examples(0.6, stateful_step_count=40)
@@ -338,3 +357,5 @@ TestNarrowWindow = case_of(NarrowWindowMachine)
 TestFullAndWindow = case_of(FullAndWindowMachine)
 TestTwoWindows = case_of(TwoWindowsMachine)
 TestThreeGroups = case_of(ThreeGroupsMachine)
+TestChunk = case_of(ChunkMachine)
+TestFullAndChunk = case_of(FullAndChunkMachine)

@@ -5,11 +5,11 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex.core.tools import FunctionTool, ToolUse
+from loraplex.frontends.long_json import encoded
 from loraplex.frontends.openai.responses_api import objects as wire
 from loraplex.frontends.openai.responses_api.output_items import OutputItems
 from loraplex.serving.text.chat_format import ChatFormat
@@ -86,7 +86,7 @@ def check(events: Sequence[Any]) -> None:
             assert event.arguments == joined[event.item_id]
     for number, event in enumerate(e for e in events if isinstance(e, wire.ItemDone)):
         assert (event.output_index, event.item.id) == (number, added[number])
-    json.loads(b"[" + b",".join(map(msgspec.json.encode, events)) + b"]")
+    json.loads(b"[" + b",".join(b"".join(encoded(event)) for event in events) + b"]")
 
 
 @examples(4)

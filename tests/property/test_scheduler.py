@@ -20,8 +20,9 @@ from hypothesis.stateful import (
 
 from loraplex.core.adapter import AdapterUse
 from loraplex.core.beam_search import BeamSearch, EarlyStopping
+from loraplex.core.cache import Blocks, Chunk, Cross, States
 from loraplex.core.output import EngineOutput, FinishReason
-from loraplex.core.plan import Capacity, KVGroupCapacity
+from loraplex.core.plan import CacheGroupCapacity, Capacity
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.scheduler_settings import (
@@ -30,6 +31,7 @@ from loraplex.core.scheduler_settings import (
     FairShare,
     SchedulerSettings,
 )
+from loraplex.core.task import Generate, Pool, PoolKind, Task
 from loraplex.engine.engine import Engine, build_engine
 from loraplex.engine.journal import JournalEntry
 from loraplex.engine.journal_file import JournalLine
@@ -58,20 +60,42 @@ ADAPTER_SETS = [
 WINDOWS = [
     (None,), (None,), (None,), (5,), (12,), (None, 5), (None, 12), (12, 3), (None, 9, 2),
 ]  # fmt: skip
-"""Attention windows of the KV groups."""
+"""Attention windows of the cache groups; all but the first may read chunks instead."""
 
 
 @st.composite
-def kv_groups(draw, block_size: int) -> tuple[KVGroupCapacity, ...]:
+def cache_groups(draw, block_size: int) -> tuple[CacheGroupCapacity, ...]:
     num_sink_tokens = draw(st.sampled_from([0, 2]))
-    return tuple(
-        KVGroupCapacity(
+    chunk = draw(st.none() | st.none() | st.builds(Chunk, st.integers(1, 8), st.integers(0, 2)))
+    groups = [
+        CacheGroupCapacity(
             num_blocks=draw(st.integers(24, 44)) // block_size,
             num_host_blocks=draw(st.sampled_from([0, 4, 40])),
-            attention_window=window,
-            num_sink_tokens=num_sink_tokens,
+            spec=chunk if chunk and number else Blocks(window, num_sink_tokens),
         )
-        for window in draw(st.sampled_from(WINDOWS))
+        for number, window in enumerate(draw(st.sampled_from(WINDOWS)))
+    ]
+    if draw(st.sampled_from([False, False, True])):
+        states = CacheGroupCapacity(
+            num_blocks=draw(st.integers(6, 20)),
+            num_host_blocks=draw(st.sampled_from([0, 2, 20])),
+            spec=States(block_size * draw(st.sampled_from([1, 2]))),
+        )
+        groups.append(states)
+    return tuple(groups)
+
+
+@st.composite
+def with_encoder(draw, capacity: Capacity) -> Capacity:
+    cross = CacheGroupCapacity(
+        spec=Cross(),
+        num_blocks=draw(st.integers(4, 16)) // capacity.block_size,
+        num_host_blocks=draw(st.sampled_from([0, 4, 40])),
+    )
+    return msgspec.structs.replace(
+        capacity,
+        cache_groups=(*capacity.cache_groups, cross),
+        longest_encoder_input=draw(st.integers(3, 8)),
     )
 
 
@@ -80,18 +104,20 @@ def capacities(draw, **values: Any) -> Capacity:
     block_size = draw(st.sampled_from([1, 2, 3, 4]))
     changes = {name: draw(strategy) for name, strategy in values.items()}
     return msgspec.structs.replace(
-        FAKE_CAPACITY, block_size=block_size, kv_groups=draw(kv_groups(block_size)), **changes
+        FAKE_CAPACITY, block_size=block_size, cache_groups=draw(cache_groups(block_size)), **changes
     )
 
 
-any_capacity = capacities(
+decoders = capacities(
     max_num_seqs=st.sampled_from([1, 2, 4, 6, 8]),
     num_stages=st.sampled_from([1, 1, 2, 3]),
     max_model_len=st.just(MAX_MODEL_LEN),
+    pool_kinds=st.just(tuple(PoolKind)),
     vocab_size=st.just(VOCAB_SIZE),
     num_adapter_pages=st.integers(2, 4),
     keeps_host_copy=st.booleans(),
 )
+any_capacity = decoders | decoders.flatmap(with_encoder)
 scheduler_settings = st.builds(
     SchedulerSettings,
     max_num_batched_tokens=st.integers(8, 16),
@@ -107,6 +133,7 @@ scheduler_settings = st.builds(
     enable_prefix_cache=st.sampled_from([True, True, False]),
     adapter_aging_seconds=st.sampled_from([0.0, 0.004, 1.0]),
     num_draft_tokens=st.sampled_from([0, 0, 2, 5]),
+    state_checkpoint_tokens=st.sampled_from([24, 48]),
     max_draft_ngram=st.sampled_from([1, 3]),
 )
 
@@ -116,7 +143,9 @@ class Wish:
     """What a request may look like. Made from one number: that is quick to draw."""
 
     prompt: tuple[int, ...]
-    sampling: SamplingParams
+    encoder_input: tuple[int, ...]
+    """Empty for a model without an encoder: then it is not sent."""
+    task: Task
     digests: tuple[str, ...]
     scale: float
     priority: int
@@ -151,15 +180,20 @@ def wish(seed: int) -> Wish:
         )
         n = min(sampling.n, beam.width)
         sampling = msgspec.structs.replace(sampling, beam=beam, n=n)
+    pools = [Pool(), Pool(dimensions=4), Pool(PoolKind.MEAN), Pool(PoolKind.CLS)]
+    task = choice([Generate(sampling)] * 6 + pools)
+    if isinstance(task, Pool):
+        length = choice([length, length, MAX_MODEL_LEN])
     return Wish(
         prompt=tuple(start + 7 * i % 5 for i in range(length)),
-        sampling=sampling,
+        task=task,
         digests=choice(ADAPTER_SETS),
         scale=choice([1.0, 1.0, 0.5]),
         priority=choice([0, 0, 0, 1]),
         tenant=choice(["us", "us", "them"]),
         share_weight=choice([1.0, 1.0, 2.5]),
         timeout_ms=choice([None] * 7 + [0, 20, 60]),
+        encoder_input=tuple(choice([1, 2]) for _ in range(choice([1, 2, 3, 3, 5, 6]))),
     )
 
 
@@ -176,6 +210,11 @@ class Sent:
     aborted: set[int] = dataclasses.field(default_factory=set)
     prompt_logprobs: list[tuple] = dataclasses.field(default_factory=list)
     last: EngineOutput | None = None
+    pooled: bytes = b""
+
+    @property
+    def is_pooled(self) -> bool:
+        return isinstance(self.request.task, Pool)
 
 
 class ListJournal:
@@ -228,6 +267,7 @@ class EngineMachine(RuleBasedStateMachine):
         num_tokens_used,
     ):
         self.capacity = capacity
+        self.has_encoder = capacity.longest_encoder_input > 0
         self.settings = scheduling
         self.model = FakeModel(num_tokens_used, EOS, eos_rate)
         self.loader = FakeLoader(num_polls)
@@ -263,7 +303,8 @@ class EngineMachine(RuleBasedStateMachine):
             request = EngineRequest(
                 request_id=request_id,
                 prompt_token_ids=wish.prompt,
-                sampling=wish.sampling,
+                encoder_token_ids=wish.encoder_input if self.has_encoder else (),
+                task=wish.task,
                 eos_token_ids=(EOS,),
                 adapters=tuple(AdapterUse(digest, wish.scale) for digest in wish.digests),
                 kv_salt=kv_salt(
@@ -275,7 +316,8 @@ class EngineMachine(RuleBasedStateMachine):
                 arrival_ns=now_ns,
                 deadline_ns=None if timeout_ms is None else now_ns + timeout_ms * MS,
             )
-            self.sent[request_id] = Sent(request, {i: [] for i in range(wish.sampling.n)}, {})
+            num_sequences = 1 if isinstance(wish.task, Pool) else wish.task.sampling.n
+            self.sent[request_id] = Sent(request, {i: [] for i in range(num_sequences)}, {})
             self.engine.add(request)
 
     @precondition(lambda self: self.unfinished())
@@ -291,7 +333,8 @@ class EngineMachine(RuleBasedStateMachine):
         sent = data.draw(st.sampled_from(self.unfinished()))
         index = data.draw(st.sampled_from(sorted(sent.tokens)))
         # One beam is nothing without the others.
-        sent.aborted.update(sent.tokens if sent.request.sampling.beam else [index])
+        is_search = not sent.is_pooled and sent.request.sampling.beam is not None
+        sent.aborted.update(sent.tokens if is_search else [index])
         self.engine.abort(sent.request.request_id, index)
 
     @rule()
@@ -360,7 +403,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.engine.is_idle, "a request starves"
         assert not self.unfinished()
         stats = self.engine.stats()
-        num_blocks = sum(group.num_blocks for group in self.capacity.kv_groups)
+        num_blocks = sum(group.num_blocks for group in self.capacity.cache_groups)
         assert stats.blocks_cached + stats.blocks_free == num_blocks
         assert stats.num_running == stats.num_waiting == 0
         if self.journal is not None:
@@ -369,7 +412,8 @@ class EngineMachine(RuleBasedStateMachine):
     def bound(self) -> int:
         """Turns in which everything must end: each does something, or time passes."""
         tokens = sum(
-            sent.request.sampling.num_sequences * (len(sent.request.prompt_token_ids) + 12)
+            (1 if sent.is_pooled else sent.request.sampling.num_sequences)
+            * (len(sent.request.prompt_token_ids) + 12)
             for sent in self.sent.values()
         )
         return 100 + 6 * tokens + 20 * len(self.sent)
@@ -395,7 +439,10 @@ class EngineMachine(RuleBasedStateMachine):
         for delta in output.deltas:
             assert delta.index not in sent.reasons, "a delta after the last one"
             sent.tokens[delta.index].extend(delta.token_ids)
-            if sent.request.sampling.beam is not None:
+            sent.pooled += delta.pooled
+            if sent.is_pooled:
+                assert not delta.token_ids
+            elif sent.request.sampling.beam is not None:
                 assert not delta.token_ids or delta.finish_reason is not None
             elif sent.request.sampling.logprobs is not None:
                 assert delta.logprobs == tuple(fake_logprob(t, 1) for t in delta.token_ids)
@@ -412,6 +459,10 @@ class EngineMachine(RuleBasedStateMachine):
         else:
             assert sent.reasons.keys() == sent.tokens.keys(), "a sequence did not end"
             self.check_prompt_logprobs(sent)
+        if sent.is_pooled:
+            ends_well = output.error is None and not sent.aborted
+            assert sent.pooled == (self.model.pooled(sent.request) if ends_well else b"")
+            return
         for index, tokens in sent.tokens.items():
             expected, reason = self.alone(sent.request, index)
             if sent.reasons.get(index) in (None, FinishReason.ABORT):
@@ -422,7 +473,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def check_prompt_logprobs(self, sent: Sent):
         prompt = sent.request.prompt_token_ids
-        if sent.request.sampling.prompt_logprobs is None:
+        if sent.is_pooled or sent.request.sampling.prompt_logprobs is None:
             assert not sent.prompt_logprobs
         elif any(sent.tokens.values()):
             expected = (None, *(fake_logprob(token_id) for token_id in prompt[1:]))
@@ -441,13 +492,29 @@ class EngineMachine(RuleBasedStateMachine):
         elif sum(PAGES[digest] for digest in digests) > self.capacity.num_adapter_pages:
             possible = {"adapter_too_large"}
         else:
-            num_tokens = len(request.prompt_token_ids) + request.sampling.max_tokens - 1
-            num_blocks = min(group.num_blocks for group in self.capacity.kv_groups)
+            num_tokens = len(request.prompt_token_ids)
+            if not sent.is_pooled:
+                num_tokens += request.sampling.max_tokens - 1
+            elif request.task.kind.needs_whole_prompt:
+                is_long = num_tokens > self.settings.max_num_batched_tokens
+                possible |= {"prompt_too_long"} if is_long else set()
+            groups = self.capacity.cache_groups
+            num_blocks = min(g.num_blocks for g in groups if not isinstance(g.spec, Cross))
             if num_tokens > num_blocks * self.capacity.block_size:
                 possible.add("prompt_too_long")
-            if request.sampling.beam is not None:
+            if self.has_encoder and len(request.encoder_token_ids) > self.longest_input(sent):
+                possible.add("prompt_too_long")
+            if not sent.is_pooled and request.sampling.beam is not None:
                 possible |= {"prompt_too_long", "invalid_parameter"}
         assert code in possible
+
+    def longest_input(self, sent: Sent) -> int:
+        is_whole = sent.is_pooled and sent.request.task.kind.needs_whole_prompt
+        num_first = len(sent.request.prompt_token_ids) if is_whole else 1
+        num_left = self.settings.max_num_batched_tokens - num_first
+        num_blocks = self.capacity.cache_groups[-1].num_blocks
+        num_fitting = num_blocks * self.capacity.block_size
+        return min(self.capacity.longest_encoder_input, num_left, num_fitting)
 
     def alone(self, request: EngineRequest, index: int) -> tuple[list[int], FinishReason]:
         """Return the completion of a lone request, by the rules of sampling_params."""

@@ -31,6 +31,7 @@ from loraplex.core.errors import AdapterNotFoundError, StepFailedError
 from loraplex.core.principal import LOCAL
 from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.task import Generate
 from loraplex.serving import admission
 from loraplex.serving.adapter_cards import UnloadMode
 from loraplex.serving.request_metrics import RequestMetrics
@@ -71,7 +72,7 @@ async def start_request(service, key, num_tokens, policy=LoadPolicy.AUTO):
             request_id=service.new_request_id(),
             model="m",
             prompt=PROMPT,
-            sampling=SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True),
+            task=Generate(SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)),
             adapters=(AdapterChoice(key),),
             load_policy=policy,
         ),
@@ -120,7 +121,7 @@ class ServedAdaptersMachine(RuleBasedStateMachine):
 
     def do(self, work):
         async def in_time():
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 return await work
 
         return self.loop.run_until_complete(in_time())
@@ -277,4 +278,4 @@ async def test_a_replaced_adapter_never_uses_an_old_block(tmp_path, monkeypatch,
     )
     with pytest.raises(StepFailedError):
         await tokens_after_replacement(tmp_path / "2")
-    assert "block 0 of KV group 0 does not hold positions 0 to 15" in caplog.text
+    assert "block 0 of cache group 0 does not hold positions 0 to 15" in caplog.text

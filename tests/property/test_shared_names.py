@@ -28,6 +28,7 @@ from loraplex.core.errors import (
 from loraplex.core.principal import LOCAL
 from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.task import Generate
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.service import Service
 from loraplex.testing.fake_clock import FakeClock
@@ -83,7 +84,7 @@ class Server:
             request_id=self.service.new_request_id(),
             model=card.name,
             prompt=(1, 2, 3),
-            sampling=SamplingParams(max_tokens=1, temperature=0, ignore_eos=True),
+            task=Generate(SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)),
             adapters=(AdapterChoice(key),),
         )
         outputs = [one async for one in await self.service.generate(request, LOCAL)]
@@ -108,7 +109,7 @@ class SharedNamesMachine(RuleBasedStateMachine):
 
     def do(self, work):
         async def in_time():
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 return await work
 
         return self.loop.run_until_complete(in_time())

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from loraplex.core.output import EngineOutput, FinishReason, SequenceDelta
 from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.task import Generate
 from loraplex.serving.engines.output_stream import OutputStream
 from loraplex.serving.generation import Generation
 from loraplex.serving.text.detokenizer import IncrementalDetokenizer
@@ -87,7 +88,7 @@ class Engine:
 async def generate(tokenizer, prompt, sampling, steps, merges):
     """(what each output gave, the engine)."""
     stream, engine = OutputStream(), Engine()
-    request = GenerateRequest(request_id=1, model="m", prompt="x", sampling=sampling)
+    request = GenerateRequest(request_id=1, model="m", prompt="x", task=Generate(sampling))
     admitted = engine_request(
         tuple(prompt), sampling, eos_token_ids=(tokenizer.eos_token_id,), deadline_ns=None
     )

@@ -6,6 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from loraplex.core.errors import InvalidParameterError, RateLimitedError
 from loraplex.core.principal import Principal, TenantLimits
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.task import Generate
 from loraplex.serving.access.sliding_window import SLOT_NS, WINDOW_NS
 from loraplex.serving.access.tenant_limits import TenantGate
 from loraplex.serving.adapter_usage import AdapterUsage
@@ -50,7 +51,7 @@ class TenantLimitsMachine(RuleBasedStateMachine):
         num_before = len(self.leases)
         try:
             with self.gate.admission(ACME) as lease:
-                lease.reserve(prompt, SamplingParams(max_tokens=max_tokens))
+                lease.reserve(prompt, Generate(SamplingParams(max_tokens=max_tokens)))
         except InvalidParameterError:
             assert prompt + max_tokens > TOKENS
             self.counted.append(self.clock.now_ns())

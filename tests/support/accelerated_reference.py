@@ -19,6 +19,7 @@ from loraplex.execution.sizing.capacity import choose_dtype
 from loraplex.execution.sizing.kv import windowed
 from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.execution.steps.runner_parts import RunnerParts
+from loraplex.execution.steps.stages import StageLinks
 from loraplex.execution.weights.loading import load_weights
 from loraplex.execution.weights.packing import WeightFormat
 from loraplex.kernels.accelerator import Accelerator
@@ -30,12 +31,13 @@ from loraplex.kernels.ops import (
     AttentionRules,
     AttentionShape,
     Kernels,
-    KVStorage,
     Parameter,
+    Storage,
 )
 from loraplex.kernels.reference import ReferenceKernels
 from loraplex.kernels.row_layout import DeviceRows, RowLayout
 from loraplex.models.registry import read_config
+from loraplex.models.stages import ONLY_STAGE, stage
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,7 +98,7 @@ class AcceleratedReference(ReferenceKernels):
         add_lora(y, x, batch, layer, modules, out_offsets)
 
     def write_kv(
-        self, storage: KVStorage, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
+        self, storage: Storage, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
         is_kept = slot_mapping >= 0
         super().write_kv(storage, key[is_kept], value[is_kept], slot_mapping[is_kept])
@@ -110,7 +112,7 @@ class AcceleratedReference(ReferenceKernels):
     def paged_attention(
         self,
         query: torch.Tensor,
-        storage: KVStorage,
+        storage: Storage,
         plan: AttentionPlan,
         sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -167,9 +169,11 @@ def load_parts_with(
     folder: Path,
     settings: RunnerSettings,
     host_adapters: HostAdapters,
+    links: StageLinks | None = None,
 ) -> RunnerParts:
     """Load the parts like execution.loading.load_parts, on a CPU with an optional accelerator."""
-    spec = windowed(settings, read_config(folder))
+    pipeline = ONLY_STAGE if links is None else links.stage
+    spec = stage(windowed(settings, read_config(folder)), pipeline)
     dtype = choose_dtype(settings, spec)
     form = WeightFormat(dtype=dtype, precision=settings.precision, device=torch.device("cpu"))
     weights = load_weights(folder, spec, kernels, form, None)
@@ -180,5 +184,6 @@ def load_parts_with(
         settings=settings,
         kernels=kernels,
         accelerator=accelerator,
+        links=links,
     )
     return assemble_parts(assembly, host_adapters)

@@ -16,6 +16,7 @@ from loraplex.core.plan import Capacity
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.scheduler_settings import SchedulerSettings
+from loraplex.core.task import Generate
 from loraplex.engine.engine import build_engine
 from loraplex.execution.adapters.host_adapters import HostAdapters
 from loraplex.execution.loading import load_parts, start_runner
@@ -114,7 +115,9 @@ class AdapterChurn:
             EngineRequest(
                 request_id=self._num_requests,
                 prompt_token_ids=self._prompts[index],
-                sampling=SamplingParams(temperature=0.0, max_tokens=_MAX_TOKENS, ignore_eos=True),
+                task=Generate(
+                    SamplingParams(temperature=0.0, max_tokens=_MAX_TOKENS, ignore_eos=True)
+                ),
                 eos_token_ids=(),
                 adapters=(use,),
                 kv_salt=use.digest.encode(),

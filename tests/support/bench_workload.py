@@ -3,7 +3,7 @@
 from loraplex.bench.arrivals import ClosedLoop
 from loraplex.bench.popularity import Distinct
 from loraplex.bench.workload import Lengths, Workload
-from loraplex.testing.echo_backend import EchoBackend
+from support.echo_service import EchoService
 
 WORKLOAD = Workload(
     num_requests=6,
@@ -16,9 +16,9 @@ WORKLOAD = Workload(
 )
 
 
-def backend_of_workload() -> EchoBackend:
+def backend_of_workload() -> EchoService:
     """Return a backend with the adapters a0, a1, a2."""
-    backend = EchoBackend()
+    backend = EchoService()
     for index in range(WORKLOAD.num_adapters):
         backend.register(f"a{index}")
     return backend

@@ -1,4 +1,4 @@
-"""The console before an EchoBackend, for lists that are too long to be loaded."""
+"""The console before an EchoService, for lists that are too long to be loaded."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -10,14 +10,14 @@ from loraplex.frontends.console.routes import console_routes
 from loraplex.frontends.openai.app import openai_fallback_routes, openai_routes
 from loraplex.frontends.ops.health import health_routes
 from loraplex.frontends.ops.stats import ServerReport
-from loraplex.testing.echo_backend import EchoBackend
+from support.echo_service import EchoService
 from support.served import served
 
 
 @contextlib.contextmanager
-def console_of_echo(names: Sequence[str]) -> Iterator[tuple[EchoBackend, str]]:
+def console_of_echo(names: Sequence[str]) -> Iterator[tuple[EchoService, str]]:
     """Serve the console with adapters of these names; gives the backend and the URL."""
-    backend = EchoBackend()
+    backend = EchoService()
     for name in names:
         backend.register(name)
     app = Starlette()

@@ -1,7 +1,7 @@
 """Runner that computes a step only when it is waited for, as late as an asynchronous one may."""
 
 from loraplex.core.errors import StepFailedError
-from loraplex.core.plan import Capacity, LogitsNeeded, RowStep, StepPlan, StepResult
+from loraplex.core.plan import Capacity, RowStep, StepPlan, StepResult, Wanted
 from loraplex.engine.runner import Runner
 
 
@@ -54,7 +54,7 @@ class DelayedStep:
 
     @property
     def sampling_rows(self) -> list[RowStep]:
-        return [row for row in self.plan.rows if row.logits is LogitsNeeded.LAST]
+        return [row for row in self.plan.rows if row.wanted is Wanted.LAST]
 
     def wait(self) -> StepResult:
         return self._runner.compute(self)

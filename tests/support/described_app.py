@@ -19,6 +19,7 @@ from loraplex.frontends.telemetry.telemetry import Telemetry
 from loraplex.serving.backend import Backend
 from loraplex.serving.draining import Draining
 from loraplex.serving.request_metrics import RequestMetrics
+from loraplex.serving.response_memory import ResponseMemory
 
 TEST_HOST = "testserver"
 """Name under which test clients reach an app, and schemathesis after them."""
@@ -47,5 +48,6 @@ def described_app(
         metrics=metrics_app(backend, metrics, triton.collectors()),
         latencies=Latencies(metrics),
         bodies=BodyMemory.of(settings, has_keys=has_keys),
+        responses=ResponseMemory(),
         has_keys=has_keys,
     )

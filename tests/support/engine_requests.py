@@ -4,6 +4,7 @@ from typing import Any
 
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.task import Generate
 
 
 def engine_request(
@@ -22,6 +23,6 @@ def engine_request(
     }
     return EngineRequest(
         prompt_token_ids=prompt_token_ids,
-        sampling=SamplingParams() if sampling is None else sampling,
+        task=Generate(SamplingParams() if sampling is None else sampling),
         **(defaults | fields),
     )

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-TIMEOUT_SECONDS = 60
+TIMEOUT_SECONDS = 120
 
 
 def eventually(condition: Callable[[], bool]) -> bool:

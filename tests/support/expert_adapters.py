@@ -30,7 +30,7 @@ def random_expert_adapter(spec: ModelSpec, digest: str, rank_of: RankOf, seed: i
         )
         for layer, shapes in enumerate(spec.module_shapes)
         for module, (num_in, num_out) in shapes.items()
-        for expert in range(spec.num_experts.get(module, 1))
+        for expert in range(spec.num_experts[layer].get(module, 1))
         if (rank := rank_of(layer, module, expert))
     ]
     return HostAdapter(digest, tuple(sorted(weights, key=lambda weight: weight.target)))

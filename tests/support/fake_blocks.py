@@ -20,19 +20,19 @@ def empty_blocks(num_blocks: int, block_size: int) -> list[list[State]]:
 def move_blocks(
     plan: StepPlan, kv: list[list[list[State]]], host_kv: list[list[list[State]]]
 ) -> None:
-    """Move the blocks of each KV group: offloads, loads, copies.
+    """Move the blocks of each cache group: offloads, loads, copies.
 
     Each kind reads everything before it writes.
     """
     named = {
-        *(t.kv_group for t in (*plan.block_offloads, *plan.block_loads)),
-        *(copy.kv_group for copy in plan.block_copies),
+        *(t.cache_group for t in (*plan.block_offloads, *plan.block_loads)),
+        *(copy.cache_group for copy in plan.block_copies),
     }
-    require(named <= set(range(len(kv))), "there is no such KV group")
+    require(named <= set(range(len(kv))), "there is no such cache group")
     for group in sorted(named):
-        offloads = [t for t in plan.block_offloads if t.kv_group == group]
-        loads = [t for t in plan.block_loads if t.kv_group == group]
-        copies = [(c.source, c.target) for c in plan.block_copies if c.kv_group == group]
+        offloads = [t for t in plan.block_offloads if t.cache_group == group]
+        loads = [t for t in plan.block_loads if t.cache_group == group]
+        copies = [(c.source, c.target) for c in plan.block_copies if c.cache_group == group]
         _move(kv[group], host_kv[group], [(t.device_block, t.host_block) for t in offloads])
         _move(host_kv[group], kv[group], [(t.host_block, t.device_block) for t in loads])
         _move(kv[group], kv[group], copies)

@@ -5,12 +5,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from loraplex.core.adapter import AdapterHandle, AdapterUse
+from loraplex.core.image import ImageSpan
 from loraplex.core.output import EngineOutput
 from loraplex.core.plan import Capacity
 from loraplex.core.request import EngineRequest, RequestId
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.core.stats import StepRecord
+from loraplex.core.task import Generate, Task
 from loraplex.engine.engine import Engine, build_engine
 from loraplex.engine.journal import Journal
 from loraplex.engine.runner import AdapterLoader, Runner
@@ -115,21 +117,27 @@ class FakeEngine:
         prompt: Sequence[int] = (1, 2, 3),
         *digests: str,
         sampling: SamplingParams | None = None,
+        task: Task | None = None,
         max_tokens: int = 4,
         scale: float = 1.0,
         priority: int = 0,
         tenant: str = "default",
         share_weight: float = 1.0,
         eos_token_ids: tuple[int, ...] = (0,),
+        encoder_token_ids: Sequence[int] = (),
         timeout_ns: int | None = None,
+        images: tuple[ImageSpan, ...] = (),
     ) -> RequestId:
-        """Add a request of the next id; `sampling` goes before `max_tokens`."""
+        """Add a request of the next id; `task`, else `sampling`, goes before `max_tokens`."""
         request_id = len(self.requests) + 1
+        if task is None:
+            task = Generate(sampling or SamplingParams(max_tokens=max_tokens, seed=request_id))
         now_ns = self.clock.now_ns()
         request = EngineRequest(
             request_id=request_id,
             prompt_token_ids=tuple(prompt),
-            sampling=sampling or SamplingParams(max_tokens=max_tokens, seed=request_id),
+            encoder_token_ids=tuple(encoder_token_ids),
+            task=task,
             eos_token_ids=eos_token_ids,
             adapters=tuple(AdapterUse(digest, scale) for digest in digests),
             kv_salt=kv_salt("fake", "none", [(digest, scale) for digest in digests], tenant),
@@ -138,6 +146,8 @@ class FakeEngine:
             share_weight=share_weight,
             arrival_ns=now_ns,
             deadline_ns=None if timeout_ns is None else now_ns + timeout_ns,
+            images=images,
+            image_salt=tenant.encode() if images else b"",
         )
         self.requests[request_id] = request
         self.completions[request_id] = Completion()

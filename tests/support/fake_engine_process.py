@@ -20,7 +20,7 @@ from loraplex.engine.engine import build_engine
 from loraplex.engine.loop import EngineLoop
 from loraplex.engine.messages import EngineFailed
 from loraplex.engine.process import be_engine_process
-from loraplex.engine.runner import AdapterLoader, Runner
+from loraplex.engine.runner import AdapterLoader, RankProbes, Runner
 from loraplex.parallel.multiprocess import MultiprocessExecutor
 from loraplex.parallel.start import end_of_process, start_sharded
 from loraplex.parallel.world import World
@@ -98,7 +98,7 @@ def run_fake_engine(settings: FakeEngineSettings, channel: EngineChannel) -> Non
         channel.send(EngineFailed(settings.failure))
         return
     try:
-        runner, loader = _parts(settings, channel)
+        runner, loader, ranks = _parts(settings, channel)
     except ConfigError as error:
         channel.send(EngineFailed(error.to_info()))
         return
@@ -109,12 +109,15 @@ def run_fake_engine(settings: FakeEngineSettings, channel: EngineChannel) -> Non
         clock,
         SchedulerSettings(max_queue_size=settings.max_queue_size),
         adapter_host_bytes=1_000_000,
+        ranks=ranks,
     )
     EngineLoop(engine, channel, clock, check_when_idle=True).run()
     engine.close()
 
 
-def _parts(settings: FakeEngineSettings, channel: EngineChannel) -> tuple[Runner, AdapterLoader]:
+def _parts(
+    settings: FakeEngineSettings, channel: EngineChannel
+) -> tuple[Runner, AdapterLoader, RankProbes | None]:
     if settings.ranks is not None:
         body, world = msgspec.msgpack.encode(settings.ranks), World(0, 3, 1)
         executor = MultiprocessExecutor(process_command)
@@ -125,7 +128,7 @@ def _parts(settings: FakeEngineSettings, channel: EngineChannel) -> tuple[Runner
     runner.step_seconds = settings.step_seconds
     runner.poison = settings.poison_prompt
     runner.poison_length = len(settings.poison_prompt) + settings.poison_output
-    return runner, loader
+    return runner, loader, None
 
 
 def fake_engine_thread(settings: FakeEngineSettings | None = None) -> LinkFactory:

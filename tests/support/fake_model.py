@@ -6,8 +6,10 @@ import random
 import struct
 from collections.abc import Iterable, Sequence
 
+from loraplex.core.image import ImageSpan
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.task import Pool
 
 State = bytes
 """What the KV of one position holds: a hash of its token, of all before, and of the adapters."""
@@ -29,14 +31,49 @@ class FakeModel:
     eos_token_id: int = 0
     eos_rate: float = 0.0
 
-    def extend(
-        self, state: State, token_ids: Iterable[int], adapters: Sequence[tuple[str, float]]
+    def encode(
+        self, token_ids: Sequence[int], adapters: Sequence[tuple[str, float]]
     ) -> list[State]:
-        """The states of the positions that follow one with `state`; adapters: (digest, scale)."""
+        """Return what the blocks of an encoder's positions hold: each depends on all tokens."""
+        content = repr((tuple(token_ids), tuple(adapters))).encode()
+        return [
+            hashlib.blake2b(content, digest_size=_STATE_BYTES, salt=struct.pack("<q", i)).digest()
+            for i in range(len(token_ids))
+        ]
+
+    def prompt(
+        self,
+        token_ids: Sequence[int],
+        images: Iterable[ImageSpan],
+        adapters: Sequence[tuple[str, float]],
+        encoder_token_ids: Sequence[int] = (),
+    ) -> list[State]:
+        """The states of a prompt: positions of an image have its rows in place of tokens.
+
+        All depend on the encoder's input.
+        """
+        inputs: list[int | bytes] = list(token_ids)
+        for image in images:
+            rows = [image.digest + bytes([row % 256]) for row in range(image.num_tokens)]
+            inputs[image.first : image.end] = rows
+        start = b"".join(self.encode(encoder_token_ids, adapters)[-1:]) or EMPTY_STATE
+        return self.extend(start, inputs, adapters)
+
+    def extend(
+        self,
+        state: State,
+        inputs: Iterable[int | bytes],
+        adapters: Sequence[tuple[str, float]],
+    ) -> list[State]:
+        """The states of the positions that follow one with `state`; adapters: (digest, scale).
+
+        inputs: tokens, or what an encoder gave.
+        """
         tag = repr(tuple(adapters)).encode()
         states = []
-        for token_id in token_ids:
-            content = state + struct.pack("<q", token_id) + tag
+        for given in inputs:
+            packed = given if isinstance(given, bytes) else struct.pack("<q", given)
+            content = state + packed + tag
             state = hashlib.blake2b(content, digest_size=_STATE_BYTES).digest()
             states.append(state)
         return states
@@ -64,6 +101,11 @@ class FakeModel:
             token_id = (token_id + 1) % self.vocab_size
         return token_id
 
+    def vector(self, state: State, pool: Pool) -> bytes:
+        """Return the vector of the position with `state`: its bytes as numbers."""
+        values = list(state)[: pool.dimensions]
+        return struct.pack(f"<{len(values)}f", *values)
+
     def candidates(
         self,
         state: State,
@@ -86,6 +128,15 @@ class FakeModel:
             found.append((token_id, logprob))
         return found
 
+    def pooled(self, request: EngineRequest) -> bytes:
+        """Return the vector of a request that runs alone."""
+        assert isinstance(request.task, Pool)
+        adapters = [(use.digest, use.scale) for use in request.adapters]
+        state = self.prompt(
+            request.prompt_token_ids, request.images, adapters, request.encoder_token_ids
+        )[-1]
+        return self.vector(state, request.task)
+
     def output(self, request: EngineRequest, sequence_index: int, max_tokens: int) -> list[int]:
         """Return the tokens of a sequence that runs alone, up to max_tokens; no stop is applied."""
         adapters = [(use.digest, use.scale) for use in request.adapters]
@@ -93,7 +144,9 @@ class FakeModel:
         seed = request.request_id if sampling.seed is None else sampling.seed
         ends = () if sampling.ignore_eos else request.eos_token_ids
         suppressed = (*ends, *sampling.stop_token_ids)
-        state = self.extend(EMPTY_STATE, request.prompt_token_ids, adapters)[-1]
+        state = self.prompt(
+            request.prompt_token_ids, request.images, adapters, request.encoder_token_ids
+        )[-1]
         token_ids: list[int] = []
         for output_index in range(max_tokens):
             token_id = self.sample(state, sampling, seed, sequence_index, output_index, suppressed)

@@ -152,7 +152,7 @@ class ThreadExecutor:
 
     def stop(self, seconds: float) -> None:
         for thread in self.threads:
-            thread.join(30)
+            thread.join(60)
             assert not thread.is_alive()
 
     def _run(self, start: RankStart, ended: Callable[[RankEnd], None]) -> None:

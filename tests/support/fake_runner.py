@@ -7,15 +7,19 @@ tables: a block that was freed too early, is stale, or belongs to other adapters
 import dataclasses
 
 from loraplex.core.adapter import AdapterHandle
-from loraplex.core.errors import ErrorInfo, RowFailedError, StepFailedError
+from loraplex.core.cache import Blocks, Chunk, Cross, States
+from loraplex.core.errors import ErrorInfo, LoraplexError, RowFailedError, StepFailedError
 from loraplex.core.output import TokenLogprob
 from loraplex.core.plan import (
+    NO_BLOCK,
     AdapterCopy,
     BlockId,
+    CacheGroupCapacity,
+    CacheGroupId,
     Capacity,
-    KVGroupCapacity,
-    KVGroupId,
-    LogitsNeeded,
+    CellId,
+    EncodeImage,
+    EncodeText,
     PageGeometry,
     PageId,
     RowAdded,
@@ -24,20 +28,24 @@ from loraplex.core.plan import (
     Slot,
     StepPlan,
     StepResult,
+    Wanted,
 )
+from loraplex.core.task import Pool, PoolKind
 from loraplex.memory.adapter_pages import place
 from support.fake_blocks import PlanViolation, empty_blocks, move_blocks, require
 from support.fake_loader import FakeLoader
-from support.fake_model import EMPTY_STATE, FakeModel, State
+from support.fake_model import FakeModel, State
 
 SPOILT: State = b"spoilt by a row that failed"
 
 FAKE_CAPACITY = Capacity(
     block_size=16,
-    kv_groups=(KVGroupCapacity(num_blocks=256),),
+    cache_groups=(CacheGroupCapacity(num_blocks=256),),
     max_num_seqs=8,
     max_num_batched_tokens=512,
     max_model_len=2048,
+    pool_kinds=(PoolKind.LAST,),
+    hidden_size=16,
     vocab_size=1000,
     page_geometry=PageGeometry(slot_elements=8, slots_per_page=16),
     num_adapter_pages=16,
@@ -47,14 +55,16 @@ FAKE_CAPACITY = Capacity(
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class _Row:
+class FakeRow:
     added: RowAdded
     adapters: tuple[tuple[str, float], ...]
     token_ids: list[int]
     states: list[State]
     """One per token: what its position must hold."""
+    encoder_states: list[State]
+    """One per token of the encoder's input: what the blocks of its positions must hold."""
     block_tables: list[list[BlockId]]
-    """One for each KV group."""
+    """One for each cache group."""
     num_computed_tokens: int | None = None
     has_sampled: bool = False
     failed_at: int | None = None
@@ -66,6 +76,15 @@ class _Copy:
     digest: str
     page_ids: tuple[PageId, ...]
     first_step_id: int
+
+
+@dataclasses.dataclass(slots=True)
+class _Cell:
+    digest: bytes | None
+    """None: nothing useful is in it."""
+    step_id: int
+    tenants: set[str] = dataclasses.field(default_factory=set)
+    """Tenants whose rows have read it."""
 
 
 class FakeRunner:
@@ -94,12 +113,27 @@ class FakeRunner:
         self.is_closed = False
         self._capacity = capacity
         self._loader = loader
-        self._rows: dict[Slot, _Row] = {}
-        groups, size = capacity.kv_groups, capacity.block_size
-        self._kv = [empty_blocks(group.num_blocks, size) for group in groups]
-        self._host_kv = [empty_blocks(group.num_host_blocks, size) for group in groups]
+        self._rows: dict[Slot, FakeRow] = {}
+        self._every = [
+            group.spec.every if isinstance(group.spec, States) else None
+            for group in capacity.cache_groups
+        ]
+        """Positions between the states of each cache group; None: its blocks hold positions."""
+        groups = [
+            (group, 1 if every else capacity.block_size)
+            for group, every in zip(capacity.cache_groups, self._every, strict=True)
+        ]
+        self._kv = [empty_blocks(group.num_blocks, size) for group, size in groups]
+        self._host_kv = [empty_blocks(group.num_host_blocks, size) for group, size in groups]
+        specs = [group.spec for group in capacity.cache_groups]
+        self._cross_groups = [i for i, spec in enumerate(specs) if isinstance(spec, Cross)]
+        self._own_groups = [i for i, spec in enumerate(specs) if not isinstance(spec, Cross)]
         self._device: dict[AdapterHandle, tuple[str, tuple[PageId, ...]]] = {}
         self._copies: dict[AdapterHandle, _Copy] = {}
+        self._cells: dict[CellId, _Cell] = {}
+        self.num_encoded = 0
+        """Number of images that were encoded."""
+        self._num_failing_encodes = 0
         self._last_step_id = 0
         self._num_failing_rows = 0
         self._num_deferred_rows = 0
@@ -114,6 +148,10 @@ class FakeRunner:
     def defer_rows(self, num_rows: int = 1) -> None:
         """Let the next rows that sample be deferred, as rows are whose grammar is not ready."""
         self._num_deferred_rows += num_rows
+
+    def fail_encodes(self, num_images: int = 1) -> None:
+        """Let the encoder fail for the next images."""
+        self._num_failing_encodes += num_images
 
     def fail_copies(self, num_copies: int = 1) -> None:
         """Let the next adapter copies fail."""
@@ -150,13 +188,23 @@ class FakeRunner:
         if fails:
             for step in plan.rows:
                 self._spoil(step)
+            for image in plan.encoded_images:
+                self._cells[image.cell] = _Cell(None, plan.step_id)
+            for text in plan.encoded_texts:
+                self._encode_text(text, is_spoilt=True)
             return StepFailedError(f"step {plan.step_id} was planted to fail")
         for copy in plan.adapter_copies:
             self._start_copy(copy, plan.step_id)
+        self._encode(plan)
         slots = [step.slot for step in plan.rows]
         require(len(set(slots)) == len(slots), "a slot computes twice in one step")
         for step in plan.rows:
             self._check(step)
+        self._check_texts(plan)
+        for text in plan.encoded_texts:
+            self._encode_text(text)
+        for step in plan.rows:
+            self._check_encoder_context(step)
         rows = tuple(self._compute(step) for step in plan.rows)
         done, failed = self._end_copies(plan)
         return StepResult(plan.step_id, rows, done, failed)
@@ -169,11 +217,36 @@ class FakeRunner:
             require(added.slot not in self._rows, f"slot {added.slot} is taken")
             require(0 <= added.slot < self._capacity.max_num_seqs, f"there is no slot {added.slot}")
             adapters = tuple((self._digest(handle), scale) for handle, scale in added.adapters)
-            states = self.model.extend(EMPTY_STATE, added.token_ids, adapters)
-            self._rows[added.slot] = _Row(
-                added, adapters, list(added.token_ids), states, [[] for _ in self._kv]
+            states = self.model.prompt(
+                added.token_ids, added.images, adapters, added.encoder_token_ids
+            )
+            self._rows[added.slot] = FakeRow(
+                added,
+                adapters,
+                list(added.token_ids),
+                states,
+                self.model.encode(added.encoder_token_ids, adapters),
+                [[] for _ in self._kv],
             )
         move_blocks(plan, self._kv, self._host_kv)
+
+    def _encode(self, plan: StepPlan) -> None:
+        """Encode the images, each into a cell that a row of the same step reads."""
+        read = {cell for step in plan.rows for cell in step.image_cells}
+        cells = [encode.cell for encode in plan.encoded_images]
+        require(len(set(cells)) == len(cells), "a cell is written twice in one step")
+        for encode in plan.encoded_images:
+            images = self._capacity.images
+            require(images is not None and 0 <= encode.cell < images.num_cells, "no such cell")
+            require(encode.cell in read, "an image is encoded that no row of the step reads")
+            self._cells[encode.cell] = _Cell(self._encoded(encode), plan.step_id)
+
+    def _encoded(self, encode: EncodeImage) -> bytes | None:
+        if self._num_failing_encodes:
+            self._num_failing_encodes -= 1
+            return None
+        self.num_encoded += 1
+        return encode.digest
 
     def _digest(self, handle: AdapterHandle) -> str:
         require(handle in self._device, f"adapter {handle} is not on the device")
@@ -225,26 +298,67 @@ class FakeRunner:
             require(num_steps <= self._capacity.num_stages, "a row goes on that failed")
             return
         self._check_tokens(row, step)
-        require(len(step.new_block_ids) == len(self._kv), "blocks for each KV group")
-        for group, block_ids in enumerate(step.new_block_ids):
-            row.block_tables[group].extend(block_ids)
+        self._check_images(row, step)
+        require(len(step.new_block_ids) == len(self._kv), "blocks for each cache group")
+        for table, block_ids in zip(row.block_tables, step.new_block_ids, strict=True):
+            table.extend(block_ids)
+        for group in self._own_groups:
             self._check_block_table(row, step, group)
             self._check_context(row, step, group)
+        for group in self._cross_groups:
+            table, size = row.block_tables[group], self._capacity.block_size
+            require(len(set(table)) == len(table), "a block twice in one table")
+            require(len(table) == -(-len(row.encoder_states) // size), "the encoder's own length")
+
+    def _check_texts(self, plan: StepPlan) -> None:
+        slots = [text.slot for text in plan.encoded_texts]
+        require(len(set(slots)) == len(slots), "a slot encodes twice in one step")
+        require({*slots} <= {step.slot for step in plan.rows}, "a slot encodes without its row")
+        for group in self._cross_groups:
+            written = {
+                block_id for slot in slots for block_id in self._rows[slot].block_tables[group]
+            }
+            for step in plan.rows:
+                table = self._row(step).block_tables[group]
+                require(
+                    step.slot in slots or written.isdisjoint(table),
+                    "a row reads what another one encodes in this step",
+                )
+
+    def _encode_text(self, encode: EncodeText, *, is_spoilt: bool = False) -> None:
+        row, size = self._rows[encode.slot], self._capacity.block_size
+        for group in self._cross_groups:
+            for position, state in enumerate(row.encoder_states):
+                block = self._kv[group][row.block_tables[group][position // size]]
+                block[position % size] = SPOILT if is_spoilt else state
+
+    def _check_encoder_context(self, step: RowStep) -> None:
+        """Every position of the encoder's input is there, for this input and these adapters."""
+        row, size = self._row(step), self._capacity.block_size
+        if row.failed_at is not None:
+            return
+        for group in self._cross_groups:
+            blocks = [self._kv[group][block_id] for block_id in row.block_tables[group]]
+            found = [blocks[i // size][i % size] for i in range(len(row.encoder_states))]
+            require(
+                found == row.encoder_states,
+                f"slot {step.slot} does not read its encoder's input in cache group {group}",
+            )
 
     def _compute(self, step: RowStep) -> RowResult:
         row = self._row(step)
         if row.failed_at is not None:
             return RowResult(step.slot, error=RowFailedError("it failed before").to_info())
-        if self._num_failing_rows:
-            self._num_failing_rows -= 1
+        error = self._image_error(step) or self._error_of(row)
+        if error is not None:
             row.failed_at = self._last_step_id
             self._spoil(step)
-            return RowResult(step.slot, error=RowFailedError("told to fail").to_info())
+            return RowResult(step.slot, error=error.to_info())
         stop = step.start + step.num_tokens
         extended = self.model.extend(row.states[-1], step.draft_token_ids, row.adapters)
         for position, state in enumerate([*row.states, *extended][step.start : stop], step.start):
             self._write(row, position, state)
-        if self._num_deferred_rows and step.logits is LogitsNeeded.LAST:
+        if self._num_deferred_rows and self._may_defer(row, step):
             self._num_deferred_rows -= 1
             row.num_computed_tokens = stop - len(step.draft_token_ids) - 1
             return RowResult(step.slot, is_deferred=True)
@@ -254,16 +368,53 @@ class FakeRunner:
         row.num_computed_tokens = stop - len(step.draft_token_ids) + num_right
         return result
 
-    def _row(self, step: RowStep) -> _Row:
+    def _may_defer(self, row: FakeRow, step: RowStep) -> bool:
+        """Return whether a row may be deferred now, as one whose grammar is not ready."""
+        return step.wanted is Wanted.LAST and not _is_beam(row)
+
+    def _check_images(self, row: FakeRow, step: RowStep) -> None:
+        """The positions of images have the right rows, of this tenant, and are not cut."""
+        stop, images = step.start + step.num_tokens, self._capacity.images
+        read = [
+            image for image in row.added.images if image.first < stop and step.start < image.end
+        ]
+        require(len(read) == len(step.image_cells), "a cell for each image")
+        for image, cell_id in zip(read, step.image_cells, strict=True):
+            require(cell_id in self._cells, "an image that was never encoded")
+            cell = self._cells[cell_id]
+            if cell.digest is None:  # the row fails, if its plan was made before that was known
+                age = self._last_step_id - cell.step_id
+                require(age <= self._capacity.num_stages, "an image that was not encoded")
+                continue
+            require(cell.digest == image.digest, "the rows of another image")
+            cell.tenants.add(row.added.tenant)
+            require(len(cell.tenants) == 1, "the rows of another tenant")
+            is_whole = images is not None and images.is_whole
+            require(not is_whole or stop >= image.end, "an image is cut")
+
+    def _image_error(self, step: RowStep) -> LoraplexError | None:
+        if any(self._cells[cell_id].digest is None for cell_id in step.image_cells):
+            return RowFailedError("an image could not be encoded")
+        return None
+
+    def _error_of(self, row: FakeRow) -> LoraplexError | None:
+        """Return the error with which a row fails now; None if it does not."""
+        del row
+        if not self._num_failing_rows:
+            return None
+        self._num_failing_rows -= 1
+        return RowFailedError("told to fail")
+
+    def _row(self, step: RowStep) -> FakeRow:
         row = self._rows.get(step.slot)
         if row is None:
             raise PlanViolation(f"slot {step.slot} is empty")
         return row
 
-    def _check_tokens(self, row: _Row, step: RowStep) -> None:
+    def _check_tokens(self, row: FakeRow, step: RowStep) -> None:
         stop = step.start + step.num_tokens - len(step.draft_token_ids)
         require(stop > step.start, "a row computes nothing")
-        if row.added.sampling.beam is not None and stop == len(row.token_ids) + 1:
+        if _is_beam(row) and stop == len(row.token_ids) + 1:
             self._append(row, (step.token_ids or ())[-1])
         require(stop <= len(row.token_ids), "a row computes tokens that are not known")
         if row.num_computed_tokens is None:
@@ -282,20 +433,47 @@ class FakeRunner:
             require(list(step.token_ids) == row.token_ids[step.start : stop], "other tokens")
         ends = stop == len(row.token_ids)
         require(
-            ends == (step.logits is not LogitsNeeded.NONE) or step.logits is LogitsNeeded.ALL,
+            ends == (step.wanted is not Wanted.NONE) or step.wanted is Wanted.ALL,
             "logits are needed exactly where a row ends",
         )
+        is_pooled = ends and isinstance(row.added.task, Pool)
+        require(is_pooled == (step.wanted is Wanted.POOL), "a vector where a pooled row ends")
+        task = row.added.task
+        if isinstance(task, Pool) and task.kind.needs_whole_prompt:
+            require(step.start == 0 and ends, "a prompt that must be whole is cut")
 
-    def _check_block_table(self, row: _Row, step: RowStep, group: KVGroupId) -> None:
-        table = row.block_tables[group]
+    def _check_block_table(self, row: FakeRow, step: RowStep, group: CacheGroupId) -> None:
+        table, every = row.block_tables[group], self._every[group]
+        if every is not None:
+            self._check_states(row, step, group, every)
+            return
         used = [b for i, b in enumerate(table) if self._is_used(i, step.start, group)]
         require(len(set(used)) == len(used), "a block twice in one table")
         require(all(0 <= b < len(self._kv[group]) for b in used), "no such block")
         num_positions = len(table) * self._capacity.block_size
         require(step.start + step.num_tokens <= num_positions, "the block table is too short")
 
-    def _check_context(self, row: _Row, step: RowStep, group: KVGroupId) -> None:
+    def _check_states(self, row: FakeRow, step: RowStep, group: CacheGroupId, every: int) -> None:
+        """The last full state is there, and the step has places for those that it writes."""
+        table, num_read = row.block_tables[group], step.start // every
+        stop = step.start + step.num_tokens
+        used = [b for b in table[max(0, num_read - 1) : stop // every] if b != NO_BLOCK]
+        require(len(set(used)) == len(used), "a state twice in one table")
+        require(all(0 <= b < len(self._kv[group]) for b in used), "no such state")
+        require(stop // every <= len(table), "the table of states is too short")
+        if num_read:
+            block_id = table[num_read - 1]
+            require(block_id != NO_BLOCK, f"slot {step.slot} has no state to go on from")
+            require(
+                self._kv[group][self._state_block(row, group, num_read - 1)]
+                == [row.states[num_read * every - 1]],
+                f"block {block_id} does not hold state {num_read - 1} of slot {step.slot}",
+            )
+
+    def _check_context(self, row: FakeRow, step: RowStep, group: CacheGroupId) -> None:
         """Every earlier position holds its token, after the right ones, under these adapters."""
+        if self._every[group] is not None:
+            return
         size = self._capacity.block_size
         for first in range(0, step.start, size):
             if not self._is_used(first // size, step.start, group):
@@ -304,27 +482,33 @@ class FakeRunner:
             block_id = row.block_tables[group][first // size]
             require(
                 self._kv[group][block_id][: last - first] == row.states[first:last],
-                f"block {block_id} of KV group {group} does not hold positions {first} to "
+                f"block {block_id} of cache group {group} does not hold positions {first} to "
                 f"{last - 1} of slot {step.slot}",
             )
 
-    def _is_used(self, index: int, start: int, group: KVGroupId) -> bool:
+    def _is_used(self, index: int, start: int, group: CacheGroupId) -> bool:
         """Is any position of block `index` seen or written from position `start` on?"""
-        limits, size = self._capacity.kv_groups[group], self._capacity.block_size
-        window = limits.attention_window
-        if window is None or index * size < limits.num_sink_tokens:
+        spec, size = self._capacity.cache_groups[group].spec, self._capacity.block_size
+        if isinstance(spec, Chunk):
+            return (index + 1) * size > start // spec.size * spec.size - spec.before
+        assert isinstance(spec, Blocks)
+        if spec.window is None or index * size < spec.sinks:
             return True
-        return (index + 1) * size > start - window + 1
+        return (index + 1) * size > start - spec.window + 1
 
-    def _result(self, row: _Row, step: RowStep) -> RowResult:
+    def _result(self, row: FakeRow, step: RowStep) -> RowResult:
         stop = step.start + step.num_tokens - len(step.draft_token_ids)
         scores: tuple[TokenLogprob, ...] = ()
-        if step.logits is LogitsNeeded.ALL:
+        if step.wanted is Wanted.ALL:
             last = min(stop, len(row.token_ids) - 1)
-            scores = tuple(fake_logprob(row.token_ids[p + 1]) for p in range(step.start, last))
+            num_top = row.added.sampling.prompt_logprobs or 0
+            following = row.token_ids[step.start + 1 : last + 1]
+            scores = tuple(self._logprob(row, token_id, num_top) for token_id in following)
         if stop < len(row.token_ids):
             return RowResult(step.slot, prompt_logprobs=scores)
-        if row.added.sampling.beam is not None:
+        if isinstance(row.added.task, Pool):
+            return RowResult(step.slot, pooled=self.model.vector(row.states[-1], row.added.task))
+        if _is_beam(row):
             return RowResult(
                 step.slot, prompt_logprobs=scores, candidates=self._candidates(row, step)
             )
@@ -335,25 +519,35 @@ class FakeRunner:
             token_ids.append(self._sample(row))
         logprobs: tuple[TokenLogprob, ...] = ()
         if step.num_logprobs is not None:
-            logprobs = tuple(fake_logprob(token_id, step.num_logprobs) for token_id in token_ids)
+            logprobs = tuple(
+                self._logprob(row, token_id, step.num_logprobs) for token_id in token_ids
+            )
         return RowResult(step.slot, tuple(token_ids), logprobs, scores)
 
-    def _sample(self, row: _Row) -> int:
+    def _logprob(self, row: FakeRow, token_id: int, num_top: int) -> TokenLogprob:
+        """Return the log probability of a token of a row, wherever it stands."""
+        del row
+        return fake_logprob(token_id, num_top)
+
+    def _sample(self, row: FakeRow) -> int:
         """The row's next token, which is its newest then."""
-        added = row.added
-        token_id = self.model.sample(
-            row.states[-1],
-            added.sampling,
-            added.seed,
-            added.sequence_index,
-            len(row.token_ids) - added.num_prompt_tokens,
-            added.suppressed_token_ids,
-        )
+        token_id = self._next_token(row)
         self._append(row, token_id)
         row.has_sampled = True
         return token_id
 
-    def _candidates(self, row: _Row, step: RowStep) -> tuple[tuple[int, float], ...]:
+    def _next_token(self, row: FakeRow) -> int:
+        added = row.added
+        return self.model.sample(
+            row.states[-1],
+            added.sampling,
+            added.generation.seed,
+            added.sequence_index,
+            len(row.token_ids) - added.num_prompt_tokens,
+            added.generation.suppressed_token_ids,
+        )
+
+    def _candidates(self, row: FakeRow, step: RowStep) -> tuple[tuple[int, float], ...]:
         added = row.added
         require(step.num_candidates > 0, "of a beam, candidates are wanted")
         return tuple(
@@ -362,24 +556,36 @@ class FakeRunner:
                 step.num_candidates,
                 added.sampling,
                 len(row.token_ids) - added.num_prompt_tokens,
-                added.suppressed_token_ids,
+                added.generation.suppressed_token_ids,
             )
         )
 
-    def _append(self, row: _Row, token_id: int) -> None:
+    def _append(self, row: FakeRow, token_id: int) -> None:
         row.token_ids.append(token_id)
         row.states.extend(self.model.extend(row.states[-1], [token_id], row.adapters))
 
-    def _write(self, row: _Row, position: int, state: State) -> None:
+    def _write(self, row: FakeRow, position: int, state: State) -> None:
         size = self._capacity.block_size
-        for kv, table in zip(self._kv, row.block_tables, strict=True):
-            kv[table[position // size]][position % size] = state
+        for group in self._own_groups:
+            kv, table, every = self._kv[group], row.block_tables[group], self._every[group]
+            if every is None:
+                kv[table[position // size]][position % size] = state
+            elif (position + 1) % every == 0 and table[position // every] != NO_BLOCK:
+                self._write_state(row, group, position // every, state)
+
+    def _write_state(self, row: FakeRow, group: CacheGroupId, index: int, state: State) -> None:
+        self._kv[group][self._state_block(row, group, index)][0] = state
+
+    def _state_block(self, row: FakeRow, group: CacheGroupId, index: int) -> BlockId:
+        """Return the block that a row reads a state from, or writes it to."""
+        return row.block_tables[group][index]
 
     def _spoil(self, step: RowStep) -> None:
         """Overwrite what a failed row wrote, as it is of no use."""
         row = self._row(step)
         for table, block_ids in zip(row.block_tables, step.new_block_ids, strict=True):
-            table.extend(b for b in block_ids if b not in table)
+            if block_ids and table[-len(block_ids) :] != list(block_ids):
+                table.extend(block_ids)
         for position in range(step.start, step.start + step.num_tokens):
             self._write(row, position, SPOILT)
 
@@ -394,6 +600,10 @@ class FakeStep:
         if isinstance(self._outcome, StepFailedError):
             raise self._outcome
         return self._outcome
+
+
+def _is_beam(row: FakeRow) -> bool:
+    return not isinstance(row.added.task, Pool) and row.added.sampling.beam is not None
 
 
 def fake_logprob(token_id: int, num_top: int = 0) -> TokenLogprob:

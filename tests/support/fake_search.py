@@ -6,7 +6,7 @@ from loraplex.core.request import EngineRequest
 from loraplex.scheduling.beam_request import new_beam_searcher
 from loraplex.scheduling.beams import Hypothesis
 from loraplex.scheduling.stop import StopRules
-from support.fake_model import EMPTY_STATE, FakeModel
+from support.fake_model import FakeModel
 
 
 def search_alone(
@@ -20,7 +20,7 @@ def search_alone(
         candidates = []
         for beam in search.beams:
             token_ids = (*request.prompt_token_ids, *beam.token_ids)
-            state = model.extend(EMPTY_STATE, token_ids, adapters)[-1]
+            state = model.prompt(token_ids, request.images, adapters, request.encoder_token_ids)[-1]
             candidates.append(
                 model.candidates(
                     state,

@@ -59,6 +59,9 @@ class FakeStaging:
     async def start(self) -> None:
         pass
 
+    async def keep_spare(self) -> None:
+        pass
+
     async def close(self) -> None:
         pass
 

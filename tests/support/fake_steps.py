@@ -18,11 +18,12 @@ from loraplex.kernels.cuda.backend import CudaKernels
 from loraplex.kernels.lora import LoraBatch, LoraCells
 from loraplex.kernels.ops import AttentionShape, PackedLinear
 from loraplex.models.batch import ForwardBatch
+from loraplex.models.cache_groups import cache_groups
 from loraplex.models.decoder import Decoder
-from loraplex.models.kv_groups import kv_groups
 from loraplex.models.parameters import LinearPlace, build_parameters
 from loraplex.models.rope import rotary_tables
 from loraplex.models.spec import ModelSpec
+from loraplex.models.specs.attention import AttentionSpec
 from support.kernel_cases.experts import HIDDEN, INNER, RULES
 from support.kernel_cases.llamas import BLOCK_SIZE, GPU, LLAMAS, Llama, empty, mixed_rows
 from support.kernel_cases.lora import device_batch, host_batch
@@ -110,12 +111,12 @@ def fake_steps() -> list[FakeStep]:
 def _decoder(spec: ModelSpec) -> Callable[[ForwardBatch], torch.Tensor]:
     kernels = CudaKernels(_FakeGpu())
     parameters = build_parameters(spec, _FakeWeights(kernels))
-    rotary, groups = rotary_tables(spec, 4096, GPU), kv_groups(spec, 4096)
-    decoder = Decoder(spec, parameters, rotary, kernels, kv_groups=groups, block_size=BLOCK_SIZE)
-    attention = spec.layers[0].attention
+    rotary, groups = rotary_tables(spec, 4096, GPU), cache_groups(spec, 4096)
+    decoder = Decoder(spec, parameters, rotary, kernels, cache_groups=groups, block_size=BLOCK_SIZE)
+    attention = next(spec.mixers_of(AttentionSpec))
     sizes = (attention.num_heads, attention.num_kv_heads, attention.head_dim)
     shape = AttentionShape(*sizes, BLOCK_SIZE)
-    kv = [kernels.allocate_kv(_NUM_BLOCKS, shape, _DTYPE) for _ in spec.layers]
+    kv = tuple(kernels.allocate_kv(_NUM_BLOCKS, shape, _DTYPE) for _ in spec.layers)
     return functools.partial(decoder.forward, kv=kv)
 
 

@@ -89,9 +89,9 @@ class Sender:
 
     def all(self) -> list[InferenceResponse]:
         """Waits for the last one."""
-        found = [self.responses.get(timeout=30)]
+        found = [self.responses.get(timeout=60)]
         while not found[-1][1]:
-            found.append(self.responses.get(timeout=30))
+            found.append(self.responses.get(timeout=60))
         return [response for response, _ in found]
 
 

@@ -6,7 +6,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from loraplex.core.errors import ErrorInfo
-from loraplex.core.output import EngineOutput, FinishReason, LogitsFile, TokenLogprob
+from loraplex.core.output import (
+    EngineOutput,
+    FinishReason,
+    LogitsFile,
+    PromptLogprobs,
+    TokenLogprob,
+)
 
 
 @dataclasses.dataclass(slots=True)
@@ -34,7 +40,7 @@ class SequenceCompletion:
 @dataclasses.dataclass(slots=True)
 class Completion:
     sequences: dict[int, SequenceCompletion]
-    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     prompt_logits: bytes = b""
     is_finished: bool = False
     error: ErrorInfo | None = None

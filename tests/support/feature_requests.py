@@ -12,6 +12,7 @@ from loraplex.core.adapter import AdapterUse
 from loraplex.core.beam_search import BeamSearch, EarlyStopping
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.task import Generate
 from support.grammar_tokens import EOS, FIRST_BYTE, VOCAB_SIZE, regex, schema
 
 LONGEST_PROMPT: Final = 90
@@ -163,7 +164,7 @@ class FeatureRequests:
         request = EngineRequest(
             request_id=len(self._requests),
             prompt_token_ids=prompt,
-            sampling=SamplingParams(**sampling),
+            task=Generate(SamplingParams(**sampling)),
             eos_token_ids=ends,
             adapters=adapters,
             kv_salt=repr(adapters).encode(),

@@ -115,7 +115,7 @@ class FeatureSchedules:
     def _run_alone(self, request: EngineRequest) -> Completion:
         engine = self._engines.plain(FakeClock(1), self._new_folder())
         sampling = msgspec.structs.replace(request.sampling, num_draft_tokens=0)
-        engine.add(msgspec.structs.replace(request, sampling=sampling))
+        engine.add(request.with_sampling(sampling))
         outputs: list[EngineOutput] = []
         while not engine.is_idle:
             turn = engine.step()

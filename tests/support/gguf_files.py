@@ -1,6 +1,6 @@
-"""GGUF files, written by the format's description, and blocks decoded number by number.
+"""GGUF files, written by the format's description, and blocks decoded by llama.cpp's package.
 
-Nothing here is shared with the code that reads them.
+No file is written by the code that reads them.
 """
 
 import json
@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import numpy.typing as npt
 import torch
 from safetensors.torch import load_file
 
-from support.quantized_checkpoints import E2M1
+from loraplex.core.gguf import read_gguf
 
-IQ4_NL = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
 TYPES = {
     "F32": (0, 1, 4),
     "F16": (1, 1, 2),
@@ -27,16 +27,21 @@ TYPES = {
     "Q5_0": (6, 32, 22),
     "Q5_1": (7, 32, 24),
     "Q8_0": (8, 32, 34),
+    "Q2_K": (10, 256, 84),
+    "Q3_K": (11, 256, 110),
     "Q4_K": (12, 256, 144),
     "Q5_K": (13, 256, 176),
     "Q6_K": (14, 256, 210),
     "IQ4_NL": (20, 32, 18),
+    "IQ4_XS": (23, 256, 136),
     "MXFP4": (39, 32, 17),
 }
 """Number, values in a block, and its bytes."""
 _HALVES = {
-    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL"), (0,)),
+    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS"), (0,)),
     **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
     "Q6_K": (208,),
 }
 """Where a block has float16."""
@@ -105,89 +110,22 @@ def random_blocks(kind: str, num_outputs: int, num_inputs: int, seed: int = 0) -
     return blocks.reshape(num_outputs, -1)
 
 
+def small_blocks(kind: str, num_outputs: int, num_inputs: int, seed: int = 0) -> Bytes:
+    """Return random blocks of about the numbers that models have: a deviation of 0.03."""
+    rows = random_blocks(kind, num_outputs, num_inputs, seed)
+    factor = np.float32(0.03) / decode(kind, rows).std().numpy()
+    blocks = rows.reshape(-1, TYPES[kind][2])
+    for start in _HALVES[kind]:
+        halves = blocks[:, start : start + 2].copy().view(np.float16)
+        blocks[:, start : start + 2] = (halves * factor).astype(np.float16).view(np.uint8)
+    return blocks.reshape(rows.shape)
+
+
 def decode(kind: str, rows: Bytes) -> torch.Tensor:
-    """Return the numbers of rows, one by one: float32 [outputs, inputs]."""
-    _, _, size = TYPES[kind]
-    decoded = [
-        [number for block in row.reshape(-1, size) for number in _DECODERS[kind](block)]
-        for row in rows
-    ]
-    return torch.tensor(np.array(decoded, dtype=np.float32))
+    """Return the numbers of rows, as llama.cpp's own package decodes them: [outputs, inputs]."""
+    numbers = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[kind])
+    return torch.tensor(np.asarray(numbers, dtype=np.float32))
 
-
-F = np.float32
-
-
-def _half(block: Bytes, start: int) -> Any:
-    return F(block[start : start + 2].view(np.float16)[0])
-
-
-def _nibble(data: Bytes, value: int) -> int:
-    """Return value `value` of 32: the low halves first, then the high ones."""
-    return int(data[value % 16] >> (4 * (value // 16))) & 15
-
-
-def _fifth(data: Bytes, value: int) -> int:
-    return (int(data.view(np.uint32)[0]) >> value & 1) << 4
-
-
-def _with_table(table: list[Any], d: Callable[[Bytes], Any], start: int) -> Any:
-    return lambda b: [d(b) * F(table[_nibble(b[start:], k)]) for k in range(32)]
-
-
-def _six_bits(packed: Bytes, sub_block: int) -> tuple[int, int]:
-    s, j = packed, sub_block
-    if j < 4:
-        return int(s[j]) & 63, int(s[j + 4]) & 63
-    scale = (int(s[j + 4]) & 15) | (int(s[j - 4]) >> 6 << 4)
-    return scale, (int(s[j + 4]) >> 4) | (int(s[j]) >> 6 << 4)
-
-
-def _k(block: Bytes, *, has_fifth: bool) -> list[Any]:
-    d, m = _half(block, 0), _half(block, 2)
-    codes = block[48:] if has_fifth else block[16:]
-    numbers = []
-    for value in range(256):
-        j, k = divmod(value, 32)
-        scale, minimum = _six_bits(block[4:16], j)
-        code = int(codes[32 * (j // 2) + k]) >> (4 * (j % 2)) & 15
-        if has_fifth:
-            code += (int(block[16 + k]) >> j & 1) << 4
-        numbers.append(d * F(scale) * F(code) - m * F(minimum))
-    return numbers
-
-
-def _q6_k(block: Bytes) -> list[Any]:
-    d, numbers = _half(block, 208), []
-    for value in range(256):
-        h, rest = divmod(value, 128)
-        k, n = divmod(rest, 32)
-        low = int(block[64 * h + 32 * (k % 2) + n]) >> (4 * (k // 2)) & 15
-        high = int(block[128 + 32 * h + n]) >> (2 * k) & 3
-        scale = block[192 + value // 16 : 193 + value // 16].view(np.int8)[0]
-        numbers.append(d * F(scale) * F((low | high << 4) - 32))
-    return numbers
-
-
-_DECODERS: dict[str, Callable[[Bytes], list[Any]]] = {
-    "F32": lambda b: [b.view("<f4")[0]],
-    "F16": lambda b: [F(b.view("<f2")[0])],
-    "BF16": lambda b: [np.array([0, 0, b[0], b[1]], np.uint8).view("<f4")[0]],
-    "Q4_0": lambda b: [_half(b, 0) * F(_nibble(b[2:], k) - 8) for k in range(32)],
-    "Q4_1": lambda b: [_half(b, 0) * F(_nibble(b[4:], k)) + _half(b, 2) for k in range(32)],
-    "Q5_0": lambda b: [
-        _half(b, 0) * F((_nibble(b[6:], k) | _fifth(b[2:6], k)) - 16) for k in range(32)
-    ],
-    "Q5_1": lambda b: [
-        _half(b, 0) * F(_nibble(b[8:], k) | _fifth(b[4:8], k)) + _half(b, 2) for k in range(32)
-    ],
-    "Q8_0": lambda b: [_half(b, 0) * F(b[2:].view(np.int8)[k]) for k in range(32)],
-    "Q4_K": lambda b: _k(b, has_fifth=False),
-    "Q5_K": lambda b: _k(b, has_fifth=True),
-    "Q6_K": _q6_k,
-    "IQ4_NL": _with_table(IQ4_NL, lambda b: _half(b, 0), 2),
-    "MXFP4": _with_table(E2M1, lambda b: F(2.0 ** (int(b[0]) - 127)), 1),
-}
 
 _NAMES = {
     "model.embed_tokens": "token_embd",
@@ -201,8 +139,11 @@ _NAMES = {
 }
 
 
-def gguf_of_llama(folder: Path) -> bytes:
-    """Return a Llama of a folder, with a byte-level tokenizer of GPT-2's rule, in Q8_0."""
+def gguf_of_llama(folder: Path, kinds: Mapping[str, str] | None = None) -> bytes:
+    """Return a Llama of a folder, with a byte-level tokenizer of GPT-2's rule, in Q8_0.
+
+    kinds: types of weights by a part of their names, the first that fits; these are random.
+    """
     config = json.loads((folder / "config.json").read_text())
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     metadata = {
@@ -217,14 +158,18 @@ def gguf_of_llama(folder: Path) -> bytes:
         "llama.rope.freq_base": float(config["rope_parameters"]["rope_theta"]),
         **_tokenizer_fields(json.loads((folder / "tokenizer.json").read_text())),
     }
-    tensors = {}
+    tensors: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         numbers = tensor.float().numpy()
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             numbers = _rotated(numbers, heads if "q_proj" in name else kv_heads)
-        is_weight = numbers.ndim == 2
-        data = _q8_0(numbers) if is_weight else numbers.astype("<f4").tobytes()
-        tensors[_own_name(name)] = ("Q8_0" if is_weight else "F32", numbers.shape, data)
+        kind = "Q8_0" if numbers.ndim == 2 else "F32"
+        data = _ENCODERS[kind](numbers)
+        random = next((other for part, other in (kinds or {}).items() if part in name), None)
+        if random and numbers.ndim == 2:
+            size, num_inputs = numbers.shape
+            kind, data = random, small_blocks(random, size, num_inputs, len(tensors)).tobytes()
+        tensors[_own_name(name)] = (kind, numbers.shape, data)
     return gguf_bytes(metadata, tensors)
 
 
@@ -309,3 +254,21 @@ def _tokenizer_fields(tokenizer: dict[str, Any]) -> dict[str, Any]:
         "tokenizer.ggml.eos_token_id": named["</s>"],
         "tokenizer.ggml.add_bos_token": True,
     }
+
+
+def split_gguf(path: Path, count: int, stem: str = "tiny") -> list[Path]:
+    """Write a file's parts next to it, as llama-gguf-split does: metadata in the first alone."""
+    read = read_gguf(path)
+    names = list(read.tensors)
+    parts = []
+    for number in range(count):
+        split = {"split.no": number, "split.count": count, "split.tensors.count": len(names)}
+        tensors = {
+            name: (tensor.kind.name, tensor.shape, bytes(read.bytes_of(name)))
+            for name, tensor in read.tensors.items()
+            if names.index(name) * count // len(names) == number
+        }
+        part = path.with_name(f"{stem}-{number + 1:05d}-of-{count:05d}.gguf")
+        part.write_bytes(gguf_bytes(split if number else {**read.metadata, **split}, tensors))
+        parts.append(part)
+    return parts

@@ -10,6 +10,7 @@ import numpy as np
 from loraplex.core.grammar import Grammar, GrammarKind
 from loraplex.core.plan import RowAdded, RowStep
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.task import Generate
 from loraplex.execution.grammar.rows import GrammarRows
 from loraplex.execution.grammar.vocabulary import GrammarVocabulary
 
@@ -59,12 +60,10 @@ def row(
     return RowAdded(
         slot=slot,
         sequence_id=slot,
-        sampling=SamplingParams(grammar=grammar, **sampling),
-        seed=0,
+        task=Generate(SamplingParams(grammar=grammar, **sampling), end_token_ids=ends),
         sequence_index=0,
         token_ids=(5, 6, 7, *outputs),
         num_prompt_tokens=3,
-        end_token_ids=ends,
         tenant=tenant,
     )
 

@@ -21,20 +21,20 @@ from loraplex.frontends.kserve.http.router import PathRouter
 from loraplex.frontends.kserve.http.routes import kserve_routes
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.kserve.shared_memory import TenantMemory
-from loraplex.testing.echo_backend import EchoBackend
 from support import kserve_inputs
+from support.echo_service import EchoService
 
 MAX_BODY_BYTES = 2**20
 STATUSES = frozenset({200, 400, 404, 405, 413, 501, 503})
-DEADLINE_SECONDS = 20.0
+DEADLINE_SECONDS = 60.0
 """Time limit of a response; a longer one counts as a hang."""
 
 
 class KserveProber:
-    """A served echo backend, and the checks of its responses."""
+    """A served EchoService, and the checks of its responses."""
 
     def __init__(self) -> None:
-        self.backend = EchoBackend(max_model_len=256)
+        self.backend = EchoService(max_model_len=256)
         self.backend.register("sheep", task_id=1)
         self.service = TritonService(self.backend)
         routes = kserve_routes(self.service, max_body_bytes=MAX_BODY_BYTES)

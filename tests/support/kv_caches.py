@@ -4,11 +4,12 @@ from collections.abc import Sequence
 
 import torch
 
-from loraplex.core.plan import KVGroupCapacity
+from loraplex.core.cache import Blocks, CachedVectors
+from loraplex.core.plan import CacheGroupCapacity
 from loraplex.execution.steps.kv_cache import KVCache
 from loraplex.kernels.accelerator import Accelerator
 from loraplex.kernels.ops import AttentionShape, Kernels
-from loraplex.models.kv_groups import KVGroup
+from loraplex.models.cache_groups import CacheGroup
 
 
 def kv_cache(
@@ -18,25 +19,23 @@ def kv_cache(
     kernels: Kernels,
     accelerator: Accelerator | None = None,
 ) -> KVCache:
-    """Make a cache whose layers belong to the KV groups in turn: 0, 1, 0, 1, ... with two groups.
+    """Make a cache whose layers belong to the cache groups in turn: 0, 1, 0, 1, ... with two.
 
     capacities: (blocks, host blocks) of each group. shapes: of each layer.
     """
     num_groups = len(capacities)
     groups = [
-        KVGroup(
+        CacheGroup(
             layers=tuple(range(first, len(shapes), num_groups)),
-            num_kv_heads=shapes[first].num_kv_heads,
-            head_dim=shapes[first].head_dim,
-            window=None,
-            num_sink_tokens=0,
+            spec=Blocks(),
+            storage=(CachedVectors(shapes[first].num_kv_heads, shapes[first].head_dim),) * 2,
         )
         for first in range(num_groups)
     ]
     return KVCache(
         groups,
         [
-            KVGroupCapacity(num_blocks=num_blocks, num_host_blocks=num_host_blocks)
+            CacheGroupCapacity(num_blocks=num_blocks, num_host_blocks=num_host_blocks)
             for num_blocks, num_host_blocks in capacities
         ],
         shapes,

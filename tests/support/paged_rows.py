@@ -34,7 +34,7 @@ class PagedRows:
         counts = [-(-length // shape.block_size) for length in seq_lens]
         num_blocks = sum(counts) + 3
         self.storage = kernel.allocate(num_blocks, shape, kv_dtype or dtype)
-        for tensor in (self.storage.key, self.storage.value):
+        for tensor in self.storage.tensors:
             # As float32, -1 in all bits is a NaN, too.
             tensor.fill_(-1 if tensor.dtype == torch.int8 else torch.nan)
         order = torch.randperm(num_blocks)
@@ -110,8 +110,8 @@ class PagedRows:
         positions = torch.arange(length)
         blocks = self.block_tables[row, positions // shape.block_size]
         slots = blocks * shape.block_size + positions % shape.block_size
-        store(self.storage.key, key, slots, shape)
-        store(self.storage.value, value, slots, shape)
+        store(self.storage.tensors[0], key, slots, shape)
+        store(self.storage.tensors[1], value, slots, shape)
         self.keys.append(key)
         self.values.append(value)
 

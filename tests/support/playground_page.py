@@ -59,7 +59,9 @@ def wait_for_states(page: Any, *states: str) -> None:
 
 
 def wait_until_done(page: Any) -> None:
+    """Wait until every column is done, and the run as a whole."""
     wait_for_states(page, "done")
+    page.locator(".playground button[disabled]", has_text="Esc").wait_for(timeout=WAIT_MS)
 
 
 def wait_for_text(page: Any, name: str, length: int) -> None:

@@ -68,7 +68,7 @@ class PooledAdapters:
 
         An expert counts as a module of its own.
         """
-        cells = LoraCells([shapes] * num_layers, num_experts)
+        cells = LoraCells([shapes] * num_layers, [num_experts or {}] * num_layers)
         table = _table(num_adapters, ranks, cells, alignment)
         sizes = table.ranks * np.array([sum(shape) for shape in table.cells.shapes])
         pool = torch.full((int((table.offsets + sizes).max()),), torch.nan)

@@ -90,23 +90,25 @@ class Conditions:
 
         least_pages: of the adapters of one request.
         """
-        kv = KVBlocks(capacity.block_size, capacity.kv_groups)
+        kv = KVBlocks(capacity.block_size, capacity.cache_groups)
         factory = RequestFactory(capacity, self.settings)
         needs = [
             factory.make(request, ()).max_blocks(kv, self.settings.max_step_tokens)
             for request in requests
         ]
-        kv_groups = tuple(
+        cache_groups = tuple(
             msgspec.structs.replace(
                 group,
                 num_blocks=min(group.num_blocks, round(self.kv_memory_factor * max(its_needs))),
                 num_host_blocks=min(group.num_host_blocks, self.num_host_blocks),
             )
-            for group, its_needs in zip(capacity.kv_groups, zip(*needs, strict=True), strict=True)
+            for group, its_needs in zip(
+                capacity.cache_groups, zip(*needs, strict=True), strict=True
+            )
         )
         return msgspec.structs.replace(
             capacity,
-            kv_groups=kv_groups,
+            cache_groups=cache_groups,
             max_num_seqs=self.max_num_seqs,
             num_stages=self.num_stages,
             num_adapter_pages=min(
@@ -131,8 +133,7 @@ class Conditions:
             num_draft_tokens = draws.choice([None, 0, 1, 5])
             sampling = msgspec.structs.replace(sampling, num_draft_tokens=num_draft_tokens)
         return msgspec.structs.replace(
-            request,
-            sampling=sampling,
+            request.with_sampling(sampling),
             priority=draws.choice([0, 0, 0, 1, -1]),
             tenant=draws.choice(["one", "two"]),
             share_weight=draws.choice([1.0, 1.0, 3.0]),

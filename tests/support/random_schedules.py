@@ -15,10 +15,11 @@ import torch
 from loraplex.core.adapter import AdapterSource, AdapterUse, LoraTarget
 from loraplex.core.clock import SystemClock
 from loraplex.core.output import EngineOutput
-from loraplex.core.plan import LogitsNeeded, RowAdded, RowResult, RowStep, Slot
+from loraplex.core.plan import RowAdded, RowResult, RowStep, Slot, Wanted
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.scheduler_settings import SchedulerSettings
+from loraplex.core.task import Generate
 from loraplex.engine.engine import Engine, build_engine
 from loraplex.execution.adapters.host_adapters import HostAdapter, HostAdapters, HostWeight
 from loraplex.execution.sampling.rows import num_logits_rows
@@ -47,13 +48,13 @@ class RecordingSampler(Sampler):
 
     def add_row(self, row: RowAdded) -> None:
         super().add_row(row)
-        self._seeds[row.slot] = row.seed
+        self._seeds[row.slot] = row.generation.seed
 
     def sample(self, logits: torch.Tensor, steps: Sequence[RowStep]) -> list[RowResult]:
         end = 0
         for step in steps:
             end += num_logits_rows(step)
-            if step.logits is LogitsNeeded.LAST:
+            if step.wanted is Wanted.LAST:
                 bits = hash(logits[end - 1].float().numpy().tobytes())
                 of_request = self.bits.setdefault(self._seeds[step.slot], {})
                 of_request[step.start + step.num_tokens - 1] = bits
@@ -200,14 +201,14 @@ class Schedules:
             self._parts,
             capacity=msgspec.structs.replace(
                 capacity,
-                kv_groups=tuple(
+                cache_groups=tuple(
                     msgspec.structs.replace(
                         group,
                         num_blocks=min(
                             group.num_blocks, draws.randint(least_blocks, 3 * least_blocks)
                         ),
                     )
-                    for group in capacity.kv_groups
+                    for group in capacity.cache_groups
                 ),
                 num_adapter_pages=min(
                     capacity.num_adapter_pages, draws.randint(least_pages, 3 * least_pages // 2)
@@ -276,11 +277,13 @@ def _request(
     return EngineRequest(
         request_id=index,
         prompt_token_ids=prompt,
-        sampling=SamplingParams(
-            temperature=draws.choice([0.0, 0.0, 0.8]),
-            max_tokens=max_tokens,
-            ignore_eos=True,
-            seed=index,
+        task=Generate(
+            SamplingParams(
+                temperature=draws.choice([0.0, 0.0, 0.8]),
+                max_tokens=max_tokens,
+                ignore_eos=True,
+                seed=index,
+            )
         ),
         eos_token_ids=(),
         adapters=uses,
@@ -311,7 +314,7 @@ def _random_adapter(digest: str, config: ModelSpec, rank: int, seed: int) -> Hos
     weights = []
     for layer, shapes in enumerate(config.module_shapes):
         for module, (num_in, num_out) in shapes.items():
-            for expert in range(config.num_experts.get(module, 1)):
+            for expert in range(config.num_experts[layer].get(module, 1)):
                 if (seed + len(module) + expert) % 3 == 0:
                     continue
                 a = torch.randn(rank, num_in, generator=generator) / num_in**0.5

@@ -18,7 +18,7 @@ from loraplex.kernels.channel import RankChannels
 from loraplex.kernels.native.channel import Segment, SharedMemoryChannel
 from loraplex.kernels.native.library import load_library
 from loraplex.memory.adapter_pages import most_pages
-from loraplex.models.sharding import TensorShard
+from loraplex.models.linear_group import TensorShard
 from support.reference_completions import RecordingSampler
 from support.step_driver import StepDriver
 

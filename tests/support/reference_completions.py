@@ -48,7 +48,7 @@ def recorded_driver(
     parts = load_parts(folder, RunnerSettings(**(fixed | settings)), host)
     sampler = RecordingSampler(parts.capacity.vocab_size)
     runner = ModelRunner(dataclasses.replace(parts, sampler=sampler))
-    order = list(range(parts.capacity.kv_groups[0].num_blocks))
+    order = list(range(parts.capacity.cache_groups[0].num_blocks))
     if is_scrambled:
         random.Random(3).shuffle(order)
     driver = StepDriver(runner, order)

@@ -1,4 +1,4 @@
-"""A request socket over an EchoBackend, in this process or, as a program, in one of its own.
+"""A request socket over an EchoService, in this process or, as a program, in one of its own.
 
     python -m support.served_socket --request-socket=PATH
 
@@ -19,9 +19,10 @@ from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.kserve.socket.server import serving_socket
 from loraplex.frontends.kserve.stub.wire import SILENCE_SECONDS
 from loraplex.serving.backend import Backend
-from loraplex.testing.echo_backend import EchoBackend
+from support.echo_service import EchoService
 
 FLAG = "--request-socket="
+UNREAD_SECONDS = 60.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,13 +40,18 @@ def served_socket(
     *,
     max_message_bytes: int = 1 << 20,
     silence_seconds: float = SILENCE_SECONDS,
+    unread_seconds: float = UNREAD_SECONDS,
     declarations: Sequence[ModelDeclaration] = (),
 ) -> Iterator[ServedSocket]:
     """Serve until the context ends; the event loop runs in its own thread."""
     service = TritonService(backend, declarations=declarations)
     with start_blocking_portal() as portal, ExitStack() as stack:
         serving = serving_socket(
-            service, path, max_message_bytes=max_message_bytes, silence_seconds=silence_seconds
+            service,
+            path,
+            max_message_bytes=max_message_bytes,
+            silence_seconds=silence_seconds,
+            unread_seconds=unread_seconds,
         )
         stack.enter_context(portal.wrap_async_context_manager(serving))
         yield ServedSocket(path, service, stack.close)
@@ -54,7 +60,11 @@ def served_socket(
 async def _serve_until_input_ends(path: str) -> None:
     ended = asyncio.Event()
     end_of_input(ended.set)
-    async with serving_socket(TritonService(EchoBackend()), path, max_message_bytes=1 << 20):
+    service = TritonService(EchoService())
+    limit = 1 << 20
+    async with serving_socket(
+        service, path, max_message_bytes=limit, unread_seconds=UNREAD_SECONDS
+    ):
         await ended.wait()
 
 

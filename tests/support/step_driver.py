@@ -2,7 +2,7 @@
 
 For tests and measurements of the data plane alone. It decides how prompts are cut into chunks and
 in which order blocks are handed out, since neither may change an output. A block that the window
-of its KV group has passed is handed out again.
+of its cache group has passed is handed out again.
 """
 
 import collections
@@ -15,7 +15,6 @@ from loraplex.core.plan import (
     NO_BLOCK,
     AdapterCopy,
     BlockId,
-    LogitsNeeded,
     PageId,
     RowAdded,
     RowResult,
@@ -23,10 +22,12 @@ from loraplex.core.plan import (
     Slot,
     StepPlan,
     StepResult,
+    Wanted,
 )
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.task import Generate
 from loraplex.engine.runner import Runner
-from loraplex.memory.attention_window import AttentionWindow
+from loraplex.memory.cache_policy import CachePolicy, cache_policy
 
 _GREEDY = SamplingParams(temperature=0.0)
 
@@ -48,26 +49,26 @@ class _Running:
 
 
 class _GroupBlocks:
-    """Blocks of one KV group, for one generation."""
+    """Blocks of one cache group, for one generation."""
 
-    def __init__(self, window: AttentionWindow, block_order: Iterable[BlockId]) -> None:
-        self._window = window
+    def __init__(self, policy: CachePolicy, block_order: Iterable[BlockId]) -> None:
+        self._policy = policy
         self._free = collections.deque(block_order)
         self._tables: dict[Slot, list[BlockId]] = collections.defaultdict(list)
 
     def new_blocks(self, step_end: int, slot: Slot) -> tuple[BlockId, ...]:
         """Take the blocks that the row lacks for its first step_end positions."""
         table = self._tables[slot]
-        num_blocks = -(-step_end // self._window.block_size) - len(table)
+        num_blocks = len(self._policy.takes(0, step_end)) - len(table)
         new = tuple(self._free.popleft() for _ in range(num_blocks))
         table.extend(new)
         return new
 
     def free_passed(self, slot: Slot, num_computed: int) -> None:
         table = self._tables[slot]
-        first_needed = self._window.first_needed(num_computed, len(table))
-        for index in range(min(first_needed, len(table))):
-            if table[index] != NO_BLOCK and not self._window.needs(index, first_needed):
+        needed = self._policy.needed(num_computed)
+        for index in range(needed.since):
+            if table[index] != NO_BLOCK and not needed.includes(index):
                 self._free.append(table[index])
                 table[index] = NO_BLOCK
 
@@ -137,17 +138,15 @@ class StepDriver:
 
     def _group_blocks(self) -> list[_GroupBlocks]:
         found = []
-        for number, group in enumerate(self._capacity.kv_groups):
+        for number, group in enumerate(self._capacity.cache_groups):
             order = [
                 block_id
                 for block_id in self._block_order or range(group.num_blocks)
                 if block_id < group.num_blocks
             ]
-            window = AttentionWindow(
-                self._capacity.block_size, group.attention_window, group.num_sink_tokens
-            )
+            policy = cache_policy(group.spec, self._capacity.block_size)
             # Another order, so that no group's blocks are those of the group before it.
-            found.append(_GroupBlocks(window, order[::-1] if number % 2 else order))
+            found.append(_GroupBlocks(policy, order[::-1] if number % 2 else order))
         return found
 
     def _step(
@@ -161,14 +160,14 @@ class StepDriver:
         left = len(prompt) - start
         num_tokens = max(1, min(left, chunk_size or left))
         end = start + num_tokens
-        logits = LogitsNeeded.LAST if end >= len(prompt) else LogitsNeeded.NONE
+        logits = Wanted.LAST if end >= len(prompt) else Wanted.NONE
         return RowStep(
             slot=sequence.slot,
             start=start,
             num_tokens=num_tokens,
             token_ids=prompt[start:end] if left > 0 else None,
             new_block_ids=tuple(group.new_blocks(end, sequence.slot) for group in groups),
-            logits=LogitsNeeded.ALL if prompt_logits and left > 0 else logits,
+            wanted=Wanted.ALL if prompt_logits and left > 0 else logits,
         )
 
 
@@ -194,7 +193,14 @@ def decoding_plans(num_decodes: int, samplings: Sequence[SamplingParams]) -> lis
     """
     slots = range(len(samplings))
     added = tuple(
-        RowAdded(slot, slot, sampling, 5 + slot, 0, (7, 8, slot), 3)
+        RowAdded(
+            slot,
+            slot,
+            Generate(sampling, seed=5 + slot),
+            0,
+            (7, 8, slot),
+            3,
+        )
         for slot, sampling in zip(slots, samplings, strict=True)
     )
     prompts = tuple(
@@ -212,12 +218,14 @@ def _added(sequence: _Running) -> RowAdded:
     return RowAdded(
         slot=sequence.slot,
         sequence_id=sequence.slot,
-        sampling=prompt.sampling,
-        seed=prompt.sampling.seed or 0,
+        task=Generate(
+            prompt.sampling,
+            seed=prompt.sampling.seed or 0,
+            suppressed_token_ids=prompt.suppressed_token_ids,
+        ),
         sequence_index=0,
         token_ids=prompt.token_ids,
         num_prompt_tokens=len(prompt.token_ids),
-        suppressed_token_ids=prompt.suppressed_token_ids,
         adapters=prompt.adapters,
     )
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from loraplex.models.spec import QKV, ModelSpec
+from loraplex.models.spec import ModelSpec
+from loraplex.models.specs.attention import QKV, AttentionSpec
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -28,7 +29,9 @@ def write_trtllm_checkpoint(
     """A Llama-like model of Hugging Face `tensors`; fields: more of config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     layer = config.layers[0]
-    attention = layer.attention
+    assert all(shapes == layer.module_shapes for shapes in config.module_shapes)
+    attention = next(config.mixers_of(AttentionSpec))
+    assert layer.feed_forward is not None
     described = {
         "architecture": config.architecture,
         "dtype": "float32",
@@ -103,7 +106,7 @@ class _RankWriter:
             layer["attention.qkv.bias"] = self._qkv(ours, "bias")
         if f"{ours}self_attn.o_proj.bias" in tensors:
             layer["attention.dense.bias"] = tensors[f"{ours}self_attn.o_proj.bias"]
-        if self._config.layers[0].attention.q_norm is not None:
+        if next(self._config.mixers_of(AttentionSpec)).q_norm is not None:
             layer["attention.q_layernorm.weight"] = tensors[f"{ours}self_attn.q_norm.weight"]
             layer["attention.k_layernorm.weight"] = tensors[f"{ours}self_attn.k_norm.weight"]
         return layer
@@ -114,7 +117,7 @@ class _RankWriter:
 
     def _heads(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the part of k or v of a rank; neighbours share a head if GPUs outnumber heads."""
-        num_parts = min(self._tp_size, self._config.layers[0].attention.num_kv_heads)
+        num_parts = min(self._tp_size, next(self._config.mixers_of(AttentionSpec)).num_kv_heads)
         return tensor.chunk(num_parts)[self._part * num_parts // self._tp_size]
 
 

@@ -19,7 +19,6 @@ ENTRY_POINTS = {
 starts."""
 PUBLIC = {
     "loraplex.demo",
-    "loraplex.testing.echo_backend",
     "loraplex.testing.fake_clock",
     "loraplex.testing.running_server",
 }

@@ -29,7 +29,7 @@ _SLOTS = {
     "base": "base_layer.weight",
 }
 _QUANTIZED = re.compile(
-    r"((-unsloth)?-(bnb-[48]bit|(gptq|awq|fp8)(-int[48]|-[48]bit)?)"
+    r"((-unsloth)?-(bnb-[48]bit|[2-8]bit(-dwq)?|(gptq|awq|fp8)(-int[48]|-[48]bit)?)"
     r"|[-.](q[2-8]_[01k](_[sml])?|iq4_nl|mxfp4|bf16|f16|f32))$"
 )
 """Endings of the names of quantised checkpoints, and of GGUF files."""
@@ -46,6 +46,8 @@ POOL_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 # The smallest value that rounds to infinity: half a step above the largest finite one.
 _ROUNDED = " are rounded to the"
 _TOO_LARGE = {"F16": 65520.0, "F32": 2.0**128 - 2.0**103, "BF16": 2.0**128 - 2.0**119}
+_LARGEST_ACTIVATION = 2.0**63
+"""Norms square their inputs in float32, which ends at 2^128."""
 _WIDER = {"F16": ("F16",), "BF16": ("BF16",), "F32": ("F32", "F16", "BF16")}
 
 
@@ -108,7 +110,7 @@ def check_shapes(rows: Iterable[CanonicalRow], shapes: BaseShapes, max_ranks: Ra
             max_ranks.check(row.module, row.tensors["a"].shape[0], row.origin)
         if row.kind is RowKind.TOKENS:
             _check_tokens(row, shapes)
-        if row.kind is RowKind.BIAS and row.module not in shapes.biased_modules:
+        if row.kind is RowKind.BIAS and not shapes.is_biased(row.layer, row.module):
             raise AdapterMismatchError(
                 f"tensor {row.origin}.bias is for a bias that the base model does not have"
             )
@@ -139,6 +141,25 @@ def check_cast(rows: Iterable[CanonicalRow], pool_dtype: str) -> list[str]:
         f"tensors in {dtype}{_ROUNDED} {pool_dtype} that this server computes in"
         for dtype in sorted(rounded)
     ]
+
+
+def check_magnitudes(rows: Iterable[CanonicalRow], pool_dtype: str) -> None:
+    """Raise InvalidAdapterError for a row that makes numbers which no later step computes with."""
+    limit = min(_TOO_LARGE[POOL_TYPES[pool_dtype]], _LARGEST_ACTIVATION)
+    for row in rows:
+        peaks = {
+            name: tensor.largest_magnitude() * (1.0 if name == "b" else abs(row.scale))
+            for name, tensor in row.tensors.items()
+            if tensor.is_float
+        }
+        # x A^T is multiplied by the scale in float32, before B.
+        inner = peaks.pop("a", 0.0)
+        largest = max(inner * peaks.pop("b", 0.0), *peaks.values(), 0.0)
+        if inner >= _LARGEST_ACTIVATION or not largest < limit:
+            raise InvalidAdapterError(
+                f"{row.origin} (scale {row.scale:g}) makes up to {max(inner, largest):g} of an "
+                f"input of 1; this server computes in {pool_dtype}, with less than {limit:g}"
+            )
 
 
 def is_about_rounding(warning: str) -> bool:
@@ -178,7 +199,9 @@ def _check_place(row: CanonicalRow, shapes: BaseShapes) -> None:
     elif is_end:
         _check_end(row, shapes, what)
         return
-    if not is_linear or not shapes.names_module(row.origin, row.module):
+    if row.layer is None or not (
+        is_linear and shapes.names_module(row.origin, row.layer, row.module)
+    ):
         raise AdapterMismatchError(
             f"{what} belongs to module {row.module!r}; the base model can be adapted in "
             f"{', '.join(shapes.modules)}{_nearest(row, shapes)}"
@@ -186,7 +209,7 @@ def _check_place(row: CanonicalRow, shapes: BaseShapes) -> None:
 
 
 def _check_expert(row: CanonicalRow, shapes: BaseShapes, what: str) -> None:
-    num_experts = shapes.num_experts.get(row.module)
+    num_experts = None if row.layer is None else shapes.layer(row.layer).num_experts.get(row.module)
     if row.expert is not None and not 0 <= row.expert < (num_experts or 0):
         has = "no experts" if num_experts is None else f"{num_experts} experts"
         raise AdapterMismatchError(
@@ -219,7 +242,8 @@ def _check_end(row: CanonicalRow, shapes: BaseShapes, what: str) -> None:
 
 def _nearest(row: CanonicalRow, shapes: BaseShapes) -> str:
     """Return the base's names that are most like the row's, for an error."""
-    paths = [path.format(row.layer, expert=row.expert or 0) for path in shapes.paths.values()]
+    own = {} if row.layer is None else shapes.layer(row.layer).paths
+    paths = [path.format(row.layer, expert=row.expert or 0) for path in own.values()]
     names = difflib.get_close_matches(row.origin, paths, cutoff=0.8)
     return f"; the nearest: {', '.join(names)}" if names else ""
 
@@ -236,7 +260,8 @@ def _expected(row: CanonicalRow, shapes: BaseShapes) -> dict[str, tuple[int, ...
         EMBEDDING: (shapes.vocab_size, shapes.hidden_size),
         LM_HEAD: (shapes.hidden_size, shapes.vocab_size),
     }
-    in_features, out_features = shapes.modules.get(row.module) or ends[row.module]
+    own = {} if row.layer is None else shapes.layer(row.layer).modules
+    in_features, out_features = own.get(row.module) or ends[row.module]
     match row.kind:
         case RowKind.LORA:
             rank = row.tensors["a"].shape[0]

@@ -1,68 +1,166 @@
-"""Removal of whole copies of the base's own weights that an adapter contains.
+"""Whole copies of the base's own parameters that an adapter contains.
 
-PEFT saves embed_tokens and lm_head in addition to their LoRA, and whenever it suspects that the
-vocabulary was resized, though they were not trained. A copy is removed if all its values equal
-those of the base's checkpoint.
+PEFT saves embed_tokens and lm_head in addition to their LoRA, and with any change if the vocabulary
+was resized, though they were not trained; it loads them over the base's own. A copy is left out if
+all its values equal those of the base's checkpoint. One that stays is joined with what else changes
+the module.
 """
 
+import dataclasses
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from loraplex.adapters.canonical import CanonicalRow, RowKind
+from loraplex.adapters.canonical import CanonicalRow, RowKind, sort_rows
 from loraplex.adapters.formats.peft_names import parameter_path
 from loraplex.adapters.shapes import BaseShapes
-from loraplex.adapters.tensor_file import RawTensor, read_pieces
+from loraplex.adapters.tensor_file import RawTensor, read_pieces, tensor_names
 from loraplex.core.adapter import EMBEDDING, LM_HEAD
-from loraplex.core.errors import LoraplexError
+from loraplex.core.errors import AdapterMismatchError, LoraplexError
+from loraplex.core.module_names import without_wrappers
 
 _CHECKPOINT = "model.safetensors"
 _BUILT = "rank0.safetensors"
 """Weights file of a folder that `loraplex compat build` wrote."""
 _INDEX = f"{_CHECKPOINT}.index.json"
 _PIECE_BYTES = 8 << 20
+_TWINS = {EMBEDDING: LM_HEAD, LM_HEAD: EMBEDDING}
+
+_Ends = dict[tuple[str, RowKind], CanonicalRow]
 
 
 def without_base_copies(
-    rows: Iterable[CanonicalRow], base: Path, shapes: BaseShapes
+    rows: Iterable[CanonicalRow], base: Path | None, shapes: BaseShapes
 ) -> tuple[tuple[CanonicalRow, ...], tuple[CanonicalRow, ...]]:
     """Return (the rows that stay, the copies that equal the base's values).
 
-    A copy stays if the base in the folder has no safetensors to compare it with.
+    base: folder of the base; None: unknown. A copy stays if there are no safetensors to compare it
+    with. Raises AdapterMismatchError for trained tokens that a copy does not have.
     """
     kept: list[CanonicalRow] = []
     dropped: list[CanonicalRow] = []
     for row in rows:
-        is_same = is_base_copy(row) and _is_own(row, base, shapes)
-        (dropped if is_same else kept).append(row)
-    return tuple(kept), tuple(dropped)
+        if base is None or not is_base_copy(row) or not _is_own(row, base, shapes):
+            kept.append(row)
+            continue
+        own = {name: tensor for name, tensor in row.tensors.items() if name != "base"}
+        dropped.append(dataclasses.replace(row, tensors={"base": row.tensors["base"]}))
+        if own:
+            kept.append(dataclasses.replace(row, tensors=own))
+    return _joined(kept, shapes), tuple(dropped)
 
 
 def is_base_copy(row: CanonicalRow) -> bool:
     """Whether the row replaces the base's own parameter, trained or not."""
-    return row.kind is RowKind.FULL and "base" in row.tensors
+    return "base" in row.tensors
+
+
+def _joined(rows: Iterable[CanonicalRow], shapes: BaseShapes) -> tuple[CanonicalRow, ...]:
+    """Return the rows with one weight, or some trained tokens, for each end of the model.
+
+    A copy together with trained tokens becomes a copy that has them. A copy of a parameter whose
+    module has a trained weight changes only the module that is tied to it.
+    """
+    others: list[CanonicalRow] = []
+    ends: _Ends = {}
+    for row in rows:
+        if row.layer is None and row.kind in (RowKind.FULL, RowKind.TOKENS):
+            ends[row.module, row.kind] = row
+        else:
+            others.append(row)
+    for module, twin in _TWINS.items():
+        full = ends.get((module, RowKind.FULL))
+        if full is not None and {"weight", "base"} <= full.tensors.keys():
+            weight, base = ({name: full.tensors[name]} for name in ("weight", "base"))
+            ends[module, RowKind.FULL] = dataclasses.replace(full, tensors=weight)
+            if shapes.ties_embeddings:
+                of_twin = dataclasses.replace(full, module=twin, tensors=base)
+                ends.setdefault((twin, RowKind.FULL), of_twin)
+    _put_tokens(ends, shapes)
+    return sort_rows([*others, *ends.values()])
+
+
+def _put_tokens(ends: _Ends, shapes: BaseShapes) -> None:
+    """Put trained tokens into the copy of the parameter that they change, if there is one."""
+    tokens = [ends.get((module, RowKind.TOKENS)) for module in (EMBEDDING, LM_HEAD)]
+    if shapes.ties_embeddings and tokens[0] is not None and tokens[1] is not None:
+        pairs = ((tokens[0].tensors[name], tokens[1].tensors[name]) for name in tokens[0].tensors)
+        if all(one.equals(other) for one, other in pairs):
+            del ends[LM_HEAD, RowKind.TOKENS]  # the embedding's change a tied lm_head, too
+    for module in (LM_HEAD, EMBEDDING):
+        trained, copy = ends.get((module, RowKind.TOKENS)), _copy_of(ends, module, shapes)
+        if trained is None or copy is None:
+            continue
+        merged = _with_tokens(copy, trained)
+        if not shapes.ties_embeddings:
+            tensors = {"base": merged}
+        elif module == LM_HEAD:
+            ends.setdefault((EMBEDDING, RowKind.FULL), dataclasses.replace(copy, module=EMBEDDING))
+            tensors = {"weight": merged}
+        else:
+            head = ends.get((LM_HEAD, RowKind.FULL))
+            if head is not None and is_base_copy(head):
+                del ends[LM_HEAD, RowKind.FULL]
+            tensors = {"base": merged}
+        del ends[module, RowKind.TOKENS]
+        ends[module, RowKind.FULL] = dataclasses.replace(copy, module=module, tensors=tensors)
+
+
+def _copy_of(ends: _Ends, module: str, shapes: BaseShapes) -> CanonicalRow | None:
+    """Return the copy of the base's parameter that a module has, be it by a tie."""
+    modules = (module, _TWINS[module]) if shapes.ties_embeddings else (module,)
+    rows = (ends.get((name, RowKind.FULL)) for name in modules)
+    first = next((row for row in rows if row is not None), None)
+    return first if first is not None and is_base_copy(first) else None
+
+
+def _with_tokens(copy: CanonicalRow, trained: CanonicalRow) -> RawTensor:
+    """Return the copy's weight with the trained rows."""
+    weight, rows = copy.tensors["base"], trained.tensors["weight"]
+    indices = trained.tensors["indices"].integers()
+    if int(indices.max()) >= weight.shape[0] or weight.shape[1:] != rows.shape[1:]:
+        raise AdapterMismatchError(
+            f"{trained.origin} has trained rows up to token {indices.max()}, {list(rows.shape)} "
+            f"values; its copy of the base's weight has shape {list(weight.shape)}"
+        )
+    if weight.dtype == rows.dtype:
+        bits = weight.bits().copy()
+        bits[indices] = rows.bits()
+        return RawTensor(weight.dtype, weight.shape, bits.tobytes())
+    values = weight.array().astype("<f8" if "F64" in (weight.dtype, rows.dtype) else "<f4")
+    values[indices] = rows.array()
+    return RawTensor(f"F{8 * values.itemsize}", weight.shape, values.tobytes())
 
 
 def _is_own(row: CanonicalRow, base: Path, shapes: BaseShapes) -> bool:
-    is_tied = row.module == LM_HEAD and shapes.ties_embeddings
-    name = f"{parameter_path(EMBEDDING if is_tied else row.module)}.weight"
+    is_tied = row.kind is RowKind.FULL and row.module == LM_HEAD and shapes.ties_embeddings
+    module = EMBEDDING if is_tied else row.module
+    kind = "weight" if row.kind is RowKind.FULL else "bias"
+    paths = shapes.end_paths.get(module) or (parameter_path(module),)
     try:
-        pieces = read_pieces(_file_of(name, base), name, _PIECE_BYTES)
-        return _are_equal(row.tensors["base"], pieces)
+        path, name = _place_of([f"{path}.{kind}" for path in paths], base)
+        return _are_equal(row.tensors["base"], read_pieces(path, name, _PIECE_BYTES))
     except (OSError, ValueError, LookupError, LoraplexError):
         return False
 
 
-def _file_of(name: str, base: Path) -> Path:
-    """Return the file of a tensor. Raises OSError, ValueError or LookupError if there is none."""
-    if (base / _BUILT).exists():
-        return base / _BUILT
+def _place_of(names: Sequence[str], base: Path) -> tuple[Path, str]:
+    """Return the file of a tensor, and its name there, by the names that it may have.
+
+    Raises OSError, ValueError, LookupError or LoraplexError if there is none.
+    """
     index = base / _INDEX
-    if not index.exists():
-        return base / _CHECKPOINT
-    return base / str(json.loads(index.read_bytes())["weight_map"][name])
+    files: Mapping[str, str]
+    if not (base / _BUILT).exists() and index.exists():
+        files = json.loads(index.read_bytes())["weight_map"]
+    else:
+        file = _BUILT if (base / _BUILT).exists() else _CHECKPOINT
+        files = dict.fromkeys(tensor_names(base / file), file)
+    found = {without_wrappers(name): name for name in files}
+    stored = found[next((name for name in names if name in found), names[0])]
+    return base / str(files[stored]), stored
 
 
 def _are_equal(copy: RawTensor, pieces: Iterator[RawTensor]) -> bool:

@@ -9,6 +9,7 @@ import dataclasses
 import enum
 import hashlib
 import struct
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -138,9 +139,12 @@ def read_canonical(path: Path) -> CanonicalFile:
 
     The digest is the one stated in the file; it is not computed again.
     """
-    size = path.stat().st_size if path.is_file() else 0
+    # No limit by the size of now: another process may write the same adapter meanwhile.
     content = read_tensors(
-        path, max_file_bytes=size, max_header_bytes=_MAX_HEADER_BYTES, max_tensors=size
+        path,
+        max_file_bytes=sys.maxsize,
+        max_header_bytes=_MAX_HEADER_BYTES,
+        max_tensors=sys.maxsize,
     )
     return parse_canonical(path, content)
 

@@ -83,5 +83,6 @@ def canonical_entries(state_dir: Path) -> Iterator[os.DirEntry[str]]:
     with os.scandir(root) as folders:
         for folder in folders:
             if folder.is_dir(follow_symlinks=False):
-                with os.scandir(folder) as files:
+                # It may have been deleted since it was listed.
+                with contextlib.suppress(FileNotFoundError), os.scandir(folder) as files:
                     yield from (f for f in files if f.is_file(follow_symlinks=False))

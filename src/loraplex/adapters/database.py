@@ -13,10 +13,16 @@ from typing import Any
 
 import msgspec
 
-from loraplex.adapters.durable_files import FileIdentity, Reserve, identity_of, storage_full
+from loraplex.adapters.durable_files import (
+    FileIdentity,
+    Reserve,
+    identity_of,
+    storage_full,
+    storage_unavailable,
+)
 from loraplex.adapters.staged import StagedAdapter
 from loraplex.adapters.version import AdapterVersion, Owner, VersionOrigin
-from loraplex.core.errors import ConfigError, InternalError
+from loraplex.core.errors import ConfigError, InternalError, LoraplexError
 
 IN_MEMORY = ":memory:"
 SCHEMA_VERSION = 1
@@ -24,6 +30,15 @@ _RESERVE_BYTES = 1 << 20
 """Disk space for removals. The removal of a name writes some pages of 4 KiB to the log."""
 _LOCK_SECONDS = 0.2
 """Time to wait for another program. StateLock keeps another server out."""
+
+_UNAVAILABLE = frozenset(
+    {
+        *(sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN),
+        *(sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PERM, sqlite3.SQLITE_AUTH),
+        *(sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_PROTOCOL),
+    }
+)
+"""Errors about the file, and not about the program that uses it."""
 
 # SQLite's integers are signed: a task id, a uint64, is text.
 _SCHEMA = """
@@ -111,20 +126,16 @@ class AdapterDatabase:
     def transaction(self) -> Iterator[None]:
         """Write all changes inside to the disk, or none.
 
-        Raises StorageFullError on a full disk, InternalError on another failure, also if the files
-        no longer have their names: what is written to a file that was deleted is lost with this
-        process.
+        Raises StorageFullError on a full disk, StorageUnavailableError for a file that cannot be
+        used, also if the files no longer have their names: what is written to a file that was
+        deleted is lost with this process.
         """
         self._require_named_files()
         try:
             with self._begun():
                 yield
         except sqlite3.Error as error:
-            if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
-                raise storage_full(str(error)) from error
-            raise InternalError(
-                f"the adapter store {self._path} cannot be written: {error}"
-            ) from error
+            raise self._failed("written", error) from error
         self._require_named_files()
 
     @contextlib.contextmanager
@@ -236,9 +247,9 @@ class AdapterDatabase:
 
     def _require_named_files(self) -> None:
         if self._files is not None and self._named_files() != self._files:
-            raise InternalError(
-                f"the adapter store {self._path} was deleted or replaced while the server runs: "
-                "nothing can be stored there; restart the server"
+            raise storage_unavailable(
+                f"the adapter store {self._path} was deleted or replaced while the server runs; "
+                "restart the server"
             )
 
     @contextlib.contextmanager
@@ -256,9 +267,16 @@ class AdapterDatabase:
         try:
             return self._connection.execute(query, values).fetchall()
         except sqlite3.Error as error:
-            raise InternalError(
-                f"the adapter store {self._path} cannot be read: {error}"
-            ) from error
+            raise self._failed("read", error) from error
+
+    def _failed(self, done: str, error: sqlite3.Error) -> LoraplexError:
+        """Return the error for a database that cannot be used; done: a participle."""
+        # Extended codes have the primary one in their last byte.
+        code = (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF
+        if code == sqlite3.SQLITE_FULL:
+            return storage_full(str(error))
+        what = f"the adapter store {self._path} cannot be {done}: {error}"
+        return storage_unavailable(what) if code in _UNAVAILABLE else InternalError(what)
 
     def _prepare(self) -> None:
         connection = self._connection

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Protocol
 
 from loraplex.adapters.declaration import MAX_DOCUMENT_BYTES, SUFFIX
-from loraplex.adapters.durable_files import storing, sync_folder
+from loraplex.adapters.durable_files import reporting_full_disk, sync_folder
 from loraplex.adapters.sources.reference import OBJECT_SCHEMES
-from loraplex.core.errors import ConfigError, LoraplexError, UnsupportedFeatureError
+from loraplex.core.errors import SHORTAGES, ConfigError, LoraplexError, UnsupportedFeatureError
 
 _SETTLED_NS = 2_000_000_000
 """Age from which a file's time shows every later change: some file systems round to 2 seconds."""
@@ -29,6 +29,8 @@ class Listed:
     tag: str
     """Tag that changes when the document does."""
     num_bytes: int
+    problem: str = ""
+    """Reason why it cannot be read; empty: it can."""
 
 
 class DeclarationPlace(Protocol):
@@ -66,12 +68,20 @@ class FolderPlace:
             for entry in entries:
                 if entry.name.startswith(".") or not entry.name.endswith(SUFFIX):
                     continue
-                with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
-                    if entry.is_symlink() and not Path(entry).resolve().is_relative_to(root):
+                try:
+                    if entry.is_symlink() and not _target(entry).is_relative_to(root):
                         continue
                     status = entry.stat()
-                    if stat.S_ISREG(status.st_mode):
-                        found[entry.name] = _listed(status, now_ns)
+                except FileNotFoundError:  # deleted meanwhile
+                    continue
+                except OSError as error:
+                    if error.errno in SHORTAGES:
+                        raise
+                    problem = error.strerror or str(error)
+                    found[entry.name] = Listed(problem, 0, problem)
+                    continue
+                if stat.S_ISREG(status.st_mode):
+                    found[entry.name] = _listed(status, now_ns)
         return found
 
     def read(self, name: str) -> bytes:
@@ -84,7 +94,7 @@ class FolderPlace:
         # A link appears with the whole content, and fails if the name exists, also over NFS.
         arriving = self._folder / f".{uuid.uuid4().hex}.arriving"
         try:
-            with storing(), arriving.open("xb") as file:
+            with reporting_full_disk(), arriving.open("xb") as file:
                 file.write(body)
                 file.flush()
                 os.fsync(file.fileno())
@@ -167,6 +177,10 @@ def open_place(url: str) -> DeclarationPlace:
         return ObjectPlace(url.rstrip("/"))
     except LoraplexError as error:
         raise ConfigError(f"adapter_declarations: {error.message}") from error
+
+
+def _target(entry: os.DirEntry[str]) -> Path:
+    return Path(os.path.realpath(entry.path, strict=True))
 
 
 def _listed(status: os.stat_result, now_ns: int) -> Listed:

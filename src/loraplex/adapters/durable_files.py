@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from loraplex.core.errors import StorageFullError
+from loraplex.core.errors import SHORTAGES, StorageFullError, StorageUnavailableError
 
 FileIdentity = tuple[int, int]
 """(device, inode)"""
@@ -23,8 +23,31 @@ def storage_full(reason: str) -> StorageFullError:
     )
 
 
+def storage_unavailable(reason: str) -> StorageUnavailableError:
+    return StorageUnavailableError(
+        f"the server's state directory cannot be used ({reason}): nothing was changed there. "
+        "Adapters that are loaded are served; the operator has to repair the directory",
+        retry_after_seconds=_RETRY_SECONDS,
+    )
+
+
 @contextlib.contextmanager
 def storing() -> Iterator[None]:
+    """Raise StorageFullError or StorageUnavailableError in place of an OSError.
+
+    Nothing but files of the state directory may be used inside.
+    """
+    with reporting_full_disk():
+        try:
+            yield
+        except OSError as error:
+            if error.errno in _FULL or error.errno in SHORTAGES:
+                raise
+            raise storage_unavailable(error.strerror or str(error)) from error
+
+
+@contextlib.contextmanager
+def reporting_full_disk() -> Iterator[None]:
     """Raise StorageFullError in place of an OSError for a full disk or an exceeded quota."""
     try:
         yield

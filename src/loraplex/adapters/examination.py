@@ -8,10 +8,9 @@ import contextlib
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Final
 
-from loraplex.adapters.base_check import check_cast, check_shapes
+from loraplex.adapters.base_check import check_cast, check_magnitudes, check_shapes
 from loraplex.adapters.base_copies import without_base_copies
 from loraplex.adapters.canonical import CanonicalRow
 from loraplex.adapters.formats import peft, trtllm
@@ -37,7 +36,7 @@ _MAX_CHARS: Final = 1000
 """Characters of a name or reason."""
 _OTHER_TOWER: Final = "left out: only images or sound pass through it"
 _BASE_COPY: Final = "left out: a copy of the base model's own weight, with the same values"
-_COPIES: Final = (PeftSlot.WEIGHT, PeftSlot.BASE_WEIGHT)
+_COPIES: Final = (PeftSlot.WEIGHT, PeftSlot.BIAS, PeftSlot.BASE_WEIGHT, PeftSlot.BASE_BIAS)
 _FACTORS: Final = {PeftSlot.A: 0, PeftSlot.B: 1}
 """Axis of the rank."""
 
@@ -191,7 +190,7 @@ def _base_copies(
             continue
         with contextlib.suppress(LoraplexError):
             rows = peft.module_rows(source.config, {name: tensors[name]}, request.shapes)
-            if without_base_copies(rows, Path(request.base_path), request.shapes)[1]:
+            if without_base_copies(rows, request.base_folder, request.shapes)[1]:
                 yield name
 
 
@@ -231,9 +230,11 @@ def _problem(request: StageRequest, convert: Callable[[], Iterable[CanonicalRow]
     """Return why rows cannot be applied; convert: returns them, or raises."""
     try:
         rows = fit_modules(convert(), request.shapes)
+        rows, _ = without_base_copies(rows, request.base_folder, request.shapes)
         check_shapes(rows, request.shapes, request.limits.max_ranks)
         if request.pool_dtype:
             check_cast(rows, request.pool_dtype)
+            check_magnitudes(rows, request.pool_dtype)
     except LoraplexError as error:
         return error.message
     return None

@@ -5,6 +5,7 @@ one LoRA whose B has a block for each part, and LoRA of the fused layer is, on a
 layers, LoRA of each of them with the same A. Both are exact.
 """
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -24,17 +25,22 @@ def fit_modules(rows: Iterable[CanonicalRow], shapes: BaseShapes) -> tuple[Canon
 
     Raises AdapterMismatchError, or UnsupportedFeatureError for what only some parts have.
     """
-    fused_of = {part: fused for fused, parts in shapes.fused.items() for part in parts}
     fitted: list[CanonicalRow] = []
     joined: dict[tuple[int, str, RowKind], _Parts] = defaultdict(dict)
     for row in rows:
-        parts = FUSED_MODULES.get(row.module, ())
-        if row.layer is None or row.module in shapes.modules or row.kind is RowKind.FULL:
+        if row.layer is None or row.kind is RowKind.FULL:
             fitted.append(row)
-        elif row.module in fused_of:
-            joined[row.layer, fused_of[row.module], row.kind][row.module] = row
-        elif parts and all(part in shapes.modules for part in parts):
-            fitted += _split(row, {part: shapes.modules[part][1] for part in parts})
+            continue
+        own, parts = shapes.layer(row.layer), FUSED_MODULES.get(row.module, ())
+        has = functools.partial(shapes.has_module, row.layer)
+        wholes = (fused for fused, sizes in own.fused.items() if row.module in sizes)
+        whole = next(filter(has, wholes), None)
+        if has(row.module):
+            fitted.append(row)
+        elif whole is not None:
+            joined[row.layer, whole, row.kind][row.module] = row
+        elif parts and all(map(has, parts)):
+            fitted += _split(row, {part: own.modules[part][1] for part in parts})
         else:
             fitted.append(row)
     taken = {(row.layer, row.module): row for row in fitted}
@@ -45,7 +51,7 @@ def fit_modules(rows: Iterable[CanonicalRow], shapes: BaseShapes) -> tuple[Canon
                 f"{first.origin} and {second.origin} change the same outputs of the base model's "
                 f"{fused}"
             )
-        fitted.append(_join(layer, fused, kind, of_parts, shapes.fused[fused]))
+        fitted.append(_join(layer, fused, kind, of_parts, shapes.layer(layer).fused[fused]))
     return sort_rows(fitted)
 
 

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from loraplex.adapters.durable_files import storing
 from loraplex.adapters.tensor_file import write_atomically
-from loraplex.core.errors import InvalidAdapterError, StorageFullError
+from loraplex.core.errors import InvalidAdapterError
 
 FileIdentity = tuple[int, int, int, int, int]
 
@@ -51,9 +50,9 @@ class SeenFiles:
     def remember(
         self, identities: tuple[FileIdentity, ...], digest: str, context: str = ""
     ) -> None:
-        """Write a note. On a full disk there is none: an adapter must not fail for it."""
+        """Write a note, if that is possible: an adapter must not fail for it."""
         note = _Note(_NOTE_VERSION, identities, context, digest)
-        with contextlib.suppress(StorageFullError), storing():
+        with contextlib.suppress(OSError):
             write_atomically(self._path(identities, context), [msgspec.json.encode(note)])
 
     def _path(self, identities: tuple[FileIdentity, ...], context: str) -> Path:

@@ -27,10 +27,27 @@ def other_layout(module: str) -> tuple[str, ...]:
     return FUSED_MODULES.get(module, wholes)
 
 
+class LayerShapes(msgspec.Struct, frozen=True):
+    """Adaptable linear layers of one decoder layer."""
+
+    modules: dict[str, tuple[int, int]]
+    num_experts: dict[str, int] = {}
+    biased_modules: tuple[str, ...] = ()
+    paths: dict[str, str] = {}
+    fused: dict[str, dict[str, int]] = {}
+    head_dim: int = 1
+
+
 class BaseShapes(msgspec.Struct, frozen=True):
+    """What adapters are checked against. Read what is of a layer through `layer`."""
+
     num_layers: int
     modules: dict[str, tuple[int, int]]
-    """(in_features, out_features) of each adaptable linear layer of a decoder layer."""
+    """(in_features, out_features) of each linear layer that any decoder layer has.
+
+    These and the other fields of LayerShapes are those of all layers without an entry in
+    `own_layers`: a description of each layer of equal ones would be sent with every adapter.
+    """
     vocab_size: int = 0
     """Vocabulary size; 0 if only linear layers of decoder layers may be adapted, only by LoRA."""
     hidden_size: int = 0
@@ -41,6 +58,8 @@ class BaseShapes(msgspec.Struct, frozen=True):
 
     Empty: Llama's and GPT-2's.
     """
+    end_paths: dict[str, tuple[str, ...]] = {}
+    """Paths that embed_tokens and lm_head may have in checkpoints; empty: Llama's."""
     fused: dict[str, dict[str, int]] = {}
     """Outputs of the parts of a fused linear layer, in order: qkv_proj's q_proj, k_proj, v_proj."""
     adapts_ends: bool = True
@@ -63,6 +82,8 @@ class BaseShapes(msgspec.Struct, frozen=True):
     """Outputs of q_proj and k_proj for one head, by which GGUF files order their rows."""
     stored_format: str = ""
     """Format of weights that are stored quantised, such as gptq; empty: they are not."""
+    own_layers: dict[int, LayerShapes] = {}
+    """Layers with a module that has another shape, or is another one, under its name."""
     expert_lora_layout: tuple[ExpertLoraLayout, ...] = ()
     """The operator's words about LoRA of experts whose files can be read in more than one way."""
 
@@ -72,26 +93,43 @@ class BaseShapes(msgspec.Struct, frozen=True):
             return True
         return module in self.enabled_modules if module in self.modules else self.is_adaptable
 
-    def names_module(self, path: str, module: str) -> bool:
-        """Whether a path of an adapter ends as that of the base's module does.
+    def names_module(self, path: str, layer: int, module: str) -> bool:
+        """Whether a path of an adapter ends as that of the layer's module does.
 
         A module's name that is not the end of its path, such as router, stands for other paths too.
         """
-        own = self.paths.get(module, "")
+        own = self.layer(layer).paths.get(module, "")
         is_end = own.endswith(f".{module}")
         return not is_end or f".{path}".endswith("." + own.partition("{}.")[2])
 
     def has_module(self, layer: int, module: str) -> bool:
         """Whether a decoder layer has an adaptable linear layer of this name."""
         layers = self.module_layers.get(module)
-        return module in self.modules and (layers is None or layer in layers)
+        is_there = layers is None or layer in layers
+        return is_there and module in self.layer(layer).modules
+
+    def layer(self, layer: int) -> LayerShapes:
+        """Return the shapes of a layer, and maybe of modules that it lacks (`has_module`)."""
+        if layer in self.own_layers:
+            return self.own_layers[layer]
+        sizes = (self.modules, self.num_experts, self.biased_modules)
+        return LayerShapes(*sizes, self.paths, self.fused, self.head_dim)
+
+    def is_biased(self, layer: int | None, module: str) -> bool:
+        """Whether a module of a layer has a bias. layer: None: it is outside the layers."""
+        return module in (self if layer is None else self.layer(layer)).biased_modules
+
+    @property
+    def layer_forms(self) -> tuple[LayerShapes, ...]:
+        """Each different form of layers; the usual one is first."""
+        return (self.layer(-1), *self.own_layers.values())
 
     def of_layers(self) -> list[dict[str, tuple[int, int]]]:
         """Return the modules of each decoder layer, with their shapes."""
         return [
             {
                 module: features
-                for module, features in self.modules.items()
+                for module, features in self.layer(layer).modules.items()
                 if self.has_module(layer, module)
             }
             for layer in range(self.num_layers)
@@ -104,4 +142,5 @@ class BaseShapes(msgspec.Struct, frozen=True):
     @property
     def largest_target(self) -> int:
         """Largest in_features + out_features of a linear layer."""
-        return max((sum(features) for features in self.modules.values()), default=0)
+        forms = (self.modules, *(layer.modules for layer in self.own_layers.values()))
+        return max((sum(size) for form in forms for size in form.values()), default=0)

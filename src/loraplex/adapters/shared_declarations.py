@@ -40,6 +40,7 @@ REMOVED_SECONDS: Final = 7 * 86400.0
 """Time after which the documents of an unloaded adapter are deleted."""
 _ALL: Final = 1 << 53
 _READ_ONLY: Final = (errno.EROFS, errno.EACCES, errno.EPERM)
+_OF_ENTRY: Final = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR, errno.ENOTDIR)
 _MAX_TIDIED: Final = 64
 """Maximum number of unloaded adapters whose documents one change deletes."""
 
@@ -49,6 +50,8 @@ class _Document:
     tag: str
     declaration: Declaration | None
     """None: it declares no adapter, which was logged."""
+    problem: str = ""
+    """What was logged."""
 
 
 class SharedDeclarations:
@@ -136,18 +139,21 @@ class SharedDeclarations:
         before = self._documents.get(name)
         if before is not None and before.tag == listed.tag:
             return before
-        declaration: Declaration | None
         try:
+            if listed.problem:
+                raise ConfigError(f"{name} cannot be read: {listed.problem}")
             if listed.num_bytes > MAX_DOCUMENT_BYTES:
                 raise ConfigError(f"{name} has more than {readable_bytes(MAX_DOCUMENT_BYTES)}")
             declaration = read_declaration(self._place.read(name), name)
         except FileNotFoundError:
             return None
         except ConfigError as error:
-            # An editor may be writing it: until it is valid again it means what it meant.
-            declaration = None if before is None else before.declaration
-            stays = "" if declaration is None else "; its earlier content stays in force"
-            logger.warning("adapter declarations: %s%s", error.message, stays)
+            return _left_out(listed.tag, before, error.message)
+        except OSError as error:
+            if error.errno not in _OF_ENTRY:
+                raise
+            # Its permissions may change without its content.
+            return _left_out("", before, f"{name} cannot be read: {error.strerror}")
         return _Document(listed.tag, declaration)
 
     def _check_number(self, newest: Mapping[str, Listed], found: Mapping[str, Listed]) -> None:
@@ -190,6 +196,15 @@ class SharedDeclarations:
         for stem, version in sorted(written, key=lambda one: one[1]):
             if version <= last_kept.get(stem, 0):
                 self._place.delete(written_name(stem, version))
+
+
+def _left_out(tag: str, before: _Document | None, problem: str) -> _Document:
+    """Return a document that means what it meant before: an editor may be writing it."""
+    declaration = None if before is None else before.declaration
+    if before is None or before.problem != problem or before.tag != tag:
+        stays = "" if declaration is None else "; its earlier content stays in force"
+        logger.warning("adapter declarations: %s%s", problem, stays)
+    return _Document(tag, declaration, problem)
 
 
 def _newest(found: Mapping[str, Listed]) -> dict[str, Listed]:

@@ -11,7 +11,13 @@ from pathlib import Path
 
 import msgspec
 
-from loraplex.adapters.base_check import check_base_name, check_cast, check_shapes, other_base
+from loraplex.adapters.base_check import (
+    check_base_name,
+    check_cast,
+    check_magnitudes,
+    check_shapes,
+    other_base,
+)
 from loraplex.adapters.base_copies import is_base_copy, without_base_copies
 from loraplex.adapters.canonical import (
     CanonicalRow,
@@ -21,6 +27,7 @@ from loraplex.adapters.canonical import (
     read_canonical,
     write_canonical,
 )
+from loraplex.adapters.durable_files import storing
 from loraplex.adapters.formats import trtllm
 from loraplex.adapters.formats.inputs import (
     AdapterInput,
@@ -54,8 +61,8 @@ def stage(request: StageRequest, tensors: Sequence[Buffer] = ()) -> StagedAdapte
     """Put an adapter into canonical form and check it against the base.
 
     `tensors` are the bytes of request.tensors, if the adapter came in a request. Raises
-    InvalidAdapterError, AdapterMismatchError, AdapterTooLargeError or UnsupportedFeatureError, and
-    then leaves no file.
+    InvalidAdapterError, AdapterMismatchError, AdapterTooLargeError, UnsupportedFeatureError,
+    StorageFullError or StorageUnavailableError, and then leaves no file.
     """
     watch = Stopwatch()
     state_dir = Path(request.state_dir)
@@ -69,26 +76,29 @@ def stage(request: StageRequest, tensors: Sequence[Buffer] = ()) -> StagedAdapte
     if known_digest is not None and rows is not None:
         warnings = _check(request, source, rows)
         watch.lap("check")
-        return _staged(request, rows, known_digest, warnings, watch, was_known=True)
+        return _staged(request, source, rows, known_digest, warnings, watch, was_known=True)
     with _naming_other_base(source, request):
         rows = read_fitting_rows(source, request.shapes, request.limits)
         watch.lap("read")
+        if request.base_path and any(map(is_base_copy, rows)):
+            context = contexts[1]
+        rows, copies = without_base_copies(rows, request.base_folder, request.shapes)
         warnings = _check(request, source, rows)
-    if request.base_path and any(map(is_base_copy, rows)):
-        context = contexts[1]
-        rows, copies = without_base_copies(rows, Path(request.base_path), request.shapes)
         warnings += tuple(map(_left_out, copies))
+        if request.pool_dtype:
+            check_magnitudes(rows, request.pool_dtype)
     watch.lap("check")
     new_digest = digest(rows)
     watch.lap("hash")
     if _known_rows(state_dir, new_digest) is None:
-        write_canonical(rows, new_digest, canonical_path(state_dir, new_digest))
+        with storing():
+            write_canonical(rows, new_digest, canonical_path(state_dir, new_digest))
     if identities_of(source.files) != identities:
         raise InvalidAdapterError(f"{request.path} was changed while it was read; load it again")
     if source.files and not source.left_out:  # what is left out is reported at each load
         seen.remember(identities, new_digest, context)
     watch.lap("write")
-    return _staged(request, rows, new_digest, warnings, watch, was_known=False)
+    return _staged(request, source, rows, new_digest, warnings, watch, was_known=False)
 
 
 def _seen_digest(
@@ -137,8 +147,9 @@ def _input(request: StageRequest, tensors: Sequence[Buffer]) -> AdapterInput:
 
 
 def _context(request: StageRequest) -> str:
-    """Return what the rows depend on in addition to the files."""
-    return msgspec.json.encode((request.shapes, request.limits.max_ranks)).decode()
+    """Return what the rows, and their checks, depend on in addition to the files."""
+    fields = (request.shapes, request.limits.max_ranks, request.pool_dtype)
+    return msgspec.json.encode(fields).decode()
 
 
 def _known_rows(state_dir: Path, known_digest: str) -> tuple[CanonicalRow, ...] | None:
@@ -166,6 +177,7 @@ def _check(
 
 def _staged(
     request: StageRequest,
+    source: AdapterInput,
     rows: tuple[CanonicalRow, ...],
     adapter_digest: str,
     warnings: tuple[str, ...],
@@ -180,6 +192,7 @@ def _staged(
         dtypes=tuple(sorted({tensor.dtype for tensor in tensors if tensor.is_float})),
         num_tensors=len(tensors),
         changes_nothing=all(_changes_nothing(row) for row in rows),
+        end_tokens=source.end_tokens,
         warnings=warnings,
         was_known=was_known,
         seconds=watch.seconds,

@@ -1,8 +1,11 @@
 """Requests to and replies of the staging worker: plain data that crosses a process."""
 
+from pathlib import Path
+
 import msgspec
 
 from loraplex.adapters.base_check import BaseCheck
+from loraplex.adapters.formats.peft_ends import EndTokens
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.sources.policy import SourcePolicy
 from loraplex.adapters.staging_limits import StagingLimits
@@ -40,6 +43,10 @@ class StageRequest(msgspec.Struct, frozen=True, kw_only=True):
     reads_again: bool = False
     """Read the files even if they look unchanged since they were staged before."""
 
+    @property
+    def base_folder(self) -> Path | None:
+        return Path(self.base_path) if self.base_path else None
+
 
 class StagedAdapter(msgspec.Struct, frozen=True, kw_only=True):
     """Report of an adapter in canonical form, checked against its base."""
@@ -50,6 +57,8 @@ class StagedAdapter(msgspec.Struct, frozen=True, kw_only=True):
     num_tensors: int
     changes_nothing: bool = False
     """Whether every B is zero: the adapter was never trained."""
+    end_tokens: EndTokens = EndTokens()
+    """End tokens that its files name."""
     warnings: tuple[str, ...] = ()
     was_known: bool = False
     """Whether the file had been staged before and has not changed since."""

@@ -5,10 +5,8 @@ download delays no local adapter. In each pool no tenant waits for the loads of 
 loads neither numpy nor torch.
 """
 
-import asyncio
 import dataclasses
 import itertools
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,11 +27,13 @@ from loraplex.adapters.staging_limits import StagingLimits
 from loraplex.adapters.staging_pool import StagingPool
 from loraplex.adapters.tensor_file import TensorHeader
 from loraplex.core.byte_sizes import readable_bytes
+from loraplex.core.closing import close_together
 from loraplex.core.errors import (
     AdapterTooLargeError,
     InvalidAdapterError,
     error_from_info,
 )
+from loraplex.core.python_process import module_command
 from loraplex.core.rank_limits import RankLimits
 
 __all__ = ["RequestTensor", "StagedAdapter", "StagingWorker"]
@@ -70,20 +70,23 @@ class StagingWorker:
         policy: SourcePolicy = SourcePolicy(),  # noqa: B008 - it is frozen
         timeout_seconds: float = 120.0,
         num_workers: int = 4,
-        command: tuple[str, ...] = (sys.executable, "-m", _WORKER_MODULE),
+        has_tenants: bool = False,
+        command: tuple[str, ...] = module_command(_WORKER_MODULE),
     ) -> None:
         """Create the worker; its processes start later.
 
         policy: rules for sources that clients name. timeout_seconds: limit of one load, to which a
         remote source adds the time of its download. num_workers: number of local and of remote
-        sources that are read at a time.
+        sources that are read at a time. has_tenants: a load of one tenant finds a started process
+        while another's has just begun.
         """
         self._state_dir = state_dir
         self._policy = policy
         self._request_ids = itertools.count(1)
-        self._local = StagingPool(command, timeout_seconds, num_workers)
+        num_spare = 2 if has_tenants else 1
+        self._local = StagingPool(command, timeout_seconds, num_workers, num_spare)
         remote_seconds = timeout_seconds + policy.max_seconds
-        self._remote = StagingPool(command, remote_seconds, num_workers)
+        self._remote = StagingPool(command, remote_seconds, num_workers, num_spare)
 
     async def stage(
         self,
@@ -217,9 +220,15 @@ class StagingWorker:
         """Start a worker of local sources, so that the first adapter does not wait for it."""
         await self._local.start()
 
+    async def keep_spare(self) -> None:
+        """Start the workers that are to be idle for tenants' loads."""
+        await self._local.keep_spare()
+        if self._policy.hosts:
+            await self._remote.keep_spare()
+
     async def close(self) -> None:
         """End the workers; loads in progress fail."""
-        await asyncio.gather(self._local.close(), self._remote.close())
+        await close_together(self._local.close(), self._remote.close())
 
     def _limits(self, max_ranks: RankLimits) -> StagingLimits:
         return StagingLimits(max_ranks=max_ranks, max_file_bytes=self._policy.max_bytes)

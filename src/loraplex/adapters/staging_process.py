@@ -15,7 +15,7 @@ import msgspec
 
 from loraplex.adapters.staged import StageReply
 from loraplex.core.environment import child_environment
-from loraplex.core.errors import AdapterLoadError
+from loraplex.core.errors import AdapterLoadError, passing_error
 from loraplex.core.stopped_process import (
     ProcessStopped,
     how_it_ended,
@@ -116,6 +116,8 @@ class StagingProcess:
             ) from error
         except (OSError, asyncio.IncompleteReadError) as error:
             status = await self._stop(_EXIT_SECONDS)
+            if (passing := passing_error(error)) is not None:
+                raise passing from error
             if status is not None and status < 0:
                 raise _WorkerLost(how_it_ended(status)) from error
             raise AdapterLoadError(

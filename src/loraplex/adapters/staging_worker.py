@@ -18,14 +18,19 @@ from typing import BinaryIO
 
 import msgspec
 
-from loraplex.adapters.durable_files import storing
+from loraplex.adapters.durable_files import reporting_full_disk
 from loraplex.adapters.examination import examine
 from loraplex.adapters.sources.fetch import local_path
 from loraplex.adapters.sources.reference import SourceKind, parse, shown_source
 from loraplex.adapters.stage import stage
 from loraplex.adapters.staged import Examination, StagedAdapter, StageReply, StageRequest
-from loraplex.core.errors import InternalError, InvalidAdapterError, LoraplexError
-from loraplex.core.log_lines import log_to_standard_error
+from loraplex.core.errors import (
+    InternalError,
+    InvalidAdapterError,
+    LoraplexError,
+    passing_error,
+)
+from loraplex.core.log_lines import log_to_parent
 from loraplex.core.process_group import leave_group
 
 logger = logging.getLogger(__name__)
@@ -50,18 +55,19 @@ def reply_to(request: StageRequest, tensors: Sequence[bytes] = ()) -> StageReply
     """Stage the adapter of a request; the reply contains its report or its error."""
     what = shown_source(request.path)
     try:
-        with storing():
+        with reporting_full_disk():
             if request.examines:
                 return StageReply(request_id=request.request_id, examined=_examined(request))
             return StageReply(request_id=request.request_id, staged=_staged(request, tensors))
     except LoraplexError as error:
-        info = error.to_info()
+        info = (passing_error(error) or error).to_info()
     except (MemoryError, RecursionError) as error:
         failed = InvalidAdapterError(f"{what} cannot be read: {type(error).__name__}")
         info = failed.to_info()
     except Exception as error:
         logger.exception("staging %s failed", what)
-        info = InternalError(f"staging {what} failed: {error}").to_info()
+        of_server = passing_error(error) or InternalError(f"staging {what} failed: {error}")
+        info = of_server.to_info()
     return StageReply(request_id=request.request_id, error=info)
 
 
@@ -130,7 +136,7 @@ def _read_tensors(stream: BinaryIO, request: StageRequest) -> list[bytes] | None
 def main() -> None:
     """Serve stdin. Anything that prints to stdout goes to stderr instead, away from the replies."""
     leave_group()
-    log_to_standard_error("info", "staging")
+    log_to_parent("info")
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     with replies:

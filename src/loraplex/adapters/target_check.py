@@ -32,7 +32,8 @@ def check_targets(targets: Iterable[LoraTarget], shapes: BaseShapes, max_ranks: 
         found, needed = _size(part, of_place), _needed(place, of_place, shapes)
         if layer >= shapes.num_layers or found != needed:
             base = "has none" if needed is None else f"needs {list(needed)}"
-            of_expert = f", expert {expert}," if expert or module in shapes.num_experts else ""
+            has_experts = module in shapes.layer(layer).num_experts
+            of_expert = f", expert {expert}," if expert or has_experts else ""
             raise AdapterMismatchError(
                 f"{part} of {module} of layer {layer}{of_expert} is {list(found)}; the base model "
                 f"{base}, in {shapes.num_layers} layers"
@@ -51,15 +52,16 @@ def _size(part: TargetPart, pieces: list[LoraTarget]) -> tuple[int, int]:
 def _needed(place: _Place, pieces: list[LoraTarget], shapes: BaseShapes) -> tuple[int, int] | None:
     """Return the `_size` that the base needs; None if it has no such place."""
     layer, module, expert, part = place
-    is_experts_vector = module in shapes.num_experts and part is not TargetPart.LORA
+    num_experts = shapes.layer(layer).num_experts.get(module)
+    is_experts_vector = num_experts is not None and part is not TargetPart.LORA
     last = expert + max(piece.num_experts for piece in pieces) - 1
-    if not 0 <= expert <= last < shapes.num_experts.get(module, 1) or is_experts_vector:
+    if not 0 <= expert <= last < (num_experts or 1) or is_experts_vector:
         return None
     if layer < 0 and not shapes.adapts_ends:
         return None
     features = None
     if layer >= 0 and shapes.has_module(layer, module):
-        features = shapes.modules[module]
+        features = shapes.layer(layer).modules[module]
     if layer < 0 and module == LM_HEAD:
         features = (shapes.hidden_size, shapes.vocab_size)
     match part:
@@ -67,7 +69,9 @@ def _needed(place: _Place, pieces: list[LoraTarget], shapes: BaseShapes) -> tupl
             return features
         case TargetPart.FACTOR | TargetPart.BIAS | TargetPart.SHIFT:
             # A factor has a second vector for the bias that it must not scale.
-            has_two = part is TargetPart.FACTOR and module in shapes.biased_modules
+            has_two = part is TargetPart.FACTOR and shapes.is_biased(
+                None if layer < 0 else layer, module
+            )
             is_refused = has_two and module == LM_HEAD
             return None if features is None or is_refused else (2 if has_two else 1, features[1])
     is_biased = LM_HEAD in shapes.biased_modules and (module == LM_HEAD or shapes.ties_embeddings)

@@ -58,7 +58,7 @@ def targets_of(
                 yield from _vector(row, TargetPart.SHIFT, "bias", piece)
         case RowKind.MAGNITUDE:
             # With a bias the layer's factor comes with a shift, which takes the bias back out.
-            num_vectors = 2 if row.module in shapes.biased_modules else 1
+            num_vectors = 2 if shapes.is_biased(row.layer, row.module) else 1
             (name,) = row.tensors
             yield from _vector(row, TargetPart.FACTOR, name, piece // 2, num_vectors)
         case RowKind.BIAS:
@@ -86,7 +86,7 @@ def _lora(row: CanonicalRow, shapes: BaseShapes) -> Iterator[LoraTarget]:
     out_features = row.tensors["b"].shape[0]
     block = out_features
     if row.module == LM_HEAD:
-        block = head_block_size(shapes.modules, shapes.hidden_size)
+        block = head_block_size(shapes.largest_target, shapes.hidden_size)
     for first in range(0, out_features, block):
         size = min(block, out_features - first)
         sizes = (rank, in_features, size)

@@ -14,7 +14,7 @@ import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Annotated, BinaryIO
 
 import msgspec
 import numpy as np
@@ -28,6 +28,10 @@ _LENGTH_BYTES = 8
 _LFS_POINTER = b"version https://git-lfs"
 """Begin of the small file that stands for a large one in a clone without Git LFS."""
 _METADATA = "__metadata__"
+_MAX_AXES = 32
+"""Limit of NumPy, too. The product of very many sizes would take long."""
+_PROBE_BYTES = 64
+"""Bytes that are compared before all."""
 
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 _ARRAY_TYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}  # numpy has no bfloat16
@@ -109,6 +113,17 @@ class RawTensor:
         """Whether all elements are zero. Only for float types."""
         return self.largest_magnitude() == 0.0
 
+    def equals(self, other: "RawTensor") -> bool:
+        """Whether another tensor has the same type, shape and bytes."""
+        begin = slice(_PROBE_BYTES)
+        if (self.dtype, self.shape, self.data[begin]) != (
+            other.dtype,
+            other.shape,
+            other.data[begin],
+        ):
+            return False
+        return np.array_equal(np.frombuffer(self.data, "u1"), np.frombuffer(other.data, "u1"))
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SafetensorsContent:
@@ -118,7 +133,7 @@ class SafetensorsContent:
 
 class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str
-    shape: tuple[int, ...]
+    shape: Annotated[tuple[int, ...], msgspec.Meta(max_length=_MAX_AXES)]
     data_offsets: tuple[int, int]
 
 

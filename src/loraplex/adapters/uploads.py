@@ -224,7 +224,9 @@ class Uploads:
                 f"{readable_bytes(self._limits.max_tenant_bytes)} together (upload_bytes): load or "
                 "delete one of them"
             )
-        if shutil.disk_usage(self._folder.path).free < num_bytes + _SPARE_BYTES:
+        with storing():
+            num_free = shutil.disk_usage(self._folder.path).free
+        if num_free < num_bytes + _SPARE_BYTES:
             raise storage_full(f"less than {readable_bytes(num_bytes + _SPARE_BYTES)} are free")
 
     def _card(self, upload: _Upload) -> UploadCard:
@@ -263,7 +265,8 @@ class IncomingFile:
         self._upload.incoming.discard(self)
         with contextlib.suppress(OSError):  # what a full disk left in the buffer
             self._file.close()
-        self._part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the folder with it is removed later
+            self._part.unlink(missing_ok=True)
 
     async def add(self, piece: bytes) -> None:
         """Write bytes. Raises PayloadTooLargeError, StorageFullError, or UploadNotFoundError for

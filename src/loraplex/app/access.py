@@ -14,7 +14,7 @@ from loraplex.core.environment import server_api_keys
 from loraplex.core.errors import LoraplexError
 from loraplex.core.server_config import ServerConfig
 from loraplex.frontends.access import Authenticate, by_api_key, everyone_is_local
-from loraplex.frontends.guard import HostGuard, KeyGuard, PageGuard
+from loraplex.frontends.guard import HostGuard, KeyGuard, PageGuard, Refuse
 from loraplex.frontends.kserve.http.routes import refusal as kserve_refusal
 from loraplex.frontends.openai.errors import error_response as openai_refusal
 from loraplex.frontends.openai.writers import DIGESTS_HEADER
@@ -76,7 +76,7 @@ def guarded(
     open_pages: need no key to be read.
     """
     open_paths = () if settings.health_needs_key else OPEN_PATHS
-    refuse = functools.partial(refusal, dialect=settings.dialect)
+    refuse = refusals(settings)
     keys = KeyGuard(app, authenticate, refuse, open_paths=open_paths, open_pages=open_pages)
     checked: ASGIApp = PageGuard(keys, refuse, settings.cors_origins)
     if not settings.cors_origins:
@@ -97,13 +97,17 @@ def served_as_known_hosts(app: ASGIApp, settings: ServerConfig, *, has_keys: boo
     """
     if not settings.allowed_hosts and (has_keys or not settings.is_on_loopback):
         return app
-    refuse = functools.partial(refusal, dialect=settings.dialect)
-    return HostGuard(app, refuse, (settings.host, *settings.allowed_hosts))
+    return HostGuard(app, refusals(settings), (settings.host, *settings.allowed_hosts))
 
 
 def guarded_metrics(app: ASGIApp, authenticate: Authenticate) -> ASGIApp:
     """Return the app of the metrics, which show all tenants, for operators only."""
     return KeyGuard(app, authenticate, refusal, operators_only_to="see the server's metrics")
+
+
+def refusals(settings: ServerConfig) -> Refuse:
+    """Return the function that makes the responses of guards."""
+    return functools.partial(refusal, dialect=settings.dialect)
 
 
 def refusal(path: str, error: LoraplexError, dialect: str = "openai") -> Response:

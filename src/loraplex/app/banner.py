@@ -28,9 +28,10 @@ def banner(
     rows = [
         *_addresses(settings, ports, has_keys=has_keys),
         *(row for model in models for row in _model(model)),
+        *([] if models else [("model", "none is loaded yet: clients load them")]),
     ]
     lines = [f"  {title:{_WIDTH}} {text}" for title, text in rows]
-    if "http" in ports:
+    if models and "http" in ports:
         url = _url(settings, ports["http"])
         lines.append(f"  {'try':{_WIDTH}} {_request(models[0], url, settings, has_keys=has_keys)}")
     return "\n".join([f"loraplex {__version__} is ready", *lines])

@@ -1,5 +1,6 @@
 """Builds serving from a Config: which classes, with which arguments. It starts nothing."""
 
+import logging
 import tempfile
 import time
 from collections.abc import Mapping
@@ -12,13 +13,13 @@ import msgspec
 from loraplex.adapters.declaration_places import open_place
 from loraplex.adapters.earlier_state import adopt_state
 from loraplex.adapters.formats.modules import hf_modules
-from loraplex.adapters.shapes import BaseShapes
+from loraplex.adapters.shapes import BaseShapes, LayerShapes
 from loraplex.adapters.shared_declarations import SharedDeclarations
 from loraplex.adapters.sources.policy import client_policy
 from loraplex.adapters.staging import StagingWorker
 from loraplex.adapters.store import AdapterStore
 from loraplex.adapters.uploads import UploadLimits, Uploads
-from loraplex.core.adapter import LM_HEAD, ExpertLoraLayout
+from loraplex.core.adapter import EMBEDDING, LM_HEAD, ExpertLoraLayout
 from loraplex.core.clock import Clock, SystemClock
 from loraplex.core.config import Config, ModelConfig
 from loraplex.core.errors import ConfigError
@@ -33,12 +34,15 @@ from loraplex.serving.engines.link import EngineLauncher
 from loraplex.serving.engines.restart_limits import RestartLimits
 from loraplex.serving.local_texts import LocalTexts
 from loraplex.serving.request_metrics import RequestMetrics
+from loraplex.serving.response_memory import ResponseMemory
 from loraplex.serving.served_model import ServedModel
 from loraplex.serving.service import Service
 from loraplex.serving.text.chat_format import chat_format
 from loraplex.serving.text.chat_renderer import ChatRenderer
 from loraplex.serving.text.chat_template_files import find_templates
 from loraplex.text.tokenizer import Tokenizer, load_tokenizer
+
+logger = logging.getLogger(__name__)
 
 _CPU_STEP_SECONDS: Final = 10.0
 _GPU_STEP_SECONDS: Final = 120.0
@@ -79,6 +83,7 @@ def build_service(
         policy=policy,
         timeout_seconds=config.server.adapter_load_seconds,
         num_workers=config.server.staging_workers,
+        has_tenants=has_keys,
     )
     return Service(
         models,
@@ -89,6 +94,7 @@ def build_service(
         build,
         declarations,
         uploads,
+        ResponseMemory.of(config.server, has_keys=has_keys),
     )
 
 
@@ -134,11 +140,14 @@ def _served_model(
 ) -> ServedModel:
     decoder = read_model(Path(model.path))
     texts = _texts(name, model, decoder, json_indent)
+    ends = _eos_token_ids(decoder, texts.tokenizer, model.tokenizer_config)
+    shown = ", ".join(f"{texts.tokenizer.token_text(end)!r} ({end})" for end in ends)
+    logger.info("outputs of model %r end at: %s", name, shown or "no token")
     return ServedModel(
         card=texts.card,
         tokenizer=texts.tokenizer,
         chats=texts.chats,
-        eos_token_ids=_eos_token_ids(decoder, texts.tokenizer, model.tokenizer_config),
+        eos_token_ids=ends,
         shapes=served_shapes(decoder, model),
         config=model,
         store=store,
@@ -204,47 +213,90 @@ def served_shapes(config: ModelSpec, model: ModelConfig) -> BaseShapes:
         return msgspec.structs.replace(shapes, enabled_modules=())
     if not model.lora_target_modules:
         return shapes
-    enabled = hf_modules(model.lora_target_modules, shapes.modules, shapes.paths)
-    return msgspec.structs.replace(shapes, enabled_modules=enabled)
+    # A name of a module that has another path in some layers means each of them.
+    enabled = dict.fromkeys(
+        module
+        for form in shapes.layer_forms
+        for module in hf_modules(model.lora_target_modules, shapes.modules, form.paths)
+    )
+    return msgspec.structs.replace(shapes, enabled_modules=tuple(enabled))
 
 
 def base_shapes(config: ModelSpec) -> BaseShapes:
-    shapes = config.module_shapes
-    modules = {module: shape for layer in shapes for module, shape in layer.items()}
-    owners = {
-        module: tuple(index for index, layer in enumerate(shapes) if module in layer)
-        for module in modules
+    layers = [_layer_shapes(config, index) for index in range(config.num_layers)]
+    first: dict[str, LayerShapes] = {}
+    for layer in layers:
+        for module in layer.modules:
+            first.setdefault(module, layer)
+    usual = _joined(first)
+    having = {
+        module: tuple(index for index, layer in enumerate(layers) if module in layer.modules)
+        for module in first
     }
     return BaseShapes(
         config.num_layers,
-        modules,
-        num_experts=dict(config.num_experts),
+        usual.modules,
+        num_experts=usual.num_experts,
         module_layers={
-            module: layers for module, layers in owners.items() if len(layers) < len(shapes)
+            module: owners for module, owners in having.items() if len(owners) < len(layers)
+        },
+        own_layers={
+            index: layer
+            for index, layer in enumerate(layers)
+            if layer != _joined({module: first[module] for module in layer.modules})
         },
         has_transposed_experts=any(one.is_transposed for one in config.names.experts.stacked),
         has_interleaved_experts=any(one.is_interleaved for one in config.names.experts.stacked),
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
-        biased_modules=tuple(
-            dict.fromkeys(module for layer in config.layers for module in layer.biased_modules)
-        )
-        + (LM_HEAD,) * config.has_lm_head_bias,
+        biased_modules=usual.biased_modules + (LM_HEAD,) * config.has_lm_head_bias,
         adapts_ends=config.embedding_size is None and not config.has_unit_lm_head,
-        paths={
-            module: path.replace(config.names.layer(index), config.names.layer("{}"), 1)
-            for index, layer in enumerate(config.layers)
-            for module, path in layer.module_paths.items()
+        paths=usual.paths,
+        end_paths={
+            EMBEDDING: config.names.outer_paths(config.names.embedding),
+            LM_HEAD: config.names.outer_paths(config.names.lm_head),
         },
-        fused={
-            module: dict(parts)
-            for layer in config.layers
-            for module, parts in layer.fused_modules.items()
-        },
+        fused=usual.fused,
         ties_embeddings=config.tie_word_embeddings,
         architecture=config.architecture,
-        head_dim=config.layers[0].attention.head_dim,
+        head_dim=usual.head_dim,
         stored_format="" if config.stored_format is None else config.stored_format.method,
+    )
+
+
+def _layer_shapes(config: ModelSpec, index: int) -> LayerShapes:
+    layer, names = config.layers[index], config.names
+    head_dims = (group.head_dim or 1 for group in layer.linears.values())
+    return LayerShapes(
+        modules=dict(layer.module_shapes),
+        num_experts=dict(layer.num_experts),
+        biased_modules=layer.biased_modules,
+        paths={
+            module: path.replace(names.layer(index), names.layer("{}"), 1)
+            for module, path in layer.module_paths.items()
+        },
+        fused={module: dict(parts) for module, parts in layer.fused_modules.items()},
+        head_dim=max(head_dims, default=1),
+    )
+
+
+def _joined(owners: Mapping[str, LayerShapes]) -> LayerShapes:
+    """Return each module as the layer has it that is given for it."""
+    return LayerShapes(
+        modules={module: layer.modules[module] for module, layer in owners.items()},
+        num_experts={
+            module: layer.num_experts[module]
+            for module, layer in owners.items()
+            if module in layer.num_experts
+        },
+        biased_modules=tuple(
+            module for module, layer in owners.items() if module in layer.biased_modules
+        ),
+        paths={module: layer.paths[module] for module, layer in owners.items()},
+        fused={
+            module: layer.fused[module] for module, layer in owners.items() if module in layer.fused
+        },
+        head_dim=max((layer.head_dim for layer in owners.values()), default=1),
     )
 
 
@@ -261,15 +313,16 @@ def _made(folder: Path) -> Path:
 def _eos_token_ids(
     decoder: ModelSpec, tokenizer: Tokenizer, overrides: Mapping[str, object]
 ) -> tuple[int, ...]:
-    """Return the model's end tokens, else the tokenizer's; one in tokenizer_config wins."""
-    named = overrides.get("eos_token")
-    if named is None and decoder.eos_token_ids:
-        return decoder.eos_token_ids
-    if tokenizer.eos_token_id is not None:
-        return (tokenizer.eos_token_id,)
+    """Return the model's end tokens and the tokenizer's; one in tokenizer_config wins."""
+    named, own = overrides.get("eos_token"), tokenizer.eos_token_id
     if named is not None:
-        raise ConfigError(f"tokenizer_config.eos_token must be one token, got {named!r}")
-    return ()
+        if own is None:
+            raise ConfigError(f"tokenizer_config.eos_token must be one token, got {named!r}")
+        return (own,)
+    # A fine-tune may name its end of turn in the tokenizer's files alone. One that a model without
+    # its embedding cannot write counts for nothing.
+    of_tokenizer = () if own is None or own >= decoder.vocab_size else (own,)
+    return tuple(dict.fromkeys((*decoder.eos_token_ids, *of_tokenizer)))
 
 
 def _chat_renderer(

@@ -8,6 +8,7 @@ from loraplex.core.errors import ConfigError, InvalidRequestError
 from loraplex.core.principal import LOCAL
 from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.task import Generate
 from loraplex.frontends.openai.context import OPENAI, Dialect
 from loraplex.frontends.openai.llgtrt import CompatDialect, LlgtrtDialect
 from loraplex.frontends.streams import generate_all
@@ -73,7 +74,7 @@ async def _warm_up(backend: Backend, model: str) -> None:
         request_id=backend.new_request_id(),
         model=model,
         prompt=_WARM_UP_PROMPT,
-        sampling=SamplingParams(max_tokens=_WARM_UP_TOKENS, ignore_eos=True),
+        task=Generate(SamplingParams(max_tokens=_WARM_UP_TOKENS, ignore_eos=True)),
     )
     async with aclosing(generate_all(backend, (request,), LOCAL)) as outputs:
         async for _, output in outputs:

@@ -1,5 +1,6 @@
 """The engine of one model: built from its settings, run in a thread or as a process of its own."""
 
+import contextlib
 import gc
 import logging
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from loraplex.engine.journal import Journal
 from loraplex.engine.journal_file import JournalFile
 from loraplex.engine.loop import EngineLoop
 from loraplex.engine.messages import EngineFailed
-from loraplex.engine.runner import AdapterLoader, Runner
+from loraplex.engine.runner import AdapterLoader, RankProbes, Runner
 from loraplex.parallel.executors import Executor, RankEnd
 from loraplex.parallel.multiprocess import MultiprocessExecutor
 from loraplex.parallel.start import end_of_process, start_sharded
@@ -39,9 +40,11 @@ def build_engine(
     logits_dir: a private folder for the logits that requests return. lose: see start_sharded.
     """
     model = with_step_sizes(model)
-    steps, loader = _start_ranks(model, logits_dir, lose)
-    try:
-        return engine_of(
+    steps, loader, ranks = _start_ranks(model, logits_dir, lose)
+    with contextlib.ExitStack() as stack:  # closes the last one first
+        stack.callback(steps.close)
+        stack.callback(loader.close)
+        engine = engine_of(
             steps,
             loader,
             SystemClock(),
@@ -50,19 +53,18 @@ def build_engine(
             eviction_policy=model.lora_eviction_policy,
             journal=_journal(model),
             overlap=overlaps(model),
+            ranks=ranks,
         )
-    except ConfigError:
-        loader.close()
-        steps.close()
-        raise
+        stack.pop_all()
+    return engine
 
 
 def _start_ranks(
     model: ModelConfig, logits_dir: Path | None, lose: Callable[[RankEnd], None]
-) -> tuple[Runner, AdapterLoader]:
+) -> tuple[Runner, AdapterLoader, RankProbes | None]:
     world = world_of(model)
     if world.size == 1:
-        return ModelRank(model, world, logits_dir).load()
+        return *ModelRank(model, world, logits_dir).load(), None
     return start_sharded(
         world,
         msgspec.msgpack.encode(model),

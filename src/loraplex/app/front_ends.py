@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 from loraplex.app.access import api_keys, authenticate_by, following, guarded_metrics
 from loraplex.app.builder import build_service
 from loraplex.app.dialects import check_start_tokens, dialect_of, prepare
+from loraplex.app.fair_shares import with_fair_share
 from loraplex.app.http_app import http_app
 from loraplex.app.local_paths import with_local_path
 from loraplex.app.reporting import Reporting, reporting_requests
@@ -93,7 +94,7 @@ async def front_ends(
             control=control,
             sends_traces=reporting.traces is not None,
             metrics=read_metrics_config(settings.metrics_config),
-            start_model=functools.partial(_start_model, service, settings.state_dir),
+            start_model=functools.partial(_start_model, service, settings.state_dir, has_keys),
         )
         await stack.enter_async_context(following(keys))
         bodies = BodyMemory.of(settings, has_keys=has_keys)
@@ -110,6 +111,7 @@ async def front_ends(
             metrics=scraped,
             latencies=Latencies(metrics, numbers),
             bodies=bodies,
+            responses=service.responses,
             dialect=dialect_of(config),
             has_keys=has_keys,
             others=others,
@@ -141,6 +143,8 @@ def _exposed_metrics(
     )
 
 
-async def _start_model(service: Service, state_dir: str, name: str, model: ModelConfig) -> None:
+async def _start_model(
+    service: Service, state_dir: str, has_keys: bool, name: str, model: ModelConfig
+) -> None:
     local = await asyncio.to_thread(with_local_path, name, model, state_dir)
-    await service.start_model(name, local)
+    await service.start_model(name, with_fair_share(local, has_keys=has_keys))

@@ -22,6 +22,7 @@ from loraplex.app.access import (
     authenticate_by,
     following,
     guarded,
+    refusals,
     served_as_known_hosts,
 )
 from loraplex.app.builder import build_texts
@@ -30,8 +31,7 @@ from loraplex.app.forwarding import DividedApp, Forwarder
 from loraplex.app.frontend_start import FrontendStart
 from loraplex.app.http_app import openai_options
 from loraplex.app.http_server import serving_http
-from loraplex.app.launch import set_up_logging
-from loraplex.app.open_files import raise_open_file_limit
+from loraplex.app.launch import set_up_logging, with_open_files
 from loraplex.app.reporting import Reporting, reporting_requests
 from loraplex.app.tls import certificates
 from loraplex.core.process_group import leave_group
@@ -55,6 +55,7 @@ from loraplex.serving.remote.messages import (
 )
 from loraplex.serving.remote.remote_service import RemoteService
 from loraplex.serving.request_metrics import RequestMetrics
+from loraplex.serving.response_memory import ResponseMemory
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +115,10 @@ class FrontendProcess:
         options = openai_options(settings, dialect_of(self._start.config), has_keys=has_keys)
         routes = text_routes(TextContext(self._service, options, authenticate))
         bodies = BodyMemory.of(settings, has_keys=has_keys)
-        counted = BodyMemoryGuard(Starlette(routes=routes), bodies)
+        self._service.responses = ResponseMemory.of(settings, has_keys=has_keys)
+        counted = BodyMemoryGuard(
+            Starlette(routes=routes), bodies, self._service.responses, refusals(settings)
+        )
         own = RequestMiddleware(
             served_as_known_hosts(
                 guarded(counted, authenticate, settings), settings, has_keys=has_keys
@@ -163,7 +167,7 @@ def main() -> None:
     start = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=FrontendStart)
     settings = start.config.server
     set_up_logging(settings)
-    raise_open_file_limit(settings.max_connections)
+    start = msgspec.structs.replace(start, config=with_open_files(start.config))
 
     async def run() -> None:
         await FrontendProcess(start).run()

@@ -6,7 +6,6 @@ import itertools
 import logging
 import os
 import socket
-import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -19,6 +18,7 @@ from loraplex.core.config import Config
 from loraplex.core.environment import child_environment, server_api_keys
 from loraplex.core.errors import ConfigError
 from loraplex.core.private_folder import PrivateFolder
+from loraplex.core.python_process import module_command
 from loraplex.core.server_config import ServerConfig
 from loraplex.core.stopped_process import how_it_ended, is_stopped
 from loraplex.frontends.ops.other_frontends import OtherFrontends
@@ -30,7 +30,7 @@ from loraplex.serving.service import Service
 logger = logging.getLogger(__name__)
 
 _BACKLOG: Final = 2048
-_COMMAND: Final = (sys.executable, "-m", "loraplex.app.frontend_process")
+_COMMAND: Final = module_command("loraplex.app.frontend_process")
 _START_SECONDS: Final = 120.0
 _STOP_SECONDS: Final = 15.0
 """How long a process may take to end after its responses have ended."""

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from loraplex.app.access import OPEN_PATHS, guarded, served_as_known_hosts
+from loraplex.app.access import OPEN_PATHS, guarded, refusals, served_as_known_hosts
 from loraplex.app.reporting import Reporting
 from loraplex.core.config import Config
 from loraplex.core.server_config import ServerConfig
@@ -46,6 +46,7 @@ from loraplex.frontends.telemetry.http import RequestMiddleware
 from loraplex.frontends.telemetry.routes import RecordedRoute
 from loraplex.serving.backend import Backend
 from loraplex.serving.draining import Draining
+from loraplex.serving.response_memory import ResponseMemory
 
 DOCUMENT_PATH = "/openapi.json"
 _KSERVE, _BELOW_KSERVE = "/v2", "/v2/"
@@ -62,6 +63,7 @@ def http_app(
     metrics: ASGIApp,
     latencies: Latencies,
     bodies: BodyMemory,
+    responses: ResponseMemory,
     dialect: Dialect = OPENAI,
     has_keys: bool = False,
     others: OtherFrontends | None = None,
@@ -69,7 +71,7 @@ def http_app(
     """Return the app with the OpenAI, KServe and operators' routes.
 
     metrics: the app of the metrics port, also served here because vLLM's scrapers expect it here.
-    bodies: memory of the bodies of clients whose keys are valid.
+    bodies, responses: memory of the bodies of clients whose keys are valid, and of responses.
     has_keys: authenticate requires API keys. others: the other front-end processes.
     """
     settings = config.server
@@ -100,13 +102,11 @@ def http_app(
         ],
         exception_handlers={HTTPException: _no_such_route},
     )
-    counted = BodyMemoryGuard(KServeFirst(PathRouter(kserve), app), bodies)
+    every = KServeFirst(PathRouter(kserve), app)
+    counted = BodyMemoryGuard(every, bodies, responses, refusals(settings))
+    checked = guarded(counted, authenticate, settings, [page.path for page in pages])
     return RequestMiddleware(
-        served_as_known_hosts(
-            guarded(counted, authenticate, settings, [page.path for page in pages]),
-            settings,
-            has_keys=has_keys,
-        ),
+        served_as_known_hosts(checked, settings, has_keys=has_keys),
         reporting.telemetry,
         is_draining=lambda: draining.is_active,
     )

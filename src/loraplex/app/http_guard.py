@@ -1,9 +1,9 @@
 """Guard around uvicorn's HTTP protocol: limits that uvicorn does not have.
 
-uvicorn limits neither the size of a request head nor the time that a client may take for a head or
-a body, and reads pipelined requests without a limit. A `ConnectionGuard` stands between the
-transport and uvicorn's protocol. It parses the same bytes, refuses what exceeds a limit with a
-JSON error, and passes on one request at a time. `GuardedApp` stands between uvicorn and the
+uvicorn limits neither the size of a request head nor the time that a client may take for a head, a
+body or the response, and reads pipelined requests without a limit. A `ConnectionGuard` stands
+between the transport and uvicorn's protocol. It parses the same bytes, refuses what exceeds a limit
+with a JSON error, and passes on one request at a time. `GuardedApp` stands between uvicorn and the
 application and reports the end of each response to the guard of its connection.
 """
 
@@ -19,6 +19,7 @@ from loraplex.app.gathered_writes import GatheredWrites
 from loraplex.app.http_limits import ConnectionLimits, Refusal, not_http, refusal_of_head
 from loraplex.core.errors import BodyTimeoutError, LoraplexError, NotReadyError
 from loraplex.frontends.body_limits import UPLOADS_PREFIX
+from loraplex.frontends.long_json import SENT_BYTES, parts_of
 from loraplex.frontends.telemetry.connections import HttpConnections
 
 _END = b"\r\n\r\n"
@@ -42,13 +43,14 @@ class ConnectionGuard(asyncio.Protocol):
         protocol_class: Callable[..., asyncio.Protocol],
         limits: ConnectionLimits,
         counts: HttpConnections,
-        guards: "set[ConnectionGuard]",
+        guards: "dict[ConnectionGuard, None]",
         **arguments: Any,
     ) -> None:
         """Create a guard for uvicorn's server.
 
-        `guards` holds the open connections of a port. `arguments` are those of `protocol_class`;
-        uvicorn copies `app_state` into the scope of each request, where GuardedApp finds the guard.
+        `guards` holds the open connections of a port, oldest first. `arguments` are those of
+        `protocol_class`; uvicorn copies `app_state` into the scope of each request, where
+        GuardedApp finds the guard.
         """
         self._app_state = {**arguments.pop("app_state"), _STATE_KEY: self}
         self._arguments = arguments
@@ -85,20 +87,29 @@ class ConnectionGuard(asyncio.Protocol):
     # ---------------------------------------------------------------- the connection
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self.transport = GatheredWrites(transport, self._loop)
-        self._guards.add(self)
+        self.transport = GatheredWrites(
+            transport,
+            self._loop,
+            self._limits.body_timeout_seconds,
+            lambda: self._counts.refused("unread"),
+        )
+        self._guards[self] = None
         self._counts.num_open += 1
         if len(self._guards) > self._limits.max_connections:
-            self._refuse(self._limits.too_many_connections())
-            return
+            idle = self._longest_idle()
+            if idle is None:
+                self._refuse(self._limits.too_many_connections())
+                return
+            idle.make_way()
         self._protocol = self._protocol_class(app_state=self._app_state, **self._arguments)
         self._protocol.connection_made(self.transport)  # type: ignore[arg-type]
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._guards.discard(self)
+        self._guards.pop(self, None)
         self._counts.num_open -= 1
         self._stop_timer()
+        self.transport.lost()
         self._parser = None  # it refers to this object
         self._protocol.connection_lost(exc)
 
@@ -116,10 +127,29 @@ class ConnectionGuard(asyncio.Protocol):
         return self._protocol.eof_received()
 
     def pause_writing(self) -> None:
+        self.transport.paused()
         self._protocol.pause_writing()
 
     def resume_writing(self) -> None:
+        self.transport.resumed()
         self._protocol.resume_writing()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the client waits for nothing: it has sent no part of a request."""
+        is_used = self._is_in_progress or self._is_in_body or self._head or self._early
+        return not is_used and not self.transport.is_closing()
+
+    def make_way(self) -> None:
+        """Close an idle connection for another one."""
+        self._counts.refused("idle")
+        self._stop_timer()
+        self.transport.close()
+
+    def _longest_idle(self) -> "ConnectionGuard | None":
+        """Return the connection to close for this one: one without any request, if there is one."""
+        idle = [guard for guard in self._guards if guard is not self and guard.is_idle]
+        return next((guard for guard in idle if not guard._has_response), next(iter(idle), None))
 
     def stop(self) -> None:
         """Stop waiting for the rest of a body, because the server stops."""
@@ -334,6 +364,8 @@ class ConnectionGuard(asyncio.Protocol):
                 # A client that did not get a 100 may send the body or another request.
                 if self._is_in_body and (is_held_back or self._failure is not None):
                     message = {**message, "headers": [*message.get("headers", ()), _CLOSE]}
+            if len(message.get("body", b"")) > SENT_BYTES:
+                return _send_in_parts(message, send)
             return send(message)
 
         scope["headers"] = self.headers  # without trailers, which uvicorn appends to its own
@@ -344,6 +376,14 @@ class ConnectionGuard(asyncio.Protocol):
             self.transport.flush()
             if self._early:
                 self._loop.call_soon(self._read_early)
+
+
+async def _send_in_parts(message: Message, send: Send) -> None:
+    """Send a long body as the client reads it: what it does not read is not in the transport."""
+    *parts, last = parts_of([message["body"]])
+    for part in parts:
+        await send({**message, "body": part, "more_body": True})
+    await send({**message, "body": last})
 
 
 class GuardedApp:

@@ -61,7 +61,7 @@ async def serving_listener(
     seconds_left: Callable[[], float] = lambda: 0.0,
 ) -> AsyncIterator[None]:
     """Serve an app at a listening socket, which the end of the context closes."""
-    guards: set[ConnectionGuard] = set()
+    guards: dict[ConnectionGuard, None] = {}
     server = HttpServer(_uvicorn_config(app, settings, connections, guards, tls))
     task = asyncio.create_task(server.serve([listener]))
     try:
@@ -78,15 +78,17 @@ async def serving_listener(
             guard.transport.abort()
         await asyncio.wait([task], timeout=_LINGER_SECONDS)
         server.force_exit = True
-        await task
-        listener.close()
+        try:
+            await task
+        finally:
+            listener.close()
 
 
 def _uvicorn_config(
     app: ASGIApp,
     settings: ServerConfig,
     connections: HttpConnections,
-    guards: set[ConnectionGuard],
+    guards: dict[ConnectionGuard, None],
     tls: Certificates | None,
 ) -> uvicorn.Config:
     limits = ConnectionLimits(

@@ -10,7 +10,6 @@ import functools
 import gc
 import itertools
 import logging
-import sys
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
@@ -19,14 +18,17 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from loraplex.app import event_loop
+from loraplex.app.fair_shares import with_fair_shares
 from loraplex.app.local_paths import with_local_paths
 from loraplex.app.open_files import raise_open_file_limit
 from loraplex.app.start_checks import check_memory, check_start
+from loraplex.core.closing import close_together
 from loraplex.core.config import Config, ModelConfig
 from loraplex.core.environment import set_log_format
 from loraplex.core.errors import LoraplexError
 from loraplex.core.imports import without_collection
 from loraplex.core.log_lines import log_to_standard_error
+from loraplex.core.python_process import module_command
 from loraplex.core.server_config import ServerConfig
 from loraplex.serving.engines.link import EngineLauncher, EngineLink, LinkFactory, ProcessLink
 from loraplex.serving.wire_request import current_request
@@ -38,8 +40,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _FIRST_EPOCH = 1
-_CHATTY = ("asyncio", "grpc")
-"""Loggers whose debug messages are about themselves."""
 
 
 def run_server(
@@ -60,13 +60,21 @@ def run_server(
     if process_name:
         name_process(process_name)
     set_up_logging(config.server)
-    raise_open_file_limit(config.server.max_connections)
+    config = with_fair_shares(with_open_files(config), given_keys)
     check_start(config)
     local = with_local_paths(config)
     check_memory(local)
     for name, model in local.models.items():
         logger.info("loading %s from %s on %s", name, model.path, model.device)
     event_loop.run(_run_server(local, print_line, declarations, control, given_keys))
+
+
+def with_open_files(config: Config) -> Config:
+    """Raise the limit of open files, and return the configuration with the connections that it
+    leaves. Raises ConfigError."""
+    number = raise_open_file_limit(config.server.max_connections)
+    server = msgspec.structs.replace(config.server, max_connections=number)
+    return msgspec.structs.replace(config, server=server)
 
 
 def name_process(name: str) -> None:
@@ -79,8 +87,6 @@ def set_up_logging(settings: ServerConfig) -> None:
     """Log to standard error, by the settings log_level and log_format."""
     set_log_format(settings.log_format)
     log_to_standard_error(settings.log_level, more="%(request)s")
-    for name in _CHATTY:
-        logging.getLogger(name).setLevel(max(logging.INFO, logging.getLogger().level))
     for handler in logging.getLogger().handlers:
         handler.addFilter(_with_request)
 
@@ -122,7 +128,7 @@ def _print_settled(print_line: Callable[[str], None], line: str) -> None:
 
 def engine_process(model: ModelConfig, log_level: str = "info") -> LinkFactory:
     """Return the factory of an engine in a process of its own."""
-    command = [sys.executable, "-m", "loraplex.app.engine_process", log_level]
+    command = module_command("loraplex.app.engine_process", log_level)
     settings = msgspec.msgpack.encode(model)
 
     def start(epoch: int) -> Awaitable[EngineLink]:
@@ -157,7 +163,7 @@ async def started_engines(config: Config, launch: EngineLauncher) -> AsyncIterat
         yield returning_started
     finally:
         left = itertools.chain.from_iterable(waiting.values())
-        await asyncio.gather(*(link.close() for link in left))
+        await close_together(*(link.close() for link in left))
 
 
 def _settings_of(model: ModelConfig) -> bytes:

@@ -44,6 +44,7 @@ from loraplex.core.principal import DEFAULT_TENANT, LOCAL
 from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.stats import EngineStats
+from loraplex.core.task import Generate
 from loraplex.serving.adapter_cards import (
     AdapterCard,
     AdapterDetails,
@@ -323,7 +324,7 @@ class LLM:
             request_id=self._service.new_request_id(),
             model=self._model,
             prompt=prompt if isinstance(prompt, str) else tuple(prompt),
-            sampling=params,
+            task=Generate(params),
             adapters=adapters,
             load_policy=policy,
             **options,

@@ -80,7 +80,7 @@ def collect(prompt: Prompt, outputs: Sequence[RequestOutput], n: int) -> Generat
     pieces = [piece for output in outputs for piece in output.sequences]
     last = outputs[-1]
     assert last.timing is not None, "the last output has the timing"
-    prompt_logprobs = (output.prompt_logprobs for output in outputs)
+    prompt_logprobs = (output.prompt_logprobs for output in outputs if output.prompt_logprobs)
     return Generated(
         prompt=prompt,
         prompt_token_ids=last.prompt_token_ids,
@@ -89,7 +89,7 @@ def collect(prompt: Prompt, outputs: Sequence[RequestOutput], n: int) -> Generat
         ),
         adapters=last.adapters,
         timing=last.timing,
-        prompt_logprobs=next((values for values in prompt_logprobs if values is not None), None),
+        prompt_logprobs=next((tuple(values) for values in prompt_logprobs), None),
         prompt_logits=_array(logits for output in outputs for logits in output.prompt_logits),
     )
 

@@ -14,7 +14,8 @@ from loraplex.execution.sizing.kv import windowed
 from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.execution.weights.size import weights_size
 from loraplex.execution.weights.stored_head import read_model
-from loraplex.models.sharding import TensorShard, shard
+from loraplex.models.linear_group import TensorShard
+from loraplex.models.sharding import shard
 from loraplex.models.spec import ModelSpec
 from loraplex.models.stages import PipelineStage, stage
 

@@ -136,7 +136,7 @@ def _capacity(settings: RunnerSettings, config: ModelSpec) -> Capacity:
     )
     return Capacity(
         block_size=settings.block_size,
-        kv_groups=size.kv.capacities,
+        cache_groups=size.kv.capacities,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_model_len=size.kv.max_model_len,

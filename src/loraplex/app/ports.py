@@ -85,10 +85,14 @@ class Ports:
         self.bound["grpc"] = server.port
 
     async def open_request_socket(self, triton: TritonService, reporting: Reporting) -> None:
-        path, limit = self._settings.request_socket, self._settings.max_body_bytes
+        path = self._settings.request_socket
         if path:
             serving = serving_socket(
-                triton, path, max_message_bytes=limit, telemetry=reporting.telemetry
+                triton,
+                path,
+                max_message_bytes=self._settings.max_body_bytes,
+                unread_seconds=self._settings.body_timeout_seconds,
+                telemetry=reporting.telemetry,
             )
             await self._stack.enter_async_context(serving)
 

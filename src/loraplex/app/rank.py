@@ -24,6 +24,7 @@ from loraplex.app.stage_channels import (
 )
 from loraplex.core.config import ModelConfig
 from loraplex.core.log_lines import log_to_standard_error
+from loraplex.core.python_process import module_command
 from loraplex.core.version import __version__
 from loraplex.engine.runner import AdapterLoader, Runner
 from loraplex.execution.adapters.host_adapters import HostAdapters
@@ -34,7 +35,7 @@ from loraplex.execution.steps.socket_links import SocketLinks
 from loraplex.execution.steps.threaded_runner import ThreadedRunner
 from loraplex.execution.weights.weight_files import weight_files
 from loraplex.models.engine_folder import CONFIG_NAME
-from loraplex.models.sharding import TensorShard
+from loraplex.models.linear_group import TensorShard
 from loraplex.models.stages import PipelineStage
 from loraplex.parallel.messages import RankStart
 from loraplex.parallel.rank_process import be_rank_process
@@ -176,7 +177,7 @@ def world_of(model: ModelConfig) -> World:
 def rank_command(rank: int) -> Sequence[str]:
     """Return the command of a rank's process, which logs as this one does."""
     level = logging.getLevelName(logging.getLogger().level).lower()
-    return (sys.executable, "-m", "loraplex.app.rank", level, str(rank))
+    return module_command("loraplex.app.rank", level, str(rank))
 
 
 def overlaps(model: ModelConfig) -> bool:

@@ -16,6 +16,7 @@ import msgspec
 
 from loraplex.app.access import served_as_known_hosts
 from loraplex.app.banner import banner
+from loraplex.app.dialects import dialect_of
 from loraplex.app.end_of_input import end_of_input
 from loraplex.app.front_ends import FrontEnds, front_ends
 from loraplex.app.frontend_processes import FrontendProcesses, check_frontends, share_of
@@ -85,24 +86,24 @@ class Server:
             if shown is not None:
                 others = FrontendProcesses(service, config, self._given_keys, shown)
             self._handle_signals(served.reporting, served.keys, others)
-            # The ports open first: /health/ready is false until the models are loaded.
             if tls is not None:
                 await stack.enter_async_context(tls.following())
+            # The ports open first: /health/ready is false until the models are loaded. Where it is
+            # always true they open last, as llgtrt's port does.
+            opens_last = dialect_of(config).is_ready_at_once
             ports = Ports(stack, settings, tls, self._seconds_left)
             self.bound_ports = ports.bound
-            await ports.open_http(served.app, served.reporting.connections)
-            await ports.open_metrics(
-                served_as_known_hosts(served.metrics, settings, has_keys=has_keys)
-            )
-            await ports.open_grpc(
-                served.triton, served.authenticate, served.reporting, served.bodies
-            )
-            await ports.open_request_socket(served.triton, served.reporting)
-            if others is not None:
-                running = others.running(served.app, ports.bound["http"], self._seconds_left)
-                await stack.enter_async_context(running)
             async with logging_progress():
-                is_started = await done_before(self._stop, _started(served, others))
+                is_started = not opens_last or await done_before(self._stop, served.start())
+                if is_started:
+                    await self._open(ports, served, has_keys=has_keys)
+                    if others is not None:
+                        running = others.running(
+                            served.app, ports.bound["http"], self._seconds_left
+                        )
+                        await stack.enter_async_context(running)
+                    work = _started(None if opens_last else served, others)
+                    is_started = await done_before(self._stop, work)
             if is_started:
                 for line in ports.lines():
                     self._print_line(line)
@@ -110,6 +111,14 @@ class Server:
                 async with logging_throughput(functools.partial(_stats, service)):
                     await self._stop.wait()
                 await self._drain(service)
+
+    async def _open(self, ports: Ports, served: FrontEnds, *, has_keys: bool) -> None:
+        await ports.open_http(served.app, served.reporting.connections)
+        await ports.open_metrics(
+            served_as_known_hosts(served.metrics, self._config.server, has_keys=has_keys)
+        )
+        await ports.open_grpc(served.triton, served.authenticate, served.reporting, served.bodies)
+        await ports.open_request_socket(served.triton, served.reporting)
 
     def _log_ready(self, service: Service, *, has_keys: bool) -> None:
         settings = self._config.server
@@ -199,8 +208,10 @@ def _stats(service: Service) -> dict[str, EngineStats]:
     return {card.name: service.model(card.name).stats for card in service.models()}
 
 
-async def _started(served: FrontEnds, others: FrontendProcesses | None) -> None:
-    await served.start()
+async def _started(served: FrontEnds | None, others: FrontendProcesses | None) -> None:
+    """Start what is not yet started, and wait for the other processes."""
+    if served is not None:
+        await served.start()
     if others is not None:
         await others.until_open()
 

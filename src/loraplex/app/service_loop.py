@@ -40,9 +40,11 @@ class ServiceLoop:
             if self._loop.is_closed() or not self._thread.is_alive():
                 return
             atexit.unregister(self.close)
-            self.wait(self._last_work())
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
+            try:
+                self.wait(self._last_work())
+            finally:
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._thread.join()
 
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
         """Do work on the loop; an interrupt of this thread cancels it.

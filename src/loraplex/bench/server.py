@@ -6,12 +6,12 @@ Talks to it as an operator does: by flags, by the lines that it prints, by a sig
 import asyncio
 import contextlib
 import re
-import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from loraplex.core.environment import child_environment
 from loraplex.core.errors import ConfigError
+from loraplex.core.python_process import module_command
 
 _START_SECONDS = 300.0
 _STOP_SECONDS = 60.0
@@ -26,7 +26,7 @@ def serve_command(
     places = [str(model), "--name", name, "--adapter-dir", str(adapter_dir)]
     ports = ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]
     quiet = ["--state-dir", str(state_dir), "--log-level", "warning"]
-    return [sys.executable, "-m", "loraplex", "serve", *places, *ports, *quiet, *flags]
+    return [*module_command("loraplex", "serve"), *places, *ports, *quiet, *flags]
 
 
 @contextlib.asynccontextmanager

@@ -86,7 +86,8 @@ def _read(in_file: str, model_dir: Path | None) -> tuple["PeftAdapter", int | No
     from loraplex.models.registry import read_config  # noqa: PLC0415
 
     shapes = base_shapes(read_config(model_dir))
-    return read_peft(in_file, shapes), max(shapes.num_experts.values(), default=None)
+    numbers = (number for layer in shapes.layer_forms for number in layer.num_experts.values())
+    return read_peft(in_file, shapes), max(numbers, default=None)
 
 
 def _print_report(adapter: "PeftAdapter", written: "Sequence[Written]", verbose: bool) -> None:

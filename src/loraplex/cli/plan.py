@@ -13,7 +13,7 @@ from loraplex.core.counts import counted
 
 if TYPE_CHECKING:
     from loraplex.app.plan import MemoryPlan, PlannedAdapter
-    from loraplex.serving.model_memory import KVGroupMemory, KVMemory
+    from loraplex.serving.model_memory import CacheGroupMemory, KVMemory
 
 
 @with_settings(
@@ -84,7 +84,7 @@ def _print_plan(plan: "MemoryPlan") -> None:
         _print_adapters(plan)
 
 
-def _on_host(kv: "KVMemory | KVGroupMemory") -> str:
+def _on_host(kv: "KVMemory | CacheGroupMemory") -> str:
     return f", {kv.host_blocks} more on the host" if kv.host_blocks else ""
 
 

@@ -152,7 +152,10 @@ def read_flags(
     """
     parser = _parser(rows, command, about)
     words = list(_plain_words(rows, arguments, takes_any_word))
-    known, rest = parser.parse_known_args(words)
+    may_be_missing = any(row.is_positional and row.default is not REQUIRED for row in rows)
+    # Else a word that may be missing could not follow flags.
+    parse = parser.parse_known_intermixed_args if may_be_missing else parser.parse_known_args
+    known, rest = parse(words)
     if rest:
         raise UsageError(f"{command} knows no {rest[0]}; {_suggestion(rest[0], rows)}")
     return check_values(
@@ -206,6 +209,8 @@ def _parser(rows: Sequence[FlagRow], command: str, about: str) -> argparse.Argum
             text += f" [{row.default}]"
         options: dict[str, Any] = {"help": text.replace("%", "%%")}
         if row.is_positional:
+            if row.default is not REQUIRED:
+                options["nargs"] = "?"
             parser.add_argument(row.key, **options)
             continue
         options |= {"dest": row.key, "required": row.default is REQUIRED}

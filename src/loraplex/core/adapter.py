@@ -5,7 +5,7 @@ adapter's only identity: everything below serving knows digests and the handles 
 """
 
 import enum
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 import msgspec
@@ -176,9 +176,12 @@ def join_experts(targets: Iterable[LoraTarget]) -> Iterator[LoraTarget]:
         yield last
 
 
-def head_block_size(modules: Mapping[str, tuple[int, int]], hidden_size: int) -> int:
-    """Return the number of lm_head's outputs per piece; no piece is larger than a layer's."""
-    return max(sum(features) for features in modules.values()) - hidden_size
+def head_block_size(largest_target: int, hidden_size: int) -> int:
+    """Return the number of lm_head's outputs per piece; no piece is larger than a layer's.
+
+    largest_target: inputs and outputs of the largest linear layer of any decoder layer.
+    """
+    return largest_target - hidden_size
 
 
 class AdapterSource(msgspec.Struct, frozen=True):

@@ -13,6 +13,7 @@ import msgspec
 
 from loraplex.core.engine_settings import NO_CACHE
 from loraplex.core.errors import ConfigError
+from loraplex.core.python_process import with_safe_path
 
 ENVIRONMENT_PREFIX = "LORAPLEX_"
 _API_KEYS = "LORAPLEX_API_KEYS"
@@ -191,7 +192,12 @@ def child_environment() -> dict[str, str]:
         if not name.startswith(ENVIRONMENT_PREFIX) or name == _LOG_FORMAT
     }
     environment.setdefault(*_SLEEPING_THREADS)
-    return environment
+    return with_safe_path(environment)
+
+
+def server_environment() -> dict[str, str]:
+    """Return the environment of a server that we start: with its settings and API keys."""
+    return with_safe_path(os.environ)
 
 
 def proxy_for(scheme: str, host: str) -> str | None:

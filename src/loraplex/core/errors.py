@@ -27,6 +27,7 @@
     │   ├── EngineRestartedError         the engine died under the request
     │   ├── AdapterLoadError             a load failed; it is retried after a pause
     │   ├── StorageFullError             the disk of the state directory is full
+    │   ├── StorageUnavailableError      the state directory is gone, read-only or broken
     │   └── DeadlineExceededError
     ├── InternalError                a defect of loraplex or its machine
     │   ├── RowFailedError               one row of a step failed
@@ -39,9 +40,41 @@ Each leaf has a stable `code`. Each front end maps the leaves in one table (a te
 tables total). An error crosses a process as an `ErrorInfo`.
 """
 
-from typing import ClassVar
+import errno
+import re
+from typing import ClassVar, Final
 
 import msgspec
+
+from loraplex.core.url_secrets import without_url_secrets
+
+SHORTAGES: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+"""Numbers of system errors that are no fault of the file or address at which they appear."""
+_PASSING_SECONDS: Final = 5.0
+_MAX_CAUSES: Final = 8
+MAX_QUOTED: Final = 200
+"""Characters of a client's value that an error quotes."""
+MAX_MESSAGE: Final = 4096
+"""Characters of an error that a client gets: it may quote several values."""
+_LONG: Final = re.compile(rf"\S{{{MAX_QUOTED + 1},}}")
+
+
+def brief(message: str) -> str:
+    """Shorten what a message quotes of a client's values: a name may have a megabyte.
+
+    The beginning and the end stay: they have most of what a name, a path and a sentence mean.
+    """
+    if len(message) <= MAX_QUOTED:
+        return message
+    return cut(_LONG.sub(lambda found: cut(found.group()), message), MAX_MESSAGE)
+
+
+def cut(text: str, most: int = MAX_QUOTED) -> str:
+    """Leave out the middle of a text that is longer."""
+    if len(text) <= most:
+        return text
+    end = most // 4
+    return f"{text[: most - end - 3]}...{text[-end:]}"
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -61,6 +94,11 @@ class LoraplexError(Exception):
     def __init__(
         self, message: str, *, param: str | None = None, retry_after_seconds: float | None = None
     ) -> None:
+        # Errors of libraries, which are part of many messages, name URLs in full.
+        message = without_url_secrets(message)
+        if not isinstance(self, ConfigError):
+            message = brief(message)
+            param = None if param is None else cut(param)
         super().__init__(message)
         self.message = message
         self.param = param
@@ -190,6 +228,10 @@ class StorageFullError(CapacityError):
     code = "storage_full"
 
 
+class StorageUnavailableError(CapacityError):
+    code = "storage_unavailable"
+
+
 class DeadlineExceededError(CapacityError):
     code = "deadline_exceeded"
 
@@ -238,6 +280,32 @@ def leaves(root: type[LoraplexError] = LoraplexError) -> list[type[LoraplexError
 
 
 ERROR_CLASSES: dict[str, type[LoraplexError]] = {cls.code: cls for cls in _tree(LoraplexError)}
+
+
+def passing_error(error: BaseException | None) -> NotReadyError | None:
+    """Return the error for a client whose request met a fault of the machine that may pass; None
+    for other errors.
+
+    Faults are a lack of file descriptors or memory, wherever it was met, and files of the
+    operator's configuration that cannot be read for now.
+    """
+    is_of_config = isinstance(error, ConfigError)
+    for _ in range(_MAX_CAUSES):
+        number = getattr(error, "errno", None)
+        if number in SHORTAGES:
+            lacking = "memory" if number == errno.ENOMEM else "file descriptors"
+            return NotReadyError(
+                f"the server has too few {lacking} for now: try again",
+                retry_after_seconds=_PASSING_SECONDS,
+            )
+        if is_of_config and isinstance(error, OSError):
+            return NotReadyError(
+                "the server cannot read files of its configuration for now: try again; its log has "
+                "the details",
+                retry_after_seconds=_PASSING_SECONDS,
+            )
+        error = error and (error.__cause__ or error.__context__)
+    return None
 
 
 def error_from_info(info: ErrorInfo) -> LoraplexError:

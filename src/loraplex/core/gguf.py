@@ -6,8 +6,9 @@ Every length is checked against the file's, so a broken or hostile file is an er
 
 import enum
 import math
+import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple
 
@@ -37,6 +38,13 @@ _SMALLEST_STRING: Final = 8
 """Bytes of its length."""
 
 
+SPLIT_COUNT: Final = "split.count"
+_SPLIT_TENSORS: Final = "split.tensors.count"
+_PART: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+"""Name of a part of a split file, as llama.cpp's llama-gguf-split writes it."""
+_MAX_SHOWN: Final = 3
+
+
 class BlockType(enum.Enum):
     """Types of tensors that are read: their number in files, values in a block, and its bytes."""
 
@@ -48,10 +56,13 @@ class BlockType(enum.Enum):
     Q5_0 = (6, 32, 22)
     Q5_1 = (7, 32, 24)
     Q8_0 = (8, 32, 34)
+    Q2_K = (10, 256, 84)
+    Q3_K = (11, 256, 110)
     Q4_K = (12, 256, 144)
     Q5_K = (13, 256, 176)
     Q6_K = (14, 256, 210)
     IQ4_NL = (20, 32, 18)
+    IQ4_XS = (23, 256, 136)
     MXFP4 = (39, 32, 17)
 
     def __init__(self, number: int, num_values: int, num_bytes: int) -> None:
@@ -63,8 +74,6 @@ class BlockType(enum.Enum):
 _TYPES: Final = {kind.number: kind for kind in BlockType}
 _OTHER_TYPES: Final = {
     9: "Q8_1",
-    10: "Q2_K",
-    11: "Q3_K",
     15: "Q8_K",
     16: "IQ2_XXS",
     17: "IQ2_XS",
@@ -72,7 +81,6 @@ _OTHER_TYPES: Final = {
     19: "IQ1_S",
     21: "IQ3_S",
     22: "IQ2_S",
-    23: "IQ4_XS",
     24: "I8",
     25: "I16",
     26: "I32",
@@ -90,8 +98,9 @@ class GgufTensor(NamedTuple):
     shape: tuple[int, ...]
     """Outputs first, as torch has it."""
     kind: BlockType
+    path: Path
     start: int
-    """Offset in the file."""
+    """Offset in the file of that path."""
 
     @property
     def num_bytes(self) -> int:
@@ -99,6 +108,8 @@ class GgufTensor(NamedTuple):
 
 
 class GgufFile(NamedTuple):
+    """File, or several that are the parts of one; path and metadata are those of the first."""
+
     path: Path
     metadata: Mapping[str, Any]
     tensors: Mapping[str, GgufTensor]
@@ -108,18 +119,87 @@ class GgufFile(NamedTuple):
         tensor = self.tensors[name]
         data = bytearray(tensor.num_bytes)
         try:
-            with self.path.open("rb") as file:
+            with tensor.path.open("rb") as file:
                 file.seek(tensor.start)
                 num_read = file.readinto(data)
         except OSError as error:
-            raise ConfigError(f"cannot read {self.path}: {error.strerror}") from error
+            raise ConfigError(f"cannot read {tensor.path}: {error.strerror}") from error
         if num_read != len(data):
-            raise ConfigError(f"{self.path} became shorter while it was read")
+            raise ConfigError(f"{tensor.path} became shorter while it was read")
         return data
 
 
+def gguf_stem(path: Path) -> str:
+    """Return a file's name without its ending, and without the number of a part."""
+    part = _PART.fullmatch(path.name)
+    return part[1] if part else path.stem
+
+
+def gguf_parts(path: Path) -> list[Path]:
+    """Return the parts of the split file that a path is one of, or the path alone."""
+    part = _PART.fullmatch(path.name)
+    if part is None or not 1 <= int(part[2]) <= int(part[3]):
+        return [path]
+    names = (part_name(part[1], number, int(part[3])) for number in range(1, int(part[3]) + 1))
+    return [path.with_name(name) for name in names]
+
+
+def part_name(stem: str, number: int, count: int) -> str:
+    return f"{stem}-{number:05d}-of-{count:05d}.gguf"
+
+
 def read_gguf(path: Path) -> GgufFile:
-    """Read metadata and descriptions of tensors. Raises ConfigError, UnsupportedModelError."""
+    """Read metadata and descriptions of tensors, of all parts if it is one of a split file.
+
+    Raises ConfigError, UnsupportedModelError.
+    """
+    paths = gguf_parts(path)
+    missing = [part.name for part in paths if not part.exists()]
+    if missing and len(paths) > 1:
+        shown = ", ".join(missing[:_MAX_SHOWN]) + ", ..." * (len(missing) > _MAX_SHOWN)
+        raise ConfigError(
+            f"{path} is a part of a model of {len(paths)} files, of which {len(missing)} are "
+            f"missing in its folder: {shown}"
+        )
+    return _joined([_read_part(part, number, len(paths)) for number, part in enumerate(paths)])
+
+
+def _read_part(path: Path, number: int, count: int) -> GgufFile:
+    """Read part `number`, from 0, of `count`. Raises ConfigError if it is another."""
+    file = _read_file(path)
+    found = (file.metadata.get(SPLIT_COUNT), file.metadata.get("split.no"))
+    if count == 1 and found[0] not in (None, 0, 1):
+        raise ConfigError(
+            f"{path} is a part of a split model ({SPLIT_COUNT} is {str(found[0])[:80]}): name its "
+            "parts NAME-00001-of-00003.gguf and so on, with the number of parts, in one folder"
+        )
+    if count > 1 and found != (count, number):
+        raise ConfigError(
+            f"{path}: {SPLIT_COUNT} is {str(found[0])[:80]} and split.no is {str(found[1])[:80]}, "
+            f"but the name means {count} and {number}: it is a part of another split"
+        )
+    return file
+
+
+def _joined(parts: Sequence[GgufFile]) -> GgufFile:
+    """Join the parts of a split file. Raises ConfigError if they are not all of its tensors."""
+    first = parts[0]
+    tensors: dict[str, GgufTensor] = {}
+    for part in parts:
+        for name, tensor in part.tensors.items():
+            if name in tensors:
+                raise ConfigError(f"{part.path}: tensor {name} is in {tensors[name].path}, too")
+            tensors[name] = tensor
+    wanted = first.metadata.get(_SPLIT_TENSORS, len(tensors))
+    if wanted != len(tensors):
+        raise ConfigError(
+            f"{first.path}: {_SPLIT_TENSORS} is {str(wanted)[:80]}, but its {len(parts)} files "
+            f"have {len(tensors)} tensors"
+        )
+    return GgufFile(first.path, first.metadata, tensors)
+
+
+def _read_file(path: Path) -> GgufFile:
     try:
         with path.open("rb") as file:
             size = path.stat().st_size
@@ -129,7 +209,7 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 def parse_gguf(path: Path, content: BinaryIO, size: int, max_header_bytes: int) -> GgufFile:
-    """Return read_gguf's result for `size` bytes that were read before; path is for messages."""
+    """Describe one file of `size` bytes that is open already; path is for messages."""
     return _Reader(path, content, size, min(size, max_header_bytes)).read()
 
 
@@ -174,7 +254,7 @@ class _Reader:
         start = -(-self._file.tell() // alignment) * alignment
         tensors: dict[str, GgufTensor] = {}
         for name, (shape, kind, offset) in found.items():
-            tensor = GgufTensor(shape, kind, start + offset)
+            tensor = GgufTensor(shape, kind, self._path, start + offset)
             if shape and shape[-1] % kind.num_values:
                 raise ConfigError(
                     f"{self._path}: tensor {name} of shape {list(shape)} cannot be {kind.name}, "

@@ -13,6 +13,18 @@ from loraplex.core.gguf import GgufFile
 ROPE_FACTORS: Final = "rope_freqs.weight"
 LONG_ROPE: Final = ("rope_factors_short.weight", "rope_factors_long.weight")
 
+END_TEXTS: Final = frozenset(
+    (
+        *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>"),
+        *("<|end_of_text|>", "<EOT>", "_<EOT>", "<end_of_utterance>"),
+        *("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<|file_sep|>"),
+        *("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<reponame>"),
+    )
+)
+"""Texts of tokens that end an output whatever the file names, as in llama.cpp's llama-vocab.cpp:
+converters name one end token at most, and models have several (llama.cpp#9606). Those that only
+architectures have which are not supported are left out: there some of these do not end it."""
+
 _LAYER: Final = re.compile(r"blk\.(\d{1,6})\.(\w+)\.(\w+)")
 _OUTSIDE: Final = {
     "token_embd": "model.embed_tokens",
@@ -98,8 +110,10 @@ FAMILIES: Final[Mapping[str, GgufFamily]] = {
 
 
 def family_of(file: GgufFile) -> GgufFamily:
-    """Return the family of a file's model. Raises UnsupportedModelError."""
-    name = str(file.metadata.get("general.architecture", ""))[:80]
+    """Return the family of a file's model. Raises ConfigError, UnsupportedModelError."""
+    if "general.architecture" not in file.metadata:
+        raise ConfigError(f"{file.path}: metadata general.architecture is missing")
+    name = str(file.metadata["general.architecture"])[:80]
     if name not in FAMILIES:
         raise UnsupportedModelError(
             f"{file.path}: architecture {name!r} of GGUF is not supported; "

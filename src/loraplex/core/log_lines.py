@@ -1,5 +1,6 @@
 """The format of log lines, the same in all processes of a server."""
 
+import contextlib
 import datetime
 import json
 import logging
@@ -10,10 +11,24 @@ from typing import Final
 
 from loraplex.core.environment import has_colours, log_format
 from loraplex.core.errors import ConfigError
+from loraplex.core.url_secrets import without_queries
 
 _RED: Final = "\x1b[31m"
 _YELLOW: Final = "\x1b[33m"
 _TIME: Final = "%Y-%m-%d %H:%M:%S"
+_FORMATTER: Final = logging.Formatter()
+_LEAST_LEVELS: Final = {
+    # Its messages are a line for each request that we send.
+    "httpx": logging.WARNING,
+    # Their debug messages are about themselves; some hold signatures.
+    **dict.fromkeys(
+        (
+            *("asyncio", "grpc", "httpcore", "urllib3", "botocore", "aiobotocore", "s3fs"),
+            *("fsspec", "gcsfs", "adlfs", "azure", "google", "filelock"),
+        ),
+        logging.INFO,
+    ),
+}
 
 
 def log_to_standard_error(level: str, source: str = "%(name)s", more: str = "") -> None:
@@ -32,7 +47,31 @@ def log_to_standard_error(level: str, source: str = "%(name)s", more: str = "") 
             handler.addFilter(_with_colour)
         text = f"{start} %(asctime)s.%(msecs)03d {source}: %(message)s{more}"
         handler.setFormatter(logging.Formatter(text, _TIME))
+    _begin(level, handler)
+
+
+def log_to_parent(level: str) -> None:
+    """Log to standard error for the process that reads it and logs each line with its level."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+    _begin(level, handler)
+
+
+def _begin(level: str, handler: logging.Handler) -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler])
+    for each in logging.getLogger().handlers:
+        each.addFilter(without_secrets)
+    for name, least in _LEAST_LEVELS.items():
+        logging.getLogger(name).setLevel(max(least, logging.getLogger().level))
+
+
+def without_secrets(record: logging.LogRecord) -> bool:
+    """Remove queries and users of URLs from a log record, whichever library made it."""
+    with contextlib.suppress(Exception):  # a message that does not fit its arguments
+        record.msg, record.args = without_queries(record.getMessage()), None
+    if record.exc_info and not record.exc_text:
+        record.exc_text = without_queries(_FORMATTER.formatException(record.exc_info))
+    return True
 
 
 class _Json(logging.Formatter):
@@ -54,7 +93,7 @@ class _Json(logging.Formatter):
             **dict(zip(("request_id", "trace_id"), ids, strict=False)),
         }
         if record.exc_info:
-            fields["exception"] = self.formatException(record.exc_info)
+            fields["exception"] = record.exc_text or self.formatException(record.exc_info)
         return json.dumps(fields, ensure_ascii=False)
 
 

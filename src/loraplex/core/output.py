@@ -1,6 +1,9 @@
 """Outputs of a request: from the engine once a step, and from serving once a step with text."""
 
+import dataclasses
 import enum
+from collections.abc import Iterator, Sequence
+from typing import Final, Self, TypeVar, cast, overload
 
 import msgspec
 
@@ -15,7 +18,7 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
-class TokenLogprob(msgspec.Struct, frozen=True):
+class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
     """One position: the token, its natural log probability, and the most likely ones.
 
     Taken from the model's own distribution (before temperature, penalties and cuts).
@@ -27,6 +30,83 @@ class TokenLogprob(msgspec.Struct, frozen=True):
     """1 is the most likely token."""
     top: tuple[tuple[int, float], ...] = ()
     """(token id, log probability), most likely first."""
+
+
+LOGPROBS_PIECE: Final = 128
+"""Positions whose log probabilities are decoded at a time."""
+_PIECE_ENCODER: Final = msgspec.msgpack.Encoder()
+_PIECE_DECODER: Final = msgspec.msgpack.Decoder(list[TokenLogprob | None])
+_Logprob = TypeVar("_Logprob", bound=TokenLogprob | None)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class PackedLogprobs(Sequence[_Logprob]):
+    """Many log probabilities that come at once, in the order of their positions.
+
+    They stay encoded until they are read, a piece at a time, and take no time of the event loops
+    that pass them on. It is equal to a sequence of the same elements.
+    """
+
+    num_positions: int
+    num_values: int
+    """Number of tokens that the positions list, together."""
+    pieces: tuple[bytes, ...]
+    """Each LOGPROBS_PIECE positions, as msgpack. Of the last one only the first may count."""
+
+    @classmethod
+    def of(cls, logprobs: Sequence[_Logprob]) -> Self:
+        starts = range(0, len(logprobs), LOGPROBS_PIECE)
+        return cls(
+            len(logprobs),
+            sum(1 + len(logprob.top) for logprob in logprobs if logprob is not None),
+            tuple(_PIECE_ENCODER.encode(logprobs[i : i + LOGPROBS_PIECE]) for i in starts),
+        )
+
+    def __len__(self) -> int:
+        return self.num_positions
+
+    def __iter__(self) -> Iterator[_Logprob]:
+        for index, _ in enumerate(self.pieces):
+            yield from self._piece(index)
+
+    @overload
+    def __getitem__(self, index: int) -> _Logprob: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[_Logprob]: ...
+    def __getitem__(self, index: int | slice) -> _Logprob | list[_Logprob]:
+        if isinstance(index, slice):
+            return list(self)[index]
+        piece, place = divmod(range(self.num_positions)[index], LOGPROBS_PIECE)
+        return self._piece(piece)[place]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        return list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _piece(self, index: int) -> list[_Logprob]:
+        num_left = self.num_positions - index * LOGPROBS_PIECE
+        return cast("list[_Logprob]", _PIECE_DECODER.decode(self.pieces[index])[:num_left])
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class PromptLogprobs(PackedLogprobs[TokenLogprob | None]):
+    """Log probabilities of the tokens of a prompt, None for the first."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class BeamLogprobs(PackedLogprobs[TokenLogprob]):
+    """Log probabilities of the tokens of a hypothesis of beam search."""
+
+    def first(self, num_positions: int) -> "BeamLogprobs":
+        """Return those of the first positions, without decoding them."""
+        if num_positions >= self.num_positions:
+            return self
+        num_values = self.num_values * num_positions // self.num_positions
+        num_pieces = -(-num_positions // LOGPROBS_PIECE)
+        return BeamLogprobs(num_positions, num_values, self.pieces[:num_pieces])
 
 
 class LogitsFile(msgspec.Struct, frozen=True):
@@ -51,7 +131,7 @@ class SequenceDelta(msgspec.Struct, frozen=True, omit_defaults=True):
 
     index: int
     token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | BeamLogprobs = ()
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     """The token that ended it, when finish_reason is STOP. It is the last of token_ids."""
@@ -59,6 +139,8 @@ class SequenceDelta(msgspec.Struct, frozen=True, omit_defaults=True):
     """Logits of token_ids, in order, if the request returns them."""
     cumulative_logprob: float | None = None
     """Log probability of a whole beam search hypothesis; for other sequences sum `logprobs`."""
+    pooled: bytes = b""
+    """The vector of a pooled sequence, in its only delta: float32, little-endian."""
 
 
 class RequestTiming(msgspec.Struct, frozen=True):
@@ -73,6 +155,7 @@ class RequestTiming(msgspec.Struct, frozen=True):
     """Time when the last of its adapters was on the device."""
     first_scheduled_ns: int = 0
     first_token_ns: int = 0
+    """Time of the first token, or of the vector of a pooled request."""
     last_token_ns: int = 0
     num_preemptions: int = 0
     num_cached_tokens: int = 0
@@ -179,7 +262,7 @@ class EngineOutput(msgspec.Struct, frozen=True, omit_defaults=True):
 
     request_id: RequestId
     deltas: tuple[SequenceDelta, ...] = ()
-    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     """One entry per prompt token, None for the first; sent once, with the first token."""
     prompt_logits: tuple[LogitsFile, ...] = ()
     """Logits of the prompt's positions, in order, if the request returns them."""
@@ -207,7 +290,7 @@ class SequenceOutput(msgspec.Struct, frozen=True):
     index: int
     text: str
     token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...]
+    logprobs: tuple[TokenLogprob, ...] | BeamLogprobs
     finish_reason: FinishReason | None
     stop_reason: str | int | None = None
     """The stop string or stop token that matched; None for the end-of-text token."""
@@ -229,13 +312,25 @@ class RequestOutput(msgspec.Struct, frozen=True):
     num_output_tokens: int
     """Tokens generated so far over all sequences."""
     finished: bool
-    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     timing: RequestTiming | None = None
     """Set in the last output."""
     prompt_logits: tuple[Logits, ...] = ()
     """Logits of the prompt's positions, in order, if the request returns them."""
+    pooled: bytes = b""
+    """The vector of a pooled request, in its only output: float32, little-endian."""
 
     @property
     def text(self) -> str:
         """New text of the first sequence."""
         return "".join(sequence.text for sequence in self.sequences if sequence.index == 0)
+
+
+class Pooled(msgspec.Struct, frozen=True):
+    """Result of a pooled request."""
+
+    adapters: tuple[ResolvedAdapter, ...]
+    prompt_token_ids: tuple[int, ...]
+    vector: bytes
+    """Float32, little-endian."""
+    timing: RequestTiming | None

@@ -20,51 +20,56 @@ from loraplex.core.adapter import (
     LoraTarget,
     TargetPart,
 )
+from loraplex.core.cache import Blocks, CacheSpec
 from loraplex.core.errors import ErrorInfo
+from loraplex.core.image import ImageSpan
 from loraplex.core.output import LogitsFile, TokenLogprob
-from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.task import HasTask, PoolKind, Task
 
 Slot = int
 BlockId = int
 PageId = int
-KVGroupId = int
-"""Index of a KV group: layers that share one block table per sequence."""
+CacheGroupId = int
+"""Index of a cache group: layers that share one block table per sequence."""
+CellId = int
+"""Place of the rows of an encoded image."""
 
 NO_BLOCK: Final = -1
 """Gap in a block table: a block that was freed because no position will read it again."""
 
 
-class LogitsNeeded(enum.StrEnum):
-    """Positions of a row whose logits are computed."""
+class Wanted(enum.StrEnum):
+    """What a row yields in a step."""
 
     NONE = "none"
-    """A chunk of a prompt that does not end it."""
+    """Nothing: a chunk of a prompt that does not end it."""
     LAST = "last"
-    """The row samples one token (and one more per accepted draft token)."""
+    """A token, of the logits of the last position (and one more per accepted draft token)."""
+    POOL = "pool"
+    """A vector, of the hidden state of the last position."""
     ALL = "all"
-    """Those of LAST, and the log probabilities of every position (prompt_logprobs)."""
+    """What LAST yields, and the log probabilities of every position (prompt_logprobs)."""
 
 
-class RowAdded(msgspec.Struct, frozen=True, omit_defaults=True):
+class RowAdded(HasTask, msgspec.Struct, frozen=True, omit_defaults=True):
     """A sequence takes a slot."""
 
     slot: Slot
     sequence_id: int
-    sampling: SamplingParams
-    seed: int
+    task: Task
     sequence_index: int
     """Index of the sequence in its request: part of the sampler's counter."""
     token_ids: tuple[int, ...]
     """Every token known now, prompt and output: the sampler's penalties count them."""
     num_prompt_tokens: int
-    suppressed_token_ids: tuple[int, ...] = ()
-    """End and stop tokens, which must not be sampled before min_tokens."""
-    end_token_ids: tuple[int, ...] = ()
-    """End tokens that may come where the grammar of the row may end."""
     adapters: tuple[tuple[AdapterHandle, float], ...] = ()
     """(handle, scale); empty is the base model."""
     tenant: str = ""
     """Tenant of the request: tenants take turns where grammars are compiled."""
+    images: tuple[ImageSpan, ...] = ()
+    """Images of the prompt, in their order. Their positions have the model's placeholder."""
+    encoder_token_ids: tuple[int, ...] = ()
+    """Input of the encoder; empty: the model has none."""
 
 
 class RowStep(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -83,17 +88,24 @@ class RowStep(msgspec.Struct, frozen=True, omit_defaults=True):
     """Draft tokens after the row's newest token. They are computed with it, and the sampler keeps
     those that it would have chosen: a draft token changes no output."""
     new_block_ids: tuple[tuple[BlockId, ...], ...] = ((),)
-    """Blocks appended to the row's block tables, one entry for each KV group."""
-    logits: LogitsNeeded = LogitsNeeded.LAST
+    """Blocks appended to the row's block tables, one entry for each cache group."""
+    wanted: Wanted = msgspec.field(default=Wanted.LAST, name="logits")
+    """What the row yields; encoded as `logits`, as journals have it."""
     num_logprobs: int | None = None
     num_candidates: int = 0
     """Number of most likely next tokens to return for a beam, instead of a sampled one."""
+    image_cells: tuple[CellId, ...] = ()
+    """Cells of the images that the row computes positions of, in their order: rows of a cell take
+    the place of the embeddings of these positions."""
 
 
 class BlockCopy(msgspec.Struct, frozen=True):
-    """Copy the KV of a block before the step computes (copy on write of a fork)."""
+    """Copy a block before the step computes (copy on write of a fork).
 
-    kv_group: KVGroupId
+    The group is encoded as `kv_group`, as journals have it; so in BlockTransfer.
+    """
+
+    cache_group: CacheGroupId = msgspec.field(name="kv_group")
     source: BlockId
     target: BlockId
 
@@ -101,7 +113,7 @@ class BlockCopy(msgspec.Struct, frozen=True):
 class BlockTransfer(msgspec.Struct, frozen=True):
     """Copy the KV of a block to the host's memory, or back."""
 
-    kv_group: KVGroupId
+    cache_group: CacheGroupId = msgspec.field(name="kv_group")
     device_block: BlockId
     host_block: BlockId
 
@@ -113,11 +125,33 @@ class AdapterCopy(msgspec.Struct, frozen=True):
     page_ids: tuple[PageId, ...]
 
 
+class EncodeImage(msgspec.Struct, frozen=True, tag="image"):
+    """Encode an image into a cell. The rows that need it first are in the same step."""
+
+    digest: bytes
+    cell: CellId
+
+
+class EncodeText(msgspec.Struct, frozen=True, tag="text"):
+    """Encode the encoder input of a row, with the row's adapters.
+
+    Keys and values of all its positions are written to the row's blocks of each group of kind
+    `Cross`. The row is in the same step, and no other row of the step reads these blocks. A row
+    that fails may encode nothing.
+    """
+
+    slot: Slot
+
+
+Encode = EncodeImage | EncodeText
+"""What an encoder computes before the rows of a step: one struct for each kind of input."""
+
+
 class StepPlan(msgspec.Struct, frozen=True, omit_defaults=True):
     """One step.
 
     Order: rows leave, rows join, blocks are offloaded, then loaded back, then copied; adapter
-    copies start, rows run.
+    copies start, encoders run, rows run.
     """
 
     step_id: int
@@ -130,10 +164,20 @@ class StepPlan(msgspec.Struct, frozen=True, omit_defaults=True):
     """Host to device."""
     block_copies: tuple[BlockCopy, ...] = ()
     adapter_copies: tuple[AdapterCopy, ...] = ()
+    encodes: tuple[Encode, ...] = ()
 
     @property
     def num_tokens(self) -> int:
+        """Number of tokens of the rows."""
         return sum(row.num_tokens for row in self.rows)
+
+    @property
+    def encoded_images(self) -> tuple[EncodeImage, ...]:
+        return tuple(encode for encode in self.encodes if isinstance(encode, EncodeImage))
+
+    @property
+    def encoded_texts(self) -> tuple[EncodeText, ...]:
+        return tuple(encode for encode in self.encodes if isinstance(encode, EncodeText))
 
 
 class RowResult(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -144,7 +188,7 @@ class RowResult(msgspec.Struct, frozen=True, omit_defaults=True):
     logprobs: tuple[TokenLogprob, ...] = ()
     """One per token, when num_logprobs was set."""
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    """One for the known token after each computed position, with LogitsNeeded.ALL."""
+    """One for the known token after each computed position, with Wanted.ALL."""
     forced_token_ids: tuple[int, ...] = ()
     """Tokens that a grammar makes likely next: draft tokens for the next step."""
     candidates: tuple[tuple[int, float], ...] = ()
@@ -158,6 +202,8 @@ class RowResult(msgspec.Struct, frozen=True, omit_defaults=True):
     """The row was computed and not sampled, because its grammar was not ready: its newest token is
     computed again in a later step."""
     error: ErrorInfo | None = None
+    pooled: bytes = b""
+    """The vector of a row with Wanted.POOL: float32, little-endian."""
 
 
 class StepTiming(msgspec.Struct, frozen=True):
@@ -262,16 +308,15 @@ def targets_by_stage(
     return [tuple(stage) for stage in stages]
 
 
-class KVGroupCapacity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Blocks and attention window of one KV group."""
+class CacheGroupCapacity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Blocks of one cache group."""
 
+    spec: CacheSpec = Blocks()
     num_blocks: int
     num_host_blocks: int = 0
     """Host blocks for the KV of preempted sequences; 0: it is computed again."""
-    attention_window: int | None = None
-    """Number of newest positions that a position sees, itself included; None: all before it."""
-    num_sink_tokens: int = 0
-    """Number of first positions that are seen in addition to a window."""
+    block_bytes: int = 0
+    """Bytes of a block in all layers of the group that one rank has."""
 
 
 class RotationBorder(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -294,13 +339,26 @@ class RotationBorder(msgspec.Struct, frozen=True, omit_defaults=True):
         return num_prompt_tokens if self.by_prompt_length else self.length + 1
 
 
+class ImageCapacity(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Images that the runner reads."""
+
+    placeholder_id: int
+    """Token at the positions of an image: what all that reads ids sees there."""
+    max_tokens: int
+    """Maximum number of positions of an image, which is the number of rows of a cell."""
+    num_cells: int
+    """Number of images whose rows can be kept, and maximum number of images of a prompt."""
+    is_whole: bool = False
+    """Whether the positions of an image see one another, so that a step computes all of them."""
+
+
 class Capacity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Limits of the runner, which it returns once; nothing is written back into the config."""
 
     block_size: int
-    """Tokens per block, in every KV group."""
-    kv_groups: tuple[KVGroupCapacity, ...]
-    """The index is the KVGroupId; the largest attention window is first."""
+    """Tokens per block, in every cache group."""
+    cache_groups: tuple[CacheGroupCapacity, ...]
+    """The index is the CacheGroupId; the largest attention window is first."""
     max_num_seqs: int
     """Number of slots."""
     max_num_batched_tokens: int
@@ -310,9 +368,17 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_stages: int = 1
     """Number of pipeline stages: as many plans may be in flight, and one more with overlap. With
     several stages no plan has a row whose token an earlier plan in flight samples."""
+    pool_kinds: tuple[PoolKind, ...] = ()
+    """Kinds of vectors that the runner computes; tokens it computes always."""
+    hidden_size: int = 0
+    """Length of these vectors."""
+    images: ImageCapacity | None = None
+    """None: the model has no encoder of images."""
     returns_logits: bool = True
     """Whether rows may return logits: the last stage of a pipeline writes no files for rank 0."""
     max_model_len: int
+    longest_encoder_input: int = 0
+    """Maximum number of tokens of an encoder's input; 0: the model has no encoder."""
     rotation_border: RotationBorder | None = None
     """None: no sequence gets so long, or no length counts."""
     vocab_size: int

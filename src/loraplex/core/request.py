@@ -7,13 +7,10 @@ from typing import Final, Self
 import msgspec
 
 from loraplex.core.adapter import AdapterChoice, AdapterUse, LoadPolicy
-from loraplex.core.errors import (
-    InvalidParameterError,
-    InvalidRequestError,
-    TokenOutOfVocabularyError,
-)
+from loraplex.core.errors import InvalidParameterError, InvalidRequestError
+from loraplex.core.image import ImageSpan
 from loraplex.core.retention import KVRetention
-from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.task import Generate, HasTask, Task
 
 RequestId = int
 """The server's own id: uint64, unique in its life. The client's string is kept separately."""
@@ -68,14 +65,19 @@ class RequestBatch:
             action()
 
 
-class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+BINARY_LOGIT_BYTES = 4
+REPEATED_BYTES = 8
+"""Bytes that a response takes for a token of the prompt, as text or as an id, for its limit."""
+
+
+class GenerateRequest(HasTask, msgspec.Struct, frozen=True, kw_only=True):
     """A request as the client meant it, free of the protocol that it used."""
 
     request_id: RequestId
     model: str
     """Name of a served base model."""
     prompt: str | tuple[int, ...]
-    sampling: SamplingParams = SamplingParams()
+    task: Task = Generate()
     adapters: tuple[AdapterChoice, ...] = ()
     """Empty: the base model. Several: their changes are added up."""
     load_policy: LoadPolicy = LoadPolicy.AUTO
@@ -97,15 +99,21 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     retention: KVRetention | None = None
     batch: RequestBatch | None = None
     """Requests that the client sent together with this one."""
+    logit_bytes: int = BINARY_LOGIT_BYTES
+    """Bytes that one logit takes in the response, for its limit."""
+    repeated_bytes: int = 0
+    """Bytes that each output takes for each token of the prompt, which it repeats."""
 
 
-class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
+class EngineRequest(HasTask, msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """An admitted request: tokens, digests and absolute times only."""
 
     request_id: RequestId
     prompt_token_ids: tuple[int, ...]
-    sampling: SamplingParams
-    """`max_tokens` and `seed` are set."""
+    encoder_token_ids: tuple[int, ...] = ()
+    """Input of the model's encoder; empty if it has none."""
+    task: Task
+    """`max_tokens` and `seed` of sampling parameters are set."""
     eos_token_ids: tuple[int, ...]
     adapters: tuple[AdapterUse, ...]
     """Each digest once, ascending; no scale is 0. So one composition has one salt."""
@@ -127,6 +135,11 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Indices of the sequences that had ended in a former engine."""
     prompt_scores_delivered: bool = False
     """A former engine had delivered the prompt log probabilities (and logits)."""
+    images: tuple[ImageSpan, ...] = ()
+    """Images of the prompt, in their order. Its tokens there are the model's placeholder."""
+    image_salt: bytes = b""
+    """Salt of encoded images: requests share the rows of an image only if it is equal. It is that
+    of the KV without adapters."""
     num_restarts: int = 0
     """Number of engines that died with this request. Above 0, the request was accepted before, and
     no queue limit applies to it."""
@@ -149,12 +162,7 @@ def check_adapters(adapters: Sequence[AdapterChoice]) -> None:
             )
 
 
-def check_prompt_tokens(token_ids: tuple[int, ...], vocab_size: int) -> None:
-    """Raise a LoraplexError for an empty prompt, or a token that the model does not have."""
-    if not token_ids:
+def require_tokens(prompt_token_ids: tuple[int, ...]) -> None:
+    """Raise InvalidRequestError for an empty prompt: no step could compute it."""
+    if not prompt_token_ids:
         raise InvalidRequestError("the prompt has no tokens; at least one is needed")
-    for token_id in (min(token_ids), max(token_ids)):
-        if not 0 <= token_id < vocab_size:
-            raise TokenOutOfVocabularyError(
-                f"token {token_id} is not in the model's vocabulary of {vocab_size} tokens"
-            )

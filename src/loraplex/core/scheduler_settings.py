@@ -2,7 +2,6 @@
 
 import enum
 import functools
-import math
 from collections.abc import Mapping
 from typing import Annotated, Final
 
@@ -43,7 +42,7 @@ class FairShare(enum.StrEnum):
     TENANT_ADAPTER = "tenant_adapter"
 
 
-_BATCHING_ALIASES: Final = {
+BATCHING_ALIASES: Final = {
     "inflight_fused_batching": "inflight",
     "inflight_batching": "inflight",
     "V1": "static",
@@ -55,10 +54,24 @@ def _share(value: float) -> str | None:
     return None if 0 <= value < 1 else "must be at least 0 and less than 1"
 
 
-def _weights(value: Mapping[str, float]) -> str | None:
-    if all(0 < weight < math.inf for weight in value.values()):
+MIN_SHARE_WEIGHT: Final = 1e-3
+MAX_SHARE_WEIGHT: Final = 1e3
+"""Weights that an operator may choose. A share by tenant and adapter has the product of two: its
+float64 counter still resolves a token after years."""
+
+
+def weight_problem(weight: float) -> str | None:
+    """Return what is wrong with the weight of a share, as the end of a sentence."""
+    if MIN_SHARE_WEIGHT <= weight <= MAX_SHARE_WEIGHT:
         return None
-    return "must have weights that are more than 0, and finite"
+    return f"must be from {MIN_SHARE_WEIGHT:g} to {MAX_SHARE_WEIGHT:g}, got {weight}"
+
+
+def _weights(value: Mapping[str, float]) -> str | None:
+    for name, weight in value.items():
+        if wrong := weight_problem(weight):
+            return f"has a weight for {name!r} that {wrong}"
+    return None
 
 
 def _always_on(value: bool) -> str | None:
@@ -112,7 +125,7 @@ class SchedulingSettings(Settings, frozen=True, kw_only=True):
             "With `static` a batch is formed and runs until all its requests have ended. "
             "TensorRT-LLM's values `inflight_fused_batching` and `V1` are accepted.",
             aliases=("gpt_model_type",),
-            value_aliases=_BATCHING_ALIASES,
+            value_aliases=BATCHING_ALIASES,
         ),
     ] = Batching.INFLIGHT
     batch_scheduler_policy: Annotated[
@@ -127,20 +140,22 @@ class SchedulingSettings(Settings, frozen=True, kw_only=True):
     # The default packs: few outputs are as long as max_tokens allows. A preempted sequence finds
     # its KV on the host or in the prefix cache, or computes it again, with the same tokens.
     fair_share: Annotated[
-        FairShare,
+        FairShare | None,
         _scheduling(
             "What shares capacity equally: none, adapter, tenant or tenant_adapter",
             "Tokens and slots are shared. `none` is first come, first served. Requests of one "
             "adapter are always first come, first served among themselves.",
+            default="tenant with API keys, else adapter",
         ),
-    ] = FairShare.ADAPTER
-    # The default protects the other adapters from a flood of requests for one of them.
+    ] = None
+    # The default protects the others from a flood of requests of one tenant, or for one adapter.
     fair_weights: Annotated[
         dict[str, float],
         _scheduling(
             "Sizes of the shares, by the name of an adapter or tenant",
-            "A name that is not listed has 1. A request with several adapters has the smallest of "
-            "their weights. In a file: the table `[models.NAME.fair_weights]`.",
+            "Weights from 0.001 to 1000; a name that is not listed has 1. A request with several "
+            "adapters has the smallest of their weights. In a file: the table "
+            "`[models.NAME.fair_weights]`.",
             default="none",
             check=_weights,
             is_file_only=True,
@@ -183,6 +198,16 @@ class SchedulingSettings(Settings, frozen=True, kw_only=True):
             check=_share,
         ),
     ] = 0.5
+    shared_step_seconds: Annotated[
+        float,
+        _scheduling(
+            "Target time in seconds of a step while several tenants have requests; 0: none",
+            "Prompts are then computed in shorter chunks, an eighth of a step or more, so that a "
+            "small request waits less for another tenant's long ones. A tenant alone has full "
+            "steps.",
+            minimum=0,
+        ),
+    ] = 0.01
     enable_chunked_context: Annotated[
         bool,
         _scheduling(
@@ -229,6 +254,16 @@ class SchedulingSettings(Settings, frozen=True, kw_only=True):
             flag="prefix-cache",
         ),
     ] = True
+    state_checkpoint_tokens: Annotated[
+        int,
+        Setting(
+            "Memory",
+            "Number of prompt tokens between the recurrent states that the prefix cache keeps",
+            "For models with recurrent layers; a multiple of the number of tokens between their "
+            "states. The last state of each prompt is kept, too.",
+            minimum=1,
+        ),
+    ] = 1024
     lora_ttl_seconds: Annotated[
         float | None,
         Setting(
@@ -239,6 +274,11 @@ class SchedulingSettings(Settings, frozen=True, kw_only=True):
             minimum=1,
         ),
     ] = None
+
+    @property
+    def share_kind(self) -> FairShare:
+        """Return what shares capacity; a server sets its default by its API keys."""
+        return self.fair_share or FairShare.ADAPTER
 
 
 class SchedulerSettings(SchedulingSettings, frozen=True, kw_only=True):

@@ -157,9 +157,10 @@ class ServerConfig(AdapterSourceSettings, frozen=True, kw_only=True):
     max_bodies_bytes: Annotated[
         int,
         _limits(
-            "Maximum memory of the bodies of all connections together",
+            "Maximum memory of the bodies of all connections together; as much again for responses",
             "Beyond it: status 503 and a time to retry after. The first 64 KiB of each body do not "
-            "count. With API keys, one tenant has half of it. At least twice `max_body_bytes`.",
+            "count. With API keys, one tenant has half of it. A request whose log probabilities, "
+            "logits or repeated prompts may take more is refused. At least twice `max_body_bytes`.",
             minimum=0,
             default="eight times `max_body_bytes`",
         ),
@@ -211,7 +212,8 @@ class ServerConfig(AdapterSourceSettings, frozen=True, kw_only=True):
         int,
         _limits(
             "Maximum number of open connections, of HTTP and of gRPC each",
-            "One more is closed, over HTTP with status 503.",
+            "Beyond it an idle connection is closed, or the new one, over HTTP with status 503. "
+            "It is lower where the process may open too few files (`ulimit -Hn`).",
             minimum=1,
         ),
     ] = 4096
@@ -227,8 +229,9 @@ class ServerConfig(AdapterSourceSettings, frozen=True, kw_only=True):
     body_timeout_seconds: Annotated[
         float,
         _limits(
-            "Time limit in seconds for a request's body, from the end of its headers",
-            "Beyond it: status 408. An upload has it for each MiB.",
+            "Time limit in seconds for a request's body, and for each 256 KiB of a response",
+            "A body has it from the end of its headers, an upload for each MiB; beyond it: status "
+            "408. A client that reads less of a response in this time is disconnected.",
             minimum=0.001,
         ),
     ] = 120.0

@@ -109,16 +109,18 @@ class AdapterTierStats(msgspec.Struct, frozen=True):
     """Times of copies to the device; those of one step share their time."""
 
 
-class KVGroupStats(msgspec.Struct, frozen=True):
-    """Blocks of one KV group."""
+class CacheGroupStats(msgspec.Struct, frozen=True):
+    """Blocks of one cache group."""
 
     held: int = 0
     cached: int = 0
     on_host: int = 0
+    free: int = 0
+    block_bytes: int = 0
 
 
 class EngineStats(msgspec.Struct, frozen=True):
-    """A snapshot, sent with the outputs of a step. Blocks of all KV groups are counted together."""
+    """A snapshot, sent with the outputs of a step. Blocks of all cache groups count together."""
 
     steps: int = 0
     step_ns: int = 0
@@ -130,8 +132,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     blocks_free: int = 0
     blocks_on_host: int = 0
     """Host blocks that hold the KV of preempted sequences."""
-    kv_groups: tuple[KVGroupStats, ...] = ()
-    """Blocks of each KV group, if there are several."""
+    cache_groups: tuple[CacheGroupStats, ...] = ()
+    """Blocks of each cache group, if there are several."""
     prompt_tokens: int = 0
     """Counter: prompt tokens of admitted sequences."""
     cached_tokens: int = 0
@@ -148,9 +150,13 @@ class EngineStats(msgspec.Struct, frozen=True):
 
     @property
     def kv_usage(self) -> float:
-        """Share of the KV blocks that sequences hold, 0 to 1."""
-        num_blocks = self.blocks_held + self.blocks_cached + self.blocks_free
-        return self.blocks_held / num_blocks if num_blocks else 0.0
+        """Share of the KV cache that sequences hold, 0 to 1, by the sizes of its blocks."""
+        all_blocks = CacheGroupStats(
+            self.blocks_held, self.blocks_cached, free=self.blocks_free, block_bytes=1
+        )
+        groups = self.cache_groups or (all_blocks,)
+        num_bytes = sum((g.held + g.cached + g.free) * g.block_bytes for g in groups)
+        return sum(g.held * g.block_bytes for g in groups) / num_bytes if num_bytes else 0.0
 
 
 class AdapterActivity(msgspec.Struct, frozen=True):

@@ -65,4 +65,4 @@ class CallDelta(msgspec.Struct, frozen=True, kw_only=True):
     call_id: str | None = None
     name: str | None = None
     arguments: str = ""
-    """Piece of a JSON text, which is whole unless the completion was cut or the model broke it."""
+    """Piece of a JSON text, which is that of an object unless a limit cut the completion."""

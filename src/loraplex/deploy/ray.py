@@ -34,8 +34,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
 from loraplex.app.access import refusal
-from loraplex.app.launch import set_up_logging
-from loraplex.app.open_files import raise_open_file_limit
+from loraplex.app.launch import set_up_logging, with_open_files
 from loraplex.core.config import Config
 from loraplex.deploy.arguments import Deployment, read_arguments
 from loraplex.deploy.messages import (
@@ -114,7 +113,7 @@ class LoraplexReplica:
         """Start the server. settings: an encoded Config."""
         config = msgspec.msgpack.decode(settings, type=Config)
         set_up_logging(config.server)
-        raise_open_file_limit(config.server.max_connections)
+        config = with_open_files(config)
         asyncio.get_running_loop().set_default_executor(default_executor())
         self._stack = contextlib.AsyncExitStack()
         self._replica = await self._stack.enter_async_context(started_replica(config))

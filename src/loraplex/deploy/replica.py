@@ -13,6 +13,7 @@ import msgspec
 from starlette.types import Message as AsgiMessage
 from starlette.types import Scope
 
+from loraplex.app.fair_shares import with_fair_shares
 from loraplex.app.front_ends import FrontEnds, front_ends
 from loraplex.app.launch import engine_process, started_engines
 from loraplex.app.local_paths import with_local_paths
@@ -117,7 +118,7 @@ async def started_replica(
     """
     # Packed weights are in the common state directory, so all replicas of a machine share them.
     shared = await asyncio.to_thread(with_local_paths, config)
-    with _own_state(shared) as local:
+    with _own_state(with_fair_shares(shared)) as local:
         async with contextlib.AsyncExitStack() as stack:
             if launch is None:
                 engines = started_engines(local, engine_process)

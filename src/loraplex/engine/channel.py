@@ -11,12 +11,17 @@ from typing import Protocol
 
 import zmq
 
-from loraplex.engine.messages import EngineCommand, EngineEvent, decode_command, encode
+from loraplex.engine.messages import (
+    ConfirmEvents,
+    EngineCommand,
+    EngineEnded,
+    EngineEvent,
+    decode_command,
+    encode,
+)
 from loraplex.engine.step_marker import StepMarker
 
 EPOCH_BYTES = 8
-_LINGER_MS = 4000
-"""Less than serving waits for an engine to stop."""
 
 
 class EngineChannel(Protocol):
@@ -89,7 +94,7 @@ class SocketChannel:
         # No high-water mark: a slow reader must never hold a step back.
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        self._socket.setsockopt(zmq.LINGER, 0)  # close() waits for the reader instead
         self._socket.connect(endpoint)
 
     def receive(self, timeout_seconds: float | None) -> EngineCommand | None:
@@ -105,6 +110,15 @@ class SocketChannel:
         self._socket.send_multipart([self._epoch, encode(event)])
 
     def close(self) -> None:
-        """Close the socket after delivering sent events, for at most four seconds."""
+        """Wait until serving confirms that it has all events, then close the socket.
+
+        There is no limit of time, since a busy machine may need any. Serving that awaits no more
+        events ends this process, and so does its own end.
+        """
+        if self._socket.closed:
+            return
+        self.send(EngineEnded())
+        while not isinstance(self.receive(None), ConfirmEvents):
+            pass  # a command that came too late
         self._socket.close()
         self._context.term()

@@ -16,7 +16,7 @@ from loraplex.core.clock import Clock, EventClock
 from loraplex.core.errors import ConfigError, DeviceLost, LoraplexError, StepFailedError
 from loraplex.core.output import EngineOutput
 from loraplex.core.plan import Capacity, StepPlan, StepResult
-from loraplex.core.request import EngineRequest, RequestId, check_prompt_tokens
+from loraplex.core.request import EngineRequest, RequestId, require_tokens
 from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.core.stats import AdapterActivity, EngineStats, StepRecord
 from loraplex.core.version import __version__
@@ -41,7 +41,7 @@ from loraplex.engine.messages import (
     UnpinAdapter,
     UnregisterAdapter,
 )
-from loraplex.engine.runner import AdapterLoader, Runner, StepHandle
+from loraplex.engine.runner import AdapterLoader, RankProbes, Runner, StepHandle
 from loraplex.engine.step_marker import MAX_STEPS, StepMarker
 from loraplex.engine.step_record import ended_record, launched_record
 from loraplex.memory.adapter_cache import AdapterCache
@@ -99,8 +99,10 @@ class Engine:
         adapters: AdapterHandles,
         clock: EventClock,
         journal: Journal,
+        ranks: RankProbes | None = None,
     ) -> None:
         """See `build_engine` for parts that fit together. The clock is the scheduler's own."""
+        self.ranks = ranks
         self._scheduler = scheduler
         self._runner = runner
         self._loader = loader
@@ -168,11 +170,11 @@ class Engine:
         self._scheduler.preload(self._adapters.handle(digest))
 
     def add(self, request: EngineRequest) -> None:
-        """Take a request. Never raises: an invalid request gets an error as its only output."""
+        """Take an admitted request. Never raises: a refused one gets an error as only output."""
         self._take(AddRequest(request))
         try:
-            request.sampling.validate()
-            check_prompt_tokens(request.prompt_token_ids, self._capacity.vocab_size)
+            # Admission has checked all values: every request waits for what is checked here.
+            require_tokens(request.prompt_token_ids)
             adapters = self._adapters.resolve(request.adapters)
             if request.requires_resident:
                 is_preloading = self._scheduler.is_preloading
@@ -242,10 +244,11 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Close the loader, the runner and the journal."""
-        self._loader.close()
-        self._runner.close()
-        self._journal.close()
+        """Close the loader, the runner and the journal. Raises an error once all are closed."""
+        with contextlib.ExitStack() as stack:  # closes the last one first
+            stack.callback(self._journal.close)
+            stack.callback(self._runner.close)
+            stack.callback(self._loader.close)
 
     def _take(self, command: EngineCommand) -> None:
         """Write a command to the journal. All its consequences see one time."""
@@ -338,13 +341,15 @@ def build_engine(
     eviction_policy: str = "lru",
     journal: Journal | None = None,
     overlap: bool = False,
+    ranks: RankProbes | None = None,
 ) -> Engine:
     """Return an engine around a runner, with the pool sizes of Runner.capacity().
 
     `adapter_host_bytes` limits the host tier of adapters, and `eviction_policy` (one of
     EVICTION_POLICIES) chooses which of them leave a full tier first. The inputs and plans are
     written to `journal`. With `overlap` or several stages, steps are planned while others run; then
-    the runner's `launch` should return at once. Raises ConfigError if the settings do not suit the
+    the runner's `launch` should return at once. ranks: those that the runner and the loader have in
+    addition to this process; None: none. Raises ConfigError if the settings do not suit the
     runner, or if the journal cannot be written.
     """
     capacity = runner.capacity()
@@ -358,8 +363,15 @@ def build_engine(
     journal = journal or NoJournal()
     event_clock = EventClock(clock)
     kv = KVBlocks(
-        capacity.block_size, capacity.kv_groups, prefix_caching=settings.enable_prefix_cache
+        capacity.block_size,
+        capacity.cache_groups,
+        prefix_caching=settings.enable_prefix_cache,
+        state_checkpoint_tokens=settings.state_checkpoint_tokens,
     )
+    if settings.enable_prefix_cache and not kv.prefix_caching:
+        logger.warning(
+            "the prefix cache is off: no layer of this model keeps all positions of a prompt"
+        )
     cache = AdapterCache(
         adapter_host_bytes,
         capacity.num_adapter_pages,
@@ -378,4 +390,4 @@ def build_engine(
             overlap=overlap,
         )
     )
-    return Engine(scheduler, runner, loader, adapters, event_clock, journal)
+    return Engine(scheduler, runner, loader, adapters, event_clock, journal, ranks)

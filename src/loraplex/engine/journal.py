@@ -6,19 +6,23 @@ token ids of prompts and outputs.
 
 import math
 import sys
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 
 from loraplex.core.adapter import AdapterHandle
 from loraplex.core.errors import ErrorInfo
 from loraplex.core.output import TokenLogprob
-from loraplex.core.plan import Capacity, RowResult, StepPlan, StepResult
-from loraplex.core.sampling_params import MAX_LOGIT_BIAS, SamplingParams
+from loraplex.core.plan import Capacity, RowAdded, RowResult, StepPlan, StepResult
+from loraplex.core.request import EngineRequest
+from loraplex.core.sampling_params import MAX_LOGIT_BIAS
 from loraplex.core.scheduler_settings import SchedulerSettings
+from loraplex.core.task import Generate
 from loraplex.engine.messages import AddRequest, EngineCommand
 
-JOURNAL_VERSION = 3
+JOURNAL_VERSION = 5
+
+_Message = TypeVar("_Message", EngineRequest, RowAdded)
 
 
 class JournalHeader(msgspec.Struct, frozen=True, tag="header", kw_only=True):
@@ -123,19 +127,17 @@ def _finite(score: float) -> float:
 def with_finite_biases(entry: JournalEntry) -> JournalEntry:
     """Replace biases of minus infinity, which the scheduler ignores, by the least finite one."""
     match entry:
-        case CommandTaken(_, AddRequest(request)) if request.sampling.logit_bias:
-            sampling = _with_finite_biases(request.sampling)
-            request = msgspec.structs.replace(request, sampling=sampling)
-            return msgspec.structs.replace(entry, command=AddRequest(request))
-        case PlanMade(plan=StepPlan() as plan) if any(r.sampling.logit_bias for r in plan.added):
-            added = tuple(
-                msgspec.structs.replace(row, sampling=_with_finite_biases(row.sampling))
-                for row in plan.added
-            )
+        case CommandTaken(_, AddRequest(request)):
+            return msgspec.structs.replace(entry, command=AddRequest(_with_finite_biases(request)))
+        case PlanMade(plan=StepPlan() as plan) if plan.added:
+            added = tuple(map(_with_finite_biases, plan.added))
             return msgspec.structs.replace(entry, plan=msgspec.structs.replace(plan, added=added))
     return entry
 
 
-def _with_finite_biases(sampling: SamplingParams) -> SamplingParams:
+def _with_finite_biases(message: _Message) -> _Message:
+    if not isinstance(message.task, Generate) or not message.sampling.logit_bias:
+        return message
+    sampling = message.sampling
     biases = tuple((token_id, max(bias, -MAX_LOGIT_BIAS)) for token_id, bias in sampling.logit_bias)
-    return msgspec.structs.replace(sampling, logit_bias=biases)
+    return message.with_sampling(msgspec.structs.replace(sampling, logit_bias=biases))

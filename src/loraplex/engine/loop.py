@@ -31,7 +31,9 @@ from loraplex.engine.messages import (
 logger = logging.getLogger(__name__)
 
 BEAT_SECONDS: Final = 1.0
-"""Interval at which an idle loop shows that it is alive."""
+"""Interval at which an idle loop shows that it is alive, and lets other ranks show it."""
+_REPLY_SECONDS: Final = 0.001
+"""Interval at which an otherwise idle loop checks whether the ranks have replied to a probe."""
 
 
 class EngineLoop:
@@ -50,6 +52,12 @@ class EngineLoop:
         self._channel = channel
         self._clock = clock
         self._check_when_idle = check_when_idle
+        self._probed_ns: int | None = None
+        """When the other ranks were probed last."""
+        self._is_probing = False
+        """Whether a rank owes its reply to the last probe."""
+        self._pinned: list[AdapterPinned] = []
+        """Replies to be sent once all ranks have replied."""
 
     def run(self) -> None:
         """Report that the engine is ready, then serve. Raises DeviceLost, and notes the reason."""
@@ -78,14 +86,14 @@ class EngineLoop:
             if isinstance(command, Shutdown):
                 return False
             self._apply(command)
-            self._channel.marker.beat()
+            self._beat()
             command = self._channel.receive(0)
         return True
 
     def _next_command(self) -> EngineCommand | None:
         """Wait for a command; None when the engine itself has something to do."""
         while True:
-            self._channel.marker.beat()
+            self._beat()
             left = self._seconds_to_wait()
             if left is not None and left <= BEAT_SECONDS:
                 return self._channel.receive(left)
@@ -93,7 +101,32 @@ class EngineLoop:
             if command is not None:
                 return command
 
+    def _beat(self) -> None:
+        """Show serving that the engine is alive: this loop, and every other rank.
+
+        A rank that a signal stopped would else be noticed in the next step only: before it, loads
+        would wait for it without an end, and pins would be confirmed.
+        """
+        if self._is_probing:
+            if self._engine.ranks is not None and self._engine.ranks.silent():
+                return
+            self._is_probing = False
+            for pinned in self._pinned:
+                self._channel.send(pinned)
+            self._pinned.clear()
+        self._channel.marker.beat()
+        now_ns = self._clock.now_ns()
+        if self._probed_ns is None or now_ns - self._probed_ns >= BEAT_SECONDS * 1e9:
+            self._probe(now_ns)
+
+    def _probe(self, now_ns: int) -> None:
+        if self._engine.ranks is not None:
+            self._engine.ranks.probe()
+            self._probed_ns, self._is_probing = now_ns, True
+
     def _seconds_to_wait(self) -> float | None:
+        if self._pinned:
+            return _REPLY_SECONDS
         wakes = (self._engine.next_wake_ns(), self._engine.next_expiry_ns())
         wake_ns = min((wake_ns for wake_ns in wakes if wake_ns is not None), default=None)
         return None if wake_ns is None else max(0, wake_ns - self._clock.now_ns()) / 1e9
@@ -130,7 +163,10 @@ class EngineLoop:
         except LoraplexError as error:
             self._channel.send(AdapterPinned(query_id, error.to_info()))
         else:
-            self._channel.send(AdapterPinned(query_id))
+            self._pinned.append(AdapterPinned(query_id))
+            # The ranks get it with the next plan. Until then only their replies show that they can.
+            self._probe(self._clock.now_ns())
+            self._is_probing = True
 
     def _try(self, digest: str, action: Callable[[], object]) -> None:
         try:

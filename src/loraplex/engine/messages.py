@@ -77,6 +77,10 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Leave the loop. Running requests end with an error."""
 
 
+class ConfirmEvents(msgspec.Struct, frozen=True, tag="confirm"):
+    """The reply to EngineEnded: serving has all events of the engine."""
+
+
 EngineCommand = (
     AddRequest
     | AddRequests
@@ -88,6 +92,7 @@ EngineCommand = (
     | UnpinAdapter
     | PreloadAdapter
     | Shutdown
+    | ConfirmEvents
 )
 
 
@@ -98,7 +103,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):
-    """Last event of an engine that cannot start or continue."""
+    """Report of an engine that cannot start or continue: no event but EngineEnded follows."""
 
     error: ErrorInfo
 
@@ -135,8 +140,22 @@ class AdapterPinned(msgspec.Struct, frozen=True, tag="held"):
     error: ErrorInfo | None = None
 
 
+class EngineEnded(msgspec.Struct, frozen=True, tag="ended"):
+    """Last event of an engine process that ends by itself, whatever the reason.
+
+    The process lives until serving confirms it with ConfirmEvents. Events of an engine that ended
+    without it may be lost.
+    """
+
+
 EngineEvent = (
-    EngineReady | EngineFailed | StepDone | AdapterRejected | AdaptersReport | AdapterPinned
+    EngineReady
+    | EngineFailed
+    | StepDone
+    | AdapterRejected
+    | AdaptersReport
+    | AdapterPinned
+    | EngineEnded
 )
 
 encode: Final[Callable[[EngineCommand | EngineEvent], bytes]] = msgspec.msgpack.encode

@@ -1,6 +1,6 @@
 """Protocols that the engine needs from the data plane; `execution` implements them."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from loraplex.core.adapter import AdapterHandle, AdapterSource
@@ -39,6 +39,18 @@ class Runner(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class RankProbes(Protocol):
+    """The processes that compute plans together with a runner: whether each still does."""
+
+    def probe(self) -> None:
+        """Let each rank reply when it takes its next commands. Raises DeviceLost."""
+        ...
+
+    def silent(self) -> Collection[int]:
+        """Return the ranks that have not replied to the last probe. Raises DeviceLost."""
+        ...
 
 
 class HostLoad(Protocol):

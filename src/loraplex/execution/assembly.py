@@ -14,6 +14,7 @@ import torch
 from loraplex.core.adapter import each_expert
 from loraplex.core.errors import StepFailedError
 from loraplex.core.plan import AdapterShare, Capacity
+from loraplex.core.task import PoolKind
 from loraplex.execution.adapters.bank import AdapterBank, BaseEnds
 from loraplex.execution.adapters.host_adapters import HostAdapter, HostAdapters, HostWeight
 from loraplex.execution.adapters.rank_share import AdapterCutter
@@ -54,7 +55,7 @@ from loraplex.kernels.accelerator import Accelerator
 from loraplex.kernels.channel import RankChannels
 from loraplex.kernels.ops import Kernels
 from loraplex.memory.adapter_pages import layer_targets
-from loraplex.models.attention import attention_shapes
+from loraplex.models.cache_groups import storage_shapes
 from loraplex.models.decoder import Decoder
 from loraplex.models.parameters import DecoderParameters
 from loraplex.models.rope import rotary_tables, rotation_border
@@ -125,7 +126,7 @@ class Assembly:
         kv_cache = KVCache(
             size.kv.groups,
             size.kv.capacities,
-            attention_shapes(spec, settings.block_size),
+            storage_shapes(spec, settings.block_size),
             self.kv_dtype,
             self.kernels,
             accelerator=self.accelerator,
@@ -135,7 +136,7 @@ class Assembly:
             self.parameters,
             rotary,
             self.kernels,
-            kv_groups=size.kv.groups,
+            cache_groups=size.kv.groups,
             block_size=settings.block_size,
             loads=None if self.channels is None else self.channels.loads,
         )
@@ -193,11 +194,13 @@ class Assembly:
         settings, kv, pool = self.settings, size.kv, size.adapters
         return Capacity(
             block_size=settings.block_size,
-            kv_groups=kv.capacities,
+            cache_groups=kv.capacities,
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
             num_balanced_tokens=_BALANCED_TOKENS_OF_CPU if self.device.type == "cpu" else 0,
             num_stages=1 if self.links is None else self.links.stage.size,
+            pool_kinds=(PoolKind.LAST,),
+            hidden_size=self.spec.embedding_size or self.spec.hidden_size,
             returns_logits=self.links is None,
             max_model_len=kv.max_model_len,
             rotation_border=rotation_border(self.spec.all_layers, kv.max_model_len),

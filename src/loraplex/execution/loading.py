@@ -34,7 +34,8 @@ from loraplex.execution.weights.stored_head import read_model
 from loraplex.kernels.accelerator import Accelerator, DeviceMemory
 from loraplex.kernels.channel import RankChannels
 from loraplex.kernels.dispatch import select_accelerator, select_kernels
-from loraplex.models.sharding import WHOLE, TensorShard, shard
+from loraplex.models.linear_group import TensorShard
+from loraplex.models.sharding import WHOLE, shard
 from loraplex.models.spec import ModelSpec
 from loraplex.models.stages import ONLY_STAGE, stage
 

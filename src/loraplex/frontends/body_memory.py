@@ -1,67 +1,26 @@
-"""Common memory limit of the request bodies of all connections."""
+"""Common memory limits of the bodies of all connections, of requests and of responses."""
 
-import collections
-import sys
 from collections.abc import AsyncIterator, Awaitable
 from typing import Final, Self
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from loraplex.core.byte_sizes import readable_bytes
 from loraplex.core.errors import NotReadyError
-from loraplex.core.server_config import ServerConfig
-from loraplex.serving.wire_request import current_tenant
+from loraplex.frontends.guard import Refuse
+from loraplex.serving.access.tenant_bytes import SMALL_BYTES, TenantBytes
+from loraplex.serving.response_memory import ResponseMemory
+from loraplex.serving.wire_request import current_request, current_tenant, note_error
 
-_SMALL_BYTES: Final = 64 << 10
-"""Part of each body that does not count: large bodies must not keep out small requests. Their
-number is that of the connections, which has its own limit."""
-_DEFAULT_NUM_BODIES: Final = 8
-_RETRY_SECONDS: Final = 1.0
 _LEASE: Final = "loraplex.body_lease"
 """Key of a request's lease in its scope."""
 
 
-class BodyMemory:
+class BodyMemory(TenantBytes):
     """Bytes of the bodies that are being read, parsed and converted, in total and by tenant."""
-
-    def __init__(self, max_bytes: int = sys.maxsize, max_tenant_bytes: int = sys.maxsize) -> None:
-        self._max_bytes = max_bytes
-        self._max_tenant_bytes = max_tenant_bytes
-        self._by_tenant: collections.Counter[str] = collections.Counter()
-
-    @classmethod
-    def of(cls, settings: ServerConfig, *, has_keys: bool) -> Self:
-        """Return the memory that the settings allow; with keys a tenant has half of it."""
-        one = settings.max_body_bytes
-        most = max(settings.max_bodies_bytes or _DEFAULT_NUM_BODIES * one, 2 * one)
-        return cls(most, most // 2 if has_keys else most)
-
-    @property
-    def num_bytes(self) -> int:
-        return self._by_tenant.total()
 
     def lease(self) -> "BodyLease":
         return BodyLease(self, current_tenant())
-
-    def take(self, tenant: str, num_bytes: int) -> None:
-        """Count bytes. Raises NotReadyError if there are too many, and counts nothing."""
-        if (
-            self.num_bytes + num_bytes > self._max_bytes
-            or self._by_tenant[tenant] + num_bytes > self._max_tenant_bytes
-        ):
-            raise NotReadyError(
-                f"request bodies take all of their memory ({readable_bytes(self._max_bytes)} in "
-                f"total, {readable_bytes(self._max_tenant_bytes)} for a tenant: max_bodies_bytes): "
-                "please try again",
-                retry_after_seconds=_RETRY_SECONDS,
-            )
-        self._by_tenant[tenant] += num_bytes
-
-    def release(self, tenant: str, num_bytes: int) -> None:
-        self._by_tenant[tenant] -= num_bytes
-        if not self._by_tenant[tenant]:
-            del self._by_tenant[tenant]
 
 
 class BodyLease:
@@ -70,7 +29,7 @@ class BodyLease:
     def __init__(self, memory: BodyMemory, tenant: str) -> None:
         self._memory = memory
         self._tenant = tenant
-        self._num_free = _SMALL_BYTES
+        self._num_free = SMALL_BYTES
         self._num_bytes = 0
 
     def take(self, num_bytes: int) -> None:
@@ -94,16 +53,30 @@ class BodyLease:
 
 
 class BodyMemoryGuard:
-    """ASGI app around another, whose bodies it counts until their responses begin."""
+    """ASGI app around another: counts bodies until their responses begin, and long responses until
+    they are sent."""
 
-    def __init__(self, app: ASGIApp, memory: BodyMemory) -> None:
+    def __init__(
+        self, app: ASGIApp, memory: BodyMemory, responses: ResponseMemory, refuse: Refuse
+    ) -> None:
+        """refuse: makes the response in place of one that takes too much memory."""
         self._app = app
         self._memory = memory
+        self._responses = responses
+        self._refuse = refuse
 
-    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        if scope["type"] != "http" or scope["method"] == "GET":
-            return self._app(scope, receive, send)
-        return self._counted(scope, receive, send)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        response = _CountedResponse(self._responses, self._refuse, scope, receive, send)
+        try:
+            if scope["method"] == "GET":
+                await self._app(scope, receive, response.send)
+            else:
+                await self._counted(scope, receive, response.send)
+        finally:
+            response.release()
 
     async def _counted(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._memory.lease() as lease:
@@ -120,6 +93,55 @@ class BodyMemoryGuard:
                 return send(message)
 
             await self._app(scope, counted_receive, released_send)
+
+
+class _CountedResponse:
+    """A response whose length counts, unless its request has reserved memory for it."""
+
+    __slots__ = ("_is_refused", "_memory", "_num_bytes", "_refuse", "_request", "_send", "_tenant")
+
+    def __init__(
+        self, memory: ResponseMemory, refuse: Refuse, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        self._memory = memory
+        self._refuse = refuse
+        self._request = (scope, receive)
+        self._send = send
+        self._num_bytes = 0
+        self._tenant = ""
+        self._is_refused = False
+
+    def send(self, message: Message) -> Awaitable[None]:
+        if self._is_refused:
+            return _nothing()
+        if message["type"] != "http.response.start":
+            return self._send(message)
+        num_bytes = _content_length(message)
+        request = current_request()
+        if num_bytes > SMALL_BYTES and request is not None and not request.num_response_bytes:
+            try:
+                self._memory.take(request.tenant, num_bytes)
+            except NotReadyError as error:
+                note_error(error)
+                self._is_refused = True
+                response = self._refuse(self._request[0]["path"], error)
+                return response(*self._request, self._send)
+            self._tenant, self._num_bytes = request.tenant, num_bytes
+        return self._send(message)
+
+    def release(self) -> None:
+        if self._num_bytes:
+            self._memory.release(self._tenant, self._num_bytes)
+
+
+async def _nothing() -> None:
+    """Send nothing more of a response in whose place an error was sent."""
+
+
+def _content_length(message: Message) -> int:
+    """Return the length of a response; 0 if it is not known in advance."""
+    found = [value for name, value in message.get("headers", ()) if name == b"content-length"]
+    return int(found[0]) if found else 0
 
 
 async def passing_body(request: Request) -> AsyncIterator[bytes]:

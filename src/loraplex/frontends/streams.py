@@ -15,14 +15,22 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import AsyncExitStack, aclosing, contextmanager
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
 
 from loraplex.core.errors import AdapterNotFoundError
-from loraplex.core.output import RequestOutput, SequenceOutput, TokenLogprob
+from loraplex.core.output import (
+    BeamLogprobs,
+    PromptLogprobs,
+    RequestOutput,
+    SequenceOutput,
+    TokenLogprob,
+)
 from loraplex.core.principal import Principal
 from loraplex.core.request import GenerateRequest, RequestBatch
+from loraplex.frontends.field_names import named_as_sent
 from loraplex.serving.backend import TextBackend, close_outputs
 from loraplex.serving.best_of import joined
 from loraplex.serving.interleaving import interleaved
@@ -35,6 +43,8 @@ IndexedOutput = tuple[int, RequestOutput]
 
 _INLINE_CHARACTERS = 4096
 """Shorter outputs are formatted on the event loop: handing them to a thread would cost more."""
+_CHARACTERS_OF_LOGPROB = 16
+"""Characters that take as long to format as one log probability."""
 
 
 class ClientDisconnectedError(Exception):
@@ -106,14 +116,17 @@ async def generate_all(
     requests: Sequence[GenerateRequest],
     principal: Principal,
     adapter_field: str = "",
+    names: Mapping[str, str] = MappingProxyType({}),
 ) -> AsyncGenerator[IndexedOutput, None]:
     """Admit the requests, then yield their outputs as they arrive.
 
     adapter_field: the client's field that named the adapter, for the error if there is none.
+    names: of other fields, for errors (see field_names).
     If one is refused or fails, its error is raised and the others are aborted; closing the
     generator aborts all.
     """
     async with AsyncExitStack() as stack:
+        stack.enter_context(named_as_sent(names))
         streams: list[AsyncIterator[RequestOutput]] = []
         with RequestBatch(is_open=len(requests) > 1) as batch, _naming(adapter_field):
             for request in requests:
@@ -146,10 +159,13 @@ async def gather_all(
     requests: Sequence[GenerateRequest],
     principal: Principal,
     adapter_field: str = "",
+    names: Mapping[str, str] = MappingProxyType({}),
 ) -> list[RequestOutput]:
     """Run the requests to their ends: one whole output for each, in order."""
     pieces: list[list[RequestOutput]] = [[] for _ in requests]
-    async with aclosing(generate_all(backend, requests, principal, adapter_field)) as outputs:
+    async with aclosing(
+        generate_all(backend, requests, principal, adapter_field, names)
+    ) as outputs:
         async for index, output in outputs:
             pieces[index].append(output)
     return [merge_outputs(outputs) for outputs in pieces]
@@ -158,12 +174,36 @@ async def gather_all(
 async def written(write: Callable[[], T], *outputs: RequestOutput) -> T:
     """Return the result of write, which formats the outputs.
 
-    Parsing tool calls of long outputs takes a while: a thread does it, and other streams go on.
+    Parsing tool calls of long outputs takes a while, and so do many log probabilities: a thread
+    does it, and other streams go on.
     """
-    lengths = (len(sequence.text) for output in outputs for sequence in output.sequences)
-    if sum(lengths) <= _INLINE_CHARACTERS:
-        return write()
-    return await asyncio.to_thread(write)
+    return await done(write, writing_work(*outputs))
+
+
+async def done(write: Callable[[], T], work: int) -> T:
+    """Return the result of write. work: of all outputs that it formats, from `writing_work`."""
+    return write() if work <= _INLINE_CHARACTERS else await asyncio.to_thread(write)
+
+
+def writing_work(*outputs: RequestOutput) -> int:
+    """Return how long outputs take to format, in characters."""
+    work = 0
+    for output in outputs:
+        for sequence in output.sequences:
+            work += len(sequence.text) + logprobs_work(sequence.logprobs)
+        if output.prompt_logprobs is not None:
+            num_values = output.prompt_logprobs.num_values
+            work += max(1, len(output.sequences)) * _CHARACTERS_OF_LOGPROB * num_values
+    return work
+
+
+def logprobs_work(logprobs: Sequence[TokenLogprob]) -> int:
+    """Return the work of log probabilities. All have as many likely tokens as the last."""
+    if not logprobs:
+        return 0
+    if isinstance(logprobs, BeamLogprobs):
+        return _CHARACTERS_OF_LOGPROB * logprobs.num_values
+    return _CHARACTERS_OF_LOGPROB * len(logprobs) * (1 + len(logprobs[-1].top))
 
 
 def merge_outputs(outputs: Sequence[RequestOutput]) -> RequestOutput:
@@ -179,8 +219,6 @@ def merge_outputs(outputs: Sequence[RequestOutput]) -> RequestOutput:
     )
 
 
-def _first_prompt_logprobs(
-    outputs: Sequence[RequestOutput],
-) -> tuple[TokenLogprob | None, ...] | None:
+def _first_prompt_logprobs(outputs: Sequence[RequestOutput]) -> PromptLogprobs | None:
     given = (o.prompt_logprobs for o in outputs if o.prompt_logprobs is not None)
     return next(given, None)

@@ -47,16 +47,16 @@ class LoraCells:
     """
 
     def __init__(
-        self, layers: Sequence[ModuleShapes], num_experts: Mapping[str, int] | None = None
+        self, layers: Sequence[ModuleShapes], num_experts: Sequence[Mapping[str, int]] | None = None
     ) -> None:
-        """num_experts: by module, of modules that have experts."""
+        """num_experts: of each layer, by module, of modules that have experts; None: none has."""
         self.layers = tuple(layers)
-        self.num_experts = dict(num_experts or {})
+        self.num_experts = tuple(num_experts or [{}] * len(layers))
         cells = [
             ((layer, module, expert), shape)
             for layer, modules in enumerate(layers)
             for module, shape in modules.items()
-            for expert in range(self.num_experts.get(module, 1))
+            for expert in range(self.num_experts[layer].get(module, 1))
         ]
         self.shapes = tuple(shape for _, shape in cells)
         """(in_features, out_features) of each cell."""

@@ -44,16 +44,18 @@ Parameter = torch.Tensor | LoraBatch | AttentionPlan | None
 """Input that differs between two computations of one shape."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class KVStorage:
-    """Keys and values of one layer. The first axis is the block; the others are the backend's."""
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Storage:
+    """Tensors of what one layer keeps, such as keys and values. The first axis is the block.
 
-    key: torch.Tensor  # [num_blocks, ...]
-    value: torch.Tensor  # [num_blocks, ...]
+    It is equal to itself only, so a record's key may contain it.
+    """
+
+    tensors: tuple[torch.Tensor, ...]  # [num_blocks, ...] each
 
     @property
     def num_bytes(self) -> int:
-        return self.key.nbytes + self.value.nbytes
+        return sum(tensor.nbytes for tensor in self.tensors)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,6 +105,8 @@ class Kernels(Protocol):
         compute may call ops of this backend and take views of their results, nothing else. Under
         one key its calls differ in the parameters alone: in contiguous tensors of one shape and
         dtype, and in plans and batches of one size. The result, new from an op, lasts to the next.
+        A record holds addresses of all that the calls read besides the parameters: the key must
+        contain what owns it, such as a decoder and its KV storages.
         """
         ...
 
@@ -328,15 +332,17 @@ class Kernels(Protocol):
         """
         ...
 
-    def allocate_kv(self, num_blocks: int, shape: AttentionShape, dtype: torch.dtype) -> KVStorage:
-        """Storage for one layer, zero: num_blocks * shape.block_bytes(dtype) bytes.
+    def allocate_kv(self, num_blocks: int, shape: AttentionShape, dtype: torch.dtype) -> Storage:
+        """Keys and values of one layer, zero: num_blocks * shape.block_bytes(dtype) bytes.
+
+        The axes after the first are the backend's.
 
         dtype: any of a model's, or int8, with a float32 scale per token, head, and key or value.
         """
         ...
 
     def write_kv(
-        self, storage: KVStorage, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
+        self, storage: Storage, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
         """Store key, value [T, K, D]; slot_mapping [T] int64: block * block_size + offset.
 
@@ -354,7 +360,7 @@ class Kernels(Protocol):
     def paged_attention(
         self,
         query: torch.Tensor,
-        storage: KVStorage,
+        storage: Storage,
         plan: AttentionPlan,
         sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:

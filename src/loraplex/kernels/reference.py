@@ -28,10 +28,10 @@ from loraplex.kernels.ops import (
     AttentionPlan,
     AttentionRules,
     AttentionShape,
-    KVStorage,
     LinearParts,
     PackedLinear,
     Parameter,
+    Storage,
 )
 from loraplex.kernels.quantization import QuantizedWeight, quantize
 from loraplex.kernels.reference_attention import TilePlan, attend, plan_tiles
@@ -291,23 +291,22 @@ class ReferenceKernels:
     ) -> torch.Tensor:
         return combine_experts(y, routes, shared, shared_gate)
 
-    def allocate_kv(self, num_blocks: int, shape: AttentionShape, dtype: torch.dtype) -> KVStorage:
+    def allocate_kv(self, num_blocks: int, shape: AttentionShape, dtype: torch.dtype) -> Storage:
         """Layout [num_blocks, K, block_size, stored_size] (kernels.kv_vectors)."""
         vector_size = stored_size(shape.head_dim, dtype)
         sizes = (num_blocks, shape.num_kv_heads, shape.block_size, vector_size)
-        return KVStorage(
-            torch.zeros(sizes, dtype=dtype, device=self._device),
-            torch.zeros(sizes, dtype=dtype, device=self._device),
-        )
+        key, value = (torch.zeros(sizes, dtype=dtype, device=self._device) for _ in range(2))
+        return Storage((key, value))
 
     def write_kv(
-        self, storage: KVStorage, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
+        self, storage: Storage, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
-        block_size = storage.key.shape[2]
+        keys, values = storage.tensors
+        block_size = keys.shape[2]
         blocks = torch.div(slot_mapping, block_size, rounding_mode="floor")
         offsets = slot_mapping % block_size
-        storage.key[blocks, :, offsets] = to_stored(key, storage.key.dtype)
-        storage.value[blocks, :, offsets] = to_stored(value, storage.value.dtype)
+        keys[blocks, :, offsets] = to_stored(key, keys.dtype)
+        values[blocks, :, offsets] = to_stored(value, values.dtype)
 
     def plan_attention(
         self, rows: RowLayout, shape: AttentionShape, rules: AttentionRules
@@ -320,7 +319,7 @@ class ReferenceKernels:
     def paged_attention(
         self,
         query: torch.Tensor,
-        storage: KVStorage,
+        storage: Storage,
         plan: AttentionPlan,
         sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from loraplex.kernels.attention_tiles import TileGroup, TokenWindow, tile_groups
 from loraplex.kernels.kv_vectors import from_stored
-from loraplex.kernels.ops import AttentionRules, KVStorage
+from loraplex.kernels.ops import AttentionRules, Storage
 from loraplex.kernels.row_layout import RowLayout
 
 
@@ -50,7 +50,7 @@ def plan_tiles(
 
 
 def attend(
-    query: torch.Tensor, storage: KVStorage, plan: TilePlan, sink_logits: torch.Tensor | None
+    query: torch.Tensor, storage: Storage, plan: TilePlan, sink_logits: torch.Tensor | None
 ) -> torch.Tensor:
     """query [T, H, D] -> [T, H, D]; storage [num_blocks, K, block_size, stored_size]."""
     output = torch.empty_like(query)
@@ -62,7 +62,7 @@ def attend(
 
 def _attend_group(
     query: torch.Tensor,
-    storage: KVStorage,
+    storage: Storage,
     group: _GroupIndices,
     rules: AttentionRules,
     sink_logits: torch.Tensor | None,
@@ -70,12 +70,13 @@ def _attend_group(
     """[I * n, H, D] float32."""
     num_tiles, num_queries = group.query_tokens.shape
     num_heads, head_dim = query.shape[1:]
-    num_kv_heads = storage.key.shape[1]
+    key, value = storage.tensors
+    num_kv_heads = key.shape[1]
     grouped = (num_tiles, num_queries, num_kv_heads, num_heads // num_kv_heads, head_dim)
     queries = query[group.query_tokens].float().view(grouped).transpose(1, 2)
     queries = queries.reshape(num_tiles * num_kv_heads, -1, head_dim)
-    keys = _gather(storage.key, group.block_ids)
-    values = _gather(storage.value, group.block_ids)
+    keys = _gather(key, group.block_ids)
+    values = _gather(value, group.block_ids)
     # A block's old content may be NaN, and 0 * NaN would spread it.
     values.masked_fill_(group.unread[:, None, :, None], 0.0)
     scores = torch.bmm(queries, keys.flatten(0, 1).transpose(1, 2)) * rules.scale

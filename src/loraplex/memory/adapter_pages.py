@@ -10,7 +10,6 @@ rank. A layer with many experts is itself divided into pages.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
@@ -108,17 +107,19 @@ def _slots_per_page(
 def layer_targets(
     layers: Sequence[Mapping[str, tuple[int, int]]],
     ranks: RankLimits = RankLimits(1),  # noqa: B008 - it is frozen
-    num_experts: Mapping[str, int] = MappingProxyType({}),
+    num_experts: Sequence[Mapping[str, int]] | None = None,
 ) -> list[LoraTarget]:
     """Return every linear layer of a model. layers: each one's (in_features, out_features).
 
-    num_experts: by module, of modules that have experts.
+    num_experts: of each layer, by module, of modules that have experts; None: none has.
     """
     return [
         LoraTarget(
-            *(layer, module, ranks.of(module), *features), num_experts=num_experts.get(module, 1)
+            *(layer, module, ranks.of(module), *features), num_experts=numbers.get(module, 1)
         )
-        for layer, modules in enumerate(layers)
+        for layer, (modules, numbers) in enumerate(
+            zip(layers, num_experts or [{}] * len(layers), strict=True)
+        )
         for module, features in modules.items()
     ]
 

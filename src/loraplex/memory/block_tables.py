@@ -1,20 +1,20 @@
-"""Block tables of a sequence in all KV groups, and the results of KVBlocks with them."""
+"""Block tables of a sequence in all cache groups, and the results of KVBlocks with them."""
 
 from typing import NamedTuple
 
 from loraplex.core.plan import BlockId, BlockTransfer
 
 BlockTable = list[BlockId]
-"""Blocks of a sequence in one KV group. Gaps (NO_BLOCK) are where a window has passed."""
+"""Blocks of a sequence in one cache group. Gaps (NO_BLOCK) are where a window has passed."""
 
 BlockTables = list[BlockTable]
-"""Tables of a sequence, one for each KV group, all of the same length; empty: it has no blocks."""
+"""Tables of a sequence, one for each cache group; empty: it has no blocks."""
 
 NewBlocks = tuple[tuple[BlockId, ...], ...]
 """Blocks to append to the tables of a sequence, as in RowStep.new_block_ids."""
 
 BlockCounts = tuple[int, ...]
-"""Number of blocks in each KV group."""
+"""Number of blocks in each cache group."""
 
 
 class AdmittedBlocks(NamedTuple):
@@ -28,6 +28,8 @@ class AdmittedBlocks(NamedTuple):
     num_cached_tokens // block_size is the sequence's num_hashed_blocks."""
     num_new_tokens: int
     """Tokens that fit in the other blocks: at least 1."""
+    input_to_encode: int = 0
+    """Tokens of the encoder's input whose keys and values are not in the blocks yet: all or 0."""
 
 
 class Offload(NamedTuple):

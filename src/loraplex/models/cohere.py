@@ -10,7 +10,9 @@ from loraplex.models.config_fields import ConfigFields
 from loraplex.models.decoder_names import DecoderNames
 from loraplex.models.family_config import Traits, read_decoder
 from loraplex.models.layer_types import periodic_windows
-from loraplex.models.spec import OUTPUT, QKV, ModelSpec, NormKind, NormSpec
+from loraplex.models.spec import ModelSpec
+from loraplex.models.specs.attention import OUTPUT, QKV
+from loraplex.models.specs.part import NormKind, NormSpec
 
 ARCHITECTURE: Final = "CohereForCausalLM"
 ARCHITECTURE_2: Final = "Cohere2ForCausalLM"
@@ -36,7 +38,7 @@ def read_config(fields: ConfigFields) -> ModelSpec:
 
 def read_config_2(fields: ConfigFields) -> ModelSpec:
     """Read a config.json of Command R7B and A: every fourth layer has no window by default."""
-    fields = fields.renamed({**_OWN_NAMES, "head_dim": ""}, _DEFAULTS)
+    fields = fields.renamed(_OWN_NAMES, _DEFAULTS)
     windows = periodic_windows(fields, fields.integer("sliding_window_pattern", 4))
     rotates = tuple(window is not None for window in windows)
     traits = dataclasses.replace(_traits(fields), windows=windows, rotates=rotates)

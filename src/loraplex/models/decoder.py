@@ -1,30 +1,25 @@
 """The whole decoder: token ids in, logits out. All that a step needs is an argument."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from loraplex.core.adapter import LM_HEAD, OUTSIDE_LAYERS
 from loraplex.kernels.adapter_parts import add_vectors, embed, replace_logits
 from loraplex.kernels.channel import Channel
-from loraplex.kernels.lora import LoraBatch, batch_of_rows, head_blocks
-from loraplex.kernels.ops import AttentionPlan, Kernels, KVStorage
-from loraplex.models.attention import (
-    Angles,
-    Attention,
-    AttentionInputs,
-    AttentionKind,
-    HeadOrder,
-    attention_kind,
-)
+from loraplex.kernels.lora import batch_of_rows, head_blocks
+from loraplex.kernels.ops import Kernels, Storage
 from loraplex.models.base_linears import BaseLinears, base_linears
 from loraplex.models.batch import ForwardBatch
+from loraplex.models.cache_groups import CacheGroup
 from loraplex.models.feed_forward import feed_forward
-from loraplex.models.kv_groups import KVGroup
-from loraplex.models.norm import HiddenState, NoNorm, make_norm
+from loraplex.models.mixers.kinds import make_mixer
+from loraplex.models.mixers.mixer import Angles, LayerPlace, Mixer, Part, PlanKind, StepInputs
+from loraplex.models.norm import HiddenState, NoNorm, Norm, make_norm
 from loraplex.models.parameters import DecoderParameters, LayerParameters
 from loraplex.models.rope import RotaryTable
-from loraplex.models.spec import LayerSpec, ModelSpec, NormPlace, RopeConfig
+from loraplex.models.spec import LayerSpec, ModelSpec, NormPlace
+from loraplex.models.specs.part import MixerSpec, RopeConfig
 
 _MAX_REPEATED_TOKENS = 256
 """Maximum of a repeated step: in larger ones the calls of the ops cost little compared with what
@@ -35,54 +30,54 @@ class DecoderLayer:
     """One layer of a decoder: how its parts and norms follow one another."""
 
     def __init__(
-        self,
-        spec: LayerSpec,
-        layer: int,
-        parameters: LayerParameters,
-        kernels: Kernels,
+        self, spec: LayerSpec, place: LayerPlace, parameters: LayerParameters, kernels: Kernels
     ) -> None:
         self._factor = spec.residual_factor
-        self._norms = {
-            place: make_norm(spec.norms.get(place), parameters.norms.get(place), kernels)
-            for place in NormPlace
-        }
-        self._attention = Attention(spec, layer, parameters, kernels)
-        self._feed_forward = feed_forward(spec, layer, parameters, kernels)
         self._kernels = kernels
+
+        def mixer(kind: MixerSpec | None) -> Mixer | None:
+            return None if kind is None else make_mixer(kind, place, parameters, kernels)
+
+        def norm(where: NormPlace) -> Norm:
+            return make_norm(spec.norms.get(where), parameters.norms.get(where), kernels)
+
+        mixers = (mixer(spec.mixer), mixer(spec.cross))
+        inner = None
+        if spec.feed_forward is not None:
+            inner = feed_forward(spec.feed_forward, place, parameters, kernels)
+        parts: tuple[tuple[NormPlace, Part | None, NormPlace], ...] = (
+            (NormPlace.BEFORE_MIXER, mixers[0], NormPlace.AFTER_MIXER),
+            (NormPlace.BEFORE_CROSS, mixers[1], NormPlace.AFTER_CROSS),
+            (NormPlace.BEFORE_FEED_FORWARD, inner, NormPlace.AFTER_FEED_FORWARD),
+        )
+        self._parts = [
+            (norm(before), part, norm(after)) for before, part, after in parts if part is not None
+        ]
+        """The parts that there are, with the norms before and after each."""
+        self.plan_kinds = [kind for each in mixers if each is not None for kind in each.plan_kinds]
+        """Mixer.plan_kinds of its mixers."""
         self._has_second_norm = NormPlace.BEFORE_FEED_FORWARD in spec.norms
-        self.forward = self._both_at_once if spec.is_parallel else self._one_by_one
-        """(state, inputs, storage, lora) -> the state that the next layer reads."""
+        is_parallel = spec.is_parallel and len(self._parts) > 1
+        self.forward = self._both_at_once if is_parallel else self._one_by_one
+        """(state, inputs) -> the state that the next layer reads."""
 
-    def _one_by_one(
-        self,
-        state: HiddenState,
-        inputs: AttentionInputs,
-        storage: KVStorage,
-        lora: LoraBatch | None,
-    ) -> HiddenState:
-        norms = self._norms
-        x, residual = norms[NormPlace.BEFORE_ATTENTION].read(state)
-        attended = self._attention.forward(x, lora, inputs, storage)
-        attended = norms[NormPlace.AFTER_ATTENTION].apply(attended)
-        state = HiddenState(residual, attended, self._factor)
-        x, residual = norms[NormPlace.BEFORE_FEED_FORWARD].read(state)
-        x = self._feed_forward.forward(x, lora)
-        x = norms[NormPlace.AFTER_FEED_FORWARD].apply(x)
-        return HiddenState(residual, x, self._factor)
+    def _one_by_one(self, state: HiddenState, inputs: StepInputs) -> HiddenState:
+        lora = inputs.batch.lora
+        for before, part, after in self._parts:
+            x, residual = before.read(state)
+            x = after.apply(part.forward(x, lora, inputs))
+            state = HiddenState(residual, x, self._factor)
+        return state
 
-    def _both_at_once(
-        self,
-        state: HiddenState,
-        inputs: AttentionInputs,
-        storage: KVStorage,
-        lora: LoraBatch | None,
-    ) -> HiddenState:
-        x, residual = self._norms[NormPlace.BEFORE_ATTENTION].read(state)
-        attended = self._attention.forward(x, lora, inputs, storage)
+    def _both_at_once(self, state: HiddenState, inputs: StepInputs) -> HiddenState:
+        lora = inputs.batch.lora
+        (first_norm, mixer, _), (second_norm, inner, _) = self._parts
+        x, residual = first_norm.read(state)
+        mixed = mixer.forward(x, lora, inputs)
         if self._has_second_norm:
-            x = self._norms[NormPlace.BEFORE_FEED_FORWARD].apply(residual)
-        x = self._feed_forward.forward(x, lora)
-        return HiddenState(residual, self._kernels.add(x, attended), self._factor)
+            x = second_norm.apply(residual)
+        x = inner.forward(x, lora, inputs)
+        return HiddenState(residual, self._kernels.add(x, mixed), self._factor)
 
 
 class Decoder:
@@ -95,13 +90,13 @@ class Decoder:
         rotary: Mapping[RopeConfig, RotaryTable],
         kernels: Kernels,
         *,
-        kv_groups: Sequence[KVGroup],
+        cache_groups: Sequence[CacheGroup],
         block_size: int,
         loads: Channel | None = None,
     ) -> None:
         """parameters: packed by these kernels. rotary: a table for each RopeConfig of the layers.
 
-        kv_groups: in the order of what `forward` will get; block_size: of its KV storage. loads:
+        cache_groups: in the order of what `forward` will get; block_size: of its KV storage. loads:
         channel of the thread that loads adapters; None: this is the only rank.
         """
         self.spec = spec
@@ -110,23 +105,18 @@ class Decoder:
         self._embedding = parameters.embedding
         self._projections = parameters.projections
         self._positions = parameters.positions
-        group_of = {layer: n for n, group in enumerate(kv_groups) for layer in group.layers}
-        kinds = [
-            attention_kind(layer.attention, group_of[index], block_size)
-            for index, layer in enumerate(spec.layers)
-        ]
-        self._layers = [
-            DecoderLayer(layer, index, packed, kernels)
-            for index, (layer, packed) in enumerate(
-                zip(spec.layers, parameters.layers, strict=True)
-            )
-        ]
-        self._kinds = kinds
-        self._orders = {
-            order: HeadOrder(order, parameters.embedding.device)
-            for order in {layer.attention.head_order for layer in spec.layers}
-            if order
-        }
+        group_of = {layer: n for n, group in enumerate(cache_groups) for layer in group.layers}
+        self._layers = []
+        planners: dict[PlanKind, Callable[[ForwardBatch], object]] = {}
+        device = parameters.embedding.device
+        for index, (layer, packed) in enumerate(zip(spec.layers, parameters.layers, strict=True)):
+            place = LayerPlace(index, layer.linears, group_of.get(index), block_size)
+            made = DecoderLayer(layer, place, packed, kernels)
+            self._layers.append(made)
+            for kind in made.plan_kinds:
+                if kind not in planners:
+                    planners[kind] = kind.planner(kernels, device)
+        self._planners = planners
         factor = torch.tensor(spec.embedding_factor, dtype=torch.float64)
         if spec.rounds_embedding_factor:
             factor = factor.to(parameters.embedding.dtype)
@@ -148,7 +138,7 @@ class Decoder:
     def forward(
         self,
         batch: ForwardBatch,
-        kv: Sequence[KVStorage],
+        kv: tuple[Storage | None, ...],
         hidden: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute the logits [S, vocab_size] of batch.logits_indices, in the model's dtype.
@@ -157,51 +147,58 @@ class Decoder:
         last, the result is the hidden state [T, hidden] instead. hidden: that of the stage before,
         which may be overwritten; None: this is the first stage.
         """
+        if not _is_repeatable(batch):
+            state = self.hidden_states(batch, kv, hidden)
+            return self.logits(state, batch) if self.spec.is_last_stage else state
         plans = self._plan(batch)
         num_tokens = batch.token_ids.shape[0]
-        head_rows = {order: heads.rows(num_tokens) for order, heads in self._orders.items()}
-        if not _is_repeatable(batch):
-            state = self._hidden(batch, kv, plans, head_rows, hidden)
-            return self._logits(state, batch) if self.spec.is_last_stage else state
-        # A record holds addresses of these weights and this KV storage, and the number of launches
-        # that follows from the numbers of tokens, LoRA waves and device rows, and from whether
-        # adapters change outputs in addition to LoRA: all are in the key.
+        # A record holds addresses of these weights and this KV storage, so they must live as long
+        # as it, and the number of launches that follows from the numbers of tokens, LoRA waves and
+        # device rows, and from whether adapters change outputs in addition to LoRA. All are in the
+        # key, as objects: the number of one that is gone could be another one's.
         return self._kernels.repeat(
             (
-                *(id(self), id(kv), num_tokens),
+                *(self, kv, num_tokens),
                 batch.lora and (batch.lora.num_waves, bool(batch.lora.parts)),
                 batch.rows[0].num_device_rows,
             ),
             (
                 *(batch.token_ids, batch.positions, *batch.slot_mappings),
-                *(batch.lora, *plans.values(), *head_rows.values()),
+                *(batch.lora, *plans.values()),
                 *(() if hidden is None else (hidden,)),
             ),
-            lambda: self._decoded(self._hidden(batch, kv, plans, head_rows, hidden)),
+            lambda: self._decoded(self._hidden(batch, kv, plans, hidden)),
         )
+
+    def hidden_states(
+        self,
+        batch: ForwardBatch,
+        kv: tuple[Storage | None, ...],
+        hidden: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Compute the output of the final norm [T, hidden], without a record; else as `forward`."""
+        return self._hidden(batch, kv, self._plan(batch), hidden)
+
+    def read_rows(self, x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        """Return what the output layer reads [S, size] of these tokens of `hidden_states`."""
+        return self._projected_back(self._kernels.take_rows(x, indices))
+
+    def _plan(self, batch: ForwardBatch) -> dict[PlanKind, object]:
+        return {kind: plan(batch) for kind, plan in self._planners.items()}
 
     def _hidden(
         self,
         batch: ForwardBatch,
-        kv: Sequence[KVStorage],
-        plans: Mapping[AttentionKind, AttentionPlan],
-        head_rows: Mapping[tuple[int, ...], torch.Tensor],
+        kv: Sequence[Storage | None],
+        plans: Mapping[PlanKind, object],
         hidden: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return the output of the final norm [T, hidden]; before the last stage, what it gets."""
-        angles = self._angles(batch)
+        inputs = StepInputs(batch, kv, self._angles(batch), plans)
         state = self._embed(batch) if hidden is None else HiddenState(hidden, None)
-        for index, (layer, storage) in enumerate(zip(self._layers, kv, strict=True)):
+        for index, layer in enumerate(self._layers):
             _wait_for(index, batch)
-            kind, attention = self._kinds[index], self.spec.layers[index].attention
-            inputs = AttentionInputs(
-                angles=angles.get(attention.rope),
-                query_angles=angles.get(attention.query_rope),
-                slot_mapping=batch.slot_mappings[kind.kv_group],
-                plan=plans[kind],
-                head_rows=head_rows.get(attention.head_order),
-            )
-            state = layer.forward(state, inputs, storage, batch.lora)
+            state = layer.forward(state, inputs)
         normed, _ = self._final_norm.read(state)
         return normed
 
@@ -211,9 +208,9 @@ class Decoder:
             return x
         return self._scaled(self._base_logits(self._projected_back(x)))
 
-    def _angles(self, batch: ForwardBatch) -> dict[RopeConfig | None, Angles]:
+    def _angles(self, batch: ForwardBatch) -> dict[RopeConfig, Angles]:
         take = self._kernels.take_rows
-        angles: dict[RopeConfig | None, Angles] = {}
+        angles: dict[RopeConfig, Angles] = {}
         for rope, table in self._rotary.items():
             cos, sin = take(table.cos, batch.positions), take(table.sin, batch.positions)
             for span in batch.rotated_spans:
@@ -231,22 +228,19 @@ class Decoder:
             self._kernels.scale(embedded, self._embedding_factor)
         if self._projections:
             embedded = self._kernels.linear(embedded, self._projections[0])
+        # After the factor and the projection: an encoder's rows have the size and scale of layers.
+        for first, rows in batch.encoded:
+            embedded[first : first + len(rows)] = rows
         embedded = self._embedding_norm.apply(embedded)
         if self._positions is None:
             return HiddenState(embedded, None)
         return HiddenState(embedded, self._kernels.take_rows(self._positions, batch.positions))
 
-    def _plan(self, batch: ForwardBatch) -> dict[AttentionKind, AttentionPlan]:
-        return {
-            kind: self._kernels.plan_attention(batch.rows[kind.kv_group], kind.shape, kind.rules)
-            for kind in dict.fromkeys(self._kinds)
-        }
-
-    def _logits(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """Compute the logits [S, vocab_size] of normed x [T, hidden]."""
+    def logits(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Compute the logits [S, vocab_size] of x [T, hidden], the result of `hidden_states`."""
         indices, lora = batch.logits_indices, batch.lora
         # The lm_head is the largest product: only tokens that are sampled need it.
-        x = self._projected_back(self._kernels.take_rows(x, indices))
+        x = self.read_rows(x, indices)
         logits = self._base_logits(x)
         if lora is not None and lora.changes_ends:
             lora = batch_of_rows(lora, indices, batch.token_ids.shape[0])
@@ -281,6 +275,7 @@ def _is_repeatable(batch: ForwardBatch) -> bool:
     num_tokens = batch.token_ids.shape[0]
     if (
         batch.rotated_spans
+        or batch.encoded
         or num_tokens > _MAX_REPEATED_TOKENS
         or batch.logits_indices.shape[0] < num_tokens
     ):

@@ -5,6 +5,8 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
+from loraplex.core.module_names import without_wrappers
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StackedExperts:
@@ -110,6 +112,7 @@ class DecoderNames:
 
     def canonical(self, tensor: str) -> str | None:
         """Return the full name of a checkpoint's tensor; None for one that is not needed."""
+        tensor = without_wrappers(tensor)
         if re.fullmatch(self.ignored, tensor):
             return None
         firsts = (
@@ -126,6 +129,12 @@ class DecoderNames:
                     bare = self._with_own_part(bare)
                 return bare if own == self.lm_head else self.root + bare
         return tensor
+
+    def outer_paths(self, name: str) -> tuple[str, ...]:
+        """Return the paths that checkpoints may have for a part outside the layers."""
+        names = (name, *(other for other, own in self.other_names.items() if own == name))
+        roots = (self.root, *self.other_roots, "")
+        return tuple(root + other for other in names for root in roots)
 
     def _with_own_part(self, name: str) -> str:
         """Return a name that begins with layers, whose part may be one of other_parts."""

@@ -108,19 +108,21 @@ def expert_groups(
     """
     inner_size, num_experts = feed_forward.inner_size, traits.routing.num_experts
     experts = (EXPERT_UP_MODULES, num_experts), ((EXPERT_DOWN_MODULE,), num_experts)
+    up_parts = dict.fromkeys(EXPERT_UP_MODULES, inner_size)
     groups = {
         ROUTER: group(ROUTER, (names.router,), (num_experts,), hidden_size, (ROUTER_MODULE,)),
-        UP: group(UP, names.up, (inner_size,) * 2, hidden_size, *experts[0]),
+        UP: group(UP, names.up, (inner_size,) * 2, hidden_size, *experts[0], parts=up_parts),
         DOWN: group(DOWN, (names.down,), (hidden_size,), inner_size, *experts[1]),
     }
     if not traits.shared_size:
         return groups
-    num_parts = len(names.shared_up)
-    modules = SHARED_UP_MODULES if num_parts == 2 else (FUSED_SHARED_UP_MODULE,)
-    sizes = equal_parts(2 * traits.shared_size, num_parts)
+    num_layers = len(names.shared_up)
+    modules = SHARED_UP_MODULES if num_layers == 2 else (FUSED_SHARED_UP_MODULE,)
+    sizes = equal_parts(2 * traits.shared_size, num_layers)
+    parts = dict.fromkeys(SHARED_UP_MODULES, traits.shared_size)
     down = (SHARED_DOWN, (names.shared_down,), (hidden_size,), traits.shared_size)
     groups |= {
-        SHARED_UP: group(SHARED_UP, names.shared_up, sizes, hidden_size, modules),
+        SHARED_UP: group(SHARED_UP, names.shared_up, sizes, hidden_size, modules, parts=parts),
         SHARED_DOWN: group(*down, (SHARED_DOWN_MODULE,)),
     }
     if names.shared_gate:

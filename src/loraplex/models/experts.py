@@ -4,8 +4,8 @@ import torch
 
 from loraplex.kernels.lora import LoraBatch
 from loraplex.kernels.ops import Kernels
-from loraplex.models.linear import Linear
-from loraplex.models.parameters import LayerParameters
+from loraplex.models.mixers.mixer import LayerPlace, StepInputs
+from loraplex.models.parameters import SELECTION_BIAS, LayerParameters
 from loraplex.models.spec import (
     DOWN,
     ROUTER,
@@ -13,7 +13,7 @@ from loraplex.models.spec import (
     SHARED_GATE,
     SHARED_UP,
     UP,
-    LayerSpec,
+    FeedForwardSpec,
 )
 
 
@@ -21,27 +21,30 @@ class ExpertFeedForward:
     """Sum of the chosen experts by their weights, and of a shared one if there is one."""
 
     def __init__(
-        self, spec: LayerSpec, layer: int, parameters: LayerParameters, kernels: Kernels
+        self,
+        spec: FeedForwardSpec,
+        place: LayerPlace,
+        parameters: LayerParameters,
+        kernels: Kernels,
     ) -> None:
-        assert spec.feed_forward.routing is not None
-        self._rules = spec.feed_forward.routing
-        self._selection_bias = parameters.selection_bias
-        self._activation = spec.feed_forward.activation
-        self._activate = kernels.gate if spec.feed_forward.is_gated else kernels.activate
+        assert spec.routing is not None
+        self._rules = spec.routing
+        self._selection_bias = parameters.tensors.get(SELECTION_BIAS)
+        self._activation = spec.activation
+        self._activate = kernels.gate if spec.is_gated else kernels.activate
         self._kernels = kernels
-        groups, packed = spec.linears, parameters.linears
-        self._up = Linear(packed[UP], groups[UP], layer, kernels)
-        self._down = Linear(packed[DOWN], groups[DOWN], layer, kernels)
+        self._up = place.linear(UP, parameters, kernels)
+        self._down = place.linear(DOWN, parameters, kernels)
         plain = {
-            name: Linear(packed[name], groups[name], layer, kernels)
+            name: place.linear(name, parameters, kernels)
             for name in (ROUTER, SHARED_UP, SHARED_DOWN, SHARED_GATE)
-            if name in groups
+            if name in place.linears
         }
         self._router = plain[ROUTER]
         self._shared_up, self._shared_down = plain.get(SHARED_UP), plain.get(SHARED_DOWN)
         self._shared_gate = plain.get(SHARED_GATE)
 
-    def forward(self, x: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, lora: LoraBatch | None, _inputs: StepInputs) -> torch.Tensor:
         """x [T, hidden] -> [T, hidden]."""
         logits = self._router.forward(x, lora)
         routes = self._kernels.route(logits, self._rules, self._selection_bias)

@@ -7,7 +7,7 @@ A family renames its fields to Llama's, sets their defaults (`ConfigFields.renam
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
@@ -30,19 +30,15 @@ from loraplex.models.rope_config import (
 )
 from loraplex.models.spec import (
     DOWN,
-    OUTPUT,
-    QKV,
-    ROW_GROUPS,
+    SHARED_DOWN,
     UP,
-    AttentionSpec,
     FeedForwardSpec,
     LayerSpec,
     ModelSpec,
-    NormKind,
     NormPlace,
-    NormSpec,
-    RopeConfig,
 )
+from loraplex.models.specs.attention import OUTPUT, QKV, AttentionSpec
+from loraplex.models.specs.part import NormKind, NormSpec, RopeConfig
 
 _ACTIVATIONS: Final[Mapping[str, Activation]] = MappingProxyType(
     {
@@ -59,6 +55,11 @@ _ACTIVATIONS: Final[Mapping[str, Activation]] = MappingProxyType(
 """Activations by Hugging Face's names."""
 _DTYPES = ("float32", "float16", "bfloat16")
 _EXPERT_FIELDS: Final = ("num_experts", "num_local_experts")
+_ROW_GROUPS: Final = (OUTPUT, DOWN, SHARED_DOWN)
+"""Groups whose inputs are what the ranks' own heads and inner units gave (LinearGroup.is_row)."""
+QKV_PARTS: Final = ("q_proj", "k_proj", "v_proj")
+UP_PARTS: Final = ("gate_proj", "up_proj")
+"""Names of LinearGroup.parts: the gate, if there is one, is first."""
 RMS_NORM: Final = NormSpec("", 0, 1e-6)
 """Llama's norm, without a place. Its epsilon counts where config.json has none."""
 LAYER_NORM: Final = NormSpec("", 0, 1e-5, NormKind.LAYER, has_bias=True)
@@ -218,9 +219,9 @@ def build_layer(
     """
     names = traits.names
     prefix = names.layer(index)
-    qkv_sizes: tuple[int, ...] = (attention.q_size, attention.kv_size, attention.kv_size)
-    if len(names.qkv) == 1:
-        qkv_sizes = (sum(qkv_sizes),)
+    sizes = (attention.q_size, attention.kv_size, attention.kv_size)
+    qkv_sizes = (sum(sizes),) if len(names.qkv) == 1 else sizes
+    heads = {} if attention.head_order else dict(zip(QKV_PARTS, sizes, strict=True))
 
     def group(
         name: str,
@@ -229,6 +230,8 @@ def build_layer(
         in_features: int,
         modules: tuple[str, ...] = (),
         num_experts: int | None = None,
+        parts: Mapping[str, int] = MappingProxyType({}),
+        head_dim: int | None = None,
     ) -> LinearGroup:
         modules = modules or tuple(map(names.module, paths))
         return LinearGroup(
@@ -236,15 +239,18 @@ def build_layer(
             outputs=dict(zip(modules, sizes, strict=True)),
             in_features=in_features,
             has_bias=name in traits.biased,
+            parts=parts,
+            head_dim=head_dim,
             num_experts=num_experts,
-            is_row=name in ROW_GROUPS,
+            is_row=name in _ROW_GROUPS,
         )
 
     if traits.experts is None or index in traits.experts.dense_layers:
         inner_size = feed_forward.inner_size
-        up_sizes = equal_parts(inner_size * (1 + feed_forward.is_gated), len(names.up))
+        up_parts = dict.fromkeys(UP_PARTS[not feed_forward.is_gated :], inner_size)
+        up_sizes = equal_parts(sum(up_parts.values()), len(names.up))
         inner = {
-            UP: group(UP, names.up, up_sizes, hidden_size),
+            UP: group(UP, names.up, up_sizes, hidden_size, parts=up_parts),
             DOWN: group(DOWN, (names.down,), (hidden_size,), inner_size),
         }
     else:
@@ -252,11 +258,15 @@ def build_layer(
         inner = expert_groups(feed_forward, traits.experts, names.experts, hidden_size, group)
 
     return LayerSpec(
-        attention=_with_head_norms(attention, traits, prefix),
+        mixer=_with_head_norms(attention, traits, prefix),
         feed_forward=feed_forward,
         norms=_layer_norms(traits, prefix, hidden_size),
         linears={
-            QKV: group(QKV, names.qkv, qkv_sizes, hidden_size),
+            QKV: group(
+                *(QKV, names.qkv, qkv_sizes, hidden_size),
+                parts=heads,
+                head_dim=attention.head_dim,
+            ),
             OUTPUT: group(OUTPUT, (names.o,), (hidden_size,), attention.q_size),
             **inner,
         },
@@ -271,8 +281,8 @@ def _layer_norms(traits: Traits, prefix: str, hidden_size: int) -> dict[NormPlac
     norms = {
         place: _norm_at(traits.norm, prefix, name, hidden_size)
         for place, name in (
-            (NormPlace.BEFORE_ATTENTION, names.input_norm),
-            (NormPlace.AFTER_ATTENTION, names.attention_output_norm),
+            (NormPlace.BEFORE_MIXER, names.input_norm),
+            (NormPlace.AFTER_MIXER, names.attention_output_norm),
             (NormPlace.BEFORE_FEED_FORWARD, names.feed_forward_norm),
             (NormPlace.AFTER_FEED_FORWARD, names.feed_forward_output_norm),
         )
@@ -301,14 +311,6 @@ def _with_head_norms(attention: AttentionSpec, traits: Traits, prefix: str) -> A
         )
     )
     return dataclasses.replace(attention, q_norm=q_norm, k_norm=k_norm)
-
-
-def map_attention(spec: ModelSpec, change: Callable[[AttentionSpec], AttentionSpec]) -> ModelSpec:
-    """Change the attention of every layer."""
-    layers = (
-        dataclasses.replace(layer, attention=change(layer.attention)) for layer in spec.layers
-    )
-    return dataclasses.replace(spec, layers=tuple(layers))
 
 
 def sliding_layers(fields: ConfigFields, default: Sequence[bool]) -> tuple[bool, ...]:

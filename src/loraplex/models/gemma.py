@@ -16,7 +16,9 @@ from loraplex.models.family_config import (
     require_switches,
 )
 from loraplex.models.layer_types import periodic_windows, ropes_of_windows
-from loraplex.models.spec import OUTPUT, QKV, ModelSpec, NormSpec
+from loraplex.models.spec import ModelSpec
+from loraplex.models.specs.attention import OUTPUT, QKV
+from loraplex.models.specs.part import NormSpec
 from loraplex.models.wrapper import read_text_tower
 
 ARCHITECTURE: Final = "GemmaForCausalLM"

@@ -5,11 +5,12 @@ Free of torch. Keys of metadata are those of llama.cpp's gguf-py (gguf/constants
 
 import math
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 from loraplex.core.errors import ConfigError
-from loraplex.core.gguf import BlockType, GgufFile
-from loraplex.core.gguf_names import LONG_ROPE, ROPE_FACTORS, family_of
+from loraplex.core.gguf import BlockType, GgufFile, part_name
+from loraplex.core.gguf_names import END_TEXTS, LONG_ROPE, ROPE_FACTORS, family_of
 
 _BITS_IN_MEMORY: Final = {
     BlockType.Q4_0: 4 + 32 / 32,
@@ -17,16 +18,33 @@ _BITS_IN_MEMORY: Final = {
     BlockType.Q5_0: 8 + 32 / 32,
     BlockType.Q5_1: 8 + 64 / 32,
     BlockType.Q8_0: 8 + 32 / 32,
+    BlockType.Q2_K: 4 + 64 / 16,
+    BlockType.Q3_K: 4 + 32 / 16,
     BlockType.Q4_K: 4 + 64 / 32,
     BlockType.Q5_K: 8 + 64 / 32,
     BlockType.Q6_K: 8 + 32 / 16,
     BlockType.IQ4_NL: 4 + 32 / 32,
+    BlockType.IQ4_XS: 4 + 32 / 32,
     BlockType.MXFP4: 4 + 32 / 32,
 }
-FILE_NAME: Final = "model.gguf"
-"""Name, in a folder that stands for a file, of the file itself."""
+_END_ROLES: Final = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+"""Roles of tokens that end an output. Those of filling in the middle begin another file."""
+_STEM: Final = "model"
 
 Fields = dict[str, Any]
+
+
+def names_in_folder(num_parts: int) -> list[str]:
+    """Return the names, in a folder that stands for a file, of the file or its parts."""
+    if num_parts == 1:
+        return [f"{_STEM}.gguf"]
+    return [part_name(_STEM, number, num_parts) for number in range(1, num_parts + 1)]
+
+
+def gguf_of(folder: Path) -> list[Path]:
+    """Return the file of a folder that stands for one, or its parts; of another folder none."""
+    whole = folder / f"{_STEM}.gguf"
+    return [whole] if whole.is_file() else sorted(folder.glob(f"{_STEM}-?????-of-?????.gguf"))
 
 
 class _Keys:
@@ -135,7 +153,7 @@ def hugging_face_config(file: GgufFile) -> Fields:
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "torch_dtype": "bfloat16",
         "quantization_config": {"quant_method": "gguf", "bits_in_memory": _bits_in_memory(file)},
-        **_token_ids(file),
+        **_token_ids(file, embedding.shape[0]),
         **_rope_scaling(keys),
     }
     if family.name in _MORE:
@@ -167,13 +185,24 @@ def _num_layers(keys: _Keys) -> int:
     return count
 
 
-def _token_ids(file: GgufFile) -> Fields:
-    ends = [file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+def _token_ids(file: GgufFile, vocab_size: int) -> Fields:
+    named = [_token_id(file, role, vocab_size) for role in _END_ROLES]
+    texts = file.metadata.get("tokenizer.ggml.tokens", [])
+    by_text = [number for number, text in enumerate(texts) if text in END_TEXTS]
+    ends = dict.fromkeys(number for number in (*named, *by_text) if number is not None)
     return {
-        "eos_token_id": sorted({end for end in ends if isinstance(end, int)}) or None,
-        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
-        "pad_token_id": file.metadata.get("tokenizer.ggml.padding_token_id"),
+        "eos_token_id": list(ends) or None,
+        "bos_token_id": _token_id(file, "bos", vocab_size),
+        "pad_token_id": _token_id(file, "padding", vocab_size),
     }
+
+
+def _token_id(file: GgufFile, role: str, vocab_size: int) -> int | None:
+    name = f"tokenizer.ggml.{role}_token_id"
+    number = file.metadata.get(name)
+    if number is not None and (type(number) is not int or not 0 <= number < vocab_size):
+        raise ConfigError(f"{file.path}: {name} {str(number)[:80]} is no id of {vocab_size} tokens")
+    return number
 
 
 def _rope_scaling(keys: _Keys) -> Fields:

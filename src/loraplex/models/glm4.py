@@ -6,7 +6,9 @@ from typing import Final
 from loraplex.models.config_fields import ConfigFields
 from loraplex.models.decoder_names import LLAMA_NAMES
 from loraplex.models.family_config import Traits, read_decoder
-from loraplex.models.spec import QKV, ModelSpec, NormSpec
+from loraplex.models.spec import ModelSpec
+from loraplex.models.specs.attention import QKV
+from loraplex.models.specs.part import NormSpec
 
 ARCHITECTURE: Final = "Glm4ForCausalLM"
 

@@ -15,7 +15,8 @@ from loraplex.models.family_config import (
     read_decoder,
     require_switches,
 )
-from loraplex.models.spec import LayerSpec, ModelSpec
+from loraplex.models.spec import ModelSpec
+from loraplex.models.specs.attention import AttentionSpec
 
 ARCHITECTURE = "GPT2LMHeadModel"
 
@@ -75,12 +76,9 @@ def read_config(fields: ConfigFields) -> ModelSpec:
     spec = read_decoder(fields, ARCHITECTURE, traits)
     if not fields.boolean("scale_attn_by_inverse_layer_idx", False):
         return spec
-    layers = tuple(_with_smaller_scale(layer, n) for n, layer in enumerate(spec.layers, start=1))
-    return dataclasses.replace(spec, layers=layers)
+    return spec.map_mixers(AttentionSpec, _with_smaller_scale)
 
 
-def _with_smaller_scale(layer: LayerSpec, divisor: int) -> LayerSpec:
-    attention = layer.attention
+def _with_smaller_scale(attention: AttentionSpec, layer: int) -> AttentionSpec:
     scale = attention.head_dim**-0.5 if attention.scale is None else attention.scale
-    attention = dataclasses.replace(attention, scale=scale / divisor)
-    return dataclasses.replace(layer, attention=attention)
+    return dataclasses.replace(attention, scale=scale / (layer + 1))

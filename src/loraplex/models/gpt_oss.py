@@ -1,7 +1,6 @@
 """GPT-OSS: experts with biases and a clamped gate, every other layer with a window, sink logits."""
 
 import dataclasses
-import itertools
 from typing import Final
 
 from loraplex.core.errors import UnsupportedModelError
@@ -12,15 +11,8 @@ from loraplex.models.decoder_names import DecoderNames, ExpertNames, StackedExpe
 from loraplex.models.expert_config import ExpertTraits, read_routing
 from loraplex.models.family_config import RMS_NORM, Traits, read_decoder
 from loraplex.models.layer_types import periodic_windows
-from loraplex.models.spec import (
-    DOWN,
-    OUTPUT,
-    QKV,
-    ROUTER,
-    UP,
-    LayerSpec,
-    ModelSpec,
-)
+from loraplex.models.spec import DOWN, ROUTER, UP, ModelSpec
+from loraplex.models.specs.attention import OUTPUT, QKV, AttentionSpec
 
 ARCHITECTURE: Final = "GptOssForCausalLM"
 
@@ -79,12 +71,11 @@ def read_config(fields: ConfigFields) -> ModelSpec:
         experts=ExpertTraits(routing=routing, activation=Activation.CLAMPED_SWIGLU),
     )
     spec = read_decoder(fields, ARCHITECTURE, traits)
-    return dataclasses.replace(spec, layers=tuple(map(_with_sinks, spec.layers, itertools.count())))
+    return spec.map_mixers(AttentionSpec, _with_sinks)
 
 
-def _with_sinks(layer: LayerSpec, index: int) -> LayerSpec:
-    attention = dataclasses.replace(layer.attention, sink_logits=_NAMES.layer(index) + _SINKS)
-    return dataclasses.replace(layer, attention=attention)
+def _with_sinks(attention: AttentionSpec, layer: int) -> AttentionSpec:
+    return dataclasses.replace(attention, sink_logits=_NAMES.layer(layer) + _SINKS)
 
 
 def _require_known_gate(fields: ConfigFields) -> None:

@@ -12,7 +12,8 @@ from loraplex.models.decoder_names import DecoderNames, ExpertNames, StackedExpe
 from loraplex.models.expert_config import ExpertTraits, read_routing
 from loraplex.models.family_config import Traits, read_decoder
 from loraplex.models.llama import llama_biases
-from loraplex.models.spec import OUTPUT, QKV, ModelSpec
+from loraplex.models.spec import ModelSpec
+from loraplex.models.specs.attention import OUTPUT, QKV
 
 ARCHITECTURE: Final = "GraniteForCausalLM"
 ARCHITECTURE_MOE: Final = "GraniteMoeForCausalLM"

@@ -6,7 +6,8 @@ from loraplex.models.config_fields import ConfigFields
 from loraplex.models.decoder_names import DecoderNames
 from loraplex.models.family_config import Traits, read_decoder
 from loraplex.models.head_order import heads_in_groups
-from loraplex.models.spec import DOWN, OUTPUT, QKV, UP, ModelSpec
+from loraplex.models.spec import DOWN, UP, ModelSpec
+from loraplex.models.specs.attention import OUTPUT, QKV
 
 ARCHITECTURE_2: Final = "InternLM2ForCausalLM"
 ARCHITECTURE_3: Final = "InternLM3ForCausalLM"

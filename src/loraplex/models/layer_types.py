@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from loraplex.models.config_fields import ConfigFields
 from loraplex.models.family_config import sliding_layers
 from loraplex.models.rope_config import FULL_ATTENTION, SLIDING_ATTENTION, read_layer_ropes
-from loraplex.models.spec import RopeConfig
+from loraplex.models.specs.part import RopeConfig
 
 
 def periodic_windows(fields: ConfigFields, period: int) -> tuple[int | None, ...]:

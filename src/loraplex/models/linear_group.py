@@ -22,6 +22,13 @@ class Span(NamedTuple):
         return self.end - self.first
 
 
+class TensorShard(NamedTuple):
+    """Place of a rank among those that share every layer."""
+
+    rank: int = 0
+    size: int = 1
+
+
 def share_of(total: int, rank: int, size: int) -> Span:
     """Return the rank's share of `total` things; shares differ by at most one."""
     return Span(total * rank // size, total * (rank + 1) // size)
@@ -44,6 +51,14 @@ class LinearGroup:
     """out_features by the module's name in adapters, in the order of `paths`."""
     in_features: int
     has_bias: bool
+    parts: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Outputs of the parts that lie side by side, such as q_proj, k_proj and v_proj.
+
+    The names are those that adapters have for a part that is a layer of its own. Empty: the outputs
+    are not in such an order.
+    """
+    head_dim: int | None = None
+    """Number of outputs of one head; None: the outputs are no heads'."""
     num_experts: int | None = None
     """Number of experts that each have these layers; None: they are no experts'."""
     is_row: bool = False
@@ -59,6 +74,27 @@ class LinearGroup:
     def first_outputs(self) -> tuple[int, ...]:
         """Offset of each module's outputs in the group's."""
         return tuple(itertools.accumulate(self.outputs.values(), initial=0))[:-1]
+
+    @property
+    def part_spans(self) -> Sequence[Span]:
+        """Outputs of each part."""
+        ends = itertools.accumulate(self.parts.values(), initial=0)
+        return [Span(first, end) for first, end in itertools.pairwise(ends)]
+
+    @property
+    def fused_modules(self) -> Mapping[str, Mapping[str, int]]:
+        """Parts of each module that computes several of them."""
+        fused = {}
+        for module, first in zip(self.modules, self.first_outputs, strict=True):
+            own = Span(first, first + self.outputs[module])
+            parts = {
+                name: span.size
+                for name, span in zip(self.parts, self.part_spans, strict=True)
+                if _common(own, span) == span
+            }
+            if len(parts) > 1:
+                fused[module] = parts
+        return fused
 
     @property
     def whole(self) -> "LinearGroup":
@@ -86,9 +122,10 @@ class LinearGroup:
         """
         inputs = Span(0, self.in_features) if inputs is None else inputs
         kept: dict[str, tuple[Span, ...]] = {}
+        own_outputs = outputs or (Span(0, sum(self.outputs.values())),)
         for (module, size), first in zip(self.outputs.items(), self.first_outputs, strict=True):
             own = Span(first, first + size)
-            spans = (_common(own, span) for span in outputs or (own,))
+            spans = (_common(own, span) for span in own_outputs)
             kept[module] = tuple(
                 Span(span.first - first, span.end - first) for span in spans if span.size > 0
             )
@@ -97,6 +134,10 @@ class LinearGroup:
             self,
             outputs={module: sum(span.size for span in spans) for module, spans in kept.items()},
             in_features=inputs.size,
+            parts={
+                name: sum(max(0, _common(part, span).size) for span in own_outputs)
+                for name, part in zip(self.parts, self.part_spans, strict=True)
+            },
             part=GroupPart(self, kept, inputs),
         )
 

@@ -2,7 +2,8 @@
 
 from loraplex.models.config_fields import ConfigFields
 from loraplex.models.family_config import Traits, read_decoder
-from loraplex.models.spec import DOWN, OUTPUT, QKV, UP, ModelSpec
+from loraplex.models.spec import DOWN, UP, ModelSpec
+from loraplex.models.specs.attention import OUTPUT, QKV
 
 ARCHITECTURE = "LlamaForCausalLM"
 

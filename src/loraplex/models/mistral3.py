@@ -6,8 +6,8 @@ from typing import Final
 from loraplex.core.errors import UnsupportedModelError
 from loraplex.models import mistral
 from loraplex.models.config_fields import ConfigFields
-from loraplex.models.family_config import map_attention
-from loraplex.models.spec import AttentionSpec, ModelSpec
+from loraplex.models.spec import ModelSpec
+from loraplex.models.specs.attention import AttentionSpec
 from loraplex.models.wrapper import read_text_tower
 
 ARCHITECTURE: Final = "Ministral3ForCausalLM"
@@ -39,12 +39,12 @@ def read_config(fields: ConfigFields) -> ModelSpec:
         fields = fields.with_values({"rope_parameters": _ROPE})
     growth = (rope or ConfigFields(_ROPE, fields.source)).number("llama_4_scaling_beta")
 
-    def with_growth(attention: AttentionSpec) -> AttentionSpec:
+    def with_growth(attention: AttentionSpec, _layer: int) -> AttentionSpec:
         assert attention.rope is not None
         query_rope = dataclasses.replace(attention.rope, growth=growth)
         return dataclasses.replace(attention, query_rope=query_rope)
 
-    spec = map_attention(mistral.read_config(fields), with_growth)
+    spec = mistral.read_config(fields).map_mixers(AttentionSpec, with_growth)
     return dataclasses.replace(spec, architecture=ARCHITECTURE)
 
 

@@ -7,7 +7,7 @@ import torch
 
 from loraplex.kernels.ops import Kernels
 from loraplex.models.parameters import NormParameters
-from loraplex.models.spec import NormKind, NormSpec
+from loraplex.models.specs.part import NormKind, NormSpec
 
 
 class HiddenState(NamedTuple):

@@ -10,7 +10,9 @@ from loraplex.models.config_fields import ConfigFields
 from loraplex.models.decoder_names import LLAMA_NAMES
 from loraplex.models.family_config import Traits, read_decoder
 from loraplex.models.layer_types import periodic_windows, ropes_of_windows
-from loraplex.models.spec import OUTPUT, QKV, ModelSpec, NormSpec
+from loraplex.models.spec import ModelSpec
+from loraplex.models.specs.attention import OUTPUT, QKV
+from loraplex.models.specs.part import NormSpec
 
 ARCHITECTURE_2: Final = "Olmo2ForCausalLM"
 ARCHITECTURE_3: Final = "Olmo3ForCausalLM"

@@ -7,7 +7,8 @@ from loraplex.kernels.routing_rules import RoutingMode
 from loraplex.models.config_fields import ConfigFields
 from loraplex.models.expert_config import ExpertTraits, read_routing
 from loraplex.models.family_config import RMS_NORM, Traits, read_decoder
-from loraplex.models.spec import OUTPUT, QKV, ModelSpec
+from loraplex.models.spec import ModelSpec
+from loraplex.models.specs.attention import OUTPUT, QKV
 
 ARCHITECTURE: Final = "OlmoeForCausalLM"
 _DEFAULTS: Final = {

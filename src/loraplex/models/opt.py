@@ -12,7 +12,8 @@ from loraplex.models.family_config import (
     read_decoder,
     require_switches,
 )
-from loraplex.models.spec import ModelSpec, NormPlace, NormSpec
+from loraplex.models.spec import ModelSpec, NormPlace
+from loraplex.models.specs.part import NormSpec
 
 ARCHITECTURE: Final = "OPTForCausalLM"
 
@@ -74,9 +75,9 @@ def _with_norms_after(spec: ModelSpec) -> ModelSpec:
     after_layer: NormSpec | None = None
     layers = []
     for layer in spec.layers:
-        norms = {NormPlace.BEFORE_FEED_FORWARD: _after(layer.norms[NormPlace.BEFORE_ATTENTION])}
+        norms = {NormPlace.BEFORE_FEED_FORWARD: _after(layer.norms[NormPlace.BEFORE_MIXER])}
         if after_layer is not None:
-            norms[NormPlace.BEFORE_ATTENTION] = after_layer
+            norms[NormPlace.BEFORE_MIXER] = after_layer
         after_layer = _after(layer.norms[NormPlace.BEFORE_FEED_FORWARD])
         layers.append(dataclasses.replace(layer, norms=norms))
     assert after_layer is not None

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol, overload
+from typing import Final, Protocol, overload
 
 import torch
 
@@ -11,14 +11,13 @@ from loraplex.models.linear_group import LinearGroup, Span
 from loraplex.models.spec import (
     ROUTER,
     SHARED_GATE,
-    AttentionSpec,
-    FeedForwardSpec,
     LayerSpec,
     ModelSpec,
-    NormKind,
-    NormPlace,
-    NormSpec,
 )
+from loraplex.models.specs.part import NormKind, NormSpec, TensorSpec
+
+SELECTION_BIAS: Final = "selection_bias"
+"""FeedForwardSpec.selection_bias [num_experts]"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -31,12 +30,12 @@ class NormParameters:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class LayerParameters:
-    norms: Mapping[NormPlace, NormParameters]
-    linears: Mapping[str, PackedLinear]  # by the names of LayerSpec.linears
-    q_norm: NormParameters | None
-    k_norm: NormParameters | None
-    sink_logits: torch.Tensor | None  # [num_heads] float32
-    selection_bias: torch.Tensor | None  # [num_experts] float32
+    norms: Mapping[str, NormParameters]
+    """Keys are NormPlace, and for parts the names of MixerSpec.tensors."""
+    linears: Mapping[str, PackedLinear]
+    """Keys are those of LayerSpec.linears."""
+    tensors: Mapping[str, torch.Tensor]
+    """Others, in float32. Keys are the names of MixerSpec.tensors, and SELECTION_BIAS."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -206,34 +205,28 @@ def _build_layer(spec: ModelSpec, layer: LayerSpec, source: ParameterSource) -> 
         )
         return source.linear(place)
 
-    attention = layer.attention
-    return LayerParameters(
-        norms={place: _build_norm(norm, source) for place, norm in layer.norms.items()},
-        linears={name: linear(name, group) for name, group in layer.linears.items()},
-        q_norm=_build_norm(attention.q_norm, source),
-        k_norm=_build_norm(attention.k_norm, source),
-        sink_logits=_build_sink_logits(attention, source),
-        selection_bias=_build_selection_bias(layer.feed_forward, source),
-    )
+    norms = {str(place): _build_norm(norm, source) for place, norm in layer.norms.items()}
+    linears = {name: linear(name, group) for name, group in layer.linears.items()}
+    tensors: dict[str, torch.Tensor] = {}
+    for mixer in layer.mixers:
+        for name, each in mixer.tensors().items():
+            assert name not in norms, name
+            assert name not in tensors, name
+            if isinstance(each, NormSpec):
+                norms[name] = _build_norm(each, source)
+            else:
+                tensors[name] = _build_tensor(each, source)
+    feed_forward = layer.feed_forward
+    if feed_forward is not None and feed_forward.routing and feed_forward.selection_bias:
+        shape = (feed_forward.routing.num_experts,)
+        bias = TensorSpec(feed_forward.selection_bias, shape)
+        tensors[SELECTION_BIAS] = _build_tensor(bias, source)
+    return LayerParameters(norms, linears, tensors)
 
 
-def _build_selection_bias(
-    feed_forward: FeedForwardSpec, source: ParameterSource
-) -> torch.Tensor | None:
-    num_experts = feed_forward.routing.num_experts if feed_forward.routing else 0
-    return _build_vector(feed_forward.selection_bias, num_experts, source)
-
-
-def _build_sink_logits(attention: AttentionSpec, source: ParameterSource) -> torch.Tensor | None:
-    own = attention.own_heads
-    num_heads = attention.num_heads if own is None else own.whole
-    logits = _build_vector(attention.sink_logits, num_heads, source)
-    return logits if logits is None or own is None else logits[own.span.first : own.span.end]
-
-
-def _build_vector(name: str, size: int, source: ParameterSource) -> torch.Tensor | None:
-    """Return a tensor as float32; None for an empty name."""
-    return source.tensor(name, (size,)).float() if name else None
+def _build_tensor(tensor: TensorSpec, source: ParameterSource) -> torch.Tensor:
+    whole = source.tensor(tensor.name, tensor.shape).float()
+    return whole if tensor.own is None else whole[tensor.own.first : tensor.own.end]
 
 
 @overload

@@ -9,7 +9,8 @@ from loraplex.models.config_fields import ConfigFields
 from loraplex.models.expert_config import ExpertTraits, read_routing
 from loraplex.models.family_config import LAYER_NORM, Traits, read_decoder
 from loraplex.models.mixtral import NAMES
-from loraplex.models.spec import OUTPUT, QKV, ModelSpec
+from loraplex.models.spec import ModelSpec
+from loraplex.models.specs.attention import OUTPUT, QKV
 
 ARCHITECTURE: Final = "PhimoeForCausalLM"
 ARCHITECTURE_PUBLISHED: Final = "PhiMoEForCausalLM"

@@ -3,7 +3,8 @@
 from loraplex.models.config_fields import ConfigFields
 from loraplex.models.family_config import Traits, read_decoder
 from loraplex.models.layer_types import windows_by_switch
-from loraplex.models.spec import QKV, ModelSpec
+from loraplex.models.spec import ModelSpec
+from loraplex.models.specs.attention import QKV
 
 ARCHITECTURE = "Qwen2ForCausalLM"
 

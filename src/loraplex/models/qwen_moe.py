@@ -9,7 +9,8 @@ from loraplex.models.decoder_names import DecoderNames, ExpertNames
 from loraplex.models.expert_config import ExpertTraits, read_routing
 from loraplex.models.family_config import RMS_NORM, Traits, read_decoder
 from loraplex.models.layer_types import windows_by_switch
-from loraplex.models.spec import OUTPUT, QKV, ModelSpec
+from loraplex.models.spec import ModelSpec
+from loraplex.models.specs.attention import OUTPUT, QKV
 
 ARCHITECTURE_2: Final = "Qwen2MoeForCausalLM"
 ARCHITECTURE_3: Final = "Qwen3MoeForCausalLM"

@@ -22,7 +22,8 @@ import torch
 from loraplex.core.errors import UnsupportedModelError
 from loraplex.core.plan import RotationBorder
 from loraplex.models.batch import RotatedSpan
-from loraplex.models.spec import ModelSpec, RopeConfig
+from loraplex.models.spec import ModelSpec
+from loraplex.models.specs.part import RopeConfig
 
 _MAX_LENGTHS: Final = 4
 """Lengths whose angles are kept on the host, for the next chunk of the same prompt."""
@@ -87,8 +88,7 @@ def rotation_border(spec: ModelSpec, max_model_len: int) -> RotationBorder | Non
 
     Raises UnsupportedModelError if layers have different borders.
     """
-    ropes = {layer.attention.rope for layer in spec.layers}
-    borders = {_border(rope, spec) for rope in ropes if rope is not None} - {None}
+    borders = {_border(rope, spec) for rope in _ropes(spec)} - {None}
     if len(borders) > 1:
         raise UnsupportedModelError(
             "rope types longrope and dynamic with different lengths in one model are not supported"
@@ -110,12 +110,6 @@ def rotary_tables(
     spec: ModelSpec, max_model_len: int, device: torch.device
 ) -> dict[RopeConfig, RotaryTable]:
     """Return a table for each rotary embedding of the layers; none if positions are learned."""
-    rotary_dims = {
-        rope: rope.rotary_dim(layer.attention.head_dim)
-        for layer in spec.layers
-        for rope in (layer.attention.rope, layer.attention.query_rope)
-        if rope is not None
-    }
     return {
         rope: RotaryTable(
             rope,
@@ -124,7 +118,17 @@ def rotary_tables(
             max_model_len=max_model_len,
             device=device,
         )
-        for rope, rotary_dim in rotary_dims.items()
+        for rope, rotary_dim in _ropes(spec).items()
+    }
+
+
+def _ropes(spec: ModelSpec) -> dict[RopeConfig, int]:
+    """Return the rotary embeddings of all layers, each with its rotary_dim."""
+    return {
+        rope: rope.rotary_dim(head_dim)
+        for layer in spec.layers
+        for mixer in layer.mixers
+        for rope, head_dim in mixer.ropes().items()
     }
 
 

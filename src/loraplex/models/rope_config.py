@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from loraplex.core.errors import ConfigError, UnsupportedModelError
 from loraplex.models.config_fields import ConfigFields
-from loraplex.models.spec import RopeConfig
+from loraplex.models.specs.part import RopeConfig
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 _DEFAULT_THETA = 10_000.0

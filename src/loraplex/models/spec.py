@@ -7,149 +7,38 @@ never the name of the family, so a new family adds values, not branches.
 import dataclasses
 import enum
 import itertools
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final, TypeVar
 
 from loraplex.kernels.activations import Activation
 from loraplex.kernels.routing_rules import RoutingRules
 from loraplex.models.decoder_names import DecoderNames
-from loraplex.models.linear_group import LinearGroup, Share, Span
+from loraplex.models.linear_group import LinearGroup, Span
+from loraplex.models.specs.part import MixerSpec, NormSpec
 from loraplex.models.stored_format import StoredFormat
 
-QKV: Final = "qkv"
-OUTPUT: Final = "o"
 UP: Final = "up"
 DOWN: Final = "down"
 ROUTER: Final = "router"
 SHARED_UP: Final = "shared_up"
 SHARED_DOWN: Final = "shared_down"
 SHARED_GATE: Final = "shared_gate"
-ROW_GROUPS: Final = (OUTPUT, DOWN, SHARED_DOWN)
-"""Groups whose inputs are what the ranks' own heads and inner units gave (LinearGroup.is_row)."""
 SHARED_UP_MODULES: Final = ("shared_expert.gate_proj", "shared_expert.up_proj")
 """Names in adapters of SHARED_UP's layers, or of the parts of its one layer."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RopeConfig:
-    """Rotary position embedding. Fields that the rope type does not use keep their defaults.
-
-    The names are those of Hugging Face configurations; models.rope has the formulas.
-    """
-
-    rope_type: str = "default"
-    theta: float = 10_000.0
-    factor: float = 1.0
-    original_max_position_embeddings: int = 0
-    partial_rotary_factor: float = 1.0
-    attention_factor: float | None = None
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    short_factor: tuple[float, ...] = ()
-    long_factor: tuple[float, ...] = ()
-    recomputes: bool = False
-    """Whether transformers computes a sequence again when it outgrows the original length."""
-    is_interleaved: bool = False
-    """Whether the elements 2 i and 2 i + 1 of a head turn together, rather than i and i + R / 2."""
-    growth: float = 0.0
-    """b of the factor 1 + b * ln(1 + floor(position / original length)) of what turns."""
-
-    def rotary_dim(self, head_dim: int) -> int:
-        """Return R, the number of elements of a head that turn.
-
-        "proportional" turns all of them, some by no angle.
-        """
-        if self.rope_type == "proportional":
-            return head_dim
-        return int(head_dim * self.partial_rotary_factor)
-
-
-class NormKind(enum.Enum):
-    """Formula of a norm."""
-
-    RMS = enum.auto()
-    LAYER = enum.auto()
-
-
-class NormPlace(enum.Enum):
+class NormPlace(enum.StrEnum):
     """Place of a norm in a decoder layer. A norm after a part reads what the residual will get."""
 
-    BEFORE_ATTENTION = enum.auto()
-    AFTER_ATTENTION = enum.auto()
+    BEFORE_MIXER = enum.auto()
+    AFTER_MIXER = enum.auto()
+    BEFORE_CROSS = enum.auto()
+    AFTER_CROSS = enum.auto()
     BEFORE_FEED_FORWARD = enum.auto()
     AFTER_FEED_FORWARD = enum.auto()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class NormSpec:
-    """One norm. Its weights are `<path>.weight` and, if it has one, `<path>.bias`."""
-
-    path: str
-    """Full name in the checkpoint."""
-    size: int
-    eps: float
-    kind: NormKind = NormKind.RMS
-    _: dataclasses.KW_ONLY
-    has_bias: bool = False
-    """Whether a layer norm has a bias."""
-    num_heads: int | None = None
-    """Heads with weights of their own, [num_heads, size]; None: the weight is [size]."""
-    own_heads: Share | None = None
-    """Heads of the checkpoint that are normalised, where not each by itself; None: all."""
-    weight_offset: float = 0.0
-    """Number that is added to the weight of the checkpoint."""
-    is_rounded_once: bool = False
-    """Whether the weight multiplies in float32, before the rounding to the model's type."""
-    replaces_residual: bool = False
-    """Whether the norm's output is the residual from there on (post-norm)."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionSpec:
-    """Causal self-attention of one layer."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope: RopeConfig | None
-    """None: the layer rotates nothing."""
-    query_rope: RopeConfig | None = None
-    """Embedding of the queries, where it differs from that of the keys."""
-    scale: float | None = None
-    """Factor of the scores; None: head_dim ** -0.5."""
-    soft_cap: float | None = None
-    """c of scores that become c * tanh(score / c)."""
-    alibi_slopes: tuple[float, ...] = ()
-    """AttentionRules.alibi_slopes"""
-    sink_logits: str = ""
-    """Full name of a tensor [num_heads] with one more logit per head; empty: none."""
-    own_heads: Share | None = None
-    """Query heads of the checkpoint that these are; None: all."""
-    head_order: tuple[int, ...] = ()
-    """Where the heads of q, then of k, then of v are among those that the projection computes.
-
-    Empty: in this order.
-    """
-    window: int | None = None
-    """Number of positions, its own included, that a token attends to; None: full attention."""
-    num_sink_tokens: int = 0
-    """First positions that stay visible in addition to the window."""
-    q_norm: NormSpec | None = None
-    """Norm of the queries before the rotation: of each head, or by its size of all together."""
-    k_norm: NormSpec | None = None
-
-    @property
-    def q_size(self) -> int:
-        return self.num_heads * self.head_dim
-
-    @property
-    def kv_size(self) -> int:
-        return self.num_kv_heads * self.head_dim
+Kind = TypeVar("Kind", bound=MixerSpec)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,24 +58,34 @@ class FeedForwardSpec:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """One decoder layer: attention and a feed-forward part, each added to the residual."""
+    """One decoder layer: its parts, each added to the residual, in the order of the fields.
 
-    attention: AttentionSpec
-    feed_forward: FeedForwardSpec
+    A part that is None has no norms, and adds nothing.
+    """
+
+    mixer: MixerSpec | None
+    cross: MixerSpec | None = None
+    """A second mixer, which reads what another stack computed."""
+    feed_forward: FeedForwardSpec | None
     norms: Mapping[NormPlace, NormSpec]
     linears: Mapping[str, LinearGroup]
-    """QKV, OUTPUT, UP (with the gate, if there is one, first) and DOWN, in the order of use.
+    """Groups of all parts by name, in the order of use: those that the mixers' kinds name, then UP
+    (with the gate, if there is one, first) and DOWN.
 
     With experts ROUTER precedes UP; a shared expert has SHARED_UP, SHARED_DOWN and may have
     SHARED_GATE, of one output.
     """
     is_parallel: bool = False
-    """Whether the feed-forward part reads the residual that attention reads.
+    """Whether the feed-forward part reads the residual that the mixer reads.
 
-    Without a norm of its own it also reads attention's norm of it.
+    Without a norm of its own it also reads the mixer's norm of it.
     """
     residual_factor: float = 1.0
     """Factor of what is added to the residual."""
+
+    @property
+    def mixers(self) -> tuple[MixerSpec, ...]:
+        return tuple(mixer for mixer in (self.mixer, self.cross) if mixer is not None)
 
     @property
     def module_shapes(self) -> Mapping[str, tuple[int, int]]:
@@ -218,25 +117,12 @@ class LayerSpec:
 
     @property
     def fused_modules(self) -> Mapping[str, Mapping[str, int]]:
-        """Outputs of each part of linear layers that compute q, k and v, or gate and up, as one.
-
-        The parts have Llama's names. Without those whose heads have an order of their own.
-        """
-        attention, inner_size = self.attention, self.feed_forward.inner_size
-        q_size, kv_size = attention.q_size, attention.kv_size
-        fused: dict[str, Mapping[str, int]] = {}
-        for group, parts in (
-            (QKV, {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}),
-            (UP, {"gate_proj": inner_size, "up_proj": inner_size}),
-        ):
-            outputs = self.linears[group].outputs
-            is_in_order = group != QKV or not attention.head_order
-            if len(outputs) == 1 and sum(outputs.values()) == sum(parts.values()) and is_in_order:
-                fused[next(iter(outputs))] = parts
-        if SHARED_UP in self.linears and len(self.linears[SHARED_UP].outputs) == 1:
-            ((module, size),) = self.linears[SHARED_UP].outputs.items()
-            fused[module] = dict.fromkeys(SHARED_UP_MODULES, size // 2)
-        return fused
+        """LinearGroup.fused_modules of all groups."""
+        return {
+            module: parts
+            for group in self.linears.values()
+            for module, parts in group.fused_modules.items()
+        }
 
     @property
     def biased_modules(self) -> tuple[str, ...]:
@@ -318,14 +204,30 @@ class ModelSpec:
     def num_layers(self) -> int:
         return len(self.layers)
 
+    def mixers_of(self, kind: type[Kind]) -> Iterator[Kind]:
+        """Yield the mixers of one kind, layer by layer."""
+        for layer in self.layers:
+            for mixer in layer.mixers:
+                if isinstance(mixer, kind):
+                    yield mixer
+
+    def map_mixers(self, kind: type[Kind], change: Callable[[Kind, int], Kind]) -> "ModelSpec":
+        """Change the mixers of one kind: change(mixer, number of the layer)."""
+
+        def changed(layer: LayerSpec, index: int) -> LayerSpec:
+            if not isinstance(layer.mixer, kind):
+                return layer
+            return dataclasses.replace(layer, mixer=change(layer.mixer, index))
+
+        layers = tuple(map(changed, self.layers, range(self.num_layers)))
+        return dataclasses.replace(self, layers=layers)
+
     @property
     def module_shapes(self) -> tuple[Mapping[str, tuple[int, int]], ...]:
         """LayerSpec.module_shapes of each layer."""
         return tuple(layer.module_shapes for layer in self.layers)
 
     @property
-    def num_experts(self) -> Mapping[str, int]:
-        """LayerSpec.num_experts of all layers together."""
-        return {
-            module: number for layer in self.layers for module, number in layer.num_experts.items()
-        }
+    def num_experts(self) -> tuple[Mapping[str, int], ...]:
+        """LayerSpec.num_experts of each layer."""
+        return tuple(layer.num_experts for layer in self.layers)

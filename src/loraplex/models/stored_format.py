@@ -163,6 +163,11 @@ def _no_check(table: ConfigFields) -> None:
 
 def _check_gptq(table: ConfigFields) -> None:
     _require_one_of(table, "checkpoint_format", "gptq", ("gptq", "gptq_v2"))
+    if table.boolean("is_marlin_format", default=False):
+        raise UnsupportedModelError(
+            f"{table.source}: is_marlin_format is not supported; supported: checkpoints whose "
+            "checkpoint_format is gptq or gptq_v2"
+        )
 
 
 def _check_awq(table: ConfigFields) -> None:

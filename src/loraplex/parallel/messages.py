@@ -9,6 +9,7 @@ import msgspec
 from loraplex.core.adapter import AdapterHandle, AdapterSource
 from loraplex.core.errors import ErrorInfo
 from loraplex.core.plan import Capacity, RowAdded, StepPlan, StepResult
+from loraplex.core.task import Generate
 from loraplex.parallel.world import World
 
 
@@ -63,6 +64,12 @@ class StepReport(msgspec.Struct, frozen=True, tag="step"):
     """Time that the rank has waited for others since its start."""
 
 
+class ProbeReply(msgspec.Struct, frozen=True, tag="probed"):
+    """The reply to Probe."""
+
+    number: int
+
+
 class RankFailed(msgspec.Struct, frozen=True, tag="failed"):
     """Last message of a rank that cannot start or continue. It may be the first one, too."""
 
@@ -71,7 +78,7 @@ class RankFailed(msgspec.Struct, frozen=True, tag="failed"):
     error: ErrorInfo
 
 
-RankEvent = Hello | Ready | LoadDone | StepReport | RankFailed
+RankEvent = Hello | Ready | LoadDone | StepReport | ProbeReply | RankFailed
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
@@ -109,11 +116,17 @@ class Discard(msgspec.Struct, frozen=True, tag="discard"):
     handle: AdapterHandle
 
 
+class Probe(msgspec.Struct, frozen=True, tag="probe"):
+    """Show that the rank takes commands: ProbeReply with the same number is the reply."""
+
+    number: int
+
+
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """Leave the loop."""
 
 
-RankCommand = Begin | Plan | Wait | Load | Discard | Stop
+RankCommand = Begin | Plan | Wait | Load | Discard | Probe | Stop
 
 encode: Final[Callable[[RankCommand | RankEvent], bytes]] = msgspec.msgpack.encode
 decode_command: Final[Callable[[bytes], RankCommand]] = msgspec.msgpack.Decoder(RankCommand).decode
@@ -138,8 +151,10 @@ def for_other_ranks(plan: StepPlan) -> StepPlan:
 
 
 def _without_logits(row: RowAdded) -> RowAdded:
+    if not isinstance(row.task, Generate):
+        return row
     sampling = row.sampling
     if not (sampling.return_logits or sampling.return_prompt_logits):
         return row
     sampling = msgspec.structs.replace(sampling, return_logits=False, return_prompt_logits=False)
-    return msgspec.structs.replace(row, sampling=sampling)
+    return row.with_sampling(sampling)

@@ -20,6 +20,8 @@ from loraplex.parallel.messages import (
     Load,
     LoadDone,
     Plan,
+    Probe,
+    ProbeReply,
     RankCommand,
     RankFailed,
     RankStart,
@@ -104,10 +106,11 @@ def _run(start: RankStart, program: RankProgram, socket: RankSocket) -> None:
         socket.send(Ready(runner.capacity()))
         RankLoop(runner, loader, socket, program.wait_ns).run()
     finally:
-        # A load may wait for rank 0, which loads no more.
-        program.abort(f"rank {world.rank} ended")
-        loader.close()
-        runner.close()
+        with contextlib.ExitStack() as stack:  # calls the last one first
+            stack.callback(runner.close)
+            stack.callback(loader.close)
+            # A load may wait for rank 0, which loads no more.
+            stack.callback(program.abort, f"rank {world.rank} ended")
 
 
 class RankLoop:
@@ -156,6 +159,8 @@ class RankLoop:
                 self._loader.start(handle, source)
             case Discard(handle):
                 self._loader.discard(handle)
+            case Probe(number):
+                self._socket.send(ProbeReply(number))
 
     def _report_loads(self) -> None:
         if self._loading:

@@ -1,8 +1,9 @@
 """The other ranks of an engine, as rank 0 sees them."""
 
+import contextlib
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Final, TypeVar
 
 import msgspec
@@ -15,6 +16,8 @@ from loraplex.parallel.messages import (
     Begin,
     Hello,
     LoadDone,
+    Probe,
+    ProbeReply,
     RankCommand,
     RankEvent,
     RankFailed,
@@ -60,6 +63,9 @@ class Ranks:
         self.reports: dict[int, dict[int, StepReport]] = {}
         """Reports of steps that are not absorbed yet: by step, by rank."""
         self.last_step_id = 0
+        self._last_probe = 0
+        self._probed: dict[int, int] = {}
+        """Numbers of the last probes that the ranks have replied to."""
         self._executor = executor
         self._token = token
         self._abort = abort
@@ -137,6 +143,17 @@ class Ranks:
             self._take(*received)
         self._raise_if_lost()
 
+    def probe(self) -> None:
+        """Let each rank reply when it takes its next commands. Raises DeviceLost."""
+        self._last_probe += 1
+        self.broadcast(Probe(self._last_probe))
+
+    def silent(self) -> Collection[int]:
+        """Return the ranks that have not replied to the last probe. Raises DeviceLost."""
+        self.take_events()
+        others = range(1, self.world.size)
+        return [rank for rank in others if self._probed.get(rank, 0) < self._last_probe]
+
     def reports_of(self, step_id: int) -> Mapping[int, StepReport]:
         """Return every rank's report of a step, for which Wait was broadcast.
 
@@ -161,15 +178,17 @@ class Ranks:
         with self._lock:
             seconds = 0.0 if self._is_closing or self._end is not None else _STOP_SECONDS
             self._is_closing = True
-        if self._server is None:
+        server, self._server = self._server, None
+        if server is None:
             return
-        try:
-            self._server.broadcast(Stop())
-        except RankUnreachable:
-            seconds = 0.0
-        self._executor.stop(seconds)
-        self._server.close()
-        self._server = None
+        with contextlib.ExitStack() as stack:  # closes the last one first
+            stack.callback(server.close)
+            try:
+                server.broadcast(Stop())
+            except RankUnreachable:
+                seconds = 0.0
+            finally:
+                stack.callback(self._executor.stop, seconds)
 
     def _reach(self, send: Callable[[RankServer], None]) -> None:
         self._raise_if_lost()
@@ -207,6 +226,8 @@ class Ranks:
                 self.loads.append((rank, event))
             case StepReport():
                 self.reports.setdefault(event.step_id, {})[rank] = event
+            case ProbeReply(number):
+                self._probed[rank] = number
             case RankFailed(error=error):
                 named = msgspec.structs.replace(error, message=f"rank {rank}: {error.message}")
                 self._failure = self._failure or error_from_info(named)

@@ -1,5 +1,6 @@
 """Ranks as actors of a Ray cluster, on one machine or several. Needs loraplex[ray]."""
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from loraplex.parallel.rank_process import ProgramOf, run_rank
 
 try:
     import ray
+    from ray.job_config import JobConfig
     from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 except ImportError as missing:
@@ -31,6 +33,10 @@ _LOOK_SECONDS: Final = 1.0
 """Interval at which the watching thread sees that the executor has been stopped."""
 _HERE: Final = 0.001
 """Share of a node's own resource, which binds a bundle to that node."""
+_RANK_VARIABLES: Final = {
+    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",  # a rank chooses its device by its rank
+    "PYTHONSAFEPATH": "1",
+}
 
 
 class RayExecutor:
@@ -56,7 +62,9 @@ class RayExecutor:
         self._log_level = log_level
         self._place_seconds = place_seconds
         if not ray.is_initialized():
-            ray.init(log_to_driver=True)
+            # Ray gives its workers the driver's current folder as the first one of their search
+            # path, and leaves it out only for jobs that a client sent.
+            ray.init(log_to_driver=True, job_config=JobConfig(_client_job=True))
         self.host: str = ray.util.get_node_ip_address()
         self._groups: list[PlacementGroup] = []
         self._actors: list[Any] = []
@@ -74,8 +82,7 @@ class RayExecutor:
                 num_cpus=self._bundle["CPU"],
                 num_gpus=self._bundle.get("GPU", 0),
                 scheduling_strategy=place,
-                # A rank chooses its device by its rank.
-                runtime_env={"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}},
+                runtime_env={"env_vars": _RANK_VARIABLES},
             ).remote()
             self._actors.append(rank)
             run = rank.run.remote(msgspec.msgpack.encode(start), self._program_of, self._log_level)
@@ -84,14 +91,15 @@ class RayExecutor:
 
     def stop(self, seconds: float) -> None:
         self._is_stopped.set()
-        if self._runs and seconds:
-            ray.wait(list(self._runs), num_returns=len(self._runs), timeout=seconds)
-        for actor in self._actors:
-            ray.kill(actor, no_restart=True)
-        for group in self._groups:
-            remove_placement_group(group)
-        self._actors.clear()
-        self._groups.clear()
+        actors, self._actors = self._actors, []
+        groups, self._groups = self._groups, []
+        with contextlib.ExitStack() as stack:  # calls the last one first
+            for group in groups:
+                stack.callback(remove_placement_group, group)
+            for actor in actors:
+                stack.callback(ray.kill, actor, no_restart=True)
+            if self._runs and seconds:
+                ray.wait(list(self._runs), num_returns=len(self._runs), timeout=seconds)
 
     def _places(
         self, tensor_parallel_size: int, starts: Sequence[RankStart]

@@ -51,8 +51,10 @@ class ShardedRunner:
 
     def close(self) -> None:
         """Close rank 0's runner, and stop the other ranks."""
-        self._own.close()
-        self._ranks.close()
+        try:
+            self._own.close()
+        finally:
+            self._ranks.close()
 
     def wait(self, plan: StepPlan, handle: StepHandle) -> StepResult:
         """Wait for a step on rank 0; compare what the ranks sampled in the step before it.

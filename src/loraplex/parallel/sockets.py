@@ -21,7 +21,7 @@ from loraplex.parallel.messages import (
 
 logger = logging.getLogger(__name__)
 
-_LINGER_MS: Final = 2000
+_UNTIL_DELIVERED: Final = -1
 _MAX_EVENT_BYTES: Final = 16 << 20
 """Maximum size of a rank's message: a capacity, or the outcome of one step."""
 _MAX_QUEUED: Final = 10_000
@@ -48,7 +48,7 @@ class RankServer:
         self._socket.setsockopt(zmq.SNDHWM, _MAX_QUEUED)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_EVENT_BYTES)
-        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        self._socket.setsockopt(zmq.LINGER, 0)  # an executor has stopped all ranks before
         self._ranks: dict[bytes, int] = {}
         self._identities: dict[int, bytes] = {}
         try:
@@ -85,7 +85,7 @@ class RankServer:
         return None
 
     def close(self) -> None:
-        """Close the socket after delivering sent commands, for at most two seconds."""
+        """Close the socket. Commands that no rank has read are dropped."""
         self._socket.close()
         self._context.term()
         if self._folder is not None:
@@ -125,7 +125,7 @@ class RankSocket:
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, _MAX_QUEUED)
-        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        self._socket.setsockopt(zmq.LINGER, _UNTIL_DELIVERED)
         self._socket.connect(address)
 
     def send(self, event: RankEvent) -> None:
@@ -141,6 +141,10 @@ class RankSocket:
         return decode_command(self._socket.recv()) if self._socket.poll(timeout_ms) else None
 
     def close(self) -> None:
-        """Close the socket after delivering sent events, for at most two seconds."""
+        """Close the socket after delivering sent events, such as the reason of the rank's end.
+
+        There is no limit of time, since a busy machine may need any: rank 0 ends the ranks that it
+        does not need any more, and its own end ends them, too.
+        """
         self._socket.close()
         self._context.term()

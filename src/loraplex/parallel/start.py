@@ -21,8 +21,10 @@ def start_sharded(
     program_of: ProgramOf,
     executor: Executor,
     lose: Callable[[RankEnd], None] = lambda _: None,
-) -> tuple[ShardedRunner, ShardedLoader]:
+) -> tuple[ShardedRunner, ShardedLoader, Ranks]:
     """Start all ranks, and load rank 0's share meanwhile. Raises ConfigError.
+
+    Return the runner and the loader of all ranks, and the ranks but this one.
 
     world: of rank 0. settings: what the other ranks' programs are made of. program_of: makes that
     of rank 0. lose: called from any thread when a rank has ended that was ready; if it returns, the
@@ -51,7 +53,7 @@ def start_sharded(
             raise failure from error
         stack.pop_all()
     sharded = ShardedRunner(runner, ranks, capacity, program.wait_ns)
-    return sharded, ShardedLoader(loader, ranks)
+    return sharded, ShardedLoader(loader, ranks), ranks
 
 
 def end_of_process(marker: StepMarker) -> Callable[[RankEnd], None]:

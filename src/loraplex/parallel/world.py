@@ -5,6 +5,7 @@ from typing import Final
 
 import msgspec
 
+from loraplex.core.cache import CacheSpec
 from loraplex.core.errors import ConfigError
 from loraplex.core.plan import Capacity
 
@@ -65,22 +66,21 @@ def agreed_capacity(capacities: Sequence[Capacity]) -> Capacity:
     for rank, capacity in enumerate(capacities):
         for name in _EQUAL:
             _require_equal(name, rank, getattr(first, name), getattr(capacity, name))
-        for name in ("attention_window", "num_sink_tokens"):
-            _require_equal(name, rank, *(_of_groups(one, name) for one in (first, capacity)))
+        _require_equal("cache", rank, _cache_specs(first), _cache_specs(capacity))
     groups = (
         msgspec.structs.replace(
             same[0],
             num_blocks=min(group.num_blocks for group in same),
             num_host_blocks=min(group.num_host_blocks for group in same),
         )
-        for same in zip(*(capacity.kv_groups for capacity in capacities), strict=True)
+        for same in zip(*(capacity.cache_groups for capacity in capacities), strict=True)
     )
     smallest = {name: min(getattr(one, name) for one in capacities) for name in _SMALLEST}
-    return msgspec.structs.replace(first, kv_groups=tuple(groups), **smallest)
+    return msgspec.structs.replace(first, cache_groups=tuple(groups), **smallest)
 
 
-def _of_groups(capacity: Capacity, name: str) -> tuple[object, ...]:
-    return tuple(getattr(group, name) for group in capacity.kv_groups)
+def _cache_specs(capacity: Capacity) -> tuple[CacheSpec, ...]:
+    return tuple(group.spec for group in capacity.cache_groups)
 
 
 def _require_equal(name: str, rank: int, first: object, other: object) -> None:

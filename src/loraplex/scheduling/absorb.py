@@ -1,10 +1,11 @@
 """Absorbing the result of one row: append tokens, publish blocks, stop."""
 
 from loraplex.core.errors import ErrorInfo, RowFailedError
-from loraplex.core.output import SequenceDelta
-from loraplex.core.plan import LogitsNeeded, RowResult, RowStep
+from loraplex.core.output import FinishReason, SequenceDelta
+from loraplex.core.plan import RowResult, RowStep, Wanted
 from loraplex.scheduling.beam_request import BeamRequest
 from loraplex.scheduling.beam_scheduling import BeamScheduling
+from loraplex.scheduling.pool_request import PoolRequest
 from loraplex.scheduling.request import Sequence
 from loraplex.scheduling.state import SchedulerState
 from loraplex.scheduling.stop import Stop
@@ -37,12 +38,14 @@ class ResultAbsorber:
         if row.draft_token_ids:
             self._count_draft_tokens(sequence, len(row.draft_token_ids), num_accepted)
         self._publish(sequence)
-        if row.logits is LogitsNeeded.ALL:
+        if row.wanted is Wanted.ALL:
             self._absorb_prompt_scores(sequence, row, result)
         if not samples:
             return
         if isinstance(request, BeamRequest):
             self._beams.absorb(request, sequence, result.candidates, now_ns)
+        elif isinstance(request, PoolRequest):
+            self._end_pooled(sequence, result, now_ns)
         else:
             self._state.release_held_back(request)
             self._output(sequence, result, num_new, stop, now_ns)
@@ -50,18 +53,20 @@ class ResultAbsorber:
     def _publish(self, sequence: Sequence) -> None:
         """Offer full blocks to the prefix cache, and free those that a window has passed."""
         request, kv = sequence.request.engine_request, self._state.kv
+        num_released = sequence.num_hashed_blocks * kv.block_size
         sequence.num_hashed_blocks = kv.publish(
             sequence.token_ids,
             sequence.kv_salt,
             sequence.block_tables,
             sequence.num_hashed_blocks,
             sequence.num_computed_tokens,
+            later_salts=sequence.later_salts,
             retention=request.retention,
             num_prompt_tokens=sequence.num_prompt_tokens,
         )
-        kv.release_passed(
-            sequence.block_tables, sequence.num_computed_tokens, sequence.num_hashed_blocks
-        )
+        kv.release_passed(sequence.block_tables, sequence.num_computed_tokens, num_released)
+        if sequence.image_cells:
+            self._state.release_images(sequence, sequence.num_computed_tokens)
 
     def _absorb_prompt_scores(self, sequence: Sequence, row: RowStep, result: RowResult) -> None:
         request = sequence.request
@@ -109,6 +114,15 @@ class ResultAbsorber:
         if stop is not None:
             state.end_sequence(sequence, stop.reason)
 
+    def _end_pooled(self, sequence: Sequence, result: RowResult, now_ns: int) -> None:
+        """Output the vector, which ends the sequence."""
+        request = sequence.request
+        request.first_token_ns = request.last_token_ns = now_ns
+        reason = FinishReason.STOP
+        delta = SequenceDelta(sequence.index, finish_reason=reason, pooled=result.pooled)
+        self._state.outputs.add(request, delta)
+        self._state.end_sequence(sequence, reason)
+
 
 def _append(sequence: Sequence, result: RowResult) -> tuple[int, Stop | None]:
     """Append new tokens up to the first that ends the sequence; return how many, and the end."""
@@ -129,14 +143,16 @@ def _result_error(
     """Return why a result does not fit its row. That fails the row, not the engine."""
     request = sequence.request
     if samples and not (result.is_deferred or request.has_sample(result)):
-        return RowFailedError("the model runner gave no token for a row that samples").to_info()
+        return RowFailedError(
+            "the model runner gave no result for the last position of a row"
+        ).to_info()
     num_drafted = max(0, len(result.token_ids) - 1)
     if result.token_ids[:num_drafted] != row.draft_token_ids[:num_drafted]:
         return RowFailedError(
             f"the model runner gave {len(result.token_ids)} tokens that do not follow the "
             f"{len(row.draft_token_ids)} draft tokens of the row"
         ).to_info()
-    if row.logits is LogitsNeeded.ALL and request.sampling.prompt_logprobs is not None:
+    if row.wanted is Wanted.ALL and request.sampling.prompt_logprobs is not None:
         last = sequence.num_prompt_tokens - 1
         num_expected = min(row.start + row.num_tokens, last) - row.start
         if len(result.prompt_logprobs) != num_expected:

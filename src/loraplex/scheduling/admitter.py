@@ -9,7 +9,7 @@ from loraplex.scheduling.beam_request import BeamRequest
 from loraplex.scheduling.beam_scheduling import BeamScheduling
 from loraplex.scheduling.plan_builder import PlanBuilder
 from loraplex.scheduling.prefill import PrefillSplit
-from loraplex.scheduling.request import Sequence
+from loraplex.scheduling.request import Request, Sequence
 from loraplex.scheduling.state import SchedulerState
 
 
@@ -63,6 +63,8 @@ class Admitter:
         request = sequence.request
         if not self._state.slots.num_free:
             return AdmitResult.LACKS_CAPACITY
+        if request.num_encoder_tokens and self._awaits_encoding(request):
+            return AdmitResult.LACKS_TOKENS
         if not split.has_tokens_for(sequence):
             return AdmitResult.LACKS_TOKENS
         if isinstance(request, BeamRequest):
@@ -83,10 +85,19 @@ class Admitter:
             split.add(sequence, is_new=True)
         return AdmitResult.ADMITTED
 
+    def _awaits_encoding(self, request: Request) -> bool:
+        """Return whether this step encodes the input in blocks that others could then share.
+
+        Later steps have their rows: if the step fails, what they read was never written.
+        """
+        donor = request.donor
+        return donor is not None and donor.input_to_encode > 0
+
     def _take_blocks(self, sequence: Sequence, builder: PlanBuilder) -> bool:
         """Take a slot and blocks; False and no change if there are too few blocks."""
         state = self._state
-        num_blocks = state.kv.num_blocks_for(sequence.num_tokens)
+        num_encoder_tokens = sequence.request.num_encoder_tokens
+        num_blocks = state.kv.num_blocks_for(sequence.num_tokens, num_encoder_tokens)
         num_reserved = state.num_blocks_to_leave(sequence, num_blocks)
         if num_reserved is None:
             return False
@@ -96,9 +107,18 @@ class Admitter:
             return False
         sequence.scores_prompt = sequence.request.wants_prompt_scores
         sequence.set_rotation_length()
+        offloaded = sequence.offloaded
+        if offloaded is not None and not state.hold_images(sequence, offloaded.num_computed_tokens):
+            return False
         blocks = self._blocks_for(sequence, num_reserved)
         self._shortage = shortage if blocks is None else None
         if blocks is None:
+            state.release_images(sequence)
+            return False
+        if isinstance(blocks, AdmittedBlocks) and not state.hold_images(
+            sequence, blocks.num_cached_tokens
+        ):
+            state.kv.release(blocks.block_tables)
             return False
         if isinstance(blocks, Loaded):
             state.resume(sequence, blocks)
@@ -112,7 +132,9 @@ class Admitter:
         self, sequence: Sequence, num_reserved: BlockCounts
     ) -> AdmittedBlocks | Loaded | None:
         """Take the blocks of a new sequence, or of one whose KV is on the host."""
-        kv, request, offloaded = self._state.kv, sequence.request.engine_request, sequence.offloaded
+        kv, request, offloaded = self._state.kv, sequence.request, sequence.offloaded
+        max_step_tokens = max(self._max_step_tokens, request.longest_span)
+        donor = None if request.donor is None else request.donor.block_tables
         if offloaded is not None:
             return kv.load_back(
                 sequence.token_ids,
@@ -120,24 +142,29 @@ class Admitter:
                 offloaded.host_tables,
                 offloaded.num_computed_tokens,
                 sequence.num_tokens,
-                max_step_tokens=self._max_step_tokens,
+                later_salts=sequence.later_salts,
+                max_step_tokens=max_step_tokens,
                 num_reserved_blocks=num_reserved,
+                donor=donor,
             )
         return kv.admit(
             sequence.token_ids,
             sequence.kv_salt,
             max_new_tokens=sequence.num_tokens,
-            max_step_tokens=self._max_step_tokens,
-            max_cached_tokens=0 if sequence.scores_prompt else None,
+            max_step_tokens=max_step_tokens,
+            max_cached_tokens=None if request.takes_hits and not sequence.scores_prompt else 0,
+            later_salts=sequence.later_salts,
             num_reserved_blocks=num_reserved,
-            retention=request.retention,
+            retention=request.engine_request.retention,
             num_prompt_tokens=sequence.num_prompt_tokens,
+            num_encoder_tokens=request.num_encoder_tokens,
+            donor=donor,
         )
 
     def _is_known(self, shortage: tuple[int, BlockCounts]) -> bool:
         """Return whether the sequence found too few blocks before, and there are no more now.
 
-        The test spares hashing a long prompt in every step.
+        The test spares looking up a long prompt in every step.
         """
         known = self._shortage
         if known is None or known[0] != shortage[0]:

@@ -7,6 +7,7 @@ from loraplex.scheduling.admitter import AdmitResult, Admitter
 from loraplex.scheduling.plan_builder import PlanBuilder
 from loraplex.scheduling.prefill import PrefillSplit
 from loraplex.scheduling.queues import AdapterQueue
+from loraplex.scheduling.shared_steps import SharedSteps
 from loraplex.scheduling.slot_claims import SlotClaims
 from loraplex.scheduling.state import SchedulerState
 
@@ -31,19 +32,20 @@ class InflightBatching:
         admitter: Admitter,
         settings: SchedulerSettings,
         max_num_seqs: int,
+        shared: SharedSteps,
     ) -> None:
         self._state = state
         self._admitter = admitter
         self._claims = SlotClaims(state, settings, max_num_seqs)
+        self._shared = shared
         self._next_later = MAX_PREFETCHED_QUEUES
         """Place of the later queue whose turn is next."""
         self._max_num_seqs = max_num_seqs
         self._max_seqs_per_adapter = settings.max_seqs_per_adapter
         self._max_queue_delay_ns = 1000 * settings.max_queue_delay_microseconds
 
-    @property
     def num_admissible(self) -> int:
-        """Waiting sequences that the free slots can take at present."""
+        """Return how many waiting sequences the free slots can take at present."""
         state, limit = self._state, self._max_seqs_per_adapter
         num_free = state.slots.num_free
         if not limit or not num_free:
@@ -90,6 +92,7 @@ class InflightBatching:
         waiting, admitter, claims = self._state.waiting, self._admitter, self._claims
         scan = scan or self._state.adapters.scan(now_ns)
         queues = waiting.scan()
+        num_kept = self._shared.num_slots_kept(now_ns)
         num_passed, num_unready, lacks_tokens, is_open = 0, 0, False, may_admit
         awaited: set[AdapterHandle] = set()
         while True:
@@ -109,7 +112,7 @@ class InflightBatching:
                 continue
             is_ready = scan.visit(queue.head.request) is AdapterReadiness.READY
             waiting.set_lead(queue, has_lead=is_ready)
-            if is_ready and may_admit and claims.may_admit(queue.share):
+            if is_ready and may_admit and claims.may_admit(queue, num_kept):
                 result = self._admit_one(queue, builder, split, now_ns)
                 if result is AdmitResult.ADMITTED:
                     claims.admitted(queue.share)

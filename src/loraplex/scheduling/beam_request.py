@@ -6,7 +6,7 @@ from typing import NamedTuple
 import msgspec
 
 from loraplex.core.errors import InvalidParameterError, LoraplexError, PromptTooLongError
-from loraplex.core.plan import Capacity, KVGroupId, RowResult, RowStep
+from loraplex.core.plan import CacheGroupId, Capacity, RowResult, RowStep
 from loraplex.core.request import EngineRequest
 from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.memory.block_tables import BlockCounts
@@ -41,6 +41,8 @@ class BeamRequest(Request):
     """Sequences whose block tables the runner does not have yet."""
     candidates: dict[int, Candidates] = dataclasses.field(default_factory=dict)
     """Results of the current step, by sequence."""
+    num_tokens_at_start: int = 0
+    """Length of the beams when they last took their slots."""
 
     def __post_init__(self) -> None:
         Request.__post_init__(self)
@@ -90,8 +92,9 @@ class BeamRequest(Request):
         shortage = kv.shortage(self.max_blocks(kv, settings.max_step_tokens))
         if shortage is not None:
             return PromptTooLongError(
-                f"{self.width} beams of {len(self.engine_request.prompt_token_ids)} prompt tokens "
-                f"and up to {self.stop_rules.max_tokens} new ones need {shortage}"
+                f"{self._encoder_input}{self.width} beams of "
+                f"{len(self.engine_request.prompt_token_ids)} prompt tokens and "
+                f"up to {self.stop_rules.max_tokens} new ones need {shortage}"
             )
         return None
 
@@ -99,19 +102,27 @@ class BeamRequest(Request):
         num_of_one = Request.max_blocks(self, kv, max_step_tokens)
         num_prompt_tokens = len(self.engine_request.prompt_token_ids)
         num_tokens = num_prompt_tokens + self.stop_rules.max_tokens - 1
-        # The beams share the full blocks of their prompt. With an attention window they may not.
-        num_shared = num_prompt_tokens // kv.block_size
-        num_blocks = num_shared + self.width * (kv.num_blocks_for(num_tokens) - num_shared)
-        return tuple(
-            max(num_blocks, self.width * num_held) if group.has_window else num_blocks
-            for group, num_held in zip(kv.groups, num_of_one, strict=True)
-        )
+        # The beams share the full blocks of their prompt. With an attention window they may not,
+        # and with states they do not when they come back from a preemption.
+        num_full = 0 if kv.is_sparse else num_prompt_tokens - num_prompt_tokens % kv.block_size
+        max_blocks = []
+        for group, num_held in zip(kv.groups, num_of_one, strict=True):
+            if group.is_sparse:
+                max_blocks.append(self.width * num_held)
+                continue
+            num_shared = group.num_blocks_for(num_full, self.num_encoder_tokens)
+            num_own = group.num_blocks_for(num_tokens, self.num_encoder_tokens) - num_shared
+            num_blocks = num_shared + self.width * num_own
+            max_blocks.append(
+                max(num_blocks, self.width * num_held) if group.frees_early else num_blocks
+            )
+        return tuple(max_blocks)
 
     def scheduled_with(self, sequence: Sequence) -> list[Sequence]:  # noqa: ARG002
         return self.sequences
 
-    def num_blocks_held(self, sequence: Sequence, kv_group: KVGroupId) -> int:  # noqa: ARG002
-        tables = [one.block_tables[kv_group] for one in self.sequences if one.block_tables]
+    def num_blocks_held(self, sequence: Sequence, cache_group: CacheGroupId) -> int:  # noqa: ARG002
+        tables = [one.block_tables[cache_group] for one in self.sequences if one.block_tables]
         return len({block_id for table in tables for block_id in table})
 
     def num_computable_tokens(self, sequence: Sequence) -> int:
@@ -153,8 +164,19 @@ class BeamRequest(Request):
     def has_sample(self, result: RowResult) -> bool:
         return bool(result.candidates)
 
+    @property
+    def may_give_way(self) -> bool:
+        """Whether the beams may lose their slots to other shares.
+
+        Beams that have lost them before gain a token first: what they compute again each time would
+        otherwise be all that they ever compute.
+        """
+        has_gained = len(self.search.beams[0].token_ids) > self.num_tokens_at_start
+        return has_gained or not self.sequences[0].num_preemptions
+
     def restart(self) -> None:
         """Assign the beams to the first sequences, after all have lost their slots."""
+        self.num_tokens_at_start = len(self.search.beams[0].token_ids)
         self.holders = list(range(len(self.search.beams)))
         self.rejoining.clear()
         self.unsent_tables = set(self.holders)

@@ -3,8 +3,9 @@
 from collections.abc import Sequence as AbstractSequence
 
 from loraplex.core.errors import InvalidParameterError
-from loraplex.core.output import FinishReason, SequenceDelta
-from loraplex.memory.block_tables import AdmittedBlocks
+from loraplex.core.output import BeamLogprobs, FinishReason, SequenceDelta
+from loraplex.memory.block_tables import AdmittedBlocks, BlockCounts
+from loraplex.memory.kv_blocks import KVBlocks
 from loraplex.scheduling.beam_request import BeamRequest, Fork
 from loraplex.scheduling.beams import Candidates
 from loraplex.scheduling.plan_builder import PlanBuilder
@@ -34,18 +35,33 @@ class BeamScheduling:
         for sequence in request.sequences:
             sequence.rotation_length = first.rotation_length
         texts = [request.sequences[index].token_ids for index in request.holders]
-        shared = [_longest_shared(texts, i, kv.block_size) for i in range(len(texts))]
+        shared = [_longest_shared(texts, i, kv) for i in range(len(texts))]
         admission = self._admit_first(request, shared)
         if admission is None:
             return False
+        starts = [num_shared * kv.block_size for _, num_shared in shared]
+        starts[0] = admission.num_cached_tokens
+        if not self._hold_images(request, starts):
+            kv.release(admission.block_tables)
+            return False
         admissions = [admission]
         for text, (donor, num_shared) in zip(texts[1:], shared[1:], strict=True):
-            shared_tables = [table[:num_shared] for table in admissions[donor].block_tables]
+            num_cached = num_shared * kv.block_size
+            shared_tables = [
+                table[:count]
+                for table, count in zip(
+                    admissions[donor].block_tables,
+                    kv.num_blocks_for(num_cached, request.num_encoder_tokens),
+                    strict=True,
+                )
+            ]
             kv.share(shared_tables)
             more = kv.grow(shared_tables, len(text))
             assert more is not None, "the admission of the first beam left too few blocks"
             tables = [[*table, *new] for table, new in zip(shared_tables, more, strict=True)]
-            admissions.append(AdmittedBlocks(tables, num_shared * kv.block_size, 0))
+            # Its states are taken chunk by chunk, when the beams before it are computed.
+            kv.fit(tables, num_cached, num_cached, num_cached, 0)
+            admissions.append(AdmittedBlocks(tables, num_cached, 0))
         idle = [AdmittedBlocks([], 0, 0) for _ in request.idle]
         for sequence, its_admission in zip(request.sequences, [*admissions, *idle], strict=True):
             state.admit(sequence, its_admission)
@@ -98,15 +114,29 @@ class BeamScheduling:
         for sequence in reversed(request.sequences):
             self._state.end_sequence(sequence, FinishReason.ABORT)
 
+    def _hold_images(self, request: BeamRequest, starts: AbstractSequence[int]) -> bool:
+        """Hold the images that the beams have yet to compute; False and no change if it fails."""
+        beams = [request.sequences[index] for index in request.holders]
+        for number, (sequence, start) in enumerate(zip(beams, starts, strict=True)):
+            if not self._state.hold_images(sequence, start):
+                for other in beams[:number]:
+                    self._state.release_images(other)
+                return False
+        return True
+
     def _admit_first(
         self, request: BeamRequest, shared: AbstractSequence[tuple[int, int]]
     ) -> AdmittedBlocks | None:
         """Take the blocks of the first beam if there are enough for the others, too."""
         kv, first = self._state.kv, request.sequences[0]
-        num_tokens = [request.sequences[i].num_tokens for i in request.holders]
-        num_tables = [kv.num_blocks_for(n) for n in num_tokens]
-        num_of_others = sum(num_tables[1:]) - sum(num_shared for _, num_shared in shared[1:])
-        num_to_leave = self._state.num_blocks_to_leave(first, num_tables[0] + num_of_others)
+        num_encoded = request.num_encoder_tokens
+        num_of_first = num_of_all = _num_blocks(kv, first.num_tokens, num_encoded)
+        for index, (_, num_shared) in zip(request.holders[1:], shared[1:], strict=True):
+            num_whole = _num_blocks(kv, request.sequences[index].num_tokens, num_encoded)
+            num_common = _num_blocks(kv, num_shared * kv.block_size, num_encoded)
+            counts = zip(num_of_all, num_whole, num_common, strict=True)
+            num_of_all = tuple(count + whole - common for count, whole, common in counts)
+        num_to_leave = self._state.num_blocks_to_leave(first, num_of_all)
         if num_to_leave is None:
             return None
         first.scores_prompt = request.wants_prompt_scores
@@ -115,9 +145,16 @@ class BeamScheduling:
             first.kv_salt,
             max_new_tokens=first.num_tokens,
             max_cached_tokens=self._max_cached_tokens(first, shared),
-            num_reserved_blocks=tuple(num_of_others + num for num in num_to_leave),
+            later_salts=first.later_salts,
+            num_reserved_blocks=tuple(
+                num_all - num_own + num_left
+                for num_all, num_own, num_left in zip(
+                    num_of_all, num_of_first, num_to_leave, strict=True
+                )
+            ),
             retention=request.engine_request.retention,
             num_prompt_tokens=first.num_prompt_tokens,
+            num_encoder_tokens=num_encoded,
         )
 
     def _max_cached_tokens(self, first: Sequence, shared: AbstractSequence[tuple[int, int]]) -> int:
@@ -130,7 +167,7 @@ class BeamScheduling:
         # The newest token waits for the other beams. One more is left to compute, because a plan
         # without rows is not launched, and the runner would not get the rows that join.
         limit = first.num_tokens - 2
-        if kv.has_window:
+        if kv.frees_early and not kv.is_sparse:
             # Served blocks that the window has passed are gaps: the other beams may need them.
             limit = min(limit, min(num_shared for _, num_shared in shared[1:]) * kv.block_size)
         return limit
@@ -143,8 +180,12 @@ class BeamScheduling:
         False if the beams themselves were preempted, or nothing may be preempted.
         """
         state = self._state
-        num_wanted = sum(self._num_blocks_wanted(request, sequence) for sequence in beams)
-        while min(state.kv.num_available) < num_wanted:
+        wanted = [self._num_blocks_wanted(request, sequence) for sequence in beams]
+        num_wanted = [sum(counts) for counts in zip(*wanted, strict=True)]
+        while any(
+            available < count
+            for available, count in zip(state.kv.num_available, num_wanted, strict=True)
+        ):
             builder.lacks_blocks = True
             if builder.is_ahead:
                 builder.is_short = True
@@ -155,11 +196,15 @@ class BeamScheduling:
                 return False
         return True
 
-    def _num_blocks_wanted(self, request: BeamRequest, sequence: Sequence) -> int:
-        kv = self._state.kv
-        num_more = max(0, kv.num_blocks_for(sequence.num_tokens) - len(sequence.block_tables[0]))
+    def _num_blocks_wanted(self, request: BeamRequest, sequence: Sequence) -> BlockCounts:
+        kv, position = self._state.kv, sequence.num_computed_tokens
+        num_missing = kv.num_missing(sequence.block_tables, sequence.num_tokens)
         is_new = sequence.index in request.rejoining
-        return num_more + (is_new and sequence.num_computed_tokens % kv.block_size > 0)
+        copies = is_new and position % kv.block_size > 0
+        return tuple(
+            count + (copies and group.policy.is_writable(position))
+            for group, count in zip(kv.groups, num_missing, strict=True)
+        )
 
     def _rejoin(self, builder: PlanBuilder, sequence: Sequence) -> None:
         """Let the row leave and join with the tokens that the sequence took over.
@@ -174,8 +219,6 @@ class BeamScheduling:
         if sequence.num_computed_tokens % state.kv.block_size:
             copies = state.kv.make_writable(sequence.block_tables, sequence.num_computed_tokens)
             assert copies is not None, "there were blocks for all beams"
-            for copy in copies:
-                sequence.block_tables[copy.kv_group][-1] = copy.target
             builder.copy(copies)
             state.update_reservation(sequence)
 
@@ -211,7 +254,7 @@ class BeamScheduling:
             delta = SequenceDelta(
                 index,
                 beam.token_ids,
-                beam.scores if wants_scores else (),
+                BeamLogprobs.of(beam.scores) if wants_scores else (),
                 stop.reason,
                 stop.stop_token_id,
                 cumulative_logprob=beam.logprob,
@@ -222,15 +265,23 @@ class BeamScheduling:
             state.end_sequence(sequence, hypotheses[0].stop.reason)
 
 
+def _num_blocks(kv: KVBlocks, num_tokens: int, num_encoder_tokens: int) -> BlockCounts:
+    """Return the number of blocks that a sequence without tables takes."""
+    return kv.num_missing([], num_tokens, num_encoder_tokens=num_encoder_tokens)
+
+
 def _longest_shared(
-    texts: AbstractSequence[list[int]], index: int, block_size: int
+    texts: AbstractSequence[list[int]], index: int, kv: KVBlocks
 ) -> tuple[int, int]:
     """Return the earlier text that shares the most whole blocks with one, and how many.
 
-    The block of the last token of either text is not shared: it is still to be computed.
+    The block of the last token of either text is not shared: it is still to be computed. Nothing
+    is shared with a group that keeps states, because the donor's are not computed yet.
     """
     best = (0, 0)
-    text = texts[index]
+    if kv.is_sparse:
+        return best
+    text, block_size = texts[index], kv.block_size
     for donor in range(index):
         other = texts[donor]
         num_blocks, end = 0, block_size

@@ -7,6 +7,7 @@ stream of new shares keeps a request waiting for ever.
 
 import dataclasses
 from collections.abc import Collection
+from typing import Final
 
 from loraplex.core.adapter import AdapterHandle
 from loraplex.core.request import EngineRequest
@@ -15,6 +16,9 @@ from loraplex.scheduling.request import ShareKey
 
 NUM_REMEMBERED = 64
 """Number of idle shares above which stale ones are sought and removed."""
+_UNITS: Final = 2.0**72
+"""Units of the sum of weights in 1. A product of two weights is 2**-20 or more, so a float64 of it
+is a whole number of units: the sum neither drifts nor loses a light share next to heavy ones."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -22,6 +26,8 @@ class _Share:
     counter: float = 0.0
     """Weighted tokens served, divided by the weight."""
     weight: float = 1.0
+    units: int = 0
+    """The weight in units of the sum."""
     num_requests: int = 0
 
 
@@ -30,7 +36,7 @@ def shares_slots(settings: SchedulerSettings) -> bool:
 
     A static batch admits nothing while it runs, and without fair shares requests do not share.
     """
-    return settings.batching is not Batching.STATIC and settings.fair_share is not FairShare.NONE
+    return settings.batching is not Batching.STATIC and settings.share_kind is not FairShare.NONE
 
 
 def max_seqs_per_request(settings: SchedulerSettings, max_num_seqs: int) -> int:
@@ -71,7 +77,8 @@ class FairShares:
         self._output_weight = output_weight
         self._shares: dict[ShareKey, _Share] = {}
         self._virtual_time = 0.0
-        self._active_weight = 0.0
+        self._active_units = 0
+        """Sum of the weights of the shares that have requests."""
         self._num_active = 0
         self._floor: float | None = None
         """Start of newcomers while shares wait and none is served or leaves."""
@@ -79,6 +86,15 @@ class FairShares:
     @property
     def virtual_time(self) -> float:
         return self._virtual_time
+
+    @property
+    def _active_weight(self) -> float:
+        return self._active_units / _UNITS
+
+    @property
+    def num_active(self) -> int:
+        """Return how many shares have requests."""
+        return self._num_active
 
     def __len__(self) -> int:
         """Return the number of known shares."""
@@ -112,18 +128,19 @@ class FairShares:
     def enter(self, key: ShareKey, weight: float, waiting: Collection[ShareKey]) -> None:
         """Add a request; `waiting` are the shares that have a waiting request already.
 
-        The share has the weight (> 0) of the newest of its requests.
+        The share has the weight of the newest of its requests: the product of at most two that
+        `weight_problem` allows.
         """
         if self._kind is FairShare.NONE:
             return
-        assert weight > 0, f"a share's weight must be more than 0, got {weight}"
         share = self._shares.setdefault(key, _Share())
         if share.num_requests:
-            self._active_weight -= share.weight
+            self._active_units -= share.units
         else:
             self._num_active += 1
-        self._active_weight += weight
-        share.weight = weight
+        share.weight, share.units = weight, int(weight * _UNITS)
+        assert share.units > 0, f"weight {weight} of a share"
+        self._active_units += share.units
         share.num_requests += 1
         if key not in waiting:
             share.counter = max(share.counter, self._start(waiting))
@@ -138,8 +155,7 @@ class FairShares:
         if share.num_requests:
             return
         self._num_active -= 1
-        # Sums of fractions drift: start anew whenever no share is active.
-        self._active_weight = self._active_weight - share.weight if self._num_active else 0.0
+        self._active_units -= share.units
         if len(self._shares) > 2 * self._num_active + NUM_REMEMBERED:
             self._forget_stale()
 
@@ -163,8 +179,8 @@ class FairShares:
         active = {key: s.num_requests for key, s in self._shares.items() if s.num_requests}
         assert active == num_requests, "requests of shares"
         assert self._num_active == len(active)
-        weight = sum(s.weight for s in self._shares.values() if s.num_requests)
-        assert abs(weight - self._active_weight) <= 1e-6 * (1 + weight), "weight of shares"
+        units = sum(share.units for share in self._shares.values() if share.num_requests)
+        assert units == self._active_units, "weight of shares"
 
     def _start(self, waiting: Collection[ShareKey]) -> float:
         """Return the smallest counter of a share that had no waiting request."""

@@ -6,9 +6,9 @@ from loraplex.core.errors import ErrorInfo
 from loraplex.core.output import (
     EngineOutput,
     LogitsFile,
+    PromptLogprobs,
     RequestTiming,
     SequenceDelta,
-    TokenLogprob,
 )
 from loraplex.core.request import EngineRequest, RequestId
 from loraplex.scheduling.request import Request
@@ -19,7 +19,7 @@ class _PendingOutput:
     """An EngineOutput under construction."""
 
     deltas: list[SequenceDelta] = dataclasses.field(default_factory=list)
-    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     prompt_logits: tuple[LogitsFile, ...] = ()
     finished: bool = False
     error: ErrorInfo | None = None
@@ -43,7 +43,7 @@ class OutputQueue:
         """Add the prompt log probabilities and logits that the request wants."""
         output = self._output(request.request_id)
         if request.sampling.prompt_logprobs is not None:
-            output.prompt_logprobs = (None, *request.prompt_logprobs)
+            output.prompt_logprobs = PromptLogprobs.of((None, *request.prompt_logprobs))
         output.prompt_logits = tuple(request.prompt_logits)
 
     def add_timing(self, request: Request) -> None:

@@ -16,6 +16,8 @@ class PendingStep:
     plan: StepPlan
     sequences: list[Sequence]
     """Sequences of the plan's rows, in their order."""
+    num_tokens: int
+    """Number of tokens of its rows and of what encoders read."""
     num_preempted: int
     offloaded: list[Sequence]
     """Sequences whose KV the step copies to the host."""

@@ -2,15 +2,19 @@
 
 import msgspec
 
+from loraplex.core.image import images_in
 from loraplex.core.plan import (
     AdapterCopy,
     BlockCopy,
     BlockTransfer,
-    LogitsNeeded,
+    CellId,
+    Encode,
+    EncodeText,
     RowAdded,
     RowStep,
     Slot,
     StepPlan,
+    Wanted,
 )
 from loraplex.memory.block_tables import NewBlocks
 from loraplex.scheduling.request import Sequence
@@ -25,6 +29,10 @@ class StepBudget:
         self.num_spent = 0
         self.max_per_row = max_prefill_chunk or max_num_batched_tokens
         """Maximum number of tokens that one row computes."""
+
+    def keep(self, num_tokens: int) -> None:
+        """Leave at most so many tokens."""
+        self.num_left = min(self.num_left, num_tokens)
 
     def spend(self, num_tokens: int) -> None:
         assert 0 < num_tokens <= self.num_left
@@ -56,6 +64,9 @@ class PlanBuilder:
         self._added: list[RowAdded] = []
         self._rows: list[RowStep] = []
         self._block_copies: list[BlockCopy] = []
+        self._encodes: list[Encode] = []
+        self.num_encoded: dict[Sequence, int] = {}
+        """Tokens of the images that are encoded for a sequence."""
 
     def preempt(self, state: SchedulerState, sequence: Sequence) -> None:
         """Take a sequence's slot away; its KV goes to the host if there is space.
@@ -84,23 +95,26 @@ class PlanBuilder:
             RowAdded(
                 slot=sequence.slot,
                 sequence_id=sequence.sequence_id,
-                sampling=request.sampling,
-                seed=sequence.seed,
+                task=request.row_task(sequence),
                 sequence_index=sequence.index,
                 token_ids=tuple(sequence.token_ids),
                 num_prompt_tokens=sequence.num_prompt_tokens,
-                suppressed_token_ids=request.stop_rules.suppressed_token_ids,
-                end_token_ids=request.stop_rules.grammar_end_ids,
                 adapters=request.adapters,
                 tenant=request.engine_request.tenant,
+                images=request.images,
+                encoder_token_ids=request.engine_request.encoder_token_ids,
             )
         )
 
     def compute(self, sequence: Sequence, num_tokens: int, new_block_ids: NewBlocks) -> None:
-        """Let a sequence compute its next num_tokens tokens."""
-        self.budget.spend(num_tokens)
+        """Let a sequence compute its next num_tokens tokens, and encode what these need first."""
+        image_cells = self._encode(sequence, num_tokens) if sequence.image_cells else ()
+        self.budget.spend(sequence.input_to_encode + num_tokens)
         self.new_blocks.setdefault(sequence, new_block_ids)
         assert sequence.slot is not None
+        if sequence.input_to_encode:
+            self._encodes.append(EncodeText(sequence.slot))
+            sequence.input_to_encode = 0
         start = sequence.num_computed_tokens
         stop = start + num_tokens
         samples = stop == sequence.num_tokens
@@ -112,11 +126,23 @@ class PlanBuilder:
             # None: the runner still has the token that the row sampled.
             token_ids=None if sequence.has_sampled else tuple(sequence.token_ids[start:stop]),
             new_block_ids=new_block_ids,
-            logits=_logits_needed(sequence, samples=samples),
-            num_logprobs=request.sampling.logprobs if samples else None,
+            wanted=_wanted(sequence, samples=samples),
+            num_logprobs=request.num_logprobs if samples else None,
+            image_cells=image_cells,
         )
         self._rows.append(request.complete_row(sequence, row))
         self.sequences.append(sequence)
+
+    def _encode(self, sequence: Sequence, num_tokens: int) -> tuple[CellId, ...]:
+        """Encode images of the next num_tokens tokens; return the cells of all of these images."""
+        num_to_encode = sequence.num_to_encode(num_tokens)
+        if num_to_encode:
+            self.budget.spend(num_to_encode)
+            self._encodes += sequence.encode(num_tokens)
+            self.num_encoded[sequence] = num_to_encode
+        start = sequence.num_computed_tokens
+        images = images_in(sequence.request.images, start, start + num_tokens)
+        return tuple(sequence.image_cells[image.first].cell_id for image in images)
 
     def add_draft_tokens(
         self, index: int, draft_token_ids: tuple[int, ...], new_block_ids: NewBlocks
@@ -159,10 +185,11 @@ class PlanBuilder:
             block_loads=tuple(self.block_loads),
             block_copies=tuple(self._block_copies),
             adapter_copies=adapter_copies,
+            encodes=tuple(self._encodes),
         )
 
 
-def _logits_needed(sequence: Sequence, *, samples: bool) -> LogitsNeeded:
+def _wanted(sequence: Sequence, *, samples: bool) -> Wanted:
     if sequence.scores_prompt and sequence.num_computed_tokens < sequence.num_prompt_tokens:
-        return LogitsNeeded.ALL
-    return LogitsNeeded.LAST if samples else LogitsNeeded.NONE
+        return Wanted.ALL
+    return Wanted.LAST if samples else Wanted.NONE

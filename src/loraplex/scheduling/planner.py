@@ -6,8 +6,9 @@ from loraplex.scheduling.batching import InflightBatching
 from loraplex.scheduling.beam_request import BeamRequest
 from loraplex.scheduling.beam_scheduling import BeamScheduling
 from loraplex.scheduling.plan_builder import PlanBuilder, StepBudget
-from loraplex.scheduling.prefill import PrefillSplit
+from loraplex.scheduling.prefill import PrefillSplit, SpanClaim
 from loraplex.scheduling.request import Sequence, SequenceStatus
+from loraplex.scheduling.shared_steps import SharedSteps
 from loraplex.scheduling.speculation import add_draft_tokens
 from loraplex.scheduling.state import SchedulerState
 
@@ -26,6 +27,7 @@ class Planner:
         beams: BeamScheduling,
         settings: SchedulerSettings,
         num_balanced_tokens: int,
+        shared: SharedSteps,
     ) -> None:
         """num_balanced_tokens: see Capacity."""
         self._state = state
@@ -33,6 +35,9 @@ class Planner:
         self._beams = beams
         self._settings = settings
         self._num_balanced_tokens = num_balanced_tokens
+        self._shared = shared
+        self._claim: SpanClaim | None = None
+        """What the last plan had too few tokens for."""
 
     def plan(self, now_ns: int, *, is_ahead: bool) -> PlanBuilder:
         """Return the next plan under construction.
@@ -45,15 +50,25 @@ class Planner:
         self._state.kv.advance(now_ns)
         self._requeue_outgrown()
         self._batching.free_slots(builder)
-        self._plan_decodes(builder)
+        claim = self._claim
+        if claim is not None and claim.sequence.is_finished:
+            claim = None
+        self._plan_decodes(builder, claim)
+        num_left = self._shared.max_prompt_tokens(budget.num_spent, now_ns)
+        if num_left is not None:
+            budget.keep(num_left if claim is None else max(num_left, claim.num_tokens))
         split = PrefillSplit(
-            budget, settings.shortest_prefill_share, admits_all=self._batching.admits_all
+            budget,
+            settings.shortest_prefill_share,
+            admits_all=self._batching.admits_all,
+            claim=claim,
         )
         for sequence in self._state.running:
             if sequence not in builder.new_blocks and sequence.num_computable_tokens:
                 split.add(sequence, is_new=False)
         self._state.update_ready(now_ns)
         self._batching.admit(builder, split, now_ns)
+        self._claim = split.next_claim()
         for sequence, num_tokens in split.grants():
             # Planning an earlier row may have preempted this one.
             if sequence.status is SequenceStatus.RUNNING:
@@ -69,10 +84,13 @@ class Planner:
         for sequence in [s for s in self._state.running if s.is_decoding and s.is_outgrown]:
             self._state.requeue(sequence)
 
-    def _plan_decodes(self, builder: PlanBuilder) -> None:
-        """Plan rows that need one token first: they hold up no other row."""
-        for sequence in [s for s in self._state.running if s.is_decoding]:
+    def _plan_decodes(self, builder: PlanBuilder, claim: SpanClaim | None) -> None:
+        """Plan rows that need one token first: they hold up no other row, but for a claim."""
+        # A last position of an image may have to be encoded first, which is no matter of one token.
+        for sequence in [s for s in self._state.running if s.is_decoding and not s.image_cells]:
             if sequence.status is not SequenceStatus.RUNNING:
+                continue
+            if claim is not None and claim.yields(sequence, builder.budget):
                 continue
             if isinstance(sequence.request, BeamRequest):
                 self._beams.plan(builder, sequence.request)
@@ -83,6 +101,8 @@ class Planner:
         new_block_ids = builder.new_blocks.get(sequence)
         if new_block_ids is None:
             new_block_ids = self._grow(sequence, num_tokens, builder)
+        elif self._state.kv.is_sparse:
+            new_block_ids = self._state.fit(sequence, sequence.num_computed_tokens + num_tokens)
         if new_block_ids is not None:
             builder.compute(sequence, num_tokens, new_block_ids)
 
@@ -107,6 +127,6 @@ class Planner:
                 return None
             assert len(state.running) > 1, "a sequence that cannot fit alone was accepted"
             builder.preempt(state, victim)
-            if victim is sequence:
+            if victim in sequence.request.scheduled_with(sequence):
                 return None
         return new_block_ids

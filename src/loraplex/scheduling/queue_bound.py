@@ -1,5 +1,7 @@
 """Limit of the requests that wait for a slot."""
 
+from collections.abc import Callable
+
 from loraplex.core.errors import LoraplexError, QueueFullError
 
 FIRST_SERVICE_NS = 1_000_000_000
@@ -18,11 +20,15 @@ class QueueBound:
         self._num_queued = 0
         self._service_ns = float(FIRST_SERVICE_NS)
 
-    def refusal(self, num_free_slots: int) -> LoraplexError | None:
-        """Return why one more request cannot wait. Those that free slots will take do not count."""
-        if not self._max_queue_size:
+    def refusal(self, num_admissible: Callable[[], int]) -> LoraplexError | None:
+        """Return why one more request cannot wait.
+
+        num_admissible: how many of the waiting ones free slots will take. These do not count. It is
+        called only for a long queue, because its time grows with the number of adapters that wait.
+        """
+        if not self._max_queue_size or self._num_queued < self._max_queue_size:
             return None
-        num_waiting = self._num_queued - num_free_slots
+        num_waiting = self._num_queued - num_admissible()
         if num_waiting < self._max_queue_size:
             return None
         waves = self._num_queued / self._max_num_seqs

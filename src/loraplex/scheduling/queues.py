@@ -44,7 +44,10 @@ class AdapterQueue:
     def shortest(self, num_candidates: int) -> Sequence:
         """Return the sequence with the fewest tokens among the first num_candidates."""
         entries = itertools.islice(self._entries, num_candidates)
-        return min(entries, key=lambda entry: entry[1].num_tokens)[1]
+        return min(
+            (sequence for _, sequence in entries),
+            key=lambda sequence: sequence.num_tokens + sequence.request.num_encoder_tokens,
+        )
 
     def __len__(self) -> int:
         return len(self._entries)

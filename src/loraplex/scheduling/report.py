@@ -1,6 +1,6 @@
 """Step records and statistics, read from the scheduler's state."""
 
-from loraplex.core.stats import EngineStats, KVGroupStats, StepRecord
+from loraplex.core.stats import CacheGroupStats, EngineStats, StepRecord
 from loraplex.memory.kv_blocks import KVBlocks
 from loraplex.scheduling.pending_steps import PendingStep
 from loraplex.scheduling.state import SchedulerState
@@ -16,7 +16,7 @@ def step_record(state: SchedulerState, step: PendingStep, start_ns: int) -> Step
         duration_ns=0,
         num_rows=len(plan.rows),
         num_prefill_rows=sum(row.token_ids is not None for row in plan.rows),
-        num_tokens=plan.num_tokens,
+        num_tokens=step.num_tokens,
         num_adapters=len(handles),
         num_running=len(state.running),
         num_waiting=state.num_waiting,
@@ -40,7 +40,7 @@ def engine_stats(state: SchedulerState) -> EngineStats:
         blocks_cached=kv.num_cached,
         blocks_free=kv.num_free,
         blocks_on_host=kv.num_on_host,
-        kv_groups=_kv_groups(kv) if len(kv.groups) > 1 else (),
+        cache_groups=_cache_groups(kv) if len(kv.groups) > 1 else (),
         adapters=state.adapters.stats(),
         steps=counts.steps,
         prompt_tokens=counts.prompt_tokens,
@@ -52,8 +52,14 @@ def engine_stats(state: SchedulerState) -> EngineStats:
     )
 
 
-def _kv_groups(kv: KVBlocks) -> tuple[KVGroupStats, ...]:
+def _cache_groups(kv: KVBlocks) -> tuple[CacheGroupStats, ...]:
     return tuple(
-        KVGroupStats(group.pool.num_held, group.pool.num_cached, group.host.num_held)
+        CacheGroupStats(
+            group.pool.num_held,
+            group.pool.num_cached,
+            group.host.num_held,
+            group.pool.num_free,
+            group.block_bytes,
+        )
         for group in kv.groups
     )

@@ -2,16 +2,35 @@
 
 import dataclasses
 import enum
+from typing import NamedTuple
 
 from loraplex.core.adapter import AdapterHandle
-from loraplex.core.errors import InvalidParameterError, LoraplexError, PromptTooLongError
+from loraplex.core.errors import (
+    InvalidParameterError,
+    InvalidRequestError,
+    LoraplexError,
+    PromptTooLongError,
+    UnsupportedFeatureError,
+)
+from loraplex.core.image import ImageSpan, images_in, images_problem
 from loraplex.core.output import FinishReason, LogitsFile, RequestTiming, TokenLogprob
-from loraplex.core.plan import Capacity, KVGroupId, RotationBorder, RowResult, RowStep, Slot
+from loraplex.core.plan import (
+    CacheGroupId,
+    Capacity,
+    EncodeImage,
+    RotationBorder,
+    RowResult,
+    RowStep,
+    Slot,
+)
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.scheduler_settings import SchedulerSettings
+from loraplex.core.task import Generate, Task
 from loraplex.memory.block_tables import BlockCounts, BlockTables
+from loraplex.memory.image_cells import ImageCell, ImageKey
 from loraplex.memory.kv_blocks import KVBlocks
+from loraplex.memory.kv_salt import image_salts, salt_with_input
 from loraplex.scheduling.prompt_lookup import Drafter
 from loraplex.scheduling.stop import StopRules
 
@@ -25,6 +44,13 @@ A preempted sequence keeps its key and comes before those that were admitted aft
 
 ShareKey = tuple[int | str, ...]
 """Fair share that a request draws on: adapter handles, a tenant, both, or nothing."""
+
+
+class Span(NamedTuple):
+    """Positions first .. end - 1 of a prompt."""
+
+    first: int
+    end: int
 
 
 class SequenceStatus(enum.StrEnum):
@@ -47,7 +73,8 @@ TRANSITIONS: dict[SequenceStatus, frozenset[SequenceStatus]] = {
 class Request:
     """A request from its acceptance to its last output. Its sequences advance independently.
 
-    The methods below are what depends on how the sequences relate; BeamRequest overrides them.
+    The methods below are what depends on how the sequences relate and on the task: BeamRequest and
+    PoolRequest override them.
     """
 
     engine_request: EngineRequest
@@ -56,6 +83,10 @@ class Request:
     stop_rules: StopRules
     handles: tuple[AdapterHandle, ...] = dataclasses.field(init=False)
     """Distinct adapters, sorted."""
+    kv_salt: bytes = dataclasses.field(init=False)
+    """Salt of the KV blocks: that of the wire, and the encoder's input."""
+    num_encoder_tokens: int = dataclasses.field(init=False)
+    """Length of the encoder's input."""
     sequences: list["Sequence"] = dataclasses.field(default_factory=list)
     held_back: list["Sequence"] = dataclasses.field(default_factory=list)
     """Sequences that wait until the first one has computed the shared prompt, or until others have
@@ -63,6 +94,10 @@ class Request:
     max_unheld: int = 1
     """Maximum number of unfinished sequences that are not held back."""
     num_unfinished: int = 0
+    whole_spans: tuple[Span, ...] = ()
+    """Positions that one step computes together, as far as they are not computed; ascending."""
+    takes_hits: bool = True
+    """Whether the prefix cache may serve the beginning of its prompt."""
     rotation_border: RotationBorder | None = None
     share: ShareKey = ()
     was_scheduled: bool = False
@@ -89,6 +124,11 @@ class Request:
 
     def __post_init__(self) -> None:
         self.handles = tuple(sorted({handle for handle, _ in self.adapters}))
+        request = self.engine_request
+        self.num_encoder_tokens = len(request.encoder_token_ids)
+        self.kv_salt = request.kv_salt
+        if self.num_encoder_tokens:
+            self.kv_salt = salt_with_input(request.kv_salt, request.encoder_token_ids)
 
     @property
     def request_id(self) -> int:
@@ -113,14 +153,101 @@ class Request:
         return self.num_unfinished - len(self.held_back)
 
     @property
+    def donor(self) -> "Sequence | None":
+        """Sequence with a slot, whose blocks of the encoder's positions others can share."""
+        if not self.num_encoder_tokens:
+            return None
+        return next((sequence for sequence in self.sequences if sequence.block_tables), None)
+
+    def num_to_encode_if_admitted(self, sequence: "Sequence") -> int:
+        """Return how many tokens a waiting sequence would have to encode if it took a slot now."""
+        if sequence.offloaded is not None or self.donor is not None:
+            return 0
+        return self.num_encoder_tokens
+
+    @property
     def num_spare_blocks(self) -> int:
         """Blocks that an admission leaves for the next tokens of the sequences."""
         return 0
+
+    @property
+    def longest_span(self) -> int:
+        """Number of positions of the longest whole span; 0: there is none."""
+        return max((span.end - span.first for span in self.whole_spans), default=0)
+
+    @property
+    def images(self) -> tuple[ImageSpan, ...]:
+        return self.engine_request.images
+
+    @property
+    def max_least_tokens(self) -> int:
+        """Tokens that a step must have at most for a row of it to compute anything."""
+        if not self.images:
+            return max(1, self.longest_span)
+        spans = [*self.whole_spans, *(Span(image.first, image.first + 1) for image in self.images)]
+        return max(
+            span.end - span.first + sum(image.num_tokens for image in images_in(self.images, *span))
+            for span in spans
+        )
+
+    def image_key(self, image: ImageSpan) -> ImageKey:
+        return self.engine_request.image_salt, image.digest
+
+    def input_refusal(
+        self, capacity: Capacity, settings: SchedulerSettings
+    ) -> LoraplexError | None:
+        """Return why the images or a whole span of the prompt could never be computed."""
+        images, served = self.images, capacity.images
+        if images and served is None:
+            return UnsupportedFeatureError(
+                f"this model reads no images; the request has {len(images)}", param="images"
+            )
+        if images and served is not None:
+            prompt = self.engine_request.prompt_token_ids
+            problem = images_problem(images, prompt, served.placeholder_id, served.max_tokens)
+            if problem is not None:
+                return InvalidRequestError(problem, param="images")
+            if len(images) > served.num_cells:
+                return InvalidParameterError(
+                    f"the request has {len(images)} images; at most {served.num_cells} are allowed",
+                    param="images",
+                )
+        if self.max_least_tokens <= settings.max_num_batched_tokens:
+            return None
+        return PromptTooLongError(
+            f"{self.max_least_tokens} tokens of the prompt and its images must be computed in one "
+            f"step; a step has at most {settings.max_num_batched_tokens} (max_num_batched_tokens)"
+        )
+
+    def encoder_refusal(
+        self, capacity: Capacity, settings: SchedulerSettings
+    ) -> LoraplexError | None:
+        """Return why the encoder's input, or the lack of one, could never be computed."""
+        num_tokens, longest = self.num_encoder_tokens, capacity.longest_encoder_input
+        if not longest:
+            return UnsupportedFeatureError(
+                f"encoder_token_ids has {num_tokens} tokens, but this model has no encoder: send "
+                "them as the prompt",
+                param="encoder_token_ids",
+            )
+        if not num_tokens:
+            return InvalidRequestError("the encoder's input has no tokens; at least one is needed")
+        # One step computes the input and the first token of the prompt, or its whole span.
+        longest = min(longest, settings.max_num_batched_tokens - self.max_least_tokens)
+        if num_tokens > longest:
+            return PromptTooLongError(
+                f"the encoder's input has {num_tokens} tokens; at most {longest} are allowed"
+            )
+        return None
 
     def refusal(
         self, capacity: Capacity, kv: KVBlocks, settings: SchedulerSettings
     ) -> LoraplexError | None:
         """Return why the request could never be computed to its end, even alone."""
+        if self.num_encoder_tokens or capacity.longest_encoder_input:
+            refusal = self.encoder_refusal(capacity, settings)
+            if refusal is not None:
+                return refusal
         num_prompt_tokens = len(self.engine_request.prompt_token_ids)
         max_model_len, max_tokens = capacity.max_model_len, self.stop_rules.max_tokens
         if num_prompt_tokens >= max_model_len:
@@ -138,27 +265,39 @@ class Request:
         shortage = kv.shortage(Request.max_blocks(self, kv, settings.max_step_tokens))
         if shortage is not None:
             return PromptTooLongError(
-                f"{num_prompt_tokens} prompt tokens and up to {max_tokens} new ones need {shortage}"
+                f"{self._encoder_input}{num_prompt_tokens} prompt tokens and up to {max_tokens} "
+                f"new ones need {shortage}"
             )
-        return None
+        return self.input_refusal(capacity, settings)
+
+    @property
+    def _encoder_input(self) -> str:
+        """The beginning of the text of an error about blocks."""
+        num_tokens = self.num_encoder_tokens
+        return f"{num_tokens} tokens of the encoder's input, " if num_tokens else ""
 
     @property
     def _returns_logits(self) -> bool:
         return self.sampling.return_logits or self.sampling.return_prompt_logits
 
     def max_blocks(self, kv: KVBlocks, max_step_tokens: int) -> BlockCounts:
-        """Return the maximum number of blocks that one admission ever holds at once."""
+        """Return the maximum number of blocks that one admission ever holds at once.
+
+        max_step_tokens: maximum number of tokens of one row, but for whole spans.
+        """
         # The last token is never computed: it needs no block.
         num_tokens = len(self.engine_request.prompt_token_ids) + self.stop_rules.max_tokens - 1
-        return kv.max_blocks_held(num_tokens, max_step_tokens)
+        return kv.max_blocks_held(
+            num_tokens, max(max_step_tokens, self.longest_span), self.num_encoder_tokens
+        )
 
     def scheduled_with(self, sequence: "Sequence") -> list["Sequence"]:
         """Return the sequences that gain and lose their slots together with this one."""
         return [sequence]
 
-    def num_blocks_held(self, sequence: "Sequence", kv_group: KVGroupId) -> int:
+    def num_blocks_held(self, sequence: "Sequence", cache_group: CacheGroupId) -> int:
         """Return the number of distinct blocks of the sequences that share this one's fate."""
-        return len(sequence.block_tables[kv_group]) if sequence.block_tables else 0
+        return len(sequence.block_tables[cache_group]) if sequence.block_tables else 0
 
     def num_computable_tokens(self, sequence: "Sequence") -> int:
         """Return how many tokens the sequence may compute in the next step by itself."""
@@ -187,6 +326,20 @@ class Request:
     def has_sample(self, result: RowResult) -> bool:
         """Return whether the result of a row that samples has what it must have."""
         return bool(result.token_ids)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Number of log probabilities that a row which samples returns; None: none."""
+        return self.sampling.logprobs
+
+    def row_task(self, sequence: "Sequence") -> Task:
+        """Return the task of the row of a sequence."""
+        return Generate(
+            self.sampling,
+            seed=sequence.seed,
+            suppressed_token_ids=self.stop_rules.suppressed_token_ids,
+            end_token_ids=self.stop_rules.grammar_end_ids,
+        )
 
     @property
     def can_offload(self) -> bool:
@@ -248,8 +401,12 @@ class Sequence:
     num_cached_tokens: int = 0
     """Tokens that came from the prefix cache at the last admission; part of the computed ones."""
     block_tables: BlockTables = dataclasses.field(default_factory=list)
+    image_cells: dict[int, ImageCell] = dataclasses.field(default_factory=dict)
+    """Cells of the images that it has yet to compute positions of, by their first position."""
     num_hashed_blocks: int = 0
     """Leading full blocks that the prefix cache already has."""
+    input_to_encode: int = 0
+    """Tokens of the encoder's input to compute in the step of its next tokens: all or 0."""
     slot: Slot | None = None
     num_tokens_at_admission: int = 0
     num_blocks_reserved: BlockCounts = ()
@@ -289,6 +446,71 @@ class Sequence:
         return self.request.num_computable_tokens(self)
 
     @property
+    def num_least_tokens(self) -> int:
+        """Tokens of a step without which the sequence computes nothing.
+
+        1, unless it is at a whole span, or at an image that is to be encoded. Before it has a slot,
+        it is not known where it begins: then the largest of all counts.
+        """
+        request, start = self.request, self.num_computed_tokens
+        if self.slot is None:
+            return request.max_least_tokens
+        end = next((end for first, end in request.whole_spans if first <= start < end), start + 1)
+        return end - start + self.num_to_encode(end - start)
+
+    def num_to_encode(self, num_tokens: int) -> int:
+        """Return how many tokens of images the step that computes so many must encode."""
+        return sum(len_of for len_of, _ in self._encodes(num_tokens)) if self.image_cells else 0
+
+    def encode(self, num_tokens: int) -> tuple[EncodeImage, ...]:
+        """Return what a step that computes so many tokens encodes first; later ones need not."""
+        found = []
+        for _, cell in self._encodes(num_tokens):
+            cell.is_filled = True
+            found.append(EncodeImage(cell.key[1], cell.cell_id))
+        return tuple(found)
+
+    def _encodes(self, num_tokens: int) -> list[tuple[int, ImageCell]]:
+        start = self.num_computed_tokens
+        empty = {
+            cell.cell_id: (image.num_tokens, cell)
+            for image in images_in(self.request.images, start, start + num_tokens)
+            if not (cell := self.image_cells[image.first]).is_filled
+        }
+        return list(empty.values())
+
+    def num_fitting_tokens(self, num_tokens: int, max_tokens: int) -> int:
+        """Return how many of the next num_tokens tokens a step with max_tokens left computes.
+
+        What it must encode for them is part of max_tokens. No whole span is cut. One that the next
+        token begins, or is inside of, is not limited by num_tokens.
+        """
+        start = self.num_computed_tokens
+        num_tokens = self._num_with_images(min(num_tokens, max_tokens), max_tokens)
+        for first, end in self.request.whole_spans:
+            if first <= start < end and num_tokens < end - start:
+                num_whole = end - start
+                return num_whole if num_whole + self.num_to_encode(num_whole) <= max_tokens else 0
+            if start < first < start + num_tokens < end:
+                return first - start
+        return num_tokens
+
+    def _num_with_images(self, num_tokens: int, max_tokens: int) -> int:
+        """Return how many of num_tokens tokens a step can compute after encoding their images."""
+        if not self.image_cells:
+            return num_tokens
+        start = self.num_computed_tokens
+        for image in images_in(self.request.images, start, start + num_tokens):
+            num_before = max(0, image.first - start)
+            if num_before >= num_tokens:
+                break
+            num_left = max_tokens - self.num_to_encode(num_before + 1)
+            if num_left <= num_before:
+                return num_before
+            num_tokens = min(num_tokens, num_left)
+        return num_tokens
+
+    @property
     def is_decoding(self) -> bool:
         """Whether the newest token is all that the sequence has to compute.
 
@@ -299,9 +521,15 @@ class Sequence:
     @property
     def kv_salt(self) -> bytes:
         """Salt of its KV blocks: KV of another rotation is other KV."""
-        salt = self.request.engine_request.kv_salt
+        salt = self.request.kv_salt
         length = self.rotation_length
         return salt + length.to_bytes(8, "little") if length else salt
+
+    @property
+    def later_salts(self) -> tuple[tuple[int, bytes], ...]:
+        """(first position, salt) of the blocks from each image on: their KV depends on it."""
+        images = self.request.images
+        return image_salts(self.kv_salt, images) if images else ()
 
     @property
     def num_tokens_to_border(self) -> int | None:
@@ -342,6 +570,7 @@ class Sequence:
         self.block_tables = []
         self.num_computed_tokens = 0
         self.num_hashed_blocks = 0
+        self.input_to_encode = 0
 
     def check(self, *, runs: bool) -> None:
         """Assert the invariants of an unfinished sequence that has a slot, or has none."""
@@ -351,7 +580,9 @@ class Sequence:
         assert self.num_uncomputed_tokens > 0, self
         if runs:
             assert self.offloaded is None, self
+            assert not self.input_to_encode, "it has a slot, and did not encode"
         else:
             assert not self.num_blocks_reserved, self
             assert not self.block_tables, self
+            assert not self.image_cells, self
             assert self.num_computed_tokens == 0, self

@@ -12,7 +12,7 @@ class BlockReservations:
     """Reservations for `guaranteed_no_evict`: an admitted sequence gets every block it can need.
 
     Sequences that are scheduled together have one reservation, kept as
-    `Sequence.num_blocks_reserved` of the first of them. Each KV group counts its own blocks.
+    `Sequence.num_blocks_reserved` of the first of them. Each cache group counts its own blocks.
     Invariant: the sum of all reservations is at most the number of available blocks. So `grow`
     never fails, and nothing is ever preempted.
 
@@ -26,7 +26,7 @@ class BlockReservations:
         self._max_step_tokens = max_step_tokens
         self._num_blocks = [0] * len(kv.groups)
 
-    def num_to_leave(self, sequence: Sequence, num_taken: int) -> BlockCounts | None:
+    def num_to_leave(self, sequence: Sequence, num_taken: BlockCounts) -> BlockCounts | None:
         """Return how many other blocks must stay available if the sequence takes num_taken now.
 
         The sequences scheduled with it are included. None: it must wait, however many blocks are
@@ -34,11 +34,11 @@ class BlockReservations:
         """
         worst = sequence.request.max_blocks(self._kv, self._max_step_tokens)
         num_to_leave = []
-        for group, num_reserved, num_worst in zip(
-            self._kv.groups, self._num_blocks, worst, strict=True
+        for group, num_reserved, num_worst, count in zip(
+            self._kv.groups, self._num_blocks, worst, num_taken, strict=True
         ):
-            if not group.has_window:
-                num_to_leave.append(num_reserved + max(0, num_worst - num_taken))
+            if not group.frees_early:
+                num_to_leave.append(num_reserved + max(0, num_worst - count))
             elif num_reserved + num_worst > group.num_blocks:
                 return None
             else:
@@ -60,17 +60,17 @@ class BlockReservations:
         reserved = [s.num_blocks_reserved for s in (*running, *leaving) if s.num_blocks_reserved]
         for group, num_reserved in zip(self._kv.groups, self._num_blocks, strict=True):
             assert num_reserved == sum(c[group.group_id] for c in reserved), "reserved blocks"
-            limit = group.num_blocks if group.has_window else group.num_available
+            limit = group.num_blocks if group.frees_early else group.num_available
             assert num_reserved <= limit, "more blocks are reserved than there are"
         for sequence in running:
             if sequence.request.scheduled_with(sequence)[0] is sequence:
                 assert sequence.num_blocks_reserved == self._still_to_take(sequence), sequence
 
     def _reserve(self, first: Sequence, num_blocks: BlockCounts) -> None:
-        for kv_group, num_reserved in enumerate(first.num_blocks_reserved):
-            self._num_blocks[kv_group] -= num_reserved
-        for kv_group, num_reserved in enumerate(num_blocks):
-            self._num_blocks[kv_group] += num_reserved
+        for cache_group, num_reserved in enumerate(first.num_blocks_reserved):
+            self._num_blocks[cache_group] -= num_reserved
+        for cache_group, num_reserved in enumerate(num_blocks):
+            self._num_blocks[cache_group] += num_reserved
         first.num_blocks_reserved = num_blocks
 
     def _still_to_take(self, sequence: Sequence) -> BlockCounts:
@@ -78,7 +78,7 @@ class BlockReservations:
         worst = request.max_blocks(self._kv, self._max_step_tokens)
         return tuple(
             num_worst
-            if group.has_window
+            if group.frees_early
             else max(0, num_worst - request.num_blocks_held(sequence, group.group_id))
             for group, num_worst in zip(self._kv.groups, worst, strict=True)
         )

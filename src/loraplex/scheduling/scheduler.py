@@ -6,6 +6,7 @@ It owns the requests from `add` to their last output. It handles no text, no ten
 from collections import Counter
 
 from loraplex.core.adapter import AdapterHandle
+from loraplex.core.cache import States
 from loraplex.core.clock import Clock
 from loraplex.core.errors import ConfigError, ErrorInfo, LoraplexError
 from loraplex.core.output import EngineOutput, FinishReason, SequenceDelta
@@ -33,6 +34,7 @@ from loraplex.scheduling.request import Request, SequenceStatus
 from loraplex.scheduling.request_factory import RequestFactory
 from loraplex.scheduling.reservations import new_reservations
 from loraplex.scheduling.running import SlotPool
+from loraplex.scheduling.shared_steps import SharedSteps
 from loraplex.scheduling.state import SchedulerState
 from loraplex.scheduling.static_batching import StaticBatching
 
@@ -79,20 +81,29 @@ class Scheduler:
             QueueBound(settings.max_queue_size, capacity.max_num_seqs),
             clock,
             FairShares(
-                settings.fair_share,
+                settings.share_kind,
                 settings.fair_input_weight,
                 settings.fair_output_weight,
                 settings.fair_resident_lead,
             ),
             max_seqs_per_request(settings, capacity.max_num_seqs),
             new_reservations(settings, kv),
+            num_image_cells=0 if capacity.images is None else capacity.images.num_cells,
         )
         self._beams = BeamScheduling(self._state)
         admitter = Admitter(self._state, self._beams, settings)
         batching = StaticBatching if settings.batching is Batching.STATIC else InflightBatching
-        self._batching = batching(self._state, admitter, settings, capacity.max_num_seqs)
+        self._shared = SharedSteps(settings)
+        self._batching = batching(
+            self._state, admitter, settings, capacity.max_num_seqs, self._shared
+        )
         self._planner = Planner(
-            self._state, self._batching, self._beams, settings, capacity.num_balanced_tokens
+            self._state,
+            self._batching,
+            self._beams,
+            settings,
+            capacity.num_balanced_tokens,
+            self._shared,
         )
         self._absorber = ResultAbsorber(self._state, self._beams)
         self._deadlines = Deadlines(self._state.find)
@@ -117,12 +128,18 @@ class Scheduler:
         if refusal is not None:
             self.refuse(engine_request, refusal)
             return
+        self._shared.arrived(engine_request.tenant, self._clock.now_ns())
         # A later sequence finds the prompt in the prefix cache, and its scores are needed once.
         shares_prompt = (
-            self._settings.enable_prefix_cache
+            self._state.kv.prefix_caching
             and len(engine_request.prompt_token_ids) > self._state.kv.block_size
         )
-        hold_back = shares_prompt or request.wants_prompt_scores or request.num_slots > 1
+        hold_back = (
+            shares_prompt
+            or request.wants_prompt_scores
+            or request.num_slots > 1
+            or request.num_encoder_tokens > 0  # a later sequence shares what the first one encodes
+        )
         self._state.accept(request, hold_back=hold_back)
         self._deadlines.add(request)
 
@@ -209,7 +226,15 @@ class Scheduler:
         plan = builder.build(counts.steps, self._state.slots.take_removed(), copies)
         for sequence in builder.sequences:
             sequence.request.first_step = sequence.request.first_step or plan.step_id
-        step = PendingStep(plan, builder.sequences, builder.num_preempted, builder.offloaded)
+        for sequence, num_encoded in builder.num_encoded.items():
+            self._state.shares.charge(sequence.request.share, num_encoded, 0)
+        step = PendingStep(
+            plan,
+            builder.sequences,
+            builder.budget.num_spent,
+            builder.num_preempted,
+            builder.offloaded,
+        )
         self._steps.launch(step)
         return plan
 
@@ -217,12 +242,15 @@ class Scheduler:
         """Take the result of the oldest plan in flight; return all outputs that are due."""
         step = self._steps.end(plan)
         now_ns = self._clock.now_ns()
+        self._shared.measured(step.num_tokens, result.timing)
         rows = zip(plan.rows, result.rows, step.sequences, strict=True)
         for row, row_result, sequence in rows:
             assert row.slot == row_result.slot, "the results are not in the plan's order"
             if not sequence.is_finished:
                 sequence.request.last_step = plan.step_id
                 self._absorber.absorb(sequence, row, row_result, now_ns)
+        if plan.encodes:
+            self._lose_images(plan, result)
         for handle in result.copies_done:
             copy_ns = result.timing.copy_ns // len(result.copies_done)
             self._adapters.copied(handle, copy_ns)
@@ -259,8 +287,18 @@ class Scheduler:
         self._undo(step)
         return self.take_outputs()
 
+    def _lose_images(self, plan: StepPlan, result: StepResult) -> None:
+        """Let images be encoded again if a row failed that reads them: that may be the reason."""
+        pairs = zip(plan.rows, result.rows, strict=True)
+        failed = {cell for row, end in pairs if end.error is not None for cell in row.image_cells}
+        for encode in plan.encoded_images:
+            if encode.cell in failed:
+                self._state.images.lose(encode.cell)
+
     def _undo(self, step: PendingStep) -> None:
         """Repeat or drop what a plan names besides its rows, which may not have been done."""
+        for encode in step.plan.encoded_images:
+            self._state.images.lose(encode.cell)
         self._state.slots.remove_again(step.plan.removed)
         self._adapters.start_again(step.plan.adapter_copies)
         for sequence in step.offloaded:
@@ -341,3 +379,10 @@ def _check_settings(settings: SchedulerSettings, capacity: Capacity) -> None:
             f"max_num_seqs ({capacity.max_num_seqs}): every running sequence needs a token",
             param="max_num_batched_tokens",
         )
+    for group in capacity.cache_groups:
+        if isinstance(group.spec, States) and settings.state_checkpoint_tokens % group.spec.every:
+            raise ConfigError(
+                f"state_checkpoint_tokens ({settings.state_checkpoint_tokens}) must be a multiple "
+                f"of {group.spec.every}: the model keeps a state so many tokens apart",
+                param="state_checkpoint_tokens",
+            )

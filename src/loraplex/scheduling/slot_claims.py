@@ -23,8 +23,8 @@ class SlotClaims:
     claim, the last sequences of shares with more than their part are preempted, and no share is
     admitted beyond its part until a claim is met.
 
-    A share keeps its part, so its first sequences make progress. Beams, which have their slots
-    together, are not preempted.
+    A share keeps its part, so its first sequences make progress. Beams have their slots together
+    and lose them together; they gain a token between two such losses.
     """
 
     def __init__(
@@ -49,9 +49,20 @@ class SlotClaims:
         """Whether no claim was met for too many plans."""
         return self._num_plans_without >= MAX_PLANS_WITHOUT_SLOT
 
-    def may_admit(self, share: ShareKey) -> bool:
-        """Return whether a share may take one more slot now."""
-        return not self.is_urgent or self._num_missing(share) > 0
+    def may_admit(self, queue: AdapterQueue, num_kept: int) -> bool:
+        """Return whether the head of a queue may take its slots now: all of them, if it is beams.
+
+        Beams that went beyond the part of their share would lose their slots at once. num_kept:
+        slots that stay free, unless the share has less than its part and is not the only one, or
+        beams need all of them.
+        """
+        num_slots, num_missing = queue.head.request.num_slots, self._num_missing(queue.share)
+        if self.is_urgent:
+            return num_missing >= num_slots
+        num_left = self._state.slots.num_free - num_slots
+        if not 0 <= num_left < num_kept or num_slots > self._max_num_seqs - num_kept:
+            return True
+        return num_missing >= num_slots and self._state.shares.num_active > 1
 
     def claim(self, queue: AdapterQueue) -> None:
         """Note that the sequences of a queue could run if there were slots and blocks."""
@@ -92,8 +103,9 @@ class SlotClaims:
                 return
             if not self._is_surplus(sequence):
                 continue
-            if sequence.request.engine_request.priority < due.pop(0):
+            if sequence.request.engine_request.priority < due[0]:
                 return
+            del due[: sequence.request.num_slots]
             if builder.is_ahead:
                 # A plan that is made with nothing in flight may preempt.
                 builder.is_short = True
@@ -103,7 +115,11 @@ class SlotClaims:
     def _is_surplus(self, sequence: Sequence) -> bool:
         """Return whether a running sequence has a slot beyond its share's part."""
         request = sequence.request
-        return not isinstance(request, BeamRequest) and self._num_missing(request.share) < 0
+        if sequence.slot is None:  # preempted together with another one
+            return False
+        if isinstance(request, BeamRequest) and not request.may_give_way:
+            return False
+        return self._num_missing(request.share) < 0
 
     def _num_missing(self, share: ShareKey) -> int:
         """Return how many slots a share has less than its part; negative if it has more."""

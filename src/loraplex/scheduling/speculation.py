@@ -75,12 +75,11 @@ def _take_blocks(
     state: SchedulerState, sequence: Sequence, num_draft_tokens: int
 ) -> tuple[int, NewBlocks]:
     """Return how many draft tokens fit in the sequence's blocks, and the blocks it took."""
-    kv = state.kv
-    num_blocks = len(sequence.block_tables[0])
-    num_missing = kv.num_blocks_for(sequence.num_tokens + num_draft_tokens) - num_blocks
-    num_spare = min(kv.num_available) - len(state.running)
-    num_blocks += max(0, min(num_missing, num_spare))
-    new_block_ids = state.grow(sequence, num_blocks * kv.block_size)
+    num_fitting = state.kv.num_fitting(
+        sequence.block_tables,
+        sequence.num_tokens + num_draft_tokens,
+        num_to_leave=len(state.running),
+    )
+    new_block_ids = state.grow(sequence, num_fitting)
     assert new_block_ids is not None, "there were spare blocks"
-    num_free_positions = num_blocks * kv.block_size - sequence.num_tokens
-    return min(num_draft_tokens, num_free_positions), new_block_ids
+    return min(num_draft_tokens, num_fitting - sequence.num_tokens), new_block_ids

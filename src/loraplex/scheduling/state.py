@@ -21,6 +21,7 @@ from loraplex.memory.block_tables import (
     Loaded,
     NewBlocks,
 )
+from loraplex.memory.image_cells import ImageCell, ImageCells
 from loraplex.memory.kv_blocks import KVBlocks
 from loraplex.scheduling.adapters import CacheFiller
 from loraplex.scheduling.fair_share import FairShares
@@ -46,10 +47,11 @@ class Counts:
 
 
 class _Resources(NamedTuple):
-    """Slot and blocks of a sequence. It also uses each of its adapters once."""
+    """Slot, blocks and cells of a sequence. It also uses each of its adapters once."""
 
     slot: Slot
     block_tables: BlockTables
+    image_cells: list[ImageCell]
 
 
 class SchedulerState:
@@ -70,6 +72,8 @@ class SchedulerState:
         shares: FairShares,
         max_seqs_per_request: int,
         reservations: BlockReservations | None = None,
+        *,
+        num_image_cells: int = 0,
     ) -> None:
         """reservations: blocks that running sequences will take; None if none are reserved.
 
@@ -77,6 +81,7 @@ class SchedulerState:
         need theirs together, are not limited by it.
         """
         self.kv = kv
+        self.images = ImageCells(num_image_cells)
         self.adapters = adapters
         self.slots = slots
         self.queue_bound = queue_bound
@@ -135,10 +140,12 @@ class SchedulerState:
         sequence.num_cached_tokens = admission.num_cached_tokens
         sequence.num_computed_tokens = admission.num_cached_tokens
         sequence.num_hashed_blocks = admission.num_cached_tokens // self.kv.block_size
+        sequence.input_to_encode = admission.input_to_encode
         # A prompt counts once: not again after a preemption, nor for each beam.
         if sequence.num_preemptions == 0 and admission.block_tables:
             num_new = max(0, sequence.num_prompt_tokens - sequence.num_cached_tokens)
-            self.counts.prompt_tokens += sequence.num_prompt_tokens
+            num_new += admission.input_to_encode
+            self.counts.prompt_tokens += sequence.num_prompt_tokens + admission.input_to_encode
             self.counts.cached_tokens += sequence.num_cached_tokens
             self.shares.charge(sequence.request.share, num_new, 0)
 
@@ -159,19 +166,41 @@ class SchedulerState:
 
         None and no change if there are too few blocks.
         """
-        new_block_ids = self.kv.grow(sequence.block_tables, num_tokens)
-        if new_block_ids is not None and new_block_ids[0]:
+        if self.kv.fits(sequence.block_tables, num_tokens):
+            return self.kv.no_new
+        new_block_ids = self.kv.grow(
+            sequence.block_tables, num_tokens, *self._state_limits(sequence, num_tokens)
+        )
+        if new_block_ids is not None and any(new_block_ids):
             for table, block_ids in zip(sequence.block_tables, new_block_ids, strict=True):
                 table.extend(block_ids)
             self.update_reservation(sequence)
         return new_block_ids
+
+    def fit(self, sequence: Sequence, num_tokens: int) -> NewBlocks:
+        """Return all blocks of a sequence whose first step since its admission is to num_tokens."""
+        self.kv.fit(
+            sequence.block_tables,
+            sequence.num_computed_tokens,
+            num_tokens,
+            *self._state_limits(sequence, num_tokens),
+        )
+        return tuple(map(tuple, sequence.block_tables))
+
+    def _state_limits(self, sequence: Sequence, num_tokens: int) -> tuple[int, int]:
+        """Return num_certain_tokens and num_to_leave of KVBlocks.grow.
+
+        The newest token may be computed again, and draft tokens may be wrong. Every running
+        sequence can take the two states that its step needs.
+        """
+        return min(num_tokens, sequence.num_tokens - 1), 2 * len(self.running)
 
     def update_reservation(self, sequence: Sequence) -> None:
         """Note that the block tables of a running sequence have changed."""
         if self.reservations is not None:
             self.reservations.update(sequence)
 
-    def num_blocks_to_leave(self, sequence: Sequence, num_taken: int) -> BlockCounts | None:
+    def num_blocks_to_leave(self, sequence: Sequence, num_taken: BlockCounts) -> BlockCounts | None:
         """Return how many blocks must stay available if a sequence is admitted with num_taken.
 
         The sequences scheduled with it are included. None: it must wait, however many blocks are
@@ -184,10 +213,19 @@ class SchedulerState:
             return (0,) * len(groups)
         # One block for each running row; otherwise this one would soon be preempted for it.
         num_spare = len(self.running) + sequence.request.num_spare_blocks
-        if groups[0].has_window or not self.kv.has_window:
-            return (num_spare,) * len(groups)
-        num_owed = sum(self._num_blocks_owed(running) for running in self.running)
-        return tuple(num_spare + (0 if group.has_window else num_owed) for group in groups)
+        # Running sequences take no more blocks of the encoder's positions.
+        num_spare_of = [0 if group.is_of_encoder else num_spare for group in groups]
+        if groups[0].frees_early or not self.kv.frees_early:
+            return tuple(num_spare_of)
+        # Where a group has a window, all take the blocks of a prompt chunk by chunk. At the
+        # admission of a running sequence the others had the blocks of its whole prompt.
+        owed = [self.kv.num_missing(one.block_tables, one.num_tokens) for one in self.running]
+        return tuple(
+            num_spare + (0 if group.frees_early else sum(counts))
+            for group, num_spare, counts in zip(
+                groups, num_spare_of, zip(*owed, strict=True), strict=True
+            )
+        )
 
     def preempt(self, sequence: Sequence, *, may_offload: bool = True) -> tuple[BlockTransfer, ...]:
         """Make a running sequence WAITING; return the transfers that keep its KV on the host.
@@ -215,6 +253,26 @@ class SchedulerState:
         self.waiting.add(first)
         if others:
             sequence.request.held_back = others
+
+    def hold_images(self, sequence: Sequence, num_computed_tokens: int) -> bool:
+        """Hold the images that a sequence has yet to compute; False and no change if it fails."""
+        request = sequence.request
+        images = [image for image in request.images if image.end > num_computed_tokens]
+        if not images:
+            return True
+        cells = self.images.acquire([request.image_key(image) for image in images])
+        if cells is None:
+            return False
+        firsts = (image.first for image in images)
+        sequence.image_cells = dict(zip(firsts, cells, strict=True))
+        return True
+
+    def release_images(self, sequence: Sequence, num_computed_tokens: int | None = None) -> None:
+        """Release the images that a sequence has computed; None: all of them."""
+        for image in sequence.request.images:
+            if num_computed_tokens is None or image.end <= num_computed_tokens:
+                cell = sequence.image_cells.pop(image.first, None)
+                self.images.release([] if cell is None else [cell])
 
     def end_step(self, sequence: Sequence) -> None:
         """Note that a step with a row of the sequence has ended."""
@@ -268,6 +326,7 @@ class SchedulerState:
         self.slots.check([resources.slot for resources in users.values()])
         offloaded = [s.offloaded.host_tables for s in self.waiting if s.offloaded is not None]
         self.kv.check([resources.block_tables for resources in users.values()], offloaded)
+        self.images.check([resources.image_cells for resources in users.values()])
         if self.reservations is not None:
             self.reservations.check(list(self.running), list(self._leaving))
         self.waiting.check()
@@ -325,7 +384,8 @@ class SchedulerState:
         """Release what a running sequence uses: now, or after the launched steps that name it."""
         assert sequence.slot is not None
         self.running.remove(sequence)
-        resources = _Resources(sequence.slot, sequence.block_tables)
+        resources = _resources_of(sequence)
+        sequence.image_cells = {}
         if sequence.num_pending_steps:
             self._leaving[sequence] = resources
         else:
@@ -338,23 +398,11 @@ class SchedulerState:
             self.reservations.end(sequence)
         self.slots.release(resources.slot)
         self.kv.release(resources.block_tables)
+        self.images.release(resources.image_cells)
         self.adapters.release(sequence.request.handles)
 
-    def _num_blocks_owed(self, sequence: Sequence) -> int:
-        """Return how many blocks the known tokens of a running sequence still need.
-
-        Where a group has a window, all take the blocks of a prompt chunk by chunk. At the admission
-        of the sequence the groups without a window had the blocks of the whole prompt.
-        """
-        num_taken = len(sequence.block_tables[0]) if sequence.block_tables else 0
-        return max(0, self.kv.num_blocks_for(sequence.num_tokens) - num_taken)
-
     def _running_resources(self) -> dict[Sequence, _Resources]:
-        return {
-            sequence: _Resources(sequence.slot, sequence.block_tables)
-            for sequence in self.running
-            if sequence.slot is not None
-        }
+        return {sequence: _resources_of(sequence) for sequence in self.running}
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
         if sequence.status is SequenceStatus.RUNNING:
@@ -376,3 +424,9 @@ class SchedulerState:
         else:
             self.queue_bound.leave()
         self.outputs.finish(request, error)
+
+
+def _resources_of(sequence: Sequence) -> _Resources:
+    assert sequence.slot is not None, "it does not run"
+    cells = list(sequence.image_cells.values())
+    return _Resources(sequence.slot, sequence.block_tables, cells)

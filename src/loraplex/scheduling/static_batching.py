@@ -20,9 +20,8 @@ class StaticBatching(InflightBatching):
     _due_since_ns: int | None = None
     """When the next batch could first have been formed."""
 
-    @property
     def num_admissible(self) -> int:
-        return 0 if self._is_running else super().num_admissible
+        return 0 if self._is_running else super().num_admissible()
 
     def held_until_ns(self) -> int:
         return 0 if self._is_running else super().held_until_ns()

@@ -22,6 +22,7 @@ from loraplex.core.principal import Principal
 from loraplex.core.request import EngineRequest, GenerateRequest, TruncationSide
 from loraplex.core.retention import check_retention
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.task import Generate
 from loraplex.memory.kv_salt import kv_salt
 from loraplex.serving.backend import ModelCard
 
@@ -45,14 +46,16 @@ def admit(
     share_weight: float = 1.0,
 ) -> EngineRequest:
     """Check a tokenized request against its model. Raises RequestErrors."""
-    request.sampling.validate()
-    check_prompt(prompt_token_ids, model)
-    _check_sampling_ids(request.sampling, model)
+    task = request.task
+    task.validate()
+    check_prompt(prompt_token_ids, model, num_new_tokens=int(isinstance(task, Generate)))
+    if isinstance(task, Generate):
+        _check_sampling_ids(task.sampling, model)
     _check_priority(request.priority)
     if request.retention is not None:
         check_retention(request.retention)
     ends = _eos_token_ids(request.end_id, eos_token_ids, model)
-    if request.sampling.grammar is not None and not ends:
+    if isinstance(task, Generate) and task.sampling.grammar is not None and not ends:
         raise UnsupportedFeatureError(
             f"model {model.name!r} has no end-of-text token, so its output cannot be kept to a "
             "grammar: give an end_id",
@@ -64,7 +67,11 @@ def admit(
     return EngineRequest(
         request_id=request.request_id,
         prompt_token_ids=tuple(prompt_token_ids),
-        sampling=_complete(request, len(prompt_token_ids), model),
+        task=(
+            Generate(_complete(request, len(prompt_token_ids), model))
+            if isinstance(task, Generate)
+            else task
+        ),
         eos_token_ids=ends,
         adapters=adapters,
         kv_salt=kv_salt(
@@ -96,7 +103,8 @@ def cut_prompt(
         return token_ids
     most = truncation.max_tokens
     if most is None:
-        most = model.max_model_len - (request.sampling.max_tokens or 1)
+        is_generated = isinstance(request.task, Generate)
+        most = model.max_model_len - (request.sampling.max_tokens or 1 if is_generated else 0)
         if model.max_input_len is not None:
             most = min(most, model.max_input_len)
     if type(most) is not int or most < 1:
@@ -108,14 +116,16 @@ def cut_prompt(
     return token_ids[-most:] if is_left else token_ids[:most]
 
 
-def check_prompt(token_ids: Sequence[int], model: ModelCard) -> None:
-    """Raise unless there is a prompt, of known tokens, with space for one more."""
+def check_prompt(token_ids: Sequence[int], model: ModelCard, num_new_tokens: int = 1) -> None:
+    """Raise unless there is a prompt, of known tokens, with space for so many more (0 or 1)."""
     if not token_ids:
         raise InvalidRequestError("the prompt is empty: give at least one token", param="prompt")
-    if len(token_ids) >= model.max_model_len:
+    if len(token_ids) + num_new_tokens > model.max_model_len:
+        of_output = " and one of output" if num_new_tokens else ""
         raise PromptTooLongError(
             f"the prompt has {len(token_ids)} tokens; model {model.name!r} takes at most "
-            f"{model.max_model_len - 1} and one of output (max_model_len {model.max_model_len})",
+            f"{model.max_model_len - num_new_tokens}{of_output} (max_model_len "
+            f"{model.max_model_len})",
             param="prompt",
         )
     if model.max_input_len is not None and len(token_ids) > model.max_input_len:

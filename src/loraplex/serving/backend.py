@@ -1,8 +1,8 @@
 """Contract between a front end and the rest of loraplex.
 
 A front end turns bytes into a `GenerateRequest`, awaits `Backend.generate`, and turns
-`RequestOutput`s into bytes. Each protocol has two implementations: `Service`, `ServedModel` and
-`CatalogAdmin` of serving, and those of `testing.EchoBackend`.
+`RequestOutput`s into bytes. `Service`, `ServedModel` and `CatalogAdmin` of serving implement the
+protocols.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from loraplex.adapters.staging import RequestTensor
 from loraplex.adapters.uploads import Uploads
 from loraplex.core.adapter import AdapterKey, AdapterRef, Residency
 from loraplex.core.errors import LoraplexError
-from loraplex.core.output import RequestOutput
+from loraplex.core.output import Pooled, RequestOutput
 from loraplex.core.principal import LOCAL, Principal, TenantUsage
 from loraplex.core.request import GenerateRequest, RequestBatch, RequestId
 from loraplex.core.stats import AdapterActivity, Durations, EngineStats, StepRecord
@@ -42,6 +42,7 @@ __all__ = [
     "ModelCard",
     "admit_together",
     "close_outputs",
+    "vector_of",
 ]
 
 
@@ -302,6 +303,10 @@ class TextBackend(Protocol):
         """
         ...
 
+    async def pool(self, request: GenerateRequest, principal: Principal) -> Pooled:
+        """Return the vector of a prompt. Raises as `generate`, and the errors of its iterator."""
+        ...
+
 
 class Backend(TextBackend, Protocol):
     """What front ends need of serving."""
@@ -321,6 +326,10 @@ class Backend(TextBackend, Protocol):
 
     def usage(self, principal: Principal) -> TenantUsage:
         """Return how much of its limits a tenant uses, over all protocols."""
+        ...
+
+    def model_problem(self, model: str) -> str:
+        """Return why a model would not accept a request now; empty if it would."""
         ...
 
     def model_ready(self, model: str) -> bool:
@@ -361,6 +370,15 @@ async def admit_together(
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(admit(request)) for request in batched]
     return [task.result() for task in tasks]
+
+
+async def vector_of(outputs: AsyncIterator[RequestOutput]) -> Pooled:
+    """Read and close the outputs of a pooled request, and return its vector."""
+    try:
+        output = await anext(outputs)
+    finally:
+        await close_outputs(outputs)
+    return Pooled(output.adapters, output.prompt_token_ids, output.pooled, output.timing)
 
 
 async def close_outputs(outputs: AsyncIterator[RequestOutput]) -> None:

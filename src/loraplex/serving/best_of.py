@@ -54,6 +54,8 @@ class BestOf:
 
 def joined(pieces: Sequence[SequenceOutput]) -> SequenceOutput:
     """The increments of one sequence as one."""
+    if len(pieces) == 1:
+        return pieces[0]
     return msgspec.structs.replace(
         pieces[-1],
         text="".join(piece.text for piece in pieces),

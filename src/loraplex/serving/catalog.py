@@ -16,6 +16,7 @@ from loraplex.core.errors import (
     LoraplexError,
     ModelNotFoundError,
     NotReadyError,
+    cut,
 )
 from loraplex.core.principal import LOCAL, Principal
 from loraplex.serving.adapter_cards import (
@@ -62,7 +63,7 @@ class ModelCatalog:
         models = self.of(principal)
         if name not in models:
             raise ModelNotFoundError(
-                f"there is no model {name!r} here; there are: {_listing(list(models))}",
+                f"there is no model {cut(name)!r} here; there are: {_listing(list(models))}",
                 param="model",
             )
         return models[name]
@@ -87,7 +88,9 @@ class ModelCatalog:
             ]
             if len(matches) > 1:
                 choices = " or ".join(f"{model}:{adapter}" for model, adapter in matches)
-                raise ModelNotFoundError(f"{name!r} is ambiguous: use {choices}", param="model")
+                raise ModelNotFoundError(
+                    f"{cut(name)!r} is ambiguous: use {choices}", param="model"
+                )
             if matches:
                 model, adapter = matches[0]
                 return models[model], ByName(adapter)
@@ -260,7 +263,7 @@ class ModelCatalog:
     def _unknown(self, name: str, principal: Principal) -> LoraplexError:
         known = [*self.of(principal), *(card.name for card in self.adapters(principal))]
         return ModelNotFoundError(
-            f"there is no model or adapter {name!r} here; there are: {_listing(known)}",
+            f"there is no model or adapter {cut(name)!r} here; there are: {_listing(known)}",
             param="model",
         )
 
@@ -375,5 +378,5 @@ def _cards(model: ServedModel, principal: Principal) -> Iterator[AdapterCard]:
 
 
 def _listing(names: list[str], max_names: int = 20) -> str:
-    shown = ", ".join(repr(name) for name in names[:max_names])
+    shown = ", ".join(repr(name) for name in names[:max_names]) or "none"
     return shown if len(names) <= max_names else f"{shown} and {len(names) - max_names} more"

@@ -106,7 +106,9 @@ def comparison_requests(
     sampling = _comparable(request.sampling)
     return [
         msgspec.structs.replace(
-            request, request_id=backend.new_request_id(), adapters=adapters, sampling=sampling
+            request.with_sampling(sampling),
+            request_id=backend.new_request_id(),
+            adapters=adapters,
         )
         for adapters in choices
     ]

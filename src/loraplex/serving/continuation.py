@@ -20,6 +20,7 @@ import msgspec
 from loraplex.core.errors import EngineRestartedError
 from loraplex.core.output import EngineOutput
 from loraplex.core.request import EngineRequest
+from loraplex.core.task import Generate
 from loraplex.serving.engines.output_stream import EngineOutputs
 
 
@@ -47,6 +48,7 @@ class Unrecorded(msgspec.Struct, frozen=True, tag=True):
 
 RecordPart = Admitted | Taken | Unrecorded
 _SEVERAL: Final = "it has several prompts"
+_VECTOR: Final = "its result is a vector, which has no beginning"
 _LOGITS: Final = "it returns logits, which are files of the server that is gone"
 
 
@@ -77,8 +79,8 @@ class Continuation:
 
         Raises EngineRestartedError if it is no longer the request that was admitted before.
         """
-        if self._has_begun:
-            self._record(Unrecorded(_SEVERAL))
+        if self._has_begun or not isinstance(request.task, Generate):
+            self._record(Unrecorded(_SEVERAL if self._has_begun else _VECTOR))
             return request, submit(request)
         self._has_begun = True
         if self._admitted is None:
@@ -88,7 +90,7 @@ class Continuation:
             seed = self._admitted.seed
             former = [part for part in self._former if isinstance(part, Taken)]
             sampling = msgspec.structs.replace(request.sampling, seed=seed)
-            request = msgspec.structs.replace(request, sampling=sampling)
+            request = request.with_sampling(sampling)
             self._require_same(request)
         self._record(Admitted(_fingerprint(request), seed, self.unix_seconds))
         rest = _rest(request, former)
@@ -147,7 +149,7 @@ def _rest(request: EngineRequest, former: Sequence[Taken]) -> EngineRequest:
     """Return the request as the next engine receives it, as after the death of an engine."""
     if not former:
         return request
-    tokens: list[list[int]] = [[] for _ in range(request.sampling.num_returned)]
+    tokens: list[list[int]] = [[] for _ in range(request.task.num_returned)]
     ended, has_scores = set(), False
     for output in (output for taken in former for output in taken.outputs):
         has_scores = has_scores or output.prompt_logprobs is not None
@@ -155,7 +157,7 @@ def _rest(request: EngineRequest, former: Sequence[Taken]) -> EngineRequest:
             tokens[delta.index].extend(delta.token_ids)
             if delta.finish_reason is not None:
                 ended.add(delta.index)
-    is_search = request.sampling.beam is not None
+    is_search = request.task.is_search
     return msgspec.structs.replace(
         request,
         outputs=() if is_search else tuple(map(tuple, tokens)),

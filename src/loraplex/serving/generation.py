@@ -8,15 +8,16 @@ from loraplex.core.errors import error_from_info
 from loraplex.core.output import (
     EngineOutput,
     Logits,
+    PromptLogprobs,
     RequestOutput,
     RequestTiming,
     ResolvedAdapter,
     SequenceDelta,
     SequenceOutput,
-    TokenLogprob,
 )
 from loraplex.core.request import EngineRequest, GenerateRequest, RequestId
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.task import Pool
 from loraplex.serving.best_of import BestOf
 from loraplex.serving.engines.output_stream import EngineOutputs
 from loraplex.serving.logits_files import files_of, read_and_delete
@@ -64,7 +65,7 @@ class Generation:
             for _ in range(engine_request.sampling.num_returned)
         ]
         self._best_of = _best_of(request.sampling)
-        self._prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+        self._prompt_logprobs: PromptLogprobs | None = None
         self._prompt_logits: tuple[Logits, ...] = ()
         """Logits of the prompt, until an output takes them along."""
 
@@ -102,7 +103,8 @@ class Generation:
     ) -> RequestOutput:
         last = engine_outputs[-1]
         for output in engine_outputs:
-            self._prompt_logprobs = self._prompt_logprobs or output.prompt_logprobs
+            if output.prompt_logprobs is not None:
+                self._prompt_logprobs = output.prompt_logprobs
             self._prompt_logits += tuple(logits[file.path] for file in output.prompt_logits)
         deltas = [delta for output in engine_outputs for delta in output.deltas]
         pieces = [self._push(delta, logits) for delta in deltas]
@@ -160,6 +162,79 @@ class Generation:
             timing=timing,
             prompt_logits=self._prompt_logits,
         )
+
+
+class Pooling:
+    """The iterator of a pooled request: one output, with its vector."""
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        engine_request: EngineRequest,
+        adapters: tuple[ResolvedAdapter, ...],
+        stream: EngineOutputs,
+        engine: Aborter,
+    ) -> None:
+        self._request = request
+        self._engine_request = engine_request
+        self.adapters = adapters
+        self._stream = stream
+        self._engine = engine
+        self._finished = False
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self._engine_request.prompt_token_ids)
+
+    def __aiter__(self) -> "Pooling":
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        """Return the output. Raises the request's error."""
+        if self._finished:
+            raise StopAsyncIteration
+        deltas: list[SequenceDelta] = []
+        while not self._finished:
+            outputs = await self._stream.take()
+            deltas += [delta for output in outputs for delta in output.deltas]
+            self._finished = outputs[-1].finished
+        if outputs[-1].error is not None:
+            raise error_from_info(outputs[-1].error)
+        return RequestOutput(
+            request_id=self._request.request_id,
+            client_request_id=self._request.client_request_id,
+            model=self._request.model,
+            adapters=self.adapters,
+            prompt_token_ids=self._engine_request.prompt_token_ids,
+            sequences=tuple(
+                SequenceOutput(delta.index, "", (), (), delta.finish_reason) for delta in deltas
+            ),
+            num_output_tokens=0,
+            finished=True,
+            timing=outputs[-1].timing,
+            pooled=b"".join(delta.pooled for delta in deltas),
+        )
+
+    async def aclose(self) -> None:
+        """Abort the request unless it is over."""
+        self._stream.leave()
+        if not self._finished:
+            self._finished = True
+            self._engine.abort(self._engine_request.request_id)
+
+
+def outputs_of(
+    request: GenerateRequest,
+    engine_request: EngineRequest,
+    adapters: tuple[ResolvedAdapter, ...],
+    tokenizer: Tokenizer,
+    stream: EngineOutputs,
+    engine: Aborter,
+) -> Generation | Pooling:
+    """Return the iterator of an admitted request."""
+    if isinstance(engine_request.task, Pool):
+        return Pooling(request, engine_request, adapters, stream, engine)
+    return Generation(request, engine_request, adapters, tokenizer, stream, engine)
 
 
 async def _logits_of(outputs: Sequence[EngineOutput]) -> Mapping[str, Logits]:

@@ -7,17 +7,19 @@ import msgspec
 
 from loraplex.core.adapter import LoraTarget
 from loraplex.core.config import ModelConfig
-from loraplex.core.plan import Capacity, KVGroupCapacity
-from loraplex.core.stats import EngineStats, KVGroupStats
+from loraplex.core.plan import CacheGroupCapacity, Capacity
+from loraplex.core.stats import CacheGroupStats, EngineStats
 from loraplex.memory.adapter_pages import pages_at_ranks
 
 
-class KVGroupMemory(msgspec.Struct, frozen=True, kw_only=True):
+class CacheGroupMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks of the layers that have one attention window."""
 
     attention_window: int | None
-    """None: these layers see all positions."""
+    """Most positions that these layers see, in a window or in chunks; None: all."""
     blocks: int
+    block_bytes: int = 0
+    """Bytes of a block in all these layers of one rank."""
     held: int = 0
     cached: int = 0
     free: int = 0
@@ -26,7 +28,7 @@ class KVGroupMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KVMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """The KV cache. Blocks of all KV groups are counted together."""
+    """The KV cache. Blocks of all cache groups are counted together."""
 
     num_bytes: int
     """Size of all blocks in bytes."""
@@ -42,8 +44,8 @@ class KVMemory(msgspec.Struct, frozen=True, kw_only=True):
     host_blocks: int = 0
     """Blocks on the host, for preempted sequences."""
     host_used: int = 0
-    groups: tuple[KVGroupMemory, ...] = ()
-    """Each KV group, if layers have different attention windows."""
+    groups: tuple[CacheGroupMemory, ...] = ()
+    """Each cache group, if layers have different attention windows."""
 
 
 class RankFit(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,7 +158,7 @@ def memory_of(
 
 
 def _kv_memory(capacity: Capacity, stats: EngineStats) -> KVMemory:
-    groups, block_tokens = capacity.kv_groups, capacity.block_size
+    groups, block_tokens = capacity.cache_groups, capacity.block_size
     num_blocks = sum(group.num_blocks for group in groups)
     return KVMemory(
         num_bytes=capacity.kv_cache_bytes,
@@ -168,17 +170,20 @@ def _kv_memory(capacity: Capacity, stats: EngineStats) -> KVMemory:
         free=num_blocks - stats.blocks_held - stats.blocks_cached,
         host_blocks=sum(group.num_host_blocks for group in groups),
         host_used=stats.blocks_on_host,
-        groups=_kv_groups(groups, stats) if len(groups) > 1 else (),
+        groups=_cache_groups(groups, stats) if len(groups) > 1 else (),
     )
 
 
-def _kv_groups(groups: Sequence[KVGroupCapacity], stats: EngineStats) -> tuple[KVGroupMemory, ...]:
+def _cache_groups(
+    groups: Sequence[CacheGroupCapacity], stats: EngineStats
+) -> tuple[CacheGroupMemory, ...]:
     """Return the memory of each group; without statistics, that of an engine at rest."""
-    counts = stats.kv_groups or (KVGroupStats(),) * len(groups)
+    counts = stats.cache_groups or (CacheGroupStats(),) * len(groups)
     return tuple(
-        KVGroupMemory(
-            attention_window=group.attention_window,
+        CacheGroupMemory(
+            attention_window=group.spec.reach,
             blocks=group.num_blocks,
+            block_bytes=group.block_bytes,
             held=count.held,
             cached=count.cached,
             free=group.num_blocks - count.held - count.cached,

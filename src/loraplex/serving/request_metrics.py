@@ -15,6 +15,7 @@ from loraplex.core.errors import LoraplexError
 from loraplex.core.output import FinishReason, RequestOutput, ResolvedAdapter
 from loraplex.core.principal import Principal
 from loraplex.core.request import GenerateRequest
+from loraplex.core.task import Generate
 from loraplex.serving.wire_request import GenerationRecord, begin_generation
 
 MAX_LABELS = 100
@@ -150,7 +151,8 @@ class RequestMetrics:
         has just been admitted.
         """
         self._models.add(request.model)
-        grammar = request.sampling.grammar
+        task = request.task
+        grammar = task.sampling.grammar if isinstance(task, Generate) else None
         if grammar is not None:
             self.constrained_requests.labels(request.model, grammar.kind.value).inc()
         return ObservedOutputs(self, request.model, outputs, self._clock, record)

@@ -2,13 +2,16 @@
 
 import asyncio
 import dataclasses
+import functools
+import itertools
 import logging
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Final, Protocol
 
 import msgspec
 
 from loraplex.adapters.shapes import BaseShapes
+from loraplex.adapters.staged import StagedAdapter
 from loraplex.adapters.store import AdapterStore, AdapterVersion
 from loraplex.adapters.target_check import check_targets
 from loraplex.core.adapter import AdapterChoice, AdapterUse, Residency
@@ -35,10 +38,13 @@ from loraplex.serving.grammar.grammars import Grammars
 from loraplex.serving.local_texts import INLINE_CHARACTERS, LocalTexts
 from loraplex.serving.model_memory import ModelMemory, StoredAdapters, memory_of, stored
 from loraplex.serving.step_records import select_steps
+from loraplex.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 _NONE_YET = Durations()
+_MAX_END_TEXTS: Final = 1024
+"""Texts of end tokens whose ids are remembered."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -53,8 +59,12 @@ class ServedModel(LocalTexts):
     discovered: DiscoveredAdapters = dataclasses.field(default_factory=DiscoveredAdapters)
     grammars: Grammars = dataclasses.field(init=False)
     _stage_times: dict[str, Durations] = dataclasses.field(default_factory=dict)
+    _id_of_text: Callable[[str], int | None] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
+        # Each request with an adapter needs the ids of its end tokens.
+        find = functools.partial(_id_of_text, self.tokenizer)
+        self._id_of_text = functools.lru_cache(_MAX_END_TEXTS)(find)
         self.grammars = Grammars(self.tokenizer, self.config.grammar_limits)
         self.engine.on_capacity = self._set_capacity
 
@@ -92,6 +102,38 @@ class ServedModel(LocalTexts):
             chosen.append((version, choice.scale))
         return chosen
 
+    def end_token_ids(self, chosen: Sequence[tuple[AdapterVersion, float]]) -> tuple[int, ...]:
+        """Return the model's end tokens and those of a request's adapters.
+
+        An `eos_token` in tokenizer_config replaces them all.
+        """
+        if self.config.tokenizer_config.get("eos_token") is not None:
+            return self.eos_token_ids
+        own = (self._known_ends(version.staged)[0] for version, scale in chosen if scale)
+        return tuple(dict.fromkeys(itertools.chain(self.eos_token_ids, *own)))
+
+    def with_end_warnings(self, staged: StagedAdapter) -> StagedAdapter:
+        """Return an adapter with a warning about each end token that the model lacks."""
+        _, unknown = self._known_ends(staged)
+        warnings = (
+            f"its end token {end!r} is none of the model's: outputs do not end there"
+            for end in unknown
+        )
+        return msgspec.structs.replace(staged, warnings=(*staged.warnings, *warnings))
+
+    def _known_ends(self, staged: StagedAdapter) -> tuple[list[int], list[int | str]]:
+        """Return the ids of an adapter's end tokens, and those that the model does not have."""
+        known: list[int] = []
+        unknown: list[int | str] = []
+        ends: tuple[int | str, ...] = (*staged.end_tokens.texts, *staged.end_tokens.ids)
+        for end in ends:
+            token_id = self._id_of_text(end) if isinstance(end, str) else end
+            if token_id is not None and 0 <= token_id < self.card.vocab_size:
+                known.append(token_id)
+            else:
+                unknown.append(end)
+        return known, unknown
+
     def check_stored(self) -> None:
         """Find what was stored for another base of this name, or for larger limits."""
         self.unfit.clear()
@@ -122,7 +164,12 @@ class ServedModel(LocalTexts):
         return memory_of(
             self.engine.capacity,
             self.engine.stats,
-            targets=layer_targets(self.shapes.of_layers(), num_experts=self.shapes.num_experts),
+            targets=layer_targets(
+                self.shapes.of_layers(),
+                num_experts=[
+                    self.shapes.layer(layer).num_experts for layer in range(self.shapes.num_layers)
+                ],
+            ),
             model=self.config,
         )
 
@@ -179,6 +226,12 @@ class ServedModel(LocalTexts):
         reason = failure.message if failure else self.engine.problem
         detail = f": {reason}" if reason else ""
         return f"the engine of model {self.card.name!r} is {self.engine.state}{detail}"
+
+
+def _id_of_text(tokenizer: Tokenizer, text: str) -> int | None:
+    """Return the token with a text; None if it is several tokens."""
+    token_ids = tokenizer.encode(text, False)
+    return token_ids[0] if len(token_ids) == 1 else None
 
 
 def _cannot_be_served(version: AdapterVersion, error: LoraplexError) -> LoraplexError:

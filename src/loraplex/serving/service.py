@@ -4,6 +4,7 @@ Text and numbers of one model are in `served_model`, changes of adapters in `ada
 """
 
 import asyncio
+import contextlib
 import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
@@ -24,6 +25,7 @@ from loraplex.core.adapter import (
     not_in_cache,
 )
 from loraplex.core.clock import Clock
+from loraplex.core.closing import close_together
 from loraplex.core.config import ModelConfig
 from loraplex.core.errors import (
     AdapterNotFoundError,
@@ -32,9 +34,10 @@ from loraplex.core.errors import (
     ModelNotFoundError,
     NotReadyError,
 )
-from loraplex.core.output import RequestOutput, ResolvedAdapter
+from loraplex.core.output import Pooled, RequestOutput, ResolvedAdapter
 from loraplex.core.principal import LOCAL, Principal, TenantUsage
 from loraplex.core.request import EngineRequest, GenerateRequest, RequestId, check_adapters
+from loraplex.core.task import Generate
 from loraplex.serving.access.tenant_adapters import TenantAdapters
 from loraplex.serving.access.tenant_limits import Lease, LeasedOutputs, TenantGate
 from loraplex.serving.adapter_cards import (
@@ -50,16 +53,17 @@ from loraplex.serving.adapters.folder_follower import FolderFollower
 from loraplex.serving.adapters.loading import CatalogLoader
 from loraplex.serving.adapters.upkeep import CatalogUpkeep
 from loraplex.serving.admission import admit, cut_prompt, share_weight
-from loraplex.serving.backend import Health, ModelCard
+from loraplex.serving.backend import Health, ModelCard, vector_of
 from loraplex.serving.catalog import ModelCatalog, pin_on_device
 from loraplex.serving.continuation import submitted
 from loraplex.serving.discovered_adapters import ConfiguredAdapter
 from loraplex.serving.draining import Draining
 from loraplex.serving.engines.async_engine import AsyncEngine
 from loraplex.serving.engines.output_stream import EngineOutputs
-from loraplex.serving.generation import Generation
+from loraplex.serving.generation import outputs_of
 from loraplex.serving.listed_adapters import listed_page
 from loraplex.serving.request_metrics import RequestMetrics
+from loraplex.serving.response_memory import ResponseMemory
 from loraplex.serving.served_model import ServedModel, label, resolved, uses
 
 logger = logging.getLogger(__name__)
@@ -88,11 +92,13 @@ class Service:
         build: Callable[[str, ModelConfig], ServedModel] | None = None,
         declarations: SharedDeclarations | None = None,
         uploads: Uploads | None = None,
+        responses: ResponseMemory | None = None,
     ) -> None:
         """adapter_watch_seconds: how often adapter folders are looked at; 0: at the start only.
         build: makes a model that start_model adds. declarations: names shared with other servers.
-        uploads: what clients sent; None: they may not.
+        uploads: what clients sent; None: they may not. responses: their memory; None: no limit.
         """
+        self.responses = responses or ResponseMemory()
         self._build = build
         self._catalog = ModelCatalog(models)
         self._models = self._catalog.models
@@ -131,6 +137,7 @@ class Service:
         await asyncio.gather(self._loader.start(), *(model.start() for model in models))
         for model in models:
             await self._load_adapters(model)
+        await self._loader.keep_spare()
         self._upkeep.start()
         self._follower.start()
         if self._declared is not None:
@@ -163,18 +170,22 @@ class Service:
         await self.draining.finish(timeout_seconds)
 
     async def close(self) -> None:
-        """Stop the engines, end the staging worker, give the state directory back."""
-        self.draining.close()
-        await self._follower.close()
-        if self._declared is not None:
-            await self._declared.close()
-        await self._upkeep.close()
-        await asyncio.gather(*map(_close, self._models.values()))
-        await self._loader.close()
-        if self.uploads is not None:
-            await asyncio.to_thread(self.uploads.close)
-        for model in self._models.values():
-            await self._catalog.change(model.store.close)
+        """Stop the engines, end the staging worker, give the state directory back.
+
+        Raises the error of a part that cannot be closed once all others are.
+        """
+        async with contextlib.AsyncExitStack() as stack:  # closes the last part first
+            for model in self._models.values():
+                stack.push_async_callback(self._catalog.change, model.store.close)
+            if self.uploads is not None:
+                stack.push_async_callback(asyncio.to_thread, self.uploads.close)
+            stack.push_async_callback(self._loader.close)
+            stack.push_async_callback(_close_all, list(self._models.values()))
+            stack.push_async_callback(self._upkeep.close)
+            if self._declared is not None:
+                stack.push_async_callback(self._declared.close)
+            stack.push_async_callback(self._follower.close)
+            stack.callback(self.draining.close)
 
     @property
     def declared_adapters(self) -> DeclaredAdapters | None:
@@ -185,20 +196,26 @@ class Service:
         return next(self._request_ids)
 
     def health(self) -> Health:
+        problems = (model.problem for model in self._models.values())
+        reason = self._problem or "; ".join(filter(None, problems))
+        return Health(live=True, ready=not reason, reason=reason)
+
+    @property
+    def _problem(self) -> str:
+        """Reason why no model would accept a request; empty if they would."""
         if self.draining.is_active:
-            return Health(live=True, ready=False, reason=self.draining.reason)
-        if not self._is_started:
-            return Health(live=True, ready=False, reason="the server is starting")
-        problems = [model.problem for model in self._models.values() if model.problem]
-        return Health(live=True, ready=not problems, reason="; ".join(problems))
+            return self.draining.reason
+        return "" if self._is_started else "the server is starting"
 
     def usage(self, principal: Principal) -> TenantUsage:
         return self._gate.usage(principal)
 
-    def model_ready(self, model: str) -> bool:
+    def model_problem(self, model: str) -> str:
         served = self._models.get(model)
-        is_open = self._is_started and not self.draining.is_active
-        return served is not None and is_open and not served.problem
+        return self._problem or ("not ready" if served is None else served.problem)
+
+    def model_ready(self, model: str) -> bool:
+        return not self.model_problem(model)
 
     def models(self, principal: Principal = LOCAL) -> Sequence[ModelCard]:
         return [model.card for model in self._catalog.of(principal).values()]
@@ -230,35 +247,37 @@ class Service:
         admission = self._generate(request, principal)
         return await self._metrics.observe_from_admission(request, principal, admission)
 
+    async def pool(self, request: GenerateRequest, principal: Principal) -> Pooled:
+        return await vector_of(await self.generate(request, principal))
+
     async def _generate(self, request: GenerateRequest, principal: Principal) -> LeasedOutputs:
         admitted = await self.admitted(request, principal)
-        tokenizer = self._catalog.model(request.model, principal).tokenizer
-        generation = Generation(
+        outputs = outputs_of(
             request,
             admitted.request,
             admitted.adapters,
-            tokenizer,
+            self._catalog.model(request.model, principal).tokenizer,
             admitted.stream,
             admitted.engine,
         )
-        return LeasedOutputs(generation, admitted.lease)
+        return LeasedOutputs(outputs, admitted.lease)
 
     async def admitted(self, request: GenerateRequest, principal: Principal) -> Admitted:
         """Admit a request whose outputs the caller takes, whose lease it ends. Raises as
         `Backend.generate`."""
         with self.draining.admission(), self._gate.admission(principal) as lease:
+            self._require_open()
             return await self._admit(request, principal, lease)
 
     async def _admit(
         self, request: GenerateRequest, principal: Principal, lease: Lease
     ) -> Admitted:
-        self._require_open()
         if request.prompt == "":
             raise InvalidRequestError(
                 "the prompt is empty: give at least one token", param="prompt"
             )
         model = self._catalog.model(request.model, principal)
-        request.sampling.validate()
+        request.task.validate()
         check_adapters(request.adapters)
         if request.load_policy is not LoadPolicy.NEVER:
             await self._look_for_new(model, request, principal)
@@ -270,34 +289,42 @@ class Service:
                 await self._loader.reload(model, version)
             chosen = model.resolve(request.adapters, principal)
         composition = compose(chosen, model.shapes)
-        is_cut = request.truncation is not None
         tokenized = await model.prompt_ids(
-            request.prompt, request.add_special_tokens, is_cut=is_cut
+            request.prompt, request.add_special_tokens, is_cut=request.truncation is not None
         )
         token_ids = cut_prompt(request, tokenized, model.card)
-        sampling = await model.with_bad_token_ids(request.sampling)
-        sampling = await model.grammars.compiled(sampling)
+        if isinstance(request.task, Generate):
+            sampling = await model.with_bad_token_ids(request.sampling)
+            task = Generate(await model.grammars.compiled(sampling))
+            request = msgspec.structs.replace(request, task=task)
         engine_request = admit(
-            msgspec.structs.replace(request, sampling=sampling),
+            request,
             token_ids,
             model=model.card,
-            eos_token_ids=model.eos_token_ids,
+            eos_token_ids=model.end_token_ids(chosen),
             adapters=uses(composition),
             principal=principal,
             now_ns=self._clock.now_ns(),
             share_weight=share_weight(
-                model.config.fair_share,
+                model.config.share_kind,
                 model.config.fair_weights,
                 adapters=[adapter.name for adapter in resolved(chosen)],
                 tenant=principal.tenant,
                 tenant_weight=principal.share_weight,
             ),
         )
-        lease.reserve(len(token_ids), engine_request.sampling)
+        self.responses.reserve(
+            engine_request.task,
+            len(token_ids),
+            model.card.vocab_size,
+            request.logit_bytes,
+            request.repeated_bytes,
+        )
+        lease.reserve(len(token_ids), engine_request.task)
         sources = [version.source for version, _ in composition]
-        labels = frozenset(label(version) for version, _ in chosen)
 
         def submit(admitted: EngineRequest) -> EngineOutputs:
+            labels = frozenset(label(version) for version, _ in chosen)
             return model.engine.submit(admitted, sources, labels, request.batch)
 
         engine_request, stream = submitted(engine_request, submit)
@@ -367,6 +394,11 @@ def _resolve(
 
 async def _close(model: ServedModel) -> None:
     """Stop a model's engine and workers."""
-    await model.engine.close()
-    model.grammars.close()
-    model.chats.close()
+    async with contextlib.AsyncExitStack() as stack:
+        stack.callback(model.chats.close)
+        stack.callback(model.grammars.close)
+        stack.push_async_callback(model.engine.close)
+
+
+async def _close_all(models: Sequence[ServedModel]) -> None:
+    await close_together(*map(_close, models))

@@ -110,7 +110,10 @@ class WireRequest(msgspec.Struct, eq=False):
     started_ns: int = msgspec.field(default_factory=time.monotonic_ns)
     started_unix_ns: int = msgspec.field(default_factory=time.time_ns)
     ended_ns: int = 0
+    num_response_bytes: int = 0
+    """Memory that is reserved for its response."""
     _trace: TraceParent | None = None
+    _when_ended: tuple[Callable[[], None], ...] = ()
 
     def __repr__(self) -> str:
         """Show the request without its headers: one may be a key."""
@@ -154,7 +157,17 @@ class WireRequest(msgspec.Struct, eq=False):
         if not self.ended_ns:
             self.ended_ns = time.monotonic_ns()
             self.status = status
+            for call in self._when_ended:
+                call()
+            self._when_ended = ()
             self.on_end(self)
+
+    def when_ended(self, call: Callable[[], None]) -> None:
+        """Call a function at the end; at once if that was before."""
+        if self.ended_ns:
+            call()
+        else:
+            self._when_ended = (*self._when_ended, call)
 
     @property
     def error_code(self) -> str:

@@ -7,7 +7,6 @@ import re
 import signal
 import ssl
 import subprocess
-import sys
 import threading
 import time
 import urllib.error
@@ -16,10 +15,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from loraplex.core.python_process import module_command
 from loraplex.demo import ADAPTER_PATHS, BASE_PATH
 
-START_SECONDS = 90
-STOP_SECONDS = 30
+START_SECONDS = 300
+"""Limit on a busy machine; an idle one takes a few seconds."""
+STOP_SECONDS = 120
 MODEL = "capitals"
 
 
@@ -115,16 +116,21 @@ def fetch(
 
 @contextlib.contextmanager
 def serving(
-    state_dir: Path, *flags: str, model: Path = BASE_PATH, certificate: Path | None = None
+    state_dir: Path,
+    *flags: str,
+    model: Path = BASE_PATH,
+    certificate: Path | None = None,
+    **options: Any,
 ) -> Iterator[RunningServer]:
     """`loraplex serve` with the shipped model (or a copy of it) and both adapters, until the
-    context ends. certificate: what to trust, of one that the flags let speak TLS.
+    context ends. certificate: what to trust, of one that the flags let speak TLS. `options` are
+    those of Popen.
     """
-    command = [sys.executable, "-m", "loraplex", "serve", str(model), "--name", MODEL]
+    command = [*module_command("loraplex", "serve"), str(model), "--name", MODEL]
     for task_id, (name, path) in enumerate(ADAPTER_PATHS.items(), start=1):
         command += ["--adapter", f"{name}={path},task_id={task_id}"]
     command += [*PORT_FLAGS, "--state-dir", str(state_dir), *flags]
-    with running(command, certificate=certificate) as server:
+    with running(command, certificate=certificate, **options) as server:
         yield server
 
 
@@ -134,12 +140,14 @@ def running(
     stdout: IO[str] | None = None,
     last_port: str = _LAST_PORT,
     certificate: Path | None = None,
+    **options: Any,
 ) -> Iterator[RunningServer]:
     """A server's process with its ports, ready, until the context ends.
 
-    The command has PORT_FLAGS; `last_port` is the last one that the server opens.
+    The command has PORT_FLAGS; `last_port` is the last one that the server opens. `options` are
+    those of Popen.
     """
-    server, reader = start(command, stdout)
+    server, reader = start(command, stdout, **options)
     server.certificate = certificate
     try:
         server.wait_until_printed(last_port)

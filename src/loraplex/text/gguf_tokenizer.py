@@ -5,12 +5,14 @@ for splitting texts (`pre`); one that is not known here is refused, because a wr
 show as worse completions.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from loraplex.core.errors import ConfigError, UnsupportedModelError
+from loraplex.core.gguf_names import END_TEXTS
 from loraplex.text.framing import set_frame
 from loraplex.text.sentencepiece_model import (
     BPE,
@@ -21,6 +23,8 @@ from loraplex.text.sentencepiece_model import (
 )
 
 _PREFIX: Final = "tokenizer.ggml."
+_TEMPLATE: Final = "tokenizer.chat_template"
+_INSTEAD: Final = "put the model's tokenizer.json into the file's folder"
 _ROLES: Final = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 """Name of a role in Hugging Face's files: in GGUF's."""
 
@@ -72,22 +76,45 @@ def gguf_tokenizer(metadata: Mapping[str, Any], source: str) -> TokenizerFiles:
     elif kind == "gpt2":
         tokenizer, adds_bos = _byte_level(tokens), False
     else:
+        state = "is missing" if kind is None else f"{str(kind)[:80]!r} is not supported"
         raise UnsupportedModelError(
-            f"{source}: tokenizer {str(kind)[:80]!r} of GGUF is not supported; "
-            "supported: llama, gpt2"
+            f"{source}: {_PREFIX}model {state} (supported: llama, gpt2); {_INSTEAD}"
         )
-    named = {f"{role}_token": text for role in _ROLES if (text := tokens.role(role)) is not None}
-    bos, eos = named.get("bos_token"), named.get("eos_token")
+    config = gguf_tokenizer_config(metadata, source)
+    bos, eos = config.get("bos_token"), config.get("eos_token")
     set_frame(
         tokenizer,
         [bos] if bos and tokens.flag("add_bos_token", adds_bos) else [],
         [eos] if eos and tokens.flag("add_eos_token", default=False) else [],
     )
-    template = metadata.get("tokenizer.chat_template")
-    config: dict[str, Any] = {**named, "clean_up_tokenization_spaces": False}
-    if isinstance(template, str):
-        config["chat_template"] = template
     return TokenizerFiles(tokenizer.to_str(), config)
+
+
+def gguf_tokenizer_config(metadata: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Return the content of tokenizer_config.json: tokens with a role, and chat templates.
+
+    Raises ConfigError.
+    """
+    config: dict[str, Any] = {"clean_up_tokenization_spaces": False}
+    if f"{_PREFIX}tokens" in metadata:
+        tokens = _Tokens(metadata, source)
+        config |= {f"{role}_token": text for role in _ROLES if (text := tokens.role(role))}
+    if templates := _chat_templates(metadata, source):
+        config["chat_template"] = templates
+    return config
+
+
+def _chat_templates(metadata: Mapping[str, Any], source: str) -> list[dict[str, str]]:
+    """Return the default template and named ones, such as tool_use. Raises ConfigError."""
+    templates = []
+    for key, text in metadata.items():
+        name = "default" if key == _TEMPLATE else key.removeprefix(f"{_TEMPLATE}.")
+        if name == key:
+            continue
+        if not isinstance(text, str):
+            raise ConfigError(f"{source}: {key} must be a text")
+        templates.append({"name": name, "template": text})
+    return templates
 
 
 class _Tokens:
@@ -97,10 +124,16 @@ class _Tokens:
         self._metadata = metadata
         self.source = source
         self.texts: Sequence[str] = self.texts_of("tokens")
-        self.kinds = [PieceType.NORMAL] * len(self.texts)
-        stored = metadata.get(f"{_PREFIX}token_type")
-        if stored is not None:
-            self.kinds = self._kinds(stored)
+
+    @functools.cached_property
+    def kinds(self) -> list[PieceType]:
+        """Type of each token; what ends an output is a control token. Raises ConfigError."""
+        stored = self._metadata.get(f"{_PREFIX}token_type")
+        kinds = [PieceType.NORMAL] * len(self.texts) if stored is None else self._kinds(stored)
+        return [
+            PieceType.CONTROL if text in END_TEXTS else kind
+            for text, kind in zip(self.texts, kinds, strict=True)
+        ]
 
     def texts_of(self, name: str) -> list[str]:
         """Return a list of texts. Raises ConfigError."""
@@ -124,8 +157,10 @@ class _Tokens:
         value = self._metadata.get(_PREFIX + name, default)
         return value if isinstance(value, bool) else default
 
-    def pre(self) -> str:
-        return str(self._metadata.get(f"{_PREFIX}pre", "is missing"))[:80]
+    def pre(self) -> str | None:
+        """Return the name of the rule for splitting texts; None: the file names none."""
+        name = self._metadata.get(f"{_PREFIX}pre")
+        return None if name in (None, "", "default") else str(name)[:80]
 
     def role_id(self, role: str) -> int | None:
         """Return the id of a role's token. Raises ConfigError for one that is out of range."""
@@ -171,10 +206,17 @@ def _sentencepiece(tokens: _Tokens) -> Tokenizer:
 
 def _byte_level(tokens: _Tokens) -> Tokenizer:
     pre = tokens.pre()
+    if pre is None:
+        raise UnsupportedModelError(
+            f"{tokens.source}: {_PREFIX}pre, the rule by which texts are split, is missing or "
+            "'default', as in files that were converted before May 2024. llama.cpp takes a rule of "
+            "its own then, which may give other tokens than the model was trained with. "
+            f"{_INSTEAD.capitalize()}, or convert the model again"
+        )
     if pre not in _RULES:
         raise UnsupportedModelError(
             f"{tokens.source}: {_PREFIX}pre {pre!r} is not supported (supported: "
-            f"{', '.join(_RULES)}); put the model's tokenizer.json into the file's folder"
+            f"{', '.join(_RULES)}); {_INSTEAD}"
         )
     rule = _RULES[pre]
     vocabulary = {text: token_id for token_id, text in enumerate(tokens.texts)}

@@ -54,13 +54,13 @@ def _byte_of_char() -> dict[str, int]:
     return table | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
-_BYTE_OF_CHAR: Mapping[str, int] = _byte_of_char()
+BYTE_OF_CHAR: Mapping[str, int] = _byte_of_char()
 
 
 def _byte_level_bytes(token: str) -> bytes:
     """A token with a character that stands for no byte is its own UTF-8."""
     try:
-        return bytes([_BYTE_OF_CHAR[char] for char in token])
+        return bytes([BYTE_OF_CHAR[char] for char in token])
     except KeyError:
         return token.encode()
 

@@ -59,6 +59,12 @@ def cohere2(**changes: Any) -> Cohere2Config:
     return Cohere2Config(**(sizes(pad_token_id=None, sliding_window=8) | changes))
 
 
+def _with_head_dim(config: Cohere2Config, head_dim: int) -> Cohere2Config:
+    """Return a config whose heads have another size than transformers would compute."""
+    config.head_dim = head_dim
+    return config
+
+
 def smollm3(**changes: Any) -> SmolLM3Config:
     return SmolLM3Config(**(sizes(pad_token_id=None) | changes))
 
@@ -201,6 +207,7 @@ CASES: dict[str, FamilyCase] = {
     "cohere2-biases": FamilyCase(
         config=lambda: cohere2(attention_bias=True, num_key_value_heads=1, logit_scale=2.0)
     ),
+    "cohere2-head-dim": FamilyCase(config=lambda: _with_head_dim(cohere2(), 12)),
     "cohere2-theta": FamilyCase(config=lambda: cohere2(rope_parameters=rope(), hidden_size=40)),
     "cohere2-own-head": FamilyCase(
         config=lambda: cohere2(tie_word_embeddings=False, layer_norm_eps=1e-2)

@@ -123,7 +123,9 @@ def _packed(
 
 def expert_batch(dtype: torch.dtype, made: tuple[LoraBatch, LoraSegments]) -> LoraBatch:
     """The batch that `host_batch` made with adapters of experts, where tensors are fake."""
-    cells = LoraCells([MODULES] * _NUM_LAYERS, dict.fromkeys(MODULES, RULES.num_experts))
+    cells = LoraCells(
+        [MODULES] * _NUM_LAYERS, [dict.fromkeys(MODULES, RULES.num_experts)] * _NUM_LAYERS
+    )
     return device_batch(dtype, made, cells)
 
 

@@ -6,7 +6,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from loraplex.adapters.base_check import BaseCheck, check_base_name, check_cast, check_shapes
+from loraplex.adapters.base_check import (
+    BaseCheck,
+    check_base_name,
+    check_cast,
+    check_magnitudes,
+    check_shapes,
+)
 from loraplex.adapters.canonical import CanonicalRow, RowKind
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.target_check import check_targets
@@ -240,3 +246,40 @@ def test_rounded_tensors_are_reported_and_too_large_ones_refused():
         check_cast([large], "float16")
     with pytest.raises(InvalidAdapterError, match="float32"):
         check_cast([row(RowKind.BIAS, bias=raw(12, value=1e39, kind="f8"))], "float32")
+
+
+@pytest.mark.parametrize(
+    ("scale", "a", "b", "pool_dtype", "is_taken"),
+    [
+        (2.0, 1.0, 1.0, "float16", True),
+        (2.0, 200.0, 200.0, "float16", False),
+        (2.0, 200.0, 200.0, "bfloat16", True),
+        (1e38 / 8, 0.01, 0.01, "float32", False),
+        (1e38 / 8, 0.01, 0.0, "float32", False),
+        (1e18, 1.0, 1.0, "bfloat16", True),
+        (1e20, 1.0, 1.0, "bfloat16", False),
+        (1.0, 1.0, 1e30, "float32", False),
+        (-1e30, 1.0, 1.0, "float32", False),
+    ],
+)
+def test_lora_makes_numbers_that_later_steps_compute_with(
+    scale: float, a: float, b: float, pool_dtype: str, is_taken: bool
+) -> None:
+    tensors = {"a": raw(2, 8, value=a), "b": raw(12, 2, value=b)}
+    own = dataclasses.replace(lora(), scale=scale, tensors=tensors)
+    if is_taken:
+        check_magnitudes([own], pool_dtype)
+        return
+    with pytest.raises(
+        InvalidAdapterError, match=rf"{own.origin} \(scale {scale:g}".replace("+", r"\+")
+    ):
+        check_magnitudes([own], pool_dtype)
+
+
+@pytest.mark.parametrize("name", ["bias", "magnitude", "factor", "weight", "base"])
+def test_other_values_are_bounded_as_well(name: str) -> None:
+    kinds = {"bias": RowKind.BIAS, "weight": RowKind.FULL, "base": RowKind.FULL}
+    kind = kinds.get(name, RowKind.MAGNITUDE)
+    check_magnitudes([row(kind, **{name: raw(12, value=1e4)})], "float16")
+    with pytest.raises(InvalidAdapterError, match="1e\\+20"):
+        check_magnitudes([row(kind, **{name: raw(12, value=1e20)})], "bfloat16")

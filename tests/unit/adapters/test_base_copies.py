@@ -5,14 +5,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from loraplex.adapters import base_copies
-from loraplex.adapters.canonical import RowKind, read_canonical
+from loraplex.adapters.canonical import CanonicalRow, RowKind, read_canonical
 from loraplex.adapters.examination import examine
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.staged import StageRequest
+from loraplex.adapters.tensor_file import RawTensor
 from loraplex.core.byte_sizes import readable_bytes
+from loraplex.core.errors import AdapterMismatchError, UnsupportedFeatureError
 
 VOCAB, HIDDEN = 50, 8
 EMBEDDING = "model.embed_tokens"
@@ -134,6 +136,109 @@ def test_what_was_left_out_for_one_base_is_there_for_another(kinds_of, staged, a
     elsewhere = base(lm_head=weight).with_name("elsewhere")
     elsewhere.mkdir()
     assert kinds_of(folder, elsewhere)[0] == [RowKind.FULL, RowKind.LORA]
+
+
+BIASED = BaseShapes(
+    *(2, {"q_proj": (8, 12)}),
+    vocab_size=VOCAB,
+    hidden_size=HIDDEN,
+    biased_modules=("lm_head",),
+    end_paths={"lm_head": ("embed_out", "lm_head")},
+)
+
+
+def biased(adapter, weight, bias):
+    """Return the adapter with the copies that PEFT saves of an output layer with a bias."""
+    folder = adapter(weight)
+    path = folder / "adapter_model.safetensors"
+    save_file(load_file(path) | {"base_model.model.lm_head.base_layer.bias": bias}, path)
+    return folder
+
+
+@pytest.mark.parametrize("prefix", ["", "_orig_mod."])
+def test_the_bias_of_the_output_layer_is_left_out_with_its_weight(
+    kinds_of, adapter, tmp_path, prefix
+):
+    weight, bias = values(VOCAB, HIDDEN), values(VOCAB)
+    folder = tmp_path / "base"
+    folder.mkdir()
+    own = {f"{prefix}lm_head.weight": weight, f"{prefix}lm_head.bias": bias}
+    save_file(own, folder / "model.safetensors")
+    found, warnings = kinds_of(biased(adapter, weight, bias), folder, BIASED)
+    assert found == [RowKind.LORA]
+    assert len(warnings) == 2
+
+
+def test_another_bias_is_refused_where_only_lora_is_served(kinds_of, adapter, tmp_path):
+    weight, bias = values(VOCAB, HIDDEN), values(VOCAB)
+    folder = tmp_path / "base"
+    folder.mkdir()
+    own = {"lm_head.weight": weight, "lm_head.bias": bias + 1}
+    save_file(own, folder / "model.safetensors")
+    with pytest.raises(UnsupportedFeatureError, match="lm_head has a bias"):
+        kinds_of(biased(adapter, weight, bias), folder, BIASED)
+
+
+def end(kind, module="embed_tokens", **tensors):
+    raws = {
+        name: RawTensor(
+            {"f": "F32", "i": "I64", "u": "BF16"}[array.dtype.kind], array.shape, array.tobytes()
+        )
+        for name, array in tensors.items()
+    }
+    return CanonicalRow(None, module, None, kind, 1.0, raws, module)
+
+
+def joined(*rows, shapes=SHAPES):
+    kept, dropped = base_copies.without_base_copies(rows, None, shapes)
+    assert dropped == ()
+    return {(row.module, row.kind, *row.tensors): row for row in kept}
+
+
+def trained(module="embed_tokens", *tokens, dtype="f4"):
+    weight = np.full((len(tokens), HIDDEN), 9, dtype)
+    return end(RowKind.TOKENS, module, indices=np.array(tokens, "i8"), weight=weight)
+
+
+def test_trained_tokens_are_put_into_a_copy():
+    copy = values(VOCAB, HIDDEN)
+    found = joined(end(RowKind.FULL, base=copy), trained("embed_tokens", 3, 7))
+    (row,) = found.values()
+    expected = copy.copy()
+    expected[[3, 7]] = 9
+    np.testing.assert_array_equal(row.tensors["base"].array(), expected)
+
+
+def test_types_of_a_copy_and_its_tokens_are_joined_in_the_wider_one():
+    copy = np.full((VOCAB, HIDDEN), 0x3F80, "u2")  # 1.0 in bfloat16
+    (row,) = joined(end(RowKind.FULL, base=copy), trained("embed_tokens", 1)).values()
+    array = row.tensors["base"].array()
+    assert (array.dtype, array[0, 0], array[1, 0]) == (np.float32, 1, 9)
+
+
+def test_tied_tokens_are_one_change_of_both_ends():
+    rows = [trained("embed_tokens", 3), trained("lm_head", 3)]
+    assert list(joined(*rows, shapes=TIED)) == [("embed_tokens", "tokens", "indices", "weight")]
+    assert len(joined(*rows)) == 2
+    copies = [
+        end(RowKind.FULL, module, base=values(VOCAB, HIDDEN))
+        for module in ("embed_tokens", "lm_head")
+    ]
+    assert list(joined(*rows, *copies, shapes=TIED)) == [("embed_tokens", "full", "base")]
+
+
+def test_a_copy_under_a_trained_weight_matters_for_the_tied_end_alone():
+    both = end(RowKind.FULL, weight=values(VOCAB, HIDDEN), base=values(VOCAB, HIDDEN, seed=2))
+    assert list(joined(both)) == [("embed_tokens", "full", "weight")]
+    assert list(joined(both, shapes=TIED)) == [
+        ("embed_tokens", "full", "weight"),
+        ("lm_head", "full", "base"),
+    ]
+
+
+def test_a_token_that_the_copy_does_not_have():
+    with pytest.raises(AdapterMismatchError, match=f"token {VOCAB}"):
+        joined(end(RowKind.FULL, base=values(VOCAB, HIDDEN)), trained("embed_tokens", VOCAB))
 
 
 @pytest.mark.parametrize("is_same", [True, False])

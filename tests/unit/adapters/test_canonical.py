@@ -1,4 +1,5 @@
 import dataclasses
+import os
 
 import numpy as np
 import pytest
@@ -119,3 +120,15 @@ def test_another_file_is_not_a_normal_file(tmp_path):
     (tmp_path / "x").write_bytes(content.replace(b'"0.a"', b'"9.a"'))
     with pytest.raises(InvalidAdapterError, match=r"9\.a"):
         read_canonical(tmp_path / "x")
+
+
+def test_a_file_that_another_process_writes_meanwhile(tmp_path, monkeypatch):
+    path, opened = tmp_path / "file", os.open
+
+    def open_late(*args):
+        monkeypatch.undo()
+        write_canonical(ROWS, digest(ROWS), path)
+        return opened(*args)
+
+    monkeypatch.setattr(os, "open", open_late)
+    assert read_canonical(path).digest == digest(ROWS)

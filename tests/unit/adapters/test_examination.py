@@ -111,7 +111,8 @@ def test_numbers_and_texts_have_limits(examined, peft_folder, monkeypatch):
     found = examined(folder.write())
     assert (len(found.tensors), found.num_tensors, found.num_refused) == (3, 13, 1)
     assert found.tensors[0].refused
-    assert len(found.tensors[0].name) == len(found.tensors[0].reason) == 1000
+    assert len(found.tensors[0].name) == 1000
+    assert len(found.tensors[0].reason) < 1000
 
 
 def test_each_row_of_a_pair(examined, staged, pair, tmp_path):

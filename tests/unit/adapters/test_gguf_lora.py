@@ -24,6 +24,7 @@ from loraplex.core.errors import (
     UnsupportedFeatureError,
 )
 from support.gguf_files import gguf_bytes, gguf_of_lora
+from support.naming import naming
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INNER, VOCAB = 4, 2, 8, 64, 96, 40
 SHAPES = BaseShapes(
@@ -99,6 +100,14 @@ def test_float32_is_the_very_same_adapter(
     assert "multiplied by 1.5 (alpha / rank)" in warning
 
 
+@pytest.mark.parametrize("alpha", [3e38, 1e30])
+def test_a_scale_that_overflows_is_refused(
+    alpha: float, staged: Stage, write: Callable[..., Path]
+) -> None:
+    with pytest.raises(InvalidAdapterError, match="of an input of 1"):
+        staged(write(adapter__lora__alpha=alpha), pool_dtype="bfloat16")
+
+
 @pytest.mark.parametrize(("kind", "most"), [("F16", 1e-3), ("BF16", 1e-2), ("Q8_0", 2e-2)])
 def test_other_types(
     kind: str, most: float, staged: Stage, peft: Path, write: Callable[..., Path]
@@ -163,7 +172,7 @@ def test_a_folder_with_one_file(staged: Stage, tmp_path: Path, write: Callable[.
     (folder / "My-LoRA-f32.gguf").write_bytes(path.read_bytes())
     assert staged(folder).source.digest == staged(path).source.digest
     (folder / "second.gguf").write_bytes(path.read_bytes())
-    with pytest.raises(InvalidAdapterError, match=r"several \.gguf files, such as My-LoRA"):
+    with pytest.raises(InvalidAdapterError, match=naming(".gguf", "My-LoRA")):
         staged(folder)
 
 
@@ -225,6 +234,11 @@ def with_tensors(**tensors: tuple[str, tuple[int, ...], bytes]) -> bytes:
 
 REFUSED: dict[str, tuple[bytes, type[LoraplexError], str]] = {
     "another file": (b"GGML" + WHOLE[4:], InvalidAdapterError, "is no GGUF file"),
+    "a part": (
+        with_fields(split__count=2),
+        UnsupportedFeatureError,
+        "is one of 2 parts of a split adapter",
+    ),
     "a pointer": (
         b"version https://git-lfs.github.com/spec/v1\n",
         InvalidAdapterError,

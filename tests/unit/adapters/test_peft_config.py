@@ -170,6 +170,41 @@ def test_a_copy_is_named_by_the_end_of_its_path(names, saved):
     assert {path for path in paths if config.saves(path)} == saved
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"lora_alpha": 1e308},
+        {"lora_alpha": -1e40},
+        {"lora_alpha": 1e40, "use_rslora": True},
+        {"alpha_pattern": {"q_proj": 1e300}},
+    ],
+    ids=str,
+)
+def test_a_scale_that_float32_does_not_hold_is_refused(config):
+    with pytest.raises(InvalidAdapterError, match=f"scale of {PATHS[0]}"):
+        parse(**config).settings_of(PATHS[0])
+
+
+def test_a_path_that_peft_writes_for_a_tied_embedding_means_both_ends():
+    config = parse(target_modules=["q_proj", "model.embed_tokens"], ensure_weight_tying=True)
+    assert all(config.targets(path) for path in ENDS)
+    assert not parse(target_modules=["model.embed_tokens"]).targets("lm_head")
+
+
+@pytest.mark.parametrize(
+    ("value", "conversion"),
+    [
+        ("pissa", "path_initial_model_for_weight_conversion"),
+        ("olora", "path_initial_model_for_weight_conversion"),
+        ("corda", "path_initial_model_for_weight_conversion"),
+        ("loftq", "base model that LoftQ quantised"),
+    ],
+)
+def test_an_init_that_changes_the_base_is_refused_with_its_conversion(value, conversion):
+    with pytest.raises(UnsupportedFeatureError, match=conversion):
+        parse(init_lora_weights=value)
+
+
 def test_ensured_ties_make_the_embedding_and_the_output_layer_one():
     targeted = parse(target_modules=["embed_tokens"], ensure_weight_tying=True)
     assert all(targeted.targets(path) for path in ENDS)
@@ -245,6 +280,11 @@ def test_what_changes_nothing_is_accepted(harmless):
     [
         ({"r": "8"}, r"\$\.r"),
         ({"r": 0}, "'r'"),
+        ({"r": 10**400}, "'r'"),
+        ({"rank_pattern": {"q_proj": 10**400}}, "'q_proj'"),
+        ({"r": 2**31}, "2147483647"),
+        ({"lora_alpha": 10**400}, r"\$\.lora_alpha"),
+        ({"trainable_token_indices": [2**63]}, "different token ids"),
         ({"r": None}, "r is null; it must be a number"),
         ({"lora_alpha": None}, "lora_alpha is null; it must be a number"),
         ({"rank_pattern": {"q": -1}}, "'q'"),

@@ -1,10 +1,11 @@
+import json
 import math
 
 import numpy as np
 import pytest
 
 from loraplex.adapters.formats.peft import canonical_rows
-from loraplex.adapters.formats.peft_config import PeftConfig
+from loraplex.adapters.formats.peft_config import PeftConfig, parse_config
 from loraplex.adapters.formats.peft_coverage import target_warnings
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.tensor_file import RawTensor
@@ -37,6 +38,15 @@ def pair(module: str = Q0, rank=2, num_in=8, num_out=12) -> dict[str, RawTensor]
         "model.layers.3.self_attn.q_proj.lora_{}.weight",
         "model.layers.3.self_attn.q_proj.lora_{}.my-adapter.weight",
         "layers.3.self_attn.q_proj.lora_{}.weight",
+        # Wrappers of torch.compile, DDP, FSDP and activation checkpointing, around any module.
+        "_orig_mod.base_model.model.model.layers.3.self_attn.q_proj.lora_{}.weight",
+        "base_model.model.model.layers.3._orig_mod.self_attn.q_proj.lora_{}.weight",
+        "base_model.model.module.layers.3.self_attn._orig_mod.q_proj.lora_{}.weight",
+        "base_model.model.model.layers.3._fsdp_wrapped_module.self_attn.q_proj.lora_{}.weight",
+        "base_model.model.model.layers.3._checkpoint_wrapped_module.self_attn.q_proj.lora_{}.weight",
+        "module.base_model.model.model.layers.3.self_attn.q_proj._orig_mod.lora_{}.default.weight",
+        "base_model.model.model.layers.3._fsdp_wrapped_module._checkpoint_wrapped_module."
+        "self_attn.q_proj.lora_{}._fsdp_wrapped_module.weight",
     ],
 )
 def test_the_forms_of_keys_that_real_files_have(form):
@@ -44,6 +54,15 @@ def test_the_forms_of_keys_that_real_files_have(form):
     assert (row.layer, row.module, row.scale) == (3, "q_proj", 2.0)
     assert row.tensors["a"].shape == (2, 8)
     assert row.tensors["b"].shape == (12, 2)
+
+
+def test_wrappers_in_the_config_are_those_of_the_tensors():
+    path = "model.layers.0._orig_mod.self_attn.q_proj"
+    names = {"target_modules": [path], "rank_pattern": {path: 2}, "alpha_pattern": {path: 6}}
+    for config in (names, names | {"target_modules": r".*\.0\._orig_mod\.self_attn\.q_proj"}):
+        content = json.dumps({"peft_type": "LORA", "r": 8, **config}).encode()
+        (row,) = canonical_rows(parse_config(content), pair(f"base_model.model.{path}"))
+        assert (row.module, row.scale) == ("q_proj", 3.0)
 
 
 def test_any_subset_of_modules_with_their_own_ranks_and_scales():
@@ -77,9 +96,15 @@ def test_any_subset_of_modules_with_their_own_ranks_and_scales():
         (f"{Q0}.bias", InvalidAdapterError),
         (f"{Q0}.base_layer.weight", InvalidAdapterError),
         (f"{Q0}.vera_lambda_b", UnsupportedFeatureError),
+        ("base_model.model.model.decoder.project_in.lora_A.weight", UnsupportedFeatureError),
         (f"{Q0}.lora_embedding_A", UnsupportedFeatureError),
         ("base_model.model.model.embed_tokens.lora_A.weight", UnsupportedFeatureError),
-        ("base_model.model.lm_head.original_module.weight", UnsupportedFeatureError),
+        (f"{Q0}.original_module.weight", InvalidAdapterError),
+        ("base_model.model.model.norm.original_module.weight", InvalidAdapterError),
+        (
+            "base_model.model.lm_head.token_adapter.base_layer.modules_to_save.weight",
+            UnsupportedFeatureError,
+        ),
         ("base_model.model.model.embed_tokens.trainable_tokens_original", UnsupportedFeatureError),
         ("base_model.model.model.layers.0.mlp.experts.x.w1.lora_A.weight", UnsupportedFeatureError),
         ("base_model.model.model.layers.0.input_layernorm.weight", InvalidAdapterError),
@@ -94,6 +119,12 @@ def test_a_tensor_that_is_not_applied_is_named(name, error):
     with pytest.raises(error) as caught:
         canonical_rows(CONFIG, pair() | {name: raw(*(12,) * dimensions)})
     assert repr(name) in caught.value.message
+
+
+def test_projections_of_the_embedding_are_refused_with_the_reason():
+    tensors = pair() | pair("base_model.model.model.decoder.project_out", num_in=8, num_out=4)
+    with pytest.raises(UnsupportedFeatureError, match=r"between the embedding .* exclude_modules"):
+        canonical_rows(CONFIG, tensors)
 
 
 def without(name: str) -> dict[str, RawTensor]:

@@ -1,5 +1,6 @@
 """Declarations in a shared folder or bucket: what is valid, who wins, what is left out."""
 
+import errno
 import json
 import logging
 import os
@@ -25,6 +26,7 @@ from loraplex.core.errors import (
     PermissionDeniedError,
     UnsupportedFeatureError,
 )
+from support.naming import naming
 
 URI = "/adapters/zh"
 
@@ -251,6 +253,72 @@ def test_links_out_of_the_folder_pipes_and_hidden_files_are_no_documents(
     assert names_of(folder.read()) == {"zh": 1}
 
 
+@pytest.fixture
+def fail_at(monkeypatch):
+    """Call it with the name of a function of os, of a file, and an error number."""
+
+    def fail(function, file_name, number):
+        real = getattr(os, function)
+
+        def failing(path, *args, **kwargs):
+            if os.path.basename(os.fspath(path)) == file_name:
+                raise OSError(number, os.strerror(number), path)
+            return real(path, *args, **kwargs)
+
+        monkeypatch.setattr(os, function, failing)
+
+    return fail
+
+
+def test_a_link_to_itself_is_left_out_and_named_once(folder, put, tmp_path, caplog):
+    put("zh.json", {"name": "zh", "version": 1, "uri": URI})
+    (tmp_path / "loop.json").symlink_to("loop.json")
+    for _ in range(3):
+        assert names_of(folder.read()) == {"zh": 1}
+    (record,) = caplog.records
+    assert "loop.json" in record.getMessage()
+    folder.write(declared("de"))
+    assert names_of(folder.read()) == {"zh": 1, "de": 1}
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ELOOP, errno.EPERM])
+def test_a_document_that_cannot_be_opened_means_what_it_meant(
+    folder, put, caplog, fail_at, monkeypatch, number
+):
+    put("zh.json", {"name": "zh", "version": 1, "uri": URI})
+    put("de.json", {"name": "de", "version": 1, "uri": URI})
+    folder.read()
+    with monkeypatch.context():
+        fail_at("open", "de.json", number)
+        put("de.json", {"name": "de", "version": 2, "uri": URI})
+        put("zh.json", {"name": "zh", "version": 2, "uri": URI})
+        for _ in range(3):
+            assert names_of(folder.read()) == {"zh": 2, "de": 1}
+    (record,) = caplog.records
+    assert os.strerror(number) in record.getMessage()
+    monkeypatch.undo()
+    assert names_of(folder.read()) == {"zh": 2, "de": 2}
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG, errno.EIO])
+def test_a_document_without_a_state_is_left_out(folder, put, tmp_path, caplog, fail_at, number):
+    put("zh.json", {"name": "zh", "version": 1, "uri": URI})
+    (tmp_path / "link.json").symlink_to("zh.json")
+    fail_at("readlink", "link.json", number)
+    assert names_of(folder.read()) == {"zh": 1}
+    (record,) = caplog.records
+    assert "link.json" in record.getMessage()
+    assert os.strerror(number) in record.getMessage()
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO])
+def test_a_place_that_fails_takes_no_name_away(folder, put, fail_at, number):
+    put("zh.json", {"name": "zh", "version": 1, "uri": URI})
+    fail_at("open", "zh.json", number)
+    with pytest.raises(AdapterLoadError, match=os.strerror(number)):
+        folder.read()
+
+
 def test_a_folder_that_is_gone_or_empty_takes_no_name_away(folder, put, tmp_path):
     put("zh.json", {"name": "zh", "version": 1, "uri": URI})
     folder.read()
@@ -282,7 +350,7 @@ def test_a_read_only_folder_refuses_by_name(folder, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(folder._place, "create", refuse)
-    with pytest.raises(PermissionDeniedError, match=r"'zh' cannot be declared .* read-only"):
+    with pytest.raises(PermissionDeniedError, match=naming("zh", "read-only")):
         folder.write(declared())
 
 
@@ -336,7 +404,9 @@ def test_a_store_without_its_package_is_named(monkeypatch):
         raise ImportError("Install s3fs to access S3")
 
     monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
-    with pytest.raises(ConfigError, match=r"adapter_declarations: s3:// needs .*loraplex\[remote"):
+    with pytest.raises(
+        ConfigError, match=naming("adapter_declarations", "s3://", "loraplex[remote]")
+    ):
         open_place("s3://bucket/truth")
 
 

@@ -5,6 +5,7 @@ import errno
 import hashlib
 import http.server
 import json
+import logging
 import os
 import socket
 import ssl
@@ -30,14 +31,17 @@ from loraplex.core.errors import (
     AdapterLoadError,
     AdapterTooLargeError,
     InvalidAdapterError,
+    LoraplexError,
     PermissionDeniedError,
     StorageFullError,
     UnsupportedFeatureError,
 )
 from loraplex.core.rank_limits import RankLimits
+from support.naming import naming
 
 LOCAL = SourcePolicy(allow_private_addresses=True)
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ENDS = "tokenizer_config.json"
 
 
 class Web(http.server.ThreadingHTTPServer):
@@ -165,7 +169,7 @@ class TestAFile:
         right = hashlib.sha256(b"weights").hexdigest()
         url = f"{web.url}/zh.safetensors#sha256="
         for _ in range(2):  # what was kept is checked, too
-            with pytest.raises(InvalidAdapterError, match=f"SHA-256 .* is {right}, not 0000"):
+            with pytest.raises(InvalidAdapterError, match=naming("SHA-256", right, "0" * 64)):
                 local_path(f"{url}{'0' * 64}", LOCAL, state)
             assert local_path(f"{url}{right}", LOCAL, state)
 
@@ -291,10 +295,8 @@ class TestTrouble:
                     time.sleep(0.05)
 
         policy = SourcePolicy(allow_private_addresses=True, max_seconds=0.3)
-        started = time.monotonic()
         with pytest.raises(AdapterLoadError, match=r"did not arrive within 0\.3 s"):
             self.fetch(web, state, page, policy)
-        assert time.monotonic() - started < 3
 
     def test_no_server_listens(self, web, state):
         with pytest.raises(AdapterLoadError, match="Connection refused"):
@@ -452,6 +454,27 @@ class TestAFolder:
         path = local_path(f"{web.url}/zh", LOCAL, state)
         assert sorted(file.name for file in path.iterdir()) == sorted(names)
 
+    @pytest.mark.parametrize("name", [ENDS, "generation_config.json"])
+    def test_files_with_end_tokens(self, web, state, name):
+        web.pages |= {f"/zh/{CONFIG}": b"c", f"/zh/{WEIGHTS}": b"w"}
+        assert not (local_path(f"{web.url}/zh", LOCAL, state) / name).exists()
+        web.pages[f"/zh/{name}"] = b"ends"
+        assert (local_path(f"{web.url}/zh", LOCAL, state) / name).read_bytes() == b"ends"
+
+    def test_a_source_that_refuses_what_it_does_not_have(self, web, state, caplog):
+        caplog.set_level(logging.INFO)
+        web.pages |= {f"/zh/{CONFIG}": b"c", f"/zh/{WEIGHTS}": b"w"}
+        web.pages[f"/zh/{ENDS}"] = lambda handler: handler.response(403)
+        path = local_path(f"{web.url}/zh", LOCAL, state)
+        assert sorted(file.name for file in path.iterdir()) == [CONFIG, WEIGHTS]
+        assert f"{ENDS} is left out" in caplog.text
+
+    def test_end_tokens_that_may_come_later_are_waited_for(self, web, state):
+        web.pages |= {f"/zh/{CONFIG}": b"c", f"/zh/{WEIGHTS}": b"w"}
+        web.pages[f"/zh/{ENDS}"] = lambda handler: handler.response(503)
+        with pytest.raises(AdapterLoadError, match="503"):
+            local_path(f"{web.url}/zh", LOCAL, state)
+
     def test_half_of_one(self, web, state):
         web.pages[f"/zh/{CONFIG}"] = b"{}"
         with pytest.raises(InvalidAdapterError, match=r"neither adapter_model\.safetensors nor"):
@@ -498,10 +521,11 @@ class TestTheHub:
         self.publish(web, self.commit)
         return web
 
-    def publish(self, web, commit, revision="main", folder=""):
-        response = json.dumps({"sha": commit, "siblings": []}).encode()
+    def publish(self, web, commit, revision="main", folder="", names=(CONFIG, WEIGHTS)):
+        files = [{"rfilename": f"{folder}/{name}".removeprefix("/")} for name in names]
+        response = json.dumps({"sha": commit, "siblings": files}).encode()
         web.pages[f"/api/models/owner/name/revision/{revision}"] = response
-        for name in (CONFIG, WEIGHTS):
+        for name in names:
             body = f"{commit} {name}".encode()
             web.pages[f"/owner/name/resolve/{commit}{folder}/{name}"] = body
 
@@ -515,6 +539,13 @@ class TestTheHub:
         self.publish(hub, "d" * 40)
         again = local_path("owner/name", LOCAL, state)
         assert (again / CONFIG).read_text().startswith("d" * 40)
+
+    @pytest.mark.parametrize("folder", ["", "/deep/zh"])
+    def test_files_with_end_tokens(self, hub, state, folder):
+        self.publish(hub, "e" * 40, folder=folder, names=(CONFIG, WEIGHTS, ENDS))
+        path = local_path(f"hf://owner/name{folder and '@main'}{folder}", LOCAL, state)
+        assert (path / ENDS).read_text() == f"{'e' * 40} {ENDS}"
+        assert [path for path, _ in hub.requests if "generation_config" in path] == []
 
     def test_revisions_and_folders(self, hub, state):
         self.publish(hub, "e" * 40, revision="v1", folder="/deep/zh")
@@ -653,7 +684,7 @@ class TestSlowHosts:
             self.seconds = clock.seconds
 
     def test_ten_bytes_a_second_end_soon(self, tmp_path):
-        with pytest.raises(AdapterLoadError, match="at 10 B/s; the minimum is 1000 B/s"):
+        with pytest.raises(AdapterLoadError, match=naming("10 B/s", "1000 B/s")):
             self.download(10, tmp_path)
         assert self.seconds == RATE_SECONDS
 
@@ -676,7 +707,7 @@ class TestSlowHosts:
         web.pages["/zh.safetensors"] = trickle
         with pytest.raises(AdapterLoadError, match="cannot be fetched now"):
             local_path(f"{web.url}/zh.safetensors", LOCAL, state)
-        assert ended.wait(20)
+        assert ended.wait(60)
 
 
 def test_a_full_disk_is_an_error_of_its_own_and_not_tried_again():
@@ -691,7 +722,7 @@ def test_files_without_their_note_do_not_stay_on_a_full_disk(web, state, monkeyp
 
     web.pages["/zh.safetensors"] = b"weights"
     monkeypatch.setattr(sources_fetch, "write_atomically", no_space)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(StorageFullError, match="No space left"):
         local_path(f"{web.url}/zh.safetensors", LOCAL, state)
     assert not [path for path in state.rglob("*") if path.is_file()]
 
@@ -706,6 +737,22 @@ class TestThroughTheWorker:
         await worker.close()
         assert again.was_known
         assert again.source == staged.source
+
+    @pytest.mark.parametrize("is_there", [True, False])
+    async def test_no_line_of_the_log_has_the_query_of_a_url(
+        self, web, state, peft_folder, shapes, caplog, is_there
+    ):
+        weights = peft_folder().write() / WEIGHTS
+        path = "/zh.safetensors?X-Amz-Signature=secret"
+        if is_there:
+            web.pages[path.partition("?")[0]] = weights.read_bytes()
+        worker = StagingWorker(state, policy=LOCAL)
+        with caplog.at_level(logging.DEBUG), contextlib.suppress(LoraplexError):
+            await worker.stage(f"{web.url}{path}", shapes=shapes, max_ranks=RankLimits(8))
+        await worker.close()
+        of_worker = [r for r in caplog.records if r.name.startswith("loraplex.adapters.staging")]
+        assert not [r.getMessage() for r in of_worker if "secret" in r.getMessage()]
+        assert not [r.getMessage() for r in of_worker if r.levelno >= logging.WARNING]
 
     async def test_errors_name_the_source_and_not_its_copy(self, web, state, shapes):
         web.pages |= {f"/zh/{CONFIG}": b"{", f"/zh/{WEIGHTS}": b"w1"}
@@ -731,7 +778,7 @@ class TestThroughTheWorker:
         import asyncio
 
         release = threading.Event()
-        web.pages["/zh.safetensors"] = lambda h: release.wait(20) and h.response(404)
+        web.pages["/zh.safetensors"] = lambda h: release.wait(60) and h.response(404)
         worker = StagingWorker(state, policy=LOCAL)
         slow = asyncio.create_task(
             worker.stage(f"{web.url}/zh.safetensors", shapes=shapes, max_ranks=RankLimits(8))

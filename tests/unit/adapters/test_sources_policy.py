@@ -86,6 +86,11 @@ class TestPaths:
         with pytest.raises(InvalidAdapterError):
             checked_path(path, SourcePolicy(), NAMES)
 
+    def test_a_root_that_is_a_loop_or_of_no_user_closes_no_other(self, root, tmp_path):
+        (tmp_path / "loop").symlink_to("loop")
+        policy = SourcePolicy(roots=(str(tmp_path / "loop"), "~no-such-user/x", str(root)))
+        assert checked_path(str(root / "team"), policy, NAMES) == root / "team"
+
     def test_a_loop(self, tmp_path):
         (tmp_path / "loop").symlink_to(tmp_path / "loop")
         with pytest.raises(InvalidAdapterError, match="cannot open"):

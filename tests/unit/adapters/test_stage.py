@@ -1,3 +1,4 @@
+import errno
 import os
 import subprocess
 import sys
@@ -17,9 +18,12 @@ from loraplex.core.errors import (
     AdapterMismatchError,
     AdapterTooLargeError,
     InvalidAdapterError,
+    StorageFullError,
+    StorageUnavailableError,
     UnsupportedFeatureError,
 )
 from loraplex.core.rank_limits import RankLimits
+from support.naming import naming
 
 
 def files_in(folder) -> list[str]:
@@ -38,6 +42,38 @@ def test_an_adapter_becomes_one_file_named_by_its_content(staged, peft_folder, t
     np.testing.assert_array_equal(
         a.array(), folder.tensors[f"{folder.name(1, 'k_proj')}.lora_A.weight"]
     )
+
+
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [
+        *[(number, StorageFullError) for number in (errno.ENOSPC, errno.EDQUOT)],
+        *[
+            (number, StorageUnavailableError)
+            for number in (errno.EROFS, errno.EACCES, errno.EIO, errno.EFBIG, errno.ESTALE)
+        ],
+    ],
+)
+def test_a_file_that_cannot_be_written_is_no_fault_of_the_adapter(
+    staged, peft_folder, monkeypatch, number, error
+):
+    folder = peft_folder().write()
+
+    def fail(descriptor):
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        with pytest.raises(error, match=os.strerror(number)) as raised:
+            staged(folder)
+        assert raised.value.retry_after_seconds
+    assert staged(folder).num_tensors == 12
+
+
+def test_a_file_in_place_of_the_state_directory(staged, peft_folder, tmp_path):
+    (tmp_path / "state").write_text("")
+    with pytest.raises(StorageUnavailableError):
+        staged(peft_folder().write())
 
 
 def test_the_report(staged, peft_folder):
@@ -366,3 +402,38 @@ def test_a_shape_of_another_base_model(staged, peft_folder):
         "'qwen' ("
     )
     assert "99" in message
+
+
+class TestMagnitudes:
+    """Numbers that overflow in the first step, in every format."""
+
+    @pytest.fixture
+    def is_refused(self, staged):
+        def check(path, **fields):
+            with pytest.raises(InvalidAdapterError, match=r"makes up to .* of an input of 1"):
+                staged(path, pool_dtype="float32", **fields)
+
+        return check
+
+    @pytest.mark.parametrize("alpha", [1e30, 1e38])
+    def test_a_huge_alpha(self, is_refused, peft_folder, alpha):
+        folder = peft_folder()
+        folder.config["lora_alpha"] = alpha
+        is_refused(folder.write())
+
+    def test_huge_weights_of_a_pair(self, is_refused, pair, tmp_path):
+        is_refused(pair.write(tmp_path / "pair", pair.weights() * 1e20))
+
+    def test_a_canonical_file(self, is_refused, staged, peft_folder):
+        folder = peft_folder()
+        folder.config["lora_alpha"] = 1e30
+        is_refused(staged(folder.write()).source.path)
+
+    def test_what_was_staged_for_another_type_is_checked_again(self, staged, peft_folder):
+        folder = peft_folder()
+        folder.config["lora_alpha"] = 1e6
+        path = folder.write()
+        staged(path, pool_dtype="bfloat16")
+        assert staged(path, pool_dtype="bfloat16").was_known
+        with pytest.raises(InvalidAdapterError, match=naming("float16", 65520)):
+            staged(path, pool_dtype="float16")

@@ -18,7 +18,13 @@ from loraplex.adapters.state_lock import StateLock
 from loraplex.adapters.store import AdapterStore, VersionOrigin
 from loraplex.adapters.tensor_file import write_atomically
 from loraplex.core.adapter import AdapterRef, AdapterSource, ByDigest, ByName, ByTaskId, LoraTarget
-from loraplex.core.errors import AdapterLoadError, ConfigError, InternalError
+from loraplex.core.errors import (
+    AdapterLoadError,
+    ConfigError,
+    InternalError,
+    StorageUnavailableError,
+)
+from support.naming import naming
 
 
 class Clock:
@@ -361,7 +367,7 @@ class TestBrokenDatabases:
         with sqlite3.connect(state_dir / "adapters.sqlite3") as other:
             other.execute("PRAGMA user_version = 99")
         other.close()
-        with pytest.raises(ConfigError, match="has schema 99; this version of loraplex reads 1"):
+        with pytest.raises(ConfigError, match=naming(99, 1)):
             AdapterStore.open(state_dir)
 
     def test_no_database_at_all(self, state_dir):
@@ -437,9 +443,9 @@ class TestAStateDirectoryThatIsGone:
         if is_made_again:
             AdapterStore.open(state_dir).close()
         new = staged(state_dir, "new")
-        with pytest.raises(InternalError, match=r"deleted or replaced.*restart the server"):
+        with pytest.raises(StorageUnavailableError, match=r"replaced.*restart the server"):
             store.register("base", "t", "new", new, path="/new")
-        with pytest.raises(InternalError, match="deleted or replaced"):
+        with pytest.raises(StorageUnavailableError, match="deleted or replaced"):
             store.remove(AdapterRef("base", "t", ByName("old")))
         assert [version.name for version in store.list("t")] == ["old"]
 
@@ -451,13 +457,39 @@ class TestAStateDirectoryThatIsGone:
             shutil.rmtree(state_dir)
 
         monkeypatch.setattr(AdapterDatabase, "put", put_and_lose)
-        with pytest.raises(InternalError, match="deleted or replaced"):
+        with pytest.raises(StorageUnavailableError, match="deleted or replaced"):
             store.register("base", "t", "new", staged(state_dir, "new"), path="/new")
         assert store.list("t") == []
 
+    def test_every_verb_is_refused_alike(self, store, state_dir):
+        kept = staged(state_dir, "old")
+        store.register("base", "t", "old", kept, path="/old")
+        store.register("base", "t", "old", staged(state_dir, "newer"), path="/newer", replace=True)
+        before = store.list("t")
+        shutil.rmtree(state_dir)
+        old = AdapterRef("base", "t", ByName("old"))
+        for change in (
+            lambda: store.register("base", "t", "old", kept, path="/x", replace=True),
+            lambda: store.remove(old),
+            lambda: store.pin(old, 1),
+            lambda: store.rollback(old),
+            lambda: store.alias(old, "other"),
+        ):
+            with pytest.raises((StorageUnavailableError, AdapterLoadError)):
+                change()
+        assert store.list("t") == before
+
+    def test_a_database_that_is_read_only(self, store, state_dir):
+        store.register("base", "t", "old", staged(state_dir, "old"), path="/old")
+        store._records._database._connection.execute("PRAGMA query_only = ON")
+        with pytest.raises(StorageUnavailableError, match="readonly") as raised:
+            store.remove(AdapterRef("base", "t", ByName("old")))
+        assert raised.value.retry_after_seconds
+        assert [version.name for version in store.list("t")] == ["old"]
+
     def test_the_log_alone_is_enough(self, store, state_dir):
         (state_dir / "adapters.sqlite3-wal").unlink()
-        with pytest.raises(InternalError, match="deleted or replaced"):
+        with pytest.raises(StorageUnavailableError, match="deleted or replaced"):
             store.register("base", "t", "new", staged(state_dir, "new"), path="/new")
 
 

@@ -86,3 +86,9 @@ def test_the_request_to_copy_names_the_adapter_as_the_dialect_does(
     case: dict[str, Any], words: str
 ) -> None:
     assert words in text_of(**case)
+
+
+def test_a_server_without_a_loaded_model() -> None:
+    text = banner([], ServerConfig(), {"http": 1, "grpc": 2}, has_keys=False)
+    assert "\n  model     none is loaded yet: clients load them" in text
+    assert "try" not in text

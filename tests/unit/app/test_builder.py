@@ -15,6 +15,7 @@ from loraplex.models.registry import read_config
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.service import Service
 from support.fake_engine_process import fake_engine_thread
+from support.naming import naming
 
 
 @pytest.fixture
@@ -81,9 +82,21 @@ def test_the_end_token_may_be_the_tokenizers(build, folder):
     assert build().model("m").card.eos_token_id == 2
 
 
+def test_an_end_token_of_the_tokenizer_alone_ends_outputs_too(build, folder, caplog):
+    change(folder, "tokenizer_config.json", eos_token="<|user|>")
+    with caplog.at_level("INFO"):
+        assert build().model("m").eos_token_ids == (2, 3)
+    assert "outputs of model 'm' end at: '</s>' (2), '<|user|>' (3)" in caplog.text
+
+
+def test_an_end_token_that_the_model_has_no_row_for(build, folder):
+    change(folder, "tokenizer_config.json", eos_token="<|added|>")
+    assert build().model("m").eos_token_ids == (2,)
+
+
 def test_max_model_len(build):
     assert build(max_model_len=100).model("m").card.max_model_len == 100
-    with pytest.raises(ConfigError, match=r"max_model_len 2049 is more than the 2048 .*'m'"):
+    with pytest.raises(ConfigError, match=naming("max_model_len", 2049, 2048, "m")):
         build(max_model_len=2049)
 
 

@@ -8,7 +8,8 @@ from loraplex.core.errors import ConfigError, QueueFullError
 from loraplex.core.server_config import ServerConfig
 from loraplex.frontends.openai.context import OPENAI
 from loraplex.frontends.openai.llgtrt import CompatDialect, LlgtrtDialect
-from loraplex.testing.echo_backend import EchoBackend
+from support.echo_service import EchoService
+from support.naming import naming
 
 
 def config_of(dialect, **model):
@@ -25,7 +26,7 @@ def test_each_name_is_its_dialect():
 
 
 async def test_the_model_writes_ten_tokens_first():
-    backend = EchoBackend()
+    backend = EchoService()
     await prepare(backend, config_of("llgtrt"))
     [request] = backend.requests
     assert (request.prompt, request.sampling.max_tokens) == ("Hi", 10)
@@ -35,14 +36,14 @@ async def test_the_model_writes_ten_tokens_first():
 
 
 async def test_what_the_first_generation_raises_ends_the_start():
-    backend = EchoBackend()
+    backend = EchoService()
     backend.plant(QueueFullError("full"))
     with pytest.raises(QueueFullError):
         await prepare(backend, config_of("llgtrt"))
 
 
 def test_the_start_token_is_one_special_token():
-    backend = EchoBackend()
-    with pytest.raises(ConfigError, match="json_start_token 'call' must be one special token"):
+    backend = EchoService()
+    with pytest.raises(ConfigError, match=naming("json_start_token", "call")):
         check_start_tokens(backend, config_of("llgtrt", json_start_token="call"))
     check_start_tokens(backend, config_of("llgtrt", json_start_token="<s>"))

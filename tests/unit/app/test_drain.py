@@ -20,7 +20,7 @@ def send(url: str, method: str, body: bytes | None = None) -> tuple[int, dict, d
     request = urllib.request.Request(url, body, method=method)
     request.add_header("content-type", "application/json")
     try:
-        with urllib.request.urlopen(request, timeout=20) as response:
+        with urllib.request.urlopen(request, timeout=60) as response:
             return response.status, lowered(response.headers), json.loads(response.read() or b"{}")
     except urllib.error.HTTPError as error:
         with error:

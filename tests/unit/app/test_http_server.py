@@ -57,6 +57,27 @@ async def _waiting(request: Request) -> Response:
     return PlainTextResponse("nobody reads this")
 
 
+_LONG_BYTES = 32 << 20
+"""More than a system takes for a client that does not read."""
+
+
+async def _long(request: Request) -> Response:
+    del request
+    return Response(bytes(_LONG_BYTES))
+
+
+async def _endless(request: Request) -> Response:
+    async def chunks():
+        try:
+            while True:
+                yield bytes(100_000)
+                await asyncio.sleep(0)
+        finally:
+            request.app.state.left.set()
+
+    return StreamingResponse(chunks())
+
+
 class Raw:
     """One connection, byte by byte."""
 
@@ -108,6 +129,8 @@ async def port():
             routes = [
                 Route("/early", _early, methods=["POST"]),
                 Route("/stream", _stream),
+                Route("/long", _long),
+                Route("/endless", _endless),
                 Route("/waiting", _waiting, methods=["POST"]),
                 Route("/v1/uploads/early", _early, methods=["PUT"]),
                 Route("/{path:path}", _echo, methods=["GET", "POST", "PUT"]),
@@ -284,6 +307,50 @@ async def test_a_long_response_is_no_idle_connection(port):
     assert not await raw.is_closed()
 
 
+async def test_a_response_that_is_not_read(port):
+    server = await port(body_timeout_seconds=30)
+    raw = await server.connect()
+    raw.send(b"GET /long HTTP/1.1\r\nhost: x\r\n\r\n")
+    await skip(29)
+    assert server.connections.num_open == 1
+    await skip(2)
+    assert server.connections.num_open == 0
+    assert server.connections.num_refused == {"unread": 1}
+    with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+        await raw.response()
+
+
+async def test_a_response_has_the_time_for_each_256_kibibytes(port):
+    server = await port(body_timeout_seconds=30)
+    raw = await server.connect()
+    raw.send(b"GET /long HTTP/1.1\r\nhost: x\r\n\r\n")
+    await raw.reader.readuntil(b"\r\n\r\n")
+    left = _LONG_BYTES
+    while left:
+        await skip(29)
+        left -= len(await raw.reader.readexactly(min(left, 4 << 20)))
+    assert server.connections.num_open == 1
+
+
+async def test_a_stream_that_is_not_read_ends(port):
+    server = await port(body_timeout_seconds=30)
+    raw = await server.connect()
+    raw.send(b"GET /endless HTTP/1.1\r\nhost: x\r\n\r\n")
+    await skip(29)
+    assert not server.left.is_set()
+    await skip(2)
+    await server.left.wait()
+    assert server.connections.num_refused == {"unread": 1}
+
+
+async def test_a_closed_connection_whose_last_bytes_are_not_read(port):
+    server = await port(body_timeout_seconds=30, keep_alive_seconds=1)
+    raw = await server.connect()
+    raw.send(b"GET /long HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    await skip(31)
+    assert server.connections.num_open == 0
+
+
 async def test_the_rest_of_a_body_with_a_response_keeps_no_connection(port):
     raw = await (await port(body_timeout_seconds=30)).connect()
     raw.send(b"POST /early HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n")
@@ -348,12 +415,35 @@ async def test_a_broken_body(port):
     await refused(raw, 400, "invalid_request")
 
 
+async def test_idle_connections_make_way_for_others(port):
+    """First those without any request, then those between two requests, the oldest first."""
+    server = await port(max_connections=3)
+    used, busy, unused = [await server.connect() for _ in range(3)]
+    used.send(GET + b"\r\n")
+    assert (await used.response())[0] == 200
+    busy.send(GET)
+    await settle()
+    fourth = await server.connect()
+    fourth.send(GET + b"\r\n")
+    assert (await fourth.response())[0] == 200
+    assert [await raw.is_closed() for raw in (used, busy, unused)] == [False, False, True]
+    fifth = await server.connect()
+    fifth.send(GET)
+    assert [await raw.is_closed() for raw in (used, busy, fourth)] == [True, False, False]
+    assert server.connections.num_open == 3
+    assert server.connections.num_refused == {"idle": 2}
+    busy.send(b"\r\n")
+    assert (await busy.response())[0] == 200
+
+
 async def test_one_connection_too_many(port):
     server = await port(max_connections=2)
     first, second = await server.connect(), await server.connect()
     for raw in (first, second):
         raw.send(GET + b"\r\n")
         assert (await raw.response())[0] == 200
+        raw.send(GET)  # another request has begun
+    await settle()
     assert "2 connections" in await refused(await server.connect(), 503, "too_many_connections")
     assert server.connections.num_open == 2
     first.writer.close()

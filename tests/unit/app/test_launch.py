@@ -113,7 +113,7 @@ async def test_a_process_is_reported_its_model(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ProcessLink, "start", start)
     await engine_process(ONE, "warning")(7)
     ((command, settings, epoch),) = reported
-    assert command == ["-m", "loraplex.app.engine_process", "warning"]
+    assert [*command] == ["-P", "-m", "loraplex.app.engine_process", "warning"]
     assert b"/one" in settings
     assert epoch == 7
 

@@ -300,7 +300,7 @@ class TestLife:
         with pytest.raises(ConfigError, match=text):
             LLM(BASE_PATH, state_dir=state_dir, **(SMALL | arguments))
         for thread in set(threading.enumerate()) - threads:
-            thread.join(10)  # one that saw a process end may itself be ending
+            thread.join(60)  # one that saw a process end may itself be ending
         assert set(threading.enumerate()) <= threads
 
     def test_models_that_are_none(self, tmp_path):
@@ -327,7 +327,7 @@ class TestLife:
         while not llm.stats().num_running:
             pass
         llm.close()
-        thread.join(20)
+        thread.join(60)
         assert [str(error) for error in errors] == ["the server is stopping"]
 
     def test_an_engine_in_its_own_process(self, state_dir):

@@ -11,6 +11,7 @@ import pytest
 from loraplex.app.server import done_before
 from loraplex.core.errors import ConfigError
 from support.fake_engine_process import FakeEngineSettings
+from support.naming import naming
 
 
 async def test_it_says_where_and_serves(run):
@@ -46,8 +47,21 @@ async def test_the_ports_respond_while_the_engine_starts(run):
     assert (await server.get("/health/ready"))[0] == 200
 
 
-async def test_a_stop_while_it_starts(run):
-    server = run(FakeEngineSettings(start_seconds=0.2))
+async def test_llgtrts_port_opens_when_it_can_serve(run):
+    """Its readiness is always true there, whatever the state."""
+    server = run(FakeEngineSettings(start_seconds=0.5), dialect="llgtrt_compat")
+    async with asyncio.timeout(60):
+        while True:
+            with contextlib.suppress(OSError):
+                assert (await server.complete())[0] == 200
+                break
+            await asyncio.sleep(0)
+    assert (await server.get("/v1/health/ready"))[0] == 200
+
+
+@pytest.mark.parametrize("dialect", ["openai", "llgtrt_compat"])
+async def test_a_stop_while_it_starts(run, dialect):
+    server = run(FakeEngineSettings(start_seconds=0.2), dialect=dialect)
     await asyncio.sleep(0.05)
     server.signal()
     await server.ended()
@@ -73,7 +87,7 @@ async def test_an_engine_that_cannot_start_ends_it(run):
 async def test_a_wrong_start_token_is_found_before_the_weights_are_loaded(run):
     model = {"json_start_token": "call"}
     server = run(FakeEngineSettings(start_seconds=600), model=model, dialect="llgtrt")
-    with pytest.raises(ConfigError, match="json_start_token 'call' must be one special token"):
+    with pytest.raises(ConfigError, match=naming("json_start_token", "call")):
         await server.ended()
 
 

@@ -18,7 +18,8 @@ from loraplex.core.server_config import ServerConfig
 from loraplex.frontends.kserve.grpc.server import GrpcServer
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.telemetry.connections import HttpConnections
-from loraplex.testing.echo_backend import EchoBackend
+from support.echo_service import EchoService
+from support.naming import naming
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +64,9 @@ def test_half_a_pair(pair):
 def test_what_is_not_there_or_fits_not(pair, tmp_path):
     certificate, key = pair("good")
     nowhere = str(tmp_path / "nowhere.pem")
-    with pytest.raises(ConfigError, match=f"cannot read tls_cert {nowhere}: No such file"):
+    with pytest.raises(ConfigError, match=naming("tls_cert", nowhere)):
         files(nowhere, key)
-    with pytest.raises(ConfigError, match=f"cannot read tls_key {nowhere}: No such file"):
+    with pytest.raises(ConfigError, match=naming("tls_key", nowhere)):
         files(certificate, nowhere)
     (tmp_path / "text").write_text("no certificate")
     with pytest.raises(ConfigError, match=r"tls_cert .*text .* are not a certificate and its key"):
@@ -109,7 +110,7 @@ def secret(tmp_path, pair):
 async def shown(port: int) -> str:
     """Return the certificate that a new connection gets."""
     address = ("127.0.0.1", port)
-    return await asyncio.to_thread(ssl.get_server_certificate, address, timeout=30)
+    return await asyncio.to_thread(ssl.get_server_certificate, address, timeout=60)
 
 
 def pem(path: str) -> str:
@@ -124,7 +125,7 @@ async def test_new_connections_get_a_renewed_certificate(secret, pair, monkeypat
     async def nothing(scope, receive, send) -> None:
         del scope, receive, send
 
-    grpc = GrpcServer(TritonService(EchoBackend()), "127.0.0.1", 0, tls=found.pair)
+    grpc = GrpcServer(TritonService(EchoService()), "127.0.0.1", 0, tls=found.pair)
     await grpc.start()
     serving = serving_http(nothing, ServerConfig(), 0, HttpConnections(), found)
     async with serving as http_port, found.following():

@@ -1,4 +1,4 @@
-"""An EchoBackend served over real sockets, and a small workload."""
+"""An EchoService served over real sockets, and a small workload."""
 
 from collections.abc import Iterator
 
@@ -7,8 +7,8 @@ import pytest
 from starlette.applications import Starlette
 
 from loraplex.frontends.openai import openai_fallback_routes, openai_routes
-from loraplex.testing.echo_backend import EchoBackend
 from support.bench_workload import WORKLOAD, backend_of_workload
+from support.echo_service import EchoService
 from support.served import served
 
 
@@ -19,12 +19,12 @@ def workload():
 
 
 @pytest.fixture
-def backend() -> EchoBackend:
+def backend() -> EchoService:
     return backend_of_workload()
 
 
 @pytest.fixture
-def url(backend: EchoBackend) -> Iterator[str]:
+def url(backend: EchoService) -> Iterator[str]:
     app = Starlette()
     app.routes.extend(openai_routes(backend))
     app.routes.extend(openai_fallback_routes())

@@ -1,6 +1,8 @@
 import importlib.util
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -10,6 +12,7 @@ from loraplex.bench.report import Report
 from loraplex.cli.main import app
 from loraplex.core.errors import QueueFullError
 
+ROOT = Path(__file__).parents[3]
 QUICK = ["--load", "closed:2", "--requests", "4", "--repeats", "1", "--output-tokens", "3"]
 
 
@@ -69,6 +72,12 @@ def test_without_aiohttp_it_says_what_to_install(monkeypatch):
     result = bench("--url", "http://127.0.0.1:9")
     assert result.exit_code == 1
     assert "pip install 'loraplex[bench]'" in result.stderr
+
+
+def test_a_server_is_installed_without_aiohttp():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert not [text for text in project["dependencies"] if text.startswith("aiohttp")]
+    assert [text for text in project["optional-dependencies"]["bench"] if "aiohttp" in text]
 
 
 def test_the_other_commands_need_none_of_it():

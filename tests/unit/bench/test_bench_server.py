@@ -58,6 +58,6 @@ async def test_settings_of_the_environment_do_not_reach_it(monkeypatch):
 
 def test_flags_come_last_so_that_they_win():
     command = serve_command(Path("m"), "name", Path("a"), Path("s"), ["--http-port", "80"])
-    assert command[1:5] == ["-m", "loraplex", "serve", "m"]
+    assert command[1:6] == ["-P", "-m", "loraplex", "serve", "m"]
     assert command[-2:] == ["--http-port", "80"]
     assert command.index("--http-port") < len(command) - 2

@@ -10,6 +10,7 @@ from loraplex.bench.statistics import throughput_ratio
 from loraplex.bench.suite import run_suite
 from loraplex.bench.workload import Lengths
 from loraplex.core.errors import ConfigError, NotReadyError, QueueFullError
+from support.naming import naming
 
 
 class Log:
@@ -132,7 +133,7 @@ async def test_more_adapters_than_served_are_refused(url, backend):
 
 
 async def test_lengths_beyond_the_model_are_refused(url):
-    with pytest.raises(ConfigError, match="may have 5000 tokens; 'echo' takes 4096"):
+    with pytest.raises(ConfigError, match=naming(5000, "echo", 4096)):
         await run(url, settings(prompt_tokens=Lengths(1, 4997)))
 
 

@@ -12,8 +12,8 @@ from comparison.systems import Setup
 
 from loraplex.bench.exchange import Completion, Exchange
 from loraplex.bench.workload import PlannedRequest
-from loraplex.testing.echo_backend import EchoBackend
 from support.bench_workload import WORKLOAD, backend_of_workload
+from support.echo_service import EchoService
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def workload():
 
 
 @pytest.fixture
-def backend() -> EchoBackend:
+def backend() -> EchoService:
     return backend_of_workload()
 
 

@@ -3,6 +3,7 @@ from comparison.cases import stages
 
 from loraplex.bench.arrivals import ClosedLoop
 from loraplex.core.errors import ConfigError
+from support.naming import naming
 
 
 def test_the_workloads_by_name():
@@ -24,5 +25,5 @@ def test_the_workloads_by_name():
 def test_single_workloads_of_groups():
     (found,) = stages(["W1", "W3-8"], 10, 0)
     assert [case.name for case in found.cases] == ["W1", "W3-8"]
-    with pytest.raises(ConfigError, match="W3-9, W5-8 is none"):
+    with pytest.raises(ConfigError, match=naming("W3-9", "W5-8")):
         stages(["W3-9", "W5-8"], 10, 0)

@@ -11,6 +11,7 @@ from comparison.loraplex_system import LoraplexLibrary, LoraplexServer
 from typer.testing import CliRunner
 
 from loraplex.core.errors import ConfigError
+from support.naming import naming
 
 
 def run_compare(*arguments: str):
@@ -71,5 +72,5 @@ def test_a_gguf_file_needs_its_maker():
         *("loraplex fp32", "loraplex bf16", "loraplex int8")
     ]
     assert LoraplexLibrary.with_weights("8-bit", []).name == "loraplex int8, library"
-    with pytest.raises(ConfigError, match=r"gguf:Q4_0 needs --peer llama\.cpp=FOLDER"):
+    with pytest.raises(ConfigError, match=naming("gguf:Q4_0", "--peer")):
         LoraplexServer.with_weights("gguf:Q4_0", [])

@@ -3,6 +3,8 @@ import copy
 import pytest
 from step import slower_rows
 
+from support.naming import naming
+
 
 @pytest.fixture
 def report():
@@ -38,12 +40,12 @@ def test_within_the_tolerance_and_faster(report):
     ("name", "value"), [("model", "llama-tiny"), ("context", 8192), ("threads", 4)]
 )
 def test_another_subject_is_refused(report, name, value):
-    with pytest.raises(ValueError, match=f"the baseline has {name} {report[name]}"):
+    with pytest.raises(ValueError, match=naming(name, report[name])):
         slower_rows({**report, name: value}, report, 0.15)
 
 
 def test_other_vectors_are_refused(report):
-    with pytest.raises(ValueError, match="vector_bytes 64, this run has 32"):
+    with pytest.raises(ValueError, match=naming("vector_bytes", 64, 32)):
         slower_rows({**report, "limits": {"vector_bytes": 32}}, report, 0.15)
 
 

@@ -12,16 +12,15 @@ from typer.testing import CliRunner
 
 from loraplex.cli.adapters import _experts, _remark
 from loraplex.cli.main import app
-from loraplex.core.adapter import Residency
 from loraplex.core.principal import LOCAL
 from loraplex.frontends.openai import openai_fallback_routes, openai_routes
-from loraplex.testing.echo_backend import EchoBackend
+from support.echo_service import EchoService
 from support.served import served
 
 
 @pytest.fixture
 def backend():
-    backend = EchoBackend()
+    backend = EchoService()
     backend.register("org/fr", path="/adapters/fr", task_id=0)
     return backend
 
@@ -43,7 +42,7 @@ def run(backend):
 
 def test_a_table_of_all(run, backend):
     digest = backend.adapters(LOCAL)[0].digest
-    backend.residency[digest] = Residency.DEVICE
+    run("load", "org/fr", "/adapters/fr", "--replace")
     code, out, _ = run("list")
     head, row = out.splitlines()
     assert code == 0
@@ -99,13 +98,20 @@ def test_a_load_reports_what_it_loaded(run, backend):
     assert "x" not in [card.name for card in backend.adapters(LOCAL)]
 
 
-def test_unload_and_pins(run, backend):
+def test_unload_and_pins(run, backend, monkeypatch):
+    modes, unload = [], backend.adapter_admin.unload
+
+    async def noted(principal, ref, mode):
+        modes.append(mode)
+        return await unload(principal, ref, mode)
+
+    monkeypatch.setattr(backend.adapter_admin, "unload", noted)
     assert run("pin", "org/fr") == (0, "version 1 of org/fr is pinned\n", "")
     assert run("unpin", "org/fr", "--version", "1")[1] == "version 1 of org/fr is not pinned\n"
     assert run("alias", "org/fr", "live")[1] == "live means org/fr now\n"
     assert run("unload", "live")[1] == "alias live is unloaded\n"
     assert run("unload", "org/fr", "--immediate")[1] == "adapter org/fr is unloaded\n"
-    assert backend.unload_modes == ["drain", "immediate"]
+    assert modes == ["drain", "immediate"]
     assert backend.adapters(LOCAL) == []
 
 

@@ -11,13 +11,13 @@ from loraplex.cli.compare import side_by_side
 from loraplex.cli.main import app
 from loraplex.core.errors import NotReadyError
 from loraplex.frontends.openai import openai_fallback_routes, openai_routes
-from loraplex.testing.echo_backend import EchoBackend
+from support.echo_service import EchoService
 from support.served import served
 
 
 @pytest.fixture(scope="module")
 def backend():
-    backend = EchoBackend()
+    backend = EchoService()
     backend.register("fr")
     backend.register("org/legal")
     return backend
@@ -100,7 +100,7 @@ def test_an_unknown_adapter_is_refused_before_anything_is_computed(run, backend,
 def test_errors_are_one_line(run):
     assert run("hi", "--model", "no")[0::2] == (
         1,
-        "loraplex: there is no model or adapter 'no'; there are: echo, fr, org/legal\n",
+        "loraplex: there is no model or adapter 'no' here; there are: 'echo', 'fr', 'org/legal'\n",
     )
     code, _, err = run("hi", "--adapter", '{"name": ')
     assert code == 1

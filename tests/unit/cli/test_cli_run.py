@@ -24,7 +24,7 @@ from loraplex.core.errors import (
 )
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.frontends.openai import openai_fallback_routes, openai_routes
-from loraplex.testing.echo_backend import EchoBackend
+from support.echo_service import EchoService
 from support.served import served
 
 
@@ -290,7 +290,7 @@ class TestHistory:
 
 @pytest.fixture(scope="module")
 def url():
-    backend = EchoBackend()
+    backend = EchoService()
     backend.register("fr")
     http = Starlette()
     http.routes.extend(openai_routes(backend))

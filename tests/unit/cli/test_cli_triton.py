@@ -14,6 +14,7 @@ from loraplex.core.errors import ConfigError
 from loraplex.core.server_config import ServerConfig
 from loraplex.core.support import Support
 from loraplex.frontends.kserve.models.model_control import ControlMode
+from support.naming import naming
 
 
 @pytest.fixture
@@ -118,7 +119,7 @@ def test_what_is_opened_and_shown():
     shut = dict.fromkeys(("allow_http", "allow_grpc", "allow_metrics"), "false")
     assert as_settings(shut) == {"http": False, "grpc": False, "metrics": False}
     assert as_settings({"allow_gpu_metrics": "0", "allow_cpu_metrics": "TRUE"}) == {}
-    with pytest.raises(ConfigError, match="--allow-grpc must be true or false, got 'maybe'"):
+    with pytest.raises(ConfigError, match=naming("--allow-grpc", "maybe")):
         as_settings({"allow_grpc": "maybe"})
 
 
@@ -140,7 +141,7 @@ def test_one_address():
         ConfigError, match=r"--http-address ::1, --metrics-address 0\.0\.0\.0 differ"
     ):
         as_settings({"http_address": "::1", "metrics_address": "0.0.0.0"})
-    with pytest.raises(ConfigError, match="--log-verbose must be a number, got 'much'"):
+    with pytest.raises(ConfigError, match=naming("--log-verbose", "much")):
         as_settings({"log_verbose": "much"})
     assert list(without_effect({"http_address": "::1"})) == []
 

@@ -12,6 +12,7 @@ from loraplex.cli.main import app
 from loraplex.cli.serve import build_config
 from loraplex.cli.vllm_flags import FLAGS, OWN_FLAGS
 from loraplex.core.errors import ConfigError
+from support.naming import naming
 
 
 @pytest.fixture
@@ -152,7 +153,7 @@ def test_a_name_belongs_to_one_model(tmp_path):
 
 
 def test_names_need_a_model():
-    with pytest.raises(ConfigError, match="--served-model-name is the name of the argument MODEL"):
+    with pytest.raises(ConfigError, match=naming("--served-model-name", "MODEL")):
         build_config(None, None, None, [], [], {"served_model_name": ["a"]})
 
 

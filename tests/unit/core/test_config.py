@@ -19,6 +19,7 @@ from loraplex.core.environment import (
 )
 from loraplex.core.errors import ConfigError
 from loraplex.core.server_config import ServerConfig
+from support.naming import naming
 
 FLAG = "flag --{flag}"
 VARIABLE = "variable LORAPLEX_{variable}"
@@ -291,10 +292,10 @@ def test_files_that_cannot_be_read(tmp_path):
         file_layer(tmp_path / "no.toml")
     path = tmp_path / "bad.toml"
     path.write_text("[server\n")
-    with pytest.raises(ConfigError, match=r"bad\.toml is not TOML"):
+    with pytest.raises(ConfigError, match=naming("bad.toml", "TOML")):
         file_layer(path)
     path.write_bytes(b"a = '\xff'")
-    with pytest.raises(ConfigError, match=r"bad\.toml is not TOML"):
+    with pytest.raises(ConfigError, match=naming("bad.toml", "TOML")):
         file_layer(path)
 
 
@@ -373,7 +374,7 @@ def test_bytes_have_units_under_another_name_too():
 
 
 def test_one_setting_under_two_names_in_one_place():
-    with pytest.raises(ConfigError, match=r"f: models\.m\.memory is another name of memory_bytes"):
+    with pytest.raises(ConfigError, match=naming("models.m.memory", "memory_bytes")):
         resolve([Layer("f", model(memory_bytes=1, memory=2))])
 
 
@@ -457,7 +458,9 @@ def test_the_words_of_tensorrt_llm():
     [
         ("batching", "V2", "must be one of inflight, static, inflight_fused_batching"),
         ("fair_share", "user", "must be one of none, adapter, tenant, tenant_adapter"),
-        ("fair_weights", {"a": 0.0}, "must have weights that are more than 0, and finite"),
+        ("fair_weights", {"a": 0.0}, "weight for 'a' that must be from 0.001 to 1000, got 0"),
+        ("fair_weights", {"a": 1, "b": 1e-200}, "weight for 'b' that must be from 0.001 to 1000"),
+        ("fair_weights", {"a": 1e4}, "weight for 'a' that must be from 0.001 to 1000, got 1"),
         ("batch_scheduler_policy", "x", "must be one of max_utilization, guaranteed_no_evict"),
         ("shortest_prefill_share", 1.0, "must be at least 0 and less than 1"),
         ("num_draft_tokens", 65, "must be at most 64"),

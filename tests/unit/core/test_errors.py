@@ -1,5 +1,6 @@
 """The error tree: what each front end's table, and the way between processes, rely on."""
 
+import errno
 import inspect
 
 import msgspec
@@ -11,10 +12,14 @@ from loraplex.core.errors import (
     ErrorInfo,
     InternalError,
     LoraplexError,
+    NotReadyError,
     RequestError,
     error_from_info,
     leaves,
+    passing_error,
 )
+from loraplex.frontends.kserve import errors as kserve_errors
+from loraplex.frontends.openai import errors as openai_errors
 
 CLASSES = [
     cls
@@ -57,6 +62,7 @@ def test_codes_are_stable():
         "engine_restarted",
         "adapter_load_failed",
         "storage_full",
+        "storage_unavailable",
         "deadline_exceeded",
         "row_failed",
         "step_failed",
@@ -95,3 +101,36 @@ def test_an_unknown_code_is_ours():
     assert type(back) is InternalError
     assert back.message == "hm"
     assert back.param is back.retry_after_seconds is None
+
+
+def caused_by(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+TOO_MANY = OSError(errno.EMFILE, "Too many open files")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        TOO_MANY,
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        caused_by(ConfigError("cannot look for adapters"), TOO_MANY),
+        caused_by(InternalError("no process can be started"), caused_by(ValueError(), TOO_MANY)),
+        caused_by(ConfigError("cannot read multi_lora"), PermissionError(13, "Permission denied")),
+    ],
+)
+def test_a_fault_of_the_machine_that_may_pass_is_tried_again(error):
+    passing = passing_error(error)
+    assert type(passing) is NotReadyError
+    assert passing.retry_after_seconds == 5
+    assert type(kserve_errors.as_loraplex_error(error)) is NotReadyError
+    assert type(openai_errors.as_loraplex_error(error, "id")) is NotReadyError
+
+
+@pytest.mark.parametrize(
+    "error", [None, ValueError(), InternalError("x"), ConfigError("x"), FileNotFoundError(2, "x")]
+)
+def test_other_errors_are_not(error):
+    assert passing_error(error) is None

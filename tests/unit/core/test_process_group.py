@@ -46,7 +46,7 @@ def test_no_terminal_stops_a_process_that_writes_to_it():
             mode = termios.tcgetattr(0)
             mode[3] |= termios.TOSTOP
             termios.tcsetattr(0, termios.TCSANOW, mode)
-            os._exit(subprocess.run([sys.executable, "-c", write], timeout=20).returncode)
+            os._exit(subprocess.run([sys.executable, "-c", write], timeout=60).returncode)
         os._exit(1)
     written = b""
     with contextlib.suppress(OSError):  # Linux's end of a terminal

@@ -8,6 +8,7 @@ from loraplex.core.config import ModelConfig
 from loraplex.core.config_layers import Layer, field_layers, resolve
 from loraplex.core.errors import AdapterTooLargeError, ConfigError
 from loraplex.core.rank_limits import ModuleKind, RankLimits
+from support.naming import naming
 
 LIMITS = RankLimits(64, {"experts": 8, "router": 128})
 
@@ -28,7 +29,7 @@ LIMITS = RankLimits(64, {"experts": 8, "router": 128})
 def test_a_kind_that_is_listed_has_its_own_limit(module: str, limit: int) -> None:
     assert LIMITS.of(module) == limit
     LIMITS.check(module, limit, "it")
-    with pytest.raises(AdapterTooLargeError, match=f"rank {limit + 1}; .* up to {limit} on "):
+    with pytest.raises(AdapterTooLargeError, match=naming(limit + 1, limit)):
         LIMITS.check(module, limit + 1, "it")
 
 

@@ -15,6 +15,7 @@ from loraplex.core.sampling_params import (
     RANGES,
     SamplingParams,
 )
+from support.naming import naming
 
 GOOD = [
     {},
@@ -124,9 +125,9 @@ def test_a_bad_value_is_named(field, value):
 
 
 def test_the_limits_are_reported():
-    with pytest.raises(InvalidParameterError, match=r"top_p must be in \(0, 1\], got 2"):
+    with pytest.raises(InvalidParameterError, match=naming("top_p", "(0, 1]", 2)):
         SamplingParams(top_p=2).validate()
-    with pytest.raises(InvalidParameterError, match=r"n must be in \[1, 128\], got 0"):
+    with pytest.raises(InvalidParameterError, match=naming("n", "[1, 128]", 0)):
         SamplingParams(n=0).validate()
 
 

@@ -1,10 +1,14 @@
 """Links, headings and file paths that the documentation names exist."""
 
+import fnmatch
 import pkgutil
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
+
+from tools.pages import BUILT
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
@@ -40,7 +44,9 @@ def broken_links(page: Path) -> list[str]:
         target = (page.parent / file).resolve() if file else page
         # The site has the pages of docs/ only: a file elsewhere is named there, not linked.
         outside = page in SITE and DOCS not in target.parents
-        if outside or not target.exists() or (anchor and anchor not in anchors(target)):
+        is_built = target.parent == DOCS and target.name in BUILT
+        exists = is_built or target.exists()
+        if outside or not exists or (anchor and anchor not in anchors(target)):
             broken.append(link)
     return broken
 
@@ -66,6 +72,28 @@ def test_named_source_files_exist(page: Path) -> None:
     paths = SOURCE_PATH.findall(page.read_text(encoding="utf-8"))
     ours = [path for path in paths if not path.startswith(OTHER_SYSTEMS)]
     assert [path for path in ours if not any((ROOT / x / path).exists() for x in FOLDERS)] == []
+
+
+def unnamed_reports(files: list[str], text: str) -> list[str]:
+    """Return the reports that no text names, by name or by a pattern such as `step-*.json`."""
+    named = re.findall(r"[\w.*-]+\.(?:md|json|toml)", text)
+    return [file for file in files if not any(fnmatch.fnmatch(file, each) for each in named)]
+
+
+def test_every_committed_report_is_named_somewhere() -> None:
+    listed = ["git", "ls-files", "benchmarks/results"]
+    found = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=False)
+    if found.returncode != 0:
+        pytest.skip("this is no git checkout")
+    pages = [*SITE, ROOT / "README.md", ROOT / "benchmarks/README.md"]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    assert unnamed_reports([Path(path).name for path in found.stdout.split()], text) == []
+
+
+def test_unnamed_reports_are_found() -> None:
+    text = "see `results/a.md`, `step-*.json` and b.json"
+    files = ["a.md", "a.json", "step-1.json", "step-1.md", "b.json", "soak-b.json"]
+    assert unnamed_reports(files, text) == ["a.json", "step-1.md", "soak-b.json"]
 
 
 def test_every_page_is_in_the_navigation() -> None:

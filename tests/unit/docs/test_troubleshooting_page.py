@@ -312,6 +312,9 @@ TUTORIALS = {
     ),
     "unknown key; did you mean ...? Known: ...": "compat/llgtrt/config_file.py",
     "...: architecture 'rwkv7' of GGUF is not supported; supported: ...": "core/gguf_names.py",
+    "... is a part of a model of 3 files, of which 1 are missing in its folder: ...": (
+        "core/gguf.py"
+    ),
     "left out adapter 'zh': ...": "serving/adapters/configured.py",
 }
 """Messages that the tutorials quote, whole but for values (`...`), and the files with the texts."""

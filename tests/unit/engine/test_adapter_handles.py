@@ -20,6 +20,7 @@ from loraplex.memory.adapter_pages import place
 from support.capacities import changed_capacity
 from support.fake_loader import FakeLoader
 from support.fake_runner import FAKE_CAPACITY
+from support.naming import naming
 
 GEOMETRY = PageGeometry(slot_elements=16, slots_per_page=20)
 TARGETS = (
@@ -40,7 +41,7 @@ def test_an_adapter_of_experts_has_the_pages_of_all_of_them() -> None:
     needed = place(TARGETS, GEOMETRY).num_pages
     assert needed == 2 + 64 == len({spot.page_index for spot in place(TARGETS, GEOMETRY).places})
     assert handles(needed).register(source) == 1
-    with pytest.raises(AdapterTooLargeError, match=r"66 device pages.* has 65: raise lora_device"):
+    with pytest.raises(AdapterTooLargeError, match=naming(66, 65, "lora_device_bytes")):
         handles(needed - 1).register(source)
 
 

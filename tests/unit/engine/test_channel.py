@@ -9,6 +9,8 @@ import zmq
 from loraplex.engine.channel import EPOCH_BYTES, SocketChannel, ThreadChannel
 from loraplex.engine.messages import (
     AbortRequest,
+    ConfirmEvents,
+    EngineEnded,
     EngineReady,
     PreloadAdapter,
     Shutdown,
@@ -50,8 +52,12 @@ def ends(tmp_path_factory):
         channel = SocketChannel(endpoint, epoch=7)
         channel.send(READY)
         yield channel, end
+        closing = threading.Thread(target=channel.close)
+        closing.start()
+        while closing.is_alive():
+            if end.socket.poll(10) and decode_event(end.receive()[1]) == EngineEnded():
+                end.put(ConfirmEvents(), 7)
         end.socket.close()
-        channel.close()
 
 
 def test_a_thread_gets_commands_in_order():
@@ -75,7 +81,7 @@ def test_a_waiting_thread_is_woken():
     thread = threading.Thread(target=lambda: received.append(channel.receive(None)))
     thread.start()
     channel.put(Shutdown())
-    thread.join(5)
+    thread.join(60)
     assert received == [Shutdown()]
 
 
@@ -123,12 +129,21 @@ def test_sending_never_waits_for_a_reader(ends):
 
 
 def test_what_was_sent_is_delivered_after_close(ends):
-    """More than the socket's own buffers hold, so that some is still in the channel."""
+    """More than the socket's own buffers hold, so that some is still in the channel.
+
+    The engine's process lives until its reader has confirmed all: however long that takes.
+    """
     channel, end = ends
     for _ in range(6000):
         channel.send(READY)
     closing = threading.Thread(target=channel.close)
     closing.start()
-    assert [decode_event(end.receive()[1]) for _ in range(6001)] == [READY] * 6001
-    closing.join(5)
-    assert not closing.is_alive()
+    received = [decode_event(end.receive()[1]) for _ in range(6002)]
+    assert received == [READY] * 6001 + [EngineEnded()]
+    end.put(Shutdown(), 7)  # came too late
+    end.put(ConfirmEvents(), 6)  # is meant for another engine
+    assert closing.is_alive()
+    assert not end.socket.poll(0), "nothing follows"
+    end.put(ConfirmEvents(), 7)
+    closing.join()
+    channel.close()  # closed already

@@ -54,27 +54,34 @@ def test_unknown_adapters(fakes):
         fakes.engine.preload("nobody's")
 
 
-@pytest.mark.parametrize(
-    ("prompt", "sampling", "code"),
-    [
-        ([], SamplingParams(), "invalid_request"),
-        ([1, 1000], SamplingParams(), "token_out_of_vocabulary"),
-        ([-1], SamplingParams(), "token_out_of_vocabulary"),
-        ([1], SamplingParams(max_tokens=0), "invalid_parameter"),
-    ],
-)
-def test_a_bad_request_gets_an_error_output(fakes, prompt, sampling, code):
-    request_id = fakes.add(prompt, sampling=sampling)
+def test_a_request_that_can_never_be_computed_gets_an_error_output(fakes):
+    request_id = fakes.add([1] * FAKE_CAPACITY.max_model_len)
     assert fakes.engine.next_wake_ns() is not None
     fakes.run()
-    assert fakes.completions[request_id].error_code == code
+    assert fakes.completions[request_id].error_code == "prompt_too_long"
     assert fakes.runner.plans == []
+
+
+class ComparedToken(int):
+    """Token of a prompt that nothing may look through while all requests wait."""
+
+    def __lt__(self, other):
+        pytest.fail("a step would wait until a long prompt is checked")
+
+    __gt__ = __le__ = __ge__ = __lt__
+
+
+def test_what_admission_has_checked_is_not_checked_again(fakes, monkeypatch):
+    monkeypatch.setattr(SamplingParams, "validate", pytest.fail)
+    request_id = fakes.add([ComparedToken(1), ComparedToken(2)], max_tokens=2)
+    fakes.run()
+    assert len(fakes.tokens(request_id)) == 2
 
 
 def test_a_seed_is_given_to_those_without(fakes):
     request_id = fakes.add([1], sampling=SamplingParams(max_tokens=2))
     fakes.run()
-    assert fakes.runner.plans[0].added[0].seed == request_id
+    assert fakes.runner.plans[0].added[0].generation.seed == request_id
 
 
 @pytest.mark.parametrize("early", [False, True])
@@ -216,6 +223,23 @@ def test_abort_of_what_is_gone_changes_nothing(fakes):
 def test_capacity_and_close(fakes):
     assert fakes.engine.capacity is fakes.runner.capacity()
     fakes.engine.close()
+    assert fakes.runner.is_closed
+    assert fakes.loader.is_closed
+
+
+@pytest.mark.parametrize("failing", ["loader", "runner"])
+def test_a_part_that_cannot_be_closed_leaves_no_other_open(fakes, monkeypatch, failing):
+    """The runner of an engine of several ranks ends their processes."""
+    part = getattr(fakes, failing)
+    close = part.close
+
+    def fail():
+        close()
+        raise OSError("planted")
+
+    monkeypatch.setattr(part, "close", fail)
+    with pytest.raises(OSError, match="planted"):
+        fakes.engine.close()
     assert fakes.runner.is_closed
     assert fakes.loader.is_closed
 

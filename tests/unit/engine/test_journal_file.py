@@ -11,11 +11,13 @@ from loraplex.core.errors import ConfigError
 from loraplex.core.plan import RowAdded, StepPlan
 from loraplex.core.sampling_params import MAX_LOGIT_BIAS, SamplingParams
 from loraplex.core.scheduler_settings import SchedulerSettings
+from loraplex.core.task import Generate
 from loraplex.engine.journal import CommandTaken, JournalHeader, PlanMade
 from loraplex.engine.journal_file import NUM_PARTS, JournalError, JournalFile, JournalReader
 from loraplex.engine.messages import AddRequest, PreloadAdapter
 from support.engine_requests import engine_request
 from support.fake_runner import FAKE_CAPACITY
+from support.naming import naming
 
 HEADER = JournalHeader(
     loraplex="0",
@@ -59,7 +61,14 @@ def test_a_bias_of_minus_infinity_is_written_as_a_finite_one(path):
     """JSON has no infinity; the scheduler looks at no bias."""
     sampling = SamplingParams(logit_bias=((3, -math.inf), (7, 1.5)), max_tokens=4)
     request = engine_request((1,), sampling)
-    row = RowAdded(0, 1, sampling, 0, 0, token_ids=(1,), num_prompt_tokens=1)
+    row = RowAdded(
+        0,
+        1,
+        Generate(sampling),
+        0,
+        token_ids=(1,),
+        num_prompt_tokens=1,
+    )
     file = journal(path)
 
     file.write(CommandTaken(1, AddRequest(request)))
@@ -159,7 +168,7 @@ def test_two_engines_cannot_share_a_file(path):
 
 def test_a_folder_that_cannot_be_written(path):
     path.mkdir(parents=True)
-    with pytest.raises(ConfigError, match=r"cannot write iteration_log .*steps\.jsonl"):
+    with pytest.raises(ConfigError, match=naming("iteration_log", "steps.jsonl")):
         journal(path)
 
 
@@ -205,14 +214,14 @@ def test_a_broken_line_is_named(path):
     file.close()
     with path.open("a") as damaged:
         damaged.write("nonsense\n")
-    with pytest.raises(JournalError, match=r"steps\.jsonl, line 3: not of an iteration log"):
+    with pytest.raises(JournalError, match=naming("steps.jsonl", 3)):
         entries(path)
 
 
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"version": 1}, "version 1; this loraplex reads version 3"),
+        ({"version": 1}, "version 1; this loraplex reads version 5"),
         ({"settings": {"max_num_batched_tokens": 0}}, "max_num_batched_tokens must be at least 1"),
         ({"capacity": None}, r"line 1: .*capacity"),
     ],

@@ -1,5 +1,6 @@
 """The loop over a real engine on fake parts, spoken to through a channel."""
 
+import itertools
 import queue
 import threading
 import time
@@ -7,12 +8,13 @@ import time
 import pytest
 
 from loraplex.core.adapter import AdapterUse
-from loraplex.core.clock import SystemClock
+from loraplex.core.clock import Clock, SystemClock
 from loraplex.core.errors import ErrorInfo
 from loraplex.core.output import FinishReason
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.scheduler_settings import SchedulerSettings
+from loraplex.core.task import Generate
 from loraplex.engine import loop as engine_loop
 from loraplex.engine.channel import ThreadChannel
 from loraplex.engine.engine import Engine, build_engine
@@ -32,6 +34,8 @@ from loraplex.engine.messages import (
     StepDone,
     UnpinAdapter,
 )
+from loraplex.engine.step_marker import StepMarker
+from loraplex.testing.fake_clock import FakeClock
 from support.eventually import eventually
 from support.fake_loader import FakeLoader, fake_source
 from support.fake_runner import FAKE_CAPACITY, FakeRunner
@@ -45,7 +49,7 @@ def request(request_id: int = 1, *digests: str, max_tokens: int = 3, **fields) -
         **{
             "request_id": request_id,
             "prompt_token_ids": (1, 2, 3),
-            "sampling": SamplingParams(max_tokens=max_tokens, seed=0, temperature=0),
+            "task": Generate(SamplingParams(max_tokens=max_tokens, seed=0, temperature=0)),
             "eos_token_ids": (),
             "adapters": tuple(map(AdapterUse, digests)),
             "kv_salt": b"".join(digest.encode() for digest in digests),
@@ -74,12 +78,19 @@ class CountingEngine(Engine):
 class RunningLoop:
     """A loop in its thread; events come in the order in which they were sent."""
 
-    def __init__(self, settings: SchedulerSettings | None = None, *, num_polls: int = 1, **kwargs):
+    def __init__(
+        self,
+        settings: SchedulerSettings | None = None,
+        *,
+        num_polls: int = 1,
+        clock: Clock | None = None,
+        **kwargs,
+    ):
         self.events: queue.SimpleQueue = queue.SimpleQueue()
         self.channel = ThreadChannel(self.events.put)
         self.loader = FakeLoader(num_polls)
         self.runner = FakeRunner(loader=self.loader)
-        clock = SystemClock()
+        clock = clock or SystemClock()
         self.engine = build_engine(
             self.runner, self.loader, clock, settings, adapter_host_bytes=1000
         )
@@ -111,7 +122,7 @@ class RunningLoop:
 
     def stop(self) -> None:
         self.put(Shutdown())
-        self.thread.join(5)
+        self.thread.join(60)
         assert not self.thread.is_alive()
         assert self.runner.violations == []
 
@@ -148,7 +159,7 @@ def test_commands_that_wait_are_taken_before_the_next_step():
     step = loop.event()
     assert step.record.request_ids == (1, 3)
     loop.put(Shutdown())
-    thread.join(5)
+    thread.join(60)
 
 
 def test_every_step_has_a_record(running):
@@ -253,15 +264,17 @@ def test_an_idle_loop_shows_that_it_is_alive(monkeypatch):
 
 
 def test_the_queue_delay_lets_requests_join():
-    loop = RunningLoop(SchedulerSettings(max_queue_delay_microseconds=500_000))
-    start = time.monotonic()
-    loop.put(AddRequest(request(1)))
-    time.sleep(0.01)
-    loop.put(AddRequest(request(2)))
-    event = loop.event()
-    assert time.monotonic() - start >= 0.5
-    assert event.record.request_ids == (1, 2)
-    assert loop.engine.num_steps <= 6, "it spins while it waits"
+    clock, start = FakeClock(), time.monotonic()
+    loop = RunningLoop(SchedulerSettings(max_queue_delay_microseconds=500_000), clock=clock)
+    for number in (1, 2):
+        loop.put(AddRequest(request(number, arrival_ns=clock.now_ns())))
+        assert eventually(lambda number=number: loop.engine.stats().num_waiting == number)
+    assert loop.events.empty()
+    clock.advance_seconds(0.5)
+    loop.put(AbortRequest(9))  # wakes it
+    assert loop.event().record.request_ids == (1, 2)
+    num_waits = (time.monotonic() - start) / 0.5  # real waits of half a second
+    assert loop.engine.num_steps <= 8 + num_waits, "it spins while it waits"
     loop.stop()
 
 
@@ -321,3 +334,96 @@ def test_held_adapters_and_refusals(running):
     assert (refused.query_id, refused.error.code) == (8, "adapter_not_found")
     assert (reported.query_id, reported.activity.pinned) == (9, ("d",))
     assert (released.query_id, released.activity.pinned) == (10, ())
+
+
+class ProbedRanks:
+    """Implements RankProbes. A rank that is stopped replies to no probe."""
+
+    def __init__(self):
+        self.stopped = []
+        self.num_probes = 0
+
+    def probe(self):
+        self.num_probes += 1
+
+    def silent(self):
+        return self.stopped
+
+
+class TurnsChannel:
+    """A channel whose clock moves while the loop waits, and which then has the next command."""
+
+    def __init__(self, clock, turns):
+        """turns: what happens at each wait of the loop: a command, or a function."""
+        self.marker = StepMarker()
+        self.logits_dir = None
+        self.clock = clock
+        self.turns = list(turns)
+        self.events = []
+        self.beats = []
+        """Number of beats at each wait."""
+
+    def receive(self, timeout_seconds):
+        if timeout_seconds == 0:
+            return None
+        assert timeout_seconds is not None
+        self.clock.advance_seconds(timeout_seconds)
+        self.beats.append(self.marker.progress().num_beats)
+        turn = self.turns.pop(0) if self.turns else Shutdown()
+        return turn() if callable(turn) else turn
+
+    def send(self, event):
+        self.events.append(event)
+
+
+def turns_of(ranks, *turns):
+    """Return the channel of a loop that has run through these turns."""
+    clock, loader = FakeClock(10**9), FakeLoader(num_polls=10**9)
+    runner = FakeRunner(loader=loader)
+    engine = build_engine(runner, loader, clock, adapter_host_bytes=1000, ranks=ranks)
+    channel = TurnsChannel(clock, turns)
+    EngineLoop(engine, channel, clock).run()
+    return channel
+
+
+class TestRanks:
+    def test_an_idle_engine_is_alive_only_with_all_its_ranks(self):
+        ranks = ProbedRanks()
+        stop, go_on = lambda: ranks.stopped.append(1), ranks.stopped.clear
+        channel = turns_of(ranks, None, None, stop, None, None, None, go_on, None, None)
+        deltas = [after - before for before, after in itertools.pairwise(channel.beats)]
+        assert deltas == [1, 1, 0, 0, 0, 0, 1, 1, 1]
+        assert ranks.num_probes == 1 + sum(deltas), "one probe at a time"
+
+    def test_commands_show_nothing_of_a_stopped_rank(self):
+        ranks = ProbedRanks()
+        ranks.stopped.append(1)
+        channel = turns_of(ranks, *(QueryAdapters(number) for number in range(20)))
+        assert len(channel.events) == 21
+        assert channel.beats[-1] == channel.beats[0]
+
+    def test_a_load_shows_nothing_of_a_stopped_rank(self):
+        """An engine that awaits a load polls it every millisecond."""
+        ranks = ProbedRanks()
+        register = RegisterAdapter(fake_source("a", GEOMETRY))
+        preload = PreloadAdapter("a")
+        stop = lambda: ranks.stopped.append(1)  # noqa: E731
+        channel = turns_of(ranks, register, preload, *[None] * 2000, stop, *[None] * 3000)
+        assert channel.beats[2002] > channel.beats[2] + 1000
+        first_after = channel.beats[2003 + 1000]  # the probe before it had been replied to
+        assert channel.beats[-1] == first_after
+        assert ranks.num_probes <= 5, "loads do not wait a second each"
+
+    def test_a_pin_is_confirmed_once_all_ranks_reply(self):
+        ranks = ProbedRanks()
+        seen = []
+        look = lambda: seen.append([e for e in channel.events if isinstance(e, AdapterPinned)])  # noqa: E731
+        ranks.stopped.append(1)
+        register = RegisterAdapter(fake_source("a", GEOMETRY))
+        clock, loader = FakeClock(10**9), FakeLoader()
+        runner = FakeRunner(loader=loader)
+        engine = build_engine(runner, loader, clock, adapter_host_bytes=1000, ranks=ranks)
+        turns = (register, PinAdapter(3, "a"), look, look, ranks.stopped.clear, look)
+        channel = TurnsChannel(clock, turns)
+        EngineLoop(engine, channel, clock).run()
+        assert seen == [[], [], [AdapterPinned(3)]]

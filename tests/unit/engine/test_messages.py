@@ -14,6 +14,7 @@ from loraplex.core.output import (
     EngineOutput,
     FinishReason,
     LogitsFile,
+    PromptLogprobs,
     RequestTiming,
     SequenceDelta,
     TokenLogprob,
@@ -22,13 +23,13 @@ from loraplex.core.plan import (
     AdapterCopy,
     BlockCopy,
     BlockTransfer,
-    LogitsNeeded,
     RowAdded,
     RowResult,
     RowStep,
     StepPlan,
     StepResult,
     StepTiming,
+    Wanted,
 )
 from loraplex.core.request import EngineRequest
 from loraplex.core.retention import KVRetention, TokenRangeRetention
@@ -40,6 +41,7 @@ from loraplex.core.stats import (
     EngineStats,
     StepRecord,
 )
+from loraplex.core.task import Generate, Pool
 from loraplex.engine.messages import (
     AbortRequest,
     AdapterPinned,
@@ -47,7 +49,9 @@ from loraplex.engine.messages import (
     AdaptersReport,
     AddRequest,
     AddRequests,
+    ConfirmEvents,
     EngineCommand,
+    EngineEnded,
     EngineEvent,
     EngineFailed,
     EngineReady,
@@ -109,7 +113,7 @@ SAMPLING = SamplingParams(
 REQUEST = EngineRequest(
     request_id=UINT64,
     prompt_token_ids=(0, 5, 2**31 - 1),
-    sampling=SAMPLING,
+    task=Generate(SAMPLING),
     eos_token_ids=(2,),
     adapters=(AdapterUse("ab" * 32, -0.5), AdapterUse("cd" * 32)),
     kv_salt=bytes(range(256)),
@@ -130,6 +134,7 @@ LOGPROB = TokenLogprob(7, -0.25, 1, ((7, -0.25), (8, -math.inf)))
 COMMANDS = [
     AddRequest(REQUEST),
     AddRequests((REQUEST, REQUEST)),
+    AddRequest(msgspec.structs.replace(REQUEST, task=Pool(dimensions=3, normalize=False))),
     AbortRequest(UINT64),
     AbortRequest(1, 0),
     RegisterAdapter(SOURCE),
@@ -139,9 +144,11 @@ COMMANDS = [
     PinAdapter(UINT64, "ab" * 32),
     UnpinAdapter("ab" * 32),
     Shutdown(),
+    ConfirmEvents(),
 ]
 EVENTS = [
     EngineReady(FAKE_CAPACITY),
+    EngineEnded(),
     EngineFailed(ErrorInfo("invalid_config", "no weights", "path", 1.0)),
     StepDone((), EngineStats()),
     StepDone(
@@ -151,8 +158,9 @@ EVENTS = [
                 (
                     SequenceDelta(0, (7,), (LOGPROB,), FinishReason.STOP, 7),
                     SequenceDelta(1, (8, 9)),
+                    SequenceDelta(2, pooled=bytes(range(8))),
                 ),
-                prompt_logprobs=(None, LOGPROB),
+                prompt_logprobs=PromptLogprobs.of((None, LOGPROB)),
                 finished=True,
                 error=ErrorInfo("row_failed", "hm"),
                 timing=RequestTiming(*range(1, 1 + len(RequestTiming.__struct_fields__))),
@@ -217,9 +225,19 @@ def test_plans_and_results_can_be_logged():
     plan = StepPlan(
         step_id=9,
         removed=(1,),
-        added=(RowAdded(0, 5, SAMPLING, UINT64, 1, (1, 2), 2, (2,), (6,), ((3, 0.5),)),),
+        added=(
+            RowAdded(
+                0,
+                5,
+                Generate(SAMPLING, seed=UINT64, suppressed_token_ids=(2,), end_token_ids=(6,)),
+                1,
+                (1, 2),
+                2,
+                adapters=((3, 0.5),),
+            ),
+        ),
         rows=(
-            RowStep(0, 0, 2, (1, 2), (), ((4, 5),), LogitsNeeded.ALL, 3, 4),
+            RowStep(0, 0, 2, (1, 2), (), ((4, 5),), Wanted.ALL, 3, 4),
             RowStep(2, 7, 1),
         ),
         block_offloads=(BlockTransfer(0, 1, 2),),
@@ -234,6 +252,7 @@ def test_plans_and_results_can_be_logged():
             RowResult(1, (7, 8), forced_token_ids=(9,), logits=LogitsFile("/tmp/a", 2)),
             RowResult(2, candidates=((3, -0.5), (1, -math.inf))),
             RowResult(3, prompt_logits=LogitsFile("/tmp/b", 100)),
+            RowResult(4, pooled=bytes(range(8))),
         ),
         (3,),
         ((4, ErrorInfo("adapter_load_failed", "hm")),),
@@ -242,3 +261,12 @@ def test_plans_and_results_can_be_logged():
     for thing in (plan, result):
         wire = msgspec.msgpack.encode(thing)
         assert msgspec.msgpack.decode(wire, type=type(thing)) == thing
+
+
+def test_blocks_are_moved_in_groups_with_the_names_of_earlier_journals():
+    plan = StepPlan(1, block_loads=(BlockTransfer(2, 3, 4),), block_copies=(BlockCopy(1, 0, 5),))
+    assert msgspec.json.decode(msgspec.json.encode(plan)) == {
+        "step_id": 1,
+        "block_loads": [{"kv_group": 2, "device_block": 3, "host_block": 4}],
+        "block_copies": [{"kv_group": 1, "source": 0, "target": 5}],
+    }

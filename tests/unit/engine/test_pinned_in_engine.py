@@ -5,6 +5,7 @@ import pytest
 from loraplex.core.errors import AdapterNotFoundError, AdapterTooLargeError
 from loraplex.core.scheduler_settings import SchedulerSettings
 from support.fake_engine import MILLISECOND_NS, FakeEngine
+from support.naming import naming
 
 TTL_NS = 1000 * MILLISECOND_NS
 
@@ -62,7 +63,7 @@ class TestHeld:
         fake = FakeEngine()
         fake.register("a", num_pages=6)
         fake.register("big", num_pages=11)
-        with pytest.raises(AdapterTooLargeError, match="6 of 16 device pages would be pinned"):
+        with pytest.raises(AdapterTooLargeError, match=naming(6, 16)):
             fake.engine.pin_adapter("a")
         with pytest.raises(AdapterNotFoundError):
             fake.engine.pin_adapter("never known")

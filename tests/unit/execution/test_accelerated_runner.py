@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from loraplex.core.adapter import LoraTarget, TargetPart
-from loraplex.core.plan import AdapterCopy, LogitsNeeded, RowAdded, RowStep, StepPlan
+from loraplex.core.plan import AdapterCopy, RowAdded, RowStep, StepPlan, Wanted
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.task import Generate
 from loraplex.execution.adapters.host_adapters import (
     HostAdapter,
     HostAdapters,
@@ -55,7 +56,7 @@ PROMPTS = [
 
 
 def settings(*recorded_sizes: int, windows: tuple[int, ...] = ()) -> RunnerSettings:
-    """windows: of the two layers; different ones make two KV groups."""
+    """windows: of the two layers; different ones make two cache groups."""
     return RunnerSettings(
         dtype="float32",
         block_size=BLOCK_SIZE,
@@ -220,7 +221,7 @@ def test_layers_with_different_windows_have_tables_of_their_own(
     recorded_sizes: tuple[int, ...],
 ) -> None:
     runner, kernels = accelerated(*recorded_sizes, windows=WINDOWS)
-    assert len(runner.capacity().kv_groups) == 2
+    assert len(runner.capacity().cache_groups) == 2
     # Long enough that blocks of the small window go to other rows.
     expected = generate(host_runner(folder, WINDOWS), PROMPTS, 60, 2)
     assert generate(runner, PROMPTS, 60, 2) == expected
@@ -228,7 +229,7 @@ def test_layers_with_different_windows_have_tables_of_their_own(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("windows", [(), WINDOWS], ids=["", "two KV groups"])
+@pytest.mark.parametrize("windows", [(), WINDOWS], ids=["", "two cache groups"])
 def test_interpreted_kernels_give_the_tokens_of_a_cpu(
     folder: Path, windows: tuple[int, ...]
 ) -> None:
@@ -240,7 +241,14 @@ def test_interpreted_kernels_give_the_tokens_of_a_cpu(
 
 
 def added(slot: int, sampling: SamplingParams) -> RowAdded:
-    return RowAdded(slot, slot, sampling, 5 + slot, 0, (7, 8, slot), 3)
+    return RowAdded(
+        slot,
+        slot,
+        Generate(sampling, seed=5 + slot),
+        0,
+        (7, 8, slot),
+        3,
+    )
 
 
 SAMPLINGS = {
@@ -290,8 +298,15 @@ def test_one_row_with_as_many_logits_as_a_recorded_step_has_tokens(
     host: ModelRunner, accelerated: Callable[..., tuple[ModelRunner, AcceleratedReference]]
 ) -> None:
     sampling = SamplingParams(temperature=0.0, prompt_logprobs=1)
-    row = RowAdded(0, 0, sampling, 0, 0, (5, 6, 7, 8), 4)
-    step = RowStep(0, 0, 4, token_ids=(5, 6, 7, 8), new_block_ids=((0,),), logits=LogitsNeeded.ALL)
+    row = RowAdded(
+        0,
+        0,
+        Generate(sampling),
+        0,
+        (5, 6, 7, 8),
+        4,
+    )
+    step = RowStep(0, 0, 4, token_ids=(5, 6, 7, 8), new_block_ids=((0,),), wanted=Wanted.ALL)
     plan = StepPlan(1, added=(row,), rows=(step,))
     runner, _ = accelerated(4)
     assert run_in_turn(runner, [plan])[0].rows == run_in_turn(host, [plan])[0].rows

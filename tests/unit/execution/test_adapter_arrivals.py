@@ -19,6 +19,7 @@ from loraplex.kernels.accelerator import Accelerator, HostAccelerator
 from loraplex.kernels.lora import LoraBatch, add_lora
 from loraplex.memory.adapter_pages import place
 from support.delayed_accelerator import DelayedAccelerator
+from support.naming import naming
 
 HIDDEN, VOCAB = 6, 9
 SHAPES = {"q_proj": (HIDDEN, 8), "down_proj": (8, HIDDEN)}
@@ -233,7 +234,7 @@ def test_a_recorded_step_finds_its_pieces_at_one_address() -> None:
 
 def test_what_cannot_be_served_is_refused_as_it_is_loaded() -> None:
     bank = make_bank(HostAccelerator(), max_rank=2)
-    with pytest.raises(AdapterMismatchError, match="rank 3 on q_proj, at most 2"):
+    with pytest.raises(AdapterMismatchError, match=naming(3, "q_proj", 2)):
         bank.prepare(lora_of(1))
     deeper = HostAdapter("deep", (weight(NUM_LAYERS, "q_proj", 1),))
     with pytest.raises(AdapterMismatchError, match=f"layer {NUM_LAYERS}"):

@@ -57,7 +57,7 @@ def test_a_long_message_is_cut() -> None:
     def work(rank: int, channel: SharedMemoryChannel) -> None:
         def attempt() -> None:
             if rank == 0:
-                raise AdapterLoadError("x" * 100_000)
+                raise AdapterLoadError("long word " * 10_000)
 
         agreed(channel, attempt)
 

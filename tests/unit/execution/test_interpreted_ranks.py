@@ -13,8 +13,8 @@ from loraplex.kernels.accelerator import HostAccelerator
 from loraplex.kernels.channel import RankChannels
 from loraplex.kernels.cuda.backend import CudaKernels
 from loraplex.memory.adapter_pages import most_pages
+from loraplex.models.linear_group import TensorShard
 from loraplex.models.registry import read_config
-from loraplex.models.sharding import TensorShard
 from support.expert_adapters import random_expert_adapter
 from support.ranks_in_turns import UNINITIALISED, TurnsChannel, ranks_in_turns
 from support.step_driver import Prompt, StepDriver

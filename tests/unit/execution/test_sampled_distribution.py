@@ -14,6 +14,7 @@ import torch
 
 from loraplex.core.plan import RowAdded, RowStep
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.task import Generate
 from loraplex.execution.sampling.sampler import Sampler
 from loraplex.kernels.dispatch import select_kernels
 
@@ -153,12 +154,10 @@ def drawn_by_rows(params: SamplingParams) -> list[int]:
             RowAdded(
                 slot=slot,
                 sequence_id=slot,
-                sampling=params,
-                seed=slot * 7919,
+                task=Generate(params, seed=slot * 7919, suppressed_token_ids=SUPPRESSED),
                 sequence_index=slot % 3,
                 token_ids=PROMPT + OUTPUT,
                 num_prompt_tokens=len(PROMPT),
-                suppressed_token_ids=SUPPRESSED,
             )
         )
     steps = [RowStep(slot=slot, start=9, num_tokens=1) for slot in range(NUM_DRAWS)]
@@ -181,8 +180,7 @@ def test_one_row_s_tokens_draw_from_it_too():
         RowAdded(
             slot=0,
             sequence_id=0,
-            sampling=params,
-            seed=1,
+            task=Generate(params, seed=1),
             sequence_index=0,
             token_ids=(1,),
             num_prompt_tokens=1,

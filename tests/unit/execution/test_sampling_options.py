@@ -10,6 +10,7 @@ from transformers.generation import logits_process as hf
 
 from loraplex.core.plan import RowAdded, RowResult, RowStep
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.task import Generate
 from loraplex.execution.sampling.sampler import Sampler
 from loraplex.kernels.dispatch import select_kernels
 from loraplex.kernels.reference import ReferenceKernels
@@ -56,12 +57,10 @@ def added(slot: int, sampling: SamplingParams, output: tuple[int, ...] = ()) -> 
     return RowAdded(
         slot=slot,
         sequence_id=slot,
-        sampling=sampling,
-        seed=slot * 31,
+        task=Generate(sampling, seed=slot * 31, suppressed_token_ids=SUPPRESSED),
         sequence_index=0,
         token_ids=PROMPT + output,
         num_prompt_tokens=len(PROMPT),
-        suppressed_token_ids=SUPPRESSED,
     )
 
 

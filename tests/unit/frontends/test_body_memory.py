@@ -1,17 +1,23 @@
 """The memory of the bodies of all connections has a limit."""
 
 import asyncio
+import json
 
 import pytest
+from starlette.responses import Response
 
+from loraplex.app.access import refusal
 from loraplex.core.errors import NotReadyError
 from loraplex.core.server_config import ServerConfig
 from loraplex.frontends import body_memory
 from loraplex.frontends.access import by_api_key
 from loraplex.frontends.body_memory import BodyMemory, BodyMemoryGuard
+from loraplex.frontends.telemetry.telemetry import Telemetry
 from loraplex.serving.access.api_key_ring import ApiKeys
-from loraplex.testing.echo_backend import EchoBackend
+from loraplex.serving.response_memory import ResponseMemory
+from loraplex.serving.wire_request import as_current
 from support.described_app import TEST_HOST, described_app
+from support.echo_service import EchoService
 
 MIB = 1 << 20
 SMALL = 64 << 10
@@ -62,7 +68,7 @@ class Upload:
 
 def app_with(**settings):
     settings = {"allowed_hosts": (TEST_HOST,), "max_body_bytes": MIB} | settings
-    return described_app(EchoBackend(), settings=ServerConfig(**settings))
+    return described_app(EchoService(), settings=ServerConfig(**settings))
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v2/models/echo/infer"])
@@ -90,7 +96,7 @@ async def test_of_a_hundred_long_bodies_those_over_the_limit_are_refused(path):
 async def test_without_a_valid_key_nothing_is_read():
     keys = ApiKeys(None, given=["sk-valid"])
     settings = ServerConfig(allowed_hosts=(TEST_HOST,))
-    app = described_app(EchoBackend(), by_api_key(keys), settings)
+    app = described_app(EchoService(), by_api_key(keys), settings)
     for headers in ({}, {"authorization": "Bearer sk-wrong"}):
         for path in ("/v1/completions", "/v2/models/echo/infer", "/v1/adapters"):
             upload = Upload(app, path=path, **headers)
@@ -108,7 +114,7 @@ async def test_a_response_that_has_begun_frees_the_memory():
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await may_end.wait()
 
-    upload = Upload(BodyMemoryGuard(app, memory))
+    upload = Upload(BodyMemoryGuard(app, memory, ResponseMemory(), refusal))
     await upload.add(SMALL + 1000)
     while not upload.sent:
         await asyncio.sleep(0)
@@ -155,3 +161,42 @@ class TestLimits:
         lease.release()
         lease.release()
         assert memory.num_bytes == 0
+
+
+async def _sent(
+    responses: ResponseMemory, size: int, *, waits: asyncio.Event | None = None, path="/v1/models"
+):
+    """Return the messages of a response of a size."""
+
+    async def app(scope, receive, send) -> None:
+        await Response(bytes(size))(scope, receive, send)
+
+    messages = []
+
+    async def send(message) -> None:
+        messages.append(message)
+        if waits is not None:
+            await waits.wait()
+
+    guard = BodyMemoryGuard(app, BodyMemory(), responses, refusal)
+    request = Telemetry().begin("http", "GET", "/", "127.0.0.1", {})
+    with as_current(request):
+        await guard({"type": "http", "method": "GET", "path": path}, None, send)
+    return messages
+
+
+async def test_a_long_response_counts_until_it_is_sent():
+    responses, goes_on = ResponseMemory(1000 << 10, 1000 << 10), asyncio.Event()
+    first = asyncio.create_task(_sent(responses, 600 << 10, waits=goes_on))
+    await asyncio.sleep(0)
+    assert responses.num_bytes == 600 << 10
+    start, body = await _sent(responses, 600 << 10)
+    assert (start["status"], dict(start["headers"])[b"retry-after"]) == (503, b"1")
+    assert json.loads(body["body"])["error"]["code"] == NotReadyError.code
+    start, body = await _sent(responses, 600 << 10, path="/v2/models/ensemble/infer")
+    assert (start["status"], list(json.loads(body["body"]))) == (503, ["error"])
+    assert "max_bodies_bytes" in json.loads(body["body"])["error"]
+    assert [(await _sent(responses, size))[0]["status"] for size in (10, 300 << 10)] == [200, 200]
+    goes_on.set()
+    assert (await first)[0]["status"] == 200
+    assert responses.num_bytes == 0

@@ -5,10 +5,11 @@ import msgspec
 import pytest
 
 from loraplex.core.errors import InternalError, QueueFullError
-from loraplex.core.output import RequestOutput
+from loraplex.core.output import BeamLogprobs, PromptLogprobs, RequestOutput, TokenLogprob
 from loraplex.core.principal import LOCAL
 from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.task import Generate
 from loraplex.frontends.streams import (
     ClientDisconnectedError,
     gather_all,
@@ -16,13 +17,13 @@ from loraplex.frontends.streams import (
     until_disconnect,
     written,
 )
-from loraplex.testing.echo_backend import EchoBackend
+from support.echo_service import EchoService
 
 
 def requests(*prompts: str, max_tokens: int = 20) -> list[GenerateRequest]:
     sampling = SamplingParams(max_tokens=max_tokens)
     return [
-        GenerateRequest(request_id=i, model="echo", prompt=prompt, sampling=sampling)
+        GenerateRequest(request_id=i, model="echo", prompt=prompt, task=Generate(sampling))
         for i, prompt in enumerate(prompts)
     ]
 
@@ -37,18 +38,18 @@ async def gone() -> dict[str, str]:
 
 
 async def test_gather_all_gives_whole_outputs_in_order():
-    outputs = await gather_all(EchoBackend(), requests("long prompt", "b"), LOCAL)
+    outputs = await gather_all(EchoService(), requests("long prompt", "b"), LOCAL)
     assert [output.sequences[0].text for output in outputs] == ["echo: long prompt", "echo: b"]
 
 
 async def test_outputs_of_several_requests_come_interleaved():
-    indices = [i async for i, _ in generate_all(EchoBackend(), requests("a", "b"), LOCAL)]
+    indices = [i async for i, _ in generate_all(EchoService(), requests("a", "b"), LOCAL)]
     assert indices[:6] == [0, 1] * 3
     assert indices.count(0) == indices.count(1) == len("echo: a") + 1
 
 
 async def test_the_requests_are_one_batch_which_is_closed_when_all_are_admitted():
-    backend = EchoBackend()
+    backend = EchoService()
     await gather_all(backend, requests("a", "b"), LOCAL)
     first, second = (request.batch for request in backend.requests)
     assert first is second
@@ -56,7 +57,7 @@ async def test_the_requests_are_one_batch_which_is_closed_when_all_are_admitted(
 
 
 async def test_a_refused_request_aborts_those_before_it():
-    backend = EchoBackend()
+    backend = EchoService()
     backend.plant(InternalError("late"), after_outputs=99)
     backend.plant(QueueFullError("full"))
     with pytest.raises(QueueFullError):
@@ -65,7 +66,7 @@ async def test_a_refused_request_aborts_those_before_it():
 
 
 async def test_a_failing_request_aborts_the_others():
-    backend = EchoBackend()
+    backend = EchoService()
     backend.plant(InternalError("broke"), after_outputs=2)
     with pytest.raises(InternalError):
         await gather_all(backend, requests("a", "b", "c"), LOCAL)
@@ -73,7 +74,7 @@ async def test_a_failing_request_aborts_the_others():
 
 
 async def test_closing_aborts_all():
-    backend = EchoBackend()
+    backend = EchoService()
     outputs = generate_all(backend, requests("a", "b", "c"), LOCAL)
     await anext(outputs)
     await outputs.aclose()
@@ -81,14 +82,14 @@ async def test_closing_aborts_all():
 
 
 async def test_closing_before_the_first_output_admits_nothing():
-    backend = EchoBackend()
+    backend = EchoService()
     await generate_all(backend, requests("a"), LOCAL).aclose()
     assert backend.requests == []
 
 
 @pytest.mark.parametrize("prompts", [("a",), ("a", "b")])
 async def test_disconnect_aborts_and_waits_for_it(prompts):
-    backend = EchoBackend(delay_seconds=60)
+    backend = EchoService(delay_seconds=60)
     with pytest.raises(ClientDisconnectedError):
         await until_disconnect(_after(0.01), gather_all(backend, requests(*prompts), LOCAL))
     assert sorted(backend.aborted) == list(range(len(prompts)))
@@ -159,7 +160,7 @@ async def test_a_client_that_leaves_when_all_is_done_cancels_nothing():
 
 
 async def test_cancelling_from_outside_cancels_work():
-    backend = EchoBackend(delay_seconds=60)
+    backend = EchoService(delay_seconds=60)
     task = asyncio.create_task(until_disconnect(never, gather_all(backend, requests("a"), LOCAL)))
     await asyncio.sleep(0.01)
     task.cancel()
@@ -172,9 +173,28 @@ async def test_cancelling_from_outside_cancels_work():
     ("lengths", "is_beside"), [([4000], False), ([2500, 2500], True), ([5000], True), ([], False)]
 )
 async def test_a_long_response_is_written_off_the_loop(lengths, is_beside):
-    outputs = await gather_all(EchoBackend(), requests(*["a"] * len(lengths)), LOCAL)
+    outputs = await gather_all(EchoService(), requests(*["a"] * len(lengths)), LOCAL)
     long = [_with_text(output, length) for output, length in zip(outputs, lengths, strict=True)]
     thread = await written(threading.current_thread, *long)
+    assert (thread is not threading.current_thread()) == is_beside
+
+
+@pytest.mark.parametrize(("num_tokens", "num_top", "is_beside"), [(12, 20, False), (13, 20, True)])
+@pytest.mark.parametrize("kind", ["outputs", "prompt", "beam"])
+async def test_many_log_probabilities_are_written_off_the_loop(
+    num_tokens, num_top, is_beside, kind
+):
+    [output] = await gather_all(EchoService(), requests("a"), LOCAL)
+    logprobs = (TokenLogprob(1, -1.0, 1, ((1, -1.0),) * num_top),) * num_tokens
+    sequence = msgspec.structs.replace(output.sequences[0], text="", logprobs=())
+    if kind == "prompt":
+        packed = PromptLogprobs.of(logprobs)
+        output = msgspec.structs.replace(output, sequences=(sequence,), prompt_logprobs=packed)
+    else:
+        given = BeamLogprobs.of(logprobs) if kind == "beam" else logprobs
+        sequence = msgspec.structs.replace(sequence, logprobs=given)
+        output = msgspec.structs.replace(output, sequences=(sequence,))
+    thread = await written(threading.current_thread, output)
     assert (thread is not threading.current_thread()) == is_beside
 
 

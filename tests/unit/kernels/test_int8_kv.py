@@ -12,7 +12,7 @@ from loraplex.kernels.native.library import (
     available_instruction_sets,
     load_library,
 )
-from loraplex.kernels.ops import AttentionRules, AttentionShape, Kernels, KVStorage
+from loraplex.kernels.ops import AttentionRules, AttentionShape, Kernels, Storage
 from loraplex.kernels.reference import ReferenceKernels
 from loraplex.kernels.row_layout import RowLayout
 from support.dense_attention import dense_attention, random_queries, relative_error
@@ -46,16 +46,17 @@ def kernels(request) -> Kernels:
     return backend(request.param)
 
 
-def stored_vectors(storage: KVStorage, shape: AttentionShape) -> tuple[torch.Tensor, torch.Tensor]:
+def stored_vectors(storage: Storage, shape: AttentionShape) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values as the reference lays them out: [num_blocks, K, block_size, D + 4]."""
-    blocks, head_dim, size = storage.key.shape[0], shape.head_dim, shape.block_size
-    if storage.key.shape[2] == size and storage.key.shape[3] == stored_size(head_dim, torch.int8):
-        return storage.key, storage.value
+    key, value = storage.tensors
+    blocks, head_dim, size = key.shape[0], shape.head_dim, shape.block_size
+    if key.shape[2] == size and key.shape[3] == stored_size(head_dim, torch.int8):
+        return key, value
     laid_out = []
-    for tensor, sizes in ((storage.key, (head_dim, size)), (storage.value, (size, head_dim))):
+    for tensor, sizes in ((key, (head_dim, size)), (value, (size, head_dim))):
         parts = tensor.view(blocks, shape.num_kv_heads, -1)
         numbers = parts[..., : head_dim * size].reshape(blocks, -1, *sizes)
-        if tensor is storage.key:
+        if tensor is key:
             numbers = numbers.transpose(2, 3)
         scales = parts[..., head_dim * size :].reshape(blocks, -1, size, 4)
         laid_out.append(torch.cat((numbers, scales), dim=-1))
@@ -70,8 +71,8 @@ class Int8Rows:
         counts = [-(-length // shape.block_size) for length in seq_lens]
         self.storage = kernels.allocate_kv(sum(counts) + 2, shape, kv_dtype)
         if kv_dtype == torch.int8:
-            self.storage.key.fill_(-1)  # 0xffffffff is a NaN
-            self.storage.value.fill_(-1)
+            self.storage.tensors[0].fill_(-1)  # 0xffffffff is a NaN
+            self.storage.tensors[1].fill_(-1)
         order = torch.randperm(sum(counts) + 2)
         self.tables = torch.zeros(len(seq_lens), max(counts), dtype=torch.int64)
         self.keys, self.values = [], []
@@ -130,7 +131,7 @@ def test_every_backend_stores_the_same_bytes(name, shape, dtype):
     reference.write_kv(expected, key, value, slots)
     got = native.allocate_kv(num_blocks, shape, torch.int8)
     native.write_kv(got, key, value, slots)
-    for one, other in zip(stored_vectors(got, shape), (expected.key, expected.value), strict=True):
+    for one, other in zip(stored_vectors(got, shape), expected.tensors, strict=True):
         assert torch.equal(one[..., :-4], other[..., :-4])
         torch.testing.assert_close(
             *(part[..., -4:].contiguous().view(torch.float32) for part in (one, other)),

@@ -14,7 +14,7 @@ from loraplex.kernels.native.library import (
     available_instruction_sets,
     load_library,
 )
-from loraplex.kernels.ops import AttentionRules, AttentionShape, KVStorage
+from loraplex.kernels.ops import AttentionRules, AttentionShape, Storage
 from loraplex.kernels.row_layout import RowLayout
 from support.cases_in_turn import in_turn
 from support.dense_attention import dense_attention, random_queries, relative_error
@@ -92,10 +92,10 @@ class PagedRows:
     def __init__(self, kernel, seq_lens, *, shape=SHAPE, dtype=torch.float32, kv_dtype=None):
         self.kernel, self.shape = kernel, shape
         num_blocks = [-(-length // shape.block_size) for length in seq_lens]
-        self.storage: KVStorage = kernel.allocate(sum(num_blocks) + 3, shape, kv_dtype or dtype)
+        self.storage: Storage = kernel.allocate(sum(num_blocks) + 3, shape, kv_dtype or dtype)
         if kv_dtype != torch.int8:
-            self.storage.key.fill_(torch.nan)
-            self.storage.value.fill_(torch.nan)
+            self.storage.tensors[0].fill_(torch.nan)
+            self.storage.tensors[1].fill_(torch.nan)
         order = torch.randperm(sum(num_blocks) + 3)
         self.tables = torch.zeros(len(seq_lens), max(num_blocks), dtype=torch.int64)
         self.keys, self.values = [], []

@@ -18,6 +18,7 @@ from loraplex.kernels.channel import tree_sum
 from loraplex.kernels.native.channel import Segment, SegmentAddress, SharedMemoryChannel
 from loraplex.kernels.native.library import LIBRARY_FOLDER, NativeLibrary, load_library
 from support.eventually import eventually
+from support.naming import naming
 from support.ranks import RankFailed, RankProcesses, run_ranks
 
 SLOT_BYTES = 256
@@ -227,7 +228,7 @@ def test_the_time_of_waiting_is_counted(
     ("size", "slot_bytes"), [(0, 64), (-1, 64), (65, 64), (2, 0), (2, 100), (2, 1 << 31)]
 )
 def test_wrong_sizes(library: NativeLibrary, size: int, slot_bytes: int) -> None:
-    with pytest.raises(InternalError, match=f"{size} ranks with slots of {slot_bytes} bytes"):
+    with pytest.raises(InternalError, match=naming(size, slot_bytes)):
         Segment(library, size, slot_bytes)
 
 

@@ -58,7 +58,7 @@ class Case:
         self.num_experts, self.dtype = num_experts, dtype
         shapes = {name: (self.in_features, out) for name, out in zip(FUSED, sizes_of, strict=True)}
         layers = [{"q_proj": (3, 2)} | shapes] * NUM_LAYERS
-        cells = LoraCells(layers, dict.fromkeys(FUSED, num_experts))
+        cells = LoraCells(layers, [dict.fromkeys(FUSED, num_experts)] * NUM_LAYERS)
         shape = (num_adapters, len(cells))
         self.table = LoraTable(
             cells,

@@ -128,7 +128,7 @@ def adapters_of_rank(all_of: PooledAdapters, rank: int, size: int) -> PooledAdap
     cells = all_of.table.cells
     shapes = {module: (n // size, out) for module, (n, out) in cells.layers[0].items()}
     own = PooledAdapters(
-        len(all_of.table.ranks), RANKS, shapes, all_of.pool.dtype, num_experts=cells.num_experts
+        len(all_of.table.ranks), RANKS, shapes, all_of.pool.dtype, num_experts=cells.num_experts[0]
     )
     for place, offset in np.ndenumerate(own.table.offsets):
         source = int(all_of.table.offsets[place])

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from loraplex.kernels.activations import Activation
 from loraplex.kernels.dispatch import select_kernels
-from loraplex.kernels.ops import AttentionRules, AttentionShape, Kernels, KVStorage
+from loraplex.kernels.ops import AttentionRules, AttentionShape, Kernels, Storage
 from loraplex.kernels.reference import ReferenceKernels
 from loraplex.kernels.row_layout import RowLayout
 from support.dense_attention import random_queries
@@ -159,9 +159,9 @@ class PagedRows:
         self.kernels = kernels
         self.shape = shape
         self.seq_lens = seq_lens
-        self.storage: KVStorage = kernels.allocate_kv(NUM_BLOCKS, shape, dtype)
-        self.storage.key.fill_(torch.nan)
-        self.storage.value.fill_(torch.nan)
+        self.storage: Storage = kernels.allocate_kv(NUM_BLOCKS, shape, dtype)
+        self.storage.tensors[0].fill_(torch.nan)
+        self.storage.tensors[1].fill_(torch.nan)
         order = iter(torch.randperm(NUM_BLOCKS).tolist())
         widest = -(-max(seq_lens) // shape.block_size)
         self.tables = torch.zeros(len(seq_lens), widest, dtype=torch.int64)

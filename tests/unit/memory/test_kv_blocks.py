@@ -1,6 +1,7 @@
 import pytest
 
-from loraplex.core.plan import NO_BLOCK, BlockCopy, BlockTransfer, KVGroupCapacity
+from loraplex.core.cache import Blocks
+from loraplex.core.plan import NO_BLOCK, BlockCopy, BlockTransfer, CacheGroupCapacity
 from loraplex.core.retention import KVRetention, TokenRangeRetention
 from loraplex.memory.block_tables import AdmittedBlocks
 from loraplex.memory.kv_blocks import KVBlocks
@@ -9,9 +10,9 @@ SALT = b"salt"
 
 
 def kv_blocks(num_blocks, block_size, *, prefix_caching=True, **group):
-    """The blocks of one KV group."""
-    kv_groups = (KVGroupCapacity(num_blocks=num_blocks, **group),)
-    return KVBlocks(block_size, kv_groups, prefix_caching=prefix_caching)
+    """The blocks of one cache group."""
+    cache_groups = (CacheGroupCapacity(num_blocks=num_blocks, **group),)
+    return KVBlocks(block_size, cache_groups, prefix_caching=prefix_caching)
 
 
 def run(blocks, token_ids, salt=SALT):
@@ -162,7 +163,7 @@ def test_without_prefix_caching_released_blocks_are_free():
 
 def test_counts_touched_blocks():
     blocks = kv_blocks(4, 16)
-    assert [blocks.num_blocks_for(n) for n in (0, 1, 16, 17)] == [0, 1, 1, 2]
+    assert [blocks.num_blocks_for(n) for n in (0, 1, 16, 17)] == [(0,), (1,), (1,), (2,)]
     assert blocks.num_available == (4,)
 
 
@@ -181,7 +182,7 @@ def test_a_shared_block_is_copied_before_it_is_written():
     fork = [list(table) for table in tables]
     (copy,) = blocks.make_writable(fork, 6)
     assert copy == BlockCopy(0, tables[0][1], 2)
-    fork[0][1] = copy.target
+    assert fork[0][1] == copy.target
     blocks.check([tables, fork])
     assert blocks.make_writable(fork, 6) == ()
     assert blocks.make_writable(tables, 6) == ()
@@ -243,7 +244,7 @@ def test_blocks_of_low_priority_leave_the_cache_first():
 
 
 def test_a_window_bounds_the_blocks_of_a_long_output():
-    blocks = kv_blocks(6, 4, attention_window=6, num_sink_tokens=3)
+    blocks = kv_blocks(6, 4, spec=Blocks(6, 3))
     tokens = [1, 2, 3]
     tables = blocks.admit(tokens, SALT, 3).block_tables
     (table,) = tables
@@ -253,7 +254,7 @@ def test_a_window_bounds_the_blocks_of_a_long_output():
         held = [block_id for block_id in table if block_id != NO_BLOCK]
         most = max(most, len(held))
         num_hashed = blocks.publish(tokens, SALT, tables, num_hashed, len(tokens))
-        blocks.release_passed(tables, len(tokens), num_hashed)
+        blocks.release_passed(tables, len(tokens))
         assert table[0] != NO_BLOCK
         tokens.append(len(tokens))
     assert blocks.max_blocks_held(200, 1) == (most,) == (4,)

@@ -1,6 +1,6 @@
 import pytest
 
-from loraplex.memory.kv_salt import kv_salt
+from loraplex.memory.kv_salt import kv_salt, salt_with_input
 
 ARGUMENTS = {
     "model": "llama",
@@ -51,3 +51,12 @@ def test_fields_do_not_run_into_each_other():
         kv_salt("ab", "c", [], "dcache_salt", ""),
     }
     assert len(salts) == 12
+
+
+def test_a_salt_has_all_of_an_encoder_input():
+    salt = kv_salt(**ARGUMENTS)
+    inputs = [(), (1,), (1, 2), (2, 1), (1, 2, 0), (2**40,)]
+    assert len({salt_with_input(salt, tokens) for tokens in inputs}) == len(inputs)
+    assert salt_with_input(kv_salt(**{**ARGUMENTS, "tenant": "b"}), (1,)) != salt_with_input(
+        salt, (1,)
+    )

@@ -17,10 +17,9 @@ from loraplex.kernels.lora import LoraBatch
 from loraplex.kernels.reference import ReferenceKernels
 from loraplex.kernels.row_layout import RowLayout
 from loraplex.memory.adapter_pages import layer_targets, page_geometry, place
-from loraplex.models.attention import attention_shapes
 from loraplex.models.batch import ForwardBatch
+from loraplex.models.cache_groups import cache_groups, storage_shapes
 from loraplex.models.decoder import Decoder
-from loraplex.models.kv_groups import kv_groups
 from loraplex.models.rope import rotary_tables
 from support.delayed_accelerator import DelayedAccelerator
 from support.kv_caches import kv_cache
@@ -37,16 +36,16 @@ class Model:
         form = WeightFormat(dtype=torch.float32, precision=WeightPrecision.NATIVE, device=CPU)
         weights = load_weights(checkpoint.save(), self.config, kernels, form, None)
         rotary = rotary_tables(self.config, 64, CPU)
-        groups = kv_groups(self.config, 64)
+        groups = cache_groups(self.config, 64)
         self.decoder = Decoder(
             self.config,
             weights.parameters,
             rotary,
             kernels,
-            kv_groups=groups,
+            cache_groups=groups,
             block_size=BLOCK_SIZE,
         )
-        shapes = attention_shapes(self.config, BLOCK_SIZE)
+        shapes = storage_shapes(self.config, BLOCK_SIZE)
         self.kv = kv_cache([(1, 0)], shapes, torch.float32, kernels).storages
 
     def bank(self, accelerator: DelayedAccelerator | None) -> AdapterBank:

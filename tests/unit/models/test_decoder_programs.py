@@ -1,6 +1,8 @@
 """Every family's decode steps become programs of native calls: each op's values are known."""
 
 import dataclasses
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,7 @@ import pytest
 import torch
 
 from loraplex.core.adapter import each_expert
-from loraplex.core.plan import KVGroupCapacity
+from loraplex.core.plan import CacheGroupCapacity
 from loraplex.core.rank_limits import RankLimits
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.execution.adapters.bank import AdapterBank
@@ -20,12 +22,12 @@ from loraplex.kernels.adapter_parts import AdapterParts, OutputVector, PartsUse
 from loraplex.kernels.lora import LoraBatch
 from loraplex.kernels.native.backend import NativeKernels
 from loraplex.kernels.native.library import NativeLibraryError, load_library
+from loraplex.kernels.ops import Storage
 from loraplex.kernels.row_layout import RowLayout
 from loraplex.memory.adapter_pages import layer_targets, page_geometry, place
-from loraplex.models.attention import attention_shapes
 from loraplex.models.batch import ForwardBatch
+from loraplex.models.cache_groups import cache_groups, storage_shapes
 from loraplex.models.decoder import Decoder
-from loraplex.models.kv_groups import kv_groups
 from loraplex.models.rope import rotary_tables
 from support.tiny_model import TinyCheckpoint
 
@@ -60,7 +62,7 @@ class Model:
         self.spec, self.kernels = checkpoint.config, NativeKernels(LIBRARY, 1)
         form = WeightFormat(dtype=torch.float32, precision=WeightPrecision.NATIVE, device=CPU)
         weights = load_weights(checkpoint.save(), self.spec, self.kernels, form, None)
-        groups = kv_groups(self.spec, 64)
+        groups = cache_groups(self.spec, 64)
         if not has_groups:
             groups = (dataclasses.replace(groups[0], layers=tuple(range(self.spec.num_layers))),)
         self.decoder = Decoder(
@@ -68,19 +70,19 @@ class Model:
             weights.parameters,
             rotary_tables(self.spec, 64, CPU),
             self.kernels,
-            kv_groups=groups,
+            cache_groups=groups,
             block_size=BLOCK_SIZE,
         )
-        shapes = attention_shapes(self.spec, BLOCK_SIZE)
-        capacities = [KVGroupCapacity(num_blocks=4)] * len(groups)
+        shapes = storage_shapes(self.spec, BLOCK_SIZE)
+        capacities = [CacheGroupCapacity(num_blocks=4)] * len(groups)
         self.kv = KVCache(groups, capacities, shapes, torch.float32, self.kernels).storages
         tables = (torch.tensor([[0, 1], [2, 3]]), torch.tensor([[3, 0], [1, 2]]))
         self.tables = tables[: len(groups)]
         """Tables of two rows, for each group."""
 
-    def decode(self, position: int, lora: LoraBatch | None) -> torch.Tensor:
-        """Compute one token of each of two rows."""
-        batch = ForwardBatch(
+    def batch(self, position: int, lora: LoraBatch | None = None) -> ForwardBatch:
+        """Return one token of each of two rows."""
+        return ForwardBatch(
             token_ids=torch.tensor([3, 5 + position]),
             positions=torch.tensor([position, position]),
             slot_mappings=tuple(
@@ -91,7 +93,9 @@ class Model:
             logits_indices=torch.arange(2),
             lora=lora,
         )
-        return self.decoder.forward(batch, self.kv).clone()
+
+    def decode(self, position: int, lora: LoraBatch | None = None) -> torch.Tensor:
+        return self.decoder.forward(self.batch(position, lora), self.kv).clone()
 
     def lora(self) -> LoraBatch:
         """Make a batch whose rows use one adapter of all modules."""
@@ -132,7 +136,7 @@ class Model:
         """
         parts = AdapterParts()
         for layer, modules in enumerate(self.spec.module_shapes):
-            for module in modules.keys() - self.spec.num_experts.keys():
+            for module in modules.keys() - self.spec.num_experts[layer].keys():
                 _, size = modules[module]
                 vector = OutputVector(0, torch.randn(size), torch.randn(size))
                 parts.vectors[layer, module] = [vector]
@@ -157,6 +161,41 @@ def test_decode_steps_are_repeated_by_programs(
     monkeypatch.setattr(NativeKernels, "repeat", lambda _self, _key, _inputs, compute: compute())
     computed = [model.decode(position, lora) for position in range(6)]
     assert all(map(torch.equal, repeated, computed))
+
+
+def test_a_program_keeps_no_tensor_of_the_step_that_was_recorded(tmp_path: Path) -> None:
+    model = Model(tmp_path, "LlamaForCausalLM")
+    lora = model.lora()
+    batch = model.batch(0, lora)
+    tensors = [batch.token_ids, batch.positions, *batch.slot_mappings, lora.token_indices]
+    of_step = [weakref.ref(tensor) for tensor in tensors]
+    model.decoder.forward(batch, model.kv)
+    model.decode(1, model.lora())  # the kernels remember the newest batch
+    assert None not in model.kernels._programs.values()
+    del batch, lora, tensors
+    gc.collect()
+    assert [ref() for ref in of_step] == [None] * len(of_step)
+
+
+def test_a_program_is_of_its_storages_and_keeps_them(tmp_path: Path) -> None:
+    """Another storage may be allocated where the first one was."""
+    model = Model(tmp_path, "LlamaForCausalLM")
+    model.decode(0)
+    model.kv = (*model.kv[:1], *model.kv[1:])
+    model.decode(1)
+    assert len(model.kernels._programs) == 1, "the same storages, in another tuple"
+    first = weakref.ref(model.kv[0].tensors[0])
+    model.kv = tuple(
+        Storage(tuple(tensor.clone() for tensor in storage.tensors)) for storage in model.kv
+    )
+    expected = model.decode(2)
+    assert len(model.kernels._programs) == 2
+    assert torch.equal(model.decode(2), expected)
+    gc.collect()
+    assert first() is not None
+    model.kernels.forget_recorded()
+    gc.collect()
+    assert first() is None
 
 
 def test_layers_with_other_windows_may_have_blocks_of_their_own(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_errors_name_the_field(
 def test_a_cap_that_is_null_is_none(tmp_path: Path) -> None:
     caps = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
     spec = read(tmp_path, "gemma-2-27b", sliding_window=None, **caps)
-    attention = spec.layers[0].attention
+    attention = spec.layers[0].mixer
     assert (spec.logits_soft_cap, attention.soft_cap, attention.window) == (None, None, None)
 
 
@@ -90,7 +90,7 @@ def test_an_older_qwen_vl_ties_its_head_in_the_text_config(tmp_path: Path) -> No
 
 
 def test_the_queries_of_a_ministral_3_grow_with_their_position(tmp_path: Path) -> None:
-    attention = read(tmp_path, "ministral-3-8b").layers[0].attention
+    attention = read(tmp_path, "ministral-3-8b").layers[0].mixer
     assert attention.rope is not None
     assert attention.query_rope is not None
     assert (attention.rope.growth, attention.query_rope.growth) == (0.0, 0.1)

@@ -15,7 +15,10 @@ from loraplex.execution.weights.size import weights_size
 from loraplex.kernels.activations import Activation
 from loraplex.models.parameters import checkpoint_shapes
 from loraplex.models.registry import read_config
-from loraplex.models.spec import QKV, ModelSpec, NormKind
+from loraplex.models.spec import ModelSpec
+from loraplex.models.specs.attention import QKV
+from loraplex.models.specs.part import NormKind
+from support.naming import naming
 
 FIELDS = {
     "architectures": ["GPT2LMHeadModel"],
@@ -39,7 +42,7 @@ def gpt2(folder: Path, **changes: Any) -> ModelSpec:
 
 def test_every_field(tmp_path: Path) -> None:
     config = gpt2(tmp_path)
-    attention, feed_forward = config.layers[2].attention, config.layers[2].feed_forward
+    attention, feed_forward = config.layers[2].mixer, config.layers[2].feed_forward
     sizes = (config.hidden_size, attention.num_heads, attention.num_kv_heads, attention.head_dim)
     assert sizes == (64, 4, 4, 16)
     assert (config.num_layers, feed_forward.inner_size, config.vocab_size) == (3, 80, 50)
@@ -64,7 +67,7 @@ def test_what_old_files_leave_out(tmp_path: Path) -> None:
 
 def test_scales_of_the_scores(tmp_path: Path) -> None:
     def scales(**changes: bool) -> list[float | None]:
-        return [layer.attention.scale for layer in gpt2(tmp_path, **changes).layers]
+        return [layer.mixer.scale for layer in gpt2(tmp_path, **changes).layers]
 
     assert scales() == scales(reorder_and_upcast_attn=True) == [None] * 3
     assert scales(scale_attn_weights=False) == [1.0] * 3
@@ -147,5 +150,5 @@ def test_the_size_of_its_weights(tmp_path: Path) -> None:
 def test_no_sequence_is_longer_than_the_table_of_positions(tmp_path: Path) -> None:
     config = gpt2(tmp_path)
     assert wanted_model_len(RunnerSettings(), config) == 100
-    with pytest.raises(ConfigError, match="101 is more than the 100 positions"):
+    with pytest.raises(ConfigError, match=naming(101, 100)):
         wanted_model_len(RunnerSettings(max_model_len=101), config)

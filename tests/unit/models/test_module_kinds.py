@@ -9,7 +9,8 @@ import pytest
 
 from loraplex.core.rank_limits import ModuleKind, kind_of
 from loraplex.models.registry import read_config
-from loraplex.models.spec import DOWN, OUTPUT, QKV, ROUTER, SHARED_DOWN, SHARED_GATE, SHARED_UP, UP
+from loraplex.models.spec import DOWN, ROUTER, SHARED_DOWN, SHARED_GATE, SHARED_UP, UP
+from loraplex.models.specs.attention import OUTPUT, QKV
 from support.families.published import MODELS
 from support.families.real_rest import CONFIGS
 

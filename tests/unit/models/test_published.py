@@ -37,7 +37,7 @@ def expanded(names: str) -> list[str]:
 
 
 def test_windows_thetas_and_scale(model: Published, spec: ModelSpec) -> None:
-    attention = [layer.attention for layer in spec.layers]
+    attention = [layer.mixer for layer in spec.layers]
     assert {layer: attention[layer].window for layer in model.windows} == model.windows
     ropes = {layer: attention[layer].rope for layer in model.thetas}
     assert {layer: rope and rope.theta for layer, rope in ropes.items()} == model.thetas

@@ -17,19 +17,17 @@ from loraplex.models.parameters import checkpoint_shapes
 from loraplex.models.registry import read_config
 from loraplex.models.spec import (
     DOWN,
-    OUTPUT,
-    QKV,
     ROUTER,
     SHARED_DOWN,
     SHARED_UP,
     UP,
-    AttentionSpec,
     FeedForwardSpec,
     ModelSpec,
-    NormKind,
-    NormSpec,
 )
+from loraplex.models.specs.attention import OUTPUT, QKV, AttentionSpec
+from loraplex.models.specs.part import NormKind, NormSpec
 from support.families.published_experts_rest import GPT_OSS_20B, GRANITE_1B, PHI_3_5_MOE
+from support.naming import naming
 
 
 def read(folder: Path, config: dict[str, Any], **changes: Any) -> ModelSpec:
@@ -73,11 +71,11 @@ def test_stacked_tensors_hold_every_tensor_of_an_expert(
 def test_gpt_oss(tmp_path: Path) -> None:
     spec = read(tmp_path, GPT_OSS_20B)
     first, second = spec.layers[0], spec.layers[1]
-    assert (first.attention.window, second.attention.window) == (128, None)
-    assert first.attention.sink_logits == "model.layers.0.self_attn.sinks"
-    assert second.attention.sink_logits == "model.layers.1.self_attn.sinks"
-    assert (first.attention.head_dim, first.attention.num_kv_heads) == (64, 8)
-    rope = first.attention.rope
+    assert (first.mixer.window, second.mixer.window) == (128, None)
+    assert first.mixer.sink_logits == "model.layers.0.self_attn.sinks"
+    assert second.mixer.sink_logits == "model.layers.1.self_attn.sinks"
+    assert (first.mixer.head_dim, first.mixer.num_kv_heads) == (64, 8)
+    rope = first.mixer.rope
     assert rope is not None
     assert (rope.rope_type, rope.factor, rope.theta, rope.truncate) == ("yarn", 32.0, 15e4, False)
     assert biased(spec) == {QKV, OUTPUT, ROUTER, UP, DOWN}
@@ -109,7 +107,7 @@ def test_phi_3_5_moe(tmp_path: Path) -> None:
     assert layer.feed_forward.routing == RoutingRules(
         num_experts=16, num_chosen=2, mode=RoutingMode.SPARSE_MIXER, jitter=0.01
     )
-    rope = layer.attention.rope
+    rope = layer.mixer.rope
     assert rope is not None
     assert (rope.rope_type, rope.attention_factor) == ("longrope", 1.243163121016122)
     assert (rope.original_max_position_embeddings, rope.recomputes) == (4096, True)
@@ -128,7 +126,7 @@ def test_phi_3_5_moe(tmp_path: Path) -> None:
 def test_granite_with_experts(tmp_path: Path) -> None:
     spec = read(tmp_path, GRANITE_1B)
     layer = spec.layers[0]
-    factors = (spec.embedding_factor, layer.attention.scale, layer.residual_factor)
+    factors = (spec.embedding_factor, layer.mixer.scale, layer.residual_factor)
     assert factors == (12.0, 0.015625, 0.22)
     assert spec.logits_factor == 1 / 6
     assert set(layer.linears) == {QKV, OUTPUT, ROUTER, UP, DOWN}
@@ -207,5 +205,5 @@ def test_what_is_not_served_is_refused_by_name(
 
 def test_a_longrope_of_phi_3_5_moe_states_its_factors(tmp_path: Path) -> None:
     rope = {**PHI_3_5_MOE["rope_scaling"], "short_mscale": None}
-    with pytest.raises(ConfigError, match="rope_scaling: short_mscale is missing"):
+    with pytest.raises(ConfigError, match=naming("rope_scaling", "short_mscale")):
         read(tmp_path, PHI_3_5_MOE, rope_scaling=rope)

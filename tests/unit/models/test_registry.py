@@ -10,14 +10,10 @@ from loraplex.core.errors import ConfigError, UnsupportedModelError
 from loraplex.kernels.activations import Activation
 from loraplex.models.decoder_names import LLAMA_NAMES
 from loraplex.models.registry import ARCHITECTURES, read_config
-from loraplex.models.spec import (
-    AttentionSpec,
-    FeedForwardSpec,
-    ModelSpec,
-    NormPlace,
-    NormSpec,
-    RopeConfig,
-)
+from loraplex.models.spec import FeedForwardSpec, ModelSpec, NormPlace
+from loraplex.models.specs.attention import AttentionSpec
+from loraplex.models.specs.part import NormSpec, RopeConfig
+from support.naming import naming
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -45,7 +41,7 @@ def llama(folder: Path, **changes: Any) -> ModelSpec:
 
 
 def layer_windows(spec: ModelSpec) -> tuple[int | None, ...]:
-    return tuple(layer.attention.window for layer in spec.layers)
+    return tuple(layer.mixer.window for layer in spec.layers)
 
 
 def biased(spec: ModelSpec) -> list[str]:
@@ -71,7 +67,7 @@ def test_llama(tmp_path: Path) -> None:
     )
     assert spec.num_layers == 3
     for layer in layers:
-        assert layer.attention == AttentionSpec(
+        assert layer.mixer == AttentionSpec(
             num_heads=4,
             num_kv_heads=2,
             head_dim=16,
@@ -81,7 +77,7 @@ def test_llama(tmp_path: Path) -> None:
             inner_size=96, activation=Activation.SILU, is_gated=True
         )
     assert layers[2].norms == {
-        NormPlace.BEFORE_ATTENTION: NormSpec("model.layers.2.input_layernorm", 64, 1e-5),
+        NormPlace.BEFORE_MIXER: NormSpec("model.layers.2.input_layernorm", 64, 1e-5),
         NormPlace.BEFORE_FEED_FORWARD: NormSpec(
             "model.layers.2.post_attention_layernorm", 64, 1e-5
         ),
@@ -92,14 +88,14 @@ def test_llama(tmp_path: Path) -> None:
 def test_llama_biases(tmp_path: Path) -> None:
     spec = llama(tmp_path, attention_bias=True, mlp_bias=True, head_dim=24)
     assert biased(spec) == ["qkv", "o", "up", "down"]
-    assert (spec.layers[0].attention.q_size, spec.layers[0].attention.kv_size) == (96, 48)
+    assert (spec.layers[0].mixer.q_size, spec.layers[0].mixer.kv_size) == (96, 48)
 
 
 def test_absent_and_null_fields_take_the_defaults_of_transformers(tmp_path: Path) -> None:
     config = llama(
         tmp_path, num_key_value_heads=None, max_position_embeddings=None, torch_dtype=None
     )
-    assert config.layers[0].attention.num_kv_heads == 4
+    assert config.layers[0].mixer.num_kv_heads == 4
     assert config.max_position_embeddings == 2048
     assert config.dtype is None
 
@@ -122,14 +118,14 @@ def test_a_part_of_heads_does_not_rotate_where_transformers_rotates_whole_ones(
     tmp_path: Path,
 ) -> None:
     def rotary_dim(**rope: Any) -> int:
-        attention = llama(tmp_path, **rope).layers[0].attention
+        attention = llama(tmp_path, **rope).layers[0].mixer
         assert attention.rope is not None
         return attention.rope.rotary_dim(attention.head_dim)
 
     assert rotary_dim(partial_rotary_factor=0.5) == 16
     rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
     assert rotary_dim(rope_parameters=rope) == 16
-    with pytest.raises(UnsupportedModelError, match=r"partial_rotary_factor with rope type 'lin"):
+    with pytest.raises(UnsupportedModelError, match=naming("partial_rotary_factor", "linear")):
         rotary_dim(rope_parameters=rope | {"partial_rotary_factor": 0.5})
 
 
@@ -137,7 +133,7 @@ def test_qwen2_has_biases_and_windows_where_it_says(tmp_path: Path) -> None:
     qwen = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 32}
     config = read(tmp_path, qwen)
     assert biased(config) == ["qkv"]
-    assert config.layers[0].attention.q_norm is None
+    assert config.layers[0].mixer.q_norm is None
     assert layer_windows(config) == (None, None, None)
     config = read(tmp_path, qwen, use_sliding_window=True, max_window_layers=2)
     assert layer_windows(config) == (None, None, 32)
@@ -160,7 +156,7 @@ def test_bad_layer_types(tmp_path: Path, layer_types: list[str], message: str) -
 
 def test_qwen3_has_norms_and_its_own_head_size(tmp_path: Path) -> None:
     config = read(tmp_path, LLAMA, architectures=["Qwen3ForCausalLM"])
-    attention = config.layers[2].attention
+    attention = config.layers[2].mixer
     assert attention.q_norm == NormSpec("model.layers.2.self_attn.q_norm", 128, 1e-5)
     assert attention.k_norm == NormSpec("model.layers.2.self_attn.k_norm", 128, 1e-5)
     assert (biased(config), attention.head_dim) == ([], 128)
@@ -178,7 +174,7 @@ def test_rope_in_old_and_new_style(tmp_path: Path, style: str) -> None:
             "rope_scaling": {"type": "llama3", **scaling},
         },
     }
-    assert llama(tmp_path, **changes[style]).layers[0].attention.rope == RopeConfig(
+    assert llama(tmp_path, **changes[style]).layers[0].mixer.rope == RopeConfig(
         rope_type="llama3",
         theta=5e5,
         factor=8.0,
@@ -190,7 +186,7 @@ def test_rope_in_old_and_new_style(tmp_path: Path, style: str) -> None:
 
 def test_yarn_derives_an_absent_factor_from_the_lengths(tmp_path: Path) -> None:
     spec = llama(tmp_path, original_max_position_embeddings=64, rope_scaling={"rope_type": "yarn"})
-    rope = spec.layers[0].attention.rope
+    rope = spec.layers[0].mixer.rope
     assert rope is not None
     assert (rope.factor, rope.original_max_position_embeddings) == (4.0, 64)
 

@@ -15,7 +15,8 @@ from loraplex.models.alibi import alibi_slopes
 from loraplex.models.head_order import heads_in_groups
 from loraplex.models.parameters import checkpoint_shapes
 from loraplex.models.registry import read_config
-from loraplex.models.spec import LayerSpec, ModelSpec, NormKind, NormPlace
+from loraplex.models.spec import LayerSpec, ModelSpec, NormPlace
+from loraplex.models.specs.part import NormKind
 from support.families.real_rest import CONFIGS, TENSORS
 
 
@@ -54,7 +55,7 @@ def test_adapters_of_every_linear_layer_are_understood(tmp_path: Path, name: str
 
 def attention(spec: ModelSpec, index: int = 0) -> tuple[Any, ...]:
     """(rotary size, whether pairs turn, window, number of key heads)"""
-    part = spec.layers[index].attention
+    part = spec.layers[index].mixer
     rope = part.rope
     rotary = None if rope is None else rope.rotary_dim(part.head_dim)
     return (rotary, rope and rope.is_interleaved, part.window, part.num_kv_heads)
@@ -118,7 +119,7 @@ def test_layers_without_rotation(tmp_path: Path) -> None:
 
 def test_defaults_of_absent_fields(tmp_path: Path) -> None:
     def rope_of(name: str, *absent: str) -> tuple[float, int]:
-        part = read(tmp_path, name, **dict.fromkeys(absent)).layers[0].attention
+        part = read(tmp_path, name, **dict.fromkeys(absent)).layers[0].mixer
         assert part.rope is not None
         return part.rope.theta, part.rope.rotary_dim(part.head_dim)
 
@@ -203,9 +204,9 @@ def test_norms_of_opt(tmp_path: Path) -> None:
     after, before = read(tmp_path, "opt-350m"), read(tmp_path, "opt-1.3b")
     assert (after.position_offset, after.embedding_size) == (2, 512)
     assert (before.position_offset, before.embedding_size) == (2, None)
-    assert not before.layers[0].norms[NormPlace.BEFORE_ATTENTION].replaces_residual
-    assert NormPlace.BEFORE_ATTENTION not in after.layers[0].norms
-    norm = after.layers[5].norms[NormPlace.BEFORE_ATTENTION]
+    assert not before.layers[0].norms[NormPlace.BEFORE_MIXER].replaces_residual
+    assert NormPlace.BEFORE_MIXER not in after.layers[0].norms
+    norm = after.layers[5].norms[NormPlace.BEFORE_MIXER]
     assert (norm.path, norm.replaces_residual) == ("model.decoder.layers.4.final_layer_norm", True)
     assert after.final_norm.path == "model.decoder.layers.23.final_layer_norm"
 
@@ -213,7 +214,7 @@ def test_norms_of_opt(tmp_path: Path) -> None:
 def test_versions_of_baichuan(tmp_path: Path) -> None:
     spec = read(tmp_path, "Baichuan2-13B-Chat")
     assert (spec.max_position_embeddings, spec.has_unit_lm_head) == (4096, True)
-    assert len(spec.layers[0].attention.alibi_slopes) == 40
+    assert len(spec.layers[0].mixer.alibi_slopes) == 40
     # Baichuan 2 of 7B has the class name of the models with ALiBi.
     changes = {"hidden_size": 4096, "num_attention_heads": 32}
     assert attention(read(tmp_path, "Baichuan2-13B-Chat", **changes))[0] == 128
@@ -239,8 +240,8 @@ def test_alibi_slopes(tmp_path: Path) -> None:
     assert alibi_slopes(4) == (2**-2, 2**-4, 2**-6, 2**-8)
     assert alibi_slopes(6) == (2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3)
     assert alibi_slopes(1) == (2**-8,)
-    bloom = read(tmp_path, "bloom-560m").layers[0].attention
+    bloom = read(tmp_path, "bloom-560m").layers[0].mixer
     assert bloom.alibi_slopes == pytest.approx([2 ** (-0.5 * n) for n in range(1, 17)])
-    falcon = read(tmp_path, "falcon-rw-1b").layers[0].attention
+    falcon = read(tmp_path, "falcon-rw-1b").layers[0].mixer
     # The first slope of 32 heads is 2 ** -0.25, as bfloat16 0.83984375.
     assert falcon.alibi_slopes[0] == 0.83984375 / math.sqrt(64)

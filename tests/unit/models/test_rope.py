@@ -18,7 +18,7 @@ from loraplex.models.rope import (
     inverse_frequencies,
     rotation_border,
 )
-from loraplex.models.spec import RopeConfig
+from loraplex.models.specs.part import RopeConfig
 from support.tiny_decoder import tiny_spec
 
 HEAD_DIM = 32
@@ -135,7 +135,7 @@ def test_where_the_length_begins_to_count() -> None:
     def border(*ropes: RopeConfig, max_model_len: int = 300) -> RotationBorder | None:
         spec = tiny_spec(num_hidden_layers=len(ropes), max_position_embeddings=MAX_POSITIONS)
         layers = (
-            dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, rope=rope))
+            dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, rope=rope))
             for layer, rope in zip(spec.layers, ropes, strict=True)
         )
         return rotation_border(dataclasses.replace(spec, layers=tuple(layers)), max_model_len)

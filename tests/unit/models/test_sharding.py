@@ -11,10 +11,11 @@ from loraplex.core.adapter import LoraTarget, TargetPart
 from loraplex.core.errors import ConfigError
 from loraplex.execution.adapters.host_adapters import HostAdapter, HostPart, HostWeight
 from loraplex.execution.adapters.rank_share import AdapterCutter
-from loraplex.models.linear_group import LinearGroup, Span
+from loraplex.models.linear_group import LinearGroup, Span, TensorShard
 from loraplex.models.registry import read_config
-from loraplex.models.sharding import TensorShard, adapter_share, shard
-from loraplex.models.spec import DOWN, OUTPUT, QKV, UP, ModelSpec
+from loraplex.models.sharding import adapter_share, shard
+from loraplex.models.spec import DOWN, UP, ModelSpec
+from loraplex.models.specs.attention import OUTPUT, QKV
 from support.families import experts, first, rest
 
 CASES = {**first.CASES, **rest.CASES, **experts.CASES}
@@ -41,6 +42,20 @@ def test_outputs_of_a_fused_layer_are_cut_part_by_part() -> None:
     assert apart.outputs == {"q": 8, "k": 2, "v": 2}
     assert apart.part is not None
     assert apart.part.outputs == {"q": (Span(8, 16),), "k": (Span(2, 4),), "v": (Span(2, 4),)}
+
+
+def test_parts_of_a_fused_layer_are_named_by_the_group_itself() -> None:
+    """Parts follow from the group alone, not from its name or its place in a layer."""
+    group = dataclasses.replace(
+        group_of(in_proj_qkv=20, in_proj_z=8), parts={"q": 4, "k": 4, "v": 12, "z": 8}
+    )
+    assert group.fused_modules == {"in_proj_qkv": {"q": 4, "k": 4, "v": 12}}
+    assert list(group.part_spans) == [Span(0, 4), Span(4, 8), Span(8, 20), Span(20, 28)]
+    half = group.split(outputs=[Span(2, 4), Span(6, 8), Span(14, 20), Span(24, 28)])
+    assert half.outputs == {"in_proj_qkv": 10, "in_proj_z": 4}
+    assert half.fused_modules == {"in_proj_qkv": {"q": 2, "k": 2, "v": 6}}
+    assert half.split(inputs=Span(0, 8)).parts == half.parts, "all outputs"
+    assert group_of(q=4, k=4).fused_modules == {}
 
 
 @pytest.mark.parametrize(
@@ -70,7 +85,7 @@ def test_ranks_have_every_weight_once(name: str, size: int, tmp_path: Path) -> N
     except ConfigError:
         pytest.skip("so many ranks cannot share this model")
     for index, layer in enumerate(spec.layers):
-        attention = layer.attention
+        attention = layer.mixer
         for group_name, group in layer.linears.items():
             seen = torch.zeros(sum(group.outputs.values()), group.in_features, dtype=torch.int64)
             for part in (one.layers[index].linears[group_name].part for one in shards):
@@ -130,7 +145,7 @@ def test_column_layers_keep_a_and_row_layers_keep_b(tmp_path: Path) -> None:
             assert all(torch.equal(part.a, whole.a) for part in parts)
             rows = [part.b for part in parts]
             if whole.target.module in ("k_proj", "v_proj"):
-                copies = max(1, size // spec.layers[0].attention.num_kv_heads)
+                copies = max(1, size // spec.layers[0].mixer.num_kv_heads)
                 assert all(
                     torch.equal(rows[rank], rows[rank - rank % copies]) for rank in range(size)
                 )

@@ -9,9 +9,10 @@ from loraplex.core.adapter import LM_HEAD, OUTSIDE_LAYERS, LoraTarget
 from loraplex.core.errors import AdapterMismatchError, ConfigError
 from loraplex.execution.adapters.host_adapters import HostAdapter, HostWeight
 from loraplex.execution.adapters.rank_share import AdapterCutter
-from loraplex.models.kv_groups import kv_groups
+from loraplex.models.cache_groups import cache_groups
+from loraplex.models.linear_group import TensorShard
 from loraplex.models.parameters import checkpoint_shapes, linear_places
-from loraplex.models.sharding import TensorShard, shard
+from loraplex.models.sharding import shard
 from loraplex.models.spec import ModelSpec
 from loraplex.models.stages import ONLY_STAGE, PipelineStage, stage
 from support.tiny_decoder import tiny_spec
@@ -77,16 +78,16 @@ def test_only_the_ends_have_what_lies_outside_the_layers() -> None:
     assert all(".layers.1." in name for name in names[1])
 
 
-def test_every_stage_has_all_kv_groups() -> None:
+def test_every_stage_has_all_cache_groups() -> None:
     """A plan has a block table for each of them."""
     spec = tiny_spec(num_hidden_layers=4)
     windows = (None, None, 8, None)
     layers = tuple(
-        dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, window=window))
+        dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, window=window))
         for layer, window in zip(spec.layers, windows, strict=True)
     )
     spec = dataclasses.replace(spec, layers=layers)
-    groups = [[group.layers for group in kv_groups(one, 64)] for one in stages(spec, 4)]
+    groups = [[group.layers for group in cache_groups(one, 64)] for one in stages(spec, 4)]
     assert groups == [[(0,), ()], [(0,), ()], [(), (0,)], [(0,), ()]]
 
 

@@ -1,6 +1,7 @@
 """Engines of several ranks on fake runners: what every rank computes, and what differs on one."""
 
 import contextlib
+import threading
 import time
 
 import msgspec
@@ -11,12 +12,16 @@ from loraplex.core.errors import ConfigError, DeviceLost
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.parallel.executors import RankEnd
 from loraplex.parallel.messages import for_other_ranks
+from loraplex.parallel.sharded_loader import LOAD_SECONDS, ShardedLoader
 from loraplex.parallel.start import start_sharded
 from loraplex.parallel.world import World
+from loraplex.testing.fake_clock import FakeClock
+from support.eventually import eventually
 from support.fake_engine import EngineParts, FakeEngine
-from support.fake_loader import FakeLoader
+from support.fake_loader import FakeLoader, fake_source
 from support.fake_ranks import FakeRankProgram, FakeRankSettings, ThreadExecutor
 from support.fake_runner import FAKE_CAPACITY, FakeRunner
+from support.naming import naming
 
 TWO = World(0, 2, 1)
 
@@ -27,7 +32,7 @@ class Sharded:
     def __init__(self, world=TWO, **settings):
         self.executor, self.lost = ThreadExecutor(), []
         body = msgspec.msgpack.encode(FakeRankSettings(**settings))
-        self.runner, self.loader = start_sharded(
+        self.runner, self.loader, self.ranks = start_sharded(
             world, body, self._program_of, self.executor, self.lost.append
         )
 
@@ -192,6 +197,60 @@ def test_a_rank_that_ended_is_noticed_by_the_next_step(sharded):
     engine.add((1,))
     with pytest.raises(DeviceLost, match="rank 1 was killed by SIGKILL"):
         run_until_idle(engine)
+
+
+def test_ranks_reply_to_probes_until_one_is_stopped(sharded):
+    made = sharded(World(0, 3, 1))
+    silent = made.ranks.silent
+    assert silent() == []
+    made.ranks.probe()
+    assert eventually(lambda: not silent())
+    handle, turn = made.executor.programs[2].loader, threading.Event()
+    poll, handle.poll = handle.poll, lambda: turn.wait() and poll()
+    made.loader.start(1, fake_source("a", FAKE_CAPACITY.page_geometry))
+    made.ranks.probe()
+    made.ranks.probe()
+    assert eventually(lambda: silent() == [2])
+    turn.set()
+    assert eventually(lambda: not silent())
+
+
+def test_a_rank_whose_loads_make_no_progress_ends_the_engine(sharded):
+    made, clock = sharded(), FakeClock(1)
+    theirs, own = made.executor.programs[1].loader, made.program.loader
+    loader = ShardedLoader(own, made.ranks, clock)
+    for handle, num_polls in ((1, 1), (2, 10**9), (3, 10**9)):
+        theirs.num_polls = num_polls
+        loader.start(handle, fake_source(f"{handle}", FAKE_CAPACITY.page_geometry))
+        assert eventually(lambda: handle in theirs._loading or handle in theirs.host)  # noqa: B023
+    ended = []
+    clock.advance_seconds(LOAD_SECONDS)
+    while not ended:  # rank 1 ends the first load in real time
+        ended += loader.poll()
+    assert [load.handle for load in ended] == [1]
+    clock.advance_seconds(LOAD_SECONDS)
+    assert loader.poll() == []
+    clock.advance_seconds(1)
+    with pytest.raises(DeviceLost, match=naming(1, 300)):
+        loader.poll()
+    assert made.program.aborted.is_set()
+
+
+@pytest.mark.parametrize("failing", ["runner", "server"])
+def test_ranks_end_though_a_part_cannot_be_closed(sharded, monkeypatch, failing):
+    made = sharded()
+    owner = made.program.runner if failing == "runner" else made.runner._ranks._server
+    close = owner.close
+
+    def fail():
+        close()
+        raise OSError("planted")
+
+    monkeypatch.setattr(owner, "close", fail)
+    with pytest.raises(OSError, match="planted"):
+        made.runner.close()
+    assert made.executor.threads
+    assert not any(thread.is_alive() for thread in made.executor.threads)
 
 
 def test_other_ranks_return_no_logits():

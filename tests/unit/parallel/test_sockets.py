@@ -10,7 +10,7 @@ from loraplex.parallel.messages import Begin, Hello, LoadDone, RankFailed, Stop,
 from loraplex.parallel.sockets import RankServer, RankSocket, RankUnreachable
 
 HELLO = Hello("secret", 1, {}, b"address")
-SECONDS = 20.0
+SECONDS = 60.0
 
 
 @pytest.fixture(params=["", "127.0.0.1"])

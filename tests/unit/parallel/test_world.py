@@ -3,8 +3,9 @@
 import msgspec
 import pytest
 
+from loraplex.core.cache import Blocks
 from loraplex.core.errors import ConfigError
-from loraplex.core.plan import KVGroupCapacity
+from loraplex.core.plan import CacheGroupCapacity
 from loraplex.parallel.world import World, agreed_capacity, check_traits
 from support.fake_runner import FAKE_CAPACITY
 
@@ -42,13 +43,13 @@ def test_equal_traits_are_fine():
 def test_the_smallest_number_of_blocks_and_pages_counts():
     larger = msgspec.structs.replace(
         FAKE_CAPACITY,
-        kv_groups=(KVGroupCapacity(num_blocks=300, num_host_blocks=4),),
+        cache_groups=(CacheGroupCapacity(num_blocks=300, num_host_blocks=4),),
         num_adapter_pages=20,
         weights_bytes=5,
     )
     smaller = msgspec.structs.replace(FAKE_CAPACITY, num_adapter_pages=15)
     agreed = agreed_capacity([larger, smaller])
-    assert agreed.kv_groups == (KVGroupCapacity(num_blocks=256),)
+    assert agreed.cache_groups == (CacheGroupCapacity(num_blocks=256),)
     assert (agreed.num_adapter_pages, agreed.weights_bytes) == (15, 5)
 
 
@@ -57,8 +58,8 @@ def test_the_smallest_number_of_blocks_and_pages_counts():
     [
         {"block_size": 8},
         {"vocab_size": 3},
-        {"kv_groups": (KVGroupCapacity(num_blocks=256, attention_window=64),)},
-        {"kv_groups": FAKE_CAPACITY.kv_groups * 2},
+        {"cache_groups": (CacheGroupCapacity(num_blocks=256, spec=Blocks(64)),)},
+        {"cache_groups": FAKE_CAPACITY.cache_groups * 2},
     ],
 )
 def test_ranks_that_cannot_compute_the_same_plans_are_refused(change):

@@ -3,6 +3,8 @@
 import pytest
 
 from loraplex.core.beam_search import BeamSearch, EarlyStopping
+from loraplex.core.cache import Blocks
+from loraplex.core.output import BeamLogprobs
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.scheduler_settings import BatchSchedulerPolicy, SchedulerSettings
 from support.capacities import changed_capacity
@@ -97,6 +99,7 @@ def test_ends(early_stopping, length_penalty):
         for delta, (beam, _, stop) in zip(
             deltas(fakes, request_id), check_output(fakes, request_id), strict=True
         ):
+            assert isinstance(delta.logprobs, BeamLogprobs), "an event loop would decode all"
             assert delta.logprobs == beam.scores
             assert [s.token_id for s in delta.logprobs] == list(delta.token_ids)
             assert sum(s.logprob for s in delta.logprobs) == pytest.approx(beam.logprob)
@@ -255,7 +258,7 @@ def test_a_search_whose_kv_is_all_in_the_prefix_cache_goes_on(
     for prompt in ([1, 5], [2, 5], [3, 5]):
         for width in (2, 4):
             fakes = fake_engine(
-                block_size=block_size, num_blocks=256, attention_window=attention_window
+                block_size=block_size, num_blocks=256, spec=Blocks(attention_window)
             )
             sampling = beam_sampling(width, max_tokens=20)
             search = fakes.add(prompt, sampling=sampling, eos_token_ids=())

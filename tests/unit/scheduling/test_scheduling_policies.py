@@ -5,6 +5,7 @@ import random
 import pytest
 
 from loraplex.core.beam_search import BeamSearch
+from loraplex.core.cache import Blocks
 from loraplex.core.errors import ConfigError
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.scheduler_settings import (
@@ -156,7 +157,7 @@ NO_EVICT = {"batch_scheduler_policy": BatchSchedulerPolicy.GUARANTEED_NO_EVICT}
 def test_without_eviction_nothing_is_preempted(window, overlap):
     def run(settings):
         fakes = fake_engine(
-            settings, num_blocks=10, max_num_seqs=4, attention_window=window, overlap=overlap
+            settings, num_blocks=10, max_num_seqs=4, spec=Blocks(window), overlap=overlap
         )
         for start in range(8):
             fakes.add(range(start, start + 5), max_tokens=20 if start % 2 else 3)
@@ -369,7 +370,7 @@ def test_nothing_is_offloaded_into_host_blocks_that_the_same_step_loads():
                 "enable_prefix_cache": False,
             },
             block_size=draw.choice([1, 2]), num_blocks=draw.randint(20, 80), max_num_seqs=6,
-            attention_window=draw.choice([4, 8, 12]), num_host_blocks=draw.choice([6, 20, 60]),
+            spec=Blocks(draw.choice([4, 8, 12])), num_host_blocks=draw.choice([6, 20, 60]),
         )  # fmt: skip
         for _ in range(10):
             prompt = range(draw.choice([3, 60, 70]))

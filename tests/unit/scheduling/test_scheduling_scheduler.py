@@ -4,7 +4,7 @@ import pytest
 
 from loraplex.core.errors import ConfigError
 from loraplex.core.grammar import Grammar, GrammarKind
-from loraplex.core.plan import LogitsNeeded
+from loraplex.core.plan import Wanted
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.scheduler_settings import SchedulerSettings
 from support.capacities import changed_capacity
@@ -88,10 +88,10 @@ def test_prompts_are_chunked_beside_decode_rows():
     assert rows_of(fakes, 1) == [(2, 1), (0, 5)]
     assert rows_of(fakes, 2) == [(3, 1), (5, 5)]
     assert rows_of(fakes, 3) == [(4, 1), (10, 5)]
-    assert [plan.rows[1].logits for plan in fakes.runner.plans[1:4]] == [
-        LogitsNeeded.NONE,
-        LogitsNeeded.NONE,
-        LogitsNeeded.LAST,
+    assert [plan.rows[1].wanted for plan in fakes.runner.plans[1:4]] == [
+        Wanted.NONE,
+        Wanted.NONE,
+        Wanted.LAST,
     ]
     fakes.run()
 

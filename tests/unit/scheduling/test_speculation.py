@@ -5,6 +5,7 @@ import collections
 import msgspec
 import pytest
 
+from loraplex.core.cache import Blocks
 from loraplex.core.plan import RowResult, StepResult
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.scheduler_settings import BatchSchedulerPolicy, SchedulerSettings
@@ -199,7 +200,7 @@ class Forcing(FakeRunner):
         states, token_ids = list(row.states), []
         for output_index in range(3):
             token_id = self.model.sample(
-                states[-1], row.added.sampling, row.added.seed, 0, output_index
+                states[-1], row.added.sampling, row.added.generation.seed, 0, output_index
             )
             token_ids.append(token_id)
             states += self.model.extend(states[-1], [token_id], row.adapters)
@@ -244,7 +245,7 @@ def test_a_row_with_draft_tokens_computes_no_more_tokens_than_a_row_may():
     for num_blocks in range(8, 16):
         fakes = fake_engine(
             model=FakeModel(vocab_size=2), num_draft_tokens=12, block_size=1,
-            num_blocks=num_blocks, attention_window=3,
+            num_blocks=num_blocks, spec=Blocks(3),
             settings={
                 "max_prefill_chunk": 3,
                 "batch_scheduler_policy": BatchSchedulerPolicy.GUARANTEED_NO_EVICT,

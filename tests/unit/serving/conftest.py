@@ -16,6 +16,7 @@ from loraplex.core.config import ModelConfig
 from loraplex.core.errors import InvalidAdapterError, LoraplexError
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.task import Generate
 from loraplex.demo import BASE_PATH
 from loraplex.serving.backend import ModelCard
 from loraplex.serving.engines.async_engine import AsyncEngine
@@ -39,7 +40,7 @@ def make_request():
         defaults = {
             "request_id": request_id,
             "prompt_token_ids": (1, 2, 3),
-            "sampling": sampling,
+            "task": Generate(fields.pop("sampling", sampling)),
             "eos_token_ids": (0,),
             "adapters": tuple(map(AdapterUse, digests)),
             "kv_salt": repr(digests).encode(),
@@ -101,6 +102,9 @@ class FakeStaging:
         return await self.stage(bytes(lora_weights.view).decode(), config=lora_config, **options)
 
     async def start(self):
+        pass
+
+    async def keep_spare(self):
         pass
 
     async def close(self) -> None:

@@ -18,8 +18,10 @@ from loraplex.core.principal import LOCAL, NONE, Principal, Rights
 from loraplex.core.request import GenerateRequest, PromptTruncation, TruncationSide
 from loraplex.core.retention import KVRetention, TokenRangeRetention
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.task import Generate
 from loraplex.serving.admission import admit, cut_prompt
 from loraplex.serving.backend import ModelCard
+from support.naming import naming, refused
 
 CARD = ModelCard(
     name="m",
@@ -43,7 +45,7 @@ def admitted(prompt=PROMPT, *, adapters=(), principal=LOCAL, card=CARD, request=
             request_id=1,
             model=card.name,
             prompt=tuple(prompt),
-            sampling=SamplingParams(**{"max_tokens": 4} | sampling),
+            task=Generate(SamplingParams(**{"max_tokens": 4} | sampling)),
             **request,
         ),
         prompt,
@@ -74,15 +76,14 @@ def test_the_engine_receives_everything():
 
 @pytest.mark.parametrize("prompt", [(), []])
 def test_an_empty_prompt(prompt):
-    with pytest.raises(InvalidRequestError, match="at least one token") as caught:
+    with refused(InvalidRequestError, "token", param="prompt"):
         admitted(prompt)
-    assert caught.value.param == "prompt"
 
 
 def test_a_prompt_leaves_space_for_one_token():
     assert admitted([1] * 9, max_tokens=1).sampling.max_tokens == 1
     for num_tokens in (10, 11):
-        with pytest.raises(PromptTooLongError, match=f"has {num_tokens} tokens.* at most 9") as e:
+        with pytest.raises(PromptTooLongError, match=naming(num_tokens, 9)) as e:
             admitted([1] * num_tokens, max_tokens=1)
         assert e.value.param == "prompt"
 
@@ -92,7 +93,7 @@ def test_max_tokens():
     assert admitted(max_tokens=7).sampling.max_tokens == 7
     with pytest.raises(
         PromptTooLongError,
-        match=r"max_tokens is 8.*request at most 7",
+        match=naming("max_tokens", 8, 7),
     ) as caught:
         admitted(max_tokens=8)
     assert caught.value.param == "max_tokens"
@@ -100,23 +101,23 @@ def test_max_tokens():
 
 def test_min_tokens_must_fit():
     assert admitted(max_tokens=None, min_tokens=7).sampling.min_tokens == 7
-    with pytest.raises(PromptTooLongError, match="min_tokens is 8") as caught:
+    with refused(PromptTooLongError, "min_tokens", 8, 10, "'m'", param="min_tokens"):
         admitted(max_tokens=None, min_tokens=8)
-    assert caught.value.param == "min_tokens"
 
 
 @pytest.mark.parametrize("token_id", [-1, 100, 2**40])
 def test_ids_outside_of_the_vocabulary(token_id):
-    with pytest.raises(TokenOutOfVocabularyError, match=rf"{token_id} .*'m', which is 0 to 99"):
+    with pytest.raises(TokenOutOfVocabularyError, match=naming(token_id, "m", 0, 99)):
         admitted((1, token_id, 2))
-    with pytest.raises(TokenOutOfVocabularyError, match="stop_token_ids") as caught:
+    with refused(
+        TokenOutOfVocabularyError, "stop_token_ids", token_id, "'m'", 99, param="stop_token_ids"
+    ):
         admitted(stop_token_ids=(1, token_id))
-    assert caught.value.param == "stop_token_ids"
     assert admitted((0, 99), stop_token_ids=(0, 99)).prompt_token_ids == (0, 99)
 
 
 def test_sampling_is_checked():
-    with pytest.raises(InvalidParameterError, match="top_p"):
+    with refused(InvalidParameterError, "top_p", 2.0, param="top_p"):
         admitted(top_p=2.0)
 
 
@@ -154,31 +155,26 @@ def test_a_timeout_becomes_a_deadline(timeout, deadline_ns):
 
 @pytest.mark.parametrize("timeout", [0, -1.0, math.nan, "5"])
 def test_a_timeout_must_be_positive(timeout):
-    with pytest.raises(InvalidParameterError, match="timeout") as caught:
+    with refused(InvalidParameterError, repr(timeout), param="timeout_seconds"):
         admitted(request={"timeout_seconds": timeout})
-    assert caught.value.param == "timeout_seconds"
 
 
 @pytest.mark.parametrize("priority", ["a", 1.5, True, None, 2**31, -(2**31)])
 def test_a_priority_is_a_small_integer(priority):
     """Another would end the engine, which compares it with that of others."""
-    with pytest.raises(
-        InvalidParameterError, match=r"^priority must be an integer in \["
-    ) as caught:
+    with refused(InvalidParameterError, "priority", 2147483647, repr(priority), param="priority"):
         admitted(request={"priority": priority})
-    assert caught.value.param == "priority"
 
 
 @pytest.mark.parametrize("end_id", ["a", 2.0])
 def test_an_end_id_is_an_integer(end_id):
-    with pytest.raises(InvalidParameterError, match="end_id must be a token id") as caught:
+    with refused(InvalidParameterError, "end_id", repr(end_id), param="end_id"):
         admitted(request={"end_id": end_id})
-    assert caught.value.param == "end_id"
 
 
 @pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf])
 def test_a_scale_must_be_finite(scale):
-    with pytest.raises(InvalidParameterError, match="scale"):
+    with refused(InvalidParameterError, "scale", scale):
         admitted(adapters=[AdapterUse("d", scale)])
 
 
@@ -225,7 +221,7 @@ def test_the_salt_is_the_same_for_all_else():
     ],
 )
 def test_every_token_id_must_be_in_the_vocabulary(param, value):
-    with pytest.raises(TokenOutOfVocabularyError, match=f"{param}: token id 100") as caught:
+    with pytest.raises(TokenOutOfVocabularyError, match=naming(param, 100)) as caught:
         admitted(**{param: value})
     assert caught.value.param == param
 
@@ -235,7 +231,7 @@ def test_the_end_token_of_the_client():
     assert not admitted(request={"end_id": 7}).sampling.ignore_eos
     none = admitted(request={"end_id": -1})
     assert (none.eos_token_ids, none.sampling.ignore_eos) == ((2, 3), True)
-    with pytest.raises(TokenOutOfVocabularyError, match="end_id: token id 100"):
+    with pytest.raises(TokenOutOfVocabularyError, match=naming("end_id", 100)):
         admitted(request={"end_id": 100})
 
 
@@ -258,7 +254,7 @@ def test_a_grammar_needs_a_token_to_end_with():
         request_id=1,
         model="m",
         prompt=PROMPT,
-        sampling=SamplingParams(max_tokens=4, grammar=Grammar(GrammarKind.LLGUIDANCE, "")),
+        task=Generate(SamplingParams(max_tokens=4, grammar=Grammar(GrammarKind.LLGUIDANCE, ""))),
     )
 
     def ends(end_id: int | None, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
@@ -275,9 +271,8 @@ def test_a_grammar_needs_a_token_to_end_with():
     assert ends(None, (2, 3)) == (2, 3)
     assert ends(7, ()) == (7,)
     assert ends(-1, (2,)) == (2,), "ignored, but a grammar ends with it"
-    with pytest.raises(UnsupportedFeatureError, match="no end-of-text token") as caught:
+    with refused(UnsupportedFeatureError, "'m'", "end_id", param="grammar"):
         ends(None, ())
-    assert caught.value.param == "grammar"
 
 
 def test_a_prompt_longer_than_its_own_limit():
@@ -307,7 +302,7 @@ def test_a_prompt_is_cut(truncation, max_tokens, card, left):
         model="m",
         prompt=tuple(range(1, 9)),
         truncation=truncation,
-        sampling=SamplingParams(max_tokens=max_tokens),
+        task=Generate(SamplingParams(max_tokens=max_tokens)),
     )
     assert tuple(cut_prompt(request, request.prompt, card)) == left
 
@@ -319,7 +314,7 @@ def test_a_prompt_is_not_cut_to_nothing(most, max_tokens):
         model="m",
         prompt=(1, 2),
         truncation=PromptTruncation(most),
-        sampling=SamplingParams(max_tokens=max_tokens),
+        task=Generate(SamplingParams(max_tokens=max_tokens)),
     )
     with pytest.raises(InvalidParameterError) as caught:
         cut_prompt(request, request.prompt, CARD)

@@ -9,6 +9,7 @@ from loraplex.core.output import FinishReason, RequestTiming, TokenLogprob
 from loraplex.core.principal import LOCAL
 from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import MAX_LOGPROBS, SamplingParams
+from loraplex.core.task import Generate
 from loraplex.serving.compare import (
     ComparedOutput,
     Difference,
@@ -19,7 +20,7 @@ from loraplex.serving.compare import (
     difference,
 )
 from loraplex.serving.continuation import Admitted, Continuation, continuing
-from loraplex.testing.echo_backend import EchoBackend
+from support.echo_service import EchoService
 
 FR, NO = (AdapterChoice(ByName("fr"), 0.5),), (AdapterChoice(ByName("no")),)
 
@@ -71,7 +72,7 @@ def test_times():
 
 def run(backend, choices, principal=LOCAL, **sampling):
     request = GenerateRequest(
-        request_id=0, model="echo", prompt="hi", sampling=SamplingParams(**sampling)
+        request_id=0, model="echo", prompt="hi", task=Generate(SamplingParams(**sampling))
     )
     requests = comparison_requests(backend, request, choices)
     return requests, asyncio.run(compare(backend, requests, principal))
@@ -79,7 +80,7 @@ def run(backend, choices, principal=LOCAL, **sampling):
 
 @pytest.fixture
 def backend():
-    backend = EchoBackend()
+    backend = EchoService()
     backend.register("fr")
     return backend
 
@@ -202,11 +203,13 @@ def test_an_output_that_differs_from_the_base_does_not_wait_for_it(backend):
 
 def test_an_output_that_equals_the_base_so_far_waits_for_its_end(backend):
     async def order():
-        backend.scripts.extend([["aaaa"], ["aaaa"]])
         request = GenerateRequest(request_id=0, model="echo", prompt="hi")
         requests = comparison_requests(backend, request, [(), FR])
+        async for _ in await backend.generate(requests[1], LOCAL):
+            pass  # the adapter is on the device from now on
+        backend.scripts.extend([["aaaa"], ["aaaa"]])
         shorter = msgspec.structs.replace(requests[1].sampling, max_tokens=2)
-        requests[1] = msgspec.structs.replace(requests[1], sampling=shorter)
+        requests[1] = requests[1].with_sampling(shorter)
         progress = [each async for each in compare_streaming(backend, requests, LOCAL)]
         return [(i, isinstance(item, ComparedOutput)) for i, item in progress]
 

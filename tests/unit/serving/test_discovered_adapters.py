@@ -15,11 +15,13 @@ from loraplex.core.errors import (
 from loraplex.core.principal import LOCAL, Principal
 from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.task import Generate
 from loraplex.serving.adapter_cards import AdapterState
 from loraplex.serving.adapters import folder_follower
 from loraplex.serving.adapters.folder_follower import FolderFollower
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.service import Service
+from support.naming import refused
 
 
 @pytest.fixture
@@ -64,7 +66,7 @@ async def use(service, *keys, principal=LOCAL):
         request_id=service.new_request_id(),
         model="base",
         prompt="hello",
-        sampling=SamplingParams(max_tokens=1),
+        task=Generate(SamplingParams(max_tokens=1)),
         adapters=tuple(AdapterChoice(key) for key in keys),
     )
     async with asyncio.timeout(60):
@@ -122,7 +124,7 @@ async def test_the_model_field_finds_it(start, folder):
 async def test_a_broken_one_is_refused_with_the_reason_and_no_longer_listed(start, folder, staging):
     service = await start(folder("de"))
     staging.staged[str(folder() / "de")] = InvalidAdapterError("torn")
-    with pytest.raises(AdapterNotFoundError, match="'de' could not be loaded: torn"):
+    with refused(AdapterNotFoundError, "'de'", "torn", param="adapter"):
         await use(service, ByName("de"))
     assert states(service) == {}
 
@@ -157,9 +159,9 @@ class TestChanges:
         service = await start(folder("de", "17"))
         path = staging.put("/elsewhere")
         load = service.adapter_admin.load
-        with pytest.raises(AdapterExistsError, match="'de' already exists"):
+        with refused(AdapterExistsError, "'de'", param="name"):
             await load(LOCAL, model="base", name="de", path=path)
-        with pytest.raises(AdapterExistsError, match="task 17 already is adapter '17'"):
+        with refused(AdapterExistsError, 17, "'17'", param="task_id"):
             await load(LOCAL, model="base", name="it", path=path, task_id=17)
 
     async def test_it_may_be_replaced_described_and_unloaded(self, start, folder, staging):

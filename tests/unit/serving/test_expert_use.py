@@ -4,7 +4,7 @@ from pathlib import Path
 
 from loraplex.adapters.staged import StagedAdapter
 from loraplex.core.adapter import AdapterSource, LoraTarget
-from loraplex.core.plan import Capacity, KVGroupCapacity, PageGeometry
+from loraplex.core.plan import CacheGroupCapacity, Capacity, PageGeometry
 from loraplex.serving.adapter_cards import content_of
 from loraplex.serving.expert_use import ExpertUse, expert_use
 
@@ -47,7 +47,7 @@ def test_reports_have_the_experts_and_the_pages_of_each() -> None:
     )
     capacity = Capacity(
         block_size=16,
-        kv_groups=(KVGroupCapacity(num_blocks=1),),
+        cache_groups=(CacheGroupCapacity(num_blocks=1),),
         max_num_seqs=1,
         max_num_batched_tokens=1,
         max_model_len=16,

@@ -1,16 +1,20 @@
 """Engine outputs become text: ends, stop strings, errors, and readers that leave."""
 
 import asyncio
+import threading
 
 import pytest
 
 from loraplex.core.beam_search import BeamSearch
 from loraplex.core.errors import EngineRestartedError, ErrorInfo
 from loraplex.core.output import (
+    BeamLogprobs,
     EngineOutput,
     FinishReason,
     Logits,
     LogitsFile,
+    PackedLogprobs,
+    PromptLogprobs,
     RequestTiming,
     ResolvedAdapter,
     SequenceDelta,
@@ -18,7 +22,11 @@ from loraplex.core.output import (
 )
 from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.stats import EngineStats
+from loraplex.core.task import Generate
 from loraplex.demo import BASE_PATH
+from loraplex.engine.messages import StepDone, decode_event, encode
+from loraplex.frontends.streams import merge_outputs, written
 from loraplex.serving.engines.output_stream import OutputStream
 from loraplex.serving.generation import Generation
 from loraplex.text.tokenizer import load_tokenizer
@@ -43,12 +51,12 @@ class Case:
         params = SamplingParams(**sampling)
         self.generation = Generation(
             GenerateRequest(
-                request_id=7, model="m", prompt="x", sampling=params, client_request_id="mine"
+                request_id=7, model="m", prompt="x", task=Generate(params), client_request_id="mine"
             ),
             make_request(
                 7,
                 prompt_token_ids=tuple(tokenizer.encode("The capital of France is")),
-                sampling=params,
+                task=Generate(params),
                 eos_token_ids=(tokenizer.eos_token_id,),
             ),
             ADAPTERS,
@@ -258,7 +266,7 @@ async def test_an_error_after_all_texts_have_ended_is_none(case, merged):
 async def test_log_probabilities_pass(case):
     one = case(logprobs=1, prompt_logprobs=1)
     logprob = TokenLogprob(5, -0.5, 1)
-    one.say(SequenceDelta(0, (5,), (logprob,)), prompt_logprobs=(None, logprob))
+    one.say(SequenceDelta(0, (5,), (logprob,)), prompt_logprobs=PromptLogprobs.of((None, logprob)))
     one.say(SequenceDelta(0, (5,), (logprob,)))
     output = await one.next()
     assert output.prompt_logprobs == (None, logprob)
@@ -323,7 +331,7 @@ async def test_a_stop_sequence_is_no_text(case):
 async def test_beams_come_whole(case):
     one = case(n=2, beam=BeamSearch(width=3))
     score = TokenLogprob(1, -1.0, 1)
-    one.say(prompt_logprobs=(None, score))
+    one.say(prompt_logprobs=PromptLogprobs.of((None, score)))
     one.say(
         *(
             SequenceDelta(
@@ -342,6 +350,38 @@ async def test_beams_come_whole(case):
         (" big", -1.5),
     ]
     assert output.prompt_logprobs == (None, score), "kept until something came with it"
+
+
+async def test_no_event_loop_decodes_the_log_probabilities_of_beams(case, monkeypatch):
+    """Those of 64 hypotheses with 20 likely tokens at each position take tenths of a second."""
+    threads, decode = [], PackedLogprobs._piece
+
+    def counted(self, index):
+        threads.append(threading.current_thread())
+        return decode(self, index)
+
+    monkeypatch.setattr(PackedLogprobs, "_piece", counted)
+    one = case(n=2, beam=BeamSearch(width=2), logprobs=5, stop=("big",))
+    token_ids = tuple(one.ids(" Paris" * 100 + " big" + " Paris" * 100))
+    scores = [TokenLogprob(token_id, -1.0, 1, ((token_id, -1.0),) * 5) for token_id in token_ids]
+    deltas = tuple(
+        SequenceDelta(index, token_ids, BeamLogprobs.of(scores), FinishReason.LENGTH)
+        for index in range(2)
+    )
+    event = decode_event(
+        encode(StepDone((EngineOutput(7, deltas, finished=True, timing=TIMING),), EngineStats()))
+    )
+    for output in event.outputs:
+        one.stream.put(output)
+    whole = merge_outputs(await one.all())
+    assert not threads
+    found = await written(lambda: [list(each.logprobs) for each in whole.sequences], whole)
+    num_shown = len(whole.sequences[0].token_ids)
+    assert 100 < num_shown < len(token_ids), "up to the stop string"
+    assert found == [scores[:num_shown]] * 2
+    assert len(whole.sequences[0].logprobs) == num_shown
+    assert threads
+    assert threading.current_thread() not in threads
 
 
 async def test_the_best_come_at_the_end(case):

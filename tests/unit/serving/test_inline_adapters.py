@@ -23,6 +23,7 @@ from loraplex.serving.adapters.loading import CatalogLoader
 from loraplex.serving.catalog import ModelCatalog
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.service import Service
+from support.naming import refused
 
 CONFIG = RequestTensor("INT32", (1, 3), b"\x01\x00\x00\x00\x00\x00\x00\x00\x08\x00\x00\x00")
 
@@ -139,11 +140,11 @@ async def test_a_name_that_someone_else_has_is_not_taken_over(
     for name, task_id in (("5", None), ("6", 60)):
         path = staging.put("/x", "x")
         await loading.load(model, Principal("t"), name=name, path=path, task_id=task_id)
-        with pytest.raises(AdapterExistsError, match=f"adapter '{name}' already exists"):
+        with refused(AdapterExistsError, repr(name), param="name"):
             await add("zh", int(name), digest="d1")
     assert known() == {"5": (None, "x", 1), "6": (60, "x", 1)}
     catalog.models["7"] = make_model("7")
-    with pytest.raises(InvalidRequestError, match="'7' is the name of a base model"):
+    with refused(InvalidRequestError, "'7'", "base model", param="name"):
         await add("zh", 7)
 
 
@@ -222,7 +223,7 @@ class TestService:
 
     async def test_callers_without_the_right(self, service, staging):
         await service.start()
-        with pytest.raises(PermissionDeniedError, match="may not manage adapters"):
+        with refused(PermissionDeniedError, "'t'", "'manage'"):
             await self.add(service, Principal("t", rights=Rights(manage=NONE)))
         assert staging.requests == []
 

@@ -8,9 +8,11 @@ from loraplex.core.errors import ConfigError, ModelNotFoundError, NotReadyError
 from loraplex.core.principal import LOCAL
 from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.task import Generate
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.service import Service
 from support.fake_engine_process import FakeEngineSettings
+from support.naming import refused
 
 SETTINGS = ModelConfig(path="/later")
 
@@ -33,7 +35,7 @@ async def empty(make_model, staging):
 
 def request(model):
     return GenerateRequest(
-        request_id=1, model=model, prompt=(1, 2), sampling=SamplingParams(max_tokens=2)
+        request_id=1, model=model, prompt=(1, 2), task=Generate(SamplingParams(max_tokens=2))
     )
 
 
@@ -42,7 +44,7 @@ async def test_a_model_is_served_once_it_was_added(empty):
         await empty.start_model("a", SETTINGS)
     await empty.start()
     assert empty.health().ready
-    with pytest.raises(ModelNotFoundError, match="there is no model 'a' here"):
+    with refused(ModelNotFoundError, "'a'", param="model"):
         await empty.generate(request("a"), LOCAL)
     await empty.start_model("a", SETTINGS)
     await empty.start_model("b", SETTINGS)

@@ -17,6 +17,7 @@ from loraplex.core.errors import (
 from loraplex.core.principal import LOCAL, Names, Principal, Rights, TenantLimits
 from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.task import Generate
 from loraplex.serving import listed_adapters
 from loraplex.serving.adapter_cards import AdapterState
 from loraplex.serving.adapter_list import AdapterQuery, AdapterSort
@@ -55,7 +56,7 @@ def request(*names, max_tokens=4, prompt=(1, 2, 3)):
         request_id=next(_REQUEST_IDS),
         model="a",
         prompt=prompt,
-        sampling=SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True),
+        task=Generate(SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)),
         adapters=tuple(AdapterChoice(ByName(name)) for name in names),
     )
 

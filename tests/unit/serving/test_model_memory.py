@@ -2,15 +2,16 @@
 
 import msgspec
 
+from loraplex.core.cache import Blocks
 from loraplex.core.config import ModelConfig
-from loraplex.core.plan import KVGroupCapacity, PageGeometry
-from loraplex.core.stats import AdapterTierStats, EngineStats, KVGroupStats
+from loraplex.core.plan import CacheGroupCapacity, PageGeometry
+from loraplex.core.stats import AdapterTierStats, CacheGroupStats, EngineStats
 from loraplex.memory.adapter_pages import layer_targets
 from loraplex.serving.model_memory import (
     AcceleratorMemory,
+    CacheGroupMemory,
     DeviceTier,
     HostTier,
-    KVGroupMemory,
     KVMemory,
     ModelMemory,
     RankFit,
@@ -64,28 +65,35 @@ def test_every_number_is_in_its_place():
     )
 
 
-def test_blocks_are_counted_together_and_by_kv_group():
+def test_blocks_are_counted_together_and_by_cache_group():
     groups = (
-        KVGroupCapacity(num_blocks=100, num_host_blocks=8),
-        KVGroupCapacity(num_blocks=40, num_host_blocks=5, attention_window=64),
+        CacheGroupCapacity(num_blocks=100, num_host_blocks=8),
+        CacheGroupCapacity(num_blocks=40, num_host_blocks=5, spec=Blocks(64), block_bytes=70),
     )
-    capacity = msgspec.structs.replace(CAPACITY, kv_groups=groups)
+    capacity = msgspec.structs.replace(CAPACITY, cache_groups=groups)
     stats = msgspec.structs.replace(
         STATS,
         blocks_held=9,
         blocks_cached=31,
         blocks_on_host=3,
-        kv_groups=(KVGroupStats(6, 30, 2), KVGroupStats(3, 1, 1)),
+        cache_groups=(CacheGroupStats(6, 30, 2), CacheGroupStats(3, 1, 1)),
     )
     kv = memory_of(capacity, stats, targets=TARGETS, model=MODEL).kv
     assert (kv.blocks, kv.held, kv.cached, kv.free, kv.tokens) == (140, 9, 31, 100, 1600)
     assert (kv.host_blocks, kv.host_used) == (13, 3)
     full, window = kv.groups
-    assert full == KVGroupMemory(
+    assert full == CacheGroupMemory(
         attention_window=None, blocks=100, held=6, cached=30, free=64, host_blocks=8, host_used=2
     )
-    assert window == KVGroupMemory(
-        attention_window=64, blocks=40, held=3, cached=1, free=36, host_blocks=5, host_used=1
+    assert window == CacheGroupMemory(
+        attention_window=64,
+        blocks=40,
+        block_bytes=70,
+        held=3,
+        cached=1,
+        free=36,
+        host_blocks=5,
+        host_used=1,
     )
     assert [
         group.free

@@ -1,6 +1,5 @@
 """What is counted for which request."""
 
-import msgspec
 import pytest
 from prometheus_client import generate_latest
 
@@ -219,7 +218,7 @@ def test_two_of_them_do_not_share_anything():
 
 async def test_requests_with_a_grammar(metrics, clock):
     sampling = SamplingParams(grammar=Grammar(GrammarKind.REGEX, "a"))
-    request = msgspec.structs.replace(REQUEST, sampling=sampling)
+    request = REQUEST.with_sampling(sampling)
     metrics.observe(request, ScriptedOutputs(clock, []), record())
     metrics.observe(REQUEST, ScriptedOutputs(clock, []), record())
     assert value(metrics, "constrained_requests_total", kind="regex") == 1

@@ -2,11 +2,13 @@
 
 import asyncio
 
+import msgspec
 import pytest
 
 from loraplex.core.beam_search import BeamSearch
 from loraplex.core.output import FinishReason
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.task import Pool
 from loraplex.serving.engines.in_flight_request import KILL_BLAME, InFlightRequest
 from support.engine_requests import engine_request
 
@@ -40,3 +42,12 @@ def test_one_of_several_sequences_is_aborted():
     assert request.engine_request().ended == (1,)
     (output,) = asyncio.run(request.stream.take())
     assert [(d.index, d.finish_reason) for d in output.deltas] == [(1, FinishReason.ABORT)]
+
+
+def test_a_pooled_request_is_computed_again_in_the_next_engine():
+    request = msgspec.structs.replace(engine_request((5, 6)), task=Pool())
+    in_flight = InFlightRequest(request, [])
+    in_flight.lose_engine(KILL_BLAME)
+    again = in_flight.engine_request()
+    assert again.task == Pool()
+    assert (again.outputs, again.ended, again.num_restarts) == (((),), (), 1)

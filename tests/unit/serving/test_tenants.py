@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 
+import msgspec
 import pytest
 
 from loraplex.core.adapter import AdapterChoice, AdapterRef, ByName, ByTaskId
@@ -12,6 +13,7 @@ from loraplex.core.errors import (
     ModelNotFoundError,
     PermissionDeniedError,
     RateLimitedError,
+    UnsupportedFeatureError,
 )
 from loraplex.core.principal import (
     DEFAULT_TENANT,
@@ -24,10 +26,12 @@ from loraplex.core.principal import (
 )
 from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.task import Generate, Pool, PoolKind
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.service import Service
 from loraplex.testing.fake_clock import FakeClock
 from support.fake_engine_process import FakeEngineSettings
+from support.naming import refused
 
 _REQUEST_IDS = itertools.count(1)
 
@@ -66,7 +70,7 @@ def request(model="a", *keys, prompt=(1, 2, 3), max_tokens=4, n=1):
         request_id=next(_REQUEST_IDS),
         model=model,
         prompt=prompt,
-        sampling=sampling,
+        task=Generate(sampling),
         adapters=adapters,
     )
 
@@ -123,7 +127,7 @@ class TestAdapters:
             service.adapter_admin.pin(ACME, theirs, None, is_pinned=True),
             service.adapter_admin.alias(ACME, theirs, "mine"),
         ):
-            with pytest.raises(PermissionDeniedError, match="'zh' is the server's own"):
+            with refused(PermissionDeniedError, "'zh'", "'acme'", "server's own"):
                 await change
 
     async def test_managing_by_names(self, service, staging):
@@ -131,12 +135,12 @@ class TestAdapters:
         path = staging.put("/x")
         await service.adapter_admin.load(manager, model="a", name="own-1", path=path)
         ref = AdapterRef("a", "acme", ByName("own-1"))
-        for refused in (
+        for change in (
             service.adapter_admin.load(manager, model="a", name="x", path=path),
             service.adapter_admin.alias(manager, ref, "x"),
         ):
-            with pytest.raises(PermissionDeniedError, match="may not manage adapter 'x'"):
-                await refused
+            with refused(PermissionDeniedError, "'x'", "manage"):
+                await change
         await service.adapter_admin.alias(manager, ref, "own-too")
         await service.adapter_admin.unload(manager, ref)
 
@@ -195,7 +199,7 @@ class TestLimits:
         use = service._gate.use("acme")
         outputs = await service.generate(request(max_tokens=97), limited)
         assert use.tokens.total(0) == service.usage(limited).tokens_last_minute == 100
-        with pytest.raises(RateLimitedError, match="100 are used or reserved"):
+        with refused(RateLimitedError, 100):
             await service.generate(request(), limited)
         await outputs.aclose()
         assert use.tokens.total(0) == 3
@@ -205,7 +209,7 @@ class TestLimits:
     async def test_at_once(self, service):
         limited = tenant(TenantLimits(max_concurrent_requests=1))
         outputs = await service.generate(request(max_tokens=500), limited)
-        with pytest.raises(RateLimitedError, match="1 requests at once"):
+        with refused(RateLimitedError, "'acme'", 1):
             await service.generate(request(), limited)
         await outputs.aclose()
         await last_output_of(service, request(), limited)
@@ -263,3 +267,27 @@ async def test_the_tenant_is_in_the_salt(service, monkeypatch):
         await last_output_of(service, request(), caller)
         await last_output_of(service, request("a", ByName("zh")), caller)
     assert len(set(salts.values())) == len(salts) == 6
+
+
+class TestPool:
+    def pooled(self, prompt=(1, 2, 3), **task):
+        return msgspec.structs.replace(request(prompt=prompt), task=Pool(**task))
+
+    async def test_a_vector_and_its_use(self, service):
+        found = await service.pool(self.pooled(), ACME)
+        assert len(found.vector) == 4 * 16
+        assert found.prompt_token_ids == (1, 2, 3)
+        again = await service.pool(self.pooled(dimensions=2), ACME)
+        assert again.vector == found.vector[:8]
+        with pytest.raises(InvalidParameterError):
+            await service.pool(self.pooled(dimensions=0), ACME)
+        with pytest.raises(UnsupportedFeatureError):
+            await service.pool(self.pooled(kind=PoolKind.MEAN), ACME)
+        assert service.usage(ACME).concurrent_requests == 0
+
+    async def test_only_the_prompt_counts_for_a_limit(self, service):
+        limited = tenant(TenantLimits(tokens_per_minute=7))
+        for _ in range(2):
+            await service.pool(self.pooled(), limited)
+        with pytest.raises(RateLimitedError):
+            await service.pool(self.pooled(), limited)

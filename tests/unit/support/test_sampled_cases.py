@@ -1,31 +1,32 @@
-"""Cases that a run of `make test` takes: some with each seed, all with all seeds together."""
+"""Cases that a run takes: some with each seed, all with all seeds; and parts of the slow tests."""
 
 from types import SimpleNamespace
 
 import pytest
 
-from support.sampled_cases import left_to_ci
+from support.sampled_cases import left_to_others, part_of_slow
 
 NOT_SLOW = "not slow and not gpu"
 CASES = {f"test_file.py::test_many[{case}]" for case in "abcdefgh"}
 OTHERS = {"test_file.py::test_many", "test_file.py::test_few[a]", "test_file.py::test_few[b]"}
 
 
-def items(names, *marks):
-    marker = SimpleNamespace(args=marks) if marks else None
-    return [
-        SimpleNamespace(nodeid=name, get_closest_marker=lambda _: marker) for name in sorted(names)
-    ]
+def items(names, *marks, marker="some"):
+    markers = {marker: SimpleNamespace(args=marks)} if marks or marker == "slow" else {}
+    return [SimpleNamespace(nodeid=name, get_closest_marker=markers.get) for name in sorted(names)]
 
 
-def taken(seed=0, *, count=3, markexpr=NOT_SLOW, args=("tests",), lf=False):
-    config = SimpleNamespace(
-        args=args, option=SimpleNamespace(markexpr=markexpr, randomly_seed=seed, lf=lf)
-    )
+def config_of(seed=0, *, markexpr=NOT_SLOW, args=("tests",), lf=False, slow_part=None):
+    option = SimpleNamespace(markexpr=markexpr, randomly_seed=seed, lf=lf, slow_part=slow_part)
+    return SimpleNamespace(args=args, option=option, getoption=vars(option).get)
+
+
+def taken(seed=0, *, count=3, **options):
+    config = config_of(seed, **options)
     collected = items(OTHERS) + items(CASES, count)
-    left = {item.nodeid for item in left_to_ci(config, collected)}
+    left = {item.nodeid for item in left_to_others(config, collected)}
     assert left <= CASES
-    assert left == {item.nodeid for item in left_to_ci(config, collected[::-1])}
+    assert left == {item.nodeid for item in left_to_others(config, collected[::-1])}
     return CASES - left
 
 
@@ -55,10 +56,30 @@ def test_ci_named_tests_and_failed_ones_are_whole(run):
 
 
 def test_tests_of_a_file_share_their_parameters():
-    config = SimpleNamespace(args=[], option=SimpleNamespace(markexpr=NOT_SLOW, randomly_seed=3))
+    config = config_of(3)
     more = {case.replace("many", "more") for case in CASES}
-    left = [item.nodeid for item in left_to_ci(config, items(CASES | more, 4))]
+    left = [item.nodeid for item in left_to_others(config, items(CASES | more, 4))]
     assert len(left) == 8
     assert {name[-2] for name in left if "many" in name} == {
         name[-2] for name in left if "more" in name
     }
+
+
+def test_the_parts_of_the_slow_tests_are_all_of_them_once():
+    slow = items(CASES, marker="slow")
+    found = []
+    for part in ("1/3", "2/3", "3/3"):
+        config = config_of(markexpr="not soak", slow_part=part_of_slow(part))
+        left = left_to_others(config, slow + items(OTHERS))
+        found += [item.nodeid for item in slow if item not in left]
+    assert sorted(found) == sorted(CASES)
+
+
+def test_a_run_with_a_part_of_the_slow_tests_takes_some_cases():
+    assert len(taken(markexpr="not soak", slow_part=(1, 3))) == 3
+
+
+@pytest.mark.parametrize("text", ["0/3", "4/3", "x", "1/0"])
+def test_a_part_that_is_none(text):
+    with pytest.raises(ValueError, match="is no part K/N"):
+        part_of_slow(text)

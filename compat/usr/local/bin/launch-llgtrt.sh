@@ -8,4 +8,4 @@ if [ $# -lt 1 ]; then
 fi
 model=$1
 shift
-exec python3 -m loraplex compat llgtrt --engine "$model" "$@"
+exec python3 -P -m loraplex compat llgtrt --engine "$model" "$@"

@@ -30,7 +30,7 @@ from loraplex.core.errors import (
     UnsupportedFeatureError,
     UnsupportedModelError,
 )
-from loraplex.core.gguf import BlockType, GgufFile, parse_gguf
+from loraplex.core.gguf import SPLIT_COUNT, BlockType, GgufFile, parse_gguf
 from loraplex.core.gguf_names import family_of, hugging_face_name
 
 A: Final = ".lora_a"
@@ -108,7 +108,8 @@ class GgufLora:
         if place.module == EMBEDDING:
             a = _with_elements(a, a.bits().T)
         with _adapter_errors():
-            rows = family.file_rows(f"{place.path}.weight", b.shape[0], shapes.head_dim)
+            head_dim = shapes.layer(-1 if place.layer is None else place.layer).head_dim
+            rows = family.file_rows(f"{place.path}.weight", b.shape[0], head_dim)
         if rows is not None:
             b = _with_elements(b, b.bits()[rows])
         scale = float(np.float32(self.alpha / a.shape[0])) if self.alpha else 1.0
@@ -150,6 +151,11 @@ def read_gguf_lora(path: Path, limits: StagingLimits) -> GgufLora:
         file = parse_gguf(path, opened, size, limits.max_header_bytes)
         alpha = _alpha(file)
         family_of(file)
+    if file.metadata.get(SPLIT_COUNT, 1) not in (0, 1):
+        raise UnsupportedFeatureError(
+            f"{path} is one of {str(file.metadata[SPLIT_COUNT])[:80]} parts of a split adapter, "
+            "which llama.cpp does not read either: join them with llama-gguf-split --merge"
+        )
     if len(file.tensors) > limits.max_tensors:
         raise AdapterTooLargeError(
             f"{path} declares {len(file.tensors)} tensors; at most {limits.max_tensors} are read"

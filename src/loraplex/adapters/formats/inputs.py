@@ -9,16 +9,22 @@ from pathlib import Path
 from typing import Protocol
 
 from loraplex.adapters.canonical import FORMAT, CanonicalRow, parse_canonical
-from loraplex.adapters.formats import canonical_file, llgtrt, peft, torch_bin, trtllm
+from loraplex.adapters.formats import canonical_file, llgtrt, mlx, peft, torch_bin, trtllm
 from loraplex.adapters.formats.gguf_lora import GgufLora, read_gguf_lora
 from loraplex.adapters.formats.peft_config import CONFIG_NAME, PeftConfig, read_config
 from loraplex.adapters.formats.peft_coverage import target_warnings
+from loraplex.adapters.formats.peft_ends import EndTokens, read_end_tokens
 from loraplex.adapters.formats.peft_names import is_of_other_tower
 from loraplex.adapters.fused_modules import fit_modules
 from loraplex.adapters.gguf_files import GGUF_SUFFIX, gguf_files_of
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.staging_limits import StagingLimits
-from loraplex.adapters.tensor_file import RawTensor, SafetensorsContent, read_tensors
+from loraplex.adapters.tensor_file import (
+    RawTensor,
+    SafetensorsContent,
+    read_bounded,
+    read_tensors,
+)
 from loraplex.core.byte_sizes import readable_bytes
 from loraplex.core.counts import counted
 from loraplex.core.errors import AdapterTooLargeError, InvalidAdapterError, LoraplexError
@@ -28,6 +34,7 @@ _MAX_ENTRIES = 1000
 """Maximum number of entries of a folder that are looked at for a hint."""
 UNDERSTOOD = (
     f"a PEFT folder ({CONFIG_NAME} and {peft.WEIGHTS_NAME} or {peft.TORCH_WEIGHTS_NAME}), "
+    f"an MLX folder ({CONFIG_NAME} and {mlx.WEIGHTS_NAME}), "
     f"a TensorRT-LLM folder ({trtllm.WEIGHTS_NAME} and {' or '.join(trtllm.CONFIG_NAMES)}), "
     f"a {FILE_SUFFIX} file with the tensors weights and config, a canonical adapter file of "
     f"loraplex, or a {GGUF_SUFFIX} file of LoRA"
@@ -48,6 +55,11 @@ class AdapterInput(Protocol):
     @property
     def left_out(self) -> Sequence[str]:
         """Names of the tensors, of those read, that no output depends on."""
+        ...
+
+    @property
+    def end_tokens(self) -> EndTokens:
+        """End tokens that its files name."""
         ...
 
     def read_rows(self, shapes: BaseShapes, limits: StagingLimits) -> tuple[CanonicalRow, ...]: ...
@@ -71,6 +83,7 @@ class PeftFolder:
         self.config: PeftConfig = read_config(folder, limits.max_header_bytes)
         self.trained_on = self.config.base_model_name_or_path
         self._weights = _peft_weights(folder)
+        self.end_tokens, self._unread = read_end_tokens(folder, limits.max_header_bytes)
         self.files: tuple[Path, ...] = (folder / CONFIG_NAME, self._weights)
         self.left_out: Sequence[str] = ()
 
@@ -99,7 +112,7 @@ class PeftFolder:
         return rows
 
     def warnings(self, rows: tuple[CanonicalRow, ...], shapes: BaseShapes) -> list[str]:
-        warnings = target_warnings(self.config, rows, shapes)
+        warnings = target_warnings(self.config, rows, shapes) + self._unread
         if self.left_out:
             warnings.append(
                 f"{counted(len(self.left_out), 'tensor')} of a part that only images or sound "
@@ -108,12 +121,41 @@ class PeftFolder:
         return warnings
 
 
+class MlxFolder:
+    """Folder of mlx-lm: adapter_config.json and adapters.safetensors."""
+
+    format = "MLX"
+
+    end_tokens = EndTokens()
+    left_out: Sequence[str] = ()
+
+    def __init__(self, folder: Path, limits: StagingLimits) -> None:
+        config = folder / CONFIG_NAME
+        self._weights = folder / mlx.WEIGHTS_NAME
+        self.files: tuple[Path, ...] = (config, self._weights)
+        try:
+            self._config = mlx.parse_config(bytes(read_bounded(config, limits.max_header_bytes)))
+        except LoraplexError as error:
+            raise type(error)(f"{config}: {error.message}") from error
+        self.trained_on = self._config.model
+
+    def read_rows(self, shapes: BaseShapes, limits: StagingLimits) -> tuple[CanonicalRow, ...]:
+        tensors = mlx.peft_tensors(
+            _read_file(self._weights, limits).tensors, ties_embeddings=shapes.ties_embeddings
+        )
+        return peft.canonical_rows(self._config.as_peft, tensors, shapes)
+
+    def warnings(self, _rows: tuple[CanonicalRow, ...], _shapes: BaseShapes) -> list[str]:
+        return []
+
+
 class PairFolder:
     """TensorRT-LLM folder with two .npy files."""
 
     format = "TensorRT-LLM"
 
     trained_on: str | None = None
+    end_tokens = EndTokens()
     left_out: Sequence[str] = ()
 
     def __init__(self, folder: Path) -> None:
@@ -144,6 +186,7 @@ class LoraFile:
     format = "safetensors"
 
     trained_on: str | None = None
+    end_tokens = EndTokens()
     left_out: Sequence[str] = ()
 
     def __init__(self, path: Path) -> None:
@@ -174,6 +217,7 @@ class GgufLoraFile:
     """GGUF file of an adapter."""
 
     format = "GGUF"
+    end_tokens = EndTokens()
 
     left_out: Sequence[str] = ()
 
@@ -200,6 +244,7 @@ class RequestTensors:
     format = "TensorRT-LLM"
 
     trained_on: str | None = None
+    end_tokens = EndTokens()
     files: tuple[Path, ...] = ()
     left_out: Sequence[str] = ()
 
@@ -236,7 +281,10 @@ def _input_at(place: Path, path: str, limits: StagingLimits) -> AdapterInput:
         if place.name.endswith(GGUF_SUFFIX):
             return GgufLoraFile(place, limits)
         raise InvalidAdapterError(f"{path} is not an adapter; supported: {UNDERSTOOD}")
-    if any((place / name).exists() for name in (CONFIG_NAME, *peft.WEIGHTS_NAMES)):
+    has_peft_weights = any((place / name).exists() for name in peft.WEIGHTS_NAMES)
+    if not has_peft_weights and (place / mlx.WEIGHTS_NAME).exists():
+        return MlxFolder(place, limits)
+    if has_peft_weights or (place / CONFIG_NAME).exists():
         return PeftFolder(place, limits)
     if (place / trtllm.WEIGHTS_NAME).exists():
         return PairFolder(place)

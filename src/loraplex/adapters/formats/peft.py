@@ -24,8 +24,14 @@ WEIGHTS_NAMES = (WEIGHTS_NAME, TORCH_WEIGHTS_NAME)
 
 # The missing feature of a tensor that no row can represent, by a fragment of its name.
 _FOREIGN = {
+    **dict.fromkeys(
+        (".project_in.", ".project_out."),
+        "LoRA of a projection between the embedding and the layers (train with exclude_modules: "
+        "project_in, project_out)",
+    ),
     ".experts.base_layer.base_layer": "LoRA of a third parameter of experts",
     ".experts": "another layout of experts than those of docs/adapters.md",
+    "token_adapter.base_layer.": "trained tokens of a module that is copied as well",
     "trainable_tokens": "more than the trained rows of a token embedding",
     "original_module": "a second copy of a module, in addition to the trained one",
     "lora_": "LoRA of a module that has none here",

@@ -7,6 +7,8 @@ or not at all.
 
 import functools
 import math
+import reprlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -17,6 +19,7 @@ from loraplex.adapters.formats.patterns import Matcher
 from loraplex.adapters.tensor_file import read_bounded
 from loraplex.core.adapter import EMBEDDING, LM_HEAD
 from loraplex.core.errors import InvalidAdapterError, LoraplexError, UnsupportedFeatureError
+from loraplex.core.module_names import without_wrappers
 
 CONFIG_NAME = "adapter_config.json"
 _LINEAR_LAYERS = "all-linear"
@@ -63,10 +66,35 @@ _PARAMETERS = ("gate_up_proj", "gate_proj", "up_proj", "down_proj", "weight")
 
 # With these initialisations PEFT changes the base's weights whenever it builds the layer, also when
 # it loads a trained adapter.
-_BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_SUBTRACTED = (
+    "make it a plain LoRA: after the training, call model.save_pretrained(folder, "
+    "path_initial_model_for_weight_conversion=initial), with the folder of the untrained adapter"
+)
+_CONVERSIONS = {
+    **dict.fromkeys(
+        ("pissa", "olora"),
+        f"{_SUBTRACTED}, which can be made again from the base model (docs/adapters.md, PEFT "
+        "features)",
+    ),
+    **dict.fromkeys(("corda", "lora_ga"), _SUBTRACTED),
+    "loftq": "serve the base model that LoftQ quantised and saved, and set init_lora_weights to "
+    "true in adapter_config.json",
+}
+"""What makes an adapter of such an initialisation a plain one."""
 _PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
+_WITH_NAMES = (
+    *("target_modules", "exclude_modules", "modules_to_save", "target_parameters"),
+    *("rank_pattern", "alpha_pattern"),
+)
+"""Fields with names of modules, or patterns of them."""
 _BIAS_CHOICES = ("none", "all", "lora_only")
 _EMPTY: tuple[Any, ...] = (None, False, "", [], {})
+_LARGEST_SCALE = float(np.finfo(np.float32).max)
+_LARGEST_INTEGER = 2**31 - 1
+
+_SHORT = reprlib.Repr()
+"""Shows a value of the file in an error: it may be large, or nested deeply."""
+_SHORT.maxstring = _SHORT.maxother = 200
 
 
 class LoraSettings(NamedTuple):
@@ -118,6 +146,11 @@ class PeftConfig(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                 self._matching(self.alpha_pattern, path), self.lora_alpha
             )
             scale = alpha / (math.sqrt(rank) if self.use_rslora else rank)
+            if abs(scale) > _LARGEST_SCALE:
+                raise InvalidAdapterError(
+                    f"the scale of {module_path} is {scale:g} (alpha {alpha:g}, rank {rank}); it "
+                    f"is computed in float32, which holds at most {_LARGEST_SCALE:g}"
+                )
             return LoraSettings(self.targets(module_path), rank, float(np.float32(scale)))
 
     def targets_parameter(self, path: str) -> bool:
@@ -140,7 +173,19 @@ class PeftConfig(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         ):
             return True
         twin = _TIED.get(module_path.rpartition(".")[2])
-        return self.ensure_weight_tying and twin is not None and self._targets(twin)
+        # PEFT itself writes the whole path of an embedding that it ties: model.embed_tokens.
+        return (
+            self.ensure_weight_tying
+            and twin is not None
+            and any(
+                self._targets(path) for path in (twin, f"model.{twin}", *self._full_paths(twin))
+            )
+        )
+
+    def _full_paths(self, module: str) -> Sequence[str]:
+        """Return the entries of target_modules that are paths to a module of this name."""
+        names = self.target_modules if isinstance(self.target_modules, list) else []
+        return [name for name in names if name.endswith(f".{module}")]
 
     def saves(self, module_path: str) -> bool:
         """Whether PEFT would train a copy of this module (modules_to_save).
@@ -150,7 +195,8 @@ class PeftConfig(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         if any(module_path.endswith(name) for name in self.modules_to_save):
             return True
         twin = _TIED.get(module_path.rpartition(".")[2], "")
-        return self.ensure_weight_tying and twin in self.modules_to_save
+        names = (name.rpartition(".")[2] for name in self.modules_to_save)
+        return self.ensure_weight_tying and twin in names
 
     def token_indices(self, module: str) -> list[int]:
         """Return the trained rows of embed_tokens or lm_head; a list means the embedding."""
@@ -265,7 +311,7 @@ def parse_config(content: bytes) -> PeftConfig:
         if key in PeftConfig.__struct_encode_fields__ and value is not None
     }
     try:
-        config = msgspec.convert(known, PeftConfig)
+        config = _without_wrappers(msgspec.convert(known, PeftConfig))
     except msgspec.ValidationError as error:
         raise InvalidAdapterError(str(error)) from error
     _check_values(config)
@@ -274,29 +320,48 @@ def parse_config(content: bytes) -> PeftConfig:
     return config
 
 
+def _without_wrappers(config: PeftConfig) -> PeftConfig:
+    """Return the config with names of modules as the tensors' are read."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, str):
+            return without_wrappers(value)
+        if isinstance(value, list):
+            return [plain(item) for item in value]
+        return {plain(name): item for name, item in value.items()} if value else value
+
+    return msgspec.structs.replace(
+        config, **{field: plain(getattr(config, field)) for field in _WITH_NAMES}
+    )
+
+
 def _refuse_unsupported(values: dict[str, Any]) -> None:
     peft_type = values.get("peft_type")
     if peft_type != "LORA":
-        raise UnsupportedFeatureError(f"peft_type is {peft_type!r}; only 'LORA' is served")
+        raise UnsupportedFeatureError(
+            f"peft_type is {_SHORT.repr(peft_type)}; only 'LORA' is served"
+        )
     for key, value in values.items():
         if key in _UNSUPPORTED:
             default, needed = _UNSUPPORTED[key]
             if value != default and value not in _EMPTY:
                 raise UnsupportedFeatureError(
-                    f"{key} = {value!r} needs {needed}, which is not served"
+                    f"{key} = {_SHORT.repr(value)} needs {needed}, which is not served"
                 )
         elif key == "init_lora_weights":
             _refuse_base_changing_init(value)
         elif key not in _KNOWN and value not in _EMPTY:
-            raise UnsupportedFeatureError(f"{key} = {value!r} is unknown, and so is its effect")
+            raise UnsupportedFeatureError(
+                f"{key[: _SHORT.maxstring]} = {_SHORT.repr(value)} is unknown, and so is its effect"
+            )
 
 
 def _refuse_other_tokens(indices: dict[str, object]) -> None:
     for name in indices:
         if name.rpartition(".")[2] not in _TIED:
             raise UnsupportedFeatureError(
-                f"trainable_token_indices names {name!r}; token rows are those of {EMBEDDING} or "
-                f"{LM_HEAD}"
+                f"trainable_token_indices names {_SHORT.repr(name)}; token rows are those of "
+                f"{EMBEDDING} or {LM_HEAD}"
             )
 
 
@@ -304,43 +369,51 @@ def _refuse_other_parameters(names: list[str]) -> None:
     for name in names:
         if name.rpartition(".")[2] not in _PARAMETERS:
             raise UnsupportedFeatureError(
-                f"target_parameters names {name!r}; supported: {', '.join(_PARAMETERS)}"
+                f"target_parameters names {_SHORT.repr(name)}; supported: {', '.join(_PARAMETERS)}"
             )
 
 
 def _refuse_base_changing_init(value: object) -> None:
-    if isinstance(value, str) and value.lower().startswith(_BASE_CHANGING_INITS):
+    name = value.lower() if isinstance(value, str) else ""
+    conversion = next((text for init, text in _CONVERSIONS.items() if name.startswith(init)), None)
+    if conversion is not None:
         raise UnsupportedFeatureError(
-            f"init_lora_weights = {value!r} changes the base model's weights, which all adapters "
-            "share; save the adapter with path_initial_model_for_weight_conversion, which makes it "
-            "a plain LoRA"
+            f"init_lora_weights = {_SHORT.repr(value)} changes the base model's weights, which all "
+            f"adapters share; {conversion}"
         )
     if not isinstance(value, bool | str | None) or value not in _PLAIN_INITS:
         raise UnsupportedFeatureError(
-            f"init_lora_weights = {value!r} is unknown, and so is its effect"
+            f"init_lora_weights = {_SHORT.repr(value)} is unknown, and so is its effect"
         )
 
 
 def _check_switches(config: PeftConfig) -> None:
     if config.bias not in _BIAS_CHOICES:
         raise InvalidAdapterError(
-            f"bias is {config.bias!r}; it is one of {', '.join(_BIAS_CHOICES)}"
+            f"bias is {_SHORT.repr(config.bias)}; it is one of {', '.join(_BIAS_CHOICES)}"
         )
     if config.use_dora and config.lora_bias:
         raise InvalidAdapterError("use_dora and lora_bias exclude each other, in PEFT too")
     for module in (EMBEDDING, LM_HEAD):
         indices = config.token_indices(module)
-        if len(set(indices)) < len(indices) or min(indices, default=0) < 0:
+        is_in_range = all(0 <= index <= _LARGEST_INTEGER for index in indices)
+        if len(set(indices)) < len(indices) or not is_in_range:
             raise InvalidAdapterError(
-                f"trainable_token_indices of {module} must be different token ids, got {indices}"
+                f"trainable_token_indices of {module} must be different token ids, got "
+                f"{_SHORT.repr(indices)}"
             )
 
 
 def _check_values(config: PeftConfig) -> None:
     for name, rank in {"r": config.r, **config.rank_pattern}.items():
-        if rank < 1:
-            raise InvalidAdapterError(f"the rank of {name!r} must be at least 1, got {rank}")
+        if not 1 <= rank <= _LARGEST_INTEGER:
+            raise InvalidAdapterError(
+                f"the rank of {_SHORT.repr(name)} must be at least 1 and at most "
+                f"{_LARGEST_INTEGER}, got {_SHORT.repr(rank)}"
+            )
     for name, alpha in {"lora_alpha": config.lora_alpha, **config.alpha_pattern}.items():
         if not math.isfinite(alpha):
-            raise InvalidAdapterError(f"the alpha of {name!r} must be finite, got {alpha}")
+            raise InvalidAdapterError(
+                f"the alpha of {_SHORT.repr(name)} must be finite, got {alpha}"
+            )
     config.check_patterns()

@@ -7,16 +7,12 @@ parameter, up_proj may reach the shared expert alone. So the tensors decide what
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-import numpy as np
-
 from loraplex.adapters.canonical import CanonicalRow, RowKind
 from loraplex.adapters.formats.peft_config import CONFIG_NAME, PeftConfig
 from loraplex.adapters.shapes import BaseShapes, other_layout
-from loraplex.adapters.tensor_file import RawTensor
 from loraplex.core.byte_sizes import readable_bytes
 
 _MAX_SHOWN = 20
-_PROBE_BYTES = 64
 
 
 def target_warnings(
@@ -57,8 +53,12 @@ def _expert_warnings(
     warnings = []
     counts = Counter(row.module for row in rows if row.expert is not None)
     layers = {module: {row.layer for row in rows if row.module == module} for module in counts}
-    for module, num_experts in shapes.num_experts.items():
-        total = num_experts * len(layers.get(module, ()))
+    for module in shapes.num_experts:
+        total = sum(
+            shapes.layer(layer).num_experts.get(module, 0)
+            for layer in layers.get(module, ())
+            if layer is not None
+        )
         if 0 < counts[module] < total:
             warnings.append(
                 f"only {counts[module]} of {total} experts have LoRA of {module}: the others have "
@@ -85,11 +85,11 @@ def _expert_warnings(
 
 
 def _targets_experts(config: PeftConfig, module: str, shapes: BaseShapes) -> bool:
-    path = shapes.paths.get(module)
+    layer = shapes.module_layers.get(module, (0,))[0]
+    path = shapes.layer(layer).paths.get(module)
     if path is None or config.target_modules is None:
         return False
-    layers = shapes.module_layers.get(module, (0,))
-    return config.targets(path.format(layers[0], expert=0))
+    return config.targets(path.format(layer, expert=0))
 
 
 def _repeated_bytes(rows: Iterable[CanonicalRow]) -> int:
@@ -105,15 +105,9 @@ def _repeated_bytes(rows: Iterable[CanonicalRow]) -> int:
             repeated += sum(
                 tensor.num_bytes
                 for name, tensor in row.tensors.items()
-                if _are_equal(tensor, before.tensors[name])
+                if tensor.equals(before.tensors[name])
             )
     return repeated
-
-
-def _are_equal(tensor: RawTensor, other: RawTensor) -> bool:
-    if tensor.shape != other.shape or tensor.data[:_PROBE_BYTES] != other.data[:_PROBE_BYTES]:
-        return False
-    return np.array_equal(np.frombuffer(tensor.data, "u1"), np.frombuffer(other.data, "u1"))
 
 
 def _missing_layers(

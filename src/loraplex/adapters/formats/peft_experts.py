@@ -144,7 +144,8 @@ def _check_stack(stack: _Stack, outer: set[int], config: PeftConfig, shapes: Bas
             f"{stack.what} are of the first of two parameters; there are no tensors of the second, "
             "experts.lora_A and experts.lora_B"
         )
-    if any(part not in shapes.num_experts for parts in _PARTS.values() for part in parts):
+    own = shapes.layer(stack.layer).num_experts
+    if any(part not in own for parts in _PARTS.values() for part in parts):
         raise AdapterMismatchError(f"{stack.what} are of experts; the base model has none")
 
 
@@ -165,7 +166,7 @@ def _projection(stack: _Stack, has_inner: bool, config: PeftConfig, shapes: Base
         return targeted[0]
     a, b = stack.tensors[PeftSlot.A], stack.tensors[PeftSlot.B]
     sizes = {a.shape[-1], b.shape[0]}
-    fitting = [one for one in both if set(_sizes(one, shapes)) == sizes]
+    fitting = [one for one in both if set(_sizes(one, stack.layer, shapes)) == sizes]
     if len(fitting) != 1:
         raise InvalidAdapterError(
             f"{stack.what} may be of {' or '.join(both)} of the experts: name the one that was "
@@ -174,9 +175,10 @@ def _projection(stack: _Stack, has_inner: bool, config: PeftConfig, shapes: Base
     return fitting[0]
 
 
-def _sizes(projection: str, shapes: BaseShapes) -> tuple[int, int]:
-    """Return (in_features, out_features) in the base model."""
-    sizes = [shapes.modules[part] for part in _PARTS[projection]]
+def _sizes(projection: str, layer: int, shapes: BaseShapes) -> tuple[int, int]:
+    """Return (in_features, out_features) in a layer of the base model."""
+    modules = shapes.layer(layer).modules
+    sizes = [modules[part] for part in _PARTS[projection]]
     return sizes[0][0], sum(out for _, out in sizes)
 
 
@@ -189,12 +191,12 @@ def _factors(stack: _Stack, projection: str, config: PeftConfig, shapes: BaseSha
             f"{stack.what} have no known layout of experts; known: "
             f"{'; '.join(known.value for known in StackLayout)}"
         )
-    num_experts = shapes.num_experts[_PARTS[projection][0]]
+    num_experts = shapes.layer(stack.layer).num_experts[_PARTS[projection][0]]
     has_one_order = layout is not StackLayout.FLAT or num_experts in (1, a.shape[0])
     is_fast = has_one_order or is_rank_major(config, shapes, stack.what)
     num_parts = len(_PARTS[projection])
     factors = layout.factors(a, b, num_experts, num_parts=num_parts, is_rank_major=is_fast)
-    needed = _sizes(projection, shapes)
+    needed = _sizes(projection, stack.layer, shapes)
     sizes = None if factors is None else (factors[0].shape[2], factors[1].shape[1])
     can_be_swapped = layout is not StackLayout.EXPERTS_FIRST and sizes == needed[::-1]
     if factors is None or (sizes != needed and not can_be_swapped):
@@ -228,7 +230,9 @@ def _rows(
         # Two As one below the other belong to gate and up; one A is of both.
         of_part = a[:, index * rank : (index + 1) * rank] if a.shape[1] > rank else a
         outputs = _outputs(index, len(parts), b.shape[1], shapes)
-        of_experts = single_experts(of_part, b[:, outputs], shapes.num_experts[part])
+        of_experts = single_experts(
+            of_part, b[:, outputs], shapes.layer(stack.layer).num_experts[part]
+        )
         for expert, of_a, of_b in of_experts:
             tensors = {
                 "a": _tensor(stack.tensors[PeftSlot.B if is_swapped else PeftSlot.A], of_a),

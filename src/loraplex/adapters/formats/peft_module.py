@@ -20,11 +20,16 @@ _NUM_DIMENSIONS = {
     PeftSlot.MAGNITUDE: 1,
     PeftSlot.BIAS: 1,
     PeftSlot.BASE_WEIGHT: 2,
+    PeftSlot.BASE_BIAS: 1,
     PeftSlot.TOKENS: 2,
 }
 _COPIED_BY_ITSELF = (EMBEDDING, LM_HEAD)
 """Modules that PEFT saves without a key in the config: if they are targets, or if the vocabulary
 was resized."""
+
+
+_SAVED_TWICE = (PeftSlot.WEIGHT, PeftSlot.BIAS)
+"""Slots that PEFT saves once more, as modules_to_save.weight, if the vocabulary was resized."""
 
 
 class PeftModule:
@@ -41,6 +46,8 @@ class PeftModule:
     def add(self, slot: PeftSlot, name: str, tensor: RawTensor) -> None:
         """Add a tensor. Raises InvalidAdapterError for a duplicate slot or a wrong shape."""
         if slot in self._tensors:
+            if slot in _SAVED_TWICE and tensor.equals(self._tensors[slot]):
+                return
             raise InvalidAdapterError(
                 f"tensors {self._names[slot]!r} and {name!r} are both {slot.value} of one module"
             )
@@ -61,8 +68,11 @@ class PeftModule:
             rows.append(self._lora(config))
         if PeftSlot.MAGNITUDE in self._tensors:
             rows.append(self._magnitude())
-        if PeftSlot.BIAS in self._tensors:
-            rows.append(self._bias(config))
+        rows += [
+            self._bias(config, slot)
+            for slot in (PeftSlot.BIAS, PeftSlot.BASE_BIAS)
+            if slot in self._tensors
+        ]
         if not self._tensors.keys().isdisjoint((PeftSlot.WEIGHT, PeftSlot.BASE_WEIGHT)):
             rows.append(self._full(config))
         if PeftSlot.TOKENS in self._tensors:
@@ -136,38 +146,43 @@ class PeftModule:
             )
         return vector
 
-    def _bias(self, config: PeftConfig) -> CanonicalRow:
-        name = self._names[PeftSlot.BIAS]
+    def _bias(self, config: PeftConfig, slot: PeftSlot) -> CanonicalRow:
+        name, bias = self._names[slot], self._tensors[slot]
+        if self._is_norm or self._module == EMBEDDING:
+            raise InvalidAdapterError(f"tensor {name!r}: no {self._module} has a bias")
         is_trained = {
             "none": False,
             "all": True,
             "lora_only": config.targets(self._path),
         }[config.bias]
-        if not is_trained and not config.saves(self._path):
-            raise InvalidAdapterError(
-                f"tensor {name!r} is a trained bias of the base model; {CONFIG_NAME} has "
-                f"bias = {config.bias!r} and does not name the module in modules_to_save"
-            )
-        if self._is_norm or self._module == EMBEDDING:
-            raise InvalidAdapterError(f"tensor {name!r}: no {self._module} has a bias")
-        return self._row(RowKind.BIAS, {"bias": self._tensors[PeftSlot.BIAS]})
+        if is_trained or (slot is PeftSlot.BIAS and config.saves(self._path)):
+            return self._row(RowKind.BIAS, {"bias": bias})
+        if self._module in _COPIED_BY_ITSELF:
+            return self._row(RowKind.BIAS, {"base": bias})
+        raise InvalidAdapterError(
+            f"tensor {name!r} is a trained bias of the base model; {CONFIG_NAME} has "
+            f"bias = {config.bias!r} and does not name the module in modules_to_save"
+        )
 
     def _full(self, config: PeftConfig) -> CanonicalRow:
-        """Return the rows of whole copies: a trained copy is "weight".
+        """Return the row of whole copies: a trained copy is "weight".
 
         A copy that PEFT loads over the base's own parameter is "base": a tied parameter changes in
-        both its places.
+        both its places. base_copies decides what is left of a row with both.
         """
-        if PeftSlot.WEIGHT in self._tensors and PeftSlot.BASE_WEIGHT in self._tensors:
+        weight = self._tensors.get(PeftSlot.WEIGHT)
+        base = self._tensors.get(PeftSlot.BASE_WEIGHT)
+        if weight is not None and config.saves(self._path):
+            tensors = {"weight": weight} | ({} if base is None else {"base": base})
+            return self._row(RowKind.FULL, tensors)
+        if weight is not None and base is not None:
             raise InvalidAdapterError(
                 f"tensors {self._names[PeftSlot.WEIGHT]!r} and "
                 f"{self._names[PeftSlot.BASE_WEIGHT]!r} are both the weight of one module"
             )
-        slot = PeftSlot.WEIGHT if PeftSlot.WEIGHT in self._tensors else PeftSlot.BASE_WEIGHT
-        if config.saves(self._path) and slot is PeftSlot.WEIGHT:
-            return self._row(RowKind.FULL, {"weight": self._tensors[slot]})
-        if self._module in _COPIED_BY_ITSELF:
-            return self._row(RowKind.FULL, {"base": self._tensors[slot]})
+        slot, copy = (PeftSlot.BASE_WEIGHT, base) if weight is None else (PeftSlot.WEIGHT, weight)
+        if self._module in _COPIED_BY_ITSELF and copy is not None:
+            return self._row(RowKind.FULL, {"base": copy})
         raise InvalidAdapterError(
             f"tensor {self._names[slot]!r} is a whole weight of a module that {CONFIG_NAME} does "
             "not name in modules_to_save"
@@ -175,7 +190,8 @@ class PeftModule:
 
     def _tokens(self, config: PeftConfig) -> CanonicalRow:
         name, weight = self._names[PeftSlot.TOKENS], self._tensors[PeftSlot.TOKENS]
-        indices = config.token_indices(self._module)
+        # PEFT saves those of a tied lm_head, too, if the vocabulary was resized.
+        indices = config.token_indices(self._module) or config.token_indices(EMBEDDING)
         if len(indices) != weight.shape[0]:
             raise InvalidAdapterError(
                 f"tensor {name!r} has {weight.shape[0]} rows; trainable_token_indices in "

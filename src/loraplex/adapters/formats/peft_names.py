@@ -3,7 +3,7 @@
 PEFT writes base_model.model.<path of the module>.<slot>; <path> begins with a root that depends on
 the class that was trained, which need not be the class that is served: all known roots are read.
 Older versions and other tools leave the prefix out, keep the adapter's name in the slot
-(lora_A.default.weight) or the wrappers of torch.compile, DDP and FSDP before it.
+(lora_A.default.weight) or the names of torch's wrappers anywhere in the path.
 """
 
 import enum
@@ -11,6 +11,7 @@ import re
 from typing import NamedTuple
 
 from loraplex.core.adapter import EMBEDDING, LM_HEAD
+from loraplex.core.module_names import without_wrappers
 
 
 class PeftSlot(enum.Enum):
@@ -24,7 +25,9 @@ class PeftSlot(enum.Enum):
     """Trained copy of the module (modules_to_save), or a tensor of the module itself."""
     BIAS = "bias"
     BASE_WEIGHT = "base_layer.weight"
-    """The base's own weight, which PEFT saves with LoRA of an embedding, and loads again."""
+    """The base's own weight, which PEFT saves with LoRA of an embedding, or with any change of one
+    that was resized, and loads again."""
+    BASE_BIAS = "base_layer.bias"
     TOKENS = "trainable_tokens_delta"
 
 
@@ -112,7 +115,6 @@ _OF_EXPERTS = (
     rf"|(?P<stack>{'|'.join(map(re.escape, _STACKS))})"
     rf"|(?P<beside>{'|'.join(map(re.escape, _BESIDE_EXPERTS))}))"
 )
-_WRAPPERS = r"(?:(?:module|_orig_mod|_fsdp_wrapped_module)\.)*"
 _ROOT = "(?:" + "|".join(re.escape(root) for root in _ROOTS) + ")"
 _PATH = (
     r"(?P<path>"
@@ -131,12 +133,13 @@ _SLOTS = {
     PeftSlot.B_BIAS: rf"lora_B{_ADAPTER}\.bias",
     PeftSlot.MAGNITUDE: rf"lora_magnitude_vector(?:{_ADAPTER}\.weight|{_ADAPTER})",
     PeftSlot.WEIGHT: rf"(?:modules_to_save{_ADAPTER}\.)?weight",
-    PeftSlot.BIAS: rf"(?:base_layer\.|modules_to_save{_ADAPTER}\.)?bias",
-    PeftSlot.BASE_WEIGHT: r"base_layer\.weight",
+    PeftSlot.BIAS: rf"(?:modules_to_save{_ADAPTER}\.)?bias",
+    PeftSlot.BASE_WEIGHT: r"(?:(?:token_adapter\.)?base_layer|original_module)\.weight",
+    PeftSlot.BASE_BIAS: r"(?:(?:token_adapter\.)?base_layer|original_module)\.bias",
     PeftSlot.TOKENS: rf"token_adapter\.trainable_tokens_delta{_ADAPTER}",
 }
 _NAME = re.compile(
-    rf"{_WRAPPERS}(?:base_model\.model\.)?{_WRAPPERS}{_PATH}\.(?:"
+    rf"(?:base_model\.model\.)?{_PATH}\.(?:"
     + "|".join(f"(?P<{slot.name}>{pattern})" for slot, pattern in _SLOTS.items())
     + ")"
 )
@@ -144,7 +147,7 @@ _NAME = re.compile(
 
 def parse_name(name: str) -> TensorName | None:
     """Parse a name; None if it is unknown."""
-    match = _NAME.fullmatch(name)
+    match = _NAME.fullmatch(without_wrappers(name))
     if match is None:
         return None
     slot = next(slot for slot in _SLOTS if match[slot.name])

@@ -245,7 +245,7 @@ def _entry(
         parts=parts,
         out_features=out_features,
         paths={part: _path(layer, part, shapes) for part in parts},
-        num_experts=shapes.num_experts.get(parts[0]),
+        num_experts=shapes.layer(layer).num_experts.get(parts[0]),
         is_dora=is_dora == [1],
     )
     _check_width(entry, bits, where)
@@ -299,7 +299,7 @@ def _parts(
 
 
 def _path(layer: int, part: str, shapes: BaseShapes) -> str:
-    path = shapes.paths.get(part)
+    path = shapes.layer(layer).paths.get(part)
     return linear_path(layer, part) if path is None else path.replace("{}", str(layer), 1)
 
 
@@ -310,7 +310,7 @@ def _as_stored(module: LoraModule, layer: int, shapes: BaseShapes) -> LoraModule
     """
     is_fused = any(
         "gate_proj" in parts and shapes.has_module(layer, fused)
-        for fused, parts in shapes.fused.items()
+        for fused, parts in shapes.layer(layer).fused.items()
     )
     both = next(other for other in LORA_MODULES if other.name == "mlp_gate_up")
     return both if is_fused and module.name == "mlp_h_to_4h" else module
@@ -318,14 +318,15 @@ def _as_stored(module: LoraModule, layer: int, shapes: BaseShapes) -> LoraModule
 
 def _enabled_modules(layer: int, shapes: BaseShapes) -> dict[str, tuple[int, int]]:
     """Return (in_features, out_features) of what may be adapted; a fused layer's parts, too."""
+    own = shapes.layer(layer)
     modules = {
         name: features
-        for name, features in shapes.modules.items()
+        for name, features in own.modules.items()
         if shapes.has_module(layer, name) and shapes.enables(name)
     }
     parts = {
         part: (modules[fused][0], size)
-        for fused, sizes in shapes.fused.items()
+        for fused, sizes in own.fused.items()
         if fused in modules
         for part, size in sizes.items()
     }

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from loraplex.adapters.durable_files import storing
+from loraplex.adapters.durable_files import reporting_full_disk, storing
 from loraplex.adapters.sources.policy import SourcePolicy
 from loraplex.core.byte_sizes import readable_bytes
 from loraplex.core.errors import AdapterLoadError
@@ -114,7 +114,10 @@ def write_stream(
     """
     checksum, num_bytes = hashlib.sha256(), 0
     allowance.measure_rate()
-    with storing(), target.open("wb") as file:
+    with storing():
+        file = target.open("wb")
+    # What the source raises is no fault of the state directory.
+    with reporting_full_disk(), file:
         for chunk in chunks:
             num_bytes += len(chunk)
             allowance.require_bytes(num_bytes)
@@ -122,5 +125,6 @@ def write_stream(
             allowance.require_rate(len(chunk))
             allowance.log_progress(num_bytes, total)
             checksum.update(chunk)
-            file.write(chunk)
+            with storing():
+                file.write(chunk)
     return checksum.hexdigest(), num_bytes

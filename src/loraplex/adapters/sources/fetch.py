@@ -22,8 +22,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from loraplex.adapters.formats import peft, trtllm
+from loraplex.adapters.durable_files import storing
+from loraplex.adapters.formats import mlx, peft, trtllm
 from loraplex.adapters.formats.peft_config import CONFIG_NAME
+from loraplex.adapters.formats.peft_ends import END_FILES
 from loraplex.adapters.gguf_files import GGUF_SUFFIX
 from loraplex.adapters.sources.download import Allowance, Arrived, Missing
 from loraplex.adapters.sources.policy import SourcePolicy, checked_path
@@ -37,12 +39,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FOLDERS = (
-    ((CONFIG_NAME,), peft.WEIGHTS_NAMES),
+    ((CONFIG_NAME,), (*peft.WEIGHTS_NAMES, mlx.WEIGHTS_NAME)),
     ((trtllm.WEIGHTS_NAME,), trtllm.CONFIG_NAMES),
 )
 """Files of an adapter in a folder: of each group, the first that exists."""
-WEIGHTS_NAMES = frozenset((*peft.WEIGHTS_NAMES, trtllm.WEIGHTS_NAME))
-FILE_NAMES = tuple(name for groups in FOLDERS for group in groups for name in group)
+WEIGHTS_NAMES = frozenset((*peft.WEIGHTS_NAMES, mlx.WEIGHTS_NAME, trtllm.WEIGHTS_NAME))
+FILE_NAMES = (
+    *(name for groups in FOLDERS for group in groups for name in group),
+    *END_FILES,
+)
+"""Files that a folder may have."""
 SINGLE_NAMES = tuple(f"adapter{suffix}" for suffix in FILE_SUFFIXES)
 """Names at the server of single files, which may have any name at their source."""
 
@@ -67,7 +73,8 @@ def local_path(text: str, policy: SourcePolicy, state_dir: Path) -> Path:
     """Return an adapter's folder or file on this machine, fetched if it is remote.
 
     Raises InvalidAdapterError, PermissionDeniedError, AdapterTooLargeError,
-    UnsupportedFeatureError, or AdapterLoadError or StorageFullError if it may succeed later.
+    UnsupportedFeatureError, or AdapterLoadError, StorageFullError or
+    StorageUnavailableError if it may succeed later.
     """
     reference = parse(text)
     if reference.kind is SourceKind.LOCAL:
@@ -97,8 +104,9 @@ class KeptSources:
                 _check_sum(reference, arrival.files)
                 note = _Note(_content_of(arrival.files), arrival.files)
                 if kept is None or kept.content != note.content:
-                    arrival.take_unchanged(home)
-                    _move(arriving, home / note.content)
+                    with storing():
+                        arrival.take_unchanged(home)
+                        _move(arriving, home / note.content)
         except AdapterLoadError as error:
             if kept is None or not policy.may_use_kept:
                 raise
@@ -106,7 +114,8 @@ class KeptSources:
             logger.warning("%s; the copy that arrived before is used", error.message)
             note = kept
         else:
-            self._write_note(home, note)
+            with storing():
+                self._write_note(home, note)
             _forget_others(home, note.content)
         if kept is None or kept.content != note.content:
             num_bytes = sum(file.num_bytes for file in note.files.values())
@@ -129,12 +138,14 @@ class KeptSources:
     @contextlib.contextmanager
     def _arriving(self) -> Iterator[Path]:
         """Yield a folder which is deleted afterwards, unless it was moved away."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        with storing():
+            self._folder.mkdir(parents=True, exist_ok=True)
         for old in self._folder.glob(f"{_ARRIVING}*"):
             with contextlib.suppress(OSError):
                 if time.time() - old.stat().st_mtime > _ABANDONED_SECONDS:
                     shutil.rmtree(old)
-        folder = Path(tempfile.mkdtemp(prefix=_ARRIVING, dir=self._folder))
+        with storing():
+            folder = Path(tempfile.mkdtemp(prefix=_ARRIVING, dir=self._folder))
         try:
             yield folder
         finally:
@@ -184,6 +195,8 @@ class _Download:
                         f"{reference} has {first[0]}, but neither {' nor '.join(group)}",
                         param="path",
                     )
+            if first[0] == CONFIG_NAME:
+                self._get_end_files(reference)
             return
         tried = " nor ".join(first[0] for first, *_ in FOLDERS)
         raise InvalidAdapterError(
@@ -197,6 +210,15 @@ class _Download:
         for name in self._unchanged:
             assert self._kept is not None
             os.link(home / self._kept.content / name, self._folder / name)
+
+    def _get_end_files(self, reference: Reference) -> None:
+        """Download the files with end tokens that a PEFT folder has."""
+        for name in END_FILES:
+            try:
+                self._get(name, name)
+            except InvalidAdapterError as error:
+                # Object stores refuse what they do not have to clients that may not list it.
+                logger.info("%s: %s is left out: %s", reference, name, error.message)
 
     def _get_first(self, names: Sequence[str]) -> bool:
         return any(self._get(name, name) for name in names)

@@ -6,6 +6,7 @@ So neither a redirect nor a second reply of the name server leads elsewhere.
 
 import contextlib
 import ipaddress
+import os
 import re
 import socket
 from collections.abc import Iterable
@@ -153,7 +154,9 @@ class SourcePolicy(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def _real_roots(self) -> Iterable[Path]:
-        return (Path(root).expanduser().resolve() for root in self.roots or ())
+        roots = map(os.path.expanduser, self.roots or ())
+        # One that leads nowhere, such as a link to itself, must not close the others.
+        return (Path(os.path.realpath(root)) for root in roots)
 
 
 def client_policy(config: Config, state_dir: Path, *, has_keys: bool = False) -> SourcePolicy:

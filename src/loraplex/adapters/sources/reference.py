@@ -11,6 +11,7 @@
 
 import dataclasses
 import enum
+import os
 import re
 import urllib.parse
 from pathlib import Path
@@ -97,7 +98,7 @@ def parse(text: str) -> Reference:
 def shown_source(text: str) -> str:
     """Return a source without secrets: a URL loses its query. The text must have parsed."""
     match = _SCHEME.match(text)
-    is_address = match is not None and match[1].lower() in ("http", "https")
+    is_address = match is not None and match[1].lower() != "file"
     return shown(text) if is_address else text
 
 
@@ -186,4 +187,4 @@ def _invalid(text: str, wanted: str) -> InvalidAdapterError:
 
 def _is_here(path: str) -> bool:
     """Whether a text such as owner/name is a path: its first folder exists."""
-    return Path(path).parts[0] in (".", "..") or Path(Path(path).parts[0]).exists()
+    return Path(path).parts[0] in (".", "..") or os.path.exists(Path(path).parts[0])

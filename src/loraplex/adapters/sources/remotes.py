@@ -67,6 +67,8 @@ class HubRemote:
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._client = HttpClient(policy, HUB_HOSTS)
         self._commit = ""
+        self._names: frozenset[str] | None = None
+        """Names of all files of the commit; None: not known."""
 
     def get(
         self, name: str, target: Path, allowance: Allowance, known_tag: str
@@ -75,8 +77,10 @@ class HubRemote:
         if commit == known_tag:
             return Missing.UNCHANGED
         repository, folder = self._reference.location, self._reference.folder
-        path = urllib.parse.quote("/".join(part for part in (folder, name) if part))
-        url = f"{self._endpoint}/{repository}/resolve/{commit}/{path}"
+        path = "/".join(part for part in (folder, name) if part)
+        if self._names is not None and path not in self._names:
+            return Missing.ABSENT
+        url = f"{self._endpoint}/{repository}/resolve/{commit}/{urllib.parse.quote(path)}"
         got = self._client.download(url, target, allowance, headers=self._headers)
         if isinstance(got, Missing):
             return got
@@ -92,15 +96,23 @@ class HubRemote:
                 f"the hub has no repository {repository} with the revision {revision}", param="path"
             )
         try:
-            return str(msgspec.json.decode(body, type=_Repository).sha)
+            found = msgspec.json.decode(body, type=_Repository)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise AdapterLoadError(
                 f"the hub's description of {repository} is unreadable"
             ) from error
+        if found.siblings:
+            self._names = frozenset(file.rfilename for file in found.siblings)
+        return found.sha
+
+
+class _RepositoryFile(msgspec.Struct):
+    rfilename: str
 
 
 class _Repository(msgspec.Struct):
     sha: str
+    siblings: list[_RepositoryFile] = []
 
 
 class ObjectRemote:

@@ -211,7 +211,7 @@ BENCHMARK_FLAGS: Final = (
     _text(
         "workload",
         "dataset, token-norm-dist or token-from-histogram.",
-        REQUIRED,
+        "dataset",
         is_positional=True,
     ),
     *_LOAD,
@@ -226,6 +226,11 @@ BENCHMARK_FLAGS: Final = (
         "Delays between requests: constant or exponential_dist.",
         "exponential_dist",
         choices=("constant", "exponential_dist"),
+    ),
+    _row(
+        FlagKind.NUMBERS,
+        "time-bet-reqs",
+        "Seconds before each request, in turn, as identity_test.py of 0.5.0 has them.",
     ),
     _switch("dump-perfetto-trace", "Write prfetto_dump.json."),
     _text("op-stats-csv", "File for the figures.", None),

@@ -64,6 +64,8 @@ def token_requests(options: Flags, say: Say) -> list[TokenRequest]:
 
 def delays(options: Flags, num_requests: int) -> list[float]:
     """Return the seconds to wait before each request. Raises ConfigError."""
+    if in_turn := options.time_bet_reqs:
+        return list(itertools.islice(itertools.cycle(in_turn), num_requests))
     if options.request_rate == -1:
         return [0.0] * num_requests
     if options.request_rate <= 0:

@@ -11,7 +11,7 @@ from typing import Any
 
 from loraplex.compat.convert.model_files import find_model, write_json, write_model
 from loraplex.compat.flags import Flags, check_at_least
-from loraplex.core.errors import ConfigError
+from loraplex.core.errors import ConfigError, UnsupportedModelError
 from loraplex.core.version import __version__
 from loraplex.execution.weights.stored_head import read_model
 from loraplex.models.engine_folder import (
@@ -21,7 +21,9 @@ from loraplex.models.engine_folder import (
     BuildLimits,
     source_model,
 )
-from loraplex.models.spec import ModelSpec, RopeConfig
+from loraplex.models.spec import ModelSpec
+from loraplex.models.specs.attention import AttentionSpec
+from loraplex.models.specs.part import RopeConfig
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +46,16 @@ class ModelChoices:
 
         The product never reads it back: people and scripts do.
         """
-        layer, limits = config.layers[0], self.limits
+        limits = self.limits
+        # TensorRT-LLM describes one attention and one feed-forward part for all layers.
+        attention = next(config.mixers_of(AttentionSpec), None)
+        parts = (layer.feed_forward for layer in config.layers)
+        feed_forward = next((part for part in parts if part is not None), None)
+        if attention is None or feed_forward is None:
+            raise UnsupportedModelError(
+                f"{config.architecture}: TensorRT-LLM's config.json has no words for a model "
+                "without attention or without feed-forward parts"
+            )
         return {
             "architecture": config.architecture,
             "dtype": self.dtype,
@@ -53,13 +64,13 @@ class ModelChoices:
             "max_position_embeddings": config.max_position_embeddings,
             "hidden_size": config.hidden_size,
             "num_hidden_layers": config.num_layers,
-            "num_attention_heads": layer.attention.num_heads,
-            "num_key_value_heads": layer.attention.num_kv_heads,
-            "head_size": layer.attention.head_dim,
+            "num_attention_heads": attention.num_heads,
+            "num_key_value_heads": attention.num_kv_heads,
+            "head_size": attention.head_dim,
             "hidden_act": config.hidden_act,
-            "intermediate_size": layer.feed_forward.inner_size,
+            "intermediate_size": feed_forward.inner_size,
             "norm_epsilon": config.final_norm.eps,
-            **_positions(layer.attention.rope),
+            **_positions(attention.rope),
             "use_parallel_embedding": False,
             "embedding_sharding_dim": 0,
             "mapping": {
@@ -94,13 +105,14 @@ def convert_checkpoint(flags: Flags) -> Path:
     source = find_model(model_dir)
     config = read_model(source)
     choices = model_choices(flags, config)
+    described = choices.pretrained(config)
     output, has_weights = (
         flags.get("output_dir", _DEFAULT_OUTPUT),
         not flags.get("save_config_only"),
     )
     folder = write_model(source, output, config, choices.dtype, has_weights=has_weights)
     own_table = choices.own_table(source) | {"flags": dict(flags.values)}
-    write_json(folder / CONFIG_NAME, choices.pretrained(config) | {OUR_TABLE: own_table})
+    write_json(folder / CONFIG_NAME, described | {OUR_TABLE: own_table})
     return folder
 
 

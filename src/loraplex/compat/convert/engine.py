@@ -65,6 +65,7 @@ def build_engine_folder(flags: Flags) -> Path | None:
     if flags.get("dry_run"):
         return None
     output = flags.get("output_dir", _DEFAULT_OUTPUT)
+    pretrained = choices.pretrained(config)
     folder = write_model(source, output, config, choices.dtype)
     for name, adapter in adapters.items():
         opened = open_input(str(adapter), StagingLimits())
@@ -74,7 +75,7 @@ def build_engine_folder(flags: Flags) -> Path | None:
     digest = _pack(folder, config, choices)
     described = {
         "version": __version__,
-        "pretrained_config": choices.pretrained(config),
+        "pretrained_config": pretrained,
         "build_config": settings,
         OUR_TABLE: choices.own_table(source) | {"weights_digest": digest},
     }

@@ -17,6 +17,7 @@ from tritonclient.grpc import model_config_pb2
 
 from loraplex.compat.triton.model_folder import CONFIG_FILE
 from loraplex.core.errors import ConfigError
+from loraplex.core.python_process import module_command
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration
 from loraplex.frontends.kserve.models.triton_model import tensor_config
 from loraplex.frontends.kserve.models.vllm import VLLM
@@ -73,16 +74,8 @@ class Export:
         """What starts the server, without its socket; nothing if it is not to be started."""
         if not self.starts_server:
             return []
-        return [
-            self.python,
-            "-m",
-            "loraplex",
-            "compat",
-            "triton",
-            *flags,
-            *_FLAGS,
-            *self.server_flags,
-        ]
+        start = module_command("loraplex", "compat", "triton", python=self.python)
+        return [*start, *flags, *_FLAGS, *self.server_flags]
 
 
 def export_models(

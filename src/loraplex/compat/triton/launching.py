@@ -5,11 +5,12 @@ import dataclasses
 import itertools
 import os
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from loraplex.core.environment import server_environment
 from loraplex.core.errors import ConfigError
+from loraplex.core.python_process import module_command
 
 _PROCESSES = Path("/proc")
 _SERVER = "tritonserver"
@@ -31,7 +32,7 @@ class Launch:
 
     @property
     def command(self) -> list[str]:
-        start = [sys.executable, "-m", "loraplex", "compat", "triton"]
+        start = module_command("loraplex", "compat", "triton")
         flags = [
             f"--model-repository={self.model_repository}",
             f"--grpc-port={self.grpc_port}",
@@ -62,6 +63,7 @@ def launch(what: Launch, *, force: bool) -> int:
             log = None if what.log_file is None else stack.enter_context(what.log_file.open("ab"))
             process = subprocess.Popen(
                 what.command,
+                env=server_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=None if log is None else subprocess.STDOUT,
@@ -86,7 +88,7 @@ def running_servers() -> Iterator[int]:
 
 def is_server(arguments: Sequence[str]) -> bool:
     """Whether a command line is that of a Triton server."""
-    names = [Path(argument).name for argument in arguments[:5]]
+    names = [Path(argument).name for argument in arguments[:6]]
     if _SERVER in names[:2]:
         return True
     # Both `loraplex compat triton` and `loraplex triton` start one.

@@ -81,9 +81,9 @@ def read_model_folders(
         raise ConfigError(f"cannot read model repository {repository}: {error.strerror}") from error
     folders = []
     for entry in entries:
-        if entry.name.startswith(".") or not entry.is_dir():
+        if entry.name.startswith(".") or not os.path.isdir(entry):
             continue
-        if (entry / CONFIG_FILE).is_file():
+        if os.path.isfile(entry / CONFIG_FILE):
             try:
                 folders.append(read_model_folder(entry))
             except ConfigError as error:

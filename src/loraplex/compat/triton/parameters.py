@@ -77,6 +77,13 @@ TENSORRT_LLM_PARAMETERS = (
     no_effect("guided_decoding_backend", "grammars are always served"),
     no_effect("xgrammar_tokenizer_info_path", "grammars use the model's own tokenizer"),
     setting("max_num_sequences", Kind.WHOLE, "max_num_seqs"),
+    here(
+        "clamp_token_ids",
+        Kind.BOOL,
+        "`input_ids` beyond the vocabulary, as the random ones of `benchmark_core_model.py "
+        "token-norm-dist`, become the nearest id in it [false: refused]",
+        is_ours=True,
+    ),
 )
 
 

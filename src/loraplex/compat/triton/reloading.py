@@ -20,7 +20,12 @@ from loraplex.compat.triton.model_folder import CONFIG_FILE, ModelFolder, read_m
 from loraplex.compat.triton.parameters import TENSORRT_LLM_PARAMETERS
 from loraplex.compat.triton.repository import Repository, read_folders, read_repositories
 from loraplex.core.config import Config
-from loraplex.core.errors import ConfigError, InvalidRequestError, UnsupportedFeatureError
+from loraplex.core.errors import (
+    ConfigError,
+    InvalidRequestError,
+    NotReadyError,
+    UnsupportedFeatureError,
+)
 from loraplex.frontends.kserve.errors import NotFoundError
 from loraplex.frontends.kserve.models.config_override import parse_config
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration
@@ -52,7 +57,13 @@ class Reloading:
 
     def discover(self, name: str) -> FoundModel:
         """Read the repository for one model; a frontends.kserve.models.model_control.Discover."""
-        names = sorted({folder.name for path in self._paths for folder in path.iterdir()})
+        try:
+            names = sorted({folder.name for path in self._paths for folder in path.iterdir()})
+        except OSError as error:
+            raise NotReadyError(
+                f"failed to load '{name}', failed to poll from model repository: cannot read "
+                f"{error.filename}: {error.strerror}"
+            ) from error
         if name not in names:
             raise NotFoundError(
                 f"failed to load '{name}', failed to poll from model repository; its models are: "

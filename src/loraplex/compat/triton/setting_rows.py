@@ -34,6 +34,8 @@ class SettingRow:
     """The field of ModelConfig that has its value."""
     neutral: tuple[Any, ...] = ()
     """Values of a refused key that request nothing."""
+    is_ours: bool = False
+    """Whether no replaced system has the key."""
 
     @property
     def feature(self) -> Feature:
@@ -41,7 +43,7 @@ class SettingRow:
         if self.neutral:
             note += f"; {', '.join(f'`{value}`' for value in self.neutral)} may stay"
         form = "" if self.kind is Kind.ANY else self.kind.name.lower()
-        return Feature(self.key, self.support, note, form)
+        return Feature(self.key, self.support, note, form, is_ours=self.is_ours)
 
 
 def setting(key: str, kind: Kind, field: str = "") -> SettingRow:
@@ -49,9 +51,9 @@ def setting(key: str, kind: Kind, field: str = "") -> SettingRow:
     return SettingRow(key, kind, Support.WORKS, setting=field or key)
 
 
-def here(key: str, kind: Kind, reason: str) -> SettingRow:
+def here(key: str, kind: Kind, reason: str, *, is_ours: bool = False) -> SettingRow:
     """Return the row of a key that works in another way."""
-    return SettingRow(key, kind, Support.WORKS, reason)
+    return SettingRow(key, kind, Support.WORKS, reason, is_ours=is_ours)
 
 
 def no_effect(key: str, reason: str, kind: Kind = Kind.ANY) -> SettingRow:

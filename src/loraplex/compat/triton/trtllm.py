@@ -16,10 +16,12 @@ from loraplex.core.config_layers import Layer
 from loraplex.core.errors import ConfigError
 from loraplex.frontends.kserve.models.catalog import DEFAULT_MAX_BATCH_SIZE
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration, ModelOptions
+from loraplex.frontends.kserve.models.postprocessing import LENGTHS, POSTPROCESSING_OF_2023
 
 _BLS_INNER = "tensorrt_llm_model_name"
 _DEFAULT_INNER = "tensorrt_llm"
 _TOKENIZER = "tokenizer_dir"
+_PREPARED_END_ID = "OUT_END_ID"
 _OUTPUT_OF_MAY_2024 = "batch_index"
 """Repositories that do not declare it are older, when the backend sent all outputs always."""
 _ROWS = {row.key: row for row in TENSORRT_LLM_PARAMETERS}
@@ -182,6 +184,8 @@ class TensorrtLlmModels:
         """Return what clients see of a model. Raises ConfigError."""
         folder, role = self._folders[name], self._roles[name]
         kind, base = KINDS[role], self.base_of(name)
+        if role is Role.POSTPROCESSING and all(row.name != LENGTHS for row in folder.config.input):
+            kind = POSTPROCESSING_OF_2023
         if role in PART_PARAMETERS:
             check_known(folder, PART_PARAMETERS[role], notes)
             check_served(folder, PART_PARAMETERS[role], notes)
@@ -198,7 +202,7 @@ class TensorrtLlmModels:
             max_batch_size=max_batch_size,
             is_decoupled=is_decoupled,
             config=config,
-            options=self._options(folder, role, base, notes),
+            options=self._options(folder, role, notes),
         )
 
     def _default_batch_size(self, base: str) -> int:
@@ -214,24 +218,54 @@ class TensorrtLlmModels:
             config = self._folders[base].config
         return bool(config.model_transaction_policy.decoupled)
 
-    def _options(self, folder: ModelFolder, role: Role, base: str, notes: Notes) -> ModelOptions:
-        core = self._folders[base]
-        parameters = core.parameters
+    def _options(self, folder: ModelFolder, role: Role, notes: Notes) -> ModelOptions:
+        """Return the effects of a model's own parameters. Those of an ensemble and of a BLS are in
+        addition those of the models that they call, which may be loaded again with others.
+        """
+        parameters = folder.parameters
+        if role is Role.TENSORRT_LLM:
+            logits = declared_datatype(folder, "context_logits")
+            return ModelOptions(
+                excludes_input=bool(parameters.read(_ROWS["exclude_input_in_output"])),
+                is_static=(parameters.text("gpt_model_type") or "").upper() == "V1",
+                max_beam_width=parameters.read(_ROWS["max_beam_width"]),
+                clamps_token_ids=bool(parameters.read(_ROWS["clamp_token_ids"])),
+                logits_datatype=logits or "FP32",
+                generation_logits_datatype=declared_datatype(folder, "generation_logits") or "FP32",
+                sends_all_outputs=logits is not None
+                and declared_datatype(folder, _OUTPUT_OF_MAY_2024) is None,
+            )
+        is_bls = role is Role.BLS
         return ModelOptions(
-            excludes_input=bool(parameters.read(_ROWS["exclude_input_in_output"])),
-            is_static=(parameters.text("gpt_model_type") or "").upper() == "V1",
-            max_beam_width=parameters.read(_ROWS["max_beam_width"]),
-            logits_datatype=declared_datatype(core, "context_logits") or "FP32",
-            generation_logits_datatype=declared_datatype(core, "generation_logits") or "FP32",
-            sends_all_outputs=declared_datatype(core, "context_logits") is not None
-            and declared_datatype(core, _OUTPUT_OF_MAY_2024) is None,
-            has_draft_model=role is Role.BLS
-            and folder.parameters.text("tensorrt_llm_draft_model_name") is not None,
+            ends_by_default=self._passes_end_id_on(folder, role, notes),
             adds_special_tokens=_word(folder, "add_special_tokens", notes),
             skips_special_tokens=_word(folder, "skip_special_tokens", notes),
-            accumulates_tokens=role is Role.BLS
-            and (folder.parameters.text("accumulate_tokens") or "").lower() in _YES,
+            accumulates_tokens=is_bls
+            and (parameters.text("accumulate_tokens") or "").lower() in _YES,
+            has_draft_model=is_bls and parameters.text("tensorrt_llm_draft_model_name") is not None,
         )
+
+    def _passes_end_id_on(self, folder: ModelFolder, role: Role, notes: Notes) -> bool:
+        """Return whether preprocessing prepares an end_id, and whether an ensemble gives
+        tensorrt_llm a prepared one. Those from before January 2024 pass on only what clients send.
+        """
+        passes = True
+        if role is Role.PREPROCESSING and folder.config.output:
+            passes = any(row.name == _PREPARED_END_ID for row in folder.config.output)
+        elif role is Role.ENSEMBLE:
+            steps = folder.config.ensemble_scheduling.step
+            prepared = {name for step in steps for name in step.output_map.values()}
+            passes = all(
+                step.input_map.get("end_id") in prepared
+                for step in steps
+                if self._roles[step.model_name] is Role.TENSORRT_LLM
+            )
+        if not passes:
+            notes.info(
+                f"{folder.pbtxt}: '{folder.name}' passes no prepared end_id on: outputs run to "
+                "their full length, unless a request has an end_id"
+            )
+        return passes
 
 
 def _word(folder: ModelFolder, key: str, notes: Notes) -> bool:

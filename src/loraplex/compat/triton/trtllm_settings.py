@@ -12,12 +12,14 @@ from loraplex.compat.triton.parameters import TENSORRT_LLM_PARAMETERS
 from loraplex.compat.triton.part_parameters import check_known, check_served
 from loraplex.compat.triton.setting_rows import SettingRow
 from loraplex.core.config_layers import Layer
+from loraplex.core.scheduler_settings import BATCHING_ALIASES, Batching
 
 DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {"batch_scheduler_policy": "guaranteed_no_evict", "enable_prefix_cache": False}
 )
 """Defaults of a TensorRT-LLM repository (version of January 2024) that differ from ours."""
 _PREFETCH = "lora_prefetch_dir"
+_BATCHING = "gpt_model_type"
 _ZERO_IS_UNSAID = ("iter_stats_max_iterations", "max_tokens_in_paged_kv_cache")
 _QUEUE_FIELDS = ("max_queue_size", "max_queue_delay_microseconds")
 
@@ -43,6 +45,13 @@ def _parameter_layer(folder: ModelFolder, row: SettingRow, notes: Notes) -> Iter
     value = parameters.read(row)
     if value is None:
         return
+    if row.key == _BATCHING and value not in {*Batching, *BATCHING_ALIASES}:
+        # The original's words, which its tests look for in the log.
+        raise parameters.error(
+            row.key,
+            "Invalid gpt_model_type. Must be v1/inflight_batching/inflight_fused_batching, got "
+            f"{value!r}",
+        )
     if row.key == _PREFETCH:
         yield from _prefetch_layer(folder, value, notes)
     elif row.setting and (value or row.key not in _ZERO_IS_UNSAID):

@@ -42,7 +42,7 @@ def read_vllm_model(folder: ModelFolder, notes: Notes) -> tuple[list[Layer], Mod
         )
     args = _Arguments(folder, path, notes)
     has_lora = bool(args.value("enable_lora"))
-    adapters, unusable = _read_adapters(folder, notes) if has_lora else ({}, {})
+    adapters = _read_adapters(folder, notes) if has_lora else {}
     layers = [*args.layers()]
     if adapters:
         lora_file = str(folder.version_path / _LORA_FILE)
@@ -60,7 +60,6 @@ def read_vllm_model(folder: ModelFolder, notes: Notes) -> tuple[list[Layer], Mod
         ),
         options=ModelOptions(
             lora_enabled=has_lora,
-            unusable_adapters=unusable,
             checks_health=_is_true(folder, "ENABLE_VLLM_HEALTH_CHECK"),
             reports_metrics=_is_true(folder, "REPORT_CUSTOM_METRICS")
             and not args.value("disable_log_stats"),
@@ -185,10 +184,8 @@ class _Arguments:
         return ConfigError(f"{self._place(key)}: {reason}")
 
 
-def _read_adapters(
-    folder: ModelFolder, notes: Notes
-) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """The configured adapters, and by name why another cannot be used: its path is missing.
+def _read_adapters(folder: ModelFolder, notes: Notes) -> dict[str, dict[str, Any]]:
+    """The configured adapters, also those whose files are missing: they may come later.
 
     Raises ConfigError, without the file in the words of the original.
     """
@@ -199,18 +196,19 @@ def _read_adapters(
             "without adapters set enable_lora to false"
         )
     adapters: dict[str, dict[str, Any]] = {}
-    unusable: dict[str, str] = {}
     for name, written in read_object(path).items():
         if not isinstance(written, str) or not written:
             raise ConfigError(f"{path}: {name}: {written!r} must be the path of an adapter")
         places = _places(folder, written)
         found = next((place for place in places if place.exists()), None)
         if found is None:
-            unusable[name] = f"{path} names {written}, which does not exist"
-            notes.warning(f"adapter {name!r} cannot be used: {unusable[name]}")
-        else:
-            adapters[name] = {"path": str(found), "optional": True}
-    return adapters, unusable
+            found = next((place for place in places if place.parent.exists()), places[0])
+            notes.warning(
+                f"{path} names {written}, which does not exist: adapter {name!r} is served once it "
+                f"is at {found}"
+            )
+        adapters[name] = {"path": str(found), "optional": True}
+    return adapters
 
 
 def _places(folder: ModelFolder, written: str) -> list[Path]:

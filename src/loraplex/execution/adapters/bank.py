@@ -94,14 +94,14 @@ class AdapterBank:
         dtype: torch.dtype,
         device: torch.device,
         layers: Sequence[ModuleShapes],
-        num_experts: Mapping[str, int] | None = None,
+        num_experts: Sequence[Mapping[str, int]] | None = None,
         ends: BaseEnds | None = None,
         max_rank: int = 256,
         accelerator: Accelerator | None = None,
         is_alone: bool = True,
     ) -> None:
-        """layers: the linear layers of each decoder layer that may be adapted. num_experts: by
-        module, of those that have experts.
+        """layers: the linear layers of each decoder layer that may be adapted. num_experts: as
+        LoraCells has it.
 
         ends: None if adapters may have only LoRA of these. max_rank: maximum rank of an
         accelerator's kernels. accelerator: that of the device; None if copies are immediate.

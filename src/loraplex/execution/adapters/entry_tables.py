@@ -1,6 +1,5 @@
 """Tables for the kernels of each adapter in the pool: its offsets, ranks and scales."""
 
-import collections
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -35,7 +34,7 @@ class EntryTables:
         layers: Sequence[ModuleShapes],
         head: ModuleShapes | None,
         *,
-        num_experts: Mapping[str, int] | None = None,
+        num_experts: Sequence[Mapping[str, int]] | None = None,
         alignment: int,
         max_rank: int,
         accelerator: Accelerator | None,
@@ -70,9 +69,10 @@ class EntryTables:
             return
         layers = self.layers.cells.layers
         num_layers = len(layers)
-        known = layers[target.layer if 0 <= target.layer < num_layers else 0]
+        layer = target.layer if 0 <= target.layer < num_layers else 0
+        known = layers[layer]
         shape = (target.in_features, target.out_features)
-        num_experts = self.layers.cells.num_experts.get(target.module, 1)
+        num_experts = self.layers.cells.num_experts[layer].get(target.module, 1)
         if not 0 <= target.expert < num_experts:
             raise AdapterMismatchError(
                 f"the adapter targets expert {target.expert} of {target.module}; the model has "
@@ -226,7 +226,8 @@ def _table_cells(found: Sequence[tuple[int, int, int, int, float]]) -> TableCell
 
 def head_modules(layers: Sequence[ModuleShapes], hidden_size: int, vocab_size: int) -> ModuleShapes:
     """Return lm_head in blocks of outputs, each as a module of its own."""
-    size = head_block_size(collections.ChainMap(*map(dict, layers)), hidden_size)
+    largest = max(sum(shape) for layer in layers for shape in layer.values())
+    size = head_block_size(largest, hidden_size)
     return {
         f"{LM_HEAD}.{first}": (hidden_size, min(size, vocab_size - first))
         for first in range(0, vocab_size, size)

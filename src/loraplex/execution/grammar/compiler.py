@@ -4,6 +4,7 @@ The only module of the engine that needs llguidance when it is imported.
 """
 
 import collections
+import logging
 import threading
 from typing import Final
 
@@ -12,6 +13,8 @@ import msgspec
 
 from loraplex.core.errors import UnsupportedFeatureError
 from loraplex.execution.grammar.vocabulary import GrammarVocabulary, VocabularySource
+
+logger = logging.getLogger(__name__)
 
 _MAX_PROTOTYPES: Final = 64
 """Compiled grammars that are kept: a sequence starts with a copy of one."""
@@ -120,6 +123,9 @@ class _TokenTable:
         try:
             encoded = list(self._encode(prefix + data.decode()))
         except UnicodeDecodeError:
+            return None
+        except Exception:  # a foreign tokenizer's; llguidance would end the row with its traceback
+            logger.warning("the model's tokenizer cannot encode a part of an output", exc_info=True)
             return None
         if any(i in self._special_ids or i > self.eos_token_id for i in encoded):
             return None

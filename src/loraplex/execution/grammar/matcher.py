@@ -47,7 +47,7 @@ class RowMatcher:
         """Whether the newest masks took long: the next tokens may, too."""
         self._matcher = matcher
         self._vocab_size = vocab_size
-        self._end_ids = row.end_token_ids
+        self._end_ids = row.generation.end_token_ids
         self._sampling = row.sampling
         self._num_outputs = 0
         self._is_over = False

@@ -1,9 +1,10 @@
 """The grammars of the rows: matchers, and masks that are filled while the model computes."""
 
 import concurrent.futures
+import contextlib
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from loraplex.core.errors import ErrorInfo, InternalError, LoraplexError
 from loraplex.core.fair_thread_pool import FairThreadPool
 from loraplex.core.grammar import GrammarKind
-from loraplex.core.plan import LogitsNeeded, RowAdded, RowStep, Slot
+from loraplex.core.plan import RowAdded, RowStep, Slot, Wanted
 from loraplex.execution.grammar.matcher import BitmaskArray, RowMatcher, bitmask_words
 from loraplex.execution.grammar.vocabulary import VocabularySource
 
@@ -112,13 +113,17 @@ class GrammarRows:
         if row.matcher.is_slow:
             row.learnt.extend(token_ids)  # its thread accepts them ahead of the next masks
             return ()
-        row.matcher.accept(token_ids)
-        return row.matcher.forced() if self._fast_forward else ()
+        forced: tuple[int, ...] = ()
+        with row.failing_alone():
+            row.matcher.accept(token_ids)
+            if self._fast_forward:
+                forced = row.matcher.forced()
+        return forced
 
     def problem(self, slot: Slot) -> ErrorInfo | None:
         """Why nothing may follow; None if that is not the grammar's doing."""
         row = self._rows[slot]
-        return row.problem if row.matcher is None else row.matcher.problem
+        return row.problem or (None if row.matcher is None else row.matcher.problem)
 
     def close(self) -> None:
         for row in self._rows.values():
@@ -145,19 +150,20 @@ class GrammarRows:
     def _fill(self, row: "_Row", drafts: Sequence[int], learnt: Sequence[int]) -> BitmaskArray:
         masks = np.zeros((1 + len(drafts), bitmask_words(self._vocab_size + 1)), dtype=np.int32)
         self._make_matcher(row)
-        if row.matcher is not None and not row.is_removed:
-            row.matcher.accept(learnt)
-            row.matcher.fill(drafts, masks)
+        if row.matcher is not None and row.problem is None and not row.is_removed:
+            with row.failing_alone():
+                row.matcher.accept(learnt)
+                row.matcher.fill(drafts, masks)
+        if row.problem is not None:
+            masks[:] = 0
         return masks
 
     def _make_matcher(self, row: "_Row") -> None:
         if row.matcher is not None or row.problem is not None or row.is_removed:
             return
-        try:
+        with row.failing_alone():
             matcher = self._ready_compiler().matcher(row.grammar_text)
             row.matcher = RowMatcher(row.added, matcher, self._vocab_size)
-        except LoraplexError as error:
-            row.problem = error.to_info()
 
     def _ready_compiler(self) -> "GrammarCompiler":
         with self._making_compiler:
@@ -184,7 +190,7 @@ class _Row:
     def __init__(self, added: RowAdded) -> None:
         self.added = added
         self.matcher: RowMatcher | None = None  # made by the thread that compiles
-        self.problem: ErrorInfo | None = None  # why it could not be made
+        self.problem: ErrorInfo | None = None  # why it could not be made, or failed
         self.num_known = len(added.token_ids)
         self.masks: concurrent.futures.Future[BitmaskArray] | None = None
         """Masks of its next token and after each of `drafts`."""
@@ -197,6 +203,24 @@ class _Row:
         self.learnt: list[int] = []
         """Tokens that the matcher has not accepted yet."""
 
+    @contextlib.contextmanager
+    def failing_alone(self) -> Iterator[None]:
+        """Make of any error in the context a problem of this row: the step has others.
+
+        A panic of llguidance's Rust is a BaseException.
+        """
+        try:
+            yield
+        except LoraplexError as error:
+            self.problem = error.to_info()
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:
+            _LOGGER.exception("the grammar of a row failed")
+            self.problem = InternalError(
+                "the output's grammar failed in the engine; the server's log has the cause"
+            ).to_info()
+
     @property
     def grammar_text(self) -> str:
         grammar = self.added.sampling.grammar
@@ -205,9 +229,9 @@ class _Row:
         return grammar.text
 
     def samples(self, step: RowStep) -> bool:
-        """Positions with LogitsNeeded.ALL are sampled only after the newest known token."""
-        if step.logits is not LogitsNeeded.ALL:
-            return step.logits is LogitsNeeded.LAST
+        """Positions with Wanted.ALL are sampled only after the newest known token."""
+        if step.wanted is not Wanted.ALL:
+            return step.wanted is Wanted.LAST
         num_known = self.num_known + len(step.draft_token_ids)
         return step.start + step.num_tokens >= num_known
 

@@ -10,14 +10,13 @@ from pathlib import Path
 import torch
 
 from loraplex.execution.weights.packing import WeightFormat, pack_checkpoint
-from loraplex.kernels.ops import KVStorage, PackedLinear
+from loraplex.kernels.ops import PackedLinear, Storage
 from loraplex.kernels.reference import ReferenceKernels
 from loraplex.kernels.routing import Routes
 from loraplex.kernels.row_layout import RowLayout
-from loraplex.models.attention import attention_shapes
 from loraplex.models.batch import ForwardBatch
+from loraplex.models.cache_groups import cache_groups, storage_shapes
 from loraplex.models.decoder import Decoder
-from loraplex.models.kv_groups import kv_groups
 from loraplex.models.parameters import DecoderParameters
 from loraplex.models.rope import rotary_tables
 from loraplex.models.spec import ModelSpec
@@ -71,19 +70,19 @@ class _Layer:
             source, spec, self.kernels, _FORM, shows_progress=False
         ).parameters
         num_blocks = -(-max_len // _BLOCK_SIZE)
-        groups = kv_groups(spec, max_len)
+        groups = cache_groups(spec, max_len)
         self._num_groups = len(groups)
         self._blocks = torch.arange(num_blocks).unsqueeze(0)
-        self._storages: tuple[KVStorage, ...] = tuple(
-            self.kernels.allocate_kv(num_blocks, shape, torch.float32)
-            for shape in attention_shapes(spec, _BLOCK_SIZE)
+        self._storages: tuple[Storage | None, ...] = tuple(
+            None if shape is None else self.kernels.allocate_kv(num_blocks, shape, torch.float32)
+            for shape in storage_shapes(spec, _BLOCK_SIZE)
         )
         self._decoder = Decoder(
             spec,
             self._parameters,
             rotary_tables(spec, max_len, torch.device("cpu")),
             self.kernels,
-            kv_groups=groups,
+            cache_groups=groups,
             block_size=_BLOCK_SIZE,
         )
         (packed,) = self._parameters.layers

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from loraplex.core.plan import LogitsNeeded, RowStep, Slot
+from loraplex.core.plan import RowStep, Slot, Wanted
 from loraplex.execution.sampling.philox import Purpose, uniforms
 from loraplex.execution.sampling.rows import Draw, SampledRow
 from loraplex.execution.sampling.token_feed import NO_TOKEN, NOTHING_LEFT, TokenFeed
@@ -63,8 +63,8 @@ def is_drawn_blindly(step: RowStep, row: SampledRow) -> bool:
 
     Or nothing at all.
     """
-    if step.logits is not LogitsNeeded.LAST:
-        return step.logits is LogitsNeeded.NONE
+    if step.wanted is not Wanted.LAST:
+        return step.wanted is Wanted.NONE
     return row.draws_blindly and step.num_logprobs is None and not step.num_candidates
 
 
@@ -116,7 +116,7 @@ def draw_options(draws: Sequence[Draw]) -> DrawOptions:
         top_p=np.array([d.row.top_p_after(d.accepted) for d in draws], dtype=np.float64),
         min_p=np.array([p.min_p for p in params], dtype=np.float64),
         uniforms=uniforms(
-            [(d.row.added.seed, d.row.added.sequence_index, d.output_index) for d in draws],
+            [(d.row.seed, d.row.added.sequence_index, d.output_index) for d in draws],
             Purpose.TOKEN,
         ),
     )

@@ -7,7 +7,7 @@ import torch
 
 from loraplex.core.errors import RowFailedError
 from loraplex.core.output import LogitsFile
-from loraplex.core.plan import LogitsNeeded
+from loraplex.core.plan import Wanted
 from loraplex.execution.sampling.rows import StepRow
 
 
@@ -33,7 +33,7 @@ class LogitsFiles:
 
     def of_prompt(self, logits: torch.Tensor, row: StepRow) -> LogitsFile | None:
         """Logits of the computed prompt positions, if requested. Raises RowFailedError."""
-        wants = row.row.sampling.return_prompt_logits and row.step.logits is LogitsNeeded.ALL
+        wants = row.row.sampling.return_prompt_logits and row.step.wanted is Wanted.ALL
         num_rows = min(row.step.num_tokens, row.row.added.num_prompt_tokens - row.step.start)
         if not wants or num_rows <= 0:
             return None

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from loraplex.core.errors import RowFailedError
-from loraplex.core.plan import LogitsNeeded, RowResult, RowStep, Slot
+from loraplex.core.plan import RowResult, RowStep, Slot, Wanted
 from loraplex.execution.sampling.rows import SampledRow
 from loraplex.execution.sampling.token_feed import SentTokens
 from loraplex.kernels.accelerator import Event
@@ -78,7 +78,7 @@ class SentSample:
         self._sent = sent
         self._take = take
         for step, row in zip(steps, rows, strict=True):
-            if row is not None and step.logits is not LogitsNeeded.NONE:
+            if row is not None and step.wanted is not Wanted.NONE:
                 row.num_pending += 1
 
     def wait(self) -> None:
@@ -88,7 +88,7 @@ class SentSample:
         tokens = iter(self._sent.take())
         results = []
         for step, row in zip(self._steps, self._rows, strict=True):
-            if step.logits is LogitsNeeded.NONE:
+            if step.wanted is Wanted.NONE:
                 results.append(RowResult(step.slot))
             elif row is None:
                 results.append(RowResult(step.slot, is_deferred=True))

@@ -52,7 +52,7 @@ class RowRules:
             counts=TokenCounts(prompt, output) if params.has_penalties else None,
             ngrams=NGramIndex(size, added.token_ids) if size else None,
             bad_words=_bad_words(params.bad_token_ids, added.token_ids, vocab_size),
-            suppressed=_in_vocabulary(added.suppressed_token_ids, vocab_size),
+            suppressed=_in_vocabulary(added.generation.suppressed_token_ids, vocab_size),
             min_tokens=params.min_tokens,
             allowed=token_bitmask(params.allowed_token_ids, vocab_size)
             if params.allowed_token_ids

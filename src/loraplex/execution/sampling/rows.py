@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from loraplex.core.plan import LogitsNeeded, RowAdded, RowStep, Slot
+from loraplex.core.plan import RowAdded, RowStep, Slot, Wanted
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.execution.sampling.row_rules import RowRules
 from loraplex.execution.sampling.top_p_decay import DecayingTopP
@@ -15,11 +15,11 @@ from loraplex.execution.sampling.top_p_decay import DecayingTopP
 def num_logits_rows(step: RowStep) -> int:
     """How many of a row's last computed positions need logits: the rows that sample() expects.
 
-    NONE: 0. LAST: 1, and one more per draft token. ALL: every computed position.
+    NONE and POOL: 0. LAST: 1, and one more per draft token. ALL: every computed position.
     """
-    if step.logits is LogitsNeeded.NONE:
+    if step.wanted in (Wanted.NONE, Wanted.POOL):
         return 0
-    if step.logits is LogitsNeeded.ALL:
+    if step.wanted is Wanted.ALL:
         return step.num_tokens
     return 1 + len(step.draft_token_ids)
 
@@ -72,6 +72,10 @@ class SampledRow:
     def num_outputs(self) -> int:
         return len(self.token_ids) + self.num_pending - self.added.num_prompt_tokens
 
+    @property
+    def seed(self) -> int:
+        return self.added.generation.seed
+
     def append(self, token_ids: Sequence[int]) -> None:
         self.token_ids.extend(token_ids)
         if self.rules is not None:
@@ -99,8 +103,8 @@ class StepRow:
     @property
     def reaches_end(self) -> bool:
         """Whether its last position is that of the newest known token, or of the last draft."""
-        if self.step.logits is not LogitsNeeded.ALL:
-            return self.step.logits is LogitsNeeded.LAST
+        if self.step.wanted is not Wanted.ALL:
+            return self.step.wanted is Wanted.LAST
         num_known = len(self.row.token_ids) + len(self.step.draft_token_ids)
         return self.step.start + self.step.num_tokens == num_known
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from loraplex.core.errors import ErrorInfo, InvalidParameterError, RowFailedError
-from loraplex.core.plan import LogitsNeeded, RowAdded, RowResult, RowStep, Slot
+from loraplex.core.plan import RowAdded, RowResult, RowStep, Slot, Wanted
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.execution.sampling.beam_candidates import find_candidates
 from loraplex.execution.sampling.blind_draws import (
@@ -137,7 +137,7 @@ class Sampler:
         drawing = [
             (step, row)
             for step, row in zip(steps, rows, strict=True)
-            if step.logits is not LogitsNeeded.NONE and step.slot not in unready
+            if step.wanted is not Wanted.NONE and step.slot not in unready
         ]
         draws = BlindDraws.of(drawing)
         assert logits.shape == (len(draws.rows), self._vocab_size), "one logits row per draw"
@@ -155,7 +155,7 @@ class Sampler:
         """Sample the rows of a step; one result per step row, in their order.
 
         logits: [S, vocab_size], S = sum of num_logits_rows(step), the rows' positions one after
-        another; changed on the way, but in the end as before. A row with LogitsNeeded.NONE
+        another; changed on the way, but in the end as before. A row with Wanted.NONE
         gives an empty result. A row with ALL samples only if its last position is the newest known
         token; its prompt_logprobs are of the token after each computed position, where it is known.
         A row with num_candidates gives these instead of a token. Tokens of a step that are beyond
@@ -199,7 +199,7 @@ class Sampler:
             step.slot
             for step in steps
             if self._rows[step.slot].sampling.grammar is not None
-            and step.logits is LogitsNeeded.LAST
+            and step.wanted is Wanted.LAST
             and not step.num_candidates
         ]
         if not slots:
@@ -254,7 +254,7 @@ class Sampler:
     def _is_plain(self, step: RowStep) -> bool:
         """Whether all that the step wants of its row are the likeliest tokens."""
         return (
-            step.logits is LogitsNeeded.LAST
+            step.wanted is Wanted.LAST
             and step.num_logprobs is None
             and not step.num_candidates
             and self._rows[step.slot].takes_likeliest

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from loraplex.core.output import TokenLogprob
-from loraplex.core.plan import LogitsNeeded
+from loraplex.core.plan import Wanted
 from loraplex.execution.sampling.rows import Draw, StepRow
 from loraplex.kernels.ops import Kernels
 
@@ -35,11 +35,11 @@ def wanted_of_tokens(
 
 
 def wanted_of_prompts(rows: Sequence[StepRow]) -> list[WantedLogprob]:
-    """Log probability of the known token after each position, in rows with LogitsNeeded.ALL."""
+    """Log probability of the known token after each position, in rows with Wanted.ALL."""
     wanted = []
     for index, row in enumerate(rows):
         num_top = row.row.sampling.prompt_logprobs
-        if row.step.logits is not LogitsNeeded.ALL or num_top is None:
+        if row.step.wanted is not Wanted.ALL or num_top is None:
             continue
         start = row.step.start
         following = row.row.token_ids[start + 1 : start + 1 + row.step.num_tokens]

@@ -22,7 +22,7 @@ from loraplex.memory.adapter_pages import (
     pages_at_ranks,
     pages_for_bytes,
 )
-from loraplex.models.attention import attention_shapes
+from loraplex.models.cache_groups import storage_shapes
 from loraplex.models.sharding import adapter_share
 from loraplex.models.spec import ModelSpec
 
@@ -102,7 +102,7 @@ def size_memory(
         kv = size_kv(settings, spec, kv_dtype)
         return MemorySize(kv, size_adapter_pool(settings, spec, dtype))
     least = smallest_pool(settings, spec, dtype)
-    block = block_bytes(attention_shapes(spec, settings.block_size), kv_dtype)
+    block = block_bytes(storage_shapes(spec, settings.block_size), kv_dtype)
     missing = least.num_bytes + block - left
     if free_bytes is not None and missing > 0:
         raise advice.too_small(missing, steps)
@@ -198,8 +198,7 @@ def _tokens(kv: KVSize, settings: RunnerSettings) -> str:
         if capacity.num_host_blocks:
             text += f" and {capacity.num_host_blocks * settings.block_size} more on the host"
         if len(kv.groups) > 1:
-            window = "no window" if group.window is None else f"a window of {group.window}"
-            text += f" in {len(group.layers)} layers with {window}"
+            text += f" in {len(group.layers)} layers with {group.spec.name}"
         texts.append(text)
     return ", ".join(texts)
 
@@ -266,7 +265,7 @@ def _entry_bytes(settings: RunnerSettings, spec: ModelSpec) -> int:
     one: that many adapters of one page may be there."""
     head = head_of(spec)
     num_cells = sum(
-        spec.num_experts.get(module, 1) for layer in spec.module_shapes for module in layer
+        layer.num_experts.get(module, 1) for layer in spec.layers for module in layer.module_shapes
     )
     on_host = torch.device(settings.device).type == "cpu"
     return (num_cells + len(head)) * (CELL_BYTES if on_host else DEVICE_CELL_BYTES)

@@ -1,4 +1,4 @@
-"""Number of blocks of each KV group, and windows of layers, by the settings and the model.
+"""Number of blocks of each cache group, and windows of layers, by the settings and the model.
 
 The first group, that with the largest window, gets as many blocks as fit. A group with a smaller
 window gets as many, but not more than max_num_seqs sequences need at once.
@@ -12,12 +12,16 @@ import torch
 
 from loraplex.core.byte_sizes import enough_bytes, readable_bytes
 from loraplex.core.errors import ConfigError
-from loraplex.core.plan import KVGroupCapacity
+from loraplex.core.plan import CacheGroupCapacity
 from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.kernels.ops import AttentionShape
-from loraplex.memory.attention_window import AttentionWindow
-from loraplex.models.attention import attention_shapes
-from loraplex.models.kv_groups import KVGroup, kv_groups, with_attention_windows
+from loraplex.memory.cache_policy import cache_policy
+from loraplex.models.cache_groups import (
+    CacheGroup,
+    cache_groups,
+    storage_shapes,
+    with_attention_windows,
+)
 from loraplex.models.spec import ModelSpec
 
 _DEFAULT_KV_BYTES = 2 << 30
@@ -26,8 +30,8 @@ _DEFAULT_KV_BYTES = 2 << 30
 @dataclasses.dataclass(frozen=True, slots=True)
 class KVSize:
     max_model_len: int
-    groups: tuple[KVGroup, ...]
-    capacities: tuple[KVGroupCapacity, ...]
+    groups: tuple[CacheGroup, ...]
+    capacities: tuple[CacheGroupCapacity, ...]
     """Number of blocks of each group."""
     num_bytes: int
     """Bytes on the device."""
@@ -48,7 +52,8 @@ def windowed(settings: RunnerSettings, spec: ModelSpec) -> ModelSpec:
             param="max_attention_window_size",
         )
     spec = with_attention_windows(spec, windows, num_sinks)
-    if num_sinks and not any(layer.attention.window for layer in spec.layers):
+    caches = (cache for layer in spec.layers for each in layer.mixers for cache in each.caches())
+    if num_sinks and all(cache.spec.reach is None for cache in caches):
         raise ConfigError(
             f"sink_token_length {num_sinks} needs a window: set max_attention_window_size, too",
             param="sink_token_length",
@@ -56,9 +61,9 @@ def windowed(settings: RunnerSettings, spec: ModelSpec) -> ModelSpec:
     return spec
 
 
-def block_bytes(shapes: Sequence[AttentionShape], dtype: torch.dtype) -> int:
+def block_bytes(shapes: Sequence[AttentionShape | None], dtype: torch.dtype) -> int:
     """Return the bytes of one block in all layers: keys and values, with the scales of int8."""
-    return sum(shape.block_bytes(dtype) for shape in shapes)
+    return sum(shape.block_bytes(dtype) for shape in shapes if shape is not None)
 
 
 def size_kv(settings: RunnerSettings, spec: ModelSpec, dtype: torch.dtype) -> KVSize:
@@ -80,10 +85,10 @@ def size_kv(settings: RunnerSettings, spec: ModelSpec, dtype: torch.dtype) -> KV
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _GroupNeeds:
-    """The KV groups, and what max_num_seqs sequences of max_model_len need of them."""
+    """The cache groups, and what max_num_seqs sequences of max_model_len need of them."""
 
     max_model_len: int
-    groups: tuple[KVGroup, ...]
+    groups: tuple[CacheGroup, ...]
     block_bytes: tuple[int, ...]
     """Bytes of a block of each group in all its layers."""
     held: tuple[int, ...]
@@ -95,12 +100,12 @@ class _GroupNeeds:
     def of(
         cls, settings: RunnerSettings, spec: ModelSpec, dtype: torch.dtype, max_model_len: int
     ) -> "_GroupNeeds":
-        groups = kv_groups(spec, max_model_len)
-        shapes = attention_shapes(spec, settings.block_size)
+        groups = cache_groups(spec, max_model_len)
+        shapes = storage_shapes(spec, settings.block_size)
         held = tuple(
-            AttentionWindow(
-                settings.block_size, group.window, group.num_sink_tokens
-            ).max_blocks_held(max_model_len, settings.max_num_batched_tokens)
+            cache_policy(group.spec, settings.block_size).max_held(
+                max_model_len, settings.max_num_batched_tokens
+            )
             for group in groups
         )
         return cls(
@@ -140,15 +145,17 @@ class _GroupNeeds:
         return left // sizes
 
     def size(self, num_blocks: int, num_host_blocks: int) -> KVSize:
-        counts = zip(self.counts(num_blocks), self.counts(num_host_blocks), strict=True)
+        counts = zip(
+            self.counts(num_blocks), self.counts(num_host_blocks), self.block_bytes, strict=True
+        )
         capacities = tuple(
-            KVGroupCapacity(
+            CacheGroupCapacity(
+                spec=group.spec,
                 num_blocks=count,
                 num_host_blocks=host_count,
-                attention_window=group.window,
-                num_sink_tokens=group.num_sink_tokens,
+                block_bytes=num_bytes,
             )
-            for group, (count, host_count) in zip(self.groups, counts, strict=True)
+            for group, (count, host_count, num_bytes) in zip(self.groups, counts, strict=True)
         )
         return KVSize(self.max_model_len, self.groups, capacities, self.num_bytes(num_blocks))
 
@@ -170,9 +177,9 @@ def _too_small(settings: RunnerSettings, needs: _GroupNeeds, num_blocks: int) ->
         needed = str(enough)
     else:
         param, needed = "kv_cache_bytes", enough_bytes(needs.num_bytes(needs.per_sequence))
-    window = needs.groups[0].window
-    smaller = "max_model_len" if window is None else "max_attention_window_size"
-    seen = "" if window is None else f" with a window of {window} and what one step computes"
+    cache = needs.groups[0].spec
+    smaller = "max_model_len" if cache.reach is None else "max_attention_window_size"
+    seen = "" if cache.reach is None else f" with {cache.name} and what one step computes"
     return ConfigError(
         f"the KV cache holds {num_blocks * settings.block_size} tokens, max_model_len is "
         f"{needs.max_model_len}{seen}: set {param} to at least {needed}, or a smaller {smaller}"

@@ -11,6 +11,7 @@ from loraplex.core.plan import (
     StepPlan,
 )
 from loraplex.core.sampling_params import MAX_LOGPROBS, SamplingParams
+from loraplex.core.task import Generate
 from loraplex.kernels.accelerator import Accelerator, DeviceMemory
 
 DUMMY_ADAPTER = 0
@@ -46,7 +47,7 @@ def largest_step(capacity: Capacity, num_tokens: int) -> StepPlan:
     num_blocks = -(-capacity.max_model_len // capacity.block_size)
     new_block_ids = tuple(
         tuple(block % group.num_blocks for block in range(num_blocks))
-        for group in capacity.kv_groups
+        for group in capacity.cache_groups
     )
     rows = tuple(
         RowStep(
@@ -73,8 +74,7 @@ def _added(step: RowStep) -> RowAdded:
     return RowAdded(
         slot=step.slot,
         sequence_id=step.slot,
-        sampling=_SAMPLING if step.slot else _GREEDY,
-        seed=0,
+        task=Generate(_SAMPLING if step.slot else _GREEDY),
         sequence_index=0,
         token_ids=step.token_ids or (),
         num_prompt_tokens=step.num_tokens,

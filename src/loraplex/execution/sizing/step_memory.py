@@ -8,6 +8,7 @@ import torch
 
 from loraplex.core.engine_settings import MAX_GRAPH_BATCH_SIZE
 from loraplex.execution.sizing.settings import RunnerSettings
+from loraplex.kernels.routing_rules import RoutingRules
 from loraplex.models.expert_config import EXPERT_DOWN_MODULE
 from loraplex.models.spec import DOWN, SHARED_DOWN, LayerSpec, ModelSpec
 
@@ -67,29 +68,42 @@ def estimated_step_memory(
 
 def bytes_per_token(settings: RunnerSettings, spec: ModelSpec, dtype: torch.dtype) -> int:
     """Estimate the bytes of one more token of a step: a layer's activations that live at once."""
+    itemsize = dtype.itemsize
     largest = max(
-        layer.attention.q_size + 2 * layer.attention.kv_size + _feed_forward_values(layer)
+        sum(mixer.step_bytes(itemsize) for mixer in layer.mixers)
+        + _feed_forward_values(layer) * itemsize
         for layer in spec.layers
     )
-    activations = 4 * spec.hidden_size + largest
+    activations = 4 * spec.hidden_size * itemsize + largest
     num_rows = max(_rows_per_token(layer) for layer in spec.layers)
     limits = settings.rank_limits
     rank = max(limits.largest, num_rows * limits.of(EXPERT_DOWN_MODULE) if num_rows > 1 else 0)
     routes = max(_route_bytes(layer) for layer in spec.layers)
     lora = 3 * rank * torch.float32.itemsize + routes
-    head_dims = {layer.attention.rope: layer.attention.head_dim for layer in spec.layers}
-    angles = sum(head_dims.values()) * torch.float32.itemsize
-    return activations * dtype.itemsize + lora + angles
+    ropes = {
+        rope: head_dim
+        for layer in spec.layers
+        for mixer in layer.mixers
+        for rope, head_dim in mixer.ropes().items()
+    }
+    angles = sum(ropes.values()) * torch.float32.itemsize
+    return activations + lora + angles
 
 
 def _rows_per_token(layer: LayerSpec) -> int:
     """Return the number of experts that compute a token; 1 without experts."""
-    routing = layer.feed_forward.routing
+    routing = _routing(layer)
     return 1 if routing is None else routing.num_chosen
+
+
+def _routing(layer: LayerSpec) -> RoutingRules | None:
+    return None if layer.feed_forward is None else layer.feed_forward.routing
 
 
 def _feed_forward_values(layer: LayerSpec) -> int:
     """Return the values of a token in the feed-forward part: each chosen expert has its own."""
+    if layer.feed_forward is None:
+        return 0
     inner_size = layer.feed_forward.inner_size
     if layer.feed_forward.routing is None:
         return 3 * inner_size
@@ -101,7 +115,7 @@ def _feed_forward_values(layer: LayerSpec) -> int:
 
 def _route_bytes(layer: LayerSpec) -> int:
     """Return the bytes of a token's scores, and of its chosen experts with their weights."""
-    routing = layer.feed_forward.routing
+    routing = _routing(layer)
     if routing is None:
         return 0
     return 2 * torch.float32.itemsize * routing.num_experts + _ROUTE_BYTES * routing.num_chosen

@@ -9,20 +9,26 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+import msgspec
 import torch
 from tqdm import tqdm
 
 from loraplex.core.errors import ErrorInfo
-from loraplex.core.plan import RowResult, RowStep, Slot
-from loraplex.execution.sampling.pending_samples import PendingSample
+from loraplex.core.plan import RowAdded, RowResult, RowStep, Slot, Wanted
+from loraplex.core.task import Pool
+from loraplex.execution.pooling import MixedSample, PendingVectors, Pooler
+from loraplex.execution.sampling.pending_samples import EndedSample, PendingSample
 from loraplex.execution.sampling.token_feed import TokenFeed
 from loraplex.execution.sizing.shortage import RowsThatFit
-from loraplex.execution.steps.input_batch import StepInputs, no_rows
+from loraplex.execution.steps.image_rows import ImageRows
+from loraplex.execution.steps.input_batch import StepInputs, groups_of_states, no_rows
 from loraplex.execution.steps.runner_parts import RunnerParts
+from loraplex.execution.steps.stages import SentRows
 from loraplex.execution.steps.tensors import ON_DEVICE, DeviceTensors, HostTensors, StepTensors
 from loraplex.execution.steps.watch import StepWatch
 from loraplex.kernels.accelerator import Accelerator, HostAccelerator
 from loraplex.kernels.lora import LoraBatch
+from loraplex.models.batch import ForwardBatch
 
 _BAR_DELAY_SECONDS = 3.0
 """Recording that takes longer shows a progress bar."""
@@ -31,13 +37,16 @@ _BAR_DELAY_SECONDS = 3.0
 class StepComputer:
     """Used by one thread."""
 
-    def __init__(self, parts: RunnerParts) -> None:
+    def __init__(self, parts: RunnerParts, images: ImageRows | None = None) -> None:
+        """images: what the encoder of images gave; None: there is none."""
+        self._images = images
         self._decoder = parts.decoder
         self._kv_cache = parts.kv_cache
         self._adapter_bank = parts.adapter_bank
         self._sampler = parts.sampler
         self._vocab_size = parts.capacity.vocab_size
-        self._num_kv_groups = len(parts.capacity.kv_groups)
+        self._num_cache_groups = len(parts.capacity.cache_groups)
+        self._states = groups_of_states(parts.capacity)
         self._recorded_sizes = parts.recorded_sizes
         self._kernels = parts.kernels
         self.is_alone = parts.adapter_cutter is None
@@ -47,6 +56,7 @@ class StepComputer:
         self._hidden: torch.Tensor | None = None
         """Place of what the stage before computed, for recorded steps."""
         self.accelerator: Accelerator = parts.accelerator or HostAccelerator()
+        self._pooler = Pooler(self.accelerator)
         self._feed: TokenFeed | None = None
         self._tensors: StepTensors = HostTensors(parts.device)
         if parts.accelerator is not None:
@@ -88,17 +98,67 @@ class StepComputer:
         batch = self._tensors.batch(
             inputs, [self._token_ids(step) for step in steps], self._lora(steps, inputs, faults)
         )
+        if inputs.encoded_spans and self._images is not None:
+            encoded = self._images.of_spans(inputs.encoded_spans)
+            batch = dataclasses.replace(batch, encoded=encoded)
         watch.prepare_ns += watch.lap()
         hidden = self._received(batch.token_ids.shape[0])
         lora_ns = self._kernels.lora_ns
-        output = self._decoder.forward(batch, self._kv_cache.storages, hidden)
+        output, vectors = self._forward(batch, inputs, steps, hidden)
         watch.add_lora(lora_ns, self._kernels.lora_ns)
-        if self._decoder.spec.is_last_stage:
-            output = output[: len(inputs.logits_indices)]
         watch.forward_ns += watch.lap()
-        sample = self._sampler.launch(output, steps, self._feed)
+        sample = self._launch(output, steps, vectors)
         watch.sample_ns += watch.lap()
         return sample
+
+    def _forward(
+        self,
+        batch: ForwardBatch,
+        inputs: StepInputs,
+        steps: Sequence[RowStep],
+        hidden: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, PendingVectors | None]:
+        """Compute the logits, or the hidden state for the next stage, and vectors of prompts."""
+        decoder, storages = self._decoder, self._kv_cache.storages
+        if not decoder.spec.is_last_stage:
+            return decoder.forward(batch, storages, hidden), None
+        num_logits = len(inputs.logits_indices)
+        pooled = [row for row, step in enumerate(steps) if step.wanted is Wanted.POOL]
+        if not pooled:
+            return decoder.forward(batch, storages, hidden)[:num_logits], None
+        states = decoder.hidden_states(batch, storages, hidden)
+        ends = [inputs.query_start_loc[row + 1] - 1 for row in pooled]
+        x = decoder.read_rows(states, torch.tensor(ends, device=self._device))
+        vectors = self._pooler.launch(x, [steps[row] for row in pooled])
+        return decoder.logits(states, batch)[:num_logits], vectors
+
+    def _launch(
+        self, output: torch.Tensor, steps: Sequence[RowStep], vectors: PendingVectors | None
+    ) -> PendingSample:
+        """Sample the rows that generate; the last stage sends the results of all rows."""
+        if not self._decoder.spec.is_last_stage:
+            return self._sampler.launch(output, steps, self._feed)
+        sampled = [step for step in steps if step.slot not in self._pooler]
+        if len(sampled) == len(steps):
+            sample = self._sampler.launch(output, steps, self._feed)
+        else:
+            sample = EndedSample([])
+            if sampled:
+                sample = self._sampler.launch(output, sampled, self._feed)
+            sample = MixedSample(steps, sample, vectors)
+        return sample if self._links is None else SentRows(sample, self._links)
+
+    def add_row(self, row: RowAdded) -> None:
+        """Let a sequence take a slot."""
+        if isinstance(row.task, Pool):
+            self._pooler.add_row(row.slot, row.task)
+            return
+        known = tuple(self._in_vocabulary(token_id) for token_id in row.token_ids)
+        self._sampler.add_row(msgspec.structs.replace(row, token_ids=known))
+
+    def remove_row(self, slot: Slot) -> None:
+        self._sampler.remove_row(slot)
+        self._pooler.remove_row(slot)
 
     def record(self) -> None:
         """Compute a step of each recorded size, without and with LoRA, so that it is recorded."""
@@ -124,7 +184,9 @@ class StepComputer:
         self._kernels.forget_recorded()
 
     def _record(self, size: int) -> None:
-        inputs = dataclasses.replace(no_rows(self._num_kv_groups), num_padding=size)
+        inputs = dataclasses.replace(
+            no_rows(self._num_cache_groups, self._states), num_padding=size
+        )
         blank = self._adapter_bank.blank_batch(size)
         for lora in (None,) if blank is None else (None, blank):
             batch = self._tensors.batch(inputs, (), lora)
@@ -148,6 +210,8 @@ class StepComputer:
         sizes = self._recorded_sizes
         if not sizes or not inputs.wants_all_logits or inputs.num_tokens > sizes[-1]:
             return inputs
+        if inputs.encoded_spans:
+            return inputs
         if inputs.num_tokens > len(inputs.seq_lens):
             inputs = inputs.with_row_per_token()
         size = sizes[bisect.bisect_left(sizes, inputs.num_tokens)]
@@ -166,15 +230,15 @@ class StepComputer:
 
     def _token_ids(self, step: RowStep) -> Sequence[int]:
         if step.token_ids is not None:
-            token_ids = [self.in_vocabulary(token_id) for token_id in step.token_ids]
+            token_ids = [self._in_vocabulary(token_id) for token_id in step.token_ids]
         else:
             newest = self._sampler.last_token(step.slot)
             token_ids = [ON_DEVICE if newest is None else newest]
-            token_ids += [self.in_vocabulary(token_id) for token_id in step.draft_token_ids]
+            token_ids += [self._in_vocabulary(token_id) for token_id in step.draft_token_ids]
         assert len(token_ids) == step.num_tokens, "a token for each position"
         return token_ids
 
-    def in_vocabulary(self, token_id: int) -> int:
+    def _in_vocabulary(self, token_id: int) -> int:
         """Return the token, or 0 for an invalid one, which fails its row and not the device."""
         return token_id if 0 <= token_id < self._vocab_size else 0
 

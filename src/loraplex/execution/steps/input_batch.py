@@ -5,13 +5,26 @@ nor where the numbers go (`step_tensors`).
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from loraplex.core.adapter import AdapterHandle
-from loraplex.core.plan import BlockId, RotationBorder, RowAdded, RowStep, Slot
+from loraplex.core.cache import States
+from loraplex.core.image import ImageSpan, images_in
+from loraplex.core.plan import (
+    NO_BLOCK,
+    BlockId,
+    CacheGroupId,
+    Capacity,
+    CellId,
+    RotationBorder,
+    RowAdded,
+    RowStep,
+    Slot,
+)
 from loraplex.execution.sampling.rows import num_logits_rows
 from loraplex.models.batch import RotatedSpan
 
@@ -20,16 +33,28 @@ RowAdapters = tuple[tuple[AdapterHandle, float], ...]
 """(handle, scale) of each adapter of one row."""
 
 
-NewBlocks = tuple[Slot, int, tuple[list[BlockId], ...]]
-"""What was appended to the block tables of a row: from which index on, and for each KV group."""
+NewBlocks = tuple[Slot, tuple[tuple[int, list[BlockId]], ...]]
+"""What was appended to the block tables of a row: in each cache group, from which index on."""
+
+
+class EncodedSpan(NamedTuple):
+    """Tokens of one row that rows of an encoded image take the place of."""
+
+    first_token: int
+    """Index in the batch of the first of them."""
+    num_tokens: int
+    cell: CellId
+    first_row: int
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Row:
     adapters: RowAdapters
+    num_blocks: list[int]
+    """Length of the table of each cache group."""
     rotation_length: int = 0
     """Zero: each position is rotated for its own length."""
-    num_blocks: int = 0
+    images: tuple[ImageSpan, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -45,6 +70,19 @@ class _Layout:
     logits_indices: IntArray  # [S]
 
 
+class StateIndices(NamedTuple):
+    """Rows as groups of states need them: with all of their tokens, draft tokens included."""
+
+    query_start_loc: IntArray  # [R + 1]
+    reads: Mapping[CacheGroupId, IntArray]
+    """State [R] that each row begins with, by cache group; NO_BLOCK: zero."""
+
+    def of_rows(self, is_kept: npt.NDArray[np.bool_]) -> "StateIndices":
+        counts = np.diff(self.query_start_loc)[is_kept]
+        reads = {group: states[is_kept] for group, states in self.reads.items()}
+        return StateIndices(np.concatenate(([0], counts.cumsum())), reads)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class StepInputs:
     """The numbers of a step but for its tokens: some of them are sampled by the step before."""
@@ -54,12 +92,17 @@ class StepInputs:
     seq_lens: list[int]  # R
     row_of_token: IntArray  # [T]
     positions: IntArray  # [T]
-    slot_mappings: tuple[IntArray, ...]  # [T] of each KV group
+    slot_mappings: tuple[IntArray, ...]
+    """Place [T] of each token in each cache group. In a group of states it is the block of the
+    state that ends with the token; NO_BLOCK: none is written."""
     logits_indices: IntArray  # [S]
-    block_tables: tuple[IntArray, ...]  # [R, most blocks of these rows] of each KV group
+    block_tables: tuple[IntArray, ...]  # [R, most blocks of these rows] of each cache group
     new_blocks: tuple[NewBlocks, ...]
     adapters: tuple[RowAdapters, ...]  # of each step of a row
     rotated_spans: tuple[RotatedSpan, ...] = ()
+    encoded_spans: tuple[EncodedSpan, ...] = ()
+    state_rows: StateIndices | None = None
+    """None: no cache group keeps states."""
     num_padding: int = 0
     """Number of additional tokens whose results no row reads."""
 
@@ -76,7 +119,8 @@ class StepInputs:
     def with_row_per_token(self) -> "StepInputs":
         """Return the step with a row for each token; `adapters` stay those of the original rows.
 
-        A layer writes the KV of all tokens before it attends, so a token sees those before it.
+        A layer writes the KV of all tokens before it attends, so a token sees those before it. A
+        state is no KV: no row reads what another one writes, so `state_rows` stay, too.
         """
         return dataclasses.replace(
             self,
@@ -99,6 +143,7 @@ class StepInputs:
         wanted = self.logits_indices[tokens[self.logits_indices]]
         counts = np.diff(self.query_start_loc)[is_kept]
         spans = [span for span in self.rotated_spans if tokens[span.first_token]]
+        encoded = [span for span in self.encoded_spans if tokens[span.first_token]]
         return StepInputs(
             slots=self.slots[is_kept],
             query_start_loc=[0, *counts.cumsum().tolist()],
@@ -113,11 +158,18 @@ class StepInputs:
             rotated_spans=tuple(
                 span._replace(first_token=int(places[span.first_token])) for span in spans
             ),
+            encoded_spans=tuple(
+                span._replace(first_token=int(places[span.first_token])) for span in encoded
+            ),
+            state_rows=None if self.state_rows is None else self.state_rows.of_rows(is_kept),
         )
 
 
-def no_rows(num_kv_groups: int) -> StepInputs:
-    """Return the inputs of a step that computes nothing but padding."""
+def no_rows(num_cache_groups: int, states: Collection[CacheGroupId] = ()) -> StepInputs:
+    """Return the inputs of a step that computes nothing but padding.
+
+    states: cache groups that keep states.
+    """
     none = np.zeros(0, np.int64)
     return StepInputs(
         slots=none,
@@ -125,11 +177,14 @@ def no_rows(num_kv_groups: int) -> StepInputs:
         seq_lens=[],
         row_of_token=none,
         positions=none,
-        slot_mappings=(none,) * num_kv_groups,
+        slot_mappings=(none,) * num_cache_groups,
         logits_indices=none,
-        block_tables=(none.reshape(0, 0),) * num_kv_groups,
+        block_tables=(none.reshape(0, 0),) * num_cache_groups,
         new_blocks=(),
         adapters=(),
+        state_rows=StateIndices(np.zeros(1, np.int64), dict.fromkeys(states, none))
+        if states
+        else None,
     )
 
 
@@ -137,8 +192,8 @@ class InputBatch:
     """Block tables by slot; a plan contains only the blocks that are new.
 
     What the last step made is kept as far as the next one needs the same: while rows decode, the
-    layout; while none of them takes a block, their block tables. The tables of all KV groups have
-    the same length: a position lies in the same block of each.
+    layout; while none of them takes a block, their block tables. The table of each cache group
+    has its own length.
     """
 
     def __init__(
@@ -146,16 +201,24 @@ class InputBatch:
         max_num_seqs: int,
         max_model_len: int,
         block_size: int,
-        num_kv_groups: int = 1,
+        num_cache_groups: int = 1,
         rotation_border: RotationBorder | None = None,
+        *,
+        states: Mapping[CacheGroupId, int] | None = None,
+        reads_images: bool = False,
     ) -> None:
+        """states: positions between the states of each cache group that keeps them. reads_images:
+        whether rows may have images; without them no step looks for any.
+        """
         self._border = rotation_border
         self._block_size = block_size
         self._rows: dict[Slot, _Row] = {}
         shape = (max_num_seqs, -(-max_model_len // block_size))
         self._block_tables: tuple[IntArray, ...] = tuple(
-            np.zeros(shape, dtype=np.int64) for _ in range(num_kv_groups)
+            np.zeros(shape, dtype=np.int64) for _ in range(num_cache_groups)
         )
+        self._states = states or {}
+        self._reads_images = reads_images
         self._layout: _Layout | None = None
         self._tables: tuple[IntArray, ...] = ()
 
@@ -164,7 +227,8 @@ class InputBatch:
         length = 0
         if self._border is not None:
             length = self._border.rotation_length(row.num_prompt_tokens, len(row.token_ids))
-        self._rows[row.slot] = _Row(row.adapters, length)
+        num_blocks = [0] * len(self._block_tables)
+        self._rows[row.slot] = _Row(row.adapters, num_blocks, length, row.images)
 
     def remove_row(self, slot: Slot) -> None:
         self._rows.pop(slot, None)
@@ -174,8 +238,11 @@ class InputBatch:
         layout = self._layout_of(steps)
         new_blocks = self._extend_block_tables(steps)
         if new_blocks or layout is not self._layout:
-            num_blocks = max(self._rows[step.slot].num_blocks for step in steps)
-            self._tables = tuple(tables[layout.slots, :num_blocks] for tables in self._block_tables)
+            lengths = zip(*(self._rows[step.slot].num_blocks for step in steps), strict=True)
+            self._tables = tuple(
+                tables[layout.slots, : max(of_group)]
+                for tables, of_group in zip(self._block_tables, lengths, strict=True)
+            )
         self._layout = layout
         starts = np.array([step.start for step in steps], dtype=np.int64)
         positions = starts[layout.row_of_token] + layout.token_in_row
@@ -187,15 +254,51 @@ class InputBatch:
             row_of_token=layout.row_of_token,
             positions=positions,
             slot_mappings=tuple(
-                tables[layout.row_of_token, indices] * self._block_size + offsets
-                for tables in self._tables
+                self._state_places(group, layout, positions)
+                if group in self._states
+                else tables[layout.row_of_token, indices] * self._block_size + offsets
+                for group, tables in enumerate(self._tables)
             ),
             logits_indices=layout.logits_indices,
             block_tables=self._tables,
             new_blocks=tuple(new_blocks),
             adapters=tuple(self._rows[step.slot].adapters for step in steps),
             rotated_spans=() if self._border is None else self._spans(steps, layout),
+            encoded_spans=self._encoded_spans(steps, layout) if self._reads_images else (),
+            state_rows=self._state_rows(layout, starts) if self._states else None,
         )
+
+    def _state_places(self, group: CacheGroupId, layout: _Layout, positions: IntArray) -> IntArray:
+        """Return the state [T] that is written after each token."""
+        every = self._states[group]
+        places = np.full(len(positions), NO_BLOCK)
+        ends = np.flatnonzero((positions + 1) % every == 0)
+        rows = layout.slots[layout.row_of_token[ends]]
+        places[ends] = self._block_tables[group][rows, positions[ends] // every]
+        return places
+
+    def _state_rows(self, layout: _Layout, starts: IntArray) -> StateIndices:
+        reads = {}
+        for group, every in self._states.items():
+            last = starts // every - 1
+            states = self._block_tables[group][layout.slots, np.maximum(last, 0)]
+            reads[group] = np.where(last < 0, NO_BLOCK, states)
+        return StateIndices(np.array(layout.query_start_loc), reads)
+
+    def _encoded_spans(self, steps: Sequence[RowStep], layout: _Layout) -> tuple[EncodedSpan, ...]:
+        """Return the tokens that are positions of images."""
+        spans = []
+        for step, first_token in zip(steps, layout.query_start_loc, strict=False):
+            if not step.image_cells:
+                continue
+            start, stop = step.start, step.start + step.num_tokens
+            images = images_in(self._rows[step.slot].images, start, stop)
+            for image, cell in zip(images, step.image_cells, strict=True):
+                first = max(start, image.first)
+                num_tokens = min(stop, image.end) - first
+                place = first_token + first - start
+                spans.append(EncodedSpan(place, num_tokens, cell, first - image.first))
+        return tuple(spans)
 
     def _spans(self, steps: Sequence[RowStep], layout: _Layout) -> tuple[RotatedSpan, ...]:
         """Return the tokens whose own length is less than the rotation length of their row."""
@@ -231,18 +334,37 @@ class InputBatch:
         extended = []
         for step in steps:
             row = self._rows[step.slot]
-            num_new = len(step.new_block_ids[0])
-            if num_new:
-                end = row.num_blocks + num_new
-                # A gap is a block that no position sees: any block will do.
-                known = tuple(
-                    [max(block_id, 0) for block_id in block_ids] for block_ids in step.new_block_ids
-                )
-                for tables, block_ids in zip(self._block_tables, known, strict=True):
-                    assert len(block_ids) == num_new, "the tables of all groups grow together"
-                    tables[step.slot, row.num_blocks : end] = block_ids
-                extended.append((step.slot, row.num_blocks, known))
-                row.num_blocks = end
-            end = row.num_blocks * self._block_size
-            assert step.start + step.num_tokens <= end, "a block is missing"
+            if any(step.new_block_ids):
+                new_blocks = []
+                groups = zip(self._block_tables, step.new_block_ids, row.num_blocks, strict=True)
+                for group, (tables, block_ids, first) in enumerate(groups):
+                    known = list(block_ids)
+                    if group not in self._states:
+                        # A gap is a block that no position sees: any block will do.
+                        known = [max(block_id, 0) for block_id in block_ids]
+                    tables[step.slot, first : first + len(known)] = known
+                    new_blocks.append((first, known))
+                row.num_blocks = [first + len(known) for first, known in new_blocks]
+                extended.append((step.slot, tuple(new_blocks)))
+            assert step.start + step.num_tokens <= self._num_positions(row), "a block is missing"
         return extended
+
+    def _num_positions(self, row: _Row) -> int:
+        """Return how many positions fit in the blocks of a row."""
+        if not self._states:
+            return min(row.num_blocks) * self._block_size
+        return min(
+            (num_blocks + 1) * self._states[group] - 1
+            if group in self._states
+            else num_blocks * self._block_size
+            for group, num_blocks in enumerate(row.num_blocks)
+        )
+
+
+def groups_of_states(capacity: Capacity) -> dict[CacheGroupId, int]:
+    """Return the cache groups that keep states, with the positions between two of them."""
+    return {
+        group: capacity_of_group.spec.every
+        for group, capacity_of_group in enumerate(capacity.cache_groups)
+        if isinstance(capacity_of_group.spec, States)
+    }

@@ -9,8 +9,6 @@ import logging
 import time
 from collections.abc import Sequence
 
-import msgspec
-
 from loraplex.core.adapter import AdapterHandle
 from loraplex.core.errors import (
     AdapterLoadError,
@@ -29,7 +27,8 @@ from loraplex.core.plan import (
 from loraplex.execution.adapters.bank import AdapterBank
 from loraplex.execution.adapters.host_adapters import HostAdapter
 from loraplex.execution.steps.computer import LaunchedRows, StepComputer
-from loraplex.execution.steps.input_batch import InputBatch, StepInputs
+from loraplex.execution.steps.image_rows import ImageRows
+from loraplex.execution.steps.input_batch import InputBatch, StepInputs, groups_of_states
 from loraplex.execution.steps.launched_step import LaunchedStep, LaunchedSteps, StepWork
 from loraplex.execution.steps.runner_parts import RunnerParts
 from loraplex.execution.steps.watch import StepWatch
@@ -69,10 +68,22 @@ class ModelRunner:
             parts.capacity.max_num_seqs,
             parts.capacity.max_model_len,
             parts.capacity.block_size,
-            len(parts.capacity.kv_groups),
+            len(parts.capacity.cache_groups),
             parts.capacity.rotation_border,
+            states=groups_of_states(parts.capacity),
+            reads_images=parts.capacity.images is not None,
         )
-        self._computer = StepComputer(parts)
+        self._images: ImageRows | None = None
+        if parts.encoder is not None:
+            assert parts.capacity.images is not None, "its capacity is missing"
+            self._images = ImageRows(
+                parts.encoder,
+                parts.capacity.images,
+                parts.decoder.spec.hidden_size,
+                parts.decoder.dtype,
+                parts.device,
+            )
+        self._computer = StepComputer(parts, self._images)
         self._launched = LaunchedSteps(self._computer.accelerator.synchronize)
 
     def capacity(self) -> Capacity:
@@ -117,9 +128,11 @@ class ModelRunner:
         return self._launched.launch(step.plan.step_id, lambda: self._execute(step))
 
     def close(self) -> None:
-        self._sampler.close()
-        if self._links is not None:
-            self._links.close()
+        try:
+            self._sampler.close()
+        finally:
+            if self._links is not None:
+                self._links.close()
 
     def _prepare(self, plan: StepPlan) -> StepInputs | None:
         for slot in plan.removed:
@@ -134,16 +147,17 @@ class ModelRunner:
         plan, watch = step.plan, StepWatch(step.prepare_ns)
         with self._computer.computing():
             for slot in plan.removed:
-                self._sampler.remove_row(slot)
+                self._computer.remove_row(slot)
             for row in plan.added:
-                known = tuple(self._computer.in_vocabulary(token_id) for token_id in row.token_ids)
-                self._sampler.add_row(msgspec.structs.replace(row, token_ids=known))
+                self._computer.add_row(row)
             self._kv_cache.offload_blocks(plan.block_offloads)
             self._kv_cache.load_blocks(plan.block_loads)
             self._kv_cache.copy_blocks(plan.block_copies)
             copies_start_ns = time.monotonic_ns()
             copies_failed = self._start_copies(plan.adapter_copies)
             copy_ns = time.monotonic_ns() - copies_start_ns
+            if plan.encodes and self._images is not None:
+                self._images.encode(plan.encoded_images)
             rows = None if step.inputs is None else self._run_rows(plan.rows, step.inputs, watch)
         return _LaunchedWork(self._adapter_bank, plan, rows, copies_failed, watch, copy_ns)
 
@@ -177,9 +191,13 @@ class ModelRunner:
 
     def _faults(self, steps: Sequence[RowStep], inputs: StepInputs) -> dict[Slot, ErrorInfo]:
         """Return the rows that fail whatever is computed; the others go on."""
-        faults = {}
+        faults, of_cells = {}, {}
+        if inputs.encoded_spans and self._images is not None:
+            of_cells = self._images.problems(inputs.encoded_spans)
         for step, adapters in zip(steps, inputs.adapters, strict=True):
             reason = self._fault(step, adapters)
+            if of_cells and reason is None:
+                reason = next(filter(None, map(of_cells.get, step.image_cells)), None)
             if reason is not None:
                 faults[step.slot] = RowFailedError(reason).to_info()
         return faults

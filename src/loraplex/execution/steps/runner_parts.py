@@ -8,6 +8,7 @@ from loraplex.core.plan import Capacity
 from loraplex.execution.adapters.bank import AdapterBank
 from loraplex.execution.adapters.host_adapters import HostAdapters
 from loraplex.execution.adapters.rank_share import AdapterCutter
+from loraplex.execution.steps.image_rows import ImageEncoder
 from loraplex.execution.steps.kv_cache import KVCache
 from loraplex.execution.steps.stages import StageLinks, StageSampler
 from loraplex.kernels.accelerator import Accelerator
@@ -33,5 +34,7 @@ class RunnerParts:
     """None: there are no other stages."""
     accelerator: Accelerator | None = None
     """That of the kernels. None: torch alone drives the device, and steps run within `launch`."""
+    encoder: ImageEncoder | None = None
+    """Encoder of images, where capacity.images is set: on the first stage, and on each rank."""
     recorded_sizes: tuple[int, ...] = ()
     """Numbers of tokens, ascending, of which steps that only decode are recorded."""

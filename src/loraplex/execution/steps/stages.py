@@ -67,7 +67,7 @@ def stage_sampler(sampler: Sampler, links: StageLinks | None) -> StageSampler:
     """Return what takes the place of the sampler in a stage."""
     if links is None:
         return sampler
-    return LastStageSampler(sampler, links) if links.stage.is_last else RemoteSampler(links)
+    return sampler if links.stage.is_last else RemoteSampler(links)
 
 
 class RemoteSampler:
@@ -122,26 +122,8 @@ class _ReceivedSample:
         return self._sampler.receive()
 
 
-class LastStageSampler:
-    """Implements StageSampler in the last stage: what it samples goes to the other stages."""
-
-    def __init__(self, sampler: Sampler, links: StageLinks) -> None:
-        self._sampler = sampler
-        self._links = links
-        self.add_row = sampler.add_row
-        self.remove_row = sampler.remove_row
-        self.last_token = sampler.last_token
-        self.begin = sampler.begin
-        self.close = sampler.close
-
-    def launch(
-        self, logits: torch.Tensor, steps: Sequence[RowStep], feed: TokenFeed | None
-    ) -> "_SentSample":
-        return _SentSample(self._sampler.launch(logits, steps, feed), self._links)
-
-
-class _SentSample:
-    """Implements PendingSample."""
+class SentRows:
+    """Implements PendingSample in the last stage: its results go to the other stages."""
 
     def __init__(self, sample: PendingSample, links: StageLinks) -> None:
         self._sample = sample

@@ -12,14 +12,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from loraplex.core.plan import Capacity
+from loraplex.core.plan import NO_BLOCK, Capacity
 from loraplex.execution.mirror import Array, Mirror, num_bytes_of
 from loraplex.execution.sampling.token_feed import TokenFeed
-from loraplex.execution.steps.input_batch import IntArray, StepInputs
+from loraplex.execution.steps.input_batch import IntArray, StepInputs, groups_of_states
 from loraplex.kernels.accelerator import Accelerator
 from loraplex.kernels.lora import LoraBatch
 from loraplex.kernels.row_layout import DeviceRows, RowLayout
-from loraplex.models.batch import ForwardBatch
+from loraplex.models.batch import ForwardBatch, StateRows
 
 ON_DEVICE = -1
 """Stands for a token that the host does not know yet: the newest one of the row's slot."""
@@ -59,7 +59,15 @@ class HostTensors:
             logits_indices=self._tensor(inputs.logits_indices),
             lora=lora,
             rotated_spans=inputs.rotated_spans,
+            state_rows=self._state_rows(inputs),
         )
+
+    def _state_rows(self, inputs: StepInputs) -> StateRows | None:
+        rows = inputs.state_rows
+        if rows is None:
+            return None
+        reads = {group: self._tensor(states) for group, states in rows.reads.items()}
+        return StateRows(self._tensor(rows.query_start_loc), reads)
 
     def _tensor(self, values: IntArray) -> torch.Tensor:
         return torch.from_numpy(values).to(self._device)
@@ -80,16 +88,16 @@ class DeviceTensors:
         self._num_recorded = num_recorded
         self._newest = feed.newest
         self._max_blocks = -(-capacity.max_model_len // capacity.block_size)
-        num_groups = len(capacity.kv_groups)
+        num_groups = len(capacity.cache_groups)
         # The last row is the table of rows that have no tokens.
         num_entries = (self._num_slots + 1) * self._max_blocks
         stride = -(-num_entries // _TABLE_ALIGNMENT) * _TABLE_ALIGNMENT
         self._first_entries = [group * stride for group in range(num_groups)]
-        """Where the tables of each KV group begin."""
+        """Where the tables of each cache group begin."""
         self._entries = torch.zeros(
             self._first_entries[-1] + num_entries, dtype=torch.int32, device=device
         )
-        """Block tables of all KV groups, so that one launch writes what is new in any."""
+        """Block tables of all cache groups, so that one launch writes what is new in any."""
         self._block_tables = tuple(
             self._entries[first : first + num_entries].view(-1, self._max_blocks)
             for first in self._first_entries
@@ -98,12 +106,15 @@ class DeviceTensors:
         self._places = torch.arange(num_recorded, device=device)
         self._token_ids = torch.zeros(num_recorded, dtype=torch.int64, device=device)
         self._most_new_blocks = num_recorded * num_groups
+        self._states = tuple(groups_of_states(capacity))
+        state_capacities = [num_recorded + 1] * (len(self._states) + 1) if self._states else []
         self._capacities = (
+            *state_capacities,
             *[num_recorded] * (num_groups + 4),
             *(num_recorded + 1, num_recorded, num_recorded),
             *[self._most_new_blocks] * 2,
         )
-        itemsizes = (*[8] * (num_groups + 4), 4, 4, 4, 4, 8)  # of _arrays
+        itemsizes = (*[8] * (len(state_capacities) + num_groups + 4), 4, 4, 4, 4, 8)  # of _arrays
         self._recorded = Mirror(accelerator, num_bytes_of(self._capacities, itemsizes))
         self._others = Mirror(accelerator, 0)
 
@@ -117,6 +128,11 @@ class DeviceTensors:
             tensors = self._recorded.send(arrays, self._capacities)
         else:
             tensors = self._others.send(arrays)
+        state_rows = None
+        if self._states:
+            query_starts, *reads = tensors[: len(self._states) + 1]
+            state_rows = StateRows(query_starts, dict(zip(self._states, reads, strict=True)))
+            tensors = tensors[len(self._states) + 1 :]
         positions, *slot_mappings, sources, given, wanted = tensors[:-5]
         query_start_loc, seq_lens, table_rows, blocks, places = tensors[-5:]
         if len(places):
@@ -140,6 +156,7 @@ class DeviceTensors:
             logits_indices=self._places[:num_tokens] if inputs.num_padding else wanted,
             lora=lora,
             rotated_spans=inputs.rotated_spans,
+            state_rows=state_rows,
         )
 
     def _arrays(self, inputs: StepInputs, token_ids: Sequence[Sequence[int]]) -> list[Array]:
@@ -149,6 +166,7 @@ class DeviceTensors:
         sources = np.where(tokens == ON_DEVICE, inputs.slots[inputs.row_of_token], self._num_slots)
         blocks, places = self._new_blocks(inputs)
         return [
+            *self._state_arrays(inputs),
             _padded(inputs.positions, num_padding, 0),
             *(_padded(mapping, num_padding, -1) for mapping in inputs.slot_mappings),
             _padded(sources, num_padding, self._num_slots),
@@ -162,12 +180,24 @@ class DeviceTensors:
             places,
         ]
 
+    def _state_arrays(self, inputs: StepInputs) -> list[Array]:
+        """A step has as many rows here as elsewhere: those that are too many have no tokens."""
+        rows = inputs.state_rows
+        if rows is None:
+            return []
+        num_rows = len(inputs.seq_lens) + inputs.num_padding
+        num_more = num_rows + 1 - len(rows.query_start_loc)
+        return [
+            _padded(rows.query_start_loc, num_more, inputs.num_tokens),
+            *(_padded(rows.reads[group], num_more, NO_BLOCK) for group in self._states),
+        ]
+
     def _new_blocks(self, inputs: StepInputs) -> tuple[npt.NDArray[np.int32], IntArray]:
         """Return the new blocks, and their places among the entries of all block tables."""
         none = np.zeros(0, np.int64)
         blocks, places = [_narrow(none)], [none]
-        for slot, first, block_ids in inputs.new_blocks:
-            for first_entry, of_group in zip(self._first_entries, block_ids, strict=True):
+        for slot, new_blocks in inputs.new_blocks:
+            for first_entry, (first, of_group) in zip(self._first_entries, new_blocks, strict=True):
                 place = first_entry + slot * self._max_blocks + first
                 places.append(np.arange(place, place + len(of_group)))
                 blocks.append(_narrow(of_group))
@@ -175,7 +205,7 @@ class DeviceTensors:
 
 
 _TABLE_ALIGNMENT = 64
-"""Entries: the block tables of every KV group begin at a multiple of it, for wide loads."""
+"""Entries: the block tables of every cache group begin at a multiple of it, for wide loads."""
 
 
 def _narrow(values: Sequence[int] | IntArray) -> npt.NDArray[np.int32]:

@@ -7,6 +7,7 @@ error.
 
 import contextlib
 import functools
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,9 +27,11 @@ from loraplex.execution.weights.tensor_files import (
 from loraplex.execution.weights.trtllm import TrtllmWeights
 from loraplex.execution.weights.weight_files import weight_files
 from loraplex.models.engine_folder import is_foreign_checkpoint
-from loraplex.models.gguf_config import FILE_NAME as GGUF_NAME
+from loraplex.models.gguf_config import gguf_of
 from loraplex.models.parameters import checkpoint_shapes
 from loraplex.models.spec import ModelSpec
+
+logger = logging.getLogger(__name__)
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -42,10 +45,12 @@ class Checkpoint:
         self._shapes = checkpoint_shapes(spec)
         self._stacked = stacked_tensors(spec, self._shapes)
         self._entries: dict[str, _Entry] = {}
+        self._zeros: list[str] = []
         self._is_transposed: bool | None = None
         with contextlib.ExitStack() as stack:
             for file in open_files(folder, spec):
                 self._add(stack.enter_context(file), spec)
+            self._note_zeros(folder)
             missing = sorted(self._shapes.keys() - self._entries.keys())
             if missing:
                 raise ConfigError(
@@ -119,10 +124,36 @@ class Checkpoint:
             elif full_name in self._stacked:
                 for own_name, part in self._stacked[full_name].parts():
                     self._put(own_name, _Entry(file, name, part))
+            elif self._is_zero_bias(file, name, full_name):
+                self._zeros.append(name)
             else:
                 raise ConfigError(
                     f"{file.path}: unknown weight {name}; config.json does not account for it"
                 )
+
+    def _is_zero_bias(self, file: TensorFile, name: str, full_name: str) -> bool:
+        """Whether it is a bias that a layer does not have, and adds nothing.
+
+        Raises ConfigError for one that is not zero.
+        """
+        module = full_name.removesuffix(".bias")
+        if module == full_name or f"{module}.weight" not in self._shapes:
+            return False
+        bias = file.tensor(name)
+        if isinstance(bias, torch.Tensor) and not bool(bias.count_nonzero()):
+            return True
+        raise ConfigError(
+            f"{file.path}: {name} is a bias that is not zero; by config.json the layer has none"
+        )
+
+    def _note_zeros(self, folder: Path) -> None:
+        # AutoGPTQ wrote a bias for every layer (AutoGPTQ#555).
+        if self._zeros:
+            logger.info(
+                "%s: %d biases that are zero, such as %s, are left out: by config.json their "
+                "layers have none",
+                *(folder, len(self._zeros), self._zeros[0]),
+            )
 
     def _put(self, name: str, entry: "_Entry") -> None:
         other = self._entries.setdefault(name, entry)
@@ -191,8 +222,8 @@ def open_files(folder: Path, spec: ModelSpec) -> Iterator[TensorFile]:
     if is_foreign_checkpoint(folder):
         yield TrtllmWeights(folder, spec)
         return
-    if (folder / GGUF_NAME).is_file():
-        yield GgufWeights(folder / GGUF_NAME, spec)
+    if gguf := gguf_of(folder):
+        yield GgufWeights(gguf[0], spec)
         return
     files = [
         SafetensorsFile(path) if path.suffix == ".safetensors" else PickledFile(path)

@@ -14,42 +14,53 @@ from pathlib import Path
 from typing import Any, Final
 
 from loraplex.core.errors import ConfigError
-from loraplex.core.gguf import GgufFile, read_gguf
-from loraplex.models.gguf_config import FILE_NAME, hugging_face_config
+from loraplex.core.gguf import GgufFile, gguf_parts, gguf_stem, read_gguf
+from loraplex.execution.weights.weight_files import text_files
+from loraplex.models.gguf_config import hugging_face_config, names_in_folder
 
 SUFFIX: Final = ".gguf"
-_TOKENIZER_FILES: Final = (
-    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json"),
-    *("added_tokens.json", "chat_template.jinja", "generation_config.json"),
-)
 
 
 def gguf_folder(path: Path, folders: Path) -> Path:
-    """Return the folder, in `folders`, that stands for a file.
+    """Return the folder, in `folders`, that stands for a file, or for all parts of a split one.
 
     A tokenizer and a generation_config.json in the file's own folder are taken instead of what the
     file holds. Raises ConfigError, UnsupportedModelError.
     """
-    path = path.resolve()
+    target = path.resolve()
+    # In the hub's cache a file is a link to another whose name is a checksum.
+    path = target if target.suffix == SUFFIX else path.absolute()
     file = read_gguf(path)
+    path = file.path
     if file.metadata.get("general.type") == "adapter":
         raise ConfigError(
             f"{path} is a LoRA adapter, no model: serve its base with --adapter NAME={path}"
         )
     files: dict[str, Mapping[str, Any] | str] = {"config.json": hugging_face_config(file)}
-    own = [name for name in _TOKENIZER_FILES if (path.parent / name).is_file()]
-    if not {"tokenizer.json", "tokenizer.model"} & set(own):
-        # A server must not wait for this import before it starts its engines.
-        from loraplex.text.gguf_tokenizer import gguf_tokenizer  # noqa: PLC0415
-
-        tokenizer = gguf_tokenizer(file.metadata, str(path))
-        files |= {"tokenizer.json": tokenizer.tokenizer, "tokenizer_config.json": tokenizer.config}
-        own = [name for name in own if name not in files]
-    name = f"{path.stem}-{hashlib.sha256(os.fsencode(path)).hexdigest()[:12]}"
+    own = [str(place.relative_to(path.parent)) for place in text_files(path.parent)]
+    files |= _tokenizer_files(file, own)
+    own = [name for name in own if name not in files]
+    name = f"{gguf_stem(path)}-{hashlib.sha256(os.fsencode(path)).hexdigest()[:12]}"
     try:
         return _written(folders / name, file, files, own)
     except OSError as error:
         raise ConfigError(f"cannot write {folders / name}: {error.strerror}") from error
+
+
+def _tokenizer_files(file: GgufFile, own: list[str]) -> dict[str, Mapping[str, Any] | str]:
+    """Return the files that are made, where those of the file's own folder are no tokenizer."""
+    is_tokenizer_there = bool({"tokenizer.json", "tokenizer.model"} & set(own))
+    if is_tokenizer_there and "tokenizer_config.json" in own:
+        return {}
+    # A server must not wait for this import before it starts its engines.
+    from loraplex.text import gguf_tokenizer  # noqa: PLC0415
+
+    source = str(file.path)
+    if is_tokenizer_there:
+        config = gguf_tokenizer.gguf_tokenizer_config(file.metadata, source)
+        return {"tokenizer_config.json": config}
+    made = gguf_tokenizer.gguf_tokenizer(file.metadata, source)
+    return {"tokenizer.json": made.tokenizer, "tokenizer_config.json": made.config}
 
 
 def _written(
@@ -62,12 +73,18 @@ def _written(
         text = content if isinstance(content, str) else json.dumps(content, indent=1)
         (new / name).write_text(text, encoding="utf-8")
     for name in own:
+        (new / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(file.path.parent / name, new / name)
-    (new / FILE_NAME).symlink_to(file.path)
-    for name in sorted(path.name for path in new.iterdir()):
-        folder.mkdir(mode=0o700, exist_ok=True)
+    parts = gguf_parts(file.path)
+    links = names_in_folder(len(parts))
+    for link, part in zip(links, parts, strict=True):
+        (new / link).symlink_to(part)
+    names = [*links, *files, *own]
+    for name in names:
+        (folder / name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         (new / name).replace(folder / name)
-    new.rmdir()
-    for name in {*_TOKENIZER_FILES} - {*files, *own}:  # of another state of the file's own folder
-        (folder / name).unlink(missing_ok=True)
+    shutil.rmtree(new)
+    for place in text_files(folder):  # of another state of the file's own folder
+        if str(place.relative_to(folder)) not in names:
+            place.unlink(missing_ok=True)
     return folder

@@ -8,10 +8,12 @@ from typing import Final
 from loraplex.core.environment import hub_records, state_directory
 from loraplex.core.errors import ConfigError
 from loraplex.core.file_locks import use
+from loraplex.core.gguf import gguf_parts
 from loraplex.core.near_paths import near_paths
 from loraplex.core.state_places import GGUF_FOLDERS
 from loraplex.execution.weights.gguf_folder import SUFFIX as GGUF_SUFFIX
 from loraplex.execution.weights.gguf_folder import gguf_folder
+from loraplex.models.gguf_config import gguf_of
 
 _FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 _TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
@@ -26,8 +28,9 @@ _USED: Final[dict[Path, int]] = {}
 def resolve_model(path_or_id: str, revision: str | None = None, state_dir: str = "") -> Path:
     """Return the model's folder; a hub id is downloaded, or taken from the hub's cache.
 
-    For a GGUF file the folder is made in state_dir, which is as configured. `revision` is a branch,
-    tag or commit of the hub. Raises ConfigError for what is neither a model nor a hub id.
+    For a GGUF file, or a folder with one, the folder is made in state_dir, which is as configured.
+    `revision` is a branch, tag or commit of the hub. Raises ConfigError for what is neither a model
+    nor a hub id.
     """
     here = model_here(path_or_id)
     if here is not None:
@@ -51,12 +54,34 @@ def model_here(path_or_id: str) -> Path | None:
             raise ConfigError(f"there is no file {path_or_id}{near_paths(file)}")
         return file
     here = _folder_here(path_or_id)
+    gguf = None if here is None else _only_gguf_file(here)
+    if gguf is not None:
+        return gguf
     if here and (here / "adapter_config.json").is_file() and not (here / _CONFIG).is_file():
         raise ConfigError(
             f"{path_or_id} is a LoRA adapter, no model: serve its base with "
             f"--adapter NAME={path_or_id}"
         )
     return here
+
+
+def _only_gguf_file(folder: Path) -> Path | None:
+    """Return the GGUF file, or a part of it, of a folder without other weights; None: it has none.
+
+    Raises ConfigError if it has several. Files of images' encoders (mmproj) do not count.
+    """
+    files = sorted(file for file in folder.glob("*.gguf") if not file.name.startswith("mmproj"))
+    stands_for_one = (folder / _CONFIG).is_file() and gguf_of(folder)
+    if stands_for_one or any(any(folder.glob(form)) for form in ("*.safetensors", "*.bin")):
+        return None
+    models = {gguf_parts(file)[0]: file for file in files}
+    if len(models) > 1:
+        first, second, *_ = models
+        raise ConfigError(
+            f"{folder} has {len(models)} GGUF models, such as {first.name} and {second.name}: give "
+            "the path of one of them"
+        )
+    return next(iter(models.values()), None)
 
 
 def resolve_tokenizer(path_or_id: str) -> Path:

@@ -154,7 +154,7 @@ class PackedCache:
     def _files(self) -> Iterator[tuple[float, int, Path]]:
         """Time of the last use, bytes and path of every file."""
         for path in self.folder.glob("*.weights"):
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):  # deleted meanwhile, or a link that leads nowhere
                 status = path.stat()
                 last_use = status.st_mtime
                 with contextlib.suppress(FileNotFoundError):
@@ -165,7 +165,7 @@ class PackedCache:
         """What killed writers left."""
         oldest = time.time() - _ABANDONED_SECONDS
         for path in self.folder.glob(".*.weights.*.tmp"):
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):
                 if path.stat().st_mtime < oldest:
                     path.unlink()
 

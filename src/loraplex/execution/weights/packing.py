@@ -233,7 +233,7 @@ def _joined_weight(
         for first in range(0, len(own), num_parts)
     ]
     found = [expert for expert in experts if expert is not None]
-    if len(found) < len(experts):
+    if len(found) < len(experts) or len({expert.table for expert in found}) > 1:
         return None
     return found[0] if place.num_experts is None else stacked_experts(found)
 

@@ -74,7 +74,8 @@ def stacked_tensors(
     """Return those that a checkpoint may have, by full name. shapes: of each expert's tensors."""
     found: dict[str, StackedTensor] = {}
     for index, layer in enumerate(spec.layers):
-        routing, prefix = layer.feed_forward.routing, spec.names.layer(index)
+        routing = None if layer.feed_forward is None else layer.feed_forward.routing
+        prefix = spec.names.layer(index)
         for form in spec.names.experts.stacked_forms if routing else ():
             first_parts = [shapes.get(prefix + part.format(expert=0)) for part in form.parts]
             if routing is None or None in first_parts:

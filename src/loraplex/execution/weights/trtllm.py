@@ -19,6 +19,7 @@ from loraplex.execution.weights.weight_files import rank_files
 from loraplex.models.config_fields import ConfigFields, read_fields
 from loraplex.models.engine_folder import CONFIG_NAME
 from loraplex.models.spec import ModelSpec
+from loraplex.models.specs.attention import AttentionSpec
 from loraplex.models.trtllm_checkpoint import read_mapping
 
 _LAYERS = "transformer.layers."
@@ -80,14 +81,15 @@ class TrtllmWeights:
         index = 0
         for stage in self._stages:
             for position in range(stage[0].num_layers):
-                self._add_layer(reads, f"{_LAYERS}{position}.", names.layer(index), stage)
+                self._add_layer(reads, f"{_LAYERS}{position}.", index, stage)
                 index += 1
         return reads
 
     def _add_layer(
-        self, reads: dict[str, _Read], stored: str, ours: str, ranks: Sequence["_Rank"]
+        self, reads: dict[str, _Read], stored: str, layer: int, ranks: Sequence["_Rank"]
     ) -> None:
         names = self._spec.names
+        ours = names.layer(layer)
         for theirs, name, dim in (
             ("input_layernorm", names.input_norm, None),
             ("post_layernorm", names.feed_forward_norm, None),
@@ -99,7 +101,7 @@ class TrtllmWeights:
             ("mlp.proj", names.down, 1),
         ):
             self._add(reads, stored + theirs, ours + name, dim, ranks)
-        self._add_qkv(reads, f"{stored}attention.qkv", ours, ranks)
+        self._add_qkv(reads, f"{stored}attention.qkv", layer, ranks)
 
     def _add(
         self,
@@ -119,26 +121,32 @@ class TrtllmWeights:
             reads[f"{ours}.{kind}"] = functools.partial(_joined, parts, split_dim, flips)
 
     def _add_qkv(
-        self, reads: dict[str, _Read], stored: str, ours: str, ranks: Sequence["_Rank"]
+        self, reads: dict[str, _Read], stored: str, layer: int, ranks: Sequence["_Rank"]
     ) -> None:
-        names = self._spec.names
+        names, attention = self._spec.names, self._spec.whole.layers[layer].mixer
+        assert isinstance(attention, AttentionSpec), "TensorRT-LLM's checkpoints of other mixers"
         is_fused = len(names.qkv) == 1
         for kind in ("weight", "bias"):
             parts = self._parts(f"{stored}.{kind}", ranks)
             flips = kind == "weight" and names.has_transposed_weights
             for index, name in enumerate(names.qkv if parts else ()):
                 chosen = range(3) if is_fused else (index,)
-                reads[f"{ours}{name}.{kind}"] = functools.partial(self._qkv, parts, chosen, flips)
+                reads[f"{names.layer(layer)}{name}.{kind}"] = functools.partial(
+                    self._qkv, attention, parts, chosen, flips
+                )
 
-    def _qkv(self, parts: Sequence[_Read], chosen: Sequence[int], flips: bool) -> torch.Tensor:
+    def _qkv(
+        self, attention: AttentionSpec, parts: Sequence[_Read], chosen: Sequence[int], flips: bool
+    ) -> torch.Tensor:
         """Join the chosen ones of q, k and v (0, 1, 2), one below the other."""
-        pieces = [self._split_qkv(parts, which) for which in chosen]
+        pieces = [self._split_qkv(attention, parts, which) for which in chosen]
         return _flipped(torch.cat(pieces), flips)
 
-    def _split_qkv(self, parts: Sequence[_Read], which: int) -> torch.Tensor:
+    def _split_qkv(
+        self, attention: AttentionSpec, parts: Sequence[_Read], which: int
+    ) -> torch.Tensor:
         """q, k or v (0, 1, 2) of all ranks; a rank has rows of q, then of k, then of v."""
-        # A folder of TensorRT-LLM describes one attention for all layers.
-        attention, ranks = self._spec.layers[0].attention, self._tp_size
+        ranks = self._tp_size
         q_rows = attention.q_size // ranks
         kv_rows = max(1, attention.num_kv_heads // ranks) * attention.head_dim
         start = (0, q_rows, q_rows + kv_rows)[which]

@@ -6,7 +6,7 @@ from pathlib import Path
 from loraplex.core.errors import ConfigError
 from loraplex.models.config_fields import read_fields
 from loraplex.models.engine_folder import CONFIG_NAME, WEIGHTS_NAME, is_foreign_checkpoint
-from loraplex.models.gguf_config import FILE_NAME as GGUF_NAME
+from loraplex.models.gguf_config import gguf_of
 from loraplex.models.trtllm_checkpoint import read_mapping
 
 _TEXT_FILES = (
@@ -19,15 +19,15 @@ _TEXT_FILES = (
 def text_files(folder: Path) -> Iterator[Path]:
     """Yield the tokenizer's files, the chat template's, and what ends a text."""
     for pattern in _TEXT_FILES:
-        yield from folder.glob(pattern)
+        yield from filter(Path.is_file, folder.glob(pattern))
 
 
 def weight_files(folder: Path) -> list[Path]:
     """The files that hold the weights, safetensors before `.bin`."""
     if is_foreign_checkpoint(folder):
         return rank_files(folder)
-    if (folder / GGUF_NAME).is_file():
-        return [folder / GGUF_NAME]
+    if gguf := gguf_of(folder):
+        return gguf
     if (folder / WEIGHTS_NAME).is_file():
         return [folder / WEIGHTS_NAME]
     for stem in ("model.safetensors", "pytorch_model.bin"):

@@ -1,10 +1,16 @@
 """The families of the TensorRT-LLM backend, nv_trt_llm_*, from the engine's reports.
 
-One series per served base model, labelled with the Triton model that takes token ids.
+One series per served base model, labelled with the Triton model that takes token ids. The verbose
+log has the same values in one line of JSON for each model, as the original's has.
 """
 
+import datetime
+import json
+import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Final
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -20,7 +26,50 @@ from loraplex.frontends.prometheus_text import ExactCounter
 from loraplex.serving.backend import Backend
 from loraplex.serving.model_memory import ModelMemory
 
+logger = logging.getLogger(__name__)
+
 _Values = dict[str, float]
+
+_LOGGED: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
+    {
+        "request_metrics": {
+            "active": "Active Request Count",
+            "max": "Max Request Count",
+            "scheduled": "Scheduled Requests",
+            "context": "Context Requests",
+            "waiting": "Waiting Requests",
+        },
+        "runtime_memory_metrics": {
+            "cpu": "Runtime CPU Memory Usage",
+            "gpu": "Runtime GPU Memory Usage",
+            "pinned": "Runtime Pinned Memory Usage",
+        },
+        "kv_cache_block_metrics": {
+            "max": "Max KV cache blocks",
+            "free": "Free KV cache blocks",
+            "used": "Used KV cache blocks",
+            "tokens_per": "Tokens per KV cache block",
+            "reused": "Reused KV cache blocks",
+            "fraction": "Fraction used KV cache blocks",
+        },
+        "inflight_batcher_metrics": {
+            "total_context_tokens": "Total Context Tokens",
+            "generation_requests": "Generation Requests",
+            "micro_batch_id": "MicroBatch ID",
+            "paused_requests": "Paused Requests",
+        },
+        "v1_metrics": {
+            "total_context_tokens": "Total Context Tokens",
+            "total_generation_tokens": "Total Generation Tokens",
+            "empty_generation_slots": "Empty Generation Slots",
+        },
+        "general_metrics": {"timestamp": "Timestamp", "iteration_counter": "Iteration Counter"},
+    }
+)
+"""The original's names in the log, by families and their labels."""
+_LOGGED_ALWAYS: Final = MappingProxyType({"KV cache transfer time": 0, "Request count": 0})
+_MICROSECONDS: Final = 1_000_000
+_LOGGED_TIME: Final = "%m-%d-%Y %H:%M:%S.%f"
 
 
 class TensorRtLlmCollector(Collector):
@@ -38,6 +87,9 @@ class TensorRtLlmCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         models = [model for model in self._catalog.models() if model.kind.name == TENSORRT_LLM.name]
         inflight = [model for model in models if not model.options.is_static]
+        logged: dict[str, dict[str, float | str]] = {
+            model.name: dict(_LOGGED_ALWAYS) for model in models
+        }
         for name, text, label, values, whose in (
             ("request_metrics", "TRT LLM request metrics", "request_type", self._requests, models),
             (
@@ -76,8 +128,11 @@ class TensorRtLlmCollector(Collector):
             for model in whose:
                 for value_of, value in values(model).items():
                     gauge.add_metric([model.name, value_of, model.version], value)
+                    logged[model.name][_LOGGED[name][value_of]] = value
             yield gauge
         yield _disaggregated(models)
+        for lines in logged.values():
+            _log(lines)
 
     def _stats(self, model: TritonModel) -> EngineStats:
         return self._backend.model(model.card.name).stats
@@ -140,7 +195,7 @@ class TensorRtLlmCollector(Collector):
 
     def _general(self, model: TritonModel) -> _Values:
         return {
-            "timestamp": int(self._unix_seconds() * 1_000_000),
+            "timestamp": int(self._unix_seconds() * _MICROSECONDS),
             "iteration_counter": self._stats(model).steps,
         }
 
@@ -154,6 +209,14 @@ def _by_type(memory: ModelMemory) -> _Values:
     if memory.accelerator is None:
         return {"cpu": sum(at_work) + memory.host.num_bytes, "gpu": 0, "pinned": 0}
     return {"cpu": memory.host.num_bytes, "gpu": sum(at_work), "pinned": 0}
+
+
+def _log(values: dict[str, float | str]) -> None:
+    """Write values as the original writes them, whose tests compare its log with its metrics."""
+    if logger.isEnabledFor(logging.DEBUG):
+        seconds = float(values["Timestamp"]) / _MICROSECONDS
+        time_of = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
+        logger.debug("%s", json.dumps(values | {"Timestamp": time_of.strftime(_LOGGED_TIME)}))
 
 
 def _disaggregated(models: Iterable[TritonModel]) -> ExactCounter:

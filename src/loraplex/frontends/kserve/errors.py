@@ -66,6 +66,7 @@ STATUS: Mapping[type[errors.LoraplexError], Status] = MappingProxyType(
         errors.EngineRestartedError: _UNAVAILABLE,
         errors.AdapterLoadError: _UNAVAILABLE,
         errors.StorageFullError: Status(507, "RESOURCE_EXHAUSTED"),
+        errors.StorageUnavailableError: _UNAVAILABLE,
         errors.DeadlineExceededError: Status(503, "DEADLINE_EXCEEDED"),
         errors.RowFailedError: _INTERNAL,
         errors.StepFailedError: _INTERNAL,
@@ -117,6 +118,10 @@ def as_loraplex_error(error: BaseException) -> errors.LoraplexError:
     """The error itself, or for a defect of ours an InternalError; its traceback is logged."""
     if isinstance(error, FailedResponse):
         error = error.error
+    passing = errors.passing_error(error)
+    if passing is not None:
+        logger.error("a KServe request failed: %s", error)
+        error = passing
     if not isinstance(error, errors.LoraplexError):
         logger.error("a KServe request failed", exc_info=error)
         error = errors.InternalError("internal error; the server's log has the details")

@@ -1,6 +1,6 @@
 """Errors in the words that the clients of each backend look for."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from loraplex.core.adapter import AdapterChoice, ByName, ByTaskId
 from loraplex.core.errors import AdapterNotFoundError, LoraplexError, PromptTooLongError
@@ -36,20 +36,13 @@ def vllm_failure(error: LoraplexError) -> FailedResponse:
 
 
 def unknown_lora(
-    error: AdapterNotFoundError,
-    request: GenerateRequest,
-    known: Sequence[str],
-    unusable: Mapping[str, str],
+    error: AdapterNotFoundError, request: GenerateRequest, known: Sequence[str]
 ) -> LoraplexError | FailedResponse:
-    """Error in the vLLM backend's words, with the known names as Python writes a list.
-
-    `unusable` has the reasons why names of the repository are not among them.
-    """
+    """Error in the vLLM backend's words, with the known names as Python writes a list."""
     match request.adapters:
         case (AdapterChoice(key=ByName(name=name)),):
-            reason = error.reason or unusable.get(name)
-            if reason:
-                text = f"LoRA {name} could not be loaded: {reason}"
+            if error.reason:
+                text = f"LoRA {name} could not be loaded: {error.reason}"
             else:
                 text = f"LoRA {name} is not supported, we currently support {list(known)}"
             return lora_failure(AdapterNotFoundError(text, param="lora_name"))

@@ -1,5 +1,7 @@
 """One admitted inference request: the outputs of its batch, in one response or as a stream."""
 
+import functools
+import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -14,13 +16,17 @@ from loraplex.frontends.kserve.messages import InferRequest, InferResponse, Para
 from loraplex.frontends.kserve.models.completion import Completion
 from loraplex.frontends.kserve.models.completion_tensors import output_tensors, without_batch
 from loraplex.frontends.kserve.models.convert import Generation
+from loraplex.frontends.kserve.models.kinds import Dialect
 from loraplex.frontends.kserve.models.triton_model import TritonModel
 from loraplex.frontends.kserve.responses import ResponseStream
 from loraplex.frontends.kserve.statistics import Recording
 from loraplex.frontends.kserve.submission import raise_in_dialect
 from loraplex.frontends.kserve.tensors import Tensor
 from loraplex.frontends.kserve.token_metrics import TokenTimes
+from loraplex.frontends.streams import done
 from loraplex.serving.backend import close_outputs
+
+logger = logging.getLogger(__name__)
 
 MAX_UNREAD_STEPS = 32
 """A client of a stream that left more unread is slow: it gets them in one response."""
@@ -70,7 +76,7 @@ class Inference(ResponseStream):
                     self._take(self._outputs.index, output)
             except LoraplexError as error:
                 raise_in_dialect(self._model, error)
-            response = self._response(self._batch, is_final=True)
+            response = await self._response(self._batch, is_final=True)
         self._record_success()
         return response
 
@@ -84,10 +90,10 @@ class Inference(ResponseStream):
             while not self._ready and not self._is_over:
                 output = await self._next_output()
                 if output is None:
-                    self._end()
+                    await self._end()
                 else:
                     for step in self._steps(output):
-                        self._add_pieces(self._outputs.index, step)
+                        await self._add_pieces(self._outputs.index, step)
         if not self._ready:
             raise StopAsyncIteration
         response = self._ready.popleft()
@@ -98,13 +104,20 @@ class Inference(ResponseStream):
 
     async def aclose(self) -> None:
         """Abort what still runs. Idempotent."""
+        self._recording.failed(None)
+        is_cancelled = self._recording.was_cancelled and not self._is_over
+        # The vLLM backend's sentences, which its tests look for in the log.
+        words = is_cancelled and self._model.kind.dialect is Dialect.VLLM
+        if words:
+            logger.debug("[vllm] Cancelling the request %s", self._request.request_id)
         self._active.end()
         self._is_over = True
         self._ready.clear()
         await self._outputs.aclose()
         for stream in self._streams:
             await close_outputs(stream)
-        self._recording.failed(None)
+        if words:
+            logger.debug("[vllm] Successfully cancelled the request %s", self._request.request_id)
 
     async def _next_output(self) -> RequestOutput | None:
         """Next output of any element; None at the end and once the request is stopped."""
@@ -119,13 +132,13 @@ class Inference(ResponseStream):
         waited = max([each.queue_seconds for each in times])
         self._recording.succeeded(len(times), round(waited * 1e9), times)
 
-    def _add_pieces(self, index: int, output: RequestOutput) -> None:
+    async def _add_pieces(self, index: int, output: RequestOutput) -> None:
         """The responses that an output of one element of the batch brings."""
         groups = self._grouped(self._take(index, output))
         self._is_over = self._num_running == 0 and bool(groups)
         for group in groups:
             is_final = self._is_over and group is groups[-1]
-            self._ready.append(self._piece(index, group, is_final=is_final))
+            self._ready.append(await self._piece(index, group, is_final=is_final))
 
     def _steps(self, output: RequestOutput) -> list[RequestOutput]:
         """Divide an output that a reader found late into one per step, as they were made.
@@ -149,7 +162,7 @@ class Inference(ResponseStream):
             replace(last, prompt_logits=()),
         ]
 
-    def _end(self) -> None:
+    async def _end(self) -> None:
         """What is left to send when the outputs end without a last piece: after a stop."""
         self._is_over = True
         self._begin_all()
@@ -162,7 +175,7 @@ class Inference(ResponseStream):
         ]
         left = left or [(0, self._grouped(self._batch[0])[0])]
         for index, group in left:
-            self._ready.append(self._piece(index, group, is_final=group is left[-1][1]))
+            self._ready.append(await self._piece(index, group, is_final=group is left[-1][1]))
 
     @staticmethod
     def _grouped(completions: list[Completion]) -> list[list[Completion]]:
@@ -212,10 +225,12 @@ class Inference(ResponseStream):
                 prompt = completion.generation.request.prompt
                 completion.begin(() if isinstance(prompt, str) else prompt)
 
-    def _piece(self, index: int, completions: list[Completion], *, is_final: bool) -> InferResponse:
+    async def _piece(
+        self, index: int, completions: list[Completion], *, is_final: bool
+    ) -> InferResponse:
         has_batch = len(self._batch) > 1
         is_one_of_several = len(completions) < len(self._batch[index])
-        response = self._response(
+        response = await self._response(
             [completions],
             is_final=is_final,
             batch_index=index if has_batch else None,
@@ -225,7 +240,7 @@ class Inference(ResponseStream):
             completion.drain()
         return response
 
-    def _response(
+    async def _response(
         self,
         batch: Sequence[Sequence[Completion]],
         *,
@@ -234,9 +249,13 @@ class Inference(ResponseStream):
         sequence_index: int | None = None,
     ) -> InferResponse:
         start_ns = time.monotonic_ns()
-        tensors = output_tensors(
-            self._model.kind, batch, batch_index=batch_index, sequence_index=sequence_index
+        make = functools.partial(
+            output_tensors,
+            *(self._model.kind, batch),
+            batch_index=batch_index,
+            sequence_index=sequence_index,
         )
+        tensors = await done(make, sum([a.writing_work for each in batch for a in each]))
         self._recording.made_output(time.monotonic_ns() - start_ns)
         return InferResponse(
             model=self._model.name,

@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Final
 
 import msgspec
 
+from loraplex.core.request import BINARY_LOGIT_BYTES
 from loraplex.frontends.kserve.tensors import Tensor
 
 Parameter = bool | int | float | str
+JSON_LOGIT_BYTES: Final = 20
 NO_PARAMETERS: Mapping[str, Parameter] = MappingProxyType({})
 
 
@@ -23,6 +26,8 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     requested: tuple[str, ...] = ()
     """Names of outputs; empty is all that the request produces."""
     parameters: Mapping[str, Parameter] = NO_PARAMETERS
+    logit_bytes: int = BINARY_LOGIT_BYTES
+    """Bytes that one logit takes in the response."""
 
 
 class InferResponse(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -34,3 +39,8 @@ class InferResponse(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     outputs: tuple[Tensor, ...] = ()
     parameters: Mapping[str, Parameter] = NO_PARAMETERS
     is_final: bool = True
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the outputs' elements."""
+        return sum([tensor.num_bytes for tensor in self.outputs])

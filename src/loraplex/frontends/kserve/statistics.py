@@ -174,9 +174,9 @@ class StepCounts:
     def succeeded(self, batch_size: int, queue_ns: int, compute_ns: tuple[int, int, int]) -> None:
         """Count one request, as ModelCounts.succeeded does for the ensemble."""
         input_ns, infer_ns, output_ns = compute_ns
-        self.preprocessing.succeeded(batch_size, input_ns, 0, (0, input_ns, 0))
+        self.preprocessing.succeeded(batch_size, input_ns, 0, (input_ns, 0, 0))
         self.tensorrt_llm.succeeded(batch_size, queue_ns + infer_ns, queue_ns, (0, infer_ns, 0))
-        self.postprocessing.succeeded(batch_size, output_ns, 0, (0, output_ns, 0))
+        self.postprocessing.succeeded(batch_size, output_ns, 0, (0, 0, output_ns))
 
 
 class Statistics:
@@ -264,6 +264,8 @@ class Recording:
         self._is_pending = True
         self._is_read = False
         self._is_over = False
+        self.was_cancelled = False
+        """Whether the first end was that its client left."""
         self._counts.num_pending += 1
 
     def __enter__(self) -> "Recording":
@@ -334,13 +336,15 @@ class Recording:
             return
         ns = time.monotonic_ns() - self._start_ns
         reason = failure_reason(error)
+        self.was_cancelled = reason is FailureReason.CANCELED
         self._counts.failed(ns, reason)
         if self._steps is not None and self._is_read:
             self._steps.tensorrt_llm.failed(ns - self._input_ns, reason)
         each = self._response() if self._num_responses else None
         if each is not None:
-            cancelled = reason is FailureReason.CANCELED
-            (each.cancel if cancelled else each.fail).add(time.monotonic_ns() - self._last_ns)
+            (each.cancel if self.was_cancelled else each.fail).add(
+                time.monotonic_ns() - self._last_ns
+            )
 
     def _first_response(self, ns: int) -> None:
         self._counts.first_response(ns)

@@ -17,6 +17,7 @@ from loraplex.core.errors import (
 from loraplex.core.output import RequestOutput
 from loraplex.core.principal import Principal
 from loraplex.core.request import GenerateRequest
+from loraplex.frontends.field_names import named_as_sent
 from loraplex.frontends.kserve.failures import (
     FailedResponse,
     in_tensorrt_words,
@@ -41,6 +42,8 @@ MAX_PRIORITY_LEVEL = 2**31 - 1
 DEFAULT_PRIORITY_LEVEL = 100
 """Level of a request without one: 99 comes before it, 101 after it."""
 
+_NAMED = ("max_tokens", "min_tokens")
+"""Parameters that an admission names, and that an input may have under another name."""
 _WHOLE_REQUEST = "context_and_generation"
 """The request type that is not one half of disaggregated serving."""
 
@@ -79,7 +82,7 @@ class Submission:
             check_bls(inputs, options)
         if parameters:
             _check_request_type(request)
-        return convert(
+        generation = convert(
             inputs,
             model.card,
             sender,
@@ -87,6 +90,10 @@ class Submission:
             options=options,
             texts=texts,
         )
+        if generation.request.logit_bytes == request.logit_bytes:
+            return generation
+        own = msgspec.structs.replace(generation.request, logit_bytes=request.logit_bytes)
+        return msgspec.structs.replace(generation, request=own)
 
     def _check_health(self, model: TritonModel) -> None:
         if model.options.checks_health and not self._backend.model_ready(model.card.name):
@@ -101,12 +108,13 @@ class Submission:
             key = await self._add(generation.inline_adapter, request.model, principal)
             request = msgspec.structs.replace(request, adapters=(AdapterChoice(key),))
         try:
-            return await self._backend.generate(request, principal)
+            with named_as_sent({name: model.kind.input_of(name) for name in _NAMED}):
+                return await self._backend.generate(request, principal)
         except (AdapterNotFoundError, PromptTooLongError) as error:
             if not _may_be_shorter(model, request, error):
                 raise self._in_words(model, error, request, principal) from None
         sampling = msgspec.structs.replace(request.sampling, max_tokens=None)
-        request = msgspec.structs.replace(request, sampling=sampling)
+        request = request.with_sampling(sampling)
         generation = msgspec.structs.replace(generation, request=request, inline_adapter=None)
         return await self.generate(model, generation, principal)
 
@@ -121,8 +129,7 @@ class Submission:
             if not isinstance(error, AdapterNotFoundError):
                 return error
             cards = self._backend.adapters(principal, model.card.name)
-            unusable = model.options.unusable_adapters
-            return unknown_lora(error, request, [card.name for card in cards], unusable)
+            return unknown_lora(error, request, [card.name for card in cards])
 
         def num_prompt_tokens() -> int:
             prompt = request.prompt

@@ -10,9 +10,10 @@ bfloat16, and its numbers are not read here.
 Source of the forms: the KServe v2 protocol and Triton's binary tensor data extension.
 """
 
+import itertools
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -21,13 +22,18 @@ import numpy.typing as npt
 
 from loraplex.core.errors import InvalidTensorError
 from loraplex.frontends.kserve.datatypes import DATATYPES, LENGTH_PREFIX, Datatype
+from loraplex.frontends.long_json import LongList
 
 Array = npt.NDArray[Any]
 
 MAX_RANK = 8
 MAX_ELEMENTS = 2**31 - 1
+_COPIED_BYTES = 1 << 16
+"""A larger array is not copied: meanwhile no other thread would run."""
 MAX_STRINGS = 2**16
 """Elements of a BYTES tensor, each of which becomes an object."""
+_NUM_LISTED = 4096
+"""Values of a tensor that become Python objects at a time."""
 
 
 class Tensor(msgspec.Struct, frozen=True, eq=False):
@@ -45,7 +51,9 @@ class Tensor(msgspec.Struct, frozen=True, eq=False):
         wire_dtype = DATATYPES[datatype].wire_dtype
         if wire_dtype is None:
             return cls(name, datatype, array.shape, strings=array.ravel().tolist())
-        return cls(name, datatype, array.shape, array.astype(wire_dtype, copy=False).tobytes())
+        own = np.ascontiguousarray(array, wire_dtype)
+        data = own.tobytes() if own.nbytes <= _COPIED_BYTES else own.data.cast("B")
+        return cls(name, datatype, array.shape, data)
 
     @property
     def array(self) -> Array:
@@ -308,6 +316,34 @@ def to_values(tensor: Tensor) -> list[Any]:
     if row.wire_dtype is None:
         return to_texts(tensor.name, tensor.strings)
     return list(struct.unpack(f"<{math.prod(tensor.shape)}{row.code}", tensor.data))
+
+
+def long_values(tensor: Tensor) -> Sequence[Any]:
+    """Return the values of `to_values`, many of them for an encoding in pieces."""
+    if math.prod(tensor.shape) <= _NUM_LISTED:
+        return to_values(tensor)
+    row = DATATYPES[tensor.datatype]
+    if row.wire_dtype is None or not row.has_json:
+        return LongList(to_values(tensor), piece_length=_NUM_LISTED)
+    return LongList(_Numbers(tensor, row.code), piece_length=_NUM_LISTED)
+
+
+class _Numbers(Sequence[Any]):
+    """Elements of a numeric tensor, made when they are read."""
+
+    def __init__(self, tensor: Tensor, code: str) -> None:
+        self._tensor = tensor
+        self._code = code
+
+    def __len__(self) -> int:
+        return math.prod(self._tensor.shape)
+
+    def __iter__(self) -> Iterator[Any]:
+        unpacked = struct.iter_unpack(f"<{self._code}", self._tensor.data)
+        return itertools.chain.from_iterable(unpacked)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._tensor.element(index)
 
 
 def to_texts(name: str, elements: Sequence[bytes]) -> list[str]:

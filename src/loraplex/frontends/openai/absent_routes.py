@@ -8,6 +8,7 @@ from typing import Final, NamedTuple
 from starlette.requests import Request
 from starlette.responses import Response
 
+from loraplex.core.errors import brief
 from loraplex.core.support import Feature, Support
 from loraplex.frontends.openai.context import Endpoint
 from loraplex.frontends.openai.errors import INVALID, ErrorDetail, json_error
@@ -79,7 +80,7 @@ def absent_endpoints() -> Iterator[tuple[str, Endpoint]]:
 
 def _refusal(route: AbsentRoute) -> Endpoint:
     async def refuse(request: Request) -> Response:
-        message = f"there is no {request.url.path} here: {route.instead}"
+        message = brief(f"there is no {request.url.path} here: {route.instead}")
         return json_error(404, ErrorDetail(message, INVALID, None, CODE))
 
     return refuse

@@ -16,6 +16,7 @@ from loraplex.core.errors import (
     AdapterNotFoundError,
     InvalidParameterError,
     ModelNotFoundError,
+    brief,
 )
 from loraplex.core.principal import Principal
 from loraplex.frontends.openai.adapter_queries import OF_LIST, page_query
@@ -266,4 +267,4 @@ async def _vllm_response(work: Awaitable[Any], name: str, done: str) -> Response
 
 def _refusal(status: int, message: str) -> Response:
     code = "adapter_not_found" if status == 404 else "invalid_parameter"
-    return json_error(status, ErrorDetail(message, INVALID, "lora_name", code))
+    return json_error(status, ErrorDetail(brief(message), INVALID, "lora_name", code))

@@ -18,6 +18,7 @@ from loraplex.core.errors import (
     RequestError,
 )
 from loraplex.frontends.body_limits import DEFAULT_JSON_LIMITS, JsonLimits, off_loop
+from loraplex.frontends.openai.faults import joined
 from loraplex.frontends.openai.json_checks import check_beginning, check_unambiguous
 from loraplex.frontends.openai.schema import EXPECTED, Body
 
@@ -116,7 +117,14 @@ def validated(schema: type[BodyT], fields: Mapping[str, Any]) -> BodyT:
 
 
 def explain(details: Sequence[ErrorDetails]) -> RequestError:
-    """One readable sentence for what pydantic found first."""
+    """A readable sentence for each field of which pydantic found something."""
+    by_field: dict[str, list[ErrorDetails]] = {}
+    for each in details:
+        by_field.setdefault(_name(_path(each["loc"])), []).append(each)
+    return joined([_explain_one(of_field) for of_field in by_field.values()])
+
+
+def _explain_one(details: Sequence[ErrorDetails]) -> RequestError:
     # A union reports an error for each of its branches.
     first = next((each for each in details if each["type"] == "too_long"), details[0])
     if first["type"] == "json_invalid":

@@ -24,8 +24,7 @@ from loraplex.frontends.openai.schema import (
     DetokenizeBody,
     TokenizeBody,
 )
-from loraplex.frontends.openai.tools import read_tools
-from loraplex.frontends.openai.unsupported import refuse_unsupported
+from loraplex.frontends.openai.tools import read_tools, served
 from loraplex.frontends.openapi.operation import OF_NAMES, described, json_body, json_of
 from loraplex.serving.backend import AdapterCard, ModelCard
 
@@ -83,7 +82,6 @@ class TokenEndpoints:
         """The token ids of a text, or of a conversation."""
         principal = self._context.principal(request)
         body = await self._context.open_body(request, TokenizeBody)
-        refuse_unsupported(body.model_extra)
         card = (await self._context.target(body.model, principal)).model
         text, adds_special_tokens = await self._text(body, card)
         # A long text takes a while, and the event loop has streams to serve.
@@ -109,7 +107,7 @@ class TokenEndpoints:
             "template_kwargs": body.chat_template_kwargs,
         }
         text = await rendered_chat(
-            self._context.backend, card, body.messages, body.tools, arguments
+            self._context.backend, card, body.messages, served(body.tools), arguments
         )
         return text, body.add_special_tokens is True
 

@@ -1,5 +1,6 @@
 """Conversion of a chat body to a backend request, for every route with chats."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from loraplex.core.principal import Principal
@@ -7,9 +8,11 @@ from loraplex.core.request import GenerateRequest
 from loraplex.frontends.openai import convert
 from loraplex.frontends.openai.adapter_fields import Target
 from loraplex.frontends.openai.context import TextContext
+from loraplex.frontends.openai.faults import raise_all
 from loraplex.frontends.openai.rendering import rendered_chat
 from loraplex.frontends.openai.schema import ChatBody
-from loraplex.frontends.openai.tools import read_tool_use, shown_tools
+from loraplex.frontends.openai.synonyms import sent_names
+from loraplex.frontends.openai.tools import left_out, read_tool_use, read_tools, shown_tools
 from loraplex.serving.text.completion_reader import CompletionSyntax
 
 
@@ -18,13 +21,17 @@ class ChatRequest(NamedTuple):
 
     requests: tuple[GenerateRequest, ...]
     reading: CompletionSyntax
+    names: Mapping[str, str]
+    """Its fields by the names of our parameters, for errors."""
+    notes: tuple[str, ...] = ()
+    """What was left out of it."""
 
 
 async def chat_request(
     context: TextContext, body: ChatBody, principal: Principal, origin: convert.Origin
 ) -> ChatRequest:
     """Convert a body. Raises a RequestError for an invalid body, or one its template refuses."""
-    convert.check_chat(body)
+    raise_all([lambda: convert.check_chat(body), lambda: read_tools(body.tools)])
     tool_use = read_tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
     target = await context.options.dialect.target(context, body, principal)
     reading = CompletionSyntax(
@@ -34,7 +41,8 @@ async def chat_request(
         includes_reasoning=body.include_reasoning is not False,
         separates_reasoning=body.separate_reasoning is not False,
     )
-    return ChatRequest(convert.chat_request(body, target, origin, reading), reading)
+    requests = convert.chat_request(body, target, origin, reading)
+    return ChatRequest(requests, reading, sent_names(body), left_out(body.tools))
 
 
 async def rendered(context: TextContext, body: ChatBody, target: Target) -> str:

@@ -36,7 +36,9 @@ class ChatParts:
         reader = self._readers.get(sequence.index)
         if reader is None:
             reader = self._readers[sequence.index] = self._reading.reader()
-        return reader.push(sequence.text, final=sequence.finish_reason is not None)
+        reason = sequence.finish_reason
+        is_cut = reason not in (None, FinishReason.STOP)
+        return reader.push(sequence.text, final=reason is not None, is_cut=is_cut)
 
     def finish_reason(self, sequence: SequenceOutput) -> str | None:
         """OpenAI's reason: `tool_calls` if there is any, unless the client chose their function."""

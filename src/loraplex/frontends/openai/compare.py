@@ -1,7 +1,7 @@
 """POST /v1/compare: one prompt over many adapters, their outputs side by side."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any, NamedTuple
 
@@ -14,7 +14,9 @@ from loraplex.core.errors import InvalidParameterError, LoraplexError
 from loraplex.core.output import RequestOutput
 from loraplex.core.request import GenerateRequest, check_adapters
 from loraplex.core.sampling_params import MAX_LOGPROBS, SamplingParams
+from loraplex.core.task import Generate
 from loraplex.frontends.adapter_choices import FIELD, read_choice, read_choices
+from loraplex.frontends.field_names import as_sent
 from loraplex.frontends.openai.adapter_fields import Target
 from loraplex.frontends.openai.comparison import (
     Compare,
@@ -35,7 +37,8 @@ from loraplex.frontends.openai.rendering import rendered_chat
 from loraplex.frontends.openai.sampling import sampling_params
 from loraplex.frontends.openai.schema import CompareBody, Message
 from loraplex.frontends.openai.sse import EventStream
-from loraplex.frontends.openai.tools import read_tool_use
+from loraplex.frontends.openai.synonyms import sent_names
+from loraplex.frontends.openai.tools import left_out, read_tool_use, served
 from loraplex.frontends.openai.unsupported import refuse_unknown, refuse_unsupported
 from loraplex.frontends.openapi.operation import (
     ANY_ERROR,
@@ -46,7 +49,7 @@ from loraplex.frontends.openapi.operation import (
     events_of,
     json_body,
 )
-from loraplex.frontends.streams import until_disconnect
+from loraplex.frontends.streams import until_disconnect, writing_work
 from loraplex.serving.compare import (
     Compared,
     ComparedOutput,
@@ -106,14 +109,16 @@ class CompareEndpoints:
         )
         texts = TokenTexts(backend, target.model.name)
         writer = ComparisonWriter(about, texts, num_top=body.logprobs or 0, reading=reading)
+        names = sent_names(body)
         if body.stream:
-            progress = _begun(compare_streaming(backend, requests, principal))
-            return EventStream(progress, writer, request_id(request), read_from=_output_of)
+            progress = _begun(compare_streaming(backend, requests, principal), names)
+            return EventStream(progress, writer, request_id(request), work_of=_work_of)
         compared = await until_disconnect(request.receive, compare(backend, requests, principal))
         if not any(isinstance(each, ComparedOutput) for each in compared):
-            raise next(error for error in compared if isinstance(error, LoraplexError))
+            errors = (error for error in compared if isinstance(error, LoraplexError))
+            raise as_sent(next(errors), names)
         # It has the log probabilities of all outputs, and may parse long ones: not in the loop.
-        return json_response(await asyncio.to_thread(writer.body, compared))
+        return await asyncio.to_thread(lambda: json_response(writer.body(compared)))
 
     def _choices(self, body: CompareBody) -> list[tuple[AdapterChoice, ...]]:
         """Adapters of each output; malformed ones are refused before anything runs."""
@@ -149,7 +154,7 @@ class CompareEndpoints:
             client_request_id=client_id,
             model=target.model.name,
             prompt=prompt,
-            sampling=sampling,
+            task=Generate(sampling),
             load_policy=load_policy(body),
             shown_special_ids=() if reading is None else reading.shown_ids,
             add_special_tokens=adds_special_tokens,
@@ -161,6 +166,7 @@ class CompareEndpoints:
     async def _reading(
         self, body: CompareBody, messages: list[Message], target: Target
     ) -> CompletionSyntax:
+        left_out(body.tools)
         tool_use = read_tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
         arguments = {
             "add_generation_prompt": body.add_generation_prompt is not False,
@@ -170,7 +176,7 @@ class CompareEndpoints:
             self._context.backend,
             target.model,
             messages,
-            None if body.tool_choice == "none" else body.tools,
+            None if body.tool_choice == "none" else served(body.tools),
             arguments,
         )
         return CompletionSyntax(chat_format=target.model.chat, tool_use=tool_use, prompt=prompt)
@@ -183,7 +189,9 @@ class _PromptRequest(NamedTuple):
     reading: CompletionSyntax | None
 
 
-async def _begun(progress: AsyncGenerator[Progress, None]) -> AsyncGenerator[Progress, None]:
+async def _begun(
+    progress: AsyncGenerator[Progress, None], names: Mapping[str, str]
+) -> AsyncGenerator[Progress, None]:
     """Hold errors back until there is an output; raise the first of them if there is none."""
     errors: list[tuple[int, LoraplexError]] = []
     has_output = False
@@ -198,11 +206,11 @@ async def _begun(progress: AsyncGenerator[Progress, None]) -> AsyncGenerator[Pro
                     yield error
             yield index, item
     if not has_output:
-        raise errors[0][1]
+        raise as_sent(errors[0][1], names)
 
 
-def _output_of(item: Progress) -> tuple[RequestOutput, ...]:
-    return (item[1],) if isinstance(item[1], RequestOutput) else ()
+def _work_of(item: Progress) -> int:
+    return writing_work(item[1]) if isinstance(item[1], RequestOutput) else 0
 
 
 def _check(body: CompareBody) -> None:

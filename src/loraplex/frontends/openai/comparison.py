@@ -83,7 +83,7 @@ class CompareEntry(Struct, frozen=True, kw_only=True):
     token_ids: list[int] | UnsetType = UNSET
     logprob: float | UnsetType = UNSET
     """Log probability of the whole output."""
-    logprobs: list[ContentLogprob] | UnsetType = UNSET
+    logprobs: Sequence[ContentLogprob] | UnsetType = UNSET
     ttft_ms: float | UnsetType = UNSET
     total_ms: float | UnsetType = UNSET
     num_cached_tokens: int | UnsetType = UNSET
@@ -114,7 +114,7 @@ class CompareChunk(Struct, frozen=True, kw_only=True):
     delta: ChatDelta | UnsetType = UNSET
     """Only with messages: what the tokens add to content, reasoning and tool calls."""
     token_ids: list[int]
-    logprobs: list[ContentLogprob]
+    logprobs: Sequence[ContentLogprob]
     finish_reason: str | UnsetType = UNSET
 
 
@@ -233,7 +233,7 @@ class ComparisonWriter:
         found = None if parts is None else parts.finish_reason(_sequence(output))
         return found or output.finish_reason
 
-    def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> list[ContentLogprob]:
+    def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> Sequence[ContentLogprob]:
         shown = [
             msgspec.structs.replace(token, top=token.top[: self._num_top]) for token in logprobs
         ]

@@ -2,7 +2,7 @@
 
 import functools
 import hashlib
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -13,13 +13,19 @@ from loraplex.core.errors import InvalidRequestError, ModelNotFoundError
 from loraplex.core.principal import Principal
 from loraplex.frontends.access import Authenticate, everyone_is_local
 from loraplex.frontends.body_limits import DEFAULT_JSON_LIMITS, JsonLimits
+from loraplex.frontends.long_json import LongResponse, encoded
 from loraplex.frontends.openai.adapter_fields import Target
 from loraplex.frontends.openai.body import parse, read_body
 from loraplex.frontends.openai.errors import OPENAI_ERRORS, ErrorWriter, as_loraplex_error
 from loraplex.frontends.openai.expanded_prompt import ExpandedPromptWriter, ResponseWriter
+from loraplex.frontends.openai.faults import raise_all
 from loraplex.frontends.openai.logprobs import TokenTexts
 from loraplex.frontends.openai.schema import Body, ChatBody, CompletionBody, GenerationBody
-from loraplex.frontends.openai.unsupported import refuse_undefined, refuse_unknown
+from loraplex.frontends.openai.unsupported import (
+    refuse_undefined,
+    refuse_unknown,
+    refuse_unsupported_fields,
+)
 from loraplex.frontends.openai.writers import Call
 from loraplex.frontends.openapi.operation import Parameter, with_error_responses
 from loraplex.frontends.streams import ClientDisconnectedError
@@ -149,13 +155,23 @@ class TextContext(msgspec.Struct, frozen=True):
         return await parse(schema, body, limits)
 
     async def open_body(
-        self, request: Request, schema: type[BodyT], more_known: Collection[str] = ()
+        self,
+        request: Request,
+        schema: type[BodyT],
+        more_known: Collection[str] = (),
+        checks: Iterable[Callable[[BodyT], object]] = (refuse_unsupported_fields,),
     ) -> BodyT:
         """Parse a body that may have fields of other servers; a field that none of them defines is
-        an error, unless the server ignores it. more_known: see refuse_undefined."""
+        an error, unless the server ignores it. more_known: see refuse_undefined; checks: what else
+        raises RequestErrors, all of which one error lists."""
         body = await self.body(request, schema)
-        if not self.options.ignores_unknown:
-            refuse_undefined(body, more_known)
+        unknown = () if self.options.ignores_unknown else (more_known,)
+        raise_all(
+            [
+                *(functools.partial(refuse_undefined, body, known) for known in unknown),
+                *(functools.partial(check, body) for check in checks),
+            ]
+        )
         return body
 
     async def strict_body(self, request: Request, schema: type[BodyT]) -> BodyT:
@@ -183,8 +199,11 @@ class OpenAIContext(TextContext, frozen=True):
     backend: Backend
 
 
-def json_response(body: msgspec.Struct, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(body), status_code=status, media_type="application/json")
+def json_response(body: msgspec.Struct | list[Any], status: int = 200) -> Response:
+    pieces = encoded(body)
+    if len(pieces) > 1:
+        return LongResponse(pieces, status, "application/json")
+    return Response(pieces[0], status_code=status, media_type="application/json")
 
 
 def tagged_response(request: Request, body: msgspec.Struct) -> Response:

@@ -14,12 +14,14 @@ from loraplex.core.errors import (
     UnsupportedFeatureError,
 )
 from loraplex.core.request import (
+    REPEATED_BYTES,
     GenerateRequest,
     PromptTruncation,
     RequestId,
     TruncationSide,
 )
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.task import Generate
 from loraplex.frontends.openai.adapter_fields import Target, adapter_choices
 from loraplex.frontends.openai.sampling import chat_sampling, completion_sampling
 from loraplex.frontends.openai.schema import (
@@ -73,7 +75,7 @@ def completion_requests(
             client_request_id=origin.client_request_id,
             model=target.model.name,
             prompt=prompt,
-            sampling=sampling,
+            task=Generate(sampling),
             adapters=adapters,
             load_policy=load_policy(body),
             add_special_tokens=body.add_special_tokens is not False,
@@ -81,6 +83,7 @@ def completion_requests(
             timeout_seconds=body.timeout_seconds,
             truncation=_truncation(body),
             cache_salt=body.cache_salt or "",
+            repeated_bytes=REPEATED_BYTES * (bool(body.echo) + bool(body.return_token_ids)),
         )
         for prompt, adapters in zip(requested, chosen, strict=True)
     )
@@ -136,7 +139,7 @@ def chat_request(
             client_request_id=origin.client_request_id,
             model=target.model.name,
             prompt=reading.prompt,
-            sampling=msgspec.structs.replace(sampling, grammar=grammar),
+            task=Generate(msgspec.structs.replace(sampling, grammar=grammar)),
             adapters=adapter_choices(body, target, origin.adapter)[0],
             shown_special_ids=reading.shown_ids,
             load_policy=load_policy(body),
@@ -146,6 +149,7 @@ def chat_request(
             timeout_seconds=body.timeout_seconds,
             truncation=_truncation(body),
             cache_salt=body.cache_salt or "",
+            repeated_bytes=REPEATED_BYTES * bool(body.echo),
         ),
     )
 

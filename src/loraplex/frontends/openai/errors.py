@@ -53,6 +53,7 @@ WIRE_ERRORS: dict[type[errors.LoraplexError], WireError] = {
     errors.EngineRestartedError: WireError(503, UNAVAILABLE),
     errors.AdapterLoadError: WireError(503, UNAVAILABLE),
     errors.StorageFullError: WireError(507, UNAVAILABLE),
+    errors.StorageUnavailableError: WireError(503, UNAVAILABLE),
     errors.DeadlineExceededError: WireError(504, "timeout_error"),
     errors.RowFailedError: WireError(500, SERVER),
     errors.StepFailedError: WireError(500, SERVER),
@@ -107,6 +108,10 @@ def json_error(status: int, detail: ErrorDetail) -> Response:
 
 def as_loraplex_error(error: Exception, request_id: str) -> errors.LoraplexError:
     """The error itself, or for a bug an InternalError that names only where to look."""
+    passing = errors.passing_error(error)
+    if passing is not None:
+        _log.error("request %s failed: %s", request_id, error)
+        error = passing
     if not isinstance(error, errors.LoraplexError):
         _log.error("request %s failed", request_id, exc_info=error)
         error = errors.InternalError(

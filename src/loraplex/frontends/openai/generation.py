@@ -1,5 +1,6 @@
 """POST /v1/completions and /v1/chat/completions."""
 
+from collections.abc import Callable
 from typing import Any
 
 from msgspec import UNSET
@@ -22,8 +23,8 @@ from loraplex.frontends.openai.expanded_prompt import ResponseWriter
 from loraplex.frontends.openai.logprobs import TokenTexts
 from loraplex.frontends.openai.responses import ChatCompletion, ChatCompletionChunk, Completion
 from loraplex.frontends.openai.schema import ChatBody, CompletionBody, GenerationBody
-from loraplex.frontends.openai.sse import EventStream, just_output
-from loraplex.frontends.openai.synonyms import value_of
+from loraplex.frontends.openai.sse import EventStream
+from loraplex.frontends.openai.synonyms import sent_names, value_of
 from loraplex.frontends.openai.writers import (
     Call,
     ChatWriter,
@@ -39,7 +40,14 @@ from loraplex.frontends.openapi.operation import (
     events_of,
     json_body,
 )
-from loraplex.frontends.streams import gather_all, generate_all, until_disconnect, written
+from loraplex.frontends.streams import (
+    IndexedOutput,
+    done,
+    gather_all,
+    generate_all,
+    until_disconnect,
+    writing_work,
+)
 from loraplex.serving.continuation import response_unix_seconds
 
 ENDS = "[DONE]"
@@ -88,7 +96,7 @@ class GenerationEndpoints:
         principal = self._context.principal(request)
         body = await self._dialect.chat_body(self._context, request)
         adopt_request_id(request, value_of(body, "request_id"))
-        requests, reading = await chat_request(
+        requests, reading, _, notes = await chat_request(
             self._context, body, principal, origin(self._context, request)
         )
         call = _call(
@@ -98,6 +106,7 @@ class GenerationEndpoints:
             requests,
             role=convert.output_role(body),
             text_before=convert.echoed_message(body),
+            notes=notes,
             prompt_text=reading.prompt if body.return_prompt_text else UNSET,
         )
         texts = self._texts(body, requests)
@@ -114,15 +123,17 @@ class GenerationEndpoints:
     ) -> Response:
         backend = self._context.backend
         field = adapter_field(body, request.headers.get(ADAPTER_HEADER, ""))
+        names = sent_names(body)
         if body.stream:
-            outputs = generate_all(backend, call.requests, principal, field)
+            outputs = generate_all(backend, call.requests, principal, field, names)
             return EventStream(
-                outputs, writer, request_id(request), self._dialect.errors, read_from=just_output
+                outputs, writer, request_id(request), self._dialect.errors, work_of=_work_of(call)
             )
         whole = await until_disconnect(
-            request.receive, gather_all(backend, call.requests, principal, field)
+            request.receive, gather_all(backend, call.requests, principal, field, names)
         )
-        response = json_response(await written(lambda: writer.body(whole), *whole))
+        work = sum(map(_work_of(call), enumerate(whole)))
+        response = await done(lambda: json_response(writer.body(whole)), work)
         response.headers.update(adapter_headers(*whole))
         return response
 
@@ -134,6 +145,23 @@ class GenerationEndpoints:
 def origin(context: TextContext, request: Request) -> convert.Origin:
     adapter = request.headers.get(ADAPTER_HEADER, "")
     return convert.Origin(request_id(request), context.backend.new_request_id, adapter)
+
+
+def _work_of(call: Call) -> Callable[[IndexedOutput], int]:
+    """Return a function that returns the work of an output: the first one of a request has the
+    prompt."""
+    begun: set[int] = set()
+
+    def work(item: IndexedOutput) -> int:
+        index, output = item
+        if index in begun:
+            return writing_work(output)
+        begun.add(index)
+        request = call.requests[index]
+        repeated = request.sampling.n * len(output.prompt_token_ids) * request.repeated_bytes
+        return writing_work(output) + repeated
+
+    return work
 
 
 def _call(

@@ -4,6 +4,7 @@ msgspec structs, because a field that is absent (UNSET) and one that is null dif
 and because a chunk is encoded for every token.
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
@@ -66,15 +67,17 @@ class Details(Struct, frozen=True):
     adapters: list[AdapterUsed]
     timing: list[Timing]
     """One for each prompt."""
+    notes: list[str] | UnsetType = UNSET
+    """What was left out of the request; absent if nothing was."""
 
 
 class CompletionLogprobs(Struct, frozen=True):
     """The four lists are as long as each other; an offset counts characters of `text`."""
 
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[LogprobByToken | None]
-    text_offset: list[int]
+    tokens: Sequence[str]
+    token_logprobs: Sequence[float | None]
+    top_logprobs: Sequence[LogprobByToken | None]
+    text_offset: Sequence[int]
 
 
 class RankedLogprob(Struct, frozen=True):
@@ -85,7 +88,7 @@ class RankedLogprob(Struct, frozen=True):
     decoded_token: str
 
 
-PromptLogprobs = list[dict[str, RankedLogprob] | None]
+PromptLogprobs = Sequence[dict[str, RankedLogprob] | None]
 """Log probabilities by position; keys are token ids in decimal."""
 
 
@@ -97,7 +100,7 @@ class CompletionChoice(Struct, frozen=True):
     stop_reason: str | int | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
     """Prompt tokens; in a stream, in the first chunk of the choice."""
 
 
@@ -109,7 +112,7 @@ class Completion(Struct, frozen=True, kw_only=True):
     created: int
     model: str
     system_fingerprint: str
-    choices: list[CompletionChoice]
+    choices: Sequence[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
     expanded_prompt: str | UnsetType = UNSET
     loraplex: Details | UnsetType = UNSET
@@ -129,7 +132,7 @@ class ContentLogprob(Struct, frozen=True):
 
 
 class ChatLogprobs(Struct, frozen=True):
-    content: list[ContentLogprob]
+    content: Sequence[ContentLogprob]
     refusal: None = None
 
 
@@ -175,7 +178,7 @@ class ChatCompletion(Struct, frozen=True, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
     prompt_text: str | UnsetType = UNSET
     expanded_prompt: str | UnsetType = UNSET
     loraplex: Details | UnsetType = UNSET
@@ -220,7 +223,7 @@ class ChatCompletionChunk(Struct, frozen=True, kw_only=True):
     system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
     """This and the next two: of the first chunk of all."""
     prompt_text: str | UnsetType = UNSET
     expanded_prompt: str | UnsetType = UNSET

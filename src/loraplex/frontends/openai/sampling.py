@@ -13,7 +13,8 @@ from loraplex.core.errors import (
     InvalidParameterError,
     TokenOutOfVocabularyError,
 )
-from loraplex.core.sampling_params import MAX_LOGPROBS, RANGES, SamplingParams
+from loraplex.core.sampling_params import MAX_LOGPROBS, SamplingParams
+from loraplex.frontends.field_names import named_as_sent
 from loraplex.frontends.openai.schema import (
     ChatBody,
     CompletionBody,
@@ -21,7 +22,7 @@ from loraplex.frontends.openai.schema import (
     SamplingBody,
 )
 from loraplex.frontends.openai.structured import grammar_of
-from loraplex.frontends.openai.synonyms import value_of
+from loraplex.frontends.openai.synonyms import sent_names, value_of
 
 MAX_LOGIT_BIAS = 100.0
 """Either way, as OpenAI has it: it is as good as a ban."""
@@ -80,13 +81,6 @@ def chat_sampling(body: ChatBody, vocab_size: int) -> SamplingParams:
     }
     if body.max_completion_tokens is not None:
         fields["max_tokens"] = body.max_completion_tokens
-        low, high, *_ = RANGES["max_tokens"]
-        if not low <= body.max_completion_tokens <= high:
-            raise InvalidParameterError(
-                f"max_completion_tokens must be in [{low}, {high}], got "
-                f"{body.max_completion_tokens}",
-                param="max_completion_tokens",
-            )
     num_top = body.top_logprobs or 0
     if not 0 <= num_top <= MAX_LOGPROBS:
         raise InvalidParameterError(
@@ -114,7 +108,8 @@ def sampling_params(body: SamplingBody, fields: dict[str, Any], vocab_size: int)
         grammar=grammar_of(body),
         **fields,
     )
-    sampling.validate()
+    with named_as_sent(sent_names(body)):
+        sampling.validate()
     return sampling
 
 

@@ -261,7 +261,7 @@ class CompletionBody(GenerationBody):
     prompt: Prompt
     """A text, a list of texts, token ids, or a list of these; up to 256."""
     logprobs: int | None = None
-    """Number of likely tokens returned for each position, up to 20."""
+    """Number of likely tokens returned for each position, the end token's too; up to 20."""
     echo: bool | None = None
     """The output begins with the prompt."""
 
@@ -311,7 +311,8 @@ class ChatBody(GenerationBody):
     max_completion_tokens: int | None = None
     """Synonym of max_tokens; not both."""
     tools: list[Any] | None = None
-    """Up to 128 functions; `strict` ones and required ones are enforced by a grammar."""
+    """Up to 128 functions; `strict` ones and required ones are enforced by a grammar. Tools of
+    OpenAI's other types are left out, with a note in the response's `loraplex.notes`."""
     tool_choice: str | dict[str, Any] | None = None
     """none, auto, required, a named function, or OpenAI's allowed_tools."""
     parallel_tool_calls: bool | None = None
@@ -323,7 +324,7 @@ class ChatBody(GenerationBody):
     separate_reasoning: bool | None = None
     """False: it is a part of the content, with its tags."""
     logprobs: bool | None = None
-    """Return the log probability of each output token."""
+    """Return the log probability of each output token, including the end token."""
     top_logprobs: int | None = None
     """0 to 20; needs logprobs."""
     echo: bool | None = None

@@ -12,13 +12,14 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from loraplex.core.output import RequestOutput
+from loraplex.frontends.long_json import encoded
 from loraplex.frontends.openai.errors import OPENAI_ERRORS, ErrorWriter, as_loraplex_error
 from loraplex.frontends.streams import (
     ClientDisconnectedError,
     IndexedOutput,
+    done,
     until_disconnect,
-    written,
+    writing_work,
 )
 
 T_contra = TypeVar("T_contra", contravariant=True)
@@ -43,15 +44,15 @@ class ChunkWriter(Protocol[T_contra]):
 
 def event(chunk: msgspec.Struct) -> bytes:
     """One event. JSON has no raw line break, so one data line holds it."""
-    return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+    return b"".join((b"data: ", *encoded(chunk), b"\n\n"))
 
 
-def nothing(_output: Any) -> tuple[RequestOutput, ...]:
-    return ()
+def no_work(_output: Any) -> int:
+    return 0
 
 
-def just_output(item: IndexedOutput) -> tuple[RequestOutput, ...]:
-    return (item[1],)
+def output_work(item: IndexedOutput) -> int:
+    return writing_work(item[1])
 
 
 class EventStream(Response, Generic[OutputT]):
@@ -67,10 +68,10 @@ class EventStream(Response, Generic[OutputT]):
         errors: ErrorWriter = OPENAI_ERRORS,
         end: bytes = DONE,
         encode: Callable[[Any], bytes] = event,
-        read_from: Callable[[OutputT], tuple[RequestOutput, ...]] = nothing,
+        work_of: Callable[[OutputT], int] = no_work,
     ) -> None:
         """end: what is sent after the last event of a stream without error; encode: a chunk as
-        an event; read_from: what of an output has a text in which the writer looks for calls."""
+        an event; work_of: how long an output takes to format, from `writing_work`."""
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._outputs = outputs
@@ -79,7 +80,9 @@ class EventStream(Response, Generic[OutputT]):
         self._errors = errors
         self._end = end
         self._event = encode
-        self._read_from = read_from
+        self._work_of = work_of
+        self._work = 0
+        """Work of all outputs: the last chunks may repeat what they have."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -111,14 +114,15 @@ class EventStream(Response, Generic[OutputT]):
             async for output in outputs:
                 if data := await self._written(output):
                     yield data
-            yield self._encode(self._writer.last_chunks()) + self._end
+            last = await done(lambda: self._encode(self._writer.last_chunks()), self._work)
+            yield last + self._end
         except Exception as error:
             yield self._encode(self._errors.events(as_loraplex_error(error, self._request_id)))
 
     async def _written(self, output: OutputT) -> bytes:
-        return await written(
-            lambda: self._encode(self._writer.chunks(output)), *self._read_from(output)
-        )
+        work = self._work_of(output)
+        self._work += work
+        return await done(lambda: self._encode(self._writer.chunks(output)), work)
 
     def _encode(self, chunks: Iterable[msgspec.Struct]) -> bytes:
         return b"".join(map(self._event, chunks))

@@ -48,6 +48,16 @@ def grammar_of(body: SamplingBody) -> Grammar | None:
     return first.grammar
 
 
+def constraint_field(body: SamplingBody) -> str:
+    """Return the field with the constraint that grammar_of reads; empty if there is none."""
+    if (body.response_format or {"type": "text"}).get("type") != "text":
+        return "response_format"
+    for name, value in (body.structured_outputs or {}).items():
+        if value is not None and value is not False:
+            return f"structured_outputs.{name}"
+    return next((field for field in _GUIDED if getattr(body, field) is not None), "")
+
+
 # ---------------------------------------------------------------- response_format
 
 
@@ -117,20 +127,28 @@ _RESPONSE_FORMATS: Final[Mapping[str, Callable[[Mapping[str, Any]], Grammar]]] =
 
 
 def _guided(body: SamplingBody) -> Iterator[_Constraint]:
-    """And SGLang's json_schema, regex and ebnf."""
-    fields = {
-        "guided_json": ("json", body.guided_json),
-        "guided_regex": ("regex", body.guided_regex),
-        "guided_choice": ("choice", body.guided_choice),
-        "guided_grammar": ("grammar", body.guided_grammar),
-        "json_schema": ("json", body.json_schema),
-        "regex": ("regex", body.regex),
-    }
-    for field, (kind, value) in fields.items():
-        if value is not None:
+    for field, kind in _GUIDED.items():
+        value = getattr(body, field)
+        if value is None:
+            continue
+        if field == "ebnf":
+            yield _Constraint(field, Grammar(GrammarKind.EBNF, text_of(field, value)))
+        else:
             yield _Constraint(field, constraint(field, kind, value))
-    if body.ebnf is not None:
-        yield _Constraint("ebnf", Grammar(GrammarKind.EBNF, text_of("ebnf", body.ebnf)))
+
+
+_GUIDED: Final = MappingProxyType(
+    {
+        "guided_json": "json",
+        "guided_regex": "regex",
+        "guided_choice": "choice",
+        "guided_grammar": "grammar",
+        "json_schema": "json",
+        "regex": "regex",
+        "ebnf": "grammar",
+    }
+)
+"""Field: its kind of constraint. The last three are SGLang's."""
 
 
 def _structured_outputs(fields: Mapping[str, Any]) -> Iterator[_Constraint]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from loraplex.core.errors import InvalidParameterError
 from loraplex.frontends.openai.schema import SamplingBody
+from loraplex.frontends.openai.structured import constraint_field
 
 SYNONYMS: Mapping[str, str] = MappingProxyType(
     {
@@ -31,3 +32,13 @@ def value_of(body: SamplingBody, field: str) -> Any:
             param=other_name,
         )
     return other if value is None else value
+
+
+def sent_names(body: SamplingBody) -> Mapping[str, str]:
+    """Return the fields of this body by the names of our parameters, for errors."""
+    names = {"top_p_reset_id": "top_p_reset_ids"}
+    if field := constraint_field(body):
+        names["grammar"] = field
+    if getattr(body, "max_completion_tokens", None) is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    return names

@@ -3,7 +3,9 @@
 Fields: `tools`, `tool_choice` and `parallel_tool_calls` of OpenAI's chat completions.
 """
 
+import functools
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -12,7 +14,10 @@ import msgspec
 
 from loraplex.core.errors import InvalidParameterError, UnsupportedFeatureError
 from loraplex.core.tools import FunctionTool, ToolMode, ToolUse
+from loraplex.frontends.openai.faults import raise_all
 from loraplex.frontends.openai.schema import ChatBody
+
+_log = logging.getLogger(__name__)
 
 MAX_TOOLS: Final = 128
 MAX_TOOLS_CHARACTERS: Final = 1 << 17
@@ -20,6 +25,12 @@ MAX_TOOLS_CHARACTERS: Final = 1 << 17
 MAX_DESCRIPTION_CHARACTERS: Final = 1 << 14
 
 _NAME: Final = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_OTHER_TYPE: Final = re.compile(
+    "(custom|namespace|web_search|web_search_preview|file_search|code_interpreter|local_shell|shell"
+    "|apply_patch|computer|computer_use|computer_use_preview|image_generation|mcp|tool_search"
+    ")(_[0-9]{4}_[0-9]{2}_[0-9]{2})?"
+)
+"""OpenAI's types of tools that are no functions; some have a date."""
 _CHOICES: Final = (
     'tool_choice must be "none", "auto", "required", {"type": "function", "function": {"name": '
     '...}} or {"type": "allowed_tools", ...}'
@@ -36,7 +47,9 @@ def read_tool_use(
     functions = read_tools(tools)
     if not functions:
         if tool_choice not in (None, "none", "auto"):
-            raise InvalidParameterError("tool_choice needs tools", param="tool_choice")
+            raise InvalidParameterError(
+                "tool_choice needs tools, and only functions are served", param="tool_choice"
+            )
         return None
     may_be_parallel = parallel_tool_calls is not False
     match tool_choice:
@@ -63,28 +76,31 @@ def shown_tools(body: ChatBody) -> list[dict[str, Any]] | None:
     called, so that the model does not try."""
     if body.tool_choice == "none" or body.include_json_schema_in_prompt is False:
         return None
-    return body.tools
+    return served(body.tools)
 
 
 def read_tools(tools: Sequence[Any] | None) -> tuple[FunctionTool, ...]:
     """Raises InvalidParameterError or UnsupportedFeatureError, whose param names the place."""
     if not tools:
         return ()
+    check_number(tools)
+    functions: dict[str, FunctionTool] = {}
+    raise_all(
+        [
+            functools.partial(_add_function, functions, tool, f"tools[{index}]")
+            for index, tool in enumerate(tools)
+            if is_served(tool)
+        ]
+    )
+    return tuple(functions.values())
+
+
+def check_number(tools: Sequence[Any]) -> None:
+    """Raise InvalidParameterError for too many tools, or too large ones."""
     if len(tools) > MAX_TOOLS:
         raise InvalidParameterError(
             f"tools has {len(tools)} entries; at most {MAX_TOOLS} are allowed", param="tools"
         )
-    _check_size(tools)
-    functions = tuple(_function(tool, f"tools[{index}]") for index, tool in enumerate(tools))
-    seen: set[str] = set()
-    for index, function in enumerate(functions):
-        if function.name in seen:
-            raise _invalid(f"tools[{index}].function.name", f"{function.name!r} occurs twice")
-        seen.add(function.name)
-    return functions
-
-
-def _check_size(tools: Sequence[Any]) -> None:
     try:
         size = len(json.dumps(tools))
     except RecursionError as error:
@@ -93,15 +109,48 @@ def _check_size(tools: Sequence[Any]) -> None:
         raise _invalid("tools", f"have {size} characters; at most {MAX_TOOLS_CHARACTERS} fit")
 
 
-def _function(tool: Any, where: str) -> FunctionTool:
+def _add_function(functions: dict[str, FunctionTool], tool: Any, where: str) -> None:
     if not isinstance(tool, dict):
         raise _invalid(where, "must be an object with type and function")
+    check_type(tool, where)
+    function = read_function(tool.get("function"), f"{where}.function")
+    if function.name in functions:
+        raise _invalid(f"{where}.function.name", f"{function.name!r} occurs twice")
+    functions[function.name] = function
+
+
+def check_type(tool: Mapping[str, Any], where: str) -> None:
+    """Raise UnsupportedFeatureError for what is neither a function nor left out."""
     if tool.get("type") != "function":
         raise UnsupportedFeatureError(
-            f"{where}.type is {_shown(tool.get('type'))}; only 'function' is served",
+            f"{where}.type is {_shown(tool.get('type'))}; only 'function' is served: the client "
+            "runs it",
             param=f"{where}.type",
         )
-    return read_function(tool.get("function"), f"{where}.function")
+
+
+def served(tools: Sequence[Any] | None) -> list[Any] | None:
+    """Leave out tools of OpenAI's other types: a model can do without any of them, and agents send
+    them to every server. A type that OpenAI does not define stays, and is refused."""
+    return [tool for tool in tools or () if is_served(tool)] or None
+
+
+def left_out(tools: Sequence[Any] | None) -> tuple[str, ...]:
+    """Return a note for each tool that is left out, and log it."""
+    notes = tuple(
+        f"tools[{index}] of type {tool['type']} is left out: only functions are served"
+        for index, tool in enumerate(tools or ())
+        if not is_served(tool)
+    )
+    for note in notes:
+        _log.info("%s", note)
+    return notes
+
+
+def is_served(tool: Any) -> bool:
+    """Whether a tool is not left out; it may yet be refused."""
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    return not isinstance(kind, str) or _OTHER_TYPE.fullmatch(kind) is None
 
 
 def read_function(function: Any, where: str) -> FunctionTool:

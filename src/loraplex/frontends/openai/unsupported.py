@@ -4,11 +4,13 @@ the default) is never refused.
 """
 
 import difflib
+import itertools
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from loraplex.core.errors import InvalidParameterError, UnsupportedFeatureError
 from loraplex.core.support import Feature, Support
+from loraplex.frontends.openai.faults import MAX_FAULTS, raise_errors
 from loraplex.frontends.openai.schema import Body, ChatBody, CompletionBody, TokenizeBody
 
 
@@ -73,13 +75,14 @@ REFUSED = (
     ),
 )
 
-_BY_FIELD = {refused.field: refused for refused in REFUSED}
+BY_FIELD = {refused.field: refused for refused in REFUSED}
 
 WITHOUT_EFFECT = (
     # OpenAI's
     Feature("user", Support.NO_EFFECT, "tenants are distinguished by their API keys"),
     Feature("safety_identifier", Support.NO_EFFECT, "as user"),
     Feature("metadata", Support.NO_EFFECT, "nothing is stored"),
+    Feature("client_metadata", Support.NO_EFFECT, "nothing is stored"),
     Feature("store", Support.NO_EFFECT, "nothing is stored"),
     Feature("service_tier", Support.NO_EFFECT, "there is one; see priority"),
     Feature("prompt_cache_key", Support.NO_EFFECT, "equal beginnings are found by themselves"),
@@ -129,7 +132,7 @@ WITHOUT_EFFECT = (
 _KNOWN = frozenset(
     [
         *(name for body in (CompletionBody, ChatBody, TokenizeBody) for name in body.model_fields),
-        *_BY_FIELD,
+        *BY_FIELD,
         *(feature.name for feature in WITHOUT_EFFECT),
     ]
 )
@@ -137,38 +140,59 @@ _KNOWN = frozenset(
 
 
 def refuse_unsupported(
-    fields: Mapping[str, Any] | None, table: Mapping[str, Refused] = _BY_FIELD
+    fields: Mapping[str, Any] | None, table: Mapping[str, Refused] = BY_FIELD
 ) -> None:
-    """Raise UnsupportedFeatureError for the first field (of those not in the schema) that we know
-    and do not serve, unless its value is neutral."""
-    for field, value in (fields or {}).items():
-        refused = table.get(field)
-        if refused is not None and not _is_harmless(value, refused):
-            advice = f"; {refused.advice}" if refused.advice else ""
-            raise UnsupportedFeatureError(f"{field} is not supported{advice}", param=field)
+    """Raise UnsupportedFeatureError for the fields (of those not in the schema) that we know
+    and do not serve, unless their values are neutral."""
+    raise_errors(
+        [
+            _unsupported(table[field])
+            for field, value in (fields or {}).items()
+            if field in table and not _is_harmless(value, table[field])
+        ]
+    )
+
+
+def refuse_unsupported_fields(body: Body) -> None:
+    """Refuse what completions and chats do not serve, of the fields that are not in the schema."""
+    refuse_unsupported(body.model_extra)
 
 
 def refuse_undefined(body: Body, more_known: Collection[str] = ()) -> None:
-    """Raise InvalidParameterError for the first field that no supported server defines: a misspelt
-    limit must not be a request without a limit. more_known: further fields of the route."""
-    for field in body.model_extra or {}:
-        if field in _KNOWN or field in more_known:
-            continue
-        near = difflib.get_close_matches(field, type(body).model_fields, n=1)
-        meant = f"; did you mean {near[0]}?" if near else ""
-        raise InvalidParameterError(
-            f"there is no field {field!r}{meant} (the server's setting unknown_fields = ignore "
-            "accepts any)",
-            param=field,
-        )
+    """Raise InvalidParameterError for fields that no supported server defines: a misspelt limit
+    must not be a request without a limit. more_known: further fields of the route."""
+    undefined = (
+        field for field in body.model_extra or {} if field not in _KNOWN and field not in more_known
+    )
+    # The search for a near name takes a while for each.
+    raise_errors([_undefined(body, field) for field in itertools.islice(undefined, MAX_FAULTS + 1)])
 
 
 def refuse_unknown(body: Body) -> None:
-    """Raise InvalidParameterError for the first field that is not in the schema: where a misspelt
-    field must not be a request without it."""
-    for field in body.model_extra or {}:
-        known = ", ".join(type(body).model_fields)
-        raise InvalidParameterError(f"there is no field {field!r}; known: {known}", param=field)
+    """Raise InvalidParameterError for fields that are not in the schema: where a misspelt field
+    must not be a request without it."""
+    known = ", ".join(type(body).model_fields)
+    raise_errors(
+        [
+            InvalidParameterError(f"there is no field {field!r}; known: {known}", param=field)
+            for field in body.model_extra or {}
+        ]
+    )
+
+
+def _unsupported(refused: Refused) -> UnsupportedFeatureError:
+    advice = f"; {refused.advice}" if refused.advice else ""
+    return UnsupportedFeatureError(f"{refused.field} is not supported{advice}", param=refused.field)
+
+
+def _undefined(body: Body, field: str) -> InvalidParameterError:
+    near = difflib.get_close_matches(field, type(body).model_fields, n=1)
+    meant = f"; did you mean {near[0]}?" if near else ""
+    return InvalidParameterError(
+        f"there is no field {field!r}{meant} (the server's setting unknown_fields = ignore accepts "
+        "any)",
+        param=field,
+    )
 
 
 def _is_harmless(value: Any, refused: Refused) -> bool:

@@ -11,6 +11,7 @@ from loraplex.core.errors import (
     PayloadTooLargeError,
     RateLimitedError,
     StorageFullError,
+    StorageUnavailableError,
     UnsupportedFeatureError,
     UploadNotFoundError,
 )
@@ -25,6 +26,7 @@ from loraplex.frontends.openapi.operation import (
     json_of,
 )
 
+_OF_STORAGE: Final[ErrorKinds] = (StorageFullError, StorageUnavailableError)
 _OF_UPLOADS: Final[ErrorKinds] = (UnsupportedFeatureError, UploadNotFoundError)
 
 
@@ -47,7 +49,7 @@ class UploadEndpoints:
     @described(
         json_of(ShownUpload, 201, "It has no files yet."),
         tag="adapters",
-        errors=(UnsupportedFeatureError, RateLimitedError, StorageFullError),
+        errors=(UnsupportedFeatureError, RateLimitedError, *_OF_STORAGE),
     )
     async def create(self, request: Request) -> Response:
         """Begin an upload of an adapter's files."""
@@ -58,7 +60,7 @@ class UploadEndpoints:
         json_of(ShownUpload),
         body=Media("application/octet-stream", {"type": "string", "format": "binary"}),
         tag="adapters",
-        errors=(*_OF_UPLOADS, *OF_BODIES, StorageFullError),
+        errors=(*_OF_UPLOADS, *OF_BODIES, *_OF_STORAGE),
     )
     async def put_file(self, request: Request) -> Response:
         """Send one file of an upload. It replaces one of its name when it is complete."""

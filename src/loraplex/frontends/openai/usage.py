@@ -17,7 +17,9 @@ from loraplex.frontends.openai.responses import (
 class UsageCounter:
     """Adds up the requests of one call, from their latest outputs."""
 
-    def __init__(self) -> None:
+    def __init__(self, notes: Sequence[str] = ()) -> None:
+        """notes: what was left out of the request."""
+        self._notes = list(notes)
         self._latest: dict[int, RequestOutput] = {}
 
     def see(self, request_index: int, output: RequestOutput) -> None:
@@ -45,6 +47,7 @@ class UsageCounter:
         return Details(
             adapters=[AdapterUsed(a.name, a.digest, a.scale) for a in _adapters_of(outputs)],
             timing=[_timing(timing) for timing in timings if timing is not None],
+            notes=self._notes or UNSET,
         )
 
 

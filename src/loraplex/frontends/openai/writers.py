@@ -6,20 +6,17 @@ i * n + j.
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from loraplex.core.output import (
-    FinishReason,
-    RequestOutput,
-    ResolvedAdapter,
-    SequenceOutput,
-    TokenLogprob,
-)
+from loraplex.core.output import FinishReason, RequestOutput, ResolvedAdapter, SequenceOutput
 from loraplex.core.request import GenerateRequest
+from loraplex.frontends.long_json import LongList
 from loraplex.frontends.openai.chat_parts import ChatParts, delta, message
 from loraplex.frontends.openai.logprobs import (
+    NUM_SIMPLE,
     CompletionLogprobWriter,
     TokenTexts,
     chat_logprobs,
@@ -48,6 +45,11 @@ DIGESTS_HEADER = "x-loraplex-adapter"
 """A response header."""
 
 
+_ALL: Final = slice(None)
+_CHOICES_PIECE: Final = 8
+"""Choices that are encoded at a time: each may have the text of a long prompt."""
+
+
 class Call(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of the HTTP request that the response repeats or follows."""
 
@@ -70,26 +72,21 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     """Role of a chat's message."""
     text_before: str = ""
     """Text that a chat's message begins with: the message that it continues."""
+    notes: tuple[str, ...] = ()
+    """What was left out of the request."""
     prompt_text: str | UnsetType = UNSET
     """Prompt that a chat's template has rendered."""
 
     def choice_index(self, request_index: int, sequence: SequenceOutput) -> int:
         return request_index * self.requests[0].sampling.n + sequence.index
 
-    def shown_logprobs(self, sequence: SequenceOutput) -> tuple[TokenLogprob, ...]:
-        """Log probabilities without the end or stop token, unless it is in the text: as OpenAI."""
-        is_ended_by_token = (
-            sequence.finish_reason is FinishReason.STOP
-            and not isinstance(sequence.stop_reason, str)
-            and not self.requests[0].sampling.include_stop_in_output
-        )
-        return sequence.logprobs[:-1] if is_ended_by_token else sequence.logprobs
-
     def token_ids(self, sequence: SequenceOutput) -> list[int] | UnsetType:
         return list(sequence.token_ids) if self.returns_token_ids else UNSET
 
-    def prompt_token_ids(self, output: RequestOutput) -> list[int] | UnsetType:
-        return list(output.prompt_token_ids) if self.returns_token_ids else UNSET
+    def prompt_token_ids(self, output: RequestOutput) -> Sequence[int] | UnsetType:
+        if not self.returns_token_ids:
+            return UNSET
+        return LongList(output.prompt_token_ids, piece_length=NUM_SIMPLE)
 
     def chunk_usage(self, counter: UsageCounter) -> Usage | UnsetType | None:
         """What a chunk that is not the last has as its usage."""
@@ -133,6 +130,7 @@ class CompletionWriter:
         self._usage = UsageCounter()
         self._logprob_writers: dict[int, CompletionLogprobWriter] = {}
         self._prompts: dict[int, RequestOutput] = {}
+        self._prompt_texts: dict[int, str] = {}
         self._fingerprint = BASE_FINGERPRINT
 
     def headers(self, first: IndexedOutput) -> Mapping[str, str]:
@@ -153,11 +151,14 @@ class CompletionWriter:
     def body(self, outputs: Sequence[RequestOutput]) -> Completion:
         """Response from one whole output for each request."""
         choices = [c for i, output in enumerate(outputs) for c in self._choices(i, output)]
-        return self._completion(choices, self._usage.usage(), self._usage.details())
+        if len(choices) <= _CHOICES_PIECE:
+            return self._completion(choices, self._usage.usage(), self._usage.details())
+        in_pieces: Sequence[CompletionChoice] = LongList(choices, piece_length=_CHOICES_PIECE)
+        return self._completion(in_pieces, self._usage.usage(), self._usage.details())
 
     def _completion(
         self,
-        choices: list[CompletionChoice],
+        choices: Sequence[CompletionChoice],
         usage: Usage | UnsetType | None,
         details: Details | UnsetType = UNSET,
     ) -> Completion:
@@ -198,7 +199,10 @@ class CompletionWriter:
         request = self._call.requests[request_index]
         if isinstance(request.prompt, str) and request.truncation is None:
             return request.prompt
-        return self._texts.decode(self._prompts[request_index].prompt_token_ids)
+        if request_index not in self._prompt_texts:
+            text = self._texts.decode(self._prompts[request_index].prompt_token_ids)
+            self._prompt_texts[request_index] = text
+        return self._prompt_texts[request_index]
 
     def _logprobs(
         self, index: int, sequence: SequenceOutput, echoed: RequestOutput | None
@@ -210,8 +214,7 @@ class CompletionWriter:
             self._logprob_writers[index] = writer
         if not self._call.wants_logprobs:
             return None
-        logprobs = self._call.shown_logprobs(sequence)
-        tokens = [(logprob.token_id, logprob) for logprob in logprobs]
+        tokens = [(logprob.token_id, logprob) for logprob in sequence.logprobs]
         if echoed is None:
             return writer.write(tokens)
         prompt = zip(echoed.prompt_token_ids, echoed.prompt_logprobs or (), strict=True)
@@ -227,7 +230,7 @@ class ChatWriter:
         self._call = call
         self._texts = texts
         self._parts = ChatParts(reading)
-        self._usage = UsageCounter()
+        self._usage = UsageCounter(call.notes)
         self._begun: set[int] = set()
         self._prompt_is_sent = False
         self._fingerprint = BASE_FINGERPRINT
@@ -290,10 +293,10 @@ class ChatWriter:
             token_ids=self._call.token_ids(sequence),
         )
 
-    def _logprobs(self, sequence: SequenceOutput) -> ChatLogprobs | None:
+    def _logprobs(self, sequence: SequenceOutput, tokens: slice = _ALL) -> ChatLogprobs | None:
         if not self._call.wants_logprobs:
             return None
-        return chat_logprobs(self._call.shown_logprobs(sequence), self._texts)
+        return chat_logprobs(sequence.logprobs[tokens], self._texts)
 
     def _chunk_choices(self, sequence: SequenceOutput) -> Iterator[ChatChunkChoice]:
         if sequence.index not in self._begun:
@@ -301,21 +304,49 @@ class ChatWriter:
             first = ChatDelta(role=self._call.role, content=self._call.text_before)
             yield ChatChunkChoice(sequence.index, first)
         news = delta(self._parts.read(sequence))
-        logprobs = self._logprobs(sequence)
-        token_ids = self._call.token_ids(sequence)
-        if (
-            news != ChatDelta()
-            or _has_news("", sequence.finish_reason, token_ids)
-            or (logprobs and logprobs.content)
-        ):
+        if news != ChatDelta() and self._has_hidden_end(sequence):
+            # Clients take the tokens of a piece with text for its text.
+            text, end = slice(None, -1), slice(-1, None)
             yield ChatChunkChoice(
                 index=sequence.index,
                 delta=news,
-                logprobs=logprobs,
-                finish_reason=self._parts.finish_reason(sequence),
-                stop_reason=_stop_reason(sequence),
-                token_ids=token_ids,
+                logprobs=self._logprobs(sequence, text),
+                token_ids=self._token_ids(sequence, text),
             )
+            yield self._last_chunk_choice(sequence, ChatDelta(), end)
+        elif (
+            news != ChatDelta()
+            or sequence.finish_reason
+            or self._token_ids(sequence)
+            or (self._call.wants_logprobs and sequence.logprobs)
+        ):
+            yield self._last_chunk_choice(sequence, news)
+
+    def _last_chunk_choice(
+        self, sequence: SequenceOutput, news: ChatDelta, tokens: slice = _ALL
+    ) -> ChatChunkChoice:
+        return ChatChunkChoice(
+            index=sequence.index,
+            delta=news,
+            logprobs=self._logprobs(sequence, tokens),
+            finish_reason=self._parts.finish_reason(sequence),
+            stop_reason=_stop_reason(sequence),
+            token_ids=self._token_ids(sequence, tokens),
+        )
+
+    def _has_hidden_end(self, sequence: SequenceOutput) -> bool:
+        """Whether the last log probability is that of a token which ended the text."""
+        return (
+            self._call.wants_logprobs
+            and len(sequence.logprobs) > 0
+            and sequence.finish_reason is FinishReason.STOP
+            and not isinstance(sequence.stop_reason, str)
+            and not self._call.requests[0].sampling.include_stop_in_output
+        )
+
+    def _token_ids(self, sequence: SequenceOutput, tokens: slice = _ALL) -> list[int] | UnsetType:
+        token_ids = self._call.token_ids(sequence)
+        return UNSET if token_ids is UNSET else token_ids[tokens]
 
     def _chunk(
         self,

@@ -200,7 +200,7 @@ def _cache_config_info(memories: Mapping[str, ModelMemory]) -> Metric:
     )
     for model, memory in memories.items():
         block_tokens = memory.kv.block_tokens
-        # With several KV groups: the group that decides how many tokens fit.
+        # With several cache groups: the group that decides how many tokens fit.
         num_blocks = memory.kv.tokens // block_tokens
         family.add_metric([model, str(block_tokens), str(num_blocks)], 1)
     return family

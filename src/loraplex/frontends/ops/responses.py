@@ -20,6 +20,7 @@ from loraplex.core.errors import (
     RequestError,
     StorageFullError,
     UnauthenticatedError,
+    passing_error,
 )
 from loraplex.frontends.access import Authenticate
 from loraplex.frontends.openapi.operation import (
@@ -76,7 +77,10 @@ def responding_to_errors(handler: Handler) -> Handler:
     async def respond(request: Request) -> Response:
         try:
             return await handler(request)
-        except LoraplexError as error:
+        except (LoraplexError, OSError) as raised:
+            error = passing_error(raised) or raised
+            if not isinstance(error, LoraplexError):
+                raise
             note_error(error)
             return json_response(Failure(error.to_info()), _status(type(error)))
 

@@ -1,6 +1,5 @@
 """GET /v1/settings: the values in force, with the place that set each; without secrets."""
 
-import re
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -11,6 +10,7 @@ from starlette.responses import Response
 from loraplex.core.config import Config, ModelConfig
 from loraplex.core.errors import ModelNotFoundError, NotReadyError
 from loraplex.core.setting import SettingField, Settings, setting_fields
+from loraplex.core.url_secrets import without_url_secrets
 from loraplex.frontends.access import Authenticate
 from loraplex.frontends.openapi.operation import OF_KEYS, described, json_of
 from loraplex.frontends.ops.responses import for_operators, json_response, responding_to_errors
@@ -19,8 +19,6 @@ from loraplex.serving.backend import Backend
 
 MAX_ITEMS: Final = 100
 """Number of items of a list or table that are shown."""
-_HIDDEN: Final = "***"
-_URL: Final = re.compile(r"(?P<scheme>[a-z0-9+.-]+://)(?:[^\s/@]*@)?(?P<rest>[^\s?]*)(?:\?\S*)?")
 _DEFAULT, _DERIVED = "default", "derived"
 
 
@@ -121,16 +119,9 @@ def _entry(field: SettingField, value: Any, sources: Mapping[str, str]) -> Setti
 def _shown(value: Any) -> Any:
     """Return a value without secrets, and not longer than a page."""
     if isinstance(value, str):
-        return _URL.sub(_without_secrets, value)
+        return without_url_secrets(value)
     if isinstance(value, dict):
         return {key: _shown(value[key]) for key in list(value)[:MAX_ITEMS]}
     if isinstance(value, list | tuple):
         return [_shown(item) for item in value[:MAX_ITEMS]]
     return value
-
-
-def _without_secrets(url: re.Match[str]) -> str:
-    whole, (scheme, rest) = url[0], url.group("scheme", "rest")
-    user = f"{_HIDDEN}@" if f"{scheme}{rest}" != whole.partition("?")[0] else ""
-    query = f"?{_HIDDEN}" if "?" in whole else ""
-    return f"{scheme}{user}{rest}{query}"

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 from loraplex.core.output import RequestTiming
+from loraplex.core.task import Generate
 from loraplex.serving.wire_request import GenerationRecord, WireRequest
 
 AttributeValue = str | int | float | list[str]
@@ -115,7 +116,10 @@ def _generation(
 
 
 def _sampling_attributes(record: GenerationRecord) -> Attributes:
-    sampling = record.request.sampling
+    task = record.request.task
+    if not isinstance(task, Generate):
+        return {}
+    sampling = task.sampling
     attributes = {
         "gen_ai.request.max_tokens": sampling.max_tokens,
         "gen_ai.request.temperature": sampling.temperature,

@@ -21,7 +21,7 @@ from loraplex.kernels.cuda.flashinfer_attention import (
     refusal,
     unserved,
 )
-from loraplex.kernels.ops import AttentionRules, AttentionShape, KVStorage
+from loraplex.kernels.ops import AttentionRules, AttentionShape, Storage
 from loraplex.kernels.row_layout import DeviceRows, RowLayout
 
 __all__ = ("AttentionKernel", "CudaAttentionPlan")
@@ -57,7 +57,7 @@ class AttentionKernel:
             lambda slopes: torch.tensor(slopes, dtype=torch.float32, device=device)
         )
 
-    def allocate(self, num_blocks: int, shape: AttentionShape, dtype: torch.dtype) -> KVStorage:
+    def allocate(self, num_blocks: int, shape: AttentionShape, dtype: torch.dtype) -> Storage:
         """Storage of one layer, zero; see attention_storage.py.
 
         Raises ConfigError if flashinfer was chosen and cannot serve it.
@@ -67,7 +67,7 @@ class AttentionKernel:
         return attention_storage.allocate(num_blocks, shape, dtype, self._device)
 
     def write(
-        self, storage: KVStorage, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
+        self, storage: Storage, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
         """key, value [T, K, D], heads contiguous; slot_mapping [T], where -1 is written nowhere."""
         attention_storage.write(storage, key, value, slot_mapping)
@@ -102,7 +102,7 @@ class AttentionKernel:
     def attend(
         self,
         query: torch.Tensor,
-        storage: KVStorage,
+        storage: Storage,
         plan: CudaAttentionPlan,
         sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:

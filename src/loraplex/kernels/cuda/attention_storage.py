@@ -12,7 +12,7 @@ import triton
 from loraplex.core.errors import ConfigError
 from loraplex.kernels.cuda.programs.kv_write import write_kv
 from loraplex.kernels.kv_vectors import SCALE_BYTES
-from loraplex.kernels.ops import AttentionShape, KVStorage
+from loraplex.kernels.ops import AttentionShape, Storage
 
 _WRITTEN_AT_ONCE = 4096
 """Numbers of one program, of keys or values."""
@@ -20,7 +20,7 @@ _WRITTEN_AT_ONCE = 4096
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoredVectors:
-    """A KVStorage as the programs read it."""
+    """A Storage as the programs read it."""
 
     key: torch.Tensor
     value: torch.Tensor
@@ -31,8 +31,8 @@ class StoredVectors:
     """Elements from one block to the next."""
 
 
-def stored_vectors(storage: KVStorage) -> StoredVectors:
-    key, value = storage.key, storage.value
+def stored_vectors(storage: Storage) -> StoredVectors:
+    key, value = storage.tensors
     is_scaled = key.dtype == torch.int8
     return StoredVectors(
         key,
@@ -45,7 +45,7 @@ def stored_vectors(storage: KVStorage) -> StoredVectors:
 
 def allocate(
     num_blocks: int, shape: AttentionShape, dtype: torch.dtype, device: torch.device
-) -> KVStorage:
+) -> Storage:
     """Storage of one layer, zero. Raises ConfigError if int8 scales would not be aligned."""
     num_vectors = shape.block_size * shape.num_kv_heads
     sizes: tuple[int, ...] = (shape.block_size, shape.num_kv_heads, shape.head_dim)
@@ -57,11 +57,11 @@ def allocate(
             )
         sizes = (num_vectors * (shape.head_dim + SCALE_BYTES),)
     key = torch.zeros((num_blocks, *sizes), dtype=dtype, device=device)
-    return KVStorage(key, torch.zeros_like(key))
+    return Storage((key, torch.zeros_like(key)))
 
 
 def write(
-    storage: KVStorage, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
+    storage: Storage, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
     """key, value [T, K, D], heads contiguous; slot_mapping [T], where -1 is written nowhere."""
     num_tokens, num_heads, head_dim = key.shape

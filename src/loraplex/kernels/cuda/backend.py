@@ -23,10 +23,10 @@ from loraplex.kernels.ops import (
     AttentionPlan,
     AttentionRules,
     AttentionShape,
-    KVStorage,
     LinearParts,
     PackedLinear,
     Parameter,
+    Storage,
 )
 from loraplex.kernels.quantization import GROUP_SIZES, QuantizedWeight
 from loraplex.kernels.routing import Routes
@@ -225,11 +225,11 @@ class CudaKernels:
     ) -> torch.Tensor:
         return experts.combine_experts(y, routes, shared, shared_gate)
 
-    def allocate_kv(self, num_blocks: int, shape: AttentionShape, dtype: torch.dtype) -> KVStorage:
+    def allocate_kv(self, num_blocks: int, shape: AttentionShape, dtype: torch.dtype) -> Storage:
         return self._attention.allocate(num_blocks, shape, dtype)
 
     def write_kv(
-        self, storage: KVStorage, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
+        self, storage: Storage, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
         self._attention.write(storage, key, value, slot_mapping)
 
@@ -241,7 +241,7 @@ class CudaKernels:
     def paged_attention(
         self,
         query: torch.Tensor,
-        storage: KVStorage,
+        storage: Storage,
         plan: AttentionPlan,
         sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:

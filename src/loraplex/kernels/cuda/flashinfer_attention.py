@@ -15,7 +15,7 @@ import torch
 
 from loraplex.core.errors import ConfigError
 from loraplex.kernels.accelerator import Accelerator, Event
-from loraplex.kernels.ops import AttentionRules, AttentionShape, KVStorage
+from loraplex.kernels.ops import AttentionRules, AttentionShape, Storage
 from loraplex.kernels.row_layout import DeviceRows, RowLayout
 
 logger = logging.getLogger(__name__)
@@ -39,9 +39,9 @@ class FlashInferPlan:
     dtype: torch.dtype
     num_tokens: int
 
-    def attend(self, query: torch.Tensor, storage: KVStorage, output: torch.Tensor) -> None:
+    def attend(self, query: torch.Tensor, storage: Storage, output: torch.Tensor) -> None:
         num = self.num_tokens
-        self.wrapper.run(query[:num], (storage.key, storage.value), out=output[:num])
+        self.wrapper.run(query[:num], storage.tensors, out=output[:num])
 
 
 class FlashInferAttention:
@@ -190,7 +190,7 @@ class FlashInferAttention:
             query = torch.zeros((count, shape.num_heads, shape.head_dim), dtype=self._dtype)
             query = query.to(device)
             plan = self._plan(rows, on_device, rules)
-            plan.attend(query, KVStorage(blocks, blocks), torch.empty_like(query))
+            plan.attend(query, Storage((blocks, blocks)), torch.empty_like(query))
         self._accelerator.synchronize()
 
 

@@ -24,7 +24,7 @@ from loraplex.kernels.native.library import (
     ThreadPool,
     Value,
 )
-from loraplex.kernels.ops import AttentionRules, AttentionShape, KVStorage
+from loraplex.kernels.ops import AttentionRules, AttentionShape, Storage
 from loraplex.kernels.row_layout import RowLayout
 
 _KV_DTYPES = {**DTYPES, torch.int8: 3}
@@ -74,40 +74,39 @@ class AttentionKernel:
             *(Int, Value, Size, Value, Size, Int, Pointer, Pointer),
         )
 
-    def allocate(self, num_blocks: int, shape: AttentionShape, dtype: torch.dtype) -> KVStorage:
+    def allocate(self, num_blocks: int, shape: AttentionShape, dtype: torch.dtype) -> Storage:
         """Storage of one layer, zero."""
         blocks = (num_blocks, shape.num_kv_heads)
         if dtype == torch.int8:
             stored_size = shape.head_dim + SCALE_BYTES
-            return KVStorage(
-                zeroed((*blocks, stored_size, shape.block_size), dtype),
-                zeroed((*blocks, shape.block_size * stored_size), dtype),
-            )
-        return KVStorage(
-            zeroed((*blocks, shape.head_dim, shape.block_size), dtype),
-            zeroed((*blocks, shape.block_size, shape.head_dim), dtype),
-        )
+            key = zeroed((*blocks, stored_size, shape.block_size), dtype)
+            value = zeroed((*blocks, shape.block_size * stored_size), dtype)
+        else:
+            key = zeroed((*blocks, shape.head_dim, shape.block_size), dtype)
+            value = zeroed((*blocks, shape.block_size, shape.head_dim), dtype)
+        return Storage((key, value))
 
     def write(
-        self, storage: KVStorage, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
+        self, storage: Storage, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
         """key, value [T, K, D], heads contiguous; slot_mapping [T] int64."""
         num_tokens, num_kv_heads, head_dim = key.shape
+        keys, values = storage.tensors
         self._write(
             self._pool.address,
             num_tokens,
             num_kv_heads,
             head_dim,
-            storage.key.shape[3],
+            keys.shape[3],
             slot_mapping.data_ptr(),
             DTYPES[key.dtype],
             key.data_ptr(),
             key.stride(0),
             value.data_ptr(),
             value.stride(0),
-            _KV_DTYPES[storage.key.dtype],
-            storage.key.data_ptr(),
-            storage.value.data_ptr(),
+            _KV_DTYPES[keys.dtype],
+            keys.data_ptr(),
+            values.data_ptr(),
         )
 
     def plan(
@@ -141,7 +140,7 @@ class AttentionKernel:
     def attend(
         self,
         query: torch.Tensor,
-        storage: KVStorage,
+        storage: Storage,
         plan: NativeAttentionPlan,
         sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -150,12 +149,13 @@ class AttentionKernel:
         assert sink_logits is None or sink_logits.dtype == torch.float32
         output = torch.empty(query.shape, dtype=query.dtype)
         dtype = DTYPES[query.dtype]
+        keys, values = storage.tensors
         self._attend(
             self._pool.address,
             plan.address,
-            _KV_DTYPES[storage.key.dtype],
-            storage.key.data_ptr(),
-            storage.value.data_ptr(),
+            _KV_DTYPES[keys.dtype],
+            keys.data_ptr(),
+            values.data_ptr(),
             None if sink_logits is None else sink_logits.data_ptr(),
             dtype,
             query.data_ptr(),

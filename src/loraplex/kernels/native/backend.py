@@ -23,10 +23,10 @@ from loraplex.kernels.ops import (
     AttentionPlan,
     AttentionRules,
     AttentionShape,
-    KVStorage,
     LinearParts,
     PackedLinear,
     Parameter,
+    Storage,
 )
 from loraplex.kernels.quantization import QuantizedWeight
 from loraplex.kernels.routing import Routes
@@ -239,11 +239,11 @@ class NativeKernels:
     ) -> torch.Tensor:
         return self._output(self._experts.combine(y, routes, shared, shared_gate))
 
-    def allocate_kv(self, num_blocks: int, shape: AttentionShape, dtype: torch.dtype) -> KVStorage:
+    def allocate_kv(self, num_blocks: int, shape: AttentionShape, dtype: torch.dtype) -> Storage:
         return self._attention.allocate(num_blocks, shape, dtype)
 
     def write_kv(
-        self, storage: KVStorage, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
+        self, storage: Storage, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
         self._attention.write(storage, key, value, slot_mapping)
 
@@ -255,7 +255,7 @@ class NativeKernels:
     def paged_attention(
         self,
         query: torch.Tensor,
-        storage: KVStorage,
+        storage: Storage,
         plan: AttentionPlan,
         sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:

@@ -152,7 +152,8 @@ class LoraKernel:
     ) -> None:
         """Implement kernels.experts.add_expert_lora. The cells are those of the first expert."""
         cells = batch.table.cells
-        assert all(cells.num_experts[module] == routes.num_experts for module in modules)
+        num_experts = cells.num_experts[layer]
+        assert all(num_experts[module] == routes.num_experts for module in modules)
         self._add_experts(
             *(self._pool.address, self.step_address(batch)),
             self._linear_address(cells, layer, modules, out_offsets, num_blocks),

@@ -56,13 +56,17 @@ class Program:
     """The calls of one recording."""
 
     def __init__(
-        self, run: NativeFunction, code: npt.NDArray[np.int64], result: torch.Tensor, kept: object
+        self,
+        run: NativeFunction,
+        code: npt.NDArray[np.int64],
+        result: torch.Tensor,
+        memory: torch.Tensor,
     ) -> None:
-        """kept: whatever the code points into."""
+        """memory: for the outputs of the calls. What else they point into is kept by the key."""
         self._run = run
         self._code = code
         self._code_address = code.ctypes.data
-        self._kept = kept
+        self._memory = memory
         self.result = result
 
     def run(self, parameters: Sequence[int]) -> torch.Tensor:
@@ -134,7 +138,7 @@ class Recorder:
         of_calls = any(use.start == result.data_ptr() and use.last_call >= 0 for use in used)
         if not (self._is_complete and of_calls and _knows_values(calls, used, numbers)):
             return result, None
-        return result, self._program(calls, used, numbers, result, compute)
+        return result, self._program(calls, used, numbers, result)
 
     def _program(
         self,
@@ -142,16 +146,13 @@ class Recorder:
         used: list[_Output],
         numbers: Mapping[int, int],
         result: torch.Tensor,
-        compute: Callable[[], torch.Tensor],
     ) -> Program:
         (of_result,) = (use for use in used if use.start == result.data_ptr())
         of_result.last_call = len(calls)
         memory = self._memory_of(_place(used))
         code = np.array(_code(calls, used, memory.data_ptr(), numbers), dtype=np.int64)
         place = memory[of_result.offset : of_result.offset + result.nbytes]
-        return Program(
-            self._run, code, place.view(result.dtype).view(result.shape), (memory, compute)
-        )
+        return Program(self._run, code, place.view(result.dtype).view(result.shape), memory)
 
     def _is_output(self, address: int) -> bool:
         """Whether an op of this recording has written there."""

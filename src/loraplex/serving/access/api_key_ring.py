@@ -45,8 +45,8 @@ class ApiKeys:
         self._refreshing = threading.Lock()
         self._of_environment = _keys_of(variable) | _given(given)
         self._seen = None if path is None else _signature(path)
-        file = EMPTY if path is None else read_key_file(path)
-        self._principals = _principals_by_digest(file, self._of_environment)
+        self._file = EMPTY if path is None else read_key_file(path)
+        self._principals = _principals_by_digest(self._file, self._of_environment)
         if not self._principals:
             logger.warning(
                 "%s holds no valid key, so every request is refused: see `loraplex keys create`",
@@ -66,7 +66,8 @@ class ApiKeys:
     def refresh(self) -> None:
         """Read the file again if it changed. Blocks.
 
-        A file that cannot be read or is invalid changes nothing; the log reports it once.
+        A file that cannot be read, is invalid, or has lost all its entries changes nothing; the log
+        reports it once.
         """
         if self._path is None:
             return
@@ -80,18 +81,37 @@ class ApiKeys:
             return
         self._seen = signature
         try:
-            principals = _principals_by_digest(read_key_file(path), self._of_environment)
+            file = read_key_file(path)
+            _check_entries_left(self._file, file, path)
         except ConfigError as error:
             logger.error("the API keys stay as they were: %s", error.message)
             return
-        self._principals = principals
-        logger.info("%s after a change: valid API keys: %d", path, len(principals))
+        self._file = file
+        self._principals = _principals_by_digest(file, self._of_environment)
+        logger.info("%s after a change: valid API keys: %d", path, len(self._principals))
 
     async def follow(self) -> None:
         """Refresh periodically until cancelled."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             await asyncio.to_thread(self.refresh)
+
+
+def _check_entries_left(old: KeyFile, new: KeyFile, path: Path) -> None:
+    """Raise ConfigError for a file that has lost all its tenants or all its keys.
+
+    Writers truncate a file before they write it. Its beginning (nothing, a comment, the tenants) is
+    valid TOML, and would revoke every key for a moment.
+    """
+    for name, before, after in (
+        ("[tenants.NAME]", old.tenants, new.tenants),
+        ("[[keys]]", old.keys, new.keys),
+    ):
+        if before and not after:
+            raise ConfigError(
+                f"{path} has no {name} any more, as if it were still being written: to refuse all "
+                "keys, revoke each (loraplex keys revoke), or restart the server"
+            )
 
 
 def _given(keys: Sequence[str]) -> dict[bytes, str]:

@@ -26,7 +26,6 @@ What we write we append, so that an operator's own lines and comments stay as th
 """
 
 import datetime
-import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -46,6 +45,7 @@ from loraplex.core.principal import (
     Rights,
     TenantLimits,
 )
+from loraplex.core.scheduler_settings import weight_problem
 from loraplex.serving.access.api_keys import MAX_KEYS
 
 MAX_FILE_BYTES = 16 << 20
@@ -166,8 +166,8 @@ def _principal(tenant: str, table: _TenantTable, where: str) -> Principal:
         if value is not None and value < 1:
             raise ConfigError(f"{where}.{field} must be at least 1, got {value}")
     weight = table.share_weight
-    if weight is not None and not 0 < weight < math.inf:
-        raise ConfigError(f"{where}.share_weight must be more than 0, and finite, got {weight}")
+    if weight is not None and (wrong := weight_problem(weight)):
+        raise ConfigError(f"{where}.share_weight {wrong}")
     rights = _default_rights(tenant)
     given = {
         field: _names(getattr(table, field), f"{where}.{field}")

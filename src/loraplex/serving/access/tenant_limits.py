@@ -20,10 +20,10 @@ from loraplex.core.errors import (
 )
 from loraplex.core.output import RequestOutput, ResolvedAdapter
 from loraplex.core.principal import Principal, TenantUsage
-from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.task import Task
 from loraplex.serving.access.sliding_window import SlidingWindow, Slot
 from loraplex.serving.adapter_usage import AdapterUsage, UsedAdapter
-from loraplex.serving.generation import Generation
+from loraplex.serving.generation import Generation, Pooling
 
 _RETRY_SECONDS = 1.0
 """Retry-After, in seconds, for too many concurrent requests: the end of one is not known."""
@@ -128,25 +128,31 @@ class Lease:
         """Name what the request will be counted for."""
         self._adapters = adapters
 
-    def reserve(self, num_prompt_tokens: int, sampling: SamplingParams) -> None:
+    def reserve(self, num_prompt_tokens: int, task: Task) -> None:
         """Reserve the tokens of an admitted request.
 
         Raises RateLimitedError; InvalidParameterError or PromptTooLongError for what no wait helps.
         """
         limits, now_ns = self._principal.limits, self._clock.now_ns()
-        check_sizes(self._principal, num_prompt_tokens, sampling)
+        check_sizes(self._principal, num_prompt_tokens, task)
         self._num_prompt_tokens = num_prompt_tokens
         limit = limits.tokens_per_minute
         if limit is None:
             return
-        assert sampling.max_tokens is not None
-        amount = num_prompt_tokens + sampling.num_sequences * sampling.max_tokens
+        amount = num_prompt_tokens + task.max_new_tokens
         limited = f"tenant {self._principal.tenant!r} may have {limit} tokens a minute"
+        max_prompt = limit - min(task.max_new_tokens, 1)
+        if num_prompt_tokens > max_prompt:
+            raise PromptTooLongError(
+                f"{limited}, and the prompt has {num_prompt_tokens}: send one of at most "
+                f"{max_prompt}",
+                param="prompt",
+            )
         if amount > limit:
             raise InvalidParameterError(
                 f"{limited}, and this request needs up to {amount} (a prompt of "
-                f"{num_prompt_tokens}, {sampling.num_sequences} times max_tokens "
-                f"{sampling.max_tokens}): request fewer max_tokens",
+                f"{num_prompt_tokens}, and {task.max_new_tokens} for max_tokens of all outputs): "
+                "request fewer max_tokens",
                 param="max_tokens",
             )
         wait = self._use.tokens.seconds_until(now_ns, amount, limit)
@@ -157,7 +163,8 @@ class Lease:
             taken = self._use.tokens.total(now_ns)
             raise RateLimitedError(
                 f"{limited}: {taken} are used or reserved, and this request needs up to {amount}; "
-                f"try again in {math.ceil(wait)} s, or request fewer max_tokens",
+                f"try again in {math.ceil(wait)} s, or request fewer "
+                f"{'max_tokens' if task.max_new_tokens else 'tokens of the prompt'}",
                 retry_after_seconds=wait,
             )
         self._reserved = self._use.tokens.charge(now_ns, amount), amount
@@ -181,7 +188,7 @@ class Lease:
             self._use.tokens.correct(slot, num_tokens - amount)
 
 
-def check_sizes(principal: Principal, num_prompt_tokens: int, sampling: SamplingParams) -> None:
+def check_sizes(principal: Principal, num_prompt_tokens: int, task: Task) -> None:
     """Raise PromptTooLongError or InvalidParameterError for more than a tenant may request."""
     limits = principal.limits
     if limits.max_prompt_tokens is not None and num_prompt_tokens > limits.max_prompt_tokens:
@@ -190,9 +197,9 @@ def check_sizes(principal: Principal, num_prompt_tokens: int, sampling: Sampling
             f"most {limits.max_prompt_tokens}",
             param="prompt",
         )
-    if limits.max_n is not None and sampling.num_sequences > limits.max_n:
+    if limits.max_n is not None and task.num_sequences > limits.max_n:
         raise InvalidParameterError(
-            f"{sampling.num_sequences} outputs are requested; tenant {principal.tenant!r} may have "
+            f"{task.num_sequences} outputs are requested; tenant {principal.tenant!r} may have "
             f"at most {limits.max_n} made for a prompt",
             param="n",
         )
@@ -210,7 +217,7 @@ class LeasedOutputs(AsyncIterator[RequestOutput]):
     A request that is left early had its whole prompt, and of its outputs what was delivered.
     """
 
-    def __init__(self, outputs: Generation, lease: Endable) -> None:
+    def __init__(self, outputs: Generation | Pooling, lease: Endable) -> None:
         self._outputs = outputs
         self._lease = lease
         self._num_tokens = outputs.num_prompt_tokens

@@ -4,11 +4,12 @@ import asyncio
 from collections.abc import Callable
 
 from loraplex.core.adapter import AdapterSource, AdapterUse
-from loraplex.core.errors import InvalidAdapterError, error_from_info
+from loraplex.core.errors import InvalidAdapterError, RowFailedError, error_from_info
 from loraplex.core.output import TokenLogprob
 from loraplex.core.principal import Principal
 from loraplex.core.request import GenerateRequest, RequestId
 from loraplex.core.sampling_params import MAX_LOGPROBS, SamplingParams
+from loraplex.core.task import Generate
 from loraplex.serving.adapter_cards import CanaryReport
 from loraplex.serving.admission import admit
 from loraplex.serving.served_model import ServedModel
@@ -33,15 +34,15 @@ async def run_canary(
 ) -> CanaryReport:
     """Run both passes and compare them.
 
-    Raises the engine's error about the adapter, or InvalidAdapterError if the passes do not differ
-    at all, since the adapter then has no effect.
+    Raises the engine's error about the adapter, or InvalidAdapterError if its pass makes numbers
+    that are not finite, or if the passes do not differ at all, since it then has no effect.
     """
     requests = [
         GenerateRequest(
             request_id=new_request_id(),
             model=model.card.name,
             prompt=PROMPT,
-            sampling=_SAMPLING,
+            task=Generate(_SAMPLING),
             timeout_seconds=_TIMEOUT_SECONDS,
         )
         for _ in range(2)
@@ -49,7 +50,7 @@ async def run_canary(
     token_ids = model.tokenizer.encode(PROMPT, True)[: model.card.max_model_len - 1]
     base, adapted = await asyncio.gather(
         _scores(model, principal, requests[0], token_ids, None, now_ns),
-        _scores(model, principal, requests[1], token_ids, source, now_ns),
+        _adapted_scores(model, principal, requests[1], token_ids, source, now_ns),
     )
     report = compare(base, adapted)
     if not report.largest_difference > 0:  # true for NaN, too
@@ -85,6 +86,22 @@ def compare(base: list[TokenLogprob], adapted: list[TokenLogprob]) -> CanaryRepo
         base_token_id=base_next.token_id,
         adapter_token_id=adapted_next.token_id,
     )
+
+
+async def _adapted_scores(
+    model: ServedModel,
+    principal: Principal,
+    request: GenerateRequest,
+    token_ids: list[int],
+    source: AdapterSource,
+    now_ns: int,
+) -> list[TokenLogprob]:
+    try:
+        return await _scores(model, principal, request, token_ids, source, now_ns)
+    except RowFailedError as error:
+        raise InvalidAdapterError(
+            f"with the adapter the canary fails: {error.message}", param="path"
+        ) from error
 
 
 async def _scores(

@@ -112,8 +112,10 @@ class DeclaredAdapters:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._bindings.close()
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        try:
+            await self._bindings.close()
+        finally:
+            self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def refresh(self) -> None:
         """Read the declarations and follow their changes.

@@ -133,13 +133,19 @@ def _below(
     if depth > _MAX_DEPTH:
         log("%s is deeper than %d folders: left out", folder, _MAX_DEPTH)
         return
-    entries = _entries(folder, states)
+    try:
+        entries = _entries(folder, states)
+    except ConfigError as error:
+        if not depth:
+            raise
+        log("%s: left out", error.message)
+        return
     has_base = any(entry.name == _BASE_CONFIG for entry in entries)
     for entry in entries:
         name = prefix + entry.name
         if _is_adapter(entry):
             yield name, entry
-        elif entry.is_dir():
+        elif os.path.isdir(entry):
             if not entry.is_symlink():  # a link may lead back here
                 yield from _below(entry, f"{name}/", depth + 1, log, states)
         elif entry.name.endswith(_FILE_SUFFIXES) and not has_base:
@@ -163,7 +169,7 @@ def _entries(folder: Path, states: PathStates) -> list[Path]:
 
 def _within(found: Found, folder: Path, log: Log) -> Found:
     """Drop adapters that leave the folder by a link."""
-    root = folder.resolve()
+    root = Path(os.path.realpath(folder))
     staying = []
     for name, path in found:
         if _stays(path, root):

@@ -14,10 +14,11 @@ from loraplex.adapters.uploads import is_upload
 from loraplex.core.adapter import AdapterKey, AdapterRef, ByDigest, ByName, ByTaskId
 from loraplex.core.clock import Clock
 from loraplex.core.errors import AdapterExistsError, AdapterLoadError, InvalidAdapterError
+from loraplex.core.gguf import gguf_stem
 from loraplex.core.principal import Principal
 from loraplex.core.request import RequestId
 from loraplex.models.engine_folder import source_model
-from loraplex.models.gguf_config import FILE_NAME as GGUF_NAME
+from loraplex.models.gguf_config import gguf_of
 from loraplex.serving.adapter_cards import (
     AdapterState,
     CanaryReport,
@@ -48,6 +49,10 @@ class CatalogLoader:
 
     async def start(self) -> None:
         await self._worker.start()
+
+    async def keep_spare(self) -> None:
+        """Start the processes that loads of tenants are to find."""
+        await self._worker.keep_spare()
 
     async def close(self) -> None:
         await self._worker.close()
@@ -310,7 +315,7 @@ class CatalogLoader:
             upload=upload,
         )
         self._observe(model, staged)
-        return staged
+        return model.with_end_warnings(staged)
 
     def _observe(self, model: ServedModel, staged: StagedAdapter) -> None:
         """Record the durations, with fetching apart from staging."""
@@ -379,9 +384,9 @@ def _was_sent(version: AdapterVersion) -> bool:
 def _trained_name(model_path: str) -> str:
     """Return the likely name of this base in adapters: its folder's name, or its hub id."""
     folder = source_model(Path(model_path)).resolve()
-    gguf = folder / GGUF_NAME
-    if gguf.is_symlink():  # the folder stands for a file
-        return gguf.readlink().stem
+    gguf = gguf_of(folder)
+    if gguf and gguf[0].is_symlink():  # the folder stands for a file
+        return gguf_stem(gguf[0].readlink())
     if folder.parent.name == "snapshots":  # the hub's cache: models--OWNER--NAME/snapshots/COMMIT
         return folder.parent.parent.name.removeprefix("models--").replace("--", "/")
     return folder.name

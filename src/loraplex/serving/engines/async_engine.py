@@ -6,6 +6,7 @@ streams go on. It knows tokens only; text, names and tenants are the service's.
 
 import asyncio
 import collections
+import dataclasses
 import itertools
 import logging
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -53,6 +54,14 @@ _UNASKED = 0
 """Number of a query whose reply no caller awaits."""
 
 
+@dataclasses.dataclass(slots=True)
+class _Pinning:
+    """Pin that the engine has not confirmed. It ends when no caller awaits it any more."""
+
+    task: asyncio.Task[None]
+    num_callers: int = 0
+
+
 class AsyncEngine:
     """One served model's engine. All methods run on serving's event loop."""
 
@@ -87,6 +96,8 @@ class AsyncEngine:
         """The engine of now, or the last one, did a step."""
         self._activity = ActivityQueries()
         self._pin_replies = EngineQueries[ErrorInfo | None]()
+        self._pinning: dict[str, _Pinning] = {}
+        """Pins by digest that the engine has not confirmed yet."""
         self._settled = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -104,12 +115,14 @@ class AsyncEngine:
     async def close(self) -> None:
         """Stop the engine. In-flight requests end with an error, and so does a running start."""
         self.state = EngineState.CLOSED
-        self._requests.fail_all(NotReadyError("the server is stopping"))
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-        self._requests.close()
-        self._settled.set()
+        try:
+            self._requests.fail_all(NotReadyError("the server is stopping"))
+        finally:
+            if self._task is not None:
+                self._task.cancel()
+                await asyncio.gather(self._task, return_exceptions=True)
+            self._settled.set()
+            self._requests.close()
 
     @property
     def is_ready(self) -> bool:
@@ -151,7 +164,7 @@ class AsyncEngine:
     ) -> OutputStream:
         """Give a request to the engine. By one of its labels, fail_labelled can end it.
 
-        With a batch it waits until that is closed, one second at most.
+        With a batch it waits until that is closed.
 
         While the engine is started again the request waits for it. Raises NotReadyError before the
         first start and after the end, and what the engine said of an adapter that it rejected.
@@ -183,9 +196,8 @@ class AsyncEngine:
 
     def forget_adapter(self, digest: str) -> None:
         """Let the engine forget an adapter once no request needs it. It may be named again."""
-        is_needed = digest in self._requests.needed_adapters()
         send = None if self._link is None else self._link.send
-        self._adapters.forget(digest, send, is_needed=is_needed)
+        self._adapters.forget(digest, send, self._requests.needed_adapters())
 
     async def residency(self) -> Mapping[str, Residency]:
         """Where the adapters are, by digest; what is absent is left out.
@@ -217,21 +229,40 @@ class AsyncEngine:
         Raises AdapterTooLargeError if others would no longer fit, NotReadyError without an engine
         or if it does not reply in time.
         """
-        if source.digest in self._adapters.pinned:
+        if source.digest in self._adapters.confirmed:
             return
-        link = self._require_link()
+        pinning = self._pinning.get(source.digest)
+        if pinning is None:
+            task = asyncio.create_task(self._pin(source), name=f"pin-{source.digest}")
+            pinning = self._pinning[source.digest] = _Pinning(task)
+            task.add_done_callback(lambda _: self._pinning.pop(source.digest))
+        pinning.num_callers += 1
+        try:
+            await asyncio.shield(pinning.task)  # one caller that leaves must not end it for others
+        finally:
+            pinning.num_callers -= 1
+            if not pinning.num_callers:
+                pinning.task.cancel()
+
+    async def _pin(self, source: AdapterSource) -> None:
+        link, digest = self._require_link(), source.digest
         self._adapters.want(source, link.send)
-        self._adapters.pinned[source.digest] = source
+        was_pinned = digest in self._adapters.pinned
+        self._adapters.pinned[digest] = source
         try:
             error = await self._pin_replies.send(
-                lambda query_id: link.send(PinAdapter(query_id, source.digest))
+                lambda query_id: link.send(PinAdapter(query_id, digest))
             )
         except BaseException:
-            self.unpin(source.digest)
+            if not was_pinned:
+                self.unpin(digest)
             raise
         if error is not None:
-            self._adapters.pinned.pop(source.digest, None)
+            self._adapters.pinned.pop(digest, None)
             raise error_from_info(error)
+        if digest not in self._adapters.pinned:
+            raise NotReadyError("the adapter was unpinned meanwhile", retry_after_seconds=1)
+        self._adapters.confirmed.add(digest)
 
     def pin_later(self, source: AdapterSource) -> None:
         """Pin an adapter once the engine, or the next one, can; a refusal is logged."""
@@ -242,6 +273,7 @@ class AsyncEngine:
 
     def unpin(self, digest: str) -> None:
         """Undo `pin`. Adapters that were refused for lack of memory may be requested again."""
+        self._adapters.confirmed.discard(digest)
         if self._adapters.pinned.pop(digest, None) is not None and self._link is not None:
             self._adapters.forgive()
             self._link.send(UnpinAdapter(digest))
@@ -311,8 +343,10 @@ class AsyncEngine:
             logger.error("model %s: %s", self.model, death)
         finally:
             watching.cancel()
-            self._lose_engine(death)
-            await link.close()
+            try:
+                self._lose_engine(death)
+            finally:
+                await link.close()
         return death.end
 
     async def _watch(self, link: EngineLink) -> None:

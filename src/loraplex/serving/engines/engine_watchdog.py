@@ -1,7 +1,8 @@
 """Detection of engines that hang: stopped by a signal, in a deadlock, or waiting for a device.
 
 A process that hangs cannot report it. So an engine counts its turns in shared memory
-(`engine.step_marker`), and serving compares what it reads there with its own clock.
+(`engine.step_marker`), and serving compares what it reads there with its own clock. An engine of
+several ranks counts a turn between steps only when all ranks have replied (`engine.loop`).
 """
 
 import collections

@@ -54,7 +54,7 @@ class InFlightRequest:
         """Whether it was accepted before the running engine was there."""
         self._request = request
         # Another server may have begun it: see serving.continuation.
-        former = request.outputs or ((),) * request.sampling.num_returned
+        former = request.outputs or ((),) * request.task.num_returned
         self._outputs = [list(token_ids) for token_ids in former]
         self._ended = set(request.ended)
         self._aborted: set[int] = set()
@@ -93,6 +93,15 @@ class InFlightRequest:
         return not self.is_sent and self._num_deaths == 0
 
     @property
+    def waits_for_others(self) -> bool:
+        """Whether more requests may follow that its client sent with it.
+
+        It waits however long they take, since one may load an adapter for minutes: the client
+        awaits all of them, and they are promised one plan.
+        """
+        return self.batch is not None and self.batch.is_open
+
+    @property
     def num_output_tokens(self) -> int:
         """Delivered so far."""
         return sum(map(len, self._outputs))
@@ -102,7 +111,7 @@ class InFlightRequest:
         if self._num_deaths == 0:
             return self._request
         # A search keeps its beams to itself until it is over: it starts again.
-        starts_again = self._request.sampling.beam is not None
+        starts_again = self._request.task.is_search
         return msgspec.structs.replace(
             self._request,
             outputs=() if starts_again else tuple(map(tuple, self._outputs)),
@@ -126,7 +135,7 @@ class InFlightRequest:
 
     def note_step(self) -> None:
         """A step with a row of it ended well. A search shows no other sign of life."""
-        if self._request.sampling.beam is not None:
+        if self._request.task.is_search:
             self._num_steps += 1
             if self._num_steps > self._place + PLACE_OUTPUTS:
                 self._clear()
@@ -135,7 +144,7 @@ class InFlightRequest:
         """Note that it, or one sequence, is to end. False if that has ended or will end already."""
         every = set(range(len(self._outputs)))
         # A beam search has one output: engines end it as a whole, too.
-        is_whole = sequence_index is None or self._request.sampling.beam is not None
+        is_whole = sequence_index is None or self._request.task.is_search
         meant = every if is_whole else every & {sequence_index}
         new = meant - self._ended - self._aborted
         self._aborted |= new

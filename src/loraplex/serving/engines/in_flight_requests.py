@@ -8,13 +8,9 @@ place where the engine crashed. All others wait meanwhile, so that a second cras
 
 import itertools
 from collections.abc import Collection, Iterator
-from typing import Final
 
 from loraplex.core.request import RequestBatch, RequestId
 from loraplex.serving.engines.in_flight_request import CRASH_BLAME, KILL_BLAME, InFlightRequest
-
-MAX_BATCH_NS: Final = 1_000_000_000
-"""How long a request waits for others of its batch. One of them may load an adapter for minutes."""
 
 
 class InFlightRequests:
@@ -63,7 +59,7 @@ class InFlightRequests:
         if request is self._on_probation:
             self._on_probation = None
 
-    def take_due(self, now_ns: int) -> list[InFlightRequest]:
+    def take_due(self) -> list[InFlightRequest]:
         """Return the requests that the running engine is to receive now.
 
         Those of one batch are next to each other.
@@ -71,18 +67,17 @@ class InFlightRequests:
         if self._on_probation is not None and self._on_probation.is_suspect:
             return []
         self._on_probation = next((r for r in self._unsent.values() if r.is_suspect), None)
-        due = [self._on_probation] if self._on_probation else self._unsent_batches(now_ns)
+        due = [self._on_probation] if self._on_probation else self._unsent_batches()
         for request in due:
             del self._unsent[request.request_id]
             request.is_sent = True
         return due
 
-    def _unsent_batches(self, now_ns: int) -> list[InFlightRequest]:
+    def _unsent_batches(self) -> list[InFlightRequest]:
         batches: dict[RequestBatch | RequestId, list[InFlightRequest]] = {}
         for request in self._unsent.values():
-            batch = request.batch
-            if batch is None or not batch.is_open or now_ns - request.submitted_ns >= MAX_BATCH_NS:
-                batches.setdefault(batch or request.request_id, []).append(request)
+            if not request.waits_for_others:
+                batches.setdefault(request.batch or request.request_id, []).append(request)
         return list(itertools.chain.from_iterable(batches.values()))
 
     def note_step(self, request_ids: Collection[RequestId]) -> None:

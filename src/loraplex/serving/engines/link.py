@@ -23,7 +23,15 @@ from loraplex.core.private_folder import PrivateFolder
 from loraplex.core.request import RequestId
 from loraplex.core.stopped_process import how_it_ended, is_stopped
 from loraplex.engine.channel import EPOCH_BYTES, EngineChannel, ThreadChannel
-from loraplex.engine.messages import EngineCommand, EngineEvent, Shutdown, decode_event, encode
+from loraplex.engine.messages import (
+    ConfirmEvents,
+    EngineCommand,
+    EngineEnded,
+    EngineEvent,
+    Shutdown,
+    decode_event,
+    encode,
+)
 from loraplex.engine.process import EngineStart, framed
 from loraplex.engine.step_marker import Progress, create_marker_file
 from loraplex.serving.engines.engine_state import EngineEnd
@@ -31,7 +39,8 @@ from loraplex.serving.engines.engine_state import EngineEnd
 logger = logging.getLogger(__name__)
 
 _LAST_WORDS_SECONDS = 0.1
-"""How long the events of an engine that has ended may still be on their way."""
+"""How long to wait for events of an engine that died without EngineEnded. Its requests continue
+after what has come."""
 _STOP_SECONDS = 5.0
 _KILL_SECONDS = 10.0
 """After that a killed process is given up: it waits for a driver, and ends when that lets it."""
@@ -143,6 +152,7 @@ class ProcessLink:
         self._epoch = epoch.to_bytes(EPOCH_BYTES, "big")
         self._identity: bytes | None = None
         self._exited = asyncio.create_task(process.wait())
+        self._has_all_events = False
         self._problem = ""
         """Why the process was killed from here."""
 
@@ -188,7 +198,11 @@ class ProcessLink:
             identity, epoch, payload = frames
             if epoch == self._epoch:
                 self._identity = identity
-                return decode_event(payload)
+                event = decode_event(payload)
+                if not isinstance(event, EngineEnded):
+                    return event
+                self._has_all_events = True
+                self.send(ConfirmEvents())
         status = None if self._exited.cancelled() else self._exited.result()
         words = self._endpoint.marker.last_words()
         was_killed = words.is_kill if words else status is not None and -status in _KILLS
@@ -218,14 +232,23 @@ class ProcessLink:
             self._exited.cancel()
 
     async def close(self) -> None:
-        if self._identity is not None and not self._exited.done():
-            self.send(Shutdown())
-            await asyncio.wait({self._exited}, timeout=_STOP_SECONDS)
-        self._kill()
-        await asyncio.wait({self._exited})
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._endpoint.close()
+        try:
+            if self._identity is not None and not self._exited.done():
+                self.send(Shutdown())
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._read_to_end(), _STOP_SECONDS)
+        finally:
+            self._kill()
+            await asyncio.wait({self._exited})
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            self._endpoint.close()
+
+    async def _read_to_end(self) -> None:
+        """Drop the rest of the events: the engine waits until all of them are read."""
+        with contextlib.suppress(EngineDied):
+            while True:
+                await self.receive()
 
     async def _send_start(self, start: EngineStart) -> None:
         assert self._process.stdin is not None
@@ -239,7 +262,7 @@ class ProcessLink:
         try:
             if not frames.done():  # else they were there already
                 await asyncio.wait({frames, self._exited}, return_when=asyncio.FIRST_COMPLETED)
-            if not frames.done():
+            if not frames.done() and not self._has_all_events:
                 await asyncio.wait({frames}, timeout=_LAST_WORDS_SECONDS)
             return frames.result() if frames.done() else None
         finally:

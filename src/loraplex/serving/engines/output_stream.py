@@ -31,9 +31,9 @@ class OutputStream:
             discard((output,))
         elif self._pass_on is not None:
             self._pass_on(output)
-            return
-        self._pending.append(output)
-        self._filled.set()
+        else:
+            self._pending.append(output)
+            self._filled.set()
 
     async def take(self) -> list[EngineOutput]:
         """All outputs since the last call; waits for at least one. None follow a finished one."""
@@ -50,6 +50,7 @@ class OutputStream:
         self._pass_on = pass_on
 
     def leave(self) -> None:
-        """Give up reading: files of logits, present and future, are deleted."""
+        """Give up reading: outputs, present and future, are dropped, and their files deleted."""
         self._is_left = True
         discard(self._pending)
+        self._pending = []

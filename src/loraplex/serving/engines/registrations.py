@@ -1,6 +1,6 @@
 """Registrations of adapters with an engine, and those to repeat for the next engine."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from loraplex.core.adapter import AdapterSource
 from loraplex.core.errors import ErrorInfo, error_from_info
@@ -16,7 +16,9 @@ class EngineRegistrations:
         self.registered: set[str] = set()
         """Digests that are registered with the running engine."""
         self.pinned: dict[str, AdapterSource] = {}
-        """Adapters that stay on the device, also with the next engine."""
+        """Adapters that are to stay on the device, also with the next engine."""
+        self.confirmed: set[str] = set()
+        """Those that the running engine has confirmed to `AsyncEngine.pin`."""
         self._rejected: dict[str, ErrorInfo] = {}
         """Adapters that the running engine can never serve, with the reason."""
         self._leaving: set[str] = set()
@@ -50,11 +52,13 @@ class EngineRegistrations:
             self.registered.remove(source.digest)
             send(UnregisterAdapter(source.digest))
 
-    def forget(self, digest: str, send: Send | None, *, is_needed: bool) -> None:
-        """Forget an unloaded adapter; is_needed: in-flight requests use it."""
+    def forget(self, digest: str, send: Send | None, needed: Collection[str]) -> None:
+        """Forget an unloaded adapter. needed: digests that in-flight requests use."""
         self._rejected.pop(digest, None)
         self.pinned.pop(digest, None)
-        if is_needed:
+        self.confirmed.discard(digest)
+        self._leaving.intersection_update(needed)  # the requests of others have ended
+        if digest in needed:
             self._leaving.add(digest)
         if digest in self.registered:
             self.registered.remove(digest)
@@ -79,4 +83,5 @@ class EngineRegistrations:
     def lose_engine(self) -> None:
         """Forget what a dead engine knew."""
         self.registered.clear()
+        self.confirmed.clear()
         self._rejected.clear()

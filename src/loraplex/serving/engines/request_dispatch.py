@@ -151,7 +151,7 @@ class RequestDispatch:
         """Send the engine the requests that are due."""
         link = self._link
         if link is not None:
-            due = self._requests.take_due(self._clock.now_ns())
+            due = self._requests.take_due()
             for _, batch in itertools.groupby(due, lambda request: request.batch or request):
                 self._send(link, tuple(batch))
         if (self._requests.has_unsent or self._requests.timed) and self._timer is None:

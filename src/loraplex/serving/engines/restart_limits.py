@@ -42,7 +42,8 @@ class RestartLimits(NamedTuple):
         lost_ns: when the last engine died; None if one runs and has the request
         soon.
         """
-        if request.is_new and now_ns - request.submitted_ns > self.new_seconds * 1e9:
+        is_due = request.is_new and not request.waits_for_others
+        if is_due and now_ns - request.submitted_ns > self.new_seconds * 1e9:
             return NotReadyError("the engine is being started again", retry_after_seconds=5)
         if lost_ns is not None and now_ns - lost_ns > self.in_flight_seconds * 1e9:
             return engine_gone("could not be started again in time")

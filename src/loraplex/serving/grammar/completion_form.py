@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from loraplex.core.errors import InvalidParameterError
 from loraplex.core.grammar import Grammar
-from loraplex.core.tools import FunctionTool, ToolMode, ToolUse
+from loraplex.core.tools import ToolMode, ToolUse
 from loraplex.serving.text.completion_grammar import CompletionGrammar, Reasoning
 from loraplex.serving.text.tool_calls.format import CallSyntax
 from loraplex.serving.text.tool_calls.formats import FORMATS
@@ -81,16 +81,6 @@ def _content_and_calls(lark: Lark, syntax: CallSyntax, calls: str) -> str:
 
 def _calls(lark: Lark, syntax: CallSyntax, tool_use: ToolUse) -> str:
     """One or several, and what closes them."""
-    enforces_all = tool_use.mode is ToolMode.REQUIRED
-    call = lark.choice(
-        [syntax.call(lark, _enforced(tool, enforces_all)) for tool in tool_use.tools]
-    )
+    call = lark.choice([syntax.call(lark, tool) for tool in tool_use.tools])
     more = f" ({lark.text(syntax.between)} {call})*" if tool_use.is_parallel else ""
     return f"{call}{more} {lark.text(syntax.after) if syntax.after else ''}".strip()
-
-
-def _enforced(tool: FunctionTool, enforces_all: bool) -> FunctionTool:
-    """Return the tool without its schema where the client did not request to enforce one."""
-    if enforces_all or tool.is_strict:
-        return tool
-    return FunctionTool(name=tool.name)

@@ -13,10 +13,10 @@ from typing import Any, Final
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
 
-from loraplex.core.errors import InvalidParameterError
+from loraplex.core.errors import InvalidParameterError, UnsupportedFeatureError
 from loraplex.core.grammar import Grammar, GrammarKind
 from loraplex.serving.grammar.completion_form import completion_form
-from loraplex.serving.text.completion_grammar import read_completion_grammar
+from loraplex.serving.text.completion_grammar import CompletionGrammar, read_completion_grammar
 from loraplex.serving.text.tool_calls.lark import JSON_WHITE_SPACE, pattern_of
 
 MAX_EBNF_CHARACTERS: Final = 1 << 16
@@ -32,10 +32,21 @@ def llguidance_form(grammar: Grammar) -> str:
 
 
 def invalid(kind: GrammarKind, reason: str) -> InvalidParameterError:
+    message = f"the {NAMES[kind]} is not valid: {_brief(reason)}"
+    return InvalidParameterError(message, param="grammar")
+
+
+def unsupported(kind: GrammarKind, reason: str) -> UnsupportedFeatureError:
+    """Return the error for a valid grammar of which a part cannot be enforced."""
+    message = f"the {NAMES[kind]} is not supported: {_brief(reason)}"
+    return UnsupportedFeatureError(message, param="grammar")
+
+
+def _brief(reason: str) -> str:
     """Shorten a reason: it may quote the grammar, and its beginning and end matter most."""
-    if len(reason) > 2 * _MAX_REASON:
-        reason = f"{reason[:_MAX_REASON]} ... {reason[-_MAX_REASON:]}"
-    return InvalidParameterError(f"the {NAMES[kind]} is not valid: {reason}", param="grammar")
+    if len(reason) <= 2 * _MAX_REASON:
+        return reason
+    return f"{reason[:_MAX_REASON]} ... {reason[-_MAX_REASON:]}"
 
 
 NAMES: Final[Mapping[GrammarKind, str]] = MappingProxyType(
@@ -119,8 +130,12 @@ def _plain_escape(match: re.Match[str]) -> str:
     return chr(code) if is_character else match[0]
 
 
+def message_form(completion: CompletionGrammar) -> str:
+    return completion_form(completion, llguidance_form)
+
+
 def _from_message(text: str) -> str:
-    return completion_form(read_completion_grammar(text), llguidance_form)
+    return message_form(read_completion_grammar(text))
 
 
 def _shortened(text: str) -> str:

@@ -5,7 +5,12 @@ from typing import Final
 
 import msgspec
 
-from loraplex.core.errors import ErrorInfo, InvalidParameterError, error_from_info
+from loraplex.core.errors import (
+    ErrorInfo,
+    InvalidParameterError,
+    UnsupportedFeatureError,
+    error_from_info,
+)
 from loraplex.core.grammar import (
     DEFAULT_LIMITS,
     MAX_GRAMMAR_CHARACTERS,
@@ -86,7 +91,7 @@ class Grammars:
     async def _compile_in_sandbox(self, grammar: Grammar) -> Grammar:
         try:
             compiled = await self._sandbox.run(msgspec.msgpack.encode(grammar))
-        except InvalidParameterError as error:
+        except (InvalidParameterError, UnsupportedFeatureError) as error:
             self._refused[grammar] = error.to_info()
             if len(self._refused) > _MAX_REFUSED:
                 self._refused.popitem(last=False)

@@ -15,13 +15,13 @@ from loraplex.core.errors import (
     NotReadyError,
     error_from_info,
 )
-from loraplex.core.output import RequestOutput
+from loraplex.core.output import Pooled, RequestOutput
 from loraplex.core.principal import LOCAL, Principal
 from loraplex.core.request import GenerateRequest, RequestBatch, RequestId
 from loraplex.serving.access.tenant_limits import LeasedOutputs
-from loraplex.serving.backend import ModelCard
+from loraplex.serving.backend import ModelCard, vector_of
 from loraplex.serving.engines.output_stream import OutputStream
-from loraplex.serving.generation import Generation
+from loraplex.serving.generation import outputs_of
 from loraplex.serving.local_texts import LocalTexts
 from loraplex.serving.logits_files import discard
 from loraplex.serving.remote.frames import FrameConnection
@@ -40,6 +40,7 @@ from loraplex.serving.remote.messages import (
     State,
 )
 from loraplex.serving.request_metrics import RequestMetrics
+from loraplex.serving.response_memory import ResponseMemory
 
 _NUMBER_SHIFT: Final = 40
 """Bits of a request id below the number of its process."""
@@ -67,6 +68,8 @@ class RemoteService:
         self._metrics = metrics
         self._on_command = on_command
         self._on_lost = on_lost
+        self.responses = ResponseMemory()
+        """Memory of the responses of this process."""
         self._ids = itertools.count((number << _NUMBER_SHIFT) + 1)
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._streams: dict[RequestId, OutputStream] = {}
@@ -107,6 +110,9 @@ class RemoteService:
         admission = self._generate(request, principal)
         return await self._metrics.observe_from_admission(request, principal, admission)
 
+    async def pool(self, request: GenerateRequest, principal: Principal) -> Pooled:
+        return await vector_of(await self.generate(request, principal))
+
     async def _generate(self, request: GenerateRequest, principal: Principal) -> LeasedOutputs:
         request_id, sent = request.request_id, await self._tokenized(request, principal)
         batch = 0 if request.batch is None else self._number_of(request.batch)
@@ -120,7 +126,18 @@ class RemoteService:
         if not engine_request.prompt_token_ids:
             assert not isinstance(sent.prompt, str)
             engine_request = msgspec.structs.replace(engine_request, prompt_token_ids=sent.prompt)
-        generation = Generation(
+        try:
+            self.responses.reserve(
+                engine_request.task,
+                len(engine_request.prompt_token_ids),
+                self.model(request.model).card.vocab_size,
+                request.logit_bytes,
+                request.repeated_bytes,
+            )
+        except LoraplexError:
+            self._leave(request_id, 0, is_error=True)
+            raise
+        outputs = outputs_of(
             request,
             engine_request,
             admitted.adapters,
@@ -128,7 +145,7 @@ class RemoteService:
             self._streams[request_id],
             self,
         )
-        return LeasedOutputs(generation, _RemoteLease(self._leave, request_id))
+        return LeasedOutputs(outputs, _RemoteLease(self._leave, request_id))
 
     def abort(self, request_id: RequestId, sequence_index: int | None = None) -> None:
         """End one sequence of a request; the end of its lease ends the whole request."""

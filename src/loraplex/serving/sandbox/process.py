@@ -9,7 +9,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from loraplex.core.errors import (
     RequestError,
     error_from_info,
 )
+from loraplex.core.python_process import module_command
 from loraplex.core.stopped_process import LOOK_SECONDS, ProcessStopped, StopWatch, is_stopped
 from loraplex.serving.sandbox.worker import LENGTH, Reply
 from loraplex.serving.tenant_threads import TenantThreads
@@ -70,7 +70,7 @@ class SandboxKind(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def command(self) -> tuple[str, ...]:
         limits = (str(self.max_seconds), str(self.max_bytes))
-        return (sys.executable, "-m", self.module, *limits)
+        return module_command(self.module, *limits)
 
 
 class _ProcessKilled(Exception):
@@ -118,9 +118,10 @@ class Sandbox:
 
     def close(self) -> None:
         """End the processes; the running tasks and those that wait fail."""
-        self._threads.shutdown(wait=False)
-        for process in self._processes:
-            process.close()
+        with contextlib.ExitStack() as stack:
+            for process in self._processes:
+                stack.callback(process.close)
+            self._threads.shutdown(wait=False)
 
     def _run(self, task: bytes) -> bytes:
         """Run a task in a process that has been started already, if one is idle."""

@@ -46,10 +46,13 @@ def _normalize(message: Any, index: int, content: ContentFormat) -> dict[str, An
         problem = "is missing" if role is None else f"is {role!r}"
         raise _invalid(f"{where}.role", f"{problem}; it must be one of {', '.join(ROLES)}")
     if "tool_calls" in normal:
-        normal["tool_calls"] = _tool_calls(normal["tool_calls"], f"{where}.tool_calls")
+        calls = _tool_calls(normal.pop("tool_calls"), f"{where}.tool_calls")
+        # Templates look whether the key is there: clients send an empty list for no calls.
+        if calls:
+            normal["tool_calls"] = calls
     if "content" in normal:
         normal["content"] = _content(normal["content"], f"{where}.content", content)
-    elif role != "assistant" or not normal.get("tool_calls"):
+    elif role != "assistant" or "tool_calls" not in normal:
         raise _invalid(
             f"{where}.content",
             "is missing; only an assistant message with tool_calls may have none",
@@ -93,23 +96,22 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise _invalid(where, "must be an object with a function that has a name")
-    arguments = function.get("arguments", "")
-    return {**call, "function": {**function, "arguments": _arguments(arguments, where)}}
+    return {**call, "function": {**function, "arguments": read_arguments(function)}}
 
 
-def _arguments(arguments: Any, where: str) -> Any:
-    """The wire has them as JSON text; templates write an object."""
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        value = json.loads(arguments or "{}")
-    except (ValueError, RecursionError) as error:
-        raise _invalid(f"{where}.function.arguments", f"is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise _invalid(
-            f"{where}.function.arguments", f"must be the JSON of an object, not of {_kind(value)}"
-        )
-    return value
+def read_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of an earlier call as the object that templates write.
+
+    The wire has them as JSON text. What is no object is none: a call that `max_tokens` cut, or that
+    a model broke, is a part of the history that clients send back, in each later turn.
+    """
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return {}
+    return dict(arguments) if isinstance(arguments, Mapping) else {}
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:

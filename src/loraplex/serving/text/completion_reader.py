@@ -64,15 +64,16 @@ class CompletionReader:
     def num_calls(self) -> int:
         return 0 if self._calls is None else self._calls.num_calls
 
-    def push(self, text: str, *, final: bool = False) -> CompletionDelta:
-        """`final`: with the last text, once."""
+    def push(self, text: str, *, final: bool = False, is_cut: bool = False) -> CompletionDelta:
+        """`final`: with the last text, once; is_cut: a limit ended it, not the model. Only then may
+        the arguments of a call end where they are no JSON."""
         reasoning = ""
         if self._reasoning is not None:
             thought, text = self._reasoning.push(text, final=final)
             reasoning = thought if self._includes_reasoning else ""
         if self._calls is None:
             return CompletionDelta(reasoning, text, parts=(text,) if text else ())
-        self._calls.feed(text, final=final)
+        self._calls.feed(text, final=final, is_cut=is_cut)
         next(self._steps, None)
         found = self._calls.found()
         return CompletionDelta(reasoning, found.content, found.calls, found.parts)

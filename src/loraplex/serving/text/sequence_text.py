@@ -2,7 +2,14 @@
 
 from collections.abc import Iterable, Sequence
 
-from loraplex.core.output import FinishReason, Logits, SequenceDelta, SequenceOutput
+from loraplex.core.output import (
+    BeamLogprobs,
+    FinishReason,
+    Logits,
+    SequenceDelta,
+    SequenceOutput,
+    TokenLogprob,
+)
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.serving.logits_files import first_rows
 from loraplex.serving.text.detokenizer import IncrementalDetokenizer
@@ -52,7 +59,7 @@ class SequenceText:
             index=delta.index,
             text=text,
             token_ids=delta.token_ids[:num_tokens],
-            logprobs=delta.logprobs[:num_tokens],
+            logprobs=_first(delta.logprobs, num_tokens),
             finish_reason=reason,
             stop_reason=stop_reason,
             logits=first_rows(logits, num_tokens),
@@ -89,3 +96,11 @@ class SequenceText:
             return [(token_ids, True)]
         last = len(token_ids) - 1
         return [((token_id,), index == last) for index, token_id in enumerate(token_ids)]
+
+
+def _first(
+    logprobs: tuple[TokenLogprob, ...] | BeamLogprobs, num_tokens: int
+) -> tuple[TokenLogprob, ...] | BeamLogprobs:
+    if isinstance(logprobs, BeamLogprobs):
+        return logprobs.first(num_tokens)
+    return logprobs[:num_tokens]

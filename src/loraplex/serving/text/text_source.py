@@ -22,17 +22,27 @@ class TextSource:
     def __init__(self) -> None:
         self._text = ""
         self._at = 0
+        self._num_before = 0
         self._is_final = False
+        self.is_cut = False
+        """A limit ended the text, not its writer."""
 
-    def feed(self, text: str, *, final: bool) -> None:
+    def feed(self, text: str, *, final: bool, is_cut: bool = False) -> None:
         self._text = self._text[self._at :] + text
+        self._num_before += self._at
         self._at = 0
         self._is_final = final
+        self.is_cut = is_cut
 
     @property
     def is_over(self) -> bool:
         """All of the text has come, and was read."""
         return self._is_final and self._at == len(self._text)
+
+    @property
+    def position(self) -> int:
+        """Number of characters that were read."""
+        return self._num_before + self._at
 
     @property
     def unread(self) -> str:
@@ -43,23 +53,36 @@ class TextSource:
         start, self._at = self._at, self._at + count
         return self._text[start : self._at]
 
-    def peek(self) -> Steps[str]:
-        """The next character; empty at the end of the text."""
-        while self._at == len(self._text):
+    def peek(self, ahead: int = 0) -> Steps[str]:
+        """The next character, or the one so many after it; empty if the text ends before."""
+        while self._at + ahead >= len(self._text):
             if self._is_final:
                 return ""
             yield
-        return self._text[self._at]
+        return self._text[self._at + ahead]
 
-    def starts_with(self, choices: Sequence[str]) -> Steps[str | None]:
-        """Which of the texts comes next, the longest one; None if none does. Reads nothing."""
-        longest = max(map(len, choices))
+    def visible(self, ahead: int) -> Steps[tuple[str, int]]:
+        """The next character from there that is no white space, and how far ahead it is."""
+        while (char := (yield from self.peek(ahead))) and char in WHITE_SPACE:
+            ahead += 1
+        return char, ahead
+
+    def length_of(self, pattern: re.Pattern[str]) -> int:
+        """Number of characters that are there and match, from the next one on."""
+        match = pattern.match(self._text, self._at)
+        return 0 if match is None else len(match[0])
+
+    def starts_with(self, choices: Sequence[str], ahead: int = 0) -> Steps[str | None]:
+        """Which of the texts comes next (`ahead`: so many characters on), the longest one; None if
+        none does. Reads nothing."""
+        longest = max(map(len, choices), default=0)
         while True:
-            ahead = self._text[self._at : self._at + longest]
+            start = self._at + ahead
+            there = self._text[start : start + longest]
             if self._is_final or not any(
-                len(text) > len(ahead) and text.startswith(ahead) for text in choices
+                len(text) > len(there) and text.startswith(there) for text in choices
             ):
-                matching = [text for text in choices if ahead.startswith(text)]
+                matching = [text for text in choices if there.startswith(text)]
                 return max(matching, key=len, default=None)
             yield
 

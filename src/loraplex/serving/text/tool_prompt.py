@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from loraplex.serving.text.chat_messages import read_arguments
 from loraplex.serving.text.tool_calls.format import CallSyntax
 
 _SYSTEM_ROLES: Final = ("system", "developer")
@@ -73,16 +74,12 @@ def _calls(message: Mapping[str, Any]) -> list[dict[str, Any]]:
             {
                 "id": str(call.get("id")),
                 "name": str(call["function"]["name"]),
-                "arguments": _object(call["function"].get("arguments") or "{}"),
+                "arguments": read_arguments(call["function"]),
             }
             for call in calls or ()
         ]
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
+    except (AttributeError, KeyError, TypeError):
         return []
-
-
-def _object(arguments: Any) -> Any:
-    return json.loads(arguments) if isinstance(arguments, str) else arguments
 
 
 def _with_calls(

@@ -15,8 +15,10 @@ from loraplex.compat.client.figures import (
 from loraplex.compat.client.files import NO_OUTPUT_TOKENS, read_dataset
 from loraplex.compat.client.programs import BENCHMARK_FLAGS
 from loraplex.compat.client.workloads import delays, token_requests
+from loraplex.compat.flags import read_flags
 from loraplex.core.errors import ConfigError
 from loraplex.demo import BASE_PATH
+from support.naming import naming
 from support.program_options import program_options
 
 NORMAL = {"input_mean": 20, "input_stdev": 4, "output_mean": 6, "output_stdev": 0}
@@ -144,13 +146,29 @@ def test_wrong_workloads(workload, given, words):
         token_requests(options(workload, **given), print)
 
 
+@pytest.mark.parametrize(
+    ("line", "workload"),
+    [
+        ("-i grpc --max-input-len 300 dataset --dataset d --tokenizer-dir t", "dataset"),
+        ("token-norm-dist --input-mean 1 -i grpc", "token-norm-dist"),
+        # identity_test.py of 0.5.0 had this one workload.
+        ("-i grpc --max_input_len 50 --dataset d --tokenizer_dir t --time_bet_reqs 0 1", "dataset"),
+    ],
+)
+def test_the_workload_may_stand_anywhere_or_be_left_out(line, workload):
+    read = read_flags(BENCHMARK_FLAGS, line.split(), "benchmark")
+    assert (read.workload, read.protocol) == (workload, "grpc")
+    assert read.time_bet_reqs in ((), [0.0, 1.0])
+
+
 def test_delays():
+    assert delays(options(time_bet_reqs=[0.5, 1.0]), 3) == [0.5, 1.0, 0.5]
     assert delays(options(), 3) == [0.0] * 3
     assert delays(options(request_rate=10.0, time_delay_dist="constant"), 2) == [0.1, 0.1]
     drawn = delays(options(request_rate=10.0), 2000)
     assert 0.08 < sum(drawn) / 2000 < 0.12
     assert len(set(drawn)) > 1000
-    with pytest.raises(ConfigError, match="--request-rate must be above 0"):
+    with pytest.raises(ConfigError, match=naming("--request-rate", 0)):
         delays(options(request_rate=0.0), 1)
     with pytest.raises(ConfigError, match="constant, exponential_dist"):
         delays(options(time_delay_dist="poisson"), 1)

@@ -1,5 +1,6 @@
 """Checkpoints and engine folders that are written from a Hugging Face folder."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,12 @@ from loraplex.adapters.canonical import CanonicalRow, RowKind
 from loraplex.adapters.tensor_file import RawTensor
 from loraplex.app.builder import served_shapes
 from loraplex.compat.convert.adapters import write_peft
-from loraplex.compat.convert.checkpoint import convert_checkpoint
+from loraplex.compat.convert.checkpoint import ModelChoices, convert_checkpoint
 from loraplex.compat.convert.engine import build_engine_folder
 from loraplex.compat.convert.flag_tables import BUILD_FLAGS, CHECKPOINT_FLAGS
 from loraplex.compat.flags import read_flags
 from loraplex.core.config import ModelConfig
-from loraplex.core.errors import ConfigError, LoraplexError
+from loraplex.core.errors import ConfigError, LoraplexError, UnsupportedModelError
 from loraplex.demo import ADAPTER_PATHS, BASE_PATH
 from loraplex.execution.weights.loading import load_weights
 from loraplex.execution.weights.packing import WeightFormat, pack_checkpoint
@@ -25,6 +26,8 @@ from loraplex.kernels.dispatch import select_kernels
 from loraplex.models.engine_folder import BuildLimits, read_build_limits
 from loraplex.models.registry import read_config
 from support.checkpoints import save_random_model, tiny_gpt2
+from support.naming import naming
+from support.tiny_decoder import tiny_spec
 from support.tiny_model import TinyCheckpoint
 from support.trtllm_checkpoint import write_trtllm_checkpoint
 
@@ -37,6 +40,16 @@ def convert(*words: str) -> Path:
 
 def build(*words: str) -> Path | None:
     return build_engine_folder(read_flags(BUILD_FLAGS, words, "build"))
+
+
+@pytest.mark.parametrize("part", ["mixer", "feed_forward"])
+def test_a_model_that_the_format_cannot_describe_is_refused(part):
+    spec = tiny_spec()
+    layers = tuple(dataclasses.replace(layer, **{part: None}) for layer in spec.layers)
+    choices = ModelChoices("float32", BuildLimits())
+    assert choices.pretrained(spec)["num_attention_heads"] == 4
+    with pytest.raises(UnsupportedModelError, match=naming(spec.architecture)):
+        choices.pretrained(dataclasses.replace(spec, layers=layers))
 
 
 def config_of(folder: Path) -> dict[str, Any]:
@@ -286,7 +299,7 @@ class TestBuild:
         file.write_text('{"max_batch": 4}')
         with pytest.raises(
             ConfigError,
-            match=r"build.json: max_batch is not a setting; did you mean --max_batch",
+            match=naming("build.json", "max_batch", "--max_batch_size"),
         ):
             build(*words, "--build_config", str(file))
 

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from loraplex.core.errors import ConfigError
+from support.naming import naming
 from support.triton_repositories import merged
 
 
@@ -45,7 +46,7 @@ def test_the_working_directory_comes_first(written, monkeypatch):
 def test_an_engine_that_no_model_names(written):
     line = written.line("tensorrt_llm", '"gpt_model_path"')
     written.replace("tensorrt_llm", **{str(written.engine): "${engine_dir}"})
-    with pytest.raises(ConfigError, match=rf"line {line}: gpt_model_path: it is not filled in"):
+    with pytest.raises(ConfigError, match=naming(line, "gpt_model_path")):
         written.read()
     (written.engine / "config.json").rename(written.path / "tensorrt_llm" / "1" / "config.json")
     assert path_of(written.read()) == str(written.path / "tensorrt_llm" / "1")
@@ -87,7 +88,7 @@ def test_world_sizes(written):
     assert built(written, world_size=1, tp_size=1, pp_size=1).notes.warnings == []
     (warning,) = built(written, world_size=4, tp_size=2, pp_size=2).notes.warnings
     assert "was built for 4 GPUs: it is served by one" in warning
-    with pytest.raises(ConfigError, match="world_size is 3, but tp_size 2 times pp_size 1 is 2"):
+    with pytest.raises(ConfigError, match=naming("world_size", 3, "tp_size", 2, "pp_size", 1)):
         built(written, world_size=3, tp_size=2, pp_size=1)
 
 

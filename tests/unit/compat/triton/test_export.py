@@ -51,7 +51,7 @@ def test_each_model_looks_as_ours_does(exported, written, name):
 def test_the_command_reads_the_repository_and_opens_no_port(exported, written):
     parameters = parameters_of(read_pbtxt(exported / "ensemble" / "config.pbtxt"))
     command = json.loads(parameters["loraplex_command"])
-    assert command[:5] == ["/p/python", "-m", "loraplex", "compat", "triton"]
+    assert command[:6] == ["/p/python", "-P", "-m", "loraplex", "compat", "triton"]
     assert f"--model-repository={written.path}" in command
     assert {"--no-http", "--no-grpc", "--no-metrics", "--stop-with-stdin"} < set(command)
     assert command[-1] == "--memory=1GiB"
@@ -111,7 +111,7 @@ def test_the_vllm_backend_knows_its_tensors_and_its_model(tmp_path):
     assert [row["name"] for row in defaults["output"]] == [r.name for r in VLLM.declared_outputs]
     assert set(defaults["input"][0]) == {"name", "data_type", "dims", "optional"}
     assert defaults["loraplex_socket"] == "/s/socket"
-    assert defaults["loraplex_command"][5:8] == [
+    assert defaults["loraplex_command"][6:9] == [
         "--model-repository=$$TRITON_MODEL_DIRECTORY/..",
         "--model-control-mode=explicit",
         "--load-model=$$TRITON_MODEL_NAME",

@@ -13,6 +13,7 @@ from loraplex.cli.main import app
 from loraplex.compat.triton import launching
 from loraplex.compat.triton.launching import Launch, is_server, launch
 from loraplex.core.errors import ConfigError
+from support.naming import naming
 
 
 @pytest.fixture
@@ -27,7 +28,8 @@ def what(repository: Path, **changes: object) -> Launch:
 
 def test_command(tmp_path: Path) -> None:
     assert what(tmp_path).command == [
-        *(sys.executable, "-m", "loraplex", "compat", "triton", f"--model-repository={tmp_path}"),
+        *(sys.executable, "-P", "-m", "loraplex", "compat", "triton"),
+        f"--model-repository={tmp_path}",
         *("--grpc-port=1", "--http-port=2", "--metrics-port=3", "--disable-auto-complete-config"),
     ]
 
@@ -42,6 +44,7 @@ def test_another_program(tmp_path: Path) -> None:
         (["/opt/tritonserver/bin/tritonserver", "--model-repository=/m"], True),
         (["python3", "/w/compat/bin/tritonserver"], True),
         (["/venv/bin/python", "-m", "loraplex", "compat", "triton", "--http-port=1"], True),
+        (["/venv/bin/python", "-P", "-m", "loraplex", "compat", "triton", "--x"], True),
         (["/venv/bin/python", "-m", "loraplex", "triton", "--http-port=1"], True),
         (["/venv/bin/python", "/venv/bin/loraplex", "triton"], True),
         (["/venv/bin/python", "/venv/bin/loraplex", "compat", "triton"], True),
@@ -57,7 +60,7 @@ def test_whose_command_line(arguments: list[str], response: bool) -> None:
 
 def test_one_that_runs_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "running_servers", lambda: iter((41, 42)))
-    with pytest.raises(ConfigError, match=r"process id 41, 42: stop it .*--force"):
+    with pytest.raises(ConfigError, match=naming(41, 42, "--force")):
         launch(what(tmp_path), force=False)
 
 

@@ -1,5 +1,7 @@
 """Repositories as folders: which of them are models, and what a model is."""
 
+import os
+
 import pytest
 
 from loraplex.compat.triton.model_folder import read_model_folder, read_model_folders
@@ -8,6 +10,7 @@ from loraplex.compat.triton.repository import read_repositories
 from loraplex.compat.triton.roles import Role, role_of
 from loraplex.core.errors import ConfigError
 from loraplex.core.gpus import num_gpus
+from support.naming import naming
 
 TENSOR = '{ name: "%s" data_type: TYPE_INT32 dims: [ 1 ] }'
 
@@ -36,6 +39,24 @@ def test_folders_without_a_configuration_are_left_out(tmp_path):
         read_model_folders(tmp_path / "gone", notes, {})
 
 
+def test_entries_that_cannot_be_read_leave_the_others(tmp_path, monkeypatch):
+    model(tmp_path / "a", "")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "long").symlink_to("x" * 300)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "config.pbtxt").symlink_to("config.pbtxt")
+    (tmp_path / "closed").mkdir()
+    real = os.stat
+
+    def refusing(path, *args, **kwargs):
+        if "closed" in os.fspath(path):
+            raise PermissionError(13, "Permission denied", path)
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "stat", refusing)
+    assert [each.name for each in read_model_folders(tmp_path, Notes(), {})] == ["a"]
+
+
 def test_names_and_versions(tmp_path):
     assert model(tmp_path / "a", "").version == "1"
     assert model(tmp_path / "b", 'name: "b"', "2", "10", "x", "03").version == "10"
@@ -46,7 +67,7 @@ def test_names_and_versions(tmp_path):
 def test_a_name_that_is_there_twice(tmp_path):
     for repository in ("a", "b"):
         model(tmp_path / repository / "same", 'backend: "vllm"')
-    with pytest.raises(ConfigError, match=r"model 'same' exists twice: .*a/same and .*b/same"):
+    with pytest.raises(ConfigError, match=naming("same", "a/same", "b/same")):
         read_repositories([tmp_path / "a", tmp_path / "b"])
 
 

@@ -1,16 +1,17 @@
-"""Repositories of older backends and their clients: before May 2024, and before December 2023."""
+"""Repositories of older backends and their clients, from May 2024 back to October 2023."""
 
 import re
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from loraplex.core.errors import InvalidTensorError
 from loraplex.core.principal import LOCAL
 from loraplex.frontends.kserve.messages import InferRequest
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.kserve.tensors import from_values
-from loraplex.testing.echo_backend import EchoBackend
+from support.echo_service import EchoService
 from support.triton_repositories import merged
 
 OUTPUTS_OF_JANUARY_2024 = (
@@ -28,7 +29,7 @@ UNSIGNED = {
 
 
 def serve(repository):
-    return TritonService(EchoBackend(("tensorrt_llm",)), declarations=repository.declarations)
+    return TritonService(EchoService(("tensorrt_llm",)), declarations=repository.declarations)
 
 
 def tokens(datatype="INT32", requested=(), **flags):
@@ -114,6 +115,81 @@ async def test_later_repositories_send_what_is_requested(written):
     assert tuple(shapes(response)) == ("output_ids", "sequence_length")
 
 
+# ---------------------------------------------------------------- before January 2024
+
+
+async def outputs(service, model, *tensors):
+    response = await service.infer(InferRequest(model=model, inputs=tensors), LOCAL)
+    return {tensor.name: tensor for tensor in response.outputs}
+
+
+async def by_hand(service, passed_on):
+    """Text of the three models; passed_on: inputs of tensorrt_llm by outputs of preprocessing."""
+    prepared = await outputs(
+        *(service, "preprocessing", from_values("QUERY", "BYTES", [1, 1], ["hi"])),
+        from_values("REQUEST_OUTPUT_LEN", "INT32", [1, 1], [50]),
+    )
+    passed_on |= {"INPUT_ID": "input_ids", "REQUEST_INPUT_LEN": "input_lengths"}
+    passed_on |= {"REQUEST_OUTPUT_LEN": "request_output_len"}
+    found = await outputs(
+        *(service, "tensorrt_llm"),
+        *(replace(prepared[old], name=new) for old, new in passed_on.items()),
+    )
+    decoded = await outputs(
+        *(service, "postprocessing"),
+        replace(found["output_ids"], name="TOKENS_BATCH"),
+        replace(found["sequence_length"], name="SEQUENCE_LENGTH"),
+    )
+    return decoded["OUTPUT"].array.tolist()
+
+
+async def at_once(service, model, *tensors):
+    text = from_values("text_input", "BYTES", [1, 1], ["hi"])
+    length = from_values("max_tokens", "INT32", [1, 1], [50])
+    return (await outputs(service, model, text, length, *tensors))["text_output"].array.tolist()
+
+
+def without_end_id(written):
+    """Preprocessing prepares none, so tensorrt_llm gets the client's, if there is one."""
+    prepared = '{\n        key: "OUT_END_ID"\n        value: "_OUT_END_ID"\n      }'
+    written.replace("ensemble", **{f"output_map {prepared}": "", '"_OUT_END_ID"': '"end_id"'})
+    pbtxt = written.path / "preprocessing" / "config.pbtxt"
+    text, count = re.subn(
+        r',?\s*\{\s*name: "OUT_END_ID".*?\}', "", pbtxt.read_text(), flags=re.DOTALL
+    )
+    assert count == 1
+    pbtxt.write_text(text)
+
+
+async def test_an_ensemble_ends_where_its_three_models_end(written):
+    """Those from before January 2024 give tensorrt_llm no end_id, unless the client sends one."""
+    new = serve(written.read())
+    without_end_id(written)
+    repository = written.read()
+    old = serve(repository)
+    ended, full = await by_hand(new, {"OUT_END_ID": "end_id"}), await by_hand(old, {})
+    assert len(ended[0]) < len(full[0])
+    end_id = from_values("end_id", "INT32", [1, 1], [257])
+    for model in ("ensemble", "tensorrt_llm_bls"):
+        assert await at_once(new, model) == ended
+        assert await at_once(old, model) == full
+        assert await at_once(old, model, end_id) == ended
+    notes = [each for each in repository.notes.infos if "end_id" in each]
+    assert ["'ensemble'" in notes[0], "'preprocessing'" in notes[1]] == [True, True]
+
+
+async def test_an_ensemble_may_leave_the_prepared_end_id_out(written):
+    written.replace(
+        "ensemble",
+        **{'"end_id"\n        value: "_OUT_END_ID"': '"end_id"\n        value: "end_id"'},
+    )
+    service = serve(written.read())
+    assert await at_once(service, "ensemble") == await by_hand(service, {})
+    assert await at_once(service, "tensorrt_llm_bls") == await by_hand(
+        service, {"OUT_END_ID": "end_id"}
+    )
+
+
 # ---------------------------------------------------------------- before December 2023
 
 
@@ -157,3 +233,34 @@ async def test_preprocessing_passes_a_length_on_in_its_type(autumn):
     response = await serve(autumn).infer(InferRequest(model="preprocessing", inputs=inputs), LOCAL)
     (length,) = (tensor for tensor in response.outputs if tensor.name == "REQUEST_OUTPUT_LEN")
     assert (length.datatype, length.array.tolist()) == ("UINT32", [[7]])
+
+
+def decoded(*lengths):
+    """A request to postprocessing, of two beams."""
+    ids = [list(b"hi!"), [*b"yo", -1]]
+    return InferRequest(
+        model="postprocessing",
+        inputs=(
+            from_values(
+                "TOKENS_BATCH", "INT32", [1, 2, 3], [token for row in ids for token in row]
+            ),
+            *(from_values("SEQUENCE_LENGTH", "INT32", [1, 2], sizes) for sizes in lengths),
+        ),
+    )
+
+
+async def test_postprocessing_without_lengths(written):
+    """Where the repository declares none: its clients cannot send them."""
+    pbtxt = written.path / "postprocessing" / "config.pbtxt"
+    text, count = re.subn(
+        r',?\s*\{\s*name: "SEQUENCE_LENGTH".*?\}', "", pbtxt.read_text(), flags=re.DOTALL
+    )
+    assert count == 1
+    service = serve(written.read())
+    with pytest.raises(InvalidTensorError, match="SEQUENCE_LENGTH is not present"):
+        await service.infer(decoded(), LOCAL)
+    pbtxt.write_text(text)
+    service = serve(written.read())
+    for request, expected in ((decoded(), [b"hi!", b"yo"]), (decoded([1, 2]), [b"h", b"yo"])):
+        (output,) = (await service.infer(request, LOCAL)).outputs
+        assert output.array.tolist() == expected

@@ -6,7 +6,7 @@ import pytest
 
 from loraplex.compat.triton.reloading import Reloading
 from loraplex.core.config import Config
-from loraplex.core.errors import InvalidRequestError, UnsupportedFeatureError
+from loraplex.core.errors import InvalidRequestError, NotReadyError, UnsupportedFeatureError
 
 
 @pytest.fixture
@@ -32,6 +32,12 @@ def test_fields_that_are_sent_replace_those_of_the_file(repository):
     assert changed.config["max_batch_size"] == 7
     assert changed.config["input"] == before.config["input"]
     assert declared(repository, "tensorrt_llm").max_batch_size == before.max_batch_size
+
+
+def test_a_repository_that_is_not_there_for_now(repository, tmp_path):
+    reloading = Reloading(repository, [tmp_path / "unmounted"], lambda _: Config())
+    with pytest.raises(NotReadyError, match="unmounted: No such file"):
+        reloading.discover("tensorrt_llm")
 
 
 def test_parameters_take_effect(repository):

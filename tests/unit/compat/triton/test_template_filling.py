@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from loraplex.cli.main import app
 from loraplex.compat.triton.template_filling import filled, parse_substitutions
 from loraplex.core.errors import ConfigError
+from support.naming import naming
 
 POSTPROCESSING = (
     Path(__file__).parents[4]
@@ -62,7 +63,7 @@ def test_a_name_without_braces() -> None:
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="engine_dir does not occur in t; it has decoupled_mode"):
+    with pytest.raises(ConfigError, match=naming("engine_dir", "decoupled_mode")):
         filled(TEMPLATE, {"engine_dir": "x"}, "t")
 
 

@@ -5,14 +5,26 @@ import shutil
 
 import pytest
 
+from loraplex.compat.triton.reloading import Reloading
+from loraplex.core.config import Config
 from loraplex.core.config_layers import resolve
 from loraplex.core.errors import ConfigError
+from loraplex.frontends.kserve.models.catalog import Catalog
+from loraplex.frontends.kserve.models.model_control import ControlMode, ModelControl
 from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
+from support.echo_service import EchoService
+from support.naming import naming
 from support.triton_repositories import FIVE, merged, source_of
 
 
 def declarations(repository):
     return {declaration.name: declaration for declaration in repository.declarations}
+
+
+def served(repository, control=None):
+    """The models as clients meet them."""
+    backend = EchoService(models=("tensorrt_llm",))
+    return Catalog(backend, declarations=repository.declarations, control=control)
 
 
 def test_two_filled_values_are_enough(written):
@@ -74,13 +86,21 @@ def test_parameters_are_settings_that_know_their_line(written):
     assert model.max_num_seqs == 3
     assert (model.max_queue_size, model.max_queue_delay_microseconds) == (7, 100)
     for name in ("ensemble", "tensorrt_llm", "tensorrt_llm_bls"):
-        options = declarations(repository)[name].options
+        options = served(repository).find(name).options
         assert options.excludes_input
         assert options.max_beam_width == 2
     line = written.line("tensorrt_llm", '"lora_cache_max_adapter_size"')
     pbtxt = written.path / "tensorrt_llm" / "config.pbtxt"
     source = source_of(repository, "tensorrt_llm", "max_lora_rank")
     assert source == f"{pbtxt}, line {line}: lora_cache_max_adapter_size"
+
+
+def test_a_parameter_of_our_own(written):
+    assert not served(written.read()).find("tensorrt_llm").options.clamps_token_ids
+    own = 'parameters { key: "clamp_token_ids" value: { string_value: "true" } }'
+    with (written.path / "tensorrt_llm" / "config.pbtxt").open("a") as file:
+        file.write(own)
+    assert served(written.read()).find("tensorrt_llm").options.clamps_token_ids
 
 
 @pytest.mark.parametrize(
@@ -105,7 +125,6 @@ def test_wrong_values_name_file_and_line(written, key, value, expected):
 @pytest.mark.parametrize(
     ("key", "value", "valid"),
     [
-        ("batching_strategy", "v2", "inflight, static, inflight_fused_batching"),
         ("batch_scheduler_policy", "fastest", "max_utilization, guaranteed_no_evict"),
     ],
 )
@@ -210,9 +229,7 @@ def test_ensembles_that_lead_nowhere(written):
 
 def test_a_bls_of_no_model(written):
     written.fill("tensorrt_llm_bls", tensorrt_llm_model_name="gone")
-    with pytest.raises(
-        ConfigError, match="'gone' is not a tensorrt_llm model; there are tensorrt_llm"
-    ):
+    with pytest.raises(ConfigError, match=naming("gone", "tensorrt_llm")):
         written.read()
 
 
@@ -226,9 +243,59 @@ def test_options_of_the_parts(written):
     assert found["postprocessing"].options.skips_special_tokens is True
     assert found["tensorrt_llm_bls"].options.accumulates_tokens is True
     assert found["tensorrt_llm_bls"].options.has_draft_model is True
-    assert found["ensemble"].options.accumulates_tokens is False
     (warning,) = repository.notes.warnings
     assert "skip_special_tokens: 'perhaps' is neither" in warning
+    models = served(repository)
+    for name, accumulates in (("ensemble", False), ("tensorrt_llm_bls", True)):
+        options = models.find(name).options
+        assert options.accumulates_tokens is options.has_draft_model is accumulates
+        assert options.adds_special_tokens is False
+        assert options.skips_special_tokens is True
+    # Token ids are as they were sent.
+    assert models.find("tensorrt_llm").options.adds_special_tokens
+
+
+def test_the_options_are_of_the_parts_that_a_model_names(written):
+    """Not of the first ones of its base model; a BLS calls its parts by fixed names."""
+    for part, key in (("preprocessing", "add"), ("postprocessing", "skip")):
+        other = written.path / f"a_{part}"
+        shutil.copytree(written.path / part, other)
+        text = (other / "config.pbtxt").read_text().replace(f'"{part}"', f'"a_{part}"')
+        (other / "config.pbtxt").write_text(text)
+        written.replace("ensemble", **{f'"{part}"': f'"a_{part}"'})
+        written.fill(f"a_{part}", **{f"{key}_special_tokens": "n"})
+    models = served(written.read())
+    for name, expected in (("ensemble", False), ("tensorrt_llm_bls", True)):
+        options = models.find(name).options
+        assert options.adds_special_tokens is options.skips_special_tokens is expected
+    assert models.steps(models.find("ensemble"))["preprocessing"] == "a_preprocessing"
+
+
+async def test_an_ensemble_follows_a_part_that_is_loaded_again(written):
+    repository = written.read()
+    reloading = Reloading(repository, [], lambda _: Config())
+    models = served(repository, ModelControl(ControlMode.EXPLICIT, reload=reloading))
+    no = {"parameters": {"add_special_tokens": {"string_value": "no"}}}
+    for name, config, expected in (
+        ("preprocessing", no, False),
+        ("ensemble", {"max_batch_size": 2}, False),
+    ):
+        await models.load(name, {"config": json.dumps(config)})
+        assert models.find("ensemble").options.adds_special_tokens is expected
+        assert models.find("tensorrt_llm_bls").options.adds_special_tokens is expected
+
+
+async def test_an_ensemble_is_decoupled_as_its_model_is_now(written):
+    repository = written.read()
+    reloading = Reloading(repository, [], lambda _: Config())
+    models = served(repository, ModelControl(ControlMode.EXPLICIT, reload=reloading))
+    for is_decoupled in (False, True):
+        policy = {"model_transaction_policy": {"decoupled": is_decoupled}}
+        await models.load("tensorrt_llm", {"config": json.dumps(policy)})
+        for name in ("tensorrt_llm", "ensemble"):
+            model = models.find(name)
+            assert model.is_decoupled is is_decoupled
+            assert model.config()["model_transaction_policy"] == policy["model_transaction_policy"]
 
 
 # ---------------------------------------------------------------- tokenizer, adapters, devices
@@ -337,7 +404,7 @@ def test_logits_may_have_two_types(written):
     written.replace("tensorrt_llm", **{generation + "${logits_datatype}": generation + "TYPE_BF16"})
     written.fill("tensorrt_llm", logits_datatype="TYPE_FP16")
     for name in ("ensemble", "tensorrt_llm"):
-        options = declarations(written.read())[name].options
+        options = served(written.read()).find(name).options
         assert options.logits_datatype == "FP16"
         assert options.generation_logits_datatype == "BF16"
 
@@ -364,6 +431,7 @@ def test_only_wanted_models_and_their_parts(written):
 def test_errors_name_the_users_key(written):
     written.fill("tensorrt_llm", batching_strategy="V3")
     line = written.line("tensorrt_llm", '"gpt_model_type"')
-    said = rf"line {line}: gpt_model_type: models.tensorrt_llm.batching: must be one of .*V1, "
+    # The original's words, which its tests look for in the log.
+    said = rf"line {line}: gpt_model_type: Invalid gpt_model_type\. Must be v1/inflight.*, got 'V3'"
     with pytest.raises(ConfigError, match=said):
-        resolve(written.read().layers)
+        written.read()

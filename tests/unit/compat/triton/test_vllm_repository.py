@@ -10,6 +10,7 @@ from loraplex.core.config_layers import resolve
 from loraplex.core.errors import ConfigError
 from loraplex.core.support import Support
 from loraplex.frontends.kserve.model_metrics import first_response_buckets
+from support.naming import naming
 
 SEED = {
     "disable_log_requests": "true",
@@ -53,15 +54,15 @@ def test_the_seed(vllm, tmp_path):
     assert (model.block_size, model.max_lora_rank) == (16, 16)
     assert (model.cuda_graphs, model.enable_lora) == (False, True)
     assert {name: a.path for name, a in model.adapters.items()} == {
-        "alpaca": str(tmp_path / "alpaca")
+        "alpaca": str(tmp_path / "alpaca"),
+        "lost": "/nowhere/lost",
     }
-    assert model.adapters["alpaca"].optional
+    assert all(adapter.optional for adapter in model.adapters.values())
     (declaration,) = repository.declarations
     assert declaration.kind.name == "vllm"
     assert (declaration.max_batch_size, declaration.is_decoupled) == (0, True)
     assert declaration.options.lora_enabled
-    assert list(declaration.options.unusable_adapters) == ["lost"]
-    assert "/nowhere/lost, which does not exist" in declaration.options.unusable_adapters["lost"]
+    assert any("/nowhere/lost, which does not exist" in t for t in repository.notes.warnings)
     assert any("tensor_parallel_size 2 is served as 1" in t for t in repository.notes.warnings)
     assert any("disable_log_requests has no effect" in t for t in repository.notes.infos)
 
@@ -70,7 +71,7 @@ def test_adapters_are_off_by_default(vllm):
     repository = vllm({}, {"alpaca": "/nowhere"})
     assert settings(repository).enable_lora is False
     assert repository.declarations[0].options.lora_enabled is False
-    assert repository.declarations[0].options.unusable_adapters == {}
+    assert settings(repository).adapters == {}
     assert repository.notes.warnings == []
 
 
@@ -83,12 +84,16 @@ def test_paths_of_adapters(vllm, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for folder in ("here", "repository/there", "repository/vllm_model/1/beside"):
         (tmp_path / folder).mkdir()
-    repository = vllm({"enable_lora": "True"}, {"a": "here", "b": "there", "c": "beside", "d": "x"})
+    written = {"a": "here", "b": "there", "c": "beside", "d": "x", "e": "later/x"}
+    (tmp_path / "repository" / "later").mkdir()
+    repository = vllm({"enable_lora": "True"}, written)
     adapters = settings(repository).adapters
     assert adapters["a"].path == "here"
     assert adapters["b"].path == str(tmp_path / "repository" / "there")
     assert adapters["c"].path == str(tmp_path / "repository" / "vllm_model" / "1" / "beside")
-    assert "d" in repository.declarations[0].options.unusable_adapters
+    # What does not exist yet is expected in the first place whose parent folder does.
+    assert adapters["d"].path == "x"
+    assert adapters["e"].path == str(tmp_path / "repository" / "later" / "x")
 
 
 @pytest.mark.parametrize("loras", [["a"], {"a": 3}, {"a": ""}])
@@ -148,7 +153,7 @@ def test_wrong_arguments_name_file_line_and_what_is_right(vllm, args, expected):
 
 
 def test_wrong_values_of_settings_name_the_line(vllm):
-    with pytest.raises(ConfigError, match=r"model.json, line 3: .*kv_dtype: must be one of auto"):
+    with pytest.raises(ConfigError, match=naming("model.json", 3, "kv_cache_dtype")):
         settings(vllm({"kv_cache_dtype": "fp8"}))
 
 

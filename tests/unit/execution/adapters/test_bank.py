@@ -12,7 +12,7 @@ from loraplex.execution.adapters.bank import AdapterBank
 from loraplex.execution.adapters.entry_tables import EntryTables
 from loraplex.execution.adapters.host_adapters import HostAdapter, HostPart, HostWeight
 from loraplex.kernels.lora import add_lora
-from loraplex.memory.adapter_pages import place
+from loraplex.memory.adapter_pages import layer_targets, place
 
 SHAPES = {"q_proj": (12, 20), "down_proj": (20, 12)}
 GEOMETRY = PageGeometry(slot_elements=32, slots_per_page=10)
@@ -230,6 +230,30 @@ def test_a_copy_of_a_prepared_adapter_does_not_go_through_its_targets(monkeypatc
     assert_applies(bank, 1, host)
 
 
+def test_layers_may_have_other_numbers_of_experts():
+    shapes = {"experts.up_proj": (12, 20)}
+    numbers = [{"experts.up_proj": 2}, {"experts.up_proj": 3}, {}]
+    bank = AdapterBank(
+        GEOMETRY,
+        6,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        layers=[shapes] * 3,
+        num_experts=numbers,
+    )
+    for layer, expert, is_there in ((0, 1, True), (0, 2, False), (1, 2, True), (2, 1, False)):
+        target = LoraTarget(layer, "experts.up_proj", 2, 12, 20, expert=expert)
+        weight = HostWeight(target, torch.randn(2, 12), torch.randn(20, 2), 1.0)
+        adapter = HostAdapter("a", (weight,))
+        if is_there:
+            bank.prepare(adapter)
+        else:
+            with pytest.raises(AdapterMismatchError, match=f"expert {expert}"):
+                bank.prepare(adapter)
+    targets = layer_targets([shapes] * 3, num_experts=numbers)
+    assert [target.num_experts for target in targets] == [2, 3, 1]
+
+
 def test_each_expert_has_its_own_cell():
     layers = [{"experts.up_proj": (12, 20)}, {"q_proj": (12, 20), "experts.up_proj": (12, 20)}]
     bank = AdapterBank(
@@ -238,7 +262,7 @@ def test_each_expert_has_its_own_cell():
         dtype=torch.float32,
         device=torch.device("cpu"),
         layers=layers,
-        num_experts={"experts.up_proj": 3},
+        num_experts=[{"experts.up_proj": 3}] * 2,
     )
     ranks = {(0, 2): 4, (1, 0): 9, (1, 1): 2}
     weights = [

@@ -14,6 +14,7 @@ from loraplex.kernels.dispatch import select_kernels
 from loraplex.kernels.quantization import quantize
 from loraplex.kernels.reference import ReferenceKernels
 from loraplex.models.base_linears import BaseLinears
+from support.naming import naming
 
 CPU = torch.device("cpu")
 SIZES = {"q_proj": 12, "k_proj": 6}
@@ -90,5 +91,5 @@ def test_what_is_too_large_for_the_pool_is_refused():
 
 def test_a_row_of_zeros_has_no_direction():
     nothing = adapter(torch.zeros(6, RANK))
-    with pytest.raises(AdapterMismatchError, match="k_proj, layer 0: row 0"):
+    with pytest.raises(AdapterMismatchError, match=naming("k_proj", 0)):
         dora_factors(nothing, base(ReferenceKernels(CPU), torch.zeros(18, NUM_IN)), CPU)

@@ -1,6 +1,7 @@
 """Masks and draft tokens of constrained rows: allowed tokens, ends, and failures."""
 
 import concurrent.futures
+import dataclasses
 import itertools
 import random
 import threading
@@ -10,8 +11,9 @@ from collections.abc import Sequence
 import pytest
 
 from loraplex.core.errors import ConfigError
-from loraplex.core.plan import LogitsNeeded, RowStep
+from loraplex.core.plan import RowStep, Wanted
 from loraplex.execution.grammar import matcher
+from loraplex.execution.grammar.compiler import GrammarCompiler
 from loraplex.execution.grammar.matcher import RowMatcher
 from loraplex.execution.grammar.rows import GrammarRows
 from loraplex.execution.grammar.vocabulary import GrammarVocabulary
@@ -128,8 +130,8 @@ def test_tokens_of_the_plan_are_consumed(rows):
 def test_a_chunk_of_the_prompt_waits_for_no_mask(rows):
     rows.add_row(row(regex("a")))
 
-    rows.begin([RowStep(slot=0, start=0, num_tokens=2, logits=LogitsNeeded.NONE)])
-    rows.begin([RowStep(slot=0, start=0, num_tokens=2, logits=LogitsNeeded.ALL)])
+    rows.begin([RowStep(slot=0, start=0, num_tokens=2, wanted=Wanted.NONE)])
+    rows.begin([RowStep(slot=0, start=0, num_tokens=2, wanted=Wanted.ALL)])
 
     with pytest.raises(AssertionError, match="no step has begun"):
         rows.bitmasks([(0, ())])
@@ -302,6 +304,66 @@ def test_a_tokenizer_that_cannot_be_read_fails_the_rows_and_not_the_step():
             assert allowed(rows, slot) == [set()]
             assert message in rows.problem(slot).message
         rows.close()
+
+
+class Panic(BaseException):
+    """Stands for pyo3_runtime.PanicException, which is no Exception either."""
+
+
+FAILING_CALLS = {
+    "compile": (GrammarCompiler, "matcher"),
+    "join": (RowMatcher, "__init__"),
+    "fill": (RowMatcher, "fill"),
+    "accept": (RowMatcher, "accept"),
+    "draft": (RowMatcher, "forced"),
+}
+
+
+@pytest.mark.parametrize("error", [ValueError, Panic])
+@pytest.mark.parametrize("call", FAILING_CALLS)
+def test_whatever_fails_in_one_row_ends_that_row_only(rows, monkeypatch, call, error):
+    """A step has rows of all tenants."""
+    rows.add_row(row(regex("[ab]c"), slot=0))
+    assert allowed(rows, 0) == [ids_of(b"a", b"b")]
+    kind, method = FAILING_CALLS[call]
+    original, failing = getattr(kind, method), []
+
+    def fail_once(*args):
+        if failing:
+            failing.clear()
+            raise error("planted")
+        return original(*args)
+
+    monkeypatch.setattr(kind, method, fail_once)
+    has_begun = call in ("accept", "draft")
+    failing.extend([] if has_begun else [True])
+    rows.add_row(row(regex("[ab]c"), slot=1))
+    if has_begun:
+        assert allowed(rows, 1) == [ids_of(b"a", b"b")]
+        failing.append(True)
+        assert rows.accept(1, encode("a")) == ()
+    assert allowed(rows, 1) == [set()]
+    assert rows.problem(1).code == "internal_error"
+    assert "planted" not in rows.problem(1).message
+    assert rows.problem(0) is None
+    rows.accept(0, encode("a"))
+    assert allowed(rows, 0) == [ids_of(b"c")]
+
+
+def test_a_tokenizer_that_raises_ends_no_row(caplog):
+    """Its result is a preference: the vocabulary alone can spell any text."""
+
+    def raising(text):
+        raise ValueError("planted")
+
+    rows = GrammarRows(VOCAB_SIZE, lambda: dataclasses.replace(vocabulary(), encode=raising))
+    rows.add_row(row(regex("abab")))
+    assert allowed(rows)[0]
+    rows.accept(0, encode("a"))
+    assert allowed(rows)[0]
+    assert rows.problem(0) is None
+    assert "cannot encode" in caplog.text
+    rows.close()
 
 
 def test_the_tokenizer_is_read_with_the_first_constrained_row():

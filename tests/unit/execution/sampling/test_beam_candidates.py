@@ -9,6 +9,7 @@ from transformers.generation import logits_process as hf
 
 from loraplex.core.plan import RowAdded, RowStep
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.task import Generate
 from loraplex.execution.sampling.sampler import Sampler
 from loraplex.kernels.dispatch import select_kernels
 from loraplex.kernels.reference import ReferenceKernels
@@ -30,12 +31,10 @@ def sampler_of(kernels: Any, *samplings: SamplingParams, tokens: tuple[int, ...]
             RowAdded(
                 slot=slot,
                 sequence_id=slot,
-                sampling=sampling,
-                seed=0,
+                task=Generate(sampling, suppressed_token_ids=(3,)),
                 sequence_index=0,
                 token_ids=tokens,
                 num_prompt_tokens=len(PROMPT),
-                suppressed_token_ids=(3,),
             )
         )
     return sampler

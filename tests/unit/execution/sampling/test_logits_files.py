@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from loraplex.core.plan import LogitsNeeded, RowAdded, RowStep
+from loraplex.core.plan import RowAdded, RowStep, Wanted
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.task import Generate
 from loraplex.execution.sampling.sampler import Sampler
 
 VOCAB = 9
@@ -18,8 +19,7 @@ def sampler_of(folder, *samplings, tokens=(1, 2, 3, 4), num_prompt_tokens=4):
             RowAdded(
                 slot=slot,
                 sequence_id=100 + slot,
-                sampling=sampling,
-                seed=0,
+                task=Generate(sampling),
                 sequence_index=0,
                 token_ids=tokens,
                 num_prompt_tokens=num_prompt_tokens,
@@ -77,8 +77,8 @@ def test_of_the_prompt_s_positions_chunk_by_chunk(tmp_path):
     sampler = sampler_of(tmp_path, sampling, tokens=(1, 2, 3, 4, 5))
     logits = random_logits(5)
     chunks = [
-        RowStep(slot=0, start=0, num_tokens=2, logits=LogitsNeeded.ALL),
-        RowStep(slot=0, start=2, num_tokens=3, logits=LogitsNeeded.ALL),
+        RowStep(slot=0, start=0, num_tokens=2, wanted=Wanted.ALL),
+        RowStep(slot=0, start=2, num_tokens=3, wanted=Wanted.ALL),
     ]
     first = sampler.sample(logits[:2], chunks[:1])[0]
     last = sampler.sample(logits[2:], chunks[1:])[0]

@@ -9,8 +9,9 @@ import torch
 
 from loraplex.core.errors import ErrorInfo
 from loraplex.core.grammar import Grammar, GrammarKind
-from loraplex.core.plan import LogitsNeeded, RowAdded, RowResult, RowStep
+from loraplex.core.plan import RowAdded, RowResult, RowStep, Wanted
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.task import Generate
 from loraplex.execution.sampling.pending_samples import PendingSample
 from loraplex.execution.sampling.sampler import Sampler
 from loraplex.execution.sampling.token_feed import TokenFeed
@@ -46,7 +47,14 @@ class Pair:
         )
         self.feed = TokenFeed(self.accelerator, 8)
         for slot, sampling in samplings.items():
-            row = RowAdded(slot, slot, sampling, 7 * slot, 0, (1, 2, 3), 3)
+            row = RowAdded(
+                slot,
+                slot,
+                Generate(sampling, seed=7 * slot),
+                0,
+                (1, 2, 3),
+                3,
+            )
             self.plain.add_row(row)
             self.phased.add_row(row)
 
@@ -107,9 +115,9 @@ def test_logits_that_are_not_finite_fail_their_rows_only(
 
 def test_chunks_of_prompts_draw_nothing(pair: Pair, generator: torch.Generator) -> None:
     steps = [
-        RowStep(1, 0, 2, token_ids=(1, 2), logits=LogitsNeeded.NONE),
+        RowStep(1, 0, 2, token_ids=(1, 2), wanted=Wanted.NONE),
         RowStep(2, 0, 3, token_ids=(1, 2, 3)),
-        RowStep(0, 0, 1, token_ids=(1,), logits=LogitsNeeded.NONE),
+        RowStep(0, 0, 1, token_ids=(1,), wanted=Wanted.NONE),
     ]
     logits = logits_of(1, generator)
     assert pair.launch(logits, steps).finish() == pair.expected(logits, steps)
@@ -135,7 +143,7 @@ def test_rows_that_need_the_host_wait_for_it(name: str, generator: torch.Generat
     [
         RowStep(1, 3, 1, num_logprobs=2),
         RowStep(1, 3, 1, num_candidates=3),
-        RowStep(1, 0, 3, token_ids=(1, 2, 3), logits=LogitsNeeded.ALL),
+        RowStep(1, 0, 3, token_ids=(1, 2, 3), wanted=Wanted.ALL),
     ],
 )
 def test_steps_with_more_options_need_the_host(
@@ -156,7 +164,7 @@ def test_draft_tokens_are_verified_without_a_wait(pair: Pair, generator: torch.G
         steps = [
             RowStep(0, start, 3, draft_token_ids=(likeliest[0], moved)),
             RowStep(4, 3 + moved, 1),
-            RowStep(3, 3, 1, token_ids=(3,), logits=LogitsNeeded.NONE),
+            RowStep(3, 3, 1, token_ids=(3,), wanted=Wanted.NONE),
             RowStep(1, 3, 3, draft_token_ids=(moved, likeliest[5])),
         ]
         sample = pair.launch(logits, steps)
@@ -243,7 +251,7 @@ def test_a_row_whose_masks_are_late_is_left_out(generator: torch.Generator, has_
     steps = [
         RowStep(1, 3, 1),
         RowStep(5, 3, 2, draft_token_ids=(2,)),
-        RowStep(0, 0, 2, token_ids=(1, 2), logits=LogitsNeeded.NONE),
+        RowStep(0, 0, 2, token_ids=(1, 2), wanted=Wanted.NONE),
         RowStep(7, 3, 1),
         RowStep(2, 3, 1),
     ]

@@ -5,8 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex.core.plan import LogitsNeeded, RowAdded, RowStep
+from loraplex.core.plan import RowAdded, RowStep, Wanted
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.task import Generate
 from loraplex.execution.sampling.rows import num_logits_rows
 from loraplex.execution.sampling.sampler import Sampler
 from loraplex.kernels.dispatch import select_kernels
@@ -21,14 +22,14 @@ def make_sampler(vocab_size: int = VOCAB) -> Sampler:
 
 
 def row(slot=0, tokens=(1, 2, 3), sampling=GREEDY, num_prompt_tokens=None, **kwargs) -> RowAdded:
-    kwargs = {"seed": 1, "sequence_index": 0} | kwargs
+    kwargs = {"seed": 1} | kwargs
     return RowAdded(
         slot=slot,
         sequence_id=slot,
-        sampling=sampling,
+        sequence_index=kwargs.pop("sequence_index", 0),
+        task=Generate(sampling, **kwargs),
         token_ids=tuple(tokens),
         num_prompt_tokens=len(tokens) if num_prompt_tokens is None else num_prompt_tokens,
-        **kwargs,
     )
 
 
@@ -54,7 +55,7 @@ class TestWhichRowsSample:
         sampler = make_sampler()
         sampler.add_row(row(0))
         sampler.add_row(row(1))
-        steps = [step(0, logits=LogitsNeeded.NONE), step(1)]
+        steps = [step(0, wanted=Wanted.NONE), step(1)]
         assert [num_logits_rows(s) for s in steps] == [0, 1]
         results = sampler.sample(logits_for(5), steps)
         assert [(r.slot, r.token_ids) for r in results] == [(0, ()), (1, (5,))]
@@ -62,7 +63,7 @@ class TestWhichRowsSample:
     def test_no_row_at_all_needs_logits(self):
         sampler = make_sampler()
         sampler.add_row(row())
-        results = sampler.sample(torch.zeros(0, VOCAB), [step(logits=LogitsNeeded.NONE)])
+        results = sampler.sample(torch.zeros(0, VOCAB), [step(wanted=Wanted.NONE)])
         assert results[0].token_ids == ()
 
     def test_the_last_token_is_remembered(self):
@@ -116,9 +117,9 @@ class TestRowsThatTakeTheLikeliest:
         scored = SamplingParams(temperature=0.0, prompt_logprobs=0)
         sampler = self.sampler_of(GREEDY, GREEDY, scored, GREEDY, hot, GREEDY)
         steps = [
-            step(0, logits=LogitsNeeded.NONE),
+            step(0, wanted=Wanted.NONE),
             step(1),
-            step(2, logits=LogitsNeeded.ALL),
+            step(2, wanted=Wanted.ALL),
             step(3, num_tokens=2, draft_token_ids=(6,)),
             step(4),
             step(5),
@@ -482,7 +483,7 @@ class TestPromptLogprobs:
         return sampler
 
     def test_a_whole_prompt(self):
-        whole = step(num_tokens=4, logits=LogitsNeeded.ALL, num_logprobs=0)
+        whole = step(num_tokens=4, wanted=Wanted.ALL, num_logprobs=0)
         assert num_logits_rows(whole) == 4
         result = self.add().sample(logits_for(2, 3, 7, 5), [whole])[0]
         assert result.token_ids == (5,)
@@ -493,8 +494,8 @@ class TestPromptLogprobs:
     def test_a_chunk_that_does_not_end_the_prompt_samples_nothing(self):
         sampler = self.add()
         chunks = [
-            step(num_tokens=3, logits=LogitsNeeded.ALL),
-            step(start=3, num_tokens=1, logits=LogitsNeeded.ALL),
+            step(num_tokens=3, wanted=Wanted.ALL),
+            step(start=3, num_tokens=1, wanted=Wanted.ALL),
         ]
         first = sampler.sample(logits_for(2, 3, 7), [chunks[0]])[0]
         assert first.token_ids == ()
@@ -506,7 +507,7 @@ class TestPromptLogprobs:
     def test_beside_other_rows(self):
         sampler = self.add()
         sampler.add_row(row(1))
-        steps = [step(1), step(0, num_tokens=4, logits=LogitsNeeded.ALL)]
+        steps = [step(1), step(0, num_tokens=4, wanted=Wanted.ALL)]
         results = sampler.sample(logits_for(6, 2, 3, 7, 5), steps)
         assert [r.token_ids for r in results] == [(6,), (5,)]
         assert [p.token_id for p in results[1].prompt_logprobs] == [2, 3, 4]

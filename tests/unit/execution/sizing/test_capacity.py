@@ -28,15 +28,16 @@ from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.execution.sizing.step_memory import StepMemory
 from loraplex.memory.adapter_cache import AdapterCache
 from loraplex.memory.adapter_pages import layer_targets, pages_at_ranks
-from loraplex.models.attention import attention_shapes
+from loraplex.models.cache_groups import storage_shapes
+from support.naming import naming
 from support.tiny_decoder import TINY_DECODER
 
-SHAPES = attention_shapes(TINY_DECODER, 16)
+SHAPES = storage_shapes(TINY_DECODER, 16)
 BLOCK_BYTES = block_bytes(SHAPES, torch.float32)
 
 
 def kv(**settings: Any) -> tuple[int, int]:
-    """Return max_model_len and the number of blocks of the only KV group."""
+    """Return max_model_len and the number of blocks of the only cache group."""
     size = size_kv(RunnerSettings(**settings), TINY_DECODER, torch.float32)
     (group,) = size.capacities
     assert size.num_bytes == group.num_blocks * BLOCK_BYTES
@@ -61,16 +62,14 @@ def test_an_open_length_shrinks_to_the_cache() -> None:
 
 
 def test_a_wanted_length_that_does_not_fit() -> None:
-    with pytest.raises(
-        ConfigError, match=f"set kv_cache_bytes to at least {enough_bytes(4 * BLOCK_BYTES)}"
-    ):
+    with pytest.raises(ConfigError, match=naming("kv_cache_bytes", enough_bytes(4 * BLOCK_BYTES))):
         kv(num_blocks=2, max_model_len=50)
     with pytest.raises(ConfigError, match="holds 0 tokens"):
         kv(kv_cache_bytes=1)
 
 
 def test_a_length_that_the_model_does_not_have() -> None:
-    with pytest.raises(ConfigError, match="101 is more than the 100 positions"):
+    with pytest.raises(ConfigError, match=naming(101, 100)):
         kv(max_model_len=101)
 
 
@@ -79,7 +78,7 @@ def test_dtype() -> None:
     untold = dataclasses.replace(TINY_DECODER, dtype=None)
     assert choose_dtype(RunnerSettings(), untold) == torch.float32
     assert choose_dtype(RunnerSettings(dtype="float16"), TINY_DECODER) == torch.float16
-    with pytest.raises(ConfigError, match=r"dtype must be one of auto, float32.*got 'int8'"):
+    with pytest.raises(ConfigError, match=naming("dtype", "float32", "int8")):
         choose_dtype(RunnerSettings(dtype="int8"), TINY_DECODER)
 
 
@@ -87,7 +86,7 @@ def test_kv_dtype() -> None:
     assert choose_kv_dtype(RunnerSettings(), torch.bfloat16) == torch.bfloat16
     assert choose_kv_dtype(RunnerSettings(kv_dtype="float32"), torch.bfloat16) == torch.float32
     assert choose_kv_dtype(RunnerSettings(kv_dtype="int8"), torch.bfloat16) == torch.int8
-    with pytest.raises(ConfigError, match=r"kv_dtype must be one of auto, float32.*got 'int4'"):
+    with pytest.raises(ConfigError, match=naming("kv_dtype", "float32", "int4")):
         choose_kv_dtype(RunnerSettings(kv_dtype="int4"), torch.bfloat16)
 
 
@@ -204,7 +203,7 @@ class TestMemory:
         assert f"the weights take {size}, and memory_bytes is {size}" in caught.value.message
 
     def test_what_was_said_does_not_fit(self) -> None:
-        with pytest.raises(ConfigError, match=r"together, and the device has 10 MiB") as caught:
+        with pytest.raises(ConfigError, match=naming("10 MiB")) as caught:
             memory(memory_bytes=10 << 20, kv_cache_bytes=9 << 20, lora_device_bytes=9 << 20)
         assert caught.value.param == "memory_bytes"
 
@@ -233,7 +232,7 @@ class TestMemory:
         steps = StepMemory(60 << 20, 40 << 20)
         fits = memory((100 << 20) + least, steps)
         assert fits.kv.capacities[0].num_blocks == 1
-        with pytest.raises(ConfigError, match=r"by 7 B: turn cuda_graphs off") as caught:
+        with pytest.raises(ConfigError, match=naming("7 B", "cuda_graphs")) as caught:
             memory((100 << 20) + least - 7, steps)
         assert caught.value.param == "max_num_batched_tokens"
 

@@ -8,15 +8,16 @@ import torch
 from hypothesis import given
 
 from loraplex.core.byte_sizes import enough_bytes
+from loraplex.core.cache import Blocks
 from loraplex.core.errors import ConfigError
-from loraplex.core.plan import KVGroupCapacity
+from loraplex.core.plan import CacheGroupCapacity
 from loraplex.execution.sizing.capacity import describe_memory, size_memory
 from loraplex.execution.sizing.kv import KVSize, block_bytes, size_kv, trial_kv_size, windowed
 from loraplex.execution.sizing.settings import RunnerSettings
-from loraplex.memory.attention_window import AttentionWindow
-from loraplex.models.attention import attention_shapes
-from loraplex.models.kv_groups import kv_groups
+from loraplex.memory.cache_policy import cache_policy
+from loraplex.models.cache_groups import cache_groups, storage_shapes
 from loraplex.models.spec import ModelSpec
+from support.naming import naming
 from support.tiny_decoder import tiny_spec
 
 CONFIG = tiny_spec(
@@ -27,13 +28,13 @@ CONFIG = tiny_spec(
     sliding_window=50,
     layer_types=["full_attention", "sliding_attention"] * 2,
 )
-"""Two KV groups of two layers each: without a window, and with one of 50."""
+"""Two cache groups of two layers each: without a window, and with one of 50."""
 ONE_GROUP = tiny_spec("Qwen2ForCausalLM", num_hidden_layers=4, max_position_embeddings=1000)
-BLOCK_BYTES = block_bytes(attention_shapes(CONFIG, 16), torch.float32)
+BLOCK_BYTES = block_bytes(storage_shapes(CONFIG, 16), torch.float32)
 
 
 def layer_windows(spec: ModelSpec) -> tuple[int | None, ...]:
-    return tuple(layer.attention.window for layer in spec.layers)
+    return tuple(layer.mixer.window for layer in spec.layers)
 
 
 def kv(spec: ModelSpec = ONE_GROUP, **changes: Any) -> KVSize:
@@ -41,8 +42,13 @@ def kv(spec: ModelSpec = ONE_GROUP, **changes: Any) -> KVSize:
     return size_kv(settings, windowed(settings, spec), torch.float32)
 
 
+def group(num_blocks: int, window: int | None = None) -> CacheGroupCapacity:
+    """Return the capacity of a group of all layers."""
+    return CacheGroupCapacity(spec=Blocks(window), num_blocks=num_blocks, block_bytes=BLOCK_BYTES)
+
+
 def blocks(spec: ModelSpec = ONE_GROUP, **changes: Any) -> tuple[int, ...]:
-    """Return the number of blocks of each KV group."""
+    """Return the number of blocks of each cache group."""
     return tuple(capacity.num_blocks for capacity in kv(spec, **changes).capacities)
 
 
@@ -56,19 +62,19 @@ def test_tokens_alone_say_the_size() -> None:
 
 
 def test_a_cap_that_is_too_small_is_named() -> None:
-    with pytest.raises(ConfigError, match="max_tokens_in_paged_kv_cache to at least 512") as caught:
+    with pytest.raises(ConfigError, match=naming("max_tokens_in_paged_kv_cache", 512)) as caught:
         kv(max_tokens_in_paged_kv_cache=100, max_model_len=500)
     assert caught.value.param == "max_tokens_in_paged_kv_cache"
     assert blocks(max_tokens_in_paged_kv_cache=512, max_model_len=500) == (32,)
     size = kv(max_tokens_in_paged_kv_cache=100)
-    assert (size.max_model_len, size.capacities) == (112, (KVGroupCapacity(num_blocks=7),))
+    assert (size.max_model_len, size.capacities) == (112, (group(7),))
 
 
 def test_host_blocks() -> None:
     assert [group.num_host_blocks for group in kv().capacities] == [0]
     size = kv(kv_cache_host_memory_bytes=5 * BLOCK_BYTES + 1)
     assert [group.num_host_blocks for group in size.capacities] == [5]
-    with pytest.raises(ConfigError, match=f"at least {enough_bytes(BLOCK_BYTES)}, or 0 for none"):
+    with pytest.raises(ConfigError, match=naming(enough_bytes(BLOCK_BYTES), 0)):
         kv(kv_cache_host_memory_bytes=BLOCK_BYTES - 1)
 
 
@@ -76,7 +82,7 @@ def test_windows_are_by_layer_and_repeat() -> None:
     settings = RunnerSettings(max_attention_window_size=(100, 20), sink_token_length=4)
     config = windowed(settings, CONFIG)
     assert layer_windows(config) == (100, 20, 100, 20)
-    assert {layer.attention.num_sink_tokens for layer in config.layers} == {4}
+    assert {layer.mixer.num_sink_tokens for layer in config.layers} == {4}
     settings = RunnerSettings(max_attention_window_size=(80,))
     assert layer_windows(windowed(settings, CONFIG)) == (80, 50, 80, 50)
     assert windowed(RunnerSettings(), CONFIG) == CONFIG
@@ -96,27 +102,25 @@ def test_windows_that_cannot_be(changes: dict[str, Any], words: str) -> None:
 
 def test_sinks_need_a_window() -> None:
     full = tiny_spec(num_hidden_layers=4)
-    with pytest.raises(ConfigError, match="sink_token_length 3 needs a window"):
+    with pytest.raises(ConfigError, match=naming("sink_token_length", 3)):
         windowed(RunnerSettings(sink_token_length=3), full)
 
 
 def test_a_window_bounds_what_a_sequence_needs() -> None:
     changes = {"max_attention_window_size": (64,), "max_num_batched_tokens": 32}
     size = kv(**changes, num_blocks=8, max_model_len=1000)
-    expected = KVGroupCapacity(num_blocks=8, attention_window=64)
+    expected = group(8, 64)
     assert (size.max_model_len, size.capacities) == (1000, (expected,))
-    with pytest.raises(
-        ConfigError, match=f"kv_cache_bytes to at least {enough_bytes(7 * BLOCK_BYTES)}"
-    ):
+    with pytest.raises(ConfigError, match=naming("kv_cache_bytes", enough_bytes(7 * BLOCK_BYTES))):
         kv(**changes, num_blocks=6, max_model_len=1000)
     size = kv(**changes, num_blocks=4)
-    assert (size.max_model_len, size.capacities) == (64, (KVGroupCapacity(num_blocks=4),))
+    assert (size.max_model_len, size.capacities) == (64, (group(4),))
 
 
 def test_a_window_that_no_sequence_outgrows_is_none() -> None:
     for max_model_len, window in ((500, None), (501, 500)):
         size = kv(max_attention_window_size=(500,), max_model_len=max_model_len)
-        assert size.capacities[0].attention_window == window
+        assert size.capacities[0].spec.window == window
 
 
 FEW: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 32}
@@ -128,6 +132,9 @@ def test_a_group_with_a_window_has_no_blocks_that_no_sequence_could_use() -> Non
     # What the second group leaves is the first one's.
     assert blocks(CONFIG, **FEW, kv_cache_bytes=100 * BLOCK_BYTES) == (176, 24)
     assert blocks(CONFIG, **FEW, num_blocks=100) == (100, 24)
+    size = kv(CONFIG, **FEW, num_blocks=100)
+    assert [group.block_bytes for group in size.capacities] == [BLOCK_BYTES // 2] * 2
+    assert size.num_bytes == sum(group.num_blocks * group.block_bytes for group in size.capacities)
     assert blocks(CONFIG, **FEW, max_tokens_in_paged_kv_cache=1600) == (100, 24)
     assert blocks(CONFIG, **FEW) == (4 * 63, 24)
 
@@ -158,14 +165,13 @@ def test_no_group_has_less_than_an_equal_share_that_it_can_use(
     assert size.num_bytes <= num_bytes < more.num_bytes
     for group, grown in zip(size.capacities, more.capacities, strict=True):
         assert group.num_blocks == first or group.num_blocks == grown.num_blocks
-        window = AttentionWindow(16, group.attention_window, group.num_sink_tokens)
-        held = window.max_blocks_held(1000, limits["max_num_batched_tokens"])
+        held = cache_policy(group.spec, 16).max_held(1000, limits["max_num_batched_tokens"])
         assert group.num_blocks >= min(num_bytes // BLOCK_BYTES, max_num_seqs * held)
 
 
 def test_too_few_bytes_for_one_sequence_in_every_group() -> None:
     needed = (63 + 24) * BLOCK_BYTES // 2
-    with pytest.raises(ConfigError, match=f"kv_cache_bytes to at least {enough_bytes(needed)}"):
+    with pytest.raises(ConfigError, match=naming("kv_cache_bytes", enough_bytes(needed))):
         kv(CONFIG, **FEW, kv_cache_bytes=needed - 1, max_model_len=1000)
     assert blocks(CONFIG, **FEW, kv_cache_bytes=needed, max_model_len=1000) == (63, 24)
 
@@ -174,8 +180,8 @@ def test_sequences_that_outgrow_no_window_have_one_group() -> None:
     """Also if they became shorter because the KV cache is small."""
     assert blocks(CONFIG, **FEW, max_model_len=50) == (4 * 4,)
     size = kv(CONFIG, **FEW, kv_cache_bytes=3 * BLOCK_BYTES)
-    assert (size.max_model_len, size.capacities) == (48, (KVGroupCapacity(num_blocks=3),))
-    assert size.groups == kv_groups(CONFIG, 48)
+    assert (size.max_model_len, size.capacities) == (48, (group(3),))
+    assert size.groups == cache_groups(CONFIG, 48)
 
 
 def test_trials_use_few_blocks_of_each_group() -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from loraplex.core.plan import Capacity, KVGroupCapacity, PageGeometry
+from loraplex.core.plan import CacheGroupCapacity, Capacity, PageGeometry
 from loraplex.execution.sizing.measuring import (
     DUMMY_ADAPTER,
     Trials,
@@ -98,7 +98,7 @@ def capacity(**changes: int) -> Capacity:
     numbers |= {"max_model_len": 100, "block_size": 16}
     return Capacity(
         **(numbers | changes),
-        kv_groups=(KVGroupCapacity(num_blocks=4),),
+        cache_groups=(CacheGroupCapacity(num_blocks=4),),
         vocab_size=100,
         page_geometry=PageGeometry(1, 1),
         num_adapter_pages=2,

@@ -9,13 +9,14 @@ import torch
 
 from loraplex.core.plan import RowAdded, RowResult, RowStep, StepPlan
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.task import Generate
 from loraplex.execution.adapters.host_adapters import HostAdapters
 from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.execution.sizing.shortage import RowsThatFit
 from loraplex.execution.steps.model_runner import ModelRunner
 from loraplex.execution.steps.runner_parts import RunnerParts
 from loraplex.kernels.accelerator import HostAccelerator
-from loraplex.kernels.ops import KVStorage
+from loraplex.kernels.ops import Storage
 from loraplex.kernels.reference import ReferenceKernels
 from loraplex.models.batch import ForwardBatch
 from support.accelerated_reference import AcceleratedReference, load_parts_with
@@ -57,7 +58,7 @@ class SmallDecoder:
         self.spec = decoder.spec
 
     def forward(
-        self, batch: ForwardBatch, kv: Sequence[KVStorage], hidden: torch.Tensor | None
+        self, batch: ForwardBatch, kv: tuple[Storage, ...], hidden: torch.Tensor | None
     ) -> torch.Tensor:
         self._memory.request(len(batch.token_ids))
         logits: torch.Tensor = self._decoder.forward(batch, kv, hidden)
@@ -80,7 +81,16 @@ def start(runner: ModelRunner, sampling: SamplingParams) -> tuple[RowResult, ...
     added, rows = [], []
     for slot, size in enumerate(SIZES):
         token_ids = tuple(range(3 + slot, 3 + slot + size))
-        added.append(RowAdded(slot, slot, sampling, slot, 0, token_ids, size))
+        added.append(
+            RowAdded(
+                slot,
+                slot,
+                Generate(sampling, seed=slot),
+                0,
+                token_ids,
+                size,
+            )
+        )
         blocks = tuple(range(6 * slot, 6 * slot + 6))
         rows.append(RowStep(slot, 0, size, token_ids=token_ids, new_block_ids=(blocks,)))
     return runner.launch(StepPlan(1, added=tuple(added), rows=tuple(rows))).wait().rows

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from loraplex.core.plan import NO_BLOCK, LogitsNeeded, RowAdded, RowStep
+from loraplex.core.plan import NO_BLOCK, RowAdded, RowStep, Wanted
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.task import Generate
 from loraplex.execution.steps.input_batch import InputBatch, StepInputs
 from loraplex.execution.steps.tensors import HostTensors
 from loraplex.models.batch import ForwardBatch
@@ -23,8 +24,7 @@ def added(slot: int, adapters: tuple[tuple[int, float], ...] = ()) -> RowAdded:
     return RowAdded(
         slot=slot,
         sequence_id=slot,
-        sampling=SamplingParams(),
-        seed=0,
+        task=Generate(SamplingParams()),
         sequence_index=0,
         token_ids=(1, 2),
         num_prompt_tokens=2,
@@ -44,7 +44,7 @@ def test_a_step_of_two_rows(batch: InputBatch) -> None:
     first = RowStep(slot=5, start=0, num_tokens=6, new_block_ids=((30, 10),))
     forward_batch(batch.prepare([first]), [range(6)])
     steps = [
-        RowStep(slot=2, start=0, num_tokens=5, new_block_ids=((20, 40),), logits=LogitsNeeded.ALL),
+        RowStep(slot=2, start=0, num_tokens=5, new_block_ids=((20, 40),), wanted=Wanted.ALL),
         RowStep(slot=5, start=6, num_tokens=3, new_block_ids=((15,),)),
     ]
     forward = forward_batch(batch.prepare(steps), [(9, 8, 7, 6, 5), (4, 3, 2)])
@@ -61,7 +61,7 @@ def test_a_step_of_two_rows(batch: InputBatch) -> None:
 
 def test_logits_of_draft_tokens_and_of_no_token(batch: InputBatch) -> None:
     steps = [
-        RowStep(5, 0, 4, new_block_ids=((1,),), logits=LogitsNeeded.NONE),
+        RowStep(5, 0, 4, new_block_ids=((1,),), wanted=Wanted.NONE),
         RowStep(2, 0, 3, draft_token_ids=(5, 6), new_block_ids=((2,),)),
     ]
     forward = forward_batch(batch.prepare(steps), [(1, 2, 3, 4), (4, 5, 6)])
@@ -121,8 +121,8 @@ def test_a_row_that_takes_the_slot_of_one_that_decoded_has_its_own_blocks(
     assert forward.slot_mappings[0].tolist() == [12]
 
 
-def test_each_kv_group_has_its_own_blocks() -> None:
-    batch = InputBatch(8, 32, BLOCK_SIZE, num_kv_groups=2)
+def test_each_cache_group_has_its_own_blocks() -> None:
+    batch = InputBatch(8, 32, BLOCK_SIZE, num_cache_groups=2)
     batch.add_row(added(5))
     batch.add_row(added(2))
     steps = [
@@ -145,8 +145,21 @@ def test_each_kv_group_has_its_own_blocks() -> None:
     assert [tables.tolist() for tables in alone.block_tables] == [[[20, 40, 50]], [[0, 4, 3]]]
 
 
-def test_a_plan_with_blocks_for_one_kv_group_is_refused() -> None:
-    batch = InputBatch(8, 32, BLOCK_SIZE, num_kv_groups=2)
+def test_a_plan_with_blocks_for_one_cache_group_is_refused() -> None:
+    batch = InputBatch(8, 32, BLOCK_SIZE, num_cache_groups=2)
     batch.add_row(added(5))
-    with pytest.raises(AssertionError, match="all groups grow together"):
+    with pytest.raises(AssertionError, match="a block is missing"):
         batch.prepare([RowStep(5, 0, 1, new_block_ids=((1,), ()))])
+
+
+def test_the_table_of_each_cache_group_has_its_own_length() -> None:
+    """The second group takes all blocks at once, the first one what a step needs."""
+    batch = InputBatch(8, 32, BLOCK_SIZE, num_cache_groups=2)
+    batch.add_row(added(5))
+    first = batch.prepare([RowStep(5, 0, 4, new_block_ids=((7,), (1, 2, 3)))])
+    assert [tables.tolist() for tables in first.block_tables] == [[[7]], [[1, 2, 3]]]
+    assert first.new_blocks == ((5, ((0, [7]), (0, [1, 2, 3]))),)
+    second = batch.prepare([RowStep(5, 4, 3, new_block_ids=((9,), ()))])
+    assert [tables.tolist() for tables in second.block_tables] == [[[7, 9]], [[1, 2, 3]]]
+    assert second.new_blocks == ((5, ((1, [9]), (3, []))),)
+    assert [mapping.tolist() for mapping in second.slot_mappings] == [[36, 37, 38], [8, 9, 10]]

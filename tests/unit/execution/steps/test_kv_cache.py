@@ -34,21 +34,21 @@ def test_copies_happen_at_once_in_every_layer() -> None:
     cache = make_cache()
     for layer, storage in enumerate(cache.storages):
         for block in range(5):
-            storage.key[block] = 10 * layer + block
-            storage.value[block] = 10 * layer + block + 0.5
+            storage.tensors[0][block] = 10 * layer + block
+            storage.tensors[1][block] = 10 * layer + block + 0.5
     cache.copy_blocks([BlockCopy(0, 1, 3), BlockCopy(0, 3, 4), BlockCopy(0, 1, 0)])
     for layer, storage in enumerate(cache.storages):
-        contents = [block.unique().tolist() for block in storage.key]
+        contents = [block.unique().tolist() for block in storage.tensors[0]]
         assert contents == [[10 * layer + source] for source in (1, 1, 2, 1, 3)]
-        contents = [block.unique().tolist() for block in storage.value]
+        contents = [block.unique().tolist() for block in storage.tensors[1]]
         assert contents == [[10 * layer + source + 0.5] for source in (1, 1, 2, 1, 3)]
 
 
 def test_nothing_to_copy() -> None:
     cache = make_cache()
-    cache.storages[0].key.fill_(1)
+    cache.storages[0].tensors[0].fill_(1)
     cache.copy_blocks([])
-    assert (cache.storages[0].key == 1).all()
+    assert (cache.storages[0].tensors[0] == 1).all()
 
 
 def test_blocks_go_to_the_host_and_come_back_elsewhere() -> None:
@@ -57,17 +57,17 @@ def test_blocks_go_to_the_host_and_come_back_elsewhere() -> None:
     assert sum(host.num_bytes for host in cache.host_storages) == cache.num_bytes // 5 * 3
     for layer, storage in enumerate(cache.storages):
         for block in range(5):
-            storage.key[block] = 10 * layer + block
-            storage.value[block] = 10 * layer + block + 0.5
+            storage.tensors[0][block] = 10 * layer + block
+            storage.tensors[1][block] = 10 * layer + block + 0.5
     cache.offload_blocks([BlockTransfer(0, 1, 2), BlockTransfer(0, 4, 0)])
     for storage in cache.storages:
-        storage.key.zero_()
-        storage.value.zero_()
+        storage.tensors[0].zero_()
+        storage.tensors[1].zero_()
     cache.load_blocks([BlockTransfer(0, 3, 2), BlockTransfer(0, 1, 0)])
     for layer, storage in enumerate(cache.storages):
-        contents = [block.unique().tolist() for block in storage.key]
+        contents = [block.unique().tolist() for block in storage.tensors[0]]
         assert contents == [[0], [10 * layer + 4], [0], [10 * layer + 1], [0]]
-        contents = [block.unique().tolist() for block in storage.value]
+        contents = [block.unique().tolist() for block in storage.tensors[1]]
         assert contents == [[0], [10 * layer + 4.5], [0], [10 * layer + 1.5], [0]]
 
 

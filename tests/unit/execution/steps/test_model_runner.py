@@ -12,13 +12,14 @@ from loraplex.core.output import TokenLogprob
 from loraplex.core.plan import (
     AdapterCopy,
     BlockCopy,
-    LogitsNeeded,
     RowAdded,
     RowStep,
     StepPlan,
     StepResult,
+    Wanted,
 )
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.task import Generate
 from loraplex.engine.runner import Runner
 from loraplex.execution.adapters.host_adapters import HostAdapter, HostAdapters, HostWeight
 from loraplex.execution.loading import load_parts, load_runner
@@ -59,8 +60,7 @@ def added(slot: int, token_ids: tuple[int, ...], adapters: Adapters = ()) -> Row
     return RowAdded(
         slot=slot,
         sequence_id=slot,
-        sampling=SamplingParams(temperature=0.0, repetition_penalty=1.1),
-        seed=0,
+        task=Generate(SamplingParams(temperature=0.0, repetition_penalty=1.1)),
         sequence_index=0,
         token_ids=token_ids,
         num_prompt_tokens=len(token_ids),
@@ -93,7 +93,7 @@ def token_alone(
 
 def test_capacity(runner: Runner) -> None:
     capacity = runner.capacity()
-    assert (capacity.block_size, capacity.kv_groups[0].num_blocks) == (BLOCK_SIZE, 40)
+    assert (capacity.block_size, capacity.cache_groups[0].num_blocks) == (BLOCK_SIZE, 40)
     assert (capacity.max_num_seqs, capacity.max_model_len, capacity.vocab_size) == (8, 64, 50)
     assert not capacity.keeps_host_copy
     assert capacity.kv_cache_bytes == 40 * 2 * 2 * BLOCK_SIZE * 2 * 4 * 4
@@ -206,7 +206,7 @@ def test_a_forked_row_reads_the_copied_block(runner: Runner) -> None:
 
 
 def test_a_chunk_that_does_not_end_the_prompt_gives_no_token(runner: Runner) -> None:
-    step = RowStep(0, 0, 2, token_ids=(1, 2), new_block_ids=((0,),), logits=LogitsNeeded.NONE)
+    step = RowStep(0, 0, 2, token_ids=(1, 2), new_block_ids=((0,),), wanted=Wanted.NONE)
     result = run(runner, added=(added(0, (1, 2, 3)),), rows=(step,))
     assert (result.rows[0].token_ids, result.rows[0].error) == ((), None)
 

@@ -9,14 +9,15 @@ import pytest
 import torch
 
 from loraplex.core.plan import (
+    CacheGroupCapacity,
     Capacity,
-    KVGroupCapacity,
-    LogitsNeeded,
     PageGeometry,
     RowAdded,
     RowStep,
+    Wanted,
 )
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.task import Generate
 from loraplex.execution.mirror import Mirror
 from loraplex.execution.sampling.token_feed import TokenFeed
 from loraplex.execution.steps.input_batch import InputBatch, StepInputs, no_rows
@@ -28,7 +29,7 @@ from support.delayed_accelerator import DelayedAccelerator
 BLOCK_SIZE = 4
 CAPACITY = Capacity(
     block_size=BLOCK_SIZE,
-    kv_groups=(KVGroupCapacity(num_blocks=100),),
+    cache_groups=(CacheGroupCapacity(num_blocks=100),),
     max_num_seqs=6,
     max_num_batched_tokens=64,
     max_model_len=40,
@@ -42,14 +43,25 @@ NUM_RECORDED = 8
 
 
 class Bench:
-    def __init__(self, num_kv_groups: int = 1) -> None:
+    def __init__(self, num_cache_groups: int = 1) -> None:
         self.accelerator = DelayedAccelerator(seed=1)
-        self.rows = InputBatch(6, 40, BLOCK_SIZE, num_kv_groups)
+        self.rows = InputBatch(6, 40, BLOCK_SIZE, num_cache_groups)
         self.feed = TokenFeed(self.accelerator, 6)
-        capacity = msgspec.structs.replace(CAPACITY, kv_groups=CAPACITY.kv_groups * num_kv_groups)
+        capacity = msgspec.structs.replace(
+            CAPACITY, cache_groups=CAPACITY.cache_groups * num_cache_groups
+        )
         self.tensors = DeviceTensors(self.accelerator, self.feed, capacity, NUM_RECORDED)
         for slot in (4, 1, 0):
-            self.rows.add_row(RowAdded(slot, slot, SamplingParams(), 0, 0, (1,), 1))
+            self.rows.add_row(
+                RowAdded(
+                    slot,
+                    slot,
+                    Generate(SamplingParams()),
+                    0,
+                    (1,),
+                    1,
+                )
+            )
 
     def batch(
         self, steps: Sequence[RowStep], token_ids: Sequence[Sequence[int]], num_padding: int = 0
@@ -66,20 +78,20 @@ def bench() -> Iterator[Bench]:
         bench.accelerator.synchronize()
 
 
-def on_device(batch: ForwardBatch, kv_group: int = 0) -> DeviceRows:
-    rows = batch.rows[kv_group].on_device
+def on_device(batch: ForwardBatch, cache_group: int = 0) -> DeviceRows:
+    rows = batch.rows[cache_group].on_device
     assert rows is not None
     return rows
 
 
-def table(batch: ForwardBatch, row: int, num_blocks: int, kv_group: int = 0) -> list[int]:
-    rows = on_device(batch, kv_group)
+def table(batch: ForwardBatch, row: int, num_blocks: int, cache_group: int = 0) -> list[int]:
+    rows = on_device(batch, cache_group)
     return rows.block_tables[rows.table_rows[row], :num_blocks].tolist()
 
 
 PROMPTS = [
-    RowStep(4, 0, 6, new_block_ids=((30, 10),), logits=LogitsNeeded.NONE),
-    RowStep(1, 0, 5, new_block_ids=((20, 40),), logits=LogitsNeeded.ALL),
+    RowStep(4, 0, 6, new_block_ids=((30, 10),), wanted=Wanted.NONE),
+    RowStep(1, 0, 5, new_block_ids=((20, 40),), wanted=Wanted.ALL),
 ]
 DECODES = [RowStep(4, 6, 1), RowStep(1, 5, 1), RowStep(0, 0, 1, new_block_ids=((7,),))]
 
@@ -89,7 +101,16 @@ def test_it_is_what_a_cpu_gets(bench: Bench) -> None:
     batch = bench.batch(PROMPTS, tokens)
     host = InputBatch(6, 40, BLOCK_SIZE)
     for slot in (4, 1):
-        host.add_row(RowAdded(slot, slot, SamplingParams(), 0, 0, (1,), 1))
+        host.add_row(
+            RowAdded(
+                slot,
+                slot,
+                Generate(SamplingParams()),
+                0,
+                (1,),
+                1,
+            )
+        )
     expected = HostTensors(torch.device("cpu")).batch(host.prepare(PROMPTS), tokens, None)
     for name in ("token_ids", "positions", "logits_indices"):
         assert getattr(batch, name).equal(getattr(expected, name)), name
@@ -194,7 +215,15 @@ def test_some_rows_of_a_step(kept: list[int]) -> None:
         rows = InputBatch(6, 40, BLOCK_SIZE)
         for slot in (4, 1, 0):
             rows.add_row(
-                RowAdded(slot, slot, SamplingParams(), 0, 0, (1,), 1, adapters=((slot, 1.0),))
+                RowAdded(
+                    slot,
+                    slot,
+                    Generate(SamplingParams()),
+                    0,
+                    (1,),
+                    1,
+                    adapters=((slot, 1.0),),
+                )
             )
         steps = (*PROMPTS, RowStep(0, 0, 3, draft_token_ids=(1, 2), new_block_ids=((5,),)))
         return rows.prepare([steps[row] for row in which])
@@ -209,8 +238,8 @@ def test_some_rows_of_a_step(kept: list[int]) -> None:
     assert some_tables[:, : alone_tables.shape[1]].tolist() == alone_tables.tolist()
 
 
-def test_each_kv_group_has_tables_at_addresses_that_stay() -> None:
-    bench = Bench(num_kv_groups=3)
+def test_each_cache_group_has_tables_at_addresses_that_stay() -> None:
+    bench = Bench(num_cache_groups=3)
 
     def addresses(batch: ForwardBatch) -> list[int]:
         tables = [on_device(batch, group).block_tables for group in range(3)]
@@ -248,8 +277,18 @@ def test_each_kv_group_has_tables_at_addresses_that_stay() -> None:
         bench.accelerator.synchronize()
 
 
+def test_tables_of_different_lengths_are_continued_where_they_end() -> None:
+    bench = Bench(num_cache_groups=2)
+    with bench.accelerator.compute():
+        bench.batch([RowStep(4, 0, 4, new_block_ids=((30,), (1, 2, 3)))], [range(4)])
+        batch = bench.batch([RowStep(4, 4, 1, new_block_ids=((10,), (5,)))], [[4]])
+        assert [table(batch, 0, 4, group) for group in (0, 1)] == [[30, 10, 0, 0], [1, 2, 3, 5]]
+        assert [mapping.tolist() for mapping in batch.slot_mappings] == [[40], [8]]
+        bench.accelerator.synchronize()
+
+
 def test_three_groups_are_sent_by_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench, copies = Bench(num_kv_groups=3), []
+    bench, copies = Bench(num_cache_groups=3), []
     with bench.accelerator.compute():
         copy = bench.accelerator.copy
         monkeypatch.setattr(

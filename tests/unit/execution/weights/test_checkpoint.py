@@ -45,7 +45,7 @@ def check(weights: PackedWeights, tensors: dict[str, torch.Tensor]) -> None:
     assert torch.equal(weight_of(layer.linears["o"]), tensors[prefix + "self_attn.o_proj.weight"])
     assert torch.equal(weight_of(layer.linears["down"]), tensors[prefix + "mlp.down_proj.weight"])
     assert torch.equal(
-        layer.norms[NormPlace.BEFORE_ATTENTION].weight, tensors[prefix + "input_layernorm.weight"]
+        layer.norms[NormPlace.BEFORE_MIXER].weight, tensors[prefix + "input_layernorm.weight"]
     )
     name = prefix + "post_attention_layernorm.weight"
     assert torch.equal(layer.norms[NormPlace.BEFORE_FEED_FORWARD].weight, tensors[name])
@@ -126,7 +126,8 @@ def test_old_rotary_buffers_are_no_weights(tiny_checkpoint: TinyCheckpoint) -> N
         ("model.layers.0.mlp.up_proj.weight", None, "lacks 1 weights .*up_proj"),
         ("lm_head.weight", None, "lm_head"),
         ("model.layers.2.mlp.up_proj.weight", torch.zeros(2), "unknown weight model.layers.2.mlp"),
-        ("model.layers.0.self_attn.q_proj.bias", torch.zeros(16), "unknown weight .*q_proj.bias"),
+        ("model.layers.0.self_attn.q_proj.bias", torch.ones(16), "q_proj.bias is a bias that is"),
+        ("model.layers.0.self_attn.bias", torch.zeros(16), "unknown weight .*self_attn.bias"),
         ("model.norm.weight", torch.zeros(17), r"norm.weight has shape \[17\].* \[16\]"),
         ("model.norm.weight", torch.zeros(16, dtype=torch.int8), "norm.weight is torch.int8"),
     ],
@@ -213,9 +214,7 @@ def test_gpt2_s_transposed_weights_with_and_without_the_names_root(tmp_path: Pat
         assert torch.equal(weight_of(layer.linears["down"]), full[f"{prefix}mlp.c_proj.weight"].T)
         assert parameters.positions is not None
         assert torch.equal(parameters.positions, full["transformer.wpe.weight"])
-        assert torch.equal(
-            layer.norms[NormPlace.BEFORE_ATTENTION].weight, full[f"{prefix}ln_1.weight"]
-        )
-        assert layer.norms[NormPlace.BEFORE_ATTENTION].bias is not None
-        assert torch.equal(layer.norms[NormPlace.BEFORE_ATTENTION].bias, full[f"{prefix}ln_1.bias"])
+        assert torch.equal(layer.norms[NormPlace.BEFORE_MIXER].weight, full[f"{prefix}ln_1.weight"])
+        assert layer.norms[NormPlace.BEFORE_MIXER].bias is not None
+        assert torch.equal(layer.norms[NormPlace.BEFORE_MIXER].bias, full[f"{prefix}ln_1.bias"])
         assert torch.equal(weight_of(parameters.lm_head), full["transformer.wte.weight"])

@@ -8,7 +8,11 @@ import pytest
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
 from loraplex.core.errors import ConfigError
-from loraplex.execution.weights.hub import resolve_model
+from loraplex.core.gguf import gguf_parts
+from loraplex.demo import BASE_PATH
+from loraplex.execution.weights.hub import model_here, resolve_model
+from support.gguf_files import gguf_of_llama
+from support.naming import naming
 
 
 class FakeHub:
@@ -80,6 +84,28 @@ def test_a_missing_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         resolve_model(str(tmp_path / "modle.gguf"))
 
 
+def test_a_folder_with_a_gguf_file(tmp_path: Path) -> None:
+    for name in ("a-00001-of-00002.gguf", "a-00002-of-00002.gguf", "mmproj-a.gguf", "config.json"):
+        (tmp_path / name).touch()
+    found = model_here(str(tmp_path))
+    assert found is not None
+    assert gguf_parts(found)[0] == tmp_path / "a-00001-of-00002.gguf"
+    (tmp_path / "b.gguf").touch()
+    with pytest.raises(ConfigError, match=naming(2, "GGUF", "a-00001-of-00002.gguf")):
+        model_here(str(tmp_path))
+    (tmp_path / "model.safetensors").touch()
+    assert model_here(str(tmp_path)) == tmp_path
+
+
+def test_a_folder_that_stands_for_a_gguf_file_is_taken_as_it_is(tmp_path: Path) -> None:
+    file = tmp_path / "files" / "tiny.gguf"
+    file.parent.mkdir()
+    file.write_bytes(gguf_of_llama(BASE_PATH))
+    folder = resolve_model(str(file.parent), state_dir=str(tmp_path / "state"))
+    assert folder.parent == tmp_path / "state" / "gguf"
+    assert resolve_model(str(folder), state_dir=str(tmp_path / "state")) == folder
+
+
 def test_a_file(tmp_path: Path) -> None:
     (tmp_path / "model.bin").touch()
     with pytest.raises(ConfigError, match="is a file"):
@@ -103,7 +129,7 @@ def test_a_name_below_a_folder_that_exists_is_a_path(
     install(monkeypatch, None)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models" / "llama").mkdir(parents=True)
-    with pytest.raises(ConfigError, match=r"no folder models/lama; did you mean models/llama\?"):
+    with pytest.raises(ConfigError, match=naming("models/lama", "models/llama")):
         resolve_model("models/lama")
 
 

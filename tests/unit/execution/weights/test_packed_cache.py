@@ -29,6 +29,7 @@ from loraplex.kernels.dispatch import select_kernels
 from loraplex.kernels.ops import Kernels
 from loraplex.kernels.reference import ReferenceKernels
 from support.examples import examples
+from support.naming import naming
 from support.tiny_model import TinyCheckpoint
 
 CPU = torch.device("cpu")
@@ -297,7 +298,7 @@ def test_weights_that_cannot_be_read_are_named(
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr("hashlib.file_digest", fail)
-    with pytest.raises(ConfigError, match=r"cannot read .*model\.safetensors: Input/output error"):
+    with pytest.raises(ConfigError, match=naming("model.safetensors", "Input/output")):
         load(checkpoint, cache)
 
 
@@ -389,6 +390,17 @@ def test_what_a_killed_writer_left_goes_after_a_day(
     os.utime(old, (1000, 1000))
     load(checkpoint, cache)
     assert (old.exists(), new.exists()) == (False, True)
+
+
+def test_links_that_lead_nowhere_are_no_files_of_the_cache(
+    checkpoint: TinyCheckpoint, cache: PackedCache, packings: list[Path]
+) -> None:
+    for name in ("loop.weights", ".loop.weights.123.tmp"):
+        (cache.folder / name).symlink_to(name)
+    load(checkpoint, cache)
+    packings.clear()
+    load(checkpoint, cache)
+    assert packings == []
 
 
 def test_a_waiting_process_finds_what_the_other_stored(

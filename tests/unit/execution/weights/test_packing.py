@@ -69,7 +69,7 @@ def test_embedding_and_norms_stay_as_they_are(checkpoint, precision):
     parameters = pack(checkpoint, precision).parameters
     assert torch.equal(parameters.embedding, checkpoint.tensors["model.embed_tokens.weight"])
     assert torch.equal(parameters.final_norm.weight, checkpoint.tensors["model.norm.weight"])
-    norm = parameters.layers[1].norms[NormPlace.BEFORE_ATTENTION].weight
+    norm = parameters.layers[1].norms[NormPlace.BEFORE_MIXER].weight
     assert torch.equal(norm, checkpoint.tensors["model.layers.1.input_layernorm.weight"])
 
 

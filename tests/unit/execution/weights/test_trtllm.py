@@ -12,7 +12,10 @@ from loraplex.core.errors import ConfigError, UnsupportedModelError
 from loraplex.execution.weights.checkpoint import Checkpoint
 from loraplex.execution.weights.weight_files import weight_files
 from loraplex.models.engine_folder import BuildLimits, read_build_limits
+from loraplex.models.linear_group import TensorShard
 from loraplex.models.registry import read_config
+from loraplex.models.sharding import shard
+from loraplex.models.stages import PipelineStage, stage
 from support.tiny_model import TinyCheckpoint
 from support.trtllm_checkpoint import write_trtllm_checkpoint
 
@@ -52,6 +55,18 @@ def test_every_split(original: TinyCheckpoint, tp_size: int, pp_size: int) -> No
     check_same(folder, original)
     assert len(weight_files(folder)) == tp_size * pp_size
     assert read_build_limits(folder) == BuildLimits(tp_size=tp_size, pp_size=pp_size)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_rank_reads_a_folder_that_was_split_for_others(
+    original: TinyCheckpoint, num_ranks: int
+) -> None:
+    """The rows of a file's q, k and v follow from the whole model, not from the rank's part."""
+    folder = written(original, tp_size=num_ranks)
+    own = stage(shard(read_config(folder), TensorShard(1, 2)), PipelineStage(1, 2))
+    with Checkpoint(folder, own) as checkpoint:
+        for name, tensor in original.tensors.items():
+            assert torch.equal(checkpoint.read(name), tensor), name
 
 
 @pytest.mark.parametrize("dim", [0, 1])

@@ -1,18 +1,19 @@
 import pytest
 from tritonclient.grpc import service_pb2 as pb
 
-from loraplex.core.errors import ModelNotFoundError
+from loraplex.core.errors import ConfigError, ModelNotFoundError
 from loraplex.frontends.kserve.models.catalog import KINDS, Catalog
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration
 from loraplex.frontends.kserve.models.ensemble import ENSEMBLE
 from loraplex.frontends.kserve.models.model_control import ControlMode, ModelControl
 from loraplex.frontends.kserve.models.vllm import VLLM
-from loraplex.testing.echo_backend import EchoBackend
+from loraplex.serving.engines.engine_state import EngineState
+from support.echo_service import EchoService
 
 
 @pytest.fixture
 def backend():
-    return EchoBackend(("first", "second"))
+    return EchoService(("first", "second"))
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def test_names(catalog):
 
 
 def test_a_base_model_may_be_called_ensemble():
-    catalog = Catalog(EchoBackend(("a", "ensemble")))
+    catalog = Catalog(EchoService(("a", "ensemble")))
     assert [model.name for model in catalog.models()] == [*(kind.name for kind in KINDS), "a"]
 
 
@@ -67,10 +68,29 @@ def test_readiness_and_index(backend, catalog):
     assert catalog.is_ready("ensemble")
     assert not catalog.is_ready("third")
     assert len(catalog.index(only_ready=True)) == len(KINDS) + 2
-    backend.unready_reason = "draining"
+    backend.unready_reason = "it restarts"
     assert not catalog.is_ready("ensemble")
     assert catalog.index(only_ready=True) == []
-    assert {row["reason"] for row in catalog.index()} == {"draining"}
+    for row in catalog.index():
+        base = "second" if row["name"] == "second" else "first"
+        assert row["reason"] == f"the engine of model {base!r} is restarting: it restarts"
+
+
+def test_each_model_has_its_own_state_and_reason(backend, catalog):
+    first, second = (backend.model(name) for name in ("first", "second"))
+    second.engine.state, second.engine.failure = EngineState.FAILED, ConfigError("no weights")
+    rows = {row.pop("name"): row for row in catalog.index()}
+    reason = "the engine of model 'second' is failed: no weights"
+    unavailable = {"version": "1", "state": "UNAVAILABLE", "reason": reason}
+    assert rows.pop("second") == unavailable
+    assert all(row == {"version": "1", "state": "READY", "reason": ""} for row in rows.values())
+    assert [row["name"] for row in catalog.index(only_ready=True)] == list(rows)
+    first.engine.state = EngineState.RESTARTING
+    assert (
+        "'second'" not in next(row for row in catalog.index() if row["name"] == "first")["reason"]
+    )
+    backend.draining.begin()
+    assert {row["reason"] for row in catalog.index()} == {backend.health().reason}
 
 
 # ---------------------------------------------------------------- of a model repository

@@ -45,10 +45,10 @@ def by_name(kind, batch, **options):
 
 def test_the_prompt_comes_first_if_neither_excluded_nor_streamed():
     assert response(output(3, text="c")).token_ids == [1, 2, 3]
-    assert response(output(3, text="c")).text == "abc"
+    assert response(output(3, text="c")).whole_text == "abc"
     for option in ("excludes_input", "is_streamed"):
         made = response(output(3, text="c"), **{option: True})
-        assert (made.token_ids, made.text) == ([3], "c")
+        assert (made.token_ids, made.whole_text) == ([3], "c")
 
 
 def test_the_prompt_is_taken_once():

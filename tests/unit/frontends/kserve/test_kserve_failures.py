@@ -36,10 +36,10 @@ def texts(failure):
 
 def test_an_unknown_lora_is_reported_with_the_known_ones():
     error = AdapterNotFoundError("no wolf")
-    failure = unknown_lora(error, request(ByName("wolf")), ["goat", "o'x"], {})
+    failure = unknown_lora(error, request(ByName("wolf")), ["goat", "o'x"])
     assert (failure.error.message, texts(failure)) == (WOLF, [[WOLF.encode()]])
-    assert unknown_lora(error, request(ByTaskId(1)), [], {}) is error
-    assert unknown_lora(error, request(ByName("a"), ByName("b")), [], {}) is error
+    assert unknown_lora(error, request(ByTaskId(1)), []) is error
+    assert unknown_lora(error, request(ByName("a"), ByName("b")), []) is error
 
 
 def test_any_other_failure_has_no_text():

@@ -8,17 +8,17 @@ from loraplex.frontends.kserve.http.generate import decode_generate, encode_gene
 from loraplex.frontends.kserve.messages import InferResponse
 from loraplex.frontends.kserve.models.catalog import Catalog
 from loraplex.frontends.kserve.tensors import numbers, strings
-from loraplex.testing.echo_backend import EchoBackend
+from support.echo_service import EchoService
 
 
 @pytest.fixture
 def ensemble():
-    return Catalog(EchoBackend()).find("ensemble")
+    return Catalog(EchoService()).find("ensemble")
 
 
 @pytest.fixture
 def tensorrt_llm():
-    return Catalog(EchoBackend()).find("tensorrt_llm")
+    return Catalog(EchoService()).find("tensorrt_llm")
 
 
 def decode(model, **document):

@@ -1,6 +1,7 @@
 """What is around every RPC: its record, its key, its errors."""
 
 import asyncio
+import contextlib
 import string
 import types
 from urllib.parse import quote
@@ -17,10 +18,12 @@ from loraplex.frontends.kserve.grpc.calls import MAX_DETAILS, Call, Calls, Rpc
 from loraplex.frontends.kserve.grpc.servicer import SERVICE, TritonServicer
 from loraplex.frontends.kserve.grpc.wire import MessageReader
 from loraplex.frontends.kserve.service import TritonService
+from loraplex.frontends.long_json import SENT_BYTES
 from loraplex.frontends.telemetry.telemetry import Telemetry
 from loraplex.serving.wire_request import WireRequest, current_request
-from loraplex.testing.echo_backend import EchoBackend
+from support.echo_service import EchoService
 
+FIRST = pb.ServerLiveResponse(live=True)
 PLAIN = (string.punctuation + " ").replace("%", "")
 """Characters that gRPC sends unescaped, in addition to letters and digits."""
 
@@ -64,9 +67,9 @@ def reported() -> list[WireRequest]:
 def handler(reported):
     """A function (behavior, **fields of the RPC) -> what gRPC would call."""
 
-    def make(behavior, entry=None, **fields):
+    def make(behavior, entry=None, unread_seconds=60.0, **fields):
         authentication = entry or Authentication(lambda _: LOCAL)
-        calls = Calls(Telemetry([reported.append]), authentication, BodyMemory())
+        calls = Calls(Telemetry([reported.append]), authentication, BodyMemory(), unread_seconds)
         rpc = Rpc(**{"name": "/s/M", "behavior": behavior} | fields, response=pb.ServerLiveResponse)
         calls.add(rpc)
         found = calls.service(types.SimpleNamespace(method=rpc.name, invocation_metadata=()))
@@ -135,16 +138,47 @@ async def test_a_cancelled_call(handler, reported):
 
 async def test_a_client_that_has_gone_is_no_defect(handler, reported, caplog):
     async def behavior(message, call):
-        await call.write("first")
+        await call.write(FIRST)
         context.is_gone = True
-        await call.write("second")
+        await call.write(pb.ServerLiveResponse())
 
     context = Context()
     with pytest.raises(asyncio.CancelledError):
         await handler(behavior, streams_responses=True)(1, context)
-    assert context.written == ["first"]
+    assert context.written == [FIRST]
     assert (reported[0].status, context.status) == ("CANCELLED", "")
     assert not caplog.records
+
+
+async def test_a_call_whose_client_does_not_read_is_cancelled(handler, reported, caplog):
+    async def behavior(message, call):
+        async with asyncio.TaskGroup() as tasks:  # as those of a stream's requests
+            tasks.create_task(call.write(FIRST))
+            tasks.create_task(asyncio.Event().wait())
+
+    context = Context()
+    context.write = lambda message: asyncio.Event().wait()
+    serve = handler(behavior, streams_responses=True, unread_seconds=0.01)
+    with pytest.raises(asyncio.CancelledError):
+        await serve(1, context)
+    assert (reported[0].status, context.status) == ("CANCELLED", "")
+    assert not caplog.records
+
+
+async def test_a_long_response_has_the_time_for_each_256_kibibytes(handler, monkeypatch):
+    given: list[float] = []
+
+    def timeout(seconds):
+        given.append(seconds)
+        return contextlib.nullcontext()
+
+    async def behavior(message, call):
+        for size in (0, SENT_BYTES, 4 * SENT_BYTES):
+            await call.write(pb.ModelStreamInferResponse(error_message="x" * size))
+
+    monkeypatch.setattr(asyncio, "timeout", timeout)
+    await handler(behavior, streams_responses=True, unread_seconds=2.0)(1, Context())
+    assert given == [2.0, 4.0, 10.0]
 
 
 async def test_an_invalid_message_is_reported_like_any_request(handler, reported):
@@ -164,7 +198,7 @@ async def test_an_invalid_message_is_reported_like_any_request(handler, reported
 @pytest.mark.parametrize("character", ["x", "%", "\n", "é", "漢"])
 async def test_details_fit_into_the_metadata(handler, character):
     async def behavior(message, call):
-        raise ModelNotFoundError(f"begin {character * 20_000} end")
+        raise ModelNotFoundError(f"begin {f'{character * 150} ' * 100}end")
 
     context = Context()
     with pytest.raises(grpc.aio.AbortError):
@@ -180,8 +214,7 @@ async def test_details_fit_into_the_metadata(handler, character):
 @pytest.mark.parametrize(
     ("text", "sent"),
     [
-        ("x" * MAX_DETAILS, "x" * MAX_DETAILS),
-        ("%" * (MAX_DETAILS // 3), "%" * (MAX_DETAILS // 3)),
+        *((text, text) for text in (f"{'x' * 199} " * 20, f"{'%' * 133} " * 10)),
         ("half a pair: \ud800", "half a pair: ?"),
     ],
 )
@@ -219,7 +252,7 @@ class TestAccess:
         async def behavior(message, call):
             return message
 
-        calls = Calls(Telemetry(), Authentication(authenticate), BodyMemory())
+        calls = Calls(Telemetry(), Authentication(authenticate), BodyMemory(), 60.0)
         for name in ("/s/M", *OPEN_RPCS):
             calls.add(Rpc(name=name, behavior=behavior, response=pb.ServerLiveResponse))
 
@@ -247,5 +280,5 @@ class TestAccess:
 
 
 def test_every_rpc_of_the_protocol_is_there():
-    rpcs = {rpc.name for rpc in TritonServicer(TritonService(EchoBackend()), 1000).rpcs()}
+    rpcs = {rpc.name for rpc in TritonServicer(TritonService(EchoService()), 1000).rpcs()}
     assert rpcs == {f"/inference.GRPCInferenceService/{method.name}" for method in SERVICE.methods}

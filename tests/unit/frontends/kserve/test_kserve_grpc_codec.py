@@ -13,6 +13,7 @@ from loraplex.frontends.kserve.messages import InferResponse
 from loraplex.frontends.kserve.outputs import Wishes
 from loraplex.frontends.kserve.shared_memory import SharedMemory, TenantMemory
 from loraplex.frontends.kserve.tensors import numbers, strings
+from support.naming import refused
 
 MEMORY = TenantMemory(SharedMemory(), "default")
 READER = infer_reader(max_values=1000)
@@ -138,6 +139,6 @@ def test_shared_memory_beside_raw_contents(tmp_path):
     assert list(encoded.raw_output_contents) == [b"\x02\0\0\0" + "é".encode(), b""]
     assert (tmp_path / "k").read_bytes()[8:] == b"\x01\0\0\0\x02\0\0\0"
     request.raw_input_contents.append(b"")
-    with pytest.raises(InvalidRequestError, match="expected 1 raw_input_contents, one per input"):
+    with refused(InvalidRequestError, "raw_input_contents", 1, 2, param="raw_input_contents"):
         decode(request, memory)
     regions.close()

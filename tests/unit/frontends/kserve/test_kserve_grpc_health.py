@@ -24,7 +24,7 @@ class Watcher:
     def __init__(self, behavior) -> None:
         self._written: asyncio.Queue[Any] = asyncio.Queue(1)
         context = SimpleNamespace(write=self._written.put)
-        call = Call(context, {}, LOCAL, BodyMemory())
+        call = Call(context, {}, LOCAL, BodyMemory(), asyncio.current_task(), 60.0)
         self.task = asyncio.create_task(behavior(health.HealthCheckRequest(), call))
 
     async def next(self) -> int:

@@ -7,6 +7,7 @@ from loraplex.core.errors import InvalidRequestError, PayloadTooLargeError
 from loraplex.frontends.kserve.grpc import wire
 from loraplex.frontends.kserve.grpc.codec import infer_reader
 from loraplex.frontends.kserve.grpc.wire import MAX_FIELDS, MAX_PARSED_BYTES, MessageReader
+from support.naming import refused
 
 READER = infer_reader(max_values=1000)
 
@@ -51,7 +52,7 @@ def test_raw_contents_are_not_copied():
     ],
 )
 def test_many_fields(unparsed, field):
-    with pytest.raises(PayloadTooLargeError, match=f"more than {MAX_FIELDS} fields"):
+    with refused(PayloadTooLargeError, 16384, "raw_input_contents"):
         unparsed.read_now(field * (MAX_FIELDS + 1))
 
 
@@ -61,7 +62,7 @@ def test_many_fields(unparsed, field):
 )
 def test_many_fields_of_parts(unparsed, field, value):
     message = with_input(**{field: [value] * MAX_FIELDS})
-    with pytest.raises(PayloadTooLargeError, match="fields"):
+    with refused(PayloadTooLargeError, 16384, "raw_input_contents"):
         unparsed.read_now(message.SerializeToString())
 
 
@@ -82,7 +83,7 @@ def test_many_numbers(unparsed, field, value):
     assert len(getattr(contents, field)) == 999
     for count in (1001, 100_000):
         data = with_input(**{field: [value] * count}).SerializeToString()
-        with pytest.raises(PayloadTooLargeError, match=r"1000 repeated .*max_request_values"):
+        with refused(PayloadTooLargeError, 1000, "max_request_values"):
             unparsed.read_now(data)
 
 
@@ -96,7 +97,7 @@ def test_many_dimensions(unparsed):
 def test_large_contents_are_raw(unparsed, monkeypatch):
     monkeypatch.setattr(wire, "MAX_PARSED_BYTES", 1000)
     data = with_input(bytes_contents=[bytes(1000)]).SerializeToString()
-    with pytest.raises(PayloadTooLargeError, match="send large tensors in raw_input_contents"):
+    with refused(PayloadTooLargeError, 1025, 1000, "raw_input_contents"):
         unparsed.read_now(data)
     raw = pb.ModelInferRequest(raw_input_contents=[bytes(10_000)]).SerializeToString()
     assert len(READER.read_now(raw).raw[0]) == 10_000

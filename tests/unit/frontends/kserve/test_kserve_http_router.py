@@ -8,7 +8,7 @@ from loraplex.frontends.kserve.http.router import PathRouter
 from loraplex.frontends.kserve.http.routes import kserve_routes
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.telemetry.routes import RecordedRoute
-from loraplex.testing.echo_backend import EchoBackend
+from support.echo_service import EchoService
 
 NAMES = ["m", "a/b", "infer", "versions/1", "m/versions/2", "stats", "a\nb", "x.y", ""]
 OTHERS = ["/v2/", "/v2/models", "/v2/models/", "/v2/nothing", "/v2/models/m/infer/", "/v2/infer"]
@@ -16,7 +16,7 @@ OTHERS = ["/v2/", "/v2/models", "/v2/models/", "/v2/nothing", "/v2/models/m/infe
 
 @pytest.fixture(scope="module")
 def routes() -> list[RecordedRoute]:
-    return kserve_routes(TritonService(EchoBackend()))
+    return kserve_routes(TritonService(EchoService()))
 
 
 async def found(

@@ -18,6 +18,7 @@ from loraplex.frontends.kserve.http.infer import decode_request, encode_response
 from loraplex.frontends.kserve.messages import InferResponse
 from loraplex.frontends.kserve.shared_memory import SharedMemory, TenantMemory
 from loraplex.frontends.kserve.tensors import numbers, strings
+from support.naming import refused
 
 MEMORY = TenantMemory(SharedMemory(), "default")
 
@@ -156,7 +157,8 @@ RESPONSE = InferResponse(
 
 def response(document):
     _, wish = decode({"inputs": [], **document})
-    body, json_length = encode_response(RESPONSE, wish)
+    pieces, json_length = encode_response(RESPONSE, wish)
+    body = b"".join(pieces)
     split = len(body) if json_length is None else json_length
     return json.loads(body[:split]), body[split:], json_length
 
@@ -192,12 +194,11 @@ def test_a_wish_for_one_output_is_stronger():
 @pytest.mark.parametrize("value", ["false", "true", 0, 1, 1.0, None, []])
 def test_a_wish_for_binary_data_is_a_boolean(value):
     wish = [{"name": "s", "parameters": {"binary_data": value}}]
-    with pytest.raises(InvalidParameterError, match="'binary_data' of output 's' must be") as one:
+    with refused(InvalidParameterError, "'binary_data'", "'s'", repr(value), param="binary_data"):
         response({"outputs": wish})
-    assert one.value.param == "binary_data"
-    with pytest.raises(InvalidParameterError, match="'binary_data_output' of the req") as every:
+    name = "binary_data_output"
+    with refused(InvalidParameterError, repr(name), repr(value), param=name):
         response({"parameters": {"binary_data_output": value}})
-    assert every.value.param == "binary_data_output"
 
 
 def test_outputs_go_to_shared_memory_and_into_classes(memory, folder):
@@ -207,7 +208,8 @@ def test_outputs_go_to_shared_memory_and_into_classes(memory, folder):
     ]
     body = json.dumps({"inputs": [], "outputs": wanted}).encode()
     _, wishes = decode_request(body, None, model="m", version="", memory=memory)
-    responded, json_length = encode_response(RESPONSE, wishes)
+    pieces, json_length = encode_response(RESPONSE, wishes)
+    responded = b"".join(pieces)
     assert json_length is None
     assert json.loads(responded)["outputs"] == [
         {"name": "s", "datatype": "BYTES", "shape": [1]},
@@ -236,7 +238,8 @@ def test_compression(encoding, pack):
         decompress(pack(data)[:-3], encoding, 1000)
     with pytest.raises(InvalidRequestError, match=f"not valid {encoding} data"):
         decompress(b"nonsense", encoding, 1000)
-    packed, headers = compress(data, f"br, {encoding};q=0.5")
+    pieces, headers = compress([data[:5], data[5:]], f"br, {encoding};q=0.5")
+    packed = b"".join(pieces)
     assert headers == {"Content-Encoding": encoding}
     assert decompress(packed, encoding, 1000) == data
 
@@ -259,7 +262,7 @@ def test_gzip_data_of_more_than_one_chunk():
 
 
 def test_members_without_end_are_refused_before_they_cost_anything():
-    with pytest.raises(InvalidRequestError, match="bytes follow its end"):
+    with refused(InvalidRequestError, "gzip", 200000):
         decompress(gzip.compress(b"") * 20_000, "gzip", 1_000_000)
 
 
@@ -294,13 +297,13 @@ def test_junk_behind_compressed_data(encoding, pack):
     ],
 )
 def test_the_encoding_that_the_client_likes_best(accepted, chosen):
-    _, headers = compress(b"x", accepted)
+    _, headers = compress([b"x"], accepted)
     assert headers.get("Content-Encoding") == chosen
 
 
 def test_no_compression():
     assert decompress(b"x", "identity", 10) == b"x"
-    assert compress(b"x", "gzip;q=0, br") == (b"x", {})
+    assert compress([b"x"], "gzip;q=0, br") == ([b"x"], {})
     with pytest.raises(InvalidRequestError, match="Unsupported content-encoding 'br'"):
         decompress(b"x", "br", 10)
 

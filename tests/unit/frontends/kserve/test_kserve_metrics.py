@@ -1,5 +1,10 @@
 """Triton's and its backends' families on GET /metrics, line by line."""
 
+import asyncio
+import datetime
+import json
+import logging
+
 import httpx
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
@@ -19,7 +24,7 @@ from loraplex.frontends.kserve.tensors import numbers, string_tensor
 from loraplex.frontends.kserve.token_metrics import TokenLabels, TokenMetrics, TokenTimes
 from loraplex.frontends.ops.metrics import metrics_app
 from loraplex.serving.request_metrics import RequestMetrics
-from loraplex.testing.echo_backend import EchoBackend
+from support.echo_service import EchoService
 
 STEP = StepRecord(
     step_id=11,
@@ -60,7 +65,7 @@ nv_trt_llm_request_metrics{model="tensorrt_llm",request_type="context",version="
 nv_trt_llm_request_metrics{model="tensorrt_llm",request_type="waiting",version="1"} 3
 # HELP nv_trt_llm_runtime_memory_metrics TRT LLM runtime memory metrics
 # TYPE nv_trt_llm_runtime_memory_metrics gauge
-nv_trt_llm_runtime_memory_metrics{memory_type="cpu",model="tensorrt_llm",version="1"} 0
+nv_trt_llm_runtime_memory_metrics{memory_type="cpu",model="tensorrt_llm",version="1"} 1073774592
 nv_trt_llm_runtime_memory_metrics{memory_type="gpu",model="tensorrt_llm",version="1"} 0
 nv_trt_llm_runtime_memory_metrics{memory_type="pinned",model="tensorrt_llm",version="1"} 0
 # HELP nv_trt_llm_kv_cache_block_metrics TRT LLM KV cache block metrics
@@ -153,7 +158,7 @@ def request(*texts, max_tokens=50, **more):
 
 @pytest.fixture
 def backend():
-    backend = EchoBackend()
+    backend = EchoService()
     backend.engine_stats = STATS
     backend.step_records = [STEP]
     return backend
@@ -200,6 +205,20 @@ async def test_the_engines_numbers_by_the_names_of_tensorrt_llm(service):
     found = [line for line in lines if line.split("{")[0] in names]
     assert len(found) == len(expected) + 1  # the time, which no test can know
     assert any('general_type="timestamp"' in line for line in found)
+
+
+async def test_the_verbose_log_has_the_engines_numbers(service, caplog):
+    """One JSON line a scrape and model, with the original's names: its tests compare the two."""
+    with caplog.at_level(logging.DEBUG, logger="loraplex.frontends.kserve.backend_metrics"):
+        text = await scrape(service)
+    (line,) = [r.message for r in caplog.records if "Active Request Count" in r.message]
+    logged = json.loads(line)
+    lines = [line for line in text.splitlines() if line.startswith("nv_trt_llm_")]
+    assert len(logged) == len(lines)
+    assert (logged["Active Request Count"], logged["Paused Requests"]) == (5, 4)
+    stamp = datetime.datetime.strptime(logged["Timestamp"] + "Z", "%m-%d-%Y %H:%M:%S.%f%z")
+    (said,) = [line.split()[-1] for line in lines if "timestamp" in line]
+    assert stamp.timestamp() == float(said) / 1e6
 
 
 async def test_inference_families(service, backend):
@@ -298,6 +317,36 @@ async def test_an_abandoned_stream_counts_as_cancelled(service):
     assert counts.fail.count == 1
 
 
+@pytest.mark.parametrize("kind", [VLLM, ENSEMBLE])
+async def test_the_log_has_the_vllm_backends_words_of_a_cancelled_request(backend, caplog, kind):
+    said = [
+        "[vllm] Cancelling the request 7",
+        "[vllm] Successfully cancelled the request 7",
+    ]
+    declared = ModelDeclaration(name="m", kind=kind, base_model="echo")
+    service = TritonService(backend, declarations=[declared])
+    numbered = [string_tensor("text_input", ["hi"], (1,))]
+    if kind is ENSEMBLE:
+        numbered.append(numbers("max_tokens", "INT32", [9]))
+    sent = InferRequest(model="m", inputs=tuple(numbered), request_id="7")
+    caplog.set_level(logging.DEBUG, logger="loraplex.frontends.kserve.inference")
+    await service.infer(sent, LOCAL)
+    assert caplog.messages == []
+    stream = await service.stream(sent, LOCAL)
+    await stream.aclose()
+    await stream.aclose()
+    assert caplog.messages == (said if kind is VLLM else [])
+    caplog.clear()
+    backend.delay_seconds = 3600
+    task = asyncio.create_task(service.infer(sent, LOCAL))
+    while not service.num_active:
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert caplog.messages == (said if kind is VLLM else [])
+
+
 @pytest.mark.parametrize(("reports", "num_lines"), [(True, 1), (False, 0)])
 async def test_models_of_vllm_report_if_they_say_so(backend, reports, num_lines):
     declarations = [
@@ -349,7 +398,9 @@ async def test_summaries_and_histograms_are_there_if_they_are_wanted(backend):
     assert [labels.split('le="')[1].split('"')[0] for labels in buckets] == [
         *("100", "500", "2000", "5000", "+Inf")
     ]
-    assert set(buckets.values()) == {3}  # two successes, and a stream that was left after one
+    counts = list(buckets.values())  # a response is in the buckets of its time and all longer ones
+    assert counts == sorted(counts)
+    assert counts[-1] == 3  # two successes, and a stream that was left after one
     (milliseconds,) = (await values(service, f"{name}_sum")).values()
     assert (
         milliseconds * 1000

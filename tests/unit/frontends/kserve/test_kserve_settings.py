@@ -24,7 +24,7 @@ from loraplex.frontends.kserve.models.postprocessing import POSTPROCESSING
 from loraplex.frontends.kserve.models.preprocessing import PREPROCESSING
 from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
 from loraplex.frontends.kserve.trace_settings import DEFAULTS, TraceSettings
-from loraplex.testing.echo_backend import EchoBackend
+from support.echo_service import EchoService
 
 # ---------------------------------------------------------------- trace
 
@@ -129,7 +129,7 @@ def test_bad_log_settings_change_nothing(logger, changes, fragment):
 
 
 def catalog(mode=ControlMode.EXPLICIT, **more):
-    return Catalog(EchoBackend(), control=ModelControl(mode, **more))
+    return Catalog(EchoService(), control=ModelControl(mode, **more))
 
 
 @pytest.mark.parametrize("mode", [ControlMode.NONE, ControlMode.POLL])
@@ -211,7 +211,7 @@ TWO_ENSEMBLES = [
 
 async def test_the_steps_are_those_that_its_configuration_names():
     control = ModelControl(ControlMode.EXPLICIT, loaded=[])
-    models = Catalog(EchoBackend(), control=control, declarations=TWO_ENSEMBLES)
+    models = Catalog(EchoService(), control=control, declarations=TWO_ENSEMBLES)
     await models.load("raw", {})
     assert {model.name for model in models.models()} == {"raw", "raw_pre", "core", "post"}
     await models.load("chat", {})
@@ -295,7 +295,7 @@ async def test_a_repository_may_read_the_configuration_itself():
 # ---------------------------------------------------------------- models that start later
 
 
-class Growing(EchoBackend):
+class Growing(EchoService):
     """Base models may be added."""
 
     def __init__(self):
@@ -306,7 +306,7 @@ class Growing(EchoBackend):
         if settings.path == "/broken":
             raise ConfigError("its weights are torn")
         self.started.append((name, settings.path))
-        self._models |= EchoBackend((name,))._models
+        self._models |= EchoService((name,))._models
 
 
 def later(name, base, kind=TENSORRT_LLM):

@@ -7,6 +7,7 @@ from loraplex.core.errors import InvalidRequestError, PermissionDeniedError, Req
 from loraplex.frontends.kserve import shared_memory
 from loraplex.frontends.kserve.errors import AlreadyExistsError, NotFoundError
 from loraplex.frontends.kserve.shared_memory import Place, Region, SharedMemory, TenantMemory
+from support.naming import refused
 
 
 @pytest.fixture
@@ -70,7 +71,7 @@ def test_only_plain_files_are_opened(memory, folder):
 
 @pytest.mark.parametrize(("offset", "size"), [(0, 101), (100, 1), (-1, 5), (0, 0), (0, -1)])
 def test_a_region_lies_within_its_file(memory, offset, size):
-    with pytest.raises(InvalidRequestError, match="within the 100 bytes of its key"):
+    with refused(InvalidRequestError, offset, size, 100, "'r'", param="byte_size"):
         memory.register("t", "r", "key", offset, size)
 
 
@@ -78,7 +79,7 @@ def test_names_are_a_tenants_own(memory):
     memory.register("t", "r", "key", 0, 10)
     with pytest.raises(AlreadyExistsError, match="'r' already in manager"):
         memory.register("t", "r", "key", 0, 10)
-    with pytest.raises(PermissionDeniedError, match="'key' belongs to another tenant"):
+    with refused(PermissionDeniedError, "'key'"):
         memory.register("other", "q", "key", 0, 10)
     with pytest.raises(PermissionDeniedError):
         memory.register("other", "q", "/key", 0, 10)
@@ -116,9 +117,9 @@ def test_files_are_closed(folder):
 def test_a_client_that_shrinks_its_memory_gets_an_error(memory, folder):
     memory.register("t", "r", "key", 0, 100)
     os.truncate(folder / "key", 50)
-    with pytest.raises(InvalidRequestError, match="has become shorter"):
+    with refused(InvalidRequestError, "'r'", "shorter"):
         memory.read("t", Place("r", 40, 20))
-    with pytest.raises(InvalidRequestError, match="has become shorter"):
+    with refused(InvalidRequestError, "'r'", "shorter"):
         memory.write("t", Place("r", 40, 20), bytes(20))
     assert (folder / "key").stat().st_size == 50
 
@@ -127,7 +128,7 @@ def test_limits(memory, monkeypatch):
     monkeypatch.setattr(shared_memory, "MAX_REGIONS", 2)
     memory.register("t", "a", "key", 0, 10)
     memory.register("t", "b", "key", 0, 10)
-    with pytest.raises(InvalidRequestError, match="unregister one first"):
+    with refused(InvalidRequestError, 2):
         memory.register("t", "c", "key", 0, 10)
     for name in ("", "n" * 256, "a\nb"):
         with pytest.raises(RequestError, match="not a name for a shared memory region"):
@@ -139,5 +140,5 @@ def test_what_one_request_reads_is_limited(memory, monkeypatch):
     memory.register("t", "r", "key", 0, 10)
     view = TenantMemory(memory, "t")
     view.read(Place("r", 0, 10))
-    with pytest.raises(InvalidRequestError, match="larger than 15 bytes together"):
+    with refused(InvalidRequestError, 15):
         view.read(Place("r", 0, 10))

@@ -1,8 +1,9 @@
-"""Request socket over an EchoBackend, used through the connection that runs inside Triton."""
+"""Request socket over an EchoService, used through the connection that runs inside Triton."""
 
 import contextlib
 import os
 import queue
+import select
 import socket
 import stat
 import threading
@@ -28,14 +29,14 @@ from loraplex.frontends.kserve.stub.wire import (
     read_from_server,
 )
 from loraplex.frontends.kserve.tensors import from_raw, from_values, to_raw
-from loraplex.testing.echo_backend import EchoBackend
+from support.echo_service import EchoService
 from support.eventually import eventually
 from support.served_socket import served_socket
 
 
 @pytest.fixture
 def backend():
-    return EchoBackend()
+    return EchoService()
 
 
 @pytest.fixture
@@ -188,6 +189,21 @@ def test_a_cancelled_request_is_aborted_and_says_so(backend, connection):
     assert len(all_responses(connection, request("hi", 3))) == 1
 
 
+@pytest.mark.parametrize("silence_seconds", [600.0, 0.2])
+def test_a_client_that_does_not_read_is_disconnected(backend, path, silence_seconds):
+    """Also when it has fallen silent, and the last bytes wait for it."""
+    large = request("x" * 3000, 1000, stream=True)
+    times = {"silence_seconds": silence_seconds, "unread_seconds": 0.5}
+    with served_socket(backend, path, **times) as served, client(path) as raw:
+        with contextlib.suppress(ConnectionError):  # it may be so already
+            for number in range(20):
+                raw.sendall(frame(msgspec.structs.replace(large, id=number)))
+        ends = select.poll()
+        ends.register(raw, 0)
+        assert eventually(lambda: bool(ends.poll(0)))
+        assert eventually(lambda: served.service.num_active == 0)
+
+
 def test_requests_of_a_client_that_goes_away_are_aborted(served, backend):
     backend.delay_seconds = 0.01
     connection = Connection(served.path, lambda reason: None)
@@ -203,8 +219,8 @@ def test_requests_of_a_client_that_goes_away_are_aborted(served, backend):
 
 
 def test_a_silent_client_is_taken_for_dead(backend, path):
-    backend.delay_seconds = 1.0
-    with served_socket(backend, path, silence_seconds=0.2) as served, client(path) as raw:
+    backend.delay_seconds = 600.0
+    with served_socket(backend, path, silence_seconds=1) as served, client(path) as raw:
         raw.sendall(frame(request("hi", 4000, stream=True)))
         assert eventually(lambda: len(backend.aborted) == 1)
         assert served.service.num_active == 0
@@ -214,7 +230,8 @@ def test_a_ping_gets_the_state_of_the_server(backend, connection):
     backend.unready_reason = "it wakes up"
     connection.ping()
     status = connection.wait_for_status(10)
-    assert (status.is_ready, status.reason) == (False, "it wakes up")
+    assert (status.is_ready, status.reason) == (False, backend.health().reason)
+    assert "it wakes up" in status.reason
     assert "ensemble" in status.models
 
 
@@ -262,7 +279,7 @@ def test_a_server_that_ends_with_unread_requests_has_ended(path, lost):
     def greet_and_end(listener):
         peer, _ = listener.accept()
         peer.sendall(frame(Welcome(protocol=1, max_message_bytes=100)))
-        is_sent.wait(10)
+        is_sent.wait(60)
         peer.close()
 
     with bind(path) as listener:
@@ -297,7 +314,7 @@ NO_UTF8 = b"\x83\xa4type\xa5infer\xa2id\x01\xa5model\xa1\xff"
 @contextlib.contextmanager
 def client(path):
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as raw:
-        raw.settimeout(10)
+        raw.settimeout(60)
         raw.connect(path)
         assert isinstance(message_from(raw), Welcome)
         yield raw

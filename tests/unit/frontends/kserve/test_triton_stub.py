@@ -16,8 +16,8 @@ from loraplex.frontends.kserve.models.ensemble import ENSEMBLE
 from loraplex.frontends.kserve.models.triton_model import tensor_config
 from loraplex.frontends.kserve.stub.tensors import TensorSpecs, from_wire
 from loraplex.frontends.kserve.stub.wire import Response, WireTensor
-from loraplex.testing.echo_backend import EchoBackend
 from support import fake_triton_backend as fake
+from support.echo_service import EchoService
 from support.eventually import eventually
 from support.fake_triton_backend import Request, Tensor, texts
 from support.served_socket import served_socket
@@ -27,7 +27,7 @@ STUB_FILES = sorted(Path(stub.__file__).parent.glob("*.py"))
 
 @pytest.fixture
 def backend():
-    return EchoBackend()
+    return EchoService()
 
 
 @pytest.fixture
@@ -153,9 +153,9 @@ def test_an_error_has_tritons_code(model):
 
 def test_a_request_without_a_waiting_client_is_aborted(model, backend):
     backend.delay_seconds = 0.05
-    submitted = request("hi" * 500, 4000, STREAM)
+    submitted = request("hi" * 500, 3000, STREAM)
     model.execute([submitted])
-    submitted.sender.responses.get(timeout=30)
+    submitted.sender.responses.get(timeout=60)
     submitted.sender.has_gone.set()
     replies = submitted.sender.all()
     assert (replies[-1].error.code, replies[-1].error.message) == (
@@ -177,9 +177,9 @@ def test_unload_ends_what_is_in_work(backend, path, model_class):
         model = model_class()
         model.initialize(arguments(path))
         backend.delay_seconds = 0.05
-        submitted = request("hi" * 500, 4000, STREAM)
+        submitted = request("hi" * 500, 3000, STREAM)
         model.execute([submitted])
-        submitted.sender.responses.get(timeout=30)
+        submitted.sender.responses.get(timeout=60)
         model.finalize()
         assert submitted.sender.all()[-1].error.message == "the model is unloaded"
         assert eventually(lambda: len(backend.aborted) == 1)
@@ -203,9 +203,9 @@ def test_a_server_without_the_model_is_refused(backend, path, model_class):
 
 def test_a_lost_server_fails_its_requests_and_the_next_one_is_joined(model, backend, path):
     backend.delay_seconds = 0.05
-    submitted = request("hi" * 500, 4000, STREAM)
+    submitted = request("hi" * 500, 3000, STREAM)
     model.execute([submitted])
-    submitted.sender.responses.get(timeout=30)
+    submitted.sender.responses.get(timeout=60)
     model.served.stop()
     failed = submitted.sender.all()[-1]
     assert failed.error.code == "UNAVAILABLE"
@@ -214,7 +214,7 @@ def test_a_lost_server_fails_its_requests_and_the_next_one_is_joined(model, back
     model.execute([refused])
     assert refused.sender.all()[0].error.code == "UNAVAILABLE"
     assert eventually(lambda: not os.path.exists(path))
-    with served_socket(EchoBackend(), path):
+    with served_socket(EchoService(), path):
         assert eventually(lambda: _responded(model))
 
 

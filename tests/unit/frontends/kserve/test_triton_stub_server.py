@@ -70,9 +70,9 @@ def test_a_killed_server_is_started_again(path):
     one.open()
     first = server_pid(path)
     os.kill(first, signal.SIGKILL)
-    assert "has ended" in one.said.get(timeout=30)
+    assert "has ended" in one.said.get(timeout=60)
     assert eventually(lambda: server_pid(path) not in (None, first))
-    assert one.said.get(timeout=30) == "the server is there again"
+    assert one.said.get(timeout=60) == "the server is there again"
     one.close()
     assert eventually(lambda: server_pid(path) is None)
 
@@ -84,7 +84,7 @@ def test_the_next_server_has_a_leash_of_all_too(path):
         each.open()
     os.kill(server_pid(path), signal.SIGKILL)
     for each in links:
-        while each.said.get(timeout=30) != "the server is there again":
+        while each.said.get(timeout=60) != "the server is there again":
             pass
     pid = server_pid(path)
     starter = next(i for i, each in enumerate(links) if each.server.pid == pid)

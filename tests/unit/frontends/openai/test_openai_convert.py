@@ -22,7 +22,7 @@ from loraplex.frontends.openai.schema import ChatBody, CompletionBody
 from loraplex.frontends.openai.unsupported import REFUSED
 from loraplex.serving.text.chat_format import ChatFormat
 from loraplex.serving.text.completion_reader import CompletionSyntax
-from loraplex.testing.echo_model import echo_card
+from support.echo_service import echo_card
 
 BASE = convert.Target(echo_card("echo"), None)
 FRENCH = convert.Target(echo_card("echo"), ByName("fr"))

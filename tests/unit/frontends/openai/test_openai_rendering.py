@@ -9,7 +9,7 @@ from loraplex.core.errors import InvalidRequestError
 from loraplex.frontends.openai import convert
 from loraplex.frontends.openai.rendering import is_longer, rendered_chat
 from loraplex.frontends.openai.schema import Message
-from loraplex.testing.echo_backend import EchoBackend
+from support.echo_service import EchoService
 
 SHORT = [Message(role="user", content="hi")]
 PARTS = [{"type": "text", "text": "p"}] * 60
@@ -17,8 +17,8 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"enum": ["e
 
 
 @pytest.fixture
-def backend() -> EchoBackend:
-    return EchoBackend()
+def backend() -> EchoService:
+    return EchoService()
 
 
 class Conversion:
@@ -32,7 +32,7 @@ class Conversion:
 
     def __call__(self, *args: Any) -> Any:
         self.threads.append(threading.current_thread())
-        assert not self.is_held or self.may_end.wait(10)
+        assert not self.is_held or self.may_end.wait(60)
         return self._convert(*args)
 
 
@@ -43,12 +43,12 @@ def conversion(monkeypatch: pytest.MonkeyPatch) -> Conversion:
     return noted
 
 
-async def render(backend: EchoBackend, messages: list[Message], **more: Any) -> str:
+async def render(backend: EchoService, messages: list[Message], **more: Any) -> str:
     return await rendered_chat(backend, backend.model("echo").card, messages, **more)
 
 
 async def test_a_short_conversation_is_converted_on_the_event_loop(
-    backend: EchoBackend, conversion: Conversion
+    backend: EchoService, conversion: Conversion
 ) -> None:
     text = await render(backend, SHORT, arguments={"add_generation_prompt": False})
     assert text == await backend.model("echo").render_chat(
@@ -71,7 +71,7 @@ async def test_a_short_conversation_is_converted_on_the_event_loop(
     ids=["text", "messages", "parts", "extra", "tools", "documents", "kwargs"],
 )
 async def test_the_loop_goes_on_while_a_long_one_is_converted(
-    backend: EchoBackend,
+    backend: EchoService,
     conversion: Conversion,
     messages: list[Message],
     more: dict[str, Any],
@@ -86,7 +86,7 @@ async def test_the_loop_goes_on_while_a_long_one_is_converted(
     assert conversion.threads != [threading.current_thread()]
 
 
-async def test_a_long_one_says_what_a_short_one_would(backend: EchoBackend) -> None:
+async def test_a_long_one_says_what_a_short_one_would(backend: EchoService) -> None:
     wrong = {"role": "tool", "content": "1"}
     for messages in ([*SHORT, wrong], [*SHORT * 40, wrong]):
         with pytest.raises(InvalidRequestError) as raised:
@@ -94,7 +94,7 @@ async def test_a_long_one_says_what_a_short_one_would(backend: EchoBackend) -> N
         assert raised.value.param == f"messages[{len(messages) - 1}].tool_call_id"
 
 
-async def test_what_is_said_beside_the_conversation_wins(backend: EchoBackend) -> None:
+async def test_what_is_said_beside_the_conversation_wins(backend: EchoService) -> None:
     """A dialect writes its tools in its own way."""
     await render(backend, SHORT, tools=None, arguments={"tools": [TOOL]})
     assert [each["tools"] for each in backend.renderings] == [[TOOL]]

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from loraplex.core.output import RequestOutput, SequenceOutput
-from loraplex.frontends.openai.sse import EventStream, just_output
+from loraplex.frontends.openai.sse import EventStream, output_work
 from loraplex.frontends.streams import IndexedOutput
 
 
@@ -53,7 +53,7 @@ async def events(writer: Writer, *texts: str, **options: Any) -> list[bytes]:
     return [message["body"] for message in sent[1:] if message["body"]]
 
 
-@pytest.mark.parametrize("options", [{}, {"read_from": just_output}])
+@pytest.mark.parametrize("options", [{}, {"work_of": output_work}])
 async def test_events_come_in_order(options: dict[str, Any]) -> None:
     lengths = (1, 5000, 2, 60_000)
     written = await events(Writer(), *["x" * length for length in lengths], **options)
@@ -65,6 +65,6 @@ async def test_events_come_in_order(options: dict[str, Any]) -> None:
 
 async def test_what_is_long_is_read_beside_the_loop() -> None:
     writer = Writer()
-    await events(writer, "x", "x" * 5000, "x", read_from=just_output)
+    await events(writer, "x", "x" * 5000, "x", work_of=output_work)
     here = threading.current_thread()
     assert [thread is here for thread in writer.threads] == [True, False, True]

@@ -6,9 +6,9 @@ import pytest
 from loraplex.adapters.uploads import UploadLimits, Uploads
 from loraplex.core.principal import NONE, Principal, Rights
 from loraplex.core.server_config import ServerConfig
-from loraplex.testing.echo_backend import EchoBackend
 from loraplex.testing.fake_clock import FakeClock
 from support.described_app import TEST_HOST, described_app
+from support.echo_service import EchoService
 
 MIB = 1 << 20
 LIMITS = UploadLimits(max_bytes=8 * MIB, max_tenant_bytes=9 * MIB, max_uploads=2, max_seconds=60)
@@ -22,7 +22,7 @@ def by_tenant(headers) -> Principal:
 
 @pytest.fixture
 def backend(tmp_path):
-    backend = EchoBackend()
+    backend = EchoService()
     backend.uploads = Uploads(tmp_path / "uploads", LIMITS, FakeClock())
     yield backend
     backend.uploads.close()

@@ -10,6 +10,8 @@ from loraplex.core.output import RequestOutput, TokenLogprob
 from loraplex.core.principal import LOCAL
 from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.task import Generate
+from loraplex.frontends.long_json import encoded
 from loraplex.frontends.openai.logprobs import (
     CompletionLogprobWriter,
     TokenTexts,
@@ -18,14 +20,14 @@ from loraplex.frontends.openai.logprobs import (
 )
 from loraplex.frontends.openai.writers import Call, ChatWriter, CompletionWriter, fingerprint
 from loraplex.frontends.streams import gather_all, generate_all
-from loraplex.testing.echo_backend import EchoBackend
+from support.echo_service import EchoService
 
 
 class Scene:
-    """One HTTP call against an EchoBackend with the adapter `fr`."""
+    """One HTTP call against an EchoService with the adapter `fr`."""
 
     def __init__(self, *prompts: Any, call: dict[str, Any] | None = None, **sampling: Any) -> None:
-        self.backend = EchoBackend()
+        self.backend = EchoService()
         self.digest = self.backend.register("fr").digest
         self.requests = tuple(
             GenerateRequest(
@@ -33,7 +35,7 @@ class Scene:
                 model="echo",
                 prompt=prompt,
                 adapters=(AdapterChoice(ByName("fr")),),
-                sampling=SamplingParams(**({"max_tokens": 50} | sampling)),
+                task=Generate(SamplingParams(**({"max_tokens": 50} | sampling))),
             )
             for i, prompt in enumerate(prompts)
         )
@@ -55,37 +57,35 @@ class Scene:
 
 
 def _json(struct: msgspec.Struct) -> Any:
-    return json.loads(msgspec.json.encode(struct))
+    return json.loads(b"".join(encoded(struct)))
 
 
-TIMING = dict.fromkeys(
-    [
-        "queue_seconds",
-        "adapter_wait_seconds",
-        "prefill_seconds",
-        "first_token_seconds",
-        "seconds_per_token",
-        "total_seconds",
-    ]
-) | dict.fromkeys(
-    [
-        "adapter_load_seconds",
-        "adapter_copy_seconds",
-        "preemptions",
-        "cached_tokens",
-        "draft_tokens",
-        "accepted_draft_tokens",
-        "restarts",
-    ],
-    0,
-)
-"""Timings of a backend that measures nothing: null marks what did not happen."""
+TIMING = {
+    "queue_seconds",
+    "adapter_wait_seconds",
+    "prefill_seconds",
+    "first_token_seconds",
+    "seconds_per_token",
+    "total_seconds",
+    "adapter_load_seconds",
+    "adapter_copy_seconds",
+    "preemptions",
+    "cached_tokens",
+    "draft_tokens",
+    "accepted_draft_tokens",
+    "restarts",
+}
 
 
 async def test_completion_body():
     scene = Scene("hi")
     scene.backend.num_cached_tokens = 2
-    assert await scene.body(CompletionWriter) == {
+    body = await scene.body(CompletionWriter)
+    [timing] = body["loraplex"].pop("timing")
+    assert set(timing) == TIMING
+    assert timing["cached_tokens"] == 2
+    assert 0 < timing["first_token_seconds"] < timing["total_seconds"]
+    assert body == {
         "id": "id",
         "object": "text_completion",
         "created": 1,
@@ -100,7 +100,6 @@ async def test_completion_body():
         },
         "loraplex": {
             "adapters": [{"name": "fr", "digest": scene.digest, "scale": 1.0}],
-            "timing": [TIMING | {"cached_tokens": 2}],
         },
     }
 
@@ -159,11 +158,56 @@ async def test_echo_of_token_ids_is_their_text():
     assert choice["text"] == "hiecho+fr: hi"
 
 
-async def test_the_end_token_has_no_logprob_but_a_stop_string_has():
-    [ended] = (await Scene("hi", logprobs=0).body(CompletionWriter))["choices"]
-    assert "".join(ended["logprobs"]["tokens"]) == ended["text"] == "echo+fr: hi"
-    [cut] = (await Scene("hi", logprobs=0, max_tokens=4).body(CompletionWriter))["choices"]
-    assert cut["logprobs"]["tokens"] == list("echo")
+async def test_each_counted_token_of_a_completion_has_a_logprob():
+    """The end token, too: lm-evaluation-harness leaves out the last entry, which is the generated
+    token, and would score the last token of the prompt never."""
+    for sampling, tokens in (
+        ({}, [*"echo+fr: hi", "</s>"]),
+        ({"max_tokens": 4}, list("echo")),
+        ({"stop": (":",)}, list("echo+fr:")),
+        ({"stop_token_ids": (ord(":"),)}, list("echo+fr:")),
+        ({"stop_token_ids": (ord(":"),), "include_stop_in_output": True}, list("echo+fr:")),
+    ):
+        body = await Scene("hi", logprobs=0, **sampling).body(CompletionWriter)
+        [choice] = body["choices"]
+        assert choice["logprobs"]["tokens"] == tokens
+        assert len(choice["logprobs"]["text_offset"]) == body["usage"]["completion_tokens"]
+        assert max(choice["logprobs"]["text_offset"]) <= len(choice["text"])
+
+
+async def test_an_echoed_prompt_after_which_the_model_ends_has_one_entry_more():
+    scene = Scene("hi", call={"echo": True}, logprobs=1, prompt_logprobs=1, max_tokens=1)
+    scene.backend.scripts.append(("",))
+    body = await scene.body(CompletionWriter)
+    [choice] = body["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("hi", "stop")
+    assert choice["logprobs"]["tokens"] == ["<s>", "h", "i", "</s>"]
+    assert choice["logprobs"]["text_offset"] == [0, 0, 1, 2]
+    assert body["usage"]["total_tokens"] == len(choice["logprobs"]["token_logprobs"])
+
+
+async def test_each_counted_token_of_a_chat_has_a_logprob():
+    body = await Scene("hi", logprobs=0, call={"returns_token_ids": True}).body(ChatWriter)
+    [choice] = body["choices"]
+    content = choice["logprobs"]["content"]
+    assert content[-1]["token"] == "</s>"
+    assert len(content) == len(choice["token_ids"]) == body["usage"]["completion_tokens"]
+    chunks = await Scene("hi", logprobs=0).chunks(ChatWriter)
+    streamed = [c["logprobs"] for chunk in chunks for c in chunk["choices"] if c["logprobs"]]
+    assert [entry for part in streamed for entry in part["content"]] == content
+
+
+async def test_the_end_token_is_in_no_piece_with_text():
+    """guidance joins the tokens of a piece instead of its text."""
+    scene = Scene("hi", logprobs=0, call={"returns_token_ids": True})
+    outputs = await gather_all(scene.backend, scene.requests, LOCAL)
+    chunks = [_json(chunk) for chunk in ChatWriter(scene.call, scene.texts).chunks((0, *outputs))]
+    _, piece, last = [chunk["choices"][0] for chunk in chunks]
+    tokens = [entry["token"] for entry in piece["logprobs"]["content"]]
+    assert "".join(tokens) == piece["delta"]["content"] == "echo+fr: hi"
+    assert [entry["token"] for entry in last["logprobs"]["content"]] == ["</s>"]
+    assert (last["delta"], last["finish_reason"]) == ({}, "stop")
+    assert (len(piece["token_ids"]), len(last["token_ids"])) == (len(tokens), 1)
 
 
 @pytest.mark.parametrize("writer_class", [CompletionWriter, ChatWriter])
@@ -192,7 +236,7 @@ async def test_chat_body():
         {"role": "assistant", "content": "echo+fr: hi #1", "refusal": None},
     ]
     content = body["choices"][0]["logprobs"]["content"]
-    assert "".join(entry["token"] for entry in content) == "echo+fr: hi"
+    assert "".join(entry["token"] for entry in content) == "echo+fr: hi</s>"
     assert content[0]["bytes"] == content[0]["top_logprobs"][0]["bytes"] == [ord("e")]
 
 
@@ -260,3 +304,45 @@ def test_special_tokens_take_space_only_if_they_are_written():
     assert CompletionLogprobWriter(texts).write(tokens).text_offset == [0, 0, 1]
     writer = CompletionLogprobWriter(texts, skips_special_tokens=False)
     assert writer.write(tokens).text_offset == [0, 3, 4]
+
+
+async def test_the_model_is_looked_up_once_and_each_token_once():
+    scene = Scene("hello hello")
+    looked_up = list[str]()
+    token_bytes = list[int]()
+    model = scene.backend.model("echo")
+
+    class Counting:
+        def model(self, name: str) -> Any:
+            looked_up.append(name)
+            return self
+
+        def token_bytes(self, token_id: int) -> bytes:
+            token_bytes.append(token_id)
+            return model.token_bytes(token_id)
+
+        def detokenize(self, *arguments: Any, **options: Any) -> str:
+            return model.detokenize(*arguments, **options)
+
+    texts = TokenTexts(Counting(), "echo")  # type: ignore[arg-type]
+    tokens = [TokenLogprob(104, -1.0, 1, ((104, -1.0), (105, -2.0)))] * 500
+    encoded(chat_logprobs(tokens, texts))
+    encoded(prompt_logprobs(tokens, texts))
+    encoded(CompletionLogprobWriter(texts).write((104, token) for token in tokens))
+    assert looked_up == ["echo"]
+    assert sorted(token_bytes) == [104, 105]
+
+
+@pytest.mark.parametrize("shape", ["chat", "prompt", "completion"])
+def test_log_probabilities_are_encoded_in_bounded_pieces(shape):
+    texts = Scene("x").texts
+    top = tuple((token_id, -float(token_id)) for token_id in range(97, 117))
+    tokens = [TokenLogprob(104, -1.0, 1, top)] * 5000
+    body: Any = {
+        "chat": lambda: chat_logprobs(tokens, texts),
+        "prompt": lambda: prompt_logprobs(tokens, texts),
+        "completion": lambda: CompletionLogprobWriter(texts).write((104, t) for t in tokens),
+    }[shape]()
+    pieces = encoded(body)
+    assert max(map(len, pieces)) < 300_000 < sum(map(len, pieces))
+    json.loads(b"".join(pieces))

@@ -1,4 +1,4 @@
-"""Health, iterations and statistics against the echo backend."""
+"""Health, iterations and statistics over an EchoService."""
 
 import json
 import time
@@ -21,7 +21,7 @@ from loraplex.frontends.telemetry.telemetry import Telemetry
 from loraplex.serving.backend import Health
 from loraplex.serving.draining import Draining
 from loraplex.serving.request_metrics import RequestMetrics
-from loraplex.testing.echo_backend import EchoBackend
+from support.echo_service import EchoService
 
 
 def record(step_id: int) -> StepRecord:
@@ -53,7 +53,7 @@ def stats_of(backend):
 
 @pytest.fixture
 def backend():
-    backend = EchoBackend(("one", "two"))
+    backend = EchoService(("one", "two"))
     backend.step_records = [record(step_id) for step_id in range(150)]
     backend.engine_stats = EngineStats(steps=150)
     return backend
@@ -75,7 +75,7 @@ async def test_live_and_ready(client):
 
 
 async def test_live_but_not_ready(client, backend):
-    backend.unready_reason = "the server is stopping"
+    backend.draining.close()
     assert (await client.get("/health/live")).status_code == 200
     response = await client.get("/health/ready")
     assert response.status_code == 503

@@ -1,4 +1,4 @@
-"""Memory, load times and the gateway's gauges, over the echo backend."""
+"""Memory, load times and the gateway's gauges, over an EchoService."""
 
 import time
 from unittest.mock import AsyncMock
@@ -23,7 +23,7 @@ from loraplex.serving.model_memory import (
     RankFit,
 )
 from loraplex.serving.request_metrics import RequestMetrics
-from loraplex.testing.echo_backend import EchoBackend
+from support.echo_service import EchoService
 
 MEMORY = ModelMemory(
     max_num_seqs=64,
@@ -46,7 +46,7 @@ TIMES = Durations().with_one(400_000).with_one(2_000_000_000)
 
 @pytest.fixture
 def backend():
-    backend = EchoBackend()
+    backend = EchoService()
     backend.model_memory = MEMORY
     backend.engine_stats = EngineStats(
         num_running=3,
@@ -98,6 +98,7 @@ async def test_memory_as_json(client):
 async def test_memory_of_what_is_not_there(client, backend):
     assert (await client.get("/v1/memory?model=nope")).status_code == 404
     backend.model_memory = None
+    backend.forget_engines()
     assert (await client.get("/v1/memory")).status_code == 503
     assert (await client.get("/metrics")).status_code == 200
 

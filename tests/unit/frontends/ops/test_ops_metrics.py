@@ -1,4 +1,4 @@
-"""GET /metrics against the echo backend."""
+"""GET /metrics over an EchoService."""
 
 import asyncio
 
@@ -15,7 +15,7 @@ from loraplex.core.stats import AdapterTierStats, EngineStats
 from loraplex.frontends.ops.metrics import MetricsLimits, metrics_app, metrics_routes
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.wire_request import GenerationRecord
-from loraplex.testing.echo_backend import EchoBackend
+from support.echo_service import EchoService
 
 STATS = EngineStats(
     steps=11,
@@ -88,12 +88,22 @@ EXPECTED = {
     "adapters_registered": 1,
     "engine_restarts_total{crash}": 2,
     "engine_restarts_total{hang}": 1,
+    "engine_restarts_total{kill}": 0,
+    "memory_bytes{weights}": 0,
+    "memory_bytes{kv_cache}": 0,
+    "memory_bytes{adapter_device}": 16 * 2048,
+    "memory_bytes{adapter_tables}": 0,
+    "memory_bytes{adapter_host}": 1 << 30,
+    "adapter_device_bytes{used}": 6 * 2048,
+    "adapter_device_bytes{free}": 10 * 2048,
+    "adapters_fitting{8}": 10,
+    "adapters_fitting{64}": 10,
 }
 
 
 @pytest.fixture
 def backend():
-    backend = EchoBackend()
+    backend = EchoService()
     backend.engine_stats = STATS
     backend.engine_restarts = {"crash": 2, "hang": 1}
     backend.register("fr")

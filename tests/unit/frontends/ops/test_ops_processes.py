@@ -13,8 +13,8 @@ from loraplex.frontends.access import by_api_key
 from loraplex.frontends.ops.processes import process_tree
 from loraplex.serving.access.api_key_ring import ApiKeys
 from loraplex.serving.access.api_keys import new_key
-from loraplex.testing.echo_backend import EchoBackend
 from support.described_app import described_app
+from support.echo_service import EchoService
 from support.eventually import eventually
 from support.scripted_engine import record_of
 
@@ -58,7 +58,7 @@ def test_the_tree_of_a_process():
 @pytest.mark.parametrize("has_steps", [True, False])
 async def test_engines_for_operators(has_steps):
     operator, tenant = new_key(), new_key()
-    backend = EchoBackend()
+    backend = EchoService()
     backend.engine_restarts = {"crash": 2}
     if has_steps:
         backend.step_records = [record_of(start_ns=1, duration_ns=1)]
@@ -72,6 +72,6 @@ async def test_engines_for_operators(has_steps):
     body = response.json()
     assert body["processes"][0]["pid"] == os.getpid()
     engine = body["engines"]["echo"]
-    assert (engine["ready"], engine["restarts"]) == (True, {"crash": 2})
+    assert (engine["ready"], engine["restarts"]) == (True, {"crash": 2, "hang": 0, "kill": 0})
     assert (engine["last_step_seconds"] is not None) == has_steps
     assert body["frontend_restarts"] == {}

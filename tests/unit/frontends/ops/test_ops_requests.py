@@ -3,38 +3,21 @@
 import httpx
 import pytest
 
-from loraplex.core.output import ResolvedAdapter
 from loraplex.core.server_config import ServerConfig
 from loraplex.frontends.access import by_api_key
 from loraplex.frontends.telemetry.tenants import noting_tenant
 from loraplex.serving.access.api_key_ring import ApiKeys
 from loraplex.serving.access.api_keys import new_key
-from loraplex.serving.request_metrics import RequestMetrics
-from loraplex.serving.wire_request import begin_generation
-from loraplex.testing.echo_backend import EchoBackend
 from support.described_app import described_app
+from support.echo_service import EchoService
 
 KEYS = {name: new_key() for name in ("default", "acme", "other")}
-
-
-class ObservedBackend(EchoBackend):
-    """Backend that records generations, as the service does."""
-
-    def __init__(self):
-        super().__init__()
-        self._metrics = RequestMetrics()
-
-    async def generate(self, request, principal):
-        outputs = await super().generate(request, principal)
-        record = begin_generation(request, principal.tenant, 1)
-        record.admitted(tuple(ResolvedAdapter(one.key.name, "d") for one in request.adapters), 5, 2)
-        return self._metrics.observe(request, outputs, record)
 
 
 @pytest.fixture
 async def client():
     ring = ApiKeys(None, " ".join(f"{name}:{key}" for name, key in KEYS.items()))
-    backend = ObservedBackend()
+    backend = EchoService()
     backend.register("zh")
     settings = ServerConfig(recent_requests=50)
     app = described_app(backend, noting_tenant(by_api_key(ring)), settings)

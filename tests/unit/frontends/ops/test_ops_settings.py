@@ -13,8 +13,8 @@ from loraplex.frontends.ops.settings import MAX_ITEMS, setting_list, with_found_
 from loraplex.serving.access.api_key_ring import ApiKeys
 from loraplex.serving.access.api_keys import new_key
 from loraplex.serving.model_memory import DeviceTier, HostTier, KVMemory, ModelMemory
-from loraplex.testing.echo_backend import EchoBackend
 from support.described_app import described_app
+from support.echo_service import EchoService
 
 
 def server(config):
@@ -97,7 +97,7 @@ def test_long_tables_are_cut():
 async def test_operators_only():
     operator, tenant = new_key(), new_key()
     authenticate = by_api_key(ApiKeys(None, f"{operator} acme:{tenant}"))
-    app = described_app(EchoBackend(), authenticate)
+    app = described_app(EchoService(), authenticate)
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://testserver") as client:
         for key, status in ((tenant, 403), (operator, 200)):
@@ -109,7 +109,7 @@ async def test_operators_only():
 
 
 def test_sizes_that_the_engine_found_are_shown():
-    backend = EchoBackend()
+    backend = EchoService()
     backend.model_memory = ModelMemory(
         max_num_seqs=64,
         max_num_batched_tokens=512,
@@ -131,7 +131,8 @@ def test_sizes_that_the_engine_found_are_shown():
 
 
 def test_before_the_engine_was_there_its_sizes_are_open():
-    backend = EchoBackend()
+    backend = EchoService()
+    backend.forget_engines()
     given = ModelConfig(path="/m")
     assert with_found_sizes(backend, backend.models()[0].name, given) == given
     assert with_found_sizes(backend, "unloaded", given) == given

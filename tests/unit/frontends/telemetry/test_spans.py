@@ -1,11 +1,13 @@
 """Spans of requests that came to all kinds of ends."""
 
+import msgspec
 import pytest
 
 from loraplex.core.adapter import AdapterChoice, ByName
 from loraplex.core.errors import InvalidParameterError, StepFailedError
 from loraplex.core.output import FinishReason, RequestTiming, ResolvedAdapter
 from loraplex.core.request import GenerateRequest
+from loraplex.core.task import Pool
 from loraplex.frontends.telemetry.spans import span_tree
 from loraplex.serving.wire_request import GenerationRecord, TraceParent, WireRequest
 
@@ -123,3 +125,13 @@ def test_whose_fault_it_was(method, status, failure):
         assert tree.name == "inference.GRPCInferenceService/ModelInfer"
         assert tree.attributes["rpc.system.name"] == "grpc"
         assert tree.attributes["rpc.response.status_code"] == status
+
+
+def test_a_pooled_request_has_no_attributes_of_sampling():
+    one = record()
+    one.request = msgspec.structs.replace(REQUEST, task=Pool())
+    request = wire()
+    request.generations.append(one)
+    (generation,) = span_tree(ended(request, "200")).children
+    assert not [name for name in generation.attributes if name.startswith("gen_ai.request.t")]
+    assert generation.attributes["gen_ai.usage.input_tokens"] == 20

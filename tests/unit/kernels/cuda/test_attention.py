@@ -203,12 +203,12 @@ def test_int8_equals_what_is_stored(shape, dtype):
 
 def test_small_int8_values_keep_their_digits_in_float16():
     rows = PagedRows(ManyShares(), SHAPE, [40], dtype=torch.float16, kv_dtype=torch.float16)
-    storage = rows.kernel.allocate(len(rows.storage.key), SHAPE, torch.int8)
+    storage = rows.kernel.allocate(len(rows.storage.tensors[0]), SHAPE, torch.int8)
     value = (torch.cat(rows.values) * 1e-3).half()
     positions = torch.arange(40)
     slots = rows.block_tables[0, positions // 16] * 16 + positions % 16
-    store(storage.key, torch.cat(rows.keys), slots, SHAPE)
-    store(storage.value, value, slots, SHAPE)
+    store(storage.tensors[0], torch.cat(rows.keys), slots, SHAPE)
+    store(storage.tensors[1], value, slots, SHAPE)
     rows.storage = storage
     rows.values = [from_stored(to_stored(value, torch.int8))]
     assert error(rows, [1]) < 2e-2

@@ -6,7 +6,7 @@ import torch
 from loraplex.core.errors import ConfigError
 from loraplex.kernels.cuda.attention import AttentionKernel
 from loraplex.kernels.kv_vectors import to_stored
-from loraplex.kernels.ops import AttentionShape, KVStorage
+from loraplex.kernels.ops import AttentionShape, Storage
 from support.paged_rows import stored_parts
 
 pytestmark = pytest.mark.slow
@@ -15,9 +15,9 @@ HOST = torch.device("cpu")
 SHAPE = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=32, block_size=16)
 
 
-def stored_as_int8(storage: KVStorage, shape: AttentionShape) -> list[torch.Tensor]:
+def stored_as_int8(storage: Storage, shape: AttentionShape) -> list[torch.Tensor]:
     """Keys and values, [slots, K, D + 4], as `to_stored` has them."""
-    parts = [stored_parts(tensor, shape) for tensor in (storage.key, storage.value)]
+    parts = [stored_parts(tensor, shape) for tensor in storage.tensors]
     return [torch.cat(each, -1).flatten(0, 1) for each in parts]
 
 
@@ -60,7 +60,7 @@ def test_write_takes_slices_and_skips_padding():
     fused = torch.randn(4, 8 + 2 + 2, 32)
     _, key, value = fused.split([8, 2, 2], 1)
     kernel.write(storage, key, value, torch.tensor([17, -1, 0, 31]))
-    for tensor, given in ((storage.key, key), (storage.value, value)):
+    for tensor, given in ((storage.tensors[0], key), (storage.tensors[1], value)):
         expected = torch.zeros(32, 2, 32)
         expected[[17, 0, 31]] = given[[0, 2, 3]]
         assert torch.equal(tensor.view(32, 2, 32), expected)

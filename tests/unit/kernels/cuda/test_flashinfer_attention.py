@@ -175,7 +175,7 @@ def served_by_flashinfer(rows: PagedRows, rules: AttentionRules) -> bool:
 
 def half_rows(seq_lens, **kwargs) -> PagedRows:
     rows = PagedRows(kernel(), SHAPE, seq_lens, dtype=torch.float16, **kwargs)
-    for tensor in (rows.storage.key, rows.storage.value):
+    for tensor in rows.storage.tensors:
         tensor.nan_to_num_()  # the formula multiplies what padding reads
     return rows
 

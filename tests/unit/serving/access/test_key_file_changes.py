@@ -11,6 +11,7 @@ from loraplex.core.errors import ConfigError
 from loraplex.serving.access.api_keys import digest_of
 from loraplex.serving.access.key_file import read_key_file
 from loraplex.serving.access.key_file_changes import create_key, revoke_key
+from support.naming import naming, refused
 
 NOW = datetime.datetime(2026, 1, 31, 12, tzinfo=datetime.UTC)
 
@@ -39,7 +40,7 @@ def test_an_operator(path):
     assert read_key_file(path).tenants["ops"].rights.operator
     create_key(path, "ops", NOW, is_operator=True)
     create_key(path, "acme", NOW)
-    with pytest.raises(ConfigError, match=r"'acme' is in .*, but is not an operator"):
+    with refused(ConfigError, "'acme'", path, "operator"):
         create_key(path, "acme", NOW, is_operator=True)
 
 
@@ -71,7 +72,7 @@ def test_revoking(path):
     revoke_key(path, key_id)
     assert [key.id for key in read_key_file(path).valid_keys] == [other_id]
     assert path.read_text().count("[[revoked]]") == 1
-    with pytest.raises(ConfigError, match="has no key with id 'nope'"):
+    with refused(ConfigError, path, "'nope'"):
         revoke_key(path, "nope")
 
 
@@ -84,7 +85,7 @@ def test_one_key_too_many_changes_nothing(path, monkeypatch):
     create_key(path, "acme", NOW)
     before = path.read_text()
     monkeypatch.setattr("loraplex.serving.access.key_file.MAX_KEYS", 1)
-    with pytest.raises(ConfigError, match="has 2 keys; at most 1"):
+    with refused(ConfigError, path, 2, 1):
         create_key(path, "acme", NOW)
     assert path.read_text() == before
 
@@ -97,10 +98,7 @@ def test_what_cannot_take_the_files_place_is_not_left(path, monkeypatch):
         raise OSError("no room")
 
     monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(
-        ConfigError,
-        match=r"cannot change api_keys_file .*no room",  # language: quoted
-    ):
+    with refused(ConfigError, path, "no room"):
         create_key(path, "acme", NOW)
     assert path.read_text() == before
     assert {file.name for file in path.parent.iterdir()} == {path.name, path.name + ".lock"}
@@ -116,14 +114,14 @@ def test_many_at_once_lose_nothing(path):
 
 def test_a_broken_file_is_not_touched(path):
     path.write_text("[tenants")
-    with pytest.raises(ConfigError, match="is not TOML"):
+    with refused(ConfigError, path, "TOML"):
         create_key(path, "acme", NOW)
     assert path.read_text() == "[tenants"
 
 
 @pytest.mark.parametrize("tenant", ["", "a b", "a\n[x]", "../x", "x" * 129, '"'])
 def test_odd_tenants(path, tenant):
-    with pytest.raises(ConfigError, match="a tenant is called by"):
+    with refused(ConfigError, "--tenant", 128):
         create_key(path, tenant, NOW)
     assert not path.exists()
 
@@ -131,11 +129,11 @@ def test_odd_tenants(path, tenant):
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
 def test_a_folder_that_takes_no_files(tmp_path):
     tmp_path.chmod(0o500)
-    with pytest.raises(ConfigError, match=r"cannot change api_keys_file .*Permission denied"):
+    with pytest.raises(ConfigError, match=naming("api_keys_file", "Permission denied")):
         create_key(tmp_path / "keys.toml", "acme", NOW)
     tmp_path.chmod(0o700)
 
 
 def test_a_folder_that_is_not_there(tmp_path):
-    with pytest.raises(ConfigError, match=r"cannot change api_keys_file .*No such file"):
+    with refused(ConfigError, tmp_path / "nowhere" / "keys.toml"):
         create_key(tmp_path / "nowhere" / "keys.toml", "acme", NOW)

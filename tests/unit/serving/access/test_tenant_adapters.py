@@ -11,6 +11,7 @@ from loraplex.serving.access.tenant_adapters import TenantAdapters
 from loraplex.serving.discovered_adapters import DiscoveredAdapters
 from support.fake_loader import fake_source
 from support.fake_runner import FAKE_CAPACITY
+from support.naming import refused
 
 
 def add(store, tenant, name, digest=None, **fields):
@@ -94,13 +95,13 @@ class TestUse:
             visible.resolve(ByName("fr"))
 
     def test_what_is_only_listed_is_forbidden(self, store):
-        with pytest.raises(PermissionDeniedError, match="'acme' may not use adapter 'de'"):
+        with refused(PermissionDeniedError, "'acme'", "'de'", "use"):
             seen(store, use=Names(("c*",))).resolve(ByName("de"))
 
     def test_the_servers_file_is_gone(self, store, monkeypatch):
         gone = seen(store).resolve(ByName("de"))
         monkeypatch.setattr(store, "is_missing", lambda version: version == gone)
-        with pytest.raises(AdapterLoadError, match="'de' is gone from the disk: its operator"):
+        with refused(AdapterLoadError, "'de'"):
             seen(store).resolve(ByName("de"))
         assert seen(store, "umbrella").resolve(ByName("fr"))
 
@@ -129,7 +130,7 @@ class TestList:
         with pytest.raises(AdapterNotFoundError) as raised:
             seen(store, list=Names(("d*",))).resolve(ByName("x"))
         assert raised.value.message.endswith("known adapters: 'de', 'german'")
-        with pytest.raises(AdapterNotFoundError, match="no adapter is registered"):
+        with refused(AdapterNotFoundError, "'x'", "'m'", param="adapter"):
             seen(store, list=NONE).resolve(ByName("x"))
 
     def test_what_may_be_used_is_found_unlisted(self, store):
@@ -148,13 +149,13 @@ class TestManage:
         visible = seen(store, manage=Names(("c*",)))
         assert visible.managed(ByName("cats")).tenant == "acme"
         visible.check_manages("cows")
-        with pytest.raises(PermissionDeniedError, match="may not manage adapter 'fr'"):
+        with refused(PermissionDeniedError, "'acme'", "'fr'", "manage"):
             visible.managed(ByName("fr"))
-        with pytest.raises(PermissionDeniedError, match="may not manage adapter 'dogs'"):
+        with refused(PermissionDeniedError, "'acme'", "'dogs'", "manage"):
             visible.check_manages("dogs")
 
     def test_never_the_servers(self, store):
-        with pytest.raises(PermissionDeniedError, match="'de' is the server's own"):
+        with refused(PermissionDeniedError, "'de'", "'acme'", "server's own"):
             seen(store).managed(ByName("de"))
         with pytest.raises(AdapterNotFoundError):
             seen(store, list=NONE).managed(ByName("de"))

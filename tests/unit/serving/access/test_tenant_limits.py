@@ -12,9 +12,11 @@ from loraplex.core.errors import (
 from loraplex.core.output import FinishReason, RequestOutput, SequenceOutput
 from loraplex.core.principal import Principal, TenantLimits, TenantUsage
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.task import Generate, Pool
 from loraplex.serving.access.tenant_limits import LeasedOutputs, TenantGate
 from loraplex.serving.adapter_usage import AdapterUsage
 from loraplex.testing.fake_clock import FakeClock
+from support.naming import naming, refused
 
 
 @pytest.fixture
@@ -35,7 +37,7 @@ def enter(gate, principal, prompt=None, **sampling):
     """The lease of an admitted request."""
     with gate.admission(principal) as lease:
         if prompt is not None:
-            lease.reserve(prompt, SamplingParams(**sampling))
+            lease.reserve(prompt, Generate(SamplingParams(**sampling)))
     return lease
 
 
@@ -67,7 +69,7 @@ class TestConcurrency:
     def test_one_too_many(self, gate):
         acme = tenant(max_concurrent_requests=2)
         first, _ = enter(gate, acme), enter(gate, acme)
-        with pytest.raises(RateLimitedError, match="'acme' may have 2 requests at once") as raised:
+        with refused(RateLimitedError, "'acme'", 2) as raised:
             enter(gate, acme)
         assert raised.value.retry_after_seconds == 1
         first.end()
@@ -102,7 +104,7 @@ class TestRequestRate:
         enter(gate, acme).end()
         clock.advance_seconds(10)
         enter(gate, acme).end()
-        with pytest.raises(RateLimitedError, match="2 requests a minute: try again in 51 s") as e:
+        with pytest.raises(RateLimitedError, match=naming(2, 51)) as e:
             enter(gate, acme)
         assert e.value.retry_after_seconds == 51
         clock.advance_seconds(51)
@@ -113,7 +115,7 @@ class TestRequestRate:
     def test_what_a_limit_refused_is_not_counted(self, gate, clock):
         acme = tenant(requests_per_minute=2, max_concurrent_requests=1)
         lease = enter(gate, acme)
-        with pytest.raises(RateLimitedError, match="at once"):
+        with refused(RateLimitedError, "'acme'", 1):
             enter(gate, acme)
         lease.end()
         enter(gate, acme)
@@ -122,7 +124,7 @@ class TestRequestRate:
         acme = tenant(requests_per_minute=1)
         with contextlib.suppress(ZeroDivisionError), gate.admission(acme):
             raise ZeroDivisionError
-        with pytest.raises(RateLimitedError, match="a minute"):
+        with refused(RateLimitedError, "'acme'", 1, "minute"):
             enter(gate, acme)
 
 
@@ -133,7 +135,7 @@ class TestTokenRate:
         assert gate.use("acme").tokens.total(0) == 70
         with pytest.raises(
             RateLimitedError,
-            match="70 are used or reserved, and this request needs up to 31",
+            match=naming(70, 31),
         ):
             enter(gate, acme, 1, max_tokens=30)
         enter(gate, acme, 1, max_tokens=29)
@@ -164,19 +166,44 @@ class TestTokenRate:
         enter(gate, acme, 10, max_tokens=50)
 
     def test_no_wait_helps_a_request_over_the_limit(self, gate):
-        with pytest.raises(InvalidParameterError, match=r"up to 101 .* fewer max_tokens") as raised:
+        with pytest.raises(InvalidParameterError, match=naming(101, "max_tokens")) as raised:
             enter(gate, tenant(tokens_per_minute=100), 1, max_tokens=100)
         assert raised.value.param == "max_tokens"
+
+    def test_an_error_names_what_the_client_can_change(self, gate):
+        """A pooled request has no max_tokens, and fewer of them help no prompt over the limit."""
+        acme = tenant(tokens_per_minute=100)
+        for num_prompt, task, most in (
+            (101, Pool(), 100),
+            (100, Generate(SamplingParams(max_tokens=1)), 99),
+            (200, Generate(SamplingParams(max_tokens=50)), 99),
+        ):
+            with (
+                pytest.raises(PromptTooLongError, match=naming(num_prompt, most)) as raised,
+                gate.admission(acme) as lease,
+            ):
+                lease.reserve(num_prompt, task)
+            assert raised.value.param == "prompt"
+            assert "max_tokens" not in raised.value.message
+        with gate.admission(acme) as lease:
+            lease.reserve(100, Pool())
+        with (
+            pytest.raises(RateLimitedError, match=naming(100, 7, "prompt")) as raised,
+            gate.admission(acme) as lease,
+        ):
+            lease.reserve(7, Pool())
+        assert "max_tokens" not in raised.value.message
+        with pytest.raises(RateLimitedError, match=naming(100, 8, "max_tokens")):
+            enter(gate, acme, 7, max_tokens=1)
 
 
 def test_sizes(gate):
     acme = tenant(max_prompt_tokens=10, max_n=2)
     enter(gate, acme, 10, max_tokens=1, n=2)
-    with pytest.raises(PromptTooLongError, match="11 tokens; tenant 'acme' may send at most 10"):
+    with pytest.raises(PromptTooLongError, match=naming(11, "acme", 10)):
         enter(gate, acme, 11, max_tokens=1)
-    with pytest.raises(InvalidParameterError, match="3 outputs") as raised:
+    with refused(InvalidParameterError, 3, "'acme'", 2, param="n"):
         enter(gate, acme, 1, max_tokens=1, n=1, best_of=3)
-    assert raised.value.param == "n"
 
 
 class Outputs:

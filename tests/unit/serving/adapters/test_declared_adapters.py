@@ -27,6 +27,7 @@ from loraplex.core.errors import (
 from loraplex.core.principal import LOCAL, Names, Principal, Rights
 from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.task import Generate
 from loraplex.frontends.ops.declaration_metrics import DeclarationCollector
 from loraplex.serving.adapter_cards import UnloadMode
 from loraplex.serving.adapters import declared_adapters
@@ -34,6 +35,7 @@ from loraplex.serving.adapters.look_ups import MAX_PER_SECOND
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.service import Service
 from loraplex.testing.fake_clock import FakeClock
+from support.naming import naming, refused
 
 ZH = AdapterRef("base", "default", ByName("zh"))
 ACME = Principal("acme", Rights(operator=False))
@@ -67,7 +69,7 @@ class Replica:
             request_id=self.service.new_request_id(),
             model="base",
             prompt="hello",
-            sampling=SamplingParams(max_tokens=1),
+            task=Generate(SamplingParams(max_tokens=1)),
             adapters=(AdapterChoice(key),),
             load_policy=policy,
         )
@@ -203,7 +205,7 @@ async def test_a_replacement_that_another_made_meanwhile_is_a_conflict_of_versio
     await arrived.wait()
     await other.load(path="/zh2", replace=True)
     go_on.set()
-    with pytest.raises(AdapterExistsError, match=r"version 2 .* has version 2 .digest digest of"):
+    with refused(AdapterExistsError, "version 2", "'zh'", "digest of /z", param="name"):
         await late
     await one.look()
     assert await one.use() == await other.use() == "digest of /zh2"
@@ -212,7 +214,7 @@ async def test_a_replacement_that_another_made_meanwhile_is_a_conflict_of_versio
 async def test_a_name_that_is_taken_elsewhere_is_taken_here(replica):
     one, other = await replica(), await replica()
     await one.load()
-    with pytest.raises(AdapterExistsError, match=r"already exists .version 1"):
+    with refused(AdapterExistsError, "'zh'", "version 1", param="name"):
         await other.load(path="/zh2")
     report = await other.load(replace=True)
     assert (report.version, report.is_unchanged) == (1, True)
@@ -224,9 +226,9 @@ async def test_a_dry_run_and_a_bad_adapter_declare_nothing(replica, tmp_path, st
     staging.staged["/bad"] = InvalidAdapterError("torn")
     with pytest.raises(InvalidAdapterError, match="torn"):
         await one.load(path="/bad")
-    with pytest.raises(InvalidAdapterError, match="absolute path or a URL"):
+    with refused(InvalidAdapterError, "'./zh'", param="path"):
         await one.load(path="./zh")
-    with pytest.raises(InvalidParameterError, match="control character"):
+    with refused(InvalidParameterError, "U+000A", param="name"):
         await one.load(name="a\nb")
     assert list((tmp_path / "truth").iterdir()) == []
 
@@ -258,13 +260,13 @@ async def test_a_deleted_folder_leaves_what_is_there(replica, put, tmp_path, cap
     await one.use()
     (tmp_path / "truth").rename(tmp_path / "away")
     for _ in range(2):
-        with pytest.raises(AdapterLoadError, match="cannot be read now"):
+        with refused(AdapterLoadError, tmp_path / "truth"):
             await one.look()
     assert caplog.text.count("the adapters stay as they are") == 1
     assert await one.use() == "digest of /zh"
-    with pytest.raises(AdapterLoadError, match="cannot be read now"):
+    with refused(AdapterLoadError, tmp_path / "truth"):
         await one.service.find("de", LOCAL)
-    with pytest.raises(AdapterLoadError, match="cannot be read now"):
+    with refused(AdapterLoadError, tmp_path / "truth"):
         await one.load(name="de", path="/de")
     (tmp_path / "away").rename(tmp_path / "truth")
     put("de", uri="/de")
@@ -274,7 +276,13 @@ async def test_a_deleted_folder_leaves_what_is_there(replica, put, tmp_path, cap
 async def test_another_digest_than_the_declared_one_is_refused(replica, put):
     put(digest="digest of something else")
     one = await replica()
-    with pytest.raises(InvalidAdapterError, match=r"digest of something else; its .* /zh"):
+    with refused(
+        InvalidAdapterError,
+        "'zh'",
+        "digest of something else",
+        "digest of /zh",
+        param="path",
+    ):
         await one.use()
     assert one.bound() == {}
     put(version=2, digest="digest of /zh")
@@ -336,9 +344,9 @@ async def test_aliases_are_those_of_the_declaration(replica, put):
     with pytest.raises(AdapterNotFoundError):
         await one.use("chinese")
     assert await one.use("zh") == "digest of /zh"
-    with pytest.raises(AdapterExistsError, match="already means adapter 'de'"):
+    with refused(AdapterExistsError, "'cn'", "'de'", param="alias"):
         await one.service.adapter_admin.alias(LOCAL, ZH, "cn")
-    with pytest.raises(AdapterExistsError, match="is an alias of adapter 'de'"):
+    with refused(AdapterExistsError, "'cn'", "'de'", "alias", param="name"):
         await one.load(name="cn", path="/zh2")
 
 
@@ -384,7 +392,7 @@ async def test_the_configuration_of_a_server_wins(replica, put, caplog):
     one = await replica(adapters={"zh": AdapterConfig("/zh")})
     assert await one.use() == "digest of /zh"
     assert "the configuration of this server has an adapter of this name" in caplog.text
-    with pytest.raises(AdapterExistsError, match="configured on this server"):
+    with refused(AdapterExistsError, "'zh'", "configured", param="name"):
         await one.load(path="/de", replace=True)
 
 
@@ -392,7 +400,7 @@ async def test_what_declarations_cannot_express_is_refused(replica):
     one = await replica()
     await one.load(task_id=7)
     await one.load(path="/zh2", replace=True)
-    with pytest.raises(UnsupportedFeatureError, match="load the source of the older version"):
+    with refused(UnsupportedFeatureError, "'zh'", "replace"):
         await one.service.adapter_admin.rollback(LOCAL, ZH)
     assert one.bound() == {"zh": (2, "digest of /zh2")}
 
@@ -419,7 +427,7 @@ async def test_one_tenant_cannot_look_up_without_end(replica):
     for number in range(MAX_PER_SECOND):
         with pytest.raises(ModelNotFoundError):
             await one.service.find(f"nothing {number}", ACME)
-    with pytest.raises(RateLimitedError, match="'acme' named more than 32 unknown") as caught:
+    with pytest.raises(RateLimitedError, match=naming("acme", 32)) as caught:
         await one.service.find("nothing else", ACME)
     assert caught.value.retry_after_seconds == 1.0
     with pytest.raises(ModelNotFoundError):
@@ -526,7 +534,7 @@ async def test_a_reading_that_is_cancelled_does_not_count(replica, put, monkeypa
 
     def slow():
         begun.set()
-        go_on.wait(10)
+        go_on.wait(60)
         return documents()
 
     monkeypatch.setattr(place, "documents", slow)
@@ -550,9 +558,9 @@ async def test_a_place_that_hangs_holds_nothing_else_up(replica, put, monkeypatc
     monkeypatch.setattr(place, "documents", lambda: go_on.wait(60) and documents())
     monkeypatch.setattr(declared_adapters, "MAX_SECONDS", 0.05)
     for name in ("x", "y"):
-        with pytest.raises(AdapterLoadError, match=r"did not respond within 0\.05 s"):
+        with refused(AdapterLoadError, 0.05):
             await one.service.find(name, LOCAL)
-    with pytest.raises(AdapterLoadError, match="did not respond"):
+    with refused(AdapterLoadError, 0.05):
         await one.load(name="de", path="/de")
     assert await one.use() == "digest of /zh"
     monkeypatch.setattr(declared_adapters, "MAX_SECONDS", 60.0)

@@ -18,6 +18,7 @@ from loraplex.serving.adapters.upkeep import CatalogUpkeep
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.service import Service
 from loraplex.testing.fake_clock import FakeClock
+from support.naming import refused
 
 LIMITS = UploadLimits(max_bytes=100, max_tenant_bytes=100, max_uploads=9, max_seconds=60)
 
@@ -99,7 +100,7 @@ async def test_there_is_no_source_to_read_again(service, upload, staging):
 async def test_where_there_are_none(make_model, staging, clock):
     service = Service([make_model("a")], staging, RequestMetrics(["a"]), clock)
     await service.start()
-    with pytest.raises(UnsupportedFeatureError, match="setting uploads"):
+    with refused(UnsupportedFeatureError, "uploads", param="path"):
         await load(service, "upload://x")
     await service.close()
 

@@ -28,6 +28,7 @@ from loraplex.serving.engines.engine_state import EngineState
 from loraplex.testing.fake_clock import FakeClock
 from support.fake_loader import fake_source
 from support.fake_runner import FAKE_CAPACITY
+from support.naming import refused
 from support.scripted_engine import (
     READY,
     done,
@@ -57,7 +58,7 @@ class TestStart:
 
     async def test_death_before_it_is_ready_is_an_error_and_no_loop(self, engine, script):
         script.first_events = [None]
-        with pytest.raises(InternalError, match="'m' ended while it started"):
+        with refused(InternalError, "'m'"):
             await engine.start()
         assert engine.state is EngineState.FAILED
         assert len(script.links) == 1
@@ -80,12 +81,12 @@ class TestStart:
         self, engine, script, make_request
     ):
         script.first_events = [None]
-        with pytest.raises(NotReadyError, match="is starting") as caught:
+        with refused(NotReadyError, "'m'", "starting") as caught:
             engine.submit(make_request(), [])
         assert caught.value.retry_after_seconds == 2
         with pytest.raises(InternalError):
             await engine.start()
-        with pytest.raises(NotReadyError, match="is failed"):
+        with refused(NotReadyError, "'m'", "failed"):
             engine.submit(make_request(), [])
         with pytest.raises(NotReadyError):
             engine.preload(SOURCE)
@@ -127,18 +128,43 @@ class TestRequests:
         await until(lambda: engine.num_requests == 0)
         assert script.link.commands == []
 
-    async def test_a_request_waits_a_second_for_the_others_of_its_batch(
+    async def test_a_request_waits_for_the_others_of_its_batch_however_long_they_take(
         self, engine, script, clock, make_request
     ):
         await engine.start()
-        first, second, third = make_request(1), make_request(2), make_request(3)
+        first, other, second = make_request(1), make_request(2), make_request(3)
         with RequestBatch() as batch:
             engine.submit(first, [], batch=batch)
-            engine.submit(second, [])
-            assert script.link.commands == [AddRequest(second)]
-            clock.advance_seconds(1)
-            engine.submit(third, [])
-            assert script.link.commands[1:] == [AddRequest(first), AddRequest(third)]
+            clock.advance_seconds(300)
+            engine._requests._look_at_times()
+            engine.submit(other, [])
+            engine.submit(second, [], batch=batch)
+            assert script.link.commands == [AddRequest(other)]
+        assert script.link.commands[1:] == [AddRequests((first, second))]
+
+    async def test_a_stream_that_was_left_collects_nothing(self, engine, script, make_request):
+        await engine.start()
+        stream = engine.submit(make_request(5), [])
+        script.link.say(done(5, 1, finished=False))
+        await stream.take()
+        script.link.say(done(5, 2, finished=False))
+        await until(lambda: bool(stream._pending))
+        stream.leave()
+        script.link.say(*(done(5, token, finished=token == 9) for token in range(3, 10)))
+        await until(lambda: engine.num_requests == 0)
+        assert stream._pending == []
+
+    async def test_a_stream_that_passes_on_ends_with_its_reader(self, engine, script, make_request):
+        await engine.start()
+        stream, passed = engine.submit(make_request(5), []), []
+        stream.pass_on(passed.append)
+        script.link.say(done(5, 1, finished=False))
+        await until(lambda: bool(passed))
+        stream.leave()
+        script.link.say(done(5, 2))
+        await until(lambda: engine.num_requests == 0)
+        assert [output.finished for output in passed] == [False]
+        assert stream._pending == []
 
     async def test_a_slow_reader_finds_all_at_once(self, engine, script, make_request):
         await engine.start()
@@ -239,7 +265,7 @@ class TestClose:
         start = asyncio.create_task(engine.start())
         await asyncio.sleep(0.001)
         await engine.close()
-        with pytest.raises(NotReadyError, match="stopped as it started"):
+        with refused(NotReadyError, "'m'", "stopped"):
             await start
 
     async def test_while_requests_are_in_work(self, engine, script, make_request):
@@ -249,7 +275,7 @@ class TestClose:
         error = await error_of(stream)
         assert (error.code, error.message) == ("not_ready", "the server is stopping")
         assert script.link.is_closed
-        with pytest.raises(NotReadyError, match="is closed"):
+        with refused(NotReadyError, "'m'", "closed"):
             engine.submit(make_request(), [])
         engine.abort(1)
 

@@ -71,6 +71,34 @@ async def rejections(link: ProcessLink) -> tuple[list[str], str]:
         return digests, str(death)
 
 
+async def test_an_engine_lives_until_its_last_event_is_read(temporary_folder):
+    """More than the sockets' buffers hold, read only once the engine has sent everything."""
+    done = temporary_folder / "done"
+    link = await start_script(
+        "for number in range(6000): send(channel, str(number))", f"open({str(done)!r}, 'w').close()"
+    )
+    link.send(AbortRequest(1))
+    while not done.exists():
+        await asyncio.sleep(0.001)
+    assert not link._exited.done(), "it waits for its reader"
+    digests, death = await rejections(link)
+    assert digests == [str(number) for number in range(6000)]
+    assert "ended with status 0" in death
+    await link.close()
+    done.unlink()
+
+
+async def test_an_engine_that_is_closed_is_not_waited_for_with_unread_events(temporary_folder):
+    """close() reads what is left, so that the engine can end by itself."""
+    link = await start_script(
+        "for number in range(6000): send(channel, str(number))", "channel.receive(None)"
+    )
+    link.send(AbortRequest(1))
+    await link.receive()
+    await link.close()
+    assert link._exited.result() == 0
+
+
 @pytest.fixture(params=LINKS)
 def start(request, temporary_folder):
     return LINKS[request.param]
@@ -154,11 +182,10 @@ async def test_the_folder_of_the_socket_is_private(engine, temporary_folder):
 async def test_what_an_engine_said_before_its_end_is_heard(temporary_folder):
     link = await start_script(
         "for i in range(500): send(channel, str(i))",
-        "channel.close()",  # only then all of it has left the process
+        "channel.close()",  # only then all of it has been read
         "os.kill(os.getpid(), signal.SIGKILL)",
     )
     link.send(AbortRequest(1))
-    await link._exited
     digests, death = await rejections(link)
     assert digests == [str(i) for i in range(500)]
     assert death == (

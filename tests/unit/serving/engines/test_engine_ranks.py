@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from loraplex.core.clock import SystemClock
-from loraplex.core.errors import ConfigError
+from loraplex.core.errors import ConfigError, NotReadyError
 from loraplex.core.stopped_process import state_of
 from loraplex.serving.engines import engine_watchdog
 from loraplex.serving.engines.async_engine import AsyncEngine
@@ -107,6 +107,25 @@ async def test_a_stopped_rank_is_a_hung_engine(
     pids = rank_pids(engine)
     assert len((await tokens_of(engine.submit(make_request(max_tokens=10), [])))[0]) == 10
     assert engine.restarts == {EngineEnd.HANG: 1}
+    await until(lambda: are_gone(pids))
+    await engine.close()
+
+
+async def test_a_rank_that_is_stopped_while_the_engine_is_idle(
+    temporary_folder, make_request, monkeypatch
+):
+    """Loads and pins would wait for it; no step does. The engine in its place has them."""
+    monkeypatch.setattr(engine_watchdog, "_IDLE_SECONDS", 3.0)
+    engine = engine_of(EngineWatchdog(SystemClock(), StepLimits(least_seconds=3.0)))
+    await engine.start()
+    pids = rank_pids(engine)
+    os.kill(pids[0], signal.SIGSTOP)
+    stream = engine.submit(make_request(1, "digest"), [SOURCE])
+    with pytest.raises(NotReadyError):
+        await engine.pin(SOURCE)
+    assert len((await tokens_of(stream))[0]) == 3
+    assert engine.restarts == {EngineEnd.HANG: 1}
+    await engine.pin(SOURCE)
     await until(lambda: are_gone(pids))
     await engine.close()
 

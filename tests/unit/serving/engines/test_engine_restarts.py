@@ -13,6 +13,7 @@ from loraplex.core.output import (
     EngineOutput,
     FinishReason,
     LogitsFile,
+    PromptLogprobs,
     RequestTiming,
     SequenceDelta,
 )
@@ -64,7 +65,9 @@ class TestRestart:
         script.gate.clear()
         timing = RequestTiming(request.arrival_ns, first_token_ns=7, num_preemptions=1)
         script.link.say(
-            says(1, (0, 11, 12), (1, 21), timing=timing, prompt_logprobs=(None,)),
+            says(
+                1, (0, 11, 12), (1, 21), timing=timing, prompt_logprobs=PromptLogprobs.of((None,))
+            ),
             says(1, (1, 22, FinishReason.LENGTH)),
             died(1),
         )

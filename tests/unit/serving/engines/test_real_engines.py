@@ -13,7 +13,7 @@ from loraplex.core.errors import (
     ConfigError,
     NotReadyError,
 )
-from loraplex.core.plan import KVGroupCapacity
+from loraplex.core.plan import CacheGroupCapacity
 from loraplex.serving.engines.async_engine import AsyncEngine
 from loraplex.serving.engines.in_flight_request import MAX_BLAME
 from loraplex.serving.engines.link import ThreadLink
@@ -104,8 +104,8 @@ class TestRealEngines:
 
     async def test_a_restarted_engine_with_less_memory(self, temporary_folder, make_request):
         """What no longer fits ends at once, and can be retried; the rest continues."""
-        groups = (KVGroupCapacity(num_blocks=2),)
-        small = msgspec.structs.replace(FAKE_CAPACITY, kv_groups=groups, num_adapter_pages=1)
+        groups = (CacheGroupCapacity(num_blocks=2),)
+        small = msgspec.structs.replace(FAKE_CAPACITY, cache_groups=groups, num_adapter_pages=1)
         settings = FakeEngineSettings(step_seconds=0.02)
         later = msgspec.structs.replace(settings, capacity=small)
 

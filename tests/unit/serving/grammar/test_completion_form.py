@@ -8,7 +8,7 @@ import llguidance
 import msgspec
 import pytest
 
-from loraplex.core.errors import InvalidParameterError
+from loraplex.core.errors import InvalidParameterError, RequestError, UnsupportedFeatureError
 from loraplex.core.grammar import Grammar, GrammarKind
 from loraplex.core.tools import FunctionTool, ToolMode, ToolUse
 from loraplex.serving.grammar.check import GrammarCheck, SpecialTokens
@@ -16,6 +16,7 @@ from loraplex.serving.text.chat_format import ChatFormat
 from loraplex.serving.text.completion_grammar import completion_grammar
 from loraplex.serving.text.completion_reader import CompletionSyntax
 from loraplex.serving.text.tool_calls.formats import FORMATS
+from support.naming import refused
 
 WEATHER = FunctionTool(
     name="get_weather",
@@ -322,6 +323,8 @@ def test_no_value_holds_the_marker_of_its_end(
     tool_use = ToolUse(tools=tools, mode=ToolMode.REQUIRED)
     assert model.takes(f"{start}x < y\n{end}\n{behind}", tool_use)
     assert not model.takes(f"{start}x{end} y\n{end}\n{behind}", tool_use)
+    for other in ("<parameter=", "</function>") if family == "qwen3_coder" else ("<arg_key>",):
+        assert not model.takes(f"{start}x{other}y\n{end}\n{behind}", tool_use)
 
 
 FRAMES = {
@@ -372,6 +375,50 @@ def test_what_a_strict_schema_says_of_a_text_without_quotes(
         assert not model.takes(f"{start}{text}{end}", tool_use), text
     marker = end.split(">")[0] + ">"
     assert not model.takes(f"{start}{marker}{end}", tool_use)
+
+
+@pytest.mark.parametrize("family", FRAMES)
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"$ref": "#/$defs/two"}, {"ab": "ab", "12": "12"}, ["a"]),
+        ({"allOf": [{"$ref": "#/$defs/two"}]}, {"12": "12"}, ["a"]),
+        ({"anyOf": [{"$ref": "#/$defs/two"}, {"type": "null"}]}, {"12": "12", "null": None}, ["a"]),
+        ({"type": ["string", "null"], "maxLength": 2}, {"": "", "null": None}, ["abc"]),
+        ({"anyOf": [{"enum": ["x"]}, {"type": "boolean"}]}, {"x": "x", "true": True}, ['"x"', "y"]),
+    ],
+    ids=str,
+)
+def test_a_text_that_is_one_of_several(
+    family: str, schema: dict[str, Any], right: dict[str, Any], wrong: list[str]
+) -> None:
+    """What the grammar lets through is read as the schema has it."""
+    model = Model(family, is_special=False)
+    start, end = FRAMES[family]
+    parameters = {
+        "properties": {"a": schema},
+        "required": ["a"],
+        "$defs": {"two": {"type": "string", "minLength": 2}},
+    }
+    tool = FunctionTool(name="f", parameters=parameters, is_strict=True)
+    tool_use = ToolUse(tools=(tool,))
+    reading = CompletionSyntax(chat_format=model.chat_format, tool_use=tool_use)
+    for text, value in right.items():
+        assert model.takes(f"{start}{text}{end}", tool_use), text
+        [call] = reading.reader().push(f"{start}{text}{end}", final=True).calls
+        assert json.loads(call.arguments) == {"a": value}
+    for text in wrong:
+        assert not model.takes(f"{start}{text}{end}", tool_use), text
+
+
+@pytest.mark.parametrize("family", FRAMES)
+def test_alternatives_of_alternatives_are_not_kept_to(family: str) -> None:
+    model = Model(family, is_special=False)
+    inner = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+    parameters = {"properties": {"a": {"anyOf": [inner, {"type": "integer"}]}}}
+    tool = FunctionTool(name="f", parameters=parameters, is_strict=True)
+    with refused(InvalidParameterError, "'f'", "'a'", "anyOf", param="tools"):
+        model.takes("", ToolUse(tools=(tool,)))
 
 
 @pytest.mark.parametrize("family", FRAMES)
@@ -459,25 +506,31 @@ def test_no_grammar_where_the_text_alone_will_do() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parameters", "words"),
+    ("parameters", "kind", "words"),
     [
-        ({"properties": {"a": {"type": "strnig"}}}, "function 'f'.*properties/a"),
-        ({"properties": {"a": {"not": {}}}}, "function 'f'"),
+        (
+            {"properties": {"a": {"type": "strnig"}}},
+            InvalidParameterError,
+            "function 'f'.*properties/a",
+        ),
+        ({"properties": {"a": {"not": {}}}}, UnsupportedFeatureError, "function 'f'"),
     ],
 )
-def test_a_schema_that_cannot_be_kept_to_is_named(parameters: dict[str, Any], words: str) -> None:
+def test_a_schema_that_cannot_be_kept_to_is_named(
+    parameters: dict[str, Any], kind: type[RequestError], words: str
+) -> None:
     model = Model("hermes", is_special=False)
-    tool = FunctionTool(name="f", parameters=parameters)
+    tool = FunctionTool(name="f", parameters=parameters, is_strict=True)
     grammar = model.grammar(ToolUse(tools=(WEATHER, tool), mode=ToolMode.REQUIRED))
     assert grammar is not None
-    with pytest.raises(InvalidParameterError, match=words) as caught:
+    with pytest.raises(kind, match=words) as caught:
         model.check.compiled(grammar)
     assert caught.value.param == "tools"
 
 
 def test_a_text_that_is_no_grammar_of_a_completion() -> None:
     model = Model("hermes", is_special=False)
-    with pytest.raises(InvalidParameterError, match="grammar of a message"):
+    with refused(InvalidParameterError, "grammar", param="grammar"):
         model.check.compiled(Grammar(GrammarKind.MESSAGE, "{"))
 
 

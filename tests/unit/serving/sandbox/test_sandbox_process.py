@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import signal
 import sys
 import threading
@@ -11,7 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import pytest
 
-from loraplex.core.errors import InternalError, InvalidParameterError, NotReadyError
+from loraplex.core.errors import (
+    InternalError,
+    InvalidParameterError,
+    NotReadyError,
+    UnsupportedFeatureError,
+)
 from loraplex.core.grammar import Grammar, GrammarKind, GrammarLimits
 from loraplex.core.stopped_process import is_stopped
 from loraplex.serving.grammar.grammar_worker import GrammarSetup
@@ -19,16 +25,19 @@ from loraplex.serving.grammar.grammars import GRAMMARS
 from loraplex.serving.sandbox import process as sandbox_process
 from loraplex.serving.sandbox.process import Sandbox, SandboxKind, SandboxProcess
 from loraplex.serving.sandbox.worker import LENGTH, Reply
+from support.cpu_seconds import cpu_seconds
 from support.eventually import eventually
 from support.hostile_grammars import hostile_grammars
+from support.naming import refused
 from support.wire_requests import of_tenant
 
 SETUP = msgspec.msgpack.encode(GrammarSetup({0: b"</s>"}, 300, GrammarLimits()))
 GOOD = Grammar(GrammarKind.REGEX, "a+")
 HOSTILE = hostile_grammars()
 SLOW = HOSTILE["multiple-of"]
-MAX_SECONDS = 5.0
-"""Time limit on a busy machine; the grammar's own share is half a second."""
+MAX_CPU_SECONDS = 2.0
+"""Processor time of a grammar and of its reply; the grammar's own limit is half a second. Wall time
+is whatever the machine has left."""
 MAX_MIB = 400
 
 
@@ -67,19 +76,26 @@ def resident_mib(pid: int) -> float:
         return int(numbers.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
+def seconds_used(pid: int) -> float:
+    """Return the processor time of a process, of this one, and of its children that ended."""
+    ours, ended = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    used = ours.ru_utime + ours.ru_stime + ended.ru_utime + ended.ru_stime
+    return used + cpu_seconds(pid)
+
+
 @pytest.mark.some(15)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_every_hostile_grammar_has_a_reply_in_time(process, name):
     process.compiled(GOOD)  # it may have to start again
     before = resident_mib(os.getpid())
-    start = time.monotonic()
-    error = None
+    pid, error = process._process.pid, None
+    start = seconds_used(pid)
     try:
         assert process.compiled(HOSTILE[name])
-    except InvalidParameterError as refused:
+    except (InvalidParameterError, UnsupportedFeatureError) as refused:
         error = refused
     assert error is None or (error.param == "grammar" and len(error.message) < 1000)
-    assert time.monotonic() - start < MAX_SECONDS
+    assert seconds_used(pid) - start < MAX_CPU_SECONDS
     process.compiled(GOOD)
     assert resident_mib(process._process.pid) < MAX_MIB
     assert resident_mib(os.getpid()) - before < 50
@@ -87,35 +103,32 @@ def test_every_hostile_grammar_has_a_reply_in_time(process, name):
 
 @pytest.mark.parametrize("name", ["multiple-of", "multiples-of", "regex-optional"])
 def test_what_takes_too_long_is_said(process, name):
-    with pytest.raises(InvalidParameterError, match=r"takes more than 0\.5 s to compile"):
+    with refused(InvalidParameterError, "grammar", 0.5, param="grammar"):
         process.compiled(HOSTILE[name])
 
 
-def test_others_go_on_meanwhile(process):
-    """Their threads have the interpreter."""
-    process.compiled(GOOD)
-    gaps, is_over = [0.0], threading.Event()
-
-    def tick() -> None:
-        last = time.monotonic()
-        while not is_over.wait(0.001):
-            gaps.append(time.monotonic() - last)
-            last = time.monotonic()
-
-    ticking = threading.Thread(target=tick)
-    ticking.start()
-    with pytest.raises(InvalidParameterError):
-        process.compiled(SLOW)
-    is_over.set()
-    ticking.join()
-    assert sorted(gaps)[len(gaps) // 2] < 0.02
-    assert max(gaps) < 0.4
+def test_others_go_on_meanwhile(tmp_path):
+    """Their threads have the interpreter: the process replies when another thread lets it."""
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    program = (
+        "import os, sys; sys.stdin.buffer.read(50);"
+        f"os.write(1, {READY!r}); open({str(fifo)!r}).read();"
+        f"os.write(1, {message(Reply(b'{}', is_last=True))!r})"
+    )
+    waiting = Grammars(sys.executable, "-c", program)
+    # Opening a pipe for writing waits for its reader, which comes when the task is being awaited.
+    letting = threading.Thread(target=lambda: fifo.write_text("go on"))
+    letting.start()
+    assert waiting.compiled(GOOD) == "{}"
+    letting.join()
+    waiting.close()
 
 
 def test_memory_that_is_refused_ends_the_process_and_is_said():
     program = "import os, sys; sys.stdin.buffer.read(50); os.abort()"
     dying = Grammars(sys.executable, "-c", program)
-    with pytest.raises(InvalidParameterError, match="takes too much memory to compile"):
+    with refused(InvalidParameterError, "grammar", "memory", param="grammar"):
         dying.compiled(GOOD)
     dying.close()
 
@@ -138,7 +151,7 @@ def test_a_killed_process_is_replaced_and_the_task_repeated(tmp_path, caplog):
 def test_a_task_whose_processes_are_killed_takes_too_much_memory():
     program = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     killed = Grammars(sys.executable, "-c", program)
-    with pytest.raises(InvalidParameterError, match="takes too much memory to compile"):
+    with refused(InvalidParameterError, "grammar", "memory", param="grammar"):
         killed.compiled(GOOD)
     killed.close()
 
@@ -146,7 +159,7 @@ def test_a_task_whose_processes_are_killed_takes_too_much_memory():
 @pytest.mark.parametrize("status", [0, 1])
 def test_one_that_ends_by_itself_is_our_fault(status):
     ending = Grammars(sys.executable, "-c", f"raise SystemExit({status})")
-    with pytest.raises(InternalError, match=f"ended with status {status}"):
+    with refused(InternalError, "grammars", status):
         ending.compiled(GOOD)
     ending.close()
 
@@ -154,7 +167,7 @@ def test_one_that_ends_by_itself_is_our_fault(status):
 def test_one_that_does_not_even_read_is_our_fault():
     """The setup is more than a pipe holds."""
     ending = Grammars(sys.executable, "-c", "raise SystemExit(3)", setup=b"x" * (1 << 20))
-    with pytest.raises(InternalError, match="ended with status 3"):
+    with refused(InternalError, "grammars", 3):
         ending.compiled(GOOD)
     ending.close()
 
@@ -187,7 +200,7 @@ def test_a_terminals_signals_are_for_serving_alone(process):
 def test_one_that_never_replies_is_ended(monkeypatch):
     monkeypatch.setattr(sandbox_process, "_WALL_SECONDS", 0.2)
     silent = Grammars(sys.executable, "-c", "import time; time.sleep(60)")
-    with pytest.raises(InvalidParameterError, match="takes more than"):
+    with refused(InvalidParameterError, "grammar", 0.5, param="grammar"):
         silent.compiled(GOOD)
     assert silent._process.returncode is not None
     silent.close()
@@ -231,7 +244,7 @@ class TestStopped:
 
     def test_processes_that_are_stopped_again_are_a_retryable_error(self):
         stopping = Grammars(sys.executable, "-c", STOPS_ITSELF)
-        with pytest.raises(NotReadyError, match="stopped by a signal: please try again") as error:
+        with refused(NotReadyError, "signal") as error:
             stopping.compiled(GOOD)
         assert error.value.retry_after_seconds == 1
         assert stopping._process.returncode == -signal.SIGKILL
@@ -239,7 +252,7 @@ class TestStopped:
 
 
 def test_a_program_that_is_not_there_is_our_fault():
-    with pytest.raises(InternalError, match="no process for grammars can be started"):
+    with refused(InternalError, "grammars", "'/nonexistent/program'"):
         Grammars("/nonexistent/program").compiled(GOOD)
 
 
@@ -248,10 +261,10 @@ def test_closing_ends_what_is_being_compiled():
     process.compiled(GOOD)
     closing = threading.Timer(0.1, process.close)
     closing.start()
-    with pytest.raises(InternalError, match="is closing"):
+    with refused(InternalError, "closing"):
         process.compiled(SLOW)
     assert process._process.returncode == -signal.SIGKILL
-    with pytest.raises(InternalError, match="is closing"):
+    with refused(InternalError, "closing"):
         process.compiled(GOOD)
     closing.join()
 

@@ -7,6 +7,7 @@ import pytest
 from loraplex.core.errors import InvalidRequestError, QueueFullError
 from loraplex.serving.sandbox import process
 from loraplex.serving.text.chat_renderer import ChatRenderer
+from support.naming import refused
 from support.wire_requests import of_tenant
 
 USER = {"role": "user", "content": "hi"}
@@ -60,7 +61,7 @@ async def test_values_that_are_nested_too_deep(renderer):
 
 async def test_without_a_template_no_process_starts():
     renderer = ChatRenderer({})
-    with pytest.raises(InvalidRequestError, match="no chat template; use /v1/completions"):
+    with refused(InvalidRequestError, "/v1/completions", "chat_template.jinja", param="messages"):
         await renderer.render([USER])
     assert not any(process.is_running for process in renderer._sandbox._processes)
 

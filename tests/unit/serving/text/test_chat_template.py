@@ -213,6 +213,28 @@ def test_arguments_of_tool_calls_become_objects():
     assert call["function"]["arguments"] == '{"a": [1]}'
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    ["", '{"a": "\\', '{"a": 1}</tool_call>', "{x", "[1]", "1", "null", "[" * 9999, None, [1], 1],
+    ids=lambda value: str(value)[:20],
+)
+def test_arguments_of_a_broken_call_are_none(arguments):
+    """Clients send what the server returned back, in each later turn."""
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [{"role": "assistant", "tool_calls": [call]}]
+    template = "{{ messages[0].tool_calls[0].function.arguments | tojson }}"
+    assert ChatTemplate({"default": template}).render(messages) == "{}"
+
+
+@pytest.mark.parametrize("absent", [{"tool_calls": []}, {"tool_calls": None}])
+def test_an_empty_list_of_calls_is_absent(absent):
+    template = ChatTemplate({"default": "{{ messages[0].tool_calls is defined }}"})
+    message = {"role": "assistant", "content": "Hi.", "function_call": None, **absent}
+    assert template.render([message]) == "False"
+    with pytest.raises(InvalidRequestError, match=r"messages\[0\].content is missing"):
+        template.render([{"role": "assistant", **absent}])
+
+
 def test_no_template(folder):
     template = ChatTemplate.load(folder)
     assert not template.exists
@@ -268,7 +290,7 @@ def test_the_sandbox_holds(template):
     [
         ("{% for i in range(9999999999) %}{% endfor %}", "Range too big"),
         ("{{ 10 ** 100000 }}", "Exceeds the limit"),
-        ("{{ raise_exception('e' * 3000) }}", "refuses these messages: e{2000}$"),
+        ("{{ raise_exception('e' * 3000) }}", r"refuses these messages: e+\.\.\.e+$"),
         ("{% for i in range(600) %}{{ 'ab' }}{% endfor %}", "text of more than 1000 characters"),
     ],
 )
@@ -303,26 +325,6 @@ def test_limits(template, message):
         ),
         ([{"role": "assistant", "tool_calls": 1}], "messages[0].tool_calls", "a list, not int"),
         ([{"role": "assistant", "tool_calls": [{}]}], "messages[0].tool_calls[0]", "function"),
-        (
-            [
-                {
-                    "role": "assistant",
-                    "tool_calls": [{"function": {"name": "f", "arguments": "{x"}}],
-                }
-            ],
-            "messages[0].tool_calls[0].function.arguments",
-            "is not JSON",
-        ),
-        (
-            [
-                {
-                    "role": "assistant",
-                    "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}],
-                }
-            ],
-            "messages[0].tool_calls[0].function.arguments",
-            "JSON of an object, not of list",
-        ),
     ],
 )
 def test_bad_messages(messages, param, text):

@@ -2,6 +2,7 @@ import pytest
 
 from loraplex.core.errors import InvalidRequestError
 from loraplex.serving.text.chat_template import ChatTemplate
+from support.naming import refused
 
 CHATML = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
@@ -37,18 +38,18 @@ def test_the_same_words_before_do_not_mislead():
 
 
 def test_a_template_that_leaves_it_out():
-    with pytest.raises(InvalidRequestError, match="does not write the last message"):
+    with refused(InvalidRequestError, "continue_final_message", param="continue_final_message"):
         continued(LEAVES_OUT, {"role": "assistant", "content": "Ye"})
 
 
 def test_a_message_without_text():
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     for fields in ({"content": ""}, {"tool_calls": [call]}):
-        with pytest.raises(InvalidRequestError, match=r"messages\[1\] has no text to continue"):
+        with refused(InvalidRequestError, "messages[1]", param="messages[1].content"):
             continued(CHATML, {"role": "assistant", **fields})
 
 
 def test_a_message_that_holds_the_mark():
     message = {"role": "assistant", "content": "a\ue000continue\ue001b"}
-    with pytest.raises(InvalidRequestError, match="not for messages"):
+    with refused(InvalidRequestError, repr("\ue000continue\ue001"), param="messages"):
         continued(CHATML, message)

@@ -94,9 +94,14 @@ def test_results_in_parts() -> None:
     assert texts == ["Result of clock:", "noon", "Result of a call:\n\nlate", "Thanks."]
 
 
-@pytest.mark.parametrize(
-    "calls", ["x", [1], [{"function": 1}], [{"function": {}}], [call("f", "1", "{")]]
-)
+@pytest.mark.parametrize("arguments", ["", '{"a": "\\', "{", "[1]", "1", None, [1]])
+def test_arguments_of_a_broken_call_are_none(arguments: Any) -> None:
+    message = {**CALLED, "tool_calls": [call("clock", "1", arguments)]}
+    [only] = with_calls_as_text([message], FORMATS["generic"].syntax)
+    assert only["content"] == '[{"name": "clock", "arguments": {}}]'
+
+
+@pytest.mark.parametrize("calls", ["x", [1], [{"function": 1}], [{"function": {}}]])
 def test_calls_that_are_none_are_left_for_the_template_to_refuse(calls: Any) -> None:
     message = {"role": "assistant", "content": None, "tool_calls": calls}
     assert with_calls_as_text([message], FORMATS["generic"].syntax) == [message]

@@ -50,7 +50,7 @@ def scheme(fields: ConfigFields) -> Scheme:
     decode = functools.partial(
         _decode, groups=tuple(_groups(fields)), ignored=_targets(fields, "ignore")
     )
-    return Scheme((_PACKED, _SCALE), _PARTS, decode, (*IGNORED, ".input_zero_point"))
+    return Scheme((_PACKED, _SCALE), _PARTS, decode, IGNORED)
 
 
 def encode(stored: StoredWeight, dtype: torch.dtype) -> Tensors:

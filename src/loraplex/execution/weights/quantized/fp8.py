@@ -24,7 +24,13 @@ _SCALES = (".weight_scale", ".weight_scale_inv")
 _BLOCKS_OF_ALGORITHMS: Mapping[str, Sequence[int]] = {"FP8_PB_WO": (128, 128)}
 """ModelOpt does not write the size of its blocks."""
 _EXPONENT_BIAS = 127
-IGNORED = (".input_scale", ".input_scale_ub", ".k_scale", ".v_scale", ".q_scale", ".output_scale")
+_ROUNDED_INPUTS = ("input", "output", "activation", "q", "k", "v", "kv", "prob")
+IGNORED = (
+    *(f".{what}_scale" for what in _ROUNDED_INPUTS),
+    *(f".{what}_zero_point" for what in _ROUNDED_INPUTS),
+    *(f".{what}_global_scale" for what in _ROUNDED_INPUTS),
+    ".input_scale_ub",
+)
 """Scales of activations and of the KV cache."""
 
 

@@ -3,7 +3,8 @@
 d and m are the float16 scale and minimum of a block. Blocks of 32 values: Q4_0 d (q - 8), Q4_1
 d q + m, Q5_0 d (q - 16), Q5_1 d q + m, Q8_0 d q; in those of 4 and 5 bits byte j has value j in its
 low half and value j + 16 in its high one. Blocks of 256 (K): d and m are multiplied by integers of
-sub-blocks: Q4_K and Q5_K d sc q - m mn for 32 values, Q6_K d sc (q - 32) for 16.
+sub-blocks: Q4_K and Q5_K d sc q - m mn for 32 values, Q2_K likewise for 16, Q3_K d sc (q - 4) and
+Q6_K d sc (q - 32) for 16; IQ4_XS d sc table[q] for 32.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,8 +19,6 @@ from loraplex.execution.weights.quantized.four_bit_floats import e2m1
 from loraplex.execution.weights.quantized.stored_weight import StoredWeight
 
 _IQ4_NL: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_SUB_BLOCKS: Final = 8
-"""Sub-blocks of a block of Q4_K and Q5_K."""
 
 
 def decoded_blocks(
@@ -40,15 +39,28 @@ def _halves(blocks: torch.Tensor, start: int) -> torch.Tensor:
     return blocks[..., start : start + 2].contiguous().view(torch.float16).float().squeeze(-1)
 
 
+def _spread_bits(packed: torch.Tensor, width: int) -> torch.Tensor:
+    """Return the fields of `width` bits of bytes, the lowest first.
+
+    [..., n] -> [..., 8 / width, n].
+    """
+    shifts = torch.arange(0, 8, width, dtype=torch.uint8).unsqueeze(1)
+    return packed.unsqueeze(-2) >> shifts & ((1 << width) - 1)
+
+
+def _in_rows(packed: torch.Tensor, size: int) -> torch.Tensor:
+    """[..., n] -> [..., n / size, size]."""
+    return packed.reshape(*packed.shape[:-1], -1, size)
+
+
 def _two_rows(packed: torch.Tensor) -> torch.Tensor:
     """Return the low halves of all bytes, then the high ones: [..., n] -> [..., 2 n]."""
-    return torch.cat((packed & 15, packed >> 4), dim=-1)
+    return _spread_bits(packed, 4).flatten(-2)
 
 
 def _fifth_bits(blocks: torch.Tensor, start: int) -> torch.Tensor:
     """Return bit j of the four bytes of each block for value j, as 16: [..., blocks, 32]."""
-    bits = blocks[..., start : start + 4, None] >> torch.arange(8, dtype=torch.uint8)
-    return (bits & 1).flatten(-2) << 4
+    return _spread_bits(blocks[..., start : start + 4], 1).transpose(-1, -2).flatten(-2) << 4
 
 
 def _stored(
@@ -97,6 +109,39 @@ def _mxfp4(blocks: torch.Tensor) -> StoredWeight:
     return _stored(_two_rows(blocks[..., 1:]), scales, 32, 4, table=e2m1())
 
 
+def _iq4_xs(blocks: torch.Tensor) -> StoredWeight:
+    # Scales of sub-blocks 2j and 2j + 1 have their low bits in the halves of byte j.
+    low = _spread_bits(blocks[..., 4:8], 4).transpose(-1, -2).flatten(-2)
+    high = _spread_bits(blocks[..., 2:4], 2).transpose(-1, -2).flatten(-2)
+    scales = _halves(blocks, 0).unsqueeze(-1) * ((low | high << 4).float() - 32)
+    codes = _two_rows(_in_rows(blocks[..., 8:], 16)).flatten(-2)
+    table = torch.tensor(_IQ4_NL, dtype=torch.float32)
+    return _stored(codes, scales.flatten(-2), 32, 4, table=table)
+
+
+def _low_two_bits(packed: torch.Tensor) -> torch.Tensor:
+    """[..., 64] bytes -> [..., 256]: 32 bytes have 128 values, 32 in each two bits."""
+    return _spread_bits(_in_rows(packed, 32), 2).flatten(-3)
+
+
+def _q2_k(blocks: torch.Tensor) -> StoredWeight:
+    factors = blocks[..., :16]
+    scales = (_halves(blocks, 80).unsqueeze(-1) * (factors & 15).float()).flatten(-2)
+    offsets = (_halves(blocks, 82).unsqueeze(-1) * (factors >> 4).float()).flatten(-2)
+    return _stored(_low_two_bits(blocks[..., 16:80]), scales, 16, 2, offsets=offsets)
+
+
+def _q3_k(blocks: torch.Tensor) -> StoredWeight:
+    # Bit j of byte k is the third bit of value k of the eighth j.
+    third = _spread_bits(blocks[..., :32], 1).flatten(-2)
+    codes = _low_two_bits(blocks[..., 32:96]) | third << 2
+    low = _spread_bits(blocks[..., 96:104], 4).flatten(-2)
+    high = _spread_bits(blocks[..., 104:108], 2).flatten(-2)
+    factors = (low | high << 4).float() - 32
+    scales = (_halves(blocks, 108).unsqueeze(-1) * factors).flatten(-2)
+    return _stored(codes, scales, 16, 3, zeros=_constant(scales, 4))
+
+
 def _scales_and_minima(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return d sc and m mn of the sub-blocks of Q4_K and Q5_K: [..., blocks * 8].
 
@@ -113,8 +158,7 @@ def _scales_and_minima(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
 
 def _k_codes(packed: torch.Tensor) -> torch.Tensor:
     """[..., 128] bytes -> [..., 8, 32]: 32 bytes have two sub-blocks, one in each half."""
-    pairs = packed.reshape(*packed.shape[:-1], 4, 1, 32)
-    return torch.cat((pairs & 15, pairs >> 4), dim=-2).flatten(-3, -2)
+    return _spread_bits(_in_rows(packed, 32), 4).flatten(-3, -2)
 
 
 def _q4_k(blocks: torch.Tensor) -> StoredWeight:
@@ -125,21 +169,16 @@ def _q4_k(blocks: torch.Tensor) -> StoredWeight:
 def _q5_k(blocks: torch.Tensor) -> StoredWeight:
     scales, offsets = _scales_and_minima(blocks)
     # Bit j of byte k adds 16 to value k of sub-block j.
-    shifts = torch.arange(_SUB_BLOCKS, dtype=torch.uint8).unsqueeze(1)
-    fifth = (blocks[..., None, 16:48] >> shifts & 1) << 4
-    codes = _k_codes(blocks[..., 48:]) | fifth
+    codes = _k_codes(blocks[..., 48:]) | _spread_bits(blocks[..., 16:48], 1) << 4
     return _stored(codes.flatten(-2), scales, 32, 5, offsets=offsets)
 
 
 def _q6_k(blocks: torch.Tensor) -> StoredWeight:
-    low = blocks[..., :128].reshape(*blocks.shape[:-1], 2, 2, 32)
-    high = blocks[..., 128:192].reshape(*blocks.shape[:-1], 2, 1, 32)
-    nibbles = torch.cat((low & 15, low >> 4), dim=-2)
-    shifts = torch.tensor((0, 2, 4, 6), dtype=torch.uint8).unsqueeze(1)
-    codes = nibbles | ((high >> shifts & 3) << 4)
+    nibbles = _spread_bits(_in_rows(blocks[..., :128], 64), 4).flatten(-2)
+    codes = nibbles.flatten(-2) | _low_two_bits(blocks[..., 128:192]) << 4
     factors = blocks[..., 192:208].contiguous().view(torch.int8).float()
     scales = (_halves(blocks, 208).unsqueeze(-1) * factors).flatten(-2)
-    return _stored(codes.flatten(-3), scales, 16, 6, zeros=_constant(scales, 32))
+    return _stored(codes, scales, 16, 6, zeros=_constant(scales, 32))
 
 
 _FLOATS: Final = MappingProxyType(
@@ -156,10 +195,13 @@ _DECODERS: Final[Mapping[BlockType, Callable[[torch.Tensor], StoredWeight]]] = M
         BlockType.Q5_0: _q5_0,
         BlockType.Q5_1: _q5_1,
         BlockType.Q8_0: _q8_0,
+        BlockType.Q2_K: _q2_k,
+        BlockType.Q3_K: _q3_k,
         BlockType.Q4_K: _q4_k,
         BlockType.Q5_K: _q5_k,
         BlockType.Q6_K: _q6_k,
         BlockType.IQ4_NL: _iq4_nl,
+        BlockType.IQ4_XS: _iq4_xs,
         BlockType.MXFP4: _mxfp4,
     }
 )

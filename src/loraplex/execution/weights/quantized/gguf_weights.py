@@ -21,7 +21,12 @@ class GgufWeights:
         self.path = path
         self._file = read_gguf(path)
         self._family = family_of(self._file)
-        self._head_dim = spec.layers[0].attention.head_dim
+        self._head_dims = {
+            path: group.head_dim
+            for layer in spec.layers
+            for group in layer.linears.values()
+            for path in group.paths
+        }
         self._tensors = {
             name: tensor
             for tensor in self._file.tensors
@@ -51,9 +56,12 @@ class GgufWeights:
         own = self._tensors[name]
         described = self._file.tensors[own]
         found = decoded_blocks(
-            f"{self.path}: {own}", self._file.bytes_of(own), described.kind, described.shape
+            f"{described.path}: {own}", self._file.bytes_of(own), described.kind, described.shape
         )
-        rows = self._family.file_rows(name, described.shape[0], self._head_dim)
+        head_dim = self._head_dims.get(name.rpartition(".")[0])
+        if head_dim is None:
+            return found  # has no heads, whose rows could have another order
+        rows = self._family.file_rows(name, described.shape[0], head_dim)
         if rows is None:
             return found
         if isinstance(found, StoredWeight):

@@ -4,6 +4,7 @@ Integer codes are moved to be signed, which only changes the offset that is subt
 (code - zero) scale - offset = (code - middle) scale - ((zero - middle) scale + offset).
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Final
@@ -22,6 +23,7 @@ from loraplex.kernels.quantization import (
 _TABLE_GROUP: Final = 64
 """Largest group of a table: the smaller it is, the finer the table's whole numbers may be."""
 _EXACT: Final = 1e-7
+_LARGEST_BYTE: Final = 127
 
 
 def packable(
@@ -30,8 +32,10 @@ def packable(
     """Return one weight [sum of out, in] of parts [out, in]; None: only decoded numbers hold it.
 
     num_blocks: 1 or more, the blocks of inputs of a row layer, each of which has whole groups.
-    is_exact: no table may be rounded, as NF4's is.
+    is_exact: no table may be rounded, as NF4's is. Parts of which some have a table become bytes.
     """
+    if any(part.table is None for part in parts):
+        parts = [_in_bytes(part) for part in parts]
     found = [_signed(part, num_blocks, is_exact=is_exact) for part in parts]
     weights = [weight for weight in found if weight is not None]
     if len(weights) < len(found) or len({weight.table for weight in weights}) > 1:
@@ -91,6 +95,23 @@ def _signed(weight: StoredWeight, num_blocks: int, *, is_exact: bool) -> Quantiz
             offsets=offsets if bool(offsets.any()) else None,
         ),
         size,
+    )
+
+
+def _in_bytes(weight: StoredWeight) -> StoredWeight:
+    """Return a weight whose codes are the entries of its table, if bytes can be these."""
+    if weight.table is None:
+        return weight
+    factor = _factor(tuple(weight.table.tolist()), _LARGEST_BYTE)
+    products = weight.table * factor
+    if bool((products != products.round()).any()):
+        return weight
+    return dataclasses.replace(
+        weight,
+        codes=products.to(torch.int8)[weight.codes.int()],
+        scales=weight.scales / factor,
+        bits=8,
+        table=None,
     )
 
 

@@ -23,6 +23,7 @@ from loraplex.frontends.body_memory import BodyMemory
 from loraplex.frontends.kserve.errors import as_loraplex_error, message_of, status_of
 from loraplex.frontends.kserve.grpc.access import Authentication
 from loraplex.frontends.kserve.grpc.wire import MessageReader
+from loraplex.frontends.long_json import SENT_BYTES
 from loraplex.frontends.telemetry.request_ids import HEADER
 from loraplex.frontends.telemetry.telemetry import Telemetry
 from loraplex.serving.wire_request import as_current
@@ -48,15 +49,26 @@ class Call(msgspec.Struct, frozen=True):
     principal: Principal
     messages: BodyMemory
     """Memory of the messages of all calls: a behaviour counts those of a stream."""
+    task: "asyncio.Task[Any]"
+    """Task of the whole call."""
+    unread_seconds: float
+    """How long a client may take to read each SENT_BYTES of a response of a stream."""
 
     async def write(self, message: Any) -> None:
         """Write one response of a stream; return when its client can take more.
 
         gRPC takes one at a time. Raises CancelledError if the client has gone: the writer may see
-        that before the call is cancelled.
+        that before the call is cancelled. The call of a client that does not read is cancelled,
+        too: gRPC keeps the one response that waits until the client ends the call or the
+        connection, and has no way to take it back.
         """
+        num_parts = 1 + message.ByteSize() // SENT_BYTES
         try:
-            await self.context.write(message)
+            async with asyncio.timeout(num_parts * self.unread_seconds):
+                await self.context.write(message)
+        except TimeoutError:
+            self.task.cancel()
+            raise asyncio.CancelledError from None
         except grpc.aio.BaseError:
             raise asyncio.CancelledError from None
 
@@ -87,9 +99,15 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
     """All RPCs of a server. Handlers are made once, not for each call, as an interceptor's are."""
 
     def __init__(
-        self, telemetry: Telemetry, authentication: Authentication, messages: BodyMemory
+        self,
+        telemetry: Telemetry,
+        authentication: Authentication,
+        messages: BodyMemory,
+        unread_seconds: float,
     ) -> None:
-        """messages: memory of the messages, from when gRPC has read them."""
+        """messages: memory of the messages, from when gRPC has read them. unread_seconds: how long
+        a client may take to read each SENT_BYTES of a response of a stream."""
+        self._unread_seconds = unread_seconds
         self._telemetry = telemetry
         self._messages = messages
         self._authentication = authentication
@@ -118,7 +136,7 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     def _around(self, rpc: Rpc, principal_of: _PrincipalOf) -> Callable[..., Awaitable[Any]]:
         begin, name, behavior, reader = self._telemetry.begin, rpc.name, rpc.behavior, rpc.reader
-        messages = self._messages
+        messages, unread_seconds = self._messages, self._unread_seconds
 
         async def serve(message: Any, context: Context) -> Any:
             metadata = _texts(context.invocation_metadata() or ())
@@ -128,7 +146,10 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
             status = _CANCELLED
             with as_current(request), contextlib.ExitStack() as stack:
                 try:
-                    call = Call(context, metadata, principal_of(metadata), messages)
+                    task = asyncio.current_task()
+                    assert task is not None
+                    principal = principal_of(metadata)
+                    call = Call(context, metadata, principal, messages, task, unread_seconds)
                     if isinstance(message, bytes):
                         stack.enter_context(messages.lease()).take(len(message))
                     if reader is not None:

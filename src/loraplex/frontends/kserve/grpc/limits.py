@@ -24,6 +24,7 @@ class GrpcLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_streams: int
     max_connections: int
     keepalive_seconds: float
+    unread_seconds: float
 
     @classmethod
     def of(cls, settings: ServerConfig) -> "GrpcLimits":
@@ -34,6 +35,7 @@ class GrpcLimits(msgspec.Struct, frozen=True, kw_only=True):
             max_streams=settings.max_grpc_streams,
             max_connections=settings.max_connections,
             keepalive_seconds=settings.grpc_keepalive_seconds,
+            unread_seconds=settings.body_timeout_seconds,
         )
 
     def channel_arguments(self) -> tuple[tuple[str, int], ...]:

@@ -39,7 +39,12 @@ class GrpcServer:
         without readers. messages: their memory; None: without a limit. tls: returns the key
         and the certificates, in PEM form, for each new connection; None: plain text."""
         authentication = Authentication(authenticate, health_is_open=health_is_open)
-        self._calls = Calls(telemetry or Telemetry(), authentication, messages or BodyMemory())
+        self._calls = Calls(
+            telemetry or Telemetry(),
+            authentication,
+            messages or BodyMemory(),
+            limits.unread_seconds,
+        )
         servicer = TritonServicer(service, limits.max_values)
         for rpc in (*servicer.rpcs(), *health_rpcs(servicer.is_ready)):
             self._calls.add(rpc)

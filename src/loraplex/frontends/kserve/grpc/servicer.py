@@ -6,6 +6,7 @@ from typing import Any
 from google.protobuf.message_factory import GetMessageClass
 from tritonclient.grpc import service_pb2 as pb
 
+from loraplex.frontends.body_limits import off_loop
 from loraplex.frontends.kserve.grpc.admin import AdminRpcs
 from loraplex.frontends.kserve.grpc.calls import Call, Rpc
 from loraplex.frontends.kserve.grpc.codec import (
@@ -87,7 +88,8 @@ class TritonServicer(AdminRpcs):
         self._service.check_is_unary(
             call.principal, infer_request.model, infer_request.version, "ModelInfer RPC"
         )
-        return encode_response(await self._service.infer(infer_request, call.principal), wishes)
+        response = await self._service.infer(infer_request, call.principal)
+        return await off_loop(response.num_bytes, lambda: encode_response(response, wishes))
 
     async def ModelStreamInfer(self, requests: AsyncIterator[bytes], call: Call) -> None:
         """Requests of one stream run at the same time; their responses come as they are ready."""

@@ -1,12 +1,14 @@
 """One ModelStreamInfer call: many requests at a time, one sequence of responses."""
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
 from tritonclient.grpc import service_pb2 as pb
 
+from loraplex.frontends.body_limits import off_loop
 from loraplex.frontends.body_memory import BodyLease
 from loraplex.frontends.kserve.active import StreamScope
 from loraplex.frontends.kserve.errors import as_loraplex_error, message_of, status_of
@@ -73,7 +75,8 @@ class StreamSession:
             responses = await self._service.stream(infer_request, self._call.principal, self._scope)
             async with aclosing(responses):
                 async for response in responses:
-                    await self._write(encode_piece(response, wishes))
+                    encode = functools.partial(encode_piece, response, wishes)
+                    await self._write(await off_loop(response.num_bytes, encode))
         except Exception as raised:
             if self._errors_end_stream:
                 raise

@@ -1,7 +1,7 @@
 """Bodies: their length, content encodings, and JSON in and out."""
 
-import gzip
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -76,15 +76,20 @@ def _unpack(unpacker: Any, packed: memoryview, data: bytearray, max_bytes: int) 
     return position
 
 
-def compress(body: bytes, accept_encoding: str) -> tuple[bytes, dict[str, str]]:
-    """(body, headers) in the encoding that the client likes best of those we have."""
+def compress(
+    pieces: Sequence[bytes | memoryview], accept_encoding: str
+) -> tuple[Sequence[bytes | memoryview], dict[str, str]]:
+    """(pieces of the body, headers) in the encoding that the client likes best of those we have."""
     match _preferred(accept_encoding) if accept_encoding else _IDENTITY:
         case "gzip":
-            return gzip.compress(body, compresslevel=1), {"Content-Encoding": "gzip"}
+            packer = zlib.compressobj(1, wbits=_GZIP_WINDOW)
         case "deflate":
-            return zlib.compress(body, level=1), {"Content-Encoding": "deflate"}
+            packer = zlib.compressobj(1)
         case _:
-            return body, {}
+            return pieces, {}
+    encoding = _preferred(accept_encoding)
+    packed = [packer.compress(piece) for piece in pieces]
+    return [*filter(None, packed), packer.flush()], {"Content-Encoding": encoding}
 
 
 def _preferred(accept_encoding: str) -> str:

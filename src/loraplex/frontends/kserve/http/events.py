@@ -2,12 +2,13 @@
 
 import contextlib
 
-import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
+from loraplex.frontends.body_limits import off_loop
 from loraplex.frontends.kserve.errors import as_loraplex_error, message_of, status_of
 from loraplex.frontends.kserve.http.generate import encode_generate
 from loraplex.frontends.kserve.responses import ResponseStream
+from loraplex.frontends.long_json import encoded
 from loraplex.frontends.streams import ClientDisconnectedError, until_disconnect
 
 
@@ -45,7 +46,9 @@ class EventStream:
             return None
         try:
             response = await anext(self._responses, None)
-            return None if response is None else _event(encode_generate(response))
+            if response is None:
+                return None
+            return await off_loop(response.num_bytes, lambda: _event(encode_generate(response)))
         except Exception as raised:
             error = as_loraplex_error(raised)
             self._status = status_of(error).http
@@ -53,7 +56,7 @@ class EventStream:
 
 
 def _event(content: object) -> bytes:
-    return b"data: " + msgspec.json.encode(content) + b"\n\n"
+    return b"".join((b"data: ", *encoded(content), b"\n\n"))
 
 
 def _start(status: int) -> Message:

@@ -11,10 +11,15 @@ from typing import Any
 
 from loraplex.core.errors import InvalidRequestError, InvalidTensorError
 from loraplex.frontends.kserve.http.infer import request_id_of
-from loraplex.frontends.kserve.messages import InferRequest, InferResponse, Parameter
+from loraplex.frontends.kserve.messages import (
+    JSON_LOGIT_BYTES,
+    InferRequest,
+    InferResponse,
+    Parameter,
+)
 from loraplex.frontends.kserve.models.kinds import InputSpec
 from loraplex.frontends.kserve.models.triton_model import TritonModel
-from loraplex.frontends.kserve.tensors import Tensor, from_json, to_values
+from loraplex.frontends.kserve.tensors import Tensor, from_json, long_values
 
 NESTED = "parameters"
 _MAX_DEPTH = 8
@@ -34,6 +39,7 @@ def decode_generate(model: TritonModel, version: str, document: Mapping[str, Any
         request_id=request_id_of(document),
         inputs=(*tensors, *more_tensors),
         parameters={**parameters, **more_parameters},
+        logit_bytes=JSON_LOGIT_BYTES,
     )
 
 
@@ -105,6 +111,6 @@ def encode_generate(response: InferResponse) -> dict[str, Any]:
     document["model_version"] = response.version
     document.update(response.parameters)
     for tensor in response.outputs:
-        values = to_values(tensor)
+        values = long_values(tensor)
         document[tensor.name] = values[0] if len(values) == 1 else values
     return document

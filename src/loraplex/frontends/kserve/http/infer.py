@@ -10,9 +10,15 @@ from typing import Any
 import msgspec
 
 from loraplex.core.errors import InvalidParameterError, InvalidRequestError, InvalidTensorError
+from loraplex.core.request import BINARY_LOGIT_BYTES
 from loraplex.frontends.body_limits import DEFAULT_JSON_LIMITS, JsonLimits
 from loraplex.frontends.kserve.http.body import Bytes, length_of, parse_object
-from loraplex.frontends.kserve.messages import InferRequest, InferResponse, Parameter
+from loraplex.frontends.kserve.messages import (
+    JSON_LOGIT_BYTES,
+    InferRequest,
+    InferResponse,
+    Parameter,
+)
 from loraplex.frontends.kserve.outputs import (
     BINARY,
     INLINE,
@@ -29,10 +35,12 @@ from loraplex.frontends.kserve.tensors import (
     check_raw_size,
     from_json,
     from_raw,
+    long_values,
     to_raw,
-    to_values,
 )
+from loraplex.frontends.long_json import encoded
 
+_LOGITS = ("context_logits", "generation_logits")
 HEADER_LENGTH = "Inference-Header-Content-Length"
 
 
@@ -78,6 +86,8 @@ def decode_request(
     is_binary = _flag(parameters, "binary_data_output", "the request", otherwise=False)
     default = BINARY if is_binary else INLINE
     requested = _outputs(document.outputs, default, memory)
+    wishes = Wishes(memory, default, requested)
+    is_json = any(wishes.of(name) == INLINE for name in _LOGITS)
     request = InferRequest(
         model=model,
         version=version,
@@ -85,8 +95,9 @@ def decode_request(
         inputs=_inputs(document.inputs, memoryview(body)[split:], memory),
         requested=tuple(requested),
         parameters=_of_request(parameters),
+        logit_bytes=JSON_LOGIT_BYTES if is_json else BINARY_LOGIT_BYTES,
     )
-    return request, Wishes(memory, default, requested)
+    return request, wishes
 
 
 def _read(text: Bytes) -> _Document:
@@ -256,10 +267,12 @@ def _flag(parameters: Mapping[str, Any], key: str, owner: str, *, otherwise: boo
     return value
 
 
-def encode_response(response: InferResponse, wishes: Wishes) -> tuple[bytes, int | None]:
-    """(body, length of its JSON part; None if there is nothing else)."""
+def encode_response(
+    response: InferResponse, wishes: Wishes
+) -> tuple[list[bytes | memoryview], int | None]:
+    """(pieces of the body, length of its JSON part; None if there is nothing else)."""
     outputs: list[dict[str, Any]] = []
-    blobs: list[bytes] = []
+    blobs: list[bytes | memoryview] = []
     for output in delivered(response.outputs, wishes):
         tensor = output.tensor
         entry: dict[str, Any] = {
@@ -268,13 +281,13 @@ def encode_response(response: InferResponse, wishes: Wishes) -> tuple[bytes, int
             "shape": tensor.shape,
         }
         if output.is_in_message and output.wish.is_binary:
-            blobs.append(raw := to_raw(tensor))
+            blobs.append(raw := tensor.data or to_raw(tensor))
             entry["parameters"] = {"binary_data_size": len(raw)}
         elif output.is_in_message:
-            entry["data"] = to_values(tensor)
+            entry["data"] = long_values(tensor)
         outputs.append(entry)
-    header = msgspec.json.encode(_described(response, outputs))
-    return b"".join([header, *blobs]), len(header) if blobs else None
+    header = encoded(_described(response, outputs))
+    return [*header, *blobs], sum(map(len, header)) if blobs else None
 
 
 def _described(response: InferResponse, outputs: Sequence[object]) -> dict[str, Any]:

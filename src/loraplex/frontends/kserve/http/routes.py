@@ -35,11 +35,13 @@ from loraplex.frontends.kserve.http.generate import decode_generate, encode_gene
 from loraplex.frontends.kserve.http.infer import HEADER_LENGTH, decode_request, encode_response
 from loraplex.frontends.kserve.http.request import HttpRequest
 from loraplex.frontends.kserve.http.response import WholeResponse
-from loraplex.frontends.kserve.messages import InferRequest
+from loraplex.frontends.kserve.messages import InferRequest, InferResponse
 from loraplex.frontends.kserve.models.catalog import server_metadata
 from loraplex.frontends.kserve.models.triton_model import TritonModel
+from loraplex.frontends.kserve.outputs import Wishes
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.kserve.shared_memory import TenantMemory
+from loraplex.frontends.long_json import encoded
 from loraplex.frontends.openapi.operation import (
     ANY_ERROR,
     JSON,
@@ -284,12 +286,9 @@ class KServeApi:
         response = await until_disconnect(
             request.receive, self._service.infer(infer_request, principal)
         )
-        content, json_length = encode_response(response, wishes)
-        content, headers = compress(content, request.headers.get("accept-encoding", ""))
-        if json_length is None:
-            return WholeResponse(content, b"application/json", headers)
-        headers[HEADER_LENGTH] = str(json_length)
-        return WholeResponse(content, b"application/octet-stream", headers)
+        accepted = request.headers.get("accept-encoding", "")
+        write = functools.partial(_infer_response, response, wishes, accepted)
+        return await off_loop(response.num_bytes, write)
 
     @described(
         json_of(wire.TritonGenerateResult),
@@ -309,7 +308,7 @@ class KServeApi:
         response = await until_disconnect(
             request.receive, self._service.infer(infer_request, principal)
         )
-        content = msgspec.json.encode(encode_generate(response))
+        content = await off_loop(response.num_bytes, lambda: encoded(encode_generate(response)))
         return WholeResponse(content, b"application/json", {})
 
     @described(
@@ -356,6 +355,16 @@ def _generate_request_of(
 ) -> InferRequest:
     limits.check(body)
     return decode_generate(model, version, parse_object(body))
+
+
+def _infer_response(response: InferResponse, wishes: Wishes, accepted: str) -> WholeResponse:
+    """accepted: the client's header Accept-Encoding."""
+    pieces, json_length = encode_response(response, wishes)
+    content, headers = compress(pieces, accepted)
+    if json_length is None:
+        return WholeResponse(content, b"application/json", headers)
+    headers[HEADER_LENGTH] = str(json_length)
+    return WholeResponse(content, b"application/octet-stream", headers)
 
 
 def _content_encoding(request: HttpRequest) -> str:

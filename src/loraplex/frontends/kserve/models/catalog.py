@@ -6,11 +6,11 @@ is one version of each.
 """
 
 import asyncio
+import dataclasses
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 from loraplex.core.config import ModelConfig
-from loraplex.core.errors import InvalidRequestError, LoraplexError, ModelNotFoundError
+from loraplex.core.errors import InvalidRequestError, LoraplexError, ModelNotFoundError, cut
 from loraplex.core.principal import LOCAL, Principal
 from loraplex.core.version import __version__
 from loraplex.frontends.kserve.errors import NotFoundError
@@ -86,6 +86,8 @@ class Catalog:
         self._made_from: tuple[Sequence[ModelCard], int] | None = None
         self._models: Mapping[str, TritonModel] = {}
         self._token_models: Mapping[str, TritonModel] = {}
+        self._steps: Mapping[str, Mapping[str, str]] = {}
+        """See `steps`; by the name of the ensemble or the BLS."""
 
     def models(self, principal: Principal = LOCAL) -> Sequence[TritonModel]:
         """Models that are loaded and that the principal may use."""
@@ -108,18 +110,8 @@ class Catalog:
         """Names by kind of the loaded models that do the work of an ensemble or a BLS: those
         that its configuration names, else the first ones of its base model. Other kinds have none.
         """
-        steps: dict[str, str] = {}
-        if model.kind.name not in (ENSEMBLE.name, BLS.name):
-            return steps
         self._refresh()
-        named = _step_names(model.declared_config)
-        for each in sorted(self._models.values(), key=lambda each: each.name not in named):
-            # A vLLM model generates, as tensorrt_llm does.
-            step = TENSORRT_LLM.name if each.kind.name == VLLM.name else each.kind.name
-            is_step = step in STEPS_OF_ENSEMBLE and each.card.name == model.card.name
-            if is_step and self._control.is_loaded(each.name):
-                steps.setdefault(step, each.name)
-        return steps
+        return self._steps.get(model.name, {})
 
     def _all(self, principal: Principal) -> list[TritonModel]:
         self._refresh()
@@ -141,11 +133,21 @@ class Catalog:
             return
         cards = {card.name: card for card in made_from[0]}
         changed = [self._control.changed(each.name) or each for each in self._declared().values()]
-        models = [
-            TritonModel.declared(each, cards[each.base_model])
-            for each in changed
-            if each.base_model in cards
-        ]
+        changed.sort(key=lambda each: not self._control.is_loaded(each.name))
+        models: list[TritonModel] = []
+        steps: dict[str, Mapping[str, str]] = {}
+        for each in changed:
+            if each.base_model in cards:
+                workers = _workers(each, changed)
+                models.append(
+                    TritonModel.declared(_composed(each, workers), cards[each.base_model])
+                )
+                steps[each.name] = {
+                    step: workers[step].name
+                    for step in STEPS_OF_ENSEMBLE
+                    if step in workers and self._control.is_loaded(workers[step].name)
+                }
+        self._steps = steps
         self._models = {model.name: model for model in models}
         self._token_models = {
             model.card.name: model
@@ -230,14 +232,14 @@ class Catalog:
         """Raises ModelNotFoundError in Triton's words, with the names that there are."""
         model = self._find(name, principal)
         if model is None:
-            served = ", ".join(model.name for model in self.models(principal))
+            served = ", ".join(model.name for model in self.models(principal)) or "none"
             raise ModelNotFoundError(
-                f"Request for unknown model: '{name}' is not found; the models are: {served}",
+                f"Request for unknown model: '{cut(name)}' is not found; the models are: {served}",
                 param="model",
             )
         if not self._control.is_loaded(name):
             raise ModelNotFoundError(
-                f"Request for unknown model: '{name}' has no available versions", param="model"
+                f"Request for unknown model: '{cut(name)}' has no available versions", param="model"
             )
         if version not in ("", model.version):
             raise ModelNotFoundError(
@@ -276,9 +278,7 @@ class Catalog:
         """Why a model is not ready; empty if it is."""
         if not self._control.is_loaded(model.name):
             return "unloaded" if self._control.was_unloaded(model.name) else "not loaded"
-        if self._backend.model_ready(model.base_model):
-            return ""
-        return self._backend.health().reason or "not ready"
+        return self._backend.model_problem(model.base_model)
 
 
 def _parts(
@@ -289,7 +289,7 @@ def _parts(
     """
     if model.kind.name != ENSEMBLE.name:
         return ()
-    named = _step_names(model.config)
+    named = _step_names(model)
     if named:
         return [each for each in declared if each.name in named]
     return [
@@ -299,7 +299,63 @@ def _parts(
     ]
 
 
-def _step_names(config: Mapping[str, Any] | None) -> set[str]:
-    """The models that the configuration of an ensemble passes its tensors through."""
-    scheduling = (config or {}).get("ensemble_scheduling", {})
+def _step_names(model: ModelDeclaration) -> set[str]:
+    """The models that an ensemble passes its tensors through, or that the program of a BLS calls
+    by name, in addition to its tensorrt_llm.
+    """
+    if model.kind.name == BLS.name:
+        return {PREPROCESSING.name, POSTPROCESSING.name}
+    scheduling = (model.config or {}).get("ensemble_scheduling", {})
     return {step.get("model_name", "") for step in scheduling.get("step", ())}
+
+
+def _workers(
+    model: ModelDeclaration, declared: Sequence[ModelDeclaration]
+) -> dict[str, ModelDeclaration]:
+    """The models that do the work of an ensemble or a BLS, by the names of steps: those that it
+    names, also of another base model, else the first ones of its own. Other kinds have none.
+    """
+    workers: dict[str, ModelDeclaration] = {}
+    if model.kind.name not in (ENSEMBLE.name, BLS.name):
+        return workers
+    named = _step_names(model)
+    for inner in declared:
+        if inner.kind.name == BLS.name and inner.name in named:
+            workers[BLS.name] = inner
+            named |= _step_names(inner)
+    for each in sorted(declared, key=lambda each: each.name not in named):
+        # A vLLM model generates, as tensorrt_llm does.
+        step = TENSORRT_LLM.name if each.kind.name == VLLM.name else each.kind.name
+        is_own = each.base_model == model.base_model
+        if step in STEPS_OF_ENSEMBLE and (is_own or each.name in named):
+            workers.setdefault(step, each)
+    return workers
+
+
+def _composed(model: ModelDeclaration, workers: Mapping[str, ModelDeclaration]) -> ModelDeclaration:
+    """An ensemble or a BLS with the options of the models that do its work, as these are now."""
+    outer = workers.get(BLS.name, model)
+    own = outer.options
+    core = workers.get(TENSORRT_LLM.name, model)
+    options = dataclasses.replace(
+        core.options,
+        accumulates_tokens=own.accumulates_tokens,
+        has_draft_model=own.has_draft_model,
+        ends_by_default=own.ends_by_default,
+    )
+    if (first := workers.get(PREPROCESSING.name)) is not None:
+        prepared = first.options
+        options = dataclasses.replace(options, adds_special_tokens=prepared.adds_special_tokens)
+        if outer.kind.name == BLS.name:  # passes on whatever preprocessing prepares
+            options = dataclasses.replace(options, ends_by_default=prepared.ends_by_default)
+    if (last := workers.get(POSTPROCESSING.name)) is not None:
+        skips = last.options.skips_special_tokens
+        options = dataclasses.replace(options, skips_special_tokens=skips)
+    model = dataclasses.replace(model, options=options)
+    is_step = model.kind.name == ENSEMBLE.name and core.name in _step_names(model)
+    if not is_step or core.is_decoupled == model.is_decoupled:
+        return model
+    # As in Triton, the policy of an ensemble is that of its steps.
+    policy = {"model_transaction_policy": {"decoupled": core.is_decoupled}}
+    config = None if model.config is None else {**model.config, **policy}
+    return dataclasses.replace(model, is_decoupled=core.is_decoupled, config=config)

@@ -12,7 +12,11 @@ from loraplex.core.output import (
     TokenLogprob,
 )
 from loraplex.frontends.kserve.models.convert import Generation
+from loraplex.frontends.streams import logprobs_work
 from loraplex.serving.logits_files import first_rows
+
+_BYTES_OF_CHARACTER = 256
+"""Bytes of logits that are copied in the time that one character takes to format."""
 
 
 class Completion(msgspec.Struct, eq=False):
@@ -34,6 +38,9 @@ class Completion(msgspec.Struct, eq=False):
     entries: list[TokenLogprob] = []
     """Log probabilities of new tokens, if they are known."""
     text: str = ""
+    """Text of the output alone."""
+    shown_prompt: Sequence[int] | None = None
+    """Tokens of a prompt whose text comes first."""
     logits: list[Logits] = []
     """Logits of new tokens."""
     prompt_logits: tuple[Logits, ...] = ()
@@ -50,14 +57,32 @@ class Completion(msgspec.Struct, eq=False):
         if generation.is_streamed or generation.excludes_input:
             return
         self.token_ids.extend(prompt_token_ids)
-        prompt = generation.request.prompt
-        if isinstance(prompt, str):
-            show = generation.show_prompt
-            self.text = prompt if show is None or not prompt_token_ids else show(prompt_token_ids)
+        if isinstance(generation.request.prompt, str):
+            self.shown_prompt = prompt_token_ids
+
+    @property
+    def whole_text(self) -> str:
+        """Return the text that the client gets."""
+        if self.shown_prompt is None:
+            return self.text
+        generation, prompt = self.generation, self.generation.request.prompt
+        assert isinstance(prompt, str)
+        if generation.show_prompt is not None and self.shown_prompt:
+            prompt = generation.show_prompt(self.shown_prompt)
+        return prompt + self.text
 
     @property
     def is_finished(self) -> bool:
         return self.finish_reason is not None
+
+    @property
+    def writing_work(self) -> int:
+        """Return how long its outputs take to make, as `streams.writing_work` does."""
+        num_tokens = len(self.token_ids)  # with a prompt that is shown
+        if not (self.entries or self.logits or self.prompt_logits):
+            return num_tokens
+        num_bytes = sum(len(piece.data) for piece in (*self.logits, *self.prompt_logits))
+        return num_tokens + logprobs_work(self.entries) + num_bytes // _BYTES_OF_CHARACTER
 
     @property
     def log_probs(self) -> list[float]:

@@ -6,11 +6,11 @@ original pads. Text is one string per sequence, flat over batch and sequences.
 
 import math
 from collections.abc import Iterator, Sequence, Set
-from typing import TypeVar
 
 import msgspec
 import numpy as np
 
+from loraplex.frontends.kserve.datatypes import DATATYPES
 from loraplex.frontends.kserve.models.completion import Completion
 from loraplex.frontends.kserve.models.kinds import Dialect, ModelKind
 from loraplex.frontends.kserve.models.measured import logits_tensors, no_logits, perf_tensors
@@ -18,8 +18,6 @@ from loraplex.frontends.kserve.models.vllm_tensors import vllm_tensors
 from loraplex.frontends.kserve.tensors import Tensor, numbers, strings
 
 PADDING = -1
-
-_T = TypeVar("_T")
 
 
 def output_tensors(
@@ -64,11 +62,13 @@ def output_tensors(
 def _contents(kind: ModelKind, batch: Sequence[Sequence[Completion]]) -> list[Tensor]:
     """Text, or token ids and how many."""
     if kind.takes_text:
-        return [strings("text_output", [a.text for completions in batch for a in completions])]
+        return [
+            strings("text_output", [a.whole_text for completions in batch for a in completions])
+        ]
     ids = [[a.token_ids for a in completions] for completions in batch]
     lengths = [[len(a.token_ids) for a in completions] for completions in batch]
     return [
-        numbers("output_ids", "INT32", _padded(ids, PADDING)),
+        _padded("output_ids", "INT32", ids),
         numbers("sequence_length", "INT32", lengths),
     ]
 
@@ -98,7 +98,7 @@ def _log_probs(batch: Sequence[Sequence[Completion]]) -> list[Tensor]:
     per_token = [[a.log_probs for a in completions] for completions in batch]
     return [
         numbers("cum_log_probs", "FP32", cumulative),
-        numbers("output_log_probs", "FP32", _padded(per_token, float(PADDING))),
+        _padded("output_log_probs", "FP32", per_token),
     ]
 
 
@@ -114,7 +114,12 @@ def _not_computed(batch: Sequence[Sequence[Completion]], computed: Set[str]) -> 
             yield tensor
 
 
-def _padded(rows: Sequence[Sequence[Sequence[_T]]], padding: _T) -> list[list[list[_T]]]:
-    """All innermost lists as long as the longest."""
+def _padded(name: str, datatype: str, rows: Sequence[Sequence[Sequence[float]]]) -> Tensor:
+    """Return a tensor of [rows, sequences, values of the longest sequence]."""
     longest = max(len(values) for row in rows for values in row)
-    return [[[*values, *[padding] * (longest - len(values))] for values in row] for row in rows]
+    shape = (len(rows), len(rows[0]), longest)
+    array = np.full(shape, PADDING, DATATYPES[datatype].wire_dtype)
+    for padded, row in zip(array, rows, strict=True):
+        for place, values in zip(padded, row, strict=True):
+            place[: len(values)] = values  # one at a time: other threads run in between
+    return Tensor.of(name, datatype, array)

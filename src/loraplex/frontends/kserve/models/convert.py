@@ -1,5 +1,6 @@
 """Conversion of one element of a batch to a GenerateRequest and the form of its outputs. Pure."""
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,9 +10,10 @@ import msgspec
 from loraplex.adapters.staging import RequestTensor
 from loraplex.core.adapter import AdapterChoice, ByTaskId
 from loraplex.core.errors import InvalidParameterError, InvalidTensorError
-from loraplex.core.request import GenerateRequest, RequestId
+from loraplex.core.request import REPEATED_BYTES, GenerateRequest, RequestId
 from loraplex.core.retention import DEFAULT_PRIORITY, KVRetention, TokenRangeRetention
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.task import Generate
 from loraplex.frontends.adapter_choices import read_choices
 from loraplex.frontends.kserve.messages import Parameter
 from loraplex.frontends.kserve.models.declaration import ModelOptions
@@ -93,7 +95,7 @@ def convert(
 
     adapters: the request's parameter of this name, a JSON text (see frontends.adapter_choices).
     """
-    end_id = _end_id(inputs, card)
+    end_id = _end_id(inputs, card, ends_by_default=options.ends_by_default)
     sampling = sampling_params(
         *(inputs, card, end_id, texts.encode),
         skip_special_tokens=options.skips_special_tokens,
@@ -102,22 +104,24 @@ def convert(
     if inputs.has_any(_ADAPTER):
         inline_adapter = _inline_adapter(inputs)
         choices = _adapters(inputs, choices)
+    wishes: dict[str, Any] = {field: inputs.flag(field) for field in inputs if field in _WISHES}
+    wishes.setdefault("excludes_input", options.excludes_input)
+    repeats_prompt = not (wishes["excludes_input"] or wishes.get("is_streamed"))
     request = GenerateRequest(
         request_id=sender.request_id,
         model=card.name,
-        prompt=_prompt(inputs),
-        sampling=sampling,
+        prompt=_prompt(inputs, card, options),
+        task=Generate(sampling),
         adapters=choices,
         client_request_id=sender.client_request_id,
         add_special_tokens=options.adds_special_tokens,
         timeout_seconds=sender.timeout_seconds,
         priority=sender.priority,
         retention=_retention(inputs) if inputs.has_any(_RETENTION) else None,
+        repeated_bytes=REPEATED_BYTES * repeats_prompt,
     )
     if (inline_adapter is not None or choices) and not options.lora_enabled:
         raise _lora_is_off()
-    wishes: dict[str, Any] = {field: inputs.flag(field) for field in inputs if field in _WISHES}
-    wishes.setdefault("excludes_input", options.excludes_input)
     return Generation(
         request=request,
         inline_adapter=inline_adapter,
@@ -125,7 +129,10 @@ def convert(
         returns_context_logits=sampling.return_prompt_logits,
         returns_generation_logits=sampling.return_logits,
         block_size=card.kv_block_size,
-        show_prompt=texts.decode if options.skips_special_tokens else texts.decode_all,
+        # All sequences of a request repeat one prompt.
+        show_prompt=functools.lru_cache(1)(
+            texts.decode if options.skips_special_tokens else texts.decode_all
+        ),
         accumulates_text=options.accumulates_tokens and sampling.beam is None,
         sends_all_outputs=options.sends_all_outputs,
         context_logits_datatype=options.logits_datatype,
@@ -227,7 +234,7 @@ def _request_tensor(tensor: Tensor) -> RequestTensor:
 # ---------------------------------------------------------------- the prompt
 
 
-def _prompt(inputs: Inputs) -> str | tuple[int, ...]:
+def _prompt(inputs: Inputs, card: ModelCard, options: ModelOptions) -> str | tuple[int, ...]:
     if inputs.kind.takes_text:
         text = "".join(inputs.texts("text_input"))
         if not text:
@@ -236,22 +243,25 @@ def _prompt(inputs: Inputs) -> str | tuple[int, ...]:
                 param="text_input",
             )
         return text
-    return _prompt_ids(inputs)
+    ids = _prompt_ids(inputs)
+    if options.clamps_token_ids:
+        ids = tuple(min(max(token_id, 0), card.vocab_size - 1) for token_id in ids)
+    return ids
 
 
 def _prompt_ids(inputs: Inputs) -> tuple[int, ...]:
-    """input_ids up to input_lengths: what follows is padding."""
+    """input_ids up to input_lengths: what follows is padding. Clients of the original send lengths
+    beyond the ids, too, as it reads them only where it cuts a batch's padding.
+    """
     array = inputs.array("input_ids")
     if array is None:
         raise InvalidTensorError(
             "input 'input_ids' is empty; it must hold at least one token id", param="input_ids"
         )
     length = inputs.integer("input_lengths", array.size)
-    if not 1 <= length <= array.size:
+    if length < 1:
         raise InvalidTensorError(
-            f"input 'input_lengths' is {length}, but 'input_ids' has {array.size} token ids; it "
-            f"must be in [1, {array.size}]",
-            param="input_lengths",
+            f"input 'input_lengths' is {length}; it must be at least 1", param="input_lengths"
         )
     return tuple(array.tolist()[:length])
 
@@ -310,16 +320,11 @@ def _duration(milliseconds: int) -> int | None:
 # ---------------------------------------------------------------- its end
 
 
-def _end_id(inputs: Inputs, card: ModelCard) -> int | None:
-    """Token that ends the completion; None: only the length ends it."""
-    default = card.eos_token_id if inputs.kind.ends_by_default else None
+def _end_id(inputs: Inputs, card: ModelCard, *, ends_by_default: bool) -> int | None:
+    """Token that ends the completion; None: only the length ends it, as with an id that is no
+    token. The original's client programs send GPT-2's by default, 50256, to every model.
+    """
+    has_default = inputs.kind.ends_by_default and ends_by_default
+    default = card.eos_token_id if has_default else None
     end_id = inputs.integer("end_id", NO_END_ID if default is None else default)
-    if end_id == NO_END_ID:
-        return None
-    if not 0 <= end_id < card.vocab_size:
-        raise InvalidTensorError(
-            f"input 'end_id' is {end_id}; it must be a token id in [0, {card.vocab_size - 1}], or "
-            f"{NO_END_ID} for none",
-            param="end_id",
-        )
-    return end_id
+    return end_id if 0 <= end_id < card.vocab_size else None

@@ -17,10 +17,15 @@ class ModelOptions:
     """Whether preprocessing adds special tokens to a prompt."""
     skips_special_tokens: bool = True
     """Whether postprocessing removes special tokens from an output."""
+    ends_by_default: bool = True
+    """False: without `end_id` an output runs to its full length, whatever the kind does. Of
+    preprocessing: whether it prepares an end_id for the models that call it."""
     is_static: bool = False
     """tensorrt_llm: a batch runs to the end of all its requests (gpt_model_type V1)."""
     max_beam_width: int | None = None
     """A wider search is refused; None: any."""
+    clamps_token_ids: bool = False
+    """tensorrt_llm: ids of a prompt beyond the vocabulary become its nearest one."""
     accumulates_tokens: bool = False
     """tensorrt_llm_bls: every streamed response has the whole text so far."""
     checks_health: bool = False
@@ -38,8 +43,6 @@ class ModelOptions:
     """tensorrt_llm_bls: it names one, so requests may use draft tokens; ours need no model."""
     lora_enabled: bool = True
     """False: a request with an adapter is refused."""
-    unusable_adapters: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Reason by name why an adapter of the repository could not be loaded."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

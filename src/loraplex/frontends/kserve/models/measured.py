@@ -60,7 +60,8 @@ def _rows(pieces: Sequence[Logits]) -> Array:
     num_rows = sum(piece.num_rows for piece in pieces)
     if not num_rows:
         return np.zeros((0, 0), np.float32)
-    return np.frombuffer(b"".join(piece.data for piece in pieces), np.float32).reshape(num_rows, -1)
+    rows = [np.frombuffer(piece.data, np.float32).reshape(piece.num_rows, -1) for piece in pieces]
+    return rows[0] if len(rows) == 1 else np.concatenate(rows)  # other threads run meanwhile
 
 
 def _padded(arrays: Sequence[Array]) -> Array:

@@ -4,6 +4,7 @@ Names, types, dimensions and order are those of the TensorRT-LLM backend's repos
 May 2025); what it passed through in January 2024 is taken, undeclared.
 """
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -15,6 +16,9 @@ from loraplex.frontends.kserve.models.texts import ModelTexts
 from loraplex.frontends.kserve.models.triton_model import TritonModel
 from loraplex.frontends.kserve.tensors import Tensor, strings
 
+LENGTHS = "SEQUENCE_LENGTH"
+_PADDING = -1
+"""Follows a beam that is shorter than another one."""
 _PASSED_THROUGH = (
     ("CUM_LOG_PROBS", (-1,)),
     ("OUTPUT_LOG_PROBS", (-1, -1)),
@@ -29,7 +33,7 @@ POSTPROCESSING = ModelKind(
     backend="python",
     inputs=(
         used("TOKENS_BATCH", "INT32", (-1, -1), required=True),
-        used("SEQUENCE_LENGTH", "INT32", (-1,), required=True),
+        used(LENGTHS, "INT32", (-1,), required=True),
         *(used(name, "FP32", dims, is_declared=False) for name, dims in _PASSED_THROUGH),
     ),
     outputs=(
@@ -42,6 +46,15 @@ POSTPROCESSING = ModelKind(
     takes_text=False,
     ends_by_default=True,
 )
+
+POSTPROCESSING_OF_2023 = dataclasses.replace(
+    POSTPROCESSING,
+    inputs=tuple(
+        dataclasses.replace(row, required=row.required and row.name != LENGTHS)
+        for row in POSTPROCESSING.inputs
+    ),
+)
+"""Kind of a repository from before December 2023: clients send no lengths, and all tokens count."""
 
 
 def postprocess(model: TritonModel, elements: Sequence[Inputs], texts: ModelTexts) -> list[Tensor]:
@@ -60,7 +73,9 @@ def postprocess(model: TritonModel, elements: Sequence[Inputs], texts: ModelText
 
 def _sequences(inputs: Inputs, vocab_size: int) -> Iterator[list[int]]:
     """Each row of TOKENS_BATCH, up to its length: what follows is padding."""
-    rows, lengths = inputs.array("TOKENS_BATCH"), inputs.array("SEQUENCE_LENGTH")
+    rows, lengths = inputs.array("TOKENS_BATCH"), inputs.array(LENGTHS)
+    if rows is not None and LENGTHS not in inputs:
+        lengths = rows.shape[1] - (rows[:, ::-1] != _PADDING).argmax(axis=1)
     num_rows = 0 if rows is None else len(rows)
     num_lengths = 0 if lengths is None else len(lengths)
     if rows is None and lengths is not None and not lengths.any():

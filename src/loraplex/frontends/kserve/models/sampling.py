@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 from loraplex.core.beam_search import BeamSearch, EarlyStopping
 from loraplex.core.errors import InvalidParameterError, InvalidTensorError
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.frontends.field_names import as_sent
 from loraplex.frontends.kserve.models.guided import GUIDE_FIELDS, grammar_of
 from loraplex.frontends.kserve.models.inputs import Inputs
 from loraplex.frontends.kserve.models.words import Tokenize, bad_words, logit_bias, stop_words
@@ -74,8 +75,10 @@ def sampling_params(
     try:
         return _defaults(not ends_at_eos, skip_special_tokens).changed(values)
     except InvalidParameterError as error:
-        name = inputs.kind.input_of(_FIELDS.get(error.param or "", error.param or ""))
-        raise InvalidParameterError(f"input '{name}': {error.message}", param=name) from None
+        parameter = error.param or ""
+        name = inputs.kind.input_of(_FIELDS.get(parameter, parameter))
+        message = as_sent(error, {parameter: name}).message
+        raise InvalidParameterError(f"input '{name}': {message}", param=name) from None
 
 
 @functools.cache

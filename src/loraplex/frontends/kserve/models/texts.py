@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from loraplex.serving.backend import Backend
 
@@ -39,6 +39,7 @@ class ModelTexts:
         """The token that the tokenizer puts before every text, if it does."""
         return self.encode("", add_special_tokens=True)[:1]
 
-    def token_text(self, token_id: int) -> str:
-        """Text of one token for people: half a character becomes U+FFFD."""
-        return self.backend.model(self.model).token_bytes(token_id).decode(errors="replace")
+    def token_texts(self) -> Callable[[int], str]:
+        """Return a function from a token to its text: half a character becomes U+FFFD."""
+        token_bytes = self.backend.model(self.model).token_bytes
+        return lambda token_id: token_bytes(token_id).decode(errors="replace")

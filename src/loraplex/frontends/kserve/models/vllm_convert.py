@@ -13,8 +13,9 @@ from loraplex.core.adapter import AdapterChoice, ByName
 from loraplex.core.beam_search import BeamSearch, EarlyStopping
 from loraplex.core.errors import InvalidParameterError, InvalidRequestError, InvalidTensorError
 from loraplex.core.grammar import Grammar
-from loraplex.core.request import GenerateRequest
+from loraplex.core.request import REPEATED_BYTES, GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.task import Generate
 from loraplex.frontends.kserve.failures import lora_failure
 from loraplex.frontends.kserve.messages import Parameter
 from loraplex.frontends.kserve.models.convert import Generation, Sender, read_adapters
@@ -68,21 +69,23 @@ def convert_vllm(
     shows_logprobs = "logprobs" in returned and "logprobs" in fields
     if "cumulative_logprob" in returned:
         fields.setdefault("logprobs", 0)
+    is_streamed, excludes_input = inputs.flag("is_streamed"), _excludes_input(inputs)
     return Generation(
         request=GenerateRequest(
             request_id=sender.request_id,
             model=card.name,
             prompt=prompt,
-            sampling=vllm_sampling(fields),
+            task=Generate(vllm_sampling(fields)),
             adapters=_adapters(fields, parameters.get("adapters", ""), options),
             client_request_id=sender.client_request_id,
             timeout_seconds=sender.timeout_seconds,
             priority=sender.priority,
+            repeated_bytes=REPEATED_BYTES * (not (is_streamed or excludes_input)),
         ),
-        is_streamed=inputs.flag("is_streamed"),
-        excludes_input=_excludes_input(inputs),
+        is_streamed=is_streamed,
+        excludes_input=excludes_input,
         returned=returned,
-        token_text=texts.token_text if shows_logprobs else None,
+        token_text=texts.token_texts() if shows_logprobs else None,
         comes_together=True,
     )
 

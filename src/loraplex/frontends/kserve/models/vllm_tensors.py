@@ -4,6 +4,7 @@ Shapes have no batch dimension: [sequences] each, num_input_tokens [1]. Where a 
 sequence in pieces, text, log probabilities and num_output_tokens are of the piece.
 """
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 
@@ -32,7 +33,7 @@ def vllm_tensors(completions: Sequence[Completion]) -> list[Tensor]:
     }
     returned = completions[0].generation.returned
     return [
-        strings("text_output", [completion.text for completion in completions]),
+        strings("text_output", [completion.whole_text for completion in completions]),
         *(make() for name, make in makers.items() if name in returned),
     ]
 
@@ -46,19 +47,15 @@ def _logprobs(completion: Completion) -> str:
     token_text = completion.generation.token_text
     if token_text is None:
         return NO_LOGPROBS
+    text_of = functools.cache(token_text)
     rows = []
     for entry in completion.entries:
         shown = {entry.token_id: (entry.logprob, entry.rank)}
         for rank, (token_id, logprob) in enumerate(entry.top, start=1):
             shown.setdefault(token_id, (logprob, rank))
-        rows.append(
-            {
-                str(token_id): {
-                    "logprob": logprob,
-                    "rank": rank,
-                    "decoded_token": token_text(token_id),
-                }
-                for token_id, (logprob, rank) in shown.items()
-            }
-        )
-    return json.dumps(rows)
+        row = {
+            str(token_id): {"logprob": logprob, "rank": rank, "decoded_token": text_of(token_id)}
+            for token_id, (logprob, rank) in shown.items()
+        }
+        rows.append(json.dumps(row))  # one at a time: other threads run in between
+    return f"[{', '.join(rows)}]"

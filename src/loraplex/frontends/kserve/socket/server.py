@@ -30,12 +30,14 @@ async def serving_socket(
     path: str,
     *,
     max_message_bytes: int,
+    unread_seconds: float,
     silence_seconds: float = SILENCE_SECONDS,
     telemetry: Telemetry | None = None,
 ) -> AsyncIterator[None]:
     """Serve while the context lasts, on the running loop. Raises ConfigError.
 
-    telemetry: of the whole server; None: one without readers.
+    unread_seconds: how long a client may take to read each 256 KiB. telemetry: of the whole server;
+    None: one without readers.
 
     The file of a server that has died is replaced; that of a living one is an error. At the end
     connections are closed, and requests that are still in flight are aborted.
@@ -54,6 +56,7 @@ async def serving_socket(
             writer,
             max_message_bytes=max_message_bytes,
             silence_seconds=silence_seconds,
+            unread_seconds=unread_seconds,
             telemetry=events,
         )
         try:

@@ -5,6 +5,8 @@ import contextlib
 from contextlib import aclosing
 
 from loraplex.core.principal import LOCAL
+from loraplex.frontends.body_limits import off_loop
+from loraplex.frontends.kserve.messages import InferResponse
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.kserve.socket.codec import decode_request, encode_failure, encode_response
 from loraplex.frontends.kserve.stub.wire import (
@@ -23,6 +25,7 @@ from loraplex.frontends.kserve.stub.wire import (
     frame,
     read_from_client,
 )
+from loraplex.frontends.long_json import SENT_BYTES
 from loraplex.frontends.telemetry.telemetry import Telemetry
 from loraplex.serving.wire_request import as_current
 
@@ -46,14 +49,17 @@ class Session:
         *,
         max_message_bytes: int,
         silence_seconds: float,
+        unread_seconds: float,
         telemetry: Telemetry,
     ) -> None:
+        """unread_seconds: how long the client may take to read each SENT_BYTES."""
         self._service = service
         self._telemetry = telemetry
         self._reader = reader
         self._writer = writer
         self._max_message_bytes = max_message_bytes
         self._silence_seconds = silence_seconds
+        self._unread_seconds = unread_seconds
         self._requests: dict[int, asyncio.Task[None]] = {}
         writer.transport.set_write_buffer_limits(high=PENDING_BYTES)
 
@@ -69,7 +75,7 @@ class Session:
             pass  # it has gone in the middle of a message
         finally:
             await self._abort_all()
-            self._writer.close()
+            self._close()
 
     async def _next(self) -> FromClient | None:
         """Next message; None: the client has closed its end or sends nothing any more."""
@@ -134,11 +140,15 @@ class Session:
         request = decode_request(message)
         if message.is_unary:
             response = await self._service.infer(request, LOCAL)
-            await self._send(encode_response(message.id, response))
+            await self._send_response(message.id, response)
             return
         async with aclosing(await self._service.stream(request, LOCAL)) as responses:
             async for response in responses:
-                await self._send(encode_response(message.id, response))
+                await self._send_response(message.id, response)
+
+    async def _send_response(self, number: int, response: InferResponse) -> None:
+        data = await off_loop(response.num_bytes, lambda: frame(encode_response(number, response)))
+        await self._send_frame(data)
 
     async def _cancel(self, number: int) -> None:
         task = self._requests.get(number)
@@ -156,6 +166,11 @@ class Session:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    def _close(self) -> None:
+        """Close the connection once the client has read the last bytes, if it does."""
+        self._writer.close()
+        asyncio.get_running_loop().call_later(self._time_to_read(), self._writer.transport.abort)
+
     def _status(self) -> Status:
         health = self._service.backend.health()
         return Status(
@@ -167,9 +182,22 @@ class Session:
     async def _send(self, message: FromServer) -> None:
         """A frame is written as a whole; then wait while much of what was written is unread.
 
-        Raises ConnectionError if the client has gone.
+        Raises ConnectionError if the client has gone, or does not read: then it is disconnected.
         """
+        await self._send_frame(frame(message))
+
+    async def _send_frame(self, data: bytes) -> None:
         if self._writer.is_closing():
             raise ConnectionResetError
-        self._writer.write(frame(message))
-        await self._writer.drain()
+        self._writer.write(data)
+        try:
+            async with asyncio.timeout(self._time_to_read()):
+                await self._writer.drain()
+        except TimeoutError:
+            self._writer.transport.abort()
+            raise ConnectionAbortedError from None
+
+    def _time_to_read(self) -> float:
+        """Return how many seconds the client has for what waits for it."""
+        unsent = self._writer.transport.get_write_buffer_size()
+        return (1 + unsent // SENT_BYTES) * self._unread_seconds

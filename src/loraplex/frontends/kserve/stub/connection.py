@@ -143,6 +143,8 @@ class Connection:
         try:
             with self._sending:
                 self._socket.sendall(message)
+        except ConnectionError:  # the reader learns it, too, perhaps later
+            self._lose(f"the server at {self._path} has ended")
         except OSError as error:
             self._lose(f"the server at {self._path} takes no requests: {error.strerror}")
 
@@ -150,7 +152,7 @@ class Connection:
         try:
             while self._lost is None:
                 self._take(self._read())
-        except (EOFError, ConnectionResetError):  # a reset: it had not read all that was sent
+        except (EOFError, ConnectionError):  # a reset: it had not read all that was sent
             self._lose(f"the server at {self._path} has ended")
         except BlockingIOError:
             self._lose(f"the server at {self._path} has fallen silent")

@@ -156,6 +156,7 @@ class Server:
 
     def _start(self) -> "subprocess.Popen[bytes]":
         environment = {k: v for k, v in os.environ.items() if k not in _DROPPED}
+        environment["PYTHONSAFEPATH"] = "1"  # no module of the current folder runs in it
         command = [*self._command, f"--request-socket={self._path}"]
         self.release()
         try:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from starlette.requests import Request
 
-from loraplex.core.errors import InvalidParameterError, ModelNotFoundError
+from loraplex.core.errors import InvalidParameterError, ModelNotFoundError, cut
 from loraplex.core.principal import Principal
 from loraplex.frontends.openai.adapter_fields import Target
 from loraplex.frontends.openai.context import Dialect
@@ -58,7 +58,7 @@ class LlgtrtDialect(Dialect):
     ) -> Target:
         if body.lora_model:
             await self._check_name(context, body.lora_model, principal)
-        return Target(context.backend.models(principal)[0], None)
+        return await context.target(None, principal)
 
     def rendering(self, body: ChatBody) -> dict[str, Any]:
         arguments = super().rendering(body)
@@ -78,8 +78,8 @@ class LlgtrtDialect(Dialect):
             await context.backend.find(name, principal)
         except ModelNotFoundError:
             raise InvalidParameterError(
-                f"lora_model specified but lora_root not set: there is no adapter {name!r}, and "
-                "the server was started without --lora-root",
+                f"lora_model specified but lora_root not set: there is no adapter {cut(name)!r}, "
+                "and the server was started without --lora-root",
                 param="lora_model",
             ) from None
 

@@ -14,6 +14,7 @@ from loraplex.core.errors import InvalidParameterError
 from loraplex.core.grammar import Grammar, GrammarKind
 from loraplex.core.output import RequestOutput, SequenceOutput
 from loraplex.core.request import GenerateRequest
+from loraplex.core.task import Generate
 from loraplex.frontends.openai import convert
 from loraplex.frontends.openai.adapter_fields import Target, adapter_choices
 from loraplex.frontends.openai.adapter_headers import DIGESTS
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 MAX_TOKENS: Final = 16
 CONTROLLER: Final = "llguidance"
+_NAMES: Final = {"grammar": "controller_arg"}
 LOG_PREFIX: Final = "JSON-OUT: "
 """Prefix of the lines in a fork's logs that its client reads."""
 
@@ -109,7 +111,7 @@ class GuidanceEndpoints:
         target = await dialect.target(self._context, body, principal)
         generation = await self._request(request, body, target)
         outputs = _steps(
-            generate_all(self._context.backend, (generation,), principal),
+            generate_all(self._context.backend, (generation,), principal, names=_NAMES),
             generation.sampling.grammar,
         )
         model = body.model or target.model.name
@@ -130,7 +132,7 @@ class GuidanceEndpoints:
             client_request_id=request_id(request),
             model=target.model.name,
             prompt=prompt,
-            sampling=msgspec.structs.replace(sampling, grammar=grammar),
+            task=Generate(msgspec.structs.replace(sampling, grammar=grammar)),
             adapters=adapter_choices(body, target, "")[0],
             load_policy=convert.load_policy(body),
             add_special_tokens=add_special,

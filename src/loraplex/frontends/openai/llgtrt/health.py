@@ -8,6 +8,7 @@ from starlette.responses import PlainTextResponse, Response
 from loraplex.core.errors import LoraplexError, RateLimitedError
 from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.task import Generate
 from loraplex.frontends.openai.context import OpenAIContext
 from loraplex.frontends.openapi.operation import OF_NAMES, ResponseDoc, described, text
 from loraplex.frontends.streams import gather_all, until_disconnect
@@ -50,7 +51,7 @@ class LlgtrtHealth:
             request_id=backend.new_request_id(),
             model=(await self._context.target(None, principal)).model.name,
             prompt=PROBE_PROMPT,
-            sampling=SamplingParams(max_tokens=PROBE_TOKENS),
+            task=Generate(SamplingParams(max_tokens=PROBE_TOKENS)),
             priority=PROBE_PRIORITY,
             timeout_seconds=PROBE_SECONDS,
         )

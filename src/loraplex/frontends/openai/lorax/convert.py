@@ -2,7 +2,7 @@
 
 from typing import Any, Final
 
-from loraplex.core.errors import InvalidParameterError, UnsupportedFeatureError
+from loraplex.core.errors import UnsupportedFeatureError
 from loraplex.frontends.openai.body import validated
 from loraplex.frontends.openai.lorax.schema import Parameters
 from loraplex.frontends.openai.schema import CompletionBody
@@ -11,8 +11,8 @@ _SAME: Final = (
     *("adapter_id", "best_of", "temperature", "top_k", "top_p", "repetition_penalty", "seed"),
     *("stop", "ignore_eos_token", "response_format"),
 )
-_RENAMED: Final = {"max_new_tokens": "max_tokens", "truncate": "truncate_prompt_tokens"}
-"""LoRAX's name: ours."""
+RENAMED: Final = {"max_tokens": "max_new_tokens", "truncate_prompt_tokens": "truncate"}
+"""Our name: LoRAX's."""
 REFUSED: Final = {
     "merged_adapters": "use adapters of /v1/completions, each with a scale",
     "typical_p": "use top_p",
@@ -27,7 +27,7 @@ def completion_body(prompt: str, parameters: Parameters, *, shows_tokens: bool) 
     that is not served."""
     _refuse(parameters)
     fields: dict[str, Any] = {name: getattr(parameters, name) for name in _SAME}
-    fields |= {ours: getattr(parameters, name) for name, ours in _RENAMED.items()}
+    fields |= {ours: getattr(parameters, name) for ours, name in RENAMED.items()}
     if not _samples(parameters):
         fields["temperature"] = 0.0
     if shows_tokens:
@@ -43,14 +43,6 @@ def completion_body(prompt: str, parameters: Parameters, *, shows_tokens: bool) 
             "add_special_tokens": not parameters.apply_chat_template,
         },
     )
-
-
-def named_as_sent(error: InvalidParameterError) -> InvalidParameterError:
-    """The error by the names that the client has used."""
-    for theirs, ours in _RENAMED.items():
-        if error.param == ours:
-            return InvalidParameterError(error.message.replace(ours, theirs), param=theirs)
-    return error
 
 
 def _samples(parameters: Parameters) -> bool:

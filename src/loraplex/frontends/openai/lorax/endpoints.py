@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from typing import Final
 
 import msgspec
 from starlette.requests import Request
@@ -10,12 +11,13 @@ from starlette.responses import Response
 from loraplex.core.errors import InvalidParameterError
 from loraplex.core.principal import Principal
 from loraplex.core.request import GenerateRequest
+from loraplex.frontends.field_names import named_as_sent
 from loraplex.frontends.openai import convert
 from loraplex.frontends.openai.adapter_fields import ADAPTER_HEADER, Target
 from loraplex.frontends.openai.adapter_headers import BY_HEADER, DIGESTS
-from loraplex.frontends.openai.context import OpenAIContext, request_id
+from loraplex.frontends.openai.context import OpenAIContext, json_response, request_id
 from loraplex.frontends.openai.logprobs import TokenTexts
-from loraplex.frontends.openai.lorax.convert import completion_body, named_as_sent
+from loraplex.frontends.openai.lorax.convert import RENAMED, completion_body
 from loraplex.frontends.openai.lorax.errors import LORAX_ERRORS
 from loraplex.frontends.openai.lorax.schema import (
     GenerateBody,
@@ -26,7 +28,7 @@ from loraplex.frontends.openai.lorax.schema import (
 from loraplex.frontends.openai.lorax.writer import LoraxWriter
 from loraplex.frontends.openai.rendering import rendered_chat
 from loraplex.frontends.openai.schema import Message
-from loraplex.frontends.openai.sse import EventStream
+from loraplex.frontends.openai.sse import EventStream, output_work
 from loraplex.frontends.openai.writers import adapter_headers
 from loraplex.frontends.openapi.operation import (
     ANY_ERROR,
@@ -38,7 +40,9 @@ from loraplex.frontends.openapi.operation import (
     json_body,
     json_of,
 )
-from loraplex.frontends.streams import gather_all, generate_all, until_disconnect
+from loraplex.frontends.streams import gather_all, generate_all, until_disconnect, written
+
+_NAMES: Final = {**RENAMED, "grammar": "response_format"}
 
 _generates = functools.partial(
     described,
@@ -89,14 +93,17 @@ class LoraxEndpoints:
         )
         writer = _writer(body, parameters, texts)
         [output] = await until_disconnect(
-            request.receive, gather_all(self._context.backend, completion_request, principal)
+            request.receive,
+            gather_all(self._context.backend, completion_request, principal, names=_NAMES),
         )
-        response = writer.whole(output, with_details=with_details)
-        return Response(
-            msgspec.json.encode([response] if in_list else response),
-            headers=adapter_headers(output),
-            media_type="application/json",
-        )
+
+        def response() -> Response:
+            whole = writer.whole(output, with_details=with_details)
+            return json_response([whole] if in_list else whole)
+
+        made = await written(response, output)
+        made.headers.update(adapter_headers(output))
+        return made
 
     async def _stream(self, request: Request, principal: Principal, body: GenerateBody) -> Response:
         parameters = body.parameters or Parameters()
@@ -106,8 +113,10 @@ class LoraxEndpoints:
             )
         completion_request, texts = await self._request(request, principal, body, shows_tokens=True)
         writer = _writer(body, parameters, texts)
-        outputs = generate_all(self._context.backend, completion_request, principal)
-        return EventStream(outputs, writer, request_id(request), LORAX_ERRORS, end=b"")
+        outputs = generate_all(self._context.backend, completion_request, principal, names=_NAMES)
+        return EventStream(
+            outputs, writer, request_id(request), LORAX_ERRORS, end=b"", work_of=output_work
+        )
 
     async def _request(
         self, request: Request, principal: Principal, body: GenerateBody, *, shows_tokens: bool
@@ -119,20 +128,18 @@ class LoraxEndpoints:
             self._context.backend.new_request_id,
             request.headers.get(ADAPTER_HEADER, ""),
         )
-        try:
+        with named_as_sent(RENAMED):
             completion = completion_body(
                 await self._prompt(body, parameters, target), parameters, shows_tokens=shows_tokens
             )
             [completion_request] = convert.completion_requests(
                 completion, target, origin, max_prompts=1
             )
-        except InvalidParameterError as error:
-            raise named_as_sent(error) from None
         sampling = msgspec.structs.replace(
             completion_request.sampling, max_tokens=parameters.max_new_tokens
         )
         texts = TokenTexts(self._context.backend, target.model.name)
-        return (msgspec.structs.replace(completion_request, sampling=sampling),), texts
+        return (completion_request.with_sampling(sampling),), texts
 
     async def _prompt(self, body: GenerateBody, parameters: Parameters, target: Target) -> str:
         if not parameters.apply_chat_template:

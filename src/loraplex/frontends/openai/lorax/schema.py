@@ -1,5 +1,6 @@
 """Bodies and responses of LoRAX's own routes."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
@@ -85,8 +86,8 @@ class Details(Struct, frozen=True):
     prompt_tokens: int
     generated_tokens: int
     seed: int | None
-    prefill: list[PrefillToken]
-    tokens: list[Token]
+    prefill: Sequence[PrefillToken]
+    tokens: Sequence[Token]
 
 
 class Generated(Struct, frozen=True):

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from msgspec import UNSET
 
 from loraplex.core.output import FinishReason, RequestOutput, SequenceOutput, TokenLogprob
+from loraplex.frontends.long_json import LongList
 from loraplex.frontends.openai.logprobs import TokenTexts, finite
 from loraplex.frontends.openai.lorax.schema import (
     AlternativeToken,
@@ -68,20 +69,11 @@ class LoraxWriter:
             prompt_tokens=len(output.prompt_token_ids),
             generated_tokens=output.num_output_tokens,
             seed=self._seed,
-            prefill=[
-                self._prefill(token_id, logprob)
-                for token_id, logprob in zip(
-                    output.prompt_token_ids, output.prompt_logprobs or (), strict=False
-                )
-            ],
-            tokens=[
-                self._token(
-                    logprob,
-                    self._texts.name_of(logprob.token_id),
-                    is_special=self._texts.is_special(logprob.token_id),
-                )
-                for logprob in sequence.logprobs
-            ],
+            prefill=LongList(
+                list(zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=False)),
+                self._prefill,
+            ),
+            tokens=LongList(sequence.logprobs, self._whole_token),
         )
 
     def _stream_details(self, output: RequestOutput, sequence: SequenceOutput) -> StreamDetails:
@@ -92,7 +84,13 @@ class LoraxWriter:
             seed=self._seed,
         )
 
-    def _prefill(self, token_id: int, logprob: TokenLogprob | None) -> PrefillToken:
+    def _whole_token(self, logprob: TokenLogprob) -> Token:
+        token_id = logprob.token_id
+        is_special = self._texts.is_special(token_id)
+        return self._token(logprob, self._texts.name_of(token_id), is_special=is_special)
+
+    def _prefill(self, position: tuple[int, TokenLogprob | None]) -> PrefillToken:
+        token_id, logprob = position
         value = None if logprob is None else finite(logprob.logprob)
         return PrefillToken(token_id, self._texts.name_of(token_id), value)
 

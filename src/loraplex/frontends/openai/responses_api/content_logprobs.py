@@ -26,7 +26,7 @@ class ContentLogprobs:
             chosen = list(self._making(delta.content))
         if delta.content or delta.reasoning or delta.calls:
             self._waiting = []
-        return chat_logprobs(chosen, self._texts).content
+        return list(chat_logprobs(chosen, self._texts).content)
 
     def _making(self, content: str) -> Iterator[TokenLogprob]:
         """The tokens that overlap with the last place where the content stands."""

@@ -66,6 +66,10 @@ def check(body: ResponsesBody) -> None:
     _check_metadata(body.metadata or {})
 
 
+def check_tools(body: ResponsesBody) -> None:
+    chat_tools(body.tools)
+
+
 def includes_logprobs(body: ResponsesBody) -> bool:
     return LOGPROBS in (body.include or ())
 

@@ -16,6 +16,7 @@ from loraplex.core.errors import (
     UnsupportedFeatureError,
 )
 from loraplex.core.principal import Principal
+from loraplex.frontends.long_json import encoded
 from loraplex.frontends.openai.adapter_headers import BY_HEADER, DIGESTS
 from loraplex.frontends.openai.chat import ChatRequest, chat_request
 from loraplex.frontends.openai.context import (
@@ -42,8 +43,9 @@ from loraplex.frontends.openai.responses_api.schema import ResponsesBody
 from loraplex.frontends.openai.responses_api.store import ResponseStore, StoredResponse
 from loraplex.frontends.openai.responses_api.truncation import count_tokens, fitting
 from loraplex.frontends.openai.responses_api.writer import ResponseWriter
-from loraplex.frontends.openai.sse import EventStream, just_output
+from loraplex.frontends.openai.sse import EventStream, output_work
 from loraplex.frontends.openai.synonyms import value_of
+from loraplex.frontends.openai.tools import left_out
 from loraplex.frontends.openai.writers import Call
 from loraplex.frontends.openapi.operation import (
     ANY_ERROR,
@@ -57,7 +59,14 @@ from loraplex.frontends.openapi.operation import (
     json_body,
     json_of,
 )
-from loraplex.frontends.streams import IndexedOutput, generate_all, until_disconnect, written
+from loraplex.frontends.streams import (
+    IndexedOutput,
+    done,
+    generate_all,
+    until_disconnect,
+    writing_work,
+    written,
+)
 
 _EVENTS: Final = "Each has its type as its name, too; response.completed or its like is the last."
 _PAGING: Final = (
@@ -90,17 +99,14 @@ class ResponsesEndpoints:
         with in_own_words():
             chat = await self._chat_request(request, body, items, principal)
         writer = self._writer(body, chat, items, principal)
-        outputs = generate_all(self._context.backend, chat.requests, principal)
+        outputs = generate_all(self._context.backend, chat.requests, principal, names=chat.names)
         if body.stream:
             errors = StreamErrors(writer.failure)
             return EventStream(
-                outputs, writer, request_id(request), errors, b"", _event, just_output
+                outputs, writer, request_id(request), errors, b"", _event, output_work
             )
         with in_own_words():
-            headers = await until_disconnect(request.receive, _run(outputs, writer))
-        response = json_response(writer.response)
-        response.headers.update(headers)
-        return response
+            return await until_disconnect(request.receive, _run(outputs, writer))
 
     @described(
         json_of(wire.InputTokens),
@@ -179,6 +185,7 @@ class ResponsesEndpoints:
             created=int(time.time()),
             model=model if body.model is None else body.model,
             requests=chat.requests,
+            notes=left_out(body.tools),
         )
         is_kept = body.store is not False and self._store.is_open
 
@@ -191,9 +198,10 @@ class ResponsesEndpoints:
         return ResponseWriter(first, call, texts, chat.reading, keep)
 
     async def _body(self, request: Request) -> ResponsesBody:
-        body = await self._context.open_body(request, ResponsesBody, refusals.KNOWN)
+        body = await self._context.open_body(
+            request, ResponsesBody, refusals.KNOWN, (convert.check, convert.check_tools)
+        )
         adopt_request_id(request, value_of(body, "request_id"))
-        convert.check(body)
         return body
 
     def _conversation(self, body: ResponsesBody, principal: Principal) -> list[Item]:
@@ -204,35 +212,43 @@ class ResponsesEndpoints:
             principal.tenant, body.previous_response_id, param="previous_response_id"
         )
         output: list[Item] = msgspec.json.decode(stored.output)
-        # A call that was cut has no arguments that a template could write.
-        whole = [
+        # A call that was cut is left out, for no result follows it, unless the client sends one.
+        with_result = {item["call_id"] for item in given if item["type"] == "function_call_output"}
+        kept = [
             item
             for item in output
-            if item["type"] != "function_call" or item["status"] == "completed"
+            if item["type"] != "function_call"
+            or item["status"] == "completed"
+            or item["call_id"] in with_result
         ]
-        return [*msgspec.json.decode(stored.given), *whole, *given]
+        return [*msgspec.json.decode(stored.given), *kept, *given]
 
     def _keep(self, principal: Principal, items: list[Item], response: wire.ResponseObject) -> None:
-        encode = msgspec.json.encode
-        stored = StoredResponse(encode(response), encode(items), encode(response.output))
-        self._store.keep(principal.tenant, response.id, stored)
+        texts = (b"".join(encoded(part)) for part in (response, items, response.output))
+        self._store.keep(principal.tenant, response.id, StoredResponse(*texts))
 
     def _stored(self, request: Request) -> StoredResponse:
         tenant = self._context.principal(request).tenant
         return self._store.get(tenant, request.path_params["response_id"])
 
 
-async def _run(
-    outputs: AsyncGenerator[IndexedOutput, None], writer: ResponseWriter
-) -> Mapping[str, str]:
-    """Run to the end without sending events. Return the headers."""
+async def _run(outputs: AsyncGenerator[IndexedOutput, None], writer: ResponseWriter) -> Response:
+    """Run to the end without sending events. Return the whole response."""
     headers: Mapping[str, str] = {}
+    work = 0
     async with aclosing(outputs):
         async for item in outputs:
             headers = writer.headers(item)
+            work += writing_work(item[1])
             await written(functools.partial(_exhaust, writer.chunks(item)), item[1])
-    _exhaust(writer.last_chunks())
-    return headers
+
+    def whole() -> Response:
+        _exhaust(writer.last_chunks())
+        return json_response(writer.response)
+
+    response = await done(whole, work)
+    response.headers.update(headers)
+    return response
 
 
 def _exhaust(events: Any) -> None:
@@ -243,4 +259,4 @@ def _exhaust(events: Any) -> None:
 def _event(event: wire.Event) -> bytes:
     """Event with its name in a line of its own, as OpenAI's."""
     name = str(event.__struct_config__.tag).encode()
-    return b"event: " + name + b"\ndata: " + msgspec.json.encode(event) + b"\n\n"
+    return b"".join((b"event: ", name, b"\ndata: ", *encoded(event), b"\n\n"))

@@ -9,6 +9,7 @@ import msgspec
 from starlette.responses import Response
 
 from loraplex.core.errors import CapacityError, LoraplexError, RequestError
+from loraplex.frontends.field_names import as_sent
 from loraplex.frontends.openai.errors import (
     ErrorDetail,
     OpenAIErrors,
@@ -16,24 +17,22 @@ from loraplex.frontends.openai.errors import (
 )
 from loraplex.frontends.openai.responses_api import objects as wire
 
-_PARAMS: Final = {
+_NAMES: Final = {
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
     "response_format": "text.format",
     "messages": "input",
     "prompt": "input",
-}
-"""A field of a chat: the field that said so here."""
-_WORDS: Final = {
-    **{name: ours for name, ours in _PARAMS.items() if "_" in name},
     "tool_choice.function.name": "tool_choice.name",
 }
-_WORD: Final = re.compile(r"\b(" + "|".join(map(re.escape, _WORDS)) + r")\b")
+"""A field of a chat: the field that has it here."""
+_MESSAGE: Final = re.compile(r"\bmessages\[\d+\][\w.\[\]]*")
+"""A place in the chat's messages, of which an input has other numbers: turns are several items."""
 
 
 @contextlib.contextmanager
 def in_own_words() -> Iterator[None]:
-    """What is raised by parts of the chat names the fields as they are called here."""
+    """Let what parts of the chat raise name the fields as they are called here."""
     try:
         yield
     except LoraplexError as error:
@@ -73,8 +72,5 @@ def response_error(error: LoraplexError) -> wire.ResponseError:
 
 def _in_own_words(error: LoraplexError) -> LoraplexError:
     """The same error, which names the fields of a chat as they are called here."""
-    message = _WORD.sub(lambda found: _WORDS[found.group()], error.message)
-    param = None if error.param is None else _PARAMS.get(error.param, error.param)
-    if (message, param) == (error.message, error.param):
-        return error
-    return type(error)(message, param=param, retry_after_seconds=error.retry_after_seconds)
+    places = _MESSAGE.findall(f"{error.message} {error.param}")
+    return as_sent(error, {**_NAMES, **dict.fromkeys(places, "input")})

@@ -1,5 +1,6 @@
 """OpenAI's response object of /v1/responses, its items and its events."""
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
@@ -12,7 +13,7 @@ Status = Literal["in_progress", "completed", "incomplete", "failed"]
 class OutputText(Struct, frozen=True, kw_only=True, tag_field="type", tag="output_text"):
     text: str
     annotations: list[Any] = []
-    logprobs: list[ContentLogprob] = []
+    logprobs: Sequence[ContentLogprob] = []
 
 
 class ReasoningText(Struct, frozen=True, kw_only=True, tag_field="type", tag="reasoning_text"):
@@ -174,12 +175,12 @@ class PartDone(PartEvent, frozen=True, kw_only=True, tag="response.content_part.
 
 class TextDelta(PartEvent, frozen=True, kw_only=True, tag="response.output_text.delta"):
     delta: str
-    logprobs: list[ContentLogprob]
+    logprobs: Sequence[ContentLogprob]
 
 
 class TextDone(PartEvent, frozen=True, kw_only=True, tag="response.output_text.done"):
     text: str
-    logprobs: list[ContentLogprob]
+    logprobs: Sequence[ContentLogprob]
 
 
 class ReasoningDelta(PartEvent, frozen=True, kw_only=True, tag="response.reasoning_text.delta"):

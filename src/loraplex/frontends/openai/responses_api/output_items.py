@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TypeVar
 
 from loraplex.core.tools import CallDelta
+from loraplex.frontends.long_json import LongList
 from loraplex.frontends.openai.responses import ContentLogprob
 from loraplex.frontends.openai.responses_api import objects as wire
 from loraplex.frontends.openai.responses_api.input_items import new_id
@@ -76,7 +77,7 @@ class _Message:
 
     @property
     def _part(self) -> wire.OutputText:
-        return wire.OutputText(text="".join(self._pieces), logprobs=self._logprobs)
+        return wire.OutputText(text="".join(self._pieces), logprobs=LongList(self._logprobs))
 
     def item(self, status: wire.Status) -> wire.MessageItem:
         return wire.MessageItem(id=self._id, status=status, content=[self._part])
@@ -99,7 +100,7 @@ class _Message:
             output_index=self._index,
             item_id=self._id,
             delta=text,
-            logprobs=list(logprobs),
+            logprobs=LongList(logprobs),
         )
 
     def end(self, status: wire.Status) -> Iterator[wire.Event]:
@@ -108,7 +109,7 @@ class _Message:
             output_index=self._index,
             item_id=self._id,
             text="".join(self._pieces),
-            logprobs=self._logprobs,
+            logprobs=LongList(self._logprobs),
         )
         yield wire.PartDone(
             sequence_number=self._number(),
@@ -212,6 +213,14 @@ class OutputItems:
                     message = yield from self._begin_message()
                 yield message.add(part, logprobs)
                 logprobs = ()
+
+    def add_end(self, logprobs: Sequence[ContentLogprob]) -> Iterator[wire.Event]:
+        """Add the log probability of the token that ended the output: the message has it, unless
+        the output ended with reasoning or a call."""
+        if self._open is None:
+            yield from self._begin_message()
+        if isinstance(self._open, _Message):
+            yield self._open.add("", logprobs)
 
     def end(self, status: wire.Status) -> Iterator[wire.Event]:
         """Nothing follows; a response without any item gets an empty message."""

@@ -26,6 +26,7 @@ REFUSED = (
 )
 
 WITHOUT_EFFECT = (
+    Feature("client_metadata", Support.NO_EFFECT, "nothing is stored"),
     Feature("prompt_cache_options", Support.NO_EFFECT, "equal beginnings are found by themselves"),
     Feature("prompt_cache_retention", Support.NO_EFFECT, "as prompt_cache_options"),
 )

@@ -38,8 +38,8 @@ class ResponsesBody(AdaptedBody):
     text: TextConfig | None = None
     """format: text, json_object or json_schema, enforced; verbosity has no effect."""
     tools: list[Any] | None = None
-    """Up to 128 functions; `strict` ones and required ones are enforced by a grammar. Tools that
-    OpenAI runs itself are refused."""
+    """Up to 128 functions; `strict` ones and required ones are enforced by a grammar. Tools of
+    OpenAI's other types are left out, with a note in the response's `loraplex.notes`."""
     tool_choice: str | dict[str, Any] | None = None
     """none, auto, required, a named function, or allowed_tools."""
     parallel_tool_calls: bool | None = None

@@ -1,11 +1,13 @@
 """Tools as the Responses API writes them, flat, and as chats do."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Final
 
 from loraplex.core.errors import InvalidParameterError, UnsupportedFeatureError
 from loraplex.core.tools import FunctionTool
-from loraplex.frontends.openai.tools import read_function
+from loraplex.frontends.openai.faults import raise_all
+from loraplex.frontends.openai.tools import check_type, is_served, read_function
 
 _MODES: Final = ("none", "auto", "required")
 
@@ -14,7 +16,15 @@ def chat_tools(tools: Sequence[Any] | None) -> list[dict[str, Any]] | None:
     """Raises InvalidParameterError, or UnsupportedFeatureError for what is no function."""
     if not tools:
         return None
-    return [_chat_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+    converted: list[dict[str, Any]] = []
+    raise_all(
+        [
+            functools.partial(_add_tool, converted, tool, f"tools[{index}]")
+            for index, tool in enumerate(tools)
+            if is_served(tool)
+        ]
+    )
+    return converted
 
 
 def chat_choice(choice: Any) -> Any:
@@ -39,7 +49,7 @@ def chat_choice(choice: Any) -> Any:
 
 
 def shown_tools(tools: Sequence[Any] | None) -> list[dict[str, Any]]:
-    """Tools as a response repeats them; they have been checked."""
+    """Tools as a response repeats them, without those that are left out; they are checked."""
     return [
         {
             "type": "function",
@@ -49,21 +59,17 @@ def shown_tools(tools: Sequence[Any] | None) -> list[dict[str, Any]]:
             "strict": bool(tool.get("strict")),
         }
         for tool in tools or ()
+        if is_served(tool)
     ]
 
 
-def _chat_tool(tool: Any, where: str) -> dict[str, Any]:
+def _add_tool(converted: list[dict[str, Any]], tool: Any, where: str) -> None:
     if not isinstance(tool, dict):
         raise InvalidParameterError(f"{where} must be an object with type and name", param=where)
-    kind = tool.get("type")
-    if kind != "function":
-        raise UnsupportedFeatureError(
-            f"{where}.type is {str(kind)[:64]!r}; only 'function' is served: the client runs it",
-            param=f"{where}.type",
-        )
+    check_type(tool, where)
     function: FunctionTool = read_function(tool, where)
     shown: dict[str, Any] = {"name": function.name}
     for field in ("description", "parameters", "strict"):
         if tool.get(field) is not None:
             shown[field] = tool[field]
-    return {"type": "function", "function": shown}
+    converted.append({"type": "function", "function": shown})

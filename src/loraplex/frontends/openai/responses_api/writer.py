@@ -2,13 +2,13 @@
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
 from loraplex.core.errors import LoraplexError
-from loraplex.core.output import FinishReason, SequenceOutput
-from loraplex.frontends.openai.logprobs import TokenTexts
+from loraplex.core.output import FinishReason, SequenceOutput, TokenLogprob
+from loraplex.frontends.openai.logprobs import TokenTexts, chat_logprobs
 from loraplex.frontends.openai.responses_api import objects as wire
 from loraplex.frontends.openai.responses_api.content_logprobs import ContentLogprobs
 from loraplex.frontends.openai.responses_api.errors import error_detail, response_error
@@ -18,6 +18,7 @@ from loraplex.frontends.openai.writers import Call, adapter_headers
 from loraplex.frontends.streams import IndexedOutput
 from loraplex.serving.text.completion_reader import CompletionSyntax
 
+Logprobs = Sequence[TokenLogprob]
 Keep = Callable[[wire.ResponseObject], None]
 """What is done with a response that has ended."""
 
@@ -36,12 +37,13 @@ class ResponseWriter:
         """response: as it is before its first token."""
         self.response = response
         self._call = call
+        self._texts = texts
         self._number = itertools.count().__next__
         self._items = OutputItems(self._number)
         self._reader = reading.reader()
         is_all_content = reading.tool_use is None and reading.chat_format.tags is None
         self._logprobs = ContentLogprobs(texts, is_all_content=is_all_content)
-        self._usage = UsageCounter()
+        self._usage = UsageCounter(call.notes)
         self._num_reasoning_tokens = 0
         self._finish_reason: FinishReason | None = None
         self._keep = keep
@@ -88,15 +90,26 @@ class ResponseWriter:
 
     def _read(self, sequence: SequenceOutput) -> Iterator[wire.Event]:
         self._finish_reason = sequence.finish_reason or self._finish_reason
-        delta = self._reader.push(sequence.text, final=sequence.finish_reason is not None)
-        logprobs = (
-            self._logprobs.of(delta, self._call.shown_logprobs(sequence))
-            if self._call.wants_logprobs
-            else []
-        )
-        yield from self._items.add(delta, logprobs)
+        reason = sequence.finish_reason
+        is_cut = reason not in (None, FinishReason.STOP)
+        delta = self._reader.push(sequence.text, final=reason is not None, is_cut=is_cut)
+        news, end = self._split_end(sequence)
+        yield from self._items.add(delta, self._logprobs.of(delta, news))
+        if end:
+            yield from self._items.add_end(chat_logprobs(end, self._texts).content)
         if not self._items.has_begun:
             self._num_reasoning_tokens += len(sequence.token_ids)
+
+    def _split_end(self, sequence: SequenceOutput) -> tuple[Logprobs, Logprobs]:
+        """Log probabilities of the tokens that make the text, and of the end or stop token."""
+        is_ended_by_token = (
+            sequence.finish_reason is FinishReason.STOP
+            and not isinstance(sequence.stop_reason, str)
+            and not self._call.requests[0].sampling.include_stop_in_output
+        )
+        num_end = min(int(is_ended_by_token), len(sequence.logprobs))
+        num_news = len(sequence.logprobs) - num_end
+        return sequence.logprobs[:num_news], sequence.logprobs[num_news:]
 
     def _ended(self, status: wire.Status) -> wire.ResponseObject:
         is_cut = self._finish_reason is FinishReason.LENGTH

@@ -70,48 +70,41 @@ def read_marked(
     reader: CallReader,
     starts: tuple[str, ...],
     read_one: Callable[[CallReader], Steps[None]],
+    frame: tuple[str, ...] = (),
 ) -> Steps[None]:
-    """Calls anywhere in the content, each after one of the markers."""
-    while (yield from reader.content_until(starts)) is not None:
-        yield from reader.attempt(read_one(reader))
+    """Calls anywhere in the content, each after one or more of the markers.
 
-
-def read_section(
-    start: str, end: str, read_one: Callable[[CallReader], Steps[None]]
-) -> Callable[[CallReader], Steps[None]]:
-    """Return a reader of one or more calls, each after `start`, up to `end`."""
+    frame: the other markers around calls.
+    """
 
     def read(reader: CallReader) -> Steps[None]:
-        yield from reader.take_space()
-        yield from reader.expect(start)
-        while True:
-            yield from read_one(reader)
-            yield from reader.take_space()
-            if (yield from reader.expect(start, end)) == end:
-                reader.settle()
-                return
+        while (yield from reader.optional(*starts)) is not None:
+            pass
+        yield from read_one(reader)
 
-    return read
+    while (yield from reader.content_until(starts, frame)) is not None:
+        yield from reader.attempt(read(reader))
 
 
-def read_named_arguments(reader: CallReader, name: str, own_id: str | None = None) -> Steps[None]:
+def read_named_arguments(
+    reader: CallReader, name: str, own_id: str | None = None, *, markers: tuple[str, ...]
+) -> Steps[None]:
     """Read the object after a name, which makes it a call."""
     reader.check_name(name)
     yield from reader.take_space()
-    if (yield from reader.peek()) == "{":
-        reader.begin_call(name, own_id)
-    yield from reader.json_object(reader.arguments)
-    yield from reader.take_space()
+    yield from reader.json_object(
+        reader.arguments, lambda: reader.begin_call(name, own_id), markers=markers
+    )
 
 
-def read_whole(reader: CallReader, calls: Steps[None]) -> Steps[None]:
-    """Read a completion that is all calls, or all content."""
+def read_whole(reader: CallReader, calls: Steps[None], frame: tuple[str, ...] = ()) -> Steps[None]:
+    """Read a completion that is all calls, or all content. frame: markers around calls."""
     yield from reader.attempt(calls)
-    yield from rest_is_content(reader)
+    yield from rest_is_content(reader, frame)
 
 
-def rest_is_content(reader: CallReader) -> Steps[None]:
-    yield from reader.content_until(())
+def rest_is_content(reader: CallReader, frame: tuple[str, ...] = ()) -> Steps[None]:
+    yield from reader.content_until((), frame)
 
 
 def arguments_schema(tool: FunctionTool) -> dict[str, Any]:

@@ -31,7 +31,8 @@ class Lark:
 
     def json(self, schema: Mapping[str, Any]) -> str:
         """A JSON text of the schema."""
-        guided = {"x-guidance": {"whitespace_pattern": JSON_WHITE_SPACE}, **schema}
+        options = {"whitespace_pattern": JSON_WHITE_SPACE, **schema.get("x-guidance", {})}
+        guided = {**schema, "x-guidance": options}
         return self._rule(f": %json {json.dumps(guided)}")
 
     def regex(self, pattern: str) -> str:

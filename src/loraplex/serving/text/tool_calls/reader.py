@@ -9,7 +9,11 @@ from typing import Final, NamedTuple
 
 from loraplex.core.tools import CallDelta, FunctionTool
 from loraplex.serving.text.text_source import WHITE_SPACE, Steps, TextSource
-from loraplex.serving.text.tool_calls.json_text import CutError, JsonScanner, MalformedError
+from loraplex.serving.text.tool_calls.json_text import (
+    CutError,
+    MalformedError,
+    RepairingReader,
+)
 
 MAX_NAME_CHARACTERS: Final = 256
 _NAME_CHARACTERS: Final = frozenset(string.ascii_letters + string.digits + "_-.")
@@ -34,8 +38,8 @@ class CallReader(TextSource):
 
     Text that belongs to a call is *taken* first; once the call is known to be one it is accounted
     for, else it is content after all. So no text is lost but white space around calls, what frames
-    them, and what a cut output has after its last call. A call that breaks after it
-    began ends there: what was read of it stays a call, what follows is content.
+    them, and what a cut output has after its last call. A call that breaks after it began ends
+    there, and is whole all the same: only a limit's cut leaves arguments that are no JSON.
     """
 
     def __init__(
@@ -49,6 +53,8 @@ class CallReader(TextSource):
         self._has_content = False
         self._is_behind_call = False
         """No content has come since the last call."""
+        self._is_framed = False
+        """The last text that began like a call was one: what is left of its frame is no content."""
         self._space = ""
         """White space of content, until it is known whether content follows."""
         self._parts: list[str | CallDelta] = []
@@ -76,9 +82,17 @@ class CallReader(TextSource):
         else:
             self._space += text
 
-    def content_until(self, markers: Sequence[str]) -> Steps[str | None]:
-        """Everything before the next marker is content; the marker is taken. None: no more."""
-        marker = yield from self.pieces_until(markers, self.content)
+    def content_until(self, markers: Sequence[str], frame: Sequence[str] = ()) -> Steps[str | None]:
+        """Everything before the next marker is content; the marker is taken. None: no more.
+
+        frame: other markers of calls, which are content too unless they are left over of one.
+        """
+        while (marker := (yield from self.pieces_until((*markers, *frame), self.content))) in frame:
+            text = self.advance(len(marker or ""))
+            if self._is_framed:
+                self._space = ""
+            else:
+                self.content(text)
         if marker is None:
             rest = self.advance(len(self.unread))
             # After a call, the beginning of a marker is that of another: the output was cut.
@@ -98,6 +112,7 @@ class CallReader(TextSource):
 
     def attempt(self, steps: Steps[None]) -> Steps[None]:
         """Read a call, or several; what turns out to be none is content."""
+        num_calls = self.num_calls
         try:
             yield from steps
         except CutError:
@@ -107,6 +122,17 @@ class CallReader(TextSource):
             pass
         self.content("".join(self._taken))
         self.settle()
+        self._is_framed = self.num_calls > num_calls
+        if self._is_behind_call:
+            yield from self._skip_brackets()
+
+    def _skip_brackets(self) -> Steps[None]:
+        """Read brackets that close more than the call had opened."""
+        while True:
+            char, ahead = yield from self.visible(0)
+            if not char or char not in "]}":
+                return
+            self.advance(ahead + 1)
 
     def settle(self) -> None:
         """What was taken is the frame of calls: accounted for."""
@@ -124,26 +150,49 @@ class CallReader(TextSource):
         """Take one of the texts, or raise MalformedError and take nothing."""
         text = yield from self.starts_with(choices)
         if text is None:
-            if self._is_final and any(choice.startswith(self.unread) for choice in choices):
-                self.take(len(self.unread))
-                raise CutError
+            if self._is_final:
+                self._check_cut(self.unread, choices)
             raise MalformedError
         return self.take(len(text))
 
-    def until(self, *markers: str) -> Steps[tuple[str, str]]:
-        """Take (the text before a marker, the marker)."""
-        before: list[str] = []
-
-        def keep(text: str) -> None:
-            before.append(text)
-            self._taken.append(text)
-
-        marker = yield from self.pieces_until(markers, keep)
-        if marker is None:
+    def _check_cut(self, rest: str, choices: Sequence[str]) -> None:
+        """Take all that is left if it may be the beginning of a choice, and raise CutError."""
+        if any(choice.startswith(rest) for choice in choices):
             self.take(len(self.unread))
             raise CutError
-        self.take(len(marker))
-        return "".join(before), marker
+
+    def optional(self, *choices: str) -> Steps[str | None]:
+        """Take one of the texts if it is there, and white space before it."""
+        _, ahead = yield from self.visible(0)
+        text = yield from self.starts_with(choices, ahead)
+        if text is not None:
+            self.take(ahead + len(text))
+        elif rest := self.unread[ahead:] if self._is_final else "":
+            self._check_cut(rest, choices)
+        return text
+
+    def until(
+        self, *markers: str, before: Sequence[str] = (), may_end: bool = False
+    ) -> Steps[tuple[str, str]]:
+        """Take (the text before a marker, the marker).
+
+        before: markers that are not taken. may_end: the text may end without any, and the marker is
+        empty then, unless the output was cut.
+        """
+        taken: list[str] = []
+
+        def keep(text: str) -> None:
+            taken.append(text)
+            self._taken.append(text)
+
+        marker = yield from self.pieces_until((*markers, *before), keep)
+        if marker is None:
+            keep(self.advance(len(self.unread)))
+            if not may_end or self.is_cut:
+                raise CutError
+        elif marker in markers:
+            self.take(len(marker))
+        return "".join(taken), marker or ""
 
     def name(self, *, known_only: bool = False) -> Steps[str]:
         """Take the name of a function, as long as it goes."""
@@ -162,38 +211,36 @@ class CallReader(TextSource):
         if not is_right or (known_only and name not in self.tools):
             raise MalformedError
 
-    def json_object(self, give: Callable[[str], None]) -> Steps[None]:
-        """Take an object, and give its text as it comes."""
-        scanner = JsonScanner()
-        while not scanner.is_complete:
-            if not (yield from self.peek()):
-                raise CutError
-            text, end = scanner.scan(self._text, self._at)
-            if text:
-                self.take(end - self._at)
-                give(text)
-            if self._at < len(self._text) and not scanner.is_complete:
-                raise MalformedError
+    def json_object(
+        self,
+        give: Callable[[str], None],
+        begin: Callable[[], None] = lambda: None,
+        *,
+        markers: tuple[str, ...] = (),
+        outer: str = "",
+    ) -> Steps[None]:
+        """Take an object, and give its text as it comes, repaired. See RepairingReader."""
+        yield from RepairingReader(
+            self, self.take, give, begin=begin, markers=markers, outer=outer
+        ).read_object()
 
-    def json_string(self) -> Steps[str]:
+    def json_value(self, *, markers: tuple[str, ...] = (), outer: str = "") -> Steps[str]:
+        """Take a value, all of it."""
+        given: list[str] = []
+        yield from RepairingReader(
+            self, self.take, given.append, markers=markers, outer=outer
+        ).read_value()
+        return "".join(given)
+
+    def json_string(
+        self, *, is_name: bool = True, markers: tuple[str, ...] = (), outer: str = ""
+    ) -> Steps[str]:
         """Take a string, all of it."""
-        text = '{"":'
-        scanner = JsonScanner()
-        for char in text:
-            scanner.feed(char)
-        if (yield from self.peek()) != '"':
-            raise CutError if self.is_over else MalformedError
-        while not (yield from self._string_ends(scanner, text)):
-            text += scanner.feed(self._text[self._at])
-            self.take(1)
-        return str(json.loads(text + "}")[""])
-
-    def _string_ends(self, scanner: JsonScanner, text: str) -> Steps[bool]:
-        if len(text) > len('{"":"') and scanner.is_between:
-            return True
-        if not (yield from self.peek()):
-            raise CutError
-        return False
+        given: list[str] = []
+        yield from RepairingReader(
+            self, self.take, given.append, markers=markers, outer=outer
+        ).read_string(is_name=is_name)
+        return str(json.loads("".join(given)))
 
     # ---------------------------------------------------------------- calls
 

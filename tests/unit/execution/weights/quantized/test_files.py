@@ -167,6 +167,13 @@ def test_files_that_are_refused(reason: str, folder: Path) -> None:
     [
         ("gptq-4", {"quant_method": "hqq"}, "quant_method 'hqq' is not supported"),
         ("gptq-4", {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
+        ("gptq-4", {"is_marlin_format": True}, "is_marlin_format"),
+        ("gptq-4", {"quant_method": "marlin"}, "quant_method 'marlin'"),
+        (
+            "gptq-4",
+            {"quant_method": "auto-round", "packing_format": "auto_round:gptqmodel"},
+            "packing_format 'auto_round:gptqmodel'",
+        ),
         ("awq-gemm", {"version": "gemv_fast"}, "version 'gemv_fast'"),
         ("awq-gemm", {"bits": 8}, "AWQ in 8 bits"),
         ("ct-int4", {"transform_config": {"config_groups": {}}}, "transform_config"),
@@ -234,3 +241,67 @@ def test_the_widening_is_reported(folder: Path) -> None:
     assert weights.summary.startswith(
         "weights that are stored as compressed-tensors are widened to bfloat16: "
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "ends"),
+    [
+        # Ministral 3 and Devstral 2.
+        ("fp8-tensor", (".self_attn.q_proj.activation_scale", ".mlp.up_proj.activation_scale")),
+        # AutoFP8, and vLLM's names of scales of the KV cache.
+        ("fp8-tensor", (".self_attn.kv_scale", ".self_attn.attn.k_scale")),
+        ("ct-int4", (".self_attn.q_proj.input_global_scale",)),
+        ("ct-int4", (".self_attn.k_scale", ".self_attn.k_zero_point", ".self_attn.q_scale")),
+        ("ct-int4", (".self_attn.q_proj.output_scale", ".self_attn.q_proj.output_zero_point")),
+        ("modelopt-nvfp4", (".self_attn.k_proj.k_scale", ".self_attn.q_proj.input_scale")),
+    ],
+)
+def test_scales_of_activations_and_of_the_kv_cache_are_not_used(
+    name: str, ends: tuple[str, ...], folder: Path
+) -> None:
+    wanted = QUANTIZERS[name](folder)
+    scales = {f"model.layers.1{end}": torch.tensor([0.5]) for end in ends}
+    change_tensors(folder, lambda tensors: tensors.update(scales))
+    found = read_all(folder)
+    assert torch.equal(
+        found[f"{LAYER}.weight"].to(wanted[f"{LAYER}.weight"].dtype), wanted[f"{LAYER}.weight"]
+    )
+
+
+def test_names_of_mistral_s_fp8(folder: Path) -> None:
+    wanted = QUANTIZERS["fp8-tensor"](folder)
+
+    def rename(tensors: Tensors) -> None:
+        for name in [name for name in tensors if name.endswith(".weight_scale")]:
+            module = name.removesuffix(".weight_scale")
+            tensors[f"{module}.weight_scale_inv"] = tensors.pop(name)
+            tensors[f"{module}.activation_scale"] = tensors.pop(f"{module}.input_scale")
+
+    change_tensors(folder, rename)
+    change_config(folder, activation_scheme="static", weight_block_size=None, dequantize=False)
+    assert torch.equal(read_all(folder)[f"{LAYER}.weight"], wanted[f"{LAYER}.weight"])
+
+
+@pytest.mark.parametrize("name", ["gptq-4", "awq-gemm", "fp8-tensor"])
+def test_biases_that_are_zero_are_left_out(
+    name: str, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted = QUANTIZERS[name](folder)
+    biases = {
+        weight.replace(".weight", ".bias"): torch.zeros(len(tensor))
+        for weight, tensor in wanted.items()
+        if weight.endswith("_proj.weight")
+    }
+    change_tensors(folder, lambda tensors: tensors.update(biases))
+    with caplog.at_level("INFO"):
+        assert torch.equal(read_all(folder)[f"{LAYER}.weight"], wanted[f"{LAYER}.weight"])
+    assert f"{len(biases)} biases that are zero" in caplog.text
+
+
+def test_a_bias_that_is_not_zero_is_refused(folder: Path) -> None:
+    QUANTIZERS["gptq-4"](folder)
+    bias = torch.zeros(64)
+    bias[7] = 1e-7
+    change_tensors(folder, lambda tensors: tensors.update({f"{LAYER}.bias": bias}))
+    with pytest.raises(ConfigError, match=rf"{LAYER}\.bias is a bias that is not zero"):
+        read_all(folder)

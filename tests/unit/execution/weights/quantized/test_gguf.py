@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,24 @@ from loraplex.core.gguf import BlockType, read_gguf
 from loraplex.demo import BASE_PATH
 from loraplex.execution.weights.checkpoint import Checkpoint
 from loraplex.execution.weights.gguf_folder import gguf_folder
+from loraplex.execution.weights.keys import checkpoint_digest
 from loraplex.execution.weights.quantized.gguf_blocks import decoded_blocks
 from loraplex.execution.weights.quantized.stored_weight import StoredWeight
 from loraplex.execution.weights.stored_head import read_model
+from loraplex.execution.weights.weight_files import weight_files
 from loraplex.models.parameters import checkpoint_shapes
+from loraplex.serving.text.chat_template_files import find_templates
 from loraplex.text.tokenizer import load_tokenizer
-from support.gguf_files import TYPES, decode, field, gguf_bytes, gguf_of_llama, random_blocks
+from support.gguf_files import (
+    TYPES,
+    decode,
+    field,
+    gguf_bytes,
+    gguf_of_llama,
+    random_blocks,
+    split_gguf,
+)
+from support.naming import naming
 
 ARCHITECTURE = {"general.architecture": "llama"}
 
@@ -42,6 +55,18 @@ def write(tmp_path: Path, content: bytes) -> Path:
     path = tmp_path / "model.gguf"
     path.write_bytes(content)
     return path
+
+
+def changed(file: Path, tmp_path: Path, changes: dict[str, Any]) -> Path:
+    """Write a file with other metadata; None removes it."""
+    read = read_gguf(file)
+    tensors = {
+        name: (tensor.kind.name, tensor.shape, bytes(read.bytes_of(name)))
+        for name, tensor in read.tensors.items()
+    }
+    metadata = {**read.metadata, **changes}
+    kept = {name: value for name, value in metadata.items() if value is not None}
+    return write(tmp_path, gguf_bytes(kept, tensors))
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -125,7 +150,7 @@ def test_files_that_the_folder_of_the_file_lost_do_not_stay(file: Path, tmp_path
 
 def test_an_adapter_is_no_model(tmp_path: Path) -> None:
     path = write(tmp_path, gguf_bytes(ARCHITECTURE | {"general.type": "adapter"}, TENSOR))
-    with pytest.raises(ConfigError, match=f"is a LoRA adapter, .* --adapter NAME={path}"):
+    with pytest.raises(ConfigError, match=naming("LoRA", "--adapter", f"NAME={path}")):
         gguf_folder(path, tmp_path / "folders")
 
 
@@ -138,9 +163,99 @@ def test_frequencies_are_divided_by_the_factors_of_a_tensor(file: Path, tmp_path
     lists = {name: value for name, value in metadata.items() if isinstance(value, list)}
     kept = {name: value for name, value in metadata.items() if name not in lists}
     path = write(tmp_path, gguf_bytes(kept | lists, tensors))
-    rope = read_model(gguf_folder(path, tmp_path / "folders")).layers[0].attention.rope
+    rope = read_model(gguf_folder(path, tmp_path / "folders")).layers[0].mixer.rope
     assert rope is not None
     assert (rope.long_factor, rope.attention_factor) == (tuple(factors), 1.0)
+
+
+@pytest.fixture
+def parts(file: Path) -> list[Path]:
+    return split_gguf(file, 3)
+
+
+def test_a_split_model_is_served_from_any_part(
+    file: Path, parts: list[Path], tmp_path: Path
+) -> None:
+    whole, folder = (gguf_folder(path, tmp_path / "folders") for path in (file, parts[0]))
+    assert [gguf_folder(part, tmp_path / "folders") for part in parts[1:]] == [folder, folder]
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        assert (folder / name).read_text() == (whole / name).read_text()
+    assert [link.resolve() for link in weight_files(folder)] == parts
+    spec = read_model(folder)
+    with Checkpoint(folder, spec) as found, Checkpoint(whole, spec) as wanted:
+        for name in checkpoint_shapes(spec):
+            assert torch.equal(found.read(name), wanted.read(name)), name
+
+
+def test_a_changed_part_is_another_checkpoint(parts: list[Path], tmp_path: Path) -> None:
+    files = weight_files(gguf_folder(parts[0], tmp_path / "folders"))
+    digest = checkpoint_digest(files)
+    content = bytearray(parts[2].read_bytes())
+    content[-64] ^= 1
+    parts[2].write_bytes(content)
+    assert checkpoint_digest(files) != digest
+
+
+@pytest.mark.parametrize("missing", [0, 1, 2])
+def test_a_missing_part_is_named(missing: int, parts: list[Path], tmp_path: Path) -> None:
+    parts[missing].unlink()
+    for given in parts:
+        message = f"model of 3 files, of which 1 are missing .*: {parts[missing].name}"
+        with pytest.raises(ConfigError, match=message):
+            gguf_folder(given, tmp_path / "folders")
+
+
+def test_parts_that_are_not_of_one_split(file: Path, parts: list[Path], tmp_path: Path) -> None:
+    first, second, _ = (part.read_bytes() for part in parts)
+    parts[2].write_bytes(second)
+    with pytest.raises(ConfigError, match=naming("split.count", 3, "split.no", 1, 2)):
+        read_gguf(parts[0])
+    parts[2].write_bytes(file.read_bytes())
+    with pytest.raises(ConfigError, match=naming("split.count", "None", "split.no")):
+        read_gguf(parts[0])
+    (tmp_path / "renamed.gguf").write_bytes(first)
+    with pytest.raises(ConfigError, match=naming("split.count", 3)):
+        read_gguf(tmp_path / "renamed.gguf")
+    twice = second.replace(field("split.no", 1), field("split.no", 2))
+    parts[2].write_bytes(twice)
+    with pytest.raises(ConfigError, match=r"tensor .* is in .*tiny-00002-of-00003.gguf, too"):
+        read_gguf(parts[0])
+
+
+def test_a_count_of_tensors_that_is_wrong(parts: list[Path]) -> None:
+    content = parts[0].read_bytes()
+    at = content.index(b"split.tensors.count") + len("split.tensors.count") + 4
+    parts[0].write_bytes(content[:at] + struct.pack("<I", 999) + content[at + 4 :])
+    with pytest.raises(ConfigError, match=naming("split.tensors.count", 999, 3)):
+        read_gguf(parts[1])
+
+
+def test_one_part_alone_is_a_whole_file(file: Path, tmp_path: Path) -> None:
+    (only,) = split_gguf(file, 1)
+    assert read_gguf(only).tensors.keys() == read_gguf(file).tensors.keys()
+    assert [path.name for path in weight_files(gguf_folder(only, tmp_path / "folders"))] == [
+        "model.gguf"
+    ]
+
+
+def test_a_link_of_the_hubs_cache_keeps_its_name(
+    file: Path, parts: list[Path], tmp_path: Path
+) -> None:
+    snapshot = tmp_path / "snapshots" / "commit"
+    snapshot.mkdir(parents=True)
+    for number, part in enumerate([*parts, file]):
+        blob = tmp_path / f"{number:064x}"
+        part.rename(blob)
+        (snapshot / part.name).symlink_to(blob)
+    shutil.copy(BASE_PATH / "tokenizer.json", snapshot)
+    split, whole = (
+        gguf_folder(snapshot / path.name, tmp_path / "folders") for path in (parts[1], file)
+    )
+    assert split.name.startswith("tiny-")
+    assert whole.name.startswith("tiny-Q8_0-")
+    assert read_model(split).layers == read_model(whole).layers
+    own = (BASE_PATH / "tokenizer.json").read_text()
+    assert (split / "tokenizer.json").read_text() == own
 
 
 TENSOR = {"w": ("Q8_0", (2, 64), bytes(2 * 68))}
@@ -167,7 +282,7 @@ HOSTILE = {
         + bytes(64),
         "type 9 is not known",
     ),
-    "a type": (WHOLE.replace(struct.pack("<IQ", 8, 0), struct.pack("<IQ", 10, 0)), "Q2_K"),
+    "a type": (WHOLE.replace(struct.pack("<IQ", 8, 0), struct.pack("<IQ", 21, 0)), "IQ3_S"),
     "part of a block": (gguf_bytes({}, {"w": ("Q4_K", (1, 128), bytes(144))}), "cannot be Q4_K"),
     "an offset": (
         WHOLE.replace(struct.pack("<IQ", 8, 0), struct.pack("<IQ", 8, 1 << 62)),
@@ -200,9 +315,18 @@ def test_files_cut_off_anywhere_are_refused(tmp_path: Path) -> None:
         ({"llama.block_count": 0}, "llama.block_count must be an integer of at least 1, got 0"),
         ({"llama.block_count": 1 << 31}, "block_count is 2147483648, but the file has"),
         ({"llama.embedding_length": "x"}, "llama.embedding_length must be an integer"),
+        ({"general.architecture": None}, "metadata general.architecture is missing"),
         ({"tokenizer.ggml.pre": "odd"}, "pre 'odd' is not supported"),
-        ({"tokenizer.ggml.model": "bert"}, "tokenizer 'bert' of GGUF is not supported"),
+        ({"tokenizer.ggml.pre": None}, "ggml.pre, the rule by which texts are split, is missing"),
+        ({"tokenizer.ggml.pre": "default"}, "Put the model's tokenizer.json into the file's"),
+        ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model 'bert' is not supported"),
+        (
+            {"tokenizer.ggml.model": None},
+            "tokenizer.ggml.model is missing (supported: llama, gpt2)",
+        ),
         ({"tokenizer.ggml.bos_token_id": 9999}, "9999 is no id of 1024 tokens"),
+        ({"tokenizer.ggml.eot_token_id": 9999}, "eot_token_id 9999 is no id of 1024 tokens"),
+        ({"tokenizer.chat_template.tool_use": 7}, "chat_template.tool_use must be a text"),
         ({"tokenizer.ggml.merges": ["a nowhere"]}, "merges has 'a nowhere'"),
         ({"tokenizer.ggml.token_type": [1, 2]}, "for each token"),
     ],
@@ -210,14 +334,55 @@ def test_files_cut_off_anywhere_are_refused(tmp_path: Path) -> None:
 def test_models_that_are_refused(
     changes: dict[str, Any], message: str, file: Path, tmp_path: Path
 ) -> None:
-    read = read_gguf(file)
-    tensors = {
-        name: (tensor.kind.name, tensor.shape, bytes(read.bytes_of(name)))
-        for name, tensor in read.tensors.items()
-    }
-    path = write(tmp_path, gguf_bytes({**read.metadata, **changes}, tensors))
+    path = changed(file, tmp_path, changes)
     with pytest.raises((ConfigError, UnsupportedModelError), match=re.escape(message)):
         gguf_folder(path, tmp_path / "folders")
+
+
+@pytest.mark.parametrize("text", ["<|end|>", "<|eot_id|>", "<|im_end|>", "<|file_sep|>"])
+@pytest.mark.parametrize("kind", [1, 3, 4])
+def test_end_tokens_are_found_by_their_texts(
+    text: str, kind: int, file: Path, tmp_path: Path
+) -> None:
+    metadata = read_gguf(file).metadata
+    texts, kinds = (list(metadata[f"tokenizer.ggml.{key}"]) for key in ("tokens", "token_type"))
+    texts[3], kinds[3] = text, kind
+    changes = {"tokenizer.ggml.tokens": texts, "tokenizer.ggml.token_type": kinds}
+    folder = gguf_folder(changed(file, tmp_path, changes), tmp_path / "folders")
+    assert read_model(folder).eos_token_ids == (metadata["tokenizer.ggml.eos_token_id"], 3)
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.encode(f"a{text}b", add_special_tokens=False)[1] == 3
+    assert tokenizer.is_special(3)
+
+
+@pytest.mark.parametrize("role", ["eot", "eom", "fim_pad", "fim_rep", "fim_sep"])
+def test_end_tokens_with_a_role(role: str, file: Path, tmp_path: Path) -> None:
+    path = changed(file, tmp_path, {f"tokenizer.ggml.{role}_token_id": 9})
+    spec = read_model(gguf_folder(path, tmp_path / "folders"))
+    assert spec.eos_token_ids == (read_gguf(file).metadata["tokenizer.ggml.eos_token_id"], 9)
+
+
+TEMPLATES = {"tokenizer.chat_template": "usual", "tokenizer.chat_template.tool_use": "with tools"}
+
+
+@pytest.mark.parametrize("has_tokenizer", [False, True])
+def test_all_chat_templates_are_taken(has_tokenizer: bool, file: Path, tmp_path: Path) -> None:
+    path = changed(file, tmp_path, {**TEMPLATES, "tokenizer.chat_templates": ["tool_use"]})
+    if has_tokenizer:  # in the folder of the file, without a tokenizer_config.json
+        shutil.copy(BASE_PATH / "tokenizer.json", tmp_path)
+    folder = gguf_folder(path, tmp_path / "folders")
+    assert find_templates(folder) == {"default": "usual", "tool_use": "with tools"}
+    assert load_tokenizer(folder).eos_token_id == load_tokenizer(BASE_PATH).eos_token_id
+
+
+def test_templates_in_the_folder_of_the_file(file: Path, tmp_path: Path) -> None:
+    (file.parent / "chat_template.jinja").write_text("own")
+    (file.parent / "additional_chat_templates").mkdir()
+    (file.parent / "additional_chat_templates" / "tool_use.jinja").write_text("own with tools")
+    folder = gguf_folder(file, tmp_path / "folders")
+    assert find_templates(folder) == {"default": "own", "tool_use": "own with tools"}
+    (file.parent / "additional_chat_templates" / "tool_use.jinja").unlink()
+    assert find_templates(gguf_folder(file, tmp_path / "folders")) == {"default": "own"}
 
 
 def test_a_first_token_that_cannot_be_put_before_texts(file: Path, tmp_path: Path) -> None:

@@ -124,13 +124,21 @@ def test_what_no_kernel_multiplies() -> None:
     floats = torch.randn(4, 32).to(torch.float8_e4m3fn)
     weight = StoredWeight(codes=floats, scales=torch.rand(4, 1), group_size=32, bits=8)
     assert packable([weight], 1) is None
-    assert packable([stored(), stored(table=e2m1())], 1) is None
+    assert packable([stored(), stored(table=NF4)], 1) is None
+    assert packable([stored(table=e2m1()), stored(table=NF4)], 1) is None
 
 
 def test_parts_of_other_widths_and_groups() -> None:
     parts = stored(4, 32, zeros=True), stored(6, 16), stored(8, 96, num_outputs=3, offsets=True)
     found = packed(*parts)
     assert (found.precision, found.group_size) == (WeightPrecision.INT8, 16)
+    assert_same(found, *parts)
+
+
+def test_a_small_table_next_to_other_codes_becomes_bytes() -> None:
+    parts = stored(table=e2m1()), stored(5, 16, offsets=True), stored(zeros=True)
+    found = packed(*parts)
+    assert (found.precision, found.table) == (WeightPrecision.INT8, None)
     assert_same(found, *parts)
 
 

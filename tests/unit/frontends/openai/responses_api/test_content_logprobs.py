@@ -1,4 +1,4 @@
-"""Which log probabilities go with which text; a token of EchoBackend is a byte."""
+"""Which log probabilities go with which text; a token of EchoService is a byte."""
 
 import itertools
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from loraplex.frontends.openai.responses_api import objects as wire
 from loraplex.frontends.openai.responses_api.content_logprobs import ContentLogprobs
 from loraplex.frontends.openai.responses_api.output_items import OutputItems
 from loraplex.serving.text.completion_reader import CompletionDelta
-from loraplex.testing.echo_backend import EchoBackend
+from support.echo_service import EchoService
 
 
 def logprobs(text: str) -> list[TokenLogprob]:
@@ -21,7 +21,7 @@ def streamed(
     steps: Sequence[tuple[CompletionDelta, str]], *, is_all_content: bool = False
 ) -> list[str]:
     """The tokens that go with each delta."""
-    chosen = ContentLogprobs(TokenTexts(EchoBackend(), "echo"), is_all_content=is_all_content)
+    chosen = ContentLogprobs(TokenTexts(EchoService(), "echo"), is_all_content=is_all_content)
     return [
         "".join(entry.token for entry in chosen.of(delta, logprobs(text))) for delta, text in steps
     ]
@@ -48,7 +48,7 @@ def test_tags_and_reasoning_have_none():
 
 
 def test_content_that_the_reasoning_has_too_stands_behind_it():
-    chosen = ContentLogprobs(TokenTexts(EchoBackend(), "echo"), is_all_content=False)
+    chosen = ContentLogprobs(TokenTexts(EchoService(), "echo"), is_all_content=False)
     delta = CompletionDelta(reasoning="a", content="a", parts=("a",))
     tokens = [TokenLogprob(byte, -float(at), 1) for at, byte in enumerate(b"<t>a</t>a")]
     assert [entry.logprob for entry in chosen.of(delta, tokens)] == [-8.0]
@@ -72,7 +72,7 @@ def test_all_in_one():
 
 
 def test_log_probabilities_are_sent_once():
-    texts = TokenTexts(EchoBackend(), "echo")
+    texts = TokenTexts(EchoService(), "echo")
     of_both = ContentLogprobs(texts, is_all_content=True).of(content("ab"), logprobs("ab"))
     items = OutputItems(itertools.count().__next__)
     delta = CompletionDelta(content="ab", parts=("a", CallDelta(index=0, name="f"), "b"))

@@ -36,6 +36,7 @@ def reported(error: LoraplexError) -> LoraplexError:
         ("the prompt has 5 tokens", "the prompt has 5 tokens"),
         ("of the messages", "of the messages"),
         ("my_max_tokens", "my_max_tokens"),
+        ("messages[2].content[0].text must be a string", "input must be a string"),
     ],
 )
 def test_words(said: str, ours: str):
@@ -51,6 +52,7 @@ def test_words(said: str, ours: str):
         ("max_completion_tokens", "max_output_tokens"),
         ("response_format", "text.format"),
         ("messages", "input"),
+        ("messages[2].tool_calls[0].function", "input"),
         ("prompt", "input"),
         ("tools", "tools"),
         (None, None),

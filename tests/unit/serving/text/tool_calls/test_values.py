@@ -49,6 +49,42 @@ def arguments(family: str, text: str, parameters: dict[str, Any] | None = None) 
         ('"quoted"', {}, "quoted"),
         ('"quoted"', {"type": "string"}, '"quoted"'),
         ("", None, ""),
+        ("True", {"type": "boolean"}, True),
+        ("False", {"type": "boolean"}, False),
+        (" FALSE\n", {"type": "boolean"}, False),
+        ("True", {"type": ["boolean", "null"]}, True),
+        ("None", {"type": ["boolean", "null"]}, None),
+        ("None", {"anyOf": [{"type": "string"}, {"type": "null"}]}, None),
+        ("None", {"type": "string"}, "None"),
+        ("True", {"type": "string"}, "True"),
+        ("True", {"type": ["string", "boolean"]}, True),
+        ("True", {}, "True"),
+        ("True", {"anyOf": [{"type": "boolean"}, {"type": "null"}]}, True),
+        ("True", {"$ref": "#/$defs/b", "$defs": {"b": {"type": "boolean"}}}, True),
+        ("True", {"allOf": [{"$ref": "#/$defs/b"}], "$defs": {"b": {"type": "boolean"}}}, True),
+        (
+            "True",
+            {"anyOf": [{"$ref": "#/definitions/b"}], "definitions": {"b": {"type": "boolean"}}},
+            True,
+        ),
+        ("True", {"const": True}, True),
+        ("5", {"const": "5"}, "5"),
+        ("12", {"$ref": "#/$defs/s", "$defs": {"s": {"type": "string"}}}, "12"),
+        ("12", {"$ref": "#/$defs/s", "$defs": {"s": {"enum": ["12", "13"]}}}, "12"),
+        ("12", {"allOf": [{"type": "string"}, {"description": "x"}]}, "12"),
+        ("12", {"oneOf": [{"const": "12"}, {"type": "null"}]}, "12"),
+        ("12", {"$ref": "#/$defs/a~1b", "$defs": {"a/b": {"type": "string"}}}, "12"),
+        ("12", {"$ref": "#/$defs/none"}, 12),
+        ("12", {"$ref": "elsewhere"}, 12),
+        ("12", {"$ref": "#"}, 12),
+        ("12", {"type": "string", "nullable": True}, "12"),
+        ("null", {"type": "string", "nullable": True}, None),
+        ("+5", {"type": "integer"}, 5),
+        ("+5", {"type": ["integer", "string"]}, "+5"),
+        ("{'a': True,}", {"type": "object"}, {"a": True}),
+        ("['a', None]", {"type": "array"}, ["a", None]),
+        ("{'a': True}", {"type": "string"}, "{'a': True}"),
+        ("{'a': True}", {}, "{'a': True}"),
         ("NaN", {"type": "number"}, "NaN"),
         ("-1e999", {"type": "number"}, "-1e999"),
         ("[1, Infinity]", {}, "[1, Infinity]"),
@@ -57,6 +93,19 @@ def arguments(family: str, text: str, parameters: dict[str, Any] | None = None) 
 )
 def test_text_as_the_schema_wants_it(text: str, schema: dict[str, Any] | None, value: Any) -> None:
     assert json.loads(json_of(text, schema)) == value
+
+
+def test_references_that_double_with_each_step_end() -> None:
+    defs = {f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 3} for n in range(60)}
+    assert json_of("1", {"$ref": "#/$defs/d0", "$defs": defs}) == "1"
+    defs = {f"d{n}": {"anyOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 3} for n in range(60)}
+    assert json_of("1", {"$ref": "#/$defs/d0", "$defs": defs}) == "1"
+
+
+def test_properties_behind_a_reference() -> None:
+    own = {"type": "object", "properties": {"a": {"type": "string"}}}
+    tool = FunctionTool(name="f", parameters={"$ref": "#/$defs/own", "$defs": {"own": own}})
+    assert properties(tool) == {"a": {"$defs": {"own": own}, "type": "string"}}
 
 
 @pytest.mark.parametrize("key", ["$defs", "definitions"])
@@ -95,6 +144,12 @@ def test_xml_without_its_frame() -> None:
         ("a={'k': {'l': [1]}, \"m\": None}", {"a": {"k": {"l": [1]}, "m": None}}),
         (" a = 1 , b = 2 ", {"a": 1, "b": 2}),
         ("", {}),
+        ("a=+5, b=-(1)", {"a": 5, "b": -1}),
+        ("a='one\ntwo'", {"a": "one\ntwo"}),
+        ('a=""""one"\ntwo""", b=""', {"a": '"one"\ntwo', "b": ""}),
+        ('a="he said "hi" to "b"", b=\'it\'s\'', {"a": 'he said "hi" to "b"', "b": "it's"}),
+        (r"a='\d+\n\x41', b=r'\d'", {"a": "\\d+\nA", "b": r"\d"}),
+        ("a=1,", {"a": 1}),
     ],
 )
 def test_python_literals(source: str, values: dict[str, Any]) -> None:
@@ -120,7 +175,7 @@ def test_other_python_is_no_argument(source: str) -> None:
     tool_use = ToolUse(tools=(FunctionTool(name="f"),))
     reading = CompletionSyntax(chat_format=ChatFormat(tool_calls="pythonic"), tool_use=tool_use)
     found = reading.reader().push(f"[f({source})]", final=True)
-    assert source in found.content
+    assert (found.calls, found.content) == ((), f"[f({source})]")
 
 
 @pytest.mark.parametrize(
@@ -131,15 +186,16 @@ def test_other_python_is_no_argument(source: str) -> None:
 def test_deep_python_ends(nesting: str) -> None:
     tool_use = ToolUse(tools=(FunctionTool(name="f"),))
     reading = CompletionSyntax(chat_format=ChatFormat(tool_calls="pythonic"), tool_use=tool_use)
-    found = reading.reader().push(f"[f(a={nesting})]", final=True)
-    assert [call.arguments for call in found.calls] == [""]
+    text = f"[f(a={nesting})]"
+    found = reading.reader().push(text, final=True)
+    assert (found.calls, found.content) == ((), text)
 
 
 def test_how_deep_python_may_be() -> None:
     tool_use = ToolUse(tools=(FunctionTool(name="f"),))
     reading = CompletionSyntax(chat_format=ChatFormat(tool_calls="pythonic"), tool_use=tool_use)
     found = reading.reader().push(f"[f(a={'[' * 129}{']' * 129})]", final=True)
-    assert found.calls[0].arguments == ""
+    assert found.calls == ()
     depth = 0
     value = arguments("pythonic", f"[f(a={'[' * 128}{']' * 128})]")["a"]
     while value:

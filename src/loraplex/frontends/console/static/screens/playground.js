@@ -34,7 +34,7 @@ export function Screen() {
     if (!setup) firstSetup().then(setSetup, () => setSetup(newSetup()));
   }, []);
   if (!setup) return html`<h1>${t("playground.title")}</h1>`;
-  return html`<${Playground} setup=${setup} setSetup=${setSetup} models=${models.data ?? []} />`;
+  return html`<${Playground} tenant=${tenant} setup=${setup} setSetup=${setSetup} models=${models.data ?? []} />`;
 }
 
 /** Base models, without their adapters. */
@@ -48,7 +48,7 @@ async function firstSetup() {
   return { ...newSetup(), columns: [[], ...columns] };
 }
 
-function Playground({ setup, setSetup, models }) {
+function Playground({ tenant, setup, setSetup, models }) {
   const [, redraw] = useReducer((n) => n + 1, 0);
   const [run, setRun] = useState(kept.run);
   const [reference, setReference] = useState("base");
@@ -62,7 +62,7 @@ function Playground({ setup, setSetup, models }) {
   useEffect(() => {
     if (run) run.onChange = () => {
       redrawn.current();
-      if (run.state !== "running") remember(run);
+      if (run.state !== "running") remember(run, tenant);
     };
   }, [run]);
 

@@ -14,8 +14,8 @@ from loraplex.serving.text.tool_calls.format import (
     arguments_schema,
     read_marked,
     read_named_arguments,
-    read_section,
 )
+from loraplex.serving.text.tool_calls.json_text import MalformedError
 from loraplex.serving.text.tool_calls.lark import Lark
 from loraplex.serving.text.tool_calls.reader import CallReader
 
@@ -25,6 +25,8 @@ _CALL: Final = "<｜tool▁call▁begin｜>"
 _CALL_END: Final = "<｜tool▁call▁end｜>"
 _SEPARATOR: Final = "<｜tool▁sep｜>"
 _FENCE: Final = "```json"
+_ENDS: Final = (_CALL, _CALL_END, _SECTION_END)
+"""Markers that no call has within."""
 
 
 def _fenced_call(lark: Lark, tool: FunctionTool) -> str:
@@ -47,13 +49,14 @@ class DeepSeek(OurIds):
         between=f"{_CALL_END}\n{_CALL}",
         after=_CALL_END + _SECTION_END,
         call=_fenced_call,
+        other_triggers=(_CALL,),
     )
 
     def recognises(self, template: str) -> bool:
         return _CALL in template
 
     def read(self, reader: CallReader) -> Steps[None]:
-        yield from read_marked(reader, (_SECTION,), read_section(_CALL, _SECTION_END, _call))
+        yield from read_marked(reader, (_SECTION, _CALL), _call, (_SECTION_END, _CALL_END))
 
 
 class DeepSeekBare(DeepSeek):
@@ -66,6 +69,7 @@ class DeepSeekBare(DeepSeek):
         between=_CALL_END + _CALL,
         after=_CALL_END + _SECTION_END,
         call=_bare_call,
+        other_triggers=(_CALL,),
     )
 
     def recognises(self, template: str) -> bool:
@@ -73,13 +77,19 @@ class DeepSeekBare(DeepSeek):
 
 
 def _call(reader: CallReader) -> Steps[None]:
-    name, _ = yield from reader.until(_SEPARATOR)
-    is_fenced = name.strip() == "function"
+    name = yield from _name(reader, _SEPARATOR)
+    is_fenced = name == "function"
     if is_fenced:
-        name, _ = yield from reader.until(_FENCE)
-    yield from read_named_arguments(reader, name.strip())
+        name = yield from _name(reader, _FENCE)
+    fence = (f"```{_CALL_END}",) if is_fenced else ()
+    yield from read_named_arguments(reader, name, markers=(*fence, *_ENDS))
     if is_fenced:
-        yield from reader.expect("```")
-        yield from reader.take_space()
-    yield from reader.expect(_CALL_END)
+        yield from reader.optional("```")
     reader.settle()
+
+
+def _name(reader: CallReader, end: str) -> Steps[str]:
+    name, marker = yield from reader.until(end, before=_ENDS)
+    if marker != end:
+        raise MalformedError
+    return name.strip()

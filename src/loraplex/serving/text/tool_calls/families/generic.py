@@ -37,8 +37,8 @@ def _whole_output(reader: CallReader) -> Steps[None]:
     yield from reader.take_space()
     match (yield from reader.peek()):
         case "[":
-            yield from read_calls(reader, known_only=True)
+            yield from read_calls(reader, known_only=True, markers=Generic.markers)
         case "{":
-            yield from read_call(reader, known_only=True)
+            yield from read_call(reader, known_only=True, markers=Generic.markers)
         case _:
             raise MalformedError

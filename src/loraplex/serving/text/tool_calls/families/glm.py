@@ -8,6 +8,7 @@ from typing import Final
 from loraplex.core.tools import FunctionTool
 from loraplex.serving.text.text_source import Steps
 from loraplex.serving.text.tool_calls.format import CallSyntax, OurIds, read_marked
+from loraplex.serving.text.tool_calls.json_text import MalformedError
 from loraplex.serving.text.tool_calls.lark import Lark
 from loraplex.serving.text.tool_calls.parameters import ArgumentPieces, json_of, properties
 from loraplex.serving.text.tool_calls.reader import CallReader
@@ -19,10 +20,13 @@ _KEY: Final = "<arg_key>"
 _KEY_END: Final = "</arg_key>"
 _VALUE: Final = "<arg_value>"
 _VALUE_END: Final = "</arg_value>"
+_AFTER: Final = (_KEY, _END)
+"""What ends a value that has no end tag."""
 
 
 def _call_rule(lark: Lark, tool: FunctionTool) -> str:
-    members = members_rule(lark, tool, f"{_KEY}{{}}{_KEY_END}\n{_VALUE}", f"{_VALUE_END}\n")
+    before = f"{_KEY}{{}}{_KEY_END}\n{_VALUE}"
+    members = members_rule(lark, tool, before, f"{_VALUE_END}\n", _AFTER)
     return f"{lark.text(tool.name + chr(10))} {members}"
 
 
@@ -41,23 +45,38 @@ class Glm(OurIds):
         return _KEY in template
 
     def read(self, reader: CallReader) -> Steps[None]:
-        yield from read_marked(reader, (_START,), _call)
+        yield from read_marked(reader, (_START,), _call, (_END,))
 
 
 def _call(reader: CallReader) -> Steps[None]:
-    before, marker = yield from reader.until(_KEY, _END)
-    name = before.strip()
+    text, marker = yield from reader.until(_KEY, _END, before=(_START,))
+    name = text.strip()
     reader.check_name(name)
+    if marker not in (_KEY, _END):
+        raise MalformedError
     reader.begin_call(name)
     schemas = properties(reader.tools.get(name))
     pieces = ArgumentPieces()
     while marker == _KEY:
-        key, _ = yield from reader.until(_KEY_END)
-        yield from reader.take_space()
-        yield from reader.expect(_VALUE)
-        text, _ = yield from reader.until(_VALUE_END)
-        reader.arguments(pieces.member(key.strip(), json_of(text, schemas.get(key.strip()))))
-        yield from reader.take_space()
-        marker = yield from reader.expect(_KEY, _END)
+        key, value, marker = yield from _argument(reader)
+        if key and value is not None:
+            reader.arguments(pieces.member(key, json_of(value, schemas.get(key))))
     reader.arguments(pieces.end())
     reader.settle()
+
+
+def _argument(reader: CallReader) -> Steps[tuple[str, str | None, str]]:
+    """Read (a key, its value if it has one, the next marker): tags may be missing."""
+    text, marker = yield from reader.until(_KEY_END, _VALUE, *_AFTER, may_end=True)
+    key = text.strip()
+    if marker not in (_KEY_END, _VALUE):
+        return key, None, marker
+    has_tag = marker == _VALUE or (yield from reader.optional(_VALUE)) is not None
+    value, marker = yield from reader.until(_VALUE_END, *_AFTER, may_end=True)
+    if marker == _VALUE_END:
+        _, marker = yield from reader.until(*_AFTER, before=(_START,), may_end=True)
+    elif has_tag:
+        value = value.removesuffix("\n")
+    if not has_tag:
+        value = value.strip()
+    return key, value if has_tag or value else None, marker

@@ -32,4 +32,4 @@ class Granite(OurIds):
 
 def _calls(reader: CallReader) -> Steps[None]:
     yield from reader.take_space()
-    yield from read_calls(reader)
+    yield from read_calls(reader, markers=(_START, _OTHER_START))

@@ -26,12 +26,9 @@ class Hermes(OurIds):
         return _START in template
 
     def read(self, reader: CallReader) -> Steps[None]:
-        yield from read_marked(reader, (_START,), _call)
+        yield from read_marked(reader, (_START,), _call, (_END,))
 
 
 def _call(reader: CallReader) -> Steps[None]:
     yield from reader.take_space()
-    yield from read_call(reader)
-    yield from reader.take_space()
-    yield from reader.expect(_END)
-    reader.settle()
+    yield from read_call(reader, markers=(_START, _END))

@@ -14,7 +14,6 @@ from loraplex.serving.text.tool_calls.format import (
     arguments_schema,
     read_marked,
     read_named_arguments,
-    read_section,
 )
 from loraplex.serving.text.tool_calls.json_text import MalformedError
 from loraplex.serving.text.tool_calls.lark import Lark
@@ -42,20 +41,22 @@ class Kimi(OurIds):
         between=_CALL_END + _CALL,
         after=_CALL_END + _SECTION_END,
         call=_call_rule,
+        other_triggers=(_CALL,),
     )
 
     def recognises(self, template: str) -> bool:
         return _CALL in template
 
     def read(self, reader: CallReader) -> Steps[None]:
-        yield from read_marked(reader, (_SECTION,), read_section(_CALL, _SECTION_END, _call))
+        yield from read_marked(reader, (_SECTION, _CALL), _call, (_SECTION_END, _CALL_END))
 
 
 def _call(reader: CallReader) -> Steps[None]:
-    own_id = (yield from reader.until(_ARGUMENTS))[0].strip()
+    ends = (_CALL, _CALL_END, _SECTION_END)
+    text, marker = yield from reader.until(_ARGUMENTS, before=ends)
+    own_id = text.strip()
     match = _ID.fullmatch(own_id)
-    if match is None:
+    if marker != _ARGUMENTS or match is None:
         raise MalformedError
-    yield from read_named_arguments(reader, match["name"], own_id)
-    yield from reader.expect(_CALL_END)
+    yield from read_named_arguments(reader, match["name"], own_id, markers=ends)
     reader.settle()

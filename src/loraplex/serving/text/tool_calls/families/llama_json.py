@@ -34,21 +34,21 @@ class LlamaJson(OurIds):
         return _TAG in template or '"parameters": dictionary of argument' in template
 
     def read(self, reader: CallReader) -> Steps[None]:
-        yield from read_whole(reader, _calls(reader))
+        yield from read_whole(reader, _calls(reader), self.markers)
 
 
 def _calls(reader: CallReader) -> Steps[None]:
     yield from reader.take_space()
-    is_tagged = (yield from reader.starts_with((_TAG,))) is not None
-    if is_tagged:
-        yield from reader.expect(_TAG)
-        yield from reader.take_space()
+    is_tagged = False
+    while (yield from reader.optional(_TAG)) is not None:
+        is_tagged = True
+    yield from reader.take_space()
     while True:
         # Without the tag, a completion in JSON may look like a call.
-        yield from read_call(reader, known_only=not is_tagged)
+        yield from read_call(reader, known_only=not is_tagged, markers=(_TAG,))
+        # Some models leave the separator out, or take another.
+        while (yield from reader.optional(";", ",", _TAG)) is not None:
+            reader.settle()
         yield from reader.take_space()
         if not (yield from reader.peek()):
             return
-        if (yield from reader.peek()) != "{":  # some models leave the separator out
-            yield from reader.expect(";")
-            yield from reader.take_space()

@@ -13,8 +13,10 @@ from loraplex.serving.text.tool_calls.format import (
     arguments_schema,
     json_call,
     read_marked,
+    read_named_arguments,
 )
 from loraplex.serving.text.tool_calls.json_calls import read_call, read_calls
+from loraplex.serving.text.tool_calls.json_text import MalformedError
 from loraplex.serving.text.tool_calls.lark import Lark
 from loraplex.serving.text.tool_calls.reader import CallReader
 
@@ -65,9 +67,9 @@ def _calls(reader: CallReader) -> Steps[None]:
     yield from reader.take_space()
     match (yield from reader.peek()):
         case "[":
-            yield from read_calls(reader)
+            yield from read_calls(reader, markers=(_CALLS,))
         case "{":
-            yield from read_call(reader)
+            yield from read_call(reader, markers=(_CALLS,))
         case _:
             yield from _named(reader)
 
@@ -75,9 +77,13 @@ def _calls(reader: CallReader) -> Steps[None]:
 def _named(reader: CallReader) -> Steps[None]:
     name = yield from reader.name()
     own_id = None
-    if (yield from reader.expect(_ARGS, _CALL_ID)) == _CALL_ID:
-        own_id, _ = yield from reader.until(_ARGS)
-    reader.begin_call(name, own_id)
-    yield from reader.take_space()
-    yield from reader.json_object(reader.arguments)
+    if (yield from reader.peek()) == "{":  # as of models whose tokenizer has no such marker
+        marker = _ARGS
+    else:
+        marker = yield from reader.expect(_ARGS, _CALL_ID)
+    if marker == _CALL_ID:
+        own_id, marker = yield from reader.until(_ARGS, before=(_CALLS,))
+        if marker != _ARGS:
+            raise MalformedError
+    yield from read_named_arguments(reader, name, own_id, markers=(_CALLS,))
     reader.settle()

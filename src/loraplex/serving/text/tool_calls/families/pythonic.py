@@ -24,6 +24,9 @@ from loraplex.serving.text.tool_calls.reader import (
 
 _START, _END = "<|python_start|>", "<|python_end|>"
 _CLOSING: Final = {"(": ")", "[": "]", "{": "}"}
+_BEHIND_STRING: Final = ("", ",", ")", "]", "}", ":")
+_ESCAPES: Final = frozenset("\n\\'\"abfnrtvxuUN01234567")
+"""Characters that Python knows after a backslash."""
 _NO_NAME: Final = frozenset(" \t\r\n=,*()[]{}\"'")
 _NAMES: Final = {"true": True, "false": False, "null": None}
 
@@ -82,49 +85,44 @@ class Pythonic(OurIds):
         return "func_name1(" in template or _START in template
 
     def read(self, reader: CallReader) -> Steps[None]:
-        yield from read_whole(reader, _calls(reader))
+        yield from read_whole(reader, _calls(reader), self.markers)
 
 
 def _calls(reader: CallReader) -> Steps[None]:
     yield from reader.take_space()
-    is_marked = (yield from reader.starts_with((_START,))) is not None
-    if is_marked:
-        yield from reader.expect(_START)
-        yield from reader.take_space()
+    while (yield from reader.optional(_START)) is not None:
+        pass
+    yield from reader.take_space()
     yield from reader.expect("[")
     while True:
         yield from reader.take_space()
         yield from _call(reader)
         yield from reader.take_space()
-        if (yield from reader.expect(",", "]")) == "]":
+        is_end = (yield from reader.expect(",", "]")) == "]"
+        if is_end or (yield from reader.optional("]")) is not None:
             break
-    reader.settle()
-    if is_marked:
-        yield from reader.take_space()
-        yield from reader.expect(_END)
         reader.settle()
+    reader.settle()
+    yield from reader.optional(_END)
+    reader.settle()
 
 
 def _call(reader: CallReader) -> Steps[None]:
     name = yield from reader.name(known_only=True)
     yield from reader.expect("(")
-    reader.begin_call(name)
     pieces = ArgumentPieces()
-    yield from reader.take_space()
-    if (yield from reader.peek()) == ")":
-        yield from reader.expect(")")
-        reader.arguments(pieces.end())
-        return
-    while True:
+    arguments = ""
+    while (yield from reader.optional(")")) is None:
         yield from reader.take_space()
         argument = yield from _argument_name(reader)
         yield from reader.take_space()
         yield from reader.expect("=")
         value = _json_of((yield from _literal(reader)))
-        reader.arguments(pieces.member(argument, value))
+        arguments += pieces.member(argument, value)
         if (yield from reader.expect(",", ")")) == ")":
-            reader.arguments(pieces.end())
-            return
+            break
+    # Known to be one only now: an argument may be an expression that is not evaluated.
+    reader.whole_call(name, arguments + pieces.end())
 
 
 def _argument_name(reader: CallReader) -> Steps[str]:
@@ -152,7 +150,7 @@ def _literal(reader: CallReader) -> Steps[str]:
         if len(closing) > MAX_DEPTH:
             raise MalformedError
         if char in "\"'":
-            text += yield from _quoted(reader)
+            text += yield from _quoted(reader, is_raw=text[-1:] in ("r", "R"))
             continue
         if not closing and char in ",)":
             return text
@@ -163,19 +161,41 @@ def _literal(reader: CallReader) -> Steps[str]:
         text += reader.take(1)
 
 
-def _quoted(reader: CallReader) -> Steps[str]:
+def _quoted(reader: CallReader, *, is_raw: bool) -> Steps[str]:
+    """Take a string as Python can read it: raw line breaks, quotes and other backslashes within it
+    get the escapes that they lack."""
     quote = text = reader.take(1)
+    if (yield from reader.starts_with((quote * 2,))) is not None:
+        quote = text = quote + reader.take(2)
     while True:
         char = yield from reader.peek()
         if not char:
             raise CutError
-        text += reader.take(1)
         if char == "\\":
-            if not (yield from reader.peek()):
+            following = yield from reader.peek(1)
+            if not following:
                 raise CutError
-            text += reader.take(1)
-        elif char == quote:
-            return text
+            is_known = is_raw or following in _ESCAPES
+            text += reader.take(2) if is_known else "\\" + reader.take(1)
+        elif (yield from reader.starts_with((quote,))) is None:
+            text += _escaped(reader.take(1), is_long=len(quote) > 1)
+        elif len(quote) > 1 or (yield from _closes(reader, quote)):
+            return text + reader.take(len(quote))
+        else:
+            text += "\\" + reader.take(1)
+
+
+def _escaped(char: str, *, is_long: bool) -> str:
+    return char if is_long else {"\n": "\\n", "\r": "\\r"}.get(char, char)
+
+
+def _closes(reader: CallReader, quote: str) -> Steps[bool]:
+    """Whether the quote that is next ends its string: what follows is what may follow a string."""
+    char, ahead = yield from reader.visible(1)
+    if char != quote:
+        return char in _BEHIND_STRING
+    # Another string to join, unless that one has no beginning.
+    return (yield from reader.visible(ahead + 1))[0] not in _BEHIND_STRING
 
 
 def _json_of(text: str) -> str:
@@ -192,8 +212,10 @@ def _value(node: ast.expr) -> Any:
             return value
         case ast.Name(id=name) if name in _NAMES:
             return _NAMES[name]
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
-            return -value
+        case ast.UnaryOp(
+            op=ast.USub() | ast.UAdd() as sign, operand=ast.Constant(value=int() | float() as value)
+        ):
+            return -value if isinstance(sign, ast.USub) else value
         case ast.List(elts=items) | ast.Tuple(elts=items):
             return [_value(item) for item in items]
         case ast.Dict(keys=keys, values=values):

@@ -3,11 +3,18 @@
 As the chat template of Qwen/Qwen3-Coder writes it; values are text, strings without quotes.
 """
 
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 from loraplex.core.tools import FunctionTool
 from loraplex.serving.text.text_source import Steps
-from loraplex.serving.text.tool_calls.format import CallSyntax, OurIds
+from loraplex.serving.text.tool_calls.format import (
+    CallSyntax,
+    OurIds,
+    read_marked,
+    read_named_arguments,
+)
+from loraplex.serving.text.tool_calls.json_text import CutError
 from loraplex.serving.text.tool_calls.lark import Lark
 from loraplex.serving.text.tool_calls.parameters import ArgumentPieces, json_of, properties
 from loraplex.serving.text.tool_calls.reader import CallReader
@@ -19,10 +26,13 @@ _FUNCTION: Final = "<function="
 _FUNCTION_END: Final = "</function>"
 _PARAMETER: Final = "<parameter="
 _PARAMETER_END: Final = "</parameter>"
+_AFTER: Final = (_PARAMETER, _FUNCTION_END, _END)
+"""What ends a value that has no end tag."""
+_MAX_NAME: Final = 256
 
 
 def _call_rule(lark: Lark, tool: FunctionTool) -> str:
-    members = members_rule(lark, tool, f"{_PARAMETER}{{}}>\n", f"\n{_PARAMETER_END}\n")
+    members = members_rule(lark, tool, f"{_PARAMETER}{{}}>\n", f"\n{_PARAMETER_END}\n", _AFTER)
     return f"{lark.text(f'{_FUNCTION}{tool.name}>' + chr(10))} {members} {lark.text(_FUNCTION_END)}"
 
 
@@ -42,28 +52,54 @@ class Qwen3Coder(OurIds):
         return _FUNCTION in template
 
     def read(self, reader: CallReader) -> Steps[None]:
-        while (start := (yield from reader.content_until((_START, _FUNCTION)))) is not None:
-            yield from reader.attempt(_call(reader, has_frame=start == _START))
+        yield from read_marked(reader, (_START, _FUNCTION), _call, (_END,))
 
 
-def _call(reader: CallReader, *, has_frame: bool) -> Steps[None]:
-    if has_frame:
-        yield from reader.take_space()
-        yield from reader.expect(_FUNCTION)
-    name, _ = yield from reader.until(">")
-    reader.check_name(name)
-    reader.begin_call(name)
-    schemas = properties(reader.tools.get(name))
-    pieces = ArgumentPieces()
+def _call(reader: CallReader) -> Steps[None]:
+    """One call, after the tag before its name. End tags may be missing."""
     yield from reader.take_space()
-    while (yield from reader.expect(_PARAMETER, _FUNCTION_END)) == _PARAMETER:
-        key, _ = yield from reader.until(">")
-        text, _ = yield from reader.until(_PARAMETER_END)
-        value = text.removeprefix("\n").removesuffix("\n")
-        reader.arguments(pieces.member(key, json_of(value, schemas.get(key))))
-        yield from reader.take_space()
-    reader.arguments(pieces.end())
-    if has_frame:
-        yield from reader.take_space()
-        yield from reader.expect(_END)
+    name = yield from _tag_name(reader)
+    reader.check_name(name)
+    yield from reader.take_space()
+    if (yield from reader.peek()) == "{":  # the arguments as JSON, as some models write them
+        yield from read_named_arguments(reader, name, markers=(_FUNCTION_END, _END, _START))
+        yield from reader.optional(_FUNCTION_END)
+    else:
+        marker = yield from reader.expect(_PARAMETER, _FUNCTION_END, _END)
+        reader.begin_call(name)
+        yield from _read_parameters(reader, properties(reader.tools.get(name)), marker)
+    yield from reader.optional(_END)
     reader.settle()
+
+
+def _read_parameters(
+    reader: CallReader, schemas: Mapping[str, Mapping[str, Any]], marker: str
+) -> Steps[None]:
+    """Parameters, of which the first tag was read, up to the end of the call.
+
+    A value ends at its end tag, before the next parameter, or before the end of the call. A value
+    without a name is left out, and so is text between the parameters.
+    """
+    pieces = ArgumentPieces()
+    while marker == _PARAMETER:
+        key = yield from _tag_name(reader)
+        text, marker = yield from reader.until(_PARAMETER_END, *_AFTER, may_end=True)
+        value = text.removeprefix("\n").removesuffix("\n")
+        if key:
+            reader.arguments(pieces.member(key, json_of(value, schemas.get(key))))
+        if marker == _PARAMETER_END:
+            _, marker = yield from reader.until(*_AFTER, before=(_START, _FUNCTION), may_end=True)
+    reader.arguments(pieces.end())
+
+
+def _tag_name(reader: CallReader) -> Steps[str]:
+    """Take the rest of a tag: its name, perhaps in quotes, and what ends it, if that is there."""
+    name = ""
+    while (char := (yield from reader.peek())) not in ("", "<", "\n") and len(name) <= _MAX_NAME:
+        reader.take(1)
+        if char == ">":
+            break
+        name += char
+    if not char and reader.is_cut:
+        raise CutError
+    return name.strip("\"' ")

@@ -21,11 +21,11 @@ export function keepOnlyOf(tenant) {
 /** @returns {Entry[]} newest first */
 export const entries = () => read(STORED) ?? [];
 
-/** @param {import("./run.js").Run} run */
-export function remember(run) {
+/** Unless another tenant has the tab by now. @param {import("./run.js").Run} run @param {string} tenant its own */
+export function remember(run, tenant) {
   const texts = run.outputs.map(({ text }) => text.slice(0, MAX_TEXT));
   const entry = { at: Date.now(), setup: run.setup, texts };
-  if (JSON.stringify(entry).length > MAX_SETUP) return;
+  if (JSON.stringify(entry).length > MAX_SETUP || sessionStorage.getItem(STORED_TENANT) !== tenant) return;
   write(STORED, [entry, ...entries()].slice(0, MAX_ENTRIES));
 }
 

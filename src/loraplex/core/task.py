@@ -1,0 +1,154 @@
+"""What a request wants of the model: generated tokens, or a vector of its prompt."""
+
+import enum
+from typing import Self
+
+import msgspec
+
+from loraplex.core.errors import InvalidParameterError
+from loraplex.core.sampling_params import SamplingParams
+
+MAX_DIMENSIONS = 2**31 - 1
+
+
+class Generate(msgspec.Struct, frozen=True, omit_defaults=True, tag="generate"):
+    """Generate tokens after the prompt."""
+
+    sampling: SamplingParams = SamplingParams()
+    seed: int = 0
+    """Seed of the draws of one sequence. Set in a plan; a request has it in `sampling`."""
+    suppressed_token_ids: tuple[int, ...] = ()
+    """End and stop tokens, which must not be sampled before min_tokens. Set in a plan."""
+    end_token_ids: tuple[int, ...] = ()
+    """End tokens that may come where the grammar may end. Set in a plan."""
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of sequences that are computed."""
+        return self.sampling.num_sequences
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Maximum number of new tokens of an admitted request, over all sequences."""
+        assert self.sampling.max_tokens is not None, "set by admission"
+        return self.sampling.num_sequences * self.sampling.max_tokens
+
+    @property
+    def num_returned(self) -> int:
+        """Number of sequences that the engine outputs."""
+        return self.sampling.num_returned
+
+    @property
+    def is_search(self) -> bool:
+        """Whether the output comes whole, at the end of a beam search."""
+        return self.sampling.beam is not None
+
+    def validate(self) -> None:
+        """Raise InvalidParameterError for a value out of its range."""
+        self.sampling.validate()
+
+
+class PoolKind(enum.StrEnum):
+    """Which positions of a prompt become its vector."""
+
+    LAST = "last"
+    """The hidden state of the last token."""
+    MEAN = "mean"
+    """The mean of the hidden states of all tokens."""
+    WEIGHTED_MEAN = "weighted_mean"
+    """The mean with the weights 1, 2, ..."""
+    CLS = "cls"
+    """The hidden state of the first token."""
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether a step must compute all positions: what it yields is not the last one's alone."""
+        return self is not PoolKind.LAST
+
+
+class Activation(enum.StrEnum):
+    """Function of the values of a vector."""
+
+    NONE = "none"
+    SIGMOID = "sigmoid"
+    SOFTMAX = "softmax"
+
+
+class Pool(msgspec.Struct, frozen=True, omit_defaults=True, tag="pool"):
+    """Return one vector of the prompt. The steps are done in the order of the fields."""
+
+    kind: PoolKind = PoolKind.LAST
+    dimensions: int | None = None
+    """Number of first values to keep; None: all."""
+    activation: Activation = Activation.NONE
+    normalize: bool = True
+    """Divide the vector by its length."""
+
+    @property
+    def num_sequences(self) -> int:
+        return 1
+
+    @property
+    def max_new_tokens(self) -> int:
+        return 0
+
+    @property
+    def num_returned(self) -> int:
+        return 1
+
+    @property
+    def is_search(self) -> bool:
+        return False
+
+    def validate(self) -> None:
+        """Raise InvalidParameterError for a value out of its range."""
+        _check_member("kind", PoolKind, self.kind)
+        _check_member("activation", Activation, self.activation)
+        if type(self.normalize) is not bool:
+            raise InvalidParameterError(
+                f"normalize must be true or false, got {self.normalize!r}", param="normalize"
+            )
+        dimensions = self.dimensions
+        is_number = type(dimensions) is int
+        if dimensions is not None and not (is_number and 1 <= dimensions <= MAX_DIMENSIONS):
+            raise InvalidParameterError(
+                f"dimensions must be an integer in [1, {MAX_DIMENSIONS}], got {dimensions!r}",
+                param="dimensions",
+            )
+
+
+Task = Generate | Pool
+
+
+class HasTask:
+    """A message with a task."""
+
+    __slots__ = ()
+
+    @property
+    def task(self) -> Task:
+        """A field of the message."""
+        raise NotImplementedError
+
+    @property
+    def generation(self) -> Generate:
+        """The task of a message that generates."""
+        assert isinstance(self.task, Generate), f"{self.task} generates no tokens"
+        return self.task
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """Sampling parameters of a message that generates."""
+        return self.generation.sampling
+
+    def with_sampling(self, sampling: SamplingParams) -> Self:
+        """Return the message with other sampling parameters."""
+        task = msgspec.structs.replace(self.generation, sampling=sampling)
+        return msgspec.structs.replace(self, task=task)  # type: ignore[type-var]
+
+
+def _check_member(name: str, kinds: type[enum.StrEnum], value: object) -> None:
+    if not isinstance(value, kinds):
+        raise InvalidParameterError(
+            f"{name} must be one of {', '.join(kinds)}, got {value!r}", param=name
+        )

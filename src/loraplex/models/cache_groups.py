@@ -1,0 +1,94 @@
+"""The cache groups of a model: its layers by what they keep, and for how long."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from loraplex.core.cache import Blocks, CacheSpec, Cross, StorageSpec
+from loraplex.kernels.ops import AttentionShape
+from loraplex.models.spec import ModelSpec
+from loraplex.models.specs.attention import AttentionSpec
+from loraplex.models.specs.part import LayerCache
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CacheGroup:
+    """Layers with blocks of one form and one lifetime: they share a block table per sequence.
+
+    All groups have the same number of tokens per block.
+    """
+
+    layers: tuple[int, ...]
+    spec: CacheSpec
+    """A window or chunk that no sequence outgrows is none."""
+    storage: StorageSpec
+
+
+def cache_groups(spec: ModelSpec, max_model_len: int) -> tuple[CacheGroup, ...]:
+    """Return the cache groups of the layers, the greatest reach first; to read all is the greatest.
+
+    The encoder's positions come last: the prefix cache counts in blocks of the first group.
+    Every stage of a pipeline has the groups of all stages, some of them without layers of its own.
+    """
+    members: dict[LayerCache, list[int]] = {}
+    for index, layer in enumerate(spec.all_layers.layers, -spec.first_layer):
+        for mixer in layer.mixers:
+            for cache in mixer.caches():
+                is_of_encoder = isinstance(cache.spec, Cross)
+                if not is_of_encoder and _reach(cache.spec, max_model_len) >= max_model_len:
+                    cache = cache._replace(spec=Blocks())
+                members.setdefault(cache, []).append(index)
+    groups = [
+        CacheGroup(
+            layers=tuple(layer for layer in layers if 0 <= layer < spec.num_layers),
+            spec=lifetime,
+            storage=storage,
+        )
+        for (lifetime, storage), layers in members.items()
+    ]
+
+    def order(group: CacheGroup) -> tuple[bool, int]:
+        return isinstance(group.spec, Cross), -_reach(group.spec, max_model_len)
+
+    return tuple(sorted(groups, key=order))
+
+
+def _reach(spec: CacheSpec, max_model_len: int) -> int:
+    return max_model_len if spec.reach is None else spec.reach
+
+
+def storage_shapes(spec: ModelSpec, block_size: int) -> tuple[AttentionShape | None, ...]:
+    """Return the shape of each layer's KV storage; None for a layer that keeps nothing."""
+    return tuple(
+        next(
+            (
+                # A storage has no query heads.
+                AttentionShape(keys.num_heads, keys.num_heads, keys.size, block_size)
+                for mixer in layer.mixers
+                for _, (keys, _) in mixer.caches()
+            ),
+            None,
+        )
+        for layer in spec.layers
+    )
+
+
+def with_attention_windows(
+    spec: ModelSpec, max_windows: Sequence[int], num_sink_tokens: int
+) -> ModelSpec:
+    """Limit layer i to a window of max_windows[i % len] positions and the sink tokens.
+
+    max_windows may be empty. A layer's own window stays where it is smaller.
+    """
+    limits: Sequence[int | None] = max_windows or (None,)
+
+    def limited(attention: AttentionSpec, layer: int) -> AttentionSpec:
+        window = _smaller(attention.window, limits[layer % len(limits)])
+        return dataclasses.replace(attention, window=window, num_sink_tokens=num_sink_tokens)
+
+    return spec.map_mixers(AttentionSpec, limited)
+
+
+def _smaller(window: int | None, limit: int | None) -> int | None:
+    if window is None or limit is None:
+        return window or limit
+    return min(window, limit)

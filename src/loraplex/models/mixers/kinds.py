@@ -1,0 +1,24 @@
+"""Which class computes a kind of mixer: the one table that a new kind is added to."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+from loraplex.kernels.ops import Kernels
+from loraplex.models.mixers.attention import Attention
+from loraplex.models.mixers.mixer import LayerPlace, Mixer
+from loraplex.models.parameters import LayerParameters
+from loraplex.models.specs.attention import AttentionSpec
+from loraplex.models.specs.part import MixerSpec
+
+MixerClass = Callable[[Any, LayerPlace, LayerParameters, Kernels], Mixer]
+"""Its first parameter has the type of the key."""
+
+MIXERS: Final[Mapping[type[MixerSpec], MixerClass]] = MappingProxyType({AttentionSpec: Attention})
+
+
+def make_mixer(
+    spec: MixerSpec, place: LayerPlace, parameters: LayerParameters, kernels: Kernels
+) -> Mixer:
+    """Return the mixer of a layer; parameters: packed by these kernels."""
+    return MIXERS[type(spec)](spec, place, parameters, kernels)
