@@ -118,12 +118,11 @@ def frontends(server: RunningServer) -> list[int]:
     return [pid for pid in pids if b"frontend_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-async def begun_streams(server: RunningServer, number: int) -> list["asyncio.Task[bytes]"]:
+async def begun_streams(
+    server: RunningServer, number: int, path: str = "/v1/completions", body: bytes = STREAM
+) -> list["asyncio.Task[bytes]"]:
     events = [asyncio.Event() for _ in range(number)]
-    streams = [
-        asyncio.create_task(fetch(server, "/v1/completions", STREAM, begun=event))
-        for event in events
-    ]
+    streams = [asyncio.create_task(fetch(server, path, body, begun=event)) for event in events]
     async with asyncio.timeout(60):
         await asyncio.gather(*(event.wait() for event in events))
     return streams
@@ -246,11 +245,13 @@ async def test_a_client_that_leaves_aborts_its_request(server):
         body = {"model": MODEL, field: "x", "stream": True, "ignore_eos": True}
         limit = "max_tokens" if field == "prompt" else "max_output_tokens"
         data = json.dumps(body | {limit: 2000}).encode()
-        streams = [asyncio.create_task(fetch(server, path, data)) for _ in range(12)]
-        await until(lambda: metric(server, "loraplex_running_requests") >= 1)
+        before = await asyncio.to_thread(metric, server, "loraplex_requests_total")
+        streams = await begun_streams(server, 12, path, data)
         for stream in streams:
             stream.cancel()
         await asyncio.gather(*streams, return_exceptions=True)
+        # All are counted: those that were not would be counted during the next test.
+        await until(lambda: metric(server, "loraplex_requests_total") == before + 12)  # noqa: B023
         await until(lambda: metric(server, "loraplex_running_requests") == 0)
 
 
