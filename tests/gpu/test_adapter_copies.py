@@ -14,7 +14,7 @@ from loraplex.kernels.ops import AttentionShape
 from loraplex.kernels.reference import ReferenceKernels
 from loraplex.memory.adapter_pages import Placement
 from support.adapter_churn import AdapterChurn
-from support.kv_caches import kv_cache
+from support.kv_caches import by_layer, kv_cache
 from support.tiny_model import TinyCheckpoint
 
 pytestmark = pytest.mark.gpu
@@ -83,18 +83,18 @@ def test_blocks_move_between_device_and_host(dtype: torch.dtype) -> None:
     kernels = ReferenceKernels(torch.device("cuda"))
     cache = kv_cache([(200, 100)], [shape] * 8, dtype, kernels, accelerator)
     with accelerator.compute():
-        for number, storage in enumerate(cache.storages):
+        for number, storage in enumerate(by_layer(cache.storages)):
             storage.tensors[0].copy_(torch.randn_like(storage.tensors[0].float()) + number)
             storage.tensors[1].copy_(torch.randn_like(storage.tensors[1].float()) - number)
-        before = [(s.tensors[0].clone(), s.tensors[1].clone()) for s in cache.storages]
+        before = [(s.tensors[0].clone(), s.tensors[1].clone()) for s in by_layer(cache.storages)]
         cache.offload_blocks([BlockTransfer(0, block, 99 - block) for block in range(100)])
-        for storage in cache.storages:
+        for storage in by_layer(cache.storages):
             storage.tensors[0][:100].zero_()
             storage.tensors[1][:100].zero_()
         cache.load_blocks([BlockTransfer(0, block + 50, 99 - block) for block in range(50)])
         cache.copy_blocks([BlockCopy(0, 50, 51), BlockCopy(0, 51, 50), BlockCopy(0, 150, 0)])
     accelerator.synchronize()
-    for storage, tensors in zip(cache.storages, before, strict=True):
+    for storage, tensors in zip(by_layer(cache.storages), before, strict=True):
         for tensor, was in zip(storage.tensors, tensors, strict=True):
             assert torch.equal(tensor[[50, 51, 0]], was[[1, 0, 150]])
             assert torch.equal(tensor[52:100], was[2:50])

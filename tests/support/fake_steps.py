@@ -116,7 +116,7 @@ def _decoder(spec: ModelSpec) -> Callable[[ForwardBatch], torch.Tensor]:
     attention = next(spec.mixers_of(AttentionSpec))
     sizes = (attention.num_heads, attention.num_kv_heads, attention.head_dim)
     shape = AttentionShape(*sizes, BLOCK_SIZE)
-    kv = tuple(kernels.allocate_kv(_NUM_BLOCKS, shape, _DTYPE) for _ in spec.layers)
+    kv = (tuple(kernels.allocate_kv(_NUM_BLOCKS, shape, _DTYPE) for _ in spec.layers),)
     return functools.partial(decoder.forward, kv=kv)
 
 

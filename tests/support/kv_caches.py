@@ -8,8 +8,9 @@ from loraplex.core.cache import Blocks, CachedVectors
 from loraplex.core.plan import CacheGroupCapacity
 from loraplex.execution.steps.kv_cache import KVCache
 from loraplex.kernels.accelerator import Accelerator
-from loraplex.kernels.ops import AttentionShape, Kernels
+from loraplex.kernels.ops import AttentionShape, Kernels, Storage
 from loraplex.models.cache_groups import CacheGroup
+from loraplex.models.mixers.mixer import Storages
 
 
 def kv_cache(
@@ -21,7 +22,8 @@ def kv_cache(
 ) -> KVCache:
     """Make a cache whose layers belong to the cache groups in turn: 0, 1, 0, 1, ... with two.
 
-    capacities: (blocks, host blocks) of each group. shapes: of each layer.
+    capacities: (blocks, host blocks) of each group. shapes: of each layer; their block size is the
+    first one's.
     """
     num_groups = len(capacities)
     groups = [
@@ -38,8 +40,20 @@ def kv_cache(
             CacheGroupCapacity(num_blocks=num_blocks, num_host_blocks=num_host_blocks)
             for num_blocks, num_host_blocks in capacities
         ],
-        shapes,
+        len(shapes),
+        shapes[0].block_size,
         dtype,
         kernels,
+        device=torch.device("cpu") if accelerator is None else accelerator.device,
         accelerator=accelerator,
+    )
+
+
+def by_layer(storages: Storages) -> tuple[Storage, ...]:
+    """Return the storage of each layer, which all have one."""
+    return tuple(
+        storage
+        for of_groups in zip(*storages, strict=True)
+        for storage in of_groups
+        if storage is not None
     )

@@ -86,5 +86,12 @@ class CachedVectors(NamedTuple):
     size: int
 
 
-StorageSpec = tuple[CachedVectors, ...]
+class CachedFloats(NamedTuple):
+    """Tensor of a storage: float32 numbers of a block, or of each of its positions."""
+
+    shape: tuple[int, ...]
+    is_per_position: bool = False
+
+
+StorageSpec = tuple[CachedVectors | CachedFloats, ...]
 """Tensors in which a layer keeps its blocks, such as keys and values."""

@@ -55,7 +55,6 @@ from loraplex.kernels.accelerator import Accelerator
 from loraplex.kernels.channel import RankChannels
 from loraplex.kernels.ops import Kernels
 from loraplex.memory.adapter_pages import layer_targets
-from loraplex.models.cache_groups import storage_shapes
 from loraplex.models.decoder import Decoder
 from loraplex.models.parameters import DecoderParameters
 from loraplex.models.rope import rotary_tables, rotation_border
@@ -126,9 +125,11 @@ class Assembly:
         kv_cache = KVCache(
             size.kv.groups,
             size.kv.capacities,
-            storage_shapes(spec, settings.block_size),
+            spec.num_layers,
+            settings.block_size,
             self.kv_dtype,
             self.kernels,
+            device=device,
             accelerator=self.accelerator,
         )
         decoder = Decoder(

@@ -1,10 +1,13 @@
 """The cache groups of a model: its layers by what they keep, and for how long."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
-from loraplex.core.cache import Blocks, CacheSpec, Cross, StorageSpec
-from loraplex.kernels.ops import AttentionShape
+import torch
+
+from loraplex.core.cache import Blocks, CachedFloats, CacheSpec, Cross, StorageSpec
+from loraplex.kernels.kv_vectors import stored_size
 from loraplex.models.spec import ModelSpec
 from loraplex.models.specs.attention import AttentionSpec
 from loraplex.models.specs.part import LayerCache
@@ -21,6 +24,8 @@ class CacheGroup:
     spec: CacheSpec
     """A window or chunk that no sequence outgrows is none."""
     storage: StorageSpec
+    caches: tuple[LayerCache, ...] = ()
+    """What mixers call it (MixerSpec.caches): with their own windows."""
 
 
 def cache_groups(spec: ModelSpec, max_model_len: int) -> tuple[CacheGroup, ...]:
@@ -30,20 +35,24 @@ def cache_groups(spec: ModelSpec, max_model_len: int) -> tuple[CacheGroup, ...]:
     Every stage of a pipeline has the groups of all stages, some of them without layers of its own.
     """
     members: dict[LayerCache, list[int]] = {}
+    names: dict[LayerCache, dict[LayerCache, None]] = {}
     for index, layer in enumerate(spec.all_layers.layers, -spec.first_layer):
         for mixer in layer.mixers:
-            for cache in mixer.caches():
+            for own in mixer.caches():
+                cache = own
                 is_of_encoder = isinstance(cache.spec, Cross)
                 if not is_of_encoder and _reach(cache.spec, max_model_len) >= max_model_len:
                     cache = cache._replace(spec=Blocks())
                 members.setdefault(cache, []).append(index)
+                names.setdefault(cache, {})[own] = None
     groups = [
         CacheGroup(
             layers=tuple(layer for layer in layers if 0 <= layer < spec.num_layers),
-            spec=lifetime,
-            storage=storage,
+            spec=cache.spec,
+            storage=cache.storage,
+            caches=tuple(names[cache]),
         )
-        for (lifetime, storage), layers in members.items()
+        for cache, layers in members.items()
     ]
 
     def order(group: CacheGroup) -> tuple[bool, int]:
@@ -56,20 +65,17 @@ def _reach(spec: CacheSpec, max_model_len: int) -> int:
     return max_model_len if spec.reach is None else spec.reach
 
 
-def storage_shapes(spec: ModelSpec, block_size: int) -> tuple[AttentionShape | None, ...]:
-    """Return the shape of each layer's KV storage; None for a layer that keeps nothing."""
-    return tuple(
-        next(
-            (
-                # A storage has no query heads.
-                AttentionShape(keys.num_heads, keys.num_heads, keys.size, block_size)
-                for mixer in layer.mixers
-                for _, (keys, _) in mixer.caches()
-            ),
-            None,
-        )
-        for layer in spec.layers
-    )
+def storage_bytes(storage: StorageSpec, block_size: int, dtype: torch.dtype) -> int:
+    """Return the bytes of one block in one layer. dtype: of the KV cache."""
+    total = 0
+    for tensor in storage:
+        if isinstance(tensor, CachedFloats):
+            positions = block_size if tensor.is_per_position else 1
+            total += math.prod(tensor.shape) * positions * torch.float32.itemsize
+        else:
+            vector_bytes = stored_size(tensor.size, dtype) * dtype.itemsize
+            total += tensor.num_heads * block_size * vector_bytes
+    return total
 
 
 def with_attention_windows(

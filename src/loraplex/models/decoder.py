@@ -8,13 +8,21 @@ from loraplex.core.adapter import LM_HEAD, OUTSIDE_LAYERS
 from loraplex.kernels.adapter_parts import add_vectors, embed, replace_logits
 from loraplex.kernels.channel import Channel
 from loraplex.kernels.lora import batch_of_rows, head_blocks
-from loraplex.kernels.ops import Kernels, Storage
+from loraplex.kernels.ops import Kernels
 from loraplex.models.base_linears import BaseLinears, base_linears
 from loraplex.models.batch import ForwardBatch
 from loraplex.models.cache_groups import CacheGroup
 from loraplex.models.feed_forward import feed_forward
 from loraplex.models.mixers.kinds import make_mixer
-from loraplex.models.mixers.mixer import Angles, LayerPlace, Mixer, Part, PlanKind, StepInputs
+from loraplex.models.mixers.mixer import (
+    Angles,
+    LayerPlace,
+    Mixer,
+    Part,
+    PlanKind,
+    StepInputs,
+    Storages,
+)
 from loraplex.models.norm import HiddenState, NoNorm, Norm, make_norm
 from loraplex.models.parameters import DecoderParameters, LayerParameters
 from loraplex.models.rope import RotaryTable
@@ -105,12 +113,12 @@ class Decoder:
         self._embedding = parameters.embedding
         self._projections = parameters.projections
         self._positions = parameters.positions
-        group_of = {layer: n for n, group in enumerate(cache_groups) for layer in group.layers}
+        group_of = {cache: n for n, group in enumerate(cache_groups) for cache in group.caches}
         self._layers = []
         planners: dict[PlanKind, Callable[[ForwardBatch], object]] = {}
         device = parameters.embedding.device
         for index, (layer, packed) in enumerate(zip(spec.layers, parameters.layers, strict=True)):
-            place = LayerPlace(index, layer.linears, group_of.get(index), block_size)
+            place = LayerPlace(index, layer.linears, group_of, block_size)
             made = DecoderLayer(layer, place, packed, kernels)
             self._layers.append(made)
             for kind in made.plan_kinds:
@@ -138,12 +146,12 @@ class Decoder:
     def forward(
         self,
         batch: ForwardBatch,
-        kv: tuple[Storage | None, ...],
+        kv: Storages,
         hidden: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute the logits [S, vocab_size] of batch.logits_indices, in the model's dtype.
 
-        They are valid until the next call. kv has one entry per layer. In a stage that is not the
+        They are valid until the next call. In a stage that is not the
         last, the result is the hidden state [T, hidden] instead. hidden: that of the stage before,
         which may be overwritten; None: this is the first stage.
         """
@@ -173,7 +181,7 @@ class Decoder:
     def hidden_states(
         self,
         batch: ForwardBatch,
-        kv: tuple[Storage | None, ...],
+        kv: Storages,
         hidden: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute the output of the final norm [T, hidden], without a record; else as `forward`."""
@@ -189,7 +197,7 @@ class Decoder:
     def _hidden(
         self,
         batch: ForwardBatch,
-        kv: Sequence[Storage | None],
+        kv: Storages,
         plans: Mapping[PlanKind, object],
         hidden: torch.Tensor | None,
     ) -> torch.Tensor:

@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from loraplex.core.adapter import OUTSIDE_LAYERS, LoraTarget
+from loraplex.core.plan import CacheGroupCapacity
 from loraplex.core.rank_limits import RankLimits
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.execution.adapters.bank import AdapterBank
 from loraplex.execution.adapters.host_adapters import HostAdapter, HostWeight
+from loraplex.execution.steps.kv_cache import KVCache
 from loraplex.execution.weights.loading import load_weights
 from loraplex.execution.weights.packing import WeightFormat
 from loraplex.kernels.lora import LoraBatch
@@ -18,11 +20,10 @@ from loraplex.kernels.reference import ReferenceKernels
 from loraplex.kernels.row_layout import RowLayout
 from loraplex.memory.adapter_pages import layer_targets, page_geometry, place
 from loraplex.models.batch import ForwardBatch
-from loraplex.models.cache_groups import cache_groups, storage_shapes
+from loraplex.models.cache_groups import cache_groups
 from loraplex.models.decoder import Decoder
 from loraplex.models.rope import rotary_tables
 from support.delayed_accelerator import DelayedAccelerator
-from support.kv_caches import kv_cache
 from support.tiny_model import TinyCheckpoint
 
 CPU, NUM_LAYERS, BLOCK_SIZE = torch.device("cpu"), 4, 4
@@ -45,8 +46,15 @@ class Model:
             cache_groups=groups,
             block_size=BLOCK_SIZE,
         )
-        shapes = storage_shapes(self.config, BLOCK_SIZE)
-        self.kv = kv_cache([(1, 0)], shapes, torch.float32, kernels).storages
+        self.kv = KVCache(
+            groups,
+            [CacheGroupCapacity(num_blocks=1)],
+            self.config.num_layers,
+            BLOCK_SIZE,
+            torch.float32,
+            kernels,
+            device=CPU,
+        ).storages
 
     def bank(self, accelerator: DelayedAccelerator | None) -> AdapterBank:
         """Make a bank with one adapter, on its way: of rank 2 on every layer but the second."""

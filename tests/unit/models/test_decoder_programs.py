@@ -26,7 +26,7 @@ from loraplex.kernels.ops import Storage
 from loraplex.kernels.row_layout import RowLayout
 from loraplex.memory.adapter_pages import layer_targets, page_geometry, place
 from loraplex.models.batch import ForwardBatch
-from loraplex.models.cache_groups import cache_groups, storage_shapes
+from loraplex.models.cache_groups import cache_groups
 from loraplex.models.decoder import Decoder
 from loraplex.models.rope import rotary_tables
 from support.tiny_model import TinyCheckpoint
@@ -64,7 +64,9 @@ class Model:
         weights = load_weights(checkpoint.save(), self.spec, self.kernels, form, None)
         groups = cache_groups(self.spec, 64)
         if not has_groups:
-            groups = (dataclasses.replace(groups[0], layers=tuple(range(self.spec.num_layers))),)
+            layers = tuple(range(self.spec.num_layers))
+            caches = tuple(cache for group in groups for cache in group.caches)
+            groups = (dataclasses.replace(groups[0], layers=layers, caches=caches),)
         self.decoder = Decoder(
             self.spec,
             weights.parameters,
@@ -73,9 +75,16 @@ class Model:
             cache_groups=groups,
             block_size=BLOCK_SIZE,
         )
-        shapes = storage_shapes(self.spec, BLOCK_SIZE)
         capacities = [CacheGroupCapacity(num_blocks=4)] * len(groups)
-        self.kv = KVCache(groups, capacities, shapes, torch.float32, self.kernels).storages
+        self.kv = KVCache(
+            groups,
+            capacities,
+            self.spec.num_layers,
+            BLOCK_SIZE,
+            torch.float32,
+            self.kernels,
+            device=CPU,
+        ).storages
         tables = (torch.tensor([[0, 1], [2, 3]]), torch.tensor([[3, 0], [1, 2]]))
         self.tables = tables[: len(groups)]
         """Tables of two rows, for each group."""
@@ -181,12 +190,14 @@ def test_a_program_is_of_its_storages_and_keeps_them(tmp_path: Path) -> None:
     """Another storage may be allocated where the first one was."""
     model = Model(tmp_path, "LlamaForCausalLM")
     model.decode(0)
-    model.kv = (*model.kv[:1], *model.kv[1:])
+    model.kv = ((*model.kv[0][:1], *model.kv[0][1:]),)
     model.decode(1)
     assert len(model.kernels._programs) == 1, "the same storages, in another tuple"
-    first = weakref.ref(model.kv[0].tensors[0])
-    model.kv = tuple(
-        Storage(tuple(tensor.clone() for tensor in storage.tensors)) for storage in model.kv
+    first = weakref.ref(model.kv[0][0].tensors[0])
+    model.kv = (
+        tuple(
+            Storage(tuple(tensor.clone() for tensor in storage.tensors)) for storage in model.kv[0]
+        ),
     )
     expected = model.decode(2)
     assert len(model.kernels._programs) == 2

@@ -27,7 +27,7 @@ from loraplex.kernels.native.library import NativeLibraryError, load_library
 from loraplex.kernels.row_layout import RowLayout
 from loraplex.memory.adapter_pages import layer_targets, page_geometry, place
 from loraplex.models.batch import ForwardBatch
-from loraplex.models.cache_groups import cache_groups, storage_shapes
+from loraplex.models.cache_groups import cache_groups
 from loraplex.models.decoder import Decoder
 from loraplex.models.linear_group import TensorShard
 from loraplex.models.mixers import kinds
@@ -102,8 +102,9 @@ class Model:
             block_size=BLOCK_SIZE,
         )
         capacities = [CacheGroupCapacity(num_blocks=2)] * len(groups)
-        shapes = storage_shapes(spec, BLOCK_SIZE)
-        self.kv = KVCache(groups, capacities, shapes, torch.float32, self.kernels).storages
+        self.kv = KVCache(
+            groups, capacities, spec.num_layers, BLOCK_SIZE, torch.float32, self.kernels, device=CPU
+        ).storages
 
     def forward(
         self,
@@ -145,7 +146,7 @@ def test_a_kind_needs_a_row_of_the_table_only() -> None:
     others = Model(with_layers(toy(0), *mixed().layers[1:2], *mixed().layers[3:]))
     assert not torch.equal(others.forward(0, PROMPT), logits)
     assert [len(shapes) for shapes in model.spec.module_shapes] == [5, 4, 2, 3, 7]
-    assert [storage is None for storage in model.kv] == [True, False, True, True, False]
+    assert [storage is None for storage in model.kv[0]] == [True, False, True, True, False]
 
 
 def test_the_toy_computes_what_it_says() -> None:

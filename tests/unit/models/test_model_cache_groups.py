@@ -19,10 +19,22 @@ def windows(spec: ModelSpec, max_model_len: int) -> list[tuple[int | None, tuple
 
 
 def test_equal_layers_are_one_group() -> None:
+    storage = (CachedVectors(2, 8), CachedVectors(2, 8))
     everything = CacheGroup(
-        layers=(0, 1, 2, 3), spec=Blocks(), storage=(CachedVectors(2, 8), CachedVectors(2, 8))
+        layers=(0, 1, 2, 3),
+        spec=Blocks(),
+        storage=storage,
+        caches=(LayerCache(Blocks(), storage),),
     )
     assert cache_groups(SPEC, 100) == (everything,)
+
+
+def test_a_group_knows_what_its_layers_call_it() -> None:
+    """Windows that no sequence outgrows stay those of the mixers."""
+    spec = with_attention_windows(SPEC, (20, 30, 20, 40), 0)
+    first, second = cache_groups(spec, 30)
+    assert [cache.spec for cache in first.caches] == [Blocks(30), Blocks(40)]
+    assert [cache.spec for cache in second.caches] == [Blocks(20)]
 
 
 def test_the_largest_window_is_first() -> None:

@@ -9,13 +9,15 @@ from pathlib import Path
 
 import torch
 
+from loraplex.core.plan import CacheGroupCapacity
+from loraplex.execution.steps.kv_cache import KVCache
 from loraplex.execution.weights.packing import WeightFormat, pack_checkpoint
-from loraplex.kernels.ops import PackedLinear, Storage
+from loraplex.kernels.ops import PackedLinear
 from loraplex.kernels.reference import ReferenceKernels
 from loraplex.kernels.routing import Routes
 from loraplex.kernels.row_layout import RowLayout
 from loraplex.models.batch import ForwardBatch
-from loraplex.models.cache_groups import cache_groups, storage_shapes
+from loraplex.models.cache_groups import cache_groups
 from loraplex.models.decoder import Decoder
 from loraplex.models.parameters import DecoderParameters
 from loraplex.models.rope import rotary_tables
@@ -73,10 +75,15 @@ class _Layer:
         groups = cache_groups(spec, max_len)
         self._num_groups = len(groups)
         self._blocks = torch.arange(num_blocks).unsqueeze(0)
-        self._storages: tuple[Storage | None, ...] = tuple(
-            None if shape is None else self.kernels.allocate_kv(num_blocks, shape, torch.float32)
-            for shape in storage_shapes(spec, _BLOCK_SIZE)
-        )
+        self._storages = KVCache(
+            groups,
+            [CacheGroupCapacity(num_blocks=num_blocks)] * len(groups),
+            spec.num_layers,
+            _BLOCK_SIZE,
+            torch.float32,
+            self.kernels,
+            device=torch.device("cpu"),
+        ).storages
         self._decoder = Decoder(
             spec,
             self._parameters,

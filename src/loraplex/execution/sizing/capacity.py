@@ -22,7 +22,6 @@ from loraplex.memory.adapter_pages import (
     pages_at_ranks,
     pages_for_bytes,
 )
-from loraplex.models.cache_groups import storage_shapes
 from loraplex.models.sharding import adapter_share
 from loraplex.models.spec import ModelSpec
 
@@ -102,7 +101,7 @@ def size_memory(
         kv = size_kv(settings, spec, kv_dtype)
         return MemorySize(kv, size_adapter_pool(settings, spec, dtype))
     least = smallest_pool(settings, spec, dtype)
-    block = block_bytes(storage_shapes(spec, settings.block_size), kv_dtype)
+    block = block_bytes(spec, settings.block_size, kv_dtype)
     missing = least.num_bytes + block - left
     if free_bytes is not None and missing > 0:
         raise advice.too_small(missing, steps)

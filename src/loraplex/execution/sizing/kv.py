@@ -6,7 +6,6 @@ window gets as many, but not more than max_num_seqs sequences need at once.
 
 import dataclasses
 import math
-from collections.abc import Sequence
 
 import torch
 
@@ -14,12 +13,11 @@ from loraplex.core.byte_sizes import enough_bytes, readable_bytes
 from loraplex.core.errors import ConfigError
 from loraplex.core.plan import CacheGroupCapacity
 from loraplex.execution.sizing.settings import RunnerSettings
-from loraplex.kernels.ops import AttentionShape
 from loraplex.memory.cache_policy import cache_policy
 from loraplex.models.cache_groups import (
     CacheGroup,
     cache_groups,
-    storage_shapes,
+    storage_bytes,
     with_attention_windows,
 )
 from loraplex.models.spec import ModelSpec
@@ -61,9 +59,14 @@ def windowed(settings: RunnerSettings, spec: ModelSpec) -> ModelSpec:
     return spec
 
 
-def block_bytes(shapes: Sequence[AttentionShape | None], dtype: torch.dtype) -> int:
-    """Return the bytes of one block in all layers: keys and values, with the scales of int8."""
-    return sum(shape.block_bytes(dtype) for shape in shapes if shape is not None)
+def block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
+    """Return the bytes of one block of each cache in all layers. dtype: of the KV cache."""
+    return sum(
+        storage_bytes(cache.storage, block_size, dtype)
+        for layer in spec.layers
+        for mixer in layer.mixers
+        for cache in mixer.caches()
+    )
 
 
 def size_kv(settings: RunnerSettings, spec: ModelSpec, dtype: torch.dtype) -> KVSize:
@@ -101,7 +104,6 @@ class _GroupNeeds:
         cls, settings: RunnerSettings, spec: ModelSpec, dtype: torch.dtype, max_model_len: int
     ) -> "_GroupNeeds":
         groups = cache_groups(spec, max_model_len)
-        shapes = storage_shapes(spec, settings.block_size)
         held = tuple(
             cache_policy(group.spec, settings.block_size).max_held(
                 max_model_len, settings.max_num_batched_tokens
@@ -112,7 +114,8 @@ class _GroupNeeds:
             max_model_len,
             groups,
             tuple(
-                block_bytes([shapes[layer] for layer in group.layers], dtype) for group in groups
+                len(group.layers) * storage_bytes(group.storage, settings.block_size, dtype)
+                for group in groups
             ),
             held,
             tuple(settings.max_num_seqs * count for count in held),

@@ -1,16 +1,19 @@
-"""Tensors of the KV blocks: one storage per layer, on the device and on the host."""
+"""Tensors of the blocks: a storage per cache group and layer, on the device and on the host."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 
 import torch
 
+from loraplex.core.cache import CachedFloats, CachedVectors, StorageSpec
 from loraplex.core.plan import BlockCopy, BlockId, BlockTransfer, CacheGroupCapacity, CacheGroupId
 from loraplex.execution.steps.kv_transfers import KVTransfers
 from loraplex.kernels.accelerator import Accelerator
 from loraplex.kernels.host_memory import zeroed
+from loraplex.kernels.kv_vectors import stored_size
 from loraplex.kernels.ops import AttentionShape, Kernels, Storage
 from loraplex.models.cache_groups import CacheGroup
+from loraplex.models.mixers.mixer import Storages
 
 _Pairs = Sequence[tuple[BlockId, BlockId]]
 """(block of the source, block of the target)"""
@@ -26,51 +29,55 @@ class KVCache:
         self,
         groups: Sequence[CacheGroup],
         capacities: Sequence[CacheGroupCapacity],
-        shapes: Sequence[AttentionShape | None],
+        num_layers: int,
+        block_size: int,
         dtype: torch.dtype,
         kernels: Kernels,
         *,
+        device: torch.device,
         accelerator: Accelerator | None = None,
     ) -> None:
-        """capacities: of each group. shapes: of each layer; None: it keeps nothing.
+        """capacities: of each group. dtype: of stored vectors, which may not be the model's."""
 
-        dtype: of stored keys and values, which may not be the model's.
-        """
-        self._layers = [group.layers for group in groups]
-        size_of = {
-            layer: capacity
-            for layers, capacity in zip(self._layers, capacities, strict=True)
-            for layer in layers
-        }
+        def allocated(group: CacheGroup, num_blocks: int) -> tuple[Storage | None, ...]:
+            made: list[Storage | None] = [None] * num_layers
+            for layer in group.layers:
+                made[layer] = _allocated(
+                    group.storage, num_blocks, block_size, dtype, kernels, device
+                )
+            return tuple(made)
+
         # The steps that read it do not wait for work in other queues.
         with nullcontext() if accelerator is None else accelerator.compute():
-            self.storages: tuple[Storage | None, ...] = tuple(
-                None
-                if shape is None
-                else kernels.allocate_kv(size_of[layer].num_blocks, shape, dtype)
-                for layer, shape in enumerate(shapes)
+            self.storages: Storages = tuple(
+                allocated(group, capacity.num_blocks)
+                for group, capacity in zip(groups, capacities, strict=True)
             )
         self._transfers: tuple[KVTransfers, ...] = ()
         """Transfers of each group, where there is an accelerator."""
-        self.host_storages: tuple[Storage | None, ...] = ()
+        self.host_storages: Storages = ()
         """Blocks of the same form as the device's; none where there is an accelerator."""
+        of_groups = list(zip(self.storages, capacities, strict=True))
         if accelerator is not None:
             self._transfers = tuple(
-                KVTransfers(
-                    accelerator, _of_layers(self.storages, layers), capacity.num_host_blocks
-                )
-                for layers, capacity in zip(self._layers, capacities, strict=True)
+                KVTransfers(accelerator, _of_layers(storages), capacity.num_host_blocks)
+                for storages, capacity in of_groups
             )
         else:
             self.host_storages = tuple(
-                None if storage is None else _on_host(storage, size_of[layer].num_host_blocks)
-                for layer, storage in enumerate(self.storages)
+                tuple(
+                    None if storage is None else _on_host(storage, capacity.num_host_blocks)
+                    for storage in storages
+                )
+                for storages, capacity in of_groups
             )
 
     @property
     def num_bytes(self) -> int:
         """Bytes on the device."""
-        return sum(storage.num_bytes for storage in self.storages if storage is not None)
+        return sum(
+            storage.num_bytes for storages in self.storages for storage in _of_layers(storages)
+        )
 
     def offload_blocks(self, transfers: Sequence[BlockTransfer]) -> None:
         """Copy blocks from the device to the host."""
@@ -104,23 +111,47 @@ class KVCache:
                 self._copy(group, self.storages, self.storages, pairs)
 
     def _copy(
-        self,
-        group: CacheGroupId,
-        sources: Sequence[Storage | None],
-        targets: Sequence[Storage | None],
-        pairs: _Pairs,
+        self, group: CacheGroupId, sources: Storages, targets: Storages, pairs: _Pairs
     ) -> None:
-        layers = self._layers[group]
         for source, target in zip(
-            _of_layers(sources, layers), _of_layers(targets, layers), strict=True
+            _of_layers(sources[group]), _of_layers(targets[group]), strict=True
         ):
             for source_tensor, target_tensor in zip(source.tensors, target.tensors, strict=True):
                 _copy_tensor(source_tensor, target_tensor, pairs)
 
 
-def _of_layers(storages: Sequence[Storage | None], layers: Sequence[int]) -> list[Storage]:
-    """Return the storages of a group's layers, which all have one."""
-    return [storage for layer in layers if (storage := storages[layer]) is not None]
+def _allocated(
+    spec: StorageSpec,
+    num_blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    kernels: Kernels,
+    device: torch.device,
+) -> Storage:
+    """Allocate one layer's storage, zero: num_blocks * storage_bytes(...) bytes.
+
+    Keys and values lie as the kernels want them; of other vectors and numbers every block, and in
+    it every head or position, is contiguous.
+    """
+    if len(spec) == 2 and spec[0] == spec[1] and isinstance(spec[0], CachedVectors):
+        heads = spec[0].num_heads
+        # A storage has no query heads.
+        shape = AttentionShape(heads, heads, spec[0].size, block_size)
+        return kernels.allocate_kv(num_blocks, shape, dtype)
+    tensors = []
+    for each in spec:
+        if isinstance(each, CachedFloats):
+            positions = (block_size,) if each.is_per_position else ()
+            sizes, of_type = (*positions, *each.shape), torch.float32
+        else:
+            sizes, of_type = (each.num_heads, block_size, stored_size(each.size, dtype)), dtype
+        tensors.append(torch.zeros((num_blocks, *sizes), dtype=of_type, device=device))
+    return Storage(tuple(tensors))
+
+
+def _of_layers(storages: Iterable[Storage | None]) -> list[Storage]:
+    """Return the storages of the layers that have one."""
+    return [storage for storage in storages if storage is not None]
 
 
 def _by_group(

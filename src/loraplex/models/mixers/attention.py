@@ -96,7 +96,7 @@ class Attention:
         parameters: LayerParameters,
         kernels: Kernels,
     ) -> None:
-        assert place.cache_group is not None
+        (cache,) = spec.caches()
         self._spec = spec
         self._kernels = kernels
         self._layer = place.layer
@@ -105,7 +105,7 @@ class Attention:
         self._q_norm = make_norm(spec.q_norm, parameters.norms.get(Q_NORM), kernels)
         self._k_norm = make_norm(spec.k_norm, parameters.norms.get(K_NORM), kernels)
         self._sink_logits = parameters.tensors.get(SINK_LOGITS)
-        self._kind = attention_kind(spec, place.cache_group, place.block_size)
+        self._kind = attention_kind(spec, place.cache_groups[cache], place.block_size)
         self._order = HeadOrder(spec.head_order) if spec.head_order else None
         self.plan_kinds: tuple[PlanKind, ...] = (
             (self._kind,) if self._order is None else (self._kind, self._order)
@@ -113,7 +113,8 @@ class Attention:
 
     def forward(self, x: torch.Tensor, lora: LoraBatch | None, inputs: StepInputs) -> torch.Tensor:
         """x [T, hidden] -> [T, hidden]; writes the tokens' keys and values to the storage."""
-        spec, storage = self._spec, inputs.storages[self._layer]
+        spec = self._spec
+        storage = inputs.storages[self._kind.cache_group][self._layer]
         assert storage is not None
         head_rows = None if self._order is None else inputs.plans[self._order]
         assert head_rows is None or isinstance(head_rows, torch.Tensor)

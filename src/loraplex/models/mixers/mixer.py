@@ -13,10 +13,14 @@ from loraplex.models.batch import ForwardBatch
 from loraplex.models.linear import Linear
 from loraplex.models.linear_group import LinearGroup
 from loraplex.models.parameters import LayerParameters
-from loraplex.models.specs.part import RopeConfig
+from loraplex.models.specs.part import LayerCache, RopeConfig
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines [T, rotary_dim / 2]."""
+
+
+Storages = tuple[tuple[Storage | None, ...], ...]
+"""Storage by cache group and layer; None: the layer keeps nothing there."""
 
 
 class PlanKind(Protocol):
@@ -37,8 +41,7 @@ class StepInputs:
     """What the layers read of a step, made once a step."""
 
     batch: ForwardBatch
-    storages: Sequence[Storage | None]
-    """KV storage of each layer; None: the layer keeps nothing."""
+    storages: Storages
     angles: Mapping[RopeConfig, Angles]
     plans: Mapping[PlanKind, object]
 
@@ -48,8 +51,8 @@ class LayerPlace(NamedTuple):
 
     layer: int
     linears: Mapping[str, LinearGroup]
-    cache_group: CacheGroupId | None
-    """Group of the layer's KV storage; None: the layer keeps nothing."""
+    cache_groups: Mapping[LayerCache, CacheGroupId]
+    """Group of each value of MixerSpec.caches, in the whole model."""
     block_size: int
 
     def linear(self, name: str, parameters: LayerParameters, kernels: Kernels) -> Linear:

@@ -125,7 +125,7 @@ class MixerSpec(Protocol):
     """What mixes positions in a layer: one frozen value of each kind."""
 
     def caches(self) -> Sequence[LayerCache]:
-        """Return what the mixer keeps of each sequence between steps; at most one cache yet."""
+        """Return what the mixer keeps of each sequence between steps."""
         ...
 
     def tensors(self) -> Mapping[str, NormSpec | TensorSpec]:

@@ -28,12 +28,10 @@ from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.execution.sizing.step_memory import StepMemory
 from loraplex.memory.adapter_cache import AdapterCache
 from loraplex.memory.adapter_pages import layer_targets, pages_at_ranks
-from loraplex.models.cache_groups import storage_shapes
 from support.naming import naming
 from support.tiny_decoder import TINY_DECODER
 
-SHAPES = storage_shapes(TINY_DECODER, 16)
-BLOCK_BYTES = block_bytes(SHAPES, torch.float32)
+BLOCK_BYTES = block_bytes(TINY_DECODER, 16, torch.float32)
 
 
 def kv(**settings: Any) -> tuple[int, int]:
@@ -92,7 +90,7 @@ def test_kv_dtype() -> None:
 
 def test_int8_keys_and_values_have_scales() -> None:
     per_block = 2 * 2 * 16 * 2 * (8 + 4)
-    assert block_bytes(SHAPES, torch.int8) == per_block
+    assert block_bytes(TINY_DECODER, 16, torch.int8) == per_block
     settings = RunnerSettings(kv_cache_bytes=10 * per_block - 1)
     assert size_kv(settings, TINY_DECODER, torch.int8).capacities[0].num_blocks == 9
 

@@ -15,7 +15,7 @@ from loraplex.execution.sizing.capacity import describe_memory, size_memory
 from loraplex.execution.sizing.kv import KVSize, block_bytes, size_kv, trial_kv_size, windowed
 from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.memory.cache_policy import cache_policy
-from loraplex.models.cache_groups import cache_groups, storage_shapes
+from loraplex.models.cache_groups import cache_groups
 from loraplex.models.spec import ModelSpec
 from support.naming import naming
 from support.tiny_decoder import tiny_spec
@@ -30,7 +30,7 @@ CONFIG = tiny_spec(
 )
 """Two cache groups of two layers each: without a window, and with one of 50."""
 ONE_GROUP = tiny_spec("Qwen2ForCausalLM", num_hidden_layers=4, max_position_embeddings=1000)
-BLOCK_BYTES = block_bytes(storage_shapes(CONFIG, 16), torch.float32)
+BLOCK_BYTES = block_bytes(CONFIG, 16, torch.float32)
 
 
 def layer_windows(spec: ModelSpec) -> tuple[int | None, ...]:

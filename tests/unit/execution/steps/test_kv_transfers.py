@@ -12,7 +12,7 @@ from loraplex.kernels.ops import AttentionShape, Storage
 from loraplex.kernels.reference import ReferenceKernels
 from loraplex.models.cache_groups import CacheGroup
 from support.delayed_accelerator import DelayedAccelerator
-from support.kv_caches import kv_cache
+from support.kv_caches import by_layer, kv_cache
 
 pytest.importorskip("triton")
 
@@ -29,7 +29,7 @@ def filled(accelerator: Accelerator, shape: AttentionShape, dtype: torch.dtype) 
     capacities = [(NUM_BLOCKS, NUM_HOST_BLOCKS)]
     cache = kv_cache(capacities, [shape] * NUM_LAYERS, dtype, kernels, accelerator)
     generator = torch.Generator().manual_seed(0)
-    for storage in cache.storages:
+    for storage in by_layer(cache.storages):
         for tensor in storage.tensors:
             tensor.copy_(torch.randint(-99, 99, tensor.shape, generator=generator))
     return cache
@@ -39,7 +39,7 @@ def contents(cache: KVCache) -> list[torch.Tensor]:
     """[blocks, all bytes] of each layer."""
     return [
         torch.cat([tensor.flatten(1).view(torch.uint8) for tensor in storage.tensors], 1)
-        for storage in cache.storages
+        for storage in by_layer(cache.storages)
     ]
 
 
@@ -52,7 +52,7 @@ def test_blocks_go_to_the_host_and_come_back_elsewhere(
     cache = filled(accelerator, shape, dtype)
     before = [layer.clone() for layer in contents(cache)]
     cache.offload_blocks([BlockTransfer(0, 1, 2), BlockTransfer(0, 4, 0)])
-    for storage in cache.storages:
+    for storage in by_layer(cache.storages):
         storage.tensors[0].zero_()
         storage.tensors[1].zero_()
     cache.load_blocks([BlockTransfer(0, 3, 2), BlockTransfer(0, 1, 0)])
@@ -131,14 +131,21 @@ def test_a_stage_without_layers_of_a_group_has_none_of_its_blocks(
     ]
     capacity = CacheGroupCapacity(num_blocks=NUM_BLOCKS, num_host_blocks=NUM_HOST_BLOCKS)
     cache = KVCache(
-        groups, [capacity] * 2, [shape] * 2, torch.float16, kernels, accelerator=accelerator
+        groups,
+        [capacity] * 2,
+        2,
+        shape.block_size,
+        torch.float16,
+        kernels,
+        device=torch.device("cpu"),
+        accelerator=accelerator,
     )
-    for storage in cache.storages:
+    for storage in by_layer(cache.storages):
         storage.tensors[0][1], storage.tensors[1][1] = 1, 2
     cache.copy_blocks([BlockCopy(0, 1, 4), BlockCopy(1, 1, 3)])
     cache.offload_blocks([BlockTransfer(0, 1, 2), BlockTransfer(1, 1, 2)])
     cache.load_blocks([BlockTransfer(0, 5, 2), BlockTransfer(1, 5, 2)])
-    for storage in cache.storages:
+    for storage in by_layer(cache.storages):
         assert storage.tensors[0].flatten(1).amax(1).tolist() == [0, 1, 0, 1, 0, 1]
         assert storage.tensors[1].flatten(1).amax(1).tolist() == [0, 2, 0, 2, 0, 2]
 
@@ -167,9 +174,9 @@ def test_blocks_move_in_their_cache_group_alone(has_accelerator: bool) -> None:
     accelerator = HostAccelerator() if has_accelerator else None
     kernels = ReferenceKernels(torch.device("cpu"))
     cache = kv_cache([(6, 3), (4, 2)], shapes, torch.float32, kernels, accelerator)
-    assert [len(storage.tensors[0]) for storage in cache.storages] == [6, 4, 6]
+    assert [len(storage.tensors[0]) for storage in by_layer(cache.storages)] == [6, 4, 6]
     generator = torch.Generator().manual_seed(0)
-    for storage in cache.storages:
+    for storage in by_layer(cache.storages):
         for tensor in storage.tensors:
             tensor.copy_(torch.randn(tensor.shape, generator=generator))
     before = [layer.clone() for layer in contents(cache)]
