@@ -8,6 +8,8 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+import msgspec
+
 from loraplex.core.adapter import AdapterUse
 from loraplex.core.beam_search import BeamSearch, EarlyStopping
 from loraplex.core.request import EngineRequest
@@ -31,10 +33,16 @@ Wish = Callable[[EngineRequest], tuple[int, ...]]
 class FeatureRequests:
     """Makes them; request i has id i."""
 
-    def __init__(self, digests: Sequence[str], wish: Wish) -> None:
-        """digests: of at least three adapters."""
+    def __init__(
+        self,
+        digests: Sequence[str],
+        wish: Wish,
+        encoder_inputs: Sequence[tuple[int, ...]] = (),
+    ) -> None:
+        """digests: of at least three adapters. encoder_inputs: requests have them in turn."""
         self._draws = random.Random("feature requests")
         self._wish = wish
+        self._encoder_inputs = encoder_inputs
         self._requests: list[EngineRequest] = []
         self._base: tuple[AdapterUse, ...] = ()
         self._one, self._two, self._three = ((AdapterUse(digest),) for digest in digests[:3])
@@ -173,6 +181,9 @@ class FeatureRequests:
             arrival_ns=len(self._requests),
             deadline_ns=None,
         )
+        if self._encoder_inputs:
+            given = self._encoder_inputs[len(self._requests) % len(self._encoder_inputs)]
+            request = msgspec.structs.replace(request, encoder_token_ids=given)
         self._requests.append(request)
 
     def _said(self, prompt: tuple[int, ...], adapters: tuple[AdapterUse, ...]) -> tuple[int, ...]:

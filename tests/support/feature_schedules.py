@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
+from loraplex.core.errors import ErrorInfo
 from loraplex.core.output import EngineOutput
 from loraplex.core.request import EngineRequest, RequestId
 from loraplex.core.stats import StepRecord
@@ -84,15 +85,23 @@ def feature_checkpoint(folder: Path, **fields: Any) -> Path:
 class FeatureSchedules:
     """One model with its requests, each of which ran alone first."""
 
-    def __init__(self, parts: RunnerParts, folder: Path, kernels: Kernels | None = None) -> None:
-        """See FeatureEngines. folder: for what is written."""
+    def __init__(
+        self,
+        parts: RunnerParts,
+        folder: Path,
+        kernels: Kernels | None = None,
+        encoder_inputs: Sequence[tuple[int, ...]] = (),
+    ) -> None:
+        """See FeatureEngines and FeatureRequests. folder: for what is written."""
+        self.planned_errors = [PLANNED_FAILURE.to_info()]
+        """Errors with which requests of a schedule may end."""
         self.tally: Counter[str] = Counter()
         """What happened in the schedules."""
         self._folder = folder
         self._names = itertools.count()
         self._engines = FeatureEngines(parts, kernels)
         digests = [source.digest for source in self._engines.sources]
-        self.requests = FeatureRequests(digests, self._first_tokens).make()
+        self.requests = FeatureRequests(digests, self._first_tokens, encoder_inputs).make()
         self.alone = [self._run_alone(request) for request in self.requests]
 
     def run(self, seed: object) -> list[str]:
@@ -102,7 +111,10 @@ class FeatureSchedules:
         schedule = _Schedule(self._engines, conditions, self.requests, folder)
         try:
             schedule.run()
-            problems = [*schedule.problems, *schedule.differences(self.alone)]
+            problems = [
+                *schedule.problems,
+                *schedule.differences(self.alone, self.planned_errors),
+            ]
         except Exception as error:
             error.add_note(f"in schedule {seed}: {conditions}")
             raise
@@ -198,13 +210,15 @@ class _Schedule:
         assert engine.stats().blocks_on_host == 0
         self._leave(engine)
 
-    def differences(self, alone: Sequence[Completion]) -> list[str]:
+    def differences(
+        self, alone: Sequence[Completion], planned_errors: Sequence[ErrorInfo]
+    ) -> list[str]:
         problems = []
         for request in self._requests:
             request_id = request.request_id
             stream = self._works[request_id].stream
             completion = Completion.of(asyncio.run(stream.take()))
-            may_fail = completion.error == PLANNED_FAILURE.to_info()
+            may_fail = completion.error in planned_errors
             self.tally["failed"] += may_fail
             found = list(
                 completion.differences(alone[self._of_alone[request_id]], may_fail=may_fail)

@@ -91,9 +91,10 @@ class Conditions:
         least_pages: of the adapters of one request.
         """
         kv = KVBlocks(capacity.block_size, capacity.cache_groups)
-        factory = RequestFactory(capacity, self.settings)
+        settings = self.settings_for(requests)
+        factory = RequestFactory(capacity, settings)
         needs = [
-            factory.make(request, ()).max_blocks(kv, self.settings.max_step_tokens)
+            factory.make(request, ()).max_blocks(kv, settings.max_step_tokens)
             for request in requests
         ]
         cache_groups = tuple(
@@ -118,12 +119,17 @@ class Conditions:
         )
 
     def settings_for(self, requests: Sequence[EngineRequest]) -> SchedulerSettings:
-        """Return settings whose limit of sequences per adapter none of these requests exceeds."""
-        limit = self.settings.max_seqs_per_adapter
+        """Return settings whose limits none of these requests exceeds."""
+        longest_input = max((len(request.encoder_token_ids) for request in requests), default=0)
+        settings = msgspec.structs.replace(
+            self.settings,
+            max_num_batched_tokens=max(self.settings.max_num_batched_tokens, longest_input + 1),
+        )
+        limit = settings.max_seqs_per_adapter
         if not limit:
-            return self.settings
+            return settings
         widths = [r.sampling.beam.width for r in requests if r.sampling.beam is not None]
-        return msgspec.structs.replace(self.settings, max_seqs_per_adapter=max(limit, *widths, 0))
+        return msgspec.structs.replace(settings, max_seqs_per_adapter=max(limit, *widths, 0))
 
     def changed(self, request: EngineRequest) -> EngineRequest:
         """Return the request with another priority, tenant and so on, which change no output."""

@@ -51,6 +51,7 @@ from loraplex.execution.steps.kv_cache import KVCache
 from loraplex.execution.steps.model_runner import ModelRunner
 from loraplex.execution.steps.runner_parts import RunnerParts
 from loraplex.execution.steps.stages import StageLinks, TrialLinks, stage_sampler
+from loraplex.execution.steps.text_inputs import TextEncoder
 from loraplex.kernels.accelerator import Accelerator
 from loraplex.kernels.channel import RankChannels
 from loraplex.kernels.ops import Kernels
@@ -84,6 +85,8 @@ class Assembly:
     """None: this is the only rank of its stage."""
     links: StageLinks | None = None
     """None: this is the only stage."""
+    text_encoder: TextEncoder | None = None
+    """That of spec.encoder, where it is set."""
 
     @property
     def adapter_share(self) -> AdapterShare | None:
@@ -154,6 +157,7 @@ class Assembly:
             adapter_cutter=AdapterCutter(spec, share) if self._is_part else None,
             links=self.links,
             accelerator=self.accelerator,
+            text_encoder=self.text_encoder,
             recorded_sizes=self.recorded_sizes,
         )
 
@@ -204,6 +208,7 @@ class Assembly:
             hidden_size=self.spec.embedding_size or self.spec.hidden_size,
             returns_logits=self.links is None,
             max_model_len=kv.max_model_len,
+            longest_encoder_input=kv.longest_encoder_input,
             rotation_border=rotation_border(self.spec.all_layers, kv.max_model_len),
             vocab_size=self.spec.vocab_size,
             page_geometry=pool.geometry,

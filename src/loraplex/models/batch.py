@@ -51,7 +51,8 @@ class ForwardBatch:
     """Place [T] int64 of the token's key and value; in a group of states, the block of the state
     that ends with the token. -1: nothing is written."""
     rows: tuple[RowLayout, ...]
-    """Rows with the block tables of each group."""
+    """Rows with the block tables of each group. In groups of an encoder's positions seq_lens are
+    the lengths of the rows' inputs, and a token reads all of its row's."""
     logits_indices: torch.Tensor  # [S] int64: the tokens whose logits are wanted
     lora: LoraBatch | None = None
     """None: no row uses an adapter."""

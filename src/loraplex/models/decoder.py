@@ -16,6 +16,7 @@ from loraplex.models.feed_forward import feed_forward
 from loraplex.models.mixers.kinds import make_mixer
 from loraplex.models.mixers.mixer import (
     Angles,
+    EncoderReader,
     LayerPlace,
     Mixer,
     Part,
@@ -64,6 +65,8 @@ class DecoderLayer:
         """The parts that there are, with the norms before and after each."""
         self.plan_kinds = [kind for each in mixers if each is not None for kind in each.plan_kinds]
         """Mixer.plan_kinds of its mixers."""
+        self.encoder_readers = _encoder_readers(mixers)
+        """Its mixers that read an encoder's output."""
         self._has_second_norm = NormPlace.BEFORE_FEED_FORWARD in spec.norms
         is_parallel = spec.is_parallel and len(self._parts) > 1
         self.forward = self._both_at_once if is_parallel else self._one_by_one
@@ -86,6 +89,10 @@ class DecoderLayer:
             x = second_norm.apply(residual)
         x = inner.forward(x, lora, inputs)
         return HiddenState(residual, self._kernels.add(x, mixed), self._factor)
+
+
+def _encoder_readers(parts: Sequence[object]) -> list[EncoderReader]:
+    return [part for part in parts if isinstance(part, EncoderReader)]
 
 
 class Decoder:
@@ -186,6 +193,17 @@ class Decoder:
     ) -> torch.Tensor:
         """Compute the output of the final norm [T, hidden], without a record; else as `forward`."""
         return self._hidden(batch, kv, self._plan(batch), hidden)
+
+    def encode(self, x: torch.Tensor, batch: ForwardBatch, kv: Storages) -> None:
+        """Write what the layers keep of an encoder's output x [T, size].
+
+        batch: positions of one input, and their places in the storages. All adapters of its LoRA
+        have arrived.
+        """
+        inputs = StepInputs(batch, kv, {}, {})
+        for layer in self._layers:
+            for reader in layer.encoder_readers:
+                reader.encode(x, batch.lora, inputs)
 
     def read_rows(self, x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         """Return what the output layer reads [S, size] of these tokens of `hidden_states`."""

@@ -132,8 +132,16 @@ class LayerSpec:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderSpec:
+    """What computes the output that cross mixers of the decoder's layers read."""
+
+    longest_input: int
+    """Maximum number of tokens of an input."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A decoder-only language model. Its layers may differ from one another."""
+    """A language model: a decoder, maybe with an encoder. Its layers may differ."""
 
     architecture: str
     hidden_size: int
@@ -169,6 +177,8 @@ class ModelSpec:
     pad_token_id: int | None = None
     dtype: str | None = None
     """Type of the checkpoint by torch's name; None if config.json does not name one."""
+    encoder: EncoderSpec | None = None
+    """None: the model is a decoder alone."""
     stored_format: StoredFormat | None = None
     """Format of a checkpoint whose linear layers are quantised; None: they are not."""
     own_logits: Span | None = None

@@ -1,9 +1,11 @@
 """Number of blocks of each cache group, and windows of layers, by the settings and the model.
 
 The first group, that with the largest window, gets as many blocks as fit. A group with a smaller
-window gets as many, but not more than max_num_seqs sequences need at once.
+window gets as many, but not more than max_num_seqs sequences need at once. A group of an encoder's
+positions gets its blocks for as many sequences of the greatest lengths as the first group.
 """
 
+import bisect
 import dataclasses
 import math
 
@@ -33,6 +35,8 @@ class KVSize:
     """Number of blocks of each group."""
     num_bytes: int
     """Bytes on the device."""
+    longest_encoder_input: int
+    """Capacity.longest_encoder_input"""
 
 
 def windowed(settings: RunnerSettings, spec: ModelSpec) -> ModelSpec:
@@ -98,17 +102,23 @@ class _GroupNeeds:
     """Maximum number of blocks of each group that one sequence needs at once."""
     useful: tuple[int, ...]
     """Number of blocks of each group beyond which max_num_seqs sequences cannot use more."""
+    are_of_encoder: tuple[bool, ...]
+    """Whether the positions of each group are those of the encoder's input."""
+    longest_encoder_input: int
 
     @classmethod
     def of(
         cls, settings: RunnerSettings, spec: ModelSpec, dtype: torch.dtype, max_model_len: int
     ) -> "_GroupNeeds":
         groups = cache_groups(spec, max_model_len)
+        policies = [cache_policy(group.spec, settings.block_size) for group in groups]
+        longest_input = longest_encoder_input(settings, spec)
         held = tuple(
-            cache_policy(group.spec, settings.block_size).max_held(
-                max_model_len, settings.max_num_batched_tokens
+            policy.max_held(
+                longest_input if policy.is_of_encoder else max_model_len,
+                settings.max_num_batched_tokens,
             )
-            for group in groups
+            for policy in policies
         )
         return cls(
             max_model_len,
@@ -119,16 +129,27 @@ class _GroupNeeds:
             ),
             held,
             tuple(settings.max_num_seqs * count for count in held),
+            tuple(policy.is_of_encoder for policy in policies),
+            longest_input,
         )
 
     @property
     def per_sequence(self) -> int:
         """Number of blocks of the largest group without which no sequence of max_model_len fits."""
-        return max(self.held)
+        pairs = zip(self.held, self.are_of_encoder, strict=True)
+        return max(count for count, is_of_encoder in pairs if not is_of_encoder)
 
     def counts(self, num_blocks: int) -> tuple[int, ...]:
         """Return the number of blocks of each group, if the first one has num_blocks."""
-        return (num_blocks, *(min(num_blocks, useful) for useful in self.useful[1:]))
+        first, *others = zip(self.held, self.useful, self.are_of_encoder, strict=True)
+        return (
+            num_blocks,
+            *(
+                # As many sequences as fit in the first group, if all are as long as they may be.
+                min(-(-num_blocks * held // first[0]) if is_of_encoder else num_blocks, useful)
+                for held, useful, is_of_encoder in others
+            ),
+        )
 
     def num_bytes(self, num_blocks: int) -> int:
         """Return the bytes of `counts`."""
@@ -137,15 +158,10 @@ class _GroupNeeds:
 
     def largest(self, num_bytes: int) -> int:
         """Return the greatest number of blocks of the first group whose num_bytes fits."""
-        sizes, left = sum(self.block_bytes), num_bytes
-        for useful, size in sorted(zip(self.useful[1:], self.block_bytes[1:], strict=True)):
-            if left // sizes <= useful:
-                break
-            # From here on the group does not grow with the others.
-            left, sizes = left - useful * size, sizes - size
-            if not sizes:  # a stage of a pipeline without layers of the first group
-                return max(self.useful)
-        return left // sizes
+        size = self.block_bytes[0]
+        # A stage of a pipeline may have no layers of the first group.
+        most = num_bytes // size if size else max(self.useful)
+        return bisect.bisect_right(range(most + 1), num_bytes, key=self.num_bytes) - 1
 
     def size(self, num_blocks: int, num_host_blocks: int) -> KVSize:
         counts = zip(
@@ -160,7 +176,10 @@ class _GroupNeeds:
             )
             for group, (count, host_count, num_bytes) in zip(self.groups, counts, strict=True)
         )
-        return KVSize(self.max_model_len, self.groups, capacities, self.num_bytes(num_blocks))
+        num_bytes = self.num_bytes(num_blocks)
+        return KVSize(
+            self.max_model_len, self.groups, capacities, num_bytes, self.longest_encoder_input
+        )
 
 
 def trial_kv_size(
@@ -209,6 +228,16 @@ def wanted_model_len(settings: RunnerSettings, spec: ModelSpec) -> int:
             param="max_model_len",
         )
     return wanted
+
+
+def longest_encoder_input(settings: RunnerSettings, spec: ModelSpec) -> int:
+    """Return the maximum number of tokens of an encoder's input; 0: there is no encoder.
+
+    One step encodes an input and computes the first token that reads it.
+    """
+    if spec.encoder is None:
+        return 0
+    return min(spec.encoder.longest_input, settings.max_num_batched_tokens - 1)
 
 
 def _num_blocks(settings: RunnerSettings, needs: _GroupNeeds) -> int:

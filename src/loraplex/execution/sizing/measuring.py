@@ -6,6 +6,7 @@ from collections.abc import Callable
 from loraplex.core.plan import (
     AdapterCopy,
     Capacity,
+    EncodeText,
     RowAdded,
     RowStep,
     StepPlan,
@@ -36,7 +37,7 @@ def largest_step(capacity: Capacity, num_tokens: int) -> StepPlan:
     num_tokens: maximum of a step. The first row decodes, next to the prompts of the others: so the
     kernels of such a step are compiled by now, too. The rows share the blocks that there are: what
     they read and write has no meaning. They use DUMMY_ADAPTER, which the plan copies to the first
-    pages.
+    pages. With an encoder the first row encodes the longest input.
     """
     num_rows = min(capacity.max_num_seqs, num_tokens)
     counts = [num_tokens]
@@ -44,7 +45,8 @@ def largest_step(capacity: Capacity, num_tokens: int) -> StepPlan:
         even, more = divmod(num_tokens - 1, num_rows - 1)
         counts = [1, *(even + (row < more) for row in range(num_rows - 1))]
     counts = [min(count, capacity.max_model_len) for count in counts]
-    num_blocks = -(-capacity.max_model_len // capacity.block_size)
+    longest_input = capacity.longest_encoder_input
+    num_blocks = -(-max(capacity.max_model_len, longest_input) // capacity.block_size)
     new_block_ids = tuple(
         tuple(block % group.num_blocks for block in range(num_blocks))
         for group in capacity.cache_groups
@@ -63,13 +65,14 @@ def largest_step(capacity: Capacity, num_tokens: int) -> StepPlan:
     pages = tuple(range(capacity.num_adapter_pages))
     return StepPlan(
         step_id=0,
-        added=tuple(map(_added, rows)),
+        added=tuple(_added(row, (0,) * longest_input) for row in rows),
         rows=rows,
+        encodes=(EncodeText(rows[0].slot),) if longest_input else (),
         adapter_copies=(AdapterCopy(DUMMY_ADAPTER, pages),),
     )
 
 
-def _added(step: RowStep) -> RowAdded:
+def _added(step: RowStep, encoder_token_ids: tuple[int, ...]) -> RowAdded:
     """Return the row with the tokens of this step alone; earlier ones are only in the KV cache."""
     return RowAdded(
         slot=step.slot,
@@ -79,6 +82,7 @@ def _added(step: RowStep) -> RowAdded:
         token_ids=step.token_ids or (),
         num_prompt_tokens=step.num_tokens,
         adapters=((DUMMY_ADAPTER, 1.0),),
+        encoder_token_ids=encoder_token_ids,
     )
 
 

@@ -21,10 +21,16 @@ from loraplex.execution.sampling.pending_samples import EndedSample, PendingSamp
 from loraplex.execution.sampling.token_feed import TokenFeed
 from loraplex.execution.sizing.shortage import RowsThatFit
 from loraplex.execution.steps.image_rows import ImageRows
-from loraplex.execution.steps.input_batch import StepInputs, groups_of_states, no_rows
+from loraplex.execution.steps.input_batch import (
+    StepInputs,
+    groups_of_encoders,
+    groups_of_states,
+    no_rows,
+)
 from loraplex.execution.steps.runner_parts import RunnerParts
 from loraplex.execution.steps.stages import SentRows
 from loraplex.execution.steps.tensors import ON_DEVICE, DeviceTensors, HostTensors, StepTensors
+from loraplex.execution.steps.text_inputs import TextInputs
 from loraplex.execution.steps.watch import StepWatch
 from loraplex.kernels.accelerator import Accelerator, HostAccelerator
 from loraplex.kernels.lora import LoraBatch
@@ -47,6 +53,7 @@ class StepComputer:
         self._vocab_size = parts.capacity.vocab_size
         self._num_cache_groups = len(parts.capacity.cache_groups)
         self._states = groups_of_states(parts.capacity)
+        self._encoder_groups = groups_of_encoders(parts.capacity)
         self._recorded_sizes = parts.recorded_sizes
         self._kernels = parts.kernels
         self.is_alone = parts.adapter_cutter is None
@@ -70,6 +77,18 @@ class StepComputer:
                     shape = (num_recorded, parts.decoder.spec.hidden_size)
                     dtype = parts.decoder.dtype
                     self._hidden = torch.zeros(shape, dtype=dtype, device=parts.device)
+        self.text_inputs: TextInputs | None = None
+        """None: the model has no encoder."""
+        if parts.text_encoder is not None:
+            self.text_inputs = TextInputs(
+                parts.text_encoder,
+                parts.decoder,
+                parts.kv_cache,
+                parts.adapter_bank,
+                self._tensors,
+                trim=self.accelerator.trim,
+                is_alone=self.is_alone,
+            )
 
     @property
     def _takes_hidden(self) -> bool:
@@ -185,7 +204,7 @@ class StepComputer:
 
     def _record(self, size: int) -> None:
         inputs = dataclasses.replace(
-            no_rows(self._num_cache_groups, self._states), num_padding=size
+            no_rows(self._num_cache_groups, self._states, self._encoder_groups), num_padding=size
         )
         blank = self._adapter_bank.blank_batch(size)
         for lora in (None,) if blank is None else (None, blank):

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loraplex.core.adapter import AdapterHandle
-from loraplex.core.cache import States
+from loraplex.core.cache import Cross, States
 from loraplex.core.image import ImageSpan, images_in
 from loraplex.core.plan import (
     NO_BLOCK,
@@ -20,6 +20,7 @@ from loraplex.core.plan import (
     CacheGroupId,
     Capacity,
     CellId,
+    EncodeText,
     RotationBorder,
     RowAdded,
     RowStep,
@@ -55,6 +56,7 @@ class _Row:
     rotation_length: int = 0
     """Zero: each position is rotated for its own length."""
     images: tuple[ImageSpan, ...] = ()
+    encoder_token_ids: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -83,6 +85,23 @@ class StateIndices(NamedTuple):
         return StateIndices(np.concatenate(([0], counts.cumsum())), reads)
 
 
+class EncoderLengths(NamedTuple):
+    """What rows read in groups of an encoder's positions: each all of its own input."""
+
+    groups: Collection[CacheGroupId]
+    of_rows: list[int]  # R
+
+
+class EncoderInput(NamedTuple):
+    """Input of a row's encoder, which a step encodes."""
+
+    slot: Slot
+    token_ids: tuple[int, ...]  # T
+    slot_mappings: tuple[IntArray, ...]
+    """Place [T] of each position in each cache group; NO_BLOCK in groups of other positions."""
+    adapters: RowAdapters
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class StepInputs:
     """The numbers of a step but for its tokens: some of them are sampled by the step before."""
@@ -103,6 +122,8 @@ class StepInputs:
     encoded_spans: tuple[EncodedSpan, ...] = ()
     state_rows: StateIndices | None = None
     """None: no cache group keeps states."""
+    encoder_lengths: EncoderLengths | None = None
+    """None: no cache group has an encoder's positions."""
     num_padding: int = 0
     """Number of additional tokens whose results no row reads."""
 
@@ -116,12 +137,21 @@ class StepInputs:
         """Whether the step computes newest tokens and draft tokens only."""
         return self.num_tokens == len(self.logits_indices) > 0
 
+    def lengths_in(self, group: CacheGroupId) -> list[int]:
+        """Return how many positions of a cache group each row has after the step."""
+        lengths = self.encoder_lengths
+        return self.seq_lens if lengths is None or group not in lengths.groups else lengths.of_rows
+
     def with_row_per_token(self) -> "StepInputs":
         """Return the step with a row for each token; `adapters` stay those of the original rows.
 
         A layer writes the KV of all tokens before it attends, so a token sees those before it. A
         state is no KV: no row reads what another one writes, so `state_rows` stay, too.
         """
+        lengths = self.encoder_lengths
+        if lengths is not None:
+            of_rows = [lengths.of_rows[row] for row in self.row_of_token]
+            lengths = lengths._replace(of_rows=of_rows)
         return dataclasses.replace(
             self,
             slots=self.slots[self.row_of_token],
@@ -129,6 +159,7 @@ class StepInputs:
             seq_lens=(self.positions + 1).tolist(),
             row_of_token=np.arange(self.num_tokens),
             block_tables=tuple(tables[self.row_of_token] for tables in self.block_tables),
+            encoder_lengths=lengths,
         )
 
     def of_rows(self, rows: Sequence[int]) -> "StepInputs":
@@ -144,6 +175,9 @@ class StepInputs:
         counts = np.diff(self.query_start_loc)[is_kept]
         spans = [span for span in self.rotated_spans if tokens[span.first_token]]
         encoded = [span for span in self.encoded_spans if tokens[span.first_token]]
+        lengths = self.encoder_lengths
+        if lengths is not None:
+            lengths = lengths._replace(of_rows=[lengths.of_rows[row] for row in rows])
         return StepInputs(
             slots=self.slots[is_kept],
             query_start_loc=[0, *counts.cumsum().tolist()],
@@ -162,13 +196,18 @@ class StepInputs:
                 span._replace(first_token=int(places[span.first_token])) for span in encoded
             ),
             state_rows=None if self.state_rows is None else self.state_rows.of_rows(is_kept),
+            encoder_lengths=lengths,
         )
 
 
-def no_rows(num_cache_groups: int, states: Collection[CacheGroupId] = ()) -> StepInputs:
+def no_rows(
+    num_cache_groups: int,
+    states: Collection[CacheGroupId] = (),
+    encoder_groups: Collection[CacheGroupId] = (),
+) -> StepInputs:
     """Return the inputs of a step that computes nothing but padding.
 
-    states: cache groups that keep states.
+    states: cache groups that keep states. encoder_groups: those of an encoder's positions.
     """
     none = np.zeros(0, np.int64)
     return StepInputs(
@@ -185,6 +224,7 @@ def no_rows(num_cache_groups: int, states: Collection[CacheGroupId] = ()) -> Ste
         state_rows=StateIndices(np.zeros(1, np.int64), dict.fromkeys(states, none))
         if states
         else None,
+        encoder_lengths=EncoderLengths(encoder_groups, []) if encoder_groups else None,
     )
 
 
@@ -206,19 +246,23 @@ class InputBatch:
         *,
         states: Mapping[CacheGroupId, int] | None = None,
         reads_images: bool = False,
+        encoder_groups: Collection[CacheGroupId] = (),
+        longest_encoder_input: int = 0,
     ) -> None:
         """states: positions between the states of each cache group that keeps them. reads_images:
-        whether rows may have images; without them no step looks for any.
+        whether rows may have images; without them no step looks for any. encoder_groups: cache
+        groups of positions of the encoder's inputs, which have at most so many tokens.
         """
         self._border = rotation_border
         self._block_size = block_size
         self._rows: dict[Slot, _Row] = {}
-        shape = (max_num_seqs, -(-max_model_len // block_size))
+        shape = (max_num_seqs, -(-max(max_model_len, longest_encoder_input) // block_size))
         self._block_tables: tuple[IntArray, ...] = tuple(
             np.zeros(shape, dtype=np.int64) for _ in range(num_cache_groups)
         )
         self._states = states or {}
         self._reads_images = reads_images
+        self._encoder_groups = frozenset(encoder_groups)
         self._layout: _Layout | None = None
         self._tables: tuple[IntArray, ...] = ()
 
@@ -228,7 +272,9 @@ class InputBatch:
         if self._border is not None:
             length = self._border.rotation_length(row.num_prompt_tokens, len(row.token_ids))
         num_blocks = [0] * len(self._block_tables)
-        self._rows[row.slot] = _Row(row.adapters, num_blocks, length, row.images)
+        self._rows[row.slot] = _Row(
+            row.adapters, num_blocks, length, row.images, row.encoder_token_ids
+        )
 
     def remove_row(self, slot: Slot) -> None:
         self._rows.pop(slot, None)
@@ -256,6 +302,8 @@ class InputBatch:
             slot_mappings=tuple(
                 self._state_places(group, layout, positions)
                 if group in self._states
+                else np.full(len(positions), NO_BLOCK)
+                if group in self._encoder_groups
                 else tables[layout.row_of_token, indices] * self._block_size + offsets
                 for group, tables in enumerate(self._tables)
             ),
@@ -266,7 +314,30 @@ class InputBatch:
             rotated_spans=() if self._border is None else self._spans(steps, layout),
             encoded_spans=self._encoded_spans(steps, layout) if self._reads_images else (),
             state_rows=self._state_rows(layout, starts) if self._states else None,
+            encoder_lengths=self._encoder_lengths(steps) if self._encoder_groups else None,
         )
+
+    def encoder_inputs(self, encodes: Sequence[EncodeText]) -> tuple[EncoderInput, ...]:
+        """Return the inputs to encode, after `prepare` of the steps of their rows."""
+        return tuple(self._encoder_input(encode.slot) for encode in encodes)
+
+    def _encoder_input(self, slot: Slot) -> EncoderInput:
+        row, size = self._rows[slot], self._block_size
+        positions = np.arange(len(row.encoder_token_ids))
+        mappings = []
+        for group, (tables, num_blocks) in enumerate(
+            zip(self._block_tables, row.num_blocks, strict=True)
+        ):
+            mapping = np.full(len(positions), NO_BLOCK)
+            if group in self._encoder_groups:
+                assert num_blocks * size >= len(positions), "a block is missing"
+                mapping = tables[slot, positions // size] * size + positions % size
+            mappings.append(mapping)
+        return EncoderInput(slot, row.encoder_token_ids, tuple(mappings), row.adapters)
+
+    def _encoder_lengths(self, steps: Sequence[RowStep]) -> EncoderLengths:
+        lengths = [len(self._rows[step.slot].encoder_token_ids) for step in steps]
+        return EncoderLengths(self._encoder_groups, lengths)
 
     def _state_places(self, group: CacheGroupId, layout: _Layout, positions: IntArray) -> IntArray:
         """Return the state [T] that is written after each token."""
@@ -350,15 +421,22 @@ class InputBatch:
         return extended
 
     def _num_positions(self, row: _Row) -> int:
-        """Return how many positions fit in the blocks of a row."""
-        if not self._states:
+        """Return how many positions of its own fit in the blocks of a row."""
+        if not (self._states or self._encoder_groups):
             return min(row.num_blocks) * self._block_size
         return min(
             (num_blocks + 1) * self._states[group] - 1
             if group in self._states
             else num_blocks * self._block_size
             for group, num_blocks in enumerate(row.num_blocks)
+            if group not in self._encoder_groups
         )
+
+
+def groups_of_encoders(capacity: Capacity) -> tuple[CacheGroupId, ...]:
+    """Return the cache groups of positions of an encoder's input."""
+    groups = enumerate(capacity.cache_groups)
+    return tuple(group for group, of_group in groups if isinstance(of_group.spec, Cross))
 
 
 def groups_of_states(capacity: Capacity) -> dict[CacheGroupId, int]:

@@ -7,7 +7,7 @@ it means for requests, only the scheduler knows.
 import dataclasses
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from loraplex.core.adapter import AdapterHandle
 from loraplex.core.errors import (
@@ -28,7 +28,13 @@ from loraplex.execution.adapters.bank import AdapterBank
 from loraplex.execution.adapters.host_adapters import HostAdapter
 from loraplex.execution.steps.computer import LaunchedRows, StepComputer
 from loraplex.execution.steps.image_rows import ImageRows
-from loraplex.execution.steps.input_batch import InputBatch, StepInputs, groups_of_states
+from loraplex.execution.steps.input_batch import (
+    EncoderInput,
+    InputBatch,
+    StepInputs,
+    groups_of_encoders,
+    groups_of_states,
+)
 from loraplex.execution.steps.launched_step import LaunchedStep, LaunchedSteps, StepWork
 from loraplex.execution.steps.runner_parts import RunnerParts
 from loraplex.execution.steps.watch import StepWatch
@@ -46,6 +52,8 @@ class PreparedStep:
     inputs: StepInputs | Exception | None
     """None: it has no rows. An exception: why it cannot run."""
     prepare_ns: int
+    texts: tuple[EncoderInput, ...] = ()
+    """Inputs of encoders that it encodes."""
 
 
 class ModelRunner:
@@ -72,7 +80,11 @@ class ModelRunner:
             parts.capacity.rotation_border,
             states=groups_of_states(parts.capacity),
             reads_images=parts.capacity.images is not None,
+            encoder_groups=groups_of_encoders(parts.capacity),
+            longest_encoder_input=parts.capacity.longest_encoder_input,
         )
+        has_encoder = parts.text_encoder is not None
+        assert has_encoder == (parts.capacity.longest_encoder_input > 0), "one without the other"
         self._images: ImageRows | None = None
         if parts.encoder is not None:
             assert parts.capacity.images is not None, "its capacity is missing"
@@ -119,9 +131,10 @@ class ModelRunner:
         start_ns = time.monotonic_ns()
         try:
             inputs = self._prepare(plan)
+            texts = self._batch.encoder_inputs(plan.encoded_texts) if plan.encodes else ()
         except Exception as error:
             return PreparedStep(plan, error, time.monotonic_ns() - start_ns)
-        return PreparedStep(plan, inputs, time.monotonic_ns() - start_ns)
+        return PreparedStep(plan, inputs, time.monotonic_ns() - start_ns, texts)
 
     def run(self, step: PreparedStep) -> LaunchedStep:
         """Launch a prepared step. Steps run in their order, by one thread; some may never run."""
@@ -158,7 +171,12 @@ class ModelRunner:
             copy_ns = time.monotonic_ns() - copies_start_ns
             if plan.encodes and self._images is not None:
                 self._images.encode(plan.encoded_images)
-            rows = None if step.inputs is None else self._run_rows(plan.rows, step.inputs, watch)
+            rows = None
+            if step.inputs is not None:
+                faults = self._faults(plan.rows, step.inputs)
+                if step.texts:
+                    self._encode(step.texts, faults, watch)
+                rows = self._run_rows(plan.rows, step.inputs, faults, watch)
         return _LaunchedWork(self._adapter_bank, plan, rows, copies_failed, watch, copy_ns)
 
     def _start_copies(self, copies: Sequence[AdapterCopy]) -> CopyFailures:
@@ -182,10 +200,29 @@ class ModelRunner:
             raise AdapterLoadError(f"adapter {copy.handle} is not in host memory")
         self._adapter_bank.copy(copy.handle, host, copy.page_ids)
 
+    def _encode(
+        self, texts: Sequence[EncoderInput], faults: dict[Slot, ErrorInfo], watch: StepWatch
+    ) -> None:
+        """Encode the inputs of rows without faults; those that cannot be encoded are new faults."""
+        assert self._computer.text_inputs is not None, "there is an encoder"
+        watch.prepare_ns += watch.lap()
+        for text in texts:
+            if text.slot in faults:
+                continue
+            reason = self._outside(text.token_ids)
+            error = RowFailedError(reason).to_info() if reason is not None else None
+            error = error or self._computer.text_inputs.encode(text)
+            if error is not None:
+                faults[text.slot] = error
+        watch.forward_ns += watch.lap()
+
     def _run_rows(
-        self, steps: Sequence[RowStep], inputs: StepInputs, watch: StepWatch
+        self,
+        steps: Sequence[RowStep],
+        inputs: StepInputs,
+        faults: Mapping[Slot, ErrorInfo],
+        watch: StepWatch,
     ) -> LaunchedRows:
-        faults = self._faults(steps, inputs)
         self._sampler.begin(steps)
         return LaunchedRows(self._computer, steps, inputs, faults, watch)
 
@@ -208,7 +245,11 @@ class ModelRunner:
         for handle, _ in adapters:
             if not self._adapter_bank.holds(handle):
                 return f"adapter {handle} is not on the device"
-        for token_id in (*(step.token_ids or ()), *step.draft_token_ids):
+        return self._outside((*(step.token_ids or ()), *step.draft_token_ids))
+
+    def _outside(self, token_ids: Iterable[int]) -> str | None:
+        """Return that a token is not in the vocabulary; None if all are."""
+        for token_id in token_ids:
             if not 0 <= token_id < self._capacity.vocab_size:
                 return f"token {token_id} is not in the vocabulary"
         return None

@@ -11,6 +11,7 @@ from loraplex.execution.adapters.rank_share import AdapterCutter
 from loraplex.execution.steps.image_rows import ImageEncoder
 from loraplex.execution.steps.kv_cache import KVCache
 from loraplex.execution.steps.stages import StageLinks, StageSampler
+from loraplex.execution.steps.text_inputs import TextEncoder
 from loraplex.kernels.accelerator import Accelerator
 from loraplex.kernels.ops import Kernels
 from loraplex.models.decoder import Decoder
@@ -36,5 +37,7 @@ class RunnerParts:
     """That of the kernels. None: torch alone drives the device, and steps run within `launch`."""
     encoder: ImageEncoder | None = None
     """Encoder of images, where capacity.images is set: on the first stage, and on each rank."""
+    text_encoder: TextEncoder | None = None
+    """Encoder of texts, where capacity.longest_encoder_input is set: on each stage and rank."""
     recorded_sizes: tuple[int, ...] = ()
     """Numbers of tokens, ascending, of which steps that only decode are recorded."""

@@ -15,7 +15,13 @@ import torch
 from loraplex.core.plan import NO_BLOCK, Capacity
 from loraplex.execution.mirror import Array, Mirror, num_bytes_of
 from loraplex.execution.sampling.token_feed import TokenFeed
-from loraplex.execution.steps.input_batch import IntArray, StepInputs, groups_of_states
+from loraplex.execution.steps.input_batch import (
+    EncoderInput,
+    IntArray,
+    StepInputs,
+    groups_of_encoders,
+    groups_of_states,
+)
 from loraplex.kernels.accelerator import Accelerator
 from loraplex.kernels.lora import LoraBatch
 from loraplex.kernels.row_layout import DeviceRows, RowLayout
@@ -36,6 +42,13 @@ class StepTensors(Protocol):
         """Make the tensors. token_ids: of each row, those that it computes."""
         ...
 
+    def encoder_batch(self, given: EncoderInput, lora: LoraBatch | None) -> ForwardBatch:
+        """Make the tensors of one input of an encoder, whose positions are one row.
+
+        It has no block tables: layers read nothing of the cache, and write by slot_mappings.
+        """
+        ...
+
 
 class HostTensors:
     """Implements StepTensors: tensors are the arrays themselves, or copies of them."""
@@ -53,14 +66,17 @@ class HostTensors:
             positions=self._tensor(inputs.positions),
             slot_mappings=tuple(map(self._tensor, inputs.slot_mappings)),
             rows=tuple(
-                RowLayout(inputs.query_start_loc, inputs.seq_lens, self._tensor(tables))
-                for tables in inputs.block_tables
+                RowLayout(inputs.query_start_loc, inputs.lengths_in(group), self._tensor(tables))
+                for group, tables in enumerate(inputs.block_tables)
             ),
             logits_indices=self._tensor(inputs.logits_indices),
             lora=lora,
             rotated_spans=inputs.rotated_spans,
             state_rows=self._state_rows(inputs),
         )
+
+    def encoder_batch(self, given: EncoderInput, lora: LoraBatch | None) -> ForwardBatch:
+        return _encoder_batch(list(map(self._tensor, _encoder_arrays(given))), lora)
 
     def _state_rows(self, inputs: StepInputs) -> StateRows | None:
         rows = inputs.state_rows
@@ -87,7 +103,8 @@ class DeviceTensors:
         self._num_slots = capacity.max_num_seqs
         self._num_recorded = num_recorded
         self._newest = feed.newest
-        self._max_blocks = -(-capacity.max_model_len // capacity.block_size)
+        max_positions = max(capacity.max_model_len, capacity.longest_encoder_input)
+        self._max_blocks = -(-max_positions // capacity.block_size)
         num_groups = len(capacity.cache_groups)
         # The last row is the table of rows that have no tokens.
         num_entries = (self._num_slots + 1) * self._max_blocks
@@ -108,13 +125,20 @@ class DeviceTensors:
         self._most_new_blocks = num_recorded * num_groups
         self._states = tuple(groups_of_states(capacity))
         state_capacities = [num_recorded + 1] * (len(self._states) + 1) if self._states else []
+        self._encoder_groups = groups_of_encoders(capacity)
+        encoder_capacities = [num_recorded] if self._encoder_groups else []
         self._capacities = (
-            *state_capacities,
+            *(*state_capacities, *encoder_capacities),
             *[num_recorded] * (num_groups + 4),
             *(num_recorded + 1, num_recorded, num_recorded),
             *[self._most_new_blocks] * 2,
         )
-        itemsizes = (*[8] * (len(state_capacities) + num_groups + 4), 4, 4, 4, 4, 8)  # of _arrays
+        # Sizes of the numbers of _arrays.
+        itemsizes = (
+            *[8] * len(state_capacities),
+            *[4] * len(encoder_capacities),
+            *(*[8] * (num_groups + 4), 4, 4, 4, 4, 8),
+        )
         self._recorded = Mirror(accelerator, num_bytes_of(self._capacities, itemsizes))
         self._others = Mirror(accelerator, 0)
 
@@ -133,6 +157,10 @@ class DeviceTensors:
             query_starts, *reads = tensors[: len(self._states) + 1]
             state_rows = StateRows(query_starts, dict(zip(self._states, reads, strict=True)))
             tensors = tensors[len(self._states) + 1 :]
+        lengths: dict[int, torch.Tensor] = {}
+        if self._encoder_groups:
+            of_inputs, *tensors = tensors
+            lengths = dict.fromkeys(self._encoder_groups, of_inputs)
         positions, *slot_mappings, sources, given, wanted = tensors[:-5]
         query_start_loc, seq_lens, table_rows, blocks, places = tensors[-5:]
         if len(places):
@@ -142,11 +170,11 @@ class DeviceTensors:
         rows = tuple(
             RowLayout(
                 inputs.query_start_loc,
-                inputs.seq_lens,
+                inputs.lengths_in(group),
                 self._no_tables,
-                DeviceRows(query_start_loc, seq_lens, table_rows, tables),
+                DeviceRows(query_start_loc, lengths.get(group, seq_lens), table_rows, tables),
             )
-            for tables in self._block_tables
+            for group, tables in enumerate(self._block_tables)
         )
         return ForwardBatch(
             token_ids=tokens,
@@ -159,6 +187,9 @@ class DeviceTensors:
             state_rows=state_rows,
         )
 
+    def encoder_batch(self, given: EncoderInput, lora: LoraBatch | None) -> ForwardBatch:
+        return _encoder_batch(self._others.send(_encoder_arrays(given)), lora)
+
     def _arrays(self, inputs: StepInputs, token_ids: Sequence[Sequence[int]]) -> list[Array]:
         """Padding is token 0 at position 0, which is written nowhere, of rows without tokens."""
         num_padding, num_tokens = inputs.num_padding, inputs.num_tokens
@@ -167,6 +198,10 @@ class DeviceTensors:
         blocks, places = self._new_blocks(inputs)
         return [
             *self._state_arrays(inputs),
+            *(
+                _padded(_narrow(inputs.lengths_in(group)), num_padding, 0)
+                for group in self._encoder_groups[:1]
+            ),
             _padded(inputs.positions, num_padding, 0),
             *(_padded(mapping, num_padding, -1) for mapping in inputs.slot_mappings),
             _padded(sources, num_padding, self._num_slots),
@@ -202,6 +237,26 @@ class DeviceTensors:
                 places.append(np.arange(place, place + len(of_group)))
                 blocks.append(_narrow(of_group))
         return np.concatenate(blocks), np.concatenate(places)
+
+
+def _encoder_arrays(given: EncoderInput) -> list[IntArray]:
+    """Return what `_encoder_batch` gets as tensors."""
+    tokens = np.array(given.token_ids, np.int64)
+    return [tokens, np.arange(len(tokens)), *given.slot_mappings]
+
+
+def _encoder_batch(tensors: Sequence[torch.Tensor], lora: LoraBatch | None) -> ForwardBatch:
+    token_ids, positions, *slot_mappings = tensors
+    num_tokens = len(token_ids)
+    rows = RowLayout([0, num_tokens], [num_tokens], token_ids.new_zeros((1, 0)))
+    return ForwardBatch(
+        token_ids=token_ids,
+        positions=positions,
+        slot_mappings=tuple(slot_mappings),
+        rows=(rows,) * len(slot_mappings),
+        logits_indices=positions[:0],
+        lora=lora,
+    )
 
 
 _TABLE_ALIGNMENT = 64

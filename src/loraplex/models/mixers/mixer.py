@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -65,6 +65,18 @@ class Part(Protocol):
 
     def forward(self, x: torch.Tensor, lora: LoraBatch | None, inputs: StepInputs) -> torch.Tensor:
         """x [T, hidden] -> [T, hidden]."""
+        ...
+
+
+@runtime_checkable
+class EncoderReader(Protocol):
+    """A mixer that reads an encoder's output, in every step, from its cache of kind `Cross`."""
+
+    def encode(self, x: torch.Tensor, lora: LoraBatch | None, inputs: StepInputs) -> None:
+        """Write what it keeps of an encoder's output x [T, size] of one input.
+
+        inputs: its batch has the places of these positions; there are no angles and no plans.
+        """
         ...
 
 

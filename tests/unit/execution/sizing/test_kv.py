@@ -1,5 +1,6 @@
 """Caps, windows and the host: how many blocks there are."""
 
+import dataclasses
 from typing import Any
 
 import hypothesis.strategies as st
@@ -8,7 +9,7 @@ import torch
 from hypothesis import given
 
 from loraplex.core.byte_sizes import enough_bytes
-from loraplex.core.cache import Blocks
+from loraplex.core.cache import Blocks, Cross
 from loraplex.core.errors import ConfigError
 from loraplex.core.plan import CacheGroupCapacity
 from loraplex.execution.sizing.capacity import describe_memory, size_memory
@@ -16,9 +17,10 @@ from loraplex.execution.sizing.kv import KVSize, block_bytes, size_kv, trial_kv_
 from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.memory.cache_policy import cache_policy
 from loraplex.models.cache_groups import cache_groups
-from loraplex.models.spec import ModelSpec
+from loraplex.models.spec import EncoderSpec, ModelSpec
 from support.naming import naming
 from support.tiny_decoder import tiny_spec
+from support.toy_encoder import encoder_decoder_spec
 
 CONFIG = tiny_spec(
     "Qwen2ForCausalLM",
@@ -188,6 +190,44 @@ def test_trials_use_few_blocks_of_each_group() -> None:
     size = trial_kv_size(RunnerSettings(**FEW), CONFIG, torch.float32, 30)
     assert [group.num_blocks for group in size.capacities] == [30, 24]
     assert size.max_model_len == 1000
+
+
+def with_encoder(longest_input: int) -> ModelSpec:
+    """Return a model of 160 positions with two layers of attention and of cross attention."""
+    spec = encoder_decoder_spec(100)
+    return dataclasses.replace(spec, encoder=EncoderSpec(longest_input=longest_input))
+
+
+INPUTS: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 400}
+
+
+def test_an_encoder_has_blocks_for_as_many_inputs_as_sequences_fit() -> None:
+    size = kv(with_encoder(325), **INPUTS)
+    assert size.longest_encoder_input == 325
+    assert [capacity.spec for capacity in size.capacities] == [Blocks(), Cross()]
+    assert [capacity.num_blocks for capacity in size.capacities] == [4 * 10, 4 * 21]
+    of_first, of_encoder = (capacity.block_bytes for capacity in size.capacities)
+    # For two sequences, one and a half, and more of them than there may be.
+    for num_blocks, expected in ((20, 42), (15, 32), (100, 84)):
+        assert blocks(with_encoder(325), **INPUTS, num_blocks=num_blocks)[1:] == (expected,)
+    needed = 10 * of_first + 21 * of_encoder
+    fits = blocks(with_encoder(325), **INPUTS, kv_cache_bytes=needed, max_model_len=160)
+    assert fits == (10, 21)
+    with pytest.raises(ConfigError, match=naming("kv_cache_bytes", enough_bytes(needed))):
+        kv(with_encoder(325), **INPUTS, kv_cache_bytes=needed - 1, max_model_len=160)
+
+
+def test_a_shorter_sequence_has_its_input_whole() -> None:
+    whole = kv(with_encoder(325), **INPUTS)
+    of_first, of_encoder = (capacity.block_bytes for capacity in whole.capacities)
+    size = kv(with_encoder(325), **INPUTS, kv_cache_bytes=7 * of_first + 21 * of_encoder)
+    assert size.max_model_len == 7 * 16
+    assert [capacity.num_blocks for capacity in size.capacities] == [7, 21]
+
+
+def test_an_input_and_the_token_after_it_are_one_step() -> None:
+    assert kv(with_encoder(325), max_num_batched_tokens=300).longest_encoder_input == 299
+    assert kv().longest_encoder_input == 0
 
 
 def test_the_log_names_the_groups() -> None:

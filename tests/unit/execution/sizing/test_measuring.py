@@ -120,6 +120,13 @@ def test_the_largest_step_has_all_tokens_and_rows_at_the_end_of_their_length() -
     assert plan.adapter_copies[0].page_ids == (0, 1)
 
 
+def test_the_largest_step_of_a_model_with_an_encoder_encodes_the_longest_input() -> None:
+    plan = largest_step(capacity(longest_encoder_input=130), 11)
+    assert [encode.slot for encode in plan.encoded_texts] == [0]
+    assert {len(row.encoder_token_ids) for row in plan.added} == {130}
+    assert all(len(row.new_block_ids[0]) == 9 for row in plan.rows)
+
+
 def test_the_largest_step_of_few_tokens_or_a_short_model() -> None:
     assert [row.num_tokens for row in largest_step(capacity(), 2).rows] == [1, 1]
     short = largest_step(capacity(max_model_len=5), 40)
