@@ -31,9 +31,17 @@ ONLY_STAGE = PipelineStage()
 
 
 def stage(spec: ModelSpec, place: PipelineStage) -> ModelSpec:
-    """Return what this stage computes. Raises ConfigError if there are too few layers."""
+    """Return what this stage computes. Raises ConfigError if there are too few layers, or if the
+    model has an encoder, which only a whole model can have.
+    """
     if place.size == 1:
         return spec
+    if spec.encoder is not None:
+        raise ConfigError(
+            f"{spec.architecture} has an encoder, whose output all layers read: "
+            f"pipeline_parallel_size must be 1, got {place.size}",
+            param="pipeline_parallel_size",
+        )
     if place.size > spec.num_layers:
         raise ConfigError(
             f"{spec.architecture} has {spec.num_layers} layers, and each stage needs one: "

@@ -15,7 +15,9 @@ from loraplex.models.parameters import checkpoint_shapes, linear_places
 from loraplex.models.sharding import shard
 from loraplex.models.spec import ModelSpec
 from loraplex.models.stages import ONLY_STAGE, PipelineStage, stage
+from support.naming import naming
 from support.tiny_decoder import tiny_spec
+from support.toy_encoder import encoder_decoder_spec
 
 LARGE = {
     "hidden_size": 2048,
@@ -31,6 +33,13 @@ LARGE = {
 
 def stages(spec: ModelSpec, size: int) -> list[ModelSpec]:
     return [stage(spec, PipelineStage(index, size)) for index in range(size)]
+
+
+def test_a_model_with_an_encoder_has_one_stage() -> None:
+    spec = encoder_decoder_spec(100)
+    assert stage(spec, ONLY_STAGE) == spec
+    with pytest.raises(ConfigError, match=naming("pipeline_parallel_size", 2)):
+        stage(spec, PipelineStage(0, 2))
 
 
 def test_stages_read_about_equally_many_weights() -> None:

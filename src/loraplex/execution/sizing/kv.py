@@ -237,7 +237,7 @@ def longest_encoder_input(settings: RunnerSettings, spec: ModelSpec) -> int:
     """
     if spec.encoder is None:
         return 0
-    return min(spec.encoder.longest_input, settings.max_num_batched_tokens - 1)
+    return min(spec.encoder.longest_input, max(1, settings.max_num_batched_tokens - 1))
 
 
 def _num_blocks(settings: RunnerSettings, needs: _GroupNeeds) -> int:

@@ -38,6 +38,6 @@ class RunnerParts:
     encoder: ImageEncoder | None = None
     """Encoder of images, where capacity.images is set: on the first stage, and on each rank."""
     text_encoder: TextEncoder | None = None
-    """Encoder of texts, where capacity.longest_encoder_input is set: on each stage and rank."""
+    """Encoder of texts, where capacity.longest_encoder_input is set: on each rank."""
     recorded_sizes: tuple[int, ...] = ()
     """Numbers of tokens, ascending, of which steps that only decode are recorded."""
