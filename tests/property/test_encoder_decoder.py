@@ -52,9 +52,10 @@ HAPPENINGS = (
     "offloads",
     "preemptions",
 )
-FAILING_SHARE = 0.3
-"""Share of the schedules in which one of the inputs cannot be encoded."""
+FAILING_SHARE = 0.4
+"""Share of the schedules in which one of the inputs cannot be encoded, or at first."""
 ENCODE_ERROR = ValueError("it was to fail")
+FULL_MEMORY = torch.OutOfMemoryError("none left, for once")
 MAX_ERRORS = 2
 """Errors of an input in a schedule. Others with this input are encoded."""
 
@@ -79,7 +80,7 @@ def one_thread() -> Iterator[None]:
 
 
 class Schedules:
-    """Schedules of one model, in some of which an input cannot be encoded."""
+    """Schedules of one model, in some of which an input cannot be encoded, or at first."""
 
     def __init__(
         self, folder: Path, kernels: Kernels, accelerator: DelayedAccelerator | None = None
@@ -94,7 +95,8 @@ class Schedules:
         """Return the differences from lone requests."""
         draws = random.Random(f"encoder {seed}")
         fails = draws.random() < FAILING_SHARE
-        self.encoder.errors = {draws.choice(INPUTS): [ENCODE_ERROR] * MAX_ERRORS} if fails else {}
+        errors = draws.choice([[ENCODE_ERROR] * MAX_ERRORS, [FULL_MEMORY]])
+        self.encoder.errors = {draws.choice(INPUTS): errors} if fails else {}
         return self.features.run(seed)
 
 
