@@ -57,6 +57,8 @@ PAUSE_SECONDS: Final = 0.05
 LIMIT_SECONDS: Final = 60.0
 """Limit of one small request: a longer wait is reported as this."""
 NUM_CALLERS: Final = 16
+BYTECODE: Final = Path(tempfile.gettempdir()) / "hostile-clients-bytecode"
+"""Folder of the bytecode of all checkouts, by their paths."""
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -392,6 +394,8 @@ def running_server(
         command += ["--allowed-adapter-roots", str(root)]
     command += ["--allowed-adapter-hosts", "127.0.0.1", "--allow-private-addresses"]
     environment = {**child_environment(), "PYTHONPATH": str(checkout / "src")}
+    # Without bytecode each process would compile the code, which takes longer than its start.
+    environment |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(BYTECODE)}
     process = subprocess.Popen(command, text=True, env=environment)
     if max_files is not None:
         resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (max_files, max_files))

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from loraplex.adapters.child_process import ChildProcess
 from loraplex.adapters.staged import StageReply
-from loraplex.core.environment import child_environment
 from loraplex.core.errors import AdapterLoadError, passing_error
 from loraplex.core.stopped_process import (
     ProcessStopped,
@@ -49,7 +49,7 @@ class StagingProcess:
         self._log_task: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
         """Held while the process is started: the first request may come meanwhile."""
-        self.process: asyncio.subprocess.Process | None = None
+        self.process: ChildProcess | None = None
 
     async def request(self, request_id: int, what: str, pieces: Sequence[memoryview]) -> StageReply:
         """Send an encoded request with its tensors (`pieces`) and return the reply.
@@ -94,8 +94,7 @@ class StagingProcess:
         """End the process; a request in progress fails."""
         process = self.process
         if process is not None and process.returncode is None:
-            assert process.stdin is not None
-            process.stdin.close()
+            process.end_input()
         await self._stop(_CLOSE_SECONDS)
 
     async def _request(
@@ -138,23 +137,13 @@ class StagingProcess:
             raise msgspec.DecodeError("a reply to another request")
         return reply
 
-    async def _running(self) -> asyncio.subprocess.Process:
+    async def _running(self) -> ChildProcess:
         async with self._starting:
             if self.process is None or self.process.returncode is not None:
                 await self._stop(0.0)
-                self.process = await self._started()
-                assert self.process.stderr is not None
+                self.process = await ChildProcess.start(self._command)
                 self._log_task = asyncio.create_task(_log_lines(self.process.stderr))
             return self.process
-
-    async def _started(self) -> asyncio.subprocess.Process:
-        return await asyncio.create_subprocess_exec(
-            *self._command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env=child_environment(),  # a process that reads users' files must not have API keys
-        )
 
     async def _stop(self, grace_seconds: float) -> int | None:
         """Wait for the process to end, kill it after the grace; return its exit status."""
@@ -171,13 +160,12 @@ class StagingProcess:
             status = await process.wait()
         if log_task is not None:
             await log_task
+        process.close()
         return status
 
 
-async def _reply(process: asyncio.subprocess.Process, pieces: Sequence[memoryview]) -> StageReply:
+async def _reply(process: ChildProcess, pieces: Sequence[memoryview]) -> StageReply:
     """Send a request, and wait for the reply."""
-    assert process.stdin is not None
-    assert process.stdout is not None
     process.stdin.write(_LENGTH.pack(pieces[0].nbytes))
     for piece in pieces:
         for start in range(0, piece.nbytes, _CHUNK_BYTES):

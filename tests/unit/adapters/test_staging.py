@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import gc
 import logging
 import os
 import signal
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from loraplex.adapters.staging import RequestTensor, StagingWorker
 from loraplex.core import stopped_process
@@ -38,6 +40,29 @@ def process_of(worker):
 
 def python(code: str) -> tuple[str, ...]:
     return (sys.executable, "-c", code)
+
+
+class NoFork(uvloop.Loop):
+    async def subprocess_exec(self, *arguments, **options):
+        raise AssertionError("it copies the address space on the event loop")
+
+
+def test_no_start_copies_the_address_space(tmp_path):
+    async def start_and_end() -> None:
+        worker = StagingWorker(tmp_path, command=("cat",))
+        await worker.start()
+        process = process_of(worker)
+        assert process.returncode is None
+        await worker.close()
+        assert process.returncode == 0
+
+    num_files = []
+    for _ in range(2):  # uvloop keeps what its first loop opens
+        with asyncio.Runner(loop_factory=NoFork) as runner:
+            runner.run(start_and_end())
+        gc.collect()
+        num_files.append(len(os.listdir("/proc/self/fd")))
+    assert num_files[1] <= num_files[0]
 
 
 class TestTheRealWorker:
