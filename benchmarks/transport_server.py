@@ -102,6 +102,7 @@ async def serve(values: dict[str, Any]) -> None:
     async with contextlib.AsyncExitStack() as stack:
         reporting = stack.enter_context(reporting_requests(settings))
         bodies = BodyMemory.of(settings, has_keys=False)
+        responses = ResponseMemory.of(settings, has_keys=False)
         app = http_app(
             backend,
             draining,
@@ -112,11 +113,11 @@ async def serve(values: dict[str, Any]) -> None:
             metrics=_no_metrics,
             latencies=Latencies(RequestMetrics()),
             bodies=bodies,
-            responses=ResponseMemory.of(settings, has_keys=False),
+            responses=responses,
         )
         ports = Ports(stack, settings, None)
         await ports.open_http(app, reporting.connections)
-        await ports.open_grpc(triton, everyone_is_local, reporting, bodies)
+        await ports.open_grpc(triton, everyone_is_local, reporting, bodies, responses)
         gc.freeze()  # as the server does once it is ready
         print(f"127.0.0.1:{ports.bound['http']} 127.0.0.1:{ports.bound['grpc']}", flush=True)
         stop = asyncio.Event()

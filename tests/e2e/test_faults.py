@@ -6,12 +6,14 @@ memory does it. Clocks that jump are in the unit tests of engine_watchdog and se
 
 import concurrent.futures
 import contextlib
+import functools
 import http.client
 import json
 import os
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -32,6 +34,8 @@ pytestmark = [
 STEP_TIMEOUT = 3
 LONG = {"model": MODEL, "prompt": "x", "max_tokens": 500, "ignore_eos": True, "temperature": 0}
 SHORT = {**LONG, "max_tokens": 3}
+NUM_FEW_FILES = 256
+"""A server without connections opens about a quarter of that."""
 GRAMMAR = {**SHORT, "guided_regex": "[a-c]{3}"}
 
 
@@ -202,6 +206,28 @@ class TestResources:
         server.wait_until(ready=True)
         assert engine_pid(server) != killed
         completes(server)
+
+
+def test_idle_connections_leave_file_descriptors(tmp_path):
+    """Clients that connect and send nothing are disconnected, or wait, and hold up no other."""
+    few = (NUM_FEW_FILES, NUM_FEW_FILES)
+    lower = functools.partial(resource.setrlimit, resource.RLIMIT_NOFILE, few)
+    with serving(tmp_path, preexec_fn=lower) as server, contextlib.ExitStack() as idle:
+        ports = (server.http_port, server.grpc_port, server.metrics_port)
+        for port in ports * (NUM_FEW_FILES // 2):
+            idle.enter_context(socket.create_connection(("127.0.0.1", port)))
+        completes(server)
+        assert load(server, "meanwhile") == 201
+        assert server.post("/v1/completions", {**SHORT, "model": "meanwhile"})[0] == 200
+        killed = engine_pid(server)
+        os.kill(killed, signal.SIGKILL)
+        completes(server)
+        assert engine_pid(server) != killed
+        assert open_files(server) < NUM_FEW_FILES
+        idle.close()
+        completes(server)
+        assert load(server, "after") == 201
+        assert server.stop() == 0
 
 
 @pytest.mark.parametrize("fault", ["deleted", "read-only"])

@@ -18,6 +18,7 @@ from loraplex.frontends.kserve.grpc.server import GrpcServer
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.kserve.socket.server import serving_socket
 from loraplex.frontends.telemetry.connections import HttpConnections
+from loraplex.serving.response_memory import ResponseMemory
 
 _TITLES: Final = {
     "grpc": "GRPCInferenceService",
@@ -66,6 +67,7 @@ class Ports:
         authenticate: Authenticate,
         reporting: Reporting,
         bodies: BodyMemory,
+        responses: ResponseMemory,
     ) -> None:
         if not self._settings.grpc:
             return
@@ -78,6 +80,7 @@ class Ports:
             limits=GrpcLimits.of(self._settings),
             telemetry=reporting.telemetry,
             messages=bodies,
+            responses=responses,
             tls=None if self._tls is None else self._tls.pair,
         )
         await server.start()

@@ -117,7 +117,10 @@ class Server:
         await ports.open_metrics(
             served_as_known_hosts(served.metrics, self._config.server, has_keys=has_keys)
         )
-        await ports.open_grpc(served.triton, served.authenticate, served.reporting, served.bodies)
+        await ports.open_grpc(
+            *(served.triton, served.authenticate, served.reporting),
+            *(served.bodies, served.service.responses),
+        )
         await ports.open_request_socket(served.triton, served.reporting)
 
     def _log_ready(self, service: Service, *, has_keys: bool) -> None:

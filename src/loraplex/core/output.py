@@ -298,6 +298,8 @@ class SequenceOutput(msgspec.Struct, frozen=True):
     """Logits of token_ids, in order, if the request returns them."""
     cumulative_logprob: float | None = None
     """Set for a beam search hypothesis or the best of several outputs; else sum `logprobs`."""
+    has_end_token: bool = False
+    """Whether the last of token_ids is an end token of the model or of an adapter, and ended it."""
 
 
 class RequestOutput(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ from loraplex.core.errors import InvalidParameterError
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.task import Generate, Task
 from loraplex.serving.access.tenant_bytes import SMALL_BYTES, TenantBytes
-from loraplex.serving.wire_request import current_request
+from loraplex.serving.wire_request import WireRequest, current_request
 
 _LOGPROB_BYTES: Final = 100
 """Bytes of one token with its log probability as JSON. In memory it takes about as many."""
@@ -60,6 +60,18 @@ class ResponseMemory(TenantBytes):
                 "at a time",
                 param=param,
             )
+        self._take_for(wire, num_bytes)
+
+    def count(self, num_bytes: int) -> None:
+        """Count the response of the current request until that ends, unless it has reserved memory.
+
+        Raises NotReadyError if others take too much of it now.
+        """
+        wire = current_request()
+        if wire is not None and num_bytes > SMALL_BYTES and not wire.num_response_bytes:
+            self._take_for(wire, num_bytes)
+
+    def _take_for(self, wire: WireRequest, num_bytes: int) -> None:
         tenant = wire.tenant
         self.take(tenant, num_bytes)
         wire.num_response_bytes += num_bytes

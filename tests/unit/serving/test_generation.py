@@ -129,6 +129,16 @@ async def test_increments_as_they_come(case):
     assert one.aborted == []
 
 
+async def test_what_ended_it_is_known_to_be_an_end_token(case, tokenizer):
+    for token_id, is_end in ((tokenizer.eos_token_id, True), (100, False), (None, False)):
+        one = case()
+        end = SequenceDelta(0, (token_id or 100,), (), FinishReason.STOP, token_id)
+        one.say(end, finished=True)
+        (output,) = await one.all()
+        assert output.sequences[0].has_end_token is is_end
+        assert output.sequences[0].stop_reason == (None if is_end else token_id)
+
+
 async def test_a_slow_reader_gets_them_merged(case):
     one = case()
     one.say_text(" Paris is big")

@@ -52,8 +52,9 @@ class SequenceText:
         text, stop, num_tokens = self._text_of(delta)
         reason = FinishReason.STOP if stop is not None else delta.finish_reason
         self.is_finished = reason is not None
+        has_end_token = stop is None and delta.stop_token_id in eos_token_ids
         stop_reason: str | int | None = stop
-        if stop is None and delta.stop_token_id not in eos_token_ids:
+        if stop is None and not has_end_token:
             stop_reason = delta.stop_token_id
         return SequenceOutput(
             index=delta.index,
@@ -64,6 +65,7 @@ class SequenceText:
             stop_reason=stop_reason,
             logits=first_rows(logits, num_tokens),
             cumulative_logprob=delta.cumulative_logprob,
+            has_end_token=has_end_token,
         )
 
     def _text_of(self, delta: SequenceDelta) -> tuple[str, str | None, int]:

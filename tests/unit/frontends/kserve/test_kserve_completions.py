@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from loraplex.core.output import FinishReason, Logits, SequenceOutput, TokenLogprob
 from loraplex.core.request import GenerateRequest
@@ -74,6 +75,21 @@ def test_the_end_token_is_not_shown(last, kept):
     made = response(last, excludes_input=True)
     assert made.token_ids == kept
     assert made.num_output_tokens == len(kept)
+    assert len(made.log_probs) == len(kept)
+
+
+@pytest.mark.parametrize(
+    ("leaves_out", "has_end_token", "kept"),
+    [(True, True, [5]), (True, False, [5, 7]), (False, True, [5, 7])],
+)
+def test_every_end_token_of_the_model_is_left_out(leaves_out, has_end_token, kept):
+    """Models and adapters may have several, of which the request names the first at most."""
+    last = replace(output(5, 7, finish=FinishReason.STOP), has_end_token=has_end_token)
+    made = response(last, excludes_input=True, leaves_out_ends=leaves_out)
+    assert by_name(TENSORRT_LLM, [[made]]) == {
+        "output_ids": [[kept]],
+        "sequence_length": [[len(kept)]],
+    }
     assert len(made.log_probs) == len(kept)
 
 

@@ -120,6 +120,7 @@ def test_end_id(make, end_id, ignore_eos, stop_ids, ends):
     sampling = made.request.sampling
     assert (sampling.ignore_eos, sampling.stop_token_ids) == (ignore_eos, stop_ids)
     assert made.end_token_ids == ends
+    assert made.leaves_out_ends is not ignore_eos
 
 
 def test_the_prompt():
@@ -381,6 +382,7 @@ def test_top_p_that_decays():
 def test_guided_decoding(make, kind, guide, expected):
     made = make(guided_decoding_guide_type=kind, guided_decoding_guide=guide)
     assert made.request.sampling.grammar == expected
+    assert made.leaves_out_ends or expected is None, "a grammar ends with an end token"
 
 
 def test_half_a_guide():

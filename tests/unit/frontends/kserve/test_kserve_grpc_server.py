@@ -23,6 +23,7 @@ from loraplex.frontends.kserve.grpc.limits import NO_LIMITS
 from loraplex.frontends.kserve.grpc.server import GrpcServer
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.telemetry.telemetry import Telemetry
+from loraplex.serving.response_memory import ResponseMemory
 from loraplex.serving.wire_request import WireRequest
 from support.echo_service import EchoService
 
@@ -216,6 +217,31 @@ async def test_a_client_that_does_not_read_its_connection_is_disconnected(serve,
         await stream.read()
         is_read.clear()
         await until(lambda: backend.outputs[0].is_closed)
+
+
+async def test_a_long_response_counts_until_its_client_has_read_it(serve):
+    responses, is_read = ResponseMemory(), asyncio.Event()
+    is_read.set()
+    server, _ = await serve(LargePieces(), responses=responses)
+    async with relay_to(server.port, is_read) as port, channel_to(port) as channel:
+        stub = stub_of(channel)
+        assert (await stub.ServerLive(pb.ServerLiveRequest(), timeout=WITHIN)).live
+        is_read.clear()
+        call = stub.ModelInfer(request_of(200, streamed=False), timeout=WITHIN)
+        assert await held_up(lambda: responses.num_bytes) >= 200 * len(PIECE)
+        is_read.set()
+        assert (await call).raw_output_contents
+        await until(lambda: responses.num_bytes == 0)
+
+
+async def test_a_long_response_is_refused_while_others_take_the_memory(serve):
+    responses = ResponseMemory(20 * len(PIECE), 20 * len(PIECE))
+    _, channel = await serve(LargePieces(), responses=responses)
+    with pytest.raises(grpc.aio.AioRpcError, match="max_bodies_bytes") as refused:
+        await stub_of(channel).ModelInfer(request_of(21, streamed=False), timeout=WITHIN)
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    await stub_of(channel).ModelInfer(request_of(19, streamed=False), timeout=WITHIN)
+    await until(lambda: responses.num_bytes == 0)
 
 
 async def test_a_slow_client_gets_every_piece(serve):

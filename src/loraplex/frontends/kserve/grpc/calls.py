@@ -26,7 +26,8 @@ from loraplex.frontends.kserve.grpc.wire import MessageReader
 from loraplex.frontends.long_json import SENT_BYTES
 from loraplex.frontends.telemetry.request_ids import HEADER
 from loraplex.frontends.telemetry.telemetry import Telemetry
-from loraplex.serving.wire_request import as_current
+from loraplex.serving.response_memory import ResponseMemory
+from loraplex.serving.wire_request import WireRequest, as_current
 
 RETRY_AFTER = "retry-after"
 """Trailing metadata: seconds, as HTTP's header of the name has them."""
@@ -53,6 +54,8 @@ class Call(msgspec.Struct, frozen=True):
     """Task of the whole call."""
     unread_seconds: float
     """How long a client may take to read each SENT_BYTES of a response of a stream."""
+    responses: ResponseMemory = msgspec.field(default_factory=ResponseMemory)
+    """Memory of responses: a behaviour counts the long one of a unary call."""
 
     async def write(self, message: Any) -> None:
         """Write one response of a stream; return when its client can take more.
@@ -104,9 +107,12 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
         authentication: Authentication,
         messages: BodyMemory,
         unread_seconds: float,
+        responses: ResponseMemory | None = None,
     ) -> None:
         """messages: memory of the messages, from when gRPC has read them. unread_seconds: how long
-        a client may take to read each SENT_BYTES of a response of a stream."""
+        a client may take to read each SENT_BYTES of a response of a stream. responses: their
+        memory; None: without a limit."""
+        self._responses = responses or ResponseMemory()
         self._unread_seconds = unread_seconds
         self._telemetry = telemetry
         self._messages = messages
@@ -137,25 +143,31 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
     def _around(self, rpc: Rpc, principal_of: _PrincipalOf) -> Callable[..., Awaitable[Any]]:
         begin, name, behavior, reader = self._telemetry.begin, rpc.name, rpc.behavior, rpc.reader
         messages, unread_seconds = self._messages, self._unread_seconds
+        responses = self._responses
 
         async def serve(message: Any, context: Context) -> Any:
             metadata = _texts(context.invocation_metadata() or ())
             request = begin("grpc", "", name, _address(context.peer()), metadata, route=name)
             # It is sent at the end of the call.
             context.set_trailing_metadata(((HEADER, request.request_id),))
-            status = _CANCELLED
+            status, is_being_sent = _CANCELLED, False
             with as_current(request), contextlib.ExitStack() as stack:
                 try:
                     task = asyncio.current_task()
                     assert task is not None
                     principal = principal_of(metadata)
-                    call = Call(context, metadata, principal, messages, task, unread_seconds)
+                    parts = (messages, task, unread_seconds, responses)
+                    call = Call(context, metadata, principal, *parts)
                     if isinstance(message, bytes):
                         stack.enter_context(messages.lease()).take(len(message))
                     if reader is not None:
                         message = (await reader.read(message)).message
                     response = await behavior(message, call)
                     status = _OK
+                    if request.num_response_bytes and not rpc.streams_responses:
+                        # It takes memory until its client has read it.
+                        context.add_done_callback(lambda _: _end(request))
+                        is_being_sent = True
                     return response
                 except Exception as raised:
                     error = as_loraplex_error(raised)
@@ -163,7 +175,8 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
                     _set_retry_after(context, error)
                     await context.abort(grpc.StatusCode[status], _details(message_of(error)))
                 finally:
-                    request.end(status)
+                    if not is_being_sent:
+                        request.end(status)
 
         return serve
 
@@ -178,6 +191,12 @@ def _handler(rpc: Rpc, serve: Callable[..., Awaitable[Any]], *, is_read: bool) -
     responses = "stream" if rpc.streams_responses else "unary"
     make = getattr(grpc, f"{requests}_{responses}_rpc_method_handler")
     return make(serve, None, rpc.response.SerializeToString)
+
+
+def _end(request: WireRequest) -> None:
+    """End a request whose response has been sent, or whose client has gone."""
+    with as_current(request):
+        request.end(_OK)
 
 
 def _refusing(error: LoraplexError) -> _PrincipalOf:

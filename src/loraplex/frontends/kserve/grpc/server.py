@@ -17,6 +17,7 @@ from loraplex.frontends.kserve.grpc.limits import NO_LIMITS, GrpcLimits
 from loraplex.frontends.kserve.grpc.servicer import TritonServicer
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.telemetry.telemetry import Telemetry
+from loraplex.serving.response_memory import ResponseMemory
 
 
 class GrpcServer:
@@ -33,17 +34,19 @@ class GrpcServer:
         limits: GrpcLimits = NO_LIMITS,
         telemetry: Telemetry | None = None,
         messages: BodyMemory | None = None,
+        responses: ResponseMemory | None = None,
         tls: Callable[[], tuple[bytes, bytes]] | None = None,
     ) -> None:
         """health_is_open: health checks need no key. telemetry: of the whole server; None: one
-        without readers. messages: their memory; None: without a limit. tls: returns the key
-        and the certificates, in PEM form, for each new connection; None: plain text."""
+        without readers. messages, responses: their memory; None: without a limit. tls: returns
+        the key and the certificates, in PEM form, for each new connection; None: plain text."""
         authentication = Authentication(authenticate, health_is_open=health_is_open)
         self._calls = Calls(
             telemetry or Telemetry(),
             authentication,
             messages or BodyMemory(),
             limits.unread_seconds,
+            responses,
         )
         servicer = TritonServicer(service, limits.max_values)
         for rpc in (*servicer.rpcs(), *health_rpcs(servicer.is_ready)):

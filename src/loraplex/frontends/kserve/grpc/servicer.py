@@ -89,6 +89,7 @@ class TritonServicer(AdminRpcs):
             call.principal, infer_request.model, infer_request.version, "ModelInfer RPC"
         )
         response = await self._service.infer(infer_request, call.principal)
+        call.responses.count(response.num_bytes)
         return await off_loop(response.num_bytes, lambda: encode_response(response, wishes))
 
     async def ModelStreamInfer(self, requests: AsyncIterator[bytes], call: Call) -> None:

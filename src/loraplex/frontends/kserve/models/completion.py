@@ -108,6 +108,8 @@ class Completion(msgspec.Struct, eq=False):
         self.finish_reason = output.finish_reason
 
     def _ends_with_end_token(self, output: SequenceOutput) -> bool:
+        if output.has_end_token and self.generation.leaves_out_ends:
+            return True
         return (
             output.finish_reason is FinishReason.STOP
             and bool(output.token_ids)

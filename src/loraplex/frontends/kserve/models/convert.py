@@ -12,7 +12,6 @@ from loraplex.core.adapter import AdapterChoice, ByTaskId
 from loraplex.core.errors import InvalidParameterError, InvalidTensorError
 from loraplex.core.request import REPEATED_BYTES, GenerateRequest, RequestId
 from loraplex.core.retention import DEFAULT_PRIORITY, KVRetention, TokenRangeRetention
-from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.task import Generate
 from loraplex.frontends.adapter_choices import read_choices
 from loraplex.frontends.kserve.messages import Parameter
@@ -55,7 +54,9 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Its `adapters` are empty for an inline adapter until the backend has a key for it."""
     inline_adapter: InlineAdapter | None = None
     end_token_ids: frozenset[int] = frozenset()
-    """Tokens which end the completion and are never part of it."""
+    """Tokens of the request which end the completion and are never part of it."""
+    leaves_out_ends: bool = False
+    """End tokens of the model and of adapters, too, are no part of a completion that they end."""
     is_streamed: bool = False
     excludes_input: bool = False
     returns_log_probs: bool = False
@@ -125,7 +126,9 @@ def convert(
     return Generation(
         request=request,
         inline_adapter=inline_adapter,
-        end_token_ids=_end_token_ids(card, sampling, end_id),
+        end_token_ids=frozenset(() if end_id is None else (end_id,)),
+        # A grammar ends with one of them, whether or not the request has an end.
+        leaves_out_ends=not sampling.ignore_eos or sampling.grammar is not None,
         returns_context_logits=sampling.return_prompt_logits,
         returns_generation_logits=sampling.return_logits,
         block_size=card.kv_block_size,
@@ -153,13 +156,6 @@ _WISHES = frozenset(
     }
 )
 """Fields that are flags of a Generation, under the same names."""
-
-
-def _end_token_ids(card: ModelCard, sampling: SamplingParams, end_id: int | None) -> frozenset[int]:
-    """A grammar ends with the end token, whether or not the request has one."""
-    ignores_eos = sampling.ignore_eos and sampling.grammar is None
-    ids = (None if ignores_eos else card.eos_token_id, end_id)
-    return frozenset([token_id for token_id in ids if token_id is not None])
 
 
 def _lora_is_off() -> InvalidParameterError:
