@@ -71,6 +71,7 @@ class ModelRunner:
         self._host_adapters = parts.host_adapters
         self._sampler = parts.sampler
         self._links = parts.links
+        self._kernels = parts.kernels
         self._capacity = parts.capacity
         self._batch = InputBatch(
             parts.capacity.max_num_seqs,
@@ -83,8 +84,7 @@ class ModelRunner:
             encoder_groups=groups_of_encoders(parts.capacity),
             longest_encoder_input=parts.capacity.longest_encoder_input,
         )
-        has_encoder = parts.text_encoder is not None
-        assert has_encoder == (parts.capacity.longest_encoder_input > 0), "one without the other"
+        assert (parts.text_encoder is None) != bool(parts.capacity.longest_encoder_input)
         self._images: ImageRows | None = None
         if parts.encoder is not None:
             assert parts.capacity.images is not None, "its capacity is missing"
@@ -205,15 +205,15 @@ class ModelRunner:
     ) -> None:
         """Encode the inputs of rows without faults; those that cannot be encoded are new faults."""
         assert self._computer.text_inputs is not None, "there is an encoder"
+        encode = self._computer.text_inputs.encode
         watch.prepare_ns += watch.lap()
-        for text in texts:
-            if text.slot in faults:
-                continue
+        lora_ns = self._kernels.lora_ns
+        for text in [text for text in texts if text.slot not in faults]:
             reason = self._outside(text.token_ids)
-            error = RowFailedError(reason).to_info() if reason is not None else None
-            error = error or self._computer.text_inputs.encode(text)
+            error = RowFailedError(reason).to_info() if reason is not None else encode(text)
             if error is not None:
                 faults[text.slot] = error
+        watch.add_lora(lora_ns, self._kernels.lora_ns)
         watch.forward_ns += watch.lap()
 
     def _run_rows(
