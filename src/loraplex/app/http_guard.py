@@ -383,6 +383,7 @@ async def _send_in_parts(message: Message, send: Send) -> None:
     *parts, last = parts_of([message["body"]])
     for part in parts:
         await send({**message, "body": part, "more_body": True})
+        await asyncio.sleep(0)  # a client that reads fast would keep the event loop busy
     await send({**message, "body": last})
 
 

@@ -5,6 +5,7 @@ encoding of a large response even if a thread does it. Between the pieces of a `
 threads run, and each piece's objects are gone when the next one's are made.
 """
 
+import asyncio
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, TypeVar, overload
@@ -128,6 +129,7 @@ async def send_pieces(pieces: Iterable[bytes | memoryview], send: Send) -> None:
     for part in parts_of(pieces):
         if last:
             await send({"type": "http.response.body", "body": last, "more_body": True})
+            await asyncio.sleep(0)  # a client that reads fast would keep the event loop busy
         last = part
     await send({"type": "http.response.body", "body": last})
 

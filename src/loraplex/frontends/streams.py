@@ -45,6 +45,8 @@ _INLINE_CHARACTERS = 4096
 """Shorter outputs are formatted on the event loop: handing them to a thread would cost more."""
 _CHARACTERS_OF_LOGPROB = 16
 """Characters that take as long to format as one log probability."""
+_CHARACTERS_OF_PIECE = 4
+"""Characters that take as long to format as one piece of a sequence takes to be merged."""
 
 
 class ClientDisconnectedError(Exception):
@@ -134,6 +136,8 @@ async def generate_all(
                 outputs = await backend.generate(batched, principal)
                 stack.push_async_callback(close_outputs, outputs)
                 streams.append(outputs)
+                if len(streams) < len(requests):
+                    await asyncio.sleep(0)  # many long prompts take a while
         if len(streams) == 1:
             async for output in streams[0]:
                 yield 0, output
@@ -168,7 +172,10 @@ async def gather_all(
     ) as outputs:
         async for index, output in outputs:
             pieces[index].append(output)
-    return [merge_outputs(outputs) for outputs in pieces]
+    num_pieces = sum(len(output.sequences) for outputs in pieces for output in outputs)
+    return await done(
+        lambda: [merge_outputs(outputs) for outputs in pieces], num_pieces * _CHARACTERS_OF_PIECE
+    )
 
 
 async def written(write: Callable[[], T], *outputs: RequestOutput) -> T:

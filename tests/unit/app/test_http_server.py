@@ -10,10 +10,12 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from loraplex.app import http_guard
 from loraplex.app.http_server import serving_http
 from loraplex.app.listener import bind
 from loraplex.core.errors import ConfigError, NotReadyError
 from loraplex.core.server_config import ServerConfig
+from loraplex.frontends.long_json import SENT_BYTES
 from loraplex.frontends.telemetry.connections import HttpConnections
 from loraplex.frontends.telemetry.http import RequestMiddleware
 from loraplex.frontends.telemetry.telemetry import Telemetry
@@ -521,3 +523,21 @@ async def test_a_stop_waits_for_no_body():
 async def test_a_stop_lets_responses_end_in_its_time():
     assert b"last" not in await sent_when_stopped(GET + b"\r\n", pause=30.0)
     assert b"last" in await sent_when_stopped(GET + b"\r\n", pause=30.0, seconds_left=60.0)
+
+
+async def test_other_tasks_run_between_the_parts_of_a_long_body():
+    ran, seen = [], []
+
+    async def run() -> None:
+        while True:
+            ran.append(len(seen))
+            await asyncio.sleep(0)
+
+    async def send(message) -> None:
+        seen.append(len(ran))
+
+    task = asyncio.create_task(run())
+    body = {"type": "http.response.body", "body": bytes(4 * SENT_BYTES)}
+    await http_guard._send_in_parts(body, send)
+    task.cancel()
+    assert len(set(seen)) == len(seen) == 4

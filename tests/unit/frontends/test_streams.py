@@ -10,10 +10,13 @@ from loraplex.core.principal import LOCAL
 from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.task import Generate
+from loraplex.frontends import streams
+from loraplex.frontends.long_json import SENT_BYTES, send_pieces
 from loraplex.frontends.streams import (
     ClientDisconnectedError,
     gather_all,
     generate_all,
+    merge_outputs,
     until_disconnect,
     written,
 )
@@ -54,6 +57,63 @@ async def test_the_requests_are_one_batch_which_is_closed_when_all_are_admitted(
     first, second = (request.batch for request in backend.requests)
     assert first is second
     assert not first.is_open
+
+
+class Turns:
+    """Number of turns of the event loop while the context lasts."""
+
+    async def __aenter__(self) -> "Turns":
+        self.number = 0
+        self._task = asyncio.create_task(self._count())
+        await asyncio.sleep(0)  # until it counts
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        self._task.cancel()
+
+    async def _count(self) -> None:
+        while True:
+            await asyncio.sleep(0)
+            self.number += 1
+
+
+async def test_other_tasks_run_between_the_admissions_of_many_prompts():
+    turns, seen = Turns(), []
+
+    class Counting(EchoService):
+        async def generate(self, request, principal):
+            seen.append(turns.number)
+            return await super().generate(request, principal)
+
+    async with turns:
+        await gather_all(Counting(), requests(*"abcd"), LOCAL)
+    assert len(set(seen)) == 4
+
+
+@pytest.mark.parametrize(("num_pieces", "in_thread"), [(2, False), (1500, True)])
+async def test_many_pieces_are_merged_off_the_loop(monkeypatch, num_pieces, in_thread):
+    threads = []
+
+    def merge(outputs):
+        threads.append(threading.get_ident())
+        return merge_outputs(outputs)
+
+    monkeypatch.setattr(streams, "merge_outputs", merge)
+    (output,) = await gather_all(EchoService(), requests("x" * num_pieces, max_tokens=2000), LOCAL)
+    assert output.sequences[0].text == f"echo: {'x' * num_pieces}"
+    assert (threads != [threading.get_ident()]) is in_thread
+
+
+async def test_other_tasks_run_between_the_parts_of_a_long_response():
+    turns, seen = Turns(), []
+
+    async def send(message) -> None:
+        seen.append(turns.number)
+
+    async with turns:
+        await send_pieces([bytes(SENT_BYTES + 1)] * 4, send)
+    assert len(seen) == 8
+    assert len(set(seen)) == 8
 
 
 async def test_a_refused_request_aborts_those_before_it():
