@@ -37,6 +37,7 @@ from loraplex.kernels.ops import (
 from loraplex.kernels.reference import ReferenceKernels
 from loraplex.kernels.row_layout import DeviceRows, RowLayout
 from loraplex.models.registry import read_config
+from loraplex.models.spec import ModelSpec
 from loraplex.models.stages import ONLY_STAGE, stage
 
 
@@ -154,6 +155,8 @@ def _tensors(parameter: Parameter) -> tuple[torch.Tensor, ...]:
     match parameter:
         case torch.Tensor():
             return (parameter,)
+        case tuple():
+            return parameter
         case _RowsOnDevice():
             return parameter.tensors
         case LoraBatch(segments=LoraSegments()):
@@ -170,10 +173,14 @@ def load_parts_with(
     settings: RunnerSettings,
     host_adapters: HostAdapters,
     links: StageLinks | None = None,
+    changed: Callable[[ModelSpec], ModelSpec] = lambda spec: spec,
 ) -> RunnerParts:
-    """Load the parts like execution.loading.load_parts, on a CPU with an optional accelerator."""
+    """Load the parts like execution.loading.load_parts, on a CPU with an optional accelerator.
+
+    changed: the model that is made of the one of config.json, with some of its weights.
+    """
     pipeline = ONLY_STAGE if links is None else links.stage
-    spec = stage(windowed(settings, read_config(folder)), pipeline)
+    spec = stage(windowed(settings, changed(read_config(folder))), pipeline)
     dtype = choose_dtype(settings, spec)
     form = WeightFormat(dtype=dtype, precision=settings.precision, device=torch.device("cpu"))
     weights = load_weights(folder, spec, kernels, form, None)

@@ -8,7 +8,7 @@ import asyncio
 import itertools
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +24,8 @@ from loraplex.engine.replay import replay
 from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.execution.steps.runner_parts import RunnerParts
 from loraplex.kernels.ops import Kernels
+from loraplex.models.parameters import checkpoint_shapes
+from loraplex.models.spec import ModelSpec
 from loraplex.serving.engines.in_flight_request import KILL_BLAME, InFlightRequest
 from loraplex.testing.fake_clock import FakeClock
 from support.feature_engines import PLANNED_FAILURE, Failures, FeatureEngines
@@ -66,8 +68,13 @@ DYNAMIC: Final[dict[str, Any]] = {
 }
 
 
-def feature_checkpoint(folder: Path, **fields: Any) -> Path:
-    """Write a model for FEATURE_SETTINGS. fields: of config.json."""
+def feature_checkpoint(
+    folder: Path, changed: Callable[[ModelSpec], ModelSpec] = lambda spec: spec, **fields: Any
+) -> Path:
+    """Write a model for FEATURE_SETTINGS. fields: of config.json.
+
+    changed: the model that is made of the one of config.json, with some of its weights.
+    """
     checkpoint = TinyCheckpoint(
         folder,
         hidden_size=64,
@@ -79,6 +86,8 @@ def feature_checkpoint(folder: Path, **fields: Any) -> Path:
     )
     # Logits as flat as those of trained models, so that a draw has choices.
     checkpoint.tensors["lm_head.weight"] /= 6
+    own = checkpoint_shapes(changed(checkpoint.config))
+    checkpoint.tensors = {name: checkpoint.tensors[name] for name in own}
     return checkpoint.save()
 
 
@@ -99,6 +108,8 @@ class FeatureSchedules:
         """What happened in the schedules."""
         self._folder = folder
         self._names = itertools.count()
+        self.storages = parts.kv_cache.storages
+        """Storages of all engines."""
         self._engines = FeatureEngines(parts, kernels)
         digests = [source.digest for source in self._engines.sources]
         self.requests = FeatureRequests(digests, self._first_tokens, encoder_inputs).make()

@@ -64,9 +64,13 @@ class Conditions:
     def draw(cls, seed: object) -> "Conditions":
         draws = random.Random(f"conditions {seed}")
         max_num_seqs = draws.randint(4, MAX_NUM_SEQS)
+        # Draws of their own leave the others as they were.
+        checkpoint_tokens = random.Random(f"checkpoints {seed}").choice([8, 16, 1024])
         return cls(
             seed=seed,
-            settings=_draw_settings(draws, max_num_seqs),
+            settings=msgspec.structs.replace(
+                _draw_settings(draws, max_num_seqs), state_checkpoint_tokens=checkpoint_tokens
+            ),
             max_num_seqs=max_num_seqs,
             kv_memory_factor=draws.choice([1.0, 1.0, 1.2, 1.5, 4.0]),
             num_host_blocks=draws.choice([0, 8, 60]),

@@ -86,7 +86,7 @@ class StateRunner(FakeRunner):
         self._steps = {row.slot: (n, firsts[n]) for n, row in enumerate(plan.rows)}
         if inputs.wants_all_logits:
             inputs = dataclasses.replace(inputs.with_row_per_token(), num_padding=NUM_PADDED)
-        _, *rest = self._tensors._arrays(inputs, [[1] * row.num_tokens for row in plan.rows])
+        _, _, *rest = self._tensors._arrays(inputs, [[1] * row.num_tokens for row in plan.rows])
         self._reads = dict(zip(self._groups, rest, strict=False))
         mappings = rest[len(self._groups) + 1 :]
         self._places = {group: mappings[group] for group in self._groups}

@@ -66,9 +66,7 @@ def _print_plan(plan: "MemoryPlan") -> None:
         f"{memory.kv.blocks} blocks{_on_host(memory.kv)}"
     )
     for group in memory.kv.groups:
-        window = group.attention_window
-        layers = "without a window" if window is None else f"with a window of {window}"
-        print(f"{'':18}{group.blocks} blocks{_on_host(group)} in layers {layers}")
+        print(f"{'':18}{_described(group)}")
     print(
         f"  adapters        {readable_bytes(device.num_bytes)} on the device: {device.pages} pages "
         f"of {readable_bytes(device.page_bytes)}; tables {readable_bytes(device.table_bytes)}"
@@ -82,6 +80,17 @@ def _print_plan(plan: "MemoryPlan") -> None:
     print(f"  adapters        {readable_bytes(memory.host.num_bytes)} on the host")
     if plan.adapters.adapters:
         _print_adapters(plan)
+
+
+def _described(group: "CacheGroupMemory") -> str:
+    """Return what the blocks of a cache group are. A sequence holds one to three states."""
+    if group.state_tokens:
+        size = readable_bytes(group.block_bytes)
+        kind = f"a state of {size} every {group.state_tokens} tokens"
+        return f"{group.blocks} states{_on_host(group)} in layers with {kind}"
+    window = group.attention_window
+    layers = "without a window" if window is None else f"with a window of {window}"
+    return f"{group.blocks} blocks{_on_host(group)} in layers {layers}"
 
 
 def _on_host(kv: "KVMemory | CacheGroupMemory") -> str:

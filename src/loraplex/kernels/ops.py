@@ -40,8 +40,8 @@ class LinearParts:
         return sum(tensor.nbytes for tensor in self.tensors if tensor is not None)
 
 
-Parameter = torch.Tensor | LoraBatch | AttentionPlan | None
-"""Input that differs between two computations of one shape."""
+Parameter = torch.Tensor | tuple[torch.Tensor, ...] | LoraBatch | AttentionPlan | None
+"""Input that differs between two computations of one shape. A tuple is as its tensors are."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -31,11 +31,16 @@ class EncodedRows(NamedTuple):
 
 
 class StateRows(NamedTuple):
-    """Rows as groups of states need them: with all of their tokens, draft tokens included."""
+    """Rows as groups of states need them: with all of their tokens, draft tokens included.
+
+    Rows in addition to those of the step have no tokens.
+    """
 
     query_start_loc: torch.Tensor  # [R + 1] int64
     reads: Mapping[CacheGroupId, torch.Tensor]
     """State [R] int64 that each row begins with, by cache group; -1: zero."""
+    table_starts: Mapping[CacheGroupId, torch.Tensor]
+    """Where each row's table begins [R] int64 among the entries of the block tables of a group."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 
 from loraplex.core.adapter import LoraTarget
+from loraplex.core.cache import States
 from loraplex.core.config import ModelConfig
 from loraplex.core.plan import CacheGroupCapacity, Capacity
 from loraplex.core.stats import CacheGroupStats, EngineStats
@@ -13,10 +14,12 @@ from loraplex.memory.adapter_pages import pages_at_ranks
 
 
 class CacheGroupMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks of the layers that have one attention window."""
+    """Blocks of the layers that have one attention window, or recurrent states."""
 
     attention_window: int | None
     """Most positions that these layers see, in a window or in chunks; None: all."""
+    state_tokens: int = 0
+    """Tokens between recurrent states, each of which is a block; 0: blocks of positions."""
     blocks: int
     block_bytes: int = 0
     """Bytes of a block in all these layers of one rank."""
@@ -182,6 +185,7 @@ def _cache_groups(
     return tuple(
         CacheGroupMemory(
             attention_window=group.spec.reach,
+            state_tokens=group.spec.every if isinstance(group.spec, States) else 0,
             blocks=group.num_blocks,
             block_bytes=group.block_bytes,
             held=count.held,

@@ -11,9 +11,11 @@ from typer.testing import CliRunner
 from loraplex.app.engine import build_engine
 from loraplex.app.plan import any_fit
 from loraplex.cli.main import app
+from loraplex.cli.plan import _described
 from loraplex.core.byte_sizes import readable_bytes
 from loraplex.core.config import ModelConfig
 from loraplex.demo import ADAPTER_PATHS, BASE_PATH
+from loraplex.serving.model_memory import CacheGroupMemory
 
 FLAGS = ("--memory", "64MiB", "--max-lora-rank", "16")
 
@@ -233,3 +235,8 @@ def test_any_so_many_fit_whichever_they_are():
     assert any_fit([1, 1, 5], 5) == 1
     assert any_fit([1, 1, 5], 7) == 3
     assert any_fit([], 7) == any_fit([8], 7) == 0
+
+
+def test_states_are_named_with_their_size():
+    group = CacheGroupMemory(attention_window=0, state_tokens=64, blocks=6, block_bytes=192_000)
+    assert _described(group) == "6 states in layers with a state of 187.5 KiB every 64 tokens"

@@ -7,6 +7,7 @@ import torch
 
 from loraplex.core.adapter import LM_HEAD, LoraTarget
 from loraplex.core.byte_sizes import enough_bytes, readable_bytes
+from loraplex.core.cache import States
 from loraplex.core.errors import ConfigError
 from loraplex.core.plan import AdapterShare, PageGeometry, targets_by_stage
 from loraplex.core.rank_limits import RankLimits
@@ -193,9 +194,12 @@ def _tokens(kv: KVSize, settings: RunnerSettings) -> str:
     """Return the number of tokens that the KV cache holds, by group if there are several."""
     texts = []
     for group, capacity in zip(kv.groups, kv.capacities, strict=True):
-        text = f"{capacity.num_blocks * settings.block_size} tokens"
+        size, unit = settings.block_size, "tokens"
+        if isinstance(group.spec, States):
+            size, unit = 1, f"states of {readable_bytes(capacity.block_bytes)}"
+        text = f"{capacity.num_blocks * size} {unit}"
         if capacity.num_host_blocks:
-            text += f" and {capacity.num_host_blocks * settings.block_size} more on the host"
+            text += f" and {capacity.num_host_blocks * size} more on the host"
         if len(kv.groups) > 1:
             text += f" in {len(group.layers)} layers with {group.spec.name}"
         texts.append(text)

@@ -2,7 +2,9 @@
 
 The first group, that with the largest window, gets as many blocks as fit. A group with a smaller
 window gets as many, but not more than max_num_seqs sequences need at once. A group of an encoder's
-positions gets its blocks for as many sequences of the greatest lengths as the first group.
+positions gets its blocks for as many sequences of the greatest lengths as the first group. States,
+of which a sequence has few at any length, get what max_num_seqs sequences and the prefix cache can
+use, but at most half of the bytes that one sequence of max_model_len leaves.
 """
 
 import bisect
@@ -12,6 +14,7 @@ import math
 import torch
 
 from loraplex.core.byte_sizes import enough_bytes, readable_bytes
+from loraplex.core.cache import Blocks, States
 from loraplex.core.errors import ConfigError
 from loraplex.core.plan import CacheGroupCapacity
 from loraplex.execution.sizing.settings import RunnerSettings
@@ -105,6 +108,10 @@ class _GroupNeeds:
     are_of_encoder: tuple[bool, ...]
     """Whether the positions of each group are those of the encoder's input."""
     longest_encoder_input: int
+    of_states: tuple[int, ...]
+    """Groups of states."""
+    checkpoint_blocks: int
+    """Blocks of the first group from one checkpoint to the next; 0: there are no checkpoints."""
 
     @classmethod
     def of(
@@ -131,6 +138,10 @@ class _GroupNeeds:
             tuple(settings.max_num_seqs * count for count in held),
             tuple(policy.is_of_encoder for policy in policies),
             longest_input,
+            tuple(n for n, group in enumerate(groups) if isinstance(group.spec, States)),
+            settings.state_checkpoint_tokens // settings.block_size
+            if settings.enable_prefix_cache and isinstance(groups[0].spec, Blocks)
+            else 0,
         )
 
     @property
@@ -141,14 +152,47 @@ class _GroupNeeds:
 
     def counts(self, num_blocks: int) -> tuple[int, ...]:
         """Return the number of blocks of each group, if the first one has num_blocks."""
-        first, *others = zip(self.held, self.useful, self.are_of_encoder, strict=True)
-        return (
+        counts = [
             num_blocks,
-            *(
-                # As many sequences as fit in the first group, if all are as long as they may be.
-                min(-(-num_blocks * held // first[0]) if is_of_encoder else num_blocks, useful)
-                for held, useful, is_of_encoder in others
-            ),
+            *(self._num_blocks(group, num_blocks) for group in range(1, len(self.groups))),
+        ]
+        if num_blocks:
+            for group in self.of_states:
+                counts[group] = self._num_states(group, num_blocks)
+        return tuple(counts)
+
+    def _num_blocks(self, group: int, num_blocks: int) -> int:
+        """Return the number of blocks of a later group of positions."""
+        if self.are_of_encoder[group]:
+            # As many sequences as fit in the first group, if all are as long as they may be.
+            num_blocks = -(-num_blocks * self.held[group] // self.held[0])
+        return min(num_blocks, self.useful[group])
+
+    def _num_states(self, group: int, num_blocks: int) -> int:
+        """Return the number of states of a group.
+
+        It has those of one sequence. The bytes of more of them are limited by those of the blocks
+        of positions beyond one sequence, their number by what max_num_seqs sequences and the prefix
+        cache can use. A sequence counts with the most that it ever holds, three states, since
+        `guaranteed_no_evict` reserves as many; while it decodes it has one, or two after a border.
+        Others may be checkpoints until then.
+        """
+        held = self.held[group]
+        if not isinstance(self.groups[0].spec, Blocks):
+            # No group grows with the length: each sequence takes as much of all of them.
+            return min(self.useful[group], max(held, num_blocks * held // self.held[0]))
+        size = sum(self.block_bytes[each] for each in self.of_states)
+        spare = self._position_bytes(num_blocks) - self._position_bytes(self.per_sequence)
+        checkpoints = num_blocks // self.checkpoint_blocks if self.checkpoint_blocks else 0
+        affordable = held + max(0, spare) // max(1, size)
+        return min(affordable, self.useful[group] + checkpoints)
+
+    def _position_bytes(self, num_blocks: int) -> int:
+        """Return the bytes of the groups without states, if the first one has num_blocks."""
+        return sum(
+            (self._num_blocks(group, num_blocks) if group else num_blocks) * size
+            for group, size in enumerate(self.block_bytes)
+            if group not in self.of_states
         )
 
     def num_bytes(self, num_blocks: int) -> int:
@@ -161,6 +205,8 @@ class _GroupNeeds:
         size = self.block_bytes[0]
         # A stage of a pipeline may have no layers of the first group.
         most = num_bytes // size if size else max(self.useful)
+        if not isinstance(self.groups[0].spec, Blocks):  # the prefix cache keeps nothing
+            most = min(most, self.useful[0])
         return bisect.bisect_right(range(most + 1), num_bytes, key=self.num_bytes) - 1
 
     def size(self, num_blocks: int, num_host_blocks: int) -> KVSize:
@@ -265,7 +311,7 @@ def _blocks_by_tokens(settings: RunnerSettings) -> int | None:
 
 def _num_host_blocks(settings: RunnerSettings, needs: _GroupNeeds) -> int:
     """Return the number of host blocks of the first group; the others may have fewer."""
-    num_bytes, per_block = settings.kv_cache_host_memory_bytes, sum(needs.block_bytes)
+    num_bytes, per_block = settings.kv_cache_host_memory_bytes, needs.num_bytes(1)
     if 0 < num_bytes < per_block:
         raise ConfigError(
             f"kv_cache_host_memory_bytes {readable_bytes(num_bytes)} does not hold one block: set "

@@ -76,13 +76,14 @@ class StateIndices(NamedTuple):
     """Rows as groups of states need them: with all of their tokens, draft tokens included."""
 
     query_start_loc: IntArray  # [R + 1]
+    slots: IntArray  # [R]
     reads: Mapping[CacheGroupId, IntArray]
     """State [R] that each row begins with, by cache group; NO_BLOCK: zero."""
 
     def of_rows(self, is_kept: npt.NDArray[np.bool_]) -> "StateIndices":
         counts = np.diff(self.query_start_loc)[is_kept]
         reads = {group: states[is_kept] for group, states in self.reads.items()}
-        return StateIndices(np.concatenate(([0], counts.cumsum())), reads)
+        return StateIndices(np.concatenate(([0], counts.cumsum())), self.slots[is_kept], reads)
 
 
 class EncoderLengths(NamedTuple):
@@ -221,7 +222,7 @@ def no_rows(
         block_tables=(none.reshape(0, 0),) * num_cache_groups,
         new_blocks=(),
         adapters=(),
-        state_rows=StateIndices(np.zeros(1, np.int64), dict.fromkeys(states, none))
+        state_rows=StateIndices(np.zeros(1, np.int64), none, dict.fromkeys(states, none))
         if states
         else None,
         encoder_lengths=EncoderLengths(encoder_groups, []) if encoder_groups else None,
@@ -354,7 +355,7 @@ class InputBatch:
             last = starts // every - 1
             states = self._block_tables[group][layout.slots, np.maximum(last, 0)]
             reads[group] = np.where(last < 0, NO_BLOCK, states)
-        return StateIndices(np.array(layout.query_start_loc), reads)
+        return StateIndices(np.array(layout.query_start_loc), layout.slots, reads)
 
     def _encoded_spans(self, steps: Sequence[RowStep], layout: _Layout) -> tuple[EncodedSpan, ...]:
         """Return the tokens that are positions of images."""

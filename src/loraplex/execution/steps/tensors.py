@@ -12,12 +12,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from loraplex.core.plan import NO_BLOCK, Capacity
+from loraplex.core.plan import NO_BLOCK, CacheGroupId, Capacity
 from loraplex.execution.mirror import Array, Mirror, num_bytes_of
 from loraplex.execution.sampling.token_feed import TokenFeed
 from loraplex.execution.steps.input_batch import (
     EncoderInput,
     IntArray,
+    StateIndices,
     StepInputs,
     groups_of_encoders,
     groups_of_states,
@@ -79,11 +80,20 @@ class HostTensors:
         return _encoder_batch(list(map(self._tensor, _encoder_arrays(given))), lora)
 
     def _state_rows(self, inputs: StepInputs) -> StateRows | None:
+        """A step that may be repeated has a row for each token, as its record needs one size."""
         rows = inputs.state_rows
         if rows is None:
             return None
-        reads = {group: self._tensor(states) for group, states in rows.reads.items()}
-        return StateRows(self._tensor(rows.query_start_loc), reads)
+        num_rows = inputs.num_tokens if inputs.wants_all_logits else len(rows.slots)
+        query_starts, reads = _with_empty_rows(rows, num_rows)
+        # The table of row r is row r. Rows that are too many have none, and do not read one.
+        numbers = np.arange(num_rows)
+        starts = {
+            group: self._tensor(numbers * tables.shape[1])
+            for group, tables in enumerate(inputs.block_tables)
+        }
+        tensors = {group: self._tensor(states) for group, states in reads.items()}
+        return StateRows(self._tensor(query_starts), tensors, starts)
 
     def _tensor(self, values: IntArray) -> torch.Tensor:
         return torch.from_numpy(values).to(self._device)
@@ -124,7 +134,7 @@ class DeviceTensors:
         self._token_ids = torch.zeros(num_recorded, dtype=torch.int64, device=device)
         self._most_new_blocks = num_recorded * num_groups
         self._states = tuple(groups_of_states(capacity))
-        state_capacities = [num_recorded + 1] * (len(self._states) + 1) if self._states else []
+        state_capacities = [num_recorded + 1] * (len(self._states) + 2) if self._states else []
         self._encoder_groups = groups_of_encoders(capacity)
         encoder_capacities = [num_recorded] if self._encoder_groups else []
         self._capacities = (
@@ -154,9 +164,13 @@ class DeviceTensors:
             tensors = self._others.send(arrays)
         state_rows = None
         if self._states:
-            query_starts, *reads = tensors[: len(self._states) + 1]
-            state_rows = StateRows(query_starts, dict(zip(self._states, reads, strict=True)))
-            tensors = tensors[len(self._states) + 1 :]
+            query_starts, starts, *reads = tensors[: len(self._states) + 2]
+            state_rows = StateRows(
+                query_starts,
+                dict(zip(self._states, reads, strict=True)),
+                dict.fromkeys(range(len(self._block_tables)), starts),
+            )
+            tensors = tensors[len(self._states) + 2 :]
         lengths: dict[int, torch.Tensor] = {}
         if self._encoder_groups:
             of_inputs, *tensors = tensors
@@ -221,10 +235,12 @@ class DeviceTensors:
         if rows is None:
             return []
         num_rows = len(inputs.seq_lens) + inputs.num_padding
-        num_more = num_rows + 1 - len(rows.query_start_loc)
+        query_starts, reads = _with_empty_rows(rows, num_rows)
+        slots = _padded(rows.slots, num_rows - len(rows.slots), self._num_slots)
         return [
-            _padded(rows.query_start_loc, num_more, inputs.num_tokens),
-            *(_padded(rows.reads[group], num_more, NO_BLOCK) for group in self._states),
+            query_starts,
+            slots * self._max_blocks,
+            *(reads[group] for group in self._states),
         ]
 
     def _new_blocks(self, inputs: StepInputs) -> tuple[npt.NDArray[np.int32], IntArray]:
@@ -261,6 +277,17 @@ def _encoder_batch(tensors: Sequence[torch.Tensor], lora: LoraBatch | None) -> F
 
 _TABLE_ALIGNMENT = 64
 """Entries: the block tables of every cache group begin at a multiple of it, for wide loads."""
+
+
+def _with_empty_rows(
+    rows: StateIndices, num_rows: int
+) -> tuple[IntArray, dict[CacheGroupId, IntArray]]:
+    """Return query_start_loc and reads with rows that have no tokens, up to num_rows."""
+    num_more = num_rows - len(rows.slots)
+    starts = _padded(rows.query_start_loc, num_more, int(rows.query_start_loc[-1]))
+    return starts, {
+        group: _padded(states, num_more, NO_BLOCK) for group, states in rows.reads.items()
+    }
 
 
 def _narrow(values: Sequence[int] | IntArray) -> npt.NDArray[np.int32]:

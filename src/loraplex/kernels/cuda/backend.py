@@ -270,6 +270,8 @@ class CudaKernels:
         match parameter:
             case torch.Tensor():
                 return (parameter,)
+            case tuple():
+                return parameter
             case CudaAttentionPlan():
                 return parameter.tensors
             case LoraBatch():

@@ -66,7 +66,7 @@ class NativeKernels:
         parameters: Sequence[Parameter],
         compute: Callable[[], torch.Tensor],
     ) -> torch.Tensor:
-        addresses = [self._address(parameter) for parameter in parameters]
+        addresses = [address for parameter in parameters for address in self._addresses(parameter)]
         if key not in self._programs:
             result, self._programs[key] = self._recorder.record(addresses, compute)
             return result
@@ -281,13 +281,15 @@ class NativeKernels:
     def _output(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._recorder.output(tensor)
 
-    def _address(self, parameter: Parameter) -> int:
+    def _addresses(self, parameter: Parameter) -> tuple[int, ...]:
         match parameter:
             case torch.Tensor():
-                return parameter.data_ptr()
+                return (parameter.data_ptr(),)
             case NativeAttentionPlan():
-                return parameter.address
+                return (parameter.address,)
             case LoraBatch():
-                return self._lora.step_address(parameter)
+                return (self._lora.step_address(parameter),)
+            case tuple():
+                return tuple(tensor.data_ptr() for tensor in parameter)
         assert parameter is None, f"no kernel reads a {type(parameter).__name__}"
-        return 0
+        return (0,)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 
 from loraplex.core.byte_sizes import enough_bytes
-from loraplex.core.cache import Blocks, Cross
+from loraplex.core.cache import Blocks, CachedFloats, Chunk, Cross, States
 from loraplex.core.errors import ConfigError
 from loraplex.core.plan import CacheGroupCapacity
 from loraplex.execution.sizing.capacity import describe_memory, size_memory
@@ -18,9 +18,11 @@ from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.memory.cache_policy import cache_policy
 from loraplex.models.cache_groups import cache_groups
 from loraplex.models.spec import EncoderSpec, ModelSpec
+from loraplex.models.specs.part import LayerCache
 from support.naming import naming
 from support.tiny_decoder import tiny_spec
 from support.toy_encoder import encoder_decoder_spec
+from support.toy_recurrence import RecurrenceSpec, with_recurrence
 
 CONFIG = tiny_spec(
     "Qwen2ForCausalLM",
@@ -264,3 +266,72 @@ def test_the_example_of_the_documentation() -> None:
 
     assert tokens((), 8) == 131_072
     assert [tokens((1024, 131072), number) for number in (8, 64)] == [249_728, 162_816]
+
+
+class LargeStates(RecurrenceSpec):
+    """States of 64,000 bytes."""
+
+    def caches(self) -> tuple[LayerCache, LayerCache]:
+        chunk, states = RecurrenceSpec.caches(self)
+        return chunk, states._replace(storage=(CachedFloats((16_000,)),))
+
+
+def with_states(spec: ModelSpec, layers: tuple[int, ...] = (0, 1, 2)) -> ModelSpec:
+    layered = with_recurrence(spec, layers, 32)
+    return dataclasses.replace(
+        layered,
+        layers=tuple(
+            dataclasses.replace(layer, mixer=LargeStates(spec.hidden_size, 32, 0))
+            if isinstance(layer.mixer, RecurrenceSpec)
+            else layer
+            for layer in layered.layers
+        ),
+    )
+
+
+STATES = with_states(ONE_GROUP)
+"""Groups of one layer that attends, of the positions in chunks, and of states of 192,000 bytes."""
+
+
+def test_states_of_all_sequences_and_checkpoints() -> None:
+    """guaranteed_no_evict reserves three of each sequence."""
+    size = kv(STATES, **FEW, num_blocks=100_000, state_checkpoint_tokens=4096)
+    assert [type(group.spec) for group in size.capacities] == [Blocks, Chunk, States]
+    assert [group.block_bytes for group in size.capacities] == [2048, 192, 192_000]
+    assert size.capacities[2].num_blocks == 4 * 3 + 100_000 * 16 // 4096
+    size = kv(STATES, **FEW, num_blocks=100_000, enable_prefix_cache=False)
+    assert size.capacities[2].num_blocks == 4 * 3
+    assert cache_policy(States(32), 16).max_held(1000, 32) == 3
+
+
+@given(num_bytes=st.integers(0, 3_000_000), max_num_seqs=st.integers(1, 40))
+def test_states_leave_one_sequence_its_blocks(num_bytes: int, max_num_seqs: int) -> None:
+    """What it leaves is divided: states get half of it at most."""
+    limits: dict[str, Any] = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": 64}
+    of_one = kv(STATES, **limits, num_blocks=63, max_model_len=1000)
+    assert of_one.capacities[2].num_blocks == 3
+    size = kv(STATES, **limits, kv_cache_bytes=of_one.num_bytes + num_bytes, max_model_len=1000)
+    first = size.capacities[0].num_blocks
+    assert size.num_bytes <= of_one.num_bytes + num_bytes
+    assert kv(STATES, **limits, num_blocks=first + 1).num_bytes > of_one.num_bytes + num_bytes
+    assert first >= 63
+    state_bytes = (size.capacities[2].num_blocks - 3) * 192_000
+    assert state_bytes <= num_bytes // 2
+    least = min((num_bytes // 2 - 5_000) // 192_000, 3 * max_num_seqs - 3)
+    assert size.capacities[2].num_blocks - 3 >= least
+
+
+def test_a_model_of_recurrent_layers_has_no_blocks_that_no_sequence_could_use() -> None:
+    alone = with_states(ONE_GROUP, (0, 1, 2, 3))
+    size = kv(alone, **FEW, kv_cache_bytes=1 << 30)
+    held = cache_policy(Chunk(32), 16).max_held(1000, 32)
+    assert [group.num_blocks for group in size.capacities] == [4 * held, 4 * 3]
+
+
+def test_the_log_names_the_size_of_a_state() -> None:
+    settings = RunnerSettings(**FEW, num_blocks=400)
+    size = size_memory(
+        settings, STATES, dtype=torch.float32, kv_dtype=torch.float32, weights_bytes=0
+    )
+    line = describe_memory(0, size, settings, STATES)
+    assert "states of 187.5 KiB in 3 layers with a state every 32; adapters" in line

@@ -1,0 +1,393 @@
+"""All features of an engine whose layers keep states, and bugs of runners that this finds.
+
+The states are exact hashes of all tokens before them (toy_recurrence), and each request writes what
+it writes alone in a plain engine.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from loraplex.core.adapter import AdapterSource
+from loraplex.core.plan import NO_BLOCK, CacheGroupCapacity, RowStep
+from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.scheduler_settings import BatchSchedulerPolicy, SchedulerSettings
+from loraplex.engine.engine import Engine, build_engine
+from loraplex.execution.adapters.host_adapters import HostAdapter, HostAdapters
+from loraplex.execution.mirror import Array
+from loraplex.execution.sizing.settings import RunnerSettings
+from loraplex.execution.steps.input_batch import InputBatch, NewBlocks, StepInputs
+from loraplex.execution.steps.runner_parts import RunnerParts
+from loraplex.execution.steps.stages import StageLinks
+from loraplex.execution.steps.tensors import DeviceTensors
+from loraplex.kernels.accelerator import Accelerator, HostAccelerator
+from loraplex.kernels.ops import Kernels
+from loraplex.kernels.reference import ReferenceKernels
+from loraplex.memory.cache_group import CacheGroup
+from loraplex.memory.cache_policy import _StatesPolicy
+from loraplex.memory.kv_blocks import KVBlocks
+from loraplex.models.mixers.state_plan import StatePlan
+from loraplex.models.spec import ModelSpec
+from loraplex.scheduling import beam_scheduling
+from loraplex.testing.fake_clock import FakeClock
+from support.accelerated_reference import AcceleratedReference, load_parts_with
+from support.delayed_accelerator import DelayedAccelerator
+from support.engine_requests import engine_request
+from support.examples import num_examples
+from support.feature_schedules import FEATURE_SETTINGS, FeatureSchedules, feature_checkpoint
+from support.random_conditions import Conditions
+from support.stage_threads import queue_links, staged
+from support.toy_recurrence import Recurrence, known_recurrence, with_recurrence
+
+EVERY = 8
+SETTINGS = msgspec.structs.replace(
+    FEATURE_SETTINGS, dtype="float32", cuda_graph_batch_sizes=(2, 4, 6)
+)
+MIXED, ALONE = (0, 2), (0, 1, 2)
+"""Layers with a recurrence, of three; the others attend."""
+QUICK = range(5, 5 + num_examples(0.2))
+"""Seeds, of which the first ones have what the tests look for."""
+MAX_SCHEDULES = 60
+"""Number of schedules in which a planted bug must show."""
+HAPPENINGS = (
+    "accepted",
+    "aborts",
+    "copies",
+    "crashes",
+    "failed_steps",
+    "offloads",
+    "preemptions",
+    "replayed",
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def load(
+    folder: Path,
+    layers: Sequence[int],
+    kernels: Kernels,
+    settings: RunnerSettings = SETTINGS,
+    accelerator: Accelerator | None = None,
+    links: StageLinks | None = None,
+) -> RunnerParts:
+    """Write a model with a recurrence in these layers to the folder, and load it."""
+
+    def changed(spec: ModelSpec) -> ModelSpec:
+        return with_recurrence(spec, layers, EVERY)
+
+    model = feature_checkpoint(folder, changed, num_hidden_layers=3)
+    with known_recurrence():
+        return load_parts_with(
+            kernels, accelerator, model, settings, HostAdapters(), links, changed
+        )
+
+
+def make_schedules(
+    folder: Path, layers: Sequence[int], accelerator: Accelerator | None = None
+) -> FeatureSchedules:
+    kernels = ReferenceKernels(torch.device("cpu"))
+    if accelerator is not None:
+        kernels = AcceleratedReference(accelerator)
+    parts = load(folder, layers, kernels, accelerator=accelerator)
+    return FeatureSchedules(parts, folder, kernels)
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> FeatureSchedules:
+    return make_schedules(tmp_path_factory.mktemp("mixed"), MIXED)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> FeatureSchedules:
+    return make_schedules(tmp_path_factory.mktemp("alone"), ALONE)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> FeatureSchedules:
+    return make_schedules(tmp_path_factory.mktemp("recorded"), MIXED, HostAccelerator())
+
+
+def check(schedules: FeatureSchedules, seeds: range) -> Counter[str]:
+    problems = [problem for seed in seeds for problem in schedules.run(f"states {seed}")]
+    assert not problems, "\n".join(problems[:20])
+    return schedules.tally
+
+
+def spoil_new_states(schedules: FeatureSchedules, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let blocks of states hold no number when a sequence takes them: reading it is an error."""
+    take, storages = CacheGroup.take, schedules.storages
+
+    def spoilt(self: CacheGroup, num_blocks: int) -> list[int]:
+        taken = take(self, num_blocks)
+        for storage in storages[self.group_id] if self.is_sparse else ():
+            if storage is not None:
+                for tensor in storage.tensors:
+                    tensor[taken] = torch.nan
+        return taken
+
+    monkeypatch.setattr(CacheGroup, "take", spoilt)
+
+
+def test_layers_of_both_sorts(mixed: FeatureSchedules, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil_new_states(mixed, monkeypatch)
+    tally = check(mixed, QUICK)
+    assert tally["preemptions"] > 0
+    assert tally["cached_tokens"] > 0
+    assert tally["accepted"] > 0
+
+
+def test_recurrent_layers_alone(alone: FeatureSchedules, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil_new_states(alone, monkeypatch)
+    tally = check(alone, QUICK)
+    assert tally["preemptions"] > 0
+    assert tally["accepted"] > 0
+    assert tally["cached_tokens"] == 0, "no group has a block of all positions"
+
+
+def test_recorded_steps(recorded: FeatureSchedules, mixed: FeatureSchedules) -> None:
+    assert recorded.alone == mixed.alone
+    check(recorded, QUICK)
+
+
+def of_stages(folder: Path, num_stages: int) -> list[list[int]]:
+    """Return what a pipeline with little memory writes for some requests at once."""
+    links = queue_links(num_stages) if num_stages > 1 else [None]
+    kernels = ReferenceKernels(torch.device("cpu"))
+    settings = msgspec.structs.replace(SETTINGS, num_blocks=40, max_model_len=64, max_num_seqs=6)
+    parts = [load(folder, MIXED, kernels, settings, links=link) for link in links]
+    runner, loader = staged(parts, _no_adapter)
+    scheduling = SchedulerSettings(
+        max_num_batched_tokens=12, num_draft_tokens=2, state_checkpoint_tokens=EVERY
+    )
+    clock = FakeClock(1)
+    engine = build_engine(runner, loader, clock, scheduling, adapter_host_bytes=1)
+    written: dict[int, list[int]] = {}
+    for index in range(8):
+        prompt = tuple((index // 2 + 3 * place) % 7 for place in range(5 + 4 * index))
+        sampling = SamplingParams(
+            max_tokens=20, temperature=float(index % 2), seed=index, ignore_eos=True
+        )
+        engine.add(engine_request(prompt, sampling, request_id=index))
+        _step(engine, clock, written)
+    while not engine.is_idle:
+        _step(engine, clock, written)
+    stats = engine.stats()
+    assert stats.preemptions > 0
+    assert stats.cached_tokens > 0
+    engine.close()
+    return list(written.values())
+
+
+def _no_adapter(source: AdapterSource) -> HostAdapter:
+    raise AssertionError(source)
+
+
+def _step(engine: Engine, clock: FakeClock, written: dict[int, list[int]]) -> None:
+    for output in engine.step().outputs:
+        assert output.error is None, output.error
+        for delta in output.deltas:
+            written.setdefault(output.request_id, []).extend(delta.token_ids)
+    engine.check()
+    clock.advance(1_000_000)
+
+
+def test_two_stages_write_the_same_as_one(tmp_path: Path) -> None:
+    expected = of_stages(tmp_path, 1)
+    assert len(expected) == 8
+    assert of_stages(tmp_path, 2) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_late_copies(tmp_path: Path, mixed: FeatureSchedules) -> None:
+    schedules = make_schedules(tmp_path, MIXED, DelayedAccelerator(seed=3))
+    assert schedules.alone == mixed.alone
+    check(schedules, range(1))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("layers", [MIXED, ALONE])
+def test_many_schedules(tmp_path: Path, layers: Sequence[int]) -> None:
+    tally = check(make_schedules(tmp_path, layers), range(1_000, 1_200))
+    assert all(tally[name] > 0 for name in HAPPENINGS), tally
+
+
+def test_completions_depend_on_each_token(mixed: FeatureSchedules) -> None:
+    """Check that the hash decides what is written; otherwise equal completions prove little."""
+    texts = {
+        tuple(sequence.token_ids)
+        for completion in mixed.alone
+        for sequence in completion.sequences.values()
+    }
+    num_sequences = sum(len(completion.sequences) for completion in mixed.alone)
+    assert len(texts) > 0.9 * num_sequences
+
+
+def write_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Advance the state that a row begins with, at the end of each row."""
+    write = Recurrence.write
+
+    def in_place(
+        self: Recurrence, states: torch.Tensor, plan: StatePlan, hashes: torch.Tensor
+    ) -> None:
+        write(self, states, plan, hashes)
+        last = plan.query_start_loc[1:] - 1
+        is_read = (plan.reads >= 0) & (plan.query_start_loc.diff() > 0)
+        states[plan.reads[is_read]] = hashes[last[is_read]].float()
+
+    monkeypatch.setattr(Recurrence, "write", in_place)
+
+
+def write_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take any block for a gap, as groups of positions do, which write to none of them."""
+    extend = InputBatch._extend_block_tables
+
+    def without_gaps(self: InputBatch, steps: Sequence[RowStep]) -> list[NewBlocks]:
+        extended = extend(self, steps)
+        for group in self._states:
+            tables = self._block_tables[group]
+            tables[tables == NO_BLOCK] = 0
+        return extended
+
+    monkeypatch.setattr(InputBatch, "_extend_block_tables", without_gaps)
+
+
+def hit_without_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Begin where the prefix cache has blocks of positions, whether it has a state or not."""
+    monkeypatch.setattr(_StatesPolicy, "serves", lambda _self, _table, num_blocks: num_blocks)
+
+
+def keep_a_draft_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write a state of a row once, though draft tokens before it were rejected."""
+    write = Recurrence.write
+    written: dict[tuple[int, int], list[int]] = {}
+
+    def write_once(
+        self: Recurrence, states: torch.Tensor, plan: StatePlan, hashes: torch.Tensor
+    ) -> None:
+        writes = plan.writes.clone()
+        for token in torch.nonzero(writes >= 0).flatten().tolist():
+            place = self._layer, int(writes[token])
+            # The places of a chunk name the sequence, as long as it has them.
+            if written.get(place) == [int(plan.places[token])]:
+                writes[token] = NO_BLOCK
+            written[place] = [int(plan.places[token])]
+        write(self, states, plan._replace(writes=writes), hashes)
+
+    monkeypatch.setattr(Recurrence, "write", write_once)
+
+
+def share_between_beams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let preempted beams read states that others of them still compute."""
+    longest_shared, one_group = beam_scheduling._longest_shared, CacheGroupCapacity(num_blocks=1)
+
+    def shared(texts: list[list[int]], index: int, kv: KVBlocks) -> tuple[int, int]:
+        return longest_shared(texts, index, KVBlocks(kv.block_size, (one_group,)))
+
+    monkeypatch.setattr(beam_scheduling, "_longest_shared", shared)
+
+
+def write_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pad the places of states with the one that would be a block."""
+    arrays = DeviceTensors._arrays
+
+    def padded(
+        self: DeviceTensors, inputs: StepInputs, token_ids: Sequence[Sequence[int]]
+    ) -> list[Array]:
+        made = arrays(self, inputs, token_ids)
+        for group in self._states:
+            mapping = made[len(self._states) + 3 + group]
+            assert isinstance(mapping, np.ndarray)
+            mapping[inputs.num_tokens :] = 0
+        return made
+
+    monkeypatch.setattr(DeviceTensors, "_arrays", padded)
+
+
+def rows_of_draft_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each draft token be a row for states, too: it reads what its step writes."""
+    with_row_per_token = StepInputs.with_row_per_token
+
+    def all_apart(self: StepInputs) -> StepInputs:
+        made, rows = with_row_per_token(self), self.state_rows
+        assert rows is not None
+        reads = {group: states[self.row_of_token] for group, states in rows.reads.items()}
+        apart = rows._replace(
+            query_start_loc=np.arange(self.num_tokens + 1),
+            slots=rows.slots[self.row_of_token],
+            reads=reads,
+        )
+        return dataclasses.replace(made, state_rows=apart)
+
+    monkeypatch.setattr(StepInputs, "with_row_per_token", all_apart)
+
+
+@pytest.mark.parametrize(
+    ("plant", "name"),
+    [
+        (write_in_place, "mixed"),
+        (write_a_gap, "mixed"),
+        (hit_without_a_state, "mixed"),
+        (keep_a_draft_state, "mixed"),
+        (share_between_beams, "mixed"),
+        (write_padding, "recorded"),
+        (rows_of_draft_tokens, "recorded"),
+    ],
+)
+def test_a_planted_bug_is_found(
+    plant: Callable[[pytest.MonkeyPatch], None],
+    name: str,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    schedules: FeatureSchedules = request.getfixturevalue(name)
+    spoil_new_states(schedules, monkeypatch)
+    if plant is share_between_beams:
+        only_preempted_beams(schedules, monkeypatch)
+    plant(monkeypatch)
+    assert any(is_wrong(schedules, f"planted {seed}") for seed in range(MAX_SCHEDULES))
+
+
+def only_preempted_beams(schedules: FeatureSchedules, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let beam searches compete for memory, and be computed again as a whole."""
+    draw = Conditions.draw
+
+    def tight(seed: object) -> Conditions:
+        conditions = draw(seed)
+        settings = msgspec.structs.replace(
+            conditions.settings,
+            enable_prefix_cache=False,
+            batch_scheduler_policy=BatchSchedulerPolicy.MAX_UTILIZATION,
+            max_num_batched_tokens=512,
+            max_prefill_chunk=None,
+            max_seqs_per_adapter=0,
+        )
+        return dataclasses.replace(
+            conditions, settings=settings, kv_memory_factor=1.0, num_host_blocks=0
+        )
+
+    monkeypatch.setattr(Conditions, "draw", tight)
+    beams = [each for each in schedules.requests if each.sampling.beam is not None]
+    monkeypatch.setattr(schedules, "requests", beams)
+
+
+def is_wrong(schedules: FeatureSchedules, seed: str) -> bool:
+    """Return whether a schedule shows a bug."""
+    try:
+        return bool(schedules.run(seed))
+    except AssertionError:
+        return True
