@@ -16,6 +16,7 @@ from loraplex.demo import BASE_PATH
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration
 from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
 from support.echo_service import EchoService
+from support.naming import naming
 from support.program_options import program_options
 from support.served_triton import served_triton
 
@@ -185,7 +186,7 @@ def test_stop_by_a_cancelled_call(endless, backend, streaming):
 
 
 def test_a_stop_that_comes_too_late(tokens):
-    with pytest.raises(ConfigError, match="all 3 tokens came"):
+    with pytest.raises(ConfigError, match=naming(3, 100)):
         tokens(stop_after_ms=100, request_output_len=3)
 
 
@@ -208,6 +209,7 @@ def test_an_adapter_in_the_request(tokens, backend, tmp_path, task_id):
 
 
 def test_an_adapter_that_is_not_there(tokens):
+    # TensorRT-LLM's text.
     with pytest.raises(ConfigError, match="LoRA task 7 not found in cache"):
         tokens(lora_task_id=7)
 
@@ -219,22 +221,25 @@ def test_an_adapter_that_is_there(tokens, backend):
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("given", "named"),
     [
-        ({"dtype": "int8"}, "--dtype must be one of"),
-        ({"num_return_sequences": 2, "beam_width": 2}, "needs --beam-width 1"),
-        ({"lookahead_config": (1, 2)}, "three numbers"),
-        ({"requested_outputs": ("sequence_length",)}, "must have output_ids"),
-        ({"stop_via_request_cancel": True}, "needs --stop-after-ms"),
-        ({"draft_tokens_csv": "x"}, "needs --input-tokens-csv"),
-        ({"root_certificates": "x"}, "--root-certificates has no effect without --ssl"),
-        ({"ssl": True, "root_certificates": "/none.pem"}, r"there is no file /none\.pem"),
-        ({"grpc_compression_algorithm": "zip"}, "none, deflate, gzip"),
-        ({"model_name": "nobody"}, "nobody"),
+        ({"dtype": "int8"}, ("--dtype", "float16", "float32", "bfloat16", "int8")),
+        (
+            {"num_return_sequences": 2, "beam_width": 2},
+            ("--num-return-sequences", "--beam-width 1"),
+        ),
+        ({"lookahead_config": (1, 2)}, ("--lookahead-config",)),
+        ({"requested_outputs": ("sequence_length",)}, ("--requested-outputs", "output_ids")),
+        ({"stop_via_request_cancel": True}, ("--stop-via-request-cancel", "--stop-after-ms")),
+        ({"draft_tokens_csv": "x"}, ("--draft-tokens-csv", "--input-tokens-csv")),
+        ({"root_certificates": "x"}, ("--root-certificates", "--ssl")),
+        ({"ssl": True, "root_certificates": "/none.pem"}, ("/none.pem",)),
+        ({"grpc_compression_algorithm": "zip"}, ("zip", "none", "deflate", "gzip")),
+        ({"model_name": "nobody"}, ("nobody",)),
     ],
 )
-def test_what_is_refused(tokens, given, words):
-    with pytest.raises(ConfigError, match=words):
+def test_what_is_refused(tokens, given, named):
+    with pytest.raises(ConfigError, match=naming(*named)):
         tokens(**given)
 
 
@@ -260,7 +265,7 @@ def test_a_server_that_cannot_tokenize(said):
     )
     with (
         served_triton(EchoService(), declarations=[only]) as triton,
-        pytest.raises(ConfigError, match="no model 'preprocessing' to tokenize with"),
+        pytest.raises(ConfigError, match=naming("preprocessing", "--tokenizer-dir")),
     ):
         token_client.run(program_options(TOKEN_FLAGS, url=triton.grpc), said.append)
 

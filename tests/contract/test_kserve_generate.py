@@ -56,6 +56,7 @@ def test_generate_reports_the_adapter_and_reads_nested_parameters(http):
 def test_generate_does_not_stream(http):
     response = http.post("/generate", json={"text_input": "a", "max_tokens": 1, "stream": True})
     assert response.status_code == 400
+    # Triton's text.
     assert response.json()["error"].startswith("generate expects model to produce exactly 1 resp")
 
 

@@ -48,6 +48,7 @@ def generate(wire: tuple[ModuleType, Any], more: list[Any], model: str = "ensemb
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm"])
 @pytest.mark.parametrize("task_id", [0, 101, 2**64 - 1])
 def test_first_with_weights_then_with_the_id_alone(wire, model, task_id):
+    # TensorRT-LLM's text.
     with pytest.raises(InferenceServerException, match=f"LoRA task {task_id} not found in cache"):
         generate(wire, task(wire[0], task_id), model)
     expected = f"echo+{task_id}: hi"

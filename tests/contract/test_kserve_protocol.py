@@ -37,6 +37,7 @@ def test_classification(wire):
     best = np.argsort(-plain, kind="stable")[:2]
     assert classes.tolist() == [[f"{plain[i]:f}:{i}".encode() for i in best]]
     output = module.InferRequestedOutput("text_output", class_count=2)
+    # Triton's text.
     with pytest.raises(InferenceServerException, match="due to unsupported type 'BYTES'"):
         client.infer("ensemble", text_request(module), outputs=[output])
 
@@ -130,6 +131,7 @@ def test_every_rpc_is_served(triton):
             request = getattr(service_pb2, method.input_type.name)()
             if method.name == "ModelStreamInfer":
                 responses = list(stub.ModelStreamInfer(iter([request])))
+                # Triton's text.
                 assert "unknown model" in responses[0].error_message
                 continue
             call = getattr(stub, method.name).with_call

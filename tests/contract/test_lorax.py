@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from loraplex.core.grammar import GrammarKind
 from loraplex.core.request import PromptTruncation
 from loraplex.frontends.openai import openai_routes
 from support.echo_service import EchoService
+from support.naming import naming
 from support.served import served
 
 CLIENTS = Path(sys.prefix) / "clients"
@@ -62,7 +64,7 @@ def test_an_adapter(http, backend):
     unknown = http.post("/generate", json={"inputs": "hi", "parameters": {"adapter_id": "no"}})
     assert unknown.status_code == 404
     assert unknown.json()["error_type"] == "validation"
-    assert "'no' not found" in unknown.json()["error"]
+    assert re.search(naming("no", "echo", "fr"), unknown.json()["error"])
 
 
 def test_details(http):
@@ -142,27 +144,35 @@ def test_the_root_responds_either_way(http):
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "text"),
+    ("body", "status", "named"),
     [
-        ({}, 422, "inputs is required"),
-        ({"inputs": 5}, 422, "inputs must be a string"),
-        ({"inputs": "hi", "parameters": {"max_new_tokens": 0}}, 422, "max_new_tokens must be"),
-        ({"inputs": "hi", "parameters": {"truncate": 0}}, 422, "truncate must be at least 1"),
-        ({"inputs": "hi", "parameters": {"temperature": -1}}, 422, "temperature must be in"),
-        ({"inputs": "hi", "parameters": {"typical_p": 0.5}}, 422, "typical_p is not supported"),
+        ({}, 422, ("inputs",)),
+        ({"inputs": 5}, 422, ("inputs", 5)),
+        ({"inputs": "hi", "parameters": {"max_new_tokens": 0}}, 422, ("max_new_tokens", 1)),
+        ({"inputs": "hi", "parameters": {"truncate": 0}}, 422, ("truncate", 1, 0)),
+        (
+            {"inputs": "hi", "parameters": {"temperature": -1}},
+            422,
+            ("temperature", "[0, 100]", -1.0),
+        ),
+        ({"inputs": "hi", "parameters": {"typical_p": 0.5}}, 422, ("typical_p",)),
         (
             {"inputs": "hi", "parameters": {"merged_adapters": {"ids": ["a"]}}},
             422,
-            "merged_adapters is not supported; use adapters",
+            ("merged_adapters", "adapters"),
         ),
-        ({"inputs": "hi", "parameters": {"adapter_source": "moon"}}, 422, "adapter_source must be"),
+        (
+            {"inputs": "hi", "parameters": {"adapter_source": "moon"}},
+            422,
+            ("parameters.adapter_source", "hub", "local", "s3", "pbase", "moon"),
+        ),
     ],
 )
-def test_a_wrong_field(http, body, status, text):
+def test_a_wrong_field(http, body, status, named):
     response = http.post("/generate", json=body)
     assert response.status_code == status
     assert response.json()["error_type"] == "validation"
-    assert text in response.json()["error"]
+    assert re.search(naming(*named), response.json()["error"])
 
 
 def test_other_errors(http, backend):
@@ -189,7 +199,7 @@ def test_the_client_of_lorax(url):
     )
     assert run.returncode == 0, run.stderr
     reported = json.loads(run.stdout.splitlines()[-1])
-    assert "temperature must be in [0, 100]" in reported.pop("error")
+    assert re.search(naming("temperature", "[0, 100]"), reported.pop("error"))
     assert reported == {
         "whole": "echo+fr: hi",
         "tokens": "echo+fr: hi",

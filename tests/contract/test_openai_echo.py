@@ -5,6 +5,7 @@ The backend is an EchoService, so nothing here depends on a model.
 
 import asyncio
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 
@@ -30,6 +31,7 @@ from loraplex.frontends.body_limits import JsonLimits
 from loraplex.frontends.openai import OpenAIOptions, openai_fallback_routes, openai_routes
 from support.echo_service import EchoService
 from support.eventually import TIMEOUT_SECONDS, eventually
+from support.naming import naming
 from support.served import served
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -262,7 +264,7 @@ def test_models(client):
     assert (adapter.id, adapter.root, adapter.parent) == ("fr", "echo", "echo")
     assert client.models.retrieve("fr") == adapter
     assert client.models.retrieve("echo") == base
-    with pytest.raises(openai.NotFoundError, match="there are: 'echo', 'fr'"):
+    with pytest.raises(openai.NotFoundError, match=naming("echo", "fr", "nothing")):
         client.models.retrieve("nothing")
 
 
@@ -357,7 +359,7 @@ def test_how_an_adapter_is_unloaded(http, backend):
     http.post("/v1/adapters", json={"name": "x", "path": "/x"})
     wrong = http.delete("/v1/adapters/x?mode=soon")
     assert wrong.status_code == 400
-    assert wrong.json()["error"]["message"] == "mode must be drain or immediate, got 'soon'"
+    assert re.search(naming("drain", "immediate", "soon"), wrong.json()["error"]["message"])
 
 
 def test_a_dry_run_and_a_canary(http):
@@ -376,7 +378,7 @@ def test_an_unknown_field_of_an_adapter_is_refused(http, action):
     response = http.post(f"/v1/adapters{action}", json=sent)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "replcae"
-    assert "there is no field 'replcae'; known:" in response.json()["error"]["message"]
+    assert re.search(naming("replcae"), response.json()["error"]["message"])
 
 
 @pytest.mark.parametrize("key", ["model", "lora_model"])
@@ -384,6 +386,7 @@ def test_load_lora_weights(http, backend, key):
     body = {key: "fr", "prompt": "x", "load_lora_weights": "never"}
     missed = http.post("/v1/completions", json=body)
     assert missed.status_code == 404
+    # llgtrt's text.
     assert "load_lora_weights is set to never" in missed.json()["error"]["message"]
     assert http.post("/v1/completions", json=body | {"load_lora_weights": "auto"}).is_success
     assert http.post("/v1/completions", json=body).status_code == 200
@@ -401,6 +404,7 @@ def test_adapter_routes_of_vllm(http, client):
     assert client.completions.create(model="de", prompt="x").choices[0].text == "echo+de: x"
     again = http.post("/v1/load_lora_adapter", json=body | {"lora_path": "/new"})
     assert again.status_code == 400
+    # vLLM's text.
     assert again.json()["error"]["message"] == (
         "The lora adapter 'de' has already been loaded. If you want to load the adapter in place, "
         "set 'load_inplace' to True."
@@ -416,6 +420,7 @@ def test_adapter_routes_of_vllm(http, client):
     assert unloaded.text == "Success: LoRA adapter 'de' removed successfully."
     gone = http.post("/v1/unload_lora_adapter", json={"lora_name": "de"})
     assert gone.status_code == 404
+    # vLLM's text.
     assert gone.json()["error"]["message"] == "The lora adapter 'de' cannot be found."
     assert http.post("/v1/unload_lora_adapter", json={"lora_name": ""}).status_code == 400
 
@@ -430,7 +435,7 @@ def test_a_bad_adapter_is_422(http, backend):
 def test_an_adapter_is_no_base_model(http):
     response = http.post("/v1/adapters", json={"name": "x", "path": "/x", "model": "fr"})
     assert response.status_code == 400
-    assert "'fr' is an adapter" in response.json()["error"]["message"]
+    assert re.search(naming("fr"), response.json()["error"]["message"])
 
 
 def test_further_names_of_a_model(http, client, backend):
@@ -574,7 +579,7 @@ def test_a_body_that_is_too_large_is_413(backend):
         )
         assert chunked.status_code == 413
         prompts = httpx.post(f"{url}/v1/completions", json={"prompt": ["a"] * 3}, timeout=60)
-        assert "at most 2" in prompts.json()["error"]["message"]
+        assert re.search(naming("prompt", 3, 2), prompts.json()["error"]["message"])
 
 
 @pytest.mark.parametrize("route", ["completions", "chat/completions", "responses"])
@@ -587,7 +592,7 @@ def test_a_field_that_no_server_defines(backend, route):
     assert refused.status_code == 400
     error = refused.json()["error"]
     assert (error["code"], error["param"]) == ("invalid_parameter", "temprature")
-    assert "there is no field 'temprature'; did you mean temperature?" in error["message"]
+    assert re.search(naming("temprature", "temperature"), error["message"])
     with served(openai_app(backend, options=OpenAIOptions(ignores_unknown=True))) as url:
         assert httpx.post(f"{url}/v1/{route}", json=body, timeout=60).status_code == 200
 

@@ -18,6 +18,7 @@ from loraplex.serving.response_memory import ResponseMemory
 from loraplex.serving.wire_request import as_current
 from support.described_app import TEST_HOST, described_app
 from support.echo_service import EchoService
+from support.naming import naming
 
 MIB = 1 << 20
 SMALL = 64 << 10
@@ -128,7 +129,9 @@ class TestLimits:
     def test_a_tenant_has_half_of_it_if_there_are_keys(self):
         memory = BodyMemory.of(ServerConfig(max_body_bytes=10, max_bodies_bytes=100), has_keys=True)
         memory.take("a", 50)
-        with pytest.raises(NotReadyError, match="100 B in total, 50 B for a tenant"):
+        with pytest.raises(
+            NotReadyError, match=naming("100 B in total", "50 B for a tenant", "max_bodies_bytes")
+        ):
             memory.take("a", 1)
         memory.take("b", 50)
         with pytest.raises(NotReadyError):
@@ -140,7 +143,7 @@ class TestLimits:
     def test_the_default_follows_the_size_of_a_body(self):
         memory = BodyMemory.of(ServerConfig(max_body_bytes=10), has_keys=False)
         memory.take("", 80)
-        with pytest.raises(NotReadyError, match="80 B in total"):
+        with pytest.raises(NotReadyError, match=naming("80 B in total", "max_bodies_bytes")):
             memory.take("", 1)
 
     def test_a_body_of_the_maximum_size_always_fits(self):

@@ -9,6 +9,7 @@ from loraplex.frontends.kserve.models.model_control import ControlMode, ModelCon
 from loraplex.frontends.kserve.models.vllm import VLLM
 from loraplex.serving.engines.engine_state import EngineState
 from support.echo_service import EchoService
+from support.naming import refused
 
 
 @pytest.fixture
@@ -37,9 +38,9 @@ def test_a_base_model_may_be_called_ensemble():
 
 def test_versions(catalog):
     assert catalog.find("first", "1") == catalog.find("first")
-    with pytest.raises(ModelNotFoundError, match="'first' version 2 is not found"):
+    with refused(ModelNotFoundError, "first", 2, 1, param="model"):
         catalog.find("first", "2")
-    with pytest.raises(ModelNotFoundError, match="'third' is not found; the models are: ensemble"):
+    with refused(ModelNotFoundError, "third", "ensemble", "first", param="model"):
         catalog.find("third")
 
 
@@ -105,10 +106,10 @@ def test_a_repository_says_what_there_is(backend):
     ]  # fmt: skip
     catalog = Catalog(backend, declarations=declarations)
     assert {m.name: m.card.name for m in catalog.models()} == {"text": "second", "v": "first"}
-    with pytest.raises(ModelNotFoundError, match="the models are: text, v"):
+    with refused(ModelNotFoundError, "text", "v", "ensemble", param="model"):
         catalog.find("ensemble")
     assert catalog.find("v", "3").version == "3"
-    with pytest.raises(ModelNotFoundError, match="version 1 is not found; the version is 3"):
+    with refused(ModelNotFoundError, "v", 1, 3, param="model"):
         catalog.find("v", "1")
     assert [(row["name"], row["version"]) for row in catalog.index()] == [("text", "1"), ("v", "3")]
 
@@ -143,7 +144,7 @@ def test_what_the_backend_has_is_seen_at_once(backend, catalog):
     cards = backend.models()
     backend.models = lambda principal=None: cards[:1]
     assert [model.name for model in catalog.models()][-1] == "first"
-    with pytest.raises(ModelNotFoundError, match="'second' is not found"):
+    with refused(ModelNotFoundError, "second", "first", param="model"):
         catalog.find("second")
 
 

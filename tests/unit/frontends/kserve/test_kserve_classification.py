@@ -46,6 +46,7 @@ def test_large_integers_keep_their_order():
     ids=lambda tensor: tensor.datatype,
 )
 def test_what_has_no_order(tensor):
+    # Triton's text.
     with pytest.raises(InvalidTensorError, match="due to unsupported type"):
         classified(tensor, 1)
 

@@ -42,7 +42,9 @@ def test_a_branch_has_a_status_too(error, http):
 
 def test_a_full_queue_says_what_clients_look_for():
     message = message_of(errors.QueueFullError("8 requests wait"))
+    # Triton's text.
     assert "Exceeds maximum queue size" in message
+    # Triton's text.
     assert "Maximum queue size of" in message
     assert message.endswith("8 requests wait")
 

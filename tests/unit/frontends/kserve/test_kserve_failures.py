@@ -49,6 +49,7 @@ def test_any_other_failure_has_no_text():
     reported = as_loraplex_error(failure)
     assert (reported.param, reported.retry_after_seconds) == ("p", 2.0)
     assert status_of(reported) == status_of(error)
+    # vLLM's text.
     assert "Error generating stream: full" in message_of(reported)
 
 
@@ -59,6 +60,7 @@ def test_over_grpc_the_text_comes_beside_the_error():
         str(failure),
         failure.outputs,
     )
+    # vLLM's text.
     assert message.error_message == "Error generating stream: ill"
     [output] = message.infer_response.outputs
     assert (output.name, list(output.shape)) == ("text_output", [1])
@@ -67,8 +69,10 @@ def test_over_grpc_the_text_comes_beside_the_error():
 
 def test_the_sentences_of_tensorrt():
     error = in_words(PromptTooLongError("ours", param="prompt"))
+    # TensorRT-LLM's text.
     assert error.message == "Prompt length (9) exceeds maximum input length (7). ours"
     error = in_words(AdapterNotFoundError("ours"), request(ByTaskId(5)))
+    # TensorRT-LLM's text.
     assert error.message.startswith("LoRA task 5 not found in cache. Please send LoRA weights with")
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ from loraplex.frontends.telemetry.telemetry import Telemetry
 from loraplex.serving.response_memory import ResponseMemory
 from loraplex.serving.wire_request import WireRequest
 from support.echo_service import EchoService
+from support.naming import naming
 
 PIECE = "x" * 100_000
 WITHIN = 60.0
@@ -332,8 +334,9 @@ async def test_a_long_text_of_the_client_does_not_hide_the_status(serve, charact
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await stub_of(channel).ModelInfer(request)
     assert raised.value.code() is grpc.StatusCode.NOT_FOUND
+    # Triton's text.
     assert f"unknown model: '{character}" in raised.value.details()
-    assert raised.value.details().endswith("tensorrt_llm_bls, echo")
+    assert re.search(naming("tensorrt_llm_bls, echo"), raised.value.details())
 
 
 def raw_method(channel: grpc.aio.Channel, name: str, ways: str):
@@ -352,7 +355,7 @@ async def test_bytes_that_are_no_message_are_an_invalid_argument(serve, caplog):
             b"\xff\xff\xff", metadata=(("x-request-id", "mine"),)
         )
     assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert raised.value.details().startswith("the request is not a valid message: ")
+    assert re.search(naming("early"), raised.value.details())
     assert dict(raised.value.trailing_metadata()) == {"x-request-id": "mine"}
     await until(lambda: bool(reported))
     assert [(r.status, r.error_code) for r in reported] == [("INVALID_ARGUMENT", "invalid_request")]
@@ -369,7 +372,7 @@ async def test_bytes_that_are_no_message_leave_the_rest_of_a_stream_alone(serve)
     responses = [response async for response in stream]
     assert await stream.code() is grpc.StatusCode.OK
     [failure] = [r for r in responses if r.error_message]
-    assert failure.error_message.startswith("the request is not a valid message: ")
+    assert re.search(naming("early"), failure.error_message)
     assert is_final(failure)
     assert [is_final(r) for r in responses if r is not failure] == [False] * 4 + [True]
     await until(lambda: len(reported) == 3)
@@ -405,7 +408,7 @@ async def test_a_stop_lets_calls_end_for_a_while_and_then_cancels_them(serve):
 async def test_a_taken_port_is_an_error_of_the_operator(serve):
     first, _ = await serve(EchoService())
     second = GrpcServer(TritonService(EchoService()), "127.0.0.1", first.port)
-    with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{first.port}"):
+    with pytest.raises(ConfigError, match=naming("127.0.0.1", first.port)):
         await second.start()
     await first.stop(0)
     await first.stop(0)

@@ -25,6 +25,7 @@ from loraplex.frontends.kserve.models.preprocessing import PREPROCESSING
 from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
 from loraplex.frontends.kserve.trace_settings import DEFAULTS, TraceSettings
 from support.echo_service import EchoService
+from support.naming import refused
 
 # ---------------------------------------------------------------- trace
 
@@ -40,6 +41,7 @@ def test_a_model_has_the_servers_settings_but_for_its_own():
     assert traces.update({"trace_rate": None, "trace_level": None}) == dict(DEFAULTS)
 
 
+# Triton's text.
 @pytest.mark.parametrize(
     ("changes", "fragment"),
     [
@@ -104,6 +106,7 @@ def test_log_settings_begin_as_the_log_is(logger):
     assert logger.level == logging.WARNING
 
 
+# Triton's text.
 @pytest.mark.parametrize(
     ("changes", "fragment"),
     [
@@ -135,8 +138,10 @@ def catalog(mode=ControlMode.EXPLICIT, **more):
 @pytest.mark.parametrize("mode", [ControlMode.NONE, ControlMode.POLL])
 async def test_models_are_controlled_in_explicit_mode_only(mode):
     models = catalog(mode)
+    # Triton's text.
     with pytest.raises(NotReadyError, match="not allowed if polling is enabled"):
         await models.load("ensemble", {})
+    # Triton's text.
     with pytest.raises(NotReadyError, match="not allowed if polling is enabled"):
         models.unload("ensemble")
     assert models.is_ready("ensemble")
@@ -146,6 +151,7 @@ async def test_unloading_takes_the_name_and_loading_gives_it_back():
     models = catalog()
     models.unload("tensorrt_llm")
     models.unload("nope")
+    # Triton's text.
     with pytest.raises(ModelNotFoundError, match="'tensorrt_llm' has no available versions"):
         models.find("tensorrt_llm")
     assert not models.is_ready("tensorrt_llm")
@@ -246,6 +252,7 @@ async def test_a_load_overrides_the_configuration():
     assert models.find("ensemble").max_batch_size == 128
 
 
+# Triton's text.
 @pytest.mark.parametrize(
     ("parameters", "error", "fragment"),
     [
@@ -276,6 +283,7 @@ async def test_a_bad_load_changes_nothing(parameters, error, fragment):
 
 
 async def test_a_model_that_is_nowhere():
+    # Triton's text.
     with pytest.raises(NotFoundError, match="failed to load 'nope', failed to poll from model"):
         await catalog().load("nope", {})
 
@@ -339,7 +347,7 @@ async def test_a_load_starts_a_base_model_once(growing):
     backend, models = growing
     rows = {row["name"]: row["reason"] for row in models.index()}
     assert rows == {"first": "", "core": "not loaded"}
-    with pytest.raises(ModelNotFoundError, match="'core' is not found"):
+    with refused(ModelNotFoundError, "core", param="model"):
         models.find("core")
     await models.load("core", {})
     assert models.find("core").card.name == "b"
@@ -356,7 +364,7 @@ async def test_a_load_that_fails_changes_nothing(growing):
         await models.load("bad", {})
     with pytest.raises(InvalidRequestError, match="failed to load 'gone'"):
         await models.load("gone", {})
-    with pytest.raises(InvalidRequestError, match="must be a ModelConfig as JSON"):
+    with refused(InvalidRequestError, "ModelConfig", "JSON", "core", "config", param="config"):
         await models.load("core", {"config": "{"})
     assert [row["name"] for row in models.index()] == ["first", "core"]
     assert backend.started == []

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import queue
+import re
 import select
 import socket
 import stat
@@ -31,6 +32,7 @@ from loraplex.frontends.kserve.stub.wire import (
 from loraplex.frontends.kserve.tensors import from_raw, from_values, to_raw
 from support.echo_service import EchoService
 from support.eventually import eventually
+from support.naming import naming
 from support.served_socket import served_socket
 
 
@@ -128,6 +130,7 @@ def test_errors_have_the_kind_and_the_text_of_the_grpc_front_end(backend, connec
     backend.plant(QueueFullError("try later"))
     (failure,) = all_responses(connection, request())
     assert failure.kind == "UNAVAILABLE"
+    # Triton's text.
     assert failure.message.startswith("Exceeds maximum queue size")
     (failure,) = all_responses(connection, Infer(id=0, model="nope"))
     assert (failure.kind, failure.message[:37]) == (
@@ -137,6 +140,7 @@ def test_errors_have_the_kind_and_the_text_of_the_grpc_front_end(backend, connec
     bad = Infer(id=0, model="ensemble", inputs=(WireTensor("text_input", "INT8", (1,), b"12"),))
     (failure,) = all_responses(connection, bad)
     assert failure.kind == "INVALID_ARGUMENT"
+    # Triton's text.
     assert "input byte size mismatch" in failure.message
 
 
@@ -157,6 +161,7 @@ def test_some_errors_have_outputs_even_so(backend, path):
         )
         (failure,) = all_responses(connection, Infer(id=0, model="v", inputs=inputs))
         assert text_of(failure) == failure.message
+        # vLLM's text.
         assert failure.message.startswith("LoRA gone is not supported")
         connection.close()
 
@@ -250,7 +255,7 @@ def test_when_the_server_ends_every_request_fails_and_the_client_is_notified(
         while isinstance(last, Response):
             last = each.get(timeout=60)
         assert last.kind == "UNAVAILABLE"
-    with pytest.raises(ConnectionLost, match="has ended"):
+    with pytest.raises(ConnectionLost, match=naming(served.path)):
         connection.submit(request(), print)
 
 
@@ -301,7 +306,7 @@ def test_another_version_of_the_protocol_is_refused(path, lost):
     with bind(path) as listener:
         listener.listen()
         threading.Thread(target=greet, args=(listener,), daemon=True).start()
-        with pytest.raises(ConnectionLost, match="another version of the protocol"):
+        with pytest.raises(ConnectionLost, match=naming(path)):
             Connection(path, lost.put)
 
 
@@ -329,20 +334,20 @@ def message_from(raw):
 
 
 @pytest.mark.parametrize(
-    ("sent", "reason"),
+    ("sent", "named"),
     [
-        (LENGTH.pack(2**21), "a message of 2097152 bytes; at most 1048576 are taken"),
-        (LENGTH.pack(4) + b"\xc1aaa", "not a message of the protocol"),
-        (LENGTH.pack(1) + b"\x80", "not a message of the protocol"),
-        (LENGTH.pack(len(NO_UTF8)) + NO_UTF8, "not a message of the protocol: 'utf-8' codec"),
+        (LENGTH.pack(2**21), (2097152, 1048576)),
+        (LENGTH.pack(4) + b"\xc1aaa", ("protocol",)),
+        (LENGTH.pack(1) + b"\x80", ("protocol",)),
+        (LENGTH.pack(len(NO_UTF8)) + NO_UTF8, ("utf-8",)),
     ],
 )
-def test_what_is_no_message_ends_the_connection_with_a_reason(served, sent, reason):
+def test_what_is_no_message_ends_the_connection_with_a_reason(served, sent, named):
     with client(served.path) as raw:
         raw.sendall(sent)
         failure = message_from(raw)
         assert failure.id is None
-        assert reason in failure.message
+        assert re.search(naming(*named), failure.message)
         assert message_from(raw) is None
 
 
@@ -351,13 +356,13 @@ def test_an_id_that_is_in_use_ends_the_connection(served, backend):
     with client(served.path) as raw:
         raw.sendall(frame(request("hi", 4000)) * 2)
         message = message_from(raw)
-        assert message.message == "id 0 is in use"
+        assert re.search(naming("id 0"), message.message)
         assert message_from(raw) is None
     assert len(backend.aborted) == len(backend.requests)
 
 
 def test_a_request_that_is_too_large_is_not_sent(connection):
-    with pytest.raises(MessageTooLarge, match="at most 1048576"):
+    with pytest.raises(MessageTooLarge, match=naming(1048576)):
         connection.submit(request("a" * 2**20), print)
     assert len(all_responses(connection, request("hi", 3))) == 1
 
@@ -395,10 +400,10 @@ def test_the_socket_of_a_dead_server_is_replaced(backend, path):
 
 
 def test_the_socket_of_a_living_server_and_another_file_are_kept(served, tmp_path):
-    with pytest.raises(ConfigError, match=r"request_socket: a server listens on .* already"):
+    with pytest.raises(ConfigError, match=naming("request_socket", served.path)):
         bind(served.path)
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(ConfigError, match="is not a socket"):
+    with pytest.raises(ConfigError, match=naming("request_socket", tmp_path / "file")):
         bind(str(tmp_path / "file"))
     assert (tmp_path / "file").read_text() == "mine"
 

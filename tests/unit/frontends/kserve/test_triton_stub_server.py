@@ -14,6 +14,7 @@ from loraplex.frontends.kserve.stub.connection import ConnectionLost
 from loraplex.frontends.kserve.stub.link import Link
 from loraplex.frontends.kserve.stub.server import Server, ServerUnavailable, default_socket
 from support.eventually import eventually
+from support.naming import naming
 
 # The server gets no PYTHONPATH, which in a process of Triton's is Triton's.
 _RUN = (
@@ -98,13 +99,11 @@ def test_the_next_server_has_a_leash_of_all_too(path):
 def test_a_server_that_cannot_start_says_why(path):
     program = "import sys; print('first line'); sys.exit('no such engine')"
     one = link(Server(path, [sys.executable, "-c", program]))
-    with pytest.raises(
-        ServerUnavailable, match=r"could not start \(exit status 1\)[^$]*no such engine"
-    ):
+    with pytest.raises(ServerUnavailable, match=naming("exit status 1", "no such engine")):
         one.open()
     one.close()
     lost = link(Server(path, ["/nowhere/python"]))
-    with pytest.raises(ServerUnavailable, match="cannot start /nowhere/python: No such file"):
+    with pytest.raises(ServerUnavailable, match=naming("/nowhere/python")):
         lost.open()
 
 
@@ -124,7 +123,7 @@ def test_the_default_socket_is_private_and_the_same_for_one_command(tmp_path, mo
     folder = Path(path).parent
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o755)
-    with pytest.raises(ServerUnavailable, match="only its owner"):
+    with pytest.raises(ServerUnavailable, match=naming(folder)):
         default_socket(["a", "b"])
 
 

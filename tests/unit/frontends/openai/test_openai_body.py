@@ -10,6 +10,7 @@ from starlette.requests import Request
 from loraplex.core.errors import InvalidParameterError, InvalidRequestError, PayloadTooLargeError
 from loraplex.frontends.openai.body import parse_body, read_body
 from loraplex.frontends.openai.schema import ChatBody, CompletionBody, DetokenizeBody
+from support.naming import naming
 
 JSON = {"content-type": "application/json"}
 
@@ -77,19 +78,19 @@ def test_other_threads_run_while_many_messages_are_parsed():
 
 
 @pytest.mark.parametrize(
-    ("schema", "body", "text"),
+    ("schema", "body", "named"),
     [
-        (ChatBody, {"messages": [{"role": "", "content": ""}] * 8193}, "messages .* at most 8192"),
-        (CompletionBody, {"prompt": [[1]] * 4097}, r"prompt has too many .* at most 4096"),
+        (ChatBody, {"messages": [{"role": "", "content": ""}] * 8193}, ("messages", 8192)),
+        (CompletionBody, {"prompt": [[1]] * 4097}, ("prompt", 4096)),
         (
             CompletionBody,
             {"prompt": "", "logit_bias": {str(number): 1 for number in range(8193)}},
-            "logit_bias has too many elements; at most 8192",
+            ("logit_bias", 8192),
         ),
     ],
 )
-def test_long_fields(schema, body, text):
-    with pytest.raises(InvalidParameterError, match=text):
+def test_long_fields(schema, body, named):
+    with pytest.raises(InvalidParameterError, match=naming(*named)):
         parse_body(schema, json.dumps(body).encode())
 
 

@@ -1,5 +1,7 @@
 """/v1/uploads over the whole app of the HTTP port."""
 
+import re
+
 import httpx
 import pytest
 
@@ -9,6 +11,7 @@ from loraplex.core.server_config import ServerConfig
 from loraplex.testing.fake_clock import FakeClock
 from support.described_app import TEST_HOST, described_app
 from support.echo_service import EchoService
+from support.naming import naming
 
 MIB = 1 << 20
 LIMITS = UploadLimits(max_bytes=8 * MIB, max_tenant_bytes=9 * MIB, max_uploads=2, max_seconds=60)
@@ -143,7 +146,7 @@ async def test_where_uploads_are_off(client, backend):
     response = await client.post("/v1/uploads")
     backend.uploads = uploads
     assert response.status_code == 400
-    assert "setting uploads" in response.json()["error"]["message"]
+    assert re.search(naming("uploads"), response.json()["error"]["message"])
 
 
 async def test_pages_of_other_origins_send_nothing(client):

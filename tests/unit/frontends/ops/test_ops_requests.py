@@ -1,5 +1,7 @@
 """GET /v1/requests over HTTP, for tenants and operators."""
 
+import re
+
 import httpx
 import pytest
 
@@ -10,6 +12,7 @@ from loraplex.serving.access.api_key_ring import ApiKeys
 from loraplex.serving.access.api_keys import new_key
 from support.described_app import described_app
 from support.echo_service import EchoService
+from support.naming import naming
 
 KEYS = {name: new_key() for name in ("default", "acme", "other")}
 
@@ -53,7 +56,7 @@ async def test_a_tenant_sees_its_own(client):
     assert found["is_complete"]
     assert (await recent(client, "acme", tenant="acme"))["requests"] == [one]
     refused = await recent(client, "acme", 403, tenant="other")
-    assert "requests of another tenant" in refused["error"]["message"]
+    assert re.search(naming("acme", "operator"), refused["error"]["message"])
 
 
 async def test_operators_choose(client):
@@ -78,15 +81,17 @@ async def test_a_poll_gets_each_request_once(client):
 
 
 @pytest.mark.parametrize(
-    ("query", "message"),
+    ("query", "named"),
     [
-        ({"limit": 0}, "limit must be a whole number in [1, 1000], got '0'"),
-        ({"after": "x"}, "after must be a whole number"),
-        ({"adapter": "x" * 257}, "adapter must have at most 256 characters"),
+        ({"limit": 0}, ("limit", "[1, 1000]", 0)),
+        ({"after": "x"}, ("after", "'x'")),
+        ({"adapter": "x" * 257}, ("adapter", 256)),
     ],
 )
-async def test_wrong_queries(client, query, message):
-    assert message in (await recent(client, "acme", 400, **query))["error"]["message"]
+async def test_wrong_queries(client, query, named):
+    assert re.search(
+        naming(*named), (await recent(client, "acme", 400, **query))["error"]["message"]
+    )
 
 
 async def test_an_open_request(client):

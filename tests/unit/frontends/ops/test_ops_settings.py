@@ -15,6 +15,7 @@ from loraplex.serving.access.api_keys import new_key
 from loraplex.serving.model_memory import DeviceTier, HostTier, KVMemory, ModelMemory
 from support.described_app import described_app
 from support.echo_service import EchoService
+from support.naming import naming
 
 
 def server(config):
@@ -50,7 +51,7 @@ def test_each_value_has_its_source():
 
 
 def test_a_source_of_settings_is_not_set_by_one():
-    with pytest.raises(Exception, match="f: sources: unknown setting; known: server, models"):
+    with pytest.raises(Exception, match=naming("f", "sources", "server", "models")):
         resolve([Layer("f", {"sources": {"server": {"http_port": "me"}}})])
 
 

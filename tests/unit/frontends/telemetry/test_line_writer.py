@@ -8,6 +8,7 @@ from loraplex.core.errors import ConfigError
 from loraplex.frontends.telemetry import line_writer
 from loraplex.frontends.telemetry.line_writer import LineWriter
 from support.eventually import eventually
+from support.naming import naming
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +91,7 @@ def test_standard_output(capfdbinary):
 
 
 def test_a_file_that_cannot_be(tmp_path):
-    with pytest.raises(ConfigError, match="cannot write access_log"):
+    with pytest.raises(ConfigError, match=naming("access_log", tmp_path / "no" / "log")):
         LineWriter(str(tmp_path / "no" / "log"))
 
 
