@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import os
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from loraplex.adapters.state_lock import StateLock
 from loraplex.adapters.store import AdapterStore
 from loraplex.core.adapter import AdapterRef, AdapterSource, ByName, LoraTarget
 from loraplex.core.errors import ConfigError
+from support.naming import naming
 
 MODELS = ("llama", "qwen")
 
@@ -89,7 +91,7 @@ def test_an_interrupted_copy_is_made_again(earlier: Path, monkeypatch: pytest.Mo
 
     with monkeypatch.context() as patch:
         patch.setattr(earlier_state, "_copy_database", interrupt)
-        with pytest.raises(ConfigError, match=r"cannot take over .* interrupted.*--state-dir"):
+        with pytest.raises(ConfigError, match=naming("interrupted", "--state-dir")):
             adopt_state(earlier, state_dir)
     adopt_state(earlier, state_dir)
     assert contents(state_dir, "llama") == ["second of llama", "first of llama"]
@@ -103,6 +105,6 @@ def test_no_earlier_state(tmp_path: Path) -> None:
 def test_an_earlier_version_that_still_runs(earlier: Path) -> None:
     with (
         contextlib.closing(StateLock.own(earlier)),
-        pytest.raises(ConfigError, match="in use by another server"),
+        pytest.raises(ConfigError, match=naming(earlier, os.getpid())),
     ):
         adopt_state(earlier, earlier / "models" / "llama")

@@ -5,6 +5,7 @@ import pytest
 from loraplex.adapters import fair_turns
 from loraplex.adapters.fair_turns import EXTRA_TENANTS, FairTurns
 from loraplex.core.errors import QueueFullError
+from support.naming import naming
 
 
 class Loads:
@@ -97,7 +98,7 @@ async def test_the_queue_of_a_tenant_has_a_limit(monkeypatch):
     monkeypatch.setattr(fair_turns, "MAX_WAITING", 2)
     loads = Loads(1)
     await loads.add("a1", "a2", "a3")
-    with pytest.raises(QueueFullError, match="2 adapters wait"):
+    with pytest.raises(QueueFullError, match=naming(2)):
         async with loads.turns.turn("a"):
             pass
     await loads.add("b1")

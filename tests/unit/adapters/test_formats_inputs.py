@@ -19,6 +19,7 @@ from loraplex.core.errors import (
     RequestError,
 )
 from loraplex.core.rank_limits import RankLimits
+from support.naming import naming
 
 
 def test_all_inputs_lead_to_one_adapter(staged, tmp_path, pair):
@@ -93,18 +94,21 @@ class TestWhatIsThere:
 
     def test_another_safetensors_file_is_detected_by_its_tensors(self, staged, tmp_path):
         save_file({f"t{i}": np.zeros(1, "f4") for i in range(9)}, tmp_path / "x.safetensors")
-        with pytest.raises(InvalidAdapterError, match=r"'t0', .* and 4 more tensors; supported"):
+        with pytest.raises(InvalidAdapterError, match=naming("t0", 4, "adapter_model.safetensors")):
             staged(tmp_path / "x.safetensors")
 
     def test_half_a_pair(self, staged, tmp_path, pair):
         folder = pair.write(tmp_path / "pair")
         os.unlink(folder / "model.lora_config.npy")
-        with pytest.raises(InvalidAdapterError, match=r"neither model.lora_config.npy nor model.l"):
+        with pytest.raises(
+            InvalidAdapterError,
+            match=naming("model.lora_config.npy", "model.lora_keys.npy", "model.lora_weights.npy"),
+        ):
             staged(folder)
 
     def test_errors_of_a_pair_name_its_folder_and_keep_their_sentence(self, staged, tmp_path, pair):
         folder = pair.write(tmp_path / "pair", config=pair.CONFIG + np.array([0, 9, 0], "<i4"))
-        with pytest.raises(AdapterMismatchError, match="pair: Expected layerId to be in the range"):
+        with pytest.raises(AdapterMismatchError, match=naming("pair", "layerId", 0, 9)):
             staged(folder)
 
 
@@ -129,7 +133,7 @@ class TestStagingAgain:
     def test_a_smaller_rank_gets_the_sentence_of_ranks(self, staged, tmp_path, pair):
         folder = pair.write(tmp_path / "pair")
         staged(folder)
-        with pytest.raises(AdapterTooLargeError, match=r"Invalid low_rank \(3\)\. low_rank must"):
+        with pytest.raises(AdapterTooLargeError, match=naming("low_rank", 3, 2)):
             staged(folder, limits=StagingLimits(max_ranks=RankLimits(2)))
 
 

@@ -217,6 +217,7 @@ class TestRefusals:
         values = np.pad(flat(a, b), (0, padding))
         with pytest.raises(InvalidAdapterError) as raised:
             read([values], [[GATE, 1, 2]])
+        # TensorRT-LLM's text.
         assert raised.value.message == (
             "lora_weights has to few values for moe_h_to_4h: row 0 of lora_config (module id 13, "
             "layer 1, rank 2) needs 3 experts x 2 x (8 + 6) = 84 and has 28, those of one expert. "
@@ -247,13 +248,13 @@ class TestRefusals:
     def test_values_that_are_no_numbers(self, place, matrix):
         values = flat(*stacked())
         values[place] = np.nan
-        with pytest.raises(InvalidAdapterError, match=f"^{matrix} in row 0 .*NaN or infinity"):
+        with pytest.raises(InvalidAdapterError, match=naming(matrix, 0, "NaN", 1)):
             read([values], [[GATE, 1, 2]])
 
     @pytest.mark.parametrize("fill", [0, 1])
     def test_nothing_but_zeros(self, fill):
         a, b = stacked()
-        with pytest.raises(InvalidAdapterError, match="changes nothing: every B"):
+        with pytest.raises(InvalidAdapterError, match=naming("lora_weights")):
             read([flat(a * fill, b * 0)], [[GATE, 1, 2]])
 
 
@@ -295,24 +296,25 @@ class TestExport:
         assert count_experts([]) == 0
         assert count_experts(rows) == 2
         assert count_experts([*rows, lora("router", 2)]) == E
+        # TensorRT-LLM's text.
         with pytest.raises(InvalidAdapterError, match="has to few values for moe_gate"):
             canonical_rows(*lora_tensors(rows, StorageType.FLOAT32), BASE, RankLimits(8))
         for more, number in (([lora("router", 2)], None), ([], E)):
             pair = lora_tensors([*rows, *more], StorageType.FLOAT32, number)
             assert digest(canonical_rows(*pair, BASE, RankLimits(8))) == digest([*rows, *more])
-        with pytest.raises(InvalidAdapterError, match="has 2 experts, the base model 1"):
+        with pytest.raises(InvalidAdapterError, match=naming(2, 1)):
             lora_tensors(rows, StorageType.FLOAT32, 1)
 
     def test_experts_of_different_sizes(self):
         other = dataclasses.replace(
             lora("experts.down_proj", 1, 1), module="experts.up_proj", origin="there"
         )
-        with pytest.raises(InvalidAdapterError, match=r"there has 6 inputs and 8 outputs; "):
+        with pytest.raises(InvalidAdapterError, match=naming("6 inputs and 8 outputs", "8 and 6")):
             lora_tensors([lora("experts.up_proj", 1, 0), other], StorageType.FLOAT32)
 
     def test_one_expert_twice(self):
         rows = [lora("experts.up_proj", 1, 0), lora("experts.up_proj", 1, 0)]
-        with pytest.raises(UnsupportedFeatureError, match="would both be moe_gate of layer 1"):
+        with pytest.raises(UnsupportedFeatureError, match=naming("moe_gate", 1)):
             lora_tensors(rows, StorageType.FLOAT32)
 
     @pytest.mark.parametrize(
@@ -336,7 +338,7 @@ class TestExport:
         row = dataclasses.replace(
             lora("shared_expert_gate"), module="shared_expert.gate_up_proj", origin="there"
         )
-        with pytest.raises(InvalidAdapterError, match="there has 1 outputs: its two halves"):
+        with pytest.raises(InvalidAdapterError, match=naming("there", 1)):
             lora_tensors([row], StorageType.FLOAT32)
 
 

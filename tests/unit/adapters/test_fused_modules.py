@@ -106,7 +106,7 @@ def test_dora_needs_all_parts() -> None:
     (row,) = fit_modules(magnitudes, FUSED)
     expected = np.concatenate([each.tensors["magnitude"].array() for each in magnitudes])
     np.testing.assert_array_equal(row.tensors["magnitude"].array(), expected)
-    with pytest.raises(UnsupportedFeatureError, match="v_proj of its layer has none"):
+    with pytest.raises(UnsupportedFeatureError, match=naming("v_proj", "q_proj")):
         fit_modules(magnitudes[:2], FUSED)
 
 
@@ -115,7 +115,12 @@ def test_what_does_not_fit_is_named() -> None:
         fit_modules([lora("qkv_proj", 15, 2)], SEPARATE)
     with pytest.raises(AdapterMismatchError, match=naming(5, 6, "q_proj")):
         fit_modules([lora("q_proj", 5, 2)], FUSED)
-    with pytest.raises(AdapterMismatchError, match=r"qkv_proj and .*q_proj change the same"):
+    with pytest.raises(
+        AdapterMismatchError,
+        match=naming(
+            "qkv_proj", "model.layers.1.self_attn.q_proj", "model.layers.1.self_attn.qkv_proj"
+        ),
+    ):
         fit_modules([lora("qkv_proj", 14, 2), lora("q_proj", 6, 2)], FUSED)
 
 
@@ -203,10 +208,12 @@ def test_the_nearest_names_are_reported() -> None:
         2, {"query_key_value": (HIDDEN, 14)}, paths={"query_key_value": "h.{}.attn.query_key_value"}
     )
     row = lora("query_key_values", 14, 2)
-    with pytest.raises(AdapterMismatchError, match=r"the nearest: h\.1\.attn\.query_key_value"):
+    with pytest.raises(
+        AdapterMismatchError, match=naming("h.1.attn.query_key_value", "query_key_values")
+    ):
         check_shapes([_at(row, "h.1.attn.query_key_values")], shapes, max_ranks=RankLimits(8))
     row = lora("query_key_value", 14, 2)
-    with pytest.raises(AdapterMismatchError, match="belongs to module 'query_key_value'"):
+    with pytest.raises(AdapterMismatchError, match=naming("query_key_value")):
         check_shapes([_at(row, "h.1.mlp.query_key_value")], shapes, max_ranks=RankLimits(8))
     check_shapes(
         [_at(row, "transformer.h.1.attn.query_key_value")], shapes, max_ranks=RankLimits(8)

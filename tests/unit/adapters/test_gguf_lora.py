@@ -104,7 +104,7 @@ def test_float32_is_the_very_same_adapter(
 def test_a_scale_that_overflows_is_refused(
     alpha: float, staged: Stage, write: Callable[..., Path]
 ) -> None:
-    with pytest.raises(InvalidAdapterError, match="of an input of 1"):
+    with pytest.raises(InvalidAdapterError, match=naming(1, "bfloat16", "model.embed_tokens")):
         staged(write(adapter__lora__alpha=alpha), pool_dtype="bfloat16")
 
 
@@ -383,7 +383,7 @@ def test_tensors_that_share_bytes_are_refused(staged: Stage, tmp_path: Path) -> 
     tensors = {f"blk.{n}.attn_q.weight.lora_a": (*A[:2], b"" if n < 8 else A[2]) for n in range(9)}
     path = tmp_path / "shared.gguf"
     path.write_bytes(gguf_bytes(FIELDS, tensors))
-    with pytest.raises(InvalidAdapterError, match="its tensors overlap"):
+    with pytest.raises(InvalidAdapterError, match=naming("shared.gguf")):
         staged(path)
 
 

@@ -9,6 +9,7 @@ import pytest
 from loraplex.adapters.formats.patterns import Matcher
 from loraplex.adapters.formats.peft_config import PeftConfig, parse_config
 from loraplex.core.errors import InvalidAdapterError
+from support.naming import naming
 
 PATH = "model.layers.0.self_attn.q_proj"
 HOSTILE = r"(\w+\.?)+!"
@@ -33,7 +34,7 @@ def without_collector():
 )
 def test_a_pattern_that_backtracks_for_ever_is_refused(pattern):
     matcher = Matcher(seconds=0.05)
-    with pytest.raises(InvalidAdapterError, match=r"0\.05 s of CPU time.*nested repeats"):
+    with pytest.raises(InvalidAdapterError, match=naming(0.05, "CPU")):
         matcher.fullmatch(pattern, PATH * 3)
 
 
@@ -41,7 +42,7 @@ def test_the_time_is_that_of_all_patterns_together():
     matcher = Matcher(seconds=0.05)
     with pytest.raises(InvalidAdapterError):
         matcher.match(HOSTILE, PATH)
-    with pytest.raises(InvalidAdapterError, match="CPU time"):
+    with pytest.raises(InvalidAdapterError, match=naming("CPU", 0.05, "(\\\\w+\\\\.?)+!")):
         matcher.match("model", PATH)
 
 
@@ -74,7 +75,7 @@ def test_a_block_of_matches_is_limited_as_a_whole():
 
 
 def test_a_pattern_that_takes_long_to_compile_is_refused(without_collector):
-    with pytest.raises(InvalidAdapterError, match="CPU time"):
+    with pytest.raises(InvalidAdapterError, match=naming("CPU", 0.05, "c...a")):
         Matcher(seconds=0.05).compile("(a|b?c)" * 100_000)
 
 
@@ -114,5 +115,5 @@ def test_every_pattern_of_a_config_is_limited(values, monkeypatch):
     monkeypatch.setattr("loraplex.adapters.formats.patterns.MATCHING_SECONDS", 0.05)
     config = parse_config(msgspec.json.encode({"peft_type": "LORA"} | values))
     path = f"{PATH}.{PATH}.{PATH}"
-    with pytest.raises(InvalidAdapterError, match="CPU time"):
+    with pytest.raises(InvalidAdapterError, match=naming("CPU", 0.05)):
         config.settings_of(path)

@@ -16,6 +16,7 @@ import time
 import types
 from pathlib import Path
 from typing import ClassVar
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -37,7 +38,7 @@ from loraplex.core.errors import (
     UnsupportedFeatureError,
 )
 from loraplex.core.rank_limits import RankLimits
-from support.naming import naming
+from support.naming import naming, refused
 
 LOCAL = SourcePolicy(allow_private_addresses=True)
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -174,7 +175,7 @@ class TestAFile:
             assert local_path(f"{url}{right}", LOCAL, state)
 
     def test_it_is_not_there(self, web, state):
-        with pytest.raises(InvalidAdapterError, match=r"there is no http.*/none\.safetensors"):
+        with refused(InvalidAdapterError, f"{web.url}/none.safetensors", param="path"):
             local_path(f"{web.url}/none.safetensors", LOCAL, state)
 
     def test_hostile_names_stay_names(self, web, state, tmp_path):
@@ -230,7 +231,7 @@ class TestTooMuch:
 
     def test_compressed_responses_are_not_taken(self, web, state):
         web.pages["/zh.safetensors"] = lambda h: h.response(200, b"x", Content_Encoding="gzip")
-        with pytest.raises(InvalidAdapterError, match="comes as gzip"):
+        with pytest.raises(InvalidAdapterError, match=naming("gzip")):
             local_path(f"{web.url}/zh.safetensors", self.small, state)
 
 
@@ -250,19 +251,19 @@ class TestTrouble:
         assert path.read_bytes() == b"whole"
 
     @pytest.mark.parametrize(
-        ("page", "reason"),
+        ("page", "reason"),  # httpx's text, but for the first
         [
             (lambda h: h.response(502), "responds 502 Bad Gateway"),
             (
                 lambda h: h.response(200, b"half", Content_Length=8),
-                r"without sending complete message body \(received 4 bytes, expected 8\)",
+                "without sending complete message body (received 4 bytes, expected 8)",
             ),
             (lambda h: h.wfile.write(b"HTTP/1.1 what\r\n\r\n"), "what"),
             (lambda h: None, "without sending a response"),
         ],
     )
     def test_what_does_not(self, web, state, page, reason):
-        with pytest.raises(AdapterLoadError, match=f"{reason}.*try again later") as caught:
+        with pytest.raises(AdapterLoadError, match=naming(reason, "try again later")) as caught:
             self.fetch(web, state, page)
         assert len(web.requests) == 4
         assert "secret" not in caught.value.message
@@ -276,7 +277,7 @@ class TestTrouble:
             handler.wfile.write(b"64\r\nabc")
             handler.close_connection = True
 
-        with pytest.raises(AdapterLoadError, match="try again"):
+        with pytest.raises(AdapterLoadError, match=naming(f"{web.url}/zh.safetensors")):
             self.fetch(web, state, page)
 
     @pytest.mark.parametrize("status", [400, 401, 403, 500 - 59, 206])
@@ -295,10 +296,11 @@ class TestTrouble:
                     time.sleep(0.05)
 
         policy = SourcePolicy(allow_private_addresses=True, max_seconds=0.3)
-        with pytest.raises(AdapterLoadError, match=r"did not arrive within 0\.3 s"):
+        with pytest.raises(AdapterLoadError, match=naming(0.3)):
             self.fetch(web, state, page, policy)
 
     def test_no_server_listens(self, web, state):
+        # The system's text.
         with pytest.raises(AdapterLoadError, match="Connection refused"):
             local_path("http://127.0.0.1:9/zh.safetensors", LOCAL, state)
 
@@ -335,7 +337,7 @@ class TestWhere:
     )
     def test_a_redirect_to_an_address_that_is_not_public(self, web, state, there):
         web.pages["/zh.safetensors"] = redirect_to(there)
-        with pytest.raises(PermissionDeniedError, match="not a public address"):
+        with refused(PermissionDeniedError, urlsplit(there).hostname, param="path"):
             local_path(f"{web.url}/zh.safetensors", LOCAL, state)
 
     def test_a_redirect_to_a_host_that_is_not_allowed(self, web, state):
@@ -349,17 +351,17 @@ class TestWhere:
     )
     def test_a_redirect_to_no_address(self, web, state, there):
         web.pages["/zh.safetensors"] = redirect_to(there)
-        with pytest.raises(InvalidAdapterError, match="leads to no address") as caught:
+        with refused(InvalidAdapterError, f"{web.url}/zh.safetensors", param="path") as caught:
             local_path(f"{web.url}/zh.safetensors", LOCAL, state)
         assert "secret" not in caught.value.message
 
     def test_redirects_without_end(self, web, state):
         web.pages["/zh.safetensors"] = redirect_to("/zh.safetensors")
-        with pytest.raises(InvalidAdapterError, match="more than 5 redirects"):
+        with pytest.raises(InvalidAdapterError, match=naming(5)):
             local_path(f"{web.url}/zh.safetensors", LOCAL, state)
 
     def test_https_does_not_become_http(self):
-        with pytest.raises(PermissionDeniedError, match="from https to http"):
+        with refused(PermissionDeniedError, "https://h/a", param="path"):
             sources_http._next_url("https://h/a", "http://h/a")
 
 
@@ -395,7 +397,7 @@ class TestTls:
 
     def test_another_name_is_refused_at_once(self, secure_web, state):
         url = f"https://dogs.example.org:{secure_web.server_address[1]}/zh.safetensors"
-        with pytest.raises(InvalidAdapterError, match=r"Hostname mismatch.*dogs\.example\.org"):
+        with pytest.raises(InvalidAdapterError, match=naming("dogs.example.org")):
             local_path(url, LOCAL, state)
         assert secure_web.requests == []
 
@@ -411,14 +413,14 @@ class TestProxies:
     @pytest.mark.parametrize("host", ["localhost", "127.1", "10.0.0.1", "[::1]", "minio"])
     def test_it_gets_none_of_a_private_host(self, web, state, monkeypatch, host):
         monkeypatch.setenv("all_proxy", web.url)
-        with pytest.raises(PermissionDeniedError, match=r"not (a|the name of a) public"):
+        with refused(PermissionDeniedError, "public", param="path"):
             local_path(f"http://{host}/zh.safetensors", SourcePolicy(), state)
         assert web.requests == []
 
     def test_a_redirect_through_it_is_checked(self, web, state, monkeypatch):
         monkeypatch.setenv("http_proxy", web.url)
         web.pages["http://example.org/zh.safetensors"] = redirect_to("http://169.254.169.254/x")
-        with pytest.raises(PermissionDeniedError, match="not a public address"):
+        with refused(PermissionDeniedError, "169.254.169.254", param="path"):
             local_path("http://example.org/zh.safetensors", LOCAL, state)
 
     def test_hosts_beyond_it_are_checked_by_address(self, web, state, monkeypatch):
@@ -426,12 +428,12 @@ class TestProxies:
         monkeypatch.setenv("no_proxy", "127.0.0.1")
         web.pages["/zh.safetensors"] = b"x"
         assert local_path(f"{web.url}/zh.safetensors", LOCAL, state).read_bytes() == b"x"
-        with pytest.raises(PermissionDeniedError, match="not a public address"):
+        with refused(PermissionDeniedError, "127.0.0.1", "allow_private_addresses", param="path"):
             local_path(f"{web.url}/zh.safetensors", SourcePolicy(), state)
 
     def test_one_that_cannot_be_used(self, state, monkeypatch):
         monkeypatch.setenv("http_proxy", "carrier-pigeon://10.0.0.1")
-        with pytest.raises(AdapterLoadError, match="proxy cannot be used"):
+        with pytest.raises(AdapterLoadError, match=naming("carrier-pigeon://10.0.0.1")):
             local_path("http://example.org/zh.safetensors", SourcePolicy(), state)
 
 
@@ -477,11 +479,17 @@ class TestAFolder:
 
     def test_half_of_one(self, web, state):
         web.pages[f"/zh/{CONFIG}"] = b"{}"
-        with pytest.raises(InvalidAdapterError, match=r"neither adapter_model\.safetensors nor"):
+        with refused(
+            InvalidAdapterError,
+            "adapter_model.safetensors",
+            "adapter_model.bin",
+            "adapters.safetensors",
+            param="path",
+        ):
             local_path(f"{web.url}/zh", LOCAL, state)
 
     def test_none(self, web, state):
-        with pytest.raises(InvalidAdapterError, match="holds no adapter"):
+        with refused(InvalidAdapterError, "model.lora_weights.npy", param="path"):
             local_path(f"{web.url}/zh", LOCAL, state)
 
     def test_one_file_of_two_changes(self, web, state):
@@ -572,13 +580,16 @@ class TestTheHub:
             return lambda h: h.response(302, Location="/blob", X_Linked_Etag=f'"{sha256}"')
 
         hub.pages[target] = page("0" * 64)
-        with pytest.raises(AdapterLoadError, match="that of the hub 0000"):
+        with pytest.raises(
+            AdapterLoadError,
+            match=naming("0" * 64),
+        ):
             local_path("hf://owner/name", LOCAL, state)
         hub.pages[target] = page(hashlib.sha256(b"weights").hexdigest())
         assert local_path("hf://owner/name", LOCAL, state)
 
     def test_a_repository_that_is_not_there(self, hub, state):
-        with pytest.raises(InvalidAdapterError, match="no repository owner/none with the revision"):
+        with refused(InvalidAdapterError, "owner/none", param="path"):
             local_path("hf://owner/none", LOCAL, state)
 
     def test_an_invalid_response(self, hub, state):
@@ -637,7 +648,9 @@ class TestObjectStores:
             local_path("s3://ours/v1.2.safetensors", SourcePolicy(max_bytes=99), state)
         with pytest.raises(PermissionDeniedError, match="s3://ours"):
             local_path("s3://ours/v1.2.safetensors", SourcePolicy(hosts=("s3://o",)), state)
-        with pytest.raises(InvalidAdapterError, match="there is no s3://ours/none"):
+        with refused(
+            InvalidAdapterError, "s3://ours/none", "s3://ours/none.safetensors", param="path"
+        ):
             local_path("s3://ours/none.safetensors", LOCAL, state)
 
     @pytest.mark.parametrize(
@@ -662,7 +675,7 @@ class TestObjectStores:
             raise ImportError("Install s3fs")
 
         monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
-        with pytest.raises(UnsupportedFeatureError, match=r"pip install 'loraplex\[remote\]'"):
+        with refused(UnsupportedFeatureError, "loraplex[remote]", "s3fs", param="path"):
             local_path("s3://ours/zh", LOCAL, state)
 
 
@@ -705,13 +718,14 @@ class TestSlowHosts:
                 ended.set()
 
         web.pages["/zh.safetensors"] = trickle
-        with pytest.raises(AdapterLoadError, match="cannot be fetched now"):
+        with pytest.raises(AdapterLoadError, match=naming(f"{web.url}/zh.safetensors")):
             local_path(f"{web.url}/zh.safetensors", LOCAL, state)
         assert ended.wait(60)
 
 
 def test_a_full_disk_is_an_error_of_its_own_and_not_tried_again():
     allowance = Allowance(SourcePolicy(), "it")
+    # The system's text.
     with pytest.raises(StorageFullError, match="No space left on device"):
         write_stream([bytes(1 << 20)], Path("/dev/full"), allowance, None)
 
@@ -722,6 +736,7 @@ def test_files_without_their_note_do_not_stay_on_a_full_disk(web, state, monkeyp
 
     web.pages["/zh.safetensors"] = b"weights"
     monkeypatch.setattr(sources_fetch, "write_atomically", no_space)
+    # The system's text.
     with pytest.raises(StorageFullError, match="No space left"):
         local_path(f"{web.url}/zh.safetensors", LOCAL, state)
     assert not [path for path in state.rglob("*") if path.is_file()]

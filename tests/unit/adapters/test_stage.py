@@ -1,5 +1,6 @@
 import errno
 import os
+import re
 import subprocess
 import sys
 
@@ -165,7 +166,9 @@ class TestStagingAgain:
         other = BaseShapes(shapes.num_layers, shapes.modules | {"q_proj": (9, 12)})
         with pytest.raises(AdapterMismatchError, match="q_proj"):
             staged(folder, shapes=other)
-        with pytest.raises(AdapterTooLargeError, match="up to 1"):
+        with pytest.raises(
+            AdapterTooLargeError, match=naming(1, "model.layers.0.mlp.down_proj", "max_lora_rank")
+        ):
             staged(folder, limits=StagingLimits(max_ranks=RankLimits(1)))
 
 
@@ -305,15 +308,15 @@ class TestWhereFilesAre:
     @pytest.mark.parametrize(
         ("remove", "named"),
         [
-            (("adapter_config.json",), "no adapter_config.json"),
-            (("adapter_model.safetensors",), "neither adapter_model.safetensors"),
+            (("adapter_config.json",), ("adapter_config.json",)),
+            (("adapter_model.safetensors",), ("adapter_model.safetensors", "adapter_model.bin")),
         ],
     )
     def test_a_file_that_is_missing_is_named(self, staged, peft_folder, remove, named):
         folder = peft_folder().write()
         for name in remove:
             os.unlink(folder / name)
-        with pytest.raises(InvalidAdapterError, match=named):
+        with pytest.raises(InvalidAdapterError, match=naming(*named)):
             staged(folder)
 
     @pytest.mark.parametrize("path", ["", "\0", "/does/not/exist", "x" * 5000])
@@ -357,13 +360,13 @@ class TestRefusals:
             return tensors
 
         monkeypatch.setattr(PeftFolder, "read_tensors", read_and_touch)
-        with pytest.raises(InvalidAdapterError, match="changed while it was read"):
+        with pytest.raises(InvalidAdapterError, match=naming("changed")):
             staged(folder)
         assert files_in(tmp_path / "state" / "seen") == []
 
     def test_the_file_size_is_limited(self, staged, peft_folder):
         limits = StagingLimits(max_file_bytes=100)
-        with pytest.raises(AdapterTooLargeError, match="at most 100"):
+        with pytest.raises(AdapterTooLargeError, match=naming(100)):
             staged(peft_folder().write(), limits=limits)
 
 
@@ -385,7 +388,9 @@ def test_tensors_of_a_vision_tower_are_left_out_and_reported_at_each_load(peft_f
 def test_the_folder_of_a_training_run(staged, peft_folder, tmp_path):
     for step in (500, 1000):
         peft_folder(f"run/checkpoint-{step}").write()
-    with pytest.raises(InvalidAdapterError, match=r"its folder checkpoint-1000 does.* 1 other "):
+    with pytest.raises(
+        InvalidAdapterError, match=naming("checkpoint-1000", 1, "adapter_model.safetensors")
+    ):
         staged(tmp_path / "run")
 
 
@@ -397,10 +402,7 @@ def test_a_shape_of_another_base_model(staged, peft_folder):
     with pytest.raises(AdapterMismatchError) as caught:
         staged(folder.write(), base_model="qwen")
     message = caught.value.message
-    assert message.startswith(
-        "the adapter belongs to another base model: trained on 'meta/Llama-2'; this server runs "
-        "'qwen' ("
-    )
+    assert re.search(naming("meta/Llama-2", "qwen"), message)
     assert "99" in message
 
 
@@ -410,7 +412,7 @@ class TestMagnitudes:
     @pytest.fixture
     def is_refused(self, staged):
         def check(path, **fields):
-            with pytest.raises(InvalidAdapterError, match=r"makes up to .* of an input of 1"):
+            with pytest.raises(InvalidAdapterError, match=naming(1, "float32")):
                 staged(path, pool_dtype="float32", **fields)
 
         return check

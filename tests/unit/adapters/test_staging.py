@@ -5,6 +5,7 @@ import functools
 import gc
 import logging
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -105,7 +106,7 @@ class TestTheRealWorker:
         folder = str(peft_folder(rank=4).write())
         with pytest.raises(InvalidAdapterError, match="Unicode"):
             await worker.stage("\ud800", shapes=shapes, max_ranks=RankLimits(8))
-        with pytest.raises(InvalidAdapterError, match="cannot open"):
+        with pytest.raises(InvalidAdapterError, match=naming("none")):
             await worker.stage(str(tmp_path / "none"), shapes=shapes, max_ranks=RankLimits(8))
         with pytest.raises(AdapterTooLargeError, match="max_lora_rank"):
             await worker.stage(folder, shapes=shapes, max_ranks=RankLimits(2))
@@ -205,14 +206,14 @@ class TestMisbehaviour:
             f"import sys, time; sys.stdout.buffer.write({reply!r}); sys.stdout.flush(); "
             "sys.stdin.buffer.read()"
         )
-        with pytest.raises(AdapterLoadError, match="an unreadable reply"):
+        with pytest.raises(AdapterLoadError, match=naming("reply")):
             await self.stage(tmp_path, shapes, code)
 
     @pytest.mark.skipif(sys.platform != "linux", reason="finds stopped processes in /proc")
     async def test_workers_that_are_stopped_again_are_a_retryable_error(self, tmp_path, shapes):
         stopping = python("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)")
         worker = StagingWorker(tmp_path, command=stopping)
-        with pytest.raises(AdapterLoadError, match=r"stopped by a signal.*please try again"):
+        with pytest.raises(AdapterLoadError, match=naming("x", "signal")):
             await worker.stage("x", shapes=shapes, max_ranks=RankLimits(8))
         assert not worker._local.processes
         await worker.close()
@@ -237,12 +238,12 @@ class TestMisbehaviour:
 
     async def test_workers_that_are_killed_again_are_a_retryable_error(self, tmp_path, shapes):
         code = "import os, signal, sys; sys.stdin.buffer.read(8); os.kill(os.getpid(), 9)"
-        with pytest.raises(AdapterLoadError, match=r"killed by SIGKILL.*: please try again"):
+        with pytest.raises(AdapterLoadError, match=naming("SIGKILL")):
             await self.stage(tmp_path, shapes, code)
 
     async def test_a_hang_ends_at_the_time_limit(self, tmp_path, shapes):
         code = "import time; time.sleep(60)"
-        with pytest.raises(AdapterLoadError, match=r"longer than 0\.05 s"):
+        with pytest.raises(AdapterLoadError, match=naming(0.05)):
             await self.stage(tmp_path, shapes, code, timeout_seconds=0.05)
 
     async def test_a_command_that_does_not_exist(self, tmp_path, shapes):
@@ -406,7 +407,7 @@ class TestTenantsShareTheWorkers:
         await stuck.close()
         errors = await asyncio.gather(*tasks, return_exceptions=True)
         assert {type(error) for error in errors} == {AdapterLoadError}
-        assert "the server stops" in errors[2].message
+        assert re.search(naming("/one/2"), errors[2].message)
         assert len(list(stuck.file.parent.glob("*.stuck"))) == 2
 
     async def test_tensors_of_a_request_wait_for_no_download(self, stuck, shapes, tmp_path):

@@ -1,3 +1,5 @@
+import re
+
 import msgspec
 import pytest
 
@@ -16,7 +18,7 @@ from loraplex.core.errors import (
     AdapterNotFoundError,
     InvalidParameterError,
 )
-from support.naming import naming
+from support.naming import naming, refused
 
 
 def staged(digest="d1", ranks=(2, 4), warnings=()) -> StagedAdapter:
@@ -76,7 +78,7 @@ def test_tenants_and_models_do_not_see_each_other(store):
     for ref in (by_name("cats", tenant="u"), by_name("cats", model="n"), by_task(1, tenant="u")):
         with pytest.raises(AdapterNotFoundError) as caught:
             store.resolve(ref)
-        assert "no adapter is registered" in caught.value.message
+        assert re.search(naming("no adapter"), caught.value.message)
     with pytest.raises(AdapterNotFoundError):
         store.resolve(AdapterRef("m", "u", ByDigest("d1")))
     add(store, "cats", staged("other"), tenant="u", task_id=1)
@@ -94,7 +96,7 @@ def test_finding_raises_no_error(store):
 class TestReplacing:
     def test_a_taken_name_is_refused_if_not_replaced(self, store):
         first = add(store, "cats", staged("d1"), task_id=7)
-        with pytest.raises(AdapterExistsError, match="'cats' already exists"):
+        with refused(AdapterExistsError, "cats", "d1", param="name"):
             add(store, "cats", staged("d2"))
         assert store.resolve(by_name("cats")) == first
         second = add(store, "cats", staged("d2"), replace=True)
@@ -114,7 +116,7 @@ class TestReplacing:
         add(store, "cats", task_id=7)
         add(store, "dogs")
         for replace in (False, True):
-            with pytest.raises(AdapterExistsError, match="task 7 already is adapter 'cats'"):
+            with refused(AdapterExistsError, 7, "cats", param="task_id"):
                 add(store, "dogs" if replace else "cows", task_id=7, replace=replace)
         assert store.resolve(by_name("dogs")).number == 1
 
@@ -179,7 +181,7 @@ class TestRollingBack:
         assert (back.number, back.digest, back.restored, back.task_id) == (4, "d2", 2, 7)
         assert store.resolve(by_name("cats")) == back
         assert store.rollback(by_name("cats")).digest == "d1"
-        with pytest.raises(AdapterNotFoundError, match="no version before 1"):
+        with pytest.raises(AdapterNotFoundError, match=naming(1, "cats")):
             store.rollback(by_name("cats"))
         assert numbers(store) == [5, 4, 3, 2, 1]
 
@@ -198,7 +200,7 @@ class TestRollingBack:
         assert store.rollback(by_name("cats"), 3).digest == "d3"
         present = store.rollback(by_name("cats"), 3)
         assert (present.number, numbers(store)) == (5, [5, 4, 3, 2, 1])
-        with pytest.raises(AdapterNotFoundError, match="no version 9; kept: 5, 4, 3, 2, 1"):
+        with refused(AdapterNotFoundError, "cats", 9, "5, 4, 3, 2, 1", param="version"):
             store.rollback(by_name("cats"), 9)
 
     def test_a_new_version_has_the_source_of_the_old_one(self, store):
@@ -242,7 +244,7 @@ class TestPinning:
         second = add(store, "cats", staged("d2"), replace=True)
         store.pin(by_name("cats"), 1)
         assert store.resolve(by_name("cats")) == second
-        with pytest.raises(AdapterNotFoundError, match="no version 3"):
+        with refused(AdapterNotFoundError, "cats", 3, "2, 1", param="version"):
             store.pin(by_name("cats"), 3)
 
 
@@ -273,7 +275,7 @@ class TestAliases:
         green = add(store, "green", staged("d2"))
         store.alias(by_name("blue"), "live")
         store.alias(by_name("blue"), "live")
-        with pytest.raises(AdapterExistsError, match="already is an alias of adapter 'blue'"):
+        with refused(AdapterExistsError, "blue", "live", param="alias"):
             store.alias(by_name("green"), "live")
         store.alias(by_name("green"), "live", replace=True)
         assert store.resolve(by_name("live")) == green
@@ -283,9 +285,9 @@ class TestAliases:
         add(store, "dogs", staged("d2"))
         store.alias(by_name("cats"), "pets")
         for replace in (False, True):
-            with pytest.raises(AdapterExistsError, match="'dogs' is the name of an adapter"):
+            with refused(AdapterExistsError, "dogs", param="alias"):
                 store.alias(by_name("cats"), "dogs", replace=replace)
-            with pytest.raises(AdapterExistsError, match="'pets' is an alias of adapter 'cats'"):
+            with refused(AdapterExistsError, "pets", "cats", param="name"):
                 add(store, "pets", replace=replace)
         with pytest.raises(InvalidParameterError):
             store.alias(by_name("cats"), "a\nb")
@@ -293,7 +295,7 @@ class TestAliases:
     def test_are_listed_when_a_name_is_unknown(self, store):
         add(store, "cats")
         store.alias(by_name("cats"), "pets")
-        with pytest.raises(AdapterNotFoundError, match=r"known adapters: 'pets', 'cats'$"):
+        with refused(AdapterNotFoundError, "petz", "'pets', 'cats'", param="adapter"):
             store.resolve(by_name("petz"))
 
 
@@ -369,9 +371,8 @@ class TestNotFound:
             add(store, name)
         with pytest.raises(AdapterNotFoundError) as caught:
             store.resolve(by_name("capitels"))
-        assert caught.value.message == (
-            "adapter 'capitels' not found for model 'm'; "
-            "known adapters: 'capitals', 'cats', 'zebras'"
+        assert re.search(
+            naming("capitels", "m", "'capitals', 'cats', 'zebras'"), caught.value.message
         )
 
     def test_many_names_are_cut_off(self, store):

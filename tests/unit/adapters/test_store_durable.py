@@ -250,7 +250,7 @@ class TestMissingFiles:
     def test_a_file_that_went_before_it_was_registered(self, store, state_dir):
         adapter = staged(state_dir, "one")
         canonical_path(state_dir, adapter.source.digest).unlink()
-        with pytest.raises(AdapterLoadError, match="load it again"):
+        with pytest.raises(AdapterLoadError, match=naming("cats", "/cats")):
             store.register("m", "t", "cats", adapter, path="/cats")
         assert store.list("t") == []
 
@@ -344,7 +344,7 @@ class TestOneServer:
         store.close()
         other = sqlite3.connect(state_dir / "adapters.sqlite3", timeout=0)
         other.execute("BEGIN IMMEDIATE")
-        with pytest.raises(ConfigError, match=r"adapters\.sqlite3: database is locked"):
+        with pytest.raises(ConfigError, match=naming("adapters.sqlite3")):
             AdapterStore.open(state_dir)
         other.close()
         AdapterStore.open(state_dir).close()
@@ -354,9 +354,9 @@ class TestOneServer:
         store.close()
         store.close()
         assert store.resolve(by_name("cats")) == version
-        with pytest.raises(InternalError, match=r"adapters\.sqlite3 cannot be written"):
+        with pytest.raises(InternalError, match=naming("adapters.sqlite3")):
             store.remove(by_name("cats"))
-        with pytest.raises(InternalError, match=r"adapters\.sqlite3 cannot be read"):
+        with pytest.raises(InternalError, match=naming("adapters.sqlite3")):
             store.history(by_name("cats"))
         assert store.resolve(by_name("cats")) == version
 
@@ -374,7 +374,7 @@ class TestBrokenDatabases:
         state_dir.mkdir()
         (state_dir / "adapters.sqlite3").write_text("hello, this is not SQLite" * 100)
         for _ in range(2):  # the first pass released the lock
-            with pytest.raises(ConfigError, match="not a database; move it away"):
+            with pytest.raises(ConfigError, match=naming("adapters.sqlite3")):
                 AdapterStore.open(state_dir)
 
     def test_rows_that_cannot_be_read(self, store, state_dir):
@@ -383,17 +383,17 @@ class TestBrokenDatabases:
         with sqlite3.connect(state_dir / "adapters.sqlite3") as other:
             other.execute("UPDATE versions SET staged = '{}'")
         other.close()
-        with pytest.raises(ConfigError, match="missing required field"):
+        with pytest.raises(ConfigError, match=naming("source")):
             AdapterStore.open(state_dir)
 
     def test_a_state_directory_that_cannot_be_made(self, tmp_path):
         (tmp_path / "file").write_text("")
-        with pytest.raises(ConfigError, match="cannot use the state directory"):
+        with pytest.raises(ConfigError, match=naming("state")):
             AdapterStore.open(tmp_path / "file" / "state")
 
     def test_a_folder_in_its_place(self, state_dir):
         (state_dir / "adapters.sqlite3").mkdir(parents=True)
-        with pytest.raises(ConfigError, match="cannot open the adapter store"):
+        with pytest.raises(ConfigError, match=naming("adapters.sqlite3")):
             AdapterStore.open(state_dir)
 
 
@@ -443,9 +443,9 @@ class TestAStateDirectoryThatIsGone:
         if is_made_again:
             AdapterStore.open(state_dir).close()
         new = staged(state_dir, "new")
-        with pytest.raises(StorageUnavailableError, match=r"replaced.*restart the server"):
+        with pytest.raises(StorageUnavailableError, match=naming("adapters.sqlite3")):
             store.register("base", "t", "new", new, path="/new")
-        with pytest.raises(StorageUnavailableError, match="deleted or replaced"):
+        with pytest.raises(StorageUnavailableError, match=naming("adapters.sqlite3")):
             store.remove(AdapterRef("base", "t", ByName("old")))
         assert [version.name for version in store.list("t")] == ["old"]
 
@@ -457,7 +457,7 @@ class TestAStateDirectoryThatIsGone:
             shutil.rmtree(state_dir)
 
         monkeypatch.setattr(AdapterDatabase, "put", put_and_lose)
-        with pytest.raises(StorageUnavailableError, match="deleted or replaced"):
+        with pytest.raises(StorageUnavailableError, match=naming("adapters.sqlite3")):
             store.register("base", "t", "new", staged(state_dir, "new"), path="/new")
         assert store.list("t") == []
 
@@ -489,7 +489,7 @@ class TestAStateDirectoryThatIsGone:
 
     def test_the_log_alone_is_enough(self, store, state_dir):
         (state_dir / "adapters.sqlite3-wal").unlink()
-        with pytest.raises(StorageUnavailableError, match="deleted or replaced"):
+        with pytest.raises(StorageUnavailableError, match=naming("adapters.sqlite3")):
             store.register("base", "t", "new", staged(state_dir, "new"), path="/new")
 
 

@@ -6,6 +6,7 @@ import torch
 
 from loraplex.adapters.formats.torch_bin import read_torch_file
 from loraplex.core.errors import AdapterTooLargeError, InvalidAdapterError
+from support.naming import naming
 
 LIMITS = {"max_file_bytes": 1 << 20, "max_tensors": 10}
 
@@ -42,7 +43,7 @@ class Payload:
 def test_pickled_objects_are_refused_and_not_run(tmp_path, capsys, is_zip):
     state = {"a": torch.ones(1), "b": Payload()}
     torch.save(state, tmp_path / "x.bin", _use_new_zipfile_serialization=is_zip)
-    with pytest.raises(InvalidAdapterError, match="never loaded"):
+    with pytest.raises(InvalidAdapterError, match=naming("x.bin", "pickled")):
         read_torch_file(tmp_path / "x.bin", **LIMITS)
     assert "payload" not in capsys.readouterr().out
 
@@ -50,15 +51,15 @@ def test_pickled_objects_are_refused_and_not_run(tmp_path, capsys, is_zip):
 @pytest.mark.parametrize(
     ("state", "named"),
     [
-        (torch.ones(2), "not hold a state dict"),
-        ({1: torch.ones(2)}, "not hold a state dict"),
-        ({"a": [1, 2]}, "'a'"),
-        ({"a": torch.ones(2, 2).to_sparse()}, "'a'"),
+        (torch.ones(2), ("x.bin",)),
+        ({1: torch.ones(2)}, ("x.bin",)),
+        ({"a": [1, 2]}, ("a",)),
+        ({"a": torch.ones(2, 2).to_sparse()}, ("a",)),
     ],
 )
 def test_other_contents_are_refused(tmp_path, state, named):
     torch.save(state, tmp_path / "x.bin")
-    with pytest.raises(InvalidAdapterError, match=named):
+    with pytest.raises(InvalidAdapterError, match=naming(*named)):
         read_torch_file(tmp_path / "x.bin", **LIMITS)
 
 
@@ -81,7 +82,7 @@ def test_limits(tmp_path):
     torch.save({str(i): torch.ones(1) for i in range(11)}, tmp_path / "x.bin")
     with pytest.raises(AdapterTooLargeError, match="11 tensors"):
         read_torch_file(tmp_path / "x.bin", **LIMITS)
-    with pytest.raises(AdapterTooLargeError, match="at most 10 B are read"):
+    with pytest.raises(AdapterTooLargeError, match=naming(10)):
         read_torch_file(tmp_path / "x.bin", max_file_bytes=10, max_tensors=100)
 
 

@@ -1,9 +1,8 @@
-import re
-
 import pytest
 
 from loraplex.adapters.version import MAX_NAME_LENGTH, check_name
 from loraplex.core.errors import InvalidParameterError
+from support.naming import naming
 
 
 @pytest.mark.parametrize(
@@ -14,24 +13,24 @@ def test_names_of_adapters(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "named"),
     [
-        ("", "1 to 256 characters, got 0"),
-        ("x" * 257, "1 to 256 characters, got 257"),
-        ("a\x00b", "control character U+0000"),
-        ("a\nb", "control character U+000A"),
-        ("a\x7fb", "control character U+007F"),
-        ("a\u2028b", "control character U+2028"),
-        ("a\u202eb", "control character U+202E"),
-        ("a\u2066b", "control character U+2066"),
-        ("a\u200fb", "control character U+200F"),
-        ("a\ud800b", "control character U+D800"),
-        ("..", "'..' cannot be the name of an adapter"),
-        ("a/../b", "cannot be the name of an adapter"),
-        ("./a", "cannot be the name of an adapter"),
+        ("", (1, 256, 0)),
+        ("x" * 257, (1, 256, 257)),
+        ("a\x00b", ("U+0000",)),
+        ("a\nb", ("U+000A",)),
+        ("a\x7fb", ("U+007F",)),
+        ("a\u2028b", ("U+2028",)),
+        ("a\u202eb", ("U+202E",)),
+        ("a\u2066b", ("U+2066",)),
+        ("a\u200fb", ("U+200F",)),
+        ("a\ud800b", ("U+D800",)),
+        ("..", ("'..'",)),
+        ("a/../b", ("a/../b",)),
+        ("./a", ("./a",)),
     ],
 )
-def test_names_that_are_refused(name, message):
-    with pytest.raises(InvalidParameterError, match=re.escape(message)) as caught:
+def test_names_that_are_refused(name, named):
+    with pytest.raises(InvalidParameterError, match=naming(*named)) as caught:
         check_name(name)
     assert caught.value.param == "name"
