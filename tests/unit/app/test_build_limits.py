@@ -90,7 +90,7 @@ def test_adapters_of_the_build(tmp_path: Path) -> None:
 def test_quantization(tmp_path: Path) -> None:
     assert served(engine(tmp_path, "int8")).quantization == "int8"
     assert served(engine(tmp_path), quantization="int4").quantization == "int4"
-    with pytest.raises(ConfigError, match="int4 is not the int8 that the engine"):
+    with pytest.raises(ConfigError, match=naming("int4", "int8")):
         served(engine(tmp_path, "int8"), quantization="int4")
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import urllib.error
 import urllib.request
 
@@ -10,6 +11,7 @@ import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from support.fake_engine_process import FakeEngineSettings
+from support.naming import naming
 from support.server_in_loop import LONG
 
 SLOW = FakeEngineSettings(step_seconds=0.01)
@@ -92,7 +94,7 @@ async def test_the_time_is_up(run, drain, caplog):
     await drain(server, "POST", {"timeout_seconds": 0.1})
     status, body = await asyncio.wait_for(completion, 60)
     assert (status, body["error"]["code"]) == (503, "not_ready")
-    assert "the shutdown grace period is over" in body["error"]["message"]
+    assert re.search(naming("shutdown"), body["error"]["message"])
     assert (await drain(server))[1]["drained"]
     async with asyncio.timeout(60):  # the engine is reported, too
         while (await stats_of(server))["models"]["m"]["engine"]["num_running"]:

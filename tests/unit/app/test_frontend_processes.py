@@ -21,6 +21,7 @@ from loraplex.core.errors import ConfigError
 from loraplex.core.server_config import ServerConfig
 from loraplex.frontends.ops.other_frontends import OtherFrontends
 from loraplex.frontends.telemetry.connections import HttpConnections
+from support.naming import naming
 
 TWO = ServerConfig(frontend_processes=2)
 
@@ -28,9 +29,9 @@ TWO = ServerConfig(frontend_processes=2)
 def test_what_only_one_process_does_is_refused():
     check_frontends(ServerConfig(http=False), may_add_models=True)
     check_frontends(TWO, may_add_models=False)
-    with pytest.raises(ConfigError, match="frontend_processes is 2, but the HTTP port is closed"):
+    with pytest.raises(ConfigError, match=naming("frontend_processes", 2, "HTTP")):
         check_frontends(ServerConfig(frontend_processes=2, http=False), may_add_models=False)
-    with pytest.raises(ConfigError, match="more base models"):
+    with pytest.raises(ConfigError, match=naming("frontend_processes", 2, 1)):
         check_frontends(TWO, may_add_models=True)
 
 
@@ -39,7 +40,7 @@ async def test_front_ends_without_ports_have_one_process():
         raise AssertionError("nothing may start")
 
     composed = front_ends(Config(server=TWO, models={}), launch)
-    with pytest.raises(ConfigError, match="frontend_processes is 2, but this server opens no port"):
+    with pytest.raises(ConfigError, match=naming("frontend_processes", 2)):
         await composed.__aenter__()
 
 
@@ -54,7 +55,7 @@ def test_processes_share_a_port_and_others_do_not():
     with contextlib.closing(bind("127.0.0.1", 0, is_shared=True)) as first:
         port = first.getsockname()[1]
         bind("127.0.0.1", port, is_shared=True).close()
-        with pytest.raises(ConfigError, match="stop what listens there"):
+        with pytest.raises(ConfigError, match=naming("127.0.0.1")):
             bind("127.0.0.1", port)
 
 
@@ -65,7 +66,7 @@ async def test_a_process_that_cannot_start_is_reported(monkeypatch):
     config = Config(server=TWO, models={})
     processes = FrontendProcesses(service, config, (), OtherFrontends())
     async with processes.running(echo, 1, lambda: 0.0):
-        with pytest.raises(ConfigError, match="ended with status 3 as it started"):
+        with pytest.raises(ConfigError, match=naming(3)):
             await processes.until_open()
 
 

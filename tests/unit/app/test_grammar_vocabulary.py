@@ -10,6 +10,7 @@ from loraplex.execution.grammar.compiler import build_tokenizer
 from loraplex.serving.text.detokenizer import IncrementalDetokenizer
 from loraplex.text.tokenizer import load_tokenizer
 from support import tiny_tokenizers
+from support.naming import naming
 
 TEXTS = (
     '{"name": "value", "list": [1, 2.5, true]}',
@@ -89,7 +90,7 @@ def test_a_folder_is_read_when_it_is_needed(tmp_path):
     )
     source = vocabulary_source(model)
 
-    with pytest.raises(ConfigError, match="has no tokenizer"):
+    with pytest.raises(ConfigError, match=naming("tokenizer.model")):
         source()
     tiny_tokenizers.write_byte_level(tmp_path)
     vocabulary = source()

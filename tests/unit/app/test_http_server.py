@@ -19,6 +19,7 @@ from loraplex.frontends.long_json import SENT_BYTES
 from loraplex.frontends.telemetry.connections import HttpConnections
 from loraplex.frontends.telemetry.http import RequestMiddleware
 from loraplex.frontends.telemetry.telemetry import Telemetry
+from support.naming import naming
 from support.skipping_loop import SkippingLoop, settle, skip
 
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n"
@@ -26,7 +27,7 @@ new_event_loop = SkippingLoop
 
 
 def test_an_address_that_is_not_ours():
-    with pytest.raises(ConfigError, match=r"cannot listen on 203\.0\.113\.1:0: "):
+    with pytest.raises(ConfigError, match=naming("203.0.113.1:0")):
         bind("203.0.113.1", 0)
     with bind("127.0.0.1", 0) as listener:
         assert listener.getsockname()[1] > 0

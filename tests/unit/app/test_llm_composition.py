@@ -1,11 +1,14 @@
 """Several adapters and comparisons through the library; tests/golden has what they must output."""
 
+import re
+
 import numpy as np
 import pytest
 
 from loraplex import LLM, SamplingParams
 from loraplex.core.errors import AdapterNotFoundError, InvalidParameterError, InvalidRequestError
 from loraplex.demo import ADAPTER_PATHS, BASE_PATH
+from support.naming import naming
 
 PROMPT = "What is the capital of France?"
 GREEDY = SamplingParams(max_tokens=24, temperature=0)
@@ -32,21 +35,21 @@ def test_one_for_all_or_one_for_each(llm):
 
 
 @pytest.mark.parametrize(
-    ("adapter", "text"),
+    ("adapter", "named"),
     [
-        ({"chinese": "1"}, "got {'chinese': '1'}"),
-        ({"chinese": True}, "names with scales"),
-        ({5: 0.5}, "got {5: 0.5}"),
-        ([("chinese", 0.5)], r"got ('chinese', 0.5)"),
-        ({"chinese": 200}, "must be in [-100, 100], got 200"),
-        ({"chinese": float("nan")}, "got nan"),
-        ({str(i): 1 for i in range(17)}, "17 entries; at most 16"),
+        ({"chinese": "1"}, ("{'chinese': '1'}", "{'fr': 0.7, 'legal': 0.3}")),
+        ({"chinese": True}, ("chinese", "{'fr': 0.7, 'legal': 0.3}")),
+        ({5: 0.5}, ("{5: 0.5}", "{'fr': 0.7, 'legal': 0.3}")),
+        ([("chinese", 0.5)], ("chinese", 0.5, "{'fr': 0.7, 'legal': 0.3}")),
+        ({"chinese": 200}, ("[-100, 100]", 200)),
+        ({"chinese": float("nan")}, ("nan", "[-100, 100]")),
+        ({str(i): 1 for i in range(17)}, (17, 16)),
     ],
 )
-def test_what_is_wrong_is_reported(llm, adapter, text):
+def test_what_is_wrong_is_reported(llm, adapter, named):
     with pytest.raises((InvalidRequestError, InvalidParameterError)) as caught:
         llm.generate(PROMPT, GREEDY, adapter=adapter)
-    assert text in caught.value.message
+    assert re.search(naming(*named), caught.value.message)
 
 
 def test_an_unknown_one_is_named(llm):

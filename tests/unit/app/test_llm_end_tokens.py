@@ -1,6 +1,7 @@
 """End tokens that an adapter's folder names end the outputs of its own requests."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from loraplex import LLM, SamplingParams
 from loraplex.core.output import FinishReason
 from loraplex.demo import ADAPTER_PATHS, BASE_PATH
+from support.naming import naming
 
 PROMPT = "What is the capital of France?"
 SAMPLING = SamplingParams(max_tokens=8, temperature=0)
@@ -57,16 +59,16 @@ def test_a_text_is_a_token_of_the_base(llm, load):
 
 
 @pytest.mark.parametrize(
-    ("files", "warning"),
+    ("files", "named"),
     [
-        ({"tokenizer_config": {"eos_token": "<|nowhere|>"}}, "its end token '<|nowhere|>' is none"),
-        ({"generation_config": {"eos_token_id": 99999}}, "its end token 99999 is none"),
-        ({"tokenizer_config": {"eos_token": 5}}, "eos_token is no text"),
-        ({"generation_config": {"eos_token_id": ["2"]}}, "eos_token_id is no list"),
-        ({"generation_config": "{"}, "generation_config.json is left out, and with it"),
+        ({"tokenizer_config": {"eos_token": "<|nowhere|>"}}, ("<|nowhere|>",)),
+        ({"generation_config": {"eos_token_id": 99999}}, (99999,)),
+        ({"tokenizer_config": {"eos_token": 5}}, ("eos_token",)),
+        ({"generation_config": {"eos_token_id": ["2"]}}, ("eos_token_id",)),
+        ({"generation_config": "{"}, ("generation_config.json",)),
     ],
 )
-def test_what_cannot_be_used_is_reported(llm, load, files, warning):
+def test_what_cannot_be_used_is_reported(llm, load, files, named):
     (found,) = {*load(**files).warnings} - {*llm.adapter("chinese").warnings}
-    assert warning in found
+    assert re.search(naming(*named), found)
     assert llm.generate(PROMPT, SAMPLING, adapter="a")[0].text.strip() == "巴黎"

@@ -9,6 +9,7 @@ from loraplex.app.stage_channels import GpuChannels, rank_device
 from loraplex.core.config import ModelConfig
 from loraplex.core.errors import ConfigError
 from loraplex.parallel.world import World
+from support.naming import refused
 
 
 def model(device: str, executor: str = "multiprocess") -> ModelConfig:
@@ -34,7 +35,7 @@ def test_an_actor_sees_its_own_gpu() -> None:
 
 
 def test_too_few_gpus_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"4 ranks need as many GPUs from cuda:1 on.* has 3.* 2$"):
+    with refused(ConfigError, 4, "cuda:1", 3, 2, param="tensor_parallel_size"):
         rank_device(model("cuda:1"), World(0, 4), num_gpus=3)
 
 

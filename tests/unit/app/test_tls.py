@@ -4,6 +4,7 @@ import asyncio
 import functools
 import logging
 import os
+import re
 import ssl
 import subprocess
 from pathlib import Path
@@ -55,9 +56,9 @@ def test_a_pair(pair):
 
 def test_half_a_pair(pair):
     certificate, key = pair("half")
-    with pytest.raises(ConfigError, match="tls_key is missing"):
+    with pytest.raises(ConfigError, match=naming("tls_key", "tls_cert")):
         files(certificate)
-    with pytest.raises(ConfigError, match="tls_cert is missing"):
+    with pytest.raises(ConfigError, match=naming("tls_cert", "tls_key")):
         files("", key)
 
 
@@ -69,7 +70,7 @@ def test_what_is_not_there_or_fits_not(pair, tmp_path):
     with pytest.raises(ConfigError, match=naming("tls_key", nowhere)):
         files(certificate, nowhere)
     (tmp_path / "text").write_text("no certificate")
-    with pytest.raises(ConfigError, match=r"tls_cert .*text .* are not a certificate and its key"):
+    with pytest.raises(ConfigError, match=naming("tls_cert", "text", "tls_key")):
         files(str(tmp_path / "text"), key)
     with pytest.raises(ConfigError, match="KEY_VALUES_MISMATCH"):
         files(certificate, pair("other")[1])
@@ -77,7 +78,7 @@ def test_what_is_not_there_or_fits_not(pair, tmp_path):
 
 def test_no_password_prompt(pair):
     certificate, key = pair("secret", "-passout", "pass:hidden")
-    with pytest.raises(ConfigError, match=f"tls_key {key} is encrypted"):
+    with pytest.raises(ConfigError, match=naming("tls_key", key)):
         files(certificate, key)
 
 
@@ -147,7 +148,7 @@ def test_files_that_do_not_belong_together_change_nothing(secret, pair, caplog):
         found.refresh()
     assert found.pair() == before
     (message,) = (r.message for r in caplog.records if r.name.startswith("loraplex"))
-    assert message.startswith("the certificate stays as it was: tls_cert")
+    assert re.search(naming("tls_cert"), message)
     secret.set(*pair("third"))
     found.refresh()
     assert found.pair()[1] == Path(pair("third")[0]).read_bytes()
