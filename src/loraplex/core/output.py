@@ -1,4 +1,8 @@
-"""Outputs of a request: from the engine once a step, and from serving once a step with text."""
+"""Outputs of a request: from the engine once a step, and from serving once a step with text.
+
+Tens of thousands of them may wait for the end of a request. They hold values only and form no
+cycles, so the garbage collector leaves them out: its visits would stop all streams for 10 ms.
+"""
 
 import dataclasses
 import enum
@@ -126,7 +130,7 @@ class Logits(msgspec.Struct, frozen=True):
     num_rows: int
 
 
-class SequenceDelta(msgspec.Struct, frozen=True, omit_defaults=True):
+class SequenceDelta(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Tokens that one step added to one sequence of a request."""
 
     index: int
@@ -257,7 +261,7 @@ def _seconds_between(start_ns: int, end_ns: int) -> float | None:
     return (end_ns - start_ns) / 1e9 if start_ns and end_ns else None
 
 
-class EngineOutput(msgspec.Struct, frozen=True, omit_defaults=True):
+class EngineOutput(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Output of one step for one request. Exactly one output of a request is `finished`."""
 
     request_id: RequestId
@@ -280,7 +284,7 @@ class ResolvedAdapter(msgspec.Struct, frozen=True):
     scale: float = 1.0
 
 
-class SequenceOutput(msgspec.Struct, frozen=True):
+class SequenceOutput(msgspec.Struct, frozen=True, gc=False):
     """New text and tokens of one sequence since the last output.
 
     `token_ids` has every generated token, including a stop or end token. `text` ends before the
@@ -302,7 +306,7 @@ class SequenceOutput(msgspec.Struct, frozen=True):
     """Whether the last of token_ids is an end token of the model or of an adapter, and ended it."""
 
 
-class RequestOutput(msgspec.Struct, frozen=True):
+class RequestOutput(msgspec.Struct, frozen=True, gc=False):
     """One increment that a front end reads from the iterator of a request."""
 
     request_id: RequestId

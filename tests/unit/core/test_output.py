@@ -1,8 +1,16 @@
-"""The timing of a request in seconds, and across engines."""
+"""Outputs, and the timing of a request in seconds and across engines."""
+
+import gc
 
 import pytest
 
-from loraplex.core.output import RequestTiming
+from loraplex.core.output import (
+    EngineOutput,
+    RequestOutput,
+    RequestTiming,
+    SequenceDelta,
+    SequenceOutput,
+)
 
 TIMING = RequestTiming(
     arrival_ns=10**9,
@@ -18,6 +26,18 @@ TIMING = RequestTiming(
     first_step=20,
     last_step=27,
 )
+
+
+def test_the_garbage_collector_visits_no_outputs():
+    """Many wait for the end of a request; to visit them would stop the event loop."""
+    token_ids = tuple(range(3))
+    delta = SequenceDelta(0, token_ids)
+    piece = SequenceOutput(0, "x", token_ids, (), None)
+    outputs = [
+        *(delta, piece, EngineOutput(1, (delta,))),
+        RequestOutput(1, "", "m", (), token_ids, (piece,), 3, False),
+    ]
+    assert not any(map(gc.is_tracked, outputs))
 
 
 def test_seconds():
