@@ -9,14 +9,17 @@ from pathlib import Path
 
 import torch
 
-from loraplex.core.plan import CacheGroupCapacity
+from loraplex.core.plan import NO_BLOCK, CacheGroupCapacity, RowAdded, RowStep
+from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.task import Generate
+from loraplex.execution.steps.input_batch import InputBatch
 from loraplex.execution.steps.kv_cache import KVCache
+from loraplex.execution.steps.tensors import HostTensors
 from loraplex.execution.weights.packing import WeightFormat, pack_checkpoint
 from loraplex.kernels.ops import PackedLinear
 from loraplex.kernels.reference import ReferenceKernels
 from loraplex.kernels.routing import Routes
-from loraplex.kernels.row_layout import RowLayout
-from loraplex.models.batch import ForwardBatch
+from loraplex.memory.cache_policy import cache_policy
 from loraplex.models.cache_groups import cache_groups
 from loraplex.models.decoder import Decoder
 from loraplex.models.parameters import DecoderParameters
@@ -73,8 +76,14 @@ class _Layer:
         ).parameters
         num_blocks = -(-max_len // _BLOCK_SIZE)
         groups = cache_groups(spec, max_len)
-        self._num_groups = len(groups)
-        self._blocks = torch.arange(num_blocks).unsqueeze(0)
+        self._policies = [cache_policy(group.spec, _BLOCK_SIZE) for group in groups]
+        states = {
+            group: policy.block_size
+            for group, policy in enumerate(self._policies)
+            if policy.is_sparse
+        }
+        self._batch = InputBatch(1, max_len, _BLOCK_SIZE, len(groups), states=states)
+        self._tensors = HostTensors(torch.device("cpu"))
         self._storages = KVCache(
             groups,
             [CacheGroupCapacity(num_blocks=num_blocks)] * len(groups),
@@ -98,15 +107,15 @@ class _Layer:
     def run(self, text: Sequence[int], hidden: torch.Tensor | None) -> torch.Tensor:
         """Return the hidden states [T, hidden] after the layer; logits after the last one."""
         num_tokens = len(text)
-        places = torch.arange(num_tokens)
-        rows = RowLayout((0, num_tokens), (num_tokens,), self._blocks)
-        batch = ForwardBatch(
-            token_ids=torch.tensor(text),
-            positions=places,
-            slot_mappings=(places,) * self._num_groups,
-            rows=(rows,) * self._num_groups,
-            logits_indices=places[-1:],
+        # Each text is computed in one step, so no states are kept.
+        blocks = (
+            tuple(NO_BLOCK if policy.is_sparse else n for n in policy.takes(0, num_tokens))
+            for policy in self._policies
         )
+        step = RowStep(0, 0, num_tokens, token_ids=tuple(text), new_block_ids=tuple(blocks))
+        self._batch.add_row(RowAdded(0, 0, Generate(SamplingParams()), 0, (), 0))
+        batch = self._tensors.batch(self._batch.prepare([step]), [text], None)
+        self._batch.remove_row(0)
         # A stage may overwrite what it is given.
         given = None if hidden is None else hidden.clone()
         return self._decoder.forward(batch, self._storages, given).clone()
