@@ -33,6 +33,15 @@ def test_an_image_runs_as_a_user_and_reports_its_health(path: Path):
     assert "API_KEY" not in re.sub(r"^#.*", "", text, flags=re.MULTILINE)
 
 
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_no_process_of_an_image_compiles_the_standard_library(path: Path):
+    """The base image has no bytecode of it, and a container may write none."""
+    final = path.read_text().rpartition("\nFROM ")[2]
+    assert "PYTHONDONTWRITEBYTECODE=1" in final
+    compiled = final.index("-m compileall -q -x '/tests?/' /usr/local/lib/python3.*")
+    assert compiled < final.index("\nUSER ")
+
+
 def test_the_context_of_an_image_has_what_the_sdist_has():
     kept = set(re.findall(r"^!(.+)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE))
     pyproject = (ROOT / "pyproject.toml").read_text()
