@@ -20,6 +20,7 @@ from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.scheduler_settings import BatchSchedulerPolicy, SchedulerSettings
 from loraplex.engine.engine import Engine, build_engine
 from loraplex.execution.adapters.host_adapters import HostAdapter, HostAdapters
+from loraplex.execution.loading import start_runner
 from loraplex.execution.mirror import Array
 from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.execution.steps.input_batch import InputBatch, NewBlocks, StepInputs
@@ -41,6 +42,7 @@ from support.delayed_accelerator import DelayedAccelerator
 from support.engine_requests import engine_request
 from support.examples import num_examples
 from support.feature_schedules import FEATURE_SETTINGS, FeatureSchedules, feature_checkpoint
+from support.metered_accelerator import MeteredAccelerator
 from support.random_conditions import Conditions
 from support.stage_threads import queue_links, staged
 from support.toy_recurrence import Recurrence, known_recurrence, with_recurrence
@@ -391,3 +393,13 @@ def is_wrong(schedules: FeatureSchedules, seed: str) -> bool:
         return bool(schedules.run(seed))
     except AssertionError:
         return True
+
+
+@pytest.mark.parametrize("layers", [MIXED, ALONE])
+def test_an_accelerator_measures_its_largest_step(tmp_path: Path, layers: Sequence[int]) -> None:
+    """Trials have few blocks of each group, which all rows share."""
+    accelerator = MeteredAccelerator(64 << 20)
+    kernels = AcceleratedReference(accelerator)
+    parts = load(tmp_path, layers, kernels, accelerator=accelerator)
+    start_runner(parts, SETTINGS).close()
+    assert len(kernels.graphs) == 2 * 3, "each size with and without LoRA"

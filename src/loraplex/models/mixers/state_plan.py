@@ -15,7 +15,7 @@ class StatePlan(NamedTuple):
 
     Row r has the tokens query_start_loc[r] up to query_start_loc[r + 1], at positions that follow
     one another, and draft tokens are tokens of their row. Rows may have no tokens, and tokens at
-    the end no row: they are padding. Reading happens before any row of the step writes a state.
+    the end no row: they are padding. No row reads a state that its step writes.
     """
 
     query_start_loc: torch.Tensor  # [R + 1] int64
