@@ -104,3 +104,5 @@ class StageReply(msgspec.Struct, frozen=True, kw_only=True):
     staged: StagedAdapter | None = None
     examined: Examination | None = None
     error: ErrorInfo | None = None
+    is_last: bool = False
+    """The process ends after it."""

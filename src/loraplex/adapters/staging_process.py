@@ -102,7 +102,7 @@ class StagingProcess:
     ) -> StageReply:
         try:
             async with asyncio.timeout(self._timeout_seconds):
-                return await self._exchange(request_id, pieces)
+                reply = await self._exchange(request_id, pieces)
         except TimeoutError as error:
             await self._stop(0.0)
             raise AdapterLoadError(
@@ -129,6 +129,9 @@ class StagingProcess:
             # Its reply would be taken for the reply to the next request.
             await self._stop(0.0)
             raise
+        if reply.is_last:
+            await self._stop(_EXIT_SECONDS)
+        return reply
 
     async def _exchange(self, request_id: int, pieces: Sequence[memoryview]) -> StageReply:
         process = await self._running()

@@ -40,13 +40,19 @@ _MAX_REQUEST_BYTES = 16 << 20
 
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:
-    """Write one reply to each request, until the requests end."""
-    while (request := _read(requests)) is not None:
+    """Write one reply to each request, until the requests end.
+
+    A process that let others go first cannot take its turn back, so it ends after that request.
+    """
+    niceness, is_last = os.nice(0), False
+    while not is_last and (request := _read(requests)) is not None:
         tensors = _read_tensors(requests, request)
         if tensors is None:
             return
-        body = msgspec.msgpack.encode(reply_to(request, tensors))
-        del tensors
+        reply = reply_to(request, tensors)
+        is_last = os.nice(0) > niceness
+        body = msgspec.msgpack.encode(msgspec.structs.replace(reply, is_last=is_last))
+        del tensors, reply
         replies.write(_LENGTH.pack(len(body)) + body)
         replies.flush()
 

@@ -6,6 +6,7 @@ import time
 import msgspec
 import pytest
 
+from loraplex.adapters.formats import patterns
 from loraplex.adapters.formats.patterns import Matcher
 from loraplex.adapters.formats.peft_config import PeftConfig, parse_config
 from loraplex.core.errors import InvalidAdapterError
@@ -36,6 +37,18 @@ def test_a_pattern_that_backtracks_for_ever_is_refused(pattern):
     matcher = Matcher(seconds=0.05)
     with pytest.raises(InvalidAdapterError, match=naming(0.05, "CPU")):
         matcher.fullmatch(pattern, PATH * 3)
+
+
+@pytest.mark.usefixtures("without_collector")
+def test_others_go_first_while_a_pattern_takes_long(monkeypatch):
+    polite = []
+    monkeypatch.setattr(patterns, "let_others_go_first", lambda: polite.append(True))
+    matcher = Matcher(seconds=0.5)
+    assert matcher.match("model", PATH)
+    assert not polite
+    with pytest.raises(InvalidAdapterError, match="CPU time"):
+        matcher.fullmatch(HOSTILE, PATH * 3)
+    assert polite == [True]
 
 
 def test_the_time_is_that_of_all_patterns_together():

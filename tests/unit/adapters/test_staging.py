@@ -198,6 +198,27 @@ class TestMisbehaviour:
         assert isinstance(first, AdapterLoadError)
         assert second.source.digest
 
+    async def test_a_worker_that_let_others_go_first_is_replaced(
+        self, tmp_path, shapes, peft_folder
+    ):
+        code = (
+            "import os\n"
+            "from loraplex.adapters import staging_worker\n"
+            "stage = staging_worker.stage\n"
+            "staging_worker.stage = lambda *request: (os.nice(1), stage(*request))[1]\n"
+            "staging_worker.main()\n"
+        )
+        worker = StagingWorker(tmp_path / "state", command=python(code))
+        await worker.start()
+        process = process_of(worker)
+        folder = str(peft_folder().write())
+        staged = await worker.stage(folder, shapes=shapes, max_ranks=RankLimits(8))
+        assert not worker._local.processes
+        assert process.returncode is not None
+        again = await worker.stage(folder, shapes=shapes, max_ranks=RankLimits(8))
+        assert (again.source, again.was_known) == (staged.source, True)
+        await worker.close()
+
     @pytest.mark.parametrize(
         "reply", [b"\xff" * 8, b"\x01" + bytes(7) + b"\xc1", b"\x01" + bytes(7) + b"\x80"]
     )

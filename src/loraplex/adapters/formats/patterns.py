@@ -13,11 +13,14 @@ from collections.abc import Iterator
 from types import FrameType
 
 from loraplex.core.errors import InvalidAdapterError
+from loraplex.core.process_group import let_others_go_first
 
 MATCHING_SECONDS = 3.0
 """CPU time for one adapter. A thousand modules and a hundred patterns need a tenth of it."""
+_USUAL_SHARE = 0.1
+"""Share of the CPU time after which other processes go first."""
 _REPEAT_SECONDS = 0.05
-"""Pause until the timer rings again: an error that is raised in a callback of Python is lost."""
+"""Interval at which the timer rings. An error that is raised in a callback of Python is lost."""
 _MAX_SHOWN = 200
 
 
@@ -31,7 +34,8 @@ class Matcher:
     def __init__(self, seconds: float | None = None) -> None:
         self._seconds = MATCHING_SECONDS if seconds is None else seconds
         self._left = self._seconds
-        self._is_armed = False
+        self._started = 0.0
+        self._is_armed = self._is_slow = False
         self._compiled: dict[str, re.Pattern[str]] = {}
         self._pattern = ""
 
@@ -73,7 +77,7 @@ class Matcher:
         if self._is_armed:
             yield
             return
-        started = time.thread_time()
+        self._started = time.thread_time()
         # The handler stays: a late signal must not meet the default, which ends the process.
         signal.signal(signal.SIGVTALRM, self._ring)
         try:
@@ -81,7 +85,8 @@ class Matcher:
             if self._left <= 0:
                 raise _OutOfTimeError
             # The timer counts CPU time of this process: a busy machine refuses no adapter.
-            signal.setitimer(signal.ITIMER_VIRTUAL, self._left, _REPEAT_SECONDS)
+            first = min(self._left, _REPEAT_SECONDS)
+            signal.setitimer(signal.ITIMER_VIRTUAL, first, _REPEAT_SECONDS)
             yield
         except _OutOfTimeError:
             self._left = 0.0
@@ -93,11 +98,17 @@ class Matcher:
         finally:
             self._is_armed = False
             signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
-            self._left -= time.thread_time() - started
+            self._left -= time.thread_time() - self._started
 
     def _ring(self, _signal: int, _frame: FrameType | None) -> None:
-        if self._is_armed:  # it may ring just after the match ended
+        if not self._is_armed:  # it may ring just after the match ended
+            return
+        left = self._left - (time.thread_time() - self._started)
+        if left <= 0:
             raise _OutOfTimeError
+        if not self._is_slow and self._seconds - left >= _USUAL_SHARE * self._seconds:
+            self._is_slow = True
+            let_others_go_first()
 
 
 def _shown(pattern: str) -> str:
