@@ -237,12 +237,12 @@ def test_what_is_no_table_is_an_error_even_under_flags(values, where):
     flags = field_layers(FLAG, {"http_port": 1, "block_size": 8}, ["m"])
     adapter = Layer("flag --adapter", {"models": {"m": {"adapters": {"zh": {"path": "/zh"}}}}})
     message = error_of(Layer("f.toml", values), *flags, adapter)
-    assert message.startswith(f"f.toml: {where}: must be a table, got ")
+    assert re.search(naming("f.toml", where), message)
 
 
 def test_a_later_layer_that_breaks_a_table_is_named():
     message = error_of(Layer("f.toml", model()), Layer("g.toml", {"models": 3}))
-    assert message == "g.toml: models: must be a table, got 3"
+    assert re.search(naming("g.toml", "models", 3), message)
 
 
 def test_names_that_are_no_settings():
@@ -250,7 +250,7 @@ def test_names_that_are_no_settings():
     with pytest.raises(ConfigError, match=similar):
         field_layers(VARIABLE, {"htp_port": "1"}, ["m"])
     for field in ("path", "adapters", "adapter_dirs"):
-        with pytest.raises(ConfigError, match=r"belongs to one model.*models\.NAME"):
+        with pytest.raises(ConfigError, match=naming("models.NAME")):
             field_layers(VARIABLE, {field: "x"}, ["m"])
 
 
@@ -288,7 +288,7 @@ def test_a_file(tmp_path):
 
 
 def test_files_that_cannot_be_read(tmp_path):
-    with pytest.raises(ConfigError, match=r"cannot read .*no\.toml: No such file"):
+    with pytest.raises(ConfigError, match=naming("no.toml")):
         file_layer(tmp_path / "no.toml")
     path = tmp_path / "bad.toml"
     path.write_text("[server\n")
@@ -380,7 +380,7 @@ def test_one_setting_under_two_names_in_one_place():
 
 @pytest.mark.parametrize("fraction", [0, -0.1, 1.1, float("nan")])
 def test_a_fraction_is_a_share(fraction):
-    with pytest.raises(ConfigError, match="more than 0 and at most 1"):
+    with pytest.raises(ConfigError, match=naming(0, 1, "models.m.kv_cache_fraction")):
         resolve([Layer("f", model(kv_cache_fraction=fraction))])
 
 
@@ -418,26 +418,26 @@ def test_settings_of_a_gpu():
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "message"),
+    ("field", "value", "named"),
     [
-        ("cuda_graph_batch_sizes", (1, 257), "must be numbers from 1 to 256"),
-        ("cuda_graph_batch_sizes", (0,), "must be numbers from 1 to 256"),
-        ("attention_backend", "fa3", "must be one of auto, triton, flashinfer"),
+        ("cuda_graph_batch_sizes", (1, 257), (1, 256, 257)),
+        ("cuda_graph_batch_sizes", (0,), (1, 256, 0)),
+        ("attention_backend", "fa3", ("auto", "triton", "flashinfer", "fa3")),
     ],
 )
-def test_wrong_settings_of_a_gpu(field, value, message):
-    assert message in error_of(*layers(model(**{field: value}), {}, {}))
+def test_wrong_settings_of_a_gpu(field, value, named):
+    assert re.search(naming(*named), error_of(*layers(model(**{field: value}), {}, {})))
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "named"),
     [
-        (("rank_first",), "must be of rank_major, grouped_by_expert, unswapped, swapped"),
-        (("swapped", "rank_major", "unswapped"), "must have one of unswapped and swapped"),
+        (("rank_first",), ("rank_major", "grouped_by_expert", "rank_first")),
+        (("swapped", "rank_major", "unswapped"), ("unswapped", "swapped", "rank_major")),
     ],
 )
-def test_wrong_layouts_of_experts(words, message):
-    assert message in error_of(*layers(model(expert_lora_layout=words), {}, {}))
+def test_wrong_layouts_of_experts(words, named):
+    assert re.search(naming(*named), error_of(*layers(model(expert_lora_layout=words), {}, {})))
 
 
 def test_the_words_of_tensorrt_llm():
@@ -454,19 +454,23 @@ def test_the_words_of_tensorrt_llm():
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "message"),
+    ("field", "value", "named"),
     [
-        ("batching", "V2", "must be one of inflight, static, inflight_fused_batching"),
-        ("fair_share", "user", "must be one of none, adapter, tenant, tenant_adapter"),
-        ("fair_weights", {"a": 0.0}, "weight for 'a' that must be from 0.001 to 1000, got 0"),
-        ("fair_weights", {"a": 1, "b": 1e-200}, "weight for 'b' that must be from 0.001 to 1000"),
-        ("fair_weights", {"a": 1e4}, "weight for 'a' that must be from 0.001 to 1000, got 1"),
-        ("batch_scheduler_policy", "x", "must be one of max_utilization, guaranteed_no_evict"),
-        ("shortest_prefill_share", 1.0, "must be at least 0 and less than 1"),
-        ("num_draft_tokens", 65, "must be at most 64"),
-        ("max_prefill_chunk", 0, "must be at least 1"),
-        ("enable_chunked_context", False, "cannot be false"),
+        ("batching", "V2", ("inflight", "static", "inflight_fused_batching", "V2")),
+        ("fair_share", "user", ("none", "adapter", "tenant", "tenant_adapter", "user")),
+        ("fair_weights", {"a": 0.0}, ("a", 0.001, 1000, 0.0)),
+        ("fair_weights", {"a": 1, "b": 1e-200}, ("b", 0.001, 1000, "1e-200")),
+        ("fair_weights", {"a": 1e4}, ("a", 0.001, 1000)),
+        (
+            "batch_scheduler_policy",
+            "x",
+            ("max_utilization", "guaranteed_no_evict", "settings.toml"),
+        ),
+        ("shortest_prefill_share", 1.0, (0, 1, 1.0)),
+        ("num_draft_tokens", 65, (64, 65, "settings.toml")),
+        ("max_prefill_chunk", 0, (1, 0, "settings.toml")),
+        ("enable_chunked_context", False, ("settings.toml", "models.m.enable_chunked_context")),
     ],
 )
-def test_wrong_settings_of_the_scheduler(field, value, message):
-    assert message in error_of(*layers(model(**{field: value}), {}, {}))
+def test_wrong_settings_of_the_scheduler(field, value, named):
+    assert re.search(naming(*named), error_of(*layers(model(**{field: value}), {}, {})))

@@ -1,11 +1,13 @@
 """Errors for missing paths name what is near."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from loraplex.core.errors import ConfigError
 from loraplex.core.near_paths import check_exists
+from support.naming import naming
 
 
 def message(path: Path) -> str:
@@ -22,17 +24,17 @@ def test_a_typo_in_the_last_name(tmp_path: Path) -> None:
     (tmp_path / "llama-1b").mkdir()
     (tmp_path / "other").mkdir()
     wrong = tmp_path / "lama-1b"
-    assert message(wrong) == f"there is no folder {wrong}; did you mean {tmp_path / 'llama-1b'}?"
+    assert re.search(naming(wrong, tmp_path / "llama-1b"), message(wrong))
 
 
 def test_a_typo_in_a_folder_above(tmp_path: Path) -> None:
     (tmp_path / "models").mkdir()
-    assert message(tmp_path / "modles" / "x").endswith(f"; did you mean {tmp_path / 'models'}?")
+    assert re.search(naming(tmp_path / "models"), message(tmp_path / "modles" / "x"))
 
 
 def test_nothing_is_near(tmp_path: Path) -> None:
     wrong = tmp_path / "quite" / "else"
-    assert message(wrong) == f"there is no folder {wrong}; {tmp_path} has nothing of that name"
+    assert re.search(naming(wrong, tmp_path), message(wrong))
 
 
 def test_a_path_that_cannot_be(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from loraplex.core.sampling_params import (
     RANGES,
     SamplingParams,
 )
-from support.naming import naming
+from support.naming import naming, refused
 
 GOOD = [
     {},
@@ -150,12 +150,12 @@ def test_only_what_changes_is_checked():
     """max_tokens 0 stands there, but is not what is changed."""
     odd = SamplingParams(max_tokens=0)
     assert odd.changed({"top_k": 3, "seed": None}) == SamplingParams(max_tokens=0, top_k=3)
-    with pytest.raises(InvalidParameterError, match="top_k must be in"):
+    with refused(InvalidParameterError, "top_k", -2, param="top_k"):
         odd.changed({"top_k": -2})
-    with pytest.raises(InvalidParameterError, match="max_tokens must be in"):
+    with refused(InvalidParameterError, "max_tokens", -1, param="max_tokens"):
         odd.changed({"max_tokens": -1})
 
 
 def test_what_changes_is_checked_with_the_rest():
-    with pytest.raises(InvalidParameterError, match=r"min_tokens .* must not exceed"):
+    with refused(InvalidParameterError, "min_tokens", 8, "max_tokens", 5, param="min_tokens"):
         SamplingParams(min_tokens=8).changed({"max_tokens": 5})

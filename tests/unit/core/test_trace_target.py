@@ -7,6 +7,7 @@ import pytest
 from loraplex.core.environment import TraceTarget, trace_target
 from loraplex.core.errors import ConfigError
 from loraplex.frontends.telemetry.tracing import open_traces
+from support.naming import naming
 
 BASE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 OF_TRACES = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
@@ -60,5 +61,7 @@ def test_a_variable_does_not_stop_a_server_without_the_packages(monkeypatch, cap
     (record,) = caplog.records
     assert f"variable {BASE} turns traces on, but" in record.message
     assert "pip install opentelemetry-sdk" in record.message
-    with pytest.raises(ConfigError, match="otlp_endpoint turns traces on"):
+    with pytest.raises(
+        ConfigError, match=naming("otlp_endpoint", "loraplex.frontends.telemetry.otlp")
+    ):
         open_traces(of_setting)

@@ -13,6 +13,7 @@ from loraplex.serving.logits_files import (
     first_rows,
     read_and_delete,
 )
+from support.naming import naming
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def test_what_was_read_is_deleted(make, tmp_path):
 
 def test_a_lost_file_is_an_error_and_the_others_are_deleted(make, tmp_path):
     lost = LogitsFile(str(tmp_path / "lost"), 1)
-    with pytest.raises(EngineRestartedError, match="send it once more"):
+    with pytest.raises(EngineRestartedError, match=naming("logits")):
         read_and_delete([lost, make("b")])
     assert list(tmp_path.iterdir()) == []
 

@@ -36,7 +36,7 @@ from loraplex.serving.engines.engine_state import EngineState
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.service import Service
 from support.fake_engine_process import FakeEngineSettings
-from support.naming import refused
+from support.naming import naming, refused
 
 ACME, GLOBEX = Principal("acme"), Principal("globex")
 SLOW = FakeEngineSettings(step_seconds=0.005)
@@ -186,23 +186,23 @@ class TestGenerate:
             await service.generate(request("a", ByDigest("digest of /zh")), GLOBEX)
 
     @pytest.mark.parametrize(
-        ("generation", "error", "text"),
+        ("generation", "error", "named"),
         [
-            (request(prompt=""), InvalidRequestError, "at least one token"),
-            (request(prompt=()), InvalidRequestError, "at least one token"),
-            (request("c"), ModelNotFoundError, "no model 'c' here; there are: 'a', 'b'"),
-            (request("a", ByName("fr")), AdapterNotFoundError, "'fr' not found"),
-            (request(prompt=(1,) * 3000), PromptTooLongError, "3000 tokens"),
-            (request(prompt="x" * (2048 * 256 + 1)), PromptTooLongError, "524289 characters"),
-            (request(sampling=SamplingParams(top_p=7)), InvalidParameterError, "top_p"),
-            (request(prompt="\ud800"), InvalidRequestError, "lone surrogate"),
+            (request(prompt=""), InvalidRequestError, ("empty",)),
+            (request(prompt=()), InvalidRequestError, ("empty",)),
+            (request("c"), ModelNotFoundError, ("c", "a", "b")),
+            (request("a", ByName("fr")), AdapterNotFoundError, ("fr", "a")),
+            (request(prompt=(1,) * 3000), PromptTooLongError, (3000, "a")),
+            (request(prompt="x" * (2048 * 256 + 1)), PromptTooLongError, (524289, "a", 2048)),
+            (request(sampling=SamplingParams(top_p=7)), InvalidParameterError, ("top_p", 7)),
+            (request(prompt="\ud800"), InvalidRequestError, (0, "U+D800")),
         ],
         ids=lambda value: value if isinstance(value, str) else "",
     )
     async def test_what_is_wrong_is_raised_at_once_and_counted(
-        self, service, generation, error, text
+        self, service, generation, error, named
     ):
-        with pytest.raises(error, match=text):
+        with pytest.raises(error, match=naming(*named)):
             await service.generate(generation, ACME)
         model = generation.model if generation.model in ("a", "b") else ""
         assert service.metrics.errors.labels(model, error.code)._value.get() == 1
@@ -274,7 +274,7 @@ class TestGenerate:
 
     async def test_a_deadline(self, slow):
         outputs = await slow.generate(request(max_tokens=2000, timeout_seconds=0.03), LOCAL)
-        with pytest.raises(Exception, match=r"within its 0\.03 seconds"):
+        with pytest.raises(Exception, match=naming(0.03)):
             [output async for output in outputs]
 
     async def test_a_full_queue_is_the_iterators_first_word(self, make_service):

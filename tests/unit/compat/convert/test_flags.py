@@ -92,28 +92,28 @@ def test_what_has_no_effect_is_known() -> None:
 
 def test_a_refused_flag_may_request_nothing() -> None:
     assert read("--calibrate", "disable").get("calibrate") is False
-    with pytest.raises(ConfigError, match="--calibrate enable: no calibration"):
+    with pytest.raises(ConfigError, match=naming("--calibrate")):
         read("--calibrate")
-    with pytest.raises(ConfigError, match="--recipe rich: no recipes"):
+    with pytest.raises(ConfigError, match=naming("--recipe", "rich")):
         read("--recipe", "rich")
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "named"),
     [
-        (["--max_batchsize", "8"], "knows no --max_batchsize; did you mean --max_batch_size"),
-        (["--max_batch", "8"], "did you mean --max_batch_size"),
-        (["--what"], "tool knows no --what; see --help"),
-        (["stray"], "tool knows no stray"),
-        (["--max_batch_size", "many"], "--max_batch_size must be a whole number, got 'many'"),
-        (["--lora_plugin", "fp3"], "--lora_plugin must be one of auto, float16"),
-        (["--force=maybe"], "--force must be enable or disable, got 'maybe'"),
-        (["--modules", "q_proj"], "--modules must be one of attn_q, attn_k, got 'q_proj'"),
-        (["--model_dir"], "--model_dir"),
+        (["--max_batchsize", "8"], ("--max_batchsize", "--max_batch_size")),
+        (["--max_batch", "8"], ("--max_batch_size",)),
+        (["--what"], ("--what", "--help")),
+        (["stray"], ("stray",)),
+        (["--max_batch_size", "many"], ("--max_batch_size", "many")),
+        (["--lora_plugin", "fp3"], ("--lora_plugin", "auto", "float16", "fp3")),
+        (["--force=maybe"], ("--force", "maybe")),
+        (["--modules", "q_proj"], ("--modules", "attn_q", "attn_k", "got", "q_proj")),
+        (["--model_dir"], ("--model_dir",)),
     ],
 )
-def test_errors_name_the_flag(words: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_errors_name_the_flag(words: list[str], named: tuple[object, ...]) -> None:
+    with pytest.raises(ConfigError, match=naming(*named)):
         read(*words)
 
 
@@ -122,7 +122,7 @@ def test_values_of_a_file() -> None:
     assert found.values == {"max_batch_size": 4, "force": True, "modules": ["attn_q"]}
     with pytest.raises(ConfigError, match=naming("max_batch_size", "True")):
         check_values({"max_batch_size": True}, ROWS, "f: ")
-    with pytest.raises(ConfigError, match="f: batch is not a setting"):
+    with pytest.raises(ConfigError, match=naming("batch")):
         check_values({"batch": 1}, ROWS, "f: ")
 
 

@@ -54,27 +54,30 @@ def test_an_engine_that_no_model_names(written):
 
 def test_folders_that_are_not_there(written):
     written.replace("tensorrt_llm", **{str(written.engine): "/nowhere/engine"})
-    with pytest.raises(ConfigError, match="there is no folder /nowhere/engine, neither from"):
+    with pytest.raises(ConfigError, match=naming("/nowhere/engine", "gpt_model_path")):
         written.read()
 
 
 @pytest.mark.parametrize(
-    ("files", "expected"),
+    ("files", "named"),
     [
-        ({}, "has no config.json; use `loraplex compat build`"),
-        ({"rank0.engine": "x"}, "holds TensorRT engines; use `loraplex compat build`"),
-        ({"config.json": {"build_config": {}, "pretrained_config": {}}}, "only TensorRT can run"),
-        ({"config.json": {"builder_config": {}}}, "only TensorRT can run"),
-        ({"config.json": []}, "must be a JSON object"),
-        ({"config.json": "{"}, "is not JSON"),
+        ({}, ("config.json", "loraplex compat build", "gpt_model_path")),
+        ({"rank0.engine": "x"}, ("TensorRT", "loraplex compat build", "gpt_model_path")),
+        (
+            {"config.json": {"build_config": {}, "pretrained_config": {}}},
+            ("TensorRT", "gpt_model_path"),
+        ),
+        ({"config.json": {"builder_config": {}}}, ("TensorRT", "gpt_model_path")),
+        ({"config.json": []}, ("JSON",)),
+        ({"config.json": "{"}, ("JSON",)),
     ],
 )
-def test_what_is_refused_by_name(written, files, expected):
+def test_what_is_refused_by_name(written, files, named):
     (written.engine / "config.json").unlink()
     for name, content in files.items():
         text = content if isinstance(content, str) else json.dumps(content)
         (written.engine / name).write_text(text)
-    with pytest.raises(ConfigError, match=expected):
+    with pytest.raises(ConfigError, match=naming(*named)):
         written.read()
 
 

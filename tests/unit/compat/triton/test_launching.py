@@ -65,13 +65,13 @@ def test_one_that_runs_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_no_repository(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no model repository"):
+    with pytest.raises(ConfigError, match=naming("repository")):
         launch(what(tmp_path / "no"), force=True)
 
 
 @pytest.mark.usefixtures("nothing_runs")
 def test_no_program(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot start /no/such"):
+    with pytest.raises(ConfigError, match=naming("/no/such")):
         launch(what(tmp_path, program="/no/such"), force=False)
 
 

@@ -12,6 +12,7 @@ from loraplex.frontends.kserve.messages import InferRequest
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.kserve.tensors import from_values
 from support.echo_service import EchoService
+from support.naming import refused
 from support.triton_repositories import merged
 
 OUTPUTS_OF_JANUARY_2024 = (
@@ -257,7 +258,9 @@ async def test_postprocessing_without_lengths(written):
     )
     assert count == 1
     service = serve(written.read())
-    with pytest.raises(InvalidTensorError, match="SEQUENCE_LENGTH is not present"):
+    with refused(
+        InvalidTensorError, "SEQUENCE_LENGTH", 2, 1, "postprocessing", param="SEQUENCE_LENGTH"
+    ):
         await service.infer(decoded(), LOCAL)
     pbtxt.write_text(text)
     service = serve(written.read())

@@ -154,7 +154,9 @@ def test_zeros_that_say_nothing(written):
 def test_unknown_parameters(written):
     written.replace("tensorrt_llm", max_tokens_in_paged_kv_cache="max_token_in_paged_kv_cache")
     written.fill("tensorrt_llm", max_token_in_paged_kv_cache="5")
-    with pytest.raises(ConfigError, match="did you mean max_tokens_in_paged_kv_cache"):
+    with pytest.raises(
+        ConfigError, match=naming("max_tokens_in_paged_kv_cache", "max_token_in_paged_kv_cache")
+    ):
         written.read()
     written.replace("tensorrt_llm", max_token_in_paged_kv_cache="EXECUTION_ENV_PATH")
     (warning,) = written.read().notes.warnings
@@ -176,7 +178,7 @@ def test_parameters_of_the_parts(written):
 def test_unknown_parameters_of_the_parts(written):
     written.replace("postprocessing", skip_special_tokens="skip_special_token")
     written.fill("postprocessing", skip_special_token="False")
-    with pytest.raises(ConfigError, match="did you mean skip_special_tokens"):
+    with pytest.raises(ConfigError, match=naming("skip_special_tokens")):
         written.read()
 
 
@@ -208,7 +210,7 @@ def test_a_part_belongs_to_the_model_with_its_tokenizer(written):
     other = written.path.parent / "other_engine"
     shutil.copytree(written.engine, other)
     written.replace("other", **{str(written.engine): str(other)})
-    with pytest.raises(ConfigError, match="names the tensorrt_llm model of 'postprocessing'"):
+    with pytest.raises(ConfigError, match=naming("tensorrt_llm", "postprocessing")):
         written.read()
     written.fill("preprocessing", tokenizer_dir=str(other))
     written.fill("postprocessing", tokenizer_dir=str(written.engine))
@@ -220,10 +222,10 @@ def test_a_part_belongs_to_the_model_with_its_tokenizer(written):
 
 def test_ensembles_that_lead_nowhere(written):
     written.replace("ensemble", **{'model_name: "tensorrt_llm"': 'model_name: "gone"'})
-    with pytest.raises(ConfigError, match="has a step 'gone', which no repository has; there are"):
+    with pytest.raises(ConfigError, match=naming("gone", "ensemble", "tensorrt_llm")):
         written.read()
     written.replace("ensemble", **{'model_name: "gone"': 'model_name: "preprocessing"'})
-    with pytest.raises(ConfigError, match="none of the steps of ensemble 'ensemble' is a"):
+    with pytest.raises(ConfigError, match=naming("ensemble", "tensorrt_llm")):
         written.read()
 
 
@@ -307,7 +309,7 @@ def test_one_tokenizer_for_all_parts(written):
     written.fill("preprocessing", tokenizer_dir=str(tokenizer))
     assert merged(written.read(), "tensorrt_llm")["tokenizer"] == str(tokenizer)
     written.fill("postprocessing", tokenizer_dir=str(written.engine))
-    with pytest.raises(ConfigError, match="which 'postprocessing' has: they must agree"):
+    with pytest.raises(ConfigError, match=naming("postprocessing", "tokenizer_dir")):
         written.read()
 
 
@@ -424,7 +426,7 @@ def test_only_wanted_models_and_their_parts(written):
     repository = written.read("ensemble")
     assert repository.loaded == ("ensemble", "preprocessing", "tensorrt_llm", "postprocessing")
     assert tuple(declarations(repository)) == FIVE, "what stands before the same model may follow"
-    with pytest.raises(ConfigError, match="--load-model gone: there is no such model; there are"):
+    with pytest.raises(ConfigError, match=naming("--load-model", "gone", "tensorrt_llm")):
         written.read("gone")
 
 

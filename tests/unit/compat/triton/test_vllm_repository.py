@@ -76,6 +76,7 @@ def test_adapters_are_off_by_default(vllm):
 
 
 def test_adapters_without_their_list(vllm):
+    # Triton's text.
     with pytest.raises(ConfigError, match=r"Triton backend cannot find .*1/multi_lora.json\. It"):
         vllm({"enable_lora": True})
 
@@ -161,6 +162,7 @@ def test_a_model_without_arguments(tmp_path):
     folder = tmp_path / "m"
     folder.mkdir()
     (folder / "config.pbtxt").write_text('backend: "vllm"')
+    # Triton's text.
     with pytest.raises(ConfigError, match=r"'model.json' containing vllm engine args must be"):
         read_repositories([tmp_path])
 

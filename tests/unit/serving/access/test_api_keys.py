@@ -6,6 +6,7 @@ import pytest
 
 from loraplex.core.errors import ConfigError
 from loraplex.serving.access.api_keys import check_strength, digest_of, new_key
+from support.naming import naming
 
 
 def test_new_keys_differ_and_are_strong():
@@ -65,16 +66,16 @@ def test_just_strong_enough(key):
 
 
 @pytest.mark.parametrize(
-    ("key", "problem"),
+    ("key", "named"),
     [
-        (LEAST_TEXT[:-1], "is not strong enough"),
-        (LEAST_TEXT.replace("r", "g"), "is not strong enough"),
-        (LEAST_HEX[:-1], "is not strong enough"),
-        (LEAST_HEX.replace("7", "0"), "is not strong enough"),
-        (LEAST_HEX + "x", "is not strong enough"),
-        (LEAST_TEXT + "g" * (513 - 32), "at most 512 characters"),
+        (LEAST_TEXT[:-1], ("here", "at least 32")),
+        (LEAST_TEXT.replace("r", "g"), ("here", "at least 32")),
+        (LEAST_HEX[:-1], ("here", "at least 32")),
+        (LEAST_HEX.replace("7", "0"), ("here", "at least 32")),
+        (LEAST_HEX + "x", ("here", "at least 32")),
+        (LEAST_TEXT + "g" * (513 - 32), (512,)),
     ],
 )
-def test_just_not_strong_enough(key, problem):
-    with pytest.raises(ConfigError, match=problem):
+def test_just_not_strong_enough(key, named):
+    with pytest.raises(ConfigError, match=naming(*named)):
         check_strength(key, "here")

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 
 import pytest
 
@@ -168,16 +169,16 @@ async def test_an_adapter_that_changes_nothing_is_refused(loading, staging, star
 
 
 @pytest.mark.parametrize(
-    ("size", "reason"),
+    ("size", "named"),
     [
-        ({"num_pages": 17}, r"17 pages of 256 B .* pool has 16; raise lora_device_bytes to 4352B"),
-        ({"num_bytes": 1001}, r"1001 B, .* adapters has 1000 B; raise lora_host_bytes to 1001B"),
+        ({"num_pages": 17}, (17, 256, 16, "lora_device_bytes", "4352B")),
+        ({"num_bytes": 1001}, (1001, 1000, "lora_host_bytes", "1001B")),
     ],
 )
-async def test_what_can_never_fit_is_refused_at_once(loading, staging, start, size, reason):
+async def test_what_can_never_fit_is_refused_at_once(loading, staging, start, size, named):
     model = await start(lora_host_bytes=1000)
     staging.put("/huge", **size)
-    with pytest.raises(AdapterTooLargeError, match=reason):
+    with pytest.raises(AdapterTooLargeError, match=naming(*named)):
         await loading.load(model, LOCAL, name="huge", path="/huge")
     assert names_of(model) == []
 
@@ -403,4 +404,4 @@ def test_adapters_share_a_line_about_what_they_have_in_common(caplog):
     (usual, unusual) = caplog.records
     assert (usual.levelname, unusual.levelname) == ("INFO", "WARNING")
     assert usual.message == f"adapters 'a', 'b', 'c' and 1 more: {ROUNDING}"
-    assert unusual.message == "adapter 'zh': another base"
+    assert re.search(naming("zh"), unusual.message)

@@ -248,7 +248,7 @@ async def test_a_read_only_folder_refuses_changes_by_name(replica, put, monkeypa
         one.unload(),
         one.service.adapter_admin.alias(LOCAL, ZH, "cn"),
     ):
-        with pytest.raises(PermissionDeniedError, match=r"adapter '(zh|de)' cannot be declared"):
+        with pytest.raises(PermissionDeniedError, match=naming("[Errno 30]")):
             await change
     assert await one.use() == "digest of /zh"
     assert one.bound() == {"zh": (1, "digest of /zh")}
@@ -371,7 +371,7 @@ async def test_an_own_adapter_that_cannot_be_staged_is_not_replaced_by_the_serve
     one = await replica()
     await one.use()
     put("own", tenant="acme", uri="/nothing")
-    with pytest.raises(InvalidAdapterError, match="not an adapter"):
+    with pytest.raises(InvalidAdapterError, match=naming("/nothing")):
         await one.use("own", principal=ACME)
 
 

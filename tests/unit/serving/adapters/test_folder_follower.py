@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import os
+import re
 import shutil
 
 import pytest
@@ -462,7 +463,7 @@ async def test_an_optional_one_is_reported_until_it_is_mended(watched, by_reques
     for _ in range(2):
         with pytest.raises(AdapterNotFoundError) as raised:
             await request_change(watched)
-        assert raised.value.message == "adapter 'zh' could not be loaded: torn"
+        assert re.search(naming("adapter", "zh", "torn"), raised.value.message)
         assert (raised.value.param, raised.value.reason) == ("adapter", "torn")
         await watched.look()
     assert len(watched.staging.requests) == 1

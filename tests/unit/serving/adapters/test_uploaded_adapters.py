@@ -18,7 +18,7 @@ from loraplex.serving.adapters.upkeep import CatalogUpkeep
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.service import Service
 from loraplex.testing.fake_clock import FakeClock
-from support.naming import refused
+from support.naming import naming, refused
 
 LIMITS = UploadLimits(max_bytes=100, max_tenant_bytes=100, max_uploads=9, max_seconds=60)
 
@@ -92,7 +92,7 @@ async def test_there_is_no_source_to_read_again(service, upload, staging):
     (version,) = model.store.present("a")
     num_requests = len(staging.requests)
     assert await service._loader.reload(model, version) is False
-    with pytest.raises(AdapterLoadError, match="send them again"):
+    with pytest.raises(AdapterLoadError, match=naming("weights", "again")):
         await service._loader.repair(model, version)
     assert len(staging.requests) == num_requests
 

@@ -28,7 +28,7 @@ from loraplex.serving.engines.engine_state import EngineState
 from loraplex.testing.fake_clock import FakeClock
 from support.fake_loader import fake_source
 from support.fake_runner import FAKE_CAPACITY
-from support.naming import refused
+from support.naming import naming, refused
 from support.scripted_engine import (
     READY,
     done,
@@ -64,16 +64,16 @@ class TestStart:
         assert len(script.links) == 1
 
     @pytest.mark.parametrize(
-        ("error", "raised", "text"),
+        ("error", "raised", "named"),
         [
-            (ConfigError("TMPDIR is full"), ConfigError, "TMPDIR is full"),
-            (OSError(11, "no more processes"), InternalError, "no more processes"),
-            (ZeroDivisionError(), InternalError, "given up"),
+            (ConfigError("TMPDIR is full"), ConfigError, ("TMPDIR",)),
+            (OSError(11, "no more processes"), InternalError, ("[Errno 11]",)),
+            (ZeroDivisionError(), InternalError, ("m", "given up")),
         ],
     )
-    async def test_an_engine_that_cannot_be_spawned(self, engine, script, error, raised, text):
+    async def test_an_engine_that_cannot_be_spawned(self, engine, script, error, raised, named):
         script.errors = [error]
-        with pytest.raises(raised, match=text):
+        with pytest.raises(raised, match=naming(*named)):
             await engine.start()
         assert engine.state is EngineState.FAILED
 

@@ -23,7 +23,7 @@ from loraplex.engine.messages import (
 from loraplex.serving.engines import queries
 from support.fake_loader import fake_source
 from support.fake_runner import FAKE_CAPACITY
-from support.naming import refused
+from support.naming import naming, refused
 from support.scripted_engine import done, until
 
 SOURCE = fake_source("digest", FAKE_CAPACITY.page_geometry)
@@ -93,7 +93,7 @@ class TestHeldAdapters:
         await until(lambda: PinAdapter(1, "digest") in script.link.commands)
         engine.unpin("digest")
         script.link.say(AdapterPinned(1))
-        with pytest.raises(NotReadyError, match="unpinned meanwhile"):
+        with pytest.raises(NotReadyError, match=naming("unpinned")):
             await pin
 
     async def test_a_pin_that_no_reply_confirmed_is_awaited(self, engine, script):

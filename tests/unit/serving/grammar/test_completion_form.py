@@ -1,6 +1,7 @@
 """The grammar of a completion: a family's calls pass, and nothing that breaks the request."""
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from loraplex.serving.text.chat_format import ChatFormat
 from loraplex.serving.text.completion_grammar import completion_grammar
 from loraplex.serving.text.completion_reader import CompletionSyntax
 from loraplex.serving.text.tool_calls.formats import FORMATS
-from support.naming import refused
+from support.naming import naming, refused
 
 WEATHER = FunctionTool(
     name="get_weather",
@@ -440,7 +441,7 @@ def test_what_no_grammar_of_such_texts_keeps_to(
     with pytest.raises(InvalidParameterError) as raised:
         model.takes("", one_text(schema, is_strict=True))
     assert raised.value.param == "tools"
-    assert f"{named} of the parameter 'a' cannot be kept to" in raised.value.message
+    assert re.search(naming(named, "a", "f"), raised.value.message)
     required = msgspec.structs.replace(one_text(schema), mode=ToolMode.REQUIRED)
     assert model.takes(f"{start}anything{end}", required)
 
