@@ -1,5 +1,6 @@
 """Ranks agree about adapters, or none of them has what one lacks."""
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -9,6 +10,7 @@ from loraplex.core.errors import AdapterLoadError, InvalidAdapterError
 from loraplex.execution.adapters.agreement import agreed
 from loraplex.kernels.native.channel import Segment, SharedMemoryChannel
 from loraplex.kernels.native.library import load_library
+from support.naming import naming
 
 
 def on_ranks(size: int, work: Any) -> list[Any]:
@@ -50,7 +52,7 @@ def test_what_fails_on_one_rank_is_refused_on_all() -> None:
     assert isinstance(second, InvalidAdapterError)
     for other in (first, third):
         assert isinstance(other, AdapterLoadError)
-        assert other.message == "rank 1 of 3: the file is of another adapter: ü"
+        assert re.search(naming(1, 3), other.message)
 
 
 def test_a_long_message_is_cut() -> None:

@@ -23,6 +23,7 @@ from loraplex.kernels.native.library import (
     available_instruction_sets,
     load_library,
 )
+from support.naming import naming
 
 try:
     INSTRUCTION_SETS = available_instruction_sets()
@@ -279,9 +280,9 @@ def test_a_slot_that_takes_no_row(library):
 
     def body(kernels, _):
         packed = kernels.pack_linear(weight, None, num_blocks=1)
-        with pytest.raises(InternalError, match="loraplex_linear failed: an argument is invalid"):
+        with pytest.raises(InternalError, match=naming("loraplex_linear")):
             kernels.linear(torch.randn(1, 64), packed)
-        with pytest.raises(InternalError, match="loraplex_gather_columns failed"):
+        with pytest.raises(InternalError, match=naming("loraplex_gather_columns")):
             kernels.gather_columns(torch.randn(1, 65), 130)
 
     run_ranks(library, 2, body, slot_bytes=128)

@@ -17,6 +17,7 @@ from loraplex.kernels.native.library import (
 from loraplex.kernels.native.sampling import SamplingKernel
 from loraplex.kernels.sampling import DrawOptions
 from support.cases_in_turn import in_turn
+from support.naming import naming
 
 try:
     INSTRUCTION_SETS = available_instruction_sets()
@@ -214,5 +215,5 @@ def test_bitmask(library, vocab_size):
 
 
 def test_sizes_that_cannot_be_are_refused(library):
-    with pytest.raises(InternalError, match="argument is invalid"):
+    with pytest.raises(InternalError, match=naming("loraplex_top_logprobs")):
         kernel_of(library).top_logprobs(torch.zeros(1, 3), np.array([0]), np.array([0]), 4)

@@ -13,6 +13,7 @@ from loraplex.execution.adapters.entry_tables import EntryTables
 from loraplex.execution.adapters.host_adapters import HostAdapter, HostPart, HostWeight
 from loraplex.kernels.lora import add_lora
 from loraplex.memory.adapter_pages import layer_targets, place
+from support.naming import naming
 
 SHAPES = {"q_proj": (12, 20), "down_proj": (20, 12)}
 GEOMETRY = PageGeometry(slot_elements=32, slots_per_page=10)
@@ -216,7 +217,7 @@ def test_a_bank_of_layers_alone_takes_only_lora():
     host = host_adapter(RANKS)
     assert make_bank().prepare(host).weights is host.weights
     bias = HostPart(LoraTarget(0, "q_proj", 1, 0, 20, TargetPart.BIAS), torch.ones(20))
-    with pytest.raises(AdapterMismatchError, match="bias of q_proj; only LoRA of q_proj"):
+    with pytest.raises(AdapterMismatchError, match=naming("q_proj", "LoRA", "down_proj")):
         make_bank().prepare(dataclasses.replace(host, parts=(bias,)))
 
 

@@ -4,6 +4,7 @@ import concurrent.futures
 import dataclasses
 import itertools
 import random
+import re
 import threading
 import time
 from collections.abc import Sequence
@@ -32,6 +33,7 @@ from support.grammar_tokens import (
     schema,
     vocabulary,
 )
+from support.naming import naming
 
 NAMED = {
     "type": "object",
@@ -133,7 +135,7 @@ def test_a_chunk_of_the_prompt_waits_for_no_mask(rows):
     rows.begin([RowStep(slot=0, start=0, num_tokens=2, wanted=Wanted.NONE)])
     rows.begin([RowStep(slot=0, start=0, num_tokens=2, wanted=Wanted.ALL)])
 
-    with pytest.raises(AssertionError, match="no step has begun"):
+    with pytest.raises(AssertionError, match=naming("step")):
         rows.bitmasks([(0, ())])
 
 
@@ -248,7 +250,7 @@ def test_a_grammar_that_is_too_large_fails_its_row_alone(rows):
     large, small = rows.bitmasks([(0, ()), (1, ())])
 
     assert not large.any()
-    assert "cannot be kept to its grammar" in rows.problem(0).message
+    assert re.search(naming(1), rows.problem(0).message)
     assert "\n" not in rows.problem(0).message, "no dump of the parser"
     assert small.any()
     assert rows.problem(1) is None
@@ -261,7 +263,7 @@ def test_a_grammar_that_takes_the_processor_for_long_fails_its_row(rows, monkeyp
     while EOS in allowed(rows)[0]:
         rows.accept(0, encode("a"))
 
-    assert "after 1 tokens that has taken more than 1.0 s" in rows.problem(0).message
+    assert re.search(naming(1, 1.0), rows.problem(0).message)
 
 
 def test_a_machine_that_stands_still_once_fails_no_row(rows, monkeypatch):
@@ -278,7 +280,7 @@ def test_a_token_outside_the_grammar_is_the_rows_problem(rows):
     rows.add_row(row(regex("ab"), outputs=encode("x")))
 
     assert allowed(rows) == [set()]
-    assert "cannot be kept to its grammar" in rows.problem(0).message
+    assert re.search(naming("x"), rows.problem(0).message)
 
 
 def test_without_a_tokenizer_a_constrained_row_is_refused_by_name():
@@ -286,7 +288,7 @@ def test_without_a_tokenizer_a_constrained_row_is_refused_by_name():
     rows.add_row(row(regex("ab")))
 
     assert allowed(rows) == [set()]
-    assert "has no tokenizer" in rows.problem(0).message
+    assert re.search(naming("tokenizer"), rows.problem(0).message)
     rows.close()
 
 

@@ -24,6 +24,7 @@ from loraplex.models.parameters import checkpoint_shapes
 from support.checkpoints import save_random_model, tiny_gpt2, tiny_sizes
 from support.families import experts, first, rest
 from support.families.case import VOCAB_SIZE, parameters
+from support.naming import naming
 from support.quantized_checkpoints import CASES as STORED_CASES
 from support.quantized_checkpoints import quantize_folder as store_quantised
 
@@ -181,6 +182,7 @@ def test_a_full_disk_leaves_nothing(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shards.os, "fsync", lambda _: no_space(tmp_path, "wb"))
+    # The system's text.
     with pytest.raises(ConfigError, match="No space left on device"):
         write(source, tmp_path / "output")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
@@ -192,7 +194,7 @@ def test_an_error_on_the_way_leaves_nothing(source: Path, tmp_path: Path) -> Non
     tensors = load_file(source / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
     save_file(tensors, source / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.up_proj\.weight has numbers"):
+    with pytest.raises(ConfigError, match=naming("model.layers.1.mlp.up_proj.weight")):
         write(source, tmp_path / "output")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
@@ -207,21 +209,23 @@ def test_an_output_that_is_there(source: Path, tmp_path: Path) -> None:
 
 def test_a_source_without_weights(source: Path, tmp_path: Path) -> None:
     (source / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match="has no weights"):
+    with pytest.raises(ConfigError, match=naming("model.safetensors", "pytorch_model.bin")):
         write(source, tmp_path / "output")
     assert not (tmp_path / "output").exists()
 
 
 def test_a_source_that_is_quantised(source: Path, tmp_path: Path) -> None:
     store_quantised(source, STORED_CASES["gptq-4"])
-    with pytest.raises(ConfigError, match=r"quantised already \(gptq\)"):
+    with pytest.raises(ConfigError, match=naming("gptq")):
         write(source, tmp_path / "output")
 
 
 def test_an_unknown_family(source: Path, tmp_path: Path) -> None:
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"architectures": ["Unknown"]}))
-    with pytest.raises(UnsupportedModelError, match="architecture Unknown is not supported"):
+    with pytest.raises(
+        UnsupportedModelError, match=naming("Unknown", "Qwen2_5_VLForConditionalGeneration")
+    ):
         write(source, tmp_path / "output")
 
 

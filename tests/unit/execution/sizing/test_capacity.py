@@ -28,7 +28,7 @@ from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.execution.sizing.step_memory import StepMemory
 from loraplex.memory.adapter_cache import AdapterCache
 from loraplex.memory.adapter_pages import layer_targets, pages_at_ranks
-from support.naming import naming
+from support.naming import naming, refused
 from support.tiny_decoder import TINY_DECODER
 
 BLOCK_BYTES = block_bytes(TINY_DECODER, 16, torch.float32)
@@ -98,7 +98,7 @@ def test_int8_keys_and_values_have_scales() -> None:
 def test_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_device(RunnerSettings()) == torch.device("cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match="no CUDA device"):
+    with refused(ConfigError, "CUDA", param="device"):
         choose_device(RunnerSettings(device="cuda:1"))
 
 
@@ -123,7 +123,7 @@ def test_a_pool_of_just_one_adapter_of_the_usual_rank() -> None:
 
 def test_a_pool_that_is_too_small_says_what_it_takes() -> None:
     settings = RunnerSettings(lora_device_bytes=1000)
-    with pytest.raises(ConfigError, match=r"rank 64 on all modules: .*or set at least") as caught:
+    with refused(ConfigError, 64, "lora_device_bytes", 1000, param="lora_device_bytes") as caught:
         size_adapter_pool(settings, TINY_DECODER, torch.bfloat16)
     enough = parse_bytes(caught.value.message.split()[-1])
     settings = RunnerSettings(lora_device_bytes=enough)
@@ -195,10 +195,10 @@ class TestMemory:
         assert size.kv.capacities[0].num_blocks == 20
 
     def test_weights_that_do_not_fit(self) -> None:
-        with pytest.raises(ConfigError, match="raise --memory, or set quant") as caught:
+        with pytest.raises(ConfigError, match=naming("--memory", "memory_bytes")) as caught:
             memory(memory_bytes=WEIGHTS)
         size = readable_bytes(WEIGHTS)
-        assert f"the weights take {size}, and memory_bytes is {size}" in caught.value.message
+        assert re.search(naming(size, "memory_bytes", size, "--memory"), caught.value.message)
 
     def test_what_was_said_does_not_fit(self) -> None:
         with pytest.raises(ConfigError, match=naming("10 MiB")) as caught:
@@ -207,11 +207,13 @@ class TestMemory:
 
     def test_a_length_that_does_not_fit_names_the_budget(self) -> None:
         least = smallest_pool(RunnerSettings(), TINY_DECODER, torch.float32).num_bytes
-        with pytest.raises(ConfigError, match="or raise --memory to") as caught:
+        with refused(
+            ConfigError, "--memory", "max_model_len", 100, param="kv_cache_bytes"
+        ) as caught:
             memory(memory_bytes=WEIGHTS + least + 3 * BLOCK_BYTES, max_model_len=100)
         enough = parse_bytes(caught.value.message.split()[-1])
         assert memory(memory_bytes=enough, max_model_len=100).kv.max_model_len == 100
-        with pytest.raises(ConfigError, match="or raise --memory to"):
+        with refused(ConfigError, "--memory", "max_model_len", 100, param="kv_cache_bytes"):
             memory(memory_bytes=int(enough * 0.98), max_model_len=100)
 
     def test_steps_come_before_the_shares(self) -> None:
@@ -235,14 +237,14 @@ class TestMemory:
         assert caught.value.param == "max_num_batched_tokens"
 
     def test_said_bytes_that_a_device_does_not_have(self) -> None:
-        with pytest.raises(ConfigError, match=r"lower kv_cache_bytes by \d+[KM]?i?B") as caught:
+        with pytest.raises(ConfigError, match=naming("kv_cache_bytes", 100)) as caught:
             memory(100 << 20, kv_cache_bytes=100 << 20)
         assert caught.value.param == "kv_cache_bytes"
         (by,) = map(parse_bytes, re.findall(r"kv_cache_bytes by (\w+)", caught.value.message))
         memory(100 << 20, kv_cache_bytes=(100 << 20) - by)
         with pytest.raises(ConfigError):
             memory(100 << 20, kv_cache_bytes=(100 << 20) - by + BLOCK_BYTES)
-        with pytest.raises(ConfigError, match="lower lora_device_bytes by"):
+        with refused(ConfigError, "lora_device_bytes", param="lora_device_bytes"):
             memory(100 << 20, lora_device_bytes=200 << 20)
 
     def test_the_line_of_the_log(self) -> None:

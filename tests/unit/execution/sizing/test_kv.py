@@ -93,14 +93,14 @@ def test_windows_are_by_layer_and_repeat() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "named"),
     [
-        ({"max_attention_window_size": (8, 0)}, "at least 1 in every layer"),
-        ({"max_attention_window_size": (8,) * 5}, "has 5 entries, the model 4 layers"),
+        ({"max_attention_window_size": (8, 0)}, (1, "max_attention_window_size", "(8, 0)")),
+        ({"max_attention_window_size": (8,) * 5}, (5, 4, "max_attention_window_size")),
     ],
 )
-def test_windows_that_cannot_be(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_windows_that_cannot_be(changes: dict[str, Any], named: tuple[object, ...]) -> None:
+    with pytest.raises(ConfigError, match=naming(*named)):
         windowed(RunnerSettings(**changes), CONFIG)
 
 

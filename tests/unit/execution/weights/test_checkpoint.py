@@ -18,6 +18,7 @@ from loraplex.execution.weights.weight_files import weight_files
 from loraplex.kernels.ops import PackedLinear
 from loraplex.kernels.reference import ReferenceKernels
 from loraplex.models.spec import NormPlace
+from support.naming import naming
 from support.tiny_model import TinyCheckpoint
 
 CPU = torch.device("cpu")
@@ -121,54 +122,69 @@ def test_old_rotary_buffers_are_no_weights(tiny_checkpoint: TinyCheckpoint) -> N
 
 
 @pytest.mark.parametrize(
-    ("name", "tensor", "message"),
+    ("name", "tensor", "named"),
     [
-        ("model.layers.0.mlp.up_proj.weight", None, "lacks 1 weights .*up_proj"),
-        ("lm_head.weight", None, "lm_head"),
-        ("model.layers.2.mlp.up_proj.weight", torch.zeros(2), "unknown weight model.layers.2.mlp"),
-        ("model.layers.0.self_attn.q_proj.bias", torch.ones(16), "q_proj.bias is a bias that is"),
-        ("model.layers.0.self_attn.bias", torch.zeros(16), "unknown weight .*self_attn.bias"),
-        ("model.norm.weight", torch.zeros(17), r"norm.weight has shape \[17\].* \[16\]"),
-        ("model.norm.weight", torch.zeros(16, dtype=torch.int8), "norm.weight is torch.int8"),
+        ("model.layers.0.mlp.up_proj.weight", None, (1, "model.layers.0.mlp.up_proj.weight")),
+        ("lm_head.weight", None, ("lm_head", "lm_head.weight")),
+        (
+            "model.layers.2.mlp.up_proj.weight",
+            torch.zeros(2),
+            ("model.layers.2.mlp", "model.layers.2.mlp.up_proj.weight"),
+        ),
+        (
+            "model.layers.0.self_attn.q_proj.bias",
+            torch.ones(16),
+            ("model.layers.0.self_attn.q_proj.bias",),
+        ),
+        ("model.layers.0.self_attn.bias", torch.zeros(16), ("model.layers.0.self_attn.bias",)),
+        ("model.norm.weight", torch.zeros(17), ("model.norm.weight", "[17]", "[16]")),
+        (
+            "model.norm.weight",
+            torch.zeros(16, dtype=torch.int8),
+            ("model.norm.weight", "torch.int8"),
+        ),
     ],
 )
 def test_what_is_wrong_is_named(
-    tiny_checkpoint: TinyCheckpoint, name: str, tensor: torch.Tensor | None, message: str
+    tiny_checkpoint: TinyCheckpoint,
+    name: str,
+    tensor: torch.Tensor | None,
+    named: tuple[object, ...],
 ) -> None:
     if tensor is None:
         del tiny_checkpoint.tensors[name]
     else:
         tiny_checkpoint.tensors[name] = tensor
     tiny_checkpoint.save()
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=naming(*named)):
         load(tiny_checkpoint)
 
 
 def test_a_weight_that_is_there_twice(tiny_checkpoint: TinyCheckpoint) -> None:
     write_shards(tiny_checkpoint, "safetensors")
     save_file(tiny_checkpoint.tensors, tiny_checkpoint.folder / "model-00002-of-00002.safetensors")
-    with pytest.raises(ConfigError, match="occurs twice"):
+    with pytest.raises(ConfigError, match=naming("lm_head.weight")):
         load(tiny_checkpoint)
 
 
 @pytest.mark.parametrize(
-    ("file", "content", "message"),
+    ("file", "content", "named"),
     [
-        (None, b"", "has no weights"),
-        ("model.safetensors", b"garbage", r"cannot read .*model\.safetensors"),
-        ("pytorch_model.bin", b"garbage", r"cannot read .*pytorch_model\.bin"),
-        ("model.safetensors.index.json", b"{}", "weight_map is missing"),
-        ("model.safetensors.index.json", b'{"weight_map": {"a": "../b"}}', r"names '\.\./b'"),
-        ("model.safetensors.index.json", b'{"weight_map": {"a": "b"}}', "names 'b'"),
-        ("model.safetensors.index.json", b'{"weight_map": {"a": 1}}', "a must be a string"),
+        (None, b"", ("model.safetensors", "pytorch_model.bin")),
+        ("model.safetensors", b"garbage", ("model.safetensors",)),
+        ("pytorch_model.bin", b"garbage", ("pytorch_model.bin",)),
+        ("model.safetensors.index.json", b"{}", ("weight_map",)),
+        ("model.safetensors.index.json", b'{"weight_map": {"a": "../b"}}', ("../b",)),
+        ("model.safetensors.index.json", b'{"weight_map": {"a": "b"}}', ("b",)),
+        ("model.safetensors.index.json", b'{"weight_map": {"a": 1}}', ("weight_map", 1)),
     ],
 )
 def test_broken_files(
-    tiny_checkpoint: TinyCheckpoint, file: str | None, content: bytes, message: str
+    tiny_checkpoint: TinyCheckpoint, file: str | None, content: bytes, named: tuple[object, ...]
 ) -> None:
     if file:
         (tiny_checkpoint.folder / file).write_bytes(content)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=naming(*named)):
         load(tiny_checkpoint)
 
 
@@ -189,7 +205,7 @@ def test_a_pickle_cannot_run_code(
 
 def test_a_pickled_file_must_be_a_state_dict(tiny_checkpoint: TinyCheckpoint) -> None:
     torch.save([1], tiny_checkpoint.folder / "pytorch_model.bin")
-    with pytest.raises(ConfigError, match="no state dict"):
+    with pytest.raises(ConfigError, match=naming("pytorch_model.bin")):
         load(tiny_checkpoint)
 
 

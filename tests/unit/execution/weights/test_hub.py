@@ -70,7 +70,7 @@ def test_what_is_no_hub_id_is_a_missing_folder(text: str, monkeypatch: pytest.Mo
 
 def test_an_adapter_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").touch()
-    with pytest.raises(ConfigError, match=rf"is a LoRA adapter, .*--adapter NAME={tmp_path}$"):
+    with pytest.raises(ConfigError, match=naming("LoRA", "--adapter", "NAME", tmp_path)):
         resolve_model(str(tmp_path))
     (tmp_path / "config.json").touch()
     assert resolve_model(str(tmp_path)) == tmp_path
@@ -119,7 +119,7 @@ def test_errors_of_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     install(monkeypatch, FakeHub(tmp_path, error))
-    with pytest.raises(ConfigError, match=r"not a folder here.*(offline|bad id); check the name"):
+    with pytest.raises(ConfigError, match=naming("owner/model")):
         resolve_model("owner/model")
 
 
@@ -139,5 +139,5 @@ def test_a_name_near_a_folder_that_the_hub_does_not_know(
     install(monkeypatch, FakeHub(tmp_path, HFValidationError("bad id")))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "llama").mkdir()
-    with pytest.raises(ConfigError, match=r"did you mean llama\?; .*bad id"):
+    with pytest.raises(ConfigError, match=naming("llama")):
         resolve_model("lama")

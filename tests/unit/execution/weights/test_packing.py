@@ -16,6 +16,7 @@ from loraplex.kernels.ops import PackedLinear
 from loraplex.kernels.reference import ReferenceKernels
 from loraplex.models.parameters import LinearPlace
 from loraplex.models.spec import NormPlace
+from support.naming import refused
 from support.tiny_model import TinyCheckpoint
 
 CPU = torch.device("cpu")
@@ -98,7 +99,7 @@ def test_without_quantisation_nothing_is_said(checkpoint):
 def test_the_layer_that_cannot_be_quantised_is_named(tmp_path):
     checkpoint = TinyCheckpoint(tmp_path, hidden_size=32, intermediate_size=24)
     checkpoint.save()
-    with pytest.raises(ConfigError, match=r"model\.layers\.0\.mlp\.down_proj: .*24 inputs.*int8"):
+    with refused(ConfigError, "model.layers.0.mlp.down_proj", 24, "int8", 32, param="quantization"):
         pack(checkpoint, INT4)
 
 

@@ -17,6 +17,7 @@ from loraplex.models.decoder_names import StackedExperts
 from loraplex.models.registry import read_config
 from loraplex.models.spec import ModelSpec
 from support.families import experts
+from support.naming import naming
 
 KERNELS = ReferenceKernels(torch.device("cpu"))
 FORM = WeightFormat(dtype=torch.float32)
@@ -221,7 +222,10 @@ def test_a_dense_layer_has_no_stacked_tensors(tmp_path: Path) -> None:
     tensors = stacked(save(tmp_path, "qwen3-moe"), QWEN)
     tensors["model.layers.0.mlp.experts.down_proj"] = torch.zeros(4, 32, 24)
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"unknown weight model\.layers\.0\.mlp\.experts"):
+    with pytest.raises(
+        ConfigError,
+        match=naming("model.layers.0.mlp.experts", "model.layers.0.mlp.experts.down_proj"),
+    ):
         pack(tmp_path)
 
 

@@ -1,6 +1,7 @@
 """TensorRT-LLM's checkpoint folders give the very weights that they were made from."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from loraplex.models.linear_group import TensorShard
 from loraplex.models.registry import read_config
 from loraplex.models.sharding import shard
 from loraplex.models.stages import PipelineStage, stage
+from support.naming import naming
 from support.tiny_model import TinyCheckpoint
 from support.trtllm_checkpoint import write_trtllm_checkpoint
 
@@ -149,21 +151,26 @@ class TestRefused:
     def test_a_rank_that_is_missing(self, original: TinyCheckpoint) -> None:
         folder = written(original, tp_size=2)
         (folder / "rank1.safetensors").unlink()
-        assert "has no rank1.safetensors; by its config.json there are 2" in self.refused(folder)
+        assert re.search(naming("rank1.safetensors", "config.json", 2), self.refused(folder))
 
     def test_a_weight_that_one_rank_lacks(self, original: TinyCheckpoint) -> None:
         folder = written(original, tp_size=2)
         tensors = load_file(folder / "rank1.safetensors")
         del tensors["transformer.layers.0.mlp.fc.weight"]
         save_file(tensors, folder / "rank1.safetensors")
-        assert "lacks transformer.layers.0.mlp.fc.weight" in self.refused(folder)
+        assert re.search(
+            naming("transformer.layers.0.mlp.fc.weight", "rank0.safetensors"), self.refused(folder)
+        )
 
     def test_an_unknown_weight(self, original: TinyCheckpoint) -> None:
         folder = written(original)
         tensors = load_file(folder / "rank0.safetensors")
         tensors["transformer.layers.0.mlp.router.weight"] = torch.ones(2)
         save_file(tensors, folder / "rank0.safetensors")
-        assert "unknown weight transformer.layers.0.mlp.router" in self.refused(folder)
+        assert re.search(
+            naming("transformer.layers.0.mlp.router", "transformer.layers.0.mlp.router.weight"),
+            self.refused(folder),
+        )
 
     def test_another_split_of_the_heads(self, original: TinyCheckpoint) -> None:
         folder = written(original)
@@ -171,20 +178,23 @@ class TestRefused:
         (folder / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 1}))
         with (
             Checkpoint(folder, read_config(folder)) as checkpoint,
-            pytest.raises(ConfigError, match="has 32 rows in a rank"),
+            pytest.raises(ConfigError, match=naming(32, "config.json", "attention.qkv")),
         ):
             checkpoint.read("model.layers.0.self_attn.k_proj.weight")
 
     @pytest.mark.parametrize(
-        ("fields", "said"),
+        ("fields", "named"),
         [
-            ({"quantization": {"quant_algo": "W4A16_AWQ"}}, "quant_algo W4A16_AWQ"),
-            ({"moe": {"num_experts": 8}}, "mixtures of experts"),
-            ({"architecture": "FalconForCausalLM"}, "architecture FalconForCausalLM"),
-            ({"architecture": "GPTForCausalLM", "gpt_variant": "santacoder"}, "gpt_variant"),
+            ({"quantization": {"quant_algo": "W4A16_AWQ"}}, ("quant_algo", "W4A16_AWQ")),
+            ({"moe": {"num_experts": 8}}, ("TensorRT-LLM",)),
+            ({"architecture": "FalconForCausalLM"}, ("architecture", "FalconForCausalLM")),
+            (
+                {"architecture": "GPTForCausalLM", "gpt_variant": "santacoder"},
+                ("gpt_variant", "santacoder"),
+            ),
         ],
     )
     def test_what_is_not_read(
-        self, original: TinyCheckpoint, fields: dict[str, Any], said: str
+        self, original: TinyCheckpoint, fields: dict[str, Any], named: tuple[object, ...]
     ) -> None:
-        assert said in self.refused(written(original, **fields))
+        assert re.search(naming(*named), self.refused(written(original, **fields)))

@@ -14,6 +14,7 @@ from loraplex.kernels.cuda.attention import AttentionKernel
 from loraplex.kernels.cuda.graphs import StepGraphs
 from loraplex.kernels.ops import AttentionRules, AttentionShape
 from support.dense_attention import dense_attention, relative_error
+from support.naming import refused
 from support.paged_rows import PagedRows, padded_rows
 
 SHAPE = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=64, block_size=16)
@@ -224,7 +225,7 @@ def test_layers_with_other_rules_do_not_take_the_one_plan_of_a_step(flashinfer):
 def test_a_soft_cap_that_cannot_be_built_is_refused(flashinfer, monkeypatch):
     rows = half_rows([16])
     monkeypatch.setattr(BatchDecodeWithPagedKVCacheWrapper, "plan", broken)
-    with pytest.raises(ConfigError, match=r"no soft cap of scores here \(no nvcc\): take triton"):
+    with refused(ConfigError, "attention_backend=flashinfer", param="attention_backend"):
         rows.attended(rows.queries([1]), AttentionRules(scale=0.1, soft_cap=50.0))
 
 
@@ -290,7 +291,7 @@ def test_required_and_not_served(flashinfer, dtype, head_dim, invariant):
 
 def test_required_and_broken(flashinfer, monkeypatch):
     monkeypatch.setattr(flashinfer, "BatchPrefillWithPagedKVCacheWrapper", broken)
-    with pytest.raises(ConfigError, match="no nvcc"):
+    with refused(ConfigError, "nvcc", "attention_backend=flashinfer", param="attention_backend"):
         kernel().allocate(2, SHAPE, torch.float16)
 
 

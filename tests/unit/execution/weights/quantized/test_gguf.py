@@ -1,7 +1,6 @@
 """GGUF files: blocks decoded to the bit, models described as folders, hostile files refused."""
 
 import json
-import re
 import shutil
 import struct
 from pathlib import Path
@@ -218,7 +217,9 @@ def test_parts_that_are_not_of_one_split(file: Path, parts: list[Path], tmp_path
         read_gguf(tmp_path / "renamed.gguf")
     twice = second.replace(field("split.no", 1), field("split.no", 2))
     parts[2].write_bytes(twice)
-    with pytest.raises(ConfigError, match=r"tensor .* is in .*tiny-00002-of-00003.gguf, too"):
+    with pytest.raises(
+        ConfigError, match=naming("tiny-00002-of-00003.gguf", "blk.1.ffn_gate.weight")
+    ):
         read_gguf(parts[0])
 
 
@@ -309,33 +310,36 @@ def test_files_cut_off_anywhere_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "named"),
     [
-        ({"general.architecture": "mamba"}, "architecture 'mamba' of GGUF is not supported"),
-        ({"llama.block_count": 0}, "llama.block_count must be an integer of at least 1, got 0"),
-        ({"llama.block_count": 1 << 31}, "block_count is 2147483648, but the file has"),
-        ({"llama.embedding_length": "x"}, "llama.embedding_length must be an integer"),
-        ({"general.architecture": None}, "metadata general.architecture is missing"),
-        ({"tokenizer.ggml.pre": "odd"}, "pre 'odd' is not supported"),
-        ({"tokenizer.ggml.pre": None}, "ggml.pre, the rule by which texts are split, is missing"),
-        ({"tokenizer.ggml.pre": "default"}, "Put the model's tokenizer.json into the file's"),
-        ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model 'bert' is not supported"),
+        ({"general.architecture": "mamba"}, ("mamba", "GGUF")),
+        ({"llama.block_count": 0}, ("llama.block_count", 1, 0)),
+        ({"llama.block_count": 1 << 31}, ("llama.block_count", 2147483648)),
+        ({"llama.embedding_length": "x"}, ("llama.embedding_length",)),
+        ({"general.architecture": None}, ("general.architecture",)),
+        ({"tokenizer.ggml.pre": "odd"}, ("odd", "tokenizer.ggml.pre")),
+        ({"tokenizer.ggml.pre": None}, ("tokenizer.ggml.pre", "llama.cpp")),
+        ({"tokenizer.ggml.pre": "default"}, ("tokenizer.json", "tokenizer.ggml.pre", "default")),
+        ({"tokenizer.ggml.model": "bert"}, ("tokenizer.ggml.model", "bert")),
         (
             {"tokenizer.ggml.model": None},
-            "tokenizer.ggml.model is missing (supported: llama, gpt2)",
+            ("tokenizer.ggml.model", "gpt2"),
         ),
-        ({"tokenizer.ggml.bos_token_id": 9999}, "9999 is no id of 1024 tokens"),
-        ({"tokenizer.ggml.eot_token_id": 9999}, "eot_token_id 9999 is no id of 1024 tokens"),
-        ({"tokenizer.chat_template.tool_use": 7}, "chat_template.tool_use must be a text"),
-        ({"tokenizer.ggml.merges": ["a nowhere"]}, "merges has 'a nowhere'"),
-        ({"tokenizer.ggml.token_type": [1, 2]}, "for each token"),
+        ({"tokenizer.ggml.bos_token_id": 9999}, (9999, 1024, "tokenizer.ggml.bos_token_id")),
+        ({"tokenizer.ggml.eot_token_id": 9999}, ("tokenizer.ggml.eot_token_id", 9999, 1024)),
+        ({"tokenizer.chat_template.tool_use": 7}, ("tokenizer.chat_template.tool_use",)),
+        ({"tokenizer.ggml.merges": ["a nowhere"]}, ("a nowhere", "tokenizer.ggml.merges")),
+        (
+            {"tokenizer.ggml.token_type": [1, 2]},
+            ("tokenizer.ggml.token_type", "[1, 2, 3, 4, 5, 6]"),
+        ),
     ],
 )
 def test_models_that_are_refused(
-    changes: dict[str, Any], message: str, file: Path, tmp_path: Path
+    changes: dict[str, Any], named: tuple[object, ...], file: Path, tmp_path: Path
 ) -> None:
     path = changed(file, tmp_path, changes)
-    with pytest.raises((ConfigError, UnsupportedModelError), match=re.escape(message)):
+    with pytest.raises((ConfigError, UnsupportedModelError), match=naming(*named)):
         gguf_folder(path, tmp_path / "folders")
 
 
@@ -388,7 +392,7 @@ def test_templates_in_the_folder_of_the_file(file: Path, tmp_path: Path) -> None
 def test_a_first_token_that_cannot_be_put_before_texts(file: Path, tmp_path: Path) -> None:
     # In the templates of the tokenizers library $ begins a name.
     path = write(tmp_path, file.read_bytes().replace(b"<s>", b"$s>"))
-    with pytest.raises(ConfigError, match=re.escape("['$s>'] cannot be put around texts")):
+    with pytest.raises(ConfigError, match=naming("['$s>']")):
         gguf_folder(path, tmp_path / "folders")
 
 
