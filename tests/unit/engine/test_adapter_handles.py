@@ -53,9 +53,9 @@ def test_an_adapter_has_the_pages_of_the_stage_with_most_of_it() -> None:
     per_layer = GEOMETRY.slots_of(layers[0])
     assert GEOMETRY.slots_per_page == 2 * per_layer
     assert handles(3, first_layers=(0, 3)).register(source) == 1
-    with pytest.raises(AdapterTooLargeError, match="3 device pages"):
+    with pytest.raises(AdapterTooLargeError, match=naming(3, 2, "lora_device_bytes")):
         handles(2, first_layers=(0, 3)).register(source)
-    with pytest.raises(AdapterTooLargeError, match="4 device pages"):
+    with pytest.raises(AdapterTooLargeError, match=naming(4, 3, "lora_device_bytes")):
         handles(3).register(source)
     with_head = AdapterSource("e", "p", 100, (head, *layers))
     assert handles(3, first_layers=(0, 3)).register(with_head) == 1, "it is on the last stage"

@@ -9,6 +9,7 @@ from loraplex.engine.engine import LOAD_POLL_NS
 from support.fake_engine import MILLISECOND_NS, FakeEngine
 from support.fake_loader import fake_source
 from support.fake_runner import FAKE_CAPACITY
+from support.naming import naming
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def test_a_digest_keeps_its_handle(fakes):
 
 
 def test_an_adapter_that_can_never_fit_is_refused(fakes):
-    with pytest.raises(AdapterTooLargeError, match="17 device pages"):
+    with pytest.raises(AdapterTooLargeError, match=naming(17, "lora_device_bytes")):
         fakes.register("huge", num_pages=17)
     with pytest.raises(AdapterTooLargeError, match="bytes"):
         fakes.register("huge", num_bytes=10**9)

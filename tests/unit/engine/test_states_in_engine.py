@@ -14,6 +14,7 @@ from loraplex.testing.fake_clock import FakeClock
 from support.engine_requests import engine_request
 from support.fake_loader import FakeLoader
 from support.fake_runner import FAKE_CAPACITY, FakeRunner
+from support.naming import refused
 
 
 def start(first: CacheSpec, settings: SchedulerSettings) -> Engine:
@@ -24,9 +25,7 @@ def start(first: CacheSpec, settings: SchedulerSettings) -> Engine:
 
 
 def test_checkpoints_are_states() -> None:
-    with pytest.raises(
-        ConfigError, match=r"state_checkpoint_tokens \(96\) must be a multiple of 64"
-    ):
+    with refused(ConfigError, "state_checkpoint_tokens", 96, 64, param="state_checkpoint_tokens"):
         start(Blocks(), SchedulerSettings(state_checkpoint_tokens=96))
     start(Blocks(), SchedulerSettings(state_checkpoint_tokens=192))
 

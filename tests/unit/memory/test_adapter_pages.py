@@ -202,15 +202,15 @@ def test_a_target_larger_than_a_page_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("targets", "ranks", "text"),
+    ("targets", "ranks", "named"),
     [
-        ([], (8, 64), "at least one module"),
-        (layers(LLAMA_7B_QKV, 1), (0, 64), "usual_ranks must be at least 1, got 0"),
-        (layers(LLAMA_7B_QKV, 1), (8, -1), "max_ranks must be at least 1, got -1"),
+        ([], (8, 64), ("least",)),
+        (layers(LLAMA_7B_QKV, 1), (0, 64), ("usual_ranks", 1, 0)),
+        (layers(LLAMA_7B_QKV, 1), (8, -1), ("max_ranks", 1, -1)),
     ],
 )
-def test_bad_geometry_is_a_config_error(targets, ranks, text):
-    with pytest.raises(ConfigError, match=text):
+def test_bad_geometry_is_a_config_error(targets, ranks, named):
+    with pytest.raises(ConfigError, match=naming(*named)):
         page_geometry(targets, usual_ranks=RankLimits(ranks[0]), max_ranks=RankLimits(ranks[1]))
 
 

@@ -53,7 +53,7 @@ def test_the_way_to_the_device():
 
 def test_what_can_never_fit_is_refused_at_once():
     cache = cache_with(host_bytes=100, num_pages=4)
-    with pytest.raises(AdapterTooLargeError, match=r"101 B, .* 100 B: .* lora_host_bytes to 101B"):
+    with pytest.raises(AdapterTooLargeError, match=naming(101, 100, "lora_host_bytes", "101B")):
         cache.register(0, 101, 1)
     with pytest.raises(AdapterTooLargeError, match=naming(5, 4, "lora_device_bytes")):
         cache.register(0, 100, 5)
@@ -65,9 +65,7 @@ def test_what_can_never_fit_is_refused_at_once():
 def test_adapters_that_never_fit_together_are_refused():
     cache = cache_with((1, 2), (1, 2), (1, 1))
     cache.require_fit([0, 1, 0])
-    with pytest.raises(
-        AdapterTooLargeError, match=r"together need 5 device.* has 4: raise lora_dev"
-    ):
+    with pytest.raises(AdapterTooLargeError, match=naming(5, 4, "lora_device_bytes")):
         cache.require_fit([0, 1, 2])
 
 

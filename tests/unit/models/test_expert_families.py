@@ -17,6 +17,7 @@ from loraplex.core.errors import ConfigError, LoraplexError, UnsupportedModelErr
 from loraplex.models.registry import read_config
 from loraplex.models.spec import ModelSpec
 from support.families import published_experts
+from support.naming import naming
 
 SIZES = {
     "hidden_size": 64,
@@ -87,39 +88,39 @@ def test_both_names_of_the_number_of_experts(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "error", "message"),
+    ("name", "changes", "error", "named"),
     [
         (
             "mixtral-8x7b",
             {"num_experts_per_tok": 9},
             ConfigError,
-            r"num_experts_per_tok must be at most num_local_experts \(8\), got 9",
+            ("num_experts_per_tok", "num_local_experts", 8, 9),
         ),
         (
             "qwen3-30b-a3b",
             {"num_local_experts": 64},
             ConfigError,
-            r"num_experts \(128\) and num_local_experts \(64\) .* must be equal",
+            ("num_experts", 128, "num_local_experts", 64),
         ),
-        ("qwen1.5-moe-a2.7b", {"num_experts": 0}, ConfigError, "num_experts must be at least 1"),
-        ("olmoe-1b-7b", {"clip_qkv": 8.0}, UnsupportedModelError, "clip_qkv 8 is not supported"),
+        ("qwen1.5-moe-a2.7b", {"num_experts": 0}, ConfigError, ("num_experts", 1, 0)),
+        ("olmoe-1b-7b", {"clip_qkv": 8.0}, UnsupportedModelError, ("clip_qkv", 8)),
         (
             "mixtral-8x7b",
             {"architectures": ["MistralForCausalLM"]},
             UnsupportedModelError,
-            "has num_local_experts, but models of this architecture are dense",
+            ("num_local_experts",),
         ),
         (
             "qwen3-30b-a3b",
             {"architectures": ["DeepseekV3ForCausalLM"]},
             UnsupportedModelError,
-            "DeepseekV3ForCausalLM is not supported .*latent",
+            ("DeepseekV3ForCausalLM", "Qwen2_5_VLForConditionalGeneration"),
         ),
         (
             "qwen3-30b-a3b",
             {"architectures": ["Llama4ForCausalLM"]},
             UnsupportedModelError,
-            "Llama4ForCausalLM is not supported .*chunks",
+            ("Llama4ForCausalLM", "Qwen2_5_VLForConditionalGeneration"),
         ),
     ],
 )
@@ -127,8 +128,8 @@ def test_what_is_refused(
     name: str,
     changes: dict[str, Any],
     error: type[LoraplexError],
-    message: str,
+    named: tuple[object, ...],
     tmp_path: Path,
 ) -> None:
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=naming(*named)):
         read_changed(tmp_path, name, **changes)

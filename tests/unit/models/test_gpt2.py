@@ -77,31 +77,36 @@ def test_scales_of_the_scores(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "named"),
     [
-        ({"add_cross_attention": True}, "add_cross_attention true"),
-        ({"activation_function": "tanh"}, "activation_function 'tanh' .* gelu_new"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"add_cross_attention": True}, ("add_cross_attention",)),
+        ({"activation_function": "tanh"}, ("activation_function", "tanh", "gelu_new")),
+        (
+            {"quantization_config": {"bits": 4}},
+            ("quantization_config", "quant_method", "fbgemm_fp8"),
+        ),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(
-    tmp_path: Path, changes: dict[str, Any], message: str
+    tmp_path: Path, changes: dict[str, Any], named: tuple[object, ...]
 ) -> None:
-    with pytest.raises(UnsupportedModelError, match=message):
+    with pytest.raises(UnsupportedModelError, match=naming(*named)):
         gpt2(tmp_path, **changes)
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "named"),
     [
-        ({"n_embd": None}, "n_embd is missing"),
-        ({"n_head": 5}, r"n_embd \(64\) must be a multiple of n_head \(5\)"),
-        ({"n_head": 64}, "head_dim must be even"),
-        ({"scale_attn_weights": 1}, "scale_attn_weights must be true or false"),
+        ({"n_embd": None}, ("n_embd",)),
+        ({"n_head": 5}, ("n_embd", 64, "n_head", 5)),
+        ({"n_head": 64}, ("head_dim",)),
+        ({"scale_attn_weights": 1}, ("scale_attn_weights", 1)),
     ],
 )
-def test_what_is_wrong_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_what_is_wrong_is_named(
+    tmp_path: Path, changes: dict[str, Any], named: tuple[object, ...]
+) -> None:
+    with pytest.raises(ConfigError, match=naming(*named)):
         gpt2(tmp_path, **changes)
 
 

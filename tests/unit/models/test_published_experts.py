@@ -178,28 +178,32 @@ def test_several_shared_experts_are_one_of_their_size_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "changes", "message"),
+    ("config", "changes", "named"),
     [
-        (GPT_OSS_20B, {"quantization_config": {"quant_method": "aqlm"}}, "quant_method 'aqlm'"),
-        (GPT_OSS_20B, {"swiglu_limit": 5.0}, "swiglu_limit 5 is not supported; supported: 7.0"),
-        (GPT_OSS_20B, {"swiglu_alpha": 1.0}, "swiglu_alpha 1 is not supported; supported: 1.702"),
-        (PHI_3_5_MOE, {"num_experts_per_tok": 3}, "num_experts_per_tok 3 .* supported: 2"),
+        (
+            GPT_OSS_20B,
+            {"quantization_config": {"quant_method": "aqlm"}},
+            ("quant_method", "aqlm", "quantization_config"),
+        ),
+        (GPT_OSS_20B, {"swiglu_limit": 5.0}, ("swiglu_limit", 5, 7.0)),
+        (GPT_OSS_20B, {"swiglu_alpha": 1.0}, ("swiglu_alpha", 1, 1.702)),
+        (PHI_3_5_MOE, {"num_experts_per_tok": 3}, ("num_experts_per_tok", 3, 2)),
         (
             PHI_3_5_MOE,
             {"rope_scaling": {"type": "yarn", "factor": 2.0}},
-            "rope type 'yarn' is not supported in this architecture; supported: default, longrope",
+            ("yarn", "rope_scaling"),
         ),
         (
             PHI_3_5_MOE,
             {"rope_scaling": {**PHI_3_5_MOE["rope_scaling"], "long_mscale": 2.0}},
-            r"short_mscale \(1.24316\) and long_mscale \(2\) must be equal",
+            ("short_mscale", 1.24316, "long_mscale", 2, "rope_scaling"),
         ),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(
-    tmp_path: Path, config: dict[str, Any], changes: dict[str, Any], message: str
+    tmp_path: Path, config: dict[str, Any], changes: dict[str, Any], named: tuple[object, ...]
 ) -> None:
-    with pytest.raises(UnsupportedModelError, match=message):
+    with pytest.raises(UnsupportedModelError, match=naming(*named)):
         read(tmp_path, config, **changes)
 
 

@@ -227,21 +227,30 @@ def test_module_shapes_are_in_and_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "named"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported; supported: "),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"num_local_experts": 8}, "num_local_experts"),
-        ({"hidden_act": "mish"}, "hidden_act 'mish'"),
-        ({"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
-        ({"rope_scaling": {"type": "mrope"}}, "rope type 'mrope'"),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "per layer type"),
+        (
+            {"architectures": ["MambaForCausalLM"]},
+            ("MambaForCausalLM", "Qwen2_5_VLForConditionalGeneration"),
+        ),
+        (
+            {"quantization_config": {"bits": 4}},
+            ("quantization_config", "quant_method", "fbgemm_fp8"),
+        ),
+        ({"num_local_experts": 8}, ("num_local_experts",)),
+        ({"hidden_act": "mish"}, ("hidden_act", "mish", "gelu_new")),
+        ({"torch_dtype": "float8_e4m3fn"}, ("float8_e4m3fn",)),
+        ({"rope_scaling": {"type": "mrope"}}, ("mrope",)),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+            ("rope_parameters", "full_attention"),
+        ),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(
-    tmp_path: Path, changes: dict[str, Any], message: str
+    tmp_path: Path, changes: dict[str, Any], named: tuple[object, ...]
 ) -> None:
-    with pytest.raises(UnsupportedModelError, match=message):
+    with pytest.raises(UnsupportedModelError, match=naming(*named)):
         llama(tmp_path, **changes)
 
 
@@ -252,31 +261,31 @@ def test_an_unknown_architecture_is_refused_with_all_known_ones(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "named"),
     [
-        ({"hidden_size": None}, "hidden_size is missing"),
-        ({"hidden_size": "64"}, 'hidden_size must be an integer, got "64"'),
-        ({"num_hidden_layers": 0}, "num_hidden_layers must be at least 1"),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 4096"),
-        ({"vocab_size": True}, "vocab_size must be an integer"),
-        ({"rms_norm_eps": "small"}, "rms_norm_eps must be a number"),
-        ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false"),
-        ({"architectures": []}, "architectures is missing"),
-        ({"architectures": "LlamaForCausalLM"}, "architectures must be a list of strings"),
-        ({"eos_token_id": "2"}, "eos_token_id must be an integer or a list"),
-        ({"num_key_value_heads": 3}, "multiple of num_key_value_heads"),
-        ({"head_dim": 15}, "head_dim must be even"),
-        ({"rope_scaling": [1]}, "rope_scaling must be an object"),
-        ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
-        ({"rope_scaling": {"type": "linear", "factor": -1}}, "must be positive"),
-        ({"rope_theta": "big"}, "rope_theta must be a number"),
+        ({"hidden_size": None}, ("hidden_size",)),
+        ({"hidden_size": "64"}, ("hidden_size", 64)),
+        ({"num_hidden_layers": 0}, ("num_hidden_layers", 1, 0)),
+        ({"num_hidden_layers": 10**9}, ("num_hidden_layers", 4096)),
+        ({"vocab_size": True}, ("vocab_size",)),
+        ({"rms_norm_eps": "small"}, ("rms_norm_eps", "small")),
+        ({"tie_word_embeddings": 1}, ("tie_word_embeddings", 1)),
+        ({"architectures": []}, ("architectures",)),
+        ({"architectures": "LlamaForCausalLM"}, ("architectures", "LlamaForCausalLM")),
+        ({"eos_token_id": "2"}, ("eos_token_id", 2)),
+        ({"num_key_value_heads": 3}, ("num_key_value_heads", 3, "num_attention_heads")),
+        ({"head_dim": 15}, ("head_dim", 15)),
+        ({"rope_scaling": [1]}, ("rope_scaling", "[1]")),
+        ({"rope_scaling": {"type": "linear"}}, ("rope_scaling",)),
+        ({"rope_scaling": {"type": "linear", "factor": -1}}, ("rope_scaling", "rope_theta")),
+        ({"rope_theta": "big"}, ("rope_theta", "big")),
         (
             {"rope_scaling": {"type": "longrope", "short_factor": [1], "long_factor": [1]}},
-            "short_factor must have 8",
+            ("short_factor", 8, "rope_scaling", 1),
         ),
         (
             {"rope_scaling": {"rope_type": "llama3", "factor": 2, "low_freq_factor": 4}},
-            "high_freq_factor is missing",
+            ("high_freq_factor", "rope_scaling"),
         ),
         (
             {
@@ -287,12 +296,14 @@ def test_an_unknown_architecture_is_refused_with_all_known_ones(tmp_path: Path) 
                     "high_freq_factor": 4,
                 }
             },
-            "less than high_freq_factor",
+            ("high_freq_factor", "rope_scaling", "low_freq_factor", 4),
         ),
     ],
 )
-def test_errors_name_file_and_field(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as caught:
+def test_errors_name_file_and_field(
+    tmp_path: Path, changes: dict[str, Any], named: tuple[object, ...]
+) -> None:
+    with pytest.raises(ConfigError, match=naming(*named)) as caught:
         llama(tmp_path, **changes)
     assert str(tmp_path / "config.json") in caught.value.message
 
@@ -305,5 +316,5 @@ def test_broken_file(tmp_path: Path, text: str) -> None:
 
 
 def test_no_model_folder(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"has no config\.json"):
+    with pytest.raises(ConfigError, match=naming("config.json")):
         read_config(tmp_path)

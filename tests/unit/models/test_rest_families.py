@@ -18,6 +18,7 @@ from loraplex.models.registry import read_config
 from loraplex.models.spec import LayerSpec, ModelSpec, NormPlace
 from loraplex.models.specs.part import NormKind
 from support.families.real_rest import CONFIGS, TENSORS
+from support.naming import naming
 
 
 def read(folder: Path, name: str, **changes: Any) -> ModelSpec:
@@ -137,45 +138,55 @@ def test_defaults_of_absent_fields(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "message"),
+    ("name", "changes", "named"),
     [
-        ("starcoder2-7b", {"norm_type": "rms"}, 'norm_type "rms" is not supported'),
-        ("starcoder2-7b", {"mlp_type": "gated"}, 'mlp_type "gated" is not supported'),
+        ("starcoder2-7b", {"norm_type": "rms"}, ("norm_type", "rms")),
+        ("starcoder2-7b", {"mlp_type": "gated"}, ("mlp_type", "gated")),
         (
             "bloom-560m",
             {"apply_residual_connection_post_layernorm": True},
-            "apply_residual_connection_post_layernorm true is not supported",
+            ("apply_residual_connection_post_layernorm",),
         ),
-        ("bloom-560m", {"slow_but_exact": True}, "slow_but_exact true is not supported"),
-        ("opt-1.3b", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm true"),
+        ("bloom-560m", {"slow_but_exact": True}, ("slow_but_exact",)),
+        ("opt-1.3b", {"_remove_final_layer_norm": True}, ("_remove_final_layer_norm",)),
         (
             "opt-1.3b",
             {"layer_norm_elementwise_affine": False},
-            "layer_norm_elementwise_affine false is not supported",
+            ("layer_norm_elementwise_affine",),
         ),
-        ("falcon-7b", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn 2"),
-        ("phi-2", {"hidden_act": "tanh"}, "hidden_act 'tanh' is not supported"),
-        ("gpt-neox-20b", {"quantization_config": {"bits": 4}}, "quantization_config"),
+        ("falcon-7b", {"num_ln_in_parallel_attn": 2}, ("num_ln_in_parallel_attn", 2)),
+        ("phi-2", {"hidden_act": "tanh"}, ("hidden_act", "tanh", "gelu_new")),
+        (
+            "gpt-neox-20b",
+            {"quantization_config": {"bits": 4}},
+            ("quantization_config", "quant_method", "fbgemm_fp8"),
+        ),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(
-    tmp_path: Path, name: str, changes: dict[str, Any], message: str
+    tmp_path: Path, name: str, changes: dict[str, Any], named: tuple[object, ...]
 ) -> None:
-    with pytest.raises(UnsupportedModelError, match=message):
+    with pytest.raises(UnsupportedModelError, match=naming(*named)):
         read(tmp_path, name, **changes)
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "message"),
+    ("name", "changes", "named"),
     [
-        ("gpt-j-6b", {"rotary_dim": 258}, r"rotary_dim must be even and at most .*256.*got 258"),
-        ("gpt-j-6b", {"rotary_dim": 7}, "rotary_dim must be even"),
-        ("SmolLM3-3B", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 entries"),
-        ("internlm2-chat-7b", {"num_key_value_heads": 5}, "must be a multiple of"),
+        ("gpt-j-6b", {"rotary_dim": 258}, ("rotary_dim", 256, 258)),
+        ("gpt-j-6b", {"rotary_dim": 7}, ("rotary_dim", 7)),
+        ("SmolLM3-3B", {"no_rope_layers": [1, 0]}, ("no_rope_layers", 2, "num_hidden_layers")),
+        (
+            "internlm2-chat-7b",
+            {"num_key_value_heads": 5},
+            ("num_key_value_heads", 5, "num_attention_heads"),
+        ),
     ],
 )
-def test_broken_fields(tmp_path: Path, name: str, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_broken_fields(
+    tmp_path: Path, name: str, changes: dict[str, Any], named: tuple[object, ...]
+) -> None:
+    with pytest.raises(ConfigError, match=naming(*named)):
         read(tmp_path, name, **changes)
 
 

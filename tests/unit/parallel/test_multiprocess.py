@@ -10,6 +10,7 @@ from loraplex.core.errors import ConfigError
 from loraplex.parallel.messages import RankStart
 from loraplex.parallel.multiprocess import MultiprocessExecutor
 from loraplex.parallel.world import World
+from support.naming import naming
 
 SECONDS = 60
 STARTS = [
@@ -61,7 +62,7 @@ def test_stop_ends_what_does_not_end_by_itself():
 
 def test_a_program_that_cannot_be_started():
     executor = MultiprocessExecutor(lambda rank: ("/nowhere/python",))
-    with pytest.raises(ConfigError, match="cannot start rank 1: No such file"):
+    with pytest.raises(ConfigError, match=naming(1)):
         executor.start(STARTS, lambda end: None)
 
 

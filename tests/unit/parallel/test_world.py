@@ -8,6 +8,7 @@ from loraplex.core.errors import ConfigError
 from loraplex.core.plan import CacheGroupCapacity
 from loraplex.parallel.world import World, agreed_capacity, check_traits
 from support.fake_runner import FAKE_CAPACITY
+from support.naming import naming
 
 
 def test_ranks_are_numbered_stage_by_stage():
@@ -24,15 +25,15 @@ def test_ranks_are_numbered_stage_by_stage():
 
 
 @pytest.mark.parametrize(
-    ("theirs", "text"),
+    ("theirs", "named"),
     [
-        ({"torch": "2.1", "isa": "avx2"}, "torch: rank 0 has 2.0, rank 3 has 2.1"),
-        ({"torch": "2.0"}, "isa: rank 0 has avx2, rank 3 has none"),
-        ({"torch": "2.0", "isa": "avx2", "gpu": "x"}, "gpu: rank 0 has none, rank 3 has x"),
+        ({"torch": "2.1", "isa": "avx2"}, ("torch", 0, 2.0, 3, 2.1)),
+        ({"torch": "2.0"}, ("isa", 0, "avx2", 3)),
+        ({"torch": "2.0", "isa": "avx2", "gpu": "x"}, ("gpu", 0, 3, "x")),
     ],
 )
-def test_a_different_trait_is_named_with_both_values(theirs, text):
-    with pytest.raises(ConfigError, match=text):
+def test_a_different_trait_is_named_with_both_values(theirs, named):
+    with pytest.raises(ConfigError, match=naming(*named)):
         check_traits({"torch": "2.0", "isa": "avx2"}, 3, theirs)
 
 
