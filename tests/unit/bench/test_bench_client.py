@@ -9,6 +9,7 @@ from loraplex.bench.client import Target, discover, run
 from loraplex.bench.popularity import BaseOnly
 from loraplex.bench.workload import Lengths, generate
 from loraplex.core.errors import AdapterLoadError, ConfigError, QueueFullError
+from support.naming import naming
 from support.served import served
 
 
@@ -150,19 +151,19 @@ async def test_a_server_that_goes_away_is_a_failure(workload):
 
 
 @pytest.mark.parametrize(
-    ("app", "message"),
+    ("app", "named"),
     [
-        (JSONResponse({"data": []}), "lists no base model"),
-        (JSONResponse({"detail": "who are you"}, status_code=401), "status 401: .*who are you"),
-        (PlainTextResponse("hello"), "is not a JSON object"),
+        (JSONResponse({"data": []}), ("/v1/models",)),
+        (JSONResponse({"detail": "who are you"}, status_code=401), (401,)),
+        (PlainTextResponse("hello"), ("JSON",)),
     ],
 )
-def test_what_is_no_such_server_is_said(app, message):
-    with served(app) as url, pytest.raises(ConfigError, match=message):
+def test_what_is_no_such_server_is_said(app, named):
+    with served(app) as url, pytest.raises(ConfigError, match=naming(*named)):
         asyncio.run(discover(url))
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "nonsense", "http://:x"])
 def test_an_address_without_a_server_is_named(url):
-    with pytest.raises(ConfigError, match="cannot reach"):
+    with pytest.raises(ConfigError, match=naming(url)):
         asyncio.run(discover(url))

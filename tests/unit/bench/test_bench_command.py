@@ -1,4 +1,5 @@
 import importlib.util
+import re
 import subprocess
 import sys
 import tomllib
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 from loraplex.bench.report import Report
 from loraplex.cli.main import app
 from loraplex.core.errors import QueueFullError
+from support.naming import naming
 
 ROOT = Path(__file__).parents[3]
 QUICK = ["--load", "closed:2", "--requests", "4", "--repeats", "1", "--output-tokens", "3"]
@@ -46,21 +48,24 @@ def test_a_failed_request_is_the_exit_code(url, backend):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "named"),
     [
-        (["--load", "often"], "load must be"),
-        (["--popularity", "zipf"], "popularity"),
-        (["--prompt-tokens", "8-4"], "length"),
-        (["--url", "http://127.0.0.1:9", "--model", "folder"], "give no --model"),
-        (["--url", "http://127.0.0.1:9", "--", "--dtype", "float32"], "no serve flags"),
-        (["--url", "http://127.0.0.1:9"], "cannot reach http://127.0.0.1:9"),
-        (["--model", "no/such/folder"], "no/such/folder has no safetensors"),
+        (["--load", "often"], ("often",)),
+        (["--popularity", "zipf"], ("popularity", "zipf")),
+        (["--prompt-tokens", "8-4"], ("8-4",)),
+        (["--url", "http://127.0.0.1:9", "--model", "folder"], ("--model", 1, "--url")),
+        (["--url", "http://127.0.0.1:9", "--", "--dtype", "float32"], (1, "--url")),
+        (
+            ["--url", "http://127.0.0.1:9"],
+            ("http://127.0.0.1:9", "[Connect call failed ('127.0.0.1', 9)]"),
+        ),
+        (["--model", "no/such/folder"], ("no/such/folder", 1)),
     ],
 )
-def test_a_bad_argument_is_one_line(arguments, message):
+def test_a_bad_argument_is_one_line(arguments, named):
     result = bench(*arguments)
     assert result.exit_code == 1
-    assert message in result.stderr
+    assert re.search(naming(*named), result.stderr)
     assert "Traceback" not in result.stderr
 
 
@@ -71,7 +76,7 @@ def test_without_aiohttp_it_says_what_to_install(monkeypatch):
     )
     result = bench("--url", "http://127.0.0.1:9")
     assert result.exit_code == 1
-    assert "pip install 'loraplex[bench]'" in result.stderr
+    assert re.search(naming("loraplex[bench]", 1), result.stderr)
 
 
 def test_a_server_is_installed_without_aiohttp():

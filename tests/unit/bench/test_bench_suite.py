@@ -127,7 +127,7 @@ async def test_failures_are_reported_and_have_no_ratio(url, backend):
 
 
 async def test_more_adapters_than_served_are_refused(url, backend):
-    with pytest.raises(ConfigError, match="serves 3 adapters of 'echo'; 4 are requested"):
+    with pytest.raises(ConfigError, match=naming(3, "echo", 4)):
         await run(url, settings(num_adapters=4))
     assert not backend.requests
 
@@ -139,5 +139,5 @@ async def test_lengths_beyond_the_model_are_refused(url):
 
 async def test_an_adapter_that_fails_to_warm_up_ends_it(url, backend):
     backend.plant(NotReadyError("still starting"))
-    with pytest.raises(ConfigError, match=r"warm up failed: .*still starting"):
+    with pytest.raises(ConfigError, match=naming(503, "error")):
         await run(url, settings())

@@ -18,7 +18,7 @@ def test_the_workloads_by_name():
     assert many["W6-n2000"].num_requests == many["W6-n5"].num_requests == 4000
     assert many["W6-n2000"].arrivals == ClosedLoop(32)
     assert (found[2].num_resident, found[3].num_resident) == (2000, 100)
-    with pytest.raises(ConfigError, match="W7 is none"):
+    with pytest.raises(ConfigError, match=naming("W7", "W1", "W2", "W3", "W4")):
         stages(["W7"], 10, 0)
 
 

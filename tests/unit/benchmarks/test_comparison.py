@@ -29,6 +29,7 @@ from loraplex.bench.machine import Code, Machine
 from loraplex.bench.popularity import BaseOnly, Distinct
 from loraplex.bench.workload import Lengths, Workload
 from loraplex.core.errors import ConfigError
+from support.naming import naming
 
 MIDGET = LlamaShape(
     name="midget",
@@ -356,26 +357,29 @@ async def test_first_uses_are_of_new_or_of_forgotten_adapters(compare, fake_syst
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [({"commit": "b"}, "the commit was a, is b"), ({"settings": 1}, "the settings was")],
+    ("change", "named"),
+    [
+        ({"commit": "b"}, ("commit", "b")),
+        ({"settings": 1}, ("settings", "rounds=9", "num_parameters=1")),
+    ],
 )
-def test_another_comparison_is_not_mixed_in(tmp_path, fake_system, change, message):
+def test_another_comparison_is_not_mixed_in(tmp_path, fake_system, change, named):
     path = tmp_path / "journal.jsonl"
     Journal.open(path, header([fake_system()]))
     if "settings" in change:
         change = {"settings": msgspec.structs.replace(SETTINGS, rounds=9)}
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=naming(*named)):
         Journal.open(path, header([fake_system()], **change))
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [("", "its first line is no header"), ("nonsense\n{}", "line 1 is no result")],
+    ("content", "named"),
+    [("", ("journal.jsonl",)), ("nonsense\n{}", (1,))],
 )
-def test_what_is_no_journal_is_said(tmp_path, content, message):
+def test_what_is_no_journal_is_said(tmp_path, content, named):
     path = tmp_path / "journal.jsonl"
     path.write_text(content)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=naming(*named)):
         read_journal(path)
 
 

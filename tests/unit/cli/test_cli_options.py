@@ -7,6 +7,7 @@ from loraplex.cli.options import errors_to_exit_code, parse_adapters
 from loraplex.cli.serve import build_config
 from loraplex.core.config import AdapterConfig
 from loraplex.core.errors import ConfigError, InvalidAdapterError
+from support.naming import naming
 
 
 @pytest.fixture(autouse=True)
@@ -43,22 +44,22 @@ class TestParseAdapters:
         assert parse_adapters([spec]) == {name: table}
 
     @pytest.mark.parametrize(
-        ("specs", "text"),
+        ("specs", "named"),
         [
-            (["zh"], "NAME=PATH"),
-            (["=x"], "NAME=PATH"),
-            (["zh="], "NAME=PATH"),
-            (["zh=,task_id=1"], "NAME=PATH"),
-            ([""], "got ''"),
-            (["zh=/zh,task_id="], "task_id must be an integer, got ''"),
-            (["zh=/zh,task_id=one"], "got 'one'"),
-            (["zh=/zh,task_id=-1"], "got '-1'"),
-            (["zh=/zh,task_id=²"], "must be an integer"),
-            (["zh=/a", "zh=/b"], "names 'zh' twice"),
+            (["zh"], ("NAME=PATH", "zh", "task_id=N")),
+            (["=x"], ("NAME=PATH", "=x", "task_id=N")),
+            (["zh="], ("NAME=PATH", "task_id=N")),
+            (["zh=,task_id=1"], ("NAME=PATH", "task_id=N")),
+            ([""], ("task_id=N",)),
+            (["zh=/zh,task_id="], ("task_id",)),
+            (["zh=/zh,task_id=one"], ("one", "task_id")),
+            (["zh=/zh,task_id=-1"], (-1, "task_id")),
+            (["zh=/zh,task_id=²"], ("task_id", "²")),
+            (["zh=/a", "zh=/b"], ("zh",)),
         ],
     )
-    def test_bad(self, specs, text):
-        with pytest.raises(ConfigError, match=text):
+    def test_bad(self, specs, named):
+        with pytest.raises(ConfigError, match=naming(*named)):
             parse_adapters(specs)
 
 
@@ -107,52 +108,52 @@ class TestBuildConfig:
         assert [model.max_num_seqs for model in config.models.values()] == [3, 3]
 
     @pytest.mark.parametrize(
-        ("arguments", "text"),
+        ("arguments", "named"),
         [
-            ({}, "no model: give a folder"),
-            ({"name": "m"}, "--name is the name of the argument MODEL"),
-            ({"model": "/m", "dtype": "int4"}, "flag --dtype: models.m.dtype: must be one of"),
-            ({"model": "/m", "http_port": 99999}, "flag --http-port: server.http_port: "),
-            ({"model": "/m", "adapters": ["zh"]}, "NAME=PATH"),
+            ({}, ("models.NAME",)),
+            ({"name": "m"}, ("--name", "MODEL")),
+            ({"model": "/m", "dtype": "int4"}, ("--dtype", "models.m.dtype", "int4")),
+            ({"model": "/m", "http_port": 99999}, ("--http-port", "server.http_port", 99999)),
+            ({"model": "/m", "adapters": ["zh"]}, ("NAME=PATH", "zh", "task_id=N")),
         ],
         ids=str,
     )
-    def test_what_is_wrong_is_reported(self, arguments, text):
-        with pytest.raises(ConfigError, match=text):
+    def test_what_is_wrong_is_reported(self, arguments, named):
+        with pytest.raises(ConfigError, match=naming(*named)):
             config_of(**arguments)
 
     def test_one_models_flags_need_one_model(self, file):
         path = file('[models.a]\npath = "/a"\n[models.b]\npath = "/b"\n')
         for arguments in ({"adapters": ["zh=/zh"]}, {"adapter_dirs": ["/x"]}):
-            with pytest.raises(ConfigError, match=r"exactly one model.*\[models.NAME.adapters\]"):
+            with pytest.raises(ConfigError, match=naming("models.NAME.adapters")):
                 config_of(file=path, **arguments)
 
     @pytest.mark.parametrize(
-        ("name", "text"),
+        ("name", "named"),
         [
-            ("LORAPLEX_HTP_PORT", "environment variable LORAPLEX_HTP_PORT is not a setting"),
-            ("LORAPLEX_PATH", "belongs to one model"),
-            ("LORAPLEX_HTTP_PORT", "variable LORAPLEX_HTTP_PORT: server.http_port: Expected `int`"),
+            ("LORAPLEX_HTP_PORT", ("LORAPLEX_HTP_PORT", "http_port")),
+            ("LORAPLEX_PATH", ("LORAPLEX_PATH", "models.NAME")),
+            ("LORAPLEX_HTTP_PORT", ("LORAPLEX_HTTP_PORT", "server.http_port", "int")),
         ],
     )
-    def test_a_wrong_variable_is_named(self, monkeypatch, name, text):
+    def test_a_wrong_variable_is_named(self, monkeypatch, name, named):
         monkeypatch.setenv(name, "x")
-        with pytest.raises(ConfigError, match=text):
+        with pytest.raises(ConfigError, match=naming(*named)):
             config_of("/m")
 
     @pytest.mark.parametrize(
-        ("text", "reason"),
+        ("text", "named"),
         [
-            ("models = 3", r"loraplex\.toml: models: must be a table"),
-            ("[modles.m]\npath = '/m'", "modles: unknown setting"),
-            ("[models]\nm = 3", r"loraplex\.toml: models\.m: must be a table"),
-            ("[models.m]", r"loraplex\.toml: models\.m: .*`path`"),
-            ("[models.m", "is not TOML"),
-            ('[models.m]\npath = "/m"\n[servers]\n', "servers: unknown setting"),
+            ("models = 3", ("loraplex.toml", 3)),
+            ("[modles.m]\npath = '/m'", ("modles", "models", "server")),
+            ("[models]\nm = 3", ("loraplex.toml", "models.m", 3)),
+            ("[models.m]", ("loraplex.toml", "models.m", "path")),
+            ("[models.m", ("TOML",)),
+            ('[models.m]\npath = "/m"\n[servers]\n', ("servers", "models")),
         ],
     )
-    def test_a_wrong_file_is_named(self, file, text, reason):
-        with pytest.raises(ConfigError, match=reason):
+    def test_a_wrong_file_is_named(self, file, text, named):
+        with pytest.raises(ConfigError, match=naming(*named)):
             config_of(file=file(text))
 
 

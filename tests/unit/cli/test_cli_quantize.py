@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from loraplex.cli.main import app
 from loraplex.demo import BASE_PATH
+from support.naming import naming
 
 
 def quantize(output: Path, *arguments: str, model: Path = BASE_PATH) -> Result:
@@ -57,45 +58,45 @@ def test_no_more_tokens_than_wanted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "named"),
     [
-        ("\n \n", "has no text to calibrate with"),
-        ('{"txt": "x"}', 'line 1: a line must be {"text": "..."} or {"messages": [...]}'),
-        ("[1]", "line 1: Expected `object`, got `array`"),
-        ('{"text": "x"}\n{"messages": [{"role": 3}]}', "line 2: "),
+        ("\n \n", ("texts.jsonl",)),
+        ('{"txt": "x"}', (1, '{"text": "..."}', '{"messages": [...]}')),
+        ("[1]", (1, "object", "array")),
+        ('{"text": "x"}\n{"messages": [{"role": 3}]}', (2, 3, "messages[0].role")),
     ],
 )
-def test_files_that_hold_no_texts(content: str, message: str, tmp_path: Path) -> None:
+def test_files_that_hold_no_texts(content: str, named: tuple[object, ...], tmp_path: Path) -> None:
     file = tmp_path / "texts.jsonl"
     file.write_text(content)
     result = quantize(tmp_path / "output", "--to", "int4", "--calibrate", str(file))
     assert result.exit_code == 1
-    assert message in result.stderr
+    assert re.search(naming(*named), result.stderr)
     assert not (tmp_path / "output").exists()
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "named"),
     [
         (
             ("--group-size", "48"),
-            "--group-size must be one of 0, 16, 32, 64, 128, 256, 512, got 48",
+            ("--group-size", 0, 16, 32, 64, 128, 256, 512, "got", 48),
         ),
-        (("--max-shard-size", "big"), "--max-shard-size: 'big' is not a number of bytes"),
-        (("--max-shard-size", "0"), "--max-shard-size must be positive, got 0"),
-        (("--calibrate", "/nowhere.txt"), "cannot read /nowhere.txt: No such file or directory"),
+        (("--max-shard-size", "big"), ("--max-shard-size", "big")),
+        (("--max-shard-size", "0"), ("--max-shard-size", 0)),
+        (("--calibrate", "/nowhere.txt"), ("/nowhere.txt",)),
     ],
 )
 def test_arguments_that_are_refused(
-    arguments: tuple[str, ...], message: str, tmp_path: Path
+    arguments: tuple[str, ...], named: tuple[object, ...], tmp_path: Path
 ) -> None:
     result = quantize(tmp_path / "output", "--to", "int4", *arguments)
     assert result.exit_code == 1
-    assert message in result.stderr
+    assert re.search(naming(*named), result.stderr)
 
 
 def test_a_copy_is_not_quantised_once_more(tmp_path: Path) -> None:
     quantize(tmp_path / "once", "--to", "int8")
     result = quantize(tmp_path / "twice", "--to", "int4", model=tmp_path / "once")
     assert result.exit_code == 1
-    assert "its weights are quantised already (compressed-tensors)" in result.stderr
+    assert re.search(naming("compressed-tensors"), result.stderr)

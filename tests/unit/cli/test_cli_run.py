@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import stat
 import threading
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from loraplex.core.errors import (
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.frontends.openai import openai_fallback_routes, openai_routes
 from support.echo_service import EchoService
+from support.naming import naming
 from support.served import served
 
 
@@ -161,9 +163,9 @@ def test_options_are_set_shown_and_reset(chat, source):
     assert source.sent[1][2] == {"top_k": 3, "stop": ["END"]}
     assert {"  temperature 0.5", "  seed none"} <= set(lines)
     errors = [line for line in lines if line.startswith("Error")]
-    assert "temperature must be in" in errors[0]
-    assert "no option 'temprature'; did you mean temperature?" in errors[1]
-    assert errors[2] == "Error: seed must be an integer or none, got 'x'"
+    assert re.search(naming("temperature", "[0, 100]"), errors[0])
+    assert re.search(naming("temprature", "temperature"), errors[1])
+    assert re.search(naming("Error", "x"), errors[2])
 
 
 def test_retry_clear_and_the_system_message(chat, source):
@@ -259,7 +261,7 @@ def test_tab_completes_commands_adapters_and_options(source):
 
 
 def test_what_a_session_refuses_at_its_start(source):
-    with pytest.raises(ConfigError, match=r"no adapter 'frr'; did you mean fr\?"):
+    with pytest.raises(ConfigError, match=naming("frr", "fr")):
         ChatSession(source, {}, adapter="frr")
     with pytest.raises(InvalidParameterError, match="top_p"):
         ChatSession(source, {"top_p": 7})
@@ -324,19 +326,19 @@ class TestServer:
         assert result.stdout == "echo+fr: user: hi\nyou\n\nassistant: \n"
 
     @pytest.mark.parametrize(
-        ("arguments", "text"),
+        ("arguments", "named"),
         [
-            (["--adapter", "frr"], "there is no adapter 'frr'; did you mean fr?"),
-            (["--adapter", "fr=/x"], "give one name, not --adapter fr=/x"),
-            (["--dtype", "float32"], "--dtype is for a model in this process"),
-            (["--api-key", "a\nb"], "not one line of printable ASCII"),
-            (["--top-p", "7"], "top_p must be in"),
+            (["--adapter", "frr"], ("frr", "fr")),
+            (["--adapter", "fr=/x"], ("--adapter", "fr=/x")),
+            (["--dtype", "float32"], ("--dtype",)),
+            (["--api-key", "a\nb"], ("ASCII",)),
+            (["--top-p", "7"], ("top_p", "(0, 1]", 7.0)),
         ],
     )
-    def test_what_is_refused(self, url, arguments, text):
+    def test_what_is_refused(self, url, arguments, named):
         result = CliRunner().invoke(app, ["run", url, *arguments], input="hi")
         assert result.exit_code == 1
-        assert text in result.stderr
+        assert re.search(naming(*named), result.stderr)
         assert result.stdout == ""
 
 
@@ -379,19 +381,19 @@ def test_the_key_of_the_flag_is_sent():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "text"),
+    ("arguments", "named"),
     [
-        ([], "loraplex run http://127.0.0.1:8000 "),
-        (["/m", "--api-key", "x"], "--api-key is for a server"),
-        (["/m", "--adapter", "zh"], "must be NAME=PATH"),
-        (["/m", "--adapter", "base=/x"], "'base' names the base model"),
-        (["http://127.0.0.1:1"], "there is no response from http://127.0.0.1:1"),
+        ([], ("run", "http://127.0.0.1:8000")),
+        (["/m", "--api-key", "x"], ("--api-key", "/m")),
+        (["/m", "--adapter", "zh"], ("NAME=PATH", "--adapter", "zh")),
+        (["/m", "--adapter", "base=/x"], ("base", "--adapter")),
+        (["http://127.0.0.1:1"], ("http://127.0.0.1:1", "[Errno 111]")),
     ],
 )
-def test_arguments_that_are_refused(arguments, text):
+def test_arguments_that_are_refused(arguments, named):
     result = CliRunner().invoke(app, ["run", *arguments], input="hi")
     assert result.exit_code == 1
-    assert text in result.stderr
+    assert re.search(naming(*named), result.stderr)
     assert result.stdout == ""
 
 

@@ -1,6 +1,7 @@
 """`loraplex compat triton`: tritonserver's flags, settings over the repository's, `init`."""
 
 import json
+import re
 
 import pytest
 from typer.testing import CliRunner
@@ -130,7 +131,7 @@ def test_tls_needs_both_files():
         "tls_key": "k.pem",
     }
     assert as_settings(files) == {}
-    with pytest.raises(ConfigError, match="--grpc-use-ssl needs --grpc-server-key"):
+    with pytest.raises(ConfigError, match=naming("--grpc-use-ssl", "--grpc-server-key")):
         as_settings({"grpc_use_ssl": "1", "grpc_server_cert": "c.pem"})
 
 
@@ -168,20 +169,20 @@ def test_model_control(repository, served):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
+    ("arguments", "named"),
     [
-        ([], "no model repository: give --model-repository DIR"),
-        (["--model-repository=/nowhere/r"], "cannot read model repository /nowhere/r"),
-        (["--model-repository=x", "--model-control-mode=all"], "must be none, poll or explicit"),
-        (["--model-repository=x", "--load-model=a"], "requires setting '--model-control-mode="),
-        (["--model-repository=x", "--grpc-root-cert=a.pem"], "clients are known by API keys"),
+        ([], ("--model-repository", "DIR")),
+        (["--model-repository=/nowhere/r"], ("/nowhere/r",)),
+        (["--model-repository=x", "--model-control-mode=all"], ("none", "poll", "explicit")),
+        (["--model-repository=x", "--load-model=a"], ("--model-control-mode",)),
+        (["--model-repository=x", "--grpc-root-cert=a.pem"], ("API",)),
     ],
 )
-def test_mistakes_are_one_line(arguments, expected):
+def test_mistakes_are_one_line(arguments, named):
     done = run(*arguments)
     assert done.exit_code == 1
     (line,) = done.stderr.splitlines()
-    assert expected in line
+    assert re.search(naming(*named), line)
 
 
 def test_init_writes_what_is_said(tmp_path, engine):
@@ -198,11 +199,11 @@ def test_init_writes_what_is_said(tmp_path, engine):
     assert decoupled["tensorrt_llm_bls"]
     again = run(*arguments)
     assert again.exit_code == 1
-    assert "exists already" in again.stderr
+    assert re.search(naming("exists"), again.stderr)
 
 
 def test_init_wants_folders(tmp_path):
     done = run("init", str(tmp_path / "r"), "--model", "owner/name")
     assert done.exit_code == 1
-    assert "there is no folder owner/name" in done.stderr
+    assert re.search(naming("owner/name"), done.stderr)
     assert not (tmp_path / "r").exists()

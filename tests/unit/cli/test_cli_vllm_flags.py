@@ -1,5 +1,6 @@
 """vLLM's flags on `loraplex serve`, as KServe's LLMInferenceService writes them."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -115,40 +116,43 @@ def test_what_is_no_adapter(module, text):
 
 
 @pytest.mark.parametrize(
-    ("flags", "text"),
+    ("flags", "named"),
     [
-        ({"lora_modules": ["a=/x", "a=/y"]}, "--lora-modules names 'a' twice"),
-        ({"lora_modules": ["a=/x"], "adapter": ["a=/y"]}, "--adapter and --lora-modules both"),
-        ({"port": "1", "http_port": 2}, "--port and --http-port are the same"),
-        ({"served_model_name": ["a"], "name": "b"}, "--name and --served-model-name both name"),
-        ({"port": "x"}, "server.http_port: Expected `int`"),
-        ({"swap_space": "x"}, "flag --swap-space: 'x' is not a number"),
-        ({"load_format": "dummy"}, "flag --load-format dummy: weights that are not in"),
-        ({"data_parallel_size": "2"}, "flag --data-parallel-size 2: more than one replica"),
-        ({"kv_cache_dtype": "fp8"}, "flag --kv-cache-dtype: models.m.kv_dtype: must be one of"),
-        ({"gpu_memory_utilization": "2"}, "flag --gpu-memory-utilization: models.m.kv_cache"),
-        ({"api_key": [""]}, "flag --api-key is empty"),
-        ({"task": "embed"}, "flag --task embed: a model that does not generate"),
-        ({"api_server_count": "0"}, "server.frontend_processes: must be"),
-        ({"api_server_count": "2", "frontend_processes": 2}, "are the same"),
-        ({"allowed_origins": "*"}, "flag --allowed-origins: must be a list"),
-        ({"allowed_origins": "[1]"}, "flag --allowed-origins: must be a list"),
-        ({"allowed_origins": '["x"]'}, "server.cors_origins: must be origins"),
-        ({"enforce_eager": True, "cuda_graphs": True}, "--enforce-eager and --cuda-graphs are"),
+        ({"lora_modules": ["a=/x", "a=/y"]}, ("--lora-modules", "a")),
+        ({"lora_modules": ["a=/x"], "adapter": ["a=/y"]}, ("--adapter", "--lora-modules")),
+        ({"port": "1", "http_port": 2}, ("--port", "--http-port")),
+        ({"served_model_name": ["a"], "name": "b"}, ("--name", "--served-model-name")),
+        ({"port": "x"}, ("server.http_port", "int")),
+        ({"swap_space": "x"}, ("--swap-space", "x")),
+        ({"load_format": "dummy"}, ("--load-format", "dummy")),
+        ({"data_parallel_size": "2"}, ("--data-parallel-size", 2)),
+        ({"kv_cache_dtype": "fp8"}, ("--kv-cache-dtype", "models.m.kv_dtype", "fp8")),
+        (
+            {"gpu_memory_utilization": "2"},
+            ("--gpu-memory-utilization", "models.m.kv_cache_fraction"),
+        ),
+        ({"api_key": [""]}, ("--api-key",)),
+        ({"task": "embed"}, ("--task", "embed")),
+        ({"api_server_count": "0"}, ("server.frontend_processes", 0)),
+        ({"api_server_count": "2", "frontend_processes": 2}, ("same",)),
+        ({"allowed_origins": "*"}, ("--allowed-origins",)),
+        ({"allowed_origins": "[1]"}, ("--allowed-origins", "[1]")),
+        ({"allowed_origins": '["x"]'}, ("server.cors_origins",)),
+        ({"enforce_eager": True, "cuda_graphs": True}, ("--enforce-eager", "--cuda-graphs")),
         (
             {"enable_log_requests": True, "disable_log_requests": True},
-            "flags --enable-log-requests and --disable-log-requests are the same",
+            ("--enable-log-requests", "--disable-log-requests"),
         ),
     ],
 )
-def test_flags_that_contradict_each_other(flags, text):
-    assert text in error_of(**flags)
+def test_flags_that_contradict_each_other(flags, named):
+    assert re.search(naming(*named), error_of(**flags))
 
 
 def test_a_name_belongs_to_one_model(tmp_path):
     path = tmp_path / "loraplex.toml"
     path.write_text('[models.a]\npath = "/a"\n[models.b]\npath = "/b"\nserved_names = ["a"]\n')
-    with pytest.raises(ConfigError, match="served_names: 'a' is a name of model 'a', too"):
+    with pytest.raises(ConfigError, match=naming("models.b.served_names", "a")):
         build_config(None, None, path, [], [], {})
 
 

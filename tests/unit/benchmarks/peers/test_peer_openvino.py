@@ -116,7 +116,7 @@ async def test_an_adapter_may_come_late_if_its_modules_are_known(running, exchan
     sent = exchange(index)
     await running.send(sent)
     assert running.read(sent).text == "<30><31><32>"
-    with pytest.raises(UnsupportedFeatureError, match=r"made without adapters of \['up_proj'\]"):
+    with pytest.raises(UnsupportedFeatureError, match=naming("['up_proj']", "add_adapter")):
         await running.add_adapter(new_adapter("b", "up_proj"))
 
 
@@ -143,7 +143,7 @@ async def test_the_model_is_exported_once_in_its_width(venv, setup, weight_bits,
     command = (setup.cache / "openvino" / width / "command").read_text()
     assert command.endswith(f"--model {setup.model} --weight-format {width}")
     os.remove(venv.parent / "optimum-cli")
-    with pytest.raises(ConfigError, match=r"cannot run .*optimum-cli"):
+    with pytest.raises(ConfigError, match=naming("optimum-cli")):
         await OpenVinoGenAI(venv, 32).start(setup)
 
 

@@ -11,6 +11,7 @@ from comparison.peers.in_process import RunningWorker
 from comparison.peers.worker_process import WorkerProcess
 
 from loraplex.core.errors import ConfigError
+from support.naming import naming
 
 FAKE = '''
 """Completes a prompt with the ids after its first; all that waits is one batch. 99 ends it."""
@@ -113,7 +114,7 @@ async def test_adapters_come_and_go(running, exchange, new_adapter):
 
 
 async def test_an_unknown_op_is_reported(running):
-    with pytest.raises(ConfigError, match="no op is named dance"):
+    with pytest.raises(ConfigError, match=naming("dance")):
         await running._checked("dance")
 
 
