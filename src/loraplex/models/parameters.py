@@ -226,7 +226,9 @@ def _build_layer(spec: ModelSpec, layer: LayerSpec, source: ParameterSource) -> 
 
 def _build_tensor(tensor: TensorSpec, source: ParameterSource) -> torch.Tensor:
     whole = source.tensor(tensor.name, tensor.shape).float()
-    return whole if tensor.own is None else whole[tensor.own.first : tensor.own.end]
+    if not tensor.own:
+        return whole
+    return torch.cat([whole[span.first : span.end] for span in tensor.own])
 
 
 @overload

@@ -29,12 +29,13 @@ from loraplex.memory.adapter_pages import layer_targets, page_geometry, place
 from loraplex.models.batch import ForwardBatch
 from loraplex.models.cache_groups import cache_groups
 from loraplex.models.decoder import Decoder
-from loraplex.models.linear_group import TensorShard
+from loraplex.models.linear_group import Span, TensorShard
 from loraplex.models.mixers import kinds
 from loraplex.models.parameters import build_parameters
 from loraplex.models.rope import rotary_tables
 from loraplex.models.sharding import shard
 from loraplex.models.spec import LayerSpec, ModelSpec
+from loraplex.models.specs.part import NormSpec, TensorSpec
 from loraplex.models.stages import PipelineStage, stage
 from support import toy_mixer
 from support.naming import naming
@@ -282,3 +283,25 @@ def test_no_layer_stands_for_all_outside_of_the_models() -> None:
         if first.search(line)
     ]
     assert found == []
+
+
+def test_a_rank_has_several_spans_of_a_tensor() -> None:
+    """A convolution over queries, keys and values side by side needs it."""
+    source = RandomWeights(NativeKernels(LIBRARY, 1))
+    spec = with_layers(mixer_alone(toy(0)))
+    mixer = spec.layers[0].mixer
+    assert mixer is not None
+    whole = build_parameters(spec, source).layers[0].tensors["toy_table"]
+    own = (Span(0, 1), Span(2, 3))
+
+    class Cut(type(mixer)):  # type: ignore[misc]
+        def tensors(self) -> Mapping[str, NormSpec | TensorSpec]:
+            found = dict(super().tensors())
+            table = found["toy_table"]
+            assert isinstance(table, TensorSpec)
+            return found | {"toy_table": table._replace(own=own)}
+
+    fields = {field.name: getattr(mixer, field.name) for field in dataclasses.fields(mixer)}
+    layer = dataclasses.replace(spec.layers[0], mixer=Cut(**fields))
+    cut = build_parameters(with_layers(layer), source).layers[0].tensors["toy_table"]
+    assert torch.equal(cut, whole[[0, 2]])

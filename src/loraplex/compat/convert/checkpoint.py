@@ -48,13 +48,15 @@ class ModelChoices:
         """
         limits = self.limits
         # TensorRT-LLM describes one attention and one feed-forward part for all layers.
-        attention = next(config.mixers_of(AttentionSpec), None)
+        mixers = [mixer for layer in config.layers for mixer in layer.mixers]
+        attention = next((each for each in mixers if isinstance(each, AttentionSpec)), None)
         parts = (layer.feed_forward for layer in config.layers)
         feed_forward = next((part for part in parts if part is not None), None)
-        if attention is None or feed_forward is None:
+        of_others = not all(isinstance(each, AttentionSpec) for each in mixers)
+        if attention is None or feed_forward is None or of_others:
             raise UnsupportedModelError(
                 f"{config.architecture}: TensorRT-LLM's config.json has no words for a model "
-                "without attention or without feed-forward parts"
+                "without attention, with layers of another kind, or without feed-forward parts"
             )
         return {
             "architecture": config.architecture,

@@ -118,6 +118,13 @@ class _GroupNeeds:
         cls, settings: RunnerSettings, spec: ModelSpec, dtype: torch.dtype, max_model_len: int
     ) -> "_GroupNeeds":
         groups = cache_groups(spec, max_model_len)
+        for every in (group.spec.every for group in groups if isinstance(group.spec, States)):
+            if every % settings.block_size:
+                raise ConfigError(
+                    f"block_size must divide {every}, the tokens between the model's states, got "
+                    f"{settings.block_size}",
+                    param="block_size",
+                )
         policies = [cache_policy(group.spec, settings.block_size) for group in groups]
         longest_input = longest_encoder_input(settings, spec)
         held = tuple(

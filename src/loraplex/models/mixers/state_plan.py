@@ -30,7 +30,7 @@ class StatePlan(NamedTuple):
     """Where the block table of a row begins in `tables`."""
     tables: torch.Tensor  # [any] int64; on an accelerator int32
     """Block tables of the group of the chunk: position p lies in the block of entry
-    table_starts[r] + p // block_size, if p is a position since the border."""
+    table_starts[r] + p // block_size, if p is a position that the chunk's group keeps (Chunk)."""
 
 
 class StateKind(NamedTuple):

@@ -77,7 +77,7 @@ class AttentionSpec(MixerSpec):
             found[K_NORM] = self.k_norm
         if self.sink_logits:
             own = self.own_heads or Share(Span(0, self.num_heads), self.num_heads)
-            found[SINK_LOGITS] = TensorSpec(self.sink_logits, (own.whole,), own.span)
+            found[SINK_LOGITS] = TensorSpec(self.sink_logits, (own.whole,), (own.span,))
         return found
 
     def ropes(self) -> Mapping[RopeConfig, int]:

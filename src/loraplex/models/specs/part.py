@@ -90,8 +90,8 @@ class TensorSpec(NamedTuple):
     """Full name in the checkpoint."""
     shape: tuple[int, ...]
     """Shape of the whole."""
-    own: Span | None = None
-    """Neighbours along the first axis that a rank of several has; None: all."""
+    own: tuple[Span, ...] = ()
+    """Neighbours along the first axis that a rank of several has, one after another; empty: all."""
 
 
 class LayerCache(NamedTuple):

@@ -29,6 +29,7 @@ from support.checkpoints import save_random_model, tiny_gpt2
 from support.naming import naming
 from support.tiny_decoder import tiny_spec
 from support.tiny_model import TinyCheckpoint
+from support.toy_recurrence import with_recurrence
 from support.trtllm_checkpoint import write_trtllm_checkpoint
 
 BASE = ("--model_dir", str(BASE_PATH))
@@ -50,6 +51,13 @@ def test_a_model_that_the_format_cannot_describe_is_refused(part):
     assert choices.pretrained(spec)["num_attention_heads"] == 4
     with pytest.raises(UnsupportedModelError, match=naming(spec.architecture)):
         choices.pretrained(dataclasses.replace(spec, layers=layers))
+
+
+def test_a_model_with_some_layers_of_another_kind_is_refused():
+    """The format describes one kind for all of them."""
+    spec = with_recurrence(tiny_spec(), (0,), 32)
+    with pytest.raises(UnsupportedModelError, match=naming(spec.architecture)):
+        ModelChoices("float32", BuildLimits()).pretrained(spec)
 
 
 def config_of(folder: Path) -> dict[str, Any]:

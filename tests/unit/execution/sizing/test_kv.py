@@ -304,6 +304,15 @@ def test_states_of_all_sequences_and_checkpoints() -> None:
     assert cache_policy(States(32), 16).max_held(1000, 32) == 3
 
 
+def test_blocks_end_where_states_do() -> None:
+    """A state follows whole blocks. The model has one every 32 tokens."""
+    assert kv(STATES, **FEW, num_blocks=100, block_size=32).groups
+    for block_size in (24, 64):
+        with pytest.raises(ConfigError, match=naming("block_size", 32, block_size)) as caught:
+            kv(STATES, **FEW, num_blocks=100, block_size=block_size)
+        assert caught.value.param == "block_size"
+
+
 @given(num_bytes=st.integers(0, 3_000_000), max_num_seqs=st.integers(1, 40))
 def test_states_leave_one_sequence_its_blocks(num_bytes: int, max_num_seqs: int) -> None:
     """What it leaves is divided: states get half of it at most."""
