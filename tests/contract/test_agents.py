@@ -126,7 +126,7 @@ FAULTS: list[tuple[str, dict[str, Any], str, list[str]]] = [
         CHAT,
         {"messages": "a", "temperature": "hot", "stop": 5},
         "temperature",
-        ["messages must be", "temperature must be", "stop must be"],
+        ["messages", "temperature", "stop"],
     ),
 ]
 

@@ -219,6 +219,7 @@ def test_postprocessing_passes_through_what_it_did_in_2024(wire):
     assert len(declared_rows) == 2
 
 
+# Most are TensorRT-LLM's text; those of ours name tensors and numbers.
 @pytest.mark.parametrize(
     ("model", "arrays", "fragment"),
     [

@@ -68,6 +68,7 @@ def test_triton_client(server, capsys):
         "gRPC, adapter 1: 华盛顿",
     ]
     assert load("triton_client").main([*addresses, "--task-id", "987"]) == 1
+    # TensorRT-LLM's text.
     assert "LoRA task 987 not found in cache" in capsys.readouterr().err
 
 

@@ -219,5 +219,6 @@ def test_one_expert_s_values_are_refused(wire, adapters):
     cut[..., : rank * (32 + 24)] = weights[:, :1, : rank * (32 + 24)]
     with pytest.raises(InferenceServerException, match="those of one expert") as raised:
         generate(wire, *lora(wire, cut, config[:, :1]))
+    # TensorRT-LLM's text.
     assert "lora_weights has to few values for moe_h_to_4h" in raised.value.message()
     assert "layer 1" in raised.value.message()

@@ -271,6 +271,7 @@ def test_bad_weights_are_refused_and_change_nothing(server, client, pairs, mista
     assert raised.value.status() == "StatusCode.INVALID_ARGUMENT"
     assert fragment in raised.value.message()
     assert set(adapters(server)) == set(ADAPTER_PATHS)
+    # TensorRT-LLM's text.
     with pytest.raises(
         InferenceServerException, match=r"LoRA task 106 not found in cache\. Please"
     ):
@@ -280,6 +281,7 @@ def test_bad_weights_are_refused_and_change_nothing(server, client, pairs, mista
 def test_refused_weights_leave_the_old_ones(client, pairs):
     weights, config = pairs["chinese float16"]
     generate_text(client, triton_grpc, lora((weights, config), 107))
+    # TensorRT-LLM's text.
     with pytest.raises(InferenceServerException, match="has to few values"):
         generate_text(client, triton_grpc, lora((weights[:, :, :8], config), 107))
     assert generate_text(client, triton_grpc, lora(None, 107)) == capital_of(USA, "chinese")

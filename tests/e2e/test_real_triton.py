@@ -203,6 +203,7 @@ def test_errors_have_our_words(client):
     unknown = {"lora_task_id": np.array([[9]], np.uint64)}
     inputs = text_request(tritonclient.grpc, PROMPT, 8, **unknown)
     (error,) = responses(client, "ensemble", inputs)
+    # TensorRT-LLM's text.
     assert "LoRA task 9 not found in cache" in error.message()
 
 
@@ -276,6 +277,7 @@ def test_an_unloaded_model_leaves_the_server_to_the_others(client, both):
     _, ours = both
     (pid,) = ours.pids()
     client.unload_model("tensorrt_llm_bls")
+    # Triton's text.
     with pytest.raises(InferenceServerException, match="no available versions"):
         client.infer("tensorrt_llm_bls", text_request(tritonclient.grpc, PROMPT, 8))
     assert send(client) == f"{PROMPT}Paris"
@@ -377,6 +379,7 @@ def test_a_repository_of_the_vllm_backend_runs_unchanged(tmp_path):
             chinese = responses(client, "vllm_model", vllm_request(lora_name="chinese"))
             assert text_of(chinese) == "巴黎"
             (error,) = responses(client, "vllm_model", vllm_request(lora_name="gone"))
+            # vLLM's text.
             assert "LoRA gone is not supported, we currently support ['chinese']" in str(error)
         assert triton.stop() == 0
 

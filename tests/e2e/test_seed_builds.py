@@ -263,6 +263,7 @@ def test_the_adapter_of_a_build_is_served(built: Callable[[str], Path], tmp_path
 
 def test_limits_of_a_build_hold(built: Callable[[str], Path], tmp_path: Path) -> None:
     with LLM(built(OLDER_BACKEND_LORA) / "engine", state_dir=tmp_path / "state") as llm:
+        # TensorRT-LLM's text.
         with pytest.raises(LoraplexError, match=r"Prompt length \(513\) exceeds maximum input"):
             llm.generate([[5] * 513], GREEDY)
         with pytest.raises(LoraplexError, match="at most 52"):
@@ -272,8 +273,10 @@ def test_limits_of_a_build_hold(built: Callable[[str], Path], tmp_path: Path) ->
 
 def test_adapters_on_a_build_without_them(built: Callable[[str], Path], tmp_path: Path) -> None:
     with LLM(built(OLDER_BACKEND) / "engine", state_dir=tmp_path / "state") as llm:
+        # TensorRT-LLM's text.
         with pytest.raises(LoraplexError, match="not enabled for this model"):
             llm.add_adapter("chinese", ADAPTER_PATHS["chinese"])
+        # TensorRT-LLM's text.
         with pytest.raises(LoraplexError, match="not enabled for this model"):
             llm.generate(PROMPTS, GREEDY, lora_task_id=1)
 

@@ -252,6 +252,7 @@ def test_the_cache_that_the_page_describes(machine: Machine) -> None:
         assert capital(server) == "パリ"
         status, error = complete(server, FIRST_USE, lora_model="../My-Finetuned")
         assert status == 400
+        # llgtrt's text.
         assert "outside the LoRA base directory" in error["error"]["message"]
 
 
@@ -269,4 +270,5 @@ def test_the_key_of_the_original_is_required_everywhere(machine: Machine) -> Non
         assert response["usage"]["completion_tokens"] <= 16
         lost = client.post("/v1/chat/completions", json=json.loads(FIRST_USE), headers=headers)
         assert lost.status_code == 500
+        # llgtrt's text.
         assert lost.json()["error"].startswith("lora_model specified but lora_root not set")

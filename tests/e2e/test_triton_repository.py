@@ -155,6 +155,7 @@ def test_a_repository_of_the_vllm_backend(tmp_path):
         assert generate(lora_name="chinese")[1]["text_output"] == "巴黎"
         status, response = generate(lora_name="lost")
         assert status in (400, 404)
+        # vLLM's text.
         assert response["error"].startswith("LoRA lost could not be loaded: ")
         assert "/nowhere/lost" in response["error"]
         assert generate(lora_name="later")[0] == status
@@ -162,10 +163,12 @@ def test_a_repository_of_the_vllm_backend(tmp_path):
         assert generate(lora_name="later")[1]["text_output"] == "巴黎"
         status, response = generate(lora_name="japanese")
         assert status in (400, 404)
+        # vLLM's text.
         assert response["error"].startswith("LoRA japanese could not be loaded: ")
         assert str(broken / "adapter_model.safetensors") in response["error"]
         shutil.copytree(ADAPTER_PATHS["japanese"], broken, dirs_exist_ok=True)
         assert generate(lora_name="japanese")[1]["text_output"] == "パリ"
+        # vLLM's text.
         assert "LoRA gone is not supported" in generate(lora_name="gone")[1]["error"]
         assert server.get("/v2/models/vllm_model/ready")[0] == 200
         assert server.stop() == 0
@@ -206,6 +209,7 @@ def test_models_are_loaded_while_the_server_runs(tmp_path):
         for name in ("torn", "add_sub"):
             status, response = server.post(load.format(name), {})
             assert status == 400
+            # Triton's text.
             assert f"failed to load '{name}'" in response["error"]
         assert server.post(load.format("chat"), {})[0] == 200
         assert server.get("/v2/models/second/ready")[0] == 200

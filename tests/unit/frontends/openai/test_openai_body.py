@@ -10,7 +10,7 @@ from starlette.requests import Request
 from loraplex.core.errors import InvalidParameterError, InvalidRequestError, PayloadTooLargeError
 from loraplex.frontends.openai.body import parse_body, read_body
 from loraplex.frontends.openai.schema import ChatBody, CompletionBody, DetokenizeBody
-from support.naming import naming
+from support.naming import naming, refused
 
 JSON = {"content-type": "application/json"}
 
@@ -108,109 +108,78 @@ async def test_other_content_types_are_refused(headers):
 
 
 @pytest.mark.parametrize(
-    ("body", "message"),
+    ("body", "named"),
     [
-        (b"", "the body is empty"),
-        (b" \n", "the body is empty"),
-        (b'\xef\xbb\xbf{"prompt": "a"}', "byte order mark"),
-        ('{"prompt": "a"}'.encode("utf-16"), "not valid JSON"),
-        (b'{"prompt": "\xff"}', "invalid unicode"),
-        (b'{"prompt": "a", "prompt": "b"}', "the field 'prompt' twice"),
-        (b'{"prompt": "a", "x": {"y": [{"z": 1, "z": 1}]}}', "the field 'z' twice"),
-        (b'{"prompt": "a", "x": NaN}', "has NaN, which is not a number"),
-        (b'{"prompt": "a", "x": -Infinity}', "has -Infinity, which is not a number"),
-        (b'{"prompt": "a", "x": 1e999}', "has 1e999, which is not a number"),
-        (b'{"prompt": "a", "x": %s}' % (b"9" * 5000), "number out of range"),
-        (b'{"prompt": "a", "x": %s%s}' % (b"[" * 20_000, b"]" * 20_000), "recursion limit"),
-        (b"{", "not valid JSON: EOF"),
-        (b"\xff", "not valid JSON"),
-        (b"[" * 1000, "recursion limit"),
-        (b'{"prompt": "\\ud800"}', "not valid JSON"),
-        (b"[1]", "must be a JSON object, got [1]"),
-        (b"null", "must be a JSON object, got null"),
+        (b"", ("empty",)),
+        (b" \n", ("empty",)),
+        (b'\xef\xbb\xbf{"prompt": "a"}', ("byte order mark", "UTF-8")),
+        ('{"prompt": "a"}'.encode("utf-16"), ("JSON", "line 1 column 1")),
+        (b'{"prompt": "\xff"}', ("JSON", "line 1 column 13")),
+        (b'{"prompt": "a", "prompt": "b"}', ("'prompt'", "twice")),
+        (b'{"prompt": "a", "x": {"y": [{"z": 1, "z": 1}]}}', ("'z'", "twice")),
+        (b'{"prompt": "a", "x": NaN}', ("NaN",)),
+        (b'{"prompt": "a", "x": -Infinity}', ("-Infinity",)),
+        (b'{"prompt": "a", "x": 1e999}', ("1e999",)),
+        (b'{"prompt": "a", "x": %s}' % (b"9" * 5000), ("JSON", "range", "line 1")),
+        (b'{"prompt": "a", "x": %s%s}' % (b"[" * 20_000, b"]" * 20_000), ("recursion limit",)),
+        (b"{", ("JSON", "EOF", "line 1 column 1")),
+        (b"\xff", ("JSON", "line 1 column 1")),
+        (b"[" * 1000, ("recursion limit",)),
+        (b'{"prompt": "\\ud800"}', ("JSON", "line 1 column 19")),
+        (b"[1]", ("JSON object", "[1]")),
+        (b"null", ("JSON object", "null")),
     ],
 )
-def test_what_is_no_json_object(body, message):
-    with pytest.raises(InvalidRequestError, match=message.replace("[", r"\[")):
+def test_what_is_no_json_object(body, named):
+    with pytest.raises(InvalidRequestError, match=naming(*named)):
         parse_body(CompletionBody, body)
 
 
-PROMPT = (
-    "prompt must be a string, a list of strings, a list of token ids or a list of such lists, got "
-)
-
-
 @pytest.mark.parametrize(
-    ("schema", "body", "param", "message"),
+    ("schema", "body", "param", "got"),
     [
-        (CompletionBody, b"{}", "prompt", "prompt is required"),
-        (CompletionBody, b'{"prompt": 5}', "prompt", PROMPT + "5"),
-        (CompletionBody, b'{"prompt": ["a", 1]}', "prompt", PROMPT + '["a", 1]'),
-        (CompletionBody, b'{"prompt": [[1], ["a"]]}', "prompt", PROMPT + '[[1], ["a"]]'),
-        (CompletionBody, b'{"prompt": [true]}', "prompt", PROMPT + "[true]"),
-        (CompletionBody, b'{"prompt": "a", "n": "2"}', "n", 'n must be an integer, got "2"'),
-        (CompletionBody, b'{"prompt": "a", "n": 1.5}', "n", "n must be an integer, got 1.5"),
-        (CompletionBody, b'{"prompt": "a", "n": true}', "n", "n must be an integer, got true"),
-        (
-            CompletionBody,
-            b'{"prompt": "a", "temperature": "hot"}',
-            "temperature",
-            'temperature must be a number, got "hot"',
-        ),
+        (CompletionBody, b"{}", "prompt", None),
+        (CompletionBody, b'{"prompt": 5}', "prompt", "5"),
+        (CompletionBody, b'{"prompt": ["a", 1]}', "prompt", '["a", 1]'),
+        (CompletionBody, b'{"prompt": [[1], ["a"]]}', "prompt", '[[1], ["a"]]'),
+        (CompletionBody, b'{"prompt": [true]}', "prompt", "[true]"),
+        (CompletionBody, b'{"prompt": "a", "n": "2"}', "n", '"2"'),
+        (CompletionBody, b'{"prompt": "a", "n": 1.5}', "n", "1.5"),
+        (CompletionBody, b'{"prompt": "a", "n": true}', "n", "true"),
+        (CompletionBody, b'{"prompt": "a", "temperature": "hot"}', "temperature", '"hot"'),
         (
             CompletionBody,
             b'{"prompt": "a", "stop": {"x": "%s"}}' % (b"y" * 100),
             "stop",
-            "stop must be a string or a list of strings, got an object",
+            "an object",
         ),
         (
             CompletionBody,
             b'{"prompt": "a", "stream_options": {"include_usage": 1}}',
             "stream_options.include_usage",
-            "stream_options.include_usage must be true or false, got 1",
+            "1",
         ),
         (
             CompletionBody,
             b'{"prompt": "a", "load_lora_weights": "maybe"}',
             "load_lora_weights",
-            "load_lora_weights must be 'auto', 'always' or 'never', got \"maybe\"",
+            "'auto', 'always' or 'never', got \"maybe\"",
         ),
-        (
-            ChatBody,
-            b'{"messages": "hi"}',
-            "messages",
-            'messages must be a list of messages, got "hi"',
-        ),
-        (
-            ChatBody,
-            b'{"messages": ["hi"]}',
-            "messages[0]",
-            'messages[0] must be an object with a role and a content, got "hi"',
-        ),
-        (
-            ChatBody,
-            b'{"messages": [{"content": "hi"}]}',
-            "messages[0].role",
-            "messages[0].role is required",
-        ),
+        (ChatBody, b'{"messages": "hi"}', "messages", '"hi"'),
+        (ChatBody, b'{"messages": ["hi"]}', "messages[0]", '"hi"'),
+        (ChatBody, b'{"messages": [{"content": "hi"}]}', "messages[0].role", None),
         (
             ChatBody,
             b'{"messages": [{"role": "user", "content": [1]}]}',
             "messages[0].content",
-            "messages[0].content must be a string or a list of content parts, got [1]",
+            "[1]",
         ),
-        (
-            DetokenizeBody,
-            b'{"tokens": [1, "a"]}',
-            "tokens[1]",
-            'tokens[1] must be an integer, got "a"',
-        ),
+        (DetokenizeBody, b'{"tokens": [1, "a"]}', "tokens[1]", '"a"'),
     ],
 )
-def test_a_wrong_field_is_one_readable_sentence(schema, body, param, message):
-    with pytest.raises(InvalidParameterError) as caught:
+def test_a_wrong_field_is_named_with_its_value(schema, body, param, got):
+    with refused(InvalidParameterError, param, *([] if got is None else [got]), param=param):
         parse_body(schema, body)
-    assert (caught.value.param, caught.value.message) == (param, message)
 
 
 def test_null_is_absent_and_unknown_fields_are_kept_aside():
