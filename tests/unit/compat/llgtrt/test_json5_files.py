@@ -34,22 +34,22 @@ b",}"""
 
 
 @pytest.mark.parametrize(
-    ("text", "problem"),
+    ("text", "named"),
     [
-        ("{a: 1", "is not JSON5: line 1 .* column 6"),
-        ("[1]", "must hold an object, got list"),
-        ("{a: 1, a: 2}", "the key 'a' occurs twice"),
-        ('{"a": 1, "a": 2}', "the key 'a' occurs twice"),
-        ("{a: NaN}", "NaN is not a number"),
-        ('{"a": -Infinity}', "-Infinity is not a number"),
-        (b"\xff", "is not UTF-8"),
-        ("[" * 5000, "nested too deep"),
-        (b" " * (MAX_FILE_BYTES + 1), "more than 16777216 bytes"),
+        ("{a: 1", ("line 1", "column 6")),
+        ("[1]", ("object", "list")),
+        ("{a: 1, a: 2}", ("'a'", "twice")),
+        ('{"a": 1, "a": 2}', ("'a'", "twice")),
+        ("{a: NaN}", ("NaN",)),
+        ('{"a": -Infinity}', ("-Infinity",)),
+        (b"\xff", ("UTF-8", "byte 0")),
+        ("[" * 5000, ("nested",)),
+        (b" " * (MAX_FILE_BYTES + 1), (MAX_FILE_BYTES,)),
     ],
 )
-def test_what_is_no_json5_is_reported_with_its_file(tmp_path, text, problem):
+def test_what_is_no_json5_is_reported_with_its_file(tmp_path, text, named):
     path = write(tmp_path, text)
-    with pytest.raises(ConfigError, match=f"{path}.*{problem}"):
+    with pytest.raises(ConfigError, match=naming(path, *named)):
         read_json5(path)
 
 
