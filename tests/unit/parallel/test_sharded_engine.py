@@ -47,7 +47,11 @@ class Sharded:
         return FakeEngine(parts=self.parts, overlap=overlap)
 
     def plans(self, rank):
-        return self.executor.programs[rank].runner.plans
+        """Return the plans of a rank, once it has as many as rank 0."""
+        plans = self.executor.programs[rank].runner.plans
+        while len(plans) < len(self.program.runner.plans):
+            time.sleep(0.0001)
+        return plans
 
 
 @pytest.fixture
