@@ -20,6 +20,7 @@ import msgspec
 
 from loraplex.adapters.durable_files import reporting_full_disk
 from loraplex.adapters.examination import examine
+from loraplex.adapters.formats.patterns import call_when_slow
 from loraplex.adapters.sources.fetch import local_path
 from loraplex.adapters.sources.reference import SourceKind, parse, shown_source
 from loraplex.adapters.stage import stage
@@ -31,7 +32,7 @@ from loraplex.core.errors import (
     passing_error,
 )
 from loraplex.core.log_lines import log_to_parent
-from loraplex.core.process_group import leave_group
+from loraplex.core.process_group import leave_group, let_others_go_first
 
 logger = logging.getLogger(__name__)
 
@@ -143,6 +144,7 @@ def main() -> None:
     """Serve stdin. Anything that prints to stdout goes to stderr instead, away from the replies."""
     leave_group()
     log_to_parent("info")
+    call_when_slow(let_others_go_first)
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     with replies:

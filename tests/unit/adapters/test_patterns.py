@@ -1,4 +1,5 @@
 import gc
+import os
 import re
 import signal
 import time
@@ -42,13 +43,22 @@ def test_a_pattern_that_backtracks_for_ever_is_refused(pattern):
 @pytest.mark.usefixtures("without_collector")
 def test_others_go_first_while_a_pattern_takes_long(monkeypatch):
     polite = []
-    monkeypatch.setattr(patterns, "let_others_go_first", lambda: polite.append(True))
+    monkeypatch.setattr(patterns, "_when_slow", [])
+    patterns.call_when_slow(lambda: polite.append(True))
     matcher = Matcher(seconds=0.5)
     assert matcher.match("model", PATH)
     assert not polite
     with pytest.raises(InvalidAdapterError, match="CPU time"):
         matcher.fullmatch(HOSTILE, PATH * 3)
     assert polite == [True]
+
+
+@pytest.mark.usefixtures("without_collector")
+def test_a_users_process_keeps_its_priority():
+    niceness = os.nice(0)
+    with pytest.raises(InvalidAdapterError, match="CPU time"):
+        Matcher(seconds=0.5).fullmatch(HOSTILE, PATH * 3)
+    assert os.nice(0) == niceness
 
 
 def test_the_time_is_that_of_all_patterns_together():

@@ -47,7 +47,7 @@ class Sharded:
         return FakeEngine(parts=self.parts, overlap=overlap)
 
     def plans(self, rank):
-        """Return the plans of a rank, once it has as many as rank 0."""
+        """Return the plans of a rank, once none of those of rank 0 is missing."""
         plans = self.executor.programs[rank].runner.plans
         while len(plans) < len(self.program.runner.plans):
             time.sleep(0.0001)

@@ -9,19 +9,30 @@ import contextlib
 import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 from loraplex.core.errors import InvalidAdapterError
-from loraplex.core.process_group import let_others_go_first
 
 MATCHING_SECONDS = 3.0
 """CPU time for one adapter. A thousand modules and a hundred patterns need a tenth of it."""
 _USUAL_SHARE = 0.1
-"""Share of the CPU time after which other processes go first."""
+"""Share of the CPU time after which patterns take long."""
 _REPEAT_SECONDS = 0.05
 """Interval at which the timer rings. An error that is raised in a callback of Python is lost."""
 _MAX_SHOWN = 200
+
+
+_when_slow: list[Callable[[], None]] = []
+
+
+def call_when_slow(function: Callable[[], None]) -> None:
+    """Let a function be called when the patterns of an adapter take long, once for each adapter.
+
+    For a process that only reads adapters, so that others go first; a user's own process keeps its
+    priority.
+    """
+    _when_slow.append(function)
 
 
 class _OutOfTimeError(Exception):
@@ -108,7 +119,8 @@ class Matcher:
             raise _OutOfTimeError
         if not self._is_slow and self._seconds - left >= _USUAL_SHARE * self._seconds:
             self._is_slow = True
-            let_others_go_first()
+            for function in _when_slow:
+                function()
 
 
 def _shown(pattern: str) -> str:
