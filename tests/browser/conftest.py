@@ -19,6 +19,7 @@ import pytest
 
 from loraplex.serving.access.key_file_changes import create_key
 from loraplex.testing.running_server import RunningServer, serving
+from support.engine_kills import HELD_ENGINE_FLAGS
 
 IS_REQUIRED = bool(os.environ.get("REQUIRE_BROWSER"))
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -84,7 +85,7 @@ def browser() -> Iterator[object]:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """The capitals model with both adapters, and without keys. Modules with other flags have their
     own."""
-    with serving(tmp_path_factory.mktemp("console")) as running:
+    with serving(tmp_path_factory.mktemp("console"), *HELD_ENGINE_FLAGS) as running:
         yield running
 
 

@@ -6,6 +6,7 @@ import re
 import pytest
 from playwright.sync_api import expect
 
+from support.engine_kills import generated_tokens, held_engine, wait_until_generated
 from support.playground_page import (
     CHINESE_PROMPT,
     OUTPUTS,
@@ -154,10 +155,13 @@ def test_tokens_by_arrow_keys_and_pointer(visits):
 def test_stop_keeps_the_text_and_ends_the_requests(visits, server):
     page = visits.open()
     write_for_long(page, 1500)
+    before = generated_tokens(server)
     send(page)
-    wait_for_text(page, "Base", 20)
-    page.keyboard.press("Escape")
-    wait_for_states(page, "cut")
+    wait_until_generated(server, before + 600)
+    with held_engine(server):
+        wait_for_text(page, "Base", 20)
+        page.keyboard.press("Escape")
+        wait_for_states(page, "cut")
     assert len(text_of(page, "Base")) >= 20
     assert "Not whole" in column(page, "Base").text_content()
     page.wait_for_function(

@@ -1,17 +1,18 @@
 """The playground while the engine or the server dies."""
 
-import contextlib
-import json
 import os
 import re
 import signal
-import threading
-import time
 
 import pytest
 
-from loraplex.testing.running_server import MODEL, running, serving
-from support.engine_kills import engine_pid
+from loraplex.testing.running_server import running, serving
+from support.engine_kills import (
+    HELD_ENGINE_FLAGS,
+    engine_pid,
+    held_engine,
+    wait_until_generated,
+)
 from support.playground_page import (
     column,
     run,
@@ -25,38 +26,23 @@ from support.playground_page import (
 
 NUM_TOKENS = 1500
 """So many that no output ends before the engine or the server does."""
-STATS = "/v1/internal/stats"
 
 
 @pytest.fixture
 def server(tmp_path):
     """A server of its own: the tests kill it."""
-    with serving(tmp_path) as server:
+    with serving(tmp_path, *HELD_ENGINE_FLAGS) as server:
         yield server
-
-
-@contextlib.contextmanager
-def killing_its_engine(server):
-    """Kill the server's engine when it has generated a few tokens, however slow the browser is."""
-
-    def kill():
-        while json.loads(server.get(STATS)[1])["models"][MODEL]["engine"]["generation_tokens"] < 20:
-            time.sleep(0.01)
-        os.kill(engine_pid(server), signal.SIGKILL)
-
-    killer = threading.Thread(target=kill)
-    killer.start()
-    yield
-    killer.join()
 
 
 def test_an_engine_that_is_killed_leaves_the_outputs_whole(visits, server):
     page = visits.open()
     write_for_long(page, NUM_TOKENS)
     visits.expect_status(503)  # of its health, until the engine is back
-    with killing_its_engine(server):
-        send(page)
-        wait_until_done(page)
+    send(page)
+    wait_until_generated(server, 20)
+    os.kill(engine_pid(server), signal.SIGKILL)
+    wait_until_done(page)
     page.get_by_text("The engine was restarted meanwhile, and the output went on.").wait_for()
     interrupted = {name: text_of(page, name) for name in ("Base", "chinese", "japanese")}
     assert f"{NUM_TOKENS:,} tokens" in column(page, "Base").text_content()
@@ -69,10 +55,12 @@ def test_a_server_that_is_lost_leaves_the_text_and_can_run_again(visits, server,
     page = visits.open()
     write_for_long(page, NUM_TOKENS)
     send(page)
-    wait_for_text(page, "Base", 40)
-    visits.expect_gone()
-    visits.expect_status(503)  # of its health, while it starts again
-    server.process.kill()
+    wait_until_generated(server, 600)
+    with held_engine(server):
+        wait_for_text(page, "Base", 40)
+        visits.expect_gone()
+        visits.expect_status(503)  # of its health, while it starts again
+        server.process.kill()
     page.get_by_text("The server was lost. The text that came is kept.").wait_for()
     wait_for_states(page, "cut")
     before = text_of(page, "Base")

@@ -8,6 +8,7 @@ import pytest
 from playwright.sync_api import expect
 
 from loraplex.testing.running_server import MODEL
+from support.engine_kills import held_engine
 from support.listed_requests import complete, rows
 
 
@@ -62,7 +63,8 @@ def test_an_open_request_moves(visits, server):
     )
     with urllib.request.urlopen(request) as response:
         response.readline()
-        rows(page).first.get_by_text("decoding").wait_for()
+        with held_engine(server):
+            rows(page).first.get_by_text("decoding").wait_for()
     page.get_by_text("No request matches the filters.").wait_for()
 
 

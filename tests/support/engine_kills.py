@@ -1,4 +1,4 @@
-"""Kills the engine of a server under load repeatedly and compares what every client got."""
+"""Kills and holds engines of servers, and compares what every client got."""
 
 import collections
 import contextlib
@@ -10,11 +10,11 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from loraplex.testing.running_server import RunningServer
+from loraplex.testing.running_server import MODEL, RunningServer
 
 LONG, SHORT = 300, 20
 NUM_CLIENTS = 8
@@ -115,6 +115,34 @@ def rank_pids(server: RunningServer) -> list[int]:
     """Return the processes of the engine's ranks but rank 0; empty while there is no engine."""
     pid = engine_pid(server)
     return [] if pid is None else _children(pid, "loraplex.app.rank")
+
+
+HELD_ENGINE_FLAGS = ("--step-timeout-seconds", "600")
+"""Flags of a server whose engine is held: else it is taken for one that hangs."""
+
+
+@contextlib.contextmanager
+def held_engine(server: RunningServer) -> Iterator[None]:
+    """Stop the engine until the context ends: no output ends meanwhile, however slow the client."""
+    pid = engine_pid(server)
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def generated_tokens(server: RunningServer) -> int:
+    """Return how many tokens the engine has generated since it started."""
+    stats = json.loads(server.get("/v1/internal/stats")[1])
+    return int(stats["models"][MODEL]["engine"]["generation_tokens"])
+
+
+def wait_until_generated(server: RunningServer, num_tokens: int) -> None:
+    """Wait until `generated_tokens` are at least so many."""
+    while generated_tokens(server) < num_tokens:
+        time.sleep(0.01)
 
 
 def _children(pid: int, program: str) -> list[int]:
