@@ -410,10 +410,9 @@ class InputBatch:
                 new_blocks = []
                 groups = zip(self._block_tables, step.new_block_ids, row.num_blocks, strict=True)
                 for group, (tables, block_ids, first) in enumerate(groups):
-                    known = list(block_ids)
-                    if group not in self._states:
-                        # A gap is a block that no position sees: any block will do.
-                        known = [max(block_id, 0) for block_id in block_ids]
+                    # Elsewhere a gap is a block that no position sees: any block will do.
+                    least = NO_BLOCK if group in self._states else 0
+                    known = [max(block_id, least) for block_id in block_ids]
                     tables[step.slot, first : first + len(known)] = known
                     new_blocks.append((first, known))
                 row.num_blocks = [first + len(known) for first, known in new_blocks]
