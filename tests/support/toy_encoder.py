@@ -6,8 +6,8 @@ it. So what a model writes depends on each token of its input, and on the places
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Final, NamedTuple, Self
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final, NamedTuple
 
 import numpy as np
 import pytest
@@ -26,22 +26,17 @@ from loraplex.kernels.ops import AttentionPlan, AttentionRules, AttentionShape, 
 from loraplex.kernels.row_layout import DeviceRows, RowLayout
 from loraplex.models.batch import ForwardBatch
 from loraplex.models.linear import Linear
-from loraplex.models.linear_group import LinearGroup, TensorShard
+from loraplex.models.linear_group import LinearGroup
 from loraplex.models.mixers import kinds
 from loraplex.models.mixers.mixer import LayerPlace, StepInputs
 from loraplex.models.parameters import DecoderParameters, LayerParameters, build_parameters
 from loraplex.models.spec import EncoderSpec, LayerSpec, ModelSpec, NormPlace
 from loraplex.models.specs.part import (
-    Divided,
     LayerCache,
     MixerSpec,
-    NormSpec,
-    RopeConfig,
-    Split,
-    TensorSpec,
 )
 from support.tiny_decoder import tiny_spec
-from support.toy_mixer import RandomWeights
+from support.toy_mixer import RandomWeights, WholeSpec
 
 LONGEST_INPUT: Final = 11
 ENCODER, QUERY, KEYS_AND_VALUES, OUT = "encoder", "cross_q", "cross_kv", "cross_o"
@@ -49,7 +44,7 @@ ENCODER, QUERY, KEYS_AND_VALUES, OUT = "encoder", "cross_q", "cross_kv", "cross_
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ToyCrossSpec(MixerSpec):
+class ToyCrossSpec(WholeSpec):
     """Attention to all positions of an encoder's output, of the decoder's size."""
 
     num_heads: int
@@ -58,19 +53,6 @@ class ToyCrossSpec(MixerSpec):
     def caches(self) -> tuple[LayerCache]:
         vectors = CachedVectors(self.num_heads, self.head_dim)
         return (LayerCache(Cross(), (vectors, vectors)),)
-
-    def tensors(self) -> Mapping[str, NormSpec | TensorSpec]:
-        return {}
-
-    def ropes(self) -> Mapping[RopeConfig, int]:
-        return {}
-
-    def divisors(self) -> Sequence[Divided]:
-        return ()
-
-    def shard(self, place: TensorShard) -> tuple[Self, Mapping[str, Split]]:
-        del place
-        return self, {}
 
     def step_bytes(self, itemsize: int) -> int:
         return 3 * self.num_heads * self.head_dim * itemsize

@@ -31,6 +31,25 @@ IN, OUT = "toy_in", "toy_out"
 PERIOD = 3
 
 
+class WholeSpec(MixerSpec):
+    """Base of toys without tensors of their own, which each rank has whole."""
+
+    __slots__ = ()
+
+    def tensors(self) -> Mapping[str, NormSpec | TensorSpec]:
+        return {}
+
+    def ropes(self) -> Mapping[RopeConfig, int]:
+        return {}
+
+    def divisors(self) -> Sequence[Divided]:
+        return ()
+
+    def shard(self, place: TensorShard) -> tuple[Self, Mapping[str, Split]]:
+        del place
+        return self, {}
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ToySpec(MixerSpec):
     """out(silu(in(x))), then a norm, then a row of a table by the position."""

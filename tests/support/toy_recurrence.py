@@ -7,8 +7,8 @@ layers depends on every token before.
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Final, Self
+from collections.abc import Collection, Iterator
+from typing import Final
 
 import pytest
 import torch
@@ -16,21 +16,16 @@ import torch
 from loraplex.core.cache import CachedFloats, Chunk, States
 from loraplex.kernels.lora import LoraBatch
 from loraplex.kernels.ops import Kernels, Storage
-from loraplex.models.linear_group import TensorShard
 from loraplex.models.mixers import kinds
 from loraplex.models.mixers.mixer import LayerPlace, StepInputs
 from loraplex.models.mixers.state_plan import StateKind, StatePlan
 from loraplex.models.parameters import LayerParameters
 from loraplex.models.spec import LayerSpec, ModelSpec, NormPlace
 from loraplex.models.specs.part import (
-    Divided,
     LayerCache,
     MixerSpec,
-    NormSpec,
-    RopeConfig,
-    Split,
-    TensorSpec,
 )
+from support.toy_mixer import WholeSpec
 
 MODULUS: Final = 2**24 - 3
 FACTOR: Final = 48_271
@@ -39,7 +34,7 @@ NUM_ROWS: Final = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class RecurrenceSpec(MixerSpec):
+class RecurrenceSpec(WholeSpec):
     """A row of a table by the hash of the inputs up to each position."""
 
     hidden: int
@@ -53,19 +48,6 @@ class RecurrenceSpec(MixerSpec):
             LayerCache(Chunk(self.every), (CachedFloats((1,), is_per_position=True),)),
             LayerCache(States(self.every), (CachedFloats((1,)),)),
         )
-
-    def tensors(self) -> Mapping[str, NormSpec | TensorSpec]:
-        return {}
-
-    def ropes(self) -> Mapping[RopeConfig, int]:
-        return {}
-
-    def divisors(self) -> Sequence[Divided]:
-        return ()
-
-    def shard(self, place: TensorShard) -> tuple[Self, Mapping[str, Split]]:
-        del place
-        return self, {}
 
     def step_bytes(self, itemsize: int) -> int:
         return self.hidden * itemsize
