@@ -7,7 +7,9 @@ from types import MappingProxyType
 from typing import Final
 
 from loraplex.core.errors import ConfigError, UnsupportedModelError
-from loraplex.models import (
+from loraplex.models.config_fields import ConfigFields, read_fields
+from loraplex.models.engine_folder import model_fields
+from loraplex.models.families import (
     baichuan,
     bloom,
     cohere,
@@ -37,8 +39,6 @@ from loraplex.models import (
     smollm3,
     starcoder2,
 )
-from loraplex.models.config_fields import ConfigFields, read_fields
-from loraplex.models.engine_folder import model_fields
 from loraplex.models.spec import ModelSpec
 from loraplex.models.stored_format import read_stored_format
 

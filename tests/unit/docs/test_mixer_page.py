@@ -35,7 +35,7 @@ def test_the_page_lists_the_files_that_a_kind_touches() -> None:
     rows = re.findall(r"^\| `(\S+\.py)` \|", page, re.MULTILINE)
     of_attention = re.findall(r"`(\S+\.py)`", page.split("Attention has four readers more")[1])[:4]
     kinds = [kind_of(spec) for spec in MIXERS]
-    assert rows[-1] == "models/<family>.py"
+    assert rows[-1] == "models/families/<family>.py"
     for kind in kinds:
         listed = {row.replace("<kind>", kind) for row in rows[:-1]}
         more = set(of_attention) if kind == "attention" else set()

@@ -3,8 +3,8 @@
 import pytest
 
 from loraplex.models.decoder_names import LLAMA_NAMES
-from loraplex.models.gpt2 import NAMES as GPT2_NAMES
-from loraplex.models.gpt_neox import NAMES as NEOX_NAMES
+from loraplex.models.families.gpt2 import NAMES as GPT2_NAMES
+from loraplex.models.families.gpt_neox import NAMES as NEOX_NAMES
 
 
 @pytest.mark.parametrize(

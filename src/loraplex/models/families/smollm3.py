@@ -4,8 +4,8 @@ from typing import Final
 
 from loraplex.core.errors import ConfigError
 from loraplex.models.config_fields import ConfigFields
+from loraplex.models.families.llama import llama_biases
 from loraplex.models.family_config import Traits, read_decoder, sliding_layers
-from loraplex.models.llama import llama_biases
 from loraplex.models.spec import ModelSpec
 
 ARCHITECTURE: Final = "SmolLM3ForCausalLM"

@@ -4,8 +4,8 @@ import dataclasses
 from typing import Final
 
 from loraplex.core.errors import UnsupportedModelError
-from loraplex.models import mistral
 from loraplex.models.config_fields import ConfigFields
+from loraplex.models.families import mistral
 from loraplex.models.spec import ModelSpec
 from loraplex.models.specs.attention import AttentionSpec
 from loraplex.models.wrapper import read_text_tower

@@ -7,8 +7,8 @@ from loraplex.core.errors import UnsupportedModelError
 from loraplex.kernels.routing_rules import RoutingMode, RoutingRules
 from loraplex.models.config_fields import ConfigFields
 from loraplex.models.expert_config import ExpertTraits, read_routing
+from loraplex.models.families.mixtral import NAMES
 from loraplex.models.family_config import LAYER_NORM, Traits, read_decoder
-from loraplex.models.mixtral import NAMES
 from loraplex.models.spec import ModelSpec
 from loraplex.models.specs.attention import OUTPUT, QKV
 

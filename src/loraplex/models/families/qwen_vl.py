@@ -5,8 +5,8 @@ Their three-dimensional positions are equal in a text, so mrope is the plain rot
 
 from typing import Final
 
-from loraplex.models import qwen2, qwen3
 from loraplex.models.config_fields import ConfigFields
+from loraplex.models.families import qwen2, qwen3
 from loraplex.models.spec import ModelSpec
 from loraplex.models.wrapper import read_text_tower
 

@@ -10,8 +10,8 @@ from loraplex.kernels.routing_rules import RoutingMode
 from loraplex.models.config_fields import ConfigFields
 from loraplex.models.decoder_names import DecoderNames, ExpertNames, StackedExperts
 from loraplex.models.expert_config import ExpertTraits, read_routing
+from loraplex.models.families.llama import llama_biases
 from loraplex.models.family_config import Traits, read_decoder
-from loraplex.models.llama import llama_biases
 from loraplex.models.spec import ModelSpec
 from loraplex.models.specs.attention import OUTPUT, QKV
 
