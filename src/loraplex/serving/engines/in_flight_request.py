@@ -13,7 +13,7 @@ import msgspec
 from loraplex.core.adapter import AdapterSource
 from loraplex.core.errors import LoraplexError
 from loraplex.core.output import EngineOutput, FinishReason, RequestTiming, SequenceDelta
-from loraplex.core.request import EngineRequest, RequestBatch, RequestId
+from loraplex.core.request import EngineRequest, RequestBatch
 from loraplex.serving.engines.output_stream import OutputStream
 
 CRASH_BLAME: Final = 3
@@ -44,8 +44,12 @@ class InFlightRequest:
         submitted_ns: int = 0,
         batch: RequestBatch | None = None,
     ) -> None:
+        self.request_id = request.request_id
+        self.arrival_ns = request.arrival_ns
+        self.deadline_ns = request.deadline_ns
         self.adapters = tuple({source.digest: source for source in adapters}.values())
-        self.stream = OutputStream(labels)
+        self.stream = OutputStream()
+        self.labels = labels
         self.submitted_ns = submitted_ns
         self.batch = batch
         self.is_sent = False
@@ -68,24 +72,9 @@ class InFlightRequest:
         """Number of steps that a beam search was in when an engine died."""
         self._behind: dict[int, int] = {}
         """Sequences at the place where an engine died, and how many outputs further that ends."""
-        self._blame = 0
+        self.blame = 0
+        """Blame for engines that died since it got further; see SUSPECT_BLAME."""
         self._deaths_here = 0
-
-    @property
-    def request_id(self) -> RequestId:
-        return self._request.request_id
-
-    @property
-    def labels(self) -> Collection[Hashable]:
-        return self.stream.labels
-
-    @property
-    def deadline_ns(self) -> int | None:
-        return self._request.deadline_ns
-
-    @property
-    def arrival_ns(self) -> int:
-        return self._request.arrival_ns
 
     @property
     def is_new(self) -> bool:
@@ -181,17 +170,12 @@ class InFlightRequest:
         self._place, self._num_steps = self._num_steps, 0
         alive = (index for index in range(len(self._outputs)) if index not in self._ended)
         self._behind = dict.fromkeys(alive, PLACE_OUTPUTS)
-        self._blame += blame
-
-    @property
-    def is_suspect(self) -> bool:
-        """It may be what crashed an engine, and it has not got beyond that place since."""
-        return self._blame >= SUSPECT_BLAME
+        self.blame += blame
 
     @property
     def is_guilty(self) -> bool:
         """Engines died at one place of it, again and again."""
-        return self._blame >= MAX_BLAME
+        return self.blame >= MAX_BLAME
 
     @property
     def is_stuck(self) -> bool:
@@ -210,7 +194,7 @@ class InFlightRequest:
 
     def _clear(self) -> None:
         """It got beyond the place where an engine had died."""
-        self._blame = self._deaths_here = 0
+        self.blame = self._deaths_here = 0
 
     def _whole_timing(self) -> RequestTiming:
         """Return the timing since arrival, as far as any engine reported it."""

@@ -1,7 +1,7 @@
 """Queue of the outputs of one request, from its engine to its reader."""
 
 import asyncio
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable
 from typing import Protocol
 
 from loraplex.core.output import EngineOutput
@@ -19,8 +19,7 @@ class EngineOutputs(Protocol):
 class OutputStream:
     """The outputs of one request. A slow reader finds them merged; it never holds a step back."""
 
-    def __init__(self, labels: Collection[Hashable] = ()) -> None:
-        self.labels = labels
+    def __init__(self) -> None:
         self._pending: list[EngineOutput] = []
         self._filled = asyncio.Event()
         self._is_left = False

@@ -24,20 +24,19 @@ class EngineRegistrations:
         self._leaving: set[str] = set()
         """Digests unloaded while requests need them: registered for these requests only."""
 
-    def require_servable(self, source: AdapterSource) -> None:
-        """Raise the running engine's error about an adapter that it rejected."""
-        rejection = self._rejected.get(source.digest)
-        if rejection is not None:
-            raise error_from_info(rejection)
-
     def want(self, source: AdapterSource, send: Send) -> None:
-        """Register an adapter that a request or the operator wants. Raises as require_servable."""
+        """Register an adapter that the operator wants. Raises as `expect`."""
         self.expect(source)
         self.register(source, send)
 
     def expect(self, source: AdapterSource) -> None:
-        """Note that an adapter is wanted and will be registered. Raises as require_servable."""
-        self.require_servable(source)
+        """Note that an adapter is wanted and will be registered.
+
+        Raises the running engine's error if it rejected the adapter.
+        """
+        rejection = self._rejected.get(source.digest)
+        if rejection is not None:
+            raise error_from_info(rejection)
         self._leaving.discard(source.digest)
 
     def register(self, source: AdapterSource, send: Send) -> None:

@@ -2,10 +2,14 @@
 
 It sends requests and aborts to an engine, puts its outputs into their streams, and keeps
 the requests while there is no engine.
+
+Whatever was in a step when an engine crashed may have crashed it (and any request, if there was no
+step). Such suspects are given to the next engine first, one at a time: the next one when the one
+before has ended, or has got beyond the place where the engine crashed. All others wait meanwhile,
+so that a second crash has one cause.
 """
 
 import asyncio
-import itertools
 import logging
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
@@ -15,11 +19,15 @@ import msgspec
 from loraplex.core.clock import Clock
 from loraplex.core.errors import LoraplexError
 from loraplex.core.output import EngineOutput
-from loraplex.core.request import RequestId
+from loraplex.core.request import RequestBatch, RequestId
 from loraplex.engine.messages import AbortRequest, AddRequest, AddRequests, StepDone
 from loraplex.serving.engines.engine_state import EngineEnd
-from loraplex.serving.engines.in_flight_request import InFlightRequest
-from loraplex.serving.engines.in_flight_requests import InFlightRequests
+from loraplex.serving.engines.in_flight_request import (
+    CRASH_BLAME,
+    KILL_BLAME,
+    SUSPECT_BLAME,
+    InFlightRequest,
+)
 from loraplex.serving.engines.link import EngineDied, EngineLink
 from loraplex.serving.engines.registrations import EngineRegistrations
 from loraplex.serving.engines.restart_limits import (
@@ -47,7 +55,13 @@ class RequestDispatch:
         self._adapters = adapters
         self._clock = clock
         self._patience = patience
-        self._requests = InFlightRequests()
+        self._requests: dict[RequestId, InFlightRequest] = {}
+        """All requests from submission to last output, in the order of their submission."""
+        self._unsent: dict[RequestId, InFlightRequest] = {}
+        """Those that the running engine does not know, or that wait for one."""
+        self._timed: dict[RequestId, InFlightRequest] = {}
+        """Those that have a deadline."""
+        self._on_probation: InFlightRequest | None = None
         self._logits = LogitsFolder()
         self._link: EngineLink | None = None
         self._lost_ns: int | None = None
@@ -59,40 +73,42 @@ class RequestDispatch:
 
     def submit(self, request: InFlightRequest) -> None:
         """Send it to the engine, now or when there is one."""
-        self._requests.add(request)
+        self._requests[request.request_id] = self._unsent[request.request_id] = request
+        if request.deadline_ns is not None:
+            self._timed[request.request_id] = request
         if request.batch is not None:
             request.batch.when_closed(self._send_due)
         try:
             self._send_due()
         except BaseException:
-            self._requests.remove(request)
+            self._remove(request)
             raise
 
     def abort(self, request_id: RequestId, sequence_index: int | None) -> None:
-        request = self._requests.find(request_id)
+        request = self._requests.get(request_id)
         if request is None or not request.abort(sequence_index):
             return
         if request.is_sent and self._link is not None:
             self._link.send(AbortRequest(request_id, sequence_index))
         elif request.end_aborted():
-            self._requests.remove(request)
+            self._remove(request)
 
     def num_by_label(self) -> Mapping[Hashable, int]:
-        return Counter(label for request in self._requests for label in request.labels)
+        return Counter(label for request in self._requests.values() for label in request.labels)
 
     def fail_labelled(self, label: Hashable, error: LoraplexError) -> int:
         """How many those were."""
-        found = [request for request in self._requests if label in request.labels]
+        found = [request for request in self._requests.values() if label in request.labels]
         self._end(found, error)
         return len(found)
 
     def end_all(self, error: LoraplexError) -> None:
         """The engine lives on, without them."""
-        self._end(list(self._requests), error)
+        self._end(tuple(self._requests.values()), error)
 
     def fail_all(self, error: LoraplexError) -> None:
         """None of them gets an engine any more."""
-        for request in self._requests:
+        for request in tuple(self._requests.values()):
             self._fail(request, error)
         if self._timer is not None:
             self._timer.cancel()
@@ -103,12 +119,13 @@ class RequestDispatch:
 
     def needed_adapters(self) -> Collection[str]:
         """Return digests of adapters that the next engine may need."""
-        return {source.digest for request in self._requests for source in request.adapters}
+        requests = self._requests.values()
+        return {source.digest for request in requests for source in request.adapters}
 
     def take_engine(self, link: EngineLink) -> None:
         """A new engine is ready."""
         self._link, self._lost_ns = link, None
-        for request in self._requests.unsent:
+        for request in self._unsent.values():
             request.has_waited = True
         self._send_due()
 
@@ -116,11 +133,17 @@ class RequestDispatch:
         """The engine is dead, or the next one did not come to life."""
         if self._link is not None:
             self._link, self._lost_ns = None, self._clock.now_ns()
-        self._requests.lose_engine(death.in_flight, was_killed=death.end is EngineEnd.KILL)
-        for request in self._requests:
+        was_killed = death.end is EngineEnd.KILL
+        blame = KILL_BLAME if was_killed or not death.in_flight else CRASH_BLAME
+        for request in self._requests.values():
+            if request.is_sent:
+                may_be_cause = not death.in_flight or request.request_id in death.in_flight
+                request.lose_engine(blame if may_be_cause else 0)
+        self._on_probation, self._unsent = None, dict(self._requests)
+        for request in tuple(self._requests.values()):
             error = verdict(request)
             if request.end_aborted():
-                self._requests.remove(request)
+                self._remove(request)
             elif error is not None:
                 logger.error("model %s: request %d: %s", self._model, request.request_id, error)
                 self._fail(request, error)
@@ -129,54 +152,65 @@ class RequestDispatch:
     def take_step(self, step: StepDone) -> None:
         """Deliver the outputs of a step."""
         if step.record is not None:
-            self._requests.note_step(frozenset(step.record.request_ids))
+            for request_id in frozenset(step.record.request_ids):
+                request = self._requests.get(request_id)
+                if request is not None:
+                    request.note_step()
         for output in step.outputs:
             self._deliver(output)
-        if self._requests.has_unsent:
+        if self._unsent:
             self._send_due()
 
     def _deliver(self, output: EngineOutput) -> None:
-        request = self._requests.find(output.request_id)
+        request = self._requests.get(output.request_id)
         if request is None:
             discard((output,))
             return
         if output.finished:
-            self._requests.remove(request)
+            self._remove(request)
         if request.has_waited and output.error is not None:
             error = error_after_restart(output.error)
             output = msgspec.structs.replace(output, error=error)
         request.deliver(self._logits.keep(output))
 
     def _send_due(self) -> None:
-        """Send the engine the requests that are due."""
-        link = self._link
-        if link is not None:
-            due = self._requests.take_due()
-            for _, batch in itertools.groupby(due, lambda request: request.batch or request):
-                self._send(link, tuple(batch))
-        if (self._requests.has_unsent or self._requests.timed) and self._timer is None:
+        """Send the engine the requests that are due. Those that came as one are one command."""
+        if (link := self._link) is not None:
+            for batch in self._take_due():
+                sources = [source for request in batch for source in request.adapters]
+                for source in sources:
+                    self._adapters.register(source, link.send)
+                requests = tuple(request.engine_request() for request in batch)
+                link.send(AddRequest(*requests) if len(requests) == 1 else AddRequests(requests))
+                for source in sources:
+                    self._adapters.let_leave(source, link.send)
+        if (self._unsent or self._timed) and self._timer is None:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(_POLL_SECONDS, self._look_at_times)
 
-    def _send(self, link: EngineLink, batch: Sequence[InFlightRequest]) -> None:
-        """Send requests that came as one, or a single one, with their adapters."""
-        sources = [source for request in batch for source in request.adapters]
-        for source in sources:
-            self._adapters.register(source, link.send)
-        requests = tuple(request.engine_request() for request in batch)
-        link.send(AddRequest(*requests) if len(requests) == 1 else AddRequests(requests))
-        for source in sources:
-            self._adapters.let_leave(source, link.send)
+    def _take_due(self) -> Collection[Sequence[InFlightRequest]]:
+        """Return the requests that the running engine is to receive now, batch by batch."""
+        if self._on_probation is not None and self._on_probation.blame >= SUSPECT_BLAME:
+            return ()
+        unsent = self._unsent.values()
+        self._on_probation = next((one for one in unsent if one.blame >= SUSPECT_BLAME), None)
+        batches: dict[RequestBatch | RequestId, list[InFlightRequest]] = {}
+        for request in (self._on_probation,) if self._on_probation else tuple(unsent):
+            if not request.waits_for_others:
+                batches.setdefault(request.batch or request.request_id, []).append(request)
+                del self._unsent[request.request_id]
+                request.is_sent = True
+        return batches.values()
 
     def _look_at_times(self) -> None:
         """End the requests whose time is up, whatever the engine does."""
         self._timer = None
         now_ns = self._clock.now_ns()
-        for request in self._requests.timed:
+        for request in tuple(self._timed.values()):
             error = end_at_deadline(request, now_ns)
             if error is not None:
                 self._end([request], error)
-        for request in self._requests.unsent:
+        for request in tuple(self._unsent.values()):
             error = self._patience.end_of_wait(request, now_ns, self._lost_ns)
             if error is not None:
                 self._fail(request, error)
@@ -189,5 +223,13 @@ class RequestDispatch:
             self._fail(request, error)
 
     def _fail(self, request: InFlightRequest, error: LoraplexError) -> None:
-        self._requests.remove(request)
+        self._remove(request)
         request.fail(error)
+
+    def _remove(self, request: InFlightRequest) -> None:
+        """Forget a request, which has ended."""
+        del self._requests[request.request_id]
+        self._unsent.pop(request.request_id, None)
+        self._timed.pop(request.request_id, None)
+        if request is self._on_probation:
+            self._on_probation = None
