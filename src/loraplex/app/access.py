@@ -14,8 +14,8 @@ from loraplex.core.environment import server_api_keys
 from loraplex.core.errors import LoraplexError
 from loraplex.core.server_config import ServerConfig
 from loraplex.frontends.access import Authenticate, by_api_key, everyone_is_local
-from loraplex.frontends.guard import HostGuard, KeyGuard, PageGuard, Refuse
 from loraplex.frontends.kserve.http.routes import refusal as kserve_refusal
+from loraplex.frontends.middleware import Refuse, checked, host_check, key_check, page_check
 from loraplex.frontends.openai.errors import error_response as openai_refusal
 from loraplex.frontends.openai.writers import DIGESTS_HEADER
 from loraplex.serving.access.api_key_ring import ApiKeys
@@ -76,13 +76,12 @@ def guarded(
     open_pages: need no key to be read.
     """
     open_paths = () if settings.health_needs_key else OPEN_PATHS
-    refuse = refusals(settings)
-    keys = KeyGuard(app, authenticate, refuse, open_paths=open_paths, open_pages=open_pages)
-    checked: ASGIApp = PageGuard(keys, refuse, settings.cors_origins)
+    keys = key_check(authenticate, open_paths=open_paths, open_pages=open_pages)
+    behind = checked(app, (page_check(settings.cors_origins), keys), refusals(settings))
     if not settings.cors_origins:
-        return checked
+        return behind
     return CORSMiddleware(
-        checked,
+        behind,
         allow_origins=settings.cors_origins,
         allow_methods=("GET", "POST", "PUT", "DELETE"),
         allow_headers=("*",),
@@ -97,12 +96,14 @@ def served_as_known_hosts(app: ASGIApp, settings: ServerConfig, *, has_keys: boo
     """
     if not settings.allowed_hosts and (has_keys or not settings.is_on_loopback):
         return app
-    return HostGuard(app, refusals(settings), (settings.host, *settings.allowed_hosts))
+    check = host_check((settings.host, *settings.allowed_hosts))
+    return checked(app, (check,), refusals(settings))
 
 
 def guarded_metrics(app: ASGIApp, authenticate: Authenticate) -> ASGIApp:
     """Return the app of the metrics, which show all tenants, for operators only."""
-    return KeyGuard(app, authenticate, refusal, operators_only_to="see the server's metrics")
+    check = key_check(authenticate, operators_only_to="see the server's metrics")
+    return checked(app, (check,), refusal)
 
 
 def refusals(settings: ServerConfig) -> Refuse:

@@ -36,11 +36,11 @@ from loraplex.app.reporting import Reporting, reporting_requests
 from loraplex.app.tls import certificates
 from loraplex.core.process_group import leave_group
 from loraplex.frontends.access import Authenticate
-from loraplex.frontends.body_memory import BodyMemory, BodyMemoryGuard
+from loraplex.frontends.body_memory import BodyMemory
+from loraplex.frontends.middleware import RequestMiddleware
 from loraplex.frontends.openai.app import text_routes
 from loraplex.frontends.openai.context import TextContext
 from loraplex.frontends.ops.frontend_numbers import encoded_families
-from loraplex.frontends.telemetry.http import RequestMiddleware
 from loraplex.frontends.telemetry.recent_requests import RequestQuery
 from loraplex.frontends.telemetry.tenants import noting_tenant
 from loraplex.serving.access.api_key_ring import ApiKeys
@@ -116,14 +116,13 @@ class FrontendProcess:
         routes = text_routes(TextContext(self._service, options, authenticate))
         bodies = BodyMemory.of(settings, has_keys=has_keys)
         self._service.responses = ResponseMemory.of(settings, has_keys=has_keys)
-        counted = BodyMemoryGuard(
-            Starlette(routes=routes), bodies, self._service.responses, refusals(settings)
-        )
+        behind = guarded(Starlette(routes=routes), authenticate, settings)
         own = RequestMiddleware(
-            served_as_known_hosts(
-                guarded(counted, authenticate, settings), settings, has_keys=has_keys
-            ),
+            served_as_known_hosts(behind, settings, has_keys=has_keys),
             reporting.telemetry,
+            bodies,
+            self._service.responses,
+            refusals(settings),
             is_draining=lambda: self._service.is_draining,
         )
         own_routes = {(method, route.path) for route in routes for method in route.methods or ()}

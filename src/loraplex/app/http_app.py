@@ -18,11 +18,12 @@ from loraplex.core.config import Config
 from loraplex.core.server_config import ServerConfig
 from loraplex.frontends.access import Authenticate
 from loraplex.frontends.body_limits import JsonLimits
-from loraplex.frontends.body_memory import BodyMemory, BodyMemoryGuard
+from loraplex.frontends.body_memory import BodyMemory
 from loraplex.frontends.console import routes as console
 from loraplex.frontends.kserve.http.router import PathRouter
 from loraplex.frontends.kserve.http.routes import kserve_routes
 from loraplex.frontends.kserve.service import TritonService
+from loraplex.frontends.middleware import RequestMiddleware
 from loraplex.frontends.openai.app import (
     openai_fallback_routes,
     openai_routes,
@@ -42,7 +43,6 @@ from loraplex.frontends.ops.requests import RequestEndpoint
 from loraplex.frontends.ops.responses import responding_to_errors
 from loraplex.frontends.ops.settings import settings_route
 from loraplex.frontends.ops.stats import ServerStats
-from loraplex.frontends.telemetry.http import RequestMiddleware
 from loraplex.frontends.telemetry.routes import RecordedRoute
 from loraplex.serving.backend import Backend
 from loraplex.serving.draining import Draining
@@ -102,12 +102,14 @@ def http_app(
         ],
         exception_handlers={HTTPException: _no_such_route},
     )
-    every = KServeFirst(PathRouter(kserve), app)
-    counted = BodyMemoryGuard(every, bodies, responses, refusals(settings))
-    checked = guarded(counted, authenticate, settings, [page.path for page in pages])
+    every = kserve_first(PathRouter(kserve), app)
+    behind = guarded(every, authenticate, settings, [page.path for page in pages])
     return RequestMiddleware(
-        served_as_known_hosts(checked, settings, has_keys=has_keys),
+        served_as_known_hosts(behind, settings, has_keys=has_keys),
         reporting.telemetry,
+        bodies,
+        responses,
+        refusals(settings),
         is_draining=lambda: draining.is_active,
     )
 
@@ -180,20 +182,18 @@ async def _no_such_route(request: Request, error: Exception) -> Response:
     return refused_route(request)
 
 
-class KServeFirst:
-    """App that passes KServe's paths by the other front ends' routes and middleware.
+def kserve_first(kserve: ASGIApp, others: ASGIApp) -> ASGIApp:
+    """Return an app that passes KServe's paths by the other front ends' routes.
 
     Finding a route there took as long as handling the request.
     """
 
-    def __init__(self, kserve: ASGIApp, others: ASGIApp) -> None:
-        self._kserve = kserve
-        self._others = others
-
-    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+    def routed(scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         path = scope.get("path", "")
         is_kserve = scope["type"] == "http" and (path.startswith(_BELOW_KSERVE) or path == _KSERVE)
-        return (self._kserve if is_kserve else self._others)(scope, receive, send)
+        return (kserve if is_kserve else others)(scope, receive, send)
+
+    return routed
 
 
 def openai_options(settings: ServerConfig, dialect: Dialect, *, has_keys: bool) -> OpenAIOptions:

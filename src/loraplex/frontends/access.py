@@ -1,6 +1,8 @@
-"""Authentication: from HTTP headers or gRPC metadata to a Principal."""
+"""Authentication: from HTTP headers or gRPC metadata to a Principal, once for each request."""
 
 from collections.abc import Callable, Mapping
+
+from starlette.types import Scope
 
 from loraplex.core.errors import UnauthenticatedError
 from loraplex.core.principal import LOCAL, Principal
@@ -11,6 +13,34 @@ Authenticate = Callable[[Mapping[str, str]], Principal]
 
 Raises UnauthenticatedError. It may be called from any thread.
 """
+
+_HEADERS, _PRINCIPAL = "loraplex.headers", "loraplex.principal"
+"""Keys of an ASGI scope."""
+
+
+def headers_of(scope: Scope) -> Mapping[str, str]:
+    """Return the headers by lower-case name; of a repeated header the first.
+
+    They are decoded once and kept in the ASGI scope.
+    """
+    headers: Mapping[str, str] | None = scope.get(_HEADERS)
+    if headers is None:
+        headers = scope[_HEADERS] = {
+            name.decode("latin-1"): value.decode("latin-1")
+            for name, value in reversed(scope["headers"])
+        }
+    return headers
+
+
+def principal_of(scope: Scope, authenticate: Authenticate) -> Principal:
+    """Return the client's principal, which is found once and kept in the ASGI scope.
+
+    Raises UnauthenticatedError.
+    """
+    principal: Principal | None = scope.get(_PRINCIPAL)
+    if principal is None:
+        principal = scope[_PRINCIPAL] = authenticate(headers_of(scope))
+    return principal
 
 
 def everyone_is_local(headers: Mapping[str, str]) -> Principal:

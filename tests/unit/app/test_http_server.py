@@ -11,14 +11,17 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from loraplex.app import http_guard
+from loraplex.app.access import refusal
 from loraplex.app.http_server import serving_http
 from loraplex.app.listener import bind
 from loraplex.core.errors import ConfigError, NotReadyError
 from loraplex.core.server_config import ServerConfig
+from loraplex.frontends.body_memory import BodyMemory
 from loraplex.frontends.long_json import SENT_BYTES
+from loraplex.frontends.middleware import RequestMiddleware
 from loraplex.frontends.telemetry.connections import HttpConnections
-from loraplex.frontends.telemetry.http import RequestMiddleware
 from loraplex.frontends.telemetry.telemetry import Telemetry
+from loraplex.serving.response_memory import ResponseMemory
 from support.naming import naming
 from support.skipping_loop import SkippingLoop, settle, skip
 
@@ -140,7 +143,14 @@ async def port():
             ]
             inner = Starlette(routes=routes)
             inner.state.left = asyncio.Event()
-            app = RequestMiddleware(inner, Telemetry(), is_draining=lambda: is_draining)
+            app = RequestMiddleware(
+                inner,
+                Telemetry(),
+                BodyMemory(),
+                ResponseMemory(),
+                refusal,
+                is_draining=lambda: is_draining,
+            )
             connections = HttpConnections()
             number = await stack.enter_async_context(serving_http(app, config, 0, connections))
             port = Port(number, connections, inner.state.left)

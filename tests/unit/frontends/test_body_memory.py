@@ -11,17 +11,18 @@ from loraplex.core.errors import NotReadyError
 from loraplex.core.server_config import ServerConfig
 from loraplex.frontends import body_memory
 from loraplex.frontends.access import by_api_key
-from loraplex.frontends.body_memory import BodyMemory, BodyMemoryGuard
+from loraplex.frontends.body_memory import BodyMemory
+from loraplex.frontends.middleware import RequestMiddleware
 from loraplex.frontends.telemetry.telemetry import Telemetry
 from loraplex.serving.access.api_key_ring import ApiKeys
 from loraplex.serving.response_memory import ResponseMemory
-from loraplex.serving.wire_request import as_current
 from support.described_app import TEST_HOST, described_app
 from support.echo_service import EchoService
 from support.naming import naming
 
 MIB = 1 << 20
 SMALL = 64 << 10
+ALLOW = "access-control-allow-origin"
 
 
 class Upload:
@@ -106,6 +107,12 @@ async def test_without_a_valid_key_nothing_is_read():
             assert (upload.status, upload.num_read) == (401, 0)
 
 
+def _counting(app, bodies, responses):
+    return RequestMiddleware(
+        app, Telemetry(), bodies, responses, refusal, is_draining=lambda: False
+    )
+
+
 async def test_a_response_that_has_begun_frees_the_memory():
     memory = BodyMemory(MIB, MIB)
     may_end = asyncio.Event()
@@ -115,7 +122,7 @@ async def test_a_response_that_has_begun_frees_the_memory():
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await may_end.wait()
 
-    upload = Upload(BodyMemoryGuard(app, memory, ResponseMemory(), refusal))
+    upload = Upload(_counting(app, memory, ResponseMemory()))
     await upload.add(SMALL + 1000)
     while not upload.sent:
         await asyncio.sleep(0)
@@ -167,12 +174,17 @@ class TestLimits:
 
 
 async def _sent(
-    responses: ResponseMemory, size: int, *, waits: asyncio.Event | None = None, path="/v1/models"
+    responses: ResponseMemory,
+    size: int,
+    *,
+    waits: asyncio.Event | None = None,
+    path="/v1/models",
+    **headers,
 ):
     """Return the messages of a response of a size."""
 
     async def app(scope, receive, send) -> None:
-        await Response(bytes(size))(scope, receive, send)
+        await Response(bytes(size), headers=headers)(scope, receive, send)
 
     messages = []
 
@@ -181,10 +193,8 @@ async def _sent(
         if waits is not None:
             await waits.wait()
 
-    guard = BodyMemoryGuard(app, BodyMemory(), responses, refusal)
-    request = Telemetry().begin("http", "GET", "/", "127.0.0.1", {})
-    with as_current(request):
-        await guard({"type": "http", "method": "GET", "path": path}, None, send)
+    scope = {"type": "http", "method": "GET", "path": path, "headers": []}
+    await _counting(app, BodyMemory(), responses)(scope, None, send)
     return messages
 
 
@@ -199,6 +209,11 @@ async def test_a_long_response_counts_until_it_is_sent():
     start, body = await _sent(responses, 600 << 10, path="/v2/models/ensemble/infer")
     assert (start["status"], list(json.loads(body["body"]))) == (503, ["error"])
     assert "max_bodies_bytes" in json.loads(body["body"])["error"]
+    # A page of another origin must see why: what the app said about origins stays.
+    start, _ = await _sent(responses, 600 << 10, vary="Origin", **{ALLOW: "https://a.example"})
+    headers = dict(start["headers"])
+    assert (start["status"], headers[ALLOW.encode()]) == (503, b"https://a.example")
+    assert (headers[b"vary"], b"x-request-id" in headers) == (b"Origin", True)
     assert [(await _sent(responses, size))[0]["status"] for size in (10, 300 << 10)] == [200, 200]
     goes_on.set()
     assert (await first)[0]["status"] == 200

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from loraplex.core.errors import InvalidRequestError, ModelNotFoundError
 from loraplex.core.principal import Principal
-from loraplex.frontends.access import Authenticate, everyone_is_local
+from loraplex.frontends.access import Authenticate, everyone_is_local, principal_of
 from loraplex.frontends.body_limits import DEFAULT_JSON_LIMITS, JsonLimits
 from loraplex.frontends.long_json import LongResponse, encoded
 from loraplex.frontends.openai.adapter_fields import Target
@@ -147,7 +147,7 @@ class TextContext(msgspec.Struct, frozen=True):
     authenticate: Authenticate = everyone_is_local
 
     def principal(self, request: Request) -> Principal:
-        return self.authenticate(request.headers)
+        return principal_of(request.scope, self.authenticate)
 
     async def body(self, request: Request, schema: type[BodyT]) -> BodyT:
         limits = self.options.json

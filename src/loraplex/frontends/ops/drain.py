@@ -15,7 +15,7 @@ from loraplex.core.errors import (
     NotReadyError,
     PayloadTooLargeError,
 )
-from loraplex.frontends.access import Authenticate
+from loraplex.frontends.access import Authenticate, principal_of
 from loraplex.frontends.openapi.operation import described, json_body, json_of
 from loraplex.frontends.ops.responses import json_response, responding_to_errors
 from loraplex.frontends.telemetry.routes import RecordedRoute
@@ -80,7 +80,7 @@ class _Endpoints:
         return json_response(self._draining.cancel())
 
     def _check_operator(self, request: Request) -> None:
-        self._authenticate(request.headers).require_operator("drain the server")
+        principal_of(request.scope, self._authenticate).require_operator("drain the server")
 
 
 def _respond(report: DrainReport) -> Response:

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from loraplex.core.errors import InvalidParameterError
 from loraplex.core.principal import Principal
-from loraplex.frontends.access import Authenticate
+from loraplex.frontends.access import Authenticate, principal_of
 from loraplex.frontends.openapi.operation import OF_KEYS, Parameter, described, json_of
 from loraplex.frontends.ops.other_frontends import OtherFrontends
 from loraplex.frontends.ops.parameters import number
@@ -85,7 +85,7 @@ class RequestEndpoint:
 
         Operators see those of all tenants. Requests that neither generate nor fail are left out.
         """
-        query = self._query(request, self._authenticate(request.headers))
+        query = self._query(request, principal_of(request.scope, self._authenticate))
         pages = [self._recent.page(query, self._telemetry.open_requests)]
         replies = await self._others.requests(msgspec.json.encode(query))
         pages += [_DECODER.decode(reply) for reply in replies if reply]

@@ -22,7 +22,7 @@ from loraplex.core.errors import (
     UnauthenticatedError,
     passing_error,
 )
-from loraplex.frontends.access import Authenticate
+from loraplex.frontends.access import Authenticate, principal_of
 from loraplex.frontends.openapi.operation import (
     JSON,
     Media,
@@ -64,7 +64,7 @@ def for_operators(handler: Handler, authenticate: Authenticate) -> Handler:
 
     @functools.wraps(handler)
     async def respond(request: Request) -> Response:
-        authenticate(request.headers).require_operator("see what the server does")
+        principal_of(request.scope, authenticate).require_operator("see what the server does")
         return await handler(request)
 
     return respond

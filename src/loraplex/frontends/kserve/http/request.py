@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from starlette.types import Receive, Scope
 
-from loraplex.frontends.headers import headers_of
+from loraplex.frontends.access import headers_of
 from loraplex.frontends.kserve.http.body import length_of, too_large
 from loraplex.frontends.streams import ClientDisconnectedError
 
