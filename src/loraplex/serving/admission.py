@@ -1,6 +1,7 @@
 """Admission of a request: limits, defaults, the seed and the salt of the KV cache.
 
-Pure functions; everything that can be known to be wrong with a request beforehand is said here.
+Pure functions. What can be known to be wrong with a request is refused here: by `check_request`
+before its adapters are looked up and its texts are tokenized, and by `admit` afterwards.
 """
 
 import itertools
@@ -19,7 +20,12 @@ from loraplex.core.errors import (
     UnsupportedFeatureError,
 )
 from loraplex.core.principal import Principal
-from loraplex.core.request import EngineRequest, GenerateRequest, TruncationSide
+from loraplex.core.request import (
+    EngineRequest,
+    GenerateRequest,
+    TruncationSide,
+    check_adapters,
+)
 from loraplex.core.retention import check_retention
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.task import Generate
@@ -34,6 +40,29 @@ _LONGEST_TIMEOUT_SECONDS = 1e8
 """Three years. What is longer is as good as none, and may be too large for a clock."""
 
 
+def check_request(request: GenerateRequest) -> None:
+    """Check the values of a request that depend on no model. Raises RequestErrors."""
+    if request.prompt == "":
+        raise InvalidRequestError("the prompt is empty: give at least one token", param="prompt")
+    request.task.validate()
+    check_adapters(request.adapters)
+    if type(request.priority) is not int or abs(request.priority) > _MAX_PRIORITY:
+        # An engine compares it with that of others.
+        raise InvalidParameterError(
+            f"priority must be an integer in [{-_MAX_PRIORITY}, {_MAX_PRIORITY}], got "
+            f"{request.priority!r}",
+            param="priority",
+        )
+    if request.retention is not None:
+        check_retention(request.retention)
+    seconds = request.timeout_seconds
+    # The comparison is false for NaN, too.
+    if seconds is not None and not (isinstance(seconds, int | float) and seconds > 0):
+        raise InvalidParameterError(
+            f"the timeout must be more than 0 seconds, got {seconds!r}", param="timeout_seconds"
+        )
+
+
 def admit(
     request: GenerateRequest,
     prompt_token_ids: Sequence[int],
@@ -45,15 +74,11 @@ def admit(
     now_ns: int,
     share_weight: float = 1.0,
 ) -> EngineRequest:
-    """Check a tokenized request against its model. Raises RequestErrors."""
+    """Return a checked and tokenized request as its engine gets it. Raises RequestErrors."""
     task = request.task
-    task.validate()
     check_prompt(prompt_token_ids, model, num_new_tokens=int(isinstance(task, Generate)))
     if isinstance(task, Generate):
         _check_sampling_ids(task.sampling, model)
-    _check_priority(request.priority)
-    if request.retention is not None:
-        check_retention(request.retention)
     ends = _eos_token_ids(request.end_id, eos_token_ids, model)
     if isinstance(task, Generate) and task.sampling.grammar is not None and not ends:
         raise UnsupportedFeatureError(
@@ -94,7 +119,7 @@ def admit(
 def cut_prompt(
     request: GenerateRequest, token_ids: Sequence[int], model: ModelCard
 ) -> Sequence[int]:
-    """What the request's truncation leaves of its prompt.
+    """Return what the request's truncation leaves of its prompt.
 
     Raises InvalidParameterError for a number of tokens below 1.
     """
@@ -174,15 +199,6 @@ def _eos_token_ids(
     return (end_id,)
 
 
-def _check_priority(priority: int) -> None:
-    """An engine compares it with that of others."""
-    if type(priority) is not int or abs(priority) > _MAX_PRIORITY:
-        raise InvalidParameterError(
-            f"priority must be an integer in [{-_MAX_PRIORITY}, {_MAX_PRIORITY}], got {priority!r}",
-            param="priority",
-        )
-
-
 def _complete(request: GenerateRequest, num_prompt_tokens: int, model: ModelCard) -> SamplingParams:
     """Set max_tokens and seed, so that a replay after a crash is the same request; and what
     serving needs to know of the tokens itself."""
@@ -214,15 +230,7 @@ def _complete(request: GenerateRequest, num_prompt_tokens: int, model: ModelCard
 
 
 def _deadline_ns(timeout_seconds: float | None, now_ns: int) -> int | None:
-    if timeout_seconds is None:
-        return None
-    is_number = isinstance(timeout_seconds, int | float)
-    if not is_number or not timeout_seconds > 0:  # true for NaN, too
-        raise InvalidParameterError(
-            f"the timeout must be more than 0 seconds, got {timeout_seconds!r}",
-            param="timeout_seconds",
-        )
-    if timeout_seconds > _LONGEST_TIMEOUT_SECONDS:
+    if timeout_seconds is None or timeout_seconds > _LONGEST_TIMEOUT_SECONDS:
         return None
     return now_ns + int(timeout_seconds * 1e9)
 

@@ -68,17 +68,13 @@ class Draining:
     @contextmanager
     def admission(self) -> Iterator[None]:
         """A request is on its way to an engine. Raises NotReadyError during a drain."""
-        self.require_none()
+        if self._began_ns is not None:
+            raise NotReadyError(self.reason, retry_after_seconds=RETRY_SECONDS)
         self._num_admitting += 1
         try:
             yield
         finally:
             self._num_admitting -= 1
-
-    def require_none(self) -> None:
-        """Raise NotReadyError during a drain."""
-        if self.is_active:
-            raise NotReadyError(self.reason, retry_after_seconds=RETRY_SECONDS)
 
     def begin(self, timeout_seconds: float | None = None) -> DrainReport:
         """Refuse new requests. Those in flight at the end of the time are ended.

@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -42,35 +41,28 @@ class LocalTexts:
         """
         if not isinstance(prompt, str):
             return list(prompt)
-        self._check_characters(prompt)
         max_excess = _MAX_CUT_EXCESS if is_cut else _MAX_EXCESS
-        encode = functools.partial(self._encode, prompt, add_special_tokens, max_excess)
         if len(prompt) <= INLINE_CHARACTERS:
-            return encode()
-        return await asyncio.to_thread(encode)
+            return self._encode(prompt, add_special_tokens, max_excess)
+        return await asyncio.to_thread(self._encode, prompt, add_special_tokens, max_excess)
 
     def _encode(self, text: str, add_special_tokens: bool, max_excess: int) -> list[int]:
-        self._check_tokens(text, max_excess * self.card.max_model_len)
-        return prompt_token_ids(self.tokenizer, text, add_special_tokens)
-
-    def _check_characters(self, text: str) -> None:
-        if len(text) > self.card.max_model_len * MAX_TOKEN_CHARACTERS:
-            raise self._too_long(f"{len(text)} characters")
-
-    def _check_tokens(self, text: str, max_tokens: int) -> None:
-        """Refuse a text of many tokens before all of it is tokenized.
+        """Return the tokens of a text. One of too many is refused before all of it is tokenized.
 
         The tokens of its parts can differ by a few from those of the whole: so the limit is far
         above what the model takes.
         """
         max_model_len = self.card.max_model_len
-        if len(text) <= max_model_len * _USUAL_CHARACTERS:
-            return
-        part, num_tokens = max(max_model_len, INLINE_CHARACTERS), 0
-        for start in range(0, len(text), part):
+        if len(text) > max_model_len * MAX_TOKEN_CHARACTERS:
+            raise self._too_long(f"{len(text)} characters")
+        max_tokens, num_tokens = max_excess * max_model_len, 0
+        part = max(max_model_len, INLINE_CHARACTERS)
+        is_usual = len(text) <= max_model_len * _USUAL_CHARACTERS
+        for start in () if is_usual else range(0, len(text), part):
             num_tokens += len(self.tokenizer.encode(text[start : start + part], False))
             if num_tokens > max_tokens:
                 raise self._too_long(f"more than {max_tokens} tokens")
+        return prompt_token_ids(self.tokenizer, text, add_special_tokens)
 
     def _too_long(self, size: str) -> PromptTooLongError:
         return PromptTooLongError(
@@ -83,7 +75,6 @@ class LocalTexts:
         return await self.chats.render(messages, **options)
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        self._check_characters(text)
         return self._encode(text, add_special_tokens, _MAX_CUT_EXCESS)
 
     def detokenize(

@@ -5,7 +5,8 @@ One event loop calls it. Label values that clients choose are bounded: adapters 
 to those that are served.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Iterable
+import contextlib
+from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -127,29 +128,27 @@ class RequestMetrics:
             ("model",),
         )
 
-    async def observe_from_admission(
-        self, request: GenerateRequest, principal: Principal, admission: Awaitable[AdmittedOutputs]
-    ) -> AsyncIterator[RequestOutput]:
-        """Await the admission of a request, and return its outputs, which are observed.
-
-        Begins the request's record. Raises what the admission raises.
-        """
+    @contextlib.contextmanager
+    def admission(
+        self, request: GenerateRequest, principal: Principal
+    ) -> Iterator[GenerationRecord]:
+        """Begin the record of a request that is admitted inside, and count its refusal."""
         record = begin_generation(request, principal.tenant, self._clock.now_ns())
         try:
-            outputs = await admission
+            yield record
         except LoraplexError as error:
             self.observe_error(request.model, error)
             record.end(self._clock.now_ns(), error)
             raise
-        record.admitted(outputs.adapters, outputs.num_prompt_tokens, self._clock.now_ns())
-        return self.observe(request, outputs, record)
 
     def observe(
-        self, request: GenerateRequest, outputs: Outputs, record: GenerationRecord
+        self, request: GenerateRequest, outputs: AdmittedOutputs, record: GenerationRecord
     ) -> AsyncIterator[RequestOutput]:
-        """The same outputs; what passes is counted, and noted in the record of the request, which
-        has just been admitted.
+        """Return the same outputs of a request which has just been admitted.
+
+        What passes is counted, and noted in its record.
         """
+        record.admitted(outputs.adapters, outputs.num_prompt_tokens, self._clock.now_ns())
         self._models.add(request.model)
         task = request.task
         grammar = task.sampling.grammar if isinstance(task, Generate) else None

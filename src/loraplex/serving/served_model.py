@@ -14,7 +14,7 @@ from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.staged import StagedAdapter
 from loraplex.adapters.store import AdapterStore, AdapterVersion
 from loraplex.adapters.target_check import check_targets
-from loraplex.core.adapter import AdapterChoice, AdapterUse, Residency
+from loraplex.core.adapter import AdapterChoice, Residency
 from loraplex.core.config import ModelConfig
 from loraplex.core.errors import (
     LoraplexError,
@@ -22,15 +22,17 @@ from loraplex.core.errors import (
     PermissionDeniedError,
     UnsupportedFeatureError,
 )
-from loraplex.core.output import ResolvedAdapter
 from loraplex.core.plan import Capacity
 from loraplex.core.principal import DEFAULT_TENANT, LOCAL, Principal
+from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.stats import AdapterActivity, Durations, EngineStats, StepRecord
+from loraplex.core.task import Generate
 from loraplex.memory.adapter_pages import layer_targets
 from loraplex.serving.access.tenant_adapters import TenantAdapters
 from loraplex.serving.adapter_cards import AdapterState
 from loraplex.serving.adapter_fit import check_fits_tiers
+from loraplex.serving.admission import cut_prompt
 from loraplex.serving.discovered_adapters import DiscoveredAdapters
 from loraplex.serving.engines.async_engine import AsyncEngine
 from loraplex.serving.engines.engine_state import EngineEnd
@@ -75,12 +77,19 @@ class ServedModel(LocalTexts):
         """Admit requests up to the longest sequence that the memory of the present engine holds."""
         self.card = msgspec.structs.replace(self.card, max_model_len=capacity.max_model_len)
 
-    async def with_bad_token_ids(self, sampling: SamplingParams) -> SamplingParams:
-        """The same, its bad_words as tokens."""
-        encode = self.tokenizer.encode
-        if sum(map(len, sampling.bad_words)) <= INLINE_CHARACTERS:
-            return with_bad_token_ids(sampling, encode)
-        return await asyncio.to_thread(with_bad_token_ids, sampling, encode)
+    async def in_tokens(self, request: GenerateRequest) -> tuple[GenerateRequest, Sequence[int]]:
+        """Return a request whose texts are tokens, and the part of its prompt that it takes."""
+        token_ids = await self.prompt_ids(
+            request.prompt, request.add_special_tokens, is_cut=request.truncation is not None
+        )
+        task = request.task
+        if isinstance(task, Generate) and (task.sampling.bad_words or task.sampling.grammar):
+            work = functools.partial(with_bad_token_ids, task.sampling, self.tokenizer.encode)
+            is_short = sum(map(len, task.sampling.bad_words)) <= INLINE_CHARACTERS
+            sampling = work() if is_short else await asyncio.to_thread(work)
+            task = Generate(await self.grammars.compiled(sampling))
+            request = msgspec.structs.replace(request, task=task)
+        return request, cut_prompt(request, token_ids, self.card)
 
     def resolve(
         self, choices: tuple[AdapterChoice, ...], principal: Principal
@@ -243,16 +252,6 @@ def _cannot_be_served(version: AdapterVersion, error: LoraplexError) -> Loraplex
 def label(version: AdapterVersion) -> Hashable:
     """What the requests of an adapter are found by in their engine, whatever their version."""
     return version.tenant, version.name
-
-
-def uses(chosen: list[tuple[AdapterVersion, float]]) -> tuple[AdapterUse, ...]:
-    """Return the adapters as the engine receives them."""
-    return tuple(AdapterUse(version.digest, scale) for version, scale in chosen)
-
-
-def resolved(chosen: list[tuple[AdapterVersion, float]]) -> tuple[ResolvedAdapter, ...]:
-    """Return the adapters as the client sees them."""
-    return tuple(ResolvedAdapter(version.name, version.digest, scale) for version, scale in chosen)
 
 
 class Encode(Protocol):

@@ -5,12 +5,11 @@ Text and numbers of one model are in `served_model`, changes of adapters in `ada
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import NamedTuple
-
-import msgspec
 
 from loraplex.adapters.shared_declarations import SharedDeclarations
 from loraplex.adapters.staging import StagingWorker
@@ -19,6 +18,7 @@ from loraplex.adapters.uploads import Uploads
 from loraplex.core.adapter import (
     AdapterKey,
     AdapterRef,
+    AdapterUse,
     ByDigest,
     ByName,
     LoadPolicy,
@@ -29,16 +29,13 @@ from loraplex.core.closing import close_together
 from loraplex.core.config import ModelConfig
 from loraplex.core.errors import (
     AdapterNotFoundError,
-    InvalidRequestError,
     LoraplexError,
     ModelNotFoundError,
     NotReadyError,
 )
 from loraplex.core.output import Pooled, RequestOutput, ResolvedAdapter
 from loraplex.core.principal import LOCAL, Principal, TenantUsage
-from loraplex.core.request import EngineRequest, GenerateRequest, RequestId, check_adapters
-from loraplex.core.task import Generate
-from loraplex.serving.access.tenant_adapters import TenantAdapters
+from loraplex.core.request import EngineRequest, GenerateRequest, RequestId
 from loraplex.serving.access.tenant_limits import Lease, LeasedOutputs, TenantGate
 from loraplex.serving.adapter_cards import (
     AdapterCard,
@@ -52,7 +49,7 @@ from loraplex.serving.adapters.declared_changes import DeclaredChanges
 from loraplex.serving.adapters.folder_follower import FolderFollower
 from loraplex.serving.adapters.loading import CatalogLoader
 from loraplex.serving.adapters.upkeep import CatalogUpkeep
-from loraplex.serving.admission import admit, cut_prompt, share_weight
+from loraplex.serving.admission import admit, check_request, share_weight
 from loraplex.serving.backend import Health, ModelCard, vector_of
 from loraplex.serving.catalog import ModelCatalog, pin_on_device
 from loraplex.serving.continuation import submitted
@@ -64,7 +61,7 @@ from loraplex.serving.generation import outputs_of
 from loraplex.serving.listed_adapters import listed_page
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.response_memory import ResponseMemory
-from loraplex.serving.served_model import ServedModel, label, resolved, uses
+from loraplex.serving.served_model import ServedModel, label
 
 logger = logging.getLogger(__name__)
 
@@ -234,7 +231,7 @@ class Service:
             model, key = self._catalog.find(name, principal)
         except ModelNotFoundError:
             if not self._is_started:
-                raise NotReadyError("the server is starting", retry_after_seconds=2) from None
+                raise _starting() from None
             if self._declared is None:
                 raise
             await self._declared.look_up(principal.tenant, name)
@@ -244,91 +241,101 @@ class Service:
     async def generate(
         self, request: GenerateRequest, principal: Principal
     ) -> AsyncIterator[RequestOutput]:
-        admission = self._generate(request, principal)
-        return await self._metrics.observe_from_admission(request, principal, admission)
+        with self._metrics.admission(request, principal) as record:
+            admitted = await self.admitted(request, principal)
+            outputs = LeasedOutputs(
+                outputs_of(
+                    request,
+                    admitted.request,
+                    admitted.adapters,
+                    self._models[request.model].tokenizer,
+                    admitted.stream,
+                    admitted.engine,
+                ),
+                admitted.lease,
+            )
+        return self._metrics.observe(request, outputs, record)
 
     async def pool(self, request: GenerateRequest, principal: Principal) -> Pooled:
         return await vector_of(await self.generate(request, principal))
 
-    async def _generate(self, request: GenerateRequest, principal: Principal) -> LeasedOutputs:
-        admitted = await self.admitted(request, principal)
-        outputs = outputs_of(
-            request,
-            admitted.request,
-            admitted.adapters,
-            self._catalog.model(request.model, principal).tokenizer,
-            admitted.stream,
-            admitted.engine,
-        )
-        return LeasedOutputs(outputs, admitted.lease)
-
     async def admitted(self, request: GenerateRequest, principal: Principal) -> Admitted:
-        """Admit a request whose outputs the caller takes, whose lease it ends. Raises as
-        `Backend.generate`."""
-        with self.draining.admission(), self._gate.admission(principal) as lease:
-            self._require_open()
-            return await self._admit(request, principal, lease)
+        """Admit a request whose outputs the caller takes, whose lease it ends.
 
-    async def _admit(
-        self, request: GenerateRequest, principal: Principal, lease: Lease
-    ) -> Admitted:
-        if request.prompt == "":
-            raise InvalidRequestError(
-                "the prompt is empty: give at least one token", param="prompt"
+        All that can be wrong with it is refused here, and nowhere else. Raises as
+        `Backend.generate`.
+        """
+        with self.draining.admission(), self._gate.admission(principal) as lease:
+            if not self._is_started:
+                raise _starting()
+            model = self._catalog.model(request.model, principal)
+            check_request(request)
+            chosen = await self._chosen(model, request, principal, lease)
+            composition = compose(chosen, model.shapes)
+            request, token_ids = await model.in_tokens(request)
+            adapters = tuple(
+                ResolvedAdapter(version.name, version.digest, scale) for version, scale in chosen
             )
-        model = self._catalog.model(request.model, principal)
-        request.task.validate()
-        check_adapters(request.adapters)
+            engine_request = admit(
+                request,
+                token_ids,
+                model=model.card,
+                eos_token_ids=model.end_token_ids(chosen),
+                adapters=tuple(AdapterUse(version.digest, scale) for version, scale in composition),
+                principal=principal,
+                now_ns=self._clock.now_ns(),
+                share_weight=share_weight(
+                    model.config.share_kind,
+                    model.config.fair_weights,
+                    adapters=[adapter.name for adapter in adapters],
+                    tenant=principal.tenant,
+                    tenant_weight=principal.share_weight,
+                ),
+            )
+            self.responses.reserve(
+                engine_request.task,
+                len(token_ids),
+                model.card.vocab_size,
+                request.logit_bytes,
+                request.repeated_bytes,
+            )
+            lease.reserve(len(token_ids), engine_request.task)
+            submit = functools.partial(
+                model.engine.submit,
+                adapters=[version.source for version, _ in composition],
+                labels=frozenset(label(version) for version, _ in chosen),
+                batch=request.batch,
+            )
+            engine_request, stream = submitted(engine_request, submit)
+            return Admitted(engine_request, adapters, stream, model.engine, lease)
+
+    async def _chosen(
+        self, model: ServedModel, request: GenerateRequest, principal: Principal, lease: Lease
+    ) -> list[tuple[AdapterVersion, float]]:
+        """Return the adapters of a request with their scales, after looking for new ones."""
         if request.load_policy is not LoadPolicy.NEVER:
             await self._look_for_new(model, request, principal)
         seen = model.adapters_of(principal)
-        lease.name_adapters(_used(model, seen, request))
-        chosen = _resolve(model, request, principal)
-        if request.load_policy is LoadPolicy.ALWAYS:
-            for version in (version for version, _ in chosen if seen.owns(version)):
-                await self._loader.reload(model, version)
+        found = [seen.find(choice.key) for choice in request.adapters]
+        # It counts for the adapters that it names and that exist, or for the base model.
+        lease.adapters = {
+            UsedAdapter(one.model, one.tenant, one.name) for one in found if one is not None
+        }
+        if not found:
+            lease.adapters = {UsedAdapter(model.card.name)}
+        try:
             chosen = model.resolve(request.adapters, principal)
-        composition = compose(chosen, model.shapes)
-        tokenized = await model.prompt_ids(
-            request.prompt, request.add_special_tokens, is_cut=request.truncation is not None
-        )
-        token_ids = cut_prompt(request, tokenized, model.card)
-        if isinstance(request.task, Generate):
-            sampling = await model.with_bad_token_ids(request.sampling)
-            task = Generate(await model.grammars.compiled(sampling))
-            request = msgspec.structs.replace(request, task=task)
-        engine_request = admit(
-            request,
-            token_ids,
-            model=model.card,
-            eos_token_ids=model.end_token_ids(chosen),
-            adapters=uses(composition),
-            principal=principal,
-            now_ns=self._clock.now_ns(),
-            share_weight=share_weight(
-                model.config.share_kind,
-                model.config.fair_weights,
-                adapters=[adapter.name for adapter in resolved(chosen)],
-                tenant=principal.tenant,
-                tenant_weight=principal.share_weight,
-            ),
-        )
-        self.responses.reserve(
-            engine_request.task,
-            len(token_ids),
-            model.card.vocab_size,
-            request.logit_bytes,
-            request.repeated_bytes,
-        )
-        lease.reserve(len(token_ids), engine_request.task)
-        sources = [version.source for version, _ in composition]
-
-        def submit(admitted: EngineRequest) -> EngineOutputs:
-            labels = frozenset(label(version) for version, _ in chosen)
-            return model.engine.submit(admitted, sources, labels, request.batch)
-
-        engine_request, stream = submitted(engine_request, submit)
-        return Admitted(engine_request, resolved(chosen), stream, model.engine, lease)
+        except AdapterNotFoundError:
+            if request.load_policy is not LoadPolicy.NEVER:
+                raise
+            # It may be in lora_root, where only other policies look for it.
+            missing = [choice.key for choice in request.adapters if seen.find(choice.key) is None]
+            raise not_in_cache(str(AdapterRef(model.card.name, "", missing[0]))) from None
+        if request.load_policy is not LoadPolicy.ALWAYS:
+            return chosen
+        for version in (version for version, _ in chosen if seen.owns(version)):
+            await self._loader.reload(model, version)
+        return model.resolve(request.adapters, principal)
 
     async def _look_for_new(
         self, model: ServedModel, request: GenerateRequest, principal: Principal
@@ -363,33 +370,13 @@ class Service:
             model.engine.end_requests(error)
 
     def _require_open(self) -> None:
-        self.draining.require_none()
-        if not self._is_started:
-            raise NotReadyError("the server is starting", retry_after_seconds=2)
+        with self.draining.admission():
+            if not self._is_started:
+                raise _starting()
 
 
-def _used(
-    model: ServedModel, seen: TenantAdapters, request: GenerateRequest
-) -> Collection[UsedAdapter]:
-    """Return what a request uses: the adapters that it names and that exist, or the base model."""
-    if not request.adapters:
-        return (UsedAdapter(model.card.name),)
-    found = (seen.find(choice.key) for choice in request.adapters)
-    return {UsedAdapter(one.model, one.tenant, one.name) for one in found if one is not None}
-
-
-def _resolve(
-    model: ServedModel, request: GenerateRequest, principal: Principal
-) -> list[tuple[AdapterVersion, float]]:
-    try:
-        return model.resolve(request.adapters, principal)
-    except AdapterNotFoundError:
-        if request.load_policy is not LoadPolicy.NEVER:
-            raise
-        # It may be in lora_root, where only other policies look for it.
-        seen = model.adapters_of(principal)
-        missing = [choice.key for choice in request.adapters if seen.find(choice.key) is None]
-        raise not_in_cache(str(AdapterRef(model.card.name, "", missing[0]))) from None
+def _starting() -> NotReadyError:
+    return NotReadyError("the server is starting", retry_after_seconds=2)
 
 
 async def _close(model: ServedModel) -> None:

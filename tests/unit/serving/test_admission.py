@@ -20,7 +20,7 @@ from loraplex.core.request import GenerateRequest, PromptTruncation, TruncationS
 from loraplex.core.retention import KVRetention, TokenRangeRetention
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.task import Generate
-from loraplex.serving.admission import admit, cut_prompt
+from loraplex.serving.admission import admit, check_request, cut_prompt
 from loraplex.serving.backend import ModelCard
 from support.naming import naming, refused
 
@@ -40,15 +40,16 @@ NOW_NS = 5_000_000_000
 
 
 def admitted(prompt=PROMPT, *, adapters=(), principal=LOCAL, card=CARD, request=None, **sampling):
-    request = request or {}
+    request = GenerateRequest(
+        request_id=1,
+        model=card.name,
+        prompt=tuple(prompt),
+        task=Generate(SamplingParams(**{"max_tokens": 4} | sampling)),
+        **(request or {}),
+    )
+    check_request(request)
     return admit(
-        GenerateRequest(
-            request_id=1,
-            model=card.name,
-            prompt=tuple(prompt),
-            task=Generate(SamplingParams(**{"max_tokens": 4} | sampling)),
-            **request,
-        ),
+        request,
         prompt,
         model=card,
         eos_token_ids=(2, 3),

@@ -28,6 +28,9 @@ def record(tenant="tenant") -> GenerationRecord:
 class ScriptedOutputs:
     """Gives outputs, or raises, each at its time."""
 
+    adapters = ()
+    num_prompt_tokens = 3
+
     def __init__(self, clock, steps) -> None:
         self._clock = clock
         self._steps = list(steps)

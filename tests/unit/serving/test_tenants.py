@@ -242,9 +242,9 @@ async def test_the_weight_of_a_tenant_reaches_the_engine(service, monkeypatch):
     seen = []
     submit = model.engine.submit
 
-    def watch(generation, *rest):
+    def watch(generation, **rest):
         seen.append((generation.tenant, generation.share_weight))
-        return submit(generation, *rest)
+        return submit(generation, **rest)
 
     monkeypatch.setattr(model.engine, "submit", watch)
     await last_output_of(service, request(), Principal("acme", share_weight=2.5))
@@ -258,9 +258,9 @@ async def test_the_tenant_is_in_the_salt(service, monkeypatch):
     salts = {}
     submit = model.engine.submit
 
-    def watch(generation, *rest):
+    def watch(generation, **rest):
         salts[generation.tenant, bool(generation.adapters)] = generation.kv_salt
-        return submit(generation, *rest)
+        return submit(generation, **rest)
 
     monkeypatch.setattr(model.engine, "submit", watch)
     for caller in (ACME, OTHER, LOCAL):

@@ -6,6 +6,7 @@ unused ones are released. A request that a limit refused counts nowhere.
 """
 
 import contextlib
+import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import AsyncIterator, Collection, Iterator
@@ -72,14 +73,6 @@ class TenantGate:
 
         Raises RateLimitedError.
         """
-        lease = self._enter(principal)
-        try:
-            yield lease
-        except BaseException as error:
-            lease.end(is_error=isinstance(error, LoraplexError))
-            raise
-
-    def _enter(self, principal: Principal) -> "Lease":
         use, limits, now_ns = self._uses[principal.tenant], principal.limits, self._clock.now_ns()
         most = limits.max_concurrent_requests
         if most is not None and use.num_concurrent >= most:
@@ -99,34 +92,29 @@ class TenantGate:
                 )
             slot = use.requests.charge(now_ns, 1)
         use.num_concurrent += 1
-        return Lease(principal, use, self._clock, slot, self._usage)
+        lease = Lease(principal, use, self._clock, self._usage, slot)
+        try:
+            yield lease
+        except BaseException as error:
+            lease.end(is_error=isinstance(error, LoraplexError))
+            raise
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Lease:
     """One request's part of what its tenant has. It ends once."""
 
-    def __init__(
-        self,
-        principal: Principal,
-        use: TenantUse,
-        clock: Clock,
-        counted: Slot | None,
-        usage: AdapterUsage,
-    ) -> None:
-        self._principal = principal
-        self._usage = usage
-        self._adapters: Collection[UsedAdapter] = ()
-        self._num_prompt_tokens = 0
-        self._use = use
-        self._clock = clock
-        self._counted = counted
-        """Where the request was counted."""
-        self._reserved: tuple[Slot, int] | None = None
-        self._is_over = False
-
-    def name_adapters(self, adapters: Collection[UsedAdapter]) -> None:
-        """Name what the request will be counted for."""
-        self._adapters = adapters
+    _principal: Principal
+    _use: TenantUse
+    _clock: Clock
+    _usage: AdapterUsage
+    _counted: Slot | None
+    """Where the request was counted."""
+    adapters: Collection[UsedAdapter] = ()
+    """What the request will be counted for."""
+    _num_prompt_tokens: int = 0
+    _reserved: tuple[Slot, int] | None = None
+    _is_over: bool = False
 
     def reserve(self, num_prompt_tokens: int, task: Task) -> None:
         """Reserve the tokens of an admitted request.
@@ -134,7 +122,18 @@ class Lease:
         Raises RateLimitedError; InvalidParameterError or PromptTooLongError for what no wait helps.
         """
         limits, now_ns = self._principal.limits, self._clock.now_ns()
-        check_sizes(self._principal, num_prompt_tokens, task)
+        if limits.max_prompt_tokens is not None and num_prompt_tokens > limits.max_prompt_tokens:
+            raise PromptTooLongError(
+                f"the prompt has {num_prompt_tokens} tokens; tenant {self._principal.tenant!r} may "
+                f"send at most {limits.max_prompt_tokens}",
+                param="prompt",
+            )
+        if limits.max_n is not None and task.num_sequences > limits.max_n:
+            raise InvalidParameterError(
+                f"{task.num_sequences} outputs are requested; tenant {self._principal.tenant!r} "
+                f"may have at most {limits.max_n} made for a prompt",
+                param="n",
+            )
         self._num_prompt_tokens = num_prompt_tokens
         limit = limits.tokens_per_minute
         if limit is None:
@@ -157,7 +156,7 @@ class Lease:
             )
         wait = self._use.tokens.seconds_until(now_ns, amount, limit)
         if wait > 0:
-            self._adapters = ()  # a request that a limit refused counts nowhere
+            self.adapters = ()  # a request that a limit refused counts nowhere
             if self._counted is not None:
                 self._use.requests.correct(self._counted, -1)
             taken = self._use.tokens.total(now_ns)
@@ -177,7 +176,7 @@ class Lease:
         num_prompt_tokens = min(num_tokens, self._num_prompt_tokens)
         self._usage.count(
             self._principal.tenant,
-            self._adapters,
+            self.adapters,
             num_prompt_tokens=num_prompt_tokens,
             num_output_tokens=num_tokens - num_prompt_tokens,
             is_error=is_error,
@@ -186,23 +185,6 @@ class Lease:
         if self._reserved is not None:
             slot, amount = self._reserved
             self._use.tokens.correct(slot, num_tokens - amount)
-
-
-def check_sizes(principal: Principal, num_prompt_tokens: int, task: Task) -> None:
-    """Raise PromptTooLongError or InvalidParameterError for more than a tenant may request."""
-    limits = principal.limits
-    if limits.max_prompt_tokens is not None and num_prompt_tokens > limits.max_prompt_tokens:
-        raise PromptTooLongError(
-            f"the prompt has {num_prompt_tokens} tokens; tenant {principal.tenant!r} may send at "
-            f"most {limits.max_prompt_tokens}",
-            param="prompt",
-        )
-    if limits.max_n is not None and task.num_sequences > limits.max_n:
-        raise InvalidParameterError(
-            f"{task.num_sequences} outputs are requested; tenant {principal.tenant!r} may have "
-            f"at most {limits.max_n} made for a prompt",
-            param="n",
-        )
 
 
 class Endable(Protocol):

@@ -107,13 +107,14 @@ class RemoteService:
     async def generate(
         self, request: GenerateRequest, principal: Principal
     ) -> AsyncIterator[RequestOutput]:
-        admission = self._generate(request, principal)
-        return await self._metrics.observe_from_admission(request, principal, admission)
+        with self._metrics.admission(request, principal) as record:
+            outputs = await self._admitted(request, principal)
+        return self._metrics.observe(request, outputs, record)
 
     async def pool(self, request: GenerateRequest, principal: Principal) -> Pooled:
         return await vector_of(await self.generate(request, principal))
 
-    async def _generate(self, request: GenerateRequest, principal: Principal) -> LeasedOutputs:
+    async def _admitted(self, request: GenerateRequest, principal: Principal) -> LeasedOutputs:
         request_id, sent = request.request_id, await self._tokenized(request, principal)
         batch = 0 if request.batch is None else self._number_of(request.batch)
         message = Generate(msgspec.structs.replace(sent, batch=None), principal, batch)
