@@ -16,9 +16,9 @@ import msgspec
 import numpy as np
 
 from loraplex.adapters.formats.export import StorageType
-from loraplex.adapters.stage import stage
 from loraplex.adapters.staged import StageRequest
 from loraplex.adapters.staging import RequestTensor
+from loraplex.adapters.staging_worker import stage
 from loraplex.adapters.tensor_file import TensorHeader
 from loraplex.app.builder import build_service
 from loraplex.compat.convert.adapters import read_peft, write_pair

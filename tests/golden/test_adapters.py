@@ -10,8 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from loraplex.adapters.canonical import read_canonical
 from loraplex.adapters.shapes import BaseShapes
-from loraplex.adapters.stage import stage
 from loraplex.adapters.staged import StageRequest
+from loraplex.adapters.staging_worker import stage
 from loraplex.core.adapter import AdapterSource
 from loraplex.execution.adapters.loader import read_host_adapter
 

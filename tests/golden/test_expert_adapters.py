@@ -12,8 +12,8 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from loraplex.adapters.stage import stage
 from loraplex.adapters.staged import StagedAdapter, StageRequest
+from loraplex.adapters.staging_worker import stage
 from loraplex.app.builder import base_shapes
 from loraplex.execution.adapters.loader import read_host_adapter
 from loraplex.models.registry import read_config

@@ -14,9 +14,9 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel
 
-from loraplex.adapters.stage import stage
 from loraplex.adapters.staged import StageRequest
-from loraplex.adapters.staging_limits import StagingLimits
+from loraplex.adapters.staging_worker import stage
+from loraplex.adapters.tensor_file import StagingLimits
 from loraplex.app.builder import base_shapes
 from loraplex.core.rank_limits import RankLimits
 from loraplex.execution import loading

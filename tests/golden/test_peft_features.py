@@ -30,11 +30,10 @@ from loraplex.adapters.canonical import CanonicalFile, CanonicalRow, RowKind, di
 from loraplex.adapters.formats.export import lora_tensors
 from loraplex.adapters.formats.storage_type import StorageType
 from loraplex.adapters.formats.trtllm import canonical_rows
-from loraplex.adapters.stage import stage
 from loraplex.adapters.staged import StagedAdapter, StageRequest
-from loraplex.adapters.staging_limits import StagingLimits
+from loraplex.adapters.staging_worker import stage
 from loraplex.adapters.targets import source_of
-from loraplex.adapters.tensor_file import RawTensor
+from loraplex.adapters.tensor_file import RawTensor, StagingLimits
 from loraplex.app.builder import base_shapes
 from loraplex.compat.convert.adapters import write_peft
 from loraplex.core.rank_limits import RankLimits

@@ -10,8 +10,8 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from loraplex.adapters.stage import stage
 from loraplex.adapters.staged import StageRequest
+from loraplex.adapters.staging_worker import stage
 from loraplex.app.builder import base_shapes
 from loraplex.core.errors import UnsupportedFeatureError
 from loraplex.models.registry import read_config

@@ -8,8 +8,8 @@ import torch
 from peft import PeftModel
 from transformers import LlamaForCausalLM
 
-from loraplex.adapters.stage import stage
 from loraplex.adapters.staged import StageRequest
+from loraplex.adapters.staging_worker import stage
 from loraplex.app.builder import base_shapes
 from loraplex.core.adapter import AdapterSource, AdapterUse
 from loraplex.core.output import EngineOutput, FinishReason

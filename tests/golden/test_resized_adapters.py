@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from loraplex import LLM, SamplingParams
-from loraplex.adapters.stage import stage
 from loraplex.adapters.staged import StagedAdapter, StageRequest
+from loraplex.adapters.staging_worker import stage
 from loraplex.app.builder import base_shapes
 from loraplex.core.errors import AdapterMismatchError
 from loraplex.demo import BASE_PATH

@@ -13,8 +13,8 @@ from safetensors.numpy import save_file
 from loraplex.adapters.examination import examine
 from loraplex.adapters.formats.peft_config import PeftConfig
 from loraplex.adapters.shapes import BaseShapes
-from loraplex.adapters.stage import stage
 from loraplex.adapters.staged import StageRequest
+from loraplex.adapters.staging_worker import stage
 from loraplex.core.errors import RequestError
 from support.examples import examples
 

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from loraplex.adapters.canonical import CanonicalRow
 from loraplex.adapters.formats.inputs import open_input
 from loraplex.adapters.shapes import BaseShapes
-from loraplex.adapters.staging_limits import StagingLimits
+from loraplex.adapters.tensor_file import StagingLimits
 
 Array = npt.NDArray[np.float32]
 Tensors = dict[str, Array]

@@ -19,6 +19,7 @@ import numpy as np
 from loraplex.adapters.tensor_file import (
     RawTensor,
     SafetensorsContent,
+    StagingLimits,
     encode_header,
     read_tensors,
     write_atomically,
@@ -29,7 +30,10 @@ FORMAT = "loraplex-adapter"
 FORMAT_VERSION = "1"
 
 _DIGEST_PREFIX = b"loraplex-adapter-digest-1\0"
-_MAX_HEADER_BYTES = 256 << 20
+_OWN_LIMITS = StagingLimits(
+    max_file_bytes=sys.maxsize, max_header_bytes=256 << 20, max_tensors=sys.maxsize
+)
+"""Limits of files that this package wrote."""
 
 
 class RowKind(enum.StrEnum):
@@ -140,13 +144,7 @@ def read_canonical(path: Path) -> CanonicalFile:
     The digest is the one stated in the file; it is not computed again.
     """
     # No limit by the size of now: another process may write the same adapter meanwhile.
-    content = read_tensors(
-        path,
-        max_file_bytes=sys.maxsize,
-        max_header_bytes=_MAX_HEADER_BYTES,
-        max_tensors=sys.maxsize,
-    )
-    return parse_canonical(path, content)
+    return parse_canonical(path, read_tensors(path, _OWN_LIMITS))
 
 
 def parse_canonical(path: Path, content: SafetensorsContent) -> CanonicalFile:

@@ -1,13 +1,14 @@
 """The adapter store's tables in SQLite: names, aliases, and the history of every name.
 
-A change is one transaction: after a crash it is complete or absent. The database has no rules: the
-store decides what may be registered, rolled back or forgotten. One thread uses it at a time.
+A change is one transaction: after a crash it is complete or absent. The index has the present
+versions, and changes once a transaction is on the disk. The database has no rules: the store
+decides what may be registered, rolled back or forgotten. One thread uses it at a time.
 """
 
 import contextlib
-import dataclasses
+import functools
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,12 @@ from loraplex.adapters.durable_files import (
     storage_full,
     storage_unavailable,
 )
+from loraplex.adapters.index import AdapterIndex
 from loraplex.adapters.staged import StagedAdapter
 from loraplex.adapters.version import AdapterVersion, Owner, VersionOrigin
 from loraplex.core.errors import ConfigError, InternalError, LoraplexError
 
+DATABASE_NAME = "adapters.sqlite3"
 IN_MEMORY = ":memory:"
 SCHEMA_VERSION = 1
 _RESERVE_BYTES = 1 << 20
@@ -84,19 +87,23 @@ _OF_NAME = "(SELECT id FROM adapters WHERE model = ? AND tenant = ? AND name = ?
 _NamedFiles = tuple[FileIdentity | None, ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Alias:
-    owner: Owner
-    alias: str
-    name: str
-
-
 class AdapterDatabase:
     """Connection to the database, which excludes every other one while it is open."""
 
-    def __init__(self, path: Path | str) -> None:
-        """Open or create the file. Raises ConfigError if it is foreign, broken or locked."""
+    def __init__(self, path: Path | str, file_path: Callable[[str], str] | None = None) -> None:
+        """Open or create the file. Raises ConfigError if it is foreign, broken or locked.
+
+        file_path: returns the path of a digest's canonical adapter file: the state directory may
+        have moved.
+        """
         self._path = path
+        self._file_path = file_path
+        self.names = AdapterIndex()
+        """Present versions. Only transactions change them."""
+        self._following: list[Callable[[], None]] = []
+        """Changes of the index when the transaction ends."""
+        self._dropped: list[str] = []
+        """Digests that leave a history with the transaction."""
         try:
             # The store calls from several threads, one at a time.
             self._connection = sqlite3.connect(
@@ -106,13 +113,15 @@ class AdapterDatabase:
             raise ConfigError(f"cannot open the adapter store {path}: {error}") from error
         try:
             self._prepare()
-        except sqlite3.Error as error:
+            self._load()
+        except (sqlite3.Error, ValueError) as error:
             self._connection.close()
-            raise _unusable(path, error) from error
+            raise ConfigError(
+                f"cannot use the adapter store {path}: {error}; move it away to start with none"
+            ) from error
         except ConfigError:
             self._connection.close()
             raise
-
         self._files: _NamedFiles | None = self._named_files()
         self._reserve = (
             None if self._is_in_memory else Reserve(Path(f"{path}.reserve"), _RESERVE_BYTES)
@@ -123,65 +132,48 @@ class AdapterDatabase:
         self._connection.close()
 
     @contextlib.contextmanager
-    def transaction(self) -> Iterator[None]:
-        """Write all changes inside to the disk, or none.
+    def transaction(self) -> Iterator[list[str]]:
+        """Write all changes inside to the disk, or none; yields the digests that leave a history.
 
         Raises StorageFullError on a full disk, StorageUnavailableError for a file that cannot be
         used, also if the files no longer have their names: what is written to a file that was
         deleted is lost with this process.
         """
         self._require_named_files()
+        self._following, self._dropped = [], []
         try:
             with self._begun():
-                yield
+                yield self._dropped
         except sqlite3.Error as error:
             raise self._failed("written", error) from error
         self._require_named_files()
+        for change in self._following:
+            change()
 
     @contextlib.contextmanager
-    def removal(self) -> Iterator[None]:
+    def removal(self) -> Iterator[list[str]]:
         """Write changes that remove something, as `transaction`, on a full disk, too."""
         space = self._reserve.given_up() if self._reserve else contextlib.nullcontext()
         with space:
-            with self.transaction():
-                yield
+            with self.transaction() as dropped:
+                yield dropped
             # The log begins anew: otherwise each removal would make it longer.
             with contextlib.suppress(sqlite3.Error):
                 self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-
-    def load(self) -> tuple[list[AdapterVersion], list[Alias]]:
-        """Return the present version of each name, oldest name first, and the aliases.
-
-        Raises ConfigError.
-        """
-        try:
-            versions = self._connection.execute(
-                f"{_VERSION} WHERE v.number = a.number ORDER BY a.id"
-            )
-            aliases = self._connection.execute(
-                "SELECT s.model, s.tenant, s.name, a.name "
-                "FROM aliases AS s JOIN adapters AS a ON a.id = s.adapter"
-            )
-            return (
-                [_version(row) for row in versions],
-                [Alias((model, tenant), alias, name) for model, tenant, alias, name in aliases],
-            )
-        except (sqlite3.Error, ValueError) as error:
-            raise _unusable(self._path, error) from error
 
     def history(self, owner: Owner, name: str) -> list[AdapterVersion]:
         """Return the versions kept of a name, newest first."""
         rows = self._select(
             f"{_VERSION} WHERE v.adapter = {_OF_NAME} ORDER BY v.number DESC", (*owner, name)
         )
-        return [_version(row) for row in rows]
+        return [self._version(row) for row in rows]
 
     def digests(self) -> set[str]:
         """Return the digest of every kept version."""
         return {digest for (digest,) in self._select("SELECT digest FROM versions", ())}
 
     def put(self, version: AdapterVersion) -> None:
-        """Write a new or known version as the present one of its name."""
+        """Write a new or known version as the present one of its name; forget later ones."""
         owner_and_name = (*version.owner, version.name)
         task_id = None if version.task_id is None else str(version.task_id)
         self._connection.execute(
@@ -189,6 +181,11 @@ class AdapterDatabase:
             "ON CONFLICT (model, tenant, name) "
             "DO UPDATE SET task_id = excluded.task_id, number = excluded.number",
             (*owner_and_name, task_id, version.number),
+        )
+        self._drop_versions(
+            version,
+            "number > ? OR (number = ? AND digest != ?)",
+            (version.number, version.number, version.digest),
         )
         self._connection.execute(
             f"INSERT OR REPLACE INTO versions VALUES ({_OF_NAME}, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -204,36 +201,68 @@ class AdapterDatabase:
                 msgspec.json.encode(version.staged).decode(),
             ),
         )
+        self._following.append(functools.partial(self.names.put, version))
 
     def set_pinned(self, version: AdapterVersion) -> None:
         self._connection.execute(
             f"UPDATE versions SET pinned = ? WHERE adapter = {_OF_NAME} AND number = ?",
             (version.is_pinned, *version.owner, version.name, version.number),
         )
+        present = self.names.version(version.owner, version.name)
+        if present is not None and present.number == version.number:
+            self._following.append(functools.partial(self.names.put, version))
 
-    def drop_versions(self, versions: Iterable[AdapterVersion]) -> None:
-        self._connection.executemany(
-            f"DELETE FROM versions WHERE adapter = {_OF_NAME} AND number = ?",
-            [(*version.owner, version.name, version.number) for version in versions],
+    def trim(self, version: AdapterVersion, max_versions: int) -> None:
+        """Limit the history of a version's name; pinned versions stay in addition."""
+        newest = f"SELECT number FROM versions WHERE adapter = {_OF_NAME} ORDER BY number DESC"
+        self._drop_versions(
+            version,
+            f"NOT pinned AND number NOT IN ({newest} LIMIT ?)",
+            (*version.owner, version.name, max_versions),
         )
 
     def drop(self, version: AdapterVersion) -> None:
         """Delete a name with its history and its aliases."""
+        self._drop_versions(version, "TRUE", ())
         self._connection.execute(
             "DELETE FROM adapters WHERE model = ? AND tenant = ? AND name = ?",
             (*version.owner, version.name),
         )
+        self._following.append(functools.partial(self.names.drop, version))
 
-    def put_alias(self, alias: Alias) -> None:
+    def put_alias(self, owner: Owner, alias: str, name: str) -> None:
         self._connection.execute(
             f"INSERT OR REPLACE INTO aliases VALUES (?, ?, ?, {_OF_NAME})",
-            (*alias.owner, alias.alias, *alias.owner, alias.name),
+            (*owner, alias, *owner, name),
         )
+        self._following.append(functools.partial(self.names.put_alias, owner, alias, name))
 
     def drop_alias(self, owner: Owner, alias: str) -> None:
         self._connection.execute(
             "DELETE FROM aliases WHERE model = ? AND tenant = ? AND name = ?", (*owner, alias)
         )
+        self._following.append(functools.partial(self.names.drop_alias, owner, alias))
+
+    def _load(self) -> None:
+        """Put the present version of each name, the oldest name first, and the aliases into the
+        index."""
+        for row in self._connection.execute(f"{_VERSION} WHERE v.number = a.number ORDER BY a.id"):
+            self.names.put(self._version(row))
+        for model, tenant, alias, name in self._connection.execute(
+            "SELECT s.model, s.tenant, s.name, a.name "
+            "FROM aliases AS s JOIN adapters AS a ON a.id = s.adapter"
+        ):
+            self.names.put_alias((model, tenant), alias, name)
+
+    def _drop_versions(
+        self, version: AdapterVersion, condition: str, values: tuple[Any, ...]
+    ) -> None:
+        """Delete those versions of a name that meet a condition."""
+        which = f"FROM versions WHERE adapter = {_OF_NAME} AND ({condition})"
+        values = (*version.owner, version.name, *values)
+        found = self._connection.execute(f"SELECT digest {which}", values)
+        self._dropped += [digest for (digest,) in found]
+        self._connection.execute(f"DELETE {which}", values)
 
     @property
     def _is_in_memory(self) -> bool:
@@ -297,25 +326,23 @@ class AdapterDatabase:
                 f"loraplex reads {SCHEMA_VERSION}. Run the version that wrote it, or move it away"
             )
 
-
-def _unusable(path: Path | str, error: Exception) -> ConfigError:
-    return ConfigError(
-        f"cannot use the adapter store {path}: {error}; move it away to start with none"
-    )
-
-
-def _version(row: tuple[Any, ...]) -> AdapterVersion:
-    model, tenant, name, task_id, number, path, created, origin, restored, pinned, staged = row
-    return AdapterVersion(
-        model=model,
-        tenant=tenant,
-        name=name,
-        task_id=None if task_id is None else int(task_id),
-        number=number,
-        staged=msgspec.json.decode(staged, type=StagedAdapter),
-        path=path,
-        created=created,
-        origin=VersionOrigin(origin),
-        restored=restored,
-        is_pinned=bool(pinned),
-    )
+    def _version(self, row: tuple[Any, ...]) -> AdapterVersion:
+        model, tenant, name, task_id, number, path, created, origin, restored, pinned, staged = row
+        adapter = msgspec.json.decode(staged, type=StagedAdapter)
+        if self._file_path is not None:
+            file_path = self._file_path(adapter.source.digest)
+            source = msgspec.structs.replace(adapter.source, path=file_path)
+            adapter = msgspec.structs.replace(adapter, source=source)
+        return AdapterVersion(
+            model=model,
+            tenant=tenant,
+            name=name,
+            task_id=None if task_id is None else int(task_id),
+            number=number,
+            staged=adapter,
+            path=path,
+            created=created,
+            origin=VersionOrigin(origin),
+            restored=restored,
+            is_pinned=bool(pinned),
+        )

@@ -8,10 +8,9 @@ import shutil
 import sqlite3
 from pathlib import Path
 
-from loraplex.adapters.canonical_files import canonical_entries
+from loraplex.adapters.database import DATABASE_NAME
 from loraplex.adapters.durable_files import make_folder, sync_folder
-from loraplex.adapters.records import DATABASE_NAME
-from loraplex.adapters.state_lock import StateLock
+from loraplex.adapters.state_files import StateLock, canonical_entries
 from loraplex.core.counts import counted
 from loraplex.core.errors import ConfigError
 

@@ -8,8 +8,7 @@ from loraplex.adapters.base_check import BaseCheck
 from loraplex.adapters.formats.peft_ends import EndTokens
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.sources.policy import SourcePolicy
-from loraplex.adapters.staging_limits import StagingLimits
-from loraplex.adapters.tensor_file import TensorHeader
+from loraplex.adapters.tensor_file import StagingLimits, TensorHeader
 from loraplex.core.adapter import AdapterSource
 from loraplex.core.errors import ErrorInfo
 

@@ -1,18 +1,30 @@
 """Client of the staging workers, the only processes that read users' files.
 
 One pool of workers stages local sources and tensors of requests, another one remote sources: a slow
-download delays no local adapter. In each pool no tenant waits for the loads of another. This side
-loads neither numpy nor torch.
+download delays no local adapter. In each pool no tenant waits for the loads of another.
+
+A worker has one request at a time. After a crash, a timeout or a cancelled caller, the next request
+starts a new process; a cancelled caller never waits for the work that it gave up. A request whose
+process a signal stopped or killed is repeated: that is seldom the adapter's fault. This side loads
+neither numpy nor torch.
 """
 
+import asyncio
+import contextlib
 import dataclasses
 import itertools
+import logging
+import socket
+import struct
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
 from loraplex.adapters.base_check import BaseCheck
+from loraplex.adapters.fair_turns import FairTurns
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.sources.policy import SourcePolicy
 from loraplex.adapters.sources.reference import SourceKind, parse, shown_source
@@ -23,22 +35,344 @@ from loraplex.adapters.staged import (
     StageReply,
     StageRequest,
 )
-from loraplex.adapters.staging_limits import StagingLimits
-from loraplex.adapters.staging_pool import StagingPool
-from loraplex.adapters.tensor_file import TensorHeader
+from loraplex.adapters.tensor_file import StagingLimits, TensorHeader
 from loraplex.core.byte_sizes import readable_bytes
 from loraplex.core.closing import close_together
+from loraplex.core.environment import child_environment
 from loraplex.core.errors import (
+    AdapterLoadError,
     AdapterTooLargeError,
     InvalidAdapterError,
     error_from_info,
+    passing_error,
 )
 from loraplex.core.python_process import module_command
 from loraplex.core.rank_limits import RankLimits
+from loraplex.core.stopped_process import ProcessStopped, how_it_ended, is_stopped, while_running
 
 __all__ = ["RequestTensor", "StagedAdapter", "StagingWorker"]
 
+logger = logging.getLogger(__name__)
+
 _WORKER_MODULE = "loraplex.adapters.staging_worker"
+OPERATOR = ""
+"""Tenant of the loads that the operator's configuration needs."""
+
+_LOG_BYTES = 65536
+_LENGTH = struct.Struct("<Q")
+_MAX_REPLY_BYTES = 256 << 20
+_CLOSE_SECONDS = 5.0
+_EXIT_SECONDS = 1.0  # from the end of its output to the end of the process
+_CHUNK_BYTES = 1 << 20
+_MAX_ATTEMPTS = 2
+"""Number of processes that a request is given to, if signals stop or kill them."""
+_LEVELS = {"DEBUG": logging.DEBUG, "INFO": logging.INFO, "ERROR": logging.ERROR}
+
+
+_POLL_SECONDS: Final = 0.01
+"""Interval at which a process that is to end is looked at."""
+
+
+class ChildProcess:
+    """Process with sockets as its standard streams.
+
+    uvloop copies the address space of this process to start another one (fork), on the event loop:
+    12 ms of processor time for each GiB, and many times that on a busy machine. `subprocess` shares
+    it until the program of the child begins (vfork), which takes half a millisecond.
+    """
+
+    def __init__(
+        self,
+        process: "subprocess.Popen[bytes]",
+        output: asyncio.StreamReader,
+        input_: asyncio.StreamWriter,
+        errors: asyncio.StreamReader,
+        unused: asyncio.StreamWriter,
+    ) -> None:
+        self.pid = process.pid
+        self.stdin, self.stdout, self.stderr = input_, output, errors
+        self._process = process
+        self._unused = unused
+
+    @classmethod
+    async def start(cls, command: Sequence[str]) -> "ChildProcess":
+        """Start a process without API keys in its environment. Raises OSError."""
+        with contextlib.ExitStack() as theirs, contextlib.ExitStack() as on_failure:
+            pairs = socket.socketpair(), socket.socketpair()
+            for our_end, their_end in pairs:
+                on_failure.enter_context(our_end)
+                theirs.enter_context(their_end)
+            (data, their_data), (errors, their_errors) = pairs
+            process = subprocess.Popen(
+                command,
+                stdin=their_data.fileno(),
+                stdout=their_data.fileno(),
+                stderr=their_errors.fileno(),
+                env=child_environment(),
+            )
+            on_failure.pop_all()
+        return cls(
+            process,
+            *await asyncio.open_connection(sock=data),
+            *await asyncio.open_connection(sock=errors),
+        )
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit status, negative for a signal; None while the process runs."""
+        return self._process.poll()
+
+    def end_input(self) -> None:
+        """Let the process read the end of its input."""
+        with contextlib.suppress(OSError):  # it has ended
+            self.stdin.write_eof()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    async def wait(self) -> int:
+        """Wait until the process has ended; return its exit status."""
+        while (status := self.returncode) is None:
+            await asyncio.sleep(_POLL_SECONDS)
+        return status
+
+    def close(self) -> None:
+        """Close the streams."""
+        self.stdin.close()
+        self._unused.close()
+
+
+class _WorkerLost(Exception):
+    """A signal stopped or killed the process; the text is how, as a verb."""
+
+
+class StagingProcess:
+    """Process of a staging worker, for one request at a time."""
+
+    def __init__(self, command: tuple[str, ...], timeout_seconds: float) -> None:
+        self._command = command
+        self._timeout_seconds = timeout_seconds
+        self._log_task: asyncio.Task[None] | None = None
+        self._starting = asyncio.Lock()
+        """Held while the process is started: the first request may come meanwhile."""
+        self.process: ChildProcess | None = None
+
+    async def request(self, request_id: int, what: str, pieces: Sequence[memoryview]) -> StageReply:
+        """Send an encoded request with its tensors (`pieces`) and return the reply.
+
+        `what` names the adapter in messages. A process that a signal stopped or killed is replaced,
+        and the request repeated once. Raises AdapterLoadError if the process died or exceeded its
+        time limit.
+        """
+        how = ""
+        for _ in range(_MAX_ATTEMPTS):
+            try:
+                return await self._request(request_id, what, pieces)
+            except _WorkerLost as lost:
+                how = str(lost)
+            logger.error("the staging worker that read %s %s", what, how)
+        raise AdapterLoadError(
+            f"two staging workers were lost while they read {what}; the last one {how}: please try "
+            "again"
+        )
+
+    async def start(self) -> None:
+        """Start the process before it is needed. The first request raises what prevented it."""
+        with contextlib.suppress(OSError):
+            await self._running()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether there is a process: the next request does not wait for its start."""
+        return self.process is not None and self.process.returncode is None
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal stopped the process."""
+        return self.process is not None and self.is_running and is_stopped(self.process.pid)
+
+    async def kill_stopped(self) -> None:
+        """Kill the process, which a signal stopped while it was idle."""
+        logger.error("an idle staging worker was stopped by a signal, and is killed")
+        await self._stop(0.0)
+
+    async def close(self) -> None:
+        """End the process; a request in progress fails."""
+        process = self.process
+        if process is not None and process.returncode is None:
+            process.end_input()
+        await self._stop(_CLOSE_SECONDS)
+
+    async def _request(
+        self, request_id: int, what: str, pieces: Sequence[memoryview]
+    ) -> StageReply:
+        try:
+            async with asyncio.timeout(self._timeout_seconds):
+                process = await self._running()
+                reply = await while_running(process.pid, _reply(process, pieces))
+            if reply.request_id != request_id:
+                raise msgspec.DecodeError("a reply to another request")
+        except TimeoutError as error:
+            await self._stop(0.0)
+            raise AdapterLoadError(
+                f"staging {what} took longer than {self._timeout_seconds:g} s"
+            ) from error
+        except msgspec.DecodeError as error:
+            await self._stop(0.0)
+            raise AdapterLoadError(
+                f"the staging worker sent an unreadable reply about {what}"
+            ) from error
+        except (OSError, asyncio.IncompleteReadError) as error:
+            status = await self._stop(_EXIT_SECONDS)
+            if (passing := passing_error(error)) is not None:
+                raise passing from error
+            if status is not None and status < 0:
+                raise _WorkerLost(how_it_ended(status)) from error
+            raise AdapterLoadError(
+                f"the staging worker died (exit status {status}) while it read {what}"
+            ) from error
+        except ProcessStopped as error:
+            await self._stop(0.0)
+            raise _WorkerLost("was stopped by a signal, and is killed") from error
+        except asyncio.CancelledError:
+            # Its reply would be taken for the reply to the next request.
+            await self._stop(0.0)
+            raise
+        if reply.is_last:
+            await self._stop(_EXIT_SECONDS)
+        return reply
+
+    async def _running(self) -> ChildProcess:
+        async with self._starting:
+            if self.process is None or self.process.returncode is not None:
+                await self._stop(0.0)
+                self.process = await ChildProcess.start(self._command)
+                self._log_task = asyncio.create_task(_log_lines(self.process.stderr))
+            return self.process
+
+    async def _stop(self, grace_seconds: float) -> int | None:
+        """Wait for the process to end, kill it after the grace; return its exit status."""
+        process, self.process = self.process, None
+        log_task, self._log_task = self._log_task, None
+        if process is None:
+            return None
+        try:
+            async with asyncio.timeout(grace_seconds):
+                status = await process.wait()
+        except TimeoutError:
+            if process.returncode is None:
+                process.kill()
+            status = await process.wait()
+        if log_task is not None:
+            await log_task
+        process.close()
+        return status
+
+
+async def _reply(process: ChildProcess, pieces: Sequence[memoryview]) -> StageReply:
+    """Send a request, and wait for the reply."""
+    process.stdin.write(_LENGTH.pack(pieces[0].nbytes))
+    for piece in pieces:
+        for start in range(0, piece.nbytes, _CHUNK_BYTES):
+            process.stdin.write(piece[start : start + _CHUNK_BYTES])
+            await process.stdin.drain()
+    (length,) = _LENGTH.unpack(await process.stdout.readexactly(_LENGTH.size))
+    if length > _MAX_REPLY_BYTES:
+        raise msgspec.DecodeError(f"a reply of {length} bytes")
+    return msgspec.msgpack.decode(await process.stdout.readexactly(length), type=StageReply)
+
+
+async def _log_lines(stream: asyncio.StreamReader) -> None:
+    """Log the worker's stderr until it ends. A line may begin with its level."""
+    while chunk := await stream.read(_LOG_BYTES):
+        for line in chunk.decode(errors="replace").splitlines():
+            level, _, text = line.partition(" ")
+            if level in _LEVELS:
+                logger.log(_LEVELS[level], "staging worker: %s", text)
+            else:
+                logger.warning("staging worker: %s", line.removeprefix("WARNING "))
+
+
+class StagingPool:
+    """Processes that stage one adapter each at a time.
+
+    A process takes half a second to start, and many on a busy machine. A load of a tenant without
+    other loads takes the idle process that has run for longest, and another one starts for the load
+    after it; further loads of a tenant leave that process to the other tenants.
+    """
+
+    def __init__(
+        self, command: tuple[str, ...], timeout_seconds: float, max_idle: int, num_spare: int = 1
+    ) -> None:
+        """max_idle: number of loads that one tenant may run. num_spare: number of idle processes
+        while loads run; with 2, one of them has been started before the last load began.
+
+        Two processes more are kept: for the load of another tenant, and the spare one.
+        """
+        self._num_spare = num_spare
+        self._command = command
+        self._timeout_seconds = timeout_seconds
+        self._max_idle = max_idle + 2
+        self._turns = FairTurns(max_idle)
+        self._idle: list[StagingProcess] = []
+        """Those that have run for longest are the last ones."""
+        self._busy: set[StagingProcess] = set()
+        self._is_closed = False
+
+    @property
+    def processes(self) -> list[StagingProcess]:
+        return [*self._idle, *self._busy]
+
+    async def request(
+        self, tenant: str, request_id: int, what: str, pieces: Sequence[memoryview]
+    ) -> StageReply:
+        """Stage an adapter in a process, in the tenant's turn. See StagingProcess.request."""
+        async with self._turns.turn(tenant):
+            if self._is_closed:
+                raise AdapterLoadError(f"the server stops: {what} is not loaded")
+            await self._end_stopped()
+            # A further load of the tenant leaves the process that has run for longest to others.
+            num_left = 0 if self._turns.num_running(tenant) == 1 else 1
+            is_idle = len(self._idle) > num_left
+            process = self._idle.pop(-1 - num_left) if is_idle else self._new_process()
+            self._busy.add(process)
+            try:
+                if tenant:  # the server's own loads come at its start, before any tenant's
+                    await self.keep_spare()
+                return await process.request(request_id, what, pieces)
+            finally:
+                self._busy.discard(process)
+                if process.is_running and len(self._idle) < self._max_idle:
+                    self._idle.append(process)
+                else:
+                    await process.close()
+
+    async def start(self) -> None:
+        """Start a process for the next load, unless one is idle."""
+        await self._keep(1)
+
+    async def keep_spare(self) -> None:
+        """Start the processes that are to be idle."""
+        await self._keep(self._num_spare)
+
+    async def close(self) -> None:
+        """End the processes; loads in progress fail, and so do those that wait."""
+        self._is_closed = True
+        await close_together(*(process.close() for process in self.processes))
+
+    async def _keep(self, number: int) -> None:
+        new = [self._new_process() for _ in range(number - len(self._idle))]
+        self._idle[:0] = new
+        await asyncio.gather(*(process.start() for process in new))
+
+    async def _end_stopped(self) -> None:
+        """Kill the idle processes that a signal stopped, so that no load waits for one."""
+        stopped = [process for process in self._idle if process.is_stopped]
+        self._idle = [process for process in self._idle if process not in stopped]
+        await asyncio.gather(*(process.kill_stopped() for process in stopped))
+
+    def _new_process(self) -> StagingProcess:
+        return StagingProcess(self._command, self._timeout_seconds)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -54,10 +388,6 @@ class RequestTensor:
     def view(self) -> memoryview:
         """Return the bytes, whatever the type of the buffer's elements is."""
         return memoryview(self.data).cast("B")
-
-
-OPERATOR = ""
-"""Tenant of the loads that the operator's configuration needs."""
 
 
 class StagingWorker:
@@ -129,7 +459,9 @@ class StagingWorker:
             pool_dtype=pool_dtype,
             reads_again=reads_again,
         )
-        return _staged(await self._request(self._pool(path, upload), request, tenant))
+        reply = await self._request(request, tenant)
+        assert reply.staged is not None
+        return reply.staged
 
     async def examine(
         self,
@@ -156,7 +488,7 @@ class StagingWorker:
             base_path=base_path,
             pool_dtype=pool_dtype,
         )
-        reply = await self._request(self._pool(path, upload), request, tenant)
+        reply = await self._request(request, tenant)
         assert reply.examined is not None
         return reply.examined
 
@@ -192,20 +524,15 @@ class StagingWorker:
             limits=limits,
             pool_dtype=pool_dtype,
         )
-        views = [tensor.view for tensor in tensors]
-        return _staged(await self._request(self._local, request, tenant, views))
-
-    def _pool(self, path: str, upload: Path | None) -> StagingPool:
-        is_here = upload is not None or parse(str(path)).kind is SourceKind.LOCAL
-        return self._local if is_here else self._remote
+        reply = await self._request(request, tenant, [tensor.view for tensor in tensors])
+        assert reply.staged is not None
+        return reply.staged
 
     async def _request(
-        self,
-        pool: StagingPool,
-        request: StageRequest,
-        tenant: str,
-        tensors: Sequence[memoryview] = (),
+        self, request: StageRequest, tenant: str, tensors: Sequence[memoryview] = ()
     ) -> StageReply:
+        is_here = bool(request.upload or tensors) or parse(request.path).kind is SourceKind.LOCAL
+        pool = self._local if is_here else self._remote
         try:
             body = msgspec.msgpack.encode(request)
         except UnicodeEncodeError as error:
@@ -232,8 +559,3 @@ class StagingWorker:
 
     def _limits(self, max_ranks: RankLimits) -> StagingLimits:
         return StagingLimits(max_ranks=max_ranks, max_file_bytes=self._policy.max_bytes)
-
-
-def _staged(reply: StageReply) -> StagedAdapter:
-    assert reply.staged is not None
-    return reply.staged

@@ -2,7 +2,8 @@
 
 It reads requests from stdin and writes replies to stdout: an 8-byte little-endian length and as
 many bytes of msgpack; the bytes of a request's tensors follow it. Nothing is pickled. It ends with
-stdin.
+stdin. This is the only code that opens a user's files: an adapter is read, parsed, checked and
+hashed, and left as one content-addressed canonical adapter file in the state directory.
 Run as python -m loraplex.adapters.staging_worker.
 """
 
@@ -18,14 +19,40 @@ from typing import BinaryIO
 
 import msgspec
 
-from loraplex.adapters.durable_files import reporting_full_disk
+from loraplex.adapters.base_check import (
+    check_base_name,
+    check_cast,
+    check_magnitudes,
+    check_shapes,
+    other_base,
+)
+from loraplex.adapters.base_copies import is_base_copy, without_base_copies
+from loraplex.adapters.canonical import (
+    CanonicalRow,
+    RowKind,
+    canonical_path,
+    digest,
+    read_canonical,
+    write_canonical,
+)
+from loraplex.adapters.durable_files import reporting_full_disk, storing
 from loraplex.adapters.examination import examine
+from loraplex.adapters.formats import trtllm
+from loraplex.adapters.formats.inputs import (
+    AdapterInput,
+    RequestTensors,
+    open_input,
+    read_fitting_rows,
+)
 from loraplex.adapters.formats.patterns import call_when_slow
+from loraplex.adapters.seen_files import FileIdentity, SeenFiles, identities_of
 from loraplex.adapters.sources.fetch import local_path
 from loraplex.adapters.sources.reference import SourceKind, parse, shown_source
-from loraplex.adapters.stage import stage
-from loraplex.adapters.staged import Examination, StagedAdapter, StageReply, StageRequest
+from loraplex.adapters.staged import StagedAdapter, StageReply, StageRequest
+from loraplex.adapters.targets import source_of
+from loraplex.core.byte_sizes import readable_bytes
 from loraplex.core.errors import (
+    AdapterMismatchError,
     InternalError,
     InvalidAdapterError,
     LoraplexError,
@@ -35,6 +62,8 @@ from loraplex.core.log_lines import log_to_parent
 from loraplex.core.process_group import leave_group, let_others_go_first
 
 logger = logging.getLogger(__name__)
+
+Buffer = bytes | bytearray | memoryview
 
 _LENGTH = struct.Struct("<Q")
 _MAX_REQUEST_BYTES = 16 << 20
@@ -58,14 +87,12 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
         replies.flush()
 
 
-def reply_to(request: StageRequest, tensors: Sequence[bytes] = ()) -> StageReply:
+def reply_to(request: StageRequest, tensors: Sequence[Buffer] = ()) -> StageReply:
     """Stage the adapter of a request; the reply contains its report or its error."""
     what = shown_source(request.path)
     try:
         with reporting_full_disk():
-            if request.examines:
-                return StageReply(request_id=request.request_id, examined=_examined(request))
-            return StageReply(request_id=request.request_id, staged=_staged(request, tensors))
+            return _fetched_reply(request, tensors)
     except LoraplexError as error:
         info = (passing_error(error) or error).to_info()
     except (MemoryError, RecursionError) as error:
@@ -78,44 +105,195 @@ def reply_to(request: StageRequest, tensors: Sequence[bytes] = ()) -> StageReply
     return StageReply(request_id=request.request_id, error=info)
 
 
-def _staged(request: StageRequest, tensors: Sequence[bytes]) -> StagedAdapter:
-    """Fetch the adapter if it is remote, and stage it."""
-    if request.tensors is not None:
-        return stage(request, tensors)
+def _fetched_reply(request: StageRequest, tensors: Sequence[Buffer]) -> StageReply:
+    """Fetch the adapter if it is remote, then stage or examine it.
+
+    Errors name the source: its client does not know the path of the server's copy.
+    """
     started = time.perf_counter()
-    place, shown = _place(request)
-    fetched = time.perf_counter() - started
-    with _naming(place, shown):
-        staged = stage(msgspec.structs.replace(request, path=place))
-    if shown is None or request.upload:
-        return staged
-    return msgspec.structs.replace(staged, seconds={"fetch": fetched, **staged.seconds})
-
-
-def _examined(request: StageRequest) -> Examination:
-    place, shown = _place(request)
-    with _naming(place, shown):
-        return examine(msgspec.structs.replace(request, path=place))
-
-
-def _place(request: StageRequest) -> tuple[str, str | None]:
-    """Return an adapter's path, and its source if the path is the server's own copy of it."""
+    place, shown = request.path, None
     if request.upload:
-        return request.upload, request.path
-    place = str(local_path(request.path, request.policy, Path(request.state_dir)))
-    reference = parse(request.path)
-    return place, None if reference.kind is SourceKind.LOCAL else str(reference)
-
-
-@contextlib.contextmanager
-def _naming(place: str, shown: str | None) -> Iterator[None]:
-    """Name the source in errors: its client does not know the path of the server's copy."""
+        place, shown = request.upload, request.path
+    elif request.tensors is None:
+        place = str(local_path(request.path, request.policy, Path(request.state_dir)))
+        reference = parse(request.path)
+        shown = None if reference.kind is SourceKind.LOCAL else str(reference)
+    fetch_seconds = time.perf_counter() - started
+    here = msgspec.structs.replace(request, path=place)
     try:
-        yield
+        if request.examines:
+            return StageReply(request_id=request.request_id, examined=examine(here))
+        staged = stage(here, tensors)
     except LoraplexError as error:
         if shown is None:
             raise
         raise type(error)(error.message.replace(place, shown), param=error.param) from error
+    if shown is not None and not request.upload:
+        seconds = {"fetch": fetch_seconds, **staged.seconds}
+        staged = msgspec.structs.replace(staged, seconds=seconds)
+    return StageReply(request_id=request.request_id, staged=staged)
+
+
+class Stopwatch:
+    """Stopwatch with the seconds of each named stage, in order."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, stage: str) -> None:
+        now = time.perf_counter()
+        self.seconds[stage] = now - self._last
+        self._last = now
+
+
+def stage(request: StageRequest, tensors: Sequence[Buffer] = ()) -> StagedAdapter:
+    """Put an adapter into canonical form and check it against the base.
+
+    `tensors` are the bytes of request.tensors, if the adapter came in a request. Raises
+    InvalidAdapterError, AdapterMismatchError, AdapterTooLargeError, UnsupportedFeatureError,
+    StorageFullError or StorageUnavailableError, and then leaves no file.
+    """
+    watch = Stopwatch()
+    state_dir = Path(request.state_dir)
+    source = _input(request, tensors)
+    seen, context = SeenFiles(state_dir), _context(request)
+    contexts = (context, _context(request) + request.base_path)
+    identities = identities_of(source.files)
+    known_digest = _seen_digest(request, seen, identities, contexts) if source.files else None
+    rows = None if known_digest is None else _known_rows(state_dir, known_digest)
+    watch.lap("look_up")
+    if known_digest is not None and rows is not None:
+        warnings = _check(request, source, rows)
+        watch.lap("check")
+        return _staged(request, source, rows, known_digest, warnings, watch, was_known=True)
+    with _naming_other_base(source, request):
+        rows = read_fitting_rows(source, request.shapes, request.limits)
+        watch.lap("read")
+        if request.base_path and any(map(is_base_copy, rows)):
+            context = contexts[1]
+        rows, copies = without_base_copies(rows, request.base_folder, request.shapes)
+        warnings = _check(request, source, rows)
+        warnings += tuple(map(_left_out, copies))
+        if request.pool_dtype:
+            check_magnitudes(rows, request.pool_dtype)
+    watch.lap("check")
+    new_digest = digest(rows)
+    watch.lap("hash")
+    if _known_rows(state_dir, new_digest) is None:
+        with storing():
+            write_canonical(rows, new_digest, canonical_path(state_dir, new_digest))
+    if identities_of(source.files) != identities:
+        raise InvalidAdapterError(f"{request.path} was changed while it was read; load it again")
+    if source.files and not source.left_out:  # what is left out is reported at each load
+        seen.remember(identities, new_digest, context)
+    watch.lap("write")
+    return _staged(request, source, rows, new_digest, warnings, watch, was_known=False)
+
+
+def _seen_digest(
+    request: StageRequest,
+    seen: SeenFiles,
+    identities: tuple[FileIdentity, ...],
+    contexts: tuple[str, ...],
+) -> str | None:
+    """Return the digest of unchanged files that were staged before."""
+    if request.reads_again:
+        return None
+    found = (seen.digest(identities, context) for context in contexts)
+    return next((known for known in found if known is not None), None)
+
+
+@contextlib.contextmanager
+def _naming_other_base(source: AdapterInput, request: StageRequest) -> Iterator[None]:
+    """Add to an error about a shape that the adapter names another base model."""
+    try:
+        yield
+    except AdapterMismatchError as error:
+        stored = request.shapes.stored_format
+        other = other_base(source.trained_on, request.base_model, stored)
+        if other is None or other in error.message:
+            raise
+        raise AdapterMismatchError(
+            f"the adapter belongs to another base model: {other} ({error.message})"
+        ) from error
+
+
+def _left_out(copy: CanonicalRow) -> str:
+    return (
+        f"{copy.origin}: its copy of the base model's own weight "
+        f"({readable_bytes(copy.num_bytes)}, the same values) is left out"
+    )
+
+
+def _input(request: StageRequest, tensors: Sequence[Buffer]) -> AdapterInput:
+    if request.tensors is None:
+        return open_input(request.path, request.limits)
+    weights, config = (
+        trtllm.request_tensor(header, data)
+        for header, data in zip(request.tensors, tensors, strict=True)
+    )
+    return RequestTensors(weights, config)
+
+
+def _context(request: StageRequest) -> str:
+    """Return what the rows, and their checks, depend on in addition to the files."""
+    fields = (request.shapes, request.limits.max_ranks, request.pool_dtype)
+    return msgspec.json.encode(fields).decode()
+
+
+def _known_rows(state_dir: Path, known_digest: str) -> tuple[CanonicalRow, ...] | None:
+    """Return the rows of an adapter in the state directory; None if it is absent or damaged."""
+    try:
+        content = read_canonical(canonical_path(state_dir, known_digest))
+    except (InvalidAdapterError, OSError):
+        return None
+    return content.rows if content.digest == known_digest else None
+
+
+def _check(
+    request: StageRequest, source: AdapterInput, rows: tuple[CanonicalRow, ...]
+) -> tuple[str, ...]:
+    """Return warnings. Raises if the adapter does not fit the base or the engine."""
+    check_shapes(rows, request.shapes, request.limits.max_ranks)
+    warnings = check_base_name(
+        source.trained_on, request.base_model, request.base_check, request.shapes.stored_format
+    )
+    warnings += source.warnings(rows, request.shapes)
+    if request.pool_dtype:
+        warnings += check_cast(rows, request.pool_dtype)
+    return tuple(warnings)
+
+
+def _staged(
+    request: StageRequest,
+    source: AdapterInput,
+    rows: tuple[CanonicalRow, ...],
+    adapter_digest: str,
+    warnings: tuple[str, ...],
+    watch: Stopwatch,
+    *,
+    was_known: bool,
+) -> StagedAdapter:
+    path = canonical_path(Path(request.state_dir), adapter_digest)
+    tensors = [tensor for row in rows for tensor in row.tensors.values()]
+    return StagedAdapter(
+        source=source_of(adapter_digest, path, rows, request.shapes, request.limits.max_ranks),
+        dtypes=tuple(sorted({tensor.dtype for tensor in tensors if tensor.is_float})),
+        num_tensors=len(tensors),
+        changes_nothing=all(_changes_nothing(row) for row in rows),
+        end_tokens=source.end_tokens,
+        warnings=warnings,
+        was_known=was_known,
+        seconds=watch.seconds,
+    )
+
+
+def _changes_nothing(row: CanonicalRow) -> bool:
+    """Whether a row is LoRA that was never trained. Other kinds need the base to decide this."""
+    bias = row.tensors.get("bias")
+    is_silent = bias is None or bias.is_zero()
+    return row.kind is RowKind.LORA and is_silent and row.tensors["b"].is_zero()
 
 
 def _read(stream: BinaryIO) -> StageRequest | None:

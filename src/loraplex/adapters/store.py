@@ -1,24 +1,25 @@
 """Store of registered adapters on the disk: names, task ids and versions of every tenant.
 
 A name or a task id means a version, a version has a digest; older versions are kept. This module
-has the rules; records.py keeps the results. It opens no user's file and holds no tensor.
+has the rules; database.py keeps the results. It opens no user's file and holds no tensor.
 
 Lookups (resolve, find, list, aliases, is_missing, check_free) never touch the disk. Each change is
 on the disk before it is visible: one transaction, one fsync. Call changes, open, history, missing
 and collect_garbage in a thread, not on an event loop.
 """
 
+import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
-from loraplex.adapters.canonical_files import Collected
-from loraplex.adapters.records import MAX_HISTORY, Reconfigured, StoreRecords, reconfigure
+from loraplex.adapters.database import DATABASE_NAME, IN_MEMORY, AdapterDatabase
 from loraplex.adapters.staged import StagedAdapter
+from loraplex.adapters.state_files import CanonicalFiles, Collected, StateLock
 from loraplex.adapters.version import (
     MAX_NAME_LENGTH,
     AdapterVersion,
@@ -35,12 +36,12 @@ __all__ = [
     "MAX_NAME_LENGTH",
     "AdapterStore",
     "AdapterVersion",
-    "Collected",
-    "Reconfigured",
     "Registration",
     "VersionOrigin",
 ]
 
+MAX_HISTORY = 10
+"""Maximum number of kept versions of a name, including the present one; pinned ones come on top."""
 GARBAGE_AGE_SECONDS = 600.0
 
 
@@ -51,6 +52,18 @@ class Registration:
     version: AdapterVersion
     is_unchanged: bool
     """Whether the name had the same bytes before."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reconfigured:
+    """Changes that free the configured names and task ids."""
+
+    removed: tuple[AdapterVersion, ...]
+    """Adapters that only an earlier configuration had named."""
+    aliases: tuple[str, ...]
+    """Aliases whose name the configuration uses."""
+    task_ids: tuple[AdapterVersion, ...]
+    """Adapters that lost their task id, as they were before."""
 
 
 class AdapterStore:
@@ -69,8 +82,24 @@ class AdapterStore:
         """Open a store in memory, without files if there is no state directory. See also open()."""
         self._unix_seconds = unix_seconds
         self._changing = threading.Lock()
-        self._records = StoreRecords(state_dir, unix_seconds, is_persistent=is_persistent)
-        self._names = self._records.names
+        self._is_persistent = is_persistent
+        self._dropped: dict[str, float] = {}
+        """Time at which a digest last left a history. A request that resolved it earlier may not
+        have reached its engine yet."""
+        self._files: CanonicalFiles | None = None
+        path: Path | str = IN_MEMORY
+        with contextlib.ExitStack() as opened:
+            if state_dir is not None and is_persistent:
+                opened.callback(StateLock.own(state_dir).close)
+                path = state_dir / DATABASE_NAME
+            if state_dir is not None:
+                self._files = CanonicalFiles(state_dir)
+                opened.callback(self._files.close)
+            file_path = None if self._files is None else self._files.path
+            self._database = AdapterDatabase(path, file_path)
+            opened.callback(self._database.close)
+            self._opened = opened.pop_all()
+        self._names = self._database.names
         self._missing: frozenset[str] = frozenset()
         self._look_for_files()
 
@@ -94,7 +123,7 @@ class AdapterStore:
     def close(self) -> None:
         """Release the state directory. Lookups still work; changes fail."""
         with self._changing:
-            self._records.close()
+            self._opened.close()
 
     def check_free(
         self, model: str, tenant: str, name: str, task_id: int | None = None, *, replace: bool
@@ -182,10 +211,11 @@ class AdapterStore:
         """
         with self._changing:
             version = self._names.resolve(ref)
-            if isinstance(ref.key, ByName) and ref.key.name != version.name:
-                self._records.drop_alias(version.owner, ref.key.name)
-            else:
-                self._records.drop([version])
+            with self._change(is_removal=True):
+                if isinstance(ref.key, ByName) and ref.key.name != version.name:
+                    self._database.drop_alias(version.owner, ref.key.name)
+                else:
+                    self._database.drop(version)
             return version
 
     def resolve(self, ref: AdapterRef) -> AdapterVersion:
@@ -251,7 +281,7 @@ class AdapterStore:
     def history(self, ref: AdapterRef) -> Sequence[AdapterVersion]:
         """Return the kept versions of a name, the present one first."""
         with self._changing:
-            return self._records.history(self._names.resolve(ref))
+            return self._history(self._names.resolve(ref))
 
     def pin(self, ref: AdapterRef, number: int | None = None) -> AdapterVersion:
         """Keep a version (the present one without a number) in the history, and its file.
@@ -286,7 +316,8 @@ class AdapterStore:
                     "replace it",
                     param="alias",
                 )
-            self._records.put_alias(owner, alias, version.name)
+            with self._change():
+                self._database.put_alias(owner, alias, version.name)
             return version
 
     def aliases(self, tenant: str, model: str) -> Mapping[str, str]:
@@ -314,7 +345,14 @@ class AdapterStore:
         forgotten, within min_age_seconds: a name or an engine may be about to use it.
         """
         with self._changing:
-            return self._records.collect_garbage(in_use, min_age_seconds)
+            if self._files is None:
+                return Collected()
+            if not self._is_persistent:  # another process's database may refer to the files
+                return Collected(is_refused=True)
+            oldest = self._unix_seconds() - min_age_seconds
+            self._dropped = {digest: at for digest, at in self._dropped.items() if at > oldest}
+            kept = self._database.digests() | set(in_use) | set(self._dropped)
+            return self._files.collect(lambda digest: digest not in kept, min_age_seconds)
 
     def apply_configuration(
         self, model: str, tenant: str, task_ids: Mapping[str, int | None]
@@ -327,8 +365,14 @@ class AdapterStore:
         owner = (model, tenant)
         with self._changing:
             versions, aliases = self._names.versions(owner), self._names.aliases(owner)
-            change = reconfigure(versions, aliases, task_ids)
-            self._records.reconfigure(owner, change)
+            change = _reconfigured(versions, aliases, task_ids)
+            with self._change():
+                for version in change.task_ids:
+                    self._database.put(dataclasses.replace(version, task_id=None))
+                for alias in change.aliases:
+                    self._database.drop_alias(owner, alias)
+                for version in change.removed:
+                    self._database.drop(version)
             return change
 
     def _check_task_id_free(self, owner: Owner, name: str, task_id: int | None) -> None:
@@ -338,21 +382,51 @@ class AdapterStore:
                 f"LoRA task {task_id} already is adapter {holder.name!r}", param="task_id"
             )
 
+    @contextlib.contextmanager
+    def _change(self, *, is_removal: bool = False) -> Iterator[None]:
+        """Run a change as one transaction, and note which digests left a history by it."""
+        begun = self._database.removal() if is_removal else self._database.transaction()
+        with begun as dropped:
+            yield
+        self._dropped.update(dict.fromkeys(dropped, self._unix_seconds()))
+
     def _look_for_files(self) -> Sequence[AdapterVersion]:
-        missing = [v for v in self._names.versions() if not self._records.has_file(v)]
+        missing = [version for version in self._names.versions() if not self._has_file(version)]
         self._missing = frozenset(version.digest for version in missing)
         return missing
 
+    def _has_file(self, version: AdapterVersion) -> bool:
+        return self._files is None or self._files.has(version.digest)
+
+    def _history(self, present: AdapterVersion) -> Sequence[AdapterVersion]:
+        return self._database.history(present.owner, present.name)
+
     def _write(self, version: AdapterVersion, aliases: Collection[str] | None = None) -> None:
-        if not self._records.has_file(version):
+        """Write a version as the present one of its name, and forget later ones.
+
+        aliases: the name then has exactly those that are free. Raises AdapterLoadError without its
+        file.
+        """
+        if not self._has_file(version):
             raise _file_is_gone(version)
-        self._records.write(version, aliases)
+        owner, name = version.owner, version.name
+        free: list[str] = []
+        with self._change():
+            if aliases is not None:
+                free = [a for a in aliases if a != name and self._names.version(owner, a) is None]
+                for alias, of in self._names.aliases(owner).items():
+                    if alias == name or (of == name and alias not in free):
+                        self._database.drop_alias(owner, alias)
+            self._database.put(version)
+            self._database.trim(version, MAX_HISTORY)
+            for alias in free:
+                self._database.put_alias(owner, alias, name)
         self._missing -= {version.digest}
 
     def _version_before(self, present: AdapterVersion) -> AdapterVersion:
         """Return the previous version; of a restored version, the one before its original."""
         below = present.restored or present.number
-        for version in self._records.history(present):
+        for version in self._history(present):
             if version.number < below and version.digest != present.digest:
                 return version
         raise AdapterNotFoundError(
@@ -360,7 +434,7 @@ class AdapterStore:
         )
 
     def _numbered(self, present: AdapterVersion, number: int) -> AdapterVersion:
-        history = self._records.history(present)
+        history = self._history(present)
         for version in history:
             if version.number == number:
                 return version
@@ -374,7 +448,9 @@ class AdapterStore:
             present = self._names.resolve(ref)
             version = present if number is None else self._numbered(present, number)
             pinned = dataclasses.replace(version, is_pinned=is_pinned)
-            self._records.set_pinned(pinned)
+            with self._change():
+                self._database.set_pinned(pinned)
+                self._database.trim(present, MAX_HISTORY)
             return pinned
 
 
@@ -387,6 +463,31 @@ def _same_version(present: AdapterVersion, again: AdapterVersion) -> AdapterVers
         path=again.path,
         origin=again.origin,
     )
+
+
+def _reconfigured(
+    versions: Iterable[AdapterVersion],
+    aliases: Iterable[str],
+    task_ids: Mapping[str, int | None],
+) -> Reconfigured:
+    """Return what a configuration (name -> task id) takes from one owner's versions and aliases."""
+    names_by_task = {task_id: name for name, task_id in task_ids.items()}
+    staying: list[AdapterVersion] = []
+    removed: list[AdapterVersion] = []
+    for version in versions:
+        is_stale = version.origin is VersionOrigin.CONFIGURED and version.name not in task_ids
+        (removed if is_stale else staying).append(version)
+    losing = [
+        version
+        for version in staying
+        if version.task_id is not None
+        and (
+            names_by_task.get(version.task_id, version.name) != version.name
+            or task_ids.get(version.name, version.task_id) != version.task_id
+        )
+    ]
+    wanted = (alias for alias in aliases if alias in task_ids)
+    return Reconfigured(tuple(removed), tuple(wanted), tuple(losing))
 
 
 def _file_is_gone(version: AdapterVersion) -> AdapterLoadError:

@@ -23,6 +23,7 @@ import numpy.typing as npt
 from loraplex.adapters.durable_files import make_folder, sync_folder
 from loraplex.core.byte_sizes import readable_bytes
 from loraplex.core.errors import AdapterTooLargeError, InvalidAdapterError
+from loraplex.core.rank_limits import RankLimits
 
 _LENGTH_BYTES = 8
 _LFS_POINTER = b"version https://git-lfs"
@@ -43,6 +44,16 @@ _TYPES_BY_BYTES = {
     1: ("F8_E4M3", "F8_E5M2", "BOOL", "I8", "U8"),
 }
 _ITEM_BYTES = {dtype: size for size, dtypes in _TYPES_BY_BYTES.items() for dtype in dtypes}
+
+
+class StagingLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits that are checked before anything is read."""
+
+    max_ranks: RankLimits = RankLimits(64)
+    max_file_bytes: int = 4 << 30
+    max_header_bytes: int = 16 << 20
+    """Maximum header of a safetensors file, and maximum size of adapter_config.json."""
+    max_tensors: int = 100_000
 
 
 class TensorHeader(msgspec.Struct, frozen=True):
@@ -170,23 +181,21 @@ def read_bounded(path: Path, max_bytes: int) -> bytearray:
     return content
 
 
-def read_tensors(
-    path: Path, *, max_file_bytes: int, max_header_bytes: int, max_tensors: int
-) -> SafetensorsContent:
+def read_tensors(path: Path, limits: StagingLimits) -> SafetensorsContent:
     """Read a whole safetensors file; the tensors are views of one buffer.
 
     Raises InvalidAdapterError if it is not one, to the last byte; AdapterTooLargeError if it is
     over a limit.
     """
-    content = read_bounded(path, max_file_bytes)
+    content = read_bounded(path, limits.max_file_bytes)
     if len(content) < _LENGTH_BYTES:
         raise InvalidAdapterError(f"{path} is not a safetensors file: it has no header")
     check_is_no_pointer(path, io.BytesIO(content[: len(_LFS_POINTER)]))
     header_bytes = int.from_bytes(content[:_LENGTH_BYTES], "little")
-    if header_bytes > max_header_bytes:
+    if header_bytes > limits.max_header_bytes:
         raise AdapterTooLargeError(
             f"{path} declares a header of {readable_bytes(header_bytes)}; at most "
-            f"{readable_bytes(max_header_bytes)} are read"
+            f"{readable_bytes(limits.max_header_bytes)} are read"
         )
     data_start = _LENGTH_BYTES + header_bytes
     if data_start > len(content):
@@ -194,9 +203,9 @@ def read_tensors(
             f"{path} is truncated: its header has {header_bytes} bytes, the file {len(content)}"
         )
     entries, metadata = _parse_header(path, bytes(content[_LENGTH_BYTES:data_start]))
-    if len(entries) > max_tensors:
+    if len(entries) > limits.max_tensors:
         raise AdapterTooLargeError(
-            f"{path} declares {len(entries)} tensors; at most {max_tensors} are read"
+            f"{path} declares {len(entries)} tensors; at most {limits.max_tensors} are read"
         )
     data = memoryview(content)[data_start:]
     _check_layout(path, entries, len(data))

@@ -14,8 +14,8 @@ from typing import Final
 
 import msgspec
 
-from loraplex.adapters.records import DATABASE_NAME
-from loraplex.adapters.state_lock import lock_files
+from loraplex.adapters.database import DATABASE_NAME
+from loraplex.adapters.state_files import lock_files
 from loraplex.core.config import Config
 from loraplex.core.environment import hub_records, weights_cache_directory
 from loraplex.core.file_locks import holders, unused

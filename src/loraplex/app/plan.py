@@ -13,8 +13,8 @@ import torch
 
 from loraplex.adapters.base_check import check_shapes
 from loraplex.adapters.formats.inputs import open_input, read_fitting_rows
-from loraplex.adapters.staging_limits import StagingLimits
 from loraplex.adapters.targets import source_of
+from loraplex.adapters.tensor_file import StagingLimits
 from loraplex.app.build_limits import within_build
 from loraplex.app.builder import served_shapes
 from loraplex.app.local_paths import with_device

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from loraplex.adapters.sources.reference import SourceKind, parse
-from loraplex.adapters.state_lock import StateLock
+from loraplex.adapters.state_files import StateLock
 from loraplex.app.listener import bind
 from loraplex.core.byte_sizes import readable_bytes
 from loraplex.core.config import Config, ModelConfig

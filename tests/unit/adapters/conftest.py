@@ -8,8 +8,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from loraplex.adapters.shapes import BaseShapes
-from loraplex.adapters.stage import stage
 from loraplex.adapters.staged import StageRequest
+from loraplex.adapters.staging_worker import stage
 
 SHAPES = BaseShapes(
     num_layers=2, modules={"q_proj": (8, 12), "k_proj": (8, 4), "down_proj": (16, 8)}

@@ -8,7 +8,7 @@ from safetensors.numpy import save_file
 
 from loraplex.adapters.examination import examine
 from loraplex.adapters.staged import StageRequest
-from loraplex.adapters.staging_limits import StagingLimits
+from loraplex.adapters.tensor_file import StagingLimits
 from loraplex.core.errors import InvalidAdapterError
 from loraplex.core.rank_limits import RankLimits
 from support.naming import naming

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from loraplex.adapters.formats.inputs import open_input
-from loraplex.adapters.staging_limits import StagingLimits
+from loraplex.adapters.tensor_file import StagingLimits
 from loraplex.core.byte_sizes import readable_bytes
 from loraplex.core.errors import (
     AdapterTooLargeError,

@@ -17,10 +17,9 @@ from loraplex.adapters.formats.peft_config import LoraSettings, PeftConfig
 from loraplex.adapters.formats.peft_names import TensorName, parse_name
 from loraplex.adapters.fused_modules import fit_modules
 from loraplex.adapters.shapes import BaseShapes
-from loraplex.adapters.staging_limits import StagingLimits
 from loraplex.adapters.target_check import check_targets
 from loraplex.adapters.targets import targets_of
-from loraplex.adapters.tensor_file import RawTensor, encode_sizes
+from loraplex.adapters.tensor_file import RawTensor, StagingLimits, encode_sizes
 from loraplex.core.errors import (
     AdapterMismatchError,
     InvalidAdapterError,

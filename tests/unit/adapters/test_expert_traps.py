@@ -9,7 +9,7 @@ import pytest
 
 from loraplex.adapters.formats.inputs import open_input
 from loraplex.adapters.shapes import BaseShapes
-from loraplex.adapters.staging_limits import StagingLimits
+from loraplex.adapters.tensor_file import StagingLimits
 from loraplex.core.adapter import ExpertLoraLayout
 from loraplex.core.errors import (
     AdapterMismatchError,

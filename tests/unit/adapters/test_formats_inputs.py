@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 from loraplex.adapters.canonical import canonical_path, read_canonical
 from loraplex.adapters.formats.inputs import PairFolder
 from loraplex.adapters.shapes import BaseShapes
-from loraplex.adapters.staging_limits import StagingLimits
+from loraplex.adapters.tensor_file import StagingLimits
 from loraplex.core.errors import (
     AdapterMismatchError,
     AdapterTooLargeError,

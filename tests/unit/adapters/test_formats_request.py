@@ -9,10 +9,9 @@ import pytest
 
 from loraplex.adapters.canonical import canonical_path, read_canonical
 from loraplex.adapters.sources.policy import SourcePolicy
-from loraplex.adapters.stage import stage
 from loraplex.adapters.staged import StageRequest
 from loraplex.adapters.staging import RequestTensor, StagingWorker
-from loraplex.adapters.staging_worker import serve
+from loraplex.adapters.staging_worker import serve, stage
 from loraplex.adapters.tensor_file import TensorHeader
 from loraplex.core.errors import (
     AdapterLoadError,

@@ -15,7 +15,7 @@ from loraplex.adapters.canonical import CanonicalRow, read_canonical
 from loraplex.adapters.examination import examine
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.staged import StagedAdapter, StageRequest
-from loraplex.adapters.staging_limits import StagingLimits
+from loraplex.adapters.tensor_file import StagingLimits
 from loraplex.core.errors import (
     AdapterMismatchError,
     AdapterTooLargeError,

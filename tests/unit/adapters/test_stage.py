@@ -14,7 +14,7 @@ from loraplex.adapters.canonical import canonical_path, digest, read_canonical
 from loraplex.adapters.formats.inputs import PeftFolder
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.staged import StageRequest
-from loraplex.adapters.staging_limits import StagingLimits
+from loraplex.adapters.tensor_file import StagingLimits
 from loraplex.core.errors import (
     AdapterMismatchError,
     AdapterTooLargeError,

@@ -289,7 +289,7 @@ class TestMisbehaviour:
     async def test_stderr_goes_to_the_log(self, tmp_path, shapes, caplog):
         code = "import sys; sys.stderr.write('trouble\\n' * 3); sys.exit(1)"
         with (
-            caplog.at_level(logging.WARNING, "loraplex.adapters.staging_process"),
+            caplog.at_level(logging.WARNING, "loraplex.adapters.staging"),
             pytest.raises(AdapterLoadError),
         ):
             await self.stage(tmp_path, shapes, code)

@@ -14,7 +14,7 @@ import pytest
 from loraplex.adapters.canonical import canonical_path
 from loraplex.adapters.database import AdapterDatabase
 from loraplex.adapters.staged import StagedAdapter
-from loraplex.adapters.state_lock import StateLock
+from loraplex.adapters.state_files import StateLock
 from loraplex.adapters.store import AdapterStore, VersionOrigin
 from loraplex.adapters.tensor_file import write_atomically
 from loraplex.core.adapter import AdapterRef, AdapterSource, ByDigest, ByName, ByTaskId, LoraTarget
@@ -408,10 +408,10 @@ def test_a_transaction_is_all_or_nothing(store, state_dir):
 
     with pytest.raises(KeyboardInterrupt):
         fail_midway()
-    assert database.load() == ([], [])
+    assert database.names.versions() == database.history(version.owner, version.name) == []
     with database.transaction():
         database.put(version)
-    assert database.load() == ([version], [])
+    assert database.names.versions() == database.history(version.owner, version.name) == [version]
     database.close()
 
 
@@ -481,7 +481,7 @@ class TestAStateDirectoryThatIsGone:
 
     def test_a_database_that_is_read_only(self, store, state_dir):
         store.register("base", "t", "old", staged(state_dir, "old"), path="/old")
-        store._records._database._connection.execute("PRAGMA query_only = ON")
+        store._database._connection.execute("PRAGMA query_only = ON")
         with pytest.raises(StorageUnavailableError, match="readonly") as raised:
             store.remove(AdapterRef("base", "t", ByName("old")))
         assert raised.value.retry_after_seconds

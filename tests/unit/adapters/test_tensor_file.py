@@ -3,6 +3,7 @@ import math
 import os
 import struct
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given
@@ -12,6 +13,7 @@ from safetensors.numpy import save_file
 
 from loraplex.adapters.tensor_file import (
     RawTensor,
+    StagingLimits,
     encode_header,
     read_bounded,
     read_tensors,
@@ -22,7 +24,7 @@ from loraplex.core.errors import AdapterTooLargeError, InvalidAdapterError, Lora
 from support.examples import examples
 from support.naming import naming
 
-LIMITS = {"max_file_bytes": 1 << 20, "max_header_bytes": 1 << 16, "max_tensors": 100}
+LIMITS = StagingLimits(max_file_bytes=1 << 20, max_header_bytes=1 << 16, max_tensors=100)
 
 
 def file_of(path, header, data=b"", header_bytes=None):
@@ -43,7 +45,7 @@ def test_reads_what_the_library_writes(tmp_path):
         "empty": np.zeros((0, 4), "f8"),
     }
     save_file(tensors, tmp_path / "t", metadata={"k": "v"})
-    got = read_tensors(tmp_path / "t", **LIMITS)
+    got = read_tensors(tmp_path / "t", LIMITS)
     assert got.metadata == {"k": "v"}
     assert got.tensors.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -77,7 +79,7 @@ BROKEN = {
 def test_a_broken_file_is_an_error_that_names_it(tmp_path, content):
     (tmp_path / "t").write_bytes(content)
     with pytest.raises(InvalidAdapterError, match=str(tmp_path / "t")):
-        read_tensors(tmp_path / "t", **LIMITS)
+        read_tensors(tmp_path / "t", LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -103,27 +105,27 @@ def test_a_broken_file_is_an_error_that_names_it(tmp_path, content):
 )
 def test_a_header_that_lies_is_refused(tmp_path, header, named):
     with pytest.raises(InvalidAdapterError, match=named):
-        read_tensors(file_of(tmp_path / "t", header, b"\0" * 8), **LIMITS)
+        read_tensors(file_of(tmp_path / "t", header, b"\0" * 8), LIMITS)
 
 
 def test_the_same_name_twice_leaves_bytes_without_a_tensor(tmp_path):
     first, second = json.dumps(entry()), json.dumps(entry(offsets=(8, 16)))
     header = f'{{"x": {first}, "x": {second}}}'.encode()
     with pytest.raises(InvalidAdapterError):
-        read_tensors(file_of(tmp_path / "t", header, b"\0" * 16), **LIMITS)
+        read_tensors(file_of(tmp_path / "t", header, b"\0" * 16), LIMITS)
 
 
 @pytest.mark.parametrize("limit", ["max_file_bytes", "max_header_bytes", "max_tensors"])
 def test_limits_are_kept_before_reading(tmp_path, limit):
     save_file({"x": np.zeros(4, "f4"), "y": np.zeros(4, "f4")}, tmp_path / "t")
-    read_tensors(tmp_path / "t", **LIMITS)
+    read_tensors(tmp_path / "t", LIMITS)
     with pytest.raises(AdapterTooLargeError, match=naming(1)):
-        read_tensors(tmp_path / "t", **(LIMITS | {limit: 1}))
+        read_tensors(tmp_path / "t", msgspec.structs.replace(LIMITS, **{limit: 1}))
 
 
 def test_a_huge_declared_header_is_not_allocated(tmp_path):
     with pytest.raises(AdapterTooLargeError, match="header"):
-        read_tensors(file_of(tmp_path / "t", {}, header_bytes=2**62), **LIMITS)
+        read_tensors(file_of(tmp_path / "t", {}, header_bytes=2**62), LIMITS)
 
 
 def test_what_is_not_a_regular_file_is_not_read(tmp_path):
@@ -143,7 +145,7 @@ def test_no_damage_gives_anything_but_an_error_of_ours(tmp_path, data):
     del content[data.draw(st.integers(0, len(content))) :]
     (tmp_path / "t").write_bytes(content)
     try:
-        got = read_tensors(tmp_path / "t", **LIMITS)
+        got = read_tensors(tmp_path / "t", LIMITS)
     except LoraplexError:
         return
     assert sum(tensor.num_bytes for tensor in got.tensors.values()) <= len(content)
@@ -214,7 +216,7 @@ def test_largest_magnitude(dtype, array_type, values, expected):
     assert tensor.is_zero() == (expected == 0.0)
 
 
-@pytest.mark.parametrize("read", [lambda path: read_tensors(path, **LIMITS), tensor_names])
+@pytest.mark.parametrize("read", [lambda path: read_tensors(path, LIMITS), tensor_names])
 def test_a_pointer_of_git_lfs(tmp_path, read):
     path = tmp_path / "adapter_model.safetensors"
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from loraplex.adapters.state_lock import StateLock
+from loraplex.adapters.state_files import StateLock
 from loraplex.app.start_checks import check_start, check_weights_fit
 from loraplex.core.config import AdapterConfig, Config, ModelConfig
 from loraplex.core.errors import ConfigError

@@ -5,8 +5,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from loraplex.adapters.shapes import BaseShapes
-from loraplex.adapters.stage import stage
 from loraplex.adapters.staged import StageRequest
+from loraplex.adapters.staging_worker import stage
 from loraplex.bench.random_adapters import MODULES, linear_shapes, write_random_adapters
 from loraplex.core.errors import ConfigError
 from loraplex.demo import BASE_PATH

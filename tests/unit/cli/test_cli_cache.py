@@ -13,7 +13,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from loraplex.adapters.state_lock import StateLock
+from loraplex.adapters.state_files import StateLock
 from loraplex.adapters.store import AdapterStore
 from loraplex.cli.main import app
 from loraplex.core.file_locks import use

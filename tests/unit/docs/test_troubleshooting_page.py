@@ -16,10 +16,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from loraplex.adapters.base_check import BaseCheck
-from loraplex.adapters.stage import stage
 from loraplex.adapters.staged import StageRequest
-from loraplex.adapters.staging_limits import StagingLimits
-from loraplex.adapters.state_lock import StateLock
+from loraplex.adapters.staging_worker import stage
+from loraplex.adapters.state_files import StateLock
+from loraplex.adapters.tensor_file import StagingLimits
 from loraplex.app.builder import served_shapes
 from loraplex.app.plan import plan_memory
 from loraplex.app.start_checks import check_start, check_weights_fit

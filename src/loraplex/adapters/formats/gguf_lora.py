@@ -19,8 +19,12 @@ from loraplex.adapters.canonical import CanonicalRow, RowKind, sort_rows
 from loraplex.adapters.formats.canonical_file import check_rows
 from loraplex.adapters.formats.peft_names import TensorName, parse_name
 from loraplex.adapters.shapes import BaseShapes
-from loraplex.adapters.staging_limits import StagingLimits
-from loraplex.adapters.tensor_file import RawTensor, check_is_no_pointer, open_bounded
+from loraplex.adapters.tensor_file import (
+    RawTensor,
+    StagingLimits,
+    check_is_no_pointer,
+    open_bounded,
+)
 from loraplex.core.adapter import EMBEDDING
 from loraplex.core.errors import (
     AdapterMismatchError,

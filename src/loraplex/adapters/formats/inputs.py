@@ -18,10 +18,9 @@ from loraplex.adapters.formats.peft_names import is_of_other_tower
 from loraplex.adapters.fused_modules import fit_modules
 from loraplex.adapters.gguf_files import GGUF_SUFFIX, gguf_files_of
 from loraplex.adapters.shapes import BaseShapes
-from loraplex.adapters.staging_limits import StagingLimits
 from loraplex.adapters.tensor_file import (
     RawTensor,
-    SafetensorsContent,
+    StagingLimits,
     read_bounded,
     read_tensors,
 )
@@ -90,12 +89,8 @@ class PeftFolder:
     def read_tensors(self, limits: StagingLimits) -> dict[str, RawTensor]:
         """Read the tensors by their names in the file."""
         if self._weights.name == peft.TORCH_WEIGHTS_NAME:
-            return torch_bin.read_torch_file(
-                self._weights,
-                max_file_bytes=limits.max_file_bytes,
-                max_tensors=limits.max_tensors,
-            )
-        return _read_file(self._weights, limits).tensors
+            return torch_bin.read_torch_file(self._weights, limits)
+        return read_tensors(self._weights, limits).tensors
 
     def read_rows(self, shapes: BaseShapes, limits: StagingLimits) -> tuple[CanonicalRow, ...]:
         tensors = self.read_tensors(limits)
@@ -141,7 +136,7 @@ class MlxFolder:
 
     def read_rows(self, shapes: BaseShapes, limits: StagingLimits) -> tuple[CanonicalRow, ...]:
         tensors = mlx.peft_tensors(
-            _read_file(self._weights, limits).tensors, ties_embeddings=shapes.ties_embeddings
+            read_tensors(self._weights, limits).tensors, ties_embeddings=shapes.ties_embeddings
         )
         return peft.canonical_rows(self._config.as_peft, tensors, shapes)
 
@@ -195,11 +190,11 @@ class LoraFile:
 
     def read_pair(self, limits: StagingLimits) -> tuple[RawTensor, RawTensor] | None:
         """Read (lora_weights, lora_config) of llgtrt's file; None: it is another."""
-        content = _read_file(self._path, limits)
+        content = read_tensors(self._path, limits)
         return llgtrt.lora_tensors(content) if llgtrt.is_lora_file(content) else None
 
     def read_rows(self, shapes: BaseShapes, limits: StagingLimits) -> tuple[CanonicalRow, ...]:
-        content = _read_file(self._path, limits)
+        content = read_tensors(self._path, limits)
         if content.metadata.get("format") == FORMAT:
             return canonical_file.check_rows(parse_canonical(self._path, content).rows)
         if llgtrt.is_lora_file(content):
@@ -337,15 +332,6 @@ def _peft_weights(folder: Path) -> Path:
         if (folder / name).exists():
             return folder / name
     raise InvalidAdapterError(f"{folder} has neither {' nor '.join(peft.WEIGHTS_NAMES)}")
-
-
-def _read_file(path: Path, limits: StagingLimits) -> SafetensorsContent:
-    return read_tensors(
-        path,
-        max_file_bytes=limits.max_file_bytes,
-        max_header_bytes=limits.max_header_bytes,
-        max_tensors=limits.max_tensors,
-    )
 
 
 def _listed(names: Iterable[str], most: int = 5) -> str:

@@ -9,12 +9,12 @@ import math
 import zipfile
 from pathlib import Path
 
-from loraplex.adapters.tensor_file import RawTensor, read_bounded
+from loraplex.adapters.tensor_file import RawTensor, StagingLimits, read_bounded
 from loraplex.core.byte_sizes import readable_bytes
 from loraplex.core.errors import AdapterTooLargeError, InvalidAdapterError
 
 
-def read_torch_file(path: Path, *, max_file_bytes: int, max_tensors: int) -> dict[str, RawTensor]:
+def read_torch_file(path: Path, limits: StagingLimits) -> dict[str, RawTensor]:
     """Read the tensors of a state dict that torch.save wrote.
 
     Raises InvalidAdapterError if it contains any other object, or is broken;
@@ -22,8 +22,8 @@ def read_torch_file(path: Path, *, max_file_bytes: int, max_tensors: int) -> dic
     """
     import torch  # noqa: PLC0415 - heavy, and most adapters never need it
 
-    content = io.BytesIO(read_bounded(path, max_file_bytes))
-    _check_archive(path, content, max_file_bytes)
+    content = io.BytesIO(read_bounded(path, limits.max_file_bytes))
+    _check_archive(path, content, limits.max_file_bytes)
     content.seek(0)
     types = {
         torch.float64: "F64",
@@ -40,9 +40,9 @@ def read_torch_file(path: Path, *, max_file_bytes: int, max_tensors: int) -> dic
         ) from error
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
         raise InvalidAdapterError(f"{path} does not hold a state dict but a {type(state).__name__}")
-    if len(state) > max_tensors:
+    if len(state) > limits.max_tensors:
         raise AdapterTooLargeError(
-            f"{path} holds {len(state)} tensors; at most {max_tensors} are read"
+            f"{path} holds {len(state)} tensors; at most {limits.max_tensors} are read"
         )
     tensors: dict[str, RawTensor] = {}
     total = 0
@@ -51,8 +51,8 @@ def read_torch_file(path: Path, *, max_file_bytes: int, max_tensors: int) -> dic
             raise InvalidAdapterError(f"{path}: {name!r} is not a dense tensor")
         # A view may repeat its few bytes over any shape.
         total += math.prod(tensor.shape) * tensor.element_size()
-        if total > max_file_bytes:
-            raise _too_large(path, max_file_bytes)
+        if total > limits.max_file_bytes:
+            raise _too_large(path, limits.max_file_bytes)
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         dtype = types.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
         tensors[name] = RawTensor(dtype, tuple(tensor.shape), flat.numpy().tobytes())

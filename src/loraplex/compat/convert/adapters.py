@@ -25,8 +25,7 @@ from loraplex.adapters.formats.peft import WEIGHTS_NAME
 from loraplex.adapters.formats.peft_config import CONFIG_NAME
 from loraplex.adapters.formats.storage_type import StorageType
 from loraplex.adapters.shapes import BaseShapes
-from loraplex.adapters.staging_limits import StagingLimits
-from loraplex.adapters.tensor_file import encode_header, write_atomically
+from loraplex.adapters.tensor_file import StagingLimits, encode_header, write_atomically
 from loraplex.core.errors import AdapterMismatchError, InvalidAdapterError, InvalidParameterError
 
 _NO_BASE = BaseShapes(0, {})

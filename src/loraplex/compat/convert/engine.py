@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from loraplex.adapters.formats.inputs import PeftFolder, open_input
-from loraplex.adapters.staging_limits import StagingLimits
+from loraplex.adapters.tensor_file import StagingLimits
 from loraplex.app.builder import base_shapes
 from loraplex.compat.convert.adapters import read_peft
 from loraplex.compat.convert.build_settings import build_config, with_build_config

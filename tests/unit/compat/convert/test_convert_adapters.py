@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from loraplex.adapters.canonical import digest
 from loraplex.adapters.formats.export import StorageType
 from loraplex.adapters.shapes import BaseShapes
-from loraplex.adapters.stage import stage
 from loraplex.adapters.staged import StageRequest
+from loraplex.adapters.staging_worker import stage
 from loraplex.cli.main import app
 from loraplex.compat.convert import adapters
 from loraplex.compat.convert.adapters import read_peft, write_lora_file, write_pair, write_peft
