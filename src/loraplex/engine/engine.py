@@ -29,7 +29,6 @@ from loraplex.engine.journal import (
     NoJournal,
     PlanMade,
     StepEnded,
-    without_bulk,
 )
 from loraplex.engine.messages import (
     AbortRequest,
@@ -300,7 +299,7 @@ class Engine:
         except Exception as error:
             logger.exception("step %d failed", plan.step_id)
             return self._fail(step, error)
-        self._journal.write(StepEnded(self._clock.tick(), without_bulk(result)))
+        self._journal.write(StepEnded(self._clock.tick(), result))
         self._rank_wait_ns = result.timing.rank_wait_ns
         outputs = self._scheduler.absorb(plan, result)
         self._marker.end(plan.step_id)

@@ -98,15 +98,9 @@ class NoJournal:
     def close(self) -> None: ...
 
 
-def without_bulk(result: StepResult) -> StepResult:
-    """Return the part that the scheduler uses: no alternative tokens, and finite numbers."""
-    if not any(row.logprobs or row.prompt_logprobs or row.candidates for row in result.rows):
-        return result
-    rows = tuple(_row_without_bulk(row) for row in result.rows)
-    return msgspec.structs.replace(result, rows=rows)
-
-
 def _row_without_bulk(row: RowResult) -> RowResult:
+    if not (row.logprobs or row.prompt_logprobs or row.candidates):
+        return row
     return msgspec.structs.replace(
         row,
         logprobs=tuple(map(_chosen, row.logprobs)),
@@ -124,9 +118,13 @@ def _finite(score: float) -> float:
     return score if math.isfinite(score) else -sys.float_info.max
 
 
-def with_finite_biases(entry: JournalEntry) -> JournalEntry:
-    """Replace biases of minus infinity, which the scheduler ignores, by the least finite one."""
+def encodable(entry: JournalEntry) -> JournalEntry:
+    """Return what the scheduler uses of an entry, with finite numbers, the only ones of JSON."""
     match entry:
+        case StepEnded(result=StepResult() as result):
+            rows = tuple(map(_row_without_bulk, result.rows))
+            result = msgspec.structs.replace(result, rows=rows)
+            return msgspec.structs.replace(entry, result=result)
         case CommandTaken(_, AddRequest(request)):
             return msgspec.structs.replace(entry, command=AddRequest(_with_finite_biases(request)))
         case PlanMade(plan=StepPlan() as plan) if plan.added:

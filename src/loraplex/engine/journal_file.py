@@ -19,7 +19,7 @@ from loraplex.engine.journal import (
     JOURNAL_VERSION,
     JournalEntry,
     JournalHeader,
-    with_finite_biases,
+    encodable,
 )
 
 NUM_PARTS = 8
@@ -60,7 +60,7 @@ class JournalFile:
     def write(self, entry: JournalEntry) -> None:
         if self._descriptor is None:
             return
-        line = self._encoder.encode(with_finite_biases(entry)) + b"\n"
+        line = self._encoder.encode(encodable(entry)) + b"\n"
         try:
             if self._num_bytes + len(line) > self._max_part_bytes:
                 self._next_part()

@@ -6,7 +6,9 @@ lowest index first: beams in their order, then a beam's candidates in theirs.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import heapq
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from loraplex.core.beam_search import BeamSearch, EarlyStopping
@@ -42,8 +44,6 @@ class _Continuation:
     parent: int
     beam: Beam
     stop: Stop | None
-    rank: float
-    """Sort key of continuations: the log probability less the diversity penalty."""
 
 
 class BeamSearcher:
@@ -112,27 +112,25 @@ class BeamSearcher:
 
     def _best_continuations(self, candidates: Sequence[Candidates]) -> list[_Continuation]:
         """Return the best `_num_kept` continuations of all beams together."""
-        pairs = zip(self._beams, candidates, strict=True)
-        ranked = [
-            (beam.logprob + logprob - self._params.diversity_rate * i, parent, i)
-            for parent, (beam, of_beam) in enumerate(pairs)
-            for i, (_, logprob) in enumerate(of_beam)
-        ]
-        ranked.sort(key=lambda entry: -entry[0])
+
+        def ranked(parent: int, beam: Beam) -> Iterator[tuple[float, int, int]]:
+            for i, (_, logprob) in enumerate(candidates[parent]):
+                yield -(beam.logprob + logprob - self._params.diversity_rate * i), parent, i
+
+        # A beam's candidates are in the order of their rank, so most are never looked at.
+        best = heapq.merge(*map(ranked, itertools.count(), self._beams))
         return [
-            self._continuation(rank, parent, i, candidates[parent])
-            for rank, parent, i in ranked[: self._num_kept]
+            self._continuation(parent, i, candidates[parent])
+            for _, parent, i in itertools.islice(best, self._num_kept)
         ]
 
-    def _continuation(
-        self, rank: float, parent: int, index: int, of_beam: Candidates
-    ) -> _Continuation:
+    def _continuation(self, parent: int, index: int, of_beam: Candidates) -> _Continuation:
         token_id, logprob = of_beam[index]
         before = self._beams[parent]
         score = TokenLogprob(token_id, logprob, index + 1, tuple(of_beam[: self._num_top]))
         token_ids = (*before.token_ids, token_id)
         beam = Beam(token_ids, before.logprob + logprob, (*before.scores, score))
-        return _Continuation(parent, beam, self._stop_of(token_ids), rank)
+        return _Continuation(parent, beam, self._stop_of(token_ids))
 
     def _take_hypotheses(self, best: Sequence[_Continuation]) -> None:
         """Add the continuations that end, among the best `width`, to the hypotheses."""

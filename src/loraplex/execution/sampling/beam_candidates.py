@@ -33,11 +33,11 @@ def find_candidates(
         num_top = min(max(row.step.num_candidates for row in rows), scores.shape[1])
         ids = kernels.top_logprobs(scores, numbers, np.zeros_like(numbers), num_top).top_ids
         best = scores.gather(1, ids)
+    # Scores fall, so those of tokens that may not come are at the end.
+    num_possible = (best > -math.inf).sum(1).tolist()
     return [
-        tuple(
-            (token_id, score)
-            for token_id, score in zip(of_ids, of_scores, strict=True)
-            if score > -math.inf
-        )[: row.step.num_candidates]
-        for row, of_ids, of_scores in zip(rows, ids.tolist(), best.tolist(), strict=True)
+        tuple(zip(of_ids, of_scores, strict=True))[: min(num, row.step.num_candidates)]
+        for row, of_ids, of_scores, num in zip(
+            rows, ids.tolist(), best.tolist(), num_possible, strict=True
+        )
     ]

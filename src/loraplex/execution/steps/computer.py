@@ -172,8 +172,11 @@ class StepComputer:
         if isinstance(row.task, Pool):
             self._pooler.add_row(row.slot, row.task)
             return
-        known = tuple(self._in_vocabulary(token_id) for token_id in row.token_ids)
-        self._sampler.add_row(msgspec.structs.replace(row, token_ids=known))
+        ids = row.token_ids
+        # A beam that forks joins with all its tokens: two calls in C instead of one for each token.
+        if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:
+            row = msgspec.structs.replace(row, token_ids=tuple(map(self._in_vocabulary, ids)))
+        self._sampler.add_row(row)
 
     def remove_row(self, slot: Slot) -> None:
         self._sampler.remove_row(slot)
