@@ -302,7 +302,7 @@ TUTORIALS = {
     "... holds no adapter; supported: ...": "adapters/formats/inputs.py",
     "there is no model or adapter 'zz' here; there are: ...": "serving/catalog.py",
     "adapter 'zh' already exists (digest ...); remove it first, or replace it": "adapters/store.py",
-    "the adapter belongs to another base model: ... (...)": "adapters/stage.py",
+    "the adapter belongs to another base model: ... (...)": "adapters/staging_worker.py",
     "... has rank 128; the server holds ranks up to 64 on ...: raise ...": "core/rank_limits.py",
     "... is an engine that TensorRT-LLM built, which only TensorRT can run; ...": (
         "compat/triton/engine_dir.py"
