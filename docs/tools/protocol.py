@@ -21,9 +21,9 @@ from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.kserve.trace_settings import DEFAULTS as TRACE_SETTINGS
 from loraplex.frontends.kserve.trace_settings import FIXED as FIXED_TRACE_SETTINGS
+from loraplex.frontends.metric_families import ExactCounter
 from loraplex.frontends.ops.gateway_metrics import GatewayCollector
 from loraplex.frontends.ops.metrics import metrics_registry
-from loraplex.frontends.prometheus_text import ExactCounter
 from loraplex.serving.request_metrics import RequestMetrics
 from support.echo_service import EchoService
 from tools.not_served import ABSENT_METRICS

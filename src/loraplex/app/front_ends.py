@@ -27,7 +27,7 @@ from loraplex.frontends.body_memory import BodyMemory
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration
 from loraplex.frontends.kserve.models.model_control import ModelControl
 from loraplex.frontends.kserve.service import TritonService
-from loraplex.frontends.ops.declaration_metrics import DeclarationCollector
+from loraplex.frontends.ops.engine_families import declaration_collector
 from loraplex.frontends.ops.frontend_numbers import FrontendNumbers
 from loraplex.frontends.ops.latencies import Latencies
 from loraplex.frontends.ops.metrics import MetricsLimits, metrics_app
@@ -132,7 +132,7 @@ def _exposed_metrics(
     """Return the app of the metrics of all parts of the server."""
     collectors = [*triton.collectors(), *reporting.collectors()]
     if service.declared_adapters is not None:
-        collectors.append(DeclarationCollector(service.declared_adapters.status))
+        collectors.append(declaration_collector(service.declared_adapters.status))
     return metrics_app(
         service,
         metrics,

@@ -15,11 +15,14 @@ from loraplex.core.output import RequestOutput
 from loraplex.core.principal import LOCAL, Principal
 from loraplex.core.request import RequestBatch
 from loraplex.frontends.kserve.active import ActiveRequests, StreamScope
-from loraplex.frontends.kserve.backend_metrics import TensorRtLlmCollector, token_labels
 from loraplex.frontends.kserve.inference import Inference, select
 from loraplex.frontends.kserve.management import Management
 from loraplex.frontends.kserve.messages import InferRequest, InferResponse
-from loraplex.frontends.kserve.model_metrics import first_response_buckets
+from loraplex.frontends.kserve.metrics import (
+    inference_collector,
+    tensorrt_llm_collector,
+    token_labels,
+)
 from loraplex.frontends.kserve.models.catalog import DEFAULT_MAX_BATCH_SIZE, Catalog, StartModel
 from loraplex.frontends.kserve.models.computations import compute, is_computation
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration
@@ -30,10 +33,14 @@ from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
 from loraplex.frontends.kserve.models.triton_model import TritonModel
 from loraplex.frontends.kserve.responses import OneResponse, ResponseStream
 from loraplex.frontends.kserve.shared_memory import SharedMemory
-from loraplex.frontends.kserve.statistics import Recording, Statistics, StepCounts
+from loraplex.frontends.kserve.statistics import (
+    Recording,
+    Statistics,
+    StepCounts,
+    first_response_buckets,
+)
 from loraplex.frontends.kserve.submission import Submission, raise_in_dialect
 from loraplex.frontends.kserve.token_metrics import TokenLabels
-from loraplex.frontends.kserve.triton_metrics import InferenceCollector
 from loraplex.serving.backend import Backend, close_outputs
 
 _ONE_PER_ELEMENT = (ENSEMBLE.name, TENSORRT_LLM.name)
@@ -72,7 +79,7 @@ class TritonService:
         self.management = Management(self.catalog, sends_traces=sends_traces)
         self._submission = Submission(backend)
         self._active = ActiveRequests()
-        self._labels: dict[str, tuple[TritonModel, TokenLabels, StepCounts | None]] = {}
+        self._labels: dict[str, tuple[TritonModel, TokenLabels, StepCounts]] = {}
         """What requests to a model of the catalog count for."""
         self._metrics = metrics or MetricsConfig()
         buckets = {one.name: first_response_buckets(one.name, one.config) for one in declarations}
@@ -151,8 +158,8 @@ class TritonService:
         for model in self.catalog.models():
             self.counts.token_metrics.expect(token_labels(self.catalog, model))
         return [
-            InferenceCollector(self.catalog, self.counts, self._metrics),
-            TensorRtLlmCollector(self.catalog, self.backend),
+            inference_collector(self.catalog, self.counts, self._metrics),
+            tensorrt_llm_collector(self.catalog, self.backend),
             self.counts.token_metrics,
         ]
 

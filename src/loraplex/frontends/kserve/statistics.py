@@ -8,19 +8,34 @@ execution. Durations are nanoseconds; all runs on one event loop.
 import asyncio
 import dataclasses
 import enum
+import itertools
+import math
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
-from loraplex.core.errors import CapacityError, QueueFullError, RequestError
+from loraplex.core.errors import CapacityError, ConfigError, QueueFullError, RequestError
 from loraplex.frontends.kserve.failures import FailedResponse
-from loraplex.frontends.kserve.latencies import FIRST_RESPONSE_BUCKETS_MS, Latencies
-from loraplex.frontends.kserve.token_metrics import TokenLabels, TokenMetrics, TokenTimes
+from loraplex.frontends.kserve.token_metrics import Histogram, TokenLabels, TokenMetrics, TokenTimes
 
 MAX_RESPONSE_STATS = 256
 """Maximum number of a stream's responses that are counted each for itself."""
+WINDOW_SECONDS = 60.0
+"""Window of a summary: the default of Triton's library, prometheus-cpp."""
+MAX_VALUES = 10_000
+"""Values per window: the newest ones are kept."""
+FIRST_RESPONSE: Final = "nv_inference_first_response_histogram_ms"
+"""The family of the histogram that models may have buckets of their own for."""
+FIRST_RESPONSE_BUCKETS_MS = (100.0, 500.0, 2000.0, 5000.0)
+
+_PHASES = ("compute_input", "compute_infer", "compute_output")
+_SPANS = ("success", "queue", *_PHASES)
+"""Durations of a request that succeeded; `success` is the whole."""
+_OF_MODEL = ("success", "fail", "queue", *_PHASES, "cache_hit", "cache_miss")
+_OF_RESPONSE = ("success", "fail", "empty_response", "cancel")
+_STEPS = ("preprocessing", "tensorrt_llm", "postprocessing")
 
 
 class FailureReason(enum.Enum):
@@ -32,8 +47,29 @@ class FailureReason(enum.Enum):
     OTHER = "OTHER"
 
 
+class RecentValues:
+    """Values of the last WINDOW_SECONDS, for quantiles."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._values: deque[tuple[float, float]] = deque(maxlen=MAX_VALUES)
+
+    def add(self, value: float) -> None:
+        self._values.append((self._clock(), value))
+
+    def quantiles(self, quantiles: Sequence[float]) -> list[float]:
+        """The nearest ranks; NaN where nothing is left of the window."""
+        oldest = self._clock() - WINDOW_SECONDS
+        while self._values and self._values[0][0] < oldest:
+            self._values.popleft()
+        ordered = sorted(value for _, value in self._values)
+        if not ordered:
+            return [math.nan] * len(quantiles)
+        return [ordered[math.ceil(quantile * len(ordered)) - 1] for quantile in quantiles]
+
+
 @dataclasses.dataclass(slots=True)
-class Durations:
+class TotalTime:
     """How often, and how long all together."""
 
     count: int = 0
@@ -41,142 +77,70 @@ class Durations:
 
     def add(self, ns: int) -> None:
         self.count += 1
-        if ns > 0:
-            self.ns += ns
-
-    def report(self) -> dict[str, int]:
-        return {"count": self.count, "ns": self.ns}
+        self.ns += max(ns, 0)
 
 
-@dataclasses.dataclass(slots=True)
-class Phases:
-    """Number of requests that succeeded, and the total duration of each of their phases."""
+class _Times(dict[str, TotalTime]):
+    """Total times by the names of the statistics extension."""
 
-    count: int = 0
-    input_ns: int = 0
-    infer_ns: int = 0
-    output_ns: int = 0
+    def __init__(self, names: Iterable[str]) -> None:
+        super().__init__({name: TotalTime() for name in names})
 
-    def add(self, input_ns: int, infer_ns: int, output_ns: int, count: int = 1) -> None:
-        self.count += count
-        self.input_ns += input_ns
-        self.infer_ns += infer_ns
-        self.output_ns += output_ns
-
-    @property
-    def compute_input(self) -> Durations:
-        return Durations(self.count, self.input_ns)
-
-    @property
-    def compute_infer(self) -> Durations:
-        return Durations(self.count, self.infer_ns)
-
-    @property
-    def compute_output(self) -> Durations:
-        return Durations(self.count, self.output_ns)
-
-    def report(self) -> dict[str, Any]:
-        return {
-            "compute_input": self.compute_input.report(),
-            "compute_infer": self.compute_infer.report(),
-            "compute_output": self.compute_output.report(),
-        }
+    def report(self) -> dict[str, dict[str, int]]:
+        return {name: dataclasses.asdict(total) for name, total in self.items()}
 
 
-@dataclasses.dataclass(slots=True)
-class ResponseCounts:
-    """Counts of the responses that had the same index in their streams."""
-
-    success: Durations = dataclasses.field(default_factory=Durations)
-    fail: Durations = dataclasses.field(default_factory=Durations)
-    empty_response: Durations = dataclasses.field(default_factory=Durations)
-    cancel: Durations = dataclasses.field(default_factory=Durations)
-
-    def report(self) -> dict[str, Any]:
-        return {
-            "compute_infer": self.success.report(),
-            "compute_output": Durations().report(),
-            "success": self.success.report(),
-            "fail": self.fail.report(),
-            "empty_response": self.empty_response.report(),
-            "cancel": self.cancel.report(),
-        }
-
-
-@dataclasses.dataclass(slots=True)
 class ModelCounts:
     """Since the server started."""
 
-    success: Durations = dataclasses.field(default_factory=Durations)
-    fail: Durations = dataclasses.field(default_factory=Durations)
-    queue: Durations = dataclasses.field(default_factory=Durations)
-    by_batch_size: defaultdict[int, Phases] = dataclasses.field(
-        default_factory=lambda: defaultdict(Phases)
-    )
-    by_response: defaultdict[int, ResponseCounts] = dataclasses.field(
-        default_factory=lambda: defaultdict(ResponseCounts)
-    )
-    failures: dict[FailureReason, int] = dataclasses.field(
-        default_factory=lambda: dict.fromkeys(FailureReason, 0)
-    )
-    num_inferences: int = 0
-    """Number of batch elements that got a response."""
-    num_pending: int = 0
-    """Requests that wait for their first step."""
-    last_inference_ms: int = 0
-    """Wall time, Unix milliseconds."""
-    latencies: Latencies | None = None
-    """None: neither summaries nor histograms are enabled."""
+    def __init__(self, first_response_buckets: Sequence[float] | None = None) -> None:
+        """first_response_buckets: in milliseconds; None: neither summaries nor histograms."""
+        self.times = _Times(_OF_MODEL)
+        self.by_batch_size: defaultdict[int, _Times] = defaultdict(lambda: _Times(_PHASES))
+        self.by_response: defaultdict[int, _Times] = defaultdict(lambda: _Times(_OF_RESPONSE))
+        self.failures = dict.fromkeys(FailureReason, 0)
+        self.num_inferences = 0
+        """Number of batch elements that got a response."""
+        self.num_pending = 0
+        """Requests that wait for their first step."""
+        self.last_inference_ms = 0
+        """Wall time, Unix milliseconds."""
+        has_latencies = first_response_buckets is not None
+        self.windows = {name: RecentValues() for name in (_SPANS if has_latencies else ())}
+        """Microseconds of requests that succeeded."""
+        self.first_responses = Histogram(first_response_buckets or ())
+        """Milliseconds until the first response."""
 
     def succeeded(
         self, batch_size: int, total_ns: int, queue_ns: int, compute_ns: tuple[int, int, int]
     ) -> None:
         """Count one request; compute_ns: input, inference, output."""
-        self.success.add(total_ns)
-        self.queue.add(queue_ns)
-        if self.latencies is not None:
-            self.latencies.add(total_ns, queue_ns, compute_ns)
-        self.by_batch_size[batch_size].add(*compute_ns)
+        for name, ns in zip(_SPANS, (total_ns, queue_ns, *compute_ns), strict=True):
+            self.times[name].add(ns)
+            if self.windows:
+                self.windows[name].add(ns // 1000)
+            if name in _PHASES:
+                self.by_batch_size[batch_size][name].add(ns)
         self.num_inferences += batch_size
         self.last_inference_ms = time.time_ns() // 1_000_000
 
     def failed(self, ns: int, reason: FailureReason) -> None:
-        self.fail.add(ns)
+        self.times["fail"].add(ns)
         self.failures[reason] += 1
 
     def first_response(self, ns: int) -> None:
         """So long after its request."""
-        if self.latencies is not None:
-            self.latencies.first_response.add(ns / 1_000_000)
-
-    @property
-    def phases(self) -> Phases:
-        """Total over batches of all sizes."""
-        total = Phases()
-        for each in self.by_batch_size.values():
-            total.add(each.input_ns, each.infer_ns, each.output_ns, each.count)
-        return total
+        if self.windows:
+            self.first_responses.add(ns / 1_000_000)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class StepCounts:
-    """Counts of the models that an ensemble passes its requests through.
+StepCounts = Mapping[str, ModelCounts]
+"""Counts of the models that an ensemble passes its requests through, by kind.
 
-    No tensors pass between them here: one path does the work of all. So that dashboards of
-    tensorrt_llm see all that it computes, what a request took is shared out: queueing and inferring
-    are tensorrt_llm's, reading the request is preprocessing's, making outputs postprocessing's.
-    """
-
-    preprocessing: ModelCounts
-    tensorrt_llm: ModelCounts
-    postprocessing: ModelCounts
-
-    def succeeded(self, batch_size: int, queue_ns: int, compute_ns: tuple[int, int, int]) -> None:
-        """Count one request, as ModelCounts.succeeded does for the ensemble."""
-        input_ns, infer_ns, output_ns = compute_ns
-        self.preprocessing.succeeded(batch_size, input_ns, 0, (input_ns, 0, 0))
-        self.tensorrt_llm.succeeded(batch_size, queue_ns + infer_ns, queue_ns, (0, infer_ns, 0))
-        self.postprocessing.succeeded(batch_size, output_ns, 0, (0, 0, output_ns))
+No tensors pass between them here: one path does the work of all. So that dashboards of tensorrt_llm
+see all that it computes, what a request took is shared out: queueing and inferring are
+tensorrt_llm's, reading the request is preprocessing's, making outputs postprocessing's.
+"""
 
 
 class Statistics:
@@ -197,39 +161,34 @@ class Statistics:
         counts = self._counts.get(model)
         if counts is None:
             buckets = self._buckets.get(model, FIRST_RESPONSE_BUCKETS_MS)
-            latencies = Latencies.of(buckets) if self._keeps_latencies else None
-            counts = self._counts[model] = ModelCounts(latencies=latencies)
+            counts = ModelCounts(buckets if self._keeps_latencies else None)
+            self._counts[model] = counts
         return counts
 
-    def steps(self, names: Mapping[str, str]) -> StepCounts | None:
-        """names: of models, by their fields of StepCounts; what a step that has no name counts is
-        shown nowhere. None without any names.
+    def steps(self, names: Mapping[str, str]) -> StepCounts:
+        """names: of models, by kind; what a step that has no name counts is shown nowhere. Empty
+        without any names.
         """
-        if not names:
-            return None
-        steps = [field.name for field in dataclasses.fields(StepCounts)]
-        return StepCounts(*(self.of(names[s]) if s in names else ModelCounts() for s in steps))
+        steps = _STEPS if names else ()
+        return {step: self.of(names[step]) if step in names else ModelCounts() for step in steps}
 
     def report(self, model: str, version: str) -> dict[str, Any]:
         """One entry of `model_stats`, in the words of Triton's ModelStatistics."""
         counts = self.of(model)
-        none = Durations().report()
         return {
             "name": model,
             "version": version,
             "last_inference": counts.last_inference_ms,
             "inference_count": counts.num_inferences,
-            "execution_count": counts.success.count,
-            "inference_stats": {
-                "success": counts.success.report(),
-                "fail": counts.fail.report(),
-                "queue": counts.queue.report(),
-                **counts.phases.report(),
-                "cache_hit": none,
-                "cache_miss": none,
-            },
+            "execution_count": counts.times["success"].count,
+            "inference_stats": counts.times.report(),
             "response_stats": {
-                str(index): each.report() for index, each in sorted(counts.by_response.items())
+                str(index): {
+                    "compute_infer": dataclasses.asdict(each["success"]),
+                    "compute_output": dataclasses.asdict(TotalTime()),
+                    **each.report(),
+                }
+                for index, each in sorted(counts.by_response.items())
             },
             "batch_stats": [
                 {"batch_size": size, **phases.report()}
@@ -249,14 +208,15 @@ class Recording:
         self,
         statistics: Statistics,
         model: str,
-        labels: TokenLabels | None = None,
-        steps: StepCounts | None = None,
+        labels: TokenLabels,
+        steps: StepCounts,
     ) -> None:
         """steps: of an ensemble, the models that count the request, too."""
         self._counts = statistics.of(model)
         self._steps = steps
+        self._core = steps.get("tensorrt_llm")
         self._tokens = statistics.token_metrics
-        self._labels = labels or TokenLabels()
+        self._labels = labels
         self._start_ns = self._last_ns = time.monotonic_ns()
         self._input_ns = 0
         self._output_ns = 0
@@ -279,16 +239,16 @@ class Recording:
         """The request has been read and checked; from here on the engine has it."""
         self._input_ns = time.monotonic_ns() - self._start_ns
         self._is_read = True
-        if self._steps is not None:
-            self._steps.tensorrt_llm.num_pending += 1
+        if self._core is not None:
+            self._core.num_pending += 1
 
     def begun(self) -> None:
         """Something has been computed."""
         if self._is_pending:
             self._is_pending = False
             self._counts.num_pending -= 1
-            if self._steps is not None and self._is_read:
-                self._steps.tensorrt_llm.num_pending -= 1
+            if self._core is not None and self._is_read:
+                self._core.num_pending -= 1
 
     def made_output(self, ns: int) -> None:
         """Add the time that it took to make a response."""
@@ -298,16 +258,10 @@ class Recording:
         """Count a response of a stream that is about to be sent."""
         now_ns = time.monotonic_ns()
         ns, self._last_ns = now_ns - self._last_ns, now_ns
-        each = self._response()
         if not self._num_responses:
             self._first_response(now_ns - self._start_ns)
+        self._count_response("empty_response" if is_empty else "success", ns)
         self._num_responses += 1
-        if each is None:
-            return
-        if is_empty:
-            each.empty_response.add(ns)
-        else:
-            each.success.add(ns)
 
     def uncounted(self) -> None:
         """Do not count the request: it needed no inference."""
@@ -325,8 +279,12 @@ class Recording:
         if not self._num_responses:
             self._first_response(total_ns)
         self._counts.succeeded(batch_size, total_ns, queue_ns, compute_ns)
-        if self._steps is not None:
-            self._steps.succeeded(batch_size, queue_ns, compute_ns)
+        if self._steps:
+            # Which step, its time in all, in the queue and in its phases: see StepCounts.
+            first, core, last = (self._steps[step] for step in _STEPS)
+            first.succeeded(batch_size, self._input_ns, 0, (self._input_ns, 0, 0))
+            core.succeeded(batch_size, queue_ns + infer_ns, queue_ns, (0, infer_ns, 0))
+            last.succeeded(batch_size, self._output_ns, 0, (0, 0, self._output_ns))
         for each in times:
             self._tokens.observe(self._labels, each)
 
@@ -338,24 +296,21 @@ class Recording:
         reason = failure_reason(error)
         self.was_cancelled = reason is FailureReason.CANCELED
         self._counts.failed(ns, reason)
-        if self._steps is not None and self._is_read:
-            self._steps.tensorrt_llm.failed(ns - self._input_ns, reason)
-        each = self._response() if self._num_responses else None
-        if each is not None:
-            (each.cancel if self.was_cancelled else each.fail).add(
-                time.monotonic_ns() - self._last_ns
-            )
+        if self._core is not None and self._is_read:
+            self._core.failed(ns - self._input_ns, reason)
+        if self._num_responses:
+            outcome = "cancel" if self.was_cancelled else "fail"
+            self._count_response(outcome, time.monotonic_ns() - self._last_ns)
 
     def _first_response(self, ns: int) -> None:
         self._counts.first_response(ns)
-        if self._steps is not None:
-            self._steps.tensorrt_llm.first_response(ns - self._input_ns)
+        if self._core is not None:
+            self._core.first_response(ns - self._input_ns)
 
-    def _response(self) -> ResponseCounts | None:
-        """Counts of the next response."""
-        if self._num_responses >= MAX_RESPONSE_STATS:
-            return None
-        return self._counts.by_response[self._num_responses]
+    def _count_response(self, outcome: str, ns: int) -> None:
+        """Count the next response."""
+        if self._num_responses < MAX_RESPONSE_STATS:
+            self._counts.by_response[self._num_responses][outcome].add(ns)
 
     def _end(self) -> bool:
         """Whether this is the first end."""
@@ -374,3 +329,26 @@ def failure_reason(error: BaseException | None) -> FailureReason:
         return FailureReason.REJECTED
     is_outside = isinstance(error, RequestError | CapacityError)
     return FailureReason.OTHER if is_outside else FailureReason.BACKEND
+
+
+def first_response_buckets(
+    model: str, config: Mapping[str, Any] | None
+) -> tuple[float, ...] | None:
+    """Read `model_metrics` of a configuration: upper bounds in milliseconds; None: it has none.
+
+    Fields: ModelMetrics of model_config.proto. Histograms of other servers are ignored. Raises
+    ConfigError for bounds that do not grow.
+    """
+    section = (config or {}).get("model_metrics") or {}
+    for control in section.get("metric_control", ()):
+        if control.get("metric_identifier", {}).get("family") != FIRST_RESPONSE:
+            continue
+        bounds = tuple(map(float, control.get("histogram_options", {}).get("buckets", ())))
+        if not all(low < high for low, high in itertools.pairwise(bounds)):
+            raise ConfigError(
+                f"model {model!r}: model_metrics: the buckets of {FIRST_RESPONSE} must grow from "
+                f"one to the next, got {', '.join(f'{bound:g}' for bound in bounds)}"
+            )
+        if bounds:
+            return bounds
+    return None

@@ -4,16 +4,27 @@ Families nv_llm_* and vllm:*, labelled as there with the Triton model and its ve
 adds to plain numbers; a scrape makes families of them.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+import bisect
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, NamedTuple
 
 import msgspec
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client.core import Metric
+from prometheus_client.utils import floatToGoString
 
-from loraplex.frontends.kserve.latencies import Histogram
+from loraplex.frontends.metric_families import (
+    Family,
+    TableCollector,
+    collected,
+    counter,
+    histogram,
+)
 
 LABELS = ("model", "version")
+_written: Callable[[float], str] = floatToGoString
+"""How prometheus_client writes a bound."""
 _TTFT_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0),
@@ -24,40 +35,29 @@ _TOKEN_BUCKETS = (
     *(1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000),
     *(100_000, 200_000, 500_000, 1_000_000),
 )
-_N_BUCKETS = (1, 2, 5, 10, 20)
 
 
-class _Family(msgspec.Struct, frozen=True):
-    text: str
-    """Its help."""
-    bounds: Sequence[float] = ()
-    """Upper bounds of its buckets; none: a counter."""
+class Histogram:
+    """How many values were at most each bound, and their sum. A counter has no bounds."""
 
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self._counts = [0] * (len(self.bounds) + 1)
+        self.sum = 0.0
 
-_TRTLLM_TEXT = "TRT LLM response metrics"
-_TRTLLM: Mapping[str, _Family] = MappingProxyType(
-    dict.fromkeys(("input", "output"), _Family(_TRTLLM_TEXT, (10, 50, 100, 500, 1000)))
-)
-_VLLM: Mapping[str, _Family] = MappingProxyType(
-    {
-        "prompt_tokens": _Family("Number of prefill tokens processed."),
-        "generation_tokens": _Family("Number of generation tokens processed."),
-        "time_to_first_token_seconds": _Family(
-            "Histogram of time to first token in seconds.", _TTFT_BUCKETS
-        ),
-        "time_per_output_token_seconds": _Family(
-            "Histogram of time per output token in seconds.", _PER_TOKEN_BUCKETS
-        ),
-        "e2e_request_latency_seconds": _Family(
-            "Histogram of end to end request latency in seconds.", _E2E_BUCKETS
-        ),
-        "request_prompt_tokens": _Family("Number of prefill tokens processed.", _TOKEN_BUCKETS),
-        "request_generation_tokens": _Family(
-            "Number of generation tokens processed.", _TOKEN_BUCKETS
-        ),
-        "request_params_n": _Family("Histogram of the n request parameter.", _N_BUCKETS),
-    }
-)
+    def add(self, value: float, count: int = 1) -> None:
+        """The same value `count` times."""
+        if count > 0:
+            self._counts[bisect.bisect_left(self.bounds, value)] += count
+            self.sum += value * count
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        """(bound, values up to it), with +Inf in the end."""
+        totals = itertools.accumulate(self._counts)
+        return [
+            (_written(bound), float(total))
+            for bound, total in zip((*self.bounds, math.inf), totals, strict=True)
+        ]
 
 
 class TokenTimes(msgspec.Struct, frozen=True):
@@ -83,94 +83,119 @@ class TokenLabels(msgspec.Struct, frozen=True):
     vllm: tuple[str, str] | None = None
 
 
-class _Series:
-    """The values of one model in some families, by their names."""
+class _Row(NamedTuple):
+    """A family, and what it has of a finished element."""
 
-    def __init__(self, families: Mapping[str, _Family]) -> None:
-        self.histograms = {
-            name: Histogram(family.bounds) for name, family in families.items() if family.bounds
-        }
-        self.counters = {name: 0 for name, family in families.items() if not family.bounds}
+    name: str
+    text: str
+    value: str
+    """Field of TokenTimes; None in it is not counted."""
+    bounds: Sequence[float] = ()
+    """Upper bounds of its buckets; none: a counter."""
+    label: tuple[str, str] | None = None
+    """Name and value of one more label."""
 
 
-class TokenMetrics(Collector):
+_PER_TOKEN: Final = "seconds_per_token"
+_TRTLLM_TEXT = "TRT LLM response metrics"
+_TRTLLM_BUCKETS = (10, 50, 100, 500, 1000)
+_PREFILL_TEXT = "Number of prefill tokens processed."
+_OUTPUT_TEXT = "Number of generation tokens processed."
+_ROWS: Final = {
+    "trtllm": tuple(
+        _Row(
+            f"nv_llm_{name}_token_len",
+            _TRTLLM_TEXT,
+            field,
+            _TRTLLM_BUCKETS,
+            ("response_metric_type", f"total_{name}_tokens"),
+        )
+        for name, field in (("input", "num_prompt_tokens"), ("output", "num_output_tokens"))
+    ),
+    "vllm": (
+        _Row("vllm:prompt_tokens", _PREFILL_TEXT, "num_prompt_tokens"),
+        _Row("vllm:generation_tokens", _OUTPUT_TEXT, "num_output_tokens"),
+        _Row(
+            "vllm:time_to_first_token_seconds",
+            "Histogram of time to first token in seconds.",
+            "first_token_seconds",
+            _TTFT_BUCKETS,
+        ),
+        _Row(
+            "vllm:time_per_output_token_seconds",
+            "Histogram of time per output token in seconds.",
+            _PER_TOKEN,
+            _PER_TOKEN_BUCKETS,
+        ),
+        _Row(
+            "vllm:e2e_request_latency_seconds",
+            "Histogram of end to end request latency in seconds.",
+            "total_seconds",
+            _E2E_BUCKETS,
+        ),
+        _Row("vllm:request_prompt_tokens", _PREFILL_TEXT, "num_prompt_tokens", _TOKEN_BUCKETS),
+        _Row("vllm:request_generation_tokens", _OUTPUT_TEXT, "num_output_tokens", _TOKEN_BUCKETS),
+        _Row(
+            "vllm:request_params_n",
+            "Histogram of the n request parameter.",
+            "num_sequences",
+            (1, 2, 5, 10, 20),
+        ),
+    ),
+}
+"""Families by the field of TokenLabels."""
+
+
+def _family(index: int, row: _Row) -> Family:
+    """Return the family of a row; its subjects are lists of Histograms, one for each row."""
+    if not row.bounds:
+        return counter(row.name, row.text, lambda sums: sums[index].sum)
+    if row.label is None:
+        return histogram(row.name, row.text, lambda sums: _buckets(sums[index]))
+    name, value = row.label
+    return histogram(row.name, row.text, {value: lambda sums: _buckets(sums[index])}, (name,))
+
+
+def _buckets(values: Histogram) -> tuple[list[tuple[str, float]], float]:
+    return values.cumulative(), values.sum
+
+
+_FAMILIES: Final = {
+    kind: tuple(_family(index, row) for index, row in enumerate(rows))
+    for kind, rows in _ROWS.items()
+}
+
+
+class TokenMetrics(TableCollector):
     """All series, by (model, version)."""
 
     def __init__(self) -> None:
-        self._trtllm: dict[tuple[str, str], _Series] = {}
-        self._vllm: dict[tuple[str, str], _Series] = {}
+        self._series: dict[str, dict[tuple[str, ...], list[Histogram]]] = {
+            kind: {} for kind in _ROWS
+        }
 
     def collect(self) -> Iterator[Metric]:
-        for name, family in _TRTLLM.items():
-            response_type = f"total_{name}_tokens"
-            rows = [((*model, response_type), series) for model, series in self._trtllm.items()]
-            labels = (*LABELS, "response_metric_type")
-            yield _histogram(f"nv_llm_{name}_token_len", family, labels, rows, name)
-        for name, family in _VLLM.items():
-            collected = _histogram if family.bounds else _counter
-            yield collected(f"vllm:{name}", family, LABELS, self._vllm.items(), name)
+        for kind, families in _FAMILIES.items():
+            yield from collected(families, list(self._series[kind].items()), LABELS)
 
     def expect(self, labels: TokenLabels) -> None:
         """A model of the catalog: its families are there from the start, with zeros."""
-        if labels.trtllm is not None:
-            self._trtllm.setdefault(labels.trtllm, _Series(_TRTLLM))
-        if labels.vllm is not None:
-            self._vllm.setdefault(labels.vllm, _Series(_VLLM))
+        for kind in _ROWS:
+            self._of(kind, labels)
 
     def observe(self, labels: TokenLabels, times: TokenTimes) -> None:
         """Count one finished element of a request to a model of the catalog."""
-        if labels.trtllm is not None:
-            lengths = _of(self._trtllm, labels.trtllm, _TRTLLM).histograms
-            lengths["input"].add(times.num_prompt_tokens)
-            lengths["output"].add(times.num_output_tokens)
-        if labels.vllm is not None:
-            _observe_vllm(_of(self._vllm, labels.vllm, _VLLM), times)
+        num_later = times.num_output_tokens - times.num_sequences
+        for kind, rows in _ROWS.items():
+            for row, values in zip(rows, self._of(kind, labels), strict=False):
+                value = getattr(times, row.value)
+                if value is not None:
+                    values.add(max(value, 0), num_later if row.value == _PER_TOKEN else 1)
 
-
-def _of(
-    series: dict[tuple[str, str], _Series], labels: tuple[str, str], families: Mapping[str, _Family]
-) -> _Series:
-    found = series.get(labels)
-    if found is None:
-        found = series[labels] = _Series(families)
-    return found
-
-
-def _observe_vllm(series: _Series, times: TokenTimes) -> None:
-    num_prompt, num_output = times.num_prompt_tokens, times.num_output_tokens
-    series.counters["prompt_tokens"] += num_prompt
-    series.counters["generation_tokens"] += num_output
-    histograms = series.histograms
-    histograms["request_prompt_tokens"].add(num_prompt)
-    histograms["request_generation_tokens"].add(num_output)
-    histograms["request_params_n"].add(times.num_sequences)
-    if times.first_token_seconds is not None:
-        histograms["time_to_first_token_seconds"].add(max(times.first_token_seconds, 0.0))
-    if times.total_seconds is not None:
-        histograms["e2e_request_latency_seconds"].add(max(times.total_seconds, 0.0))
-    if times.seconds_per_token is not None:
-        seconds, num_later = max(times.seconds_per_token, 0.0), num_output - times.num_sequences
-        histograms["time_per_output_token_seconds"].add(seconds, num_later)
-
-
-_Rows = Iterable[tuple[Sequence[str], _Series]]
-"""Values of labels, and the series that they have."""
-
-
-def _counter(
-    metric: str, family: _Family, labels: Sequence[str], rows: _Rows, name: str
-) -> CounterMetricFamily:
-    collected = CounterMetricFamily(metric, family.text, labels=labels)
-    for values, series in rows:
-        collected.add_metric(values, series.counters[name])
-    return collected
-
-
-def _histogram(
-    metric: str, family: _Family, labels: Sequence[str], rows: _Rows, name: str
-) -> HistogramMetricFamily:
-    collected = HistogramMetricFamily(metric, family.text, labels=labels)
-    for values, series in rows:
-        histogram = series.histograms[name]
-        collected.add_metric(values, histogram.cumulative(), histogram.sum)
-    return collected
+    def _of(self, kind: str, labels: TokenLabels) -> list[Histogram]:
+        """Return the values of a model, one for each row; none if it has no such families."""
+        model = getattr(labels, kind)
+        series = self._series[kind]
+        if model is not None and model not in series:
+            series[model] = [Histogram(row.bounds) for row in _ROWS[kind]]
+        return series.get(model, [])

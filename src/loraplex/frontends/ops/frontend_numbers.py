@@ -9,6 +9,8 @@ import msgspec
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from loraplex.frontends.metric_families import FunctionCollector
+
 _GAUGE = "gauge"
 _CREATED = "_created"
 _SUFFIXES = ("", "_total", "_bucket", "_count", "_sum", _CREATED)
@@ -74,28 +76,17 @@ class FrontendNumbers:
 
     def added_to(self, collector: Collector) -> Collector:
         """Return a collector whose values are those of all processes."""
-        return _AddingCollector(collector, lambda: [*self._now, self._ended])
+
+        def collect() -> Iterator[Metric]:
+            others = [*self._now, self._ended]
+            for metric in collector.collect():
+                yield _summed(metric, others)
+
+        return FunctionCollector(collect)
 
 
 async def _no_processes() -> Sequence[bytes]:
     return ()
-
-
-class _AddingCollector(Collector):
-    def __init__(
-        self, own: Collector, others: Callable[[], Iterable[dict[_Series, float]]]
-    ) -> None:
-        self._own = own
-        self._others = others
-
-    def describe(self) -> Iterable[Metric]:
-        """Return nothing: registering must not collect."""
-        return ()
-
-    def collect(self) -> Iterator[Metric]:
-        others = list(self._others())
-        for metric in self._own.collect():
-            yield _summed(metric, others)
 
 
 def _summed(metric: Metric, others: Iterable[dict[_Series, float]]) -> Metric:

@@ -11,56 +11,74 @@ llm-d's router also reads where adapters are, idle ones too: `vllm:lora_adapter_
 level `gpu` (ready to serve) or `cpu` (only in host memory), and the numbers of loaded adapters.
 """
 
-import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
-from prometheus_client.core import GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client.core import Metric
 
 from loraplex.core.adapter import Residency
-from loraplex.core.errors import NotReadyError
-from loraplex.core.stats import AdapterActivity, EngineStats
+from loraplex.core.stats import AdapterActivity
+from loraplex.frontends.metric_families import Family, TableCollector, collected
+from loraplex.frontends.ops.engine_families import memories_of
 from loraplex.serving.backend import Backend
 from loraplex.serving.model_memory import ModelMemory
 
 MAX_ADAPTERS: Final = 1000
 """Adapters that a family names: a router reads all of them 20 times a second."""
-_Gauge = tuple[str, str, Callable[[EngineStats], float]]
 
-_GAUGES: tuple[_Gauge, ...] = (
-    (
+_OF_STATS: Final = (
+    Family(
         "vllm:num_requests_running",
         "Number of requests in model execution batches.",
-        lambda stats: stats.num_running,
+        "num_running",
     ),
-    (
+    Family(
         "vllm:num_requests_waiting",
         "Number of requests waiting to be processed.",
-        lambda stats: stats.num_waiting,
+        "num_waiting",
     ),
-    (
-        "vllm:kv_cache_usage_perc",
-        "KV-cache usage. 1 means 100 percent usage.",
-        lambda stats: stats.kv_usage,
-    ),
-    (
-        "vllm:gpu_cache_usage_perc",
-        "The same by its older name.",
-        lambda stats: stats.kv_usage,
-    ),
-    (
+    Family("vllm:kv_cache_usage_perc", "KV-cache usage. 1 means 100 percent usage.", "kv_usage"),
+    Family("vllm:gpu_cache_usage_perc", "The same by its older name.", "kv_usage"),
+    Family(
         "vllm:num_gpu_loaded_lora_adapters",
         "Number of LoRA adapters that are ready on the device.",
-        lambda stats: stats.adapters.num_on_device,
+        "adapters.num_on_device",
     ),
-    (
+    Family(
         "vllm:num_cpu_loaded_lora_adapters",
         "Number of LoRA adapters in host memory.",
-        lambda stats: stats.adapters.num_on_host,
+        "adapters.num_on_host",
     ),
+)
+"""Families of an EngineStats."""
+_CACHE_CONFIG: Final = Family(
+    "vllm:cache_config_info",
+    "Blocks of the KV cache, and tokens of a block.",
+    # With several cache groups: the group that decides how many tokens fit.
+    lambda memory: {
+        (str(memory.kv.block_tokens), str(memory.kv.tokens // memory.kv.block_tokens)): 1
+    },
+    ("block_size", "num_gpu_blocks"),
+)
+"""Size of a ModelMemory's KV cache: routers remember as many prefixes as it holds."""
+_MAX_ON_DEVICE: Final = Family(
+    "vllm:max_gpu_lora_adapters",
+    "Maximum number of LoRA adapters of the usual rank on the device.",
+    lambda memory: _most_on_device(memory),
+)
+_LOADED: Final = Family(
+    "vllm:lora_adapter_loaded",
+    "1 for each LoRA adapter in memory, by its best level.",
+    lambda series: dict.fromkeys(series, 1),
+    ("model_name", "adapter_name", "level", "pinned"),
+)
+_REQUESTS: Final = Family(
+    "vllm:lora_requests_info",
+    "Running stats on lora requests.",
+    lambda series: series,
+    ("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
 )
 
 _LEVELS: Final = {Residency.DEVICE: "gpu", Residency.COPYING: "cpu", Residency.HOST: "cpu"}
@@ -76,7 +94,7 @@ class _Adapters(NamedTuple):
     num_on_device: int
 
 
-class GatewayCollector(Collector):
+class GatewayCollector(TableCollector):
     """Gauges of the models. Call `refresh` before it collects: it queries the engines."""
 
     def __init__(
@@ -102,35 +120,24 @@ class GatewayCollector(Collector):
         }
         self._refreshed = self._unix_seconds()
 
-    def describe(self) -> Iterable[Metric]:
-        """Return nothing: registering must not query a backend that has not started."""
-        return ()
-
     def collect(self) -> Iterator[Metric]:
-        names = self._names()
-        stats = {name: self._backend.model(name).stats for name in names}
-        for name, text, value in _GAUGES:
-            gauge = GaugeMetricFamily(name, text, labels=["model_name"])
-            for model in names:
-                gauge.add_metric([model], value(stats[model]))
-            yield gauge
-        memories = dict(self._memories(names))
-        yield _cache_config_info(memories)
-        yield _max_gpu_lora_adapters(names, memories)
+        names, labels = self._names(), ("model_name",)
+        stats = [((name,), self._backend.model(name).stats) for name in names]
+        yield from collected(_OF_STATS, stats, labels)
+        memories = memories_of(self._backend, names)
+        known = [((name,), memory) for name, memory in memories.items()]
+        yield from collected((_CACHE_CONFIG,), known, labels)
+        all_ = [((name,), memories.get(name)) for name in names]
+        yield from collected((_MAX_ON_DEVICE,), all_, labels)
         adapters = {name: self._named(name, at) for name, at in self._activities.items()}
-        yield self._lora_adapter_loaded(adapters)
+        yield from collected((_LOADED,), [((), self._series(adapters))])
         if names:
-            yield self._lora_requests_info(adapters, memories)
+            yield from collected((_REQUESTS,), [((), self._requests_info(adapters, memories))])
 
     def _names(self) -> list[str]:
         names = [card.name for card in self._backend.models()]
         has_gauges = self._has_gauges
         return names if has_gauges is None else [name for name in names if has_gauges(name)]
-
-    def _memories(self, names: Iterable[str]) -> Iterator[tuple[str, ModelMemory]]:
-        for name in names:
-            with contextlib.suppress(NotReadyError):
-                yield name, self._backend.model(name).memory()
 
     def _named(self, model: str, activity: AdapterActivity) -> _Adapters:
         """Return the adapters by name: pinned ones first, then used ones, then those on the device.
@@ -157,64 +164,26 @@ class GatewayCollector(Collector):
             len(on_device),
         )
 
-    def _lora_adapter_loaded(self, adapters: Mapping[str, _Adapters]) -> Metric:
-        family = GaugeMetricFamily(
-            "vllm:lora_adapter_loaded",
-            "1 for each LoRA adapter in memory, by its best level.",
-            labels=["model_name", "adapter_name", "level", "pinned"],
+    def _series(self, adapters: Mapping[str, _Adapters]) -> Iterable[tuple[str, ...]]:
+        # Two tenants' adapters of one name are one series.
+        series = dict.fromkeys(
+            (model, name, level, str(is_pinned).lower())
+            for model, named in adapters.items()
+            for name, level, is_pinned in named.loaded
         )
-        series: dict[tuple[str, ...], None] = {}
-        for model, named in adapters.items():
-            # Two tenants' adapters of one name are one series.
-            for name, level, is_pinned in named.loaded:
-                series.setdefault((model, name, level, str(is_pinned).lower()))
-        for labels in itertools.islice(series, self._max_adapters):
-            family.add_metric(labels, 1)
-        return family
+        return itertools.islice(series, self._max_adapters)
 
-    def _lora_requests_info(
+    def _requests_info(
         self, adapters: Mapping[str, _Adapters], memories: Mapping[str, ModelMemory]
-    ) -> Metric:
-        """One series for all models: the extension reads only the newest."""
+    ) -> Mapping[tuple[str, ...], float]:
+        """Return one series for all models: the extension reads only the newest."""
         ready, waiting, most = [], [], 0
         for model, named in adapters.items():
             ready += [name for name, level, _ in named.loaded if level == "gpu"]
             waiting += named.waiting
             most += max(_most_on_device(memories.get(model)), named.num_on_device)
-        info = GaugeMetricFamily(
-            "vllm:lora_requests_info",
-            "Running stats on lora requests.",
-            labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
-        )
         names = (_joined(some, self._max_adapters) for some in (ready, waiting))
-        info.add_metric([str(most), *names], self._refreshed)
-        return info
-
-
-def _cache_config_info(memories: Mapping[str, ModelMemory]) -> Metric:
-    """Return the size of the KV cache: routers remember as many prefixes as it holds."""
-    family = GaugeMetricFamily(
-        "vllm:cache_config_info",
-        "Blocks of the KV cache, and tokens of a block.",
-        labels=["model_name", "block_size", "num_gpu_blocks"],
-    )
-    for model, memory in memories.items():
-        block_tokens = memory.kv.block_tokens
-        # With several cache groups: the group that decides how many tokens fit.
-        num_blocks = memory.kv.tokens // block_tokens
-        family.add_metric([model, str(block_tokens), str(num_blocks)], 1)
-    return family
-
-
-def _max_gpu_lora_adapters(names: Iterable[str], memories: Mapping[str, ModelMemory]) -> Metric:
-    family = GaugeMetricFamily(
-        "vllm:max_gpu_lora_adapters",
-        "Maximum number of LoRA adapters of the usual rank on the device.",
-        labels=["model_name"],
-    )
-    for name in names:
-        family.add_metric([name], _most_on_device(memories.get(name)))
-    return family
+        return {(str(most), *names): self._refreshed}
 
 
 def _most_on_device(memory: ModelMemory | None) -> int:

@@ -1,14 +1,22 @@
 """HTTP connections: how many are open, and which were refused before a request was read."""
 
 from collections import Counter
-from collections.abc import Iterable
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from loraplex.frontends.metric_families import Family, TableCollector, counter
 
 
-class HttpConnections(Collector):
+class HttpConnections(TableCollector):
     """Counts of one port's connections; one event loop updates them."""
+
+    families = (
+        Family("loraplex_http_connections", "Open HTTP connections.", "num_open"),
+        counter(
+            "loraplex_http_refused",
+            "Connections closed before a request was read, by reason.",
+            lambda own: dict(sorted(own.num_refused.items())),
+            ("code",),
+        ),
+    )
 
     def __init__(self) -> None:
         self.num_open = 0
@@ -21,19 +29,3 @@ class HttpConnections(Collector):
     @property
     def num_refused(self) -> dict[str, int]:
         return dict(self._refused)
-
-    def describe(self) -> Iterable[Metric]:
-        return ()
-
-    def collect(self) -> Iterable[Metric]:
-        yield GaugeMetricFamily(
-            "loraplex_http_connections", "Open HTTP connections.", value=self.num_open
-        )
-        refused = CounterMetricFamily(
-            "loraplex_http_refused",
-            "Connections closed before a request was read, by reason.",
-            labels=["code"],
-        )
-        for code, number in sorted(self._refused.items()):
-            refused.add_metric([code], number)
-        yield refused

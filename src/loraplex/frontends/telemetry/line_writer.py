@@ -9,13 +9,10 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Iterable
 from typing import BinaryIO
 
-from prometheus_client.core import CounterMetricFamily, Metric
-from prometheus_client.registry import Collector
-
 from loraplex.core.errors import ConfigError
+from loraplex.frontends.metric_families import TableCollector, counter
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +24,16 @@ _CLOSE_SECONDS = 5.0
 _MODE = 0o640
 
 
-class LineWriter(Collector):
+class LineWriter(TableCollector):
     """One open log. Counts the lines that the full queue or the disk refuses."""
+
+    families = (
+        counter(
+            "loraplex_access_log_dropped_lines",
+            "Lines of the access log that were not written: the disk is too slow, or full.",
+            "num_dropped",
+        ),
+    )
 
     def __init__(self, path: str, max_waiting: int = MAX_WAITING_LINES) -> None:
         """Open a file to append to; `-` is standard output. Raises ConfigError."""
@@ -73,17 +78,6 @@ class LineWriter(Collector):
         except queue.Full:
             return
         self._thread.join(_CLOSE_SECONDS)
-
-    def describe(self) -> Iterable[Metric]:
-        return ()
-
-    def collect(self) -> Iterable[Metric]:
-        family = CounterMetricFamily(
-            "loraplex_access_log_dropped_lines",
-            "Lines of the access log that were not written: the disk is too slow, or full.",
-        )
-        family.add_metric([], self._num_dropped)
-        yield family
 
     def _run(self) -> None:
         is_open = True

@@ -3,12 +3,11 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
+from loraplex.frontends.metric_families import Family, TableCollector, counter
 from loraplex.frontends.telemetry.request_ids import HEADER, request_id
 from loraplex.frontends.telemetry.trace_context import trace_parent
 from loraplex.serving.wire_request import WireRequest
@@ -37,8 +36,24 @@ class _Ended(msgspec.Struct):
     """Seconds; when the first of them ended."""
 
 
-class Telemetry(Collector):
+class Telemetry(TableCollector):
     """Counts open and ended requests, and passes those that ended to the sinks. Thread-safe."""
+
+    families = (
+        Family(
+            "loraplex_open_requests",
+            "Requests of any kind on the wire that have not ended.",
+            "num_open",
+            ("protocol",),
+        ),
+        counter(
+            "loraplex_wire_requests",
+            "Requests on the wire that ended, by status and by the code of the error, which is "
+            "empty without one.",
+            "num_ended",
+            ("protocol", "status", "code"),
+        ),
+    )
 
     def __init__(self, sinks: Sequence[Sink] = ()) -> None:
         self._sinks = sinks
@@ -95,27 +110,11 @@ class Telemetry(Collector):
         with self._lock:
             return {name: msgspec.structs.replace(use) for name, use in self._tenants.items()}
 
-    def describe(self) -> Iterable[Metric]:
-        return ()
-
-    def collect(self) -> Iterable[Metric]:
-        is_open = GaugeMetricFamily(
-            "loraplex_open_requests",
-            "Requests of any kind on the wire that have not ended.",
-            labels=["protocol"],
-        )
-        ended = CounterMetricFamily(
-            "loraplex_wire_requests",
-            "Requests on the wire that ended, by status and by the code of the error, which is "
-            "empty without one.",
-            labels=["protocol", "status", "code"],
-        )
+    @property
+    def num_ended(self) -> dict[tuple[str, ...], tuple[int, float]]:
+        """Return the number of ended requests, and when the first of them ended, by label."""
         with self._lock:
-            for protocol, number in self._num_open.items():
-                is_open.add_metric([protocol], number)
-            for labels, count in self._ended.items():
-                ended.add_metric(labels, count.number, created=count.first_unix)
-        return (is_open, ended)
+            return {labels: (each.number, each.first_unix) for labels, each in self._ended.items()}
 
     def _begin(self, request: WireRequest) -> None:
         with self._lock:

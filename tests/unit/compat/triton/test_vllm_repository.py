@@ -9,7 +9,7 @@ from loraplex.compat.triton.repository import read_repositories
 from loraplex.core.config_layers import resolve
 from loraplex.core.errors import ConfigError
 from loraplex.core.support import Support
-from loraplex.frontends.kserve.model_metrics import first_response_buckets
+from loraplex.frontends.kserve.statistics import first_response_buckets
 from support.naming import naming
 
 SEED = {

@@ -2,13 +2,13 @@ import math
 
 import pytest
 
-from loraplex.frontends.kserve.latencies import (
+from loraplex.frontends.kserve.statistics import (
     MAX_VALUES,
     WINDOW_SECONDS,
-    Histogram,
-    Latencies,
+    ModelCounts,
     RecentValues,
 )
+from loraplex.frontends.kserve.token_metrics import Histogram
 
 
 class Clock:
@@ -55,9 +55,7 @@ def test_a_histogram_counts_up_to_its_bounds():
 
 
 def test_each_duration_has_its_window():
-    latencies = Latencies()
-    latencies.add(9_000, 1_000, (2_000, 3_000, 4_999))
-    windows = (latencies.request, latencies.queue, latencies.compute_input)
-    assert [window.quantiles([0.5]) for window in windows] == [[9], [1], [2]]
-    windows = (latencies.compute_infer, latencies.compute_output)
-    assert [window.quantiles([0.5]) for window in windows] == [[3], [4]]
+    counts = ModelCounts((100.0,))
+    counts.succeeded(1, 9_000, 1_000, (2_000, 3_000, 4_999))
+    spans = ("success", "queue", "compute_input", "compute_infer", "compute_output")
+    assert [counts.windows[span].quantiles([0.5]) for span in spans] == [[9], [1], [2], [3], [4]]

@@ -210,7 +210,7 @@ async def test_the_engines_numbers_by_the_names_of_tensorrt_llm(service):
 
 async def test_the_verbose_log_has_the_engines_numbers(service, caplog):
     """One JSON line a scrape and model, with the original's names: its tests compare the two."""
-    with caplog.at_level(logging.DEBUG, logger="loraplex.frontends.kserve.backend_metrics"):
+    with caplog.at_level(logging.DEBUG, logger="loraplex.frontends.kserve.metrics"):
         text = await scrape(service)
     (line,) = [r.message for r in caplog.records if "Active Request Count" in r.message]
     logged = json.loads(line)
@@ -315,7 +315,7 @@ async def test_an_abandoned_stream_counts_as_cancelled(service):
     await stream.aclose()
     counts = service.counts.of("echo")
     assert (counts.num_pending, counts.failures[FailureReason.CANCELED]) == (0, 1)
-    assert counts.fail.count == 1
+    assert counts.times["fail"].count == 1
 
 
 @pytest.mark.parametrize("kind", [VLLM, ENSEMBLE])

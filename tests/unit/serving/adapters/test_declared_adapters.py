@@ -28,7 +28,7 @@ from loraplex.core.principal import LOCAL, Names, Principal, Rights
 from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.task import Generate
-from loraplex.frontends.ops.declaration_metrics import DeclarationCollector
+from loraplex.frontends.ops.engine_families import declaration_collector
 from loraplex.serving.adapter_cards import UnloadMode
 from loraplex.serving.adapters import declared_adapters
 from loraplex.serving.adapters.look_ups import MAX_PER_SECOND
@@ -515,7 +515,7 @@ async def test_metrics_show_what_is_outdated_and_how_old_the_reading_is(replica,
     staging.staged["/zh2"] = AdapterLoadError("the source is away")
     await one.look()
     one.clock.advance_seconds(3)
-    families = DeclarationCollector(one.declared.status).collect()
+    families = declaration_collector(one.declared.status).collect()
     samples = {(s.name, *s.labels.values()): s.value for f in families for s in f.samples}
     assert samples == {
         ("loraplex_declared_adapters", "all"): 2,

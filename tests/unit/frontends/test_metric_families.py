@@ -3,7 +3,7 @@
 import pytest
 from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
 
-from loraplex.frontends.prometheus_text import as_originals_write
+from loraplex.frontends.metric_families import as_originals_write
 
 
 @pytest.mark.parametrize(
