@@ -44,24 +44,19 @@ class JsonLimits(msgspec.Struct, frozen=True, kw_only=True):
                 f"the JSON of the request has {len(text)} bytes; at most {self.max_bytes} are "
                 "allowed (max_json_bytes)"
             )
-        self._check_count(
-            "lists and objects", b"[{", text, self.max_values // _VALUES_PER_CONTAINER
-        )
-        self._check_count("values", b",:[{", text, self.max_values)
-
-    def _check_count(self, what: str, marks: bytes, text: bytes | bytearray, limit: int) -> None:
-        """Check the number of marks outside of strings.
-
-        Each value has one next to it, and a member of an object, which costs more, has two.
-        """
-        if len(text) < limit or _num_bytes_of(marks, text) < limit:
-            return
-        count = _num_outside_strings(marks, text)
-        if count >= limit:
-            raise PayloadTooLargeError(
-                f"the JSON of the request has {count} {what}; at most {limit} are allowed "
-                f"(max_request_values {self.max_values})"
-            )
+        # Each value has a mark next to it, and a member of an object, which costs more, has two.
+        for what, marks, limit in (
+            ("lists and objects", b"[{", self.max_values // _VALUES_PER_CONTAINER),
+            ("values", b",:[{", self.max_values),
+        ):
+            if len(text) < limit or _num_bytes_of(marks, text) < limit:
+                continue
+            count = _num_outside_strings(marks, text)
+            if count >= limit:
+                raise PayloadTooLargeError(
+                    f"the JSON of the request has {count} {what}; at most {limit} are allowed "
+                    f"(max_request_values {self.max_values})"
+                )
 
 
 def _num_bytes_of(marks: bytes, text: bytes | bytearray) -> int:

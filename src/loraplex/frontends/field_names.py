@@ -2,13 +2,19 @@
 
 import copy
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
 
 from loraplex.core.errors import LoraplexError
 
 ErrorT = TypeVar("ErrorT", bound=LoraplexError)
+Reworded = Callable[[LoraplexError], LoraplexError]
+"""Function from an error to the same in the words of a client."""
+
+
+def as_it_is(error: LoraplexError) -> LoraplexError:
+    return error
 
 
 @contextmanager

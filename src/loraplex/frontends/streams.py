@@ -10,17 +10,15 @@ from collections.abc import (
     Awaitable,
     Callable,
     Coroutine,
-    Iterator,
     Mapping,
     Sequence,
 )
-from contextlib import AsyncExitStack, aclosing, contextmanager
-from types import MappingProxyType
+from contextlib import AsyncExitStack, aclosing
 from typing import Any, TypeVar
 
 import msgspec
 
-from loraplex.core.errors import AdapterNotFoundError
+from loraplex.core.errors import LoraplexError
 from loraplex.core.output import (
     BeamLogprobs,
     PromptLogprobs,
@@ -30,7 +28,7 @@ from loraplex.core.output import (
 )
 from loraplex.core.principal import Principal
 from loraplex.core.request import GenerateRequest, RequestBatch
-from loraplex.frontends.field_names import named_as_sent
+from loraplex.frontends.field_names import Reworded, as_it_is
 from loraplex.serving.backend import TextBackend, close_outputs
 from loraplex.serving.best_of import joined
 from loraplex.serving.interleaving import interleaved
@@ -117,59 +115,46 @@ async def generate_all(
     backend: TextBackend,
     requests: Sequence[GenerateRequest],
     principal: Principal,
-    adapter_field: str = "",
-    names: Mapping[str, str] = MappingProxyType({}),
+    reworded: Reworded = as_it_is,
 ) -> AsyncGenerator[IndexedOutput, None]:
     """Admit the requests, then yield their outputs as they arrive.
 
-    adapter_field: the client's field that named the adapter, for the error if there is none.
-    names: of other fields, for errors (see field_names).
+    reworded: makes an error of it that names the client's own fields.
     If one is refused or fails, its error is raised and the others are aborted; closing the
     generator aborts all.
     """
-    async with AsyncExitStack() as stack:
-        stack.enter_context(named_as_sent(names))
-        streams: list[AsyncIterator[RequestOutput]] = []
-        with RequestBatch(is_open=len(requests) > 1) as batch, _naming(adapter_field):
-            for request in requests:
-                batched = msgspec.structs.replace(request, batch=batch)
-                outputs = await backend.generate(batched, principal)
-                stack.push_async_callback(close_outputs, outputs)
-                streams.append(outputs)
-                if len(streams) < len(requests):
-                    await asyncio.sleep(0)  # many long prompts take a while
-        if len(streams) == 1:
-            async for output in streams[0]:
-                yield 0, output
-            return
-        async with aclosing(interleaved(streams)) as merged:
-            async for item in merged:
-                yield item
-
-
-@contextmanager
-def _naming(field: str) -> Iterator[None]:
-    """Put the field that named an adapter into the error for one that there is not."""
     try:
-        yield
-    except AdapterNotFoundError as error:
-        if not field:
-            raise
-        raise AdapterNotFoundError(f"{field}: {error.message}", param=field) from None
+        async with AsyncExitStack() as stack:
+            if len(requests) == 1:
+                only = await backend.generate(requests[0], principal)
+                stack.push_async_callback(close_outputs, only)
+                async for output in only:
+                    yield 0, output
+                return
+            streams: list[AsyncIterator[RequestOutput]] = []
+            with RequestBatch() as batch:
+                for request in requests:
+                    batched = msgspec.structs.replace(request, batch=batch)
+                    outputs = await backend.generate(batched, principal)
+                    stack.push_async_callback(close_outputs, outputs)
+                    streams.append(outputs)
+                    await asyncio.sleep(0)  # many long prompts take a while
+            async with aclosing(interleaved(streams)) as merged:
+                async for item in merged:
+                    yield item
+    except LoraplexError as error:
+        raise reworded(error) from None
 
 
 async def gather_all(
     backend: TextBackend,
     requests: Sequence[GenerateRequest],
     principal: Principal,
-    adapter_field: str = "",
-    names: Mapping[str, str] = MappingProxyType({}),
+    reworded: Reworded = as_it_is,
 ) -> list[RequestOutput]:
     """Run the requests to their ends: one whole output for each, in order."""
     pieces: list[list[RequestOutput]] = [[] for _ in requests]
-    async with aclosing(
-        generate_all(backend, requests, principal, adapter_field, names)
-    ) as outputs:
+    async with aclosing(generate_all(backend, requests, principal, reworded)) as outputs:
         async for index, output in outputs:
             pieces[index].append(output)
     num_pieces = sum(len(output.sequences) for outputs in pieces for output in outputs)

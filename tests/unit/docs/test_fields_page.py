@@ -11,6 +11,7 @@ import pytest
 from loraplex.core.support import Support
 from loraplex.frontends.openai.responses_api.refusals import BY_FIELD as RESPONSES_REFUSED
 from loraplex.frontends.openai.responses_api.schema import Reasoning, ResponsesBody, TextConfig
+from loraplex.frontends.openai.sampling import SYNONYMS
 from loraplex.frontends.openai.schema import (
     ChatBody,
     CompletionBody,
@@ -18,7 +19,6 @@ from loraplex.frontends.openai.schema import (
     StreamOptions,
     TokenizeBody,
 )
-from loraplex.frontends.openai.synonyms import SYNONYMS
 from loraplex.frontends.openai.unsupported import REFUSED, WITHOUT_EFFECT
 from tools import openai_names as names
 from tools.openai_page import feature, sections

@@ -1,6 +1,5 @@
 """Adapters of a request: every way to name one, and which fields exclude each other."""
 
-from collections.abc import Iterator, Mapping
 from typing import NamedTuple, TypeVar
 
 from loraplex.core.adapter import AdapterChoice, AdapterKey, ByName
@@ -43,13 +42,15 @@ def adapter_choices(
 def adapter_field(body: GenerationBody, header: str) -> str:
     """Return the field, or header, that names the one adapter; empty if it is `model`."""
     names = _names(body, header, body.lora_path)
-    return next((field for field, name in names.items() if name), "")
+    return next((field for field, name in names if name), "")
 
 
 def _choices(
     body: GenerationBody, target: Target, header: str, lora_path: str | None
 ) -> tuple[AdapterChoice, ...]:
-    named = list(_named(body, target, header, lora_path))
+    named: list[tuple[str, AdapterKey]] = [] if target.key is None else [("model", target.key)]
+    # An empty name is none.
+    named += [(field, ByName(name)) for field, name in _names(body, header, lora_path) if name]
     if body.adapters:
         return _several(body, named)
     if not named:
@@ -69,24 +70,15 @@ def _choices(
     return (AdapterChoice(key, 1.0 if body.lora_scale is None else body.lora_scale),)
 
 
-def _named(
-    body: GenerationBody, target: Target, header: str, lora_path: str | None
-) -> Iterator[tuple[str, AdapterKey]]:
-    """(field, the adapter that it names); an empty name is none."""
-    if target.key is not None:
-        yield "model", target.key
-    for field, name in _names(body, header, lora_path).items():
-        if name:
-            yield field, ByName(name)
-
-
-def _names(body: GenerationBody, header: str, lora_path: T) -> Mapping[str, str | T | None]:
-    return {
-        "lora_model": body.lora_model,
-        "adapter_id": body.adapter_id,
-        "lora_path": lora_path,
-        ADAPTER_HEADER: header,
-    }
+def _names(
+    body: GenerationBody, header: str, lora_path: T
+) -> tuple[tuple[str, str | T | None], ...]:
+    return (
+        ("lora_model", body.lora_model),
+        ("adapter_id", body.adapter_id),
+        ("lora_path", lora_path),
+        (ADAPTER_HEADER, header),
+    )
 
 
 def _several(

@@ -41,6 +41,7 @@ from loraplex.frontends.openai.adapter_schema import (
 from loraplex.frontends.openai.context import OpenAIContext, json_response, tagged_response
 from loraplex.frontends.openai.errors import INVALID, ErrorDetail, json_error
 from loraplex.frontends.openai.responses import AdapterDeleted
+from loraplex.frontends.openai.unsupported import refuse_unknown
 from loraplex.frontends.openapi.operation import (
     ANY_ERROR,
     Parameter,
@@ -111,7 +112,7 @@ class AdapterEndpoints:
     async def load_adapter(self, request: Request) -> Response:
         """Register an adapter under a name."""
         principal = self._context.principal(request)
-        body = await self._context.strict_body(request, AdapterBody)
+        body = await self._context.parse(request, AdapterBody, refuse_unknown)
         if body.details:
             return await self._try_out(request, principal, body)
         load = self._backend.adapter_admin.load(
@@ -162,7 +163,7 @@ class AdapterEndpoints:
     async def rollback(self, request: Request) -> Response:
         """An older version of an adapter becomes the present one."""
         principal, ref = await self._reference(request)
-        body = await self._context.strict_body(request, RollbackBody)
+        body = await self._context.parse(request, RollbackBody, refuse_unknown)
         card = await self._backend.adapter_admin.rollback(principal, ref, body.version)
         return json_response(card_as(NamedAdapter, card))
 
@@ -170,7 +171,7 @@ class AdapterEndpoints:
     async def pin(self, request: Request) -> Response:
         """Keep a version in the memory of the device, or no longer."""
         principal, ref = await self._reference(request)
-        body = await self._context.strict_body(request, PinBody)
+        body = await self._context.parse(request, PinBody, refuse_unknown)
         is_pinned = body.pinned is not False
         return json_response(
             await self._backend.adapter_admin.pin(principal, ref, body.version, is_pinned=is_pinned)
@@ -180,7 +181,7 @@ class AdapterEndpoints:
     async def alias(self, request: Request) -> Response:
         """Another name for an adapter."""
         principal, ref = await self._reference(request)
-        body = await self._context.strict_body(request, AliasBody)
+        body = await self._context.parse(request, AliasBody, refuse_unknown)
         card = await self._backend.adapter_admin.alias(
             principal, ref, body.alias, replace=bool(body.replace)
         )
@@ -190,7 +191,7 @@ class AdapterEndpoints:
     async def load_lora_adapter(self, request: Request) -> Response:
         """Register an adapter, as vLLM does it."""
         principal = self._context.principal(request)
-        body = await self._context.body(request, LoadLoraBody)
+        body = await self._context.parse(request, LoadLoraBody)
         if not body.lora_name or not body.lora_path:
             return _refusal(400, "Both 'lora_name' and 'lora_path' must be provided.")
         load = self._backend.adapter_admin.load(
@@ -207,7 +208,7 @@ class AdapterEndpoints:
     async def unload_lora_adapter(self, request: Request) -> Response:
         """Forget an adapter, as vLLM does it."""
         principal = self._context.principal(request)
-        body = await self._context.body(request, UnloadLoraBody)
+        body = await self._context.parse(request, UnloadLoraBody)
         if not body.lora_name:
             return _refusal(400, "'lora_name' needs to be provided to unload a LoRA adapter.")
         return await _vllm_response(

@@ -1,11 +1,13 @@
 """Parsing of request bytes into a body of `schema`, or an error that a person can act on."""
 
 import asyncio
+import codecs
 import contextlib
 import functools
 import json
+import math
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -17,9 +19,9 @@ from loraplex.core.errors import (
     PayloadTooLargeError,
     RequestError,
 )
+from loraplex.frontends.access import headers_of
 from loraplex.frontends.body_limits import DEFAULT_JSON_LIMITS, JsonLimits, off_loop
 from loraplex.frontends.openai.faults import joined
-from loraplex.frontends.openai.json_checks import check_beginning, check_unambiguous
 from loraplex.frontends.openai.schema import EXPECTED, Body
 
 MAX_SHOWN_CHARS = 60
@@ -42,15 +44,28 @@ _EXPECTED_BY_ERROR_TYPE = {
 _KINDS = ((str, "a long string"), (list, "a list"), (dict, "an object"))
 
 
-async def read_body(request: Request, max_bytes: int, max_discarded_bytes: int = 0) -> bytes:
-    """The whole body. Raises PayloadTooLargeError, and keeps nothing, if it is over max_bytes.
+async def parse(
+    request: Request, schema: type[BodyT], limits: JsonLimits, max_discarded_bytes: int = 0
+) -> BodyT:
+    """Read and parse the body of a request. Raises as `read_body` and `parse_body`."""
+    body = await read_body(request, limits.max_bytes, max_discarded_bytes)
+    return await off_loop(len(body), functools.partial(parse_body, schema, body, limits))
 
-    max_discarded_bytes: see discard; at least max_bytes.
+
+async def read_body(request: Request, max_bytes: int, max_discarded_bytes: int = 0) -> bytes:
+    """Return the whole body. Raises PayloadTooLargeError, and keeps nothing, if it is too large.
+
+    Raises InvalidRequestError for another type than JSON, because a foreign web page can post
+    anything else without a preflight of the browser. max_discarded_bytes: see discard; at least
+    max_bytes.
     """
-    _check_headers(request)
-    too_large = PayloadTooLargeError(
-        f"the request body must not exceed {max_bytes} bytes (max_json_bytes)"
-    )
+    given = headers_of(request.scope).get("content-type", "")
+    media_type = given.partition(";")[0].strip().lower()
+    if media_type != "application/json" and not media_type.endswith("+json"):
+        raise InvalidRequestError(
+            f"the body must be sent as Content-Type: application/json, got {media_type or 'none'}"
+        )
+    check_encoding(request)
     stream = request.stream()
     chunks: list[bytes] = []
     num_bytes = declared_bytes(request)
@@ -64,13 +79,15 @@ async def read_body(request: Request, max_bytes: int, max_discarded_bytes: int =
     if num_bytes > max_bytes:
         chunks.clear()
         await discard(request, stream, max(max_bytes, max_discarded_bytes))
-        raise too_large
+        raise PayloadTooLargeError(
+            f"the request body must not exceed {max_bytes} bytes (max_json_bytes)"
+        )
     return b"".join(chunks)
 
 
 def declared_bytes(request: Request) -> int:
     """Return the size that a request declares for its body; 0 without one."""
-    declared = request.headers.get("content-length", "")
+    declared = headers_of(request.scope).get("content-length", "")
     return int(declared) if declared.isdecimal() else 0
 
 
@@ -80,7 +97,7 @@ async def discard(request: Request, stream: AsyncIterator[bytes], max_bytes: int
     A connection that is closed on unread bytes is reset, and most clients would then see the
     reset instead of the response. A client that sent Expect waits for the response itself.
     """
-    if "expect" in request.headers:
+    if "expect" in headers_of(request.scope):
         return
     num_bytes = 0
     with contextlib.suppress(TimeoutError):
@@ -91,20 +108,22 @@ async def discard(request: Request, stream: AsyncIterator[bytes], max_bytes: int
                     return
 
 
-async def parse(schema: type[BodyT], body: bytes, limits: JsonLimits) -> BodyT:
-    """Parse a body, as parse_body does. Raises PayloadTooLargeError beyond the limits."""
-    return await off_loop(len(body), functools.partial(parse_body, schema, body, limits))
-
-
 def parse_body(schema: type[BodyT], body: bytes, limits: JsonLimits = DEFAULT_JSON_LIMITS) -> BodyT:
     """Raises InvalidRequestError if it is not a JSON object, InvalidParameterError for a field."""
     limits.check(body)
-    check_beginning(body)
+    if not body.strip():
+        raise InvalidRequestError("the body is empty, so it is not valid JSON: send an object")
+    if body.startswith(codecs.BOM_UTF8):
+        raise InvalidRequestError(
+            "the body begins with a byte order mark, so it is not valid JSON: send UTF-8 without"
+        )
     try:
         parsed = schema.model_validate_json(body)
     except ValidationError as error:
         raise explain(error.errors(include_url=False)) from None
-    check_unambiguous(body)
+    # What JSON parsers read in different ways: a name that an object has twice, a number that is
+    # none. Nothing is kept of it.
+    json.loads(body, object_pairs_hook=_object, parse_constant=_refuse_number, parse_float=_finite)
     return parsed
 
 
@@ -174,21 +193,35 @@ def _show(value: Any) -> str:
     return next((name for kind, name in _KINDS if isinstance(value, kind)), "a value")
 
 
-def _check_headers(request: Request) -> None:
-    """Check the type, because a foreign web page can post anything but JSON without a preflight
-    of the browser; and the encoding."""
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "application/json" and not media_type.endswith("+json"):
-        raise InvalidRequestError(
-            f"the body must be sent as Content-Type: application/json, got {media_type or 'none'}"
-        )
-    check_encoding(request)
-
-
 def check_encoding(request: Request) -> None:
     """Raise InvalidRequestError for a body that is compressed."""
-    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    encoding = headers_of(request.scope).get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
         raise InvalidRequestError(
             f"the body must be sent as it is, without Content-Encoding; got {encoding[:60]}"
         )
+
+
+def _object(pairs: Sequence[tuple[str, Any]]) -> None:
+    """Raise InvalidRequestError for a name that the object has twice."""
+    names = {name for name, _ in pairs}
+    if len(names) == len(pairs):
+        return
+    seen = set()
+    for name, _ in pairs:
+        if name in seen:
+            raise InvalidRequestError(
+                f"the body has the field {name[:60]!r} twice in one object", param=name[:60]
+            )
+        seen.add(name)
+
+
+def _finite(text: str) -> None:
+    if not math.isfinite(float(text)):
+        _refuse_number(text)
+
+
+def _refuse_number(text: str) -> NoReturn:
+    raise InvalidRequestError(
+        f"the body has {text[:60]}, which is not a number of JSON or of a float"
+    )

@@ -81,7 +81,7 @@ class TokenEndpoints:
     async def tokenize(self, request: Request) -> Response:
         """The token ids of a text, or of a conversation."""
         principal = self._context.principal(request)
-        body = await self._context.open_body(request, TokenizeBody)
+        body = await self._context.parse(request, TokenizeBody, self._context.refuse_extra)
         card = (await self._context.target(body.model, principal)).model
         text, adds_special_tokens = await self._text(body, card)
         # A long text takes a while, and the event loop has streams to serve.
@@ -117,7 +117,7 @@ class TokenEndpoints:
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
         principal = self._context.principal(request)
-        body = await self._context.open_body(request, DetokenizeBody)
+        body = await self._context.parse(request, DetokenizeBody, self._context.refuse_extra)
         card = (await self._context.target(body.model, principal)).model
         _check_vocabulary(body.tokens, card)
         text = await asyncio.to_thread(

@@ -34,10 +34,9 @@ from loraplex.frontends.openai.convert import (
 from loraplex.frontends.openai.generation import ENDS
 from loraplex.frontends.openai.logprobs import TokenTexts
 from loraplex.frontends.openai.rendering import rendered_chat
-from loraplex.frontends.openai.sampling import sampling_params
+from loraplex.frontends.openai.sampling import sampling_params, sent_names
 from loraplex.frontends.openai.schema import CompareBody, Message
 from loraplex.frontends.openai.sse import EventStream
-from loraplex.frontends.openai.synonyms import sent_names
 from loraplex.frontends.openai.tools import left_out, read_tool_use, served
 from loraplex.frontends.openai.unsupported import refuse_unknown, refuse_unsupported
 from loraplex.frontends.openapi.operation import (
@@ -88,7 +87,7 @@ class CompareEndpoints:
         tokens of each output; then one with `done`, its times and its difference from the base, or
         its error; last one with the usage of all."""
         principal = self._context.principal(request)
-        body = await self._context.body(request, CompareBody)
+        body = await self._context.parse(request, CompareBody)
         _check(body)
         choices = self._choices(body)
         target = await self._context.target(body.model, principal)

@@ -11,20 +11,19 @@ from starlette.responses import Response
 
 from loraplex.core.errors import InvalidRequestError, ModelNotFoundError
 from loraplex.core.principal import Principal
-from loraplex.frontends.access import Authenticate, everyone_is_local, principal_of
+from loraplex.frontends.access import Authenticate, everyone_is_local, headers_of, principal_of
 from loraplex.frontends.body_limits import DEFAULT_JSON_LIMITS, JsonLimits
 from loraplex.frontends.long_json import LongResponse, encoded
 from loraplex.frontends.openai.adapter_fields import Target
-from loraplex.frontends.openai.body import parse, read_body
+from loraplex.frontends.openai.body import parse
 from loraplex.frontends.openai.errors import OPENAI_ERRORS, ErrorWriter, as_loraplex_error
 from loraplex.frontends.openai.expanded_prompt import ExpandedPromptWriter, ResponseWriter
 from loraplex.frontends.openai.faults import raise_all
 from loraplex.frontends.openai.logprobs import TokenTexts
-from loraplex.frontends.openai.schema import Body, ChatBody, CompletionBody, GenerationBody
+from loraplex.frontends.openai.schema import Body, ChatBody, GenerationBody
 from loraplex.frontends.openai.unsupported import (
     refuse_undefined,
-    refuse_unknown,
-    refuse_unsupported_fields,
+    refuse_unsupported,
 )
 from loraplex.frontends.openai.writers import Call
 from loraplex.frontends.openapi.operation import Parameter, with_error_responses
@@ -40,6 +39,7 @@ from loraplex.serving.wire_request import note_request_id
 CLIENT_CLOSED_REQUEST = 499
 
 BodyT = TypeVar("BodyT", bound=Body)
+GenerationT = TypeVar("GenerationT", bound=GenerationBody)
 
 REQUEST_ID = Parameter(
     REQUEST_ID_HEADER,
@@ -64,11 +64,11 @@ class Dialect:
     is_ready_at_once = False
     """Whether GET /v1/health/ready succeeds even while the server starts or drains."""
 
-    async def completion_body(self, context: "TextContext", request: Request) -> CompletionBody:
-        return await context.open_body(request, CompletionBody)
-
-    async def chat_body(self, context: "TextContext", request: Request) -> ChatBody:
-        return await context.open_body(request, ChatBody)
+    async def read(
+        self, context: "TextContext", request: Request, schema: type[GenerationT]
+    ) -> GenerationT:
+        """Read a body of a completion or a chat. Raises RequestErrors."""
+        return await context.parse(request, schema, context.refuse_extra)
 
     async def target(
         self, context: "TextContext", body: GenerationBody, principal: Principal
@@ -78,7 +78,12 @@ class Dialect:
     def rendering(self, body: ChatBody) -> dict[str, Any]:
         """Arguments of Backend.render_chat that go before those of the route."""
         shows = body.include_json_schema_in_prompt
-        arguments = _effort(body) | (body.chat_template_kwargs or {})
+        arguments: dict[str, Any] = {}
+        if body.reasoning_effort is not None:
+            arguments["reasoning_effort"] = body.reasoning_effort
+        if body.reasoning_effort == "none":
+            arguments["enable_thinking"] = False
+        arguments |= body.chat_template_kwargs or {}
         if shows or (shows is None and self.shows_schema):
             schema = schema_of(body.response_format)
             arguments = ({} if schema is None else {"json_schema": schema}) | arguments
@@ -94,14 +99,6 @@ class Dialect:
 
 
 OPENAI = Dialect()
-
-
-def _effort(body: ChatBody) -> dict[str, Any]:
-    """Variables that templates read."""
-    if body.reasoning_effort is None:
-        return {}
-    off = {"enable_thinking": False} if body.reasoning_effort == "none" else {}
-    return {"reasoning_effort": body.reasoning_effort, **off}
 
 
 def schema_of(response_format: Mapping[str, Any] | None) -> Any:
@@ -139,6 +136,10 @@ class OpenAIOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Whether fields that no supported server defines are ignored instead of refused."""
 
 
+def _refuse_unsupported(body: Body) -> None:
+    refuse_unsupported(body.model_extra)
+
+
 class TextContext(msgspec.Struct, frozen=True):
     """What the routes of generation share: the backend, its options, and authentication."""
 
@@ -149,22 +150,28 @@ class TextContext(msgspec.Struct, frozen=True):
     def principal(self, request: Request) -> Principal:
         return principal_of(request.scope, self.authenticate)
 
-    async def body(self, request: Request, schema: type[BodyT]) -> BodyT:
-        limits = self.options.json
-        body = await read_body(request, limits.max_bytes, self.options.max_discarded_bytes)
-        return await parse(schema, body, limits)
-
-    async def open_body(
+    async def parse(
         self,
         request: Request,
         schema: type[BodyT],
-        more_known: Collection[str] = (),
-        checks: Iterable[Callable[[BodyT], object]] = (refuse_unsupported_fields,),
+        refuse: Callable[[BodyT], object] | None = None,
     ) -> BodyT:
-        """Parse a body that may have fields of other servers; a field that none of them defines is
-        an error, unless the server ignores it. more_known: see refuse_undefined; checks: what else
-        raises RequestErrors, all of which one error lists."""
-        body = await self.body(request, schema)
+        """Parse a body. refuse: raises RequestErrors for fields that are not in the schema."""
+        options = self.options
+        body = await parse(request, schema, options.json, options.max_discarded_bytes)
+        if refuse is not None and body.model_extra:
+            refuse(body)
+        return body
+
+    def refuse_extra(
+        self,
+        body: BodyT,
+        more_known: Collection[str] = (),
+        checks: Iterable[Callable[[BodyT], object]] = (_refuse_unsupported,),
+    ) -> None:
+        """Refuse fields of a body that may have fields of other servers: a field that none of them
+        defines is an error, unless the server ignores it. more_known: see refuse_undefined; checks:
+        what else raises RequestErrors, all of which one error lists."""
         unknown = () if self.options.ignores_unknown else (more_known,)
         raise_all(
             [
@@ -172,13 +179,6 @@ class TextContext(msgspec.Struct, frozen=True):
                 *(functools.partial(check, body) for check in checks),
             ]
         )
-        return body
-
-    async def strict_body(self, request: Request, schema: type[BodyT]) -> BodyT:
-        """Parse a body; a field that is not in the schema is an error."""
-        body = await self.body(request, schema)
-        refuse_unknown(body)
-        return body
 
     async def target(self, model: str | None, principal: Principal) -> Target:
         """What `model` names; without one, the default base model."""
@@ -241,7 +241,8 @@ def responds_to_errors(endpoint: Endpoint, errors: ErrorWriter = OPENAI_ERRORS) 
     async def response(request: Request) -> Response:
         own_id = request_id(request)
         try:
-            if wrong := id_problem(request.headers.get(REQUEST_ID_HEADER) or own_id):
+            given_id = headers_of(request.scope).get(REQUEST_ID_HEADER)
+            if given_id and (wrong := id_problem(given_id)):
                 raise InvalidRequestError(wrong)
             response = await endpoint(request)
         except (ClientDisconnectedError, ClientDisconnect):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from loraplex.core.adapter import LoadPolicy
+from loraplex.core.adapter import AdapterChoice, LoadPolicy
 from loraplex.core.errors import (
     InvalidParameterError,
     InvalidRequestError,
@@ -63,35 +63,58 @@ def completion_requests(
     body: CompletionBody, target: Target, origin: Origin, max_prompts: int
 ) -> tuple[GenerateRequest, ...]:
     """One request for each prompt."""
-    refuse_unsupported(body.model_extra)
+    if body.model_extra:
+        refuse_unsupported(body.model_extra)
     _check_generation(body)
     sampling = completion_sampling(body, target.model.vocab_size)
     requested = prompts(body.prompt, max_prompts)
     _check_sequences(len(requested), sampling)
     chosen = adapter_choices(body, target, origin.adapter, len(requested))
     return tuple(
-        GenerateRequest(
-            request_id=origin.new_request_id(),
-            client_request_id=origin.client_request_id,
-            model=target.model.name,
-            prompt=prompt,
-            task=Generate(sampling),
-            adapters=adapters,
-            load_policy=load_policy(body),
+        _request(
+            body,
+            target,
+            origin,
+            sampling,
+            prompt,
+            adapters,
             add_special_tokens=body.add_special_tokens is not False,
-            priority=body.priority or 0,
-            timeout_seconds=body.timeout_seconds,
-            truncation=_truncation(body),
-            cache_salt=body.cache_salt or "",
             repeated_bytes=REPEATED_BYTES * (bool(body.echo) + bool(body.return_token_ids)),
         )
         for prompt, adapters in zip(requested, chosen, strict=True)
     )
 
 
+def _request(
+    body: GenerationBody,
+    target: Target,
+    origin: Origin,
+    sampling: SamplingParams,
+    prompt: Prompt,
+    adapters: tuple[AdapterChoice, ...],
+    **fields: Any,
+) -> GenerateRequest:
+    """Return the request for one prompt. fields: those that depend on the route."""
+    return GenerateRequest(
+        request_id=origin.new_request_id(),
+        client_request_id=origin.client_request_id,
+        model=target.model.name,
+        prompt=prompt,
+        task=Generate(sampling),
+        adapters=adapters,
+        load_policy=LoadPolicy(body.load_lora_weights or LoadPolicy.AUTO),
+        priority=body.priority or 0,
+        timeout_seconds=body.timeout_seconds,
+        truncation=None if body.truncate_prompt_tokens is None else _truncation(body),
+        cache_salt=body.cache_salt or "",
+        **fields,
+    )
+
+
 def check_chat(body: ChatBody) -> None:
     """Every refusal of a chat body that comes before its template is rendered."""
-    refuse_unsupported(body.model_extra)
+    if body.model_extra:
+        refuse_unsupported(body.model_extra)
     _check_generation(body)
     if body.max_tokens is not None and body.max_completion_tokens is not None:
         raise InvalidParameterError(
@@ -134,21 +157,16 @@ def chat_request(
     sampling = chat_sampling(body, target.model.vocab_size)
     grammar = completion_grammar(reading, sampling.grammar)
     return (
-        GenerateRequest(
-            request_id=origin.new_request_id(),
-            client_request_id=origin.client_request_id,
-            model=target.model.name,
-            prompt=reading.prompt,
-            task=Generate(msgspec.structs.replace(sampling, grammar=grammar)),
-            adapters=adapter_choices(body, target, origin.adapter)[0],
+        _request(
+            body,
+            target,
+            origin,
+            msgspec.structs.replace(sampling, grammar=grammar),
+            reading.prompt,
+            adapter_choices(body, target, origin.adapter)[0],
             shown_special_ids=reading.shown_ids,
-            load_policy=load_policy(body),
             # The template has written them already.
             add_special_tokens=body.add_special_tokens is True,
-            priority=body.priority or 0,
-            timeout_seconds=body.timeout_seconds,
-            truncation=_truncation(body),
-            cache_salt=body.cache_salt or "",
             repeated_bytes=REPEATED_BYTES * bool(body.echo),
         ),
     )
@@ -190,13 +208,12 @@ def _check_generation(body: GenerationBody) -> None:
             f"cache_salt must have 1 to {MAX_CACHE_SALT} characters, got {len(body.cache_salt)}",
             param="cache_salt",
         )
-    check_priority(body)
+    if body.priority:
+        check_priority(body)
 
 
-def _truncation(body: GenerationBody) -> PromptTruncation | None:
-    most = body.truncate_prompt_tokens
-    if most is None:
-        return None
+def _truncation(body: GenerationBody) -> PromptTruncation:
+    most = body.truncate_prompt_tokens or 0
     if most != ALL_THAT_FIT and most < 1:
         raise InvalidParameterError(
             f"truncate_prompt_tokens must be at least 1, or {ALL_THAT_FIT} for the maximum, "
@@ -257,9 +274,9 @@ def output_role(body: ChatBody) -> str:
 
 
 def echoed_message(body: ChatBody) -> str:
-    """vLLM's echo: the text of the last message, if the output is of the same role."""
+    """Text of vLLM's echo: the last message, if the output is of the same role."""
     last = body.messages[-1]
-    if not body.echo or last["role"] != output_role(body):
+    if last["role"] != output_role(body):
         return ""
     return _content(last.get("content"), f"messages[{len(body.messages) - 1}].content")
 

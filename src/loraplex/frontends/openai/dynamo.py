@@ -52,7 +52,7 @@ class DynamoEndpoints:
     async def load_lora(self, request: Request) -> Response:
         """Register an adapter or its new content, as Dynamo does it."""
         principal = self._context.principal(request)
-        body = await self._context.body(request, DynamoLoadBody)
+        body = await self._context.parse(request, DynamoLoadBody)
         load = self._context.backend.adapter_admin.load(
             principal,
             model=(await self._context.target(None, principal)).model.name,

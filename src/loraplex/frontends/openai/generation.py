@@ -7,8 +7,10 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
+from loraplex.core.errors import AdapterNotFoundError, LoraplexError
 from loraplex.core.principal import Principal
 from loraplex.core.request import GenerateRequest
+from loraplex.frontends.field_names import as_sent
 from loraplex.frontends.openai import convert
 from loraplex.frontends.openai.adapter_fields import ADAPTER_HEADER, adapter_field
 from loraplex.frontends.openai.adapter_headers import BY_HEADER, DIGESTS
@@ -22,9 +24,9 @@ from loraplex.frontends.openai.context import (
 from loraplex.frontends.openai.expanded_prompt import ResponseWriter
 from loraplex.frontends.openai.logprobs import TokenTexts
 from loraplex.frontends.openai.responses import ChatCompletion, ChatCompletionChunk, Completion
-from loraplex.frontends.openai.schema import ChatBody, CompletionBody, GenerationBody
+from loraplex.frontends.openai.sampling import sent_names, value_of
+from loraplex.frontends.openai.schema import ChatBody, CompletionBody, GenerationBody, StreamOptions
 from loraplex.frontends.openai.sse import EventStream
-from loraplex.frontends.openai.synonyms import sent_names, value_of
 from loraplex.frontends.openai.writers import (
     Call,
     ChatWriter,
@@ -72,14 +74,16 @@ class GenerationEndpoints:
     async def completions(self, request: Request) -> Response:
         """Text after a prompt. With stream it comes as events."""
         principal = self._context.principal(request)
-        body = await self._dialect.completion_body(self._context, request)
-        adopt_request_id(request, value_of(body, "request_id"))
+        body = await self._dialect.read(self._context, request, CompletionBody)
+        if body.request_id or body.rid:
+            adopt_request_id(request, value_of(body, "request_id"))
         target = await self._dialect.target(self._context, body, principal)
         requests = convert.completion_requests(
             body, target, origin(self._context, request), self._context.options.max_prompts
         )
         call = _call(request, "cmpl", body, requests, echo=bool(body.echo))
-        texts = self._texts(body, requests)
+        as_ids = bool(body.return_tokens_as_token_ids)
+        texts = TokenTexts(self._context.backend, requests[0].model, as_ids=as_ids)
         writer = self._dialect.writer(CompletionWriter(call, texts), call, body, texts)
         return await self._respond(request, principal, writer, call, body)
 
@@ -94,8 +98,9 @@ class GenerationEndpoints:
     async def chat_completions(self, request: Request) -> Response:
         """The next message of a conversation. With stream it comes as events."""
         principal = self._context.principal(request)
-        body = await self._dialect.chat_body(self._context, request)
-        adopt_request_id(request, value_of(body, "request_id"))
+        body = await self._dialect.read(self._context, request, ChatBody)
+        if body.request_id or body.rid:
+            adopt_request_id(request, value_of(body, "request_id"))
         requests, reading, _, notes = await chat_request(
             self._context, body, principal, origin(self._context, request)
         )
@@ -105,11 +110,12 @@ class GenerationEndpoints:
             body,
             requests,
             role=convert.output_role(body),
-            text_before=convert.echoed_message(body),
+            text_before=convert.echoed_message(body) if body.echo else "",
             notes=notes,
             prompt_text=reading.prompt if body.return_prompt_text else UNSET,
         )
-        texts = self._texts(body, requests)
+        as_ids = bool(body.return_tokens_as_token_ids)
+        texts = TokenTexts(self._context.backend, requests[0].model, as_ids=as_ids)
         writer = self._dialect.writer(ChatWriter(call, texts, reading), call, body, texts)
         return await self._respond(request, principal, writer, call, body)
 
@@ -122,24 +128,25 @@ class GenerationEndpoints:
         body: GenerationBody,
     ) -> Response:
         backend = self._context.backend
-        field = adapter_field(body, request.headers.get(ADAPTER_HEADER, ""))
-        names = sent_names(body)
+
+        def reworded(error: LoraplexError) -> LoraplexError:
+            field = adapter_field(body, request.headers.get(ADAPTER_HEADER, ""))
+            if field and isinstance(error, AdapterNotFoundError):
+                error = AdapterNotFoundError(f"{field}: {error.message}", param=field)
+            return as_sent(error, sent_names(body))
+
         if body.stream:
-            outputs = generate_all(backend, call.requests, principal, field, names)
+            outputs = generate_all(backend, call.requests, principal, reworded)
             return EventStream(
                 outputs, writer, request_id(request), self._dialect.errors, work_of=_work_of(call)
             )
         whole = await until_disconnect(
-            request.receive, gather_all(backend, call.requests, principal, field, names)
+            request.receive, gather_all(backend, call.requests, principal, reworded)
         )
         work = sum(map(_work_of(call), enumerate(whole)))
         response = await done(lambda: json_response(writer.body(whole)), work)
         response.headers.update(adapter_headers(*whole))
         return response
-
-    def _texts(self, body: GenerationBody, requests: tuple[GenerateRequest, ...]) -> TokenTexts:
-        as_ids = bool(body.return_tokens_as_token_ids)
-        return TokenTexts(self._context.backend, requests[0].model, as_ids=as_ids)
 
 
 def origin(context: TextContext, request: Request) -> convert.Origin:
@@ -171,13 +178,14 @@ def _call(
     requests: tuple[GenerateRequest, ...],
     **fields: Any,
 ) -> Call:
+    options = body.stream_options or StreamOptions()
     return Call(
         response_id=f"{prefix}-{request_id(request)}",
         created=response_unix_seconds(),
         model=body.model if body.model is not None else requests[0].model,
         requests=requests,
-        include_usage=body.include_usage,
-        continuous_usage=body.continuous_usage,
+        include_usage=bool(options.include_usage),
+        continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
         returns_token_ids=bool(body.return_token_ids),
         wants_prompt_logprobs=body.prompt_logprobs is not None,
         **fields,

@@ -1,51 +1,30 @@
 """Conversion of a request body of `schema` to SamplingParams: pure functions.
 
-Where fields come from several systems, the newest name of each is taken: OpenAI's, vLLM's,
-llgtrt's and TensorRT-LLM's.
+`FIELDS` is the table of the common fields. Only those that a client sent are converted.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 from loraplex.core.beam_search import BeamSearch, EarlyStopping
 from loraplex.core.errors import (
     InvalidParameterError,
+    LoraplexError,
     TokenOutOfVocabularyError,
 )
 from loraplex.core.sampling_params import MAX_LOGPROBS, SamplingParams
-from loraplex.frontends.field_names import named_as_sent
+from loraplex.frontends.field_names import as_sent
 from loraplex.frontends.openai.schema import (
     ChatBody,
     CompletionBody,
     GenerationBody,
     SamplingBody,
 )
-from loraplex.frontends.openai.structured import grammar_of
-from loraplex.frontends.openai.synonyms import sent_names, value_of
+from loraplex.frontends.openai.structured import CONSTRAINTS, constraint_field, grammar_of
 
 MAX_LOGIT_BIAS = 100.0
 """Either way, as OpenAI has it: it is as good as a ban."""
-
-_SAMPLING_FIELDS = {
-    "min_tokens": "min_tokens",
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_p_decay": "top_p_decay",
-    "top_p_min": "top_p_min",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "no_repeat_ngram_size": "no_repeat_ngram_size",
-    "num_draft_tokens": "num_draft_tokens",
-    "seed": "seed",
-    "include_stop_str_in_output": "include_stop_in_output",
-    "ignore_eos": "ignore_eos",
-    "skip_special_tokens": "skip_special_tokens",
-}
-"""Name on the wire: name in SamplingParams. A null keeps the default."""
 
 _NO_BEAMS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
@@ -56,6 +35,7 @@ _NO_BEAMS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     }
 )
 """Neutral values of beam search fields."""
+_SEQUENCES: Final = frozenset({"n", "best_of", "use_beam_search", *_NO_BEAMS})
 
 
 def completion_sampling(body: CompletionBody, vocab_size: int) -> SamplingParams:
@@ -95,26 +75,54 @@ def chat_sampling(body: ChatBody, vocab_size: int) -> SamplingParams:
 
 def sampling_params(body: SamplingBody, fields: dict[str, Any], vocab_size: int) -> SamplingParams:
     """Make SamplingParams of the common fields, and of `fields` that only this body has."""
-    given = {name: value_of(body, wire_name) for wire_name, name in _SAMPLING_FIELDS.items()}
-    fields |= {name: value for name, value in given.items() if value is not None}
-    if body.top_p_reset_ids not in (None, -1):  # TensorRT-LLM's -1 is no token
-        fields["top_p_reset_id"] = body.top_p_reset_ids
-    sampling = SamplingParams(
-        stop=_texts(body.stop),
-        stop_token_ids=_token_ids("stop_token_ids", body.stop_token_ids, vocab_size),
-        bad_words=_texts(body.bad_words),
-        allowed_token_ids=_allowed(body.allowed_token_ids, vocab_size),
-        logit_bias=_logit_bias(body.logit_bias or {}, vocab_size),
-        grammar=grammar_of(body),
-        **fields,
-    )
-    with named_as_sent(sent_names(body)):
+    sent = body.model_fields_set
+    for field in FIELDS:
+        if field.name in sent or field.synonym in sent:
+            value = value_of(body, field.name) if field.synonym else getattr(body, field.name)
+            if value is not None:
+                fields[field.parameter] = (
+                    value if field.read is None else field.read(field.name, value, vocab_size)
+                )
+    if not sent.isdisjoint(CONSTRAINTS):
+        fields["grammar"] = grammar_of(body)
+    sampling = SamplingParams(**fields)
+    try:
         sampling.validate()
+    except LoraplexError as error:
+        raise as_sent(error, sent_names(body)) from None
     return sampling
+
+
+def value_of(body: SamplingBody, field: str) -> Any:
+    """Value of the field or of its synonym; None if neither is given.
+
+    Raises InvalidParameterError if they differ.
+    """
+    value, other_name = getattr(body, field), SYNONYMS[field]
+    other = getattr(body, other_name)
+    if value is not None and other is not None and value != other:
+        raise InvalidParameterError(
+            f"{field} and {other_name} mean the same, and are {value!r} and {other!r}; "
+            "give one of them",
+            param=other_name,
+        )
+    return other if value is None else value
+
+
+def sent_names(body: SamplingBody) -> Mapping[str, str]:
+    """Return the fields of this body by the names of our parameters, for errors."""
+    names = {"top_p_reset_id": "top_p_reset_ids"}
+    if field := constraint_field(body):
+        names["grammar"] = field
+    if getattr(body, "max_completion_tokens", None) is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    return names
 
 
 def _sequences(body: GenerationBody) -> dict[str, Any]:
     """Number of outputs to generate, how, and how many of them are returned."""
+    if body.model_fields_set.isdisjoint(_SEQUENCES):
+        return {}
     n = 1 if body.n is None else body.n
     if body.use_beam_search:
         return {"n": n, **_beams(body, n)}
@@ -148,44 +156,85 @@ _EARLY_STOPPING = {
 }
 
 
-def _texts(value: str | Sequence[str] | None) -> tuple[str, ...]:
-    if value is None:
-        return ()
+def _texts(_name: str, value: str | Sequence[str], _vocab_size: int) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value)
 
 
-def _token_ids(name: str, token_ids: Sequence[int] | None, vocab_size: int) -> tuple[int, ...]:
-    for token_id in token_ids or ():
+def _token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
+    for token_id in token_ids:
         if not 0 <= token_id < vocab_size:
             raise TokenOutOfVocabularyError(
                 f"{name} has {token_id}; token ids of this model are 0 to {vocab_size - 1}",
                 param=name,
             )
-    return tuple(token_ids or ())
+    return tuple(token_ids)
 
 
-def _allowed(token_ids: Sequence[int] | None, vocab_size: int) -> tuple[int, ...]:
-    if token_ids is not None and not token_ids:
-        raise InvalidParameterError(
-            "allowed_token_ids is an empty list: it would allow nothing", param="allowed_token_ids"
-        )
-    return tuple(sorted(set(_token_ids("allowed_token_ids", token_ids, vocab_size))))
+def _allowed(name: str, token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
+    if not token_ids:
+        raise InvalidParameterError(f"{name} is an empty list: it would allow nothing", param=name)
+    return tuple(sorted(set(_token_ids(name, token_ids, vocab_size))))
 
 
-def _logit_bias(biases: dict[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
+def _reset_id(_name: str, token_id: int, _vocab_size: int) -> int | None:
+    """TensorRT-LLM's -1 is no token."""
+    return None if token_id == -1 else token_id
+
+
+def _logit_bias(
+    name: str, biases: Mapping[str, float], vocab_size: int
+) -> tuple[tuple[int, float], ...]:
     pairs: dict[int, float] = {}
     for text, bias in biases.items():
         token_id = int(text) if len(text) < 20 and text.isascii() and text.isdecimal() else -1
         if not 0 <= token_id < vocab_size:
             raise TokenOutOfVocabularyError(
-                f"logit_bias has the key {text!r}; keys are the token ids 0 to {vocab_size - 1}",
-                param="logit_bias",
+                f"{name} has the key {text!r}; keys are the token ids 0 to {vocab_size - 1}",
+                param=name,
             )
         if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
             raise InvalidParameterError(
-                f"logit_bias: the bias of token {token_id} must be in [{-MAX_LOGIT_BIAS:g}, "
+                f"{name}: the bias of token {token_id} must be in [{-MAX_LOGIT_BIAS:g}, "
                 f"{MAX_LOGIT_BIAS:g}], got {bias}",
-                param="logit_bias",
+                param=name,
             )
         pairs[token_id] = float(bias)
     return tuple(sorted(pairs.items()))
+
+
+class SamplingField(NamedTuple):
+    """A field of bodies that gives one parameter of SamplingParams. A null keeps the default."""
+
+    name: str
+    """Its name on the wire: the newest of those that several servers have."""
+    parameter: str
+    read: Callable[[str, Any, int], Any] | None = None
+    """Function from the name, the value and the size of the vocabulary to the parameter's value;
+    None: they are equal."""
+    synonym: str = ""
+    """LoRAX's or SGLang's name of the same field."""
+
+
+FIELDS: Final = (
+    *(
+        SamplingField(name, name)
+        for name in (
+            *("min_tokens", "temperature", "top_p", "top_p_decay", "top_p_min", "top_k", "min_p"),
+            *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+            *("no_repeat_ngram_size", "num_draft_tokens", "seed", "skip_special_tokens"),
+        )
+    ),
+    SamplingField("include_stop_str_in_output", "include_stop_in_output", synonym="no_stop_trim"),
+    SamplingField("ignore_eos", "ignore_eos", synonym="ignore_eos_token"),
+    SamplingField("top_p_reset_ids", "top_p_reset_id", _reset_id),
+    SamplingField("stop", "stop", _texts),
+    SamplingField("stop_token_ids", "stop_token_ids", _token_ids),
+    SamplingField("bad_words", "bad_words", _texts),
+    SamplingField("allowed_token_ids", "allowed_token_ids", _allowed),
+    SamplingField("logit_bias", "logit_bias", _logit_bias),
+)
+
+SYNONYMS: Final[Mapping[str, str]] = MappingProxyType(
+    {field.name: field.synonym for field in FIELDS if field.synonym} | {"request_id": "rid"}
+)
+"""Our name (vLLM's): the other one (LoRAX's or SGLang's)."""

@@ -2,7 +2,7 @@
 
 Types are strict (no "5" for 5) and every field may be null, which means absent. Ranges are not
 checked here: SamplingParams knows them. A field that is not declared is kept aside:
-`unsupported` names the ones that we know and do not serve; TextContext.open_body refuses the rest.
+`unsupported` names those that we know and do not serve; TextContext.refuse_extra refuses the rest.
 The text under a field is its row's note in docs/fields-openai.md.
 """
 
@@ -75,7 +75,7 @@ class Body(BaseModel):
 
 
 class ClosedBody(Body):
-    """Body in which an unknown field is an error; see OpenAIContext.strict_body."""
+    """Body in which an unknown field is an error; see refuse_unknown."""
 
     model_config = ConfigDict(json_schema_extra={"additionalProperties": False})
 
@@ -246,15 +246,6 @@ class GenerationBody(AdaptedBody):
     """Id of the response, if there is no x-request-id header."""
     rid: str | None = None
     """Synonym of request_id."""
-
-    @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-    @property
-    def continuous_usage(self) -> bool:
-        options = self.stream_options
-        return self.include_usage and options is not None and bool(options.continuous_usage_stats)
 
 
 class CompletionBody(GenerationBody):

@@ -149,6 +149,8 @@ _GUIDED: Final = MappingProxyType(
     }
 )
 """Field: its kind of constraint. The last three are SGLang's."""
+CONSTRAINTS: Final = frozenset({"response_format", "structured_outputs", *_GUIDED})
+"""Fields that grammar_of reads."""
 
 
 def _structured_outputs(fields: Mapping[str, Any]) -> Iterator[_Constraint]:

@@ -153,11 +153,6 @@ def refuse_unsupported(
     )
 
 
-def refuse_unsupported_fields(body: Body) -> None:
-    """Refuse what completions and chats do not serve, of the fields that are not in the schema."""
-    refuse_unsupported(body.model_extra)
-
-
 def refuse_undefined(body: Body, more_known: Collection[str] = ()) -> None:
     """Raise InvalidParameterError for fields that no supported server defines: a misspelt limit
     must not be a request without a limit. more_known: further fields of the route."""

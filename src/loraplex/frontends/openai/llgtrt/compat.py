@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.requests import Request
 
 from loraplex.core.errors import InvalidParameterError, PayloadTooLargeError, RequestError
+from loraplex.frontends.openai.context import GenerationT, TextContext
 from loraplex.frontends.openai.expanded_prompt import ResponseWriter
 from loraplex.frontends.openai.llgtrt.compat_errors import CompatErrors, ShapeError
 from loraplex.frontends.openai.llgtrt.compat_refusals import (
@@ -17,18 +18,14 @@ from loraplex.frontends.openai.llgtrt.compat_refusals import (
 )
 from loraplex.frontends.openai.llgtrt.compat_responses import CompatWriter
 from loraplex.frontends.openai.llgtrt.compat_tools import template_tools, tool_changes
-from loraplex.frontends.openai.llgtrt.dialect import BodyT, LlgtrtDialect
+from loraplex.frontends.openai.llgtrt.dialect import LlgtrtDialect
 from loraplex.frontends.openai.logprobs import TokenTexts
 from loraplex.frontends.openai.schema import (
     ChatBody,
-    CompletionBody,
     GenerationBody,
     StreamOptions,
 )
 from loraplex.frontends.openai.writers import Call, ChatWriter
-
-if TYPE_CHECKING:
-    from loraplex.frontends.openai.context import TextContext
 
 MAX_TOKENS = 16
 _SPECIAL_TOKENS: Mapping[str, Any] = MappingProxyType({"skip_special_tokens": False})
@@ -42,11 +39,13 @@ class CompatDialect(LlgtrtDialect):
     unready_status = 500
     is_ready_at_once = True
 
-    async def read(self, context: "TextContext", request: Request, schema: type[BodyT]) -> BodyT:
+    async def parse(
+        self, context: TextContext, request: Request, schema: type[GenerationT]
+    ) -> GenerationT:
         if "json" not in request.headers.get("content-type", "").lower():
             raise ShapeError("the body must be sent as Content-Type: application/json", 415)
         try:
-            body = await super().read(context, request, schema)
+            body = await super().parse(context, request, schema)
         except PayloadTooLargeError as error:
             raise ShapeError(error.message, 413) from error
         except RequestError as error:
@@ -55,18 +54,16 @@ class CompatDialect(LlgtrtDialect):
         check_shape(body)
         return body
 
-    def completion_changes(self, body: CompletionBody) -> dict[str, Any]:
-        refuse(body, COMPLETION_REFUSALS)
-        changes = super().completion_changes(body) | _length(body) | _usage(body)
-        return {**changes, **_SPECIAL_TOKENS}
-
-    def chat_changes(self, body: ChatBody) -> dict[str, Any]:
+    def changes(self, body: GenerationBody) -> dict[str, Any]:
+        if not isinstance(body, ChatBody):
+            refuse(body, COMPLETION_REFUSALS)
+            return {**super().changes(body), **_length(body), **_usage(body), **_SPECIAL_TOKENS}
         refuse(body, CHAT_REFUSALS)
         length = _length(body) if body.max_completion_tokens is None else {}
         tools = tool_changes(body, self.json_start_token)
         # An output is one text, whatever it consists of.
         plain = {"separate_reasoning": False, **_SPECIAL_TOKENS}
-        return super().chat_changes(body) | length | _usage(body) | tools | plain
+        return super().changes(body) | length | _usage(body) | tools | plain
 
     def rendering(self, body: ChatBody) -> dict[str, Any]:
         return {**template_tools(body), **super().rendering(body)}

@@ -2,20 +2,15 @@
 
 import datetime
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final
 
 from starlette.requests import Request
 
 from loraplex.core.errors import InvalidParameterError, ModelNotFoundError, cut
 from loraplex.core.principal import Principal
 from loraplex.frontends.openai.adapter_fields import Target
-from loraplex.frontends.openai.context import Dialect
-from loraplex.frontends.openai.schema import ChatBody, CompletionBody, GenerationBody
-
-if TYPE_CHECKING:
-    from loraplex.frontends.openai.context import TextContext
-
-BodyT = TypeVar("BodyT", bound=GenerationBody)
+from loraplex.frontends.openai.context import Dialect, GenerationT, TextContext
+from loraplex.frontends.openai.schema import ChatBody, GenerationBody
 
 MIN_TOKENS: Final = 1
 """Default minimum length: an empty output is not intended."""
@@ -31,30 +26,29 @@ class LlgtrtDialect(Dialect):
         self._has_lora_root = has_lora_root
         self.json_start_token = json_start_token
 
-    async def completion_body(self, context: "TextContext", request: Request) -> CompletionBody:
-        body = await self.read(context, request, CompletionBody)
-        return body.model_copy(update=self.completion_changes(body))
+    async def read(
+        self, context: TextContext, request: Request, schema: type[GenerationT]
+    ) -> GenerationT:
+        body = await self.parse(context, request, schema)
+        return body.model_copy(update=self.changes(body))
 
-    async def chat_body(self, context: "TextContext", request: Request) -> ChatBody:
-        body = await self.read(context, request, ChatBody)
-        return body.model_copy(update=self.chat_changes(body))
+    async def parse(
+        self, context: TextContext, request: Request, schema: type[GenerationT]
+    ) -> GenerationT:
+        """Read the body as it was sent."""
+        return await context.parse(request, schema)
 
-    async def read(self, context: "TextContext", request: Request, schema: type[BodyT]) -> BodyT:
-        """The body as it was sent."""
-        return await context.body(request, schema)
-
-    def completion_changes(self, body: CompletionBody) -> dict[str, Any]:
-        """What the fields become. Raises InvalidParameterError."""
-        return _changes(body)
-
-    def chat_changes(self, body: ChatBody) -> dict[str, Any]:
+    def changes(self, body: GenerationBody) -> dict[str, Any]:
+        """Return what the fields become. Raises InvalidParameterError."""
+        if not isinstance(body, ChatBody):
+            return _changes(body)
         check_tools(body)
         # A template that writes no BOS gets one.
         add_bos = True if body.add_special_tokens is None else body.add_special_tokens
         return _changes(body) | {"add_special_tokens": add_bos}
 
     async def target(
-        self, context: "TextContext", body: GenerationBody, principal: Principal
+        self, context: TextContext, body: GenerationBody, principal: Principal
     ) -> Target:
         if body.lora_model:
             await self._check_name(context, body.lora_model, principal)
@@ -65,7 +59,7 @@ class LlgtrtDialect(Dialect):
         variables = {"date_string": _today(), **(arguments["template_kwargs"] or {})}
         return arguments | {"template_kwargs": variables, "omits_absent": True}
 
-    async def _check_name(self, context: "TextContext", name: str, principal: Principal) -> None:
+    async def _check_name(self, context: TextContext, name: str, principal: Principal) -> None:
         path = PurePath(name)
         if path.is_absolute() or ".." in path.parts or "\0" in name:
             raise InvalidParameterError(

@@ -10,11 +10,12 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from loraplex.core.errors import InvalidParameterError
+from loraplex.core.errors import InvalidParameterError, LoraplexError
 from loraplex.core.grammar import Grammar, GrammarKind
 from loraplex.core.output import RequestOutput, SequenceOutput
 from loraplex.core.request import GenerateRequest
 from loraplex.core.task import Generate
+from loraplex.frontends.field_names import as_sent
 from loraplex.frontends.openai import convert
 from loraplex.frontends.openai.adapter_fields import Target, adapter_choices
 from loraplex.frontends.openai.adapter_headers import DIGESTS
@@ -106,12 +107,12 @@ class GuidanceEndpoints:
     async def run(self, request: Request) -> Response:
         """Text that a grammar of Guidance's clients constrains, as events."""
         principal = self._context.principal(request)
-        body = await self._context.body(request, GuidanceBody)
+        body = await self._context.parse(request, GuidanceBody)
         dialect = self._context.options.dialect
         target = await dialect.target(self._context, body, principal)
         generation = await self._request(request, body, target)
         outputs = _steps(
-            generate_all(self._context.backend, (generation,), principal, names=_NAMES),
+            generate_all(self._context.backend, (generation,), principal, _reworded),
             generation.sampling.grammar,
         )
         model = body.model or target.model.name
@@ -147,6 +148,10 @@ class GuidanceEndpoints:
         if body.messages is None:
             return body.prompt or "", False
         return await rendered_chat(self._context.backend, target.model, body.messages), True
+
+
+def _reworded(error: LoraplexError) -> LoraplexError:
+    return as_sent(error, _NAMES)
 
 
 def _grammar(body: GuidanceBody) -> Grammar:

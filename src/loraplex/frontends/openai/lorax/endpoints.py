@@ -8,10 +8,10 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from loraplex.core.errors import InvalidParameterError
+from loraplex.core.errors import InvalidParameterError, LoraplexError
 from loraplex.core.principal import Principal
 from loraplex.core.request import GenerateRequest
-from loraplex.frontends.field_names import named_as_sent
+from loraplex.frontends.field_names import as_sent, named_as_sent
 from loraplex.frontends.openai import convert
 from loraplex.frontends.openai.adapter_fields import ADAPTER_HEADER, Target
 from loraplex.frontends.openai.adapter_headers import BY_HEADER, DIGESTS
@@ -64,21 +64,21 @@ class LoraxEndpoints:
     async def generate(self, request: Request) -> Response:
         """Generate text after a prompt; the response has LoRAX's form."""
         principal = self._context.principal(request)
-        body = await self._context.body(request, GenerateBody)
+        body = await self._context.parse(request, GenerateBody)
         return await self._whole(request, principal, body, in_list=False)
 
     @_generates(ResponseDoc(200, (events_of(StreamedToken),)))
     async def generate_stream(self, request: Request) -> Response:
         """Text after a prompt, token by token."""
         principal = self._context.principal(request)
-        body = await self._context.body(request, GenerateBody)
+        body = await self._context.parse(request, GenerateBody)
         return await self._stream(request, principal, body)
 
     @_generates(ResponseDoc(200, (Media(JSON, list[Generated]), events_of(StreamedToken))))
     async def either(self, request: Request) -> Response:
         """Generate text, streamed if `stream` is set. A whole response is a list of one."""
         principal = self._context.principal(request)
-        body = await self._context.body(request, GenerateBody)
+        body = await self._context.parse(request, GenerateBody)
         if body.stream:
             return await self._stream(request, principal, body)
         return await self._whole(request, principal, body, in_list=True)
@@ -94,7 +94,7 @@ class LoraxEndpoints:
         writer = _writer(body, parameters, texts)
         [output] = await until_disconnect(
             request.receive,
-            gather_all(self._context.backend, completion_request, principal, names=_NAMES),
+            gather_all(self._context.backend, completion_request, principal, _reworded),
         )
 
         def response() -> Response:
@@ -113,7 +113,7 @@ class LoraxEndpoints:
             )
         completion_request, texts = await self._request(request, principal, body, shows_tokens=True)
         writer = _writer(body, parameters, texts)
-        outputs = generate_all(self._context.backend, completion_request, principal, names=_NAMES)
+        outputs = generate_all(self._context.backend, completion_request, principal, _reworded)
         return EventStream(
             outputs, writer, request_id(request), LORAX_ERRORS, end=b"", work_of=output_work
         )
@@ -146,6 +146,10 @@ class LoraxEndpoints:
             return body.inputs
         messages = [Message(role="user", content=body.inputs)]
         return await rendered_chat(self._context.backend, target.model, messages)
+
+
+def _reworded(error: LoraplexError) -> LoraplexError:
+    return as_sent(error, _NAMES)
 
 
 def _writer(body: GenerateBody, parameters: Parameters, texts: TokenTexts) -> LoraxWriter:

@@ -43,8 +43,8 @@ from loraplex.frontends.openai.responses_api.schema import ResponsesBody
 from loraplex.frontends.openai.responses_api.store import ResponseStore, StoredResponse
 from loraplex.frontends.openai.responses_api.truncation import count_tokens, fitting
 from loraplex.frontends.openai.responses_api.writer import ResponseWriter
+from loraplex.frontends.openai.sampling import value_of
 from loraplex.frontends.openai.sse import EventStream, output_work
-from loraplex.frontends.openai.synonyms import value_of
 from loraplex.frontends.openai.tools import left_out
 from loraplex.frontends.openai.writers import Call
 from loraplex.frontends.openapi.operation import (
@@ -99,7 +99,7 @@ class ResponsesEndpoints:
         with in_own_words():
             chat = await self._chat_request(request, body, items, principal)
         writer = self._writer(body, chat, items, principal)
-        outputs = generate_all(self._context.backend, chat.requests, principal, names=chat.names)
+        outputs = generate_all(self._context.backend, chat.requests, principal, chat.reworded)
         if body.stream:
             errors = StreamErrors(writer.failure)
             return EventStream(
@@ -198,10 +198,10 @@ class ResponsesEndpoints:
         return ResponseWriter(first, call, texts, chat.reading, keep)
 
     async def _body(self, request: Request) -> ResponsesBody:
-        body = await self._context.open_body(
-            request, ResponsesBody, refusals.KNOWN, (convert.check, convert.check_tools)
-        )
-        adopt_request_id(request, value_of(body, "request_id"))
+        body = await self._context.parse(request, ResponsesBody)
+        self._context.refuse_extra(body, refusals.KNOWN, (convert.check, convert.check_tools))
+        if body.request_id or body.rid:
+            adopt_request_id(request, value_of(body, "request_id"))
         return body
 
     def _conversation(self, body: ResponsesBody, principal: Principal) -> list[Item]:
