@@ -47,7 +47,7 @@ class Server:
         owner = Request(request, ((share, 1.0),), StopRules(request, 100))
         owner.share = self.shares.key(request, owner.handles)
         sequence = Sequence(owner, self.num_requests, 0, [1], 1, seed=0)
-        self.shares.enter(owner.share, self.weight(share), self.queue.shares)
+        self.shares.enter(owner.share, self.weight(share), self.queue.by_share)
         self.active[owner.share] = self.active.get(owner.share, 0) + 1
         self.queue.add(sequence)
         weights = sum(self.weight(share) for (share,) in self.active)
@@ -100,7 +100,7 @@ def test_overtaking_is_bounded(seed, num_shares, num_before, newcomer_rate, goes
         server.admit(server.first())
     x = server.add(share)
     counter = server.shares.counter(x.request.share)
-    spread = counter - min(server.shares.counter(share) for share in server.queue.shares)
+    spread = counter - min(server.shares.counter(share) for share in server.queue.by_share)
     spread = max(spread, counter - server.shares.virtual_time)
     server.max_weight = sum(server.weight(share) for (share,) in server.active)
     server.max_active = len(server.active)
@@ -110,7 +110,7 @@ def test_overtaking_is_bounded(seed, num_shares, num_before, newcomer_rate, goes
         if len(server.active) < MAX_SHARES and draw.random() < newcomer_rate:
             newcomer += 1
             server.add(newcomer if draw.random() < 0.8 else draw.randrange(num_shares))
-        if goes_on and first.request.share not in server.queue.shares:
+        if goes_on and first.request.share not in server.queue.by_share:
             server.add(first.request.share[0])
         bound = 2 * spread * server.max_weight + (server.max_active + 1) * MAX_COST
         assert passed <= bound + 1e-6 * bound

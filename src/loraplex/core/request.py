@@ -7,7 +7,7 @@ from typing import Final, Self
 import msgspec
 
 from loraplex.core.adapter import AdapterChoice, AdapterUse, LoadPolicy
-from loraplex.core.errors import InvalidParameterError, InvalidRequestError
+from loraplex.core.errors import InvalidParameterError
 from loraplex.core.image import ImageSpan
 from loraplex.core.retention import KVRetention
 from loraplex.core.task import Generate, HasTask, Task
@@ -160,9 +160,3 @@ def check_adapters(adapters: Sequence[AdapterChoice]) -> None:
                 f"{adapter.scale:g}",
                 param="adapters",
             )
-
-
-def require_tokens(prompt_token_ids: tuple[int, ...]) -> None:
-    """Raise InvalidRequestError for an empty prompt: no step could compute it."""
-    if not prompt_token_ids:
-        raise InvalidRequestError("the prompt has no tokens; at least one is needed")

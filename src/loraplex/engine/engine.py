@@ -13,10 +13,16 @@ import msgspec
 
 from loraplex.core.adapter import AdapterHandle, AdapterSource
 from loraplex.core.clock import Clock, EventClock
-from loraplex.core.errors import ConfigError, DeviceLost, LoraplexError, StepFailedError
+from loraplex.core.errors import (
+    ConfigError,
+    DeviceLost,
+    InvalidRequestError,
+    LoraplexError,
+    StepFailedError,
+)
 from loraplex.core.output import EngineOutput
-from loraplex.core.plan import Capacity, StepPlan, StepResult
-from loraplex.core.request import EngineRequest, RequestId, require_tokens
+from loraplex.core.plan import StepPlan, StepResult
+from loraplex.core.request import EngineRequest, RequestId
 from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.core.stats import AdapterActivity, EngineStats, StepRecord
 from loraplex.core.version import __version__
@@ -108,7 +114,7 @@ class Engine:
         self._adapters = adapters
         self._clock = clock
         self._journal = journal
-        self._capacity = runner.capacity()
+        self.capacity = runner.capacity()
         self._num_loads_ended = 0
         self._launched: deque[_LaunchedStep] = deque()
         """Steps in flight, the oldest first."""
@@ -119,10 +125,6 @@ class Engine:
     def mark_steps(self, marker: StepMarker) -> None:
         """Use a marker that notes which requests the steps in flight compute."""
         self._marker = marker
-
-    @property
-    def capacity(self) -> Capacity:
-        return self._capacity
 
     def register_adapter(self, source: AdapterSource) -> AdapterHandle:
         """Make a digest known; nothing is read yet.
@@ -173,7 +175,8 @@ class Engine:
         self._take(AddRequest(request))
         try:
             # Admission has checked all values: every request waits for what is checked here.
-            require_tokens(request.prompt_token_ids)
+            if not request.prompt_token_ids:  # no step could compute it
+                raise InvalidRequestError("the prompt has no tokens; at least one is needed")
             adapters = self._adapters.resolve(request.adapters)
             if request.requires_resident:
                 is_preloading = self._scheduler.is_preloading
@@ -258,21 +261,18 @@ class Engine:
         loads = tuple(
             LoadEnded(load.handle, load.error, load.load_ns) for load in self._loader.poll()
         )
+        self._num_loads_ended += len(loads)
         plan: StepPlan | None = None
         try:
-            self._report_loads(loads)
+            for load in loads:
+                if load.error is None:
+                    self._scheduler.loaded(load.handle, load.load_ns)
+                else:
+                    self._scheduler.load_failed(load.handle, load.error)
             plan = self._scheduler.plan()
         finally:
             self._journal.write(PlanMade(now_ns, loads, plan))
         return plan
-
-    def _report_loads(self, loads: tuple[LoadEnded, ...]) -> None:
-        self._num_loads_ended += len(loads)
-        for load in loads:
-            if load.error is None:
-                self._scheduler.loaded(load.handle, load.load_ns)
-            else:
-                self._scheduler.load_failed(load.handle, load.error)
 
     def _launch(self, plan: StepPlan) -> _LaunchedStep:
         record = launched_record(

@@ -134,9 +134,9 @@ class EngineLoop:
     def _apply(self, command: EngineCommand) -> None:
         match command:
             case AddRequest(request):
-                self._add((request,))
+                self._engine.add(request)
             case AddRequests(requests):
-                self._add(requests)
+                self._add_all(requests)
             case AbortRequest(request_id, sequence_index):
                 self._engine.abort(request_id, sequence_index)
             case RegisterAdapter(source):
@@ -153,7 +153,7 @@ class EngineLoop:
             case PreloadAdapter(digest):
                 self._try(digest, lambda: self._engine.preload(digest))
 
-    def _add(self, requests: Sequence[EngineRequest]) -> None:
+    def _add_all(self, requests: Sequence[EngineRequest]) -> None:
         for request in requests:
             self._engine.add(request)
 

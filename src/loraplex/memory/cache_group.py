@@ -28,6 +28,7 @@ class CacheGroup:
         """
         self.group_id = group_id
         self.block_bytes = capacity.block_bytes
+        self.num_blocks = capacity.num_blocks
         self.pool = BlockPool(capacity.num_blocks, functools.partial(on_lost, group_id))
         self.host = HostBlocks(capacity.num_host_blocks)
         self.spec = capacity.spec
@@ -44,10 +45,6 @@ class CacheGroup:
         self.frees_early = self.policy.frees_early
         """Whether sequences free blocks before they end."""
         self._num_cached_blocks = self.block_size // block_size
-
-    @property
-    def num_blocks(self) -> int:
-        return self.pool.num_blocks
 
     @property
     def num_available(self) -> int:

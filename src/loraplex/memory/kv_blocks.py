@@ -47,7 +47,8 @@ class KVBlocks:
 
         Without a group that has a block of all positions first, there is no prefix caching.
         """
-        self._block_size = block_size
+        self.block_size = block_size
+        """Tokens per block."""
         self.prefix_caching = prefix_caching and can_cache_prefixes(cache_groups)
         """Whether sequences begin with blocks that others have computed."""
         self._prefix_cache = PrefixCache(block_size, len(cache_groups), enabled=self.prefix_caching)
@@ -64,11 +65,6 @@ class KVBlocks:
         """No block for any group."""
         # `fits` is called for every row of every step, and most models have one group.
         self._only_block_size = 0 if self.is_sparse or len(self.groups) > 1 else block_size
-
-    @property
-    def block_size(self) -> int:
-        """Tokens per block."""
-        return self._block_size
 
     @property
     def num_free(self) -> int:
@@ -203,7 +199,7 @@ class KVBlocks:
             limit = min(limit, max_cached_tokens)
         found = self._prefix_cache.match(token_ids, kv_salt, limit, later_salts)
         num_served = longest_served(self._policies, found)
-        num_cached = num_served * self._block_size
+        num_cached = num_served * self.block_size
         num_new = min(max_new_tokens, len(token_ids) - num_cached)
         num_first = self._num_first(num_new, max_step_tokens)
         hits = [
@@ -300,21 +296,21 @@ class KVBlocks:
         Call it only for tokens whose KV is written: after their step, and not for a failed row.
         The blocks are kept by `retention`, for a prompt of num_prompt_tokens.
         """
-        num_full = num_computed_tokens // self._block_size
+        num_full = num_computed_tokens // self.block_size
         if not self.prefix_caching:
             return max(num_hashed_blocks, num_full)
         first_table = block_tables[0]
         for index in range(num_hashed_blocks, num_full):
             if first_table[index] == NO_BLOCK:  # came back from the host without it
                 continue
-            start = index * self._block_size
-            tokens = token_ids[start : start + self._block_size]
+            start = index * self.block_size
+            tokens = token_ids[start : start + self.block_size]
             parent_id = first_table[index - 1] if index else None
             block_ids = [
                 group.published(table, index, num_prompt_tokens)
                 for group, table in self._pairs(block_tables)
             ]
-            salt = salt_before(start + self._block_size, kv_salt, later_salts)
+            salt = salt_before(start + self.block_size, kv_salt, later_salts)
             for group_id in self._prefix_cache.insert(block_ids, parent_id, tokens, salt):
                 self.groups[group_id].pool.keep(block_ids[group_id])
             for group, block_id in zip(self.groups, block_ids, strict=True):
@@ -369,7 +365,7 @@ class KVBlocks:
         The tables keep their references: call `release` afterwards. None and no change if there are
         too few host blocks.
         """
-        size = self._block_size
+        size = self.block_size
         computed = [
             (group, table[: group.num_blocks_for(num_computed_tokens, len(table) * size)])
             for group, table in self._pairs(block_tables)
@@ -532,7 +528,7 @@ class KVBlocks:
     ) -> None:
         if retention is None or block_id == NO_BLOCK:
             return
-        of_block = block_retention(retention, index * self._block_size, num_prompt_tokens)
+        of_block = block_retention(retention, index * self.block_size, num_prompt_tokens)
         if of_block is not None:
             group.pool.retain(block_id, of_block)
 

@@ -80,7 +80,7 @@ class Admitter:
             request.first_scheduled_ns = now_ns
             if request.handles:
                 request.adapter_ready_ns = max(ready_since_ns, request.arrival_ns)
-            self._state.queue_bound.leave()
+            self._state.queue_bound.num_queued -= 1
         if sequence.num_computable_tokens:
             split.add(sequence, is_new=True)
         return AdmitResult.ADMITTED

@@ -142,8 +142,18 @@ class FairShares:
         assert share.units > 0, f"weight {weight} of a share"
         self._active_units += share.units
         share.num_requests += 1
-        if key not in waiting:
-            share.counter = max(share.counter, self._start(waiting))
+        if key in waiting:
+            return
+        start = self._virtual_time
+        if waiting:
+            # A newcomer starts at the floor or later, so it lowers no floor: thousands that come in
+            # one step need it computed once.
+            if self._floor is None:
+                counters = [self._shares[other].counter for other in waiting]
+                self._virtual_time = max(self._virtual_time, min(counters))
+                self._floor = min(self._virtual_time, max(counters))
+            start = self._floor
+        share.counter = max(share.counter, start)
 
     def leave(self, key: ShareKey) -> None:
         """Remove a request that ended."""
@@ -181,18 +191,6 @@ class FairShares:
         assert self._num_active == len(active)
         units = sum(share.units for share in self._shares.values() if share.num_requests)
         assert units == self._active_units, "weight of shares"
-
-    def _start(self, waiting: Collection[ShareKey]) -> float:
-        """Return the smallest counter of a share that had no waiting request."""
-        if not waiting:
-            return self._virtual_time
-        # A newcomer starts at the floor or later, so it lowers no floor: thousands that come in one
-        # step need it computed once.
-        if self._floor is None:
-            counters = [self._shares[key].counter for key in waiting]
-            self._virtual_time = max(self._virtual_time, min(counters))
-            self._floor = min(self._virtual_time, max(counters))
-        return self._floor
 
     def _forget_stale(self) -> None:
         """Remove idle shares that the virtual time has passed: they would start like new ones."""

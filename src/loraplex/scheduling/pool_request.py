@@ -69,7 +69,9 @@ class PoolRequest(Request):
             return PromptTooLongError(
                 f"{self._encoder_input}{num_tokens} prompt tokens need {shortage}"
             )
-        return self.input_refusal(capacity, settings)
+        if self.images or self.whole_spans:
+            return self.input_refusal(capacity, settings)
+        return None
 
     def max_blocks(self, kv: KVBlocks, max_step_tokens: int) -> BlockCounts:
         num_tokens = len(self.engine_request.prompt_token_ids)

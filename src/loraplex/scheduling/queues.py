@@ -1,6 +1,7 @@
 """Waiting sequences: one queue for each fair share and set of adapters."""
 
 import bisect
+import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -15,23 +16,20 @@ QueueKey = tuple[int, float, OrderKey]
 """(priority of the head, counter of the share, scheduling order of the head)."""
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class AdapterQueue:
     """Waiting sequences of one share with the same distinct adapters, in scheduling order.
 
-    It is never empty while it is in a WaitingQueue.
+    It is never empty while it is in a WaitingQueue, which alone changes it.
     """
 
-    def __init__(self, share: ShareKey, handles: tuple[AdapterHandle, ...]) -> None:
-        self.share = share
-        self.handles = handles
-        self.ready_since_ns = 0
-        """Time when its adapters were first seen on the device; 0 while they are not.
-
-        It is changed only by WaitingQueue.update_ready.
-        """
-        self.has_lead = False
-        """Whether the last plan that looked at it could have admitted it."""
-        self._entries: list[tuple[OrderKey, Sequence]] = []
+    share: ShareKey
+    handles: tuple[AdapterHandle, ...]
+    ready_since_ns: int = 0
+    """Time when its adapters were first seen on the device; 0 while they are not."""
+    has_lead: bool = False
+    """Whether the last plan that looked at it could have admitted it."""
+    entries: list[tuple[OrderKey, Sequence]] = dataclasses.field(default_factory=list)
 
     @property
     def is_ready(self) -> bool:
@@ -39,29 +37,21 @@ class AdapterQueue:
 
     @property
     def head(self) -> Sequence:
-        return self._entries[0][1]
+        return self.entries[0][1]
 
     def shortest(self, num_candidates: int) -> Sequence:
         """Return the sequence with the fewest tokens among the first num_candidates."""
-        entries = itertools.islice(self._entries, num_candidates)
+        entries = itertools.islice(self.entries, num_candidates)
         return min(
             (sequence for _, sequence in entries),
             key=lambda sequence: sequence.num_tokens + sequence.request.num_encoder_tokens,
         )
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self.entries)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return (sequence for _, sequence in self._entries)
-
-    def add(self, sequence: Sequence) -> None:
-        bisect.insort(self._entries, (sequence.key, sequence))
-
-    def remove(self, sequence: Sequence) -> None:
-        index = bisect.bisect_left(self._entries, (sequence.key,))
-        assert self._entries[index][1] is sequence
-        del self._entries[index]
+        return (sequence for _, sequence in self.entries)
 
 
 class WaitingQueue:
@@ -83,7 +73,8 @@ class WaitingQueue:
         self._counter = counter
         self._resident_lead = resident_lead
         self._queues: dict[tuple[ShareKey, tuple[AdapterHandle, ...]], AdapterQueue] = {}
-        self._by_share: dict[ShareKey, dict[AdapterQueue, None]] = {}
+        self.by_share: dict[ShareKey, dict[AdapterQueue, None]] = {}
+        """Queues of the shares that have a waiting sequence."""
         self._by_handle: dict[AdapterHandle, dict[AdapterQueue, None]] = {}
         self._key_of: dict[AdapterQueue, QueueKey] = {}
         """Key under which each queue is listed. The real key may have grown since: a scan lists a
@@ -102,11 +93,6 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Sequence]:
         """Iterate over all sequences, queue by queue."""
         return (sequence for queue in self._queues.values() for sequence in queue)
-
-    @property
-    def shares(self) -> Collection[ShareKey]:
-        """Shares that have a waiting sequence."""
-        return self._by_share.keys()
 
     @property
     def queues(self) -> Collection[AdapterQueue]:
@@ -174,19 +160,21 @@ class WaitingQueue:
         if queue is None:
             queue = self._queues[share, handles] = AdapterQueue(share, handles)
             self._new[queue] = None
-            self._by_share.setdefault(share, {})[queue] = None
+            self.by_share.setdefault(share, {})[queue] = None
             for handle in handles:
                 self._by_handle.setdefault(handle, {})[queue] = None
         else:
             self._unlist(queue)
-        queue.add(sequence)
+        bisect.insort(queue.entries, (sequence.key, sequence))
         self._list(queue, self._key(queue))
         self._num_waiting += 1
 
     def remove(self, sequence: Sequence) -> None:
         queue = self._queues[sequence.request.share, sequence.request.handles]
         self._unlist(queue)
-        queue.remove(sequence)
+        index = bisect.bisect_left(queue.entries, (sequence.key,))
+        assert queue.entries[index][1] is sequence
+        del queue.entries[index]
         if queue:
             self._list(queue, self._key(queue))
         else:
@@ -215,36 +203,33 @@ class WaitingQueue:
         for (share, handles), queue in self._queues.items():
             assert (share, handles) == (queue.share, queue.handles)
             assert len(queue), "an empty queue"
-            assert queue in self._by_share[share]
+            assert queue in self.by_share[share]
             assert all(queue in self._by_handle[handle] for handle in handles)
             assert self._key_of[queue] <= self._key(queue)
             assert self._key_of[queue][2] == queue.head.key
-        assert sum(len(queues) for queues in self._by_share.values()) == len(self._queues)
+        assert sum(len(queues) for queues in self.by_share.values()) == len(self._queues)
         num_handles = sum(len(queue.handles) for queue in self._queues.values())
         assert sum(len(queues) for queues in self._by_handle.values()) == num_handles
 
     def _key(self, queue: AdapterQueue) -> QueueKey:
-        key = queue.head.key
+        key = queue.entries[0][0]
         lead = self._resident_lead if queue.has_lead else 0.0
         return (key[0], self._counter(queue.share) - lead, key)
 
     def _list(self, queue: AdapterQueue, key: QueueKey) -> None:
         self._key_of[queue] = key
-        bisect.insort(self._order_of(queue), (key, queue))
+        bisect.insort(self._ready if queue.ready_since_ns else self._unready, (key, queue))
 
     def _unlist(self, queue: AdapterQueue) -> None:
-        order = self._order_of(queue)
+        order = self._ready if queue.ready_since_ns else self._unready
         index = bisect.bisect_left(order, (self._key_of.pop(queue),))
         assert order[index][1] is queue
         del order[index]
 
-    def _order_of(self, queue: AdapterQueue) -> list[tuple[QueueKey, AdapterQueue]]:
-        return self._ready if queue.is_ready else self._unready
-
     def _forget(self, queue: AdapterQueue) -> None:
         del self._queues[queue.share, queue.handles]
         self._new.pop(queue, None)
-        _remove(self._by_share, queue.share, queue)
+        _remove(self.by_share, queue.share, queue)
         for handle in queue.handles:
             _remove(self._by_handle, handle, queue)
 

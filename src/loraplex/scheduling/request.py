@@ -23,7 +23,7 @@ from loraplex.core.plan import (
     RowStep,
     Slot,
 )
-from loraplex.core.request import EngineRequest
+from loraplex.core.request import EngineRequest, RequestId
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.core.task import Generate, Task
@@ -87,6 +87,9 @@ class Request:
     """Salt of the KV blocks: that of the wire, and the encoder's input."""
     num_encoder_tokens: int = dataclasses.field(init=False)
     """Length of the encoder's input."""
+    request_id: RequestId = dataclasses.field(init=False)
+    arrival_ns: int = dataclasses.field(init=False)
+    images: tuple[ImageSpan, ...] = dataclasses.field(init=False)
     sequences: list["Sequence"] = dataclasses.field(default_factory=list)
     held_back: list["Sequence"] = dataclasses.field(default_factory=list)
     """Sequences that wait until the first one has computed the shared prompt, or until others have
@@ -125,22 +128,16 @@ class Request:
     def __post_init__(self) -> None:
         self.handles = tuple(sorted({handle for handle, _ in self.adapters}))
         request = self.engine_request
+        self.request_id, self.arrival_ns = request.request_id, request.arrival_ns
+        self.images = request.images
         self.num_encoder_tokens = len(request.encoder_token_ids)
         self.kv_salt = request.kv_salt
         if self.num_encoder_tokens:
             self.kv_salt = salt_with_input(request.kv_salt, request.encoder_token_ids)
 
     @property
-    def request_id(self) -> int:
-        return self.engine_request.request_id
-
-    @property
     def sampling(self) -> SamplingParams:
         return self.engine_request.sampling
-
-    @property
-    def arrival_ns(self) -> int:
-        return self.engine_request.arrival_ns
 
     @property
     def num_slots(self) -> int:
@@ -174,10 +171,6 @@ class Request:
     def longest_span(self) -> int:
         """Number of positions of the longest whole span; 0: there is none."""
         return max((span.end - span.first for span in self.whole_spans), default=0)
-
-    @property
-    def images(self) -> tuple[ImageSpan, ...]:
-        return self.engine_request.images
 
     @property
     def max_least_tokens(self) -> int:
@@ -256,11 +249,13 @@ class Request:
                 "tokens, prompt and output together, so a prompt may have at most "
                 f"{max_model_len - 1}"
             )
-        if self._returns_logits and not capacity.returns_logits:
+        sampling = self.sampling
+        returns_logits = sampling.return_logits or sampling.return_prompt_logits
+        if returns_logits and not capacity.returns_logits:
             return InvalidParameterError(
                 "this server divides the layers of the model between processes "
                 "(pipeline_parallel_size), and returns no logits; logprobs are returned",
-                param="return_logits" if self.sampling.return_logits else "return_prompt_logits",
+                param="return_logits" if sampling.return_logits else "return_prompt_logits",
             )
         shortage = kv.shortage(Request.max_blocks(self, kv, settings.max_step_tokens))
         if shortage is not None:
@@ -268,17 +263,15 @@ class Request:
                 f"{self._encoder_input}{num_prompt_tokens} prompt tokens and up to {max_tokens} "
                 f"new ones need {shortage}"
             )
-        return self.input_refusal(capacity, settings)
+        if self.images or self.whole_spans:
+            return self.input_refusal(capacity, settings)
+        return None
 
     @property
     def _encoder_input(self) -> str:
         """The beginning of the text of an error about blocks."""
         num_tokens = self.num_encoder_tokens
         return f"{num_tokens} tokens of the encoder's input, " if num_tokens else ""
-
-    @property
-    def _returns_logits(self) -> bool:
-        return self.sampling.return_logits or self.sampling.return_prompt_logits
 
     def max_blocks(self, kv: KVBlocks, max_step_tokens: int) -> BlockCounts:
         """Return the maximum number of blocks that one admission ever holds at once.

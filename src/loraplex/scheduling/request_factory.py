@@ -10,7 +10,7 @@ from loraplex.core.task import Pool
 from loraplex.scheduling.beam_request import BeamRequest
 from loraplex.scheduling.pool_request import PoolRequest
 from loraplex.scheduling.request import Request, Sequence, Span
-from loraplex.scheduling.speculation import new_drafter, new_prompt_index
+from loraplex.scheduling.speculation import new_drafters
 from loraplex.scheduling.stop import StopRules
 
 
@@ -42,7 +42,7 @@ class RequestFactory:
         self._set_spans(request)
         outputs = dict(enumerate(engine_request.outputs))
         prompt = engine_request.prompt_token_ids
-        prompt_index = new_prompt_index(len(prompt), self._settings)
+        drafters = new_drafters(sampling, self._settings, len(prompt))
         request.sequences = [
             Sequence(
                 request,
@@ -51,7 +51,7 @@ class RequestFactory:
                 token_ids=[*prompt, *outputs.get(index, ())],
                 num_prompt_tokens=len(prompt),
                 seed=engine_request.request_id if sampling.seed is None else sampling.seed,
-                drafter=new_drafter(sampling, self._settings, prompt_index),
+                drafter=next(drafters),
             )
             for index in range(sampling.num_sequences)
             if index not in engine_request.ended

@@ -30,7 +30,7 @@ from loraplex.scheduling.planner import Planner
 from loraplex.scheduling.projection import projected
 from loraplex.scheduling.queue_bound import QueueBound
 from loraplex.scheduling.report import engine_stats, step_record
-from loraplex.scheduling.request import Request, SequenceStatus
+from loraplex.scheduling.request import SequenceStatus
 from loraplex.scheduling.request_factory import RequestFactory
 from loraplex.scheduling.reservations import new_reservations
 from loraplex.scheduling.running import SlotPool
@@ -124,11 +124,16 @@ class Scheduler:
         adapters: handle and scale of each of its adapters.
         """
         request = self._factory.make(engine_request, adapters)
-        refusal = self._refusal(request)
+        refusal = request.refusal(self._capacity, self._state.kv, self._settings)
+        # A request that an engine before this one had accepted has its place in the queue.
+        if refusal is None and not engine_request.num_restarts:
+            refusal = self._state.queue_bound.refusal(self._batching.num_admissible)
+        now_ns = self._clock.now_ns()
+        refusal = refusal or self._adapters.refusal(request.handles, now_ns)
         if refusal is not None:
             self.refuse(engine_request, refusal)
             return
-        self._shared.arrived(engine_request.tenant, self._clock.now_ns())
+        self._shared.arrived(engine_request.tenant, now_ns)
         # A later sequence finds the prompt in the prefix cache, and its scores are needed once.
         shares_prompt = (
             self._state.kv.prefix_caching
@@ -142,13 +147,6 @@ class Scheduler:
         )
         self._state.accept(request, hold_back=hold_back)
         self._deadlines.add(request)
-
-    def _refusal(self, request: Request) -> LoraplexError | None:
-        refusal = request.refusal(self._capacity, self._state.kv, self._settings)
-        # A request that an engine before this one had accepted has its place in the queue.
-        if refusal is None and not request.engine_request.num_restarts:
-            refusal = self._state.queue_bound.refusal(self._batching.num_admissible)
-        return refusal or self._adapters.refusal(request.handles, self._clock.now_ns())
 
     def refuse(self, request: EngineRequest, error: LoraplexError) -> None:
         """Emit the only output of a request that is not accepted."""

@@ -1,5 +1,8 @@
 """Speculative decoding: decoding rows are lengthened by draft tokens."""
 
+import itertools
+from collections.abc import Iterator
+
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.memory.block_tables import NewBlocks
@@ -12,22 +15,21 @@ MAX_INDEXED_TOKENS = 1024
 """Tokens that one plan indexes at most, over all sequences: about a millisecond."""
 
 
-def new_prompt_index(num_prompt_tokens: int, settings: SchedulerSettings) -> PromptIndex:
-    """Return the empty index that the drafters of one request share."""
-    return PromptIndex(num_prompt_tokens, settings.max_draft_ngram, settings.max_draft_window)
+def new_drafters(
+    sampling: SamplingParams, settings: SchedulerSettings, num_prompt_tokens: int
+) -> Iterator[Drafter | None]:
+    """Return the drafters of a request's sequences; None for those without a source of drafts.
 
-
-def new_drafter(
-    sampling: SamplingParams, settings: SchedulerSettings, prompt: PromptIndex
-) -> Drafter | None:
-    """Return the drafter of one sequence; None if it has no source of draft tokens."""
+    They share the index of its prompt.
+    """
     num_draft_tokens = settings.num_draft_tokens
     if sampling.num_draft_tokens is not None:
         num_draft_tokens = sampling.num_draft_tokens
     # Beam search needs the candidates at every position: a draft token would save nothing.
     if sampling.beam is not None or not (num_draft_tokens or sampling.grammar is not None):
-        return None
-    return Drafter(num_draft_tokens, prompt)
+        return itertools.repeat(None)
+    prompt = PromptIndex(num_prompt_tokens, settings.max_draft_ngram, settings.max_draft_window)
+    return (Drafter(num_draft_tokens, prompt) for _ in itertools.count())
 
 
 def needed_share(num_tokens: int, num_balanced_tokens: int) -> float:

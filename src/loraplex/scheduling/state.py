@@ -116,11 +116,11 @@ class SchedulerState:
         assert request.request_id not in self._requests, f"request {request.request_id} came twice"
         self._requests[request.request_id] = request
         self._num_unfinished += request.num_unfinished
-        self.queue_bound.enter()
+        self.queue_bound.num_queued += 1
         self.adapters.want(request.handles)
         engine_request = request.engine_request
         request.share = self.shares.key(engine_request, request.handles)
-        self.shares.enter(request.share, engine_request.share_weight, self.waiting.shares)
+        self.shares.enter(request.share, engine_request.share_weight, self.waiting.by_share)
         request.held_back = list(request.sequences)
         request.max_unheld = 1 if hold_back else self._max_seqs_per_request
         self._fill(request)
@@ -422,7 +422,7 @@ class SchedulerState:
         if request.was_scheduled:
             self.queue_bound.served(self.clock.now_ns() - request.first_scheduled_ns)
         else:
-            self.queue_bound.leave()
+            self.queue_bound.num_queued -= 1
         self.outputs.finish(request, error)
 
 
