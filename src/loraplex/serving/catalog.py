@@ -274,9 +274,7 @@ def _without_tenant(change: Callable[[], T]) -> asyncio.Future[T]:
     Those of a tenant may all be busy, and the changes of all others would wait with its change.
     """
     loop, context = asyncio.get_running_loop(), contextvars.copy_context()
-    return contextvars.Context().run(
-        lambda: loop.run_in_executor(None, lambda: context.run(change))
-    )
+    return contextvars.Context().run(lambda: loop.run_in_executor(None, context.run, change))
 
 
 def apply_version(

@@ -1,7 +1,6 @@
 """Changes of adapters by clients, as their rights allow."""
 
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
 from loraplex.adapters.staging import RequestTensor
 from loraplex.adapters.uploads import UPLOADS_ARE_OFF, Uploads, is_upload
@@ -21,9 +20,8 @@ from loraplex.serving.adapter_cards import (
     version_card,
     without_sources,
 )
-from loraplex.serving.adapters.begun_load import BegunLoad
 from loraplex.serving.adapters.declared_changes import DeclaredChanges, check_may_roll_back
-from loraplex.serving.adapters.loading import CatalogLoader, inline_name
+from loraplex.serving.adapters.loading import AdapterLoad, CatalogLoader, inline_name
 from loraplex.serving.catalog import ModelCatalog, describe
 from loraplex.serving.discovered_adapters import ConfiguredAdapter
 from loraplex.serving.request_metrics import RequestMetrics
@@ -81,11 +79,11 @@ class CatalogAdmin:
         dry_run: bool = False,
         canary: bool = False,
     ) -> LoadReport:
-        begun = await self._begin(
-            principal, model, name, path=path, task_id=task_id, replace=replace
+        served, order = await self._begin(
+            *(principal, model, name, path, task_id), replace=replace, canary=canary
         )
-        report = await begun.load(dry_run=dry_run, canary=canary)
-        if self._uploads is not None and begun.upload is not None and not dry_run:
+        report = await self._loader.load(served, principal, order, dry_run=dry_run)
+        if self._uploads is not None and order.upload is not None and not dry_run:
             await self._uploads.discard(path)
         return report
 
@@ -100,27 +98,32 @@ class CatalogAdmin:
         replace: bool = False,
         canary: bool = False,
     ) -> TrialReport:
-        begun = await self._begin(
-            principal, model, name, path=path, task_id=task_id, replace=replace
+        served, order = await self._begin(
+            *(principal, model, name, path, task_id), replace=replace, canary=canary
         )
-        return await begun.try_out(canary=canary)
+        return await self._loader.try_out(served, principal, order)
 
     async def _begin(
         self,
         principal: Principal,
         model: str,
         name: str,
-        *,
         path: str,
         task_id: int | None,
+        *,
         replace: bool,
-    ) -> BegunLoad:
+        canary: bool,
+    ) -> tuple[ServedModel, AdapterLoad]:
         """Check all of a load but the adapter itself."""
         served = self._managed_model(principal, model)
         self._require_changes()
         served.adapters_of(principal).check_manages(name)
         self._catalog.check_is_no_base(name)
-        upload = self._upload_of(path, principal)
+        upload = None
+        if is_upload(path):
+            if self._uploads is None:
+                raise UnsupportedFeatureError(UPLOADS_ARE_OFF, param="path")
+            upload = self._uploads.place(path, principal.tenant)
         register = None
         if self._declared is not None:
             register = await self._declared.begin_load(
@@ -130,26 +133,15 @@ class CatalogAdmin:
             await self._settle(served, principal, ByName(name))
         if task_id is not None:
             await self._settle(served, principal, ByTaskId(task_id))
-        return BegunLoad(
-            self._loader,
-            self._new_request_id,
-            served,
-            principal,
-            name,
-            path,
+        return served, AdapterLoad(
+            name=name,
+            path=path,
             task_id=task_id,
             replace=replace,
-            register=register,
             upload=upload,
+            canary_id=self._new_request_id if canary else None,
+            register=register,
         )
-
-    def _upload_of(self, path: str, principal: Principal) -> Path | None:
-        """Return the files of an upload that a path names; None for another source."""
-        if not is_upload(path):
-            return None
-        if self._uploads is None:
-            raise UnsupportedFeatureError(UPLOADS_ARE_OFF, param="path")
-        return self._uploads.place(path, principal.tenant)
 
     async def load_tensors(
         self,

@@ -1,22 +1,24 @@
 """Adapters that declarations shared with other servers name: followed, and staged on first use.
 
 A declared name is listed at once. Its adapter is staged when a request names it; where an older
-version is bound to the name, the new one replaces it as soon as it is complete. The private store
-is a cache: what is declared no longer is removed from it.
+version is bound to the name, the new one replaces it as soon as it is complete, and a load that
+failed is tried again. The private store is a cache: what is declared no longer is removed from it.
 """
 
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final, TypeVar
+from types import MappingProxyType
+from typing import Any, Final, TypeVar
 
 import msgspec
 
 from loraplex.adapters.declaration import Declaration, DeclaredName
 from loraplex.adapters.shared_declarations import SharedDeclarations
-from loraplex.adapters.staging import StagedAdapter
+from loraplex.adapters.staging import OPERATOR, StagedAdapter
 from loraplex.adapters.version import AdapterVersion, VersionOrigin
 from loraplex.core.adapter import AdapterRef, ByName
 from loraplex.core.clock import Clock
@@ -24,17 +26,14 @@ from loraplex.core.counts import counted
 from loraplex.core.errors import (
     AdapterExistsError,
     AdapterLoadError,
+    CapacityError,
+    InvalidAdapterError,
     LoraplexError,
+    RateLimitedError,
 )
-from loraplex.serving.adapters.declared_bindings import (
-    NO_DECLARATIONS,
-    DeclaredBindings,
-    is_bound,
-    own_version,
-)
+from loraplex.serving.adapter_fit import check_fits_tiers
 from loraplex.serving.adapters.loading import CatalogLoader
-from loraplex.serving.adapters.look_ups import LookUps
-from loraplex.serving.catalog import ModelCatalog
+from loraplex.serving.catalog import ModelCatalog, apply_version, release, unpin_others
 from loraplex.serving.discovered_adapters import ConfiguredAdapter
 from loraplex.serving.served_model import ServedModel
 
@@ -44,6 +43,15 @@ T = TypeVar("T")
 
 MAX_SECONDS: Final = 30.0
 """Maximum time that one use of the place of the declarations may take."""
+_NS: Final = 1_000_000_000
+_FIRST_PAUSE_NS: Final = 5 * _NS
+_LONGEST_PAUSE_NS: Final = 600 * _NS
+"""Pauses between two attempts of a load that failed: each is twice the one before."""
+MAX_PER_SECOND: Final = 32
+"""Maximum number of look-ups of unknown names by one tenant in a second."""
+_MAX_REMEMBERED: Final = 4096
+
+_NO_DECLARATIONS: Final[Mapping[DeclaredName, Declaration]] = MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,6 +63,57 @@ class DeclarationStatus:
     num_failing: int
     age_seconds: float
     """Time since the last complete reading, or since the start."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Failure:
+    wanted: Declaration
+    error: LoraplexError
+    pause_ns: int
+    until_ns: int
+
+
+class _LookUps:
+    """Names that were looked up in the last second, and the number of look-ups by tenant."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._ended: dict[tuple[str, str], int] = {}
+        """Time of the last look-up, the oldest first."""
+        self._begun: dict[str, tuple[int, int]] = {}
+        """Begin of a tenant's present second, and the look-ups in it; the oldest first."""
+
+    def begin(self, tenant: str, name: str) -> bool:
+        """Whether to look up a name now: not if that was done in the last second.
+
+        Raises RateLimitedError for a tenant which looks up too many names.
+        """
+        now_ns = self._clock.now_ns()
+        ended_ns = self._ended.get((tenant, name))
+        if ended_ns is not None and now_ns - ended_ns < _NS:
+            return False
+        began_ns, num_begun = self._begun.get(tenant, (now_ns, 0))
+        if now_ns - began_ns >= _NS:
+            began_ns, num_begun = now_ns, 0
+        if num_begun >= MAX_PER_SECOND:
+            raise RateLimitedError(
+                f"tenant {tenant!r} named more than {MAX_PER_SECOND} unknown adapters in a second; "
+                "name adapters that exist, or try again later",
+                param="model",
+                retry_after_seconds=1.0,
+            )
+        self._begun.pop(tenant, None)
+        self._begun[tenant] = began_ns, num_begun + 1
+        if len(self._begun) > _MAX_REMEMBERED:
+            del self._begun[next(iter(self._begun))]
+        return True
+
+    def end(self, tenant: str, name: str) -> None:
+        """Remember a look-up that has ended."""
+        self._ended.pop((tenant, name), None)
+        self._ended[tenant, name] = self._clock.now_ns()
+        if len(self._ended) > _MAX_REMEMBERED:
+            del self._ended[next(iter(self._ended))]
 
 
 class DeclaredAdapters:
@@ -75,8 +134,15 @@ class DeclaredAdapters:
         self._interval_seconds = interval_seconds
         self._read_ns = clock.now_ns()
         """Time of the last complete reading."""
-        self._look_ups = LookUps(clock)
-        self._bindings = DeclaredBindings(loader, catalog, clock)
+        self._look_ups = _LookUps(clock)
+        self._loader = loader
+        self._models: dict[str, ServedModel] = {}
+        self.wanted = _NO_DECLARATIONS
+        """What names shall mean: not removed, each alias with the one adapter that has it."""
+        self._due: dict[DeclaredName, None] = {}
+        """Names bound to another version than the declared one."""
+        self._failures: dict[DeclaredName, _Failure] = {}
+        self._loads: dict[DeclaredName, asyncio.Task[LoraplexError | None]] = {}
         self._unreconciled: set[str] = set()
         """Models whose stored adapters have not been compared with the declarations yet."""
         self._turn = asyncio.Lock()
@@ -86,7 +152,7 @@ class DeclaredAdapters:
         """Readings: the last one that began, and the last one that ended."""
         self._problem = ""
         """Why the last reading failed."""
-        self._declared = NO_DECLARATIONS
+        self._declared = _NO_DECLARATIONS
         """Declarations as they were read, those of removed adapters included."""
         self._left: set[DeclaredName] = set()
         """Changed names that could not be followed, to be tried again."""
@@ -95,7 +161,7 @@ class DeclaredAdapters:
 
     async def load(self, model: ServedModel) -> None:
         """Follow the declarations of a model, too; without a result its stored adapters stay."""
-        self._bindings.models[model.card.name] = model
+        self._models[model.card.name] = model
         self._unreconciled.add(model.card.name)
         try:
             await self.refresh()
@@ -108,12 +174,9 @@ class DeclaredAdapters:
             self._task = asyncio.create_task(self._run(), name="declared-adapters")
 
     async def close(self) -> None:
-        tasks = [task for task in (self._task, self._updating) if task]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
         try:
-            await self._bindings.close()
+            await _end(task for task in (self._task, self._updating) if task)
+            await _end(self._loads.values())
         finally:
             self._thread.shutdown(wait=False, cancel_futures=True)
 
@@ -143,28 +206,32 @@ class DeclaredAdapters:
 
     async def update(self) -> None:
         """Replace outdated versions, one after another."""
-        await self._bindings.update()
+        for key in list(self._due):
+            await self.validate(key, OPERATOR)
 
     async def validate(self, key: DeclaredName, turn: str) -> LoraplexError | None:
-        """Load a declared adapter in a tenant's turn; return why it cannot be served."""
-        return await self._bindings.take(key, turn)
+        """Load a declared adapter in a tenant's turn, once for all that wait for it.
+
+        Returns why it cannot be served.
+        """
+        task = self._loads.get(key)
+        if task is None:
+            task = asyncio.create_task(self._load(key, turn))
+            self._loads[key] = task
+            task.add_done_callback(lambda _: self._loads.pop(key))
+        return await asyncio.shield(task)  # a client that leaves must not end it for the others
 
     def status(self) -> DeclarationStatus:
-        bindings = self._bindings
         return DeclarationStatus(
-            len(bindings.wanted),
-            len(bindings.due),
-            bindings.num_failing,
+            len(self.wanted),
+            len(self._due),
+            len(self._failures),
             (self._clock.now_ns() - self._read_ns) / 1e9,
         )
 
     def declared(self, key: DeclaredName) -> Declaration | None:
         """Return the present declaration of a name, also of a removed adapter."""
         return self._declared.get(key)
-
-    def wanted(self) -> Mapping[DeclaredName, Declaration]:
-        """Return what each name shall mean; an alias is only with the adapter that has it."""
-        return self._bindings.wanted
 
     async def declare(
         self, declaration: Declaration, locally: Callable[[], Awaitable[object]] | None = None
@@ -189,14 +256,14 @@ class DeclaredAdapters:
 
         Raises why it cannot be bound, or AdapterExistsError if the name means no adapter any more.
         """
-        wanted = self._bindings.wanted.get(key)
+        wanted = self.wanted.get(key)
         if wanted is not None and staged is not None:
-            await self._bindings.bind(key, wanted, turn, staged)
-        error = await self._bindings.take(key, turn)
+            await self._bind(key, wanted, turn, staged)
+        error = await self.validate(key, turn)
         if error is not None:
             raise error
         model, tenant, name = key
-        version = self._bindings.models[model].store.find(AdapterRef(model, tenant, ByName(name)))
+        version = self._models[model].store.find(AdapterRef(model, tenant, ByName(name)))
         if version is None or version.name != name:
             raise AdapterExistsError(
                 f"adapter {name!r} was removed by another server meanwhile", param="name"
@@ -212,7 +279,7 @@ class DeclaredAdapters:
                 pass  # logged once
             except Exception:
                 logger.exception("following adapter declarations failed; it is tried again")
-            if self._bindings.due and (self._updating is None or self._updating.done()):
+            if self._due and (self._updating is None or self._updating.done()):
                 # A download must not delay the next reading.
                 self._updating = asyncio.create_task(self.update(), name="declared-updates")
 
@@ -228,7 +295,7 @@ class DeclaredAdapters:
             ) from None
 
     async def _read(self) -> None:
-        default = next(iter(self._bindings.models)) if len(self._bindings.models) == 1 else ""
+        default = next(iter(self._models)) if len(self._models) == 1 else ""
         try:
             declared = await self._in_thread(lambda: self._shared.read(default))
         except AdapterLoadError as error:
@@ -242,20 +309,20 @@ class DeclaredAdapters:
     async def _follow(self, declared: Mapping[DeclaredName, Declaration]) -> None:
         if declared is self._declared and not self._unreconciled and not self._left:
             return
-        if self._declared is NO_DECLARATIONS:
+        if self._declared is _NO_DECLARATIONS:
             logger.info("%s declares %s", self._shared.what, counted(len(declared), "adapter"))
-        wanted, changed = await asyncio.to_thread(_changes, self._bindings.wanted, declared)
-        self._declared, self._bindings.wanted = declared, wanted
+        wanted, changed = await asyncio.to_thread(_changes, self.wanted, declared)
+        self._declared, self.wanted = declared, wanted
         for name in self._unreconciled:
             changed |= {key for key in wanted if key[0] == name}
             changed |= {
                 (name, version.tenant, version.name)
-                for version in self._bindings.models[name].store.present(name)
+                for version in self._models[name].store.present(name)
                 if version.origin is VersionOrigin.DECLARED
             }
         self._unreconciled.clear()
         for key in sorted(changed | self._left):
-            model = self._bindings.models.get(key[0])
+            model = self._models.get(key[0])
             if model is None:
                 continue
             try:
@@ -269,12 +336,12 @@ class DeclaredAdapters:
     async def _follow_one(self, model: ServedModel, key: DeclaredName) -> str:
         """Follow a changed declaration; return why that is not possible, if so."""
         _, tenant, name = key
-        wanted = self._bindings.wanted.get(key)
-        self._bindings.due.pop(key, None)
+        wanted = self.wanted.get(key)
+        self._due.pop(key, None)
         if wanted is None:
-            await self._bindings.unbind(model, key)
+            await self._unbind(model, key)
             return ""
-        version = own_version(model, key)
+        version = _own_version(model, key)
         problem = self._problem_of(model, key, version)
         if problem:
             return problem
@@ -289,8 +356,8 @@ class DeclaredAdapters:
                     declaration=wanted,
                 )
             )
-        elif not is_bound(model, version, wanted):
-            self._bindings.due[key] = None
+        elif not _is_bound(model, version, wanted):
+            self._due[key] = None
         return ""
 
     def _problem_of(
@@ -307,6 +374,130 @@ class DeclaredAdapters:
         if is_configured or (found is not None and found.declaration is None):
             return "the configuration of this server has an adapter of this name"
         return ""
+
+    async def _load(self, key: DeclaredName, turn: str) -> LoraplexError | None:
+        while (wanted := self.wanted.get(key)) is not None:
+            failure = self._failures.get(key)
+            if failure is not None and failure.wanted != wanted:
+                failure = None
+            if failure is not None and self._clock.now_ns() < failure.until_ns:
+                return failure.error
+            try:
+                if await self._bind(key, wanted, turn):
+                    return None
+            except LoraplexError as error:
+                self._note_failure(key, wanted, error, failure)
+                return error
+        return None
+
+    def _note_failure(
+        self,
+        key: DeclaredName,
+        wanted: Declaration,
+        error: LoraplexError,
+        before: _Failure | None,
+    ) -> None:
+        logger.warning(
+            "declared adapter %r, version %d: %s", wanted.name, wanted.version, error.message
+        )
+        pause_ns = _FIRST_PAUSE_NS if before is None else 2 * before.pause_ns
+        if not isinstance(error, CapacityError):
+            pause_ns = _LONGEST_PAUSE_NS
+        pause_ns = min(pause_ns, _LONGEST_PAUSE_NS)
+        until_ns = self._clock.now_ns() + pause_ns
+        self._failures[key] = _Failure(wanted, error, pause_ns, until_ns)
+
+    async def _bind(
+        self,
+        key: DeclaredName,
+        wanted: Declaration,
+        turn: str,
+        staged: StagedAdapter | None = None,
+    ) -> bool:
+        """Bind a name to a declared version; return False if another one is declared meanwhile."""
+        model = self._models[key[0]]
+        present = _own_version(model, key)
+        if present is not None and _is_bound(model, present, wanted):
+            self._settle(model, key)
+            return True
+        if staged is None:
+            staged = await self._stage(model, wanted, present, turn)
+        if wanted.digest and staged.source.digest != wanted.digest:
+            raise InvalidAdapterError(
+                f"the declaration of adapter {wanted.name!r}, version {wanted.version}, has digest "
+                f"{wanted.digest}; its source has {staged.source.digest}",
+                param="path",
+            )
+        check_fits_tiers(staged.source, model.config, model.engine.capacity)
+        is_same = present is not None and present.digest == staged.source.digest
+        version = AdapterVersion(
+            model=key[0],
+            tenant=wanted.tenant,
+            name=wanted.name,
+            task_id=wanted.task_id,
+            number=wanted.version,
+            staged=msgspec.structs.replace(staged, seconds={}, was_known=False),
+            path=wanted.uri,
+            created=wanted.created or int(time.time()),
+            origin=VersionOrigin.DECLARED,
+            is_pinned=present is not None and is_same and present.is_pinned,
+        )
+
+        def change() -> tuple[AdapterVersion | None, AdapterVersion] | None:
+            # In the turn of changes: a version that was declared meanwhile must not be undone.
+            if self.wanted.get(key) != wanted:
+                return None
+            return model.store.declare(version, wanted.aliases), version
+
+        def then(result: tuple[AdapterVersion | None, AdapterVersion] | None) -> None:
+            if result is not None:
+                self._settle(model, key)
+                apply_version(model, *result)
+
+        return await self._catalog.change(change, then) is not None
+
+    async def _stage(
+        self,
+        model: ServedModel,
+        wanted: Declaration,
+        present: AdapterVersion | None,
+        turn: str,
+    ) -> StagedAdapter:
+        """Stage the source; not again if only the version or the aliases differ."""
+        is_known = (
+            present is not None
+            and bool(wanted.digest)
+            and present.digest == wanted.digest
+            and not model.store.is_missing(present)
+        )
+        if present is not None and is_known:
+            return present.staged
+        return await self._loader.stage(model, wanted.uri, tenant=turn, is_trusted=False)
+
+    def _settle(self, model: ServedModel, key: DeclaredName) -> None:
+        self._due.pop(key, None)
+        self._failures.pop(key, None)
+        model.discovered.drop_declared(key[1], key[2])
+
+    async def _unbind(self, model: ServedModel, key: DeclaredName) -> None:
+        """Unload an adapter that is declared no longer."""
+        self._failures.pop(key, None)
+        model.discovered.drop_declared(key[1], key[2])
+
+        def change() -> AdapterVersion | None:
+            version = _own_version(model, key)
+            is_other = version is None or version.origin is not VersionOrigin.DECLARED
+            if is_other or self.wanted.get(key) is not None:
+                return None
+            return model.store.remove(AdapterRef(*key[:2], ByName(key[2])))
+
+        def then(version: AdapterVersion | None) -> None:
+            if version is not None:
+                release(model, version)
+                unpin_others(model)
+                logger.info("adapter %r is declared no longer: it is unloaded", version.name)
+
+        await self._catalog.change(change, then)
 
 
 def _changes(
@@ -332,3 +523,33 @@ def _changes(
         wanted[key] = one if free == one.aliases else msgspec.structs.replace(one, aliases=free)
     changed = {key for key in wanted.keys() | before.keys() if wanted.get(key) != before.get(key)}
     return wanted, changed
+
+
+def _own_version(model: ServedModel, key: DeclaredName) -> AdapterVersion | None:
+    """Return the version that has a name itself, not as an alias."""
+    _, tenant, name = key
+    version = model.store.find(AdapterRef(model.card.name, tenant, ByName(name)))
+    return version if version is not None and version.name == name else None
+
+
+def _is_bound(model: ServedModel, version: AdapterVersion, wanted: Declaration) -> bool:
+    """Whether a stored version is the declared one. Aliases count where they can be bound."""
+    aliases = model.store.aliases(version.tenant, version.model)
+    return (
+        version.origin is VersionOrigin.DECLARED
+        and version.number == wanted.version
+        and version.path == wanted.uri
+        and version.task_id == wanted.task_id
+        and wanted.digest in ("", version.digest)
+        and all(aliases.get(alias, version.name) == version.name for alias in wanted.aliases)
+        and {alias for alias, name in aliases.items() if name == version.name}
+        == set(wanted.aliases)
+    )
+
+
+async def _end(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel tasks, and wait for them."""
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -46,7 +46,7 @@ class DeclaredChanges:
         await self._declared.refresh()
         key = model.card.name, tenant, name
         present = self._declared.declared(key)
-        live = self._declared.wanted().get(key)
+        live = self._declared.wanted.get(key)
         self._check_free(model, key, task_id, replace=replace)
         first = Declaration(
             name=name,
@@ -127,7 +127,7 @@ class DeclaredChanges:
         check_name(alias)
         await self._declared.refresh()
         key = model.card.name, tenant, version.name
-        wanted = self._declared.wanted().get(key)
+        wanted = self._declared.wanted.get(key)
         if wanted is None:
             raise AdapterExistsError(
                 f"adapter {version.name!r} is not declared, so other servers do not have it: load "
@@ -157,7 +157,7 @@ class DeclaredChanges:
 
     def _find(self, model: ServedModel, tenant: str, key: AdapterKey) -> Declaration | None:
         """Return the declaration of an adapter, bound or not."""
-        wanted = self._declared.wanted()
+        wanted = self._declared.wanted
         version = model.store.find(AdapterRef(model.card.name, tenant, key))
         if version is not None:
             return wanted.get((model.card.name, tenant, version.name))
@@ -169,7 +169,7 @@ class DeclaredChanges:
     ) -> None:
         _, tenant, name = key
         model.store.check_free(model.card.name, tenant, name, task_id, replace=replace)
-        present = self._declared.wanted().get(key)
+        present = self._declared.wanted.get(key)
         if present is not None and not replace:
             raise AdapterExistsError(
                 f"adapter {name!r} already exists (version {present.version}, digest "

@@ -1,9 +1,12 @@
 """Loading of adapters from a source or a request's tensors: stage, check, register, preload."""
 
+import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import Final
 
 from loraplex.adapters.base_check import BaseCheck
 from loraplex.adapters.sources.reference import shown_source
@@ -13,7 +16,15 @@ from loraplex.adapters.store import AdapterVersion, Registration, VersionOrigin
 from loraplex.adapters.uploads import is_upload
 from loraplex.core.adapter import AdapterKey, AdapterRef, ByDigest, ByName, ByTaskId
 from loraplex.core.clock import Clock
-from loraplex.core.errors import AdapterExistsError, AdapterLoadError, InvalidAdapterError
+from loraplex.core.errors import (
+    AdapterExistsError,
+    AdapterLoadError,
+    AdapterMismatchError,
+    AdapterTooLargeError,
+    InvalidAdapterError,
+    LoraplexError,
+    UnsupportedFeatureError,
+)
 from loraplex.core.gguf import gguf_stem
 from loraplex.core.principal import Principal
 from loraplex.core.request import RequestId
@@ -23,6 +34,8 @@ from loraplex.serving.adapter_cards import (
     AdapterState,
     CanaryReport,
     LoadReport,
+    TrialRefusal,
+    TrialReport,
     card_fields,
     content_of,
 )
@@ -37,6 +50,27 @@ logger = logging.getLogger(__name__)
 _NUM_NAME_DIGITS = 12
 _FETCH = "fetch"
 _INLINE = "inline-"
+_REFUSALS: Final = (
+    *(InvalidAdapterError, AdapterMismatchError, AdapterTooLargeError),
+    UnsupportedFeatureError,
+)
+"""Errors about an adapter itself. Others are about its source or the server."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterLoad:
+    """Load that a client requests. All of it is checked but the adapter itself."""
+
+    name: str
+    path: str
+    task_id: int | None = None
+    replace: bool = False
+    upload: Path | None = None
+    """What the client sent, which `path` names."""
+    canary_id: Callable[[], RequestId] | None = None
+    """Returns ids for the canary's requests; None: it runs no canary."""
+    register: Callable[[StagedAdapter], Awaitable[Registration]] | None = None
+    """Binds the name; None: the catalog of this server does."""
 
 
 class CatalogLoader:
@@ -58,28 +92,12 @@ class CatalogLoader:
         await self._worker.close()
 
     async def load(
-        self,
-        model: ServedModel,
-        principal: Principal,
-        *,
-        name: str,
-        path: str,
-        task_id: int | None = None,
-        replace: bool = False,
-        dry_run: bool = False,
-        canary_id: Callable[[], RequestId] | None = None,
-        register: Callable[[StagedAdapter], Awaitable[Registration]] | None = None,
-        upload: Path | None = None,
+        self, model: ServedModel, principal: Principal, load: AdapterLoad, *, dry_run: bool = False
     ) -> LoadReport:
-        """Load an adapter. Raises before any change if it is bad, or would have no effect.
-
-        canary_id: returns ids for the canary's requests; None runs no canary. register: binds the
-        name; None: the catalog of this server does. upload: what the client sent, which `path`
-        names.
-        """
-        tenant, store = principal.tenant, model.store
-        store.check_free(model.card.name, tenant, name, task_id, replace=replace)
-        staged = await self.stage(model, path, tenant=tenant, is_trusted=False, upload=upload)
+        """Load an adapter. Raises before any change if it is bad, or would have no effect."""
+        tenant, store, name, path = principal.tenant, model.store, load.name, load.path
+        store.check_free(model.card.name, tenant, name, load.task_id, replace=load.replace)
+        staged = await self.stage(model, path, tenant=tenant, is_trusted=False, upload=load.upload)
         if staged.changes_nothing:
             raise NoEffectError(
                 f"adapter {name!r} changes nothing: every lora_B of {shown_source(path)} is zero "
@@ -89,20 +107,22 @@ class CatalogLoader:
         check_fits_tiers(staged.source, model.config, model.engine.capacity)
         seconds = dict(staged.seconds)
         canary = None
-        if canary_id is not None:
+        if load.canary_id is not None:
             started = time.perf_counter()
-            canary = await self._canary(model, principal, staged, canary_id)
+            canary = await self._canary(model, principal, staged, load.canary_id)
             seconds["canary"] = time.perf_counter() - started
         started = time.perf_counter()
-        ref = AdapterRef(model.card.name, tenant, ByName(name))
         if dry_run:
-            version, is_unchanged = self._prospect(model, ref, staged, path, task_id)
+            version, is_unchanged = self._prospect(model, tenant, staged, load)
         else:
             registration = await (
-                register(staged)
-                if register is not None
+                load.register(staged)
+                if load.register is not None
                 else self._catalog.register(
-                    model, tenant, name, staged, path=path, task_id=task_id, replace=replace
+                    *(model, tenant, name, staged),
+                    path=path,
+                    task_id=load.task_id,
+                    replace=load.replace,
                 )
             )
             version, is_unchanged = registration.version, registration.is_unchanged
@@ -116,18 +136,39 @@ class CatalogLoader:
             canary=canary,
         )
 
-    async def examine(
-        self, model: ServedModel, path: str, tenant: str, upload: Path | None
-    ) -> Examination:
-        """Account for every tensor of a source that a client names. Raises as `load`."""
-        return await self._worker.examine(
-            path,
-            shapes=model.shapes,
-            max_ranks=model.config.rank_limits,
-            base_path=model.card.path,
-            pool_dtype=model.card.dtype,
-            tenant=tenant,
-            upload=upload,
+    async def try_out(
+        self, model: ServedModel, principal: Principal, load: AdapterLoad
+    ) -> TrialReport:
+        """Return what a load would do. Raises errors that are not about the adapter."""
+        report: LoadReport | None = None
+        error: LoraplexError | None = None
+        try:
+            report = await self.load(model, principal, load, dry_run=True)
+        except _REFUSALS as refusal:
+            error = refusal
+        try:
+            examined = await self._worker.examine(
+                load.path,
+                shapes=model.shapes,
+                max_ranks=model.config.rank_limits,
+                base_path=model.card.path,
+                pool_dtype=model.card.dtype,
+                tenant=principal.tenant,
+                upload=load.upload,
+            )
+        except _REFUSALS:  # no tensor can be listed, and the load was refused for the same reason
+            examined = Examination()
+        engine = model.engine
+        free = engine.capacity.num_adapter_pages - engine.stats.adapters.device_pages_used
+        changes_base = None if report is None or report.canary is None else True
+        return TrialReport(
+            is_ok=error is None,
+            refusal=None if error is None else TrialRefusal(error.code, error.message),
+            examination=examined,
+            changes_base=False if isinstance(error, NoEffectError) else changes_base,
+            fits_now=None if report is None else report.content.device_pages <= free,
+            free_pages=free,
+            adapter=report,
         )
 
     async def load_tensors(
@@ -150,7 +191,7 @@ class CatalogLoader:
             pool_dtype=model.card.dtype,
             tenant=tenant,
         )
-        self._observe(model, staged)
+        model.observe_load("stage", sum(staged.seconds.values()))
         if staged.changes_nothing:
             raise InvalidAdapterError(
                 "the adapter in the request changes nothing: every B of lora_weights is zero",
@@ -314,16 +355,12 @@ class CatalogLoader:
             tenant=tenant,
             upload=upload,
         )
-        self._observe(model, staged)
-        return model.with_end_warnings(staged)
-
-    def _observe(self, model: ServedModel, staged: StagedAdapter) -> None:
-        """Record the durations, with fetching apart from staging."""
         fetch_seconds = staged.seconds.get(_FETCH)
         if fetch_seconds is not None:
             model.observe_load(_FETCH, fetch_seconds)
         stage_seconds = sum(staged.seconds.values()) - (fetch_seconds or 0.0)
         model.observe_load("stage", stage_seconds)
+        return model.with_end_warnings(staged)
 
     async def _canary(
         self,
@@ -343,26 +380,19 @@ class CatalogLoader:
                 model.engine.forget_adapter(digest)
 
     def _prospect(
-        self,
-        model: ServedModel,
-        ref: AdapterRef,
-        staged: StagedAdapter,
-        path: str,
-        task_id: int | None,
+        self, model: ServedModel, tenant: str, staged: StagedAdapter, load: AdapterLoad
     ) -> tuple[AdapterVersion, bool]:
         """Return the version that a load would make, and whether the name has its bytes already."""
-        present = model.store.find(ref)
+        present = model.store.find(AdapterRef(model.card.name, tenant, ByName(load.name)))
         is_unchanged = present is not None and present.digest == staged.source.digest
-        number = 1 if present is None else present.number + (not is_unchanged)
-        assert isinstance(ref.key, ByName)
         version = AdapterVersion(
-            model=ref.model,
-            tenant=ref.tenant,
-            name=ref.key.name,
-            task_id=present.task_id if present is not None and task_id is None else task_id,
-            number=number,
+            model=model.card.name,
+            tenant=tenant,
+            name=load.name,
+            task_id=present.task_id if present and load.task_id is None else load.task_id,
+            number=1 if present is None else present.number + (not is_unchanged),
             staged=staged,
-            path=path,
+            path=load.path,
             created=int(time.time()),
         )
         return version, is_unchanged
@@ -381,8 +411,9 @@ def _was_sent(version: AdapterVersion) -> bool:
     return version.path == REQUEST_TENSORS or is_upload(version.path)
 
 
+@functools.cache
 def _trained_name(model_path: str) -> str:
-    """Return the likely name of this base in adapters: its folder's name, or its hub id."""
+    """Return the likely name of a served base in adapters: its folder's name, or its hub id."""
     folder = source_model(Path(model_path)).resolve()
     gguf = gguf_of(folder)
     if gguf and gguf[0].is_symlink():  # the folder stands for a file

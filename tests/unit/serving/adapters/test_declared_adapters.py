@@ -31,7 +31,7 @@ from loraplex.core.task import Generate
 from loraplex.frontends.ops.engine_families import declaration_collector
 from loraplex.serving.adapter_cards import UnloadMode
 from loraplex.serving.adapters import declared_adapters
-from loraplex.serving.adapters.look_ups import MAX_PER_SECOND
+from loraplex.serving.adapters.declared_adapters import MAX_PER_SECOND
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.service import Service
 from loraplex.testing.fake_clock import FakeClock
