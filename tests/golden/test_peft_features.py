@@ -41,8 +41,7 @@ from loraplex.core.weight_precision import WeightPrecision
 from loraplex.demo import BASE_PATH
 from loraplex.execution import loading
 from loraplex.execution.adapters.host_adapters import HostAdapter
-from loraplex.execution.adapters.host_pieces import host_adapter
-from loraplex.execution.adapters.loader import read_host_adapter
+from loraplex.execution.adapters.loader import host_adapter, read_host_adapter
 from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.kernels.reference import ReferenceKernels
 from loraplex.models.registry import read_config

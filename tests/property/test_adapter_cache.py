@@ -167,18 +167,18 @@ class AdapterCacheMachine(RuleBasedStateMachine):
         droppable = self.droppable(may_evict_wanted)
         capacity = self.free_bytes() + sum(self.adapters[other].num_bytes for other in droppable)
         paused = shadow.residency is FAILED and self.clock.now_ns() < shadow.retry_at_ns
-        grant = self.cache.begin_load(
+        dropped = self.cache.begin_load(
             handle, self.clock.now_ns(), may_evict_wanted=may_evict_wanted
         )
-        assert (grant is None) == (paused or capacity < shadow.num_bytes)
-        if grant is None:
+        assert (dropped is None) == (paused or capacity < shadow.num_bytes)
+        if dropped is None:
             self.note_evictions([])
             return
-        assert set(grant.dropped) <= set(droppable)
-        self.discard(grant.dropped)
+        assert set(dropped) <= set(droppable)
+        self.discard(dropped)
         shadow.residency = LOADING
         shadow.idle_since_ns = None
-        self.note_evictions(grant.dropped)
+        self.note_evictions(dropped)
         self.host_copies.add(handle)
 
     @precondition(lambda self: self.among(LOADING))
@@ -372,10 +372,10 @@ class AdapterCacheMachine(RuleBasedStateMachine):
     def fill_both_tiers_with_one(self):
         self.cache.register(-1, HOST_BYTES, NUM_PAGES)
         self.adapters[-1] = Shadow(HOST_BYTES, NUM_PAGES, LOADING)
-        grant = self.cache.begin_load(-1, self.clock.now_ns())
-        assert grant is not None
-        self.discard(grant.dropped)
-        self.note_evictions(grant.dropped)
+        dropped = self.cache.begin_load(-1, self.clock.now_ns())
+        assert dropped is not None
+        self.discard(dropped)
+        self.note_evictions(dropped)
         self.host_copies.add(-1)
         self.end_load(-1)
         page_ids = self.cache.begin_copy(-1)

@@ -12,8 +12,7 @@ from loraplex.core.byte_sizes import enough_bytes, readable_bytes
 from loraplex.core.errors import AdapterTooLargeError, ErrorInfo
 from loraplex.core.plan import PageId
 from loraplex.core.stats import AdapterTierStats
-from loraplex.memory.adapter_entry import AdapterCounts, AdapterEntry, LoadFailure, LoadGrant
-from loraplex.memory.adapter_orders import AdapterOrders
+from loraplex.memory.adapter_orders import AdapterCounts, AdapterEntry, AdapterOrders, LoadFailure
 from loraplex.memory.eviction import LRUPolicy, NewEvictionPolicy
 
 
@@ -194,12 +193,12 @@ class AdapterCache:
 
     def begin_load(
         self, handle: AdapterHandle, now_ns: int, *, may_evict_wanted: bool = False
-    ) -> LoadGrant | None:
+    ) -> tuple[AdapterHandle, ...] | None:
         """Move ABSENT (or FAILED after its pause) -> LOADING, and reserve the host bytes.
 
         Frees bytes by dropping host copies of adapters on the device, then idle adapters, then (if
-        allowed) wanted ones. Returns None and changes nothing if that does not suffice, or if the
-        pause is not over.
+        allowed) wanted ones; returns the host copies dropped. Returns None and changes nothing if
+        that does not suffice, or if the pause is not over: test for None.
         """
         entry = self._entries[handle]
         assert entry.residency in (Residency.ABSENT, Residency.FAILED), entry.residency
@@ -217,7 +216,7 @@ class AdapterCache:
         entry.failure = None
         entry.idle_since_ns = None
         self._enter(entry, Residency.LOADING)
-        return LoadGrant(dropped=tuple(victims))
+        return tuple(victims)
 
     def loaded(self, handle: AdapterHandle, load_ns: int = 0) -> None:
         """Move LOADING -> HOST after a load of `load_ns`."""

@@ -236,10 +236,10 @@ class CacheFiller:
         failure = self._cache.failure(handle)
         if failure is not None and failure.retry_at_ns > now_ns:
             return True
-        grant = self._cache.begin_load(handle, now_ns, may_evict_wanted=may_evict_wanted)
-        if grant is None:
+        dropped = self._cache.begin_load(handle, now_ns, may_evict_wanted=may_evict_wanted)
+        if dropped is None:
             return False
-        self._discard(grant.dropped)
+        self._discard(dropped)
         self._host.start_load(handle)
         return True
 

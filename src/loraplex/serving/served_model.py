@@ -10,10 +10,10 @@ from typing import Final, Protocol
 
 import msgspec
 
+from loraplex.adapters.base_check import check_targets
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.staged import StagedAdapter
 from loraplex.adapters.store import AdapterStore, AdapterVersion
-from loraplex.adapters.target_check import check_targets
 from loraplex.core.adapter import AdapterChoice, Residency
 from loraplex.core.config import ModelConfig
 from loraplex.core.errors import (

@@ -12,10 +12,10 @@ from loraplex.adapters.base_check import (
     check_cast,
     check_magnitudes,
     check_shapes,
+    check_targets,
 )
 from loraplex.adapters.canonical import CanonicalRow, RowKind
 from loraplex.adapters.shapes import BaseShapes
-from loraplex.adapters.target_check import check_targets
 from loraplex.adapters.targets import targets_of
 from loraplex.adapters.tensor_file import RawTensor
 from loraplex.core.errors import (

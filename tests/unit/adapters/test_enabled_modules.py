@@ -4,12 +4,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from loraplex.adapters.base_check import check_shapes
+from loraplex.adapters.base_check import check_shapes, check_targets
 from loraplex.adapters.canonical import CanonicalRow, RowKind
 from loraplex.adapters.formats import trtllm
 from loraplex.adapters.formats.modules import hf_modules
 from loraplex.adapters.shapes import BaseShapes
-from loraplex.adapters.target_check import check_targets
 from loraplex.adapters.tensor_file import RawTensor
 from loraplex.core.adapter import EMBEDDING, LoraTarget
 from loraplex.core.errors import AdapterMismatchError, ConfigError

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from loraplex.adapters.base_check import check_shapes
+from loraplex.adapters.base_check import check_shapes, check_targets
 from loraplex.adapters.canonical import CanonicalRow, RowKind
 from loraplex.adapters.formats.canonical_file import check_rows
 from loraplex.adapters.formats.peft import canonical_rows
@@ -17,7 +17,6 @@ from loraplex.adapters.formats.peft_config import LoraSettings, PeftConfig
 from loraplex.adapters.formats.peft_names import TensorName, parse_name
 from loraplex.adapters.fused_modules import fit_modules
 from loraplex.adapters.shapes import BaseShapes
-from loraplex.adapters.target_check import check_targets
 from loraplex.adapters.targets import targets_of
 from loraplex.adapters.tensor_file import RawTensor, StagingLimits, encode_sizes
 from loraplex.core.errors import (

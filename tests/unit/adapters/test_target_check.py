@@ -2,8 +2,8 @@
 
 import pytest
 
+from loraplex.adapters.base_check import check_targets
 from loraplex.adapters.shapes import BaseShapes
-from loraplex.adapters.target_check import check_targets
 from loraplex.core.adapter import LoraTarget, TargetPart
 from loraplex.core.errors import AdapterMismatchError, AdapterTooLargeError
 from loraplex.core.rank_limits import RankLimits

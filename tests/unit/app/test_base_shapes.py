@@ -6,11 +6,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from loraplex.adapters.base_check import check_shapes
+from loraplex.adapters.base_check import check_shapes, check_targets
 from loraplex.adapters.canonical import CanonicalRow, RowKind
 from loraplex.adapters.fused_modules import fit_modules
 from loraplex.adapters.shapes import BaseShapes
-from loraplex.adapters.target_check import check_targets
 from loraplex.adapters.targets import targets_of
 from loraplex.adapters.tensor_file import RawTensor
 from loraplex.app.builder import base_shapes

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from loraplex.core.errors import AdapterLoadError, InvalidAdapterError
-from loraplex.execution.adapters.agreement import agreed
+from loraplex.execution.adapters.loader import agreed
 from loraplex.kernels.native.channel import Segment, SharedMemoryChannel
 from loraplex.kernels.native.library import load_library
 from support.naming import naming

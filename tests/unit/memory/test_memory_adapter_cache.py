@@ -3,7 +3,6 @@ import pytest
 from loraplex.core.adapter import Residency
 from loraplex.core.errors import AdapterTooLargeError, ErrorInfo
 from loraplex.memory.adapter_cache import AdapterCache
-from loraplex.memory.adapter_entry import LoadGrant
 from support.naming import naming
 
 ERROR = ErrorInfo("adapter_load_failed", "no such file")
@@ -19,10 +18,10 @@ def cache_with(*sizes, host_bytes=100, num_pages=4, keeps_host_copy=True):
 
 
 def load(cache, handle, **kwargs):
-    grant = cache.begin_load(handle, 0, **kwargs)
-    assert grant is not None
+    dropped = cache.begin_load(handle, 0, **kwargs)
+    assert dropped is not None
     cache.loaded(handle)
-    return grant.dropped
+    return dropped
 
 
 def to_device(cache, handle, **kwargs):
@@ -39,7 +38,7 @@ def test_the_way_to_the_device():
     cache = cache_with((10, 2))
     assert 0 in cache
     assert cache.residency(0) is Residency.ABSENT
-    assert cache.begin_load(0, now_ns=0) == LoadGrant(dropped=())
+    assert cache.begin_load(0, now_ns=0) == ()
     assert cache.residency(0) is Residency.LOADING
     cache.loaded(0)
     assert cache.residency(0) is Residency.HOST
@@ -147,7 +146,7 @@ class TestHostTier:
         cache.want(0)
         load(cache, 0)
         assert cache.begin_load(1, 0) is None
-        assert cache.begin_load(1, 0, may_evict_wanted=True) == LoadGrant(dropped=(0,))
+        assert cache.begin_load(1, 0, may_evict_wanted=True) == (0,)
 
     def test_nothing_is_evicted_if_it_does_not_suffice(self):
         cache = cache_with((40, 1), (40, 1), (100, 1))
@@ -260,7 +259,7 @@ class TestFailure:
         assert cache.failure(0) == (ERROR, 5 + SECOND)
         assert cache.stats().host_bytes_used == 0
         assert cache.begin_load(0, 4 + SECOND) is None
-        assert cache.begin_load(0, 5 + SECOND) == LoadGrant(dropped=())
+        assert cache.begin_load(0, 5 + SECOND) == ()
         assert cache.failure(0) is None
         cache.check()
 

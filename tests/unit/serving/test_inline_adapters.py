@@ -19,7 +19,7 @@ from loraplex.core.errors import (
 )
 from loraplex.core.principal import LOCAL, NONE, Principal, Rights
 from loraplex.core.rank_limits import RankLimits
-from loraplex.serving.adapters.loading import CatalogLoader
+from loraplex.serving.adapters.loading import AdapterLoad, CatalogLoader
 from loraplex.serving.catalog import ModelCatalog
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.service import Service
@@ -118,7 +118,7 @@ async def test_other_bytes_are_the_next_version(add, known):
 async def test_a_task_id_of_a_named_adapter(add, known, loading, staging, model):
     """The name and its task id stay; a folder's path stays while its bytes do."""
     staging.put("/zh", "d1")
-    await loading.load(model, Principal("t"), name="zh", path="/zh", task_id=5)
+    await loading.load(model, Principal("t"), AdapterLoad(name="zh", path="/zh", task_id=5))
     await add("same", 5, digest="d1")
     assert resolve(model, ByTaskId(5)).path == "/zh"
     await add("other", 5, digest="d2")
@@ -127,7 +127,7 @@ async def test_a_task_id_of_a_named_adapter(add, known, loading, staging, model)
 
 async def test_bytes_that_have_a_name_already(add, known, loading, staging, model):
     staging.put("/zh", "d1")
-    await loading.load(model, Principal("t"), name="zh", path="/zh")
+    await loading.load(model, Principal("t"), AdapterLoad(name="zh", path="/zh"))
     assert await add("zh", digest="d1") == ByDigest("d1")
     assert known() == {"zh": (None, "d1", 1)}
     await add("zh", 5, digest="d1")
@@ -139,7 +139,9 @@ async def test_a_name_that_someone_else_has_is_not_taken_over(
 ):
     for name, task_id in (("5", None), ("6", 60)):
         path = staging.put("/x", "x")
-        await loading.load(model, Principal("t"), name=name, path=path, task_id=task_id)
+        await loading.load(
+            model, Principal("t"), AdapterLoad(name=name, path=path, task_id=task_id)
+        )
         with refused(AdapterExistsError, repr(name), param="name"):
             await add("zh", int(name), digest="d1")
     assert known() == {"5": (None, "x", 1), "6": (60, "x", 1)}
@@ -174,7 +176,7 @@ async def test_a_file_that_is_gone_comes_back(
         raise AdapterLoadError("the canonical adapter file is gone")
 
     staging.put("/zh", "d1")
-    await loading.load(model, Principal("t"), name="zh", path="/zh", task_id=5)
+    await loading.load(model, Principal("t"), AdapterLoad(name="zh", path="/zh", task_id=5))
     await add("other", 6, digest="d2")
     with monkeypatch.context() as patch:
         patch.setattr(model.store, "resolve", gone)

@@ -6,10 +6,9 @@
 import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from loraplex.adapters.canonical import FORMAT, CanonicalRow, parse_canonical
-from loraplex.adapters.formats import canonical_file, llgtrt, mlx, peft, torch_bin, trtllm
+from loraplex.adapters.formats import canonical_file, mlx, peft, torch_bin, trtllm
 from loraplex.adapters.formats.gguf_lora import GgufLora, read_gguf_lora
 from loraplex.adapters.formats.peft_config import CONFIG_NAME, PeftConfig, read_config
 from loraplex.adapters.formats.peft_coverage import target_warnings
@@ -40,40 +39,29 @@ UNDERSTOOD = (
 )
 
 
-class AdapterInput(Protocol):
-    """Adapter that has not been read yet."""
+class AdapterInput:
+    """Adapter that has not been read yet. Each format has a class."""
 
-    @property
-    def format(self) -> str: ...
+    format: str
+    files: tuple[Path, ...] = ()
+    """Files that are read: while these do not change, neither do the rows."""
+    left_out: Sequence[str] = ()
+    """Names of the tensors, of those read, that no output depends on."""
+    end_tokens = EndTokens()
+    """End tokens that its files name."""
+    trained_on: str | None = None
+    """Name of the base model that it was trained on, if its files have it."""
 
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """Files that are read: while these do not change, neither do the rows."""
-        ...
-
-    @property
-    def left_out(self) -> Sequence[str]:
-        """Names of the tensors, of those read, that no output depends on."""
-        ...
-
-    @property
-    def end_tokens(self) -> EndTokens:
-        """End tokens that its files name."""
-        ...
-
-    def read_rows(self, shapes: BaseShapes, limits: StagingLimits) -> tuple[CanonicalRow, ...]: ...
-
-    @property
-    def trained_on(self) -> str | None:
-        """Name of the base model that it was trained on, if its files have it."""
-        ...
+    def read_rows(self, shapes: BaseShapes, limits: StagingLimits) -> tuple[CanonicalRow, ...]:
+        raise NotImplementedError
 
     def warnings(self, rows: tuple[CanonicalRow, ...], shapes: BaseShapes) -> list[str]:
         """Return warnings; shapes are of the base."""
-        ...
+        del rows, shapes
+        return []
 
 
-class PeftFolder:
+class PeftFolder(AdapterInput):
     """PEFT folder: adapter_config.json and adapter_model.safetensors or .bin."""
 
     format = "PEFT"
@@ -83,8 +71,7 @@ class PeftFolder:
         self.trained_on = self.config.base_model_name_or_path
         self._weights = _peft_weights(folder)
         self.end_tokens, self._unread = read_end_tokens(folder, limits.max_header_bytes)
-        self.files: tuple[Path, ...] = (folder / CONFIG_NAME, self._weights)
-        self.left_out: Sequence[str] = ()
+        self.files = (folder / CONFIG_NAME, self._weights)
 
     def read_tensors(self, limits: StagingLimits) -> dict[str, RawTensor]:
         """Read the tensors by their names in the file."""
@@ -116,18 +103,15 @@ class PeftFolder:
         return warnings
 
 
-class MlxFolder:
+class MlxFolder(AdapterInput):
     """Folder of mlx-lm: adapter_config.json and adapters.safetensors."""
 
     format = "MLX"
 
-    end_tokens = EndTokens()
-    left_out: Sequence[str] = ()
-
     def __init__(self, folder: Path, limits: StagingLimits) -> None:
         config = folder / CONFIG_NAME
         self._weights = folder / mlx.WEIGHTS_NAME
-        self.files: tuple[Path, ...] = (config, self._weights)
+        self.files = (config, self._weights)
         try:
             self._config = mlx.parse_config(bytes(read_bounded(config, limits.max_header_bytes)))
         except LoraplexError as error:
@@ -140,18 +124,11 @@ class MlxFolder:
         )
         return peft.canonical_rows(self._config.as_peft, tensors, shapes)
 
-    def warnings(self, _rows: tuple[CanonicalRow, ...], _shapes: BaseShapes) -> list[str]:
-        return []
 
-
-class PairFolder:
+class PairFolder(AdapterInput):
     """TensorRT-LLM folder with two .npy files."""
 
     format = "TensorRT-LLM"
-
-    trained_on: str | None = None
-    end_tokens = EndTokens()
-    left_out: Sequence[str] = ()
 
     def __init__(self, folder: Path) -> None:
         config = trtllm.config_file(folder)
@@ -161,70 +138,57 @@ class PairFolder:
                 f"{' nor '.join(trtllm.CONFIG_NAMES)}"
             )
         self._folder, self._config = folder, config
-        self.files: tuple[Path, ...] = (folder / trtllm.WEIGHTS_NAME, config)
+        self.files = (folder / trtllm.WEIGHTS_NAME, config)
 
     def read_pair(self, limits: StagingLimits) -> tuple[RawTensor, RawTensor]:
         """Read (lora_weights, lora_config)."""
         return trtllm.read_pair(self._folder, self._config, limits.max_file_bytes)
 
     def read_rows(self, shapes: BaseShapes, limits: StagingLimits) -> tuple[CanonicalRow, ...]:
-        weights, config = self.read_pair(limits)
-        return _rows_of_pair(str(self._folder), weights, config, shapes, limits)
-
-    def warnings(self, _rows: tuple[CanonicalRow, ...], _shapes: BaseShapes) -> list[str]:
-        return []
+        return _rows_of_pair(str(self._folder), *self.read_pair(limits), shapes, limits)
 
 
-class LoraFile:
+class LoraFile(AdapterInput):
     """Single .safetensors file: llgtrt's, or a canonical adapter file."""
 
     format = "safetensors"
 
-    trained_on: str | None = None
-    end_tokens = EndTokens()
-    left_out: Sequence[str] = ()
-
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.files: tuple[Path, ...] = (path,)
+        self.files = (path,)
 
     def read_pair(self, limits: StagingLimits) -> tuple[RawTensor, RawTensor] | None:
         """Read (lora_weights, lora_config) of llgtrt's file; None: it is another."""
-        content = read_tensors(self._path, limits)
-        return llgtrt.lora_tensors(content) if llgtrt.is_lora_file(content) else None
+        return trtllm.pair_of(read_tensors(self._path, limits))
 
     def read_rows(self, shapes: BaseShapes, limits: StagingLimits) -> tuple[CanonicalRow, ...]:
         content = read_tensors(self._path, limits)
         if content.metadata.get("format") == FORMAT:
             return canonical_file.check_rows(parse_canonical(self._path, content).rows)
-        if llgtrt.is_lora_file(content):
-            weights, config = llgtrt.lora_tensors(content)
-            return _rows_of_pair(str(self._path), weights, config, shapes, limits)
+        pair = trtllm.pair_of(content)
+        if pair is not None:
+            return _rows_of_pair(str(self._path), *pair, shapes, limits)
         raise InvalidAdapterError(
             f"{self._path} holds {_listed(content.tensors)}; supported: {UNDERSTOOD}"
         )
 
-    def warnings(self, _rows: tuple[CanonicalRow, ...], _shapes: BaseShapes) -> list[str]:
-        return []
 
-
-class GgufLoraFile:
+class GgufLoraFile(AdapterInput):
     """GGUF file of an adapter."""
 
     format = "GGUF"
-    end_tokens = EndTokens()
-
-    left_out: Sequence[str] = ()
 
     def __init__(self, path: Path, limits: StagingLimits) -> None:
-        self.files: tuple[Path, ...] = (path,)
+        self.files = (path,)
         self.lora: GgufLora = read_gguf_lora(path, limits)
         self.trained_on = self.lora.trained_on
 
-    def read_rows(self, shapes: BaseShapes, _limits: StagingLimits) -> tuple[CanonicalRow, ...]:
+    def read_rows(self, shapes: BaseShapes, limits: StagingLimits) -> tuple[CanonicalRow, ...]:
+        del limits  # the file was read when it was opened
         return self.lora.rows(shapes)
 
-    def warnings(self, rows: tuple[CanonicalRow, ...], _shapes: BaseShapes) -> list[str]:
+    def warnings(self, rows: tuple[CanonicalRow, ...], shapes: BaseShapes) -> list[str]:
+        del shapes
         scales = ", ".join(f"{scale:g}" for scale in sorted({row.scale for row in rows}))
         return [
             f"it is a GGUF file, which has one alpha ({self.lora.alpha:g}) and not whether PEFT's "
@@ -233,24 +197,16 @@ class GgufLoraFile:
         ]
 
 
-class RequestTensors:
+class RequestTensors(AdapterInput):
     """Tensors lora_weights and lora_config of a request."""
 
     format = "TensorRT-LLM"
-
-    trained_on: str | None = None
-    end_tokens = EndTokens()
-    files: tuple[Path, ...] = ()
-    left_out: Sequence[str] = ()
 
     def __init__(self, weights: RawTensor, config: RawTensor) -> None:
         self._weights, self._config = weights, config
 
     def read_rows(self, shapes: BaseShapes, limits: StagingLimits) -> tuple[CanonicalRow, ...]:
         return trtllm.canonical_rows(self._weights, self._config, shapes, limits.max_ranks)
-
-    def warnings(self, _rows: tuple[CanonicalRow, ...], _shapes: BaseShapes) -> list[str]:
-        return []
 
 
 def read_fitting_rows(

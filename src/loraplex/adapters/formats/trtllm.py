@@ -1,4 +1,4 @@
-"""LoRA tensors of TensorRT-LLM: lora_weights and lora_config, in a folder or in a request.
+"""LoRA tensors of TensorRT-LLM: lora_weights and lora_config, in a folder, a file or a request.
 
 A row of lora_weights [N, W] is A [rank, in], row-major, then B [out, rank], row-major, then of DoRA
 its factor [out], then zeros up to W; the row of lora_config [N, 3 or 4] has (module id, layer,
@@ -23,7 +23,7 @@ from loraplex.adapters.formats.modules import LORA_MODULES, LoraModule, linear_p
 from loraplex.adapters.formats.npy import read_npy
 from loraplex.adapters.formats.single_experts import Bits, magnitudes, single_experts
 from loraplex.adapters.shapes import NO_MODULE, BaseShapes
-from loraplex.adapters.tensor_file import RawTensor, TensorHeader
+from loraplex.adapters.tensor_file import RawTensor, SafetensorsContent, TensorHeader, encode_header
 from loraplex.core.errors import (
     AdapterMismatchError,
     AdapterTooLargeError,
@@ -36,6 +36,8 @@ WEIGHTS_NAME = "model.lora_weights.npy"
 CONFIG_NAMES = ("model.lora_config.npy", "model.lora_keys.npy")
 """Names of lora_config; the second is that of TensorRT-LLM before 0.8. The first wins."""
 
+_LLGTRT_NAMES = ("weights", "config")
+"""Tensors of a .safetensors file that scripts/extract_lora.py of llgtrt writes."""
 _WEIGHT_TYPES = {"F16": "<u2", "BF16": "<u2", "F32": "<u4"}
 _NUM_FIXED_COLUMNS = 3
 _TYPE_NAMES = {
@@ -104,6 +106,23 @@ def read_pair(folder: Path, config: Path, max_bytes: int) -> tuple[RawTensor, Ra
     """
     weights = read_npy(folder / WEIGHTS_NAME, max_bytes)
     return weights, read_npy(config, max_bytes)
+
+
+def pair_of(content: SafetensorsContent) -> tuple[RawTensor, RawTensor] | None:
+    """Return (lora_weights, lora_config) of llgtrt's file; None: it is another."""
+    weights, config = map(content.tensors.get, _LLGTRT_NAMES)
+    if weights is None or config is None or len(content.tensors) > 2:
+        return None
+    return weights, config
+
+
+def encode_lora_file(weights: RawTensor, config: RawTensor) -> list[bytes | bytearray | memoryview]:
+    """Return the pieces of llgtrt's file: weights [N, W], config [N, 3], without a batch."""
+    tensors = {
+        name: RawTensor(tensor.dtype, tensor.shape[-2:], tensor.data)
+        for name, tensor in zip(_LLGTRT_NAMES, (weights, config), strict=True)
+    }
+    return [encode_header(tensors, {}), *(tensor.data for tensor in tensors.values())]
 
 
 def request_tensor(header: TensorHeader, data: bytes | bytearray | memoryview) -> RawTensor:

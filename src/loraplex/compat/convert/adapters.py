@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from loraplex.adapters.canonical import CanonicalRow
-from loraplex.adapters.formats import llgtrt, trtllm
+from loraplex.adapters.formats import trtllm
 from loraplex.adapters.formats.export import (
     common_storage_type,
     holding_module,
@@ -116,7 +116,7 @@ def write_lora_file(
     _check_free([path], force)
     chosen = storage or common_storage_type(rows)
     weights, config = lora_tensors(rows, chosen, num_experts)
-    write_atomically(path, llgtrt.encode_lora_file(weights, config))
+    write_atomically(path, trtllm.encode_lora_file(weights, config))
     shapes = f"weights {list(weights.shape[1:])} {chosen}, config {list(config.shape[1:])} int32"
     return [Written(path, shapes)]
 

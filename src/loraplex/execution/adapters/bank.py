@@ -19,10 +19,8 @@ from loraplex.execution.adapters.dora import with_factors
 from loraplex.execution.adapters.entry_tables import EntryTables
 from loraplex.execution.adapters.host_adapters import AdapterLayout, HostAdapter
 from loraplex.execution.adapters.layout import PieceWriter, packed, pieces_of
-from loraplex.execution.adapters.page_copies import PageCopies
-from loraplex.execution.adapters.pinned_pages import PinnedPages
 from loraplex.execution.adapters.resident_parts import PartsViews
-from loraplex.execution.adapters.segment_uploads import SegmentUploads
+from loraplex.execution.adapters.transfers import Transfers
 from loraplex.kernels.accelerator import Accelerator
 from loraplex.kernels.adapter_parts import AdapterParts, PartsUse
 from loraplex.kernels.host_memory import zeroed
@@ -55,24 +53,6 @@ class BaseEnds:
 class _Resident:
     entry: int
     page_ids: tuple[PageId, ...]
-
-
-class _Transfers:
-    """Transfers of an accelerator: its copies, and the host memory that they read."""
-
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        geometry: PageGeometry,
-        pool: torch.Tensor,
-        *,
-        is_alone: bool,
-    ) -> None:
-        self.accelerator = accelerator
-        self.pages = PinnedPages(accelerator, geometry.page_elements, pool.dtype)
-        pages = pool.view(-1, geometry.page_elements)
-        self.copies = PageCopies(accelerator, pages, reports_whole=not is_alone)
-        self.segments = SegmentUploads(accelerator)
 
 
 class AdapterBank:
@@ -122,7 +102,7 @@ class AdapterBank:
         )
         self._transfers = None
         if accelerator is not None:
-            self._transfers = _Transfers(accelerator, geometry, self._pool, is_alone=is_alone)
+            self._transfers = Transfers(accelerator, geometry, self._pool, is_alone=is_alone)
         self._views: dict[int, tuple[PartsViews, bool]] = {}
         """Views by entry, of adapters with more than LoRA of layers; whether lm_head has LoRA."""
         self._parts: dict[int, AdapterParts] = {}

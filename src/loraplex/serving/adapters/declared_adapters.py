@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -51,7 +50,7 @@ MAX_PER_SECOND: Final = 32
 """Maximum number of look-ups of unknown names by one tenant in a second."""
 _MAX_REMEMBERED: Final = 4096
 
-_NO_DECLARATIONS: Final[Mapping[DeclaredName, Declaration]] = MappingProxyType({})
+_NO_DECLARATIONS: Final[Mapping[DeclaredName, Declaration]] = {}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from loraplex.core.adapter import LoraTarget, TargetPart
 from loraplex.core.errors import InvalidAdapterError
 from loraplex.core.rank_limits import RankLimits
 from loraplex.execution.adapters.host_adapters import HostAdapter
-from loraplex.execution.adapters.host_pieces import host_adapter
+from loraplex.execution.adapters.loader import host_adapter
 from support.naming import naming
 
 SHAPES = BaseShapes(

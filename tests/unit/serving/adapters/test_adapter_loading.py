@@ -23,7 +23,7 @@ from loraplex.core.principal import LOCAL, Principal
 from loraplex.core.rank_limits import RankLimits
 from loraplex.serving.adapters.configured import find_adapters, log_adapter_warning
 from loraplex.serving.adapters.folder_follower import FolderFollower
-from loraplex.serving.adapters.loading import CatalogLoader
+from loraplex.serving.adapters.loading import AdapterLoad, CatalogLoader
 from loraplex.serving.catalog import ModelCatalog
 from support.naming import naming, refused
 
@@ -89,7 +89,9 @@ def names_of(model) -> list[str]:
 async def test_a_load_reports_what_it_loaded(loading, staging, start):
     model = await start(max_lora_rank=32)
     staging.put("/zh", "d1", num_pages=3, num_bytes=500, warnings=("hm",))
-    card = await loading.load(model, Principal("acme"), name="zh", path="/zh", task_id=4)
+    card = await loading.load(
+        model, Principal("acme"), AdapterLoad(name="zh", path="/zh", task_id=4)
+    )
     assert (card.name, card.model, card.task_id, card.digest) == ("zh", "base", 4, "d1")
     assert (card.rank, card.num_bytes, card.source, card.warnings) == (1, 500, "/zh", ("hm",))
     assert staging.requests == [
@@ -114,7 +116,7 @@ async def test_a_load_reports_what_it_loaded(loading, staging, start):
 
 async def test_a_reload_reads_what_looks_unchanged(loading, staging, start):
     model = await start(adapter_base_check="error")
-    await loading.load(model, LOCAL, name="zh", path=staging.put("/zh"))
+    await loading.load(model, LOCAL, AdapterLoad(name="zh", path=staging.put("/zh")))
     version = model.store.resolve(AdapterRef("base", "default", ByName("zh")))
     assert not await loading.reload(model, version)
     assert [each["reads_again"] for each in staging.requests] == [False, True]
@@ -123,7 +125,7 @@ async def test_a_reload_reads_what_looks_unchanged(loading, staging, start):
 
 async def test_a_loaded_adapter_is_brought_to_the_device(loading, staging, start):
     model = await start()
-    await loading.load(model, LOCAL, name="zh", path=staging.put("/zh"))
+    await loading.load(model, LOCAL, AdapterLoad(name="zh", path=staging.put("/zh")))
     async with asyncio.timeout(60):
         while not model.engine.stats.adapters.num_on_device:
             await asyncio.sleep(0.001)
@@ -131,18 +133,20 @@ async def test_a_loaded_adapter_is_brought_to_the_device(loading, staging, start
 
 async def test_the_name_is_checked_before_anything_is_staged(loading, staging, start):
     model = await start()
-    await loading.load(model, LOCAL, name="zh", path=staging.put("/zh"), task_id=1)
+    await loading.load(model, LOCAL, AdapterLoad(name="zh", path=staging.put("/zh"), task_id=1))
     staging.requests.clear()
     for name, task_id in (("zh", None), ("ja", 1)):
         with pytest.raises(AdapterExistsError):
-            await loading.load(model, LOCAL, name=name, path="/zh", task_id=task_id)
+            await loading.load(model, LOCAL, AdapterLoad(name=name, path="/zh", task_id=task_id))
     assert staging.requests == []
 
 
 async def test_a_replacement_is_a_new_version(loading, staging, start):
     model = await start()
-    await loading.load(model, LOCAL, name="zh", path=staging.put("/1"), task_id=1)
-    card = await loading.load(model, LOCAL, name="zh", path=staging.put("/2"), replace=True)
+    await loading.load(model, LOCAL, AdapterLoad(name="zh", path=staging.put("/1"), task_id=1))
+    card = await loading.load(
+        model, LOCAL, AdapterLoad(name="zh", path=staging.put("/2"), replace=True)
+    )
     assert (card.digest, card.task_id) == ("digest of /2", 1)
 
 
@@ -152,10 +156,10 @@ async def test_a_replacement_is_a_new_version(loading, staging, start):
 )
 async def test_a_bad_adapter_changes_nothing(loading, staging, start, error):
     model = await start()
-    await loading.load(model, LOCAL, name="zh", path=staging.put("/good"))
+    await loading.load(model, LOCAL, AdapterLoad(name="zh", path=staging.put("/good")))
     staging.staged["/bad"] = error
     with pytest.raises(type(error), match=error.message):
-        await loading.load(model, LOCAL, name="zh", path="/bad", replace=True)
+        await loading.load(model, LOCAL, AdapterLoad(name="zh", path="/bad", replace=True))
     assert model.store.resolve(AdapterRef("base", "default", ByName("zh"))).path == "/good"
 
 
@@ -163,7 +167,7 @@ async def test_an_adapter_that_changes_nothing_is_refused(loading, staging, star
     model = await start()
     staging.put("/zero", changes_nothing=True)
     with pytest.raises(InvalidAdapterError, match=naming("lora_B", "/zero")) as caught:
-        await loading.load(model, LOCAL, name="zero", path="/zero")
+        await loading.load(model, LOCAL, AdapterLoad(name="zero", path="/zero"))
     assert caught.value.param == "path"
     assert names_of(model) == []
 
@@ -179,14 +183,14 @@ async def test_what_can_never_fit_is_refused_at_once(loading, staging, start, si
     model = await start(lora_host_bytes=1000)
     staging.put("/huge", **size)
     with pytest.raises(AdapterTooLargeError, match=naming(*named)):
-        await loading.load(model, LOCAL, name="huge", path="/huge")
+        await loading.load(model, LOCAL, AdapterLoad(name="huge", path="/huge"))
     assert names_of(model) == []
 
 
 async def test_what_just_fits_is_taken(loading, staging, start):
     model = await start(lora_host_bytes=1000)
     staging.put("/large", num_pages=16, num_bytes=1000)
-    await loading.load(model, LOCAL, name="large", path="/large")
+    await loading.load(model, LOCAL, AdapterLoad(name="large", path="/large"))
     assert names_of(model) == ["large"]
 
 
@@ -195,7 +199,7 @@ async def test_a_load_while_the_engine_restarts_waits_for_its_first_request(
 ):
     model = await start()
     await model.engine.close()
-    await loading.load(model, LOCAL, name="zh", path=staging.put("/zh"))
+    await loading.load(model, LOCAL, AdapterLoad(name="zh", path=staging.put("/zh")))
     assert names_of(model) == ["zh"]
 
 
@@ -319,15 +323,17 @@ async def test_close_ends_the_worker(loading, staging):
 
 async def test_nothing_is_registered_for_others(loading, staging, start):
     model = await start()
-    await loading.load(model, Principal("acme"), name="zh", path=staging.put("/zh"))
+    await loading.load(model, Principal("acme"), AdapterLoad(name="zh", path=staging.put("/zh")))
     with pytest.raises(AdapterNotFoundError):
         model.store.resolve(AdapterRef("base", "default", ByName("zh")))
 
     async def test_it_wins_over_what_was_stored(self, loading, configure, staging, start, caplog):
         caplog.set_level(logging.INFO)
         model = await start(adapters={"zh": AdapterConfig(staging.put("/zh"), task_id=5)})
-        await loading.load(model, LOCAL, name="mine", path=staging.put("/mine"), task_id=5)
-        await loading.load(model, LOCAL, name="zh", path="/mine")
+        await loading.load(
+            model, LOCAL, AdapterLoad(name="mine", path=staging.put("/mine"), task_id=5)
+        )
+        await loading.load(model, LOCAL, AdapterLoad(name="zh", path="/mine"))
         model.store.alias(AdapterRef("base", "default", ByName("mine")), "live")
         await configure(model)
         zh = model.store.resolve(AdapterRef("base", "default", ByName("zh")))
@@ -346,7 +352,7 @@ async def test_nothing_is_registered_for_others(loading, staging, start):
     ):
         caplog.set_level(logging.INFO)
         model = await start(adapters={"zh": AdapterConfig(staging.put("/zh"))})
-        await loading.load(model, LOCAL, name="mine", path=staging.put("/mine"))
+        await loading.load(model, LOCAL, AdapterLoad(name="mine", path=staging.put("/mine")))
         await configure(model)
         assert names_of(model) == ["mine", "zh"]
         model.config = ModelConfig(path="/models/base")

@@ -23,7 +23,7 @@ from loraplex.core.principal import LOCAL
 from loraplex.serving.adapter_cards import UnloadMode
 from loraplex.serving.adapters import folder_follower
 from loraplex.serving.adapters.folder_follower import FolderFollower
-from loraplex.serving.adapters.loading import CatalogLoader
+from loraplex.serving.adapters.loading import AdapterLoad, CatalogLoader
 from loraplex.serving.catalog import ModelCatalog
 from support.naming import naming, refused
 
@@ -193,8 +193,10 @@ async def test_it_takes_away_only_what_it_brought(watched, caplog):
     watched.put("ja", "two")
     await watched.start(adapter_dirs=(str(watched.folder),))
     path = watched.staging.put("/elsewhere", "three")
-    await watched.loading.load(watched.model, LOCAL, name="zh", path=path, replace=True)
-    await watched.loading.load(watched.model, LOCAL, name="mine", path=path)
+    await watched.loading.load(
+        watched.model, LOCAL, AdapterLoad(name="zh", path=path, replace=True)
+    )
+    await watched.loading.load(watched.model, LOCAL, AdapterLoad(name="mine", path=path))
     watched.take("zh")
     watched.take("ja")
     await watched.look()
@@ -206,7 +208,9 @@ async def test_what_the_api_loaded_from_the_same_place_stays(watched):
     place = watched.put("zh", "one")
     await watched.start(adapter_dirs=(str(watched.folder),))
     watched.staging.put(str(place), "two")
-    await watched.loading.load(watched.model, LOCAL, name="zh", path=str(place), replace=True)
+    await watched.loading.load(
+        watched.model, LOCAL, AdapterLoad(name="zh", path=str(place), replace=True)
+    )
     watched.take("zh")
     await watched.look()
     assert watched.served == {"zh": "two"}

@@ -1,4 +1,4 @@
-"""Copies of packed adapters into pages of the pool, in an accelerator's copy queue.
+"""Transfers to an accelerator: copies of packed adapters, and each step's LoRA segments.
 
 Steps that use an adapter which is still arriving wait for it on the device, layer by layer.
 
@@ -17,10 +17,11 @@ from typing import NamedTuple
 import torch
 
 from loraplex.core.adapter import OUTSIDE_LAYERS, AdapterHandle
-from loraplex.core.plan import PageId
-from loraplex.execution.adapters.pinned_pages import PageLease
+from loraplex.core.plan import PageGeometry, PageId
+from loraplex.execution.adapters.pinned_pages import PageLease, PinnedPages
 from loraplex.kernels.accelerator import Accelerator, Event
 from loraplex.kernels.lora import Arrivals
+from loraplex.kernels.lora_segments import LoraSegments
 from loraplex.memory.adapter_pages import Placement
 
 
@@ -153,3 +154,67 @@ def _completed_layers(placement: Placement) -> list[int | None]:
     for layer in sorted(last_pages):
         completed[last_pages[layer]] = layer
     return completed
+
+
+_FIRST_SIZE = 1 << 16
+
+
+class SegmentUploads:
+    """Uploader of the thread that launches steps.
+
+    An upload overwrites the previous one, after the steps that were launched in between. So a
+    recorded step finds the segments at its address, and nothing is copied twice.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._place = self._allocate(_FIRST_SIZE)
+        self._sent: deque[tuple[torch.Tensor, Event]] = deque()
+        """Pinned buffers, with the event after which each may be used again."""
+
+    def send(self, segments: LoraSegments) -> LoraSegments:
+        """Copy segments to the device; the result is valid until the next call."""
+        size = len(segments.packed)
+        if size > len(self._place):
+            self._place = self._allocate(size)
+        staging = self._staging(size)
+        staging[:size].copy_(segments.packed)
+        place = self._place[:size]
+        with self._accelerator.compute():
+            self._accelerator.copy(staging[:size], place)
+            self._sent.append((staging, self._accelerator.event()))
+        return segments.at(place)
+
+    def _staging(self, size: int) -> torch.Tensor:
+        if self._sent and self._sent[0][1].has_passed():
+            staging, _ = self._sent.popleft()
+            if len(staging) >= size:
+                return staging
+        return self._accelerator.pinned((_capacity(size),), torch.int32)
+
+    def _allocate(self, size: int) -> torch.Tensor:
+        with self._accelerator.compute():
+            return torch.empty(_capacity(size), dtype=torch.int32, device=self._accelerator.device)
+
+
+def _capacity(size: int) -> int:
+    """Round up to a power of two, so that the buffer is seldom too small."""
+    return max(_FIRST_SIZE, 1 << (size - 1).bit_length())
+
+
+class Transfers:
+    """Transfers of a bank to an accelerator: its copies, and the host memory that they read."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        geometry: PageGeometry,
+        pool: torch.Tensor,
+        *,
+        is_alone: bool,
+    ) -> None:
+        self.accelerator = accelerator
+        self.pages = PinnedPages(accelerator, geometry.page_elements, pool.dtype)
+        pages = pool.view(-1, geometry.page_elements)
+        self.copies = PageCopies(accelerator, pages, reports_whole=not is_alone)
+        self.segments = SegmentUploads(accelerator)
