@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from loraplex.core.plan import BlockCopy, BlockTransfer
-from loraplex.execution.adapters.page_copies import PageCopies
+from loraplex.execution.adapters.transfers import PageCopies
 from loraplex.execution.adapters.pinned_pages import PinnedPages
 from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.kernels.accelerator import CudaAccelerator

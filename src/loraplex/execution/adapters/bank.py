@@ -63,7 +63,7 @@ class AdapterBank:
     page belongs to at most one adapter.
 
     With an accelerator adapters are laid out in pinned memory by `prepare` and copied parallel
-    to the steps; steps wait on the device for the layers that they need (page_copies).
+    to the steps; steps wait on the device for the layers that they need (transfers).
     """
 
     def __init__(

@@ -25,7 +25,7 @@ class EntryTables:
     """LoraTables of the layers and of lm_head; an entry is a row of both.
 
     On an accelerator an entry is sent in the compute queue: after the launched steps, none of which
-    names it (see page_copies), and ahead of those that will.
+    names it (see transfers), and ahead of those that will.
     """
 
     def __init__(
