@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from loraplex.core.plan import BlockCopy, BlockTransfer
-from loraplex.execution.adapters.transfers import PageCopies
 from loraplex.execution.adapters.pinned_pages import PinnedPages
+from loraplex.execution.adapters.transfers import PageCopies
 from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.kernels.accelerator import CudaAccelerator
 from loraplex.kernels.ops import AttentionShape
