@@ -9,7 +9,7 @@ from loraplex.core.support import Feature, Section, Support
 from loraplex.frontends.openai import openai_routes
 from loraplex.frontends.openai.absent_routes import ABSENT
 from loraplex.frontends.openai.adapter_fields import ADAPTER_HEADER
-from loraplex.frontends.openai.lorax.convert import REFUSED as LORAX_REFUSED
+from loraplex.frontends.openai.lorax.endpoints import REFUSED as LORAX_REFUSED
 from loraplex.frontends.openai.lorax.schema import Parameters
 from loraplex.frontends.openai.responses_api import refusals as of_responses
 from loraplex.frontends.openai.responses_api.schema import ResponsesBody

@@ -509,7 +509,7 @@ def _(ours, theirs, backend):
 def _(ours, theirs, backend):
     from loraplex.core.errors import UnauthenticatedError
     from loraplex.frontends.openai.errors import error_response
-    from loraplex.frontends.openai.llgtrt.compat_errors import CompatErrors
+    from loraplex.frontends.openai.llgtrt.compat import CompatErrors
 
     error = UnauthenticatedError("no key")
     assert CompatErrors().response(error).body == b""

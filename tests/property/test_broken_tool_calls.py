@@ -16,9 +16,9 @@ from loraplex.core.output import FinishReason, SequenceOutput
 from loraplex.core.tools import FunctionTool, ToolUse
 from loraplex.frontends.long_json import encoded
 from loraplex.frontends.openai import convert
-from loraplex.frontends.openai.chat_parts import ChatParts, delta, message
 from loraplex.frontends.openai.responses_api.input_items import messages_of, read_input
 from loraplex.frontends.openai.responses_api.output_items import OutputItems
+from loraplex.frontends.openai.writers import ChatParts, delta, message
 from loraplex.serving.text.chat_format import ChatFormat
 from loraplex.serving.text.chat_template import ChatTemplate
 from loraplex.serving.text.completion_reader import CompletionSyntax

@@ -22,7 +22,7 @@ from loraplex.core.config import Config, ModelConfig
 from loraplex.core.errors import ConfigError
 from loraplex.core.metrics_config import read_metrics_config
 from loraplex.core.server_config import ServerConfig
-from loraplex.frontends.access import Authenticate
+from loraplex.frontends.access import Authenticate, noting_tenant
 from loraplex.frontends.body_memory import BodyMemory
 from loraplex.frontends.kserve.models.declaration import ModelDeclaration
 from loraplex.frontends.kserve.models.model_control import ModelControl
@@ -32,7 +32,6 @@ from loraplex.frontends.ops.frontend_numbers import FrontendNumbers
 from loraplex.frontends.ops.latencies import Latencies
 from loraplex.frontends.ops.metrics import MetricsLimits, metrics_app
 from loraplex.frontends.ops.other_frontends import OtherFrontends
-from loraplex.frontends.telemetry.tenants import noting_tenant
 from loraplex.serving.access.api_key_ring import ApiKeys
 from loraplex.serving.engines.link import EngineLauncher
 from loraplex.serving.request_metrics import RequestMetrics

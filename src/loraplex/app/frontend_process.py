@@ -35,14 +35,13 @@ from loraplex.app.launch import set_up_logging, with_open_files
 from loraplex.app.reporting import Reporting, reporting_requests
 from loraplex.app.tls import certificates
 from loraplex.core.process_group import leave_group
-from loraplex.frontends.access import Authenticate
+from loraplex.frontends.access import Authenticate, noting_tenant
 from loraplex.frontends.body_memory import BodyMemory
 from loraplex.frontends.middleware import RequestMiddleware
 from loraplex.frontends.openai.app import text_routes
 from loraplex.frontends.openai.context import TextContext
 from loraplex.frontends.ops.frontend_numbers import encoded_families
 from loraplex.frontends.telemetry.recent_requests import RequestQuery
-from loraplex.frontends.telemetry.tenants import noting_tenant
 from loraplex.serving.access.api_key_ring import ApiKeys
 from loraplex.serving.remote.messages import (
     Count,

@@ -4,9 +4,10 @@ from collections.abc import Callable, Mapping
 
 from starlette.types import Scope
 
-from loraplex.core.errors import UnauthenticatedError
+from loraplex.core.errors import LoraplexError, UnauthenticatedError
 from loraplex.core.principal import LOCAL, Principal
 from loraplex.serving.access.api_key_ring import ApiKeys
+from loraplex.serving.wire_request import note_error, note_tenant
 
 Authenticate = Callable[[Mapping[str, str]], Principal]
 """Function from headers (HTTP: case-insensitive; gRPC: lower case) to the client's principal.
@@ -61,3 +62,18 @@ def by_api_key(keys: ApiKeys) -> Authenticate:
         return keys.principal(key.strip())
 
     return authenticate
+
+
+def noting_tenant(authenticate: Authenticate) -> Authenticate:
+    """Wrap authenticate so that the current request records its tenant or the error."""
+
+    def authenticated(headers: Mapping[str, str]) -> Principal:
+        try:
+            principal = authenticate(headers)
+        except LoraplexError as error:
+            note_error(error)
+            raise
+        note_tenant(principal.tenant)
+        return principal
+
+    return authenticated

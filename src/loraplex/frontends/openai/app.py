@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from loraplex.core.errors import RequestError
+from loraplex.core.errors import NotReadyError, RequestError
+from loraplex.core.version import __version__
 from loraplex.frontends.access import Authenticate, everyone_is_local
 from loraplex.frontends.openai.absent_routes import absent_endpoints
 from loraplex.frontends.openai.adapter_usage import UsageEndpoints
@@ -17,6 +19,7 @@ from loraplex.frontends.openai.context import (
     OpenAIContext,
     OpenAIOptions,
     TextContext,
+    json_response,
     responds_to_errors,
 )
 from loraplex.frontends.openai.dynamo import DynamoEndpoints
@@ -32,9 +35,9 @@ from loraplex.frontends.openai.llgtrt.health import LlgtrtHealth
 from loraplex.frontends.openai.lorax.endpoints import LoraxEndpoints
 from loraplex.frontends.openai.lorax.errors import LORAX_ERRORS
 from loraplex.frontends.openai.me import MeEndpoints
-from loraplex.frontends.openai.probes import ProbeEndpoints
 from loraplex.frontends.openai.responses_api.endpoints import ResponsesEndpoints
 from loraplex.frontends.openai.uploads import UploadEndpoints
+from loraplex.frontends.openapi.operation import ResponseDoc, described, json_of
 from loraplex.frontends.telemetry.routes import RecordedRoute
 from loraplex.serving.backend import Backend
 from loraplex.serving.wire_request import note_error
@@ -232,3 +235,29 @@ def _other_methods(path: str, allowed: set[str]) -> list[RecordedRoute]:
 def _hidden(path: str, endpoint: Endpoint, methods: Sequence[str]) -> RecordedRoute:
     """Return a route that is not in the OpenAPI document."""
     return RecordedRoute(path, endpoint, methods=methods, include_in_schema=False)
+
+
+class Version(msgspec.Struct, frozen=True):
+    version: str
+
+
+class ProbeEndpoints:
+    """Health routes. They need no key and return only public facts."""
+
+    def __init__(self, context: OpenAIContext) -> None:
+        self._context = context
+
+    @described(ResponseDoc(200), tag="health", errors=(NotReadyError,))
+    async def health(self, request: Request) -> Response:
+        """Empty if requests would be served now; else 503 and the reason."""
+        del request
+        health = self._context.backend.health()
+        if not health.ready:
+            raise NotReadyError(health.reason)
+        return Response(status_code=200)
+
+    @described(json_of(Version), tag="health")
+    async def version(self, request: Request) -> Response:
+        """The version of the server."""
+        del request
+        return json_response(Version(__version__))

@@ -21,7 +21,7 @@ from loraplex.core.errors import (
 )
 from loraplex.frontends.access import headers_of
 from loraplex.frontends.body_limits import DEFAULT_JSON_LIMITS, JsonLimits, off_loop
-from loraplex.frontends.openai.faults import joined
+from loraplex.frontends.openai.errors import joined
 from loraplex.frontends.openai.schema import EXPECTED, Body
 
 MAX_SHOWN_CHARS = 60

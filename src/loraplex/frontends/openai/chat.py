@@ -1,6 +1,12 @@
-"""Conversion of a chat body to a backend request, for every route with chats."""
+"""Chats, for every route that has them: a body becomes a backend request, and its conversation the
+text of the model's chat template, off the event loop.
+"""
 
-from typing import NamedTuple
+import asyncio
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from loraplex.core.principal import Principal
 from loraplex.core.request import GenerateRequest
@@ -8,11 +14,11 @@ from loraplex.frontends.field_names import Reworded, as_sent
 from loraplex.frontends.openai import convert
 from loraplex.frontends.openai.adapter_fields import Target
 from loraplex.frontends.openai.context import TextContext
-from loraplex.frontends.openai.faults import raise_all
-from loraplex.frontends.openai.rendering import rendered_chat
+from loraplex.frontends.openai.errors import raise_all
 from loraplex.frontends.openai.sampling import sent_names
-from loraplex.frontends.openai.schema import ChatBody
+from loraplex.frontends.openai.schema import Body, ChatBody, Message
 from loraplex.frontends.openai.tools import left_out, read_tool_use, read_tools, shown_tools
+from loraplex.serving.backend import ModelCard, TextBackend
 from loraplex.serving.text.completion_reader import CompletionSyntax
 
 
@@ -60,3 +66,55 @@ async def rendered(context: TextContext, body: ChatBody, target: Target) -> str:
     }
     tools = shown_tools(body) if body.tools else None
     return await rendered_chat(context.backend, target.model, body.messages, tools, arguments)
+
+
+_INLINE_SIZE = 32 * 1024
+"""Smaller conversations are converted on the event loop: a thread's hand-over would cost more."""
+
+_VALUE_SIZE = 512
+"""Cost of a value in addition to its characters: the number of messages, more than their text, is
+what takes time to convert."""
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+async def rendered_chat(
+    backend: TextBackend,
+    card: ModelCard,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    arguments: Mapping[str, Any] = _NOTHING,
+) -> str:
+    """The prompt text. arguments: of Backend.render_chat, where they win over what is said here.
+
+    Raises a RequestError for messages that cannot be shown, or that the template refuses.
+    """
+    show = functools.partial(convert.conversation, messages, tools, card.chat)
+    is_long = is_longer((messages, tools, arguments), _INLINE_SIZE)
+    shown = await asyncio.to_thread(show) if is_long else show()
+    return await backend.model(card.name).render_chat(
+        shown.messages, **{"tools": shown.tools, **arguments}
+    )
+
+
+def is_longer(value: Any, size: int) -> bool:
+    """Whether messages and values of JSON are of more than this size; sees no more of them."""
+    unseen: list[Iterator[Any]] = [iter((value,))]
+    while unseen:
+        for item in unseen[-1]:
+            size -= _VALUE_SIZE + (len(item) if isinstance(item, str) else 0)
+            if size < 0:
+                return True
+            unseen.append(iter(_parts(item)))
+            break
+        else:
+            unseen.pop()
+    return False
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    if isinstance(value, Body):
+        return (*vars(value).values(), value.model_extra)
+    if isinstance(value, Mapping):
+        return value.values()
+    return value if isinstance(value, list | tuple) else ()

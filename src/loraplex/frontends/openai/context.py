@@ -16,16 +16,19 @@ from loraplex.frontends.body_limits import DEFAULT_JSON_LIMITS, JsonLimits
 from loraplex.frontends.long_json import LongResponse, encoded
 from loraplex.frontends.openai.adapter_fields import Target
 from loraplex.frontends.openai.body import parse
-from loraplex.frontends.openai.errors import OPENAI_ERRORS, ErrorWriter, as_loraplex_error
-from loraplex.frontends.openai.expanded_prompt import ExpandedPromptWriter, ResponseWriter
-from loraplex.frontends.openai.faults import raise_all
+from loraplex.frontends.openai.errors import (
+    OPENAI_ERRORS,
+    ErrorWriter,
+    as_loraplex_error,
+    raise_all,
+)
 from loraplex.frontends.openai.logprobs import TokenTexts
 from loraplex.frontends.openai.schema import Body, ChatBody, GenerationBody
 from loraplex.frontends.openai.unsupported import (
     refuse_undefined,
     refuse_unsupported,
 )
-from loraplex.frontends.openai.writers import Call
+from loraplex.frontends.openai.writers import Call, ExpandedPromptWriter, ResponseWriter
 from loraplex.frontends.openapi.operation import Parameter, with_error_responses
 from loraplex.frontends.streams import ClientDisconnectedError
 from loraplex.frontends.telemetry.request_ids import HEADER as REQUEST_ID_HEADER

@@ -21,7 +21,6 @@ from loraplex.frontends.openai.context import (
     json_response,
     request_id,
 )
-from loraplex.frontends.openai.expanded_prompt import ResponseWriter
 from loraplex.frontends.openai.logprobs import TokenTexts
 from loraplex.frontends.openai.responses import ChatCompletion, ChatCompletionChunk, Completion
 from loraplex.frontends.openai.sampling import sent_names, value_of
@@ -31,6 +30,7 @@ from loraplex.frontends.openai.writers import (
     Call,
     ChatWriter,
     CompletionWriter,
+    ResponseWriter,
     adapter_headers,
 )
 from loraplex.frontends.openapi.operation import (

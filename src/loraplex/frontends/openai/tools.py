@@ -14,7 +14,7 @@ import msgspec
 
 from loraplex.core.errors import InvalidParameterError, UnsupportedFeatureError
 from loraplex.core.tools import FunctionTool, ToolMode, ToolUse
-from loraplex.frontends.openai.faults import raise_all
+from loraplex.frontends.openai.errors import raise_all
 from loraplex.frontends.openai.schema import ChatBody
 
 _log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from loraplex.core.errors import InvalidParameterError, UnsupportedFeatureError
 from loraplex.core.support import Feature, Support
-from loraplex.frontends.openai.faults import MAX_FAULTS, raise_errors
+from loraplex.frontends.openai.errors import MAX_FAULTS, raise_errors
 from loraplex.frontends.openai.schema import Body, ChatBody, CompletionBody, TokenizeBody
 
 

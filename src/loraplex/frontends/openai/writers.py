@@ -5,16 +5,22 @@ i * n + j.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Final
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, Protocol
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from loraplex.core.output import FinishReason, RequestOutput, ResolvedAdapter, SequenceOutput
+from loraplex.core.output import (
+    FinishReason,
+    RequestOutput,
+    RequestTiming,
+    ResolvedAdapter,
+    SequenceOutput,
+)
 from loraplex.core.request import GenerateRequest
+from loraplex.core.tools import CallDelta
 from loraplex.frontends.long_json import LongList
-from loraplex.frontends.openai.chat_parts import ChatParts, delta, message
 from loraplex.frontends.openai.logprobs import (
     NUM_SIMPLE,
     CompletionLogprobWriter,
@@ -23,22 +29,34 @@ from loraplex.frontends.openai.logprobs import (
     prompt_logprobs,
 )
 from loraplex.frontends.openai.responses import (
+    AdapterUsed,
+    CalledFunction,
     ChatChoice,
     ChatChunkChoice,
     ChatCompletion,
     ChatCompletionChunk,
     ChatDelta,
     ChatLogprobs,
+    ChatMessage,
     Completion,
     CompletionChoice,
     CompletionLogprobs,
     Details,
+    FunctionDelta,
     PromptLogprobs,
+    PromptTokensDetails,
+    Timing,
+    ToolCall,
+    ToolCallDelta,
     Usage,
 )
-from loraplex.frontends.openai.usage import UsageCounter
 from loraplex.frontends.streams import IndexedOutput
-from loraplex.serving.text.completion_reader import ALL_IS_CONTENT, CompletionSyntax
+from loraplex.serving.text.completion_reader import (
+    ALL_IS_CONTENT,
+    CompletionDelta,
+    CompletionReader,
+    CompletionSyntax,
+)
 
 BASE_FINGERPRINT = "lp-base"
 DIGESTS_HEADER = "x-loraplex-adapter"
@@ -48,6 +66,66 @@ DIGESTS_HEADER = "x-loraplex-adapter"
 _ALL: Final = slice(None)
 _CHOICES_PIECE: Final = 8
 """Choices that are encoded at a time: each may have the text of a long prompt."""
+
+
+class UsageCounter:
+    """Adds up the requests of one call, from their latest outputs."""
+
+    def __init__(self, notes: Sequence[str] = ()) -> None:
+        """notes: what was left out of the request."""
+        self._notes = list(notes)
+        self._latest: dict[int, RequestOutput] = {}
+
+    def see(self, request_index: int, output: RequestOutput) -> None:
+        self._latest[request_index] = output
+
+    def usage(self) -> Usage:
+        outputs = self._latest.values()
+        num_prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+        num_output_tokens = sum(output.num_output_tokens for output in outputs)
+        timings = [output.timing for output in outputs if output.timing is not None]
+        num_cached_tokens = sum(timing.num_cached_tokens for timing in timings)
+        return Usage(
+            prompt_tokens=num_prompt_tokens,
+            completion_tokens=num_output_tokens,
+            total_tokens=num_prompt_tokens + num_output_tokens,
+            prompt_tokens_details=PromptTokensDetails(num_cached_tokens) if timings else UNSET,
+        )
+
+    def details(self) -> Details | UnsetType:
+        """Once all requests have ended."""
+        outputs = [self._latest[index] for index in sorted(self._latest)]
+        timings = [output.timing for output in outputs]
+        if not outputs or None in timings:
+            return UNSET
+        return Details(
+            adapters=[AdapterUsed(a.name, a.digest, a.scale) for a in _adapters_of(outputs)],
+            timing=[_timing(timing) for timing in timings if timing is not None],
+            notes=self._notes or UNSET,
+        )
+
+
+def _adapters_of(outputs: Sequence[RequestOutput]) -> Iterable[ResolvedAdapter]:
+    """Each once: the prompts of one call have the same, or one of their own each."""
+    return dict.fromkeys(adapter for output in outputs for adapter in output.adapters)
+
+
+def _timing(timing: RequestTiming) -> Timing:
+    return Timing(
+        queue_seconds=timing.queue_seconds,
+        adapter_wait_seconds=timing.adapter_wait_seconds,
+        adapter_load_seconds=timing.adapter_load_seconds,
+        adapter_copy_seconds=timing.adapter_copy_seconds,
+        prefill_seconds=timing.prefill_seconds,
+        first_token_seconds=timing.first_token_seconds,
+        seconds_per_token=timing.seconds_per_token,
+        total_seconds=timing.total_seconds,
+        preemptions=timing.num_preemptions,
+        cached_tokens=timing.num_cached_tokens,
+        draft_tokens=timing.num_draft_tokens,
+        accepted_draft_tokens=timing.num_accepted_tokens,
+        restarts=timing.num_restarts,
+    )
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
@@ -375,3 +453,122 @@ def _prompt_logprobs(
     if not call.wants_prompt_logprobs or output.prompt_logprobs is None:
         return UNSET
     return prompt_logprobs(output.prompt_logprobs, texts)
+
+
+TOOL_CALLS = "tool_calls"
+"""Finish reason of a message that ended with calls: the client returns their results."""
+
+
+class ChatParts:
+    """Outputs of one request, by sequence, split into their parts as they come."""
+
+    def __init__(self, reading: CompletionSyntax) -> None:
+        self._reading = reading
+        self._readers: dict[int, CompletionReader] = {}
+
+    def read(self, sequence: SequenceOutput) -> CompletionDelta:
+        """What the sequence's new text brought."""
+        reader = self._readers.get(sequence.index)
+        if reader is None:
+            reader = self._readers[sequence.index] = self._reading.reader()
+        reason = sequence.finish_reason
+        is_cut = reason not in (None, FinishReason.STOP)
+        return reader.push(sequence.text, final=reason is not None, is_cut=is_cut)
+
+    def finish_reason(self, sequence: SequenceOutput) -> str | None:
+        """OpenAI's reason: `tool_calls` if there is any, unless the client chose their function."""
+        is_stopped = sequence.finish_reason is FinishReason.STOP
+        if is_stopped and self._readers[sequence.index].num_calls and not self._reading.is_named:
+            return TOOL_CALLS
+        return sequence.finish_reason
+
+
+def message(part: CompletionDelta, role: str, text_before: str) -> ChatMessage:
+    """The whole message; text_before: what its content begins with."""
+    calls = _whole_calls(part.calls)
+    content = text_before + part.content
+    return ChatMessage(
+        content=content if content or not calls else None,
+        role=role,
+        reasoning_content=part.reasoning or UNSET,
+        reasoning=part.reasoning or UNSET,
+        tool_calls=calls or UNSET,
+    )
+
+
+def delta(part: CompletionDelta) -> ChatDelta:
+    return ChatDelta(
+        content=part.content or UNSET,
+        reasoning_content=part.reasoning or UNSET,
+        reasoning=part.reasoning or UNSET,
+        tool_calls=[_call_delta(call) for call in part.calls] or UNSET,
+    )
+
+
+def _call_delta(call: CallDelta) -> ToolCallDelta:
+    begins = call.name is not None
+    return ToolCallDelta(
+        index=call.index,
+        id=UNSET if call.call_id is None else call.call_id,
+        type="function" if begins else UNSET,
+        function=FunctionDelta(call.arguments, UNSET if call.name is None else call.name),
+    )
+
+
+def _whole_calls(deltas: Sequence[CallDelta]) -> list[ToolCall]:
+    """Tool calls in the order of their index; a delta with a name begins one."""
+    arguments: dict[int, list[str]] = {}
+    for part in deltas:
+        arguments.setdefault(part.index, []).append(part.arguments)
+    return [
+        ToolCall(
+            id=part.call_id or "",
+            function=CalledFunction(part.name, "".join(arguments[part.index])),
+        )
+        for part in deltas
+        if part.name is not None
+    ]
+
+
+class ResponseWriter(Protocol):
+    """Writer of the response to one call: whole, or chunk by chunk."""
+
+    def headers(self, first: IndexedOutput) -> Mapping[str, str]: ...
+
+    def chunks(self, item: IndexedOutput) -> Iterable[Any]: ...
+
+    def last_chunks(self) -> Iterable[Any]: ...
+
+    def body(self, outputs: Sequence[RequestOutput]) -> Any:
+        """A msgspec.Struct, as the chunks are."""
+        ...
+
+
+class ExpandedPromptWriter:
+    """Another writer's responses with `expanded_prompt`: in a stream, in the first chunk.
+
+    It is the first prompt's if there are several.
+    """
+
+    def __init__(self, writer: ResponseWriter, texts: TokenTexts) -> None:
+        self._writer = writer
+        self._texts = texts
+        self._is_sent = False
+
+    def headers(self, first: IndexedOutput) -> Mapping[str, str]:
+        return self._writer.headers(first)
+
+    def chunks(self, item: IndexedOutput) -> Iterator[Any]:
+        for chunk in self._writer.chunks(item):
+            yield chunk if self._is_sent else self._with_prompt(chunk, item[1])
+            self._is_sent = True
+
+    def last_chunks(self) -> Iterator[Any]:
+        yield from self._writer.last_chunks()
+
+    def body(self, outputs: Sequence[RequestOutput]) -> Any:
+        return self._with_prompt(self._writer.body(outputs), outputs[0])
+
+    def _with_prompt(self, response: Any, output: RequestOutput) -> Any:
+        text = self._texts.decode(output.prompt_token_ids, skip_special_tokens=False)
+        return msgspec.structs.replace(response, expanded_prompt=text)

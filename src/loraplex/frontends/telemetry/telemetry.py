@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from loraplex.frontends.metric_families import Family, TableCollector, counter
-from loraplex.frontends.telemetry.request_ids import HEADER, request_id
-from loraplex.frontends.telemetry.trace_context import trace_parent
+from loraplex.frontends.telemetry.request_ids import HEADER, request_id, trace_parent
 from loraplex.serving.wire_request import WireRequest
 
 logger = logging.getLogger(__name__)

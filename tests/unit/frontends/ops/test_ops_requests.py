@@ -6,8 +6,7 @@ import httpx
 import pytest
 
 from loraplex.core.server_config import ServerConfig
-from loraplex.frontends.access import by_api_key
-from loraplex.frontends.telemetry.tenants import noting_tenant
+from loraplex.frontends.access import by_api_key, noting_tenant
 from loraplex.serving.access.api_key_ring import ApiKeys
 from loraplex.serving.access.api_keys import new_key
 from support.described_app import described_app

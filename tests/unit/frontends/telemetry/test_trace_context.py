@@ -2,8 +2,7 @@
 
 import pytest
 
-from loraplex.frontends.telemetry.request_ids import MAX_LENGTH, problem, request_id
-from loraplex.frontends.telemetry.trace_context import trace_parent
+from loraplex.frontends.telemetry.request_ids import MAX_LENGTH, problem, request_id, trace_parent
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 

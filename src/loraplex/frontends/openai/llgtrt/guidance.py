@@ -19,9 +19,9 @@ from loraplex.frontends.field_names import as_sent
 from loraplex.frontends.openai import convert
 from loraplex.frontends.openai.adapter_fields import Target, adapter_choices
 from loraplex.frontends.openai.adapter_headers import DIGESTS
+from loraplex.frontends.openai.chat import rendered_chat
 from loraplex.frontends.openai.context import OpenAIContext, request_id
 from loraplex.frontends.openai.generation import ENDS
-from loraplex.frontends.openai.rendering import rendered_chat
 from loraplex.frontends.openai.sampling import sampling_params
 from loraplex.frontends.openai.schema import GenerationBody, Messages
 from loraplex.frontends.openai.sse import EventStream

@@ -2,22 +2,23 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from loraplex.core.errors import InvalidParameterError, LoraplexError
+from loraplex.core.errors import InvalidParameterError, LoraplexError, UnsupportedFeatureError
 from loraplex.core.principal import Principal
 from loraplex.core.request import GenerateRequest
 from loraplex.frontends.field_names import as_sent, named_as_sent
 from loraplex.frontends.openai import convert
 from loraplex.frontends.openai.adapter_fields import ADAPTER_HEADER, Target
 from loraplex.frontends.openai.adapter_headers import BY_HEADER, DIGESTS
+from loraplex.frontends.openai.body import validated
+from loraplex.frontends.openai.chat import rendered_chat
 from loraplex.frontends.openai.context import OpenAIContext, json_response, request_id
 from loraplex.frontends.openai.logprobs import TokenTexts
-from loraplex.frontends.openai.lorax.convert import RENAMED, completion_body
 from loraplex.frontends.openai.lorax.errors import LORAX_ERRORS
 from loraplex.frontends.openai.lorax.schema import (
     GenerateBody,
@@ -26,8 +27,7 @@ from loraplex.frontends.openai.lorax.schema import (
     StreamedToken,
 )
 from loraplex.frontends.openai.lorax.writer import LoraxWriter
-from loraplex.frontends.openai.rendering import rendered_chat
-from loraplex.frontends.openai.schema import Message
+from loraplex.frontends.openai.schema import CompletionBody, Message
 from loraplex.frontends.openai.sse import EventStream, output_work
 from loraplex.frontends.openai.writers import adapter_headers
 from loraplex.frontends.openapi.operation import (
@@ -42,6 +42,19 @@ from loraplex.frontends.openapi.operation import (
 )
 from loraplex.frontends.streams import gather_all, generate_all, until_disconnect, written
 
+_SAME: Final = (
+    *("adapter_id", "best_of", "temperature", "top_k", "top_p", "repetition_penalty", "seed"),
+    *("stop", "ignore_eos_token", "response_format"),
+)
+RENAMED: Final = {"max_tokens": "max_new_tokens", "truncate_prompt_tokens": "truncate"}
+"""Our name: LoRAX's."""
+REFUSED: Final = {
+    "merged_adapters": "use adapters of /v1/completions, each with a scale",
+    "typical_p": "use top_p",
+    "watermark": "no text is marked",
+}
+"""What to do instead of a field that is not served."""
+_HARMLESS: Final = (None, False)
 _NAMES: Final = {**RENAMED, "grammar": "response_format"}
 
 _generates = functools.partial(
@@ -159,3 +172,37 @@ def _writer(body: GenerateBody, parameters: Parameters, texts: TokenTexts) -> Lo
         seed=parameters.seed,
         num_alternatives=parameters.return_k_alternatives or 0,
     )
+
+
+def completion_body(prompt: str, parameters: Parameters, *, shows_tokens: bool) -> CompletionBody:
+    """Raises InvalidParameterError for a value of another type, UnsupportedFeatureError for a field
+    that is not served."""
+    _refuse(parameters)
+    fields: dict[str, Any] = {name: getattr(parameters, name) for name in _SAME}
+    fields |= {ours: getattr(parameters, name) for ours, name in RENAMED.items()}
+    if not _samples(parameters):
+        fields["temperature"] = 0.0
+    if shows_tokens:
+        fields["logprobs"] = parameters.return_k_alternatives or 0
+    if parameters.decoder_input_details:
+        fields["prompt_logprobs"] = 0
+    return validated(
+        CompletionBody,
+        fields
+        | {
+            "prompt": prompt,
+            "include_stop_str_in_output": True,
+            "add_special_tokens": not parameters.apply_chat_template,
+        },
+    )
+
+
+def _samples(parameters: Parameters) -> bool:
+    given = (parameters.temperature, parameters.top_k, parameters.top_p)
+    return bool(parameters.do_sample) or any(value is not None for value in given)
+
+
+def _refuse(parameters: Parameters) -> None:
+    for name, value in (parameters.model_extra or {}).items():
+        if name in REFUSED and value not in _HARMLESS:
+            raise UnsupportedFeatureError(f"{name} is not supported; {REFUSED[name]}", param=name)

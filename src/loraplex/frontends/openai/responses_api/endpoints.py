@@ -1,8 +1,9 @@
 """POST /v1/responses, and what can be done with a response that is kept."""
 
+import asyncio
 import functools
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Final
 
@@ -17,8 +18,9 @@ from loraplex.core.errors import (
 )
 from loraplex.core.principal import Principal
 from loraplex.frontends.long_json import encoded
+from loraplex.frontends.openai.adapter_fields import Target
 from loraplex.frontends.openai.adapter_headers import BY_HEADER, DIGESTS
-from loraplex.frontends.openai.chat import ChatRequest, chat_request
+from loraplex.frontends.openai.chat import ChatRequest, chat_request, rendered
 from loraplex.frontends.openai.context import (
     OpenAIContext,
     adopt_request_id,
@@ -29,21 +31,13 @@ from loraplex.frontends.openai.generation import origin
 from loraplex.frontends.openai.logprobs import TokenTexts
 from loraplex.frontends.openai.responses_api import convert, refusals
 from loraplex.frontends.openai.responses_api import objects as wire
-from loraplex.frontends.openai.responses_api.begun import begun
 from loraplex.frontends.openai.responses_api.errors import StreamErrors, in_own_words
 from loraplex.frontends.openai.responses_api.input_items import Item, new_id, read_input
-from loraplex.frontends.openai.responses_api.paging import (
-    DEFAULT_LISTED,
-    LIMIT,
-    MAX_LISTED,
-    ORDERS,
-    page,
-)
 from loraplex.frontends.openai.responses_api.schema import ResponsesBody
 from loraplex.frontends.openai.responses_api.store import ResponseStore, StoredResponse
-from loraplex.frontends.openai.responses_api.truncation import count_tokens, fitting
-from loraplex.frontends.openai.responses_api.writer import ResponseWriter
+from loraplex.frontends.openai.responses_api.writer import ResponseWriter, begun
 from loraplex.frontends.openai.sampling import value_of
+from loraplex.frontends.openai.schema import ChatBody, Message
 from loraplex.frontends.openai.sse import EventStream, output_work
 from loraplex.frontends.openai.tools import left_out
 from loraplex.frontends.openai.writers import Call
@@ -69,6 +63,10 @@ from loraplex.frontends.streams import (
 )
 
 _EVENTS: Final = "Each has its type as its name, too; response.completed or its like is the last."
+MAX_LISTED: Final = 100
+DEFAULT_LISTED: Final = 20
+LIMIT: Final[Mapping[str, Any]] = {"type": "integer", "minimum": 1, "maximum": MAX_LISTED}
+ORDERS: Final[Mapping[str, Any]] = {"type": "string", "enum": ["asc", "desc"]}
 _PAGING: Final = (
     Parameter("order", "`asc` or `desc`, the latest first, as it is if absent.", ORDERS),
     Parameter("limit", f"1 to {MAX_LISTED}; {DEFAULT_LISTED} if absent.", LIMIT),
@@ -260,3 +258,74 @@ def _event(event: wire.Event) -> bytes:
     """Event with its name in a line of its own, as OpenAI's."""
     name = str(event.__struct_config__.tag).encode()
     return b"".join((b"event: ", name, b"\ndata: ", *encoded(event), b"\n\n"))
+
+
+def page(items: Sequence[Item], query: Mapping[str, str]) -> wire.ItemList:
+    """OpenAI's paging: newest first unless `order` is asc; `limit` items after the id `after`."""
+    order, after = query.get("order", "desc"), query.get("after")
+    if order not in ("asc", "desc"):
+        raise InvalidParameterError(f"order must be asc or desc, got {order[:64]!r}", param="order")
+    limit = query.get("limit", str(DEFAULT_LISTED))
+    if limit not in map(str, range(1, MAX_LISTED + 1)):
+        raise InvalidParameterError(
+            f"limit must be in [1, {MAX_LISTED}], got {limit[:64]!r}", param="limit"
+        )
+    ordered = items if order == "asc" else items[::-1]
+    if after is not None:
+        places = [i for i, item in enumerate(ordered) if item["id"] == after]
+        if not places:
+            raise InvalidParameterError(f"after: there is no item {after[:80]!r}", param="after")
+        ordered = ordered[places[0] + 1 :]
+    shown = ordered[: int(limit)]
+    return wire.ItemList(
+        data=list(shown),
+        first_id=shown[0]["id"] if shown else None,
+        last_id=shown[-1]["id"] if shown else None,
+        has_more=len(ordered) > len(shown),
+    )
+
+
+async def fitting(context: OpenAIContext, body: ChatBody, principal: Principal) -> ChatBody:
+    """The body with the latest turns that fit in addition to the output.
+
+    System messages at the beginning stay, and so does the last turn: if that is too long, the
+    request is refused as any other.
+    """
+    target = await context.options.dialect.target(context, body, principal)
+    max_prompt_tokens = _max_prompt_tokens(body, target)
+    choices = [body.model_copy(update={"messages": kept}) for kept in _choices(body.messages)]
+    first, last = 0, len(choices) - 1
+    while first < last:
+        middle = (first + last) // 2
+        if await count_tokens(context, choices[middle], target) <= max_prompt_tokens:
+            last = middle
+        else:
+            first = middle + 1
+    return choices[first]
+
+
+async def count_tokens(context: OpenAIContext, body: ChatBody, target: Target) -> int:
+    """Number of tokens of the rendered conversation."""
+    prompt = await rendered(context, body, target)
+    token_ids = await asyncio.to_thread(
+        context.backend.model(target.model.name).tokenize,
+        prompt,
+        add_special_tokens=body.add_special_tokens is True,
+    )
+    return len(token_ids)
+
+
+def _max_prompt_tokens(body: ChatBody, target: Target) -> int:
+    card = target.model
+    max_input = card.max_model_len - (body.max_completion_tokens or 1)
+    return max_input if card.max_input_len is None else min(max_input, card.max_input_len)
+
+
+def _choices(messages: Sequence[Message]) -> list[list[Message]]:
+    """All of them, then fewer and fewer: each begins with a turn of the user."""
+    num_head = next(
+        (i for i, one in enumerate(messages) if one["role"] not in ("system", "developer")), 0
+    )
+    head, rest = list(messages[:num_head]), list(messages[num_head:])
+    starts = [i for i, one in enumerate(rest) if one["role"] == "user" and i > 0]
+    return [list(messages), *(head + rest[start:] for start in starts)]

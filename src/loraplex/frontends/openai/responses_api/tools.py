@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from loraplex.core.errors import InvalidParameterError, UnsupportedFeatureError
 from loraplex.core.tools import FunctionTool
-from loraplex.frontends.openai.faults import raise_all
+from loraplex.frontends.openai.errors import raise_all
 from loraplex.frontends.openai.tools import check_type, is_served, read_function
 
 _MODES: Final = ("none", "auto", "required")

@@ -8,15 +8,17 @@ import msgspec
 
 from loraplex.core.errors import LoraplexError
 from loraplex.core.output import FinishReason, SequenceOutput, TokenLogprob
+from loraplex.core.sampling_params import SamplingParams
 from loraplex.frontends.openai.logprobs import TokenTexts, chat_logprobs
+from loraplex.frontends.openai.responses import ContentLogprob
 from loraplex.frontends.openai.responses_api import objects as wire
-from loraplex.frontends.openai.responses_api.content_logprobs import ContentLogprobs
 from loraplex.frontends.openai.responses_api.errors import error_detail, response_error
 from loraplex.frontends.openai.responses_api.output_items import OutputItems
-from loraplex.frontends.openai.usage import UsageCounter
-from loraplex.frontends.openai.writers import Call, adapter_headers
+from loraplex.frontends.openai.responses_api.schema import ResponsesBody
+from loraplex.frontends.openai.responses_api.tools import shown_tools
+from loraplex.frontends.openai.writers import Call, UsageCounter, adapter_headers
 from loraplex.frontends.streams import IndexedOutput
-from loraplex.serving.text.completion_reader import CompletionSyntax
+from loraplex.serving.text.completion_reader import CompletionDelta, CompletionSyntax
 
 Logprobs = Sequence[TokenLogprob]
 Keep = Callable[[wire.ResponseObject], None]
@@ -135,3 +137,64 @@ class ResponseWriter:
             output_tokens_details=wire.OutputTokensDetails(self._num_reasoning_tokens),
             total_tokens=usage.total_tokens,
         )
+
+
+class ContentLogprobs:
+    """Keeps log probabilities until it is known what their tokens belong to."""
+
+    def __init__(self, texts: TokenTexts, *, is_all_content: bool) -> None:
+        """is_all_content: the output is not split."""
+        self._texts = texts
+        self._is_all_content = is_all_content
+        self._waiting: list[TokenLogprob] = []
+
+    def of(self, delta: CompletionDelta, news: Sequence[TokenLogprob]) -> list[ContentLogprob]:
+        """Those of delta's content; news: of the tokens that came with it."""
+        self._waiting.extend(news)
+        if self._is_all_content:
+            chosen = self._waiting if delta.content else []
+        else:
+            chosen = list(self._making(delta.content))
+        if delta.content or delta.reasoning or delta.calls:
+            self._waiting = []
+        return list(chat_logprobs(chosen, self._texts).content)
+
+    def _making(self, content: str) -> Iterator[TokenLogprob]:
+        """The tokens that overlap with the last place where the content stands."""
+        tokens = [self._texts.bytes_of(logprob.token_id) for logprob in self._waiting]
+        start = b"".join(tokens).rfind(content.encode()) if content else -1
+        end, at = start + len(content.encode()), 0
+        for logprob, token in zip(self._waiting, tokens, strict=True):
+            if start >= 0 and at < end and at + len(token) > start:
+                yield logprob
+            at += len(token)
+
+
+def begun(body: ResponsesBody, call: Call, *, is_kept: bool) -> wire.ResponseObject:
+    """What it repeats of the body, with the values that absent fields have."""
+    sampling: SamplingParams = call.requests[0].sampling
+    text = body.text.model_dump(exclude_none=True) if body.text else {}
+    reasoning = body.reasoning.model_dump(exclude_none=True) if body.reasoning else {}
+    return wire.ResponseObject(
+        id=call.response_id,
+        created_at=call.created,
+        instructions=body.instructions,
+        max_output_tokens=body.max_output_tokens,
+        max_tool_calls=body.max_tool_calls,
+        metadata=body.metadata or {},
+        model=call.model,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        previous_response_id=body.previous_response_id,
+        prompt_cache_key=body.prompt_cache_key,
+        reasoning={"effort": None, "summary": None, **reasoning},
+        safety_identifier=body.safety_identifier,
+        store=is_kept,
+        temperature=sampling.temperature,
+        text={"format": {"type": "text"}, "verbosity": "medium", **text},
+        tool_choice="auto" if body.tool_choice is None else body.tool_choice,
+        tools=shown_tools(body.tools),
+        top_logprobs=body.top_logprobs or 0,
+        top_p=sampling.top_p,
+        truncation=body.truncation or "disabled",
+        user=body.user,
+    )

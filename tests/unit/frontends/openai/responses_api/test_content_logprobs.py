@@ -7,8 +7,8 @@ from loraplex.core.output import TokenLogprob
 from loraplex.core.tools import CallDelta
 from loraplex.frontends.openai.logprobs import TokenTexts
 from loraplex.frontends.openai.responses_api import objects as wire
-from loraplex.frontends.openai.responses_api.content_logprobs import ContentLogprobs
 from loraplex.frontends.openai.responses_api.output_items import OutputItems
+from loraplex.frontends.openai.responses_api.writer import ContentLogprobs
 from loraplex.serving.text.completion_reader import CompletionDelta
 from support.echo_service import EchoService
 

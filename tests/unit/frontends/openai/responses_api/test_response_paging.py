@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from loraplex.core.errors import InvalidParameterError
-from loraplex.frontends.openai.responses_api.paging import page
+from loraplex.frontends.openai.responses_api.endpoints import page
 
 ITEMS: list[dict[str, Any]] = [{"id": f"i{number}"} for number in range(120)]
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from loraplex.core.principal import Principal
-from loraplex.frontends.openai.responses_api import truncation
+from loraplex.frontends.openai.responses_api import endpoints
 from loraplex.frontends.openai.schema import ChatBody
 
 RULES = [{"role": "system", "content": "r" * 10}, {"role": "developer", "content": "r" * 10}]
@@ -26,7 +26,7 @@ def a_character_is_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     async def count_tokens(_capacity: Any, body: ChatBody, _target: Any) -> int:
         return sum(len(str(message["content"])) for message in body.messages)
 
-    monkeypatch.setattr(truncation, "count_tokens", count_tokens)
+    monkeypatch.setattr(endpoints, "count_tokens", count_tokens)
 
 
 async def kept(
@@ -40,7 +40,7 @@ async def kept(
     dialect = SimpleNamespace(target=target)
     capacity: Any = SimpleNamespace(options=SimpleNamespace(dialect=dialect))
     body = ChatBody.model_validate({"model": "m", "messages": messages, **fields})
-    made = await truncation.fitting(capacity, body, Principal())
+    made = await endpoints.fitting(capacity, body, Principal())
     return list(made.messages)
 
 
