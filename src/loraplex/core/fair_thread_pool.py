@@ -59,7 +59,14 @@ class FairThreadPool(ThreadPoolExecutor):
             self._num_postponed += chosen is None
         while chosen is not None:
             group, (future, call) = chosen
-            _run(future, call)
+            if future.set_running_or_notify_cancel():
+                try:
+                    result = call()
+                except BaseException as error:
+                    future.set_exception(error)
+                else:
+                    future.set_result(result)
+                    del result
             del chosen, future, call  # with all that they refer to
             with self._lock:
                 self._num_running[group] -= 1
@@ -70,7 +77,8 @@ class FairThreadPool(ThreadPoolExecutor):
 
     def _choose(self) -> tuple[str, _Task] | None:
         """Give a thread to the next group that may have one; its group and its next task."""
-        group = next((g for g in self._waiting if self._num_running[g] < self._most_of(g)), None)
+        most, running = (self._most_of_nameless, self._most_of_group), self._num_running
+        group = next((name for name in self._waiting if running[name] < most[bool(name)]), None)
         if group is None:
             return None
         tasks = self._waiting.pop(group)
@@ -79,17 +87,3 @@ class FairThreadPool(ThreadPoolExecutor):
             self._waiting[group] = tasks
         self._num_running[group] += 1
         return group, task
-
-    def _most_of(self, group: str) -> int:
-        return self._most_of_group if group else self._most_of_nameless
-
-
-def _run(future: Future[Any], call: Callable[[], Any]) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        result = call()
-    except BaseException as error:
-        future.set_exception(error)
-    else:
-        future.set_result(result)

@@ -5,6 +5,7 @@ import asyncio
 import collections
 import contextlib
 import logging
+import operator
 import os
 import select
 import signal
@@ -25,10 +26,10 @@ from loraplex.core.errors import (
     RequestError,
     error_from_info,
 )
+from loraplex.core.fair_thread_pool import FairThreadPool
 from loraplex.core.python_process import module_command
 from loraplex.core.stopped_process import LOOK_SECONDS, ProcessStopped, StopWatch, is_stopped
 from loraplex.serving.sandbox.worker import LENGTH, Reply
-from loraplex.serving.tenant_threads import TenantThreads
 from loraplex.serving.wire_request import current_tenant
 
 logger = logging.getLogger(__name__)
@@ -90,7 +91,7 @@ class Sandbox:
         self._processes = [SandboxProcess(kind, setup) for _ in range(_NUM_PROCESSES)]
         self._idle = self._processes.copy()
         self._choosing = threading.Lock()
-        self._threads = TenantThreads(_NUM_PROCESSES, _NUM_PROCESSES - 1, "sandbox")
+        self._threads = FairThreadPool(_NUM_PROCESSES, _NUM_PROCESSES - 1, "sandbox")
         self._waiting_bytes: collections.Counter[str] = collections.Counter()
         """Sizes of the tasks that wait or run, by tenant."""
 
@@ -107,10 +108,9 @@ class Sandbox:
                 f"{self._kind.work} of {waiting[tenant]} bytes wait to be processed",
                 retry_after_seconds=2,
             )
-        loop = asyncio.get_running_loop()
         waiting[tenant] += len(task)
         try:
-            return await loop.run_in_executor(self._threads, self._run, task)
+            return await asyncio.wrap_future(self._threads.submit_for(tenant, self._run, task))
         finally:
             waiting[tenant] -= len(task)
             if not waiting[tenant]:
@@ -126,7 +126,7 @@ class Sandbox:
     def _run(self, task: bytes) -> bytes:
         """Run a task in a process that has been started already, if one is idle."""
         with self._choosing:
-            process = max(self._idle, key=lambda process: process.is_running)
+            process = max(self._idle, key=operator.attrgetter("is_running"))
             self._idle.remove(process)
             spares = self._idle.copy()
         try:
@@ -162,13 +162,20 @@ class SandboxProcess:
         with self._in_use:
             for attempt in range(1, _MAX_ATTEMPTS + 1):
                 try:
-                    return self._run(task)
+                    process = self._ready()
+                    reply = self._reply(process, task)
                 except ProcessStopped:
                     logger.error("the process for %s was stopped: it is killed", self._kind.work)
                 except _ProcessKilled:
                     logger.error("the process for %s was killed", self._kind.work)
                     if attempt == _MAX_ATTEMPTS:
                         raise self._exceeded(self._kind.too_big) from None
+                else:
+                    if reply.is_last:
+                        _end(process, _EXIT_SECONDS)
+                    if reply.error is not None:
+                        raise error_from_info(reply.error)
+                    return reply.result
         raise NotReadyError(
             f"the processes for {self._kind.work} were stopped by a signal: please try again",
             retry_after_seconds=1,
@@ -210,15 +217,6 @@ class SandboxProcess:
             with self._in_use:
                 _end(process, _EXIT_SECONDS)
 
-    def _run(self, task: bytes) -> bytes:
-        process = self._ready()
-        reply = self._reply(process, task)
-        if reply.is_last:
-            _end(process, _EXIT_SECONDS)
-        if reply.error is not None:
-            raise error_from_info(reply.error)
-        return reply.result
-
     def _ready(self) -> Process:
         """Return the process, started and set up."""
         process = self._running()
@@ -230,7 +228,7 @@ class SandboxProcess:
     def _reply(self, process: Process, body: bytes) -> Reply:
         """Return the reply to a message. If it raises, the process has ended."""
         try:
-            return _Exchange(process).reply(_message(body))
+            return _exchange(process, body)
         except ProcessStopped:
             _end(process, 0.0)
             raise
@@ -282,54 +280,39 @@ class SandboxProcess:
         return process
 
 
-class _Exchange:
-    """One task's message to a process, and the reply, within the wall time of a task."""
+def _exchange(process: Process, body: bytes) -> Reply:
+    """Send a message to a process and return the reply, within the wall time of a task.
 
-    def __init__(self, process: Process) -> None:
-        self._process = process
-        self._deadline = time.monotonic() + _WALL_SECONDS
-        self._watch = StopWatch(process.pid)
-
-    def reply(self, message: bytes) -> Reply:
-        """Send a message and return the reply.
-
-        Raises EOFError or OSError if the process ends meanwhile, TimeoutError if no reply comes,
-        ProcessStopped if a signal stops the process.
-        """
-        self._write(message)
-        (length,) = LENGTH.unpack(self._read(LENGTH.size))
-        return msgspec.msgpack.decode(self._read(length), type=Reply)
-
-    def _write(self, message: bytes) -> None:
-        """A process that reads nothing must not block this thread, so the pipe does not block."""
-        assert self._process.stdin is not None
-        rest = memoryview(message)
-        while rest:
-            self._await(self._process.stdin, select.POLLOUT)
-            rest = rest[os.write(self._process.stdin.fileno(), rest) :]
-
-    def _read(self, size: int) -> bytes:
-        assert self._process.stdout is not None
-        data = bytearray()
-        while len(data) < size:
-            self._await(self._process.stdout, select.POLLIN)
-            piece = os.read(self._process.stdout.fileno(), size - len(data))
-            if not piece:
-                raise EOFError
-            data += piece
-        return bytes(data)
-
-    def _await(self, stream: IO[bytes], event: int) -> None:
-        poll = select.poll()  # select() refuses file descriptors above 1023
-        poll.register(stream, event)
-        while not poll.poll(1000 * max(0.0, min(LOOK_SECONDS, self._deadline - time.monotonic()))):
-            if time.monotonic() >= self._deadline:
-                raise TimeoutError
-            self._watch.look()
+    Raises EOFError or OSError if the process ends meanwhile, TimeoutError if no reply comes,
+    ProcessStopped if a signal stops the process.
+    """
+    assert process.stdin is not None
+    assert process.stdout is not None
+    limits = time.monotonic() + _WALL_SECONDS, StopWatch(process.pid)
+    # A process that reads nothing must not block this thread, so the pipe does not block.
+    rest = memoryview(LENGTH.pack(len(body)) + body)
+    while rest:
+        _await(process.stdin, select.POLLOUT, *limits)
+        rest = rest[os.write(process.stdin.fileno(), rest) :]
+    data, size = bytearray(), LENGTH.size
+    while len(data) < size:
+        _await(process.stdout, select.POLLIN, *limits)
+        piece = os.read(process.stdout.fileno(), size - len(data))
+        if not piece:
+            raise EOFError
+        data += piece
+        if len(data) == LENGTH.size:
+            size += LENGTH.unpack(data)[0]
+    return msgspec.msgpack.decode(data[LENGTH.size :], type=Reply)
 
 
-def _message(body: bytes) -> bytes:
-    return LENGTH.pack(len(body)) + body
+def _await(stream: IO[bytes], event: int, deadline: float, watch: StopWatch) -> None:
+    poll = select.poll()  # select() refuses file descriptors above 1023
+    poll.register(stream, event)
+    while not poll.poll(1000 * max(0.0, min(LOOK_SECONDS, deadline - time.monotonic()))):
+        if time.monotonic() >= deadline:
+            raise TimeoutError
+        watch.look()
 
 
 def _end(process: Process, grace_seconds: float) -> int:

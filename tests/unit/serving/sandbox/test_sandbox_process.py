@@ -3,6 +3,7 @@
 import asyncio
 import os
 import resource
+import select
 import signal
 import sys
 import threading
@@ -273,14 +274,15 @@ def test_closing_leaves_the_pipes_to_their_readers(monkeypatch):
     """Else another file could have their numbers by then."""
     silent = Grammars(sys.executable, "-c", "import time; time.sleep(60)")
     closing = threading.Thread(target=silent.close)
-    read = sandbox_process._Exchange._read
+    wait = sandbox_process._await
 
-    def late(*args):
-        closing.start()
-        closing.join(0.1)
-        return read(*args)
+    def late(stream, event, *limits):
+        if event == select.POLLIN:
+            closing.start()
+            closing.join(0.1)
+        return wait(stream, event, *limits)
 
-    monkeypatch.setattr(sandbox_process._Exchange, "_read", late)
+    monkeypatch.setattr(sandbox_process, "_await", late)
     with pytest.raises(InternalError, match="is closing"):
         silent.compiled(GOOD)
     closing.join()
