@@ -1,6 +1,6 @@
 """Adapters of a request: every way to name one, and which fields exclude each other."""
 
-from typing import NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from loraplex.core.adapter import AdapterChoice, AdapterKey, ByName
 from loraplex.core.errors import InvalidParameterError
@@ -12,6 +12,9 @@ T = TypeVar("T")
 
 ADAPTER_HEADER = "x-lora-adapter"
 """A request header that names an adapter, for clients whose body cannot."""
+
+
+_FIELDS: Final = frozenset({"lora_model", "adapter_id", "lora_path", "lora_scale", "adapters"})
 
 
 class Target(NamedTuple):
@@ -28,6 +31,9 @@ def adapter_choices(
 
     Several fields may name the one adapter if they agree. Raises InvalidParameterError.
     """
+    if not header and body.model_fields_set.isdisjoint(_FIELDS):
+        one = () if target.key is None else (AdapterChoice(target.key),)
+        return (one,) * num_prompts
     if not isinstance(body.lora_path, list):
         return (_choices(body, target, header, body.lora_path),) * num_prompts
     if len(body.lora_path) != num_prompts:

@@ -3,7 +3,6 @@
 import asyncio
 import codecs
 import contextlib
-import functools
 import json
 import math
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
@@ -20,7 +19,7 @@ from loraplex.core.errors import (
     RequestError,
 )
 from loraplex.frontends.access import headers_of
-from loraplex.frontends.body_limits import DEFAULT_JSON_LIMITS, JsonLimits, off_loop
+from loraplex.frontends.body_limits import DEFAULT_JSON_LIMITS, JsonLimits
 from loraplex.frontends.openai.errors import joined
 from loraplex.frontends.openai.schema import EXPECTED, Body
 
@@ -44,14 +43,6 @@ _EXPECTED_BY_ERROR_TYPE = {
 _KINDS = ((str, "a long string"), (list, "a list"), (dict, "an object"))
 
 
-async def parse(
-    request: Request, schema: type[BodyT], limits: JsonLimits, max_discarded_bytes: int = 0
-) -> BodyT:
-    """Read and parse the body of a request. Raises as `read_body` and `parse_body`."""
-    body = await read_body(request, limits.max_bytes, max_discarded_bytes)
-    return await off_loop(len(body), functools.partial(parse_body, schema, body, limits))
-
-
 async def read_body(request: Request, max_bytes: int, max_discarded_bytes: int = 0) -> bytes:
     """Return the whole body. Raises PayloadTooLargeError, and keeps nothing, if it is too large.
 
@@ -65,10 +56,9 @@ async def read_body(request: Request, max_bytes: int, max_discarded_bytes: int =
         raise InvalidRequestError(
             f"the body must be sent as Content-Type: application/json, got {media_type or 'none'}"
         )
-    check_encoding(request)
+    num_bytes = declared_bytes(request)
     stream = request.stream()
     chunks: list[bytes] = []
-    num_bytes = declared_bytes(request)
     if num_bytes <= max_bytes:
         num_bytes = 0
         async for chunk in stream:
@@ -86,7 +76,15 @@ async def read_body(request: Request, max_bytes: int, max_discarded_bytes: int =
 
 
 def declared_bytes(request: Request) -> int:
-    """Return the size that a request declares for its body; 0 without one."""
+    """Return the size that a request declares for its body; 0 without one.
+
+    Raises InvalidRequestError for a body that is compressed.
+    """
+    encoding = headers_of(request.scope).get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        raise InvalidRequestError(
+            f"the body must be sent as it is, without Content-Encoding; got {encoding[:60]}"
+        )
     declared = headers_of(request.scope).get("content-length", "")
     return int(declared) if declared.isdecimal() else 0
 
@@ -191,15 +189,6 @@ def _show(value: Any) -> str:
     if len(text) <= MAX_SHOWN_CHARS:
         return text
     return next((name for kind, name in _KINDS if isinstance(value, kind)), "a value")
-
-
-def check_encoding(request: Request) -> None:
-    """Raise InvalidRequestError for a body that is compressed."""
-    encoding = headers_of(request.scope).get("content-encoding", "identity").strip().lower()
-    if encoding != "identity":
-        raise InvalidRequestError(
-            f"the body must be sent as it is, without Content-Encoding; got {encoding[:60]}"
-        )
 
 
 def _object(pairs: Sequence[tuple[str, Any]]) -> None:

@@ -4,7 +4,7 @@ text of the model's chat template, off the event loop.
 
 import asyncio
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from loraplex.frontends.openai.adapter_fields import Target
 from loraplex.frontends.openai.context import TextContext
 from loraplex.frontends.openai.errors import raise_all
 from loraplex.frontends.openai.sampling import sent_names
-from loraplex.frontends.openai.schema import Body, ChatBody, Message
+from loraplex.frontends.openai.schema import ChatBody, Message
 from loraplex.frontends.openai.tools import left_out, read_tool_use, read_tools, shown_tools
 from loraplex.serving.backend import ModelCard, TextBackend
 from loraplex.serving.text.completion_reader import CompletionSyntax
@@ -105,16 +105,9 @@ def is_longer(value: Any, size: int) -> bool:
             size -= _VALUE_SIZE + (len(item) if isinstance(item, str) else 0)
             if size < 0:
                 return True
-            unseen.append(iter(_parts(item)))
+            parts = item.values() if isinstance(item, Mapping) else item
+            unseen.append(iter(parts if isinstance(item, Mapping | list | tuple) else ()))
             break
         else:
             unseen.pop()
     return False
-
-
-def _parts(value: Any) -> Iterable[Any]:
-    if isinstance(value, Body):
-        return (*vars(value).values(), value.model_extra)
-    if isinstance(value, Mapping):
-        return value.values()
-    return value if isinstance(value, list | tuple) else ()

@@ -12,10 +12,10 @@ from starlette.responses import Response
 from loraplex.core.errors import InvalidRequestError, ModelNotFoundError
 from loraplex.core.principal import Principal
 from loraplex.frontends.access import Authenticate, everyone_is_local, headers_of, principal_of
-from loraplex.frontends.body_limits import DEFAULT_JSON_LIMITS, JsonLimits
+from loraplex.frontends.body_limits import DEFAULT_JSON_LIMITS, JsonLimits, off_loop
 from loraplex.frontends.long_json import LongResponse, encoded
 from loraplex.frontends.openai.adapter_fields import Target
-from loraplex.frontends.openai.body import parse
+from loraplex.frontends.openai.body import parse_body, read_body
 from loraplex.frontends.openai.errors import (
     OPENAI_ERRORS,
     ErrorWriter,
@@ -160,8 +160,9 @@ class TextContext(msgspec.Struct, frozen=True):
         refuse: Callable[[BodyT], object] | None = None,
     ) -> BodyT:
         """Parse a body. refuse: raises RequestErrors for fields that are not in the schema."""
-        options = self.options
-        body = await parse(request, schema, options.json, options.max_discarded_bytes)
+        limits = self.options.json
+        text = await read_body(request, limits.max_bytes, self.options.max_discarded_bytes)
+        body = await off_loop(len(text), functools.partial(parse_body, schema, text, limits))
         if refuse is not None and body.model_extra:
             refuse(body)
         return body

@@ -3,7 +3,7 @@ refusal that needs no model.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -65,7 +65,8 @@ def completion_requests(
     """One request for each prompt."""
     if body.model_extra:
         refuse_unsupported(body.model_extra)
-    _check_generation(body)
+    if not body.model_fields_set.isdisjoint(_CHECKED):
+        _check_generation(body)
     sampling = completion_sampling(body, target.model.vocab_size)
     requested = prompts(body.prompt, max_prompts)
     _check_sequences(len(requested), sampling)
@@ -115,7 +116,8 @@ def check_chat(body: ChatBody) -> None:
     """Every refusal of a chat body that comes before its template is rendered."""
     if body.model_extra:
         refuse_unsupported(body.model_extra)
-    _check_generation(body)
+    if not body.model_fields_set.isdisjoint(_CHECKED):
+        _check_generation(body)
     if body.max_tokens is not None and body.max_completion_tokens is not None:
         raise InvalidParameterError(
             "give max_tokens or max_completion_tokens, not both", param="max_completion_tokens"
@@ -194,7 +196,11 @@ def load_policy(body: SamplingBody) -> LoadPolicy:
     return LoadPolicy(body.load_lora_weights or LoadPolicy.AUTO)
 
 
+_CHECKED: Final = frozenset({"stream_options", "prompt_logprobs", "cache_salt", "priority"})
+
+
 def _check_generation(body: GenerationBody) -> None:
+    """Check the fields of `_CHECKED`."""
     if body.stream_options is not None and not body.stream:
         raise InvalidParameterError(
             "stream_options is only for stream: true", param="stream_options"
@@ -208,8 +214,7 @@ def _check_generation(body: GenerationBody) -> None:
             f"cache_salt must have 1 to {MAX_CACHE_SALT} characters, got {len(body.cache_salt)}",
             param="cache_salt",
         )
-    if body.priority:
-        check_priority(body)
+    check_priority(body)
 
 
 def _truncation(body: GenerationBody) -> PromptTruncation:
@@ -273,10 +278,10 @@ def output_role(body: ChatBody) -> str:
     return "assistant" if begins_a_turn(body) else body.messages[-1]["role"]
 
 
-def echoed_message(body: ChatBody) -> str:
-    """Text of vLLM's echo: the last message, if the output is of the same role."""
+def echoed_message(body: ChatBody, role: str) -> str:
+    """Text of vLLM's echo: the last message, if the output is of the same `role`."""
     last = body.messages[-1]
-    if last["role"] != output_role(body):
+    if last["role"] != role:
         return ""
     return _content(last.get("content"), f"messages[{len(body.messages) - 1}].content")
 

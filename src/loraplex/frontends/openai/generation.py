@@ -1,5 +1,6 @@
 """POST /v1/completions and /v1/chat/completions."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -81,11 +82,9 @@ class GenerationEndpoints:
         requests = convert.completion_requests(
             body, target, origin(self._context, request), self._context.options.max_prompts
         )
-        call = _call(request, "cmpl", body, requests, echo=bool(body.echo))
-        as_ids = bool(body.return_tokens_as_token_ids)
-        texts = TokenTexts(self._context.backend, requests[0].model, as_ids=as_ids)
-        writer = self._dialect.writer(CompletionWriter(call, texts), call, body, texts)
-        return await self._respond(request, principal, writer, call, body)
+        return await self._respond(
+            request, principal, body, requests, "cmpl", CompletionWriter, echo=bool(body.echo)
+        )
 
     @described(
         ResponseDoc(200, (Media(JSON, ChatCompletion), events_of(ChatCompletionChunk, ENDS))),
@@ -104,29 +103,44 @@ class GenerationEndpoints:
         requests, reading, _, notes = await chat_request(
             self._context, body, principal, origin(self._context, request)
         )
-        call = _call(
+        role = convert.output_role(body)
+        return await self._respond(
             request,
-            "chatcmpl",
+            principal,
             body,
             requests,
-            role=convert.output_role(body),
-            text_before=convert.echoed_message(body) if body.echo else "",
+            "chatcmpl",
+            functools.partial(ChatWriter, reading=reading),
+            role=role,
+            text_before=convert.echoed_message(body, role) if body.echo else "",
             notes=notes,
             prompt_text=reading.prompt if body.return_prompt_text else UNSET,
         )
-        as_ids = bool(body.return_tokens_as_token_ids)
-        texts = TokenTexts(self._context.backend, requests[0].model, as_ids=as_ids)
-        writer = self._dialect.writer(ChatWriter(call, texts, reading), call, body, texts)
-        return await self._respond(request, principal, writer, call, body)
 
     async def _respond(
         self,
         request: Request,
         principal: Principal,
-        writer: ResponseWriter,
-        call: Call,
         body: GenerationBody,
+        requests: tuple[GenerateRequest, ...],
+        prefix: str,
+        new_writer: Callable[[Call, TokenTexts], ResponseWriter],
+        **fields: Any,
     ) -> Response:
+        """Run the requests. prefix: of the response's id. fields: those of its Call that depend on
+        the route. The writer of a whole response is made when all outputs are there."""
+        options = body.stream_options or StreamOptions()
+        call = Call(
+            response_id=f"{prefix}-{request_id(request)}",
+            created=response_unix_seconds(),
+            model=body.model if body.model is not None else requests[0].model,
+            requests=requests,
+            include_usage=bool(options.include_usage),
+            continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
+            returns_token_ids=bool(body.return_token_ids),
+            wants_prompt_logprobs=body.prompt_logprobs is not None,
+            **fields,
+        )
         backend = self._context.backend
 
         def reworded(error: LoraplexError) -> LoraplexError:
@@ -135,16 +149,22 @@ class GenerationEndpoints:
                 error = AdapterNotFoundError(f"{field}: {error.message}", param=field)
             return as_sent(error, sent_names(body))
 
+        def writer() -> ResponseWriter:
+            as_ids = bool(body.return_tokens_as_token_ids)
+            texts = TokenTexts(backend, requests[0].model, as_ids=as_ids)
+            return self._dialect.writer(new_writer(call, texts), call, body, texts)
+
+        work_of = _work_of(call)
         if body.stream:
-            outputs = generate_all(backend, call.requests, principal, reworded)
+            outputs = generate_all(backend, requests, principal, reworded)
             return EventStream(
-                outputs, writer, request_id(request), self._dialect.errors, work_of=_work_of(call)
+                outputs, writer(), request_id(request), self._dialect.errors, work_of=work_of
             )
         whole = await until_disconnect(
-            request.receive, gather_all(backend, call.requests, principal, reworded)
+            request.receive, gather_all(backend, requests, principal, reworded)
         )
-        work = sum(map(_work_of(call), enumerate(whole)))
-        response = await done(lambda: json_response(writer.body(whole)), work)
+        work = sum(map(work_of, enumerate(whole)))
+        response = await done(lambda: json_response(writer().body(whole)), work)
         response.headers.update(adapter_headers(*whole))
         return response
 
@@ -169,24 +189,3 @@ def _work_of(call: Call) -> Callable[[IndexedOutput], int]:
         return writing_work(output) + repeated
 
     return work
-
-
-def _call(
-    request: Request,
-    prefix: str,
-    body: GenerationBody,
-    requests: tuple[GenerateRequest, ...],
-    **fields: Any,
-) -> Call:
-    options = body.stream_options or StreamOptions()
-    return Call(
-        response_id=f"{prefix}-{request_id(request)}",
-        created=response_unix_seconds(),
-        model=body.model if body.model is not None else requests[0].model,
-        requests=requests,
-        include_usage=bool(options.include_usage),
-        continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
-        returns_token_ids=bool(body.return_token_ids),
-        wants_prompt_logprobs=body.prompt_logprobs is not None,
-        **fields,
-    )

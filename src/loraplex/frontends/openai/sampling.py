@@ -51,7 +51,9 @@ def completion_sampling(body: CompletionBody, vocab_size: int) -> SamplingParams
     fields["prompt_logprobs"] = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
         fields["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
-    return sampling_params(body, fields | _sequences(body), vocab_size)
+    if not body.model_fields_set.isdisjoint(_SEQUENCES):
+        fields |= _sequences(body)
+    return sampling_params(body, fields, vocab_size)
 
 
 def chat_sampling(body: ChatBody, vocab_size: int) -> SamplingParams:
@@ -70,7 +72,9 @@ def chat_sampling(body: ChatBody, vocab_size: int) -> SamplingParams:
         fields["logprobs"] = num_top
     elif num_top:
         raise InvalidParameterError("top_logprobs needs logprobs: true", param="top_logprobs")
-    return sampling_params(body, fields | _sequences(body), vocab_size)
+    if not body.model_fields_set.isdisjoint(_SEQUENCES):
+        fields |= _sequences(body)
+    return sampling_params(body, fields, vocab_size)
 
 
 def sampling_params(body: SamplingBody, fields: dict[str, Any], vocab_size: int) -> SamplingParams:
@@ -121,8 +125,6 @@ def sent_names(body: SamplingBody) -> Mapping[str, str]:
 
 def _sequences(body: GenerationBody) -> dict[str, Any]:
     """Number of outputs to generate, how, and how many of them are returned."""
-    if body.model_fields_set.isdisjoint(_SEQUENCES):
-        return {}
     n = 1 if body.n is None else body.n
     if body.use_beam_search:
         return {"n": n, **_beams(body, n)}

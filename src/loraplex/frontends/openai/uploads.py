@@ -16,7 +16,7 @@ from loraplex.core.errors import (
     UploadNotFoundError,
 )
 from loraplex.frontends.body_memory import passing_body
-from loraplex.frontends.openai.body import check_encoding, declared_bytes, discard
+from loraplex.frontends.openai.body import declared_bytes, discard
 from loraplex.frontends.openai.context import OpenAIContext, json_response
 from loraplex.frontends.openapi.operation import (
     OF_BODIES,
@@ -65,9 +65,8 @@ class UploadEndpoints:
     async def put_file(self, request: Request) -> Response:
         """Send one file of an upload. It replaces one of its name when it is complete."""
         uploads, tenant = self._uploads(request)
-        check_encoding(request)
-        given = request.path_params
         num_bytes, body = declared_bytes(request), passing_body(request)
+        given = request.path_params
         try:
             with uploads.begin_file(given["id"], tenant, given["file"], num_bytes) as file:
                 async for piece in body:

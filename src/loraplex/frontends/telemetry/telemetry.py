@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from loraplex.frontends.metric_families import Family, TableCollector, counter
-from loraplex.frontends.telemetry.request_ids import HEADER, request_id, trace_parent
+from loraplex.frontends.telemetry.request_ids import HEADER, random_id, request_id, trace_parent
 from loraplex.serving.wire_request import WireRequest
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class Telemetry(TableCollector):
             method=method,
             path=path,
             client=client,
-            request_id=request_id(headers.get(HEADER, "")),
+            request_id=request_id(given) if (given := headers.get(HEADER)) else random_id(),
             headers=headers,
             trace_of=trace_parent,
             on_begin=self._begin,
@@ -89,7 +89,7 @@ class Telemetry(TableCollector):
         )
         with self._lock:
             self._num_open[protocol] = self._num_open.get(protocol, 0) + 1
-            self._begin(request)
+            self._open[id(request)] = request
         return request
 
     @property
