@@ -27,8 +27,8 @@ from loraplex.core.request import GenerateRequest
 from loraplex.core.server_config import ServerConfig
 from loraplex.frontends.access import everyone_is_local
 from loraplex.frontends.body_memory import BodyMemory
-from loraplex.frontends.kserve.models.declaration import ModelDeclaration
-from loraplex.frontends.kserve.models.ensemble import ENSEMBLE
+from loraplex.frontends.kserve.models.kinds import ENSEMBLE
+from loraplex.frontends.kserve.models.triton_model import ModelDeclaration
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.ops.latencies import Latencies
 from loraplex.serving.draining import Draining

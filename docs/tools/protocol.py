@@ -13,14 +13,13 @@ from loraplex.frontends.kserve.grpc.servicer import TritonServicer
 from loraplex.frontends.kserve.grpc.stream import ERRORS_END_STREAM
 from loraplex.frontends.kserve.http.infer import HEADER_LENGTH
 from loraplex.frontends.kserve.http.routes import Resource, kserve_routes
-from loraplex.frontends.kserve.log_settings import DEFAULTS as LOG_SETTINGS
-from loraplex.frontends.kserve.log_settings import OTHER_NAMES as OTHER_LOG_NAMES
+from loraplex.frontends.kserve.management import FIXED_TRACE_SETTINGS, OTHER_LOG_NAMES
+from loraplex.frontends.kserve.management import LOG_DEFAULTS as LOG_SETTINGS
+from loraplex.frontends.kserve.management import TRACE_DEFAULTS as TRACE_SETTINGS
 from loraplex.frontends.kserve.models.catalog import EXTENSIONS
-from loraplex.frontends.kserve.models.declaration import ModelDeclaration, ModelOptions
-from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
+from loraplex.frontends.kserve.models.kinds import TENSORRT_LLM
+from loraplex.frontends.kserve.models.triton_model import ModelDeclaration, ModelOptions
 from loraplex.frontends.kserve.service import TritonService
-from loraplex.frontends.kserve.trace_settings import DEFAULTS as TRACE_SETTINGS
-from loraplex.frontends.kserve.trace_settings import FIXED as FIXED_TRACE_SETTINGS
 from loraplex.frontends.metric_families import ExactCounter
 from loraplex.frontends.ops.gateway_metrics import GatewayCollector
 from loraplex.frontends.ops.metrics import metrics_registry

@@ -16,9 +16,8 @@ from loraplex.compat.triton.parameters import TENSORRT_LLM_PARAMETERS
 from loraplex.compat.triton.part_parameters import PART_PARAMETERS
 from loraplex.compat.triton.roles import KINDS, Role
 from loraplex.core.support import Feature, Section, Support
-from loraplex.frontends.kserve.models.kinds import IGNORED_INPUTS, ModelKind
-from loraplex.frontends.kserve.models.vllm_fields import FIELDS
-from loraplex.frontends.kserve.request_parameters import REQUEST_PARAMETERS, TENSOR_PARAMETERS
+from loraplex.frontends.kserve.messages import REQUEST_PARAMETERS, TENSOR_PARAMETERS
+from loraplex.frontends.kserve.models.kinds import FIELDS, IGNORED_INPUTS, ModelKind
 from tools.commands import command_features
 from tools.markdown import page
 from tools.not_served import NOT_SERVED

@@ -8,8 +8,8 @@ import pytest
 import tritonclient.grpc
 import tritonclient.http
 
-from loraplex.frontends.kserve.models.declaration import ModelDeclaration
-from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
+from loraplex.frontends.kserve.models.kinds import TENSORRT_LLM
+from loraplex.frontends.kserve.models.triton_model import ModelDeclaration
 from support.echo_service import EchoService
 from support.served_triton import ServedTriton, served_triton
 

@@ -20,7 +20,7 @@ from loraplex.compat.client.wire import grpc_client
 from loraplex.core.errors import ConfigError, RateLimitedError
 from loraplex.core.server_config import ServerConfig
 from loraplex.frontends.access import by_api_key, everyone_is_local
-from loraplex.frontends.kserve.grpc.access import OPEN_RPCS
+from loraplex.frontends.kserve.grpc.calls import OPEN_RPCS
 from loraplex.frontends.kserve.http.routes import kserve_routes
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.openai.app import openai_fallback_routes, openai_routes

@@ -19,8 +19,8 @@ from loraplex.compat.client.programs import (
 )
 from loraplex.core.adapter import ByName
 from loraplex.core.errors import ConfigError, QueueFullError
-from loraplex.frontends.kserve.models.declaration import ModelDeclaration
-from loraplex.frontends.kserve.models.vllm import VLLM
+from loraplex.frontends.kserve.models.kinds import VLLM
+from loraplex.frontends.kserve.models.triton_model import ModelDeclaration
 from loraplex.text.tokenizer import load_tokenizer
 from support.echo_service import EchoModel
 from support.naming import naming

@@ -13,8 +13,8 @@ from loraplex.compat.client.programs import TOKEN_FLAGS
 from loraplex.core.adapter import ByTaskId
 from loraplex.core.errors import ConfigError
 from loraplex.demo import BASE_PATH
-from loraplex.frontends.kserve.models.declaration import ModelDeclaration
-from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
+from loraplex.frontends.kserve.models.kinds import TENSORRT_LLM
+from loraplex.frontends.kserve.models.triton_model import ModelDeclaration
 from support.echo_service import EchoService
 from support.naming import naming
 from support.program_options import program_options

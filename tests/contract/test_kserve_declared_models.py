@@ -9,9 +9,8 @@ import tritonclient.grpc
 import tritonclient.http
 from tritonclient.utils import InferenceServerException
 
-from loraplex.frontends.kserve.models.declaration import ModelDeclaration, ModelOptions
-from loraplex.frontends.kserve.models.ensemble import ENSEMBLE
-from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
+from loraplex.frontends.kserve.models.kinds import ENSEMBLE, TENSORRT_LLM
+from loraplex.frontends.kserve.models.triton_model import ModelDeclaration, ModelOptions
 from support.echo_service import EchoService
 from support.naming import naming
 from support.served_triton import served_triton

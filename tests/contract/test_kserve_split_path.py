@@ -9,12 +9,14 @@ import pytest
 import tritonclient.grpc
 from tritonclient.utils import InferenceServerException
 
-from loraplex.frontends.kserve.models.bls import BLS
-from loraplex.frontends.kserve.models.declaration import ModelDeclaration, ModelOptions
-from loraplex.frontends.kserve.models.ensemble import ENSEMBLE
-from loraplex.frontends.kserve.models.postprocessing import POSTPROCESSING
-from loraplex.frontends.kserve.models.preprocessing import PREPROCESSING
-from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
+from loraplex.frontends.kserve.models.kinds import (
+    BLS,
+    ENSEMBLE,
+    POSTPROCESSING,
+    PREPROCESSING,
+    TENSORRT_LLM,
+)
+from loraplex.frontends.kserve.models.triton_model import ModelDeclaration, ModelOptions
 from support.byte_tokenizer import BOS_TOKEN_ID, EOS_TOKEN_ID, PAD_TOKEN_ID, VOCAB_SIZE
 from support.naming import naming
 from support.served_triton import served_triton

@@ -15,8 +15,8 @@ from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from loraplex.core.adapter import AdapterChoice, ByName
 from loraplex.core.errors import AdapterNotFoundError, PromptTooLongError, RowFailedError
-from loraplex.frontends.kserve.models.declaration import ModelDeclaration, ModelOptions
-from loraplex.frontends.kserve.models.vllm import VLLM
+from loraplex.frontends.kserve.models.kinds import VLLM
+from loraplex.frontends.kserve.models.triton_model import ModelDeclaration, ModelOptions
 from support.naming import naming
 from support.served_triton import ServedTriton, served_triton
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from tritonclient.grpc import service_pb2 as pb
 
-from loraplex.frontends.kserve.datatypes import DATATYPES
+from loraplex.frontends.kserve.tensors import DATATYPES
 
 ODD_VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 2**31, 2**63, 2**64, -(2**63), 10**30),

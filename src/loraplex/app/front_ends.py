@@ -24,8 +24,8 @@ from loraplex.core.metrics_config import read_metrics_config
 from loraplex.core.server_config import ServerConfig
 from loraplex.frontends.access import Authenticate, noting_tenant
 from loraplex.frontends.body_memory import BodyMemory
-from loraplex.frontends.kserve.models.declaration import ModelDeclaration
 from loraplex.frontends.kserve.models.model_control import ModelControl
+from loraplex.frontends.kserve.models.triton_model import ModelDeclaration
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.ops.engine_families import declaration_collector
 from loraplex.frontends.ops.frontend_numbers import FrontendNumbers

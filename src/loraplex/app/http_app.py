@@ -20,8 +20,7 @@ from loraplex.frontends.access import Authenticate
 from loraplex.frontends.body_limits import JsonLimits
 from loraplex.frontends.body_memory import BodyMemory
 from loraplex.frontends.console import routes as console
-from loraplex.frontends.kserve.http.router import PathRouter
-from loraplex.frontends.kserve.http.routes import kserve_routes
+from loraplex.frontends.kserve.http.routes import PathRouter, kserve_routes
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.middleware import RequestMiddleware
 from loraplex.frontends.openai.app import (

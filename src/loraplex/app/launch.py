@@ -34,8 +34,8 @@ from loraplex.serving.engines.link import EngineLauncher, EngineLink, LinkFactor
 from loraplex.serving.wire_request import current_request
 
 if TYPE_CHECKING:
-    from loraplex.frontends.kserve.models.declaration import ModelDeclaration
     from loraplex.frontends.kserve.models.model_control import ModelControl
+    from loraplex.frontends.kserve.models.triton_model import ModelDeclaration
 
 logger = logging.getLogger(__name__)
 

@@ -27,8 +27,8 @@ from loraplex.app.tls import certificates
 from loraplex.core.config import Config
 from loraplex.core.counts import counted
 from loraplex.core.stats import EngineStats
-from loraplex.frontends.kserve.models.declaration import ModelDeclaration
 from loraplex.frontends.kserve.models.model_control import ModelControl
+from loraplex.frontends.kserve.models.triton_model import ModelDeclaration
 from loraplex.frontends.ops.other_frontends import OtherFrontends
 from loraplex.serving.access.api_key_ring import ApiKeys
 from loraplex.serving.draining import Draining

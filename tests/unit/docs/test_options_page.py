@@ -6,8 +6,7 @@ import pytest
 
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.support import Support
-from loraplex.frontends.kserve.models.ensemble import ENSEMBLE
-from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
+from loraplex.frontends.kserve.models.kinds import ENSEMBLE, TENSORRT_LLM
 from loraplex.frontends.openai.responses import Timing
 
 PAGE = (Path(__file__).parents[3] / "docs" / "options.md").read_text(encoding="utf-8")

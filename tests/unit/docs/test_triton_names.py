@@ -17,9 +17,7 @@ from loraplex.compat.triton.roles import KINDS
 from loraplex.core.config import ModelConfig
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.support import Support
-from loraplex.frontends.kserve.models.ensemble import ENSEMBLE
-from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
-from loraplex.frontends.kserve.models.vllm_fields import FIELDS, LORA_NAME
+from loraplex.frontends.kserve.models.kinds import FIELDS, LORA_NAME
 from tools.triton_page import sections
 
 SRC = Path(loraplex.__file__).parent
@@ -170,14 +168,13 @@ def test_every_key_of_a_repository_that_works_is_read(rows):
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.name)
 def test_every_tensor_that_works_is_read(kind):
-    tables = [f"{kind.name}.py" for kind in (ENSEMBLE, TENSORRT_LLM)]
-    words = read_words(*acting("frontends/kserve/models", "kinds.py", *tables))
+    words = read_words(*acting("frontends/kserve/models", "kinds.py"))
     words |= read_words(*acting("frontends/kserve"))
     assert [row.field for row in working(kind.inputs) if not is_read(row.field, words)] == []
 
 
 def test_every_sampling_parameter_that_works_is_read():
-    words = read_words(SRC / "frontends" / "kserve" / "models" / "vllm_convert.py")
+    words = read_words(SRC / "frontends" / "kserve" / "models" / "vllm.py")
     fields = set(SamplingParams.__struct_fields__) | {LORA_NAME}
     names = [row.name for row in working(FIELDS.values())]
     assert [name for name in names if name not in words | fields] == []

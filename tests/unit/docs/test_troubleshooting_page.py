@@ -308,7 +308,7 @@ TUTORIALS = {
         "compat/triton/engine_dir.py"
     ),
     "LoRA task 7 not found in cache. Please send LoRA weights with request": (
-        "frontends/kserve/failures.py"
+        "frontends/kserve/errors.py"
     ),
     "unknown key; did you mean ...? Known: ...": "compat/llgtrt/config_file.py",
     "...: architecture 'rwkv7' of GGUF is not supported; supported: ...": "core/gguf_names.py",

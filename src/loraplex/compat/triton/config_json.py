@@ -11,9 +11,9 @@ from loraplex.compat.triton.model_folder import ModelFolder
 from loraplex.compat.triton.notes import Notes
 from loraplex.compat.triton.pbtxt import is_placeholder
 from loraplex.core.errors import ConfigError
-from loraplex.frontends.kserve.datatypes import DATATYPES
 from loraplex.frontends.kserve.models.kinds import ModelKind
 from loraplex.frontends.kserve.models.triton_model import tensor_config
+from loraplex.frontends.kserve.tensors import DATATYPES
 
 _TYPE_NAMES = {row.config_name: row.name for row in DATATYPES.values()}
 _FLOATS = ("FP16", "BF16", "FP32")

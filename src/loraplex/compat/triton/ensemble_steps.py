@@ -7,11 +7,13 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Final
 
-from loraplex.frontends.kserve.models.ensemble import ENSEMBLE
-from loraplex.frontends.kserve.models.kinds import ModelKind
-from loraplex.frontends.kserve.models.postprocessing import POSTPROCESSING
-from loraplex.frontends.kserve.models.preprocessing import PREPROCESSING
-from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
+from loraplex.frontends.kserve.models.kinds import (
+    ENSEMBLE,
+    POSTPROCESSING,
+    PREPROCESSING,
+    TENSORRT_LLM,
+    ModelKind,
+)
 
 _PREPROCESSING_INPUTS: Final[Mapping[str, str]] = MappingProxyType(
     {

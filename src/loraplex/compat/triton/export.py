@@ -18,9 +18,8 @@ from tritonclient.grpc import model_config_pb2
 from loraplex.compat.triton.model_folder import CONFIG_FILE
 from loraplex.core.errors import ConfigError
 from loraplex.core.python_process import module_command
-from loraplex.frontends.kserve.models.declaration import ModelDeclaration
-from loraplex.frontends.kserve.models.triton_model import tensor_config
-from loraplex.frontends.kserve.models.vllm import VLLM
+from loraplex.frontends.kserve.models.kinds import VLLM
+from loraplex.frontends.kserve.models.triton_model import ModelDeclaration, tensor_config
 
 STUB: Final = "loraplex.frontends.kserve.stub"
 COPIED_STUB: Final = "loraplex_stub"

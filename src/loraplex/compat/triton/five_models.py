@@ -14,8 +14,8 @@ from loraplex.compat.triton.ensemble_steps import scheduling_text
 from loraplex.compat.triton.model_folder import CONFIG_FILE
 from loraplex.compat.triton.roles import KINDS, Role
 from loraplex.core.errors import ConfigError
-from loraplex.frontends.kserve.datatypes import DATATYPES
 from loraplex.frontends.kserve.models.kinds import InputSpec
+from loraplex.frontends.kserve.tensors import DATATYPES
 
 _TYPES: Final[Mapping[str, str]] = MappingProxyType(
     {

@@ -27,9 +27,8 @@ from loraplex.core.errors import (
     UnsupportedFeatureError,
 )
 from loraplex.frontends.kserve.errors import NotFoundError
-from loraplex.frontends.kserve.models.config_override import parse_config
-from loraplex.frontends.kserve.models.declaration import ModelDeclaration
-from loraplex.frontends.kserve.models.model_control import FoundModel
+from loraplex.frontends.kserve.models.model_control import FoundModel, parse_config
+from loraplex.frontends.kserve.models.triton_model import ModelDeclaration
 
 _MAX_PATH_CHARS = 256
 _KEYS: Mapping[str, str] = MappingProxyType(

@@ -16,7 +16,7 @@ from loraplex.compat.triton.vllm import read_vllm_model
 from loraplex.compat.triton.vllm_ensemble import vllm_ensemble
 from loraplex.core.config_layers import Layer
 from loraplex.core.errors import ConfigError
-from loraplex.frontends.kserve.models.declaration import ModelDeclaration
+from loraplex.frontends.kserve.models.triton_model import ModelDeclaration
 
 _PARTS = (Role.PREPROCESSING, Role.POSTPROCESSING)
 

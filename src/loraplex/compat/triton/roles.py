@@ -7,13 +7,15 @@ from types import MappingProxyType
 from loraplex.compat.triton.model_folder import ModelFolder
 from loraplex.compat.triton.pbtxt import is_placeholder
 from loraplex.core.errors import ConfigError
-from loraplex.frontends.kserve.models.bls import BLS
-from loraplex.frontends.kserve.models.ensemble import ENSEMBLE
-from loraplex.frontends.kserve.models.kinds import ModelKind
-from loraplex.frontends.kserve.models.postprocessing import POSTPROCESSING
-from loraplex.frontends.kserve.models.preprocessing import PREPROCESSING
-from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
-from loraplex.frontends.kserve.models.vllm import VLLM
+from loraplex.frontends.kserve.models.kinds import (
+    BLS,
+    ENSEMBLE,
+    POSTPROCESSING,
+    PREPROCESSING,
+    TENSORRT_LLM,
+    VLLM,
+    ModelKind,
+)
 
 
 class Role(enum.Enum):

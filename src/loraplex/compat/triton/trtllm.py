@@ -15,8 +15,8 @@ from loraplex.compat.triton.trtllm_settings import setting_layers
 from loraplex.core.config_layers import Layer
 from loraplex.core.errors import ConfigError
 from loraplex.frontends.kserve.models.catalog import DEFAULT_MAX_BATCH_SIZE
-from loraplex.frontends.kserve.models.declaration import ModelDeclaration, ModelOptions
-from loraplex.frontends.kserve.models.postprocessing import LENGTHS, POSTPROCESSING_OF_2023
+from loraplex.frontends.kserve.models.kinds import LENGTHS, POSTPROCESSING_OF_2023
+from loraplex.frontends.kserve.models.triton_model import ModelDeclaration, ModelOptions
 
 _BLS_INNER = "tensorrt_llm_model_name"
 _DEFAULT_INNER = "tensorrt_llm"

@@ -22,7 +22,7 @@ from loraplex.core.config_layers import Layer
 from loraplex.core.errors import ConfigError
 from loraplex.core.gpus import num_gpus
 from loraplex.core.support import Support
-from loraplex.frontends.kserve.models.declaration import ModelDeclaration, ModelOptions
+from loraplex.frontends.kserve.models.triton_model import ModelDeclaration, ModelOptions
 from loraplex.models.config_fields import read_object
 
 _MODEL_FILE = "model.json"

@@ -10,10 +10,8 @@ from loraplex.compat.triton.config_json import completed_config
 from loraplex.compat.triton.model_folder import ModelFolder
 from loraplex.compat.triton.notes import Notes
 from loraplex.core.errors import ConfigError
-from loraplex.frontends.kserve.models.declaration import ModelDeclaration, ModelOptions
-from loraplex.frontends.kserve.models.ensemble import ENSEMBLE
-from loraplex.frontends.kserve.models.kinds import InputSpec, ModelKind, OutputSpec
-from loraplex.frontends.kserve.models.vllm import VLLM
+from loraplex.frontends.kserve.models.kinds import ENSEMBLE, VLLM, InputSpec, ModelKind, OutputSpec
+from loraplex.frontends.kserve.models.triton_model import ModelDeclaration, ModelOptions
 
 _Row = TypeVar("_Row", InputSpec, OutputSpec)
 

@@ -10,15 +10,18 @@ import msgspec
 
 from loraplex.core.errors import LoraplexError
 from loraplex.core.output import RequestOutput, ResolvedAdapter, SequenceOutput
-from loraplex.frontends.kserve.active import ActiveRequest
-from loraplex.frontends.kserve.merge import merged
-from loraplex.frontends.kserve.messages import InferRequest, InferResponse, Parameter
+from loraplex.frontends.kserve.active import ActiveRequest, merged
+from loraplex.frontends.kserve.messages import (
+    InferRequest,
+    InferResponse,
+    Parameter,
+    ResponseStream,
+)
 from loraplex.frontends.kserve.models.completion import Completion
-from loraplex.frontends.kserve.models.completion_tensors import output_tensors, without_batch
 from loraplex.frontends.kserve.models.convert import Generation
 from loraplex.frontends.kserve.models.kinds import Dialect
+from loraplex.frontends.kserve.models.output_tensors import output_tensors, without_batch
 from loraplex.frontends.kserve.models.triton_model import TritonModel
-from loraplex.frontends.kserve.responses import ResponseStream
 from loraplex.frontends.kserve.statistics import Recording
 from loraplex.frontends.kserve.submission import raise_in_dialect
 from loraplex.frontends.kserve.tensors import Tensor

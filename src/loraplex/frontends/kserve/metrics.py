@@ -18,8 +18,7 @@ from loraplex.core.errors import NotReadyError
 from loraplex.core.metrics_config import MetricsConfig
 from loraplex.core.stats import EngineStats, StepRecord
 from loraplex.frontends.kserve.models.catalog import Catalog
-from loraplex.frontends.kserve.models.kinds import Dialect
-from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
+from loraplex.frontends.kserve.models.kinds import TENSORRT_LLM, Dialect
 from loraplex.frontends.kserve.models.triton_model import TritonModel
 from loraplex.frontends.kserve.statistics import FIRST_RESPONSE, ModelCounts, Statistics
 from loraplex.frontends.kserve.token_metrics import LABELS, TokenLabels

@@ -17,7 +17,12 @@ from loraplex.core.request import RequestBatch
 from loraplex.frontends.kserve.active import ActiveRequests, StreamScope
 from loraplex.frontends.kserve.inference import Inference, select
 from loraplex.frontends.kserve.management import Management
-from loraplex.frontends.kserve.messages import InferRequest, InferResponse
+from loraplex.frontends.kserve.messages import (
+    InferRequest,
+    InferResponse,
+    OneResponse,
+    ResponseStream,
+)
 from loraplex.frontends.kserve.metrics import (
     inference_collector,
     tensorrt_llm_collector,
@@ -25,13 +30,10 @@ from loraplex.frontends.kserve.metrics import (
 )
 from loraplex.frontends.kserve.models.catalog import DEFAULT_MAX_BATCH_SIZE, Catalog, StartModel
 from loraplex.frontends.kserve.models.computations import compute, is_computation
-from loraplex.frontends.kserve.models.declaration import ModelDeclaration
-from loraplex.frontends.kserve.models.ensemble import ENSEMBLE
 from loraplex.frontends.kserve.models.inputs import Inputs, check_requested, read_inputs
+from loraplex.frontends.kserve.models.kinds import ENSEMBLE, TENSORRT_LLM
 from loraplex.frontends.kserve.models.model_control import ModelControl
-from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
-from loraplex.frontends.kserve.models.triton_model import TritonModel
-from loraplex.frontends.kserve.responses import OneResponse, ResponseStream
+from loraplex.frontends.kserve.models.triton_model import ModelDeclaration, TritonModel
 from loraplex.frontends.kserve.shared_memory import SharedMemory
 from loraplex.frontends.kserve.statistics import (
     Recording,

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from loraplex.core.errors import CapacityError, ConfigError, QueueFullError, RequestError
-from loraplex.frontends.kserve.failures import FailedResponse
+from loraplex.frontends.kserve.errors import FailedResponse
 from loraplex.frontends.kserve.token_metrics import Histogram, TokenLabels, TokenMetrics, TokenTimes
 
 MAX_RESPONSE_STATS = 256

@@ -9,6 +9,7 @@ from loraplex.core.adapter import AdapterChoice, AdapterKey
 from loraplex.core.errors import (
     AdapterNotFoundError,
     InvalidParameterError,
+    InvalidTensorError,
     LoraplexError,
     NotReadyError,
     PromptTooLongError,
@@ -18,21 +19,19 @@ from loraplex.core.output import RequestOutput
 from loraplex.core.principal import Principal
 from loraplex.core.request import GenerateRequest
 from loraplex.frontends.field_names import named_as_sent
-from loraplex.frontends.kserve.failures import (
+from loraplex.frontends.kserve.errors import (
     FailedResponse,
     in_tensorrt_words,
     unknown_lora,
     vllm_failure,
 )
-from loraplex.frontends.kserve.messages import InferRequest
-from loraplex.frontends.kserve.models.bls import BLS, check_bls
+from loraplex.frontends.kserve.messages import REQUEST_TYPE, InferRequest
 from loraplex.frontends.kserve.models.convert import Generation, InlineAdapter, Sender, convert
 from loraplex.frontends.kserve.models.inputs import Inputs
-from loraplex.frontends.kserve.models.kinds import Dialect
+from loraplex.frontends.kserve.models.kinds import BLS, Dialect
 from loraplex.frontends.kserve.models.texts import ModelTexts
-from loraplex.frontends.kserve.models.triton_model import TritonModel
-from loraplex.frontends.kserve.models.vllm_convert import convert_vllm
-from loraplex.frontends.kserve.request_parameters import REQUEST_TYPE
+from loraplex.frontends.kserve.models.triton_model import ModelOptions, TritonModel
+from loraplex.frontends.kserve.models.vllm import convert_vllm
 from loraplex.serving.backend import Backend
 
 MICROSECONDS = 1_000_000
@@ -79,7 +78,7 @@ class Submission:
                 inputs, model.card, sender, parameters, options=options, texts=texts
             )
         if model.kind.name == BLS.name:
-            check_bls(inputs, options)
+            _check_bls(inputs, options)
         if parameters:
             _check_request_type(request)
         generation = convert(
@@ -149,6 +148,25 @@ class Submission:
             task_id=adapter.task_id,
             weights=adapter.weights,
             config=adapter.config,
+        )
+
+
+def _check_bls(inputs: Inputs, options: ModelOptions) -> None:
+    """Raise InvalidTensorError, in the words of the original, for what its program refuses."""
+    if not "".join(inputs.texts("text_input")):
+        raise InvalidTensorError(
+            "text_input is required: it must hold at least one character", param="text_input"
+        )
+    max_tokens = inputs.integer("max_tokens", 0)
+    if max_tokens <= 0:
+        raise InvalidTensorError(
+            f"max_tokens must be a single value > 0, got {max_tokens}", param="max_tokens"
+        )
+    if inputs.integer("num_draft_tokens", 0) > 0 and not options.has_draft_model:
+        raise InvalidTensorError(
+            "cannot perform speculative decoding without draft model: leave num_draft_tokens out, "
+            "or set tensorrt_llm_draft_model_name in the config.pbtxt",
+            param="num_draft_tokens",
         )
 
 

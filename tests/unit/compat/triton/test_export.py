@@ -13,7 +13,7 @@ from loraplex.compat.triton.pbtxt import read_pbtxt
 from loraplex.compat.triton.repository import read_repositories
 from loraplex.core.errors import ConfigError
 from loraplex.frontends.kserve import stub
-from loraplex.frontends.kserve.models.vllm import VLLM
+from loraplex.frontends.kserve.models.kinds import VLLM
 from support.naming import naming
 from support.triton_repositories import FIVE
 

@@ -14,7 +14,7 @@ from loraplex.compat.triton.pbtxt import parse_pbtxt
 from loraplex.compat.triton.repository import read_repositories
 from loraplex.compat.triton.roles import KINDS, Role, role_of
 from loraplex.core.errors import ConfigError
-from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
+from loraplex.frontends.kserve.models.kinds import TENSORRT_LLM
 from support.naming import naming
 from tools.template_variables import TEMPLATE_VARIABLES
 

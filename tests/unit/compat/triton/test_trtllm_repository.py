@@ -10,8 +10,8 @@ from loraplex.core.config import Config
 from loraplex.core.config_layers import resolve
 from loraplex.core.errors import ConfigError
 from loraplex.frontends.kserve.models.catalog import Catalog
+from loraplex.frontends.kserve.models.kinds import TENSORRT_LLM
 from loraplex.frontends.kserve.models.model_control import ControlMode, ModelControl
-from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
 from support.echo_service import EchoService
 from support.naming import naming
 from support.triton_repositories import FIVE, merged, source_of

@@ -3,10 +3,9 @@ from tritonclient.grpc import service_pb2 as pb
 
 from loraplex.core.errors import ConfigError, ModelNotFoundError
 from loraplex.frontends.kserve.models.catalog import KINDS, Catalog
-from loraplex.frontends.kserve.models.declaration import ModelDeclaration
-from loraplex.frontends.kserve.models.ensemble import ENSEMBLE
+from loraplex.frontends.kserve.models.kinds import ENSEMBLE, VLLM
 from loraplex.frontends.kserve.models.model_control import ControlMode, ModelControl
-from loraplex.frontends.kserve.models.vllm import VLLM
+from loraplex.frontends.kserve.models.triton_model import ModelDeclaration
 from loraplex.serving.engines.engine_state import EngineState
 from support.echo_service import EchoService
 from support.naming import refused

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from loraplex.core.errors import InvalidTensorError
-from loraplex.frontends.kserve.classification import classified
+from loraplex.frontends.kserve.outputs import classified
 from loraplex.frontends.kserve.tensors import Tensor, numbers, strings
 
 

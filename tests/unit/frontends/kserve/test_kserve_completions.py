@@ -5,11 +5,9 @@ from msgspec.structs import replace
 from loraplex.core.output import FinishReason, Logits, SequenceOutput, TokenLogprob
 from loraplex.core.request import GenerateRequest
 from loraplex.frontends.kserve.models.completion import Completion
-from loraplex.frontends.kserve.models.completion_tensors import output_tensors
 from loraplex.frontends.kserve.models.convert import Generation
-from loraplex.frontends.kserve.models.ensemble import ENSEMBLE
-from loraplex.frontends.kserve.models.measured import logits_tensors
-from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
+from loraplex.frontends.kserve.models.kinds import ENSEMBLE, TENSORRT_LLM
+from loraplex.frontends.kserve.models.output_tensors import output_tensors
 from loraplex.frontends.kserve.tensors import to_raw
 
 END = 99
@@ -143,7 +141,7 @@ def test_each_kind_of_logits_has_its_own_type():
     made = response(**wishes, **types)
     one = Logits(num_rows=1, data=np.ones(2, np.float32).tobytes())
     made.prompt_logits, made.logits = (one,), [one]
-    tensors = logits_tensors([[made]])
+    tensors = [t for t in output_tensors(TENSORRT_LLM, [[made]]) if t.name.endswith("_logits")]
     assert [(t.name, t.datatype, t.shape) for t in tensors] == [
         ("context_logits", "FP16", (1, 1, 2)),
         ("generation_logits", "BF16", (1, 1, 1, 2)),

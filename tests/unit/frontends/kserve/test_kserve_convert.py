@@ -10,15 +10,13 @@ from loraplex.core.errors import (
 )
 from loraplex.core.grammar import Grammar, GrammarKind
 from loraplex.core.retention import KVRetention, TokenRangeRetention
-from loraplex.frontends.kserve.datatypes import DATATYPES
 from loraplex.frontends.kserve.models.convert import Sender, convert
-from loraplex.frontends.kserve.models.declaration import ModelOptions
-from loraplex.frontends.kserve.models.ensemble import ENSEMBLE
 from loraplex.frontends.kserve.models.inputs import read_inputs
-from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
+from loraplex.frontends.kserve.models.kinds import ENSEMBLE, TENSORRT_LLM
+from loraplex.frontends.kserve.models.sampling import split_words
 from loraplex.frontends.kserve.models.texts import ModelTexts
-from loraplex.frontends.kserve.models.words import split_words
-from loraplex.frontends.kserve.tensors import Tensor, from_values
+from loraplex.frontends.kserve.models.triton_model import ModelOptions
+from loraplex.frontends.kserve.tensors import DATATYPES, Tensor, from_values
 from support.echo_service import EchoService, echo_card
 from support.naming import naming, refused
 

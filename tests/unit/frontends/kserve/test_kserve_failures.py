@@ -8,10 +8,12 @@ from loraplex.core.errors import (
     QueueFullError,
 )
 from loraplex.core.request import GenerateRequest
-from loraplex.frontends.kserve.errors import as_loraplex_error, message_of, status_of
-from loraplex.frontends.kserve.failures import (
+from loraplex.frontends.kserve.errors import (
     FailedResponse,
+    as_loraplex_error,
     in_tensorrt_words,
+    message_of,
+    status_of,
     unknown_lora,
     vllm_failure,
 )

@@ -13,8 +13,14 @@ from tritonclient.grpc import service_pb2 as pb
 from loraplex.core.errors import ModelNotFoundError, UnauthenticatedError
 from loraplex.core.principal import LOCAL, Principal
 from loraplex.frontends.body_memory import BodyMemory
-from loraplex.frontends.kserve.grpc.access import OPEN_RPCS, Authentication
-from loraplex.frontends.kserve.grpc.calls import MAX_DETAILS, Call, Calls, Rpc
+from loraplex.frontends.kserve.grpc.calls import (
+    MAX_DETAILS,
+    OPEN_RPCS,
+    Authentication,
+    Call,
+    Calls,
+    Rpc,
+)
 from loraplex.frontends.kserve.grpc.servicer import SERVICE, TritonServicer
 from loraplex.frontends.kserve.grpc.wire import MessageReader
 from loraplex.frontends.kserve.service import TritonService

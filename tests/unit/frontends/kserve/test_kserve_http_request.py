@@ -1,7 +1,7 @@
 import pytest
 
 from loraplex.core.errors import PayloadTooLargeError
-from loraplex.frontends.kserve.http.request import HttpRequest
+from loraplex.frontends.kserve.http.body import HttpRequest
 from loraplex.frontends.streams import ClientDisconnectedError
 from support.naming import refused
 

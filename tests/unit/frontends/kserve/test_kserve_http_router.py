@@ -4,8 +4,7 @@ import re
 
 import pytest
 
-from loraplex.frontends.kserve.http.router import PathRouter
-from loraplex.frontends.kserve.http.routes import kserve_routes
+from loraplex.frontends.kserve.http.routes import PathRouter, kserve_routes
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.telemetry.routes import RecordedRoute
 from support.echo_service import EchoService

@@ -5,11 +5,9 @@ import pytest
 
 from loraplex.core.errors import InvalidTensorError, UnsupportedFeatureError
 from loraplex.core.support import Support
-from loraplex.frontends.kserve.datatypes import DATATYPES
-from loraplex.frontends.kserve.models.ensemble import ENSEMBLE
 from loraplex.frontends.kserve.models.inputs import check_requested, read_inputs
-from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
-from loraplex.frontends.kserve.tensors import Tensor, from_values
+from loraplex.frontends.kserve.models.kinds import ENSEMBLE, TENSORRT_LLM
+from loraplex.frontends.kserve.tensors import DATATYPES, Tensor, from_values
 from support.naming import naming, refused
 
 KINDS = pytest.mark.parametrize("kind", [ENSEMBLE, TENSORRT_LLM], ids=lambda kind: kind.name)

@@ -3,7 +3,7 @@ import contextlib
 
 import pytest
 
-from loraplex.frontends.kserve.merge import Stop, merged
+from loraplex.frontends.kserve.active import Stop, merged
 
 
 async def count(limit, *, pause=0.0, fail_at=None):

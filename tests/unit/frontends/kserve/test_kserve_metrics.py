@@ -14,10 +14,8 @@ from loraplex.core.metrics_config import MetricsConfig
 from loraplex.core.principal import LOCAL
 from loraplex.core.stats import EngineStats, StepRecord
 from loraplex.frontends.kserve.messages import InferRequest
-from loraplex.frontends.kserve.models.declaration import ModelDeclaration, ModelOptions
-from loraplex.frontends.kserve.models.ensemble import ENSEMBLE
-from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
-from loraplex.frontends.kserve.models.vllm import VLLM
+from loraplex.frontends.kserve.models.kinds import ENSEMBLE, TENSORRT_LLM, VLLM
+from loraplex.frontends.kserve.models.triton_model import ModelDeclaration, ModelOptions
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.kserve.statistics import FailureReason
 from loraplex.frontends.kserve.tensors import numbers, string_tensor

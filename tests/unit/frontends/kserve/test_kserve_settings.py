@@ -15,15 +15,16 @@ from loraplex.core.errors import (
     UnsupportedFeatureError,
 )
 from loraplex.frontends.kserve.errors import NotFoundError
-from loraplex.frontends.kserve.log_settings import LogSettings
+from loraplex.frontends.kserve.management import TRACE_DEFAULTS, LogSettings, TraceSettings
 from loraplex.frontends.kserve.models.catalog import Catalog
-from loraplex.frontends.kserve.models.declaration import ModelDeclaration
-from loraplex.frontends.kserve.models.ensemble import ENSEMBLE
+from loraplex.frontends.kserve.models.kinds import (
+    ENSEMBLE,
+    POSTPROCESSING,
+    PREPROCESSING,
+    TENSORRT_LLM,
+)
 from loraplex.frontends.kserve.models.model_control import ControlMode, FoundModel, ModelControl
-from loraplex.frontends.kserve.models.postprocessing import POSTPROCESSING
-from loraplex.frontends.kserve.models.preprocessing import PREPROCESSING
-from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
-from loraplex.frontends.kserve.trace_settings import DEFAULTS, TraceSettings
+from loraplex.frontends.kserve.models.triton_model import ModelDeclaration
 from support.echo_service import EchoService
 from support.naming import refused
 
@@ -32,13 +33,13 @@ from support.naming import refused
 
 def test_a_model_has_the_servers_settings_but_for_its_own():
     traces = TraceSettings()
-    assert traces.of() == traces.of("m") == dict(DEFAULTS)
+    assert traces.of() == traces.of("m") == dict(TRACE_DEFAULTS)
     traces.update({"trace_rate": ["5"], "trace_level": ["TIMESTAMPS", "TENSORS"]})
     assert traces.update({"trace_rate": ["7"]}, "m")["trace_rate"] == "7"
     assert traces.of("m")["trace_level"] == ["TIMESTAMPS", "TENSORS"]
     assert (traces.of()["trace_rate"], traces.of("n")["trace_rate"]) == ("5", "5")
     assert traces.update({"trace_rate": None}, "m")["trace_rate"] == "5"
-    assert traces.update({"trace_rate": None, "trace_level": None}) == dict(DEFAULTS)
+    assert traces.update({"trace_rate": None, "trace_level": None}) == dict(TRACE_DEFAULTS)
 
 
 # Triton's text.
@@ -61,8 +62,8 @@ def test_bad_trace_settings_change_nothing(changes, fragment):
     traces = TraceSettings()
     with pytest.raises(RequestError, match=fragment):
         traces.update({"log_frequency": ["3"], **changes})
-    assert traces.of() == dict(DEFAULTS)
-    assert traces.update({"bogus": ["1"]}) == dict(DEFAULTS)
+    assert traces.of() == dict(TRACE_DEFAULTS)
+    assert traces.update({"bogus": ["1"]}) == dict(TRACE_DEFAULTS)
 
 
 # ---------------------------------------------------------------- log

@@ -2,12 +2,14 @@
 
 import pytest
 
-from loraplex.frontends.kserve.models.bls import BLS
-from loraplex.frontends.kserve.models.ensemble import ENSEMBLE
-from loraplex.frontends.kserve.models.postprocessing import POSTPROCESSING
-from loraplex.frontends.kserve.models.preprocessing import PREPROCESSING
-from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
-from loraplex.frontends.kserve.models.vllm import VLLM
+from loraplex.frontends.kserve.models.kinds import (
+    BLS,
+    ENSEMBLE,
+    POSTPROCESSING,
+    PREPROCESSING,
+    TENSORRT_LLM,
+    VLLM,
+)
 
 INPUTS = {
     "preprocessing": """

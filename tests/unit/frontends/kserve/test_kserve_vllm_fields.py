@@ -10,8 +10,8 @@ from loraplex.core.errors import InvalidParameterError, UnsupportedFeatureError
 from loraplex.core.grammar import Grammar, GrammarKind
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.support import Support
-from loraplex.frontends.kserve.models.vllm_convert import vllm_sampling
-from loraplex.frontends.kserve.models.vllm_fields import FIELDS, read_fields
+from loraplex.frontends.kserve.models.kinds import FIELDS
+from loraplex.frontends.kserve.models.vllm import read_fields, vllm_sampling
 from support.naming import naming, refused
 
 OF_VLLM_0_3_0 = [

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from loraplex.frontends.kserve import stub
-from loraplex.frontends.kserve.models.ensemble import ENSEMBLE
+from loraplex.frontends.kserve.models.kinds import ENSEMBLE
 from loraplex.frontends.kserve.models.triton_model import tensor_config
 from loraplex.frontends.kserve.stub.tensors import TensorSpecs, from_wire
 from loraplex.frontends.kserve.stub.wire import Response, WireTensor

@@ -2,7 +2,7 @@
 
 gRPC reads a unary call's message before it calls the handler. A call that streams requests gets
 none before it reads: so calls without a key, and those that need none, are served as such, and the
-memory for their messages is never taken.
+memory for their messages is never taken. Without a valid key no RPC begins, except health checks.
 """
 
 import asyncio
@@ -18,16 +18,54 @@ import grpc
 import msgspec
 
 from loraplex.core.errors import LoraplexError
-from loraplex.core.principal import Principal
+from loraplex.core.principal import NONE, Principal, Rights
+from loraplex.frontends.access import Authenticate
 from loraplex.frontends.body_memory import BodyMemory
 from loraplex.frontends.kserve.errors import as_loraplex_error, message_of, status_of
-from loraplex.frontends.kserve.grpc.access import Authentication
 from loraplex.frontends.kserve.grpc.wire import MessageReader
 from loraplex.frontends.long_json import SENT_BYTES
 from loraplex.frontends.telemetry.request_ids import HEADER
 from loraplex.frontends.telemetry.telemetry import Telemetry
 from loraplex.serving.response_memory import ResponseMemory
 from loraplex.serving.wire_request import WireRequest, as_current
+
+_SERVICE = "/inference.GRPCInferenceService"
+OPEN_RPCS = frozenset(
+    {
+        f"{_SERVICE}/ServerLive",
+        f"{_SERVICE}/ServerReady",
+        "/grpc.health.v1.Health/Check",
+        "/grpc.health.v1.Health/Watch",
+    }
+)
+"""RPCs of load balancers. They ignore their messages, so these are not read: see `Calls`."""
+
+_NO_RIGHTS = Principal(
+    tenant="", rights=Rights(use=NONE, list=NONE, manage=NONE, models=NONE, operator=False)
+)
+"""Principal of RPCs without authentication: one that is open by mistake reveals nothing."""
+
+
+class Authentication:
+    """Principal of each RPC. A new RPC requires a key."""
+
+    def __init__(self, authenticate: Authenticate, *, health_is_open: bool = True) -> None:
+        self._authenticate = authenticate
+        self._open = OPEN_RPCS if health_is_open else frozenset()
+
+    def of(self, rpc: str) -> Callable[[Mapping[str, str]], Principal]:
+        """Function from a call's metadata to its principal. It raises UnauthenticatedError."""
+        return _anyone if self.is_open(rpc) else self._authenticate
+
+    def is_open(self, rpc: str) -> bool:
+        """Return whether an RPC needs no key."""
+        return rpc in self._open
+
+
+def _anyone(metadata: Mapping[str, str]) -> Principal:
+    del metadata
+    return _NO_RIGHTS
+
 
 RETRY_AFTER = "retry-after"
 """Trailing metadata: seconds, as HTTP's header of the name has them."""

@@ -10,8 +10,7 @@ import grpc
 from loraplex.core.errors import ConfigError
 from loraplex.frontends.access import Authenticate, everyone_is_local
 from loraplex.frontends.body_memory import BodyMemory
-from loraplex.frontends.kserve.grpc.access import Authentication
-from loraplex.frontends.kserve.grpc.calls import Calls
+from loraplex.frontends.kserve.grpc.calls import Authentication, Calls
 from loraplex.frontends.kserve.grpc.health import health_rpcs
 from loraplex.frontends.kserve.grpc.limits import NO_LIMITS, GrpcLimits
 from loraplex.frontends.kserve.grpc.servicer import TritonServicer

@@ -11,8 +11,12 @@ from tritonclient.grpc import service_pb2 as pb
 from loraplex.frontends.body_limits import off_loop
 from loraplex.frontends.body_memory import BodyLease
 from loraplex.frontends.kserve.active import StreamScope
-from loraplex.frontends.kserve.errors import as_loraplex_error, message_of, status_of
-from loraplex.frontends.kserve.failures import FailedResponse
+from loraplex.frontends.kserve.errors import (
+    FailedResponse,
+    as_loraplex_error,
+    message_of,
+    status_of,
+)
 from loraplex.frontends.kserve.grpc.calls import Call
 from loraplex.frontends.kserve.grpc.codec import decode_request, encode_failure, encode_piece
 from loraplex.frontends.kserve.grpc.wire import MessageReader

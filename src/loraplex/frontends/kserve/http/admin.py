@@ -15,8 +15,7 @@ from loraplex.frontends.access import Authenticate
 from loraplex.frontends.body_limits import off_loop
 from loraplex.frontends.kserve import wire_types as wire
 from loraplex.frontends.kserve.errors import AlreadyExistsError, NotFoundError
-from loraplex.frontends.kserve.http.body import json_response, parse_object
-from loraplex.frontends.kserve.http.request import HttpRequest
+from loraplex.frontends.kserve.http.body import HttpRequest, json_response, parse_object
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.kserve.shared_memory import (
     USE_SHARED_MEMORY,

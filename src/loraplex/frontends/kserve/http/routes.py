@@ -3,10 +3,11 @@
 import asyncio
 import functools
 import math
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loraplex.core.errors import InvalidRequestError, LoraplexError
@@ -25,16 +26,15 @@ from loraplex.frontends.kserve.http.admin import AdminApi
 from loraplex.frontends.kserve.http.body import (
     DEFAULT_MAX_BODY_BYTES,
     Bytes,
+    HttpRequest,
+    WholeResponse,
     compress,
     decompress,
     json_response,
     parse_object,
 )
-from loraplex.frontends.kserve.http.events import EventStream
-from loraplex.frontends.kserve.http.generate import decode_generate, encode_generate
+from loraplex.frontends.kserve.http.generate import EventStream, decode_generate, encode_generate
 from loraplex.frontends.kserve.http.infer import HEADER_LENGTH, decode_request, encode_response
-from loraplex.frontends.kserve.http.request import HttpRequest
-from loraplex.frontends.kserve.http.response import WholeResponse
 from loraplex.frontends.kserve.messages import InferRequest, InferResponse
 from loraplex.frontends.kserve.models.catalog import server_metadata
 from loraplex.frontends.kserve.models.triton_model import TritonModel
@@ -369,3 +369,45 @@ def _infer_response(response: InferResponse, wishes: Wishes, accepted: str) -> W
 
 def _content_encoding(request: HttpRequest) -> str:
     return request.headers.get("content-encoding", "")
+
+
+_ANY = ""
+_MAX_KEPT = 256
+"""Paths, each as long as a request line may be."""
+
+
+class PathRouter:
+    """An ASGI application: of the routes, in their order, the first whose pattern a path has.
+
+    Most patterns end with a word. A path is held against those that end as it does, and against
+    those whose end may be anything. Recent lookups are cached: clients use few paths.
+    """
+
+    def __init__(self, routes: Sequence[Route]) -> None:
+        ends = [(_end(route.path), route) for route in routes]
+        self._by_end = {
+            word: tuple(route for end, route in ends if end in (word, _ANY)) for word, _ in ends
+        }
+        self._with_any_end = self._by_end.get(_ANY, ())
+        self._found = functools.lru_cache(_MAX_KEPT)(self._find)
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        found = self._found(scope["path"])
+        if found is None:
+            return json_response({"error": "Not Found"}, 404)(scope, receive, send)
+        scope["route"], scope["path_params"] = found
+        return found[0].app(scope, receive, send)
+
+    def _find(self, path: str) -> tuple[Route, Mapping[str, str]] | None:
+        """The route and the path's parameters, which must not be changed."""
+        for route in self._by_end.get(path.rpartition("/")[2], self._with_any_end):
+            match = route.path_regex.match(path)
+            if match is not None:
+                return route, match.groupdict()
+        return None
+
+
+def _end(pattern: str) -> str:
+    """The last part of a route's pattern; _ANY if a parameter is in it."""
+    last = pattern.rpartition("/")[2]
+    return _ANY if "{" in last else last

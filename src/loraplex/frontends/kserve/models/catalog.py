@@ -14,16 +14,17 @@ from loraplex.core.errors import InvalidRequestError, LoraplexError, ModelNotFou
 from loraplex.core.principal import LOCAL, Principal
 from loraplex.core.version import __version__
 from loraplex.frontends.kserve.errors import NotFoundError
-from loraplex.frontends.kserve.models.bls import BLS
-from loraplex.frontends.kserve.models.declaration import ModelDeclaration
-from loraplex.frontends.kserve.models.ensemble import ENSEMBLE
-from loraplex.frontends.kserve.models.kinds import Dialect
+from loraplex.frontends.kserve.models.kinds import (
+    BLS,
+    ENSEMBLE,
+    POSTPROCESSING,
+    PREPROCESSING,
+    TENSORRT_LLM,
+    VLLM,
+    Dialect,
+)
 from loraplex.frontends.kserve.models.model_control import ModelControl
-from loraplex.frontends.kserve.models.postprocessing import POSTPROCESSING
-from loraplex.frontends.kserve.models.preprocessing import PREPROCESSING
-from loraplex.frontends.kserve.models.tensorrt_llm import TENSORRT_LLM
-from loraplex.frontends.kserve.models.triton_model import TritonModel
-from loraplex.frontends.kserve.models.vllm import VLLM
+from loraplex.frontends.kserve.models.triton_model import ModelDeclaration, TritonModel
 from loraplex.frontends.kserve.wire_types import ServerMetadata
 from loraplex.serving.backend import Backend, ModelCard
 

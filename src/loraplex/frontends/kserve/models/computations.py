@@ -1,24 +1,37 @@
 """Models that generate nothing: their outputs are a function of their inputs."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
+import numpy as np
+
+from loraplex.core.errors import InvalidTensorError, TokenOutOfVocabularyError
 from loraplex.frontends.kserve.models.inputs import Inputs
-from loraplex.frontends.kserve.models.kinds import ModelKind
-from loraplex.frontends.kserve.models.postprocessing import POSTPROCESSING, postprocess
-from loraplex.frontends.kserve.models.preprocessing import PREPROCESSING, preprocess
+from loraplex.frontends.kserve.models.kinds import (
+    LENGTHS,
+    POSTPROCESSING,
+    PREPROCESSING,
+    ModelKind,
+)
+from loraplex.frontends.kserve.models.sampling import word_biases
 from loraplex.frontends.kserve.models.texts import ModelTexts
 from loraplex.frontends.kserve.models.triton_model import TritonModel
-from loraplex.frontends.kserve.tensors import Tensor
+from loraplex.frontends.kserve.tensors import Tensor, numbers, strings
 
-Computation = Callable[[TritonModel, Sequence[Inputs], ModelTexts], list[Tensor]]
-
-_COMPUTATIONS: Mapping[str, Computation] = MappingProxyType(
-    {PREPROCESSING.name: preprocess, POSTPROCESSING.name: postprocess}
-)
+NO_TOKEN = -1
+"""Value of end_id and pad_id of a model that has none."""
+END_PADDING = -1
+"""Padding of the row of word ends."""
+_PASSED_THROUGH = ("CUM_LOG_PROBS", "OUTPUT_LOG_PROBS", "CONTEXT_LOGITS", "GENERATION_LOGITS")
+"""Each comes back as OUT_ and its name."""
+_PADDING = -1
+"""Follows a beam that is shorter than another one."""
 _INLINE_BYTES = 1 << 14
 """Size of an input that is computed inline: about a millisecond, too short for a thread."""
+
+Computation = Callable[[TritonModel, Sequence[Inputs], ModelTexts], list[Tensor]]
 
 
 def is_computation(kind: ModelKind) -> bool:
@@ -33,3 +46,160 @@ async def compute(
     if num_bytes <= _INLINE_BYTES:
         return computation(model, elements, texts)
     return await asyncio.to_thread(computation, model, elements, texts)
+
+
+# ---------------------------------------------------------------- preprocessing
+
+
+def preprocess(model: TritonModel, elements: Sequence[Inputs], texts: ModelTexts) -> list[Tensor]:
+    """The outputs of a batch. Raises InvalidTensorError, and as the tokenizer does.
+
+    INPUT_ID is padded on the right, with the pad id, to the longest of the batch.
+    """
+    adds = model.options.adds_special_tokens
+    prompts = [
+        texts.encode("".join(inputs.texts("QUERY")), add_special_tokens=adds) for inputs in elements
+    ]
+    end_ids = [_token_id(inputs, "END_ID", model.card.eos_token_id) for inputs in elements]
+    pad_ids = [_token_id(inputs, "PAD_ID", _pad_token_id(model)) for inputs in elements]
+    limits = [inputs.integer("REQUEST_OUTPUT_LEN", 0) for inputs in elements]
+    longest = max(map(len, prompts))
+    padded = [
+        prompt + [max(pad_id, 0)] * (longest - len(prompt))
+        for prompt, pad_id in zip(prompts, pad_ids, strict=True)
+    ]
+    return [
+        numbers("INPUT_ID", "INT32", padded),
+        _column("REQUEST_INPUT_LEN", [len(prompt) for prompt in prompts]),
+        _column("DECODER_INPUT_ID", pad_ids),
+        _column("REQUEST_DECODER_INPUT_LEN", [1] * len(elements)),
+        _word_list("BAD_WORDS_DICT", "BAD_WORDS_IDS", elements, texts),
+        _word_list("STOP_WORDS_DICT", "STOP_WORDS_IDS", elements, texts),
+        _embedding_bias(model, elements, texts),
+        _column("REQUEST_OUTPUT_LEN", limits, model.output_datatype("REQUEST_OUTPUT_LEN")),
+        _column("OUT_END_ID", end_ids),
+        _column("OUT_PAD_ID", pad_ids),
+        *_extra_ids(elements),
+    ]
+
+
+def _token_id(inputs: Inputs, field: str, default: int | None) -> int:
+    return inputs.integer(field, NO_TOKEN if default is None else default)
+
+
+def _pad_token_id(model: TritonModel) -> int | None:
+    """The end token pads where the tokenizer has no other for it."""
+    card = model.card
+    return card.eos_token_id if card.pad_token_id is None else card.pad_token_id
+
+
+def _column(name: str, values: Sequence[int], datatype: str = "INT32") -> Tensor:
+    """Shape [batch, 1]."""
+    return numbers(name, datatype, [[value] for value in values])
+
+
+def _extra_ids(elements: Sequence[Inputs]) -> list[Tensor]:
+    """Only if it was sent."""
+    arrays = [inputs.array("PROMPT_TABLE_EXTRA_ID") for inputs in elements]
+    values = [int(array.flat[0]) for array in arrays if array is not None]
+    return [_column("OUT_PROMPT_TABLE_EXTRA_IDS", values, "UINT64")] if values else []
+
+
+# ---------------------------------------------------------------- words
+
+
+def _word_list(field: str, name: str, elements: Sequence[Inputs], texts: ModelTexts) -> Tensor:
+    """The [batch, 2, n] form that `sampling.split_words` reads; n is 0 if no words were sent.
+
+    Words that have no tokens are left out; if all have none, n is 1 and nothing is in the list.
+    """
+    if not any(inputs.texts(field) for inputs in elements):
+        return Tensor.of(name, "INT32", np.zeros((len(elements), 2, 0), np.int32))
+    words = [
+        [texts.encode(word, add_special_tokens=False) for word in inputs.texts(field) if word]
+        for inputs in elements
+    ]
+    rows = [
+        (list(itertools.chain(*own)), list(itertools.accumulate(len(w) for w in own if w)))
+        for own in words
+    ]
+    width = max(1, *(len(ids) for ids, _ in rows))
+    padded = [
+        [ids + [0] * (width - len(ids)), ends + [END_PADDING] * (width - len(ends))]
+        for ids, ends in rows
+    ]
+    return numbers(name, "INT32", padded)
+
+
+def _embedding_bias(model: TritonModel, elements: Sequence[Inputs], texts: ModelTexts) -> Tensor:
+    """[batch, vocabulary] of the model, or [batch, 0] without words."""
+    has_words = any(inputs.texts("embedding_bias_words") for inputs in elements)
+    width = model.card.vocab_size if has_words else 0
+    biases = np.zeros((len(elements), width), np.float32)
+    for row, inputs in zip(biases, elements, strict=True):
+        for token_id, bias in word_biases(inputs, texts.encode):
+            row[token_id] = bias
+    return Tensor.of("EMBEDDING_BIAS", "FP32", biases)
+
+
+# ---------------------------------------------------------------- postprocessing
+
+
+def postprocess(model: TritonModel, elements: Sequence[Inputs], texts: ModelTexts) -> list[Tensor]:
+    """The outputs of a batch. Raises InvalidTensorError and TokenOutOfVocabularyError.
+
+    OUTPUT is flat: the sequences of the first element, then those of the next.
+    """
+    skips = model.options.skips_special_tokens
+    completions = [
+        texts.decode(token_ids, skip_special_tokens=skips)
+        for inputs in elements
+        for token_ids in _sequences(inputs, model.card.vocab_size)
+    ]
+    return [strings("OUTPUT", completions), *_passed_through(elements)]
+
+
+def _sequences(inputs: Inputs, vocab_size: int) -> Iterator[list[int]]:
+    """Each row of TOKENS_BATCH, up to its length: what follows is padding."""
+    rows, lengths = inputs.array("TOKENS_BATCH"), inputs.array(LENGTHS)
+    if rows is not None and LENGTHS not in inputs:
+        lengths = rows.shape[1] - (rows[:, ::-1] != _PADDING).argmax(axis=1)
+    num_rows = 0 if rows is None else len(rows)
+    num_lengths = 0 if lengths is None else len(lengths)
+    if rows is None and lengths is not None and not lengths.any():
+        yield from ([] for _ in lengths)  # a last piece of a stream may have no tokens
+        return
+    if rows is None or lengths is None or num_rows != num_lengths:
+        raise InvalidTensorError(
+            f"input 'SEQUENCE_LENGTH' has {num_lengths} lengths, but 'TOKENS_BATCH' has "
+            f"{num_rows} sequences; each must have one",
+            param="SEQUENCE_LENGTH",
+        )
+    for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
+        if length < 0:
+            raise InvalidTensorError(
+                f"input 'SEQUENCE_LENGTH' has {length}; a length is not negative",
+                param="SEQUENCE_LENGTH",
+            )
+        wrong = next((t for t in row[:length] if not 0 <= t < vocab_size), None)
+        if wrong is not None:
+            raise TokenOutOfVocabularyError(
+                f"input 'TOKENS_BATCH' has the token id {wrong}; those of this model are 0 to "
+                f"{vocab_size - 1}",
+                param="TOKENS_BATCH",
+            )
+        yield row[:length]
+
+
+def _passed_through(elements: Sequence[Inputs]) -> list[Tensor]:
+    tensors = []
+    for name in _PASSED_THROUGH:
+        if name in elements[0]:
+            arrays = [inputs.sent(name).array for inputs in elements]
+            tensors.append(Tensor.of(f"OUT_{name}", "FP32", np.stack(arrays)))
+    return tensors
+
+
+_COMPUTATIONS: Mapping[str, Computation] = MappingProxyType(
+    {PREPROCESSING.name: preprocess, POSTPROCESSING.name: postprocess}
+)

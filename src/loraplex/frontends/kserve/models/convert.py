@@ -15,10 +15,10 @@ from loraplex.core.retention import DEFAULT_PRIORITY, KVRetention, TokenRangeRet
 from loraplex.core.task import Generate
 from loraplex.frontends.adapter_choices import read_choices
 from loraplex.frontends.kserve.messages import Parameter
-from loraplex.frontends.kserve.models.declaration import ModelOptions
 from loraplex.frontends.kserve.models.inputs import Inputs
 from loraplex.frontends.kserve.models.sampling import sampling_params
 from loraplex.frontends.kserve.models.texts import ModelTexts
+from loraplex.frontends.kserve.models.triton_model import ModelOptions
 from loraplex.frontends.kserve.tensors import Tensor
 from loraplex.serving.backend import ModelCard
 

@@ -2,13 +2,19 @@
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 from contextlib import aclosing
 
 from loraplex.core.principal import LOCAL
 from loraplex.frontends.body_limits import off_loop
-from loraplex.frontends.kserve.messages import InferResponse
+from loraplex.frontends.kserve.errors import (
+    FailedResponse,
+    as_loraplex_error,
+    message_of,
+    status_of,
+)
+from loraplex.frontends.kserve.messages import InferRequest, InferResponse
 from loraplex.frontends.kserve.service import TritonService
-from loraplex.frontends.kserve.socket.codec import decode_request, encode_failure, encode_response
 from loraplex.frontends.kserve.stub.wire import (
     CANCELLED,
     LENGTH,
@@ -20,11 +26,14 @@ from loraplex.frontends.kserve.stub.wire import (
     Infer,
     NotAMessage,
     Ping,
+    Response,
     Status,
     Welcome,
+    WireTensor,
     frame,
     read_from_client,
 )
+from loraplex.frontends.kserve.tensors import Tensor, from_raw, to_raw
 from loraplex.frontends.long_json import SENT_BYTES
 from loraplex.frontends.telemetry.telemetry import Telemetry
 from loraplex.serving.wire_request import as_current
@@ -201,3 +210,40 @@ class Session:
         """Return how many seconds the client has for what waits for it."""
         unsent = self._writer.transport.get_write_buffer_size()
         return (1 + unsent // SENT_BYTES) * self._unread_seconds
+
+
+def decode_request(message: Infer) -> InferRequest:
+    """Raises InvalidTensorError."""
+    return InferRequest(
+        model=message.model,
+        request_id=message.request_id,
+        inputs=tuple(from_raw(t.name, t.datatype, t.shape, t.data) for t in message.inputs),
+        requested=message.requested,
+        parameters=message.parameters,
+    )
+
+
+def encode_response(number: int, response: InferResponse) -> Response:
+    """number: the id of the request on its connection."""
+    return Response(
+        id=number,
+        outputs=_encoded(response.outputs),
+        parameters=dict(response.parameters),
+        is_final=response.is_final,
+    )
+
+
+def encode_failure(number: int, raised: Exception) -> Failure:
+    """Encode an error's kind and text; an internal error is logged and shows no details."""
+    error = as_loraplex_error(raised)
+    outputs = raised.outputs if isinstance(raised, FailedResponse) else ()
+    return Failure(
+        id=number,
+        kind=status_of(error).grpc,
+        message=message_of(error),
+        outputs=_encoded(outputs),
+    )
+
+
+def _encoded(tensors: Sequence[Tensor]) -> tuple[WireTensor, ...]:
+    return tuple(WireTensor(t.name, t.datatype, t.shape, to_raw(t)) for t in tensors)
