@@ -6,7 +6,6 @@ Knows no wire format.
 import asyncio
 from collections.abc import (
     AsyncGenerator,
-    AsyncIterator,
     Awaitable,
     Callable,
     Coroutine,
@@ -27,9 +26,9 @@ from loraplex.core.output import (
     TokenLogprob,
 )
 from loraplex.core.principal import Principal
-from loraplex.core.request import GenerateRequest, RequestBatch
+from loraplex.core.request import GenerateRequest
 from loraplex.frontends.field_names import Reworded, as_it_is
-from loraplex.serving.backend import TextBackend, close_outputs
+from loraplex.serving.backend import TextBackend, admit_all, close_outputs
 from loraplex.serving.best_of import joined
 from loraplex.serving.interleaving import interleaved
 
@@ -131,14 +130,9 @@ async def generate_all(
                 async for output in only:
                     yield 0, output
                 return
-            streams: list[AsyncIterator[RequestOutput]] = []
-            with RequestBatch() as batch:
-                for request in requests:
-                    batched = msgspec.structs.replace(request, batch=batch)
-                    outputs = await backend.generate(batched, principal)
-                    stack.push_async_callback(close_outputs, outputs)
-                    streams.append(outputs)
-                    await asyncio.sleep(0)  # many long prompts take a while
+            streams = await admit_all(
+                lambda request: backend.generate(request, principal), requests, stack
+            )
             async with aclosing(interleaved(streams)) as merged:
                 async for item in merged:
                     yield item

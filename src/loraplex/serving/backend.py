@@ -40,6 +40,7 @@ __all__ = [
     "Backend",
     "Health",
     "ModelCard",
+    "admit_all",
     "admit_together",
     "close_outputs",
     "vector_of",
@@ -355,7 +356,10 @@ async def admit_together(
     principal: Principal,
     stack: contextlib.AsyncExitStack,
 ) -> list[Admission]:
-    """Admit requests as one batch, in which one plan can begin them all; the stack closes them."""
+    """Admit requests as one batch, each whether or not others are refused; the stack closes them.
+
+    One plan can begin them all.
+    """
 
     async def admit(request: GenerateRequest) -> Admission:
         try:
@@ -370,6 +374,24 @@ async def admit_together(
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(admit(request)) for request in batched]
     return [task.result() for task in tasks]
+
+
+async def admit_all(
+    admit: Callable[[GenerateRequest], Awaitable[AsyncIterator[RequestOutput]]],
+    requests: Sequence[GenerateRequest],
+    stack: contextlib.AsyncExitStack,
+) -> list[AsyncIterator[RequestOutput]]:
+    """Admit requests as one batch, all or none; the stack closes them.
+
+    One plan can begin them all. Raises the error of the first one that is refused.
+    """
+    streams: list[AsyncIterator[RequestOutput]] = []
+    with RequestBatch() as batch:
+        for request in requests:
+            streams.append(await admit(msgspec.structs.replace(request, batch=batch)))
+            stack.push_async_callback(close_outputs, streams[-1])
+            await asyncio.sleep(0)  # many long prompts take a while
+    return streams
 
 
 async def vector_of(outputs: AsyncIterator[RequestOutput]) -> Pooled:
