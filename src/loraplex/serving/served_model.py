@@ -39,7 +39,6 @@ from loraplex.serving.engines.engine_state import EngineEnd
 from loraplex.serving.grammar.grammars import Grammars
 from loraplex.serving.local_texts import INLINE_CHARACTERS, LocalTexts
 from loraplex.serving.model_memory import ModelMemory, StoredAdapters, memory_of, stored
-from loraplex.serving.step_records import select_steps
 from loraplex.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -274,3 +273,19 @@ def _token_runs(words: Iterable[str], encode: Encode) -> Iterable[tuple[int, ...
             run = tuple(encode(text, add_special_tokens=False))
             if run:
                 yield run
+
+
+def select_steps(
+    records: Sequence[StepRecord], limit: int, after_ns: int | None = None
+) -> Sequence[StepRecord]:
+    """Return the newest records, oldest first; with after_ns the first ones that started later.
+
+    A new engine begins with step 1 again, but its steps start later than those of the last one.
+    """
+    if after_ns is None:
+        return list(itertools.islice(records, max(0, len(records) - limit), None))
+    # A poll that follows the engine looks at the new records only.
+    later = itertools.takewhile(lambda one: one.start_ns > after_ns, reversed(records))
+    num_later = sum(1 for _ in later)
+    first = len(records) - num_later
+    return list(itertools.islice(records, first, first + min(num_later, limit)))

@@ -9,7 +9,7 @@ import datetime
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import jinja2
 import jinja2.ext
@@ -22,7 +22,6 @@ from loraplex.core.errors import ConfigError, InvalidRequestError
 from loraplex.serving.text.chat_messages import normalize_messages
 from loraplex.serving.text.chat_template_files import find_templates
 from loraplex.serving.text.content_format import ContentFormat, content_format
-from loraplex.serving.text.continued_message import cut_at_mark, with_mark
 
 MAX_SOURCE_CHARS = 2**18
 MAX_RENDERED_CHARS = 2**24
@@ -41,6 +40,14 @@ _RESERVED = (
     *("chat_template", "tokenize"),
 )
 """Variables that a client cannot set by chat_template_kwargs."""
+
+# A template closes every message, so a last one that is not over gets a mark at its end, and the
+# rendered text is cut where the mark stands.
+_MARK: Final = "\ue000continue\ue001"
+"""Mark of private characters, for which no template looks."""
+
+_PROBE: Final = " "
+"""Text after the mark: a template that strips white space would strip the message's own."""
 
 _LOADERS = (nodes.Extends, nodes.Include, nodes.Import, nodes.FromImport)
 
@@ -119,7 +126,7 @@ class ChatTemplate:
         if "developer" not in template.source:
             normal = [_developer_as_system(message) for message in normal]
         if continue_final_message:
-            normal = with_mark(normal)
+            normal = _with_mark(normal)
         variables = {
             **self._special_tokens,
             **_checked_kwargs(template_kwargs or {}),
@@ -131,7 +138,7 @@ class ChatTemplate:
         if omits_absent:
             variables = {name: value for name, value in variables.items() if value is not None}
         text = self._render(template.code, variables)
-        return cut_at_mark(text) if continue_final_message else text
+        return _cut_at_mark(text) if continue_final_message else text
 
     def _choose(self, *, has_tools: bool) -> _Template:
         if not self._templates:
@@ -274,3 +281,41 @@ def _json_filter(default_indent: int | None) -> Callable[..., str]:
         )
 
     return to_json
+
+
+def _with_mark(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Normal messages, the last of which ends with the mark. Raises InvalidRequestError if it has
+    no content to go on with."""
+    *before, last = messages
+    where = f"messages[{len(before)}]"
+    content = last.get("content")
+    if not content or not isinstance(content, str | list) or last.get("tool_calls"):
+        raise InvalidRequestError(
+            f"continue_final_message: {where} has no text to continue", param=f"{where}.content"
+        )
+    if any(_MARK in str(message.get("content")) for message in messages):
+        raise InvalidRequestError(
+            f"continue_final_message: a message holds {_MARK!r}, which is not for messages",
+            param="messages",
+        )
+    return [*before, {**last, "content": _marked(content)}]
+
+
+def _marked(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    if isinstance(content, str):
+        return content + _MARK + _PROBE
+    *parts, last = content
+    return [*parts, {**last, "text": last["text"] + _MARK + _PROBE}]
+
+
+def _cut_at_mark(text: str) -> str:
+    """The rendered text up to the mark. Raises InvalidRequestError if the template has left the
+    last message out."""
+    before, mark, after = text.rpartition(_MARK)
+    if not mark:
+        raise InvalidRequestError(
+            "continue_final_message: the chat template of this model does not write the last "
+            "message as it is, so it cannot be continued",
+            param="continue_final_message",
+        )
+    return before if after.startswith(_PROBE) else before.rstrip()

@@ -13,8 +13,7 @@ from loraplex.core.output import (
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.serving.logits_files import first_rows
 from loraplex.serving.text.detokenizer import IncrementalDetokenizer
-from loraplex.serving.text.shown_tokens import ShownTokens
-from loraplex.serving.text.stop_strings import StopStrings
+from loraplex.serving.text.prefix_matcher import PrefixMatcher
 from loraplex.text.tokenizer import Tokenizer
 
 
@@ -106,3 +105,87 @@ def _first(
     if isinstance(logprobs, BeamLogprobs):
         return logprobs.first(num_tokens)
     return logprobs[:num_tokens]
+
+
+class ShownTokens:
+    """Holds back the tokens that may be the beginning of a stop sequence.
+
+    The engine reports when the last token of such a run has ended the sequence (it looks at
+    min_tokens, too); only then is it known that the tokens before it are no part of the text.
+    """
+
+    def __init__(self, stop_sequences: Sequence[tuple[int, ...]], shows_stop: bool) -> None:
+        """shows_stop: what ends a sequence is part of its text."""
+        self._shows_stop = shows_stop
+        runs = () if shows_stop else stop_sequences
+        self._matchers = [PrefixMatcher(run) for run in runs]
+        self._held: tuple[int, ...] = ()
+        self._num_complete = 0
+        """Tokens of the longest stop sequence that ends with the newest token."""
+
+    def push(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """The tokens that may be shown now, while the sequence goes on."""
+        tokens = self._take(token_ids)
+        num_held = max((matcher.num_matched for matcher in self._matchers), default=0)
+        return self._show(tokens, num_held)
+
+    def finish(
+        self, token_ids: Sequence[int], reason: FinishReason, stop_token_id: int | None
+    ) -> tuple[int, ...]:
+        """The rest, without what ended the sequence: the stop token, or else a stop sequence."""
+        tokens = self._take(token_ids)
+        if self._shows_stop or reason is not FinishReason.STOP:
+            return tokens
+        return self._show(tokens, 1 if stop_token_id is not None else self._num_complete)
+
+    def _take(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        for token_id in token_ids:
+            complete = [m.pattern for m in self._matchers if m.advance(token_id)]
+            self._num_complete = max(map(len, complete), default=0)
+        return (*self._held, *token_ids)
+
+    def _show(self, tokens: tuple[int, ...], num_held: int) -> tuple[int, ...]:
+        num_shown = len(tokens) - num_held
+        self._held = tokens[num_shown:]
+        return tokens[:num_shown]
+
+
+class StopStrings:
+    """Cuts a text at the stop string that is complete first, however the text is split.
+
+    "First" is as if the text came one character at a time, which is when a generation would have
+    been stopped: with stops `abcd` and `bc`, the text `abcd` ends at its `c`. Of stops that end at
+    the same character the longest counts. Text is held back only while it may still turn out to
+    be the beginning of a stop string.
+    """
+
+    def __init__(self, stops: Sequence[str], include_in_output: bool = False) -> None:
+        self._matchers = [PrefixMatcher(stop) for stop in stops if stop]
+        self._include_in_output = include_in_output
+        self._held = ""
+        self._matched: str | None = None
+
+    def push(self, text: str, final: bool = False) -> tuple[str, str | None]:
+        """(text to give out, stop string that ended it or None).
+
+        After a match nothing more is given out. With `final`, text that was held back is.
+        """
+        if self._matched is not None:
+            return "", self._matched
+        held = self._held + text
+        for end, char in enumerate(text, start=len(self._held) + 1):
+            self._matched = self._advance(char)
+            if self._matched is not None:
+                self._held = ""
+                start = end - len(self._matched)
+                return held[: end if self._include_in_output else start], self._matched
+        num_held = 0 if final or self._include_in_output else self._num_pending()
+        self._held = held[len(held) - num_held :]
+        return held[: len(held) - num_held], None
+
+    def _advance(self, char: str) -> str | None:
+        matches = [str(m.pattern) for m in self._matchers if m.advance(char)]
+        return max(matches, key=len, default=None)
+
+    def _num_pending(self) -> int:
+        return max((matcher.num_matched for matcher in self._matchers), default=0)

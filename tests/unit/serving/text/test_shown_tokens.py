@@ -3,7 +3,7 @@
 import pytest
 
 from loraplex.core.output import FinishReason
-from loraplex.serving.text.shown_tokens import ShownTokens
+from loraplex.serving.text.sequence_text import ShownTokens
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 

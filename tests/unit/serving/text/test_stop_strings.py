@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex.serving.text.stop_strings import StopStrings
+from loraplex.serving.text.sequence_text import StopStrings
 from support.examples import examples
 
 SMALL_TEXT = st.text(alphabet="ab", max_size=12)
