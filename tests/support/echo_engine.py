@@ -72,7 +72,7 @@ class EchoEngine(AsyncEngine):
         self._loop = EngineLoop(self._engine, channel, clock)
         self._own_link = EchoLink(self)
         self._handle(EngineReady(self._engine.capacity), self._own_link)
-        weakref.finalize(self, self._requests.close)
+        weakref.finalize(self, self.requests.close)
 
     def submit(
         self,

@@ -1,8 +1,9 @@
 """A request in two forms: as the client sent it, and as the engine receives it."""
 
+import contextlib
 import enum
 from collections.abc import Callable, Sequence
-from typing import Final, Self
+from typing import Final
 
 import msgspec
 
@@ -36,23 +37,20 @@ class PromptTruncation(msgspec.Struct, frozen=True):
     side: TruncationSide = TruncationSide.LEFT
 
 
-class RequestBatch:
+class RequestBatch(contextlib.AbstractContextManager["RequestBatch"]):
     """Requests that a client sent as one: an engine gets them together, when the batch is closed.
 
     It is a context manager: the block admits the requests, and its end closes the batch.
     """
 
-    def __init__(self, *, is_open: bool = True) -> None:
-        """is_open: more than one request may come."""
-        self.is_open = is_open
+    def __init__(self) -> None:
+        self.is_open = True
+        """Whether more requests may come."""
         self._actions: dict[Callable[[], None], None] = {}
 
     def when_closed(self, action: Callable[[], None]) -> None:
         """Call an action once when the batch is closed."""
         self._actions[action] = None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         if error_type is None:  # else the block's caller aborts them, and none needs to be sent
@@ -89,6 +87,8 @@ class GenerateRequest(HasTask, msgspec.Struct, frozen=True, kw_only=True):
     """False if the prompt text already contains them (a rendered chat template)."""
     truncation: PromptTruncation | None = None
     """None: a prompt that is too long is an error."""
+    ends_at_max_len: bool = False
+    """Whether max_tokens beyond what the model's length leaves are cut, and are no error."""
     cache_salt: str = ""
     """Salt chosen by the client: only requests with an equal one share KV blocks."""
     priority: int = 0

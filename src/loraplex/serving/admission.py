@@ -203,13 +203,15 @@ def _complete(request: GenerateRequest, num_prompt_tokens: int, model: ModelCard
     """Set max_tokens and seed, so that a replay after a crash is the same request; and what
     serving needs to know of the tokens itself."""
     sampling = request.sampling
-    max_prompt_len = model.max_model_len - num_prompt_tokens
-    max_tokens = max_prompt_len if sampling.max_tokens is None else sampling.max_tokens
-    if max_tokens > max_prompt_len:
+    max_new_tokens = model.max_model_len - num_prompt_tokens
+    max_tokens = max_new_tokens if sampling.max_tokens is None else sampling.max_tokens
+    if request.ends_at_max_len:
+        max_tokens = min(max_tokens, max_new_tokens)
+    if max_tokens > max_new_tokens:
         raise PromptTooLongError(
             f"the prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}: together "
             f"more than the {model.max_model_len} of model {model.name!r}; request at most "
-            f"{max_prompt_len}",
+            f"{max_new_tokens}",
             param="max_tokens",
         )
     if sampling.min_tokens > max_tokens:

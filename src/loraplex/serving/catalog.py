@@ -180,7 +180,7 @@ class ModelCatalog:
                 return
             if mode is UnloadMode.IMMEDIATE:
                 unloaded = AdapterNotFoundError(f"adapter {version.name!r} was unloaded meanwhile")
-                num_ended = model.engine.fail_labelled(label(version), unloaded)
+                num_ended = model.engine.requests.fail_labelled(label(version), unloaded)
             release(model, version)
             unpin_others(model)
             logger.info("adapter %r (%s) is unloaded", version.name, version.digest[:12])
@@ -357,7 +357,7 @@ async def describe(model: ServedModel, ref: AdapterRef) -> AdapterDetails:
         **card_fields(version, model.state_of(version)),
         aliases=tuple(sorted(a for a, name in aliases.items() if name == version.name)),
         residency=residency.get(version.digest, Residency.ABSENT),
-        num_running=model.engine.num_by_label().get(label(version), 0),
+        num_running=model.engine.requests.num_by_label().get(label(version), 0),
         content=content_of(version.staged, model.engine.capacity, model.card.dtype),
         versions=tuple(map(version_card, history)),
     )

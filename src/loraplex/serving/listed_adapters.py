@@ -43,7 +43,7 @@ async def listed_page(
             model,
             model.adapters_of(principal),
             residency=(await model.adapter_activity()).residency,
-            running=model.engine.num_by_label(),
+            running=model.engine.requests.num_by_label(),
             used_by_all=usage.of_server(),
             used=usage.of_tenant(principal.tenant),
         )

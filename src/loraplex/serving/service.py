@@ -367,7 +367,7 @@ class Service:
 
     def _end_requests(self, error: LoraplexError) -> None:
         for model in self._models.values():
-            model.engine.end_requests(error)
+            model.engine.requests.end_all(error)
 
     def _require_open(self) -> None:
         with self.draining.admission():

@@ -101,6 +101,14 @@ def test_max_tokens():
     assert caught.value.param == "max_tokens"
 
 
+def test_max_tokens_may_be_cut_to_the_models_length():
+    request = {"ends_at_max_len": True}
+    assert admitted(max_tokens=8, request=request).sampling.max_tokens == 7
+    assert admitted(max_tokens=6, request=request).sampling.max_tokens == 6
+    with refused(PromptTooLongError, "min_tokens", 8, 10, "'m'", param="min_tokens"):
+        admitted(max_tokens=9, min_tokens=8, request=request)
+
+
 def test_min_tokens_must_fit():
     assert admitted(max_tokens=None, min_tokens=7).sampling.min_tokens == 7
     with refused(PromptTooLongError, "min_tokens", 8, 10, "'m'", param="min_tokens"):

@@ -3,17 +3,15 @@
 Everything here runs on the event loop of the Backend. It knows no JSON, no HTTP and no protobuf.
 """
 
-from collections.abc import AsyncIterator, Sequence
+import contextlib
+from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 from prometheus_client.registry import Collector
 
 from loraplex.core.errors import InvalidRequestError, LoraplexError, UnsupportedFeatureError
 from loraplex.core.metrics_config import MetricsConfig
-from loraplex.core.output import RequestOutput
 from loraplex.core.principal import LOCAL, Principal
-from loraplex.core.request import RequestBatch
 from loraplex.frontends.kserve.active import ActiveRequests, StreamScope
 from loraplex.frontends.kserve.inference import Inference, select
 from loraplex.frontends.kserve.management import Management
@@ -43,7 +41,7 @@ from loraplex.frontends.kserve.statistics import (
 )
 from loraplex.frontends.kserve.submission import Submission, raise_in_dialect
 from loraplex.frontends.kserve.token_metrics import TokenLabels
-from loraplex.serving.backend import Backend, close_outputs
+from loraplex.serving.backend import Backend, admit_all
 
 _ONE_PER_ELEMENT = (ENSEMBLE.name, TENSORRT_LLM.name)
 """Kinds that respond to each element of a batch by itself."""
@@ -218,20 +216,22 @@ class TritonService:
         recording: Recording,
     ) -> Inference:
         """All elements of the batch or, if one is refused, none."""
-        streams: list[AsyncIterator[RequestOutput]] = []
         # Before any await: a stop request may follow at once.
         active = self._active.begin(principal.tenant, request.request_id, scope)
         try:
             generations = [self._submission.converted(model, request, i) for i in elements]
-            with RequestBatch() as batch:
-                for generation in generations:
-                    batched = msgspec.structs.replace(generation.request, batch=batch)
-                    generation = msgspec.structs.replace(generation, request=batched)
-                    streams.append(await self._submission.generate(model, generation, principal))
+            inline = {one.request.request_id: one.inline_adapter for one in generations}
+            async with contextlib.AsyncExitStack() as stack:
+                streams = await admit_all(
+                    lambda one: self._submission.generate(
+                        model, one, inline[one.request_id], principal
+                    ),
+                    [generation.request for generation in generations],
+                    stack,
+                )
+                stack.pop_all()  # the inference closes them
         except BaseException as error:
             active.end()
-            for stream in streams:
-                await close_outputs(stream)
             if isinstance(error, LoraplexError):
                 raise_in_dialect(model, error)
             raise

@@ -99,23 +99,21 @@ class Submission:
             raise NotReadyError("Model is unavailable due to unhealthy vLLM engine")
 
     async def generate(
-        self, model: TritonModel, generation: Generation, principal: Principal
+        self,
+        model: TritonModel,
+        request: GenerateRequest,
+        inline_adapter: InlineAdapter | None,
+        principal: Principal,
     ) -> AsyncIterator[RequestOutput]:
         """Admit a request. Raises as Backend.generate, in the words of the model's dialect."""
-        request = generation.request
-        if generation.inline_adapter is not None:
-            key = await self._add(generation.inline_adapter, request.model, principal)
+        if inline_adapter is not None:
+            key = await self._add(inline_adapter, request.model, principal)
             request = msgspec.structs.replace(request, adapters=(AdapterChoice(key),))
         try:
             with named_as_sent({name: model.kind.input_of(name) for name in _NAMED}):
                 return await self._backend.generate(request, principal)
         except (AdapterNotFoundError, PromptTooLongError) as error:
-            if not _may_be_shorter(model, request, error):
-                raise self._in_words(model, error, request, principal) from None
-        sampling = msgspec.structs.replace(request.sampling, max_tokens=None)
-        request = request.with_sampling(sampling)
-        generation = msgspec.structs.replace(generation, request=request, inline_adapter=None)
-        return await self.generate(model, generation, principal)
+            raise self._in_words(model, error, request, principal) from None
 
     def _in_words(
         self,
@@ -175,16 +173,6 @@ def raise_in_dialect(model: TritonModel, error: LoraplexError) -> NoReturn:
     if model.kind.dialect is not Dialect.VLLM:
         raise error
     raise vllm_failure(error) from error
-
-
-def _may_be_shorter(model: TritonModel, request: GenerateRequest, error: LoraplexError) -> bool:
-    """vLLM ends a completion at the model's maximum length, whatever max_tokens is."""
-    return (
-        model.kind.dialect is Dialect.VLLM
-        and isinstance(error, PromptTooLongError)
-        and error.param == "max_tokens"
-        and request.sampling.max_tokens is not None
-    )
 
 
 def _timeout_seconds(request: InferRequest) -> float | None:

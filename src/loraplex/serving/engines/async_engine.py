@@ -91,7 +91,7 @@ class AsyncEngine:
         self._link: EngineLink | None = None
         self._capacity: Capacity | None = None
         self._adapters = EngineRegistrations()
-        self._requests = RequestDispatch(model, self._adapters, clock, patience)
+        self.requests = RequestDispatch(model, self._adapters, clock, patience)
         self._has_worked = False
         """The engine of now, or the last one, did a step."""
         self._activity = ActivityQueries()
@@ -116,13 +116,13 @@ class AsyncEngine:
         """Stop the engine. In-flight requests end with an error, and so does a running start."""
         self.state = EngineState.CLOSED
         try:
-            self._requests.fail_all(NotReadyError("the server is stopping"))
+            self.requests.fail_all(NotReadyError("the server is stopping"))
         finally:
             if self._task is not None:
                 self._task.cancel()
                 await asyncio.gather(self._task, return_exceptions=True)
             self._settled.set()
-            self._requests.close()
+            self.requests.close()
 
     @property
     def is_ready(self) -> bool:
@@ -145,7 +145,7 @@ class AsyncEngine:
 
     @property
     def num_requests(self) -> int:
-        return len(self._requests)
+        return len(self.requests)
 
     @property
     def registered(self) -> Collection[str]:
@@ -153,7 +153,7 @@ class AsyncEngine:
 
         And those that in-flight requests need: the next engine may have to register them.
         """
-        return frozenset(self._adapters.registered.union(self._requests.needed_adapters()))
+        return frozenset(self._adapters.registered.union(self.requests.needed_adapters()))
 
     def submit(
         self,
@@ -175,29 +175,17 @@ class AsyncEngine:
             self._adapters.expect(source)
         now_ns = self._clock.now_ns()
         submitted = InFlightRequest(request, adapters, labels, submitted_ns=now_ns, batch=batch)
-        self._requests.submit(submitted)
+        self.requests.submit(submitted)
         return submitted.stream
 
     def abort(self, request_id: RequestId, sequence_index: int | None = None) -> None:
         """End a request, or one sequence of it; its stream then gets its last output."""
-        self._requests.abort(request_id, sequence_index)
-
-    def num_by_label(self) -> Mapping[Hashable, int]:
-        """Return the number of in-flight requests by label."""
-        return self._requests.num_by_label()
-
-    def fail_labelled(self, label: Hashable, error: LoraplexError) -> int:
-        """End the requests that carry a label, with an error; how many those were."""
-        return self._requests.fail_labelled(label, error)
-
-    def end_requests(self, error: LoraplexError) -> None:
-        """End all in-flight requests with an error; new ones are accepted."""
-        self._requests.end_all(error)
+        self.requests.abort(request_id, sequence_index)
 
     def forget_adapter(self, digest: str) -> None:
         """Let the engine forget an adapter once no request needs it. It may be named again."""
         send = None if self._link is None else self._link.send
-        self._adapters.forget(digest, send, self._requests.needed_adapters())
+        self._adapters.forget(digest, send, self.requests.needed_adapters())
 
     async def residency(self) -> Mapping[str, Residency]:
         """Where the adapters are, by digest; what is absent is left out.
@@ -302,7 +290,7 @@ class AsyncEngine:
             logger.exception("model %s: its engine is given up", self.model)
             self.failure = InternalError(f"the engine of model {self.model!r} was given up")
         self.state = EngineState.FAILED
-        self._requests.fail_all(engine_gone("was given up"))
+        self.requests.fail_all(engine_gone("was given up"))
         self._settled.set()
 
     async def _run_epochs(self) -> None:
@@ -370,7 +358,7 @@ class AsyncEngine:
         self.stats = EngineStats()
         if self.state is EngineState.READY:
             self.state = EngineState.RESTARTING
-        self._requests.lose_engine(death)
+        self.requests.lose_engine(death)
 
     def _handle(self, event: EngineEvent, link: EngineLink) -> None:
         match event:
@@ -383,7 +371,7 @@ class AsyncEngine:
                 self._watchdog.note_ready()
                 self.state = EngineState.READY
                 self._pin_again(link)
-                self._requests.take_engine(link)
+                self.requests.take_engine(link)
                 self._settled.set()
             case EngineFailed(error):
                 self._cannot_start(error_from_info(error))
@@ -403,7 +391,7 @@ class AsyncEngine:
             self._has_worked = True
             self.steps.append(step.record)
             self._watchdog.note_step(step.record)
-        self._requests.take_step(step)
+        self.requests.take_step(step)
 
     def _note_rejected(self, digest: str, error: ErrorInfo) -> None:
         if self._adapters.reject(digest, error):

@@ -94,16 +94,17 @@ class RequestDispatch:
             self._remove(request)
 
     def num_by_label(self) -> Mapping[Hashable, int]:
+        """Return the number of in-flight requests by label."""
         return Counter(label for request in self._requests.values() for label in request.labels)
 
     def fail_labelled(self, label: Hashable, error: LoraplexError) -> int:
-        """How many those were."""
+        """End the requests that carry a label, with an error; return how many those were."""
         found = [request for request in self._requests.values() if label in request.labels]
         self._end(found, error)
         return len(found)
 
     def end_all(self, error: LoraplexError) -> None:
-        """The engine lives on, without them."""
+        """End all requests with an error. The engine lives on, and new ones are accepted."""
         self._end(tuple(self._requests.values()), error)
 
     def fail_all(self, error: LoraplexError) -> None:

@@ -136,7 +136,7 @@ class TestRequests:
         with RequestBatch() as batch:
             engine.submit(first, [], batch=batch)
             clock.advance_seconds(300)
-            engine._requests._look_at_times()
+            engine.requests._look_at_times()
             engine.submit(other, [])
             engine.submit(second, [], batch=batch)
             assert script.link.commands == [AddRequest(other)]

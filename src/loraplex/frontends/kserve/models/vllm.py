@@ -214,6 +214,7 @@ def convert_vllm(
             client_request_id=sender.client_request_id,
             timeout_seconds=sender.timeout_seconds,
             priority=sender.priority,
+            ends_at_max_len=True,
             repeated_bytes=REPEATED_BYTES * (not (is_streamed or excludes_input)),
         ),
         is_streamed=is_streamed,
