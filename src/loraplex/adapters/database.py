@@ -97,6 +97,7 @@ class AdapterDatabase:
         have moved.
         """
         self._path = path
+        self._is_in_memory = path == IN_MEMORY
         self._file_path = file_path
         self.names = AdapterIndex()
         """Present versions. Only transactions change them."""
@@ -142,10 +143,15 @@ class AdapterDatabase:
         self._require_named_files()
         self._following, self._dropped = [], []
         try:
-            with self._begun():
-                yield self._dropped
+            self._connection.execute("BEGIN IMMEDIATE")
+            yield self._dropped
+            self._connection.execute("COMMIT")
         except sqlite3.Error as error:
             raise self._failed("written", error) from error
+        finally:
+            with contextlib.suppress(sqlite3.Error):  # it was committed, or cannot be used
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
         self._require_named_files()
         for change in self._following:
             change()
@@ -264,10 +270,6 @@ class AdapterDatabase:
         self._dropped += [digest for (digest,) in found]
         self._connection.execute(f"DELETE {which}", values)
 
-    @property
-    def _is_in_memory(self) -> bool:
-        return self._path == IN_MEMORY
-
     def _named_files(self) -> _NamedFiles:
         """Return which files have the names of the database and of its write-ahead log."""
         if self._is_in_memory:
@@ -280,17 +282,6 @@ class AdapterDatabase:
                 f"the adapter store {self._path} was deleted or replaced while the server runs; "
                 "restart the server"
             )
-
-    @contextlib.contextmanager
-    def _begun(self) -> Iterator[None]:
-        self._connection.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-            self._connection.execute("COMMIT")
-        except BaseException:
-            if self._connection.in_transaction:
-                self._connection.execute("ROLLBACK")
-            raise
 
     def _select(self, query: str, values: tuple[Any, ...]) -> list[tuple[Any, ...]]:
         try:

@@ -68,12 +68,15 @@ class AdapterIndex:
         with self._lock:
             return self._names(owner).versions.get(name)
 
-    def holder(self, owner: Owner, task_id: int | None) -> AdapterVersion | None:
-        """Return the version that has a task id."""
+    def holder(self, owner: Owner, task_id: int | None) -> str | None:
+        """Return the name that has a task id."""
         with self._lock:
-            names = self._names(owner)
-            name = None if task_id is None else names.names_by_task.get(task_id)
-            return None if name is None else names.versions[name]
+            return None if task_id is None else self._names(owner).names_by_task.get(task_id)
+
+    def meaning(self, owner: Owner, alias: str) -> str | None:
+        """Return the name that an alias means."""
+        with self._lock:
+            return self._names(owner).aliases.get(alias)
 
     def aliases(self, owner: Owner) -> Mapping[str, str]:
         """Return a copy of the aliases: alias -> name."""

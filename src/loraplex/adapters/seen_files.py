@@ -38,14 +38,23 @@ class SeenFiles:
     def __init__(self, state_dir: Path) -> None:
         self._folder = state_dir / "seen"
 
-    def digest(self, identities: tuple[FileIdentity, ...], context: str = "") -> str | None:
-        """Return the digest of the adapter in these files, if it is known."""
-        try:
-            note = msgspec.json.decode(self._path(identities, context).read_bytes(), type=_Note)
-        except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
-            return None
-        found = (note.version, note.identities, note.context)
-        return note.digest if found == (_NOTE_VERSION, identities, context) else None
+    def digest(self, identities: tuple[FileIdentity, ...], *contexts: str) -> str | None:
+        """Return the digest of the adapter in these files, if it is known in one of the contexts.
+
+        Without a context: in the empty one.
+        """
+        for context in contexts or ("",):
+            try:
+                note = msgspec.json.decode(self._path(identities, context).read_bytes(), type=_Note)
+            except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+                continue
+            if (note.version, note.identities, note.context) == (
+                _NOTE_VERSION,
+                identities,
+                context,
+            ):
+                return note.digest
+        return None
 
     def remember(
         self, identities: tuple[FileIdentity, ...], digest: str, context: str = ""

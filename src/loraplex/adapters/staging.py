@@ -330,15 +330,22 @@ class StagingPool:
         async with self._turns.turn(tenant):
             if self._is_closed:
                 raise AdapterLoadError(f"the server stops: {what} is not loaded")
-            await self._end_stopped()
+            # No load waits for an idle process that a signal stopped.
+            stopped = [process for process in self._idle if process.is_stopped]
+            self._idle = [process for process in self._idle if process not in stopped]
+            await asyncio.gather(*(process.kill_stopped() for process in stopped))
             # A further load of the tenant leaves the process that has run for longest to others.
             num_left = 0 if self._turns.num_running(tenant) == 1 else 1
             is_idle = len(self._idle) > num_left
-            process = self._idle.pop(-1 - num_left) if is_idle else self._new_process()
+            process = (
+                self._idle.pop(-1 - num_left)
+                if is_idle
+                else StagingProcess(self._command, self._timeout_seconds)
+            )
             self._busy.add(process)
             try:
                 if tenant:  # the server's own loads come at its start, before any tenant's
-                    await self.keep_spare()
+                    await self.keep_idle(self._num_spare)
                 return await process.request(request_id, what, pieces)
             finally:
                 self._busy.discard(process)
@@ -347,32 +354,19 @@ class StagingPool:
                 else:
                     await process.close()
 
-    async def start(self) -> None:
-        """Start a process for the next load, unless one is idle."""
-        await self._keep(1)
-
-    async def keep_spare(self) -> None:
-        """Start the processes that are to be idle."""
-        await self._keep(self._num_spare)
-
     async def close(self) -> None:
         """End the processes; loads in progress fail, and so do those that wait."""
         self._is_closed = True
         await close_together(*(process.close() for process in self.processes))
 
-    async def _keep(self, number: int) -> None:
-        new = [self._new_process() for _ in range(number - len(self._idle))]
+    async def keep_idle(self, number: int) -> None:
+        """Start processes for the next loads until so many are idle."""
+        new = [
+            StagingProcess(self._command, self._timeout_seconds)
+            for _ in range(number - len(self._idle))
+        ]
         self._idle[:0] = new
         await asyncio.gather(*(process.start() for process in new))
-
-    async def _end_stopped(self) -> None:
-        """Kill the idle processes that a signal stopped, so that no load waits for one."""
-        stopped = [process for process in self._idle if process.is_stopped]
-        self._idle = [process for process in self._idle if process not in stopped]
-        await asyncio.gather(*(process.kill_stopped() for process in stopped))
-
-    def _new_process(self) -> StagingProcess:
-        return StagingProcess(self._command, self._timeout_seconds)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -413,7 +407,7 @@ class StagingWorker:
         self._state_dir = state_dir
         self._policy = policy
         self._request_ids = itertools.count(1)
-        num_spare = 2 if has_tenants else 1
+        self._num_spare = num_spare = 2 if has_tenants else 1
         self._local = StagingPool(command, timeout_seconds, num_workers, num_spare)
         remote_seconds = timeout_seconds + policy.max_seconds
         self._remote = StagingPool(command, remote_seconds, num_workers, num_spare)
@@ -545,13 +539,12 @@ class StagingWorker:
 
     async def start(self) -> None:
         """Start a worker of local sources, so that the first adapter does not wait for it."""
-        await self._local.start()
+        await self._local.keep_idle(1)
 
     async def keep_spare(self) -> None:
         """Start the workers that are to be idle for tenants' loads."""
-        await self._local.keep_spare()
-        if self._policy.hosts:
-            await self._remote.keep_spare()
+        for pool in (self._local, self._remote) if self._policy.hosts else (self._local,):
+            await pool.keep_idle(self._num_spare)
 
     async def close(self) -> None:
         """End the workers; loads in progress fail."""

@@ -45,7 +45,7 @@ from loraplex.adapters.formats.inputs import (
     read_fitting_rows,
 )
 from loraplex.adapters.formats.patterns import call_when_slow
-from loraplex.adapters.seen_files import FileIdentity, SeenFiles, identities_of
+from loraplex.adapters.seen_files import SeenFiles, identities_of
 from loraplex.adapters.sources.fetch import local_path
 from loraplex.adapters.sources.reference import SourceKind, parse, shown_source
 from loraplex.adapters.staged import StagedAdapter, StageReply, StageRequest
@@ -156,11 +156,16 @@ def stage(request: StageRequest, tensors: Sequence[Buffer] = ()) -> StagedAdapte
     """
     watch = Stopwatch()
     state_dir = Path(request.state_dir)
-    source = _input(request, tensors)
+    if request.tensors is None:
+        source = open_input(request.path, request.limits)
+    else:
+        source = RequestTensors(*map(trtllm.request_tensor, request.tensors, tensors))
     seen, context = SeenFiles(state_dir), _context(request)
     contexts = (context, _context(request) + request.base_path)
     identities = identities_of(source.files)
-    known_digest = _seen_digest(request, seen, identities, contexts) if source.files else None
+    known_digest = None
+    if source.files and not request.reads_again:
+        known_digest = seen.digest(identities, *contexts)
     rows = None if known_digest is None else _known_rows(state_dir, known_digest)
     watch.lap("look_up")
     if known_digest is not None and rows is not None:
@@ -191,19 +196,6 @@ def stage(request: StageRequest, tensors: Sequence[Buffer] = ()) -> StagedAdapte
     return _staged(request, source, rows, new_digest, warnings, watch, was_known=False)
 
 
-def _seen_digest(
-    request: StageRequest,
-    seen: SeenFiles,
-    identities: tuple[FileIdentity, ...],
-    contexts: tuple[str, ...],
-) -> str | None:
-    """Return the digest of unchanged files that were staged before."""
-    if request.reads_again:
-        return None
-    found = (seen.digest(identities, context) for context in contexts)
-    return next((known for known in found if known is not None), None)
-
-
 @contextlib.contextmanager
 def _naming_other_base(source: AdapterInput, request: StageRequest) -> Iterator[None]:
     """Add to an error about a shape that the adapter names another base model."""
@@ -224,16 +216,6 @@ def _left_out(copy: CanonicalRow) -> str:
         f"{copy.origin}: its copy of the base model's own weight "
         f"({readable_bytes(copy.num_bytes)}, the same values) is left out"
     )
-
-
-def _input(request: StageRequest, tensors: Sequence[Buffer]) -> AdapterInput:
-    if request.tensors is None:
-        return open_input(request.path, request.limits)
-    weights, config = (
-        trtllm.request_tensor(header, data)
-        for header, data in zip(request.tensors, tensors, strict=True)
-    )
-    return RequestTensors(weights, config)
 
 
 def _context(request: StageRequest) -> str:
@@ -281,19 +263,18 @@ def _staged(
         source=source_of(adapter_digest, path, rows, request.shapes, request.limits.max_ranks),
         dtypes=tuple(sorted({tensor.dtype for tensor in tensors if tensor.is_float})),
         num_tensors=len(tensors),
-        changes_nothing=all(_changes_nothing(row) for row in rows),
+        # LoRA that was never trained. Other kinds need the base to decide this.
+        changes_nothing=all(
+            row.kind is RowKind.LORA
+            and row.tensors["b"].is_zero()
+            and ("bias" not in row.tensors or row.tensors["bias"].is_zero())
+            for row in rows
+        ),
         end_tokens=source.end_tokens,
         warnings=warnings,
         was_known=was_known,
         seconds=watch.seconds,
     )
-
-
-def _changes_nothing(row: CanonicalRow) -> bool:
-    """Whether a row is LoRA that was never trained. Other kinds need the base to decide this."""
-    bias = row.tensors.get("bias")
-    is_silent = bias is None or bias.is_zero()
-    return row.kind is RowKind.LORA and is_silent and row.tensors["b"].is_zero()
 
 
 def _read(stream: BinaryIO) -> StageRequest | None:

@@ -143,7 +143,7 @@ class AdapterStore:
                 "remove it first, or replace it",
                 param="name",
             )
-        meant = self._names.aliases(owner).get(name)
+        meant = self._names.meaning(owner, name)
         if meant is not None:
             raise AdapterExistsError(
                 f"{name!r} is an alias of adapter {meant!r}; load under that name, or remove the "
@@ -305,7 +305,7 @@ class AdapterStore:
         with self._changing:
             version = self._names.resolve(ref)
             owner = version.owner
-            meant = self._names.aliases(owner).get(alias)
+            meant = self._names.meaning(owner, alias)
             if meant == version.name:
                 return version
             if self._names.version(owner, alias) is not None:
@@ -377,9 +377,9 @@ class AdapterStore:
 
     def _check_task_id_free(self, owner: Owner, name: str, task_id: int | None) -> None:
         holder = self._names.holder(owner, task_id)
-        if holder is not None and holder.name != name:
+        if holder not in (None, name):
             raise AdapterExistsError(
-                f"LoRA task {task_id} already is adapter {holder.name!r}", param="task_id"
+                f"LoRA task {task_id} already is adapter {holder!r}", param="task_id"
             )
 
     @contextlib.contextmanager

@@ -69,7 +69,10 @@ class PeftFolder(AdapterInput):
     def __init__(self, folder: Path, limits: StagingLimits) -> None:
         self.config: PeftConfig = read_config(folder, limits.max_header_bytes)
         self.trained_on = self.config.base_model_name_or_path
-        self._weights = _peft_weights(folder)
+        weights = next((n for n in peft.WEIGHTS_NAMES if (folder / n).exists()), None)
+        if weights is None:
+            raise InvalidAdapterError(f"{folder} has neither {' nor '.join(peft.WEIGHTS_NAMES)}")
+        self._weights = folder / weights
         self.end_tokens, self._unread = read_end_tokens(folder, limits.max_header_bytes)
         self.files = (folder / CONFIG_NAME, self._weights)
 
@@ -218,8 +221,16 @@ def read_fitting_rows(
 
 def open_input(path: str, limits: StagingLimits) -> AdapterInput:
     """Open the adapter at a path. Raises InvalidAdapterError, which lists the known formats."""
+    if not path or "\0" in path:
+        raise InvalidAdapterError(
+            "the path of an adapter must be that of a folder, or of a .safetensors or .gguf file"
+        )
     try:
-        return _input_at(_resolve(path), path, limits)
+        try:
+            place = Path(path).expanduser().resolve(strict=True)
+        except RuntimeError as error:  # a link to itself
+            raise InvalidAdapterError(f"cannot open the adapter {path}: {error}") from error
+        return _input_at(place, path, limits)
     except OSError as error:
         raise InvalidAdapterError(f"cannot open the adapter {path}: {error.strerror}") from error
 
@@ -262,18 +273,6 @@ def _hint(folder: Path) -> str:
     return f", but its folder {newest} does: give that{others}"
 
 
-def _resolve(path: str) -> Path:
-    """Return the target of a path, links followed. Raises InvalidAdapterError or OSError."""
-    if not path or "\0" in path:
-        raise InvalidAdapterError(
-            "the path of an adapter must be that of a folder, or of a .safetensors or .gguf file"
-        )
-    try:
-        return Path(path).expanduser().resolve(strict=True)
-    except RuntimeError as error:
-        raise InvalidAdapterError(f"cannot open the adapter {path}: {error}") from error
-
-
 def _rows_of_pair(
     where: str, weights: RawTensor, config: RawTensor, shapes: BaseShapes, limits: StagingLimits
 ) -> tuple[CanonicalRow, ...]:
@@ -281,13 +280,6 @@ def _rows_of_pair(
         return trtllm.canonical_rows(weights, config, shapes, limits.max_ranks)
     except LoraplexError as error:
         raise type(error)(f"{where}: {error.message}") from error
-
-
-def _peft_weights(folder: Path) -> Path:
-    for name in peft.WEIGHTS_NAMES:
-        if (folder / name).exists():
-            return folder / name
-    raise InvalidAdapterError(f"{folder} has neither {' nor '.join(peft.WEIGHTS_NAMES)}")
 
 
 def _listed(names: Iterable[str], most: int = 5) -> str:

@@ -315,7 +315,6 @@ def parse_config(content: bytes) -> PeftConfig:
     except msgspec.ValidationError as error:
         raise InvalidAdapterError(str(error)) from error
     _check_values(config)
-    _refuse_other_parameters(config.target_parameters)
     _check_switches(config)
     return config
 
@@ -365,14 +364,6 @@ def _refuse_other_tokens(indices: dict[str, object]) -> None:
             )
 
 
-def _refuse_other_parameters(names: list[str]) -> None:
-    for name in names:
-        if name.rpartition(".")[2] not in _PARAMETERS:
-            raise UnsupportedFeatureError(
-                f"target_parameters names {_SHORT.repr(name)}; supported: {', '.join(_PARAMETERS)}"
-            )
-
-
 def _refuse_base_changing_init(value: object) -> None:
     name = value.lower() if isinstance(value, str) else ""
     conversion = next((text for init, text in _CONVERSIONS.items() if name.startswith(init)), None)
@@ -388,6 +379,11 @@ def _refuse_base_changing_init(value: object) -> None:
 
 
 def _check_switches(config: PeftConfig) -> None:
+    for name in config.target_parameters:
+        if name.rpartition(".")[2] not in _PARAMETERS:
+            raise UnsupportedFeatureError(
+                f"target_parameters names {_SHORT.repr(name)}; supported: {', '.join(_PARAMETERS)}"
+            )
     if config.bias not in _BIAS_CHOICES:
         raise InvalidAdapterError(
             f"bias is {_SHORT.repr(config.bias)}; it is one of {', '.join(_BIAS_CHOICES)}"

@@ -1,12 +1,13 @@
 """Download of one file: its limits of size, time and rate, and its result."""
 
-import dataclasses
 import enum
 import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+
+import msgspec
 
 from loraplex.adapters.durable_files import reporting_full_disk, storing
 from loraplex.adapters.sources.policy import SourcePolicy
@@ -20,8 +21,7 @@ RATE_SECONDS = 15.0
 """Time over which the rate of a download is measured."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Arrived:
+class Arrived(msgspec.Struct, frozen=True):
     """File that has arrived completely."""
 
     tag: str

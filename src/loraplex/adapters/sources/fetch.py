@@ -57,16 +57,10 @@ _ARRIVING = ".arriving-"
 _ABANDONED_SECONDS = 3600.0
 
 
-class _File(msgspec.Struct, frozen=True):
-    tag: str
-    sha256: str
-    num_bytes: int
-
-
 class _Note(msgspec.Struct, frozen=True):
     content: str
     """Name of the folder with the files."""
-    files: dict[str, _File]
+    files: dict[str, Arrived]
 
 
 def local_path(text: str, policy: SourcePolicy, state_dir: Path) -> Path:
@@ -79,92 +73,91 @@ def local_path(text: str, policy: SourcePolicy, state_dir: Path) -> Path:
     reference = parse(text)
     if reference.kind is SourceKind.LOCAL:
         return checked_path(reference.location, policy, FILE_NAMES)
-    return KeptSources(state_dir / "sources").fetch(reference, policy)
+    return _fetched(reference, policy, state_dir / "sources")
 
 
-class KeptSources:
-    """Fetched adapters in one folder, which several processes may use."""
+def _fetched(reference: Reference, policy: SourcePolicy, folder: Path) -> Path:
+    """Return the adapter as its source has it now.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    folder: of all fetched adapters, which several processes may use.
+    """
+    # An HTTP client is half of what a staging worker imports, and most sources are local.
+    from loraplex.adapters.sources.remotes import open_remote  # noqa: PLC0415
 
-    def fetch(self, reference: Reference, policy: SourcePolicy) -> Path:
-        """Return the adapter as its source has it now."""
-        # An HTTP client is half of what a staging worker imports, and most sources are local.
-        from loraplex.adapters.sources.remotes import open_remote  # noqa: PLC0415
-
-        remote = open_remote(reference, policy)
-        home = self._folder / _key(reference)
-        kept = _kept(home)
-        started = time.monotonic()
-        try:
-            with self._arriving() as arriving:
-                arrival = _Download(remote, arriving, Allowance(policy, str(reference)), kept)
-                arrival.get_all(reference)
-                _check_sum(reference, arrival.files)
-                note = _Note(_content_of(arrival.files), arrival.files)
-                if kept is None or kept.content != note.content:
-                    with storing():
-                        arrival.take_unchanged(home)
-                        _move(arriving, home / note.content)
-        except AdapterLoadError as error:
-            if kept is None or not policy.may_use_kept:
-                raise
-            _check_sum(reference, kept.files)
-            logger.warning("%s; the copy that arrived before is used", error.message)
-            note = kept
-        else:
-            with storing():
-                self._write_note(home, note)
-            _forget_others(home, note.content)
-        if kept is None or kept.content != note.content:
-            num_bytes = sum(file.num_bytes for file in note.files.values())
-            seconds = time.monotonic() - started
-            logger.info("fetched %s: %.1f MiB in %.1f s", reference, num_bytes / 2**20, seconds)
-        self._trim(policy.max_kept_bytes, home)
-        place = home / note.content
-        return place / f"adapter{reference.file_suffix}" if reference.file_suffix else place
-
-    @staticmethod
-    def _write_note(home: Path, note: _Note) -> None:
-        try:
-            write_atomically(home / _NOTE_NAME, [msgspec.json.encode(note)])
-        except OSError:
-            # Files without a note would stay for ever: `_trim` finds adapters by their notes.
-            if not (home / _NOTE_NAME).exists():
-                shutil.rmtree(home, ignore_errors=True)
+    remote = open_remote(reference, policy)
+    home = folder / _key(reference)
+    kept = _kept(home)
+    started = time.monotonic()
+    try:
+        with _arriving(folder) as arriving:
+            arrival = _Download(remote, arriving, Allowance(policy, str(reference)), kept)
+            arrival.get_all(reference)
+            _check_sum(reference, arrival.files)
+            note = _Note(_content_of(arrival.files), arrival.files)
+            if kept is None or kept.content != note.content:
+                with storing():
+                    arrival.take_unchanged(home)
+                    _move(arriving, home / note.content)
+    except AdapterLoadError as error:
+        if kept is None or not policy.may_use_kept:
             raise
-
-    @contextlib.contextmanager
-    def _arriving(self) -> Iterator[Path]:
-        """Yield a folder which is deleted afterwards, unless it was moved away."""
+        _check_sum(reference, kept.files)
+        logger.warning("%s; the copy that arrived before is used", error.message)
+        note = kept
+    else:
         with storing():
-            self._folder.mkdir(parents=True, exist_ok=True)
-        for old in self._folder.glob(f"{_ARRIVING}*"):
-            with contextlib.suppress(OSError):
-                if time.time() - old.stat().st_mtime > _ABANDONED_SECONDS:
-                    shutil.rmtree(old)
-        with storing():
-            folder = Path(tempfile.mkdtemp(prefix=_ARRIVING, dir=self._folder))
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            _write_note(home, note)
+        _forget_others(home, note.content)
+    if kept is None or kept.content != note.content:
+        num_bytes = sum(file.num_bytes for file in note.files.values())
+        seconds = time.monotonic() - started
+        logger.info("fetched %s: %.1f MiB in %.1f s", reference, num_bytes / 2**20, seconds)
+    _trim(folder, policy.max_kept_bytes, home)
+    place = home / note.content
+    return place / f"adapter{reference.file_suffix}" if reference.file_suffix else place
 
-    def _trim(self, max_bytes: int, used_now: Path) -> None:
-        """Delete the least recently used adapters until the rest fits."""
-        homes = []
-        for note in self._folder.glob(f"*/{_NOTE_NAME}"):
-            with contextlib.suppress(OSError):
-                size = sum(file.stat().st_size for file in note.parent.glob("*/*"))
-                homes.append((note.stat().st_mtime, size, note.parent))
-        total = sum(size for _, size, _ in homes)
-        for _, size, home in sorted(homes):
-            if total <= max_bytes:
-                return
-            if home != used_now:
-                shutil.rmtree(home, ignore_errors=True)
-                total -= size
+
+def _write_note(home: Path, note: _Note) -> None:
+    try:
+        write_atomically(home / _NOTE_NAME, [msgspec.json.encode(note)])
+    except OSError:
+        # Files without a note would stay for ever: `_trim` finds adapters by their notes.
+        if not (home / _NOTE_NAME).exists():
+            shutil.rmtree(home, ignore_errors=True)
+        raise
+
+
+@contextlib.contextmanager
+def _arriving(root: Path) -> Iterator[Path]:
+    """Yield a folder which is deleted afterwards, unless it was moved away."""
+    with storing():
+        root.mkdir(parents=True, exist_ok=True)
+    for old in root.glob(f"{_ARRIVING}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - old.stat().st_mtime > _ABANDONED_SECONDS:
+                shutil.rmtree(old)
+    with storing():
+        folder = Path(tempfile.mkdtemp(prefix=_ARRIVING, dir=root))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _trim(root: Path, max_bytes: int, used_now: Path) -> None:
+    """Delete the least recently used adapters until the rest fits."""
+    homes = []
+    for note in root.glob(f"*/{_NOTE_NAME}"):
+        with contextlib.suppress(OSError):
+            size = sum(file.stat().st_size for file in note.parent.glob("*/*"))
+            homes.append((note.stat().st_mtime, size, note.parent))
+    total = sum(size for _, size, _ in homes)
+    for _, size, home in sorted(homes):
+        if total <= max_bytes:
+            return
+        if home != used_now:
+            shutil.rmtree(home, ignore_errors=True)
+            total -= size
 
 
 class _Download:
@@ -173,7 +166,7 @@ class _Download:
     def __init__(
         self, remote: "Remote", folder: Path, allowance: Allowance, kept: _Note | None
     ) -> None:
-        self.files: dict[str, _File] = {}
+        self.files: dict[str, Arrived] = {}
         self._remote = remote
         self._folder = folder
         self._allowance = allowance
@@ -229,7 +222,7 @@ class _Download:
         target = self._folder / name
         got = self._remote.get(remote_name, target, self._allowance, known.tag if known else "")
         if isinstance(got, Arrived):
-            self.files[name] = _File(got.tag, got.sha256, got.num_bytes)
+            self.files[name] = got
         elif got is Missing.UNCHANGED:
             assert known is not None
             self._allowance.spend(known.num_bytes)
@@ -264,7 +257,7 @@ def _forget_others(home: Path, content: str) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _check_sum(reference: Reference, files: dict[str, _File]) -> None:
+def _check_sum(reference: Reference, files: dict[str, Arrived]) -> None:
     """Raise InvalidAdapterError if the weights have another checksum than the reference."""
     if reference.sha256 is None:
         return
@@ -281,6 +274,6 @@ def _key(reference: Reference) -> str:
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:32]
 
 
-def _content_of(files: dict[str, _File]) -> str:
+def _content_of(files: dict[str, Arrived]) -> str:
     parts = sorted((name, file.sha256) for name, file in files.items())
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:32]

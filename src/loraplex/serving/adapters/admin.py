@@ -115,8 +115,7 @@ class CatalogAdmin:
         canary: bool,
     ) -> tuple[ServedModel, AdapterLoad]:
         """Check all of a load but the adapter itself."""
-        served = self._managed_model(principal, model)
-        self._require_changes()
+        served = self._managed_model(principal, model, is_change=True)
         served.adapters_of(principal).check_manages(name)
         self._catalog.check_is_no_base(name)
         upload = None
@@ -221,17 +220,20 @@ class CatalogAdmin:
         self, principal: Principal, ref: AdapterRef
     ) -> tuple[ServedModel, AdapterRef]:
         """Return the model and the adapter to change; raise if the principal may not."""
-        model = self._managed_model(principal, ref.model)
-        self._require_changes()
+        model = self._managed_model(principal, ref.model, is_change=True)
         await self._settle(model, principal, ref.key)
         return model, model.adapters_of(principal).managed(ref.key)
 
-    def _require_changes(self) -> None:
-        if self._refusal:
-            raise UnsupportedFeatureError(self._refusal)
+    def _managed_model(
+        self, principal: Principal, model: str, *, is_change: bool = False
+    ) -> ServedModel:
+        """Return the model whose adapters are to change; raise if the principal may not.
 
-    def _managed_model(self, principal: Principal, model: str) -> ServedModel:
-        """Return the model whose adapters are to change; raise if the principal may not."""
+        is_change: of what other requests get, which may be refused.
+        """
         principal.require_manages()
         self._require_open()
-        return self._catalog.model(model, principal)
+        served = self._catalog.model(model, principal)
+        if is_change and self._refusal:
+            raise UnsupportedFeatureError(self._refusal)
+        return served
