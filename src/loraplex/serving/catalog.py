@@ -4,7 +4,7 @@ import asyncio
 import contextvars
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from loraplex.adapters.fair_turns import FairTurns
 from loraplex.adapters.staged import StagedAdapter
@@ -31,13 +31,17 @@ from loraplex.serving.adapter_cards import (
     version_card,
     without_sources,
 )
-from loraplex.serving.model_names import base_of, readings
+from loraplex.serving.backend import ModelCard
 from loraplex.serving.served_model import ServedModel, label
 from loraplex.serving.wire_request import current_tenant
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_SEPARATORS: Final = (":", "_")
+"""Separators of base model and adapter, in the order in which they are tried: Ray Serve and
+GPUStack join names with a colon, KubeAI with an underscore."""
 
 
 class ModelCatalog:
@@ -77,10 +81,10 @@ class ModelCatalog:
         """Find a model or adapter by name. See Backend.find. Raises ModelNotFoundError."""
         models = self.of(principal)
         cards = [model.card for model in models.values()]
-        base = base_of(name, cards)
+        base = next((card.name for card in cards if name in card.names), None)
         if base is not None:
             return models[base], None
-        for group in readings(name, cards):
+        for group in _readings(name, cards):
             matches = [
                 (model, adapter)
                 for model, adapter in group
@@ -266,6 +270,21 @@ class ModelCatalog:
             f"there is no model or adapter {cut(name)!r} here; there are: {_listing(known)}",
             param="model",
         )
+
+
+def _readings(name: str, cards: Sequence[ModelCard]) -> Iterator[list[tuple[str, str]]]:
+    """Yield groups of (base model, adapter) that a name can mean, the most exact first.
+
+    The first group with an adapter that exists decides.
+    """
+    yield [(card.name, name) for card in cards]
+    for separator in _SEPARATORS:
+        yield [
+            (card.name, name.removeprefix(f"{own}{separator}"))
+            for card in cards
+            for own in card.names
+            if name.startswith(f"{own}{separator}")
+        ]
 
 
 def _without_tenant(change: Callable[[], T]) -> asyncio.Future[T]:
