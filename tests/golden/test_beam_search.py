@@ -25,7 +25,7 @@ from loraplex.execution.loading import load_parts
 from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.execution.steps.model_runner import ModelRunner
 from loraplex.scheduling.beams import BeamSearcher, Hypothesis
-from loraplex.scheduling.stop import StopRules
+from loraplex.scheduling.request import StopRules
 from support.checkpoints import (
     add_random_adapters,
     host_adapter,

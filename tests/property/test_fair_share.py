@@ -9,8 +9,7 @@ from hypothesis import given
 from loraplex.core.scheduler_settings import FairShare
 from loraplex.scheduling.fair_share import FairShares
 from loraplex.scheduling.queues import WaitingQueue
-from loraplex.scheduling.request import Request, Sequence
-from loraplex.scheduling.stop import StopRules
+from loraplex.scheduling.request import Request, Sequence, StopRules
 from support.engine_requests import engine_request
 from support.examples import examples
 

@@ -15,7 +15,7 @@ from loraplex.core.output import EngineOutput, FinishReason, SequenceDelta
 from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.task import Generate
-from loraplex.serving.engines.output_stream import OutputStream
+from loraplex.serving.engines.in_flight_request import OutputStream
 from loraplex.serving.generation import Generation
 from loraplex.serving.text.detokenizer import IncrementalDetokenizer
 from loraplex.text.tokenizer import load_tokenizer

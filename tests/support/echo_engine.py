@@ -29,8 +29,8 @@ from loraplex.engine.messages import (
 )
 from loraplex.engine.step_marker import Progress
 from loraplex.serving.engines.async_engine import AsyncEngine
+from loraplex.serving.engines.in_flight_request import OutputStream
 from loraplex.serving.engines.link import EngineLink
-from loraplex.serving.engines.output_stream import OutputStream
 from support.echo_runner import EchoOutput, EchoRunner, echo_capacity
 from support.fake_loader import FakeLoader
 
@@ -177,7 +177,7 @@ class EchoLink:
 
 
 class EchoOutputs:
-    """Implements serving.engines.output_stream.EngineOutputs: its reader drives the engine."""
+    """Implements serving.engines.in_flight_request.EngineOutputs: its reader drives the engine."""
 
     def __init__(self, engine: EchoEngine, request_id: RequestId, stream: OutputStream) -> None:
         self._engine = engine

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from loraplex.core.request import EngineRequest
 from loraplex.scheduling.beam_request import new_beam_searcher
 from loraplex.scheduling.beams import Hypothesis
-from loraplex.scheduling.stop import StopRules
+from loraplex.scheduling.request import StopRules
 from support.fake_model import FakeModel
 
 

@@ -11,8 +11,8 @@ from loraplex.core.stats import EngineStats, StepRecord
 from loraplex.engine.messages import EngineCommand, EngineEvent, EngineReady, StepDone
 from loraplex.engine.step_marker import Progress
 from loraplex.serving.engines.engine_state import EngineEnd
+from loraplex.serving.engines.in_flight_request import OutputStream
 from loraplex.serving.engines.link import EngineDied
-from loraplex.serving.engines.output_stream import OutputStream
 from support.fake_runner import FAKE_CAPACITY
 
 READY = EngineReady(FAKE_CAPACITY)

@@ -6,9 +6,8 @@ from loraplex.core.plan import RowResult, RowStep, Wanted
 from loraplex.scheduling.beam_request import BeamRequest
 from loraplex.scheduling.beam_scheduling import BeamScheduling
 from loraplex.scheduling.pool_request import PoolRequest
-from loraplex.scheduling.request import Sequence
+from loraplex.scheduling.request import Sequence, Stop
 from loraplex.scheduling.state import SchedulerState
-from loraplex.scheduling.stop import Stop
 
 
 class ResultAbsorber:

@@ -12,8 +12,7 @@ from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.memory.block_tables import BlockCounts
 from loraplex.memory.kv_blocks import KVBlocks
 from loraplex.scheduling.beams import BeamSearcher, Candidates
-from loraplex.scheduling.request import Request, Sequence
-from loraplex.scheduling.stop import StopRules
+from loraplex.scheduling.request import Request, Sequence, StopRules
 
 
 class Fork(NamedTuple):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from loraplex.core.beam_search import BeamSearch, EarlyStopping
 from loraplex.core.output import TokenLogprob
-from loraplex.scheduling.stop import Stop
+from loraplex.scheduling.request import Stop
 
 Candidates = Sequence[tuple[int, float]]
 """(token id, log probability) of the tokens that may follow one beam, most likely first."""

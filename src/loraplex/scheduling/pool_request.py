@@ -15,8 +15,7 @@ from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.core.task import Pool, Task
 from loraplex.memory.block_tables import BlockCounts
 from loraplex.memory.kv_blocks import KVBlocks
-from loraplex.scheduling.request import Request, Sequence
-from loraplex.scheduling.stop import StopRules
+from loraplex.scheduling.request import Request, Sequence, StopRules
 
 
 @dataclasses.dataclass(slots=True, eq=False)

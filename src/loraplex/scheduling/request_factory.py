@@ -9,9 +9,8 @@ from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.core.task import Pool
 from loraplex.scheduling.beam_request import BeamRequest
 from loraplex.scheduling.pool_request import PoolRequest
-from loraplex.scheduling.request import Request, Sequence, Span
+from loraplex.scheduling.request import Request, Sequence, Span, StopRules
 from loraplex.scheduling.speculation import new_drafters
-from loraplex.scheduling.stop import StopRules
 
 
 class RequestFactory:

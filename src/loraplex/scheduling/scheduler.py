@@ -19,16 +19,15 @@ from loraplex.memory.kv_blocks import KVBlocks
 from loraplex.scheduling.absorb import ResultAbsorber
 from loraplex.scheduling.adapters import CacheFiller, HostLoads
 from loraplex.scheduling.admitter import Admitter
-from loraplex.scheduling.batching import InflightBatching
 from loraplex.scheduling.beam_request import BeamRequest
 from loraplex.scheduling.beam_scheduling import BeamScheduling
 from loraplex.scheduling.deadlines import Deadlines, deadline_error
 from loraplex.scheduling.fair_share import FairShares, max_seqs_per_request
 from loraplex.scheduling.pending_steps import PendingStep, PendingSteps
 from loraplex.scheduling.plan_builder import PlanBuilder
-from loraplex.scheduling.planner import Planner
+from loraplex.scheduling.planner import InflightBatching, Planner, StaticBatching
 from loraplex.scheduling.projection import projected
-from loraplex.scheduling.queue_bound import QueueBound
+from loraplex.scheduling.queues import QueueBound
 from loraplex.scheduling.report import engine_stats, step_record
 from loraplex.scheduling.request import SequenceStatus
 from loraplex.scheduling.request_factory import RequestFactory
@@ -36,7 +35,6 @@ from loraplex.scheduling.reservations import new_reservations
 from loraplex.scheduling.running import SlotPool
 from loraplex.scheduling.shared_steps import SharedSteps
 from loraplex.scheduling.state import SchedulerState
-from loraplex.scheduling.static_batching import StaticBatching
 
 
 class Scheduler:

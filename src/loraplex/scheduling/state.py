@@ -26,8 +26,7 @@ from loraplex.memory.kv_blocks import KVBlocks
 from loraplex.scheduling.adapters import CacheFiller
 from loraplex.scheduling.fair_share import FairShares
 from loraplex.scheduling.output_queue import OutputQueue
-from loraplex.scheduling.queue_bound import QueueBound
-from loraplex.scheduling.queues import WaitingQueue
+from loraplex.scheduling.queues import QueueBound, WaitingQueue
 from loraplex.scheduling.request import OffloadedKV, Request, Sequence, SequenceStatus
 from loraplex.scheduling.reservations import BlockReservations
 from loraplex.scheduling.running import RunningSet, SlotPool

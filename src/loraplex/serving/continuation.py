@@ -21,7 +21,7 @@ from loraplex.core.errors import EngineRestartedError
 from loraplex.core.output import EngineOutput
 from loraplex.core.request import EngineRequest
 from loraplex.core.task import Generate
-from loraplex.serving.engines.output_stream import EngineOutputs
+from loraplex.serving.engines.in_flight_request import EngineOutputs
 
 
 class Admitted(msgspec.Struct, frozen=True, tag=True):

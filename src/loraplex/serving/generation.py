@@ -19,7 +19,7 @@ from loraplex.core.request import EngineRequest, GenerateRequest, RequestId
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.task import Pool
 from loraplex.serving.best_of import BestOf
-from loraplex.serving.engines.output_stream import EngineOutputs
+from loraplex.serving.engines.in_flight_request import EngineOutputs
 from loraplex.serving.logits_files import files_of, read_and_delete
 from loraplex.serving.text.sequence_text import SequenceText
 from loraplex.text.tokenizer import Tokenizer

@@ -56,7 +56,7 @@ from loraplex.serving.continuation import submitted
 from loraplex.serving.discovered_adapters import ConfiguredAdapter
 from loraplex.serving.draining import Draining
 from loraplex.serving.engines.async_engine import AsyncEngine
-from loraplex.serving.engines.output_stream import EngineOutputs
+from loraplex.serving.engines.in_flight_request import EngineOutputs
 from loraplex.serving.generation import outputs_of
 from loraplex.serving.listed_adapters import listed_page
 from loraplex.serving.request_metrics import RequestMetrics

@@ -269,7 +269,7 @@ SOURCES = {
     "this server does not know": "serving/access/api_key_ring.py",
     "tenant 'acme' may not use": "serving/access/tenant_adapters.py",
     "there is no model or adapter": "serving/catalog.py",
-    "64 requests wait": "scheduling/queue_bound.py",
+    "64 requests wait": "scheduling/queues.py",
     "tenant 'acme' may send": "serving/access/tenant_limits.py",
     "the server is starting": "serving/service.py",
     "the engine is being started": "serving/engines/restart_limits.py",

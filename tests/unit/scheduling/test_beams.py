@@ -5,7 +5,7 @@ import pytest
 from loraplex.core.beam_search import BeamSearch, EarlyStopping
 from loraplex.core.output import FinishReason
 from loraplex.scheduling.beams import BeamSearcher
-from loraplex.scheduling.stop import Stop
+from loraplex.scheduling.request import Stop
 
 END = 9
 

@@ -7,7 +7,7 @@ import pytest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.scheduler_settings import BatchSchedulerPolicy, FairShare, SchedulerSettings
 from loraplex.scheduling.adapters import AdapterScan
-from loraplex.scheduling.batching import MAX_LATER_QUEUES, MAX_PREFETCHED_QUEUES
+from loraplex.scheduling.planner import MAX_LATER_QUEUES, MAX_PREFETCHED_QUEUES
 from support.capacities import changed_capacity
 from support.fake_engine import MILLISECOND_NS, FakeEngine
 from support.fake_runner import FAKE_CAPACITY

@@ -9,11 +9,9 @@ from loraplex.core.output import FinishReason
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.scheduling.plan_builder import StepBudget
-from loraplex.scheduling.queue_bound import QueueBound
-from loraplex.scheduling.queues import WaitingQueue
-from loraplex.scheduling.request import Request, Sequence
+from loraplex.scheduling.queues import QueueBound, WaitingQueue
+from loraplex.scheduling.request import Request, Sequence, Stop, StopRules
 from loraplex.scheduling.running import RunningSet, SlotPool
-from loraplex.scheduling.stop import Stop, StopRules
 from support.engine_requests import engine_request
 from support.naming import naming
 

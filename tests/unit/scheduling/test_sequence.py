@@ -4,8 +4,7 @@ import itertools
 
 import pytest
 
-from loraplex.scheduling.request import TRANSITIONS, Request, Sequence, SequenceStatus
-from loraplex.scheduling.stop import StopRules
+from loraplex.scheduling.request import TRANSITIONS, Request, Sequence, SequenceStatus, StopRules
 from support.engine_requests import engine_request as engine_request_of
 
 LEGAL = {

@@ -4,7 +4,7 @@ import pytest
 
 from loraplex.core.output import FinishReason
 from loraplex.core.sampling_params import SamplingParams
-from loraplex.scheduling.stop import Stop, StopRules
+from loraplex.scheduling.request import Stop, StopRules
 from support.engine_requests import engine_request
 
 

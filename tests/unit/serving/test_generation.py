@@ -27,7 +27,7 @@ from loraplex.core.task import Generate
 from loraplex.demo import BASE_PATH
 from loraplex.engine.messages import StepDone, decode_event, encode
 from loraplex.frontends.streams import merge_outputs, written
-from loraplex.serving.engines.output_stream import OutputStream
+from loraplex.serving.engines.in_flight_request import OutputStream
 from loraplex.serving.generation import Generation
 from loraplex.text.tokenizer import load_tokenizer
 

@@ -37,12 +37,10 @@ from loraplex.engine.messages import (
 )
 from loraplex.serving.engines.engine_state import EngineEnd, EngineState
 from loraplex.serving.engines.engine_watchdog import LOOK_SECONDS, EngineWatchdog
-from loraplex.serving.engines.in_flight_request import InFlightRequest
+from loraplex.serving.engines.in_flight_request import InFlightRequest, OutputStream
 from loraplex.serving.engines.link import EngineDied, EngineLink, LinkFactory
-from loraplex.serving.engines.output_stream import OutputStream
 from loraplex.serving.engines.queries import ActivityQueries, EngineQueries
-from loraplex.serving.engines.registrations import EngineRegistrations
-from loraplex.serving.engines.request_dispatch import RequestDispatch
+from loraplex.serving.engines.request_dispatch import EngineRegistrations, RequestDispatch
 from loraplex.serving.engines.restart_limits import RestartLimits, engine_gone
 
 logger = logging.getLogger(__name__)

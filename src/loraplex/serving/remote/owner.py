@@ -14,7 +14,7 @@ import msgspec
 from loraplex.core.errors import InternalError, LoraplexError
 from loraplex.core.output import EngineOutput
 from loraplex.core.request import RequestBatch, RequestId
-from loraplex.serving.engines.output_stream import OutputStream
+from loraplex.serving.engines.in_flight_request import OutputStream
 from loraplex.serving.remote.frames import FrameConnection
 from loraplex.serving.remote.messages import (
     Abort,

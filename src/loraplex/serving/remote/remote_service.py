@@ -20,7 +20,7 @@ from loraplex.core.principal import LOCAL, Principal
 from loraplex.core.request import GenerateRequest, RequestBatch, RequestId
 from loraplex.serving.access.tenant_limits import LeasedOutputs
 from loraplex.serving.backend import ModelCard, vector_of
-from loraplex.serving.engines.output_stream import OutputStream
+from loraplex.serving.engines.in_flight_request import OutputStream
 from loraplex.serving.generation import outputs_of
 from loraplex.serving.local_texts import LocalTexts
 from loraplex.serving.logits_files import discard
