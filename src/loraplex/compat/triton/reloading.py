@@ -27,7 +27,8 @@ from loraplex.core.errors import (
     UnsupportedFeatureError,
 )
 from loraplex.frontends.kserve.errors import NotFoundError
-from loraplex.frontends.kserve.models.model_control import FoundModel, parse_config
+from loraplex.frontends.kserve.models.config_override import parse_config
+from loraplex.frontends.kserve.models.model_control import FoundModel
 from loraplex.frontends.kserve.models.triton_model import ModelDeclaration
 
 _MAX_PATH_CHARS = 256
@@ -152,11 +153,9 @@ def _write_changed(
     merged.MergeFrom(changed)
     target.mkdir()
     (target / CONFIG_FILE).write_text(text_format.MessageToString(merged), encoding="utf-8")
-    if files:
-        for path, content in files.items():
-            _write_file(target, folder.name, path, content)
-        return
-    for entry in folder.path.iterdir():
+    for path, content in files.items():
+        _write_file(target, folder.name, path, content)
+    for entry in () if files else folder.path.iterdir():
         if entry.name != CONFIG_FILE:
             (target / entry.name).symlink_to(entry.absolute())
 

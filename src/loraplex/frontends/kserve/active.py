@@ -19,10 +19,9 @@ T = TypeVar("T")
 class Stop:
     """Said by anyone on the loop, once; it ends the wait of the one reader, if that waits."""
 
-    def __init__(self) -> None:
-        self.is_set = False
-        self._reader: asyncio.Task[object] | None = None
-        self._has_interrupted = False
+    is_set = False
+    _reader: asyncio.Task[object] | None = None
+    _has_interrupted = False
 
     def set(self) -> None:
         """Idempotent."""
@@ -137,7 +136,6 @@ class ActiveRequest(Stop):
         self, others: "ActiveRequests", key: tuple[str, str], scope: StreamScope | None
     ) -> None:
         """key: its tenant, and the client's request id."""
-        super().__init__()
         self.key = key
         self.scope = scope
         self._others = others

@@ -9,7 +9,13 @@ import numpy as np
 
 from loraplex.core.errors import InvalidRequestError, InvalidTensorError
 from loraplex.frontends.kserve.shared_memory import Place, TenantMemory
-from loraplex.frontends.kserve.tensors import Tensor, string_tensor, to_raw
+from loraplex.frontends.kserve.tensors import (
+    Tensor,
+    check_raw_size,
+    from_raw,
+    string_tensor,
+    to_raw,
+)
 
 
 def classified(tensor: Tensor, num_classes: int) -> Tensor:
@@ -147,6 +153,14 @@ def place_of(name: str, parameters: Mapping[str, object]) -> Place | None:
             f"'{name}' is in shared memory region '{region}'; set its '{BYTE_SIZE}'", param=name
         )
     return Place(region, _natural(name, parameters, OFFSET), _natural(name, parameters, BYTE_SIZE))
+
+
+def shared_tensor(
+    name: str, datatype: object, shape: Sequence[object], place: Place, memory: TenantMemory
+) -> Tensor:
+    """An input that lies in a region; nothing is read if its size is another one."""
+    check_raw_size(name, datatype, shape, place.byte_size)
+    return from_raw(name, datatype, shape, memory.read(place))
 
 
 def _natural(name: str, parameters: Mapping[str, object], key: str) -> int:

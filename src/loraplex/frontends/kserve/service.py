@@ -27,19 +27,21 @@ from loraplex.frontends.kserve.metrics import (
     token_labels,
 )
 from loraplex.frontends.kserve.models.catalog import DEFAULT_MAX_BATCH_SIZE, Catalog, StartModel
-from loraplex.frontends.kserve.models.computations import compute, is_computation
+from loraplex.frontends.kserve.models.computations import COMPUTATIONS, compute
 from loraplex.frontends.kserve.models.inputs import Inputs, check_requested, read_inputs
 from loraplex.frontends.kserve.models.kinds import ENSEMBLE, TENSORRT_LLM
 from loraplex.frontends.kserve.models.model_control import ModelControl
 from loraplex.frontends.kserve.models.triton_model import ModelDeclaration, TritonModel
 from loraplex.frontends.kserve.shared_memory import SharedMemory
 from loraplex.frontends.kserve.statistics import (
+    ModelCounts,
     Recording,
     Statistics,
     StepCounts,
     first_response_buckets,
 )
 from loraplex.frontends.kserve.submission import Submission, raise_in_dialect
+from loraplex.frontends.kserve.tensors import Tensor
 from loraplex.frontends.kserve.token_metrics import TokenLabels
 from loraplex.serving.backend import Backend, admit_all
 
@@ -79,8 +81,8 @@ class TritonService:
         self.management = Management(self.catalog, sends_traces=sends_traces)
         self._submission = Submission(backend)
         self._active = ActiveRequests()
-        self._labels: dict[str, tuple[TritonModel, TokenLabels, StepCounts]] = {}
-        """What requests to a model of the catalog count for."""
+        self._labels: dict[str, tuple[TritonModel, ModelCounts, TokenLabels, StepCounts]] = {}
+        """Where requests to a model of the catalog count, and for what."""
         self._metrics = metrics or MetricsConfig()
         buckets = {one.name: first_response_buckets(one.name, one.config) for one in declarations}
         self.counts = Statistics(
@@ -105,42 +107,56 @@ class TritonService:
         self, request: InferRequest, principal: Principal, scope: StreamScope | None = None
     ) -> InferResponse:
         """Return the one response to a request. Raises errors of core.errors. Cancelling aborts."""
-        model = self.catalog.find(request.model, request.version, principal)
-        with self._recorded(model) as recording:
-            elements = self._read(model, request)
-            if _is_stop(elements):
-                recording.uncounted()
-                return self._stop(model, request, principal, scope)
-            recording.read()
-            if is_computation(model.kind):
-                response = await self._computed(model, request, elements)
-                recording.succeeded(len(elements))
-                return response
-            if elements[0].flag("is_streamed"):
-                raise InvalidRequestError(
-                    "Streaming is only supported over generate_stream and ModelStreamInfer; "
-                    f"send '{model.kind.input_of('is_streamed')}' false to get one response",
-                    param=model.kind.input_of("is_streamed"),
-                )
-            inference = await self._admit(model, request, elements, principal, scope, recording)
-            try:
-                return await inference.response()
-            finally:
-                await inference.aclose()
+        result = await self._execute(request, principal, scope, takes_stream=False)
+        if isinstance(result, InferResponse):
+            return result
+        try:
+            return await result.response()
+        finally:
+            await result.aclose()
 
     async def stream(
         self, request: InferRequest, principal: Principal, scope: StreamScope | None = None
     ) -> ResponseStream:
         """Admit a request; its responses follow. Errors found on admission are raised here."""
+        result = await self._execute(request, principal, scope, takes_stream=True)
+        return OneResponse(result) if isinstance(result, InferResponse) else result
+
+    async def _execute(
+        self,
+        request: InferRequest,
+        principal: Principal,
+        scope: StreamScope | None,
+        *,
+        takes_stream: bool,
+    ) -> InferResponse | Inference:
+        """Read a request by its model's table; stop, compute or admit."""
         model = self.catalog.find(request.model, request.version, principal)
-        if is_computation(model.kind):
-            return OneResponse(await self.infer(request, principal, scope))
         with self._recorded(model) as recording:
-            elements = self._read(model, request)
-            if _is_stop(elements):
+            if request.requested:
+                check_requested(model.kind, model.name, request.requested)
+            elements = read_inputs(
+                model.kind, model.name, request.inputs, max_batch_size=model.max_batch_size
+            )
+            _check_num_responses(model, elements)
+            if elements and elements[0].flag("stop"):
                 recording.uncounted()
-                return OneResponse(self._stop(model, request, principal, scope))
+                self._active.stop(principal.tenant, request.request_id, scope)
+                return _response(model, request, ())
             recording.read()
+            if model.kind.name in COMPUTATIONS:
+                num_bytes = sum(tensor.num_bytes for tensor in request.inputs)
+                texts = self._submission.texts(model)
+                tensors = await compute(model, elements, texts, num_bytes)
+                response = _response(model, request, select(model, tensors, request.requested))
+                recording.succeeded(len(elements))
+                return response
+            if elements[0].flag("is_streamed") and not takes_stream:
+                raise InvalidRequestError(
+                    "Streaming is only supported over generate_stream and ModelStreamInfer; "
+                    f"send '{model.kind.input_of('is_streamed')}' false to get one response",
+                    param=model.kind.input_of("is_streamed"),
+                )
             return await self._admit(model, request, elements, principal, scope, recording)
 
     def _recorded(self, model: TritonModel) -> Recording:
@@ -148,10 +164,12 @@ class TritonService:
         if known is None or known[0] is not model:  # the catalog has changed
             known = self._labels[model.name] = (
                 model,
+                self.counts.of(model.name),
                 token_labels(self.catalog, model),
                 self.counts.steps(self.catalog.steps(model)),
             )
-        return Recording(self.counts, model.name, known[1], known[2])
+        _, counts, labels, steps = known
+        return Recording(counts, self.counts.token_metrics, labels, steps)
 
     def collectors(self) -> list[Collector]:
         """Metric families of Triton and its backends, for GET /metrics."""
@@ -174,37 +192,6 @@ class TritonService:
             raise UnsupportedFeatureError(
                 f"{end_point} doesn't support models with decoupled transaction policy"
             )
-
-    def _read(self, model: TritonModel, request: InferRequest) -> list[Inputs]:
-        check_requested(model.kind, model.name, request.requested)
-        elements = read_inputs(
-            model.kind, model.name, request.inputs, max_batch_size=model.max_batch_size
-        )
-        _check_num_responses(model, elements)
-        return elements
-
-    def _stop(
-        self,
-        model: TritonModel,
-        request: InferRequest,
-        principal: Principal,
-        scope: StreamScope | None,
-    ) -> InferResponse:
-        """Serve a stop request: its own response is empty."""
-        self._active.stop(principal.tenant, request.request_id, scope)
-        return InferResponse(model=model.name, version=model.version, request_id=request.request_id)
-
-    async def _computed(
-        self, model: TritonModel, request: InferRequest, elements: Sequence[Inputs]
-    ) -> InferResponse:
-        num_bytes = sum(tensor.num_bytes for tensor in request.inputs)
-        tensors = await compute(model, elements, self._submission.texts(model), num_bytes)
-        return InferResponse(
-            model=model.name,
-            version=model.version,
-            request_id=request.request_id,
-            outputs=select(model, tensors, request.requested),
-        )
 
     async def _admit(
         self,
@@ -263,5 +250,10 @@ def _check_num_responses(model: TritonModel, elements: Sequence[Inputs]) -> None
         )
 
 
-def _is_stop(elements: Sequence[Inputs]) -> bool:
-    return bool(elements) and elements[0].flag("stop")
+def _response(
+    model: TritonModel, request: InferRequest, outputs: tuple[Tensor, ...]
+) -> InferResponse:
+    """The only response to a request; that of a stop request is empty."""
+    return InferResponse(
+        model=model.name, version=model.version, request_id=request.request_id, outputs=outputs
+    )

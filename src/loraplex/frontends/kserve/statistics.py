@@ -206,16 +206,16 @@ class Recording:
 
     def __init__(
         self,
-        statistics: Statistics,
-        model: str,
+        counts: ModelCounts,
+        tokens: TokenMetrics,
         labels: TokenLabels,
         steps: StepCounts,
     ) -> None:
         """steps: of an ensemble, the models that count the request, too."""
-        self._counts = statistics.of(model)
+        self._counts = counts
         self._steps = steps
         self._core = steps.get("tensorrt_llm")
-        self._tokens = statistics.token_metrics
+        self._tokens = tokens
         self._labels = labels
         self._start_ns = self._last_ns = time.monotonic_ns()
         self._input_ns = 0

@@ -216,7 +216,7 @@ def _split_strings(name: str, dims: tuple[int, ...], data: bytes | memoryview) -
     """The elements of a BYTES tensor: each a 32-bit length and so many bytes."""
     elements: list[bytes] = []
     expected = math.prod(dims)
-    _check_num_strings(name, expected)
+    _check_count(name, dims, expected, MAX_STRINGS)
     offset = 0
     num_bytes = len(data)
     while offset < num_bytes and len(elements) <= expected:
@@ -232,14 +232,6 @@ def _split_strings(name: str, dims: tuple[int, ...], data: bytes | memoryview) -
         elements.append(bytes(data[start:offset]))
     _check_count(name, dims, len(elements))
     return elements
-
-
-def _check_num_strings(name: str, count: int) -> None:
-    if count > MAX_STRINGS:
-        raise InvalidTensorError(
-            f"tensor '{name}' has {count} elements; at most {MAX_STRINGS} of BYTES are allowed",
-            param=name,
-        )
 
 
 def _broken_strings(name: str, problem: str) -> InvalidTensorError:
@@ -293,38 +285,50 @@ def from_values(name: str, datatype: str, shape: Sequence[int], values: Sequence
     """A tensor from Python values in row-major order; strings are encoded as UTF-8."""
     row = datatype_of(name, datatype)
     dims = shape_of(name, shape)
-    _check_count(name, dims, len(values))
+    is_text = row.wire_dtype is None
+    _check_count(name, dims, len(values), MAX_STRINGS if is_text else MAX_ELEMENTS)
     if row.wire_dtype is None:
-        _check_num_strings(name, len(values))
-        return Tensor(name, datatype, dims, strings=[_encoded(name, v) for v in values])
+        return Tensor(name, datatype, dims, strings=_encoded(name, values))
     _check_types(name, row, row.wire_dtype.kind, values)
     return Tensor(name, datatype, dims, struct.pack(f"<{len(values)}{row.code}", *values))
 
 
-def _check_count(name: str, dims: tuple[int, ...], count: int) -> None:
+def _check_count(
+    name: str, dims: tuple[int, ...], count: int, max_count: int = MAX_ELEMENTS
+) -> None:
     expected = math.prod(dims)
     if count != expected:
         raise InvalidTensorError(
             f"tensor '{name}' has {count} elements; its shape {list(dims)} takes {expected}",
             param=name,
         )
+    if count > max_count:
+        raise InvalidTensorError(
+            f"tensor '{name}' has {count} elements; at most {max_count} of BYTES are allowed",
+            param=name,
+        )
 
 
-def _encoded(name: str, value: object) -> bytes:
-    if isinstance(value, bytes):
-        return value
-    if not isinstance(value, str):
-        raise _wrong_value(name, "BYTES", value, "a string")
-    try:
-        return value.encode()
-    except UnicodeEncodeError:
-        raise _wrong_value(name, "BYTES", value, "text that UTF-8 can encode") from None
+def _encoded(name: str, values: Sequence[object]) -> list[bytes]:
+    encoded = []
+    for value in values:
+        if not isinstance(value, str | bytes):
+            raise _wrong_value(name, "BYTES", value, "a string")
+        try:
+            encoded.append(value.encode() if isinstance(value, str) else value)
+        except UnicodeEncodeError:
+            raise _wrong_value(name, "BYTES", value, "text that UTF-8 can encode") from None
+    return encoded
 
 
 def _check_types(name: str, row: Datatype, kind: str, values: Sequence[Any]) -> None:
     """Python's bool is an int, and numpy casts nearly everything: so look at every value."""
     low, high = row.limits
-    if _is_plain(kind, values) and low <= min(values) and max(values) <= high:
+    types = set(map(type, values))
+    is_plain = types == {int} and kind != "b"
+    is_plain |= types == {float} and kind == "f" and math.isfinite(sum(values))
+    # Integers, or finite floats for a type of floats: found without a loop.
+    if is_plain and low <= min(values) and max(values) <= high:
         return
     for value in values:
         if type(value) is bool or kind == "b":
@@ -335,14 +339,6 @@ def _check_types(name: str, row: Datatype, kind: str, values: Sequence[Any]) -> 
             fits = type(value) is int and low <= value <= high
         if not fits:
             raise _wrong_value(name, row.name, value, _right_value(row, kind))
-
-
-def _is_plain(kind: str, values: Sequence[Any]) -> bool:
-    """Whether all are integers, or finite floats for a type of floats: found without a loop."""
-    types = set(map(type, values))
-    if types == {int}:
-        return kind != "b"
-    return types == {float} and kind == "f" and math.isfinite(sum(values))
 
 
 def _right_value(row: Datatype, kind: str) -> str:

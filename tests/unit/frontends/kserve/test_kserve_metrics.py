@@ -338,7 +338,10 @@ async def test_the_log_has_the_vllm_backends_words_of_a_cancelled_request(backen
     caplog.clear()
     backend.delay_seconds = 3600
     task = asyncio.create_task(service.infer(sent, LOCAL))
-    while not service.num_active:
+    admitted = len(backend.requests) + 1
+    while len(backend.requests) < admitted:
+        await asyncio.sleep(0)
+    for _ in range(20):  # its admission ends after a few turns of the loop
         await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -20,11 +20,11 @@ from loraplex.frontends.kserve.outputs import (
     delivered,
     output_wish,
     place_of,
+    shared_tensor,
 )
 from loraplex.frontends.kserve.shared_memory import Place, TenantMemory
 from loraplex.frontends.kserve.tensors import (
     Tensor,
-    check_raw_size,
     datatype_of,
     from_raw,
     from_values,
@@ -116,7 +116,8 @@ def _inputs(
     tensors = []
     for entry, place in zip(entries, places, strict=True):
         if place is not None:
-            tensors.append(_shared_input(entry, place, memory))
+            datatype = datatype_of(entry.name, entry.datatype).name
+            tensors.append(shared_tensor(entry.name, datatype, entry.shape[:], place, memory))
         elif raw:
             tensors.append(_raw_input(message, entry, next(contents)))
         else:
@@ -126,13 +127,6 @@ def _inputs(
 
 def _place(entry: Any) -> Place | None:
     return place_of(entry.name, decode_parameters(entry.parameters))
-
-
-def _shared_input(entry: Any, place: Place, memory: TenantMemory) -> Tensor:
-    datatype = datatype_of(entry.name, entry.datatype).name
-    shape = entry.shape[:]
-    check_raw_size(entry.name, datatype, shape, place.byte_size)
-    return from_raw(entry.name, datatype, shape, memory.read(place))
 
 
 def _raw_input(message: Any, entry: Any, data: bytes | memoryview) -> Tensor:

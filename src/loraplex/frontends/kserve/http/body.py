@@ -142,17 +142,15 @@ def json_response(content: object, status: int = 200) -> Response:
 class HttpRequest:
     """headers: by lower-case name. path_params: by the names in the route's pattern."""
 
-    __slots__ = ("headers", "path_params", "receive")
+    __slots__ = ("headers", "model_and_version", "path_params", "receive")
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
         self.headers = headers_of(scope)
         self.path_params: Mapping[str, str] = scope["path_params"]
-        self.receive = receive
-
-    @property
-    def model_and_version(self) -> tuple[str, str]:
+        path = self.path_params
+        self.model_and_version = path.get("model", ""), path.get("version", "")
         """Either is empty where the path does not name it."""
-        return self.path_params.get("model", ""), self.path_params.get("version", "")
+        self.receive = receive
 
     async def body(self, max_bytes: int) -> bytearray:
         """All of it, as it came.

@@ -28,11 +28,11 @@ from loraplex.frontends.kserve.outputs import (
     delivered,
     output_wish,
     place_of,
+    shared_tensor,
 )
-from loraplex.frontends.kserve.shared_memory import Place, TenantMemory
+from loraplex.frontends.kserve.shared_memory import TenantMemory
 from loraplex.frontends.kserve.tensors import (
     Tensor,
-    check_raw_size,
     from_json,
     from_raw,
     long_values,
@@ -183,16 +183,23 @@ def _inputs(
     tensors = []
     offset = 0
     for entry in entries:
-        parameters = entry.parameters
-        size = parameters.get("binary_data_size")
-        place = place_of(entry.name, parameters) if REGION in parameters else None
+        name, size = entry.name, entry.parameters.get("binary_data_size")
+        place = place_of(name, entry.parameters) if REGION in entry.parameters else None
+        if place is None:
+            _check_data(entry, size, len(blob) - offset)
+        if not isinstance(entry.shape, list):
+            raise InvalidTensorError(
+                f"input '{name}' must have a 'shape': a list of integers", param=name
+            )
         if place is not None:
-            tensors.append(_shared_input(entry, place, memory))
+            tensor = shared_tensor(name, entry.datatype, entry.shape, place, memory)
         elif size is None:
-            tensors.append(_json_input(entry))
+            tensor = from_json(name, entry.datatype, entry.shape, entry.data)
         else:
-            tensors.append(_binary_input(entry, size, blob, offset))
+            data = blob[offset : offset + size]
+            tensor = from_raw(name, entry.datatype, entry.shape, data)
             offset += size
+        tensors.append(tensor)
     if offset != len(blob):
         raise InvalidRequestError(
             f"unexpected additional input data: {len(blob)} bytes follow the JSON, the inputs' "
@@ -201,38 +208,20 @@ def _inputs(
     return tuple(tensors)
 
 
-def _shape(entry: _Entry) -> list[Any]:
-    if not isinstance(entry.shape, list):
+def _check_data(entry: _Entry, size: object, num_left: int) -> None:
+    """Raise InvalidTensorError without data, and for more binary data than are left."""
+    if size is None:
+        if entry.data is msgspec.UNSET:
+            raise InvalidTensorError(
+                f"input '{entry.name}' has neither 'data' nor a parameter 'binary_data_size'",
+                param=entry.name,
+            )
+    elif type(size) is not int or not 0 <= size <= num_left:
         raise InvalidTensorError(
-            f"input '{entry.name}' must have a 'shape': a list of integers", param=entry.name
-        )
-    return entry.shape
-
-
-def _json_input(entry: _Entry) -> Tensor:
-    if entry.data is msgspec.UNSET:
-        raise InvalidTensorError(
-            f"input '{entry.name}' has neither 'data' nor a parameter 'binary_data_size'",
+            f"'binary_data_size' of input '{entry.name}' is {size!r}; {num_left} bytes of binary "
+            "data are left for it",
             param=entry.name,
         )
-    return from_json(entry.name, entry.datatype, _shape(entry), entry.data)
-
-
-def _shared_input(entry: _Entry, place: Place, memory: TenantMemory) -> Tensor:
-    shape = _shape(entry)
-    check_raw_size(entry.name, entry.datatype, shape, place.byte_size)
-    return from_raw(entry.name, entry.datatype, shape, memory.read(place))
-
-
-def _binary_input(entry: _Entry, size: object, blob: memoryview, offset: int) -> Tensor:
-    left = len(blob) - offset
-    if type(size) is not int or not 0 <= size <= left:
-        raise InvalidTensorError(
-            f"'binary_data_size' of input '{entry.name}' is {size!r}; {left} bytes of binary data "
-            "are left for it",
-            param=entry.name,
-        )
-    return from_raw(entry.name, entry.datatype, _shape(entry), blob[offset : offset + size])
 
 
 # ---------------------------------------------------------------- outputs

@@ -271,7 +271,7 @@ class KServeApi:
         model, version = request.model_and_version
         self._service.check_is_unary(principal, model, version, "HTTP end point")
         body: Bytes = await request.body(self._max_body_bytes)
-        if encoding := _content_encoding(request):
+        if encoding := request.headers.get("content-encoding", ""):
             body = await asyncio.to_thread(decompress, body, encoding, self._max_body_bytes)
         decode = functools.partial(
             decode_request,
@@ -335,7 +335,7 @@ class KServeApi:
     async def _generate_request(self, request: HttpRequest, principal: Principal) -> InferRequest:
         name, version = request.model_and_version
         model = self._service.catalog.find(name, version, principal)
-        encoding = _content_encoding(request)
+        encoding = request.headers.get("content-encoding", "")
         if encoding.strip().lower() not in ("", "identity"):
             raise InvalidRequestError(
                 f"Unsupported content-encoding '{encoding}', only 'identity' is supported."
@@ -365,10 +365,6 @@ def _infer_response(response: InferResponse, wishes: Wishes, accepted: str) -> W
         return WholeResponse(content, b"application/json", headers)
     headers[HEADER_LENGTH] = str(json_length)
     return WholeResponse(content, b"application/octet-stream", headers)
-
-
-def _content_encoding(request: HttpRequest) -> str:
-    return request.headers.get("content-encoding", "")
 
 
 _ANY = ""

@@ -119,14 +119,6 @@ class Catalog:
         names = {card.name for card in self._backend.models(principal)}
         return [model for model in self._models.values() if model.card.name in names]
 
-    def _find(self, name: str, principal: Principal) -> TritonModel | None:
-        self._refresh()
-        model = self._models.get(name)
-        if model is None or principal is LOCAL:  # _refresh runs for LOCAL
-            return model
-        names = [card.name for card in self._backend.models(principal)]
-        return model if model.card.name in names else None
-
     def _refresh(self) -> None:
         """Make the models, unless nothing has changed that they are made from."""
         made_from = (tuple(self._backend.models()), self._control.revision)
@@ -231,7 +223,11 @@ class Catalog:
 
     def find(self, name: str, version: str = "", principal: Principal = LOCAL) -> TritonModel:
         """Raises ModelNotFoundError in Triton's words, with the names that there are."""
-        model = self._find(name, principal)
+        self._refresh()
+        model = self._models.get(name)
+        if model is not None and principal is not LOCAL:  # _refresh runs for LOCAL
+            names = [card.name for card in self._backend.models(principal)]
+            model = model if model.card.name in names else None
         if model is None:
             served = ", ".join(model.name for model in self.models(principal)) or "none"
             raise ModelNotFoundError(

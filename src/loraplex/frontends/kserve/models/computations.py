@@ -13,7 +13,6 @@ from loraplex.frontends.kserve.models.kinds import (
     LENGTHS,
     POSTPROCESSING,
     PREPROCESSING,
-    ModelKind,
 )
 from loraplex.frontends.kserve.models.sampling import word_biases
 from loraplex.frontends.kserve.models.texts import ModelTexts
@@ -34,15 +33,11 @@ _INLINE_BYTES = 1 << 14
 Computation = Callable[[TritonModel, Sequence[Inputs], ModelTexts], list[Tensor]]
 
 
-def is_computation(kind: ModelKind) -> bool:
-    return kind.name in _COMPUTATIONS
-
-
 async def compute(
     model: TritonModel, elements: Sequence[Inputs], texts: ModelTexts, num_bytes: int
 ) -> list[Tensor]:
     """The outputs of a batch; num_bytes is the size of its inputs."""
-    computation = _COMPUTATIONS[model.kind.name]
+    computation = COMPUTATIONS[model.kind.name]
     if num_bytes <= _INLINE_BYTES:
         return computation(model, elements, texts)
     return await asyncio.to_thread(computation, model, elements, texts)
@@ -162,7 +157,7 @@ def postprocess(model: TritonModel, elements: Sequence[Inputs], texts: ModelText
 def _sequences(inputs: Inputs, vocab_size: int) -> Iterator[list[int]]:
     """Each row of TOKENS_BATCH, up to its length: what follows is padding."""
     rows, lengths = inputs.array("TOKENS_BATCH"), inputs.array(LENGTHS)
-    if rows is not None and LENGTHS not in inputs:
+    if rows is not None and LENGTHS not in inputs.fields:
         lengths = rows.shape[1] - (rows[:, ::-1] != _PADDING).argmax(axis=1)
     num_rows = 0 if rows is None else len(rows)
     num_lengths = 0 if lengths is None else len(lengths)
@@ -194,12 +189,12 @@ def _sequences(inputs: Inputs, vocab_size: int) -> Iterator[list[int]]:
 def _passed_through(elements: Sequence[Inputs]) -> list[Tensor]:
     tensors = []
     for name in _PASSED_THROUGH:
-        if name in elements[0]:
+        if name in elements[0].fields:
             arrays = [inputs.sent(name).array for inputs in elements]
             tensors.append(Tensor.of(f"OUT_{name}", "FP32", np.stack(arrays)))
     return tensors
 
 
-_COMPUTATIONS: Mapping[str, Computation] = MappingProxyType(
+COMPUTATIONS: Mapping[str, Computation] = MappingProxyType(
     {PREPROCESSING.name: preprocess, POSTPROCESSING.name: postprocess}
 )

@@ -101,11 +101,9 @@ def convert(
         *(inputs, card, end_id, texts.encode),
         skip_special_tokens=options.skips_special_tokens,
     )
-    inline_adapter, choices = None, read_adapters(adapters)
-    if inputs.has_any(_ADAPTER):
-        inline_adapter = _inline_adapter(inputs)
-        choices = _adapters(inputs, choices)
-    wishes: dict[str, Any] = {field: inputs.flag(field) for field in inputs if field in _WISHES}
+    inline_adapter, choices = _adapters(inputs, adapters)
+    sent = inputs.fields
+    wishes: dict[str, Any] = {field: inputs.flag(field) for field in sent if field in _WISHES}
     wishes.setdefault("excludes_input", options.excludes_input)
     repeats_prompt = not (wishes["excludes_input"] or wishes.get("is_streamed"))
     request = GenerateRequest(
@@ -118,7 +116,7 @@ def convert(
         add_special_tokens=options.adds_special_tokens,
         timeout_seconds=sender.timeout_seconds,
         priority=sender.priority,
-        retention=_retention(inputs) if inputs.has_any(_RETENTION) else None,
+        retention=None if _RETENTION.isdisjoint(sent) else _retention(inputs),
         repeated_bytes=REPEATED_BYTES * repeats_prompt,
     )
     if (inline_adapter is not None or choices) and not options.lora_enabled:
@@ -166,23 +164,40 @@ def _lora_is_off() -> InvalidParameterError:
     )
 
 
-_TASK_OR_WEIGHTS = ("lora_task_id", "lora_weights")
-_ADAPTER = frozenset({*_TASK_OR_WEIGHTS, "lora_config"})
+_ADAPTER = frozenset({"lora_task_id", "lora_weights", "lora_config"})
 
 
-def _adapters(inputs: Inputs, choices: tuple[AdapterChoice, ...]) -> tuple[AdapterChoice, ...]:
-    """Adapters of the parameter or of lora_task_id; none yet for an inline adapter."""
-    sent = [field for field in _TASK_OR_WEIGHTS if inputs.tensor(field) is not None]
-    if choices and sent:
+def _adapters(
+    inputs: Inputs, parameter: Parameter
+) -> tuple[InlineAdapter | None, tuple[AdapterChoice, ...]]:
+    """Return an inline adapter, and the adapters of the parameter or of lora_task_id.
+
+    TensorRT-LLM's error text has lora_keys, the old name of lora_config.
+    """
+    choices = read_adapters(parameter) if parameter != "" else ()
+    if _ADAPTER.isdisjoint(inputs.fields):
+        return None, choices
+    weights, config = inputs.tensor("lora_weights"), inputs.tensor("lora_config")
+    task_id = inputs.first("lora_task_id")
+    if (weights is None) is not (config is None):
+        missing = "lora_weights" if weights is None else "lora_config"
+        raise InvalidTensorError(
+            "Request for LoRA inference must have both lora_weights and lora_keys; input "
+            f"'{missing}' is missing or empty",
+            param=missing,
+        )
+    sent = "lora_weights" if task_id is None else "lora_task_id"
+    if choices and not (weights is None and task_id is None):
         raise InvalidParameterError(
-            f"the parameter 'adapters' and the input '{sent[0]}' both name an adapter; put all "
+            f"the parameter 'adapters' and the input '{sent}' both name an adapter; put all "
             "of them into 'adapters'",
             param="adapters",
         )
-    task_id = _task_id(inputs)
-    if task_id is None or "lora_weights" in sent:
-        return choices
-    return (AdapterChoice(ByTaskId(task_id)),)
+    key = None if task_id is None else int(task_id)
+    if weights is not None and config is not None:
+        tensors = _request_tensor(weights), _request_tensor(config)
+        return InlineAdapter(task_id=key, weights=tensors[0], config=tensors[1]), choices
+    return None, choices if key is None else (AdapterChoice(ByTaskId(key)),)
 
 
 def read_adapters(parameter: Parameter) -> tuple[AdapterChoice, ...]:
@@ -196,30 +211,6 @@ def read_adapters(parameter: Parameter) -> tuple[AdapterChoice, ...]:
             f"the parameter 'adapters' must be a JSON text, as '[{{\"name\": \"fr\"}}]': {error}",
             param="adapters",
         ) from None
-
-
-def _task_id(inputs: Inputs) -> int | None:
-    value = inputs.first("lora_task_id")
-    return None if value is None else int(value)
-
-
-def _inline_adapter(inputs: Inputs) -> InlineAdapter | None:
-    """TensorRT-LLM's error text has lora_keys, the old name of lora_config."""
-    weights, config = inputs.tensor("lora_weights"), inputs.tensor("lora_config")
-    if weights is None and config is None:
-        return None
-    if weights is None or config is None:
-        missing = "lora_weights" if weights is None else "lora_config"
-        raise InvalidTensorError(
-            "Request for LoRA inference must have both lora_weights and lora_keys; input "
-            f"'{missing}' is missing or empty",
-            param=missing,
-        )
-    return InlineAdapter(
-        task_id=_task_id(inputs),
-        weights=_request_tensor(weights),
-        config=_request_tensor(config),
-    )
 
 
 def _request_tensor(tensor: Tensor) -> RequestTensor:

@@ -6,7 +6,7 @@ that looks for them finds them.
 
 import difflib
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -29,20 +29,11 @@ class Inputs:
     ) -> None:
         """tensors: of the whole batch, which stands in front; index: of the element."""
         self.kind = kind
+        self.fields = tensors.keys()
+        """The fields that were sent."""
         self._tensors = tensors
         self._index = index
         self._batch_size = batch_size
-
-    def __contains__(self, field: str) -> bool:
-        return field in self._tensors
-
-    def __iter__(self) -> Iterator[str]:
-        """The fields that were sent."""
-        return iter(self._tensors)
-
-    def has_any(self, fields: Set[str]) -> bool:
-        """Whether at least one of them was sent."""
-        return not fields.isdisjoint(self._tensors)
 
     def tensor(self, field: str) -> Tensor | None:
         """The tensor without its batch dimension; None if it was not sent or is empty."""
@@ -81,7 +72,7 @@ class Inputs:
         if tensor is None:
             return ()
         strings = tensor.strings if self._batch_size == 1 else self._own(tensor).strings
-        return tuple(to_texts(self.kind.input_of(field), strings))
+        return tuple(to_texts(tensor.name, strings))
 
     def _own(self, tensor: Tensor) -> Tensor:
         """Part of a batch's tensor that belongs to this element."""
@@ -106,8 +97,9 @@ def read_inputs(
             used[row.field] = tensor
     batch_size = _batch_size(model, sent, max_batch_size)
     elements = [Inputs(kind, used, index, batch_size) for index in range(batch_size)]
-    if not (elements and elements[0].flag("stop")):
-        _check_required(kind, model, sent)
+    missing = [name for name in kind.required_inputs if name not in sent]
+    if missing and not (elements and elements[0].flag("stop")):
+        raise _missing(kind, model, sent, missing)
     return elements
 
 
@@ -209,14 +201,9 @@ def _unequal_batches(model: str, tensors: Sequence[Tensor]) -> InvalidTensorErro
     )
 
 
-def _check_required(kind: ModelKind, model: str, names: Collection[str]) -> None:
-    for name in kind.required_inputs:
-        if name not in names:
-            raise _missing(kind, model, names)
-
-
-def _missing(kind: ModelKind, model: str, names: Collection[str]) -> InvalidTensorError:
-    missing = [name for name in kind.required_inputs if name not in names]
+def _missing(
+    kind: ModelKind, model: str, names: Collection[str], missing: Sequence[str]
+) -> InvalidTensorError:
     got = ",".join(f"'{name}'" for name in names)
     lacking = ",".join(f"'{name}'" for name in missing)
     return InvalidTensorError(

@@ -214,7 +214,7 @@ def sampling_params(
     """Only what was sent is read. Raises InvalidTensorError and InvalidParameterError."""
     values: dict[str, Any] = {"max_tokens": 0}
     groups: dict[_Group, None] = {}
-    for field in inputs:
+    for field in inputs.fields:
         if (scalar := _SCALARS.get(field)) is not None:
             name, kind = scalar
             if (value := inputs.first(field)) is not None:
@@ -290,7 +290,7 @@ def _beam(fields: _Fields) -> dict[str, Any]:
     width = inputs.integer("beam_width", 1)
     if width == 1:
         return {}
-    stops_early = inputs.flag("early_stopping") if "early_stopping" in inputs else True
+    stops_early = inputs.flag("early_stopping") if "early_stopping" in inputs.fields else True
     beam = BeamSearch(
         width=width,
         length_penalty=inputs.number("length_penalty", 0.0),

@@ -228,7 +228,7 @@ def convert_vllm(
 def _excludes_input(inputs: Inputs) -> bool:
     """A single response begins with the input by default; a stream never does."""
     excludes = inputs.flag("excludes_input")
-    if inputs.flag("is_streamed") and "excludes_input" in inputs and not excludes:
+    if inputs.flag("is_streamed") and "excludes_input" in inputs.fields and not excludes:
         raise InvalidRequestError(
             "When streaming, `exclude_input_in_output` = False is not allowed.",
             param="exclude_input_in_output",
