@@ -273,7 +273,7 @@ SOURCES = {
     "tenant 'acme' may send": "serving/access/tenant_limits.py",
     "the server is starting": "serving/service.py",
     "the engine is being started": "serving/engines/restart_limits.py",
-    "the header Host": "frontends/guard.py",
+    "the header Host": "frontends/middleware.py",
 }
 """Beginnings of the messages that need a whole server, and the files with their texts."""
 
