@@ -14,10 +14,10 @@ from loraplex.frontends.openai.lorax.schema import Parameters
 from loraplex.frontends.openai.responses_api import refusals as of_responses
 from loraplex.frontends.openai.responses_api.schema import ResponsesBody
 from loraplex.frontends.openai.schema import (
-    Body,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    JsonBody,
     StreamOptions,
     TokenizeBody,
 )
@@ -92,7 +92,7 @@ def openai_page() -> str:
     return page("OpenAI: what is supported", _ABOUT, sections())
 
 
-def feature(body: type[Body], name: str) -> Feature:
+def feature(body: type[JsonBody], name: str) -> Feature:
     """The row of a field. Raises KeyError if the schema does not have it, nor `unsupported`."""
     if name in _NO_EFFECT:
         return _NO_EFFECT[name]
@@ -150,7 +150,7 @@ _ITEMS = (
 )
 
 
-def _section(title: str, body: type[Body], fields: names.Names, about: str = "") -> Section:
+def _section(title: str, body: type[JsonBody], fields: names.Names, about: str = "") -> Section:
     return Section(title, tuple(feature(body, name) for name in fields), about)
 
 

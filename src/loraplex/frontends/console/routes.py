@@ -63,7 +63,7 @@ def console_routes() -> list[RecordedRoute]:
             for path in _LEADING_HOME
         ),
         *(
-            RecordedRoute(path, _File(name).serve, methods=["GET"], include_in_schema=False)
+            RecordedRoute(path, _PageFile(name).serve, methods=["GET"], include_in_schema=False)
             for path, name in files().items()
         ),
     ]
@@ -93,7 +93,7 @@ def _names(folder: Traversable, prefix: str = "") -> Iterator[str]:
             yield prefix + entry.name
 
 
-class _File:
+class _PageFile:
     """One file, which is read at its first request."""
 
     def __init__(self, name: str) -> None:

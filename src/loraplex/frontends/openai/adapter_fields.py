@@ -17,7 +17,7 @@ ADAPTER_HEADER = "x-lora-adapter"
 _FIELDS: Final = frozenset({"lora_model", "adapter_id", "lora_path", "lora_scale", "adapters"})
 
 
-class Target(NamedTuple):
+class ModelTarget(NamedTuple):
     """What `model` named: a base model, and perhaps one of its adapters."""
 
     model: ModelCard
@@ -25,7 +25,7 @@ class Target(NamedTuple):
 
 
 def adapter_choices(
-    body: GenerationBody, target: Target, header: str, num_prompts: int = 1
+    body: GenerationBody, target: ModelTarget, header: str, num_prompts: int = 1
 ) -> tuple[tuple[AdapterChoice, ...], ...]:
     """The adapters of each prompt. `header`: the value of ADAPTER_HEADER, empty if it is absent.
 
@@ -52,7 +52,7 @@ def adapter_field(body: GenerationBody, header: str) -> str:
 
 
 def _choices(
-    body: GenerationBody, target: Target, header: str, lora_path: str | None
+    body: GenerationBody, target: ModelTarget, header: str, lora_path: str | None
 ) -> tuple[AdapterChoice, ...]:
     named: list[tuple[str, AdapterKey]] = [] if target.key is None else [("model", target.key)]
     # An empty name is none.

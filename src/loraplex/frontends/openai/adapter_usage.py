@@ -11,7 +11,7 @@ from starlette.responses import Response
 from loraplex.core.errors import InvalidParameterError
 from loraplex.core.principal import Principal
 from loraplex.frontends.openai.adapter_queries import AFTER, LIMIT, limit
-from loraplex.frontends.openai.adapter_responses import UsageEntry, UsageList
+from loraplex.frontends.openai.adapter_schema import UsageEntry, UsageList
 from loraplex.frontends.openai.context import OpenAIContext, json_response
 from loraplex.frontends.openapi.operation import OF_NAMES, Parameter, described, json_of
 from loraplex.serving.adapter_usage import UsageCount, UsedAdapter
@@ -25,7 +25,7 @@ _TENANT: Final = Parameter(
 _ADAPTER: Final = Parameter("adapter", "Only the adapter of this name.")
 
 
-class _Place(NamedTuple):
+class _UsagePlace(NamedTuple):
     tenant: str
     used: UsedAdapter
 
@@ -48,7 +48,7 @@ class UsageEndpoints:
         if query.get("by", "adapter") != "adapter":
             raise InvalidParameterError(f"by must be adapter, got {query['by'][:64]!r}", param="by")
         tenants, most = self._tenants(principal, query.get("tenant")), limit(query)
-        after = place_of(query["after"], _Place) if "after" in query else None
+        after = place_of(query["after"], _UsagePlace) if "after" in query else None
         found = list(itertools.islice(self._rows(tenants, query.get("adapter"), after), most + 1))
         other = UsageCount()
         for tenant in tenants:
@@ -69,21 +69,21 @@ class UsageEndpoints:
         return self._usage.tenants if tenant == _ALL else (tenant,)
 
     def _rows(
-        self, tenants: Sequence[str], name: str | None, after: _Place | None
-    ) -> Iterator[tuple[_Place, UsageCount]]:
+        self, tenants: Sequence[str], name: str | None, after: _UsagePlace | None
+    ) -> Iterator[tuple[_UsagePlace, UsageCount]]:
         """Yield counts by tenant and adapter, in order; only as many are sorted as are taken."""
         for tenant in tenants:
             if after is not None and tenant < after.tenant:
                 continue
             counts = self._usage.of_tenant(tenant)
             for used in sorted(counts):
-                if after is not None and _Place(tenant, used) <= after:
+                if after is not None and _UsagePlace(tenant, used) <= after:
                     continue
                 if name is None or (used.owner and used.name == name):
-                    yield _Place(tenant, used), counts[used]
+                    yield _UsagePlace(tenant, used), counts[used]
 
 
-def _entry(place: _Place, count: UsageCount) -> UsageEntry:
+def _entry(place: _UsagePlace, count: UsageCount) -> UsageEntry:
     tenant, used = place
     return UsageEntry(
         **msgspec.structs.asdict(count),

@@ -20,23 +20,21 @@ from loraplex.core.errors import (
 )
 from loraplex.core.principal import Principal
 from loraplex.frontends.openai.adapter_queries import OF_LIST, page_query
-from loraplex.frontends.openai.adapter_responses import (
+from loraplex.frontends.openai.adapter_schema import (
+    AdapterBody,
     AdapterList,
     AdapterTrial,
+    AliasBody,
     ListedAdapter,
     ListPage,
     LoadedAdapter,
-    NamedAdapter,
-    ShownAdapter,
-    trial_of,
-)
-from loraplex.frontends.openai.adapter_schema import (
-    AdapterBody,
-    AliasBody,
     LoadLoraBody,
+    NamedAdapter,
     PinBody,
     RollbackBody,
+    ShownAdapter,
     UnloadLoraBody,
+    trial_of,
 )
 from loraplex.frontends.openai.context import OpenAIContext, json_response, tagged_response
 from loraplex.frontends.openai.errors import INVALID, ErrorDetail, json_error

@@ -32,8 +32,7 @@ from loraplex.frontends.openai.errors import (
 from loraplex.frontends.openai.generation import GenerationEndpoints
 from loraplex.frontends.openai.llgtrt.guidance import GuidanceEndpoints
 from loraplex.frontends.openai.llgtrt.health import LlgtrtHealth
-from loraplex.frontends.openai.lorax.endpoints import LoraxEndpoints
-from loraplex.frontends.openai.lorax.errors import LORAX_ERRORS
+from loraplex.frontends.openai.lorax.endpoints import LORAX_ERRORS, LoraxEndpoints
 from loraplex.frontends.openai.me import MeEndpoints
 from loraplex.frontends.openai.responses_api.endpoints import ResponsesEndpoints
 from loraplex.frontends.openai.uploads import UploadEndpoints

@@ -21,12 +21,12 @@ from loraplex.core.errors import (
 from loraplex.frontends.access import headers_of
 from loraplex.frontends.body_limits import DEFAULT_JSON_LIMITS, JsonLimits
 from loraplex.frontends.openai.errors import joined
-from loraplex.frontends.openai.schema import EXPECTED, Body
+from loraplex.frontends.openai.schema import EXPECTED, JsonBody
 
 MAX_SHOWN_CHARS = 60
 DISCARD_SECONDS = 5.0
 
-BodyT = TypeVar("BodyT", bound=Body)
+BodyT = TypeVar("BodyT", bound=JsonBody)
 
 _EXPECTED_BY_ERROR_TYPE = {
     "int_type": "an integer",

@@ -12,7 +12,7 @@ from loraplex.core.principal import Principal
 from loraplex.core.request import GenerateRequest
 from loraplex.frontends.field_names import Reworded, as_sent
 from loraplex.frontends.openai import convert
-from loraplex.frontends.openai.adapter_fields import Target
+from loraplex.frontends.openai.adapter_fields import ModelTarget
 from loraplex.frontends.openai.context import TextContext
 from loraplex.frontends.openai.errors import raise_all
 from loraplex.frontends.openai.sampling import sent_names
@@ -56,7 +56,7 @@ async def chat_request(
     return ChatRequest(requests, reading, lambda error: as_sent(error, sent_names(body)), notes)
 
 
-async def rendered(context: TextContext, body: ChatBody, target: Target) -> str:
+async def rendered(context: TextContext, body: ChatBody, target: ModelTarget) -> str:
     """The conversation as the model's chat template writes it."""
     arguments = {
         "add_generation_prompt": convert.begins_a_turn(body),

@@ -24,7 +24,7 @@ from loraplex.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from loraplex.core.task import Generate
 from loraplex.frontends.adapter_choices import FIELD, read_choice, read_choices
 from loraplex.frontends.field_names import as_sent
-from loraplex.frontends.openai.adapter_fields import Target
+from loraplex.frontends.openai.adapter_fields import ModelTarget
 from loraplex.frontends.openai.chat import rendered_chat
 from loraplex.frontends.openai.context import OpenAIContext, json_response, request_id
 from loraplex.frontends.openai.convert import (
@@ -404,7 +404,9 @@ class CompareEndpoints:
             check_adapters(adapters)
         return choices
 
-    async def _request(self, body: CompareBody, target: Target, client_id: str) -> "_PromptRequest":
+    async def _request(
+        self, body: CompareBody, target: ModelTarget, client_id: str
+    ) -> "_PromptRequest":
         sampling = _sampling(body, target)
         reading = None
         if body.messages is None:
@@ -434,7 +436,7 @@ class CompareEndpoints:
         return _PromptRequest(request, reading)
 
     async def _reading(
-        self, body: CompareBody, messages: list[Message], target: Target
+        self, body: CompareBody, messages: list[Message], target: ModelTarget
     ) -> CompletionSyntax:
         left_out(body.tools)
         tool_use = read_tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
@@ -485,7 +487,7 @@ def _work_of(item: Progress) -> int:
 
 def _check(body: CompareBody) -> None:
     """Every refusal that needs neither a model nor an adapter."""
-    refuse_unsupported(body.model_extra)
+    refuse_unsupported(body)
     refuse_unknown(body)
     check_priority(body)
     if (body.prompt is None) == (body.messages is None):
@@ -504,7 +506,7 @@ def _choice(entry: Any, path: str) -> tuple[AdapterChoice, ...]:
     return read_choices(entry, path) if isinstance(entry, list) else (read_choice(entry, path),)
 
 
-def _sampling(body: CompareBody, target: Target) -> SamplingParams:
+def _sampling(body: CompareBody, target: ModelTarget) -> SamplingParams:
     """Greedy, if nothing else is said: then only the adapters differ."""
     fields: dict[str, Any] = {} if body.temperature is not None else {"temperature": 0.0}
     if body.max_tokens is not None:

@@ -14,7 +14,7 @@ from loraplex.core.principal import Principal
 from loraplex.frontends.access import Authenticate, everyone_is_local, headers_of, principal_of
 from loraplex.frontends.body_limits import DEFAULT_JSON_LIMITS, JsonLimits, off_loop
 from loraplex.frontends.long_json import LongResponse, encoded
-from loraplex.frontends.openai.adapter_fields import Target
+from loraplex.frontends.openai.adapter_fields import ADAPTER_HEADER, ModelTarget
 from loraplex.frontends.openai.body import parse_body, read_body
 from loraplex.frontends.openai.errors import (
     OPENAI_ERRORS,
@@ -23,12 +23,16 @@ from loraplex.frontends.openai.errors import (
     raise_all,
 )
 from loraplex.frontends.openai.logprobs import TokenTexts
-from loraplex.frontends.openai.schema import Body, ChatBody, GenerationBody
+from loraplex.frontends.openai.schema import ChatBody, GenerationBody, JsonBody
 from loraplex.frontends.openai.unsupported import (
     refuse_undefined,
     refuse_unsupported,
 )
-from loraplex.frontends.openai.writers import Call, ExpandedPromptWriter, ResponseWriter
+from loraplex.frontends.openai.writers import (
+    DIGESTS_HEADER,
+    ExpandedPromptWriter,
+    ResponseWriter,
+)
 from loraplex.frontends.openapi.operation import Parameter, with_error_responses
 from loraplex.frontends.streams import ClientDisconnectedError
 from loraplex.frontends.telemetry.request_ids import HEADER as REQUEST_ID_HEADER
@@ -41,13 +45,18 @@ from loraplex.serving.wire_request import note_request_id
 
 CLIENT_CLOSED_REQUEST = 499
 
-BodyT = TypeVar("BodyT", bound=Body)
+BodyT = TypeVar("BodyT", bound=JsonBody)
 GenerationT = TypeVar("GenerationT", bound=GenerationBody)
 
 REQUEST_ID = Parameter(
     REQUEST_ID_HEADER,
     "Id of the request, which the response and the logs have; absent: one is generated.",
     {"type": "string", "pattern": f"^$|{REQUEST_ID_PATTERN}", "maxLength": MAX_REQUEST_ID_LENGTH},
+)
+
+BY_HEADER = Parameter(ADAPTER_HEADER, "An adapter of the base model, as lora_model names it.")
+DIGESTS = Parameter(
+    DIGESTS_HEADER, "Digests of the adapters that were used; absent for the base model."
 )
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -75,7 +84,7 @@ class Dialect:
 
     async def target(
         self, context: "TextContext", body: GenerationBody, principal: Principal
-    ) -> Target:
+    ) -> ModelTarget:
         return await context.target(body.model, principal)
 
     def rendering(self, body: ChatBody) -> dict[str, Any]:
@@ -94,10 +103,9 @@ class Dialect:
         return {"template_kwargs": arguments or None, **hidden}
 
     def writer(
-        self, writer: ResponseWriter, call: Call, body: GenerationBody, texts: TokenTexts
+        self, writer: ResponseWriter, body: GenerationBody, texts: TokenTexts
     ) -> ResponseWriter:
         """Writer that replaces the default one."""
-        del call
         return ExpandedPromptWriter(writer, texts) if body.return_expanded_prompt else writer
 
 
@@ -139,10 +147,6 @@ class OpenAIOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Whether fields that no supported server defines are ignored instead of refused."""
 
 
-def _refuse_unsupported(body: Body) -> None:
-    refuse_unsupported(body.model_extra)
-
-
 class TextContext(msgspec.Struct, frozen=True):
     """What the routes of generation share: the backend, its options, and authentication."""
 
@@ -171,7 +175,7 @@ class TextContext(msgspec.Struct, frozen=True):
         self,
         body: BodyT,
         more_known: Collection[str] = (),
-        checks: Iterable[Callable[[BodyT], object]] = (_refuse_unsupported,),
+        checks: Iterable[Callable[[BodyT], object]] = (refuse_unsupported,),
     ) -> None:
         """Refuse fields of a body that may have fields of other servers: a field that none of them
         defines is an error, unless the server ignores it. more_known: see refuse_undefined; checks:
@@ -184,11 +188,11 @@ class TextContext(msgspec.Struct, frozen=True):
             ]
         )
 
-    async def target(self, model: str | None, principal: Principal) -> Target:
+    async def target(self, model: str | None, principal: Principal) -> ModelTarget:
         """What `model` names; without one, the default base model."""
         if model is None:
-            return Target(self._default(principal), None)
-        return Target(*await self.backend.find(model, principal))
+            return ModelTarget(self._default(principal), None)
+        return ModelTarget(*await self.backend.find(model, principal))
 
     def _default(self, principal: Principal) -> ModelCard:
         models = self.backend.models(principal)

@@ -22,7 +22,7 @@ from loraplex.core.request import (
 )
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.task import Generate
-from loraplex.frontends.openai.adapter_fields import Target, adapter_choices
+from loraplex.frontends.openai.adapter_fields import ModelTarget, adapter_choices
 from loraplex.frontends.openai.sampling import chat_sampling, completion_sampling
 from loraplex.frontends.openai.schema import (
     ChatBody,
@@ -60,11 +60,11 @@ class Origin(NamedTuple):
 
 
 def completion_requests(
-    body: CompletionBody, target: Target, origin: Origin, max_prompts: int
+    body: CompletionBody, target: ModelTarget, origin: Origin, max_prompts: int
 ) -> tuple[GenerateRequest, ...]:
     """One request for each prompt."""
     if body.model_extra:
-        refuse_unsupported(body.model_extra)
+        refuse_unsupported(body)
     if not body.model_fields_set.isdisjoint(_CHECKED):
         _check_generation(body)
     sampling = completion_sampling(body, target.model.vocab_size)
@@ -88,7 +88,7 @@ def completion_requests(
 
 def _request(
     body: GenerationBody,
-    target: Target,
+    target: ModelTarget,
     origin: Origin,
     sampling: SamplingParams,
     prompt: Prompt,
@@ -115,7 +115,7 @@ def _request(
 def check_chat(body: ChatBody) -> None:
     """Every refusal of a chat body that comes before its template is rendered."""
     if body.model_extra:
-        refuse_unsupported(body.model_extra)
+        refuse_unsupported(body)
     if not body.model_fields_set.isdisjoint(_CHECKED):
         _check_generation(body)
     if body.max_tokens is not None and body.max_completion_tokens is not None:
@@ -153,7 +153,7 @@ def conversation(
 
 
 def chat_request(
-    body: ChatBody, target: Target, origin: Origin, reading: CompletionSyntax
+    body: ChatBody, target: ModelTarget, origin: Origin, reading: CompletionSyntax
 ) -> tuple[GenerateRequest, ...]:
     """The request for a checked body whose conversation has been rendered into the prompt."""
     sampling = chat_sampling(body, target.model.vocab_size)

@@ -14,9 +14,10 @@ from loraplex.core.request import GenerateRequest
 from loraplex.frontends.field_names import as_sent
 from loraplex.frontends.openai import convert
 from loraplex.frontends.openai.adapter_fields import ADAPTER_HEADER, adapter_field
-from loraplex.frontends.openai.adapter_headers import BY_HEADER, DIGESTS
 from loraplex.frontends.openai.chat import chat_request
 from loraplex.frontends.openai.context import (
+    BY_HEADER,
+    DIGESTS,
     TextContext,
     adopt_request_id,
     json_response,
@@ -28,7 +29,7 @@ from loraplex.frontends.openai.sampling import sent_names, value_of
 from loraplex.frontends.openai.schema import ChatBody, CompletionBody, GenerationBody, StreamOptions
 from loraplex.frontends.openai.sse import EventStream
 from loraplex.frontends.openai.writers import (
-    Call,
+    CallFields,
     ChatWriter,
     CompletionWriter,
     ResponseWriter,
@@ -124,13 +125,15 @@ class GenerationEndpoints:
         body: GenerationBody,
         requests: tuple[GenerateRequest, ...],
         prefix: str,
-        new_writer: Callable[[Call, TokenTexts], ResponseWriter],
+        new_writer: Callable[[CallFields, TokenTexts], ResponseWriter],
         **fields: Any,
     ) -> Response:
-        """Run the requests. prefix: of the response's id. fields: those of its Call that depend on
-        the route. The writer of a whole response is made when all outputs are there."""
+        """Run the requests. prefix: of the response's id. fields: those that depend on the route.
+
+        The writer of a whole response is made when all outputs are there.
+        """
         options = body.stream_options or StreamOptions()
-        call = Call(
+        call = CallFields(
             response_id=f"{prefix}-{request_id(request)}",
             created=response_unix_seconds(),
             model=body.model if body.model is not None else requests[0].model,
@@ -152,7 +155,7 @@ class GenerationEndpoints:
         def writer() -> ResponseWriter:
             as_ids = bool(body.return_tokens_as_token_ids)
             texts = TokenTexts(backend, requests[0].model, as_ids=as_ids)
-            return self._dialect.writer(new_writer(call, texts), call, body, texts)
+            return self._dialect.writer(new_writer(call, texts), body, texts)
 
         work_of = _work_of(call)
         if body.stream:
@@ -174,7 +177,7 @@ def origin(context: TextContext, request: Request) -> convert.Origin:
     return convert.Origin(request_id(request), context.backend.new_request_id, adapter)
 
 
-def _work_of(call: Call) -> Callable[[IndexedOutput], int]:
+def _work_of(call: CallFields) -> Callable[[IndexedOutput], int]:
     """Return a function that returns the work of an output: the first one of a request has the
     prompt."""
     begun: set[int] = set()

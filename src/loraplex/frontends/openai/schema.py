@@ -66,7 +66,7 @@ Prompt = Annotated[
 ]
 
 
-class Body(BaseModel):
+class JsonBody(BaseModel):
     """A JSON object of which unknown fields end up in `model_extra`."""
 
     model_config = ConfigDict(
@@ -74,7 +74,7 @@ class Body(BaseModel):
     )
 
 
-class ClosedBody(Body):
+class ClosedBody(JsonBody):
     """Body in which an unknown field is an error; see refuse_unknown."""
 
     model_config = ConfigDict(json_schema_extra={"additionalProperties": False})
@@ -85,14 +85,14 @@ def _limits(limits: Range) -> JsonSchemaValue:
     return {low: limits.low, "maximum": limits.high}
 
 
-class StreamOptions(Body):
+class StreamOptions(JsonBody):
     include_usage: bool | None = None
     """A last chunk has the usage; all others have `usage: null`."""
     continuous_usage_stats: bool | None = None
     """Every chunk has the usage so far, if include_usage is set."""
 
 
-class SamplingBody(Body):
+class SamplingBody(JsonBody):
     """What everything that generates has in common: how tokens are drawn, and when it ends."""
 
     @classmethod
@@ -357,7 +357,7 @@ class CompareBody(SamplingBody, ClosedBody):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class TokenizeBody(Body):
+class TokenizeBody(JsonBody):
     """vLLM's: a prompt or a conversation."""
 
     model: str | None = None
@@ -382,7 +382,7 @@ class TokenizeBody(Body):
     """`token_strs` has the text of each token."""
 
 
-class DetokenizeBody(Body):
+class DetokenizeBody(JsonBody):
     model: str | None = None
     """A base model or one of its adapters; absent: the first base model."""
     tokens: TokenIds

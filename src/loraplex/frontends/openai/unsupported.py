@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 from loraplex.core.errors import InvalidParameterError, UnsupportedFeatureError
 from loraplex.core.support import Feature, Support
 from loraplex.frontends.openai.errors import MAX_FAULTS, raise_errors
-from loraplex.frontends.openai.schema import Body, ChatBody, CompletionBody, TokenizeBody
+from loraplex.frontends.openai.schema import ChatBody, CompletionBody, JsonBody, TokenizeBody
 
 
-class Refused(NamedTuple):
+class RefusedField(NamedTuple):
     """A field, its neutral values, and what to do instead."""
 
     field: str
@@ -28,47 +28,49 @@ OFF: tuple[Any, ...] = (None, False)
 
 REFUSED = (
     # OpenAI's
-    Refused("suffix", EMPTY, "put the text after the gap into the prompt"),
-    Refused("tools", EMPTY, "they are for /v1/chat/completions"),
-    Refused("tool_choice", (*EMPTY, "none", "auto"), "it is for /v1/chat/completions"),
-    Refused("functions", EMPTY, "use tools in /v1/chat/completions"),
-    Refused("function_call", (*EMPTY, "none", "auto"), "use tool_choice"),
-    Refused("modalities", (*EMPTY, ["text"]), "only ['text'] is served"),
-    Refused("audio", EMPTY, "only text is served"),
-    Refused("moderation", EMPTY, "nothing is moderated here"),
-    Refused("web_search_options", EMPTY, "nothing is searched: put what was found into messages"),
+    RefusedField("suffix", EMPTY, "put the text after the gap into the prompt"),
+    RefusedField("tools", EMPTY, "they are for /v1/chat/completions"),
+    RefusedField("tool_choice", (*EMPTY, "none", "auto"), "it is for /v1/chat/completions"),
+    RefusedField("functions", EMPTY, "use tools in /v1/chat/completions"),
+    RefusedField("function_call", (*EMPTY, "none", "auto"), "use tool_choice"),
+    RefusedField("modalities", (*EMPTY, ["text"]), "only ['text'] is served"),
+    RefusedField("audio", EMPTY, "only text is served"),
+    RefusedField("moderation", EMPTY, "nothing is moderated here"),
+    RefusedField(
+        "web_search_options", EMPTY, "nothing is searched: put what was found into messages"
+    ),
     # vLLM's
-    Refused("prompt_embeds", EMPTY, "send the prompt as text or token ids"),
-    Refused("logprob_token_ids", EMPTY, "logprobs has up to 20 likely tokens"),
-    Refused("watermarking", OFF),
-    Refused("structural_tag", EMPTY, "use response_format"),
-    Refused("guided_whitespace_pattern", EMPTY, "write the white space into a guided_grammar"),
-    Refused("logits_processors", EMPTY, "use logit_bias, allowed_token_ids or bad_words"),
-    Refused("chat_template", EMPTY, "the template of the served model is used"),
-    Refused("repetition_detection", EMPTY, "use no_repeat_ngram_size or a penalty"),
-    Refused("kv_transfer_params", EMPTY, "one server computes prompt and output"),
-    Refused("ec_transfer_params", EMPTY, "one server computes prompt and output"),
-    Refused("vllm_xargs", EMPTY, "there are no extensions to read them"),
-    Refused(
+    RefusedField("prompt_embeds", EMPTY, "send the prompt as text or token ids"),
+    RefusedField("logprob_token_ids", EMPTY, "logprobs has up to 20 likely tokens"),
+    RefusedField("watermarking", OFF),
+    RefusedField("structural_tag", EMPTY, "use response_format"),
+    RefusedField("guided_whitespace_pattern", EMPTY, "write the white space into a guided_grammar"),
+    RefusedField("logits_processors", EMPTY, "use logit_bias, allowed_token_ids or bad_words"),
+    RefusedField("chat_template", EMPTY, "the template of the served model is used"),
+    RefusedField("repetition_detection", EMPTY, "use no_repeat_ngram_size or a penalty"),
+    RefusedField("kv_transfer_params", EMPTY, "one server computes prompt and output"),
+    RefusedField("ec_transfer_params", EMPTY, "one server computes prompt and output"),
+    RefusedField("vllm_xargs", EMPTY, "there are no extensions to read them"),
+    RefusedField(
         "thinking_token_budget", (None, -1), "max_tokens is for reasoning and message together"
     ),
     # SGLang's
-    Refused("reasoning", EMPTY, "use reasoning_effort"),
-    Refused("stop_regex", EMPTY, "use stop, or a regex for the whole output"),
-    Refused("extra_key", EMPTY, "use cache_salt"),
-    Refused("input_ids", EMPTY, "send them as the prompt of /v1/completions"),
-    Refused("session_params", EMPTY, "send the whole conversation: its KV is found again"),
-    Refused("custom_logit_processor", EMPTY, "use logit_bias, allowed_token_ids or bad_words"),
-    Refused("custom_params", EMPTY, "there is no custom_logit_processor to read them"),
-    Refused("return_hidden_states", OFF),
-    Refused("return_routed_experts", OFF),
-    Refused("return_prompt_token_ids", OFF, "use return_token_ids"),
-    Refused("return_meta_info", OFF, "use return_token_ids, logprobs and usage"),
-    Refused("bootstrap_host", EMPTY, "one server computes prompt and output"),
-    Refused("bootstrap_port", EMPTY, "one server computes prompt and output"),
-    Refused("bootstrap_room", EMPTY, "one server computes prompt and output"),
+    RefusedField("reasoning", EMPTY, "use reasoning_effort"),
+    RefusedField("stop_regex", EMPTY, "use stop, or a regex for the whole output"),
+    RefusedField("extra_key", EMPTY, "use cache_salt"),
+    RefusedField("input_ids", EMPTY, "send them as the prompt of /v1/completions"),
+    RefusedField("session_params", EMPTY, "send the whole conversation: its KV is found again"),
+    RefusedField("custom_logit_processor", EMPTY, "use logit_bias, allowed_token_ids or bad_words"),
+    RefusedField("custom_params", EMPTY, "there is no custom_logit_processor to read them"),
+    RefusedField("return_hidden_states", OFF),
+    RefusedField("return_routed_experts", OFF),
+    RefusedField("return_prompt_token_ids", OFF, "use return_token_ids"),
+    RefusedField("return_meta_info", OFF, "use return_token_ids, logprobs and usage"),
+    RefusedField("bootstrap_host", EMPTY, "one server computes prompt and output"),
+    RefusedField("bootstrap_port", EMPTY, "one server computes prompt and output"),
+    RefusedField("bootstrap_room", EMPTY, "one server computes prompt and output"),
     # LoRAX's
-    Refused(
+    RefusedField(
         "merged_adapters",
         EMPTY,
         "use adapters, each with a scale: what they change is added up, nothing is merged",
@@ -139,21 +141,19 @@ _KNOWN = frozenset(
 """Fields that some server defines, for any of the routes that generate."""
 
 
-def refuse_unsupported(
-    fields: Mapping[str, Any] | None, table: Mapping[str, Refused] = BY_FIELD
-) -> None:
+def refuse_unsupported(body: JsonBody, table: Mapping[str, RefusedField] = BY_FIELD) -> None:
     """Raise UnsupportedFeatureError for the fields (of those not in the schema) that we know
     and do not serve, unless their values are neutral."""
     raise_errors(
         [
             _unsupported(table[field])
-            for field, value in (fields or {}).items()
+            for field, value in (body.model_extra or {}).items()
             if field in table and not _is_harmless(value, table[field])
         ]
     )
 
 
-def refuse_undefined(body: Body, more_known: Collection[str] = ()) -> None:
+def refuse_undefined(body: JsonBody, more_known: Collection[str] = ()) -> None:
     """Raise InvalidParameterError for fields that no supported server defines: a misspelt limit
     must not be a request without a limit. more_known: further fields of the route."""
     undefined = (
@@ -163,7 +163,7 @@ def refuse_undefined(body: Body, more_known: Collection[str] = ()) -> None:
     raise_errors([_undefined(body, field) for field in itertools.islice(undefined, MAX_FAULTS + 1)])
 
 
-def refuse_unknown(body: Body) -> None:
+def refuse_unknown(body: JsonBody) -> None:
     """Raise InvalidParameterError for fields that are not in the schema: where a misspelt field
     must not be a request without it."""
     known = ", ".join(type(body).model_fields)
@@ -175,12 +175,12 @@ def refuse_unknown(body: Body) -> None:
     )
 
 
-def _unsupported(refused: Refused) -> UnsupportedFeatureError:
+def _unsupported(refused: RefusedField) -> UnsupportedFeatureError:
     advice = f"; {refused.advice}" if refused.advice else ""
     return UnsupportedFeatureError(f"{refused.field} is not supported{advice}", param=refused.field)
 
 
-def _undefined(body: Body, field: str) -> InvalidParameterError:
+def _undefined(body: JsonBody, field: str) -> InvalidParameterError:
     near = difflib.get_close_matches(field, type(body).model_fields, n=1)
     meant = f"; did you mean {near[0]}?" if near else ""
     return InvalidParameterError(
@@ -190,6 +190,6 @@ def _undefined(body: Body, field: str) -> InvalidParameterError:
     )
 
 
-def _is_harmless(value: Any, refused: Refused) -> bool:
+def _is_harmless(value: Any, refused: RefusedField) -> bool:
     # 0 == False in Python: a JSON 0 is not the false that is let through.
     return any(type(value) is type(harmless) and value == harmless for harmless in refused.harmless)

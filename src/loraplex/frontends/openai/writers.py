@@ -128,7 +128,7 @@ def _timing(timing: RequestTiming) -> Timing:
     )
 
 
-class Call(msgspec.Struct, frozen=True, kw_only=True):
+class CallFields(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of the HTTP request that the response repeats or follows."""
 
     response_id: str
@@ -202,7 +202,7 @@ def _stop_reason(sequence: SequenceOutput) -> str | int | UnsetType:
 class CompletionWriter:
     """Writer of /v1/completions."""
 
-    def __init__(self, call: Call, texts: TokenTexts) -> None:
+    def __init__(self, call: CallFields, texts: TokenTexts) -> None:
         self._call = call
         self._texts = texts
         self._usage = UsageCounter()
@@ -303,7 +303,7 @@ class ChatWriter:
     """Writer of /v1/chat/completions: always one request."""
 
     def __init__(
-        self, call: Call, texts: TokenTexts, reading: CompletionSyntax = ALL_IS_CONTENT
+        self, call: CallFields, texts: TokenTexts, reading: CompletionSyntax = ALL_IS_CONTENT
     ) -> None:
         self._call = call
         self._texts = texts
@@ -448,7 +448,7 @@ def _has_news(text: str, finish_reason: str | None, token_ids: list[int] | Unset
 
 
 def _prompt_logprobs(
-    call: Call, output: RequestOutput, texts: TokenTexts
+    call: CallFields, output: RequestOutput, texts: TokenTexts
 ) -> PromptLogprobs | UnsetType:
     if not call.wants_prompt_logprobs or output.prompt_logprobs is None:
         return UNSET

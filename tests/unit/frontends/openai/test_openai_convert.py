@@ -26,8 +26,8 @@ from loraplex.serving.text.completion_reader import CompletionSyntax
 from support.echo_service import echo_card
 from support.naming import naming, refused
 
-BASE = convert.Target(echo_card("echo"), None)
-FRENCH = convert.Target(echo_card("echo"), ByName("fr"))
+BASE = convert.ModelTarget(echo_card("echo"), None)
+FRENCH = convert.ModelTarget(echo_card("echo"), ByName("fr"))
 
 
 def completion(**fields: Any) -> CompletionBody:
@@ -39,7 +39,9 @@ def chat(**fields: Any) -> ChatBody:
     return parse_body(ChatBody, json.dumps({"messages": messages} | fields).encode())
 
 
-def convert_completion(target: convert.Target = BASE, **fields: Any) -> tuple[GenerateRequest, ...]:
+def convert_completion(
+    target: convert.ModelTarget = BASE, **fields: Any
+) -> tuple[GenerateRequest, ...]:
     origin = convert.Origin("client-1", itertools.count(1).__next__)
     return convert.completion_requests(completion(**fields), target, origin, max_prompts=3)
 

@@ -18,7 +18,7 @@ from loraplex.frontends.openai.logprobs import (
     chat_logprobs,
     prompt_logprobs,
 )
-from loraplex.frontends.openai.writers import Call, ChatWriter, CompletionWriter, fingerprint
+from loraplex.frontends.openai.writers import CallFields, ChatWriter, CompletionWriter, fingerprint
 from loraplex.frontends.streams import gather_all, generate_all
 from support.echo_service import EchoService
 
@@ -39,7 +39,7 @@ class Scene:
             )
             for i, prompt in enumerate(prompts)
         )
-        self.call = Call(
+        self.call = CallFields(
             response_id="id", created=1, model="fr", requests=self.requests, **(call or {})
         )
         self.texts = TokenTexts(self.backend, "echo")

@@ -27,7 +27,7 @@ from loraplex.frontends.openai.schema import (
     GenerationBody,
     StreamOptions,
 )
-from loraplex.frontends.openai.writers import Call, ChatWriter, ResponseWriter
+from loraplex.frontends.openai.writers import ChatWriter, ResponseWriter
 from loraplex.frontends.openapi.operation import JSON, TEXT, Media, ResponseDoc, by_status
 from loraplex.frontends.streams import IndexedOutput
 
@@ -361,9 +361,9 @@ class CompatDialect(LlgtrtDialect):
         return {**template_tools(body), **super().rendering(body)}
 
     def writer(
-        self, writer: ResponseWriter, call: Call, body: GenerationBody, texts: TokenTexts
+        self, writer: ResponseWriter, body: GenerationBody, texts: TokenTexts
     ) -> ResponseWriter:
-        inner = super().writer(writer, call, body, texts)
+        inner = super().writer(writer, body, texts)
         return CompatWriter(inner, is_chat=isinstance(writer, ChatWriter))
 
 

@@ -8,7 +8,7 @@ from starlette.requests import Request
 
 from loraplex.core.errors import InvalidParameterError, ModelNotFoundError, cut
 from loraplex.core.principal import Principal
-from loraplex.frontends.openai.adapter_fields import Target
+from loraplex.frontends.openai.adapter_fields import ModelTarget
 from loraplex.frontends.openai.context import Dialect, GenerationT, TextContext
 from loraplex.frontends.openai.schema import ChatBody, GenerationBody
 
@@ -49,7 +49,7 @@ class LlgtrtDialect(Dialect):
 
     async def target(
         self, context: TextContext, body: GenerationBody, principal: Principal
-    ) -> Target:
+    ) -> ModelTarget:
         if body.lora_model:
             await self._check_name(context, body.lora_model, principal)
         return await context.target(None, principal)

@@ -17,10 +17,9 @@ from loraplex.core.request import GenerateRequest
 from loraplex.core.task import Generate
 from loraplex.frontends.field_names import as_sent
 from loraplex.frontends.openai import convert
-from loraplex.frontends.openai.adapter_fields import Target, adapter_choices
-from loraplex.frontends.openai.adapter_headers import DIGESTS
+from loraplex.frontends.openai.adapter_fields import ModelTarget, adapter_choices
 from loraplex.frontends.openai.chat import rendered_chat
-from loraplex.frontends.openai.context import OpenAIContext, request_id
+from loraplex.frontends.openai.context import DIGESTS, OpenAIContext, request_id
 from loraplex.frontends.openai.generation import ENDS
 from loraplex.frontends.openai.sampling import sampling_params
 from loraplex.frontends.openai.schema import GenerationBody, Messages
@@ -120,7 +119,7 @@ class GuidanceEndpoints:
         return EventStream(outputs, writer, request_id(request), dialect.errors)
 
     async def _request(
-        self, request: Request, body: GuidanceBody, target: Target
+        self, request: Request, body: GuidanceBody, target: ModelTarget
     ) -> GenerateRequest:
         backend = self._context.backend
         grammar = _grammar(body)
@@ -141,7 +140,7 @@ class GuidanceEndpoints:
             timeout_seconds=body.timeout_seconds,
         )
 
-    async def _prompt(self, body: GuidanceBody, target: Target) -> tuple[str, bool]:
+    async def _prompt(self, body: GuidanceBody, target: ModelTarget) -> tuple[str, bool]:
         """The text, and whether a template made it."""
         if (body.prompt is None) == (body.messages is None):
             raise InvalidParameterError("give prompt or messages, one of them", param="prompt")

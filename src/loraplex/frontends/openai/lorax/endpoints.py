@@ -1,25 +1,35 @@
 """POST /generate, /generate_stream and /."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from loraplex.core.errors import InvalidParameterError, LoraplexError, UnsupportedFeatureError
+from loraplex.core.errors import (
+    InvalidParameterError,
+    LoraplexError,
+    UnauthenticatedError,
+    UnsupportedFeatureError,
+)
 from loraplex.core.principal import Principal
 from loraplex.core.request import GenerateRequest
 from loraplex.frontends.field_names import as_sent, named_as_sent
 from loraplex.frontends.openai import convert
-from loraplex.frontends.openai.adapter_fields import ADAPTER_HEADER, Target
-from loraplex.frontends.openai.adapter_headers import BY_HEADER, DIGESTS
+from loraplex.frontends.openai.adapter_fields import ADAPTER_HEADER, ModelTarget
 from loraplex.frontends.openai.body import validated
 from loraplex.frontends.openai.chat import rendered_chat
-from loraplex.frontends.openai.context import OpenAIContext, json_response, request_id
+from loraplex.frontends.openai.context import (
+    BY_HEADER,
+    DIGESTS,
+    OpenAIContext,
+    json_response,
+    request_id,
+)
+from loraplex.frontends.openai.errors import ErrorBody, error_response, wire_error, wire_row
 from loraplex.frontends.openai.logprobs import TokenTexts
-from loraplex.frontends.openai.lorax.errors import LORAX_ERRORS
 from loraplex.frontends.openai.lorax.schema import (
     GenerateBody,
     Generated,
@@ -35,6 +45,7 @@ from loraplex.frontends.openapi.operation import (
     JSON,
     Media,
     ResponseDoc,
+    by_status,
     described,
     events_of,
     json_body,
@@ -154,7 +165,7 @@ class LoraxEndpoints:
         texts = TokenTexts(self._context.backend, target.model.name)
         return (completion_request.with_sampling(sampling),), texts
 
-    async def _prompt(self, body: GenerateBody, parameters: Parameters, target: Target) -> str:
+    async def _prompt(self, body: GenerateBody, parameters: Parameters, target: ModelTarget) -> str:
         if not parameters.apply_chat_template:
             return body.inputs
         messages = [Message(role="user", content=body.inputs)]
@@ -206,3 +217,51 @@ def _refuse(parameters: Parameters) -> None:
     for name, value in (parameters.model_extra or {}).items():
         if name in REFUSED and value not in _HARMLESS:
             raise UnsupportedFeatureError(f"{name} is not supported; {REFUSED[name]}", param=name)
+
+
+class ErrorText(msgspec.Struct, frozen=True):
+    error: str
+    error_type: str
+
+
+class LoraxErrors:
+    """Statuses are those of the OpenAI routes, but a wrong field is 422."""
+
+    def response(self, error: LoraplexError) -> Response:
+        response = error_response(error)
+        status = _status(response.status_code)
+        headers = {
+            name: value
+            for name, value in response.headers.items()
+            if name in ("retry-after", "connection")
+        }
+        return Response(msgspec.json.encode(_text(error)), status, headers, "application/json")
+
+    def events(self, error: LoraplexError) -> tuple[ErrorText, ...]:
+        return (_text(error),)
+
+    @property
+    def event_type(self) -> type[msgspec.Struct]:
+        return ErrorText
+
+    def responses(self, kinds: Iterable[type[LoraplexError]]) -> Iterable[ResponseDoc]:
+        return by_status((_status(wire_row(kind).status), _media(kind)) for kind in kinds)
+
+
+def _status(openais: int) -> int:
+    return 422 if openais == 400 else openais
+
+
+def _media(kind: type[LoraplexError]) -> Media:
+    """Form of an error: authentication errors have OpenAI's."""
+    return Media(JSON, ErrorBody if issubclass(kind, UnauthenticatedError) else ErrorText)
+
+
+def _text(error: LoraplexError) -> ErrorText:
+    status = wire_error(error).status
+    if status in (429, 503):
+        return ErrorText(error.message, "overloaded")
+    return ErrorText(error.message, "validation" if status < 500 else "generation")
+
+
+LORAX_ERRORS = LoraxErrors()

@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Struct, UnsetType
 from pydantic import Field
 
-from loraplex.frontends.openai.schema import Body
+from loraplex.frontends.openai.schema import JsonBody
 
 
-class Parameters(Body):
+class Parameters(JsonBody):
     adapter_id: str | None = None
     """An adapter of the base model."""
     adapter_source: Literal["hub", "local", "s3", "pbase"] | None = None
@@ -52,7 +52,7 @@ class Parameters(Body):
     """json_object, with a schema."""
 
 
-class GenerateBody(Body):
+class GenerateBody(JsonBody):
     inputs: str
     """The prompt."""
     parameters: Parameters | None = None

@@ -42,7 +42,7 @@ _SHARED: Final = tuple(
 
 def check(body: ResponsesBody) -> None:
     """Every refusal that needs neither model nor conversation."""
-    refuse_unsupported(body.model_extra, refusals.BY_FIELD)
+    refuse_unsupported(body, refusals.BY_FIELD)
     for field, advice in refusals.RENAMED.items():
         if getattr(body, field) is not None:
             raise InvalidParameterError(f"{field} is for chats; {advice}", param=field)

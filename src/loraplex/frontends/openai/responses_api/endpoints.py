@@ -18,10 +18,11 @@ from loraplex.core.errors import (
 )
 from loraplex.core.principal import Principal
 from loraplex.frontends.long_json import encoded
-from loraplex.frontends.openai.adapter_fields import Target
-from loraplex.frontends.openai.adapter_headers import BY_HEADER, DIGESTS
+from loraplex.frontends.openai.adapter_fields import ModelTarget
 from loraplex.frontends.openai.chat import ChatRequest, chat_request, rendered
 from loraplex.frontends.openai.context import (
+    BY_HEADER,
+    DIGESTS,
     OpenAIContext,
     adopt_request_id,
     json_response,
@@ -35,12 +36,12 @@ from loraplex.frontends.openai.responses_api.errors import StreamErrors, in_own_
 from loraplex.frontends.openai.responses_api.input_items import Item, new_id, read_input
 from loraplex.frontends.openai.responses_api.schema import ResponsesBody
 from loraplex.frontends.openai.responses_api.store import ResponseStore, StoredResponse
-from loraplex.frontends.openai.responses_api.writer import ResponseWriter, begun
+from loraplex.frontends.openai.responses_api.writer import ResponsesWriter, begun
 from loraplex.frontends.openai.sampling import value_of
 from loraplex.frontends.openai.schema import ChatBody, Message
 from loraplex.frontends.openai.sse import EventStream, output_work
 from loraplex.frontends.openai.tools import left_out
-from loraplex.frontends.openai.writers import Call
+from loraplex.frontends.openai.writers import CallFields
 from loraplex.frontends.openapi.operation import (
     ANY_ERROR,
     JSON,
@@ -176,9 +177,9 @@ class ResponsesEndpoints:
 
     def _writer(
         self, body: ResponsesBody, chat: ChatRequest, items: list[Item], principal: Principal
-    ) -> ResponseWriter:
+    ) -> ResponsesWriter:
         model = chat.requests[0].model
-        call = Call(
+        call = CallFields(
             response_id=new_id("resp"),
             created=int(time.time()),
             model=model if body.model is None else body.model,
@@ -193,7 +194,7 @@ class ResponsesEndpoints:
 
         first = begun(body, call, is_kept=is_kept)
         texts = TokenTexts(self._context.backend, model)
-        return ResponseWriter(first, call, texts, chat.reading, keep)
+        return ResponsesWriter(first, call, texts, chat.reading, keep)
 
     async def _body(self, request: Request) -> ResponsesBody:
         body = await self._context.parse(request, ResponsesBody)
@@ -230,7 +231,7 @@ class ResponsesEndpoints:
         return self._store.get(tenant, request.path_params["response_id"])
 
 
-async def _run(outputs: AsyncGenerator[IndexedOutput, None], writer: ResponseWriter) -> Response:
+async def _run(outputs: AsyncGenerator[IndexedOutput, None], writer: ResponsesWriter) -> Response:
     """Run to the end without sending events. Return the whole response."""
     headers: Mapping[str, str] = {}
     work = 0
@@ -304,7 +305,7 @@ async def fitting(context: OpenAIContext, body: ChatBody, principal: Principal) 
     return choices[first]
 
 
-async def count_tokens(context: OpenAIContext, body: ChatBody, target: Target) -> int:
+async def count_tokens(context: OpenAIContext, body: ChatBody, target: ModelTarget) -> int:
     """Number of tokens of the rendered conversation."""
     prompt = await rendered(context, body, target)
     token_ids = await asyncio.to_thread(
@@ -315,7 +316,7 @@ async def count_tokens(context: OpenAIContext, body: ChatBody, target: Target) -
     return len(token_ids)
 
 
-def _max_prompt_tokens(body: ChatBody, target: Target) -> int:
+def _max_prompt_tokens(body: ChatBody, target: ModelTarget) -> int:
     card = target.model
     max_input = card.max_model_len - (body.max_completion_tokens or 1)
     return max_input if card.max_input_len is None else min(max_input, card.max_input_len)

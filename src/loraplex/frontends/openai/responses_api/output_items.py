@@ -122,7 +122,7 @@ class _Message:
         )
 
 
-class _Call:
+class _CallItem:
     def __init__(self, number: Number, output_index: int, first: CallDelta) -> None:
         self.index = first.index
         """Index of the call among those of its message."""
@@ -173,8 +173,8 @@ class _Call:
         )
 
 
-_OpenItem = _Reasoning | _Message | _Call
-_OpenT = TypeVar("_OpenT", _Reasoning, _Message, _Call)
+_OpenItem = _Reasoning | _Message | _CallItem
+_OpenT = TypeVar("_OpenT", _Reasoning, _Message, _CallItem)
 
 
 class OutputItems:
@@ -188,7 +188,7 @@ class OutputItems:
     @property
     def has_begun(self) -> bool:
         """Whether content or a call has begun: the reasoning is over."""
-        return isinstance(self._open, _Message | _Call)
+        return isinstance(self._open, _Message | _CallItem)
 
     def so_far(self) -> list[wire.OutputItem]:
         """Items so far, including the open one."""
@@ -230,9 +230,9 @@ class OutputItems:
 
     def _add_call(self, part: CallDelta) -> Iterator[wire.Event]:
         call = self._open
-        if not isinstance(call, _Call) or call.index != part.index:
+        if not isinstance(call, _CallItem) or call.index != part.index:
             yield from self._close("completed")
-            call = yield from self._begin(_Call(self._number, len(self._done), part))
+            call = yield from self._begin(_CallItem(self._number, len(self._done), part))
         if part.arguments:
             yield call.add(part.arguments)
 

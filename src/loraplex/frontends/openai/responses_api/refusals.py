@@ -1,28 +1,28 @@
 """Fields that a client of the Responses API may send, and that are refused or have no effect."""
 
 from loraplex.core.support import Feature, Support
-from loraplex.frontends.openai.unsupported import EMPTY, OFF, Refused
+from loraplex.frontends.openai.unsupported import EMPTY, OFF, RefusedField
 from loraplex.frontends.openai.unsupported import REFUSED as OF_CHAT
 
 _CONVERSATION = "use previous_response_id, or send the whole conversation as input"
 
 REFUSED = (
-    Refused("conversation", EMPTY, _CONVERSATION),
-    Refused("prompt", EMPTY, "templates are not kept: send instructions and input"),
-    Refused("context_management", EMPTY, "use truncation"),
-    Refused("moderation", EMPTY, "nothing is moderated here"),
-    Refused("background_options", EMPTY, "use stream"),
-    Refused("access_programs", EMPTY),
-    Refused("image", EMPTY, "only text is served"),
+    RefusedField("conversation", EMPTY, _CONVERSATION),
+    RefusedField("prompt", EMPTY, "templates are not kept: send instructions and input"),
+    RefusedField("context_management", EMPTY, "use truncation"),
+    RefusedField("moderation", EMPTY, "nothing is moderated here"),
+    RefusedField("background_options", EMPTY, "use stream"),
+    RefusedField("access_programs", EMPTY),
+    RefusedField("image", EMPTY, "only text is served"),
     # what chats have, and responses call otherwise
-    Refused("messages", EMPTY, "use input"),
-    Refused("max_completion_tokens", EMPTY, "use max_output_tokens"),
-    Refused("reasoning_effort", EMPTY, "use reasoning.effort"),
-    Refused("logprobs", OFF, "use include: ['message.output_text.logprobs']"),
-    Refused("n", (None, 1), "a response is one output; use /v1/chat/completions"),
-    Refused("best_of", (None, 1), "use /v1/chat/completions"),
-    Refused("use_beam_search", OFF, "use /v1/chat/completions"),
-    Refused("prompt_logprobs", EMPTY, "use /v1/chat/completions"),
+    RefusedField("messages", EMPTY, "use input"),
+    RefusedField("max_completion_tokens", EMPTY, "use max_output_tokens"),
+    RefusedField("reasoning_effort", EMPTY, "use reasoning.effort"),
+    RefusedField("logprobs", OFF, "use include: ['message.output_text.logprobs']"),
+    RefusedField("n", (None, 1), "a response is one output; use /v1/chat/completions"),
+    RefusedField("best_of", (None, 1), "use /v1/chat/completions"),
+    RefusedField("use_beam_search", OFF, "use /v1/chat/completions"),
+    RefusedField("prompt_logprobs", EMPTY, "use /v1/chat/completions"),
 )
 
 WITHOUT_EFFECT = (

@@ -4,19 +4,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from loraplex.frontends.openai.schema import AdaptedBody, Body, StreamOptions
+from loraplex.frontends.openai.schema import AdaptedBody, JsonBody, StreamOptions
 
 Items = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 
 
-class TextConfig(Body):
+class TextConfig(JsonBody):
     format: dict[str, Any] | None = None
     """Type text, json_object or json_schema (enforced, strict or not)."""
     verbosity: Literal["low", "medium", "high"] | None = None
     """No effect: use the instructions."""
 
 
-class Reasoning(Body):
+class Reasoning(JsonBody):
     effort: str | None = None
     """The variable reasoning_effort of the chat template; `none` also sets enable_thinking to
     false."""

@@ -23,7 +23,7 @@ class StoredResponse(NamedTuple):
         return len(self.response) + len(self.given) + len(self.output)
 
 
-class _Entry(NamedTuple):
+class _Kept(NamedTuple):
     stored: StoredResponse
     expires: float
 
@@ -48,7 +48,7 @@ class ResponseStore:
         if not self.is_open or stored.num_bytes > self._limits.max_bytes:
             return
         shelf = self._tenants.setdefault(tenant, _Shelf())
-        shelf.add(response_id, _Entry(stored, self._now() + self._limits.max_seconds))
+        shelf.add(response_id, _Kept(stored, self._now() + self._limits.max_seconds))
         self._clear()
         while (
             len(shelf.entries) > self._limits.max_responses
@@ -88,14 +88,14 @@ class _Shelf:
     """One tenant's, oldest first."""
 
     def __init__(self) -> None:
-        self.entries: OrderedDict[str, _Entry] = OrderedDict()
+        self.entries: OrderedDict[str, _Kept] = OrderedDict()
         self.num_bytes = 0
 
     @property
-    def oldest(self) -> _Entry:
+    def oldest(self) -> _Kept:
         return next(iter(self.entries.values()))
 
-    def add(self, response_id: str, entry: _Entry) -> None:
+    def add(self, response_id: str, entry: _Kept) -> None:
         self.entries[response_id] = entry
         self.num_bytes += entry.stored.num_bytes
 

@@ -16,7 +16,7 @@ from loraplex.frontends.openai.responses_api.errors import error_detail, respons
 from loraplex.frontends.openai.responses_api.output_items import OutputItems
 from loraplex.frontends.openai.responses_api.schema import ResponsesBody
 from loraplex.frontends.openai.responses_api.tools import shown_tools
-from loraplex.frontends.openai.writers import Call, UsageCounter, adapter_headers
+from loraplex.frontends.openai.writers import CallFields, UsageCounter, adapter_headers
 from loraplex.frontends.streams import IndexedOutput
 from loraplex.serving.text.completion_reader import CompletionDelta, CompletionSyntax
 
@@ -25,13 +25,13 @@ Keep = Callable[[wire.ResponseObject], None]
 """What is done with a response that has ended."""
 
 
-class ResponseWriter:
+class ResponsesWriter:
     """One response: always one request with one sequence."""
 
     def __init__(
         self,
         response: wire.ResponseObject,
-        call: Call,
+        call: CallFields,
         texts: TokenTexts,
         reading: CompletionSyntax,
         keep: Keep,
@@ -170,7 +170,7 @@ class ContentLogprobs:
             at += len(token)
 
 
-def begun(body: ResponsesBody, call: Call, *, is_kept: bool) -> wire.ResponseObject:
+def begun(body: ResponsesBody, call: CallFields, *, is_kept: bool) -> wire.ResponseObject:
     """What it repeats of the body, with the values that absent fields have."""
     sampling: SamplingParams = call.requests[0].sampling
     text = body.text.model_dump(exclude_none=True) if body.text else {}
