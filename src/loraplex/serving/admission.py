@@ -61,6 +61,10 @@ def check_request(request: GenerateRequest) -> None:
         raise InvalidParameterError(
             f"the timeout must be more than 0 seconds, got {seconds!r}", param="timeout_seconds"
         )
+    if request.end_id not in (None, NO_END_ID) and type(request.end_id) is not int:
+        raise InvalidParameterError(
+            f"end_id must be a token id, or -1 for none, got {request.end_id!r}", param="end_id"
+        )
 
 
 def admit(
@@ -76,10 +80,12 @@ def admit(
 ) -> EngineRequest:
     """Return a checked and tokenized request as its engine gets it. Raises RequestErrors."""
     task = request.task
-    check_prompt(prompt_token_ids, model, num_new_tokens=int(isinstance(task, Generate)))
-    if isinstance(task, Generate):
-        _check_sampling_ids(task.sampling, model)
-    ends = _eos_token_ids(request.end_id, eos_token_ids, model)
+    _check_length(prompt_token_ids, model, num_new_tokens=int(isinstance(task, Generate)))
+    _check_ids(request, prompt_token_ids, model)
+    ends = eos_token_ids
+    if request.end_id is not None and request.end_id != NO_END_ID:
+        # Without an end the model's own stay, though ignored: a grammar ends with one.
+        ends = (request.end_id,)
     if isinstance(task, Generate) and task.sampling.grammar is not None and not ends:
         raise UnsupportedFeatureError(
             f"model {model.name!r} has no end-of-text token, so its output cannot be kept to a "
@@ -141,8 +147,8 @@ def cut_prompt(
     return token_ids[-most:] if is_left else token_ids[:most]
 
 
-def check_prompt(token_ids: Sequence[int], model: ModelCard, num_new_tokens: int = 1) -> None:
-    """Raise unless there is a prompt, of known tokens, with space for so many more (0 or 1)."""
+def _check_length(token_ids: Sequence[int], model: ModelCard, num_new_tokens: int) -> None:
+    """Raise unless there is a prompt with space for so many more tokens (0 or 1)."""
     if not token_ids:
         raise InvalidRequestError("the prompt is empty: give at least one token", param="prompt")
     if len(token_ids) + num_new_tokens > model.max_model_len:
@@ -160,43 +166,31 @@ def check_prompt(token_ids: Sequence[int], model: ModelCard, num_new_tokens: int
             f"({model.max_input_len}) of model {model.name!r}: see max_input_len",
             param="prompt",
         )
-    _check_ids("prompt", token_ids, model)
 
 
-def _check_ids(param: str, token_ids: Sequence[int], model: ModelCard) -> None:
-    if not token_ids:
-        return
-    for token_id in (min(token_ids), max(token_ids)):
-        if not 0 <= token_id < model.vocab_size:
-            raise TokenOutOfVocabularyError(
-                f"{param}: token id {token_id} is out of the vocabulary of model {model.name!r}, "
-                f"which is 0 to {model.vocab_size - 1}",
-                param=param,
-            )
-
-
-def _check_sampling_ids(sampling: SamplingParams, model: ModelCard) -> None:
-    for name in ("stop_token_ids", "allowed_token_ids"):
-        _check_ids(name, getattr(sampling, name), model)
-    for name in ("stop_token_sequences", "bad_token_ids"):
-        _check_ids(name, tuple(itertools.chain.from_iterable(getattr(sampling, name))), model)
-    _check_ids("logit_bias", tuple(token_id for token_id, _ in sampling.logit_bias), model)
-    if sampling.top_p_reset_id is not None:
-        _check_ids("top_p_reset_id", (sampling.top_p_reset_id,), model)
-
-
-def _eos_token_ids(
-    end_id: int | None, eos_token_ids: tuple[int, ...], model: ModelCard
-) -> tuple[int, ...]:
-    """Those of the model stay, though ignored, where end_id is none: a grammar ends with one."""
-    if end_id is None or end_id == NO_END_ID:
-        return eos_token_ids
-    if type(end_id) is not int:
-        raise InvalidParameterError(
-            f"end_id must be a token id, or -1 for none, got {end_id!r}", param="end_id"
-        )
-    _check_ids("end_id", (end_id,), model)
-    return (end_id,)
+def _check_ids(request: GenerateRequest, prompt: Sequence[int], model: ModelCard) -> None:
+    """Raise TokenOutOfVocabularyError for the first id that the model does not have."""
+    ids: dict[str, Sequence[int]] = {"prompt": prompt}
+    if isinstance(request.task, Generate):
+        sampling, flat = request.task.sampling, itertools.chain.from_iterable
+        ids |= {
+            "stop_token_ids": sampling.stop_token_ids,
+            "allowed_token_ids": sampling.allowed_token_ids,
+            "stop_token_sequences": tuple(flat(sampling.stop_token_sequences)),
+            "bad_token_ids": tuple(flat(sampling.bad_token_ids)),
+            "logit_bias": [token_id for token_id, _ in sampling.logit_bias],
+            "top_p_reset_id": [] if sampling.top_p_reset_id is None else [sampling.top_p_reset_id],
+        }
+    if type(request.end_id) is int and request.end_id != NO_END_ID:
+        ids["end_id"] = (request.end_id,)
+    for param, token_ids in ids.items():
+        for token_id in (min(token_ids), max(token_ids)) if token_ids else ():
+            if not 0 <= token_id < model.vocab_size:
+                raise TokenOutOfVocabularyError(
+                    f"{param}: token id {token_id} is out of the vocabulary of model "
+                    f"{model.name!r}, which is 0 to {model.vocab_size - 1}",
+                    param=param,
+                )
 
 
 def _complete(request: GenerateRequest, num_prompt_tokens: int, model: ModelCard) -> SamplingParams:

@@ -6,6 +6,7 @@ position of the token.
 """
 
 import asyncio
+import dataclasses
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Final, Protocol
 
@@ -26,14 +27,14 @@ class EngineOutputs(Protocol):
     def leave(self) -> None: ...
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class OutputStream:
     """The outputs of one request. A slow reader finds them merged; it never holds a step back."""
 
-    def __init__(self) -> None:
-        self._pending: list[EngineOutput] = []
-        self._filled = asyncio.Event()
-        self._is_left = False
-        self._pass_on: Callable[[EngineOutput], None] | None = None
+    _pending: list[EngineOutput] = dataclasses.field(default_factory=list)
+    _filled: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    _is_left: bool = False
+    _pass_on: Callable[[EngineOutput], None] | None = None
 
     def put(self, output: EngineOutput) -> None:
         if self._is_left:

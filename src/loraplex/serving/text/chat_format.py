@@ -42,12 +42,12 @@ class ChatFormat(msgspec.Struct, frozen=True, kw_only=True):
 
     def shown_ids(self, *, has_tools: bool) -> tuple[int, ...]:
         """Return the special tokens that must stay in a completion's text for it to be read."""
-        markers = (*self._tag_markers, *(self.call_format.markers if has_tools else ()))
+        tags = self.tags
+        markers = (
+            *(() if tags is None else tags.markers),
+            *(self.call_format.markers if has_tools else ()),
+        )
         return tuple(sorted({self.special_ids[m] for m in markers if m in self.special_ids}))
-
-    @property
-    def _tag_markers(self) -> tuple[str, ...]:
-        return () if self.tags is None else self.tags.markers
 
 
 UNKNOWN_FORMAT: Final = ChatFormat()
