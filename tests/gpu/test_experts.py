@@ -10,7 +10,6 @@ from loraplex.kernels import quantization
 from loraplex.kernels.accelerator import CudaAccelerator
 from loraplex.kernels.activations import Activation
 from loraplex.kernels.cuda import elementwise, experts
-from loraplex.kernels.cuda.expert_lora import add_expert_lora
 from loraplex.kernels.cuda.graphs import StepGraphs
 from loraplex.kernels.cuda.grouped_linear import GroupedLinear
 from loraplex.kernels.cuda.linear import LinearKernel
@@ -190,7 +189,7 @@ def lora_inputs(model: str, popularity: str, num_tokens: int, dtype: torch.dtype
 
 def added(y, x, batch, routes, offsets, *, batch_invariant=False):
     kernel, result = LoraKernel(CUDA, batch_invariant=batch_invariant), y.clone()
-    add_expert_lora(kernel, result, x, batch, routes, 1, UP, offsets)
+    kernel.add_experts(result, x, batch, routes, 1, UP, offsets)
     return result
 
 
@@ -239,7 +238,7 @@ def test_a_graph_computes_other_routes_and_batches_of_its_size(dtype):
         y = grouped.apply(x, layer, routes)
         few = experts.route(logits[:, :16], few_rules)
         wide = torch.cat((y, y), 1)
-        add_expert_lora(kernel, wide, x, batch, few, 1, UP, (0, 768))
+        kernel.add_experts(wide, x, batch, few, 1, UP, (0, 768))
         return experts.combine_experts(wide, routes)
 
     few_rules = RoutingRules(num_experts=16, num_chosen=8, mode=RoutingMode.SOFTMAX)

@@ -17,10 +17,9 @@ import torch
 from torch.nn import functional
 
 from loraplex.core.weight_precision import WeightPrecision
-from loraplex.kernels import sampling
+from loraplex.kernels import experts, routing, sampling
 from loraplex.kernels.activations import Activation
 from loraplex.kernels.channel import Channel, joined_shares, tree_sum
-from loraplex.kernels.experts import add_expert_lora, combine_experts
 from loraplex.kernels.host_tiles import fixed_tiles
 from loraplex.kernels.kv_vectors import stored_size, to_stored
 from loraplex.kernels.lora import LoraBatch, add_lora
@@ -35,10 +34,8 @@ from loraplex.kernels.ops import (
 )
 from loraplex.kernels.quantization import QuantizedWeight, quantize
 from loraplex.kernels.reference_attention import TilePlan, attend, plan_tiles
-from loraplex.kernels.routing import Routes, route
-from loraplex.kernels.routing_rules import RoutingRules
+from loraplex.kernels.routing import Routes
 from loraplex.kernels.row_layout import RowLayout
-from loraplex.kernels.sampling import DrawOptions, IntArray, TopLogprobs
 
 _HOST_ROWS = 8
 """Row multiple of a float32 product: all multiples are summed alike (measured for MKL)."""
@@ -65,7 +62,18 @@ class _Linear(NamedTuple):
 
 
 class ReferenceKernels:
-    """Implements `Kernels`. A row layer's inputs are one block for each rank."""
+    """Implements `Kernels`. A row layer's inputs are one block for each rank.
+
+    Other backends bind the ops that they compute by other functions, and list nothing else.
+    """
+
+    packed_layout = "torch"
+    route = staticmethod(routing.route)
+    combine_experts = staticmethod(experts.combine_experts)
+    argmax = staticmethod(sampling.argmax)
+    draw_tokens = staticmethod(sampling.draw_tokens)
+    top_logprobs = staticmethod(sampling.top_logprobs)
+    apply_bitmask = staticmethod(sampling.apply_bitmask)
 
     def __init__(self, device: torch.device, channel: Channel | None = None) -> None:
         """channel: to the other ranks; None: there are none."""
@@ -82,7 +90,7 @@ class ReferenceKernels:
         return compute()
 
     @property
-    def lora_ns(self) -> None:
+    def lora_ns(self) -> int | None:
         return None
 
     def recording(self) -> contextlib.AbstractContextManager[None]:
@@ -111,10 +119,6 @@ class ReferenceKernels:
     def takes_quantized(self, weight: QuantizedWeight, num_blocks: int) -> bool:
         del weight, num_blocks
         return False
-
-    @property
-    def packed_layout(self) -> str:
-        return "torch"
 
     def linear_parts(self, packed: PackedLinear) -> LinearParts:
         assert isinstance(packed, _Linear)
@@ -245,14 +249,6 @@ class ReferenceKernels:
         reduce = self._over_ranks if num_blocks else None
         add_lora(y, x, batch, layer, modules, out_offsets, reduce)
 
-    def route(
-        self,
-        logits: torch.Tensor,
-        rules: RoutingRules,
-        selection_bias: torch.Tensor | None = None,
-    ) -> Routes:
-        return route(logits, rules, selection_bias)
-
     def grouped_linear(self, x: torch.Tensor, packed: PackedLinear, routes: Routes) -> torch.Tensor:
         assert isinstance(packed, _Linear)
         num_pairs, num_outputs = len(routes.pairs), packed.weight.shape[1]
@@ -280,16 +276,7 @@ class ReferenceKernels:
         num_blocks: int = 0,
     ) -> None:
         reduce = self._over_ranks if num_blocks else None
-        add_expert_lora(y, x, batch, routes, layer, modules, out_offsets, reduce)
-
-    def combine_experts(
-        self,
-        y: torch.Tensor,
-        routes: Routes,
-        shared: torch.Tensor | None = None,
-        shared_gate: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return combine_experts(y, routes, shared, shared_gate)
+        experts.add_expert_lora(y, x, batch, routes, layer, modules, out_offsets, reduce)
 
     def allocate_kv(self, num_blocks: int, shape: AttentionShape, dtype: torch.dtype) -> Storage:
         """Layout [num_blocks, K, block_size, stored_size] (kernels.kv_vectors)."""
@@ -325,22 +312,6 @@ class ReferenceKernels:
     ) -> torch.Tensor:
         assert isinstance(plan, TilePlan)
         return attend(query, storage, plan, sink_logits)
-
-    def argmax(self, logits: torch.Tensor, rows: IntArray) -> tuple[torch.Tensor, torch.Tensor]:
-        return sampling.argmax(logits, rows)
-
-    def draw_tokens(
-        self, logits: torch.Tensor, rows: IntArray, options: DrawOptions
-    ) -> torch.Tensor:
-        return sampling.draw_tokens(logits, rows, options)
-
-    def top_logprobs(
-        self, logits: torch.Tensor, rows: IntArray, token_ids: IntArray, num_top: int
-    ) -> TopLogprobs:
-        return sampling.top_logprobs(logits, rows, token_ids, num_top)
-
-    def apply_bitmask(self, logits: torch.Tensor, rows: IntArray, bitmask: torch.Tensor) -> None:
-        sampling.apply_bitmask(logits, rows, bitmask)
 
 
 def _rotate(

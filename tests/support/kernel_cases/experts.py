@@ -6,7 +6,6 @@ import torch
 
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels.cuda import experts
-from loraplex.kernels.cuda.expert_lora import add_expert_lora
 from loraplex.kernels.cuda.grouped_linear import GroupedLinear
 from loraplex.kernels.cuda.linear_packing import PackedWeight, empty_weight, pack_weight
 from loraplex.kernels.cuda.lora import LoraKernel
@@ -79,9 +78,9 @@ def _layer(dtype: torch.dtype, num_tokens: int, made: tuple[LoraBatch, LoraSegme
     batch = expert_batch(dtype, made)
     kernel, x = LoraKernel(GPU, batch_invariant=False), empty(num_tokens, HIDDEN, dtype=dtype)
     inner = empty(num_tokens * RULES.num_chosen, 2 * INNER, dtype=dtype)
-    add_expert_lora(kernel, inner, x, batch, routes, 3, tuple(MODULES)[:2], (0, INNER))
+    kernel.add_experts(inner, x, batch, routes, 3, tuple(MODULES)[:2], (0, INNER))
     y = empty(num_tokens * RULES.num_chosen, HIDDEN, dtype=dtype)
-    add_expert_lora(kernel, y, inner[:, :INNER], batch, routes, 3, tuple(MODULES)[2:], (0,))
+    kernel.add_experts(y, inner[:, :INNER], batch, routes, 3, tuple(MODULES)[2:], (0,))
     y = _products(dtype, num_tokens, routes=routes)
     assert _combined(y, routes).shape == (num_tokens, HIDDEN)
 

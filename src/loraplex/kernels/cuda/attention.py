@@ -21,7 +21,7 @@ from loraplex.kernels.cuda.flashinfer_attention import (
     refusal,
     unserved,
 )
-from loraplex.kernels.ops import AttentionRules, AttentionShape, Storage
+from loraplex.kernels.ops import AttentionPlan, AttentionRules, AttentionShape, Storage
 from loraplex.kernels.row_layout import DeviceRows, RowLayout
 
 __all__ = ("AttentionKernel", "CudaAttentionPlan")
@@ -103,13 +103,14 @@ class AttentionKernel:
         self,
         query: torch.Tensor,
         storage: Storage,
-        plan: CudaAttentionPlan,
+        plan: AttentionPlan,
         sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """query [T, H, D], heads contiguous -> [T, H, D]; zeros for tokens that no row has.
 
         sink_logits [H] float32, contiguous. (Of rows without tokens FlashInfer makes anything.)
         """
+        assert isinstance(plan, CudaAttentionPlan)
         assert query.stride()[1:] == (query.shape[2], 1), "heads lie side by side"
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         if plan.num_tokens is None:

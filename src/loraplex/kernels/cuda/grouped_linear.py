@@ -23,6 +23,7 @@ from loraplex.kernels.cuda.programs.grouped_linear import (
     grouped_quantized_linear,
 )
 from loraplex.kernels.cuda.ranks import RankSums
+from loraplex.kernels.ops import PackedLinear
 from loraplex.kernels.routing import Routes
 
 _FEW_ROWS = 8
@@ -94,8 +95,9 @@ class GroupedLinear:
         if keeps_products_in_registers(device):
             self._quantized = dataclasses.replace(_QUANTIZED, many=_QUANTIZED.some)
 
-    def apply(self, x: torch.Tensor, packed: PackedWeight, routes: Routes) -> torch.Tensor:
+    def apply(self, x: torch.Tensor, packed: PackedLinear, routes: Routes) -> torch.Tensor:
         """x [T, in] or [T * k, in] of the model's type -> [T * k, out]."""
+        assert isinstance(packed, PackedWeight)
         if self._sums is None or not packed.is_row:
             return self._product(x, packed, routes, x.dtype)
         if not self._sums.adds_bias:

@@ -10,11 +10,11 @@ from torch.nn import functional
 
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels.cuda.linear_fp8 import check_fp8, fp8_product
-from loraplex.kernels.cuda.linear_packing import PackedWeight, pack_weight, squared_row_norms
+from loraplex.kernels.cuda.linear_packing import PackedWeight, pack_weight
 from loraplex.kernels.cuda.linear_products import ScaledLinear, fixed_linear
 from loraplex.kernels.cuda.ranks import RankSums
 from loraplex.kernels.ops import LinearParts, PackedLinear
-from loraplex.kernels.quantization import QuantizedWeight
+from loraplex.kernels.quantization import GROUP_SIZES, QuantizedWeight
 
 PACKED_LAYOUT = "cuda-4"
 """Layout of PackedWeight's tensors; the name changes whenever they do."""
@@ -46,21 +46,28 @@ class LinearKernel:
         self,
         weight: torch.Tensor | QuantizedWeight,
         bias: torch.Tensor | None,
-        precision: WeightPrecision,
-        *,
-        is_row: bool = False,
+        precision: WeightPrecision = WeightPrecision.NATIVE,
+        num_blocks: int = 0,
     ) -> PackedWeight:
         """weight [out, in], bias [out] or None, both of the model's type, on the device.
 
         A weight that is quantised already keeps its numbers, whatever the precision.
-        Or of experts: weight [E, out, in], bias [E, out]. is_row: ranks have a part of the inputs.
+        Or of experts: weight [E, out, in], bias [E, out].
+        num_blocks of 1 or more: ranks have a part of the inputs.
 
         Raises ConfigError if the weight cannot be quantised to the precision, or the device cannot
         multiply it.
         """
         if precision is WeightPrecision.FP8 and isinstance(weight, torch.Tensor):
             check_fp8(weight)
-        return dataclasses.replace(pack_weight(weight, bias, precision), is_row=is_row)
+        return dataclasses.replace(pack_weight(weight, bias, precision), is_row=num_blocks > 0)
+
+    @staticmethod
+    def takes(weight: QuantizedWeight, num_blocks: int) -> bool:
+        """All but fp8: a rank packs its own inputs, so the blocks of ranks do not matter."""
+        del num_blocks
+        is_narrow = weight.precision in (WeightPrecision.INT8, WeightPrecision.INT4)
+        return is_narrow and weight.group_size in GROUP_SIZES
 
     def parts(self, packed: PackedLinear) -> LinearParts:
         assert isinstance(packed, PackedWeight)
@@ -114,12 +121,11 @@ class LinearKernel:
             return functional.linear(x.float(), packed.weight.float())
         return torch.mm(x, packed.weight.t(), out_dtype=torch.float32)
 
-    def apply_apart(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+    def apply_apart(
+        self, x: torch.Tensor, packed: PackedLinear, dtype: torch.dtype
+    ) -> torch.Tensor:
         """`apply` without the bias, and of a row layer only for this rank's inputs."""
         assert isinstance(packed, PackedWeight)
-        return self._product(x, dataclasses.replace(packed, bias=None), x.dtype)
-
-    def squared_row_norms(self, packed: PackedLinear) -> torch.Tensor:
-        """[out] float64: of each row of what the weight stands for."""
-        assert isinstance(packed, PackedWeight)
-        return squared_row_norms(packed)
+        # Triton starts kernels on the device of the thread, which compute() chose for the first.
+        with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
+            return self._product(x.to(dtype), dataclasses.replace(packed, bias=None), dtype)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import torch
 
 from loraplex.core.weight_precision import WeightPrecision
+from loraplex.kernels.ops import PackedLinear
 from loraplex.kernels.quantization import FP8_DTYPE, QuantizedWeight, group_size_of, quantize
 
 BLOCK = 128
@@ -155,8 +156,9 @@ def dequantized_rows(packed: PackedWeight, rows: slice) -> torch.Tensor:
     return QuantizedWeight(*form, offsets=offsets, table=table).dequantized()
 
 
-def squared_row_norms(packed: PackedWeight) -> torch.Tensor:
+def squared_row_norms(packed: PackedLinear) -> torch.Tensor:
     """[outputs] float64: of each row of what the weight stands for."""
+    assert isinstance(packed, PackedWeight)
     sums = [dequantized_rows(packed, rows).double().square_().sum(1) for rows in _slabs(packed)]
     return torch.cat(sums)
 

@@ -23,6 +23,17 @@ order: there are no atomics.
 Pieces of many tokens (programs.lora_matrix) use matrix units, with as few splits as fill the
 processors. Not for float32, of which those take fewer bits, and not where a token's bits must be
 the same in any company.
+
+Experts, few tokens or a token's bits the same in any company: a program takes the pairs of one
+piece and one choice, one after another, each with the matrices of its own expert. In a step that
+decodes with many adapters hardly two pairs share a matrix. Many tokens: tiles of an expert's pairs,
+as in the product before, so that nothing is sorted anew. A program computes each adapter of its
+tile for the rows that have it; rows of one sequence lie together, so there are few. Tokens without
+adapters, and experts that none of them adapts, end their programs at once.
+
+Output vectors, such as DoRA's factors: in a step of one wave and few tokens the second program of
+LoRA applies them. Other steps have a launch of their own, ahead of LoRA's: each adapter's share is
+of the base's outputs.
 """
 
 import dataclasses
@@ -33,7 +44,7 @@ import torch
 import triton
 
 from loraplex.kernels.adapter_parts import add_vectors
-from loraplex.kernels.cuda.lora_vectors import add_table_vectors
+from loraplex.kernels.cuda.grouped_linear import most_tiles
 from loraplex.kernels.cuda.lora_work import (
     MATRIX_RANKS,
     FusedLinear,
@@ -42,10 +53,18 @@ from loraplex.kernels.cuda.lora_work import (
     fused_linear,
     table_on_device,
 )
+from loraplex.kernels.cuda.programs import lora_vectors
+from loraplex.kernels.cuda.programs.expert_lora import (
+    expand_few_of_experts,
+    expand_many_of_experts,
+    shrink_few_of_experts,
+    shrink_many_of_experts,
+)
 from loraplex.kernels.cuda.programs.lora import expand_few, shrink_few
 from loraplex.kernels.cuda.programs.lora_matrix import expand_many, shrink_many
 from loraplex.kernels.cuda.ranks import RankSums
 from loraplex.kernels.lora import FEW_TOKENS, LoraBatch, LoraTable, lora_segments, vector_uses
+from loraplex.kernels.routing import Routes
 
 _RANKS = 16
 """Ranks that a program takes at a time, of few tokens."""
@@ -66,6 +85,15 @@ _PROGRAMS = 2 * 132
 """So many keep an H200 busy: two for each of its processors."""
 
 _MOST_SPLITS = 8
+
+_PARTIAL_BYTES = 64 << 20
+"""Maximum bytes of partial sums of experts, if those of one choice are not more."""
+
+_MOST_ROWS = 32
+"""Rows of a tile of experts for matrix units: more do not fit into the registers of an A100."""
+
+_BLOCK = 512
+"""Maximum outputs of a program for vectors."""
 
 
 class LoraKernel:
@@ -88,16 +116,14 @@ class LoraKernel:
         layer: int,
         modules: Sequence[str],
         out_offsets: Sequence[int],
-        *,
-        is_row: bool = False,
+        num_blocks: int = 0,
     ) -> None:
         """Same as kernels.lora.add_lora. Rows of x and y are contiguous, of the pool's dtype.
 
-        is_row: ranks have a part of the inputs each.
+        num_blocks of 1 or more: ranks have a part of the inputs each.
         """
-        work = self.work(
-            *(y, x, batch, layer, modules, out_offsets), num_tokens=len(x), is_row=is_row
-        )
+        places = (layer, modules, out_offsets)
+        work = self.work(y, x, batch, *places, num_tokens=len(x), num_blocks=num_blocks)
         is_few = self.takes_few(work)
         # Recorded steps have one wave: its vectors cost no launch of their own.
         has_vectors = is_few and len(work.segments.entries) == 1
@@ -112,6 +138,29 @@ class LoraKernel:
             _add_few(y, x, work, has_vectors=has_vectors)
         else:
             _add_many(y, x, work)
+
+    def add_experts(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        batch: LoraBatch,
+        routes: Routes,
+        layer: int,
+        modules: Sequence[str],
+        out_offsets: Sequence[int],
+        num_blocks: int = 0,
+    ) -> None:
+        """Same as kernels.experts.add_expert_lora. Rows of x and y are contiguous.
+
+        num_blocks: as in `add`.
+        """
+        places = (layer, modules, out_offsets)
+        num_tokens = len(routes.experts)
+        work = self.work(y, x, batch, *places, num_tokens=num_tokens, num_blocks=num_blocks)
+        if self.takes_few(work):
+            _add_few_of_experts(y, x, work, routes)
+        else:
+            _add_many_of_experts(y, x, work, routes)
 
     def takes_few(self, work: LoraWork) -> bool:
         """Whether rows are computed one by one, and not by matrix units."""
@@ -128,7 +177,7 @@ class LoraKernel:
         out_offsets: Sequence[int],
         *,
         num_tokens: int,
-        is_row: bool,
+        num_blocks: int,
     ) -> LoraWork:
         """Return what the two kernels of a call share."""
         assert x.stride(1) == y.stride(1) == 1, "rows are contiguous"
@@ -146,7 +195,7 @@ class LoraKernel:
             cells_of_entry=len(batch.table.cells),
             unit=batch.table.alignment,
             max_rank=triton.cdiv(batch.table.max_rank, MATRIX_RANKS) * MATRIX_RANKS,
-            sums=self._sums if is_row else None,
+            sums=self._sums if num_blocks else None,
         )
 
     def _linear(
@@ -274,3 +323,136 @@ def _expand(
             NUM_TILES=num_tiles,
             **options,
         )
+
+
+def _add_few_of_experts(y: torch.Tensor, x: torch.Tensor, work: LoraWork, routes: Routes) -> None:
+    """Some choices at a time: partial sums of all of a large step would take GiBs."""
+    tiles, num_chosen = few_tiles(work), routes.num_chosen
+    num_slots, num_modules = len(work.segments.token_indices), work.num_modules
+    sums = (num_modules, tiles.num_splits, work.max_rank)
+    bytes_of_choice = 4 * num_slots * num_modules * tiles.num_splits * work.max_rank
+    at_once = min(num_chosen, max(1, _PARTIAL_BYTES // bytes_of_choice))
+    for first_choice in range(0, num_chosen, at_once):
+        num_choices = min(at_once, num_chosen - first_choice)
+        shape = (num_slots, num_choices, *sums)
+        partials = torch.empty(shape, dtype=torch.float32, device=y.device)
+        _add_few_choices(y, x, partials, work, routes, first_choice)
+
+
+def _add_few_choices(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    partials: torch.Tensor,
+    work: LoraWork,
+    routes: Routes,
+    first_choice: int,
+) -> None:
+    tiles, linear, num_choices = few_tiles(work), work.linear, partials.shape[1]
+    choices = (first_choice, num_choices)
+    common = (work.pool, work.cells, work.pieces, routes.experts)
+    num_waves, num_pieces = work.segments.entries.shape
+    num_programs = num_waves * num_pieces * num_choices * work.num_modules * tiles.num_splits
+    shrink_few_of_experts[(num_programs,)](
+        *(x, partials, *common, x.stride(0), work.cells_of_entry, linear.first_cell, *choices),
+        C=work.constants,
+        COLUMNS=linear.columns,
+        NUM_CHOSEN=routes.num_chosen,
+        DIVISOR=len(y) // len(x),
+        **tiles.shrink,
+    )
+    partials = work.over_ranks(partials)
+    num_tiles = work.num_tiles(tiles.block_n)
+    for wave in range(num_waves):
+        expand_few_of_experts[(num_pieces * num_choices * num_tiles,)](
+            *(y, partials, *common, y.stride(0), work.cells_of_entry, linear.first_cell),
+            *choices,
+            wave * num_pieces,
+            C=work.constants,
+            COLUMNS=linear.columns,
+            NUM_CHOSEN=routes.num_chosen,
+            OUT_FEATURES=linear.out_features,
+            OUT_OFFSETS=linear.out_offsets,
+            NUM_TILES=num_tiles,
+            **tiles.expand_options(partials),
+        )
+
+
+def _add_many_of_experts(y: torch.Tensor, x: torch.Tensor, work: LoraWork, routes: Routes) -> None:
+    """One wave after another: each adds to what the last one stored."""
+    linear, num_experts, num_pairs = work.linear, routes.num_experts, len(y)
+    block_t = _rows_of_tile(num_pairs, num_experts)
+    num_row_tiles = most_tiles(num_pairs, num_experts, block_t)
+    num_splits = splits_of_many(work, num_row_tiles)
+    shrink, expand = many_options(work, num_splits, block_t)
+    shape = (num_pairs, work.num_modules, num_splits, work.max_rank)
+    partials = torch.empty(shape, dtype=torch.float32, device=y.device)
+    users = users_of(work, len(routes.experts))
+    common = (work.pool, work.cells, users, routes.pairs, routes.starts)
+    routing = {
+        "NUM_EXPERTS": num_experts,
+        "NUM_CHOSEN": routes.num_chosen,
+        "BLOCK_E": triton.next_power_of_2(num_experts),
+    }
+    num_tiles = work.num_tiles(MATRIX_OUTPUTS)
+    for wave in range(len(users.entries)):
+        places = (work.cells_of_entry, linear.first_cell, wave * len(routes.experts))
+        shrink_many_of_experts[(num_row_tiles * work.num_modules * num_splits,)](
+            *(x, partials, *common, x.stride(0), *places),
+            C=work.constants,
+            COLUMNS=linear.columns,
+            DIVISOR=num_pairs // len(x),
+            **routing,
+            **shrink,
+        )
+        summed = work.over_ranks(partials)
+        expand_many_of_experts[(num_row_tiles * num_tiles,)](
+            *(y, summed, *common, y.stride(0), *places),
+            C=work.constants,
+            COLUMNS=linear.columns,
+            OUT_FEATURES=linear.out_features,
+            OUT_OFFSETS=linear.out_offsets,
+            NUM_TILES=num_tiles,
+            **routing,
+            **(expand | {"num_splits": summed.shape[-2]}),
+        )
+
+
+def _rows_of_tile(num_pairs: int, num_experts: int) -> int:
+    """Rows that an expert has on average, as a power of two that matrix units can take."""
+    average: int = triton.next_power_of_2(triton.cdiv(num_pairs, num_experts))
+    return min(max(average, FEWEST_ROWS), _MOST_ROWS)
+
+
+def add_table_vectors(y: torch.Tensor, work: LoraWork) -> None:
+    """Apply to y [T, any] what the table has besides LoRA of the modules of a linear layer."""
+    linear = work.linear
+    block = min(_BLOCK, triton.next_power_of_2(max(linear.out_features)))
+    num_tokens, num_tiles = len(y), work.num_tiles(block)
+    users = users_of(work, num_tokens)
+    lora_vectors.add_vectors[(num_tokens * num_tiles,)](
+        *(y, work.pool, work.table.vectors, users, y.stride(0)),
+        *(work.cells_of_entry, linear.first_cell, len(users.entries), num_tokens),
+        COLUMNS=linear.columns,
+        OUT_FEATURES=linear.out_features,
+        OUT_OFFSETS=linear.out_offsets,
+        NUM_TILES=num_tiles,
+        UNIT=work.unit,
+        BLOCK_N=block,
+        num_warps=2,  # 16 bytes for each thread
+    )
+
+
+def users_of(work: LoraWork, num_tokens: int) -> lora_vectors.Users:
+    """Return the adapter of each token in each wave, [waves, num_tokens]."""
+    segments = work.segments
+    num_waves, num_pieces = segments.entries.shape
+    shape, device = (num_waves, num_tokens), work.pool.device
+    users = lora_vectors.Users(
+        torch.full(shape, -1, dtype=torch.int32, device=device),
+        torch.empty(shape, dtype=torch.float32, device=device),
+    )
+    lora_vectors.spread_users[(num_waves * num_pieces,)](
+        *(users, work.pieces, num_tokens, num_pieces),
+        BLOCK_T=triton.next_power_of_2(segments.longest),
+    )
+    return users

@@ -24,7 +24,7 @@ from loraplex.kernels.native.library import (
     ThreadPool,
     Value,
 )
-from loraplex.kernels.ops import AttentionRules, AttentionShape, Storage
+from loraplex.kernels.ops import AttentionPlan, AttentionRules, AttentionShape, Storage
 from loraplex.kernels.row_layout import RowLayout
 
 _KV_DTYPES = {**DTYPES, torch.int8: 3}
@@ -64,6 +64,7 @@ class NativeAttentionPlan:
 class AttentionKernel:
     def __init__(self, library: NativeLibrary, pool: ThreadPool) -> None:
         self._pool = pool
+        self._output = library.output
         self._attend = library.function(
             "loraplex_paged_attention",
             *(Pointer, Value, Int, Pointer, Pointer, Pointer, Int, Value, Size, Value, Size),
@@ -93,20 +94,10 @@ class AttentionKernel:
         num_tokens, num_kv_heads, head_dim = key.shape
         keys, values = storage.tensors
         self._write(
-            self._pool.address,
-            num_tokens,
-            num_kv_heads,
-            head_dim,
-            keys.shape[3],
-            slot_mapping.data_ptr(),
-            DTYPES[key.dtype],
-            key.data_ptr(),
-            key.stride(0),
-            value.data_ptr(),
-            value.stride(0),
-            _KV_DTYPES[keys.dtype],
-            keys.data_ptr(),
-            values.data_ptr(),
+            *(self._pool.address, num_tokens, num_kv_heads, head_dim, keys.shape[3]),
+            *(slot_mapping.data_ptr(), DTYPES[key.dtype]),
+            *(key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0)),
+            *(_KV_DTYPES[keys.dtype], keys.data_ptr(), values.data_ptr()),
         )
 
     def plan(
@@ -119,20 +110,12 @@ class AttentionKernel:
         assert block_tables.dtype == torch.int64
         slopes = np.array(rules.alibi_slopes, dtype=np.float32)
         step = _Step(
-            len(seq_lens),
-            shape.num_heads,
-            shape.num_kv_heads,
-            shape.head_dim,
-            shape.block_size,
-            rules.window or 0,
-            rules.num_sink_tokens,
-            rules.scale,
-            rules.soft_cap or 0.0,
+            *(len(seq_lens), shape.num_heads, shape.num_kv_heads, shape.head_dim),
+            *(shape.block_size, rules.window or 0, rules.num_sink_tokens),
+            *(rules.scale, rules.soft_cap or 0.0),
             slopes.ctypes.data if rules.alibi_slopes else None,
-            query_start_loc.ctypes.data,
-            seq_lens.ctypes.data,
-            block_tables.data_ptr(),
-            block_tables.shape[1],
+            *(query_start_loc.ctypes.data, seq_lens.ctypes.data),
+            *(block_tables.data_ptr(), block_tables.shape[1]),
         )
         arrays = (query_start_loc, seq_lens, block_tables, slopes)
         return NativeAttentionPlan(ctypes.addressof(step), step, arrays)
@@ -141,26 +124,20 @@ class AttentionKernel:
         self,
         query: torch.Tensor,
         storage: Storage,
-        plan: NativeAttentionPlan,
+        plan: AttentionPlan,
         sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """query [T, H, D], heads contiguous -> [T, H, D]; sink_logits [H] float32, contiguous."""
+        assert isinstance(plan, NativeAttentionPlan)
         _, num_heads, head_dim = query.shape
         assert sink_logits is None or sink_logits.dtype == torch.float32
-        output = torch.empty(query.shape, dtype=query.dtype)
-        dtype = DTYPES[query.dtype]
+        output = self._output(query.shape, query.dtype)
         keys, values = storage.tensors
         self._attend(
-            self._pool.address,
-            plan.address,
-            _KV_DTYPES[keys.dtype],
-            keys.data_ptr(),
-            values.data_ptr(),
+            *(self._pool.address, plan.address),
+            *(_KV_DTYPES[keys.dtype], keys.data_ptr(), values.data_ptr()),
             None if sink_logits is None else sink_logits.data_ptr(),
-            dtype,
-            query.data_ptr(),
-            query.stride(0),
-            output.data_ptr(),
-            num_heads * head_dim,
+            *(DTYPES[query.dtype], query.data_ptr(), query.stride(0)),
+            *(output.data_ptr(), num_heads * head_dim),
         )
         return output

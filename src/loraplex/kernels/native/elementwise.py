@@ -30,10 +30,14 @@ _ACTIVATIONS = {
 
 
 class ElementwiseKernel:
-    """Rows may be views with a longer stride; the last axis is contiguous."""
+    """Ops of these names in `Kernels`. Results are contiguous.
+
+    Rows, and heads, may be views with a longer stride; the last axis is contiguous.
+    """
 
     def __init__(self, library: NativeLibrary, pool: ThreadPool) -> None:
         self._pool = pool
+        self._output = library.output
         self._rms_norm = library.function(
             "loraplex_rms_norm",
             *(Pointer, Size, Size, Size, Int, Value, Size, Size, Int, Pointer, Real, Value),
@@ -75,38 +79,19 @@ class ElementwiseKernel:
         )
 
     def take_rows(self, table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-        """table [..., N], indices [T] int64, contiguous -> [T, N]."""
         num_rows, size = indices.shape[0], table.shape[1]
-        output = torch.empty((num_rows, size), dtype=table.dtype)
+        output = self._output((num_rows, size), table.dtype)
         self._take_rows(
-            self._pool.address,
-            num_rows,
-            size,
-            DTYPES[table.dtype],
-            table.data_ptr(),
-            table.stride(0),
-            indices.data_ptr(),
-            output.data_ptr(),
+            *(self._pool.address, num_rows, size, DTYPES[table.dtype]),
+            *(table.data_ptr(), table.stride(0), indices.data_ptr(), output.data_ptr()),
         )
         return output
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """x [T, N] or [T, H, N], weight [N] -> a contiguous tensor of x's shape."""
-        output = torch.empty(x.shape, dtype=x.dtype)
-        num_inner, inner_stride = _inner_rows(x)
+        output = self._output(x.shape, x.dtype)
         self._rms_norm(
-            self._pool.address,
-            x.shape[0],
-            num_inner,
-            x.shape[-1],
-            DTYPES[x.dtype],
-            x.data_ptr(),
-            x.stride(0),
-            inner_stride,
-            DTYPES[weight.dtype],
-            weight.data_ptr(),
-            eps,
-            output.data_ptr(),
+            *(self._pool.address, *_heads(x), DTYPES[weight.dtype], weight.data_ptr()),
+            *(eps, output.data_ptr()),
         )
         return output
 
@@ -118,43 +103,23 @@ class ElementwiseKernel:
         eps: float,
         factor: float = 1.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(rms_norm(total), total), each [T, N] and contiguous: total = factor * x + residual."""
-        output = torch.empty(x.shape, dtype=x.dtype)
-        total = torch.empty(x.shape, dtype=x.dtype)
+        output, total = self._output(x.shape, x.dtype), self._output(x.shape, x.dtype)
         self._add_rms_norm(
-            self._pool.address,
-            *_addends(x, residual),
-            factor,
-            DTYPES[weight.dtype],
-            weight.data_ptr(),
-            eps,
-            output.data_ptr(),
-            total.data_ptr(),
+            *(self._pool.address, *_addends(x, residual), factor),
+            *(DTYPES[weight.dtype], weight.data_ptr(), eps),
+            *(output.data_ptr(), total.data_ptr()),
         )
         return output, total
 
     def layer_norm(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        """x [T, N] or [T, H, N], weight, bias [N] or [H, N], rows contiguous -> x's shape."""
         assert (bias.shape, bias.dtype) == (weight.shape, weight.dtype)
-        output = torch.empty(x.shape, dtype=x.dtype)
-        num_inner, inner_stride = _inner_rows(x)
+        output = self._output(x.shape, x.dtype)
         self._layer_norm(
-            self._pool.address,
-            x.shape[0],
-            num_inner,
-            x.shape[-1],
-            DTYPES[x.dtype],
-            x.data_ptr(),
-            x.stride(0),
-            inner_stride,
-            DTYPES[weight.dtype],
-            weight.data_ptr(),
-            bias.data_ptr(),
-            x.shape[-1] if weight.dim() == 2 else 0,
-            eps,
-            output.data_ptr(),
+            *(self._pool.address, *_heads(x), DTYPES[weight.dtype]),
+            *(weight.data_ptr(), bias.data_ptr(), x.shape[-1] if weight.dim() == 2 else 0),
+            *(eps, output.data_ptr()),
         )
         return output
 
@@ -167,41 +132,24 @@ class ElementwiseKernel:
         eps: float,
         factor: float = 1.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(layer_norm(total), total), each [T, N] and contiguous: total = factor * x + residual."""
         assert bias.dtype == weight.dtype
-        output = torch.empty(x.shape, dtype=x.dtype)
-        total = torch.empty(x.shape, dtype=x.dtype)
+        output, total = self._output(x.shape, x.dtype), self._output(x.shape, x.dtype)
         self._add_layer_norm(
-            self._pool.address,
-            *_addends(x, residual),
-            factor,
-            DTYPES[weight.dtype],
-            weight.data_ptr(),
-            bias.data_ptr(),
-            eps,
-            output.data_ptr(),
-            total.data_ptr(),
+            *(self._pool.address, *_addends(x, residual), factor),
+            *(DTYPES[weight.dtype], weight.data_ptr(), bias.data_ptr(), eps),
+            *(output.data_ptr(), total.data_ptr()),
         )
         return output, total
 
     def add(self, x: torch.Tensor, residual: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
-        """factor * x + residual, [T, N] and contiguous."""
-        total = torch.empty(x.shape, dtype=x.dtype)
+        total = self._output(x.shape, x.dtype)
         self._add(self._pool.address, *_addends(x, residual), factor, total.data_ptr())
         return total
 
     def scale(self, x: torch.Tensor, factor: float, soft_cap: float | None = None) -> None:
-        """x [T, N] *= factor, then x = soft_cap * tanh(x / soft_cap)."""
-        num_rows, size = x.shape
         self._scale(
-            self._pool.address,
-            num_rows,
-            size,
-            DTYPES[x.dtype],
-            factor,
-            soft_cap or 0.0,
-            x.data_ptr(),
-            x.stride(0),
+            *(self._pool.address, *x.shape, DTYPES[x.dtype], factor, soft_cap or 0.0),
+            *(x.data_ptr(), x.stride(0)),
         )
 
     def rotary(
@@ -213,67 +161,44 @@ class ElementwiseKernel:
         *,
         is_interleaved: bool = False,
     ) -> None:
-        """Rotate in place query [T, H, D], key [T, K, D], heads contiguous; cos, sin [T, R / 2]."""
         num_tokens, num_heads, head_dim = query.shape
         self._rotary(
-            self._pool.address,
-            num_tokens,
-            num_heads,
-            key.shape[1],
-            head_dim,
-            2 * cos.shape[1],
-            is_interleaved,
-            cos.data_ptr(),
-            sin.data_ptr(),
-            DTYPES[query.dtype],
-            query.data_ptr(),
-            query.stride(0),
-            key.data_ptr(),
-            key.stride(0),
+            *(self._pool.address, num_tokens, num_heads, key.shape[1], head_dim),
+            *(2 * cos.shape[1], is_interleaved, cos.data_ptr(), sin.data_ptr()),
+            *(DTYPES[query.dtype], query.data_ptr(), query.stride(0)),
+            *(key.data_ptr(), key.stride(0)),
         )
 
     def gate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-        """[T, 2 N] -> [T, N]"""
         num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-        output = torch.empty((num_rows, size), dtype=gate_up.dtype)
+        output = self._output((num_rows, size), gate_up.dtype)
         self._gate(
-            self._pool.address,
-            num_rows,
-            size,
-            DTYPES[gate_up.dtype],
-            _ACTIVATIONS[activation],
-            gate_up.data_ptr(),
-            gate_up.stride(0),
-            output.data_ptr(),
+            *(self._pool.address, num_rows, size, DTYPES[gate_up.dtype], _ACTIVATIONS[activation]),
+            *(gate_up.data_ptr(), gate_up.stride(0), output.data_ptr()),
         )
         return output
 
     def activate(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
-        """[T, N] -> [T, N]"""
-        num_rows, size = x.shape
-        output = torch.empty(x.shape, dtype=x.dtype)
+        output = self._output(x.shape, x.dtype)
         self._activate(
-            self._pool.address,
-            num_rows,
-            size,
-            DTYPES[x.dtype],
-            _ACTIVATIONS[activation],
-            x.data_ptr(),
-            x.stride(0),
-            output.data_ptr(),
+            *(self._pool.address, *x.shape, DTYPES[x.dtype], _ACTIVATIONS[activation]),
+            *(x.data_ptr(), x.stride(0), output.data_ptr()),
         )
         return output
 
 
-def _inner_rows(x: torch.Tensor) -> tuple[int, int]:
-    """Return the number of inner rows of x [T, N] or [T, H, N], and their stride."""
-    return (1, 0) if x.dim() == 2 else (x.shape[1], x.stride(1))
+def _heads(x: torch.Tensor) -> tuple[int, ...]:
+    """Return the arguments that describe x [T, N] or [T, H, N]."""
+    num_heads, head_stride = (1, 0) if x.dim() == 2 else (x.shape[1], x.stride(1))
+    return (
+        *(x.shape[0], num_heads, x.shape[-1], DTYPES[x.dtype]),
+        *(x.data_ptr(), x.stride(0), head_stride),
+    )
 
 
 def _addends(x: torch.Tensor, residual: torch.Tensor) -> tuple[int, ...]:
     """Return the arguments that describe x and residual [T, N]."""
-    num_rows, size = x.shape
     return (
-        *(num_rows, size, DTYPES[x.dtype], x.data_ptr(), x.stride(0)),
+        *(*x.shape, DTYPES[x.dtype], x.data_ptr(), x.stride(0)),
         *(residual.data_ptr(), residual.stride(0)),
     )

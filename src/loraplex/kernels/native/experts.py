@@ -45,6 +45,7 @@ class ExpertKernel:
 
     def __init__(self, library: NativeLibrary, pool: ThreadPool) -> None:
         self._pool = pool
+        self._output = library.output
         self._rules: dict[RoutingRules, _Rules] = {}
         self._route = library.function(
             "loraplex_route",
@@ -58,7 +59,10 @@ class ExpertKernel:
         )
 
     def route(
-        self, logits: torch.Tensor, rules: RoutingRules, selection_bias: torch.Tensor | None
+        self,
+        logits: torch.Tensor,
+        rules: RoutingRules,
+        selection_bias: torch.Tensor | None = None,
     ) -> Routes:
         """logits [T, E], selection_bias [E] float32; the choice is made in float64."""
         num_tokens, num_experts = logits.shape
@@ -66,10 +70,10 @@ class ExpertKernel:
         assert logits.stride(1) == 1 or num_experts == 1
         num_pairs = num_tokens * rules.num_chosen
         routes = Routes(
-            torch.empty((num_tokens, rules.num_chosen), dtype=torch.int32),
-            torch.empty((num_tokens, rules.num_chosen)),
-            torch.empty(num_pairs, dtype=torch.int32),
-            torch.empty(num_experts + 1, dtype=torch.int32),
+            self._output((num_tokens, rules.num_chosen), torch.int32),
+            self._output((num_tokens, rules.num_chosen)),
+            self._output((num_pairs,), torch.int32),
+            self._output((num_experts + 1,), torch.int32),
         )
         self._route(
             *(self._pool.address, ctypes.addressof(self._rules_of(rules)), num_tokens),
@@ -95,12 +99,12 @@ class ExpertKernel:
         self,
         y: torch.Tensor,
         routes: Routes,
-        shared: torch.Tensor | None,
-        shared_gate: torch.Tensor | None,
+        shared: torch.Tensor | None = None,
+        shared_gate: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """y [T * k, N], shared [T, N], shared_gate [T, 1] -> [T, N]."""
         num_tokens, num_chosen = routes.weights.shape
-        output = torch.empty((num_tokens, y.shape[1]), dtype=y.dtype)
+        output = self._output((num_tokens, y.shape[1]), y.dtype)
         self._combine(
             *(self._pool.address, num_tokens, num_chosen, y.shape[1], DTYPES[y.dtype]),
             *(routes.weights.data_ptr(), y.data_ptr(), y.stride(0)),

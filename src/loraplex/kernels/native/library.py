@@ -63,6 +63,9 @@ DeviceLost if another rank aborted the exchange that it takes part in."""
 Watch = Callable[[str, NativeFunction, Sequence[Any]], NativeFunction]
 """Given the name, the function and its argument types: a function to call instead."""
 
+Note = Callable[[torch.Tensor], torch.Tensor]
+"""Given the tensor that an op is about to write, returns it."""
+
 
 CPU_AMX_BF16 = 64
 CPU_AVX512_BF16 = 128
@@ -96,6 +99,7 @@ class NativeLibrary:
                 "loraplex again"
             )
         self._watch: Watch | None = None
+        self._note: Note | None = None
         self.instruction_set = self.text_function("loraplex_instruction_set")()
 
     @property
@@ -105,11 +109,16 @@ class NativeLibrary:
         used = next((name for bit, name in orders.items() if self.cpu_features() & bit), None)
         return self.instruction_set if used is None else f"{self.instruction_set} with {used}"
 
-    def watched(self, watch: Watch) -> "NativeLibrary":
-        """The same library; its functions are what `watch` makes of them."""
+    def watched(self, watch: Watch, note: Note) -> "NativeLibrary":
+        """The same library; its functions are what `watch` makes of them, `note` sees outputs."""
         library = copy.copy(self)
-        library._watch = watch
+        library._watch, library._note = watch, note
         return library
+
+    def output(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """A new tensor, which an op of this library writes."""
+        tensor = torch.empty(shape, dtype=dtype)
+        return tensor if self._note is None else self._note(tensor)
 
     def function(self, name: str, *argument_types: Any) -> NativeFunction:
         """A function that returns a loraplex_status."""

@@ -18,6 +18,7 @@ from loraplex.kernels.native.library import (
     ThreadPool,
     Value,
 )
+from loraplex.kernels.ops import LinearParts, PackedLinear
 from loraplex.kernels.quantization import (
     GROUP_SIZES,
     QuantizedWeight,
@@ -114,6 +115,7 @@ class LinearKernel:
         """channel: the address of a loraplex_channel, over which row layers are added."""
         self._pool = pool
         self._channel = channel
+        self._output = library.output
         self._packed_bytes = library.size_function(
             "loraplex_packed_weight_bytes", Int, Size, Size, Size, Size
         )
@@ -233,9 +235,10 @@ class LinearKernel:
         wide_bias = None if bias is None else bias.float().contiguous()
         return PackedWeight(*form, panels.flatten(), wide_bias)
 
-    def apply(self, x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+    def apply(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
         """x [T, in] -> [T, out] of the same dtype."""
-        y = torch.empty(x.shape[0], weight.out_features, dtype=x.dtype)
+        weight = _own(packed)
+        y = self._output((x.shape[0], weight.out_features), x.dtype)
         self.apply_into(y, x, weight)
         return y
 
@@ -256,11 +259,22 @@ class LinearKernel:
             *(self._channel_of(weight), y.data_ptr(), y.stride(0)),
         )
 
+    def apply_apart(
+        self,
+        x: torch.Tensor,
+        packed: PackedLinear,
+        dtype: torch.dtype,  # noqa: ARG002 - panels take float32 whatever they hold
+    ) -> torch.Tensor:
+        """Do the same without the bias."""
+        return self.apply(x, dataclasses.replace(_own(packed), bias=None))
+
     def gather_columns(self, x: torch.Tensor, total: int) -> torch.Tensor:
         """x [T, n] of each rank -> [T, total]. The rows of x may be apart."""
+        if self._channel is None:
+            return x
         num_rows, num_columns = x.shape
         assert x.stride(1) == 1 or num_columns == 1
-        y = torch.empty((num_rows, total), dtype=x.dtype)
+        y = self._output((num_rows, total), x.dtype)
         self._gather_columns(
             *(self._pool.address, self._channel, DTYPES[x.dtype], num_rows, total),
             *(x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0)),
@@ -270,8 +284,9 @@ class LinearKernel:
     def _channel_of(self, weight: PackedWeight) -> int | None:
         return self._channel if weight.num_blocks else None
 
-    def apply_grouped(self, x: torch.Tensor, weight: PackedWeight, routes: Routes) -> torch.Tensor:
+    def apply_grouped(self, x: torch.Tensor, packed: PackedLinear, routes: Routes) -> torch.Tensor:
         """x [T, in] or [T * k, in] -> [T * k, out] of the same dtype, by each pair's expert."""
+        weight = _own(packed)
         num_rows, in_features = x.shape
         num_pairs = len(routes.pairs)
         assert in_features == weight.in_features
@@ -280,21 +295,36 @@ class LinearKernel:
         assert weight.panels.numel() == routes.num_experts * num_bytes
         if x.stride(1) != 1:
             x = x.contiguous()
-        y = torch.empty(num_pairs, weight.out_features, dtype=x.dtype)
+        y = self._output((num_pairs, weight.out_features), x.dtype)
         self._grouped_linear(
             *(self._pool.address, *_form_words(weight), DTYPES[x.dtype]),
-            *(
-                x.data_ptr(),
-                x.stride(0),
-                num_pairs,
-                routes.num_chosen if num_rows < num_pairs else 1,
-            ),
+            *(x.data_ptr(), x.stride(0), num_pairs),
+            routes.num_chosen if num_rows < num_pairs else 1,
             *(routes.pairs.data_ptr(), routes.starts.data_ptr(), routes.num_experts),
             *(weight.panels.data_ptr(), weight.out_features, in_features),
             None if weight.bias is None else weight.bias.data_ptr(),
             *(self._channel_of(weight), y.data_ptr(), y.stride(0)),
         )
         return y
+
+
+def linear_parts(packed: PackedLinear) -> LinearParts:
+    weight = _own(packed)
+    sizes = (weight.group_size, weight.num_blocks, weight.out_features, weight.in_features)
+    return LinearParts((int(weight.kind), *sizes), (weight.panels, weight.bias))
+
+
+def join_linear(parts: LinearParts) -> PackedWeight:
+    kind, group_size, num_blocks, out_features, in_features = parts.numbers
+    panels, bias = parts.tensors
+    assert panels is not None
+    form = _Form(WeightKind(kind), group_size, num_blocks, out_features, in_features)
+    return PackedWeight(*form, panels, bias)
+
+
+def _own(packed: PackedLinear) -> PackedWeight:
+    assert isinstance(packed, PackedWeight)
+    return packed
 
 
 def _form_words(weight: PackedWeight) -> tuple[int, int, int]:

@@ -127,16 +127,11 @@ class LoraKernel:
     ) -> None:
         """Implement kernels.lora.add_lora."""
         self._add(
-            self._pool.address,
-            self.step_address(batch),
+            *(self._pool.address, self.step_address(batch)),
             self._linear_address(batch.table.cells, layer, modules, out_offsets, num_blocks),
-            _LAYER,
-            DTYPES[x.dtype],
-            x.data_ptr(),
-            x.stride(0),
+            *(_LAYER, DTYPES[x.dtype], x.data_ptr(), x.stride(0)),
             self._channel if num_blocks else None,
-            y.data_ptr(),
-            y.stride(0),
+            *(y.data_ptr(), y.stride(0)),
         )
 
     def add_experts(

@@ -114,7 +114,7 @@ class Recorder:
         return watched
 
     def output(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The new tensor that an op is about to write, or has just written."""
+        """Note the new tensor that an op is about to write."""
         if self._is_recording:
             self._outputs.append(tensor)
         return tensor

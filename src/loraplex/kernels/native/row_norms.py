@@ -5,6 +5,7 @@ import dataclasses
 import torch
 
 from loraplex.kernels.native.linear import PackedWeight, WeightKind
+from loraplex.kernels.ops import PackedLinear
 
 _WIDTH = 16
 _FLOATS = {
@@ -29,20 +30,21 @@ _TABLE_BYTES = 32
 _VALUES_AT_ONCE = 1 << 18  # in float32 they fit into a cache
 
 
-def squared_row_norms(weight: PackedWeight) -> torch.Tensor:
+def squared_row_norms(packed: PackedLinear) -> torch.Tensor:
     """[out_features] float64: of each row, the sum of its squares. Safe from any thread.
 
     Blocks are added like their products: (b0 + b1) + (b2 + b3).
     """
-    num_blocks = max(1, weight.num_blocks)
-    num_panels = -(-weight.out_features // _WIDTH)
+    assert isinstance(packed, PackedWeight)
+    num_blocks = max(1, packed.num_blocks)
+    num_panels = -(-packed.out_features // _WIDTH)
     # Panels are padded to a multiple; what is beyond num_panels holds nothing.
-    panels = weight.panels.view(-(-num_panels // 8) * 8, num_blocks, -1)[:num_panels]
-    block = dataclasses.replace(weight, in_features=weight.in_features // num_blocks)
+    panels = packed.panels.view(-(-num_panels // 8) * 8, num_blocks, -1)[:num_panels]
+    block = dataclasses.replace(packed, in_features=packed.in_features // num_blocks)
     norms = [_block_norms(block, panels[:, number]) for number in range(num_blocks)]
     while len(norms) > 1:
         norms = [left + right for left, right in zip(norms[::2], norms[1::2], strict=True)]
-    return norms[0][: weight.out_features]
+    return norms[0][: packed.out_features]
 
 
 def _block_norms(block: PackedWeight, panels: torch.Tensor) -> torch.Tensor:

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from loraplex.kernels.accelerator import HostAccelerator
-from loraplex.kernels.cuda import expert_lora, lora
-from loraplex.kernels.cuda.expert_lora import add_expert_lora
+from loraplex.kernels.cuda import lora
 from loraplex.kernels.cuda.graphs import StepGraphs
 from loraplex.kernels.cuda.lora import LoraKernel
 from loraplex.kernels.lora import LoraUse
@@ -56,7 +55,7 @@ def inputs(routes: Routes, dtype, in_features=48, width=WIDTH, *, is_by_pair=Fal
 def added(y, x, batch, routes, *, offsets=OFFSETS, modules=FUSED, batch_invariant=False):
     kernel = LoraKernel(HOST, batch_invariant=batch_invariant)
     result = y.clone()
-    add_expert_lora(kernel, result, x, batch, routes, 1, modules, offsets)
+    kernel.add_experts(result, x, batch, routes, 1, modules, offsets)
     return result
 
 
@@ -156,7 +155,7 @@ def test_an_adapter_that_is_not_finite_keeps_to_its_rows(dtype, longest):
 
 
 def test_choices_one_after_another(monkeypatch):
-    monkeypatch.setattr(expert_lora, "_PARTIAL_BYTES", 1)
+    monkeypatch.setattr(lora, "_PARTIAL_BYTES", 1)
     monkeypatch.setattr(lora, "_WIDTH_BYTES", 64)
     routes = routes_by("skewed", 3, 3, NUM_EXPERTS)
     check(pooled(3, (5, 20), torch.float32), token_uses([1, BASE, 0]), routes, 4)
@@ -165,7 +164,6 @@ def test_choices_one_after_another(monkeypatch):
 def test_splits_and_tiles_for_matrices(monkeypatch):
     for name in ("MATRIX_INPUTS", "MATRIX_OUTPUTS"):
         monkeypatch.setattr(lora, name, 16)
-    monkeypatch.setattr(expert_lora, "MATRIX_OUTPUTS", 16)
     adapters = pooled(2, (5, 40), torch.float16, num_experts=2)
     check(adapters, token_uses([1, 0] * 4), routes_by("even", 9, 2, 2), 16)
 
@@ -199,7 +197,7 @@ def test_a_recorded_step_computes_other_batches_and_routes_of_its_size():
         def compute():
             calls.append(batch)
             result = y.clone()
-            add_expert_lora(kernel, result, x, batch, routes, 1, FUSED, OFFSETS)
+            kernel.add_experts(result, x, batch, routes, 1, FUSED, OFFSETS)
             return result
 
         parts = (routes.experts, routes.pairs, routes.starts)
