@@ -29,7 +29,7 @@ from loraplex.core.scheduler_settings import BatchSchedulerPolicy, SchedulerSett
 from loraplex.core.task import Generate
 from loraplex.engine.engine import build_engine
 from loraplex.execution.mirror import Array
-from loraplex.execution.sampling.token_feed import TokenFeed
+from loraplex.execution.sampling.pending_samples import TokenFeed
 from loraplex.execution.steps.input_batch import InputBatch, groups_of_states
 from loraplex.execution.steps.tensors import DeviceTensors
 from loraplex.testing.fake_clock import FakeClock

@@ -16,24 +16,23 @@ import torch
 from loraplex.core.errors import ErrorInfo, InvalidParameterError, RowFailedError
 from loraplex.core.plan import RowAdded, RowResult, RowStep, Slot, Wanted
 from loraplex.core.sampling_params import SamplingParams
-from loraplex.execution.sampling.beam_candidates import find_candidates
-from loraplex.execution.sampling.blind_draws import (
+from loraplex.execution.sampling.draws import (
     BlindDraws,
     draw_blindly,
     draw_options,
     is_drawn_blindly,
 )
-from loraplex.execution.sampling.logits_edits import LogitsEdits
-from loraplex.execution.sampling.logits_files import LogitsFiles
-from loraplex.execution.sampling.logits_processors import LogitsProcessors
+from loraplex.execution.sampling.logits_processors import LogitsEdits, LogitsProcessors, RowGrammars
 from loraplex.execution.sampling.pending_samples import (
+    NO_TOKEN,
+    NOTHING_LEFT,
     EndedSample,
     LateSample,
     PendingSample,
     SentSample,
+    TokenFeed,
     not_finite,
 )
-from loraplex.execution.sampling.row_grammars import RowGrammars
 from loraplex.execution.sampling.rows import (
     Draw,
     SampledRow,
@@ -43,8 +42,9 @@ from loraplex.execution.sampling.rows import (
     logits_rows_without,
     num_logits_rows,
 )
-from loraplex.execution.sampling.token_feed import NO_TOKEN, NOTHING_LEFT, TokenFeed
-from loraplex.execution.sampling.token_logprobs import (
+from loraplex.execution.sampling.side_results import (
+    LogitsFiles,
+    find_candidates,
     find_logprobs,
     wanted_of_prompts,
     wanted_of_tokens,

@@ -17,8 +17,7 @@ from loraplex.core.errors import ErrorInfo
 from loraplex.core.plan import RowAdded, RowResult, RowStep, Slot, Wanted
 from loraplex.core.task import Pool
 from loraplex.execution.pooling import MixedSample, PendingVectors, Pooler
-from loraplex.execution.sampling.pending_samples import EndedSample, PendingSample
-from loraplex.execution.sampling.token_feed import TokenFeed
+from loraplex.execution.sampling.pending_samples import EndedSample, PendingSample, TokenFeed
 from loraplex.execution.sizing.shortage import RowsThatFit
 from loraplex.execution.steps.image_rows import ImageRows
 from loraplex.execution.steps.input_batch import (

@@ -9,9 +9,8 @@ from typing import Protocol
 import torch
 
 from loraplex.core.plan import RowAdded, RowResult, RowStep, Slot
-from loraplex.execution.sampling.pending_samples import PendingSample
+from loraplex.execution.sampling.pending_samples import PendingSample, TokenFeed
 from loraplex.execution.sampling.sampler import Sampler
-from loraplex.execution.sampling.token_feed import TokenFeed
 from loraplex.models.stages import PipelineStage
 
 

@@ -14,7 +14,7 @@ import torch
 
 from loraplex.core.plan import NO_BLOCK, CacheGroupId, Capacity
 from loraplex.execution.mirror import Array, Mirror, num_bytes_of
-from loraplex.execution.sampling.token_feed import TokenFeed
+from loraplex.execution.sampling.pending_samples import TokenFeed
 from loraplex.execution.steps.input_batch import (
     EncoderInput,
     IntArray,

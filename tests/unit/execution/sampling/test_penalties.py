@@ -3,7 +3,7 @@ import torch
 from transformers.generation import logits_process as hf
 
 from loraplex.core.sampling_params import SamplingParams
-from loraplex.execution.sampling.penalties import TokenCounts, penalized
+from loraplex.execution.sampling.row_rules import TokenCounts, penalized
 
 
 def penalize(

@@ -12,9 +12,8 @@ from loraplex.core.grammar import Grammar, GrammarKind
 from loraplex.core.plan import RowAdded, RowResult, RowStep, Wanted
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.task import Generate
-from loraplex.execution.sampling.pending_samples import PendingSample
+from loraplex.execution.sampling.pending_samples import PendingSample, TokenFeed
 from loraplex.execution.sampling.sampler import Sampler
-from loraplex.execution.sampling.token_feed import TokenFeed
 from loraplex.kernels.accelerator import HostAccelerator
 from support.delayed_accelerator import DelayedAccelerator
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from loraplex.execution.sampling.philox import Purpose, philox4x32, uniforms
+from loraplex.execution.sampling.draws import Purpose, philox4x32, uniforms
 
 ONES = 0xFFFFFFFF
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.generation import logits_process as hf
 
-from loraplex.execution.sampling.token_bans import BadWords, NGramIndex
+from loraplex.execution.sampling.row_rules import BadWords, NGramIndex
 
 VOCAB = 6
 

@@ -1,7 +1,7 @@
 import pytest
 
 from loraplex.core.sampling_params import SamplingParams
-from loraplex.execution.sampling.top_p_decay import DecayingTopP
+from loraplex.execution.sampling.rows import DecayingTopP
 
 PARAMS = SamplingParams(top_p=0.8, top_p_decay=0.5, top_p_min=0.3, top_p_reset_id=7)
 

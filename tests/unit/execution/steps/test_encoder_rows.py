@@ -9,7 +9,7 @@ from loraplex.core.cache import Cross
 from loraplex.core.plan import CacheGroupCapacity, EncodeText, RowAdded, RowStep
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.task import Generate
-from loraplex.execution.sampling.token_feed import TokenFeed
+from loraplex.execution.sampling.pending_samples import TokenFeed
 from loraplex.execution.steps.input_batch import InputBatch, groups_of_encoders, no_rows
 from loraplex.execution.steps.tensors import DeviceTensors, HostTensors
 from loraplex.models.batch import ForwardBatch

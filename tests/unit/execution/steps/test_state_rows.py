@@ -11,7 +11,7 @@ from loraplex.core.cache import States
 from loraplex.core.plan import CacheGroupCapacity, RowAdded, RowStep
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.task import Generate
-from loraplex.execution.sampling.token_feed import TokenFeed
+from loraplex.execution.sampling.pending_samples import TokenFeed
 from loraplex.execution.steps.input_batch import (
     InputBatch,
     StepInputs,

@@ -19,7 +19,7 @@ from loraplex.core.plan import (
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.task import Generate
 from loraplex.execution.mirror import Mirror
-from loraplex.execution.sampling.token_feed import TokenFeed
+from loraplex.execution.sampling.pending_samples import TokenFeed
 from loraplex.execution.steps.input_batch import InputBatch, StepInputs, no_rows
 from loraplex.execution.steps.tensors import ON_DEVICE, DeviceTensors, HostTensors
 from loraplex.kernels.row_layout import DeviceRows
