@@ -11,8 +11,8 @@ from loraplex.core.grammar import Grammar, GrammarKind
 from loraplex.core.plan import RowAdded, RowStep
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.task import Generate
+from loraplex.execution.grammar.compiler import GrammarVocabulary
 from loraplex.execution.grammar.rows import GrammarRows
-from loraplex.execution.grammar.vocabulary import GrammarVocabulary
 
 EOS, EOT = 0, 1
 FIRST_BYTE = 2

@@ -9,9 +9,9 @@ from loraplex.app.local_paths import with_device
 from loraplex.core.config import ModelConfig
 from loraplex.core.step_sizes import StepSizes, wanted_step_sizes
 from loraplex.execution.sizing.capacity import choose_device, choose_dtype, free_bytes
-from loraplex.execution.sizing.fitting_step_sizes import fitting_step_sizes
 from loraplex.execution.sizing.kv import windowed
 from loraplex.execution.sizing.settings import RunnerSettings
+from loraplex.execution.sizing.step_memory import fitting_step_sizes
 from loraplex.execution.weights.size import weights_size
 from loraplex.execution.weights.stored_head import read_model
 from loraplex.models.linear_group import TensorShard

@@ -29,7 +29,7 @@ from loraplex.core.version import __version__
 from loraplex.engine.runner import AdapterLoader, Runner
 from loraplex.execution.adapters.host_adapters import HostAdapters
 from loraplex.execution.adapters.loader import FileAdapterLoader
-from loraplex.execution.grammar.vocabulary import GrammarVocabulary, VocabularySource
+from loraplex.execution.grammar.compiler import GrammarVocabulary, VocabularySource
 from loraplex.execution.loading import load_parts, start_runner
 from loraplex.execution.steps.socket_links import SocketLinks
 from loraplex.execution.steps.threaded_runner import ThreadedRunner

@@ -18,14 +18,9 @@ from loraplex.core.task import PoolKind
 from loraplex.execution.adapters.bank import AdapterBank, BaseEnds
 from loraplex.execution.adapters.host_adapters import HostAdapter, HostAdapters, HostWeight
 from loraplex.execution.adapters.rank_share import AdapterCutter
+from loraplex.execution.grammar.compiler import VocabularySource
 from loraplex.execution.grammar.rows import GrammarRows
-from loraplex.execution.grammar.vocabulary import VocabularySource
 from loraplex.execution.sampling.sampler import Sampler
-from loraplex.execution.sizing.advice import (
-    MemoryAdvice,
-    is_out_of_memory,
-    out_of_memory_is,
-)
 from loraplex.execution.sizing.capacity import (
     AdapterPoolSize,
     MemorySize,
@@ -46,6 +41,11 @@ from loraplex.execution.sizing.measuring import (
     settled_memory,
 )
 from loraplex.execution.sizing.settings import RunnerSettings
+from loraplex.execution.sizing.shortage import (
+    MemoryAdvice,
+    is_out_of_memory,
+    out_of_memory_is,
+)
 from loraplex.execution.sizing.step_memory import StepMemory, graph_sizes
 from loraplex.execution.steps.kv_cache import KVCache
 from loraplex.execution.steps.model_runner import ModelRunner

@@ -10,8 +10,7 @@ import torch
 from loraplex.core.plan import Capacity
 from loraplex.execution.adapters.host_adapters import HostAdapters
 from loraplex.execution.assembly import Assembly, measure_steps
-from loraplex.execution.grammar.vocabulary import VocabularySource
-from loraplex.execution.sizing.advice import MemoryAdvice, out_of_memory_is
+from loraplex.execution.grammar.compiler import VocabularySource
 from loraplex.execution.sizing.capacity import (
     choose_device,
     choose_dtype,
@@ -23,6 +22,7 @@ from loraplex.execution.sizing.capacity import (
 from loraplex.execution.sizing.kv import windowed
 from loraplex.execution.sizing.measuring import settled_memory
 from loraplex.execution.sizing.settings import RunnerSettings
+from loraplex.execution.sizing.shortage import MemoryAdvice, out_of_memory_is
 from loraplex.execution.steps.model_runner import ModelRunner
 from loraplex.execution.steps.runner_parts import RunnerParts
 from loraplex.execution.steps.stages import StageLinks

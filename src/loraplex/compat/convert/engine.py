@@ -27,7 +27,7 @@ from loraplex.compat.flags import Flags
 from loraplex.core.errors import ConfigError
 from loraplex.core.version import __version__
 from loraplex.core.weight_precision import WeightPrecision
-from loraplex.execution.weights.built import build_weights
+from loraplex.execution.weights.loading import build_weights
 from loraplex.execution.weights.packing import WeightFormat
 from loraplex.execution.weights.stored_head import read_model
 from loraplex.kernels.dispatch import select_kernels

@@ -4,15 +4,36 @@ The only module of the engine that needs llguidance when it is imported.
 """
 
 import collections
+import dataclasses
 import logging
 import threading
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import llguidance
 import msgspec
 
 from loraplex.core.errors import UnsupportedFeatureError
-from loraplex.execution.grammar.vocabulary import GrammarVocabulary, VocabularySource
+from loraplex.core.grammar import DEFAULT_LIMITS, GrammarLimits
+
+
+@dataclasses.dataclass(frozen=True)
+class GrammarVocabulary:
+    """The tokens by id, and how the model's own tokenizer cuts a text into them."""
+
+    tokens: Sequence[bytes]
+    """Bytes of each id within a text; empty for an unused id."""
+    special_ids: frozenset[int]
+    """They are no text: a grammar can only name them."""
+    encode: Callable[[str], Sequence[int]]
+    """Encoder without special tokens around the text."""
+    limits: GrammarLimits = DEFAULT_LIMITS
+    """Limits of each grammar over these tokens."""
+
+
+VocabularySource = Callable[[], GrammarVocabulary]
+"""Called once, when first needed. Raises a LoraplexError with the reason if there is none."""
+
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from loraplex.core.errors import ErrorInfo, InternalError, LoraplexError
 from loraplex.core.fair_thread_pool import FairThreadPool
 from loraplex.core.grammar import GrammarKind
 from loraplex.core.plan import RowAdded, RowStep, Slot, Wanted
+from loraplex.execution.grammar.compiler import VocabularySource
 from loraplex.execution.grammar.matcher import BitmaskArray, RowMatcher, bitmask_words
-from loraplex.execution.grammar.vocabulary import VocabularySource
 
 if TYPE_CHECKING:
     from loraplex.execution.grammar.compiler import GrammarCompiler

@@ -12,9 +12,9 @@ from loraplex.core.errors import ConfigError
 from loraplex.core.plan import AdapterShare, PageGeometry, targets_by_stage
 from loraplex.core.rank_limits import RankLimits
 from loraplex.execution.adapters.entry_tables import head_modules
-from loraplex.execution.sizing.advice import MemoryAdvice
 from loraplex.execution.sizing.kv import KVSize, block_bytes, size_kv
 from loraplex.execution.sizing.settings import RunnerSettings
+from loraplex.execution.sizing.shortage import MemoryAdvice
 from loraplex.execution.sizing.step_memory import StepMemory
 from loraplex.kernels.lora import CELL_BYTES, DEVICE_CELL_BYTES, ModuleShapes
 from loraplex.memory.adapter_pages import (

@@ -1,12 +1,16 @@
 """Memory of a GPU's steps in addition to weights, KV cache and adapters: which steps are recorded,
-and an estimate of their bytes for where nothing can be measured.
+an estimate of their bytes for where nothing can be measured, and the sizes that fit.
 """
 
 import dataclasses
+from collections.abc import Collection, Iterator
+from typing import Final
 
+import msgspec
 import torch
 
 from loraplex.core.engine_settings import MAX_GRAPH_BATCH_SIZE
+from loraplex.core.step_sizes import LEAST_SIZES, StepSizes
 from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.kernels.routing_rules import RoutingRules
 from loraplex.models.expert_config import EXPERT_DOWN_MODULE
@@ -124,3 +128,43 @@ def _route_bytes(layer: LayerSpec) -> int:
 def bytes_per_sequence(spec: ModelSpec, dtype: torch.dtype) -> int:
     """Estimate the bytes of one more sequence of a step: its logits, and the sampler's copies."""
     return spec.vocab_size * (dtype.itemsize + _FLOAT32_LOGITS * torch.float32.itemsize)
+
+
+_STEPS_SHARE: Final = 4
+"""Steps with open sizes take at most 1 / 4 of what the weights leave: the rest is KV cache."""
+
+
+def fitting_step_sizes(
+    settings: RunnerSettings,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    left: int,
+    is_open: Collection[str],
+) -> StepSizes:
+    """Halve open sizes until steps take their share of memory, but not below the least sizes.
+
+    left: bytes that the weights leave. is_open: names of the sizes that the operator left open.
+    """
+
+    def taken(tried: RunnerSettings) -> int:
+        steps = estimated_step_memory(tried, spec, dtype)
+        return steps.workspace + steps.graphs
+
+    while taken(settings) * _STEPS_SHARE > left:
+        smaller = min(_halved(settings, is_open), key=taken, default=None)
+        if smaller is None:
+            break
+        settings = smaller
+    return StepSizes(settings.max_num_seqs, settings.max_num_batched_tokens)
+
+
+def _halved(settings: RunnerSettings, is_open: Collection[str]) -> Iterator[RunnerSettings]:
+    """Yield the settings with one open size halved each."""
+    least = {
+        "max_num_seqs": LEAST_SIZES.max_num_seqs,
+        "max_num_batched_tokens": max(LEAST_SIZES.max_num_batched_tokens, settings.max_num_seqs),
+    }
+    for name in is_open:
+        half = getattr(settings, name) // 2
+        if half >= least[name]:
+            yield msgspec.structs.replace(settings, **{name: half})

@@ -6,6 +6,7 @@ decode are then as large as a recorded one.
 
 import bisect
 import dataclasses
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -14,7 +15,7 @@ import torch
 from tqdm import tqdm
 
 from loraplex.core.errors import ErrorInfo
-from loraplex.core.plan import RowAdded, RowResult, RowStep, Slot, Wanted
+from loraplex.core.plan import RowAdded, RowResult, RowStep, Slot, StepTiming, Wanted
 from loraplex.core.task import Pool
 from loraplex.execution.pooling import MixedSample, PendingVectors, Pooler
 from loraplex.execution.sampling.pending_samples import EndedSample, PendingSample, TokenFeed
@@ -30,10 +31,39 @@ from loraplex.execution.steps.runner_parts import RunnerParts
 from loraplex.execution.steps.stages import SentRows
 from loraplex.execution.steps.tensors import ON_DEVICE, DeviceTensors, HostTensors, StepTensors
 from loraplex.execution.steps.text_inputs import TextInputs
-from loraplex.execution.steps.watch import StepWatch
 from loraplex.kernels.accelerator import Accelerator, HostAccelerator
 from loraplex.kernels.lora import LoraBatch
 from loraplex.models.batch import ForwardBatch
+
+
+class StepWatch:
+    """`watch.forward_ns += watch.lap()`, and so on."""
+
+    def __init__(self, prepare_ns: int) -> None:
+        """prepare_ns: spent before."""
+        self.prepare_ns = prepare_ns
+        self.forward_ns = 0
+        """Time until the forward pass is enqueued, plus, on an accelerator, until it has ended."""
+        self.sample_ns = 0
+        self.lora_ns: int | None = None
+        """Part of forward_ns; None: not measured."""
+        self._last_ns = time.monotonic_ns()
+
+    def lap(self) -> int:
+        """Return the time since the last call."""
+        last_ns, self._last_ns = self._last_ns, time.monotonic_ns()
+        return self._last_ns - last_ns
+
+    def add_lora(self, before_ns: int | None, after_ns: int | None) -> None:
+        """Add the time between two counts of the backend."""
+        if before_ns is not None and after_ns is not None:
+            self.lora_ns = (self.lora_ns or 0) + after_ns - before_ns
+
+    def timing(self, copy_ns: int) -> StepTiming:
+        return StepTiming(
+            self.prepare_ns, self.forward_ns, self.sample_ns, copy_ns, lora_ns=self.lora_ns
+        )
+
 
 _BAR_DELAY_SECONDS = 3.0
 """Recording that takes longer shows a progress bar."""

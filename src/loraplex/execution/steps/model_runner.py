@@ -26,7 +26,7 @@ from loraplex.core.plan import (
 )
 from loraplex.execution.adapters.bank import AdapterBank
 from loraplex.execution.adapters.host_adapters import HostAdapter
-from loraplex.execution.steps.computer import LaunchedRows, StepComputer
+from loraplex.execution.steps.computer import LaunchedRows, StepComputer, StepWatch
 from loraplex.execution.steps.image_rows import ImageRows
 from loraplex.execution.steps.input_batch import (
     EncoderInput,
@@ -37,7 +37,6 @@ from loraplex.execution.steps.input_batch import (
 )
 from loraplex.execution.steps.launched_step import LaunchedStep, LaunchedSteps, StepWork
 from loraplex.execution.steps.runner_parts import RunnerParts
-from loraplex.execution.steps.watch import StepWatch
 
 _LOGGER = logging.getLogger(__name__)
 

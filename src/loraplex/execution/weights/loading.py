@@ -1,14 +1,25 @@
-"""A model's weights, packed: mapped from the cache, or packed now and kept there."""
+"""A model's weights, packed: mapped from a build or the cache, or packed now and kept there.
 
+The packed weights of an engine folder are written once by a build, and mapped by every start after
+it. They are what the weights cache would hold, under the same key: made for one kind of processor,
+one type and one precision. Where another one is wanted they are passed over, and the native weights
+of the same folder are packed.
+"""
+
+import hashlib
 import logging
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from loraplex.adapters.seen_files import identities_of
-from loraplex.execution.weights.built import open_built
-from loraplex.execution.weights.keys import checkpoint_digest, packed_key
+import msgspec
+
+from loraplex.adapters.seen_files import SeenFiles, identities_of
+from loraplex.core.errors import ConfigError
+from loraplex.core.version import __version__
 from loraplex.execution.weights.packed_cache import PackedCache
-from loraplex.execution.weights.packed_file import PackedFile
+from loraplex.execution.weights.packed_file import PackedFile, PackedFileError, write_packed
 from loraplex.execution.weights.packing import (
     PackedWeights,
     WeightFormat,
@@ -17,9 +28,107 @@ from loraplex.execution.weights.packing import (
 )
 from loraplex.execution.weights.weight_files import weight_files
 from loraplex.kernels.ops import Kernels
+from loraplex.models.engine_folder import PACKED_NAME, weights_digest
+from loraplex.models.parameters import checkpoint_shapes, linear_places
 from loraplex.models.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
+
+_VERSION = 1
+"""Version of the cached weights, raised when the same checkpoint is to be packed differently."""
+_SEEN_AS = "checkpoint"
+_HASHING_THREADS = 4
+
+
+def checkpoint_digest(files: Sequence[Path], seen: SeenFiles | None = None) -> str:
+    """SHA-256 of the files' contents, whatever their names; remembered by their identities.
+
+    Raises ConfigError if one cannot be read.
+    """
+    identities = identities_of(files)
+    known = None if seen is None else seen.digest(identities, _SEEN_AS)
+    if known is not None:
+        return known
+    with ThreadPoolExecutor(_HASHING_THREADS) as pool:
+        digests = sorted(pool.map(_file_digest, files))
+    digest = hashlib.sha256("".join(digests).encode()).hexdigest()
+    if seen is not None and identities_of(files) == identities:
+        try:
+            seen.remember(identities, digest, _SEEN_AS)
+        except OSError as error:
+            logger.debug("cannot remember the checkpoint's digest: %s", error.strerror)
+    return digest
+
+
+def _file_digest(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+
+
+def packed_key(digest: str, spec: ModelSpec, kernels: Kernels, form: WeightFormat) -> str:
+    """Return a key that is equal only if the packed weights are. digest: of the checkpoint."""
+    # config.json decides how tensors are read, and the shapes show the decision.
+    shapes = list(checkpoint_shapes(spec).items())
+    parts = [(p.name, p.own_outputs, p.own_inputs, p.num_blocks) for p in linear_places(spec)]
+    packing = (str(form.dtype), form.precision.value, kernels.packed_layout, __version__)
+    stored = () if spec.stored_format is None else (spec.stored_format.values,)
+    material = msgspec.json.encode((_VERSION, digest, shapes, parts, *packing, *stored))
+    return hashlib.sha256(material).hexdigest()
+
+
+def build_weights(
+    source: Path, engine: Path, spec: ModelSpec, kernels: Kernels, form: WeightFormat
+) -> str:
+    """Pack the weights in `source` into the engine folder; gives the digest of what was packed.
+
+    The digest belongs into the folder's config.json. Raises ConfigError.
+    """
+    digest = checkpoint_digest(weight_files(source))
+    weights = pack_checkpoint(source, spec, kernels, form)
+    key = packed_key(digest, spec, kernels, form)
+    try:
+        write_packed(engine / PACKED_NAME, key, weights.entries, weights.summary)
+    except OSError as error:
+        raise ConfigError(f"cannot write {engine / PACKED_NAME}: {error.strerror}") from error
+    if weights.summary:
+        logger.info("%s", weights.summary)
+    return digest
+
+
+def open_built(
+    folder: Path,
+    spec: ModelSpec,
+    kernels: Kernels,
+    form: WeightFormat,
+    cache: PackedCache | None,
+) -> PackedFile | None:
+    """The packed weights of an engine folder; None, and said, if they are not what is wanted.
+
+    The file is read in full once, to see that it is whole: the cache remembers it.
+    """
+    digest = weights_digest(folder)
+    if digest is None:
+        return None
+    path = folder / PACKED_NAME
+    try:
+        file = PackedFile(path, packed_key(digest, spec, kernels, form))
+        if cache is None:
+            file.check_payload()
+        else:
+            cache.check_once(file)
+    except (OSError, PackedFileError) as error:
+        reason = (isinstance(error, OSError) and error.strerror) or error
+        logger.warning(
+            "%s is not used: %s. It was built for another processor, type, precision or version, "
+            "or is damaged; the weights of the same folder are packed instead",
+            *(path, reason),
+        )
+        return None
+    return file
+
 
 _MIB = 1 << 20
 

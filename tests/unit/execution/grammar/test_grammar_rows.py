@@ -14,10 +14,9 @@ import pytest
 from loraplex.core.errors import ConfigError
 from loraplex.core.plan import RowStep, Wanted
 from loraplex.execution.grammar import matcher
-from loraplex.execution.grammar.compiler import GrammarCompiler
+from loraplex.execution.grammar.compiler import GrammarCompiler, GrammarVocabulary
 from loraplex.execution.grammar.matcher import RowMatcher
 from loraplex.execution.grammar.rows import GrammarRows
-from loraplex.execution.grammar.vocabulary import GrammarVocabulary
 from support.grammar_tokens import (
     EOS,
     EOT,

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex.execution.quantizing.rounding import IntegerForm, quantize_weight
-from loraplex.execution.weights.quantized.bit_streams import packed, unpacked
+from loraplex.execution.weights.quantized.stored_weight import packed, unpacked
 from support.quantized_checkpoints import words_of
 
 

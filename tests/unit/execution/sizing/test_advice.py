@@ -8,12 +8,12 @@ import torch
 from loraplex.core.byte_sizes import readable_bytes
 from loraplex.core.errors import ConfigError, StepFailedError
 from loraplex.core.weight_precision import WeightPrecision
-from loraplex.execution.sizing.advice import (
+from loraplex.execution.sizing.settings import RunnerSettings
+from loraplex.execution.sizing.shortage import (
     MemoryAdvice,
     is_out_of_memory,
     out_of_memory_is,
 )
-from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.execution.sizing.step_memory import (
     StepMemory,
     bytes_per_token,

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from loraplex.core.weight_precision import WeightPrecision
-from loraplex.execution.weights.built import build_weights, open_built
-from loraplex.execution.weights.loading import load_weights
+from loraplex.execution.weights.loading import build_weights, load_weights, open_built
 from loraplex.execution.weights.packed_cache import PackedCache
 from loraplex.execution.weights.packing import (
     PackedWeights,

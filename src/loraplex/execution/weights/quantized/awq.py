@@ -9,14 +9,15 @@ import functools
 import torch
 
 from loraplex.core.errors import ConfigError
-from loraplex.execution.weights.quantized.bit_streams import unpacked
-from loraplex.execution.weights.quantized.scheme import (
+from loraplex.execution.weights.quantized.stored_weight import (
     Scheme,
+    StoredWeight,
     Tensors,
+    group_size,
     require,
     require_type,
+    unpacked,
 )
-from loraplex.execution.weights.quantized.stored_weight import StoredWeight, group_size
 from loraplex.models.config_fields import ConfigFields
 
 _PARTS = (".qweight", ".qzeros", ".scales")

@@ -11,9 +11,13 @@ import msgspec
 import torch
 
 from loraplex.core.errors import ConfigError
-from loraplex.execution.weights.quantized.bit_streams import nibbles
-from loraplex.execution.weights.quantized.scheme import Scheme, Tensors, require
-from loraplex.execution.weights.quantized.stored_weight import StoredWeight
+from loraplex.execution.weights.quantized.stored_weight import (
+    Scheme,
+    StoredWeight,
+    Tensors,
+    nibbles,
+    require,
+)
 from loraplex.models.config_fields import ConfigFields
 
 _ABSMAX, _MAP = ".weight.absmax", ".weight.quant_map"

@@ -12,19 +12,19 @@ from typing import Any, NamedTuple
 import torch
 
 from loraplex.core.errors import ConfigError
-from loraplex.execution.weights.quantized.bit_streams import num_words, packed, unpacked
 from loraplex.execution.weights.quantized.four_bit_floats import decode_mxfp4, decode_nvfp4
 from loraplex.execution.weights.quantized.fp8 import IGNORED, decode_fp8
-from loraplex.execution.weights.quantized.scheme import (
-    Scheme,
-    Tensors,
-    require,
-    require_type,
-)
 from loraplex.execution.weights.quantized.stored_weight import (
+    Scheme,
     StoredWeight,
+    Tensors,
     group_size,
     groups_in_order,
+    num_words,
+    packed,
+    require,
+    require_type,
+    unpacked,
 )
 from loraplex.models.config_fields import ConfigFields
 

@@ -20,8 +20,7 @@ from loraplex.execution.weights.quantized import (
     fp8,
     gptq,
 )
-from loraplex.execution.weights.quantized.scheme import Scheme, refuse_skipped
-from loraplex.execution.weights.quantized.stored_weight import StoredWeight
+from loraplex.execution.weights.quantized.stored_weight import Scheme, StoredWeight, refuse_skipped
 from loraplex.execution.weights.tensor_files import TensorFile
 from loraplex.models.config_fields import ConfigFields
 from loraplex.models.stored_format import StoredFormat, StoredMethod

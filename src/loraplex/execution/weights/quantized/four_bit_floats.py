@@ -9,15 +9,16 @@ scale for 16 inputs, and one number for the tensor, by which compressed-tensors 
 import torch
 
 from loraplex.core.errors import ConfigError
-from loraplex.execution.weights.quantized.bit_streams import nibbles
 from loraplex.execution.weights.quantized.fp8 import IGNORED
-from loraplex.execution.weights.quantized.scheme import (
+from loraplex.execution.weights.quantized.stored_weight import (
     Scheme,
+    StoredWeight,
     Tensors,
+    group_size,
+    nibbles,
     require,
     require_type,
 )
-from loraplex.execution.weights.quantized.stored_weight import StoredWeight, group_size
 from loraplex.models.config_fields import ConfigFields
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from loraplex.core.errors import ConfigError
-from loraplex.execution.weights.quantized.scheme import (
+from loraplex.execution.weights.quantized.stored_weight import (
     Scheme,
+    StoredWeight,
     Tensors,
+    group_size,
     require,
     require_type,
 )
-from loraplex.execution.weights.quantized.stored_weight import StoredWeight, group_size
 from loraplex.models.config_fields import ConfigFields
 
 _SCALES = (".weight_scale", ".weight_scale_inv")

@@ -9,14 +9,17 @@ import functools
 import torch
 
 from loraplex.core.errors import ConfigError
-from loraplex.execution.weights.quantized.bit_streams import bits_of, num_words, unpacked
-from loraplex.execution.weights.quantized.scheme import (
+from loraplex.execution.weights.quantized.stored_weight import (
     Scheme,
+    StoredWeight,
     Tensors,
+    bits_of,
+    groups_in_order,
+    num_words,
     require,
     require_type,
+    unpacked,
 )
-from loraplex.execution.weights.quantized.stored_weight import StoredWeight, groups_in_order
 from loraplex.models.config_fields import ConfigFields
 
 _PARTS = (".qweight", ".qzeros", ".scales", ".g_idx")

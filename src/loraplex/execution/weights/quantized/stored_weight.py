@@ -2,15 +2,70 @@
 
 Formulas: (code - zero) * scale for integers, table[code] * scale for types with a table,
 code * scale - offset for GGUF's blocks that have a minimum.
+
+A scheme is what a format's tensors are called, and the function that joins those of one layer. In a
+bit string value k is the bits bk to bk + b - 1.
 """
 
 import dataclasses
+import fnmatch
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
 from loraplex.core.errors import ConfigError
+from loraplex.models.config_fields import ConfigFields
+
+_WORD_BITS = 32
+
+
+def unpacked(words: torch.Tensor, bits: int, dim: int, num_values: int) -> torch.Tensor:
+    """Return the first num_values codes along `dim`, as uint8. words: int32, bits: 1 to 8."""
+    words = words.movedim(dim, -1)
+    # 32 codes fill `bits` words, whatever their size.
+    words = torch.nn.functional.pad(words, (0, -words.shape[-1] % bits))
+    rounds = words.reshape(*words.shape[:-1], -1, bits)
+    codes = torch.empty((*rounds.shape[:-1], _WORD_BITS), dtype=torch.uint8)
+    for index in range(_WORD_BITS):
+        word, shift = divmod(index * bits, _WORD_BITS)
+        low_bits = min(bits, _WORD_BITS - shift)
+        code = (rounds[..., word] >> shift) & ((1 << low_bits) - 1)
+        if low_bits < bits:
+            code |= (rounds[..., word + 1] & ((1 << (bits - low_bits)) - 1)) << low_bits
+        codes[..., index] = code.to(torch.uint8)
+    return codes.flatten(-2)[..., :num_values].movedim(-1, dim)
+
+
+def packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the words of codes along the last axis: [..., n] uint8 -> [..., num_words] int32."""
+    num_values = codes.shape[-1]
+    codes = torch.nn.functional.pad(codes, (0, -num_values % _WORD_BITS))
+    rounds = codes.reshape(*codes.shape[:-1], -1, _WORD_BITS).int()
+    words = torch.zeros((*rounds.shape[:-1], bits), dtype=torch.int32)
+    for index in range(_WORD_BITS):
+        word, shift = divmod(index * bits, _WORD_BITS)
+        words[..., word] |= rounds[..., index] << shift
+        if shift + bits > _WORD_BITS:
+            words[..., word + 1] |= rounds[..., index] >> (_WORD_BITS - shift)
+    return words.flatten(-2)[..., : num_words(num_values, bits)].contiguous()
+
+
+def num_words(num_values: int, bits: int) -> int:
+    """Return how many words so many codes take."""
+    return -(-num_values * bits // _WORD_BITS)
+
+
+def bits_of(words: int, num_values: int) -> int | None:
+    """Return how many bits each of num_values codes in so many words has; None: no number fits."""
+    return next((bits for bits in range(1, 9) if num_words(num_values, bits) == words), None)
+
+
+def nibbles(packed: torch.Tensor, *, low_first: bool) -> torch.Tensor:
+    """Return the two codes of each byte along the last axis: [..., n] uint8 -> [..., 2 n]."""
+    low, high = packed & 15, packed >> 4
+    return torch.stack((low, high) if low_first else (high, low), dim=-1).flatten(-2)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -136,3 +191,72 @@ def groups_in_order(stored: torch.Tensor | None, num_inputs: int, size: int) -> 
         return None
     groups = stored.flatten().long()
     return None if torch.equal(groups, torch.arange(num_inputs) // size) else groups
+
+
+Tensors = Mapping[str, torch.Tensor]
+"""Tensors of one layer by the ends of their names."""
+Decode = Callable[[str, Tensors], StoredWeight]
+"""Joins the tensors of the layer with this name. Raises ConfigError."""
+
+
+class Scheme(NamedTuple):
+    markers: tuple[str, ...]
+    """Ends of names that only a quantised layer has."""
+    parts: tuple[str, ...]
+    """Ends of the names of all its tensors, markers too."""
+    decode: Decode
+    ignored: tuple[str, ...] = ()
+    """Ends of names that concern activations and the KV cache, which are not rounded."""
+    weight: str = ".weight"
+    """End of the name of what the tensors stand for."""
+    is_transposed: bool = False
+    """Whether that name means a weight [..., in, out]."""
+
+
+_SKIP_LISTS = (
+    "modules_to_not_convert",
+    "ignored_layers",
+    "llm_int8_skip_modules",
+    "exclude_modules",
+    "ignore",
+)
+"""Fields that list layers which are not quantised; each program has its own."""
+
+
+def refuse_skipped(fields: ConfigFields, modules: Sequence[str]) -> None:
+    """Raise ConfigError if a module is quantised, but a list of the configuration excludes it.
+
+    An entry is a name, its begin or its end, or a pattern with `*`.
+    """
+    for skip_list in _SKIP_LISTS:
+        for entry in fields.texts(skip_list):
+            found = next((module for module in modules if _is_listed(entry, module)), None)
+            if found is not None:
+                raise ConfigError(
+                    f"{found} is quantised, but {fields.source} lists {entry!r} under {skip_list}"
+                )
+
+
+def _is_listed(entry: str, module: str) -> bool:
+    if "*" in entry:
+        return fnmatch.fnmatchcase(module, entry)
+    return f".{entry.strip('.')}." in f".{module}."
+
+
+def require(name: str, tensors: Tensors, *parts: str) -> list[torch.Tensor]:
+    """Return these tensors. Raises ConfigError if one is missing."""
+    for part in parts:
+        if part not in tensors:
+            raise ConfigError(f"{name} is quantised but has no {part.lstrip('._')}")
+    return [tensors[part] for part in parts]
+
+
+def require_type(
+    name: str, part: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], num_axes: int
+) -> None:
+    """Raise ConfigError for a tensor of another type or number of axes."""
+    if tensor.dtype not in dtypes or tensor.dim() != num_axes:
+        raise ConfigError(
+            f"{name}{part} is {tensor.dtype} of shape {list(tensor.shape)}; "
+            f"{' or '.join(map(str, dtypes))} with {num_axes} axes is meant"
+        )

@@ -15,8 +15,8 @@ from loraplex.core.gguf import BlockType, read_gguf
 from loraplex.demo import BASE_PATH
 from loraplex.execution.weights.checkpoint import Checkpoint
 from loraplex.execution.weights.gguf_folder import gguf_folder
-from loraplex.execution.weights.keys import checkpoint_digest
-from loraplex.execution.weights.quantized.gguf_blocks import decoded_blocks
+from loraplex.execution.weights.loading import checkpoint_digest
+from loraplex.execution.weights.quantized.gguf import decoded_blocks
 from loraplex.execution.weights.quantized.stored_weight import StoredWeight
 from loraplex.execution.weights.stored_head import read_model
 from loraplex.execution.weights.weight_files import weight_files

@@ -5,18 +5,23 @@ d q + m, Q5_0 d (q - 16), Q5_1 d q + m, Q8_0 d q; in those of 4 and 5 bits byte 
 low half and value j + 16 in its high one. Blocks of 256 (K): d and m are multiplied by integers of
 sub-blocks: Q4_K and Q5_K d sc q - m mn for 32 values, Q2_K likewise for 16, Q3_K d sc (q - 4) and
 Q6_K d sc (q - 32) for 16; IQ4_XS d sc table[q] for 32.
+
+Tensors have their Hugging Face names, and rows in the order of Hugging Face's.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 import torch
 
 from loraplex.core.errors import ConfigError
-from loraplex.core.gguf import BlockType
+from loraplex.core.gguf import BlockType, read_gguf
+from loraplex.core.gguf_names import family_of, hugging_face_name
 from loraplex.execution.weights.quantized.four_bit_floats import e2m1
 from loraplex.execution.weights.quantized.stored_weight import StoredWeight
+from loraplex.models.spec import ModelSpec
 
 _IQ4_NL: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
@@ -205,3 +210,59 @@ _DECODERS: Final[Mapping[BlockType, Callable[[torch.Tensor], StoredWeight]]] = M
         BlockType.MXFP4: _mxfp4,
     }
 )
+
+
+class GgufWeights:
+    """Implements `TensorFile`."""
+
+    def __init__(self, path: Path, spec: ModelSpec) -> None:
+        """Raises ConfigError, UnsupportedModelError."""
+        self.path = path
+        self._file = read_gguf(path)
+        self._family = family_of(self._file)
+        self._head_dims = {
+            path: group.head_dim
+            for layer in spec.layers
+            for group in layer.linears.values()
+            for path in group.paths
+        }
+        self._tensors = {
+            name: tensor
+            for tensor in self._file.tensors
+            if (name := hugging_face_name(self._file, tensor)) is not None
+        }
+        self.names: Sequence[str] = list(self._tensors)
+
+    def __enter__(self) -> "GgufWeights":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Nothing is open between reads."""
+
+    def tensor(self, name: str) -> Any:
+        """Return a tensor; a quantised weight as float32."""
+        stored = self._read(name)
+        tensor = stored.decoded() if isinstance(stored, StoredWeight) else stored
+        is_norm = name.endswith("norm.weight")
+        return tensor.float() + self._family.norm_offset if is_norm else tensor
+
+    def stored(self, name: str) -> StoredWeight | None:
+        """Return a quantised weight, but for the order of its rows as it is; None for others."""
+        found = self._read(name)
+        return found if isinstance(found, StoredWeight) else None
+
+    def _read(self, name: str) -> torch.Tensor | StoredWeight:
+        own = self._tensors[name]
+        described = self._file.tensors[own]
+        found = decoded_blocks(
+            f"{described.path}: {own}", self._file.bytes_of(own), described.kind, described.shape
+        )
+        head_dim = self._head_dims.get(name.rpartition(".")[0])
+        if head_dim is None:
+            return found  # has no heads, whose rows could have another order
+        rows = self._family.file_rows(name, described.shape[0], head_dim)
+        if rows is None:
+            return found
+        if isinstance(found, StoredWeight):
+            return found.rows(lambda tensor: tensor[rows])
+        return found[rows]
