@@ -18,9 +18,8 @@ from against_reference import figures, least_time, run
 from machine_limits import measure_limits
 
 from loraplex.kernels.native.attention import AttentionKernel
-from loraplex.kernels.ops import AttentionRules, AttentionShape
+from loraplex.kernels.ops import AttentionRules, AttentionShape, RowLayout
 from loraplex.kernels.reference import ReferenceKernels
-from loraplex.kernels.row_layout import RowLayout
 
 BLOCK_SIZE = 16
 

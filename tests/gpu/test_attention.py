@@ -8,9 +8,7 @@ import torch
 from loraplex.kernels.accelerator import CudaAccelerator
 from loraplex.kernels.cuda.attention import AttentionKernel
 from loraplex.kernels.cuda.graphs import StepGraphs
-from loraplex.kernels.kv_vectors import from_stored, to_stored
-from loraplex.kernels.ops import AttentionRules, AttentionShape
-from loraplex.kernels.row_layout import RowLayout
+from loraplex.kernels.ops import AttentionRules, AttentionShape, RowLayout, from_stored, to_stored
 from support.dense_attention import relative_error
 from support.paged_rows import PagedRows, padded_rows, score_terms, stored_parts
 

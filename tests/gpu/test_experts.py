@@ -14,10 +14,9 @@ from loraplex.kernels.cuda.graphs import StepGraphs
 from loraplex.kernels.cuda.grouped_linear import GroupedLinear
 from loraplex.kernels.cuda.linear import LinearKernel
 from loraplex.kernels.cuda.lora import LoraKernel
-from loraplex.kernels.experts import combine_experts
 from loraplex.kernels.lora import LoraUse
 from loraplex.kernels.reference import ReferenceKernels
-from loraplex.kernels.routing import Routes, route, sort_routes
+from loraplex.kernels.routing import Routes, combine_experts, route, sort_routes
 from loraplex.kernels.routing_rules import RoutingMode, RoutingRules
 from support.kernel_cases.routers import ROUTERS, assert_whole, on_host
 from support.pooled_adapters import BASE, PooledAdapters, token_uses, users

@@ -7,7 +7,7 @@ import torch
 
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels import quantization
-from loraplex.kernels.cuda import linear_fp8
+from loraplex.kernels.cuda import linear_products
 from loraplex.kernels.cuda.linear import LinearKernel
 from loraplex.kernels.quantization import quantize
 from support.stored_weights import FORMS, stored_weight
@@ -105,7 +105,7 @@ def test_activations_are_rounded_as_the_reference_rounds_them(dtype):
     skip_without_fp8(FP8)
     x = gaussian(40, 5000, dtype=dtype) * torch.logspace(-4, 4, 40, device=CUDA).to(dtype)[:, None]
     x[2], x[4, 7], x[5, 0] = 0.0, torch.nan, -torch.inf
-    rows, scales = linear_fp8.quantize_fp8_rows(x)
+    rows, scales = linear_products.quantize_fp8_rows(x)
     expected_rows, expected_scales = quantization.quantize_fp8_rows(x)
     torch.testing.assert_close(scales, expected_scales, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(rows.view(torch.uint8), expected_rows.view(torch.uint8))

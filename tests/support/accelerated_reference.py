@@ -24,18 +24,18 @@ from loraplex.execution.weights.loading import load_weights
 from loraplex.execution.weights.packing import WeightFormat
 from loraplex.kernels.accelerator import Accelerator
 from loraplex.kernels.cuda.graphs import StepGraphs
-from loraplex.kernels.lora import LoraBatch, add_lora
-from loraplex.kernels.lora_segments import LoraSegments
+from loraplex.kernels.lora import LoraBatch, LoraSegments, add_lora
 from loraplex.kernels.ops import (
     AttentionPlan,
     AttentionRules,
     AttentionShape,
+    DeviceRows,
     Kernels,
     Parameter,
+    RowLayout,
     Storage,
 )
 from loraplex.kernels.reference import ReferenceKernels
-from loraplex.kernels.row_layout import DeviceRows, RowLayout
 from loraplex.models.registry import read_config
 from loraplex.models.spec import ModelSpec
 from loraplex.models.stages import ONLY_STAGE, stage

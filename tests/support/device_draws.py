@@ -5,7 +5,7 @@ import numpy.typing as npt
 import torch
 
 from loraplex.kernels import sampling
-from loraplex.kernels.cuda.drawing import token_weights
+from loraplex.kernels.cuda.sampling import token_weights
 from loraplex.kernels.sampling import DrawOptions, IntArray
 
 

@@ -8,9 +8,14 @@ from collections.abc import Sequence
 import torch
 
 from loraplex.kernels.cuda.attention import AttentionKernel
-from loraplex.kernels.kv_vectors import SCALE_BYTES, to_stored
-from loraplex.kernels.ops import AttentionRules, AttentionShape
-from loraplex.kernels.row_layout import DeviceRows, RowLayout
+from loraplex.kernels.ops import (
+    SCALE_BYTES,
+    AttentionRules,
+    AttentionShape,
+    DeviceRows,
+    RowLayout,
+    to_stored,
+)
 from support.dense_attention import dense_attention
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from loraplex.kernels.adapter_parts import FLAGS, MAX_VECTORS
 from loraplex.kernels.lora import (
     DeviceLoraTable,
     LoraBatch,
@@ -19,7 +20,6 @@ from loraplex.kernels.lora import (
     lora_segments,
 )
 from loraplex.kernels.routing import Routes
-from loraplex.kernels.vector_table import FLAGS, MAX_VECTORS
 
 BASE = -1
 """Placeholder for no adapter."""

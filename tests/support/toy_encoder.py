@@ -22,8 +22,15 @@ from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.execution.steps.runner_parts import RunnerParts
 from loraplex.kernels.accelerator import Accelerator
 from loraplex.kernels.lora import LoraBatch
-from loraplex.kernels.ops import AttentionPlan, AttentionRules, AttentionShape, Kernels, Storage
-from loraplex.kernels.row_layout import DeviceRows, RowLayout
+from loraplex.kernels.ops import (
+    AttentionPlan,
+    AttentionRules,
+    AttentionShape,
+    DeviceRows,
+    Kernels,
+    RowLayout,
+    Storage,
+)
 from loraplex.models.batch import ForwardBatch
 from loraplex.models.linear import Linear
 from loraplex.models.linear_group import LinearGroup

@@ -1,8 +1,7 @@
 """Accelerators, which work next to the host: queues of work, and page-locked host memory.
 
 `CudaAccelerator` is a GPU. `HostAccelerator` stands for one where there is none: everything is done
-at once, so code that is written for a GPU runs, and is tested, without one.
-"""
+at once, so code that is written for a GPU runs, and is tested, without one."""
 
 import contextlib
 import dataclasses
@@ -256,3 +255,11 @@ class CudaAccelerator:
     def trim(self) -> None:
         self.synchronize()
         torch.cuda.empty_cache()
+
+
+_HOPPER = (9, 0)
+
+
+def keeps_products_in_registers(device: torch.device) -> bool:
+    """Before Hopper, what products read comes through registers: large tiles do not fit there."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) < _HOPPER

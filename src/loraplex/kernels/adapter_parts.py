@@ -2,16 +2,26 @@
 
 Works on views of the adapter pool. With a request's scale t the change is t times as large: a copy
 of scale 1 takes the base's place exactly. Everything is computed for a token by itself, in float32.
+
+Places of adapters' output vectors (DoRA's factors, biases) in a LoraTable.
+
+A backend that reads the table on its device applies them in its kernels of LoRA, so that a step
+with such adapters is the recorded step of any adapters. A cell has up to MAX_VECTORS words, in the
+order in which the vectors are applied; zeros follow. A word is a vector's first element in the
+pool, in units of the table's alignment, times FLAGS, plus FACTOR, SHIFT or both; of both the shift
+follows the factor.
 """
 
 import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from loraplex.core.adapter import EMBEDDING, LM_HEAD, OUTSIDE_LAYERS
-from loraplex.kernels.host_tiles import tiled_product
+from loraplex.kernels.host_tensors import tiled_product
 
 
 class OutputVector(NamedTuple):
@@ -185,3 +195,25 @@ def _with_tokens(rows: torch.Tensor, ids: torch.Tensor, tokens: TokenRows) -> to
     places = torch.searchsorted(tokens.token_ids, ids).clamp_(max=len(tokens.token_ids) - 1)
     is_trained = (tokens.token_ids[places] == ids).unsqueeze(1)
     return torch.where(is_trained, tokens.rows[places].float(), rows)
+
+
+MAX_VECTORS = 3
+"""Vectors of a linear layer: a bias, DoRA's factor, and a bias of lora_B."""
+
+SHIFT = 1
+FACTOR = 2
+FLAGS = 4
+
+
+def vectors_at(
+    words: npt.NDArray[np.int32], pool: torch.Tensor, out_features: int, alignment: int
+) -> list[OutputVector]:
+    """Return the vectors of a cell, [out_features] each: views of the pool."""
+    vectors = []
+    for word in words[words > 0].tolist():
+        first, flags = word // FLAGS * alignment, word % FLAGS
+        size = out_features * (2 if flags == FACTOR | SHIFT else 1)
+        rows = pool[first : first + size].view(-1, out_features)
+        factor = rows[0] if flags & FACTOR else None
+        vectors.append(OutputVector(0, factor, rows[-1] if flags & SHIFT else None))
+    return vectors

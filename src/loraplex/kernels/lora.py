@@ -1,8 +1,7 @@
 """The low-rank part of a linear layer: y += scale * (x A^T) B^T, for many adapters in one batch.
 
 Owns the data layout that such an op reads (`LoraTable`, `LoraBatch`) and its torch reference.
-Does not know where an adapter came from, nor who decides what is in the pool.
-"""
+Does not know where an adapter came from, nor who decides what is in the pool."""
 
 import dataclasses
 import itertools
@@ -13,10 +12,67 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from loraplex.kernels.adapter_parts import AdapterParts, PartsUse, add_vectors, of_rows
-from loraplex.kernels.host_tiles import tiled_product
-from loraplex.kernels.lora_segments import LoraSegments, section_starts, segments_in
-from loraplex.kernels.vector_table import MAX_VECTORS, vectors_at
+from loraplex.kernels.adapter_parts import (
+    MAX_VECTORS,
+    AdapterParts,
+    PartsUse,
+    add_vectors,
+    of_rows,
+    vectors_at,
+)
+from loraplex.kernels.host_tensors import tiled_product
+
+_SECTION = 4
+"""Each array of LoraSegments begins at a multiple of so many elements, which are 16 bytes."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoraSegments:
+    """The groups of a LoraBatch in pieces, as an accelerator reads them: views of one array.
+
+    Piece i of wave w applies the adapter entries[w, i] to the tokens
+    token_indices[starts[w, i] : starts[w, i] + counts[w, i]]. After a wave's pieces there are
+    empty ones, whose entry is -1.
+    """
+
+    packed: torch.Tensor  # [any] int32, on the host at first
+    entries: torch.Tensor  # [waves, pieces] int32
+    starts: torch.Tensor  # [waves, pieces] int32
+    counts: torch.Tensor  # [waves, pieces] int32
+    token_indices: torch.Tensor  # [waves * num_tokens] int32
+    token_scales: torch.Tensor  # [waves * num_tokens] float32
+    longest: int
+    """Tokens of the longest piece that there may be."""
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return (self.packed,)
+
+    def at(self, packed: torch.Tensor) -> "LoraSegments":
+        """The same in a copy of `packed`, such as one on a device."""
+        num_waves, num_pieces = self.entries.shape
+        return segments_in(packed, num_waves, num_pieces, len(self.token_indices), self.longest)
+
+
+def segments_in(
+    packed: torch.Tensor, num_waves: int, num_pieces: int, num_indices: int, longest: int
+) -> LoraSegments:
+    """Return the segments of which `packed` is, or will be, the array."""
+    firsts = section_starts(num_waves, num_pieces, num_indices)
+    entries, starts, counts = (
+        packed[first : first + num_waves * num_pieces].view(num_waves, num_pieces)
+        for first in firsts[:3]
+    )
+    indices, scales = (packed[first : first + num_indices] for first in firsts[3:5])
+    scales = scales.view(torch.float32)
+    return LoraSegments(packed, entries, starts, counts, indices, scales, longest)
+
+
+def section_starts(num_waves: int, num_pieces: int, num_indices: int) -> list[int]:
+    """Where entries, starts, counts, token_indices and token_scales begin, and where all ends."""
+    sizes = [num_waves * num_pieces] * 3 + [num_indices] * 2
+    return list(itertools.accumulate((size + -size % _SECTION for size in sizes), initial=0))
+
 
 IntArray = npt.NDArray[np.int64]
 
@@ -80,7 +136,7 @@ class DeviceLoraTable:
     offsets: torch.Tensor  # [entries, cells] int64
     ranks: torch.Tensor  # [entries, cells] int32
     scales: torch.Tensor  # [entries, cells] float32
-    vectors: torch.Tensor  # [entries, cells, MAX_VECTORS] int32: words of vector_table
+    vectors: torch.Tensor  # [entries, cells, MAX_VECTORS] int32: words of kernels.adapter_parts
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,7 +159,7 @@ class LoraTable:
     max_rank: int = 256
     """No rank that is ever in the table is larger."""
     vectors: npt.NDArray[np.int32] | None = None  # [entries, cells, MAX_VECTORS]
-    """Words of vector_table. None: vectors are in LoraBatch.parts."""
+    """Words of kernels.adapter_parts. None: vectors are in LoraBatch.parts."""
 
 
 class LoraUse(NamedTuple):

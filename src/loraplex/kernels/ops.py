@@ -1,8 +1,7 @@
 """The operations that a decoder is made of, with their shapes. Backends implement `Kernels`.
 
 T tokens of a step lie row after row; R is the number of rows (sequences).
-H query heads share K key and value heads; D is the head size.
-"""
+H query heads share K key and value heads; D is the head size."""
 
 import contextlib
 import dataclasses
@@ -13,13 +12,74 @@ import torch
 
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels.activations import Activation
-from loraplex.kernels.kv_vectors import stored_size
 from loraplex.kernels.lora import LoraBatch
 from loraplex.kernels.quantization import QuantizedWeight
 from loraplex.kernels.routing import Routes
 from loraplex.kernels.routing_rules import RoutingRules
-from loraplex.kernels.row_layout import RowLayout
 from loraplex.kernels.sampling import DrawOptions, IntArray, TopLogprobs
+
+SCALE_BYTES = 4
+_LARGEST_NUMBER = 127.0
+
+
+def stored_size(head_dim: int, dtype: torch.dtype) -> int:
+    """Elements of a stored vector."""
+    return head_dim + SCALE_BYTES if dtype == torch.int8 else head_dim
+
+
+def to_stored(vectors: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[..., D] -> [..., stored_size] of the dtype."""
+    if dtype != torch.int8:
+        return vectors.to(dtype)
+    wide = vectors.float()
+    scales = wide.abs().amax(-1, keepdim=True) / _LARGEST_NUMBER
+    scales = torch.where(scales < torch.finfo(torch.float32).tiny, 0.0, scales)
+    scales = torch.where(torch.isfinite(scales), scales, torch.nan)
+    numbers = torch.where(scales > 0, torch.round(wide / scales), 0.0).to(torch.int8)
+    return torch.cat((numbers, scales.view(torch.int8)), dim=-1)
+
+
+def from_stored(stored: torch.Tensor) -> torch.Tensor:
+    """[..., stored_size] -> [..., D] float32."""
+    if stored.dtype != torch.int8:
+        return stored.float()
+    scales = stored[..., -SCALE_BYTES:].contiguous().view(torch.float32)
+    return stored[..., :-SCALE_BYTES].float() * scales
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeviceRows:
+    """A RowLayout as an accelerator reads it, at addresses that stay.
+
+    There may be more rows than those of the layout, up to the number of a recorded step: they have
+    no tokens, and seq_lens 0.
+    """
+
+    query_start_loc: torch.Tensor  # [R + 1] int32
+    seq_lens: torch.Tensor  # [R] int32
+    table_rows: torch.Tensor  # [R] int32: the row's table is block_tables[table_rows[r]]
+    block_tables: torch.Tensor  # [any, max blocks] int32
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RowLayout:
+    """Where the rows' queries and keys are.
+
+    Row r computes the tokens query_start_loc[r] .. query_start_loc[r + 1] - 1, which are the last
+    of its seq_lens[r] positions. Position p lies in block block_tables[r, p // block_size].
+    """
+
+    query_start_loc: Sequence[int]  # R + 1, on the host
+    seq_lens: Sequence[int]  # R, on the host
+    block_tables: torch.Tensor  # [R, max blocks] int64, on the device; unseen entries are any block
+    on_device: DeviceRows | None = None
+    """The rows for a backend that reads them there; then `block_tables` may be empty."""
+
+    @property
+    def num_device_rows(self) -> int | None:
+        """Number of rows, with those that have no tokens; None if they are not on the device."""
+        return None if self.on_device is None else self.on_device.seq_lens.shape[0]
+
 
 PackedLinear = object
 """Linear layer in the form of one backend. Opaque: only that backend can use it."""

@@ -17,11 +17,10 @@ import torch
 from torch.nn import functional
 
 from loraplex.core.weight_precision import WeightPrecision
-from loraplex.kernels import experts, routing, sampling
+from loraplex.kernels import routing, sampling
 from loraplex.kernels.activations import Activation
 from loraplex.kernels.channel import Channel, joined_shares, tree_sum
-from loraplex.kernels.host_tiles import fixed_tiles
-from loraplex.kernels.kv_vectors import stored_size, to_stored
+from loraplex.kernels.host_tensors import fixed_tiles
 from loraplex.kernels.lora import LoraBatch, add_lora
 from loraplex.kernels.ops import (
     AttentionPlan,
@@ -30,12 +29,14 @@ from loraplex.kernels.ops import (
     LinearParts,
     PackedLinear,
     Parameter,
+    RowLayout,
     Storage,
+    stored_size,
+    to_stored,
 )
 from loraplex.kernels.quantization import QuantizedWeight, quantize
 from loraplex.kernels.reference_attention import TilePlan, attend, plan_tiles
 from loraplex.kernels.routing import Routes
-from loraplex.kernels.row_layout import RowLayout
 
 _HOST_ROWS = 8
 """Row multiple of a float32 product: all multiples are summed alike (measured for MKL)."""
@@ -69,7 +70,7 @@ class ReferenceKernels:
 
     packed_layout = "torch"
     route = staticmethod(routing.route)
-    combine_experts = staticmethod(experts.combine_experts)
+    combine_experts = staticmethod(routing.combine_experts)
     argmax = staticmethod(sampling.argmax)
     draw_tokens = staticmethod(sampling.draw_tokens)
     top_logprobs = staticmethod(sampling.top_logprobs)
@@ -276,10 +277,10 @@ class ReferenceKernels:
         num_blocks: int = 0,
     ) -> None:
         reduce = self._over_ranks if num_blocks else None
-        experts.add_expert_lora(y, x, batch, routes, layer, modules, out_offsets, reduce)
+        routing.add_expert_lora(y, x, batch, routes, layer, modules, out_offsets, reduce)
 
     def allocate_kv(self, num_blocks: int, shape: AttentionShape, dtype: torch.dtype) -> Storage:
-        """Layout [num_blocks, K, block_size, stored_size] (kernels.kv_vectors)."""
+        """Layout [num_blocks, K, block_size, stored_size] (kernels.ops)."""
         vector_size = stored_size(shape.head_dim, dtype)
         sizes = (num_blocks, shape.num_kv_heads, shape.block_size, vector_size)
         key, value = (torch.zeros(sizes, dtype=dtype, device=self._device) for _ in range(2))

@@ -8,9 +8,7 @@ import dataclasses
 import torch
 
 from loraplex.kernels.attention_tiles import TileGroup, TokenWindow, tile_groups
-from loraplex.kernels.kv_vectors import from_stored
-from loraplex.kernels.ops import AttentionRules, Storage
-from loraplex.kernels.row_layout import RowLayout
+from loraplex.kernels.ops import AttentionRules, RowLayout, Storage, from_stored
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import torch
 
 from loraplex.core.plan import CacheGroupId
 from loraplex.kernels.lora import LoraBatch
-from loraplex.kernels.row_layout import RowLayout
+from loraplex.kernels.ops import RowLayout
 
 
 class RotatedSpan(NamedTuple):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from loraplex.core.cache import Blocks, CachedFloats, CacheSpec, Cross, StorageSpec
-from loraplex.kernels.kv_vectors import stored_size
+from loraplex.kernels.ops import stored_size
 from loraplex.models.spec import ModelSpec
 from loraplex.models.specs.attention import AttentionSpec
 from loraplex.models.specs.part import LayerCache

@@ -6,8 +6,7 @@ import functools
 import torch
 
 from loraplex.kernels.cuda.attention import AttentionKernel
-from loraplex.kernels.ops import AttentionRules
-from loraplex.kernels.row_layout import RowLayout
+from loraplex.kernels.ops import AttentionRules, RowLayout
 from support.kernel_cases import Cases
 from support.kernel_cases.llamas import (
     DTYPES,

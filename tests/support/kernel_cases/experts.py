@@ -9,8 +9,7 @@ from loraplex.kernels.cuda import experts
 from loraplex.kernels.cuda.grouped_linear import GroupedLinear
 from loraplex.kernels.cuda.linear_packing import PackedWeight, empty_weight, pack_weight
 from loraplex.kernels.cuda.lora import LoraKernel
-from loraplex.kernels.lora import LoraBatch, LoraCells
-from loraplex.kernels.lora_segments import LoraSegments
+from loraplex.kernels.lora import LoraBatch, LoraCells, LoraSegments
 from loraplex.kernels.routing import Routes
 from loraplex.kernels.routing_rules import RoutingMode, RoutingRules
 from support.kernel_cases import Cases

@@ -5,8 +5,7 @@ import dataclasses
 import numpy as np
 import torch
 
-from loraplex.kernels.ops import AttentionShape
-from loraplex.kernels.row_layout import DeviceRows, RowLayout
+from loraplex.kernels.ops import AttentionShape, DeviceRows, RowLayout
 
 GPU = torch.device("cuda", 0)
 BLOCK_SIZE = 16

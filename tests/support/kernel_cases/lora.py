@@ -6,18 +6,18 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from loraplex.kernels.adapter_parts import MAX_VECTORS
 from loraplex.kernels.cuda.lora import LoraKernel
 from loraplex.kernels.lora import (
     DeviceLoraTable,
     LoraBatch,
     LoraCells,
+    LoraSegments,
     LoraTable,
     LoraUse,
     lora_batch,
     lora_segments,
 )
-from loraplex.kernels.lora_segments import LoraSegments
-from loraplex.kernels.vector_table import MAX_VECTORS
 from support.kernel_cases import Cases
 from support.kernel_cases.llamas import DTYPES, GPU, LLAMA_2_7B, LLAMA_3_1_8B, Llama, empty
 

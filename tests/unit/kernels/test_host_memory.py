@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from loraplex.kernels.host_memory import zeroed
+from loraplex.kernels.host_tensors import zeroed
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])

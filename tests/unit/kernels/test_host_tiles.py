@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from loraplex.core.weight_precision import WeightPrecision
-from loraplex.kernels.host_tiles import fixed_tiles, tiled_product
+from loraplex.kernels.host_tensors import fixed_tiles, tiled_product
 from loraplex.kernels.reference import ReferenceKernels
 
 

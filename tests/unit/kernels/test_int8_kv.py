@@ -5,16 +5,23 @@ import itertools
 import pytest
 import torch
 
-from loraplex.kernels.kv_vectors import from_stored, stored_size, to_stored
 from loraplex.kernels.native.backend import NativeKernels
 from loraplex.kernels.native.library import (
     NativeLibraryError,
     available_instruction_sets,
     load_library,
 )
-from loraplex.kernels.ops import AttentionRules, AttentionShape, Kernels, Storage
+from loraplex.kernels.ops import (
+    AttentionRules,
+    AttentionShape,
+    Kernels,
+    RowLayout,
+    Storage,
+    from_stored,
+    stored_size,
+    to_stored,
+)
 from loraplex.kernels.reference import ReferenceKernels
-from loraplex.kernels.row_layout import RowLayout
 from support.dense_attention import dense_attention, random_queries, relative_error
 
 try:

@@ -13,12 +13,12 @@ from loraplex.kernels.lora import (
     MOST_REPEATED_TOKENS,
     LoraBatch,
     LoraCells,
+    LoraSegments,
     LoraTable,
     LoraUse,
     lora_batch,
     lora_segments,
 )
-from loraplex.kernels.lora_segments import LoraSegments
 
 EMPTY = np.zeros((9, 1))
 TABLE = LoraTable(

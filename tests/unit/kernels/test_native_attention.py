@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from loraplex.core.errors import InternalError
-from loraplex.kernels.kv_vectors import from_stored, to_stored
 from loraplex.kernels.native.attention import AttentionKernel
 from loraplex.kernels.native.library import (
     NativeLibraryError,
@@ -14,8 +13,14 @@ from loraplex.kernels.native.library import (
     available_instruction_sets,
     load_library,
 )
-from loraplex.kernels.ops import AttentionRules, AttentionShape, Storage
-from loraplex.kernels.row_layout import RowLayout
+from loraplex.kernels.ops import (
+    AttentionRules,
+    AttentionShape,
+    RowLayout,
+    Storage,
+    from_stored,
+    to_stored,
+)
 from support.cases_in_turn import in_turn
 from support.dense_attention import dense_attention, random_queries, relative_error
 from support.naming import naming

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from loraplex.kernels.experts import add_expert_lora
 from loraplex.kernels.lora import LoraBatch, LoraCells, LoraTable, LoraUse, lora_batch
 from loraplex.kernels.native.library import (
     NativeLibraryError,
@@ -15,7 +14,7 @@ from loraplex.kernels.native.library import (
     load_library,
 )
 from loraplex.kernels.native.lora import LoraKernel
-from loraplex.kernels.routing import Routes, sort_routes
+from loraplex.kernels.routing import Routes, add_expert_lora, sort_routes
 from support.cases_in_turn import in_turn
 
 try:

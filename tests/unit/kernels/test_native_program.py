@@ -20,8 +20,7 @@ from loraplex.kernels.native.library import (
     load_library,
 )
 from loraplex.kernels.native.program import Recorder
-from loraplex.kernels.ops import AttentionRules, AttentionShape
-from loraplex.kernels.row_layout import RowLayout
+from loraplex.kernels.ops import AttentionRules, AttentionShape, RowLayout
 from support.naming import naming
 
 try:

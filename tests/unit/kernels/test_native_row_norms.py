@@ -8,8 +8,7 @@ import torch
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels.native.backend import NativeKernels
 from loraplex.kernels.native.library import LIBRARY_FOLDER, ThreadPool, load_library
-from loraplex.kernels.native.linear import LinearKernel
-from loraplex.kernels.native.row_norms import squared_row_norms
+from loraplex.kernels.native.linear import LinearKernel, squared_row_norms
 from loraplex.kernels.quantization import quantize
 from loraplex.kernels.reference import ReferenceKernels
 from support.stored_weights import FORMS, stored_weight
@@ -77,7 +76,7 @@ def test_a_short_last_group_with_offsets(linear):
 
 
 def test_in_many_pieces(linear, monkeypatch):
-    monkeypatch.setattr("loraplex.kernels.native.row_norms._VALUES_AT_ONCE", 1)
+    monkeypatch.setattr("loraplex.kernels.native.linear._VALUES_AT_ONCE", 1)
     weight = weight_of(130, 33)
     found = squared_row_norms(linear.pack(weight, None))
     torch.testing.assert_close(found, squares(weight), rtol=5e-6, atol=0)

@@ -9,9 +9,8 @@ from torch.nn import functional
 
 from loraplex.kernels.activations import Activation
 from loraplex.kernels.dispatch import select_kernels
-from loraplex.kernels.ops import AttentionRules, AttentionShape, Kernels, Storage
+from loraplex.kernels.ops import AttentionRules, AttentionShape, Kernels, RowLayout, Storage
 from loraplex.kernels.reference import ReferenceKernels
-from loraplex.kernels.row_layout import RowLayout
 from support.dense_attention import random_queries
 
 CPU = torch.device("cpu")

@@ -16,8 +16,8 @@ from loraplex.execution.steps.kv_cache import KVCache
 from loraplex.execution.weights.loading import load_weights
 from loraplex.execution.weights.packing import WeightFormat
 from loraplex.kernels.lora import LoraBatch
+from loraplex.kernels.ops import RowLayout
 from loraplex.kernels.reference import ReferenceKernels
-from loraplex.kernels.row_layout import RowLayout
 from loraplex.memory.adapter_pages import layer_targets, page_geometry, place
 from loraplex.models.batch import ForwardBatch
 from loraplex.models.cache_groups import cache_groups

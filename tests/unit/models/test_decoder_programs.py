@@ -22,8 +22,7 @@ from loraplex.kernels.adapter_parts import AdapterParts, OutputVector, PartsUse
 from loraplex.kernels.lora import LoraBatch
 from loraplex.kernels.native.backend import NativeKernels
 from loraplex.kernels.native.library import NativeLibraryError, load_library
-from loraplex.kernels.ops import Storage
-from loraplex.kernels.row_layout import RowLayout
+from loraplex.kernels.ops import RowLayout, Storage
 from loraplex.memory.adapter_pages import layer_targets, page_geometry, place
 from loraplex.models.batch import ForwardBatch
 from loraplex.models.cache_groups import cache_groups

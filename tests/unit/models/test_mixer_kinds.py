@@ -24,7 +24,7 @@ from loraplex.kernels.lora import LoraBatch
 from loraplex.kernels.native.backend import NativeKernels
 from loraplex.kernels.native.channel import Segment, SharedMemoryChannel
 from loraplex.kernels.native.library import NativeLibraryError, load_library
-from loraplex.kernels.row_layout import RowLayout
+from loraplex.kernels.ops import RowLayout
 from loraplex.memory.adapter_pages import layer_targets, page_geometry, place
 from loraplex.models.batch import ForwardBatch
 from loraplex.models.cache_groups import cache_groups

@@ -23,7 +23,7 @@ from loraplex.execution.adapters.resident_parts import PartsViews
 from loraplex.execution.adapters.transfers import Transfers
 from loraplex.kernels.accelerator import Accelerator
 from loraplex.kernels.adapter_parts import AdapterParts, PartsUse
-from loraplex.kernels.host_memory import zeroed
+from loraplex.kernels.host_tensors import zeroed
 from loraplex.kernels.lora import (
     Arrivals,
     LoraBatch,

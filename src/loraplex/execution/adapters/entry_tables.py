@@ -16,8 +16,8 @@ from loraplex.core.adapter import (
 from loraplex.core.errors import AdapterMismatchError
 from loraplex.execution.adapters.host_adapters import AdapterLayout, HostAdapter, TableCells
 from loraplex.kernels.accelerator import Accelerator, Event
+from loraplex.kernels.adapter_parts import FACTOR, FLAGS, MAX_VECTORS, SHIFT
 from loraplex.kernels.lora import DeviceLoraTable, IntArray, LoraCells, LoraTable, ModuleShapes
-from loraplex.kernels.vector_table import FACTOR, FLAGS, MAX_VECTORS, SHIFT
 from loraplex.memory.adapter_pages import Placement
 
 

@@ -9,9 +9,8 @@ from loraplex.core.cache import CachedFloats, CachedVectors, StorageSpec
 from loraplex.core.plan import BlockCopy, BlockId, BlockTransfer, CacheGroupCapacity, CacheGroupId
 from loraplex.execution.steps.kv_transfers import KVTransfers
 from loraplex.kernels.accelerator import Accelerator
-from loraplex.kernels.host_memory import zeroed
-from loraplex.kernels.kv_vectors import stored_size
-from loraplex.kernels.ops import AttentionShape, Kernels, Storage
+from loraplex.kernels.host_tensors import zeroed
+from loraplex.kernels.ops import AttentionShape, Kernels, Storage, stored_size
 from loraplex.models.cache_groups import CacheGroup
 from loraplex.models.mixers.mixer import Storages
 

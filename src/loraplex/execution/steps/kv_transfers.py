@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 _Pair = tuple[int, int]
 """(block of the source, block of the target)"""
 _ALIGNMENT = 16
-"""Bytes: of a piece whose size is a multiple of it, as the copies want (kernels.cuda.blocks)."""
+"""Bytes: of a piece whose size is a multiple of it, as the copies want (kernels.cuda.attention_storage)."""
 
 
 class _Pieces(NamedTuple):
@@ -111,7 +111,7 @@ class KVTransfers:
         if not columns:
             return
         # Triton need not be there for a CPU.
-        from loraplex.kernels.cuda.blocks import copy_blocks  # noqa: PLC0415
+        from loraplex.kernels.cuda.attention_storage import copy_blocks  # noqa: PLC0415
 
         with self._accelerator.compute():
             copy_blocks(self._sent(columns), source_columns, target_columns, num_bytes)

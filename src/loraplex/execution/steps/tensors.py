@@ -25,7 +25,7 @@ from loraplex.execution.steps.input_batch import (
 )
 from loraplex.kernels.accelerator import Accelerator
 from loraplex.kernels.lora import LoraBatch
-from loraplex.kernels.row_layout import DeviceRows, RowLayout
+from loraplex.kernels.ops import DeviceRows, RowLayout
 from loraplex.models.batch import ForwardBatch, StateRows
 
 ON_DEVICE = -1

@@ -21,8 +21,14 @@ from loraplex.kernels.cuda.flashinfer_attention import (
     refusal,
     unserved,
 )
-from loraplex.kernels.ops import AttentionPlan, AttentionRules, AttentionShape, Storage
-from loraplex.kernels.row_layout import DeviceRows, RowLayout
+from loraplex.kernels.ops import (
+    AttentionPlan,
+    AttentionRules,
+    AttentionShape,
+    DeviceRows,
+    RowLayout,
+    Storage,
+)
 
 __all__ = ("AttentionKernel", "CudaAttentionPlan")
 

@@ -7,9 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
+from loraplex.kernels.accelerator import keeps_products_in_registers
 from loraplex.kernels.cuda.attention_plan import CudaAttentionPlan, num_shares
 from loraplex.kernels.cuda.attention_storage import StoredVectors
-from loraplex.kernels.cuda.generations import keeps_products_in_registers
 from loraplex.kernels.cuda.programs.attention_decode import (
     decode_grouped,
     decode_single,

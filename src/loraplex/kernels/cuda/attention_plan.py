@@ -13,8 +13,7 @@ import numpy.typing as npt
 import torch
 
 from loraplex.kernels.cuda.flashinfer_attention import FlashInferPlan
-from loraplex.kernels.ops import AttentionRules, AttentionShape
-from loraplex.kernels.row_layout import DeviceRows, RowLayout
+from loraplex.kernels.ops import AttentionRules, AttentionShape, DeviceRows, RowLayout
 
 IntArray = npt.NDArray[np.int32]
 

@@ -9,9 +9,7 @@ import torch
 import triton
 
 from loraplex.kernels.activations import Activation
-from loraplex.kernels.cuda.programs import activation as activations
-from loraplex.kernels.cuda.programs import norms, rows, scaling
-from loraplex.kernels.cuda.programs import rotary as rotation
+from loraplex.kernels.cuda.programs import elementwise as programs
 
 _TILE = 1024
 """Elements per program: 16 bytes of a narrow type for each of 128 threads."""
@@ -26,7 +24,7 @@ def take_rows(table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     output = torch.empty((num_rows, size), dtype=table.dtype, device=table.device)
     block = min(triton.next_power_of_2(size), _TILE)
     group = _TILE // block
-    rows.take_rows[triton.cdiv(num_rows, group), triton.cdiv(size, block)](
+    programs.take_rows[triton.cdiv(num_rows, group), triton.cdiv(size, block)](
         *(output, table, indices, num_rows, table.stride(0)),
         SIZE=size,
         ROWS=group,
@@ -46,7 +44,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     num_rows = x.shape[0] * num_heads
     output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     group, block, num_warps = _rows_per_program(size)
-    norms.rms_norm[(triton.cdiv(num_rows, group),)](
+    programs.rms_norm[(triton.cdiv(num_rows, group),)](
         *(output, x, weight, num_rows, x.stride(0), head_stride, eps),
         HEADS=num_heads,
         SIZE=size,
@@ -65,7 +63,7 @@ def add_rms_norm(
     output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     group, block, num_warps = _rows_per_program(size)
-    norms.add_rms_norm[(triton.cdiv(num_rows, group),)](
+    programs.add_rms_norm[(triton.cdiv(num_rows, group),)](
         *(output, total, x, residual, weight),
         *(num_rows, x.stride(0), residual.stride(0), factor, eps),
         SIZE=size,
@@ -88,7 +86,7 @@ def layer_norm(
     num_rows = x.shape[0] * num_heads
     output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     group, block, num_warps = _rows_per_program(size)
-    norms.layer_norm[(triton.cdiv(num_rows, group),)](
+    programs.layer_norm[(triton.cdiv(num_rows, group),)](
         *(output, x, weight, bias, num_rows, x.stride(0), head_stride, eps),
         HEADS=num_heads,
         IS_PER_HEAD=weight.dim() == 2,
@@ -113,7 +111,7 @@ def add_layer_norm(
     output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     group, block, num_warps = _rows_per_program(size)
-    norms.add_layer_norm[(triton.cdiv(num_rows, group),)](
+    programs.add_layer_norm[(triton.cdiv(num_rows, group),)](
         *(output, total, x, residual, weight, bias),
         *(num_rows, x.stride(0), residual.stride(0), factor, eps),
         SIZE=size,
@@ -129,7 +127,7 @@ def add(x: torch.Tensor, residual: torch.Tensor, factor: float = 1.0) -> torch.T
     num_rows, size = x.shape
     output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     block = min(triton.next_power_of_2(size), _TILE)
-    scaling.add[num_rows, triton.cdiv(size, block)](
+    programs.add[num_rows, triton.cdiv(size, block)](
         *(output, x, residual, x.stride(0), residual.stride(0), factor),
         SIZE=size,
         BLOCK=block,
@@ -142,7 +140,7 @@ def scale(x: torch.Tensor, factor: float, soft_cap: float | None = None) -> None
     """x [T, N] *= factor, in place, then soft_cap * tanh(x / soft_cap)."""
     num_rows, size = x.shape
     block = min(triton.next_power_of_2(size), _TILE)
-    scaling.scale[num_rows, triton.cdiv(size, block)](
+    programs.scale[num_rows, triton.cdiv(size, block)](
         *(x, x.stride(0), factor, 1.0 if soft_cap is None else soft_cap),
         HAS_SOFT_CAP=soft_cap is not None,
         SIZE=size,
@@ -169,7 +167,7 @@ def rotary(
     most_heads = max(1, num_heads, num_key_heads)
     group = max(1, min(_TILE // block, triton.next_power_of_2(most_heads)))
     num_groups = triton.cdiv(num_heads, group) + triton.cdiv(num_key_heads, group)
-    rotation.rotary[num_tokens, num_groups](
+    programs.rotary[num_tokens, num_groups](
         *(query, key, cos, sin, query.stride(0), query.stride(1), key.stride(0), key.stride(1)),
         cos.stride(0),
         NUM_QUERY_HEADS=num_heads,
@@ -187,7 +185,7 @@ def gate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     output = torch.empty((num_rows, size), dtype=gate_up.dtype, device=gate_up.device)
     block = min(triton.next_power_of_2(size), _TILE)
-    activations.gate[num_rows, triton.cdiv(size, block)](
+    programs.gate[num_rows, triton.cdiv(size, block)](
         *(output, gate_up, gate_up.stride(0)),
         ACTIVATION=activation.value,
         SIZE=size,
@@ -202,7 +200,7 @@ def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
     num_rows, size = x.shape
     output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     block = min(triton.next_power_of_2(size), _TILE)
-    activations.activate[num_rows, triton.cdiv(size, block)](
+    programs.activate[num_rows, triton.cdiv(size, block)](
         *(output, x, x.stride(0)),
         ACTIVATION=activation.value,
         SIZE=size,

@@ -15,8 +15,7 @@ import torch
 
 from loraplex.core.errors import ConfigError
 from loraplex.kernels.accelerator import Accelerator, Event
-from loraplex.kernels.ops import AttentionRules, AttentionShape, Storage
-from loraplex.kernels.row_layout import DeviceRows, RowLayout
+from loraplex.kernels.ops import AttentionRules, AttentionShape, DeviceRows, RowLayout, Storage
 
 logger = logging.getLogger(__name__)
 

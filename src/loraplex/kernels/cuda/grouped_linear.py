@@ -14,10 +14,9 @@ import triton
 
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels import quantization
-from loraplex.kernels.cuda.generations import keeps_products_in_registers
-from loraplex.kernels.cuda.linear_fp8 import quantize_fp8_rows
+from loraplex.kernels.accelerator import keeps_products_in_registers
 from loraplex.kernels.cuda.linear_packing import PackedWeight
-from loraplex.kernels.cuda.linear_products import Tile
+from loraplex.kernels.cuda.linear_products import Tile, quantize_fp8_rows
 from loraplex.kernels.cuda.programs.grouped_linear import (
     grouped_linear,
     grouped_quantized_linear,

@@ -9,9 +9,8 @@ import torch
 from torch.nn import functional
 
 from loraplex.core.weight_precision import WeightPrecision
-from loraplex.kernels.cuda.linear_fp8 import check_fp8, fp8_product
 from loraplex.kernels.cuda.linear_packing import PackedWeight, pack_weight
-from loraplex.kernels.cuda.linear_products import ScaledLinear, fixed_linear
+from loraplex.kernels.cuda.linear_products import ScaledLinear, check_fp8, fixed_linear, fp8_product
 from loraplex.kernels.cuda.ranks import RankSums
 from loraplex.kernels.ops import LinearParts, PackedLinear
 from loraplex.kernels.quantization import GROUP_SIZES, QuantizedWeight

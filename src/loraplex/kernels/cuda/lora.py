@@ -150,7 +150,7 @@ class LoraKernel:
         out_offsets: Sequence[int],
         num_blocks: int = 0,
     ) -> None:
-        """Same as kernels.experts.add_expert_lora. Rows of x and y are contiguous.
+        """Same as kernels.routing.add_expert_lora. Rows of x and y are contiguous.
 
         num_blocks: as in `add`.
         """

@@ -8,11 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
+from loraplex.kernels.adapter_parts import MAX_VECTORS
 from loraplex.kernels.cuda.programs.lora import Cells, LoraConstants, Pieces
 from loraplex.kernels.cuda.ranks import RankSums
-from loraplex.kernels.lora import DeviceLoraTable, LoraCells, LoraTable
-from loraplex.kernels.lora_segments import LoraSegments
-from loraplex.kernels.vector_table import MAX_VECTORS
+from loraplex.kernels.lora import DeviceLoraTable, LoraCells, LoraSegments, LoraTable
 
 _ALIGNMENT = 16
 """Elements. Where all begins at a multiple of it, matrices are read by 16 bytes at a time."""

@@ -12,7 +12,7 @@ import triton
 from torch.nn import functional
 
 from loraplex.kernels.channel import DeviceChannel
-from loraplex.kernels.cuda.programs.ranks import add_shares
+from loraplex.kernels.cuda.programs.linear import add_shares
 
 _COLUMNS_AT_ONCE = 512
 

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from loraplex.kernels.host_memory import zeroed
-from loraplex.kernels.kv_vectors import SCALE_BYTES
+from loraplex.kernels.host_tensors import zeroed
 from loraplex.kernels.native.library import (
     DTYPES,
     Int,
@@ -24,8 +23,14 @@ from loraplex.kernels.native.library import (
     ThreadPool,
     Value,
 )
-from loraplex.kernels.ops import AttentionPlan, AttentionRules, AttentionShape, Storage
-from loraplex.kernels.row_layout import RowLayout
+from loraplex.kernels.ops import (
+    SCALE_BYTES,
+    AttentionPlan,
+    AttentionRules,
+    AttentionShape,
+    RowLayout,
+    Storage,
+)
 
 _KV_DTYPES = {**DTYPES, torch.int8: 3}
 

@@ -15,10 +15,10 @@ from loraplex.kernels.native.linear import (
     LinearKernel,
     join_linear,
     linear_parts,
+    squared_row_norms,
 )
 from loraplex.kernels.native.lora import LoraKernel
 from loraplex.kernels.native.program import Program, Recorder
-from loraplex.kernels.native.row_norms import squared_row_norms
 from loraplex.kernels.native.sampling import SamplingKernel
 from loraplex.kernels.ops import Parameter
 from loraplex.kernels.reference import ReferenceKernels

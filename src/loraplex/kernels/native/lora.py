@@ -145,7 +145,7 @@ class LoraKernel:
         out_offsets: Sequence[int],
         num_blocks: int = 0,
     ) -> None:
-        """Implement kernels.experts.add_expert_lora. The cells are those of the first expert."""
+        """Implement kernels.routing.add_expert_lora. The cells are those of the first expert."""
         cells = batch.table.cells
         num_experts = cells.num_experts[layer]
         assert all(num_experts[module] == routes.num_experts for module in modules)

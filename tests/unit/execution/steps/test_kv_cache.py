@@ -10,9 +10,8 @@ from loraplex.core.plan import BlockCopy, BlockTransfer, CacheGroupCapacity
 from loraplex.execution.steps.kv_cache import KVCache
 from loraplex.kernels.accelerator import HostAccelerator
 from loraplex.kernels.dispatch import select_kernels
-from loraplex.kernels.ops import AttentionRules, AttentionShape, Kernels, Storage
+from loraplex.kernels.ops import AttentionRules, AttentionShape, Kernels, RowLayout, Storage
 from loraplex.kernels.reference import ReferenceKernels
-from loraplex.kernels.row_layout import RowLayout
 from loraplex.models.cache_groups import CacheGroup, storage_bytes
 from support.kv_caches import by_layer, kv_cache
 

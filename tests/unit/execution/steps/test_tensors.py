@@ -22,7 +22,7 @@ from loraplex.execution.mirror import Mirror
 from loraplex.execution.sampling.pending_samples import TokenFeed
 from loraplex.execution.steps.input_batch import InputBatch, StepInputs, no_rows
 from loraplex.execution.steps.tensors import ON_DEVICE, DeviceTensors, HostTensors
-from loraplex.kernels.row_layout import DeviceRows
+from loraplex.kernels.ops import DeviceRows
 from loraplex.models.batch import ForwardBatch
 from support.delayed_accelerator import DelayedAccelerator
 

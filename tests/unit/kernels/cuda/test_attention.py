@@ -11,8 +11,7 @@ from loraplex.kernels.cuda.attention import AttentionKernel
 from loraplex.kernels.cuda.attention_launch import chunk_keys, tile_queries
 from loraplex.kernels.cuda.attention_plan import num_shares
 from loraplex.kernels.cuda.graphs import StepGraphs
-from loraplex.kernels.kv_vectors import from_stored, to_stored
-from loraplex.kernels.ops import AttentionRules, AttentionShape
+from loraplex.kernels.ops import AttentionRules, AttentionShape, from_stored, to_stored
 from support.dense_attention import relative_error
 from support.paged_rows import PagedRows, padded_rows, score_terms, store
 

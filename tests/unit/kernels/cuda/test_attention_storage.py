@@ -5,8 +5,7 @@ import torch
 
 from loraplex.core.errors import ConfigError
 from loraplex.kernels.cuda.attention import AttentionKernel
-from loraplex.kernels.kv_vectors import to_stored
-from loraplex.kernels.ops import AttentionShape, Storage
+from loraplex.kernels.ops import AttentionShape, Storage, to_stored
 from support.paged_rows import stored_parts
 
 pytestmark = pytest.mark.slow

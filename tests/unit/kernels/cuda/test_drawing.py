@@ -6,8 +6,8 @@ import torch
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
-from loraplex.kernels import sampling
-from loraplex.kernels.cuda import drawing, logit_rows
+from loraplex.kernels import sampling as reference
+from loraplex.kernels.cuda import sampling
 from loraplex.kernels.cuda.sampling import draw_tokens
 from loraplex.kernels.sampling import DrawOptions
 from support.device_draws import reference_draws
@@ -126,7 +126,7 @@ def test_any_rows_and_options(data):
 
 @pytest.mark.slow
 def test_a_cut_among_more_logits_than_are_listed(monkeypatch):
-    monkeypatch.setattr(drawing, "_CAPACITY", 16)
+    monkeypatch.setattr(sampling, "_CAPACITY", 16)
     torch.default_generator.manual_seed(0)
     logits = 1e-3 * torch.randn(2, 1500).round(decimals=1)
     logits[:, 7] = 30.0  # so the levels do not part the others
@@ -136,7 +136,7 @@ def test_a_cut_among_more_logits_than_are_listed(monkeypatch):
 
 @pytest.mark.slow
 def test_splits_of_several_blocks(monkeypatch):
-    monkeypatch.setattr(logit_rows, "MAX_SPLITS", 2)
+    monkeypatch.setattr(sampling, "MAX_SPLITS", 2)
     torch.default_generator.manual_seed(0)
     logits = torch.randn(1, 2500)
     logits[0, 0] = -9.0  # so the cut is among many
@@ -171,7 +171,7 @@ def test_the_last_token_that_stays(choices, last):
 
 def test_min_p_is_compared_with_no_rounding():
     logits = torch.tensor([[0.0, -1.3]])
-    weight = drawing.token_weights(logits, torch.ones(1))[0, 1].item()
+    weight = sampling.token_weights(logits, torch.ones(1))[0, 1].item()
     for min_p, last in ((weight / 2**40, 1), ((weight + 0.25) / 2**40, 0)):
         options = options_of(1, min_p=min_p, uniforms=[LARGEST_UNIFORM])
         assert draw_tokens(logits, np.arange(1), options).tolist() == [last]
@@ -187,7 +187,7 @@ def test_a_number_where_a_token_ends_is_the_next_one_s():
 @pytest.mark.parametrize("max_splits", [1, 32])
 def test_ties_of_several_blocks_stay_by_token_id(max_splits, monkeypatch):
     """All but one weigh the same; the nucleus holds that one, and 1066 of these."""
-    monkeypatch.setattr(logit_rows, "MAX_SPLITS", max_splits)  # 32: a split is of one block
+    monkeypatch.setattr(sampling, "MAX_SPLITS", max_splits)  # 32: a split is of one block
     logits = torch.zeros(1, 1100)
     logits[0, 1099] = 1.0
     options = options_of(2, top_p=0.97, uniforms=[0.997, LARGEST_UNIFORM])
@@ -218,8 +218,8 @@ def test_each_row_has_its_own_options_and_place():
 def test_the_weights_are_nearly_those_of_the_reference():
     torch.default_generator.manual_seed(0)
     logits, temperature = 5 * torch.randn(3, 1500), torch.tensor([0.3, 1.0, 4.0])
-    weights = drawing.token_weights(logits, temperature)
-    expected = sampling.token_weights(logits, temperature.unsqueeze(1))
+    weights = sampling.token_weights(logits, temperature)
+    expected = reference.token_weights(logits, temperature.unsqueeze(1))
     torch.testing.assert_close(weights.double(), expected.double(), rtol=2**-19, atol=1.0)
     assert weights.amax(-1).tolist() == [2**40] * 3
 
@@ -229,7 +229,7 @@ def test_nearly_all_tokens_are_those_of_the_reference_from_end_to_end():
     logits = 3 * torch.randn(25, 1000)
     options = options_of(25, temperature=0.9)
     drawn = draw_tokens(logits, np.arange(25), options)
-    assert (drawn != sampling.draw_tokens(logits, np.arange(25), options)).sum() <= 1
+    assert (drawn != reference.draw_tokens(logits, np.arange(25), options)).sum() <= 1
 
 
 @pytest.mark.slow

@@ -7,9 +7,8 @@ import torch
 
 from loraplex.kernels.activations import Activation
 from loraplex.kernels.cuda import elementwise, experts
-from loraplex.kernels.experts import combine_experts
 from loraplex.kernels.reference import ReferenceKernels
-from loraplex.kernels.routing import Routes, route, sort_routes
+from loraplex.kernels.routing import Routes, combine_experts, route, sort_routes
 from loraplex.kernels.routing_rules import RoutingMode, RoutingRules
 
 SOFTMAX, CHOSEN, SIGMOID, SPARSE = RoutingMode

@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from loraplex.kernels.accelerator import HostAccelerator
-from loraplex.kernels.adapter_parts import AdapterParts, OutputVector, PartsUse
+from loraplex.kernels.adapter_parts import FACTOR, SHIFT, AdapterParts, OutputVector, PartsUse
 from loraplex.kernels.cuda import lora as launcher
 from loraplex.kernels.cuda.graphs import StepGraphs
 from loraplex.kernels.cuda.lora import LoraKernel
 from loraplex.kernels.lora import LoraUse, add_lora, batch_of_rows, head_blocks
-from loraplex.kernels.vector_table import FACTOR, SHIFT
 from support.pooled_adapters import BASE, PooledAdapters, token_uses, users
 
 pytestmark = pytest.mark.slow

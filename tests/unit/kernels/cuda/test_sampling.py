@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from loraplex.kernels import sampling as reference
-from loraplex.kernels.cuda import logit_rows, logprobs, sampling
-from loraplex.kernels.cuda.logit_rows import Splits, device_rows
+from loraplex.kernels.cuda import sampling
+from loraplex.kernels.cuda.sampling import Splits, device_rows
 
 VOCABS = pytest.mark.parametrize("vocab_size", [1, 7, 33, 2100])
 
@@ -61,7 +61,7 @@ def test_the_maximum_of_a_row_with_nan_is_nan(place):
 
 
 def test_of_equals_in_several_blocks_of_several_splits_the_first(monkeypatch):
-    monkeypatch.setattr(logit_rows, "MAX_SPLITS", 2)  # so that a split is of two blocks
+    monkeypatch.setattr(sampling, "MAX_SPLITS", 2)  # so that a split is of two blocks
     logits = torch.zeros(2, 2500)
     logits[1, [1500, 1030, 2300]] = 1.0
     token_ids, _ = sampling.argmax(logits, np.arange(2))
@@ -96,7 +96,7 @@ def test_the_first_rows_need_no_indices():
 @VOCABS
 @pytest.mark.parametrize("num_top", [0, 5])
 def test_top_logprobs(vocab_size, num_top, monkeypatch):
-    monkeypatch.setattr(logprobs, "_CHUNK_ROWS", 4)
+    monkeypatch.setattr(sampling, "_CHUNK_ROWS", 4)
     num_top, logits = min(num_top, vocab_size), logits_of(vocab_size)
     rows = np.array([1, 0, 2, 3, 4, 5, 1])
     chosen = np.random.default_rng(0).integers(0, vocab_size, len(rows))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from loraplex.kernels.cuda.programs.scaling import tanh
+from loraplex.kernels.cuda.programs.elementwise import tanh
 
 
 class AttentionConstants(NamedTuple):

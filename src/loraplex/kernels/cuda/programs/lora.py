@@ -23,7 +23,7 @@ class Cells(NamedTuple):
     ranks: Any
     scales: Any
     vectors: Any
-    """MAX_VECTORS words each: see kernels.vector_table."""
+    """MAX_VECTORS words each: see kernels.adapter_parts."""
 
 
 class Pieces(NamedTuple):

@@ -1,12 +1,12 @@
-"""Output vectors of adapters, such as DoRA's factors, as kernels.vector_table places them."""
+"""Output vectors of adapters, such as DoRA's factors, as kernels.adapter_parts places them."""
 
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
+from loraplex.kernels.adapter_parts import FACTOR, FLAGS, MAX_VECTORS, SHIFT
 from loraplex.kernels.cuda.programs.modules import module_of_tile, pick
-from loraplex.kernels.vector_table import FACTOR, FLAGS, MAX_VECTORS, SHIFT
 
 _FACTOR = tl.constexpr(FACTOR)
 _SHIFT = tl.constexpr(SHIFT)

@@ -1,6 +1,7 @@
-"""Stores the keys and values of a step's tokens in the blocks of the KV storage.
+"""Stores keys and values of a step's tokens in the KV storage, and copies its blocks.
 
-The storage is that of attention_tile.py; int8 is rounded as kernels.kv_vectors.to_stored does it.
+The storage is that of attention_tile.py; int8 is rounded as kernels.ops.to_stored does it.
+Blocks are copied by their addresses: many small ones by one launch.
 """
 
 import triton
@@ -94,3 +95,29 @@ def write_kv(
     _store(
         value_numbers, value_scales, vectors, block, offset, heads, K, D, BLOCK_SIZE, BLOCK_STRIDE
     )
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def copy_blocks(
+    rows,
+    source_columns,
+    target_columns,
+    num_pairs,
+    WORDS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """rows [2, num_pairs], columns [num_columns] int64: a block lies at the sum of both, in bytes.
+
+    One program per pair and column. WORDS: int32 of a block. ALIGNMENT: bytes that divide them all.
+    """
+    pair, column = tl.program_id(0), tl.program_id(1)
+    source = tl.load(rows + pair) + tl.load(source_columns + column)
+    target = tl.load(rows + num_pairs + pair) + tl.load(target_columns + column)
+    sources = source.to(tl.pointer_type(tl.int32))
+    targets = target.to(tl.pointer_type(tl.int32))
+    for first in range(0, WORDS, BLOCK):
+        words = first + tl.arange(0, BLOCK)
+        read = tl.multiple_of(sources + words, ALIGNMENT)
+        written = tl.multiple_of(targets + words, ALIGNMENT)
+        tl.store(written, tl.load(read, mask=words < WORDS), mask=words < WORDS)

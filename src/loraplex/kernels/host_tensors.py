@@ -1,8 +1,22 @@
-"""Rows in tiles of one fixed number, for products that torch computes on the host."""
+"""Tensors on the host: zeros that take memory where they are touched, products in tiles of rows."""
 
+import math
+import mmap
 from collections.abc import Iterator
 
 import torch
+
+
+def zeroed(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return zeros, aligned to a page. Nothing is written: the system provides pages on demand."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes == 0:
+        return torch.zeros(shape, dtype=dtype)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)  # fewer misses of the TLB over scattered blocks
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
+
 
 _TILE_ROWS = 16
 _MIN_COLUMNS = 16
