@@ -17,7 +17,7 @@ import torch
 from against_reference import figures, least_time, run
 from machine_limits import measure_limits
 
-from loraplex.kernels.native.attention import AttentionKernel
+from loraplex.kernels.native.attention import NativeAttention
 from loraplex.kernels.ops import AttentionRules, AttentionShape, RowLayout
 from loraplex.kernels.reference import ReferenceKernels
 
@@ -86,7 +86,7 @@ def block_tables(case: Case) -> torch.Tensor:
 
 
 def measure(
-    case: Case, dtype: torch.dtype, native: AttentionKernel, seconds: float
+    case: Case, dtype: torch.dtype, native: NativeAttention, seconds: float
 ) -> dict[str, Any]:
     shape, kv_dtype = case.shape, case.kv_dtype or dtype
     tables = block_tables(case)
@@ -119,4 +119,4 @@ def measure(
 
 
 if __name__ == "__main__":
-    run(__doc__, AttentionKernel, CASES, measure, seconds=0.5)
+    run(__doc__, NativeAttention, CASES, measure, seconds=0.5)

@@ -32,7 +32,7 @@ from loraplex.kernels.native.library import (
     available_instruction_sets,
     load_library,
 )
-from loraplex.kernels.native.linear import LinearKernel
+from loraplex.kernels.native.linear import NativeLinear
 from loraplex.kernels.quantization import QuantizedWeight
 
 WEIGHTS = {
@@ -92,7 +92,7 @@ def stored_weight(name: str, shape: Shape) -> QuantizedWeight:
     )
 
 
-def native_case(kernel: LinearKernel, shape: Shape, name: str, label: str) -> Case:
+def native_case(kernel: NativeLinear, shape: Shape, name: str, label: str) -> Case:
     if name in WEIGHTS:
         dtype, precision = WEIGHTS[name]
         weight = torch.randn(shape.out_features, shape.in_features).to(dtype)
@@ -192,7 +192,7 @@ def make_cases(arguments: argparse.Namespace, shape: Shape) -> list[Case]:
     cases = []
     for name in names:
         library = load_library((name,))
-        kernel = LinearKernel(library, ThreadPool(library, arguments.threads))
+        kernel = NativeLinear(library, ThreadPool(library, arguments.threads))
         cases += [
             native_case(kernel, shape, weights, f"{name} {weights}")
             for weights in arguments.weights.split(",")

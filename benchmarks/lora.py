@@ -15,7 +15,7 @@ import torch
 from against_reference import figures, least_time, run
 
 from loraplex.kernels.lora import LoraBatch, LoraCells, LoraTable, LoraUse, add_lora, lora_batch
-from loraplex.kernels.native.lora import LoraKernel
+from loraplex.kernels.native.lora import NativeLora
 
 LAYERS = {
     "qkv": (2048, {"q_proj": 2048, "k_proj": 512, "v_proj": 512}),
@@ -72,7 +72,7 @@ def make_batch(case: Case, dtype: torch.dtype) -> LoraBatch:
     return lora_batch(pool, table, uses)
 
 
-def measure(case: Case, dtype: torch.dtype, native: LoraKernel, seconds: float) -> dict[str, Any]:
+def measure(case: Case, dtype: torch.dtype, native: NativeLora, seconds: float) -> dict[str, Any]:
     in_features, modules = LAYERS[case.layer]
     batch = make_batch(case, dtype)
     num_tokens = case.num_adapters * case.tokens_per_adapter
@@ -93,4 +93,4 @@ def measure(case: Case, dtype: torch.dtype, native: LoraKernel, seconds: float) 
 
 
 if __name__ == "__main__":
-    run(__doc__, LoraKernel, CASES, measure, seconds=0.3)
+    run(__doc__, NativeLora, CASES, measure, seconds=0.3)

@@ -14,7 +14,7 @@ from loraplex.execution.loading import load_parts
 from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.kernels.native.backend import NativeKernels
 from loraplex.kernels.native.library import NativeLibraryError, load_library
-from loraplex.kernels.native.program import Program
+from loraplex.kernels.native.program import StepProgram
 from loraplex.models.decoder import Decoder
 from support.families import experts, first, rest
 from support.random_schedules import Schedules
@@ -57,7 +57,7 @@ class TorchOps(TorchDispatchMode):
 @pytest.fixture
 def ops(monkeypatch: pytest.MonkeyPatch) -> TorchOps:
     """Return the ops of all decoder steps."""
-    ops, forward, run = TorchOps(), Decoder.forward, Program.run
+    ops, forward, run = TorchOps(), Decoder.forward, StepProgram.run
 
     def counted_forward(*args: Any) -> torch.Tensor:
         ops.num_steps += 1
@@ -69,7 +69,7 @@ def ops(monkeypatch: pytest.MonkeyPatch) -> TorchOps:
         return run(*args)
 
     monkeypatch.setattr(Decoder, "forward", counted_forward)
-    monkeypatch.setattr(Program, "run", counted_run)
+    monkeypatch.setattr(StepProgram, "run", counted_run)
     return ops
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from loraplex.kernels.accelerator import CudaAccelerator
-from loraplex.kernels.cuda.attention import AttentionKernel
+from loraplex.kernels.cuda.attention import CudaAttention
 from loraplex.kernels.cuda.graphs import StepGraphs
 from loraplex.kernels.ops import AttentionRules, AttentionShape, RowLayout, from_stored, to_stored
 from support.dense_attention import relative_error
@@ -47,8 +47,8 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-def attention(*, batch_invariant: bool = False) -> AttentionKernel:
-    return AttentionKernel(DEVICE, batch_invariant=batch_invariant)
+def attention(*, batch_invariant: bool = False) -> CudaAttention:
+    return CudaAttention(DEVICE, batch_invariant=batch_invariant)
 
 
 def error(rows: PagedRows, counts, rules=None, sink_logits=None) -> float:

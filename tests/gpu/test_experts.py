@@ -12,8 +12,8 @@ from loraplex.kernels.activations import Activation
 from loraplex.kernels.cuda import elementwise, experts
 from loraplex.kernels.cuda.graphs import StepGraphs
 from loraplex.kernels.cuda.grouped_linear import GroupedLinear
-from loraplex.kernels.cuda.linear import LinearKernel
-from loraplex.kernels.cuda.lora import LoraKernel
+from loraplex.kernels.cuda.linear import CudaLinear
+from loraplex.kernels.cuda.lora import CudaLora
 from loraplex.kernels.lora import LoraUse
 from loraplex.kernels.reference import ReferenceKernels
 from loraplex.kernels.routing import Routes, combine_experts, route, sort_routes
@@ -97,7 +97,7 @@ def packed(model: str, dtype: torch.dtype, precision: WeightPrecision):
     num_experts, _, in_features, out_features = MODELS[model]
     weight = gaussian(num_experts, out_features, in_features, dtype=dtype)
     bias = gaussian(num_experts, out_features, dtype=dtype)
-    result = LinearKernel(CUDA, batch_invariant=False).pack(weight, bias, precision)
+    result = CudaLinear(CUDA, batch_invariant=False).pack(weight, bias, precision)
     rows = weight.flatten(0, 1)
     exact = rows if precision is NATIVE else quantization.quantize(rows, precision).dequantized()
     return result, exact.view(weight.shape), bias
@@ -187,7 +187,7 @@ def lora_inputs(model: str, popularity: str, num_tokens: int, dtype: torch.dtype
 
 
 def added(y, x, batch, routes, offsets, *, batch_invariant=False):
-    kernel, result = LoraKernel(CUDA, batch_invariant=batch_invariant), y.clone()
+    kernel, result = CudaLora(CUDA, batch_invariant=batch_invariant), y.clone()
     kernel.add_experts(result, x, batch, routes, 1, UP, offsets)
     return result
 
@@ -226,7 +226,7 @@ def test_a_token_s_bits_do_not_depend_on_its_company(dtype):
 def test_a_graph_computes_other_routes_and_batches_of_its_size(dtype):
     adapters, (layer, _, _) = pooled("a3b", dtype), packed("a3b", dtype, NATIVE)
     accelerator = CudaAccelerator(CUDA)
-    graphs, kernel = StepGraphs(accelerator), LoraKernel(CUDA, batch_invariant=False)
+    graphs, kernel = StepGraphs(accelerator), CudaLora(CUDA, batch_invariant=False)
     grouped = GroupedLinear(CUDA, batch_invariant=False)
     rules = RoutingRules(num_experts=128, num_chosen=8, mode=RoutingMode.SOFTMAX)
     x = gaussian(32, 2048, dtype=dtype)

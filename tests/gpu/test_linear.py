@@ -8,7 +8,7 @@ import torch
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels import quantization
 from loraplex.kernels.cuda import linear_products
-from loraplex.kernels.cuda.linear import LinearKernel
+from loraplex.kernels.cuda.linear import CudaLinear
 from loraplex.kernels.quantization import quantize
 from support.stored_weights import FORMS, stored_weight
 
@@ -47,7 +47,7 @@ def error_of(y: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("precision", [NATIVE, INT8, INT4])
 @pytest.mark.parametrize(("in_features", "out_features"), SIZES, ids=str)
 def test_it_is_the_product(in_features, out_features, precision, dtype, batch_invariant):
-    kernel = LinearKernel(CUDA, batch_invariant=batch_invariant)
+    kernel = CudaLinear(CUDA, batch_invariant=batch_invariant)
     weight = gaussian(out_features, in_features, dtype=dtype)
     bias = gaussian(out_features, dtype=dtype)
     packed = kernel.pack(weight, bias, precision)
@@ -66,7 +66,7 @@ def test_it_is_the_product(in_features, out_features, precision, dtype, batch_in
 @pytest.mark.parametrize("form", FORMS)
 def test_weights_of_checkpoints_are_the_product(form, group_size, dtype, batch_invariant):
     """bfloat16 rounds the entries of a table."""
-    kernel = LinearKernel(CUDA, batch_invariant=batch_invariant)
+    kernel = CudaLinear(CUDA, batch_invariant=batch_invariant)
     made = stored_weight(form, group_size, 1536, 200, torch.Generator().manual_seed(group_size))
     scales = made.scales / 1000
     offsets = None if made.offsets is None else made.offsets / 10000
@@ -87,7 +87,7 @@ def test_weights_of_checkpoints_are_the_product(form, group_size, dtype, batch_i
 @pytest.mark.parametrize(("in_features", "out_features"), SIZES, ids=str)
 def test_fp8_is_the_product_of_what_was_rounded(in_features, out_features, dtype, batch_invariant):
     skip_without_fp8(FP8)
-    kernel = LinearKernel(CUDA, batch_invariant=batch_invariant)
+    kernel = CudaLinear(CUDA, batch_invariant=batch_invariant)
     weight = gaussian(out_features, in_features, dtype=dtype)
     bias = gaussian(out_features, dtype=dtype)
     packed = kernel.pack(weight, bias, FP8)
@@ -116,7 +116,7 @@ def test_activations_are_rounded_as_the_reference_rounds_them(dtype):
 @pytest.mark.parametrize(("in_features", "out_features"), [(4096, 6144), (1376, 528)], ids=str)
 def test_a_row_has_the_same_bits_alone_and_in_company(in_features, out_features, precision, dtype):
     skip_without_fp8(precision)
-    kernel = LinearKernel(CUDA, batch_invariant=True)
+    kernel = CudaLinear(CUDA, batch_invariant=True)
     weight = gaussian(out_features, in_features, dtype=dtype)
     packed = kernel.pack(weight, gaussian(out_features, dtype=dtype), precision)
     x = gaussian(300, in_features, dtype=dtype)
@@ -131,7 +131,7 @@ def test_a_row_has_the_same_bits_alone_and_in_company(in_features, out_features,
 def test_the_same_call_gives_the_same_bits(precision):
     """Also where sums are split: nothing is added in order of arrival."""
     skip_without_fp8(precision)
-    kernel = LinearKernel(CUDA, batch_invariant=False)
+    kernel = CudaLinear(CUDA, batch_invariant=False)
     packed = kernel.pack(gaussian(4096, 14336, dtype=torch.bfloat16), None, precision)
     for num_rows in (1, 16, 40, 300):
         x = gaussian(num_rows, 14336, dtype=torch.bfloat16)
@@ -143,7 +143,7 @@ def test_the_same_call_gives_the_same_bits(precision):
 @pytest.mark.parametrize("precision", list(WeightPrecision))
 def test_a_graph_can_hold_it(precision):
     skip_without_fp8(precision)
-    kernel = LinearKernel(CUDA, batch_invariant=False)
+    kernel = CudaLinear(CUDA, batch_invariant=False)
     packed = kernel.pack(gaussian(6144, 4096, dtype=torch.bfloat16), None, precision)
     x = gaussian(8, 4096, dtype=torch.bfloat16)
     kernel.apply(x, packed)
@@ -159,7 +159,7 @@ def test_a_graph_can_hold_it(precision):
 @pytest.mark.parametrize("precision", [INT8, INT4, FP8])
 def test_packing_a_large_weight_takes_little_beside_it(precision):
     skip_without_fp8(precision)
-    kernel = LinearKernel(CUDA, batch_invariant=False)
+    kernel = CudaLinear(CUDA, batch_invariant=False)
     weight = gaussian(64128, 4096, dtype=torch.bfloat16)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

@@ -8,7 +8,7 @@ import torch
 
 from loraplex.kernels.accelerator import CudaAccelerator
 from loraplex.kernels.cuda.graphs import StepGraphs
-from loraplex.kernels.cuda.lora import LoraKernel
+from loraplex.kernels.cuda.lora import CudaLora
 from loraplex.kernels.lora import LoraUse, ModuleShapes
 from support.pooled_adapters import BASE, PooledAdapters, token_uses, users
 
@@ -51,7 +51,7 @@ def offsets_of(adapters: PooledAdapters) -> tuple[int, ...]:
 
 
 def added(adapters, y, x, batch, *, batch_invariant=False):
-    kernel = LoraKernel(y.device, batch_invariant=batch_invariant)
+    kernel = CudaLora(y.device, batch_invariant=batch_invariant)
     result = y.clone()
     kernel.add(result, x, batch, 1, tuple(modules_of(adapters)), offsets_of(adapters))
     return result
@@ -121,7 +121,7 @@ def test_a_graph_computes_other_batches_of_its_size(dtype):
     adapters = pooled("qkv", dtype)
     accelerator = CudaAccelerator(torch.device("cuda"))
     graphs = StepGraphs(accelerator)
-    kernel = LoraKernel(accelerator.device, batch_invariant=False)
+    kernel = CudaLora(accelerator.device, batch_invariant=False)
     y, x = inputs(adapters, 32)
     accelerator.synchronize()
 

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from loraplex.kernels.accelerator import DeviceMemory, Event, Graph, HostAccelerator
+from loraplex.kernels.accelerator import DeviceEvent, DeviceMemory, Graph, HostAccelerator
 
 
 class _Queue:
@@ -43,7 +43,7 @@ class _Queue:
 
 
 class _DelayedEvent:
-    """Implements Event."""
+    """Implements DeviceEvent."""
 
     def __init__(self, queue: _Queue, lock: threading.RLock, num_polls: int) -> None:
         self.queue = queue
@@ -102,11 +102,11 @@ class DelayedAccelerator:
     def copies(self) -> AbstractContextManager[None]:
         return self._chosen(self._copies)
 
-    def event(self) -> Event:
+    def event(self) -> DeviceEvent:
         num_polls = self._random.randint(0, self._most_polls)
         return _DelayedEvent(self._queue(), self._lock, num_polls)
 
-    def after(self, event: Event) -> None:
+    def after(self, event: DeviceEvent) -> None:
         assert isinstance(event, _DelayedEvent), "an event of this accelerator"
         queue = self._queue()
         if queue is self._compute:
@@ -169,7 +169,7 @@ class DelayedAccelerator:
         assert queue is not None, "work is enqueued within compute() or copies()"
         return queue
 
-    def _end_wait(self, queue: _Queue, event: Event) -> None:
+    def _end_wait(self, queue: _Queue, event: DeviceEvent) -> None:
         event.wait()
         queue.num_waits -= 1
 

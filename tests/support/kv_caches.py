@@ -9,7 +9,7 @@ from loraplex.core.plan import CacheGroupCapacity
 from loraplex.execution.steps.kv_cache import KVCache
 from loraplex.kernels.accelerator import Accelerator
 from loraplex.kernels.ops import AttentionShape, Kernels, Storage
-from loraplex.models.cache_groups import CacheGroup
+from loraplex.models.cache_groups import LayerGroup
 from loraplex.models.mixers.mixer import Storages
 
 
@@ -27,7 +27,7 @@ def kv_cache(
     """
     num_groups = len(capacities)
     groups = [
-        CacheGroup(
+        LayerGroup(
             layers=tuple(range(first, len(shapes), num_groups)),
             spec=Blocks(),
             storage=(CachedVectors(shapes[first].num_kv_heads, shapes[first].head_dim),) * 2,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from loraplex.kernels.cuda.attention import AttentionKernel
+from loraplex.kernels.cuda.attention import CudaAttention
 from loraplex.kernels.ops import (
     SCALE_BYTES,
     AttentionRules,
@@ -24,7 +24,7 @@ class PagedRows:
 
     def __init__(
         self,
-        kernel: AttentionKernel,
+        kernel: CudaAttention,
         shape: AttentionShape,
         seq_lens: Sequence[int],
         *,

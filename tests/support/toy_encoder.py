@@ -35,7 +35,7 @@ from loraplex.models.batch import ForwardBatch
 from loraplex.models.linear import Linear
 from loraplex.models.linear_group import LinearGroup
 from loraplex.models.mixers import kinds
-from loraplex.models.mixers.mixer import LayerPlace, StepInputs
+from loraplex.models.mixers.mixer import LayerPlace, MixerInputs
 from loraplex.models.parameters import DecoderParameters, LayerParameters, build_parameters
 from loraplex.models.spec import EncoderSpec, LayerSpec, ModelSpec, NormPlace
 from loraplex.models.specs.part import (
@@ -119,18 +119,18 @@ class ToyCross:
         self._kind = CrossKind(place.cache_groups[cache], shape)
         self.plan_kinds = (self._kind,)
 
-    def forward(self, x: torch.Tensor, lora: LoraBatch | None, inputs: StepInputs) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, lora: LoraBatch | None, inputs: MixerInputs) -> torch.Tensor:
         query = self._query.forward(x, lora).view(len(x), *self._heads)
         plan = inputs.plans[self._kind]
         attended = self._kernels.paged_attention(query, self._storage(inputs), plan)
         return self._out.forward(attended.flatten(1), lora)
 
-    def encode(self, x: torch.Tensor, lora: LoraBatch | None, inputs: StepInputs) -> None:
+    def encode(self, x: torch.Tensor, lora: LoraBatch | None, inputs: MixerInputs) -> None:
         both = self._keys_and_values.forward(x, lora).view(len(x), 2, *self._heads)
         places = inputs.batch.slot_mappings[self._kind.cache_group]
         self._kernels.write_kv(self._storage(inputs), both[:, 0], both[:, 1], places)
 
-    def _storage(self, inputs: StepInputs) -> Storage:
+    def _storage(self, inputs: MixerInputs) -> Storage:
         storage = inputs.storages[self._kind.cache_group][self._layer]
         assert storage is not None
         return storage

@@ -13,7 +13,7 @@ from loraplex.kernels.lora import LoraBatch
 from loraplex.kernels.ops import Kernels, PackedLinear
 from loraplex.models.batch import ForwardBatch
 from loraplex.models.linear_group import LinearGroup, TensorShard, share_of
-from loraplex.models.mixers.mixer import LayerPlace, StepInputs
+from loraplex.models.mixers.mixer import LayerPlace, MixerInputs
 from loraplex.models.norm import make_norm
 from loraplex.models.parameters import LayerParameters, LinearPlace
 from loraplex.models.spec import LayerSpec, NormPlace
@@ -121,7 +121,7 @@ class Toy:
         self._kind = TableRows(PERIOD, planned)
         self.plan_kinds = (self._kind,)
 
-    def forward(self, x: torch.Tensor, lora: LoraBatch | None, inputs: StepInputs) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, lora: LoraBatch | None, inputs: MixerInputs) -> torch.Tensor:
         inner = self._kernels.activate(self._in.forward(x, lora), Activation.SILU)
         normed = self._norm.apply(self._out.forward(inner, lora))
         rows = inputs.plans[self._kind]

@@ -17,7 +17,7 @@ from loraplex.core.cache import CachedFloats, Chunk, States
 from loraplex.kernels.lora import LoraBatch
 from loraplex.kernels.ops import Kernels, Storage
 from loraplex.models.mixers import kinds
-from loraplex.models.mixers.mixer import LayerPlace, StepInputs
+from loraplex.models.mixers.mixer import LayerPlace, MixerInputs
 from loraplex.models.mixers.state_plan import StateKind, StatePlan
 from loraplex.models.parameters import LayerParameters
 from loraplex.models.spec import LayerSpec, ModelSpec, NormPlace
@@ -77,7 +77,7 @@ class Recurrence:
         self._table = torch.randn((NUM_ROWS, spec.hidden), generator=generator)
         self._weights = torch.randint(1, 2**16, (spec.hidden,), generator=generator)
 
-    def forward(self, x: torch.Tensor, lora: LoraBatch | None, inputs: StepInputs) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, lora: LoraBatch | None, inputs: MixerInputs) -> torch.Tensor:
         del lora
         plan = inputs.plans[self._kind]
         assert isinstance(plan, StatePlan)

@@ -7,7 +7,7 @@ from typing import Any, Final
 import msgspec
 
 from loraplex.core.errors import ConfigError, LoraplexError
-from loraplex.execution.quantizing.calibration import TextInputs
+from loraplex.execution.quantizing.calibration import CalibrationInputs
 from loraplex.execution.quantizing.folder import Inputs, NoInputs, check_source, quantize_folder
 from loraplex.execution.quantizing.report import QuantizeReport
 from loraplex.execution.quantizing.rounding import IntegerForm
@@ -48,7 +48,7 @@ def quantize(
     note = "no texts: each weight is rounded by itself"
     if calibration is not None:
         texts = _read_texts(calibration, source, spec)
-        inputs = TextInputs(source, spec, texts)
+        inputs = CalibrationInputs(source, spec, texts)
         note = f"{len(texts)} texts with {sum(map(len, texts))} tokens of {calibration.path}"
     report = quantize_folder(source, output, spec, form, inputs, max_shard_bytes)
     return report, note

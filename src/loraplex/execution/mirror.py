@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from loraplex.kernels.accelerator import Accelerator, Event
+from loraplex.kernels.accelerator import Accelerator, DeviceEvent
 
 _ALIGNMENT = 64
 """Bytes: of every array, so that wide loads may read it."""
@@ -20,7 +20,7 @@ Array = npt.NDArray[np.int64] | npt.NDArray[np.int32]
 @dataclasses.dataclass(slots=True)
 class _Buffer:
     pinned: torch.Tensor
-    sent: Event | None = None
+    sent: DeviceEvent | None = None
     """Event after the copy that reads it."""
 
 

@@ -8,7 +8,7 @@ from loraplex.core.errors import RowFailedError
 from loraplex.core.plan import RowResult, RowStep, Slot
 from loraplex.core.task import Activation, Pool
 from loraplex.execution.sampling.pending_samples import PendingSample
-from loraplex.kernels.accelerator import Accelerator, Event
+from loraplex.kernels.accelerator import Accelerator, DeviceEvent
 
 
 def vector(x: torch.Tensor, pool: Pool) -> torch.Tensor:
@@ -52,7 +52,7 @@ class PendingVectors:
     """Hidden states on their way to the host."""
 
     def __init__(
-        self, states: torch.Tensor, pools: Sequence[tuple[Slot, Pool]], event: Event
+        self, states: torch.Tensor, pools: Sequence[tuple[Slot, Pool]], event: DeviceEvent
     ) -> None:
         self._states = states
         self._pools = pools

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """A point in a queue: all that was enqueued before it."""
 
     def has_passed(self) -> bool: ...
@@ -61,11 +61,11 @@ class Accelerator(Protocol):
         """Return the queue that copies memory while steps run."""
         ...
 
-    def event(self) -> Event:
+    def event(self) -> DeviceEvent:
         """Return an event after all that is in the current queue by now."""
         ...
 
-    def after(self, event: Event) -> None:
+    def after(self, event: DeviceEvent) -> None:
         """What comes into the current queue from now on waits for an event of the other one."""
         ...
 
@@ -106,7 +106,7 @@ class Accelerator(Protocol):
 
 
 class _Passed:
-    """Implements Event: on a host nothing is outstanding."""
+    """Implements DeviceEvent: on a host nothing is outstanding."""
 
     def has_passed(self) -> bool:
         return True
@@ -139,10 +139,10 @@ class HostAccelerator:
     def copies(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def event(self) -> Event:
+    def event(self) -> DeviceEvent:
         return _Passed()
 
-    def after(self, event: Event) -> None:
+    def after(self, event: DeviceEvent) -> None:
         event.wait()
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
@@ -169,7 +169,7 @@ class HostAccelerator:
 
 
 class _CudaEvent:
-    """Implements Event."""
+    """Implements DeviceEvent."""
 
     def __init__(self, event: torch.cuda.Event) -> None:
         self.event = event
@@ -202,12 +202,12 @@ class CudaAccelerator:
     def copies(self) -> AbstractContextManager[None]:
         return torch.cuda.stream(self._copies)
 
-    def event(self) -> Event:
+    def event(self) -> DeviceEvent:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return _CudaEvent(event)
 
-    def after(self, event: Event) -> None:
+    def after(self, event: DeviceEvent) -> None:
         assert isinstance(event, _CudaEvent), "an event of this accelerator"
         torch.cuda.current_stream(self._device).wait_event(event.event)
 

@@ -3,10 +3,9 @@
 Works on views of the adapter pool. With a request's scale t the change is t times as large: a copy
 of scale 1 takes the base's place exactly. Everything is computed for a token by itself, in float32.
 
-Places of adapters' output vectors (DoRA's factors, biases) in a LoraTable.
-
-A backend that reads the table on its device applies them in its kernels of LoRA, so that a step
-with such adapters is the recorded step of any adapters. A cell has up to MAX_VECTORS words, in the
+Output vectors (DoRA's factors, biases) may have places in a LoraTable. A backend that reads the
+table on its device applies them in its kernels of LoRA, so that a step with such adapters is the
+recorded step of any adapters. A cell has up to MAX_VECTORS words, in the
 order in which the vectors are applied; zeros follow. A word is a vector's first element in the
 pool, in units of the table's alignment, times FLAGS, plus FACTOR, SHIFT or both; of both the shift
 follows the factor.

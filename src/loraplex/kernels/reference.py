@@ -55,7 +55,7 @@ _SWIGLU_LIMIT = 7.0
 _SWIGLU_ALPHA = 1.702
 
 
-class _Linear(NamedTuple):
+class _TorchLinear(NamedTuple):
     weight: torch.Tensor
     bias: torch.Tensor | None
     is_row: bool = False
@@ -115,29 +115,31 @@ class ReferenceKernels:
         if precision is not WeightPrecision.NATIVE:
             rows = quantize(weight.flatten(0, -2), precision).dequantized()
             weight = rows.to(weight.dtype).view(weight.shape)
-        return _Linear(weight, bias, num_blocks > 0)
+        return _TorchLinear(weight, bias, num_blocks > 0)
 
     def takes_quantized(self, weight: QuantizedWeight, num_blocks: int) -> bool:
         del weight, num_blocks
         return False
 
     def linear_parts(self, packed: PackedLinear) -> LinearParts:
-        assert isinstance(packed, _Linear)
+        assert isinstance(packed, _TorchLinear)
         return LinearParts((int(packed.is_row),), (packed.weight, packed.bias))
 
     def join_linear(self, parts: LinearParts) -> PackedLinear:
         weight, bias = parts.tensors
         assert weight is not None
-        return _Linear(weight, bias, bool(parts.numbers[0]))
+        return _TorchLinear(weight, bias, bool(parts.numbers[0]))
 
     def linear(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
-        assert isinstance(packed, _Linear)
+        assert isinstance(packed, _TorchLinear)
         if packed.is_row and self._channel is not None:
-            total = self._over_ranks(self._product(x.float(), _Linear(packed.weight.float(), None)))
+            total = self._over_ranks(
+                self._product(x.float(), _TorchLinear(packed.weight.float(), None))
+            )
             return (total if packed.bias is None else total + packed.bias.float()).to(x.dtype)
         return self._product(x, packed)
 
-    def _product(self, x: torch.Tensor, packed: _Linear) -> torch.Tensor:
+    def _product(self, x: torch.Tensor, packed: _TorchLinear) -> torch.Tensor:
         if self._is_host and x.dtype == torch.float32:
             padded = functional.pad(x, (0, 0, 0, -len(x) % _HOST_ROWS))
             return functional.linear(padded, packed.weight, packed.bias)[: len(x)]
@@ -147,7 +149,7 @@ class ReferenceKernels:
     def linear_apart(
         self, x: torch.Tensor, packed: PackedLinear, dtype: torch.dtype
     ) -> torch.Tensor:
-        assert isinstance(packed, _Linear)
+        assert isinstance(packed, _TorchLinear)
         return self._product(x.to(dtype), packed._replace(bias=None))
 
     def _over_ranks(self, share: torch.Tensor) -> torch.Tensor:
@@ -162,7 +164,7 @@ class ReferenceKernels:
         return joined_shares(self._channel, x.t(), total).t().contiguous()
 
     def squared_row_norms(self, packed: PackedLinear) -> torch.Tensor:
-        assert isinstance(packed, _Linear)
+        assert isinstance(packed, _TorchLinear)
         wide = packed.weight.double()
         return (wide * wide).sum(1)
 
@@ -251,7 +253,7 @@ class ReferenceKernels:
         add_lora(y, x, batch, layer, modules, out_offsets, reduce)
 
     def grouped_linear(self, x: torch.Tensor, packed: PackedLinear, routes: Routes) -> torch.Tensor:
-        assert isinstance(packed, _Linear)
+        assert isinstance(packed, _TorchLinear)
         num_pairs, num_outputs = len(routes.pairs), packed.weight.shape[1]
         y = torch.empty(num_pairs, num_outputs, dtype=x.dtype, device=x.device)
         starts = routes.starts.tolist()

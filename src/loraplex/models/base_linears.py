@@ -16,7 +16,7 @@ from loraplex.models.parameters import DecoderParameters
 from loraplex.models.spec import ModelSpec
 
 
-class _Place(NamedTuple):
+class _LinearRows(NamedTuple):
     packed: PackedLinear
     first: int
     out_features: int
@@ -48,7 +48,7 @@ class BaseLinears:
         self._dtype = dtype
         self._device = device
         self._channel = channel
-        self._places: dict[tuple[int, str], _Place] = {}
+        self._places: dict[tuple[int, str], _LinearRows] = {}
         self._norms: dict[int, torch.Tensor] = {}
 
     def add(
@@ -63,7 +63,7 @@ class BaseLinears:
         """modules: out_features by name, in the order of the packed layer's outputs."""
         first = 0
         for module, out_features in modules.items():
-            place = _Place(packed, first, out_features, num_blocks, is_cut)
+            place = _LinearRows(packed, first, out_features, num_blocks, is_cut)
             self._places[layer, module] = place
             first += out_features
 
@@ -101,13 +101,13 @@ class BaseLinears:
             self._norms[key] = self._all_outputs(place, norms)
         return self._norms[key][place.outputs]
 
-    def _sum(self, place: _Place, share: torch.Tensor) -> torch.Tensor:
+    def _sum(self, place: _LinearRows, share: torch.Tensor) -> torch.Tensor:
         """Add what the ranks computed of their inputs."""
         if self._channel is None or not place.num_blocks:
             return share
         return tree_sum(self._channel.gather(share.contiguous()))
 
-    def _all_outputs(self, place: _Place, share: torch.Tensor) -> torch.Tensor:
+    def _all_outputs(self, place: _LinearRows, share: torch.Tensor) -> torch.Tensor:
         """Join the ranks' outputs [n, ...] where all are wanted."""
         if self._channel is None or not place.is_cut:
             return share

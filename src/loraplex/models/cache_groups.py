@@ -14,7 +14,7 @@ from loraplex.models.specs.part import LayerCache
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class CacheGroup:
+class LayerGroup:
     """Layers with blocks of one form and one lifetime: they share a block table per sequence.
 
     All groups have the same number of tokens per block.
@@ -28,7 +28,7 @@ class CacheGroup:
     """What mixers call it (MixerSpec.caches): with their own windows."""
 
 
-def cache_groups(spec: ModelSpec, max_model_len: int) -> tuple[CacheGroup, ...]:
+def cache_groups(spec: ModelSpec, max_model_len: int) -> tuple[LayerGroup, ...]:
     """Return the cache groups of the layers, the greatest reach first; to read all is the greatest.
 
     The encoder's positions come last: the prefix cache counts in blocks of the first group.
@@ -46,7 +46,7 @@ def cache_groups(spec: ModelSpec, max_model_len: int) -> tuple[CacheGroup, ...]:
                 members.setdefault(cache, []).append(index)
                 names.setdefault(cache, {})[own] = None
     groups = [
-        CacheGroup(
+        LayerGroup(
             layers=tuple(layer for layer in layers if 0 <= layer < spec.num_layers),
             spec=cache.spec,
             storage=cache.storage,
@@ -55,7 +55,7 @@ def cache_groups(spec: ModelSpec, max_model_len: int) -> tuple[CacheGroup, ...]:
         for cache, layers in members.items()
     ]
 
-    def order(group: CacheGroup) -> tuple[bool, int]:
+    def order(group: LayerGroup) -> tuple[bool, int]:
         return isinstance(group.spec, Cross), -_reach(group.spec, max_model_len)
 
     return tuple(sorted(groups, key=order))

@@ -11,7 +11,7 @@ from loraplex.kernels.lora import batch_of_rows, head_blocks
 from loraplex.kernels.ops import Kernels
 from loraplex.models.base_linears import BaseLinears, base_linears
 from loraplex.models.batch import ForwardBatch
-from loraplex.models.cache_groups import CacheGroup
+from loraplex.models.cache_groups import LayerGroup
 from loraplex.models.feed_forward import feed_forward
 from loraplex.models.mixers.kinds import make_mixer
 from loraplex.models.mixers.mixer import (
@@ -19,9 +19,9 @@ from loraplex.models.mixers.mixer import (
     EncoderReader,
     LayerPlace,
     Mixer,
+    MixerInputs,
     Part,
     PlanKind,
-    StepInputs,
     Storages,
 )
 from loraplex.models.norm import HiddenState, NoNorm, Norm, make_norm
@@ -72,7 +72,7 @@ class DecoderLayer:
         self.forward = self._both_at_once if is_parallel else self._one_by_one
         """(state, inputs) -> the state that the next layer reads."""
 
-    def _one_by_one(self, state: HiddenState, inputs: StepInputs) -> HiddenState:
+    def _one_by_one(self, state: HiddenState, inputs: MixerInputs) -> HiddenState:
         lora = inputs.batch.lora
         for before, part, after in self._parts:
             x, residual = before.read(state)
@@ -80,7 +80,7 @@ class DecoderLayer:
             state = HiddenState(residual, x, self._factor)
         return state
 
-    def _both_at_once(self, state: HiddenState, inputs: StepInputs) -> HiddenState:
+    def _both_at_once(self, state: HiddenState, inputs: MixerInputs) -> HiddenState:
         lora = inputs.batch.lora
         (first_norm, mixer, _), (second_norm, inner, _) = self._parts
         x, residual = first_norm.read(state)
@@ -105,7 +105,7 @@ class Decoder:
         rotary: Mapping[RopeConfig, RotaryTable],
         kernels: Kernels,
         *,
-        cache_groups: Sequence[CacheGroup],
+        cache_groups: Sequence[LayerGroup],
         block_size: int,
         loads: Channel | None = None,
     ) -> None:
@@ -200,7 +200,7 @@ class Decoder:
         batch: positions of one input, and their places in the storages. All adapters of its LoRA
         have arrived.
         """
-        inputs = StepInputs(batch, kv, {}, {})
+        inputs = MixerInputs(batch, kv, {}, {})
         for layer in self._layers:
             for reader in layer.encoder_readers:
                 reader.encode(x, batch.lora, inputs)
@@ -220,7 +220,7 @@ class Decoder:
         hidden: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return the output of the final norm [T, hidden]; before the last stage, what it gets."""
-        inputs = StepInputs(batch, kv, self._angles(batch), plans)
+        inputs = MixerInputs(batch, kv, self._angles(batch), plans)
         state = self._embed(batch) if hidden is None else HiddenState(hidden, None)
         for index, layer in enumerate(self._layers):
             _wait_for(index, batch)

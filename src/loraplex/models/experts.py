@@ -4,7 +4,7 @@ import torch
 
 from loraplex.kernels.lora import LoraBatch
 from loraplex.kernels.ops import Kernels
-from loraplex.models.mixers.mixer import LayerPlace, StepInputs
+from loraplex.models.mixers.mixer import LayerPlace, MixerInputs
 from loraplex.models.parameters import SELECTION_BIAS, LayerParameters
 from loraplex.models.spec import (
     DOWN,
@@ -44,7 +44,9 @@ class ExpertFeedForward:
         self._shared_up, self._shared_down = plain.get(SHARED_UP), plain.get(SHARED_DOWN)
         self._shared_gate = plain.get(SHARED_GATE)
 
-    def forward(self, x: torch.Tensor, lora: LoraBatch | None, _inputs: StepInputs) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, lora: LoraBatch | None, _inputs: MixerInputs
+    ) -> torch.Tensor:
         """x [T, hidden] -> [T, hidden]."""
         logits = self._router.forward(x, lora)
         routes = self._kernels.route(logits, self._rules, self._selection_bias)

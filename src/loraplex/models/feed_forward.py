@@ -5,7 +5,7 @@ import torch
 from loraplex.kernels.lora import LoraBatch
 from loraplex.kernels.ops import Kernels
 from loraplex.models.experts import ExpertFeedForward
-from loraplex.models.mixers.mixer import LayerPlace, Part, StepInputs
+from loraplex.models.mixers.mixer import LayerPlace, MixerInputs, Part
 from loraplex.models.parameters import LayerParameters
 from loraplex.models.spec import DOWN, UP, FeedForwardSpec
 
@@ -33,7 +33,9 @@ class DenseFeedForward:
         self._up = place.linear(UP, parameters, kernels)
         self._down = place.linear(DOWN, parameters, kernels)
 
-    def forward(self, x: torch.Tensor, lora: LoraBatch | None, _inputs: StepInputs) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, lora: LoraBatch | None, _inputs: MixerInputs
+    ) -> torch.Tensor:
         """x [T, hidden] -> [T, hidden]."""
         inner = self._activate(self._up.forward(x, lora), self._activation)
         return self._down.forward(inner, lora)

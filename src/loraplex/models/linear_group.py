@@ -11,7 +11,7 @@ _BLOCK_MULTIPLE: Final = 32
 """Blocks are a multiple of so many inputs where they can be: int4 needs it."""
 
 
-class Span(NamedTuple):
+class OutputSpan(NamedTuple):
     """Neighbouring outputs, inputs or heads."""
 
     first: int
@@ -29,15 +29,15 @@ class TensorShard(NamedTuple):
     size: int = 1
 
 
-def share_of(total: int, rank: int, size: int) -> Span:
+def share_of(total: int, rank: int, size: int) -> OutputSpan:
     """Return the rank's share of `total` things; shares differ by at most one."""
-    return Span(total * rank // size, total * (rank + 1) // size)
+    return OutputSpan(total * rank // size, total * (rank + 1) // size)
 
 
 class Share(NamedTuple):
     """Part of a whole that a rank has."""
 
-    span: Span
+    span: OutputSpan
     whole: int
 
 
@@ -76,17 +76,17 @@ class LinearGroup:
         return tuple(itertools.accumulate(self.outputs.values(), initial=0))[:-1]
 
     @property
-    def part_spans(self) -> Sequence[Span]:
+    def part_spans(self) -> Sequence[OutputSpan]:
         """Outputs of each part."""
         ends = itertools.accumulate(self.parts.values(), initial=0)
-        return [Span(first, end) for first, end in itertools.pairwise(ends)]
+        return [OutputSpan(first, end) for first, end in itertools.pairwise(ends)]
 
     @property
     def fused_modules(self) -> Mapping[str, Mapping[str, int]]:
         """Parts of each module that computes several of them."""
         fused = {}
         for module, first in zip(self.modules, self.first_outputs, strict=True):
-            own = Span(first, first + self.outputs[module])
+            own = OutputSpan(first, first + self.outputs[module])
             parts = {
                 name: span.size
                 for name, span in zip(self.parts, self.part_spans, strict=True)
@@ -114,20 +114,20 @@ class LinearGroup:
         return max(1, _whole_blocks(whole) * self.in_features // whole)
 
     def split(
-        self, *, outputs: Sequence[Span] | None = None, inputs: Span | None = None
+        self, *, outputs: Sequence[OutputSpan] | None = None, inputs: OutputSpan | None = None
     ) -> "LinearGroup":
         """Return the part with these outputs of the whole group, ascending, and these inputs.
 
         None: all of them. No module may lose all its outputs.
         """
-        inputs = Span(0, self.in_features) if inputs is None else inputs
-        kept: dict[str, tuple[Span, ...]] = {}
-        own_outputs = outputs or (Span(0, sum(self.outputs.values())),)
+        inputs = OutputSpan(0, self.in_features) if inputs is None else inputs
+        kept: dict[str, tuple[OutputSpan, ...]] = {}
+        own_outputs = outputs or (OutputSpan(0, sum(self.outputs.values())),)
         for (module, size), first in zip(self.outputs.items(), self.first_outputs, strict=True):
-            own = Span(first, first + size)
+            own = OutputSpan(first, first + size)
             spans = (_common(own, span) for span in own_outputs)
             kept[module] = tuple(
-                Span(span.first - first, span.end - first) for span in spans if span.size > 0
+                OutputSpan(span.first - first, span.end - first) for span in spans if span.size > 0
             )
             assert kept[module], f"{module} has no output of its own"
         return dataclasses.replace(
@@ -147,9 +147,9 @@ class GroupPart:
     """Part of a group of linear layers."""
 
     whole: LinearGroup
-    outputs: Mapping[str, tuple[Span, ...]]
+    outputs: Mapping[str, tuple[OutputSpan, ...]]
     """Outputs of each module that belong to the part, ascending."""
-    inputs: Span
+    inputs: OutputSpan
 
 
 def _whole_blocks(in_features: int) -> int:
@@ -162,5 +162,5 @@ def _whole_blocks(in_features: int) -> int:
     return 1
 
 
-def _common(own: Span, other: Span) -> Span:
-    return Span(max(own.first, other.first), min(own.end, other.end))
+def _common(own: OutputSpan, other: OutputSpan) -> OutputSpan:
+    return OutputSpan(max(own.first, other.first), min(own.end, other.end))

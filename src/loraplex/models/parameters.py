@@ -7,7 +7,7 @@ from typing import Final, Protocol, overload
 import torch
 
 from loraplex.kernels.ops import PackedLinear
-from loraplex.models.linear_group import LinearGroup, Span
+from loraplex.models.linear_group import LinearGroup, OutputSpan
 from loraplex.models.spec import (
     ROUTER,
     SHARED_GATE,
@@ -72,9 +72,9 @@ class LinearPlace:
 
     Their layers are one: its weight is [num_experts, out, in].
     """
-    own_outputs: tuple[tuple[Span, ...], ...] | None = None
+    own_outputs: tuple[tuple[OutputSpan, ...], ...] | None = None
     """Outputs of each part that a rank of several has; None: all."""
-    own_inputs: Span | None = None
+    own_inputs: OutputSpan | None = None
     """Inputs that it has; None: all."""
     num_blocks: int = 0
     """LinearGroup.input_blocks"""
@@ -97,8 +97,8 @@ class LinearPlace:
         return sum(self.output_sizes), self.inputs.size
 
     @property
-    def inputs(self) -> Span:
-        return self.own_inputs or Span(0, self.in_features)
+    def inputs(self) -> OutputSpan:
+        return self.own_inputs or OutputSpan(0, self.in_features)
 
     @property
     def output_sizes(self) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from typing import Final
 
 from loraplex.core.errors import ConfigError
 from loraplex.core.plan import AdapterShare
-from loraplex.models.linear_group import Span, TensorShard, share_of
+from loraplex.models.linear_group import OutputSpan, TensorShard, share_of
 from loraplex.models.spec import DOWN, SHARED_DOWN, SHARED_UP, UP, LayerSpec, ModelSpec
 from loraplex.models.specs.part import Divided, MixerSpec
 
@@ -83,9 +83,9 @@ def _divided(layer: LayerSpec) -> Iterator[Divided]:
             yield Divided(f"an inner size of {size}", size)
 
 
-def _within(part: Span, inner: Span) -> Span:
+def _within(part: OutputSpan, inner: OutputSpan) -> OutputSpan:
     """Return the outputs of a part, the gate's or those that it multiplies, of inner units."""
-    return Span(part.first + inner.first, part.first + inner.end)
+    return OutputSpan(part.first + inner.first, part.first + inner.end)
 
 
 def _indivisible(spec: ModelSpec, place: TensorShard, what: str) -> ConfigError:

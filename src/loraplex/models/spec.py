@@ -13,7 +13,7 @@ from typing import Final, TypeVar
 from loraplex.kernels.activations import Activation
 from loraplex.kernels.routing_rules import RoutingRules
 from loraplex.models.decoder_names import DecoderNames
-from loraplex.models.linear_group import LinearGroup, Span
+from loraplex.models.linear_group import LinearGroup, OutputSpan
 from loraplex.models.specs.part import MixerSpec, NormSpec
 from loraplex.models.stored_format import StoredFormat
 
@@ -181,7 +181,7 @@ class ModelSpec:
     """None: the model is a decoder alone."""
     stored_format: StoredFormat | None = None
     """Format of a checkpoint whose linear layers are quantised; None: they are not."""
-    own_logits: Span | None = None
+    own_logits: OutputSpan | None = None
     """Outputs of lm_head that a rank of several computes; None: all."""
     shard_of: "ModelSpec | None" = None
     """The whole model that this is a rank's part of; None: it has all heads and inner units."""

@@ -5,7 +5,7 @@ import functools
 
 import torch
 
-from loraplex.kernels.cuda.attention import AttentionKernel
+from loraplex.kernels.cuda.attention import CudaAttention
 from loraplex.kernels.ops import AttentionRules, RowLayout
 from support.kernel_cases import Cases
 from support.kernel_cases.llamas import (
@@ -88,7 +88,7 @@ def _step(
     *,
     invariant: bool = False,
 ) -> None:
-    kernel = AttentionKernel(GPU, batch_invariant=invariant)
+    kernel = CudaAttention(GPU, batch_invariant=invariant)
     num_tokens = rows.query_start_loc[-1]
     size = llama.q_size + 2 * llama.kv_size
     qkv = empty(num_tokens, size, dtype=dtype).view(num_tokens, -1, llama.head_dim)

@@ -7,8 +7,8 @@ import torch
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels.cuda import experts
 from loraplex.kernels.cuda.grouped_linear import GroupedLinear
-from loraplex.kernels.cuda.linear_packing import PackedWeight, empty_weight, pack_weight
-from loraplex.kernels.cuda.lora import LoraKernel
+from loraplex.kernels.cuda.linear_packing import CudaWeight, empty_weight, pack_weight
+from loraplex.kernels.cuda.lora import CudaLora
 from loraplex.kernels.lora import LoraBatch, LoraCells, LoraSegments
 from loraplex.kernels.routing import Routes
 from loraplex.kernels.routing_rules import RoutingMode, RoutingRules
@@ -75,7 +75,7 @@ def _shape(kind: str) -> str:
 def _layer(dtype: torch.dtype, num_tokens: int, made: tuple[LoraBatch, LoraSegments]) -> None:
     routes = experts.route(empty(num_tokens, RULES.num_experts, dtype=dtype), RULES)
     batch = expert_batch(dtype, made)
-    kernel, x = LoraKernel(GPU, batch_invariant=False), empty(num_tokens, HIDDEN, dtype=dtype)
+    kernel, x = CudaLora(GPU, batch_invariant=False), empty(num_tokens, HIDDEN, dtype=dtype)
     inner = empty(num_tokens * RULES.num_chosen, 2 * INNER, dtype=dtype)
     kernel.add_experts(inner, x, batch, routes, 3, tuple(MODULES)[:2], (0, INNER))
     y = empty(num_tokens * RULES.num_chosen, HIDDEN, dtype=dtype)
@@ -111,7 +111,7 @@ def _stored_products(form: str, num_tokens: int) -> None:
 
 def _packed(
     out_features: int, in_features: int, dtype: torch.dtype, precision: WeightPrecision
-) -> PackedWeight:
+) -> CudaWeight:
     weight = empty(RULES.num_experts, out_features, in_features, dtype=dtype)
     bias = empty(RULES.num_experts, out_features, dtype=dtype)
     if precision is WeightPrecision.NATIVE:

@@ -6,8 +6,8 @@ import functools
 import torch
 
 from loraplex.core.weight_precision import WeightPrecision
-from loraplex.kernels.cuda.linear import LinearKernel
-from loraplex.kernels.cuda.linear_packing import PackedWeight, empty_weight
+from loraplex.kernels.cuda.linear import CudaLinear
+from loraplex.kernels.cuda.linear_packing import CudaWeight, empty_weight
 from loraplex.kernels.cuda.ranks import sum_of_shares
 from support.kernel_cases import Cases
 from support.kernel_cases.llamas import DTYPES, GPU, LLAMA_3_1_8B, empty
@@ -22,7 +22,7 @@ class StoredForm:
     has_offsets: bool = False
     has_table: bool = False
 
-    def empty(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedWeight:
+    def empty(self, weight: torch.Tensor, bias: torch.Tensor | None) -> CudaWeight:
         """Return what a weight [out, in], or [E, out, in], is packed into."""
         packed = empty_weight(weight, bias, self.precision, self.group_size)
         assert packed.scales is not None
@@ -86,7 +86,7 @@ def _add_shares(dtype: torch.dtype) -> None:
 def _apply(
     precision: WeightPrecision, dtype: torch.dtype, num_tokens: int, *, invariant: bool = False
 ) -> None:
-    kernel = LinearKernel(GPU, batch_invariant=invariant)
+    kernel = CudaLinear(GPU, batch_invariant=invariant)
     # The down projection: its sums are split.
     out_features, in_features = LLAMA_3_1_8B.hidden, LLAMA_3_1_8B.inner
     weight = empty(out_features, in_features, dtype=dtype)
@@ -100,7 +100,7 @@ def _apply(
 def _apply_stored(
     form: str, dtype: torch.dtype, num_tokens: int, *, invariant: bool = False
 ) -> None:
-    kernel = LinearKernel(GPU, batch_invariant=invariant)
+    kernel = CudaLinear(GPU, batch_invariant=invariant)
     out_features, in_features = LLAMA_3_1_8B.hidden, LLAMA_3_1_8B.inner
     packed = STORED[form].empty(empty(out_features, in_features, dtype=dtype), None)
     assert kernel.apply(empty(num_tokens, in_features, dtype=dtype), packed).dtype == dtype

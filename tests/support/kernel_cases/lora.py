@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from loraplex.kernels.adapter_parts import MAX_VECTORS
-from loraplex.kernels.cuda.lora import LoraKernel
+from loraplex.kernels.cuda.lora import CudaLora
 from loraplex.kernels.lora import (
     DeviceLoraTable,
     LoraBatch,
@@ -114,7 +114,7 @@ def _step(
 ) -> None:
     batch = device_batch(dtype, made, _cells(llama), has_vectors=True)
     num_tokens = len(made[1].token_indices) // made[0].num_waves
-    kernel = LoraKernel(GPU, batch_invariant=False)
+    kernel = CudaLora(GPU, batch_invariant=False)
     for modules in linears:
         sizes = [llama.modules[module][1] for module in modules]
         offsets = np.cumsum([0, *sizes])[:-1].tolist()

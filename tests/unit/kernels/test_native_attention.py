@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from loraplex.core.errors import InternalError
-from loraplex.kernels.native.attention import AttentionKernel
+from loraplex.kernels.native.attention import NativeAttention
 from loraplex.kernels.native.library import (
     NativeLibraryError,
     ThreadPool,
@@ -74,8 +74,8 @@ def library(request):
     return load_library([request.param])
 
 
-def kernel_of(library, num_threads=1) -> AttentionKernel:
-    return AttentionKernel(library, ThreadPool(library, num_threads))
+def kernel_of(library, num_threads=1) -> NativeAttention:
+    return NativeAttention(library, ThreadPool(library, num_threads))
 
 
 def rules_of(shape, window=None, sinks=0, scale=None, **rules) -> AttentionRules:

@@ -7,7 +7,7 @@ import torch
 
 from loraplex.core.errors import InternalError
 from loraplex.kernels.activations import Activation
-from loraplex.kernels.native.elementwise import ElementwiseKernel
+from loraplex.kernels.native.elementwise import NativeElementwise
 from loraplex.kernels.native.library import (
     NativeLibraryError,
     ThreadPool,
@@ -41,8 +41,8 @@ def kernel(request, library):
     return kernel_of(library, request.param)
 
 
-def kernel_of(library, num_threads) -> ElementwiseKernel:
-    return ElementwiseKernel(library, ThreadPool(library, num_threads))
+def kernel_of(library, num_threads) -> NativeElementwise:
+    return NativeElementwise(library, ThreadPool(library, num_threads))
 
 
 def rows(num_rows, size, dtype):

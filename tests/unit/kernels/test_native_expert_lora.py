@@ -13,7 +13,7 @@ from loraplex.kernels.native.library import (
     available_instruction_sets,
     load_library,
 )
-from loraplex.kernels.native.lora import LoraKernel
+from loraplex.kernels.native.lora import NativeLora
 from loraplex.kernels.routing import Routes, add_expert_lora, sort_routes
 from support.cases_in_turn import in_turn
 
@@ -44,8 +44,8 @@ def library(request):
     return load_library([request.param])
 
 
-def kernel_of(library, num_threads) -> LoraKernel:
-    return LoraKernel(library, ThreadPool(library, num_threads))
+def kernel_of(library, num_threads) -> NativeLora:
+    return NativeLora(library, ThreadPool(library, num_threads))
 
 
 class Case:

@@ -16,7 +16,7 @@ from loraplex.kernels.native.library import (
     available_instruction_sets,
     load_library,
 )
-from loraplex.kernels.native.linear import LinearKernel, PackedWeight
+from loraplex.kernels.native.linear import NativeLinear, NativeWeight
 from support.bfloat16_sums import sums_of
 
 pytestmark = pytest.mark.skipif(
@@ -42,15 +42,15 @@ def instruction_sets() -> tuple[str, ...]:
 
 
 @pytest.fixture(params=instruction_sets())
-def kernel(request: pytest.FixtureRequest) -> LinearKernel:
+def kernel(request: pytest.FixtureRequest) -> NativeLinear:
     return make_kernel(request.param, 2)
 
 
-def make_kernel(instruction_set: str, num_threads: int, features: int = ~0) -> LinearKernel:
+def make_kernel(instruction_set: str, num_threads: int, features: int = ~0) -> NativeLinear:
     library = load_library((instruction_set,))
     pool = ThreadPool(library, num_threads)
     pool.limit_cpu_features(features & (1 << 64) - 1)
-    return LinearKernel(library, pool)
+    return NativeLinear(library, pool)
 
 
 def random_weight(
@@ -67,7 +67,7 @@ def random_rows(num_rows: int, in_features: int, dtype: torch.dtype) -> torch.Te
     )
 
 
-def one_by_one(kernel: LinearKernel, x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+def one_by_one(kernel: NativeLinear, x: torch.Tensor, weight: NativeWeight) -> torch.Tensor:
     return torch.cat([kernel.apply(row.unsqueeze(0), weight) for row in x])
 
 
@@ -77,7 +77,7 @@ def one_by_one(kernel: LinearKernel, x: torch.Tensor, weight: PackedWeight) -> t
 @pytest.mark.parametrize("weights", DTYPES, ids=str)
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_against_float64(
-    kernel: LinearKernel, weights: torch.dtype, activations: torch.dtype, has_bias: bool
+    kernel: NativeLinear, weights: torch.dtype, activations: torch.dtype, has_bias: bool
 ) -> None:
     for in_features, out_features in SIZES:
         weight, bias = random_weight(out_features, in_features, weights)
@@ -93,7 +93,7 @@ def test_against_float64(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_has_the_same_bits_alone_and_in_company(
-    kernel: LinearKernel, dtype: torch.dtype
+    kernel: NativeLinear, dtype: torch.dtype
 ) -> None:
     for in_features, out_features in SIZES:
         packed = kernel.pack(*random_weight(out_features, in_features, dtype))
@@ -141,7 +141,7 @@ def test_instructions_for_bfloat16_add_in_their_own_order() -> None:
 
 @pytest.mark.parametrize("magnitude", [1e-38, 1e-30, 1e-20, 1e20, 3e38])
 def test_tiny_and_huge_numbers_have_the_same_bits_alone_and_in_company(
-    kernel: LinearKernel, magnitude: float
+    kernel: NativeLinear, magnitude: float
 ) -> None:
     generator = torch.Generator().manual_seed(3)
     spread = torch.exp(4 * torch.randn(37, 517, generator=generator))
@@ -163,7 +163,7 @@ def test_the_packed_layout_is_the_same_for_every_instruction_set() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_pointers_need_no_more_than_the_alignment_of_an_element(
-    kernel: LinearKernel, dtype: torch.dtype
+    kernel: NativeLinear, dtype: torch.dtype
 ) -> None:
     weight, bias = random_weight(50, 130, dtype)
     x = random_rows(11, 130, dtype)
@@ -174,7 +174,7 @@ def test_pointers_need_no_more_than_the_alignment_of_an_element(
     assert torch.equal(kernel.apply(wide_x[:, 3:133], packed), expected)
 
 
-def test_transposed_views_are_taken(kernel: LinearKernel) -> None:
+def test_transposed_views_are_taken(kernel: NativeLinear) -> None:
     weight, _ = random_weight(50, 130, torch.float32)
     x = random_rows(11, 130, torch.float32)
     expected = kernel.apply(x, kernel.pack(weight, None))
@@ -182,7 +182,7 @@ def test_transposed_views_are_taken(kernel: LinearKernel) -> None:
     assert torch.equal(kernel.apply(x.t().contiguous().t(), packed), expected)
 
 
-def test_callers_of_one_pool_take_turns(kernel: LinearKernel) -> None:
+def test_callers_of_one_pool_take_turns(kernel: NativeLinear) -> None:
     packed = kernel.pack(*random_weight(200, 300, torch.float32))
     inputs = [random_rows(num_rows, 300, torch.float32) for num_rows in range(1, 9)]
     expected = [kernel.apply(x, packed) for x in inputs]
@@ -195,12 +195,12 @@ def test_callers_of_one_pool_take_turns(kernel: LinearKernel) -> None:
         assert all(callers.map(apply_often, range(len(inputs))))
 
 
-def test_no_rows(kernel: LinearKernel) -> None:
+def test_no_rows(kernel: NativeLinear) -> None:
     packed = kernel.pack(*random_weight(50, 130, torch.float32))
     assert kernel.apply(torch.empty(0, 130), packed).shape == (0, 50)
 
 
-def test_nothing_is_written_beyond_the_result(kernel: LinearKernel) -> None:
+def test_nothing_is_written_beyond_the_result(kernel: NativeLinear) -> None:
     """The kernel writes whole vectors where it may, and single elements where it must."""
     for out_features in (1, 15, 17, 129):
         packed = kernel.pack(*random_weight(out_features, 20, torch.float32))
@@ -212,7 +212,7 @@ def test_nothing_is_written_beyond_the_result(kernel: LinearKernel) -> None:
         assert torch.equal(target, torch.full_like(target, 7.0))
 
 
-def test_what_is_not_a_number_spreads_only_in_its_row(kernel: LinearKernel) -> None:
+def test_what_is_not_a_number_spreads_only_in_its_row(kernel: NativeLinear) -> None:
     packed = kernel.pack(*random_weight(40, 33, torch.bfloat16))
     x = random_rows(5, 33, torch.bfloat16)
     expected = kernel.apply(x, packed)
@@ -224,7 +224,7 @@ def test_what_is_not_a_number_spreads_only_in_its_row(kernel: LinearKernel) -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_results_are_rounded_as_torch_rounds(kernel: LinearKernel, dtype: torch.dtype) -> None:
+def test_results_are_rounded_as_torch_rounds(kernel: NativeLinear, dtype: torch.dtype) -> None:
     """Every number plus half the way to the next: ties, subnormal and largest ones."""
     integers = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16)
     numbers, following = integers.view(dtype), (integers + 1).view(dtype)

@@ -16,7 +16,7 @@ from loraplex.kernels.native.library import (
     available_instruction_sets,
     load_library,
 )
-from loraplex.kernels.native.lora import LoraKernel
+from loraplex.kernels.native.lora import NativeLora
 from support.cases_in_turn import in_turn
 
 try:
@@ -44,8 +44,8 @@ def library(request):
     return load_library([request.param])
 
 
-def kernel_of(library, num_threads=1) -> LoraKernel:
-    return LoraKernel(library, ThreadPool(library, num_threads))
+def kernel_of(library, num_threads=1) -> NativeLora:
+    return NativeLora(library, ThreadPool(library, num_threads))
 
 
 class Case:

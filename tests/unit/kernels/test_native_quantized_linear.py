@@ -19,7 +19,7 @@ from loraplex.kernels.native.library import (
     available_instruction_sets,
     load_library,
 )
-from loraplex.kernels.native.linear import LinearKernel, PackedWeight
+from loraplex.kernels.native.linear import NativeLinear, NativeWeight
 from loraplex.kernels.quantization import (
     QuantizedWeight,
     quantize,
@@ -69,16 +69,16 @@ def dot_products() -> list[tuple[str, bool]]:
     ]
 
 
-def make_kernel(instruction_set: str, num_threads: int, with_vnni: bool = True) -> LinearKernel:
+def make_kernel(instruction_set: str, num_threads: int, with_vnni: bool = True) -> NativeLinear:
     library = load_library((instruction_set,))
     pool = ThreadPool(library, num_threads)
     if not with_vnni:
         pool.limit_cpu_features(0)
-    return LinearKernel(library, pool)
+    return NativeLinear(library, pool)
 
 
 @pytest.fixture(params=dot_products(), ids=lambda p: p[0] + ("" if p[1] else " without VNNI"))
-def kernel(request: pytest.FixtureRequest) -> LinearKernel:
+def kernel(request: pytest.FixtureRequest) -> NativeLinear:
     instruction_set, with_vnni = request.param
     return make_kernel(instruction_set, 2, with_vnni)
 
@@ -104,7 +104,7 @@ def random_weight(
 @in_turn("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_the_bits_of_the_reference(
-    kernel: LinearKernel,
+    kernel: NativeLinear,
     dtype: torch.dtype,
     size: tuple[WeightPrecision, int, int, int],
     generator: torch.Generator,
@@ -135,7 +135,7 @@ def test_the_bits_of_the_reference(
     ],
 )
 def test_inputs_of_weights_that_are_rounded_here_are_rounded_group_by_group(
-    kernel: LinearKernel,
+    kernel: NativeLinear,
     dtype: torch.dtype,
     precision: WeightPrecision,
     in_features: int,
@@ -154,7 +154,7 @@ def test_inputs_of_weights_that_are_rounded_here_are_rounded_group_by_group(
 @pytest.mark.parametrize("num_blocks", [2, 8])
 @pytest.mark.parametrize("precision", [INT8, INT4])
 def test_groups_of_rounded_inputs_end_with_a_block(
-    kernel: LinearKernel, precision: WeightPrecision, num_blocks: int, generator: torch.Generator
+    kernel: NativeLinear, precision: WeightPrecision, num_blocks: int, generator: torch.Generator
 ) -> None:
     weight = torch.randn(90, 1408 if precision is INT8 else 1536, generator=generator)
     x = torch.randn(33, weight.shape[1], generator=generator)
@@ -172,7 +172,7 @@ def test_groups_of_rounded_inputs_end_with_a_block(
 @pytest.mark.parametrize("is_rounded_here", [True, False])
 @pytest.mark.parametrize("precision", [INT8, INT4])
 def test_extreme_numbers_do_not_overflow(
-    kernel: LinearKernel, precision: WeightPrecision, is_rounded_here: bool
+    kernel: NativeLinear, precision: WeightPrecision, is_rounded_here: bool
 ) -> None:
     """Every product of a group is the largest one there is, all of one sign."""
     for sign in (1.0, -1.0):
@@ -202,7 +202,7 @@ def test_the_number_of_threads_changes_no_bit(
 @in_turn("dtype", DTYPES)
 @pytest.mark.parametrize("precision", [INT8, INT4])
 def test_a_row_keeps_to_itself(
-    kernel: LinearKernel, precision: WeightPrecision, dtype: torch.dtype, generator: torch.Generator
+    kernel: NativeLinear, precision: WeightPrecision, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
     """An outlier, zeros, tiny numbers, an infinity, a NaN: the others have the bits they had."""
     packed = kernel.pack(torch.randn(90, 544, generator=generator), None, precision)
@@ -232,7 +232,7 @@ def test_the_packed_layout_is_the_same_for_every_instruction_set(
 @pytest.mark.parametrize("precision", [WeightPrecision.NATIVE, INT8, INT4])
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")
 def test_panels_may_be_a_read_only_file_at_any_place(
-    kernel: LinearKernel, precision: WeightPrecision, generator: torch.Generator, tmp_path: Path
+    kernel: NativeLinear, precision: WeightPrecision, generator: torch.Generator, tmp_path: Path
 ) -> None:
     packed = kernel.pack(torch.randn(50, 544, generator=generator), None, precision)
     x = torch.randn(5, 544, generator=generator)
@@ -245,11 +245,11 @@ def test_panels_may_be_a_read_only_file_at_any_place(
         panels = torch.frombuffer(mapped, dtype=torch.uint8, offset=offset)
         assert panels.numel() == kernel.packed_bytes(*sizes)
         assert torch.equal(
-            kernel.apply(x, PackedWeight(*sizes, panels, None)), kernel.apply(x, packed)
+            kernel.apply(x, NativeWeight(*sizes, panels, None)), kernel.apply(x, packed)
         )
 
 
-def test_sizes_that_no_kernel_takes(kernel: LinearKernel) -> None:
+def test_sizes_that_no_kernel_takes(kernel: NativeLinear) -> None:
     kinds = {
         precision: kernel.pack(torch.ones(1, 32), None, precision).kind
         for precision in (INT8, INT4)
@@ -263,6 +263,6 @@ def test_sizes_that_no_kernel_takes(kernel: LinearKernel) -> None:
     assert kernel.packed_bytes(kinds[INT4], 16, 0, 16, 40) == 0
 
 
-def test_fp8_is_for_a_gpu(kernel: LinearKernel) -> None:
+def test_fp8_is_for_a_gpu(kernel: NativeLinear) -> None:
     with pytest.raises(ConfigError, match=naming("fp8", "GPU", "CPU", "int8")):
         kernel.pack(torch.ones(16, 16), None, WeightPrecision.FP8)

@@ -8,7 +8,7 @@ import torch
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels.native.backend import NativeKernels
 from loraplex.kernels.native.library import LIBRARY_FOLDER, ThreadPool, load_library
-from loraplex.kernels.native.linear import LinearKernel, squared_row_norms
+from loraplex.kernels.native.linear import NativeLinear, squared_row_norms
 from loraplex.kernels.quantization import quantize
 from loraplex.kernels.reference import ReferenceKernels
 from support.stored_weights import FORMS, stored_weight
@@ -24,7 +24,7 @@ INT4_SIZES = [(1, 32), (130, 96), (129, 544)]
 @pytest.fixture(scope="module")
 def linear():
     library = load_library()
-    return LinearKernel(library, ThreadPool(library, 1))
+    return NativeLinear(library, ThreadPool(library, 1))
 
 
 def weight_of(out_features: int, in_features: int, dtype=torch.float32) -> torch.Tensor:

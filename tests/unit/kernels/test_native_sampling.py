@@ -14,7 +14,7 @@ from loraplex.kernels.native.library import (
     available_instruction_sets,
     load_library,
 )
-from loraplex.kernels.native.sampling import SamplingKernel
+from loraplex.kernels.native.sampling import NativeSampling
 from loraplex.kernels.sampling import DrawOptions
 from support.cases_in_turn import in_turn
 from support.naming import naming
@@ -36,8 +36,8 @@ def library(request):
     return load_library([request.param])
 
 
-def kernel_of(library, num_threads=2) -> SamplingKernel:
-    return SamplingKernel(library, ThreadPool(library, num_threads))
+def kernel_of(library, num_threads=2) -> NativeSampling:
+    return NativeSampling(library, ThreadPool(library, num_threads))
 
 
 def rows_of_all_kinds(vocab_size: int) -> torch.Tensor:

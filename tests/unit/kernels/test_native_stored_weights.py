@@ -15,7 +15,7 @@ from loraplex.core.errors import ConfigError
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels.native.backend import NativeKernels
 from loraplex.kernels.native.library import LIBRARY_FOLDER, load_library
-from loraplex.kernels.native.linear import LinearKernel, PackedWeight
+from loraplex.kernels.native.linear import NativeLinear, NativeWeight
 from loraplex.kernels.quantization import QuantizedWeight, largest_entry, quantized_linear
 from loraplex.kernels.routing import sort_routes
 from support.naming import naming
@@ -31,7 +31,7 @@ INT8, INT4 = WeightPrecision.INT8, WeightPrecision.INT4
 
 
 @pytest.fixture(params=dot_products(), ids=lambda p: p[0] + ("" if p[1] else " without VNNI"))
-def kernel(request: pytest.FixtureRequest) -> LinearKernel:
+def kernel(request: pytest.FixtureRequest) -> NativeLinear:
     instruction_set, with_vnni = request.param
     return make_kernel(instruction_set, 2, with_vnni)
 
@@ -45,7 +45,7 @@ def generator() -> torch.Generator:
 @pytest.mark.parametrize("group_size", GROUP_SIZES)
 @pytest.mark.parametrize("form", FORMS)
 def test_the_bits_of_the_reference(
-    kernel: LinearKernel, form: str, group_size: int, generator: torch.Generator
+    kernel: NativeLinear, form: str, group_size: int, generator: torch.Generator
 ) -> None:
     """One group and several, a piece of inputs left over, and of bytes a short group at the end."""
     sizes = [(group_size, 5), (512 + group_size, 130), (3 * group_size, 17)]
@@ -87,7 +87,7 @@ def by_blocks(
 @pytest.mark.parametrize("num_blocks", [1, 2, 4])
 @pytest.mark.parametrize("form", FORMS)
 def test_blocks_of_inputs(
-    kernel: LinearKernel, form: str, num_blocks: int, generator: torch.Generator
+    kernel: NativeLinear, form: str, num_blocks: int, generator: torch.Generator
 ) -> None:
     weight = stored_weight(form, 32, 384, 50, generator)
     bias = torch.randn(50, generator=generator)
@@ -101,7 +101,7 @@ def test_blocks_of_inputs(
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("group_size", GROUP_SIZES)
 def test_extreme_numbers_do_not_overflow(
-    kernel: LinearKernel, form: str, sign: float, group_size: int, generator: torch.Generator
+    kernel: NativeLinear, form: str, sign: float, group_size: int, generator: torch.Generator
 ) -> None:
     """Every product of a group is the largest one there is, all of one sign."""
     weight = stored_weight(form, group_size, 1024, 20, generator)
@@ -115,7 +115,7 @@ def test_extreme_numbers_do_not_overflow(
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_row_keeps_to_itself(kernel: LinearKernel, form: str, generator: torch.Generator) -> None:
+def test_a_row_keeps_to_itself(kernel: NativeLinear, form: str, generator: torch.Generator) -> None:
     packed = kernel.pack(stored_weight(form, 32, 544, 90, generator), None)
     x = torch.randn(8, 544, generator=generator)
     expected = kernel.apply(x, packed)
@@ -130,7 +130,7 @@ def test_a_row_keeps_to_itself(kernel: LinearKernel, form: str, generator: torch
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_experts(kernel: LinearKernel, form: str, generator: torch.Generator) -> None:
+def test_experts(kernel: NativeLinear, form: str, generator: torch.Generator) -> None:
     weights = [stored_weight(form, 32, 96, 40, generator) for _ in range(3)]
     stacked = dataclasses.replace(
         weights[0],
@@ -174,7 +174,7 @@ def test_the_packed_layout_is_the_same_for_every_instruction_set(
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_part_of_a_weight_counts(
-    kernel: LinearKernel, form: str, generator: torch.Generator
+    kernel: NativeLinear, form: str, generator: torch.Generator
 ) -> None:
     """A changed bit of a number, scale, offset or table gives other sums: no part is unread."""
     weight = stored_weight(form, 32, 64, 16, generator)
@@ -257,5 +257,5 @@ def test_what_they_take_is_what_they_pack(generator: torch.Generator) -> None:
         assert kernel.takes(weight)
         assert kernel.takes(weight, 4)
         packed = kernel.pack(weight, None, num_blocks=4)
-        assert isinstance(packed, PackedWeight)
+        assert isinstance(packed, NativeWeight)
         assert (packed.group_size, packed.num_blocks) == (64, 4)

@@ -29,7 +29,7 @@ from loraplex.memory.adapter_pages import layer_targets, page_geometry, place
 from loraplex.models.batch import ForwardBatch
 from loraplex.models.cache_groups import cache_groups
 from loraplex.models.decoder import Decoder
-from loraplex.models.linear_group import Span, TensorShard
+from loraplex.models.linear_group import OutputSpan, TensorShard
 from loraplex.models.mixers import kinds
 from loraplex.models.parameters import build_parameters
 from loraplex.models.rope import rotary_tables
@@ -292,7 +292,7 @@ def test_a_rank_has_several_spans_of_a_tensor() -> None:
     mixer = spec.layers[0].mixer
     assert mixer is not None
     whole = build_parameters(spec, source).layers[0].tensors["toy_table"]
-    own = (Span(0, 1), Span(2, 3))
+    own = (OutputSpan(0, 1), OutputSpan(2, 3))
 
     class Cut(type(mixer)):  # type: ignore[misc]
         def tensors(self) -> Mapping[str, NormSpec | TensorSpec]:

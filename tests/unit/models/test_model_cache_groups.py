@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from loraplex.core.cache import Blocks, CachedVectors, CacheSpec, Chunk, States
-from loraplex.models.cache_groups import CacheGroup, cache_groups, with_attention_windows
+from loraplex.models.cache_groups import LayerGroup, cache_groups, with_attention_windows
 from loraplex.models.spec import ModelSpec
 from loraplex.models.specs.attention import AttentionSpec
 from loraplex.models.specs.part import LayerCache
@@ -20,7 +20,7 @@ def windows(spec: ModelSpec, max_model_len: int) -> list[tuple[int | None, tuple
 
 def test_equal_layers_are_one_group() -> None:
     storage = (CachedVectors(2, 8), CachedVectors(2, 8))
-    everything = CacheGroup(
+    everything = LayerGroup(
         layers=(0, 1, 2, 3),
         spec=Blocks(),
         storage=storage,

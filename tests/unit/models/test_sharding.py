@@ -12,7 +12,7 @@ from loraplex.core.adapter import LoraTarget, TargetPart
 from loraplex.core.errors import ConfigError
 from loraplex.execution.adapters.host_adapters import HostAdapter, HostPart, HostWeight
 from loraplex.execution.adapters.rank_share import AdapterCutter
-from loraplex.models.linear_group import LinearGroup, Span, TensorShard
+from loraplex.models.linear_group import LinearGroup, OutputSpan, TensorShard
 from loraplex.models.registry import read_config
 from loraplex.models.sharding import adapter_share, shard
 from loraplex.models.spec import DOWN, UP, ModelSpec
@@ -37,13 +37,19 @@ def group_of(**outputs: int) -> LinearGroup:
 def test_outputs_of_a_fused_layer_are_cut_part_by_part() -> None:
     """One range of a fused q, k and v would lose the values."""
     fused = group_of(qkv_proj=24)
-    part = fused.split(outputs=[Span(4, 8), Span(14, 16), Span(20, 22)]).part
+    part = fused.split(outputs=[OutputSpan(4, 8), OutputSpan(14, 16), OutputSpan(20, 22)]).part
     assert part is not None
-    assert part.outputs == {"qkv_proj": (Span(4, 8), Span(14, 16), Span(20, 22))}
-    apart = group_of(q=16, k=4, v=4).split(outputs=[Span(8, 16), Span(18, 20), Span(22, 24)])
+    assert part.outputs == {"qkv_proj": (OutputSpan(4, 8), OutputSpan(14, 16), OutputSpan(20, 22))}
+    apart = group_of(q=16, k=4, v=4).split(
+        outputs=[OutputSpan(8, 16), OutputSpan(18, 20), OutputSpan(22, 24)]
+    )
     assert apart.outputs == {"q": 8, "k": 2, "v": 2}
     assert apart.part is not None
-    assert apart.part.outputs == {"q": (Span(8, 16),), "k": (Span(2, 4),), "v": (Span(2, 4),)}
+    assert apart.part.outputs == {
+        "q": (OutputSpan(8, 16),),
+        "k": (OutputSpan(2, 4),),
+        "v": (OutputSpan(2, 4),),
+    }
 
 
 def test_parts_of_a_fused_layer_are_named_by_the_group_itself() -> None:
@@ -52,11 +58,18 @@ def test_parts_of_a_fused_layer_are_named_by_the_group_itself() -> None:
         group_of(in_proj_qkv=20, in_proj_z=8), parts={"q": 4, "k": 4, "v": 12, "z": 8}
     )
     assert group.fused_modules == {"in_proj_qkv": {"q": 4, "k": 4, "v": 12}}
-    assert list(group.part_spans) == [Span(0, 4), Span(4, 8), Span(8, 20), Span(20, 28)]
-    half = group.split(outputs=[Span(2, 4), Span(6, 8), Span(14, 20), Span(24, 28)])
+    assert list(group.part_spans) == [
+        OutputSpan(0, 4),
+        OutputSpan(4, 8),
+        OutputSpan(8, 20),
+        OutputSpan(20, 28),
+    ]
+    half = group.split(
+        outputs=[OutputSpan(2, 4), OutputSpan(6, 8), OutputSpan(14, 20), OutputSpan(24, 28)]
+    )
     assert half.outputs == {"in_proj_qkv": 10, "in_proj_z": 4}
     assert half.fused_modules == {"in_proj_qkv": {"q": 2, "k": 2, "v": 6}}
-    assert half.split(inputs=Span(0, 8)).parts == half.parts, "all outputs"
+    assert half.split(inputs=OutputSpan(0, 8)).parts == half.parts, "all outputs"
     assert group_of(q=4, k=4).fused_modules == {}
 
 
@@ -70,7 +83,9 @@ def test_blocks_depend_on_the_model_alone(in_features: int, blocks: int) -> None
     for size in (2, 4):
         if in_features % size == 0:
             shares = [
-                group.split(inputs=Span(in_features * r // size, in_features * (r + 1) // size))
+                group.split(
+                    inputs=OutputSpan(in_features * r // size, in_features * (r + 1) // size)
+                )
                 for r in range(size)
             ]
             assert {share.input_blocks for share in shares} == {max(1, blocks // size)}
@@ -92,7 +107,7 @@ def test_ranks_have_every_weight_once(name: str, size: int, tmp_path: Path) -> N
             seen = torch.zeros(sum(group.outputs.values()), group.in_features, dtype=torch.int64)
             for part in (one.layers[index].linears[group_name].part for one in shards):
                 outputs = range(len(seen)) if part is None else _outputs(part.outputs, group)
-                inputs = Span(0, group.in_features) if part is None else part.inputs
+                inputs = OutputSpan(0, group.in_features) if part is None else part.inputs
                 seen[list(outputs), inputs.first : inputs.end] += 1
             is_whole = size == 1 or group_name not in (QKV, OUTPUT, UP, DOWN)
             if group_name == QKV and attention.num_kv_heads < size:
@@ -102,7 +117,7 @@ def test_ranks_have_every_weight_once(name: str, size: int, tmp_path: Path) -> N
                 assert bool((seen == 1).all()), group_name
 
 
-def _outputs(spans: dict[str, tuple[Span, ...]], group: LinearGroup) -> list[int]:
+def _outputs(spans: dict[str, tuple[OutputSpan, ...]], group: LinearGroup) -> list[int]:
     return [
         first + output
         for first, module in zip(group.first_outputs, group.modules, strict=True)
@@ -161,13 +176,13 @@ def test_vectors_are_cut_like_the_outputs_whatever_their_pieces(tmp_path: Path) 
     spec = spec_of("gemma", tmp_path)
     size = spec.layers[1].module_shapes["up_proj"][1]
     values = torch.arange(float(size))
-    pieces = [Span(first, min(first + 5, size)) for first in range(0, size, 5)]
+    pieces = [OutputSpan(first, min(first + 5, size)) for first in range(0, size, 5)]
     parts = [
         HostPart(_vector_target("up_proj", piece), values[piece.first : piece.end])
         for piece in pieces
     ]
     down = torch.arange(float(spec.hidden_size))
-    parts.append(HostPart(_vector_target("down_proj", Span(0, spec.hidden_size)), down))
+    parts.append(HostPart(_vector_target("down_proj", OutputSpan(0, spec.hidden_size)), down))
     cut = [
         cutter(spec, rank, 2, largest_piece=7).cut(HostAdapter("a", (), tuple(parts)))
         for rank in (0, 1)
@@ -186,7 +201,7 @@ def test_vectors_are_cut_like_the_outputs_whatever_their_pieces(tmp_path: Path) 
     assert [p.target for p in cut[0].parts] == [p.target for p in cut[1].parts]
 
 
-def _vector_target(module: str, piece: Span) -> LoraTarget:
+def _vector_target(module: str, piece: OutputSpan) -> LoraTarget:
     return LoraTarget(1, module, 1, 0, piece.size, TargetPart.SHIFT, piece.first)
 
 

@@ -15,7 +15,7 @@ from loraplex.core.adapter import (
 )
 from loraplex.core.errors import AdapterMismatchError
 from loraplex.execution.adapters.host_adapters import AdapterLayout, HostAdapter, TableCells
-from loraplex.kernels.accelerator import Accelerator, Event
+from loraplex.kernels.accelerator import Accelerator, DeviceEvent
 from loraplex.kernels.adapter_parts import FACTOR, FLAGS, MAX_VECTORS, SHIFT
 from loraplex.kernels.lora import DeviceLoraTable, IntArray, LoraCells, LoraTable, ModuleShapes
 from loraplex.memory.adapter_pages import Placement
@@ -48,7 +48,7 @@ class EntryTables:
         self._max_rank = max_rank
         self._pinned: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Pairs of each field of each table, [entries, ...], on the host and on the device."""
-        self._sent: dict[int, Event] = {}
+        self._sent: dict[int, DeviceEvent] = {}
         self._has_vectors = np.zeros(num_entries, np.bool_)
         self.layers = self._table(num_entries, LoraCells(layers, num_experts))
         self.head = None if head is None else self._table(num_entries, LoraCells([head]))

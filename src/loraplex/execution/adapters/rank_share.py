@@ -10,7 +10,7 @@ from loraplex.core.adapter import OUTSIDE_LAYERS, LoraTarget, TargetPart
 from loraplex.core.errors import AdapterMismatchError
 from loraplex.core.plan import AdapterShare, targets_by_stage
 from loraplex.execution.adapters.host_adapters import HostAdapter, HostPart, HostWeight
-from loraplex.models.linear_group import Span
+from loraplex.models.linear_group import OutputSpan
 from loraplex.models.spec import ModelSpec
 
 
@@ -25,8 +25,8 @@ class AdapterCutter:
         """spec: of the rank. share: models.sharding.adapter_share of all its stages' layers."""
         self._share = share
         self._spec = spec
-        self._outputs: dict[tuple[int, str], Sequence[Span]] = {}
-        self._inputs: dict[tuple[int, str], Span] = {}
+        self._outputs: dict[tuple[int, str], Sequence[OutputSpan]] = {}
+        self._inputs: dict[tuple[int, str], OutputSpan] = {}
         for layer, parts in enumerate(spec.all_layers.layers):
             for group in parts.linears.values():
                 if group.part is None:
@@ -121,7 +121,7 @@ def _whole_vectors(parts: Sequence[HostPart]) -> Mapping[_VectorKey, torch.Tenso
     return {key: torch.cat([part.values for part in found]) for key, found in pieces.items()}
 
 
-def _rows(tensor: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
+def _rows(tensor: torch.Tensor, spans: Sequence[OutputSpan]) -> torch.Tensor:
     if len(spans) == 1:
         return tensor[spans[0].first : spans[0].end]
     return torch.cat([tensor[span.first : span.end] for span in spans])

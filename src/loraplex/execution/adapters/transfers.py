@@ -19,9 +19,9 @@ import torch
 from loraplex.core.adapter import OUTSIDE_LAYERS, AdapterHandle
 from loraplex.core.plan import PageGeometry, PageId
 from loraplex.execution.adapters.pinned_pages import PageLease, PinnedPages
-from loraplex.kernels.accelerator import Accelerator, Event
+from loraplex.kernels.accelerator import Accelerator, DeviceEvent
 from loraplex.kernels.lora import Arrivals
-from loraplex.kernels.lora_segments import LoraSegments
+from loraplex.kernels.lora import LoraSegments
 from loraplex.memory.adapter_pages import Placement
 
 
@@ -29,7 +29,7 @@ class _LayerArrival(NamedTuple):
     """Event after which an adapter has arrived up to a layer."""
 
     last_layer: int
-    event: Event
+    event: DeviceEvent
 
 
 @dataclasses.dataclass(slots=True)
@@ -169,7 +169,7 @@ class SegmentUploads:
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
         self._place = self._allocate(_FIRST_SIZE)
-        self._sent: deque[tuple[torch.Tensor, Event]] = deque()
+        self._sent: deque[tuple[torch.Tensor, DeviceEvent]] = deque()
         """Pinned buffers, with the event after which each may be used again."""
 
     def send(self, segments: LoraSegments) -> LoraSegments:

@@ -52,7 +52,7 @@ class GrammarRows:
         self._fast_forward = fast_forward
         self._wait_seconds = _WAIT_SECONDS if defers else None
         self._source = source
-        self._rows: dict[Slot, _Row] = {}
+        self._rows: dict[Slot, _GrammarRow] = {}
         self._compiling = FairThreadPool(2, 1, "grammar")
         self._filling = FairThreadPool(2, 1, "masks")
         self._making_compiler = threading.Lock()
@@ -61,7 +61,7 @@ class GrammarRows:
     def add_row(self, row: RowAdded) -> None:
         """A row that joins again brings the output that it had."""
         if row.sampling.grammar is not None:
-            joined = self._rows[row.slot] = _Row(row)
+            joined = self._rows[row.slot] = _GrammarRow(row)
             # The steps of its prompt need not wait until its grammar is compiled.
             self._compiling.submit_for(row.tenant, self._make_matcher, joined)
 
@@ -131,7 +131,7 @@ class GrammarRows:
         self._compiling.shutdown()
         self._filling.shutdown()
 
-    def _begin(self, row: "_Row", drafts: tuple[int, ...]) -> None:
+    def _begin(self, row: "_GrammarRow", drafts: tuple[int, ...]) -> None:
         learnt, row.learnt = row.learnt, []
         if row.masks is not None and row.drafts == drafts and not learnt:
             return  # those of an earlier step in which the row was not sampled
@@ -147,7 +147,9 @@ class GrammarRows:
         assert masks is not None, "no step has begun that samples this row"
         return masks
 
-    def _fill(self, row: "_Row", drafts: Sequence[int], learnt: Sequence[int]) -> BitmaskArray:
+    def _fill(
+        self, row: "_GrammarRow", drafts: Sequence[int], learnt: Sequence[int]
+    ) -> BitmaskArray:
         masks = np.zeros((1 + len(drafts), bitmask_words(self._vocab_size + 1)), dtype=np.int32)
         self._make_matcher(row)
         if row.matcher is not None and row.problem is None and not row.is_removed:
@@ -158,7 +160,7 @@ class GrammarRows:
             masks[:] = 0
         return masks
 
-    def _make_matcher(self, row: "_Row") -> None:
+    def _make_matcher(self, row: "_GrammarRow") -> None:
         if row.matcher is not None or row.problem is not None or row.is_removed:
             return
         with row.failing_alone():
@@ -186,7 +188,7 @@ class GrammarRows:
             return InternalError(f"the model's tokens cannot be read: {error}")
 
 
-class _Row:
+class _GrammarRow:
     def __init__(self, added: RowAdded) -> None:
         self.added = added
         self.matcher: RowMatcher | None = None  # made by the thread that compiles

@@ -31,7 +31,7 @@ _BLOCK_SIZE = 32
 _FORM = WeightFormat(dtype=torch.float32)
 
 
-class TextInputs:
+class CalibrationInputs:
     """Implements `Inputs`. The experts of a layer share the inputs of all of them."""
 
     def __init__(self, source: Path, spec: ModelSpec, texts: Sequence[Sequence[int]]) -> None:

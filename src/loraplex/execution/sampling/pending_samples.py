@@ -16,7 +16,7 @@ from loraplex.core.errors import RowFailedError
 from loraplex.core.plan import RowResult, RowStep, Slot, Wanted
 from loraplex.execution.mirror import Mirror
 from loraplex.execution.sampling.rows import SampledRow
-from loraplex.kernels.accelerator import Accelerator, Event
+from loraplex.kernels.accelerator import Accelerator, DeviceEvent
 
 NO_TOKEN = -1
 """Token of a row whose logits are not finite."""
@@ -38,7 +38,7 @@ class TokenFeed:
         self._bitmasks = Mirror(accelerator, 0)
         self._free: list[torch.Tensor] = []
 
-    def event(self) -> Event:
+    def event(self) -> DeviceEvent:
         """Return an event after all work that is enqueued by now."""
         return self._accelerator.event()
 
@@ -78,7 +78,11 @@ class SentTokens:
     """Tokens on their way to the host."""
 
     def __init__(
-        self, free: list[torch.Tensor], buffer: torch.Tensor, tokens: torch.Tensor, event: Event
+        self,
+        free: list[torch.Tensor],
+        buffer: torch.Tensor,
+        tokens: torch.Tensor,
+        event: DeviceEvent,
     ) -> None:
         """buffer: what `tokens` is a view of; it is `free` once they have been taken."""
         self._free = free
@@ -150,7 +154,7 @@ class LateSample:
 
     is_late = True
 
-    def __init__(self, sample: Callable[[], list[RowResult]], has_logits: Event) -> None:
+    def __init__(self, sample: Callable[[], list[RowResult]], has_logits: DeviceEvent) -> None:
         self._sample = sample
         self._has_logits = has_logits
 

@@ -20,7 +20,7 @@ from loraplex.core.plan import CacheGroupCapacity
 from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.memory.cache_policy import cache_policy
 from loraplex.models.cache_groups import (
-    CacheGroup,
+    LayerGroup,
     cache_groups,
     storage_bytes,
     with_attention_windows,
@@ -33,7 +33,7 @@ _DEFAULT_KV_BYTES = 2 << 30
 @dataclasses.dataclass(frozen=True, slots=True)
 class KVSize:
     max_model_len: int
-    groups: tuple[CacheGroup, ...]
+    groups: tuple[LayerGroup, ...]
     capacities: tuple[CacheGroupCapacity, ...]
     """Number of blocks of each group."""
     num_bytes: int
@@ -98,7 +98,7 @@ class _GroupNeeds:
     """The cache groups, and what max_num_seqs sequences of max_model_len need of them."""
 
     max_model_len: int
-    groups: tuple[CacheGroup, ...]
+    groups: tuple[LayerGroup, ...]
     block_bytes: tuple[int, ...]
     """Bytes of a block of each group in all its layers."""
     held: tuple[int, ...]

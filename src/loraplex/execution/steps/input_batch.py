@@ -49,7 +49,7 @@ class EncodedSpan(NamedTuple):
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class _Row:
+class _BatchRow:
     adapters: RowAdapters
     num_blocks: list[int]
     """Length of the table of each cache group."""
@@ -256,7 +256,7 @@ class InputBatch:
         """
         self._border = rotation_border
         self._block_size = block_size
-        self._rows: dict[Slot, _Row] = {}
+        self._rows: dict[Slot, _BatchRow] = {}
         shape = (max_num_seqs, -(-max(max_model_len, longest_encoder_input) // block_size))
         self._block_tables: tuple[IntArray, ...] = tuple(
             np.zeros(shape, dtype=np.int64) for _ in range(num_cache_groups)
@@ -273,7 +273,7 @@ class InputBatch:
         if self._border is not None:
             length = self._border.rotation_length(row.num_prompt_tokens, len(row.token_ids))
         num_blocks = [0] * len(self._block_tables)
-        self._rows[row.slot] = _Row(
+        self._rows[row.slot] = _BatchRow(
             row.adapters, num_blocks, length, row.images, row.encoder_token_ids
         )
 
@@ -420,7 +420,7 @@ class InputBatch:
             assert step.start + step.num_tokens <= self._num_positions(row), "a block is missing"
         return extended
 
-    def _num_positions(self, row: _Row) -> int:
+    def _num_positions(self, row: _BatchRow) -> int:
         """Return how many positions of its own fit in the blocks of a row."""
         if not (self._states or self._encoder_groups):
             return min(row.num_blocks) * self._block_size

@@ -11,7 +11,7 @@ from loraplex.execution.steps.kv_transfers import KVTransfers
 from loraplex.kernels.accelerator import Accelerator
 from loraplex.kernels.host_tensors import zeroed
 from loraplex.kernels.ops import AttentionShape, Kernels, Storage, stored_size
-from loraplex.models.cache_groups import CacheGroup
+from loraplex.models.cache_groups import LayerGroup
 from loraplex.models.mixers.mixer import Storages
 
 _Pairs = Sequence[tuple[BlockId, BlockId]]
@@ -26,7 +26,7 @@ class KVCache:
 
     def __init__(
         self,
-        groups: Sequence[CacheGroup],
+        groups: Sequence[LayerGroup],
         capacities: Sequence[CacheGroupCapacity],
         num_layers: int,
         block_size: int,
@@ -38,7 +38,7 @@ class KVCache:
     ) -> None:
         """capacities: of each group. dtype: of stored vectors, which may not be the model's."""
 
-        def allocated(group: CacheGroup, num_blocks: int) -> tuple[Storage | None, ...]:
+        def allocated(group: LayerGroup, num_blocks: int) -> tuple[Storage | None, ...]:
             made: list[Storage | None] = [None] * num_layers
             for layer in group.layers:
                 made[layer] = _allocated(

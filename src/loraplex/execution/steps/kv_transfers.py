@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 _Pair = tuple[int, int]
 """(block of the source, block of the target)"""
 _ALIGNMENT = 16
-"""Bytes: of a piece whose size is a multiple of it, as the copies want (kernels.cuda.attention_storage)."""
+"""Bytes: of a piece whose size is a multiple of it, as cuda.attention_storage.copy_blocks wants."""
 
 
 class _Pieces(NamedTuple):

@@ -28,12 +28,12 @@ def weights_size(spec: ModelSpec, dtype: torch.dtype, precision: WeightPrecision
     stored = spec.stored_format
     refuse_second_quantization(stored, precision)
     form = WeightFormat(dtype=dtype, precision=precision)
-    sizes = _Sizes(form, stored)
+    sizes = _WeightSizes(form, stored)
     build_parameters(spec, sizes)
     return sizes.num_bytes
 
 
-class _Sizes:
+class _WeightSizes:
     """ParameterSource that returns nothing and adds up the requested sizes."""
 
     def __init__(self, form: WeightFormat, stored: StoredFormat | None) -> None:

@@ -43,7 +43,7 @@ class TrtllmWeights:
         self._tp_size, pp_size = read_mapping(fields)
         self._embedding_dim = _embedding_dim(fields)
         with contextlib.ExitStack() as stack:
-            ranks = [stack.enter_context(_Rank(path)) for path in rank_files(folder)]
+            ranks = [stack.enter_context(_RankFile(path)) for path in rank_files(folder)]
             self._stages = [
                 ranks[stage * self._tp_size : (stage + 1) * self._tp_size]
                 for stage in range(pp_size)
@@ -86,7 +86,7 @@ class TrtllmWeights:
         return reads
 
     def _add_layer(
-        self, reads: dict[str, _Read], stored: str, layer: int, ranks: Sequence["_Rank"]
+        self, reads: dict[str, _Read], stored: str, layer: int, ranks: Sequence["_RankFile"]
     ) -> None:
         names = self._spec.names
         ours = names.layer(layer)
@@ -109,7 +109,7 @@ class TrtllmWeights:
         stored: str,
         ours: str,
         dim: int | None,
-        ranks: Sequence["_Rank"],
+        ranks: Sequence["_RankFile"],
     ) -> None:
         """dim: along which the weight is split; a bias is split with the rows only."""
         is_linear = stored.startswith(_LAYERS) and "norm" not in stored
@@ -121,7 +121,7 @@ class TrtllmWeights:
             reads[f"{ours}.{kind}"] = functools.partial(_joined, parts, split_dim, flips)
 
     def _add_qkv(
-        self, reads: dict[str, _Read], stored: str, layer: int, ranks: Sequence["_Rank"]
+        self, reads: dict[str, _Read], stored: str, layer: int, ranks: Sequence["_RankFile"]
     ) -> None:
         names, attention = self._spec.names, self._spec.whole.layers[layer].mixer
         assert isinstance(attention, AttentionSpec), "TensorRT-LLM's checkpoints of other mixers"
@@ -163,7 +163,7 @@ class TrtllmWeights:
             pieces.append(tensor[start : start + rows])
         return torch.cat(pieces)
 
-    def _parts(self, stored: str, ranks: Sequence["_Rank"]) -> list[_Read]:
+    def _parts(self, stored: str, ranks: Sequence["_RankFile"]) -> list[_Read]:
         """Return each rank's reader; empty if no rank has it. Raises ConfigError if some do."""
         having = [rank for rank in ranks if stored in rank.names]
         if having and len(having) < len(ranks):
@@ -176,7 +176,7 @@ class TrtllmWeights:
         """Read without the padding that the lm_head of several ranks has."""
         return read()[: self._spec.vocab_size]
 
-    def _refuse_unknown(self, ranks: Sequence["_Rank"]) -> None:
+    def _refuse_unknown(self, ranks: Sequence["_RankFile"]) -> None:
         for rank in ranks:
             for name in sorted(rank.names):
                 if (rank.path, name) not in self._used and not _IGNORED.fullmatch(name):
@@ -202,7 +202,7 @@ def _flipped(tensor: torch.Tensor, flips: bool) -> torch.Tensor:
     return tensor.t().contiguous() if flips else tensor
 
 
-class _Rank:
+class _RankFile:
     """One GPU's file."""
 
     def __init__(self, path: Path) -> None:
@@ -212,7 +212,7 @@ class _Rank:
         of_layers = [name for name in self.names if name.startswith(_LAYERS)]
         self.num_layers = len({name.removeprefix(_LAYERS).split(".")[0] for name in of_layers})
 
-    def __enter__(self) -> "_Rank":
+    def __enter__(self) -> "_RankFile":
         return self
 
     def __exit__(self, *exc_info: object) -> None:

@@ -6,7 +6,7 @@ import torch
 
 from loraplex.kernels.accelerator import Accelerator
 from loraplex.kernels.cuda import attention_launch, attention_storage
-from loraplex.kernels.cuda.attention_launch import Launch, tile_queries
+from loraplex.kernels.cuda.attention_launch import AttentionLaunch, tile_queries
 from loraplex.kernels.cuda.attention_plan import (
     CudaAttentionPlan,
     decode_tiles,
@@ -30,10 +30,10 @@ from loraplex.kernels.ops import (
     Storage,
 )
 
-__all__ = ("AttentionKernel", "CudaAttentionPlan")
+__all__ = ("CudaAttention", "CudaAttentionPlan")
 
 
-class AttentionKernel:
+class CudaAttention:
     """Paged attention by Triton, or by FlashInfer for the layers that it serves."""
 
     def __init__(
@@ -130,21 +130,23 @@ class AttentionKernel:
         ):
             plan.flashinfer.attend(query, storage, output)
             return output
-        launch = Launch(query, attention_storage.stored_vectors(storage), plan, output, sink_logits)
+        launch = AttentionLaunch(
+            query, attention_storage.stored_vectors(storage), plan, output, sink_logits
+        )
         if self._batch_invariant:
             self._attend_invariant(launch)
         else:
             self._attend(launch)
         return output
 
-    def _attend(self, launch: Launch) -> None:
+    def _attend(self, launch: AttentionLaunch) -> None:
         plan = launch.plan
         if plan.only_decodes or plan.decode_rows is not None:
             attention_launch.decode(launch, plan.decode_rows, self._slots)
         if plan.tiles is not None:
             attention_launch.prefill_tiles(launch, plan.tiles)
 
-    def _attend_invariant(self, launch: Launch) -> None:
+    def _attend_invariant(self, launch: AttentionLaunch) -> None:
         plan = launch.plan
         if plan.decode_rows is not None:
             decode = plan.decode_rows

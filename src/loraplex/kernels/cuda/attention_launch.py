@@ -51,7 +51,7 @@ _INVARIANT_SUMS = 8192
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Launch:
+class AttentionLaunch:
     """One layer's call."""
 
     query: torch.Tensor  # [T, H, D], heads contiguous
@@ -123,7 +123,7 @@ def block_d(head_dim: int) -> int:
     return max(16, int(triton.next_power_of_2(head_dim)))
 
 
-class Tile(NamedTuple):
+class AttentionTile(NamedTuple):
     """How a program is made: so that its values fit the registers of sm_80 and sm_90."""
 
     rows: int
@@ -132,7 +132,7 @@ class Tile(NamedTuple):
     num_warps: int
 
 
-def _num_keys(launch: Launch) -> int:
+def _num_keys(launch: AttentionLaunch) -> int:
     """Keys per tile: those that fit 16 KiB; fewer if they must be converted first.
 
     Of narrow types at least 32, as a product of matrices sums over 16 at a time.
@@ -143,24 +143,24 @@ def _num_keys(launch: Launch) -> int:
     return keys if launch.stored.key.dtype == launch.compute_dtype else max(16, keys // 2)
 
 
-def _at_least_group(rows: int, launch: Launch) -> int:
+def _at_least_group(rows: int, launch: AttentionLaunch) -> int:
     return max(rows, int(triton.next_power_of_2(launch.group)))
 
 
-def decode_tile(launch: Launch) -> Tile:
+def decode_tile(launch: AttentionLaunch) -> AttentionTile:
     rows, keys = _at_least_group(16, launch), _num_keys(launch)
     if launch.compute_dtype == torch.float32:
-        return Tile(rows, max(16, keys // 2), 8)
-    return Tile(rows, keys, 4 if launch.plan.shape.head_dim <= 256 else 8)
+        return AttentionTile(rows, max(16, keys // 2), 8)
+    return AttentionTile(rows, keys, 4 if launch.plan.shape.head_dim <= 256 else 8)
 
 
-def single_tile(launch: Launch) -> Tile:
+def single_tile(launch: AttentionLaunch) -> AttentionTile:
     """Tile of a decoding program for one query head per KV head."""
     head_dim = launch.plan.shape.head_dim
-    return Tile(1, max(16, (4 << 10) // block_d(head_dim)), 4 if head_dim <= 256 else 8)
+    return AttentionTile(1, max(16, (4 << 10) // block_d(head_dim)), 4 if head_dim <= 256 else 8)
 
 
-def prefill_tile(launch: Launch) -> Tile:
+def prefill_tile(launch: AttentionLaunch) -> AttentionTile:
     """Its sums, rows times numbers of a head, lie in registers: fewer rows of larger heads.
 
     Two programs of heads of 256 would not fit a processor: one has as many rows as it can.
@@ -168,23 +168,23 @@ def prefill_tile(launch: Launch) -> Tile:
     head_dim, keys = launch.plan.shape.head_dim, _num_keys(launch)
     if launch.compute_dtype == torch.float32:
         rows, num_warps = (32, 16) if head_dim <= 128 else (16, 8)
-        return Tile(_at_least_group(rows, launch), keys, num_warps)
+        return AttentionTile(_at_least_group(rows, launch), keys, num_warps)
     rows = 64 if head_dim <= 256 else 32
     if head_dim <= 256 and not keeps_products_in_registers(launch.query.device):
         rows = 128
-    return Tile(_at_least_group(rows, launch), keys, 8)
+    return AttentionTile(_at_least_group(rows, launch), keys, 8)
 
 
-def invariant_tile(launch: Launch) -> Tile:
+def invariant_tile(launch: AttentionLaunch) -> AttentionTile:
     rows = _at_least_group(_invariant_rows(launch.plan.shape), launch)
     if launch.compute_dtype == torch.float32:
-        return Tile(rows, min(64, _num_keys(launch)), 16)
+        return AttentionTile(rows, min(64, _num_keys(launch)), 16)
     head_dim = launch.plan.shape.head_dim
     if head_dim > 256:
-        return Tile(rows, 16, 4)
+        return AttentionTile(rows, 16, 4)
     # The masks of such heads take registers, too.
     is_narrow = head_dim < block_d(head_dim) and keeps_products_in_registers(launch.query.device)
-    return Tile(rows, min(32 if is_narrow else 64, _num_keys(launch)), 8)
+    return AttentionTile(rows, min(32 if is_narrow else 64, _num_keys(launch)), 8)
 
 
 def _invariant_rows(shape: AttentionShape) -> int:
@@ -208,7 +208,7 @@ def num_program_slots(device: torch.device) -> int:
     return processors * _PROGRAMS_PER_PROCESSOR
 
 
-def decode(launch: Launch, row_list: torch.Tensor | None, slots: int) -> None:
+def decode(launch: AttentionLaunch, row_list: torch.Tensor | None, slots: int) -> None:
     """Attend rows with one token each: those of the list, or one per token."""
     plan, shape = launch.plan, launch.plan.shape
     num_rows = len(launch.query) if row_list is None else len(row_list)
@@ -233,7 +233,9 @@ def decode(launch: Launch, row_list: torch.Tensor | None, slots: int) -> None:
     )
 
 
-def _decode_shares(launch: Launch, grid: tuple[int, int, int], arguments: tuple[Any, ...]) -> Tile:
+def _decode_shares(
+    launch: AttentionLaunch, grid: tuple[int, int, int], arguments: tuple[Any, ...]
+) -> AttentionTile:
     if launch.group == 1:
         tile = single_tile(launch)
         decode_single[grid](
@@ -255,7 +257,7 @@ def _decode_shares(launch: Launch, grid: tuple[int, int, int], arguments: tuple[
     return tile
 
 
-def prefill_tiles(launch: Launch, tiles: torch.Tensor) -> None:
+def prefill_tiles(launch: AttentionLaunch, tiles: torch.Tensor) -> None:
     """Rows with several tokens."""
     shape, tile = launch.plan.shape, prefill_tile(launch)
     queries = tile_queries(shape, batch_invariant=False)
@@ -276,7 +278,7 @@ def chunk_keys(max_seq_len: int) -> int:
     return max(_MIN_CHUNK, int(triton.next_power_of_2(-(-max_seq_len // _MAX_CHUNKS))))
 
 
-def invariant_tiles(launch: Launch, tiles: torch.Tensor, *, is_decode: bool) -> None:
+def invariant_tiles(launch: AttentionLaunch, tiles: torch.Tensor, *, is_decode: bool) -> None:
     """Any rows, with bits that depend on positions alone. is_decode: tiles are of one query."""
     plan, shape, tile = launch.plan, launch.plan.shape, invariant_tile(launch)
     chunk = chunk_keys(plan.max_seq_len)

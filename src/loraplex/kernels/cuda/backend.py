@@ -7,12 +7,12 @@ import torch
 from loraplex.kernels.accelerator import Accelerator
 from loraplex.kernels.channel import DeviceChannel
 from loraplex.kernels.cuda import elementwise, experts, sampling
-from loraplex.kernels.cuda.attention import AttentionKernel, CudaAttentionPlan
+from loraplex.kernels.cuda.attention import CudaAttention, CudaAttentionPlan
 from loraplex.kernels.cuda.graphs import StepGraphs
 from loraplex.kernels.cuda.grouped_linear import GroupedLinear
-from loraplex.kernels.cuda.linear import PACKED_LAYOUT, LinearKernel
+from loraplex.kernels.cuda.linear import PACKED_LAYOUT, CudaLinear
 from loraplex.kernels.cuda.linear_packing import squared_row_norms
-from loraplex.kernels.cuda.lora import LoraKernel
+from loraplex.kernels.cuda.lora import CudaLora
 from loraplex.kernels.cuda.ranks import RankSums
 from loraplex.kernels.lora import LoraBatch
 from loraplex.kernels.ops import Parameter
@@ -42,7 +42,7 @@ class CudaKernels(ReferenceKernels):
         self.recording, self.forget_recorded = self.graphs.recording, self.graphs.clear
         sums = None if channel is None else RankSums(channel)
         self._bind_products(device, sums, batch_invariant=batch_invariant)
-        attention = AttentionKernel(
+        attention = CudaAttention(
             device,
             batch_invariant=batch_invariant,
             backend=attention_backend,
@@ -55,14 +55,14 @@ class CudaKernels(ReferenceKernels):
     def _bind_products(
         self, device: torch.device, sums: RankSums | None, *, batch_invariant: bool
     ) -> None:
-        linear = LinearKernel(device, batch_invariant=batch_invariant, sums=sums)
+        linear = CudaLinear(device, batch_invariant=batch_invariant, sums=sums)
         self.pack_linear, self.takes_quantized = linear.pack, linear.takes
         self.linear_parts, self.join_linear = linear.parts, linear.join
         self.linear, self.linear_apart = linear.apply, linear.apply_apart
         self.squared_row_norms = squared_row_norms
         grouped = GroupedLinear(device, batch_invariant=batch_invariant, sums=sums)
         self.grouped_linear = grouped.apply
-        lora = LoraKernel(device, batch_invariant=batch_invariant, sums=sums)
+        lora = CudaLora(device, batch_invariant=batch_invariant, sums=sums)
         self.add_lora, self.add_expert_lora = lora.add, lora.add_experts
         if sums is not None:
             self.gather_columns = sums.columns

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from loraplex.core.errors import ConfigError
-from loraplex.kernels.accelerator import Accelerator, Event
+from loraplex.kernels.accelerator import Accelerator, DeviceEvent
 from loraplex.kernels.ops import AttentionRules, AttentionShape, DeviceRows, RowLayout, Storage
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class FlashInferAttention:
         self._prefill = self._shared(
             library.BatchPrefillWithPagedKVCacheWrapper(self._floats, "NHD")
         )
-        self._planned: Event | None = None
+        self._planned: DeviceEvent | None = None
         self._rules: AttentionRules | None = None
         """Those that it serves: the first that it could plan."""
         with accelerator.compute():

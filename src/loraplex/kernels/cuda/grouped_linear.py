@@ -15,8 +15,8 @@ import triton
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels import quantization
 from loraplex.kernels.accelerator import keeps_products_in_registers
-from loraplex.kernels.cuda.linear_packing import PackedWeight
-from loraplex.kernels.cuda.linear_products import Tile, quantize_fp8_rows
+from loraplex.kernels.cuda.linear_packing import CudaWeight
+from loraplex.kernels.cuda.linear_products import ProductTile, quantize_fp8_rows
 from loraplex.kernels.cuda.programs.grouped_linear import (
     grouped_linear,
     grouped_quantized_linear,
@@ -37,11 +37,11 @@ _INPUTS = 64
 class _Tiles:
     """Tiles by the rows of an expert."""
 
-    few: Tile
-    some: Tile
-    many: Tile
+    few: ProductTile
+    some: ProductTile
+    many: ProductTile
 
-    def pick(self, rows_per_expert: float, *, is_fixed: bool) -> Tile:
+    def pick(self, rows_per_expert: float, *, is_fixed: bool) -> ProductTile:
         if is_fixed:
             return self.some
         if rows_per_expert <= _FEW_ROWS:
@@ -50,24 +50,24 @@ class _Tiles:
 
 
 _NARROW = _Tiles(
-    Tile(rows=16, outputs=64, num_warps=4, num_stages=4),
-    Tile(rows=64, outputs=64, num_warps=4, num_stages=4),
-    Tile(rows=128, outputs=128, num_warps=8, num_stages=3),
+    ProductTile(rows=16, outputs=64, num_warps=4, num_stages=4),
+    ProductTile(rows=64, outputs=64, num_warps=4, num_stages=4),
+    ProductTile(rows=128, outputs=128, num_warps=8, num_stages=3),
 )
 # Factors become float16 in registers, where larger tiles of them do not fit.
 _FP8 = dataclasses.replace(_NARROW, many=_NARROW.some)
 # Products of float32 are no matrix instructions: small tiles keep the factors in registers.
-_WIDE_TILE = Tile(rows=16, outputs=32, num_warps=4, num_stages=3)
+_WIDE_TILE = ProductTile(rows=16, outputs=32, num_warps=4, num_stages=3)
 _WIDE = _Tiles(_WIDE_TILE, _WIDE_TILE, _WIDE_TILE)
 _QUANTIZED = _Tiles(
-    Tile(rows=16, outputs=64, num_warps=4, num_stages=4),
-    Tile(rows=64, outputs=64, num_warps=4, num_stages=3),
-    Tile(rows=128, outputs=128, num_warps=8, num_stages=2),
+    ProductTile(rows=16, outputs=64, num_warps=4, num_stages=4),
+    ProductTile(rows=64, outputs=64, num_warps=4, num_stages=3),
+    ProductTile(rows=128, outputs=128, num_warps=8, num_stages=2),
 )
 # Sums of inputs need registers.
-_SOME_OFFSETS = Tile(rows=64, outputs=64, num_warps=8, num_stages=2)
+_SOME_OFFSETS = ProductTile(rows=64, outputs=64, num_warps=8, num_stages=2)
 _OFFSETS = _Tiles(
-    Tile(rows=16, outputs=128, num_warps=4, num_stages=4), _SOME_OFFSETS, _SOME_OFFSETS
+    ProductTile(rows=16, outputs=128, num_warps=4, num_stages=4), _SOME_OFFSETS, _SOME_OFFSETS
 )
 
 
@@ -96,7 +96,7 @@ class GroupedLinear:
 
     def apply(self, x: torch.Tensor, packed: PackedLinear, routes: Routes) -> torch.Tensor:
         """x [T, in] or [T * k, in] of the model's type -> [T * k, out]."""
-        assert isinstance(packed, PackedWeight)
+        assert isinstance(packed, CudaWeight)
         if self._sums is None or not packed.is_row:
             return self._product(x, packed, routes, x.dtype)
         if not self._sums.adds_bias:
@@ -105,7 +105,7 @@ class GroupedLinear:
         return self._sums.total(share, None, x.dtype)
 
     def _product(
-        self, x: torch.Tensor, packed: PackedWeight, routes: Routes, dtype: torch.dtype
+        self, x: torch.Tensor, packed: CudaWeight, routes: Routes, dtype: torch.dtype
     ) -> torch.Tensor:
         assert x.shape[1] == packed.in_features
         assert packed.num_experts == routes.num_experts
@@ -125,7 +125,7 @@ class GroupedLinear:
         _launch(y, x, row_scales, packed, routes, tile)
         return y
 
-    def _tile(self, num_pairs: int, packed: PackedWeight, dtype: torch.dtype) -> Tile:
+    def _tile(self, num_pairs: int, packed: CudaWeight, dtype: torch.dtype) -> ProductTile:
         if packed.precision is WeightPrecision.FP8:
             tiles = _FP8
         elif dtype == torch.float32:
@@ -144,9 +144,9 @@ def _launch(
     y: torch.Tensor,
     x: torch.Tensor,
     row_scales: torch.Tensor | None,
-    packed: PackedWeight,
+    packed: CudaWeight,
     routes: Routes,
-    tile: Tile,
+    tile: ProductTile,
 ) -> None:
     grid, arguments, options = _common(y, x, packed, routes, tile)
     inputs = _WIDE_INPUTS if x.dtype == torch.float32 else _INPUTS
@@ -160,7 +160,7 @@ def _launch(
 
 
 def _launch_quantized(
-    y: torch.Tensor, x: torch.Tensor, packed: PackedWeight, routes: Routes, tile: Tile
+    y: torch.Tensor, x: torch.Tensor, packed: CudaWeight, routes: Routes, tile: ProductTile
 ) -> None:
     grid, arguments, options = _common(y, x, packed, routes, tile)
     grouped_quantized_linear[grid](
@@ -174,7 +174,7 @@ def _launch_quantized(
 
 
 def _common(
-    y: torch.Tensor, x: torch.Tensor, packed: PackedWeight, routes: Routes, tile: Tile
+    y: torch.Tensor, x: torch.Tensor, packed: CudaWeight, routes: Routes, tile: ProductTile
 ) -> tuple[tuple[int], tuple[Any, ...], dict[str, Any]]:
     """Grid, arguments and options that both programs have."""
     num_tiles = most_tiles(len(y), packed.num_experts, tile.rows)

@@ -9,19 +9,19 @@ import torch
 from torch.nn import functional
 
 from loraplex.core.weight_precision import WeightPrecision
-from loraplex.kernels.cuda.linear_packing import PackedWeight, pack_weight
+from loraplex.kernels.cuda.linear_packing import CudaWeight, pack_weight
 from loraplex.kernels.cuda.linear_products import ScaledLinear, check_fp8, fixed_linear, fp8_product
 from loraplex.kernels.cuda.ranks import RankSums
 from loraplex.kernels.ops import LinearParts, PackedLinear
 from loraplex.kernels.quantization import GROUP_SIZES, QuantizedWeight
 
 PACKED_LAYOUT = "cuda-4"
-"""Layout of PackedWeight's tensors; the name changes whenever they do."""
+"""Layout of CudaWeight's tensors; the name changes whenever they do."""
 
 _PRECISIONS = tuple(WeightPrecision)
 
 
-class LinearKernel:
+class CudaLinear:
     """Packs weights and applies them. The sums are float32 whatever the types."""
 
     def __init__(
@@ -47,7 +47,7 @@ class LinearKernel:
         bias: torch.Tensor | None,
         precision: WeightPrecision = WeightPrecision.NATIVE,
         num_blocks: int = 0,
-    ) -> PackedWeight:
+    ) -> CudaWeight:
         """weight [out, in], bias [out] or None, both of the model's type, on the device.
 
         A weight that is quantised already keeps its numbers, whatever the precision.
@@ -69,19 +69,19 @@ class LinearKernel:
         return is_narrow and weight.group_size in GROUP_SIZES
 
     def parts(self, packed: PackedLinear) -> LinearParts:
-        assert isinstance(packed, PackedWeight)
+        assert isinstance(packed, CudaWeight)
         precision = _PRECISIONS.index(packed.precision)
         sizes = (packed.group_size, packed.in_features, packed.num_experts)
         numbers = (precision, *sizes, int(packed.is_row))
         tensors = (packed.weight, packed.bias, packed.scales, packed.offsets, packed.table)
         return LinearParts(numbers, tensors)
 
-    def join(self, parts: LinearParts) -> PackedWeight:
+    def join(self, parts: LinearParts) -> CudaWeight:
         precision, group_size, in_features, num_experts, is_row = parts.numbers
         weight, bias, scales, offsets, table = parts.tensors
         assert weight is not None
         form = (_PRECISIONS[precision], group_size, in_features)
-        return PackedWeight(
+        return CudaWeight(
             *(*form, weight, bias, scales, num_experts),
             is_row=bool(is_row),
             offsets=offsets,
@@ -90,13 +90,13 @@ class LinearKernel:
 
     def apply(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
         """x [T, in] of the model's type -> [T, out]."""
-        assert isinstance(packed, PackedWeight)
+        assert isinstance(packed, CudaWeight)
         if self._sums is None or not packed.is_row:
             return self._product(x, packed, x.dtype)
         share = self._product(x, dataclasses.replace(packed, bias=None), torch.float32)
         return self._sums.total(share, packed.bias, x.dtype)
 
-    def _product(self, x: torch.Tensor, packed: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
+    def _product(self, x: torch.Tensor, packed: CudaWeight, dtype: torch.dtype) -> torch.Tensor:
         """dtype: x's, or float32 for a weight without bias."""
         assert x.shape[1] == packed.in_features
         if not len(x):
@@ -114,7 +114,7 @@ class LinearKernel:
                 return self._fp8_linear(x, packed, dtype)
         return self._scaled.apply(x, packed, dtype)
 
-    def _wide_product(self, x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
+    def _wide_product(self, x: torch.Tensor, packed: CudaWeight) -> torch.Tensor:
         """x [T, in] of 16 bits -> [T, out] float32, as it was summed."""
         if self._is_host:  # cuBLAS alone has such a product
             return functional.linear(x.float(), packed.weight.float())
@@ -124,7 +124,7 @@ class LinearKernel:
         self, x: torch.Tensor, packed: PackedLinear, dtype: torch.dtype
     ) -> torch.Tensor:
         """`apply` without the bias, and of a row layer only for this rank's inputs."""
-        assert isinstance(packed, PackedWeight)
+        assert isinstance(packed, CudaWeight)
         # Triton starts kernels on the device of the thread, which compute() chose for the first.
         with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
             return self._product(x.to(dtype), dataclasses.replace(packed, bias=None), dtype)

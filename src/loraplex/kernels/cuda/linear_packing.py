@@ -26,7 +26,7 @@ _VALUES_AT_ONCE = 1 << 24
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class PackedWeight:
+class CudaWeight:
     """A weight [out_features, in_features], and its bias; or those of some experts.
 
     The outputs of experts lie one after another, as if they were those of one layer.
@@ -61,7 +61,7 @@ class PackedWeight:
 
 def pack_weight(
     weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None, precision: WeightPrecision
-) -> PackedWeight:
+) -> CudaWeight:
     """weight [out, in], bias [out], or [E, out, in] and [E, out], of experts.
 
     A weight that is quantised already keeps its numbers, whatever the precision.
@@ -77,7 +77,7 @@ def pack_weight(
         outputs = weight.contiguous().flatten(0, -2)
         bias = None if bias is None else bias.flatten()
         sizes = (group_size, in_features)
-        return PackedWeight(precision, *sizes, outputs, bias, None, _num_experts(weight))
+        return CudaWeight(precision, *sizes, outputs, bias, None, _num_experts(weight))
     packed = empty_weight(weight, bias, precision)
     assert packed.scales is not None
     weight = weight.flatten(0, -2)
@@ -88,7 +88,7 @@ def pack_weight(
     return packed
 
 
-def _pack_quantized(weight: QuantizedWeight, bias: torch.Tensor | None) -> PackedWeight:
+def _pack_quantized(weight: QuantizedWeight, bias: torch.Tensor | None) -> CudaWeight:
     """weight [out, in], or [E, out, in], and its bias."""
     packed = empty_weight(weight.values, bias, weight.precision, weight.group_size)
     assert packed.scales is not None
@@ -114,7 +114,7 @@ def empty_weight(
     bias: torch.Tensor | None,
     precision: WeightPrecision,
     group_size: int | None = None,
-) -> PackedWeight:
+) -> CudaWeight:
     """What a weight [out, in], or [E, out, in], is quantised into: zeros.
 
     group_size: where it is not the usual one.
@@ -132,14 +132,14 @@ def empty_weight(
     )
     bias = None if bias is None else bias.flatten()
     sizes = (group_size, in_features)
-    return PackedWeight(precision, *sizes, numbers, bias, scales, _num_experts(weight))
+    return CudaWeight(precision, *sizes, numbers, bias, scales, _num_experts(weight))
 
 
 def _num_experts(weight: torch.Tensor) -> int:
     return 1 if weight.dim() == 2 else weight.shape[0]
 
 
-def dequantized_rows(packed: PackedWeight, rows: slice) -> torch.Tensor:
+def dequantized_rows(packed: CudaWeight, rows: slice) -> torch.Tensor:
     """[rows, in] float32: what these rows of the packed weight stand for."""
     if packed.scales is None:
         return packed.weight[rows].float()
@@ -158,14 +158,14 @@ def dequantized_rows(packed: PackedWeight, rows: slice) -> torch.Tensor:
 
 def squared_row_norms(packed: PackedLinear) -> torch.Tensor:
     """[outputs] float64: of each row of what the weight stands for."""
-    assert isinstance(packed, PackedWeight)
+    assert isinstance(packed, CudaWeight)
     sums = [dequantized_rows(packed, rows).double().square_().sum(1) for rows in _slabs(packed)]
     return torch.cat(sums)
 
 
-def _slabs(weight: torch.Tensor | PackedWeight) -> Iterator[slice]:
+def _slabs(weight: torch.Tensor | CudaWeight) -> Iterator[slice]:
     """Rows that are converted at once."""
-    if isinstance(weight, PackedWeight):
+    if isinstance(weight, CudaWeight):
         num_rows, size = weight.num_outputs, weight.in_features
     else:
         num_rows, size = weight.shape

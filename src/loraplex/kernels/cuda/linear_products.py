@@ -19,7 +19,7 @@ import torch
 from loraplex.core.errors import ConfigError
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels.accelerator import keeps_products_in_registers
-from loraplex.kernels.cuda.linear_packing import PackedWeight
+from loraplex.kernels.cuda.linear_packing import CudaWeight
 from loraplex.kernels.cuda.programs.linear import invariant_linear, quantize_rows
 from loraplex.kernels.cuda.programs.linear_quantized import add_splits, quantized_linear
 from loraplex.kernels.quantization import FP8_DTYPE, FP8_MAX, SMALLEST_ROW, QuantizedWeight
@@ -33,7 +33,7 @@ _LEAST_BLOCKS = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Tile:
+class ProductTile:
     """How one program computes some rows and outputs."""
 
     rows: int
@@ -57,24 +57,24 @@ class Tile:
         return -(-num_rows // self.rows) * -(-num_outputs // self.outputs)
 
 
-_DECODE = Tile(rows=16, outputs=128, num_warps=4, num_stages=4, programs=264)
-_FEW_ROWS = Tile(rows=64, outputs=64, num_warps=4, num_stages=3, programs=264)
-_MANY_ROWS = Tile(rows=128, outputs=128, num_warps=8, num_stages=2, programs=132)
+_DECODE = ProductTile(rows=16, outputs=128, num_warps=4, num_stages=4, programs=264)
+_FEW_ROWS = ProductTile(rows=64, outputs=64, num_warps=4, num_stages=3, programs=264)
+_MANY_ROWS = ProductTile(rows=128, outputs=128, num_warps=8, num_stages=2, programs=132)
 # Products of float32 are no matrix instructions: small tiles keep the factors in registers.
-_WIDE = Tile(rows=16, outputs=32, num_warps=4, num_stages=3, programs=512)
+_WIDE = ProductTile(rows=16, outputs=32, num_warps=4, num_stages=3, programs=512)
 # Sums of inputs, and addresses of a table, need registers: tiles are smaller, or have more threads.
 _OFFSETS = dataclasses.replace(_FEW_ROWS, num_warps=8, num_stages=2)
 _WIDE_TABLE = dataclasses.replace(_WIDE, num_warps=8, num_stages=2)
 
-_DENSE = Tile(rows=64, outputs=64, num_warps=4, num_stages=4)
+_DENSE = ProductTile(rows=64, outputs=64, num_warps=4, num_stages=4)
 _DENSE_INPUTS = 64
-_DENSE_WIDE = Tile(rows=32, outputs=32, num_warps=4, num_stages=3)
+_DENSE_WIDE = ProductTile(rows=32, outputs=32, num_warps=4, num_stages=3)
 _DENSE_WIDE_INPUTS = 32
 
 
 def fixed_linear(
     x: torch.Tensor,
-    packed: PackedWeight,
+    packed: CudaWeight,
     *,
     row_scales: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
@@ -109,7 +109,7 @@ class ScaledLinear:
         self._is_fixed = batch_invariant
         self._many_rows = _FEW_ROWS if keeps_products_in_registers(device) else _MANY_ROWS
 
-    def apply(self, x: torch.Tensor, packed: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
+    def apply(self, x: torch.Tensor, packed: CudaWeight, dtype: torch.dtype) -> torch.Tensor:
         """x [T, in] -> [T, out] of this dtype."""
         num_rows = x.shape[0]
         tile = self._tile(num_rows, x.dtype, packed)
@@ -129,7 +129,7 @@ class ScaledLinear:
         )
         return y
 
-    def _tile(self, num_rows: int, dtype: torch.dtype, packed: PackedWeight) -> Tile:
+    def _tile(self, num_rows: int, dtype: torch.dtype, packed: CudaWeight) -> ProductTile:
         if dtype == torch.float32:
             tile = _WIDE if packed.table is None else _WIDE_TABLE
         elif num_rows <= _DECODE.rows and not self._is_fixed:
@@ -146,9 +146,9 @@ class ScaledLinear:
 def _launch(
     y: torch.Tensor,
     x: torch.Tensor,
-    packed: PackedWeight,
+    packed: CudaWeight,
     bias: torch.Tensor | None,
-    tile: Tile,
+    tile: ProductTile,
     splits: tuple[int, int],
 ) -> None:
     """y [T, out] is the first split's; those of the others follow it."""
@@ -166,7 +166,7 @@ def _launch(
     )
 
 
-def _splits(tile: Tile, num_rows: int, packed: PackedWeight) -> tuple[int, int]:
+def _splits(tile: ProductTile, num_rows: int, packed: CudaWeight) -> tuple[int, int]:
     """(how many, blocks of inputs in each).
 
     All splits together have no more programs than the tile wants, so no more partial sums either.
@@ -189,7 +189,7 @@ _SIZE_UNIT = 16
 _LEAST_CAPABILITY = (8, 9)
 _READ_AT_ONCE = 2048
 
-Fp8Product = Callable[[torch.Tensor, PackedWeight, torch.dtype], torch.Tensor]
+Fp8Product = Callable[[torch.Tensor, CudaWeight, torch.dtype], torch.Tensor]
 """x [T, in] of 16 or 32 bits -> [T, out] of x's type, or float32."""
 
 
@@ -232,7 +232,7 @@ def quantize_fp8_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return rows, scales
 
 
-def _cublas_linear(x: torch.Tensor, packed: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
+def _cublas_linear(x: torch.Tensor, packed: CudaWeight, dtype: torch.dtype) -> torch.Tensor:
     """torch has bfloat16 results only where rows and columns are scaled."""
     if dtype != x.dtype:
         return _fixed_linear(x, packed, dtype)
@@ -252,13 +252,13 @@ def _cublas_linear(x: torch.Tensor, packed: PackedWeight, dtype: torch.dtype) ->
     return y
 
 
-def _fixed_linear(x: torch.Tensor, packed: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
+def _fixed_linear(x: torch.Tensor, packed: CudaWeight, dtype: torch.dtype) -> torch.Tensor:
     """float8 made float16, which is exact, in tiles that do not depend on T."""
     rows, row_scales = quantize_fp8_rows(x)
     return fixed_linear(rows, packed, row_scales=row_scales, dtype=dtype)
 
 
-def _exact_linear(x: torch.Tensor, packed: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
+def _exact_linear(x: torch.Tensor, packed: CudaWeight, dtype: torch.dtype) -> torch.Tensor:
     assert packed.scales is not None
     scales = packed.scales.t()
     weight = QuantizedWeight(packed.precision, packed.group_size, packed.weight, scales)

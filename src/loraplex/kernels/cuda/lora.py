@@ -96,7 +96,7 @@ _BLOCK = 512
 """Maximum outputs of a program for vectors."""
 
 
-class LoraKernel:
+class CudaLora:
     """Remembers the fused linear layers that it has seen."""
 
     def __init__(

@@ -228,7 +228,7 @@ def token_weights(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tens
 
 
 @dataclasses.dataclass(slots=True)
-class _Parameters:
+class _DrawParameters:
     """Parameters on the device, each [n]; float64 except the rows."""
 
     rows: torch.Tensor
@@ -321,9 +321,9 @@ class _Draw:
         return drawn
 
 
-def _sent(rows: IntArray, options: DrawOptions, logits: torch.Tensor) -> _Parameters:
+def _sent(rows: IntArray, options: DrawOptions, logits: torch.Tensor) -> _DrawParameters:
     """Send the parameters in one transfer. A top-k of the whole vocabulary is none."""
     top_k = np.where(options.top_k < logits.shape[1], options.top_k, 0)
     numbers = (top_k, options.temperature, options.top_p, options.min_p, options.uniforms)
     arrays = [array.astype(np.float64, copy=False) for array in numbers]
-    return _Parameters(*sent_together([rows, *arrays], logits.device))
+    return _DrawParameters(*sent_together([rows, *arrays], logits.device))

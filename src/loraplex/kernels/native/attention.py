@@ -35,7 +35,7 @@ from loraplex.kernels.ops import (
 _KV_DTYPES = {**DTYPES, torch.int8: 3}
 
 
-class _Step(ctypes.Structure):
+class _AttentionStep(ctypes.Structure):
     """loraplex_attention_step"""
 
     _fields_ = (
@@ -61,12 +61,12 @@ class NativeAttentionPlan:
     """One step's layout in the form that the kernel reads."""
 
     address: int
-    step: _Step
+    step: _AttentionStep
     arrays: tuple[Any, ...]
     """Whatever the step points into."""
 
 
-class AttentionKernel:
+class NativeAttention:
     def __init__(self, library: NativeLibrary, pool: ThreadPool) -> None:
         self._pool = pool
         self._output = library.output
@@ -114,7 +114,7 @@ class AttentionKernel:
         block_tables = rows.block_tables.contiguous()
         assert block_tables.dtype == torch.int64
         slopes = np.array(rules.alibi_slopes, dtype=np.float32)
-        step = _Step(
+        step = _AttentionStep(
             *(len(seq_lens), shape.num_heads, shape.num_kv_heads, shape.head_dim),
             *(shape.block_size, rules.window or 0, rules.num_sink_tokens),
             *(rules.scale, rules.soft_cap or 0.0),

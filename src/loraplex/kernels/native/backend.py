@@ -5,21 +5,21 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 
 from loraplex.kernels.lora import LoraBatch
-from loraplex.kernels.native.attention import AttentionKernel, NativeAttentionPlan
+from loraplex.kernels.native.attention import NativeAttention, NativeAttentionPlan
 from loraplex.kernels.native.channel import SharedMemoryChannel
-from loraplex.kernels.native.elementwise import ElementwiseKernel
-from loraplex.kernels.native.experts import ExpertKernel
+from loraplex.kernels.native.elementwise import NativeElementwise
+from loraplex.kernels.native.experts import NativeExperts
 from loraplex.kernels.native.library import NativeLibrary, ThreadPool
 from loraplex.kernels.native.linear import (
     PACKED_LAYOUT,
-    LinearKernel,
+    NativeLinear,
     join_linear,
     linear_parts,
     squared_row_norms,
 )
-from loraplex.kernels.native.lora import LoraKernel
-from loraplex.kernels.native.program import Program, Recorder
-from loraplex.kernels.native.sampling import SamplingKernel
+from loraplex.kernels.native.lora import NativeLora
+from loraplex.kernels.native.program import Recorder, StepProgram
+from loraplex.kernels.native.sampling import NativeSampling
 from loraplex.kernels.ops import Parameter
 from loraplex.kernels.reference import ReferenceKernels
 
@@ -39,7 +39,7 @@ class NativeKernels(ReferenceKernels):
         super().__init__(torch.device("cpu"), channel)
         self._pool = ThreadPool(library, num_threads)
         self._recorder = Recorder(library)
-        self._programs: dict[Hashable, Program | None] = {}
+        self._programs: dict[Hashable, StepProgram | None] = {}
         self._bind_unrecorded(library)
         self._bind_recorded(
             library.watched(self._recorder.watch, self._recorder.output),
@@ -49,10 +49,10 @@ class NativeKernels(ReferenceKernels):
     def _bind_unrecorded(self, library: NativeLibrary) -> None:
         """Bind what is not in a decoder's step."""
         # A thread and a pool of its own.
-        self.linear_apart = LinearKernel(library, ThreadPool(library, 1)).apply_apart
+        self.linear_apart = NativeLinear(library, ThreadPool(library, 1)).apply_apart
         self.linear_parts, self.join_linear = linear_parts, join_linear
         self.squared_row_norms = squared_row_norms
-        sampling = SamplingKernel(library, self._pool)
+        sampling = NativeSampling(library, self._pool)
         self.argmax = sampling.argmax
         self.draw_tokens = sampling.draw_tokens
         self.top_logprobs = sampling.top_logprobs
@@ -63,23 +63,23 @@ class NativeKernels(ReferenceKernels):
 
         channel: the address of a loraplex_channel.
         """
-        linear = LinearKernel(watched, self._pool, channel)
+        linear = NativeLinear(watched, self._pool, channel)
         self.pack_linear, self.takes_quantized = linear.pack, linear.takes
         self.linear, self.grouped_linear = linear.apply, linear.apply_grouped
         self.gather_columns = linear.gather_columns
-        elementwise = ElementwiseKernel(watched, self._pool)
+        elementwise = NativeElementwise(watched, self._pool)
         self.take_rows = elementwise.take_rows
         self.rms_norm, self.add_rms_norm = elementwise.rms_norm, elementwise.add_rms_norm
         self.layer_norm, self.add_layer_norm = elementwise.layer_norm, elementwise.add_layer_norm
         self.add, self.scale = elementwise.add, elementwise.scale
         self.rotary = elementwise.rotary
         self.gate, self.activate = elementwise.gate, elementwise.activate
-        experts = ExpertKernel(watched, self._pool)
+        experts = NativeExperts(watched, self._pool)
         self.route, self.combine_experts = experts.route, experts.combine
-        attention = AttentionKernel(watched, self._pool)
+        attention = NativeAttention(watched, self._pool)
         self.allocate_kv, self.write_kv = attention.allocate, attention.write
         self.plan_attention, self.paged_attention = attention.plan, attention.attend
-        self._lora = LoraKernel(watched, self._pool, channel)
+        self._lora = NativeLora(watched, self._pool, channel)
         self.add_lora, self.add_expert_lora = self._lora.add, self._lora.add_experts
 
     def repeat(

@@ -29,7 +29,7 @@ _ACTIVATIONS = {
 """loraplex_activation"""
 
 
-class ElementwiseKernel:
+class NativeElementwise:
     """Ops of these names in `Kernels`. Results are contiguous.
 
     Rows, and heads, may be views with a longer stride; the last axis is contiguous.

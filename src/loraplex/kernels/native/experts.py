@@ -40,7 +40,7 @@ class _Rules(ctypes.Structure):
     )
 
 
-class ExpertKernel:
+class NativeExperts:
     """The weights are float32; results are rounded once, to the dtype of the inputs."""
 
     def __init__(self, library: NativeLibrary, pool: ThreadPool) -> None:

@@ -29,7 +29,7 @@ from loraplex.kernels.quantization import (
 from loraplex.kernels.routing import Routes
 
 PACKED_LAYOUT = "panels-3"
-"""Layout of the bytes of PackedWeight.panels; another name whenever they change. Little endian, the
+"""Layout of the bytes of NativeWeight.panels; another name whenever they change. Little endian, the
 same for every instruction set."""
 
 BLOCK_COUNTS = (1, 2, 4, 8)
@@ -73,7 +73,7 @@ _KINDS_WITH_TABLE = {WeightPrecision.INT4: WeightKind.TABLE4}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class PackedWeight:
+class NativeWeight:
     """A weight [out_features, in_features] in panels (native/src/packed_weight.h), and its bias.
 
     Of experts: their panels one after another, and the bias [experts, out_features].
@@ -89,7 +89,7 @@ class PackedWeight:
 
 
 class _Form(NamedTuple):
-    """First fields of a PackedWeight."""
+    """First fields of a NativeWeight."""
 
     kind: WeightKind
     group_size: int
@@ -106,7 +106,7 @@ class _Matrix(NamedTuple):
     offsets: torch.Tensor | None = None  # likewise
 
 
-class LinearKernel:
+class NativeLinear:
     """Packs weights and applies them. The sums are float32 whatever the types."""
 
     def __init__(
@@ -163,7 +163,7 @@ class LinearKernel:
         bias: torch.Tensor | None,
         precision: WeightPrecision = WeightPrecision.NATIVE,
         num_blocks: int = 0,
-    ) -> PackedWeight:
+    ) -> NativeWeight:
         """weight [out, in] or [E, out, in] float32, bfloat16 or float16; bias [..., out] or None.
 
         A weight that is quantised already keeps its numbers; `precision` is of others.
@@ -204,7 +204,7 @@ class LinearKernel:
 
     def _pack_quantized(
         self, weight: QuantizedWeight, bias: torch.Tensor | None, num_blocks: int
-    ) -> PackedWeight:
+    ) -> NativeWeight:
         _check_blocks(num_blocks, weight.values.shape[-1])
         form = self._form_of(weight, num_blocks)
         if form is None:
@@ -220,7 +220,7 @@ class LinearKernel:
         bias: torch.Tensor | None,
         num_experts: int = 1,
         table: torch.Tensor | None = None,
-    ) -> PackedWeight:
+    ) -> NativeWeight:
         """matrices: of each expert, one after another. table: [16] int16."""
         panels = torch.empty(num_experts, self.packed_bytes(*form), dtype=torch.uint8)
         for (values, scales, offsets), place in zip(matrices, panels, strict=True):
@@ -233,7 +233,7 @@ class LinearKernel:
                 *(form.out_features, form.in_features, place.data_ptr()),
             )
         wide_bias = None if bias is None else bias.float().contiguous()
-        return PackedWeight(*form, panels.flatten(), wide_bias)
+        return NativeWeight(*form, panels.flatten(), wide_bias)
 
     def apply(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
         """x [T, in] -> [T, out] of the same dtype."""
@@ -242,7 +242,7 @@ class LinearKernel:
         self.apply_into(y, x, weight)
         return y
 
-    def apply_into(self, y: torch.Tensor, x: torch.Tensor, weight: PackedWeight) -> None:
+    def apply_into(self, y: torch.Tensor, x: torch.Tensor, weight: NativeWeight) -> None:
         """x [T, in] -> y [T, out] of the same dtype. The rows of both may be apart."""
         num_rows, in_features = x.shape
         assert in_features == weight.in_features
@@ -281,7 +281,7 @@ class LinearKernel:
         )
         return y
 
-    def _channel_of(self, weight: PackedWeight) -> int | None:
+    def _channel_of(self, weight: NativeWeight) -> int | None:
         return self._channel if weight.num_blocks else None
 
     def apply_grouped(self, x: torch.Tensor, packed: PackedLinear, routes: Routes) -> torch.Tensor:
@@ -314,20 +314,20 @@ def linear_parts(packed: PackedLinear) -> LinearParts:
     return LinearParts((int(weight.kind), *sizes), (weight.panels, weight.bias))
 
 
-def join_linear(parts: LinearParts) -> PackedWeight:
+def join_linear(parts: LinearParts) -> NativeWeight:
     kind, group_size, num_blocks, out_features, in_features = parts.numbers
     panels, bias = parts.tensors
     assert panels is not None
     form = _Form(WeightKind(kind), group_size, num_blocks, out_features, in_features)
-    return PackedWeight(*form, panels, bias)
+    return NativeWeight(*form, panels, bias)
 
 
-def _own(packed: PackedLinear) -> PackedWeight:
-    assert isinstance(packed, PackedWeight)
+def _own(packed: PackedLinear) -> NativeWeight:
+    assert isinstance(packed, NativeWeight)
     return packed
 
 
-def _form_words(weight: PackedWeight) -> tuple[int, int, int]:
+def _form_words(weight: NativeWeight) -> tuple[int, int, int]:
     return weight.kind, weight.group_size, max(1, weight.num_blocks)
 
 
@@ -415,7 +415,7 @@ def squared_row_norms(packed: PackedLinear) -> torch.Tensor:
 
     Blocks are added like their products: (b0 + b1) + (b2 + b3).
     """
-    assert isinstance(packed, PackedWeight)
+    assert isinstance(packed, NativeWeight)
     num_blocks = max(1, packed.num_blocks)
     num_panels = -(-packed.out_features // _WIDTH)
     # Panels are padded to a multiple; what is beyond num_panels holds nothing.
@@ -427,14 +427,14 @@ def squared_row_norms(packed: PackedLinear) -> torch.Tensor:
     return norms[0][: packed.out_features]
 
 
-def _block_norms(block: PackedWeight, panels: torch.Tensor) -> torch.Tensor:
+def _block_norms(block: NativeWeight, panels: torch.Tensor) -> torch.Tensor:
     """[16 * panels] float64. panels: [panels, bytes of a block]."""
     at_once = max(1, _VALUES_AT_ONCE // (block.in_features * _WIDTH))
     firsts = range(0, len(panels), at_once)
     return torch.cat([_sums(block, panels[first : first + at_once]) for first in firsts]).flatten()
 
 
-def _sums(weight: PackedWeight, panels: torch.Tensor) -> torch.Tensor:
+def _sums(weight: NativeWeight, panels: torch.Tensor) -> torch.Tensor:
     """[panels, 16] float64, to float32's precision."""
     depth = _INTERLEAVED.get(weight.kind, 1)
     num_steps = -(-weight.in_features // depth)

@@ -24,7 +24,7 @@ from loraplex.kernels.native.library import (
 from loraplex.kernels.routing import Routes
 
 
-class _Step(ctypes.Structure):
+class _LoraStep(ctypes.Structure):
     """loraplex_lora_step"""
 
     _fields_ = (
@@ -47,7 +47,7 @@ class _Step(ctypes.Structure):
     )
 
 
-class _Linear(ctypes.Structure):
+class _FusedLinear(ctypes.Structure):
     """loraplex_lora_linear"""
 
     _fields_ = (
@@ -87,7 +87,7 @@ _LAYER = 0
 """The kernel gets flat cells: to it, a table has one layer with all of them as modules."""
 
 
-class LoraKernel:
+class NativeLora:
     """Remembers the last step it saw, and all linear layers: their structures are made once."""
 
     def __init__(
@@ -220,7 +220,7 @@ def _linear(
         np.array([cells.shapes[index][1] for index in indices], dtype=np.int64),
     )
     addresses = (array.ctypes.data for array in arrays)
-    linear = _Linear(in_features.pop(), max(1, num_blocks), len(indices), *addresses)
+    linear = _FusedLinear(in_features.pop(), max(1, num_blocks), len(indices), *addresses)
     return _Prepared(ctypes.addressof(linear), linear, arrays)
 
 
@@ -256,7 +256,7 @@ def _step(batch: LoraBatch, vectors: _Vectors | None) -> _Prepared:
     if vectors is not None:
         starts = np.searchsorted(vectors.cells, np.arange(len(table.cells) + 1))
     entries, group_starts, wave_starts = (array.ctypes.data for array in groups)
-    step = _Step(
+    step = _LoraStep(
         pages=batch.pool.data_ptr(),
         offsets=offsets,
         ranks=ranks,

@@ -42,7 +42,7 @@ class _Call:
 
 
 @dataclasses.dataclass(slots=True)
-class _Output:
+class _OpOutput:
     """Output of an op, and the calls between which it is needed."""
 
     start: int
@@ -52,7 +52,7 @@ class _Output:
     offset: int = 0
 
 
-class Program:
+class StepProgram:
     """The calls of one recording."""
 
     def __init__(
@@ -121,7 +121,7 @@ class Recorder:
 
     def record(
         self, parameters: Sequence[int], compute: Callable[[], torch.Tensor]
-    ) -> tuple[torch.Tensor, Program | None]:
+    ) -> tuple[torch.Tensor, StepProgram | None]:
         """Return the result of compute, and its program if its calls give that result."""
         assert not self._is_recording, "a recording in a recording"
         self._calls, self._outputs = [], []
@@ -143,16 +143,16 @@ class Recorder:
     def _program(
         self,
         calls: list[_Call],
-        used: list[_Output],
+        used: list[_OpOutput],
         numbers: Mapping[int, int],
         result: torch.Tensor,
-    ) -> Program:
+    ) -> StepProgram:
         (of_result,) = (use for use in used if use.start == result.data_ptr())
         of_result.last_call = len(calls)
         memory = self._memory_of(_place(used))
         code = np.array(_code(calls, used, memory.data_ptr(), numbers), dtype=np.int64)
         place = memory[of_result.offset : of_result.offset + result.nbytes]
-        return Program(self._run, code, place.view(result.dtype).view(result.shape), memory)
+        return StepProgram(self._run, code, place.view(result.dtype).view(result.shape), memory)
 
     def _is_output(self, address: int) -> bool:
         """Whether an op of this recording has written there."""
@@ -174,10 +174,10 @@ def _word(value: Any, is_real: bool) -> int:
     return 0 if value is None else int(value)
 
 
-def _uses(calls: Sequence[_Call], outputs: Sequence[torch.Tensor]) -> list[_Output]:
+def _uses(calls: Sequence[_Call], outputs: Sequence[torch.Tensor]) -> list[_OpOutput]:
     """Return each output's memory, with that of its views, and its first and last call."""
     used = [
-        _Output(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, len(calls), -1)
+        _OpOutput(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, len(calls), -1)
         for tensor in sorted(outputs, key=torch.Tensor.data_ptr)
     ]
     for number, call in enumerate(calls):
@@ -190,7 +190,7 @@ def _uses(calls: Sequence[_Call], outputs: Sequence[torch.Tensor]) -> list[_Outp
 
 
 def _knows_values(
-    calls: Sequence[_Call], used: Sequence[_Output], numbers: Mapping[int, int]
+    calls: Sequence[_Call], used: Sequence[_OpOutput], numbers: Mapping[int, int]
 ) -> bool:
     """Whether each value is a parameter or an output, and nothing that stays is one."""
 
@@ -203,15 +203,15 @@ def _knows_values(
     return all(not word or is_value(word) for word in values) and not any(map(is_value, fixed))
 
 
-def _output_at(used: Sequence[_Output], address: int) -> _Output | None:
+def _output_at(used: Sequence[_OpOutput], address: int) -> _OpOutput | None:
     """used: in the order of their addresses."""
     index = bisect.bisect_right(used, address, key=lambda output: output.start) - 1
     return used[index] if index >= 0 and address < used[index].end else None
 
 
-def _place(used: Sequence[_Output]) -> int:
+def _place(used: Sequence[_OpOutput]) -> int:
     """Assign each output the lowest offset that is free while it is needed; return all bytes."""
-    placed: list[_Output] = []
+    placed: list[_OpOutput] = []
     size = 0
     for output in sorted(used, key=lambda output: output.first_call):
         for other in sorted(placed, key=lambda other: other.offset):
@@ -224,14 +224,14 @@ def _place(used: Sequence[_Output]) -> int:
     return size
 
 
-def _end(output: _Output) -> int:
+def _end(output: _OpOutput) -> int:
     """Return the first aligned offset after an output."""
     end = output.offset + output.end - output.start
     return -(-end // _ALIGNMENT) * _ALIGNMENT
 
 
 def _code(
-    calls: Sequence[_Call], used: Sequence[_Output], memory: int, numbers: Mapping[int, int]
+    calls: Sequence[_Call], used: Sequence[_OpOutput], memory: int, numbers: Mapping[int, int]
 ) -> list[int]:
     """Encode the calls as native/include/loraplex/program.h describes."""
     code = []

@@ -34,7 +34,7 @@ class _Logits(ctypes.Structure):
     )
 
 
-class SamplingKernel:
+class NativeSampling:
     """Keeps the buffers of a draw. Used by one thread."""
 
     def __init__(self, library: NativeLibrary, pool: ThreadPool) -> None:

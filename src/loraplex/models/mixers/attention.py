@@ -9,7 +9,7 @@ from loraplex.core.plan import CacheGroupId
 from loraplex.kernels.lora import LoraBatch
 from loraplex.kernels.ops import AttentionPlan, AttentionRules, AttentionShape, Kernels
 from loraplex.models.batch import ForwardBatch
-from loraplex.models.mixers.mixer import Angles, LayerPlace, PlanKind, StepInputs
+from loraplex.models.mixers.mixer import Angles, LayerPlace, MixerInputs, PlanKind
 from loraplex.models.norm import Norm, make_norm
 from loraplex.models.parameters import LayerParameters
 from loraplex.models.specs.attention import (
@@ -111,7 +111,7 @@ class Attention:
             (self._kind,) if self._order is None else (self._kind, self._order)
         )
 
-    def forward(self, x: torch.Tensor, lora: LoraBatch | None, inputs: StepInputs) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, lora: LoraBatch | None, inputs: MixerInputs) -> torch.Tensor:
         """x [T, hidden] -> [T, hidden]; writes the tokens' keys and values to the storage."""
         spec = self._spec
         storage = inputs.storages[self._kind.cache_group][self._layer]

@@ -37,7 +37,7 @@ class PlanKind(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class StepInputs:
+class MixerInputs:
     """What the layers read of a step, made once a step."""
 
     batch: ForwardBatch
@@ -63,7 +63,7 @@ class LayerPlace(NamedTuple):
 class Part(Protocol):
     """A part of a layer."""
 
-    def forward(self, x: torch.Tensor, lora: LoraBatch | None, inputs: StepInputs) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, lora: LoraBatch | None, inputs: MixerInputs) -> torch.Tensor:
         """x [T, hidden] -> [T, hidden]."""
         ...
 
@@ -72,7 +72,7 @@ class Part(Protocol):
 class EncoderReader(Protocol):
     """A mixer that reads an encoder's output, in every step, from its cache of kind `Cross`."""
 
-    def encode(self, x: torch.Tensor, lora: LoraBatch | None, inputs: StepInputs) -> None:
+    def encode(self, x: torch.Tensor, lora: LoraBatch | None, inputs: MixerInputs) -> None:
         """Write what it keeps of an encoder's output x [T, size] of one input.
 
         inputs: its batch has the places of these positions; there are no angles and no plans.
@@ -85,5 +85,5 @@ class Mixer(Part, Protocol):
 
     @property
     def plan_kinds(self) -> Sequence[PlanKind]:
-        """Return the kinds of the plans that it reads of StepInputs."""
+        """Return the kinds of the plans that it reads of MixerInputs."""
         ...

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 from loraplex.core.cache import Blocks, CachedVectors
-from loraplex.models.linear_group import Share, Span, TensorShard, share_of
+from loraplex.models.linear_group import OutputSpan, Share, TensorShard, share_of
 from loraplex.models.specs.part import (
     Divided,
     LayerCache,
@@ -76,7 +76,7 @@ class AttentionSpec(MixerSpec):
         if self.k_norm is not None:
             found[K_NORM] = self.k_norm
         if self.sink_logits:
-            own = self.own_heads or Share(Span(0, self.num_heads), self.num_heads)
+            own = self.own_heads or Share(OutputSpan(0, self.num_heads), self.num_heads)
             found[SINK_LOGITS] = TensorSpec(self.sink_logits, (own.whole,), (own.span,))
         return found
 
@@ -118,8 +118,8 @@ class AttentionSpec(MixerSpec):
 class _Heads(NamedTuple):
     """Heads of a layer that a rank has."""
 
-    query: Span
-    kv: Span
+    query: OutputSpan
+    kv: OutputSpan
 
     @classmethod
     def of(cls, attention: AttentionSpec, place: TensorShard) -> "_Heads":
@@ -128,7 +128,7 @@ class _Heads(NamedTuple):
         if num_kv < place.size:
             # Ranks with query heads of one KV head have a copy each.
             first = place.rank * num_kv // place.size
-            kv = Span(first, first + 1)
+            kv = OutputSpan(first, first + 1)
         return cls(share_of(attention.num_heads, *place), kv)
 
 
@@ -147,19 +147,19 @@ def _head_positions(
     return tuple(map(positions.index, own)) if attention.head_order else (), positions
 
 
-def _scaled(positions: Sequence[int], head_dim: int) -> list[Span]:
+def _scaled(positions: Sequence[int], head_dim: int) -> list[OutputSpan]:
     """Return the outputs of heads at these positions; neighbours are one span."""
-    spans: list[Span] = []
+    spans: list[OutputSpan] = []
     for position in positions:
         if spans and spans[-1].end == position * head_dim:
-            spans[-1] = Span(spans[-1].first, (position + 1) * head_dim)
+            spans[-1] = OutputSpan(spans[-1].first, (position + 1) * head_dim)
         else:
-            spans.append(_times(Span(position, position + 1), head_dim))
+            spans.append(_times(OutputSpan(position, position + 1), head_dim))
     return spans
 
 
-def _times(span: Span, factor: int) -> Span:
-    return Span(span.first * factor, span.end * factor)
+def _times(span: OutputSpan, factor: int) -> OutputSpan:
+    return OutputSpan(span.first * factor, span.end * factor)
 
 
 def _head_norm(norm: NormSpec | None, attention: AttentionSpec, heads: Share) -> NormSpec | None:

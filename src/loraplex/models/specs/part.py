@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol, Self
 
 from loraplex.core.cache import CacheSpec, StorageSpec
-from loraplex.models.linear_group import Share, Span, TensorShard
+from loraplex.models.linear_group import OutputSpan, Share, TensorShard
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +90,7 @@ class TensorSpec(NamedTuple):
     """Full name in the checkpoint."""
     shape: tuple[int, ...]
     """Shape of the whole."""
-    own: tuple[Span, ...] = ()
+    own: tuple[OutputSpan, ...] = ()
     """Neighbours along the first axis that a rank of several has, one after another; empty: all."""
 
 
@@ -117,8 +117,8 @@ class Divided(NamedTuple):
 class Split(NamedTuple):
     """Outputs and inputs of a group of linear layers that a rank has: LinearGroup.split."""
 
-    outputs: Sequence[Span] | None = None
-    inputs: Span | None = None
+    outputs: Sequence[OutputSpan] | None = None
+    inputs: OutputSpan | None = None
 
 
 class MixerSpec(Protocol):

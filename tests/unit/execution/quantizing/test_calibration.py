@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from loraplex.execution.quantizing.calibration import TextInputs
+from loraplex.execution.quantizing.calibration import CalibrationInputs
 from loraplex.models.registry import read_config
 from loraplex.models.spec import ModelSpec
 from support.feature_schedules import feature_checkpoint
@@ -25,7 +25,7 @@ def test_layers_with_states_read_the_whole_text(tmp_path: Path) -> None:
     def last_input(*first_tokens: int) -> torch.Tensor:
         """Return the mean square of the last layer's inputs, [hidden]."""
         texts = [[first, *range(5, 80)] for first in first_tokens]
-        inputs = TextInputs(model, spec, texts)
+        inputs = CalibrationInputs(model, spec, texts)
         for layer in range(spec.num_layers):
             moments = inputs.moments(layer)
             inputs.proceed(layer, {})

@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 from loraplex.core.errors import ConfigError, UnsupportedModelError
 from loraplex.demo import BASE_PATH
 from loraplex.execution.quantizing import shards
-from loraplex.execution.quantizing.calibration import TextInputs
+from loraplex.execution.quantizing.calibration import CalibrationInputs
 from loraplex.execution.quantizing.folder import NoInputs, quantize_folder
 from loraplex.execution.quantizing.report import QuantizeReport
 from loraplex.execution.quantizing.rounding import IntegerForm
@@ -50,7 +50,7 @@ def write(
     max_shard_bytes: int = GIB,
 ) -> QuantizeReport:
     spec = read_model(source)
-    inputs = NoInputs() if texts is None else TextInputs(source, spec, texts)
+    inputs = NoInputs() if texts is None else CalibrationInputs(source, spec, texts)
     return quantize_folder(source, output, spec, form, inputs, max_shard_bytes)
 
 
@@ -112,7 +112,7 @@ def test_moments_are_those_of_the_inputs(source: Path) -> None:
         for text in texts:
             model(torch.tensor([text]))
     spec = read_model(source)
-    inputs = TextInputs(source, spec, texts)
+    inputs = CalibrationInputs(source, spec, texts)
     for index, layer in enumerate(spec.layers):
         found = inputs.moments(index)
         inputs.proceed(index, {})
@@ -124,7 +124,7 @@ def test_moments_are_those_of_the_inputs(source: Path) -> None:
 def test_a_layer_reads_what_quantised_layers_give(source: Path) -> None:
     spec, texts = read_model(source), [[token % 64 for token in text] for text in TEXTS]
     weights = {name: tensor * 0.5 for name, tensor in read_all(source).items()}
-    plain, changed = (TextInputs(source, spec, texts) for _ in range(2))
+    plain, changed = (CalibrationInputs(source, spec, texts) for _ in range(2))
     for inputs, replaced in ((plain, {}), (changed, weights)):
         inputs.moments(0)
         inputs.proceed(0, replaced)

@@ -12,7 +12,7 @@ from loraplex.kernels.accelerator import HostAccelerator
 from loraplex.kernels.dispatch import select_kernels
 from loraplex.kernels.ops import AttentionRules, AttentionShape, Kernels, RowLayout, Storage
 from loraplex.kernels.reference import ReferenceKernels
-from loraplex.models.cache_groups import CacheGroup, storage_bytes
+from loraplex.models.cache_groups import LayerGroup, storage_bytes
 from support.kv_caches import by_layer, kv_cache
 
 SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=8, block_size=4)
@@ -100,8 +100,8 @@ def test_a_layer_may_have_storages_in_several_groups(accelerator: HostAccelerato
     pair = (CachedVectors(2, 8),) * 2
     others = (CachedVectors(1, 6), CachedFloats((3, 5)), CachedFloats((2,), is_per_position=True))
     groups = [
-        CacheGroup(layers=(0, 1), spec=Blocks(), storage=pair),
-        CacheGroup(layers=(1,), spec=States(4), storage=others),
+        LayerGroup(layers=(0, 1), spec=Blocks(), storage=pair),
+        LayerGroup(layers=(1,), spec=States(4), storage=others),
     ]
     capacities = [CacheGroupCapacity(num_blocks=count, num_host_blocks=3) for count in (5, 4)]
     kernels = ReferenceKernels(CPU)

@@ -10,7 +10,7 @@ from loraplex.execution.steps.kv_transfers import KVTransfers
 from loraplex.kernels.accelerator import Accelerator, HostAccelerator
 from loraplex.kernels.ops import AttentionShape, Storage
 from loraplex.kernels.reference import ReferenceKernels
-from loraplex.models.cache_groups import CacheGroup
+from loraplex.models.cache_groups import LayerGroup
 from support.delayed_accelerator import DelayedAccelerator
 from support.kv_caches import by_layer, kv_cache
 
@@ -122,7 +122,7 @@ def test_a_stage_without_layers_of_a_group_has_none_of_its_blocks(
     """Its plans move the blocks of all groups, as those of the other stages."""
     shape, kernels = SHAPES["wide"], ReferenceKernels(torch.device("cpu"))
     groups = [
-        CacheGroup(
+        LayerGroup(
             layers=layers,
             spec=Blocks(window),
             storage=(CachedVectors(shape.num_kv_heads, shape.head_dim),) * 2,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from loraplex.kernels.accelerator import HostAccelerator
-from loraplex.kernels.cuda.attention import AttentionKernel
+from loraplex.kernels.cuda.attention import CudaAttention
 from loraplex.kernels.cuda.attention_launch import chunk_keys, tile_queries
 from loraplex.kernels.cuda.attention_plan import num_shares
 from loraplex.kernels.cuda.graphs import StepGraphs
@@ -46,7 +46,7 @@ STEPS = {
 ALL_STEPS = pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 
 
-class ManyShares(AttentionKernel):
+class ManyShares(CudaAttention):
     """Attention as on a GPU that runs many programs at once."""
 
     def __init__(self, *, batch_invariant: bool = False) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from loraplex.core.errors import ConfigError
-from loraplex.kernels.cuda.attention import AttentionKernel
+from loraplex.kernels.cuda.attention import CudaAttention
 from loraplex.kernels.ops import AttentionShape, Storage, to_stored
 from support.paged_rows import stored_parts
 
@@ -23,7 +23,7 @@ def stored_as_int8(storage: Storage, shape: AttentionShape) -> list[torch.Tensor
 @pytest.mark.parametrize("shape", [SHAPE, AttentionShape(4, 4, 24, 5)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_int8_is_rounded_as_the_reference_rounds(shape, dtype):
-    kernel = AttentionKernel(HOST, batch_invariant=False)
+    kernel = CudaAttention(HOST, batch_invariant=False)
     storage = kernel.allocate(4, shape, torch.int8)
     key, value = torch.randn(2, 9, shape.num_kv_heads, shape.head_dim).to(dtype)
     key[0] = 0
@@ -42,19 +42,19 @@ def test_int8_is_rounded_as_the_reference_rounds(shape, dtype):
 
 def test_int8_refuses_scales_that_are_not_aligned():
     with pytest.raises(ConfigError):
-        AttentionKernel(HOST, batch_invariant=False).allocate(
+        CudaAttention(HOST, batch_invariant=False).allocate(
             2, AttentionShape(1, 1, 6, 1), torch.int8
         )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8], ids=str)
 def test_storage_has_the_bytes_of_its_shape(dtype):
-    storage = AttentionKernel(HOST, batch_invariant=False).allocate(3, SHAPE, dtype)
+    storage = CudaAttention(HOST, batch_invariant=False).allocate(3, SHAPE, dtype)
     assert storage.num_bytes == 3 * SHAPE.block_bytes(dtype)
 
 
 def test_write_takes_slices_and_skips_padding():
-    kernel = AttentionKernel(HOST, batch_invariant=False)
+    kernel = CudaAttention(HOST, batch_invariant=False)
     storage = kernel.allocate(2, SHAPE, torch.float32)
     fused = torch.randn(4, 8 + 2 + 2, 32)
     _, key, value = fused.split([8, 2, 2], 1)

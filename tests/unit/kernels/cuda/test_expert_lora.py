@@ -6,7 +6,7 @@ import torch
 from loraplex.kernels.accelerator import HostAccelerator
 from loraplex.kernels.cuda import lora
 from loraplex.kernels.cuda.graphs import StepGraphs
-from loraplex.kernels.cuda.lora import LoraKernel
+from loraplex.kernels.cuda.lora import CudaLora
 from loraplex.kernels.lora import LoraUse
 from loraplex.kernels.routing import Routes, sort_routes
 from support.pooled_adapters import BASE, PooledAdapters, token_uses, users
@@ -53,7 +53,7 @@ def inputs(routes: Routes, dtype, in_features=48, width=WIDTH, *, is_by_pair=Fal
 
 
 def added(y, x, batch, routes, *, offsets=OFFSETS, modules=FUSED, batch_invariant=False):
-    kernel = LoraKernel(HOST, batch_invariant=batch_invariant)
+    kernel = CudaLora(HOST, batch_invariant=batch_invariant)
     result = y.clone()
     kernel.add_experts(result, x, batch, routes, 1, modules, offsets)
     return result
@@ -190,7 +190,7 @@ def test_a_token_s_bits_do_not_depend_on_its_company(dtype):
 
 
 def test_a_recorded_step_computes_other_batches_and_routes_of_its_size():
-    adapters, kernel = pooled(5, MIXED, torch.float32), LoraKernel(HOST, batch_invariant=False)
+    adapters, kernel = pooled(5, MIXED, torch.float32), CudaLora(HOST, batch_invariant=False)
     graphs, calls = StepGraphs(HostAccelerator()), []
 
     def step(batch, routes, y, x):

@@ -10,7 +10,7 @@ import torch
 
 from loraplex.core.errors import ConfigError
 from loraplex.kernels.accelerator import HostAccelerator
-from loraplex.kernels.cuda.attention import AttentionKernel
+from loraplex.kernels.cuda.attention import CudaAttention
 from loraplex.kernels.cuda.graphs import StepGraphs
 from loraplex.kernels.ops import AttentionRules, AttentionShape
 from support.dense_attention import dense_attention, relative_error
@@ -158,9 +158,9 @@ def flashinfer(monkeypatch):
     return module
 
 
-def kernel(backend: str = "flashinfer", *, batch_invariant: bool = False) -> AttentionKernel:
+def kernel(backend: str = "flashinfer", *, batch_invariant: bool = False) -> CudaAttention:
     host = HostAccelerator()
-    return AttentionKernel(
+    return CudaAttention(
         host.device, batch_invariant=batch_invariant, backend=backend, accelerator=host
     )
 

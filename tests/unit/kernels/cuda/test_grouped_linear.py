@@ -6,7 +6,7 @@ import torch
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels.cuda import grouped_linear
 from loraplex.kernels.cuda.grouped_linear import GroupedLinear, most_tiles
-from loraplex.kernels.cuda.linear import LinearKernel
+from loraplex.kernels.cuda.linear import CudaLinear
 from loraplex.kernels.quantization import fp8_linear, quantize
 from loraplex.kernels.routing import Routes, sort_routes
 from support.routed_pairs import POPULARITIES, chosen_experts, routes_by
@@ -53,7 +53,7 @@ def packed_of(num_experts, out_features, in_features, dtype, precision):
     """(packed, weight, bias)"""
     weight = gaussian(num_experts, out_features, in_features, dtype=dtype)
     bias = 10 * gaussian(num_experts, out_features, dtype=dtype)
-    packed = LinearKernel(CPU, batch_invariant=False).pack(weight, bias, precision)
+    packed = CudaLinear(CPU, batch_invariant=False).pack(weight, bias, precision)
     return packed, weight, bias
 
 
@@ -174,7 +174,7 @@ def test_rows_may_be_apart():
 
 @pytest.mark.parametrize("precision", list(WeightPrecision))
 def test_packed_experts_can_be_taken_apart_and_joined(precision):
-    kernel = LinearKernel(CPU, batch_invariant=False)
+    kernel = CudaLinear(CPU, batch_invariant=False)
     packed, _, _ = packed_of(3, 32, 64, torch.float16, precision)
     joined = kernel.join(kernel.parts(packed))
     assert (joined.num_experts, joined.out_features, joined.in_features) == (3, 32, 64)

@@ -8,7 +8,7 @@ import torch
 
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels.cuda import linear_products
-from loraplex.kernels.cuda.linear import LinearKernel
+from loraplex.kernels.cuda.linear import CudaLinear
 from loraplex.kernels.cuda.linear_packing import empty_weight
 from loraplex.kernels.cuda.linear_products import ScaledLinear
 from loraplex.kernels.quantization import fp8_linear, quantize
@@ -53,7 +53,7 @@ def error_of(y: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("precision", "in_features", "out_features"), SIZES, ids=str)
 def test_it_is_the_product(precision, in_features, out_features, dtype, batch_invariant):
-    kernel = LinearKernel(CPU, batch_invariant=batch_invariant)
+    kernel = CudaLinear(CPU, batch_invariant=batch_invariant)
     weight = gaussian(out_features, in_features, dtype=dtype)
     bias = 10 * gaussian(out_features, dtype=dtype)
     counts = (1, 17) if dtype == torch.float32 else (1, 17, 70)  # of every tile
@@ -79,7 +79,7 @@ def test_a_long_sum_is_split_and_added(monkeypatch, precision, num_rows):
     )
     weight, bias = gaussian(20, 1920, dtype=torch.float16), gaussian(20, dtype=torch.float16)
     x = gaussian(num_rows, 1920, dtype=torch.float16)
-    kernel = LinearKernel(CPU, batch_invariant=False)
+    kernel = CudaLinear(CPU, batch_invariant=False)
     y = kernel.apply(x, kernel.pack(weight, bias, precision))
     assert counted == [(2, 8)], "the second split is the shorter one"
     expected = x.double() @ exact(weight, precision).t() + bias.double()
@@ -118,7 +118,7 @@ def test_a_fixed_product_has_one_tile_and_no_splits(precision, dtype):
 
 
 def assert_rows_are_alike(precision: WeightPrecision, dtype: torch.dtype, counts) -> None:
-    kernel = LinearKernel(CPU, batch_invariant=True)
+    kernel = CudaLinear(CPU, batch_invariant=True)
     in_features, out_features = (32, 16) if precision is FP8 else (160, 17)
     packed = kernel.pack(
         gaussian(out_features, in_features, dtype=dtype),
@@ -154,7 +154,7 @@ def test_a_row_has_the_same_bits_in_any_company(precision, dtype):
 @pytest.mark.parametrize("batch_invariant", [False, True], ids=["free", "fixed"])
 def test_a_row_keeps_to_itself(precision, batch_invariant):
     """An outlier, zeros, an infinity and a NaN: the others have the bits that they had."""
-    kernel = LinearKernel(CPU, batch_invariant=batch_invariant)
+    kernel = CudaLinear(CPU, batch_invariant=batch_invariant)
     packed = kernel.pack(gaussian(32, 96), None, precision)
     x = gaussian(8, 96)
     expected = kernel.apply(x, packed)
@@ -172,7 +172,7 @@ def test_a_row_keeps_to_itself(precision, batch_invariant):
 @pytest.mark.parametrize("batch_invariant", [False, True], ids=["free", "fixed"])
 def test_rows_may_be_apart(precision, batch_invariant):
     """Views of a wider tensor, of any alignment, and one whose columns are apart."""
-    kernel = LinearKernel(CPU, batch_invariant=batch_invariant)
+    kernel = CudaLinear(CPU, batch_invariant=batch_invariant)
     packed = kernel.pack(gaussian(20, 96), gaussian(20), precision)
     x = gaussian(9, 96)
     wide = torch.full((9, 256), torch.nan)
@@ -184,7 +184,7 @@ def test_rows_may_be_apart(precision, batch_invariant):
 
 
 def test_on_a_cpu_fp8_is_the_reference_itself():
-    kernel = LinearKernel(CPU, batch_invariant=False)
+    kernel = CudaLinear(CPU, batch_invariant=False)
     weight, bias, x = gaussian(48, 96), gaussian(48), gaussian(5, 96)
     packed = kernel.pack(weight, bias, FP8)
     assert torch.equal(kernel.apply(x, packed), fp8_linear(x, quantize(weight, FP8), bias))

@@ -7,7 +7,7 @@ from loraplex.core.errors import ConfigError
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels import quantization
 from loraplex.kernels.cuda import linear_products
-from loraplex.kernels.cuda.linear import LinearKernel
+from loraplex.kernels.cuda.linear import CudaLinear
 from loraplex.kernels.cuda.linear_packing import pack_weight
 from support.fake_gpu import fake_gpu
 from support.naming import naming
@@ -21,7 +21,7 @@ def gaussian(*sizes: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("shape", [(48, 100), (50, 96)])
 def test_sizes_must_be_multiples_of_16(shape):
-    kernel = LinearKernel(torch.device("cpu"), batch_invariant=False)
+    kernel = CudaLinear(torch.device("cpu"), batch_invariant=False)
     with pytest.raises(ConfigError, match=naming(16, "int8")):
         kernel.pack(gaussian(*shape), None, FP8)
 
@@ -43,7 +43,7 @@ def test_what_cublas_is_given_fits(monkeypatch, dtype):
             torch.empty(32, dtype=dtype, device="cuda"),
             torch.empty(1, 32, device="cuda"),
         )
-        kernel = LinearKernel(torch.device("cuda"), batch_invariant=False)
+        kernel = CudaLinear(torch.device("cuda"), batch_invariant=False)
         y = kernel.apply(torch.empty(5, 64, dtype=dtype, device="cuda"), packed)
         assert (y.shape, y.dtype) == ((5, 32), dtype)
 

@@ -5,7 +5,7 @@ import torch
 
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels.cuda import linear_packing
-from loraplex.kernels.cuda.linear import LinearKernel
+from loraplex.kernels.cuda.linear import CudaLinear
 from loraplex.kernels.cuda.linear_packing import dequantized_rows, empty_weight, pack_weight
 from loraplex.kernels.quantization import quantize
 
@@ -53,7 +53,7 @@ def test_a_weight_that_is_not_quantised_is_kept_itself():
 
 @pytest.mark.parametrize("precision", list(WeightPrecision))
 def test_a_layer_can_be_taken_apart_and_joined(precision):
-    kernel = LinearKernel(torch.device("cpu"), batch_invariant=False)
+    kernel = CudaLinear(torch.device("cpu"), batch_invariant=False)
     bias = gaussian(32)
     packed = kernel.pack(gaussian(32, 96), bias, precision)
     parts = kernel.parts(packed)

@@ -7,7 +7,7 @@ import torch
 
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels.cuda.grouped_linear import GroupedLinear
-from loraplex.kernels.cuda.linear import LinearKernel
+from loraplex.kernels.cuda.linear import CudaLinear
 from loraplex.kernels.cuda.linear_packing import dequantized_rows
 from loraplex.kernels.quantization import GROUP_SIZES, QuantizedWeight
 from loraplex.kernels.routing import sort_routes
@@ -41,7 +41,7 @@ def error_of(y: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("form", FORMS)
 def test_nothing_is_lost_in_packing(form, group_size):
     weight = stored(form, group_size, 1024 + (7 if form.startswith("int8") else 0), 20)
-    kernel = LinearKernel(CPU, batch_invariant=False)
+    kernel = CudaLinear(CPU, batch_invariant=False)
     packed = kernel.pack(weight, gaussian(20), NATIVE)
     assert torch.equal(dequantized_rows(packed, slice(3, 20)), weight.dequantized()[3:])
     assert kernel.join(kernel.parts(packed)) == packed
@@ -58,7 +58,7 @@ def test_it_is_the_product(form, group_size, batch_invariant, dtype):
     in_features = group_size + (7 if form.startswith("int8") else group_size)
     weight = stored(form, group_size, in_features, 33)
     bias = 10 * gaussian(33, dtype=dtype)
-    kernel = LinearKernel(CPU, batch_invariant=batch_invariant)
+    kernel = CudaLinear(CPU, batch_invariant=batch_invariant)
     packed = kernel.pack(weight, bias, NATIVE)
     x = gaussian(17, in_features, dtype=dtype) + 1
     expected = x.double() @ weight.dequantized().double().t() + bias.double()
@@ -74,7 +74,7 @@ def test_it_is_the_product(form, group_size, batch_invariant, dtype):
 def test_a_long_sum_is_split_and_added(form):
     weight = stored(form, 32, 1920, 20)
     x = gaussian(3, 1920, dtype=torch.float16)
-    kernel = LinearKernel(CPU, batch_invariant=False)
+    kernel = CudaLinear(CPU, batch_invariant=False)
     y = kernel.apply(x, kernel.pack(weight, None, NATIVE))
     assert error_of(y, x.double() @ weight.dequantized().double().t()) < 4e-4
 
@@ -92,7 +92,7 @@ def test_experts_have_their_own_scales_and_offsets(form, group_size):
     chosen = gaussian(9, 3).argsort(1)[:, :2].int()
     routes = sort_routes(chosen, torch.full((9, 2), 0.5), 3)
     x = gaussian(9, 128)
-    packed = LinearKernel(CPU, batch_invariant=False).pack(weight, None, NATIVE)
+    packed = CudaLinear(CPU, batch_invariant=False).pack(weight, None, NATIVE)
     y = GroupedLinear(CPU, batch_invariant=False).apply(x, packed, routes)
     numbers = weight.dequantized().double()
     for pair, expert in enumerate(routes.experts.flatten().tolist()):

@@ -9,7 +9,7 @@ from loraplex.kernels.accelerator import HostAccelerator
 from loraplex.kernels.adapter_parts import FACTOR, SHIFT, AdapterParts, OutputVector, PartsUse
 from loraplex.kernels.cuda import lora as launcher
 from loraplex.kernels.cuda.graphs import StepGraphs
-from loraplex.kernels.cuda.lora import LoraKernel
+from loraplex.kernels.cuda.lora import CudaLora
 from loraplex.kernels.lora import LoraUse, add_lora, batch_of_rows, head_blocks
 from support.pooled_adapters import BASE, PooledAdapters, token_uses, users
 
@@ -62,7 +62,7 @@ def inputs(num_tokens, dtype, in_features=96, width=WIDTH):
 
 
 def added(y, x, batch, layer=1, modules=FUSED, offsets=OFFSETS, *, batch_invariant=False):
-    kernel = LoraKernel(HOST, batch_invariant=batch_invariant)
+    kernel = CudaLora(HOST, batch_invariant=batch_invariant)
     result = y.clone()
     kernel.add(result, x, batch, layer, modules, offsets)
     return result
@@ -173,9 +173,7 @@ def test_one_module_and_a_part_of_a_wider_output():
     batch = adapters.batch(token_uses([1, 0]), 2)
     y, x = inputs(2, torch.float32)
     wide = torch.zeros(2, 300)
-    LoraKernel(HOST, batch_invariant=False).add(
-        wide[:, 100:212], x, batch, 1, FUSED[1:], OFFSETS[1:]
-    )
+    CudaLora(HOST, batch_invariant=False).add(wide[:, 100:212], x, batch, 1, FUSED[1:], OFFSETS[1:])
     whole = added(torch.zeros_like(y), x, batch)
     assert torch.equal(wide[:, 180:212], whole[:, 80:])
     assert not wide[:, :180].any()
@@ -290,7 +288,7 @@ def test_a_table_that_is_on_the_host_alone_is_read_there():
 def test_a_recorded_step_computes_other_batches_of_its_size(dtype):
     """One graph: no adapters at first, then other adapters, other scales, fewer tokens."""
     adapters = PooledAdapters(5, MIXED, SHAPES, dtype)
-    kernel = LoraKernel(HOST, batch_invariant=False)
+    kernel = CudaLora(HOST, batch_invariant=False)
     graphs = StepGraphs(HostAccelerator())
     calls = []
 
