@@ -38,7 +38,7 @@ def test_what_cublas_is_given_fits(monkeypatch, dtype):
     """torch itself checks shapes, strides and types, also of tensors that are fake."""
     monkeypatch.setattr(linear_products, "quantize_rows", {(5,): lambda *args, **kwargs: None})
     with fake_gpu(90):
-        packed = linear_products.PackedWeight(
+        packed = linear_products.CudaWeight(
             *(FP8, 64, 64, torch.empty(32, 64, dtype=torch.float8_e4m3fn, device="cuda")),
             torch.empty(32, dtype=dtype, device="cuda"),
             torch.empty(1, 32, device="cuda"),
