@@ -32,10 +32,9 @@ from loraplex.kernels.ops import (
     Storage,
 )
 from loraplex.models.batch import ForwardBatch
-from loraplex.models.linear import Linear
 from loraplex.models.linear_group import LinearGroup
 from loraplex.models.mixers import kinds
-from loraplex.models.mixers.mixer import LayerPlace, MixerInputs
+from loraplex.models.mixers.mixer import LayerPlace, Linear, MixerInputs
 from loraplex.models.parameters import DecoderParameters, LayerParameters, build_parameters
 from loraplex.models.spec import EncoderSpec, LayerSpec, ModelSpec, NormPlace
 from loraplex.models.specs.part import (

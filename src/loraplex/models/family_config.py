@@ -2,12 +2,17 @@
 
 A family renames its fields to Llama's, sets their defaults (`ConfigFields.renamed`), and states as
 `Traits` how its layers differ from plain Llama's.
+
+Also windows and rotary embeddings of two types of layers, sliding and full attention: `layer_types`
+names the type of each layer; older files state a period, of which the last layer has full
+attention. And the language model within a multimodal wrapper.
 """
 
 import dataclasses
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
@@ -15,17 +20,14 @@ from loraplex.core.errors import ConfigError, UnsupportedModelError
 from loraplex.kernels.activations import Activation
 from loraplex.models.config_fields import ConfigFields
 from loraplex.models.decoder_names import LLAMA_NAMES, DecoderNames
-from loraplex.models.expert_config import (
-    ExpertTraits,
-    equal_parts,
-    expert_groups,
-    with_experts,
-)
+from loraplex.models.expert_config import ExpertTraits, equal_parts, expert_groups, with_experts
 from loraplex.models.linear_group import LinearGroup
 from loraplex.models.rope_config import (
+    FULL_ATTENTION,
     LAYER_TYPES,
     SLIDING_ATTENTION,
     max_rotary_len,
+    read_layer_ropes,
     read_rope,
 )
 from loraplex.models.spec import (
@@ -385,3 +387,113 @@ def read_dtype(fields: ConfigFields) -> str | None:
             f"{fields.source}: dtype {name!r} is not supported; supported: {', '.join(_DTYPES)}"
         )
     return name or None
+
+
+def periodic_windows(fields: ConfigFields, period: int) -> tuple[int | None, ...]:
+    """Return the window of each layer; 4096 where none is stated, as in transformers."""
+    window = fields.positive_or_null("sliding_window", 4096)
+    default = [(index + 1) % period != 0 for index in range(fields.num_layers)]
+    return tuple(
+        int(window) if is_sliding and window is not None else None
+        for is_sliding in sliding_layers(fields, default)
+    )
+
+
+def windows_by_switch(
+    fields: ConfigFields, has_window: Callable[[int, int], bool] = operator.ge
+) -> tuple[int | None, ...]:
+    """Return the window of each layer by Qwen's rule: only if `use_sliding_window` is true.
+
+    has_window: whether a layer has one, by its number and by `max_window_layers`, in files without
+    `layer_types`.
+    """
+    window = None
+    if fields.boolean("use_sliding_window", False):
+        window = fields.positive_or_null("sliding_window", 4096)
+    limit = fields.optional_integer("max_window_layers")
+    limit = 28 if limit is None else limit
+    default = [has_window(index, limit) for index in range(fields.num_layers)]
+    return tuple(
+        int(window) if is_sliding and window is not None else None
+        for is_sliding in sliding_layers(fields, default)
+    )
+
+
+def ropes_of_windows(
+    fields: ConfigFields, windows: Sequence[int | None], sliding_theta: float
+) -> tuple[RopeConfig, ...]:
+    """Return the rotary embedding of each layer, by whether it has a window.
+
+    sliding_theta: theta of layers with a window, where no field states it.
+    """
+    head_dim = fields.integer("hidden_size") // fields.integer("num_attention_heads")
+    ropes = read_layer_ropes(
+        fields,
+        fields.integer("head_dim", head_dim),
+        fields.integer("max_position_embeddings"),
+        sliding_theta,
+    )
+    return tuple(ropes[FULL_ATTENTION if w is None else SLIDING_ATTENTION] for w in windows)
+
+
+def heads_in_groups(num_heads: int, num_kv_heads: int) -> tuple[int, ...]:
+    """Return the order for rows that have, for each key head, its queries, itself, its value."""
+    if num_kv_heads == 1 or num_heads % num_kv_heads:
+        return ()  # in order; and what cannot be grouped is refused where the heads are read
+    num_queries = num_heads // num_kv_heads
+    size = num_queries + 2
+    starts = range(0, num_kv_heads * size, size)
+    queries = (start + query for start in starts for query in range(num_queries))
+    keys = (start + num_queries for start in starts)
+    values = (start + num_queries + 1 for start in starts)
+    return (*queries, *keys, *values)
+
+
+def alibi_slopes(num_heads: int) -> tuple[float, ...]:
+    """Return the slope of each head.
+
+    For a power of 2 they are a geometric series. For another number the series of the power below
+    comes first, then every other slope of the power above.
+    """
+    power = 1 << (num_heads.bit_length() - 1)
+    slopes = (*_series(power), *_series(2 * power)[::2])
+    return tuple(itertools.islice(slopes, num_heads))
+
+
+def _series(num_heads: int) -> tuple[float, ...]:
+    return tuple(2.0 ** (-8.0 * n / num_heads) for n in range(1, num_heads + 1))
+
+
+_SHARED: Final = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "pad_token_id")
+"""Fields of the wrapper that count where text_config lacks them."""
+
+
+def read_text_tower(
+    fields: ConfigFields,
+    architecture: str,
+    read: Callable[[ConfigFields], ModelSpec],
+    *,
+    ties: bool,
+) -> ModelSpec:
+    """Read text_config by the family's reader. Raises ConfigError or UnsupportedModelError.
+
+    ties: whether the head is the embedding in a wrapper that does not state it.
+    """
+    spec = read(language_model_fields(fields, ties=ties))
+    names = dataclasses.replace(
+        spec.names,
+        other_roots=("language_model.model.", "model.language_model.", "language_model."),
+        ignored=rf"{spec.names.ignored}|(model\.)?(visual|vision_tower|multi_modal_projector)\..*",
+    )
+    return dataclasses.replace(spec, architecture=architecture, names=names)
+
+
+def language_model_fields(fields: ConfigFields, *, ties: bool) -> ConfigFields:
+    """Return text_config as the config.json of a language model alone. Raises ConfigError."""
+    refuse_fields(fields)
+    text = fields.table("text_config")
+    if text is None:
+        raise ConfigError(f"{fields.source}: text_config is missing")
+    shared = {name: fields.values[name] for name in _SHARED if name in fields}
+    is_tied = fields.boolean("tie_word_embeddings", ties)
+    return text.renamed({}, shared).with_values({"tie_word_embeddings": is_tied})

@@ -1,13 +1,20 @@
-"""Feed-forward part of one decoder layer."""
+"""Feed-forward part of a decoder layer: dense, or with experts, of which a few compute a token."""
 
 import torch
 
 from loraplex.kernels.lora import LoraBatch
 from loraplex.kernels.ops import Kernels
-from loraplex.models.experts import ExpertFeedForward
 from loraplex.models.mixers.mixer import LayerPlace, MixerInputs, Part
-from loraplex.models.parameters import LayerParameters
-from loraplex.models.spec import DOWN, UP, FeedForwardSpec
+from loraplex.models.parameters import SELECTION_BIAS, LayerParameters
+from loraplex.models.spec import (
+    DOWN,
+    ROUTER,
+    SHARED_DOWN,
+    SHARED_GATE,
+    SHARED_UP,
+    UP,
+    FeedForwardSpec,
+)
 
 
 def feed_forward(
@@ -39,3 +46,51 @@ class DenseFeedForward:
         """x [T, hidden] -> [T, hidden]."""
         inner = self._activate(self._up.forward(x, lora), self._activation)
         return self._down.forward(inner, lora)
+
+
+class ExpertFeedForward:
+    """Sum of the chosen experts by their weights, and of a shared one if there is one."""
+
+    def __init__(
+        self,
+        spec: FeedForwardSpec,
+        place: LayerPlace,
+        parameters: LayerParameters,
+        kernels: Kernels,
+    ) -> None:
+        assert spec.routing is not None
+        self._rules = spec.routing
+        self._selection_bias = parameters.tensors.get(SELECTION_BIAS)
+        self._activation = spec.activation
+        self._activate = kernels.gate if spec.is_gated else kernels.activate
+        self._kernels = kernels
+        self._up = place.linear(UP, parameters, kernels)
+        self._down = place.linear(DOWN, parameters, kernels)
+        plain = {
+            name: place.linear(name, parameters, kernels)
+            for name in (ROUTER, SHARED_UP, SHARED_DOWN, SHARED_GATE)
+            if name in place.linears
+        }
+        self._router = plain[ROUTER]
+        self._shared_up, self._shared_down = plain.get(SHARED_UP), plain.get(SHARED_DOWN)
+        self._shared_gate = plain.get(SHARED_GATE)
+
+    def forward(
+        self, x: torch.Tensor, lora: LoraBatch | None, _inputs: MixerInputs
+    ) -> torch.Tensor:
+        """x [T, hidden] -> [T, hidden]."""
+        logits = self._router.forward(x, lora)
+        routes = self._kernels.route(logits, self._rules, self._selection_bias)
+        inner = self._activate(self._up.forward_pairs(x, lora, routes), self._activation)
+        y = self._down.forward_pairs(inner, lora, routes)
+        return self._kernels.combine_experts(y, routes, *self._shared(x, lora))
+
+    def _shared(
+        self, x: torch.Tensor, lora: LoraBatch | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return the shared expert's output [T, hidden] and its gate [T, 1], where there are."""
+        if self._shared_up is None or self._shared_down is None:
+            return None, None
+        inner = self._activate(self._shared_up.forward(x, lora), self._activation)
+        gate = None if self._shared_gate is None else self._shared_gate.forward(x, lora)
+        return self._shared_down.forward(inner, lora), gate

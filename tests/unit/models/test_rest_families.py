@@ -11,8 +11,7 @@ from loraplex.adapters.formats.peft_names import parse_name
 from loraplex.app.builder import base_shapes
 from loraplex.core.errors import ConfigError, UnsupportedModelError
 from loraplex.kernels.activations import Activation
-from loraplex.models.alibi import alibi_slopes
-from loraplex.models.head_order import heads_in_groups
+from loraplex.models.family_config import alibi_slopes, heads_in_groups
 from loraplex.models.parameters import checkpoint_shapes
 from loraplex.models.registry import read_config
 from loraplex.models.spec import LayerSpec, ModelSpec, NormPlace

@@ -3,10 +3,9 @@
 import dataclasses
 from typing import Final
 
-from loraplex.models.alibi import alibi_slopes
 from loraplex.models.config_fields import ConfigFields
 from loraplex.models.decoder_names import DecoderNames
-from loraplex.models.family_config import Traits, read_decoder
+from loraplex.models.family_config import Traits, alibi_slopes, read_decoder
 from loraplex.models.spec import ModelSpec
 
 ARCHITECTURE: Final = "BaichuanForCausalLM"

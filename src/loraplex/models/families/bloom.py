@@ -2,17 +2,17 @@
 
 from typing import Final
 
-from loraplex.models.alibi import alibi_slopes
 from loraplex.models.config_fields import ConfigFields
 from loraplex.models.decoder_names import DecoderNames
 from loraplex.models.family_config import (
     ALL_BIASED,
     LAYER_NORM,
     Traits,
+    alibi_slopes,
+    heads_in_groups,
     read_decoder,
     require_switches,
 )
-from loraplex.models.head_order import heads_in_groups
 from loraplex.models.spec import ModelSpec
 
 ARCHITECTURE: Final = "BloomForCausalLM"

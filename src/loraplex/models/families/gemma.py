@@ -12,14 +12,15 @@ from loraplex.models.config_fields import ConfigFields
 from loraplex.models.decoder_names import LLAMA_NAMES
 from loraplex.models.family_config import (
     Traits,
+    periodic_windows,
     read_decoder,
+    read_text_tower,
     require_switches,
+    ropes_of_windows,
 )
-from loraplex.models.layer_types import periodic_windows, ropes_of_windows
 from loraplex.models.spec import ModelSpec
 from loraplex.models.specs.attention import OUTPUT, QKV
 from loraplex.models.specs.part import NormSpec
-from loraplex.models.wrapper import read_text_tower
 
 ARCHITECTURE: Final = "GemmaForCausalLM"
 ARCHITECTURE_2: Final = "Gemma2ForCausalLM"

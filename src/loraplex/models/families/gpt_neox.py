@@ -4,8 +4,13 @@ from typing import Final
 
 from loraplex.models.config_fields import ConfigFields
 from loraplex.models.decoder_names import DecoderNames
-from loraplex.models.family_config import ALL_BIASED, LAYER_NORM, Traits, read_decoder
-from loraplex.models.head_order import heads_in_groups
+from loraplex.models.family_config import (
+    ALL_BIASED,
+    LAYER_NORM,
+    Traits,
+    heads_in_groups,
+    read_decoder,
+)
 from loraplex.models.spec import DOWN, UP, ModelSpec
 
 ARCHITECTURE: Final = "GPTNeoXForCausalLM"

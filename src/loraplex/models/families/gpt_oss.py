@@ -9,8 +9,7 @@ from loraplex.kernels.routing_rules import RoutingMode
 from loraplex.models.config_fields import ConfigFields
 from loraplex.models.decoder_names import DecoderNames, ExpertNames, StackedExperts
 from loraplex.models.expert_config import ExpertTraits, read_routing
-from loraplex.models.family_config import RMS_NORM, Traits, read_decoder
-from loraplex.models.layer_types import periodic_windows
+from loraplex.models.family_config import RMS_NORM, Traits, periodic_windows, read_decoder
 from loraplex.models.spec import DOWN, ROUTER, UP, ModelSpec
 from loraplex.models.specs.attention import OUTPUT, QKV, AttentionSpec
 

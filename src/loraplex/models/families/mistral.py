@@ -3,8 +3,7 @@
 from typing import Final
 
 from loraplex.models.config_fields import ConfigFields
-from loraplex.models.family_config import Traits, read_decoder
-from loraplex.models.layer_types import periodic_windows
+from loraplex.models.family_config import Traits, periodic_windows, read_decoder
 from loraplex.models.spec import ModelSpec
 
 ARCHITECTURE: Final = "MistralForCausalLM"

@@ -6,9 +6,9 @@ from typing import Final
 from loraplex.core.errors import UnsupportedModelError
 from loraplex.models.config_fields import ConfigFields
 from loraplex.models.families import mistral
+from loraplex.models.family_config import read_text_tower
 from loraplex.models.spec import ModelSpec
 from loraplex.models.specs.attention import AttentionSpec
-from loraplex.models.wrapper import read_text_tower
 
 ARCHITECTURE: Final = "Ministral3ForCausalLM"
 WRAPPER: Final = "Mistral3ForConditionalGeneration"

@@ -8,8 +8,7 @@ from typing import Final
 
 from loraplex.models.config_fields import ConfigFields
 from loraplex.models.decoder_names import LLAMA_NAMES
-from loraplex.models.family_config import Traits, read_decoder
-from loraplex.models.layer_types import periodic_windows, ropes_of_windows
+from loraplex.models.family_config import Traits, periodic_windows, read_decoder, ropes_of_windows
 from loraplex.models.spec import ModelSpec
 from loraplex.models.specs.attention import OUTPUT, QKV
 from loraplex.models.specs.part import NormSpec

@@ -1,8 +1,7 @@
 """Qwen 2 and 2.5: a bias on q, k and v; the upper layers may have a sliding window."""
 
 from loraplex.models.config_fields import ConfigFields
-from loraplex.models.family_config import Traits, read_decoder
-from loraplex.models.layer_types import windows_by_switch
+from loraplex.models.family_config import Traits, read_decoder, windows_by_switch
 from loraplex.models.spec import ModelSpec
 from loraplex.models.specs.attention import QKV
 

@@ -1,8 +1,7 @@
 """Qwen 3: norms on the query and key heads; the head size is set apart from the hidden size."""
 
 from loraplex.models.config_fields import ConfigFields
-from loraplex.models.family_config import RMS_NORM, Traits, read_decoder
-from loraplex.models.layer_types import windows_by_switch
+from loraplex.models.family_config import RMS_NORM, Traits, read_decoder, windows_by_switch
 from loraplex.models.spec import ModelSpec
 from loraplex.models.specs.attention import OUTPUT, QKV
 

@@ -7,8 +7,7 @@ from loraplex.kernels.routing_rules import RoutingMode
 from loraplex.models.config_fields import ConfigFields
 from loraplex.models.decoder_names import DecoderNames, ExpertNames
 from loraplex.models.expert_config import ExpertTraits, read_routing
-from loraplex.models.family_config import RMS_NORM, Traits, read_decoder
-from loraplex.models.layer_types import windows_by_switch
+from loraplex.models.family_config import RMS_NORM, Traits, read_decoder, windows_by_switch
 from loraplex.models.spec import ModelSpec
 from loraplex.models.specs.attention import OUTPUT, QKV
 

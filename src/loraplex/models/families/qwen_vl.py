@@ -7,8 +7,8 @@ from typing import Final
 
 from loraplex.models.config_fields import ConfigFields
 from loraplex.models.families import qwen2, qwen3
+from loraplex.models.family_config import read_text_tower
 from loraplex.models.spec import ModelSpec
-from loraplex.models.wrapper import read_text_tower
 
 ARCHITECTURE_2_5: Final = "Qwen2_5_VLForConditionalGeneration"
 ARCHITECTURE_3: Final = "Qwen3VLForConditionalGeneration"

@@ -21,7 +21,7 @@ SHAPES = {UP[0]: (HIDDEN, INNER), UP[1]: (HIDDEN, INNER), DOWN[0]: (INNER, HIDDE
 
 
 class Layer:
-    """The ops of models.experts, on one backend."""
+    """The ops of models.feed_forward, on one backend."""
 
     def __init__(self, kernels: Kernels, precision: WeightPrecision) -> None:
         generator = torch.Generator().manual_seed(0)
