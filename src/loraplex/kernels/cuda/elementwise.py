@@ -43,14 +43,11 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     num_heads, head_stride = _heads(x)
     num_rows = x.shape[0] * num_heads
     output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    group, block, num_warps = _rows_per_program(size)
-    programs.rms_norm[(triton.cdiv(num_rows, group),)](
+    grid, options = _whole_rows(num_rows, size)
+    programs.rms_norm[grid](
         *(output, x, weight, num_rows, x.stride(0), head_stride, eps),
         HEADS=num_heads,
-        SIZE=size,
-        ROWS=group,
-        BLOCK=block,
-        num_warps=num_warps,
+        **options,
     )
     return output
 
@@ -62,14 +59,11 @@ def add_rms_norm(
     num_rows, size = x.shape
     output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    group, block, num_warps = _rows_per_program(size)
-    programs.add_rms_norm[(triton.cdiv(num_rows, group),)](
+    grid, options = _whole_rows(num_rows, size)
+    programs.add_rms_norm[grid](
         *(output, total, x, residual, weight),
         *(num_rows, x.stride(0), residual.stride(0), factor, eps),
-        SIZE=size,
-        ROWS=group,
-        BLOCK=block,
-        num_warps=num_warps,
+        **options,
     )
     return output, total
 
@@ -85,15 +79,12 @@ def layer_norm(
     num_heads, head_stride = _heads(x)
     num_rows = x.shape[0] * num_heads
     output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    group, block, num_warps = _rows_per_program(size)
-    programs.layer_norm[(triton.cdiv(num_rows, group),)](
+    grid, options = _whole_rows(num_rows, size)
+    programs.layer_norm[grid](
         *(output, x, weight, bias, num_rows, x.stride(0), head_stride, eps),
         HEADS=num_heads,
         IS_PER_HEAD=weight.dim() == 2,
-        SIZE=size,
-        ROWS=group,
-        BLOCK=block,
-        num_warps=num_warps,
+        **options,
     )
     return output
 
@@ -110,14 +101,11 @@ def add_layer_norm(
     num_rows, size = x.shape
     output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    group, block, num_warps = _rows_per_program(size)
-    programs.add_layer_norm[(triton.cdiv(num_rows, group),)](
+    grid, options = _whole_rows(num_rows, size)
+    programs.add_layer_norm[grid](
         *(output, total, x, residual, weight, bias),
         *(num_rows, x.stride(0), residual.stride(0), factor, eps),
-        SIZE=size,
-        ROWS=group,
-        BLOCK=block,
-        num_warps=num_warps,
+        **options,
     )
     return output, total
 
@@ -126,12 +114,10 @@ def add(x: torch.Tensor, residual: torch.Tensor, factor: float = 1.0) -> torch.T
     """residual + factor * x, [T, N] and contiguous."""
     num_rows, size = x.shape
     output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    block = min(triton.next_power_of_2(size), _TILE)
-    programs.add[num_rows, triton.cdiv(size, block)](
+    grid, options = _parts_of_rows(num_rows, size)
+    programs.add[grid](
         *(output, x, residual, x.stride(0), residual.stride(0), factor),
-        SIZE=size,
-        BLOCK=block,
-        num_warps=_WARPS,
+        **options,
     )
     return output
 
@@ -139,13 +125,11 @@ def add(x: torch.Tensor, residual: torch.Tensor, factor: float = 1.0) -> torch.T
 def scale(x: torch.Tensor, factor: float, soft_cap: float | None = None) -> None:
     """x [T, N] *= factor, in place, then soft_cap * tanh(x / soft_cap)."""
     num_rows, size = x.shape
-    block = min(triton.next_power_of_2(size), _TILE)
-    programs.scale[num_rows, triton.cdiv(size, block)](
+    grid, options = _parts_of_rows(num_rows, size)
+    programs.scale[grid](
         *(x, x.stride(0), factor, 1.0 if soft_cap is None else soft_cap),
         HAS_SOFT_CAP=soft_cap is not None,
-        SIZE=size,
-        BLOCK=block,
-        num_warps=_WARPS,
+        **options,
     )
 
 
@@ -184,13 +168,11 @@ def gate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     """[T, 2 N] -> [T, N]: activation(first half) * second half."""
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     output = torch.empty((num_rows, size), dtype=gate_up.dtype, device=gate_up.device)
-    block = min(triton.next_power_of_2(size), _TILE)
-    programs.gate[num_rows, triton.cdiv(size, block)](
+    grid, options = _parts_of_rows(num_rows, size)
+    programs.gate[grid](
         *(output, gate_up, gate_up.stride(0)),
         ACTIVATION=activation.value,
-        SIZE=size,
-        BLOCK=block,
-        num_warps=_WARPS,
+        **options,
     )
     return output
 
@@ -199,13 +181,11 @@ def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
     """[T, N] -> [T, N]"""
     num_rows, size = x.shape
     output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    block = min(triton.next_power_of_2(size), _TILE)
-    programs.activate[num_rows, triton.cdiv(size, block)](
+    grid, options = _parts_of_rows(num_rows, size)
+    programs.activate[grid](
         *(output, x, x.stride(0)),
         ACTIVATION=activation.value,
-        SIZE=size,
-        BLOCK=block,
-        num_warps=_WARPS,
+        **options,
     )
     return output
 
@@ -215,9 +195,17 @@ def _heads(x: torch.Tensor) -> tuple[int, int]:
     return (1, 0) if x.dim() == 2 else (x.shape[1], x.stride(1))
 
 
-def _rows_per_program(size: int) -> tuple[int, int, int]:
-    """(rows, power of two that holds a row, warps) of a program that keeps whole rows."""
+def _whole_rows(num_rows: int, size: int) -> tuple[tuple[int], dict[str, int]]:
+    """Return the grid and options of programs that keep whole rows, some each."""
     block = triton.next_power_of_2(size)
     group = max(1, _TILE // block)
     num_warps = min(max(_WARPS, group * block // _ELEMENTS_PER_WARP), _MAX_WARPS)
-    return group, block, num_warps
+    options = {"SIZE": size, "ROWS": group, "BLOCK": block, "num_warps": num_warps}
+    return (triton.cdiv(num_rows, group),), options
+
+
+def _parts_of_rows(num_rows: int, size: int) -> tuple[tuple[int, int], dict[str, int]]:
+    """Return the grid and options of programs that have a part of a row each."""
+    block = min(triton.next_power_of_2(size), _TILE)
+    options = {"SIZE": size, "BLOCK": block, "num_warps": _WARPS}
+    return (num_rows, triton.cdiv(size, block)), options
