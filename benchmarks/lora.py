@@ -14,7 +14,15 @@ import numpy as np
 import torch
 from against_reference import figures, least_time, run
 
-from loraplex.kernels.lora import LoraBatch, LoraCells, LoraTable, LoraUse, add_lora, lora_batch
+from loraplex.kernels.lora import (
+    LoraBatch,
+    LoraCells,
+    LoraPlace,
+    LoraTable,
+    LoraUse,
+    add_lora,
+    lora_batch,
+)
 from loraplex.kernels.native.lora import NativeLora
 
 LAYERS = {
@@ -79,7 +87,7 @@ def measure(case: Case, dtype: torch.dtype, native: NativeLora, seconds: float) 
     x = torch.randn(num_tokens, in_features).to(dtype)
     y = torch.zeros(num_tokens, sum(modules.values()), dtype=dtype)
     out_offsets = tuple(int(first) for first in np.cumsum([0, *modules.values()])[:-1])
-    arguments = (y, x, batch, 0, tuple(modules), out_offsets)
+    arguments = (y, x, batch, LoraPlace(0, tuple(modules), out_offsets))
     native_time = least_time(lambda: native.add(*arguments), seconds)
     reference_time = least_time(lambda: add_lora(*arguments), seconds)
     times = (native_time, reference_time)

@@ -14,7 +14,7 @@ from loraplex.kernels.cuda.graphs import StepGraphs
 from loraplex.kernels.cuda.grouped_linear import GroupedLinear
 from loraplex.kernels.cuda.linear import CudaLinear
 from loraplex.kernels.cuda.lora import CudaLora
-from loraplex.kernels.lora import LoraUse
+from loraplex.kernels.lora import LoraPlace, LoraUse
 from loraplex.kernels.reference import ReferenceKernels
 from loraplex.kernels.routing import Routes, combine_experts, route, sort_routes
 from loraplex.kernels.routing_rules import RoutingMode, RoutingRules
@@ -188,7 +188,7 @@ def lora_inputs(model: str, popularity: str, num_tokens: int, dtype: torch.dtype
 
 def added(y, x, batch, routes, offsets, *, batch_invariant=False):
     kernel, result = CudaLora(CUDA, batch_invariant=batch_invariant), y.clone()
-    kernel.add_experts(result, x, batch, routes, 1, UP, offsets)
+    kernel.add_experts(result, x, batch, routes, LoraPlace(1, UP, offsets))
     return result
 
 
@@ -237,7 +237,7 @@ def test_a_graph_computes_other_routes_and_batches_of_its_size(dtype):
         y = grouped.apply(x, layer, routes)
         few = experts.route(logits[:, :16], few_rules)
         wide = torch.cat((y, y), 1)
-        kernel.add_experts(wide, x, batch, few, 1, UP, (0, 768))
+        kernel.add_experts(wide, x, batch, few, LoraPlace(1, UP, (0, 768)))
         return experts.combine_experts(wide, routes)
 
     few_rules = RoutingRules(num_experts=16, num_chosen=8, mode=RoutingMode.SOFTMAX)

@@ -9,7 +9,7 @@ import torch
 from loraplex.kernels.accelerator import CudaAccelerator
 from loraplex.kernels.cuda.graphs import StepGraphs
 from loraplex.kernels.cuda.lora import CudaLora
-from loraplex.kernels.lora import LoraUse, ModuleShapes
+from loraplex.kernels.lora import LoraPlace, LoraUse, ModuleShapes
 from support.pooled_adapters import BASE, PooledAdapters, token_uses, users
 
 pytestmark = pytest.mark.gpu
@@ -53,7 +53,7 @@ def offsets_of(adapters: PooledAdapters) -> tuple[int, ...]:
 def added(adapters, y, x, batch, *, batch_invariant=False):
     kernel = CudaLora(y.device, batch_invariant=batch_invariant)
     result = y.clone()
-    kernel.add(result, x, batch, 1, tuple(modules_of(adapters)), offsets_of(adapters))
+    kernel.add(result, x, batch, LoraPlace(1, tuple(modules_of(adapters)), offsets_of(adapters)))
     return result
 
 
@@ -128,7 +128,7 @@ def test_a_graph_computes_other_batches_of_its_size(dtype):
     def step(batch):
         def compute():
             result = y.clone()
-            kernel.add(result, x, batch, 1, tuple(modules_of(adapters)), OFFSETS)
+            kernel.add(result, x, batch, LoraPlace(1, tuple(modules_of(adapters)), OFFSETS))
             return result
 
         return graphs.repeat(32, batch.segments.tensors, compute)

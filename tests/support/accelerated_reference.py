@@ -24,7 +24,7 @@ from loraplex.execution.weights.loading import load_weights
 from loraplex.execution.weights.packing import WeightFormat
 from loraplex.kernels.accelerator import Accelerator
 from loraplex.kernels.cuda.graphs import StepGraphs
-from loraplex.kernels.lora import LoraBatch, LoraSegments, add_lora
+from loraplex.kernels.lora import LoraBatch, LoraPlace, LoraSegments, add_lora
 from loraplex.kernels.ops import (
     AttentionPlan,
     AttentionRules,
@@ -89,14 +89,11 @@ class AcceleratedReference(ReferenceKernels):
         y: torch.Tensor,
         x: torch.Tensor,
         batch: LoraBatch,
-        layer: int,
-        modules: Sequence[str],
-        out_offsets: Sequence[int],
-        num_blocks: int = 0,
+        place: LoraPlace,
     ) -> None:
         if batch.segments is not None:
             batch = _of_segments(batch, batch.segments)
-        add_lora(y, x, batch, layer, modules, out_offsets)
+        add_lora(y, x, batch, place)
 
     def write_kv(
         self, storage: Storage, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor

@@ -183,6 +183,21 @@ class LoraGroup(NamedTuple):
     token_scales: torch.Tensor  # [n] float32, on the device
 
 
+class LoraPlace(NamedTuple):
+    """Fused linear layer that adapters change: some modules of one layer with one input.
+
+    Module i writes the columns from out_offsets[i] on (its own out_features of them): for a fused
+    q/k/v projection modules = ("q_proj", "k_proj", "v_proj"), out_offsets = (0, q_size, q_size +
+    kv_size).
+    """
+
+    layer: int
+    modules: tuple[str, ...]
+    out_offsets: tuple[int, ...]
+    num_blocks: int = 0
+    """As of the layer, see Kernels.pack_linear: x A^T is added over blocks and ranks like it."""
+
+
 class Arrivals(Protocol):
     """Adapters of a batch that are still on their way to the pool, layer by layer."""
 
@@ -324,10 +339,10 @@ def _counted(sizes: IntArray) -> IntArray:
     return np.arange(sizes.sum()) - np.repeat(sizes.cumsum() - sizes, sizes)
 
 
-def head_blocks(table: LoraTable) -> tuple[tuple[str, ...], tuple[int, ...]]:
+def head_place(table: LoraTable) -> LoraPlace:
     """Return the modules of a head's table, and the offset of each one's outputs."""
     sizes = [out_features for _, out_features in table.cells.shapes]
-    return tuple(table.cells.layers[0]), (0, *itertools.accumulate(sizes[:-1]))
+    return LoraPlace(0, tuple(table.cells.layers[0]), (0, *itertools.accumulate(sizes[:-1])))
 
 
 def _differs_from_last(values: IntArray) -> npt.NDArray[np.bool_]:
@@ -341,24 +356,20 @@ def add_lora(
     y: torch.Tensor,
     x: torch.Tensor,
     batch: LoraBatch,
-    layer: int,
-    modules: Sequence[str],
-    out_offsets: Sequence[int],
+    place: LoraPlace,
     reduce: "Reduce | None" = None,
 ) -> None:
     """Add what the adapters of the batch give for fused linear layers to y, in place.
 
-    y: [num_tokens, sum of out_features], x: [num_tokens, in_features]. Module i writes the columns
-    from out_offsets[i] on (its own out_features of them): for a fused q/k/v projection
-    modules = ("q_proj", "k_proj", "v_proj"), out_offsets = (0, q_size, q_size + kv_size). A module
-    that an adapter does not adapt is left alone. Sums are float32 whatever the dtypes; the scale
-    is applied to x A^T, which `reduce` adds over ranks first. Other changes of an adapter to the
-    outputs come first.
+    y: [num_tokens, sum of out_features], x: [num_tokens, in_features]. A module that an adapter
+    does not adapt is left alone. Sums are float32 whatever the dtypes; the scale is applied to
+    x A^T, which `reduce` adds over ranks first. Other changes of an adapter to the outputs come
+    first.
     """
-    add_vectors(y, (*vector_uses(batch, layer, modules), *batch.parts), layer, modules, out_offsets)
+    add_vectors(y, (*vector_uses(batch, place), *batch.parts), *place[:3])
     wanted = [
-        (batch.table.cells.cell_of(layer, module), first)
-        for module, first in zip(modules, out_offsets, strict=True)
+        (batch.table.cells.cell_of(place.layer, module), first)
+        for module, first in zip(place.modules, place.out_offsets, strict=True)
     ]
     for group in batch.groups():
         ranks = batch.table.ranks[group.entry]
@@ -373,19 +384,20 @@ def add_lora(
             columns[group.token_indices] = summed.to(y.dtype)
 
 
-def vector_uses(batch: LoraBatch, layer: int, modules: Sequence[str]) -> Iterator[PartsUse]:
+def vector_uses(batch: LoraBatch, place: LoraPlace) -> Iterator[PartsUse]:
     """Yield the vectors that the table has of these modules, in the order of the groups."""
     words, table = batch.table.vectors, batch.table
     if words is None:
         return
-    cells = {(layer, module): table.cells.cell_of(layer, module) for module in modules}
+    named = [(place.layer, module) for module in place.modules]
+    cells = {each: table.cells.cell_of(*each) for each in named}
     for group in batch.groups():
         vectors = {
-            place: vectors_at(
+            each: vectors_at(
                 *(words[group.entry, cell], batch.pool, table.cells.shapes[cell][1]),
                 table.alignment,
             )
-            for place, cell in cells.items()
+            for each, cell in cells.items()
         }
         yield PartsUse(AdapterParts(vectors), group.token_indices, group.token_scales)
 

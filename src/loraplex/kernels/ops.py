@@ -12,7 +12,7 @@ import torch
 
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels.activations import Activation
-from loraplex.kernels.lora import LoraBatch
+from loraplex.kernels.lora import LoraBatch, LoraPlace
 from loraplex.kernels.quantization import QuantizedWeight
 from loraplex.kernels.routing import Routes
 from loraplex.kernels.routing_rules import RoutingRules
@@ -330,15 +330,9 @@ class Kernels(Protocol):
         y: torch.Tensor,
         x: torch.Tensor,
         batch: LoraBatch,
-        layer: int,
-        modules: Sequence[str],
-        out_offsets: Sequence[int],
-        num_blocks: int = 0,
+        place: LoraPlace,
     ) -> None:
-        """y [T, out] += the adapters' share for x [T, in], in place; see kernels.lora.add_lora.
-
-        num_blocks: as of the layer. x A^T is added over blocks and ranks as the layer's product.
-        """
+        """y [T, out] += the adapters' share for x [T, in], in place; see kernels.lora.add_lora."""
         ...
 
     def route(
@@ -366,15 +360,11 @@ class Kernels(Protocol):
         x: torch.Tensor,
         batch: LoraBatch,
         routes: Routes,
-        layer: int,
-        modules: Sequence[str],
-        out_offsets: Sequence[int],
-        num_blocks: int = 0,
+        place: LoraPlace,
     ) -> None:
         """y [T * k, out] += the adapters' share, of each pair's expert, in place.
 
-        x as in `grouped_linear`, layer, modules, offsets and blocks as in `add_lora`. A pair has
-        the adapters of its token.
+        x as in `grouped_linear`. A pair has the adapters of its token.
         """
         ...
 

@@ -21,7 +21,7 @@ from loraplex.kernels import routing, sampling
 from loraplex.kernels.activations import Activation
 from loraplex.kernels.channel import Channel, joined_shares, tree_sum
 from loraplex.kernels.host_tensors import fixed_tiles
-from loraplex.kernels.lora import LoraBatch, add_lora
+from loraplex.kernels.lora import LoraBatch, LoraPlace, add_lora
 from loraplex.kernels.ops import (
     AttentionPlan,
     AttentionRules,
@@ -244,13 +244,10 @@ class ReferenceKernels:
         y: torch.Tensor,
         x: torch.Tensor,
         batch: LoraBatch,
-        layer: int,
-        modules: Sequence[str],
-        out_offsets: Sequence[int],
-        num_blocks: int = 0,
+        place: LoraPlace,
     ) -> None:
-        reduce = self._over_ranks if num_blocks else None
-        add_lora(y, x, batch, layer, modules, out_offsets, reduce)
+        reduce = self._over_ranks if place.num_blocks else None
+        add_lora(y, x, batch, place, reduce)
 
     def grouped_linear(self, x: torch.Tensor, packed: PackedLinear, routes: Routes) -> torch.Tensor:
         assert isinstance(packed, _TorchLinear)
@@ -273,13 +270,10 @@ class ReferenceKernels:
         x: torch.Tensor,
         batch: LoraBatch,
         routes: Routes,
-        layer: int,
-        modules: Sequence[str],
-        out_offsets: Sequence[int],
-        num_blocks: int = 0,
+        place: LoraPlace,
     ) -> None:
-        reduce = self._over_ranks if num_blocks else None
-        routing.add_expert_lora(y, x, batch, routes, layer, modules, out_offsets, reduce)
+        reduce = self._over_ranks if place.num_blocks else None
+        routing.add_expert_lora(y, x, batch, routes, place, reduce)
 
     def allocate_kv(self, num_blocks: int, shape: AttentionShape, dtype: torch.dtype) -> Storage:
         """Layout [num_blocks, K, block_size, stored_size] (kernels.ops)."""

@@ -4,12 +4,11 @@ Owns the layout that the ops of experts read (`Routes`) and the torch references
 of what experts compute in addition to their linear layers."""
 
 import dataclasses
-from collections.abc import Sequence
 
 import torch
 from torch.nn import functional
 
-from loraplex.kernels.lora import LoraBatch, LoraGroup, Reduce, lora_delta
+from loraplex.kernels.lora import LoraBatch, LoraGroup, LoraPlace, Reduce, lora_delta
 from loraplex.kernels.routing_rules import RoutingMode, RoutingRules
 
 
@@ -108,9 +107,7 @@ def add_expert_lora(
     x: torch.Tensor,
     batch: LoraBatch,
     routes: Routes,
-    layer: int,
-    modules: Sequence[str],
-    out_offsets: Sequence[int],
+    place: LoraPlace,
     reduce: Reduce | None = None,
 ) -> None:
     """Add what the adapters of the batch give for the experts of each pair; see Kernels.
@@ -122,10 +119,10 @@ def add_expert_lora(
     for group in batch.groups():
         chosen = routes.experts[group.token_indices]
         for expert in sorted(set(chosen.flatten().tolist())):
-            cells = [table.cells.cell_of(layer, module, expert) for module in modules]
+            cells = [table.cells.cell_of(place.layer, module, expert) for module in place.modules]
             adapted = [
                 (cell, first)
-                for cell, first in zip(cells, out_offsets, strict=True)
+                for cell, first in zip(cells, place.out_offsets, strict=True)
                 if table.ranks[group.entry, cell] > 0
             ]
             if not adapted:

@@ -7,7 +7,7 @@ import torch
 from loraplex.core.adapter import LM_HEAD, OUTSIDE_LAYERS
 from loraplex.kernels.adapter_parts import add_vectors, embed, replace_logits
 from loraplex.kernels.channel import Channel
-from loraplex.kernels.lora import batch_of_rows, head_blocks
+from loraplex.kernels.lora import batch_of_rows, head_place
 from loraplex.kernels.ops import Kernels
 from loraplex.models.base_linears import BaseLinears, base_linears
 from loraplex.models.batch import ForwardBatch
@@ -273,8 +273,7 @@ class Decoder:
             replace_logits(logits, x, lora.parts)
             add_vectors(logits, lora.parts, OUTSIDE_LAYERS, (LM_HEAD,), (0,))
             if lora.head_table is not None:
-                blocks, firsts = head_blocks(lora.head_table)
-                self._kernels.add_lora(logits, x, lora, 0, blocks, firsts)
+                self._kernels.add_lora(logits, x, lora, head_place(lora.head_table))
         return self._scaled(logits)
 
     def _base_logits(self, x: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from loraplex.kernels.cuda import experts
 from loraplex.kernels.cuda.grouped_linear import GroupedLinear
 from loraplex.kernels.cuda.linear_packing import CudaWeight, empty_weight, pack_weight
 from loraplex.kernels.cuda.lora import CudaLora
-from loraplex.kernels.lora import LoraBatch, LoraCells, LoraSegments
+from loraplex.kernels.lora import LoraBatch, LoraCells, LoraPlace, LoraSegments
 from loraplex.kernels.routing import Routes
 from loraplex.kernels.routing_rules import RoutingMode, RoutingRules
 from support.kernel_cases import Cases
@@ -77,9 +77,9 @@ def _layer(dtype: torch.dtype, num_tokens: int, made: tuple[LoraBatch, LoraSegme
     batch = expert_batch(dtype, made)
     kernel, x = CudaLora(GPU, batch_invariant=False), empty(num_tokens, HIDDEN, dtype=dtype)
     inner = empty(num_tokens * RULES.num_chosen, 2 * INNER, dtype=dtype)
-    kernel.add_experts(inner, x, batch, routes, 3, tuple(MODULES)[:2], (0, INNER))
+    kernel.add_experts(inner, x, batch, routes, LoraPlace(3, tuple(MODULES)[:2], (0, INNER)))
     y = empty(num_tokens * RULES.num_chosen, HIDDEN, dtype=dtype)
-    kernel.add_experts(y, inner[:, :INNER], batch, routes, 3, tuple(MODULES)[2:], (0,))
+    kernel.add_experts(y, inner[:, :INNER], batch, routes, LoraPlace(3, tuple(MODULES)[2:], (0,)))
     y = _products(dtype, num_tokens, routes=routes)
     assert _combined(y, routes).shape == (num_tokens, HIDDEN)
 

@@ -16,7 +16,7 @@ from loraplex.execution.adapters.entry_tables import head_modules
 from loraplex.execution.adapters.host_adapters import HostAdapter, HostPart, HostWeight
 from loraplex.execution.adapters.pinned_pages import PinnedPages
 from loraplex.kernels.accelerator import Accelerator, HostAccelerator
-from loraplex.kernels.lora import LoraBatch, add_lora
+from loraplex.kernels.lora import LoraBatch, LoraPlace, add_lora
 from loraplex.memory.adapter_pages import place
 from support.delayed_accelerator import DelayedAccelerator
 from support.naming import naming
@@ -124,7 +124,7 @@ def test_all_of_an_adapter_lies_where_it_would_on_a_cpu(accelerator: Accelerator
             x, sums = random_of(4, num_in, seed=3), []
             for batch in (ours, theirs):
                 y = random_of(4, num_out, seed=4)
-                add_lora(y, x, batch, layer, (module,), (0,))
+                add_lora(y, x, batch, LoraPlace(layer, (module,), (0,)))
                 sums.append(y)
             assert torch.equal(*sums)
     (our_use,), (their_use,) = ours.parts, theirs.parts

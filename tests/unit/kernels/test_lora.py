@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from loraplex.kernels.lora import LoraBatch, LoraCells, LoraTable, LoraUse, add_lora, lora_batch
+from loraplex.kernels.lora import (
+    LoraBatch,
+    LoraCells,
+    LoraPlace,
+    LoraTable,
+    LoraUse,
+    add_lora,
+    lora_batch,
+)
 
 HIDDEN = 40
 SHAPES = {"q_proj": (HIDDEN, 48), "k_proj": (HIDDEN, 16), "v_proj": (HIDDEN, 16)}
@@ -134,7 +142,7 @@ def test_the_reference_equals_the_slow_loop(kind, ranks, num_tokens, dtype):
     scales = [1.0 + 0.25 * (i % 3) for i in range(num_tokens)]
     y, x = inputs(num_tokens, dtype)
     expected = oracle(y, x, adapters, users, scales, layer=1)
-    add_lora(y, x, batch_of(adapters, users, scales), 1, MODULES, OUT_OFFSETS)
+    add_lora(y, x, batch_of(adapters, users, scales), LoraPlace(1, MODULES, OUT_OFFSETS))
     error = (y.double() - expected).abs().max() / expected.abs().max()
     assert error < TOLERANCE[dtype]
 
@@ -145,10 +153,10 @@ def test_a_token_s_bits_do_not_depend_on_its_company(dtype):
     adapters = make_adapters(max(users) + 1, MIXED, dtype)
     y, x = inputs(200, dtype)
     together = y.clone()
-    add_lora(together, x, batch_of(adapters, users), 0, MODULES, OUT_OFFSETS)
+    add_lora(together, x, batch_of(adapters, users), LoraPlace(0, MODULES, OUT_OFFSETS))
     for token in range(0, 200, 7):
         alone, row = y[token : token + 1].clone(), x[token : token + 1]
-        add_lora(alone, row, batch_of(adapters, [users[token]]), 0, MODULES, OUT_OFFSETS)
+        add_lora(alone, row, batch_of(adapters, [users[token]]), LoraPlace(0, MODULES, OUT_OFFSETS))
         assert torch.equal(alone[0], together[token])
 
 
@@ -181,7 +189,7 @@ def test_several_adapters_of_a_token_add_up():
     expected = oracle(expected, x, adapters, [1, -1, -1], [2.0, 1.0, 1.0], layer=0)
     uses = [LoraUse(0, 0, 0, 1, 1.0), LoraUse(1, 1, 0, 1, 2.0), LoraUse(0, 0, 2, 1, 0.5)]
     batch = lora_batch(adapters.pool, adapters.table, uses)
-    add_lora(y, x, batch, 0, MODULES, OUT_OFFSETS)
+    add_lora(y, x, batch, LoraPlace(0, MODULES, OUT_OFFSETS))
     torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -189,7 +197,7 @@ def test_a_module_that_is_not_adapted_is_left_alone():
     adapters = make_adapters(1, (4,), torch.float32, modules=("k_proj",))
     y, x = inputs(3, torch.float32)
     before = y.clone()
-    add_lora(y, x, batch_of(adapters, [0, 0, -1]), 0, MODULES, OUT_OFFSETS)
+    add_lora(y, x, batch_of(adapters, [0, 0, -1]), LoraPlace(0, MODULES, OUT_OFFSETS))
     assert torch.equal(y[:, :48], before[:, :48])
     assert torch.equal(y[:, 64:], before[:, 64:])
     assert torch.equal(y[2], before[2])
@@ -201,6 +209,6 @@ def test_modules_may_be_applied_one_by_one_into_their_own_output():
     y, x = inputs(3, torch.float32)
     fused, single = torch.zeros_like(y), torch.zeros(3, 16)
     batch = batch_of(adapters, [0, 0, -1])
-    add_lora(fused, x, batch, 1, MODULES, OUT_OFFSETS)
-    add_lora(single, x, batch, 1, ("v_proj",), (0,))
+    add_lora(fused, x, batch, LoraPlace(1, MODULES, OUT_OFFSETS))
+    add_lora(single, x, batch, LoraPlace(1, ("v_proj",), (0,)))
     assert torch.equal(single, fused[:, 64:])

@@ -12,6 +12,7 @@ from tests.support.routed_pairs import routes_by
 
 from loraplex.core.errors import ConfigError
 from loraplex.core.weight_precision import WeightPrecision
+from loraplex.kernels.lora import LoraPlace
 from loraplex.kernels.native.backend import NativeKernels
 from loraplex.kernels.native.library import (
     CPU_BFLOAT16_ORDERS,
@@ -240,7 +241,7 @@ def test_lora_shrinks_by_blocks(kernels, rank, dtype):
         uses = [*token_uses(users), *token_uses(users[1:], wave=1)]
         batch = shrink.adapters.batch(uses, len(users))
         x, y = torch.randn(11, 4 * block_inputs), torch.zeros(11, rank)
-        kernels.add_lora(y, x, batch, 0, ["o_proj"], [0], num_blocks=4)
+        kernels.add_lora(y, x, batch, LoraPlace(0, ("o_proj",), (0,), num_blocks=4))
         expected = torch.zeros(11, rank)
         for use in uses:
             share = products(kernels, x[use.first_token], shrink.a[use.entry])
@@ -263,7 +264,7 @@ def products(kernels: NativeKernels, row: torch.Tensor, a: torch.Tensor) -> torc
         adapter.table.scales[:] = 1.0
         share = torch.zeros(1, rank)
         batch = adapter.batch([token_uses([0])[0]._replace(scale=1.0)], 1)
-        kernels.add_lora(share, x.unsqueeze(0), batch, 0, ["o_proj"], [0])
+        kernels.add_lora(share, x.unsqueeze(0), batch, LoraPlace(0, ("o_proj",), (0,)))
         shares.append(share[0])
     return tree(shares)
 
@@ -277,10 +278,12 @@ def test_lora_of_experts_shrinks_by_blocks(kernels, dtype):
     batch = adapters.batch(uses, 12)
     x, y = torch.randn(24, 4 * 24).to(dtype), torch.randn(24, 19).to(dtype)
     result = y.clone()
-    kernels.add_expert_lora(result, x, batch, routes, 1, list(shapes), [0], num_blocks=4)
+    kernels.add_expert_lora(
+        result, x, batch, routes, LoraPlace(1, tuple(shapes), (0,), num_blocks=4)
+    )
     exact = adapters.expected_of_experts(y, x, uses, routes, 1, list(shapes), [0])
     assert (result.double() - exact).norm() <= TOLERANCE[dtype] * exact.norm()
     plain = y.clone()
-    kernels.add_expert_lora(plain, x, batch, routes, 1, list(shapes), [0])
+    kernels.add_expert_lora(plain, x, batch, routes, LoraPlace(1, tuple(shapes), (0,)))
     if dtype is torch.float32:
         assert not torch.equal(result, plain)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from loraplex.kernels.lora import LoraBatch, LoraCells, LoraTable, LoraUse, lora_batch
+from loraplex.kernels.lora import LoraBatch, LoraCells, LoraPlace, LoraTable, LoraUse, lora_batch
 from loraplex.kernels.native.library import (
     NativeLibraryError,
     ThreadPool,
@@ -102,12 +102,12 @@ class Case:
 
     def add(self, kernel, y, x, batch, routes):
         result = y.clone()
-        kernel.add_experts(result, x, batch, routes, LAYER, FUSED, self.out_offsets)
+        kernel.add_experts(result, x, batch, routes, LoraPlace(LAYER, FUSED, self.out_offsets))
         return result
 
     def expected(self, y, x, batch, routes):
         result = y.clone()
-        add_expert_lora(result, x, batch, routes, LAYER, FUSED, self.out_offsets)
+        add_expert_lora(result, x, batch, routes, LoraPlace(LAYER, FUSED, self.out_offsets))
         return result
 
 

@@ -9,7 +9,15 @@ import torch
 
 from loraplex.core.adapter import LM_HEAD, OUTSIDE_LAYERS
 from loraplex.kernels.adapter_parts import AdapterParts, OutputVector, PartsUse, add_vectors
-from loraplex.kernels.lora import LoraBatch, LoraCells, LoraTable, LoraUse, add_lora, lora_batch
+from loraplex.kernels.lora import (
+    LoraBatch,
+    LoraCells,
+    LoraPlace,
+    LoraTable,
+    LoraUse,
+    add_lora,
+    lora_batch,
+)
 from loraplex.kernels.native.library import (
     NativeLibraryError,
     ThreadPool,
@@ -90,7 +98,7 @@ class Case:
         return lora_batch(self.pool, self.table, uses)
 
     def add(self, kernel, y, x, batch, layer=1):
-        kernel.add(y, x, batch, layer, FUSED, self.out_offsets)
+        kernel.add(y, x, batch, LoraPlace(layer, FUSED, self.out_offsets))
         return y
 
     def expected(self, y, x, batch, layer=1):
@@ -225,7 +233,7 @@ def test_one_kernel_serves_many_steps_layers_and_tables(library):
             for layer in (0, 1):
                 y, x = case.inputs(len(users))
                 expected = y.clone()
-                add_lora(expected, x, batch, layer, FUSED, case.out_offsets)
+                add_lora(expected, x, batch, LoraPlace(layer, FUSED, case.out_offsets))
                 torch.testing.assert_close(case.add(kernel, y, x, batch, layer), expected)
 
 
@@ -235,7 +243,7 @@ def test_modules_may_be_applied_one_by_one_into_their_own_output(library):
     single = torch.zeros(3, 16)
     kernel, batch = kernel_of(library), case.batch([0, 0, -1])
     case.add(kernel, y, x, batch)
-    kernel.add(single, x, batch, 1, ("v_proj",), (0,))
+    kernel.add(single, x, batch, LoraPlace(1, ("v_proj",), (0,)))
     assert torch.equal(single, y[:, 64:])
 
 
@@ -280,6 +288,6 @@ def test_other_changes_of_the_outputs_have_the_bits_of_torch(library, dtype, siz
         y, x = case.inputs(40)
         expected = y.clone()
         add_vectors(expected, changed, layer, FUSED, case.out_offsets)
-        kernel.add(expected, x, plain, layer, FUSED, case.out_offsets)
-        kernel.add(y, x, batch, layer, FUSED, case.out_offsets)
+        kernel.add(expected, x, plain, LoraPlace(layer, FUSED, case.out_offsets))
+        kernel.add(y, x, batch, LoraPlace(layer, FUSED, case.out_offsets))
         assert torch.equal(y, expected)

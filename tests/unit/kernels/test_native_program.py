@@ -9,7 +9,7 @@ import torch
 from loraplex.core.errors import InternalError
 from loraplex.kernels.activations import Activation
 from loraplex.kernels.adapter_parts import AdapterParts, OutputVector, PartsUse
-from loraplex.kernels.lora import LoraCells, LoraTable, LoraUse, lora_batch
+from loraplex.kernels.lora import LoraCells, LoraPlace, LoraTable, LoraUse, lora_batch
 from loraplex.kernels.native.backend import NativeKernels
 from loraplex.kernels.native.library import (
     NativeLibrary,
@@ -151,7 +151,7 @@ def test_the_vectors_of_adapters_are_part_of_a_program(library: NativeLibrary) -
 
     def with_vectors() -> torch.Tensor:
         y = kernels.linear(x, linear)
-        kernels.add_lora(y, x, batch, 0, ("q_proj",), (0,))
+        kernels.add_lora(y, x, batch, LoraPlace(0, ("q_proj",), (0,)))
         return y
 
     for scale in (1.0, 2.0, 3.0):

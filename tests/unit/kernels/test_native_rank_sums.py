@@ -16,6 +16,7 @@ from tests.support.routed_pairs import routes_by
 from loraplex.core.errors import DeviceLost, InternalError
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels.channel import tree_sum
+from loraplex.kernels.lora import LoraPlace
 from loraplex.kernels.native.backend import NativeKernels
 from loraplex.kernels.native.channel import SLOT_BYTES, Segment, SharedMemoryChannel
 from loraplex.kernels.native.library import (
@@ -154,12 +155,14 @@ def test_lora(library, dtype, size, slot_bytes):
     x, y = torch.randn(17, IN_FEATURES).to(dtype), torch.randn(17, OUTPUTS).to(dtype)
     expected = y.clone()
     one = NativeKernels(library, 1)
-    one.add_lora(expected, x, adapters.batch(uses, 17), 1, ["o_proj"], [0], BLOCKS)
+    one.add_lora(expected, x, adapters.batch(uses, 17), LoraPlace(1, ("o_proj",), (0,), BLOCKS))
     shares = [adapters_of_rank(adapters, rank, size) for rank in range(size)]
 
     def body(kernels, rank):
         result, batch = y.clone(), shares[rank].batch(uses, 17)
-        kernels.add_lora(result, share(x, rank, size), batch, 1, ["o_proj"], [0], BLOCKS // size)
+        kernels.add_lora(
+            result, share(x, rank, size), batch, LoraPlace(1, ("o_proj",), (0,), BLOCKS // size)
+        )
         return result
 
     assert all_equal(run_ranks(library, size, body, slot_bytes), expected)
@@ -178,14 +181,16 @@ def test_lora_of_experts(library, size, slot_bytes):
     x, y = torch.randn(24, IN_FEATURES), torch.randn(24, 19)
     expected = y.clone()
     one = NativeKernels(library, 1)
-    one.add_expert_lora(expected, x, adapters.batch(uses, 12), routes, 1, [module], [0], BLOCKS)
+    one.add_expert_lora(
+        expected, x, adapters.batch(uses, 12), routes, LoraPlace(1, (module,), (0,), BLOCKS)
+    )
     shares = [adapters_of_rank(adapters, rank, size) for rank in range(size)]
 
     def body(kernels, rank):
         result, batch = y.clone(), shares[rank].batch(uses, 12)
         blocks = BLOCKS // size
         kernels.add_expert_lora(
-            result, share(x, rank, size), batch, routes, 1, [module], [0], blocks
+            result, share(x, rank, size), batch, routes, LoraPlace(1, (module,), (0,), blocks)
         )
         return result
 
@@ -223,7 +228,7 @@ class Step:
 
         def compute() -> torch.Tensor:
             y = kernels.linear(x, row)
-            kernels.add_lora(y, x, batch, 1, ["o_proj"], [0], blocks)
+            kernels.add_lora(y, x, batch, LoraPlace(1, ("o_proj",), (0,), blocks))
             return kernels.gather_columns(kernels.linear(y, column), 12)
 
         results = []

@@ -37,7 +37,6 @@ of the base's outputs.
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -63,7 +62,7 @@ from loraplex.kernels.cuda.programs.expert_lora import (
 from loraplex.kernels.cuda.programs.lora import expand_few, shrink_few
 from loraplex.kernels.cuda.programs.lora_matrix import expand_many, shrink_many
 from loraplex.kernels.cuda.ranks import RankSums
-from loraplex.kernels.lora import FEW_TOKENS, LoraBatch, LoraTable, lora_segments, vector_uses
+from loraplex.kernels.lora import FEW_TOKENS, LoraBatch, LoraPlace, lora_segments, vector_uses
 from loraplex.kernels.routing import Routes
 
 _RANKS = 16
@@ -113,24 +112,20 @@ class CudaLora:
         y: torch.Tensor,
         x: torch.Tensor,
         batch: LoraBatch,
-        layer: int,
-        modules: Sequence[str],
-        out_offsets: Sequence[int],
-        num_blocks: int = 0,
+        place: LoraPlace,
     ) -> None:
         """Same as kernels.lora.add_lora. Rows of x and y are contiguous, of the pool's dtype.
 
-        num_blocks of 1 or more: ranks have a part of the inputs each.
+        place.num_blocks of 1 or more: ranks have a part of the inputs each.
         """
-        places = (layer, modules, out_offsets)
-        work = self.work(y, x, batch, *places, num_tokens=len(x), num_blocks=num_blocks)
+        work = self.work(y, x, batch, place, num_tokens=len(x))
         is_few = self.takes_few(work)
         # Recorded steps have one wave: its vectors cost no launch of their own.
         has_vectors = is_few and len(work.segments.entries) == 1
-        if any((layer, name) in use.parts.vectors for use in batch.parts for name in modules):
+        names = [(place.layer, module) for module in place.modules]
+        if any(name in use.parts.vectors for use in batch.parts for name in names):
             # Each share is of the base's own outputs, so those of the table go with these.
-            uses = (*vector_uses(batch, layer, modules), *batch.parts)
-            add_vectors(y, uses, layer, modules, out_offsets)
+            add_vectors(y, (*vector_uses(batch, place), *batch.parts), *place[:3])
             has_vectors = False
         elif batch.has_vectors and not has_vectors:
             add_table_vectors(y, work)
@@ -145,18 +140,10 @@ class CudaLora:
         x: torch.Tensor,
         batch: LoraBatch,
         routes: Routes,
-        layer: int,
-        modules: Sequence[str],
-        out_offsets: Sequence[int],
-        num_blocks: int = 0,
+        place: LoraPlace,
     ) -> None:
-        """Same as kernels.routing.add_expert_lora. Rows of x and y are contiguous.
-
-        num_blocks: as in `add`.
-        """
-        places = (layer, modules, out_offsets)
-        num_tokens = len(routes.experts)
-        work = self.work(y, x, batch, *places, num_tokens=num_tokens, num_blocks=num_blocks)
+        """Same as kernels.routing.add_expert_lora. Rows of x and y are contiguous."""
+        work = self.work(y, x, batch, place, num_tokens=len(routes.experts))
         if self.takes_few(work):
             _add_few_of_experts(y, x, work, routes)
         else:
@@ -172,12 +159,9 @@ class CudaLora:
         y: torch.Tensor,
         x: torch.Tensor,
         batch: LoraBatch,
-        layer: int,
-        modules: Sequence[str],
-        out_offsets: Sequence[int],
+        place: LoraPlace,
         *,
         num_tokens: int,
-        num_blocks: int,
     ) -> LoraWork:
         """Return what the two kernels of a call share."""
         assert x.stride(1) == y.stride(1) == 1, "rows are contiguous"
@@ -186,7 +170,10 @@ class CudaLora:
         if segments is None:
             host = lora_segments(batch, num_tokens)
             segments = host.at(host.packed.to(self._device))
-        linear = self._linear(batch.table, layer, tuple(modules), tuple(out_offsets))
+        key = (batch.table.cells, batch.table.alignment, place)
+        linear = self._linears.get(key)
+        if linear is None:
+            linear = self._linears[key] = fused_linear(*key)
         return LoraWork(
             linear,
             table_on_device(batch.table),
@@ -195,17 +182,8 @@ class CudaLora:
             cells_of_entry=len(batch.table.cells),
             unit=batch.table.alignment,
             max_rank=triton.cdiv(batch.table.max_rank, MATRIX_RANKS) * MATRIX_RANKS,
-            sums=self._sums if num_blocks else None,
+            sums=self._sums if place.num_blocks else None,
         )
-
-    def _linear(
-        self, table: LoraTable, layer: int, modules: tuple[str, ...], out_offsets: tuple[int, ...]
-    ) -> FusedLinear:
-        key = (table.cells, table.alignment, layer, modules, out_offsets)
-        linear = self._linears.get(key)
-        if linear is None:
-            linear = self._linears[key] = fused_linear(*key)
-        return linear
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import triton.language as tl
 from loraplex.kernels.adapter_parts import MAX_VECTORS
 from loraplex.kernels.cuda.programs.lora import Cells, LoraConstants, Pieces
 from loraplex.kernels.cuda.ranks import RankSums
-from loraplex.kernels.lora import DeviceLoraTable, LoraCells, LoraSegments, LoraTable
+from loraplex.kernels.lora import DeviceLoraTable, LoraCells, LoraPlace, LoraSegments, LoraTable
 
 _ALIGNMENT = 16
 """Elements. Where all begins at a multiple of it, matrices are read by 16 bytes at a time."""
@@ -34,8 +34,8 @@ class FusedLinear:
     is_aligned: bool
 
 
-LinearKey = tuple[LoraCells, int, int, tuple[str, ...], tuple[int, ...]]
-"""A table's cells and alignment; the layer, its fused modules, the offsets of their outputs."""
+LinearKey = tuple[LoraCells, int, LoraPlace]
+"""A table's cells and alignment, and the fused linear layer."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -93,15 +93,10 @@ class LoraWork:
         return LoraConstants(*map(tl.constexpr, values))
 
 
-def fused_linear(
-    cells: LoraCells,
-    alignment: int,
-    layer: int,
-    modules: tuple[str, ...],
-    out_offsets: tuple[int, ...],
-) -> FusedLinear:
+def fused_linear(cells: LoraCells, alignment: int, place: LoraPlace) -> FusedLinear:
     """Return what launches need to know of a fused linear layer."""
-    indices = [cells.cell_of(layer, module) for module in modules]
+    indices = [cells.cell_of(place.layer, module) for module in place.modules]
+    out_offsets = place.out_offsets
     first_cell = min(indices)
     columns = tuple(index - first_cell for index in indices)
     in_features = {cells.shapes[index][0] for index in indices}

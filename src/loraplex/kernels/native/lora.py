@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from loraplex.kernels.adapter_parts import AdapterParts, OutputVector, PartsUse
-from loraplex.kernels.lora import LoraBatch, LoraCells
+from loraplex.kernels.lora import LoraBatch, LoraCells, LoraPlace
 from loraplex.kernels.native.library import (
     DTYPES,
     Int,
@@ -80,9 +80,6 @@ class _Vectors(NamedTuple):
     fields: npt.NDArray[np.int64]  # [n, 7]
 
 
-_LinearKey = tuple[LoraCells, int, tuple[str, ...], tuple[int, ...], int]
-"""Cells of a table; the layer, its fused modules, the offsets of their outputs; its blocks."""
-
 _LAYER = 0
 """The kernel gets flat cells: to it, a table has one layer with all of them as modules."""
 
@@ -109,7 +106,7 @@ class NativeLora:
         )
         self._batch: LoraBatch | None = None
         self._step: _Prepared
-        self._linears: dict[_LinearKey, _Prepared] = {}
+        self._linears: dict[tuple[LoraCells, LoraPlace], _Prepared] = {}
         self._places: weakref.WeakKeyDictionary[AdapterParts, dict[LoraCells, _Vectors]] = (
             weakref.WeakKeyDictionary()
         )
@@ -120,17 +117,14 @@ class NativeLora:
         y: torch.Tensor,
         x: torch.Tensor,
         batch: LoraBatch,
-        layer: int,
-        modules: Sequence[str],
-        out_offsets: Sequence[int],
-        num_blocks: int = 0,
+        place: LoraPlace,
     ) -> None:
         """Implement kernels.lora.add_lora."""
         self._add(
             *(self._pool.address, self.step_address(batch)),
-            self._linear_address(batch.table.cells, layer, modules, out_offsets, num_blocks),
+            self._linear_address(batch.table.cells, place),
             *(_LAYER, DTYPES[x.dtype], x.data_ptr(), x.stride(0)),
-            self._channel if num_blocks else None,
+            self._channel if place.num_blocks else None,
             *(y.data_ptr(), y.stride(0)),
         )
 
@@ -140,22 +134,19 @@ class NativeLora:
         x: torch.Tensor,
         batch: LoraBatch,
         routes: Routes,
-        layer: int,
-        modules: Sequence[str],
-        out_offsets: Sequence[int],
-        num_blocks: int = 0,
+        place: LoraPlace,
     ) -> None:
         """Implement kernels.routing.add_expert_lora. The cells are those of the first expert."""
         cells = batch.table.cells
-        num_experts = cells.num_experts[layer]
-        assert all(num_experts[module] == routes.num_experts for module in modules)
+        num_experts = cells.num_experts[place.layer]
+        assert all(num_experts[module] == routes.num_experts for module in place.modules)
         self._add_experts(
             *(self._pool.address, self.step_address(batch)),
-            self._linear_address(cells, layer, modules, out_offsets, num_blocks),
+            self._linear_address(cells, place),
             *(_LAYER, routes.num_experts, routes.num_chosen, routes.experts.data_ptr()),
             *(DTYPES[x.dtype], x.data_ptr(), x.stride(0)),
             routes.num_chosen if len(x) < len(y) else 1,
-            self._channel if num_blocks else None,
+            self._channel if place.num_blocks else None,
             *(y.data_ptr(), y.stride(0)),
         )
 
@@ -188,39 +179,25 @@ class NativeLora:
             places[cells] = _vectors(parts, cells)
         return places[cells]
 
-    def _linear_address(
-        self,
-        cells: LoraCells,
-        layer: int,
-        modules: Sequence[str],
-        out_offsets: Sequence[int],
-        num_blocks: int,
-    ) -> int:
+    def _linear_address(self, cells: LoraCells, place: LoraPlace) -> int:
         """Return the address of the structure of a fused linear layer; it stays valid."""
-        key = (cells, layer, tuple(modules), tuple(out_offsets), num_blocks)
-        linear = self._linears.get(key)
+        linear = self._linears.get((cells, place))
         if linear is None:
-            linear = self._linears[key] = _linear(*key)
+            linear = self._linears[cells, place] = _linear(cells, place)
         return linear.address
 
 
-def _linear(
-    cells: LoraCells,
-    layer: int,
-    modules: tuple[str, ...],
-    out_offsets: tuple[int, ...],
-    num_blocks: int,
-) -> _Prepared:
-    indices = [cells.cell_of(layer, module) for module in modules]
+def _linear(cells: LoraCells, place: LoraPlace) -> _Prepared:
+    indices = [cells.cell_of(place.layer, module) for module in place.modules]
     in_features = {cells.shapes[index][0] for index in indices}
     assert len(in_features) == 1, "modules of one linear layer have one input"
     arrays = (
         np.array(indices, dtype=np.int64),
-        np.array(out_offsets, dtype=np.int64),
+        np.array(place.out_offsets, dtype=np.int64),
         np.array([cells.shapes[index][1] for index in indices], dtype=np.int64),
     )
     addresses = (array.ctypes.data for array in arrays)
-    linear = _FusedLinear(in_features.pop(), max(1, num_blocks), len(indices), *addresses)
+    linear = _FusedLinear(in_features.pop(), max(1, place.num_blocks), len(indices), *addresses)
     return _Prepared(ctypes.addressof(linear), linear, arrays)
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 
 from loraplex.core.plan import CacheGroupId
-from loraplex.kernels.lora import LoraBatch
+from loraplex.kernels.lora import LoraBatch, LoraPlace
 from loraplex.kernels.ops import Kernels, PackedLinear, Storage
 from loraplex.kernels.routing import Routes
 from loraplex.models.batch import ForwardBatch
@@ -24,18 +24,14 @@ class Linear:
     ) -> None:
         """packed: by these kernels, from the layers of the group."""
         self._packed = packed
-        self._layer = layer
         self._kernels = kernels
-        self._modules = group.modules
-        self._first_outputs = group.first_outputs
-        self._num_blocks = group.input_blocks
+        self._place = LoraPlace(layer, group.modules, group.first_outputs, group.input_blocks)
 
     def forward(self, x: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
         """x [T, in] -> [T, out]."""
         y = self._kernels.linear(x, self._packed)
         if lora is not None:
-            places = (self._modules, self._first_outputs)
-            self._kernels.add_lora(y, x, lora, self._layer, *places, self._num_blocks)
+            self._kernels.add_lora(y, x, lora, self._place)
         return y
 
     def forward_pairs(
@@ -44,8 +40,7 @@ class Linear:
         """x [T, in] or [T * k, in] -> [T * k, out], for a group of experts."""
         y = self._kernels.grouped_linear(x, self._packed, routes)
         if lora is not None:
-            places = (self._layer, self._modules, self._first_outputs)
-            self._kernels.add_expert_lora(y, x, lora, routes, *places, self._num_blocks)
+            self._kernels.add_expert_lora(y, x, lora, routes, self._place)
         return y
 
 

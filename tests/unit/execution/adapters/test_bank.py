@@ -11,7 +11,7 @@ from loraplex.core.plan import PageGeometry
 from loraplex.execution.adapters.bank import AdapterBank
 from loraplex.execution.adapters.entry_tables import EntryTables
 from loraplex.execution.adapters.host_adapters import HostAdapter, HostPart, HostWeight
-from loraplex.kernels.lora import add_lora
+from loraplex.kernels.lora import LoraPlace, add_lora
 from loraplex.memory.adapter_pages import layer_targets, place
 from support.naming import naming
 
@@ -53,7 +53,7 @@ def delta(bank: AdapterBank, rows, x, layer, module) -> torch.Tensor:
     y = torch.zeros(x.shape[0], SHAPES[module][1])
     batch = bank.lora_batch(tuple(rows))
     if batch is not None:
-        add_lora(y, x, batch, layer, (module,), (0,))
+        add_lora(y, x, batch, LoraPlace(layer, (module,), (0,)))
     return y
 
 

@@ -7,7 +7,7 @@ from loraplex.kernels.accelerator import HostAccelerator
 from loraplex.kernels.cuda import lora
 from loraplex.kernels.cuda.graphs import StepGraphs
 from loraplex.kernels.cuda.lora import CudaLora
-from loraplex.kernels.lora import LoraUse
+from loraplex.kernels.lora import LoraPlace, LoraUse
 from loraplex.kernels.routing import Routes, sort_routes
 from support.pooled_adapters import BASE, PooledAdapters, token_uses, users
 from support.routed_pairs import chosen_experts, routes_by
@@ -55,7 +55,7 @@ def inputs(routes: Routes, dtype, in_features=48, width=WIDTH, *, is_by_pair=Fal
 def added(y, x, batch, routes, *, offsets=OFFSETS, modules=FUSED, batch_invariant=False):
     kernel = CudaLora(HOST, batch_invariant=batch_invariant)
     result = y.clone()
-    kernel.add_experts(result, x, batch, routes, 1, modules, offsets)
+    kernel.add_experts(result, x, batch, routes, LoraPlace(1, modules, offsets))
     return result
 
 
@@ -197,7 +197,7 @@ def test_a_recorded_step_computes_other_batches_and_routes_of_its_size():
         def compute():
             calls.append(batch)
             result = y.clone()
-            kernel.add_experts(result, x, batch, routes, 1, FUSED, OFFSETS)
+            kernel.add_experts(result, x, batch, routes, LoraPlace(1, FUSED, OFFSETS))
             return result
 
         parts = (routes.experts, routes.pairs, routes.starts)

@@ -7,7 +7,7 @@ from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels.accelerator import HostAccelerator
 from loraplex.kernels.activations import Activation
 from loraplex.kernels.cuda.backend import CudaKernels
-from loraplex.kernels.lora import LoraBatch
+from loraplex.kernels.lora import LoraBatch, LoraPlace
 from loraplex.kernels.ops import Kernels
 from loraplex.kernels.reference import ReferenceKernels
 from loraplex.kernels.routing_rules import RoutingMode, RoutingRules
@@ -45,10 +45,10 @@ class Layer:
         kernels = self.kernels
         routes = kernels.route(kernels.linear(x, self.router), RULES)
         up = kernels.grouped_linear(x, self.up, routes)
-        kernels.add_expert_lora(up, x, lora, routes, 1, UP, (0, INNER))
+        kernels.add_expert_lora(up, x, lora, routes, LoraPlace(1, UP, (0, INNER)))
         inner = kernels.gate(up, Activation.CLAMPED_SWIGLU)
         down = kernels.grouped_linear(inner, self.down, routes)
-        kernels.add_expert_lora(down, inner, lora, routes, 1, DOWN, (0,))
+        kernels.add_expert_lora(down, inner, lora, routes, LoraPlace(1, DOWN, (0,)))
         return kernels.combine_experts(down, routes, x)
 
 

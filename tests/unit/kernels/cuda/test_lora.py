@@ -10,7 +10,7 @@ from loraplex.kernels.adapter_parts import FACTOR, SHIFT, AdapterParts, OutputVe
 from loraplex.kernels.cuda import lora as launcher
 from loraplex.kernels.cuda.graphs import StepGraphs
 from loraplex.kernels.cuda.lora import CudaLora
-from loraplex.kernels.lora import LoraUse, add_lora, batch_of_rows, head_blocks
+from loraplex.kernels.lora import LoraPlace, LoraUse, add_lora, batch_of_rows, head_blocks
 from support.pooled_adapters import BASE, PooledAdapters, token_uses, users
 
 pytestmark = pytest.mark.slow
@@ -64,7 +64,7 @@ def inputs(num_tokens, dtype, in_features=96, width=WIDTH):
 def added(y, x, batch, layer=1, modules=FUSED, offsets=OFFSETS, *, batch_invariant=False):
     kernel = CudaLora(HOST, batch_invariant=batch_invariant)
     result = y.clone()
-    kernel.add(result, x, batch, layer, modules, offsets)
+    kernel.add(result, x, batch, LoraPlace(layer, modules, offsets))
     return result
 
 
@@ -143,7 +143,7 @@ def test_a_second_adapter_is_added_to_what_the_first_one_left(dtype, longest):
     result = added(y, x, adapters.batch(uses, 5, longest))
     assert error(result, expected) < TOLERANCE[dtype]
     reference = y.clone()
-    add_lora(reference, x, adapters.batch(uses, 5, longest), 1, FUSED, OFFSETS)
+    add_lora(reference, x, adapters.batch(uses, 5, longest), LoraPlace(1, FUSED, OFFSETS))
     torch.testing.assert_close(result, reference, rtol=2e-3, atol=2e-3)
 
 
@@ -173,7 +173,9 @@ def test_one_module_and_a_part_of_a_wider_output():
     batch = adapters.batch(token_uses([1, 0]), 2)
     y, x = inputs(2, torch.float32)
     wide = torch.zeros(2, 300)
-    CudaLora(HOST, batch_invariant=False).add(wide[:, 100:212], x, batch, 1, FUSED[1:], OFFSETS[1:])
+    CudaLora(HOST, batch_invariant=False).add(
+        wide[:, 100:212], x, batch, LoraPlace(1, FUSED[1:], OFFSETS[1:])
+    )
     whole = added(torch.zeros_like(y), x, batch)
     assert torch.equal(wide[:, 180:212], whole[:, 80:])
     assert not wide[:, :180].any()
@@ -217,7 +219,7 @@ def test_what_an_adapter_changes_of_the_outputs_comes_first():
     batch = dataclasses.replace(batch, parts=(changed,))
     y, x = inputs(2, torch.float32)
     reference = y.clone()
-    add_lora(reference, x, batch, 1, FUSED, OFFSETS)
+    add_lora(reference, x, batch, LoraPlace(1, FUSED, OFFSETS))
     torch.testing.assert_close(added(y, x, batch), reference)
 
 
@@ -233,7 +235,7 @@ def test_vectors_of_the_table_have_the_bits_of_the_reference(dtype, longest, sec
     batch = dataclasses.replace(adapters.batch(uses, 4, longest), has_vectors=True)
     y, x = inputs(4, dtype)
     reference = y.clone()
-    add_lora(reference, x, batch, 1, FUSED, OFFSETS)
+    add_lora(reference, x, batch, LoraPlace(1, FUSED, OFFSETS))
     result = added(y, x, batch)
     assert not torch.equal(reference, y)
     assert torch.equal(result, reference)
@@ -246,7 +248,7 @@ def test_vectors_come_before_lora_of_the_same_module(dtype):
     batch = dataclasses.replace(adapters.batch(token_uses([2, BASE, 0]), 3), has_vectors=True)
     y, x = inputs(3, dtype)
     reference = y.clone()
-    add_lora(reference, x, batch, 1, FUSED, OFFSETS)
+    add_lora(reference, x, batch, LoraPlace(1, FUSED, OFFSETS))
     torch.testing.assert_close(added(y, x, batch), reference, rtol=2e-3, atol=2e-3)
 
 
@@ -258,7 +260,7 @@ def test_vectors_in_and_outside_the_table_are_shares_of_the_same_outputs():
     batch = dataclasses.replace(batch, parts=changed, has_vectors=True)
     y, x = inputs(2, torch.float32)
     reference = y.clone()
-    add_lora(reference, x, batch, 1, FUSED, OFFSETS)
+    add_lora(reference, x, batch, LoraPlace(1, FUSED, OFFSETS))
     assert torch.equal(added(y, x, batch), reference)
 
 
@@ -296,7 +298,7 @@ def test_a_recorded_step_computes_other_batches_of_its_size(dtype):
         def compute():
             calls.append(batch)
             result = y.clone()
-            kernel.add(result, x, batch, 1, FUSED, OFFSETS)
+            kernel.add(result, x, batch, LoraPlace(1, FUSED, OFFSETS))
             return result
 
         return graphs.repeat("4 tokens", (y, x, *batch.segments.tensors), compute)

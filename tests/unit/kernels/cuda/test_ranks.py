@@ -8,7 +8,7 @@ from loraplex.kernels.accelerator import HostAccelerator
 from loraplex.kernels.channel import tree_sum
 from loraplex.kernels.cuda import ranks
 from loraplex.kernels.cuda.backend import CudaKernels
-from loraplex.kernels.lora import LoraUse
+from loraplex.kernels.lora import LoraPlace, LoraUse
 from support.pooled_adapters import BASE, PooledAdapters, token_uses
 from support.ranks_in_turns import UNINITIALISED, TurnsChannel, ranks_in_turns
 from support.routed_pairs import routes_by
@@ -167,7 +167,9 @@ def test_adapters_of_mixed_ranks(size, dtype, longest):
         result, own = y.clone(), cut_inputs(channel, adapters, shapes)
         batch = own.batch(uses, 11, longest)
         inputs = share(channel, x)
-        kernels_of(channel).add_lora(result, inputs, batch, 1, ("down_proj",), (0,), 4 // size)
+        kernels_of(channel).add_lora(
+            result, inputs, batch, LoraPlace(1, ("down_proj",), (0,), 4 // size)
+        )
         return result
 
     check(ranks_in_turns(size, body), expected, dtype)
@@ -193,7 +195,7 @@ def test_experts_with_biases_and_adapters(dtype, longest):
         inputs = share(channel, x)
         y = kernels.grouped_linear(inputs, packed, routes)
         batch = own.batch(uses, num_tokens, longest)
-        kernels.add_expert_lora(y, inputs, batch, routes, 1, (name,), (0,), 2)
+        kernels.add_expert_lora(y, inputs, batch, routes, LoraPlace(1, (name,), (0,), 2))
         return y
 
     check(ranks_in_turns(size, body), expected, dtype)
