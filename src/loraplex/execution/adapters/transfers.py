@@ -20,8 +20,7 @@ from loraplex.core.adapter import OUTSIDE_LAYERS, AdapterHandle
 from loraplex.core.plan import PageGeometry, PageId
 from loraplex.execution.adapters.pinned_pages import PageLease, PinnedPages
 from loraplex.kernels.accelerator import Accelerator, DeviceEvent
-from loraplex.kernels.lora import Arrivals
-from loraplex.kernels.lora import LoraSegments
+from loraplex.kernels.lora import Arrivals, LoraSegments
 from loraplex.memory.adapter_pages import Placement
 
 
