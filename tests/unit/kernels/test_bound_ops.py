@@ -1,0 +1,35 @@
+"""A backend that forgets to bind an op would compute it with torch, without a word."""
+
+import pytest
+
+from loraplex.kernels.accelerator import HostAccelerator
+from loraplex.kernels.native.backend import NativeKernels
+from loraplex.kernels.native.library import NativeLibraryError, load_library
+from loraplex.kernels.ops import Kernels
+from loraplex.kernels.reference import ReferenceKernels
+
+OPS = sorted(name for name in vars(Kernels) if not name.startswith("_"))
+
+
+def ops_of_the_reference(kernels: ReferenceKernels) -> list[str]:
+    """Return the members of Kernels that the backend has from the reference."""
+    own = vars(kernels)
+    return [
+        name
+        for name in OPS
+        if name not in own and getattr(type(kernels), name) is getattr(ReferenceKernels, name)
+    ]
+
+
+def test_a_cpu_computes_each_op_natively() -> None:
+    try:
+        library = load_library()
+    except NativeLibraryError as error:
+        pytest.skip(f"the native kernels are not built: {error}")
+    assert ops_of_the_reference(NativeKernels(library, 1)) == ["recording"]
+
+
+def test_a_gpu_computes_each_op_by_its_own_programs() -> None:
+    backend = pytest.importorskip("loraplex.kernels.cuda.backend", reason="no Triton")
+    kernels = backend.CudaKernels(HostAccelerator())
+    assert ops_of_the_reference(kernels) == ["gather_columns", "lora_ns"]
