@@ -10,7 +10,7 @@ from loraplex.kernels.adapter_parts import FACTOR, SHIFT, AdapterParts, OutputVe
 from loraplex.kernels.cuda import lora as launcher
 from loraplex.kernels.cuda.graphs import StepGraphs
 from loraplex.kernels.cuda.lora import CudaLora
-from loraplex.kernels.lora import LoraPlace, LoraUse, add_lora, batch_of_rows, head_blocks
+from loraplex.kernels.lora import LoraPlace, LoraUse, add_lora, batch_of_rows, head_place
 from support.pooled_adapters import BASE, PooledAdapters, token_uses, users
 
 pytestmark = pytest.mark.slow
@@ -271,7 +271,7 @@ def test_lm_head_in_blocks_and_segments_that_are_not_made_yet():
     step = dataclasses.replace(step, head_table=adapters.table)
     batch = batch_of_rows(step, torch.tensor([2, 3, 4]), 5)
     y, x = inputs(3, torch.float32, 24, 73)
-    modules, firsts = head_blocks(adapters.table)
+    _, modules, firsts, _ = head_place(adapters.table)
     uses = [LoraUse(0, 2, 0, 1, 2.0), LoraUse(0, 1, 2, 1, 1.0)]
     expected = adapters.expected(y, x, uses, 0, modules, firsts)
     result = added(y, x, batch, 0, modules, firsts)
