@@ -195,7 +195,7 @@ class LoraPlace(NamedTuple):
     modules: tuple[str, ...]
     out_offsets: tuple[int, ...]
     num_blocks: int = 0
-    """As of the layer, see Kernels.pack_linear: x A^T is added over blocks and ranks like it."""
+    """Blocks of the layer, see Kernels.pack_linear: x A^T is added over blocks and ranks alike."""
 
 
 class Arrivals(Protocol):
