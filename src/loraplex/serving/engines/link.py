@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Final, Protocol
 
 import zmq
-import zmq.asyncio
 
 from loraplex.core.config import ModelConfig
 from loraplex.core.environment import child_environment
@@ -46,6 +45,7 @@ _KILL_SECONDS = 10.0
 """After that a killed process is given up: it waits for a driver, and ends when that lets it."""
 _NUM_FILES: Final = 16
 """Upper bound of the files that the link to one engine opens."""
+_READABLE: Final = int(zmq.POLLIN)
 _KILLS: Final = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT})
 """Signals that come from outside: an operator, a container's end, a system short of memory."""
 
@@ -152,6 +152,7 @@ class ProcessLink:
         self._epoch = epoch.to_bytes(EPOCH_BYTES, "big")
         self._identity: bytes | None = None
         self._exited = asyncio.create_task(process.wait())
+        self._exited.add_done_callback(lambda _: endpoint.changed.set())
         self._has_all_events = False
         self._problem = ""
         """Why the process was killed from here."""
@@ -191,7 +192,7 @@ class ProcessLink:
 
     def send(self, command: EngineCommand) -> None:
         assert self._identity is not None, "an engine receives nothing before it is ready"
-        self._endpoint.socket.send_multipart([self._identity, self._epoch, encode(command)])
+        self._endpoint.send([self._identity, self._epoch, encode(command)])
 
     async def receive(self) -> EngineEvent:
         while (frames := await self._next_frames()) is not None:
@@ -258,15 +259,17 @@ class ProcessLink:
 
     async def _next_frames(self) -> list[bytes] | None:
         """Return the next message; None once the engine has ended and all messages are read."""
-        frames = asyncio.ensure_future(self._endpoint.socket.recv_multipart())
-        try:
-            if not frames.done():  # else they were there already
-                await asyncio.wait({frames, self._exited}, return_when=asyncio.FIRST_COMPLETED)
-            if not frames.done() and not self._has_all_events:
-                await asyncio.wait({frames}, timeout=_LAST_WORDS_SECONDS)
-            return frames.result() if frames.done() else None
-        finally:
-            frames.cancel()
+        while (frames := self._endpoint.receive()) is None:
+            has_ended = self._exited.done()
+            if has_ended and self._has_all_events:
+                return None
+            self._endpoint.changed.clear()
+            try:
+                async with asyncio.timeout(_LAST_WORDS_SECONDS if has_ended else None):
+                    await self._endpoint.changed.wait()
+            except TimeoutError:
+                return None
+        return frames
 
 
 class _Endpoint:
@@ -278,16 +281,20 @@ class _Endpoint:
         self._folder = PrivateFolder()
         self.marker_path = os.path.join(self._folder.path, "steps")
         self.logits_dir = os.path.join(self._folder.path, "logits")
-        self._context = zmq.asyncio.Context()
+        self._context = zmq.Context()
         self.address = f"ipc://{os.path.join(self._folder.path, 'engine')}"
-        self.socket = self._context.socket(zmq.ROUTER)
-        self.socket.setsockopt(zmq.SNDHWM, 0)
-        self.socket.setsockopt(zmq.RCVHWM, 0)
-        self.socket.setsockopt(zmq.LINGER, 0)
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self.changed = asyncio.Event()
+        """Set when there may be something new: messages, or for its owner the engine's end."""
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._socket.FD, self._notice)
         try:
             self.marker = create_marker_file(Path(self.marker_path))
             os.mkdir(self.logits_dir)
-            self.socket.bind(self.address)
+            self._socket.bind(self.address)
         except OSError as error:
             self.close()
             raise ConfigError(f"cannot write to {self._folder.path}: {error.strerror}") from error
@@ -297,10 +304,27 @@ class _Endpoint:
                 f"cannot open {self.address}: {error.strerror}; TMPDIR may name another folder"
             ) from error
 
+    def send(self, frames: Sequence[bytes]) -> None:
+        self._socket.send_multipart(frames)
+        self.changed.set()  # sending takes the sign of messages that have come from the descriptor
+
+    def receive(self) -> list[bytes] | None:
+        """Return the next message, or None if none has come yet."""
+        if not int(self._socket.getsockopt(zmq.EVENTS)) & _READABLE:
+            return None
+        return self._socket.recv_multipart()
+
     def close(self) -> None:
-        self.socket.close()
+        if not self._socket.closed:
+            self._loop.remove_reader(self._socket.FD)
+        self._socket.close()
         self._context.term()
         self._folder.remove()
+
+    def _notice(self) -> None:
+        """Take the sign of new messages from the descriptor, which is readable until then."""
+        self._socket.getsockopt(zmq.EVENTS)
+        self.changed.set()
 
 
 def _require_files(count: int) -> None:
