@@ -44,7 +44,7 @@ from comparison.systems import Adapter
 from loraplex.bench.arrivals import ClosedLoop
 from loraplex.bench.client import Target, discover, run
 from loraplex.bench.machine import this_code, this_machine
-from loraplex.bench.server import running_server, serve_command
+from loraplex.bench.session import running_server, serve_command
 from loraplex.bench.statistics import throughput_ratio
 from loraplex.bench.workload import (
     Lengths,

@@ -24,7 +24,7 @@ from comparison.processes import cpu_seconds, process_tree, resident_bytes
 from results_file import write_report
 from startup import measure as measure_starts
 
-from loraplex.bench.report_files import markdown_table
+from loraplex.bench.report import markdown_table
 from loraplex.core.environment import cache_directory
 from loraplex.core.plan import StepPlan
 from loraplex.demo import BASE_PATH

@@ -34,7 +34,7 @@ from tqdm import tqdm
 from loraplex.bench.arrivals import Burst
 from loraplex.bench.machine import Code, Machine, machine_lines, this_code, this_machine
 from loraplex.bench.popularity import Distinct
-from loraplex.bench.report_files import markdown_table, write_pair
+from loraplex.bench.report import markdown_table, write_pair
 from loraplex.bench.statistics import Ratio, percentile
 from loraplex.bench.workload import Lengths, PlannedRequest, Workload, generate
 from loraplex.core.adapter import AdapterSource, AdapterUse, LoraTarget

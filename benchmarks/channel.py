@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from results_file import write_report
 
-from loraplex.bench.report_files import markdown_table
+from loraplex.bench.report import markdown_table
 from loraplex.kernels.native.channel import SharedMemoryChannel
 from loraplex.kernels.native.library import load_library
 from support.ranks import run_ranks

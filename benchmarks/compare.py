@@ -11,8 +11,8 @@ from typing import Annotated
 
 import typer
 
+from loraplex.cli.bench import RunBar
 from loraplex.cli.options import errors_to_exit_code
-from loraplex.cli.run_bar import RunBar
 from loraplex.core.environment import cache_directory
 from loraplex.core.errors import ConfigError
 

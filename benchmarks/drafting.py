@@ -25,7 +25,7 @@ from comparison.fixtures import Fixture, find_shape
 from tokenizers import Tokenizer
 
 from loraplex.bench.machine import Code, Machine, machine_lines, this_code, this_machine
-from loraplex.bench.report_files import markdown_table, write_pair
+from loraplex.bench.report import markdown_table, write_pair
 from loraplex.core.clock import SystemClock
 from loraplex.core.environment import cache_directory
 from loraplex.core.sampling_params import SamplingParams

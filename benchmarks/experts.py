@@ -27,7 +27,7 @@ from results_file import write_report
 from step import RANK, Subject
 from transformers import AutoModelForCausalLM, MixtralConfig, StoppingCriteria
 
-from loraplex.bench.report_files import markdown_table
+from loraplex.bench.report import markdown_table
 
 SIZES: Final[Mapping[str, Mapping[str, int]]] = {
     "full": {

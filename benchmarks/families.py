@@ -23,7 +23,7 @@ from results_file import write_report
 from safetensors.torch import save_file
 from step import CONTEXT, RANK, Ledger, Subject, random_adapter
 
-from loraplex.bench.report_files import markdown_table
+from loraplex.bench.report import markdown_table
 from loraplex.core.adapter import AdapterSource, AdapterUse, LoraTarget
 from loraplex.core.clock import SystemClock
 from loraplex.core.request import EngineRequest

@@ -24,10 +24,10 @@ from pathlib import Path
 
 import msgspec
 
-from loraplex.app import event_loop
 from loraplex.app.server import Server
+from loraplex.app.serving_process import run_on_event_loop
 from loraplex.bench.machine import Code, Machine, machine_lines, this_code, this_machine
-from loraplex.bench.report_files import markdown_table, write_pair
+from loraplex.bench.report import markdown_table, write_pair
 from loraplex.core.config import Config, ModelConfig
 from loraplex.core.server_config import ServerConfig
 from loraplex.demo import BASE_PATH
@@ -186,7 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.serve:
-        event_loop.run(serve(options.serve))
+        run_on_event_loop(serve(options.serve))
         return
     cells: list[Cell] = []
     loads: list[float] = []

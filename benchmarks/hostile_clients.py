@@ -43,7 +43,7 @@ from comparison.stream_load import MEBIBYTE, held_by
 from hostile_bodies import send
 
 from loraplex.bench.machine import Code, Machine, machine_lines, this_code, this_machine
-from loraplex.bench.report_files import markdown_table, write_pair
+from loraplex.bench.report import markdown_table, write_pair
 from loraplex.bench.statistics import percentile
 from loraplex.core.environment import child_environment
 from loraplex.demo import ADAPTER_PATHS, BASE_PATH

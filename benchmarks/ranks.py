@@ -23,7 +23,7 @@ from comparison.fixtures import RANK_8, Fixture, find_shape
 from results_file import write_report
 
 from loraplex import LLM, SamplingParams
-from loraplex.bench.report_files import markdown_table
+from loraplex.bench.report import markdown_table
 
 ONE, TWO = "one rank, two threads", "two ranks, one thread each"
 KINDS: Final[Mapping[str, Mapping[str, int]]] = {

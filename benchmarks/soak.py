@@ -53,7 +53,7 @@ from comparison.stream_load import (
 from streams import MOST_GROWTH, TOOL, chat, completion, mixed
 
 from loraplex.bench.machine import Code, Machine, machine_lines, this_code, this_machine
-from loraplex.bench.report_files import markdown_table, write_dated
+from loraplex.bench.report import markdown_table, write_dated
 from loraplex.core.environment import child_environment
 from loraplex.core.stopped_process import state_of
 from loraplex.demo import ADAPTER_PATHS, BASE_PATH

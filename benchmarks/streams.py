@@ -48,7 +48,7 @@ from loraplex.bench.machine import (
     this_code,
     this_machine,
 )
-from loraplex.bench.report_files import markdown_table, write_dated
+from loraplex.bench.report import markdown_table, write_dated
 from loraplex.bench.statistics import percentile
 from loraplex.testing.running_server import RunningServer, serving
 from support.capitals.corpus import COUNTRIES, LANGUAGES, founding_prompts, phrased_queries

@@ -25,7 +25,7 @@ from comparison.fixtures import Fixture, find_shape
 
 from loraplex.app.rank import vocabulary_source
 from loraplex.bench.machine import Code, Machine, machine_lines, this_code, this_machine
-from loraplex.bench.report_files import markdown_table, write_pair
+from loraplex.bench.report import markdown_table, write_pair
 from loraplex.core.clock import SystemClock
 from loraplex.core.config import ModelConfig
 from loraplex.core.environment import cache_directory

@@ -26,7 +26,7 @@ from transport_client import STREAM_LENGTH, Measured
 from transport_models import write_repository
 
 from loraplex.bench.machine import Code, Machine, machine_lines, this_code, this_machine
-from loraplex.bench.report_files import markdown_table, write_pair
+from loraplex.bench.report import markdown_table, write_pair
 from support.real_triton import MISSING, running_triton, tritonserver
 
 HERE = Path(__file__).parent

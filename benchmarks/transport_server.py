@@ -13,11 +13,10 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from loraplex.app import event_loop
-from loraplex.app.end_of_input import end_of_input
 from loraplex.app.http_app import http_app
-from loraplex.app.ports import Ports
 from loraplex.app.reporting import reporting_requests
+from loraplex.app.server import Ports, end_of_input
+from loraplex.app.serving_process import run_on_event_loop
 from loraplex.core.clock import SystemClock
 from loraplex.core.config import Config
 from loraplex.core.errors import NotReadyError
@@ -135,7 +134,7 @@ async def _no_metrics(scope: Any, receive: Any, send: Any) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     pairs = [pair.partition("=") for pair in arguments or sys.argv[1:]]
-    event_loop.run(serve({name: value for name, _, value in pairs}))
+    run_on_event_loop(serve({name: value for name, _, value in pairs}))
 
 
 if __name__ == "__main__":

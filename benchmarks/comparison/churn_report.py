@@ -16,7 +16,7 @@ from comparison.adapter_tiers import (
     sum_counters,
 )
 from loraplex.bench.machine import Code, Machine, machine_lines
-from loraplex.bench.report_files import markdown_table, write_dated
+from loraplex.bench.report import markdown_table, write_dated
 from loraplex.bench.statistics import (
     Percentiles,
     Ratio,

@@ -13,7 +13,7 @@ import time
 import msgspec
 
 from comparison.systems import Adapter, Running
-from loraplex.bench.load_generator import exchange_all
+from loraplex.bench.client import exchange_all
 from loraplex.bench.workload import PlannedRequest
 from loraplex.core.errors import ConfigError
 

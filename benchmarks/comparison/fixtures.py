@@ -24,11 +24,11 @@ from comparison.fixture_tokenizer import (
     write_tokenizer,
 )
 from comparison.systems import Adapter
-from loraplex.bench.bfloat16 import to_bfloat16
 from loraplex.bench.random_adapters import (
     MODULES,
     AdapterKind,
     linear_shapes,
+    to_bfloat16,
     write_random_adapter,
 )
 from loraplex.core.errors import ConfigError

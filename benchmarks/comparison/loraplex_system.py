@@ -19,10 +19,15 @@ from comparison.peers.llama_cpp import LlamaCpp
 from comparison.peers.worker_process import WorkerProcess
 from comparison.processes import Launch, ServerProcess
 from comparison.systems import Adapter, Running, Setup, System
-from loraplex.bench.completions import PATH, completion_body, read_completion
-from loraplex.bench.exchange import Completion, Exchange
-from loraplex.bench.server import HTTP_LINE, LAST_LINE, serve_command
-from loraplex.bench.streaming import StreamingClient
+from loraplex.bench.completions import (
+    PATH,
+    Completion,
+    Exchange,
+    StreamingClient,
+    completion_body,
+    read_completion,
+)
+from loraplex.bench.session import HTTP_LINE, LAST_LINE, serve_command
 from loraplex.core.errors import ConfigError
 from loraplex.core.version import __version__
 

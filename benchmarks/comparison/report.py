@@ -15,7 +15,7 @@ from comparison.findings import (
 )
 from comparison.journal import Calibrated, Checked, Header, Journal, Started
 from loraplex.bench.machine import machine_lines
-from loraplex.bench.report_files import markdown_table, write_pair
+from loraplex.bench.report import markdown_table, write_pair
 from loraplex.bench.statistics import Percentiles, Ratio
 from loraplex.core.errors import ConfigError
 

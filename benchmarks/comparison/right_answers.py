@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from comparison.systems import Running
-from loraplex.bench.exchange import Completion
-from loraplex.bench.load_generator import exchange_all
+from loraplex.bench.client import exchange_all
+from loraplex.bench.completions import Completion
 from loraplex.bench.workload import PlannedRequest
 from loraplex.core.errors import ConfigError
 

@@ -12,8 +12,8 @@ from typing import Protocol
 import msgspec
 
 from comparison.processes import Launch
-from loraplex.bench.exchange import Completion, Exchange
-from loraplex.bench.load_generator import exchange_all, record_of
+from loraplex.bench.client import exchange_all, record_of
+from loraplex.bench.completions import Completion, Exchange
 from loraplex.bench.statistics import RunStatistics, summarize
 from loraplex.bench.workload import PlannedRequest
 

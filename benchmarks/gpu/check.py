@@ -24,7 +24,7 @@ from gpu.card import Place, arrival_bandwidth, copy_bandwidth, this_place
 from gpu.decode import Case
 from gpu.journal import CellJournal, Figures, Header
 from gpu.rig import Rig
-from loraplex.bench.report_files import markdown_table
+from loraplex.bench.report import markdown_table
 from loraplex.core.environment import child_environment
 
 _SECONDS = 480.0

@@ -11,7 +11,7 @@ from gpu.card import copy_bandwidth
 from gpu.journal import CellJournal, Figures
 from gpu.models import adapter_bytes, decoder_config, kv_bytes, step_bytes
 from gpu.rig import Rig, RigSettings
-from loraplex.bench.report_files import markdown_table
+from loraplex.bench.report import markdown_table
 
 _BLOCKS = 5
 _MODULES = ("qkv", "all")

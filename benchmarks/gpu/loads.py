@@ -23,7 +23,7 @@ from loraplex.adapters.canonical import (
     write_canonical,
 )
 from loraplex.adapters.tensor_file import RawTensor
-from loraplex.bench.report_files import markdown_table
+from loraplex.bench.report import markdown_table
 from loraplex.bench.workload import PlannedRequest
 from loraplex.core.adapter import AdapterSource, Residency
 from loraplex.engine.engine import Engine

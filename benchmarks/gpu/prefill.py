@@ -10,7 +10,7 @@ import torch
 from gpu.journal import CellJournal, Figures
 from gpu.models import adapter_bytes, decoder_config, step_bytes
 from gpu.rig import Rig, RigSettings
-from loraplex.bench.report_files import markdown_table
+from loraplex.bench.report import markdown_table
 from loraplex.core.adapter import AdapterHandle
 
 _REPEATS = 5

@@ -20,7 +20,7 @@ from gpu.engines import Kind, bytes_on_host, closed_loop, forget, make_engine, r
 from gpu.journal import CellJournal, Figures
 from gpu.models import MODULES, adapter_bytes, decoder_config, hf_config
 from gpu.rig import Rig, RigSettings
-from loraplex.bench.report_files import markdown_table
+from loraplex.bench.report import markdown_table
 from loraplex.bench.workload import PlannedRequest
 
 _REPEATS = 3

@@ -24,7 +24,7 @@ from loraplex.bench.popularity import (
     Popularity,
     SquareRoot,
 )
-from loraplex.bench.report_files import markdown_table
+from loraplex.bench.report import markdown_table
 from loraplex.engine.engine import Engine
 
 

@@ -6,11 +6,10 @@ from typing import Final
 import msgspec
 
 from loraplex.cli.llgtrt import llgtrt
-from loraplex.compat.llgtrt import config_keys
+from loraplex.compat import llgtrt as llgtrt_files
 from loraplex.core.support import Feature, Section, Support
 from tools import llgtrt_differences as differences
-from tools.commands import command_features
-from tools.markdown import page
+from tools.markdown import command_features, page
 
 _ABOUT: Final = """\
 This page is written by `make tables` from the tables of the code; a test compares it. The fields of
@@ -37,7 +36,7 @@ _ROUTES: Final = (
 def sections() -> Iterator[Section]:
     flags = tuple(_flag(feature) for feature in command_features(llgtrt))
     yield Section("Flags", flags, "In addition, every setting has its flag.")
-    for section in config_keys.sections():
+    for section in llgtrt_files.sections():
         yield Section(f"{section.title} in llgtrt.json5", section.rows, section.about)
     yield Section("Routes", _ROUTES, "They are there in `loraplex serve` as well.")
     for section in differences.sections():

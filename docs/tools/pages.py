@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from tools import diagrams
 from tools.llgtrt_page import llgtrt_page
 from tools.models_page import models_page
 from tools.openai_page import openai_page
@@ -22,11 +21,6 @@ PAGES: Mapping[str, Callable[[], str]] = MappingProxyType(
         "settings.md": settings_page,
         "models.md": models_page,
         "sizing.md": sizing_page,
-        "images/architecture.svg": diagrams.architecture,
-        "images/adapter-memory.svg": diagrams.adapter_memory,
-        "images/mixed-batch.svg": diagrams.mixed_batch,
-        "images/batching.svg": diagrams.batching,
-        "images/determinism.svg": diagrams.determinism,
     }
 )
 """Files that are committed."""

@@ -44,7 +44,7 @@ MARGIN = 2
 """Functions, and files, that a path may have in addition to the baseline's."""
 MAX_LINES = 60
 """Lines of a function on a path."""
-GUARD = ("app/http_guard.py", "app/http_limits.py", "app/gathered_writes.py")
+GUARD = ("app/http_guard.py",)
 """Files of the HTTP guard."""
 WARM_UPS = 4
 """Requests that are not traced: the processes of the sandbox take turns, and all must be warm."""

@@ -16,8 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from uvicorn.server import ServerState
 
-from loraplex.app.http_guard import ConnectionGuard, GuardedApp
-from loraplex.app.http_limits import ConnectionLimits
+from loraplex.app.http_guard import ConnectionGuard, ConnectionLimits, GuardedApp
 from loraplex.frontends.telemetry.connections import HttpConnections
 from support.examples import examples, num_examples
 

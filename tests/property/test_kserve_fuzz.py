@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2 as pb
 
 from loraplex.adapters.formats.npy import read_npy
-from loraplex.compat.triton.pbtxt import parse_pbtxt
+from loraplex.compat.triton.model_folder import parse_pbtxt
 from loraplex.core.errors import ConfigError, LoraplexError
 from loraplex.frontends.kserve.grpc.codec import decode_request, infer_reader
 from loraplex.frontends.kserve.shared_memory import SharedMemory, TenantMemory

@@ -8,7 +8,7 @@ import uvicorn
 from anyio.from_thread import start_blocking_portal
 from starlette.types import ASGIApp
 
-from loraplex.app.listener import bind
+from loraplex.app.serving_process import bind
 
 
 @contextmanager

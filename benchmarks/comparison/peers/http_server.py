@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from comparison.processes import Launch, ServerProcess
-from loraplex.bench.streaming import StreamingClient
+from loraplex.bench.completions import StreamingClient
 
 _HOST = "127.0.0.1"
 

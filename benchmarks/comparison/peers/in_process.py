@@ -6,7 +6,7 @@ So a library is measured at its own API, without the cost of a server that it do
 from comparison.peers.worker_process import WorkerProcess, decode
 from comparison.processes import Launch
 from comparison.systems import Adapter, Setup
-from loraplex.bench.exchange import Completion, Exchange
+from loraplex.bench.completions import Completion, Exchange
 from loraplex.core.errors import ConfigError, UnsupportedFeatureError
 
 

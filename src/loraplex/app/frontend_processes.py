@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 from starlette.types import ASGIApp
 
-from loraplex.app.frontend_start import FrontendStart
+from loraplex.app.frontend_process import FrontendStart
 from loraplex.app.http_server import serving_listener
 from loraplex.core.config import Config
 from loraplex.core.environment import child_environment, server_api_keys

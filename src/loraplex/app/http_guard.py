@@ -8,19 +8,199 @@ application and reports the end of each response to the guard of its connection.
 """
 
 import asyncio
+import http
+import itertools
 import re
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, NamedTuple
 
 import httptools
+import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from loraplex.app.gathered_writes import GatheredWrites
-from loraplex.app.http_limits import ConnectionLimits, Refusal, not_http, refusal_of_head
 from loraplex.core.errors import BodyTimeoutError, LoraplexError, NotReadyError
 from loraplex.frontends.body_limits import UPLOADS_PREFIX
 from loraplex.frontends.long_json import SENT_BYTES, parts_of
 from loraplex.frontends.telemetry.connections import HttpConnections
+
+_MAX_WAITING_BYTES = 64 * 1024
+
+
+class GatheredWrites:
+    """Transport that joins the writes of one turn of the event loop.
+
+    A model's step brings a piece to every stream, and uvicorn writes a response's head and body
+    apart. `flush` writes without waiting for the end of the turn.
+
+    It aborts the connection of a client that does not read. The transport's protocol passes its
+    calls on to `paused`, `resumed` and `lost`.
+    """
+
+    def __init__(
+        self,
+        transport: asyncio.Transport,
+        loop: asyncio.AbstractEventLoop,
+        unread_seconds: float,
+        on_unread: Callable[[], None],
+    ) -> None:
+        """unread_seconds: how long writing may be paused, and how long the last bytes of a closed
+        connection may take. on_unread: called when it took longer."""
+        self._transport = transport
+        self._loop = loop
+        self._waiting: list[bytes] = []
+        self._num_bytes = 0
+        self._unread_seconds = unread_seconds
+        self._on_unread = on_unread
+        self._timer: asyncio.TimerHandle | None = None
+        self.is_closing = transport.is_closing
+        self.abort = transport.abort
+        self.get_extra_info = transport.get_extra_info
+        self.pause_reading = transport.pause_reading
+        self.resume_reading = transport.resume_reading
+
+    def write(self, data: bytes) -> None:
+        if not self._waiting:
+            self._loop.call_soon(self.flush)
+        self._waiting.append(data)
+        self._num_bytes += len(data)
+        if self._num_bytes > _MAX_WAITING_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._waiting:
+            data = b"".join(self._waiting)
+            self._waiting.clear()
+            self._num_bytes = 0
+            if not self._transport.is_closing():
+                self._transport.write(data)
+
+    def close(self) -> None:
+        self.flush()
+        self._transport.close()
+        self._start_timer()
+
+    def paused(self) -> None:
+        """More bytes wait in the transport than it takes at once."""
+        self._start_timer()
+
+    def resumed(self) -> None:
+        """The client has read most of them."""
+        self.lost()
+        if self._transport.is_closing():
+            self._start_timer()
+
+    def lost(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _start_timer(self) -> None:
+        if self._timer is None and self._transport.get_write_buffer_size():
+            self._timer = self._loop.call_later(self._unread_seconds, self._is_unread)
+
+    def _is_unread(self) -> None:
+        self._timer = None
+        self._on_unread()
+        self._transport.abort()
+
+
+_VERSIONS = ("1.0", "1.1")
+_INVALID = "invalid_request"
+
+Headers = Sequence[tuple[bytes, bytes]]
+"""Headers of a request; names are in lower case."""
+
+
+class Refusal(NamedTuple):
+    """Error that ends a connection before an application has handled the request."""
+
+    status: int
+    code: str
+    message: str
+
+    def response(self) -> bytes:
+        """Return the whole HTTP response."""
+        is_client_error = self.status != 503
+        error = {
+            "message": self.message,
+            "type": "invalid_request_error" if is_client_error else "service_unavailable_error",
+            "param": None,
+            "code": self.code,
+        }
+        body = msgspec.json.encode({"error": error})
+        retry = "" if is_client_error else "retry-after: 1\r\n"
+        head = (
+            f"HTTP/1.1 {self.status} {http.HTTPStatus(self.status).phrase}\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n{retry}"
+            "connection: close\r\n\r\n"
+        )
+        return head.encode("ascii") + body
+
+
+class ConnectionLimits(NamedTuple):
+    """Limits of the connections of one port."""
+
+    max_connections: int
+    max_headers: int
+    max_header_bytes: int
+    max_request_line_bytes: int
+    header_timeout_seconds: float
+    body_timeout_seconds: float
+
+    def line_too_long(self) -> Refusal:
+        limit = self.max_request_line_bytes
+        return Refusal(414, "request_line_too_long", f"the request line is over {limit} bytes")
+
+    def headers_too_large(self) -> Refusal:
+        limit = self.max_header_bytes
+        return Refusal(431, "headers_too_large", f"request line and headers are over {limit} bytes")
+
+    def too_many_headers(self) -> Refusal:
+        return Refusal(431, "too_many_headers", f"there are over {self.max_headers} headers")
+
+    def too_many_connections(self) -> Refusal:
+        limit = self.max_connections
+        return Refusal(503, "too_many_connections", f"{limit} connections are open")
+
+    def headers_are_late(self) -> Refusal:
+        seconds = self.header_timeout_seconds
+        message = f"the headers did not come within {seconds:g} seconds"
+        return Refusal(408, "header_timeout", message)
+
+
+def not_http(error: Exception) -> Refusal:
+    return Refusal(400, _INVALID, f"this is not HTTP: {error}")
+
+
+def refusal_of_head(
+    method: bytes, url: bytes, version: str, headers: Headers, limits: ConnectionLimits
+) -> Refusal | None:
+    """Check a request head that the parser has accepted; return what is wrong with it.
+
+    This covers the limits, and heads that another HTTP parser, such as that of a proxy in front of
+    this server, could read as a different request (RFC 9112, 3.2 and 6.1).
+    """
+    line_bytes = len(method) + len(url) + len("  HTTP/1.1")
+    if line_bytes > limits.max_request_line_bytes:
+        return limits.line_too_long()
+    if len(headers) > limits.max_headers:
+        return limits.too_many_headers()
+    num_bytes = sum(map(len, itertools.chain.from_iterable(headers)))
+    if line_bytes + num_bytes + 4 * len(headers) > limits.max_header_bytes:
+        return limits.headers_too_large()
+    if version not in _VERSIONS:
+        return Refusal(505, _INVALID, f"HTTP/{version} is not supported")
+    names = [name for name, _ in headers]
+    num_hosts = names.count(b"host")
+    if num_hosts > 1 or (num_hosts == 0 and version == "1.1"):
+        return Refusal(400, _INVALID, f"there are {num_hosts} host headers instead of one")
+    if method == b"CONNECT":
+        return Refusal(400, _INVALID, "CONNECT is for proxies")
+    codings = {v.lower() for name, v in headers if name == b"transfer-encoding"}
+    if codings - {b"chunked"}:
+        return Refusal(501, _INVALID, "the only supported transfer-encoding is chunked")
+    return None
+
 
 _END = b"\r\n\r\n"
 """End of every head, and of every chunked body: the parser accepts no other line ends."""

@@ -10,9 +10,8 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
-from loraplex.app.http_guard import ConnectionGuard, GuardedApp
-from loraplex.app.http_limits import ConnectionLimits
-from loraplex.app.listener import bind
+from loraplex.app.http_guard import ConnectionGuard, ConnectionLimits, GuardedApp
+from loraplex.app.serving_process import bind
 from loraplex.app.tls import Certificates
 from loraplex.core.server_config import ServerConfig
 from loraplex.frontends.telemetry.connections import HttpConnections

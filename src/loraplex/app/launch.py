@@ -17,10 +17,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from loraplex.app import event_loop
-from loraplex.app.fair_shares import with_fair_shares
-from loraplex.app.local_paths import with_local_paths
-from loraplex.app.open_files import raise_open_file_limit
+from loraplex.app.model_settings import with_fair_shares, with_local_paths
+from loraplex.app.serving_process import raise_open_file_limit, run_on_event_loop
 from loraplex.app.start_checks import check_memory, check_start
 from loraplex.core.closing import close_together
 from loraplex.core.config import Config, ModelConfig
@@ -66,7 +64,7 @@ def run_server(
     check_memory(local)
     for name, model in local.models.items():
         logger.info("loading %s from %s on %s", name, model.path, model.device)
-    event_loop.run(_run_server(local, print_line, declarations, control, given_keys))
+    run_on_event_loop(_run_server(local, print_line, declarations, control, given_keys))
 
 
 def with_open_files(config: Config) -> Config:

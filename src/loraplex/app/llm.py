@@ -26,9 +26,8 @@ from loraplex.app.llm_arguments import (
     per_prompt,
     with_key,
 )
-from loraplex.app.llm_config import library_config
 from loraplex.app.llm_outputs import Completion, Generated, Prompt, collect
-from loraplex.app.local_paths import with_local_paths
+from loraplex.app.model_settings import with_local_paths
 from loraplex.app.service_loop import ServiceLoop
 from loraplex.core.adapter import (
     AdapterChoice,
@@ -38,6 +37,8 @@ from loraplex.core.adapter import (
     ByTaskId,
     LoadPolicy,
 )
+from loraplex.core.config import Config
+from loraplex.core.config_layers import Layer, resolve
 from loraplex.core.errors import ConfigError, InvalidRequestError, LoraplexError
 from loraplex.core.output import RequestOutput
 from loraplex.core.principal import DEFAULT_TENANT, LOCAL
@@ -57,6 +58,32 @@ from loraplex.serving.backend import Admission, admit_together, close_outputs
 from loraplex.serving.compare import Compared, compare, comparison_requests
 from loraplex.serving.engines.link import EngineLauncher
 from loraplex.serving.request_metrics import RequestMetrics
+
+
+def library_config(
+    model: str,
+    adapters: Mapping[str, str | os.PathLike[str]],
+    state_dir: str | os.PathLike[str],
+    settings: Mapping[str, Any],
+) -> Config:
+    """Return the configuration of an LLM from its arguments. Raises ConfigError."""
+    if "path" in settings:
+        raise ConfigError("path is not a setting of LLM: it is the first argument, model")
+    values = {
+        **settings,
+        "path": model,
+        "adapters": {name: {"path": os.fspath(path)} for name, path in adapters.items()},
+    }
+    return resolve(
+        [
+            Layer("argument of LLM", {"models": {model: values}}),
+            Layer("argument of LLM", {"server": {"state_dir": os.fspath(state_dir)}}),
+            Layer("LLM", {"server": {"persist_adapters": False}}),
+            # The caller of a library could download the adapter, too.
+            Layer("LLM", {"server": {"allowed_adapter_hosts": ["*"]}}),
+        ]
+    )
+
 
 __all__ = ["LLM", "Completion", "Generated", "Prompt"]
 

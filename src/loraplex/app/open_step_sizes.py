@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from loraplex.app.local_paths import with_device
+from loraplex.app.model_settings import with_device
 from loraplex.core.config import ModelConfig
 from loraplex.core.step_sizes import StepSizes, wanted_step_sizes
 from loraplex.execution.sizing.capacity import choose_device, choose_dtype, free_bytes

@@ -15,9 +15,8 @@ from loraplex.adapters.base_check import check_shapes
 from loraplex.adapters.formats.inputs import open_input, read_fitting_rows
 from loraplex.adapters.targets import source_of
 from loraplex.adapters.tensor_file import StagingLimits
-from loraplex.app.build_limits import within_build
 from loraplex.app.builder import served_shapes
-from loraplex.app.local_paths import with_device
+from loraplex.app.model_settings import with_device, within_build
 from loraplex.app.open_step_sizes import (
     bytes_left,
     largest_rank,

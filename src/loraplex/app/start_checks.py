@@ -11,7 +11,7 @@ from typing import Final
 
 from loraplex.adapters.sources.reference import SourceKind, parse
 from loraplex.adapters.state_files import StateLock
-from loraplex.app.listener import bind
+from loraplex.app.serving_process import bind
 from loraplex.core.byte_sizes import readable_bytes
 from loraplex.core.config import Config, ModelConfig
 from loraplex.core.devices import check_cuda, has_gpu, torch_version_file

@@ -15,8 +15,20 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from loraplex.bench.bfloat16 import to_bfloat16, widen_bfloat16
 from loraplex.core.errors import ConfigError
+
+
+def to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """The bits of the nearest bfloat16 numbers, ties to even. No value may be NaN."""
+    bits = values.view(np.uint32)
+    odd = (bits >> np.uint32(16)) & np.uint32(1)
+    return ((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)).astype(np.uint16)
+
+
+def widen_bfloat16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
+    """Exact."""
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Every linear layer of a decoder layer."""

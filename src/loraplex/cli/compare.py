@@ -8,8 +8,17 @@ from typing import Annotated, Any
 
 import typer
 
-from loraplex.cli.options import SERVER_URL, AsJson, Url, errors_to_exit_code, near, print_json
-from loraplex.cli.sampling_options import MaxTokens, Seed, Temperature
+from loraplex.cli.options import (
+    SERVER_URL,
+    AsJson,
+    MaxTokens,
+    Seed,
+    Temperature,
+    Url,
+    errors_to_exit_code,
+    near,
+    print_json,
+)
 from loraplex.cli.server_client import ServerClient, quoted
 from loraplex.core.errors import AdapterNotFoundError, ConfigError, LoraplexError
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from loraplex.cli.chat_sources import local_pieces, read_together
-from loraplex.cli.options import BASE, errors_to_exit_code, local_adapters
-from loraplex.cli.sampling_options import (
+from loraplex.cli.options import (
+    BASE,
     MaxTokens,
     MinP,
     RepetitionPenalty,
@@ -18,6 +18,8 @@ from loraplex.cli.sampling_options import (
     Temperature,
     TopK,
     TopP,
+    errors_to_exit_code,
+    local_adapters,
 )
 from loraplex.cli.settings_flags import with_settings
 from loraplex.core.beam_search import BeamSearch

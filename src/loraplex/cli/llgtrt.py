@@ -16,7 +16,7 @@ from loraplex.core.config_layers import Layer, resolve
 from loraplex.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from loraplex.compat.llgtrt.config_file import LlgtrtConfig
+    from loraplex.compat.llgtrt import LlgtrtConfig
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ def llgtrt(
 ) -> None:
     """Serve a model with llgtrt's flags, llgtrt.json5 and requests, on port 3000."""
     # `--help` must not wait for what a server needs.
-    from loraplex.compat.llgtrt.config_file import read_config  # noqa: PLC0415
+    from loraplex.compat.llgtrt import read_config  # noqa: PLC0415
 
     with errors_to_exit_code():
         if test_py:
@@ -125,7 +125,7 @@ def build_config(engine: Path, files: list[Layer], flags: dict[str, Any]) -> Con
 
     flags: those that were given, by setting. Raises ConfigError.
     """
-    from loraplex.compat.llgtrt.engine_folder import check_engine, own_chat_template  # noqa: PLC0415
+    from loraplex.compat.llgtrt import check_engine, own_chat_template  # noqa: PLC0415
 
     check_engine(engine, Path(flags.get("tokenizer", engine)))
     name = _name(engine)
@@ -159,7 +159,7 @@ def _log_level(*, debug: bool, quiet: bool) -> str | None:
 def _print(
     files: "LlgtrtConfig", model: ModelConfig, tokenizer: Path | None, only_template: bool
 ) -> None:
-    from loraplex.compat.llgtrt.shown_config import chat_template, shown_config  # noqa: PLC0415
+    from loraplex.compat.llgtrt import chat_template, shown_config  # noqa: PLC0415
 
     if not only_template:
         print(shown_config(files, model, tokenizer))

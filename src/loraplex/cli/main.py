@@ -6,16 +6,14 @@ import typer
 
 from loraplex.cli import adapters, cache, compat, keys
 from loraplex.cli.bench import bench_app
-from loraplex.cli.command_table import CommandRow, add_commands, group_in_order
+from loraplex.cli.command_table import CommandRow, FlagPage, add_commands, group_in_order
 from loraplex.cli.compare import compare
 from loraplex.cli.generate import generate
-from loraplex.cli.help_page import FlagPage
 from loraplex.cli.plan import plan
 from loraplex.cli.quantize import quantize
 from loraplex.cli.replay import replay
 from loraplex.cli.run import run
-from loraplex.cli.serve import serve
-from loraplex.cli.serve_page import ServePage
+from loraplex.cli.serve import ServePage, serve
 from loraplex.core.environment import leave_grpc_out_of_forks
 from loraplex.core.version import __version__
 

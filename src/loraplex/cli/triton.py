@@ -1,28 +1,375 @@
-"""`loraplex compat triton`: serves Triton's model repositories, as tritonserver does."""
+"""`loraplex compat triton`: serves and writes Triton's model repositories.
+
+It takes tritonserver's flags in addition to our own settings. The table has the support of each
+flag: it works, it has no effect, which is logged once, or it requests a protection that does not
+exist here and is refused.
+"""
 
 import functools
+import inspect
 import logging
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import msgspec
 import typer
 
 from loraplex.cli.binding import warn_if_open
-from loraplex.cli.help_page import FlagPage, GroupFlagPage
+from loraplex.cli.command_table import FlagPage, GroupFlagPage
 from loraplex.cli.options import errors_to_exit_code
-from loraplex.cli.settings_flags import environment_layers, flag_layers, with_settings
-from loraplex.cli.triton_export import export
-from loraplex.cli.triton_flags import as_settings, split_flags, with_triton_flags, without_effect
+from loraplex.cli.settings_flags import (
+    environment_layers,
+    flag_layers,
+    optional_flag,
+    with_flags,
+    with_settings,
+)
 from loraplex.core.config import Config
 from loraplex.core.config_layers import Layer, field_layers, resolve
 from loraplex.core.errors import ConfigError
 from loraplex.core.log_lines import send_standard_error_to
 from loraplex.core.state_places import name_of
+from loraplex.core.support import Feature, Support
 
 if TYPE_CHECKING:
+    from loraplex.compat.triton.export import Export
     from loraplex.compat.triton.repository import Repository
+
+
+_PANEL: Final = "tritonserver"
+_POOLS: Final = "sizes of pools and numbers of threads are fixed"
+_GRPC: Final = "connections are kept as gRPC and HTTP do by themselves"
+_KEYS: Final = "access is not restricted by header, but by API keys: see --api-keys-file"
+
+
+def _no_effect(note: str, *names: str) -> Iterator[Feature]:
+    return (Feature(name, Support.NO_EFFECT, note) for name in names)
+
+
+def _refused(note: str, *names: str) -> Iterator[Feature]:
+    return (Feature(name, Support.REFUSED, note) for name in names)
+
+
+FLAGS: Final[tuple[Feature, ...]] = (
+    Feature("--http-address", note="address of all services; as --host"),
+    Feature("--grpc-address", note="the same"),
+    Feature("--metrics-address", note="the same"),
+    Feature("--http-max-input-size", note="largest request body; as --max-body-bytes"),
+    Feature("--exit-timeout-secs", note="shutdown grace period; as --shutdown-seconds"),
+    Feature("--log-file", note="the file that the log is appended to, instead of standard error"),
+    Feature("--log-verbose", note="above 0: as --log-level debug"),
+    Feature("--model-control-mode", note="none, poll (the repository is read once) or explicit"),
+    Feature("--allow-http", note="false: the port is not opened; as --no-http"),
+    Feature("--allow-grpc", note="false: the port is not opened; as --no-grpc"),
+    Feature("--grpc-use-ssl", note="with certificate and key; for all ports"),
+    Feature("--grpc-server-cert", note="as --tls-cert; for all ports"),
+    Feature("--grpc-server-key", note="as --tls-key; for all ports"),
+    Feature("--allow-metrics", note="false: the port is not opened; as --no-metrics"),
+    *_no_effect(
+        "use an exporter for metrics of the machine, such as node-exporter or dcgm-exporter",
+        *("--allow-cpu-metrics", "--allow-gpu-metrics"),
+    ),
+    *_no_effect(
+        "metrics are computed for each request",
+        "--metrics-interval-ms",
+    ),
+    *_no_effect(
+        "there are no backends to load",
+        *("--backend-config", "--backend-directory", "--host-policy", "--repoagent-directory"),
+    ),
+    *_no_effect(
+        _POOLS,
+        *("--pinned-memory-pool-byte-size", "--cuda-memory-pool-byte-size"),
+        *("--http-thread-count", "--model-load-thread-count", "--model-load-gpu-limit"),
+        *("--grpc-infer-allocation-pool-size", "--buffer-manager-thread-count"),
+        *("--cuda-virtual-address-size", "--enable-peer-access"),
+        *("--grpc-infer-thread-count", "--grpc-max-response-pool-size"),
+    ),
+    *_no_effect(
+        "see the routes /v2/trace/setting and /v2/logging",
+        *("--log-info", "--log-warning", "--log-error"),
+        *("--trace-config", "--trace-file", "--trace-level", "--trace-rate", "--trace-count"),
+        "--trace-log-frequency",
+    ),
+    *_no_effect(
+        "max_num_seqs limits the running sequences", *("--rate-limit", "--rate-limit-resource")
+    ),
+    *_no_effect(
+        "responses are not cached; prefixes of prompts are",
+        *("--cache-config", "--cache-directory", "--response-cache-byte-size"),
+    ),
+    *_no_effect(
+        "models see no headers",
+        *("--http-header-forward-pattern", "--grpc-header-forward-pattern"),
+    ),
+    *_no_effect(
+        _GRPC,
+        *("--grpc-keepalive-time", "--grpc-keepalive-timeout", "--grpc-max-connection-age"),
+        "--grpc-keepalive-permit-without-calls",
+        "--grpc-http2-max-pings-without-data",
+        "--grpc-http2-min-recv-ping-interval-without-data",
+        *("--grpc-http2-max-ping-strikes", "--grpc-max-connection-age-grace"),
+        *("--reuse-http-port", "--reuse-grpc-port", "--grpc-infer-response-compression-level"),
+    ),
+    *_no_effect("the server is called triton", "--id"),
+    *_no_effect("the server is ready when its models are", "--strict-readiness"),
+    *_no_effect("a model that cannot be loaded always ends the start", "--exit-on-error"),
+    *_no_effect(
+        "what a configuration leaves out is always completed",
+        *("--strict-model-config", "--disable-auto-complete-config"),
+    ),
+    *_no_effect("the file is config.pbtxt", "--model-config-name"),
+    *_no_effect("every name is there once", "--model-namespacing"),
+    *_no_effect("an engine that dies is always started again", "--model-load-retry-count"),
+    *_no_effect(
+        "the repository is read once; see --adapter-watch-seconds", "--repository-poll-secs"
+    ),
+    *_no_effect("the device's capability is detected", "--min-supported-compute-capability"),
+    *_no_effect(
+        "see the flag that would open it",
+        *("--sagemaker-port", "--sagemaker-safe-port-range", "--sagemaker-thread-count"),
+        *("--vertex-ai-port", "--vertex-ai-thread-count", "--vertex-ai-default-model"),
+    ),
+    *_refused(
+        "these routes are not served; those of Triton and OpenAI are",
+        *("--allow-sagemaker", "--allow-vertex-ai"),
+    ),
+    *_refused("a client may always share memory of its own; true may stay", "--allow-client-shm"),
+    *_refused(_KEYS, "--http-restricted-api", "--grpc-restricted-protocol"),
+    *_refused(
+        "clients are known by API keys, not by certificates: see --api-keys-file",
+        *("--grpc-use-ssl-mutual", "--grpc-root-cert"),
+    ),
+)
+"""tritonserver's flags other than OWN_FLAGS. The refused ones request protection, which it would be
+unsafe to ignore."""
+
+OWN_FLAGS: Final = (
+    Feature("--model-repository", note="a folder of models", other_names=("--model-store",)),
+    Feature("--load-model", note="with --model-control-mode explicit; * is all"),
+    Feature("--http-port", note="a setting [8000]"),
+    Feature("--grpc-port", note="a setting [8001]"),
+    Feature("--metrics-port", note="a setting [8002]"),
+    Feature("--log-format", note="a setting: default and ISO8601 are text, and json is ours"),
+    Feature(
+        "--metrics-config",
+        note="a setting: counter_latencies, histogram_latencies, summary_latencies, "
+        "summary_quantiles",
+    ),
+)
+"""tritonserver's flags that are the command's or our settings' own."""
+_SWITCHES: Final = ("--disable-auto-complete-config",)
+"""Flags without a value."""
+_FALSE: Final = ("false", "0")
+_TRUE: Final = ("true", "1")
+_NEUTRAL: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType({"--allow-client-shm": _TRUE})
+"""Accepted values of refused flags, where they are not false and 0."""
+_HELP: Final[Mapping[Support, str]] = MappingProxyType(
+    {Support.WORKS: "", Support.NO_EFFECT: "No effect: ", Support.REFUSED: "Refused: "}
+)
+
+Command = TypeVar("Command", bound=Callable[..., None])
+
+
+def with_triton_flags(command: Command) -> Command:
+    """Give a command the flags of the table, after those of with_settings.
+
+    The value of a flag that is not given is None.
+    """
+    return with_flags(command, map(_parameter, FLAGS))
+
+
+def split_flags(settings: dict[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
+    """Return the given flags as (tritonserver's, ours). Raises ConfigError for a refused one."""
+    given = {name: value for name, value in settings.items() if value is not None}
+    theirs = {}
+    for flag in FLAGS:
+        if (value := given.pop(_variable(flag.name), None)) is None:
+            continue
+        if flag.support is Support.REFUSED and _requests(flag.name, value):
+            raise ConfigError(f"flag {flag.name}: {flag.note}")
+        theirs[_variable(flag.name)] = str(value)
+    return theirs, given
+
+
+def _requests(flag: str, value: object) -> bool:
+    return str(value).lower() not in _NEUTRAL.get(flag, _FALSE)
+
+
+def without_effect(given: Mapping[str, str]) -> Iterator[str]:
+    """Return a sentence about each given flag that has no effect."""
+    for flag in FLAGS:
+        if flag.support is Support.NO_EFFECT and _variable(flag.name) in given:
+            yield f"flag {flag.name} has no effect: {flag.note}"
+
+
+def as_settings(given: Mapping[str, str]) -> dict[str, Any]:
+    """Return the settings that flags of tritonserver set. Raises ConfigError."""
+    settings: dict[str, Any] = {}
+    addresses = {flag: given[flag] for flag in _ADDRESSES if flag in given}
+    if len(set(addresses.values())) > 1:
+        names = ", ".join(
+            f"--{flag.replace('_', '-')} {value}" for flag, value in addresses.items()
+        )
+        raise ConfigError(f"all services have one address: {names} differ")
+    if addresses:
+        settings["host"] = next(iter(addresses.values()))
+    if "http_max_input_size" in given:
+        settings["max_body_bytes"] = given["http_max_input_size"]
+    if "exit_timeout_secs" in given:
+        settings["shutdown_seconds"] = given["exit_timeout_secs"]
+    for setting in ("http", "grpc", "metrics"):
+        if (allowed := given.get(f"allow_{setting}")) is not None:
+            settings[setting] = _read_bool(f"allow_{setting}", allowed)
+    settings |= _tls(given)
+    if _number(given.get("log_verbose", "0")) > 0:
+        settings["log_level"] = "debug"
+    return settings
+
+
+_ADDRESSES: Final = ("http_address", "grpc_address", "metrics_address")
+
+
+def _tls(given: Mapping[str, str]) -> dict[str, str]:
+    """Return the TLS settings: as in Triton, only with --grpc-use-ssl. Raises ConfigError."""
+    if not _read_bool("grpc_use_ssl", given.get("grpc_use_ssl", "false")):
+        return {}
+    files = {"tls_cert": "grpc_server_cert", "tls_key": "grpc_server_key"}
+    missing = [flag for flag in files.values() if flag not in given]
+    if missing:
+        raise ConfigError(f"flag --grpc-use-ssl needs --{missing[0].replace('_', '-')}")
+    return {setting: given[flag] for setting, flag in files.items()}
+
+
+def _read_bool(flag: str, text: str) -> bool:
+    if text.lower() not in (*_TRUE, *_FALSE):
+        raise ConfigError(f"flag --{flag.replace('_', '-')} must be true or false, got {text!r}")
+    return text.lower() in _TRUE
+
+
+def _number(text: str) -> int:
+    words = {"true": 1, "false": 0}
+    try:
+        return words[text.lower()] if text.lower() in words else int(text)
+    except ValueError:
+        raise ConfigError(f"flag --log-verbose must be a number, got {text!r}") from None
+
+
+def _variable(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def _parameter(flag: Feature) -> inspect.Parameter:
+    said = f"{_HELP[flag.support]}{flag.note}."
+    option = typer.Option(flag.name, help=said[0].upper() + said[1:], rich_help_panel=_PANEL)
+    return optional_flag(_variable(flag.name), bool if flag.name in _SWITCHES else str, option)
+
+
+_SOURCE = Path("tensorrt_llm", "1", "source")
+"""Place of the repository that is written for a model: below a folder that Triton takes for a
+version, so that Triton ignores it."""
+
+
+def export(
+    folder: Annotated[
+        Path | None, typer.Argument(help="Repository to write: a new folder.")
+    ] = None,
+    model_repository: Annotated[
+        list[Path] | None,
+        typer.Option(help="Repository that loraplex compat triton serves; repeatable."),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Instead: model for TensorRT-LLM's five models."),
+    ] = None,
+    lora_dir: Annotated[
+        str | None, typer.Option(help="With --model: the option of loraplex compat triton init.")
+    ] = None,
+    decoupled: Annotated[
+        bool, typer.Option(help="With --model: the option of loraplex compat triton init.")
+    ] = False,
+    backend_directory: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the backend vllm, for repositories with backend: vllm."),
+    ] = None,
+    request_socket: Annotated[
+        str,
+        typer.Option(
+            help="Unix socket of the server, for Triton's user (default: in a folder of its own)."
+        ),
+    ] = "",
+    join: Annotated[
+        bool, typer.Option(help="Use the server that runs at --request-socket.")
+    ] = False,
+    execution_env: Annotated[
+        str, typer.Option(help="Virtual environment for Triton's Python: EXECUTION_ENV_PATH.")
+    ] = "",
+    python: Annotated[
+        str, typer.Option(help="Python with loraplex, which starts the server (default: this one).")
+    ] = sys.executable,
+    server_flag: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Flag for loraplex compat triton, as --server-flag=--memory=8GiB; repeatable."
+        ),
+    ] = None,
+) -> None:
+    """Write models for tritonserver that forward requests to loraplex."""
+    from loraplex.compat.triton.export import Export, export_vllm_backend  # noqa: PLC0415 - slow import
+
+    with errors_to_exit_code():
+        if join and not request_socket:
+            raise ConfigError("--join needs --request-socket: where the server listens")
+        how = Export(
+            socket=request_socket,
+            starts_server=not join,
+            python=python,
+            server_flags=tuple(server_flag or ()),
+            environment=execution_env,
+        )
+        if folder is None and backend_directory is None:
+            raise ConfigError("nothing to write: give a folder, or --backend-directory")
+        if folder is not None:
+            sources = _sources(folder, model_repository or [], model, lora_dir, decoupled=decoupled)
+            _export(folder, sources, how)
+        if backend_directory is not None:
+            backend = export_vllm_backend(backend_directory, how)
+            print(f"wrote {backend}: give tritonserver --backend-directory {backend_directory}")
+
+
+def _sources(
+    folder: Path,
+    repositories: list[Path],
+    model: str | None,
+    lora_dir: str | None,
+    *,
+    decoupled: bool,
+) -> list[Path]:
+    """Return the repositories that the server will read."""
+    from loraplex.compat.triton.five_models import write_filled_models  # noqa: PLC0415 - slow import
+
+    if bool(repositories) == (model is not None):
+        raise ConfigError("give --model-repository DIR, or --model MODEL")
+    if model is None:
+        return repositories
+    source = folder / _SOURCE
+    write_filled_models(source, model, lora_dir=lora_dir, is_decoupled=decoupled)
+    return [source]
+
+
+def _export(folder: Path, sources: list[Path], how: "Export") -> None:
+    from loraplex.compat.triton.export import export_models  # noqa: PLC0415 - slow import
+    from loraplex.compat.triton.repository import read_repositories  # noqa: PLC0415 - slow import
+
+    repository = read_repositories(sources)
+    repository.notes.log()
+    export_models(folder, sources, repository.declarations, how)
+    names = ", ".join(declaration.name for declaration in repository.declarations)
+    print(f"wrote {folder} ({names}): tritonserver --model-repository {folder}")
+
 
 logger = logging.getLogger(__name__)
 
@@ -94,8 +441,7 @@ def serve_repositories(
     """
     # `--help` must not wait for what a server needs.
     from loraplex.app.launch import run_server, set_up_logging  # noqa: PLC0415
-    from loraplex.compat.triton.reloading import Reloading  # noqa: PLC0415
-    from loraplex.compat.triton.repository import read_repositories  # noqa: PLC0415
+    from loraplex.compat.triton.repository import Reloading, read_repositories  # noqa: PLC0415
     from loraplex.frontends.kserve.models.model_control import ControlMode, ModelControl  # noqa: PLC0415
 
     if not repositories:

@@ -15,8 +15,18 @@ from typing import Any, Final, NamedTuple, TypeVar
 import typer
 
 from loraplex.cli.settings_flags import optional_flag, with_flags
-from loraplex.compat.triton.engine_args import ENGINE_ARGS, is_neutral, read_value, row_of
-from loraplex.compat.triton.setting_rows import Kind, SettingRow, here, no_effect, refused, setting
+from loraplex.compat.triton.setting_rows import (
+    ENGINE_ARGS,
+    Kind,
+    SettingRow,
+    here,
+    is_neutral,
+    no_effect,
+    read_value,
+    refused,
+    row_of,
+    setting,
+)
 from loraplex.core.config import SETTINGS
 from loraplex.core.config_layers import Layer, field_layers
 from loraplex.core.errors import ConfigError

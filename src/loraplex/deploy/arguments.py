@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
-from loraplex.app.local_paths import with_device
+from loraplex.app.model_settings import with_device
 from loraplex.core.config import Config, ModelConfig
 from loraplex.core.config_layers import Layer, field_layers, file_layer, resolve
 from loraplex.core.environment import environment_fields

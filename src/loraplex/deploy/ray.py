@@ -37,19 +37,20 @@ from loraplex.app.access import refusal
 from loraplex.app.launch import set_up_logging, with_open_files
 from loraplex.core.config import Config
 from loraplex.deploy.arguments import Deployment, read_arguments
-from loraplex.deploy.messages import (
+from loraplex.deploy.relay import (
     Body,
     HttpCall,
     Message,
+    Relay,
+    ReplicaLost,
     Start,
     called_path,
     decode_call,
     decode_messages,
 )
-from loraplex.deploy.messages import encode as encode_message
-from loraplex.deploy.relay import Relay, ReplicaLost
+from loraplex.deploy.relay import encode as encode_message
 from loraplex.deploy.replica import started_replica
-from loraplex.deploy.routed_adapter import routed_adapter
+from loraplex.deploy.routing import routed_adapter
 from loraplex.frontends.body_memory import BodyLease, BodyMemory
 from loraplex.frontends.telemetry.request_ids import HEADER, request_id
 from loraplex.serving.tenant_threads import default_executor

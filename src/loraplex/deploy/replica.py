@@ -13,17 +13,15 @@ import msgspec
 from starlette.types import Message as AsgiMessage
 from starlette.types import Scope
 
-from loraplex.app.fair_shares import with_fair_shares
 from loraplex.app.front_ends import FrontEnds, front_ends
 from loraplex.app.launch import engine_process, started_engines
-from loraplex.app.local_paths import with_local_paths
+from loraplex.app.model_settings import with_fair_shares, with_local_paths
 from loraplex.core.adapter import Residency
 from loraplex.core.config import Config
 from loraplex.core.errors import LoraplexError, NotReadyError
 from loraplex.core.state_places import state_place
-from loraplex.deploy.messages import Body, HttpCall, Message, Recorded, Start, decode_record
-from loraplex.deploy.routed_adapter import task_name
-from loraplex.deploy.routing import ReplicaReport, Residents
+from loraplex.deploy.relay import Body, HttpCall, Message, Recorded, Start, decode_record
+from loraplex.deploy.routing import ReplicaReport, Residents, task_name
 from loraplex.serving.continuation import Continuation, RecordPart, continuing
 from loraplex.serving.engines.link import EngineLauncher
 from loraplex.serving.served_model import ServedModel

@@ -13,7 +13,6 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from loraplex.core.errors import ConfigError, UnsupportedModelError
 from loraplex.core.gguf_names import END_TEXTS
-from loraplex.text.framing import set_frame
 from loraplex.text.sentencepiece_model import (
     BPE,
     Piece,
@@ -21,6 +20,7 @@ from loraplex.text.sentencepiece_model import (
     SentencePieceModel,
     build_tokenizer,
 )
+from loraplex.text.special_tokens import set_frame
 
 _PREFIX: Final = "tokenizer.ggml."
 _TEMPLATE: Final = "tokenizer.chat_template"

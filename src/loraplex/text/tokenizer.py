@@ -14,7 +14,6 @@ import msgspec
 import tokenizers
 
 from loraplex.core.errors import ConfigError, InvalidRequestError
-from loraplex.text.framing import override_frame, set_frame
 from loraplex.text.sentencepiece_model import (
     SentencePieceModel,
     build_tokenizer,
@@ -22,8 +21,10 @@ from loraplex.text.sentencepiece_model import (
 )
 from loraplex.text.special_tokens import (
     SpecialTokens,
+    override_frame,
     read_json_object,
     read_special_tokens,
+    set_frame,
 )
 from loraplex.text.token_decoding import TextStream, Vocabulary, parse_decoder
 

@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 
-from loraplex.app.event_loop import new_event_loop
+from loraplex.app.serving_process import new_event_loop
 from loraplex.core.errors import ConfigError
 from support.fake_engine_process import FakeEngineSettings
 from support.server_in_loop import ServerInLoop

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import pytest
 
-from loraplex.app.banner import banner
+from loraplex.app.status_log import banner
 from loraplex.core.config import ModelConfig
 from loraplex.core.server_config import ServerConfig
 from loraplex.serving.model_memory import (

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from loraplex.app.build_limits import within_build
+from loraplex.app.model_settings import within_build
 from loraplex.core.config import ModelConfig
 from loraplex.core.errors import ConfigError
 from support.naming import naming
@@ -116,7 +116,7 @@ def test_ranks_of_a_build(
     num_gpus: int,
     expected: int,
 ) -> None:
-    monkeypatch.setattr("loraplex.app.build_limits.num_gpus", lambda: num_gpus)
+    monkeypatch.setattr("loraplex.app.model_settings.num_gpus", lambda: num_gpus)
     values = {
         "build_config": BUILT,
         "loraplex": {"format": 1, "quantization": "none", "kv_dtype": "int8"},

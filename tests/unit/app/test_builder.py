@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from loraplex.app.builder import build_service, served_shapes
-from loraplex.app.local_paths import with_local_paths
+from loraplex.app.model_settings import with_local_paths
 from loraplex.core.config import Config, ModelConfig
 from loraplex.core.errors import ConfigError, InvalidRequestError, UnsupportedModelError
 from loraplex.core.server_config import ServerConfig

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from loraplex.app import event_loop
+from loraplex.app.serving_process import run_on_event_loop
 from support.wire_requests import of_tenant
 
 
@@ -17,7 +17,7 @@ def test_it_is_uvloop_and_closed_in_the_end():
     async def main() -> None:
         loops.append(asyncio.get_running_loop())
 
-    event_loop.run(main())
+    run_on_event_loop(main())
     (loop,) = loops
     assert type(loop).__module__.split(".")[0] == "uvloop"
     assert loop.is_closed()
@@ -40,7 +40,7 @@ def test_tenants_take_turns_in_its_threads():
         held.set()
         await asyncio.gather(*holding, *waiting)
 
-    event_loop.run(main())
+    run_on_event_loop(main())
     assert order.index("b") < 2
 
 
@@ -49,7 +49,7 @@ def test_a_thread_that_computes_holds_up_no_wake_up():
     before = sys.getswitchinterval()
 
     try:
-        event_loop.run(asyncio.sleep(0))
+        run_on_event_loop(asyncio.sleep(0))
         assert sys.getswitchinterval() <= 0.001
     finally:
         sys.setswitchinterval(before)
@@ -60,4 +60,4 @@ def test_what_fails_is_raised():
         raise OSError("no port")
 
     with pytest.raises(OSError, match="no port"):
-        event_loop.run(main())
+        run_on_event_loop(main())

@@ -2,7 +2,7 @@
 
 import pytest
 
-from loraplex.app.fair_shares import with_fair_shares
+from loraplex.app.model_settings import with_fair_shares
 from loraplex.core.config import Config, ModelConfig
 from loraplex.core.scheduler_settings import FairShare, SchedulerSettings
 from loraplex.core.server_config import ServerConfig

@@ -11,11 +11,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
 
 from loraplex.app import frontend_processes
-from loraplex.app.forwarding import DividedApp, Forwarder
 from loraplex.app.front_ends import front_ends
+from loraplex.app.frontend_process import DividedApp, Forwarder
 from loraplex.app.frontend_processes import FrontendProcesses, check_frontends, share_of
 from loraplex.app.http_server import serving_listener
-from loraplex.app.listener import bind
+from loraplex.app.serving_process import bind
 from loraplex.core.config import Config
 from loraplex.core.errors import ConfigError
 from loraplex.core.server_config import ServerConfig

@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from loraplex.app.gathered_writes import GatheredWrites
+from loraplex.app.http_guard import GatheredWrites
 from support.skipping_loop import SkippingLoop
 
 

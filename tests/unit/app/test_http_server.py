@@ -13,7 +13,7 @@ from starlette.routing import Route
 from loraplex.app import http_guard
 from loraplex.app.access import refusal
 from loraplex.app.http_server import serving_http
-from loraplex.app.listener import bind
+from loraplex.app.serving_process import bind
 from loraplex.core.errors import ConfigError, NotReadyError
 from loraplex.core.server_config import ServerConfig
 from loraplex.frontends.body_memory import BodyMemory

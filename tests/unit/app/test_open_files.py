@@ -4,7 +4,7 @@ import resource
 
 import pytest
 
-from loraplex.app.open_files import raise_open_file_limit
+from loraplex.app.serving_process import raise_open_file_limit
 from loraplex.core.errors import ConfigError
 from support.naming import naming
 

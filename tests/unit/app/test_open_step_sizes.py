@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from loraplex.app import open_step_sizes
-from loraplex.app.local_paths import with_device
+from loraplex.app.model_settings import with_device
 from loraplex.app.open_step_sizes import with_step_sizes
 from loraplex.core.config import ModelConfig
 from loraplex.core.devices import Device
@@ -90,7 +90,7 @@ def test_the_choice_of_a_device_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     found = Device("cuda", "NVIDIA H100")
-    monkeypatch.setattr("loraplex.app.local_paths.find_device", lambda: found)
+    monkeypatch.setattr("loraplex.app.model_settings.find_device", lambda: found)
     with caplog.at_level(logging.INFO, "loraplex"):
         assert with_device("m", ModelConfig(path="/m")).device == "cuda"
     assert "model 'm': device cuda: NVIDIA H100" in caplog.text

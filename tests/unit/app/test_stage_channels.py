@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from loraplex.app.stage_channels import GpuChannels, rank_device
+from loraplex.app.rank import GpuChannels, rank_device
 from loraplex.core.config import ModelConfig
 from loraplex.core.errors import ConfigError
 from loraplex.parallel.world import World

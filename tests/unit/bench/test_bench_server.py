@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from loraplex.bench.server import running_server, serve_command
+from loraplex.bench.session import running_server, serve_command
 from loraplex.core.errors import ConfigError
 from support.naming import naming
 

@@ -1,8 +1,12 @@
 import pytest
 
-from loraplex.bench.completions import completion_body, read_completion
-from loraplex.bench.exchange import Exchange
-from loraplex.bench.streaming import StreamingClient, lines
+from loraplex.bench.completions import (
+    Exchange,
+    StreamingClient,
+    completion_body,
+    lines,
+    read_completion,
+)
 from loraplex.bench.workload import PlannedRequest
 from loraplex.core.errors import ConfigError
 from support.naming import naming

@@ -5,9 +5,9 @@ import pytest
 from loraplex.bench.arrivals import Burst, ClosedLoop, Poisson
 from loraplex.bench.client import discover
 from loraplex.bench.popularity import BaseOnly, Distinct, Identical
+from loraplex.bench.session import run_suite
 from loraplex.bench.settings import Settings
 from loraplex.bench.statistics import throughput_ratio
-from loraplex.bench.suite import run_suite
 from loraplex.bench.workload import Lengths
 from loraplex.core.errors import ConfigError, NotReadyError, QueueFullError
 from support.naming import naming

@@ -10,7 +10,7 @@ import pytest
 from comparison.processes import Launch
 from comparison.systems import Setup
 
-from loraplex.bench.exchange import Completion, Exchange
+from loraplex.bench.completions import Completion, Exchange
 from loraplex.bench.workload import PlannedRequest
 from support.bench_workload import WORKLOAD, backend_of_workload
 from support.echo_service import EchoService

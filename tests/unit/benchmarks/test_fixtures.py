@@ -17,7 +17,7 @@ from comparison.fixtures import (
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
-from loraplex.bench.bfloat16 import to_bfloat16, widen_bfloat16
+from loraplex.bench.random_adapters import to_bfloat16, widen_bfloat16
 from loraplex.core.errors import ConfigError
 from support.naming import naming
 

@@ -12,10 +12,9 @@ from starlette.applications import Starlette
 from starlette.responses import Response
 from typer.testing import CliRunner
 
-from loraplex.cli.chat_session import ChatSession
 from loraplex.cli.chat_sources import LocalSource, Piece, ServerSource
-from loraplex.cli.line_editor import line_editing
 from loraplex.cli.main import app
+from loraplex.cli.run import ChatSession, line_editing
 from loraplex.cli.server_client import ServerClient
 from loraplex.core.errors import (
     ConfigError,

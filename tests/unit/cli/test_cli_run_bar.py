@@ -8,9 +8,8 @@ import pytest
 
 from loraplex.bench.settings import Settings
 from loraplex.bench.workload import parse_arrivals, parse_lengths, parse_popularity
-from loraplex.cli import run_bar
-from loraplex.cli.bench import _plan
-from loraplex.cli.run_bar import RunBar
+from loraplex.cli import bench
+from loraplex.cli.bench import RunBar, _plan
 from loraplex.testing.fake_clock import FakeClock
 
 
@@ -35,7 +34,7 @@ def test_the_plan_and_the_time_left(capsys):
 
 def test_lines_come_by_themselves(capsys, monkeypatch):
     said = threading.Event()
-    monkeypatch.setattr(run_bar, "_LINE_SECONDS", 0.01)
+    monkeypatch.setattr(bench, "_LINE_SECONDS", 0.01)
     monkeypatch.setattr(RunBar, "say", lambda bar, line: "so far" in line and said.set())
     with RunBar("measures x"):
         assert said.wait(60)
@@ -43,7 +42,7 @@ def test_lines_come_by_themselves(capsys, monkeypatch):
 
 def test_a_bar_moves_on_a_terminal(monkeypatch):
     moved = threading.Event()
-    monkeypatch.setattr(run_bar, "_BAR_SECONDS", 0.01)
+    monkeypatch.setattr(bench, "_BAR_SECONDS", 0.01)
     monkeypatch.setattr(sys, "stderr", Terminal())
     bar = RunBar("measures x")
     monkeypatch.setattr(bar._bar, "refresh", lambda: moved.set())

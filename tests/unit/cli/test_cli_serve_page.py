@@ -9,7 +9,7 @@ import typer.main
 from typer.testing import CliRunner
 
 from loraplex.cli import compat, main
-from loraplex.cli.flag_hints import OF_MODELS, OF_OTHERS, named_flags
+from loraplex.cli.command_table import OF_MODELS, OF_OTHERS, named_flags
 from loraplex.cli.main import app
 from loraplex.cli.vllm_flags import FLAGS
 

@@ -7,8 +7,14 @@ import pytest
 from typer.testing import CliRunner
 
 from loraplex.cli.main import app
-from loraplex.cli.triton import build_config, serve_repositories
-from loraplex.cli.triton_flags import FLAGS, as_settings, split_flags, without_effect
+from loraplex.cli.triton import (
+    FLAGS,
+    as_settings,
+    build_config,
+    serve_repositories,
+    split_flags,
+    without_effect,
+)
 from loraplex.compat.triton.repository import read_repositories
 from loraplex.core.config import ModelConfig
 from loraplex.core.errors import ConfigError
@@ -43,7 +49,7 @@ def served(monkeypatch):
         lambda *arguments, process_name: calls.append((*arguments, process_name)),
     )
     monkeypatch.setattr("loraplex.app.launch.set_up_logging", lambda level: None)
-    monkeypatch.setattr("loraplex.compat.triton.devices.has_gpu", lambda: False)
+    monkeypatch.setattr("loraplex.compat.triton.model_folder.has_gpu", lambda: False)
     return calls
 
 

@@ -7,14 +7,14 @@ import pytest
 from typer.testing import CliRunner
 
 from loraplex.cli.main import app
-from loraplex.compat.triton.pbtxt import read_pbtxt
+from loraplex.compat.triton.model_folder import read_pbtxt
 from loraplex.compat.triton.repository import read_repositories
 from support.naming import naming
 
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch):
-    monkeypatch.setattr("loraplex.compat.triton.devices.has_gpu", lambda: False)
+    monkeypatch.setattr("loraplex.compat.triton.model_folder.has_gpu", lambda: False)
 
 
 @pytest.fixture

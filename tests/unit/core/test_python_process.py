@@ -25,7 +25,7 @@ EXEMPT = {"bench/machine.py": "git", "testing/running_server.py": "commands of t
 SAFE_ENVIRONMENTS = {"child_environment()", "server_environment()"}
 NAMES_PYTHON = {
     "core/python_process.py": "makes the command",
-    "cli/triton_export.py": "default of a flag",
+    "cli/triton.py": "default of a flag",
     "compat/triton/export.py": "default of a flag, for module_command",
 }
 

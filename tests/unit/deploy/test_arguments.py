@@ -62,7 +62,7 @@ def test_a_replica_has_a_gpu_for_each_rank() -> None:
 
 def test_a_device_is_chosen_where_ray_counts_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     found = Device("cuda", "NVIDIA H100")
-    monkeypatch.setattr("loraplex.app.local_paths.find_device", lambda: found)
+    monkeypatch.setattr("loraplex.app.model_settings.find_device", lambda: found)
     read = read_arguments({"model": "m"})
     assert (read.num_devices, read.num_slots) == (1, 256)
 

@@ -1,6 +1,6 @@
 import pytest
 
-from loraplex.deploy.messages import called_path
+from loraplex.deploy.relay import called_path
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,17 @@ import pytest
 
 from loraplex.core.errors import EngineRestartedError
 from loraplex.core.output import EngineOutput
-from loraplex.deploy.messages import Body, HttpCall, Message, Recorded, Start
-from loraplex.deploy.relay import MAX_LOSSES, MAX_RECORD_BYTES, Relay, ReplicaLost
+from loraplex.deploy.relay import (
+    MAX_LOSSES,
+    MAX_RECORD_BYTES,
+    Body,
+    HttpCall,
+    Message,
+    Recorded,
+    Relay,
+    ReplicaLost,
+    Start,
+)
 from loraplex.serving.continuation import Admitted, Taken, Unrecorded
 from support.naming import naming
 

@@ -12,8 +12,7 @@ import pytest
 from loraplex.core.config import AdapterConfig, Config, ModelConfig
 from loraplex.core.server_config import ServerConfig
 from loraplex.demo import ADAPTER_PATHS, BASE_PATH
-from loraplex.deploy.messages import Body, HttpCall, Recorded, Start
-from loraplex.deploy.relay import Relay, ReplicaLost
+from loraplex.deploy.relay import Body, HttpCall, Recorded, Relay, ReplicaLost, Start
 from loraplex.deploy.replica import Replica, started_replica
 from loraplex.deploy.routing import Residents, adapter_key
 from support.fake_engine_process import FakeEngineSettings, fake_engine_thread

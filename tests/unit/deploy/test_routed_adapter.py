@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from loraplex.deploy.routed_adapter import MAX_NAME, routed_adapter, task_name
+from loraplex.deploy.routing import MAX_NAME, routed_adapter, task_name
 
 MODELS = ("base",)
 

@@ -1,11 +1,10 @@
 """docs/ has the pages that the program writes: `make tables` brings them up to date."""
 
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
-from support.naming import naming
-from tools.drawing import Drawing
 from tools.pages import BUILT, PAGES
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -22,9 +21,10 @@ def test_a_page_can_be_found(name):
     assert any(name in place.read_text(encoding="utf-8") for place in places)
 
 
-def test_a_text_that_its_box_does_not_hold_is_refused():
-    drawing = Drawing("title", "description", 200, 100)
-    with pytest.raises(ValueError, match=naming(60, 20)):
-        drawing.box((0, 0), (60, 20), ["a text of more than 60 pixels"])
-    with pytest.raises(ValueError, match=naming(200, 100)):
-        drawing.text((150, 20), "a text at the edge")
+@pytest.mark.parametrize(
+    "name", ["adapter-memory", "architecture", "batching", "determinism", "mixed-batch"]
+)
+def test_a_drawing_has_a_title_and_a_description(name):
+    root = ElementTree.parse(DOCS / "images" / f"{name}.svg").getroot()
+    assert root.findtext("{http://www.w3.org/2000/svg}title")
+    assert root.findtext("{http://www.w3.org/2000/svg}desc")

@@ -7,13 +7,11 @@ from pathlib import Path
 import pytest
 
 import loraplex
-from loraplex.cli.triton_flags import FLAGS, as_settings
+from loraplex.cli.triton import FLAGS, as_settings
 from loraplex.compat.client.programs import PROGRAMS
 from loraplex.compat.convert.flag_tables import BUILD_FLAGS, CHECKPOINT_FLAGS
-from loraplex.compat.triton.engine_args import ENGINE_ARGS, PARALLEL
-from loraplex.compat.triton.parameters import TENSORRT_LLM_PARAMETERS
-from loraplex.compat.triton.part_parameters import PART_PARAMETERS
-from loraplex.compat.triton.roles import KINDS
+from loraplex.compat.triton.roles import KINDS, PART_PARAMETERS, TENSORRT_LLM_PARAMETERS
+from loraplex.compat.triton.setting_rows import ENGINE_ARGS, PARALLEL
 from loraplex.core.config import ModelConfig
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.support import Support

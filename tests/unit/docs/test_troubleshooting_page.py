@@ -305,12 +305,12 @@ TUTORIALS = {
     "the adapter belongs to another base model: ... (...)": "adapters/staging_worker.py",
     "... has rank 128; the server holds ranks up to 64 on ...: raise ...": "core/rank_limits.py",
     "... is an engine that TensorRT-LLM built, which only TensorRT can run; ...": (
-        "compat/triton/engine_dir.py"
+        "compat/triton/trtllm.py"
     ),
     "LoRA task 7 not found in cache. Please send LoRA weights with request": (
         "frontends/kserve/errors.py"
     ),
-    "unknown key; did you mean ...? Known: ...": "compat/llgtrt/config_file.py",
+    "unknown key; did you mean ...? Known: ...": "compat/llgtrt.py",
     "...: architecture 'rwkv7' of GGUF is not supported; supported: ...": "core/gguf_names.py",
     "... is a part of a model of 3 files, of which 1 are missing in its folder: ...": (
         "core/gguf.py"

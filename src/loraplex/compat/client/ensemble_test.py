@@ -9,11 +9,13 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from loraplex.compat.client.files import Sample, Say, read_dataset
-from loraplex.compat.client.prompts import prepared_tensors
-from loraplex.compat.client.tensors import (
+from loraplex.compat.client.request_parts import (
     Array,
+    Sample,
+    Say,
     flag_tensors,
+    prepared_tensors,
+    read_dataset,
     requested_names,
     row,
     text_of,

@@ -1,15 +1,15 @@
 """test_max_queue_size.py: more requests at once than a queue takes; some must be refused."""
 
-from loraplex.compat.client.files import Say
-from loraplex.compat.client.prompts import (
+from loraplex.compat.client.benchmark import FIRST_RANDOM_ID
+from loraplex.compat.client.request_parts import (
     Encoded,
     FolderCodec,
+    Say,
     check_request,
     prompt_of,
     request_tensors,
 )
 from loraplex.compat.client.wire import open_wire
-from loraplex.compat.client.workloads import FIRST_RANDOM_ID
 from loraplex.compat.flags import Flags, check_at_least
 from loraplex.core.errors import ConfigError
 

@@ -10,9 +10,16 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from loraplex.compat.client.files import Say
-from loraplex.compat.client.prompts import postprocessing_tensors, prepared_tensors
-from loraplex.compat.client.tensors import Array, flag_tensors, row, text_of, texts
+from loraplex.compat.client.request_parts import (
+    Array,
+    Say,
+    flag_tensors,
+    postprocessing_tensors,
+    prepared_tensors,
+    row,
+    text_of,
+    texts,
+)
 from loraplex.compat.client.wire import Tensors, Wire, open_grpc_wire
 from loraplex.compat.flags import Flags, check_at_least
 from loraplex.core.errors import ConfigError

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from loraplex.compat.client.files import Say, read_lora_pair
-from loraplex.compat.client.tensors import (
+from loraplex.compat.client.request_parts import (
     Array,
+    Say,
     decoded,
     flag_tensors,
+    read_lora_pair,
     requested_names,
     requested_outputs,
     texts,

@@ -13,17 +13,20 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from loraplex.compat.client.files import Say, read_token_ids
-from loraplex.compat.client.prompts import (
+from loraplex.compat.client.request_parts import (
+    CACHE_AND_TIMES,
     Codec,
     Encoded,
     FolderCodec,
+    Say,
     ServedCodec,
     check_request,
     prompt_of,
+    read_token_ids,
     request_tensors,
+    requested_outputs,
+    row,
 )
-from loraplex.compat.client.tensors import CACHE_AND_TIMES, requested_outputs, row
 from loraplex.compat.client.wire import GrpcWire, Tensors, open_grpc_wire
 from loraplex.compat.flags import Flags, check_at_least
 from loraplex.core.errors import ConfigError

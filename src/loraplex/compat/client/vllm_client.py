@@ -9,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from loraplex.compat.client.files import Say
-from loraplex.compat.client.tensors import decoded, requested_outputs
+from loraplex.compat.client.request_parts import Say, decoded, requested_outputs
 from loraplex.compat.client.wire import open_grpc_wire
 from loraplex.compat.flags import Flags, check_at_least
 from loraplex.core.errors import ConfigError

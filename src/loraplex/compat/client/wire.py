@@ -18,7 +18,7 @@ import tritonclient.grpc as triton_grpc
 from tritonclient.grpc import InferenceServerClientPlugin
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype, triton_to_np_dtype
 
-from loraplex.compat.client.tensors import Array, inputs
+from loraplex.compat.client.request_parts import Array, inputs
 from loraplex.compat.flags import Flags
 from loraplex.core.environment import KEY_HINT, client_headers
 from loraplex.core.errors import ConfigError

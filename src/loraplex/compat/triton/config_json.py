@@ -7,9 +7,7 @@ from typing import Any
 
 from google.protobuf import json_format
 
-from loraplex.compat.triton.model_folder import ModelFolder
-from loraplex.compat.triton.notes import Notes
-from loraplex.compat.triton.pbtxt import is_placeholder
+from loraplex.compat.triton.model_folder import ModelFolder, Notes, is_placeholder
 from loraplex.core.errors import ConfigError
 from loraplex.frontends.kserve.models.kinds import ModelKind
 from loraplex.frontends.kserve.models.triton_model import tensor_config

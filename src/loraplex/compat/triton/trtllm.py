@@ -3,20 +3,165 @@
 import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from loraplex.compat.triton.config_json import completed_config, declared_datatype
-from loraplex.compat.triton.engine_dir import built_batch_size, find_engine_dir
-from loraplex.compat.triton.model_folder import ModelFolder
-from loraplex.compat.triton.notes import Notes
-from loraplex.compat.triton.parameters import TENSORRT_LLM_PARAMETERS
-from loraplex.compat.triton.part_parameters import PART_PARAMETERS, check_known, check_served
-from loraplex.compat.triton.roles import KINDS, Role
-from loraplex.compat.triton.trtllm_settings import setting_layers
+from loraplex.compat.triton.model_folder import ModelFolder, Notes, device_layer
+from loraplex.compat.triton.roles import (
+    KINDS,
+    PART_PARAMETERS,
+    TENSORRT_LLM_PARAMETERS,
+    Role,
+    check_known,
+    check_served,
+)
+from loraplex.compat.triton.setting_rows import SettingRow
 from loraplex.core.config_layers import Layer
 from loraplex.core.errors import ConfigError
+from loraplex.core.scheduler_settings import BATCHING_ALIASES, Batching
 from loraplex.frontends.kserve.models.catalog import DEFAULT_MAX_BATCH_SIZE
 from loraplex.frontends.kserve.models.kinds import LENGTHS, POSTPROCESSING_OF_2023
 from loraplex.frontends.kserve.models.triton_model import ModelDeclaration, ModelOptions
+from loraplex.models.config_fields import read_object
+
+PATH_PARAMETER = "gpt_model_path"
+_CONFIG = "config.json"
+_OURS = "loraplex"
+_BUILD = "use `loraplex compat build`, or give the Hugging Face folder itself"
+
+
+def find_engine_dir(folder: ModelFolder, notes: Notes) -> Path:
+    """Return the folder to serve. Raises ConfigError that names a right one."""
+    written = folder.parameters.text(PATH_PARAMETER)
+    if written is None:
+        if (folder.version_path / _CONFIG).is_file():
+            notes.info(f"{folder.name}: {PATH_PARAMETER} is not set: {folder.version_path} is used")
+            return _checked(folder, folder.version_path, notes)
+        raise folder.parameters.error(
+            PATH_PARAMETER,
+            "it is not filled in (engine_dir); it must be the path of a folder that "
+            "`loraplex compat build` wrote, or of a Hugging Face folder",
+        )
+    found = folder.find_folder(written)
+    if found is None:
+        raise folder.parameters.error(
+            PATH_PARAMETER,
+            f"there is no folder {written}, neither from the working directory nor below "
+            f"{folder.path}",
+        )
+    if found != Path(written).expanduser():
+        notes.info(f"{folder.name}: {PATH_PARAMETER} {written} is {found}")
+    return _checked(folder, found, notes)
+
+
+def built_batch_size(engine: Path) -> int | None:
+    """Return the batch size that an engine was built for; None: its folder does not record it."""
+    build = read_object(engine / _CONFIG).get("build_config")
+    size = build.get("max_batch_size") if isinstance(build, Mapping) else None
+    return size if isinstance(size, int) and size > 0 else None
+
+
+def _checked(folder: ModelFolder, engine: Path, notes: Notes) -> Path:
+    parameters = folder.parameters
+    if not (engine / _CONFIG).is_file():
+        if any(engine.glob("*.engine")):
+            raise parameters.error(PATH_PARAMETER, f"{engine} holds TensorRT engines; {_BUILD}")
+        raise parameters.error(PATH_PARAMETER, f"{engine} has no {_CONFIG}; {_BUILD}")
+    config = read_object(engine / _CONFIG)
+    if _OURS not in config and ("build_config" in config or "builder_config" in config):
+        raise parameters.error(
+            PATH_PARAMETER,
+            f"{engine} is an engine that TensorRT-LLM built, which only TensorRT can run; {_BUILD}",
+        )
+    _check_mapping(config, engine, notes)
+    return engine
+
+
+def _check_mapping(config: Mapping[str, Any], engine: Path, notes: Notes) -> None:
+    """How many GPUs the build was made for. Ranks are another matter: see docs/ranks.md."""
+    pretrained = config.get("pretrained_config", config)
+    mapping = pretrained.get("mapping") if isinstance(pretrained, Mapping) else None
+    if not isinstance(mapping, Mapping):
+        return
+    sizes = {name: mapping.get(name, 1) for name in ("tp_size", "pp_size")}
+    needed = sizes["tp_size"] * sizes["pp_size"]
+    world_size = mapping.get("world_size", needed)
+    if world_size != needed:
+        raise ConfigError(
+            f"{engine / _CONFIG}: world_size is {world_size}, but tp_size {sizes['tp_size']} times "
+            f"pp_size {sizes['pp_size']} is {needed}"
+        )
+    if needed > 1:
+        notes.warning(
+            f"{engine} was built for {needed} GPUs: it is served by one process, unless "
+            "this machine has as many or tensor_parallel_size is set"
+        )
+
+
+DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {"batch_scheduler_policy": "guaranteed_no_evict", "enable_prefix_cache": False}
+)
+"""Defaults of a TensorRT-LLM repository (version of January 2024) that differ from ours."""
+_PREFETCH = "lora_prefetch_dir"
+_BATCHING = "gpt_model_type"
+_ZERO_IS_UNSAID = ("iter_stats_max_iterations", "max_tokens_in_paged_kv_cache")
+_QUEUE_FIELDS = ("max_queue_size", "max_queue_delay_microseconds")
+
+
+def setting_layers(folder: ModelFolder, engine: Path, notes: Notes) -> Iterator[Layer]:
+    """Lowest first, each with the place of its value. Raises ConfigError."""
+    yield _layer(folder, "default of a TensorRT-LLM model repository", dict(DEFAULTS))
+    yield from device_layer(folder, notes)
+    yield _layer(folder, folder.parameters.place("gpt_model_path"), {"path": str(engine)})
+    yield from _queue_layers(folder)
+    check_known(folder, TENSORRT_LLM_PARAMETERS, notes)
+    check_served(folder, TENSORRT_LLM_PARAMETERS, notes)
+    for row in TENSORRT_LLM_PARAMETERS:
+        yield from _parameter_layer(folder, row, notes)
+
+
+def _layer(folder: ModelFolder, source: str, settings: Mapping[str, Any]) -> Layer:
+    return Layer(source, {"models": {folder.name: settings}})
+
+
+def _parameter_layer(folder: ModelFolder, row: SettingRow, notes: Notes) -> Iterator[Layer]:
+    parameters = folder.parameters
+    value = parameters.read(row)
+    if value is None:
+        return
+    if row.key == _BATCHING and value not in {*Batching, *BATCHING_ALIASES}:
+        # The original's words, which its tests look for in the log.
+        raise parameters.error(
+            row.key,
+            "Invalid gpt_model_type. Must be v1/inflight_batching/inflight_fused_batching, got "
+            f"{value!r}",
+        )
+    if row.key == _PREFETCH:
+        yield from _prefetch_layer(folder, value, notes)
+    elif row.setting and (value or row.key not in _ZERO_IS_UNSAID):
+        yield _layer(folder, f"{parameters.place(row.key)}: {row.key}", {row.setting: value})
+
+
+def _prefetch_layer(folder: ModelFolder, written: str, notes: Notes) -> Iterator[Layer]:
+    found = folder.find_folder(written)
+    if found is None:
+        notes.warning(
+            f"{folder.name}: {_PREFETCH}: there is no folder {written}: nothing is loaded"
+        )
+    else:
+        place = folder.parameters.place(_PREFETCH)
+        yield _layer(folder, place, {"adapter_dirs": [str(found)]})
+
+
+def _queue_layers(folder: ModelFolder) -> Iterator[Layer]:
+    """Top-level fields: of the wait for company, and of how many may wait."""
+    batching = folder.config.dynamic_batching
+    values = (batching.default_queue_policy.max_queue_size, batching.max_queue_delay_microseconds)
+    for field, value in zip(_QUEUE_FIELDS, values, strict=True):
+        if value:
+            yield _layer(folder, folder.line_of(field), {field: value})
+
 
 _BLS_INNER = "tensorrt_llm_model_name"
 _DEFAULT_INNER = "tensorrt_llm"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from comparison.systems import Adapter, Setup
 
-from loraplex.bench.exchange import Exchange
+from loraplex.bench.completions import Exchange
 from loraplex.bench.workload import PlannedRequest
 
 TOKENS = tuple(f"<{number}>" for number in range(100))

@@ -5,8 +5,13 @@ import pickle
 import numpy as np
 import pytest
 
-from loraplex.compat.client.files import read_lora_pair, read_prompt_table, read_token_ids
-from loraplex.compat.client.tensors import BFLOAT16_BITS, bfloat16_bits
+from loraplex.compat.client.request_parts import (
+    BFLOAT16_BITS,
+    bfloat16_bits,
+    read_lora_pair,
+    read_prompt_table,
+    read_token_ids,
+)
 from loraplex.core.errors import ConfigError
 from support.naming import naming
 

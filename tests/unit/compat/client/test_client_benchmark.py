@@ -5,16 +5,17 @@ import json
 
 import pytest
 
-from loraplex.compat.client.figures import (
+from loraplex.compat.client.benchmark import (
     TimedRequest,
+    delays,
     figure_table,
     figures_of,
+    token_requests,
     write_csv,
     write_perfetto,
 )
-from loraplex.compat.client.files import NO_OUTPUT_TOKENS, read_dataset
 from loraplex.compat.client.programs import BENCHMARK_FLAGS
-from loraplex.compat.client.workloads import delays, token_requests
+from loraplex.compat.client.request_parts import NO_OUTPUT_TOKENS, read_dataset
 from loraplex.compat.flags import read_flags
 from loraplex.core.errors import ConfigError
 from loraplex.demo import BASE_PATH

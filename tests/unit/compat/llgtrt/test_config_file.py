@@ -4,10 +4,19 @@ import json
 
 import pytest
 
-from loraplex.compat.llgtrt.config_file import read_config
-from loraplex.compat.llgtrt.config_keys import LIMITS, RUNTIME, SECTIONS, TOKENIZER, Kind, sections
-from loraplex.compat.llgtrt.engine_folder import check_engine, own_chat_template
-from loraplex.compat.llgtrt.shown_config import chat_template, shown_config
+from loraplex.compat.llgtrt import (
+    LIMITS,
+    RUNTIME,
+    SECTIONS,
+    TOKENIZER,
+    Kind,
+    chat_template,
+    check_engine,
+    own_chat_template,
+    read_config,
+    sections,
+    shown_config,
+)
 from loraplex.core.config import ModelConfig
 from loraplex.core.config_layers import Layer, resolve
 from loraplex.core.errors import ConfigError

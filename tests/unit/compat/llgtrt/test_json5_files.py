@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex.compat.llgtrt.json5_files import MAX_FILE_BYTES, merge_files, read_json5
+from loraplex.compat.llgtrt import MAX_FILE_BYTES, merge_files, read_json5
 from loraplex.core.errors import ConfigError
 from support.naming import naming
 

@@ -12,7 +12,7 @@ from support.triton_repositories import Written
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever the tests run."""
-    monkeypatch.setattr("loraplex.compat.triton.devices.has_gpu", lambda: False)
+    monkeypatch.setattr("loraplex.compat.triton.model_folder.has_gpu", lambda: False)
     monkeypatch.setattr("loraplex.compat.triton.vllm.has_gpu", lambda: False)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from loraplex.compat.triton.export import Export, export_models, export_vllm_backend
-from loraplex.compat.triton.pbtxt import read_pbtxt
+from loraplex.compat.triton.model_folder import read_pbtxt
 from loraplex.compat.triton.repository import read_repositories
 from loraplex.core.errors import ConfigError
 from loraplex.frontends.kserve import stub

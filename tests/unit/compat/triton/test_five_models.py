@@ -6,17 +6,19 @@ from pathlib import Path
 import pytest
 
 from loraplex.compat.triton.five_models import FILLED, MODELS, config_text, write_five_models
-from loraplex.compat.triton.model_folder import read_model_folders
-from loraplex.compat.triton.notes import Notes
-from loraplex.compat.triton.parameters import TENSORRT_LLM_PARAMETERS
-from loraplex.compat.triton.part_parameters import PART_PARAMETERS
-from loraplex.compat.triton.pbtxt import parse_pbtxt
+from loraplex.compat.triton.model_folder import Notes, parse_pbtxt, read_model_folders
 from loraplex.compat.triton.repository import read_repositories
-from loraplex.compat.triton.roles import KINDS, Role, role_of
+from loraplex.compat.triton.roles import (
+    KINDS,
+    PART_PARAMETERS,
+    TENSORRT_LLM_PARAMETERS,
+    Role,
+    role_of,
+)
 from loraplex.core.errors import ConfigError
 from loraplex.frontends.kserve.models.kinds import TENSORRT_LLM
 from support.naming import naming
-from tools.template_variables import TEMPLATE_VARIABLES
+from tools.triton_page import TEMPLATE_VARIABLES
 
 COMPAT = Path(__file__).parents[4] / "compat"
 SHIPPED = COMPAT / "tensorrtllm_backend" / "all_models" / "inflight_batcher_llm"

@@ -10,15 +10,15 @@ import pytest
 from typer.testing import CliRunner
 
 from loraplex.cli.main import app
-from loraplex.compat.triton import launching
-from loraplex.compat.triton.launching import Launch, is_server, launch
+from loraplex.compat.triton import tools
+from loraplex.compat.triton.tools import Launch, is_server, launch
 from loraplex.core.errors import ConfigError
 from support.naming import naming
 
 
 @pytest.fixture
 def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launching, "running_servers", lambda: iter(()))
+    monkeypatch.setattr(tools, "running_servers", lambda: iter(()))
 
 
 def what(repository: Path, **changes: object) -> Launch:
@@ -59,7 +59,7 @@ def test_whose_command_line(arguments: list[str], response: bool) -> None:
 
 
 def test_one_that_runs_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launching, "running_servers", lambda: iter((41, 42)))
+    monkeypatch.setattr(tools, "running_servers", lambda: iter((41, 42)))
     with pytest.raises(ConfigError, match=naming(41, 42, "--force")):
         launch(what(tmp_path), force=False)
 

@@ -5,8 +5,7 @@ import re
 
 import pytest
 
-from loraplex.compat.triton.model_folder import read_model_folder, read_model_folders
-from loraplex.compat.triton.notes import Notes
+from loraplex.compat.triton.model_folder import Notes, read_model_folder, read_model_folders
 from loraplex.compat.triton.repository import read_repositories
 from loraplex.compat.triton.roles import Role, role_of
 from loraplex.core.errors import ConfigError

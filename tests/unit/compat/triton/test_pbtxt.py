@@ -2,7 +2,7 @@
 
 import pytest
 
-from loraplex.compat.triton.pbtxt import (
+from loraplex.compat.triton.model_folder import (
     is_placeholder,
     parse_pbtxt,
     read_pbtxt,

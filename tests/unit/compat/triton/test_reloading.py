@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from loraplex.compat.triton.reloading import Reloading
+from loraplex.compat.triton.repository import Reloading
 from loraplex.core.config import Config
 from loraplex.core.errors import InvalidRequestError, NotReadyError, UnsupportedFeatureError
 from support.naming import naming, refused

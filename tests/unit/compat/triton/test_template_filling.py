@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from loraplex.cli.main import app
-from loraplex.compat.triton.template_filling import filled, parse_substitutions
+from loraplex.compat.triton.tools import filled, parse_substitutions
 from loraplex.core.errors import ConfigError
 from support.naming import naming
 

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from loraplex.compat.triton.reloading import Reloading
+from loraplex.compat.triton.repository import Reloading
 from loraplex.core.config import Config
 from loraplex.core.config_layers import resolve
 from loraplex.core.errors import ConfigError
@@ -333,7 +333,7 @@ def test_prefetched_adapters(written):
 def test_devices(written, monkeypatch):
     written.fill("tensorrt_llm", gpu_device_ids="1,2;3")
     assert any("this machine has no GPU" in text for text in written.read().notes.infos)
-    monkeypatch.setattr("loraplex.compat.triton.devices.has_gpu", lambda: True)
+    monkeypatch.setattr("loraplex.compat.triton.model_folder.has_gpu", lambda: True)
     repository = written.read()
     assert merged(repository, "tensorrt_llm")["device"] == "cuda:1"
     assert any("of the GPUs 1,2;3 one is used" in text for text in repository.notes.warnings)

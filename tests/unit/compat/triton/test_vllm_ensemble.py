@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from loraplex.compat.triton.reloading import Reloading
-from loraplex.compat.triton.repository import read_repositories
+from loraplex.compat.triton.repository import Reloading, read_repositories
 from loraplex.core.config_layers import resolve
 from loraplex.core.errors import ConfigError
 from loraplex.frontends.kserve.errors import NotFoundError

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from loraplex.compat.triton.engine_args import ENGINE_ARGS, row_of
 from loraplex.compat.triton.repository import read_repositories
+from loraplex.compat.triton.setting_rows import ENGINE_ARGS, row_of
 from loraplex.core.config_layers import resolve
 from loraplex.core.errors import ConfigError
 from loraplex.core.support import Support

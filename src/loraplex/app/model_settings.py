@@ -1,21 +1,65 @@
-"""Limits of a built engine folder, applied to the settings of its model.
+"""Settings of models as they are served: with every path in a local folder, where hub ids are
+downloaded, a device, the limits of a built engine folder, and a fair share.
 
-A setting below the build's limit stays. One above it is lowered, and the log reports it; where a
-client would notice the difference, it is an error instead.
+A setting below the limit of the build stays. One above it is lowered, and the log reports it; where
+a client would notice the difference, it is an error instead.
 """
 
 import logging
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from loraplex.core.config import ModelConfig
+from loraplex.core.config import Config, ModelConfig
+from loraplex.core.devices import find_device
+from loraplex.core.engine_settings import AUTO_DEVICE, NO_CACHE
+from loraplex.core.environment import server_api_keys, weights_cache_directory
 from loraplex.core.errors import ConfigError
 from loraplex.core.gpus import num_gpus
+from loraplex.core.scheduler_settings import FairShare
+from loraplex.core.state_places import state_name
 from loraplex.core.step_sizes import wanted_step_sizes
+from loraplex.execution.weights.hub import resolve_model, resolve_tokenizer
 from loraplex.models.engine_folder import LORA_FOLDER, BuildLimits, read_build_limits
 
 logger = logging.getLogger(__name__)
+
+
+def with_local_paths(config: Config) -> Config:
+    """Return the configuration with every model in a local folder. Raises ConfigError."""
+    state_dir = config.server.state_dir
+    models = {
+        name: with_local_path(name, model, state_dir) for name, model in config.models.items()
+    }
+    # The state belongs to the model as the operator names it, not to one commit of it.
+    return msgspec.structs.replace(config, models=models, state_name=state_name(config))
+
+
+def with_local_path(name: str, model: ModelConfig, state_dir: str) -> ModelConfig:
+    """Return the settings of a model in a local folder. Raises ConfigError.
+
+    Its weights cache is then a folder, too, or none, its device is chosen, and the limits of a
+    built engine folder are applied.
+    """
+    folder = resolve_model(model.path, model.revision, state_dir)
+    cache = weights_cache_directory(model.weights_cache_dir, state_dir)
+    return msgspec.structs.replace(
+        within_build(name, with_device(name, model), folder),
+        path=str(folder),
+        tokenizer=model.tokenizer and str(resolve_tokenizer(model.tokenizer)),
+        weights_cache_dir=NO_CACHE if cache is None else os.path.abspath(cache),
+    )
+
+
+def with_device(name: str, model: ModelConfig) -> ModelConfig:
+    """Return the settings of a model with a device in place of `auto`, and log the reason."""
+    if model.device != AUTO_DEVICE:
+        return model
+    found = find_device()
+    logger.info("model %r: device %s: %s", name, found.name, found.reason)
+    return msgspec.structs.replace(model, device=found.name)
 
 
 def within_build(name: str, model: ModelConfig, folder: Path) -> ModelConfig:
@@ -123,3 +167,21 @@ def _quantization(name: str, model: ModelConfig, limits: BuildLimits) -> str:
         f"quantization {model.quantization} is not the {limits.quantization} that the engine of "
         f"model {name!r} was built with"
     )
+
+
+def with_fair_shares(config: Config, given_keys: Sequence[str] = ()) -> Config:
+    """Return the configuration with a share for each model. given_keys: keys of a flag."""
+    has_keys = bool(config.server.api_keys_file or server_api_keys() or given_keys)
+    models = {
+        name: with_fair_share(model, has_keys=has_keys) for name, model in config.models.items()
+    }
+    return msgspec.structs.replace(config, models=models)
+
+
+def with_fair_share(model: ModelConfig, *, has_keys: bool) -> ModelConfig:
+    """Return the settings of one model; has_keys: API keys distinguish tenants."""
+    if model.fair_share is not None:
+        return model
+    # A tenant could take all shares by naming many adapters, or one by many requests for a base.
+    kind = FairShare.TENANT if has_keys else FairShare.ADAPTER
+    return msgspec.structs.replace(model, fair_share=kind)
