@@ -31,13 +31,13 @@ from loraplex.app.access import (
 )
 from loraplex.app.builder import build_texts
 from loraplex.app.dialects import dialect_of
+from loraplex.app.frontend_processes import FrontendStart
 from loraplex.app.http_app import openai_options
 from loraplex.app.http_server import serving_http
 from loraplex.app.launch import set_up_logging, with_open_files
 from loraplex.app.reporting import Reporting, reporting_requests
 from loraplex.app.serving_process import run_on_event_loop
 from loraplex.app.tls import certificates
-from loraplex.core.config import Config
 from loraplex.core.errors import LoraplexError, NotReadyError
 from loraplex.core.process_group import leave_group
 from loraplex.frontends.access import Authenticate, noting_tenant
@@ -61,20 +61,7 @@ from loraplex.serving.remote.remote_service import RemoteService
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.response_memory import ResponseMemory
 
-
-class FrontendStart(msgspec.Struct, frozen=True):
-    """Start message of a front-end process, as msgpack."""
-
-    number: int
-    config: Config
-    """Configuration with local paths, the limits of one process, and the port that it serves."""
-    keys_variable: str
-    """LORAPLEX_API_KEYS, which is not in the environment of our processes."""
-    given_keys: tuple[str, ...]
-    owner_path: str
-    """Unix socket of the owner for messages."""
-    http_path: str
-    """The same for requests that it forwards."""
+logger = logging.getLogger(__name__)
 
 
 _HOP_BY_HOP: Final = frozenset(
@@ -215,9 +202,6 @@ class DividedApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_own = (scope.get("method"), scope.get("path")) in self._own_routes
         await (self._own if is_own else self._rest)(scope, receive, send)
-
-
-logger = logging.getLogger(__name__)
 
 
 class FrontendProcess:

@@ -12,7 +12,6 @@ from typing import Any, Final, NamedTuple
 import msgspec
 from starlette.types import ASGIApp
 
-from loraplex.app.frontend_process import FrontendStart
 from loraplex.app.http_server import serving_listener
 from loraplex.core.config import Config
 from loraplex.core.environment import child_environment, server_api_keys
@@ -47,6 +46,21 @@ _FIRST_PAUSE_SECONDS: Final = 0.1
 _LONGEST_PAUSE_SECONDS: Final = 30.0
 _STABLE_SECONDS: Final = 60.0
 _DEFAULT_NUM_BODIES: Final = 8
+
+
+class FrontendStart(msgspec.Struct, frozen=True):
+    """Start message of a front-end process, as msgpack."""
+
+    number: int
+    config: Config
+    """Configuration with local paths, the limits of one process, and the port that it serves."""
+    keys_variable: str
+    """LORAPLEX_API_KEYS, which is not in the environment of our processes."""
+    given_keys: tuple[str, ...]
+    owner_path: str
+    """Unix socket of the owner for messages."""
+    http_path: str
+    """The same for requests that it forwards."""
 
 
 def share_of(settings: ServerConfig) -> ServerConfig:

@@ -46,6 +46,9 @@ from loraplex.serving.engines.link import EngineLauncher
 from loraplex.serving.response_memory import ResponseMemory
 from loraplex.serving.service import Service
 
+logger = logging.getLogger(__name__)
+
+
 _READ_BYTES = 4096
 
 
@@ -161,9 +164,6 @@ class Ports:
             is_shared=is_shared,
         )
         return await self._stack.enter_async_context(serving)
-
-
-logger = logging.getLogger(__name__)
 
 
 class Server:

@@ -16,6 +16,9 @@ from loraplex.core.errors import ConfigError
 from loraplex.core.threads import switch_threads_often
 from loraplex.serving.tenant_threads import default_executor
 
+logger = logging.getLogger(__name__)
+
+
 _BACKLOG = 2048
 
 
@@ -39,8 +42,6 @@ def bind(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
-
-logger = logging.getLogger(__name__)
 
 _LEAST_FILES: Final = 128
 """A server without connections opens about half of that. Libraries crash when they get no more."""

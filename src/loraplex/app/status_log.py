@@ -19,6 +19,9 @@ from loraplex.serving.draining import DrainReport
 from loraplex.serving.model_memory import ModelMemory
 from loraplex.serving.served_model import ServedModel
 
+logger = logging.getLogger(__name__)
+
+
 _MAX_NAMES: Final = 5
 """Maximum number of adapters that are named."""
 _EVERY_ADDRESS: Final = ("0.0.0.0", "::", "")
@@ -120,8 +123,6 @@ def _request(model: ServedModel, url: str, settings: ServerConfig, *, has_keys: 
     data = json.dumps(body, ensure_ascii=False).replace("'", "'\\''")
     return f"curl {url}/v1/{route} {key}-H 'Content-Type: application/json' -d '{data}'"
 
-
-logger = logging.getLogger(__name__)
 
 _PROGRESS_SECONDS: Final = 5.0
 _THROUGHPUT_SECONDS: Final = 10.0

@@ -154,7 +154,7 @@ async def run(
 
 
 class _Subject:
-    """Implements load_generator.Sender."""
+    """Implements Sender."""
 
     def __init__(self, target: Target) -> None:
         self._target = target

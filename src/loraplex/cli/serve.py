@@ -25,6 +25,9 @@ from loraplex.core.config import Config
 from loraplex.core.config_layers import Layer, file_layer, resolve
 from loraplex.core.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
+
 _COMMON: Final = frozenset(
     {
         *("model", "name", "config", "adapter", "adapter_dir", "help_all", "help"),
@@ -68,8 +71,6 @@ def _hyphened(args: Sequence[str], known: set[str]) -> Iterator[str]:
         is_flag = name.startswith("--") and hyphened in known
         yield f"{hyphened}{equals}{value}" if is_flag else word
 
-
-logger = logging.getLogger(__name__)
 
 _LORA: Final = "Adapters"
 

@@ -1,18 +1,27 @@
-"""Flags of settings, made from the settings' own metadata (core.setting)."""
+"""Flags of settings, made from the settings' own metadata (core.setting), and flags of another
+server, made from its table."""
 
 import inspect
 import typing
-from collections.abc import Callable, Iterable, Mapping
-from typing import Annotated, Any, TypeVar
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from typing import Annotated, Any, Final, TypeVar
 
 import typer
 
+from loraplex.compat.triton.setting_rows import Kind, SettingRow
 from loraplex.core.config import SETTINGS
 from loraplex.core.config_layers import Layer, field_layers
 from loraplex.core.environment import environment_fields
 from loraplex.core.setting import SettingField
+from loraplex.core.support import Feature, Support
 
 Command = TypeVar("Command", bound=Callable[..., None])
+
+_EFFECTS: Final = {
+    Support.WORKS: "",
+    Support.NO_EFFECT: "No effect: ",
+    Support.REFUSED: "Refused: ",
+}
 
 
 def with_settings(*names: str, short: Mapping[str, str] = {}) -> Callable[[Command], Command]:
@@ -92,3 +101,71 @@ def _kind(field: SettingField) -> Any:
     if field.is_list:
         return list[str] if typing.get_args(field.kind)[0] is str else str
     return field.kind if field.kind in (bool, int, float) and not field.is_bytes else str
+
+
+def flag_of(row: SettingRow) -> str:
+    """Return the flag of a row, as it is written on a command line."""
+    return f"--{row.key.replace('_', '-')}"
+
+
+class FlagTable:
+    """Flags of another server, which a command takes in addition to those of settings."""
+
+    def __init__(
+        self,
+        panel: str,
+        rows: Iterable[SettingRow],
+        *,
+        short: Mapping[str, str] = {},
+        lists: Container[str] = (),
+        has_opposites: bool = False,
+    ) -> None:
+        """panel: title above the flags in --help. short: further names, by key. lists: keys of
+        flags that may be repeated. has_opposites: a switch has a `--no-` flag, too."""
+        self.rows = tuple(rows)
+        self._panel = panel
+        self._short = short
+        self._lists = lists
+        self._has_opposites = has_opposites
+
+    @property
+    def features(self) -> tuple[Feature, ...]:
+        """Rows of the generated documentation."""
+        return tuple(map(self._feature, self.rows))
+
+    def added_to(self, command: Command) -> Command:
+        """Give a command the flags of the table, after those of with_settings.
+
+        The value of a flag that is not given is None.
+        """
+        return with_flags(command, map(self._parameter, self.rows))
+
+    def split(self, flags: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the given flags as (the table's, ours), by name."""
+        given = {name: value for name, value in flags.items() if value is not None}
+        return {row.key: given.pop(row.key) for row in self.rows if row.key in given}, given
+
+    def without_effect(self, given: Container[str]) -> Iterator[str]:
+        """Yield a sentence about each given flag that has no effect."""
+        for row in self.rows:
+            if row.support is Support.NO_EFFECT and row.key in given:
+                yield f"flag {flag_of(row)} has no effect: {row.reason}"
+
+    def _feature(self, row: SettingRow) -> Feature:
+        names_setting = row.setting and not row.reason
+        note = f"as --{SETTINGS[row.setting].flag}" if names_setting else row.feature.note
+        short = (self._short[row.key],) if row.key in self._short else ()
+        return Feature(flag_of(row), row.support, note, other_names=short)
+
+    def _parameter(self, row: SettingRow) -> inspect.Parameter:
+        feature = self._feature(row)
+        words = f"{_EFFECTS[row.support]}{feature.note}."
+        is_switch = row.kind is Kind.BOOL
+        opposite = f"/--no-{feature.name[2:]}" if is_switch and self._has_opposites else ""
+        option = typer.Option(
+            *(f"{feature.name}{opposite}", *feature.other_names),
+            help=words[0].upper() + words[1:],
+            rich_help_panel=self._panel,
+        )
+        kind: Any = bool if is_switch else list[str] if row.key in self._lists else str
+        return optional_flag(row.key, kind, option)

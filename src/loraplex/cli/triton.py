@@ -6,13 +6,12 @@ exist here and is refused.
 """
 
 import functools
-import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
 import typer
@@ -21,12 +20,13 @@ from loraplex.cli.binding import warn_if_open
 from loraplex.cli.command_table import FlagPage, GroupFlagPage
 from loraplex.cli.options import errors_to_exit_code
 from loraplex.cli.settings_flags import (
+    FlagTable,
     environment_layers,
     flag_layers,
-    optional_flag,
-    with_flags,
+    flag_of,
     with_settings,
 )
+from loraplex.compat.triton.setting_rows import Kind, SettingRow, here, no_effect, refused, setting
 from loraplex.core.config import Config
 from loraplex.core.config_layers import Layer, field_layers, resolve
 from loraplex.core.errors import ConfigError
@@ -38,114 +38,124 @@ if TYPE_CHECKING:
     from loraplex.compat.triton.export import Export
     from loraplex.compat.triton.repository import Repository
 
+logger = logging.getLogger(__name__)
+
 
 _PANEL: Final = "tritonserver"
+_CONTROL: Final = "model_control_mode"
+_COMPLETED: Final = "what a configuration leaves out is always completed"
 _POOLS: Final = "sizes of pools and numbers of threads are fixed"
 _GRPC: Final = "connections are kept as gRPC and HTTP do by themselves"
 _KEYS: Final = "access is not restricted by header, but by API keys: see --api-keys-file"
 
 
-def _no_effect(note: str, *names: str) -> Iterator[Feature]:
-    return (Feature(name, Support.NO_EFFECT, note) for name in names)
+def _no_effect(note: str, *keys: str) -> Iterator[SettingRow]:
+    return (no_effect(key, note) for key in keys)
 
 
-def _refused(note: str, *names: str) -> Iterator[Feature]:
-    return (Feature(name, Support.REFUSED, note) for name in names)
+def _refused(note: str, *keys: str) -> Iterator[SettingRow]:
+    return (refused(key, note) for key in keys)
 
 
-FLAGS: Final[tuple[Feature, ...]] = (
-    Feature("--http-address", note="address of all services; as --host"),
-    Feature("--grpc-address", note="the same"),
-    Feature("--metrics-address", note="the same"),
-    Feature("--http-max-input-size", note="largest request body; as --max-body-bytes"),
-    Feature("--exit-timeout-secs", note="shutdown grace period; as --shutdown-seconds"),
-    Feature("--log-file", note="the file that the log is appended to, instead of standard error"),
-    Feature("--log-verbose", note="above 0: as --log-level debug"),
-    Feature("--model-control-mode", note="none, poll (the repository is read once) or explicit"),
-    Feature("--allow-http", note="false: the port is not opened; as --no-http"),
-    Feature("--allow-grpc", note="false: the port is not opened; as --no-grpc"),
-    Feature("--grpc-use-ssl", note="with certificate and key; for all ports"),
-    Feature("--grpc-server-cert", note="as --tls-cert; for all ports"),
-    Feature("--grpc-server-key", note="as --tls-key; for all ports"),
-    Feature("--allow-metrics", note="false: the port is not opened; as --no-metrics"),
+_ROWS: Final[tuple[SettingRow, ...]] = (
+    setting("http_address", Kind.TEXT, "host", "address of all services; as --host"),
+    setting("grpc_address", Kind.TEXT, "host", "the same"),
+    setting("metrics_address", Kind.TEXT, "host", "the same"),
+    setting(
+        *("http_max_input_size", Kind.TEXT, "max_body_bytes"),
+        "largest request body; as --max-body-bytes",
+    ),
+    setting(
+        *("exit_timeout_secs", Kind.TEXT, "shutdown_seconds"),
+        "shutdown grace period; as --shutdown-seconds",
+    ),
+    here("log_file", Kind.TEXT, "the file that the log is appended to, instead of standard error"),
+    here("log_verbose", Kind.TEXT, "above 0: as --log-level debug"),
+    here(_CONTROL, Kind.TEXT, "none, poll (the repository is read once) or explicit"),
+    here("allow_http", Kind.TEXT, "false: the port is not opened; as --no-http"),
+    here("allow_grpc", Kind.TEXT, "false: the port is not opened; as --no-grpc"),
+    here("grpc_use_ssl", Kind.TEXT, "with certificate and key; for all ports"),
+    here("grpc_server_cert", Kind.TEXT, "as --tls-cert; for all ports"),
+    here("grpc_server_key", Kind.TEXT, "as --tls-key; for all ports"),
+    here("allow_metrics", Kind.TEXT, "false: the port is not opened; as --no-metrics"),
     *_no_effect(
         "use an exporter for metrics of the machine, such as node-exporter or dcgm-exporter",
-        *("--allow-cpu-metrics", "--allow-gpu-metrics"),
+        *("allow_cpu_metrics", "allow_gpu_metrics"),
     ),
     *_no_effect(
         "metrics are computed for each request",
-        "--metrics-interval-ms",
+        "metrics_interval_ms",
     ),
     *_no_effect(
         "there are no backends to load",
-        *("--backend-config", "--backend-directory", "--host-policy", "--repoagent-directory"),
+        *("backend_config", "backend_directory", "host_policy", "repoagent_directory"),
     ),
     *_no_effect(
         _POOLS,
-        *("--pinned-memory-pool-byte-size", "--cuda-memory-pool-byte-size"),
-        *("--http-thread-count", "--model-load-thread-count", "--model-load-gpu-limit"),
-        *("--grpc-infer-allocation-pool-size", "--buffer-manager-thread-count"),
-        *("--cuda-virtual-address-size", "--enable-peer-access"),
-        *("--grpc-infer-thread-count", "--grpc-max-response-pool-size"),
+        *("pinned_memory_pool_byte_size", "cuda_memory_pool_byte_size"),
+        *("http_thread_count", "model_load_thread_count", "model_load_gpu_limit"),
+        *("grpc_infer_allocation_pool_size", "buffer_manager_thread_count"),
+        *("cuda_virtual_address_size", "enable_peer_access"),
+        *("grpc_infer_thread_count", "grpc_max_response_pool_size"),
     ),
     *_no_effect(
         "see the routes /v2/trace/setting and /v2/logging",
-        *("--log-info", "--log-warning", "--log-error"),
-        *("--trace-config", "--trace-file", "--trace-level", "--trace-rate", "--trace-count"),
-        "--trace-log-frequency",
+        *("log_info", "log_warning", "log_error"),
+        *("trace_config", "trace_file", "trace_level", "trace_rate", "trace_count"),
+        "trace_log_frequency",
     ),
     *_no_effect(
-        "max_num_seqs limits the running sequences", *("--rate-limit", "--rate-limit-resource")
+        "max_num_seqs limits the running sequences", *("rate_limit", "rate_limit_resource")
     ),
     *_no_effect(
         "responses are not cached; prefixes of prompts are",
-        *("--cache-config", "--cache-directory", "--response-cache-byte-size"),
+        *("cache_config", "cache_directory", "response_cache_byte_size"),
     ),
     *_no_effect(
         "models see no headers",
-        *("--http-header-forward-pattern", "--grpc-header-forward-pattern"),
+        *("http_header_forward_pattern", "grpc_header_forward_pattern"),
     ),
     *_no_effect(
         _GRPC,
-        *("--grpc-keepalive-time", "--grpc-keepalive-timeout", "--grpc-max-connection-age"),
-        "--grpc-keepalive-permit-without-calls",
-        "--grpc-http2-max-pings-without-data",
-        "--grpc-http2-min-recv-ping-interval-without-data",
-        *("--grpc-http2-max-ping-strikes", "--grpc-max-connection-age-grace"),
-        *("--reuse-http-port", "--reuse-grpc-port", "--grpc-infer-response-compression-level"),
+        *("grpc_keepalive_time", "grpc_keepalive_timeout", "grpc_max_connection_age"),
+        "grpc_keepalive_permit_without_calls",
+        "grpc_http2_max_pings_without_data",
+        "grpc_http2_min_recv_ping_interval_without_data",
+        *("grpc_http2_max_ping_strikes", "grpc_max_connection_age_grace"),
+        *("reuse_http_port", "reuse_grpc_port", "grpc_infer_response_compression_level"),
     ),
-    *_no_effect("the server is called triton", "--id"),
-    *_no_effect("the server is ready when its models are", "--strict-readiness"),
-    *_no_effect("a model that cannot be loaded always ends the start", "--exit-on-error"),
-    *_no_effect(
-        "what a configuration leaves out is always completed",
-        *("--strict-model-config", "--disable-auto-complete-config"),
-    ),
-    *_no_effect("the file is config.pbtxt", "--model-config-name"),
-    *_no_effect("every name is there once", "--model-namespacing"),
-    *_no_effect("an engine that dies is always started again", "--model-load-retry-count"),
-    *_no_effect(
-        "the repository is read once; see --adapter-watch-seconds", "--repository-poll-secs"
-    ),
-    *_no_effect("the device's capability is detected", "--min-supported-compute-capability"),
+    *_no_effect("the server is called triton", "id"),
+    *_no_effect("the server is ready when its models are", "strict_readiness"),
+    *_no_effect("a model that cannot be loaded always ends the start", "exit_on_error"),
+    no_effect("strict_model_config", _COMPLETED),
+    no_effect("disable_auto_complete_config", _COMPLETED, Kind.BOOL),
+    *_no_effect("the file is config.pbtxt", "model_config_name"),
+    *_no_effect("every name is there once", "model_namespacing"),
+    *_no_effect("an engine that dies is always started again", "model_load_retry_count"),
+    *_no_effect("the repository is read once; see --adapter-watch-seconds", "repository_poll_secs"),
+    *_no_effect("the device's capability is detected", "min_supported_compute_capability"),
     *_no_effect(
         "see the flag that would open it",
-        *("--sagemaker-port", "--sagemaker-safe-port-range", "--sagemaker-thread-count"),
-        *("--vertex-ai-port", "--vertex-ai-thread-count", "--vertex-ai-default-model"),
+        *("sagemaker_port", "sagemaker_safe_port_range", "sagemaker_thread_count"),
+        *("vertex_ai_port", "vertex_ai_thread_count", "vertex_ai_default_model"),
     ),
     *_refused(
         "these routes are not served; those of Triton and OpenAI are",
-        *("--allow-sagemaker", "--allow-vertex-ai"),
+        *("allow_sagemaker", "allow_vertex_ai"),
     ),
-    *_refused("a client may always share memory of its own; true may stay", "--allow-client-shm"),
-    *_refused(_KEYS, "--http-restricted-api", "--grpc-restricted-protocol"),
+    *_refused("a client may always share memory of its own; true may stay", "allow_client_shm"),
+    *_refused(_KEYS, "http_restricted_api", "grpc_restricted_protocol"),
     *_refused(
         "clients are known by API keys, not by certificates: see --api-keys-file",
-        *("--grpc-use-ssl-mutual", "--grpc-root-cert"),
+        *("grpc_use_ssl_mutual", "grpc_root_cert"),
     ),
 )
+_TABLE: Final = FlagTable(_PANEL, _ROWS)
+FLAGS: Final = _TABLE.features
 """tritonserver's flags other than OWN_FLAGS. The refused ones request protection, which it would be
 unsafe to ignore."""
+with_triton_flags = _TABLE.added_to
+without_effect = _TABLE.without_effect
 
 OWN_FLAGS: Final = (
     Feature("--model-repository", note="a folder of models", other_names=("--model-store",)),
@@ -161,76 +171,39 @@ OWN_FLAGS: Final = (
     ),
 )
 """tritonserver's flags that are the command's or our settings' own."""
-_SWITCHES: Final = ("--disable-auto-complete-config",)
-"""Flags without a value."""
 _FALSE: Final = ("false", "0")
 _TRUE: Final = ("true", "1")
-_NEUTRAL: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType({"--allow-client-shm": _TRUE})
+_NEUTRAL: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType({"allow_client_shm": _TRUE})
 """Accepted values of refused flags, where they are not false and 0."""
-_HELP: Final[Mapping[Support, str]] = MappingProxyType(
-    {Support.WORKS: "", Support.NO_EFFECT: "No effect: ", Support.REFUSED: "Refused: "}
-)
-
-Command = TypeVar("Command", bound=Callable[..., None])
 
 
-def with_triton_flags(command: Command) -> Command:
-    """Give a command the flags of the table, after those of with_settings.
-
-    The value of a flag that is not given is None.
-    """
-    return with_flags(command, map(_parameter, FLAGS))
-
-
-def split_flags(settings: dict[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
+def split_flags(settings: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
     """Return the given flags as (tritonserver's, ours). Raises ConfigError for a refused one."""
-    given = {name: value for name, value in settings.items() if value is not None}
-    theirs = {}
-    for flag in FLAGS:
-        if (value := given.pop(_variable(flag.name), None)) is None:
-            continue
-        if flag.support is Support.REFUSED and _requests(flag.name, value):
-            raise ConfigError(f"flag {flag.name}: {flag.note}")
-        theirs[_variable(flag.name)] = str(value)
-    return theirs, given
-
-
-def _requests(flag: str, value: object) -> bool:
-    return str(value).lower() not in _NEUTRAL.get(flag, _FALSE)
-
-
-def without_effect(given: Mapping[str, str]) -> Iterator[str]:
-    """Return a sentence about each given flag that has no effect."""
-    for flag in FLAGS:
-        if flag.support is Support.NO_EFFECT and _variable(flag.name) in given:
-            yield f"flag {flag.name} has no effect: {flag.note}"
+    theirs, ours = _TABLE.split(settings)
+    for row in _ROWS:
+        value = str(theirs.get(row.key)).lower()
+        neutral = _NEUTRAL.get(row.key, _FALSE)
+        if row.support is Support.REFUSED and row.key in theirs and value not in neutral:
+            raise ConfigError(f"flag {flag_of(row)}: {row.reason}")
+    return {key: str(value) for key, value in theirs.items()}, ours
 
 
 def as_settings(given: Mapping[str, str]) -> dict[str, Any]:
     """Return the settings that flags of tritonserver set. Raises ConfigError."""
     settings: dict[str, Any] = {}
-    addresses = {flag: given[flag] for flag in _ADDRESSES if flag in given}
-    if len(set(addresses.values())) > 1:
-        names = ", ".join(
-            f"--{flag.replace('_', '-')} {value}" for flag, value in addresses.items()
-        )
-        raise ConfigError(f"all services have one address: {names} differ")
-    if addresses:
-        settings["host"] = next(iter(addresses.values()))
-    if "http_max_input_size" in given:
-        settings["max_body_bytes"] = given["http_max_input_size"]
-    if "exit_timeout_secs" in given:
-        settings["shutdown_seconds"] = given["exit_timeout_secs"]
-    for setting in ("http", "grpc", "metrics"):
-        if (allowed := given.get(f"allow_{setting}")) is not None:
-            settings[setting] = _read_bool(f"allow_{setting}", allowed)
+    sources: dict[str, str] = {}
+    for row in (row for row in _ROWS if row.setting and row.key in given):
+        source = f"{flag_of(row)} {given[row.key]}"
+        first = sources.setdefault(row.setting, source)
+        if settings.setdefault(row.setting, given[row.key]) != given[row.key]:
+            raise ConfigError(f"all services have one address: {first}, {source} differ")
+    for port in ("http", "grpc", "metrics"):
+        if (allowed := given.get(f"allow_{port}")) is not None:
+            settings[port] = _read_bool(f"allow_{port}", allowed)
     settings |= _tls(given)
     if _number(given.get("log_verbose", "0")) > 0:
         settings["log_level"] = "debug"
     return settings
-
-
-_ADDRESSES: Final = ("http_address", "grpc_address", "metrics_address")
 
 
 def _tls(given: Mapping[str, str]) -> dict[str, str]:
@@ -256,16 +229,6 @@ def _number(text: str) -> int:
         return words[text.lower()] if text.lower() in words else int(text)
     except ValueError:
         raise ConfigError(f"flag --log-verbose must be a number, got {text!r}") from None
-
-
-def _variable(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", "_")
-
-
-def _parameter(flag: Feature) -> inspect.Parameter:
-    said = f"{_HELP[flag.support]}{flag.note}."
-    option = typer.Option(flag.name, help=said[0].upper() + said[1:], rich_help_panel=_PANEL)
-    return optional_flag(_variable(flag.name), bool if flag.name in _SWITCHES else str, option)
 
 
 _SOURCE = Path("tensorrt_llm", "1", "source")
@@ -371,10 +334,7 @@ def _export(folder: Path, sources: list[Path], how: "Export") -> None:
     print(f"wrote {folder} ({names}): tritonserver --model-repository {folder}")
 
 
-logger = logging.getLogger(__name__)
-
 _ALL_MODELS = "*"
-_CONTROL = "model_control_mode"
 _DEFAULTS = Layer("default of loraplex compat triton", {"server": {"host": "0.0.0.0"}})
 
 triton_app = typer.Typer(

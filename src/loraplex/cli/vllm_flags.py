@@ -6,15 +6,12 @@ JSON texts whose quotes no shell removes.
 """
 
 import dataclasses
-import inspect
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
-import typer
-
-from loraplex.cli.settings_flags import optional_flag, with_flags
+from loraplex.cli.settings_flags import FlagTable, flag_of
 from loraplex.compat.triton.setting_rows import (
     ENGINE_ARGS,
     Kind,
@@ -33,7 +30,6 @@ from loraplex.core.errors import ConfigError
 from loraplex.core.setting import SettingField
 from loraplex.core.support import Feature, Support
 
-_PANEL: Final = "vLLM"
 _GIB: Final = 1 << 30
 SERVED_MODEL_NAME: Final = "--served-model-name"
 LORA_MODULES: Final = "--lora-modules"
@@ -112,8 +108,13 @@ _ROWS: Final[tuple[SettingRow, ...]] = (
     row_of("task"),
     row_of("runner"),
 )
-_SHORT: Final = MappingProxyType({"data_parallel_size": ("-dp",), "api_server_count": ("-asc",)})
-_LISTS: Final = (SERVED_MODEL_NAME, LORA_MODULES, "--api-key")
+_TABLE: Final = FlagTable(
+    "vLLM",
+    _ROWS,
+    short={"data_parallel_size": "-dp", "api_server_count": "-asc"},
+    lists=("served_model_name", "lora_modules", "api_key"),
+    has_opposites=True,
+)
 _MANY_VALUES: Final = (SERVED_MODEL_NAME, LORA_MODULES)
 _SETTERS: Final[Mapping[str, Callable[[Any], Mapping[str, Any]]]] = MappingProxyType(
     {
@@ -128,17 +129,6 @@ _SETTERS: Final[Mapping[str, Callable[[Any], Mapping[str, Any]]]] = MappingProxy
 """Settings of flags whose value has another form here."""
 _QUOTES: Final = "'\""
 
-Command = TypeVar("Command", bound=Callable[..., None])
-
-
-def _flag(row: SettingRow) -> str:
-    return f"--{row.key.replace('_', '-')}"
-
-
-def _feature(row: SettingRow) -> Feature:
-    note = f"as --{SETTINGS[row.setting].flag}" if row.setting else row.feature.note
-    return Feature(_flag(row), row.support, note, other_names=_SHORT.get(row.key, ()))
-
 
 def _own_feature(field: SettingField) -> Feature:
     short = SHORT.get(field.name)
@@ -146,7 +136,7 @@ def _own_feature(field: SettingField) -> Feature:
     return Feature(f"--{field.flag}", note=note, other_names=(short,) if short else ())
 
 
-FLAGS: Final[tuple[Feature, ...]] = tuple(map(_feature, _ROWS))
+FLAGS: Final = _TABLE.features
 """Flags that the command has in addition to those of the settings."""
 OWN_FLAGS: Final[tuple[Feature, ...]] = tuple(
     _own_feature(_OWN_FLAGS[name])
@@ -158,12 +148,7 @@ OWN_FLAGS: Final[tuple[Feature, ...]] = tuple(
 """Flags of our settings with vLLM's name and meaning."""
 
 
-def with_vllm_flags(command: Command) -> Command:
-    """Give a command the flags of the table, after those of with_settings.
-
-    The value of a flag that is not given is None.
-    """
-    return with_flags(command, map(_parameter, _ROWS))
+with_vllm_flags = _TABLE.added_to
 
 
 def repeated(args: Sequence[str]) -> Iterator[str]:
@@ -204,14 +189,13 @@ class GivenFlags(NamedTuple):
 
 def split_flags(flags: Mapping[str, Any]) -> GivenFlags:
     """Raises ConfigError for a wrong value, and for a flag that is given by both names."""
-    given = {name: value for name, value in flags.items() if value is not None}
-    theirs = {row.key: given.pop(row.key) for row in _ROWS if row.key in given}
+    theirs, given = _TABLE.split(flags)
     translated: dict[str, dict[str, Any]] = {}
     sources = {name: f"--{name.replace('_', '-')}" for name in given}
     for row in _ROWS:
         if row.key not in theirs:
             continue
-        flag = _flag(row)
+        flag = flag_of(row)
         for name, value in _settings(row, theirs[row.key]).items():
             if other := sources.get(name):
                 raise ConfigError(f"flags {flag} and {other} are the same: give one of them")
@@ -223,18 +207,14 @@ def split_flags(flags: Mapping[str, Any]) -> GivenFlags:
         _api_keys(theirs.get("api_key", [])),
         given,
         translated,
-        tuple(
-            f"flag {_flag(row)} has no effect: {row.reason}"
-            for row in _ROWS
-            if row.key in theirs and row.support is Support.NO_EFFECT
-        ),
+        tuple(_TABLE.without_effect(theirs)),
     )
 
 
 def _settings(row: SettingRow, value: Any) -> Mapping[str, Any]:
     """Return what a flag sets. Raises ConfigError."""
     if row.support is Support.REFUSED and not is_neutral(row, value):
-        raise ConfigError(f"flag {_flag(row)} {value}: {row.reason}, is not served; leave it out")
+        raise ConfigError(f"flag {flag_of(row)} {value}: {row.reason}, is not served; leave it out")
     if row.setting:
         return {row.setting: value}
     if row.key not in _SETTERS:
@@ -242,7 +222,7 @@ def _settings(row: SettingRow, value: Any) -> Mapping[str, Any]:
     try:
         return _SETTERS[row.key](read_value(row, value))
     except ValueError as error:
-        raise ConfigError(f"flag {_flag(row)}:{str(error).partition(':')[2]}") from None
+        raise ConfigError(f"flag {flag_of(row)}:{str(error).partition(':')[2]}") from None
 
 
 def _origins(text: str) -> list[str]:
@@ -298,15 +278,3 @@ def _adapter(module: str) -> tuple[str, str]:
             f'flag {LORA_MODULES} must be NAME=PATH or {{"name": NAME, "path": PATH}}, got {module}'
         )
     return name, path
-
-
-def _parameter(row: SettingRow) -> inspect.Parameter:
-    feature = _feature(row)
-    effect = {Support.NO_EFFECT: "No effect: ", Support.REFUSED: "Refused: "}.get(row.support, "")
-    words = f"{effect}{feature.note}."
-    flag = feature.name
-    is_switch = row.kind is Kind.BOOL
-    names = [f"{flag}/--no-{flag.removeprefix('--')}" if is_switch else flag, *feature.other_names]
-    option = typer.Option(*names, help=words[0].upper() + words[1:], rich_help_panel=_PANEL)
-    kind: Any = bool if is_switch else list[str] if flag in _LISTS else str
-    return optional_flag(row.key, kind, option)

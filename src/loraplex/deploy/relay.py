@@ -14,6 +14,8 @@ import msgspec
 from loraplex.core.errors import EngineRestartedError
 from loraplex.serving.continuation import RecordPart, Unrecorded
 
+logger = logging.getLogger(__name__)
+
 
 class HttpCall(msgspec.Struct, frozen=True):
     """One HTTP request with its whole body, and the record of the replica that had it before."""
@@ -83,8 +85,6 @@ def decode_call(data: bytes) -> HttpCall:
 def decode_record(parts: Sequence[bytes]) -> list[RecordPart]:
     return [_PARTS.decode(part) for part in parts]
 
-
-logger = logging.getLogger(__name__)
 
 MAX_LOSSES: Final = 3
 """Number of replicas that may be lost with one request: it might be what ends them."""

@@ -35,7 +35,7 @@ class SettingRow:
     reason: str = ""
     """What the key does, why it does nothing, or what a refused one would need."""
     setting: str = ""
-    """The field of ModelConfig that has its value."""
+    """The setting that has its value."""
     neutral: tuple[Any, ...] = ()
     """Values of a refused key that request nothing."""
     is_ours: bool = False
@@ -43,16 +43,16 @@ class SettingRow:
 
     @property
     def feature(self) -> Feature:
-        note = f"the setting `{self.setting}`" if self.setting else self.reason
+        note = self.reason or (f"the setting `{self.setting}`" if self.setting else "")
         if self.neutral:
             note += f"; {', '.join(f'`{value}`' for value in self.neutral)} may stay"
         form = "" if self.kind is Kind.ANY else self.kind.name.lower()
         return Feature(self.key, self.support, note, form, is_ours=self.is_ours)
 
 
-def setting(key: str, kind: Kind, field: str = "") -> SettingRow:
-    """Return the row of a key that sets a field of ModelConfig."""
-    return SettingRow(key, kind, Support.WORKS, setting=field or key)
+def setting(key: str, kind: Kind, field: str = "", reason: str = "") -> SettingRow:
+    """Return the row of a key that sets a setting; reason: what it does, instead of its name."""
+    return SettingRow(key, kind, Support.WORKS, reason, field or key)
 
 
 def here(key: str, kind: Kind, reason: str, *, is_ours: bool = False) -> SettingRow:

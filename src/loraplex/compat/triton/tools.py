@@ -1,7 +1,8 @@
-"""Tools of Triton's users: launch_triton_server.py starts `loraplex compat triton` in the background,
-fill_template.py fills the `${name}` of a template.
+"""Tools of Triton's users: launch_triton_server.py starts `loraplex compat triton` in the
+background, fill_template.py fills the `${name}` of a template.
 
-Of a template the two settings of the queue have default values; all other names without a value stay.
+Of a template the two settings of the queue have default values; all other names without a value
+stay.
 """
 
 import contextlib
