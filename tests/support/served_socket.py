@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from anyio.from_thread import start_blocking_portal
 
 from loraplex.app.server import end_of_input
-from loraplex.frontends.kserve.models.declaration import ModelDeclaration
+from loraplex.frontends.kserve.models.triton_model import ModelDeclaration
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.kserve.socket.server import serving_socket
 from loraplex.frontends.kserve.stub.wire import SILENCE_SECONDS

@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from loraplex.cli import client
+from loraplex.cli.compat import add_program, client_app
 from loraplex.compat.client.programs import (
     BENCHMARK_FLAGS,
     ENSEMBLE_TEST_FLAGS,
@@ -54,7 +54,7 @@ def ran(monkeypatch):
 
         program.run = of_program
         planted = typer.Typer()
-        client.add_program(planted, Program("planted", ROWS, "planted_program", "Runs", "x.py"))
+        add_program(planted, Program("planted", ROWS, "planted_program", "Runs", "x.py"))
         result = CliRunner().invoke(planted, list(args))
         return result, seen[0] if seen else None
 
@@ -262,13 +262,13 @@ def test_defaults_of_the_original(options):
 
 @pytest.mark.parametrize("program", [program.command for program in PROGRAMS])
 def test_every_program_lists_its_flags(program):
-    result = CliRunner().invoke(client.app, [program, "--help"])
+    result = CliRunner().invoke(client_app, [program, "--help"])
     assert result.exit_code == 0
     assert "--url" in result.stdout
 
 
 def test_a_flag_without_effect_says_so():
     command = ["inflight-batcher-llm", "--help"]
-    output = CliRunner().invoke(client.app, command, env={"COLUMNS": "200"}).stdout
+    output = CliRunner().invoke(client_app, command, env={"COLUMNS": "200"}).stdout
     help_text = " ".join(output.split())
     assert "No effect: the folder's files determine it." in help_text
