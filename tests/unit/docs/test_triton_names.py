@@ -128,7 +128,7 @@ def test_every_flag_of_a_client_that_works_is_read(program):
 
 @pytest.mark.parametrize("rows", [BUILD_FLAGS, CHECKPOINT_FLAGS], ids=["build", "checkpoint"])
 def test_every_flag_of_a_build_that_works_is_read(rows):
-    words = read_words(*acting("compat/convert", "flag_tables.py"), SRC / "cli" / "build.py")
+    words = read_words(*acting("compat/convert", "flag_tables.py"), SRC / "cli" / "compat.py")
     assert [row.name for row in working(rows) if row.name not in words] == []
 
 
@@ -150,13 +150,7 @@ def test_every_flag_of_tritonserver_that_works_is_read():
 )
 def test_every_key_of_a_repository_that_works_is_read(rows):
     words = read_words(
-        *acting(
-            "compat/triton",
-            "parameters.py",
-            "part_parameters.py",
-            "engine_args.py",
-            "five_models.py",
-        )
+        *acting("compat/triton", "setting_rows.py", "roles.py", "five_models.py"),
     )
     words |= set(PARALLEL)
     settings = set(ModelConfig.__struct_fields__)
