@@ -8,7 +8,7 @@ import msgspec
 
 from loraplex.core.errors import ConfigError, LoraplexError
 from loraplex.execution.quantizing.calibration import CalibrationInputs
-from loraplex.execution.quantizing.folder import Inputs, NoInputs, check_source, quantize_folder
+from loraplex.execution.quantizing.folder import Moments, NoInputs, check_source, quantize_folder
 from loraplex.execution.quantizing.report import QuantizeReport
 from loraplex.execution.quantizing.rounding import IntegerForm
 from loraplex.execution.weights.hub import resolve_model
@@ -44,7 +44,7 @@ def quantize(
     source = resolve_model(model)
     spec = read_model(source)
     check_source(source, spec)
-    inputs: Inputs = NoInputs()
+    inputs: Moments = NoInputs()
     note = "no texts: each weight is rounded by itself"
     if calibration is not None:
         texts = _read_texts(calibration, source, spec)

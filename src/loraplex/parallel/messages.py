@@ -122,11 +122,11 @@ class Probe(msgspec.Struct, frozen=True, tag="probe"):
     number: int
 
 
-class Stop(msgspec.Struct, frozen=True, tag="stop"):
+class LeaveLoop(msgspec.Struct, frozen=True, tag="stop"):
     """Leave the loop."""
 
 
-RankCommand = Begin | Plan | Wait | Load | Discard | Probe | Stop
+RankCommand = Begin | Plan | Wait | Load | Discard | Probe | LeaveLoop
 
 encode: Final[Callable[[RankCommand | RankEvent], bytes]] = msgspec.msgpack.encode
 decode_command: Final[Callable[[bytes], RankCommand]] = msgspec.msgpack.Decoder(RankCommand).decode

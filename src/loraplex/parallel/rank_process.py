@@ -17,6 +17,7 @@ from loraplex.parallel.messages import (
     Begin,
     Discard,
     Hello,
+    LeaveLoop,
     Load,
     LoadDone,
     Plan,
@@ -27,7 +28,6 @@ from loraplex.parallel.messages import (
     RankStart,
     Ready,
     StepReport,
-    Stop,
     Wait,
     rows_digest,
 )
@@ -114,7 +114,7 @@ def _run(start: RankStart, program: RankProgram, socket: RankSocket) -> None:
 
 
 class RankLoop:
-    """Takes commands until Stop. What a step or a copy raises ends the rank."""
+    """Takes commands until LeaveLoop. What a step or a copy raises ends the rank."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class RankLoop:
     def run(self) -> None:
         while True:
             command = self._socket.receive(_LOAD_POLL_SECONDS if self._loading else None)
-            if isinstance(command, Stop):
+            if isinstance(command, LeaveLoop):
                 return
             if command is not None:
                 self._apply(command)

@@ -15,6 +15,7 @@ from loraplex.parallel.executors import Executor, RankEnd
 from loraplex.parallel.messages import (
     Begin,
     Hello,
+    LeaveLoop,
     LoadDone,
     Probe,
     ProbeReply,
@@ -24,7 +25,6 @@ from loraplex.parallel.messages import (
     RankStart,
     Ready,
     StepReport,
-    Stop,
 )
 from loraplex.parallel.sockets import RankServer, RankUnreachable
 from loraplex.parallel.world import World, agreed_capacity, check_traits
@@ -184,7 +184,7 @@ class Ranks:
         with contextlib.ExitStack() as stack:  # closes the last one first
             stack.callback(server.close)
             try:
-                server.broadcast(Stop())
+                server.broadcast(LeaveLoop())
             except RankUnreachable:
                 seconds = 0.0
             finally:

@@ -6,7 +6,7 @@ import pytest
 import zmq
 
 from loraplex.core.errors import ErrorInfo
-from loraplex.parallel.messages import Begin, Hello, LoadDone, RankFailed, Stop, encode
+from loraplex.parallel.messages import Begin, Hello, LeaveLoop, LoadDone, RankFailed, encode
 from loraplex.parallel.sockets import RankServer, RankSocket, RankUnreachable
 
 HELLO = Hello("secret", 1, {}, b"address")
@@ -38,9 +38,9 @@ def test_a_rank_is_known_by_its_first_message(server, connect):
     first.send(LoadDone(7, None, 5))
     assert server.receive(SECONDS) == (1, LoadDone(7, None, 5))
     server.broadcast(Begin({0: b"x"}))
-    server.send(2, Stop())
+    server.send(2, LeaveLoop())
     assert first.receive(SECONDS) == Begin({0: b"x"})
-    assert [second.receive(SECONDS), second.receive(SECONDS)] == [Begin({0: b"x"}), Stop()]
+    assert [second.receive(SECONDS), second.receive(SECONDS)] == [Begin({0: b"x"}), LeaveLoop()]
 
 
 def test_a_rank_that_cannot_even_begin_may_say_why(server, connect):
@@ -55,7 +55,7 @@ def test_a_rank_that_cannot_even_begin_may_say_why(server, connect):
         Hello("guessed", 1, {}, b""),
         RankFailed("guessed", 1, ErrorInfo("x", "y")),
         LoadDone(7, None, 5),
-        Stop(),
+        LeaveLoop(),
     ],
 )
 def test_others_are_not_heard(server, connect, message, caplog):
@@ -64,8 +64,8 @@ def test_others_are_not_heard(server, connect, message, caplog):
     rank.send(HELLO)
     found = [server.receive(SECONDS)]
     assert found == [(1, HELLO)], "what came first was dropped"
-    server.broadcast(Stop())
-    assert rank.receive(SECONDS) == Stop()
+    server.broadcast(LeaveLoop())
+    assert rank.receive(SECONDS) == LeaveLoop()
 
 
 @pytest.mark.parametrize("frames", [[b"\xc1"], [b""], [encode(HELLO), b"more"]])
@@ -85,14 +85,14 @@ def test_no_second_process_takes_the_place_of_a_rank(server, connect):
     other.send(HELLO)
     rank.send(LoadDone(1, None, 1))
     assert server.receive(SECONDS) == (1, LoadDone(1, None, 1))
-    server.send(1, Stop())
-    assert rank.receive(SECONDS) == Stop()
+    server.send(1, LeaveLoop())
+    assert rank.receive(SECONDS) == LeaveLoop()
     assert other.receive(0.01) is None
 
 
 def send_until_noticed(server):
     while True:
-        server.send(1, Stop())
+        server.send(1, LeaveLoop())
 
 
 def test_a_rank_that_is_gone_is_unreachable(server):

@@ -32,7 +32,7 @@ _CHOICES: Final = (ROUTER, SHARED_GATE)
 _ENDS: Final = (".weight_packed", ".weight_scale", ".weight_shape")
 
 
-class Inputs(Protocol):
+class Moments(Protocol):
     """What the linear layers of a model read when it computes texts."""
 
     def moments(self, layer: int) -> Mapping[str, torch.Tensor]:
@@ -48,7 +48,7 @@ class Inputs(Protocol):
 
 
 class NoInputs:
-    """Implements `Inputs` where no text was given."""
+    """Implements `Moments` where no text was given."""
 
     def moments(self, layer: int) -> Mapping[str, torch.Tensor]:  # noqa: ARG002
         return {}
@@ -77,7 +77,7 @@ def quantize_folder(
     output: Path,
     spec: ModelSpec,
     form: IntegerForm,
-    inputs: Inputs,
+    inputs: Moments,
     max_shard_bytes: int,
 ) -> QuantizeReport:
     """Write `output`, which is complete or absent. spec: stored_head.read_model of the source.
@@ -131,7 +131,7 @@ class _Job:
         self._writer = ShardWriter(folder, [*names, *written], max_shard_bytes)
         self._bar = tqdm(total=len(checkpoint), desc="Quantising", unit="tensor", disable=None)
 
-    def run(self, inputs: Inputs) -> QuantizeReport:
+    def run(self, inputs: Moments) -> QuantizeReport:
         rows: list[LayerError] = []
         with contextlib.closing(self._writer), self._bar:
             self._copy_others()

@@ -116,7 +116,7 @@ class Checkpoint:
         spec = spec.all_layers
         self._shapes = checkpoint_shapes(spec)
         self._stacked = stacked_tensors(spec, self._shapes)
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, _PlacedTensor] = {}
         self._zeros: list[str] = []
         self._is_transposed: bool | None = None
         with contextlib.ExitStack() as stack:
@@ -192,10 +192,10 @@ class Checkpoint:
             if full_name is None or _is_redundant(full_name, spec):
                 continue
             if full_name in self._shapes:
-                self._put(full_name, _Entry(file, name))
+                self._put(full_name, _PlacedTensor(file, name))
             elif full_name in self._stacked:
                 for own_name, part in self._stacked[full_name].parts():
-                    self._put(own_name, _Entry(file, name, part))
+                    self._put(own_name, _PlacedTensor(file, name, part))
             elif self._is_zero_bias(file, name, full_name):
                 self._zeros.append(name)
             else:
@@ -227,7 +227,7 @@ class Checkpoint:
                 *(folder, len(self._zeros), self._zeros[0]),
             )
 
-    def _put(self, name: str, entry: "_Entry") -> None:
+    def _put(self, name: str, entry: "_PlacedTensor") -> None:
         other = self._entries.setdefault(name, entry)
         if other is entry:
             return
@@ -258,7 +258,7 @@ def _is_redundant(name: str, spec: ModelSpec) -> bool:
     return spec.tie_word_embeddings and name == f"{spec.names.lm_head}.weight"
 
 
-class _Entry(NamedTuple):
+class _PlacedTensor(NamedTuple):
     """Where a tensor is, and what it is called there."""
 
     file: TensorFile
@@ -271,7 +271,7 @@ class _Entry(NamedTuple):
         return self.file.tensor(self.name)
 
 
-def _common_order(entries: Iterable[_Entry]) -> bool | None:
+def _common_order(entries: Iterable[_PlacedTensor]) -> bool | None:
     """Return whether all tensors that hold several experts are transposed; None: not all the same.
 
     Those with an order of their own, or with two readings, do not count.

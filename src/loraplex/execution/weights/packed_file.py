@@ -46,7 +46,7 @@ class _Tensor(msgspec.Struct, frozen=True):
     num_bytes: int
 
 
-class _Entry(msgspec.Struct, frozen=True):
+class _LayerEntry(msgspec.Struct, frozen=True):
     numbers: tuple[int, ...]
     tensors: tuple[_Tensor | None, ...]
 
@@ -57,7 +57,7 @@ class _Header(msgspec.Struct, frozen=True):
     payload_bytes: int
     payload_digest: str
     """SHA-256 of all that follows the header."""
-    entries: tuple[_Entry, ...]
+    entries: tuple[_LayerEntry, ...]
 
 
 class PackedFile:
@@ -138,7 +138,7 @@ def packed_bytes(entries: Sequence[LinearParts]) -> int:
     return _describe(entries)[1]
 
 
-def _describe(entries: Sequence[LinearParts]) -> tuple[tuple[_Entry, ...], int]:
+def _describe(entries: Sequence[LinearParts]) -> tuple[tuple[_LayerEntry, ...], int]:
     """Where each tensor lies, and where the last one ends."""
     offset = 0
     described = []
@@ -151,7 +151,7 @@ def _describe(entries: Sequence[LinearParts]) -> tuple[tuple[_Entry, ...], int]:
             name, shape = _NAMES[tensor.dtype], tuple(tensor.shape)
             tensors.append(_Tensor(name, shape, offset, tensor.nbytes))
             offset += tensor.nbytes + -tensor.nbytes % _ALIGNMENT
-        described.append(_Entry(entry.numbers, tuple(tensors)))
+        described.append(_LayerEntry(entry.numbers, tuple(tensors)))
     return tuple(described), offset
 
 

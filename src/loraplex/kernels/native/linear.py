@@ -88,7 +88,7 @@ class NativeWeight:
     bias: torch.Tensor | None  # [out_features] float32
 
 
-class _Form(NamedTuple):
+class _PackedForm(NamedTuple):
     """First fields of a NativeWeight."""
 
     kind: WeightKind
@@ -180,11 +180,11 @@ class NativeLinear:
         _check_blocks(num_blocks, in_features)
         sizes = (num_blocks, out_features, in_features)
         if precision is WeightPrecision.NATIVE:
-            form = _Form(_KINDS[weight.dtype], 0, *sizes)
+            form = _PackedForm(_KINDS[weight.dtype], 0, *sizes)
             return self._pack_all(form, map(_Matrix, matrices), bias, num_experts)
         block_inputs = in_features // max(1, num_blocks)
         group_size = group_size_of(precision, block_inputs)
-        form = _Form(_ROUNDED_KINDS[precision], group_size, *sizes)
+        form = _PackedForm(_ROUNDED_KINDS[precision], group_size, *sizes)
         rows = (_quantized_by_block(matrix, precision, block_inputs) for matrix in matrices)
         return self._pack_all(form, rows, bias, num_experts)
 
@@ -192,14 +192,14 @@ class NativeLinear:
         """Whether the kernels multiply the weight as it is, with its inputs in so many blocks."""
         return self._form_of(weight, num_blocks) is not None
 
-    def _form_of(self, weight: QuantizedWeight, num_blocks: int) -> _Form | None:
+    def _form_of(self, weight: QuantizedWeight, num_blocks: int) -> _PackedForm | None:
         """Return the form of a packed weight that keeps the numbers; None if there is none."""
         kind = _kind_of(weight)
         out_features, in_features = weight.values.shape[-2:]
         is_cut = num_blocks > 1 and in_features // num_blocks % weight.group_size
         if kind is None or is_cut:
             return None
-        form = _Form(kind, weight.group_size, num_blocks, out_features, in_features)
+        form = _PackedForm(kind, weight.group_size, num_blocks, out_features, in_features)
         return form if self.packed_bytes(*form) else None
 
     def _pack_quantized(
@@ -215,7 +215,7 @@ class NativeLinear:
 
     def _pack_all(
         self,
-        form: _Form,
+        form: _PackedForm,
         matrices: Iterable[_Matrix],
         bias: torch.Tensor | None,
         num_experts: int = 1,
@@ -318,7 +318,7 @@ def join_linear(parts: LinearParts) -> NativeWeight:
     kind, group_size, num_blocks, out_features, in_features = parts.numbers
     panels, bias = parts.tensors
     assert panels is not None
-    form = _Form(WeightKind(kind), group_size, num_blocks, out_features, in_features)
+    form = _PackedForm(WeightKind(kind), group_size, num_blocks, out_features, in_features)
     return NativeWeight(*form, panels, bias)
 
 

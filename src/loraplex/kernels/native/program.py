@@ -32,7 +32,7 @@ _ALIGNMENT = 64
 
 
 @dataclasses.dataclass(slots=True)
-class _Call:
+class _OpCall:
     op: int
     words: list[int]
     values: tuple[int, ...]
@@ -85,7 +85,7 @@ class Recorder:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._is_recording = False
         self._is_complete = True
-        self._calls: list[_Call] = []
+        self._calls: list[_OpCall] = []
         self._outputs: list[torch.Tensor] = []
 
     @property
@@ -108,7 +108,7 @@ class Recorder:
                 words = [_word(value, i in reals) for i, value in enumerate(arguments)]
                 made = tuple(index for index in sources if self._is_output(words[index]))
                 kept = tuple(index for index in sources if index not in made)
-                self._calls.append(_Call(op, words, values + made, fixed + kept))
+                self._calls.append(_OpCall(op, words, values + made, fixed + kept))
                 self._is_complete &= op >= 0
 
         return watched
@@ -142,7 +142,7 @@ class Recorder:
 
     def _program(
         self,
-        calls: list[_Call],
+        calls: list[_OpCall],
         used: list[_OpOutput],
         numbers: Mapping[int, int],
         result: torch.Tensor,
@@ -174,7 +174,7 @@ def _word(value: Any, is_real: bool) -> int:
     return 0 if value is None else int(value)
 
 
-def _uses(calls: Sequence[_Call], outputs: Sequence[torch.Tensor]) -> list[_OpOutput]:
+def _uses(calls: Sequence[_OpCall], outputs: Sequence[torch.Tensor]) -> list[_OpOutput]:
     """Return each output's memory, with that of its views, and its first and last call."""
     used = [
         _OpOutput(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, len(calls), -1)
@@ -190,7 +190,7 @@ def _uses(calls: Sequence[_Call], outputs: Sequence[torch.Tensor]) -> list[_OpOu
 
 
 def _knows_values(
-    calls: Sequence[_Call], used: Sequence[_OpOutput], numbers: Mapping[int, int]
+    calls: Sequence[_OpCall], used: Sequence[_OpOutput], numbers: Mapping[int, int]
 ) -> bool:
     """Whether each value is a parameter or an output, and nothing that stays is one."""
 
@@ -231,7 +231,7 @@ def _end(output: _OpOutput) -> int:
 
 
 def _code(
-    calls: Sequence[_Call], used: Sequence[_OpOutput], memory: int, numbers: Mapping[int, int]
+    calls: Sequence[_OpCall], used: Sequence[_OpOutput], memory: int, numbers: Mapping[int, int]
 ) -> list[int]:
     """Encode the calls as native/include/loraplex/program.h describes."""
     code = []
