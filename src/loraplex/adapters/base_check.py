@@ -170,7 +170,8 @@ def is_about_rounding(warning: str) -> bool:
 
 
 def _check_place(row: CanonicalRow, shapes: BaseShapes) -> None:
-    what = f"tensor {row.origin}.{_slot(row)}"
+    name = "a" if "a" in row.tensors else next(iter(row.tensors), "")
+    what = f"tensor {row.origin}.{_SLOTS.get(name, name)}"
     if row.layer is not None and not 0 <= row.layer < shapes.num_layers:
         raise AdapterMismatchError(
             f"{what} belongs to layer {row.layer}; the base model has {shapes.num_layers} layers"
@@ -332,11 +333,6 @@ def _check_tied(rows: tuple[CanonicalRow, ...]) -> None:
             f"tensors {first} and {second} differ; in the base model they are one, since lm_head "
             "is tied to the token embedding"
         )
-
-
-def _slot(row: CanonicalRow) -> str:
-    name = "a" if "a" in row.tensors else next(iter(row.tensors), "")
-    return _SLOTS.get(name, name)
 
 
 def _last(model: str) -> str:

@@ -24,6 +24,7 @@ from loraplex.adapters.tensor_file import (
     read_tensors,
     write_atomically,
 )
+from loraplex.core.adapter import OUTSIDE_LAYERS
 from loraplex.core.errors import InvalidAdapterError
 
 FORMAT = "loraplex-adapter"
@@ -70,6 +71,11 @@ class CanonicalRow:
     @property
     def num_bytes(self) -> int:
         return sum(tensor.num_bytes for tensor in self.tensors.values())
+
+    @property
+    def target_layer(self) -> int:
+        """Layer of its targets."""
+        return OUTSIDE_LAYERS if self.layer is None else self.layer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -174,7 +180,7 @@ def _rows(headers: Sequence[_RowHeader], content: SafetensorsContent) -> tuple[C
             header.module,
             header.expert,
             header.kind,
-            _scale_from_bits(header.scale_bits),
+            float(np.uint32(header.scale_bits).view(np.float32)),
             of_row,
             header.origin,
         )
@@ -201,7 +207,3 @@ def _text(value: str) -> bytes:
 
 def _scale_bits(scale: float) -> int:
     return int(np.float32(scale).view(np.uint32))
-
-
-def _scale_from_bits(bits: int) -> float:
-    return float(np.uint32(bits).view(np.float32))

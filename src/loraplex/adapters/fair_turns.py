@@ -28,20 +28,19 @@ class FairTurns:
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
 
     @contextlib.asynccontextmanager
-    async def turn(self, tenant: str) -> AsyncIterator[None]:
-        """Wait for a turn, and end it on exit. Raises QueueFullError if too many loads wait."""
+    async def turn(self, tenant: str) -> AsyncIterator[int]:
+        """Wait for a turn, and end it on exit; yields the tenant's loads in progress, this one too.
+
+        Raises QueueFullError if too many loads wait.
+        """
         if self._may_begin(tenant):
             self._running[tenant] += 1
         else:
             await self._wait(tenant)
         try:
-            yield
+            yield self._running[tenant]
         finally:
             self._end(tenant)
-
-    def num_running(self, tenant: str) -> int:
-        """Return the number of a tenant's loads in progress."""
-        return self._running[tenant]
 
     async def _wait(self, tenant: str) -> None:
         queue = self._waiting.setdefault(tenant, deque())

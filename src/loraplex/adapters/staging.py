@@ -327,7 +327,7 @@ class StagingPool:
         self, tenant: str, request_id: int, what: str, pieces: Sequence[memoryview]
     ) -> StageReply:
         """Stage an adapter in a process, in the tenant's turn. See StagingProcess.request."""
-        async with self._turns.turn(tenant):
+        async with self._turns.turn(tenant) as num_running:
             if self._is_closed:
                 raise AdapterLoadError(f"the server stops: {what} is not loaded")
             # No load waits for an idle process that a signal stopped.
@@ -335,7 +335,7 @@ class StagingPool:
             self._idle = [process for process in self._idle if process not in stopped]
             await asyncio.gather(*(process.kill_stopped() for process in stopped))
             # A further load of the tenant leaves the process that has run for longest to others.
-            num_left = 0 if self._turns.num_running(tenant) == 1 else 1
+            num_left = 0 if num_running == 1 else 1
             is_idle = len(self._idle) > num_left
             process = (
                 self._idle.pop(-1 - num_left)

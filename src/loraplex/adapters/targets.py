@@ -13,7 +13,6 @@ from loraplex.adapters.shapes import BaseShapes
 from loraplex.core.adapter import (
     EMBEDDING,
     LM_HEAD,
-    OUTSIDE_LAYERS,
     AdapterSource,
     LoraTarget,
     TargetPart,
@@ -90,7 +89,7 @@ def _lora(row: CanonicalRow, shapes: BaseShapes) -> Iterator[LoraTarget]:
     for first in range(0, out_features, block):
         size = min(block, out_features - first)
         sizes = (rank, in_features, size)
-        yield LoraTarget(_layer(row), row.module, *sizes, first=first, expert=row.expert or 0)
+        yield LoraTarget(row.target_layer, row.module, *sizes, first=first, expert=row.expert or 0)
 
 
 def _vector(
@@ -99,7 +98,7 @@ def _vector(
     (length,) = row.tensors[name].shape
     for first in range(0, length, piece):
         size = min(piece, length - first)
-        yield LoraTarget(_layer(row), row.module, num_vectors, 0, size, part, first)
+        yield LoraTarget(row.target_layer, row.module, num_vectors, 0, size, part, first)
 
 
 def _row_blocks(
@@ -109,8 +108,4 @@ def _row_blocks(
     block = max(1, piece // columns)
     for first in range(0, num_rows, block):
         size = min(block, num_rows - first)
-        yield LoraTarget(_layer(row), row.module, size, 0, columns, part, first)
-
-
-def _layer(row: CanonicalRow) -> int:
-    return OUTSIDE_LAYERS if row.layer is None else row.layer
+        yield LoraTarget(row.target_layer, row.module, size, 0, columns, part, first)

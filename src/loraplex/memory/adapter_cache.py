@@ -222,7 +222,8 @@ class AdapterCache:
         """Move LOADING -> HOST after a load of `load_ns`."""
         entry = self._entries[handle]
         assert entry.residency is Residency.LOADING, entry.residency
-        self._counts.load(load_ns)
+        self._counts.loads += 1
+        self._counts.read_times = self._counts.read_times.with_one(load_ns)
         self._orders.loaded(handle, load_ns)
         self._enter(entry, Residency.HOST)
 
@@ -262,7 +263,8 @@ class AdapterCache:
         entry = self._entries[handle]
         assert entry.residency is Residency.COPYING, entry.residency
         entry.num_failures = 0
-        self._counts.copy(copy_ns)
+        self._counts.copies += 1
+        self._counts.copy_times = self._counts.copy_times.with_one(copy_ns)
         dropped = () if self._keeps_host_copy else self._drop_host_bytes(entry)
         self._enter(entry, Residency.DEVICE)
         return dropped
@@ -332,7 +334,7 @@ class AdapterCache:
             num_on_host=on_host,
             num_on_device=self._num_in[Residency.DEVICE],
             num_held=self._num_pinned,
-            **self._counts.fields(),
+            **{name: getattr(self._counts, name) for name in AdapterCounts.__slots__},
         )
 
     def check(self) -> None:

@@ -3,7 +3,7 @@ cache's statistics. Each adapter is in the orders that its state implies."""
 
 import dataclasses
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from loraplex.core.adapter import AdapterHandle, Residency
 from loraplex.core.errors import ErrorInfo
@@ -100,17 +100,6 @@ class AdapterCounts:
             self.host_hits += 1
         else:
             self.host_misses += 1
-
-    def load(self, load_ns: int) -> None:
-        self.loads += 1
-        self.read_times = self.read_times.with_one(load_ns)
-
-    def copy(self, copy_ns: int) -> None:
-        self.copies += 1
-        self.copy_times = self.copy_times.with_one(copy_ns)
-
-    def fields(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__}
 
 
 class AdapterOrders:

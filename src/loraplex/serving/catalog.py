@@ -111,7 +111,12 @@ class ModelCatalog:
         task that `then` returns completes after the turn, also if the caller is cancelled.
         """
         async with self._turns.turn(current_tenant()):
-            work = _without_tenant(change)
+            # In one of the server's own threads: those of a tenant may all be busy, and the changes
+            # of all others would wait with its change.
+            loop, context = asyncio.get_running_loop(), contextvars.copy_context()
+            work = contextvars.Context().run(
+                lambda: loop.run_in_executor(None, context.run, change)
+            )
             cancelled: asyncio.CancelledError | None = None
             while not work.done():
                 # A second cancellation must not skip `then`: the store has changed by then, and
@@ -285,15 +290,6 @@ def _readings(name: str, cards: Sequence[ModelCard]) -> Iterator[list[tuple[str,
             for own in card.names
             if name.startswith(f"{own}{separator}")
         ]
-
-
-def _without_tenant(change: Callable[[], T]) -> asyncio.Future[T]:
-    """Run a change in one of the server's own threads, in the present context.
-
-    Those of a tenant may all be busy, and the changes of all others would wait with its change.
-    """
-    loop, context = asyncio.get_running_loop(), contextvars.copy_context()
-    return contextvars.Context().run(lambda: loop.run_in_executor(None, context.run, change))
 
 
 def apply_version(

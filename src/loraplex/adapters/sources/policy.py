@@ -77,7 +77,10 @@ class SourcePolicy(msgspec.Struct, frozen=True, kw_only=True):
                 f"{text} is in the server's state directory, from which no adapter is loaded",
                 param="path",
             )
-        if self.roots is None or any(path.is_relative_to(root) for root in self._real_roots()):
+        # A root that leads nowhere, such as a link to itself, must not close the others.
+        if self.roots is None or any(
+            path.is_relative_to(os.path.realpath(os.path.expanduser(root))) for root in self.roots
+        ):
             return
         raise PermissionDeniedError(
             f"{text} is outside the folders that adapters may be loaded from "
@@ -152,11 +155,6 @@ class SourcePolicy(msgspec.Struct, frozen=True, kw_only=True):
             f"--allowed-adapter-hosts {host} (allowed_adapter_hosts)",
             param="path",
         )
-
-    def _real_roots(self) -> Iterable[Path]:
-        roots = map(os.path.expanduser, self.roots or ())
-        # One that leads nowhere, such as a link to itself, must not close the others.
-        return (Path(os.path.realpath(root)) for root in roots)
 
 
 def client_policy(config: Config, state_dir: Path, *, has_keys: bool = False) -> SourcePolicy:

@@ -6,6 +6,7 @@ on one rank fails on all: an adapter is there for every rank, or for none.
 """
 
 import dataclasses
+import functools
 import logging
 import queue
 import threading
@@ -19,7 +20,6 @@ import torch
 from loraplex.adapters.canonical import CanonicalFile, CanonicalRow, RowKind, read_canonical
 from loraplex.adapters.tensor_file import RawTensor
 from loraplex.core.adapter import (
-    OUTSIDE_LAYERS,
     AdapterHandle,
     AdapterSource,
     LoraTarget,
@@ -98,7 +98,7 @@ def host_adapter(content: CanonicalFile, targets: Iterable[LoraTarget]) -> HostA
 
     Raises InvalidAdapterError if they do not belong to this file: every row must be used whole.
     """
-    rows = {(_layer(row), row.module, row.expert or 0, row.kind): row for row in content.rows}
+    rows = {(row.target_layer, row.module, row.expert or 0, row.kind): row for row in content.rows}
     weights: list[HostWeight] = []
     parts: list[HostPart] = []
     used = 0
@@ -185,10 +185,6 @@ def _num_values(piece: HostWeight | HostPart) -> int:
     return piece.b.numel() + (piece.a.numel() if piece.target.first == 0 else 0)
 
 
-def _layer(row: CanonicalRow) -> int:
-    return OUTSIDE_LAYERS if row.layer is None else row.layer
-
-
 logger = logging.getLogger(__name__)
 
 
@@ -253,7 +249,11 @@ class FileAdapterLoader:
             handle, source = wanted
             start_ns = time.monotonic_ns()
             try:
-                self._host.put(handle, self._load(source))
+                if self._channel is None:
+                    adapter = read_host_adapter(source)
+                else:  # all ranks compute DoRA's norms together, or none begins
+                    adapter = agreed(self._channel, functools.partial(read_host_adapter, source))
+                self._host.put(handle, self._prepare(adapter))
             except DeviceLost:
                 return  # another rank has ended, and this engine with it
             except LoraplexError as error:
@@ -267,13 +267,6 @@ class FileAdapterLoader:
             else:
                 load_ns = time.monotonic_ns() - start_ns
                 self._finished.put(FinishedLoad(handle, load_ns=load_ns))
-
-    def _load(self, source: AdapterSource) -> HostAdapter:
-        """Read and prepare an adapter. Raises LoraplexError."""
-        if self._channel is None:
-            return self._prepare(read_host_adapter(source))
-        # All ranks compute DoRA's norms together, or none begins.
-        return self._prepare(agreed(self._channel, lambda: read_host_adapter(source)))
 
 
 def read_host_adapter(source: AdapterSource) -> HostAdapter:

@@ -28,11 +28,14 @@ class TenantAdapters:
         self._model = model
         self._principal = principal
         self._discovered = discovered
+        own = principal.tenant
+        self._tenants = (own,) if own == DEFAULT_TENANT else (own, DEFAULT_TENANT)
+        """Tenants whose adapters may be seen, the own first."""
 
     def listed(self) -> list[AdapterVersion]:
         """Those that are shown, by name."""
         shown: dict[str, AdapterVersion] = {}
-        for tenant in self._tenants():
+        for tenant in self._tenants:
             for version in self._store.list(tenant, self._model):
                 if version.name in self._principal.rights.list:
                     shown.setdefault(version.name, version)
@@ -44,12 +47,12 @@ class TenantAdapters:
         Of two that have one name, the tenant's own adapter is listed.
         """
         taken: set[str] = set()
-        for tenant in self._tenants():
+        for tenant in self._tenants:
             taken.update(version.name for version in self._store.list(tenant, self._model))
             taken.update(self._store.aliases(tenant, self._model))
         shown: dict[str, ConfiguredAdapter] = {}
         for one in self._discovered:
-            is_seen = one.tenant in self._tenants() and one.name in self._principal.rights.list
+            is_seen = one.tenant in self._tenants and one.name in self._principal.rights.list
             if is_seen and one.name not in taken and (one.name not in shown or self.owns(one)):
                 shown[one.name] = one
         return list(shown.values())
@@ -57,7 +60,7 @@ class TenantAdapters:
     def unvalidated(self, key: AdapterKey) -> ConfiguredAdapter | None:
         """Return what a key means, if that must be validated before it is used."""
         rights = self._principal.rights
-        for tenant in self._tenants():
+        for tenant in self._tenants:
             version = self._store.find(AdapterRef(self._model, tenant, key))
             if version is not None and (version.name in rights.use or version.name in rights.list):
                 return self._discovered.of(tenant, version.name)
@@ -140,19 +143,14 @@ class TenantAdapters:
         for adapter in self.discovered():
             yield adapter.name, adapter.task_id
         shown = {(version.tenant, version.name) for version in listed}
-        for tenant in self._tenants():
+        for tenant in self._tenants:
             for alias, name in self._store.aliases(tenant, self._model).items():
                 if (tenant, name) in shown:
                     yield alias, None
 
     def _among(self, key: AdapterKey, right: Names) -> AdapterVersion | None:
-        for tenant in self._tenants():
+        for tenant in self._tenants:
             version = self._store.find(AdapterRef(self._model, tenant, key))
             if version is not None and version.name in right:
                 return version
         return None
-
-    def _tenants(self) -> tuple[str, ...]:
-        """Return the tenants whose adapters may be seen, the own first."""
-        own = self._principal.tenant
-        return (own,) if own == DEFAULT_TENANT else (own, DEFAULT_TENANT)
