@@ -18,10 +18,10 @@ from gpu.rig import Rig, RigSettings, lora_targets
 from loraplex.adapters.canonical import (
     CanonicalRow,
     RowKind,
-    canonical_path,
     digest,
     write_canonical,
 )
+from loraplex.adapters.state_files import canonical_path
 from loraplex.adapters.tensor_file import RawTensor
 from loraplex.bench.report import markdown_table
 from loraplex.bench.workload import PlannedRequest

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from loraplex.adapters.canonical import canonical_path
+from loraplex.adapters.state_files import canonical_path
 from loraplex.adapters.store import AdapterStore
 from loraplex.core.adapter import AdapterRef, ByName
 

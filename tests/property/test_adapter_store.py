@@ -14,8 +14,8 @@ from pathlib import Path
 import hypothesis.strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from loraplex.adapters.canonical import canonical_path
 from loraplex.adapters.staged import StagedAdapter
+from loraplex.adapters.state_files import canonical_path
 from loraplex.adapters.store import MAX_HISTORY, AdapterStore, VersionOrigin
 from loraplex.core.adapter import AdapterRef, AdapterSource, ByDigest, ByName, ByTaskId
 from loraplex.core.errors import AdapterExistsError, AdapterLoadError, AdapterNotFoundError

@@ -7,10 +7,10 @@ from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
-from loraplex.adapters.canonical import canonical_path
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.staged import StagedAdapter
 from loraplex.adapters.staging import RequestTensor
+from loraplex.adapters.state_files import canonical_path
 from loraplex.adapters.store import AdapterStore
 from loraplex.core.clock import SystemClock
 from loraplex.core.config import ModelConfig

@@ -115,11 +115,6 @@ def digest(rows: Iterable[CanonicalRow]) -> str:
     return sha.hexdigest()
 
 
-def canonical_path(state_dir: Path, adapter_digest: str) -> Path:
-    """Return the path of an adapter in the state directory: its name is its content's digest."""
-    return state_dir / "adapters" / adapter_digest[:2] / f"{adapter_digest}.safetensors"
-
-
 def write_canonical(rows: Sequence[CanonicalRow], adapter_digest: str, path: Path) -> None:
     """Write rows with their digest as a safetensors file, which is complete or absent."""
     ordered = sort_rows(rows)

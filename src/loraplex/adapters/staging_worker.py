@@ -30,7 +30,6 @@ from loraplex.adapters.base_copies import is_base_copy, without_base_copies
 from loraplex.adapters.canonical import (
     CanonicalRow,
     RowKind,
-    canonical_path,
     digest,
     read_canonical,
     write_canonical,
@@ -49,6 +48,7 @@ from loraplex.adapters.seen_files import SeenFiles, identities_of
 from loraplex.adapters.sources.fetch import local_path
 from loraplex.adapters.sources.reference import SourceKind, parse, shown_source
 from loraplex.adapters.staged import StagedAdapter, StageReply, StageRequest
+from loraplex.adapters.state_files import canonical_path
 from loraplex.adapters.targets import source_of
 from loraplex.core.byte_sizes import readable_bytes
 from loraplex.core.errors import (

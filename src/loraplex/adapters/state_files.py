@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from loraplex.adapters.canonical import canonical_path
 from loraplex.adapters.durable_files import make_folder
 from loraplex.core.errors import ConfigError
 
@@ -27,6 +26,11 @@ _POLL_SECONDS = 0.02
 _CANONICAL_NAME = re.compile(r"([0-9a-f]{64})\.safetensors")
 _TEMPORARY_NAME = re.compile(r"\.[0-9a-f]{64}\.safetensors\.[0-9]+\.tmp")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+def canonical_path(state_dir: Path, adapter_digest: str) -> Path:
+    """Return the path of an adapter in the state directory: its name is its content's digest."""
+    return state_dir / "adapters" / adapter_digest[:2] / f"{adapter_digest}.safetensors"
 
 
 def lock_files(state_dir: Path) -> tuple[Path, Path]:

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from loraplex.adapters.canonical import (
     CanonicalRow,
     RowKind,
-    canonical_path,
     digest,
     read_canonical,
     write_canonical,
 )
+from loraplex.adapters.state_files import canonical_path
 from loraplex.adapters.tensor_file import RawTensor
 from loraplex.core.errors import InvalidAdapterError
 from support.naming import naming

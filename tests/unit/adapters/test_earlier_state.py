@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from loraplex.adapters import earlier_state
-from loraplex.adapters.canonical import canonical_path
 from loraplex.adapters.earlier_state import adopt_state
 from loraplex.adapters.staged import StagedAdapter
-from loraplex.adapters.state_files import StateLock
+from loraplex.adapters.state_files import StateLock, canonical_path
 from loraplex.adapters.store import AdapterStore
 from loraplex.core.adapter import AdapterRef, AdapterSource, ByName, LoraTarget
 from loraplex.core.errors import ConfigError

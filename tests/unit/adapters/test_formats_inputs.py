@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from loraplex.adapters.canonical import canonical_path, read_canonical
+from loraplex.adapters.canonical import read_canonical
 from loraplex.adapters.formats.inputs import PairFolder
 from loraplex.adapters.shapes import BaseShapes
+from loraplex.adapters.state_files import canonical_path
 from loraplex.adapters.tensor_file import StagingLimits
 from loraplex.core.errors import (
     AdapterMismatchError,

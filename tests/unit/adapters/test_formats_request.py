@@ -7,11 +7,12 @@ import sys
 import numpy as np
 import pytest
 
-from loraplex.adapters.canonical import canonical_path, read_canonical
+from loraplex.adapters.canonical import read_canonical
 from loraplex.adapters.sources.policy import SourcePolicy
 from loraplex.adapters.staged import StageRequest
 from loraplex.adapters.staging import RequestTensor, StagingWorker
 from loraplex.adapters.staging_worker import serve, stage
+from loraplex.adapters.state_files import canonical_path
 from loraplex.adapters.tensor_file import TensorHeader
 from loraplex.core.errors import (
     AdapterLoadError,

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from loraplex.adapters.base_check import BaseCheck
-from loraplex.adapters.canonical import canonical_path, digest, read_canonical
+from loraplex.adapters.canonical import digest, read_canonical
 from loraplex.adapters.formats.inputs import PeftFolder
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.staged import StageRequest
+from loraplex.adapters.state_files import canonical_path
 from loraplex.adapters.tensor_file import StagingLimits
 from loraplex.core.errors import (
     AdapterMismatchError,

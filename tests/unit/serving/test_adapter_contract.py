@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from loraplex.adapters.canonical import canonical_path
 from loraplex.adapters.shapes import BaseShapes
+from loraplex.adapters.state_files import canonical_path
 from loraplex.adapters.store import AdapterStore
 from loraplex.core.adapter import (
     AdapterChoice,
