@@ -9,7 +9,7 @@ from loraplex.core.principal import LOCAL
 from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.task import Generate
-from loraplex.frontends.openai.context import OPENAI, Dialect
+from loraplex.frontends.openai.context import OPENAI, ApiDialect
 from loraplex.frontends.openai.llgtrt import CompatDialect, LlgtrtDialect
 from loraplex.frontends.streams import generate_all
 from loraplex.serving.backend import Backend
@@ -20,7 +20,7 @@ _WARM_UP_PROMPT = "Hi"
 _WARM_UP_TOKENS = 10
 
 
-def dialect_of(config: Config) -> Dialect:
+def dialect_of(config: Config) -> ApiDialect:
     if config.server.dialect == "openai":
         return OPENAI
     models = list(config.models.values())

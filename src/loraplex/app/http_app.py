@@ -29,7 +29,7 @@ from loraplex.frontends.openai.app import (
     refused_method,
     refused_route,
 )
-from loraplex.frontends.openai.context import OPENAI, Dialect, OpenAIOptions, StoreLimits
+from loraplex.frontends.openai.context import OPENAI, ApiDialect, OpenAIOptions, StoreLimits
 from loraplex.frontends.openapi.document import document
 from loraplex.frontends.openapi.operation import described, json_of
 from loraplex.frontends.ops.drain import drain_routes
@@ -63,7 +63,7 @@ def http_app(
     latencies: Latencies,
     bodies: BodyMemory,
     responses: ResponseMemory,
-    dialect: Dialect = OPENAI,
+    dialect: ApiDialect = OPENAI,
     has_keys: bool = False,
     others: OtherFrontends | None = None,
 ) -> ASGIApp:
@@ -195,7 +195,7 @@ def kserve_first(kserve: ASGIApp, others: ASGIApp) -> ASGIApp:
     return routed
 
 
-def openai_options(settings: ServerConfig, dialect: Dialect, *, has_keys: bool) -> OpenAIOptions:
+def openai_options(settings: ServerConfig, dialect: ApiDialect, *, has_keys: bool) -> OpenAIOptions:
     return OpenAIOptions(
         json=JsonLimits.of(settings),
         dialect=dialect,

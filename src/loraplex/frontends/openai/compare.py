@@ -38,7 +38,7 @@ from loraplex.frontends.openai.logprobs import MIN_LOGPROB, TokenTexts, chat_log
 from loraplex.frontends.openai.responses import ChatDelta, ChatMessage, ContentLogprob, Usage
 from loraplex.frontends.openai.sampling import sampling_params, sent_names
 from loraplex.frontends.openai.schema import CompareBody, Message
-from loraplex.frontends.openai.sse import EventStream
+from loraplex.frontends.openai.sse import ChunkStream
 from loraplex.frontends.openai.tools import left_out, read_tool_use, served
 from loraplex.frontends.openai.unsupported import refuse_unknown, refuse_unsupported
 from loraplex.frontends.openai.writers import ChatParts, delta, message
@@ -382,7 +382,7 @@ class CompareEndpoints:
         names = sent_names(body)
         if body.stream:
             progress = _begun(compare_streaming(backend, requests, principal), names)
-            return EventStream(progress, writer, request_id(request), work_of=_work_of)
+            return ChunkStream(progress, writer, request_id(request), work_of=_work_of)
         compared = await until_disconnect(request.receive, compare(backend, requests, principal))
         if not any(isinstance(each, ComparedOutput) for each in compared):
             errors = (error for error in compared if isinstance(error, LoraplexError))

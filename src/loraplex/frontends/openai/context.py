@@ -62,7 +62,7 @@ DIGESTS = Parameter(
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
-class Dialect:
+class ApiDialect:
     """Behaviour of the generation routes that differs between servers; this one is OpenAI's.
 
     Stateless: every call of a server goes through the same one.
@@ -109,7 +109,7 @@ class Dialect:
         return ExpandedPromptWriter(writer, texts) if body.return_expanded_prompt else writer
 
 
-OPENAI = Dialect()
+OPENAI = ApiDialect()
 
 
 def schema_of(response_format: Mapping[str, Any] | None) -> Any:
@@ -137,7 +137,7 @@ class OpenAIOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes that are read of a body that is too large, so that its client reads the response."""
     max_prompts: int = 256
     """Prompts in one completion request."""
-    dialect: Dialect = OPENAI
+    dialect: ApiDialect = OPENAI
     """Dialect of the routes that generate."""
     stored_responses: StoreLimits = StoreLimits()
     """What is kept of the Responses API."""

@@ -27,7 +27,7 @@ from loraplex.frontends.openai.logprobs import TokenTexts
 from loraplex.frontends.openai.responses import ChatCompletion, ChatCompletionChunk, Completion
 from loraplex.frontends.openai.sampling import sent_names, value_of
 from loraplex.frontends.openai.schema import ChatBody, CompletionBody, GenerationBody, StreamOptions
-from loraplex.frontends.openai.sse import EventStream
+from loraplex.frontends.openai.sse import ChunkStream
 from loraplex.frontends.openai.writers import (
     CallFields,
     ChatWriter,
@@ -160,7 +160,7 @@ class GenerationEndpoints:
         work_of = _work_of(call)
         if body.stream:
             outputs = generate_all(backend, requests, principal, reworded)
-            return EventStream(
+            return ChunkStream(
                 outputs, writer(), request_id(request), self._dialect.errors, work_of=work_of
             )
         whole = await until_disconnect(

@@ -55,7 +55,7 @@ def output_work(item: IndexedOutput) -> int:
     return writing_work(item[1])
 
 
-class EventStream(Response, Generic[OutputT]):
+class ChunkStream(Response, Generic[OutputT]):
     """Streams outputs as events; closes them as soon as the client has gone."""
 
     media_type = "text/event-stream"

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from loraplex.core.output import RequestOutput, SequenceOutput
-from loraplex.frontends.openai.sse import EventStream, output_work
+from loraplex.frontends.openai.sse import ChunkStream, output_work
 from loraplex.frontends.streams import IndexedOutput
 
 
@@ -48,7 +48,7 @@ async def events(writer: Writer, *texts: str, **options: Any) -> list[bytes]:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    stream = EventStream(outputs(*texts), writer, "id", **options)
+    stream = ChunkStream(outputs(*texts), writer, "id", **options)
     await stream({"type": "http"}, receive, send)
     return [message["body"] for message in sent[1:] if message["body"]]
 

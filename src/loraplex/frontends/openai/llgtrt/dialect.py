@@ -9,14 +9,14 @@ from starlette.requests import Request
 from loraplex.core.errors import InvalidParameterError, ModelNotFoundError, cut
 from loraplex.core.principal import Principal
 from loraplex.frontends.openai.adapter_fields import ModelTarget
-from loraplex.frontends.openai.context import Dialect, GenerationT, TextContext
+from loraplex.frontends.openai.context import ApiDialect, GenerationT, TextContext
 from loraplex.frontends.openai.schema import ChatBody, GenerationBody
 
 MIN_TOKENS: Final = 1
 """Default minimum length: an empty output is not intended."""
 
 
-class LlgtrtDialect(Dialect):
+class LlgtrtDialect(ApiDialect):
     """Where llgtrt's own way is a defect, ours stands; see `differences`."""
 
     shows_schema = True

@@ -23,7 +23,7 @@ from loraplex.frontends.openai.context import DIGESTS, OpenAIContext, request_id
 from loraplex.frontends.openai.generation import ENDS
 from loraplex.frontends.openai.sampling import sampling_params
 from loraplex.frontends.openai.schema import GenerationBody, Messages
-from loraplex.frontends.openai.sse import EventStream
+from loraplex.frontends.openai.sse import ChunkStream
 from loraplex.frontends.openai.writers import adapter_headers
 from loraplex.frontends.openapi.operation import (
     ANY_ERROR,
@@ -116,7 +116,7 @@ class GuidanceEndpoints:
         )
         model = body.model or target.model.name
         writer = RunWriter(f"run-{request_id(request)}", model)
-        return EventStream(outputs, writer, request_id(request), dialect.errors)
+        return ChunkStream(outputs, writer, request_id(request), dialect.errors)
 
     async def _request(
         self, request: Request, body: GuidanceBody, target: ModelTarget

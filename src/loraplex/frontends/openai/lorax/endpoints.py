@@ -38,7 +38,7 @@ from loraplex.frontends.openai.lorax.schema import (
 )
 from loraplex.frontends.openai.lorax.writer import LoraxWriter
 from loraplex.frontends.openai.schema import CompletionBody, Message
-from loraplex.frontends.openai.sse import EventStream, output_work
+from loraplex.frontends.openai.sse import ChunkStream, output_work
 from loraplex.frontends.openai.writers import adapter_headers
 from loraplex.frontends.openapi.operation import (
     ANY_ERROR,
@@ -138,7 +138,7 @@ class LoraxEndpoints:
         completion_request, texts = await self._request(request, principal, body, shows_tokens=True)
         writer = _writer(body, parameters, texts)
         outputs = generate_all(self._context.backend, completion_request, principal, _reworded)
-        return EventStream(
+        return ChunkStream(
             outputs, writer, request_id(request), LORAX_ERRORS, end=b"", work_of=output_work
         )
 

@@ -39,7 +39,7 @@ from loraplex.frontends.openai.responses_api.store import ResponseStore, StoredR
 from loraplex.frontends.openai.responses_api.writer import ResponsesWriter, begun
 from loraplex.frontends.openai.sampling import value_of
 from loraplex.frontends.openai.schema import ChatBody, Message
-from loraplex.frontends.openai.sse import EventStream, output_work
+from loraplex.frontends.openai.sse import ChunkStream, output_work
 from loraplex.frontends.openai.tools import left_out
 from loraplex.frontends.openai.writers import CallFields
 from loraplex.frontends.openapi.operation import (
@@ -101,7 +101,7 @@ class ResponsesEndpoints:
         outputs = generate_all(self._context.backend, chat.requests, principal, chat.reworded)
         if body.stream:
             errors = StreamErrors(writer.failure)
-            return EventStream(
+            return ChunkStream(
                 outputs, writer, request_id(request), errors, b"", _event, output_work
             )
         with in_own_words():

@@ -23,7 +23,7 @@ class StoredResponse(NamedTuple):
         return len(self.response) + len(self.given) + len(self.output)
 
 
-class _Kept(NamedTuple):
+class _StoredEntry(NamedTuple):
     stored: StoredResponse
     expires: float
 
@@ -48,7 +48,7 @@ class ResponseStore:
         if not self.is_open or stored.num_bytes > self._limits.max_bytes:
             return
         shelf = self._tenants.setdefault(tenant, _Shelf())
-        shelf.add(response_id, _Kept(stored, self._now() + self._limits.max_seconds))
+        shelf.add(response_id, _StoredEntry(stored, self._now() + self._limits.max_seconds))
         self._clear()
         while (
             len(shelf.entries) > self._limits.max_responses
@@ -88,14 +88,14 @@ class _Shelf:
     """One tenant's, oldest first."""
 
     def __init__(self) -> None:
-        self.entries: OrderedDict[str, _Kept] = OrderedDict()
+        self.entries: OrderedDict[str, _StoredEntry] = OrderedDict()
         self.num_bytes = 0
 
     @property
-    def oldest(self) -> _Kept:
+    def oldest(self) -> _StoredEntry:
         return next(iter(self.entries.values()))
 
-    def add(self, response_id: str, entry: _Kept) -> None:
+    def add(self, response_id: str, entry: _StoredEntry) -> None:
         self.entries[response_id] = entry
         self.num_bytes += entry.stored.num_bytes
 
