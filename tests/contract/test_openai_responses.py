@@ -597,7 +597,7 @@ def test_what_is_wrong_is_named(
         client.responses.create(**{"model": "echo", "input": "Hello"} | fields)
     assert caught.value.param == param
     assert param.split("[", maxsplit=1)[0].split(".", maxsplit=1)[0] in str(caught.value)
-    assert backend.requests == []
+    assert not backend.finished, "an engine computed it"
 
 
 @pytest.mark.parametrize("query", ["order=up", "limit=0", "limit=101", "limit=x", "after=msg_0"])

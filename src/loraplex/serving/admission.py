@@ -95,6 +95,8 @@ def admit(
     for adapter in adapters:
         if not math.isfinite(adapter.scale):
             raise InvalidParameterError(f"an adapter's scale must be finite, got {adapter.scale}")
+    seconds = math.inf if request.timeout_seconds is None else request.timeout_seconds
+    is_endless = seconds > _LONGEST_TIMEOUT_SECONDS
     return EngineRequest(
         request_id=request.request_id,
         prompt_token_ids=tuple(prompt_token_ids),
@@ -116,7 +118,7 @@ def admit(
         share_weight=share_weight,
         priority=request.priority,
         arrival_ns=now_ns,
-        deadline_ns=_deadline_ns(request.timeout_seconds, now_ns),
+        deadline_ns=None if is_endless else now_ns + int(seconds * 1e9),
         requires_resident=request.load_policy is LoadPolicy.NEVER,
         retention=request.retention,
     )
@@ -223,12 +225,6 @@ def _complete(request: GenerateRequest, num_prompt_tokens: int, model: ModelCard
         ignore_eos=sampling.ignore_eos or request.end_id == NO_END_ID,
         logprobs=0 if chooses_best and sampling.logprobs is None else sampling.logprobs,
     )
-
-
-def _deadline_ns(timeout_seconds: float | None, now_ns: int) -> int | None:
-    if timeout_seconds is None or timeout_seconds > _LONGEST_TIMEOUT_SECONDS:
-        return None
-    return now_ns + int(timeout_seconds * 1e9)
 
 
 def share_weight(

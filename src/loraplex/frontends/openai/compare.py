@@ -23,7 +23,7 @@ from loraplex.core.request import GenerateRequest, check_adapters
 from loraplex.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from loraplex.core.task import Generate
 from loraplex.frontends.adapter_choices import FIELD, read_choice, read_choices
-from loraplex.frontends.field_names import as_sent
+from loraplex.frontends.field_names import as_sent, named_as_sent
 from loraplex.frontends.openai.adapter_fields import ModelTarget
 from loraplex.frontends.openai.chat import rendered_chat
 from loraplex.frontends.openai.context import OpenAIContext, json_response, request_id
@@ -369,7 +369,9 @@ class CompareEndpoints:
             )
         backend = self._context.backend
         generation, reading = await self._request(body, target, request_id(request))
-        requests = comparison_requests(backend, generation, choices)
+        names = sent_names(body)
+        with named_as_sent(names):
+            requests = comparison_requests(backend, generation, choices)
         about = Compare(
             response_id=f"cmp-{request_id(request)}",
             created=response_unix_seconds(),
@@ -379,7 +381,6 @@ class CompareEndpoints:
         )
         texts = TokenTexts(backend, target.model.name)
         writer = ComparisonWriter(about, texts, num_top=body.logprobs or 0, reading=reading)
-        names = sent_names(body)
         if body.stream:
             progress = _begun(compare_streaming(backend, requests, principal), names)
             return ChunkStream(progress, writer, request_id(request), work_of=_work_of)

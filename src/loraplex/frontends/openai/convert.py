@@ -20,7 +20,7 @@ from loraplex.core.request import (
     RequestId,
     TruncationSide,
 )
-from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.sampling_params import MAX_N, SamplingParams
 from loraplex.core.task import Generate
 from loraplex.frontends.openai.adapter_fields import ModelTarget, adapter_choices
 from loraplex.frontends.openai.sampling import chat_sampling, completion_sampling
@@ -230,7 +230,8 @@ def _truncation(body: GenerationBody) -> PromptTruncation:
 
 
 def _check_sequences(num_prompts: int, sampling: SamplingParams) -> None:
-    if num_prompts * sampling.num_sequences > MAX_SEQUENCES:
+    # Admission refuses more than MAX_N for one prompt.
+    if num_prompts * min(sampling.num_sequences, MAX_N) > MAX_SEQUENCES:
         raise InvalidParameterError(
             f"{num_prompts} prompts with {sampling.num_sequences} outputs each are more than the "
             f"{MAX_SEQUENCES} outputs that one request may have",

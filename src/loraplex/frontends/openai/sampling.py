@@ -10,11 +10,9 @@ from typing import Any, Final, NamedTuple
 from loraplex.core.beam_search import BeamSearch, EarlyStopping
 from loraplex.core.errors import (
     InvalidParameterError,
-    LoraplexError,
     TokenOutOfVocabularyError,
 )
 from loraplex.core.sampling_params import MAX_LOGPROBS, SamplingParams
-from loraplex.frontends.field_names import as_sent
 from loraplex.frontends.openai.schema import (
     ChatBody,
     CompletionBody,
@@ -89,12 +87,7 @@ def sampling_params(body: SamplingBody, fields: dict[str, Any], vocab_size: int)
                 )
     if not sent.isdisjoint(CONSTRAINTS):
         fields["grammar"] = grammar_of(body)
-    sampling = SamplingParams(**fields)
-    try:
-        sampling.validate()
-    except LoraplexError as error:
-        raise as_sent(error, sent_names(body)) from None
-    return sampling
+    return SamplingParams(**fields)
 
 
 def value_of(body: SamplingBody, field: str) -> Any:

@@ -19,6 +19,7 @@ from loraplex.core.output import Pooled, RequestOutput
 from loraplex.core.principal import LOCAL, Principal
 from loraplex.core.request import GenerateRequest, RequestBatch, RequestId
 from loraplex.serving.access.tenant_limits import LeasedOutputs
+from loraplex.serving.admission import check_request
 from loraplex.serving.backend import ModelCard, vector_of
 from loraplex.serving.engines.in_flight_request import OutputStream
 from loraplex.serving.generation import outputs_of
@@ -115,6 +116,7 @@ class RemoteService:
         return await vector_of(await self.generate(request, principal))
 
     async def _admitted(self, request: GenerateRequest, principal: Principal) -> LeasedOutputs:
+        check_request(request)  # a number out of its range may not fit into a message
         request_id, sent = request.request_id, await self._tokenized(request, principal)
         batch = 0 if request.batch is None else self._number_of(request.batch)
         message = Generate(msgspec.structs.replace(sent, batch=None), principal, batch)

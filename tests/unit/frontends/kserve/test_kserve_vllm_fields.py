@@ -41,7 +41,9 @@ OF_VLLM_0_3_0 = [
 
 
 def sampling(**fields):
-    return vllm_sampling(read_fields(fields))
+    made = vllm_sampling(read_fields(fields))
+    made.validate()  # as admission does
+    return made
 
 
 def test_the_table_has_every_field_of_the_version_of_the_seeds():

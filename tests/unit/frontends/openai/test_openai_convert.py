@@ -17,10 +17,13 @@ from loraplex.core.errors import (
 from loraplex.core.grammar import Grammar, GrammarKind
 from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.frontends.field_names import named_as_sent
 from loraplex.frontends.openai import convert
 from loraplex.frontends.openai.body import parse_body
-from loraplex.frontends.openai.schema import ChatBody, CompletionBody
+from loraplex.frontends.openai.sampling import sent_names
+from loraplex.frontends.openai.schema import ChatBody, CompletionBody, SamplingBody
 from loraplex.frontends.openai.unsupported import REFUSED
+from loraplex.serving.admission import check_request
 from loraplex.serving.text.chat_format import ChatFormat
 from loraplex.serving.text.completion_reader import CompletionSyntax
 from support.echo_service import echo_card
@@ -43,7 +46,8 @@ def convert_completion(
     target: convert.ModelTarget = BASE, **fields: Any
 ) -> tuple[GenerateRequest, ...]:
     origin = convert.Origin("client-1", itertools.count(1).__next__)
-    return convert.completion_requests(completion(**fields), target, origin, max_prompts=3)
+    body = completion(**fields)
+    return checked(body, convert.completion_requests(body, target, origin, max_prompts=3))
 
 
 def convert_chat(**fields: Any) -> GenerateRequest:
@@ -51,8 +55,18 @@ def convert_chat(**fields: Any) -> GenerateRequest:
     convert.check_chat(body)
     origin = convert.Origin("client-1", itertools.count(1).__next__)
     reading = CompletionSyntax(chat_format=ChatFormat(), tool_use=None, prompt="<s>user: hi")
-    [request] = convert.chat_request(body, BASE, origin, reading)
+    [request] = checked(body, convert.chat_request(body, BASE, origin, reading))
     return request
+
+
+def checked(
+    body: SamplingBody, requests: tuple[GenerateRequest, ...]
+) -> tuple[GenerateRequest, ...]:
+    """Check requests as admission does, in the client's words."""
+    with named_as_sent(sent_names(body)):
+        for request in requests:
+            check_request(request)
+    return requests
 
 
 def test_a_bare_completion_has_openais_defaults():

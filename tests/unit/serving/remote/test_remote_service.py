@@ -182,6 +182,7 @@ async def test_errors_are_those_of_the_owner(ends):
     no_models = Principal("acme", Rights(models=NONE))
     for request, principal, error in (
         (ends.request(model="b"), LOCAL, ModelNotFoundError),
+        (ends.request(max_tokens=2**70), LOCAL, InvalidParameterError),  # larger than a message's
         (ends.request(), no_models, ModelNotFoundError),
         (ends.request("x " * 40_000), LOCAL, PromptTooLongError),
         (ends.request(adapters=(AdapterChoice(ByName("zh")),)), LOCAL, AdapterNotFoundError),

@@ -284,7 +284,7 @@ def vllm_sampling(fields: Mapping[str, Any]) -> SamplingParams:
     Raises InvalidParameterError.
     """
     seed = fields.get("seed", _NO_SEED)
-    sampling = SamplingParams(
+    return SamplingParams(
         max_tokens=fields.get("max_tokens", DEFAULT_MAX_TOKENS),
         min_tokens=fields.get("min_tokens", 0),
         temperature=fields.get("temperature", 1.0),
@@ -307,8 +307,6 @@ def vllm_sampling(fields: Mapping[str, Any]) -> SamplingParams:
         grammar=_grammar(fields),
         **_sequences(fields),
     )
-    sampling.validate()
-    return sampling
 
 
 def _sequences(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 MAX_TOKENS: Final = 16
 CONTROLLER: Final = "llguidance"
-_NAMES: Final = {"grammar": "controller_arg"}
+_NAMES: Final = {"grammar": "controller_arg", "top_p_reset_id": "top_p_reset_ids"}
 LOG_PREFIX: Final = "JSON-OUT: "
 """Prefix of the lines in a fork's logs that its client reads."""
 
