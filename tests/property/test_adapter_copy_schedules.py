@@ -93,11 +93,11 @@ class Machine:
         handle = self.draws.choice(list(self.adapters))
         if self.cache.residency(handle) is not Residency.ABSENT:
             return
-        grant = self.cache.begin_load(handle, 0)
-        if grant is None:
+        dropped = self.cache.begin_load(handle, 0)
+        if dropped is None:
             return
-        for dropped in grant.dropped:
-            self.host.discard(dropped)
+        for other in dropped:
+            self.host.discard(other)
         self.host.put(handle, self.bank.prepare(self.adapters[handle]))
         self.cache.loaded(handle)
 

@@ -20,7 +20,7 @@ FileIdentity = tuple[int, int, int, int, int]
 _NOTE_VERSION = 2
 
 
-class _Note(msgspec.Struct, frozen=True):
+class _SeenNote(msgspec.Struct, frozen=True):
     version: int
     identities: tuple[FileIdentity, ...]
     context: str
@@ -45,7 +45,9 @@ class SeenFiles:
         """
         for context in contexts or ("",):
             try:
-                note = msgspec.json.decode(self._path(identities, context).read_bytes(), type=_Note)
+                note = msgspec.json.decode(
+                    self._path(identities, context).read_bytes(), type=_SeenNote
+                )
             except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
                 continue
             if (note.version, note.identities, note.context) == (
@@ -60,7 +62,7 @@ class SeenFiles:
         self, identities: tuple[FileIdentity, ...], digest: str, context: str = ""
     ) -> None:
         """Write a note, if that is possible: an adapter must not fail for it."""
-        note = _Note(_NOTE_VERSION, identities, context, digest)
+        note = _SeenNote(_NOTE_VERSION, identities, context, digest)
         with contextlib.suppress(OSError):
             write_atomically(self._path(identities, context), [msgspec.json.encode(note)])
 

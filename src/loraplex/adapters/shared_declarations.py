@@ -46,7 +46,7 @@ _MAX_TIDIED: Final = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Document:
+class _ReadDocument:
     tag: str
     declaration: Declaration | None
     """None: it declares no adapter, which was logged."""
@@ -70,7 +70,7 @@ class SharedDeclarations:
         self._max_documents = max_documents
         self._unix_seconds = unix_seconds
         self._turn = threading.Lock()
-        self._documents: dict[str, _Document] = {}
+        self._documents: dict[str, _ReadDocument] = {}
         self._valid: Mapping[DeclaredName, Declaration] = MappingProxyType({})
         self._default_model = ""
 
@@ -134,7 +134,7 @@ class SharedDeclarations:
             self._valid = MappingProxyType(_valid(kept, default_model))
         return self._valid
 
-    def _document(self, name: str, listed: Listed) -> _Document | None:
+    def _document(self, name: str, listed: Listed) -> _ReadDocument | None:
         """Read a document if it is new or has changed; None: it was deleted meanwhile."""
         before = self._documents.get(name)
         if before is not None and before.tag == listed.tag:
@@ -154,7 +154,7 @@ class SharedDeclarations:
                 raise
             # Its permissions may change without its content.
             return _left_out("", before, f"{name} cannot be read: {error.strerror}")
-        return _Document(listed.tag, declaration)
+        return _ReadDocument(listed.tag, declaration)
 
     def _check_number(self, newest: Mapping[str, Listed], found: Mapping[str, Listed]) -> None:
         if len(newest) > self._max_documents:
@@ -198,13 +198,13 @@ class SharedDeclarations:
                 self._place.delete(written_name(stem, version))
 
 
-def _left_out(tag: str, before: _Document | None, problem: str) -> _Document:
+def _left_out(tag: str, before: _ReadDocument | None, problem: str) -> _ReadDocument:
     """Return a document that means what it meant before: an editor may be writing it."""
     declaration = None if before is None else before.declaration
     if before is None or before.problem != problem or before.tag != tag:
         stays = "" if declaration is None else "; its earlier content stays in force"
         logger.warning("adapter declarations: %s%s", problem, stays)
-    return _Document(tag, declaration, problem)
+    return _ReadDocument(tag, declaration, problem)
 
 
 def _newest(found: Mapping[str, Listed]) -> dict[str, Listed]:
@@ -220,7 +220,7 @@ def _newest(found: Mapping[str, Listed]) -> dict[str, Listed]:
 
 
 def _valid(
-    documents: Mapping[str, _Document], default_model: str
+    documents: Mapping[str, _ReadDocument], default_model: str
 ) -> dict[DeclaredName, Declaration]:
     """Return the declaration of each name that has the greatest version.
 

@@ -142,7 +142,7 @@ class SafetensorsContent:
     metadata: dict[str, str]
 
 
-class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str
     shape: Annotated[tuple[int, ...], msgspec.Meta(max_length=_MAX_AXES)]
     data_offsets: tuple[int, int]
@@ -243,7 +243,7 @@ def tensor_names(path: Path) -> Sequence[str]:
         return list(_read_header(path, file)[0])
 
 
-def _read_header(path: Path, file: BinaryIO) -> tuple[dict[str, _Entry], int]:
+def _read_header(path: Path, file: BinaryIO) -> tuple[dict[str, _TensorEntry], int]:
     """Return the tensors of an open file, and where their bytes begin."""
     check_is_no_pointer(path, file)
     header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
@@ -263,17 +263,19 @@ def check_is_no_pointer(path: Path, file: BinaryIO) -> None:
         )
 
 
-def _parse_header(path: Path, header: bytes) -> tuple[dict[str, _Entry], dict[str, str]]:
+def _parse_header(path: Path, header: bytes) -> tuple[dict[str, _TensorEntry], dict[str, str]]:
     try:
         raw = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
         metadata = msgspec.json.decode(raw.pop(_METADATA, msgspec.Raw(b"{}")), type=dict[str, str])
-        entries = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in raw.items()}
+        entries = {
+            name: msgspec.json.decode(entry, type=_TensorEntry) for name, entry in raw.items()
+        }
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidAdapterError(f"{path} has a broken safetensors header: {error}") from error
     return entries, metadata
 
 
-def _check_layout(path: Path, entries: Mapping[str, _Entry], data_bytes: int) -> None:
+def _check_layout(path: Path, entries: Mapping[str, _TensorEntry], data_bytes: int) -> None:
     """Check that each byte belongs to one tensor, and each tensor has the size of its shape."""
     position = 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):

@@ -32,7 +32,7 @@ _TENSOR_TYPES = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Entry:
+class _ExportedRow:
     """Row of lora_weights before it is rounded."""
 
     layer: int
@@ -162,9 +162,9 @@ def count_experts(rows: Iterable[CanonicalRow]) -> int:
     return found
 
 
-def _entries(rows: Sequence[CanonicalRow]) -> list[_Entry]:
+def _entries(rows: Sequence[CanonicalRow]) -> list[_ExportedRow]:
     """Return the rows with their modules, in the order of the export."""
-    entries: dict[tuple[int, int], _Entry] = {}
+    entries: dict[tuple[int, int], _ExportedRow] = {}
     rows = list(with_separate_halves(rows))
     factors = {(row.layer, row.module): row.tensors["factor"] for row in rows if _is_factor(row)}
     rows = [row for row in rows if not _is_factor(row)]
@@ -177,7 +177,9 @@ def _entries(rows: Sequence[CanonicalRow]) -> list[_Entry]:
             continue
         assert row.layer is not None
         factor = factors.get((row.layer, row.module))
-        entry = entries.setdefault((row.layer, module.id), _Entry(row.layer, module, {}, factor))
+        entry = entries.setdefault(
+            (row.layer, module.id), _ExportedRow(row.layer, module, {}, factor)
+        )
         if row.expert in entry.rows:
             raise UnsupportedFeatureError(
                 f"{entry.rows[row.expert].origin} and {row.origin} would both be {module.name} of "
@@ -194,7 +196,7 @@ def _entries(rows: Sequence[CanonicalRow]) -> list[_Entry]:
     return [entries[place] for place in sorted(entries)]
 
 
-def _values(entry: _Entry, num_experts: int) -> npt.NDArray[np.float32]:
+def _values(entry: _ExportedRow, num_experts: int) -> npt.NDArray[np.float32]:
     """Return a row of lora_weights: A, then scaled B, its rows in the order of the module's parts.
 
     Of experts, A of all and then B of all, with zeros for what an expert lacks.

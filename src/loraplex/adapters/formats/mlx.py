@@ -23,7 +23,7 @@ _MAGNITUDE: Final = ".m"
 _EXPERTS: Final = ".switch_mlp."
 
 
-class _Parameters(msgspec.Struct, frozen=True):
+class _LoraParameters(msgspec.Struct, frozen=True):
     rank: int
     scale: float
     alpha: Any = None
@@ -32,7 +32,7 @@ class _Parameters(msgspec.Struct, frozen=True):
 class MlxConfig(msgspec.Struct, frozen=True):
     """Contents of adapter_config.json that concern the weights."""
 
-    lora_parameters: _Parameters
+    lora_parameters: _LoraParameters
     fine_tune_type: str = "lora"
     model: str | None = None
     """The base model."""

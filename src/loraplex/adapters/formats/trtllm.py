@@ -49,7 +49,7 @@ _TYPE_NAMES = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Entry:
+class _ConfigRow:
     """Row of lora_config, checked against the base."""
 
     row: int
@@ -142,7 +142,7 @@ def canonical_rows(
     """
     bits, table = _matrices(weights, config)
     rows: list[CanonicalRow] = []
-    owners: dict[tuple[int, str], _Entry] = {}
+    owners: dict[tuple[int, str], _ConfigRow] = {}
     for index, columns in enumerate(table):
         entry = _entry(index, columns, bits[index], shapes, max_ranks)
         for part in entry.parts:
@@ -237,7 +237,7 @@ def _entry(
     bits: Bits,
     shapes: BaseShapes,
     max_ranks: RankLimits,
-) -> _Entry:
+) -> _ConfigRow:
     """Parse one row of lora_config; bits: that of lora_weights. Raises as canonical_rows."""
     module_id, layer, rank = columns[:_NUM_FIXED_COLUMNS]
     is_dora = columns[_NUM_FIXED_COLUMNS:]
@@ -255,7 +255,7 @@ def _entry(
     if is_dora and is_dora[0] not in (0, 1):
         raise InvalidAdapterError(f"{where}: the fourth column is {is_dora[0]}; it must be 0 or 1")
     parts, in_features, out_features = _parts(module, layer, shapes, where)
-    entry = _Entry(
+    entry = _ConfigRow(
         row=row,
         module=module,
         layer=layer,
@@ -278,7 +278,7 @@ def _entry(
     return entry
 
 
-def _check_width(entry: _Entry, bits: Bits, where: str) -> None:
+def _check_width(entry: _ConfigRow, bits: Bits, where: str) -> None:
     """Check that a row of lora_weights has the values that its module takes."""
     if entry.num_experts is not None:
         if entry.is_dora:
@@ -352,7 +352,7 @@ def _enabled_modules(layer: int, shapes: BaseShapes) -> dict[str, tuple[int, int
     return parts | modules
 
 
-def _rows_of(entry: _Entry, bits: Bits, dtype: str) -> Iterator[CanonicalRow]:
+def _rows_of(entry: _ConfigRow, bits: Bits, dtype: str) -> Iterator[CanonicalRow]:
     """Yield the canonical rows in one row of lora_weights: those of experts, else one or two per
     part of the module."""
     pieces = {
@@ -386,7 +386,7 @@ def _rows_of(entry: _Entry, bits: Bits, dtype: str) -> Iterator[CanonicalRow]:
         first = end
 
 
-def _expert_rows(entry: _Entry, bits: Bits, dtype: str) -> Iterator[CanonicalRow]:
+def _expert_rows(entry: _ConfigRow, bits: Bits, dtype: str) -> Iterator[CanonicalRow]:
     """Yield a row per expert. A stored row has one rank for all, so zeros fill up the others."""
     assert entry.num_experts is not None
     (part,), (out_features,) = entry.parts, entry.out_features
@@ -401,7 +401,7 @@ def _expert_rows(entry: _Entry, bits: Bits, dtype: str) -> Iterator[CanonicalRow
 
 
 def _row(
-    entry: _Entry,
+    entry: _ConfigRow,
     part: str,
     kind: RowKind,
     tensors: dict[str, RawTensor],

@@ -57,7 +57,7 @@ _ARRIVING = ".arriving-"
 _ABANDONED_SECONDS = 3600.0
 
 
-class _Note(msgspec.Struct, frozen=True):
+class _FetchNote(msgspec.Struct, frozen=True):
     content: str
     """Name of the folder with the files."""
     files: dict[str, Arrived]
@@ -93,7 +93,7 @@ def _fetched(reference: Reference, policy: SourcePolicy, folder: Path) -> Path:
             arrival = _Download(remote, arriving, Allowance(policy, str(reference)), kept)
             arrival.get_all(reference)
             _check_sum(reference, arrival.files)
-            note = _Note(_content_of(arrival.files), arrival.files)
+            note = _FetchNote(_content_of(arrival.files), arrival.files)
             if kept is None or kept.content != note.content:
                 with storing():
                     arrival.take_unchanged(home)
@@ -117,7 +117,7 @@ def _fetched(reference: Reference, policy: SourcePolicy, folder: Path) -> Path:
     return place / f"adapter{reference.file_suffix}" if reference.file_suffix else place
 
 
-def _write_note(home: Path, note: _Note) -> None:
+def _write_note(home: Path, note: _FetchNote) -> None:
     try:
         write_atomically(home / _NOTE_NAME, [msgspec.json.encode(note)])
     except OSError:
@@ -164,7 +164,7 @@ class _Download:
     """Downloads of one adapter's files, one after the other."""
 
     def __init__(
-        self, remote: "Remote", folder: Path, allowance: Allowance, kept: _Note | None
+        self, remote: "Remote", folder: Path, allowance: Allowance, kept: _FetchNote | None
     ) -> None:
         self.files: dict[str, Arrived] = {}
         self._remote = remote
@@ -231,10 +231,10 @@ class _Download:
         return name in self.files
 
 
-def _kept(home: Path) -> _Note | None:
+def _kept(home: Path) -> _FetchNote | None:
     """Return the note of what arrived before, if all of it is still there."""
     try:
-        note = msgspec.json.decode((home / _NOTE_NAME).read_bytes(), type=_Note)
+        note = msgspec.json.decode((home / _NOTE_NAME).read_bytes(), type=_FetchNote)
         sizes = {name: (home / note.content / name).stat().st_size for name in note.files}
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
         return None
