@@ -59,7 +59,8 @@ class FairTurns:
                 self._end(tenant)  # its turn came at the same moment
             else:
                 queue.remove(begun)
-                self._forget_if_empty(tenant)
+                if not self._waiting[tenant]:
+                    del self._waiting[tenant]
             raise
 
     def _may_begin(self, tenant: str) -> bool:
@@ -77,7 +78,3 @@ class FairTurns:
             queue.popleft().set_result(None)
             if queue:
                 self._waiting[following] = queue
-
-    def _forget_if_empty(self, tenant: str) -> None:
-        if not self._waiting[tenant]:
-            del self._waiting[tenant]

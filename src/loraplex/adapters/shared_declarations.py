@@ -254,16 +254,15 @@ def _failing(what: str, *, is_change: bool = False) -> Iterator[None]:
     except (LoraplexError, FileExistsError):
         raise
     except Exception as error:
-        if is_change and (isinstance(error, PermissionError) or _errno(error) in _READ_ONLY):
+        if is_change and (
+            isinstance(error, PermissionError)
+            or (isinstance(error, OSError) and error.errno in _READ_ONLY)
+        ):
             raise PermissionDeniedError(
                 f"{what}: they are read-only for this server ({error}); change the document of the "
                 "adapter instead"
             ) from error
         raise AdapterLoadError(f"{what} now: {type(error).__name__}: {error}") from error
-
-
-def _errno(error: Exception) -> int | None:
-    return error.errno if isinstance(error, OSError) else None
 
 
 def _conflict(declaration: Declaration, present: Declaration | None) -> AdapterExistsError:

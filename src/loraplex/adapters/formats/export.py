@@ -32,7 +32,7 @@ _TENSOR_TYPES = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _ExportedRow:
+class _Exported:
     """Row of lora_weights before it is rounded."""
 
     layer: int
@@ -162,9 +162,9 @@ def count_experts(rows: Iterable[CanonicalRow]) -> int:
     return found
 
 
-def _entries(rows: Sequence[CanonicalRow]) -> list[_ExportedRow]:
+def _entries(rows: Sequence[CanonicalRow]) -> list[_Exported]:
     """Return the rows with their modules, in the order of the export."""
-    entries: dict[tuple[int, int], _ExportedRow] = {}
+    entries: dict[tuple[int, int], _Exported] = {}
     rows = list(with_separate_halves(rows))
     factors = {(row.layer, row.module): row.tensors["factor"] for row in rows if _is_factor(row)}
     rows = [row for row in rows if not _is_factor(row)]
@@ -177,9 +177,7 @@ def _entries(rows: Sequence[CanonicalRow]) -> list[_ExportedRow]:
             continue
         assert row.layer is not None
         factor = factors.get((row.layer, row.module))
-        entry = entries.setdefault(
-            (row.layer, module.id), _ExportedRow(row.layer, module, {}, factor)
-        )
+        entry = entries.setdefault((row.layer, module.id), _Exported(row.layer, module, {}, factor))
         if row.expert in entry.rows:
             raise UnsupportedFeatureError(
                 f"{entry.rows[row.expert].origin} and {row.origin} would both be {module.name} of "
@@ -196,7 +194,7 @@ def _entries(rows: Sequence[CanonicalRow]) -> list[_ExportedRow]:
     return [entries[place] for place in sorted(entries)]
 
 
-def _values(entry: _ExportedRow, num_experts: int) -> npt.NDArray[np.float32]:
+def _values(entry: _Exported, num_experts: int) -> npt.NDArray[np.float32]:
     """Return a row of lora_weights: A, then scaled B, its rows in the order of the module's parts.
 
     Of experts, A of all and then B of all, with zeros for what an expert lacks.
