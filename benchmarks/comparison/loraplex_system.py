@@ -21,8 +21,8 @@ from comparison.processes import Launch, ServerProcess
 from comparison.systems import Adapter, Running, Setup, System
 from loraplex.bench.completions import (
     PATH,
-    Completion,
     Exchange,
+    StreamedCompletion,
     StreamingClient,
     completion_body,
     read_completion,
@@ -244,7 +244,7 @@ class RunningLoraplex:
         assert name is not None, "the adapter was removed"
         return name
 
-    def read(self, exchange: Exchange) -> Completion:
+    def read(self, exchange: Exchange) -> StreamedCompletion:
         return read_completion(exchange)
 
     async def add_adapter(self, adapter: Adapter) -> int:

@@ -15,7 +15,7 @@ import msgspec
 
 from comparison.systems import Running
 from loraplex.bench.client import exchange_all
-from loraplex.bench.completions import Completion
+from loraplex.bench.completions import StreamedCompletion
 from loraplex.bench.workload import PlannedRequest
 from loraplex.core.errors import ConfigError
 
@@ -107,7 +107,7 @@ def _request(prompt: tuple[int, ...], adapter: int | None) -> PlannedRequest:
     return PlannedRequest(prompt, _OUTPUT_TOKENS, adapter, 0.0)
 
 
-def _text(output: Completion) -> str:
+def _text(output: StreamedCompletion) -> str:
     """Raises ConfigError."""
     text = output.text.strip()
     if output.error or len(text) != _OUTPUT_TOKENS * _WORD_LENGTH:

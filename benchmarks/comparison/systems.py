@@ -13,7 +13,7 @@ import msgspec
 
 from comparison.processes import Launch
 from loraplex.bench.client import exchange_all, record_of
-from loraplex.bench.completions import Completion, Exchange
+from loraplex.bench.completions import Exchange, StreamedCompletion
 from loraplex.bench.statistics import RunStatistics, summarize
 from loraplex.bench.workload import PlannedRequest
 
@@ -74,7 +74,7 @@ class Running(Protocol):
         """
         ...
 
-    def read(self, exchange: Exchange) -> Completion:
+    def read(self, exchange: Exchange) -> StreamedCompletion:
         """Parse what `send` kept."""
         ...
 

@@ -6,7 +6,7 @@ from typing import Final
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
-from loraplex.text.special_tokens import SpecialTokens
+from loraplex.text.special_tokens import FolderTokens
 from loraplex.text.token_decoding import BYTE_OF_CHAR
 from loraplex.text.tokenizer import LibraryTokenizer
 
@@ -32,7 +32,7 @@ def _byte_tokenizer() -> LibraryTokenizer:
     )
     named = {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD}
     decoder = json.loads(backend.to_str())["decoder"]
-    return LibraryTokenizer(backend, decoder, {}, SpecialTokens(named, ()))
+    return LibraryTokenizer(backend, decoder, {}, FolderTokens(named, ()))
 
 
 BYTE_TOKENIZER: Final = _byte_tokenizer()

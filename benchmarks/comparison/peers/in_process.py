@@ -6,7 +6,7 @@ So a library is measured at its own API, without the cost of a server that it do
 from comparison.peers.worker_process import WorkerProcess, decode
 from comparison.processes import Launch
 from comparison.systems import Adapter, Setup
-from loraplex.bench.completions import Completion, Exchange
+from loraplex.bench.completions import Exchange, StreamedCompletion
 from loraplex.core.errors import ConfigError, UnsupportedFeatureError
 
 
@@ -40,13 +40,13 @@ class RunningWorker:
         else:
             exchange.chunks.append((0, line))
 
-    def read(self, exchange: Exchange) -> Completion:
+    def read(self, exchange: Exchange) -> StreamedCompletion:
         """The times are the worker's, one for each token."""
         if exchange.error is not None:
-            return Completion(error=exchange.error)
+            return StreamedCompletion(error=exchange.error)
         ((_, line),) = exchange.chunks
         reply = decode(line)
-        return Completion(
+        return StreamedCompletion(
             chunk_ns=reply.token_ns,
             num_prompt_tokens=len(exchange.request.prompt_token_ids) if reply.tokens else 0,
             num_output_tokens=len(reply.tokens),

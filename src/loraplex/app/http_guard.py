@@ -111,7 +111,7 @@ Headers = Sequence[tuple[bytes, bytes]]
 """Headers of a request; names are in lower case."""
 
 
-class Refusal(NamedTuple):
+class Rejection(NamedTuple):
     """Error that ends a connection before an application has handled the request."""
 
     status: int
@@ -147,34 +147,36 @@ class ConnectionLimits(NamedTuple):
     header_timeout_seconds: float
     body_timeout_seconds: float
 
-    def line_too_long(self) -> Refusal:
+    def line_too_long(self) -> Rejection:
         limit = self.max_request_line_bytes
-        return Refusal(414, "request_line_too_long", f"the request line is over {limit} bytes")
+        return Rejection(414, "request_line_too_long", f"the request line is over {limit} bytes")
 
-    def headers_too_large(self) -> Refusal:
+    def headers_too_large(self) -> Rejection:
         limit = self.max_header_bytes
-        return Refusal(431, "headers_too_large", f"request line and headers are over {limit} bytes")
+        return Rejection(
+            431, "headers_too_large", f"request line and headers are over {limit} bytes"
+        )
 
-    def too_many_headers(self) -> Refusal:
-        return Refusal(431, "too_many_headers", f"there are over {self.max_headers} headers")
+    def too_many_headers(self) -> Rejection:
+        return Rejection(431, "too_many_headers", f"there are over {self.max_headers} headers")
 
-    def too_many_connections(self) -> Refusal:
+    def too_many_connections(self) -> Rejection:
         limit = self.max_connections
-        return Refusal(503, "too_many_connections", f"{limit} connections are open")
+        return Rejection(503, "too_many_connections", f"{limit} connections are open")
 
-    def headers_are_late(self) -> Refusal:
+    def headers_are_late(self) -> Rejection:
         seconds = self.header_timeout_seconds
         message = f"the headers did not come within {seconds:g} seconds"
-        return Refusal(408, "header_timeout", message)
+        return Rejection(408, "header_timeout", message)
 
 
-def not_http(error: Exception) -> Refusal:
-    return Refusal(400, _INVALID, f"this is not HTTP: {error}")
+def not_http(error: Exception) -> Rejection:
+    return Rejection(400, _INVALID, f"this is not HTTP: {error}")
 
 
 def refusal_of_head(
     method: bytes, url: bytes, version: str, headers: Headers, limits: ConnectionLimits
-) -> Refusal | None:
+) -> Rejection | None:
     """Check a request head that the parser has accepted; return what is wrong with it.
 
     This covers the limits, and heads that another HTTP parser, such as that of a proxy in front of
@@ -189,16 +191,16 @@ def refusal_of_head(
     if line_bytes + num_bytes + 4 * len(headers) > limits.max_header_bytes:
         return limits.headers_too_large()
     if version not in _VERSIONS:
-        return Refusal(505, _INVALID, f"HTTP/{version} is not supported")
+        return Rejection(505, _INVALID, f"HTTP/{version} is not supported")
     names = [name for name, _ in headers]
     num_hosts = names.count(b"host")
     if num_hosts > 1 or (num_hosts == 0 and version == "1.1"):
-        return Refusal(400, _INVALID, f"there are {num_hosts} host headers instead of one")
+        return Rejection(400, _INVALID, f"there are {num_hosts} host headers instead of one")
     if method == b"CONNECT":
-        return Refusal(400, _INVALID, "CONNECT is for proxies")
+        return Rejection(400, _INVALID, "CONNECT is for proxies")
     codings = {v.lower() for name, v in headers if name == b"transfer-encoding"}
     if codings - {b"chunked"}:
-        return Refusal(501, _INVALID, "the only supported transfer-encoding is chunked")
+        return Rejection(501, _INVALID, "the only supported transfer-encoding is chunked")
     return None
 
 
@@ -245,7 +247,7 @@ class ConnectionGuard(asyncio.Protocol):
         """Bytes of an incomplete head."""
         self._early = b""
         """Bytes that came after a request in progress."""
-        self._refusal: Refusal | None = None
+        self._refusal: Rejection | None = None
         self._is_in_body = False
         self._num_body_bytes = 0
         """Bytes left of a body with a known length."""
@@ -510,7 +512,7 @@ class ConnectionGuard(asyncio.Protocol):
         elif self._waiting is not None:
             self._waiting.reschedule(self._loop.time())
 
-    def _refuse(self, refusal: Refusal) -> None:
+    def _refuse(self, refusal: Rejection) -> None:
         """Respond and close. The bytes are written here: there may be no application to do so."""
         self._counts.refused(refusal.code)
         if not (self._is_in_progress and self._has_response):

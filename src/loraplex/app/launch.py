@@ -142,13 +142,14 @@ async def started_engines(config: Config, launch: EngineLauncher) -> AsyncIterat
     A second engine of a model is started when it is needed. On leaving, engines that were not
     returned are stopped.
     """
+    # By encoded settings: a ModelConfig contains dictionaries, so it has no hash.
     waiting: defaultdict[bytes, list[EngineLink]] = defaultdict(list)
 
     def returning_started(model: ModelConfig) -> LinkFactory:
         start_another = launch(model)
 
         async def start(epoch: int) -> EngineLink:
-            links = waiting[_settings_of(model)]
+            links = waiting[msgspec.msgpack.encode(model)]
             return links.pop() if links and epoch == _FIRST_EPOCH else await start_another(epoch)
 
         return start
@@ -157,13 +158,8 @@ async def started_engines(config: Config, launch: EngineLauncher) -> AsyncIterat
         for model in config.models.values():
             # A failure here occurs again, and is reported, when serving starts the engine.
             with contextlib.suppress(LoraplexError, OSError):
-                waiting[_settings_of(model)].append(await launch(model)(_FIRST_EPOCH))
+                waiting[msgspec.msgpack.encode(model)].append(await launch(model)(_FIRST_EPOCH))
         yield returning_started
     finally:
         left = itertools.chain.from_iterable(waiting.values())
         await close_together(*(link.close() for link in left))
-
-
-def _settings_of(model: ModelConfig) -> bytes:
-    """Return a key for dictionaries: a ModelConfig contains dictionaries, so it has no hash."""
-    return msgspec.msgpack.encode(model)

@@ -14,8 +14,8 @@ import msgspec
 from loraplex.bench.arrivals import Arrivals, ClosedLoop
 from loraplex.bench.completions import (
     PATH,
-    Completion,
     Exchange,
+    StreamedCompletion,
     StreamingClient,
     completion_body,
     read_completion,
@@ -25,7 +25,7 @@ from loraplex.bench.workload import PlannedRequest
 from loraplex.core.errors import ConfigError
 
 
-class Sender(Protocol):
+class RequestSender(Protocol):
     """The part of a system that a load needs: it takes requests."""
 
     async def send(self, exchange: Exchange) -> None:
@@ -34,7 +34,7 @@ class Sender(Protocol):
 
 
 async def exchange_all(
-    sender: Sender, requests: Sequence[PlannedRequest], concurrency: int | None
+    sender: RequestSender, requests: Sequence[PlannedRequest], concurrency: int | None
 ) -> tuple[list[Exchange], int]:
     """Return the finished exchanges, and when the first could be sent (ns)."""
     exchanges = [Exchange(request) for request in requests]
@@ -50,26 +50,26 @@ async def exchange_all(
     return exchanges, start_ns
 
 
-async def _send_in_turn(sender: Sender, queue: Iterator[Exchange]) -> None:
+async def _send_in_turn(sender: RequestSender, queue: Iterator[Exchange]) -> None:
     """One client of a closed loop. All clients share the queue."""
     for exchange in queue:
         exchange.start_ns = time.perf_counter_ns()
         await _send(sender, exchange)
 
 
-async def _send_when_due(sender: Sender, exchange: Exchange, start_ns: int) -> None:
+async def _send_when_due(sender: RequestSender, exchange: Exchange, start_ns: int) -> None:
     # Latency counts from the due time, so a late client cannot hide a slow server.
     exchange.start_ns = start_ns + int(exchange.request.due_seconds * 1e9)
     await asyncio.sleep((exchange.start_ns - time.perf_counter_ns()) / 1e9)
     await _send(sender, exchange)
 
 
-async def _send(sender: Sender, exchange: Exchange) -> None:
+async def _send(sender: RequestSender, exchange: Exchange) -> None:
     await sender.send(exchange)
     exchange.end_ns = time.perf_counter_ns()
 
 
-def record_of(exchange: Exchange, completion: Completion) -> RequestRecord:
+def record_of(exchange: Exchange, completion: StreamedCompletion) -> RequestRecord:
     """Return the record of a request. A completion of another length than requested has failed."""
     return RequestRecord(
         start_ns=exchange.start_ns,
@@ -82,7 +82,7 @@ def record_of(exchange: Exchange, completion: Completion) -> RequestRecord:
     )
 
 
-def _wrong_length(completion: Completion, request: PlannedRequest) -> str | None:
+def _wrong_length(completion: StreamedCompletion, request: PlannedRequest) -> str | None:
     requested = (len(request.prompt_token_ids), request.num_output_tokens)
     counted = (completion.num_prompt_tokens, completion.num_output_tokens)
     if counted == requested:
@@ -145,27 +145,25 @@ async def run(
     A request that fails has its error in its record; the others go on.
     """
     concurrency = arrivals.concurrency if isinstance(arrivals, ClosedLoop) else None
-    subject = _Subject(target)
+    client = StreamingClient(target.url)
     try:
+        subject = _Subject(target, client)
         exchanges, start_ns = await exchange_all(subject, requests, concurrency)
     finally:
-        await subject.close()
+        await client.close()
     return start_ns, [record_of(exchange, read_completion(exchange)) for exchange in exchanges]
 
 
 class _Subject:
     """Implements Sender."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, client: StreamingClient) -> None:
         self._target = target
-        self._client = StreamingClient(target.url)
+        self._client = client
 
     async def send(self, exchange: Exchange) -> None:
         body = completion_body(self._target.model(exchange.request), exchange.request)
         await self._client.stream(PATH, body, exchange)
-
-    async def close(self) -> None:
-        await self._client.close()
 
 
 async def _call(

@@ -30,7 +30,7 @@ class Exchange:
     end_ns: int = 0
 
 
-class Completion(msgspec.Struct, frozen=True, kw_only=True):
+class StreamedCompletion(msgspec.Struct, frozen=True, kw_only=True):
     """Parsed response of a finished exchange."""
 
     chunk_ns: tuple[int, ...] = ()
@@ -164,7 +164,7 @@ def completion_body(model: str, request: PlannedRequest) -> bytes:
     )
 
 
-def read_completion(exchange: Exchange) -> Completion:
+def read_completion(exchange: Exchange) -> StreamedCompletion:
     """Read a stream, with its usage at the end."""
     chunk_ns: list[int] = []
     text: list[str] = []
@@ -182,7 +182,7 @@ def read_completion(exchange: Exchange) -> Completion:
             text.extend(choice.text or "" for choice in chunk.choices)
         usage = chunk.usage or usage
     details = usage.prompt_tokens_details
-    return Completion(
+    return StreamedCompletion(
         chunk_ns=tuple(chunk_ns),
         num_prompt_tokens=usage.prompt_tokens,
         num_cached_tokens=0 if details is None else details.cached_tokens or 0,

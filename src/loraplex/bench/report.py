@@ -11,7 +11,7 @@ from typing import Protocol
 import msgspec
 
 from loraplex.bench.machine import Code, Machine, machine_lines
-from loraplex.bench.settings import Settings
+from loraplex.bench.settings import BenchSettings
 from loraplex.bench.statistics import Percentiles, Ratio, RunStatistics
 from loraplex.bench.workload import Workload
 from loraplex.core.errors import ConfigError
@@ -111,7 +111,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     code: Code
     machine: Machine
     served: Served
-    settings: Settings
+    settings: BenchSettings
     results: tuple[WorkloadResult, ...]
 
     @property

@@ -17,7 +17,7 @@ from loraplex.bench.machine import this_code, this_machine
 from loraplex.bench.popularity import BaseOnly, Distinct
 from loraplex.bench.random_adapters import linear_shapes, write_random_adapters
 from loraplex.bench.report import Report, Served, WorkloadResult
-from loraplex.bench.settings import Settings
+from loraplex.bench.settings import BenchSettings
 from loraplex.bench.statistics import (
     RunStatistics,
     median_of_runs,
@@ -99,7 +99,7 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
 _WARM_UP_CONCURRENCY = 8
 
 
-class Progress(Protocol):
+class BenchProgress(Protocol):
     """Display of the progress."""
 
     def begin(self, num_runs: int) -> None: ...
@@ -110,7 +110,7 @@ class Progress(Protocol):
 
 
 async def run_suite(
-    target: Target, settings: Settings, progress: Progress
+    target: Target, settings: BenchSettings, progress: BenchProgress
 ) -> tuple[WorkloadResult, ...]:
     """Raises ConfigError if the server cannot take these settings."""
     _check(target, settings)
@@ -154,7 +154,7 @@ def _result(
     )
 
 
-def _check(target: Target, settings: Settings) -> None:
+def _check(target: Target, settings: BenchSettings) -> None:
     if settings.num_adapters > len(target.adapters):
         raise ConfigError(
             f"{target.url} serves {len(target.adapters)} adapters of {target.base!r}; "
@@ -168,7 +168,7 @@ def _check(target: Target, settings: Settings) -> None:
         )
 
 
-async def _warm_up(target: Target, settings: Settings) -> None:
+async def _warm_up(target: Target, settings: BenchSettings) -> None:
     """One request to every adapter, so that no counted run waits for a load.
 
     Raises ConfigError if one fails: every run would.
@@ -191,7 +191,7 @@ async def _warm_up(target: Target, settings: Settings) -> None:
 
 
 async def bench_url(
-    url: str, settings: Settings, progress: Progress, *, all_adapters: bool = False
+    url: str, settings: BenchSettings, progress: BenchProgress, *, all_adapters: bool = False
 ) -> Report:
     """Measure a running server with adapters of its own.
 
@@ -205,8 +205,8 @@ async def bench_url(
 
 async def bench_model(
     model: Path,
-    settings: Settings,
-    progress: Progress,
+    settings: BenchSettings,
+    progress: BenchProgress,
     *,
     rank: int,
     name: str,
@@ -226,7 +226,9 @@ async def bench_model(
             return await _report(await discover(url), served, settings, progress)
 
 
-async def _report(target: Target, served: Served, settings: Settings, progress: Progress) -> Report:
+async def _report(
+    target: Target, served: Served, settings: BenchSettings, progress: BenchProgress
+) -> Report:
     created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     machine = this_machine()
     results = await run_suite(target, settings, progress)

@@ -9,7 +9,7 @@ from loraplex.bench.workload import Lengths, Workload
 _MIN_REQUESTS = 8
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
+class BenchSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What to measure."""
 
     loads: tuple[Arrivals, ...]

@@ -13,7 +13,7 @@ import typer
 from tqdm import tqdm
 from typer.core import TyperGroup
 
-from loraplex.bench.settings import Settings
+from loraplex.bench.settings import BenchSettings
 from loraplex.bench.workload import Workload, parse_arrivals, parse_lengths, parse_popularity
 from loraplex.cli.options import errors_to_exit_code
 from loraplex.core.clock import Clock, SystemClock
@@ -161,7 +161,7 @@ def bench_run(
     Without --url it starts a server of its own. Exit code 1 if a request failed.
     """
     with errors_to_exit_code():
-        settings = Settings(
+        settings = BenchSettings(
             loads=tuple(map(parse_arrivals, load or _LOADS)),
             popularities=tuple(map(parse_popularity, popularity or _POPULARITIES)),
             num_adapters=_NUM_ADAPTERS if adapters is None else adapters,
@@ -187,7 +187,7 @@ Session = Coroutine[Any, Any, "Report"]
 
 
 def _own_server(
-    model: Path | None, settings: Settings, bar: "_Bar", rank: int, serve_flags: list[str]
+    model: Path | None, settings: BenchSettings, bar: "_Bar", rank: int, serve_flags: list[str]
 ) -> Session:
     _need_aiohttp()
     from loraplex.bench.session import bench_model  # noqa: PLC0415 (the bench extra)
@@ -197,7 +197,9 @@ def _own_server(
     return bench_model(folder, settings, bar, rank=rank, name=name, serve_flags=serve_flags)
 
 
-def _running_server(url: str, settings: Settings, bar: "_Bar", *, all_adapters: bool) -> Session:
+def _running_server(
+    url: str, settings: BenchSettings, bar: "_Bar", *, all_adapters: bool
+) -> Session:
     _need_aiohttp()
     from loraplex.bench.session import bench_url  # noqa: PLC0415 (the bench extra)
 
@@ -226,7 +228,7 @@ def _own_target(model: Path | None, num_adapters: int, rank: int) -> str:
     return f"a new server with {name} and {num_adapters} random adapters of rank {rank}"
 
 
-def _plan(target: str, settings: Settings) -> str:
+def _plan(target: str, settings: BenchSettings) -> str:
     """Return a description of what will be measured."""
     groups = settings.groups()
     loads = ", ".join(str(group[0].arrivals) for group in groups)

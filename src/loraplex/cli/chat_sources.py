@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Message = dict[str, str]
 
 
-class Piece(NamedTuple):
+class OutputPiece(NamedTuple):
     """New text of an output."""
 
     text: str
@@ -26,7 +26,7 @@ class Piece(NamedTuple):
     """Number of tokens since the piece before it, or, in the last one of a server, of all."""
 
 
-Pieces = Generator[Piece, None, None]
+Pieces = Generator[OutputPiece, None, None]
 
 
 class ChatSource(Protocol):
@@ -76,7 +76,7 @@ def local_pieces(
 ) -> Pieces:
     """Yield the output of an engine in this process."""
     for output in llm.stream(prompt, sampling, adapter=adapter):
-        yield Piece(output.text, sum(len(one.token_ids) for one in output.sequences))
+        yield OutputPiece(output.text, sum(len(one.token_ids) for one in output.sequences))
 
 
 class ServerSource:
@@ -110,7 +110,7 @@ class ServerSource:
             events = self._client.stream("/v1/completions", {**body, "prompt": text})
         for event in events:
             text = "".join(map(_text, event.get("choices") or ()))
-            yield Piece(text, (event.get("usage") or {}).get("completion_tokens", 0))
+            yield OutputPiece(text, (event.get("usage") or {}).get("completion_tokens", 0))
 
     def _models(self) -> list[dict[str, Any]]:
         models: list[dict[str, Any]] = self._client.get("/v1/models")["data"]
@@ -137,7 +137,7 @@ def _text(choice: Mapping[str, Any]) -> str:
 
 
 @contextlib.contextmanager
-def read_together(streams: Sequence[Pieces]) -> Iterator[list[Iterator[Piece]]]:
+def read_together(streams: Sequence[Pieces]) -> Iterator[list[Iterator[OutputPiece]]]:
     """Read streams at the same time, so that an engine computes them in one batch.
 
     Yields one iterator for each, which raises the error of its stream. On leaving, streams that
@@ -145,7 +145,7 @@ def read_together(streams: Sequence[Pieces]) -> Iterator[list[Iterator[Piece]]]:
     """
     is_over = threading.Event()
 
-    def read(stream: Pieces, found: "queue.SimpleQueue[Piece | Exception | None]") -> None:
+    def read(stream: Pieces, found: "queue.SimpleQueue[OutputPiece | Exception | None]") -> None:
         try:
             with contextlib.closing(stream):
                 for piece in stream:
@@ -158,7 +158,7 @@ def read_together(streams: Sequence[Pieces]) -> Iterator[list[Iterator[Piece]]]:
 
     queues = []
     for stream in streams:
-        found: queue.SimpleQueue[Piece | Exception | None] = queue.SimpleQueue()
+        found: queue.SimpleQueue[OutputPiece | Exception | None] = queue.SimpleQueue()
         queues.append(found)
         threading.Thread(target=read, args=(stream, found), daemon=True).start()
     try:
@@ -167,7 +167,7 @@ def read_together(streams: Sequence[Pieces]) -> Iterator[list[Iterator[Piece]]]:
         is_over.set()
 
 
-def _taken(found: "queue.SimpleQueue[Piece | Exception | None]") -> Iterator[Piece]:
+def _taken(found: "queue.SimpleQueue[OutputPiece | Exception | None]") -> Iterator[OutputPiece]:
     while (item := found.get()) is not None:
         if isinstance(item, Exception):
             raise item

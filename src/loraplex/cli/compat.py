@@ -5,6 +5,7 @@ in their spelling: compat.flags reads them. convert-lora and extract-lora have t
 TensorRT-LLM's hf_lora_convert.py and llgtrt's extract_lora.py.
 """
 
+import functools
 import importlib
 import logging
 import sys
@@ -279,15 +280,11 @@ def add_program(group: typer.Typer, program: Program) -> None:
                 print(error.message, file=sys.stderr)
                 raise typer.Exit(_USAGE_ERROR) from error
             module = importlib.import_module(f"loraplex.compat.client.{program.module}")
-            code = module.run(options, _print_line)
+            code = module.run(options, functools.partial(print, flush=True))
         if code:
             raise typer.Exit(code)
 
     group.command(program.command, cls=_RawCommand, help=program.help)(command)
-
-
-def _print_line(line: str) -> None:
-    print(line, flush=True)
 
 
 for _program in PROGRAMS:

@@ -15,7 +15,7 @@ from loraplex.cli.chat_sources import (
     ChatSource,
     LocalSource,
     Message,
-    Piece,
+    OutputPiece,
     ServerSource,
     read_together,
 )
@@ -312,7 +312,7 @@ class ChatSession:
             self._messages += [message, output]
             raise
 
-    def _print_output(self, pieces: Iterator[Piece], output: list[str]) -> None:
+    def _print_output(self, pieces: Iterator[OutputPiece], output: list[str]) -> None:
         """Print pieces as they come, and append their texts to `output`."""
         start, first, num_tokens = time.monotonic(), None, 0
         for piece in pieces:

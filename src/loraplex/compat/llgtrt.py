@@ -27,7 +27,7 @@ from loraplex.serving.text.chat_template_files import find_templates
 from loraplex.text.special_tokens import read_json_object
 
 
-class Kind(enum.Enum):
+class Form(enum.Enum):
     """What values there are, for errors."""
 
     BOOL = "true or false"
@@ -39,18 +39,18 @@ class Kind(enum.Enum):
 
     def takes(self, value: Any) -> bool:
         match self:
-            case Kind.BOOL:
+            case Form.BOOL:
                 return isinstance(value, bool)
-            case Kind.WHOLE:
+            case Form.WHOLE:
                 return type(value) is int and value >= 0
-            case Kind.SHARE:
+            case Form.SHARE:
                 return type(value) in (int, float) and 0 <= value <= 1
-            case Kind.TEXT:
+            case Form.TEXT:
                 return isinstance(value, str)
-            case Kind.TOKEN:
+            case Form.TOKEN:
                 text = value.get("content") if isinstance(value, dict) else value
                 return isinstance(text, str) and text != ""
-            case Kind.OBJECT:
+            case Form.OBJECT:
                 return isinstance(value, dict)
 
 
@@ -59,7 +59,7 @@ class Key:
     """One key of one section."""
 
     name: str
-    kind: Kind
+    kind: Form
     note: str
     setting: str = ""
     """The field of ModelConfig that takes its value."""
@@ -74,11 +74,11 @@ class Key:
         return Feature(self.name, self.support, note, self.kind.value)
 
 
-def _key(name: str, kind: Kind, setting: str, note: str = "") -> Key:
+def _key(name: str, kind: Form, setting: str, note: str = "") -> Key:
     return Key(name, kind, note, setting)
 
 
-def _no_effect(name: str, kind: Kind, default: Any, note: str) -> Key:
+def _no_effect(name: str, kind: Form, default: Any, note: str) -> Key:
     return Key(name, kind, note, "", Support.NO_EFFECT, default, may_be_null=default is None)
 
 
@@ -86,74 +86,74 @@ _ONE_SIZE: Final = "sizes stay as they are set"
 
 RUNTIME: Final = (
     _key(
-        *("guaranteed_no_evict", Kind.BOOL, "batch_scheduler_policy"),
+        *("guaranteed_no_evict", Form.BOOL, "batch_scheduler_policy"),
         "the setting `batch_scheduler_policy`: guaranteed_no_evict, or max_utilization",
     ),
-    _key("max_batch_size", Kind.WHOLE, "max_num_seqs"),
-    _key("max_num_tokens", Kind.WHOLE, "max_num_batched_tokens"),
-    _key("max_queue_size", Kind.WHOLE, "max_queue_size"),
+    _key("max_batch_size", Form.WHOLE, "max_num_seqs"),
+    _key("max_num_tokens", Form.WHOLE, "max_num_batched_tokens"),
+    _key("max_queue_size", Form.WHOLE, "max_queue_size"),
     _no_effect(
-        *("enable_chunked_context", Kind.BOOL, True),
+        *("enable_chunked_context", Form.BOOL, True),
         "a prompt longer than a step is always computed in chunks",
     ),
-    _key("enable_kv_cache_reuse", Kind.BOOL, "enable_prefix_cache"),
-    _key("kv_cache_free_gpu_mem_fraction", Kind.SHARE, "kv_cache_fraction"),
+    _key("enable_kv_cache_reuse", Form.BOOL, "enable_prefix_cache"),
+    _key("kv_cache_free_gpu_mem_fraction", Form.SHARE, "kv_cache_fraction"),
     _key(
-        *("kv_cache_host_memory_megabytes", Kind.WHOLE, "kv_cache_host_memory_bytes"),
+        *("kv_cache_host_memory_megabytes", Form.WHOLE, "kv_cache_host_memory_bytes"),
         "the setting `kv_cache_host_memory_bytes`, in MiB",
     ),
     _no_effect(
-        *("kv_cache_onboard_blocks", Kind.BOOL, True),
+        *("kv_cache_onboard_blocks", Form.BOOL, True),
         "blocks in host memory always come back to the device",
     ),
-    _no_effect("cross_kv_cache_fraction", Kind.SHARE, None, "no model here has an encoder"),
+    _no_effect("cross_kv_cache_fraction", Form.SHARE, None, "no model here has an encoder"),
     _no_effect(
-        *("secondary_offload_min_priority", Kind.WHOLE, None),
+        *("secondary_offload_min_priority", Form.WHOLE, None),
         "the blocks of preempted sequences are kept, whatever their priority",
     ),
-    _no_effect(*("event_buffer_max_size", Kind.WHOLE, None), "there are no KV cache events"),
-    _no_effect("enable_batch_size_tuning", Kind.BOOL, True, _ONE_SIZE),
-    _no_effect("enable_max_num_tokens_tuning", Kind.BOOL, True, _ONE_SIZE),
+    _no_effect(*("event_buffer_max_size", Form.WHOLE, None), "there are no KV cache events"),
+    _no_effect("enable_batch_size_tuning", Form.BOOL, True, _ONE_SIZE),
+    _no_effect("enable_max_num_tokens_tuning", Form.BOOL, True, _ONE_SIZE),
 )
 
 _TOKEN_NOTE: Final = "replaces the one of tokenizer_config.json; null takes it away"
 
 TOKENIZER: Final = (
     Key(
-        *("chat_template", Kind.TEXT, "replaces the folder's; --chat-template wins"),
+        *("chat_template", Form.TEXT, "replaces the folder's; --chat-template wins"),
         may_be_null=True,
     ),
     Key(
-        *("clean_up_tokenization_spaces", Kind.BOOL, "replaces the one of tokenizer_config.json"),
+        *("clean_up_tokenization_spaces", Form.BOOL, "replaces the one of tokenizer_config.json"),
         may_be_null=True,
     ),
     *(
-        Key(name, Kind.TOKEN, _TOKEN_NOTE, may_be_null=True)
+        Key(name, Form.TOKEN, _TOKEN_NOTE, may_be_null=True)
         for name in (
             *("eos_token", "bos_token", "unk_token", "sep_token"),
             *("pad_token", "cls_token", "mask_token"),
         )
     ),
     Key(
-        *("json_start_token", Kind.TEXT, "the special token before a tool call"),
+        *("json_start_token", Form.TEXT, "the special token before a tool call"),
         may_be_null=True,
     ),
     _no_effect(
-        *("n_vocab_override", Kind.WHOLE, None),
+        *("n_vocab_override", Form.WHOLE, None),
         "the model determines how many tokens it scores",
     ),
 )
 """Any other key is one of tokenizer_config.json, and replaces it."""
 
 LIMITS: Final = tuple(
-    _key(name, Kind.WHOLE, "grammar_limits", f"the setting `grammar_limits.{name}`")
+    _key(name, Form.WHOLE, "grammar_limits", f"the setting `grammar_limits.{name}`")
     for name in GrammarLimits.__struct_fields__
 )
 
 LLGUIDANCE: Final = (
-    Key("limits", Kind.OBJECT, "see below"),
+    Key("limits", Form.OBJECT, "see below"),
     _no_effect(
-        *("log_level", Kind.WHOLE, 1),
+        *("log_level", Form.WHOLE, 1),
         "the response to a request reports what is wrong with its grammar",
     ),
 )
@@ -162,13 +162,13 @@ _NO_PLUGIN: Final = "no plugin is run"
 
 PY: Final = (
     Key(
-        *("input_processor", Kind.TEXT, "a plugin would change the prompts: null serves without"),
+        *("input_processor", Form.TEXT, "a plugin would change the prompts: null serves without"),
         support=Support.REFUSED,
         may_be_null=True,
     ),
-    _no_effect("hf_model_dir", Kind.TEXT, None, _NO_PLUGIN),
-    _no_effect("visual_engine_dir", Kind.TEXT, None, _NO_PLUGIN),
-    _no_effect("arguments", Kind.OBJECT, None, _NO_PLUGIN),
+    _no_effect("hf_model_dir", Form.TEXT, None, _NO_PLUGIN),
+    _no_effect("visual_engine_dir", Form.TEXT, None, _NO_PLUGIN),
+    _no_effect("arguments", Form.OBJECT, None, _NO_PLUGIN),
 )
 
 SECTIONS: Final = MappingProxyType(
@@ -399,7 +399,7 @@ def _is_of_transformers(name: str) -> bool:
 
 def _check_object(files: MergedFiles, path: KeyPath, value: Any) -> None:
     if not isinstance(value, dict):
-        raise _error(files, path, f"must be {Kind.OBJECT.value}, got {_shown(value)}")
+        raise _error(files, path, f"must be {Form.OBJECT.value}, got {_shown(value)}")
 
 
 def _check_value(files: MergedFiles, path: KeyPath, key: Key, value: Any) -> None:

@@ -26,7 +26,7 @@ NAMES = (
 )
 
 
-class SpecialTokens(msgspec.Struct, frozen=True):
+class FolderTokens(msgspec.Struct, frozen=True):
     """`named`: role (`bos_token`, ...) to text. The others: in the order in which they get ids."""
 
     named: dict[str, str]
@@ -50,7 +50,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 def read_special_tokens(
     folder: Path, config: Mapping[str, Any], overrides: Mapping[str, Any]
-) -> SpecialTokens:
+) -> FolderTokens:
     """`config` is the folder's tokenizer_config.json with the operator's overrides, which come
     before every other file, too. Raises ConfigError."""
     is_old_layout = "added_tokens_decoder" not in config
@@ -70,7 +70,7 @@ def read_special_tokens(
     known = {str(token) for token in numbered}
     others = [*(_added(roles[name]) for name in named), *extra]
     absent = tuple(token for token in others if str(token) not in known)
-    return SpecialTokens(named, tuple(numbered), absent)
+    return FolderTokens(named, tuple(numbered), absent)
 
 
 def _role_names(roles: Mapping[str, Any]) -> list[str]:

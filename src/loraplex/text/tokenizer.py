@@ -20,7 +20,7 @@ from loraplex.text.sentencepiece_model import (
     read_sentencepiece_model,
 )
 from loraplex.text.special_tokens import (
-    SpecialTokens,
+    FolderTokens,
     override_frame,
     read_json_object,
     read_special_tokens,
@@ -104,7 +104,7 @@ def load_tokenizer(
 def _load_json(
     path: Path,
     config: Mapping[str, Any],
-    special_tokens: SpecialTokens,
+    special_tokens: FolderTokens,
     overrides: Mapping[str, Any],
 ) -> "LibraryTokenizer":
     try:
@@ -119,7 +119,7 @@ def _load_json(
 
 
 def _load_sentencepiece(
-    path: Path, config: Mapping[str, Any], special_tokens: SpecialTokens, absent: Collection[str]
+    path: Path, config: Mapping[str, Any], special_tokens: FolderTokens, absent: Collection[str]
 ) -> "LibraryTokenizer":
     model = read_sentencepiece_model(path)
     backend = build_tokenizer(model, config)
@@ -134,8 +134,8 @@ def _load_sentencepiece(
 
 
 def _with_model_names(
-    special_tokens: SpecialTokens, model: SentencePieceModel, absent: Collection[str]
-) -> SpecialTokens:
+    special_tokens: FolderTokens, model: SentencePieceModel, absent: Collection[str]
+) -> FolderTokens:
     """Roles that the folder does not name, nor the operator denies, have the model's pieces."""
     pieces = {"bos_token": model.bos_id, "eos_token": model.eos_id, "unk_token": model.unk_id}
     own = {
@@ -159,7 +159,7 @@ class LibraryTokenizer:
         backend: tokenizers.Tokenizer,
         decoder: Mapping[str, Any] | None,
         config: Mapping[str, Any],
-        special_tokens: SpecialTokens,
+        special_tokens: FolderTokens,
     ) -> None:
         """Takes the backend over; `decoder` is its section of a tokenizer.json."""
         backend.no_truncation()

@@ -13,7 +13,7 @@ from loraplex.bench.report import (
     markdown,
     write_report,
 )
-from loraplex.bench.settings import Settings
+from loraplex.bench.settings import BenchSettings
 from loraplex.bench.statistics import Ratio, RequestRecord, median_of_runs, summarize
 from loraplex.bench.workload import Lengths
 from loraplex.core.errors import ConfigError
@@ -56,7 +56,7 @@ def report(workload) -> Report:
             load_average=0.25,
         ),
         served=Served(model="capitals", url=None, adapter_rank=8),
-        settings=Settings(
+        settings=BenchSettings(
             loads=(ClosedLoop(2),),
             popularities=(Identical(),),
             num_adapters=3,

@@ -6,7 +6,7 @@ from loraplex.bench.arrivals import Burst, ClosedLoop, Poisson
 from loraplex.bench.client import discover
 from loraplex.bench.popularity import BaseOnly, Distinct, Identical
 from loraplex.bench.session import run_suite
-from loraplex.bench.settings import Settings
+from loraplex.bench.settings import BenchSettings
 from loraplex.bench.statistics import throughput_ratio
 from loraplex.bench.workload import Lengths
 from loraplex.core.errors import ConfigError, NotReadyError, QueueFullError
@@ -27,7 +27,7 @@ class Log:
         self.done_runs.append((str(workload.arrivals), str(workload.popularity)))
 
 
-def settings(**changes) -> Settings:
+def settings(**changes) -> BenchSettings:
     fields = {
         "loads": (ClosedLoop(1), Burst()),
         "popularities": (Identical(), Distinct()),
@@ -38,10 +38,10 @@ def settings(**changes) -> Settings:
         "repeats": 2,
         "seed": 0,
     }
-    return Settings(**(fields | changes))
+    return BenchSettings(**(fields | changes))
 
 
-async def run(url: str, wanted: Settings):
+async def run(url: str, wanted: BenchSettings):
     log = Log()
     results = await run_suite(await discover(url), wanted, log)
     return log, results

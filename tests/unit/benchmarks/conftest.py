@@ -10,7 +10,7 @@ import pytest
 from comparison.processes import Launch
 from comparison.systems import Setup
 
-from loraplex.bench.completions import Completion, Exchange
+from loraplex.bench.completions import Exchange, StreamedCompletion
 from loraplex.bench.workload import PlannedRequest
 from support.bench_workload import WORKLOAD, backend_of_workload
 from support.echo_service import EchoService
@@ -96,8 +96,8 @@ class FakeRunning:
             exchange.chunks.append((time.perf_counter_ns(), text[start : start + 4].encode()))
         self.batch.remove(exchange)
 
-    def read(self, exchange: Exchange) -> Completion:
-        return Completion(
+    def read(self, exchange: Exchange) -> StreamedCompletion:
+        return StreamedCompletion(
             chunk_ns=tuple(arrived for arrived, _ in exchange.chunks),
             num_prompt_tokens=len(exchange.request.prompt_token_ids),
             num_output_tokens=len(exchange.chunks),

@@ -12,7 +12,7 @@ from starlette.applications import Starlette
 from starlette.responses import Response
 from typer.testing import CliRunner
 
-from loraplex.cli.chat_sources import LocalSource, Piece, ServerSource
+from loraplex.cli.chat_sources import LocalSource, OutputPiece, ServerSource
 from loraplex.cli.main import app
 from loraplex.cli.run import ChatSession, line_editing
 from loraplex.cli.server_client import ServerClient
@@ -45,10 +45,10 @@ class FakeSource:
         text = messages[-1]["content"]
         if text == "fail":
             raise NotReadyError("the engine is away")
-        yield Piece(f"{adapter or 'base'}: ", 2)
+        yield OutputPiece(f"{adapter or 'base'}: ", 2)
         if text == "interrupt":
             raise KeyboardInterrupt
-        yield Piece(text, 1)
+        yield OutputPiece(text, 1)
 
 
 @pytest.fixture
@@ -203,9 +203,9 @@ def test_ctrl_c_stops_an_output_and_its_part_stays(source, capsys, monkeypatch):
     begun = threading.Event()
 
     def stream(messages, adapter, options):
-        yield Piece("half", 1)
+        yield OutputPiece("half", 1)
         begun.wait(60)
-        yield Piece("rest", 1)
+        yield OutputPiece("rest", 1)
 
     def print_one(pieces, output):
         output.append(next(pieces).text)
@@ -355,7 +355,7 @@ class TestLocal:
     def test_a_conversation(self):
         llm = self.FakeLLM()
         pieces = LocalSource(llm).stream([user("hi")], "fr", {"temperature": 0.5})
-        assert list(pieces) == [Piece("fine", 2)]
+        assert list(pieces) == [OutputPiece("fine", 2)]
         sampling = SamplingParams(max_tokens=None, temperature=0.5)
         assert llm.prompts == [([user("hi")], sampling, "fr")]
 

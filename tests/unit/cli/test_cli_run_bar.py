@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from loraplex.bench.settings import Settings
+from loraplex.bench.settings import BenchSettings
 from loraplex.bench.workload import parse_arrivals, parse_lengths, parse_popularity
 from loraplex.cli import bench
 from loraplex.cli.bench import RunBar, _plan
@@ -52,7 +52,7 @@ def test_a_bar_moves_on_a_terminal(monkeypatch):
 
 @pytest.mark.parametrize(("num_adapters", "popularities"), [(4, "base, distinct"), (0, "base")])
 def test_the_plan_names_loads_popularities_and_requests(num_adapters, popularities):
-    settings = Settings(
+    settings = BenchSettings(
         loads=(parse_arrivals("closed:1"), parse_arrivals("closed:8")),
         popularities=(parse_popularity("distinct"),),
         num_adapters=num_adapters,

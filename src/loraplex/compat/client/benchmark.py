@@ -26,7 +26,7 @@ from loraplex.compat.client.request_parts import (
     read_dataset,
     row,
 )
-from loraplex.compat.client.wire import Pending, Response, Wire, open_wire
+from loraplex.compat.client.wire import Pending, Wire, WireResponse, open_wire
 from loraplex.compat.flags import Flags, check_at_least
 from loraplex.core.errors import ConfigError
 
@@ -291,7 +291,7 @@ def _submit(options: Flags, wire: Wire, index: int, request: TokenRequest) -> Pe
     return wire.submit(models[index % len(models)], tensors, str(index))
 
 
-def _num_output_tokens(options: Flags, response: Response, num_input: int) -> int:
+def _num_output_tokens(options: Flags, response: WireResponse, num_input: int) -> int:
     """Count the new tokens: a stream has only those, a whole output may begin with the prompt."""
     num_tokens = sum(int(piece["sequence_length"][0, 0]) for piece in response.pieces)
     has_prompt = not (options.decoupled or options.exclude_input_in_output)

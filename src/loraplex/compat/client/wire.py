@@ -33,7 +33,7 @@ Tensors = Mapping[str, Array]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Response:
+class WireResponse:
     """The response to a request, or one response of a stream."""
 
     pieces: Sequence[Tensors]
@@ -48,7 +48,7 @@ class Response:
         return self.pieces[-1]
 
 
-Pending = concurrent.futures.Future[Response]
+Pending = concurrent.futures.Future[WireResponse]
 """A response that is awaited; its error is a ConfigError."""
 
 
@@ -130,7 +130,7 @@ class GrpcWire:
         self._num_streamed = 0
         self._has_stream = self._is_cancelled = False
         self._calls: list[Any] = []
-        self._sent: queue.Queue[Response | InferenceServerException] = queue.Queue()
+        self._sent: queue.Queue[WireResponse | InferenceServerException] = queue.Queue()
 
     def submit(self, model: str, tensors: Tensors, request_id: str = "") -> Pending:
         """Send a request; over a stream with an id of its own, so that its end can be seen."""
@@ -188,7 +188,7 @@ class GrpcWire:
             raise self.errors[0]
         return outputs
 
-    def finish(self) -> list[Response]:
+    def finish(self) -> list[WireResponse]:
         """Wait for all requests, and return the responses to the sent ones; see `errors`."""
         if self._has_stream:
             self._has_stream = False
@@ -197,11 +197,11 @@ class GrpcWire:
         else:
             results = [self._sent.get() for _ in self._calls]
             self._calls.clear()
-        errors = [result for result in results if not isinstance(result, Response)]
+        errors = [result for result in results if not isinstance(result, WireResponse)]
         others = [e for e in errors if not (e.status() or "").endswith("CANCELLED")]
         self.was_cancelled = len(others) < len(errors)
         self.errors += others
-        return [result for result in results if isinstance(result, Response)]
+        return [result for result in results if isinstance(result, WireResponse)]
 
     def _streams(self, model: str) -> bool:
         """Return whether to use the stream: some models give any number of responses."""
@@ -237,7 +237,7 @@ class GrpcWire:
             with self._lock:
                 del self._pending[response.id]
             if pieces:
-                pending.set_result(Response(pieces, piece.end))
+                pending.set_result(WireResponse(pieces, piece.end))
             else:
                 pending.set_exception(ConfigError("the server sent a response without tensors"))
 
@@ -275,7 +275,7 @@ class _HttpWire:
         body = json.dumps({"id": request_id, "inputs": arrays}).encode()
         return self._pool.submit(self._infer, f"/v2/models/{quote(model, safe='')}/infer", body)
 
-    def _infer(self, path: str, body: bytes) -> Response:
+    def _infer(self, path: str, body: bytes) -> WireResponse:
         connection = self._free.get()
         try:
             connection.request("POST", path, body, {"Content-Type": "application/json"})
@@ -294,7 +294,7 @@ class _HttpWire:
             raise ConfigError(
                 f"the server at {self._address} answered: {reason} ({received.status})"
             )
-        return Response([{row["name"]: _json_array(row) for row in response["outputs"]}], end)
+        return WireResponse([{row["name"]: _json_array(row) for row in response["outputs"]}], end)
 
 
 class _WithKey(InferenceServerClientPlugin):  # type: ignore[misc]
@@ -325,10 +325,10 @@ def _server_error(error: InferenceServerException, url: str) -> ConfigError:
     return ConfigError(f"{text}; {KEY_HINT}" if status == _NO_KEY else text)
 
 
-def _response(result: Any) -> Response:
+def _response(result: Any) -> WireResponse:
     response, end = result.get_response(), time.perf_counter()
     arrays = {tensor.name: result.as_numpy(tensor.name) for tensor in response.outputs}
-    return Response([arrays], end, response.id)
+    return WireResponse([arrays], end, response.id)
 
 
 def _json_tensor(name: str, array: Array) -> dict[str, Any]:

@@ -138,7 +138,7 @@ def _blanked(code: str) -> str:
     return _FIELD.sub(lambda field: re.sub(r"[^\n]", " ", field.group()), code)
 
 
-class Parameters:
+class ModelParameters:
     """Parameters of one model that are filled in."""
 
     def __init__(self, config: ModelConfigProto, path: Path) -> None:
@@ -216,7 +216,7 @@ class ModelFolder:
     name: str
     path: Path
     config: ModelConfigProto
-    parameters: Parameters
+    parameters: ModelParameters
     unfilled: frozenset[str]
     """Names of top-level or nested fields whose value a template left open."""
 
@@ -304,7 +304,7 @@ def read_model_folder(path: Path) -> ModelFolder:
         name=path.name,
         path=path,
         config=config,
-        parameters=Parameters(config, pbtxt),
+        parameters=ModelParameters(config, pbtxt),
         unfilled=unfilled_fields(pbtxt.read_text(encoding="utf-8")),
     )
 

@@ -9,7 +9,7 @@ from loraplex.compat.llgtrt import (
     RUNTIME,
     SECTIONS,
     TOKENIZER,
-    Kind,
+    Form,
     chat_template,
     check_engine,
     own_chat_template,
@@ -65,7 +65,7 @@ def test_guaranteed_no_evict_off(tmp_path):
     "key", [key for key in RUNTIME if key.support is Support.NO_EFFECT], ids=lambda key: key.name
 )
 def test_what_has_no_effect_is_reported_if_it_is_not_neutral(tmp_path, key):
-    other = {Kind.BOOL: not key.default, Kind.WHOLE: 5, Kind.SHARE: 0.5}[key.kind]
+    other = {Form.BOOL: not key.default, Form.WHOLE: 5, Form.SHARE: 0.5}[key.kind]
     config = config_of(tmp_path, json.dumps({"runtime": {key.name: other}}))
     assert list(config.notes()) == [
         f"{tmp_path}/llgtrt.json5: runtime.{key.name} has no effect: {key.note}"
