@@ -99,7 +99,8 @@ class EchoService(Service):
         self.store = AdapterStore(lambda: CREATED)
         served = [self._echo_model(name, max_model_len, chat) for name in models]
         worker: Any = self.staging
-        super().__init__(served, worker, RequestMetrics(models), SystemClock())
+        self.metrics = RequestMetrics(models)
+        super().__init__(served, worker, self.metrics, SystemClock())
         self._is_started = True
 
     def plant(self, error: Exception, *, after_outputs: int | None = None) -> None:

@@ -13,8 +13,6 @@ from loraplex.core.principal import LOCAL
 from loraplex.core.request import GenerateRequest
 from loraplex.core.stats import AdapterTierStats, EngineStats
 from loraplex.frontends.ops.metrics import MetricsLimits, metrics_app, metrics_routes
-from loraplex.serving.request_metrics import RequestMetrics
-from loraplex.serving.wire_request import GenerationRecord
 from support.echo_service import EchoService
 
 STATS = EngineStats(
@@ -111,8 +109,8 @@ def backend():
 
 
 @pytest.fixture
-def request_metrics():
-    return RequestMetrics()
+def request_metrics(backend):
+    return backend.metrics
 
 
 @pytest.fixture
@@ -148,10 +146,9 @@ async def test_every_metric_has_our_prefix_and_a_help_text(client):
         assert family.documentation.endswith(".")
 
 
-async def test_requests_are_in_the_same_text(client, backend, request_metrics):
+async def test_requests_are_in_the_same_text(client, backend):
     request = GenerateRequest(request_id=1, model="echo", prompt="Hi")
-    record = GenerationRecord(request, "t", 0)
-    outputs = request_metrics.observe(request, await backend.generate(request, LOCAL), record)
+    outputs = await backend.generate(request, LOCAL)
     assert [output async for output in outputs]
     text = (await client.get("/metrics")).text
     expected = 'loraplex_requests_total{adapter="",finish_reason="stop",model="echo"} 1.0'
