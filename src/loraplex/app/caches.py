@@ -18,8 +18,8 @@ from loraplex.adapters.database import DATABASE_NAME
 from loraplex.adapters.state_files import lock_files
 from loraplex.core.config import Config
 from loraplex.core.environment import hub_records, weights_cache_directory
-from loraplex.core.file_locks import holders, unused
 from loraplex.core.state_places import GGUF_FOLDERS, MODELS, state_root
+from loraplex.execution.weights.file_locks import holders, unused
 
 _STATE_NAME: Final = re.compile(r"(.+)-[0-9a-f]{8}")
 _HUB_FOLDER: Final = re.compile(r"models--(.+)")

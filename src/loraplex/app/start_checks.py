@@ -16,11 +16,11 @@ from loraplex.core.byte_sizes import readable_bytes
 from loraplex.core.config import Config, ModelConfig
 from loraplex.core.devices import check_cuda, has_gpu, torch_version_file
 from loraplex.core.errors import ConfigError, InvalidAdapterError
-from loraplex.core.near_paths import check_exists
 from loraplex.core.server_config import ServerConfig
 from loraplex.core.state_places import state_place
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.execution.weights.hub import model_here
+from loraplex.execution.weights.near_paths import check_exists
 from loraplex.models.registry import read_config
 from loraplex.models.spec import ModelSpec
 from loraplex.models.stored_format import refuse_second_quantization

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from loraplex.adapters.state_files import StateLock
 from loraplex.adapters.store import AdapterStore
 from loraplex.cli.main import app
-from loraplex.core.file_locks import use
 from loraplex.execution.weights import hub
+from loraplex.execution.weights.file_locks import use
 from loraplex.execution.weights.packed_cache import PackedCache
 
 OLD = time.time() - 40 * 86400

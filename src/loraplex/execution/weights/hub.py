@@ -7,12 +7,12 @@ from typing import Final
 
 from loraplex.core.environment import hub_records, state_directory
 from loraplex.core.errors import ConfigError
-from loraplex.core.file_locks import use
 from loraplex.core.gguf import gguf_parts
-from loraplex.core.near_paths import near_paths
 from loraplex.core.state_places import GGUF_FOLDERS
+from loraplex.execution.weights.file_locks import use
 from loraplex.execution.weights.gguf_folder import SUFFIX as GGUF_SUFFIX
 from loraplex.execution.weights.gguf_folder import gguf_folder
+from loraplex.execution.weights.near_paths import near_paths
 from loraplex.models.gguf_config import gguf_of
 
 _FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")

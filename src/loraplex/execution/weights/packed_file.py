@@ -18,7 +18,7 @@ import torch
 
 from loraplex.adapters.seen_files import FileIdentity
 from loraplex.adapters.tensor_file import write_atomically
-from loraplex.core.file_locks import use
+from loraplex.execution.weights.file_locks import use
 from loraplex.kernels.ops import LinearParts
 
 _MAGIC = b"LORAPLXW"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from loraplex.core.errors import ConfigError
-from loraplex.core.near_paths import check_exists
+from loraplex.execution.weights.near_paths import check_exists
 from support.naming import naming
 
 

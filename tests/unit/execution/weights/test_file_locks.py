@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from loraplex.core.file_locks import holders, unused, use
+from loraplex.execution.weights.file_locks import holders, unused, use
 
 
 @pytest.fixture
