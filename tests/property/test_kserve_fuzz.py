@@ -10,7 +10,7 @@ import random
 import numpy as np
 import psutil
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2 as pb
 
@@ -68,6 +68,7 @@ def test_any_bytes(body, length, model):
     asyncio.run(KserveProber().post(f"/v2/models/{model}/infer", headers, body))
 
 
+@example(data=b"8\x00")  # the number of the raw contents, with another wire type
 @given(data=st.binary(max_size=100))
 def test_any_message(data):
     check_message(data)

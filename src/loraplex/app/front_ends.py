@@ -27,10 +27,9 @@ from loraplex.frontends.kserve.models.model_control import ModelControl
 from loraplex.frontends.kserve.models.triton_model import ModelDeclaration
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.ops.engine_families import declaration_collector
-from loraplex.frontends.ops.frontend_numbers import FrontendNumbers
+from loraplex.frontends.ops.frontend_numbers import FrontendNumbers, OtherFrontends
 from loraplex.frontends.ops.latencies import Latencies
 from loraplex.frontends.ops.metrics import MetricsLimits, metrics_app
-from loraplex.frontends.ops.other_frontends import OtherFrontends
 from loraplex.serving.access.api_key_ring import ApiKeys
 from loraplex.serving.engines.link import EngineLauncher
 from loraplex.serving.request_metrics import RequestMetrics

@@ -20,7 +20,7 @@ from loraplex.core.private_folder import PrivateFolder
 from loraplex.core.python_process import module_command
 from loraplex.core.server_config import ServerConfig
 from loraplex.core.stopped_process import how_it_ended, is_stopped
-from loraplex.frontends.ops.other_frontends import OtherFrontends
+from loraplex.frontends.ops.frontend_numbers import OtherFrontends
 from loraplex.frontends.telemetry.connections import HttpConnections
 from loraplex.serving.remote.messages import Refresh, Stop
 from loraplex.serving.remote.owner import FrontendDesk, FrontendDesks

@@ -33,10 +33,10 @@ from loraplex.frontends.openai.context import OPENAI, ApiDialect, OpenAIOptions,
 from loraplex.frontends.openapi.document import document
 from loraplex.frontends.openapi.operation import described, json_of
 from loraplex.frontends.ops.drain import drain_routes
+from loraplex.frontends.ops.frontend_numbers import OtherFrontends
 from loraplex.frontends.ops.health import health_routes
 from loraplex.frontends.ops.latencies import Latencies
 from loraplex.frontends.ops.metrics import described_metrics
-from loraplex.frontends.ops.other_frontends import OtherFrontends
 from loraplex.frontends.ops.processes import processes_route
 from loraplex.frontends.ops.requests import RequestEndpoint
 from loraplex.frontends.ops.responses import responding_to_errors

@@ -32,13 +32,12 @@ from loraplex.core.server_config import ServerConfig
 from loraplex.core.stats import EngineStats
 from loraplex.frontends.access import Authenticate
 from loraplex.frontends.body_memory import BodyMemory
-from loraplex.frontends.kserve.grpc.limits import GrpcLimits
-from loraplex.frontends.kserve.grpc.server import GrpcServer
+from loraplex.frontends.kserve.grpc.server import GrpcLimits, GrpcServer
 from loraplex.frontends.kserve.models.model_control import ModelControl
 from loraplex.frontends.kserve.models.triton_model import ModelDeclaration
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.kserve.socket.server import serving_socket
-from loraplex.frontends.ops.other_frontends import OtherFrontends
+from loraplex.frontends.ops.frontend_numbers import OtherFrontends
 from loraplex.frontends.telemetry.connections import HttpConnections
 from loraplex.serving.access.api_key_ring import ApiKeys
 from loraplex.serving.draining import Draining

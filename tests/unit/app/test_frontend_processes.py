@@ -19,7 +19,7 @@ from loraplex.app.serving_process import bind
 from loraplex.core.config import Config
 from loraplex.core.errors import ConfigError
 from loraplex.core.server_config import ServerConfig
-from loraplex.frontends.ops.other_frontends import OtherFrontends
+from loraplex.frontends.ops.frontend_numbers import OtherFrontends
 from loraplex.frontends.telemetry.connections import HttpConnections
 from support.naming import naming
 

@@ -16,7 +16,7 @@ from loraplex.core.errors import InvalidRequestError
 T = TypeVar("T")
 
 
-class Stop:
+class StopSignal:
     """Said by anyone on the loop, once; it ends the wait of the one reader, if that waits."""
 
     is_set = False
@@ -68,13 +68,13 @@ class Merged(ABC, Generic[T]):
         """Cancel everything that is in flight."""
 
 
-def merged(streams: Sequence[AsyncIterator[T]], stop: Stop) -> Merged[T]:
+def merged(streams: Sequence[AsyncIterator[T]], stop: StopSignal) -> Merged[T]:
     """Merge streams; a single one needs no task for each item."""
     return _One(streams[0], stop) if len(streams) == 1 else _Several(streams, stop)
 
 
 class _One(Merged[T]):
-    def __init__(self, stream: AsyncIterator[T], stop: Stop) -> None:
+    def __init__(self, stream: AsyncIterator[T], stop: StopSignal) -> None:
         self._read = functools.partial(anext, stream, None)
         self._stop = stop
 
@@ -86,7 +86,7 @@ class _One(Merged[T]):
 
 
 class _Several(Merged[T]):
-    def __init__(self, streams: Sequence[AsyncIterator[T]], stop: Stop) -> None:
+    def __init__(self, streams: Sequence[AsyncIterator[T]], stop: StopSignal) -> None:
         self._streams = streams
         self._stop = stop
         self._steps: dict[asyncio.Future[T | None], int] = {}
@@ -129,7 +129,7 @@ class StreamScope:
     """One bidirectional stream of a client. Only its identity matters."""
 
 
-class ActiveRequest(Stop):
+class ActiveRequest(StopSignal):
     """Once it is stopped, it ends with what it has."""
 
     def __init__(

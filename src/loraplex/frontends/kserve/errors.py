@@ -91,7 +91,7 @@ def _unknown_task(error: AdapterNotFoundError, request: GenerateRequest) -> Lora
 logger = logging.getLogger(__name__)
 
 
-class Status(NamedTuple):
+class WireStatus(NamedTuple):
     http: int
     grpc: str
     """Name of the grpc.StatusCode."""
@@ -109,39 +109,39 @@ class AlreadyExistsError(errors.RequestError):
     code = "already_exists"
 
 
-_INVALID = Status(400, "INVALID_ARGUMENT")
-_NOT_FOUND = Status(404, "NOT_FOUND")
-_UNAVAILABLE = Status(503, "UNAVAILABLE")
-_INTERNAL = Status(500, "INTERNAL")
+_INVALID = WireStatus(400, "INVALID_ARGUMENT")
+_NOT_FOUND = WireStatus(404, "NOT_FOUND")
+_UNAVAILABLE = WireStatus(503, "UNAVAILABLE")
+_INTERNAL = WireStatus(500, "INTERNAL")
 
-STATUS: Mapping[type[errors.LoraplexError], Status] = MappingProxyType(
+STATUS: Mapping[type[errors.LoraplexError], WireStatus] = MappingProxyType(
     {
         errors.InvalidRequestError: _INVALID,
         errors.InvalidParameterError: _INVALID,
         errors.InvalidTensorError: _INVALID,
         errors.PromptTooLongError: _INVALID,
         errors.TokenOutOfVocabularyError: _INVALID,
-        errors.PayloadTooLargeError: Status(413, "RESOURCE_EXHAUSTED"),
-        errors.BodyTimeoutError: Status(408, "DEADLINE_EXCEEDED"),
+        errors.PayloadTooLargeError: WireStatus(413, "RESOURCE_EXHAUSTED"),
+        errors.BodyTimeoutError: WireStatus(408, "DEADLINE_EXCEEDED"),
         errors.ModelNotFoundError: _NOT_FOUND,
         errors.AdapterNotFoundError: _NOT_FOUND,
         errors.ResponseNotFoundError: _NOT_FOUND,
         errors.UploadNotFoundError: _NOT_FOUND,
-        errors.AdapterExistsError: Status(400, "ALREADY_EXISTS"),
+        errors.AdapterExistsError: WireStatus(400, "ALREADY_EXISTS"),
         errors.InvalidAdapterError: _INVALID,
         errors.AdapterMismatchError: _INVALID,
         errors.AdapterTooLargeError: _INVALID,
-        errors.UnsupportedFeatureError: Status(501, "UNIMPLEMENTED"),
-        errors.UnauthenticatedError: Status(401, "UNAUTHENTICATED"),
-        errors.PermissionDeniedError: Status(403, "PERMISSION_DENIED"),
+        errors.UnsupportedFeatureError: WireStatus(501, "UNIMPLEMENTED"),
+        errors.UnauthenticatedError: WireStatus(401, "UNAUTHENTICATED"),
+        errors.PermissionDeniedError: WireStatus(403, "PERMISSION_DENIED"),
         errors.QueueFullError: _UNAVAILABLE,
-        errors.RateLimitedError: Status(429, "RESOURCE_EXHAUSTED"),
+        errors.RateLimitedError: WireStatus(429, "RESOURCE_EXHAUSTED"),
         errors.NotReadyError: _UNAVAILABLE,
         errors.EngineRestartedError: _UNAVAILABLE,
         errors.AdapterLoadError: _UNAVAILABLE,
-        errors.StorageFullError: Status(507, "RESOURCE_EXHAUSTED"),
+        errors.StorageFullError: WireStatus(507, "RESOURCE_EXHAUSTED"),
         errors.StorageUnavailableError: _UNAVAILABLE,
-        errors.DeadlineExceededError: Status(503, "DEADLINE_EXCEEDED"),
+        errors.DeadlineExceededError: WireStatus(503, "DEADLINE_EXCEEDED"),
         errors.RowFailedError: _INTERNAL,
         errors.StepFailedError: _INTERNAL,
         errors.CrashingRequestError: _INTERNAL,
@@ -150,14 +150,14 @@ STATUS: Mapping[type[errors.LoraplexError], Status] = MappingProxyType(
 )
 """Every leaf of core.errors. The rows of _BRANCHES catch an error raised by its branch's name."""
 
-_OWN: Mapping[type[errors.LoraplexError], Status] = MappingProxyType(
+_OWN: Mapping[type[errors.LoraplexError], WireStatus] = MappingProxyType(
     {
         NotFoundError: _NOT_FOUND,
-        AlreadyExistsError: Status(400, "ALREADY_EXISTS"),
+        AlreadyExistsError: WireStatus(400, "ALREADY_EXISTS"),
     }
 )
 
-_BRANCHES: Mapping[type[errors.LoraplexError], Status] = MappingProxyType(
+_BRANCHES: Mapping[type[errors.LoraplexError], WireStatus] = MappingProxyType(
     {
         errors.RequestError: _INVALID,
         errors.CapacityError: _UNAVAILABLE,
@@ -174,12 +174,12 @@ _PREFIXES: Mapping[type[errors.LoraplexError], str] = MappingProxyType(
 """Words that clients of the TensorRT-LLM backend look for: the first over gRPC, then over HTTP."""
 
 
-def status_of(error: errors.LoraplexError) -> Status:
+def status_of(error: errors.LoraplexError) -> WireStatus:
     """The row of the error's class, or of the nearest class above it."""
     return status_of_kind(type(error))
 
 
-def status_of_kind(kind: type[errors.LoraplexError]) -> Status:
+def status_of_kind(kind: type[errors.LoraplexError]) -> WireStatus:
     rows = {**_BRANCHES, **STATUS, **_OWN}
     return next(rows[cls] for cls in kind.__mro__ if cls in rows)
 

@@ -18,8 +18,8 @@ from loraplex.frontends.kserve.messages import (
     ResponseStream,
 )
 from loraplex.frontends.kserve.models.completion import Completion
-from loraplex.frontends.kserve.models.convert import Generation
-from loraplex.frontends.kserve.models.kinds import Dialect
+from loraplex.frontends.kserve.models.convert import TritonGeneration
+from loraplex.frontends.kserve.models.kinds import BackendDialect
 from loraplex.frontends.kserve.models.output_tensors import output_tensors, without_batch
 from loraplex.frontends.kserve.models.triton_model import TritonModel
 from loraplex.frontends.kserve.statistics import Recording
@@ -42,7 +42,7 @@ class Inference(ResponseStream):
         self,
         model: TritonModel,
         request: InferRequest,
-        generations: Sequence[Generation],
+        generations: Sequence[TritonGeneration],
         streams: Sequence[AsyncIterator[RequestOutput]],
         active: ActiveRequest,
         recording: Recording,
@@ -110,7 +110,7 @@ class Inference(ResponseStream):
         self._recording.failed(None)
         is_cancelled = self._recording.was_cancelled and not self._is_over
         # The vLLM backend's sentences, which its tests look for in the log.
-        words = is_cancelled and self._model.kind.dialect is Dialect.VLLM
+        words = is_cancelled and self._model.kind.dialect is BackendDialect.VLLM
         if words:
             logger.debug("[vllm] Cancelling the request %s", self._request.request_id)
         self._active.end()

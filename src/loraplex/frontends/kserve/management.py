@@ -43,7 +43,7 @@ _LOWEST = {"trace_rate": 0, "trace_count": -1, "log_frequency": 0}
 FIXED_TRACE_SETTINGS = {"trace_file": "trace file location", "trace_mode": "trace mode"}
 
 
-class TraceSettings:
+class KeptTraceSettings:
     """Settings of the trace extension. They are kept and returned, and trace nothing.
 
     A server that sends traces to a collector (otlp_endpoint) returns that, and it cannot be changed
@@ -146,7 +146,7 @@ _LEVEL_SWITCHES = {
 """Level that a setting turns on, the most detailed first: a verbose level above 0 shows all."""
 
 
-class LogSettings:
+class LiveLogSettings:
     """Log settings of the whole process. The initial level stays until a change.
 
     Where the log goes and how its lines look is fixed while the server runs, but the format is kept
@@ -207,8 +207,8 @@ _CHANGE = "change the server's settings or models"
 class Management:
     def __init__(self, catalog: Catalog, *, sends_traces: bool = False) -> None:
         self._catalog = catalog
-        self._traces = TraceSettings(sends_traces=sends_traces)
-        self._logs = LogSettings()
+        self._traces = KeptTraceSettings(sends_traces=sends_traces)
+        self._logs = LiveLogSettings()
 
     def trace_settings(self, principal: Principal, model: str) -> dict[str, TraceValue]:
         """Trace settings of a model, or without a name of the server."""

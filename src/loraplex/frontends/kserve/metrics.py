@@ -18,7 +18,7 @@ from loraplex.core.errors import NotReadyError
 from loraplex.core.metrics_config import MetricsConfig
 from loraplex.core.stats import EngineStats, StepRecord
 from loraplex.frontends.kserve.models.catalog import Catalog
-from loraplex.frontends.kserve.models.kinds import TENSORRT_LLM, Dialect
+from loraplex.frontends.kserve.models.kinds import TENSORRT_LLM, BackendDialect
 from loraplex.frontends.kserve.models.triton_model import TritonModel
 from loraplex.frontends.kserve.statistics import FIRST_RESPONSE, ModelCounts, Statistics
 from loraplex.frontends.kserve.token_metrics import LABELS, TokenLabels
@@ -326,7 +326,7 @@ def token_labels(catalog: Catalog, model: TritonModel) -> TokenLabels:
     labels = None
     if core is not None and core.kind.dialect is model.kind.dialect:
         labels = (core.name, core.version)
-    if model.kind.dialect is Dialect.VLLM:
+    if model.kind.dialect is BackendDialect.VLLM:
         return TokenLabels(vllm=labels if model.options.reports_metrics else None)
     is_base = model.name == model.card.name
     return TokenLabels(trtllm=labels, vllm=(model.name, model.version) if is_base else None)

@@ -37,7 +37,7 @@ NO_CUDA = (
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Region:
+class MemoryRegion:
     name: str
     key: str
     offset: int
@@ -55,7 +55,7 @@ class Place:
 
 @dataclasses.dataclass(slots=True)
 class _Open:
-    region: Region
+    region: MemoryRegion
     file: int
     """The descriptor of its file."""
 
@@ -88,7 +88,7 @@ class SharedMemory:
             except BaseException:
                 os.close(file)
                 raise
-            own[name] = _Open(Region(name, key, offset, byte_size), file)
+            own[name] = _Open(MemoryRegion(name, key, offset, byte_size), file)
 
     def _check_not_anothers(self, tenant: str, file_name: str, key: str) -> None:
         for other, regions in self._regions.items():
@@ -107,7 +107,7 @@ class SharedMemory:
             if not own:
                 self._regions.pop(tenant, None)
 
-    def status(self, tenant: str, name: str = "") -> list[Region]:
+    def status(self, tenant: str, name: str = "") -> list[MemoryRegion]:
         """Status of one region, or without a name of all the tenant's. Raises NotFoundError."""
         with self._lock:
             own = self._regions.get(tenant, {})

@@ -26,9 +26,14 @@ from loraplex.frontends.kserve.errors import (
     vllm_failure,
 )
 from loraplex.frontends.kserve.messages import REQUEST_TYPE, InferRequest
-from loraplex.frontends.kserve.models.convert import Generation, InlineAdapter, Sender, convert
+from loraplex.frontends.kserve.models.convert import (
+    InlineAdapter,
+    RequestHead,
+    TritonGeneration,
+    convert,
+)
 from loraplex.frontends.kserve.models.inputs import Inputs
-from loraplex.frontends.kserve.models.kinds import BLS, Dialect
+from loraplex.frontends.kserve.models.kinds import BLS, BackendDialect
 from loraplex.frontends.kserve.models.texts import ModelTexts
 from loraplex.frontends.kserve.models.triton_model import ModelOptions, TritonModel
 from loraplex.frontends.kserve.models.vllm import convert_vllm
@@ -62,17 +67,19 @@ class Submission:
             texts = self._texts[name] = ModelTexts(self._backend, name)
         return texts
 
-    def converted(self, model: TritonModel, request: InferRequest, inputs: Inputs) -> Generation:
+    def converted(
+        self, model: TritonModel, request: InferRequest, inputs: Inputs
+    ) -> TritonGeneration:
         """Convert to a request for the backend. Raises RequestErrors and FailedResponse."""
         parameters = request.parameters
-        sender = Sender(
+        sender = RequestHead(
             request_id=self._backend.new_request_id(),
             client_request_id=request.request_id,
             timeout_seconds=_timeout_seconds(request) if parameters else None,
             priority=_priority(request) if parameters else 0,
         )
         texts, options = self.texts(model), model.options
-        if model.kind.dialect is Dialect.VLLM:
+        if model.kind.dialect is BackendDialect.VLLM:
             self._check_health(model)
             return convert_vllm(
                 inputs, model.card, sender, parameters, options=options, texts=texts
@@ -122,7 +129,7 @@ class Submission:
         request: GenerateRequest,
         principal: Principal,
     ) -> LoraplexError | FailedResponse:
-        if model.kind.dialect is Dialect.VLLM:
+        if model.kind.dialect is BackendDialect.VLLM:
             if not isinstance(error, AdapterNotFoundError):
                 return error
             cards = self._backend.adapters(principal, model.card.name)
@@ -170,7 +177,7 @@ def _check_bls(inputs: Inputs, options: ModelOptions) -> None:
 
 def raise_in_dialect(model: TritonModel, error: LoraplexError) -> NoReturn:
     """Raise the error; one of the vLLM backend's requests becomes a response with a text."""
-    if model.kind.dialect is not Dialect.VLLM:
+    if model.kind.dialect is not BackendDialect.VLLM:
         raise error
     raise vllm_failure(error) from error
 

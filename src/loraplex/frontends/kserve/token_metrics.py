@@ -83,7 +83,7 @@ class TokenLabels(msgspec.Struct, frozen=True):
     vllm: tuple[str, str] | None = None
 
 
-class _Row(NamedTuple):
+class _TokenRow(NamedTuple):
     """A family, and what it has of a finished element."""
 
     name: str
@@ -103,7 +103,7 @@ _PREFILL_TEXT = "Number of prefill tokens processed."
 _OUTPUT_TEXT = "Number of generation tokens processed."
 _ROWS: Final = {
     "trtllm": tuple(
-        _Row(
+        _TokenRow(
             f"nv_llm_{name}_token_len",
             _TRTLLM_TEXT,
             field,
@@ -113,29 +113,31 @@ _ROWS: Final = {
         for name, field in (("input", "num_prompt_tokens"), ("output", "num_output_tokens"))
     ),
     "vllm": (
-        _Row("vllm:prompt_tokens", _PREFILL_TEXT, "num_prompt_tokens"),
-        _Row("vllm:generation_tokens", _OUTPUT_TEXT, "num_output_tokens"),
-        _Row(
+        _TokenRow("vllm:prompt_tokens", _PREFILL_TEXT, "num_prompt_tokens"),
+        _TokenRow("vllm:generation_tokens", _OUTPUT_TEXT, "num_output_tokens"),
+        _TokenRow(
             "vllm:time_to_first_token_seconds",
             "Histogram of time to first token in seconds.",
             "first_token_seconds",
             _TTFT_BUCKETS,
         ),
-        _Row(
+        _TokenRow(
             "vllm:time_per_output_token_seconds",
             "Histogram of time per output token in seconds.",
             _PER_TOKEN,
             _PER_TOKEN_BUCKETS,
         ),
-        _Row(
+        _TokenRow(
             "vllm:e2e_request_latency_seconds",
             "Histogram of end to end request latency in seconds.",
             "total_seconds",
             _E2E_BUCKETS,
         ),
-        _Row("vllm:request_prompt_tokens", _PREFILL_TEXT, "num_prompt_tokens", _TOKEN_BUCKETS),
-        _Row("vllm:request_generation_tokens", _OUTPUT_TEXT, "num_output_tokens", _TOKEN_BUCKETS),
-        _Row(
+        _TokenRow("vllm:request_prompt_tokens", _PREFILL_TEXT, "num_prompt_tokens", _TOKEN_BUCKETS),
+        _TokenRow(
+            "vllm:request_generation_tokens", _OUTPUT_TEXT, "num_output_tokens", _TOKEN_BUCKETS
+        ),
+        _TokenRow(
             "vllm:request_params_n",
             "Histogram of the n request parameter.",
             "num_sequences",
@@ -146,7 +148,7 @@ _ROWS: Final = {
 """Families by the field of TokenLabels."""
 
 
-def _family(index: int, row: _Row) -> Family:
+def _family(index: int, row: _TokenRow) -> Family:
     """Return the family of a row; its subjects are lists of Histograms, one for each row."""
     if not row.bounds:
         return counter(row.name, row.text, lambda sums: sums[index].sum)

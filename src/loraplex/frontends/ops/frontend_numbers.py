@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
@@ -119,3 +120,20 @@ def _added(series: _Series, present: float | None, value: float) -> float:
     if present is None:
         return value
     return min(present, value) if series[0].endswith(_CREATED) else present + value
+
+
+class OtherFrontends:
+    """Sources of what the processes know; those who run the processes set them."""
+
+    def __init__(self) -> None:
+        self.numbers = FrontendNumbers()
+        self.restarts = Counter[str]()
+        """Number of processes that ended and were replaced, by how they ended."""
+        self.requests: Callable[[bytes], Awaitable[Sequence[bytes]]] = _no_pages
+        """Function from a RequestQuery to the RequestPage of each process, as JSON; empty for a
+        process that does not reply in time."""
+
+
+async def _no_pages(query: bytes) -> Sequence[bytes]:
+    del query
+    return ()

@@ -10,9 +10,8 @@ from loraplex.core.errors import InvalidParameterError
 from loraplex.core.principal import Principal
 from loraplex.frontends.access import Authenticate, principal_of
 from loraplex.frontends.openapi.operation import OF_KEYS, Parameter, described, json_of
-from loraplex.frontends.ops.other_frontends import OtherFrontends
-from loraplex.frontends.ops.parameters import number
-from loraplex.frontends.ops.responses import json_response, responding_to_errors
+from loraplex.frontends.ops.frontend_numbers import OtherFrontends
+from loraplex.frontends.ops.responses import json_response, number, responding_to_errors
 from loraplex.frontends.telemetry.recent_requests import (
     RecentRequest,
     RecentRequests,

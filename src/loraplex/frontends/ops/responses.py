@@ -12,6 +12,7 @@ from loraplex.core.errors import (
     BodyTimeoutError,
     CapacityError,
     ErrorInfo,
+    InvalidParameterError,
     LoraplexError,
     ModelNotFoundError,
     PayloadTooLargeError,
@@ -26,6 +27,7 @@ from loraplex.frontends.access import Authenticate, principal_of
 from loraplex.frontends.openapi.operation import (
     JSON,
     Media,
+    Parameter,
     ResponseDoc,
     by_status,
     with_error_responses,
@@ -107,3 +109,18 @@ def _shape(kind: type[LoraplexError]) -> type[msgspec.Struct]:
 def guard_responses(kinds: Iterable[type[LoraplexError]]) -> Iterable[ResponseDoc]:
     """Describe the responses of the guard of an app that raises no errors itself."""
     return by_status((_status(kind), Media(JSON, Refusal)) for kind in kinds)
+
+
+def number(text: str | None, parameter: Parameter) -> int | None:
+    """Return the value of a parameter; None: it is absent."""
+    if text is None:
+        return None
+    least, most = parameter.schema["minimum"], parameter.schema["maximum"]
+    # isdecimal alone would take other scripts' digits, and any number of them.
+    value = int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else -1
+    if not least <= value <= most:
+        raise InvalidParameterError(
+            f"{parameter.name} must be a whole number in [{least}, {most}], got {text!r}",
+            param=parameter.name,
+        )
+    return value

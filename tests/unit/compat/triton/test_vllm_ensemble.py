@@ -8,7 +8,7 @@ from loraplex.compat.triton.repository import Reloading, read_repositories
 from loraplex.core.config_layers import resolve
 from loraplex.core.errors import ConfigError
 from loraplex.frontends.kserve.errors import NotFoundError
-from loraplex.frontends.kserve.models.kinds import Dialect
+from loraplex.frontends.kserve.models.kinds import BackendDialect
 from support.naming import naming
 
 STEP = """{
@@ -78,7 +78,7 @@ def test_the_ensemble_has_the_tensors_of_its_step_under_its_own_names(folder):
     repository = folder.read()
     chat = declared(repository, "chat")
     assert (chat.base_model, chat.is_decoupled, chat.max_batch_size) == ("vllm_opt", True, 1)
-    assert chat.kind.dialect is Dialect.VLLM
+    assert chat.kind.dialect is BackendDialect.VLLM
     assert {row.name: row.field for row in chat.kind.inputs} == {
         "question": "text_input",
         "stream": "is_streamed",

@@ -5,7 +5,7 @@ from msgspec.structs import replace
 from loraplex.core.output import FinishReason, Logits, SequenceOutput, TokenLogprob
 from loraplex.core.request import GenerateRequest
 from loraplex.frontends.kserve.models.completion import Completion
-from loraplex.frontends.kserve.models.convert import Generation
+from loraplex.frontends.kserve.models.convert import TritonGeneration
 from loraplex.frontends.kserve.models.kinds import ENSEMBLE, TENSORRT_LLM
 from loraplex.frontends.kserve.models.output_tensors import output_tensors
 from loraplex.frontends.kserve.tensors import to_raw
@@ -22,7 +22,7 @@ def generation(prompt="ab", **options):
         "returns_num_output_tokens": False,
     }
     request = GenerateRequest(request_id=1, model="m", prompt=prompt)
-    return Generation(request=request, end_token_ids=frozenset({END}), **{**flags, **options})
+    return TritonGeneration(request=request, end_token_ids=frozenset({END}), **{**flags, **options})
 
 
 def output(*token_ids, text="", finish=None, stop_reason=None):

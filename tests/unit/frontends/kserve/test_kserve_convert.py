@@ -10,7 +10,7 @@ from loraplex.core.errors import (
 )
 from loraplex.core.grammar import Grammar, GrammarKind
 from loraplex.core.retention import KVRetention, TokenRangeRetention
-from loraplex.frontends.kserve.models.convert import Sender, convert
+from loraplex.frontends.kserve.models.convert import RequestHead, convert
 from loraplex.frontends.kserve.models.inputs import read_inputs
 from loraplex.frontends.kserve.models.kinds import ENSEMBLE, TENSORRT_LLM
 from loraplex.frontends.kserve.models.sampling import split_words
@@ -38,7 +38,7 @@ TEXTS = ModelTexts(EchoService(), "echo")
 
 def converted(kind, values, options=ModelOptions(), **sent):  # noqa: B008 - it is frozen
     inputs = read_inputs(kind, kind.name, tensors(kind, values), max_batch_size=1)[0]
-    sender = Sender(request_id=7, **sent)
+    sender = RequestHead(request_id=7, **sent)
     return convert(inputs, echo_card("echo"), sender, options=options, texts=TEXTS)
 
 
@@ -155,7 +155,7 @@ def inline(datatype="FP32", **values):
     given = [t for t in (made | values).values() if t is not None]
     given += tensors(ENSEMBLE, {"text_input": "hi", "max_tokens": 5})
     inputs = read_inputs(ENSEMBLE, "ensemble", given, max_batch_size=1)[0]
-    return convert(inputs, echo_card("echo"), Sender(request_id=7), texts=TEXTS)
+    return convert(inputs, echo_card("echo"), RequestHead(request_id=7), texts=TEXTS)
 
 
 def task(task_id):
@@ -308,7 +308,7 @@ def test_bytes_that_are_no_text():
     limit = from_values("max_tokens", "INT32", [1, 1], [5])
     inputs = read_inputs(ENSEMBLE, "ensemble", [bad, limit], max_batch_size=1)[0]
     with refused(InvalidTensorError, "text_input", "UTF-8", 0, param="text_input"):
-        convert(inputs, echo_card("echo"), Sender(request_id=1), texts=TEXTS)
+        convert(inputs, echo_card("echo"), RequestHead(request_id=1), texts=TEXTS)
 
 
 def test_bad_words():

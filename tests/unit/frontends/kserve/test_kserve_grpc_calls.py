@@ -17,9 +17,9 @@ from loraplex.frontends.kserve.grpc.calls import (
     MAX_DETAILS,
     OPEN_RPCS,
     Authentication,
-    Call,
     Calls,
     Rpc,
+    RpcCall,
 )
 from loraplex.frontends.kserve.grpc.servicer import SERVICE, TritonServicer
 from loraplex.frontends.kserve.grpc.wire import MessageReader
@@ -90,7 +90,7 @@ def handler(reported):
 
 
 async def test_a_call_is_reported_and_knows_its_metadata(handler, reported):
-    seen: list[Call] = []
+    seen: list[RpcCall] = []
 
     async def behavior(message, call):
         seen.append(call)

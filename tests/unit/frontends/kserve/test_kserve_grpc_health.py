@@ -10,7 +10,7 @@ import pytest
 from loraplex.core.principal import LOCAL
 from loraplex.frontends.body_memory import BodyMemory
 from loraplex.frontends.kserve.grpc import health
-from loraplex.frontends.kserve.grpc.calls import Call
+from loraplex.frontends.kserve.grpc.calls import RpcCall
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ class Watcher:
     def __init__(self, behavior) -> None:
         self._written: asyncio.Queue[Any] = asyncio.Queue(1)
         context = SimpleNamespace(write=self._written.put)
-        call = Call(context, {}, LOCAL, BodyMemory(), asyncio.current_task(), 60.0)
+        call = RpcCall(context, {}, LOCAL, BodyMemory(), asyncio.current_task(), 60.0)
         self.task = asyncio.create_task(behavior(health.HealthCheckRequest(), call))
 
     async def next(self) -> int:

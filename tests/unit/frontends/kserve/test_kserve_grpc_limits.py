@@ -11,8 +11,7 @@ from tritonclient.grpc import service_pb2_grpc
 from loraplex.core.server_config import ServerConfig
 from loraplex.frontends.access import by_api_key
 from loraplex.frontends.body_memory import BodyMemory
-from loraplex.frontends.kserve.grpc.limits import GrpcLimits
-from loraplex.frontends.kserve.grpc.server import GrpcServer
+from loraplex.frontends.kserve.grpc.server import GrpcLimits, GrpcServer
 from loraplex.frontends.kserve.grpc.wire import MessageReader
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.serving.access.api_key_ring import ApiKeys

@@ -19,9 +19,8 @@ from loraplex.core.output import FinishReason, RequestOutput, RequestTiming, Seq
 from loraplex.core.principal import LOCAL, Principal
 from loraplex.core.request import GenerateRequest
 from loraplex.frontends.kserve import shared_memory
-from loraplex.frontends.kserve.grpc import limits as grpc_limits
-from loraplex.frontends.kserve.grpc.limits import NO_LIMITS
-from loraplex.frontends.kserve.grpc.server import GrpcServer
+from loraplex.frontends.kserve.grpc import server as grpc_server
+from loraplex.frontends.kserve.grpc.server import NO_LIMITS, GrpcServer
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.telemetry.telemetry import Telemetry
 from loraplex.serving.response_memory import ResponseMemory
@@ -208,7 +207,7 @@ async def test_the_requests_of_a_stream_that_is_not_read_end(serve):
 
 async def test_a_client_that_does_not_read_its_connection_is_disconnected(serve, monkeypatch):
     """It does not reply to gRPC's pings either."""
-    monkeypatch.setattr(grpc_limits, "_KEEPALIVE_TIMEOUT_MS", 100)
+    monkeypatch.setattr(grpc_server, "_KEEPALIVE_TIMEOUT_MS", 100)
     backend = LargePieces()
     server, _ = await serve(backend, limits=replace(NO_LIMITS, keepalive_seconds=0.1))
     is_read = asyncio.Event()

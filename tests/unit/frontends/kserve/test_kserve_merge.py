@@ -3,7 +3,7 @@ import contextlib
 
 import pytest
 
-from loraplex.frontends.kserve.active import Stop, merged
+from loraplex.frontends.kserve.active import StopSignal, merged
 
 
 async def count(limit, *, pause=0.0, fail_at=None):
@@ -17,7 +17,7 @@ async def count(limit, *, pause=0.0, fail_at=None):
 async def read(*streams, stop=None):
     """All items, and in the end nothing is left."""
     items = []
-    async with contextlib.aclosing(merged(streams, stop or Stop())) as merging:
+    async with contextlib.aclosing(merged(streams, stop or StopSignal())) as merging:
         while (item := await merging.next()) is not None:
             items.append((merging.index, item))
     return items
@@ -45,7 +45,7 @@ async def test_an_error_ends_everything():
 
 @pytest.mark.parametrize("num_streams", [1, 2])
 async def test_stop_ends_a_wait(num_streams):
-    stop = Stop()
+    stop = StopSignal()
     asyncio.get_running_loop().call_later(0.01, stop.set)
     async with asyncio.timeout(60):
         assert await read(*(count(1, pause=60) for _ in range(num_streams)), stop=stop) == []
@@ -53,7 +53,7 @@ async def test_stop_ends_a_wait(num_streams):
 
 @pytest.mark.parametrize("num_streams", [1, 2])
 async def test_nothing_is_read_after_a_stop(num_streams):
-    stop = Stop()
+    stop = StopSignal()
     stop.set()
     assert await read(*(count(3) for _ in range(num_streams)), stop=stop) == []
 
@@ -66,7 +66,7 @@ async def test_at_most_one_item_of_a_stream_is_read_ahead():
             numbers.append(number)
             yield number
 
-    async with contextlib.aclosing(merged([noted(5), count(1)], Stop())) as merging:
+    async with contextlib.aclosing(merged([noted(5), count(1)], StopSignal())) as merging:
         while (await merging.next(), merging.index) != (1, 0):
             pass
         await asyncio.sleep(0.01)
@@ -75,7 +75,7 @@ async def test_at_most_one_item_of_a_stream_is_read_ahead():
 
 async def test_nothing_is_left_running():
     before = asyncio.all_tasks()
-    merging = merged([count(100, pause=0.001), count(100, pause=60)], Stop())
+    merging = merged([count(100, pause=0.001), count(100, pause=60)], StopSignal())
     await merging.next()
     await merging.aclose()
     assert asyncio.all_tasks() == before
@@ -84,7 +84,7 @@ async def test_nothing_is_left_running():
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("num_streams", [1, 2])
 async def test_a_stop_leaves_its_reader_as_it_was(num_streams, times):
-    stop = Stop()
+    stop = StopSignal()
     for _ in range(times):
         asyncio.get_running_loop().call_later(0.01, stop.set)
     assert await read(*(count(1, pause=60) for _ in range(num_streams)), stop=stop) == []
@@ -96,7 +96,7 @@ async def test_a_stop_leaves_its_reader_as_it_was(num_streams, times):
 @pytest.mark.parametrize("num_streams", [1, 2])
 async def test_a_cancelled_request_is_cancelled_whether_or_not_it_is_stopped_too(num_streams):
     for is_stopped in (False, True):
-        stop = Stop()
+        stop = StopSignal()
         streams = [count(1, pause=60) for _ in range(num_streams)]
         task = asyncio.create_task(read(*streams, stop=stop))
         await asyncio.sleep(0.01)

@@ -15,7 +15,7 @@ from loraplex.core.errors import (
     UnsupportedFeatureError,
 )
 from loraplex.frontends.kserve.errors import NotFoundError
-from loraplex.frontends.kserve.management import TRACE_DEFAULTS, LogSettings, TraceSettings
+from loraplex.frontends.kserve.management import TRACE_DEFAULTS, KeptTraceSettings, LiveLogSettings
 from loraplex.frontends.kserve.models.catalog import Catalog
 from loraplex.frontends.kserve.models.kinds import (
     ENSEMBLE,
@@ -32,7 +32,7 @@ from support.naming import refused
 
 
 def test_a_model_has_the_servers_settings_but_for_its_own():
-    traces = TraceSettings()
+    traces = KeptTraceSettings()
     assert traces.of() == traces.of("m") == dict(TRACE_DEFAULTS)
     traces.update({"trace_rate": ["5"], "trace_level": ["TIMESTAMPS", "TENSORS"]})
     assert traces.update({"trace_rate": ["7"]}, "m")["trace_rate"] == "7"
@@ -59,7 +59,7 @@ def test_a_model_has_the_servers_settings_but_for_its_own():
     ],
 )
 def test_bad_trace_settings_change_nothing(changes, fragment):
-    traces = TraceSettings()
+    traces = KeptTraceSettings()
     with pytest.raises(RequestError, match=fragment):
         traces.update({"log_frequency": ["3"], **changes})
     assert traces.of() == dict(TRACE_DEFAULTS)
@@ -89,7 +89,7 @@ def logger():
     ],
 )
 def test_log_settings_set_the_level(logger, changes, level):
-    settings = LogSettings(logger)
+    settings = LiveLogSettings(logger)
     report = settings.update(changes)
     assert logger.level == level
     assert report == settings.report()
@@ -98,7 +98,7 @@ def test_log_settings_set_the_level(logger, changes, level):
 
 def test_log_settings_begin_as_the_log_is(logger):
     logger.setLevel(logging.WARNING)
-    report = LogSettings(logger).report()
+    report = LiveLogSettings(logger).report()
     assert (report["log_info"], report["log_warning"], report["log_verbose_level"]) == (
         False,
         True,
@@ -122,7 +122,7 @@ def test_log_settings_begin_as_the_log_is(logger):
     ],
 )
 def test_bad_log_settings_change_nothing(logger, changes, fragment):
-    settings = LogSettings(logger)
+    settings = LiveLogSettings(logger)
     before = settings.report()
     with pytest.raises(RequestError, match=fragment):
         settings.update({"log_warning": False, **changes})

@@ -6,7 +6,7 @@ import pytest
 from loraplex.core.errors import InvalidRequestError, PermissionDeniedError, RequestError
 from loraplex.frontends.kserve import shared_memory
 from loraplex.frontends.kserve.errors import AlreadyExistsError, NotFoundError
-from loraplex.frontends.kserve.shared_memory import Place, Region, SharedMemory, TenantMemory
+from loraplex.frontends.kserve.shared_memory import MemoryRegion, Place, SharedMemory, TenantMemory
 from support.naming import naming, refused
 
 
@@ -32,7 +32,7 @@ def test_a_region_is_a_window(memory, folder):
     assert memory.read("t", Place("r", 17, 3)) == bytes([27, 28, 29])
     memory.write("t", Place("r", 5, 4), b"ab")
     assert (folder / "key").read_bytes()[14:18] == bytes([14]) + b"ab" + bytes([17])
-    assert memory.status("t") == memory.status("t", "r") == [Region("r", "/key", 10, 20)]
+    assert memory.status("t") == memory.status("t", "r") == [MemoryRegion("r", "/key", 10, 20)]
 
 
 @pytest.mark.parametrize(

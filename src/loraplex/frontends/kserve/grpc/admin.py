@@ -9,7 +9,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from loraplex.core.principal import Principal
 from loraplex.core.support import Support, support_note
-from loraplex.frontends.kserve.grpc.calls import Call
+from loraplex.frontends.kserve.grpc.calls import RpcCall
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.kserve.shared_memory import (
     USE_SHARED_MEMORY,
@@ -24,7 +24,7 @@ class AdminRpcs:
 
     # ------------------------------------------------------------ shared memory
 
-    async def SystemSharedMemoryStatus(self, request: Any, call: Call) -> Any:
+    async def SystemSharedMemoryStatus(self, request: Any, call: RpcCall) -> Any:
         regions = self._service.memory.status(_with_memory(call.principal), request.name)
         response = pb.SystemSharedMemoryStatusResponse()
         for each in regions:
@@ -33,38 +33,38 @@ class AdminRpcs:
             row.offset, row.byte_size = each.offset, each.byte_size
         return response
 
-    async def SystemSharedMemoryRegister(self, request: Any, call: Call) -> Any:
+    async def SystemSharedMemoryRegister(self, request: Any, call: RpcCall) -> Any:
         tenant = _with_memory(call.principal)
         self._service.memory.register(
             tenant, request.name, request.key, request.offset, request.byte_size
         )
         return pb.SystemSharedMemoryRegisterResponse()
 
-    async def SystemSharedMemoryUnregister(self, request: Any, call: Call) -> Any:
+    async def SystemSharedMemoryUnregister(self, request: Any, call: RpcCall) -> Any:
         self._service.memory.unregister(_with_memory(call.principal), request.name)
         return pb.SystemSharedMemoryUnregisterResponse()
 
     @support_note("there is no region", Support.NO_EFFECT)
-    async def CudaSharedMemoryStatus(self, request: Any, call: Call) -> Any:
+    async def CudaSharedMemoryStatus(self, request: Any, call: RpcCall) -> Any:
         del call
         if request.name:
             no_cuda_region(request.name)
         return pb.CudaSharedMemoryStatusResponse()
 
     @support_note("use system shared memory", Support.REFUSED)
-    async def CudaSharedMemoryRegister(self, request: Any, call: Call) -> Any:
+    async def CudaSharedMemoryRegister(self, request: Any, call: RpcCall) -> Any:
         del request, call
         refuse_cuda()
 
     @support_note("there is no region", Support.NO_EFFECT)
-    async def CudaSharedMemoryUnregister(self, request: Any, call: Call) -> Any:
+    async def CudaSharedMemoryUnregister(self, request: Any, call: RpcCall) -> Any:
         del request, call
         return pb.CudaSharedMemoryUnregisterResponse()
 
     # ------------------------------------------------------------ settings
 
     @support_note("kept and returned; nothing is traced by it", Support.NO_EFFECT)
-    async def TraceSetting(self, request: Any, call: Call) -> Any:
+    async def TraceSetting(self, request: Any, call: RpcCall) -> Any:
         changes = {name: list(each.value) or None for name, each in request.settings.items()}
         settings = self._service.management.change_trace(
             call.principal, request.model_name, changes
@@ -74,7 +74,7 @@ class AdminRpcs:
             response.settings[name].value.extend(value if isinstance(value, list) else [value])
         return response
 
-    async def LogSettings(self, request: Any, call: Call) -> Any:
+    async def LogSettings(self, request: Any, call: RpcCall) -> Any:
         changes = _parameters(request.settings)
         settings = self._service.management.change_log(call.principal, changes)
         response = pb.LogSettingsResponse()
@@ -91,14 +91,14 @@ class AdminRpcs:
     # ------------------------------------------------------------ the repository
 
     @support_note("a repository's name is refused")
-    async def RepositoryIndex(self, request: Any, call: Call) -> Any:
+    async def RepositoryIndex(self, request: Any, call: RpcCall) -> Any:
         rows = self._service.management.index(
             call.principal, request.repository_name, only_ready=request.ready
         )
         return pb.RepositoryIndexResponse(models=rows)
 
     @support_note("with --model-control-mode explicit")
-    async def RepositoryModelLoad(self, request: Any, call: Call) -> Any:
+    async def RepositoryModelLoad(self, request: Any, call: RpcCall) -> Any:
         parameters = _parameters(request.parameters)
         await self._service.management.load(
             call.principal, request.repository_name, request.model_name, parameters
@@ -106,7 +106,7 @@ class AdminRpcs:
         return pb.RepositoryModelLoadResponse()
 
     @support_note("with --model-control-mode explicit")
-    async def RepositoryModelUnload(self, request: Any, call: Call) -> Any:
+    async def RepositoryModelUnload(self, request: Any, call: RpcCall) -> Any:
         parameters = _parameters(request.parameters)
         self._service.management.unload(
             call.principal, request.repository_name, request.model_name, parameters

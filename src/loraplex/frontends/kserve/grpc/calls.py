@@ -79,7 +79,7 @@ Context = Any
 """grpc.aio.ServicerContext, whose methods are not typed."""
 
 
-class Call(msgspec.Struct, frozen=True):
+class RpcCall(msgspec.Struct, frozen=True):
     """One in-flight RPC, as its behaviour sees it."""
 
     context: Context
@@ -114,7 +114,7 @@ class Call(msgspec.Struct, frozen=True):
             raise asyncio.CancelledError from None
 
 
-Behavior = Callable[[Any, Call], Awaitable[Any]]
+Behavior = Callable[[Any, RpcCall], Awaitable[Any]]
 """Function from a message, or an async iterator of them, to the response; None if it wrote them.
 
 It may raise anything: the call ends with the error's status.
@@ -195,7 +195,7 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
                     assert task is not None
                     principal = principal_of(metadata)
                     parts = (messages, task, unread_seconds, responses)
-                    call = Call(context, metadata, principal, *parts)
+                    call = RpcCall(context, metadata, principal, *parts)
                     if isinstance(message, bytes):
                         stack.enter_context(messages.lease()).take(len(message))
                     if reader is not None:

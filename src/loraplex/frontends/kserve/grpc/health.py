@@ -10,7 +10,7 @@ from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-from loraplex.frontends.kserve.grpc.calls import Call, Rpc
+from loraplex.frontends.kserve.grpc.calls import Rpc, RpcCall
 
 SERVICE = "grpc.health.v1.Health"
 SERVING = 1
@@ -86,11 +86,11 @@ def health_rpcs(is_ready: IsReady) -> tuple[Rpc, Rpc]:
     """Check and Watch."""
     watchers = _Watchers(is_ready)
 
-    async def check(request: Any, call: Call) -> Any:
+    async def check(request: Any, call: RpcCall) -> Any:
         del request, call
         return _status(is_ready())
 
-    async def watch(request: Any, call: Call) -> None:
+    async def watch(request: Any, call: RpcCall) -> None:
         """The status, and then each other one, until the client goes."""
         del request
         now = is_ready()

@@ -8,7 +8,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from loraplex.frontends.body_limits import off_loop
 from loraplex.frontends.kserve.grpc.admin import AdminRpcs
-from loraplex.frontends.kserve.grpc.calls import Call, Rpc
+from loraplex.frontends.kserve.grpc.calls import Rpc, RpcCall
 from loraplex.frontends.kserve.grpc.codec import (
     decode_request,
     encode_response,
@@ -52,37 +52,37 @@ class TritonServicer(AdminRpcs):
 
     # ------------------------------------------------------------ server and models
 
-    async def ServerLive(self, request: Any, call: Call) -> Any:
+    async def ServerLive(self, request: Any, call: RpcCall) -> Any:
         del request, call
         return pb.ServerLiveResponse(live=self._service.backend.health().live)
 
-    async def ServerReady(self, request: Any, call: Call) -> Any:
+    async def ServerReady(self, request: Any, call: RpcCall) -> Any:
         del request, call
         return pb.ServerReadyResponse(ready=self.is_ready())
 
-    async def ModelReady(self, request: Any, call: Call) -> Any:
+    async def ModelReady(self, request: Any, call: RpcCall) -> Any:
         ready = self._service.catalog.is_ready(request.name, request.version, call.principal)
         return pb.ModelReadyResponse(ready=ready)
 
-    async def ServerMetadata(self, request: Any, call: Call) -> Any:
+    async def ServerMetadata(self, request: Any, call: RpcCall) -> Any:
         del request, call
         return pb.ServerMetadataResponse(**server_metadata())
 
-    async def ModelMetadata(self, request: Any, call: Call) -> Any:
+    async def ModelMetadata(self, request: Any, call: RpcCall) -> Any:
         model = self._service.catalog.find(request.name, request.version, call.principal)
         return pb.ModelMetadataResponse(**model.metadata())
 
-    async def ModelConfig(self, request: Any, call: Call) -> Any:
+    async def ModelConfig(self, request: Any, call: RpcCall) -> Any:
         model = self._service.catalog.find(request.name, request.version, call.principal)
         return pb.ModelConfigResponse(config=model.config())
 
-    async def ModelStatistics(self, request: Any, call: Call) -> Any:
+    async def ModelStatistics(self, request: Any, call: RpcCall) -> Any:
         rows = self._service.statistics(request.name, request.version, call.principal)
         return pb.ModelStatisticsResponse(model_stats=rows)
 
     # ------------------------------------------------------------ inference
 
-    async def ModelInfer(self, data: bytes, call: Call) -> Any:
+    async def ModelInfer(self, data: bytes, call: RpcCall) -> Any:
         memory = TenantMemory(self._service.memory, call.principal.tenant)
         infer_request, wishes = decode_request(*await self._infer_reader.read(data), memory)
         self._service.check_is_unary(
@@ -92,7 +92,7 @@ class TritonServicer(AdminRpcs):
         call.responses.count(response.num_bytes)
         return await off_loop(response.num_bytes, lambda: encode_response(response, wishes))
 
-    async def ModelStreamInfer(self, requests: AsyncIterator[bytes], call: Call) -> None:
+    async def ModelStreamInfer(self, requests: AsyncIterator[bytes], call: RpcCall) -> None:
         """Requests of one stream run at the same time; their responses come as they are ready."""
         await StreamSession(self._service, call, self._infer_reader).serve(requests)
 

@@ -17,7 +17,7 @@ from loraplex.frontends.kserve.errors import (
     message_of,
     status_of,
 )
-from loraplex.frontends.kserve.grpc.calls import Call
+from loraplex.frontends.kserve.grpc.calls import RpcCall
 from loraplex.frontends.kserve.grpc.codec import decode_request, encode_failure, encode_piece
 from loraplex.frontends.kserve.grpc.wire import MessageReader
 from loraplex.frontends.kserve.service import TritonService
@@ -33,7 +33,7 @@ class StreamSession:
     """Each request is a task that writes its responses itself. Of a client that does not read no
     more than one response a request waits here: its source waits with it, and no other."""
 
-    def __init__(self, service: TritonService, call: Call, reader: MessageReader) -> None:
+    def __init__(self, service: TritonService, call: RpcCall, reader: MessageReader) -> None:
         self._service = service
         self._call = call
         self._reader = reader

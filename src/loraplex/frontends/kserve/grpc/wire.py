@@ -33,6 +33,8 @@ _FIXED_SIZES: Final = {
     ),
 }
 _MAX_VARINT_BYTES: Final = 10
+_LENGTH_DELIMITED: Final = 2
+"""Wire type of bytes, messages and packed numbers."""
 
 
 class Parsed(NamedTuple):
@@ -42,23 +44,23 @@ class Parsed(NamedTuple):
     raw: tuple[memoryview, ...] = ()
 
 
-class _Form(msgspec.Struct, frozen=True):
+class _MessageForm(msgspec.Struct, frozen=True):
     """Fields of a message class that may stand for many objects."""
 
-    parts: Mapping[int, "_Form"]
+    parts: Mapping[int, "_MessageForm"]
     """Messages within it, by the number of their field."""
     packed: Mapping[int, int]
     """Repeated numbers, by the number of their field: bytes of each, 0 where they vary."""
 
 
-def _form_of(descriptor: Descriptor) -> _Form:
+def _form_of(descriptor: Descriptor) -> _MessageForm:
     parts, packed = {}, {}
     for field in descriptor.fields:
         if field.message_type is not None:
             parts[field.number] = _form_of(field.message_type)
         elif field.is_packed:
             packed[field.number] = _FIXED_SIZES.get(field.type, 0)
-    return _Form(parts, packed)
+    return _MessageForm(parts, packed)
 
 
 class MessageReader:
@@ -73,7 +75,7 @@ class MessageReader:
         self._form = _form_of(message_class.DESCRIPTOR)
         self._max_values = max_values
         fields = message_class.DESCRIPTOR.fields_by_name
-        self._raw_number = fields[raw_field].number if raw_field else 0
+        self._raw_tag = fields[raw_field].number << 3 | _LENGTH_DELIMITED if raw_field else 0
 
     async def read(self, data: bytes) -> Parsed:
         """Read a message, as read_now does, in a thread if it is long."""
@@ -85,13 +87,13 @@ class MessageReader:
         kept, raw, begin = [], [], 0
         view = memoryview(data)
         try:
-            for number, start, at, end in counter.fields(data, 0, len(data)):
-                if number == self._raw_number:
+            for tag, start, at, end in counter.fields(data, 0, len(data)):
+                if tag == self._raw_tag:
                     kept.append(view[begin:start])
                     raw.append(view[at:end])
                     begin = end
                 else:
-                    counter.count(self._form, number, data, at, end)
+                    counter.count(self._form, tag, data, at, end)
             kept.append(view[begin:])
             _check_bytes(sum(map(len, kept)))
             return Parsed(self._parse(b"".join(kept) if raw else data), tuple(raw))
@@ -108,7 +110,7 @@ class _Counter:
         self._num_fields = self._num_values = 0
 
     def fields(self, data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (number, start, start of the content, end) of each field in data[at:end]."""
+        """Yield (tag, start, start of the content, end) of each field in data[at:end]."""
         while at < end:
             self._num_fields += 1
             if self._num_fields > MAX_FIELDS:
@@ -125,7 +127,7 @@ class _Counter:
                     content, at = at, at + 8
                 case 5:  # 32 bits
                     content, at = at, at + 4
-                case 2:  # a length, and so many bytes
+                case 2:  # _LENGTH_DELIMITED: a length, and so many bytes
                     length, content = _varint(data, at)
                     at = content + length
                 case kind:
@@ -134,12 +136,13 @@ class _Counter:
                     )
             if at > end:
                 raise IndexError
-            yield tag >> 3, start, content, at
+            yield tag, start, content, at
 
-    def count(self, form: _Form, number: int, data: bytes, at: int, end: int) -> None:
+    def count(self, form: _MessageForm, tag: int, data: bytes, at: int, end: int) -> None:
         """Count the content of a field, and of the fields within it."""
+        number = tag >> 3
         part = form.parts.get(number)
-        if part is not None:
+        if part is not None and tag & 7 == _LENGTH_DELIMITED:
             for inner, _, content, inner_end in self.fields(data, at, end):
                 self.count(part, inner, data, content, inner_end)
         elif number in form.packed:

@@ -124,7 +124,7 @@ def encode_generate(response: InferResponse) -> dict[str, Any]:
     return document
 
 
-class EventStream:
+class GenerateEvents:
     """An ASGI response: each inference response as `data: {json}`, no closing mark.
 
     The first one fixes the status: if it is an error, the stream has the error's status. The

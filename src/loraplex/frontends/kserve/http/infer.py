@@ -44,7 +44,7 @@ _LOGITS = ("context_logits", "generation_logits")
 HEADER_LENGTH = "Inference-Header-Content-Length"
 
 
-class _Entry(msgspec.Struct):
+class _SentTensor(msgspec.Struct):
     """An element of `inputs` or `outputs`."""
 
     name: str
@@ -54,14 +54,14 @@ class _Entry(msgspec.Struct):
     data: Any = msgspec.UNSET
 
 
-class _Document(msgspec.Struct):
-    inputs: list[_Entry]
-    outputs: list[_Entry] = []
+class _InferDocument(msgspec.Struct):
+    inputs: list[_SentTensor]
+    outputs: list[_SentTensor] = []
     parameters: dict[str, Any] = {}
     id: str = ""
 
 
-_DECODER = msgspec.json.Decoder(_Document)
+_DECODER = msgspec.json.Decoder(_InferDocument)
 
 
 def decode_request(
@@ -100,7 +100,7 @@ def decode_request(
     return request, wishes
 
 
-def _read(text: Bytes) -> _Document:
+def _read(text: Bytes) -> _InferDocument:
     try:
         return _DECODER.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -109,7 +109,7 @@ def _read(text: Bytes) -> _Document:
 
 
 def _explain(document: Mapping[str, Any]) -> None:
-    """Raise InvalidRequestError, in Triton's words or ours, for what is no _Document."""
+    """Raise InvalidRequestError, in Triton's words or ours, for what is no _InferDocument."""
     _check_parameters(document, "the request")
     _check_entries(document, "outputs")
     request_id_of(document)
@@ -178,7 +178,7 @@ def _check_entries(document: Mapping[str, Any], key: str) -> None:
 
 
 def _inputs(
-    entries: Sequence[_Entry], blob: memoryview, memory: TenantMemory
+    entries: Sequence[_SentTensor], blob: memoryview, memory: TenantMemory
 ) -> tuple[Tensor, ...]:
     tensors = []
     offset = 0
@@ -208,7 +208,7 @@ def _inputs(
     return tuple(tensors)
 
 
-def _check_data(entry: _Entry, size: object, num_left: int) -> None:
+def _check_data(entry: _SentTensor, size: object, num_left: int) -> None:
     """Raise InvalidTensorError without data, and for more binary data than are left."""
     if size is None:
         if entry.data is msgspec.UNSET:
@@ -228,7 +228,7 @@ def _check_data(entry: _Entry, size: object, num_left: int) -> None:
 
 
 def _outputs(
-    entries: Sequence[_Entry], default: OutputWish, memory: TenantMemory
+    entries: Sequence[_SentTensor], default: OutputWish, memory: TenantMemory
 ) -> dict[str, OutputWish]:
     """Requested outputs, in the client's order."""
     requested = {}

@@ -33,7 +33,7 @@ from loraplex.frontends.kserve.http.body import (
     json_response,
     parse_object,
 )
-from loraplex.frontends.kserve.http.generate import EventStream, decode_generate, encode_generate
+from loraplex.frontends.kserve.http.generate import GenerateEvents, decode_generate, encode_generate
 from loraplex.frontends.kserve.http.infer import HEADER_LENGTH, decode_request, encode_response
 from loraplex.frontends.kserve.messages import InferRequest, InferResponse
 from loraplex.frontends.kserve.models.catalog import server_metadata
@@ -323,14 +323,14 @@ class KServeApi:
         body=json_body(wire.TritonGenerateBody),
         errors=ANY_ERROR,
     )
-    async def generate_stream(self, request: HttpRequest) -> EventStream:
+    async def generate_stream(self, request: HttpRequest) -> GenerateEvents:
         """Generate; every response is an event."""
         principal = self._authenticate(request.headers)
         infer_request = await self._generate_request(request, principal)
         responses = await until_disconnect(
             request.receive, self._service.stream(infer_request, principal)
         )
-        return EventStream(responses)
+        return GenerateEvents(responses)
 
     async def _generate_request(self, request: HttpRequest, principal: Principal) -> InferRequest:
         name, version = request.model_and_version

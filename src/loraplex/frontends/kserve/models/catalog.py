@@ -21,7 +21,7 @@ from loraplex.frontends.kserve.models.kinds import (
     PREPROCESSING,
     TENSORRT_LLM,
     VLLM,
-    Dialect,
+    BackendDialect,
 )
 from loraplex.frontends.kserve.models.model_control import ModelControl
 from loraplex.frontends.kserve.models.triton_model import ModelDeclaration, TritonModel
@@ -104,7 +104,9 @@ class Catalog:
         self._refresh()
         models = [each for each in self._models.values() if each.card.name == base_model]
         return all(
-            each.options.reports_metrics for each in models if each.kind.dialect is Dialect.VLLM
+            each.options.reports_metrics
+            for each in models
+            if each.kind.dialect is BackendDialect.VLLM
         )
 
     def steps(self, model: TritonModel) -> Mapping[str, str]:

@@ -11,7 +11,7 @@ from loraplex.core.output import (
     SequenceOutput,
     TokenLogprob,
 )
-from loraplex.frontends.kserve.models.convert import Generation
+from loraplex.frontends.kserve.models.convert import TritonGeneration
 from loraplex.frontends.streams import logprobs_work
 from loraplex.serving.logits_files import first_rows
 
@@ -22,7 +22,7 @@ _BYTES_OF_CHARACTER = 256
 class Completion(msgspec.Struct, eq=False):
     """One sequence so far. `drain` starts the next piece of a streamed completion."""
 
-    generation: Generation
+    generation: TritonGeneration
     index: int
     """Index of the sequence in its request."""
     finish_reason: FinishReason | None = None

@@ -29,7 +29,7 @@ NO_LIMIT = -1
 """Value of a retention's open end, and of one without expiry."""
 
 
-class Sender(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+class RequestHead(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Everything of a request except its tensors."""
 
     request_id: RequestId
@@ -47,7 +47,7 @@ class InlineAdapter(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     config: RequestTensor
 
 
-class Generation(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+class TritonGeneration(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Request for the backend, and the outputs that its client requested."""
 
     request: GenerateRequest
@@ -86,12 +86,12 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 def convert(
     inputs: Inputs,
     card: ModelCard,
-    sender: Sender,
+    sender: RequestHead,
     *,
     adapters: Parameter = "",
     options: ModelOptions = _DEFAULT_OPTIONS,
     texts: ModelTexts,
-) -> Generation:
+) -> TritonGeneration:
     """Raises InvalidTensorError, InvalidParameterError and what the tokenizer raises.
 
     adapters: the request's parameter of this name, a JSON text (see frontends.adapter_choices).
@@ -121,7 +121,7 @@ def convert(
     )
     if (inline_adapter is not None or choices) and not options.lora_enabled:
         raise _lora_is_off()
-    return Generation(
+    return TritonGeneration(
         request=request,
         inline_adapter=inline_adapter,
         end_token_ids=frozenset(() if end_id is None else (end_id,)),
@@ -153,7 +153,7 @@ _WISHES = frozenset(
         "returns_num_output_tokens",
     }
 )
-"""Fields that are flags of a Generation, under the same names."""
+"""Fields that are flags of a TritonGeneration, under the same names."""
 
 
 def _lora_is_off() -> InvalidParameterError:

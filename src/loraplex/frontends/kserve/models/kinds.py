@@ -83,7 +83,7 @@ class OutputSpec:
         return Feature(self.name, support, note, f"{self.datatype} {list(self.dims)}")
 
 
-class Dialect(enum.Enum):
+class BackendDialect(enum.Enum):
     """The system whose rules a model's responses and errors follow."""
 
     TENSORRT_LLM = "tensorrt_llm"
@@ -103,7 +103,7 @@ class ModelKind:
     """True: prompt and completion are text. False: they are token ids."""
     ends_by_default: bool
     """Behaviour without `end_id`: True ends at the model's end token, False runs to full length."""
-    dialect: Dialect = Dialect.TENSORRT_LLM
+    dialect: BackendDialect = BackendDialect.TENSORRT_LLM
     response_parameters: Mapping[str, Parameter] = dataclasses.field(default_factory=dict)
     """Parameters of every response."""
     output_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -542,7 +542,7 @@ VLLM: Final = ModelKind(
     ),
     takes_text=True,
     ends_by_default=True,
-    dialect=Dialect.VLLM,
+    dialect=BackendDialect.VLLM,
 )
 """Text in, text out, no batch dimension. The backend declares the tensors itself."""
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from loraplex.core.output import Logits, RequestTiming
 from loraplex.frontends.kserve.models.completion import Completion
-from loraplex.frontends.kserve.models.kinds import TENSORRT_LLM, VLLM, Dialect, ModelKind
+from loraplex.frontends.kserve.models.kinds import TENSORRT_LLM, VLLM, BackendDialect, ModelKind
 from loraplex.frontends.kserve.tensors import (
     DATATYPES,
     Array,
@@ -48,7 +48,7 @@ def output_tensors(
     sequences], output_log_probs [batch, sequences, longest], text_output [batch * sequences], all
     numbers of an element [batch, 1]; for those of vLLM's dialect see `_vllm_tensors`.
     """
-    if kind.dialect is Dialect.VLLM:
+    if kind.dialect is BackendDialect.VLLM:
         tensors = _vllm_tensors(batch[0])
         return _of_ensemble(kind, tensors) if kind.output_names else tensors
     generation = batch[0][0].generation

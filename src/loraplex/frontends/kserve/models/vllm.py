@@ -26,7 +26,7 @@ from loraplex.core.support import Support
 from loraplex.core.task import Generate
 from loraplex.frontends.kserve.errors import lora_failure
 from loraplex.frontends.kserve.messages import REQUEST_PARAMETERS, REQUEST_TYPE, Parameter
-from loraplex.frontends.kserve.models.convert import Generation, Sender, read_adapters
+from loraplex.frontends.kserve.models.convert import RequestHead, TritonGeneration, read_adapters
 from loraplex.frontends.kserve.models.inputs import Inputs
 from loraplex.frontends.kserve.models.kinds import FIELDS, LORA_NAME, Field, FieldType
 from loraplex.frontends.kserve.models.texts import ModelTexts
@@ -188,12 +188,12 @@ _EARLY_STOPPING: Mapping[object, EarlyStopping] = MappingProxyType(
 def convert_vllm(
     inputs: Inputs,
     card: ModelCard,
-    sender: Sender,
+    sender: RequestHead,
     parameters: Mapping[str, Parameter],
     *,
     options: ModelOptions,
     texts: ModelTexts,
-) -> Generation:
+) -> TritonGeneration:
     """Raises RequestErrors, and FailedResponse for an adapter that cannot be had."""
     prompt = "".join(inputs.texts("text_input"))
     if not prompt:
@@ -204,7 +204,7 @@ def convert_vllm(
     if "cumulative_logprob" in returned:
         fields.setdefault("logprobs", 0)
     is_streamed, excludes_input = inputs.flag("is_streamed"), _excludes_input(inputs)
-    return Generation(
+    return TritonGeneration(
         request=GenerateRequest(
             request_id=sender.request_id,
             model=card.name,
