@@ -1,15 +1,14 @@
 """API keys of a server, and the guards of its HTTP ports."""
 
-import asyncio
-import contextlib
 import functools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from loraplex.app.serving_process import alongside
 from loraplex.core.environment import server_api_keys
 from loraplex.core.errors import LoraplexError
 from loraplex.core.server_config import ServerConfig
@@ -51,18 +50,11 @@ def authenticate_by(keys: ApiKeys | None) -> Authenticate:
     return everyone_is_local if keys is None else by_api_key(keys)
 
 
-@contextlib.asynccontextmanager
-async def following(keys: ApiKeys | None) -> AsyncIterator[None]:
+@alongside
+async def following(keys: ApiKeys | None) -> None:
     """Follow changes of the key file while the context lasts."""
-    if keys is None:
-        yield
-        return
-    task = asyncio.create_task(keys.follow())
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+    if keys is not None:
+        await keys.follow()
 
 
 def guarded(

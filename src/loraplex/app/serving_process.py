@@ -1,20 +1,25 @@
-"""What a serving process takes of the machine: listening sockets, open files, an event loop.
+"""What a serving process takes of the machine: listening sockets, open files, an event loop,
+and work that runs alongside.
 
 Independent of the web stack, which takes a second to import.
 """
 
 import asyncio
+import contextlib
 import errno
+import functools
 import logging
 import os
 import resource
 import socket
-from collections.abc import Coroutine
-from typing import Any, Final
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, Final, ParamSpec
 
 from loraplex.core.errors import ConfigError
 from loraplex.core.threads import switch_threads_often
 from loraplex.serving.tenant_threads import default_executor
+
+P = ParamSpec("P")
 
 logger = logging.getLogger(__name__)
 
@@ -99,3 +104,21 @@ def run_on_event_loop(main: Coroutine[Any, Any, None]) -> None:
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.get_loop().set_default_executor(default_executor())
         runner.run(main)
+
+
+def alongside(
+    work: Callable[P, Coroutine[Any, Any, None]],
+) -> Callable[P, contextlib.AbstractAsyncContextManager[None]]:
+    """Make a context of work: it runs while the context lasts, whose end cancels it."""
+
+    @contextlib.asynccontextmanager
+    @functools.wraps(work)
+    async def running(*args: P.args, **kwargs: P.kwargs) -> AsyncIterator[None]:
+        task = asyncio.create_task(work(*args, **kwargs))
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    return running

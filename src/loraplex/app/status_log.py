@@ -3,12 +3,12 @@ memory, and a first request to copy), loading, draining and throughput.
 """
 
 import asyncio
-import contextlib
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final
 
+from loraplex.app.serving_process import alongside
 from loraplex.core.byte_sizes import readable_bytes
 from loraplex.core.config import ModelConfig
 from loraplex.core.counts import counted
@@ -131,29 +131,42 @@ Stats = Callable[[], Mapping[str, EngineStats]]
 """Returns the present numbers of each model's engine."""
 
 
-@contextlib.asynccontextmanager
-async def logging_progress(seconds: float = _PROGRESS_SECONDS) -> AsyncIterator[None]:
+@alongside
+async def logging_progress(seconds: float = _PROGRESS_SECONDS) -> None:
     """Log every few seconds that the server is still loading."""
-    async with _repeating(_log_progress(seconds)):
-        yield
+    passed = 0.0
+    while True:
+        await asyncio.sleep(seconds)
+        passed += seconds
+        logger.info("still loading, %.0f s so far", passed)
 
 
-@contextlib.asynccontextmanager
-async def logging_throughput(
-    stats: Stats, seconds: float = _THROUGHPUT_SECONDS
-) -> AsyncIterator[None]:
+@alongside
+async def logging_throughput(stats: Stats, seconds: float = _THROUGHPUT_SECONDS) -> None:
     """Log the throughput of each model that had work, every few seconds."""
-    async with _repeating(_log_throughput(stats, seconds)):
-        yield
+    before = stats()
+    while True:
+        await asyncio.sleep(seconds)
+        now = stats()
+        for model, present in now.items():
+            if line := throughput(model, before.get(model, EngineStats()), present, seconds):
+                logger.info("%s", line)
+        before = now
 
 
-@contextlib.asynccontextmanager
+@alongside
 async def logging_drain(
     report: Callable[[], DrainReport], seconds: float = _PROGRESS_SECONDS
-) -> AsyncIterator[None]:
+) -> None:
     """Log every few seconds what a server that stops waits for."""
-    async with _repeating(_log_drain(report, seconds)):
-        yield
+    while True:
+        await asyncio.sleep(seconds)
+        now = report()
+        logger.info(
+            "still stopping: %s %.0f s left",
+            counted(now.in_work, "in-flight prompt has", "in-flight prompts have"),
+            now.seconds_left or 0.0,
+        )
 
 
 def throughput(model: str, before: EngineStats, now: EngineStats, seconds: float) -> str:
@@ -170,43 +183,3 @@ def throughput(model: str, before: EngineStats, now: EngineStats, seconds: float
         f"{now.num_running} running, {now.num_waiting} waiting; KV cache {now.kv_usage:.0%} used"
         f"{hits}; {now.adapters.num_on_device} adapters on the device"
     )
-
-
-async def _log_progress(seconds: float) -> None:
-    passed = 0.0
-    while True:
-        await asyncio.sleep(seconds)
-        passed += seconds
-        logger.info("still loading, %.0f s so far", passed)
-
-
-async def _log_drain(report: Callable[[], DrainReport], seconds: float) -> None:
-    while True:
-        await asyncio.sleep(seconds)
-        now = report()
-        logger.info(
-            "still stopping: %s %.0f s left",
-            counted(now.in_work, "in-flight prompt has", "in-flight prompts have"),
-            now.seconds_left or 0.0,
-        )
-
-
-async def _log_throughput(stats: Stats, seconds: float) -> None:
-    before = stats()
-    while True:
-        await asyncio.sleep(seconds)
-        now = stats()
-        for model, present in now.items():
-            if line := throughput(model, before.get(model, EngineStats()), present, seconds):
-                logger.info("%s", line)
-        before = now
-
-
-@contextlib.asynccontextmanager
-async def _repeating(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    task = asyncio.create_task(work)
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)

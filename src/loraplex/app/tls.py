@@ -2,13 +2,12 @@
 files change."""
 
 import asyncio
-import contextlib
 import logging
 import os
 import ssl
-from collections.abc import AsyncIterator
 from pathlib import Path
 
+from loraplex.app.serving_process import alongside
 from loraplex.core.errors import ConfigError
 from loraplex.core.server_config import ServerConfig
 
@@ -65,17 +64,9 @@ class Certificates:
         self._pair = pair
         logger.info("the certificate %s is read again", self.certificate)
 
-    @contextlib.asynccontextmanager
-    async def following(self) -> AsyncIterator[None]:
+    @alongside
+    async def following(self) -> None:
         """Follow changes of the files while the context lasts."""
-        task = asyncio.create_task(self._follow())
-        try:
-            yield
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-    async def _follow(self) -> None:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             await asyncio.to_thread(self.refresh)

@@ -14,7 +14,7 @@ from loraplex.core.errors import (
     QueueFullError,
     UnauthenticatedError,
 )
-from loraplex.frontends.openapi.document import document
+from loraplex.frontends.openapi.document import Schemas, document
 from loraplex.frontends.openapi.operation import (
     JSON,
     Media,
@@ -27,7 +27,6 @@ from loraplex.frontends.openapi.operation import (
     json_of,
     with_error_responses,
 )
-from loraplex.frontends.openapi.schemas import Schemas
 from tools.openapi_page import openapi_page
 
 
