@@ -65,8 +65,8 @@ class Server:
 
     async def look(self) -> None:
         self.clock.advance_seconds(AN_HOUR)  # past the pauses of loads that failed
-        await self.service._declared.refresh()
-        await self.service._declared.update()
+        await self.service.declared.refresh()
+        await self.service.declared.update()
 
     async def load(self, name: str, path: str):
         return await self.service.adapter_admin.load(

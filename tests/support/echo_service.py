@@ -36,7 +36,7 @@ from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.sandbox.process import Sandbox
 from loraplex.serving.sandbox.worker import Task
 from loraplex.serving.served_model import ServedModel
-from loraplex.serving.service import Admitted, Service
+from loraplex.serving.service import AdmittedRequest, Service
 from loraplex.serving.text import chat_worker
 from loraplex.serving.text.chat_format import UNKNOWN_FORMAT, ChatFormat
 from loraplex.serving.text.chat_renderer import ChatRenderer
@@ -190,7 +190,7 @@ class EchoService(Service):
         self.requests.append(request)
         return await super().generate(request, principal)
 
-    async def admitted(self, request: GenerateRequest, principal: Principal) -> Admitted:
+    async def admitted(self, request: GenerateRequest, principal: Principal) -> AdmittedRequest:
         error, after_outputs = self._faults.popleft() if self._faults else (None, None)
         if error is not None and after_outputs is None:
             raise error

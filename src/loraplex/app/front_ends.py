@@ -128,8 +128,8 @@ def _exposed_metrics(
 ) -> ASGIApp:
     """Return the app of the metrics of all parts of the server."""
     collectors = [*triton.collectors(), *reporting.collectors()]
-    if service.declared_adapters is not None:
-        collectors.append(declaration_collector(service.declared_adapters.status))
+    if service.declared is not None:
+        collectors.append(declaration_collector(service.declared.status))
     return metrics_app(
         service,
         metrics,

@@ -55,7 +55,7 @@ from loraplex.serving.remote.messages import (
     ListRequests,
     Numbers,
     Refresh,
-    Stop,
+    StopProcess,
 )
 from loraplex.serving.remote.remote_service import RemoteService
 from loraplex.serving.request_metrics import RequestMetrics
@@ -288,7 +288,7 @@ class FrontendProcess:
                     self._reporting.access_log.reopen()
                 if self._keys is not None:
                     asyncio.get_running_loop().run_in_executor(None, self._keys.refresh)
-            case Stop(seconds):
+            case StopProcess(seconds):
                 self._stop_deadline = time.monotonic() + seconds
                 self._stop.set()
 

@@ -22,7 +22,7 @@ from loraplex.core.server_config import ServerConfig
 from loraplex.core.stopped_process import how_it_ended, is_stopped
 from loraplex.frontends.ops.frontend_numbers import OtherFrontends
 from loraplex.frontends.telemetry.connections import HttpConnections
-from loraplex.serving.remote.messages import Refresh, Stop
+from loraplex.serving.remote.messages import Refresh, StopProcess
 from loraplex.serving.remote.owner import FrontendDesk, FrontendDesks
 from loraplex.serving.service import Service
 
@@ -254,7 +254,7 @@ class FrontendProcesses:
 
     async def _end(self, seconds: float) -> None:
         self._is_stopping = True
-        self._desks.send(Stop(max(seconds, 0.0)))
+        self._desks.send(StopProcess(max(seconds, 0.0)))
         await asyncio.wait(self._slots, timeout=max(seconds, 0.0) + _STOP_SECONDS)
         for slot in self._slots:
             slot.cancel()

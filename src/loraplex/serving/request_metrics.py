@@ -40,16 +40,12 @@ _FEW_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _QUEUE_BUCKETS = (0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
-class Outputs(Protocol):
-    """A request's outputs: an iterator that can be closed, which aborts the request."""
+class AdmittedOutputs(Protocol):
+    """An admitted request's outputs: an iterator that can be closed, which aborts the request."""
 
     async def __anext__(self) -> RequestOutput: ...
 
     async def aclose(self) -> None: ...
-
-
-class AdmittedOutputs(Outputs, Protocol):
-    """And what its admission found."""
 
     @property
     def adapters(self) -> tuple[ResolvedAdapter, ...]: ...
@@ -189,7 +185,7 @@ class ObservedOutputs(AsyncIterator[RequestOutput]):
         self,
         metrics: RequestMetrics,
         model: str,
-        outputs: Outputs,
+        outputs: AdmittedOutputs,
         clock: Clock,
         record: GenerationRecord,
     ) -> None:

@@ -66,7 +66,7 @@ from loraplex.serving.served_model import ServedModel, label
 logger = logging.getLogger(__name__)
 
 
-class Admitted(NamedTuple):
+class AdmittedRequest(NamedTuple):
     """A request that an engine has."""
 
     request: EngineRequest
@@ -103,13 +103,13 @@ class Service:
         self.uploads = uploads
         self._upkeep = CatalogUpkeep(self._models.values(), self._loader, uploads=uploads)
         self._follower = FolderFollower(self._loader, self._catalog, adapter_watch_seconds)
-        self._declared: DeclaredAdapters | None = None
+        self.declared: DeclaredAdapters | None = None
         changes: DeclaredChanges | None = None
         if declarations is not None:
-            self._declared = DeclaredAdapters(
+            self.declared = DeclaredAdapters(
                 declarations, self._loader, self._catalog, clock, adapter_watch_seconds
             )
-            changes = DeclaredChanges(self._declared, self._catalog)
+            changes = DeclaredChanges(self.declared, self._catalog)
         self._metrics = metrics
         self._clock = clock
         self.adapter_usage = AdapterUsage()
@@ -137,8 +137,8 @@ class Service:
         await self._loader.keep_spare()
         self._upkeep.start()
         self._follower.start()
-        if self._declared is not None:
-            self._declared.start()
+        if self.declared is not None:
+            self.declared.start()
         self._is_started = True
 
     async def start_model(self, name: str, settings: ModelConfig) -> None:
@@ -157,8 +157,8 @@ class Service:
 
     async def _load_adapters(self, model: ServedModel) -> None:
         await self._follower.load(model)
-        if self._declared is not None:
-            await self._declared.load(model)
+        if self.declared is not None:
+            await self.declared.load(model)
         await asyncio.to_thread(model.check_stored)
         await pin_on_device(model)
 
@@ -179,15 +179,10 @@ class Service:
             stack.push_async_callback(self._loader.close)
             stack.push_async_callback(_close_all, list(self._models.values()))
             stack.push_async_callback(self._upkeep.close)
-            if self._declared is not None:
-                stack.push_async_callback(self._declared.close)
+            if self.declared is not None:
+                stack.push_async_callback(self.declared.close)
             stack.push_async_callback(self._follower.close)
             stack.callback(self.draining.close)
-
-    @property
-    def declared_adapters(self) -> DeclaredAdapters | None:
-        """Follower of shared declarations; None without them."""
-        return self._declared
 
     def new_request_id(self) -> RequestId:
         return next(self._request_ids)
@@ -232,9 +227,9 @@ class Service:
         except ModelNotFoundError:
             if not self._is_started:
                 raise _starting() from None
-            if self._declared is None:
+            if self.declared is None:
                 raise
-            await self._declared.look_up(principal.tenant, name)
+            await self.declared.look_up(principal.tenant, name)
             model, key = self._catalog.find(name, principal)
         return model.card, key
 
@@ -259,7 +254,7 @@ class Service:
     async def pool(self, request: GenerateRequest, principal: Principal) -> Pooled:
         return await vector_of(await self.generate(request, principal))
 
-    async def admitted(self, request: GenerateRequest, principal: Principal) -> Admitted:
+    async def admitted(self, request: GenerateRequest, principal: Principal) -> AdmittedRequest:
         """Admit a request whose outputs the caller takes, whose lease it ends.
 
         All that can be wrong with it is refused here, and nowhere else. Raises as
@@ -307,7 +302,7 @@ class Service:
                 batch=request.batch,
             )
             engine_request, stream = submitted(engine_request, submit)
-            return Admitted(engine_request, adapters, stream, model.engine, lease)
+            return AdmittedRequest(engine_request, adapters, stream, model.engine, lease)
 
     async def _chosen(
         self, model: ServedModel, request: GenerateRequest, principal: Principal, lease: Lease
@@ -343,8 +338,8 @@ class Service:
         """Validate what a request names, and look for what is new, in lora_root or declared."""
         seen, rights = model.adapters_of(principal), principal.rights
         for key in (choice.key for choice in request.adapters):
-            if self._declared is not None and not isinstance(key, ByDigest) and not seen.knows(key):
-                await self._declared.look_up(principal.tenant, str(key))
+            if self.declared is not None and not isinstance(key, ByDigest) and not seen.knows(key):
+                await self.declared.look_up(principal.tenant, str(key))
             adapter = seen.unvalidated(key)
             if adapter is not None and adapter.name in rights.use:
                 error = await self._validate(model, adapter, principal.tenant)
@@ -359,8 +354,8 @@ class Service:
         """Validate an adapter that is known by name; return why it cannot be served."""
         if adapter.declaration is None:
             return await self._follower.validate_named(model, adapter.name, turn)
-        assert self._declared is not None, "only it discovers declared adapters"
-        return await self._declared.validate(adapter.declaration.key, turn)
+        assert self.declared is not None, "only it discovers declared adapters"
+        return await self.declared.validate(adapter.declaration.key, turn)
 
     def _num_running(self) -> int:
         return sum(model.engine.num_requests for model in self._models.values())

@@ -30,7 +30,7 @@ _RETRY_SECONDS = 1.0
 """Retry-After, in seconds, for too many concurrent requests: the end of one is not known."""
 
 
-class TenantUse:
+class TenantCounts:
     """What one tenant has now."""
 
     def __init__(self) -> None:
@@ -49,9 +49,9 @@ class TenantGate:
         """usage: gets the counts of requests that end."""
         self._clock = clock
         self._usage = usage
-        self._uses: defaultdict[str, TenantUse] = defaultdict(TenantUse)
+        self._uses: defaultdict[str, TenantCounts] = defaultdict(TenantCounts)
 
-    def use(self, tenant: str) -> TenantUse:
+    def use(self, tenant: str) -> TenantCounts:
         return self._uses[tenant]
 
     def usage(self, principal: Principal) -> TenantUsage:
@@ -105,7 +105,7 @@ class Lease:
     """One request's part of what its tenant has. It ends once."""
 
     _principal: Principal
-    _use: TenantUse
+    _use: TenantCounts
     _clock: Clock
     _usage: AdapterUsage
     _counted: Slot | None

@@ -18,8 +18,8 @@ class Opened(msgspec.Struct, frozen=True, tag=True):
     """Number of the process."""
 
 
-class Generate(msgspec.Struct, frozen=True, tag=True):
-    """Admit a request. The reply is Admitted or Refused; EngineOutputs follow the first."""
+class GenerateRemotely(msgspec.Struct, frozen=True, tag=True):
+    """Admit a request. The reply is AdmittedByOwner or Refused; EngineOutputs follow the first."""
 
     request: GenerateRequest
     """Request without its batch, which cannot be sent."""
@@ -52,7 +52,7 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
 
 
 class Find(msgspec.Struct, frozen=True, tag=True):
-    """Find a model or adapter by name. The reply is Found or Refused."""
+    """Find a model or adapter by name. The reply is FoundName or Refused."""
 
     query_id: int
     name: str
@@ -73,7 +73,9 @@ class ListedRequests(msgspec.Struct, frozen=True, tag=True):
     page: bytes
 
 
-FromFrontend = Opened | Generate | CloseBatch | Abort | Leave | Find | Numbers | ListedRequests
+FromFrontend = (
+    Opened | GenerateRemotely | CloseBatch | Abort | Leave | Find | Numbers | ListedRequests
+)
 
 
 # ---------------------------------------------------------------- from the owner
@@ -86,26 +88,26 @@ class State(msgspec.Struct, frozen=True, tag=True):
     max_model_lens: dict[str, int]
 
 
-class Admitted(msgspec.Struct, frozen=True, tag=True):
+class AdmittedByOwner(msgspec.Struct, frozen=True, tag=True):
     request: EngineRequest
-    """Request with an empty prompt if it is that of the message Generate."""
+    """Request with an empty prompt if it is that of the message GenerateRemotely."""
     adapters: tuple[ResolvedAdapter, ...]
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """Reply to Generate (request_id) or Find (query_id): the error."""
+    """Reply to GenerateRemotely (request_id) or Find (query_id): the error."""
 
     query_id: int
     error: ErrorInfo
 
 
-class Outputs(msgspec.Struct, frozen=True, tag=True):
+class OwnerOutputs(msgspec.Struct, frozen=True, tag=True):
     """What the engines have output since the last message, in order."""
 
     outputs: list[EngineOutput]
 
 
-class Found(msgspec.Struct, frozen=True, tag=True):
+class FoundName(msgspec.Struct, frozen=True, tag=True):
     query_id: int
     model: str
     key: AdapterKey | None
@@ -129,10 +131,20 @@ class Refresh(msgspec.Struct, frozen=True, tag=True):
     """Read the API keys again, and open the access log again."""
 
 
-class Stop(msgspec.Struct, frozen=True, tag=True):
+class StopProcess(msgspec.Struct, frozen=True, tag=True):
     """End once the open responses are sent, or after so many seconds."""
 
     seconds: float
 
 
-FromOwner = State | Admitted | Refused | Outputs | Found | Count | ListRequests | Refresh | Stop
+FromOwner = (
+    State
+    | AdmittedByOwner
+    | Refused
+    | OwnerOutputs
+    | FoundName
+    | Count
+    | ListRequests
+    | Refresh
+    | StopProcess
+)

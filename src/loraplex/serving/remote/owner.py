@@ -18,25 +18,24 @@ from loraplex.serving.engines.in_flight_request import OutputStream
 from loraplex.serving.remote.frames import FrameConnection
 from loraplex.serving.remote.messages import (
     Abort,
-    Admitted,
+    AdmittedByOwner,
     CloseBatch,
     Count,
     Find,
-    Found,
+    FoundName,
     FromFrontend,
     FromOwner,
-    Generate,
+    GenerateRemotely,
     Leave,
     ListedRequests,
     ListRequests,
     Numbers,
     Opened,
-    Outputs,
+    OwnerOutputs,
     Refused,
     State,
 )
-from loraplex.serving.service import Admitted as AdmittedRequest
-from loraplex.serving.service import Service
+from loraplex.serving.service import AdmittedRequest, Service
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +115,7 @@ class FrontendDesk:
 
     def _take(self, message: FromFrontend) -> None:
         match message:
-            case Generate():
+            case GenerateRemotely():
                 remote = self._requests[message.request.request_id] = _Remote()
                 remote.task = self._start(self._admit(message, remote))
             case Leave() | Abort():
@@ -157,7 +156,7 @@ class FrontendDesk:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _admit(self, message: Generate, remote: _Remote) -> None:
+    async def _admit(self, message: GenerateRemotely, remote: _Remote) -> None:
         request = message.request
         if message.batch:
             batch = self._batches.get(message.batch) or RequestBatch()
@@ -174,7 +173,7 @@ class FrontendDesk:
         remote.num_tokens = len(own.prompt_token_ids)
         if own.prompt_token_ids == request.prompt:
             own = msgspec.structs.replace(own, prompt_token_ids=())
-        self.connection.send(Admitted(own, admitted.adapters))
+        self.connection.send(AdmittedByOwner(own, admitted.adapters))
         assert isinstance(admitted.stream, OutputStream), "none is continued from another server"
         admitted.stream.pass_on(self._pass_on)
 
@@ -184,7 +183,7 @@ class FrontendDesk:
         except Exception as error:
             self._refuse(message.query_id, error)
         else:
-            self.connection.send(Found(message.query_id, card.name, key))
+            self.connection.send(FoundName(message.query_id, card.name, key))
 
     def _refuse(self, query_id: int, error: Exception) -> None:
         if not isinstance(error, LoraplexError):
@@ -204,7 +203,7 @@ class FrontendDesk:
 
     def _flush(self) -> None:
         outputs, self._outputs = self._outputs, []
-        self.connection.send(Outputs(outputs))
+        self.connection.send(OwnerOutputs(outputs))
 
     def _lose(self) -> None:
         """The process has ended: so do its requests, and no others."""

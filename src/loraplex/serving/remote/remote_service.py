@@ -28,15 +28,15 @@ from loraplex.serving.logits_files import discard
 from loraplex.serving.remote.frames import FrameConnection
 from loraplex.serving.remote.messages import (
     Abort,
-    Admitted,
+    AdmittedByOwner,
     CloseBatch,
     Find,
-    Found,
+    FoundName,
     FromOwner,
-    Generate,
+    GenerateRemotely,
     Leave,
     Opened,
-    Outputs,
+    OwnerOutputs,
     Refused,
     State,
 )
@@ -102,7 +102,7 @@ class RemoteService:
         if name in self._texts and name in principal.rights.models:
             return self._texts[name].card, None
         query_id = next(self._ids)
-        found: Found = await self._reply(query_id, Find(query_id, name, principal))
+        found: FoundName = await self._reply(query_id, Find(query_id, name, principal))
         return self.model(found.model).card, found.key
 
     async def generate(
@@ -119,9 +119,9 @@ class RemoteService:
         check_request(request)  # a number out of its range may not fit into a message
         request_id, sent = request.request_id, await self._tokenized(request, principal)
         batch = 0 if request.batch is None else self._number_of(request.batch)
-        message = Generate(msgspec.structs.replace(sent, batch=None), principal, batch)
+        message = GenerateRemotely(msgspec.structs.replace(sent, batch=None), principal, batch)
         try:
-            admitted: Admitted = await self._reply(request_id, message)
+            admitted: AdmittedByOwner = await self._reply(request_id, message)
         except asyncio.CancelledError:
             self._leave(request_id, 0)
             raise
@@ -198,18 +198,18 @@ class RemoteService:
 
     def _take(self, message: FromOwner) -> None:
         match message:
-            case Outputs(outputs):
+            case OwnerOutputs(outputs):
                 for output in outputs:
                     stream = self._streams.get(output.request_id)
                     if stream is None:
                         discard((output,))
                     else:
                         stream.put(output)
-            case Admitted(request):
+            case AdmittedByOwner(request):
                 if request.request_id in self._replies:  # else its client has left
                     self._streams[request.request_id] = OutputStream()
                 self._resolve(request.request_id, message)
-            case Found(query_id):
+            case FoundName(query_id):
                 self._resolve(query_id, message)
             case Refused(query_id, error):
                 self._resolve(query_id, error_from_info(error))

@@ -16,6 +16,8 @@ from loraplex.serving.logits_files import first_rows
 from loraplex.serving.text.detokenizer import IncrementalDetokenizer
 from loraplex.text.tokenizer import Tokenizer
 
+T = TypeVar("T")
+
 
 class SequenceText:
     """The text of one sequence, and whether and why it has ended."""
@@ -189,9 +191,6 @@ class StopStrings:
 
     def _num_pending(self) -> int:
         return max((matcher.num_matched for matcher in self._matchers), default=0)
-
-
-T = TypeVar("T")
 
 
 class PrefixMatcher(Generic[T]):

@@ -48,7 +48,7 @@ class Replica:
         self.service = service
         self.store = store
         self.clock = clock
-        self.declared = service._declared
+        self.declared = service.declared
 
     async def look(self) -> None:
         await self.declared.refresh()

@@ -26,7 +26,13 @@ from loraplex.frontends.streams import gather_all
 from loraplex.serving.adapter_usage import UsedAdapter
 from loraplex.serving.backend import close_outputs
 from loraplex.serving.local_texts import LocalTexts
-from loraplex.serving.remote.messages import Count, ListedRequests, ListRequests, Numbers, Stop
+from loraplex.serving.remote.messages import (
+    Count,
+    ListedRequests,
+    ListRequests,
+    Numbers,
+    StopProcess,
+)
 from loraplex.serving.remote.owner import FrontendDesks
 from loraplex.serving.remote.remote_service import RemoteService
 from loraplex.serving.request_metrics import RequestMetrics
@@ -277,9 +283,9 @@ async def test_numbers_and_commands(ends):
     assert ends.commands[1] == ListRequests(2, b"query")
     ends.remote.connection.send(ListedRequests(2, b"page"))
     assert await listing == b"page"
-    ends.desks.send(Stop(3.0))
+    ends.desks.send(StopProcess(3.0))
     async with asyncio.timeout(60):
-        while ends.commands[-1] != Stop(3.0):
+        while ends.commands[-1] != StopProcess(3.0):
             await asyncio.sleep(0.005)
 
 
