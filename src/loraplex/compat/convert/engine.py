@@ -27,7 +27,7 @@ from loraplex.compat.convert.model_files import (
     write_json,
     write_model,
 )
-from loraplex.compat.flags import Flags, check_values
+from loraplex.compat.flags import Flags, check_at_least, check_values
 from loraplex.core.errors import ConfigError
 from loraplex.core.version import __version__
 from loraplex.core.weight_precision import WeightPrecision
@@ -103,8 +103,7 @@ def build_config(flags: Flags, config: ModelSpec) -> dict[str, Any]:
 
 def _check(flags: Flags) -> None:
     for name in _POSITIVE:
-        if flags.get(name, 1) < 1:
-            raise ConfigError(f"--{name} must be at least 1, got {flags.get(name)}")
+        check_at_least(f"--{name}", flags.get(name, 1), 1)
     tp_size, pp_size = flags.get("tp_size", 1), flags.get("pp_size", 1)
     world_size = flags.get("world_size", tp_size * pp_size)
     if world_size != tp_size * pp_size:

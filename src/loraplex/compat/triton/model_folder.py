@@ -94,6 +94,13 @@ def parse_pbtxt(text: str, source: str) -> ModelConfigProto:
     return config
 
 
+def place_of(path: Path, pattern: str) -> str:
+    """Return `FILE, line N` of the first line with a pattern, or the file alone without one."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    line = next((i for i, text in enumerate(lines, start=1) if re.search(pattern, text)), None)
+    return str(path) if line is None else f"{path}, line {line}"
+
+
 def is_placeholder(value: str) -> bool:
     """Return whether a text is `${name}` as a whole, which was not filled in."""
     return re.fullmatch(_PLACEHOLDER, value.strip()) is not None
@@ -172,16 +179,10 @@ class ModelParameters:
 
     def place(self, key: str) -> str:
         """Where a key is written, as a layer of settings calls its source."""
-        return f"{self._path}, line {self._line(key)}"
+        return place_of(self._path, rf"""key\s*:\s*["']{re.escape(key)}["']""")
 
     def error(self, key: str, reason: str) -> ConfigError:
         return ConfigError(f"{self.place(key)}: {key}: {reason}")
-
-    def _line(self, key: str) -> int:
-        """Where the key is written; 1 if it cannot be found."""
-        lines = self._path.read_text(encoding="utf-8").splitlines()
-        written = re.compile(rf"""key\s*:\s*["']{re.escape(key)}["']""")
-        return next((i for i, line in enumerate(lines, start=1) if written.search(line)), 1)
 
 
 def _read_bool(text: str) -> bool:
@@ -236,16 +237,11 @@ class ModelFolder:
 
     def line_of(self, field: str) -> str:
         """Where a field is written, for errors: `FILE, line N`, or the file alone."""
-        return self._place(re.compile(rf"\b{re.escape(field)}\b\s*[:{{\[]"))
+        return place_of(self.pbtxt, rf"\b{re.escape(field)}\b\s*[:{{\[]")
 
     def line_of_tensor(self, name: str) -> str:
         """The same for an input or output."""
-        return self._place(re.compile(rf"""name\s*:\s*["']{re.escape(name)}["']"""))
-
-    def _place(self, written: re.Pattern[str]) -> str:
-        lines = self.pbtxt.read_text(encoding="utf-8").splitlines()
-        line = next((i for i, text in enumerate(lines, start=1) if written.search(text)), None)
-        return str(self.pbtxt) if line is None else f"{self.pbtxt}, line {line}"
+        return place_of(self.pbtxt, rf"""name\s*:\s*["']{re.escape(name)}["']""")
 
     def find_folder(self, written: str) -> Path | None:
         """The folder that a path in the configuration means; None if there is none.

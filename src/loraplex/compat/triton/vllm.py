@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from loraplex.compat.triton.config_json import completed_config
-from loraplex.compat.triton.model_folder import ModelFolder, Notes, has_gpu
+from loraplex.compat.triton.model_folder import ModelFolder, Notes, has_gpu, place_of
 from loraplex.compat.triton.roles import KINDS, Role
 from loraplex.compat.triton.setting_rows import (
     PARALLEL,
@@ -175,10 +175,7 @@ class _Arguments:
         return Layer(source, {"models": {self._folder.name: {setting: value}}})
 
     def _place(self, key: str) -> str:
-        written = re.compile(rf'"{re.escape(key)}"\s*:')
-        lines = self._path.read_text(encoding="utf-8").splitlines()
-        line = next((i for i, text in enumerate(lines, start=1) if written.search(text)), None)
-        return str(self._path) if line is None else f"{self._path}, line {line}"
+        return place_of(self._path, rf'"{re.escape(key)}"\s*:')
 
     def _error(self, key: str, reason: str) -> ConfigError:
         return ConfigError(f"{self._place(key)}: {reason}")
