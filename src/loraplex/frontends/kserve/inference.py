@@ -17,7 +17,7 @@ from loraplex.frontends.kserve.messages import (
     Parameter,
     ResponseStream,
 )
-from loraplex.frontends.kserve.models.completion import Completion
+from loraplex.frontends.kserve.models.completion import SequenceSoFar
 from loraplex.frontends.kserve.models.convert import TritonGeneration
 from loraplex.frontends.kserve.models.kinds import BackendDialect
 from loraplex.frontends.kserve.models.output_tensors import output_tensors, without_batch
@@ -56,7 +56,7 @@ class Inference(ResponseStream):
         self._recording = recording
         self._is_streamed = generations[0].is_streamed
         self._batch = [
-            [Completion(generation, index) for index in range(generation.request.sampling.n)]
+            [SequenceSoFar(generation, index) for index in range(generation.request.sampling.n)]
             for generation in generations
         ]
         self._num_running = len(streams)
@@ -181,13 +181,13 @@ class Inference(ResponseStream):
             self._ready.append(await self._piece(index, group, is_final=group is left[-1][1]))
 
     @staticmethod
-    def _grouped(completions: list[Completion]) -> list[list[Completion]]:
+    def _grouped(completions: list[SequenceSoFar]) -> list[list[SequenceSoFar]]:
         """Completions by response: each has its own, but those that come together share one."""
         if completions and completions[0].generation.comes_together:
             return [completions]
         return [[completion] for completion in completions]
 
-    def _take(self, index: int, output: RequestOutput) -> list[Completion]:
+    def _take(self, index: int, output: RequestOutput) -> list[SequenceSoFar]:
         """Add an output to its completions; return those to be sent now."""
         self._recording.begun()
         self._num_running -= output.finished
@@ -229,7 +229,7 @@ class Inference(ResponseStream):
                 completion.begin(() if isinstance(prompt, str) else prompt)
 
     async def _piece(
-        self, index: int, completions: list[Completion], *, is_final: bool
+        self, index: int, completions: list[SequenceSoFar], *, is_final: bool
     ) -> InferResponse:
         has_batch = len(self._batch) > 1
         is_one_of_several = len(completions) < len(self._batch[index])
@@ -245,7 +245,7 @@ class Inference(ResponseStream):
 
     async def _response(
         self,
-        batch: Sequence[Sequence[Completion]],
+        batch: Sequence[Sequence[SequenceSoFar]],
         *,
         is_final: bool,
         batch_index: int | None = None,
@@ -269,7 +269,7 @@ class Inference(ResponseStream):
             is_final=is_final,
         )
 
-    def _parameters_of(self, batch: Sequence[Sequence[Completion]]) -> Mapping[str, Parameter]:
+    def _parameters_of(self, batch: Sequence[Sequence[SequenceSoFar]]) -> Mapping[str, Parameter]:
         """Parameters with the metrics that have no tensor; the sum over several elements."""
         if not batch[0][0].generation.returns_perf_metrics:
             return self._parameters
@@ -288,7 +288,7 @@ class Inference(ResponseStream):
         }
 
 
-def _token_times(completions: Sequence[Completion]) -> TokenTimes:
+def _token_times(completions: Sequence[SequenceSoFar]) -> TokenTimes:
     counts = (
         completions[0].num_input_tokens,
         sum([completion.num_output_tokens for completion in completions]),

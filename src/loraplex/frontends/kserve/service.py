@@ -168,8 +168,7 @@ class TritonService:
                 token_labels(self.catalog, model),
                 self.counts.steps(self.catalog.steps(model)),
             )
-        _, counts, labels, steps = known
-        return Recording(counts, self.counts.token_metrics, labels, steps)
+        return Recording(self.counts.token_metrics, *known[1:])
 
     def collectors(self) -> list[Collector]:
         """Metric families of Triton and its backends, for GET /metrics."""

@@ -205,11 +205,7 @@ class Recording:
     """
 
     def __init__(
-        self,
-        counts: ModelCounts,
-        tokens: TokenMetrics,
-        labels: TokenLabels,
-        steps: StepCounts,
+        self, tokens: TokenMetrics, counts: ModelCounts, labels: TokenLabels, steps: StepCounts
     ) -> None:
         """steps: of an ensemble, the models that count the request, too."""
         self._counts = counts

@@ -41,7 +41,7 @@ _BODY = {
 
 def drain_routes(draining: Draining, authenticate: Authenticate) -> list[RecordedRoute]:
     """Return the routes, for operators only."""
-    endpoints = _Endpoints(draining, authenticate)
+    endpoints = _DrainEndpoints(draining, authenticate)
     return [
         RecordedRoute("/drain", responding_to_errors(endpoints.begin), methods=["POST"]),
         RecordedRoute("/drain", responding_to_errors(endpoints.report), methods=["GET"]),
@@ -49,7 +49,7 @@ def drain_routes(draining: Draining, authenticate: Authenticate) -> list[Recorde
     ]
 
 
-class _Endpoints:
+class _DrainEndpoints:
     def __init__(self, draining: Draining, authenticate: Authenticate) -> None:
         self._draining = draining
         self._authenticate = authenticate

@@ -94,7 +94,7 @@ def health_routes(
 ) -> list[RecordedRoute]:
     """GET /health/live, /health/ready; for operators /v1/iterations, /v1/memory and
     /v1/internal/stats."""
-    endpoints = _Endpoints(backend, stats)
+    endpoints = _HealthEndpoints(backend, stats)
     handlers: tuple[tuple[str, Handler], ...] = (
         ("/health/live", endpoints.live),
         ("/health/ready", endpoints.ready),
@@ -120,7 +120,7 @@ class Readiness(msgspec.Struct, frozen=True):
 _MODEL = Parameter("model", "Only of this base model.")
 
 
-class _Endpoints:
+class _HealthEndpoints:
     def __init__(self, backend: Backend, stats: Report) -> None:
         self._backend = backend
         self._stats = stats

@@ -4,7 +4,7 @@ from msgspec.structs import replace
 
 from loraplex.core.output import FinishReason, Logits, SequenceOutput, TokenLogprob
 from loraplex.core.request import GenerateRequest
-from loraplex.frontends.kserve.models.completion import Completion
+from loraplex.frontends.kserve.models.completion import SequenceSoFar
 from loraplex.frontends.kserve.models.convert import TritonGeneration
 from loraplex.frontends.kserve.models.kinds import ENSEMBLE, TENSORRT_LLM
 from loraplex.frontends.kserve.models.output_tensors import output_tensors
@@ -31,7 +31,7 @@ def output(*token_ids, text="", finish=None, stop_reason=None):
 
 
 def response(*outputs, prompt=(1, 2), index=0, **options):
-    made = Completion(generation(**options), index)
+    made = SequenceSoFar(generation(**options), index)
     made.begin(prompt)
     for piece in outputs:
         made.add(piece)

@@ -21,8 +21,8 @@ from loraplex.frontends.kserve.socket.server import bind
 from loraplex.frontends.kserve.stub.connection import Connection, ConnectionLost, MessageTooLarge
 from loraplex.frontends.kserve.stub.wire import (
     LENGTH,
-    Failure,
     Infer,
+    RequestFailure,
     Response,
     Welcome,
     WireTensor,
@@ -186,7 +186,7 @@ def test_a_cancelled_request_is_aborted_and_says_so(backend, connection):
     responses.get(timeout=60)
     connection.cancel(number)
     last = None
-    while not isinstance(last, Failure):
+    while not isinstance(last, RequestFailure):
         last = responses.get(timeout=60)
     assert (last.kind, last.message) == ("CANCELLED", "Request was cancelled")
     assert len(backend.aborted) == 1

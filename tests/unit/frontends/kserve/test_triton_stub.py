@@ -128,7 +128,7 @@ def test_outputs_that_the_configuration_does_not_have_are_left_out(backend, path
 
 
 def test_a_sender_that_has_ended_is_not_used(model):
-    call_class = type(model).execute.__globals__["_Call"]
+    call_class = type(model).execute.__globals__["_TritonCall"]
     sender = fake.Sender()
     call = call_class(sender, model)
     call.submitted(None, 1)

@@ -12,7 +12,7 @@ import pytest
 
 from loraplex.frontends.kserve.stub.connection import ConnectionLost
 from loraplex.frontends.kserve.stub.link import Link
-from loraplex.frontends.kserve.stub.server import Server, ServerUnavailable, default_socket
+from loraplex.frontends.kserve.stub.server import ServerProcess, ServerUnavailable, default_socket
 from support.eventually import eventually
 from support.naming import naming
 
@@ -51,7 +51,7 @@ def server_pid(path):
 
 
 def test_the_first_starts_the_server_and_the_last_ends_it(path):
-    links = [link(Server(path, ECHO_SERVER)) for _ in range(3)]
+    links = [link(ServerProcess(path, ECHO_SERVER)) for _ in range(3)]
     with ThreadPoolExecutor() as threads:
         for opened in [threads.submit(each.open) for each in links]:
             opened.result()
@@ -67,7 +67,7 @@ def test_the_first_starts_the_server_and_the_last_ends_it(path):
 
 
 def test_a_killed_server_is_started_again(path):
-    one = link(Server(path, ECHO_SERVER))
+    one = link(ServerProcess(path, ECHO_SERVER))
     one.open()
     first = server_pid(path)
     os.kill(first, signal.SIGKILL)
@@ -80,7 +80,7 @@ def test_a_killed_server_is_started_again(path):
 
 @pytest.mark.slow
 def test_the_next_server_has_a_leash_of_all_too(path):
-    links = [link(Server(path, ECHO_SERVER)) for _ in range(2)]
+    links = [link(ServerProcess(path, ECHO_SERVER)) for _ in range(2)]
     for each in links:
         each.open()
     os.kill(server_pid(path), signal.SIGKILL)
@@ -98,11 +98,11 @@ def test_the_next_server_has_a_leash_of_all_too(path):
 
 def test_a_server_that_cannot_start_says_why(path):
     program = "import sys; print('first line'); sys.exit('no such engine')"
-    one = link(Server(path, [sys.executable, "-c", program]))
+    one = link(ServerProcess(path, [sys.executable, "-c", program]))
     with pytest.raises(ServerUnavailable, match=naming("exit status 1", "no such engine")):
         one.open()
     one.close()
-    lost = link(Server(path, ["/nowhere/python"]))
+    lost = link(ServerProcess(path, ["/nowhere/python"]))
     with pytest.raises(ServerUnavailable, match=naming("/nowhere/python")):
         lost.open()
 
@@ -112,7 +112,7 @@ def test_the_server_does_not_get_tritons_libraries(path, monkeypatch, tmp_path):
     seen = tmp_path / "seen"
     program = f"import os; open({str(seen)!r}, 'w').write(os.environ.get('LD_LIBRARY_PATH', ''))"
     with pytest.raises(ServerUnavailable):
-        link(Server(path, [sys.executable, "-c", program])).open()
+        link(ServerProcess(path, [sys.executable, "-c", program])).open()
     assert seen.read_text() == ""
 
 
@@ -129,7 +129,7 @@ def test_the_default_socket_is_private_and_the_same_for_one_command(tmp_path, mo
 
 def test_without_a_connection_requests_are_refused(path):
     with pytest.raises(ConnectionLost, match="is not there yet"):
-        link(Server(path)).submit(None, print)
+        link(ServerProcess(path)).submit(None, print)
 
 
 @pytest.mark.parametrize("ending", ["lock", "log"])
@@ -138,5 +138,5 @@ def test_a_link_beside_the_socket_is_not_followed(tmp_path, ending):
     other.write_text("keep me")
     (tmp_path / f"s.{ending}").symlink_to(other)
     with pytest.raises(ServerUnavailable):
-        Server(str(tmp_path / "s"), ["true"]).connect(print, lambda: False)
+        ServerProcess(str(tmp_path / "s"), ["true"]).connect(print, lambda: False)
     assert other.read_text() == "keep me"

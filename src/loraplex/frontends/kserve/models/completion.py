@@ -19,7 +19,7 @@ _BYTES_OF_CHARACTER = 256
 """Bytes of logits that are copied in the time that one character takes to format."""
 
 
-class Completion(msgspec.Struct, eq=False):
+class SequenceSoFar(msgspec.Struct, eq=False):
     """One sequence so far. `drain` starts the next piece of a streamed completion."""
 
     generation: TritonGeneration

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from typing import Final
 
 import numpy as np
 
@@ -195,6 +195,7 @@ def _passed_through(elements: Sequence[Inputs]) -> list[Tensor]:
     return tensors
 
 
-COMPUTATIONS: Mapping[str, Computation] = MappingProxyType(
-    {PREPROCESSING.name: preprocess, POSTPROCESSING.name: postprocess}
-)
+COMPUTATIONS: Final[Mapping[str, Computation]] = {
+    PREPROCESSING.name: preprocess,
+    POSTPROCESSING.name: postprocess,
+}

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from loraplex.core.output import Logits, RequestTiming
-from loraplex.frontends.kserve.models.completion import Completion
+from loraplex.frontends.kserve.models.completion import SequenceSoFar
 from loraplex.frontends.kserve.models.kinds import TENSORRT_LLM, VLLM, BackendDialect, ModelKind
 from loraplex.frontends.kserve.tensors import (
     DATATYPES,
@@ -30,7 +30,7 @@ PADDING = -1
 RUNNING = "None"
 """The finish reason of a sequence of the vLLM backend that goes on."""
 NO_LOGPROBS = "null"
-Batch = Sequence[Sequence[Completion]]
+Batch = Sequence[Sequence[SequenceSoFar]]
 """Per element its sequences, equally many in each."""
 _DATATYPES: Final = {row.name: row.datatype for row in TENSORRT_LLM.outputs}
 
@@ -196,7 +196,7 @@ def _padded_rows(arrays: Sequence[Array]) -> Array:
 # ---------------------------------------------------------------- measurements
 
 
-def _num_blocks(completions: Sequence[Completion], _: RequestTiming) -> int:
+def _num_blocks(completions: Sequence[SequenceSoFar], _: RequestTiming) -> int:
     """KV blocks of the prompt and completion of one sequence; its last token has no KV."""
     completion = completions[0]
     longest = max(completion.num_output_tokens for completion in completions)
@@ -204,11 +204,11 @@ def _num_blocks(completions: Sequence[Completion], _: RequestTiming) -> int:
     return math.ceil(num_tokens / completion.generation.block_size)
 
 
-def _num_reused(completions: Sequence[Completion], timing: RequestTiming) -> int:
+def _num_reused(completions: Sequence[SequenceSoFar], timing: RequestTiming) -> int:
     return timing.num_cached_tokens // completions[0].generation.block_size
 
 
-_MEASURED: Final[Mapping[str, Callable[[Sequence[Completion], RequestTiming], float]]] = (
+_MEASURED: Final[Mapping[str, Callable[[Sequence[SequenceSoFar], RequestTiming], float]]] = (
     MappingProxyType(
         {
             "kv_cache_alloc_new_blocks": lambda of, t: _num_blocks(of, t) - _num_reused(of, t),
@@ -238,7 +238,7 @@ def _measured(batch: Batch) -> Mapping[str, Sequence[float]]:
 # ---------------------------------------------------------------- models of the vLLM backend
 
 
-def _vllm_tensors(completions: Sequence[Completion]) -> list[Tensor]:
+def _vllm_tensors(completions: Sequence[SequenceSoFar]) -> list[Tensor]:
     """The outputs of one request: what it wished for comes in every response.
 
     Shapes have no batch dimension: [sequences] each, num_input_tokens [1]. Where a stream brings a
@@ -257,11 +257,11 @@ def _vllm_tensors(completions: Sequence[Completion]) -> list[Tensor]:
     return tensors
 
 
-def _finish_reason(completion: Completion) -> str:
+def _finish_reason(completion: SequenceSoFar) -> str:
     return RUNNING if completion.finish_reason is None else completion.finish_reason.value
 
 
-def _logprobs(completion: Completion) -> str:
+def _logprobs(completion: SequenceSoFar) -> str:
     """A JSON list: for each token the chosen and the most likely ones, by token id."""
     token_text = completion.generation.token_text
     if token_text is None:
@@ -280,7 +280,7 @@ def _logprobs(completion: Completion) -> str:
     return f"[{', '.join(rows)}]"
 
 
-_VLLM_VALUES: Final[Mapping[str, Callable[[Completion], Any]]] = MappingProxyType(
+_VLLM_VALUES: Final[Mapping[str, Callable[[SequenceSoFar], Any]]] = MappingProxyType(
     {
         "finish_reason": _finish_reason,
         "cumulative_logprob": lambda completion: completion.cum_log_prob,

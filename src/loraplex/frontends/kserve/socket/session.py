@@ -20,12 +20,12 @@ from loraplex.frontends.kserve.stub.wire import (
     LENGTH,
     PROTOCOL,
     Cancel,
-    Failure,
     FromClient,
     FromServer,
     Infer,
     NotAMessage,
     Ping,
+    RequestFailure,
     Response,
     Status,
     Welcome,
@@ -79,7 +79,7 @@ class Session:
             while (message := await self._next()) is not None:
                 await self._take(message)
         except BrokenConnectionError as error:
-            self._writer.write(frame(Failure(kind="INVALID_ARGUMENT", message=str(error))))
+            self._writer.write(frame(RequestFailure(kind="INVALID_ARGUMENT", message=str(error))))
         except ConnectionError:
             pass  # it has gone in the middle of a message
         finally:
@@ -118,7 +118,7 @@ class Session:
             raise BrokenConnectionError(f"id {message.id} is in use")
         if len(self._requests) >= MAX_REQUESTS:
             text = f"{MAX_REQUESTS} requests of this connection are in flight; try again later"
-            await self._send(Failure(id=message.id, kind="UNAVAILABLE", message=text))
+            await self._send(RequestFailure(id=message.id, kind="UNAVAILABLE", message=text))
             return
         task = asyncio.create_task(self._serve(message))
         self._requests[message.id] = task
@@ -166,7 +166,7 @@ class Session:
         task.cancel()
         await asyncio.wait({task})
         if task.cancelled():
-            failure = Failure(id=number, kind=CANCELLED, message="Request was cancelled")
+            failure = RequestFailure(id=number, kind=CANCELLED, message="Request was cancelled")
             await self._send(failure)
 
     async def _abort_all(self) -> None:
@@ -233,11 +233,11 @@ def encode_response(number: int, response: InferResponse) -> Response:
     )
 
 
-def encode_failure(number: int, raised: Exception) -> Failure:
+def encode_failure(number: int, raised: Exception) -> RequestFailure:
     """Encode an error's kind and text; an internal error is logged and shows no details."""
     error = as_loraplex_error(raised)
     outputs = raised.outputs if isinstance(raised, FailedResponse) else ()
-    return Failure(
+    return RequestFailure(
         id=number,
         kind=status_of(error).grpc,
         message=message_of(error),

@@ -1,6 +1,7 @@
 """One connection to a serving process; responses arrive in a thread of its own.
 
-It lives once. When it is lost, every in-flight request gets a Failure, and `on_lost` is called.
+It lives once. When it is lost, every in-flight request gets a RequestFailure, and `on_lost` is
+called.
 """
 
 import contextlib
@@ -17,11 +18,11 @@ from .wire import (
     PROTOCOL,
     SILENCE_SECONDS,
     Cancel,
-    Failure,
     FromServer,
     Infer,
     NotAMessage,
     Ping,
+    RequestFailure,
     Response,
     Status,
     Welcome,
@@ -29,7 +30,7 @@ from .wire import (
     read_from_server,
 )
 
-Sink = Callable[[Response | Failure], None]
+Sink = Callable[[Response | RequestFailure], None]
 """Receives the responses to one request, in the connection's thread; it must not raise."""
 
 
@@ -97,7 +98,7 @@ class Connection:
         return number
 
     def cancel(self, number: int) -> None:
-        """The request ends with a Failure, unless it has ended."""
+        """The request ends with a RequestFailure, unless it has ended."""
         self._send(frame(Cancel(id=number)))
 
     def ping(self) -> None:
@@ -115,7 +116,7 @@ class Connection:
             return self._status
 
     def close(self) -> None:
-        """Close: in-flight requests end with a Failure; on_lost is not called. Idempotent."""
+        """Close: in-flight requests fail; on_lost is not called. Idempotent."""
         self._lose("the model is unloaded", is_reported=False)
         if self._thread is not threading.current_thread():
             self._thread.join()
@@ -167,14 +168,14 @@ class Connection:
             with self._state:
                 self._status = message
                 self._state.notify_all()
-        elif isinstance(message, Failure) and message.id is None:
+        elif isinstance(message, RequestFailure) and message.id is None:
             self._lose(f"the server at {self._path} closed the connection: {message.message}")
-        elif isinstance(message, Failure | Response):
+        elif isinstance(message, RequestFailure | Response):
             self._give(message)
 
-    def _give(self, response: Response | Failure) -> None:
+    def _give(self, response: Response | RequestFailure) -> None:
         assert response.id is not None
-        is_end = isinstance(response, Failure) or response.is_final
+        is_end = isinstance(response, RequestFailure) or response.is_final
         with self._state:
             sink = self._sinks.pop(response.id, None) if is_end else self._sinks.get(response.id)
         if sink is not None:
@@ -205,6 +206,6 @@ class Connection:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads
         for number, sink in sinks.items():
-            sink(Failure(id=number, kind="UNAVAILABLE", message=reason))
+            sink(RequestFailure(id=number, kind="UNAVAILABLE", message=reason))
         if is_reported:
             self._on_lost(reason)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from .connection import Connection, ConnectionLost, Sink
-from .server import Server, ServerUnavailable
+from .server import ServerProcess, ServerUnavailable
 from .wire import PING_SECONDS, Infer, Status
 
 _STATUS_SECONDS = 5.0
@@ -22,7 +22,7 @@ class Link:
 
     def __init__(
         self,
-        server: Server,
+        server: ServerProcess,
         model: str,
         *,
         start_seconds: float,
@@ -62,7 +62,7 @@ class Link:
         return connection, connection.submit(request, sink)
 
     def close(self) -> None:
-        """Close: in-flight requests end with a Failure; the server ends if it was started for this
+        """Close: in-flight requests fail; the server ends if it was started for this
         model and no other needs it. Idempotent.
         """
         self._closing.set()

@@ -14,9 +14,9 @@ import triton_python_backend_utils as backend
 
 from .connection import Connection, ConnectionLost, MessageTooLarge
 from .link import Link
-from .server import Server, ServerUnavailable, default_socket
+from .server import ServerProcess, ServerUnavailable, default_socket
 from .tensors import TensorSpecs, from_wire
-from .wire import Failure, Infer, Parameter, Response
+from .wire import Infer, Parameter, RequestFailure, Response
 
 SOCKET = "loraplex_socket"
 COMMAND = "loraplex_command"
@@ -67,11 +67,11 @@ class TritonPythonModel:
         self._name = args["model_name"]
         self._specs = TensorSpecs(config)
         self._is_unary = not config.get("model_transaction_policy", {}).get("decoupled", False)
-        self._calls: set[_Call] = set()
+        self._calls: set[_TritonCall] = set()
         self._lock = threading.Lock()
         settings = _Settings(config, args)
         try:
-            server = Server(settings.socket, settings.command)
+            server = ServerProcess(settings.socket, settings.command)
             self._link = Link(
                 server,
                 self._name,
@@ -93,17 +93,19 @@ class TritonPythonModel:
 
     def execute(self, requests: Any) -> None:
         for request in requests:
-            call = _Call(request.get_response_sender(), self)
+            call = _TritonCall(request.get_response_sender(), self)
             try:
                 with self._lock:
                     self._calls.add(call)
                 call.submitted(*self._link.submit(self._message(request), call.respond))
             except (ConnectionLost, MessageTooLarge) as error:
                 kind = "UNAVAILABLE" if isinstance(error, ConnectionLost) else "INVALID_ARGUMENT"
-                call.respond(Failure(kind=kind, message=str(error)))
+                call.respond(RequestFailure(kind=kind, message=str(error)))
             except Exception as error:
                 # The backend would respond to a request whose sender may have been used already.
-                call.respond(Failure(kind="INTERNAL", message=f"{type(error).__name__}: {error}"))
+                call.respond(
+                    RequestFailure(kind="INTERNAL", message=f"{type(error).__name__}: {error}")
+                )
 
     def finalize(self) -> None:
         """Every request has ended by now, or ends here."""
@@ -114,7 +116,7 @@ class TritonPythonModel:
         """Names of those that the configuration has; Triton takes no others."""
         return self._specs.outputs
 
-    def ended(self, call: "_Call") -> None:
+    def ended(self, call: "_TritonCall") -> None:
         with self._lock:
             self._calls.discard(call)
 
@@ -138,7 +140,7 @@ class TritonPythonModel:
         )
 
 
-class _Call:
+class _TritonCall:
     """One request of Triton's. Its sender must not be called after the last response: Triton
     frees then what it reads.
     """
@@ -154,8 +156,8 @@ class _Call:
     def submitted(self, connection: Connection, number: int) -> None:
         self._place = connection, number
 
-    def respond(self, message: Response | Failure) -> None:
-        is_end = isinstance(message, Failure) or message.is_final
+    def respond(self, message: Response | RequestFailure) -> None:
+        is_end = isinstance(message, RequestFailure) or message.is_final
         with self._lock:
             if self._has_ended:
                 return
@@ -165,7 +167,7 @@ class _Call:
             except Exception as error:  # responses that Triton does not take end the request, too
                 self._has_ended = is_end = True
                 text = f"{type(error).__name__}: {error}"
-                response = self._response(Failure(kind="INTERNAL", message=text))
+                response = self._response(RequestFailure(kind="INTERNAL", message=text))
             self._sender.send(response, flags=_FINAL if is_end else 0)
         if is_end:
             self._model.ended(self)
@@ -179,9 +181,9 @@ class _Call:
             connection, number = self._place
             connection.cancel(number)
 
-    def _response(self, message: Response | Failure) -> Any:
+    def _response(self, message: Response | RequestFailure) -> Any:
         outputs = [from_wire(t, backend) for t in message.outputs if t.name in self._model.outputs]
-        if isinstance(message, Failure):
+        if isinstance(message, RequestFailure):
             error = backend.TritonError(message.message, _code(message.kind))
             return backend.InferenceResponse(outputs, error)
         return backend.InferenceResponse(outputs)

@@ -53,7 +53,7 @@ def default_socket(command: Sequence[str]) -> str:
     return os.path.join(folder, f"{digest[:16]}.socket")
 
 
-class Server:
+class ServerProcess:
     """One socket, and what may be started to listen there."""
 
     def __init__(self, path: str, command: Sequence[str] = ()) -> None:

@@ -3,7 +3,7 @@
 A frame is the length of a message in bytes, 32 bits little-endian, and the message: a msgpack map
 whose `type` names it. The server speaks first, with `Welcome`. Then the client sends `Infer`,
 `Cancel` and `Ping` in any order. Each Infer gets any number of `Response`s and one end: a Response
-with is_final, or a `Failure`. Each Ping gets a `Status`.
+with is_final, or a `RequestFailure`. Each Ping gets a `Status`.
 """
 
 import struct
@@ -79,7 +79,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True, tag="response"):
     is_final: bool = True
 
 
-class Failure(msgspec.Struct, frozen=True, kw_only=True, tag="failure"):
+class RequestFailure(msgspec.Struct, frozen=True, kw_only=True, tag="failure"):
     """The end of a request, or of a connection if its id is None."""
 
     id: int | None = None
@@ -91,7 +91,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, tag="failure"):
 
 
 FromClient = Infer | Cancel | Ping
-FromServer = Welcome | Status | Response | Failure
+FromServer = Welcome | Status | Response | RequestFailure
 
 
 class NotAMessage(Exception):
