@@ -35,7 +35,7 @@ def kv_salt(
         (b"model", model.encode()),
         (b"kv_dtype", kv_dtype.encode()),
         (b"tenant", tenant.encode()),
-        *((b"adapter", _adapter(*adapter)) for adapter in adapters),
+        *((b"adapter", struct.pack("<d", scale) + content.encode()) for content, scale in adapters),
         *([(b"cache_salt", cache_salt.encode())] if cache_salt else []),
     ]:
         digest.update(_with_length(tag) + _with_length(value))
@@ -74,10 +74,6 @@ def salt_with_input(salt: bytes, encoder_token_ids: Sequence[int]) -> bytes:
     """
     tokens = struct.pack(f"<{len(encoder_token_ids)}q", *encoder_token_ids)
     return hashlib.sha256(_with_length(salt) + _with_length(tokens)).digest()
-
-
-def _adapter(content_digest: str, scale: float) -> bytes:
-    return struct.pack("<d", scale) + content_digest.encode()
 
 
 def _with_length(field: bytes) -> bytes:
