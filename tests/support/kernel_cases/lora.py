@@ -121,4 +121,4 @@ def _step(
         offsets = np.cumsum([0, *sizes])[:-1].tolist()
         x = empty(num_tokens, llama.modules[modules[0]][0], dtype=dtype)
         y = empty(num_tokens, sum(sizes), dtype=dtype)
-        kernel.add(y, x, batch, LoraPlace(3, modules, offsets))
+        kernel.add(y, x, batch, LoraPlace(3, modules, tuple(offsets)))
