@@ -6,6 +6,7 @@ import warnings
 
 import numpy as np
 import pytest
+from tqdm import tqdm
 
 from loraplex import LLM, SamplingParams
 from loraplex.app.llm import Generated
@@ -300,6 +301,8 @@ class TestLife:
         threads = set(threading.enumerate())
         with pytest.raises(ConfigError, match=naming(*named)):
             LLM(BASE_PATH, state_dir=state_dir, **(SMALL | arguments))
+        # The monitor of progress bars belongs to the process, whichever test draws the first bar.
+        threads.add(tqdm.monitor)
         for thread in set(threading.enumerate()) - threads:
             thread.join(60)  # one that saw a process end may itself be ending
         assert set(threading.enumerate()) <= threads
