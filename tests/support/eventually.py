@@ -9,6 +9,8 @@ TIMEOUT_SECONDS = 120
 def eventually(condition: Callable[[], bool]) -> bool:
     """Whether it holds before the time is over; returns as soon as it does."""
     deadline = time.monotonic() + TIMEOUT_SECONDS
-    while not condition() and time.monotonic() < deadline:
+    while not condition():
+        if time.monotonic() >= deadline:
+            return False
         time.sleep(0.005)
-    return condition()
+    return True
