@@ -260,11 +260,11 @@ class Service:
         All that can be wrong with it is refused here, and nowhere else. Raises as
         `Backend.generate`.
         """
+        check_request(request)  # first: what no server would take counts for no limit
         with self.draining.admission(), self._gate.admission(principal) as lease:
             if not self._is_started:
                 raise _starting()
             model = self._catalog.model(request.model, principal)
-            check_request(request)
             chosen = await self._chosen(model, request, principal, lease)
             composition = compose(chosen, model.shapes)
             request, token_ids = await model.in_tokens(request)

@@ -194,11 +194,12 @@ def test_an_output_that_differs_from_the_base_does_not_wait_for_it(backend):
         requests = comparison_requests(backend, request, [(), FR, FR])
         progress = [each async for each in compare_streaming(backend, requests, LOCAL)]
         ends = [(index, item) for index, item in progress if isinstance(item, ComparedOutput)]
-        return [index for index, _ in ends], [item.versus_base for _, item in ends]
+        return [(index, item.versus_base) for index, item in ends]
 
-    indexes, differences = asyncio.run(order())
-    assert indexes == [1, 2, 0]
-    assert [each and each.num_same_tokens for each in differences] == [0, 2, None]
+    *others, last = asyncio.run(order())
+    assert last == (0, None)
+    # One step ends both of the others. Which one is first depends on their tasks.
+    assert sorted(each.num_same_tokens for _, each in others) == [0, 2]
 
 
 def test_an_output_that_equals_the_base_so_far_waits_for_its_end(backend):
