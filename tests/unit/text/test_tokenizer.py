@@ -283,13 +283,19 @@ def test_a_long_text_has_the_same_tokens(family, tmp_path, monkeypatch):
 
 def test_other_threads_run_while_a_long_text_is_encoded(tmp_path):
     """`Tokenizer.encode` of the library holds the interpreter's lock for seconds."""
-    tokenizer, num_turns = load_tokenizer(FAMILIES["llama3"](tmp_path)), 0
-    with ThreadPoolExecutor(1) as pool:
-        encoding = pool.submit(tokenizer.encode, "\u0301" * 200_000)
-        while not encoding.done():
-            num_turns += 1
-            time.sleep(1e-4)
-    assert num_turns > 20
+    tokenizer = load_tokenizer(FAMILIES["llama3"](tmp_path))
+
+    def num_turns():
+        count = 0
+        with ThreadPoolExecutor(1) as pool:
+            encoding = pool.submit(tokenizer.encode, "\u0301" * 200_000)
+            while not encoding.done():
+                count += 1
+                time.sleep(1e-4)
+        return count
+
+    # One or two if the lock is held, however fast the machine is.
+    assert any(num_turns() > 20 for _ in range(50))
 
 
 def test_lone_surrogate_is_refused(tmp_path):
