@@ -42,6 +42,8 @@ class BeamRequest(Request):
     """Results of the current step, by sequence."""
     num_tokens_at_start: int = 0
     """Length of the beams when they last took their slots."""
+    last_turn: int = 0
+    """Number of the last step in which the beams had a turn, where they take turns."""
 
     def __post_init__(self) -> None:
         Request.__post_init__(self)
@@ -137,9 +139,7 @@ class BeamRequest(Request):
         return sequence.num_uncomputed_tokens - 1 if sequence.index in self._late[:1] else 0
 
     def is_decoding(self, sequence: Sequence) -> bool:
-        if self._is_left_out:
-            return False
-        return sequence.index == min(self.holders) and not self._late
+        return sequence.index == min(self.holders) and not self._is_left_out and not self._late
 
     def can_project(self, sequence: Sequence, row: RowStep) -> bool:  # noqa: ARG002
         return False  # the beam search decides which tokens follow

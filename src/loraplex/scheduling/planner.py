@@ -280,7 +280,7 @@ class Planner:
         claim = self._claim
         if claim is not None and claim.sequence.is_finished:
             claim = None
-        self._plan_decodes(builder, claim)
+        self._plan_decodes(builder, claim, now_ns)
         num_left = self._shared.max_prompt_tokens(budget.num_spent, now_ns)
         if num_left is not None:
             budget.keep(num_left if claim is None else max(num_left, claim.num_tokens))
@@ -311,16 +311,20 @@ class Planner:
         for sequence in [s for s in self._state.running if s.is_decoding and s.is_outgrown]:
             self._state.requeue(sequence)
 
-    def _plan_decodes(self, builder: PlanBuilder, claim: SpanClaim | None) -> None:
+    def _plan_decodes(self, builder: PlanBuilder, claim: SpanClaim | None, now_ns: int) -> None:
         """Plan rows that need one token first: they hold up no other row, but for a claim."""
         # A last position of an image may have to be encoded first, which is no matter of one token.
-        for sequence in [s for s in self._state.running if s.is_decoding and not s.image_cells]:
+        decoding = [s for s in self._state.running if s.is_decoding and not s.image_cells]
+        searches = [s.request for s in decoding if isinstance(s.request, BeamRequest)]
+        in_turn = self._shared.in_turn(searches, now_ns)
+        for sequence in decoding:
             if sequence.status is not SequenceStatus.RUNNING:
                 continue
             if claim is not None and claim.yields(sequence, builder.budget):
                 continue
             if isinstance(sequence.request, BeamRequest):
-                self._beams.plan(builder, sequence.request)
+                if sequence.request in in_turn:
+                    self._beams.plan(builder, sequence.request)
             else:
                 self._compute(sequence, 1, builder)
 

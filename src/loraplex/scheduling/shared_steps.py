@@ -1,9 +1,11 @@
 """Steps while several tenants have requests: shorter ones, with a slot for who has none."""
 
+from collections.abc import Sequence
 from typing import Final
 
 from loraplex.core.plan import StepTiming
 from loraplex.core.scheduler_settings import FairShare, SchedulerSettings
+from loraplex.scheduling.beam_request import BeamRequest
 
 REMEMBERED_NS: Final = 60_000_000_000
 """How long after a change of tenants the steps are shared: the next one is likely."""
@@ -32,6 +34,7 @@ class SharedSteps:
         self._num_least = settings.max_num_batched_tokens // LEAST_PART
         self._num_in_target: float = settings.max_num_batched_tokens
         """Estimate of the tokens that a step computes in the target time."""
+        self._num_turns = 0
 
     def arrived(self, tenant: str, now_ns: int) -> None:
         """Note a request."""
@@ -51,6 +54,23 @@ class SharedSteps:
         if not (self._target_ns and self._are_on(now_ns)):
             return None
         return max(self._num_least, 1, int(self._num_in_target) - num_other)
+
+    def in_turn(self, searches: Sequence[BeamRequest], now_ns: int) -> Sequence[BeamRequest]:
+        """Return the beam searches that a step computes.
+
+        While tenants share the server, searches with many beams take turns: a beam takes far more
+        time of the scheduler than another row.
+        """
+        if not (self._target_ns and self._are_on(now_ns)):
+            return searches
+        chosen: list[BeamRequest] = []
+        self._num_turns += 1
+        for search in sorted(searches, key=lambda search: search.last_turn):
+            if chosen and sum(each.width for each in chosen) + search.width > self._num_least:
+                break
+            search.last_turn = self._num_turns
+            chosen.append(search)
+        return chosen
 
     def num_slots_kept(self, now_ns: int) -> int:
         """Return how many slots are only for tenants without one."""

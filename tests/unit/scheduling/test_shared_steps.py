@@ -117,3 +117,21 @@ def test_beams_as_wide_as_the_server_find_their_slots():
     request = fakes.add([1], tenant="hostile", sampling=beams)
     fakes.run()
     assert fakes.completions[request].error_code is None
+
+
+def test_wide_beam_searches_take_turns_while_tenants_share():
+    fakes = timed_engine(max_num_batched_tokens=24)  # an eighth are 3 rows
+    beams = SamplingParams(max_tokens=6, temperature=0.0, beam=BeamSearch(width=2))
+    searches = [fakes.add([number], tenant="a", sampling=beams) for number in range(1, 4)]
+    fakes.step(2)
+    assert len(fakes.records[-1].request_ids) == 6, "alone, all beams are in each step"
+    add_prompt(fakes, "b", 4)
+    fakes.step()
+    turns = []
+    for _ in range(6):
+        fakes.step()
+        turns.append(sorted(set(fakes.records[-1].request_ids)))
+    assert sorted(map(tuple, turns[:3])) == [(search,) for search in searches]
+    assert turns[3:] == turns[:3]
+    fakes.run()
+    assert all(fakes.completions[search].is_finished for search in searches)
