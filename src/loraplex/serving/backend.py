@@ -388,9 +388,10 @@ async def admit_all(
     streams: list[AsyncIterator[RequestOutput]] = []
     with RequestBatch() as batch:
         for request in requests:
+            if streams:
+                await asyncio.sleep(0)  # many long prompts take a while
             streams.append(await admit(msgspec.structs.replace(request, batch=batch)))
             stack.push_async_callback(close_outputs, streams[-1])
-            await asyncio.sleep(0)  # many long prompts take a while
     return streams
 
 

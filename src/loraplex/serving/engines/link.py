@@ -45,7 +45,6 @@ _KILL_SECONDS = 10.0
 """After that a killed process is given up: it waits for a driver, and ends when that lets it."""
 _NUM_FILES: Final = 16
 """Upper bound of the files that the link to one engine opens."""
-_READABLE: Final = int(zmq.POLLIN)
 _KILLS: Final = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT})
 """Signals that come from outside: an operator, a container's end, a system short of memory."""
 
@@ -310,7 +309,7 @@ class _Endpoint:
 
     def receive(self) -> list[bytes] | None:
         """Return the next message, or None if none has come yet."""
-        if not int(self._socket.getsockopt(zmq.EVENTS)) & _READABLE:
+        if not int(self._socket.getsockopt(zmq.EVENTS)) & int(zmq.POLLIN):
             return None
         return self._socket.recv_multipart()
 
