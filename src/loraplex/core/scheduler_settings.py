@@ -202,9 +202,9 @@ class SchedulingSettings(Settings, frozen=True, kw_only=True):
         float,
         _scheduling(
             "Target time in seconds of a step while several tenants have requests; 0: none",
-            "Prompts are then computed in shorter chunks, an eighth of a step or more, so that a "
-            "small request waits less for another tenant's long ones. A tenant alone has full "
-            "steps.",
+            "Prompts are then computed in shorter chunks, an eighth of a step or more, and wide "
+            "beam searches take turns, so that a small request waits less for another tenant's "
+            "long ones. A tenant alone has full steps.",
             minimum=0,
         ),
     ] = 0.01
