@@ -22,6 +22,13 @@ class Fork(NamedTuple):
     source: int
 
 
+class Donor(NamedTuple):
+    """The beam whose blocks another one shares, and how much of it must be computed first."""
+
+    beam: int
+    num_tokens: int
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class BeamRequest(Request):
     """A request with as many sequences as the beam width.
@@ -38,6 +45,8 @@ class BeamRequest(Request):
     """Sequences that took over another beam: their rows leave and join again."""
     unsent_tables: set[int] = dataclasses.field(default_factory=set)
     """Sequences whose block tables the runner does not have yet."""
+    donors: dict[int, Donor] = dataclasses.field(default_factory=dict)
+    """What each sequence but the first waits for before it computes what was preempted."""
     candidates: dict[int, Candidates] = dataclasses.field(default_factory=dict)
     """Results of the current step, by sequence."""
     num_tokens_at_start: int = 0
@@ -129,17 +138,20 @@ class BeamRequest(Request):
     def num_computable_tokens(self, sequence: Sequence) -> int:
         """Return how many tokens the sequence may compute in the next step by itself.
 
-        Preempted beams are computed again one after the other, because each needs blocks of those
-        before it. The newest token of each waits until all beams can compute theirs.
+        Of preempted beams, each is computed again when the blocks that it shares are. The newest
+        token of each waits until all beams can compute theirs.
         """
-        if self._is_left_out:
-            return 0
         if self.holders == [sequence.index]:
-            return sequence.num_uncomputed_tokens
-        return sequence.num_uncomputed_tokens - 1 if sequence.index in self._late[:1] else 0
+            return 0 if self._is_left_out else sequence.num_uncomputed_tokens
+        is_late = sequence.index in self.holders and sequence.num_uncomputed_tokens > 1
+        if not is_late or self._awaits_donor(sequence.index) or self._is_left_out:
+            return 0
+        return sequence.num_uncomputed_tokens - 1
 
     def is_decoding(self, sequence: Sequence) -> bool:
-        return sequence.index == min(self.holders) and not self._is_left_out and not self._late
+        if sequence.index != min(self.holders) or self._is_left_out:
+            return False
+        return all(self.sequences[index].num_uncomputed_tokens <= 1 for index in self.holders)
 
     def can_project(self, sequence: Sequence, row: RowStep) -> bool:  # noqa: ARG002
         return False  # the beam search decides which tokens follow
@@ -180,6 +192,7 @@ class BeamRequest(Request):
         self.rejoining.clear()
         self.unsent_tables = set(self.holders)
         self.candidates.clear()
+        self.donors.clear()
         self.assign_tokens()
 
     def assign_tokens(self) -> None:
@@ -220,10 +233,12 @@ class BeamRequest(Request):
     def _is_left_out(self) -> bool:
         return any(sequence.is_left_out for sequence in self.sequences)
 
-    @property
-    def _late(self) -> list[int]:
-        """Sequences that have more than their newest token to compute."""
-        return [i for i in self.holders if self.sequences[i].num_uncomputed_tokens > 1]
+    def _awaits_donor(self, index: int) -> bool:
+        donor = self.donors.get(index)
+        if donor is None:
+            return False
+        num_computed = self.sequences[donor.beam].num_computed_tokens
+        return num_computed < donor.num_tokens or self._awaits_donor(donor.beam)
 
 
 def new_beam_searcher(request: EngineRequest, rules: StopRules) -> BeamSearcher:

@@ -1,12 +1,13 @@
 """Beam search as the scheduler's other parts call it: admit, plan, absorb and abort."""
 
+from collections.abc import Iterable
 from collections.abc import Sequence as AbstractSequence
 
 from loraplex.core.errors import InvalidParameterError
 from loraplex.core.output import BeamLogprobs, FinishReason, SequenceDelta
 from loraplex.memory.block_tables import AdmittedBlocks, BlockCounts
 from loraplex.memory.kv_blocks import KVBlocks
-from loraplex.scheduling.beam_request import BeamRequest, Fork
+from loraplex.scheduling.beam_request import BeamRequest, Donor, Fork
 from loraplex.scheduling.beams import Candidates
 from loraplex.scheduling.plan_builder import PlanBuilder
 from loraplex.scheduling.request import Sequence
@@ -35,7 +36,7 @@ class BeamScheduling:
         for sequence in request.sequences:
             sequence.rotation_length = first.rotation_length
         texts = [request.sequences[index].token_ids for index in request.holders]
-        shared = [_longest_shared(texts, i, kv) for i in range(len(texts))]
+        shared = _longest_shared(texts, kv)
         admission = self._admit_first(request, shared)
         if admission is None:
             return False
@@ -67,6 +68,12 @@ class BeamScheduling:
             state.admit(sequence, its_admission)
             builder.join(sequence)
             builder.new_blocks[sequence] = tuple(map(tuple, sequence.block_tables))
+        request.donors = {
+            index: Donor(index - 1, len(texts[index - 1]) - 1)
+            if kv.is_sparse
+            else Donor(shared[index][0], starts[index])
+            for index in range(1, len(texts))
+        }
         return True
 
     def plan(self, builder: PlanBuilder, request: BeamRequest) -> None:
@@ -270,25 +277,26 @@ def _num_blocks(kv: KVBlocks, num_tokens: int, num_encoder_tokens: int) -> Block
     return kv.num_missing([], num_tokens, num_encoder_tokens=num_encoder_tokens)
 
 
-def _longest_shared(
-    texts: AbstractSequence[list[int]], index: int, kv: KVBlocks
-) -> tuple[int, int]:
-    """Return the earlier text that shares the most whole blocks with one, and how many.
+def _longest_shared(texts: Iterable[list[int]], kv: KVBlocks) -> list[tuple[int, int]]:
+    """Return for each text an earlier one that shares the most whole blocks, and how many.
 
     The block of the last token of either text is not shared: it is still to be computed. Nothing
     is shared with a group that keeps states, because the donor's are not computed yet.
     """
-    best = (0, 0)
-    if kv.is_sparse:
-        return best
-    text, block_size = texts[index], kv.block_size
-    for donor in range(index):
-        other = texts[donor]
-        num_blocks, end = 0, block_size
-        while (
-            end < min(len(text), len(other))
-            and text[end - block_size : end] == other[end - block_size : end]
-        ):
-            num_blocks, end = num_blocks + 1, end + block_size
-        best = max(best, (donor, num_blocks), key=lambda choice: choice[1])
-    return best
+    nodes: dict[tuple[int, tuple[int, ...]], int] = {}
+    """Beginnings of texts, by the beginning that is a block shorter and its last block."""
+    owners = [0]
+    """The first text with each of the beginnings."""
+    shared = []
+    for number, text in enumerate(texts):
+        node = donor = num_shared = 0
+        ends = range(kv.block_size, len(text), kv.block_size)
+        for end in () if kv.is_sparse else ends:
+            block = tuple(text[end - kv.block_size : end])
+            node = nodes.setdefault((node, block), len(owners))
+            if node == len(owners):
+                owners.append(number)
+            elif owners[node] != number:
+                donor, num_shared = owners[node], num_shared + 1
+        shared.append((donor, num_shared))
+    return shared

@@ -13,6 +13,8 @@ from loraplex.scheduling.state import SchedulerState
 MAX_PLANS_WITHOUT_SLOT = 4
 """Plans in a row that meet no claim, after which running sequences are preempted. Where outputs
 are short, slots come free all the time, and a claim costs no preemption."""
+MAX_PLANS_BEFORE_BEAMS = 2
+"""The same where a beam search has too many slots: they come free together, at its end."""
 
 
 class SlotClaims:
@@ -43,11 +45,8 @@ class SlotClaims:
         """Claims of the present plan."""
         self._num_open: Counter[ShareKey] = Counter()
         self._is_met = False
-
-    @property
-    def is_urgent(self) -> bool:
+        self._is_urgent = False
         """Whether no claim was met for too many plans."""
-        return self._num_plans_without >= MAX_PLANS_WITHOUT_SLOT
 
     def may_admit(self, queue: AdapterQueue, num_kept: int) -> bool:
         """Return whether the head of a queue may take its slots now: all of them, if it is beams.
@@ -57,7 +56,7 @@ class SlotClaims:
         beams need all of them.
         """
         num_slots, num_missing = queue.head.request.num_slots, self._num_missing(queue.share)
-        if self.is_urgent:
+        if self._is_urgent:
             return num_missing >= num_slots
         num_left = self._state.slots.num_free - num_slots
         if not 0 <= num_left < num_kept or num_slots > self._max_num_seqs - num_kept:
@@ -94,7 +93,15 @@ class SlotClaims:
         Claims that lack blocks, but no slots, have one sequence preempted for them in each plan. A
         claim preempts no sequence of higher priority.
         """
-        if not (self.is_urgent and self._may_preempt):
+        num_plans = self._num_plans_without
+        self._is_urgent = num_plans >= MAX_PLANS_WITHOUT_SLOT or (
+            num_plans >= MAX_PLANS_BEFORE_BEAMS
+            and any(
+                isinstance(sequence.request, BeamRequest) and self._is_surplus(sequence)
+                for sequence in self._state.running
+            )
+        )
+        if not (self._is_urgent and self._may_preempt):
             return
         num_wanted = max(1, len(self._priorities) - self._state.slots.num_free)
         due = self._priorities[:num_wanted]

@@ -5,7 +5,7 @@ import pytest
 from loraplex.core.beam_search import BeamSearch
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.scheduler_settings import BatchSchedulerPolicy, FairShare, SchedulerSettings
-from loraplex.scheduling.slot_claims import MAX_PLANS_WITHOUT_SLOT
+from loraplex.scheduling.slot_claims import MAX_PLANS_BEFORE_BEAMS, MAX_PLANS_WITHOUT_SLOT
 from support.capacities import changed_capacity
 from support.fake_engine import FakeEngine
 from support.fake_runner import FAKE_CAPACITY
@@ -222,7 +222,7 @@ def test_beams_with_all_slots_give_way_to_another_share(overlap, num_blocks):
     assert num_rows(fakes, hostile) == NUM_SLOTS
     for number in range(3):
         quiet = fakes.add([number], max_tokens=2, tenant="quiet")
-        assert steps_until_finished(fakes, quiet) <= FEW_STEPS + 1
+        assert steps_until_finished(fakes, quiet) <= MAX_PLANS_BEFORE_BEAMS + 4
         fakes.step(20)
         assert num_rows(fakes, hostile) == NUM_SLOTS, "the beams have their slots again"
     fakes.run(3000)
@@ -232,6 +232,24 @@ def test_beams_with_all_slots_give_way_to_another_share(overlap, num_blocks):
         alone.run(3000)
         found = fakes.completions[request_id].token_ids
         assert found == alone.completions[expected].token_ids
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_beams_are_back_within_few_steps(overlap):
+    """They compute again together what they share no blocks for: others wait for them meanwhile."""
+    settings = BY_TENANT | {"enable_prefix_cache": False}
+    fakes = fake_engine(settings, overlap=overlap)
+    hostile = beam_search(fakes, tenant="hostile")
+    fakes.step(12)
+    for number in range(3):
+        quiet = fakes.add([number], max_tokens=1, tenant="quiet")
+        steps_until_finished(fakes, quiet)
+        num_steps = 0
+        while num_rows(fakes, [hostile]) < NUM_SLOTS:
+            fakes.step()
+            num_steps += 1
+        assert num_steps <= 5, "one step at least for each beam, if they return one by one"
+        fakes.step(10)
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
