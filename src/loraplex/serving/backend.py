@@ -383,10 +383,10 @@ async def admit_all(
 ) -> list[AsyncIterator[RequestOutput]]:
     """Admit requests as one batch, all or none; the stack closes them.
 
-    One plan can begin them all. Raises the error of the first one that is refused.
+    One plan can begin them all; a single one does not wait. Raises the error of the first refused.
     """
     streams: list[AsyncIterator[RequestOutput]] = []
-    with RequestBatch() as batch:
+    with RequestBatch() if len(requests) > 1 else contextlib.nullcontext() as batch:
         for request in requests:
             if streams:
                 await asyncio.sleep(0)  # many long prompts take a while

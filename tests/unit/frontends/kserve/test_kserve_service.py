@@ -193,6 +193,15 @@ async def test_a_batch_is_admitted_whole_or_not_at_all(backend, service):
     assert service.num_active == 0
 
 
+async def test_only_several_elements_wait_for_each_other(backend, service):
+    await service.infer(request(("a",)), LOCAL)
+    await service.infer(request(("b", "c")), LOCAL)
+    alone, first, second = (one.batch for one in backend.requests)
+    assert alone is None
+    assert first is second
+    assert not first.is_open
+
+
 async def test_responses_of_a_stream(service):
     stream = await service.stream(request(stream=True), LOCAL)
     responses = [response async for response in stream]
