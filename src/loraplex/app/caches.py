@@ -25,7 +25,7 @@ _STATE_NAME: Final = re.compile(r"(.+)-[0-9a-f]{8}")
 _HUB_FOLDER: Final = re.compile(r"models--(.+)")
 
 
-class CacheKind(enum.StrEnum):
+class DiskItemKind(enum.StrEnum):
     STATE = "state"
     EARLIER_STATE = "earlier state"
     """The one folder for all models that earlier versions had."""
@@ -37,7 +37,7 @@ class CacheKind(enum.StrEnum):
 class Cached(msgspec.Struct, frozen=True, kw_only=True):
     """One thing that can be removed as a whole."""
 
-    kind: CacheKind
+    kind: DiskItemKind
     model: str
     """Name of the model; empty if it is unknown."""
     path: str
@@ -55,7 +55,7 @@ class Cached(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_state(self) -> bool:
         """Whether adapters that clients loaded are in it."""
-        return self.kind in (CacheKind.STATE, CacheKind.EARLIER_STATE)
+        return self.kind in (DiskItemKind.STATE, DiskItemKind.EARLIER_STATE)
 
     def is_of(self, model: str) -> bool:
         """Return whether it belongs to a model: its name, its path or its hub id."""
@@ -80,17 +80,17 @@ def remove(cached: Cached) -> bool:
 def _states(config: Config) -> Iterator[Cached]:
     root = state_root(config)
     if config.server.state_dir:
-        yield from _state(CacheKind.STATE, "", root, [root])
+        yield from _state(DiskItemKind.STATE, "", root, [root])
         return
     for folder in _entries(root / MODELS):
         named = _STATE_NAME.fullmatch(folder.name)
-        yield from _state(CacheKind.STATE, named[1] if named else folder.name, folder, [folder])
+        yield from _state(DiskItemKind.STATE, named[1] if named else folder.name, folder, [folder])
     # Servers of GGUF files read their folders again when an engine restarts.
     parts = [entry for entry in _entries(root) if entry.name not in (MODELS, GGUF_FOLDERS)]
-    yield from _state(CacheKind.EARLIER_STATE, "", root, parts)
+    yield from _state(DiskItemKind.EARLIER_STATE, "", root, parts)
 
 
-def _state(kind: CacheKind, model: str, folder: Path, parts: Sequence[Path]) -> Iterator[Cached]:
+def _state(kind: DiskItemKind, model: str, folder: Path, parts: Sequence[Path]) -> Iterator[Cached]:
     locks = [file for file in lock_files(folder) if file.exists()]
     if locks or (folder / DATABASE_NAME).exists():
         yield _cached(kind, model, folder, parts, [*locks, folder / DATABASE_NAME], locks)
@@ -103,7 +103,7 @@ def _weights(config: Config) -> Iterator[Cached]:
         if file.suffix == ".weights":
             lock = file.with_suffix(".lock")
             used = [one for one in (lock, file) if one.exists()]
-            yield _cached(CacheKind.WEIGHTS, _model_of(lock), file, [file, lock], [lock], used)
+            yield _cached(DiskItemKind.WEIGHTS, _model_of(lock), file, [file, lock], [lock], used)
 
 
 def _downloads() -> Iterator[Cached]:
@@ -112,11 +112,11 @@ def _downloads() -> Iterator[Cached]:
         named = _HUB_FOLDER.fullmatch(folder.name)
         if named and folder.is_dir():
             hub_id = named[1].replace("--", "/")
-            yield _cached(CacheKind.HUB, hub_id, folder, [folder, record], [record], [record])
+            yield _cached(DiskItemKind.HUB, hub_id, folder, [folder, record], [record], [record])
 
 
 def _cached(
-    kind: CacheKind,
+    kind: DiskItemKind,
     model: str,
     path: Path,
     parts: Sequence[Path],

@@ -20,7 +20,7 @@ from loraplex.core.errors import (
 )
 from loraplex.core.output import RequestOutput
 from loraplex.frontends.openai.context import GenerationT, TextContext
-from loraplex.frontends.openai.llgtrt.dialect import LlgtrtDialect
+from loraplex.frontends.openai.llgtrt.dialect import DEFAULT_MAX_TOKENS, LlgtrtDialect
 from loraplex.frontends.openai.logprobs import TokenTexts
 from loraplex.frontends.openai.schema import (
     ChatBody,
@@ -31,7 +31,6 @@ from loraplex.frontends.openai.writers import ChatWriter, ResponseWriter
 from loraplex.frontends.openapi.operation import JSON, TEXT, Media, ResponseDoc, by_status
 from loraplex.frontends.streams import IndexedOutput
 
-MAX_TOKENS = 16
 _SPECIAL_TOKENS: Mapping[str, Any] = MappingProxyType({"skip_special_tokens": False})
 """An output shows them, such as the one before a tool call."""
 SHAPE_STATUSES: Final = (400, 413, 415, 422)
@@ -368,7 +367,7 @@ class CompatDialect(LlgtrtDialect):
 
 
 def _length(body: GenerationBody) -> dict[str, Any]:
-    return {} if body.max_tokens is not None else {"max_tokens": MAX_TOKENS}
+    return {} if body.max_tokens is not None else {"max_tokens": DEFAULT_MAX_TOKENS}
 
 
 def _usage(body: GenerationBody) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from loraplex.frontends.openai.schema import ChatBody, GenerationBody
 
 MIN_TOKENS: Final = 1
 """Default minimum length: an empty output is not intended."""
+DEFAULT_MAX_TOKENS: Final = 16
 
 
 class LlgtrtDialect(ApiDialect):

@@ -21,6 +21,7 @@ from loraplex.frontends.openai.adapter_fields import ModelTarget, adapter_choice
 from loraplex.frontends.openai.chat import rendered_chat
 from loraplex.frontends.openai.context import DIGESTS, OpenAIContext, request_id
 from loraplex.frontends.openai.generation import ENDS
+from loraplex.frontends.openai.llgtrt.dialect import DEFAULT_MAX_TOKENS
 from loraplex.frontends.openai.sampling import sampling_params
 from loraplex.frontends.openai.schema import GenerationBody, Messages
 from loraplex.frontends.openai.sse import ChunkStream
@@ -37,7 +38,6 @@ from loraplex.frontends.streams import generate_all
 if TYPE_CHECKING:
     from loraplex.serving.grammar.captures import Capture, CaptureReader
 
-MAX_TOKENS: Final = 16
 CONTROLLER: Final = "llguidance"
 _NAMES: Final = {"grammar": "controller_arg", "top_p_reset_id": "top_p_reset_ids"}
 LOG_PREFIX: Final = "JSON-OUT: "
@@ -124,7 +124,7 @@ class GuidanceEndpoints:
         backend = self._context.backend
         grammar = _grammar(body)
         prompt, is_chat = await self._prompt(body, target)
-        fields: dict[str, Any] = {"max_tokens": body.max_tokens or MAX_TOKENS, "logprobs": 0}
+        fields = {"max_tokens": body.max_tokens or DEFAULT_MAX_TOKENS, "logprobs": 0}
         sampling = sampling_params(body, fields, target.model.vocab_size)
         add_special = not is_chat if body.add_special_tokens is None else body.add_special_tokens
         return GenerateRequest(
