@@ -37,9 +37,9 @@ from loraplex.serving.sandbox.process import Sandbox
 from loraplex.serving.sandbox.worker import Task
 from loraplex.serving.served_model import ServedModel
 from loraplex.serving.service import AdmittedRequest, Service
-from loraplex.serving.text import chat_worker
 from loraplex.serving.text.chat_format import UNKNOWN_FORMAT, ChatFormat
 from loraplex.serving.text.chat_renderer import ChatRenderer
+from loraplex.serving.text.chat_template import make_task
 from support.byte_tokenizer import BYTE_TOKENIZER, EOS_TOKEN_ID, PAD_TOKEN_ID, VOCAB_SIZE
 from support.echo_engine import EchoEngine
 from support.echo_runner import EchoOutput, echo_text
@@ -259,7 +259,7 @@ def _renderer() -> ChatRenderer:
     templates, special_tokens = {"default": CHAT_TEMPLATE}, dict(BYTE_TOKENIZER.special_tokens)
     renderer = ChatRenderer(templates, special_tokens)
     setup = json.dumps({"templates": templates, "special_tokens": special_tokens}).encode()
-    renderer._sandbox = cast("Sandbox", InlineSandbox(lambda: chat_worker.make_task(setup)))
+    renderer._sandbox = cast("Sandbox", InlineSandbox(lambda: make_task(setup)))
     return renderer
 
 

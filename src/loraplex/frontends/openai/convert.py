@@ -35,9 +35,9 @@ from loraplex.frontends.openai.schema import (
 )
 from loraplex.frontends.openai.unsupported import refuse_unsupported
 from loraplex.serving.text.chat_format import UNKNOWN_FORMAT, ChatFormat
+from loraplex.serving.text.chat_messages import with_calls_as_text, with_tools_described
 from loraplex.serving.text.completion_grammar import completion_grammar
 from loraplex.serving.text.completion_reader import CompletionSyntax
-from loraplex.serving.text.tool_prompt import with_calls_as_text, with_tools_described
 
 MAX_PRIORITY = 2**31 - 1
 MAX_SEQUENCES = 4096

@@ -68,10 +68,13 @@ def serve(
         return
     task = make_task(setup)
     reply = Reply()
-    _write(replies, reply)
-    while not reply.is_last and (request := _read(requests)) is not None:
+    while True:
+        body = msgspec.msgpack.encode(reply)
+        replies.write(LENGTH.pack(len(body)) + body)
+        replies.flush()
+        if reply.is_last or (request := _read(requests)) is None:
+            return
         reply = run(task, request, max_seconds)
-        _write(replies, reply)
 
 
 def run(task: Task, request: bytes, max_seconds: float) -> Reply:
@@ -97,12 +100,6 @@ def _peak_kib() -> int:
     except OSError:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
-
-
-def _write(stream: BinaryIO, reply: Reply) -> None:
-    body = msgspec.msgpack.encode(reply)
-    stream.write(LENGTH.pack(len(body)) + body)
-    stream.flush()
 
 
 def _read(stream: BinaryIO) -> bytes | None:

@@ -1,16 +1,20 @@
-"""Checks the messages of a conversation and brings them into the form that templates expect.
+"""Messages of a conversation in the form that chat templates expect.
 
 The form is the one of transformers: text content as one string (or as parts, for a template that
 loops over them), keys without a value left out, the arguments of tool calls as objects. Roles and
-fields are those of the OpenAI chat schema.
+fields are those of the OpenAI chat schema. For a model whose template does not support tools,
+descriptions of tools, earlier calls and results become text of the conversation.
 """
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 from loraplex.core.errors import InvalidRequestError
 from loraplex.serving.text.content_format import ContentFormat
+
+if TYPE_CHECKING:  # a process that renders chats does not need it
+    from loraplex.serving.text.tool_calls.format import CallSyntax
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -57,7 +61,9 @@ def _normalize(message: Any, index: int, content: ContentFormat) -> dict[str, An
             f"{where}.content",
             "is missing; only an assistant message with tool_calls may have none",
         )
-    return _with_reasoning(normal)
+    # Templates read an earlier turn's reasoning under one name or another: fill the usual two.
+    found = [normal[key] for key in _REASONING_KEYS if key in normal]
+    return {"thinking": found[0], **normal, "reasoning_content": found[0]} if found else normal
 
 
 def _content(content: Any, where: str, form: ContentFormat) -> str | list[dict[str, str]]:
@@ -114,17 +120,127 @@ def read_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
     return dict(arguments) if isinstance(arguments, Mapping) else {}
 
 
-def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Templates read an earlier turn's reasoning under one name or another: fill the usual two."""
-    found = [message[key] for key in _REASONING_KEYS if key in message]
-    if not found:
-        return message
-    return {"thinking": found[0], **message, "reasoning_content": found[0]}
-
-
 def _kind(value: Any) -> str:
     return "null" if value is None else type(value).__name__
 
 
 def _invalid(where: str, problem: str) -> InvalidRequestError:
     return InvalidRequestError(f"{where} {problem}", param=where)
+
+
+_SYSTEM_ROLES: Final = ("system", "developer")
+_FUNCTIONS: Final = "You can call functions. Each line describes one of them as JSON:\n"
+_FORM: Final = (
+    "\nTo call some of them, answer with nothing but a JSON list like "  # language: quoted
+    '[{"name": "function_name", "arguments": {"argument_name": "value"}}].'
+)
+
+
+def with_tools_described(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    describes_form: bool,
+) -> list[Mapping[str, Any]]:
+    """Return the messages with descriptions of the tools in the first system or user message.
+
+    Not every template supports a system message. With describes_form the text also describes the
+    form of a call.
+    """
+    lines = "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
+    text = f"{_FUNCTIONS}{lines}{_FORM if describes_form else ''}"
+    shown = list(messages)
+    at = _place(messages)
+    if at is None:
+        return [{"role": "system", "content": text}, *shown]
+    is_system = messages[at].get("role") in _SYSTEM_ROLES
+    shown[at] = {**messages[at], "content": _joined(messages[at].get("content"), text, is_system)}
+    return shown
+
+
+def with_calls_as_text(
+    messages: Sequence[Mapping[str, Any]], syntax: "CallSyntax"
+) -> list[Mapping[str, Any]]:
+    """The messages with calls as text of the assistant, in the way in which the model is to write
+    them, and results as text of the user, where turns keep alternating.
+
+    A message that is not as it should be is left as it is.
+    """
+    names: dict[str, str] = {}
+    shown: list[Mapping[str, Any]] = []
+    is_result = False
+    """The message before is the text of a result."""
+    for message in messages:
+        calls = _calls(message)
+        if calls:
+            names |= {call["id"]: call["name"] for call in calls}
+            shown.append(_with_calls(message, calls, syntax))
+        elif message.get("role") == "tool":
+            name = names.get(str(message.get("tool_call_id")), "a call")
+            text = _joined(message.get("content"), f"Result of {name}:", False)
+            _add(shown, {"role": "user", "content": text}, joins=is_result)
+        else:
+            _add(shown, message, joins=is_result and message.get("role") == "user")
+        is_result = message.get("role") == "tool"
+    return shown
+
+
+def _calls(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Id, name and arguments of each; none where one of them is not as it should be."""
+    calls = message.get("tool_calls")
+    try:
+        return [
+            {
+                "id": str(call.get("id")),
+                "name": str(call["function"]["name"]),
+                "arguments": read_arguments(call["function"]),
+            }
+            for call in calls or ()
+        ]
+    except (AttributeError, KeyError, TypeError):
+        return []
+
+
+def _with_calls(
+    message: Mapping[str, Any], calls: Sequence[Mapping[str, Any]], syntax: "CallSyntax"
+) -> dict[str, Any]:
+    written = syntax.between.join(
+        json.dumps({"name": call["name"], "arguments": call["arguments"]}, ensure_ascii=False)
+        for call in calls
+    )
+    text = f"{syntax.before}{written}{syntax.after}"
+    rest = {key: value for key, value in message.items() if key != "tool_calls"}
+    return {**rest, "content": _joined(message.get("content"), text, True)}
+
+
+def _add(shown: list[Mapping[str, Any]], message: Mapping[str, Any], *, joins: bool) -> None:
+    """joins: the message becomes a part of the one before."""
+    if not joins:
+        shown.append(message)
+        return
+    before, content = shown[-1]["content"], message.get("content")
+    if isinstance(before, str) and isinstance(content, str):
+        together: Any = f"{before}\n\n{content}"
+    else:
+        together = [*_parts(before), *_parts(content)]
+    shown[-1] = {**message, "content": together}
+
+
+def _parts(content: Any) -> list[Any]:
+    return content if isinstance(content, list) else [{"type": "text", "text": content}]
+
+
+def _place(messages: Sequence[Mapping[str, Any]]) -> int | None:
+    if messages and messages[0].get("role") in _SYSTEM_ROLES:
+        return 0
+    users = (index for index, message in enumerate(messages) if message.get("role") == "user")
+    return next(users, None)
+
+
+def _joined(content: Any, text: str, comes_first: bool) -> Any:
+    """comes_first: the content does."""
+    if isinstance(content, list):
+        part = {"type": "text", "text": text}
+        return [*content, part] if comes_first else [part, *content]
+    parts = [content or "", text] if comes_first else [text, content or ""]
+    return "\n\n".join(part for part in parts if part)

@@ -52,6 +52,18 @@ _PROBE: Final = " "
 _LOADERS = (nodes.Extends, nodes.Include, nodes.Import, nodes.FromImport)
 
 
+def make_task(setup: bytes) -> Callable[[bytes], bytes]:
+    """Return the function which renders one chat; both messages are arguments as JSON."""
+    template = ChatTemplate(**json.loads(setup))
+
+    def render(request: bytes) -> bytes:
+        text = template.render(**json.loads(request))
+        # Half of a surrogate pair is for the tokenizer to refuse, with its place in the text.
+        return text.encode(errors="surrogatepass")
+
+    return render
+
+
 class _Template(msgspec.Struct, frozen=True):
     source: str
     code: jinja2.Template
@@ -124,7 +136,9 @@ class ChatTemplate:
         template = self._choose(has_tools=bool(tools))
         normal = normalize_messages(messages, template.content)
         if "developer" not in template.source:
-            normal = [_developer_as_system(message) for message in normal]
+            for message in normal:
+                if message["role"] == "developer":
+                    message["role"] = "system"
         if continue_final_message:
             normal = _with_mark(normal)
         variables = {
@@ -197,10 +211,6 @@ class ChatTemplate:
                 f"the chat template failed on these messages: {reason}", param="messages"
             ) from error
         return "".join(pieces)
-
-
-def _developer_as_system(message: dict[str, Any]) -> dict[str, Any]:
-    return {**message, "role": "system"} if message["role"] == "developer" else message
 
 
 def _checked_kwargs(values: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -3,9 +3,9 @@ from typing import Any
 
 import pytest
 
+from loraplex.serving.text.chat_messages import with_calls_as_text, with_tools_described
 from loraplex.serving.text.chat_template import ChatTemplate
 from loraplex.serving.text.tool_calls.formats import FORMATS, format_of_template
-from loraplex.serving.text.tool_prompt import with_calls_as_text, with_tools_described
 
 TOOL = {"type": "function", "function": {"name": "clock", "description": "The time."}}
 USER = {"role": "user", "content": "When?"}
