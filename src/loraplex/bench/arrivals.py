@@ -6,41 +6,39 @@ import random
 import msgspec
 
 
-class Burst(msgspec.Struct, frozen=True, tag="burst"):
-    """All requests at once."""
+class Law(msgspec.Struct, frozen=True):
+    """Value that is written `name:number,number` on a command line and in reports."""
 
     def __str__(self) -> str:
-        return "burst"
+        numbers = (
+            f"{n:g}" if isinstance(n, float) else str(n) for n in msgspec.structs.astuple(self)
+        )
+        return ":".join(filter(None, (str(self.__struct_config__.tag), ",".join(numbers))))
 
 
-class ClosedLoop(msgspec.Struct, frozen=True, tag="closed"):
+class Burst(Law, frozen=True, tag="burst"):
+    """All requests at once."""
+
+
+class ClosedLoop(Law, frozen=True, tag="closed"):
     """`concurrency` clients, each sending its next request when the last response is complete."""
 
     concurrency: int
 
-    def __str__(self) -> str:
-        return f"closed:{self.concurrency}"
 
-
-class Poisson(msgspec.Struct, frozen=True, tag="poisson"):
+class Poisson(Law, frozen=True, tag="poisson"):
     """Independent arrivals at a mean rate, whether or not earlier responses are complete."""
 
     requests_per_second: float
 
-    def __str__(self) -> str:
-        return f"poisson:{self.requests_per_second:g}"
 
-
-class Gamma(msgspec.Struct, frozen=True, tag="gamma"):
+class Gamma(Law, frozen=True, tag="gamma"):
     """Like Poisson, but the gaps between arrivals are Gamma distributed with a coefficient of
     variation `cv`: 1 is Poisson, above it requests come in clumps. S-LoRA's arrivals.
     """
 
     requests_per_second: float
     cv: float
-
-    def __str__(self) -> str:
-        return f"gamma:{self.requests_per_second:g},{self.cv:g}"
 
 
 Arrivals = Burst | ClosedLoop | Poisson | Gamma

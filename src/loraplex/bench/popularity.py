@@ -3,45 +3,30 @@
 import math
 import random
 
-import msgspec
+from loraplex.bench.arrivals import Law
 
 
-class BaseOnly(msgspec.Struct, frozen=True, tag="base"):
+class BaseOnly(Law, frozen=True, tag="base"):
     """No adapter at all: what the others are compared with."""
 
-    def __str__(self) -> str:
-        return "base"
 
-
-class Identical(msgspec.Struct, frozen=True, tag="identical"):
+class Identical(Law, frozen=True, tag="identical"):
     """Every request uses the first adapter."""
 
-    def __str__(self) -> str:
-        return "identical"
 
-
-class Uniform(msgspec.Struct, frozen=True, tag="uniform"):
+class Uniform(Law, frozen=True, tag="uniform"):
     """Every request draws one of the adapters, all equally likely."""
 
-    def __str__(self) -> str:
-        return "uniform"
 
-
-class Distinct(msgspec.Struct, frozen=True, tag="distinct"):
+class Distinct(Law, frozen=True, tag="distinct"):
     """The adapters in turn: any `num_adapters` successive requests use different adapters."""
 
-    def __str__(self) -> str:
-        return "distinct"
 
-
-class Shuffled(msgspec.Struct, frozen=True, tag="shuffled"):
+class Shuffled(Law, frozen=True, tag="shuffled"):
     """Every adapter equally often (once more for some if that does not divide), in any order."""
 
-    def __str__(self) -> str:
-        return "shuffled"
 
-
-class Zipf(msgspec.Struct, frozen=True, tag="zipf"):
+class Zipf(Law, frozen=True, tag="zipf"):
     """Adapter k (from 1) is drawn with a probability proportional to k ** -exponent.
 
     Zipf's law itself; some benchmarks call a geometric rule (`Geometric`) by this name.
@@ -49,11 +34,8 @@ class Zipf(msgspec.Struct, frozen=True, tag="zipf"):
 
     exponent: float
 
-    def __str__(self) -> str:
-        return f"zipf:{self.exponent:g}"
 
-
-class PowerFunction(msgspec.Struct, frozen=True, tag="powerfunc"):
+class PowerFunction(Law, frozen=True, tag="powerfunc"):
     """S-LoRA's: P(one of the first k of n adapters) = (k / n) ** exponent.
 
     Uniform at exponent 1, and the more skewed the smaller it is.
@@ -61,11 +43,8 @@ class PowerFunction(msgspec.Struct, frozen=True, tag="powerfunc"):
 
     exponent: float
 
-    def __str__(self) -> str:
-        return f"powerfunc:{self.exponent:g}"
 
-
-class Geometric(msgspec.Struct, frozen=True, tag="geometric"):
+class Geometric(Law, frozen=True, tag="geometric"):
     """Punica's "skewed": 1, ratio, ratio ** 2, ... requests for one adapter each, rounded down,
     and the rest for one more (`geometric_sizes`), in any order. It takes as many adapters as it
     takes; the i-th of them is i modulo `num_adapters`.
@@ -73,17 +52,11 @@ class Geometric(msgspec.Struct, frozen=True, tag="geometric"):
 
     ratio: float
 
-    def __str__(self) -> str:
-        return f"geometric:{self.ratio:g}"
 
-
-class SquareRoot(msgspec.Struct, frozen=True, tag="square-root"):
+class SquareRoot(Law, frozen=True, tag="square-root"):
     """Punica's "uniform": the square root of the number of requests (rounded up) many adapters,
     each equally often, in any order.
     """
-
-    def __str__(self) -> str:
-        return "square-root"
 
 
 Popularity = (

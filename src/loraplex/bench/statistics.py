@@ -6,7 +6,8 @@ Latencies are in seconds. It knows no protocol: a client provides `RequestRecord
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -109,35 +110,24 @@ def summarize(records: Sequence[RequestRecord], start_ns: int) -> RunStatistics:
 
 def median_of_runs(runs: Sequence[RunStatistics]) -> RunStatistics:
     """Every rate and latency its own median over the repeats; every count the sum of them."""
-    return RunStatistics(
-        num_requests=sum(run.num_requests for run in runs),
-        num_failed=sum(run.num_failed for run in runs),
-        errors=tuple(sorted({error for run in runs for error in run.errors})),
-        duration_seconds=statistics.median(run.duration_seconds for run in runs),
-        requests_per_second=statistics.median(run.requests_per_second for run in runs),
-        output_tokens_per_second=statistics.median(run.output_tokens_per_second for run in runs),
-        num_prompt_tokens=sum(run.num_prompt_tokens for run in runs),
-        num_cached_tokens=sum(run.num_cached_tokens for run in runs),
-        num_output_tokens=sum(run.num_output_tokens for run in runs),
-        num_chunks=sum(run.num_chunks for run in runs),
-        time_to_first_token=_median(runs, lambda run: run.time_to_first_token),
-        inter_token_latency=_median(runs, lambda run: run.inter_token_latency),
-        time_per_output_token=_median(runs, lambda run: run.time_per_output_token),
-        end_to_end=_median(runs, lambda run: run.end_to_end),
-    )
+    names = RunStatistics.__struct_fields__
+    return RunStatistics(**{name: _joined([getattr(run, name) for run in runs]) for name in names})
 
 
-def _median(
-    runs: Sequence[RunStatistics], latency: Callable[[RunStatistics], Percentiles | None]
-) -> Percentiles | None:
-    known = [found for run in runs if (found := latency(run)) is not None]
-    if not known:
-        return None
-    return Percentiles(
-        statistics.median(found.p50 for found in known),
-        statistics.median(found.p90 for found in known),
-        statistics.median(found.p99 for found in known),
-    )
+def _joined(values: Sequence[Any]) -> Any:
+    """Return one value of a figure of several runs, by its type."""
+    known = [value for value in values if value is not None]
+    match next(iter(known), None):
+        case int():
+            return sum(known)
+        case float():
+            return statistics.median(known)
+        case tuple():
+            return tuple(sorted({error for errors in known for error in errors}))
+        case Percentiles():
+            columns = zip(*map(msgspec.structs.astuple, known), strict=True)
+            return Percentiles(*map(statistics.median, columns))
+    return None
 
 
 class Ratio(msgspec.Struct, frozen=True):

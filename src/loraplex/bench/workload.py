@@ -6,7 +6,7 @@ the value and the number of the repeat decides them. It knows no server and no p
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -101,27 +101,27 @@ def parse_popularity(text: str) -> Popularity:
     """`identical`, `uniform`, `distinct`, `shuffled`, `square-root`, `zipf:S`, `powerfunc:ALPHA` or
     `geometric:RATIO`. Raises ConfigError.
     """
-    plain: dict[str, Popularity] = {
-        str(popularity): popularity
-        for popularity in (Identical(), Uniform(), Distinct(), Shuffled(), SquareRoot())
-    }
     kind, _, value = text.partition(":")
     label = f"popularity {text!r}"
+    plain: Mapping[str, Popularity] = {
+        str(law): law for law in (Identical(), Uniform(), Distinct(), Shuffled(), SquareRoot())
+    }
     if text in plain:
         return plain[text]
-    if kind == "zipf":
-        return Zipf(_positive(value, label))
-    if kind == "powerfunc":
-        return PowerFunction(_positive(value, label))
-    if kind == "geometric":
-        ratio = _positive(value, label)
-        if ratio <= 1:
-            raise ConfigError(f"{label} needs a ratio above 1")
-        return Geometric(ratio)
-    raise ConfigError(
-        f"popularity must be {', '.join(plain)}, zipf:S, powerfunc:ALPHA or geometric:RATIO, "
-        f"got {text!r}"
-    )
+    laws: Mapping[str, Callable[[float], Popularity]] = {
+        "zipf": Zipf,
+        "powerfunc": PowerFunction,
+        "geometric": Geometric,
+    }
+    if kind not in laws:
+        raise ConfigError(
+            f"popularity must be {', '.join(plain)}, zipf:S, powerfunc:ALPHA or geometric:RATIO, "
+            f"got {text!r}"
+        )
+    number = _positive(value, label)
+    if kind == "geometric" and number <= 1:
+        raise ConfigError(f"{label} needs a ratio above 1")
+    return laws[kind](number)
 
 
 def parse_arrivals(text: str) -> Arrivals:
