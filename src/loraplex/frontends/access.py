@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from starlette.types import Scope
 
 from loraplex.core.errors import LoraplexError, UnauthenticatedError
-from loraplex.core.principal import LOCAL, Principal
+from loraplex.core.principal import LOCAL, NONE, Principal, Rights
 from loraplex.serving.access.api_key_ring import ApiKeys
 from loraplex.serving.wire_request import note_error, note_tenant
 
@@ -42,6 +42,20 @@ def principal_of(scope: Scope, authenticate: Authenticate) -> Principal:
     if principal is None:
         principal = scope[_PRINCIPAL] = authenticate(headers_of(scope))
     return principal
+
+
+_NO_RIGHTS = Principal(
+    tenant="", rights=Rights(use=NONE, list=NONE, manage=NONE, models=NONE, operator=False)
+)
+
+
+def without_key(headers: Mapping[str, str]) -> Principal:
+    """Return the principal of requests without authentication.
+
+    It has no rights: one that is open by mistake reveals nothing.
+    """
+    del headers
+    return _NO_RIGHTS
 
 
 def everyone_is_local(headers: Mapping[str, str]) -> Principal:

@@ -15,11 +15,14 @@ import threading
 from pathlib import Path
 from typing import NoReturn
 
+import msgspec
+
 from loraplex.core.errors import (
     InvalidRequestError,
     PermissionDeniedError,
     UnsupportedFeatureError,
 )
+from loraplex.core.principal import Principal
 from loraplex.frontends.kserve.errors import AlreadyExistsError, NotFoundError
 
 FOLDER = Path("/dev/shm")
@@ -28,8 +31,6 @@ MAX_REGIONS = 1024
 MAX_NAME_LENGTH = 255
 MAX_REQUEST_BYTES = 2**31 - 1
 """That the inputs of one request may take from regions, all together."""
-USE_SHARED_MEMORY = "use this machine's shared memory"
-"""A right of operators: a region may be any file of /dev/shm that the server can open."""
 NO_CUDA = (
     "GPUs not supported: this server does not take tensors from the memory of a GPU; use system "
     "shared memory, or send them with the request"
@@ -161,27 +162,35 @@ class SharedMemory:
         return held
 
 
-class TenantMemory:
+class TenantMemory(msgspec.Struct):
     """The regions as one request of a tenant sees them; what it may read is limited."""
 
-    def __init__(self, memory: SharedMemory, tenant: str) -> None:
-        self._memory = memory
-        self._tenant = tenant
-        self._bytes_left = MAX_REQUEST_BYTES
+    memory: SharedMemory
+    tenant: str
+    bytes_read: int = 0
 
     def read(self, place: Place) -> bytes:
-        if place.byte_size > self._bytes_left:
+        self.bytes_read += place.byte_size
+        if self.bytes_read > MAX_REQUEST_BYTES:
             raise InvalidRequestError(
                 f"the inputs in shared memory are larger than {MAX_REQUEST_BYTES} bytes together"
             )
-        self._bytes_left -= place.byte_size
-        return self._memory.read(self._tenant, place)
+        return self.memory.read(self.tenant, place)
 
     def check(self, place: Place) -> None:
-        self._memory.check(self._tenant, place)
+        self.memory.check(self.tenant, place)
 
     def write(self, place: Place, data: bytes) -> None:
-        self._memory.write(self._tenant, place, data)
+        self.memory.write(self.tenant, place, data)
+
+
+def tenant_with_memory(principal: Principal) -> str:
+    """Return the tenant of an operator: a region may be any file of /dev/shm that the server opens.
+
+    Raises PermissionDeniedError.
+    """
+    principal.require_operator("use this machine's shared memory")
+    return principal.tenant
 
 
 def no_cuda_region(name: str) -> NoReturn:

@@ -1,6 +1,7 @@
 import pytest
 
 from loraplex.core.errors import PayloadTooLargeError
+from loraplex.core.principal import LOCAL
 from loraplex.frontends.kserve.http.body import HttpRequest
 from loraplex.frontends.streams import ClientDisconnectedError
 from support.naming import refused
@@ -12,9 +13,8 @@ def request(*messages: dict, declared: str | None = None) -> HttpRequest:
     async def receive():
         return next(waiting)
 
-    headers = [] if declared is None else [(b"content-length", declared.encode())]
-    scope = {"type": "http", "headers": headers, "path_params": {"model": "m"}}
-    return HttpRequest(scope, receive)
+    headers = {} if declared is None else {"content-length": declared}
+    return HttpRequest(headers, receive, LOCAL)
 
 
 def part(data: bytes, *, more: bool = False) -> dict:
@@ -41,7 +41,3 @@ async def test_a_body_that_is_too_large_whatever_it_says(declared):
 async def test_a_client_that_goes_before_its_body_came():
     with pytest.raises(ClientDisconnectedError):
         await request(part(b"ab", more=True), {"type": "http.disconnect"}).body(3)
-
-
-def test_what_the_path_names():
-    assert request().model_and_version == ("m", "")

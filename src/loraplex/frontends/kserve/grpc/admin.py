@@ -7,14 +7,13 @@ from typing import Any
 
 from tritonclient.grpc import service_pb2 as pb
 
-from loraplex.core.principal import Principal
 from loraplex.core.support import Support, support_note
 from loraplex.frontends.kserve.grpc.calls import RpcCall
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.kserve.shared_memory import (
-    USE_SHARED_MEMORY,
     no_cuda_region,
     refuse_cuda,
+    tenant_with_memory,
 )
 
 
@@ -25,7 +24,7 @@ class AdminRpcs:
     # ------------------------------------------------------------ shared memory
 
     async def SystemSharedMemoryStatus(self, request: Any, call: RpcCall) -> Any:
-        regions = self._service.memory.status(_with_memory(call.principal), request.name)
+        regions = self._service.memory.status(tenant_with_memory(call.principal), request.name)
         response = pb.SystemSharedMemoryStatusResponse()
         for each in regions:
             row = response.regions[each.name]
@@ -34,14 +33,14 @@ class AdminRpcs:
         return response
 
     async def SystemSharedMemoryRegister(self, request: Any, call: RpcCall) -> Any:
-        tenant = _with_memory(call.principal)
+        tenant = tenant_with_memory(call.principal)
         self._service.memory.register(
             tenant, request.name, request.key, request.offset, request.byte_size
         )
         return pb.SystemSharedMemoryRegisterResponse()
 
     async def SystemSharedMemoryUnregister(self, request: Any, call: RpcCall) -> Any:
-        self._service.memory.unregister(_with_memory(call.principal), request.name)
+        self._service.memory.unregister(tenant_with_memory(call.principal), request.name)
         return pb.SystemSharedMemoryUnregisterResponse()
 
     @support_note("there is no region", Support.NO_EFFECT)
@@ -112,12 +111,6 @@ class AdminRpcs:
             call.principal, request.repository_name, request.model_name, parameters
         )
         return pb.RepositoryModelUnloadResponse()
-
-
-def _with_memory(principal: Principal) -> str:
-    """The tenant. Raises PermissionDeniedError."""
-    principal.require_operator(USE_SHARED_MEMORY)
-    return principal.tenant
 
 
 def _parameters(messages: Any) -> dict[str, object]:

@@ -18,8 +18,8 @@ import grpc
 import msgspec
 
 from loraplex.core.errors import LoraplexError
-from loraplex.core.principal import NONE, Principal, Rights
-from loraplex.frontends.access import Authenticate
+from loraplex.core.principal import Principal
+from loraplex.frontends.access import Authenticate, without_key
 from loraplex.frontends.body_memory import BodyMemory
 from loraplex.frontends.kserve.errors import as_loraplex_error, message_of, status_of
 from loraplex.frontends.kserve.grpc.wire import MessageReader
@@ -40,11 +40,6 @@ OPEN_RPCS = frozenset(
 )
 """RPCs of load balancers. They ignore their messages, so these are not read: see `Calls`."""
 
-_NO_RIGHTS = Principal(
-    tenant="", rights=Rights(use=NONE, list=NONE, manage=NONE, models=NONE, operator=False)
-)
-"""Principal of RPCs without authentication: one that is open by mistake reveals nothing."""
-
 
 class Authentication:
     """Principal of each RPC. A new RPC requires a key."""
@@ -55,16 +50,11 @@ class Authentication:
 
     def of(self, rpc: str) -> Callable[[Mapping[str, str]], Principal]:
         """Function from a call's metadata to its principal. It raises UnauthenticatedError."""
-        return _anyone if self.is_open(rpc) else self._authenticate
+        return without_key if self.is_open(rpc) else self._authenticate
 
     def is_open(self, rpc: str) -> bool:
         """Return whether an RPC needs no key."""
         return rpc in self._open
-
-
-def _anyone(metadata: Mapping[str, str]) -> Principal:
-    del metadata
-    return _NO_RIGHTS
 
 
 RETRY_AFTER = "retry-after"

@@ -11,16 +11,15 @@ from starlette.responses import Response
 
 from loraplex.core.errors import InvalidRequestError, PermissionDeniedError, UnsupportedFeatureError
 from loraplex.core.support import Support, support_note
-from loraplex.frontends.access import Authenticate
 from loraplex.frontends.body_limits import off_loop
 from loraplex.frontends.kserve import wire_types as wire
 from loraplex.frontends.kserve.errors import AlreadyExistsError, NotFoundError
 from loraplex.frontends.kserve.http.body import HttpRequest, json_response, parse_object
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.kserve.shared_memory import (
-    USE_SHARED_MEMORY,
     no_cuda_region,
     refuse_cuda,
+    tenant_with_memory,
 )
 from loraplex.frontends.openapi.operation import (
     ANY_ERROR,
@@ -36,13 +35,10 @@ OF_LOADS = (*ANY_ERROR, NotFoundError)
 
 
 class AdminApi:
-    """The handlers. `model`, `region` and `repository` are path parameters."""
+    """The handlers."""
 
-    def __init__(
-        self, service: TritonService, authenticate: Authenticate, max_body_bytes: int
-    ) -> None:
+    def __init__(self, service: TritonService, max_body_bytes: int) -> None:
         self._service = service
-        self._authenticate = authenticate
         self._max_body_bytes = max_body_bytes
 
     # ------------------------------------------------------------ shared memory
@@ -50,14 +46,14 @@ class AdminApi:
     @described(json_of(list[wire.Region]), tag="triton", errors=OF_REGIONS)
     async def memory_status(self, request: HttpRequest) -> Response:
         """Registered regions of shared memory."""
-        tenant = self._with_memory(request)
-        regions = self._service.memory.status(tenant, request.path_params.get("region", ""))
+        tenant = tenant_with_memory(request.principal)
+        regions = self._service.memory.status(tenant, request.region)
         return json_response([dataclasses.asdict(region) for region in regions])
 
     @described(ResponseDoc(200), tag="triton", body=json_body(wire.RegionBody), errors=OF_REGIONS)
     async def memory_register(self, request: HttpRequest) -> Response:
         """Register a region of shared memory."""
-        tenant = self._with_memory(request)
+        tenant = tenant_with_memory(request.principal)
         body = await self._object(request)
         for field in ("key", "byte_size"):
             if field not in body:
@@ -69,7 +65,7 @@ class AdminApi:
             raise InvalidRequestError("'key' must be a string", param="key")
         self._service.memory.register(
             tenant,
-            request.path_params["region"],
+            request.region,
             key,
             _natural(body, "offset"),
             _natural(body, "byte_size"),
@@ -79,47 +75,39 @@ class AdminApi:
     @described(ResponseDoc(200), tag="triton", errors=OF_REGIONS)
     async def memory_unregister(self, request: HttpRequest) -> Response:
         """Forget a region of shared memory, or all."""
-        tenant = self._with_memory(request)
-        self._service.memory.unregister(tenant, request.path_params.get("region", ""))
+        tenant = tenant_with_memory(request.principal)
+        self._service.memory.unregister(tenant, request.region)
         return Response()
 
     @support_note("there is no region", Support.NO_EFFECT)
     @described(json_of(list[wire.Region]), tag="triton", errors=OF_REGIONS)
     async def cuda_status(self, request: HttpRequest) -> Response:
         """There is none, and so no region of a name."""
-        self._authenticate(request.headers)
-        if "region" in request.path_params:
-            no_cuda_region(request.path_params["region"])
+        if request.region:
+            no_cuda_region(request.region)
         return json_response([])
 
     @support_note("use system shared memory", Support.REFUSED)
     @described(tag="triton", errors=(UnsupportedFeatureError, *OF_REGIONS))
     async def cuda_register(self, request: HttpRequest) -> Response:
         """Refused: use system shared memory."""
-        self._authenticate(request.headers)
+        del request
         refuse_cuda()
 
     @support_note("there is no region", Support.NO_EFFECT)
     @described(ResponseDoc(200), tag="triton")
     async def cuda_unregister(self, request: HttpRequest) -> Response:
         """There is none."""
-        self._authenticate(request.headers)
+        del request
         return Response()
-
-    def _with_memory(self, request: HttpRequest) -> str:
-        """The tenant. Raises PermissionDeniedError."""
-        principal = self._authenticate(request.headers)
-        principal.require_operator(USE_SHARED_MEMORY)
-        return principal.tenant
 
     # ------------------------------------------------------------ settings
 
     @described(json_of(wire.TraceSettings), tag="triton", errors=OF_NAMES)
     async def trace(self, request: HttpRequest) -> Response:
         """Trace settings."""
-        principal = self._authenticate(request.headers)
-        model = request.path_params.get("model", "")
-        return json_response(self._service.management.trace_settings(principal, model))
+        settings = self._service.management.trace_settings(request.principal, request.model)
+        return json_response(settings)
 
     @support_note("kept and returned; nothing is traced by it", Support.NO_EFFECT)
     @described(
@@ -131,17 +119,15 @@ class AdminApi:
     )
     async def change_trace(self, request: HttpRequest) -> Response:
         """Change trace settings."""
-        principal = self._authenticate(request.headers)
         body = await self._object(request)
         changes = {name: _strings(name, value) for name, value in body.items()}
-        model = request.path_params.get("model", "")
-        return json_response(self._service.management.change_trace(principal, model, changes))
+        management = self._service.management
+        return json_response(management.change_trace(request.principal, request.model, changes))
 
     @described(json_of(wire.LogSettings), tag="triton", errors=OF_NAMES)
     async def log(self, request: HttpRequest) -> Response:
         """Log settings."""
-        principal = self._authenticate(request.headers)
-        return json_response(self._service.management.log_settings(principal))
+        return json_response(self._service.management.log_settings(request.principal))
 
     @described(
         json_of(wire.LogSettings),
@@ -152,9 +138,8 @@ class AdminApi:
     )
     async def change_log(self, request: HttpRequest) -> Response:
         """Change log settings."""
-        principal = self._authenticate(request.headers)
         body = await self._object(request)
-        return json_response(self._service.management.change_log(principal, body))
+        return json_response(self._service.management.change_log(request.principal, body))
 
     # ------------------------------------------------------------ the repository
 
@@ -164,13 +149,13 @@ class AdminApi:
     )
     async def index(self, request: HttpRequest) -> Response:
         """The models of the repository."""
-        principal = self._authenticate(request.headers)
         body = await self._object(request)
         only_ready = body.get("ready", False)
         if not isinstance(only_ready, bool):
             raise InvalidRequestError("'ready' must be true or false", param="ready")
-        repository = request.path_params.get("repository", "")
-        rows = self._service.management.index(principal, repository, only_ready=only_ready)
+        rows = self._service.management.index(
+            request.principal, request.repository, only_ready=only_ready
+        )
         return json_response([{k: v for k, v in row.items() if v} for row in rows])
 
     @support_note("with --model-control-mode explicit")
@@ -183,14 +168,13 @@ class AdminApi:
     )
     async def load(self, request: HttpRequest) -> Response:
         """Load a model."""
-        principal = self._authenticate(request.headers)
         parameters = {
             name: _file_content(name, value) if name.startswith("file:") else value
             for name, value in (await self._parameters(request)).items()
         }
-        path = request.path_params
-        repository = path.get("repository", "")
-        await self._service.management.load(principal, repository, path["model"], parameters)
+        await self._service.management.load(
+            request.principal, request.repository, request.model, parameters
+        )
         return Response()
 
     @support_note("with --model-control-mode explicit")
@@ -203,11 +187,10 @@ class AdminApi:
     )
     async def unload(self, request: HttpRequest) -> Response:
         """Unload a model."""
-        principal = self._authenticate(request.headers)
         parameters = await self._parameters(request)
-        path = request.path_params
-        repository = path.get("repository", "")
-        self._service.management.unload(principal, repository, path["model"], parameters)
+        self._service.management.unload(
+            request.principal, request.repository, request.model, parameters
+        )
         return Response()
 
     async def _parameters(self, request: HttpRequest) -> Mapping[str, Any]:

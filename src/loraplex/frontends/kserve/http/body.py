@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from loraplex.core.errors import InvalidRequestError, PayloadTooLargeError
-from loraplex.frontends.access import headers_of
+from loraplex.core.principal import Principal
 from loraplex.frontends.long_json import send_pieces
 from loraplex.frontends.streams import ClientDisconnectedError
 
@@ -139,18 +139,16 @@ def json_response(content: object, status: int = 200) -> Response:
     return Response(msgspec.json.encode(content), status, media_type="application/json")
 
 
-class HttpRequest:
-    """headers: by lower-case name. path_params: by the names in the route's pattern."""
+class HttpRequest(msgspec.Struct, frozen=True):
+    """headers: by lower-case name. The last four: what the path names."""
 
-    __slots__ = ("headers", "model_and_version", "path_params", "receive")
-
-    def __init__(self, scope: Scope, receive: Receive) -> None:
-        self.headers = headers_of(scope)
-        self.path_params: Mapping[str, str] = scope["path_params"]
-        path = self.path_params
-        self.model_and_version = path.get("model", ""), path.get("version", "")
-        """Either is empty where the path does not name it."""
-        self.receive = receive
+    headers: Mapping[str, str]
+    receive: Receive
+    principal: Principal
+    model: str = ""
+    version: str = ""
+    region: str = ""
+    repository: str = ""
 
     async def body(self, max_bytes: int) -> bytearray:
         """All of it, as it came.

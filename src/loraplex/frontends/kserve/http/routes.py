@@ -11,9 +11,14 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loraplex.core.errors import InvalidRequestError, LoraplexError
-from loraplex.core.principal import Principal
 from loraplex.core.support import Support, support_of
-from loraplex.frontends.access import Authenticate, everyone_is_local
+from loraplex.frontends.access import (
+    Authenticate,
+    everyone_is_local,
+    headers_of,
+    principal_of,
+    without_key,
+)
 from loraplex.frontends.body_limits import DEFAULT_JSON_LIMITS, JsonLimits, off_loop
 from loraplex.frontends.kserve import wire_types as wire
 from loraplex.frontends.kserve.errors import (
@@ -80,8 +85,8 @@ def kserve_routes(
     json_limits: JsonLimits = DEFAULT_JSON_LIMITS,
 ) -> list[RecordedRoute]:
     """All routes under /v2. The last one returns 404 for every other path there."""
-    api = KServeApi(service, authenticate, max_body_bytes, json_limits)
-    admin = AdminApi(service, authenticate, max_body_bytes)
+    api = KServeApi(service, max_body_bytes, json_limits)
+    admin = AdminApi(service, max_body_bytes)
     of_model: dict[str, Mapping[str, Handler]] = {
         "infer": {"POST": api.infer},
         "generate": {"POST": api.generate},
@@ -95,17 +100,23 @@ def kserve_routes(
     for action, handlers in of_model.items():
         table.append((f"/v2/models/{{model:path}}/versions/{{version}}/{action}", handlers))
         table.append((f"/v2/models/{{model:path}}/{action}", handlers))
+    without: dict[str, Mapping[str, Handler]] = {
+        "/v2": {"GET": api.server_metadata},
+        "/v2/health/live": {"GET": api.live},
+        "/v2/health/ready": {"GET": api.ready},
+    }
     table += [
-        ("/v2", {"GET": api.server_metadata}),
-        ("/v2/health/live", {"GET": api.live}),
-        ("/v2/health/ready", {"GET": api.ready}),
+        *without.items(),
         ("/v2/models/stats", {"GET": api.statistics}),
         *_admin_table(admin),
         ("/v2/models/{model:path}/versions/{version}", {"GET": api.metadata}),
         ("/v2/models/{model:path}", {"GET": api.metadata}),
         ("/v2/{path:path}", {}),
     ]
-    return [RecordedRoute(path, Resource(handlers)) for path, handlers in table]
+    return [
+        RecordedRoute(path, Resource(handlers, without_key if path in without else authenticate))
+        for path, handlers in table
+    ]
 
 
 def _admin_table(admin: AdminApi) -> list[tuple[str, Mapping[str, Handler]]]:
@@ -140,8 +151,9 @@ class Resource:
     The bodies of 404 and 405 are Triton's.
     """
 
-    def __init__(self, handlers: Mapping[str, Handler]) -> None:
+    def __init__(self, handlers: Mapping[str, Handler], authenticate: Authenticate) -> None:
         self._handlers = handlers
+        self._authenticate = authenticate
 
     @property
     def features(self) -> Iterator[tuple[str, Support, str]]:
@@ -170,7 +182,9 @@ class Resource:
             response = not_allowed
         else:
             try:
-                response = await handler(HttpRequest(scope, receive))
+                principal = principal_of(scope, self._authenticate)
+                request = HttpRequest(headers_of(scope), receive, principal, **scope["path_params"])
+                response = await handler(request)
             except ClientDisconnectedError:
                 response = Response(status_code=CLIENT_CLOSED_REQUEST)
             except Exception as raised:
@@ -192,17 +206,15 @@ def refusal(error: LoraplexError) -> Response:
 
 
 class KServeApi:
-    """The handlers. `model` and `version` are path parameters."""
+    """The handlers."""
 
     def __init__(
         self,
         service: TritonService,
-        authenticate: Authenticate,
         max_body_bytes: int,
         json_limits: JsonLimits,
     ) -> None:
         self._service = service
-        self._authenticate = authenticate
         self._json_limits = json_limits
         self._max_body_bytes = max_body_bytes
 
@@ -229,30 +241,26 @@ class KServeApi:
     @described(ResponseDoc(200), json_of(wire.TritonFailure, 400, "It is not."), tag="triton")
     async def model_ready(self, request: HttpRequest) -> Response:
         """Whether the model is ready."""
-        principal = self._authenticate(request.headers)
-        if self._service.catalog.is_ready(*request.model_and_version, principal):
+        if self._service.catalog.is_ready(request.model, request.version, request.principal):
             return Response(status_code=200)
         return json_response({"error": "Model version not ready"}, 400)
 
     @described(json_of(wire.ModelMetadata), tag="triton", errors=OF_NAMES)
     async def metadata(self, request: HttpRequest) -> Response:
         """The inputs and outputs of a model."""
-        principal = self._authenticate(request.headers)
-        model = self._service.catalog.find(*request.model_and_version, principal)
+        model = self._service.catalog.find(request.model, request.version, request.principal)
         return json_response(model.metadata())
 
     @described(json_of(wire.ModelConfig), tag="triton", errors=OF_NAMES)
     async def config(self, request: HttpRequest) -> Response:
         """The configuration of a model."""
-        principal = self._authenticate(request.headers)
-        model = self._service.catalog.find(*request.model_and_version, principal)
+        model = self._service.catalog.find(request.model, request.version, request.principal)
         return json_response(model.config())
 
     @described(json_of(wire.StatisticsReport), tag="triton", errors=OF_NAMES)
     async def statistics(self, request: HttpRequest) -> Response:
         """What requests did, by model."""
-        principal = self._authenticate(request.headers)
-        rows = self._service.statistics(*request.model_and_version, principal)
+        rows = self._service.statistics(request.model, request.version, request.principal)
         return json_response({"model_stats": rows})
 
     # ------------------------------------------------------------ inference
@@ -267,8 +275,7 @@ class KServeApi:
     )
     async def infer(self, request: HttpRequest) -> WholeResponse:
         """Tensors in, tensors out."""
-        principal = self._authenticate(request.headers)
-        model, version = request.model_and_version
+        model, version, principal = request.model, request.version, request.principal
         self._service.check_is_unary(principal, model, version, "HTTP end point")
         body: Bytes = await request.body(self._max_body_bytes)
         if encoding := request.headers.get("content-encoding", ""):
@@ -298,15 +305,14 @@ class KServeApi:
     )
     async def generate(self, request: HttpRequest) -> WholeResponse:
         """One flat object in, one out."""
-        principal = self._authenticate(request.headers)
-        infer_request = await self._generate_request(request, principal)
+        infer_request = await self._generate_request(request)
         if self._wants_stream(infer_request):
             raise InvalidRequestError(
                 "generate expects model to produce exactly 1 response, use generate stream for "
                 "model that generates various number of responses"
             )
         response = await until_disconnect(
-            request.receive, self._service.infer(infer_request, principal)
+            request.receive, self._service.infer(infer_request, request.principal)
         )
         content = await off_loop(response.num_bytes, lambda: encoded(encode_generate(response)))
         return WholeResponse(content, b"application/json", {})
@@ -325,23 +331,23 @@ class KServeApi:
     )
     async def generate_stream(self, request: HttpRequest) -> GenerateEvents:
         """Generate; every response is an event."""
-        principal = self._authenticate(request.headers)
-        infer_request = await self._generate_request(request, principal)
+        infer_request = await self._generate_request(request)
         responses = await until_disconnect(
-            request.receive, self._service.stream(infer_request, principal)
+            request.receive, self._service.stream(infer_request, request.principal)
         )
         return GenerateEvents(responses)
 
-    async def _generate_request(self, request: HttpRequest, principal: Principal) -> InferRequest:
-        name, version = request.model_and_version
-        model = self._service.catalog.find(name, version, principal)
+    async def _generate_request(self, request: HttpRequest) -> InferRequest:
+        model = self._service.catalog.find(request.model, request.version, request.principal)
         encoding = request.headers.get("content-encoding", "")
         if encoding.strip().lower() not in ("", "identity"):
             raise InvalidRequestError(
                 f"Unsupported content-encoding '{encoding}', only 'identity' is supported."
             )
         body = await request.body(min(self._max_body_bytes, self._json_limits.max_bytes))
-        read = functools.partial(_generate_request_of, model, version, body, self._json_limits)
+        read = functools.partial(
+            _generate_request_of, model, request.version, body, self._json_limits
+        )
         return await off_loop(len(body), read)
 
     def _wants_stream(self, request: InferRequest) -> bool:
